@@ -1,0 +1,214 @@
+"""The run's configuration: one TOML file, validated, with errors that name the key and what is allowed."""
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+T = TypeVar("T", bound=BaseModel)
+
+
+class ConfigError(ValueError):
+    """The configuration cannot be used; the message has a line for each problem."""
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class RunConfig(_Section):
+    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
+    seed: int = Field(0, ge=0, lt=2**63)
+    steps: int = Field(60, ge=1, description="training steps")
+    directory: Path = Field(Path("runs"), description="where runs keep their journal, checkpoints and report")
+
+
+class ModelConfig(_Section):
+    checkpoint: Path = Field(description="Hugging Face checkpoint directory of the base policy")
+
+
+class EnvironmentConfig(_Section):
+    name: str = "frozenlake"
+    step_timeout_s: float = Field(30.0, gt=0, description="an environment that takes longer is given up")
+    settings: dict[str, Any] = Field(default_factory=dict, description="the environment's own keys")
+
+
+class RolloutConfig(_Section):
+    groups: int = Field(16, ge=1, description="groups a step")
+    group_size: int = Field(8, ge=2, description="trajectories a group")
+    max_turns: int = Field(16, ge=1)
+    max_tokens_per_turn: int = Field(16, ge=1)
+    temperature: float = Field(1.0, gt=0)
+
+
+class TrainerConfig(_Section):
+    learning_rate: float = Field(2e-4, gt=0)
+    warmup_updates: int = Field(5, ge=0)
+    updates_per_step: int = Field(2, ge=1, description="optimiser updates a step; groups split in launch order")
+    betas: tuple[float, float] = (0.9, 0.99)
+    adam_epsilon: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+    gradient_clip: float = Field(1.0, gt=0)
+    clip_low: float = Field(0.2, gt=0, lt=1)
+    clip_high: float = Field(0.28, gt=0)
+    micro_batch_tokens: int = Field(16_384, ge=1)
+    threads: int = Field(1, ge=1)
+    checkpoint_every_steps: int = Field(5, ge=1)
+    usd_per_gpu_hour: float = Field(10.47, ge=0, allow_inf_nan=False)
+    gpus: int = Field(1, ge=1)
+    step_timeout_s: float = Field(300.0, gt=0, description="longest time from a step's last group to its weights")
+
+
+class SeedingConfig(_Section):
+    window_s: float = Field(1.0, ge=0, description="how long the trainer's device generates at a step's start")
+
+
+class PacingConfig(_Section):
+    """A modelled device: an iteration takes at least the time given here (real tokens, modelled speed)."""
+
+    prefill_tokens_per_s: float = Field(gt=0)
+    decode_step_s: dict[int, float] = Field(
+        description="batch size → seconds of one decode iteration; linear between, and beyond the last two"
+    )
+
+    @model_validator(mode="after")
+    def _positive(self) -> "PacingConfig":
+        if not self.decode_step_s:
+            raise ValueError("needs at least one batch size")
+        if any(batch < 1 or step_s <= 0 for batch, step_s in self.decode_step_s.items()):
+            raise ValueError("batch sizes must be at least 1 and times positive")
+        return self
+
+
+class EngineConfig(_Section):
+    """Settings of a rollout engine; the orchestrator sends them to each worker as it joins."""
+
+    kind: str = "torch"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    threads: int = Field(1, ge=1)
+    max_batch: int = Field(16, ge=1, description="turns executed at once")
+    max_pending: int = Field(4, ge=0, description="Θ of delayed dispatch: turns sent ahead (RLBoost Alg. 2)")
+    max_context_tokens: int = Field(448, ge=2)
+    kv_block_tokens: int = Field(16, ge=1)
+    kv_blocks: int = Field(1024, ge=1)
+    prefill_chunk_tokens: int = Field(256, ge=1)
+    pacing: PacingConfig | None = None
+
+
+class SchedulerConfig(_Section):
+    """Time limits of the control plane. Whoever waits in it waits for one of these."""
+
+    heartbeat_interval_s: float = Field(0.5, gt=0)
+    heartbeat_timeout_s: float = Field(3.0, gt=0, description="silence after which a worker is fenced")
+    stall_timeout_s: float = Field(4.0, gt=0, description="no engine progress while turns execute → fenced")
+    turn_stall_timeout_s: float = Field(20.0, gt=0, description="no token of a running turn → routed again")
+    handover_timeout_s: float = Field(1.0, gt=0, description="wait for an aborted turn's last tokens")
+    drain_timeout_s: float = Field(5.0, gt=0)
+    acquire_timeout_s: float = Field(60.0, gt=0)
+    boot_timeout_s: float = Field(60.0, gt=0, description="from a lease's grant to its workers' first words")
+    load_timeout_s: float = Field(60.0, gt=0, description="from the order to load weights to their being in force")
+    resume_timeout_s: float = Field(5.0, gt=0, description="how long a disconnected worker may come back")
+    release_timeout_s: float = Field(10.0, gt=0)
+    retry_base_s: float = Field(1.0, gt=0, description="first back-off after a refused lease; doubles")
+    retry_max_s: float = Field(30.0, gt=0)
+    max_engine_errors: int = Field(3, ge=1, description="engine errors after which a turn is given up")
+    flush_interval_s: float = Field(0.03, gt=0, le=0.05, description="longest a token stays in a worker")
+
+    @model_validator(mode="after")
+    def _ordered(self) -> "SchedulerConfig":
+        if self.heartbeat_timeout_s < 3 * self.heartbeat_interval_s:
+            raise ValueError("heartbeat_timeout_s must be at least three heartbeat_interval_s")
+        return self
+
+
+class WeightsConfig(_Section):
+    relay: Literal["directory", "http"] = "directory"
+    mode: Literal["finish", "recompute", "keep"] = "finish"
+    pull_timeout_s: float = Field(30.0, gt=0)
+    keep_versions: int = Field(4, ge=2)
+
+
+class JournalConfig(_Section):
+    commit_interval_s: float = Field(0.05, gt=0, description="longest an event waits to be durable")
+
+
+class Config(_Section):
+    """A whole run. `providers` holds each provider's own keys; its adapter validates them."""
+
+    run: RunConfig = Field(default_factory=RunConfig)  # type: ignore[arg-type]
+    model: ModelConfig
+    environment: EnvironmentConfig = Field(default_factory=EnvironmentConfig)  # type: ignore[arg-type]
+    rollout: RolloutConfig = Field(default_factory=RolloutConfig)  # type: ignore[arg-type]
+    trainer: TrainerConfig = Field(default_factory=TrainerConfig)  # type: ignore[arg-type]
+    seeding: SeedingConfig = Field(default_factory=SeedingConfig)  # type: ignore[arg-type]
+    engine: EngineConfig = Field(default_factory=EngineConfig)  # type: ignore[arg-type]
+    scheduler: SchedulerConfig = Field(default_factory=SchedulerConfig)  # type: ignore[arg-type]
+    weights: WeightsConfig = Field(default_factory=WeightsConfig)  # type: ignore[arg-type]
+    journal: JournalConfig = Field(default_factory=JournalConfig)  # type: ignore[arg-type]
+    providers: dict[str, dict[str, Any]] = Field(default_factory=dict)
+
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """Read a TOML file, apply `section.key=value` overrides (values in TOML syntax, else strings), validate.
+
+    Raises `ConfigError` with one line per problem.
+    """
+    try:
+        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from error
+    for override in overrides:
+        _apply(raw, override)
+    return validate(Config, raw, str(path))
+
+
+def validate(kind: type[T], raw: Mapping[str, Any], where: str) -> T:
+    """`raw` as a `kind`, or a `ConfigError` that names each key, what was found and what is allowed."""
+    try:
+        return kind.model_validate(raw)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_line(where, kind, problem) for problem in error.errors())) from error
+
+
+def _apply(raw: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not key.strip():
+        raise ConfigError(f"--set {override}: expected section.key=value")
+    *parents, last = key.strip().split(".")
+    table = raw
+    for parent in parents:
+        table = table.setdefault(parent, {})
+        if not isinstance(table, dict):
+            raise ConfigError(f"--set {override}: {parent} is not a section")
+    try:
+        table[last] = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        table[last] = text
+
+
+def _line(where: str, kind: type[BaseModel], problem: Any) -> str:
+    path = ".".join(str(part) for part in problem["loc"]) or "configuration"
+    if problem["type"] == "extra_forbidden":
+        allowed = ", ".join(_siblings(kind, problem["loc"][:-1]))
+        return f"{where}: {path}: unknown key; allowed: {allowed}"
+    if problem["type"] == "missing":
+        return f"{where}: {path}: required but missing"
+    found = problem.get("input")
+    message = problem["msg"][0].lower() + problem["msg"][1:]
+    return f"{where}: {path}: {message} (found {found!r})"
+
+
+def _siblings(kind: type[BaseModel], path: Sequence[str | int]) -> list[str]:
+    for part in path:
+        field = kind.model_fields.get(str(part))
+        annotation = field.annotation if field else None
+        candidates = [annotation, *getattr(annotation, "__args__", ())]
+        inner = next((c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), None)
+        if inner is None:
+            return []
+        kind = inner
+    return sorted(kind.model_fields)

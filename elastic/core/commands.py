@@ -1,0 +1,148 @@
+"""What the core asks of its shell. A command is carried out once; what comes of it returns as an event."""
+
+from typing import TypeAlias
+
+import msgspec
+
+from elastic.core.types import LeaseId, TrajectoryId, TurnId, WorkerId
+
+
+class _Command(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    pass
+
+
+class AcquireLease(_Command):
+    lease: LeaseId
+    provider: str
+
+
+class ReleaseLease(_Command):
+    lease: LeaseId
+    provider: str
+    reason: str
+
+
+class StartTurn(_Command):
+    """Send the turn to the worker: prompt plus the `start` tokens accepted so far."""
+
+    worker: WorkerId
+    epoch: int
+    turn: TurnId
+    attempt: int
+    start: int
+
+
+class AbortTurn(_Command):
+    """Ask the worker to stop this attempt and flush what it has."""
+
+    worker: WorkerId
+    epoch: int
+    turn: TurnId
+    attempt: int
+
+
+class AcceptTokens(_Command):
+    """These chunks of the frame that was just handled (by position in it) are accepted; the rest are not."""
+
+    chunks: tuple[int, ...]
+
+
+class FinishTurn(_Command):
+    """The turn's tokens are complete; hand them to whoever asked."""
+
+    turn: TurnId
+
+
+class FailTurn(_Command):
+    turn: TurnId
+    cause: str
+
+
+class LoadWeights(_Command):
+    worker: WorkerId
+    epoch: int
+    version: int
+
+
+class SleepWorker(_Command):
+    worker: WorkerId
+    epoch: int
+
+
+class WakeWorker(_Command):
+    worker: WorkerId
+    epoch: int
+
+
+class DrainWorker(_Command):
+    """No more turns will come; say goodbye once idle."""
+
+    worker: WorkerId
+    epoch: int
+    reason: str
+
+
+class FenceWorker(_Command):
+    """Close the worker's connection and refuse its session: nothing it says counts any more."""
+
+    worker: WorkerId
+    reason: str
+
+
+class StartGroup(_Command):
+    """Start `size` trajectories from one initial state, under ids `trajectories`."""
+
+    step: int
+    group: str
+    index: int
+    trajectories: tuple[TrajectoryId, ...]
+
+
+class CancelTrajectory(_Command):
+    trajectory: TrajectoryId
+    cause: str
+
+
+class TrainGroup(_Command):
+    group: str
+    trajectories: tuple[TrajectoryId, ...]
+
+
+class DropGroup(_Command):
+    group: str
+    reason: str
+
+
+class UpdateWeights(_Command):
+    """Every group of the step is trained or dropped: finish the step and publish `version`."""
+
+    step: int
+    version: int
+
+
+class EndRun(_Command):
+    """Everything is given back; the shell may exit. `failed` names the cause where there is one."""
+
+    failed: str = ""
+
+
+Command: TypeAlias = (
+    AcquireLease
+    | ReleaseLease
+    | StartTurn
+    | AbortTurn
+    | AcceptTokens
+    | FinishTurn
+    | FailTurn
+    | LoadWeights
+    | SleepWorker
+    | WakeWorker
+    | DrainWorker
+    | FenceWorker
+    | StartGroup
+    | CancelTrajectory
+    | TrainGroup
+    | DropGroup
+    | UpdateWeights
+    | EndRun
+)

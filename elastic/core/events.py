@@ -1,0 +1,192 @@
+"""What happens to the core. Every event is immutable, journaled, and enough to replay the run."""
+
+from typing import TypeAlias
+
+import msgspec
+
+from elastic.core.types import (
+    Account,
+    Capabilities,
+    EndCause,
+    LeaseId,
+    Nanoseconds,
+    Offer,
+    Progress,
+    TrajectoryId,
+    TurnId,
+    WorkerId,
+)
+
+
+class _Event(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    pass
+
+
+class Tick(_Event):
+    """Time has reached the core's wake-up; nothing else happened."""
+
+
+class OfferChanged(_Event):
+    """A provider's capacity or price is now this."""
+
+    offer: Offer
+
+
+class LeaseGranted(_Event):
+    """Billing starts. `workers` are the ids under which the lease's workers will join."""
+
+    lease: LeaseId
+    workers: tuple[WorkerId, ...]
+    expires_at_ns: Nanoseconds | None = None
+
+
+class LeaseRefused(_Event):
+    lease: LeaseId
+    reason: str
+
+
+class LeaseNotice(_Event):
+    """The lease will be taken away at `deadline_ns`; running turns are moved before that."""
+
+    lease: LeaseId
+    deadline_ns: Nanoseconds
+    reason: str
+
+
+class LeaseEnded(_Event):
+    """The provider has the GPUs back. Billing stops; nothing of the lease is believed any more."""
+
+    lease: LeaseId
+    cause: EndCause
+    detail: str = ""
+
+
+class WorkerJoined(_Event):
+    """A worker opened its session, or resumed it under a new epoch."""
+
+    worker: WorkerId
+    epoch: int
+    capabilities: Capabilities
+    weights_version: int | None
+
+
+class WorkerReported(_Event):
+    """A heartbeat. `accounts_ns` is cumulative since the worker's start and sums to its uptime.
+
+    `capacity_turns` is the worker's credit: how many turns it can hold at once right now.
+    `progress` counts engine iterations; a heartbeat whose progress stands still while turns execute is
+    that of a hung engine.
+    """
+
+    worker: WorkerId
+    epoch: int
+    capacity_turns: int
+    pending: int
+    executing: int
+    progress: int
+    accounts_ns: dict[Account, int]
+    decoded_tokens: int
+    kv_used_share: float = 0.0
+    prefix_hit_tokens: int = 0
+    prompt_tokens: int = 0
+
+
+class WorkerSlept(_Event):
+    worker: WorkerId
+    epoch: int
+
+
+class WorkerAwoke(_Event):
+    worker: WorkerId
+    epoch: int
+
+
+class WorkerDisconnected(_Event):
+    """The connection of this epoch is gone. `goodbye` when the worker said so itself after draining."""
+
+    worker: WorkerId
+    epoch: int
+    goodbye: bool = False
+
+
+class WeightsApplied(_Event):
+    worker: WorkerId
+    epoch: int
+    version: int
+
+
+class WeightsFailed(_Event):
+    worker: WorkerId
+    epoch: int
+    version: int
+    reason: str
+
+
+class TokensReceived(_Event):
+    """A frame of token chunks from one worker; most events of a run are these."""
+
+    worker: WorkerId
+    epoch: int
+    chunks: tuple[Progress, ...]
+
+
+class TurnRequested(_Event):
+    """An environment loop (or a client) asks for a turn of `prompt_tokens` tokens of context."""
+
+    turn: TurnId
+    trajectory: TrajectoryId
+    prompt_tokens: int
+    max_new_tokens: int
+
+
+class TrajectoryFinished(_Event):
+    """An episode is over and scored. `tokens` counts the policy's own."""
+
+    trajectory: TrajectoryId
+    reward: float
+    tokens: int
+
+
+class TrajectoryFailed(_Event):
+    """An episode ended for a cause that is not the policy's; it is never scored (invariant 11)."""
+
+    trajectory: TrajectoryId
+    cause: str
+
+
+class GroupTrained(_Event):
+    group: str
+
+
+class WeightsPublished(_Event):
+    """The trainer has stepped, and a relay holds everything a worker needs to serve `version`."""
+
+    version: int
+
+
+class StopRequested(_Event):
+    reason: str
+
+
+Event: TypeAlias = (
+    Tick
+    | OfferChanged
+    | LeaseGranted
+    | LeaseRefused
+    | LeaseNotice
+    | LeaseEnded
+    | WorkerJoined
+    | WorkerReported
+    | WorkerSlept
+    | WorkerAwoke
+    | WorkerDisconnected
+    | WeightsApplied
+    | WeightsFailed
+    | TokensReceived
+    | TurnRequested
+    | TrajectoryFinished
+    | TrajectoryFailed
+    | GroupTrained
+    | WeightsPublished
+    | StopRequested
+)

@@ -1,0 +1,115 @@
+"""The contract of a rollout engine: token ids in, token chunks out, weights swapped in place.
+
+An engine runs on its own thread and never touches an event loop. It calls `sink` from that thread, once an
+iteration, with every chunk of that iteration; the agent carries them over. All other methods may be called
+from any thread. Source: DESIGN §6, `RolloutEngine`.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import msgspec
+
+from elastic.core.types import Account, Capabilities, FinishReason, WeightMode
+
+
+class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One attempt at a turn.
+
+    `token_ids` is the prompt followed by the `start` tokens of this turn that are already accepted; generation
+    goes on at position `start` and ends at a stop token (which is emitted) or when the turn has
+    `max_new_tokens` tokens in all, counting the accepted ones. `noise_seed` (64 bits) stands for (run seed,
+    step, group, member, turn): the Gumbel noise of a token is a pure function of (noise_seed, position in the
+    turn, token id). `attempt` above one makes uncached prefill count as recompute.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    start: int
+    max_new_tokens: int
+    stop_token_ids: tuple[int, ...]
+    temperature: float
+    noise_seed: int
+    attempt: int = 1
+
+
+class TokenChunk(msgspec.Struct, frozen=True):
+    """Tokens of one request from one iteration. The last chunk of a request carries `finish`.
+
+    `logprobs[i]` is the log-probability of `token_ids[i]` under the distribution it was sampled from.
+    `cached_tokens` and `prefilled_tokens` are given on a request's first chunk and are zero afterwards.
+    A chunk with a finish of ABORTED, STALLED or ERROR may carry no tokens; `detail` then says why.
+    """
+
+    request_id: str
+    start: int
+    token_ids: list[int]
+    logprobs: list[float]
+    weights_version: int
+    finish: FinishReason | None = None
+    cached_tokens: int = 0
+    prefilled_tokens: int = 0
+    detail: str = ""
+
+
+class EngineStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """A consistent snapshot. `accounts_ns` sums exactly to the engine's age; `progress` counts iterations."""
+
+    pending: int
+    executing: int
+    capacity_turns: int
+    kv_blocks_used: int
+    kv_blocks_total: int
+    prefix_hit_tokens: int
+    prompt_tokens: int
+    decoded_tokens: int
+    progress: int
+    accounts_ns: Mapping[Account, int]
+    weights_version: int | None
+    asleep: bool
+    pacing_held_share: float
+    """Share of iterations that took no longer than their modelled time; 1.0 without pacing."""
+
+
+ChunkSink = Callable[[Sequence[TokenChunk]], None]
+
+
+class RolloutEngine(Protocol):
+    """What every engine offers. Methods that change its state return once the change is in force.
+
+    Errors: `load_weights` raises `WeightsMismatch` when names, shapes or dtypes differ from the model; the
+    engine then still serves the version it had.
+    """
+
+    @property
+    def capabilities(self) -> Capabilities: ...
+
+    def start(self, sink: ChunkSink) -> None: ...
+
+    def submit(self, requests: Sequence[GenerateRequest]) -> None: ...
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """Each request that is still alive ends with a chunk whose finish is ABORTED, holding all it has."""
+        ...
+
+    def load_weights(self, version: int, tensors: Mapping[str, object], mode: WeightMode) -> None:
+        """Apply `tensors` (Hugging Face names → CPU tensors) as `version`, in place. Blocks the caller."""
+        ...
+
+    def sleep(self) -> None:
+        """Abort what runs (as `abort`), free the KV cache and generate nothing until `wake`."""
+        ...
+
+    def wake(self) -> None: ...
+
+    def set_idle_account(self, account: Account) -> None:
+        """Name what the device is doing while the engine has nothing to run (idle, loading, draining, …)."""
+        ...
+
+    def statistics(self) -> EngineStatistics: ...
+
+    def close(self) -> None: ...
+
+
+class WeightsMismatch(ValueError):
+    """The offered tensors do not fit the model; names the first that does not."""

@@ -1,0 +1,100 @@
+"""The contract of a provider: an adapter that gets GPUs from somewhere, loses them, and gives them back.
+
+The scheduler never asks which provider it talks to; everything that differs between a spot market, a serving
+cluster and a serverless platform ends here. Source: DESIGN §6, `Provider`.
+"""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import ClassVar, Protocol, TypeAlias
+
+import msgspec
+from pydantic import BaseModel, ConfigDict, Field
+
+from elastic.core.events import LeaseEnded, LeaseGranted, LeaseNotice, LeaseRefused, OfferChanged
+from elastic.core.types import LeaseId, WorkerId
+
+ProviderEvent: TypeAlias = OfferChanged | LeaseGranted | LeaseRefused | LeaseNotice | LeaseEnded
+Emit: TypeAlias = Callable[[ProviderEvent], None]
+
+
+class WorkerTicket(msgspec.Struct, frozen=True):
+    """What one worker of a lease needs to dial in. `token` is spent by its first use; never log it."""
+
+    worker: WorkerId
+    token: str
+
+
+class LeaseRequest(msgspec.Struct, frozen=True, kw_only=True):
+    lease: LeaseId
+    tickets: tuple[WorkerTicket, ...]
+
+
+class ProviderContext(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a provider's workers belong. Every resource is tagged with `run`, so that it can be found again.
+
+    `join` is the orchestrator's worker endpoint (`host:port`). `worker_command` starts a worker on this
+    machine; a worker's ticket reaches it through `worker_environment`, never through its arguments.
+    """
+
+    run: str
+    run_dir: Path
+    join: str
+    worker_command: tuple[str, ...]
+    acquire_timeout_s: float
+    release_timeout_s: float
+
+
+class ProviderSettings(BaseModel):
+    """What the configuration of every provider has; adapters add their own keys in a subclass."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    max_workers: int = Field(1, ge=0, le=10_000, description="most workers to hold at once")
+    usd_per_gpu_hour: float = Field(0.0, ge=0, allow_inf_nan=False, description="price of one GPU for an hour")
+    gpus_per_worker: int = Field(1, ge=1)
+
+
+class Provider(Protocol):
+    """One source of GPUs. Methods return quickly; what comes of them arrives through `emit`.
+
+    For every `acquire` exactly one of LeaseGranted and LeaseRefused is emitted, and for every granted lease
+    exactly one LeaseEnded, after which none of its processes is alive. `release` of an unknown or ended
+    lease is a no-op; `release` of a lease that is not granted yet ends in LeaseRefused, or in LeaseGranted
+    followed by LeaseEnded.
+    """
+
+    Settings: ClassVar[type[ProviderSettings]]
+    name: str
+
+    def __init__(self, name: str, settings: ProviderSettings, context: ProviderContext) -> None: ...
+
+    async def start(self, emit: Emit) -> None:
+        """Begin to report offers. Raises `ProviderUnavailable` when nothing can ever be had (say why)."""
+        ...
+
+    async def acquire(self, request: LeaseRequest) -> None: ...
+
+    async def release(self, lease: LeaseId) -> None: ...
+
+    async def reconcile(self) -> list[str]:
+        """End what an earlier process of the same run left behind; returns a line about each."""
+        ...
+
+    async def aclose(self) -> None:
+        """End every lease and stop reporting. Safe to call twice."""
+        ...
+
+
+class ProviderUnavailable(Exception):
+    """The provider cannot give anything; the message names what is wrong and what would mend it."""
+
+
+def worker_environment(context: ProviderContext, ticket: WorkerTicket) -> Mapping[str, str]:
+    """Environment variables that hand a ticket to `elastic worker`, out of sight of process lists."""
+    return {
+        "ELASTIC_RUN": context.run,
+        "ELASTIC_JOIN": context.join,
+        "ELASTIC_WORKER": ticket.worker,
+        "ELASTIC_JOIN_TOKEN": ticket.token,
+    }
