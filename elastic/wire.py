@@ -28,7 +28,7 @@ class _Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
 # From the worker.
 
 
-class Hello(_Message):
+class Hello(_Message, frozen=True):
     """First frame. A new worker presents its lease's one-time token; a resuming one its session key."""
 
     protocol_version: int
@@ -39,14 +39,14 @@ class Hello(_Message):
     host: str
 
 
-class Ready(_Message):
+class Ready(_Message, frozen=True):
     """The engine stands and weights may be sent; after a resumption, `weights_version` is what it serves."""
 
     capabilities: Capabilities
     weights_version: int | None
 
 
-class Heartbeat(_Message):
+class Heartbeat(_Message, frozen=True):
     """Engine progress and the cumulative accounts of the worker's device since its process started, in ns."""
 
     capacity_turns: int
@@ -77,13 +77,13 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
     detail: str = ""
 
 
-class Tokens(_Message):
+class Tokens(_Message, frozen=True):
     """What the engine produced since the last frame; sent at the latest `flush_interval_s` after a token."""
 
     chunks: list[Chunk]
 
 
-class WeightsReport(_Message):
+class WeightsReport(_Message, frozen=True):
     """Weights were applied (`error` empty) or not. Times in seconds; `pulled_bytes` off the relay."""
 
     version: int
@@ -93,15 +93,15 @@ class WeightsReport(_Message):
     apply_s: float
 
 
-class Slept(_Message):
+class Slept(_Message, frozen=True):
     pass
 
 
-class Awoke(_Message):
+class Awoke(_Message, frozen=True):
     pass
 
 
-class Goodbye(_Message):
+class Goodbye(_Message, frozen=True):
     """Last frame of a drained worker, with its final accounts."""
 
     reason: str
@@ -109,28 +109,28 @@ class Goodbye(_Message):
     decoded_tokens: int
 
 
-class Trained(_Message):
+class Trained(_Message, frozen=True):
     """A group's gradients are accumulated."""
 
     group: str
     train_s: float
 
 
-class Stepped(_Message):
+class Stepped(_Message, frozen=True):
     """The optimiser has stepped and `version` is on the relay, together with its checkpoint."""
 
     version: int
     metrics: dict[str, float]
 
 
-class TrainerFailed(_Message):
+class TrainerFailed(_Message, frozen=True):
     error: str
 
 
 # From the orchestrator.
 
 
-class Welcome(_Message):
+class Welcome(_Message, frozen=True):
     """The session: its key buys the connection back under a later epoch while the lease lives."""
 
     session_key: str
@@ -145,14 +145,14 @@ class Welcome(_Message):
     relay: str
 
 
-class Refused(_Message):
+class Refused(_Message, frozen=True):
     """No session. `retry` says whether dialling again can help."""
 
     reason: str
     retry: bool
 
 
-class Generate(_Message):
+class Generate(_Message, frozen=True):
     """Start an attempt; fields as in `elastic.engine.base.GenerateRequest`."""
 
     turn: str
@@ -165,31 +165,31 @@ class Generate(_Message):
     noise_seed: int
 
 
-class Abort(_Message):
+class Abort(_Message, frozen=True):
     turn: str
     attempt: int
 
 
-class PullWeights(_Message):
+class PullWeights(_Message, frozen=True):
     version: int
     mode: WeightMode
 
 
-class Sleep(_Message):
+class Sleep(_Message, frozen=True):
     pass
 
 
-class Wake(_Message):
+class Wake(_Message, frozen=True):
     pass
 
 
-class Drain(_Message):
+class Drain(_Message, frozen=True):
     """Finish what runs, flush, say goodbye and exit."""
 
     reason: str
 
 
-class Ping(_Message):
+class Ping(_Message, frozen=True):
     """Sent every heartbeat interval, so that a worker behind a dead path notices and dials again."""
 
 
@@ -208,21 +208,21 @@ class TrajectoryData(msgspec.Struct, frozen=True, array_like=True):
     reward: float
 
 
-class TrainGroup(_Message):
+class TrainGroup(_Message, frozen=True):
     step: int
     group: str
     index: int
     trajectories: list[TrajectoryData]
 
 
-class SkipGroup(_Message):
+class SkipGroup(_Message, frozen=True):
     step: int
     group: str
     index: int
     reason: str
 
 
-class Update(_Message):
+class Update(_Message, frozen=True):
     """The step is complete: apply the gradients, publish and checkpoint `version`."""
 
     step: int

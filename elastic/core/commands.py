@@ -11,18 +11,18 @@ class _Command(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     pass
 
 
-class AcquireLease(_Command):
+class AcquireLease(_Command, frozen=True):
     lease: LeaseId
     provider: str
 
 
-class ReleaseLease(_Command):
+class ReleaseLease(_Command, frozen=True):
     lease: LeaseId
     provider: str
     reason: str
 
 
-class StartTurn(_Command):
+class StartTurn(_Command, frozen=True):
     """Send the turn to the worker: prompt plus the `start` tokens accepted so far."""
 
     worker: WorkerId
@@ -32,7 +32,7 @@ class StartTurn(_Command):
     start: int
 
 
-class AbortTurn(_Command):
+class AbortTurn(_Command, frozen=True):
     """Ask the worker to stop this attempt and flush what it has."""
 
     worker: WorkerId
@@ -41,40 +41,40 @@ class AbortTurn(_Command):
     attempt: int
 
 
-class AcceptTokens(_Command):
+class AcceptTokens(_Command, frozen=True):
     """These chunks of the frame that was just handled (by position in it) are accepted; the rest are not."""
 
     chunks: tuple[int, ...]
 
 
-class FinishTurn(_Command):
+class FinishTurn(_Command, frozen=True):
     """The turn's tokens are complete; hand them to whoever asked."""
 
     turn: TurnId
 
 
-class FailTurn(_Command):
+class FailTurn(_Command, frozen=True):
     turn: TurnId
     cause: str
 
 
-class LoadWeights(_Command):
+class LoadWeights(_Command, frozen=True):
     worker: WorkerId
     epoch: int
     version: int
 
 
-class SleepWorker(_Command):
+class SleepWorker(_Command, frozen=True):
     worker: WorkerId
     epoch: int
 
 
-class WakeWorker(_Command):
+class WakeWorker(_Command, frozen=True):
     worker: WorkerId
     epoch: int
 
 
-class DrainWorker(_Command):
+class DrainWorker(_Command, frozen=True):
     """No more turns will come; say goodbye once idle."""
 
     worker: WorkerId
@@ -82,14 +82,14 @@ class DrainWorker(_Command):
     reason: str
 
 
-class FenceWorker(_Command):
+class FenceWorker(_Command, frozen=True):
     """Close the worker's connection and refuse its session: nothing it says counts any more."""
 
     worker: WorkerId
     reason: str
 
 
-class StartGroup(_Command):
+class StartGroup(_Command, frozen=True):
     """Start `size` trajectories from one initial state, under ids `trajectories`."""
 
     step: int
@@ -98,29 +98,29 @@ class StartGroup(_Command):
     trajectories: tuple[TrajectoryId, ...]
 
 
-class CancelTrajectory(_Command):
+class CancelTrajectory(_Command, frozen=True):
     trajectory: TrajectoryId
     cause: str
 
 
-class TrainGroup(_Command):
+class TrainGroup(_Command, frozen=True):
     group: str
     trajectories: tuple[TrajectoryId, ...]
 
 
-class DropGroup(_Command):
+class DropGroup(_Command, frozen=True):
     group: str
     reason: str
 
 
-class UpdateWeights(_Command):
+class UpdateWeights(_Command, frozen=True):
     """Every group of the step is trained or dropped: finish the step and publish `version`."""
 
     step: int
     version: int
 
 
-class EndRun(_Command):
+class EndRun(_Command, frozen=True):
     """Everything is given back; the shell may exit. `failed` names the cause where there is one."""
 
     failed: str = ""

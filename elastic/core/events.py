@@ -22,17 +22,17 @@ class _Event(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     pass
 
 
-class Tick(_Event):
+class Tick(_Event, frozen=True):
     """Time has reached the core's wake-up; nothing else happened."""
 
 
-class OfferChanged(_Event):
+class OfferChanged(_Event, frozen=True):
     """A provider's capacity or price is now this."""
 
     offer: Offer
 
 
-class LeaseGranted(_Event):
+class LeaseGranted(_Event, frozen=True):
     """Billing starts. `workers` are the ids under which the lease's workers will join."""
 
     lease: LeaseId
@@ -40,12 +40,12 @@ class LeaseGranted(_Event):
     expires_at_ns: Nanoseconds | None = None
 
 
-class LeaseRefused(_Event):
+class LeaseRefused(_Event, frozen=True):
     lease: LeaseId
     reason: str
 
 
-class LeaseNotice(_Event):
+class LeaseNotice(_Event, frozen=True):
     """The lease will be taken away at `deadline_ns`; running turns are moved before that."""
 
     lease: LeaseId
@@ -53,7 +53,7 @@ class LeaseNotice(_Event):
     reason: str
 
 
-class LeaseEnded(_Event):
+class LeaseEnded(_Event, frozen=True):
     """The provider has the GPUs back. Billing stops; nothing of the lease is believed any more."""
 
     lease: LeaseId
@@ -61,7 +61,7 @@ class LeaseEnded(_Event):
     detail: str = ""
 
 
-class WorkerJoined(_Event):
+class WorkerJoined(_Event, frozen=True):
     """A worker opened its session, or resumed it under a new epoch."""
 
     worker: WorkerId
@@ -70,7 +70,7 @@ class WorkerJoined(_Event):
     weights_version: int | None
 
 
-class WorkerReported(_Event):
+class WorkerReported(_Event, frozen=True):
     """A heartbeat. `accounts_ns` is cumulative since the worker's start and sums to its uptime.
 
     `capacity_turns` is the worker's credit: how many turns it can hold at once right now.
@@ -91,17 +91,17 @@ class WorkerReported(_Event):
     prompt_tokens: int = 0
 
 
-class WorkerSlept(_Event):
+class WorkerSlept(_Event, frozen=True):
     worker: WorkerId
     epoch: int
 
 
-class WorkerAwoke(_Event):
+class WorkerAwoke(_Event, frozen=True):
     worker: WorkerId
     epoch: int
 
 
-class WorkerDisconnected(_Event):
+class WorkerDisconnected(_Event, frozen=True):
     """The connection of this epoch is gone. `goodbye` when the worker said so itself after draining."""
 
     worker: WorkerId
@@ -109,20 +109,20 @@ class WorkerDisconnected(_Event):
     goodbye: bool = False
 
 
-class WeightsApplied(_Event):
+class WeightsApplied(_Event, frozen=True):
     worker: WorkerId
     epoch: int
     version: int
 
 
-class WeightsFailed(_Event):
+class WeightsFailed(_Event, frozen=True):
     worker: WorkerId
     epoch: int
     version: int
     reason: str
 
 
-class TokensReceived(_Event):
+class TokensReceived(_Event, frozen=True):
     """A frame of token chunks from one worker; most events of a run are these."""
 
     worker: WorkerId
@@ -130,7 +130,7 @@ class TokensReceived(_Event):
     chunks: tuple[Progress, ...]
 
 
-class TurnRequested(_Event):
+class TurnRequested(_Event, frozen=True):
     """An environment loop (or a client) asks for a turn of `prompt_tokens` tokens of context."""
 
     turn: TurnId
@@ -139,7 +139,7 @@ class TurnRequested(_Event):
     max_new_tokens: int
 
 
-class TrajectoryFinished(_Event):
+class TrajectoryFinished(_Event, frozen=True):
     """An episode is over and scored. `tokens` counts the policy's own."""
 
     trajectory: TrajectoryId
@@ -147,24 +147,24 @@ class TrajectoryFinished(_Event):
     tokens: int
 
 
-class TrajectoryFailed(_Event):
+class TrajectoryFailed(_Event, frozen=True):
     """An episode ended for a cause that is not the policy's; it is never scored (invariant 11)."""
 
     trajectory: TrajectoryId
     cause: str
 
 
-class GroupTrained(_Event):
+class GroupTrained(_Event, frozen=True):
     group: str
 
 
-class WeightsPublished(_Event):
+class WeightsPublished(_Event, frozen=True):
     """The trainer has stepped, and a relay holds everything a worker needs to serve `version`."""
 
     version: int
 
 
-class StopRequested(_Event):
+class StopRequested(_Event, frozen=True):
     reason: str
 
 
