@@ -111,6 +111,10 @@ class SchedulerConfig(_Section):
     load_timeout_s: float = Field(60.0, gt=0, description="from the order to load weights to their being in force")
     resume_timeout_s: float = Field(5.0, gt=0, description="how long a disconnected worker may come back")
     release_timeout_s: float = Field(10.0, gt=0)
+    queue_timeout_s: float = Field(120.0, gt=0, description="longest a turn waits for any worker; then the run fails")
+    reseed_delay_s: float = Field(
+        0.25, ge=0, description="how long turns find no worker before the trainer's device takes them back"
+    )
     retry_base_s: float = Field(1.0, gt=0, description="first back-off after a refused lease; doubles")
     retry_max_s: float = Field(30.0, gt=0)
     max_engine_errors: int = Field(3, ge=1, description="engine errors after which a turn is given up")

@@ -135,12 +135,13 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Progress(msgspec.Struct, frozen=True, array_like=True):
-    """One chunk of a turn as the core sees it: `count` tokens from position `start` of the turn's output."""
+    """One chunk of a turn as the core sees it: `count` tokens of weights `version` from position `start` on."""
 
     turn: TurnId
     attempt: int
     start: int
     count: int
+    version: int
     finish: FinishReason | None = None
     detail: str = ""
 
@@ -154,3 +155,38 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     device: str
     tflops: float | None = None
     memory_gb_per_s: float | None = None
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """The time limits and counts of the core, in nanoseconds where they are times."""
+
+    heartbeat_timeout_ns: int
+    stall_timeout_ns: int
+    turn_stall_timeout_ns: int
+    handover_timeout_ns: int
+    drain_timeout_ns: int
+    acquire_timeout_ns: int
+    boot_timeout_ns: int
+    load_timeout_ns: int
+    resume_timeout_ns: int
+    release_timeout_ns: int
+    queue_timeout_ns: int
+    train_timeout_ns: int
+    reseed_delay_ns: int
+    retry_base_ns: int
+    retry_max_ns: int
+    max_engine_errors: int
+    max_pending: int
+    """Θ of delayed dispatch: turns a worker may have that it has not begun (RLBoost Alg. 2)."""
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """What a run is to do: `steps` steps in all, of which `first_step` (from a checkpoint) are done."""
+
+    steps: int
+    groups: int
+    group_size: int
+    first_step: int = 0
+    staleness_bound: int = 0
+    trainer_provider: str = "trainer"
+    providers: tuple[str, ...] = ()

@@ -1,0 +1,135 @@
+"""The account of every GPU-nanosecond: where each lease's time went, exact to the nanosecond.
+
+A device's book opens when its lease is granted and closes when the lease ends. A *cursor* moves through that
+time as the worker's own reports come in; whatever lies between the last report and the end is attributed by how
+the lease ended. Source: DESIGN §4, "A GPU-second"; the papers' allocation overhead is that of ROSE §6.1.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from elastic.core.types import NS_PER_S, OVERHEAD_ACCOUNTS, Account, LeaseId, Nanoseconds, WorkerId
+
+NANO_USD_PER_USD = 1_000_000_000
+NS_PER_HOUR = 3600 * NS_PER_S
+
+
+@dataclass(slots=True)
+class DeviceBook:
+    """One worker's share of a lease: `gpus` GPUs from `opened_ns` to `closed_ns`."""
+
+    lease: LeaseId
+    worker: WorkerId
+    provider: str
+    gpus: int
+    nano_usd_per_gpu_hour: int
+    opened_ns: Nanoseconds
+    cursor_ns: Nanoseconds
+    closed_ns: Nanoseconds | None = None
+    reported: bool = False
+    accounts_ns: dict[Account, int] = field(default_factory=dict[Account, int])
+    credited_ns: dict[Account, int] = field(default_factory=dict[Account, int])
+    decoded_tokens: int = 0
+
+    def add(self, account: Account, duration_ns: int) -> None:
+        self.accounts_ns[account] = self.accounts_ns.get(account, 0) + duration_ns
+        self.cursor_ns += duration_ns
+
+    def cost_nano_usd(self, now_ns: Nanoseconds) -> int:
+        end_ns = now_ns if self.closed_ns is None else self.closed_ns
+        return (end_ns - self.opened_ns) * self.gpus * self.nano_usd_per_gpu_hour // NS_PER_HOUR
+
+
+class Ledger:
+    """All books of a run. A book's accounts always sum to its cursor minus its opening."""
+
+    def __init__(self) -> None:
+        self.books: dict[WorkerId, DeviceBook] = {}
+
+    def open(
+        self,
+        lease: LeaseId,
+        worker: WorkerId,
+        provider: str,
+        gpus: int,
+        usd_per_gpu_hour: float,
+        now_ns: Nanoseconds,
+    ) -> None:
+        price = round(usd_per_gpu_hour * NANO_USD_PER_USD)
+        self.books[worker] = DeviceBook(lease, worker, provider, gpus, price, now_ns, now_ns)
+
+    def report(
+        self, worker: WorkerId, accounts_ns: Mapping[Account, int], decoded_tokens: int, now_ns: Nanoseconds
+    ) -> None:
+        """Credit what the worker says it did since its last report.
+
+        `accounts_ns` is cumulative. What does not fit into the time that has passed here (a report that overtook
+        its predecessor's delay) is carried to the next report; what came before a worker's first report and is
+        not covered by it is booting.
+        """
+        book = self.books.get(worker)
+        if book is None or book.closed_ns is not None:
+            return
+        fresh = {a: ns - book.credited_ns.get(a, 0) for a, ns in sorted(accounts_ns.items())}
+        fresh = {a: ns for a, ns in fresh.items() if ns > 0}
+        total_ns = sum(fresh.values())
+        room_ns = now_ns - book.cursor_ns
+        if not book.reported:
+            book.reported = True
+            book.add(Account.BOOTING, max(0, room_ns - total_ns))
+            room_ns = now_ns - book.cursor_ns
+        for account, ns in _fit(fresh, total_ns, room_ns):
+            book.add(account, ns)
+            book.credited_ns[account] = book.credited_ns.get(account, 0) + ns
+        book.decoded_tokens = max(book.decoded_tokens, decoded_tokens)
+
+    def lose(self, worker: WorkerId, tokens: int) -> None:
+        """`tokens` that the worker decoded will never be accepted: move their time from decode to lost."""
+        book = self.books.get(worker)
+        if book is None or tokens <= 0 or book.decoded_tokens <= 0:
+            return
+        decoded_ns = book.credited_ns.get(Account.DECODE, 0)
+        moved_ns = min(tokens * decoded_ns // book.decoded_tokens, book.accounts_ns.get(Account.DECODE, 0))
+        if moved_ns > 0:
+            book.accounts_ns[Account.DECODE] -= moved_ns
+            book.accounts_ns[Account.LOST] = book.accounts_ns.get(Account.LOST, 0) + moved_ns
+
+    def close(self, worker: WorkerId, now_ns: Nanoseconds, *, clean: bool) -> None:
+        """The lease is over; what is left was draining (after a goodbye), booting (never spoke) or is unattributed."""
+        book = self.books.get(worker)
+        if book is None or book.closed_ns is not None:
+            return
+        spoken = Account.DRAINING if clean else Account.UNATTRIBUTED
+        book.add(spoken if book.reported else Account.BOOTING, now_ns - book.cursor_ns)
+        book.closed_ns = now_ns
+
+    def imbalance_ns(self) -> int:
+        """Sum over the closed books of |accounts − duration|; anything but zero is a bug."""
+        return sum(
+            abs(sum(b.accounts_ns.values()) - (b.closed_ns - b.opened_ns))
+            for b in self.books.values()
+            if b.closed_ns is not None
+        )
+
+    def bill_nano_usd(self, now_ns: Nanoseconds) -> dict[str, int]:
+        """Cost so far by provider."""
+        bill: dict[str, int] = {}
+        for book in self.books.values():
+            bill[book.provider] = bill.get(book.provider, 0) + book.cost_nano_usd(now_ns)
+        return bill
+
+
+def overhead_share(accounts_ns: Mapping[Account, int]) -> float:
+    """Allocation overhead: the share of time that went to getting, losing and refilling capacity."""
+    total_ns = sum(accounts_ns.values())
+    return sum(accounts_ns.get(account, 0) for account in OVERHEAD_ACCOUNTS) / total_ns if total_ns else 0.0
+
+
+def _fit(fresh: Mapping[Account, int], total_ns: int, room_ns: int) -> Iterable[tuple[Account, int]]:
+    """`fresh`, scaled down to `room_ns` where it is larger, exact to the nanosecond."""
+    if total_ns <= room_ns:
+        return fresh.items()
+    scaled = {account: ns * room_ns // total_ns for account, ns in fresh.items()}
+    largest = max(fresh, key=lambda account: fresh[account])
+    scaled[largest] += room_ns - sum(scaled.values())
+    return scaled.items()

@@ -1,0 +1,74 @@
+"""Named deadlines: everything that waits in the core waits here, with a reason and a bound."""
+
+import heapq
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from elastic.core.types import Nanoseconds
+
+
+class Wait(NamedTuple):
+    """`what` waits since `since_ns`, at the latest until `until_ns`."""
+
+    what: str
+    key: str
+    since_ns: Nanoseconds
+    until_ns: Nanoseconds
+
+
+class Timers:
+    """Deadlines by (what, key). Putting one off is a dictionary write, since that happens with every token."""
+
+    def __init__(self) -> None:
+        self._waits: dict[tuple[str, str], tuple[Nanoseconds, Nanoseconds]] = {}
+        self._heap: list[tuple[Nanoseconds, str, str]] = []
+        self._queued: dict[tuple[str, str], Nanoseconds] = {}
+
+    def set(self, what: str, key: str, now_ns: Nanoseconds, after_ns: Nanoseconds) -> None:
+        """(Re)start the wait: due `after_ns` from now."""
+        name = (what, key)
+        until_ns = now_ns + after_ns
+        self._waits[name] = (now_ns, until_ns)
+        queued_ns = self._queued.get(name)
+        if queued_ns is None or queued_ns > until_ns:
+            self._queued[name] = until_ns
+            heapq.heappush(self._heap, (until_ns, what, key))
+
+    def clear(self, what: str, key: str) -> None:
+        self._waits.pop((what, key), None)
+
+    def waiting(self, what: str, key: str) -> bool:
+        return (what, key) in self._waits
+
+    def pop_due(self, now_ns: Nanoseconds) -> Iterator[tuple[str, str]]:
+        """Waits whose deadline has come, each removed as it is yielded, in a fixed order."""
+        while self._settle() and self._heap[0][0] <= now_ns:
+            _, what, key = heapq.heappop(self._heap)
+            del self._queued[(what, key)]
+            del self._waits[(what, key)]
+            yield what, key
+
+    def next_ns(self) -> Nanoseconds | None:
+        return self._heap[0][0] if self._settle() else None
+
+    def _settle(self) -> bool:
+        """Bring a true deadline to the top of the heap; False when there is none."""
+        while self._heap:
+            at_ns, what, key = self._heap[0]
+            name = (what, key)
+            wait = self._waits.get(name)
+            if self._queued.get(name) != at_ns:
+                heapq.heappop(self._heap)
+            elif wait is None:
+                heapq.heappop(self._heap)
+                del self._queued[name]
+            elif wait[1] > at_ns:
+                heapq.heapreplace(self._heap, (wait[1], what, key))
+                self._queued[name] = wait[1]
+            else:
+                return True
+        return False
+
+    def waits(self) -> list[Wait]:
+        """Who waits for what, since when, until when (DESIGN invariant 12)."""
+        return sorted(Wait(what, key, since, until) for (what, key), (since, until) in self._waits.items())
