@@ -1,0 +1,519 @@
+"""The live world: carries out what the core decides, and tells the core what happens.
+
+Everything runs on one event loop. `feed` takes one event to the core and carries out its commands; frames to
+workers are queued without waiting, and only providers need tasks of their own.
+"""
+
+import asyncio
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+import psutil
+import structlog
+
+from elastic import wire
+from elastic.config import Config
+from elastic.core import commands as c
+from elastic.core import events as e
+from elastic.core.ledger import NANO_USD_PER_USD
+from elastic.core.scheduler import Phase, Scheduler
+from elastic.core.types import EndCause, FinishReason, WeightMode, WorkerId, WorkerState
+from elastic.envs.base import Environment
+from elastic.runtime.gateway import Gateway
+from elastic.runtime.journal import Journal, tokens_event
+from elastic.runtime.rollout import Episode, OpenTurn, RolloutLimits, Rollouts
+from elastic.runtime.status import CPU_SATURATED_SHARE, ProviderStatus, RunStatus
+from providers.base import LeaseRequest, Provider, ProviderEvent, WorkerTicket
+
+log = structlog.get_logger(__name__)
+
+SAMPLE_INTERVAL_S = 0.5
+LATE_WAKEUP_S = 0.05
+"""A timer this late means the loop was held up: what lies in the sockets is older than the deadline, so it is
+read first. Otherwise a busy orchestrator would fence workers for its own silence."""
+THROUGHPUT_WINDOW = 10
+"""Samples over which tokens per second are averaged."""
+
+
+class Orchestrator:
+    """One run. `run` returns the cause of failure, empty when the run reached its end."""
+
+    def __init__(
+        self,
+        config: Config,
+        scheduler: Scheduler,
+        journal: Journal,
+        make_providers: Callable[[str], Mapping[str, Provider]],
+        make_environment: Callable[[], Environment],
+        stop_token_ids: tuple[int, ...],
+        welcome: wire.Welcome,
+        clock_ns: Callable[[], int] = time.monotonic_ns,
+        observe: Callable[[RunStatus], None] = lambda _: None,
+    ) -> None:
+        self.scheduler = scheduler
+        self._config = config
+        self._journal = journal
+        self._make_providers = make_providers
+        self._stop_token_ids = stop_token_ids
+        self._clock_ns = clock_ns
+        self._start_ns = clock_ns()
+        self._observe = observe
+        self._gateway = Gateway(self, welcome)
+        self._providers: Mapping[str, Provider] = {}
+        self._inbox: deque[tuple[e.Event, list[wire.Chunk]]] = deque()
+        self._draining = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._armed_ns: int | None = None
+        self._ended = asyncio.Event()
+        self._failed = ""
+        self._counts: dict[str, ProviderStatus] = {}
+        self._rewards: list[float] = []
+        self._last_success: float | None = None
+        self._token_marks: deque[tuple[int, int]] = deque(maxlen=THROUGHPUT_WINDOW)
+        self._pacing_held: dict[WorkerId, float] = {}
+        self._tasks: asyncio.TaskGroup | None = None
+        self._rollouts = Rollouts(
+            config.run.seed,
+            RolloutLimits(
+                config.rollout.max_turns,
+                config.rollout.max_tokens_per_turn,
+                config.engine.max_context_tokens,
+                config.environment.step_timeout_s,
+            ),
+            make_environment,
+            self.feed,
+            self.now_ns,
+            self._trajectory_ended,
+        )
+        self._executors: dict[type[Any], Callable[[Any], None]] = {
+            c.AcquireLease: self._acquire_lease,
+            c.ReleaseLease: self._release_lease,
+            c.StartTurn: self._start_turn,
+            c.AbortTurn: lambda k: self._gateway.send(k.worker, k.epoch, wire.Abort(k.turn, k.attempt)),
+            c.FinishTurn: self._finish_turn,
+            c.FailTurn: lambda k: self._rollouts.fail_turn(k.turn, k.cause),
+            c.LoadWeights: self._load_weights,
+            c.SleepWorker: lambda k: self._gateway.send(k.worker, k.epoch, wire.Sleep()),
+            c.WakeWorker: lambda k: self._gateway.send(k.worker, k.epoch, wire.Wake()),
+            c.DrainWorker: lambda k: self._gateway.send(k.worker, k.epoch, wire.Drain(k.reason)),
+            c.FenceWorker: self._fence_worker,
+            c.StartGroup: self._start_group,
+            c.CancelTrajectory: lambda k: self._rollouts.cancel(k.trajectory),
+            c.TrainGroup: self._train_group,
+            c.DropGroup: self._drop_group,
+            c.UpdateWeights: lambda k: self._to_trainer(wire.Update(k.step, k.version)),
+            c.EndRun: self._end_run,
+        }
+        self._hearers: dict[type[Any], Callable[[WorkerId, int, Any], None]] = {
+            wire.Heartbeat: self._heard_heartbeat,
+            wire.Tokens: lambda w, n, m: self._feed_with(tokens_event(w, n, m.chunks), m.chunks),
+            wire.WeightsReport: self._heard_weights,
+            wire.Slept: lambda w, n, _: self.feed(e.WorkerSlept(worker=w, epoch=n)),
+            wire.Awoke: lambda w, n, _: self.feed(e.WorkerAwoke(worker=w, epoch=n)),
+            wire.Goodbye: self._heard_goodbye,
+            wire.Trained: lambda w, n, m: self.feed(e.GroupTrained(group=m.group)),
+            wire.Stepped: self._heard_stepped,
+            wire.TrainerFailed: lambda w, n, m: self.stop(f"the trainer failed: {m.error}"),
+        }
+
+    def now_ns(self) -> int:
+        """Nanoseconds since the run began: the core's time."""
+        return self._clock_ns() - self._start_ns
+
+    async def run(self, host: str = "127.0.0.1", port: int = 0) -> str:
+        """Run to the end, give everything back, and return the cause of failure ("" if there is none).
+
+        Raises `GatewayError` or `ProviderUnavailable` when the run cannot even begin.
+        """
+        join = await self._gateway.start(host, port)
+        self._providers = self._make_providers(join)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                self._tasks = tasks
+                for provider in self._providers.values():
+                    for line in await provider.reconcile():
+                        log.warning("left over from an earlier process", what=line)
+                    await provider.start(self._from_provider)
+                sampler = tasks.create_task(self._sample_forever(), name="sampler")
+                await self._ended.wait()
+                sampler.cancel()
+                self._rollouts.cancel_all()
+        except* (Exception, asyncio.CancelledError) as errors:
+            raise errors.exceptions[0] from None
+        finally:
+            if self._timer is not None:
+                self._timer.cancel()
+            await self._close()
+        self._journal.sample(self.now_ns(), msgspec.to_builtins(self.status()))
+        return self._failed
+
+    async def _close(self) -> None:
+        """Give back what is left, whatever happened before."""
+        timeout_s = self._config.scheduler.release_timeout_s
+        results = await asyncio.gather(
+            *(asyncio.wait_for(p.aclose(), timeout_s) for p in self._providers.values()), return_exceptions=True
+        )
+        for name, result in zip(self._providers, results, strict=True):
+            if isinstance(result, BaseException):
+                log.error("provider did not close", provider=name, error=repr(result))
+        await self._gateway.aclose()
+
+    def stop(self, reason: str) -> None:
+        """Give everything back and end; the run then counts as failed for this reason."""
+        self.feed(e.StopRequested(reason=reason))
+
+    # Events in
+
+    def feed(self, event: e.Event) -> None:
+        """Take one event to the core and carry out what it answers. May be called from a command's execution."""
+        self._feed_with(event, [])
+
+    def _feed_with(self, event: e.Event, chunks: list[wire.Chunk]) -> None:
+        self._inbox.append((event, chunks))
+        if self._draining:
+            return
+        self._draining = True
+        try:
+            while self._inbox:
+                self._handle(*self._inbox.popleft())
+        finally:
+            self._draining = False
+        self._arm()
+
+    def _handle(self, event: e.Event, chunks: list[wire.Chunk]) -> None:
+        now_ns = self.now_ns()
+        if isinstance(event, e.TokensReceived):
+            self._journal.frame(event.worker, event.epoch, chunks, now_ns)
+        else:
+            self._journal.event(event, now_ns)
+            self._note(event, now_ns)
+        for command in self.scheduler.handle(event, now_ns):
+            if isinstance(command, c.AcceptTokens):
+                self._accept(event, [chunks[i] for i in command.chunks], now_ns)
+            else:
+                self._executors[type(command)](command)
+
+    def _arm(self) -> None:
+        """Have the core woken when it asked to be."""
+        at_ns = self.scheduler.next_wakeup_ns()
+        if at_ns == self._armed_ns:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._armed_ns = at_ns
+        self._timer = None
+        if at_ns is not None:
+            loop = asyncio.get_running_loop()
+            delay_s = max(0.0, (at_ns - self.now_ns()) / 1e9)
+            self._timer = loop.call_later(delay_s, self._wake, loop.time() + delay_s)
+
+    def _wake(self, due_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        if loop.time() - due_s > LATE_WAKEUP_S:
+            self._timer = loop.call_later(LATE_WAKEUP_S / 2, self._wake, loop.time() + LATE_WAKEUP_S / 2)
+            return
+        self._armed_ns = None
+        self.feed(e.Tick())
+
+    def _from_provider(self, event: ProviderEvent) -> None:
+        self.feed(event)
+
+    def on_ready(self, worker: WorkerId, epoch: int, ready: wire.Ready) -> None:
+        self.feed(
+            e.WorkerJoined(
+                worker=worker, epoch=epoch, capabilities=ready.capabilities, weights_version=ready.weights_version
+            )
+        )
+
+    def on_message(self, worker: WorkerId, epoch: int, message: wire.FromWorker) -> None:
+        hear = self._hearers.get(type(message))
+        if hear is not None:
+            hear(worker, epoch, message)
+
+    def on_disconnected(self, worker: WorkerId, epoch: int, goodbye: bool) -> None:
+        self.feed(e.WorkerDisconnected(worker=worker, epoch=epoch, goodbye=goodbye))
+
+    def _heard_heartbeat(self, worker: WorkerId, epoch: int, beat: wire.Heartbeat) -> None:
+        self._pacing_held[worker] = beat.pacing_held_share
+        self.feed(
+            e.WorkerReported(
+                worker=worker,
+                epoch=epoch,
+                capacity_turns=beat.capacity_turns,
+                pending=beat.pending,
+                executing=beat.executing,
+                progress=beat.progress,
+                accounts_ns=beat.accounts_ns,
+                decoded_tokens=beat.decoded_tokens,
+                kv_used_share=beat.kv_used_share,
+                prefix_hit_tokens=beat.prefix_hit_tokens,
+                prompt_tokens=beat.prompt_tokens,
+            )
+        )
+
+    def _heard_goodbye(self, worker: WorkerId, epoch: int, goodbye: wire.Goodbye) -> None:
+        self.feed(
+            e.WorkerReported(
+                worker=worker,
+                epoch=epoch,
+                capacity_turns=0,
+                pending=0,
+                executing=0,
+                progress=0,
+                accounts_ns=goodbye.accounts_ns,
+                decoded_tokens=goodbye.decoded_tokens,
+            )
+        )
+
+    def _heard_weights(self, worker: WorkerId, epoch: int, report: wire.WeightsReport) -> None:
+        self._journal.pull(
+            self.now_ns(), worker, report.version, report.pulled_bytes, report.pull_s, report.apply_s, report.error
+        )
+        if report.error:
+            self.feed(e.WeightsFailed(worker=worker, epoch=epoch, version=report.version, reason=report.error))
+        else:
+            self.feed(e.WeightsApplied(worker=worker, epoch=epoch, version=report.version))
+
+    def _heard_stepped(self, worker: WorkerId, epoch: int, stepped: wire.Stepped) -> None:
+        step = self.scheduler.step
+        self.feed(e.WeightsPublished(version=stepped.version))
+        if step is not None and self.scheduler.history:
+            self._last_success = _mean(self._rewards)
+            record = msgspec.to_builtins(self.scheduler.history[-1])
+            body = record | {"success_rate": self._last_success, "trainer": stepped.metrics}
+            self._journal.step(step.number, self.now_ns(), body)
+            self._rewards = []
+
+    # Commands out
+
+    def _acquire_lease(self, command: c.AcquireLease) -> None:
+        offer = self.scheduler.leases.offers[command.provider]
+        tickets = tuple(
+            WorkerTicket(f"{command.lease}.{n}" if n else command.lease, secrets.token_urlsafe(32))
+            for n in range(offer.workers_per_lease)
+        )
+        for ticket in tickets:
+            self._gateway.expect(ticket.worker, ticket.token)
+        self._spawn(
+            self._acquire(command, LeaseRequest(lease=command.lease, tickets=tickets)), f"acquire {command.lease}"
+        )
+
+    async def _acquire(self, command: c.AcquireLease, request: LeaseRequest) -> None:
+        try:
+            async with asyncio.timeout(self._config.scheduler.acquire_timeout_s):
+                await self._providers[command.provider].acquire(request)
+        except Exception as error:
+            self.feed(e.LeaseRefused(lease=command.lease, reason=f"{type(error).__name__}: {error}"))
+
+    def _release_lease(self, command: c.ReleaseLease) -> None:
+        self._spawn(self._release(command), f"release {command.lease}")
+
+    async def _release(self, command: c.ReleaseLease) -> None:
+        try:
+            async with asyncio.timeout(self._config.scheduler.release_timeout_s):
+                await self._providers[command.provider].release(command.lease)
+        except Exception as error:
+            log.warning("release failed; it will be repeated", lease=command.lease, error=repr(error))
+
+    def _spawn(self, work: Any, name: str) -> None:
+        assert self._tasks is not None
+        self._tasks.create_task(work, name=name)
+
+    def _start_turn(self, command: c.StartTurn) -> None:
+        turn = self._rollouts.open_turns.get(command.turn)
+        if turn is None:
+            return
+        if turn.left_ns is not None:
+            self._journal.move(
+                turn.id, command.attempt, turn.worker, command.worker, turn.left_ns, self.now_ns(), command.start
+            )
+            turn.left_ns = None
+        turn.attempts = command.attempt
+        turn.worker = command.worker
+        self._gateway.send(
+            command.worker,
+            command.epoch,
+            wire.Generate(
+                turn=turn.id,
+                attempt=command.attempt,
+                token_ids=turn.prompt + turn.token_ids,
+                start=command.start,
+                max_new_tokens=self._config.rollout.max_tokens_per_turn,
+                stop_token_ids=self._stop_token_ids,
+                temperature=self._config.rollout.temperature,
+                noise_seed=turn.noise_seed,
+            ),
+        )
+
+    def _accept(self, event: e.Event, chunks: list[wire.Chunk], now_ns: int) -> None:
+        assert isinstance(event, e.TokensReceived)
+        tokens = 0
+        for chunk in chunks:
+            turn = self._rollouts.open_turns.get(chunk.turn)
+            if turn is None:
+                continue
+            turn.accept(chunk, now_ns)
+            tokens += len(chunk.token_ids)
+            if chunk.finish in (FinishReason.ABORTED, FinishReason.STALLED, FinishReason.ERROR):
+                turn.left_ns = now_ns
+        worker = self.scheduler.fleet.workers.get(event.worker)
+        if worker is not None:
+            self._count(worker.provider).tokens += tokens
+
+    def _finish_turn(self, command: c.FinishTurn) -> None:
+        turn = self._rollouts.finish_turn(command.turn)
+        if turn is not None:
+            self._journal.turn(
+                turn.id,
+                turn.trajectory,
+                turn.requested_ns,
+                turn.first_token_ns,
+                self.now_ns(),
+                len(turn.prompt),
+                len(turn.token_ids),
+                turn.attempts,
+                turn.cached_tokens,
+                turn.worker,
+            )
+
+    def _load_weights(self, command: c.LoadWeights) -> None:
+        mode = WeightMode(self._config.weights.mode)
+        self._gateway.send(command.worker, command.epoch, wire.PullWeights(command.version, mode))
+
+    def _fence_worker(self, command: c.FenceWorker) -> None:
+        self._gateway.fence(command.worker, command.reason)
+        self._pacing_held.pop(command.worker, None)
+
+    def _start_group(self, command: c.StartGroup) -> None:
+        assert self._tasks is not None
+        for trajectory in command.trajectories:
+            self._rollouts.start(trajectory, self._tasks)
+
+    def _train_group(self, command: c.TrainGroup) -> None:
+        step, group = self.scheduler.step, command.group
+        assert step is not None
+        trajectories = [self._rollouts.finished.pop(t).data() for t in command.trajectories]
+        self._to_trainer(wire.TrainGroup(step.number, group, step.groups[group].index, trajectories))
+
+    def _drop_group(self, command: c.DropGroup) -> None:
+        step = self.scheduler.step
+        assert step is not None
+        group = step.groups[command.group]
+        for trajectory in group.members:
+            self._rollouts.finished.pop(trajectory, None)
+        self._to_trainer(wire.SkipGroup(step.number, group.id, group.index, command.reason))
+
+    def _to_trainer(self, message: wire.FromOrchestrator) -> None:
+        trainer = self.scheduler.trainer()
+        if trainer is not None:
+            self._gateway.send(trainer.id, trainer.epoch, message)
+
+    def _end_run(self, command: c.EndRun) -> None:
+        self._failed = command.failed
+        self._ended.set()
+
+    # Watching
+
+    def _note(self, event: e.Event, now_ns: int) -> None:
+        """Keep what reports and recovery times need of events that take workers away."""
+        if isinstance(event, e.LeaseEnded):
+            lease = self.scheduler.leases.leases.get(event.lease)
+            if lease is not None:
+                count = self._count(lease.provider)
+                count.leases_ended += 1
+                count.preemptions += event.cause is EndCause.PREEMPTED
+                for worker in lease.workers:
+                    self._left(worker, now_ns)
+        elif isinstance(event, e.WorkerDisconnected):
+            self._left(event.worker, now_ns)
+
+    def _left(self, worker: WorkerId, now_ns: int) -> None:
+        for turn in self._turns_on(worker):
+            turn.left_ns = now_ns
+
+    def _turns_on(self, worker: WorkerId) -> list[OpenTurn]:
+        record = self.scheduler.fleet.workers.get(worker)
+        open_turns = self._rollouts.open_turns
+        return [open_turns[t] for t in record.turns if t in open_turns] if record is not None else []
+
+    def _trajectory_ended(self, episode: Episode, cause: str) -> None:
+        step, group, _ = episode.trajectory.split("/")
+        if not cause:
+            self._rewards.append(episode.reward)
+        self._journal.trajectory(
+            episode.trajectory,
+            int(step),
+            f"{step}/{group}",
+            episode.started_ns,
+            self.now_ns(),
+            None if cause else episode.reward,
+            cause,
+            episode.turns,
+            episode.policy_tokens,
+            msgspec.msgpack.encode(episode.token_ids),
+        )
+
+    def _count(self, provider: str) -> ProviderStatus:
+        return self._counts.setdefault(provider, ProviderStatus())
+
+    def status(self) -> RunStatus:
+        """The run as it is now."""
+        now_ns = self.now_ns()
+        scheduler = self.scheduler
+        for count in self._counts.values():
+            count.ready = count.booting = count.other = count.capacity_turns = count.running_turns = 0
+        for worker in scheduler.fleet.workers.values():
+            count = self._count(worker.provider)
+            if worker.state is WorkerState.READY:
+                count.ready += 1
+                count.capacity_turns += worker.capacity
+            elif worker.state in (WorkerState.BOOTING, WorkerState.LOADING):
+                count.booting += 1
+            else:
+                count.other += 1
+            count.running_turns += worker.outstanding
+        for provider, nano_usd in scheduler.ledger.bill_nano_usd(now_ns).items():
+            self._count(provider).usd = nano_usd / NANO_USD_PER_USD
+        tokens = sum(count.tokens for count in self._counts.values())
+        self._token_marks.append((now_ns, tokens))
+        (first_ns, first), (last_ns, last) = self._token_marks[0], self._token_marks[-1]
+        cpu_share = psutil.cpu_percent() / 100
+        return RunStatus(
+            run=self._config.run.name,
+            phase=scheduler.phase,
+            step=scheduler.step.number if scheduler.step else len(scheduler.history) + scheduler.plan.first_step,
+            steps=scheduler.plan.steps,
+            elapsed_s=now_ns / 1e9,
+            success_rate=_mean(self._rewards),
+            last_success_rate=self._last_success,
+            trajectories_running=sum(
+                outcome is None
+                for group in (scheduler.step.groups.values() if scheduler.step else ())
+                for outcome in group.members.values()
+            ),
+            queued_turns=sum(turn.worker is None for turn in scheduler.turns.live.values()),
+            tokens_per_s=(last - first) / ((last_ns - first_ns) / 1e9) if last_ns > first_ns else 0.0,
+            preemptions=sum(count.preemptions for count in self._counts.values()),
+            usd=sum(count.usd for count in self._counts.values()),
+            cpu_share=cpu_share,
+            pacing_holds=cpu_share < CPU_SATURATED_SHARE,
+            trainer=scheduler.trainer_mode,
+            providers=dict(sorted(self._counts.items())),
+        )
+
+    async def _sample_forever(self) -> None:
+        while True:
+            await asyncio.sleep(SAMPLE_INTERVAL_S)
+            status = self.status()
+            self._journal.sample(self.now_ns(), msgspec.to_builtins(status))
+            self._observe(status)
+            if self._journal.failed is not None and self.scheduler.phase is not Phase.STOPPING:
+                self.stop(f"the journal cannot be written: {self._journal.failed}")
+
+
+def _mean(values: list[float]) -> float | None:
+    return sum(values) / len(values) if values else None
