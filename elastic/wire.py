@@ -2,11 +2,13 @@
 
 A frame is a 4-byte big-endian length and a msgpack array whose first element is the message's tag. Fields are
 only ever appended, with defaults; anything else is a new `PROTOCOL_VERSION`, and a peer of another version is
-refused by name.
+refused by name. For that to work, `Hello` begins with its version, and `Refused` never changes, in any version.
+
+A connection goes: `Hello` →, ← `Welcome` or `Refused`, `Ready` →, and then any message, either way.
 """
 
 import struct
-from typing import Any, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
 
@@ -14,11 +16,26 @@ from elastic.core.types import Account, Capabilities, FinishReason, WeightMode
 
 PROTOCOL_VERSION = 1
 MAX_FRAME_BYTES = 64 * 1024 * 1024
-"""A trajectory batch for the trainer is the largest frame; weights travel through relays, never here."""
+"""A group for the trainer is the largest frame; weights travel through relays, never here."""
+
+MAX_HELLO_BYTES = 4096
+"""What an unknown peer may make the orchestrator hold before it has shown a ticket."""
+
+Natural: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class WireError(Exception):
     """The peer broke the protocol; the connection is of no further use."""
+
+
+class VersionMismatch(WireError):
+    """The peer speaks another version of the protocol."""
+
+    def __init__(self, found: int) -> None:
+        super().__init__(
+            f"worker speaks protocol version {found}, the orchestrator {PROTOCOL_VERSION}; install the same"
+        )
+        self.found = found
 
 
 class _Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -40,41 +57,52 @@ class Hello(_Message, frozen=True):
 
 
 class Ready(_Message, frozen=True):
-    """The engine stands and weights may be sent; after a resumption, `weights_version` is what it serves."""
+    """The engine stands and may be told to load weights; `weights_version` is what it serves already, if any."""
 
     capabilities: Capabilities
     weights_version: int | None
 
 
 class Heartbeat(_Message, frozen=True):
-    """Engine progress and the cumulative accounts of the worker's device since its process started, in ns."""
+    """Engine progress and the accounts of the worker's device, in ns: they add up to its process's age.
 
-    capacity_turns: int
-    pending: int
-    executing: int
-    progress: int
-    accounts_ns: dict[Account, int]
-    decoded_tokens: int
+    The first one follows `Ready` at once and announces the worker's credit, `capacity_turns`. `cpu_share` is
+    the use of all the machine's processors since the last heartbeat, 0 to 1.
+    """
+
+    capacity_turns: Natural
+    pending: Natural
+    executing: Natural
+    progress: Natural
+    accounts_ns: dict[Account, Natural]
+    decoded_tokens: Natural
     kv_used_share: float
-    prefix_hit_tokens: int
-    prompt_tokens: int
+    prefix_hit_tokens: Natural
+    prompt_tokens: Natural
     pacing_held_share: float = 1.0
     cpu_share: float = 0.0
 
 
-class Chunk(msgspec.Struct, frozen=True, array_like=True):
-    """Tokens of one attempt, positions `start`… of the turn's output, all of one weights version."""
+class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Tokens of one attempt, positions `start`… of the turn's output, all of one weights version.
+
+    Plain lists: packed into bytes they are 10 % smaller, but slower to turn into the integers everybody wants.
+    """
 
     turn: str
-    attempt: int
-    start: int
-    token_ids: list[int]
+    attempt: Natural
+    start: Natural
+    token_ids: list[Natural]
     logprobs: list[float]
     weights_version: int
     finish: FinishReason | None = None
-    cached_tokens: int = 0
-    prefilled_tokens: int = 0
+    cached_tokens: Natural = 0
+    prefilled_tokens: Natural = 0
     detail: str = ""
+
+    def __post_init__(self) -> None:
+        if len(self.token_ids) != len(self.logprobs):
+            raise ValueError(f"{len(self.token_ids)} tokens with {len(self.logprobs)} log-probabilities")
 
 
 class Tokens(_Message, frozen=True):
@@ -105,25 +133,27 @@ class Goodbye(_Message, frozen=True):
     """Last frame of a drained worker, with its final accounts."""
 
     reason: str
-    accounts_ns: dict[Account, int]
-    decoded_tokens: int
+    accounts_ns: dict[Account, Natural]
+    decoded_tokens: Natural
 
 
 class Trained(_Message, frozen=True):
-    """A group's gradients are accumulated."""
+    """A group's gradients are accumulated. Repeated when its `TrainGroup` is repeated, without training again."""
 
     group: str
     train_s: float
 
 
 class Stepped(_Message, frozen=True):
-    """The optimiser has stepped and `version` is on the relay, together with its checkpoint."""
+    """The optimiser has stepped, `version` is on the relay and in the trainer's own engine."""
 
     version: int
     metrics: dict[str, float]
 
 
 class TrainerFailed(_Message, frozen=True):
+    """An order could not be carried out; the trainer's state is not to be relied on any more."""
+
     error: str
 
 
@@ -131,7 +161,11 @@ class TrainerFailed(_Message, frozen=True):
 
 
 class Welcome(_Message, frozen=True):
-    """The session: its key buys the connection back under a later epoch while the lease lives."""
+    """The session: its key buys the connection back under a later epoch while the lease lives.
+
+    `engine` is `elastic.config.EngineConfig` as plain data, `model` the model's `config.json`. A worker that
+    hears nothing for `silence_timeout_s` dials again, for `resume_timeout_s` at most.
+    """
 
     session_key: str
     epoch: int
@@ -139,10 +173,13 @@ class Welcome(_Message, frozen=True):
     flush_interval_s: float
     silence_timeout_s: float
     engine: dict[str, Any]
-    """`elastic.config.EngineConfig`, as plain data."""
     model: dict[str, Any]
-    """The model's `config.json`."""
     relay: str
+    relay_token: str = ""
+    resume_timeout_s: float = 5.0
+    pull_timeout_s: float = 30.0
+    load_timeout_s: float = 60.0
+    drain_timeout_s: float = 5.0
 
 
 class Refused(_Message, frozen=True):
@@ -171,6 +208,8 @@ class Abort(_Message, frozen=True):
 
 
 class PullWeights(_Message, frozen=True):
+    """Load `version` from the relay. A later order supersedes one that is still under way."""
+
     version: int
     mode: WeightMode
 
@@ -242,48 +281,89 @@ _from_worker = msgspec.msgpack.Decoder(FromWorker)
 _from_orchestrator = msgspec.msgpack.Decoder(FromOrchestrator)
 
 
+class _Greeting(msgspec.Struct, array_like=True, tag="Hello"):
+    """What `Hello` is in every version."""
+
+    protocol_version: int
+
+
+_greeting = msgspec.msgpack.Decoder(_Greeting)
+
+_UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, MemoryError)
+"""What msgspec raises for bytes from a hostile peer: the last two for nesting and lengths beyond all reason."""
+
+
 def encode(message: FromWorker | FromOrchestrator) -> bytes:
-    """One frame, ready to be written."""
+    """One frame, ready to be written. Raises `WireError` when it would exceed `MAX_FRAME_BYTES`."""
     body = _encoder.encode(message)
+    if len(body) > MAX_FRAME_BYTES:
+        raise WireError(f"{type(message).__name__} of {len(body)} bytes; at most {MAX_FRAME_BYTES} are allowed")
     return _LENGTH.pack(len(body)) + body
 
 
 class FrameBuffer:
-    """Cuts a byte stream into frame bodies, whatever the sizes in which it arrives."""
+    """Cuts a byte stream into frame bodies, whatever the sizes in which it arrives.
 
-    def __init__(self) -> None:
-        self._bytes = bytearray()
+    `max_frame_bytes` may be raised once the peer is known.
+    """
 
-    def feed(self, data: bytes) -> list[bytes]:
-        """Bodies that `data` completes. Raises `WireError` on a length beyond `MAX_FRAME_BYTES`."""
-        buffer = self._bytes
-        buffer += data
-        bodies: list[bytes] = []
+    def __init__(self, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
+        self.max_frame_bytes = max_frame_bytes
+        self._partial = bytearray()
+        self._needed = _LENGTH.size
+
+    def feed(self, data: bytes) -> list[memoryview]:
+        """Bodies that `data` completes. Raises `WireError` on a length beyond `max_frame_bytes`."""
+        if self._partial:
+            self._partial += data
+            if len(self._partial) < self._needed:
+                return []
+            data = bytes(self._partial)
+            self._partial.clear()
+        view = memoryview(data)
+        size = len(data)
+        bodies: list[memoryview] = []
         at = 0
-        while len(buffer) - at >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(buffer, at)
-            if length > MAX_FRAME_BYTES:
-                raise WireError(f"frame of {length} bytes; at most {MAX_FRAME_BYTES} are allowed")
+        self._needed = _LENGTH.size
+        while size - at >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(data, at)
+            if length > self.max_frame_bytes:
+                raise WireError(f"frame of {length} bytes; at most {self.max_frame_bytes} are allowed here")
             end = at + _LENGTH.size + length
-            if len(buffer) < end:
+            if end > size:
+                self._needed = end - at
                 break
-            bodies.append(bytes(buffer[at + _LENGTH.size : end]))
+            bodies.append(view[at + _LENGTH.size : end])
             at = end
-        del buffer[:at]
+        if at < size:
+            self._partial += view[at:]
         return bodies
 
 
-def decode_from_worker(body: bytes) -> FromWorker:
+def decode_hello(body: bytes | memoryview) -> Hello:
+    """A worker's first frame. Raises `VersionMismatch` before it looks at anything else in it."""
+    try:
+        version = _greeting.decode(body).protocol_version
+    except _UNDECODABLE as error:
+        raise WireError(f"not a worker's first message: {error}") from error
+    if version != PROTOCOL_VERSION:
+        raise VersionMismatch(version)
+    hello = decode_from_worker(body)
+    assert isinstance(hello, Hello)
+    return hello
+
+
+def decode_from_worker(body: bytes | memoryview) -> FromWorker:
     """Raises `WireError` on anything that is not one of a worker's messages."""
     try:
         return _from_worker.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except _UNDECODABLE as error:
         raise WireError(f"not a worker's message: {error}") from error
 
 
-def decode_from_orchestrator(body: bytes) -> FromOrchestrator:
+def decode_from_orchestrator(body: bytes | memoryview) -> FromOrchestrator:
     """Raises `WireError` on anything that is not one of the orchestrator's messages."""
     try:
         return _from_orchestrator.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except _UNDECODABLE as error:
         raise WireError(f"not an orchestrator's message: {error}") from error

@@ -142,13 +142,13 @@ class Orchestrator:
                 await self._ended.wait()
                 sampler.cancel()
                 self._rollouts.cancel_all()
-        except* (Exception, asyncio.CancelledError) as errors:
+        except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
         finally:
             if self._timer is not None:
                 self._timer.cancel()
             await self._close()
-        self._journal.sample(self.now_ns(), msgspec.to_builtins(self.status()))
+        self._sample()
         return self._failed
 
     async def _close(self) -> None:
@@ -508,11 +508,17 @@ class Orchestrator:
     async def _sample_forever(self) -> None:
         while True:
             await asyncio.sleep(SAMPLE_INTERVAL_S)
-            status = self.status()
-            self._journal.sample(self.now_ns(), msgspec.to_builtins(status))
-            self._observe(status)
+            self._sample()
             if self._journal.failed is not None and self.scheduler.phase is not Phase.STOPPING:
                 self.stop(f"the journal cannot be written: {self._journal.failed}")
+
+    def _sample(self) -> None:
+        """Journal how the run stands, with the books as they are, and show it."""
+        status = self.status()
+        self._journal.sample(self.now_ns(), msgspec.to_builtins(status))
+        books = [msgspec.to_builtins(book) for book in self.scheduler.ledger.books.values()]
+        self._journal.meta("books", msgspec.json.encode(books).decode())
+        self._observe(status)
 
 
 def _mean(values: list[float]) -> float | None:
