@@ -1,0 +1,356 @@
+"""The orchestrator's end of the worker connections: tickets, sessions, epochs and frames. No policy.
+
+A worker shows its lease's one-time token and gets a session. The session's key buys the connection back, each
+time under the next epoch; whatever an older epoch still has to say is never heard. Everything runs on the
+event loop's thread, and the listener is called synchronously from it.
+"""
+
+import asyncio
+import hashlib
+import hmac
+import secrets
+import ssl
+from typing import Protocol
+
+import msgspec
+import structlog
+
+from elastic import wire
+from elastic.core.types import WorkerId
+
+log = structlog.get_logger(__name__)
+
+CLOSE_GRACE_S = 1.0
+"""How long a closed connection may take to deliver its last frame before it is cut."""
+
+
+class GatewayError(Exception):
+    """The gateway cannot listen; the message says where and why."""
+
+
+class WorkerListener(Protocol):
+    """What the orchestrator wants to hear. An epoch's calls are `on_ready`, then messages, `on_disconnected`.
+
+    A connection that is lost before its worker was ready was never announced and is not reported.
+    """
+
+    def on_ready(self, worker: WorkerId, epoch: int, ready: wire.Ready) -> None: ...
+
+    def on_message(self, worker: WorkerId, epoch: int, message: wire.FromWorker) -> None: ...
+
+    def on_disconnected(self, worker: WorkerId, epoch: int, goodbye: bool) -> None:
+        """`goodbye` when the worker drained and said so; its Goodbye has come as a message before."""
+        ...
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """What a peer may cost.
+
+    It is dropped when more than `unread_bytes` wait for it, or when it has read none of what waits for
+    `unread_timeout_s`. Peers that have not said Hello are few (`unauthenticated`) and gone after
+    `handshake_timeout_s`.
+    """
+
+    handshake_timeout_s: float = 5.0
+    unauthenticated: int = 256
+    unread_bytes: int = 4 * wire.MAX_FRAME_BYTES
+    unread_timeout_s: float = 5.0
+
+
+class Gateway:
+    """TCP server for worker connections: `expect` a worker before it dials, `send` while it is connected.
+
+    `welcome` says what every worker is told; its session key and epoch are filled in for each.
+    """
+
+    def __init__(self, listener: WorkerListener, welcome: wire.Welcome, limits: Limits | None = None) -> None:
+        self._listener = listener
+        self._welcome = welcome
+        self._limits = limits or Limits()
+        self._sessions: dict[WorkerId, _Session] = {}
+        self._connections: set[_Connection] = set()
+        self._strangers = 0
+        self._server: asyncio.Server | None = None
+        self._pulse: asyncio.Task[None] | None = None
+
+    async def start(self, host: str = "127.0.0.1", port: int = 0, tls: ssl.SSLContext | None = None) -> str:
+        """Listen, on a free port if `port` is 0; returns the `host:port` that workers join.
+
+        Raises `GatewayError` when the address cannot be had.
+        """
+        loop = asyncio.get_running_loop()
+        try:
+            self._server = await loop.create_server(lambda: _Connection(self, self._limits), host, port, ssl=tls)
+        except OSError as error:
+            raise GatewayError(
+                f"cannot listen for workers on {host}:{port}: {error.strerror or error}; name a free port, or 0 for any"
+            ) from error
+        self._pulse = loop.create_task(self._beat(), name="gateway-pings")
+        return "{}:{}".format(*self._server.sockets[0].getsockname()[:2])
+
+    async def aclose(self) -> None:
+        """Stop listening and end every connection; the listener hears nothing more. Safe to call twice."""
+        pulse, self._pulse = self._pulse, None
+        if pulse is not None:
+            pulse.cancel()
+            await asyncio.wait([pulse])
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+        for session in self._sessions.values():
+            session.cut()
+        self._sessions.clear()
+        for connection in tuple(self._connections):
+            connection.close()
+        if self._connections:
+            await asyncio.wait([connection.lost for connection in self._connections], timeout=2 * CLOSE_GRACE_S)
+
+    def expect(self, worker: WorkerId, token: str) -> None:
+        """Let `worker` in, once, with `token`. Raises `ValueError` for a worker that is known already."""
+        if worker in self._sessions:
+            raise ValueError(f"worker {worker} is already expected")
+        self._sessions[worker] = _Session(worker, token)
+
+    def send(self, worker: WorkerId, epoch: int, message: wire.FromOrchestrator) -> None:
+        """Queue a frame; those of one loop iteration go out in one write. No-op unless `epoch` is connected."""
+        session = self._sessions.get(worker)
+        if session is not None and session.connection is not None and session.epoch == epoch:
+            session.connection.send(message)
+
+    def fence(self, worker: WorkerId, reason: str = "fenced") -> None:
+        """Close the worker's connection and refuse it for ever; nothing of it surfaces any more."""
+        session = self._sessions.get(worker)
+        if session is not None:
+            session.fenced = reason
+            session.cut(wire.Refused(reason, retry=False))
+
+    def forget(self, worker: WorkerId) -> None:
+        """Drop what is known of a worker whose lease has ended. It is a stranger then, and refused as one."""
+        session = self._sessions.pop(worker, None)
+        if session is not None:
+            session.cut(wire.Refused("its lease has ended", retry=False))
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(self._welcome.heartbeat_interval_s)
+            for session in tuple(self._sessions.values()):
+                if session.connection is not None:
+                    session.connection.send(wire.Ping())
+                    session.connection.check_reading()
+
+    # What connections call.
+
+    def _connected(self, connection: "_Connection") -> bool:
+        """Whether a new connection may stay for its Hello."""
+        self._connections.add(connection)
+        self._strangers += 1
+        return self._strangers <= self._limits.unauthenticated
+
+    def _disconnected(self, connection: "_Connection") -> None:
+        self._connections.discard(connection)
+        if connection.session is None:
+            self._strangers -= 1
+
+    def _greet(self, connection: "_Connection", hello: wire.Hello) -> "_Session":
+        """Open or resume the session of a stranger that has said hello. Raises `_NotAdmitted`."""
+        session = self._authenticated(hello)
+        self._end_epoch(session)
+        session = self._authenticated(hello)  # the listener may have fenced it just now
+        self._strangers -= 1
+        key = session.open(connection, hello)
+        connection.send(msgspec.structs.replace(self._welcome, session_key=key, epoch=session.epoch))
+        return session
+
+    def _authenticated(self, hello: wire.Hello) -> "_Session":
+        session = self._sessions.get(hello.worker)
+        if session is None:
+            raise _NotAdmitted(UNKNOWN)
+        session.check(hello)
+        return session
+
+    def _receive(self, session: "_Session", message: wire.FromWorker) -> None:
+        greeting = isinstance(message, wire.Ready | wire.Hello)
+        if session.ready is greeting or isinstance(message, wire.Hello):
+            raise wire.WireError(f"{type(message).__name__} {'after' if session.ready else 'before'} Ready")
+        if isinstance(message, wire.Ready):
+            session.ready = True
+            self._listener.on_ready(session.worker, session.epoch, message)
+        else:
+            session.said_goodbye = isinstance(message, wire.Goodbye)
+            self._listener.on_message(session.worker, session.epoch, message)
+
+    def _end_epoch(self, session: "_Session") -> None:
+        """End the session's present epoch, if there is one, and tell the listener."""
+        announced, goodbye = session.ready, session.said_goodbye
+        session.cut()
+        if announced:
+            self._listener.on_disconnected(session.worker, session.epoch, goodbye)
+
+
+UNKNOWN = "unknown worker or wrong token"
+
+
+class _NotAdmitted(Exception):
+    """No session for this Hello; the message says why."""
+
+
+def _digest(secret: str) -> bytes:
+    return hashlib.sha256(secret.encode()).digest()
+
+
+class _Session:
+    """What the gateway knows of one worker. Secrets are kept as digests only."""
+
+    def __init__(self, worker: WorkerId, token: str) -> None:
+        self.worker = worker
+        self.epoch = 0
+        self.connection: _Connection | None = None
+        self.ready = False
+        self.said_goodbye = False
+        self.fenced = ""
+        self._token = _digest(token)
+        self._key = b""
+
+    def check(self, hello: wire.Hello) -> None:
+        """Raises `_NotAdmitted` unless `hello` opens or resumes this session."""
+        if not hmac.compare_digest(_digest(hello.secret), self._key if hello.resume else self._token):
+            raise _NotAdmitted(UNKNOWN)
+        if self.fenced:
+            raise _NotAdmitted(self.fenced)
+        if not hello.resume and self.epoch:
+            raise _NotAdmitted("this token has been used")
+
+    def open(self, connection: "_Connection", hello: wire.Hello) -> str:
+        """Begin the next epoch on `connection`; returns the session's key, the same in every epoch."""
+        key = hello.secret if hello.resume else secrets.token_urlsafe(32)
+        self._key = _digest(key)
+        self.epoch += 1
+        self.connection = connection
+        return key
+
+    def cut(self, last: wire.Refused | None = None) -> None:
+        """End the connection without a word to the listener."""
+        connection, self.connection = self.connection, None
+        self.ready = self.said_goodbye = False
+        if connection is not None:
+            connection.close(last)
+
+
+class _Connection(asyncio.Protocol):
+    """One TCP connection: a stranger until its Hello, then the bearer of one epoch of a session."""
+
+    _transport: asyncio.Transport
+
+    def __init__(self, gateway: Gateway, limits: Limits) -> None:
+        self.session: _Session | None = None
+        self._gateway = gateway
+        self._limits = limits
+        self._loop = asyncio.get_running_loop()
+        self.lost: asyncio.Future[None] = self._loop.create_future()
+        self._open = False
+        self._frames = wire.FrameBuffer(wire.MAX_HELLO_BYTES)
+        self._outbox: list[bytes] = []
+        self._sent_bytes = 0
+        self._read_bytes = 0
+        self._read_at_s = self._loop.time()
+        self._handshake: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        self._open = True
+        if self._gateway._connected(self):
+            self._handshake = self._loop.call_later(self._limits.handshake_timeout_s, self._too_late)
+        else:
+            self.close(wire.Refused("too many connections are waiting to be let in", retry=True))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end()
+        self._gateway._disconnected(self)
+        self.lost.set_result(None)
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            for body in self._frames.feed(data):
+                if not self._open:
+                    return
+                if self.session is not None:
+                    self._gateway._receive(self.session, wire.decode_from_worker(body))
+                else:
+                    self._hello(wire.decode_hello(body))
+        except (wire.WireError, _NotAdmitted) as error:
+            log.warning("worker refused", worker=self.session and self.session.worker, reason=str(error))
+            self.close(wire.Refused(str(error), retry=False))
+            self._end()
+
+    def send(self, message: wire.FromOrchestrator) -> None:
+        """Queue a frame for the one write at the end of this loop iteration."""
+        if not self._open:
+            return
+        if not self._outbox:
+            self._loop.call_soon(self._flush)
+        self._outbox.append(wire.encode(message))
+
+    def check_reading(self) -> None:
+        """Drop a peer that for too long has read nothing of what waits for it."""
+        if not self._open:
+            return
+        waiting_bytes = self._transport.get_write_buffer_size()
+        read_bytes = self._sent_bytes - waiting_bytes
+        if not waiting_bytes or read_bytes != self._read_bytes:
+            self._read_bytes, self._read_at_s = read_bytes, self._loop.time()
+        elif self._loop.time() - self._read_at_s > self._limits.unread_timeout_s:
+            self._drop(waiting_bytes)
+
+    def close(self, last: wire.Refused | None = None) -> None:
+        """Send what is queued, then `last`, and close; cut after a grace if the peer does not take it."""
+        if not self._open:
+            return
+        if last is not None:
+            self._outbox.append(wire.encode(last))
+        self._flush()
+        self._stop()
+        self._transport.close()
+        self._loop.call_later(CLOSE_GRACE_S, self._transport.abort)
+
+    def _hello(self, hello: wire.Hello) -> None:
+        self.session = self._gateway._greet(self, hello)
+        self._cancel_handshake()
+        self._frames.max_frame_bytes = wire.MAX_FRAME_BYTES
+
+    def _flush(self) -> None:
+        if not self._open or not self._outbox:
+            return
+        data = b"".join(self._outbox)
+        self._outbox.clear()
+        waiting_bytes = self._transport.get_write_buffer_size() + len(data)
+        if waiting_bytes > self._limits.unread_bytes:
+            self._drop(waiting_bytes)
+        else:
+            self._transport.write(data)
+            self._sent_bytes += len(data)
+
+    def _drop(self, waiting_bytes: int) -> None:
+        log.warning("worker does not read", worker=self.session and self.session.worker, waiting_bytes=waiting_bytes)
+        self._stop()
+        self._transport.abort()
+        self._end()
+
+    def _stop(self) -> None:
+        self._open = False
+        self._outbox.clear()
+        self._cancel_handshake()
+
+    def _end(self) -> None:
+        """The connection is of no further use: end its epoch, unless a later one has begun."""
+        self._stop()
+        if self.session is not None and self.session.connection is self:
+            self._gateway._end_epoch(self.session)
+
+    def _too_late(self) -> None:
+        self.close(wire.Refused(f"no Hello within {self._limits.handshake_timeout_s} s", retry=True))
+
+    def _cancel_handshake(self) -> None:
+        if self._handshake is not None:
+            self._handshake.cancel()
+            self._handshake = None

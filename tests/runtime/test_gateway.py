@@ -1,0 +1,453 @@
+"""The gateway over real sockets: who is let in, what surfaces, and what a peer may cost."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elastic import wire
+from elastic.core.types import Capabilities
+from elastic.runtime.gateway import Gateway, GatewayError, Limits
+
+PATIENCE_S = 10.0
+READY = wire.Ready(Capabilities(engine="test", replayable_sampling=True, max_context_tokens=8, device="cpu"), None)
+WELCOME = wire.Welcome(
+    session_key="",
+    epoch=0,
+    heartbeat_interval_s=0.05,
+    flush_interval_s=0.03,
+    silence_timeout_s=1.0,
+    engine={"kind": "torch"},
+    model={},
+    relay="file:///nowhere",
+)
+
+
+class Ear:
+    """A listener that writes down what it hears."""
+
+    def __init__(self) -> None:
+        self.heard: list[tuple[object, ...]] = []
+        self.news = asyncio.Event()
+        self.react: Callable[[tuple[object, ...]], None] = lambda _: None
+
+    def on_ready(self, worker: str, epoch: int, ready: wire.Ready) -> None:
+        self._note("ready", worker, epoch)
+
+    def on_message(self, worker: str, epoch: int, message: wire.FromWorker) -> None:
+        self._note("message", worker, epoch, message)
+
+    def on_disconnected(self, worker: str, epoch: int, goodbye: bool) -> None:
+        self._note("disconnected", worker, epoch, goodbye)
+
+    def _note(self, *what: object) -> None:
+        self.heard.append(what)
+        self.news.set()
+        self.react(what)
+
+    async def until(self, *what: object) -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            while what not in self.heard:
+                self.news.clear()
+                await self.news.wait()
+
+
+class Peer:
+    """The bare other end of a connection."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader = reader
+        self.writer = writer
+        self._frames = wire.FrameBuffer()
+        self._arrived: list[wire.FromOrchestrator] = []
+
+    def say(self, *messages: wire.FromWorker) -> None:
+        self.writer.write(b"".join(map(wire.encode, messages)))
+
+    async def hear(self) -> wire.FromOrchestrator | None:
+        """The next message that is not a ping; None at the end of the connection."""
+        async with asyncio.timeout(PATIENCE_S):
+            while True:
+                while self._arrived:
+                    message = self._arrived.pop(0)
+                    if not isinstance(message, wire.Ping):
+                        return message
+                with contextlib.suppress(ConnectionError):
+                    if data := await self.reader.read(1 << 16):
+                        self._arrived = [wire.decode_from_orchestrator(body) for body in self._frames.feed(data)]
+                        continue
+                return None
+
+    async def aclose(self) -> None:
+        self.writer.close()
+        with contextlib.suppress(OSError):
+            await self.writer.wait_closed()
+
+
+class House:
+    """A gateway, its listener and a way to dial it."""
+
+    def __init__(self, limits: Limits | None = None) -> None:
+        self.ear = Ear()
+        self.gateway = Gateway(self.ear, WELCOME, limits)
+        self._peers: list[Peer] = []
+
+    async def __aenter__(self) -> "House":
+        self.address = await self.gateway.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for peer in self._peers:
+            await peer.aclose()
+        await self.gateway.aclose()
+
+    async def dial(self) -> Peer:
+        host, port = self.address.split(":")
+        peer = Peer(*await asyncio.open_connection(host, int(port)))
+        self._peers.append(peer)
+        return peer
+
+    async def join(self, worker: str = "w", token: str = "token") -> tuple[Peer, wire.Welcome]:
+        peer = await self.dial()
+        peer.say(hello(worker, token))
+        welcome = await peer.hear()
+        assert isinstance(welcome, wire.Welcome)
+        return peer, welcome
+
+    async def ready(self, worker: str = "w", token: str = "token") -> tuple[Peer, wire.Welcome]:
+        self.gateway.expect(worker, token)
+        peer, welcome = await self.join(worker, token)
+        peer.say(READY)
+        await self.ear.until("ready", worker, welcome.epoch)
+        return peer, welcome
+
+
+@pytest.fixture
+async def house() -> AsyncIterator[House]:
+    async with House() as house:
+        yield house
+
+
+def hello(worker: str, secret: str, resume: bool = False, version: int = wire.PROTOCOL_VERSION) -> wire.Hello:
+    return wire.Hello(version, worker, secret, resume, pid=1, host="here")
+
+
+def slept() -> wire.FromWorker:
+    return wire.Slept()
+
+
+def report(version: int) -> wire.WeightsReport:
+    return wire.WeightsReport(version, "", 0, 0.0, 0.0)
+
+
+async def test_a_worker_with_its_ticket_gets_a_session_and_is_heard(house: House) -> None:
+    peer, welcome = await house.ready()
+    assert welcome.epoch == 1
+    assert welcome.session_key
+    assert msgspec.structs.replace(welcome, session_key="", epoch=0) == WELCOME
+    peer.say(report(1), report(2))
+    await house.ear.until("message", "w", 1, report(2))
+    house.gateway.send("w", 1, wire.Sleep())
+    assert await peer.hear() == wire.Sleep()
+    await peer.aclose()
+    await house.ear.until("disconnected", "w", 1, False)
+    assert [what[0] for what in house.ear.heard] == ["ready", "message", "message", "disconnected"]
+
+
+@pytest.mark.parametrize(("worker", "token"), [("w", "wrong"), ("stranger", "token"), ("w", "")])
+async def test_a_wrong_ticket_is_refused_without_telling_which_part_is_wrong(
+    house: House, worker: str, token: str
+) -> None:
+    house.gateway.expect("w", "token")
+    peer = await house.dial()
+    peer.say(hello(worker, token))
+    assert await peer.hear() == wire.Refused("unknown worker or wrong token", retry=False)
+    assert await peer.hear() is None
+
+
+async def test_a_ticket_is_spent_by_its_first_use(house: House) -> None:
+    first, _ = await house.ready()
+    thief = await house.dial()
+    thief.say(hello("w", "token"))
+    assert await thief.hear() == wire.Refused("this token has been used", retry=False)
+    first.say(slept())
+    await house.ear.until("message", "w", 1, slept())
+
+
+async def test_an_empty_key_resumes_nothing(house: House) -> None:
+    house.gateway.expect("w", "token")
+    for secret in ("", "token"):
+        peer = await house.dial()
+        peer.say(hello("w", secret, resume=True))
+        assert await peer.hear() == wire.Refused("unknown worker or wrong token", retry=False)
+
+
+async def test_another_protocol_version_is_refused_by_name(house: House) -> None:
+    house.gateway.expect("w", "token")
+    peer = await house.dial()
+    peer.say(hello("w", "token", version=99))
+    refused = await peer.hear()
+    assert isinstance(refused, wire.Refused)
+    assert "version 99" in refused.reason
+    assert f"orchestrator {wire.PROTOCOL_VERSION}" in refused.reason
+    assert not refused.retry
+    await house.join()  # the ticket is not spent
+
+
+async def test_a_resumed_session_begins_the_next_epoch_and_ends_the_old(house: House) -> None:
+    old, welcome = await house.ready()
+    for epoch in (2, 3):
+        peer = await house.dial()
+        peer.say(hello("w", welcome.session_key, resume=True))
+        again = await peer.hear()
+        assert isinstance(again, wire.Welcome)
+        assert (again.epoch, again.session_key) == (epoch, welcome.session_key)
+        assert await old.hear() is None
+        assert house.ear.heard[-1] == ("disconnected", "w", epoch - 1, False)
+        house.gateway.send("w", epoch - 1, wire.Drain("for the old epoch"))
+        peer.say(READY)
+        await house.ear.until("ready", "w", epoch)
+        house.gateway.send("w", epoch, wire.Wake())
+        assert await peer.hear() == wire.Wake()
+        old = peer
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.sampled_from(["resume", "speak", "speak as old", "vanish"]), max_size=12))
+def test_frames_of_an_old_epoch_never_surface(script: list[str]) -> None:
+    asyncio.run(_old_epochs_are_mute(script))
+
+
+async def _old_epochs_are_mute(script: list[str]) -> None:
+    async with House() as house:
+        peer, welcome = await house.ready()
+        epoch, old, alive, said = 1, [], True, 0
+        for act in script:
+            if act == "resume":
+                old.append(peer)
+                peer = await house.dial()
+                peer.say(hello("w", welcome.session_key, resume=True), READY)
+                epoch, alive = epoch + 1, True
+                await house.ear.until("ready", "w", epoch)
+            elif act == "speak" and alive:
+                said += 1
+                peer.say(report(said))
+                await house.ear.until("message", "w", epoch, report(said))
+            elif act == "speak as old":
+                for ghost in old:
+                    ghost.say(wire.Goodbye("ghost", {}, 0))
+            elif act == "vanish" and alive:
+                alive = False
+                await peer.aclose()
+                await house.ear.until("disconnected", "w", epoch, False)
+    now = 0
+    for kind, _, of_epoch, *_ in house.ear.heard:
+        now = of_epoch if kind == "ready" else now
+        assert of_epoch == now
+    assert [what[3] for what in house.ear.heard if what[0] == "message"] == list(map(report, range(1, said + 1)))
+
+
+async def test_frames_already_read_from_an_old_epoch_are_not_heard_once_it_is_fenced(house: House) -> None:
+    peer, _ = await house.ready()
+    house.ear.react = lambda what: house.gateway.fence("w", "hung") if what[0] == "message" else None
+    peer.say(report(1), report(2), report(3))
+    assert await peer.hear() == wire.Refused("hung", retry=False)
+    assert await peer.hear() is None
+    assert [what[0] for what in house.ear.heard] == ["ready", "message"]
+
+
+async def test_a_fenced_worker_is_refused_for_ever(house: House) -> None:
+    peer, welcome = await house.ready()
+    house.gateway.fence("w", "no heartbeat for 3 s")
+    house.gateway.send("w", 1, wire.Wake())
+    assert await peer.hear() == wire.Refused("no heartbeat for 3 s", retry=False)
+    for secret, resume in ((welcome.session_key, True), ("token", False)):
+        again = await house.dial()
+        again.say(hello("w", secret, resume))
+        assert await again.hear() == wire.Refused("no heartbeat for 3 s", retry=False)
+    house.gateway.forget("w")
+    again = await house.dial()
+    again.say(hello("w", welcome.session_key, resume=True))
+    assert await again.hear() == wire.Refused("unknown worker or wrong token", retry=False)
+    assert [what[0] for what in house.ear.heard] == ["ready"]
+
+
+async def test_a_worker_fenced_for_disconnecting_does_not_resume(house: House) -> None:
+    _, welcome = await house.ready()
+    house.ear.react = lambda what: house.gateway.fence("w", "gone") if what[0] == "disconnected" else None
+    peer = await house.dial()
+    peer.say(hello("w", welcome.session_key, resume=True))
+    assert await peer.hear() == wire.Refused("gone", retry=False)
+
+
+async def test_a_goodbye_is_told_from_a_loss(house: House) -> None:
+    peer, _ = await house.ready()
+    peer.say(wire.Goodbye("drained", {}, 0))
+    await peer.aclose()
+    await house.ear.until("disconnected", "w", 1, True)
+
+
+async def test_a_connection_lost_before_ready_was_never_announced(house: House) -> None:
+    house.gateway.expect("w", "token")
+    peer, welcome = await house.join()
+    await peer.aclose()
+    peer = await house.dial()
+    peer.say(hello("w", welcome.session_key, resume=True), READY)
+    await house.ear.until("ready", "w", 2)
+    assert len(house.ear.heard) == 1
+
+
+@pytest.mark.parametrize("early", [slept(), hello("w", "token")], ids=["message", "second hello"])
+async def test_nothing_but_ready_follows_hello(house: House, early: wire.FromWorker) -> None:
+    house.gateway.expect("w", "token")
+    peer, _ = await house.join()
+    peer.say(early)
+    refused = await peer.hear()
+    assert isinstance(refused, wire.Refused)
+    assert "before Ready" in refused.reason
+    assert house.ear.heard == []
+
+
+@pytest.mark.parametrize("garbage", [b"GET / HTTP/1.1\r\n\r\n", b"\x00\x00\x00\x02\xc1\xc1", b"\x00\x01\x00\x00"])
+async def test_garbage_from_a_stranger_ends_only_its_connection(house: House, garbage: bytes) -> None:
+    worker, _ = await house.ready()
+    stranger = await house.dial()
+    stranger.writer.write(garbage)
+    assert isinstance(await stranger.hear(), wire.Refused)
+    assert await stranger.hear() is None
+    worker.say(slept())
+    await house.ear.until("message", "w", 1, slept())
+
+
+async def test_garbage_from_a_worker_ends_its_epoch(house: House) -> None:
+    peer, _ = await house.ready()
+    peer.writer.write(b"\x00\x00\x00\x01\xc1")
+    await house.ear.until("disconnected", "w", 1, False)
+
+
+async def test_a_silent_stranger_is_sent_away_in_time() -> None:
+    async with House(Limits(handshake_timeout_s=0.05)) as house:
+        peer = await house.dial()
+        assert await peer.hear() == wire.Refused("no Hello within 0.05 s", retry=True)
+        assert await peer.hear() is None
+
+
+async def test_strangers_are_few() -> None:
+    async with House(Limits(unauthenticated=2)) as house:
+        house.gateway.expect("w", "token")
+        waiting = [await house.dial() for _ in range(2)]
+        crowd = await house.dial()
+        refused = await crowd.hear()
+        assert isinstance(refused, wire.Refused)
+        assert refused.retry
+        assert await crowd.hear() is None
+        await waiting[0].aclose()
+        while True:  # until the gateway has seen it go
+            peer = await house.dial()
+            peer.say(hello("w", "token"))
+            if isinstance(await peer.hear(), wire.Welcome):
+                break
+
+
+async def test_pings_come_every_heartbeat_interval(house: House) -> None:
+    house.gateway.expect("w", "token")
+    peer, _ = await house.join()
+    pings = 0
+    async with asyncio.timeout(PATIENCE_S):
+        while pings < 3:
+            pings += (await peer.reader.read(1 << 16)).count(b"Ping")
+
+
+async def test_sends_of_one_iteration_are_one_write(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    peer, _ = await house.ready()
+    connection = next(iter(house.gateway._connections))
+    writes: list[int] = []
+    write = connection._transport.write
+    monkeypatch.setattr(connection._transport, "write", lambda data: (writes.append(len(data)), write(data)))
+    for version in range(100):
+        house.gateway.send("w", 1, wire.PullWeights(version, "finish"))  # type: ignore[arg-type]
+    assert [await peer.hear() for _ in range(100)]
+    assert len([size for size in writes if size > 100]) == 1
+
+
+async def test_a_peer_that_does_not_read_is_dropped_at_a_bound() -> None:
+    async with House(Limits(unread_bytes=1 << 20)) as house:
+        await house.ready()
+        (connection,) = house.gateway._connections
+        order = wire.Drain("x" * 65_536)
+        held = 0
+        async with asyncio.timeout(PATIENCE_S):
+            while house.ear.heard[-1][0] != "disconnected":
+                house.gateway.send("w", 1, order)
+                await asyncio.sleep(0)
+                held = max(held, connection._transport.get_write_buffer_size())
+        assert held <= 1 << 20
+        assert house.ear.heard[-1] == ("disconnected", "w", 1, False)
+
+
+async def test_a_peer_that_reads_nothing_for_too_long_is_dropped() -> None:
+    async with House(Limits(unread_timeout_s=0.2)) as house:
+        await house.ready()
+        for _ in range(200):
+            house.gateway.send("w", 1, wire.Drain("x" * 65_536))
+        await house.ear.until("disconnected", "w", 1, False)
+
+
+async def test_a_port_in_use_is_named(house: House) -> None:
+    host, port = house.address.split(":")
+    with pytest.raises(GatewayError, match=f"{host}:{port}: .*in use"):
+        await Gateway(Ear(), WELCOME).start(host, int(port))
+
+
+async def test_a_worker_is_expected_once(house: House) -> None:
+    house.gateway.expect("w", "token")
+    with pytest.raises(ValueError, match="w is already expected"):
+        house.gateway.expect("w", "another")
+
+
+async def test_closing_ends_every_connection_and_is_quiet(house: House) -> None:
+    peer, _ = await house.ready()
+    await house.gateway.aclose()
+    await house.gateway.aclose()
+    assert await peer.hear() is None
+    assert [what[0] for what in house.ear.heard] == ["ready"]
+
+
+_VICTIM = """
+import os, socket, sys, time
+from elastic import wire
+from elastic.core.types import Capabilities
+host, port = sys.argv[1].split(":")
+s = socket.create_connection((host, int(port)))
+ready = wire.Ready(Capabilities(engine="t", replayable_sampling=True, max_context_tokens=8, device="cpu"), None)
+s.sendall(wire.encode(wire.Hello(wire.PROTOCOL_VERSION, "w", os.environ["TOKEN"], False, os.getpid(), "")))
+s.sendall(wire.encode(ready))
+while True:
+    s.sendall(wire.encode(wire.Slept()))
+    time.sleep(0.001)
+"""
+
+
+async def test_a_killed_worker_is_known_to_be_gone_at_once(house: House) -> None:
+    house.gateway.expect("w", "token")
+    victim = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", _VICTIM, house.address, env=os.environ | {"TOKEN": "token"}
+    )
+    try:
+        await house.ear.until("message", "w", 1, slept())
+        victim.send_signal(signal.SIGKILL)
+        loop = asyncio.get_running_loop()
+        killed_at_s = loop.time()
+        await house.ear.until("disconnected", "w", 1, False)
+        assert loop.time() - killed_at_s < 0.5
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            victim.kill()
+        await victim.wait()
