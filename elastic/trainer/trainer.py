@@ -1,0 +1,287 @@
+"""The reserved trainer as a library: groups in, weights out, the same whatever the order of arrival.
+
+A step's groups are split into `updates_per_step` mini-batches by their index, which is their launch order. A
+group's gradient is computed when it arrives, from its own trajectories alone, and summed exactly; a group of a
+later mini-batch is held until the earlier ones have stepped, since it is trained on their weights.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from elastic.config import TrainerConfig
+from elastic.model.checkpoint import model_tensors
+from elastic.model.qwen3 import Qwen3
+from elastic.trainer import checkpoint
+from elastic.trainer.accumulator import GradientAccumulator
+from elastic.trainer.grpo import clipped_policy_loss, group_advantages, sampled_distribution
+from elastic.wire import TrainGroup, TrajectoryData
+
+
+class GRPOTrainer:
+    """Trains `model` in place; its float32 parameters are the masters.
+
+    `version` counts steps and names the weights; `updates` counts optimiser updates. After any error other than
+    `ValueError` the step cannot be finished: load a checkpoint.
+    """
+
+    def __init__(self, settings: TrainerConfig, model: Qwen3, groups: int, temperature: float) -> None:
+        if settings.updates_per_step > groups:
+            raise ValueError(f"updates_per_step: at most one a group, {groups} (found {settings.updates_per_step})")
+        self._settings = settings
+        self._model = model.float().train()
+        self._groups = groups
+        self._temperature = temperature
+        self._names = [name for name, _ in model.named_parameters()]
+        self._parameters = list(model.parameters())
+        self._device = self._parameters[0].device
+        self._accumulator = GradientAccumulator(self._parameters)
+        self._optimizer = torch.optim.AdamW(
+            self._parameters, betas=settings.betas, eps=settings.adam_epsilon, weight_decay=settings.weight_decay
+        )
+        self.version = 0
+        self.updates = 0
+        self._begin_step()
+
+    def train_group(self, group: TrainGroup) -> None:
+        """Accumulate the group's gradient, now or when its mini-batch's turn comes.
+
+        Raises `ValueError`, and changes nothing, for a group that is malformed, unknown or already here.
+        """
+        _check(group)
+        self._arrive(group.index, group)
+
+    def skip_group(self, index: int) -> None:
+        """The step does without this group; raises `ValueError` for one that is unknown or already here."""
+        self._arrive(index, None)
+
+    def update(self) -> dict[str, float]:
+        """Finish the step under a new version; returns its metrics.
+
+        Raises `ValueError` while groups are missing. A mini-batch without a trained token makes no update.
+        """
+        missing = sorted(set(range(self._groups)) - self._seen)
+        if missing:
+            raise ValueError(f"update: groups neither trained nor skipped: {', '.join(map(str, missing))}")
+        metrics = self._metrics()
+        self.version += 1
+        self._begin_step()
+        return metrics
+
+    def bf16_tensors(self) -> dict[str, Tensor]:
+        """What rollouts use: a rounded CPU copy of each parameter under its Hugging Face name."""
+        return model_tensors(self._model, torch.bfloat16)
+
+    def save(self, path: Path) -> None:
+        """Write masters, optimiser state and counters to the file `path`, all or nothing; between steps only."""
+        self._check_between_steps("save")
+        tensors = {
+            f"{kind}.{name}": tensor
+            for name, parameter in zip(self._names, self._parameters, strict=True)
+            for kind, tensor in self._state(parameter).items()
+        }
+        checkpoint.write(path, tensors, checkpoint.Counters(version=self.version, updates=self.updates))
+
+    def load(self, path: Path) -> None:
+        """Go on from a checkpoint. Raises `CheckpointError`, and changes nothing, if it does not fit the model."""
+        self._check_between_steps("load")
+        expected = {
+            f"{kind}.{name}": parameter.shape
+            for name, parameter in zip(self._names, self._parameters, strict=True)
+            for kind in _STATE_KINDS
+        }
+        tensors, counters = checkpoint.read(path, expected)
+        for name, parameter in zip(self._names, self._parameters, strict=True):
+            with torch.no_grad():
+                parameter.copy_(tensors[f"master.{name}"])
+            self._optimizer.state[parameter] = {
+                "step": torch.tensor(float(counters.updates)),
+                "exp_avg": tensors[f"exp_avg.{name}"].to(self._device),
+                "exp_avg_sq": tensors[f"exp_avg_sq.{name}"].to(self._device),
+            }
+        self.version, self.updates = counters.version, counters.updates
+
+    def _begin_step(self) -> None:
+        self._seen: set[int] = set()
+        self._held: dict[int, TrainGroup | None] = {}
+        self._minibatch = 0
+        self._outstanding = self._members(0)
+        self._minibatch_tokens = 0
+        self._statistics: dict[int, _GroupStatistics] = {}
+        self._gradient_norms: list[float] = []
+
+    def _members(self, minibatch: int) -> set[int]:
+        updates = self._settings.updates_per_step
+        return {index for index in range(self._groups) if index * updates // self._groups == minibatch}
+
+    def _arrive(self, index: int, group: TrainGroup | None) -> None:
+        if not 0 <= index < self._groups:
+            raise ValueError(f"group {index}: a step has groups 0 to {self._groups - 1}")
+        if index in self._seen:
+            raise ValueError(f"group {index}: already trained or skipped in this step")
+        self._seen.add(index)
+        self._held[index] = group
+        self._advance()
+
+    def _advance(self) -> None:
+        """Train what is held of the current mini-batch, and step as often as one is complete."""
+        while self._minibatch < self._settings.updates_per_step:
+            for index in sorted(self._outstanding & self._held.keys()):
+                group = self._held.pop(index)
+                if group is not None:
+                    self._accumulate(group)
+                self._outstanding.remove(index)
+            if self._outstanding:
+                return
+            self._step_optimizer()
+            self._minibatch += 1
+            self._outstanding = self._members(self._minibatch)
+
+    def _accumulate(self, group: TrainGroup) -> None:
+        rewards = [trajectory.reward for trajectory in group.trajectories]
+        advantages = group_advantages(rewards)
+        statistics = _GroupStatistics(rewards)
+        self._statistics[group.index] = statistics
+        if not any(advantages):
+            return
+        for batch in _micro_batches(group.trajectories, advantages, self._settings.micro_batch_tokens):
+            self._accumulate_batch(batch, statistics)
+        self._minibatch_tokens += statistics.tokens
+
+    def _accumulate_batch(self, batch: "_Batch", statistics: "_GroupStatistics") -> None:
+        batch = _Batch(*(tensor.to(self._device) for tensor in batch))
+        logits = self._model(batch.token_ids, batch.lengths)
+        now = sampled_distribution(logits, batch.token_ids, batch.trained, self._temperature)
+        policy = clipped_policy_loss(
+            now.logprobs, batch.logprobs, batch.advantages, self._settings.clip_low, self._settings.clip_high
+        )
+        self._accumulator.add(torch.autograd.grad(policy.loss, self._parameters))
+        statistics.tokens += len(now.logprobs)
+        statistics.loss += policy.loss.item()
+        statistics.entropy += now.entropy.sum().item()
+        statistics.ratio += policy.ratio.sum().item()
+        statistics.ratio_max = max(statistics.ratio_max, policy.ratio.max().item())
+        statistics.clipped += int(policy.clipped.sum())
+
+    def _step_optimizer(self) -> None:
+        if not self._minibatch_tokens:
+            return
+        gradients = self._accumulator.take(self._minibatch_tokens)
+        self._minibatch_tokens = 0
+        norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(gradient) for gradient in gradients]))
+        self._gradient_norms.append(norm.item())
+        scale = min(1.0, self._settings.gradient_clip / max(norm.item(), 1e-12))
+        for parameter, gradient in zip(self._parameters, gradients, strict=True):
+            parameter.grad = gradient * scale
+        for options in self._optimizer.param_groups:
+            options["lr"] = self._learning_rate()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self.updates += 1
+
+    def _learning_rate(self) -> float:
+        """Of the next update: linear in the first `warmup_updates`, then constant."""
+        return self._settings.learning_rate * min(1.0, (self.updates + 1) / max(1, self._settings.warmup_updates))
+
+    def _metrics(self) -> dict[str, float]:
+        groups = [self._statistics[index] for index in sorted(self._statistics)]
+        rewards = [reward for group in groups for reward in group.rewards]
+        tokens = sum(group.tokens for group in groups)
+        return {
+            "loss": math.fsum(group.loss for group in groups) / max(1, tokens),
+            "gradient_norm": math.fsum(self._gradient_norms) / max(1, len(self._gradient_norms)),
+            "ratio_mean": math.fsum(group.ratio for group in groups) / tokens if tokens else 1.0,
+            "ratio_max": max((group.ratio_max for group in groups), default=0.0) if tokens else 1.0,
+            "clip_fraction": sum(group.clipped for group in groups) / max(1, tokens),
+            "entropy": math.fsum(group.entropy for group in groups) / max(1, tokens),
+            "tokens": float(tokens),
+            "groups": float(len(groups)),
+            "groups_with_signal": float(sum(group.tokens > 0 for group in groups)),
+            "reward_mean": math.fsum(rewards) / max(1, len(rewards)),
+            "learning_rate": self._optimizer.param_groups[0]["lr"] if self._gradient_norms else 0.0,
+            "updates": float(len(self._gradient_norms)),
+        }
+
+    def _state(self, parameter: Tensor) -> dict[str, Tensor]:
+        moments = self._optimizer.state.get(parameter, {})
+        return {
+            "master": parameter.detach(),
+            "exp_avg": moments.get("exp_avg", torch.zeros_like(parameter)),
+            "exp_avg_sq": moments.get("exp_avg_sq", torch.zeros_like(parameter)),
+        }
+
+    def _check_between_steps(self, action: str) -> None:
+        if self._seen:
+            raise ValueError(f"{action}: a step is under way ({len(self._seen)} of {self._groups} groups are here)")
+
+
+_STATE_KINDS = ("master", "exp_avg", "exp_avg_sq")
+
+
+class _GroupStatistics:
+    """Sums over a group's trained tokens."""
+
+    def __init__(self, rewards: list[float]) -> None:
+        self.rewards = rewards
+        self.tokens = 0
+        self.loss = 0.0
+        self.entropy = 0.0
+        self.ratio = 0.0
+        self.ratio_max = 0.0
+        self.clipped = 0
+
+
+class _Batch(NamedTuple):
+    """B trajectories right-padded to T; N counts their trained tokens, row by row."""
+
+    token_ids: Tensor
+    """[B, T]"""
+    lengths: Tensor
+    """[B]"""
+    trained: Tensor
+    """[B, T], bool."""
+    logprobs: Tensor
+    """[N]"""
+    advantages: Tensor
+    """[N]"""
+
+
+def _micro_batches(
+    trajectories: Sequence[TrajectoryData], advantages: Sequence[float], tokens_max: int
+) -> Iterator[_Batch]:
+    """Like lengths together, as many as fit into `tokens_max` with their padding (one always does)."""
+    rows = sorted(zip(trajectories, advantages, strict=True), key=lambda row: len(row[0].token_ids))
+    start = 0
+    for end in range(1, len(rows) + 1):
+        if end == len(rows) or (end + 1 - start) * len(rows[end][0].token_ids) > tokens_max:
+            yield _collate(rows[start:end])
+            start = end
+
+
+def _collate(rows: Sequence[tuple[TrajectoryData, float]]) -> _Batch:
+    lengths = [len(trajectory.token_ids) for trajectory, _ in rows]
+    token_ids = torch.zeros(len(rows), max(lengths), dtype=torch.int64)
+    trained = torch.zeros_like(token_ids, dtype=torch.bool)
+    logprobs = torch.zeros_like(token_ids, dtype=torch.float32)
+    for row, (trajectory, _) in enumerate(rows):
+        token_ids[row, : lengths[row]] = torch.tensor(trajectory.token_ids)
+        trained[row, : lengths[row]] = torch.tensor(trajectory.trained, dtype=torch.bool)
+        logprobs[row, : lengths[row]] = torch.tensor(trajectory.logprobs)
+    advantages = torch.tensor([advantage for _, advantage in rows]).unsqueeze(1).expand_as(token_ids)
+    return _Batch(token_ids, torch.tensor(lengths), trained, logprobs[trained], advantages[trained])
+
+
+def _check(group: TrainGroup) -> None:
+    if not group.trajectories:
+        raise ValueError(f"group {group.group}: has no trajectories")
+    for trajectory in group.trajectories:
+        count = len(trajectory.token_ids)
+        where = f"group {group.group}: trajectory {trajectory.trajectory}"
+        if len(trajectory.trained) != count or len(trajectory.logprobs) != count:
+            raise ValueError(f"{where}: token_ids, trained and logprobs differ in length")
+        if not any(trajectory.trained) or trajectory.trained[0]:
+            raise ValueError(f"{where}: needs a prompt and at least one token of the policy")
