@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from sortedcontainers import SortedList
 
-from elastic.core.transitions import Story, check_transition
+from elastic.core.transitions import Story, take_transition
 from elastic.core.types import Capabilities, LeaseId, Nanoseconds, TurnId, WorkerId, WorkerRole, WorkerState
 
 _LoadKey = tuple[int, float, int, WorkerId]
@@ -58,8 +58,7 @@ class Fleet:
 
     def move(self, worker: Worker, state: WorkerState, now_ns: Nanoseconds, cause: str) -> None:
         """Change a worker's state; raises `IllegalTransition` where the table forbids it."""
-        check_transition(worker.id, worker.state, state, worker.story)
-        worker.story.tell(now_ns, f"{worker.state} → {state}", cause)
+        take_transition(worker.id, worker.state, state, worker.story, now_ns, cause)
         worker.state = state
         self.reindex(worker)
 

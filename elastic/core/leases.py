@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from elastic.core.transitions import Story, check_transition
+from elastic.core.transitions import Story, take_transition
 from elastic.core.types import EndCause, LeaseId, LeaseState, Nanoseconds, Offer, WorkerId
 
 LIVE = (LeaseState.GRANTED, LeaseState.RELEASING)
@@ -51,8 +51,7 @@ class LeaseTable:
 
     def move(self, lease: Lease, state: LeaseState, now_ns: Nanoseconds, cause: str) -> None:
         """Change a lease's state; raises `IllegalTransition` where the table forbids it."""
-        check_transition(lease.id, lease.state, state, lease.story)
-        lease.story.tell(now_ns, f"{lease.state} → {state}", cause)
+        take_transition(lease.id, lease.state, state, lease.story, now_ns, cause)
         lease.state = state
         if state in (LeaseState.ENDED, LeaseState.REFUSED):
             del self.leases[lease.id]

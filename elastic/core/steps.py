@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from elastic.core.transitions import Story, check_transition
+from elastic.core.transitions import Story, take_transition
 from elastic.core.types import GroupState, Nanoseconds, TrajectoryId
 
 
@@ -55,8 +55,7 @@ class Step:
 
     def move(self, group: Group, state: GroupState, now_ns: Nanoseconds, cause: str) -> None:
         """Change a group's state; raises `IllegalTransition` where the table forbids it."""
-        check_transition(f"group {group.id}", group.state, state, group.story)
-        group.story.tell(now_ns, f"{group.state} → {state}", cause)
+        take_transition(f"group {group.id}", group.state, state, group.story, now_ns, cause)
         group.state = state
 
     def in_state(self, state: GroupState) -> list[Group]:

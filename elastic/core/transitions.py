@@ -4,36 +4,44 @@ from collections import deque
 from collections.abc import Mapping
 from enum import StrEnum
 
-from elastic.core.types import GroupState, LeaseState, Nanoseconds, TurnState, WorkerState
+from elastic.core.types import NS_PER_S, GroupState, LeaseState, Nanoseconds, TurnState, WorkerState
 
 _L, _W, _T, _G = LeaseState, WorkerState, TurnState, GroupState
 
-LEGAL: Mapping[StrEnum, frozenset[StrEnum]] = {
-    _L.REQUESTED: frozenset({_L.GRANTED, _L.REFUSED}),
-    _L.GRANTED: frozenset({_L.RELEASING, _L.ENDED}),
-    _L.RELEASING: frozenset({_L.ENDED}),
-    _L.ENDED: frozenset(),
-    _L.REFUSED: frozenset(),
-    _W.BOOTING: frozenset({_W.LOADING, _W.READY, _W.DRAINING, _W.GONE}),
-    _W.LOADING: frozenset({_W.READY, _W.DRAINING, _W.DETACHED, _W.GONE}),
-    _W.READY: frozenset({_W.ASLEEP, _W.DRAINING, _W.DETACHED, _W.GONE}),
-    _W.ASLEEP: frozenset({_W.READY, _W.DRAINING, _W.DETACHED, _W.GONE}),
-    _W.DRAINING: frozenset({_W.GONE}),
-    _W.DETACHED: frozenset({_W.LOADING, _W.READY, _W.DRAINING, _W.GONE}),
-    _W.GONE: frozenset(),
-    _T.QUEUED: frozenset({_T.RUNNING, _T.CANCELLED, _T.FAILED}),
-    _T.RUNNING: frozenset({_T.QUEUED, _T.MOVING, _T.FINISHED, _T.CANCELLED, _T.FAILED}),
-    _T.MOVING: frozenset({_T.QUEUED, _T.FINISHED, _T.CANCELLED, _T.FAILED}),
-    _T.FINISHED: frozenset(),
-    _T.CANCELLED: frozenset(),
-    _T.FAILED: frozenset(),
-    _G.RUNNING: frozenset({_G.READY, _G.DROPPED}),
-    _G.READY: frozenset({_G.TRAINING}),
-    _G.TRAINING: frozenset({_G.TRAINED}),
-    _G.TRAINED: frozenset(),
-    _G.DROPPED: frozenset(),
+LEGAL: Mapping[type[StrEnum], Mapping[StrEnum, frozenset[StrEnum]]] = {
+    LeaseState: {
+        _L.REQUESTED: frozenset({_L.GRANTED, _L.REFUSED}),
+        _L.GRANTED: frozenset({_L.RELEASING, _L.ENDED}),
+        _L.RELEASING: frozenset({_L.ENDED}),
+        _L.ENDED: frozenset(),
+        _L.REFUSED: frozenset(),
+    },
+    WorkerState: {
+        _W.BOOTING: frozenset({_W.LOADING, _W.READY, _W.DRAINING, _W.GONE}),
+        _W.LOADING: frozenset({_W.READY, _W.DRAINING, _W.DETACHED, _W.GONE}),
+        _W.READY: frozenset({_W.LOADING, _W.ASLEEP, _W.DRAINING, _W.DETACHED, _W.GONE}),
+        _W.ASLEEP: frozenset({_W.READY, _W.DRAINING, _W.GONE}),
+        _W.DRAINING: frozenset({_W.GONE}),
+        _W.DETACHED: frozenset({_W.LOADING, _W.READY, _W.DRAINING, _W.GONE}),
+        _W.GONE: frozenset(),
+    },
+    TurnState: {
+        _T.QUEUED: frozenset({_T.RUNNING, _T.CANCELLED}),
+        _T.RUNNING: frozenset({_T.QUEUED, _T.MOVING, _T.FINISHED, _T.CANCELLED, _T.FAILED}),
+        _T.MOVING: frozenset({_T.QUEUED, _T.FINISHED, _T.CANCELLED, _T.FAILED}),
+        _T.FINISHED: frozenset(),
+        _T.CANCELLED: frozenset(),
+        _T.FAILED: frozenset(),
+    },
+    GroupState: {
+        _G.RUNNING: frozenset({_G.READY, _G.DROPPED}),
+        _G.READY: frozenset({_G.TRAINING, _G.DROPPED}),
+        _G.TRAINING: frozenset({_G.TRAINED}),
+        _G.TRAINED: frozenset(),
+        _G.DROPPED: frozenset(),
+    },
 }
-"""From each state, the states that may follow."""
+"""Per kind of thing, from each state, the states that may follow. (By kind: a turn's `running` equals a group's.)"""
 
 STORY_LENGTH = 24
 """Enough to see how a thing got where it is; long lives keep their last chapters."""
@@ -48,21 +56,31 @@ class IllegalTransition(AssertionError):
 
 
 class Story:
-    """The last transitions of one thing, with their causes."""
+    """The last transitions of one thing, with their causes. Put into words only when somebody reads them."""
 
     __slots__ = ("_chapters",)
 
     def __init__(self) -> None:
-        self._chapters: deque[tuple[Nanoseconds, str, str]] = deque(maxlen=STORY_LENGTH)
+        self._chapters: deque[tuple[Nanoseconds, StrEnum, StrEnum, str, str]] = deque(maxlen=STORY_LENGTH)
 
-    def tell(self, now_ns: Nanoseconds, what: str, cause: str) -> None:
-        self._chapters.append((now_ns, what, cause))
+    def tell(self, now_ns: Nanoseconds, start: StrEnum, finish: StrEnum, cause: str, detail: str = "") -> None:
+        self._chapters.append((now_ns, start, finish, cause, detail))
+
+    @property
+    def chapters(self) -> tuple[tuple[Nanoseconds, StrEnum, StrEnum, str, str], ...]:
+        return tuple(self._chapters)
 
     def __str__(self) -> str:
-        return "\n".join(f"  {now_ns / 1e9:.3f} s: {what} ({cause})" for now_ns, what, cause in self._chapters)
+        return "\n".join(
+            f"  {now_ns / NS_PER_S:.3f} s: {start} → {finish}{detail and f' at {detail}'} ({cause})"
+            for now_ns, start, finish, cause, detail in self._chapters
+        )
 
 
-def check_transition(name: str, start: StrEnum, finish: StrEnum, story: Story) -> None:
-    """Raises `IllegalTransition`, with the thing's story, unless `finish` may follow `start`."""
-    if finish not in LEGAL[start]:
+def take_transition(
+    name: str, start: StrEnum, finish: StrEnum, story: Story, now_ns: Nanoseconds, cause: str, detail: str = ""
+) -> None:
+    """Enter a transition into the thing's story; raises `IllegalTransition` unless `finish` may follow `start`."""
+    if finish not in LEGAL[type(start)][start]:
         raise IllegalTransition(name, start, finish, story)
+    story.tell(now_ns, start, finish, cause, detail)

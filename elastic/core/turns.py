@@ -3,7 +3,7 @@
 import heapq
 from dataclasses import dataclass, field
 
-from elastic.core.transitions import Story, check_transition
+from elastic.core.transitions import Story, take_transition
 from elastic.core.types import Nanoseconds, TrajectoryId, TurnId, TurnState, WorkerId
 
 
@@ -49,8 +49,7 @@ class Turns:
 
     def move(self, turn: Turn, state: TurnState, now_ns: Nanoseconds, cause: str) -> None:
         """Change a turn's state; raises `IllegalTransition` where the table forbids it."""
-        check_transition(turn.id, turn.state, state, turn.story)
-        turn.story.tell(now_ns, f"{turn.state} → {state} at token {turn.accepted}, attempt {turn.attempt}", cause)
+        take_transition(turn.id, turn.state, state, turn.story, now_ns, cause)
         turn.state = state
         if state is TurnState.QUEUED:
             turn.worker = None
