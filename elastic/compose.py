@@ -1,1 +1,393 @@
-"""The composition root."""
+"""The composition root: reads a configuration, picks policies, providers and environment, and wires a run.
+
+The only room that knows everybody. Commands of the command line end here.
+"""
+
+import contextlib
+import importlib.metadata
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from pydantic import BaseModel
+
+from elastic import wire
+from elastic.config import Config, ConfigError, load_config, validate
+from elastic.core.policy import Policies
+from elastic.core.scheduler import Scheduler
+from elastic.core.types import NS_PER_S, Limits, Plan
+from elastic.envs.base import Environment
+from elastic.runtime.journal import Journal
+from elastic.runtime.orchestrator import Orchestrator
+from elastic.runtime.status import RunStatus
+from policies.provisioning import TakeWhatIsOffered
+from policies.routing import AffinityRouting
+from policies.seeding import FixedWindow
+from policies.selection import NonZeroVariance
+from providers.base import Provider, ProviderContext, ProviderSettings
+
+TRAINER_PROVIDER = "trainer"
+ENVIRONMENT_VARIABLES = ("ELASTIC_JOIN", "ELASTIC_WORKER", "ELASTIC_JOIN_TOKEN")
+
+
+class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """A resolved run: what `--dry-run` shows and `execute` carries out."""
+
+    config: Config
+    providers: dict[str, ProviderSettings]
+    provider_types: dict[str, type[Provider]]
+    environment: type[Environment]
+    environment_settings: BaseModel
+
+
+class Acquisition(msgspec.Struct, frozen=True, kw_only=True):
+    """What a run would acquire from one provider, and what that costs at most."""
+
+    provider: str
+    max_workers: int
+    gpus_per_worker: int
+    usd_per_gpu_hour: float
+    usd_per_hour_max: float
+
+
+class RunOutcome(msgspec.Struct, frozen=True, kw_only=True):
+    run_dir: Path
+    failed: str
+    interrupted: bool
+
+
+def installed(group: str) -> dict[str, importlib.metadata.EntryPoint]:
+    """Entry points of one kind by name: ours and third parties' alike."""
+    return {point.name: point for point in importlib.metadata.entry_points(group=group)}
+
+
+def _pick(group: str, kind: str, name: str) -> Any:
+    points = installed(group)
+    if name not in points:
+        raise ConfigError(f"unknown {kind} {name!r}; installed: {', '.join(sorted(points))}")
+    return points[name].load()
+
+
+def resolve(config: Config, provider_names: Sequence[str], where: str) -> RunPlan:
+    """Check everything that can be checked before a process starts. Raises `ConfigError`."""
+    types: dict[str, type[Provider]] = {}
+    settings: dict[str, ProviderSettings] = {}
+    names = list(dict.fromkeys(provider_names))
+    if "reserved" in config.providers and "reserved" not in names:
+        names.append("reserved")
+    for name in (*names, *config.providers):
+        kind = types.setdefault(name, _pick("elastic.providers", "provider", name))
+        checked = validate(kind.Settings, config.providers.get(name, {}), f"{where}: providers.{name}")
+        if name in names:
+            settings[name] = checked
+    environment = _pick("elastic.environments", "environment", config.environment.name)
+    return RunPlan(
+        config=config,
+        providers=settings,
+        provider_types={name: types[name] for name in names},
+        environment=environment,
+        environment_settings=validate(
+            environment.Settings, config.environment.settings, f"{where}: environment.settings"
+        ),
+    )
+
+
+def acquisitions(plan: RunPlan) -> list[Acquisition]:
+    """The trainer's device and what each provider would be asked for."""
+    trainer = plan.config.trainer
+    rows = [(TRAINER_PROVIDER, 1, trainer.gpus, trainer.usd_per_gpu_hour)]
+    rows += [(name, s.max_workers, s.gpus_per_worker, s.usd_per_gpu_hour) for name, s in plan.providers.items()]
+    return [
+        Acquisition(
+            provider=name,
+            max_workers=workers,
+            gpus_per_worker=gpus,
+            usd_per_gpu_hour=usd,
+            usd_per_hour_max=workers * gpus * usd,
+        )
+        for name, workers, gpus, usd in rows
+    ]
+
+
+def read_model_config(config: Config) -> dict[str, Any]:
+    """The base policy's `config.json`. Raises `ConfigError` where there is none."""
+    path = config.model.checkpoint / "config.json"
+    try:
+        return json.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(
+            f"model.checkpoint: {path} cannot be read ({error.strerror}); "
+            "`elastic prepare CONFIG` makes the base policy of the examples"
+        ) from error
+    except ValueError as error:
+        raise ConfigError(f"model.checkpoint: {path} is not JSON: {error}") from error
+
+
+def check_base_policy(config: Config) -> None:
+    """Read the base policy as a worker would. Raises `ConfigError` if it does not match its own config."""
+    from elastic.model.checkpoint import CheckpointError, load_checkpoint
+
+    read_model_config(config)
+    try:
+        load_checkpoint(config.model.checkpoint)
+    except CheckpointError as error:
+        raise ConfigError(f"model.checkpoint: {error}") from error
+
+
+# Runs
+
+
+def new_run_dir(config: Config) -> Path:
+    """A directory of its own for a new run, named after it and the time."""
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    for suffix in ("", *(f"-{n}" for n in range(2, 1000))):
+        path = config.run.directory / f"{config.run.name}-{stamp}{suffix}"
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise ConfigError(f"run.directory: {path} cannot be made ({error.strerror})") from error
+        (path / "config.json").write_text(config.model_dump_json(indent=2))
+        return path
+    raise ConfigError(f"run.directory: {config.run.directory} has too many runs of this second")
+
+
+def find_run(directory: Path, name: str) -> Path:
+    """A run by its path, its name, or `latest`. Raises `ConfigError` that names those there are."""
+    runs = list_runs(directory)
+    if name == "latest" and runs:
+        return runs[-1]
+    for candidate in (Path(name), directory / name):
+        if (candidate / "config.json").is_file():
+            return candidate
+    there = ", ".join(path.name for path in runs[-5:]) or "none"
+    raise ConfigError(f"no run {name!r} in {directory}; the latest are: {there}")
+
+
+def list_runs(directory: Path) -> list[Path]:
+    """Runs in a directory, oldest first."""
+    return sorted(
+        (p.parent for p in directory.glob("*/config.json")), key=lambda p: (p / "config.json").stat().st_mtime
+    )
+
+
+def load_run_config(run_dir: Path, overrides: Sequence[str] = ()) -> Config:
+    """The resolved configuration that a run was started with."""
+    return load_config(run_dir / "config.json", overrides)
+
+
+async def execute(
+    plan: RunPlan,
+    run_dir: Path,
+    *,
+    resume: bool = False,
+    observe: Callable[[RunStatus], None] = lambda _: None,
+    on_ready: Callable[[Orchestrator], None] = lambda _: None,
+) -> RunOutcome:
+    """Carry out a run in `run_dir`. `on_ready` gets the orchestrator, to stop it from outside.
+
+    Raises what the orchestrator raises when the run cannot begin; every process is gone by then.
+    """
+    config = plan.config
+    (run_dir / "logs").mkdir(exist_ok=True)
+    journal_path = run_dir / "journal.sqlite"
+    if resume and journal_path.exists():
+        _archive(journal_path)
+    journal = Journal(journal_path, config.journal.commit_interval_s)
+    for key, value in _meta(plan, run_dir).items():
+        journal.meta(key, value)
+    scheduler = Scheduler(run_plan(plan), limits(config), policies(config), 0)
+    status = "failed: it ended unexpectedly"
+    failed = ""
+    try:
+        async with _relay(config, run_dir) as (relay, relay_token):
+            orchestrator = Orchestrator(
+                config,
+                scheduler,
+                journal,
+                make_providers=lambda join: make_providers(plan, run_dir, join, resume),
+                make_environment=lambda: plan.environment(plan.environment_settings),
+                stop_token_ids=plan.environment.stop_token_ids,
+                welcome=_welcome(config, relay, relay_token),
+                observe=observe,
+            )
+            on_ready(orchestrator)
+            failed = await orchestrator.run(config.run.host, config.run.port)
+            status = f"failed: {failed}" if failed else "finished"
+    finally:
+        journal.meta("status", status)
+        journal.close()
+    return RunOutcome(run_dir=run_dir, failed=failed, interrupted=failed == INTERRUPTED)
+
+
+INTERRUPTED = "interrupted"
+
+
+def run_plan(plan: RunPlan) -> Plan:
+    return Plan(
+        steps=plan.config.run.steps,
+        groups=plan.config.rollout.groups,
+        group_size=plan.config.rollout.group_size,
+        trainer_provider=TRAINER_PROVIDER,
+        providers=tuple(plan.providers),
+    )
+
+
+def limits(config: Config) -> Limits:
+    """The configuration's times, in the core's nanoseconds."""
+    s = config.scheduler
+
+    def ns(seconds: float) -> int:
+        return round(seconds * NS_PER_S)
+
+    return Limits(
+        heartbeat_timeout_ns=ns(s.heartbeat_timeout_s),
+        stall_timeout_ns=ns(s.stall_timeout_s),
+        turn_stall_timeout_ns=ns(s.turn_stall_timeout_s),
+        handover_timeout_ns=ns(s.handover_timeout_s),
+        drain_timeout_ns=ns(s.drain_timeout_s),
+        acquire_timeout_ns=ns(s.acquire_timeout_s),
+        boot_timeout_ns=ns(s.boot_timeout_s),
+        load_timeout_ns=ns(s.load_timeout_s),
+        resume_timeout_ns=ns(s.resume_timeout_s),
+        release_timeout_ns=ns(s.release_timeout_s),
+        queue_timeout_ns=ns(s.queue_timeout_s),
+        train_timeout_ns=ns(config.trainer.step_timeout_s),
+        reseed_delay_ns=ns(s.reseed_delay_s),
+        retry_base_ns=ns(s.retry_base_s),
+        retry_max_ns=ns(s.retry_max_s),
+        max_engine_errors=s.max_engine_errors,
+        max_pending=config.engine.max_pending,
+    )
+
+
+def policies(config: Config) -> Policies:
+    return Policies(
+        routing=AffinityRouting(),
+        seeding=FixedWindow(round(config.seeding.window_s * NS_PER_S)),
+        provisioning=TakeWhatIsOffered(),
+        selection=NonZeroVariance(),
+    )
+
+
+def make_providers(plan: RunPlan, run_dir: Path, join: str, resume: bool) -> Mapping[str, Provider]:
+    """The trainer's device and every chosen provider, ready to start."""
+    from providers.reserved import TrainerProvider
+
+    def context(command: Sequence[str]) -> ProviderContext:
+        return ProviderContext(
+            run=run_dir.name,
+            run_dir=run_dir.resolve(),
+            join=join,
+            worker_command=tuple(command),
+            host_command=(*elastic, "serving-host"),
+            acquire_timeout_s=plan.config.scheduler.acquire_timeout_s,
+            release_timeout_s=plan.config.scheduler.release_timeout_s,
+        )
+
+    elastic = (sys.executable, "-m", "elastic.cli")
+    trainer = plan.config.trainer
+    trainer_command = (*elastic, "worker", "--trainer", str(run_dir.resolve()), *(("--resume",) if resume else ()))
+    providers: dict[str, Provider] = {
+        TRAINER_PROVIDER: TrainerProvider(
+            TRAINER_PROVIDER,
+            TrainerProvider.Settings(
+                max_workers=1, usd_per_gpu_hour=trainer.usd_per_gpu_hour, gpus_per_worker=trainer.gpus
+            ),
+            context(trainer_command),
+        )
+    }
+    for name, settings in plan.providers.items():
+        providers[name] = plan.provider_types[name](name, settings, context((*elastic, "worker")))
+    return providers
+
+
+def _archive(journal_path: Path) -> None:
+    """Keep the journal of a run's earlier life beside the new one."""
+    number = 1
+    while (archived := journal_path.with_name(f"journal-{number}.sqlite")).exists():
+        number += 1
+    journal_path.rename(archived)
+    for suffix in ("-wal", "-shm"):
+        side = journal_path.with_name(journal_path.name + suffix)
+        if side.exists():
+            side.rename(archived.with_name(archived.name + suffix))
+
+
+def _meta(plan: RunPlan, run_dir: Path) -> dict[str, str]:
+    return {
+        "run": run_dir.name,
+        "status": "running",
+        "config": plan.config.model_dump_json(),
+        "providers": ",".join(plan.providers),
+        "seed": str(plan.config.run.seed),
+        "started_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    }
+
+
+def _welcome(config: Config, relay: str, relay_token: str) -> wire.Welcome:
+    s = config.scheduler
+    return wire.Welcome(
+        session_key="",
+        epoch=0,
+        heartbeat_interval_s=s.heartbeat_interval_s,
+        flush_interval_s=s.flush_interval_s,
+        silence_timeout_s=s.heartbeat_timeout_s,
+        engine=config.engine.model_dump(mode="json"),
+        model=read_model_config(config),
+        relay=relay,
+        relay_token=relay_token,
+    )
+
+
+@contextlib.asynccontextmanager
+async def _relay(config: Config, run_dir: Path) -> AsyncIterator[tuple[str, str]]:
+    """Where workers pull weights from: the run's directory, or that directory over HTTP."""
+    directory = (run_dir / "weights").resolve()
+    directory.mkdir(exist_ok=True)
+    if config.weights.relay == "directory":
+        yield str(directory), ""
+        return
+    from elastic.weights.server import serve_relay
+
+    async with serve_relay(directory, config.run.host) as (url, token):
+        yield url, token
+
+
+# What runs in other processes
+
+
+def prepare(config: Config, plan: RunPlan, progress: Callable[[int, int, float], None], *, force: bool = False) -> bool:
+    """Make the base policy of the examples by a short supervised warm-up, unless it is there; True if made."""
+    from elastic.trainer.warmup import warm_up
+
+    if (config.model.checkpoint / "config.json").is_file() and not force:
+        return False
+    if config.environment.name != "frozenlake":
+        raise ConfigError(
+            f"model.checkpoint: {config.model.checkpoint} does not exist, and only frozenlake has a warm-up"
+        )
+    partial = config.model.checkpoint.with_name(config.model.checkpoint.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    warm_up(partial, progress=progress)
+    shutil.rmtree(config.model.checkpoint, ignore_errors=True)
+    partial.rename(config.model.checkpoint)
+    return True
+
+
+def worker_ticket(join: str | None) -> tuple[str, str, str]:
+    """Where to dial and as whom: (join, worker, token), from the environment that a provider sets."""
+    found = {name: os.environ.get(name, "") for name in ENVIRONMENT_VARIABLES}
+    if join:
+        found["ELASTIC_JOIN"] = join
+    missing = [name for name, value in found.items() if not value]
+    if missing:
+        raise ConfigError(f"elastic worker: {', '.join(missing)} not set; a provider hands these to its workers")
+    return found["ELASTIC_JOIN"], found["ELASTIC_WORKER"], found["ELASTIC_JOIN_TOKEN"]

@@ -1,5 +1,6 @@
 """The run's configuration: one TOML file, validated, with errors that name the key and what is allowed."""
 
+import json
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,6 +24,8 @@ class RunConfig(_Section):
     seed: int = Field(0, ge=0, lt=2**63)
     steps: int = Field(60, ge=1, description="training steps")
     directory: Path = Field(Path("runs"), description="where runs keep their journal, checkpoints and report")
+    host: str = Field("127.0.0.1", description="address on which workers join")
+    port: int = Field(0, ge=0, le=65535, description="port on which workers join; 0 takes a free one")
 
 
 class ModelConfig(_Section):
@@ -155,16 +158,17 @@ class Config(_Section):
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """Read a TOML file, apply `section.key=value` overrides (values in TOML syntax, else strings), validate.
+    """Read a TOML file (or a saved `.json`), apply `section.key=value` overrides (values in TOML syntax, else strings), validate.
 
     Raises `ConfigError` with one line per problem.
     """
     try:
-        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        raw = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not valid TOML: {error}") from error
+    except ValueError as error:
+        raise ConfigError(f"{path}: not valid {path.suffix.lstrip('.').upper() or 'TOML'}: {error}") from error
     for override in overrides:
         _apply(raw, override)
     return validate(Config, raw, str(path))

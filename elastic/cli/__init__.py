@@ -1,0 +1,5 @@
+"""The command line: `elastic run, report, runs, prepare, worker, doctor`. Parsing and display only."""
+
+from elastic.cli.app import app, main
+
+__all__ = ["app", "main"]

@@ -1,0 +1,175 @@
+"""Every command of `elastic`, with its options and one example each."""
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import msgspec
+import typer
+
+from elastic.config import Config, ConfigError, load_config
+
+app = typer.Typer(
+    name="elastic",
+    help="Train agentic RL policies on GPUs that come and go.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+EXIT_FAILED = 1
+EXIT_BAD_INPUT = 2
+EXIT_INTERRUPTED = 130
+
+ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's TOML file.", show_default=False)]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key, such as run.steps=10.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
+RunsDirectory = Annotated[Path, typer.Option("--directory", help="Where runs are kept.")]
+
+
+def main() -> None:
+    """Entry point: bad input ends with one message and exit code 2, never with a traceback."""
+    try:
+        app()
+    except ConfigError as error:
+        bad_input(str(error))
+    except BrokenPipeError:
+        sys.exit(EXIT_FAILED)
+
+
+def bad_input(message: str) -> NoReturn:
+    typer.echo(f"error: {message}", err=True)
+    raise SystemExit(EXIT_BAD_INPUT)
+
+
+def emit(body: Any) -> None:
+    """One JSON object on standard output."""
+    typer.echo(msgspec.json.encode(body).decode())
+
+
+@app.command()
+def run(
+    config: Annotated[
+        Path | None, typer.Argument(metavar="CONFIG", help="The run's TOML file.", show_default=False)
+    ] = None,
+    providers: Annotated[
+        str, typer.Option(help="Comma-separated: serving, spot, … Without any, the trainer's own device does all.")
+    ] = "",
+    overrides: Overrides = None,
+    seed: Annotated[int | None, typer.Option(help="Same as --set run.seed=N.")] = None,
+    resume: Annotated[
+        str, typer.Option(metavar="RUN", help="Go on from a run's last checkpoint; a name, a path or `latest`.")
+    ] = "",
+    dry_run: Annotated[bool, typer.Option(help="Show the resolved configuration and what would be acquired.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Train a policy, with rollouts on borrowed and preemptible capacity.
+
+    Example: elastic run examples/frozenlake.toml --providers serving,spot
+    """
+    from elastic.cli.run import dry_run_command, run_command
+
+    settings, run_dir, names = _run_settings(config, providers, overrides or [], seed, resume)
+    if dry_run:
+        dry_run_command(settings, names, str(config or run_dir), as_json=as_json)
+    else:
+        raise typer.Exit(run_command(settings, names, str(config or run_dir), run_dir, as_json=as_json))
+
+
+def _run_settings(
+    config: Path | None, providers: str, overrides: list[str], seed: int | None, resume: str
+) -> tuple[Config, Path | None, list[str]]:
+    """The configuration, the directory of the run to resume (if any), and the providers' names."""
+    from elastic.compose import find_run, load_run_config
+
+    if seed is not None:
+        overrides = [*overrides, f"run.seed={seed}"]
+    names = [name.strip() for name in providers.split(",") if name.strip()]
+    if resume:
+        directory = load_config(config).run.directory if config else Path("runs")
+        run_dir = find_run(directory, resume)
+        return load_run_config(run_dir, overrides), run_dir, names
+    if config is None:
+        raise ConfigError("elastic run: give a configuration file, or --resume RUN")
+    return load_config(config, overrides), None, names
+
+
+@app.command()
+def prepare(config: ConfigPath, overrides: Overrides = None, force: bool = False) -> None:
+    """Make an example's base policy by a short supervised warm-up, once.
+
+    Example: elastic prepare examples/frozenlake.toml
+    """
+    from elastic.cli.run import prepare_command
+
+    prepare_command(load_config(config, overrides or []), str(config), force=force)
+
+
+@app.command()
+def report(
+    name: Annotated[str, typer.Argument(metavar="RUN", help="A run's name or path, or `latest`.")] = "latest",
+    output: Annotated[Path | None, typer.Option(help="Write the HTML here instead of into the run.")] = None,
+    markdown: Annotated[bool, typer.Option("--md", help="Print Markdown instead.")] = False,
+    as_json: AsJson = False,
+    directory: RunsDirectory = Path("runs"),
+) -> None:
+    """Write a run's report: what it cost, what it gained, where every GPU-second went.
+
+    Example: elastic report latest
+    """
+    from elastic.cli.report import report_command
+
+    report_command(name, directory, output, markdown=markdown, as_json=as_json)
+
+
+@app.command()
+def runs(as_json: AsJson = False, directory: RunsDirectory = Path("runs")) -> None:
+    """List the runs there are, oldest first.
+
+    Example: elastic runs --json
+    """
+    from elastic.cli.report import runs_command
+
+    runs_command(directory, as_json=as_json)
+
+
+@app.command()
+def worker(
+    join: Annotated[str, typer.Option(metavar="HOST:PORT", help="The orchestrator's worker endpoint.")] = "",
+    trainer: Annotated[Path | None, typer.Option(metavar="RUN_DIR", help="Be the run's trainer.", hidden=True)] = None,
+    resume: Annotated[bool, typer.Option(hidden=True)] = False,
+) -> None:
+    """Serve rollout turns to a run: dial its orchestrator and generate until the lease ends.
+
+    The ticket comes from the environment (ELASTIC_WORKER, ELASTIC_JOIN_TOKEN), where a provider puts it.
+
+    Example: elastic worker --join 10.0.0.5:7070
+    """
+    from elastic.cli.worker import worker_command
+
+    raise typer.Exit(worker_command(join, trainer, resume=resume))
+
+
+@app.command("serving-host", hidden=True)
+def serving_host() -> None:
+    """Be a serving host with a replayed load, and lend its idle time to runs.
+
+    Example: ELASTIC_SERVING_HOST='{…}' elastic serving-host
+    """
+    from elastic.cli.worker import serving_host_command
+
+    raise typer.Exit(serving_host_command())
+
+
+@app.command()
+def doctor(as_json: AsJson = False) -> None:
+    """Check what this machine has: Python, packages, devices, providers, room for runs.
+
+    Example: elastic doctor
+    """
+    from elastic.cli.doctor import doctor_command
+
+    raise typer.Exit(doctor_command(as_json=as_json))

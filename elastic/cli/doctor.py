@@ -1,0 +1,85 @@
+"""`elastic doctor`: what this machine has, and what is missing, with what to do about it."""
+
+import importlib.metadata
+import os
+import platform
+import shutil
+import sys
+from pathlib import Path
+
+import msgspec
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+from elastic.cli.app import EXIT_FAILED, emit
+from elastic.compose import installed
+
+ROOM_GB_MIN = 1.0
+"""A short run's journal, checkpoints and weights, several times over."""
+GROUPS = ("elastic.providers", "elastic.environments", "elastic.engines")
+
+
+class Finding(msgspec.Struct, frozen=True):
+    what: str
+    ok: bool
+    found: str
+    hint: str = ""
+
+
+def doctor_command(*, as_json: bool) -> int:
+    findings = [_python(), *_packages(), _device(), _cores(), _room(), *_entry_points()]
+    healthy = all(finding.ok for finding in findings)
+    if as_json:
+        emit({"healthy": healthy, "findings": findings})
+    else:
+        table = Table(box=None, show_header=False)
+        for finding in findings:
+            hint = f"hint: {finding.hint}" if finding.hint and not finding.ok else ""
+            table.add_row("ok" if finding.ok else "missing", finding.what, finding.found, hint)
+        Console().print(table)
+    return 0 if healthy else EXIT_FAILED
+
+
+def _python() -> Finding:
+    version = platform.python_version()
+    return Finding("python", sys.version_info >= (3, 11), version, "Elastic needs Python 3.11 or later")
+
+
+def _packages() -> list[Finding]:
+    return [_package(name) for name in ("elastic-rl", "torch", "safetensors", "gymnasium")]
+
+
+def _package(name: str) -> Finding:
+    try:
+        return Finding(name, True, importlib.metadata.version(name))
+    except importlib.metadata.PackageNotFoundError:
+        return Finding(name, False, "not installed", "pip install 'elastic-rl[train]'")
+
+
+def _device() -> Finding:
+    try:
+        import torch
+    except ImportError:
+        return Finding("device", False, "unknown", "install torch first")
+    if torch.cuda.is_available():
+        return Finding("device", True, f"{torch.cuda.device_count()} × {torch.cuda.get_device_name(0)}")
+    return Finding("device", True, "CPU only: examples run, paced")
+
+
+def _cores() -> Finding:
+    memory_gb = psutil.virtual_memory().available / 1e9
+    found = f"{os.cpu_count()} cores, {memory_gb:.1f} GB memory free"
+    return Finding("machine", memory_gb >= 3, found, "the example run needs about 3 GB")
+
+
+def _room() -> Finding:
+    free_gb = shutil.disk_usage(Path.cwd()).free / 1e9
+    return Finding("disk", free_gb >= ROOM_GB_MIN, f"{free_gb:.1f} GB free here", f"runs need {ROOM_GB_MIN:g} GB")
+
+
+def _entry_points() -> list[Finding]:
+    return [
+        Finding(group, bool(names := sorted(installed(group))), ", ".join(names) or "none", "reinstall elastic-rl")
+        for group in GROUPS
+    ]

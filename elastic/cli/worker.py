@@ -1,0 +1,13 @@
+"""`elastic worker` and `elastic serving-host`: the processes that providers start."""
+
+from pathlib import Path
+
+from elastic import compose
+
+
+def worker_command(join: str, trainer: Path | None, *, resume: bool) -> int:
+    return compose.run_worker(join or None, trainer, resume=resume)
+
+
+def serving_host_command() -> int:
+    return compose.run_serving_host()
