@@ -1,0 +1,47 @@
+"""What every benchmark shares: its two flags, and how it prints."""
+
+import argparse
+import json
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+
+@dataclass(frozen=True)
+class Arguments:
+    quick: bool
+    json: bool
+
+
+def parse_arguments(description: str | None) -> Arguments:
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="under 50 s on two cores; what does not fit is null")
+    parser.add_argument("--json", action="store_true", help="one JSON object as the last line of standard output")
+    parsed = parser.parse_args()
+    return Arguments(quick=parsed.quick, json=parsed.json)
+
+
+def emit(figures: Mapping[str, Any], arguments: Arguments) -> None:
+    """Print the figures: a JSON object with `--json`, else a table."""
+    if arguments.json:
+        print(json.dumps(figures), flush=True)
+        return
+    table = Table(
+        box=None, show_header=False, title=f"{platform.machine()}, {os.cpu_count()} cores", title_justify="left"
+    )
+    for key, value in _flatten("", figures):
+        table.add_row(key, f"{value:,.4g}" if isinstance(value, float) else str(value))
+    Console().print(table)
+
+
+def _flatten(prefix: str, figures: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    rows: list[tuple[str, Any]] = []
+    for key, value in figures.items():
+        name = f"{prefix}{key}"
+        rows += _flatten(f"{name}.", value) if isinstance(value, Mapping) else [(name, value)]
+    return rows
