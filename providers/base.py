@@ -4,6 +4,7 @@ The scheduler never asks which provider it talks to; everything that differs bet
 cluster and a serverless platform ends here. Source: DESIGN §6, `Provider`.
 """
 
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import ClassVar, Protocol, TypeAlias
@@ -35,12 +36,15 @@ class ProviderContext(msgspec.Struct, frozen=True, kw_only=True):
 
     `join` is the orchestrator's worker endpoint (`host:port`). `worker_command` starts a worker on this
     machine; a worker's ticket reaches it through `worker_environment`, never through its arguments.
+    `host_command` starts a serving host. `now_ns` is the run's clock, on which events give their times.
     """
 
     run: str
     run_dir: Path
     join: str
     worker_command: tuple[str, ...]
+    host_command: tuple[str, ...] = ()
+    now_ns: Callable[[], int] = time.monotonic_ns
     acquire_timeout_s: float
     release_timeout_s: float
 

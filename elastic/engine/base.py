@@ -111,5 +111,29 @@ class RolloutEngine(Protocol):
     def close(self) -> None: ...
 
 
+class DeviceShare(Protocol):
+    """A device that a rollout engine borrows from a serving engine, which always goes first.
+
+    An engine that has one asks before each iteration. A device of its own needs none. All methods may be
+    called from any thread. Source: ROSE §4.1.
+    """
+
+    def capacity_turns(self, most: int) -> int:
+        """How many of at most `most` turns rollouts may hold now."""
+        ...
+
+    def acquire_iteration(self) -> int:
+        """Block while serving holds the device; returns the nanoseconds spent so (they are account SERVING's).
+
+        The wait is bounded. Where serving still holds the device at its end, `hold_back` turns true, and
+        nothing may be computed before it is false and the device has been asked for again.
+        """
+        ...
+
+    def hold_back(self) -> bool:
+        """Whether rollouts must leave now: running turns are given up with finish STALLED."""
+        ...
+
+
 class WeightsMismatch(ValueError):
     """The offered tensors do not fit the model; names the first that does not."""
