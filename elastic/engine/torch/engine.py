@@ -1,0 +1,414 @@
+"""The embedded rollout engine: one thread that plans, computes, paces and reports an iteration at a time.
+
+Callers only leave wishes under the lock (requests, aborts, weights, sleep); the thread takes them between
+iterations. `_next_step` decides under the lock what to do next, and the step itself runs without it.
+"""
+
+import math
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import NamedTuple
+
+import structlog
+import torch
+from torch import Tensor
+
+from elastic.config import EngineConfig
+from elastic.core.types import NS_PER_S, Account, Capabilities, FinishReason, WeightMode
+from elastic.engine.base import ChunkSink, EngineStatistics, GenerateRequest, TokenChunk
+from elastic.engine.meter import AccountMeter
+from elastic.engine.torch import pacing, sampling, validation
+from elastic.engine.torch.runner import Runner
+from elastic.engine.torch.scheduler import Scheduler, Work, load_of
+from elastic.engine.torch.scheduler import Sequence as Running
+from elastic.model.config import Qwen3Config
+
+NO_VERSION = -1
+"""The `weights_version` of a chunk without tokens from an engine that has no weights yet."""
+CLOSE_TIMEOUT_S = 10.0
+
+_log = structlog.get_logger(__name__)
+_Step = Callable[[], None]
+
+
+class _WeightsOrder(NamedTuple):
+    version: int
+    tensors: dict[str, Tensor]
+    mode: WeightMode
+    applied: Future[None]
+
+
+class TorchEngine:
+    """`elastic.engine.base.RolloutEngine` on one device, in plain torch.
+
+    Requests wait until the first `load_weights`, and while the engine sleeps. A request whose id is still alive
+    is the same one again: it is joined, not started twice. On one CPU thread the engine is replayable: a turn
+    that is cut at any token and continued elsewhere gives bit-identical tokens and log-probabilities. A
+    temperature of zero decodes greedily.
+
+    `load_weights` and `sleep` wait for the engine's thread, so `sink` must not call them. Raises `ValueError`
+    when the KV cache cannot hold one sequence of `max_context_tokens`, or the device is not there.
+    """
+
+    def __init__(self, config: Qwen3Config, settings: EngineConfig) -> None:
+        kv_tokens = settings.kv_blocks * settings.kv_block_tokens
+        if kv_tokens < settings.max_context_tokens:
+            raise ValueError(
+                f"engine.kv_blocks: {settings.kv_blocks} blocks of {settings.kv_block_tokens} tokens hold less than "
+                f"max_context_tokens={settings.max_context_tokens}"
+            )
+        self._config = config
+        self._settings = settings
+        self._device = _device(settings.device)
+        self._runner = Runner(
+            config, self._device, settings.max_context_tokens, settings.kv_blocks, settings.kv_block_tokens
+        )
+        self._scheduler = Scheduler(settings)
+        self._sink: ChunkSink | None = None
+        self._thread: threading.Thread | None = None
+        self._changed = threading.Condition()
+        # Wishes.
+        self._inbox: list[GenerateRequest] = []
+        self._aborting: set[str] = set()
+        self._orders: deque[_WeightsOrder] = deque()
+        self._asleep = False
+        self._closed = False
+        # State.
+        self._alive: dict[str, Running | None] = {}
+        self._version: int | None = None
+        self._resting = False
+        self._idle_account = Account.IDLE
+        self._meter = AccountMeter(time.monotonic_ns(), Account.IDLE)
+        self._iterations = 0
+        self._iterations_held = 0
+        self._decoded_tokens = 0
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(
+            engine="torch",
+            # Several threads cut element-wise work at places that depend on its size.
+            replayable_sampling=self._device.type == "cpu" and self._settings.threads == 1,
+            max_context_tokens=self._settings.max_context_tokens,
+            device=str(self._device),
+        )
+
+    def start(self, sink: ChunkSink) -> None:
+        if self._thread is not None or self._closed:
+            raise RuntimeError("the engine was started before")
+        self._sink = sink
+        self._thread = threading.Thread(target=self._run, name="torch-engine", daemon=True)
+        self._thread.start()
+
+    def submit(self, requests: Sequence[GenerateRequest]) -> None:
+        with self._changed:
+            self._refuse_closed()
+            for request in requests:
+                if request.request_id not in self._alive:
+                    self._alive[request.request_id] = None
+                    self._inbox.append(request)
+            self._changed.notify_all()
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """In force at once: of each request that is still alive, the next chunk is the last."""
+        with self._changed:
+            self._aborting.update(request_id for request_id in request_ids if request_id in self._alive)
+            self._changed.notify_all()
+
+    def load_weights(self, version: int, tensors: Mapping[str, object], mode: WeightMode) -> None:
+        order = _WeightsOrder(version, self._runner.verify(tensors), mode, Future())
+        with self._changed:
+            self._require_thread()
+            self._refuse_closed()
+            self._orders.append(order)
+            self._changed.notify_all()
+        order.applied.result()
+
+    def sleep(self) -> None:
+        with self._changed:
+            self._require_thread()
+            self._refuse_closed()
+            self._asleep = True
+            self._resting = False
+            self._aborting.update(self._alive)
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._resting or self._closed or not self._asleep)
+
+    def wake(self) -> None:
+        with self._changed:
+            self._asleep = False
+            self._changed.notify_all()
+
+    def set_idle_account(self, account: Account) -> None:
+        with self._changed:
+            self._idle_account = account
+            self._changed.notify_all()
+            if self._thread is None:
+                self._charge({account: 1.0})
+
+    def statistics(self) -> EngineStatistics:
+        with self._changed:
+            scheduler = self._scheduler
+            return EngineStatistics(
+                pending=len(self._inbox) + len(scheduler.waiting),
+                executing=len(scheduler.running),
+                capacity_turns=0
+                if self._asleep or self._closed
+                else self._settings.max_batch + self._settings.max_pending,
+                kv_blocks_used=scheduler.pool.used,
+                kv_blocks_total=scheduler.pool.total,
+                prefix_hit_tokens=scheduler.prefix_hit_tokens,
+                prompt_tokens=scheduler.prompt_tokens,
+                decoded_tokens=self._decoded_tokens,
+                progress=self._iterations,
+                accounts_ns=self._meter.read(time.monotonic_ns()),
+                weights_version=self._version,
+                asleep=self._asleep,
+                pacing_held_share=self._iterations_held / self._iterations if self._iterations else 1.0,
+            )
+
+    def close(self) -> None:
+        """End every live request with ABORTED, and the thread. Safe to call twice."""
+        with self._changed:
+            self._closed = True
+            self._aborting.update(self._alive)
+            self._changed.notify_all()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(CLOSE_TIMEOUT_S)
+
+    # The engine's thread.
+
+    def _run(self) -> None:
+        torch.set_num_threads(self._settings.threads)
+        with torch.inference_mode():
+            while (step := self._next_step()) is not None:
+                step()
+        self._runner.free_cache()
+
+    def _next_step(self) -> _Step | None:
+        """Wait until there is something to do, charge its account, and say what; None at the end."""
+        with self._changed:
+            while True:
+                chunks = self._take_wishes()
+                if chunks:
+                    return partial(self._emit, chunks)
+                if self._closed:
+                    self._fail_orders()
+                    self._charge({self._idle_account: 1.0})
+                    return None
+                if self._orders and self._may_apply(self._orders[0]):
+                    self._charge({Account.APPLYING: 1.0})
+                    return partial(self._apply, self._orders.popleft())
+                if work := self._plan():
+                    return partial(self._iterate, work, time.monotonic_ns(), self._charge_iteration(work))
+                self._rest()
+
+    def _take_wishes(self) -> list[TokenChunk]:
+        """Take in new requests and end those that are refused or aborted."""
+        chunks: list[TokenChunk] = []
+        for request in self._inbox:
+            limit = self._settings.max_context_tokens
+            if (why := validation.refusal(request, self._config.vocab_size, limit)) is not None:
+                chunks.append(self._end(request, FinishReason.ERROR, why))
+            elif validation.is_complete(request, limit):
+                chunks.append(self._end(request, FinishReason.LENGTH))
+            elif request.request_id in self._aborting:
+                chunks.append(self._end(request, FinishReason.ABORTED))
+            else:
+                self._alive[request.request_id] = self._scheduler.add(request)
+        self._inbox.clear()
+        aborted = [sequence for request_id in self._aborting if (sequence := self._alive[request_id])]
+        chunks.extend(self._end(sequence.request, FinishReason.ABORTED) for sequence in aborted)
+        return chunks
+
+    def _plan(self) -> list[Work]:
+        if self._version is None or self._asleep:
+            return []
+        return self._scheduler.plan(admit_new=not self._orders)
+
+    def _rest(self) -> None:
+        self._charge({Account.ASLEEP if self._asleep else self._idle_account: 1.0})
+        if self._asleep and not self._resting:
+            self._scheduler.pool.forget()
+            self._runner.free_cache()
+            self._resting = True
+            self._changed.notify_all()
+        self._changed.wait()
+
+    def _may_apply(self, order: _WeightsOrder) -> bool:
+        return order.mode is not WeightMode.FINISH or not self._scheduler.has_started
+
+    def _apply(self, order: _WeightsOrder) -> None:
+        """Put new weights in force; after a failure half-way nothing is served until the next load."""
+        keep = order.mode is WeightMode.KEEP and self._version is not None
+        try:
+            self._runner.load(order.tensors)
+            if not keep:
+                self._runner.clear_cache()
+            with self._changed:
+                self._scheduler.use_version(order.version, keep_kv=keep)
+                self._version = order.version
+        except Exception as error:
+            self._version = None
+            order.applied.set_exception(error)
+        else:
+            order.applied.set_result(None)
+
+    def _iterate(self, work: list[Work], started_ns: int, modelled_s: float) -> None:
+        try:
+            token_ids, logprobs = self._compute(work)
+        except Exception as error:
+            _log.error("engine iteration failed", trace=traceback.format_exc())
+            self._emit(self._give_up(work, f"{type(error).__name__}: {error}"))
+            return
+        held = self._pace(started_ns, modelled_s)
+        with self._changed:
+            chunks = self._commit(work, token_ids, logprobs)
+            self._iterations += 1
+            self._iterations_held += held
+        self._emit(chunks)
+
+    def _compute(self, work: list[Work]) -> tuple[list[int], list[float]]:
+        """The next token, and its log-probability, of each item that samples, in order."""
+        logits = self._runner.forward(work)
+        samplers = [item.sequence for item in work if item.samples]
+        if not samplers:
+            return [], []
+        token_ids, logprobs = sampling.sample(
+            logits,
+            torch.tensor([s.request.temperature for s in samplers], dtype=torch.float32, device=self._device),
+            torch.tensor([sampling.signed_seed(s.request.noise_seed) for s in samplers], device=self._device),
+            torch.tensor([s.position for s in samplers], device=self._device),
+        )
+        return token_ids.tolist(), logprobs.tolist()
+
+    def _pace(self, started_ns: int, modelled_s: float) -> bool:
+        """Wait until the modelled time is over (or the engine is told to stop); whether it could be kept."""
+        if self._settings.pacing is None:
+            return True
+        left_s = modelled_s - (time.monotonic_ns() - started_ns) / NS_PER_S
+        if left_s > 0:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or self._asleep, left_s)
+        return left_s >= 0
+
+    def _commit(self, work: list[Work], token_ids: list[int], logprobs: list[float]) -> list[TokenChunk]:
+        chunks: list[TokenChunk] = []
+        samples = iter(zip(token_ids, logprobs, strict=True))
+        for item in work:
+            sampled = next(samples) if item.samples else None
+            self._scheduler.commit(item)
+            if sampled is not None:
+                chunks.append(self._append(item.sequence, *sampled))
+        return chunks
+
+    def _append(self, sequence: Running, token_id: int, logprob: float) -> TokenChunk:
+        request = sequence.request
+        if not math.isfinite(logprob):
+            return self._end(request, FinishReason.ERROR, "the model's logits are not finite")
+        position = sequence.position
+        sequence.tokens.append(token_id)
+        self._decoded_tokens += 1
+        finish = None
+        if token_id in request.stop_token_ids:
+            finish = FinishReason.STOP
+        elif sequence.position >= request.max_new_tokens or len(sequence.tokens) >= self._settings.max_context_tokens:
+            finish = FinishReason.LENGTH
+        elif request.request_id in self._aborting:
+            finish = FinishReason.ABORTED
+        chunk = self._chunk(request, sequence, position, [token_id], [logprob], finish)
+        if finish is not None:
+            self._forget(request.request_id)
+        return chunk
+
+    def _give_up(self, work: list[Work], why: str) -> list[TokenChunk]:
+        """The iteration failed: its requests end, the rest is computed afresh."""
+        with self._changed:
+            chunks = [self._end(item.sequence.request, FinishReason.ERROR, why) for item in work]
+            if self._version is not None:
+                self._scheduler.use_version(self._version, keep_kv=False)
+            return chunks
+
+    def _end(self, request: GenerateRequest, finish: FinishReason, detail: str = "") -> TokenChunk:
+        sequence = self._alive.get(request.request_id)
+        position = sequence.position if sequence else request.start
+        chunk = self._chunk(request, sequence, position, [], [], finish, detail)
+        self._forget(request.request_id)
+        return chunk
+
+    def _chunk(
+        self,
+        request: GenerateRequest,
+        sequence: Running | None,
+        start: int,
+        token_ids: list[int],
+        logprobs: list[float],
+        finish: FinishReason | None,
+        detail: str = "",
+    ) -> TokenChunk:
+        first = sequence is not None and not sequence.reported
+        if sequence is not None:
+            sequence.reported = True
+        return TokenChunk(
+            request_id=request.request_id,
+            start=start,
+            token_ids=token_ids,
+            logprobs=logprobs,
+            weights_version=NO_VERSION if self._version is None else self._version,
+            finish=finish,
+            cached_tokens=sequence.cached_tokens if sequence and first else 0,
+            prefilled_tokens=sequence.prefilled_tokens if sequence and first else 0,
+            detail=detail,
+        )
+
+    def _forget(self, request_id: str) -> None:
+        sequence = self._alive.pop(request_id)
+        if sequence is not None:
+            self._scheduler.remove(sequence)
+        self._aborting.discard(request_id)
+
+    def _emit(self, chunks: list[TokenChunk]) -> None:
+        assert self._sink is not None
+        if not chunks:
+            return
+        try:
+            self._sink(chunks)
+        except Exception:
+            _log.error("the sink of an engine's chunks failed", trace=traceback.format_exc())
+
+    def _charge_iteration(self, work: list[Work]) -> float:
+        """Share out the coming iteration's time; returns its modelled length in seconds (paced engines only)."""
+        costs = pacing.costs(load_of(work), self._settings.pacing)
+        accounts = zip((Account.DECODE, Account.PREFILL, Account.RECOMPUTE), costs, strict=True)
+        self._charge({account: cost for account, cost in accounts if cost})
+        return sum(costs)
+
+    def _charge(self, costs: Mapping[Account, float]) -> None:
+        self._meter.switch(time.monotonic_ns(), costs)
+
+    def _fail_orders(self) -> None:
+        while self._orders:
+            self._orders.popleft().applied.set_exception(RuntimeError("the engine is closed"))
+
+    def _refuse_closed(self) -> None:
+        if self._closed:
+            raise RuntimeError("the engine is closed")
+
+    def _require_thread(self) -> None:
+        if self._thread is None:
+            raise RuntimeError("the engine is not started")
+        if self._thread is threading.current_thread():
+            raise RuntimeError("the engine's own thread cannot wait for itself")
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("engine.device: 'cuda' was asked for, but torch finds no CUDA device")
+    return torch.device(name)

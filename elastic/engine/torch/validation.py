@@ -1,0 +1,25 @@
+"""What a request must satisfy; one that does not ends by itself, with a detail that says why."""
+
+import math
+
+from elastic.engine.base import GenerateRequest
+
+
+def refusal(request: GenerateRequest, vocab_size: int, max_context_tokens: int) -> str | None:
+    """Why the request cannot be run, or None."""
+    count = len(request.token_ids)
+    if not 0 <= request.start < count:
+        return f"empty prompt: {count} token_ids of which start={request.start} are accepted output"
+    if count > max_context_tokens:
+        return f"prompt too long: {count} tokens; at most {max_context_tokens} are allowed"
+    foreign = next((token for token in request.token_ids if not 0 <= token < vocab_size), None)
+    if foreign is not None:
+        return f"token id {foreign} is not in the vocabulary (0 to {vocab_size - 1})"
+    if not (math.isfinite(request.temperature) and request.temperature >= 0):
+        return f"temperature must be finite and not negative (found {request.temperature})"
+    return None
+
+
+def is_complete(request: GenerateRequest, max_context_tokens: int) -> bool:
+    """Whether the accepted tokens already leave no room for another one."""
+    return request.start >= request.max_new_tokens or len(request.token_ids) >= max_context_tokens
