@@ -1,6 +1,5 @@
 """The fleet: every worker's state, credit and load, indexed so that the least loaded is found in O(log n)."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from sortedcontainers import SortedList
@@ -8,7 +7,8 @@ from sortedcontainers import SortedList
 from elastic.core.transitions import Story, take_transition
 from elastic.core.types import Capabilities, LeaseId, Nanoseconds, TurnId, WorkerId, WorkerRole, WorkerState
 
-_LoadKey = tuple[int, float, int, WorkerId]
+_Load = tuple[int, float, int, WorkerId]
+_Place = tuple[WorkerRole, int]
 
 
 @dataclass(slots=True)
@@ -30,6 +30,7 @@ class Worker:
     progress: int = -1
     turns: dict[TurnId, bool] = field(default_factory=dict[TurnId, bool])
     pending: int = 0
+    served: bool = False
     said_goodbye: bool = False
     story: Story = field(default_factory=Story)
 
@@ -43,23 +44,43 @@ class Worker:
 
 
 class Fleet:
-    """Workers by id, and per (role, version) those with room in order of load."""
+    """Workers by id and by lease. `reindex` must follow every change of a worker's version, credit or load."""
 
     def __init__(self, max_pending: int) -> None:
         self.workers: dict[WorkerId, Worker] = {}
+        self.trainer: Worker | None = None
         self._max_pending = max_pending
-        self._loads: dict[tuple[WorkerRole, int], SortedList[_LoadKey]] = {}
-        self._indexed: dict[WorkerId, tuple[tuple[WorkerRole, int], _LoadKey]] = {}
+        self._added = 0
+        self._of_lease: dict[LeaseId, dict[WorkerId, Worker]] = {}
+        self._loads: dict[_Place, SortedList[_Load]] = {}
+        self._indexed: dict[WorkerId, tuple[_Place, _Load]] = {}
+        self._helpers: dict[int, int] = {}
+        self._helping: dict[WorkerId, int] = {}
 
     def add(self, worker: WorkerId, lease: LeaseId, provider: str, role: WorkerRole) -> Worker:
-        record = Worker(worker, lease, provider, role, order=len(self.workers))
+        record = Worker(worker, lease, provider, role, order=self._added)
+        self._added += 1
         self.workers[worker] = record
+        self._of_lease.setdefault(lease, {})[worker] = record
+        if role is WorkerRole.TRAINER:
+            self.trainer = record
         return record
+
+    def of_lease(self, lease: LeaseId) -> list[Worker]:
+        return list(self._of_lease.get(lease, {}).values())
+
+    def forget(self, lease: LeaseId) -> None:
+        """Drop the workers of a lease that has ended; all of them are gone."""
+        for worker in self._of_lease.pop(lease, {}):
+            del self.workers[worker]
+            if self.trainer is not None and self.trainer.id == worker:
+                self.trainer = None
 
     def move(self, worker: Worker, state: WorkerState, now_ns: Nanoseconds, cause: str) -> None:
         """Change a worker's state; raises `IllegalTransition` where the table forbids it."""
         take_transition(worker.id, worker.state, state, worker.story, now_ns, cause)
         worker.state = state
+        worker.served = worker.served or state is WorkerState.READY
         self.reindex(worker)
 
     def assign(self, worker: Worker, turn: TurnId) -> None:
@@ -83,6 +104,7 @@ class Fleet:
     def has_room(self, worker: Worker) -> bool:
         return (
             worker.state is WorkerState.READY
+            and worker.version is not None
             and len(worker.turns) < worker.capacity
             and worker.pending < self._max_pending
         )
@@ -94,44 +116,69 @@ class Fleet:
         return record if self.has_room(record) else None
 
     def least_loaded(self, role: WorkerRole, oldest_version: int) -> Worker | None:
-        best: _LoadKey | None = None
+        best: _Load | None = None
         for (indexed_role, version), loads in self._loads.items():
-            if indexed_role is role and version >= oldest_version and loads and (best is None or loads[0] < best):
+            if indexed_role is role and version >= oldest_version and (best is None or loads[0] < best):
                 best = loads[0]
         return self.workers[best[3]] if best else None
 
-    def ready_others(self, oldest_version: int) -> Iterator[Worker]:
-        """Ready workers other than the trainer's device, whether or not they have room."""
-        return (
-            w
-            for w in self.workers.values()
-            if w.state is WorkerState.READY
-            and w.role is not WorkerRole.TRAINER
-            and w.capacity > 0
-            and w.version is not None
-            and w.version >= oldest_version
-        )
-
-    def of_lease(self, lease: LeaseId) -> list[Worker]:
-        return [w for w in self.workers.values() if w.lease == lease]
-
-    def forget(self, worker: WorkerId) -> None:
-        del self.workers[worker]
+    def helped(self, oldest_version: int) -> bool:
+        """Whether any worker but the trainer's device is of use, even if it has no room just now."""
+        return any(version >= oldest_version for version in self._helpers)
 
     def reindex(self, worker: Worker) -> None:
-        """Bring the load index up to date after anything about the worker's room has changed."""
-        entry = self._indexed.get(worker.id)
-        if worker.version is not None and self.has_room(worker):
-            key = (worker.role, worker.version)
-            load = (worker.pending, len(worker.turns) / worker.capacity, worker.order, worker.id)
-            if entry == (key, load):
-                return
-            if entry is not None:
-                self._loads[entry[0]].remove(entry[1])
-            self._loads.setdefault(key, SortedList()).add(load)
-            self._indexed[worker.id] = (key, load)
-        elif entry is not None:
-            self._loads[entry[0]].remove(entry[1])
+        """Bring the index up to date after anything about the worker's room has changed."""
+        self._reindex_load(worker)
+        self._reindex_help(worker)
+
+    def _reindex_load(self, worker: Worker) -> None:
+        entry, wanted = self._indexed.get(worker.id), self._load_entry(worker)
+        if entry == wanted:
+            return
+        if entry is not None:
+            place, load = entry
+            loads = self._loads[place]
+            loads.remove(load)
+            if not loads:
+                del self._loads[place]
             del self._indexed[worker.id]
-            if not self._loads[entry[0]]:
-                del self._loads[entry[0]]
+        if wanted is not None:
+            place, load = wanted
+            self._loads.setdefault(place, SortedList()).add(load)
+            self._indexed[worker.id] = wanted
+
+    def _load_entry(self, worker: Worker) -> tuple[_Place, _Load] | None:
+        if worker.version is None or not self.has_room(worker):
+            return None
+        load = (worker.pending, len(worker.turns) / worker.capacity, worker.order, worker.id)
+        return (worker.role, worker.version), load
+
+    def _reindex_help(self, worker: Worker) -> None:
+        counted, version = self._helping.get(worker.id), self._help_version(worker)
+        if counted == version:
+            return
+        if counted is not None:
+            del self._helping[worker.id]
+            self._helpers[counted] -= 1
+            if not self._helpers[counted]:
+                del self._helpers[counted]
+        if version is not None:
+            self._helping[worker.id] = version
+            self._helpers[version] = self._helpers.get(version, 0) + 1
+
+    def _help_version(self, worker: Worker) -> int | None:
+        useful = worker.state is WorkerState.READY and worker.role is not WorkerRole.TRAINER and worker.capacity > 0
+        return worker.version if useful else None
+
+    def stale_index(self) -> str:
+        """What of the index differs from a recomputation; empty when it is right."""
+        loads = {w.id: entry for w in self.workers.values() if (entry := self._load_entry(w)) is not None}
+        if loads != self._indexed:
+            return f"load index {self._indexed}, should be {loads}"
+        if sorted(loads.values()) != sorted((place, load) for place, all_ in self._loads.items() for load in all_):
+            return f"loads in order {self._loads}, should be {loads}"
+        helping = {w.id: v for w in self.workers.values() if (v := self._help_version(w)) is not None}
+        if helping != self._helping:
+            return f"helpers {self._helping}, should be {helping}"
+        counts = {v: list(helping.values()).count(v) for v in set(helping.values())}
+        return "" if counts == self._helpers else f"helper counts {self._helpers}, should be {counts}"

@@ -1,9 +1,10 @@
 """The lease table: the right to use GPUs, from request to end, and what each provider offers now."""
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from elastic.core.transitions import Story, take_transition
-from elastic.core.types import EndCause, LeaseId, LeaseState, Nanoseconds, Offer, WorkerId
+from elastic.core.types import LeaseId, LeaseState, Nanoseconds, Offer, WorkerId
 
 LIVE = (LeaseState.GRANTED, LeaseState.RELEASING)
 
@@ -15,9 +16,8 @@ class Lease:
     state: LeaseState = LeaseState.REQUESTED
     workers: tuple[WorkerId, ...] = ()
     expires_at_ns: Nanoseconds | None = None
-    under_notice: bool = False
+    leaving: bool = False
     release_reason: str = ""
-    cause: EndCause | None = None
     story: Story = field(default_factory=Story)
 
     @property
@@ -30,28 +30,45 @@ class Lease:
 
 
 class LeaseTable:
-    """Leases that are not over, offers by provider, and each provider's refusals in a row."""
+    """Leases that are not over, offers by provider, and each provider's failures in a row."""
 
     def __init__(self) -> None:
         self.leases: dict[LeaseId, Lease] = {}
         self.offers: dict[str, Offer] = {}
-        self.refusals: dict[str, int] = {}
+        self.failures: dict[str, int] = {}
         self._issued: dict[str, int] = {}
+        self._asked: Counter[str] = Counter()
+        self._held: Counter[str] = Counter()
 
     def request(self, provider: str) -> Lease:
         number = self._issued.get(provider, 0) + 1
         self._issued[provider] = number
         lease = Lease(f"{provider}-{number}", self.offers[provider])
         self.leases[lease.id] = lease
+        self._asked[provider] += 1
+        self._held[provider] += 1
         return lease
+
+    def issuer(self, lease: LeaseId) -> str | None:
+        """The provider that was once asked for this lease, also after its end."""
+        provider, _, number = lease.rpartition("-")
+        known = number.isdecimal() and 0 < int(number) <= self._issued.get(provider, 0)
+        return provider if known else None
+
+    def asked(self, provider: str) -> int:
+        """Leases of a provider that are asked for and not yet granted."""
+        return self._asked[provider]
 
     def held(self, provider: str) -> int:
         """Leases of a provider that are asked for, granted or on their way back."""
-        return sum(lease.provider == provider for lease in self.leases.values())
+        return self._held[provider]
 
     def move(self, lease: Lease, state: LeaseState, now_ns: Nanoseconds, cause: str) -> None:
         """Change a lease's state; raises `IllegalTransition` where the table forbids it."""
         take_transition(lease.id, lease.state, state, lease.story, now_ns, cause)
+        if lease.state is LeaseState.REQUESTED:
+            self._asked[lease.provider] -= 1
         lease.state = state
         if state in (LeaseState.ENDED, LeaseState.REFUSED):
+            self._held[lease.provider] -= 1
             del self.leases[lease.id]

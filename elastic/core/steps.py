@@ -1,5 +1,6 @@
 """The state of a training step: its groups and trajectories, from launch to trained or dropped."""
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from elastic.core.transitions import Story, take_transition
@@ -19,13 +20,18 @@ class Group:
     story: Story = field(default_factory=Story)
 
     @property
-    def complete(self) -> bool:
-        return all(outcome is not None for outcome in self.members.values())
+    def unfinished(self) -> list[TrajectoryId]:
+        return [t for t, outcome in self.members.items() if outcome is None]
 
     @property
     def finished(self) -> dict[TrajectoryId, float]:
         """Members that ended with a reward."""
         return {t: outcome for t, outcome in self.members.items() if isinstance(outcome, float)}
+
+    @property
+    def failures(self) -> list[str]:
+        """Why members ended without a reward, each cause once."""
+        return sorted({outcome for outcome in self.members.values() if isinstance(outcome, str)})
 
 
 def trajectory_id(step: int, group: int, member: int) -> TrajectoryId:
@@ -49,6 +55,7 @@ class Step:
             for g in range(groups)
         }
         self._group_of = {t: group for group in self.groups.values() for t in group.members}
+        self._counts = Counter({GroupState.RUNNING: len(self.groups)})
 
     def group_of(self, trajectory: TrajectoryId) -> Group | None:
         return self._group_of.get(trajectory)
@@ -56,15 +63,24 @@ class Step:
     def move(self, group: Group, state: GroupState, now_ns: Nanoseconds, cause: str) -> None:
         """Change a group's state; raises `IllegalTransition` where the table forbids it."""
         take_transition(f"group {group.id}", group.state, state, group.story, now_ns, cause)
+        self._counts[group.state] -= 1
+        self._counts[state] += 1
         group.state = state
 
+    def drop(self, group: Group, now_ns: Nanoseconds, reason: str) -> None:
+        self.move(group, GroupState.DROPPED, now_ns, reason)
+        group.drop_reason = reason
+
     def in_state(self, state: GroupState) -> list[Group]:
-        return [group for group in self.groups.values() if group.state is state]
+        return [group for group in self.groups.values() if group.state is state] if self._counts[state] else []
+
+    def count(self, state: GroupState) -> int:
+        return self._counts[state]
 
     @property
     def rollouts_done(self) -> bool:
-        return not any(group.state is GroupState.RUNNING for group in self.groups.values())
+        return not self._counts[GroupState.RUNNING]
 
     @property
     def settled(self) -> bool:
-        return all(group.state in (GroupState.TRAINED, GroupState.DROPPED) for group in self.groups.values())
+        return self._counts[GroupState.TRAINED] + self._counts[GroupState.DROPPED] == len(self.groups)

@@ -37,6 +37,11 @@ class Timers:
     def clear(self, what: str, key: str) -> None:
         self._waits.pop((what, key), None)
 
+    def clear_all(self) -> None:
+        self._waits.clear()
+        self._queued.clear()
+        self._heap.clear()
+
     def waiting(self, what: str, key: str) -> bool:
         return (what, key) in self._waits
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from elastic.core.transitions import Story, take_transition
 from elastic.core.types import Nanoseconds, TrajectoryId, TurnId, TurnState, WorkerId
 
+OVER = (TurnState.FINISHED, TurnState.CANCELLED, TurnState.FAILED)
+
 
 @dataclass(slots=True)
 class Turn:
@@ -17,17 +19,21 @@ class Turn:
     max_new_tokens: int
     oldest_version: int
     order: int
+    affine_worker: WorkerId | None = None
     state: TurnState = TurnState.QUEUED
     attempt: int = 0
     accepted: int = 0
     worker: WorkerId | None = None
-    affine_worker: WorkerId | None = None
     engine_errors: int = 0
     story: Story = field(default_factory=Story)
 
-    @property
-    def over(self) -> bool:
-        return self.state in (TurnState.FINISHED, TurnState.CANCELLED, TurnState.FAILED)
+
+@dataclass(slots=True)
+class Conversation:
+    """What is known of a trajectory while it lives: every turn it ever asked for, and who holds its prefix."""
+
+    turns: dict[TurnId, None] = field(default_factory=dict[TurnId, None])
+    affine_worker: WorkerId | None = None
 
 
 class Turns:
@@ -35,26 +41,49 @@ class Turns:
 
     def __init__(self) -> None:
         self.live: dict[TurnId, Turn] = {}
+        self.conversations: dict[TrajectoryId, Conversation] = {}
         self._queue: list[tuple[int, TurnId]] = []
         self._requested = 0
 
     def request(
         self, turn: TurnId, trajectory: TrajectoryId, prompt_tokens: int, max_new_tokens: int, oldest_version: int
-    ) -> Turn:
-        record = Turn(turn, trajectory, prompt_tokens, max_new_tokens, oldest_version, order=self._requested)
+    ) -> Turn | None:
+        """Queue a new turn; None for one that its trajectory has asked for before, whatever became of it."""
+        conversation = self.conversations.setdefault(trajectory, Conversation())
+        if turn in conversation.turns or turn in self.live:
+            return None
+        conversation.turns[turn] = None
+        record = Turn(
+            turn,
+            trajectory,
+            prompt_tokens,
+            max_new_tokens,
+            oldest_version,
+            order=self._requested,
+            affine_worker=conversation.affine_worker,
+        )
         self._requested += 1
         self.live[turn] = record
         heapq.heappush(self._queue, (record.order, turn))
         return record
 
+    def live_of(self, trajectory: TrajectoryId) -> list[Turn]:
+        conversation = self.conversations.get(trajectory)
+        return [self.live[turn] for turn in conversation.turns if turn in self.live] if conversation else []
+
+    def forget(self, trajectory: TrajectoryId) -> None:
+        """The trajectory has ended and none of its turns is live."""
+        self.conversations.pop(trajectory, None)
+
     def move(self, turn: Turn, state: TurnState, now_ns: Nanoseconds, cause: str) -> None:
         """Change a turn's state; raises `IllegalTransition` where the table forbids it."""
-        take_transition(turn.id, turn.state, state, turn.story, now_ns, cause)
+        at = f"token {turn.accepted} of attempt {turn.attempt}"
+        take_transition(turn.id, turn.state, state, turn.story, now_ns, cause, at)
         turn.state = state
         if state is TurnState.QUEUED:
             turn.worker = None
             heapq.heappush(self._queue, (turn.order, turn.id))
-        elif turn.over:
+        elif state in OVER:
             turn.worker = None
             del self.live[turn.id]
 

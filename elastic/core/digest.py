@@ -1,0 +1,50 @@
+"""A hash of the scheduler's whole state: two runs in the same state have the same digest (invariant 13)."""
+
+import hashlib
+from typing import Any
+
+import msgspec
+
+from elastic.core.scheduler import Scheduler
+from elastic.core.transitions import Story
+
+DIGEST_BYTES = 16
+
+
+def digest(scheduler: Scheduler) -> str:
+    """The canonical state as a hexadecimal hash. Order counts where the core's decisions depend on it."""
+    return hashlib.blake2b(_encoder.encode(_view(scheduler)), digest_size=DIGEST_BYTES).hexdigest()
+
+
+def _view(scheduler: Scheduler) -> tuple[Any, ...]:
+    step = scheduler.step
+    return (
+        scheduler.now_ns,
+        scheduler.phase,
+        scheduler.failed,
+        scheduler.version,
+        scheduler.trainer_mode,
+        scheduler.training,
+        scheduler.history,
+        None if step is None else _fields(step),
+        _fields(scheduler.leases),
+        scheduler.fleet.workers,
+        scheduler.turns.live,
+        scheduler.turns.conversations,
+        scheduler.ledger.books,
+        scheduler.timers.waits(),
+    )
+
+
+def _fields(thing: object) -> list[tuple[str, Any]]:
+    return list(vars(thing).items())
+
+
+def _plain(value: Any) -> Any:
+    """What msgspec does not know by itself."""
+    if isinstance(value, Story):
+        return value.chapters
+    raise NotImplementedError(f"{type(value).__name__} has no canonical form")
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_plain)

@@ -1,0 +1,219 @@
+"""Leases: asked for while they are offered, given back when they are of no use, and repeated until confirmed.
+
+Source: DESIGN §4, "A lease".
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from elastic.core import commands as c
+from elastic.core import events as e
+from elastic.core.leases import Lease
+from elastic.core.run_state import RunState
+from elastic.core.types import EndCause, LeaseId, LeaseState, WorkerRole, WorkerState
+from elastic.core.worker_desk import WorkerDesk
+
+_FAILURES = (EndCause.BOOT_TIMEOUT, EndCause.FENCED, EndCause.LOST)
+MAX_DOUBLINGS = 16
+
+
+class LeaseDesk:
+    def __init__(self, run: RunState, workers: WorkerDesk) -> None:
+        self._run = run
+        self._workers = workers
+        self.handlers: Mapping[type[e.Event], Callable[[Any], None]] = {
+            e.OfferChanged: self._on_offer,
+            e.LeaseGranted: self._on_granted,
+            e.LeaseRefused: self._on_refused,
+            e.LeaseNotice: self._on_notice,
+            e.LeaseEnded: self._on_ended,
+        }
+        self.due: Mapping[str, Callable[[str], None]] = {
+            "grant": lambda lease: self._withdraw(self._run.leases.leases[lease], "not granted in time"),
+            "release": self._ask_back,
+            "expiry": self._expiry_due,
+            "back-off": self._provision,
+        }
+
+    # Asking
+
+    def _on_offer(self, event: e.OfferChanged) -> None:
+        self._run.leases.offers[event.offer.provider] = event.offer
+        self._provision(event.offer.provider)
+
+    def _provision(self, provider: str) -> None:
+        run, offer = self._run, self._run.leases.offers.get(provider)
+        if offer is None or not run.active or run.timers.waiting("back-off", provider):
+            return
+        held = run.leases.held(provider)
+        if offer.role is WorkerRole.TRAINER:
+            wanted = 1 - held
+        else:
+            wanted = run.policies.provisioning.leases_wanted(offer, held) - run.leases.asked(provider)
+        for _ in range(wanted):
+            lease = run.leases.request(provider)
+            run.wait("grant", lease.id, run.limits.acquire_timeout_ns)
+            run.out.append(c.AcquireLease(lease=lease.id, provider=provider))
+
+    def _on_granted(self, event: e.LeaseGranted) -> None:
+        run, lease = self._run, self._run.leases.leases.get(event.lease)
+        if lease is None:
+            self._give_back_unknown(event.lease)
+            return
+        if lease.state is not LeaseState.REQUESTED:
+            return
+        run.timers.clear("grant", lease.id)
+        run.leases.move(lease, LeaseState.GRANTED, run.now_ns, "granted")
+        self._open(lease, event)
+        if lease.release_reason:
+            self._release(lease, lease.release_reason)
+        elif not run.active:
+            self._release(lease, "the run is over")
+        elif not lease.workers:
+            self._release(lease, "it came without a worker")
+
+    def _open(self, lease: Lease, event: e.LeaseGranted) -> None:
+        """Billing starts, and the workers are awaited. A worker's id is never used twice."""
+        run, offer = self._run, lease.offer
+        lease.workers = tuple(worker for worker in event.workers if worker not in run.ledger.books)
+        for worker in lease.workers:
+            run.fleet.add(worker, lease.id, lease.provider, offer.role)
+            run.ledger.open(lease.id, worker, lease.provider, offer.gpus_per_worker, offer.usd_per_gpu_hour, run.now_ns)
+            run.wait("boot", worker, run.limits.boot_timeout_ns)
+        if event.expires_at_ns is not None:
+            lease.expires_at_ns = event.expires_at_ns
+            self._wait_expiry(lease, event.expires_at_ns - run.limits.drain_timeout_ns)
+
+    def _give_back_unknown(self, lease: LeaseId) -> None:
+        """A lease that was given up for refused or ended has come all the same: it must not be left behind."""
+        provider = self._run.leases.issuer(lease)
+        if provider is not None:
+            self._run.out.append(c.ReleaseLease(lease=lease, provider=provider, reason="no longer expected"))
+
+    def _on_refused(self, event: e.LeaseRefused) -> None:
+        lease = self._run.leases.leases.get(event.lease)
+        if lease is not None and lease.state is LeaseState.REQUESTED:
+            self._refused(lease, event.reason)
+
+    def _refused(self, lease: Lease, reason: str) -> None:
+        run = self._run
+        run.timers.clear("grant", lease.id)
+        run.leases.move(lease, LeaseState.REFUSED, run.now_ns, reason)
+        if lease.offer.role is WorkerRole.TRAINER:
+            run.fail(f"the trainer's device is not to be had: {reason}")
+        self._back_off(lease.provider)
+
+    def _back_off(self, provider: str) -> None:
+        """Leave the provider alone for a while, twice as long with every failure in a row.
+
+        What fails during a back-off was asked for before it, and tells nothing new.
+        """
+        run = self._run
+        if not run.active or run.timers.waiting("back-off", provider):
+            return
+        failures = run.leases.failures[provider] = run.leases.failures.get(provider, 0) + 1
+        doublings = min(failures - 1, MAX_DOUBLINGS)
+        run.wait("back-off", provider, min(run.limits.retry_base_ns << doublings, run.limits.retry_max_ns))
+
+    # Giving back
+
+    def release_vacated(self) -> None:
+        """Give back the leases whose last worker has gone."""
+        run = self._run
+        vacated, run.vacated = run.vacated, {}
+        for lease_id, cause in vacated.items():
+            lease = run.leases.leases.get(lease_id)
+            if lease is not None and lease.state is LeaseState.GRANTED:
+                if cause in _FAILURES and not any(worker.served for worker in run.fleet.of_lease(lease_id)):
+                    self._back_off(lease.provider)
+                self._release(lease, cause)
+
+    def give_back_all(self, reason: str) -> None:
+        """The run is over: workers say goodbye where they can, the rest is released or withdrawn at once."""
+        run = self._run
+        for provider in run.leases.offers:
+            run.timers.clear("back-off", provider)
+        for lease in list(run.leases.leases.values()):
+            workers = run.fleet.of_lease(lease.id)
+            if lease.state is LeaseState.REQUESTED:
+                self._withdraw(lease, reason)
+            elif any(worker.connected for worker in workers):
+                self._empty(lease, reason)
+            else:
+                self._release(lease, reason)
+
+    def _withdraw(self, lease: Lease, reason: str) -> None:
+        """Take a request back, again and again until the provider has answered it."""
+        run = self._run
+        lease.release_reason = lease.release_reason or reason
+        run.wait("grant", lease.id, run.limits.release_timeout_ns)
+        run.out.append(c.ReleaseLease(lease=lease.id, provider=lease.provider, reason=lease.release_reason))
+
+    def _release(self, lease: Lease, reason: str) -> None:
+        run = self._run
+        if lease.state is not LeaseState.GRANTED:
+            return
+        lease.release_reason = reason
+        run.leases.move(lease, LeaseState.RELEASING, run.now_ns, reason)
+        run.timers.clear("expiry", lease.id)
+        self._empty(lease, reason)
+        self._ask_back(lease.id)
+
+    def _empty(self, lease: Lease, reason: str) -> None:
+        lease.leaving = True
+        for worker in self._run.fleet.of_lease(lease.id):
+            self._workers.drain(worker, reason)
+
+    def _ask_back(self, lease_id: str) -> None:
+        """Ask for the lease's end, again and again until the provider confirms it: nothing is left behind."""
+        run = self._run
+        lease = run.leases.leases[lease_id]
+        run.wait("release", lease_id, run.limits.release_timeout_ns)
+        run.out.append(c.ReleaseLease(lease=lease_id, provider=lease.provider, reason=lease.release_reason))
+
+    # Losing
+
+    def _on_notice(self, event: e.LeaseNotice) -> None:
+        lease = self._run.leases.leases.get(event.lease)
+        if lease is None or lease.state is not LeaseState.GRANTED:
+            return
+        deadline_ns = event.deadline_ns
+        if lease.expires_at_ns is not None:
+            deadline_ns = min(deadline_ns, lease.expires_at_ns)
+        lease.expires_at_ns = deadline_ns
+        self._wait_expiry(lease, deadline_ns)
+        self._empty(lease, event.reason)
+
+    def _wait_expiry(self, lease: Lease, at_ns: int) -> None:
+        self._run.wait("expiry", lease.id, max(0, at_ns - self._run.now_ns))
+
+    def _expiry_due(self, lease_id: str) -> None:
+        """First the lease is about to expire, and its workers drain; then it has, and they are believed no more."""
+        run, lease = self._run, self._run.leases.leases[lease_id]
+        assert lease.expires_at_ns is not None
+        if run.now_ns < lease.expires_at_ns:
+            self._wait_expiry(lease, lease.expires_at_ns)
+            self._empty(lease, "the lease expires")
+        else:
+            for worker in run.fleet.of_lease(lease_id):
+                self._workers.give_up(worker.id, EndCause.EXPIRED)
+
+    def _on_ended(self, event: e.LeaseEnded) -> None:
+        run, lease = self._run, self._run.leases.leases.get(event.lease)
+        if lease is None:
+            return
+        if lease.state is LeaseState.REQUESTED:
+            self._refused(lease, f"it ended before it was granted ({event.cause})")
+            return
+        for worker in run.fleet.of_lease(lease.id):
+            if worker.state is not WorkerState.GONE:
+                self._workers.lose(worker, event.cause)
+            run.ledger.close(worker.id, run.now_ns, clean=worker.said_goodbye)
+            run.out.append(c.FenceWorker(worker=worker.id, reason=f"its lease ended ({event.cause})"))
+        run.fleet.forget(lease.id)
+        for what in ("release", "expiry"):
+            run.timers.clear(what, lease.id)
+        run.leases.move(lease, LeaseState.ENDED, run.now_ns, f"{event.cause} {event.detail}".rstrip())
+        if lease.offer.role is WorkerRole.TRAINER:
+            run.fail(f"the trainer's device was lost: {event.detail or event.cause}")
+        self._provision(lease.provider)

@@ -1,0 +1,86 @@
+"""What the parts of the scheduler share: the tables, the time, and the commands on their way out.
+
+The parts form a ladder: turn desk, worker desk, then lease desk and trainer device, then step driver, then the
+scheduler. Each calls only parts below it. What a part below has to tell one above it leaves here (`vacated`,
+`over`, the tables), and whoever is concerned looks at it before `Scheduler.handle` returns.
+"""
+
+from collections.abc import Callable, Mapping
+from enum import StrEnum
+from typing import Any, Protocol
+
+from elastic.core.commands import Command
+from elastic.core.events import Event
+from elastic.core.fleet import Fleet, Worker
+from elastic.core.leases import LeaseTable
+from elastic.core.ledger import Ledger
+from elastic.core.policy import Policies
+from elastic.core.steps import Step
+from elastic.core.timers import Timers
+from elastic.core.turns import Turns
+from elastic.core.types import EndCause, LeaseId, Limits, Nanoseconds, Plan, WorkerId, WorkerState
+
+_SPEAKING = (WorkerState.READY, WorkerState.ASLEEP, WorkerState.DRAINING, WorkerState.LOADING)
+
+
+class Phase(StrEnum):
+    STARTING = "starting"
+    RUNNING = "running"
+    STOPPING = "stopping"
+    ENDED = "ended"
+
+
+class Part(Protocol):
+    """What the scheduler composes: who hears which events, and who is called when which wait is over."""
+
+    handlers: Mapping[type[Event], Callable[[Any], None]]
+    due: Mapping[str, Callable[[str], None]]
+
+
+class RunState:
+    """One run as its parts see it. `over` asks for the run's end, `failed` says why if it is a failure."""
+
+    def __init__(self, plan: Plan, limits: Limits, policies: Policies, now_ns: Nanoseconds) -> None:
+        self.plan = plan
+        self.limits = limits
+        self.policies = policies
+        self.now_ns = now_ns
+        self.phase = Phase.STARTING
+        self.over = False
+        self.failed = ""
+        self.version: int | None = None
+        self.step: Step | None = None
+        self.leases = LeaseTable()
+        self.fleet = Fleet(limits.max_pending)
+        self.turns = Turns()
+        self.ledger = Ledger()
+        self.timers = Timers()
+        self.vacated: dict[LeaseId, EndCause] = {}
+        self.out: list[Command] = []
+
+    @property
+    def oldest_version(self) -> int:
+        """The oldest weights version that new tokens may come from (invariant 4)."""
+        return (self.version or 0) - self.plan.staleness_bound
+
+    @property
+    def active(self) -> bool:
+        """Whether the run still wants capacity and results."""
+        return not self.over and self.phase in (Phase.STARTING, Phase.RUNNING)
+
+    def fail(self, cause: str) -> None:
+        """End the run for this cause, unless it is ending already."""
+        if self.active:
+            self.over = True
+            self.failed = cause
+
+    def wait(self, what: str, key: str, after_ns: Nanoseconds) -> None:
+        self.timers.set(what, key, self.now_ns, after_ns)
+
+    def hear(self, worker_id: WorkerId, epoch: int) -> Worker | None:
+        """The worker, if it may be believed, and then it is alive: its epoch is current and its lease is live."""
+        worker = self.fleet.workers.get(worker_id)
+        if worker is None or worker.epoch != epoch or worker.state not in _SPEAKING:
+            return None
+        self.wait("heartbeat", worker_id, self.limits.heartbeat_timeout_ns)
+        return worker

@@ -1,0 +1,196 @@
+"""Turns: to whom each goes, which of its tokens count, and how it comes back from a worker that cannot go on.
+
+Source: DESIGN §4, "A turn"; RLBoost §4.2 for collection by token and the continuation from accepted tokens.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from elastic.core import commands as c
+from elastic.core import events as e
+from elastic.core.fleet import Worker
+from elastic.core.run_state import RunState
+from elastic.core.turns import Turn
+from elastic.core.types import FinishReason, Progress, TrajectoryId, TurnState
+
+
+class TurnDesk:
+    def __init__(self, run: RunState) -> None:
+        self._run = run
+        self.handlers: Mapping[type[e.Event], Callable[[Any], None]] = {e.TokensReceived: self._on_tokens}
+        self.due: Mapping[str, Callable[[str], None]] = {
+            "token": self._token_due,
+            "handover": self._handover_due,
+            "capacity": self._capacity_due,
+        }
+
+    # Out to workers
+
+    def request(self, event: e.TurnRequested) -> None:
+        """Queue a turn of a running trajectory. Asking twice is asking once."""
+        run = self._run
+        run.turns.request(event.turn, event.trajectory, event.prompt_tokens, event.max_new_tokens, run.oldest_version)
+
+    def dispatch(self) -> None:
+        """Send queued turns out while anybody has room (invariant 9)."""
+        run = self._run
+        while (turn := run.turns.head()) is not None:
+            chosen = run.policies.routing.route(turn, run.fleet)
+            if chosen is None:
+                if not run.timers.waiting("capacity", "queue"):
+                    run.wait("capacity", "queue", run.limits.queue_timeout_ns)
+                return
+            self._start(turn, run.fleet.workers[chosen])
+        run.timers.clear("capacity", "queue")
+
+    def _start(self, turn: Turn, worker: Worker) -> None:
+        run = self._run
+        run.turns.move(turn, TurnState.RUNNING, run.now_ns, worker.id)
+        turn.attempt += 1
+        turn.worker = worker.id
+        run.fleet.assign(worker, turn.id)
+        run.timers.clear("capacity", "queue")
+        run.wait("token", turn.id, run.limits.turn_stall_timeout_ns)
+        run.out.append(
+            c.StartTurn(worker=worker.id, epoch=worker.epoch, turn=turn.id, attempt=turn.attempt, start=turn.accepted)
+        )
+
+    def _capacity_due(self, _: str) -> None:
+        self._run.fail("no capacity: no worker could take a queued turn in time")
+
+    # Tokens in
+
+    def _on_tokens(self, event: e.TokensReceived) -> None:
+        run = self._run
+        worker = run.hear(event.worker, event.epoch)
+        accepted: list[int] = []
+        lost = 0
+        for position, chunk in enumerate(event.chunks):
+            turn = run.turns.live.get(chunk.turn)
+            if turn is None or worker is None or turn.worker != worker.id or turn.attempt != chunk.attempt:
+                lost += chunk.count
+            elif self._fits(turn, chunk):
+                accepted.append(position)
+                self._accept(turn, worker, chunk)
+            else:
+                lost += max(0, chunk.start + chunk.count - turn.accepted)
+                self._refuse(turn, chunk)
+        if accepted:
+            run.out.insert(0, c.AcceptTokens(chunks=tuple(accepted)))
+        if lost:
+            run.ledger.lose(event.worker, lost)
+
+    def _fits(self, turn: Turn, chunk: Progress) -> bool:
+        return (
+            chunk.start == turn.accepted
+            and chunk.start + chunk.count <= turn.max_new_tokens
+            and turn.oldest_version <= chunk.version <= (self._run.version or 0)
+        )
+
+    def _accept(self, turn: Turn, worker: Worker, chunk: Progress) -> None:
+        run = self._run
+        turn.accepted += chunk.count
+        run.fleet.begin(worker, turn.id)
+        if chunk.finish in (FinishReason.STOP, FinishReason.LENGTH) or turn.accepted == turn.max_new_tokens:
+            run.turns.conversations[turn.trajectory].affine_worker = worker.id
+            self._close(turn, TurnState.FINISHED, chunk.finish or FinishReason.LENGTH)
+            run.out.append(c.FinishTurn(turn=turn.id))
+        elif chunk.finish is not None:
+            self._given_up(turn, chunk)
+        elif turn.state is TurnState.RUNNING:
+            run.wait("token", turn.id, run.limits.turn_stall_timeout_ns)
+
+    def _given_up(self, turn: Turn, chunk: Progress) -> None:
+        """The worker ends the attempt before the turn's end; what was accepted stays."""
+        if chunk.finish is FinishReason.ERROR:
+            self._blame_engine(turn, chunk.detail)
+        else:
+            self._requeue(turn, f"{chunk.finish} {chunk.detail}".rstrip())
+
+    def _refuse(self, turn: Turn, chunk: Progress) -> None:
+        """A repeated chunk is ignored; anything else that does not fit means that this attempt cannot succeed."""
+        if chunk.start < turn.accepted:
+            return
+        self._abort(turn)
+        found = f"{chunk.count} tokens of version {chunk.version} from {chunk.start}, expected from {turn.accepted}"
+        if chunk.start > turn.accepted or chunk.version < turn.oldest_version:
+            self._requeue(turn, found)
+        else:
+            self._blame_engine(turn, found)
+
+    def _blame_engine(self, turn: Turn, detail: str) -> None:
+        """Try the turn elsewhere; but one that fails everywhere fails for good."""
+        turn.engine_errors += 1
+        if turn.engine_errors < self._run.limits.max_engine_errors:
+            self._requeue(turn, f"engine error: {detail}")
+        else:
+            self._close(turn, TurnState.FAILED, detail)
+            self._run.out.append(c.FailTurn(turn=turn.id, cause=f"engine error: {detail}"))
+
+    # Back from workers
+
+    def call_back(self, worker: Worker, reason: str) -> None:
+        """Ask a worker for its turns and whatever it still has of them."""
+        for turn in self._of(worker):
+            if turn.state is TurnState.RUNNING:
+                self._abort(turn)
+                self._expect_handover(turn, reason)
+
+    def await_handover(self, worker: Worker, reason: str) -> None:
+        """As `call_back`, of a worker that gives its turns back by itself (it goes to sleep)."""
+        for turn in self._of(worker):
+            if turn.state is TurnState.RUNNING:
+                self._expect_handover(turn, reason)
+
+    def take_away(self, worker: Worker, cause: str) -> None:
+        """Queue a worker's turns again, at once: nothing more can come from these attempts."""
+        for turn in self._of(worker):
+            self._requeue(turn, cause)
+
+    def cancel(self, trajectory: TrajectoryId, cause: str) -> None:
+        """The trajectory is over: so are its turns, and nothing of it is remembered."""
+        for turn in self._run.turns.live_of(trajectory):
+            self._abort(turn)
+            self._close(turn, TurnState.CANCELLED, cause)
+        self._run.turns.forget(trajectory)
+
+    def cancel_all(self, cause: str) -> None:
+        for trajectory in list(self._run.turns.conversations):
+            self.cancel(trajectory, cause)
+        self._run.timers.clear("capacity", "queue")
+
+    def _of(self, worker: Worker) -> list[Turn]:
+        return [self._run.turns.live[turn] for turn in worker.turns]
+
+    def _expect_handover(self, turn: Turn, reason: str) -> None:
+        run = self._run
+        run.turns.move(turn, TurnState.MOVING, run.now_ns, reason)
+        run.timers.clear("token", turn.id)
+        run.wait("handover", turn.id, run.limits.handover_timeout_ns)
+
+    def _abort(self, turn: Turn) -> None:
+        worker = self._run.fleet.workers[turn.worker] if turn.worker is not None else None
+        if worker is not None and worker.connected:
+            self._run.out.append(c.AbortTurn(worker=worker.id, epoch=worker.epoch, turn=turn.id, attempt=turn.attempt))
+
+    def _requeue(self, turn: Turn, cause: str) -> None:
+        self._leave_worker(turn)
+        self._run.turns.move(turn, TurnState.QUEUED, self._run.now_ns, cause)
+
+    def _close(self, turn: Turn, state: TurnState, cause: str) -> None:
+        self._leave_worker(turn)
+        self._run.turns.move(turn, state, self._run.now_ns, cause)
+
+    def _leave_worker(self, turn: Turn) -> None:
+        self._run.timers.clear("token", turn.id)
+        self._run.timers.clear("handover", turn.id)
+        if turn.worker is not None:
+            self._run.fleet.unassign(self._run.fleet.workers[turn.worker], turn.id)
+
+    def _token_due(self, turn_id: str) -> None:
+        turn = self._run.turns.live[turn_id]
+        self._abort(turn)
+        self._requeue(turn, "no token in time")
+
+    def _handover_due(self, turn_id: str) -> None:
+        self._requeue(self._run.turns.live[turn_id], "hand-over took too long")

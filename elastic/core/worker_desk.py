@@ -1,0 +1,214 @@
+"""Workers: from their first words to their last, when they are believed, and which weights they serve.
+
+Source: DESIGN §4, "A lease" and "A weights version".
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from elastic.core import commands as c
+from elastic.core import events as e
+from elastic.core.fleet import Worker
+from elastic.core.run_state import RunState
+from elastic.core.turn_desk import TurnDesk
+from elastic.core.types import EndCause, WorkerId, WorkerRole, WorkerState
+
+MAX_LOAD_FAILURES = 3
+"""A worker that cannot load weights this often in a row is given back; a fresh one may have better luck."""
+
+_WAITS = ("boot", "load", "reload", "heartbeat", "stall", "resume", "drain")
+
+
+class WorkerDesk:
+    def __init__(self, run: RunState, turns: TurnDesk) -> None:
+        self._run = run
+        self._turns = turns
+        self.handlers: Mapping[type[e.Event], Callable[[Any], None]] = {
+            e.WorkerJoined: self._on_joined,
+            e.WorkerReported: self._on_reported,
+            e.WorkerDisconnected: self._on_disconnected,
+            e.WeightsApplied: self._on_weights_applied,
+            e.WeightsFailed: self._on_weights_failed,
+        }
+        self.due: Mapping[str, Callable[[str], None]] = {
+            "boot": lambda worker: self.give_up(worker, EndCause.BOOT_TIMEOUT),
+            "load": lambda worker: self.give_up(worker, EndCause.FENCED),
+            "heartbeat": lambda worker: self.give_up(worker, EndCause.FENCED),
+            "stall": lambda worker: self.give_up(worker, EndCause.FENCED),
+            "resume": lambda worker: self.give_up(worker, EndCause.LOST),
+            "drain": lambda worker: self.give_up(worker, EndCause.RELEASED),
+            "reload": lambda worker: self._ensure_weights(self._run.fleet.workers[worker]),
+        }
+
+    # Coming
+
+    def _on_joined(self, event: e.WorkerJoined) -> None:
+        run = self._run
+        worker = run.fleet.workers.get(event.worker)
+        if worker is None or worker.state is WorkerState.GONE:
+            run.out.append(c.FenceWorker(worker=event.worker, reason="it has no live lease"))
+            return
+        if event.epoch <= worker.epoch:
+            return
+        self._turns.take_away(worker, "the worker's session moved to a new connection")
+        resumed = worker.epoch > 0
+        worker.epoch = event.epoch
+        worker.capabilities = event.capabilities
+        self._clear(worker, "boot", "resume", "load", "reload", "stall")
+        run.wait("heartbeat", worker.id, run.limits.heartbeat_timeout_ns)
+        if worker.state is WorkerState.DRAINING:
+            self._tell_to_drain(worker, "its lease is ending")
+        elif worker.role is not WorkerRole.TRAINER:
+            self._enter(worker, event.weights_version)
+        elif resumed or event.weights_version is None:
+            run.fail("the trainer's device lost its connection or came without weights")
+        else:
+            self._enter(worker, event.weights_version)
+
+    def _enter(self, worker: Worker, version: int | None) -> None:
+        """The worker may work as soon as it announces credit, if it has weights that this run knows."""
+        newest = self._run.version
+        worker.version = version if newest is None or version is None or version <= newest else None
+        worker.loading_version = None
+        worker.capacity = 0
+        state = WorkerState.LOADING if worker.version is None else WorkerState.READY
+        if worker.state is state:
+            self._run.fleet.reindex(worker)
+        else:
+            self._move(worker, state, f"joined under epoch {worker.epoch}")
+        self._ensure_weights(worker)
+
+    def _on_reported(self, event: e.WorkerReported) -> None:
+        run = self._run
+        worker = run.hear(event.worker, event.epoch)
+        if worker is None:
+            return
+        run.ledger.report(worker.id, event.accounts_ns, event.decoded_tokens, run.now_ns)
+        if event.capacity_turns != worker.capacity:
+            worker.capacity = event.capacity_turns
+            run.fleet.reindex(worker)
+        if event.progress != worker.progress or event.executing == 0:
+            worker.progress = event.progress
+            run.timers.clear("stall", worker.id)
+        elif not run.timers.waiting("stall", worker.id):
+            run.wait("stall", worker.id, run.limits.stall_timeout_ns)
+
+    # Going
+
+    def _on_disconnected(self, event: e.WorkerDisconnected) -> None:
+        run = self._run
+        worker = run.fleet.workers.get(event.worker)
+        if worker is None or worker.epoch != event.epoch or not worker.connected:
+            return
+        worker.said_goodbye = event.goodbye
+        if worker.role is WorkerRole.TRAINER:
+            run.fail("the trainer's connection was lost")
+        if event.goodbye or worker.state is WorkerState.DRAINING or worker.role is WorkerRole.TRAINER:
+            self.lose(worker, EndCause.RELEASED if event.goodbye else EndCause.LOST)
+        else:
+            self._detach(worker)
+
+    def _detach(self, worker: Worker) -> None:
+        """Its turns go on elsewhere at once; the worker may come back under a later epoch."""
+        self._turns.take_away(worker, "connection lost")
+        self._clear(worker, "heartbeat", "stall", "load", "reload")
+        self._move(worker, WorkerState.DETACHED, "connection lost")
+        self._run.wait("resume", worker.id, self._run.limits.resume_timeout_ns)
+
+    def drain(self, worker: Worker, reason: str) -> None:
+        """Give the worker nothing more, take its turns back with all they have, and let it say goodbye."""
+        if worker.state in (WorkerState.GONE, WorkerState.DRAINING):
+            return
+        self._move(worker, WorkerState.DRAINING, reason)
+        self._clear(worker, "boot", "load", "reload", "resume", "stall")
+        worker.loading_version = None
+        self._run.wait("drain", worker.id, self._run.limits.drain_timeout_ns)
+        self._turns.call_back(worker, reason)
+        if worker.epoch > 0:
+            self._tell_to_drain(worker, reason)
+        if worker.role is WorkerRole.TRAINER:
+            self._run.fail(f"the trainer's device is being taken away: {reason}")
+
+    def _tell_to_drain(self, worker: Worker, reason: str) -> None:
+        self._run.out.append(c.DrainWorker(worker=worker.id, epoch=worker.epoch, reason=reason))
+
+    def give_up(self, worker_id: WorkerId, cause: EndCause) -> None:
+        """Stop believing a worker, whatever it may still say; its lease goes back when it was the last."""
+        worker = self._run.fleet.workers[worker_id]
+        if worker.state is WorkerState.GONE:
+            return
+        self.lose(worker, cause)
+        self._run.out.append(c.FenceWorker(worker=worker_id, reason=cause))
+        if worker.role is WorkerRole.TRAINER:
+            self._run.fail(f"the trainer's device stopped answering ({cause})")
+
+    def lose(self, worker: Worker, cause: EndCause) -> None:
+        run = self._run
+        self._turns.take_away(worker, f"worker {cause}")
+        self._clear(worker, *_WAITS)
+        self._move(worker, WorkerState.GONE, cause)
+        if all(w.state is WorkerState.GONE for w in run.fleet.of_lease(worker.lease)):
+            run.vacated[worker.lease] = cause
+
+    # Weights
+
+    def ensure_weights_everywhere(self) -> None:
+        for worker in self._run.fleet.workers.values():
+            self._ensure_weights(worker)
+
+    def _ensure_weights(self, worker: Worker) -> None:
+        """Have the worker load the run's version, unless it has it or is at it."""
+        run, version = self._run, self._run.version
+        if version is None or worker.role is WorkerRole.TRAINER:
+            return
+        if worker.state not in (WorkerState.READY, WorkerState.LOADING):
+            return
+        if worker.version is not None and worker.version > version:
+            worker.version = None
+            self._move(worker, WorkerState.LOADING, f"its weights are not of this run, which is at {version}")
+        if version in (worker.version, worker.loading_version):
+            return
+        worker.loading_version = version
+        run.timers.clear("reload", worker.id)
+        run.wait("load", worker.id, run.limits.load_timeout_ns)
+        run.out.append(c.LoadWeights(worker=worker.id, epoch=worker.epoch, version=version))
+
+    def _on_weights_applied(self, event: e.WeightsApplied) -> None:
+        run = self._run
+        worker = run.hear(event.worker, event.epoch)
+        if worker is None or worker.role is WorkerRole.TRAINER or run.version is None:
+            return
+        if not (-1 if worker.version is None else worker.version) <= event.version <= run.version:
+            return
+        worker.version = event.version
+        worker.load_failures = 0
+        if worker.loading_version is not None and event.version >= worker.loading_version:
+            worker.loading_version = None
+            self._clear(worker, "load")
+        if worker.state is WorkerState.LOADING:
+            self._move(worker, WorkerState.READY, f"serves version {event.version}")
+        else:
+            run.fleet.reindex(worker)
+        self._ensure_weights(worker)
+
+    def _on_weights_failed(self, event: e.WeightsFailed) -> None:
+        run = self._run
+        worker = run.hear(event.worker, event.epoch)
+        if worker is None or worker.loading_version is None or event.version != worker.loading_version:
+            return
+        self._clear(worker, "load")
+        worker.loading_version = None
+        worker.load_failures += 1
+        if worker.load_failures >= MAX_LOAD_FAILURES:
+            self.give_up(worker.id, EndCause.FENCED)
+        else:
+            run.wait("reload", worker.id, run.limits.retry_base_ns)
+
+    def _move(self, worker: Worker, state: WorkerState, cause: str) -> None:
+        self._run.fleet.move(worker, state, self._run.now_ns, cause)
+        if state is WorkerState.READY:
+            self._run.leases.failures.pop(worker.provider, None)
+
+    def _clear(self, worker: Worker, *waits: str) -> None:
+        for what in waits:
+            self._run.timers.clear(what, worker.id)
