@@ -1,0 +1,38 @@
+"""What can go wrong between a trainer's weights and a worker's.
+
+WeightsError
+├── RelayError              a relay refused, or could not be reached
+│   ├── InvalidKey
+│   ├── BlobNotFound
+│   ├── BlobConflict        the key holds other content already
+│   └── RelayUnavailable    asking again may help
+└── WeightsCorrupted        a manifest or blob is not what was published
+"""
+
+
+class WeightsError(Exception):
+    pass
+
+
+class RelayError(WeightsError):
+    """The message names the relay's place (path or URL) and the cause."""
+
+
+class InvalidKey(RelayError):
+    pass
+
+
+class BlobNotFound(RelayError):
+    pass
+
+
+class BlobConflict(RelayError):
+    pass
+
+
+class RelayUnavailable(RelayError):
+    pass
+
+
+class WeightsCorrupted(WeightsError):
+    """Never served; the message says what was found and what was expected."""

@@ -1,0 +1,70 @@
+"""The contract of a relay: a place for immutable blobs, between a trainer and its workers. Source: DESIGN §6."""
+
+import re
+from pathlib import Path
+from typing import Protocol
+from urllib.parse import unquote, urlsplit
+
+from elastic.weights.errors import InvalidKey, RelayError
+
+Buffer = bytes | bytearray | memoryview
+
+_SEGMENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
+
+
+class Relay(Protocol):
+    """Blobs under keys such as `versions/00000007/manifest.json`.
+
+    Every call blocks its thread, for a bounded time. A blob appears whole or not at all, and does not change
+    while it exists. All calls may raise `RelayError`; `RelayUnavailable` where asking again may help.
+    """
+
+    def put(self, key: str, *parts: Buffer) -> None:
+        """Store the concatenation of `parts`. Again with the same content: nothing; other content: `BlobConflict`."""
+        ...
+
+    def get(self, key: str, start: int = 0, length: int | None = None) -> bytes:
+        """Bytes from `start`, `length` at most, as a slice: nothing beyond the end. Raises `BlobNotFound`."""
+        ...
+
+    def list_keys(self, prefix: str = "") -> list[str]:
+        """Keys that begin with `prefix`, sorted."""
+        ...
+
+    def delete(self, key: str) -> None:
+        """Remove the blob if it is there."""
+        ...
+
+    def close(self) -> None:
+        """Give connections back. Safe to call twice."""
+        ...
+
+
+def check_key(key: str) -> str:
+    """`key` itself; raises `InvalidKey` unless it is segments of letters, digits and `._-`, apart by `/`."""
+    if not all(_SEGMENT.fullmatch(segment) for segment in key.split("/")):
+        raise InvalidKey(f"blob key {key!r}: expected segments of letters, digits and ._- apart by /")
+    return key
+
+
+def open_relay(url: str, token: str | None = None) -> Relay:
+    """The relay at `url`: `http(s)://host:port[/base]` (with its bearer `token`), `file:///directory` or a path.
+
+    Opening touches nothing. Raises `RelayError` for another scheme.
+    """
+    parts = urlsplit(url)
+    if parts.scheme in ("http", "https"):
+        from elastic.weights.http import HttpRelay
+
+        return HttpRelay(url, token)
+    if parts.scheme == "file" and parts.netloc in ("", "localhost"):
+        return _directory(Path(unquote(parts.path)))
+    if not parts.scheme:
+        return _directory(Path(url))
+    raise RelayError(f"relay {url}: allowed are http://, https://, file:/// and a directory's path")
+
+
+def _directory(path: Path) -> Relay:
+    from elastic.weights.directory import DirectoryRelay
+
+    return DirectoryRelay(path)

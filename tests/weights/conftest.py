@@ -1,0 +1,61 @@
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import uvicorn
+from starlette.types import ASGIApp
+
+from elastic.weights.directory import DirectoryRelay
+from elastic.weights.http import HttpRelay
+from elastic.weights.relay import Relay
+from elastic.weights.server import relay_app
+
+TOKEN = "a token of this test"
+
+
+@contextmanager
+def serve(app: ASGIApp) -> Iterator[str]:
+    """A real server on loopback for a while; yields its URL."""
+    config = uvicorn.Config(app, log_level="warning", lifespan="off", ws="none")
+    server = uvicorn.Server(config)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        try:
+            # The socket listens already: what connects early waits in its backlog.
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join(timeout=10)
+            assert not thread.is_alive()
+
+
+@pytest.fixture
+def server() -> Callable:
+    return serve
+
+
+@pytest.fixture
+def relay_url(tmp_path: Path) -> Iterator[str]:
+    with serve(relay_app(DirectoryRelay(tmp_path / "served"), TOKEN)) as url:
+        yield url
+
+
+@pytest.fixture
+def token() -> str:
+    return TOKEN
+
+
+@pytest.fixture(params=["directory", "http"])
+def relay(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Relay]:
+    """Every kind of relay, each empty."""
+    if request.param == "directory":
+        relay: Relay = DirectoryRelay(tmp_path / "relay")
+    else:
+        relay = HttpRelay(request.getfixturevalue("relay_url"), TOKEN)
+    yield relay
+    relay.close()
+    relay.close()

@@ -1,0 +1,102 @@
+import socket
+from collections.abc import Callable
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+
+from elastic.weights.directory import DirectoryRelay
+from elastic.weights.errors import RelayError, RelayUnavailable
+from elastic.weights.http import HttpRelay
+from elastic.weights.server import relay_app
+
+
+@pytest.mark.parametrize("offered", [None, "wrong", "Ä"])
+def test_without_the_token_nothing_is_served(relay_url: str, token: str, offered: str | None):
+    insider = HttpRelay(relay_url, token)
+    insider.put("secret", b"weights")
+    headers = {} if offered is None else {b"authorization": f"Bearer {offered}".encode()}
+    for method, path in [("GET", "secret"), ("PUT", "new"), ("DELETE", "secret"), ("GET", "")]:
+        answer = httpx.request(method, f"{relay_url}/blobs/{path}".rstrip("/"), headers=headers)  # type: ignore[arg-type]
+        assert answer.status_code == 401
+        assert b"weights" not in answer.content
+    assert insider.list_keys() == ["secret"]
+    assert insider.get("secret") == b"weights"
+    insider.close()
+
+
+def test_a_wrong_token_is_an_error_that_does_not_show_it(relay_url: str):
+    relay = HttpRelay(relay_url, "hunter2")
+    with pytest.raises(RelayError, match="401") as caught:
+        relay.get("k")
+    assert not isinstance(caught.value, RelayUnavailable)
+    assert "hunter2" not in str(caught.value)
+    relay.close()
+
+
+def test_a_server_without_a_token_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="token"):
+        relay_app(DirectoryRelay(tmp_path), "")
+
+
+@pytest.mark.parametrize("key", ["..%2f..%2fetc", ".incoming/x", "a%00b"])
+def test_the_server_checks_keys_itself(relay_url: str, token: str, key: str):
+    headers = {"authorization": f"Bearer {token}"}
+    for method in ("GET", "PUT", "DELETE"):
+        assert httpx.request(method, f"{relay_url}/blobs/{key}", headers=headers).status_code == 400
+
+
+def test_a_blob_beyond_the_limit_is_refused(tmp_path, server: Callable, token: str):
+    with server(relay_app(DirectoryRelay(tmp_path), token, blob_bytes_max=10)) as url:
+        relay = HttpRelay(url, token)
+        with pytest.raises(RelayError, match="413"):
+            relay.put("k", bytes(11))
+        relay.put("k", bytes(10))
+        assert relay.list_keys() == ["k"]
+        relay.close()
+
+
+def test_nobody_listening_is_unavailable():
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    relay = HttpRelay(f"http://127.0.0.1:{port}")
+    with pytest.raises(RelayUnavailable, match=str(port)):
+        relay.get("k")
+    relay.close()
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:99999", "http://"])
+def test_an_impossible_address_is_an_error(url: str):
+    relay = HttpRelay(url)
+    with pytest.raises(RelayError):
+        relay.get("k")
+    relay.close()
+
+
+@pytest.mark.parametrize(("status", "again"), [(503, True), (500, True), (429, True), (403, False), (507, False)])
+def test_a_status_says_whether_asking_again_may_help(server: Callable, status: int, again: bool):
+    async def answer(request: Request) -> Response:
+        return PlainTextResponse("the cause", status)
+
+    with server(Starlette(routes=[Route("/{path:path}", answer)])) as url:
+        relay = HttpRelay(url)
+        with pytest.raises(RelayError, match="the cause") as caught:
+            relay.get("k")
+        assert isinstance(caught.value, RelayUnavailable) == again
+        with pytest.raises(RelayError):
+            relay.list_keys()
+        relay.close()
+
+
+def test_something_else_at_the_address_is_not_taken_for_a_relay(server: Callable):
+    async def answer(request: Request) -> Response:
+        return PlainTextResponse("<html>welcome</html>")
+
+    with server(Starlette(routes=[Route("/{path:path}", answer)])) as url:
+        relay = HttpRelay(url)
+        with pytest.raises(RelayError, match="not a relay"):
+            relay.list_keys()
+        relay.close()

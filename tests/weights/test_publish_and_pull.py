@@ -1,0 +1,272 @@
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from elastic.weights.directory import DirectoryRelay
+from elastic.weights.errors import BlobConflict, BlobNotFound, RelayError, RelayUnavailable, WeightsCorrupted
+from elastic.weights.manifest import Manifest, decode_manifest, encode_manifest, keyframe_key, manifest_key
+from elastic.weights.publisher import collect_garbage, discard_newer, publish_keyframe, published_versions
+from elastic.weights.puller import pull
+from elastic.weights.relay import Buffer, Relay
+
+MODEL = {"model_type": "qwen3", "hidden_size": 8}
+
+many = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40, deadline=None)
+
+
+def bits(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.int16)
+
+
+def from_bits(shape: tuple[int, ...], patterns: list[int]) -> Tensor:
+    return torch.tensor(patterns, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).view(shape)
+
+
+@st.composite
+def bf16_tensors(draw: st.DrawFn) -> Tensor:
+    shape = tuple(draw(st.lists(st.integers(0, 4), max_size=3)))
+    size = torch.Size(shape).numel()
+    return from_bits(shape, draw(st.lists(st.integers(0, 0xFFFF), min_size=size, max_size=size)))
+
+
+named_tensors = st.dictionaries(st.text(min_size=1, max_size=12), bf16_tensors(), max_size=6)
+
+
+def assert_same(pulled: dict[str, Tensor], published: dict[str, Tensor]) -> None:
+    assert list(pulled) == list(published)
+    for name, tensor in published.items():
+        assert pulled[name].dtype == torch.bfloat16
+        assert pulled[name].shape == tensor.shape
+        assert torch.equal(bits(pulled[name]), bits(tensor))
+
+
+def republish(relay: Relay, version: int, tensors: dict[str, Tensor]) -> Manifest:
+    discard_newer(relay, -1)
+    return publish_keyframe(relay, "run", version, tensors, MODEL)
+
+
+def replace(relay: Relay, key: str, content: bytes) -> None:
+    relay.delete(key)
+    relay.put(key, content)
+
+
+def small() -> dict[str, Tensor]:
+    return {"a": torch.arange(12, dtype=torch.bfloat16).view(3, 4), "b": torch.ones(5, dtype=torch.bfloat16)}
+
+
+@many
+@given(tensors=named_tensors, version=st.integers(0, 10**9), bucket_bytes=st.integers(1, 64))
+def test_weights_arrive_bit_for_bit(relay: Relay, tensors: dict[str, Tensor], version: int, bucket_bytes: int):
+    published = republish(relay, version, tensors)
+    manifest, pulled = pull(relay, version, bucket_bytes=bucket_bytes)
+    assert manifest == published
+    assert (manifest.run, manifest.version, manifest.model) == ("run", version, MODEL)
+    assert_same(pulled, tensors)
+
+
+def test_every_bit_pattern_survives(relay: Relay):
+    every = {"all": from_bits((256, 256), list(range(0x10000)))}
+    publish_keyframe(relay, "run", 1, every, MODEL)
+    assert_same(pull(relay, 1)[1], every)
+
+
+def test_a_strided_tensor_is_published_in_row_major_order(tmp_path: Path):
+    tensors = {"t": small()["a"].t(), "scalar": torch.tensor(1.5, dtype=torch.bfloat16)}
+    publish_keyframe(DirectoryRelay(tmp_path), "run", 1, tensors, MODEL)
+    _, pulled = pull(DirectoryRelay(tmp_path), 1)
+    assert torch.equal(pulled["t"], tensors["t"])
+    assert pulled["scalar"].shape == ()
+
+
+@many
+@given(at=st.integers(0), flip=st.integers(1, 255), part=st.sampled_from([keyframe_key, manifest_key]))
+def test_a_changed_byte_is_refused(relay: Relay, at: int, flip: int, part):
+    republish(relay, 3, small())
+    content = bytearray(relay.get(part(3)))
+    content[at % len(content)] ^= flip
+    replace(relay, part(3), bytes(content))
+    with pytest.raises(WeightsCorrupted):
+        pull(relay, 3, bucket_bytes=16)
+
+
+@many
+@given(cut=st.integers(0), part=st.sampled_from([keyframe_key, manifest_key]))
+def test_a_truncated_blob_or_manifest_is_refused(relay: Relay, cut: int, part):
+    republish(relay, 3, small())
+    content = relay.get(part(3))
+    replace(relay, part(3), content[: cut % len(content)])
+    with pytest.raises(WeightsCorrupted):
+        pull(relay, 3, bucket_bytes=16)
+
+
+def test_another_versions_manifest_is_refused(relay: Relay):
+    publish_keyframe(relay, "run", 1, small(), MODEL)
+    relay.put(manifest_key(2), relay.get(manifest_key(1)))
+    with pytest.raises(WeightsCorrupted, match="version 2: it is that of version 1"):
+        pull(relay, 2)
+
+
+def test_a_version_is_there_only_with_its_manifest(relay: Relay):
+    publish_keyframe(relay, "run", 1, small(), MODEL)
+    relay.delete(manifest_key(1))
+    assert published_versions(relay) == []
+    with pytest.raises(BlobNotFound):
+        pull(relay, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int8])
+def test_only_bfloat16_is_published(tmp_path: Path, dtype: torch.dtype):
+    relay = DirectoryRelay(tmp_path)
+    with pytest.raises(ValueError, match="tensor a: dtype"):
+        publish_keyframe(relay, "run", 1, {"a": torch.ones(2, dtype=dtype)}, MODEL)
+    assert relay.list_keys() == []
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"schema_version": 2}, "schema version 2"),
+        ({"kind": "sketch"}, "kind"),
+        ({"blob_bytes": 33}, "33"),
+        ({"tensors": []}, "0 bytes"),
+        ({"tensors": [{"name": "a", "shape": [17], "dtype": "float8", "offset": 0}]}, "allowed: bfloat16"),
+        ({"tensors": [{"name": "a", "shape": [17], "dtype": "bfloat16", "offset": 2}]}, "begins at byte 2"),
+        ({"tensors": [{"name": "a", "shape": [-1, -17], "dtype": "bfloat16", "offset": 0}]}, "shape"),
+        ({"tensors": [{"name": "a", "shape": [n], "dtype": "bfloat16", "offset": 0} for n in (0, 17)]}, "twice"),
+    ],
+)
+def test_a_manifest_that_does_not_add_up_is_refused(tmp_path: Path, change: dict[str, object], problem: str):
+    manifest = publish_keyframe(DirectoryRelay(tmp_path), "run", 1, small(), MODEL)
+    forged = encode_manifest(msgspec.convert({**msgspec.to_builtins(manifest), **change}, ForgedManifest))  # type: ignore[arg-type]
+    with pytest.raises(WeightsCorrupted, match=problem):
+        decode_manifest(forged)
+
+
+class ForgedManifest(Manifest, frozen=True, kw_only=True):
+    """Properly sealed, whatever it says."""
+
+    kind: str  # type: ignore[assignment]
+
+
+class Faulty:
+    """A relay whose `get` follows a script of faults before it works; remembers what was asked of it."""
+
+    def __init__(self, relay: Relay, faults: dict[int, int]) -> None:
+        self._relay = relay
+        self._faults = dict(faults)
+        self.fetched: list[tuple[str, int]] = []
+
+    def get(self, key: str, start: int = 0, length: int | None = None) -> bytes:
+        if self._faults.get(start, 0) > 0 and key.endswith(".bin"):
+            self._faults[start] -= 1
+            raise RelayUnavailable(f"{key}: connection lost at byte {start}")
+        self.fetched.append((key, start))
+        return self._relay.get(key, start, length)
+
+    def put(self, key: str, *parts: Buffer) -> None:
+        self._relay.put(key, *parts)
+
+    def list_keys(self, prefix: str = "") -> list[str]:
+        return self._relay.list_keys(prefix)
+
+    def delete(self, key: str) -> None:
+        self._relay.delete(key)
+
+    def close(self) -> None:
+        self._relay.close()
+
+
+def test_a_broken_transfer_goes_on_where_it_broke(tmp_path: Path):
+    relay = Faulty(DirectoryRelay(tmp_path), faults={0: 1, 16: 2, 32: 1})
+    publish_keyframe(relay, "run", 1, small(), MODEL)
+    _, pulled = pull(relay, 1, bucket_bytes=16)
+    assert_same(pulled, small())
+    assert [start for key, start in relay.fetched if key == keyframe_key(1)] == [0, 16, 32]
+
+
+def test_a_relay_that_stays_away_is_given_up_in_time(tmp_path: Path):
+    relay = Faulty(DirectoryRelay(tmp_path), faults={16: 10**9})
+    publish_keyframe(relay, "run", 1, small(), MODEL)
+    with pytest.raises(RelayUnavailable, match="byte 16"):
+        pull(relay, 1, timeout_s=0.2, bucket_bytes=16)
+    with pytest.raises(RelayUnavailable, match="not pulled in time"):
+        pull(relay, 1, timeout_s=0)
+
+
+def test_publishing_again_is_harmless_and_never_changes_a_version(relay: Relay):
+    publish_keyframe(relay, "run", 1, small(), MODEL)
+    publish_keyframe(relay, "run", 1, small(), MODEL)
+    with pytest.raises(BlobConflict):
+        publish_keyframe(relay, "run", 1, {"a": torch.zeros(17, dtype=torch.bfloat16)}, MODEL)
+    assert_same(pull(relay, 1)[1], small())
+
+
+@many
+@given(
+    versions=st.sets(st.integers(0, 30), max_size=8),
+    needed=st.sets(st.integers(0, 30), max_size=3),
+    keep=st.integers(1, 4),
+)
+def test_garbage_is_what_nobody_needs(relay: Relay, versions: set[int], needed: set[int], keep: int):
+    discard_newer(relay, -1)
+    for version in versions:
+        publish_keyframe(relay, "run", version, small(), MODEL)
+    deleted = collect_garbage(relay, keep, needed)
+    kept = set(sorted(versions)[-keep:]) | (versions & needed)
+    assert deleted == sorted(versions - kept)
+    assert published_versions(relay) == sorted(kept)
+    assert len(relay.list_keys()) == 2 * len(kept)
+    for version in kept:
+        assert_same(pull(relay, version)[1], small())
+
+
+def test_garbage_includes_what_a_killed_trainer_left_but_not_what_is_being_published(relay: Relay):
+    for version in (2, 4):
+        publish_keyframe(relay, "run", version, small(), MODEL)
+    relay.put(keyframe_key(1), b"left behind")
+    relay.put(keyframe_key(5), b"under way")
+    assert collect_garbage(relay, 2, ()) == [1]
+    assert relay.list_keys(keyframe_key(5)) == [keyframe_key(5)]
+
+
+def test_garbage_collection_keeps_at_least_one_version(relay: Relay):
+    with pytest.raises(ValueError, match="keep_versions"):
+        collect_garbage(relay, 0, ())
+
+
+def test_a_resumed_run_publishes_later_versions_anew(relay: Relay):
+    for version in (1, 2):
+        publish_keyframe(relay, "run", version, small(), MODEL)
+    relay.put(keyframe_key(3), b"cut off")
+    assert discard_newer(relay, 1) == [2, 3]
+    other = {"a": torch.zeros(2, dtype=torch.bfloat16)}
+    for version in (2, 3):
+        publish_keyframe(relay, "run", version, other, MODEL)
+        assert_same(pull(relay, version)[1], other)
+
+
+def test_a_failed_publication_leaves_no_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    relay = DirectoryRelay(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr("elastic.weights.directory.os.write", _refuse)
+        with pytest.raises(RelayError):
+            publish_keyframe(relay, "run", 1, small(), MODEL)
+    assert published_versions(relay) == []
+    publish_keyframe(relay, "run", 1, small(), MODEL)
+    assert published_versions(relay) == [1]
+
+
+def _refuse(descriptor: int, data: bytes) -> int:
+    raise OSError(28, "No space left on device")
+
+
+@given(st.binary(max_size=300))
+def test_arbitrary_bytes_are_no_manifest(data: bytes):
+    assume(data)
+    with pytest.raises(WeightsCorrupted):
+        decode_manifest(data)
