@@ -1,0 +1,31 @@
+"""Readers for traces of spot availability and of serving load, and small real traces as data."""
+
+from importlib import resources
+from pathlib import Path
+
+from traces.errors import TraceError
+
+__all__ = ["TraceError", "data_path", "find", "shipped"]
+
+
+def shipped() -> dict[str, Path]:
+    """The traces that come with the package, by name (`rlboost-a`, …); `data/SOURCE.md` says where from."""
+    data = Path(str(resources.files(__name__) / "data"))
+    return {path.name.partition(".")[0]: path for path in sorted(data.glob("*.csv*"))}
+
+
+def data_path(name: str) -> Path:
+    """Where the shipped trace `name` lies. Raises `TraceError` for any other name."""
+    paths = shipped()
+    if name not in paths:
+        raise TraceError(f"no trace is called {name!r}; there are: {', '.join(paths)}")
+    return paths[name]
+
+
+def find(trace: str) -> Path:
+    """A trace as users name it: by a shipped trace's name, or else by a path to an existing file."""
+    if trace in shipped():
+        return data_path(trace)
+    if Path(trace).is_file():
+        return Path(trace)
+    raise TraceError(f"no trace {trace!r}: neither a file nor one of {', '.join(shipped())}")

@@ -1,0 +1,57 @@
+"""Serving traces: the shipped one is whole, times keep their fractions, and every broken line is named."""
+
+import gzip
+from pathlib import Path
+
+import pytest
+
+from traces import TraceError, data_path
+from traces.serving import HEADER, ServingRequest, read_serving_trace
+
+
+def test_the_shipped_trace_is_whole() -> None:
+    requests = read_serving_trace(data_path("azure-conversation"))
+    assert len(requests) == 19_366
+    assert requests[0] == ServingRequest(0.0, 374, 44)
+    assert requests[-1].arrival_s == pytest.approx(3501.721937)
+    assert sum(r.prompt_tokens for r in requests) / len(requests) == pytest.approx(1155, abs=1)
+
+
+def test_times_count_from_the_first_request_to_the_last_decimal(tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv.gz"
+    path.write_bytes(gzip.compress(f"{HEADER}\n2023-11-16 23:59:59.9999999,3,1\r\n2023-11-17 00:00:01,4,2\n".encode()))
+    assert [r.arrival_s for r in read_serving_trace(path)] == [0.0, pytest.approx(1.0000001, abs=1e-12)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "line", "found"),
+    [
+        ("", None, "no requests"),
+        ("2023-11-16 18:15:46.5,3\n", 2, "2 fields"),
+        ("yesterday,3,1\n", 2, "'yesterday'"),
+        ("2023-11-16 18:15:46.-5,3,1\n", 2, "'2023-11-16 18:15:46.-5'"),
+        ("2023-11-16 18:15:46,3,1\n2023-11-16 18:15:45.9,3,1\n", 3, "18:15:45.9"),
+        ("2023-11-16 18:15:46,0,1\n", 2, "'0' tokens"),
+        ("2023-11-16 18:15:46,3,-1\n", 2, "'-1' tokens"),
+        ("2023-11-16 18:15:46,3,1.5\n", 2, "'1.5' tokens"),
+    ],
+)
+def test_names_what_is_wrong_and_where(tmp_path: Path, rows: str, line: int | None, found: str) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text(f"{HEADER}\n{rows}")
+    with pytest.raises(TraceError) as error:
+        read_serving_trace(path)
+    message = str(error.value)
+    assert message.startswith(f"{path}:{line}: " if line else f"{path}: ")
+    assert found in message.partition("; allowed: ")[0]
+
+
+def test_another_header_or_a_broken_archive_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text("a,b\n")
+    with pytest.raises(TraceError, match=f":1: found 'a,b'; allowed: the header {HEADER}"):
+        read_serving_trace(path)
+    packed = tmp_path / "trace.csv.gz"
+    packed.write_bytes(gzip.compress(HEADER.encode())[:-4])
+    with pytest.raises(TraceError, match="cannot be read"):
+        read_serving_trace(packed)

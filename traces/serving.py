@@ -1,0 +1,71 @@
+"""Serving traces: when requests reached a serving cluster, and how long they were.
+
+The format is that of the Azure LLM inference traces: `TIMESTAMP,ContextTokens,GeneratedTokens`, where a time
+stamp is a wall-clock time with up to seven decimals (`2023-11-16 18:15:46.6805900`).
+"""
+
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+
+import msgspec
+
+from traces.errors import TraceError, at_line, numbered_lines
+
+HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens"
+_EPOCH = datetime(1970, 1, 1)
+
+
+class ServingRequest(msgspec.Struct, frozen=True):
+    """One request; `arrival_s` counts from the trace's first."""
+
+    arrival_s: float
+    prompt_tokens: int
+    output_tokens: int
+
+
+def read_serving_trace(path: Path) -> tuple[ServingRequest, ...]:
+    """All requests in order of arrival. Raises `TraceError` at the first line that is not as it must be."""
+    with numbered_lines(path) as lines:
+        _, header = next(lines, (1, ""))
+        if header != HEADER:
+            raise at_line(path, 1, repr(header), f"the header {HEADER}")
+        requests = tuple(_checked(path, lines))
+    if not requests:
+        raise TraceError(f"{path}: no requests; allowed: at least one")
+    return requests
+
+
+def _checked(path: Path, rows: Iterator[tuple[int, str]]) -> Iterator[ServingRequest]:
+    first: tuple[float, float] | None = None
+    last_s = 0.0
+    for line, text in rows:
+        fields = text.split(",")
+        if len(fields) != 3:
+            raise at_line(path, line, f"{len(fields)} fields in {text!r}", "3")
+        now = _timestamp(path, line, fields[0])
+        first = first or now
+        # Part by part: as one number, seconds since 1970 would leave too few digits for the fraction.
+        arrival_s = (now[0] - first[0]) + (now[1] - first[1])
+        if arrival_s < last_s:
+            raise at_line(path, line, f"time {fields[0]!r}", "not before the last request's")
+        last_s = arrival_s
+        yield ServingRequest(arrival_s, _tokens(path, line, fields[1]), _tokens(path, line, fields[2]))
+
+
+def _timestamp(path: Path, line: int, text: str) -> tuple[float, float]:
+    """Whole seconds since 1970, and the fraction."""
+    whole, _, decimals = text.partition(".")
+    try:
+        if decimals and not (decimals.isascii() and decimals.isdigit()):
+            raise ValueError
+        seconds = (datetime.strptime(whole, "%Y-%m-%d %H:%M:%S") - _EPOCH).total_seconds()
+        return seconds, float(f"0.{decimals or 0}")
+    except ValueError:
+        raise at_line(path, line, f"time {text!r}", "YYYY-MM-DD HH:MM:SS with decimals") from None
+
+
+def _tokens(path: Path, line: int, text: str) -> int:
+    if not (text.isascii() and text.isdigit() and int(text) > 0):
+        raise at_line(path, line, f"{text!r} tokens", "a whole number from 1 on")
+    return int(text)

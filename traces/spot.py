@@ -1,0 +1,158 @@
+"""Spot availability traces: which instances a market gave and took back, and when.
+
+Two formats are read. The one with a header, `time_s,event,instance_id` and optionally `kind`, says in `kind`
+whether an instance was there from the start (`initial`, only at time 0), came (`allocation`) or went
+(`preemption`). Bamboo's own has no header and gives milliseconds: `480000,add,node1`.
+"""
+
+import itertools
+import math
+import re
+from collections.abc import Iterable, Iterator
+from enum import StrEnum
+from pathlib import Path
+
+import msgspec
+
+from traces.errors import TraceError, at_line, numbered_lines
+
+COLUMNS = ("time_s", "event", "instance_id", "kind")
+_KINDS = {"add": ("initial", "allocation"), "remove": ("preemption",)}
+_BAMBOO_LINE = re.compile(r"\d+,[^,]*,[^,]*")
+_MS_PER_S = 1000
+
+
+class Change(StrEnum):
+    ADD = "add"
+    REMOVE = "remove"
+
+
+class SpotEvent(msgspec.Struct, frozen=True):
+    time_s: float
+    change: Change
+    instance: str
+
+
+class SpotTrace(msgspec.Struct, frozen=True):
+    """Events in order of time; an instance is added before it is removed, and never twice in between."""
+
+    events: tuple[SpotEvent, ...]
+
+    @property
+    def end_s(self) -> float:
+        return self.events[-1].time_s
+
+    def available(self, time_s: float) -> tuple[str, ...]:
+        """Instances that are there right after what happens at `time_s`, longest there first."""
+        there: dict[str, None] = {}
+        for event in itertools.takewhile(lambda e: e.time_s <= time_s, self.events):
+            if event.change is Change.ADD:
+                there[event.instance] = None
+            else:
+                del there[event.instance]
+        return tuple(there)
+
+    def mean_life_s(self, time_s: float) -> float | None:
+        """Mean life of an instance as far as it shows by `time_s`; None before the first removal.
+
+        The time that all instances spent so far over the number of removals: the maximum-likelihood estimate
+        for exponential lives, in which instances that still live count with the age they have.
+        """
+        added_s: dict[str, float] = {}
+        lived_s, removals = 0.0, 0
+        for event in itertools.takewhile(lambda e: e.time_s <= time_s, self.events):
+            if event.change is Change.ADD:
+                added_s[event.instance] = event.time_s
+            else:
+                lived_s += event.time_s - added_s.pop(event.instance)
+                removals += 1
+        lived_s += sum(time_s - added for added in added_s.values())
+        return lived_s / removals if removals else None
+
+
+def replay(
+    trace: SpotTrace, *, start_s: float = 0.0, end_s: float | None = None, speed: float = 1.0, repeat: bool = False
+) -> Iterator[SpotEvent]:
+    """The window from `start_s` to `end_s` (by default the trace's end), `speed` times as fast, from time 0 on.
+
+    Instances that are there when the window opens are added at 0. With `repeat` the window is played for ever:
+    at the seam, instances are removed and added until those are there that were there at its start.
+    """
+    end_s = trace.end_s if end_s is None else end_s
+    if not 0 <= start_s < end_s:
+        raise TraceError(f"window from {start_s:g} s to {end_s:g} s; allowed: 0 ≤ start < end")
+    opening = trace.available(start_s)
+    inside = [SpotEvent(e.time_s - start_s, e.change, e.instance) for e in trace.events if start_s < e.time_s <= end_s]
+    changes = _cycles(opening, inside, end_s - start_s, repeat)
+    return (SpotEvent(event.time_s / speed, event.change, event.instance) for event in changes)
+
+
+def _cycles(opening: tuple[str, ...], inside: list[SpotEvent], window_s: float, repeat: bool) -> Iterator[SpotEvent]:
+    there: dict[str, None] = {}
+    for cycle in itertools.count() if repeat and inside else range(1):
+        seam = [SpotEvent(0.0, Change.REMOVE, i) for i in there if i not in opening]
+        seam += [SpotEvent(0.0, Change.ADD, i) for i in opening if i not in there]
+        for event in itertools.chain(seam, inside):
+            if event.change is Change.ADD:
+                there[event.instance] = None
+            else:
+                del there[event.instance]
+            yield SpotEvent(cycle * window_s + event.time_s, event.change, event.instance)
+
+
+def read_spot_trace(path: Path) -> SpotTrace:
+    """Read a trace in either format. Raises `TraceError` at the first line that is not as it must be."""
+    with numbered_lines(path) as lines:
+        first = next(lines, None)
+        if first is None:
+            raise TraceError(f"{path}: empty; allowed: at least one event")
+        rows: Iterable[tuple[int, str]]
+        if tuple(first[1].split(",")) in (COLUMNS, COLUMNS[:3]):
+            columns, unit_per_s, rows = len(first[1].split(",")), 1, lines
+        elif _BAMBOO_LINE.fullmatch(first[1]):
+            columns, unit_per_s, rows = 3, _MS_PER_S, itertools.chain([first], lines)
+        else:
+            header = ",".join(COLUMNS)
+            raise at_line(path, 1, repr(first[1]), f"the header {header} (kind is optional), or time_ms,add,instance")
+        events = tuple(_checked(path, rows, columns, unit_per_s))
+    if not events:
+        raise TraceError(f"{path}: no events; allowed: at least one")
+    return SpotTrace(events)
+
+
+def _checked(path: Path, rows: Iterable[tuple[int, str]], columns: int, unit_per_s: int) -> Iterator[SpotEvent]:
+    last_s = 0.0
+    there: set[str] = set()
+    for line, text in rows:
+        fields = text.split(",")
+        if len(fields) != columns:
+            raise at_line(path, line, f"{len(fields)} fields in {text!r}", f"{columns}")
+        event = _event(path, line, fields, unit_per_s)
+        if event.time_s < last_s:
+            raise at_line(path, line, f"time {event.time_s:g} s", f"not before the last event's, {last_s:g} s")
+        if event.change is Change.ADD and event.instance in there:
+            raise at_line(path, line, f"a second add of {event.instance!r}", "remove it first")
+        if event.change is Change.REMOVE and event.instance not in there:
+            raise at_line(path, line, f"a remove of {event.instance!r}", "instances that are there")
+        last_s = event.time_s
+        (there.add if event.change is Change.ADD else there.remove)(event.instance)
+        yield event
+
+
+def _event(path: Path, line: int, fields: list[str], unit_per_s: int) -> SpotEvent:
+    time, change, instance, *kind = fields
+    try:
+        time_s = float(time) / unit_per_s
+    except ValueError:
+        time_s = math.nan
+    if not (math.isfinite(time_s) and time_s >= 0):
+        raise at_line(path, line, f"time {time!r}", "a number from 0 on")
+    if change not in _KINDS:
+        raise at_line(path, line, f"event {change!r}", "add, remove")
+    if not instance.strip():
+        raise at_line(path, line, "no instance id", "a name")
+    if kind and kind[0] not in _KINDS[change]:
+        raise at_line(path, line, f"kind {kind[0]!r} of an event {change!r}", ", ".join(_KINDS[change]))
+    if kind == ["initial"] and time_s > 0:
+        raise at_line(path, line, f"kind 'initial' at {time_s:g} s", "initial at time 0, else allocation")
+    return SpotEvent(time_s, Change(change), instance)
