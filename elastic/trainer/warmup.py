@@ -34,7 +34,7 @@ class WarmupSettings(BaseModel):
     seed: int = Field(0, ge=0, lt=2**32)
     steps: int = Field(350, ge=1)
     batch_size: int = Field(32, ge=1, description="demonstrations a step")
-    learning_rate: float = Field(2e-3, gt=0)
+    learning_rate: float = Field(4e-3, gt=0)
     learning_rate_rise_steps: int = Field(10, ge=0)
     learning_rate_final_share: float = Field(0.1, ge=0, le=1, description="of the peak, reached by a half cosine")
     gradient_clip: float = Field(1.0, gt=0)

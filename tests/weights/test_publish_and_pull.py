@@ -16,7 +16,7 @@ from elastic.weights.relay import Buffer, Relay
 
 MODEL = {"model_type": "qwen3", "hidden_size": 8}
 
-many = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40, deadline=None)
+many = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
 
 
 def bits(tensor: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from elastic.weights.errors import BlobConflict, BlobNotFound, InvalidKey, Relay
 from elastic.weights.http import HttpRelay
 from elastic.weights.relay import Relay, open_relay
 
-shared_relay = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40, deadline=None)
+shared_relay = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
 
 
 def test_a_blob_is_read_back_whole(relay: Relay):

@@ -1,0 +1,298 @@
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from elastic.model.checkpoint import CheckpointError
+from elastic.trainer.accumulator import GradientOverflow
+from elastic.trainer.trainer import GRPOTrainer
+from elastic.wire import TrainGroup, TrajectoryData
+
+GROUPS = 6
+
+few = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=15)
+
+
+def state_of(trainer: GRPOTrainer, path: Path) -> dict[str, torch.Tensor]:
+    trainer.save(path)
+    return load_file(path)
+
+
+def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def step(trainer: GRPOTrainer, groups: list[TrainGroup]) -> dict[str, float]:
+    for group in groups:
+        trainer.train_group(group)
+    return trainer.update()
+
+
+def groups_of(make, seed: int, count: int = GROUPS) -> list[TrainGroup]:
+    rng = random.Random(seed)
+    return [make(index, rng, [1.0, 0.0, 0.0, 1.0]) for index in range(count)]
+
+
+@few
+@given(
+    seed=st.integers(0, 2**31),
+    order=st.permutations(range(GROUPS)),
+    skipped=st.sets(st.integers(0, GROUPS - 1)),
+    updates=st.sampled_from([1, 2, 4]),
+)
+def test_the_order_of_arrival_changes_no_bit(
+    trainer, group, tmp_path_factory, seed: int, order: list[int], skipped: set[int], updates: int
+):
+    directory = tmp_path_factory.mktemp("order")
+
+    def train(arrivals: list[int]) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+        made = trainer(GROUPS, updates_per_step=updates)
+        for index in arrivals:
+            if index in skipped:
+                made.skip_group(index)
+            else:
+                made.train_group(groups[index])
+        metrics = made.update()
+        return state_of(made, directory / "state"), metrics
+
+    groups = groups_of(group, seed)
+    (state, metrics), (other_state, other_metrics) = train(list(range(GROUPS))), train(order)
+    assert metrics == other_metrics
+    assert equal(state, other_state)
+
+
+def test_a_later_mini_batch_is_trained_on_the_earlier_ones_weights(trainer, group):
+    groups = groups_of(group, 1, 4)
+    together = trainer(4, updates_per_step=2, warmup_updates=0, learning_rate=1e-2)
+    assert step(together, groups[::-1])["updates"] == 2
+    apart = trainer(2, updates_per_step=1, warmup_updates=0, learning_rate=1e-2)
+    for pair in (groups[:2], groups[2:]):
+        step(apart, [TrainGroup(g.step, g.group, index, g.trajectories) for index, g in enumerate(pair)])
+    assert equal(together.bf16_tensors(), apart.bf16_tensors())
+
+
+def test_micro_batches_do_not_change_the_gradient(trainer, group):
+    groups = groups_of(group, 2)
+    norms = [
+        step(trainer(GROUPS, micro_batch_tokens=tokens, updates_per_step=1), groups)["gradient_norm"]
+        for tokens in (1, 60, 10_000)
+    ]
+    assert norms == pytest.approx([norms[0]] * 3, rel=1e-5)
+
+
+def test_the_step_is_adamws_on_the_token_mean(trainer, group, model):
+    """Against the textbook: one batch, float64 arithmetic from the definition, torch's own AdamW."""
+    groups = groups_of(group, 3, 2)
+    made = trainer(2, updates_per_step=1, warmup_updates=0, learning_rate=1e-3, gradient_clip=1e9, adam_epsilon=1e-4)
+    metrics = step(made, groups)
+    reference = model(0).double()
+    terms = []
+    for trajectory in (t for g in groups for t in g.trajectories):
+        advantage = (trajectory.reward - 0.5) / torch.tensor([1.0, 0.0, 0.0, 1.0]).std().item()
+        logits = reference(torch.tensor([trajectory.token_ids]))[0]
+        for at, mine in enumerate(trajectory.trained):
+            if mine:
+                logprob = logits[at - 1].log_softmax(-1)[trajectory.token_ids[at]]
+                ratio = (logprob - trajectory.logprobs[at]).exp()
+                terms.append(-torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage))
+    loss = torch.stack(terms).mean()
+    optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-3, betas=(0.9, 0.99), eps=1e-4, weight_decay=0.0)
+    loss.backward()
+    optimizer.step()
+    assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-4)
+    assert metrics["tokens"] == len(terms)
+    for (name, expected), found in zip(reference.named_parameters(), made._parameters, strict=True):
+        torch.testing.assert_close(found.double(), expected, rtol=0, atol=2e-6, msg=name)
+
+
+def test_a_step_makes_the_rewarded_more_likely(trainer, group):
+    made = trainer(1, updates_per_step=1, warmup_updates=0, learning_rate=1e-3)
+    rng = random.Random(4)
+    only = group(0, rng, [1.0, 0.0, 0.0, 0.0])
+    losses = [step(made, [only])["loss"] for _ in range(4)]
+    assert losses[-1] < losses[0]
+
+
+def test_groups_without_variance_contribute_nothing(trainer, group):
+    rng = random.Random(5)
+    even = [group(index, rng, [1.0] * 4) for index in range(GROUPS)]
+    made = trainer(GROUPS)
+    before = made.bf16_tensors()
+    metrics = step(made, even)
+    assert equal(before, made.bf16_tensors())
+    assert (metrics["updates"], metrics["tokens"], metrics["reward_mean"]) == (0, 0, 1.0)
+    assert (made.version, made.updates) == (1, 0)
+
+    mixed = groups_of(group, 6)
+    with_even, without = trainer(GROUPS), trainer(GROUPS)
+    step(with_even, [*mixed[:-1], even[-1]])
+    for one in mixed[:-1]:
+        without.train_group(one)
+    without.skip_group(GROUPS - 1)
+    without.update()
+    assert equal(with_even.bf16_tensors(), without.bf16_tensors())
+
+
+def test_temperature_is_that_of_sampling(trainer, group, model):
+    groups = groups_of(group, 7, 1)
+    reference = model(0)
+    for trajectory in groups[0].trajectories:
+        with torch.no_grad():
+            now = (reference(torch.tensor([trajectory.token_ids]))[0] / 0.7).log_softmax(-1)
+        for at, mine in enumerate(trajectory.trained):
+            trajectory.logprobs[at] = mine * now[at - 1, trajectory.token_ids[at]].item()
+    metrics = step(trainer(1, temperature=0.7, updates_per_step=1), groups)
+    assert metrics["ratio_mean"] == pytest.approx(1.0, abs=1e-5)
+    assert metrics["clip_fraction"] == 0
+    assert step(trainer(1, temperature=1.0, updates_per_step=1), groups)["ratio_max"] > 1.001
+
+
+def test_gradients_are_clipped_and_the_learning_rate_rises(trainer, group):
+    made = trainer(1, updates_per_step=1, warmup_updates=4, learning_rate=1e-3)
+    rates = [step(made, groups_of(group, seed, 1))["learning_rate"] for seed in range(6)]
+    assert rates == pytest.approx([0.25e-3, 0.5e-3, 0.75e-3, 1e-3, 1e-3, 1e-3])
+    start = trainer().bf16_tensors()
+    clipped, free = (trainer(1, updates_per_step=1, gradient_clip=clip, adam_epsilon=1.0) for clip in (1e-9, 1e9))
+    norms = [step(one, groups_of(group, 8, 1))["gradient_norm"] for one in (clipped, free)]
+    assert norms[0] == norms[1] > 1e-3
+    assert equal(start, clipped.bf16_tensors())
+    assert not equal(start, free.bf16_tensors())
+
+
+def test_a_step_waits_for_all_its_groups(trainer, group):
+    made = trainer(4, updates_per_step=2)
+    one, two, *_ = groups_of(group, 9, 4)
+    made.train_group(one)
+    with pytest.raises(ValueError, match=r"neither trained nor skipped: 1, 2, 3"):
+        made.update()
+    for again in (lambda: made.train_group(one), lambda: made.skip_group(0)):
+        with pytest.raises(ValueError, match="group 0: already"):
+            again()
+    for index in (4, -1):
+        with pytest.raises(ValueError, match="groups 0 to 3"):
+            made.skip_group(index)
+    made.train_group(two)
+    made.skip_group(2)
+    made.skip_group(3)
+    assert made.update()["groups"] == 2
+    assert made.version == 1
+
+
+def test_a_malformed_group_is_named_and_leaves_the_step_as_it_was(trainer, group):
+    good = groups_of(group, 10, 1)[0]
+    bad = [
+        TrajectoryData("t", [1, 2], [0], [0.0, 0.0], [0, 0], 1.0),
+        TrajectoryData("t", [1, 2], [0, 1], [0.0], [0, 0], 1.0),
+        TrajectoryData("t", [1, 2], [0, 0], [0.0, 0.0], [0, 0], 1.0),
+        TrajectoryData("t", [1, 2], [1, 1], [0.0, 0.0], [0, 0], 1.0),
+    ]
+    made = trainer(1, updates_per_step=1)
+    for trajectory in bad:
+        with pytest.raises(ValueError, match="group g0: trajectory t"):
+            made.train_group(TrainGroup(0, "g0", 0, [*good.trajectories, trajectory]))
+    with pytest.raises(ValueError, match="no trajectories"):
+        made.train_group(TrainGroup(0, "g0", 0, []))
+    assert step(made, [good])["groups"] == 1
+
+
+def test_a_gradient_that_is_not_finite_is_an_error(trainer, group):
+    bad = groups_of(group, 11, 1)[0]
+    bad.trajectories[1].logprobs[-1] = -2000.0
+    with pytest.raises(GradientOverflow):
+        trainer(1, updates_per_step=1).train_group(bad)
+
+
+def test_more_updates_than_groups_are_refused(trainer):
+    with pytest.raises(ValueError, match="updates_per_step"):
+        trainer(2, updates_per_step=3)
+
+
+def test_a_resumed_trainer_goes_on_bit_for_bit(trainer, group, tmp_path: Path):
+    through, stopped = trainer(), trainer()
+    for made in (through, stopped):
+        for seed in (20, 21):
+            step(made, groups_of(group, seed))
+    stopped.save(tmp_path / "deep" / "trainer.safetensors")
+    resumed = trainer(seed=1)
+    resumed.load(tmp_path / "deep" / "trainer.safetensors")
+    assert (resumed.version, resumed.updates) == (2, 4)
+    for made in (through, resumed):
+        step(made, groups_of(group, 22))
+    assert equal(state_of(through, tmp_path / "a"), state_of(resumed, tmp_path / "b"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "deep"]
+
+
+def test_a_fresh_trainer_can_be_saved_and_loaded(trainer, group, tmp_path: Path):
+    fresh, other = trainer(), trainer(seed=1)
+    fresh.save(tmp_path / "fresh")
+    other.load(tmp_path / "fresh")
+    for made in (fresh, other):
+        step(made, groups_of(group, 23))
+    assert equal(fresh.bf16_tensors(), other.bf16_tensors())
+
+
+def test_a_checkpoint_is_taken_between_steps(trainer, tmp_path: Path):
+    made = trainer()
+    made.save(tmp_path / "state")
+    made.skip_group(0)
+    for action in (made.save, made.load):
+        with pytest.raises(ValueError, match="a step is under way"):
+            action(tmp_path / "state")
+
+
+def test_a_checkpoint_that_does_not_fit_is_named_and_changes_nothing(trainer, tmp_path: Path):
+    made = trainer()
+    path = tmp_path / "state"
+    good = state_of(made, path)
+    before = made.bf16_tensors()
+    missing, reshaped = dict(good), dict(good)
+    del missing["exp_avg.model.norm.weight"]
+    reshaped["master.model.norm.weight"] = torch.ones(3)
+    header = {"elastic_trainer": '{"version":1,"updates":1,"schema_version":1}'}
+    newer = {"elastic_trainer": '{"version":1,"updates":1,"schema_version":9}'}
+    for tensors, metadata, problem in [
+        (missing, header, "exp_avg.model.norm.weight is not in the checkpoint"),
+        ({**good, "odd": torch.ones(1)}, header, "odd is not in the model"),
+        (reshaped, header, r"master.model.norm.weight has shape \(3,\)"),
+        (good, newer, "schema version 9"),
+        (good, None, "not a trainer's checkpoint"),
+    ]:
+        save_file(tensors, path, metadata=metadata)
+        with pytest.raises(CheckpointError, match=problem) as caught:
+            made.load(path)
+        assert str(path) in str(caught.value)
+    path.write_bytes(path.read_bytes()[:-7])
+    for unreadable in (path, tmp_path / "missing"):
+        with pytest.raises(CheckpointError, match="cannot be read"):
+            made.load(unreadable)
+    assert equal(before, made.bf16_tensors())
+    assert made.version == 0
+
+
+def test_a_checkpoint_that_cannot_be_written_leaves_the_old_one(trainer, group, tmp_path: Path, monkeypatch):
+    made = trainer()
+    before = state_of(made, tmp_path / "state")
+    step(made, groups_of(group, 24))
+
+    def full(*args: object, **kwargs: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("elastic.trainer.checkpoint.save_file", full)
+    with pytest.raises(CheckpointError, match="No space left"):
+        made.save(tmp_path / "state")
+    assert equal(before, load_file(tmp_path / "state"))
+    assert [path.name for path in tmp_path.iterdir()] == ["state"]
+
+
+def test_published_tensors_are_rounded_copies(trainer, group):
+    made = trainer()
+    published = made.bf16_tensors()
+    assert {tensor.dtype for tensor in published.values()} == {torch.bfloat16}
+    copies = {name: tensor.clone() for name, tensor in published.items()}
+    step(made, groups_of(group, 25))
+    assert equal(published, copies)
+    assert not equal(published, made.bf16_tensors())
