@@ -1,0 +1,125 @@
+"""When a rollout may use a serving device: dual-SLO admission by temporal sharing. Source: ROSE §4.1, Eq. 1–2.
+
+One model runs at a time, serving first. Before a rollout iteration is begun, the time that serving can spare
+is computed from its queued prefills (TTFT) and active decodes (TPOT); an iteration that is profiled to take
+longer must wait, or be cut smaller. An iteration cannot be interrupted, so that even on a device without any
+serving request it may not take longer than a request that comes the moment after can spare.
+"""
+
+from collections.abc import Sequence
+from enum import StrEnum
+from itertools import accumulate
+from typing import Protocol, TypeAlias
+
+import msgspec
+
+from elastic.core.types import Nanoseconds
+
+UNBOUNDED_NS: Nanoseconds = 2**62
+"""More slack than any iteration needs."""
+
+
+class Slo(msgspec.Struct, frozen=True, kw_only=True):
+    """Serving's latency targets: time to first token, and time per output token."""
+
+    ttft_ns: Nanoseconds
+    tpot_ns: Nanoseconds
+
+
+class QueuedPrefill(msgspec.Struct, frozen=True, gc=False):
+    """A request without a first token. `cost_ns` is what is left of its prefill, as profiled for its mode
+    (monolithic or chunked), with the decode steps that share its iterations."""
+
+    arrival_ns: Nanoseconds
+    cost_ns: Nanoseconds
+
+
+class ServingView(msgspec.Struct, frozen=True, kw_only=True):
+    """What serving has to do on this device. `queued` is in the order in which it will be done."""
+
+    now_ns: Nanoseconds
+    queued: Sequence[QueuedPrefill] = ()
+    last_tokens_ns: Sequence[Nanoseconds] = ()
+    """When each active decode produced its most recent token."""
+    decode_ns: Nanoseconds = 0
+    """The next iteration of these decodes, with whatever shares it."""
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.queued or self.last_tokens_ns)
+
+
+class Role(StrEnum):
+    """What a serving instance does: with disaggregation one of the first two (ROSE §4.3, "Extensions")."""
+
+    PREFILLER = "prefiller"
+    DECODER = "decoder"
+    COLOCATED = "colocated"
+
+
+def ttft_slack_ns(view: ServingView, budget_ns: Nanoseconds, subtract_ahead: bool = True) -> Nanoseconds:
+    """The least slack among queued prefills (Eq. 1).
+
+    As printed, Eq. 1 lets every request count on a device of its own and so overestimates the slack in a burst:
+    the prefills queued ahead of a request come out of its time too. `subtract_ahead=False` is the equation as
+    printed.
+    """
+    costs = [request.cost_ns for request in view.queued]
+    finished = accumulate(costs) if subtract_ahead else costs
+    slacks = (
+        request.arrival_ns + budget_ns - view.now_ns - done for request, done in zip(view.queued, finished, strict=True)
+    )
+    return min(slacks, default=UNBOUNDED_NS)
+
+
+def tpot_slack_ns(view: ServingView, budget_ns: Nanoseconds) -> Nanoseconds:
+    """The least slack among active decodes (Eq. 2)."""
+    if not view.last_tokens_ns:
+        return UNBOUNDED_NS
+    return min(view.last_tokens_ns) + budget_ns - view.now_ns - view.decode_ns
+
+
+class AdmissionPolicy(Protocol):
+    def allowance_ns(self, view: ServingView) -> Nanoseconds:
+        """The longest rollout iteration that may begin now; none may where it is not positive."""
+        ...
+
+
+class SloAdmission(msgspec.Struct, frozen=True, kw_only=True):
+    """Rollouts run while the smaller of the slacks that count covers them.
+
+    `ttft` and `tpot` say which of the two targets is enforced; both is ROSE's Dual-SLO. A prefiller has no
+    decodes and a decoder no prefills of serving, so that `role` leaves one slack out; colocated takes both.
+    `longest_ns` bounds an iteration where there is slack without end.
+    """
+
+    slo: Slo
+    longest_ns: Nanoseconds
+    role: Role = Role.COLOCATED
+    ttft: bool = True
+    tpot: bool = True
+
+    def allowance_ns(self, view: ServingView) -> Nanoseconds:
+        slack_ns = UNBOUNDED_NS
+        if self.ttft and self.role is not Role.DECODER:
+            slack_ns = ttft_slack_ns(view, self.slo.ttft_ns)
+        if self.tpot and self.role is not Role.PREFILLER:
+            slack_ns = min(slack_ns, tpot_slack_ns(view, self.slo.tpot_ns))
+        return min(slack_ns, self.longest_ns)
+
+
+class NoAdmission(msgspec.Struct, frozen=True):
+    """Both models run whenever they can."""
+
+    def allowance_ns(self, view: ServingView) -> Nanoseconds:
+        return UNBOUNDED_NS
+
+
+class ExclusiveAdmission(msgspec.Struct, frozen=True, kw_only=True):
+    """The device belongs to one model at a time: to rollouts only while serving has nothing at all to do."""
+
+    def allowance_ns(self, view: ServingView) -> Nanoseconds:
+        return 0 if view.busy else UNBOUNDED_NS
+
+
+Admission: TypeAlias = SloAdmission | NoAdmission | ExclusiveAdmission

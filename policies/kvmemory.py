@@ -1,0 +1,120 @@
+"""How two models share the KV memory of a serving device. Source: ROSE §4.1, "Preemptive memory sharing policy".
+
+Memory is counted in pages of one pool. At the start of a step rollouts get a budget: what serving did not use
+recently, less a headroom H. When serving grows beyond its recent use and a high watermark within H, the
+device is under *pressure*: the budget is cut by a factor at once, more than is needed, and stays frozen until
+the next step, so that a burst costs one reclamation and not many. Pure: a budget is a value, and each
+observation gives the next.
+"""
+
+from collections.abc import Sequence
+from math import ceil
+from typing import Protocol
+
+import msgspec
+
+from elastic.core.types import NS_PER_S, Nanoseconds
+
+
+class Budget(msgspec.Struct, frozen=True, kw_only=True):
+    """What rollouts may hold until the next observation.
+
+    `pages` is the most that they may have mapped: what is above must be given back now, request by request.
+    `serving_pages` is the most that serving may have mapped. `reserve_pages` must stay unmapped when rollouts
+    take another page. `expected_pages` is the serving use on which `pages` was based.
+    """
+
+    pages: int
+    serving_pages: int
+    reserve_pages: int = 0
+    expected_pages: int = 0
+    pressure: bool = False
+    cuts: int = 0
+
+
+class MemoryPolicy(Protocol):
+    @property
+    def lease_ns(self) -> Nanoseconds:
+        """How long a page of rollout prefix cache is kept after its last use."""
+        ...
+
+    def begin_step(self, total_pages: int, recent_pages: Sequence[int]) -> Budget:
+        """The budget of a new step, from samples of serving's use since the last (oldest first)."""
+        ...
+
+    def observe(self, budget: Budget, total_pages: int, serving_pages: int, needed_pages: int) -> Budget:
+        """The budget now that serving uses `serving_pages` and cannot go on without `needed_pages` more than are
+        free (zero where it can)."""
+        ...
+
+
+class PreemptiveMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """ROSE's policy: one emergency cut, then a freeze."""
+
+    headroom_share: float = 0.2
+    """H as a share of all pages."""
+    watermark_share: float = 0.5
+    """The share of H whose consumption by serving is pressure."""
+    cut_factor: float = 2.0
+    lease_ns: Nanoseconds = 10 * NS_PER_S
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.headroom_share < 1:
+            raise ValueError(f"headroom_share: must be in [0, 1) (found {self.headroom_share})")
+        if not 0 <= self.watermark_share <= 1:
+            raise ValueError(f"watermark_share: must be in [0, 1] (found {self.watermark_share})")
+        if self.cut_factor <= 1:
+            raise ValueError(f"cut_factor: must be above 1 (found {self.cut_factor})")
+        if self.lease_ns < 0:
+            raise ValueError(f"lease_ns: must not be negative (found {self.lease_ns})")
+
+    def begin_step(self, total_pages: int, recent_pages: Sequence[int]) -> Budget:
+        expected = max(recent_pages, default=0)
+        headroom = self._headroom(total_pages)
+        return Budget(
+            pages=max(0, total_pages - headroom - expected),
+            serving_pages=total_pages,
+            reserve_pages=headroom,
+            expected_pages=expected,
+        )
+
+    def observe(self, budget: Budget, total_pages: int, serving_pages: int, needed_pages: int) -> Budget:
+        watermark = total_pages - budget.pages - self._headroom(total_pages) * (1 - self.watermark_share)
+        if not budget.pages or not (needed_pages or serving_pages > watermark):
+            return budget
+        cut = int(budget.pages / self.cut_factor)
+        # One cut is meant to be enough; where serving needs still more, it gets that too.
+        enough = max(0, total_pages - serving_pages - needed_pages)
+        return msgspec.structs.replace(budget, pages=min(cut, enough), pressure=True, cuts=budget.cuts + 1)
+
+    def _headroom(self, total_pages: int) -> int:
+        return ceil(total_pages * self.headroom_share)
+
+
+class FineGrainedMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """Takes back exactly what serving lacks, each time it does, and lets rollouts grow again at once."""
+
+    lease_ns: Nanoseconds = 10 * NS_PER_S
+
+    def begin_step(self, total_pages: int, recent_pages: Sequence[int]) -> Budget:
+        return Budget(pages=total_pages, serving_pages=total_pages)
+
+    def observe(self, budget: Budget, total_pages: int, serving_pages: int, needed_pages: int) -> Budget:
+        pages = max(0, total_pages - serving_pages - needed_pages)
+        return msgspec.structs.replace(
+            budget, pages=pages, pressure=needed_pages > 0, cuts=budget.cuts + (needed_pages > 0)
+        )
+
+
+class StaticPartition(msgspec.Struct, frozen=True, kw_only=True):
+    """Each model has its share and nothing ever moves."""
+
+    rollout_share: float = 0.5
+    lease_ns: Nanoseconds = 10 * NS_PER_S
+
+    def begin_step(self, total_pages: int, recent_pages: Sequence[int]) -> Budget:
+        pages = int(total_pages * self.rollout_share)
+        return Budget(pages=pages, serving_pages=total_pages - pages)
+
+    def observe(self, budget: Budget, total_pages: int, serving_pages: int, needed_pages: int) -> Budget:
+        return budget
