@@ -14,7 +14,7 @@ import os
 import socket
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -48,10 +48,14 @@ EVENT = (
 """One token as OpenAI-compatible servers send it, with its id and log-probability."""
 
 
+class NoSettings(BaseModel):
+    pass
+
+
 class EndlessEnvironment:
     """Asks for one turn that never ends within the benchmark."""
 
-    Settings: ClassVar[type[BaseModel]] = BaseModel
+    Settings: ClassVar[type[BaseModel]] = NoSettings
     vocabulary: ClassVar[tuple[str, ...]] = ()
     stop_token_ids: ClassVar[tuple[int, ...]] = ()
 
@@ -182,7 +186,7 @@ async def _orchestrate(pipe: multiprocessing.connection.Connection, streams: int
         }
     )
 
-    def make_providers(join: str) -> Mapping[str, Provider]:
+    def make_providers(join: str, now_ns: Callable[[], int]) -> Mapping[str, Provider]:
         context = ProviderContext(
             run="bench",
             run_dir=Path("."),
@@ -205,7 +209,7 @@ async def _orchestrate(pipe: multiprocessing.connection.Connection, streams: int
             Scheduler(plan, compose.limits(config), compose.policies(config), 0),
             journal,
             make_providers,
-            lambda: EndlessEnvironment(BaseModel()),
+            lambda: EndlessEnvironment(NoSettings()),
             (),
             welcome,
         )

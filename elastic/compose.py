@@ -212,7 +212,7 @@ async def execute(
                 config,
                 scheduler,
                 journal,
-                make_providers=lambda join: make_providers(plan, run_dir, join, resume),
+                make_providers=lambda join, now_ns: make_providers(plan, run_dir, join, now_ns, resume=resume),
                 make_environment=lambda: plan.environment(plan.environment_settings),
                 stop_token_ids=plan.environment.stop_token_ids,
                 welcome=_welcome(config, relay, relay_token),
@@ -277,7 +277,9 @@ def policies(config: Config) -> Policies:
     )
 
 
-def make_providers(plan: RunPlan, run_dir: Path, join: str, resume: bool) -> Mapping[str, Provider]:
+def make_providers(
+    plan: RunPlan, run_dir: Path, join: str, now_ns: Callable[[], int], *, resume: bool
+) -> Mapping[str, Provider]:
     """The trainer's device and every chosen provider, ready to start."""
     from providers.reserved import TrainerProvider
 
@@ -288,6 +290,7 @@ def make_providers(plan: RunPlan, run_dir: Path, join: str, resume: bool) -> Map
             join=join,
             worker_command=tuple(command),
             host_command=(*elastic, "serving-host"),
+            now_ns=now_ns,
             acquire_timeout_s=plan.config.scheduler.acquire_timeout_s,
             release_timeout_s=plan.config.scheduler.release_timeout_s,
         )
@@ -344,6 +347,7 @@ def _welcome(config: Config, relay: str, relay_token: str) -> wire.Welcome:
         model=read_model_config(config),
         relay=relay,
         relay_token=relay_token,
+        resume_timeout_s=s.resume_timeout_s,
     )
 
 

@@ -10,7 +10,7 @@ import hashlib
 import hmac
 import secrets
 import ssl
-from typing import Protocol
+from typing import Protocol, cast
 
 import msgspec
 import structlog
@@ -256,8 +256,7 @@ class _Connection(asyncio.Protocol):
         self._handshake: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is not a subclass
         self._open = True
         if self._gateway._connected(self):
             self._handshake = self._loop.call_later(self._limits.handshake_timeout_s, self._too_late)

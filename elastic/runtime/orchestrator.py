@@ -47,7 +47,7 @@ class Orchestrator:
         config: Config,
         scheduler: Scheduler,
         journal: Journal,
-        make_providers: Callable[[str], Mapping[str, Provider]],
+        make_providers: Callable[[str, Callable[[], int]], Mapping[str, Provider]],
         make_environment: Callable[[], Environment],
         stop_token_ids: tuple[int, ...],
         welcome: wire.Welcome,
@@ -130,7 +130,7 @@ class Orchestrator:
         Raises `GatewayError` or `ProviderUnavailable` when the run cannot even begin.
         """
         join = await self._gateway.start(host, port)
-        self._providers = self._make_providers(join)
+        self._providers = self._make_providers(join, self.now_ns)
         try:
             async with asyncio.TaskGroup() as tasks:
                 self._tasks = tasks

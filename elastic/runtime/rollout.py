@@ -6,6 +6,7 @@ cause, and is never scored.
 """
 
 import asyncio
+import contextlib
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -150,9 +151,9 @@ class Rollouts:
 
     async def _run(self, trajectory: TrajectoryId) -> None:
         episode = Episode(trajectory, self._clock_ns())
-        environment = self._make_environment()
         try:
-            await self._play(episode, environment)
+            async with contextlib.aclosing(self._make_environment()) as environment:
+                await self._play(episode, environment)
         except TurnFailed as failure:
             self._failed(episode, str(failure))
         except TimeoutError:
@@ -166,7 +167,6 @@ class Rollouts:
             self._feed(e.TrajectoryFinished(trajectory=trajectory, reward=episode.reward, tokens=episode.policy_tokens))
         finally:
             self.open_turns.pop(f"{trajectory}/{episode.turns}", None)
-            await environment.aclose()
 
     def _failed(self, episode: Episode, cause: str) -> None:
         self._on_end(episode, cause)
