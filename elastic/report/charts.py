@@ -1,0 +1,270 @@
+"""The report's pictures, each a function of the summary; None where the run left nothing to draw."""
+
+from collections.abc import Mapping, Sequence
+
+from elastic.core.types import Account, EndCause
+from elastic.report import svg, units
+from elastic.report.markup import Markup, join, tag
+from elastic.report.summary import Histogram, Quantiles, Summary, Usage
+
+FULL_WIDTH = 984
+HALF_WIDTH = 476
+LEFT = 52
+KNOWN_PROVIDERS = ("trainer", "reserved", "serving", "spot", "serverless", "ray")
+"""These keep their colour in every report; others take what is left."""
+COLOURS = 9
+ACCOUNT_FAMILIES: Mapping[str, tuple[Account, ...]] = {
+    "working": (Account.DECODE, Account.PREFILL, Account.TRAINING, Account.SERVING),
+    "waiting": (Account.IDLE, Account.ASLEEP, Account.DRAINING),
+    "overhead": (
+        Account.BOOTING,
+        Account.LOADING,
+        Account.APPLYING,
+        Account.RECOMPUTE,
+        Account.LOST,
+        Account.UNATTRIBUTED,
+    ),
+}
+
+
+def provider_classes(names: Sequence[str]) -> dict[str, str]:
+    """The style sheet's colour class of each provider."""
+    others = [name for name in names if name not in KNOWN_PROVIDERS]
+    slots = {name: i for i, name in enumerate(KNOWN_PROVIDERS)}
+    spare = COLOURS - len(KNOWN_PROVIDERS)
+    slots |= {name: len(KNOWN_PROVIDERS) + i % spare for i, name in enumerate(others)}
+    return {name: f"provider-{slots[name]}" for name in names}
+
+
+def elasticity(summary: Summary) -> Markup | None:
+    """Rollout throughput above workers, by provider over one time axis, preemptions marked (RLBoost Fig. 8)."""
+    history = summary.timeline
+    if not history.providers:
+        return None
+    classes = provider_classes(list(summary.providers))
+    names = [name for name in summary.providers if name in history.providers]
+    series = {name: history.providers[name] for name in names}
+    tokens_per_s = [series[name].tokens_per_s for name in names]
+    workers = [level for name in names for level in (series[name].ready_workers, series[name].waiting_workers)]
+    worker_classes = [f"{kind} {classes[name]}" for name in names for kind in ("area", "area faint")]
+    width, span_s = FULL_WIDTH - LEFT - 12, (0.0, summary.wall_s)
+    top_high, top_step = svg.nice_ceiling(_peak(tokens_per_s))
+    low_high, low_step = svg.nice_ceiling(max(1.0, _peak(workers)))
+    low_step = max(1.0, low_step)
+    upper = svg.panel(LEFT, 58, width, 190, span_s, (0.0, top_high))
+    lower = svg.panel(LEFT, 300, width, 110, span_s, (0.0, low_high))
+    preemptions = [end for end in summary.lease_ends if end.cause == EndCause.PREEMPTED]
+    return svg.drawing(
+        FULL_WIDTH,
+        456,
+        "Rollout throughput and workers by provider over time",
+        svg.legend(LEFT, 16, [(f"area {classes[name]}", name) for name in names]),
+        _preemption_legend(FULL_WIDTH - 12, 16) if preemptions else Markup(),
+        svg.left_axis(upper, [(v, units.si(v)) for v in svg.spaced(top_high, top_step)], "accepted tokens/s"),
+        _stack(upper, history.edges_s, tokens_per_s, [f"area {classes[name]}" for name in names]),
+        svg.left_axis(lower, [(v, units.si(v)) for v in svg.spaced(low_high, low_step)], "workers"),
+        _stack(lower, history.edges_s, workers, worker_classes),
+        *(_preemption(upper, lower, end.at_s, f"{end.provider}: {end.lease} preempted") for end in preemptions),
+        svg.bottom_axis(upper, [(v, "") for v, _ in svg.time_ticks(summary.wall_s, 12)]),
+        svg.bottom_axis(lower, svg.time_ticks(summary.wall_s, 12), svg.time_title(summary.wall_s)),
+    )
+
+
+def success(summary: Summary) -> Markup | None:
+    """Success rate by step with a band of one standard error."""
+    rated = [
+        (step.step, step.success_rate, step.standard_error or 0.0)
+        for step in summary.steps
+        if step.success_rate is not None
+    ]
+    if not rated:
+        return None
+    first, last = rated[0], rated[-1]
+    plot = svg.panel(LEFT, 34, HALF_WIDTH - LEFT - 44, 170, (first[0], last[0]), (0.0, 1.0))
+    _, step = svg.nice_ceiling(last[0] - first[0], 6)
+    ticks = [v for v in svg.spaced(last[0], max(1.0, step)) if v >= first[0]] or [first[0]]
+    ends = [first] if len(rated) == 1 else [first, last]
+    return svg.drawing(
+        HALF_WIDTH,
+        250,
+        "Success rate by training step",
+        svg.left_axis(plot, [(v, f"{100 * v:.0f}") for v in (0.0, 0.25, 0.5, 0.75, 1.0)], "success, %"),
+        svg.band(plot, [(x, max(0.0, y - se), min(1.0, y + se)) for x, y, se in rated], "band"),
+        svg.line(plot, [(x, y) for x, y, _ in rated], "line"),
+        *(tag("circle", cx=plot.x(x), cy=plot.y(y), r=3.5, class_="dot") for x, y, _ in ends),
+        svg.text(plot.x(last[0]) + 8, plot.y(last[1]) + 4, f"{100 * last[1]:.0f} %", "value"),
+        svg.bottom_axis(plot, [(v, f"{v:g}") for v in ticks], "training step"),
+    )
+
+
+def cost(summary: Summary) -> Markup | None:
+    """Cost so far, stacked by provider over time, each provider's sum at its end."""
+    history = summary.timeline
+    if not history.providers or summary.total.usd <= 0:
+        return None
+    classes = provider_classes(list(summary.providers))
+    names = [name for name in summary.providers if name in history.providers and summary.providers[name].usd > 0]
+    layers = [history.providers[name].usd for name in names]
+    high, step = svg.nice_ceiling(_peak(layers))
+    plot = svg.panel(LEFT, 34, HALF_WIDTH - LEFT - 110, 170, (0.0, summary.wall_s), (0.0, high))
+    return svg.drawing(
+        HALF_WIDTH,
+        250,
+        "Cost by provider over time",
+        svg.left_axis(plot, [(v, _dollars(v, step)) for v in svg.spaced(high, step)], "cost so far, $"),
+        _stack(plot, history.edges_s, layers, [f"area {classes[name]}" for name in names]),
+        _end_labels(plot, layers, [f"{name} {units.usd(summary.providers[name].usd)}" for name in names]),
+        svg.bottom_axis(plot, svg.time_ticks(summary.wall_s, 5), svg.time_title(summary.wall_s)),
+    )
+
+
+def accounts(summary: Summary) -> Markup | None:
+    """Where each provider's GPU time went: one bar a provider, as shares of its own time."""
+    bars = {name: usage for name, usage in summary.providers.items() if usage.gpu_s > 0}
+    if not bars:
+        return None
+    if len(bars) > 1:
+        bars["all"] = summary.total
+    left, right, pitch, top = 110, 190, 38, 10
+    bottom = top + pitch * len(bars)
+    scale = svg.Scale(0.0, 1.0, left, FULL_WIDTH - right)
+    rows = [_account_bar(scale, top + pitch * i, name, usage) for i, (name, usage) in enumerate(bars.items())]
+    used = {account for account, spent_s in summary.total.accounts_s.items() if spent_s > 0}
+    return svg.drawing(
+        FULL_WIDTH, bottom + 76, "GPU time by account and provider", *rows, _account_legend(left, bottom + 18, used)
+    )
+
+
+def latency(quantiles: Quantiles, values: Histogram, what: str) -> Markup | None:
+    """A distribution over a logarithmic time axis, with its median and tail marked."""
+    if not values.counts or quantiles.p50 is None or quantiles.p95 is None or quantiles.p99 is None:
+        return None
+    edges = values.edges_s
+    high, step = svg.nice_ceiling(max(values.counts))
+    plot = svg.panel(LEFT, 66, HALF_WIDTH - LEFT - 16, 138, (edges[0], edges[-1]), (0.0, high))
+    plot = svg.Panel(svg.logarithmic(plot.x), plot.y)
+    marks = (("p50", quantiles.p50), ("p95", quantiles.p95), ("p99", quantiles.p99))
+    return svg.drawing(
+        HALF_WIDTH,
+        250,
+        what,
+        svg.left_axis(plot, [(v, units.si(v)) for v in svg.spaced(high, max(1.0, step))], "turns"),
+        *(_bar(plot, edges[i], edges[i + 1], number) for i, number in enumerate(values.counts) if number > 0),
+        *(_quantile(plot, value, name, 16 + 15 * i) for i, (name, value) in enumerate(marks)),
+        svg.bottom_axis(plot, [(v, units.duration(v)) for v in svg.log_ticks(edges[0], edges[-1], 8)], what),
+    )
+
+
+def _peak(layers: Sequence[Sequence[float]]) -> float:
+    return max(map(sum, zip(*layers, strict=True)), default=0.0)
+
+
+def _stack(
+    plot: svg.Panel, edges: Sequence[float], layers: Sequence[Sequence[float]], classes: Sequence[str]
+) -> Markup:
+    """Layers one upon the other; those that are zero throughout are left out."""
+    areas: list[Markup] = []
+    low = [0.0] * (len(edges) - 1)
+    for values, class_ in zip(layers, classes, strict=True):
+        high = [a + b for a, b in zip(low, values, strict=True)]
+        if any(values):
+            areas.append(svg.step_area(plot, edges, low, high, class_))
+        low = high
+    return tag("g", *areas)
+
+
+def _preemption(upper: svg.Panel, lower: svg.Panel, at_s: float, words: str) -> Markup:
+    x, y = lower.x(at_s), lower.y.end - 2
+    return tag(
+        "g",
+        tag("title", f"{words} at {units.duration(at_s)}"),
+        tag("line", x1=x, x2=x, y1=upper.y.end, y2=lower.y.start, class_="event"),
+        tag("path", d=_triangle(x, y), class_="event-mark"),
+    )
+
+
+def _preemption_legend(right: float, y: float) -> Markup:
+    words = "preemption"
+    x = right - svg.text_width(words)
+    return tag("g", tag("path", d=_triangle(x - 10, y), class_="event-mark"), svg.text(x, y, words))
+
+
+def _triangle(x: float, y: float) -> str:
+    return f"M{x - 4.5:.1f},{y - 8:.1f}h9l-4.5,8z"
+
+
+def _dollars(value: float, step: float) -> str:
+    return f"{value:.0f}" if step >= 1 else f"{value:.2f}" if step >= 0.01 else f"{value:.2g}"
+
+
+def _end_labels(plot: svg.Panel, layers: Sequence[Sequence[float]], labels: Sequence[str]) -> Markup:
+    """Names beside the middle of each layer's end, pushed up where they would touch."""
+    parts: list[Markup] = []
+    low, free_y = 0.0, plot.y.start + 4.0
+    for values, label in zip(layers, labels, strict=True):
+        y = min(free_y, plot.y(low + values[-1] / 2) + 4)
+        parts.append(svg.text(plot.x.end + 8, y, label, "value"))
+        low, free_y = low + values[-1], y - 16
+    return tag("g", *parts)
+
+
+def _account_bar(scale: svg.Scale, y: float, name: str, usage: Usage) -> Markup:
+    parts = [svg.text(scale.start - 12, y + 18, _shortened(name, 14), "value", "end")]
+    x = 0.0
+    for account in (a for family in ACCOUNT_FAMILIES.values() for a in family):
+        share = usage.accounts_s[account] / usage.gpu_s
+        if share > 0:
+            parts.append(_segment(scale, x, share, y, account, usage.accounts_s[account]))
+        x += share
+    note = f"{units.hours(usage.gpu_hours)} · {units.share(usage.overhead_share)} overhead"
+    return tag("g", *parts, svg.text(scale.end + 12, y + 18, note))
+
+
+def _segment(scale: svg.Scale, start: float, share: float, y: float, account: Account, spent_s: float) -> Markup:
+    left, width = scale(start), scale(start + share) - scale(start)
+    label = f"{account} {100 * share:.0f} %"
+    fits = svg.text_width(label) + 12 < width
+    return tag(
+        "g",
+        tag("title", f"{account}: {units.duration(spent_s)} GPU time, {units.share(share)}"),
+        tag("rect", x=left, y=y, width=width, height=26, class_=f"segment account-{account}"),
+        svg.text(left + width / 2, y + 17, label, f"on-{account}", "middle") if fits else None,
+    )
+
+
+def _account_legend(x: float, y: float, used: set[str]) -> Markup:
+    rows = []
+    for family, members in ACCOUNT_FAMILIES.items():
+        shown = [(f"segment account-{account}", account.value) for account in members if account in used]
+        if shown:
+            rows += [svg.text(x - 12, y, family, "unit", "end"), svg.legend(x, y, shown)]
+            y += 20
+    return join(rows)
+
+
+def _bar(plot: svg.Panel, start: float, end: float, number: int) -> Markup:
+    left, width = plot.x(start), plot.x(end) - plot.x(start)
+    return tag(
+        "rect",
+        tag("title", f"{units.duration(start)} – {units.duration(end)}: {number:,} turns"),
+        x=left + 0.5,
+        y=plot.y(number),
+        width=max(1.0, width - 1),
+        height=plot.y.start - plot.y(number),
+        class_="bar",
+    )
+
+
+def _quantile(plot: svg.Panel, value: float, name: str, y: float) -> Markup:
+    x = plot.x(value)
+    words = f"{name} {units.duration(value)}"
+    before = x + 6 + svg.text_width(words) > plot.x.end
+    return tag(
+        "g",
+        tag("line", x1=x, x2=x, y1=y - 8, y2=plot.y.start, class_="event"),
+        svg.text(x - 6 if before else x + 6, y, words, "value", "end" if before else "start"),
+    )
+
+
+def _shortened(name: str, most: int) -> str:
+    return name if len(name) <= most else name[: most - 1] + "…"

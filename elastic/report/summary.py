@@ -1,0 +1,411 @@
+"""What a run came to: one struct, computed from its journal, that every format of the report is written from.
+
+It works on whatever the journal holds: a finished run, a failed one, one still going, or one whose orchestrator
+was killed. GPU time is device time × GPUs; a book left open by a crash ends with the journal, and what it has not
+accounted for is unattributed.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
+from operator import attrgetter
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from elastic.core import events as e
+from elastic.core.ledger import NANO_USD_PER_USD, NS_PER_HOUR, DeviceBook, Ledger, overhead_share
+from elastic.core.types import NS_PER_S, Account, EndCause, Nanoseconds, Plan
+from elastic.report.timeline import Timeline, timeline
+from elastic.runtime.journal import JournalReader
+from elastic.runtime.status import CPU_SATURATED_SHARE, RunStatus
+
+ORDERLY_ENDS = frozenset({EndCause.RELEASED, EndCause.EXPIRED})
+"""Ends after which no time should be missing from a lease's books: nothing was taken away or given up."""
+TRAINER = Plan(steps=0, groups=0, group_size=0).trainer_provider
+HISTOGRAM_BINS_PER_DECADE = 10
+SHORTEST_S = 1e-3
+"""Turns faster than this share the histogram's first bin."""
+
+
+class Quantiles(msgspec.Struct, frozen=True, kw_only=True):
+    """A distribution in a few numbers; None where nothing was measured. Its unit is in the name it goes by."""
+
+    count: int = 0
+    p50: float | None = None
+    p95: float | None = None
+    p99: float | None = None
+    max: float | None = None
+
+
+class Histogram(msgspec.Struct, frozen=True, kw_only=True):
+    """`counts[i]` values lie between `edges_s[i]` and `edges_s[i + 1]`, which are spaced evenly in their logarithm."""
+
+    edges_s: list[float]
+    counts: list[int]
+
+
+class StepSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """One finished training step. `success_rate` is the share of its scored trajectories that were rewarded."""
+
+    step: int
+    at_s: float
+    duration_s: float
+    seeding_s: float
+    rollout_s: float
+    groups_trained: int
+    groups_dropped: int
+    trajectories: int
+    success_rate: float | None
+    standard_error: float | None
+    trainer: dict[str, float | None]
+
+
+class Usage(msgspec.Struct, frozen=True, kw_only=True):
+    """What some GPUs did and cost. `accounts_s` has every account, in GPU-seconds, and sums to `gpu_s`.
+
+    `overhead_share` is DESIGN §4's: overhead accounts over all time. `preempted_share` is the papers' (ROSE §6.1):
+    preempted GPUs × recovery time over all time, where the recovery of a preempted lease is the time that the lease
+    which replaced it spent booting and loading.
+    """
+
+    gpu_s: float
+    gpu_hours: float
+    accounts_s: dict[str, float]
+    overhead_share: float
+    preempted_share: float
+    usd: float
+    tokens: int
+    tokens_per_s: float
+    usd_per_million_tokens: float | None
+    leases: int
+    lease_ends: dict[str, int]
+    preemptions: int
+
+
+class LeaseEnd(msgspec.Struct, frozen=True, kw_only=True):
+    at_s: float
+    lease: str
+    provider: str
+    cause: str
+
+
+class Moves(msgspec.Struct, frozen=True, kw_only=True):
+    """Turns that left a worker unfinished. `tokens_kept` were accepted before and not generated again.
+
+    `redispatch_s` runs from a turn's leaving its worker to its start on the next.
+    """
+
+    turns: int
+    tokens_kept: int
+    redispatch_s: Quantiles
+
+
+class Pulls(msgspec.Struct, frozen=True, kw_only=True):
+    """Weight pulls by workers; times are those of the pulls that succeeded."""
+
+    count: int
+    failed: int
+    bytes: int
+    pull_s: Quantiles
+    apply_s: Quantiles
+
+
+class Summary(msgspec.Struct, frozen=True, kw_only=True):
+    """A run in numbers; shares lie in [0, 1], times are seconds since the run began.
+
+    `outcome` is finished, failed or incomplete (it still goes on, or its orchestrator was killed). `paced` says
+    whether engines modelled a device's speed, None where the configuration is not known.
+    """
+
+    run: str
+    outcome: str
+    cause: str
+    started_at: str
+    seed: str
+    requested_providers: str
+    paced: bool | None
+    wall_s: float
+    steps_planned: int | None
+    steps: list[StepSummary]
+    success_first: float | None
+    success_last: float | None
+    trajectories_finished: int
+    trajectories_failed: dict[str, int]
+    groups_trained: int
+    groups_dropped: dict[str, int]
+    total: Usage
+    providers: dict[str, Usage]
+    ledger_imbalance_ns: int
+    unattributed_share: float | None
+    lease_ends: list[LeaseEnd]
+    moves: Moves
+    preempted_moves: Moves
+    turns: int
+    turn_latency_s: Quantiles
+    first_token_s: Quantiles
+    turn_latency: Histogram
+    first_token: Histogram
+    pulls: Pulls
+    cpu_saturated_share: float | None
+    timeline: Timeline
+
+
+def summarise(journal: JournalReader) -> Summary:
+    """Everything the report says about the run in `journal`."""
+    meta = journal.meta()
+    samples = [(row["t_ns"], msgspec.convert(row, RunStatus)) for row in journal.rows("samples")]
+    books = msgspec.json.decode(meta.get("books", "[]"), type=list[DeviceBook])
+    turns, moves = journal.rows("turns"), journal.rows("moves")
+    trajectories = journal.rows("trajectories")
+    steps = _steps(journal.rows("steps"), trajectories)
+    ends = _lease_ends(journal, books)
+    end_ns = max(
+        (
+            *(t_ns for t_ns, _ in samples),
+            *(turn["finished_ns"] for turn in turns),
+            *(round(at_s * NS_PER_S) for at_s in (*(end.at_s for end in ends), *(step.at_s for step in steps))),
+            *(book.cursor_ns if book.closed_ns is None else book.closed_ns for book in books),
+        ),
+        default=0,
+    )
+    wall_s = end_ns / NS_PER_S
+    status = samples[-1][1] if samples else None
+    tokens = {name: p.tokens for name, p in status.providers.items()} if status else {}
+    history = timeline(samples)
+    names = {book.provider for book in books} | history.providers.keys()
+    by_provider = {
+        name: _usage([b for b in books if b.provider == name], ends, end_ns, wall_s, tokens.get(name, 0))
+        for name in sorted(names, key=lambda name: (name != TRAINER, name))
+    }
+    preempted = {end.lease for end in ends if end.cause == EndCause.PREEMPTED}
+    lost_workers = {book.worker for book in books if book.lease in preempted}
+    trained = {event.group for _, event in journal.events_of("GroupTrained") if isinstance(event, e.GroupTrained)}
+    latencies_s = [(turn["finished_ns"] - turn["requested_ns"]) / NS_PER_S for turn in turns]
+    first_tokens_s = [
+        (turn["first_token_ns"] - turn["requested_ns"]) / NS_PER_S
+        for turn in turns
+        if turn["first_token_ns"] is not None
+    ]
+    outcome, cause = _outcome(meta, journal)
+    config = msgspec.json.decode(meta.get("config", "{}"))
+    rated = [step.success_rate for step in steps if step.success_rate is not None]
+    return Summary(
+        run=meta.get("run") or (status.run if status else journal.path.stem),
+        outcome=outcome,
+        cause=cause,
+        started_at=meta.get("started_at", ""),
+        seed=meta.get("seed", ""),
+        requested_providers=meta.get("providers", ""),
+        paced=bool(config["engine"].get("pacing")) if "engine" in config else None,
+        wall_s=wall_s,
+        steps_planned=status.steps if status else config.get("run", {}).get("steps"),
+        steps=steps,
+        success_first=rated[0] if rated else None,
+        success_last=rated[-1] if rated else None,
+        trajectories_finished=sum(_scored(row) for row in trajectories),
+        trajectories_failed=_counts(row["cause"] or "no finite reward" for row in trajectories if not _scored(row)),
+        groups_trained=len(trained),
+        groups_dropped=_dropped_groups(trajectories, trained, {step.step for step in steps}),
+        total=_usage(books, ends, end_ns, wall_s, sum(tokens.values())),
+        providers=by_provider,
+        ledger_imbalance_ns=_ledger(books).imbalance_ns(),
+        unattributed_share=_unattributed_share(books, ends),
+        lease_ends=ends,
+        moves=_moves(moves),
+        preempted_moves=_moves([move for move in moves if move["from_worker"] in lost_workers]),
+        turns=len(turns),
+        turn_latency_s=quantiles(latencies_s),
+        first_token_s=quantiles(first_tokens_s),
+        turn_latency=histogram(latencies_s),
+        first_token=histogram(first_tokens_s),
+        pulls=_pulls(journal.rows("pulls")),
+        cpu_saturated_share=_share(status.cpu_share > CPU_SATURATED_SHARE for _, status in samples),
+        timeline=history,
+    )
+
+
+def quantiles(values: Iterable[float | None]) -> Quantiles:
+    found = [value for value in values if value is not None]
+    if not found:
+        return Quantiles()
+    p50, p95, p99, largest = (float(q) for q in np.percentile(found, (50, 95, 99, 100)))
+    return Quantiles(count=len(found), p50=p50, p95=p95, p99=p99, max=largest)
+
+
+def histogram(values_s: Sequence[float]) -> Histogram:
+    """Logarithmic bins that just hold all values."""
+    if not values_s:
+        return Histogram(edges_s=[], counts=[])
+    exponents = np.log10(np.maximum(values_s, SHORTEST_S)) * HISTOGRAM_BINS_PER_DECADE
+    bins = np.floor(exponents).astype(int)
+    first = int(bins.min())
+    counts = np.bincount(bins - first)
+    edges_s = 10.0 ** (np.arange(first, first + len(counts) + 1) / HISTOGRAM_BINS_PER_DECADE)
+    return Histogram(edges_s=edges_s.tolist(), counts=counts.tolist())
+
+
+def _outcome(meta: Mapping[str, str], journal: JournalReader) -> tuple[str, str]:
+    """How the run ended, and why it failed: as its owner wrote it, else as the core was told to stop."""
+    status, _, cause = meta.get("status", "").partition(": ")
+    if status not in ("finished", "failed"):
+        return "incomplete", ""
+    if status == "failed" and not cause:
+        stops = [event.reason for _, event in journal.events_of("StopRequested") if isinstance(event, e.StopRequested)]
+        cause = stops[0] if stops else ""
+    return status, cause
+
+
+def _scored(trajectory: Mapping[str, Any]) -> bool:
+    """Whether it counts: an infrastructure failure is never a result (invariant 11)."""
+    reward = trajectory["reward"]
+    return not trajectory["cause"] and reward is not None and math.isfinite(reward)
+
+
+def _steps(steps: Sequence[Mapping[str, Any]], trajectories: Sequence[Mapping[str, Any]]) -> list[StepSummary]:
+    rewards: dict[int, list[float]] = {}
+    for row in filter(_scored, trajectories):
+        rewards.setdefault(row["step"], []).append(row["reward"])
+    return [_step(row, rewards.get(row["step"], [])) for row in steps]
+
+
+def _step(row: Mapping[str, Any], rewards: Sequence[float]) -> StepSummary:
+    rate = _share(reward > 0 for reward in rewards)
+    return StepSummary(
+        step=row["step"],
+        at_s=row["t_ns"] / NS_PER_S,
+        duration_s=row["duration_ns"] / NS_PER_S,
+        seeding_s=row["seeding_ns"] / NS_PER_S,
+        rollout_s=row["rollout_ns"] / NS_PER_S,
+        groups_trained=row["groups_trained"],
+        groups_dropped=row["groups_dropped"],
+        trajectories=len(rewards),
+        success_rate=rate,
+        standard_error=None if rate is None else math.sqrt(rate * (1 - rate) / len(rewards)),
+        trainer=row["trainer"],
+    )
+
+
+def _dropped_groups(
+    trajectories: Sequence[Mapping[str, Any]], trained: set[str], finished_steps: set[int]
+) -> dict[str, int]:
+    """Untrained groups of finished steps, by what their members show to be the reason."""
+    reasons: Counter[str] = Counter()
+    ended = sorted((row for row in trajectories if row["step"] in finished_steps), key=lambda row: row["group_id"])
+    for group, members in groupby(ended, key=lambda row: row["group_id"]):
+        rewards = [row["reward"] for row in members if _scored(row)]
+        if group in trained:
+            continue
+        if len(rewards) < 2:
+            reasons["infrastructure"] += 1
+        else:
+            reasons["zero variance" if min(rewards) == max(rewards) else "other"] += 1
+    return dict(reasons.most_common())
+
+
+def _lease_ends(journal: JournalReader, books: Sequence[DeviceBook]) -> list[LeaseEnd]:
+    """The first end of each lease that was ever billed, in order of time."""
+    provider_of = {book.lease: book.provider for book in books}
+    ends: dict[str, LeaseEnd] = {}
+    for t_ns, event in journal.events_of("LeaseEnded"):
+        if isinstance(event, e.LeaseEnded) and event.lease in provider_of and event.lease not in ends:
+            ends[event.lease] = LeaseEnd(
+                at_s=t_ns / NS_PER_S, lease=event.lease, provider=provider_of[event.lease], cause=event.cause
+            )
+    return list(ends.values())
+
+
+def _usage(
+    books: Sequence[DeviceBook], ends: Sequence[LeaseEnd], end_ns: Nanoseconds, wall_s: float, tokens: int
+) -> Usage:
+    leases = {book.lease for book in books}
+    causes = _counts(end.cause for end in ends if end.lease in leases)
+    accounts_ns = _accounts_ns(books, end_ns)
+    gpu_ns = sum(accounts_ns.values())
+    usd = sum(_ledger(books).bill_nano_usd(end_ns).values()) / NANO_USD_PER_USD
+    return Usage(
+        gpu_s=gpu_ns / NS_PER_S,
+        gpu_hours=gpu_ns / NS_PER_HOUR,
+        accounts_s={account.value: ns / NS_PER_S for account, ns in accounts_ns.items()},
+        overhead_share=overhead_share(accounts_ns),
+        preempted_share=_recovery_gpu_ns(books, ends) / gpu_ns if gpu_ns else 0.0,
+        usd=usd,
+        tokens=tokens,
+        tokens_per_s=tokens / wall_s if wall_s else 0.0,
+        usd_per_million_tokens=usd / tokens * 1e6 if tokens else None,
+        leases=len(leases),
+        lease_ends=causes,
+        preemptions=causes.get(EndCause.PREEMPTED, 0),
+    )
+
+
+def _accounts_ns(books: Sequence[DeviceBook], end_ns: Nanoseconds) -> dict[Account, int]:
+    """GPU-nanoseconds by account, every account named."""
+    accounts_ns = dict.fromkeys(Account, 0)
+    for book in books:
+        for account, ns in book.accounts_ns.items():
+            accounts_ns[account] += ns * book.gpus
+        if book.closed_ns is None:
+            accounts_ns[Account.UNATTRIBUTED] += (end_ns - book.cursor_ns) * book.gpus
+    return accounts_ns
+
+
+def _recovery_gpu_ns(books: Sequence[DeviceBook], ends: Sequence[LeaseEnd]) -> int:
+    """Preempted GPUs × recovery time: each preemption pairs with the provider's next lease, if one came."""
+    total_ns = 0
+    for provider, owned in groupby(sorted(books, key=attrgetter("provider", "opened_ns")), attrgetter("provider")):
+        lost_s = sorted(end.at_s for end in ends if end.provider == provider and end.cause == EndCause.PREEMPTED)
+        for _, workers in groupby(owned, attrgetter("lease")):
+            lease = list(workers)
+            if lost_s and lost_s[0] <= lease[0].opened_ns / NS_PER_S:
+                lost_s.pop(0)
+                total_ns += sum(
+                    book.accounts_ns.get(account, 0) * book.gpus
+                    for book in lease
+                    for account in (Account.BOOTING, Account.LOADING)
+                )
+    return total_ns
+
+
+def _unattributed_share(books: Sequence[DeviceBook], ends: Sequence[LeaseEnd]) -> float | None:
+    """Over the leases that ended in order; None if none did."""
+    orderly = {end.lease for end in ends if end.cause in ORDERLY_ENDS}
+    accounts_ns = _accounts_ns([b for b in books if b.lease in orderly and b.closed_ns is not None], 0)
+    total_ns = sum(accounts_ns.values())
+    return accounts_ns[Account.UNATTRIBUTED] / total_ns if total_ns else None
+
+
+def _moves(moves: Sequence[Mapping[str, Any]]) -> Moves:
+    return Moves(
+        turns=len(moves),
+        tokens_kept=sum(move["accepted_tokens"] for move in moves),
+        redispatch_s=quantiles((move["started_ns"] - move["left_ns"]) / NS_PER_S for move in moves),
+    )
+
+
+def _pulls(pulls: Sequence[Mapping[str, Any]]) -> Pulls:
+    done = [pull for pull in pulls if not pull["error"]]
+    return Pulls(
+        count=len(pulls),
+        failed=len(pulls) - len(done),
+        bytes=sum(pull["bytes"] for pull in pulls),
+        pull_s=quantiles(pull["pull_s"] for pull in done),
+        apply_s=quantiles(pull["apply_s"] for pull in done),
+    )
+
+
+def _ledger(books: Iterable[DeviceBook]) -> Ledger:
+    ledger = Ledger()
+    ledger.books = {book.worker: book for book in books}
+    return ledger
+
+
+def _counts(values: Iterable[str]) -> dict[str, int]:
+    return dict(Counter(values).most_common())
+
+
+def _share(flags: Iterable[bool]) -> float | None:
+    found = list(flags)
+    return sum(found) / len(found) if found else None

@@ -1,0 +1,280 @@
+"""The report's words and rows, once for every format: headline figures, what to beware of, and tables."""
+
+from collections.abc import Mapping
+
+import msgspec
+
+from elastic.core.types import Account
+from elastic.report import units
+from elastic.report.summary import Moves, Pulls, Quantiles, Summary, Usage
+from elastic.runtime.status import CPU_SATURATED_SHARE
+
+
+class Table(msgspec.Struct, frozen=True, kw_only=True):
+    """Rows of text under `header`; every column but the first is numeric. `note` says how to read it."""
+
+    title: str
+    header: list[str]
+    rows: list[list[str]]
+    note: str = ""
+
+
+class Figure(msgspec.Struct, frozen=True, kw_only=True):
+    """One headline number and what stands beside it."""
+
+    name: str
+    value: str
+    detail: str = ""
+
+
+def subtitle(summary: Summary) -> str:
+    """When, with which seed and on which providers."""
+    parts = [
+        summary.started_at,
+        f"seed {summary.seed}" if summary.seed else "",
+        f"providers {summary.requested_providers}" if summary.requested_providers else "",
+    ]
+    return " · ".join(part for part in parts if part)
+
+
+def headline(summary: Summary) -> list[Figure]:
+    total, moves = summary.total, summary.preempted_moves
+    steps = len(summary.steps)
+    of = f" of {summary.steps_planned}" if summary.steps_planned not in (None, steps) else ""
+    return [
+        Figure(
+            name="success",
+            value=_percent(summary.success_last),
+            detail=f"from {_percent(summary.success_first)} in {steps}{of} steps",
+        ),
+        Figure(
+            name="wall time", value=units.duration(summary.wall_s), detail=f"{units.hours(total.gpu_hours)} of GPUs"
+        ),
+        Figure(
+            name="throughput",
+            value=f"{units.count(total.tokens_per_s)}/s",
+            detail=f"{units.count(total.tokens)} tokens",
+        ),
+        Figure(
+            name="cost",
+            value=units.usd(total.usd),
+            detail=f"{units.usd(total.usd_per_million_tokens)} a million tokens",
+        ),
+        Figure(
+            name="preemptions",
+            value=units.count(total.preemptions),
+            detail=f"{moves.turns:,} turns moved, p95 {units.duration(moves.redispatch_s.p95)}",
+        ),
+        Figure(
+            name="allocation overhead",
+            value=units.share(total.overhead_share),
+            detail=f"{units.share(total.preempted_share)} by the papers' definition",
+        ),
+    ]
+
+
+def warnings(summary: Summary) -> list[str]:
+    """What a reader must know before trusting the figures."""
+    found: list[str] = []
+    if summary.outcome == "failed":
+        found.append(f"The run failed: {summary.cause or 'no cause was recorded'}.")
+    if summary.outcome == "incomplete":
+        found.append("The journal has no end: the run still goes on, or its orchestrator was killed.")
+    if summary.cpu_saturated_share and summary.paced is not False:
+        found.append(
+            f"CPU use was above {100 * CPU_SATURATED_SHARE:.0f} % in {units.share(summary.cpu_saturated_share)} of the samples. "
+            "There pacing did not hold: engines ran below the speed they model."
+        )
+    if summary.ledger_imbalance_ns:
+        found.append(
+            f"The ledger is out of balance by {summary.ledger_imbalance_ns:,} ns. This is a bug; please report it."
+        )
+    return found
+
+
+def tables(summary: Summary) -> list[Table]:
+    """All tables that have a row, in the order in which they are read."""
+    found = [
+        _providers(summary),
+        _accounts(summary),
+        _recovery(summary),
+        _latency(summary),
+        _trajectories(summary),
+        _lease_ends(summary),
+        _integrity(summary),
+        _steps(summary),
+    ]
+    return [table for table in found if table.rows]
+
+
+def providers_table(summary: Summary) -> Table:
+    """The one table that fits a terminal."""
+    return _providers(summary)
+
+
+def _providers(summary: Summary) -> Table:
+    return Table(
+        title="Providers",
+        header=[
+            "provider",
+            "leases",
+            "preempted",
+            "GPU time",
+            "overhead",
+            "papers'",
+            "tokens",
+            "tokens/s",
+            "cost",
+            "$/M tokens",
+        ],
+        rows=[
+            [
+                name,
+                units.count(usage.leases),
+                units.count(usage.preemptions),
+                units.hours(usage.gpu_hours),
+                units.share(usage.overhead_share),
+                units.share(usage.preempted_share),
+                units.count(usage.tokens),
+                units.count(usage.tokens_per_s),
+                units.usd(usage.usd),
+                units.usd(usage.usd_per_million_tokens),
+            ]
+            for name, usage in _with_total(summary).items()
+        ],
+        note="Overhead: time booting, loading, applying, recomputing, lost or unattributed, over all GPU time. "
+        "Papers': preempted GPUs × recovery time, over all GPU time (ROSE §6.1).",
+    )
+
+
+def _accounts(summary: Summary) -> Table:
+    usages = {name: usage for name, usage in _with_total(summary).items() if usage.gpu_s > 0}
+    return Table(
+        title="GPU time by account",
+        header=["account", *usages],
+        rows=[
+            [account.value, *(_amount(usage, account) for usage in usages.values())] for account in Account if usages
+        ],
+        note="GPU-seconds: device time × GPUs. A provider's accounts add up to what its leases lasted.",
+    )
+
+
+def _recovery(summary: Summary) -> Table:
+    kinds = {"preempted workers": summary.preempted_moves, "all workers": summary.moves}
+    return Table(
+        title="Moved turns",
+        header=["turns that left", "turns", "tokens kept", "p50", "p95", "max"],
+        rows=[_move_row(name, moves) for name, moves in kinds.items() if moves.turns],
+        note="From a turn's leaving its worker to its start on the next. Tokens kept were accepted before the move "
+        "and not generated again. All workers includes hand-overs from the trainer's device.",
+    )
+
+
+def _move_row(name: str, moves: Moves) -> list[str]:
+    times = moves.redispatch_s
+    return [
+        name,
+        units.count(moves.turns),
+        units.count(moves.tokens_kept),
+        *map(units.duration, (times.p50, times.p95, times.max)),
+    ]
+
+
+def _latency(summary: Summary) -> Table:
+    measured = {
+        "turn latency": summary.turn_latency_s,
+        "time to first token": summary.first_token_s,
+        "weight pull": summary.pulls.pull_s,
+        "weight apply": summary.pulls.apply_s,
+    }
+    return Table(
+        title="Latency",
+        header=["", "count", "p50", "p95", "p99", "max"],
+        rows=[_latency_row(name, q) for name, q in measured.items() if q.count],
+        note=_pulls_note(summary.pulls) if summary.pulls.count else "",
+    )
+
+
+def _pulls_note(pulls: Pulls) -> str:
+    return f"{pulls.count:,} weight pulls, {units.size(pulls.bytes)} in all; {pulls.failed:,} failed."
+
+
+def _latency_row(name: str, q: Quantiles) -> list[str]:
+    return [name, units.count(q.count), *map(units.duration, (q.p50, q.p95, q.p99, q.max))]
+
+
+def _trajectories(summary: Summary) -> Table:
+    counts = {
+        "trajectories finished": summary.trajectories_finished,
+        **{f"trajectories failed: {cause}": n for cause, n in summary.trajectories_failed.items()},
+        "groups trained": summary.groups_trained,
+        **{f"groups dropped: {reason}": n for reason, n in summary.groups_dropped.items()},
+    }
+    return Table(
+        title="Trajectories and groups",
+        header=["", "count"],
+        rows=[[name, units.count(n)] for name, n in counts.items() if n],
+        note="A failure of the infrastructure is never scored or trained on. Zero variance: all of a group's "
+        "rewards are equal, so it has nothing to teach.",
+    )
+
+
+def _lease_ends(summary: Summary) -> Table:
+    causes = list(summary.total.lease_ends)
+    return Table(
+        title="How leases ended",
+        header=["provider", *(cause.replace("_", " ") for cause in causes)],
+        rows=[
+            [name, *(units.count(usage.lease_ends.get(cause, 0)) for cause in causes)]
+            for name, usage in summary.providers.items()
+            if causes
+        ],
+    )
+
+
+def _integrity(summary: Summary) -> Table:
+    return Table(
+        title="Can these figures be trusted?",
+        header=["", "value"],
+        rows=[
+            ["ledger imbalance", f"{summary.ledger_imbalance_ns:,} ns"],
+            ["unattributed time of leases that ended in order", units.share(summary.unattributed_share)],
+            [
+                f"samples with the CPU above {100 * CPU_SATURATED_SHARE:.0f} %",
+                units.share(summary.cpu_saturated_share),
+            ],
+        ],
+    )
+
+
+def _steps(summary: Summary) -> Table:
+    return Table(
+        title="Training steps",
+        header=["step", "success", "± s.e.", "duration", "seeding", "rollout", "trained", "dropped", "trajectories"],
+        rows=[
+            [
+                str(step.step),
+                units.share(step.success_rate),
+                units.share(step.standard_error),
+                *map(units.duration, (step.duration_s, step.seeding_s, step.rollout_s)),
+                units.count(step.groups_trained),
+                units.count(step.groups_dropped),
+                units.count(step.trajectories),
+            ]
+            for step in summary.steps
+        ],
+        note="Success is the share of scored trajectories that were rewarded, while the policy was being trained.",
+    )
+
+
+def _with_total(summary: Summary) -> Mapping[str, Usage]:
+    return summary.providers | {"all": summary.total} if len(summary.providers) > 1 else summary.providers
+
+
+def _amount(usage: Usage, account: Account) -> str:
+    spent_s = usage.accounts_s[account]
+    return f"{spent_s:,.1f} s" if spent_s else units.NONE
+
+
+def _percent(rate: float | None) -> str:
+    return units.NONE if rate is None else f"{100 * rate:.0f} %"

@@ -1,0 +1,89 @@
+"""The report as text: the closing table of a run in the terminal, Markdown for an issue or a notebook, JSON."""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from rich import box
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from elastic.report import tables, units
+from elastic.report.summary import Summary
+
+_MARKDOWN_SPECIAL = re.compile(r"([\\`*_\[\]<>|~])")
+_OUTCOME_STYLES = {"finished": "green", "failed": "red", "incomplete": "yellow"}
+
+
+def as_json(summary: Summary) -> dict[str, Any]:
+    """The whole summary as plain JSON values."""
+    return msgspec.to_builtins(summary)
+
+
+def as_markdown(summary: Summary) -> str:
+    """The page's headline and tables in GitHub's Markdown."""
+    parts = [f"# {_escaped(summary.run)}: {summary.outcome}"]
+    if tables.subtitle(summary):
+        parts.append(_escaped(tables.subtitle(summary)))
+    parts += [f"> **Note:** {_escaped(words)}" for words in tables.warnings(summary)]
+    parts.append(
+        "\n".join(f"- **{f.name}** {_escaped(f.value)} ({_escaped(f.detail)})" for f in tables.headline(summary))
+    )
+    for table in tables.tables(summary):
+        parts += [f"## {table.title}", _markdown_table(table)]
+        if table.note:
+            parts.append(_escaped(table.note))
+    return "\n\n".join(parts) + "\n"
+
+
+def closing_table(summary: Summary) -> RichTable:
+    """What stays in the terminal when a run is over; it reads without colour too."""
+    table = RichTable(
+        title=_title(summary),
+        caption=_caption(summary),
+        box=box.SIMPLE_HEAD,
+        title_justify="left",
+        caption_justify="left",
+        title_style="",
+        caption_style="",
+        pad_edge=False,
+    )
+    source = tables.providers_table(summary)
+    for i, name in enumerate(source.header):
+        table.add_column(name, justify="right" if i else "left", header_style="dim", no_wrap=True)
+    for row in source.rows:
+        last = row is source.rows[-1] and len(source.rows) > 1
+        table.add_row(*(Text(units.printable(cell)) for cell in row), style="bold" if last else "")
+    return table
+
+
+def _title(summary: Summary) -> Text:
+    return Text.assemble(
+        (units.printable(summary.run), "bold"),
+        " ",
+        (summary.outcome, _OUTCOME_STYLES[summary.outcome]),
+        f" after {units.duration(summary.wall_s)}",
+    )
+
+
+def _caption(summary: Summary) -> Text:
+    lines = [f"{figure.name:<20} {figure.value:>9}   {figure.detail}" for figure in tables.headline(summary)]
+    text = Text("\n".join(lines))
+    for words in tables.warnings(summary):
+        text.append("\n! " + units.printable(words), style="yellow")
+    return text
+
+
+def _markdown_table(table: tables.Table) -> str:
+    rule = [":--" if i == 0 else "--:" for i in range(len(table.header))]
+    rows = [[_escaped(cell) for cell in row] for row in (table.header, *table.rows)]
+    return "\n".join(map(_line, [rows[0], rule, *rows[1:]]))
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _escaped(words: str) -> str:
+    return _MARKDOWN_SPECIAL.sub(r"\\\1", units.printable(words))

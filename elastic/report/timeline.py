@@ -1,0 +1,76 @@
+"""How a run went over time: its samples, gathered into a few hundred equal intervals."""
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from elastic.core.types import NS_PER_S, Nanoseconds
+from elastic.runtime.status import ProviderStatus, RunStatus
+
+INTERVALS = 160
+"""As many as a page's width shows apart; more would only draw the noise of single steps."""
+
+
+class ProviderSeries(msgspec.Struct, frozen=True, kw_only=True):
+    """One value an interval. Workers are means over it; `usd` is the cost up to its end.
+
+    `waiting_workers` are held but cannot take turns: booting, loading, asleep or draining.
+    """
+
+    tokens_per_s: list[float]
+    ready_workers: list[float]
+    waiting_workers: list[float]
+    usd: list[float]
+
+
+class Timeline(msgspec.Struct, frozen=True, kw_only=True):
+    """`edges_s` bound the intervals: one more than there are values in a series. Empty without samples."""
+
+    edges_s: list[float]
+    providers: dict[str, ProviderSeries]
+
+
+def timeline(samples: Sequence[tuple[Nanoseconds, RunStatus]]) -> Timeline:
+    """Series by provider up to the last sample; tokens per second × interval sum to the tokens accepted."""
+    if not samples or samples[-1][0] <= 0:
+        return Timeline(edges_s=[], providers={})
+    at_s = np.array([t_ns / NS_PER_S for t_ns, _ in samples])
+    edges_s = np.linspace(0.0, at_s[-1], min(INTERVALS, len(samples)) + 1)
+    names = sorted({name for _, status in samples for name in status.providers})
+    return Timeline(
+        edges_s=edges_s.tolist(),
+        providers={name: _series(name, samples, at_s, edges_s) for name in names},
+    )
+
+
+def _series(
+    name: str,
+    samples: Sequence[tuple[Nanoseconds, RunStatus]],
+    at_s: NDArray[np.float64],
+    edges_s: NDArray[np.float64],
+) -> ProviderSeries:
+    absent = ProviderStatus()
+
+    def column(value: Callable[[ProviderStatus], float]) -> NDArray[np.float64]:
+        return np.array([value(status.providers.get(name, absent)) for _, status in samples], dtype=np.float64)
+
+    tokens = _at(edges_s, at_s, column(lambda p: p.tokens))
+    return ProviderSeries(
+        tokens_per_s=(np.diff(tokens) / np.diff(edges_s)).tolist(),
+        ready_workers=_means(edges_s, at_s, column(lambda p: p.ready)),
+        waiting_workers=_means(edges_s, at_s, column(lambda p: p.booting + p.other)),
+        usd=_at(edges_s, at_s, column(lambda p: p.usd))[1:].tolist(),
+    )
+
+
+def _at(edges_s: NDArray[np.float64], at_s: NDArray[np.float64], total: NDArray[np.float64]) -> NDArray[np.float64]:
+    """A running total, zero at the start, at each edge."""
+    return np.interp(edges_s, np.concatenate(([0.0], at_s)), np.concatenate(([0.0], total)))
+
+
+def _means(edges_s: NDArray[np.float64], at_s: NDArray[np.float64], level: NDArray[np.float64]) -> list[float]:
+    """The mean of a level over each interval; a sample holds for the time since the one before."""
+    area = np.cumsum(level * np.diff(at_s, prepend=0.0))
+    return (np.diff(_at(edges_s, at_s, area)) / np.diff(edges_s)).tolist()
