@@ -1,0 +1,57 @@
+"""The device's accounts from the birth of the worker's process, to the nanosecond."""
+
+import time
+from collections.abc import Mapping
+
+import psutil
+
+from elastic.core.types import NS_PER_S, Account, Nanoseconds
+
+
+def process_start_ns() -> Nanoseconds:
+    """When this process started, on the monotonic clock: imports and set-up count as the worker's life."""
+    age_s = time.time() - psutil.Process().create_time()
+    return time.monotonic_ns() - max(0, round(age_s * NS_PER_S))
+
+
+class DeviceAccounts:
+    """The engine's accounts, with BOOTING since `start_ns` before them, and TRAINING taken out of its ASLEEP.
+
+    The sum is a constant plus the engine's age, which its meter holds exactly.
+    """
+
+    def __init__(self, start_ns: Nanoseconds) -> None:
+        self._start_ns = start_ns
+        self._booting_ns = 0
+        self._before_ns: Mapping[Account, Nanoseconds] = {}
+        self._trained_ns = 0
+        self._asleep_before_ns: Nanoseconds | None = None
+
+    def engine_started(self, accounts_ns: Mapping[Account, Nanoseconds], now_ns: Nanoseconds) -> None:
+        """The engine's meter takes over at `now_ns`; what it shows until then, `accounts_ns`, was booting too."""
+        self._booting_ns = now_ns - self._start_ns
+        self._before_ns = accounts_ns
+
+    def training_began(self, accounts_ns: Mapping[Account, Nanoseconds]) -> None:
+        """The device trains from here on, while the engine believes that it is asleep."""
+        self._asleep_before_ns = accounts_ns.get(Account.ASLEEP, 0)
+
+    def training_ended(self, accounts_ns: Mapping[Account, Nanoseconds]) -> None:
+        self._trained_ns = self._training_ns(accounts_ns)
+        self._asleep_before_ns = None
+
+    def total(self, accounts_ns: Mapping[Account, Nanoseconds]) -> dict[Account, Nanoseconds]:
+        """All accounts, given the engine's; they add up to the process's age."""
+        total = {a: ns - self._before_ns.get(a, 0) for a, ns in accounts_ns.items()}
+        total[Account.BOOTING] = total.get(Account.BOOTING, 0) + self._booting_ns
+        if training_ns := self._training_ns(accounts_ns):
+            total[Account.TRAINING] = total.get(Account.TRAINING, 0) + training_ns
+            total[Account.ASLEEP] -= training_ns
+        return {account: ns for account, ns in total.items() if ns}
+
+    def _training_ns(self, accounts_ns: Mapping[Account, Nanoseconds]) -> Nanoseconds:
+        before_ns = self._asleep_before_ns
+        asleep_ns = accounts_ns.get(Account.ASLEEP, 0)
+        now_ns = 0 if before_ns is None else max(0, asleep_ns - before_ns)
+        # A reading from just before `training_ended` may know of less sleep than was trained in.
+        return min(self._trained_ns + now_ns, asleep_ns)

@@ -1,0 +1,134 @@
+"""The agent beside an engine: dials the orchestrator, boots the engine, and serves until it is told to leave."""
+
+import asyncio
+import contextlib
+import signal
+import ssl
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any, TypeAlias, TypeVar
+
+import structlog
+
+from elastic import wire
+from elastic.config import EngineConfig, validate
+from elastic.engine import create_engine
+from elastic.engine.base import DeviceShare, RolloutEngine
+from elastic.worker.accounts import DeviceAccounts, process_start_ns
+from elastic.worker.connection import Connection, ConnectionLost, SessionRefused, dial
+from elastic.worker.service import AgentExit, Pull, Pulled, Service, Ticket, Trainer
+from elastic.worker.threads import DaemonThread
+
+__all__ = ["AgentExit", "BuildEngine", "build_engine", "pull_weights", "run_agent"]
+
+log = structlog.get_logger(__name__)
+
+JOIN_TIMEOUT_S = 30.0
+"""For the first welcome. A worker that nobody welcomes exits; its lease is not its own to keep."""
+
+BUILD_TIMEOUT_S = 600.0
+"""For the engine to come up. The orchestrator's own limit is shorter; this one is for when it is gone."""
+
+BuildEngine: TypeAlias = Callable[[wire.Welcome], RolloutEngine]
+T = TypeVar("T")
+
+
+def build_engine(welcome: wire.Welcome) -> RolloutEngine:
+    """The engine that the orchestrator asks for, without weights. Blocks."""
+    return create_engine(welcome.model, validate(EngineConfig, welcome.engine, "the orchestrator's welcome"))
+
+
+def pull_weights(welcome: wire.Welcome, version: int) -> Pulled:
+    """A version's tensors, verified, off the welcome's relay. Blocks; raises `WeightsError`."""
+    from elastic.weights.puller import pull
+    from elastic.weights.relay import open_relay
+
+    relay = open_relay(welcome.relay, welcome.relay_token)
+    try:
+        manifest, tensors = pull(relay, version, timeout_s=welcome.pull_timeout_s)
+    finally:
+        relay.close()
+    return Pulled(tensors, manifest.blob_bytes)
+
+
+async def run_agent(
+    join: str,
+    worker: str,
+    token: str,
+    build_engine: BuildEngine = build_engine,
+    *,
+    share: DeviceShare | None = None,
+    trainer: Trainer | None = None,
+    pull: Pull = pull_weights,
+    tls: ssl.SSLContext | None = None,
+    join_timeout_s: float = JOIN_TIMEOUT_S,
+) -> AgentExit:
+    """Be `worker` until drained (code 0), or refused, cut off or failed (code 1).
+
+    Dials `join` (host:port) with the one-time `token`. SIGTERM and SIGINT drain in a hurry. A `share` bounds
+    what the engine may use of a device that it shares; a `trainer` takes the orders of the trainer's worker.
+    Raises `ValueError` for a `join` that is not an address.
+    """
+    accounts = DeviceAccounts(process_start_ns())
+    ticket = Ticket(join, worker, token, tls)
+    device = DaemonThread("device")
+    leave = asyncio.Event()
+    with _on_termination(leave.set):
+        try:
+            booted = await _unless(leave, _boot(ticket, build_engine, device, join_timeout_s))
+            if booted is None:
+                return AgentExit(0, "terminated before it was ready")
+            connection, welcome, engine = booted
+            service = Service(ticket, welcome, connection, engine, device, pull, share, trainer)
+            return await service.run(accounts, leave)
+        except (ConnectionLost, SessionRefused, _NotBuilt) as error:
+            log.error("worker gave up", worker=worker, reason=str(error), exc_info=error.__cause__)
+            return AgentExit(1, str(error))
+        finally:
+            device.stop()
+
+
+async def _boot(
+    ticket: Ticket, build_engine: BuildEngine, device: DaemonThread, join_timeout_s: float
+) -> tuple[Connection, wire.Welcome, RolloutEngine]:
+    connection, welcome = await dial(
+        ticket.join, ticket.worker, ticket.token, resume=False, within_s=join_timeout_s, tls=ticket.tls
+    )
+    try:
+        return connection, welcome, await device.run(BUILD_TIMEOUT_S, build_engine, welcome)
+    except BaseException as error:
+        connection.abort()
+        if isinstance(error, Exception):
+            raise _NotBuilt(f"the engine could not be built: {type(error).__name__}: {error}") from error
+        raise
+
+
+class _NotBuilt(Exception):
+    pass
+
+
+async def _unless(event: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
+    """The result of `work`, or None when `event` comes first."""
+    task, happened = asyncio.create_task(work), asyncio.create_task(event.wait())
+    try:
+        await asyncio.wait({task, happened}, return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        task.cancel()
+        happened.cancel()
+        await asyncio.gather(task, happened, return_exceptions=True)
+
+
+@contextlib.contextmanager
+def _on_termination(act: Callable[[], None]) -> Iterator[None]:
+    """`act` on the signals that ask a process to leave, where there can be handlers (the main thread)."""
+    loop = asyncio.get_running_loop()
+    handled: list[signal.Signals] = []
+    with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, act)
+            handled.append(number)
+    try:
+        yield
+    finally:
+        for number in handled:
+            loop.remove_signal_handler(number)

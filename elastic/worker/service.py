@@ -1,0 +1,406 @@
+"""A worker at work: it obeys the orchestrator's orders, and says what its engine does.
+
+Turns go straight to the engine. Whatever takes the whole device (sleep, wake, applying weights, training) is
+done one after the other in order of arrival, on one thread, so that no two of them ever overlap.
+"""
+
+import asyncio
+import contextlib
+import functools
+import itertools
+import ssl
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from typing import Any, Protocol, TypeAlias
+
+import msgspec
+import psutil
+import structlog
+
+from elastic import wire
+from elastic.core.types import Account, FinishReason, WorkerId
+from elastic.engine.base import DeviceShare, EngineStatistics, RolloutEngine, WeightsMismatch
+from elastic.worker.accounts import DeviceAccounts
+from elastic.worker.connection import Connection, ConnectionLost, SessionRefused, dial
+from elastic.worker.threads import DaemonThread, run_in_thread
+from elastic.worker.token_stream import TokenStream
+
+log = structlog.get_logger(__name__)
+
+SLEEP_TIMEOUT_S = 30.0
+"""For the engine to fall asleep or to wake."""
+
+ABORT_TIMEOUT_S = 1.0
+"""For aborted turns to hand over what they have, before a drained worker leaves without it."""
+
+CLOSE_TIMEOUT_S = 5.0
+
+SHARE_INTERVAL_S = 0.01
+"""How often a co-serving worker asks whether it must hold back: well inside one decode iteration."""
+
+TrainerOrder: TypeAlias = wire.TrainGroup | wire.SkipGroup | wire.Update
+TrainerReply: TypeAlias = wire.Trained | wire.Stepped | None
+
+
+class AgentExit(msgspec.Struct, frozen=True):
+    """How a worker ended: its process's exit code, and why."""
+
+    code: int
+    reason: str
+
+
+class Pulled(msgspec.Struct, frozen=True):
+    """Weights off the relay: Hugging Face names → CPU tensors, and what they cost to fetch."""
+
+    tensors: Mapping[str, object]
+    size_bytes: int
+
+
+Pull: TypeAlias = Callable[[wire.Welcome, int], Pulled]
+"""Fetches a version from the relay that the welcome names. Blocks."""
+
+
+class Trainer(Protocol):
+    """Takes the orders of the trainer's worker; see `elastic.worker.trainer_host`."""
+
+    timeout_s: float
+
+    def load_policy(self, engine: RolloutEngine) -> None:
+        """Before the worker is ready: bring the trainer's current weights into its engine. Blocks."""
+        ...
+
+    def carry_out(self, order: TrainerOrder) -> TrainerReply:
+        """Blocks. The engine sleeps meanwhile: the device belongs to the trainer alone."""
+        ...
+
+
+class Ticket(msgspec.Struct, frozen=True):
+    """Who this worker is, and where it dials. `token` is good for one session."""
+
+    join: str
+    worker: WorkerId
+    token: str
+    tls: ssl.SSLContext | None = None
+
+
+class Service:
+    """The worker from its engine's start to its exit, over any number of connections."""
+
+    def __init__(
+        self,
+        ticket: Ticket,
+        welcome: wire.Welcome,
+        connection: Connection,
+        engine: RolloutEngine,
+        device: DaemonThread,
+        pull: Pull,
+        share: DeviceShare | None,
+        trainer: Trainer | None,
+    ) -> None:
+        self._ticket = ticket
+        self._welcome = welcome
+        self._connection = connection
+        self._engine = engine
+        self._device = device
+        self._pull = pull
+        self._share = share
+        self._trainer = trainer
+        self._stream = TokenStream(welcome.flush_interval_s, self._send)
+        self._operations: asyncio.Queue[Callable[[], Awaitable[None]]] = asyncio.Queue()
+        self._wanted: wire.PullWeights | None = None
+        self._loading: asyncio.Task[None] | None = None
+        self._asleep = False
+        self._drain_reason = ""
+        self._announced_turns = 0
+        self._tasks = asyncio.TaskGroup()
+        self._exit: asyncio.Future[AgentExit] = asyncio.get_running_loop().create_future()
+        self._handlers: dict[type[Any], Callable[[list[Any]], None]] = {
+            wire.Generate: self._generate,
+            wire.Abort: lambda orders: self._engine.abort(self._stream.running(orders)),
+            wire.PullWeights: lambda orders: self._order_weights(orders[-1]),
+            wire.Sleep: lambda _: self._order_sleep(),
+            wire.Wake: lambda _: self._order_wake(),
+            wire.Drain: lambda orders: self._order_drain(orders[0].reason),
+            wire.Refused: lambda orders: self._end(1, f"the orchestrator ended the session: {orders[0].reason}"),
+            wire.TrainGroup: self._order_training,
+            wire.SkipGroup: self._order_training,
+            wire.Update: self._order_training,
+            wire.Ping: lambda _: None,
+        }
+
+    async def run(self, accounts: DeviceAccounts, leave: asyncio.Event) -> AgentExit:
+        """Work until drained, told to `leave`, refused, cut off for good, or failed."""
+        self._accounts = accounts
+        end = AgentExit(1, "cut short")
+        try:
+            async with self._tasks:
+                await self._start()
+                for work in self._duties(leave):
+                    self._tasks.create_task(work)
+                raise _Ended(await self._exit)  # which ends the group's other tasks
+        except* _Ended:
+            end = self._exit.result()
+        except* Exception as errors:
+            log.exception("worker failed", worker=self._ticket.worker)
+            end = AgentExit(1, f"{type(errors.exceptions[0]).__name__}: {errors.exceptions[0]}")
+        finally:
+            self._connection.abort()
+            with contextlib.suppress(TimeoutError):
+                await run_in_thread(CLOSE_TIMEOUT_S, self._engine.close)
+        return end
+
+    async def _start(self) -> None:
+        self._engine.start(self._stream.sink)
+        self._name_idle_time()
+        self._accounts.engine_started(self._engine.statistics().accounts_ns, time.monotonic_ns())
+        if self._trainer is not None:
+            await self._device.run(self._trainer.timeout_s, self._trainer.load_policy, self._engine)
+            self._name_idle_time()
+        self._announce()
+
+    def _duties(self, leave: asyncio.Event) -> Iterator[Coroutine[Any, Any, None]]:
+        yield self._leave_when(leave)
+        yield self._converse()
+        yield self._operate()
+        yield self._beat()
+        if self._share is not None:
+            yield self._watch(self._share)
+
+    # The connection
+
+    def _announce(self) -> None:
+        self._send(wire.Ready(self._engine.capabilities, self._engine.statistics().weights_version))
+        self._heartbeat()
+
+    def _send(self, message: wire.FromWorker) -> None:
+        self._connection.send(message)
+
+    async def _converse(self) -> None:
+        while not self._exit.done():
+            try:
+                messages = await self._connection.receive(self._welcome.silence_timeout_s)
+            except ConnectionLost as loss:
+                await self._reconnect(loss)
+                continue
+            for kind, batch in itertools.groupby(messages, key=type):
+                self._handlers[kind](list(batch))
+
+    async def _reconnect(self, loss: ConnectionLost) -> None:
+        """Buy the session back. The orchestrator has sent the turns elsewhere by now, so they end here."""
+        self._connection.abort()
+        self._engine.abort(self._stream.abandon())
+        if self._drain_reason:
+            self._end(0, self._drain_reason)
+            return
+        log.warning("connection lost", worker=self._ticket.worker, cause=str(loss))
+        ticket, within_s = self._ticket, self._welcome.resume_timeout_s
+        key = self._welcome.session_key
+        try:
+            self._connection, self._welcome = await dial(
+                ticket.join, ticket.worker, key, resume=True, within_s=within_s, tls=ticket.tls
+            )
+        except (ConnectionLost, SessionRefused) as error:
+            self._end(1, f"{loss}, and the session could not be resumed: {error}")
+        else:
+            log.info("connection resumed", worker=self._ticket.worker, epoch=self._welcome.epoch)
+            self._announce()
+
+    async def _leave_when(self, leave: asyncio.Event) -> None:
+        """Whoever tells the process to leave has no time for its turns to finish."""
+        await leave.wait()
+        self._order_drain("terminated")
+        self._engine.abort(self._stream.all_running())
+
+    def _order_drain(self, reason: str) -> None:
+        if not self._drain_reason:
+            self._drain_reason = reason or "drained"
+            self._name_idle_time()
+            self._tasks.create_task(self._drain())
+
+    async def _drain(self) -> None:
+        """Let what runs finish, flush, say goodbye and go."""
+        if not await self._idle_within(self._welcome.drain_timeout_s):
+            self._engine.abort(self._stream.all_running())
+            await self._idle_within(ABORT_TIMEOUT_S)
+        self._stream.flush()
+        now = self._engine.statistics()
+        self._send(wire.Goodbye(self._drain_reason, self._accounts.total(now.accounts_ns), now.decoded_tokens))
+        await self._connection.aclose()
+        self._end(0, self._drain_reason)
+
+    async def _idle_within(self, timeout_s: float) -> bool:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._stream.idle()
+                return True
+        return False
+
+    # Turns and credit
+
+    def _generate(self, orders: list[wire.Generate]) -> None:
+        if self._drain_reason or self._asleep:
+            self._stream.decline(orders, FinishReason.ABORTED, "draining" if self._drain_reason else "asleep")
+        elif self._share is not None and self._share.hold_back():
+            self._stream.decline(orders, FinishReason.STALLED, HELD_BACK)
+        else:
+            self._engine.submit([self._stream.open(order) for order in orders])
+
+    async def _watch(self, share: DeviceShare) -> None:
+        """Give running turns back as soon as the device's owner needs it, and announce every change of credit."""
+        while True:
+            if share.hold_back():
+                self._engine.abort(self._stream.stall(HELD_BACK))
+            if self._credit(self._engine.statistics()) != self._announced_turns:
+                self._heartbeat()
+            await asyncio.sleep(SHARE_INTERVAL_S)
+
+    def _credit(self, now: EngineStatistics) -> int:
+        if self._drain_reason:
+            return 0
+        return self._share.capacity_turns(now.capacity_turns) if self._share is not None else now.capacity_turns
+
+    async def _beat(self) -> None:
+        loop = asyncio.get_running_loop()
+        due_s = loop.time()
+        while True:
+            due_s = max(due_s + self._welcome.heartbeat_interval_s, loop.time())
+            await asyncio.sleep(due_s - loop.time())
+            self._heartbeat()
+
+    def _heartbeat(self) -> None:
+        now = self._engine.statistics()
+        self._announced_turns = self._credit(now)
+        self._send(
+            wire.Heartbeat(
+                capacity_turns=self._announced_turns,
+                pending=now.pending,
+                executing=now.executing,
+                progress=now.progress,
+                accounts_ns=self._accounts.total(now.accounts_ns),
+                decoded_tokens=now.decoded_tokens,
+                kv_used_share=now.kv_blocks_used / max(1, now.kv_blocks_total),
+                prefix_hit_tokens=now.prefix_hit_tokens,
+                prompt_tokens=now.prompt_tokens,
+                pacing_held_share=now.pacing_held_share,
+                cpu_share=psutil.cpu_percent() / 100,
+            )
+        )
+
+    def _name_idle_time(self) -> None:
+        if self._drain_reason:
+            account = Account.DRAINING
+        else:
+            account = Account.LOADING if self._engine.statistics().weights_version is None else Account.IDLE
+        self._engine.set_idle_account(account)
+
+    # The device as a whole
+
+    async def _operate(self) -> None:
+        while True:
+            operation = await self._operations.get()
+            await operation()
+
+    def _order_sleep(self) -> None:
+        self._asleep = True
+        # At once, since weights that wait for running turns may stand before the sleep.
+        self._engine.abort(self._stream.all_running())
+        self._operations.put_nowait(self._sleep)
+
+    def _order_wake(self) -> None:
+        self._asleep = False
+        self._operations.put_nowait(self._wake)
+
+    async def _sleep(self) -> None:
+        await self._device.run(SLEEP_TIMEOUT_S, self._engine.sleep)
+        self._stream.flush()
+        self._send(wire.Slept())
+
+    async def _wake(self) -> None:
+        await self._device.run(SLEEP_TIMEOUT_S, self._engine.wake)
+        self._heartbeat()
+        self._send(wire.Awoke())
+
+    def _order_training(self, orders: Sequence[TrainerOrder]) -> None:
+        for order in orders:
+            self._operations.put_nowait(functools.partial(self._train, order))
+
+    async def _train(self, order: TrainerOrder) -> None:
+        if self._trainer is None:
+            self._send(wire.TrainerFailed("this worker has no trainer"))
+            return
+        try:
+            reply = await self._device.run(self._trainer.timeout_s, self._train_alone, self._trainer, order)
+        except TimeoutError:
+            self._send(wire.TrainerFailed(f"{type(order).__name__} took longer than {self._trainer.timeout_s} s"))
+        except Exception as error:
+            log.exception("training failed", order=type(order).__name__)
+            self._send(wire.TrainerFailed(f"{type(error).__name__}: {error}"))
+        else:
+            if reply is not None:
+                self._send(reply)
+
+    def _train_alone(self, trainer: Trainer, order: TrainerOrder) -> TrainerReply:
+        """On the device's thread: train while the engine sleeps, which the orchestrator has seen to as a rule."""
+        awake = not self._engine.statistics().asleep
+        if awake:
+            self._engine.sleep()
+        self._accounts.training_began(self._engine.statistics().accounts_ns)
+        try:
+            return trainer.carry_out(order)
+        finally:
+            self._accounts.training_ended(self._engine.statistics().accounts_ns)
+            if awake:
+                self._engine.wake()
+
+    # Weights
+
+    def _order_weights(self, order: wire.PullWeights) -> None:
+        self._wanted = order
+        if self._loading is not None:
+            self._loading.cancel()
+        self._loading = self._tasks.create_task(self._load(order))
+
+    async def _load(self, order: wire.PullWeights) -> None:
+        if self._engine.statistics().weights_version == order.version:
+            self._send(wire.WeightsReport(order.version, "", 0, 0.0, 0.0))
+            return
+        timeout_s, begun_s = self._welcome.pull_timeout_s, time.monotonic()
+        try:
+            pulled = await run_in_thread(timeout_s, self._pull, self._welcome, order.version)
+        except TimeoutError:
+            self._report_failure(order, f"not pulled within {timeout_s} s")
+        except Exception as error:
+            log.warning("weights not pulled", version=order.version, exc_info=True)
+            self._report_failure(order, f"{type(error).__name__}: {error}")
+        else:
+            pull_s = time.monotonic() - begun_s
+            self._operations.put_nowait(functools.partial(self._apply, order, pulled, pull_s))
+
+    async def _apply(self, order: wire.PullWeights, pulled: Pulled, pull_s: float) -> None:
+        if order is not self._wanted:
+            return
+        begun_s = time.monotonic()
+        try:
+            await self._device.run(
+                self._welcome.load_timeout_s, self._engine.load_weights, order.version, pulled.tensors, order.mode
+            )
+        except WeightsMismatch as error:
+            self._report_failure(order, str(error))
+        else:
+            self._name_idle_time()
+            apply_s = time.monotonic() - begun_s
+            self._send(wire.WeightsReport(order.version, "", pulled.size_bytes, pull_s, apply_s))
+
+    def _report_failure(self, order: wire.PullWeights, error: str) -> None:
+        self._send(wire.WeightsReport(order.version, error, 0, 0.0, 0.0))
+
+    def _end(self, code: int, reason: str) -> None:
+        if not self._exit.done():
+            self._exit.set_result(AgentExit(code, reason))
+
+
+HELD_BACK = "the device's owner needs it"
+
+
+class _Ended(Exception):
+    pass

@@ -1,0 +1,68 @@
+"""Blocking calls off the event loop, on threads that never keep a process alive."""
+
+import asyncio
+import contextlib
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class DaemonThread:
+    """One thread that makes calls in the order in which they are asked for.
+
+    A call that never returns holds up those behind it, which then time out too; it does not hold up the
+    process's exit, as a thread of `asyncio.to_thread` would.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._work, name=name, daemon=True).start()
+
+    async def run(self, timeout_s: float, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """The call's result. Raises `TimeoutError` when it is not there in time; the call itself goes on."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+
+        def call() -> None:
+            if future.cancelled():
+                return
+            try:
+                result, error = function(*args, **kwargs), None
+            except BaseException as raised:
+                result, error = None, raised
+            with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody waits any more
+                loop.call_soon_threadsafe(_settle, future, result, error)
+
+        self._calls.put(call)
+        async with asyncio.timeout(timeout_s):
+            return await future
+
+    def stop(self) -> None:
+        """End the thread after the calls it has; none may be asked for any more."""
+        self._calls.put(None)
+
+    def _work(self) -> None:
+        while (call := self._calls.get()) is not None:
+            call()
+
+
+async def run_in_thread(timeout_s: float, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """One call on a thread of its own; as `DaemonThread.run`."""
+    thread = DaemonThread(getattr(function, "__name__", "call"))
+    try:
+        return await thread.run(timeout_s, function, *args, **kwargs)
+    finally:
+        thread.stop()
+
+
+def _settle(future: asyncio.Future[Any], result: object, error: BaseException | None) -> None:
+    if future.cancelled():
+        return
+    if error is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(result)

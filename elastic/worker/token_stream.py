@@ -1,0 +1,162 @@
+"""The worker's running turns, and the way of their tokens from the engine's thread to the connection."""
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from elastic import wire
+from elastic.core.types import FinishReason
+from elastic.engine.base import GenerateRequest, TokenChunk
+
+
+@dataclass(slots=True)
+class _Turn:
+    turn: str
+    attempt: int
+    stalled: str = ""
+
+
+class TokenStream:
+    """Gathers what the engine produces and hands it to `send`, batched.
+
+    A token waits `flush_interval_s` at most, the end of a turn not at all. Tokens that a turn got within one
+    batch leave as one chunk. Turns that were abandoned are not heard of again. All methods but `sink` belong
+    to the event loop's thread.
+    """
+
+    def __init__(self, flush_interval_s: float, send: Callable[[wire.Tokens], None]) -> None:
+        self._flush_interval_s = flush_interval_s
+        self._send = send
+        self._loop = asyncio.get_running_loop()
+        self._turns: dict[str, _Turn] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._lock = threading.Lock()
+        self._produced: list[TokenChunk] = []
+        self._urgent = False
+
+    def sink(self, chunks: Sequence[TokenChunk]) -> None:
+        """For the engine's thread. Wakes the loop for the first token of a batch and the first finish, no more."""
+        finishes = any(chunk.finish is not None for chunk in chunks)
+        with self._lock:
+            first = not self._produced
+            urgent = finishes and not self._urgent
+            self._urgent |= finishes
+            self._produced += chunks
+        if urgent:
+            self._loop.call_soon_threadsafe(self.flush)
+        elif first:
+            self._loop.call_soon_threadsafe(self._arm)
+
+    def open(self, order: wire.Generate) -> GenerateRequest:
+        """A turn begins; returns what the engine is to be asked."""
+        request_id = _request_id(order)
+        self._turns[request_id] = _Turn(order.turn, order.attempt)
+        self._idle.clear()
+        return GenerateRequest(
+            request_id=request_id,
+            token_ids=order.token_ids,
+            start=order.start,
+            max_new_tokens=order.max_new_tokens,
+            stop_token_ids=order.stop_token_ids,
+            temperature=order.temperature,
+            noise_seed=order.noise_seed,
+            attempt=order.attempt,
+        )
+
+    def decline(self, orders: Iterable[wire.Generate], finish: FinishReason, detail: str) -> None:
+        """Give turns back at once that the engine is not to be asked for."""
+        self._send(
+            wire.Tokens([wire.Chunk(o.turn, o.attempt, o.start, [], [], 0, finish, 0, 0, detail) for o in orders])
+        )
+
+    def running(self, orders: Iterable[wire.Abort]) -> list[str]:
+        """Request ids of those turns that still run."""
+        return [request_id for order in orders if (request_id := _request_id(order)) in self._turns]
+
+    def all_running(self) -> list[str]:
+        return list(self._turns)
+
+    def stall(self, detail: str) -> list[str]:
+        """Request ids of all running turns, which are to be aborted; they will end as STALLED because of `detail`."""
+        for turn in self._turns.values():
+            turn.stalled = detail
+        return self.all_running()
+
+    def abandon(self) -> list[str]:
+        """Forget all turns, and what they produced since the last batch; returns their request ids."""
+        abandoned = self.all_running()
+        self._turns.clear()
+        self._idle.set()
+        return abandoned
+
+    async def idle(self) -> None:
+        """Wait until no turn runs and everything is handed over."""
+        await self._idle.wait()
+
+    def flush(self) -> None:
+        """Hand over what there is."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        with self._lock:
+            produced, self._produced = self._produced, []
+            self._urgent = False
+        chunks = [self._chunk(run) for run in _runs(produced) if run[0].request_id in self._turns]
+        if chunks:
+            self._send(wire.Tokens(chunks))
+        if not self._turns:
+            self._idle.set()
+
+    def _arm(self) -> None:
+        if self._timer is None:
+            self._timer = self._loop.call_later(self._flush_interval_s, self.flush)
+
+    def _chunk(self, run: list[TokenChunk]) -> wire.Chunk:
+        first, last = run[0], run[-1]
+        turn = self._turns[first.request_id]
+        finish, detail = last.finish, last.detail
+        if finish is not None:
+            del self._turns[first.request_id]
+        if finish is FinishReason.ABORTED and turn.stalled:
+            finish, detail = FinishReason.STALLED, turn.stalled
+        return wire.Chunk(
+            turn.turn,
+            turn.attempt,
+            first.start,
+            [token for chunk in run for token in chunk.token_ids],
+            [logprob for chunk in run for logprob in chunk.logprobs],
+            first.weights_version,
+            finish,
+            sum(chunk.cached_tokens for chunk in run),
+            sum(chunk.prefilled_tokens for chunk in run),
+            detail,
+        )
+
+
+def _request_id(order: wire.Generate | wire.Abort) -> str:
+    return f"{order.turn}#{order.attempt}"
+
+
+def _runs(chunks: Iterable[TokenChunk]) -> list[list[TokenChunk]]:
+    """Chunks of one request, one weights version and consecutive positions, together; otherwise in order."""
+    runs: list[list[TokenChunk]] = []
+    latest: dict[str, list[TokenChunk]] = {}
+    for chunk in chunks:
+        run = latest.get(chunk.request_id)
+        if run is not None and _continues(run[-1], chunk):
+            run.append(chunk)
+        else:
+            latest[chunk.request_id] = run = [chunk]
+            runs.append(run)
+    return runs
+
+
+def _continues(last: TokenChunk, chunk: TokenChunk) -> bool:
+    return (
+        last.finish is None
+        and chunk.start == last.start + len(last.token_ids)
+        and (chunk.weights_version == last.weights_version or not chunk.token_ids)
+    )

@@ -1,0 +1,306 @@
+"""What the agent's tests need around it: a real gateway, a scripted engine, and a path that can go dead."""
+
+import asyncio
+import contextlib
+import random
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+
+import pytest
+
+from elastic import wire
+from elastic.core.types import Account, Capabilities, FinishReason, WeightMode
+from elastic.engine.base import ChunkSink, EngineStatistics, GenerateRequest, TokenChunk, WeightsMismatch
+from elastic.engine.meter import AccountMeter
+from elastic.runtime.gateway import Gateway
+from elastic.worker.agent import AgentExit, run_agent
+from elastic.worker.service import Pulled
+
+PATIENCE_S = 20.0
+
+
+def token_at(noise_seed: int, position: int) -> int:
+    """What the scripted engine generates: any gap, repetition or mix-up of turns shows."""
+    return (noise_seed * 1_000_003 + position * 7) % 50_000
+
+
+class ScriptedEngine:
+    """An engine whose iterations come at random, and whose tokens are `token_at`. Only for the agent's own tests."""
+
+    capabilities = Capabilities(engine="scripted", replayable_sampling=True, max_context_tokens=999, device="none")
+
+    def __init__(self, seed: int = 0, iteration_s: float = 0.001, version: int | None = None) -> None:
+        self._random = random.Random(seed)
+        self._iteration_s = iteration_s
+        self._changed = threading.Condition()
+        self._live: dict[str, tuple[GenerateRequest, int]] = {}
+        self._aborting: set[str] = set()
+        self._meter = AccountMeter(time.monotonic_ns(), Account.IDLE)
+        self._idle = Account.IDLE
+        self._version = version
+        self._asleep = False
+        self._closed = False
+        self._iterations = 0
+        self._decoded = 0
+        self.loads: list[tuple[int, WeightMode]] = []
+        self.before_load: Callable[[int], None] = lambda version: None
+
+    def start(self, sink: ChunkSink) -> None:
+        self._sink = sink
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def submit(self, requests: Sequence[GenerateRequest]) -> None:
+        with self._changed:
+            self._live.update({r.request_id: (r, r.start) for r in requests})
+            self._changed.notify_all()
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        with self._changed:
+            self._aborting.update(self._live.keys() & set(request_ids))
+            self._changed.notify_all()
+
+    def load_weights(self, version: int, tensors: Mapping[str, object], mode: WeightMode) -> None:
+        self.before_load(version)
+        if "mismatch" in tensors:
+            raise WeightsMismatch("mismatch: not in the model")
+        with self._changed:
+            self._version = version
+            self.loads.append((version, mode))
+            self._changed.notify_all()
+
+    def sleep(self) -> None:
+        with self._changed:
+            self._asleep = True
+            self._aborting.update(self._live)
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not self._live)
+
+    def wake(self) -> None:
+        with self._changed:
+            self._asleep = False
+            self._changed.notify_all()
+
+    def set_idle_account(self, account: Account) -> None:
+        with self._changed:
+            self._idle = account
+            self._charge()
+
+    def statistics(self) -> EngineStatistics:
+        with self._changed:
+            self._charge()
+            return EngineStatistics(
+                pending=0,
+                executing=len(self._live),
+                capacity_turns=0 if self._asleep else 8,
+                kv_blocks_used=1,
+                kv_blocks_total=4,
+                prefix_hit_tokens=0,
+                prompt_tokens=0,
+                decoded_tokens=self._decoded,
+                progress=self._iterations,
+                accounts_ns=self._meter.read(time.monotonic_ns()),
+                weights_version=self._version,
+                asleep=self._asleep,
+                pacing_held_share=1.0,
+            )
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._thread.join(5.0)
+
+    def _charge(self) -> None:
+        busy = Account.ASLEEP if self._asleep else Account.DECODE if self._live else self._idle
+        self._meter.switch(time.monotonic_ns(), {busy: 1.0})
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or self._aborting or (self._live and not self._asleep))
+                if self._closed:
+                    return
+                chunks = list(self._iteration())
+                self._iterations += 1
+                self._charge()
+                self._changed.notify_all()
+            self._sink(chunks)
+            time.sleep(self._random.expovariate(1 / self._iteration_s))
+
+    def _iteration(self) -> Iterator[TokenChunk]:
+        for request_id, (request, at) in list(self._live.items()):
+            aborted = request_id in self._aborting
+            if not aborted and (self._asleep or self._random.random() < 0.3):
+                continue
+            count = 0 if aborted else min(self._random.randint(1, 3), request.max_new_tokens - at)
+            finish = FinishReason.ABORTED if aborted else None
+            if at + count == request.max_new_tokens:
+                finish = FinishReason.LENGTH
+            tokens = [token_at(request.noise_seed, at + i) for i in range(count)]
+            self._decoded += count
+            self._live[request_id] = (request, at + count)
+            if finish:
+                del self._live[request_id]
+            yield TokenChunk(request_id, at, tokens, [-0.5] * count, self._version or 0, finish)
+        self._aborting.clear()
+
+
+class Orchestra:
+    """A real gateway whose listener keeps everything it hears, and the agents that dial it."""
+
+    def __init__(self, **terms: float) -> None:
+        welcome = wire.Welcome(
+            **{  # type: ignore[arg-type]
+                "session_key": "",
+                "epoch": 0,
+                "heartbeat_interval_s": 0.05,
+                "flush_interval_s": 0.02,
+                "silence_timeout_s": 1.0,
+                "engine": {},
+                "model": {},
+                "relay": "",
+                "resume_timeout_s": 2.0,
+                "drain_timeout_s": 2.0,
+            }
+            | terms
+        )
+        self.gateway = Gateway(self, welcome)
+        self.heard: list[tuple[str, int, object]] = []
+        """(worker, epoch, message), where Ready stands for the epoch's beginning."""
+        self.gone: list[tuple[str, int, bool]] = []
+        self.agents: list[asyncio.Task[AgentExit]] = []
+        self._news = asyncio.Event()
+
+    def on_ready(self, worker: str, epoch: int, ready: wire.Ready) -> None:
+        self.on_message(worker, epoch, ready)  # type: ignore[arg-type]
+
+    def on_message(self, worker: str, epoch: int, message: wire.FromWorker) -> None:
+        self.heard.append((worker, epoch, message))
+        self._news.set()
+
+    def on_disconnected(self, worker: str, epoch: int, goodbye: bool) -> None:
+        self.gone.append((worker, epoch, goodbye))
+        self._news.set()
+
+    async def until(self, condition: Callable[[], object]) -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            while not condition():
+                self._news.clear()
+                await self._news.wait()
+
+    async def first(self, kind: type, epoch: int | None = None, after: int = 0) -> object:
+        """The first message of a kind (and an epoch) since `heard` was `after` long, once it has come."""
+
+        def found() -> list[object]:
+            return [m for _, e, m in self.heard[after:] if isinstance(m, kind) and epoch in (None, e)]
+
+        await self.until(found)
+        return found()[0]
+
+    def of(self, kind: type) -> list[object]:
+        return [message for _, _, message in self.heard if isinstance(message, kind)]
+
+    def chunks(self, turn: str, attempt: int = 1) -> list[wire.Chunk]:
+        return [
+            c
+            for _, _, m in self.heard
+            if isinstance(m, wire.Tokens)
+            for c in m.chunks
+            if (c.turn, c.attempt) == (turn, attempt)
+        ]
+
+    async def finished(self, turn: str, attempt: int = 1) -> wire.Chunk:
+        """The turn's last chunk, once it has come."""
+        await self.until(lambda: any(c.finish for c in self.chunks(turn, attempt)))
+        return self.chunks(turn, attempt)[-1]
+
+    def send(self, *messages: wire.FromOrchestrator, epoch: int = 1, worker: str = "w") -> None:
+        for message in messages:
+            self.gateway.send(worker, epoch, message)
+
+    def employ(self, engine: object, worker: str = "w", join: str = "", **options: object) -> asyncio.Task[AgentExit]:
+        """Start an agent with this engine."""
+        self.gateway.expect(worker, f"token of {worker}")
+        work = run_agent(join or self.address, worker, f"token of {worker}", lambda _: engine, **options)  # type: ignore[arg-type]
+        self.agents.append(asyncio.create_task(work))
+        return self.agents[-1]
+
+    async def __aenter__(self) -> "Orchestra":
+        self.address = await self.gateway.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for agent in self.agents:
+            agent.cancel()
+        await asyncio.gather(*self.agents, return_exceptions=True)
+        await self.gateway.aclose()
+
+
+class DeadPath:
+    """A proxy in front of the gateway. While `dead` it forwards nothing, and nobody is told."""
+
+    def __init__(self, target: str) -> None:
+        self._target = target
+        self._alive = asyncio.Event()
+        self._alive.set()
+        self._pumps: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> "DeadPath":
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.address = "{}:{}".format(*self._server.sockets[0].getsockname())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._server.close()
+        for pump in self._pumps:
+            pump.cancel()
+        await asyncio.gather(*self._pumps, return_exceptions=True)
+
+    def die(self) -> None:
+        """What is connected now is dead; what connects later is not, unless this is called again."""
+        self._alive.clear()
+        self._alive = asyncio.Event()
+        self._alive.set()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        host, port = self._target.split(":")
+        inner_reader, inner_writer = await asyncio.open_connection(host, int(port))
+        for source, sink in ((reader, inner_writer), (inner_reader, writer)):
+            pump = asyncio.create_task(self._pump(self._alive, source, sink))
+            self._pumps.add(pump)
+
+    async def _pump(self, alive: asyncio.Event, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+        try:
+            while data := await source.read(1 << 16):
+                await alive.wait()
+                sink.write(data)
+                await sink.drain()
+        except ConnectionError:
+            pass
+        finally:
+            sink.close()
+            with contextlib.suppress(OSError):
+                await sink.wait_closed()
+
+
+def generate(turn: str, seed: int = 1, attempt: int = 1, start: int = 0, most: int = 40) -> wire.Generate:
+    prompt = [1, 2, 3] + [token_at(seed, i) for i in range(start)]
+    return wire.Generate(turn, attempt, prompt, start, most, (0,), 1.0, seed)
+
+
+def pulled(*names: str) -> Pulled:
+    return Pulled(dict.fromkeys(names), 12)
+
+
+@pytest.fixture
+async def orchestra() -> AsyncIterator[Orchestra]:
+    async with Orchestra() as orchestra:
+        yield orchestra
+
+
+@pytest.fixture
+async def dead_path(orchestra: Orchestra) -> AsyncIterator[DeadPath]:
+    async with DeadPath(orchestra.address) as path:
+        yield path

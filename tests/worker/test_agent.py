@@ -1,0 +1,444 @@
+"""The agent against a real gateway: turns, weights, sleep, credit, and what happens when the path goes dead."""
+
+import asyncio
+import socket
+import threading
+import time
+
+import psutil
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elastic import wire
+from elastic.core.types import Account, FinishReason, WeightMode
+from elastic.worker import connection
+from elastic.worker.agent import run_agent
+from elastic.worker.service import Pulled
+from tests.worker.conftest import DeadPath, Orchestra, ScriptedEngine, generate, pulled, token_at
+
+FINISH = WeightMode.FINISH
+
+
+def check_tokens(chunks: list[wire.Chunk], seed: int, start: int = 0) -> int:
+    """Gapless, in order, right tokens, one finish at the end; returns the position after the last token."""
+    at = start
+    for chunk in chunks:
+        assert chunk.start == at
+        assert chunk.token_ids == [token_at(seed, at + i) for i in range(len(chunk.token_ids))]
+        at += len(chunk.token_ids)
+    assert [chunk.finish is not None for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+    return at
+
+
+async def test_a_turn_streams_to_its_end(orchestra: Orchestra) -> None:
+    orchestra.employ(ScriptedEngine())
+    await orchestra.first(wire.Ready)
+    orchestra.send(generate("t", seed=5, start=3, most=30))
+    last = await orchestra.finished("t")
+    assert last.finish is FinishReason.LENGTH
+    assert check_tokens(orchestra.chunks("t"), seed=5, start=3) == 30
+
+
+async def test_credit_is_announced_right_after_ready(orchestra: Orchestra) -> None:
+    orchestra.employ(ScriptedEngine())
+    await orchestra.first(wire.Heartbeat)
+    ready, beat = (message for _, _, message in orchestra.heard[:2])
+    assert isinstance(ready, wire.Ready)
+    assert isinstance(beat, wire.Heartbeat)
+    assert ready.weights_version is None
+    assert beat.capacity_turns == 8
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    turns=st.lists(st.tuples(st.integers(0, 20), st.integers(1, 40), st.booleans()), min_size=1, max_size=12),
+)
+def test_tokens_come_in_order_and_gapless_whatever_the_schedule(seed: int, turns: list[tuple[int, int, bool]]) -> None:
+    """`turns`: tokens accepted before, tokens to come, and whether the turn is aborted on its way."""
+
+    async def run() -> None:
+        async with Orchestra(flush_interval_s=0.005) as orchestra:
+            orchestra.employ(ScriptedEngine(seed, iteration_s=0.0005))
+            await orchestra.first(wire.Ready)
+            for i, (start, count, abort) in enumerate(turns):
+                orchestra.send(generate(f"t{i}", seed=i, start=start, most=start + count, attempt=i + 1))
+                if abort:
+                    orchestra.send(wire.Abort(f"t{i}", i + 1))
+            for i, (start, count, abort) in enumerate(turns):
+                last = await orchestra.finished(f"t{i}", i + 1)
+                end = check_tokens(orchestra.chunks(f"t{i}", i + 1), i, start)
+                assert last.finish is FinishReason.LENGTH or (abort and last.finish is FinishReason.ABORTED)
+                assert (last.finish is FinishReason.LENGTH) == (end == start + count)
+
+    asyncio.run(run())
+
+
+async def test_tokens_are_batched_and_never_late(orchestra: Orchestra) -> None:
+    engine = ScriptedEngine(iteration_s=0.001)
+    orchestra.employ(engine)
+    await orchestra.first(wire.Ready)
+    orchestra.send(*(generate(f"t{i}", seed=i, most=200) for i in range(4)))
+    for i in range(4):
+        await orchestra.finished(f"t{i}")
+    frames = orchestra.of(wire.Tokens)
+    iterations = engine.statistics().progress
+    assert len(frames) < iterations / 4
+    assert all(len({c.turn for c in f.chunks}) == len(f.chunks) for f in frames)  # type: ignore[attr-defined]
+
+
+async def test_a_finish_does_not_wait_for_the_batch() -> None:
+    async with Orchestra(flush_interval_s=30.0) as orchestra:
+        orchestra.employ(ScriptedEngine())
+        await orchestra.first(wire.Ready)
+        orchestra.send(generate("t", most=5))
+        await orchestra.finished("t")
+
+
+async def test_aborting_gives_back_all_there_is(orchestra: Orchestra) -> None:
+    orchestra.employ(ScriptedEngine())
+    await orchestra.first(wire.Ready)
+    orchestra.send(generate("t", most=100_000))
+    await orchestra.until(lambda: orchestra.chunks("t"))
+    orchestra.send(wire.Abort("t", 1), wire.Abort("unknown", 1), wire.Abort("t", 2))
+    assert (await orchestra.finished("t")).finish is FinishReason.ABORTED
+    assert check_tokens(orchestra.chunks("t"), 1) > 0
+
+
+async def test_accounts_add_up_to_the_process_age_in_every_heartbeat(orchestra: Orchestra) -> None:
+    engine = ScriptedEngine()
+    ages: list[tuple[float, int]] = []
+    born_s = psutil.Process().create_time()
+    note = orchestra.on_message
+
+    def on_message(worker: str, epoch: int, message: wire.FromWorker) -> None:
+        if isinstance(message, wire.Heartbeat | wire.Goodbye):
+            ages.append((time.time() - born_s, sum(message.accounts_ns.values())))
+        note(worker, epoch, message)
+
+    orchestra.on_message = on_message  # type: ignore[method-assign]
+    agent = orchestra.employ(engine, pull=lambda _, version: pulled())
+    await orchestra.first(wire.Ready)
+    orchestra.send(wire.PullWeights(1, FINISH), generate("t", most=400))
+    await orchestra.finished("t")
+    orchestra.send(wire.Sleep(), wire.Wake())
+    await orchestra.first(wire.Awoke)
+    await orchestra.first(wire.Heartbeat, after=len(orchestra.heard))
+    orchestra.send(wire.Drain("done"))
+    await agent
+    assert len(ages) > 5
+    for age_s, sum_ns in ages:
+        assert age_s - 0.3 < sum_ns / 1e9 < age_s + 0.05  # a process's birth is known to 10 ms
+    assert [ns for _, ns in ages] == sorted(ns for _, ns in ages)
+    last = orchestra.of(wire.Goodbye)[0].accounts_ns  # type: ignore[attr-defined]
+    assert last.keys() >= {Account.BOOTING, Account.DECODE, Account.LOADING, Account.IDLE}
+
+
+async def test_time_without_weights_is_loading_and_then_idle(orchestra: Orchestra) -> None:
+    orchestra.employ(ScriptedEngine(), pull=lambda _, version: pulled())
+    first = await orchestra.first(wire.Heartbeat)
+    await orchestra.first(wire.Heartbeat, after=len(orchestra.heard))
+    assert Account.IDLE not in first.accounts_ns  # type: ignore[attr-defined]
+    orchestra.send(wire.PullWeights(0, FINISH))
+    await orchestra.first(wire.WeightsReport)
+    await orchestra.until(lambda: Account.IDLE in orchestra.of(wire.Heartbeat)[-1].accounts_ns)  # type: ignore[attr-defined]
+
+
+async def test_sleep_gives_turns_back_first_and_wake_takes_new_ones(orchestra: Orchestra) -> None:
+    orchestra.employ(ScriptedEngine())
+    await orchestra.first(wire.Ready)
+    orchestra.send(generate("t", most=100_000))
+    await orchestra.until(lambda: orchestra.chunks("t"))
+    orchestra.send(wire.Sleep(), generate("late"))
+    await orchestra.first(wire.Slept)
+    kinds = [type(message) for _, _, message in orchestra.heard]
+    assert wire.Tokens not in kinds[kinds.index(wire.Slept) :]
+    assert (await orchestra.finished("t")).finish is FinishReason.ABORTED
+    assert (await orchestra.finished("late")).finish is FinishReason.ABORTED
+    orchestra.send(wire.Wake())
+    await orchestra.first(wire.Awoke)
+    beats = [m for _, _, m in orchestra.heard if isinstance(m, wire.Heartbeat)]
+    assert beats[-1].capacity_turns == 8, "credit is back by the time the worker says that it is awake"
+    orchestra.send(generate("t", attempt=2))
+    assert (await orchestra.finished("t", 2)).finish is FinishReason.LENGTH
+
+
+async def test_weights_are_pulled_applied_and_reported(orchestra: Orchestra) -> None:
+    engine = ScriptedEngine()
+    orchestra.employ(engine, pull=lambda _, version: pulled("w"))
+    await orchestra.first(wire.Ready)
+    orchestra.send(wire.PullWeights(3, WeightMode.KEEP))
+    report = await orchestra.first(wire.WeightsReport)
+    assert isinstance(report, wire.WeightsReport)
+    assert (report.version, report.error, report.pulled_bytes) == (3, "", 12)
+    assert engine.loads == [(3, WeightMode.KEEP)]
+
+
+async def test_weights_that_are_served_already_are_not_pulled_again(orchestra: Orchestra) -> None:
+    engine = ScriptedEngine(version=3)
+    orchestra.employ(engine)
+    await orchestra.first(wire.Ready)
+    orchestra.send(wire.PullWeights(3, FINISH))
+    assert await orchestra.first(wire.WeightsReport) == wire.WeightsReport(3, "", 0, 0.0, 0.0)
+    assert engine.loads == []
+
+
+async def test_newer_weights_supersede_those_being_pulled(orchestra: Orchestra) -> None:
+    engine, pulls, release = ScriptedEngine(), threading.Semaphore(0), threading.Event()
+
+    def pull(_: wire.Welcome, version: int) -> Pulled:
+        pulls.release()
+        if version < 3:
+            release.wait(10)
+        return pulled()
+
+    orchestra.employ(engine, pull=pull)
+    await orchestra.first(wire.Ready)
+    for version in (1, 2, 3):
+        orchestra.send(wire.PullWeights(version, FINISH))
+        assert await asyncio.to_thread(pulls.acquire, timeout=10)
+    await orchestra.first(wire.WeightsReport)
+    release.set()
+    orchestra.send(wire.PullWeights(4, FINISH))
+    await orchestra.until(lambda: len(orchestra.of(wire.WeightsReport)) == 2)
+    assert [version for version, _ in engine.loads] == [3, 4]
+    assert [r.version for r in orchestra.of(wire.WeightsReport)] == [3, 4]  # type: ignore[attr-defined]
+
+
+async def test_weights_superseded_while_they_wait_for_the_device_are_not_applied(orchestra: Orchestra) -> None:
+    engine, release = ScriptedEngine(), threading.Event()
+    engine.before_load = lambda version: None if version > 1 else assert_set(release)
+    orchestra.employ(engine, pull=lambda _, version: pulled())
+    await orchestra.first(wire.Ready)
+    orchestra.send(wire.PullWeights(1, FINISH))
+    for version in (2, 3):
+        await orchestra.first(wire.Heartbeat, after=len(orchestra.heard))
+        orchestra.send(wire.PullWeights(version, FINISH))
+    await orchestra.first(wire.Heartbeat, after=len(orchestra.heard))
+    release.set()
+    await orchestra.until(lambda: len(orchestra.of(wire.WeightsReport)) == 2)
+    assert [version for version, _ in engine.loads] == [1, 3]
+
+
+def assert_set(event: threading.Event) -> None:
+    assert event.wait(10)
+
+
+@pytest.mark.parametrize("names", [(), ("mismatch",)], ids=["relay", "mismatch"])
+async def test_weights_that_cannot_be_had_are_reported_and_not_served(
+    orchestra: Orchestra, names: tuple[str, ...]
+) -> None:
+    def pull(_: wire.Welcome, version: int) -> Pulled:
+        if version == 1 and not names:
+            raise ConnectionError("relay is down")
+        return pulled(*(names if version == 1 else ()))
+
+    engine = ScriptedEngine(version=0)
+    orchestra.employ(engine, pull=pull)
+    await orchestra.first(wire.Ready)
+    orchestra.send(wire.PullWeights(1, FINISH))
+    report = await orchestra.first(wire.WeightsReport)
+    assert isinstance(report, wire.WeightsReport)
+    assert ("mismatch" if names else "relay is down") in report.error
+    assert engine.statistics().weights_version == 0
+    orchestra.send(wire.PullWeights(2, FINISH))
+    await orchestra.until(lambda: orchestra.of(wire.WeightsReport)[-1].version == 2)  # type: ignore[attr-defined]
+
+
+async def test_a_pull_that_hangs_is_given_up() -> None:
+    async with Orchestra(pull_timeout_s=0.05) as orchestra:
+        release = threading.Event()
+        orchestra.employ(ScriptedEngine(), pull=lambda _, version: release.wait(10) and pulled())
+        await orchestra.first(wire.Ready)
+        orchestra.send(wire.PullWeights(1, FINISH))
+        report = await orchestra.first(wire.WeightsReport)
+        release.set()
+        assert "not pulled within" in report.error  # type: ignore[attr-defined]
+
+
+async def test_drain_lets_running_turns_finish_then_says_goodbye(orchestra: Orchestra) -> None:
+    agent = orchestra.employ(ScriptedEngine())
+    await orchestra.first(wire.Ready)
+    orchestra.send(generate("t", most=100), wire.Drain("no longer needed"), generate("late"))
+    end = await agent
+    assert (end.code, end.reason) == (0, "no longer needed")
+    assert orchestra.chunks("t")[-1].finish is FinishReason.LENGTH
+    assert orchestra.chunks("late")[-1].finish is FinishReason.ABORTED
+    goodbye = orchestra.heard[-1][2]
+    assert isinstance(goodbye, wire.Goodbye)
+    assert goodbye.accounts_ns[Account.DRAINING] >= 0
+    await orchestra.until(lambda: orchestra.gone)
+    assert orchestra.gone == [("w", 1, True)]
+
+
+async def test_drain_gives_back_what_does_not_finish_in_time() -> None:
+    async with Orchestra(drain_timeout_s=0.1) as orchestra:
+        agent = orchestra.employ(ScriptedEngine())
+        await orchestra.first(wire.Ready)
+        orchestra.send(generate("t", most=1_000_000), wire.Drain("preempted"))
+        assert (await agent).code == 0
+        assert orchestra.chunks("t")[-1].finish is FinishReason.ABORTED
+        check_tokens(orchestra.chunks("t"), 1)
+
+
+class Switch:
+    """A device share that the test flips."""
+
+    def __init__(self) -> None:
+        self.turns = 6
+        self.held = False
+
+    def capacity_turns(self, most: int) -> int:
+        return min(most, self.turns)
+
+    def acquire_iteration(self) -> int:
+        return 0
+
+    def hold_back(self) -> bool:
+        return self.held
+
+
+async def test_credit_follows_the_device_share_without_waiting_for_a_heartbeat() -> None:
+    async with Orchestra(heartbeat_interval_s=60.0, silence_timeout_s=300.0) as orchestra:
+        share = Switch()
+        orchestra.employ(ScriptedEngine(), share=share)
+        beat = await orchestra.first(wire.Heartbeat)
+        assert beat.capacity_turns == 6  # type: ignore[attr-defined]
+        share.turns = 2
+        await orchestra.until(lambda: orchestra.of(wire.Heartbeat)[-1].capacity_turns == 2)  # type: ignore[attr-defined]
+
+
+async def test_turns_are_given_back_as_stalled_when_the_owner_needs_the_device(orchestra: Orchestra) -> None:
+    share = Switch()
+    orchestra.employ(ScriptedEngine(), share=share)
+    await orchestra.first(wire.Ready)
+    orchestra.send(generate("t", most=100_000))
+    await orchestra.until(lambda: orchestra.chunks("t"))
+    share.held = True
+    assert (await orchestra.finished("t")).finish is FinishReason.STALLED
+    check_tokens(orchestra.chunks("t"), 1)
+    orchestra.send(generate("late"))
+    assert (await orchestra.finished("late")).finish is FinishReason.STALLED
+    share.held = False
+    orchestra.send(generate("t", attempt=2))
+    assert (await orchestra.finished("t", 2)).finish is FinishReason.LENGTH
+
+
+async def test_a_dead_path_is_left_and_the_session_resumed(orchestra: Orchestra, dead_path: DeadPath) -> None:
+    engine = ScriptedEngine(iteration_s=0.005)
+    orchestra.employ(engine, join=dead_path.address)
+    await orchestra.first(wire.Ready)
+    orchestra.send(generate("t", most=1_000_000))
+    await orchestra.until(lambda: orchestra.chunks("t"))
+    began_s = time.monotonic()
+    dead_path.die()
+    await orchestra.first(wire.Ready, epoch=2)
+    assert time.monotonic() - began_s < 3.0
+    assert orchestra.gone == [("w", 1, False)]
+    orchestra.send(generate("t", attempt=2, start=len(orchestra.chunks("t"))), epoch=2)
+    await orchestra.finished("t", 2)
+    assert all(chunk.finish is None for chunk in orchestra.chunks("t", 1))
+    epochs = [epoch for _, epoch, _ in orchestra.heard]
+    assert epochs == sorted(epochs)
+    assert engine.statistics().executing == 0, "turns of the old epoch were ended where they ran"
+
+
+async def test_a_cut_connection_is_resumed_at_once(orchestra: Orchestra, dead_path: DeadPath) -> None:
+    orchestra.employ(ScriptedEngine(), join=dead_path.address)
+    for epoch in (1, 2, 3):
+        await orchestra.first(wire.Ready, epoch=epoch)
+        next(iter(orchestra.gateway._connections))._transport.abort()
+    await orchestra.first(wire.Heartbeat, epoch=4)
+
+
+async def test_a_worker_whose_orchestrator_is_gone_exits() -> None:
+    async with Orchestra(resume_timeout_s=0.3) as orchestra:
+        engine = ScriptedEngine()
+        agent = orchestra.employ(engine)
+        await orchestra.first(wire.Ready)
+        orchestra.send(generate("t", most=1_000_000))
+        await orchestra.until(lambda: orchestra.chunks("t"))
+        await orchestra.gateway.aclose()
+        end = await asyncio.wait_for(agent, 10)
+        assert end.code == 1
+        assert "could not be resumed" in end.reason
+        assert engine._closed
+
+
+async def test_a_fenced_worker_exits_and_says_why(orchestra: Orchestra) -> None:
+    agent = orchestra.employ(ScriptedEngine())
+    await orchestra.first(wire.Ready)
+    orchestra.gateway.fence("w", "no heartbeat for 3 s")
+    end = await asyncio.wait_for(agent, 10)
+    assert end.code == 1
+    assert "no heartbeat for 3 s" in end.reason
+
+
+async def test_a_refused_worker_exits_and_says_why(orchestra: Orchestra) -> None:
+    end = await run_agent(orchestra.address, "nobody", "token")
+    assert (end.code, end.reason) == (1, "unknown worker or wrong token")
+
+
+async def test_an_orchestrator_that_is_not_there_is_given_up() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = "{}:{}".format(*taken.getsockname())
+    end = await run_agent(address, "w", "token", join_timeout_s=0.3)
+    assert end.code == 1
+    assert f"{address} cannot be reached" in end.reason
+
+
+async def test_a_worker_waits_for_an_orchestrator_that_is_late() -> None:
+    orchestra = Orchestra()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        host, port = taken.getsockname()
+    orchestra.address = f"{host}:{port}"
+    agent = orchestra.employ(ScriptedEngine())
+    try:
+        await asyncio.sleep(0.1)  # so that the first attempt fails
+        await orchestra.gateway.start(host, port)
+        await orchestra.first(wire.Ready)
+    finally:
+        await orchestra.__aexit__()
+    assert agent.done()
+
+
+@pytest.mark.parametrize("join", ["", "host", "host:", ":80", "host:http", "host:70000"])
+async def test_a_join_address_that_is_none_is_named(join: str) -> None:
+    with pytest.raises(ValueError, match="expected host:port"):
+        await run_agent(join, "w", "token")
+
+
+async def test_an_engine_that_cannot_be_built_ends_the_worker(orchestra: Orchestra) -> None:
+    orchestra.gateway.expect("w", "token")
+
+    def build(_: wire.Welcome) -> ScriptedEngine:
+        raise ValueError("engine.device: no CUDA here")
+
+    end = await run_agent(orchestra.address, "w", "token", build)
+    assert end.code == 1
+    assert "engine.device: no CUDA here" in end.reason
+
+
+async def test_what_an_orchestrator_does_not_read_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "UNSENT_BYTES_MAX", 1 << 20)
+    deaf = asyncio.Event()
+
+    async def ignore(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await deaf.wait()
+        writer.close()
+
+    server = await asyncio.start_server(ignore, "127.0.0.1", 0)
+    reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+    link = connection.Connection(reader, writer)
+    frame = wire.TrainerFailed("x" * 65_536)
+    held = 0
+    for _ in range(1000):
+        link.send(frame)
+        held = max(held, writer.transport.get_write_buffer_size())
+    assert held <= (1 << 20) + 70_000
+    with pytest.raises(connection.ConnectionLost):
+        await link.receive(5.0)
+    deaf.set()
+    server.close()
+    await server.wait_closed()
