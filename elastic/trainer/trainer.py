@@ -6,9 +6,7 @@ later mini-batch is held until the earlier ones have stepped, since it is traine
 """
 
 import math
-from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,8 +16,9 @@ from elastic.model.checkpoint import model_tensors
 from elastic.model.qwen3 import Qwen3
 from elastic.trainer import checkpoint
 from elastic.trainer.accumulator import GradientAccumulator
+from elastic.trainer.batches import Batch, check_group, micro_batches
 from elastic.trainer.grpo import clipped_policy_loss, group_advantages, sampled_distribution
-from elastic.wire import TrainGroup, TrajectoryData
+from elastic.wire import TrainGroup
 
 
 class GRPOTrainer:
@@ -52,7 +51,7 @@ class GRPOTrainer:
 
         Raises `ValueError`, and changes nothing, for a group that is malformed, unknown or already here.
         """
-        _check(group)
+        check_group(group)
         self._arrive(group.index, group)
 
     def skip_group(self, index: int) -> None:
@@ -148,12 +147,11 @@ class GRPOTrainer:
         self._statistics[group.index] = statistics
         if not any(advantages):
             return
-        for batch in _micro_batches(group.trajectories, advantages, self._settings.micro_batch_tokens):
-            self._accumulate_batch(batch, statistics)
+        for batch in micro_batches(group.trajectories, advantages, self._settings.micro_batch_tokens):
+            self._accumulate_batch(batch.to(self._device), statistics)
         self._minibatch_tokens += statistics.tokens
 
-    def _accumulate_batch(self, batch: "_Batch", statistics: "_GroupStatistics") -> None:
-        batch = _Batch(*(tensor.to(self._device) for tensor in batch))
+    def _accumulate_batch(self, batch: Batch, statistics: "_GroupStatistics") -> None:
         logits = self._model(batch.token_ids, batch.lengths)
         now = sampled_distribution(logits, batch.token_ids, batch.trained, self._temperature)
         policy = clipped_policy_loss(
@@ -233,55 +231,3 @@ class _GroupStatistics:
         self.ratio = 0.0
         self.ratio_max = 0.0
         self.clipped = 0
-
-
-class _Batch(NamedTuple):
-    """B trajectories right-padded to T; N counts their trained tokens, row by row."""
-
-    token_ids: Tensor
-    """[B, T]"""
-    lengths: Tensor
-    """[B]"""
-    trained: Tensor
-    """[B, T], bool."""
-    logprobs: Tensor
-    """[N]"""
-    advantages: Tensor
-    """[N]"""
-
-
-def _micro_batches(
-    trajectories: Sequence[TrajectoryData], advantages: Sequence[float], tokens_max: int
-) -> Iterator[_Batch]:
-    """Like lengths together, as many as fit into `tokens_max` with their padding (one always does)."""
-    rows = sorted(zip(trajectories, advantages, strict=True), key=lambda row: len(row[0].token_ids))
-    start = 0
-    for end in range(1, len(rows) + 1):
-        if end == len(rows) or (end + 1 - start) * len(rows[end][0].token_ids) > tokens_max:
-            yield _collate(rows[start:end])
-            start = end
-
-
-def _collate(rows: Sequence[tuple[TrajectoryData, float]]) -> _Batch:
-    lengths = [len(trajectory.token_ids) for trajectory, _ in rows]
-    token_ids = torch.zeros(len(rows), max(lengths), dtype=torch.int64)
-    trained = torch.zeros_like(token_ids, dtype=torch.bool)
-    logprobs = torch.zeros_like(token_ids, dtype=torch.float32)
-    for row, (trajectory, _) in enumerate(rows):
-        token_ids[row, : lengths[row]] = torch.tensor(trajectory.token_ids)
-        trained[row, : lengths[row]] = torch.tensor(trajectory.trained, dtype=torch.bool)
-        logprobs[row, : lengths[row]] = torch.tensor(trajectory.logprobs)
-    advantages = torch.tensor([advantage for _, advantage in rows]).unsqueeze(1).expand_as(token_ids)
-    return _Batch(token_ids, torch.tensor(lengths), trained, logprobs[trained], advantages[trained])
-
-
-def _check(group: TrainGroup) -> None:
-    if not group.trajectories:
-        raise ValueError(f"group {group.group}: has no trajectories")
-    for trajectory in group.trajectories:
-        count = len(trajectory.token_ids)
-        where = f"group {group.group}: trajectory {trajectory.trajectory}"
-        if len(trajectory.trained) != count or len(trajectory.logprobs) != count:
-            raise ValueError(f"{where}: token_ids, trained and logprobs differ in length")
-        if not any(trajectory.trained) or trajectory.trained[0]:
-            raise ValueError(f"{where}: needs a prompt and at least one token of the policy")

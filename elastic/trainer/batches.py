@@ -1,0 +1,65 @@
+"""Groups of trajectories as tensors."""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from elastic.wire import TrainGroup, TrajectoryData
+
+
+class Batch(NamedTuple):
+    """B trajectories right-padded to T; N counts their trained tokens, row by row."""
+
+    token_ids: Tensor
+    """[B, T]"""
+    lengths: Tensor
+    """[B]"""
+    trained: Tensor
+    """[B, T], bool."""
+    logprobs: Tensor
+    """[N]"""
+    advantages: Tensor
+    """[N]"""
+
+    def to(self, device: torch.device) -> "Batch":
+        return Batch(*(tensor.to(device) for tensor in self))
+
+
+def micro_batches(
+    trajectories: Sequence[TrajectoryData], advantages: Sequence[float], tokens_max: int
+) -> Iterator[Batch]:
+    """Like lengths together, as many as fit into `tokens_max` with their padding (one always does)."""
+    rows = sorted(zip(trajectories, advantages, strict=True), key=lambda row: len(row[0].token_ids))
+    start = 0
+    for end in range(1, len(rows) + 1):
+        if end == len(rows) or (end + 1 - start) * len(rows[end][0].token_ids) > tokens_max:
+            yield _collate(rows[start:end])
+            start = end
+
+
+def _collate(rows: Sequence[tuple[TrajectoryData, float]]) -> Batch:
+    lengths = [len(trajectory.token_ids) for trajectory, _ in rows]
+    token_ids = torch.zeros(len(rows), max(lengths), dtype=torch.int64)
+    trained = torch.zeros_like(token_ids, dtype=torch.bool)
+    logprobs = torch.zeros_like(token_ids, dtype=torch.float32)
+    for row, (trajectory, _) in enumerate(rows):
+        token_ids[row, : lengths[row]] = torch.tensor(trajectory.token_ids)
+        trained[row, : lengths[row]] = torch.tensor(trajectory.trained, dtype=torch.bool)
+        logprobs[row, : lengths[row]] = torch.tensor(trajectory.logprobs)
+    advantages = torch.tensor([advantage for _, advantage in rows]).unsqueeze(1).expand_as(token_ids)
+    return Batch(token_ids, torch.tensor(lengths), trained, logprobs[trained], advantages[trained])
+
+
+def check_group(group: TrainGroup) -> None:
+    """Raises `ValueError` for a group from which no batch can be made."""
+    if not group.trajectories:
+        raise ValueError(f"group {group.group}: has no trajectories")
+    for trajectory in group.trajectories:
+        count = len(trajectory.token_ids)
+        where = f"group {group.group}: trajectory {trajectory.trajectory}"
+        if len(trajectory.trained) != count or len(trajectory.logprobs) != count:
+            raise ValueError(f"{where}: token_ids, trained and logprobs differ in length")
+        if not any(trajectory.trained) or trajectory.trained[0]:
+            raise ValueError(f"{where}: needs a prompt and at least one token of the policy")
