@@ -30,9 +30,11 @@ class Recorder:
         self._open.set()
         self._threads = ThreadPoolExecutor()
         self._failing: str | None = None
+        self.on_chunks: Callable[[], None] = lambda: None
         engine.start(self._sink)
 
     def _sink(self, chunks: Sequence[TokenChunk]) -> None:
+        self.on_chunks()
         with self._changed:
             self.chunks.extend(chunks)
             self._changed.notify_all()

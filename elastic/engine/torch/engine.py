@@ -248,8 +248,7 @@ class TorchEngine:
         keep = order.mode is WeightMode.KEEP and self._version is not None
         try:
             self._runner.load(order.tensors)
-            if not keep:
-                self._runner.clear_cache()
+            self._runner.scrub_cache(keep)
             with self._changed:
                 self._scheduler.use_version(order.version, keep_kv=keep)
                 self._version = order.version

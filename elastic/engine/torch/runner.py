@@ -121,9 +121,13 @@ class Runner:
             self._put(name, tensors[name])
         self._layers = [self._load_layer(tensors, index) for index in range(self._config.num_hidden_layers)]
 
-    def clear_cache(self) -> None:
-        """Forget all KV; values that are not finite must not survive, since masking cannot silence them."""
-        if self._cache is not None:
+    def scrub_cache(self, keep: bool) -> None:
+        """Forget all KV, or (`keep`) only values that are not finite: masking cannot silence those."""
+        if self._cache is None:
+            return
+        if keep:
+            self._cache.nan_to_num_(0.0, 0.0, 0.0)
+        else:
             self._cache.zero_()
 
     def free_cache(self) -> None:
