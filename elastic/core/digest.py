@@ -17,27 +17,18 @@ def digest(scheduler: Scheduler) -> str:
 
 
 def _view(scheduler: Scheduler) -> tuple[Any, ...]:
-    step = scheduler.step
+    step, leases, turns = scheduler.step, scheduler.leases, scheduler.turns
     return (
-        scheduler.now_ns,
-        scheduler.phase,
-        scheduler.failed,
-        scheduler.version,
-        scheduler.trainer_mode,
-        scheduler.training,
-        scheduler.history,
-        None if step is None else _fields(step),
-        _fields(scheduler.leases),
+        (scheduler.now_ns, scheduler.phase, scheduler.failed, scheduler.version),
+        (scheduler.trainer_mode, scheduler.training, scheduler.history),
+        step and (step.number, step.version, step.started_ns, step.seeding_ended_ns, step.rollout_ended_ns),
+        step and (step.updating, step.groups),
+        (leases.leases, leases.offers, leases.failures),
         scheduler.fleet.workers,
-        scheduler.turns.live,
-        scheduler.turns.conversations,
+        (turns.live, turns.conversations),
         scheduler.ledger.books,
         scheduler.timers.waits(),
     )
-
-
-def _fields(thing: object) -> list[tuple[str, Any]]:
-    return list(vars(thing).items())
 
 
 def _plain(value: Any) -> Any:

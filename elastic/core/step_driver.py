@@ -107,9 +107,16 @@ class StepDriver:
         helped = run.fleet.helped(run.oldest_version)
         if self._device.mode is TrainerMode.AWAKE:
             self._end_seeding_if_due(step, helped)
-        elif self._needs_reseeding(helped) and self._device.free and not step.updating:
+        elif self._device.mode is TrainerMode.ASLEEP:
+            self._use_sleeping_device(step, helped)
+
+    def _use_sleeping_device(self, step: Step, helped: bool) -> None:
+        needed = self._needs_reseeding(helped)
+        if step.updating or not self._device.free:
+            return
+        if needed:
             self._wake()
-        elif self._device.free and not step.updating:
+        else:
             self._train_next(step)
 
     def _begin(self) -> None:

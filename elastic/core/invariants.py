@@ -1,0 +1,286 @@
+"""A checker that walks the scheduler's whole state (DESIGN §5). It runs after every event in tests and simulations.
+
+What only the history can show (that a position was accepted once, that nothing of an ended lease was) is checked
+by the simulated world, which keeps its own record.
+"""
+
+from elastic.core.fleet import Worker
+from elastic.core.leases import Lease
+from elastic.core.ledger import DeviceBook
+from elastic.core.run_state import Phase
+from elastic.core.scheduler import Scheduler
+from elastic.core.trainer_device import TrainerMode
+from elastic.core.transitions import Story
+from elastic.core.turns import Turn
+from elastic.core.types import (
+    GroupState,
+    LeaseState,
+    TurnState,
+    WorkerRole,
+    WorkerState,
+)
+
+NUMBERS = {
+    1: "accepted tokens form one gapless sequence",
+    3: "a trajectory is trained at most once",
+    4: "staleness within the bound",
+    5: "no work without a live lease",
+    6: "accounts sum to the duration",
+    7: "no orphans",
+    9: "progress",
+    11: "an infrastructure failure is never scored",
+    12: "nothing waits without a bound and a name",
+}
+"""The invariants of DESIGN §5 that the state alone can show."""
+
+_HOLDING = (TurnState.RUNNING, TurnState.MOVING)
+_WORKER_WAITS = frozenset({"boot", "load", "reload", "heartbeat", "stall", "resume", "drain"})
+_LEASE_WAITS = frozenset({"grant", "release", "expiry"})
+_TURN_WAITS = frozenset({"token", "handover"})
+
+
+class InvariantViolated(AssertionError):
+    """The state is one that must not be. Names the invariant by its number in DESIGN §5, and the thing's story."""
+
+    def __init__(self, number: int, thing: str, found: str, story: Story | None = None) -> None:
+        self.number, self.thing, self.found = number, thing, found
+        told = f"\n{story}" if story is not None else ""
+        super().__init__(f"invariant {number} ({NUMBERS[number]}): {thing}: {found}{told}")
+
+
+def check(scheduler: Scheduler) -> None:
+    """Raises `InvariantViolated` on the first thing that is not as it must be."""
+    if scheduler.phase is Phase.ENDED:
+        _check_ended(scheduler)
+        return
+    for turn in scheduler.turns.live.values():
+        _check_turn(scheduler, turn)
+    for worker in scheduler.fleet.workers.values():
+        _check_worker(scheduler, worker)
+    for lease in scheduler.leases.leases.values():
+        _check_lease(scheduler, lease)
+    _check_index(scheduler)
+    _check_ledger(scheduler)
+    _check_queue(scheduler)
+    _check_step(scheduler)
+    _check_trainer(scheduler)
+    _check_waits(scheduler)
+
+
+def _check_turn(s: Scheduler, turn: Turn) -> None:
+    def require(number: int, holds: bool, found: str) -> None:
+        if not holds:
+            raise InvariantViolated(number, f"turn {turn.id}", found, turn.story)
+
+    require(1, 0 <= turn.accepted < max(1, turn.max_new_tokens), f"{turn.accepted} of {turn.max_new_tokens} tokens")
+    require(4, turn.oldest_version <= s.oldest_version, f"admits versions from {turn.oldest_version} on only")
+    conversation = s.turns.conversations.get(turn.trajectory)
+    require(12, conversation is not None and turn.id in conversation.turns, "its trajectory does not know it")
+    group = s.step.group_of(turn.trajectory) if s.step else None
+    outcome = group.members[turn.trajectory] if group else "unknown"
+    require(12, outcome is None, f"its trajectory has ended: {outcome}")
+    if turn.state not in _HOLDING:
+        require(1, turn.state is TurnState.QUEUED and turn.worker is None, f"{turn.state} on {turn.worker}")
+        return
+    worker = s.fleet.workers.get(turn.worker or "")
+    require(5, worker is not None and turn.id in worker.turns, f"{turn.state} on {turn.worker}, which has it not")
+    waits = "token" if turn.state is TurnState.RUNNING else "handover"
+    require(12, s.timers.waiting(waits, turn.id), f"{turn.state} without a {waits} deadline")
+
+
+def _check_worker(s: Scheduler, worker: Worker) -> None:
+    def require(number: int, holds: bool, found: str) -> None:
+        if not holds:
+            raise InvariantViolated(number, f"worker {worker.id} ({worker.state})", found, worker.story)
+
+    lease = s.leases.leases.get(worker.lease)
+    require(5, lease is not None and lease.live and worker.id in lease.workers, f"lease {worker.lease} is not live")
+    assert lease is not None
+    for turn_id in worker.turns:
+        turn = s.turns.live.get(turn_id)
+        held = turn is not None and turn.worker == worker.id and turn.state in _HOLDING
+        require(1, held, f"holds turn {turn_id}, which is not on it")
+        moved = held and turn is not None and turn.state is TurnState.MOVING
+        require(5, worker.state is WorkerState.READY or moved, f"works on {turn_id}")
+    may_hold = worker.state in (WorkerState.READY, WorkerState.ASLEEP, WorkerState.DRAINING)
+    require(5, may_hold or not worker.turns, f"holds {list(worker.turns)}")
+    require(9, worker.pending == sum(not begun for begun in worker.turns.values()), f"{worker.pending} pending")
+    require(4, worker.version is None or s.version is None or worker.version <= s.version, "newer than the run")
+    require(5, not lease.leaving or worker.state in (WorkerState.DRAINING, WorkerState.GONE), "its lease is leaving")
+    waited = {w for w in _WORKER_WAITS if s.timers.waiting(w, worker.id)}
+    expected = _worker_waits(s, worker)
+    require(12, expected <= waited, f"waits for {sorted(waited)}, must for {sorted(expected)}")
+    spare = waited - expected - ({"stall"} if worker.state in (WorkerState.READY, WorkerState.ASLEEP) else set())
+    spare -= {"stall", "heartbeat"} if worker.state in (WorkerState.DRAINING, WorkerState.LOADING) else set()
+    require(12, not spare, f"still waits for {sorted(spare)}")
+
+
+def _worker_waits(s: Scheduler, worker: Worker) -> set[str]:
+    """What a worker in its state must be waiting for."""
+    match worker.state:
+        case WorkerState.BOOTING:
+            return {"boot"}
+        case WorkerState.DETACHED:
+            return {"resume"}
+        case WorkerState.DRAINING:
+            return {"drain"}
+        case WorkerState.GONE:
+            return set()
+        case _:
+            behind = worker.version != s.version and worker.role is not WorkerRole.TRAINER and s.version is not None
+            loading = {"load" if worker.loading_version is not None else "reload"} if behind else set[str]()
+            return {"heartbeat"} | loading
+
+
+def _check_lease(s: Scheduler, lease: Lease) -> None:
+    def require(number: int, holds: bool, found: str) -> None:
+        if not holds:
+            raise InvariantViolated(number, f"lease {lease.id} ({lease.state})", found, lease.story)
+
+    waiting = {w for w in _LEASE_WAITS if s.timers.waiting(w, lease.id)}
+    workers = s.fleet.of_lease(lease.id)
+    require(7, {w.id for w in workers} == set(lease.workers), f"workers {lease.workers}, found {len(workers)}")
+    match lease.state:
+        case LeaseState.REQUESTED:
+            require(12, waiting == {"grant"}, f"waits for {sorted(waiting)}")
+        case LeaseState.RELEASING:
+            require(12, waiting == {"release"}, f"waits for {sorted(waiting)}")
+            require(7, lease.leaving, "is released, but its workers may stay")
+        case _:
+            require(7, any(w.state is not WorkerState.GONE for w in workers), "is held although nobody is left on it")
+            expiry = {"expiry"} if lease.expires_at_ns is not None else set[str]()
+            require(12, waiting == expiry, f"waits for {sorted(waiting)}")
+            ended = lease.expires_at_ns is not None and lease.expires_at_ns <= s.now_ns
+            require(5, not ended, f"is believed past its end at {lease.expires_at_ns}")
+
+
+def _check_index(s: Scheduler) -> None:
+    stale = s.fleet.stale_index()
+    if stale:
+        raise InvariantViolated(9, "the fleet's index", stale)
+    for provider in s.leases.offers:
+        leases = [lease for lease in s.leases.leases.values() if lease.provider == provider]
+        asked = sum(lease.state is LeaseState.REQUESTED for lease in leases)
+        counted = (s.leases.held(provider), s.leases.asked(provider))
+        if counted != (len(leases), asked):
+            raise InvariantViolated(7, f"provider {provider}", f"counts {counted} leases, has {(len(leases), asked)}")
+
+
+def _check_ledger(s: Scheduler) -> None:
+    for book in s.ledger.books.values():
+        _check_book(book, s.now_ns)
+        live = book.worker in s.fleet.workers
+        if live is not (book.closed_ns is None):
+            raise InvariantViolated(6, f"book of {book.worker}", f"closed at {book.closed_ns}, lease live: {live}")
+    for worker in s.fleet.workers.values():
+        if worker.id not in s.ledger.books:
+            raise InvariantViolated(6, f"worker {worker.id}", "has no book", worker.story)
+
+
+def _check_book(book: DeviceBook, now_ns: int) -> None:
+    total_ns = sum(book.accounts_ns.values())
+    if total_ns != book.cursor_ns - book.opened_ns or min(book.accounts_ns.values(), default=0) < 0:
+        raise InvariantViolated(6, f"book of {book.worker}", f"{book.accounts_ns} up to {book.cursor_ns}")
+    if book.closed_ns is not None and book.cursor_ns != book.closed_ns:
+        raise InvariantViolated(6, f"book of {book.worker}", f"closed at {book.closed_ns}, kept to {book.cursor_ns}")
+    if book.cursor_ns > now_ns:
+        raise InvariantViolated(6, f"book of {book.worker}", f"kept to {book.cursor_ns}, which is to come")
+
+
+def _check_queue(s: Scheduler) -> None:
+    queued = [turn for turn in s.turns.live.values() if turn.state is TurnState.QUEUED]
+    head = s.turns.head()
+    if (head is not None) is not bool(queued) or (head and head.order != min(turn.order for turn in queued)):
+        raise InvariantViolated(9, "the queue", f"its head is {head and head.id}, queued are {[t.id for t in queued]}")
+    if head is None or s.phase is not Phase.RUNNING:
+        return
+    room = next((w for w in s.fleet.workers.values() if s.fleet.with_room(w.id, head.oldest_version)), None)
+    if room is not None:
+        raise InvariantViolated(9, f"turn {head.id}", f"queued although {room.id} has room", head.story)
+    if not s.timers.waiting("capacity", "queue"):
+        raise InvariantViolated(12, f"turn {head.id}", "queued without a deadline", head.story)
+
+
+def _check_step(s: Scheduler) -> None:
+    if s.step is None:
+        return
+    training = [group.id for group in s.step.in_state(GroupState.TRAINING)]
+    if s.phase is Phase.RUNNING and training != ([s.training] if s.training else []):
+        raise InvariantViolated(3, f"step {s.step.number}", f"{training} are training, the trainer is at {s.training}")
+    for group in s.step.groups.values():
+        name = f"group {group.id} ({group.state})"
+        if (group.state is GroupState.RUNNING) is not bool(group.unfinished) and group.state is not GroupState.DROPPED:
+            raise InvariantViolated(3, name, f"unfinished: {group.unfinished}", group.story)
+        if (group.state is GroupState.DROPPED) is not bool(group.drop_reason):
+            raise InvariantViolated(3, name, f"drop reason {group.drop_reason!r}", group.story)
+        if any(reward - reward != 0 for reward in group.finished.values()):
+            raise InvariantViolated(11, name, f"rewards {group.finished}", group.story)
+    if s.version is not None and s.version - s.step.version > s.plan.staleness_bound:
+        raise InvariantViolated(
+            4, f"step {s.step.number}", f"of version {s.step.version}, the trainer is at {s.version}"
+        )
+
+
+def _check_trainer(s: Scheduler) -> None:
+    if s.phase is not Phase.RUNNING:
+        return
+    mode, trainer = s.trainer_mode, s.trainer()
+    if trainer is None or mode is TrainerMode.ABSENT:
+        raise InvariantViolated(12, "the trainer's device", "is not there, and the run goes on")
+    changing = mode in (TrainerMode.RESTING, TrainerMode.WAKING)
+    if changing is not s.timers.waiting("waking", "trainer"):
+        raise InvariantViolated(12, "the trainer's device", f"{mode}, deadline: {not changing}", trainer.story)
+    working = s.training is not None or (s.step is not None and s.step.updating)
+    if working and mode is not TrainerMode.ASLEEP:
+        raise InvariantViolated(3, "the trainer's device", f"{mode} while it trains {s.training}", trainer.story)
+    if working is not s.timers.waiting("training", "trainer"):
+        raise InvariantViolated(12, "the trainer's device", f"trains: {working}, without bound", trainer.story)
+    if mode is TrainerMode.ASLEEP and trainer.turns:
+        raise InvariantViolated(9, "the trainer's device", f"asleep with {list(trainer.turns)}", trainer.story)
+    needed = s.turns.head() is not None and not s.fleet.helped(s.oldest_version)
+    if mode is TrainerMode.ASLEEP and needed and not working and not s.timers.waiting("reseed", "queue"):
+        raise InvariantViolated(9, "the trainer's device", "sleeps while nobody else can go on", trainer.story)
+
+
+def _check_waits(s: Scheduler) -> None:
+    """Every wait is about something that is there, and none is overdue."""
+    for wait in s.timers.waits():
+        if not _known(s, wait.what, wait.key):
+            raise InvariantViolated(12, f"wait {wait.what} of {wait.key}", "is left behind")
+        if wait.until_ns < s.now_ns:
+            raise InvariantViolated(12, f"wait {wait.what} of {wait.key}", f"was due at {wait.until_ns}")
+    if not s.timers.waits():
+        raise InvariantViolated(12, "the run", "waits for nothing")
+
+
+def _known(s: Scheduler, what: str, key: str) -> bool:
+    if what in _WORKER_WAITS:
+        return key in s.fleet.workers
+    if what in _LEASE_WAITS:
+        return key in s.leases.leases
+    if what in _TURN_WAITS:
+        return key in s.turns.live
+    if what == "capacity":
+        return s.turns.head() is not None
+    if what == "back-off":
+        return key in s.leases.offers
+    return {
+        "start": s.phase is Phase.STARTING,
+        "stop": s.phase is Phase.STOPPING,
+        "seeding": s.phase is Phase.RUNNING,
+        "reseed": s.turns.head() is not None,
+        "waking": s.phase is Phase.RUNNING,
+        "training": s.phase is Phase.RUNNING,
+    }[what]
+
+
+def _check_ended(s: Scheduler) -> None:
+    left = list(s.leases.leases)
+    if left and not s.failed:
+        raise InvariantViolated(7, "the run", f"ended in peace, but holds {left}")
+    if s.turns.live or s.timers.waits():
+        raise InvariantViolated(12, "the run", f"ended, but {list(s.turns.live)} and {s.timers.waits()} are left")
+    for book in s.ledger.books.values():
+        _check_book(book, s.now_ns)
+    if not left and s.ledger.imbalance_ns():
+        raise InvariantViolated(6, "the ledger", f"is out by {s.ledger.imbalance_ns()} ns")

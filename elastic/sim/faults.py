@@ -1,0 +1,107 @@
+"""What goes wrong in a world, drawn from its seed: single faults at their times, and shares of mishaps."""
+
+from enum import StrEnum
+from random import Random
+
+import msgspec
+
+from elastic.core.types import NS_PER_S, Nanoseconds
+
+
+class FaultKind(StrEnum):
+    KILL = "kill"
+    """The process dies and its connection is reset."""
+    VANISH = "vanish"
+    """The machine is gone without a word; nobody is told."""
+    PREEMPT = "preempt"
+    """The provider takes the lease, without notice."""
+    NOTICE = "notice"
+    """The provider takes the lease, with notice."""
+    FREEZE = "freeze"
+    """The worker is silent for a while, then says everything that it would have said."""
+    HANG = "hang"
+    """The engine stands still, the heart goes on."""
+    SLOW = "slow"
+    DISCONNECT = "disconnect"
+    """The connection breaks; the worker dials again."""
+    CUT_UP = "cut_up"
+    """Nothing from the worker arrives for a while; all of it arrives late."""
+    CUT_DOWN = "cut_down"
+    PRESSURE = "pressure"
+    """The host's own work takes the worker's credits, and its running turns are given up."""
+    BLACKOUT = "blackout"
+    """Every elastic provider takes everything at once and has nothing for a while."""
+
+
+class Ending(StrEnum):
+    """How a run is to end."""
+
+    COMPLETE = "complete"
+    STOP = "stop"
+    TRAINER_LOST = "trainer_lost"
+
+
+class Fault(msgspec.Struct, frozen=True):
+    """`target` picks one of the workers that are there, by its share of their number."""
+
+    at_ns: Nanoseconds
+    kind: FaultKind
+    duration_ns: Nanoseconds
+    target: float
+
+
+class Mishaps(msgspec.Struct, frozen=True, kw_only=True):
+    """Probabilities, each for one message, request, load or turn."""
+
+    frame_lost: float = 0.0
+    frame_repeated: float = 0.0
+    frame_late: float = 0.0
+    order_lost: float = 0.0
+    event_repeated: float = 0.0
+    request_refused: float = 0.0
+    request_ignored: float = 0.0
+    release_ignored: float = 0.0
+    load_failed: float = 0.0
+    boot_failed: float = 0.0
+    environment_failed: float = 0.0
+    reward_undefined: float = 0.0
+
+
+class FaultPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """After `end_ns` nothing goes wrong any more, and the run must reach its end."""
+
+    end_ns: Nanoseconds
+    faults: tuple[Fault, ...]
+    mishaps: Mishaps
+    ending: Ending = Ending.COMPLETE
+    ending_at_ns: Nanoseconds = 0
+
+
+NO_FAULTS = FaultPlan(end_ns=0, faults=(), mishaps=Mishaps())
+LIKELIEST_MISHAP = 0.15
+MOST_FAULTS = 14
+LONGEST_FAULT_NS = 8 * NS_PER_S
+UNUSUAL_ENDING = 0.15
+
+
+def draw_faults(rng: Random, end_ns: Nanoseconds) -> FaultPlan:
+    """Each world gets a different weather: of the kinds of mishap only some occur, and some only rarely."""
+
+    def share() -> float:
+        return rng.choice((0.0, 0.0, rng.uniform(0, LIKELIEST_MISHAP)))
+
+    kinds = rng.sample(list(FaultKind), k=rng.randint(1, len(FaultKind)))
+    faults = [
+        Fault(rng.randrange(end_ns), rng.choice(kinds), rng.randrange(1, LONGEST_FAULT_NS), rng.random())
+        for _ in range(rng.randint(0, MOST_FAULTS))
+    ]
+    mishaps = Mishaps(**{name: share() for name in Mishaps.__struct_fields__})
+    unusual = rng.random() < UNUSUAL_ENDING
+    ending = rng.choice((Ending.STOP, Ending.TRAINER_LOST)) if unusual else Ending.COMPLETE
+    return FaultPlan(
+        end_ns=end_ns,
+        faults=tuple(sorted(faults, key=lambda fault: fault.at_ns)),
+        mishaps=mishaps,
+        ending=ending,
+        ending_at_ns=rng.randrange(end_ns),
+    )

@@ -1,0 +1,36 @@
+"""Virtual time: actions in order of (time, priority, sequence), so that ties break the same way in every run."""
+
+import heapq
+from collections.abc import Callable
+from enum import IntEnum
+
+from elastic.core.types import Nanoseconds
+
+
+class Priority(IntEnum):
+    """Among actions of the same instant, what has happened comes before the core's own wake-up."""
+
+    EVENT = 0
+    WAKE_UP = 1
+
+
+class EventLoop:
+    """A discrete-event loop. Nothing but its actions moves time."""
+
+    def __init__(self) -> None:
+        self.now_ns: Nanoseconds = 0
+        self._sequence = 0
+        self._heap: list[tuple[Nanoseconds, int, int, Callable[[], None]]] = []
+
+    def at(self, when_ns: Nanoseconds, action: Callable[[], None], priority: Priority = Priority.EVENT) -> None:
+        heapq.heappush(self._heap, (max(when_ns, self.now_ns), priority, self._sequence, action))
+        self._sequence += 1
+
+    def after(self, delay_ns: Nanoseconds, action: Callable[[], None]) -> None:
+        self.at(self.now_ns + delay_ns, action)
+
+    def run(self, until_ns: Nanoseconds, done: Callable[[], bool]) -> None:
+        """Take actions until `done`, until none is left, or until time would pass `until_ns`."""
+        while not done() and self._heap and self._heap[0][0] <= until_ns:
+            self.now_ns, _, _, action = heapq.heappop(self._heap)
+            action()

@@ -1,0 +1,114 @@
+"""The world's own record of what happened: what the core's state alone cannot show (DESIGN §5, 1, 3, 5, 7)."""
+
+import math
+from dataclasses import dataclass
+
+from elastic.core import commands as c
+from elastic.core import events as e
+from elastic.core.types import LeaseId, Nanoseconds, TrajectoryId, TurnId, WorkerId
+
+
+class RecordViolated(AssertionError):
+    """What the core did contradicts what has happened."""
+
+
+@dataclass(slots=True)
+class Generated:
+    """What a worker generated under one attempt: positions `start` to `end`."""
+
+    worker: WorkerId
+    start: int
+    end: int
+
+
+class Record:
+    """Accepted positions by turn, attempts as they were ordered and generated, leases, rewards and trainings."""
+
+    def __init__(self) -> None:
+        self.accepted: dict[TurnId, int] = {}
+        self.finished: set[TurnId] = set()
+        self.granted: dict[LeaseId, Nanoseconds | None] = {}
+        self.ended: set[LeaseId] = set()
+        self.lease_of: dict[WorkerId, LeaseId] = {}
+        self.trained: set[TrajectoryId] = set()
+        self.rewards: dict[TrajectoryId, float] = {}
+        self.run_ended: str | None = None
+        self.redispatched = 0
+        self._ordered: dict[tuple[TurnId, int], tuple[WorkerId, int]] = {}
+        self._attempts: dict[TurnId, int] = {}
+        self._generated: dict[tuple[TurnId, int], Generated] = {}
+
+    def require(self, holds: bool, found: str) -> None:
+        if not holds:
+            raise RecordViolated(found)
+
+    def note_generated(self, worker: WorkerId, turn: TurnId, attempt: int, start: int, count: int) -> None:
+        span = self._generated.setdefault((turn, attempt), Generated(worker, start, start))
+        self.require(span.worker == worker and span.end == start, f"{worker} generates {turn} out of order")
+        span.end += count
+
+    def note_event(self, event: e.Event) -> None:
+        if isinstance(event, e.LeaseGranted):
+            self.granted.setdefault(event.lease, event.expires_at_ns)
+            self.lease_of |= dict.fromkeys(event.workers, event.lease)
+        elif isinstance(event, e.LeaseEnded):
+            self.ended.add(event.lease)
+        elif isinstance(event, e.TrajectoryFinished):
+            self.rewards.setdefault(event.trajectory, event.reward)
+
+    def note_command(self, command: c.Command, event: e.Event, now_ns: Nanoseconds) -> None:
+        self.require(self.run_ended is None, f"{command} after the end of the run")
+        match command:
+            case c.StartTurn():
+                self._started(command, now_ns)
+            case c.AcceptTokens():
+                assert isinstance(event, e.TokensReceived)
+                self._accepted(command, event, now_ns)
+            case c.FinishTurn():
+                self.require(command.turn not in self.finished, f"{command.turn} finished twice")
+                self.finished.add(command.turn)
+            case c.TrainGroup():
+                self._trained(command)
+            case c.EndRun():
+                self.run_ended = command.failed
+            case _:
+                pass
+
+    def check_end(self) -> None:
+        """Everything that was acquired has been given back (invariant 7)."""
+        left = set(self.granted) - self.ended
+        self.require(not left, f"leases never ended: {sorted(left)}")
+
+    def _live(self, worker: WorkerId, now_ns: Nanoseconds) -> bool:
+        lease = self.lease_of[worker]
+        expires_at_ns = self.granted[lease]
+        return lease not in self.ended and (expires_at_ns is None or now_ns <= expires_at_ns)
+
+    def _started(self, command: c.StartTurn, now_ns: Nanoseconds) -> None:
+        turn, before = command.turn, self._attempts.get(command.turn, 0)
+        self.require(command.attempt == before + 1, f"attempt {command.attempt} of {turn} after {before}")
+        self.require(command.start == self.accepted.get(turn, 0), f"{turn} starts at {command.start}")
+        self.require(self._live(command.worker, now_ns), f"{turn} goes to {command.worker}, whose lease has ended")
+        self.require(turn not in self.finished, f"{turn} is finished and starts again")
+        self._attempts[turn] = command.attempt
+        self._ordered[turn, command.attempt] = (command.worker, command.start)
+        self.redispatched += command.attempt > 1
+
+    def _accepted(self, command: c.AcceptTokens, event: e.TokensReceived, now_ns: Nanoseconds) -> None:
+        self.require(self._live(event.worker, now_ns), f"accepted from {event.worker}, whose lease has ended")
+        for position in command.chunks:
+            chunk = event.chunks[position]
+            worker, start = self._ordered[chunk.turn, chunk.attempt]
+            span = self._generated[chunk.turn, chunk.attempt]
+            self.require(worker == event.worker == span.worker, f"{chunk} is not {event.worker}'s")
+            self.require(chunk.attempt == self._attempts[chunk.turn], f"{chunk} is of a fenced attempt")
+            self.require(chunk.turn not in self.finished, f"{chunk} of a finished turn")
+            self.require(start <= chunk.start and chunk.start + chunk.count <= span.end, f"{chunk} was not generated")
+            self.require(chunk.start == self.accepted.get(chunk.turn, 0), f"{chunk} leaves a gap or repeats")
+            self.accepted[chunk.turn] = chunk.start + chunk.count
+
+    def _trained(self, command: c.TrainGroup) -> None:
+        for trajectory in command.trajectories:
+            self.require(trajectory not in self.trained, f"{trajectory} is trained twice")
+            self.require(math.isfinite(self.rewards.get(trajectory, math.nan)), f"{trajectory} has no reward")
+            self.trained.add(trajectory)

@@ -1,0 +1,94 @@
+"""Simulated environment loops: trajectories of random numbers of turns, turns of random lengths."""
+
+from dataclasses import dataclass
+from random import Random
+from typing import Protocol
+
+from elastic.core import events as e
+from elastic.core.types import TrajectoryId, TurnId
+from elastic.sim.faults import Mishaps
+from elastic.sim.loop import EventLoop
+from elastic.sim.settings import WorldSettings
+
+PROMPT_TOKENS = 20
+
+
+@dataclass(slots=True)
+class Episode:
+    trajectory: TrajectoryId
+    turns: int
+    done: int = 0
+    over: bool = False
+
+
+class EpisodeWorld(Protocol):
+    """What environment loops see of their world."""
+
+    loop: EventLoop
+    seed: int
+    settings: WorldSettings
+
+    @property
+    def mishaps(self) -> Mishaps: ...
+
+    def feed(self, event: e.Event) -> None: ...
+
+
+class SimulatedRollouts:
+    """One episode per trajectory, each with chance of its own: what it does does not depend on when it is asked."""
+
+    def __init__(self, world: EpisodeWorld) -> None:
+        self._world = world
+        self._episodes: dict[TrajectoryId, Episode] = {}
+        self._chance: dict[TrajectoryId, Random] = {}
+
+    def start(self, trajectory: TrajectoryId) -> None:
+        chance = self._chance[trajectory] = Random(f"{self._world.seed}/{trajectory}")
+        self._episodes[trajectory] = Episode(trajectory, chance.randint(1, self._world.settings.max_turns))
+        self._think(trajectory)
+
+    def turn_length(self, turn: TurnId) -> int:
+        """A long tail: most turns are short, some use all that they may."""
+        longest = self._world.settings.max_new_tokens
+        return min(longest, 1 + int(Random(f"{self._world.seed}/{turn}").expovariate(3 / longest)))
+
+    def finish_turn(self, turn: TurnId) -> None:
+        episode = self._episodes[turn.partition("#")[0]]
+        if not episode.over:
+            episode.done += 1
+            self._think(episode.trajectory)
+
+    def fail(self, trajectory: TrajectoryId, cause: str) -> None:
+        episode = self._episodes[trajectory]
+        if not episode.over:
+            episode.over = True
+            failed = e.TrajectoryFailed(trajectory=trajectory, cause=cause)
+            self._world.loop.after(0, lambda: self._world.feed(failed))
+
+    def cancel(self, trajectory: TrajectoryId) -> None:
+        self._episodes[trajectory].over = True
+
+    def _think(self, trajectory: TrajectoryId) -> None:
+        delay_ns = self._chance[trajectory].randrange(self._world.settings.think_ns)
+        self._world.loop.after(delay_ns, lambda: self._go_on(trajectory))
+
+    def _go_on(self, trajectory: TrajectoryId) -> None:
+        episode, chance, mishaps = self._episodes[trajectory], self._chance[trajectory], self._world.mishaps
+        if episode.over:
+            return
+        if chance.random() < mishaps.environment_failed:
+            self.fail(trajectory, "the environment broke")
+        elif episode.done < episode.turns:
+            self._world.feed(
+                e.TurnRequested(
+                    turn=f"{trajectory}#{episode.done}",
+                    trajectory=trajectory,
+                    prompt_tokens=PROMPT_TOKENS,
+                    max_new_tokens=self._world.settings.max_new_tokens,
+                )
+            )
+        else:
+            episode.over = True
+            undefined = chance.random() < mishaps.reward_undefined
+            reward = float("nan") if undefined else float(chance.randint(0, 1))
+            self._world.feed(e.TrajectoryFinished(trajectory=trajectory, reward=reward, tokens=1))

@@ -1,0 +1,92 @@
+"""The sizes and speeds of a small simulated world, and the limits that its core works with."""
+
+from random import Random
+
+import msgspec
+
+from elastic.core.types import NS_PER_S, Limits, Nanoseconds, Plan, WorkerRole
+
+MS = NS_PER_S // 1000
+
+SMALL_LIMITS = Limits(
+    heartbeat_timeout_ns=3 * NS_PER_S,
+    stall_timeout_ns=4 * NS_PER_S,
+    turn_stall_timeout_ns=5 * NS_PER_S,
+    handover_timeout_ns=1 * NS_PER_S,
+    drain_timeout_ns=3 * NS_PER_S,
+    acquire_timeout_ns=4 * NS_PER_S,
+    boot_timeout_ns=5 * NS_PER_S,
+    load_timeout_ns=4 * NS_PER_S,
+    resume_timeout_ns=2 * NS_PER_S,
+    release_timeout_ns=2 * NS_PER_S,
+    queue_timeout_ns=60 * NS_PER_S,
+    train_timeout_ns=30 * NS_PER_S,
+    reseed_delay_ns=250 * MS,
+    retry_base_ns=500 * MS,
+    retry_max_ns=4 * NS_PER_S,
+    max_engine_errors=3,
+    max_pending=2,
+)
+
+
+class ProviderSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Leases live for `life_ns` where it is given; a notice comes `notice_ns` before a lease is taken."""
+
+    name: str
+    role: WorkerRole = WorkerRole.ELASTIC
+    leases: int = 2
+    workers_per_lease: int = 1
+    gpus_per_worker: int = 1
+    usd_per_gpu_hour: float = 2.0
+    boot_ns: Nanoseconds = 800 * MS
+    life_ns: Nanoseconds | None = None
+    notice_ns: Nanoseconds = 1500 * MS
+
+
+class WorldSettings(msgspec.Struct, frozen=True, kw_only=True):
+    plan: Plan
+    limits: Limits = SMALL_LIMITS
+    providers: tuple[ProviderSettings, ...] = ()
+    seeding_ns: Nanoseconds = 1 * NS_PER_S
+    heartbeat_ns: Nanoseconds = 500 * MS
+    iteration_ns: Nanoseconds = 250 * MS
+    tokens_per_iteration: int = 2
+    capacity_turns: int = 3
+    load_ns: Nanoseconds = 300 * MS
+    train_ns: Nanoseconds = 400 * MS
+    think_ns: Nanoseconds = 200 * MS
+    max_turns: int = 3
+    max_new_tokens: int = 24
+    fault_span_ns: Nanoseconds = 15 * NS_PER_S
+    liveness_ns: Nanoseconds = 300 * NS_PER_S
+    """How long after the last fault the run may take to its end."""
+
+
+def draw_settings(rng: Random) -> WorldSettings:
+    """A small world: a few workers, a few short trajectories, every size at random."""
+    spot = ProviderSettings(
+        name="spot",
+        leases=rng.randint(1, 3),
+        workers_per_lease=rng.choice((1, 1, 2)),
+        life_ns=rng.choice((None, rng.randint(3, 20) * NS_PER_S)),
+        notice_ns=rng.choice((0, 500 * MS, 1500 * MS, 4 * NS_PER_S)),
+    )
+    serving = ProviderSettings(
+        name="serving", leases=rng.randint(1, 2), boot_ns=200 * MS, usd_per_gpu_hour=1.25, gpus_per_worker=2
+    )
+    reserved = ProviderSettings(name="reserved", role=WorkerRole.DEDICATED, leases=1)
+    providers = tuple(provider for provider in (spot, serving, reserved) if rng.random() < 0.7)
+    return WorldSettings(
+        plan=Plan(
+            steps=rng.randint(1, 2),
+            groups=rng.randint(1, 3),
+            group_size=rng.randint(2, 3),
+            providers=tuple(provider.name for provider in providers),
+        ),
+        providers=providers,
+        seeding_ns=rng.choice((0, 500 * MS, 2 * NS_PER_S)),
+        capacity_turns=rng.randint(1, 4),
+        max_turns=rng.randint(1, 3),
+        max_new_tokens=rng.choice((6, 12, 24)),
+        tokens_per_iteration=rng.randint(1, 4),
+    )

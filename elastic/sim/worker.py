@@ -1,0 +1,302 @@
+"""A simulated worker: an engine with a simple token rate, a heart, a process that may die and a clock of accounts."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+from typing import Protocol
+
+from elastic.core import commands as c
+from elastic.core import events as e
+from elastic.core.types import (
+    Account,
+    Capabilities,
+    FinishReason,
+    LeaseId,
+    Nanoseconds,
+    Progress,
+    TurnId,
+    WorkerId,
+    WorkerRole,
+)
+from elastic.sim.faults import Mishaps
+from elastic.sim.link import Link
+from elastic.sim.loop import EventLoop
+from elastic.sim.settings import MS, WorldSettings
+
+CAPABILITIES = Capabilities(engine="simulated", replayable_sampling=True, max_context_tokens=4096, device="none")
+RECONNECT_NS = (50 * MS, 3000 * MS)
+DETECTION_NS = (1 * MS, 1000 * MS)
+"""How soon the orchestrator's end sees that a connection is broken."""
+
+
+@dataclass(slots=True)
+class Attempt:
+    attempt: int
+    position: int
+
+
+class Surroundings(Protocol):
+    """What a worker sees of its world."""
+
+    loop: EventLoop
+    rng: Random
+    settings: WorldSettings
+
+    @property
+    def mishaps(self) -> Mishaps: ...
+
+    def feed(self, event: e.Event) -> None: ...
+
+    def next_epoch(self, worker: WorkerId) -> int | None:
+        """The epoch of a new connection; None when the worker is refused."""
+        ...
+
+    def turn_length(self, turn: TurnId) -> int:
+        """How many tokens the turn has, wherever it is generated."""
+        ...
+
+    def note_generated(self, worker: WorkerId, turn: TurnId, attempt: int, start: int, count: int) -> None: ...
+
+
+class SimulatedWorker:
+    """Commands come in through `hear`; what it says goes through its link to the core."""
+
+    def __init__(
+        self, world: Surroundings, worker: WorkerId, lease: LeaseId, role: WorkerRole, version: int | None
+    ) -> None:
+        self.id = worker
+        self.lease = lease
+        self.role = role
+        self.version = version
+        self.alive = True
+        self.asleep = False
+        self.link = Link(world.loop, world.rng, lambda: world.mishaps, reliable=role is WorkerRole.TRAINER)
+        self._world = world
+        self._epoch = 0
+        self._connected = False
+        self._draining = False
+        self._frozen_until_ns: Nanoseconds = 0
+        self._hung_until_ns: Nanoseconds = 0
+        self._pressed_until_ns: Nanoseconds = 0
+        self._slowness = 1
+        self._turns: dict[TurnId, Attempt] = {}
+        self._loading: int | None = None
+        self._progress = 0
+        self._decoded = 0
+        self._accounts_ns: dict[Account, int] = {}
+        self._accounted_ns = world.loop.now_ns
+        self._execute: dict[type[c.Command], Callable[..., None]] = {
+            c.StartTurn: self._start_turn,
+            c.AbortTurn: self._abort_turn,
+            c.LoadWeights: self._load_weights,
+            c.SleepWorker: self._sleep,
+            c.WakeWorker: self._wake,
+            c.DrainWorker: self._drain,
+        }
+
+    # What befalls it
+
+    def boot(self) -> None:
+        """The process starts: it dials, beats and iterates from now on."""
+        self._accounted_ns = self._world.loop.now_ns
+        self._dial()
+        self._beat()
+        self._iterate()
+
+    def die(self, *, noticed: bool) -> None:
+        """The process is gone. `noticed` when its connection is reset and the orchestrator sees it."""
+        self.alive = False
+        if noticed:
+            self._report_broken()
+
+    def freeze(self, duration_ns: Nanoseconds) -> None:
+        self._frozen_until_ns = self._world.loop.now_ns + duration_ns
+
+    def hang(self, duration_ns: Nanoseconds) -> None:
+        self._hung_until_ns = self._world.loop.now_ns + duration_ns
+
+    def slow_down(self, factor: int, duration_ns: Nanoseconds) -> None:
+        self._slowness = factor
+        self._world.loop.after(duration_ns, lambda: setattr(self, "_slowness", 1))
+
+    def press(self, duration_ns: Nanoseconds) -> None:
+        """The host needs its memory: no credit for a while, and what runs is given up."""
+        self._pressed_until_ns = self._world.loop.now_ns + duration_ns
+        self._act(self._give_all_up)
+        self._act(self._report)
+
+    def disconnect(self) -> None:
+        if self._connected and self.alive:
+            self._connected = False
+            self._report_broken()
+            self._world.loop.after(self._world.rng.randint(*RECONNECT_NS), lambda: self._act(self._dial))
+
+    def hear(self, command: c.Command) -> None:
+        """A command from the core sets out on the link."""
+        self.link.down(lambda: self._act(lambda: self._obey(command)))
+
+    # What it does
+
+    def _act(self, action: Callable[[], None]) -> None:
+        """Do it now, after the thaw, or, being dead, never."""
+        if not self.alive:
+            return
+        if self._world.loop.now_ns < self._frozen_until_ns:
+            self._world.loop.at(self._frozen_until_ns, lambda: self._act(action))
+        else:
+            action()
+
+    def _obey(self, command: c.Command) -> None:
+        if getattr(command, "epoch", None) == self._epoch and self._connected:
+            self._execute[type(command)](command)
+
+    def _say(self, event: e.Event) -> None:
+        if self._connected:
+            self.link.up(lambda: self._world.feed(event))
+
+    def _report_broken(self) -> None:
+        worker, epoch = self.id, self._epoch
+        if epoch:
+            broken = e.WorkerDisconnected(worker=worker, epoch=epoch)
+            self._world.loop.after(self._world.rng.randint(*DETECTION_NS), lambda: self._world.feed(broken))
+
+    def _dial(self) -> None:
+        if self._connected:
+            return
+        epoch = self._world.next_epoch(self.id)
+        if epoch is None:
+            self.alive = False
+            return
+        self._epoch, self._connected = epoch, True
+        self._say(e.WorkerJoined(worker=self.id, epoch=epoch, capabilities=CAPABILITIES, weights_version=self.version))
+        self._report()
+
+    def _beat(self) -> None:
+        if self.alive:
+            self._report()
+            self._world.loop.after(self._world.settings.heartbeat_ns, lambda: self._act(self._beat))
+
+    def _report(self) -> None:
+        self._account()
+        executing = sum(1 for _ in self._turns)
+        self._say(
+            e.WorkerReported(
+                worker=self.id,
+                epoch=self._epoch,
+                capacity_turns=self._capacity(),
+                pending=0,
+                executing=executing,
+                progress=self._progress,
+                accounts_ns=dict(self._accounts_ns),
+                decoded_tokens=self._decoded,
+            )
+        )
+
+    def _capacity(self) -> int:
+        pressed = self._world.loop.now_ns < self._pressed_until_ns
+        return 0 if pressed or self._draining else self._world.settings.capacity_turns
+
+    def _account(self) -> None:
+        """Everything since the last look goes to what the device was at."""
+        now_ns = self._world.loop.now_ns
+        if self.asleep:
+            account = Account.ASLEEP
+        elif self._turns:
+            account = Account.DECODE
+        elif self._loading is not None:
+            account = Account.LOADING
+        else:
+            account = Account.IDLE
+        self._accounts_ns[account] = self._accounts_ns.get(account, 0) + now_ns - self._accounted_ns
+        self._accounted_ns = now_ns
+
+    # The engine
+
+    def _iterate(self) -> None:
+        if not self.alive:
+            return
+        settings = self._world.settings
+        self._account()
+        if not self.asleep and self._turns and self._world.loop.now_ns >= self._hung_until_ns:
+            self._progress += 1
+            self._flush(settings.tokens_per_iteration)
+        if self._draining and not self._turns:
+            self._say_goodbye()
+        self._world.loop.after(settings.iteration_ns * self._slowness, lambda: self._act(self._iterate))
+
+    def _flush(self, tokens: int, ending: FinishReason | None = None, only: TurnId | None = None) -> None:
+        """Up to `tokens` more of the turns, in one frame; with `ending` that is all that comes of them."""
+        chunks = [
+            self._chunk(turn, attempt, tokens, ending)
+            for turn, attempt in list(self._turns.items())
+            if only is None or turn == only
+        ]
+        for chunk in chunks:
+            if chunk.finish is not None:
+                del self._turns[chunk.turn]
+        if chunks:
+            self._say(e.TokensReceived(worker=self.id, epoch=self._epoch, chunks=tuple(chunks)))
+
+    def _chunk(self, turn: TurnId, attempt: Attempt, tokens: int, ending: FinishReason | None) -> Progress:
+        length = self._world.turn_length(turn)
+        start, count = attempt.position, min(tokens, length - attempt.position)
+        attempt.position += count
+        self._decoded += count
+        if attempt.position >= length:
+            whole = length == self._world.settings.max_new_tokens
+            ending = FinishReason.LENGTH if whole else FinishReason.STOP
+        self._world.note_generated(self.id, turn, attempt.attempt, start, count)
+        assert self.version is not None
+        return Progress(turn, attempt.attempt, start, count, self.version, ending)
+
+    def _give_all_up(self) -> None:
+        self._account()
+        self._flush(0, FinishReason.STALLED)
+
+    def _start_turn(self, command: c.StartTurn) -> None:
+        self._account()
+        self._turns[command.turn] = Attempt(command.attempt, command.start)
+        if self._world.loop.now_ns < self._pressed_until_ns:
+            self._flush(0, FinishReason.STALLED, only=command.turn)
+
+    def _abort_turn(self, command: c.AbortTurn) -> None:
+        self._account()
+        attempt = self._turns.get(command.turn)
+        if attempt is not None and attempt.attempt == command.attempt:
+            self._flush(self._world.rng.randint(0, 2), FinishReason.ABORTED, only=command.turn)
+
+    def _load_weights(self, command: c.LoadWeights) -> None:
+        self._account()
+        self._loading = command.version
+        self._world.loop.after(self._world.settings.load_ns, lambda: self._act(lambda: self._loaded(command)))
+
+    def _loaded(self, command: c.LoadWeights) -> None:
+        if self._loading != command.version:
+            return
+        self._account()
+        self._loading = None
+        if self._world.rng.random() < self._world.mishaps.load_failed:
+            self._say(e.WeightsFailed(worker=self.id, epoch=self._epoch, version=command.version, reason="simulated"))
+        else:
+            self._flush(0, FinishReason.ABORTED)
+            self.version = command.version
+            self._say(e.WeightsApplied(worker=self.id, epoch=self._epoch, version=command.version))
+
+    def _sleep(self, _: c.SleepWorker) -> None:
+        self._account()
+        self._flush(1, FinishReason.ABORTED)
+        self.asleep = True
+        self._say(e.WorkerSlept(worker=self.id, epoch=self._epoch))
+
+    def _wake(self, _: c.WakeWorker) -> None:
+        self._account()
+        self.asleep = False
+        self._say(e.WorkerAwoke(worker=self.id, epoch=self._epoch))
+
+    def _drain(self, _: c.DrainWorker) -> None:
+        self._draining = True
+
+    def _say_goodbye(self) -> None:
+        self._report()
+        self._say(e.WorkerDisconnected(worker=self.id, epoch=self._epoch, goodbye=True))
+        self.alive = self._connected = False
