@@ -13,7 +13,7 @@ multiplication has a shape that is fixed, or is a function of the token's positi
 On CUDA the same code runs in the weights' own bfloat16, without that promise.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -89,6 +89,7 @@ class Runner:
         self._block_tokens = block_tokens
         # One block more than the pool knows: padding reads and writes there.
         self._spare_block = kv_blocks
+        self._spare_slot = kv_blocks * block_tokens
         self._heads = (config.num_attention_heads, config.num_key_value_heads)
         self._shapes = parameter_shapes(config)
         self._rotations = rotations(config, torch.arange(max_context, device=device)).to(self._dtype)
@@ -117,9 +118,19 @@ class Runner:
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy verified `tensors` over the weights, in place once they exist."""
+        for _ in self.loading(tensors):
+            pass
+
+    def loading(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+        """`load` in pieces, for who cannot spare the device for all of it at once; of use when exhausted."""
         for name in (_EMBEDDING, _NORM, *(() if self._config.tie_word_embeddings else (_HEAD,))):
             self._put(name, tensors[name])
-        self._layers = [self._load_layer(tensors, index) for index in range(self._config.num_hidden_layers)]
+            yield
+        layers: list[_Layer] = []
+        for index in range(self._config.num_hidden_layers):
+            layers.append(self._load_layer(tensors, index))
+            yield
+        self._layers = layers
 
     def scrub_cache(self, keep: bool) -> None:
         """Forget all KV, or (`keep`) only values that are not finite: masking cannot silence those."""
@@ -194,7 +205,7 @@ class Runner:
             for token in sequence.tokens[sequence.computed : sequence.computed + count]
         ]
         slot_table = self._slot_table(work)
-        slots = np.full(padded, self._spare_block * self._block_tokens)
+        slots = np.full(padded, self._spare_slot)
         slots[:total] = slot_table[owner, positions]
 
         # A tile begins wherever the sequence, or the position divided by the tile's size, changes.
@@ -251,8 +262,12 @@ class Runner:
         for row, item in zip(blocks, work, strict=True):
             used = item.sequence.blocks[:columns]
             row[: len(used)] = used
-        slots = blocks[:, :, None] * self._block_tokens + np.arange(self._block_tokens)
+        slots = self._origins(blocks)[:, :, None] + np.arange(self._block_tokens)
         return slots.reshape(len(work), -1)
+
+    def _origins(self, blocks: np.ndarray) -> np.ndarray:
+        """The first cache slot of each block."""
+        return blocks * self._block_tokens
 
     def _context_lengths(self, tiles: np.ndarray) -> np.ndarray:
         """The padded context of query tiles: a function of the tile's place alone, in few distinct values."""
