@@ -86,7 +86,9 @@ class RolloutEngine(Protocol):
 
     def start(self, sink: ChunkSink) -> None: ...
 
-    def submit(self, requests: Sequence[GenerateRequest]) -> None: ...
+    def submit(self, requests: Sequence[GenerateRequest]) -> None:
+        """Start, or queue. A request whose id is still alive joins that one; it is not started twice."""
+        ...
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """Each request that is still alive ends with a chunk whose finish is ABORTED, holding all it has."""

@@ -93,6 +93,7 @@ class Runner:
         self._heads = (config.num_attention_heads, config.num_key_value_heads)
         self._shapes = parameter_shapes(config)
         self._rotations = rotations(config, torch.arange(max_context, device=device)).to(self._dtype)
+        self._eps = torch.tensor(config.rms_norm_eps, device=device)
         self._tables: dict[str, Tensor] = {}
         self._layers: list[_Layer] = []
         self._cache: Tensor | None = None
@@ -185,9 +186,9 @@ class Runner:
         return _linear(F.silu(gate) * up, layer.down)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        """RMSNorm over the last dimension; on the CPU in half the time of `torch.rms_norm`, which is five calls too."""
+        """RMSNorm over the last dimension, in float32; on the CPU in half the time of `torch.rms_norm`."""
         x = x.float()
-        scale = x.square().sum(-1, keepdim=True).mul_(1 / x.shape[-1]).add_(self._config.rms_norm_eps).rsqrt_()
+        scale = torch.add(self._eps, (x * x).sum(-1, keepdim=True), alpha=1 / x.shape[-1]).rsqrt_()
         return (x * scale).to(weight.dtype) * weight
 
     def _lay_out(self, work: Sequence[Work]) -> _Layout:
