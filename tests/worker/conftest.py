@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 
 import pytest
+import uvloop
 
 from elastic import wire
 from elastic.core.types import Account, Capabilities, FinishReason, WeightMode
@@ -287,11 +288,18 @@ class DeadPath:
 
 def generate(turn: str, seed: int = 1, attempt: int = 1, start: int = 0, most: int = 40) -> wire.Generate:
     prompt = [1, 2, 3] + [token_at(seed, i) for i in range(start)]
-    return wire.Generate(turn, attempt, prompt, start, most, (0,), 1.0, seed)
+    return wire.Generate(turn, attempt, prompt, start, most, (), 1.0, seed)
 
 
 def pulled(*names: str) -> Pulled:
     return Pulled(dict.fromkeys(names), 12)
+
+
+@pytest.hookimpl
+def pytest_asyncio_loop_factories(item: pytest.Item) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """The agent is tested on both event loops: their transports differ where it matters to it."""
+    asyncio_alone: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {"asyncio": asyncio.new_event_loop}
+    return asyncio_alone | {"uvloop": uvloop.new_event_loop} if item.path.name == "test_agent.py" else asyncio_alone
 
 
 @pytest.fixture

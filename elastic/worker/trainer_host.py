@@ -1,0 +1,134 @@
+"""The trainer's process: a worker whose engine seeds, with the trainer on the same device.
+
+One of them uses the device at a time. The orchestrator alternates Sleep, training and Wake; the worker's device
+thread takes orders one by one, and the engine sleeps through every one of the trainer's, so they never overlap.
+"""
+
+import time
+from pathlib import Path
+from typing import assert_never
+
+import structlog
+import torch
+
+from elastic import wire
+from elastic.config import Config, EngineConfig, validate
+from elastic.core.types import WeightMode
+from elastic.engine.base import RolloutEngine
+from elastic.model.checkpoint import load_model
+from elastic.trainer.trainer import GRPOTrainer
+from elastic.weights.publisher import collect_garbage, discard_newer, publish_keyframe
+from elastic.weights.relay import open_relay
+from elastic.worker.agent import AgentExit, build_engine, run_agent
+from elastic.worker.service import TrainerOrder, TrainerReply
+
+log = structlog.get_logger(__name__)
+
+KEEP_CHECKPOINTS = 2
+
+
+async def run_trainer_host(
+    join: str, worker: str, token: str, config: Config, run_dir: Path, resume: bool
+) -> AgentExit:
+    """Be the trainer's worker until drained (code 0), or refused, cut off or failed (code 1).
+
+    Publishes the base policy as version 0 before it is ready and version v after step v; with `resume` it goes
+    on from the newest checkpoint in `run_dir`, under that checkpoint's version, where there is one.
+    """
+    host = TrainerHost(config, run_dir, resume)
+    return await run_agent(join, worker, token, host.build_engine, trainer=host)
+
+
+class TrainerHost:
+    """`elastic.worker.service.Trainer` over a `GRPOTrainer`; every method runs on the worker's device thread."""
+
+    def __init__(self, config: Config, run_dir: Path, resume: bool) -> None:
+        self.timeout_s = config.trainer.step_timeout_s
+        self._config = config
+        self._run = run_dir.name
+        self._checkpoints = run_dir / "checkpoints"
+        self._resume = resume
+
+    def build_engine(self, welcome: wire.Welcome) -> RolloutEngine:
+        """The trainer, its weights on the relay, and the engine that seeds, still without weights."""
+        torch.set_num_threads(self._config.trainer.threads)
+        settings = validate(EngineConfig, welcome.engine, "the orchestrator's welcome")
+        rollout = self._config.rollout
+        model = load_model(self._config.model.checkpoint, _device(settings.device))
+        self._trainer = GRPOTrainer(self._config.trainer, model, rollout.groups, rollout.temperature)
+        self._relay = open_relay(welcome.relay, welcome.relay_token)
+        self._model_config = welcome.model
+        if self._resume:
+            self._restore()
+        self._publish(self._trainer.bf16_tensors())
+        return build_engine(welcome)
+
+    def load_policy(self, engine: RolloutEngine) -> None:
+        self._engine = engine
+        self._apply(self._trainer.bf16_tensors())
+
+    def carry_out(self, order: TrainerOrder) -> TrainerReply:
+        match order:
+            case wire.TrainGroup():
+                began_s = time.monotonic()
+                self._trainer.train_group(order)
+                return wire.Trained(order.group, time.monotonic() - began_s)
+            case wire.SkipGroup():
+                self._trainer.skip_group(order.index)
+                return None
+            case wire.Update():
+                return self._update(order)
+            case _:
+                assert_never(order)
+
+    def _update(self, order: wire.Update) -> wire.Stepped:
+        metrics = self._trainer.update()
+        if self._trainer.version != order.version:
+            raise RuntimeError(f"the trainer stepped to version {self._trainer.version}, not {order.version}")
+        began_s = time.monotonic()
+        tensors = self._trainer.bf16_tensors()
+        self._publish(tensors)
+        published_s = time.monotonic()
+        self._apply(tensors)
+        applied_s = time.monotonic()
+        if self._checkpoint_due():
+            self._save()
+        times = {
+            "publish_s": published_s - began_s,
+            "apply_s": applied_s - published_s,
+            "checkpoint_s": time.monotonic() - applied_s,
+        }
+        return wire.Stepped(order.version, metrics | times)
+
+    def _publish(self, tensors: dict[str, torch.Tensor]) -> None:
+        publish_keyframe(self._relay, self._run, self._trainer.version, tensors, self._model_config)
+        collect_garbage(self._relay, self._config.weights.keep_versions, ())
+
+    def _apply(self, tensors: dict[str, torch.Tensor]) -> None:
+        self._engine.load_weights(self._trainer.version, tensors, WeightMode.FINISH)
+
+    def _checkpoint_due(self) -> bool:
+        version = self._trainer.version
+        return version % self._config.trainer.checkpoint_every_steps == 0 or version == self._config.run.steps
+
+    def _save(self) -> None:
+        self._trainer.save(self._checkpoints / f"{self._trainer.version:08d}.safetensors")
+        for old in self._saved()[:-KEEP_CHECKPOINTS]:
+            old.unlink(missing_ok=True)
+
+    def _restore(self) -> None:
+        saved = self._saved()
+        if saved:
+            self._trainer.load(saved[-1])
+        log.info("resuming", version=self._trainer.version, checkpoint=str(saved[-1]) if saved else "none")
+        discard_newer(self._relay, self._trainer.version)
+
+    def _saved(self) -> list[Path]:
+        """Checkpoints, oldest first."""
+        return sorted(self._checkpoints.glob("*.safetensors"))
+
+
+def _device(name: str) -> str:
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return name

@@ -1,0 +1,207 @@
+"""The trainer's host with the real trainer, engine and relay, on a tiny model, against a real gateway."""
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from elastic import wire
+from elastic.config import Config
+from elastic.core.types import Account, FinishReason
+from elastic.model.checkpoint import model_tensors, write_checkpoint
+from elastic.model.config import Qwen3Config
+from elastic.model.qwen3 import Qwen3
+from elastic.weights.publisher import publish_keyframe, published_versions
+from elastic.weights.puller import pull
+from elastic.weights.relay import open_relay
+from elastic.worker.trainer_host import run_trainer_host
+from tests.worker.conftest import Orchestra, generate
+
+MODEL = Qwen3Config(num_hidden_layers=1, hidden_size=32, intermediate_size=48, initializer_range=0.2)
+GROUPS = 2
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    directory = tmp_path_factory.mktemp("base") / "policy"
+    write_checkpoint(directory, MODEL, model_tensors(Qwen3(MODEL)))
+    return directory
+
+
+@pytest.fixture
+def config(base: Path) -> Config:
+    return Config.model_validate(
+        {
+            "run": {"steps": 9},
+            "model": {"checkpoint": str(base)},
+            "rollout": {"groups": GROUPS, "group_size": 2},
+            "trainer": {"updates_per_step": 1, "checkpoint_every_steps": 2, "warmup_updates": 0},
+            "engine": {"max_context_tokens": 64, "kv_blocks": 16, "max_batch": 4},
+            "weights": {"keep_versions": 3},
+        }
+    )
+
+
+@pytest.fixture
+async def house(config: Config, tmp_path: Path) -> AsyncIterator["TrainerHouse"]:
+    async with TrainerHouse(config, tmp_path) as house:
+        yield house
+
+
+class TrainerHouse(Orchestra):
+    def __init__(self, config: Config, run_dir: Path) -> None:
+        relay = str(run_dir / "weights")
+        super().__init__(
+            engine=config.engine.model_dump(mode="json"),  # type: ignore[arg-type]
+            model=MODEL.to_dict(),
+            relay=relay,
+            silence_timeout_s=10.0,
+        )
+        self.relay = open_relay(relay)
+        self._config = config
+        self._run_dir = run_dir
+
+    def host(self, worker: str = "w", resume: bool = False) -> asyncio.Task[object]:
+        self.gateway.expect(worker, "token")
+        work = run_trainer_host(self.address, worker, "token", self._config, self._run_dir, resume)
+        self.agents.append(asyncio.create_task(work))
+        return self.agents[-1]
+
+    def weights(self, version: int) -> dict[str, torch.Tensor]:
+        return pull(self.relay, version)[1]
+
+    async def step(self, version: int) -> wire.Stepped:
+        for index in range(GROUPS):
+            self.send(train_group(version, index))
+        self.send(wire.Update(version, version))
+        await self.until(lambda: any(s.version == version for s in self.of(wire.Stepped)))  # type: ignore[attr-defined]
+        return self.of(wire.Stepped)[-1]  # type: ignore[return-value]
+
+
+def train_group(step: int, index: int) -> wire.TrainGroup:
+    """Two trajectories of which one was rewarded."""
+    trajectories = [
+        wire.TrajectoryData(
+            f"s{step}g{index}m{m}", [1, 2, 3, 4 + m, 5], [0, 0, 1, 1, 1], [0, 0, -3, -3, -3], [0] * 5, m
+        )
+        for m in range(2)
+    ]
+    return wire.TrainGroup(step, f"s{step}g{index}", index, trajectories)
+
+
+def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def account(name: Account) -> Callable[[object], int]:
+    return lambda beat: beat.accounts_ns.get(name, 0)  # type: ignore[attr-defined]
+
+
+async def test_the_base_policy_is_version_0_on_the_relay_and_in_the_engine_before_ready(house: TrainerHouse) -> None:
+    house.host()
+    ready = await house.first(wire.Ready)
+    assert ready.weights_version == 0  # type: ignore[attr-defined]
+    torch.manual_seed(0)
+    assert equal(house.weights(0), model_tensors(Qwen3(MODEL)))
+    house.send(generate("t", most=8))
+    assert (await house.finished("t")).finish is FinishReason.LENGTH
+
+
+async def test_a_step_is_trained_published_and_served(house: TrainerHouse) -> None:
+    house.host()
+    await house.first(wire.Ready)
+    house.send(wire.Sleep())
+    stepped = await house.step(1)
+    assert [t.group for t in house.of(wire.Trained)] == ["s1g0", "s1g1"]  # type: ignore[attr-defined]
+    assert stepped.metrics["updates"] == 1
+    assert not equal(house.weights(1), house.weights(0))
+    house.send(wire.Wake(), generate("t", most=8))
+    await house.finished("t")
+    assert {chunk.weights_version for chunk in house.chunks("t")} == {1}
+
+
+async def test_a_skipped_group_is_no_obstacle(house: TrainerHouse) -> None:
+    house.host()
+    await house.first(wire.Ready)
+    house.send(train_group(1, 0), wire.SkipGroup(1, "s1g1", 1, "no variance"), wire.Update(1, 1))
+    stepped = await house.first(wire.Stepped)
+    assert stepped.metrics["groups"] == 1  # type: ignore[attr-defined]
+
+
+async def test_a_step_without_all_its_groups_fails_loudly(house: TrainerHouse) -> None:
+    house.host()
+    await house.first(wire.Ready)
+    house.send(train_group(1, 0), wire.Update(1, 1))
+    failed = await house.first(wire.TrainerFailed)
+    assert "groups neither trained nor skipped: 1" in failed.error  # type: ignore[attr-defined]
+    assert published_versions(house.relay) == [0]
+
+
+async def test_training_and_generation_exclude_each_other_even_unasked(house: TrainerHouse) -> None:
+    house.host()
+    await house.first(wire.Ready)
+    house.send(generate("t", most=60), train_group(1, 0))
+    await house.first(wire.Trained)
+    assert (await house.finished("t")).finish in (FinishReason.ABORTED, FinishReason.LENGTH)
+    house.send(generate("t", attempt=2, most=8))
+    assert (await house.finished("t", 2)).finish is FinishReason.LENGTH, "the engine is awake again"
+
+
+async def test_the_device_time_of_the_trainer_adds_up(house: TrainerHouse) -> None:
+    agent = house.host()
+    await house.first(wire.Ready)
+    house.send(wire.Sleep())
+    for version in (1, 2, 3):
+        await house.step(version)
+    house.send(wire.Wake(), generate("t", most=8))
+    await house.finished("t")
+    house.send(wire.Drain("done"))
+    await agent
+    reports = [*house.of(wire.Heartbeat), *house.of(wire.Goodbye)]
+    sums = [sum(report.accounts_ns.values()) for report in reports]  # type: ignore[attr-defined]
+    assert sums == sorted(sums)
+    trained_s = sum(t.train_s for t in house.of(wire.Trained))  # type: ignore[attr-defined]
+    assert account(Account.TRAINING)(reports[-1]) / 1e9 > trained_s
+    assert account(Account.APPLYING)(reports[-1]) > 0
+    for name in Account:
+        shares = [account(name)(report) for report in reports]
+        assert all(later - earlier >= -1_000_000 for earlier, later in itertools.pairwise(shares)), name
+
+
+async def test_a_resumed_host_goes_on_from_its_checkpoint(house: TrainerHouse) -> None:
+    first = house.host("w")
+    await house.first(wire.Ready)
+    house.send(wire.Sleep())
+    for version in (1, 2, 3):
+        await house.step(version)
+    second = house.weights(2)
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+    assert published_versions(house.relay) == [1, 2, 3]
+    publish_keyframe(house.relay, "left over", 4, second, {})
+    begin = len(house.heard)
+    house.host("again", resume=True)
+    ready = await house.first(wire.Ready, after=begin)
+    assert ready.weights_version == 2, "checkpoints are made every second step"  # type: ignore[attr-defined]
+    assert published_versions(house.relay) == [1, 2]
+    assert equal(house.weights(2), second)
+
+
+async def test_a_resumed_host_without_a_checkpoint_begins_anew(house: TrainerHouse) -> None:
+    house.host(resume=True)
+    ready = await house.first(wire.Ready)
+    assert ready.weights_version == 0  # type: ignore[attr-defined]
+
+
+async def test_a_base_policy_that_cannot_be_read_ends_the_host(
+    house: TrainerHouse, config: Config, tmp_path: Path
+) -> None:
+    house.gateway.expect("w", "token")
+    missing = config.model_copy(update={"model": config.model.model_copy(update={"checkpoint": tmp_path / "none"})})
+    end = await run_trainer_host(house.address, "w", "token", missing, tmp_path, resume=False)
+    assert end.code == 1
+    assert str(tmp_path / "none") in end.reason

@@ -1,0 +1,169 @@
+"""Workers as processes of their own, with the real engine, killed, frozen and told to leave."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from elastic import wire
+from elastic.config import EngineConfig
+from elastic.core.types import Account, FinishReason, WeightMode
+from elastic.model.checkpoint import model_tensors
+from elastic.model.config import Qwen3Config
+from elastic.model.qwen3 import Qwen3
+from elastic.weights.publisher import publish_keyframe
+from elastic.weights.relay import open_relay
+from tests.worker.conftest import Orchestra
+
+MODEL = Qwen3Config(num_hidden_layers=1, hidden_size=32, intermediate_size=48, initializer_range=0.2)
+ENGINE = EngineConfig.model_validate(
+    {
+        "max_context_tokens": 128,
+        "kv_blocks": 32,
+        "pacing": {"prefill_tokens_per_s": 10_000, "decode_step_s": {1: 0.01}},
+    }
+)
+WORKER = """
+import asyncio, os, sys, uvloop
+from elastic.worker.agent import run_agent
+with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    end = runner.run(run_agent(os.environ["JOIN"], os.environ["WORKER"], os.environ["TOKEN"]))
+print(end.reason)
+sys.exit(end.code)
+"""
+TURN_TOKENS = 100
+
+
+class Workers(Orchestra):
+    """An orchestra of processes."""
+
+    def __init__(self, relay: Path) -> None:
+        super().__init__(
+            engine=ENGINE.model_dump(mode="json"),  # type: ignore[arg-type]
+            model=MODEL.to_dict(),
+            relay=str(relay),
+            heartbeat_interval_s=0.2,
+            silence_timeout_s=2.0,
+            resume_timeout_s=5.0,
+        )
+        self.processes: list[asyncio.subprocess.Process] = []
+
+    async def start(self, worker: str) -> asyncio.subprocess.Process:
+        self.gateway.expect(worker, "token")
+        ticket = {"JOIN": self.address, "WORKER": worker, "TOKEN": "token"}
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", WORKER, env=os.environ | ticket | {"OMP_NUM_THREADS": "1"}, stdout=-1
+        )
+        self.processes.append(process)
+        return process
+
+    async def spawn(self, worker: str) -> asyncio.subprocess.Process:
+        """A ready worker with weights, in a process of its own."""
+        process = await self.start(worker)
+        await self.until(lambda: any(w == worker for w, _, _ in self.heard))
+        self.send(wire.PullWeights(0, WeightMode.FINISH), worker=worker)
+        await self.until(lambda: any(w == worker and isinstance(m, wire.WeightsReport) for w, _, m in self.heard))
+        return process
+
+    async def __aexit__(self, *_: object) -> None:
+        await super().__aexit__()
+        for process in self.processes:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.communicate()
+
+
+@pytest.fixture
+async def workers(tmp_path: Path) -> AsyncIterator[Workers]:
+    torch.manual_seed(0)
+    publish_keyframe(open_relay(str(tmp_path)), "run", 0, model_tensors(Qwen3(MODEL)), MODEL.to_dict())
+    async with Workers(tmp_path) as workers:
+        yield workers
+
+
+def turn(name: str, attempt: int = 1, accepted: tuple[int, ...] = ()) -> wire.Generate:
+    return wire.Generate(name, attempt, [1, 2, 3, *accepted], len(accepted), TURN_TOKENS, (), 1.0, noise_seed=11)
+
+
+def tokens(chunks: list[wire.Chunk]) -> list[int]:
+    return [token for chunk in chunks for token in chunk.token_ids]
+
+
+@pytest.mark.slow
+async def test_a_turn_of_a_killed_worker_continues_elsewhere_token_for_token(workers: Workers) -> None:
+    victim, _ = await asyncio.gather(workers.spawn("victim"), workers.spawn("heir"))
+    workers.send(turn("whole"), worker="heir")
+    workers.send(turn("cut"), worker="victim")
+    await workers.until(lambda: len(tokens(workers.chunks("cut"))) > TURN_TOKENS // 4)
+    victim.send_signal(signal.SIGKILL)
+    loop = asyncio.get_running_loop()
+    killed_at_s = loop.time()
+    await workers.until(lambda: workers.gone)
+    assert loop.time() - killed_at_s < 1.0
+    assert workers.gone == [("victim", 1, False)]
+    accepted = tuple(tokens(workers.chunks("cut")))
+    assert len(accepted) < TURN_TOKENS
+    workers.send(turn("cut", 2, accepted), worker="heir")
+    await workers.finished("whole")
+    await workers.finished("cut", 2)
+    assert [*accepted, *tokens(workers.chunks("cut", 2))] == tokens(workers.chunks("whole"))
+
+
+@pytest.mark.slow
+async def test_a_frozen_worker_falls_silent_and_is_sent_away_when_it_thaws(workers: Workers) -> None:
+    process = await workers.spawn("w")
+    workers.send(turn("t"))
+    await workers.until(lambda: workers.chunks("t"))
+    process.send_signal(signal.SIGSTOP)
+    await asyncio.sleep(0.2)  # what it had sent by then arrives
+    before = len(workers.heard)
+    await asyncio.sleep(5 * 0.2)  # heartbeat intervals
+    assert len(workers.heard) == before
+    workers.gateway.fence("w", "silent for too long")
+    process.send_signal(signal.SIGCONT)
+    output, _ = await asyncio.wait_for(process.communicate(), 10)
+    assert process.returncode == 1
+    assert "silent for too long" in output.decode()
+    assert len(workers.heard) == before
+
+
+@pytest.mark.slow
+async def test_a_worker_told_to_leave_gives_its_turns_back_and_says_goodbye(workers: Workers) -> None:
+    process = await workers.spawn("w")
+    workers.send(turn("t"))
+    await workers.until(lambda: workers.chunks("t"))
+    process.terminate()
+    output, _ = await asyncio.wait_for(process.communicate(), 10)
+    assert process.returncode == 0
+    assert output.decode().splitlines()[-1] == "terminated"
+    assert workers.chunks("t")[-1].finish is FinishReason.ABORTED
+    await workers.until(lambda: workers.gone)
+    assert workers.gone == [("w", 1, True)]
+    goodbye = workers.heard[-1][2]
+    assert isinstance(goodbye, wire.Goodbye)
+    assert goodbye.accounts_ns[Account.BOOTING] > 200_000_000, "imports are part of booting"
+
+
+@pytest.mark.slow
+async def test_a_worker_told_to_leave_before_it_is_ready_leaves(workers: Workers) -> None:
+    dialled = asyncio.Event()
+
+    async def keep_waiting(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        dialled.set()
+        await reader.read()
+        writer.close()
+
+    async with await asyncio.start_server(keep_waiting, "127.0.0.1", 0) as server:
+        workers.address = "{}:{}".format(*server.sockets[0].getsockname())
+        process = await workers.start("w")
+        await asyncio.wait_for(dialled.wait(), 20)
+        process.terminate()
+        output, _ = await asyncio.wait_for(process.communicate(), 10)
+    assert process.returncode == 0
+    assert output.decode().splitlines()[-1] == "terminated before it was ready"
