@@ -42,9 +42,11 @@ def decode(token_ids: Iterable[int]) -> str:
 class FrozenLakeSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    sizes: tuple[int, ...] = Field((4,), min_length=1, description="side lengths to draw each episode's map from")
-    hole_probability: float = Field(0.2, ge=0, le=0.4, description="of each tile; maps without a way are redrawn")
-    is_slippery: bool = Field(False, description="a move goes sideways two times out of three")
+    sizes: tuple[int, ...] = Field(
+        default=(4,), min_length=1, description="side lengths; one is drawn for each episode"
+    )
+    hole_probability: float = Field(default=0.2, ge=0, le=0.4, description="of a tile; maps without a way are redrawn")
+    is_slippery: bool = Field(default=False, description="a move goes sideways two times out of three")
 
     @field_validator("sizes")
     @classmethod

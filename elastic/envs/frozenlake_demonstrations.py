@@ -22,12 +22,12 @@ _OFFSETS = {"L": (0, -1), "D": (1, 0), "R": (0, 1), "U": (-1, 0)}
 class DemonstrationSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    random_action_probability: float = Field(0.4, ge=0, le=1)
-    plan_probability: float = Field(0.5, ge=0, le=1, description="of a turn with a plan before its move")
-    plan_moves_max: int = Field(7, ge=1, description="a plan is cut to a random length up to this")
-    redraft_probability: float = Field(0.3, ge=0, lt=1, description="of one more draft before the plan")
-    turns_max: int = Field(16, ge=1)
-    turn_tokens_max: int = Field(16, ge=2)
+    random_action_probability: float = Field(default=0.4, ge=0, le=1)
+    plan_probability: float = Field(default=0.5, ge=0, le=1, description="of a turn with a plan before its move")
+    plan_moves_max: int = Field(default=7, ge=1, description="a plan is cut to a random length up to this")
+    redraft_probability: float = Field(default=0.3, ge=0, lt=1, description="of one more draft before the plan")
+    turns_max: int = Field(default=16, ge=1)
+    turn_tokens_max: int = Field(default=16, ge=2)
 
 
 class Demonstration(NamedTuple):

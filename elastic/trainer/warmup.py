@@ -31,16 +31,16 @@ Progress = Callable[[int, int, float], None]
 class WarmupSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    seed: int = Field(0, ge=0, lt=2**32)
-    steps: int = Field(350, ge=1)
-    batch_size: int = Field(32, ge=1, description="demonstrations a step")
-    learning_rate: float = Field(4e-3, gt=0)
-    learning_rate_rise_steps: int = Field(10, ge=0)
-    learning_rate_final_share: float = Field(0.1, ge=0, le=1, description="of the peak, reached by a half cosine")
-    gradient_clip: float = Field(1.0, gt=0)
-    threads: int = Field(2, ge=1)
-    lake: FrozenLakeSettings = Field(default_factory=FrozenLakeSettings)  # type: ignore[arg-type]
-    demonstrations: DemonstrationSettings = Field(default_factory=DemonstrationSettings)  # type: ignore[arg-type]
+    seed: int = Field(default=0, ge=0, lt=2**32)
+    steps: int = Field(default=350, ge=1)
+    batch_size: int = Field(default=32, ge=1, description="demonstrations a step")
+    learning_rate: float = Field(default=4e-3, gt=0)
+    learning_rate_rise_steps: int = Field(default=10, ge=0)
+    learning_rate_final_share: float = Field(default=0.1, ge=0, le=1, description="of the peak, by a half cosine")
+    gradient_clip: float = Field(default=1.0, gt=0)
+    threads: int = Field(default=2, ge=1)
+    lake: FrozenLakeSettings = FrozenLakeSettings()
+    demonstrations: DemonstrationSettings = DemonstrationSettings()
 
 
 def cache_key(settings: WarmupSettings, model: Qwen3Config) -> str:

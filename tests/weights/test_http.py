@@ -1,16 +1,22 @@
+import asyncio
 import socket
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 
 import httpx
 import pytest
+import torch
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from elastic.weights.directory import DirectoryRelay
 from elastic.weights.errors import RelayError, RelayUnavailable
 from elastic.weights.http import HttpRelay
+from elastic.weights.manifest import keyframe_key
+from elastic.weights.publisher import publish_keyframe
+from elastic.weights.puller import pull
 from elastic.weights.server import relay_app
 
 
@@ -99,4 +105,56 @@ def test_something_else_at_the_address_is_not_taken_for_a_relay(server: Callable
         relay = HttpRelay(url)
         with pytest.raises(RelayError, match="not a relay"):
             relay.list_keys()
+        relay.close()
+
+
+class BreaksTransfers:
+    """Serves `app`, but of the first answers for `key` only half arrives before the connection is gone."""
+
+    def __init__(self, app: ASGIApp, key: str, times: int) -> None:
+        self._app = app
+        self._key = key
+        self.left = times
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def cut(message: Message) -> None:
+            if message["type"] == "http.response.body" and message["body"]:
+                self.left -= 1
+                await send({**message, "body": message["body"][: len(message["body"]) // 2], "more_body": True})
+                raise ConnectionResetError
+            await send(message)
+
+        breaks = self.left > 0 and scope["path"].endswith(self._key)
+        await self._app(scope, receive, cut if breaks else send)
+
+
+def test_a_connection_lost_in_the_middle_is_unavailable_and_the_pull_goes_on(tmp_path, server: Callable, token: str):
+    source = DirectoryRelay(tmp_path)
+    weights = {"w": torch.randn(64, 64).to(torch.bfloat16)}
+    publish_keyframe(source, "run", 1, weights, {})
+    app = BreaksTransfers(relay_app(source, token), keyframe_key(1), times=3)
+    with server(app) as url:
+        relay = HttpRelay(url, token)
+        with pytest.raises(RelayUnavailable):
+            relay.get(keyframe_key(1))
+        _, pulled = pull(relay, 1, bucket_bytes=1000)
+        assert app.left == 0
+        assert torch.equal(pulled["w"].view(torch.int16), weights["w"].view(torch.int16))
+        relay.close()
+
+
+def test_an_answer_that_only_trickles_is_given_up(server: Callable, monkeypatch: pytest.MonkeyPatch):
+    async def trickle() -> AsyncIterator[bytes]:
+        while True:
+            yield b"."
+            await asyncio.sleep(0.01)
+
+    async def answer(request: Request) -> Response:
+        return StreamingResponse(trickle(), 206)
+
+    monkeypatch.setattr("elastic.weights.http.ANSWER_TIMEOUT_S", 0.2)
+    with server(Starlette(routes=[Route("/{path:path}", answer)])) as url:
+        relay = HttpRelay(url)
+        with pytest.raises(RelayUnavailable, match="no complete answer"):
+            relay.get("k")
         relay.close()
