@@ -56,6 +56,8 @@ class PreemptiveMemory(msgspec.Struct, frozen=True, kw_only=True):
     watermark_share: float = 0.5
     """The share of H whose consumption by serving is pressure."""
     cut_factor: float = 2.0
+    recent_quantile: float = 0.9
+    """Which of the recent samples of serving's use counts as what it needs; 1 is their peak."""
     lease_ns: Nanoseconds = 10 * NS_PER_S
 
     def __post_init__(self) -> None:
@@ -65,11 +67,13 @@ class PreemptiveMemory(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"watermark_share: must be in [0, 1] (found {self.watermark_share})")
         if self.cut_factor <= 1:
             raise ValueError(f"cut_factor: must be above 1 (found {self.cut_factor})")
+        if not 0 <= self.recent_quantile <= 1:
+            raise ValueError(f"recent_quantile: must be in [0, 1] (found {self.recent_quantile})")
         if self.lease_ns < 0:
             raise ValueError(f"lease_ns: must not be negative (found {self.lease_ns})")
 
     def begin_step(self, total_pages: int, recent_pages: Sequence[int]) -> Budget:
-        expected = max(recent_pages, default=0)
+        expected = sorted(recent_pages)[ceil(self.recent_quantile * (len(recent_pages) - 1))] if recent_pages else 0
         headroom = self._headroom(total_pages)
         return Budget(
             pages=max(0, total_pages - headroom - expected),

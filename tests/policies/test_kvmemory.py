@@ -11,8 +11,9 @@ recent = st.lists(pages, max_size=5)
 
 
 def test_a_step_leaves_the_headroom_above_recent_use() -> None:
-    budget = PreemptiveMemory(headroom_share=0.2).begin_step(TOTAL, [10, 30, 20])
+    budget = PreemptiveMemory(headroom_share=0.2, recent_quantile=1).begin_step(TOTAL, [10, 30, 20])
     assert (budget.pages, budget.reserve_pages, budget.serving_pages) == (50, 20, TOTAL)
+    assert PreemptiveMemory(headroom_share=0.2, recent_quantile=0.5).begin_step(TOTAL, [10, 30, 20]).pages == 60
 
 
 def test_the_watermark_within_the_headroom_triggers_one_cut_and_a_freeze() -> None:
@@ -87,7 +88,7 @@ def test_a_budget_fits_the_memory(policy: MemoryPolicy, samples: list[int]) -> N
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"headroom_share": 1.0}, {"watermark_share": 1.5}, {"cut_factor": 1.0}, {"lease_ns": -1}]
+    "wrong", [{"headroom_share": 1.0}, {"watermark_share": 1.5}, {"cut_factor": 1.0}, {"recent_quantile": 2}, {"lease_ns": -1}]
 )
 def test_bad_settings_are_named(wrong: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):

@@ -1,0 +1,92 @@
+"""The embedded runner over a space of pages: same kernels, same indexing, KV memory that comes and goes."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from elastic.engine.kv import KvLayout, PageSpace
+from elastic.engine.torch.runner import Runner
+from elastic.model.config import Qwen3Config
+
+
+class PagedRunner(Runner):
+    """Blocks are virtual; `place_page` says where those of a page lie in the space's view.
+
+    One page is mapped from the start for what padding reads and writes. `dtype` is that of weights and KV.
+    """
+
+    def __init__(
+        self,
+        config: Qwen3Config,
+        device: torch.device,
+        dtype: torch.dtype,
+        max_context: int,
+        layout: KvLayout,
+        space: PageSpace,
+        total_pages: int,
+    ) -> None:
+        blocks = total_pages * layout.blocks_per_page
+        super().__init__(config, device, max_context, blocks, layout.block_tokens)
+        self._dtype = dtype
+        self._rotations = self._rotations.to(dtype)
+        self._layout = layout
+        self._space = space
+        self._block_origins = np.zeros(blocks + 1, np.int64)
+        """Virtual block → its first slot in layer 0; the last is the spare one."""
+        self._indices: dict[int, int] = {}
+        """Virtual page → its index in the view."""
+        page, index = space.map()
+        self.place_page(page, index)
+        self._spare_slot = layout.origin(index, 0)
+        self._block_origins[self._spare_block] = self._spare_slot
+
+    @property
+    def loaded(self) -> bool:
+        return bool(self._layers)
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(table.nbytes for table in self._tables.values())
+
+    def place_page(self, page: int, index: int) -> None:
+        per_page = self._layout.blocks_per_page
+        self._indices[page] = index
+        origins = self._layout.origin(index, 0) + np.arange(per_page) * self._layout.block_tokens
+        self._block_origins[page * per_page : (page + 1) * per_page] = origins
+
+    def unload(self) -> None:
+        """Give the weights' memory back; `load` brings them again."""
+        self._tables.clear()
+        self._layers = []
+
+    def scrub_cache(self, keep: bool) -> None:
+        for page in self._pages():
+            if keep:
+                page.nan_to_num_(0.0, 0.0, 0.0)
+            else:
+                page.zero_()
+
+    def free_cache(self) -> None:
+        """Nothing to do: pages are given back by whoever holds their blocks."""
+
+    def _pages(self) -> Iterator[Tensor]:
+        cache = self._flat().split(self._layout.page_slots)
+        return (cache[self._indices[page]] for page in self._space.physical)
+
+    def _origins(self, blocks: np.ndarray) -> np.ndarray:
+        return self._block_origins[blocks]
+
+    def _allocated_cache(self) -> Tensor:
+        """[layers, slots, key heads, key and value], where layers overlap: each begins a little later in one view."""
+        if self._cache is None:
+            flat = self._flat()
+            layers, step = self._layout.layers, self._layout.layer_slots
+            shape = (layers, len(flat) - (layers - 1) * step, *flat.shape[1:])
+            self._cache = flat.as_strided(shape, (step * flat.stride(0), *flat.stride()))
+        return self._cache
+
+    def _flat(self) -> Tensor:
+        """[slots, key heads, key and value]: all of the space."""
+        return self._space.view(self._dtype).view(-1, self._heads[1], 2 * self._config.head_dim)
