@@ -1,0 +1,96 @@
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic.engine.coserving.profile import (
+    CostModel,
+    CostProfile,
+    Grid,
+    Prefill,
+    ProfileError,
+    Shape,
+    read_profile,
+    write_profile,
+)
+from elastic.engine.coserving.profiler import profile_at
+
+PROFILE = CostProfile(
+    model="m",
+    device="d",
+    prefill=Grid((10, 100), (0, 1000), ((100, 200), (1000, 2000))),
+    decode=Grid((1, 4), (100,), ((50,), (80,))),
+)
+
+
+def test_costs_are_measured_points_and_linear_between_and_beyond() -> None:
+    grid = PROFILE.prefill
+    assert grid.at(10, 0) == 100
+    assert grid.at(100, 1000) == 2000
+    assert grid.at(55, 500) == pytest.approx((100 + 200 + 1000 + 2000) / 4)
+    assert grid.at(190, 0) == pytest.approx(1900)
+    assert grid.at(1, 0) == 100
+
+
+@given(st.integers(1, 500), st.integers(1, 500), st.integers(0, 2000))
+def test_more_tokens_never_cost_less(a: int, b: int, start: int) -> None:
+    low, high = sorted((a, b))
+    assert PROFILE.prefill.at(low, start) <= PROFILE.prefill.at(high, start) + 1e-6
+
+
+def test_a_chunked_prefill_is_the_sum_of_its_chunks_and_of_the_decodes_beside_them() -> None:
+    cost = CostModel(PROFILE)
+    assert cost.prefill_ns(0, 100, chunk_tokens=100) == 1000
+    chunks = [cost.iteration_ns(Shape([Prefill(start, 50)], decodes=1, context=100)) for start in (0, 50)]
+    assert cost.prefill_ns(0, 100, chunk_tokens=50, shared=Shape(decodes=1, context=100)) == sum(chunks)
+
+
+@given(st.floats(0.1, 10), st.sampled_from([Shape([Prefill(0, 50)]), Shape(decodes=2, context=100)]))
+def test_a_profile_that_is_off_is_put_right(off: float, shape: Shape) -> None:
+    cost = CostModel(PROFILE)
+    truth_ns = int(CostModel(PROFILE).iteration_ns(shape) * off)
+    few, many = 8, 120
+    for _ in range(few if off > 1 else many):
+        cost.observe(shape, truth_ns)
+    assert cost.iteration_ns(shape) == pytest.approx(truth_ns, rel=0.15, abs=2)
+
+
+def test_one_quick_iteration_proves_nothing_but_one_slow_one_does() -> None:
+    shape = Shape(decodes=2, context=100)
+    cost = CostModel(PROFILE)
+    before_ns = cost.iteration_ns(shape)
+    cost.observe(shape, before_ns // 10)
+    assert cost.iteration_ns(shape) > 0.9 * before_ns
+    cost.observe(shape, before_ns * 4)
+    assert cost.iteration_ns(shape) > 1.4 * before_ns
+    assert cost.prefill_factor == 1.0
+
+
+def test_a_profile_survives_the_disk_and_is_measured_once(tmp_path: Path) -> None:
+    path = tmp_path / "profiles" / "p.json"
+    assert profile_at(path, "m", "d", lambda: PROFILE) == PROFILE
+    assert profile_at(path, "m", "d", lambda: pytest.fail("measured again")) == PROFILE
+
+
+@pytest.mark.parametrize(("model", "device", "which"), [("m", "other", "device"), ("other", "d", "model")])
+def test_a_profile_of_another_device_is_refused_and_measured_anew(
+    tmp_path: Path, model: str, device: str, which: str
+) -> None:
+    path = tmp_path / "p.json"
+    write_profile(path, PROFILE)
+    with pytest.raises(ProfileError, match=f"p.json: profile of another {which}: found '.', wanted 'other'"):
+        read_profile(path, model, device)
+    mine = CostProfile(model=model, device=device, prefill=PROFILE.prefill, decode=PROFILE.decode)
+    assert profile_at(path, model, device, lambda: mine) == mine
+    assert read_profile(path, model, device) == mine
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"model": "m"', "\x00"])
+def test_a_damaged_profile_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "p.json"
+    path.write_text(text)
+    with pytest.raises(ProfileError, match=r"p\.json: not a cost profile"):
+        read_profile(path, "m", "d")
+    with pytest.raises(ProfileError, match="cannot be read"):
+        read_profile(tmp_path / "none.json", "m", "d")
