@@ -45,7 +45,7 @@ def elasticity(summary: Summary) -> Markup | None:
     names = [name for name in summary.providers if name in history.providers]
     series = {name: history.providers[name] for name in names}
     tokens_per_s = [series[name].tokens_per_s for name in names]
-    workers = [level for name in names for level in (series[name].ready_workers, series[name].waiting_workers)]
+    workers = [level for name in names for level in (series[name].up_workers, series[name].booting_workers)]
     worker_classes = [f"{kind} {classes[name]}" for name in names for kind in ("area", "area faint")]
     width, span_s = FULL_WIDTH - LEFT - 12, (0.0, summary.wall_s)
     top_high, top_step = svg.nice_ceiling(_peak(tokens_per_s))
@@ -61,7 +61,7 @@ def elasticity(summary: Summary) -> Markup | None:
         svg.legend(LEFT, 16, [(f"area {classes[name]}", name) for name in names]),
         _preemption_legend(FULL_WIDTH - 12, 16) if preemptions else Markup(),
         svg.left_axis(upper, [(v, units.si(v)) for v in svg.spaced(top_high, top_step)], "accepted tokens/s"),
-        _stack(upper, history.edges_s, tokens_per_s, [f"area {classes[name]}" for name in names]),
+        _stack(upper, history.step_edges_s, tokens_per_s, [f"area {classes[name]}" for name in names]),
         svg.left_axis(lower, [(v, units.si(v)) for v in svg.spaced(low_high, low_step)], "workers"),
         _stack(lower, history.edges_s, workers, worker_classes),
         *(_preemption(upper, lower, end.at_s, f"{end.provider}: {end.lease} preempted") for end in preemptions),
@@ -92,6 +92,9 @@ def success(summary: Summary) -> Markup | None:
         svg.band(plot, [(x, max(0.0, y - se), min(1.0, y + se)) for x, y, se in rated], "band"),
         svg.line(plot, [(x, y) for x, y, _ in rated], "line"),
         *(tag("circle", cx=plot.x(x), cy=plot.y(y), r=3.5, class_="dot") for x, y, _ in ends),
+        svg.text(plot.x(first[0]) + 4, plot.y(first[1]) + 20, f"{100 * first[1]:.0f} %", "value")
+        if len(ends) > 1
+        else Markup(),
         svg.text(plot.x(last[0]) + 8, plot.y(last[1]) + 4, f"{100 * last[1]:.0f} %", "value"),
         svg.bottom_axis(plot, [(v, f"{v:g}") for v in ticks], "training step"),
     )
@@ -125,7 +128,7 @@ def accounts(summary: Summary) -> Markup | None:
         return None
     if len(bars) > 1:
         bars["all"] = summary.total
-    left, right, pitch, top = 110, 190, 38, 10
+    left, right, pitch, top = 110, 208, 38, 10
     bottom = top + pitch * len(bars)
     scale = svg.Scale(0.0, 1.0, left, FULL_WIDTH - right)
     rows = [_account_bar(scale, top + pitch * i, name, usage) for i, (name, usage) in enumerate(bars.items())]
@@ -150,7 +153,8 @@ def latency(quantiles: Quantiles, values: Histogram, what: str) -> Markup | None
         what,
         svg.left_axis(plot, [(v, units.si(v)) for v in svg.spaced(high, max(1.0, step))], "turns"),
         *(_bar(plot, edges[i], edges[i + 1], number) for i, number in enumerate(values.counts) if number > 0),
-        *(_quantile(plot, value, name, 16 + 15 * i) for i, (name, value) in enumerate(marks)),
+        *(_quantile(plot, value, 16 + 15 * i) for i, (_, value) in enumerate(marks)),
+        *(_quantile_name(plot, value, name, 16 + 15 * i) for i, (name, value) in enumerate(marks)),
         svg.bottom_axis(plot, [(v, units.duration(v)) for v in svg.log_ticks(edges[0], edges[-1], 8)], what),
     )
 
@@ -216,7 +220,7 @@ def _account_bar(scale: svg.Scale, y: float, name: str, usage: Usage) -> Markup:
         if share > 0:
             parts.append(_segment(scale, x, share, y, account, usage.accounts_s[account]))
         x += share
-    note = f"{units.hours(usage.gpu_hours)} · {units.share(usage.overhead_share)} overhead"
+    note = f"{units.duration(usage.gpu_s)} · {units.share(usage.overhead_share)} overhead"
     return tag("g", *parts, svg.text(scale.end + 12, y + 18, note))
 
 
@@ -255,15 +259,14 @@ def _bar(plot: svg.Panel, start: float, end: float, number: int) -> Markup:
     )
 
 
-def _quantile(plot: svg.Panel, value: float, name: str, y: float) -> Markup:
-    x = plot.x(value)
-    words = f"{name} {units.duration(value)}"
-    before = x + 6 + svg.text_width(words) > plot.x.end
-    return tag(
-        "g",
-        tag("line", x1=x, x2=x, y1=y - 8, y2=plot.y.start, class_="event"),
-        svg.text(x - 6 if before else x + 6, y, words, "value", "end" if before else "start"),
-    )
+def _quantile(plot: svg.Panel, value: float, y: float) -> Markup:
+    return tag("line", x1=plot.x(value), x2=plot.x(value), y1=y - 8, y2=plot.y.start, class_="event")
+
+
+def _quantile_name(plot: svg.Panel, value: float, name: str, y: float) -> Markup:
+    x, words = plot.x(value), f"{name} {units.duration(value)}"
+    before = x + 6 + svg.text_width(words) > HALF_WIDTH
+    return svg.text(x - 6 if before else x + 6, y, words, "value", "end" if before else "start")
 
 
 def _shortened(name: str, most: int) -> str:

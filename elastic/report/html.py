@@ -8,6 +8,9 @@ from elastic.report import charts, tables
 from elastic.report.markup import Markup, join, tag
 from elastic.report.summary import Summary
 
+WIDE_COLUMNS = 6
+"""A table with more columns takes the page's whole width."""
+
 
 def write_html(summary: Summary, path: Path) -> None:
     """Write the page; raises `OSError` where that is not possible."""
@@ -26,7 +29,7 @@ def as_html(summary: Summary) -> str:
             tag("title", f"{summary.run}: run report"),
             tag("style", Markup(style)),
         ),
-        tag("body", tag("main", _header(summary), *_pictures(summary), *_tables(summary))),
+        tag("body", tag("main", _header(summary), *_pictures(summary), _tables(summary))),
         lang="en",
     )
     return f"<!DOCTYPE html>\n{page}\n"
@@ -52,10 +55,10 @@ def _header(summary: Summary) -> Markup:
 
 def _pictures(summary: Summary) -> list[Markup]:
     throughput = _figure(
-        "Rollout throughput follows the workers",
+        "Rollout throughput and workers",
         charts.elasticity(summary),
-        "Full colour: ready to take turns. Pale: held, but booting, loading, asleep or draining. The trainer's "
-        "device generates only while it seeds a step.",
+        "Throughput is that of whole training steps: the tokens accepted in a step over its time. Pale workers are "
+        "still booting or loading; the trainer's device generates only while it seeds a step.",
         "full",
     )
     learning = _figure(
@@ -97,8 +100,8 @@ def _pair(*figures: Markup) -> Markup:
     return tag("div", *figures, class_="pair")
 
 
-def _tables(summary: Summary) -> list[Markup]:
-    return [_table(table) for table in tables.tables(summary)]
+def _tables(summary: Summary) -> Markup:
+    return tag("div", *map(_table, tables.tables(summary)), class_="tables")
 
 
 def _table(table: tables.Table) -> Markup:
@@ -115,6 +118,7 @@ def _table(table: tables.Table) -> Markup:
             class_="scroll",
         ),
         tag("p", table.note, class_="note") if table.note else None,
+        class_="wide" if len(table.header) > WIDE_COLUMNS else None,
     )
 
 

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from elastic.core import events as e
-from elastic.core.ledger import NANO_USD_PER_USD, NS_PER_HOUR, DeviceBook, Ledger, overhead_share
+from elastic.core.ledger import NANO_USD_PER_USD, DeviceBook, Ledger, overhead_share
 from elastic.core.types import NS_PER_S, Account, EndCause, Nanoseconds, Plan
 from elastic.report.timeline import Timeline, timeline
 from elastic.runtime.journal import JournalReader
@@ -72,7 +72,6 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     gpu_s: float
-    gpu_hours: float
     accounts_s: dict[str, float]
     overhead_share: float
     preempted_share: float
@@ -125,7 +124,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     cause: str
     started_at: str
     seed: str
-    requested_providers: str
+    requested_providers: list[str]
     paced: bool | None
     wall_s: float
     steps_planned: int | None
@@ -174,7 +173,7 @@ def summarise(journal: JournalReader) -> Summary:
     wall_s = end_ns / NS_PER_S
     status = samples[-1][1] if samples else None
     tokens = {name: p.tokens for name, p in status.providers.items()} if status else {}
-    history = timeline(samples)
+    history = timeline(samples, [step.at_s for step in steps])
     names = {book.provider for book in books} | history.providers.keys()
     by_provider = {
         name: _usage([b for b in books if b.provider == name], ends, end_ns, wall_s, tokens.get(name, 0))
@@ -198,7 +197,7 @@ def summarise(journal: JournalReader) -> Summary:
         cause=cause,
         started_at=meta.get("started_at", ""),
         seed=meta.get("seed", ""),
-        requested_providers=meta.get("providers", ""),
+        requested_providers=[name for name in meta.get("providers", "").split(",") if name],
         paced=bool(config["engine"].get("pacing")) if "engine" in config else None,
         wall_s=wall_s,
         steps_planned=status.steps if status else config.get("run", {}).get("steps"),
@@ -327,7 +326,6 @@ def _usage(
     usd = sum(_ledger(books).bill_nano_usd(end_ns).values()) / NANO_USD_PER_USD
     return Usage(
         gpu_s=gpu_ns / NS_PER_S,
-        gpu_hours=gpu_ns / NS_PER_HOUR,
         accounts_s={account.value: ns / NS_PER_S for account, ns in accounts_ns.items()},
         overhead_share=overhead_share(accounts_ns),
         preempted_share=_recovery_gpu_ns(books, ends) / gpu_ns if gpu_ns else 0.0,

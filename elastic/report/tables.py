@@ -32,7 +32,7 @@ def subtitle(summary: Summary) -> str:
     parts = [
         summary.started_at,
         f"seed {summary.seed}" if summary.seed else "",
-        f"providers {summary.requested_providers}" if summary.requested_providers else "",
+        "providers " + ", ".join(summary.requested_providers) if summary.requested_providers else "",
     ]
     return " · ".join(part for part in parts if part)
 
@@ -48,7 +48,7 @@ def headline(summary: Summary) -> list[Figure]:
             detail=f"from {_percent(summary.success_first)} in {steps}{of} steps",
         ),
         Figure(
-            name="wall time", value=units.duration(summary.wall_s), detail=f"{units.hours(total.gpu_hours)} of GPUs"
+            name="wall time", value=units.duration(summary.wall_s), detail=f"{units.duration(total.gpu_s)} of GPU time"
         ),
         Figure(
             name="throughput",
@@ -82,8 +82,8 @@ def warnings(summary: Summary) -> list[str]:
         found.append("The journal has no end: the run still goes on, or its orchestrator was killed.")
     if summary.cpu_saturated_share and summary.paced is not False:
         found.append(
-            f"CPU use was above {100 * CPU_SATURATED_SHARE:.0f} % in {units.share(summary.cpu_saturated_share)} of the samples. "
-            "There pacing did not hold: engines ran below the speed they model."
+            f"CPU use was above {100 * CPU_SATURATED_SHARE:.0f} % in {units.share(summary.cpu_saturated_share)} of "
+            "the samples. There pacing did not hold: engines ran below the speed they model."
         )
     if summary.ledger_imbalance_ns:
         found.append(
@@ -107,11 +107,6 @@ def tables(summary: Summary) -> list[Table]:
     return [table for table in found if table.rows]
 
 
-def providers_table(summary: Summary) -> Table:
-    """The one table that fits a terminal."""
-    return _providers(summary)
-
-
 def _providers(summary: Summary) -> Table:
     return Table(
         title="Providers",
@@ -132,7 +127,7 @@ def _providers(summary: Summary) -> Table:
                 name,
                 units.count(usage.leases),
                 units.count(usage.preemptions),
-                units.hours(usage.gpu_hours),
+                units.duration(usage.gpu_s),
                 units.share(usage.overhead_share),
                 units.share(usage.preempted_share),
                 units.count(usage.tokens),
@@ -143,7 +138,7 @@ def _providers(summary: Summary) -> Table:
             for name, usage in _with_total(summary).items()
         ],
         note="Overhead: time booting, loading, applying, recomputing, lost or unattributed, over all GPU time. "
-        "Papers': preempted GPUs × recovery time, over all GPU time (ROSE §6.1).",
+        "Papers': preempted GPUs × recovery time, over all GPU time (ROSE §6.1). The trainer's cost includes training.",
     )
 
 
@@ -160,13 +155,13 @@ def _accounts(summary: Summary) -> Table:
 
 
 def _recovery(summary: Summary) -> Table:
-    kinds = {"preempted workers": summary.preempted_moves, "all workers": summary.moves}
+    kinds = {"a preempted one": summary.preempted_moves, "any": summary.moves}
     return Table(
         title="Moved turns",
-        header=["turns that left", "turns", "tokens kept", "p50", "p95", "max"],
+        header=["worker left", "turns", "tokens kept", "p50", "p95", "max"],
         rows=[_move_row(name, moves) for name, moves in kinds.items() if moves.turns],
         note="From a turn's leaving its worker to its start on the next. Tokens kept were accepted before the move "
-        "and not generated again. All workers includes hand-overs from the trainer's device.",
+        "and not generated again. Any includes hand-overs from the trainer's device.",
     )
 
 

@@ -38,7 +38,7 @@ def as_markdown(summary: Summary) -> str:
 
 
 def closing_table(summary: Summary) -> RichTable:
-    """What stays in the terminal when a run is over; it reads without colour too."""
+    """What stays in the terminal when a run is over: 80 columns, legible without colour too."""
     table = RichTable(
         title=_title(summary),
         caption=_caption(summary),
@@ -49,12 +49,20 @@ def closing_table(summary: Summary) -> RichTable:
         caption_style="",
         pad_edge=False,
     )
-    source = tables.providers_table(summary)
-    for i, name in enumerate(source.header):
+    usages = summary.providers | ({"all": summary.total} if len(summary.providers) > 1 else {})
+    for i, name in enumerate(("provider", "leases", "preempted", "GPU time", "overhead", "tokens/s", "cost")):
         table.add_column(name, justify="right" if i else "left", header_style="dim", no_wrap=True)
-    for row in source.rows:
-        last = row is source.rows[-1] and len(source.rows) > 1
-        table.add_row(*(Text(units.printable(cell)) for cell in row), style="bold" if last else "")
+    for name, usage in usages.items():
+        cells = (
+            units.printable(name),
+            units.count(usage.leases),
+            units.count(usage.preemptions),
+            units.duration(usage.gpu_s),
+            units.share(usage.overhead_share),
+            units.count(usage.tokens_per_s),
+            units.usd(usage.usd),
+        )
+        table.add_row(*map(Text, cells), style="bold" if usage is summary.total else "")
     return table
 
 

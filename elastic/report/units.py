@@ -46,11 +46,6 @@ def duration(value_s: float | None) -> str:
     return f"{hours} h {minutes:02d} min"
 
 
-def hours(value_h: float) -> str:
-    """GPU-hours to three digits."""
-    return f"{value_h:,.0f} h" if value_h >= 1000 else f"{value_h:.3g} h"
-
-
 def usd(value: float | None) -> str:
     """Cents where they matter, more digits where cents would hide the sum."""
     if value is None:

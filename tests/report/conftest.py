@@ -1,9 +1,10 @@
 """Journals as runs leave them, written with the real `Journal` and a real ledger."""
 
+import math
 import random
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -15,6 +16,122 @@ from elastic.report import Summary, summarise
 from elastic.runtime.journal import Journal, JournalReader
 from elastic.runtime.status import ProviderStatus, RunStatus
 
+
+class RunWriter:
+    """Writes a journal in seconds, as the orchestrator would in nanoseconds."""
+
+    def __init__(self, journal: Journal) -> None:
+        self.journal = journal
+        self.ledger = Ledger()
+
+    def meta(self, **values: str) -> None:
+        for key, value in values.items():
+            self.journal.meta(key, value)
+
+    def open(self, worker: str, provider: str, at_s: float, usd_per_gpu_hour: float = 0.0, gpus: int = 1) -> None:
+        """Open the book of a lease with one worker, which has its name."""
+        self.ledger.open(worker, worker, provider, gpus, usd_per_gpu_hour, _ns(at_s))
+
+    def report(self, worker: str, accounts_s: Mapping[Account, float], at_s: float) -> None:
+        """`accounts_s` is cumulative."""
+        self.ledger.report(worker, {a: _ns(s) for a, s in accounts_s.items()}, 0, _ns(at_s))
+
+    def end(self, worker: str, cause: EndCause, at_s: float, clean: bool | None = None) -> None:
+        self.ledger.close(worker, _ns(at_s), clean=cause is EndCause.RELEASED if clean is None else clean)
+        self.journal.event(e.LeaseEnded(lease=worker, cause=cause), _ns(at_s))
+
+    def books(self) -> None:
+        books = [msgspec.to_builtins(book) for book in self.ledger.books.values()]
+        self.journal.meta("books", msgspec.json.encode(books).decode())
+
+    def sample(self, at_s: float, providers: Mapping[str, ProviderStatus], cpu_share: float = 0.5) -> None:
+        """A sample of the run with the books as they are."""
+        status = RunStatus(
+            run="sampled",
+            phase="running",
+            step=0,
+            steps=60,
+            elapsed_s=at_s,
+            success_rate=None,
+            last_success_rate=None,
+            trajectories_running=0,
+            queued_turns=0,
+            tokens_per_s=0.0,
+            preemptions=0,
+            usd=0.0,
+            cpu_share=cpu_share,
+            pacing_holds=True,
+            trainer="awake",
+            providers=dict(providers),
+        )
+        self.journal.sample(_ns(at_s), msgspec.to_builtins(status))
+        self.books()
+
+    def turn(self, name: str, requested_s: float, first_s: float | None, finished_s: float) -> None:
+        first_ns = None if first_s is None else _ns(first_s)
+        self.journal.turn(name, name, _ns(requested_s), first_ns, _ns(finished_s), 24, 5, 1, 0, "w")
+
+    def move(self, turn: str, worker: str, left_s: float, started_s: float, kept: int) -> None:
+        self.journal.move(turn, 2, worker, "another", _ns(left_s), _ns(started_s), kept)
+
+    def group(self, step: int, group: int, rewards: list[float | None], *, trained: bool, cause: str = "") -> None:
+        """A finished group; a member without a reward failed for `cause`."""
+        for n, reward in enumerate(rewards):
+            why = cause if reward is None else ""
+            self.journal.trajectory(f"{step}/{group}/{n}", step, f"{step}/{group}", 0, 1, reward, why, 5, 25, b"")
+        if trained:
+            self.journal.event(e.GroupTrained(group=f"{step}/{group}"), 0)
+
+    def step(self, step: int, at_s: float, duration_s: float = 1.0, **body: Any) -> None:
+        ns = {"duration_ns": _ns(duration_s), "seeding_ns": _ns(duration_s / 6), "rollout_ns": _ns(duration_s * 0.8)}
+        groups = {"groups_trained": 12, "groups_dropped": 4}
+        trainer = {"loss": 0.1, "clip_share": None}
+        self.journal.step(step, _ns(at_s), {"step": step, "success_rate": 0.5, "trainer": trainer} | ns | groups | body)
+
+    def pull(self, at_s: float, n_bytes: int, pull_s: float, apply_s: float, error: str = "") -> None:
+        self.journal.pull(_ns(at_s), "w", 1, n_bytes, pull_s, apply_s, error)
+
+
+def _ns(value_s: float) -> int:
+    return round(value_s * NS_PER_S)
+
+
+@pytest.fixture
+def journal_of(tmp_path: Path) -> Callable[[Callable[[RunWriter], None]], Path]:
+    """Has a journal filled; returns its file."""
+    count = 0
+
+    def write(fill: Callable[[RunWriter], None]) -> Path:
+        nonlocal count
+        count += 1
+        path = tmp_path / f"run-{count}.db"
+        journal = Journal(path, commit_interval_s=10.0)
+        fill(RunWriter(journal))
+        journal.close()
+        return path
+
+    return write
+
+
+@pytest.fixture
+def summary_of(journal_of) -> Callable[[Callable[[RunWriter], None]], Summary]:
+    def summary(fill: Callable[[RunWriter], None]) -> Summary:
+        reader = JournalReader(journal_of(fill))
+        try:
+            return summarise(reader)
+        finally:
+            reader.close()
+
+    return summary
+
+
+@pytest.fixture
+def realistic(summary_of) -> Summary:
+    """A run of some five minutes on three providers, with preemptions."""
+    return summary_of(fill_realistic)
+
+
+STEP_S = 5.2
 SHARES: Mapping[str, Mapping[Account, float]] = {
     "trainer": {Account.TRAINING: 0.52, Account.DECODE: 0.2, Account.PREFILL: 0.06, Account.IDLE: 0.22},
     "serving": {
@@ -35,237 +152,96 @@ SHARES: Mapping[str, Mapping[Account, float]] = {
         Account.IDLE: 0.18,
     },
 }
+PRICES = {"trainer": 10.47, "serving": 0.0, "spot": 2.66}
+TOKENS_PER_S = {"trainer": 900.0, "serving": 1100.0, "spot": 1250.0}
+BOOT_S = {"trainer": 2.0, "serving": 0.6, "spot": 2.4}
 
 
-@dataclass
-class Lease:
+class Lease(msgspec.Struct, frozen=True):
     name: str
     provider: str
     opened_s: float
     closed_s: float
-    cause: EndCause | None
+    cause: EndCause
 
 
-class SyntheticRun:
-    """Writes a run of `wall_s` seconds second by second: leases, books, turns, moves, steps and samples."""
-
-    def __init__(self, journal: Journal, leases: list[Lease], wall_s: float, steps: int, seed: int) -> None:
-        self.journal = journal
-        self.leases = leases
-        self.wall_s = wall_s
-        self.steps = steps
-        self.random = random.Random(seed)
-        self.ledger = Ledger()
-        self.prices = {"trainer": 10.47, "spot": 2.66, "serving": 0.0}
-        self.rates = {"trainer": 900.0, "serving": 1100.0, "spot": 1250.0}
-        self.boot_s = {"trainer": 2.0, "serving": 0.6, "spot": 2.4}
-        self.counts: dict[str, ProviderStatus] = {}
-        self.reported: dict[str, dict[Account, int]] = {}
-
-    def write(self) -> None:
-        ticks = round(self.wall_s * 2)
-        for tick in range(ticks + 1):
-            self._tick(tick / 2, 0.5 if tick else 0.0)
-        for step in range(self.steps):
-            self._step(step)
-        self._turns()
-
-    def _tick(self, now_s: float, elapsed_s: float) -> None:
-        for lease in self.leases:
-            count = self.counts.setdefault(lease.provider, ProviderStatus())
-            if lease.opened_s <= now_s and lease.name not in self.ledger.books:
-                price = self.prices.get(lease.provider, 1.0)
-                self.ledger.open(lease.name, lease.name, lease.provider, 1, price, _ns(lease.opened_s))
-                self.reported[lease.name] = dict.fromkeys(Account, 0)
-            book = self.ledger.books.get(lease.name)
-            if book is None or book.closed_ns is not None:
-                continue
-            ready_s = now_s - lease.opened_s - self.boot_s.get(lease.provider, 1.0)
-            if lease.cause is not None and lease.closed_s <= now_s:
-                at_ns = _ns(lease.closed_s)
-                self.ledger.close(lease.name, at_ns, clean=lease.cause is EndCause.RELEASED)
-                self.journal.event(e.LeaseEnded(lease=lease.name, cause=lease.cause), at_ns)
-                count.leases_ended += 1
-                count.preemptions += lease.cause is EndCause.PREEMPTED
-                if lease.cause is EndCause.PREEMPTED and ready_s > 0:
-                    self._moves(lease)
-            elif ready_s > 0:
-                self._report(lease, min(ready_s, elapsed_s), now_s)
-                count.tokens += round(self._rate(lease, now_s) * elapsed_s)
-        self._sample(now_s)
-
-    def _rate(self, lease: Lease, now_s: float) -> float:
-        phase = now_s % 5.2
-        busy = phase < 0.8 if lease.provider == "trainer" else phase < 4.1
-        return self.rates.get(lease.provider, 800.0) * busy * self.random.uniform(0.75, 1.1)
-
-    def _report(self, lease: Lease, elapsed_s: float, now_s: float) -> None:
-        accounts = self.reported[lease.name]
-        for account, share in SHARES.get(lease.provider, {Account.DECODE: 1.0}).items():
-            accounts[account] += int(share * elapsed_s * NS_PER_S)
-        self.ledger.report(lease.name, accounts, sum(c.tokens for c in self.counts.values()), _ns(now_s))
-
-    def _sample(self, now_s: float) -> None:
-        now_ns = _ns(now_s)
-        for name, count in self.counts.items():
-            live = [x for x in self.leases if x.provider == name and x.opened_s <= now_s < x.closed_s]
-            ready = [x for x in live if now_s - x.opened_s > self.boot_s.get(name, 1.0)]
-            resting = name == "trainer" and now_s % 5.2 >= 0.8
-            count.ready = 0 if resting else len(ready)
-            count.other = len(ready) if resting else 0
-            count.booting = len(live) - len(ready)
-            count.usd = self.ledger.bill_nano_usd(now_ns).get(name, 0) / NANO_USD_PER_USD
-        status = make_status(
-            step=min(self.steps, int(now_s / 5.2)),
-            steps=self.steps,
-            elapsed_s=now_s,
-            cpu_share=min(1.0, self.random.gauss(0.66, 0.1)),
-            providers={name: msgspec.structs.replace(count) for name, count in self.counts.items()},
-        )
-        self.journal.sample(now_ns, msgspec.to_builtins(status))
-        write_books(self.journal, self.ledger)
-
-    def _moves(self, lease: Lease) -> None:
-        for n in range(self.random.randint(4, 14)):
-            left_ns = _ns(lease.closed_s)
-            waited_ns = _ns(self.random.lognormvariate(-3.2, 0.7))
-            kept = self.random.randint(0, 15)
-            self.journal.move(f"{lease.name}/{n}", 2, lease.name, "other", left_ns, left_ns + waited_ns, kept)
-
-    def _step(self, step: int) -> None:
-        at_ns = _ns((step + 1) * self.wall_s / (self.steps + 0.5))
-        rate = 0.34 + 0.46 * (1 - 2.718 ** (-step / 18))
-        trained = 0
-        for group in range(16):
-            hardness = self.random.gauss(0, 0.22)
-            rewards = [float(self.random.random() < rate + hardness) for _ in range(8)]
-            for member, reward in enumerate(rewards):
-                failed = self.random.random() < 0.001
-                write_trajectory(
-                    self.journal,
-                    step,
-                    group,
-                    member,
-                    None if failed else reward,
-                    "environment timed out" if failed else "",
-                )
-            if len(set(rewards)) > 1:
-                trained += 1
-                self.journal.event(e.GroupTrained(group=f"{step}/{group}"), at_ns)
-        write_step(self.journal, step, at_ns, trained, 16 - trained)
-        for lease in self.leases:
-            if lease.provider != "trainer" and lease.opened_s <= at_ns / NS_PER_S < lease.closed_s:
-                pull_s, apply_s = self.random.lognormvariate(-3.5, 0.4), self.random.lognormvariate(-4.5, 0.3)
-                self.journal.pull(at_ns, lease.name, step + 1, 1_190_016, pull_s, apply_s, "")
-
-    def _turns(self) -> None:
-        for n in range(4000):
-            requested_ns = _ns(self.random.uniform(0, self.wall_s * 0.95))
-            first_ns = requested_ns + _ns(self.random.lognormvariate(-3.0, 0.55))
-            finished_ns = first_ns + _ns(self.random.lognormvariate(-2.2, 0.8))
-            self.journal.turn(f"t{n}", f"t{n}", requested_ns, first_ns, finished_ns, 24, 5, 1, 0, "w")
-
-
-def make_status(**fields: object) -> RunStatus:
-    defaults: dict[str, object] = {
-        "run": "sampled",
-        "phase": "running",
-        "step": 0,
-        "steps": 3,
-        "elapsed_s": 0.0,
-        "success_rate": None,
-        "last_success_rate": None,
-        "trajectories_running": 0,
-        "queued_turns": 0,
-        "tokens_per_s": 0.0,
-        "preemptions": 0,
-        "usd": 0.0,
-        "cpu_share": 0.5,
-        "pacing_holds": True,
-        "trainer": "awake",
-        "providers": {},
-    }
-    return RunStatus(**(defaults | fields))  # type: ignore[arg-type]
-
-
-def write_books(journal: Journal, ledger: Ledger) -> None:
-    books = [msgspec.to_builtins(book) for book in ledger.books.values()]
-    journal.meta("books", msgspec.json.encode(books).decode())
-
-
-def write_trajectory(journal: Journal, step: int, group: int, member: int, reward: float | None, cause: str) -> None:
-    journal.trajectory(f"{step}/{group}/{member}", step, f"{step}/{group}", 0, 1, reward, cause, 5, 25, b"")
-
-
-def write_step(journal: Journal, step: int, at_ns: int, trained: int, dropped: int) -> None:
-    times_ns = {"duration_ns": NS_PER_S, "seeding_ns": NS_PER_S // 5, "rollout_ns": NS_PER_S // 2}
-    groups = {"groups_trained": trained, "groups_dropped": dropped}
-    journal.step(step, at_ns, {"step": step, "success_rate": 0.5, "trainer": {"loss": 0.1}, **times_ns, **groups})
-
-
-def realistic_leases(wall_s: float, seed: int) -> list[Lease]:
+def fill_realistic(run: RunWriter, wall_s: float = 312.0, steps: int = 60, seed: int = 7) -> None:
     rng = random.Random(seed)
+    run.meta(run="frozenlake", seed=str(seed), started_at="2026-11-20 14:03 UTC", providers="serving,spot")
+    run.meta(status="finished", config='{"engine": {"pacing": {"prefill_tokens_per_s": 8000}}, "run": {"steps": 60}}')
+    leases = _leases(wall_s, rng)
+    _play(run, leases, wall_s, rng)
+    for step in range(steps):
+        _train(run, step, (step + 1) * wall_s / (steps + 0.5), leases, rng)
+    for n in range(2000):
+        requested_s = rng.uniform(0, wall_s * 0.95)
+        first_s = requested_s + rng.lognormvariate(-3.0, 0.55)
+        run.turn(f"t{n}", requested_s, first_s, first_s + rng.lognormvariate(-2.2, 0.8))
+
+
+def _leases(wall_s: float, rng: random.Random) -> list[Lease]:
+    """The trainer's, two serving hosts lent on and off, and three spot slots that are taken away again and again."""
     leases = [Lease("trainer-1", "trainer", 0.0, wall_s - 1, EndCause.RELEASED)]
-    for host in range(2):
-        start_s = 3.0 + host
-        for visit in range(3):
-            end_s = min(start_s + rng.uniform(60, 140), wall_s - 2)
-            leases.append(Lease(f"serving-{host}-{visit}", "serving", start_s, end_s, EndCause.RELEASED))
-            start_s = end_s + rng.uniform(8, 25)
-            if start_s > wall_s - 20:
-                break
-    for slot in range(3):
-        start_s, visit = 4.0 + 11 * slot, 0
-        while start_s < wall_s - 10:
-            end_s = start_s + rng.expovariate(1 / 38)
-            cause = EndCause.PREEMPTED if end_s < wall_s - 2 else EndCause.RELEASED
-            leases.append(Lease(f"spot-{slot}-{visit}", "spot", start_s, min(end_s, wall_s - 2), cause))
-            start_s, visit = end_s + rng.choice((1.0, 1.0, rng.uniform(5, 40))), visit + 1
+    for slot, (provider, mean_s) in enumerate([("serving", 130), ("serving", 90), *[("spot", 38)] * 3]):
+        start_s = 3.0 + 5 * slot
+        while start_s < wall_s - 20:
+            end_s = start_s + rng.expovariate(1 / mean_s)
+            preempted = provider == "spot" and end_s < wall_s - 2
+            cause = EndCause.PREEMPTED if preempted else EndCause.RELEASED
+            leases.append(Lease(f"{provider}-{len(leases)}", provider, start_s, min(end_s, wall_s - 2), cause))
+            start_s = end_s + rng.choice((1.0, 1.0, rng.uniform(5, 40)))
     return leases
 
 
-def _ns(value_s: float) -> int:
-    return round(value_s * NS_PER_S)
+def _play(run: RunWriter, leases: list[Lease], wall_s: float, rng: random.Random) -> None:
+    """Twice a second: leases open, report and end, tokens are accepted, a sample is taken."""
+    counts = {name: ProviderStatus() for name in PRICES}
+    for tick in range(round(wall_s * 2) + 1):
+        now_s = tick / 2
+        for lease in leases:
+            if now_s - 0.5 < lease.opened_s <= now_s:
+                run.open(lease.name, lease.provider, lease.opened_s, PRICES[lease.provider])
+            up_s = now_s - lease.opened_s - BOOT_S[lease.provider]
+            if now_s - 0.5 < lease.closed_s <= now_s:
+                run.end(lease.name, lease.cause, lease.closed_s)
+                if lease.cause is EndCause.PREEMPTED and up_s > 0:
+                    _lose_turns(run, lease, rng)
+            elif up_s > 0 and now_s < lease.closed_s:
+                shares = SHARES[lease.provider]
+                run.report(lease.name, {account: share * up_s for account, share in shares.items()}, now_s)
+                counts[lease.provider].tokens += _tokens(lease.provider, now_s, rng)
+        bill = run.ledger.bill_nano_usd(_ns(now_s))
+        for name, count in counts.items():
+            ages = [now_s - x.opened_s for x in leases if x.provider == name and x.opened_s <= now_s < x.closed_s]
+            up = sum(age > BOOT_S[name] for age in ages)
+            resting = name == "trainer" and now_s % STEP_S >= 0.8
+            count.ready, count.other, count.booting = (0 if resting else up), (up if resting else 0), len(ages) - up
+            count.usd = bill.get(name, 0) / NANO_USD_PER_USD
+        run.sample(now_s, counts, min(1.0, rng.gauss(0.66, 0.1)))
 
 
-@pytest.fixture
-def write_journal(tmp_path: Path) -> Callable[[Callable[[Journal], None]], Path]:
-    """Write a journal with the real writer; returns its file."""
-    numbers = iter(range(1_000_000))
-
-    def write(fill: Callable[[Journal], None]) -> Path:
-        path = tmp_path / f"{next(numbers)}.db"
-        journal = Journal(path, commit_interval_s=10.0)
-        fill(journal)
-        journal.close()
-        return path
-
-    return write
+def _tokens(provider: str, now_s: float, rng: random.Random) -> int:
+    phase_s = now_s % STEP_S
+    generates = phase_s < 0.8 if provider == "trainer" else phase_s < 4.1
+    return round(TOKENS_PER_S[provider] * generates * rng.uniform(0.75, 1.1) / 2)
 
 
-@pytest.fixture
-def summary_of(write_journal) -> Callable[[Callable[[Journal], None]], Summary]:
-    def summary(fill: Callable[[Journal], None]) -> Summary:
-        reader = JournalReader(write_journal(fill))
-        try:
-            return summarise(reader)
-        finally:
-            reader.close()
-
-    return summary
+def _lose_turns(run: RunWriter, lease: Lease, rng: random.Random) -> None:
+    for n in range(rng.randint(4, 14)):
+        started_s = lease.closed_s + rng.lognormvariate(-3.2, 0.7)
+        run.move(f"{lease.name}/{n}", lease.name, lease.closed_s, started_s, rng.randint(0, 15))
 
 
-def fill_realistic(journal: Journal, wall_s: float = 312.0, steps: int = 60, seed: int = 7) -> None:
-    journal.meta("run", "frozenlake")
-    journal.meta("seed", str(seed))
-    journal.meta("started_at", "2026-11-20 14:03 UTC")
-    journal.meta("providers", "serving,spot")
-    journal.meta("status", "finished")
-    journal.meta("config", '{"engine": {"pacing": {"prefill_tokens_per_s": 8000}}, "run": {"steps": 60}}')
-    SyntheticRun(journal, realistic_leases(wall_s, seed), wall_s, steps, seed).write()
-
-
-@pytest.fixture
-def realistic(summary_of) -> Iterator[Summary]:
-    """A run of some five minutes on three providers, with preemptions."""
-    return summary_of(fill_realistic)
+def _train(run: RunWriter, step: int, at_s: float, leases: list[Lease], rng: random.Random) -> None:
+    rate = 0.34 + 0.46 * (1 - math.exp(-step / 18))
+    trained = 0
+    for group in range(16):
+        luck = rate + rng.gauss(0, 0.22)
+        rewards = [None if rng.random() < 0.001 else float(rng.random() < luck) for _ in range(8)]
+        teaches = len(set(rewards) - {None}) > 1
+        run.group(step, group, rewards, trained=teaches, cause="the environment did not answer within 30 s")
+        trained += teaches
+    run.step(step, at_s, STEP_S, groups_trained=trained, groups_dropped=16 - trained)
+    for lease in leases:
+        if lease.provider != "trainer" and lease.opened_s <= at_s < lease.closed_s:
+            run.pull(at_s, 1_190_016, rng.lognormvariate(-3.5, 0.4), rng.lognormvariate(-4.5, 0.3))

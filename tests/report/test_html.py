@@ -1,0 +1,81 @@
+"""The page of a realistic run, and what a name may not do to it."""
+
+import re
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+
+from elastic.report import write_html
+from elastic.report.html import as_html
+from elastic.report.markup import Markup, tag
+
+
+def test_every_picture_and_table_is_there(realistic):
+    page = ElementTree.fromstring(as_html(realistic).removeprefix("<!DOCTYPE html>"))
+    assert len(page.findall(".//svg")) == 6
+    assert all(picture.get("aria-label") for picture in page.iter("svg"))
+    titles = {"".join(title.itertext()) for title in page.iter("h2")}
+    assert {"Providers", "GPU time by account", "Moved turns", "Latency", "Training steps"} <= titles
+    marks = [mark for mark in page.iter("path") if mark.get("class") == "event-mark"]
+    assert len(marks) == realistic.total.preemptions + 1, "one a preemption, one in the legend"
+
+
+def test_everything_drawn_is_on_the_drawing(realistic):
+    page = ElementTree.fromstring(as_html(realistic).removeprefix("<!DOCTYPE html>"))
+    for picture in page.iter("svg"):
+        _, _, width, height = map(float, picture.get("viewBox", "").split())
+        for element in picture.iter():
+            for x in (element.get("x"), element.get("x1"), element.get("x2"), element.get("cx")):
+                assert x is None or 0 <= float(x) <= width
+            for y in (element.get("y"), element.get("y1"), element.get("y2"), element.get("cy")):
+                assert y is None or 0 <= float(y) <= height
+            for x, y in re.findall(
+                r"(-?[\d.]+),(-?[\d.]+)", element.get("d", "") if "h9" not in element.get("d", "") else ""
+            ):
+                assert 0 <= float(x) <= width
+                assert 0 <= float(y) <= height
+
+
+def test_a_name_is_text_and_nothing_else(summary_of):
+    def fill(run):
+        run.meta(run="<script>alert('&')</script>", status='failed: "<b>\x1b[31m"')
+
+    page = as_html(summary_of(fill))
+    assert "<script" not in page
+    assert "&lt;script&gt;alert(&#x27;&amp;&#x27;)&lt;/script&gt;" in page
+    assert "\x1b" not in page
+
+
+def test_it_says_what_to_beware_of(summary_of):
+    def fill(run):
+        run.meta(status="failed: no capacity", config='{"engine": {"pacing": {"decode_step_s": {}}}}')
+        run.sample(1.0, {}, cpu_share=0.97)
+
+    page = as_html(summary_of(fill))
+    assert "The run failed: no capacity." in page
+    assert "pacing did not hold" in page
+
+
+def test_saturation_matters_only_to_paced_engines(summary_of):
+    def fill(run):
+        run.meta(config='{"engine": {"pacing": null}}')
+        run.sample(1.0, {}, cpu_share=0.97)
+
+    assert "pacing did not hold" not in as_html(summary_of(fill))
+
+
+def test_writing(realistic, tmp_path):
+    write_html(realistic, tmp_path / "report.html")
+    assert (tmp_path / "report.html").read_text(encoding="utf-8") == as_html(realistic)
+    with pytest.raises(OSError, match="missing"):
+        write_html(realistic, tmp_path / "missing" / "report.html")
+
+
+def test_tags_escape_what_is_not_markup():
+    inner = tag("b", "1 < 2", title='"')
+    assert inner == '<b title="&quot;">1 &lt; 2</b>'
+    assert tag("p", inner, "&", None, class_="x", stroke_width=1.50, id=None) == (
+        f'<p class="x" stroke-width="1.5">{inner}&amp;</p>'
+    )
+    assert tag("meta", charset="utf-8") == '<meta charset="utf-8"/>'
+    assert isinstance(inner, Markup)

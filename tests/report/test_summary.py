@@ -1,0 +1,222 @@
+"""What a summary says of runs whose figures can be worked out by hand."""
+
+import pytest
+
+from elastic.core import events as e
+from elastic.core.types import Account, EndCause
+from elastic.runtime.status import ProviderStatus
+
+
+def test_an_empty_journal_is_an_incomplete_run(summary_of):
+    summary = summary_of(lambda run: None)
+    assert summary.outcome == "incomplete"
+    assert summary.wall_s == 0.0
+    assert summary.providers == {}
+    assert summary.total.gpu_s == 0.0
+    assert summary.total.usd_per_million_tokens is None
+    assert summary.success_last is None
+    assert summary.unattributed_share is None
+    assert summary.timeline.providers == {}
+
+
+def test_meta_names_the_run(summary_of):
+    def fill(run):
+        run.meta(run="lake", seed="7", started_at="today", providers="serving,spot", status="finished")
+        run.meta(config='{"engine": {"pacing": null}, "run": {"steps": 5}}')
+
+    summary = summary_of(fill)
+    assert (summary.run, summary.seed, summary.started_at) == ("lake", "7", "today")
+    assert summary.requested_providers == ["serving", "spot"]
+    assert summary.outcome == "finished"
+    assert summary.paced is False
+    assert summary.steps_planned == 5
+
+
+@pytest.mark.parametrize(
+    ("status", "outcome", "cause"),
+    [
+        ("failed: no capacity: nobody came", "failed", "no capacity: nobody came"),
+        ("failed", "failed", "interrupted"),
+        ("running", "incomplete", ""),
+    ],
+)
+def test_why_a_run_failed(summary_of, status, outcome, cause):
+    def fill(run):
+        run.meta(status=status)
+        run.journal.event(e.StopRequested(reason="interrupted"), 5)
+
+    summary = summary_of(fill)
+    assert (summary.outcome, summary.cause) == (outcome, cause)
+
+
+def test_gpu_time_cost_and_overhead_are_the_books(summary_of):
+    def fill(run):
+        run.open("a", "spot", 0.0, usd_per_gpu_hour=3.6, gpus=2)
+        run.report("a", {Account.DECODE: 6.0, Account.LOADING: 1.0}, 10.0)
+        run.end("a", EndCause.RELEASED, 12.0)
+        run.sample(20.0, {"spot": ProviderStatus(tokens=4000)})
+
+    summary = summary_of(fill)
+    spot = summary.providers["spot"]
+    assert spot.gpu_s == pytest.approx(24.0)
+    assert {a: s for a, s in spot.accounts_s.items() if s} == {
+        "booting": 6.0,
+        "loading": 2.0,
+        "decode": 12.0,
+        "draining": 4.0,
+    }
+    assert set(spot.accounts_s) == set(Account)
+    assert spot.usd == pytest.approx(24 * 3.6 / 3600)
+    assert spot.overhead_share == pytest.approx(8 / 24)
+    assert spot.tokens_per_s == pytest.approx(200.0)
+    assert spot.usd_per_million_tokens == pytest.approx(6.0)
+    assert summary.ledger_imbalance_ns == 0
+    assert summary.unattributed_share == 0.0
+
+
+def test_a_killed_orchestrator_leaves_time_unattributed(summary_of):
+    def fill(run):
+        run.open("a", "spot", 0.0, usd_per_gpu_hour=3600.0)
+        run.report("a", {Account.DECODE: 4.0}, 5.0)
+        run.sample(8.0, {"spot": ProviderStatus(ready=1)})
+
+    summary = summary_of(fill)
+    assert summary.outcome == "incomplete"
+    assert summary.providers["spot"].accounts_s["unattributed"] == pytest.approx(3.0)
+    assert summary.providers["spot"].usd == pytest.approx(8.0)
+    assert summary.unattributed_share is None
+
+
+def test_the_papers_overhead_is_the_start_of_what_replaces_preempted_gpus(summary_of):
+    def fill(run):
+        for worker, start_s, end_s in (("a", 0.0, 10.0), ("b", 11.0, 20.0), ("c", 25.0, 40.0)):
+            run.open(worker, "spot", start_s)
+            run.report(worker, {Account.DECODE: 1.0, Account.LOADING: 0.5}, start_s + 3.5)
+            run.end(worker, EndCause.PREEMPTED if worker == "a" else EndCause.RELEASED, end_s)
+        run.books()
+
+    spot = summary_of(fill).providers["spot"]
+    assert spot.preemptions == 1
+    assert spot.lease_ends == {"released": 2, "preempted": 1}
+    assert spot.preempted_share == pytest.approx(2.5 / 34.0)
+
+
+def test_unattributed_counts_orderly_ends_only(summary_of):
+    def fill(run):
+        for worker, cause in (("a", EndCause.RELEASED), ("b", EndCause.PREEMPTED)):
+            run.open(worker, "spot", 0.0)
+            run.report(worker, {Account.DECODE: 8.0}, 8.0)
+            run.end(worker, cause, 10.0, clean=False)
+        run.books()
+
+    summary = summary_of(fill)
+    assert summary.unattributed_share == pytest.approx(0.2)
+    assert summary.total.accounts_s["unattributed"] == pytest.approx(4.0)
+
+
+def test_an_end_reported_twice_counts_once(summary_of):
+    def fill(run):
+        run.open("a", "spot", 0.0)
+        run.end("a", EndCause.PREEMPTED, 10.0)
+        run.end("a", EndCause.RELEASED, 11.0)
+        run.journal.event(e.LeaseEnded(lease="never billed", cause=EndCause.PREEMPTED), 5)
+        run.books()
+
+    assert [(x.lease, x.cause) for x in summary_of(fill).lease_ends] == [("a", "preempted")]
+
+
+def test_success_counts_rewarded_trajectories_of_those_scored(summary_of):
+    def fill(run):
+        run.group(0, 0, [1.0, 0.0, 0.0, 0.0], trained=True)
+        run.group(1, 0, [1.0, 1.0, 0.0, None], trained=True, cause="reset")
+        run.group(2, 0, [1.0, 1.0], trained=False)
+        run.step(0, 1.0)
+        run.step(1, 2.0)
+
+    summary = summary_of(fill)
+    assert [step.success_rate for step in summary.steps] == [0.25, pytest.approx(2 / 3)]
+    assert summary.steps[0].standard_error == pytest.approx((0.25 * 0.75 / 4) ** 0.5)
+    assert (summary.success_first, summary.success_last) == (0.25, pytest.approx(2 / 3))
+    assert summary.trajectories_finished == 9
+    assert summary.trajectories_failed == {"reset": 1}
+
+
+def test_groups_are_dropped_for_a_reason(summary_of):
+    def fill(run):
+        run.group(0, 0, [1.0, 0.0], trained=True)
+        run.group(0, 1, [1.0, 1.0], trained=False)
+        run.group(0, 2, [0.0, 0.0], trained=False)
+        run.group(0, 3, [1.0, None], trained=False, cause="reset")
+        run.group(0, 4, [1.0, 0.0], trained=False)
+        run.group(1, 0, [1.0, 1.0], trained=False)
+        run.step(0, 1.0)
+
+    summary = summary_of(fill)
+    assert summary.groups_trained == 1
+    assert summary.groups_dropped == {"zero variance": 2, "infrastructure": 1, "other": 1}
+
+
+def test_moves_tell_preemptions_from_hand_overs(summary_of):
+    def fill(run):
+        run.open("a", "spot", 0.0)
+        run.end("a", EndCause.PREEMPTED, 10.0)
+        run.books()
+        run.move("t1", "a", 10.0, 10.25, kept=7)
+        run.move("t2", "a", 10.0, 10.75, kept=0)
+        run.move("t3", "trainer", 2.0, 2.0, kept=5)
+
+    summary = summary_of(fill)
+    assert (summary.moves.turns, summary.moves.tokens_kept) == (3, 12)
+    assert (summary.preempted_moves.turns, summary.preempted_moves.tokens_kept) == (2, 7)
+    assert summary.preempted_moves.redispatch_s.p50 == pytest.approx(0.5)
+    assert summary.preempted_moves.redispatch_s.max == pytest.approx(0.75)
+
+
+def test_latencies_and_pulls(summary_of):
+    def fill(run):
+        run.turn("t1", 1.0, 1.1, 2.0)
+        run.turn("t2", 1.0, None, 4.0)
+        run.pull(1.0, 1000, 0.2, 0.1)
+        run.pull(2.0, 500, 9.0, 9.0, error="checksum")
+
+    summary = summary_of(fill)
+    assert summary.turns == 2
+    assert summary.turn_latency_s.p50 == pytest.approx(2.0)
+    assert summary.first_token_s.count == 1
+    assert sum(summary.turn_latency.counts) == 2
+    assert summary.turn_latency.edges_s[0] <= 1.0
+    assert summary.turn_latency.edges_s[-1] >= 3.0
+    assert (summary.pulls.count, summary.pulls.failed, summary.pulls.bytes) == (2, 1, 1500)
+    assert summary.pulls.pull_s.max == pytest.approx(0.2)
+
+
+def test_saturation_is_a_share_of_samples(summary_of):
+    def fill(run):
+        for second, cpu_share in enumerate((0.2, 0.86, 0.85, 0.99)):
+            run.sample(second + 1, {}, cpu_share)
+
+    assert summary_of(fill).cpu_saturated_share == 0.5
+
+
+def test_throughput_is_that_of_whole_steps(summary_of):
+    def fill(run):
+        for second in range(1, 11):
+            tokens = 100 * min(second, 4) + 100 * max(0, min(second - 5, 4))
+            run.sample(second, {"spot": ProviderStatus(tokens=tokens, ready=second % 2, other=1 - second % 2)})
+        run.step(0, 5.0)
+        run.step(1, 9.0)
+
+    history = summary_of(fill).timeline
+    assert history.step_edges_s == [0.0, 5.0, 9.0, 10.0]
+    assert history.providers["spot"].tokens_per_s == pytest.approx([80.0, 100.0, 0.0])
+    assert history.providers["spot"].up_workers == pytest.approx([1.0] * 10)
+
+
+def test_a_realistic_run_adds_up(realistic):
+    assert list(realistic.providers) == ["trainer", "serving", "spot"]
+    assert realistic.total.preemptions > 5
+    assert realistic.ledger_imbalance_ns == 0
+    assert realistic.success_last > realistic.success_first
+    assert realistic.total.usd == pytest.approx(sum(p.usd for p in realistic.providers.values()), abs=1e-8)
+    assert realistic.trajectories_finished + sum(realistic.trajectories_failed.values()) == 60 * 16 * 8
+    assert realistic.groups_trained + sum(realistic.groups_dropped.values()) == 60 * 16
