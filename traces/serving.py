@@ -4,7 +4,9 @@ The format is that of the Azure LLM inference traces: `TIMESTAMP,ContextTokens,G
 stamp is a wall-clock time with up to seven decimals (`2023-11-16 18:15:46.6805900`).
 """
 
-from collections.abc import Iterator
+import itertools
+import math
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 
@@ -69,3 +71,23 @@ def _tokens(path: Path, line: int, text: str) -> int:
     if not (text.isascii() and text.isdigit() and int(text) > 0):
         raise at_line(path, line, f"{text!r} tokens", "a whole number from 1 on")
     return int(text)
+
+
+def replay_requests(
+    trace: Sequence[ServingRequest], *, start_s: float = 0.0, speed: float = 1.0, share: float = 1.0, phase: int = 0
+) -> Iterator[ServingRequest]:
+    """The requests of one host, for ever: from `start_s` on, `speed` times as fast, and then over and over.
+
+    A host gets `share` of all requests, evenly spread. Hosts with equal shares whose phases are 0, 1, 2, … get
+    different ones, as long as their shares do not exceed the whole.
+    """
+    span_s = trace[-1].arrival_s + trace[-1].arrival_s / len(trace)
+    number = phase
+    for cycle in itertools.count():
+        for request in trace:
+            arrival_s = cycle * span_s + request.arrival_s - start_s
+            if arrival_s < 0:
+                continue
+            number += 1
+            if math.floor(number * share) > math.floor((number - 1) * share):
+                yield ServingRequest(arrival_s / speed, request.prompt_tokens, request.output_tokens)

@@ -1,0 +1,215 @@
+"""A serving host: a process with a load of its own that lends what it does not need, and takes it back.
+
+Control is by HTTP with a bearer token: `GET /load`, `POST /lend` and `POST /return` (see
+`providers.serving_messages`). A worker runs inside the host's process, which has imported everything it needs
+by then, so that lending takes no boot.
+"""
+
+import asyncio
+import contextlib
+import os
+import secrets
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+import structlog
+import uvicorn
+from pydantic import ValidationError
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+import traces
+from elastic.config import ConfigError
+from elastic.engine.base import DeviceShare
+from elastic.worker.serving_device import LentShare, ServingDevice
+from elastic.worker.serving_load import ServingLoad
+from providers.serving_messages import HOST_VARIABLE, HostSettings, LendOrder, LoadReport, ReturnOrder
+from traces.serving import read_serving_trace, replay_requests
+
+log = structlog.get_logger(__name__)
+
+StartAgent = Callable[[LendOrder, DeviceShare], Coroutine[Any, Any, None]]
+"""Runs a worker with its part of the device until it is drained, fails, or is cancelled."""
+
+OrderT = TypeVar("OrderT", LendOrder, ReturnOrder)
+
+SHUTDOWN_TIMEOUT_S = 2
+MAX_ORDER_BYTES = 16_384
+
+
+class HostError(Exception):
+    """An order that cannot be carried out, with its HTTP status."""
+
+    def __init__(self, status: int, reason: str) -> None:
+        super().__init__(reason)
+        self.status = status
+
+
+@dataclass(slots=True)
+class _Loan:
+    order: LendOrder
+    share: LentShare
+    task: asyncio.Task[None]
+
+
+class ServingHost:
+    """At most one worker at a time has a part of the device."""
+
+    def __init__(self, settings: HostSettings, device: ServingDevice, start_agent: StartAgent) -> None:
+        self._settings = settings
+        self._device = device
+        self._start_agent = start_agent
+        self._loan: _Loan | None = None
+        self._ended = ("", "")
+
+    def report(self) -> LoadReport:
+        order = self._loan.order if self._loan else None
+        return msgspec.structs.replace(
+            self._device.report(),
+            lent_run=order.run if order else "",
+            lent_worker=order.worker if order else "",
+            ended_worker=self._ended[0],
+            ended_error=self._ended[1],
+        )
+
+    def lend(self, order: LendOrder) -> None:
+        """Start the order's worker, unless it runs already. Raises `HostError` when the host is lent otherwise."""
+        if self._loan is not None:
+            if self._loan.order.worker == order.worker:
+                return
+            raise HostError(409, f"lent to run {self._loan.order.run} already")
+        share = LentShare(self._device)
+        task = asyncio.create_task(self._start_agent(order, share), name=f"worker {order.worker}")
+        self._loan = _Loan(order, share, task)
+        task.add_done_callback(self._agent_ended)
+
+    async def take_back(self, worker: str) -> None:
+        """End this worker, if the host is lent to it. Raises `HostError` when it does not go in time."""
+        loan = self._loan
+        if loan is None or loan.order.worker != worker:
+            return
+        loan.share.reclaim()
+        await asyncio.wait({loan.task}, timeout=self._settings.return_grace_s)
+        loan.task.cancel()
+        _, left = await asyncio.wait({loan.task}, timeout=self._settings.return_timeout_s)
+        if left:
+            raise HostError(504, f"worker {worker} did not end within {self._settings.return_timeout_s:g} s")
+
+    async def aclose(self) -> None:
+        if self._loan is not None:
+            await self.take_back(self._loan.order.worker)
+
+    def _agent_ended(self, task: asyncio.Task[None]) -> None:
+        assert self._loan is not None
+        worker, error = self._loan.order.worker, None if task.cancelled() else task.exception()
+        if error is not None:
+            log.error("worker failed", worker=worker, exc_info=error)
+        self._loan.share.reclaim()
+        self._loan = None
+        self._ended = (worker, f"{type(error).__name__}: {error}" if error is not None else "")
+
+
+def create_app(host: ServingHost, token: str) -> Starlette:
+    """The host's control endpoint. Answers are `LoadReport`s, or `{"error": …}` with a status."""
+
+    def guarded(answer: Callable[[Request], Awaitable[None]]) -> Callable[[Request], Awaitable[Response]]:
+        async def endpoint(request: Request) -> Response:
+            shown = request.headers.get("authorization", "")
+            if not secrets.compare_digest(shown.encode(), f"Bearer {token}".encode()):
+                return _json({"error": "the bearer token is missing or wrong"}, 401)
+            try:
+                await answer(request)
+            except HostError as error:
+                return _json({"error": str(error)}, error.status)
+            return _json(host.report())
+
+        return endpoint
+
+    async def load(request: Request) -> None:
+        pass
+
+    async def lend(request: Request) -> None:
+        host.lend(await _order(request, LendOrder))
+
+    async def take_back(request: Request) -> None:
+        await host.take_back((await _order(request, ReturnOrder)).worker)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        yield
+        await host.aclose()
+
+    return Starlette(
+        routes=[
+            Route("/load", guarded(load), methods=["GET"]),
+            Route("/lend", guarded(lend), methods=["POST"]),
+            Route("/return", guarded(take_back), methods=["POST"]),
+        ],
+        lifespan=lifespan,
+    )
+
+
+async def serve_host(settings: HostSettings, start_agent: StartAgent) -> None:
+    """Serve until told to stop by a signal; a worker that still runs then is ended first.
+
+    Raises `ConfigError` when the address cannot be listened on.
+    """
+    trace = read_serving_trace(traces.find(settings.load.trace))
+    requests = replay_requests(
+        trace,
+        start_s=settings.load.start_s,
+        speed=settings.load.speed,
+        share=settings.load.share,
+        phase=settings.phase,
+    )
+    device = ServingDevice(ServingLoad(requests, settings.device), settings.lending)
+    app = create_app(ServingHost(settings, device, start_agent), settings.token.get_secret_value())
+    listener = _listen(settings)
+    log.info("serving host ready", name=settings.name, address=listener.getsockname())
+    config = uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=SHUTDOWN_TIMEOUT_S)
+    await uvicorn.Server(config).serve(sockets=[listener])
+
+
+def main(settings_json: str, start_agent: StartAgent) -> None:
+    """`elastic serving-host`: settings as JSON (`HostSettings`). Raises `ConfigError` for what cannot be used."""
+    if not settings_json:
+        raise ConfigError(f"{HOST_VARIABLE}: not set; allowed: the host's settings as JSON")
+    try:
+        settings = HostSettings.model_validate_json(settings_json)
+    except ValidationError as error:
+        problems = error.errors(include_input=False, include_url=False)
+        lines = (f"{HOST_VARIABLE}: {'.'.join(map(str, p['loc'])) or 'settings'}: {p['msg']}" for p in problems)
+        raise ConfigError("\n".join(lines)) from None
+    asyncio.run(serve_host(settings, start_agent))
+
+
+def _listen(settings: HostSettings) -> socket.socket:
+    try:
+        if settings.listen_fd is not None:
+            os.set_inheritable(settings.listen_fd, False)
+            return socket.socket(fileno=settings.listen_fd)
+        return socket.create_server((settings.address, settings.port))
+    except OSError as error:
+        where = f"fd {settings.listen_fd}" if settings.listen_fd is not None else f"{settings.address}:{settings.port}"
+        raise ConfigError(f"{HOST_VARIABLE}: cannot listen on {where}: {error.strerror}") from error
+
+
+async def _order(request: Request, kind: type[OrderT]) -> OrderT:
+    body = b""
+    async for part in request.stream():
+        body += part
+        if len(body) > MAX_ORDER_BYTES:
+            raise HostError(413, f"an order has at most {MAX_ORDER_BYTES} bytes")
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise HostError(400, f"not a {kind.__name__}: {error}") from error
+
+
+def _json(body: object, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(body), status, media_type="application/json")

@@ -1,0 +1,146 @@
+"""A serving engine's work on its device, and what it leaves for rollouts. Pure: the caller brings the time.
+
+The load is open loop: requests arrive as in a trace, each is prefilled as soon as the device and the KV cache have
+room, and all that run decode one token every `tpot_s`, or as fast as the device can. So when serving computes is
+a function of the arrivals alone. Times are seconds since the host's start. Source: ROSE §4.1.
+"""
+
+import math
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from providers.serving_messages import DeviceSettings, LendingSettings
+from traces.serving import ServingRequest
+
+HISTORY_S = 32.0
+"""How far back `busy_s` can look: past the longest `window_s`."""
+
+
+@dataclass(slots=True)
+class _Running:
+    tokens_left: int
+    kv_tokens: int
+
+
+class ServingLoad:
+    """Serving iterations in order of time, worked out up to `advance`'s last time. No two of them overlap."""
+
+    def __init__(self, requests: Iterator[ServingRequest], device: DeviceSettings) -> None:
+        self._requests = requests
+        self._device = device
+        self._arriving = next(requests, None)
+        self._waiting: deque[ServingRequest] = deque()
+        self._running: list[_Running] = []
+        self._free_s = 0.0
+        self._next_decode_s = 0.0
+        self._iterations: deque[tuple[float, float]] = deque()
+
+    @property
+    def active(self) -> int:
+        """Requests that run or wait."""
+        return len(self._running) + len(self._waiting)
+
+    @property
+    def kv_share(self) -> float:
+        """The share of the KV cache that requests hold."""
+        return min(1.0, sum(r.kv_tokens for r in self._running) / self._device.kv_tokens)
+
+    @property
+    def busy_until_s(self) -> float:
+        """The end of the last iteration that has begun."""
+        return self._free_s
+
+    def busy_s(self, since_s: float, until_s: float) -> float:
+        """How long serving computed between two times of the last `HISTORY_S`."""
+        total_s = 0.0
+        for begin_s, end_s in reversed(self._iterations):
+            if end_s <= since_s:
+                break
+            total_s += max(0.0, min(end_s, until_s) - max(begin_s, since_s))
+        return total_s
+
+    def advance(self, now_s: float) -> None:
+        """Begin every iteration that is due by `now_s`."""
+        while (begin_s := min(self._prefill_due_s(), self._decode_due_s())) <= now_s:
+            prefill = self._prefill_due_s() <= begin_s
+            self._admit(begin_s)
+            self._free_s = begin_s + (self._prefill() if prefill else self._decode(begin_s))
+            self._iterations.append((begin_s, self._free_s))
+        self._admit(now_s)
+        while self._iterations and self._iterations[0][1] < now_s - HISTORY_S:
+            self._iterations.popleft()
+
+    def _prefill_due_s(self) -> float:
+        head = self._waiting[0] if self._waiting else self._arriving
+        return max(self._free_s, head.arrival_s) if head is not None and self._fits(head) else math.inf
+
+    def _decode_due_s(self) -> float:
+        return max(self._free_s, self._next_decode_s) if self._running else math.inf
+
+    def _fits(self, request: ServingRequest) -> bool:
+        """A request that is too long for the whole cache must run alone."""
+        held = sum(r.kv_tokens for r in self._running)
+        return not self._running or held + request.prompt_tokens + request.output_tokens <= self._device.kv_tokens
+
+    def _admit(self, now_s: float) -> None:
+        while self._arriving is not None and self._arriving.arrival_s <= now_s:
+            self._waiting.append(self._arriving)
+            self._arriving = next(self._requests, None)
+
+    def _prefill(self) -> float:
+        request = self._waiting.popleft()
+        if request.output_tokens > 1:
+            self._running.append(_Running(request.output_tokens - 1, request.prompt_tokens + 1))
+        return request.prompt_tokens / self._device.prefill_tokens_per_s
+
+    def _decode(self, begin_s: float) -> float:
+        step_s = self._device.decode_base_s + self._device.decode_per_request_s * len(self._running)
+        self._next_decode_s = begin_s + max(self._device.tpot_s, step_s)
+        for request in self._running:
+            request.tokens_left -= 1
+            request.kv_tokens += 1
+        self._running = [request for request in self._running if request.tokens_left > 0]
+        return step_s
+
+
+class Lending:
+    """What serving leaves: credits while it is idle enough, nothing under pressure.
+
+    Credit follows the idle share of the device and the KV cache that serving does not use. Pressure begins when
+    serving needs the cache, or holds the device for `stall_s`; it ends after `window_s` at the earliest, and when
+    both have clearly eased, so that rollouts do not come and go with every burst.
+    """
+
+    def __init__(self, load: ServingLoad, settings: LendingSettings) -> None:
+        self._load = load
+        self._settings = settings
+        self._credit_share = 1.0
+        self._credit_due_s = 0.0
+        self._pressed_since_s = 0.0
+        self.pressed = False
+
+    def update(self, now_s: float) -> None:
+        self._load.advance(now_s)
+        s, kv_share = self._settings, self._load.kv_share
+        if kv_share >= s.kv_high_share:
+            self.press(now_s)
+        elif self.pressed and now_s >= self._pressed_since_s + s.window_s:
+            self.pressed = kv_share > s.kv_low_share or self.busy_share(now_s) > s.resume_busy_share
+        if now_s >= self._credit_due_s:
+            self._credit_due_s = now_s + s.credit_interval_s
+            self._credit_share = max(0.0, min(1 - self.busy_share(now_s), 1 - kv_share / s.kv_high_share))
+
+    def busy_share(self, now_s: float) -> float:
+        """Serving's share of the device over the last `window_s`."""
+        window_s = min(self._settings.window_s, now_s)
+        return self._load.busy_s(now_s - window_s, now_s) / window_s if window_s > 0 else 0.0
+
+    def press(self, now_s: float) -> None:
+        """Rollouts must leave: serving needs the KV cache, or an iteration has waited for `stall_s`."""
+        if not self.pressed:
+            self.pressed, self._pressed_since_s = True, now_s
+
+    def credits(self, most: int) -> int:
+        """Turns that rollouts may hold, of at most `most`: the credit's share, rounded to the nearest."""
+        return 0 if self.pressed else math.floor(most * self._credit_share + 0.5)

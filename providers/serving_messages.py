@@ -1,0 +1,112 @@
+"""What passes between a serving host and those who borrow from it, and a host's settings."""
+
+from typing import Annotated
+
+import msgspec
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, model_validator
+
+import traces
+from traces.serving import read_serving_trace
+
+HOST_VARIABLE = "ELASTIC_SERVING_HOST"
+"""The environment variable with a host's settings as JSON; out of sight of process lists, as there is a token in it."""
+
+
+class LendOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`POST /lend`: start a worker for this run, which dials `join` with its one-time `token`. Never log it."""
+
+    run: str
+    join: str
+    worker: str
+    token: str
+
+
+class ReturnOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`POST /return`: end this worker. Nothing happens when the host is not lent to it."""
+
+    worker: str
+
+
+class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
+    """`GET /load`, and the answer to every order: how the host stands.
+
+    `active_requests` counts serving requests in work or waiting, `busy_share` the serving engine's share of the
+    device of late, `pressed` whether rollouts must leave. `lent_run` and `lent_worker` are empty when the host is
+    not lent; `ended_worker` is the last one that ended, `ended_error` why if it failed.
+    """
+
+    active_requests: int
+    busy_share: float
+    kv_used_share: float
+    pressed: bool
+    lent_run: str = ""
+    lent_worker: str = ""
+    ended_worker: str = ""
+    ended_error: str = ""
+
+
+def _readable(trace: str) -> str:
+    read_serving_trace(traces.find(trace))
+    return trace
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class LoadSettings(_Section):
+    """A host's own load, replayed from a trace."""
+
+    trace: Annotated[str, AfterValidator(_readable)] = Field(
+        "azure-conversation", validate_default=True, description="a shipped trace's name, or a path"
+    )
+    start_s: float = Field(0.0, ge=0, description="where in the trace to begin")
+    speed: float = Field(1.0, gt=0, description="seconds of the trace in a second: arrivals come closer together")
+    share: float = Field(0.2, gt=0, le=1, description="the share of all requests that comes to one host")
+
+
+class DeviceSettings(_Section):
+    """The modelled device and serving model; the defaults stand for an 8B model on one H100-class GPU."""
+
+    prefill_tokens_per_s: float = Field(12_000, gt=0)
+    decode_base_s: float = Field(0.010, gt=0, description="time of a decode iteration for no request at all …")
+    decode_per_request_s: float = Field(0.0002, ge=0, description="… and what each request adds")
+    tpot_s: float = Field(0.05, gt=0, description="time between two tokens that serving keeps to while it can")
+    kv_tokens: int = Field(200_000, ge=1, description="tokens of KV cache")
+
+
+class LendingSettings(_Section):
+    """When rollouts get how much (ROSE §4.1)."""
+
+    window_s: float = Field(2.0, gt=0, le=30, description="time over which the device's use is averaged")
+    credit_interval_s: float = Field(0.5, gt=0, description="time between two changes of credit without pressure")
+    kv_high_share: float = Field(0.8, gt=0, le=1, description="KV use of serving from which rollouts must leave …")
+    kv_low_share: float = Field(0.6, gt=0, le=1, description="… and to which it must fall before they may return")
+    stall_s: float = Field(1.0, gt=0, description="longest an iteration waits for serving before rollouts must leave")
+    resume_busy_share: float = Field(0.8, gt=0, le=1, description="use to which serving must fall after a stall")
+
+    @model_validator(mode="after")
+    def _ordered(self) -> "LendingSettings":
+        if self.kv_low_share > self.kv_high_share:
+            raise ValueError("kv_low_share must not exceed kv_high_share")
+        return self
+
+
+class HostSettings(_Section):
+    """A serving host. It listens on the inherited socket `listen_fd`, else on `address`."""
+
+    token: SecretStr = Field(description="who shows it may order the host about")
+    name: str = "serving-host"
+    phase: int = Field(0, ge=0, description="which share of the requests, counted from 0")
+    load: LoadSettings = Field(default_factory=LoadSettings)  # type: ignore[arg-type]
+    device: DeviceSettings = Field(default_factory=DeviceSettings)  # type: ignore[arg-type]
+    lending: LendingSettings = Field(default_factory=LendingSettings)  # type: ignore[arg-type]
+    listen_fd: int | None = None
+    address: str = "127.0.0.1"
+    port: int = Field(8077, ge=0, le=65_535)
+    return_grace_s: float = Field(0.2, ge=0, description="time a worker has to hand over its tokens when it must go")
+    return_timeout_s: float = Field(5.0, gt=0)
+
+    def to_json(self) -> str:
+        """With the token in it, for the host's environment; every other way to print settings hides it."""
+        return msgspec.json.encode(self.model_dump(mode="json") | {"token": self.token.get_secret_value()}).decode()

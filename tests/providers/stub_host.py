@@ -1,0 +1,28 @@
+"""A real serving host whose workers only sleep; ELASTIC_STUB_AGENT says how they misbehave."""
+
+import asyncio
+import os
+
+from elastic.engine.base import DeviceShare
+from elastic.worker.serving_host import main
+from providers.serving_messages import HOST_VARIABLE, LendOrder
+
+
+async def agent(order: LendOrder, share: DeviceShare) -> None:
+    match os.environ.get("ELASTIC_STUB_AGENT"):
+        case "end":
+            return
+        case "fail":
+            raise RuntimeError("out of luck")
+        case "stubborn":
+            while True:
+                try:
+                    await asyncio.sleep(600)
+                except asyncio.CancelledError:
+                    continue
+        case _:
+            await asyncio.sleep(600)
+
+
+if __name__ == "__main__":
+    main(os.environ[HOST_VARIABLE], agent)

@@ -1,0 +1,247 @@
+"""What every provider promises, whatever stands behind it. Source: `providers.base.Provider`."""
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from elastic.core.events import LeaseEnded, LeaseGranted, LeaseRefused, OfferChanged
+from elastic.core.types import EndCause, LeaseId
+from providers.base import Provider, ProviderContext, ProviderSettings
+from providers.reserved import ReservedProvider, TrainerProvider
+from providers.serving import ServingProvider, ServingSettings
+from providers.spot import SpotProvider, SpotSettings
+from tests.providers.conftest import MemoryProvider, Recorder, eventually, lease_request, processes_with
+
+CAPACITY = 2
+WITH_PROCESSES = ["reserved", "spot"]
+"""Whose leases are processes; a serving host's are inside a process that goes on without them."""
+
+MakeContext = Callable[..., ProviderContext]
+MakeProvider = Callable[[ProviderContext], Any]
+
+
+@pytest.fixture(params=["memory", "reserved", "trainer", "spot", "serving"])
+def kind(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def make_provider(kind: str, tmp_path: Path) -> MakeProvider:
+    def make(context: ProviderContext) -> Any:
+        settings = ProviderSettings(max_workers=CAPACITY)
+        match kind:
+            case "reserved":
+                return ReservedProvider("provider", settings, context)
+            case "trainer":
+                return TrainerProvider("provider", settings, context)
+            case "spot":
+                trace = tmp_path / "market.csv"
+                trace.write_text("0,add,a\n0,add,b\n600000,remove,a\n")
+                return SpotProvider("provider", SpotSettings(max_workers=CAPACITY, trace=str(trace)), context)
+            case "serving":
+                serving = ServingSettings(max_workers=CAPACITY, hosts=CAPACITY, poll_s=0.05)
+                return ServingProvider("provider", serving, context)
+            case _:
+                return MemoryProvider("provider", settings, context)
+
+    return make
+
+
+@pytest.fixture
+async def provider(
+    make_provider: MakeProvider, context: ProviderContext, recorder: Recorder, opened: list[Provider]
+) -> Provider:
+    """A provider that has begun to offer all it has."""
+    provider = make_provider(context)
+    opened.append(provider)
+    await provider.start(recorder.emit)
+    await recorder.until(lambda r: r.available == CAPACITY)
+    return provider
+
+
+async def grant(provider: Provider, recorder: Recorder, number: int = 1) -> LeaseId:
+    request = lease_request(number)
+    await provider.acquire(request)
+    assert await recorder.answered(request.lease) == LeaseGranted(lease=request.lease, workers=(f"worker-{number}",))
+    return request.lease
+
+
+def booted(context: ProviderContext) -> Callable[[], bool]:
+    """Whether the first lease's worker runs, with the child it starts."""
+    return lambda: len(processes_with(ELASTIC_RUN=context.run, ELASTIC_WORKER="worker-1")) == 2
+
+
+async def test_offers_what_is_left(provider: Provider, recorder: Recorder) -> None:
+    lease = await grant(provider, recorder)
+    await recorder.until(lambda r: r.available == CAPACITY - 1)
+    await provider.release(lease)
+    await recorder.until(lambda r: r.available == CAPACITY)
+    offer = recorder.of(OfferChanged)[-1].offer
+    assert (offer.provider, offer.workers_per_lease) == ("provider", 1)
+
+
+async def test_refuses_what_it_does_not_have(provider: Provider, recorder: Recorder) -> None:
+    for number in range(CAPACITY):
+        await grant(provider, recorder, number)
+    await provider.acquire(lease_request(CAPACITY))
+    answer = await recorder.answered(f"lease-{CAPACITY}")
+    assert isinstance(answer, LeaseRefused)
+    assert answer.reason
+    assert recorder.available == 0
+
+
+async def test_a_released_lease_ends_once_however_often_it_is_released(provider: Provider, recorder: Recorder) -> None:
+    lease = await grant(provider, recorder)
+    for _ in range(3):
+        await provider.release(lease)
+    assert (await recorder.ended(lease)).cause is EndCause.RELEASED
+    await provider.release(lease)
+    await provider.release("a lease nobody knows")
+    await provider.aclose()
+    assert len(recorder.of(LeaseEnded, lease)) == 1
+
+
+async def test_a_release_before_the_grant_is_not_forgotten(provider: Provider, recorder: Recorder) -> None:
+    await provider.acquire(lease_request())
+    await provider.release("lease-1")
+    if isinstance(await recorder.answered("lease-1"), LeaseGranted):
+        assert (await recorder.ended("lease-1")).cause is EndCause.RELEASED
+    await recorder.until(lambda r: r.available == CAPACITY)
+
+
+async def test_closing_ends_everything(provider: Provider, context: ProviderContext, recorder: Recorder) -> None:
+    leases = [await grant(provider, recorder, number) for number in range(CAPACITY)]
+    await provider.aclose()
+    assert Counter(e.lease for e in recorder.of(LeaseEnded)) == Counter(leases)
+    assert processes_with(ELASTIC_RUN=context.run) == []
+    assert list(context.run_dir.glob("leases/*")) == []
+    seen = len(recorder.events)
+    await provider.aclose()
+    await provider.release(leases[0])
+    assert len(recorder.events) == seen
+
+
+async def test_closing_at_once_leaves_nothing(
+    make_provider: MakeProvider, context: ProviderContext, recorder: Recorder
+) -> None:
+    provider = make_provider(context)
+    await provider.start(recorder.emit)
+    await provider.acquire(lease_request())
+    await provider.aclose()
+    granted, refused = recorder.of(LeaseGranted), recorder.of(LeaseRefused)
+    assert len(granted) + len(refused) == 1
+    assert len(recorder.of(LeaseEnded)) == len(granted)
+    assert processes_with(ELASTIC_RUN=context.run) == []
+
+
+async def test_closing_one_that_never_started_is_harmless(
+    make_provider: MakeProvider, context: ProviderContext
+) -> None:
+    provider = make_provider(context)
+    await provider.aclose()
+    await provider.aclose()
+
+
+async def test_any_interleaving_answers_each_request_once_and_ends_each_grant_once(
+    provider: Provider, recorder: Recorder
+) -> None:
+    chance = random.Random(7)
+    requested: list[LeaseId] = []
+    for number in range(25):
+        await provider.acquire(lease_request(number))
+        requested.append(f"lease-{number}")
+        for lease in chance.sample(requested, k=min(2, len(requested))):
+            await provider.release(lease)
+        await asyncio.sleep(chance.choice([0, 0, 0.01, 0.05]))
+    await provider.aclose()
+    answers = Counter(e.lease for e in [*recorder.of(LeaseGranted), *recorder.of(LeaseRefused)])
+    assert answers == Counter(requested)
+    assert Counter(e.lease for e in recorder.of(LeaseEnded)) == Counter(e.lease for e in recorder.of(LeaseGranted))
+    held = 0
+    for event in recorder.events:
+        held += isinstance(event, LeaseGranted) - isinstance(event, LeaseEnded)
+        assert 0 <= held <= CAPACITY
+        if isinstance(event, OfferChanged):
+            assert event.offer.available <= CAPACITY - held
+        if isinstance(event, LeaseEnded):
+            granted = next(i for i, e in enumerate(recorder.events) if e == recorder.of(LeaseGranted, event.lease)[0])
+            assert granted < recorder.events.index(event)
+
+
+@pytest.mark.parametrize("kind", WITH_PROCESSES, indirect=True)
+async def test_no_process_outlives_its_lease(provider: Provider, context: ProviderContext, recorder: Recorder) -> None:
+    lease = await grant(provider, recorder)
+    await eventually(booted(context))
+    await provider.release(lease)
+    await recorder.ended(lease)
+    assert processes_with(ELASTIC_WORKER="worker-1", ELASTIC_RUN=context.run) == []
+
+
+@pytest.mark.parametrize("kind", [*WITH_PROCESSES, "trainer"], indirect=True)
+async def test_a_worker_that_dies_is_reported_lost(
+    provider: Provider, context: ProviderContext, recorder: Recorder
+) -> None:
+    lease = await grant(provider, recorder)
+    await eventually(booted(context))
+    workers = [psutil.Process(pid) for pid in processes_with(ELASTIC_RUN=context.run, ELASTIC_WORKER="worker-1")]
+    min(workers, key=lambda worker: worker.create_time()).kill()
+    end = await recorder.ended(lease)
+    assert end.cause is EndCause.LOST
+    assert "SIGKILL" in end.detail
+    assert "logs/worker-1.log" in end.detail
+    assert processes_with(ELASTIC_RUN=context.run) == []
+    await recorder.until(lambda r: r.available == CAPACITY)
+
+
+@pytest.mark.parametrize("kind", [*WITH_PROCESSES, "serving"], indirect=True)
+async def test_secrets_are_not_in_any_command_line_or_record(
+    provider: Provider, context: ProviderContext, recorder: Recorder
+) -> None:
+    await grant(provider, recorder)
+    await eventually(lambda: processes_with(ELASTIC_RUN=context.run))
+    for process in psutil.process_iter(["cmdline"]):
+        assert "secret-1" not in " ".join(process.info["cmdline"] or [])
+    written = [path for path in context.run_dir.rglob("*") if path.is_file()]
+    assert any(path.parent.name == "leases" for path in written)
+    assert not any(b"secret-1" in path.read_bytes() for path in written)
+
+
+@pytest.mark.parametrize("kind", [*WITH_PROCESSES, "serving"], indirect=True)
+async def test_reconcile_ends_leftovers_of_the_same_run_only(
+    provider: Provider,
+    make_provider: MakeProvider,
+    make_context: MakeContext,
+    context: ProviderContext,
+    recorder: Recorder,
+) -> None:
+    """`provider` stands for what an earlier process left; it takes no part in its own cleaning up."""
+    await grant(provider, recorder)
+    await eventually(lambda: processes_with(ELASTIC_RUN=context.run))
+    stranger = make_provider(make_context(run="another run"))
+    assert await stranger.reconcile() == []
+    before = processes_with(ELASTIC_RUN=context.run)
+    assert before
+    heir = make_provider(context)
+    lines = await heir.reconcile()
+    assert lines
+    assert all("killed" in line or "nothing" in line for line in lines)
+    assert processes_with(ELASTIC_RUN=context.run) == []
+    assert (await recorder.ended("lease-1")).cause is EndCause.LOST
+
+
+@pytest.mark.parametrize("kind", WITH_PROCESSES, indirect=True)
+async def test_a_worker_that_leaves_by_itself_has_given_its_lease_back(
+    make_provider: MakeProvider, make_context: MakeContext, recorder: Recorder, opened: list[Provider]
+) -> None:
+    provider = make_provider(make_context(worker="pass"))
+    opened.append(provider)
+    await provider.start(recorder.emit)
+    await recorder.until(lambda r: r.available == CAPACITY)
+    lease = await grant(provider, recorder)
+    assert (await recorder.ended(lease)).cause is EndCause.RELEASED
