@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import signal
 import ssl
 from collections.abc import Callable, Coroutine, Iterator
@@ -72,32 +73,33 @@ async def run_agent(
     ticket = Ticket(join, worker, token, tls)
     device = DaemonThread("device")
     leave = asyncio.Event()
-    with _on_termination(leave.set):
-        try:
+    try:
+        with _on_termination(leave.set):
             booted = await _unless(leave, _boot(ticket, build_engine, device, join_timeout_s))
             if booted is None:
-                return AgentExit(0, "terminated before it was ready")
-            connection, welcome, engine = booted
-            service = Service(ticket, welcome, connection, engine, device, pull, share, trainer)
-            return await service.run(accounts, leave)
-        except (ConnectionLost, SessionRefused, _NotBuilt) as error:
-            log.error("worker gave up", worker=worker, reason=str(error), exc_info=error.__cause__)
-            return AgentExit(1, str(error))
-        finally:
-            device.stop()
+                end = AgentExit(0, "terminated before it was ready")
+            else:
+                end = await Service(ticket, *booted, device, pull, share, trainer).run(accounts, leave)
+    except (ConnectionLost, SessionRefused, _NotBuilt) as error:
+        end = AgentExit(1, str(error))
+    finally:
+        device.stop()
+    log.log(logging.ERROR if end.code else logging.INFO, "worker ended", worker=worker, reason=end.reason)
+    return end
 
 
 async def _boot(
     ticket: Ticket, build_engine: BuildEngine, device: DaemonThread, join_timeout_s: float
-) -> tuple[Connection, wire.Welcome, RolloutEngine]:
+) -> tuple[wire.Welcome, Connection, RolloutEngine]:
     connection, welcome = await dial(
         ticket.join, ticket.worker, ticket.token, resume=False, within_s=join_timeout_s, tls=ticket.tls
     )
     try:
-        return connection, welcome, await device.run(BUILD_TIMEOUT_S, build_engine, welcome)
+        return welcome, connection, await device.run(BUILD_TIMEOUT_S, build_engine, welcome)
     except BaseException as error:
         connection.abort()
         if isinstance(error, Exception):
+            log.debug("engine not built", exc_info=True)
             raise _NotBuilt(f"the engine could not be built: {type(error).__name__}: {error}") from error
         raise
 

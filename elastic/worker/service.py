@@ -218,22 +218,24 @@ class Service:
             self._tasks.create_task(self._drain())
 
     async def _drain(self) -> None:
-        """Let what runs finish, flush, say goodbye and go."""
-        if not await self._idle_within(self._welcome.drain_timeout_s):
+        """Let turns and what uses the device finish, flush, say goodbye and go."""
+        if not await self._finished_within(self._welcome.drain_timeout_s):
             self._engine.abort(self._stream.all_running())
-            await self._idle_within(ABORT_TIMEOUT_S)
+            await self._finished_within(ABORT_TIMEOUT_S)
         self._stream.flush()
         now = self._engine.statistics()
         self._send(wire.Goodbye(self._drain_reason, self._accounts.total(now.accounts_ns), now.decoded_tokens))
         await self._connection.aclose()
         self._end(0, self._drain_reason)
 
-    async def _idle_within(self, timeout_s: float) -> bool:
-        with contextlib.suppress(TimeoutError):
+    async def _finished_within(self, timeout_s: float) -> bool:
+        try:
             async with asyncio.timeout(timeout_s):
                 await self._stream.idle()
-                return True
-        return False
+                await self._operations.join()
+        except TimeoutError:
+            return False
+        return True
 
     # Turns and credit
 
@@ -299,6 +301,7 @@ class Service:
         while True:
             operation = await self._operations.get()
             await operation()
+            self._operations.task_done()
 
     def _order_sleep(self) -> None:
         self._asleep = True

@@ -205,3 +205,12 @@ async def test_a_base_policy_that_cannot_be_read_ends_the_host(
     end = await run_trainer_host(house.address, "w", "token", missing, tmp_path, resume=False)
     assert end.code == 1
     assert str(tmp_path / "none") in end.reason
+
+
+async def test_a_drained_host_finishes_what_is_on_the_device(house: TrainerHouse) -> None:
+    agent = house.host()
+    await house.first(wire.Ready)
+    house.send(*(train_group(1, index) for index in range(GROUPS)), wire.Update(1, 1), wire.Drain("interrupted"))
+    await agent
+    kinds = [type(message) for _, _, message in house.heard]
+    assert kinds.index(wire.Stepped) < kinds.index(wire.Goodbye)
