@@ -19,7 +19,7 @@ import structlog
 
 from elastic import wire
 from elastic.core.types import Account, FinishReason, WorkerId
-from elastic.engine.base import DeviceShare, EngineStatistics, RolloutEngine, WeightsMismatch
+from elastic.engine.base import DeviceShare, EngineStatistics, RolloutEngine
 from elastic.worker.accounts import DeviceAccounts
 from elastic.worker.connection import Connection, ConnectionLost, SessionRefused, dial
 from elastic.worker.threads import DaemonThread, run_in_thread
@@ -387,8 +387,12 @@ class Service:
             await self._device.run(
                 self._welcome.load_timeout_s, self._engine.load_weights, order.version, pulled.tensors, order.mode
             )
-        except WeightsMismatch as error:
-            self._report_failure(order, str(error))
+        except TimeoutError:
+            raise  # the engine hangs, and the worker with it
+        except Exception as error:
+            log.warning("weights not applied", version=order.version, exc_info=True)
+            self._report_failure(order, f"{type(error).__name__}: {error}")
+            self._name_idle_time()
         else:
             self._name_idle_time()
             apply_s = time.monotonic() - begun_s
