@@ -105,7 +105,8 @@ def _check_worker(s: Scheduler, worker: Worker) -> None:
     may_hold = worker.state in (WorkerState.READY, WorkerState.ASLEEP, WorkerState.DRAINING)
     require(5, may_hold or not worker.turns, f"holds {list(worker.turns)}")
     require(9, worker.pending == sum(not begun for begun in worker.turns.values()), f"{worker.pending} pending")
-    require(4, worker.version is None or s.version is None or worker.version <= s.version, "newer than the run")
+    known = worker.version is None or s.version is None or worker.version <= s.version
+    require(4, known or worker.state in (WorkerState.DRAINING, WorkerState.GONE), "has weights newer than the run's")
     require(5, not lease.leaving or worker.state in (WorkerState.DRAINING, WorkerState.GONE), "its lease is leaving")
     waited = {w for w in _WORKER_WAITS if s.timers.waiting(w, worker.id)}
     expected = _worker_waits(s, worker)

@@ -79,7 +79,7 @@ class FaultPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 NO_FAULTS = FaultPlan(end_ns=0, faults=(), mishaps=Mishaps())
 LIKELIEST_MISHAP = 0.15
-MOST_FAULTS = 14
+MOST_FAULTS = 24
 LONGEST_FAULT_NS = 8 * NS_PER_S
 UNUSUAL_ENDING = 0.15
 

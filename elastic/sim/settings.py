@@ -54,7 +54,7 @@ class WorldSettings(msgspec.Struct, frozen=True, kw_only=True):
     capacity_turns: int = 3
     load_ns: Nanoseconds = 300 * MS
     train_ns: Nanoseconds = 400 * MS
-    think_ns: Nanoseconds = 200 * MS
+    think_ns: Nanoseconds = 500 * MS
     max_turns: int = 3
     max_new_tokens: int = 24
     fault_span_ns: Nanoseconds = 15 * NS_PER_S
@@ -78,15 +78,16 @@ def draw_settings(rng: Random) -> WorldSettings:
     providers = tuple(provider for provider in (spot, serving, reserved) if rng.random() < 0.7)
     return WorldSettings(
         plan=Plan(
-            steps=rng.randint(1, 2),
-            groups=rng.randint(1, 3),
+            steps=rng.randint(1, 3),
+            groups=rng.randint(1, 4),
             group_size=rng.randint(2, 3),
             providers=tuple(provider.name for provider in providers),
         ),
         providers=providers,
         seeding_ns=rng.choice((0, 500 * MS, 2 * NS_PER_S)),
         capacity_turns=rng.randint(1, 4),
-        max_turns=rng.randint(1, 3),
-        max_new_tokens=rng.choice((6, 12, 24)),
-        tokens_per_iteration=rng.randint(1, 4),
+        max_turns=rng.randint(1, 4),
+        max_new_tokens=rng.choice((6, 16, 40)),
+        tokens_per_iteration=rng.randint(1, 3),
+        fault_span_ns=rng.randint(4, 20) * NS_PER_S,
     )

@@ -88,7 +88,8 @@ def test_a_budget_fits_the_memory(policy: MemoryPolicy, samples: list[int]) -> N
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"headroom_share": 1.0}, {"watermark_share": 1.5}, {"cut_factor": 1.0}, {"recent_quantile": 2}, {"lease_ns": -1}]
+    "wrong",
+    [{"headroom_share": 1.0}, {"watermark_share": 1.5}, {"cut_factor": 1.0}, {"recent_quantile": 2}, {"lease_ns": -1}],
 )
 def test_bad_settings_are_named(wrong: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):

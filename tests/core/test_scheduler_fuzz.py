@@ -1,0 +1,196 @@
+"""Any event at any time: the scheduler never raises, and its state is right after each."""
+
+from random import Random
+
+import pytest
+
+from elastic.core import commands as c
+from elastic.core import events as e
+from elastic.core.invariants import check
+from elastic.core.scheduler import Phase, Scheduler
+from elastic.core.types import (
+    Account,
+    Capabilities,
+    EndCause,
+    FinishReason,
+    Offer,
+    Plan,
+    Progress,
+    WorkerRole,
+)
+from elastic.sim.settings import MS, SMALL_LIMITS, WorldSettings
+from elastic.sim.world import policies
+
+CAPABILITIES = Capabilities(engine="test", replayable_sampling=True, max_context_tokens=64, device="none")
+EVENTS = 250
+TRAINERS = (c.SleepWorker, c.WakeWorker, c.TrainGroup, c.UpdateWeights)
+
+
+class Monkey:
+    """Says mostly what would be expected, often about the wrong thing or at the wrong time."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = Random(seed)
+        settings = WorldSettings(plan=Plan(steps=3, groups=2, group_size=2, staleness_bound=seed % 2))
+        self.scheduler = Scheduler(settings.plan, SMALL_LIMITS, policies(settings), 0)
+        self.orders: list[c.Command] = []
+        self.said: list[e.Event] = [
+            e.OfferChanged(offer=Offer(provider="trainer", role=WorkerRole.TRAINER, available=1, usd_per_gpu_hour=1)),
+            e.OfferChanged(offer=Offer(provider="spot", role=WorkerRole.ELASTIC, available=2, usd_per_gpu_hour=1)),
+        ]
+        self.now_ns = 0
+
+    def run(self) -> None:
+        for event in list(self.said):
+            self.tell(event)
+        for _ in range(EVENTS):
+            self.now_ns += self.rng.choice((0, 0, MS, 30 * MS, 300 * MS, 1200 * MS))
+            self.keep_the_trainer()
+            choice = self.rng.random()
+            if choice < 0.15:
+                self.tell(self.rng.choice(self.said))
+            elif choice < 0.25:
+                self.tell(self.anything())
+            elif choice < 0.6 and self.orders:
+                self.answer(self.orders.pop(self.rng.randrange(len(self.orders))))
+            else:
+                self.everyday()
+
+    def keep_the_trainer(self) -> None:
+        """Without its trainer a run is soon over: mostly, it does as it is told."""
+        trainer = self.scheduler.trainer()
+        if trainer is not None and self.rng.random() < 0.95:
+            self.tell(self.report(trainer.id, trainer.epoch))
+        for order in list(self.orders):
+            of_trainer = isinstance(order, TRAINERS) or getattr(order, "provider", "") == "trainer"
+            if of_trainer and self.rng.random() < 0.5:
+                self.orders.remove(order)
+                self.answer(order)
+
+    def tell(self, event: e.Event) -> None:
+        self.said = [*self.said[-40:], event]
+        self.orders += self.scheduler.handle(event, self.now_ns)
+        check(self.scheduler)
+
+    def everyday(self) -> None:
+        """Hearts beat, turns are asked for and answered, time passes."""
+        workers = list(self.scheduler.fleet.workers.values())
+        for worker in workers:
+            self.tell(self.report(worker.id, worker.epoch))
+        for turn in list(self.scheduler.turns.live.values()):
+            if turn.worker is not None and self.rng.random() < 0.4:
+                worker = self.scheduler.fleet.workers[turn.worker]
+                finish = self.rng.choice((None, None, *FinishReason))
+                count = self.rng.randint(0, 3)
+                chunk = Progress(turn.id, turn.attempt, turn.accepted, count, self.scheduler.version or 0, finish)
+                self.tell(e.TokensReceived(worker=worker.id, epoch=worker.epoch, chunks=(chunk,)))
+        step = self.scheduler.step
+        for group in step.groups.values() if step else ():
+            for trajectory in group.unfinished:
+                if self.rng.random() < 0.3:
+                    turn_id = f"{trajectory}#{self.rng.randint(0, 3)}"
+                    self.tell(self.request(turn_id, trajectory))
+                elif self.rng.random() < 0.1:
+                    self.tell(e.TrajectoryFinished(trajectory=trajectory, reward=self.rng.random(), tokens=1))
+
+    def answer(self, order: c.Command) -> None:
+        rng, version = self.rng, self.rng.choice((None, 0, self.scheduler.version, 7))
+        match order:
+            case c.AcquireLease():
+                expires_at_ns = rng.choice((None, self.now_ns + rng.randint(0, 9000) * MS))
+                workers = tuple(f"{order.lease}/{n}" for n in range(rng.choice((0, 1, 1, 2))))
+                if order.provider == "trainer":
+                    workers, expires_at_ns, version = ("trainer",), None, 0
+                self.tell(e.LeaseGranted(lease=order.lease, workers=workers, expires_at_ns=expires_at_ns))
+                for worker in workers:
+                    self.tell(self.joined(worker, 1, version))
+            case c.ReleaseLease():
+                self.tell(e.LeaseEnded(lease=order.lease, cause=EndCause.RELEASED))
+            case c.LoadWeights():
+                self.tell(e.WeightsApplied(worker=order.worker, epoch=order.epoch, version=order.version))
+            case c.SleepWorker():
+                self.tell(e.WorkerSlept(worker=order.worker, epoch=order.epoch))
+            case c.WakeWorker():
+                self.tell(e.WorkerAwoke(worker=order.worker, epoch=order.epoch))
+            case c.TrainGroup():
+                self.tell(e.GroupTrained(group=order.group))
+            case c.UpdateWeights():
+                self.tell(e.WeightsPublished(version=order.version))
+            case _:
+                pass
+
+    def anything(self) -> e.Event:
+        """An event about anything there is, was, or never has been."""
+        rng, scheduler = self.rng, self.scheduler
+        worker = rng.choice([*scheduler.fleet.workers, "spot-1/0", "nobody", "trainer"])
+        if worker == "trainer" and rng.random() < 0.8:
+            worker = "nobody"
+        record = scheduler.fleet.workers.get(worker)
+        epoch = (record.epoch if record else 0) + rng.randint(-1, 1)
+        leases = [lease for lease in scheduler.leases.leases if not lease.startswith("trainer")]
+        lease = rng.choice([*leases, "spot-1", "spot-99", "nothing"])
+        trajectory = rng.choice(["0/0/0", "0/1/1", "1/0/0", "nowhere"])
+        turn = rng.choice([*scheduler.turns.live, f"{trajectory}#0", "no turn"])
+        version = rng.choice((-1, 0, 1, 2, 9))
+        cause = rng.choice(list(EndCause))
+        chunk = Progress(turn, rng.randint(0, 2), rng.randint(0, 5), rng.randint(0, 30), version, None)
+        return rng.choice(
+            [
+                e.Tick(),
+                e.LeaseGranted(lease=lease, workers=(worker, f"{lease}/0")),
+                e.LeaseRefused(lease=lease, reason="full"),
+                e.LeaseNotice(lease=lease, deadline_ns=self.now_ns + rng.randint(-1, 4000) * MS, reason="notice"),
+                e.LeaseEnded(lease=lease, cause=cause),
+                self.joined(worker, epoch, rng.choice((None, version))),
+                self.report(worker, epoch),
+                e.WorkerSlept(worker=worker, epoch=epoch),
+                e.WorkerAwoke(worker=worker, epoch=epoch),
+                e.WorkerDisconnected(worker=worker, epoch=epoch, goodbye=rng.random() < 0.5),
+                e.WeightsApplied(worker=worker, epoch=epoch, version=version),
+                e.WeightsFailed(worker=worker, epoch=epoch, version=version, reason="torn"),
+                e.TokensReceived(worker=worker, epoch=epoch, chunks=(chunk, chunk)),
+                self.request(turn, trajectory),
+                e.TrajectoryFinished(trajectory=trajectory, reward=rng.choice((0.0, 1.0, float("nan"))), tokens=0),
+                e.TrajectoryFailed(trajectory=trajectory, cause=""),
+                e.GroupTrained(group=rng.choice(("0/0", "1/1", "none"))),
+                e.WeightsPublished(version=version),
+                *([e.StopRequested(reason="enough")] if rng.random() < 0.02 else ()),
+            ]
+        )
+
+    def joined(self, worker: str, epoch: int, version: int | None) -> e.WorkerJoined:
+        return e.WorkerJoined(worker=worker, epoch=epoch, capabilities=CAPABILITIES, weights_version=version)
+
+    def request(self, turn: str, trajectory: str) -> e.TurnRequested:
+        return e.TurnRequested(
+            turn=turn, trajectory=trajectory, prompt_tokens=5, max_new_tokens=self.rng.choice((0, 1, 12))
+        )
+
+    def report(self, worker: str, epoch: int) -> e.WorkerReported:
+        rng = self.rng
+        return e.WorkerReported(
+            worker=worker,
+            epoch=epoch,
+            capacity_turns=rng.choice((0, 2, 2, 2)),
+            pending=0,
+            executing=0 if worker == "trainer" else rng.randint(0, 2),
+            progress=rng.choice((1, self.now_ns)),
+            accounts_ns={account: rng.randrange(1, 10**10) for account in rng.sample(list(Account), 3)},
+            decoded_tokens=rng.randint(0, 100),
+        )
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_no_event_breaks_the_scheduler(seed: int) -> None:
+    Monkey(seed).run()
+
+
+def test_monkeys_see_every_phase() -> None:
+    """The fuzzing above is worth something only if it gets deep into runs."""
+    seen: set[str] = set()
+    for seed in range(30):
+        monkey = Monkey(seed)
+        monkey.run()
+        seen.add(monkey.scheduler.phase)
+        seen |= {f"step {len(monkey.scheduler.history)}"}
+    assert seen >= {Phase.RUNNING, Phase.ENDED, "step 0", "step 3"}
