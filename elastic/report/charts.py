@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 from elastic.core.types import Account, EndCause
 from elastic.report import svg, units
 from elastic.report.markup import Markup, join, tag
-from elastic.report.summary import Histogram, Quantiles, Summary, Usage
+from elastic.report.summary import Histogram, Quantiles, Summary
+from elastic.report.usage import Usage
 
 FULL_WIDTH = 984
 HALF_WIDTH = 476
@@ -58,7 +59,7 @@ def elasticity(summary: Summary) -> Markup | None:
         FULL_WIDTH,
         456,
         "Rollout throughput and workers by provider over time",
-        svg.legend(LEFT, 16, [(f"area {classes[name]}", name) for name in names]),
+        svg.legend(LEFT, 16, [(f"area {classes[name]}", units.shortened(name, 14)) for name in names]),
         _preemption_legend(FULL_WIDTH - 12, 16) if preemptions else Markup(),
         svg.left_axis(upper, [(v, units.si(v)) for v in svg.spaced(top_high, top_step)], "accepted tokens/s"),
         _stack(upper, history.step_edges_s, tokens_per_s, [f"area {classes[name]}" for name in names]),
@@ -109,14 +110,16 @@ def cost(summary: Summary) -> Markup | None:
     names = [name for name in summary.providers if name in history.providers and summary.providers[name].usd > 0]
     layers = [history.providers[name].usd for name in names]
     high, step = svg.nice_ceiling(_peak(layers))
-    plot = svg.panel(LEFT, 34, HALF_WIDTH - LEFT - 110, 170, (0.0, summary.wall_s), (0.0, high))
+    plot = svg.panel(LEFT, 34, HALF_WIDTH - LEFT - 124, 170, (0.0, summary.wall_s), (0.0, high))
     return svg.drawing(
         HALF_WIDTH,
         250,
         "Cost by provider over time",
         svg.left_axis(plot, [(v, _dollars(v, step)) for v in svg.spaced(high, step)], "cost so far, $"),
         _stack(plot, history.edges_s, layers, [f"area {classes[name]}" for name in names]),
-        _end_labels(plot, layers, [f"{name} {units.usd(summary.providers[name].usd)}" for name in names]),
+        _end_labels(
+            plot, layers, [f"{units.shortened(name, 10)} {units.usd(summary.providers[name].usd)}" for name in names]
+        ),
         svg.bottom_axis(plot, svg.time_ticks(summary.wall_s, 5), svg.time_title(summary.wall_s)),
     )
 
@@ -144,7 +147,7 @@ def latency(quantiles: Quantiles, values: Histogram, what: str) -> Markup | None
         return None
     edges = values.edges_s
     high, step = svg.nice_ceiling(max(values.counts))
-    plot = svg.panel(LEFT, 66, HALF_WIDTH - LEFT - 16, 138, (edges[0], edges[-1]), (0.0, high))
+    plot = svg.panel(LEFT, 78, HALF_WIDTH - LEFT - 16, 126, (edges[0], edges[-1]), (0.0, high))
     plot = svg.Panel(svg.logarithmic(plot.x), plot.y)
     marks = (("p50", quantiles.p50), ("p95", quantiles.p95), ("p99", quantiles.p99))
     return svg.drawing(
@@ -213,7 +216,7 @@ def _end_labels(plot: svg.Panel, layers: Sequence[Sequence[float]], labels: Sequ
 
 
 def _account_bar(scale: svg.Scale, y: float, name: str, usage: Usage) -> Markup:
-    parts = [svg.text(scale.start - 12, y + 18, _shortened(name, 14), "value", "end")]
+    parts = [svg.text(scale.start - 12, y + 18, units.shortened(name, 14), "value", "end")]
     x = 0.0
     for account in (a for family in ACCOUNT_FAMILIES.values() for a in family):
         share = usage.accounts_s[account] / usage.gpu_s
@@ -267,7 +270,3 @@ def _quantile_name(plot: svg.Panel, value: float, name: str, y: float) -> Markup
     x, words = plot.x(value), f"{name} {units.duration(value)}"
     before = x + 6 + svg.text_width(words) > HALF_WIDTH
     return svg.text(x - 6 if before else x + 6, y, words, "value", "end" if before else "start")
-
-
-def _shortened(name: str, most: int) -> str:
-    return name if len(name) <= most else name[: most - 1] + "…"

@@ -1,30 +1,28 @@
 """What a run came to: one struct, computed from its journal, that every format of the report is written from.
 
 It works on whatever the journal holds: a finished run, a failed one, one still going, or one whose orchestrator
-was killed. GPU time is device time × GPUs; a book left open by a crash ends with the journal, and what it has not
-accounted for is unattributed.
+was killed.
 """
 
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
-from operator import attrgetter
 from typing import Any
 
 import msgspec
 import numpy as np
 
 from elastic.core import events as e
-from elastic.core.ledger import NANO_USD_PER_USD, DeviceBook, Ledger, overhead_share
-from elastic.core.types import NS_PER_S, Account, EndCause, Nanoseconds, Plan
+from elastic.core.ledger import DeviceBook
+from elastic.core.types import NS_PER_S, EndCause, Nanoseconds
 from elastic.report.timeline import Timeline, timeline
+from elastic.report.usage import LeaseEnd, Usage, lease_ends, ledger_of, unattributed_share, usage_of
 from elastic.runtime.journal import JournalReader
 from elastic.runtime.status import CPU_SATURATED_SHARE, RunStatus
 
-ORDERLY_ENDS = frozenset({EndCause.RELEASED, EndCause.EXPIRED})
-"""Ends after which no time should be missing from a lease's books: nothing was taken away or given up."""
-TRAINER = Plan(steps=0, groups=0, group_size=0).trainer_provider
+TRAINER = "trainer"
+"""`Plan.trainer_provider` unless set otherwise; it stands first."""
 HISTOGRAM_BINS_PER_DECADE = 10
 SHORTEST_S = 1e-3
 """Turns faster than this share the histogram's first bin."""
@@ -61,34 +59,6 @@ class StepSummary(msgspec.Struct, frozen=True, kw_only=True):
     success_rate: float | None
     standard_error: float | None
     trainer: dict[str, float | None]
-
-
-class Usage(msgspec.Struct, frozen=True, kw_only=True):
-    """What some GPUs did and cost. `accounts_s` has every account, in GPU-seconds, and sums to `gpu_s`.
-
-    `overhead_share` is DESIGN §4's: overhead accounts over all time. `preempted_share` is the papers' (ROSE §6.1):
-    preempted GPUs × recovery time over all time, where the recovery of a preempted lease is the time that the lease
-    which replaced it spent booting and loading.
-    """
-
-    gpu_s: float
-    accounts_s: dict[str, float]
-    overhead_share: float
-    preempted_share: float
-    usd: float
-    tokens: int
-    tokens_per_s: float
-    usd_per_million_tokens: float | None
-    leases: int
-    lease_ends: dict[str, int]
-    preemptions: int
-
-
-class LeaseEnd(msgspec.Struct, frozen=True, kw_only=True):
-    at_s: float
-    lease: str
-    provider: str
-    cause: str
 
 
 class Moves(msgspec.Struct, frozen=True, kw_only=True):
@@ -160,15 +130,12 @@ def summarise(journal: JournalReader) -> Summary:
     turns, moves = journal.rows("turns"), journal.rows("moves")
     trajectories = journal.rows("trajectories")
     steps = _steps(journal.rows("steps"), trajectories)
-    ends = _lease_ends(journal, books)
+    ends = lease_ends(journal, books)
     end_ns = max(
-        (
-            *(t_ns for t_ns, _ in samples),
-            *(turn["finished_ns"] for turn in turns),
-            *(round(at_s * NS_PER_S) for at_s in (*(end.at_s for end in ends), *(step.at_s for step in steps))),
-            *(book.cursor_ns if book.closed_ns is None else book.closed_ns for book in books),
-        ),
-        default=0,
+        _last_ns(books),
+        max((t_ns for t_ns, _ in samples), default=0),
+        max((turn["finished_ns"] for turn in turns), default=0),
+        max((round(at_s * NS_PER_S) for at_s in (*(x.at_s for x in ends), *(x.at_s for x in steps))), default=0),
     )
     wall_s = end_ns / NS_PER_S
     status = samples[-1][1] if samples else None
@@ -176,18 +143,13 @@ def summarise(journal: JournalReader) -> Summary:
     history = timeline(samples, [step.at_s for step in steps])
     names = {book.provider for book in books} | history.providers.keys()
     by_provider = {
-        name: _usage([b for b in books if b.provider == name], ends, end_ns, wall_s, tokens.get(name, 0))
+        name: usage_of([b for b in books if b.provider == name], ends, end_ns, wall_s, tokens.get(name, 0))
         for name in sorted(names, key=lambda name: (name != TRAINER, name))
     }
     preempted = {end.lease for end in ends if end.cause == EndCause.PREEMPTED}
     lost_workers = {book.worker for book in books if book.lease in preempted}
     trained = {event.group for _, event in journal.events_of("GroupTrained") if isinstance(event, e.GroupTrained)}
-    latencies_s = [(turn["finished_ns"] - turn["requested_ns"]) / NS_PER_S for turn in turns]
-    first_tokens_s = [
-        (turn["first_token_ns"] - turn["requested_ns"]) / NS_PER_S
-        for turn in turns
-        if turn["first_token_ns"] is not None
-    ]
+    latencies_s, first_tokens_s = _since_request(turns, "finished_ns"), _since_request(turns, "first_token_ns")
     outcome, cause = _outcome(meta, journal)
     config = msgspec.json.decode(meta.get("config", "{}"))
     rated = [step.success_rate for step in steps if step.success_rate is not None]
@@ -208,10 +170,10 @@ def summarise(journal: JournalReader) -> Summary:
         trajectories_failed=_counts(row["cause"] or "no finite reward" for row in trajectories if not _scored(row)),
         groups_trained=len(trained),
         groups_dropped=_dropped_groups(trajectories, trained, {step.step for step in steps}),
-        total=_usage(books, ends, end_ns, wall_s, sum(tokens.values())),
+        total=usage_of(books, ends, end_ns, wall_s, sum(tokens.values())),
         providers=by_provider,
-        ledger_imbalance_ns=_ledger(books).imbalance_ns(),
-        unattributed_share=_unattributed_share(books, ends),
+        ledger_imbalance_ns=ledger_of(books).imbalance_ns(),
+        unattributed_share=unattributed_share(books, ends),
         lease_ends=ends,
         moves=_moves(moves),
         preempted_moves=_moves([move for move in moves if move["from_worker"] in lost_workers]),
@@ -224,6 +186,10 @@ def summarise(journal: JournalReader) -> Summary:
         cpu_saturated_share=_share(status.cpu_share > CPU_SATURATED_SHARE for _, status in samples),
         timeline=history,
     )
+
+
+def _last_ns(books: Iterable[DeviceBook]) -> Nanoseconds:
+    return max((book.cursor_ns if book.closed_ns is None else book.closed_ns for book in books), default=0)
 
 
 def quantiles(values: Iterable[float | None]) -> Quantiles:
@@ -304,75 +270,8 @@ def _dropped_groups(
     return dict(reasons.most_common())
 
 
-def _lease_ends(journal: JournalReader, books: Sequence[DeviceBook]) -> list[LeaseEnd]:
-    """The first end of each lease that was ever billed, in order of time."""
-    provider_of = {book.lease: book.provider for book in books}
-    ends: dict[str, LeaseEnd] = {}
-    for t_ns, event in journal.events_of("LeaseEnded"):
-        if isinstance(event, e.LeaseEnded) and event.lease in provider_of and event.lease not in ends:
-            ends[event.lease] = LeaseEnd(
-                at_s=t_ns / NS_PER_S, lease=event.lease, provider=provider_of[event.lease], cause=event.cause
-            )
-    return list(ends.values())
-
-
-def _usage(
-    books: Sequence[DeviceBook], ends: Sequence[LeaseEnd], end_ns: Nanoseconds, wall_s: float, tokens: int
-) -> Usage:
-    leases = {book.lease for book in books}
-    causes = _counts(end.cause for end in ends if end.lease in leases)
-    accounts_ns = _accounts_ns(books, end_ns)
-    gpu_ns = sum(accounts_ns.values())
-    usd = sum(_ledger(books).bill_nano_usd(end_ns).values()) / NANO_USD_PER_USD
-    return Usage(
-        gpu_s=gpu_ns / NS_PER_S,
-        accounts_s={account.value: ns / NS_PER_S for account, ns in accounts_ns.items()},
-        overhead_share=overhead_share(accounts_ns),
-        preempted_share=_recovery_gpu_ns(books, ends) / gpu_ns if gpu_ns else 0.0,
-        usd=usd,
-        tokens=tokens,
-        tokens_per_s=tokens / wall_s if wall_s else 0.0,
-        usd_per_million_tokens=usd / tokens * 1e6 if tokens else None,
-        leases=len(leases),
-        lease_ends=causes,
-        preemptions=causes.get(EndCause.PREEMPTED, 0),
-    )
-
-
-def _accounts_ns(books: Sequence[DeviceBook], end_ns: Nanoseconds) -> dict[Account, int]:
-    """GPU-nanoseconds by account, every account named."""
-    accounts_ns = dict.fromkeys(Account, 0)
-    for book in books:
-        for account, ns in book.accounts_ns.items():
-            accounts_ns[account] += ns * book.gpus
-        if book.closed_ns is None:
-            accounts_ns[Account.UNATTRIBUTED] += (end_ns - book.cursor_ns) * book.gpus
-    return accounts_ns
-
-
-def _recovery_gpu_ns(books: Sequence[DeviceBook], ends: Sequence[LeaseEnd]) -> int:
-    """Preempted GPUs × recovery time: each preemption pairs with the provider's next lease, if one came."""
-    total_ns = 0
-    for provider, owned in groupby(sorted(books, key=attrgetter("provider", "opened_ns")), attrgetter("provider")):
-        lost_s = sorted(end.at_s for end in ends if end.provider == provider and end.cause == EndCause.PREEMPTED)
-        for _, workers in groupby(owned, attrgetter("lease")):
-            lease = list(workers)
-            if lost_s and lost_s[0] <= lease[0].opened_ns / NS_PER_S:
-                lost_s.pop(0)
-                total_ns += sum(
-                    book.accounts_ns.get(account, 0) * book.gpus
-                    for book in lease
-                    for account in (Account.BOOTING, Account.LOADING)
-                )
-    return total_ns
-
-
-def _unattributed_share(books: Sequence[DeviceBook], ends: Sequence[LeaseEnd]) -> float | None:
-    """Over the leases that ended in order; None if none did."""
-    orderly = {end.lease for end in ends if end.cause in ORDERLY_ENDS}
-    accounts_ns = _accounts_ns([b for b in books if b.lease in orderly and b.closed_ns is not None], 0)
-    total_ns = sum(accounts_ns.values())
-    return accounts_ns[Account.UNATTRIBUTED] / total_ns if total_ns else None
+def _since_request(turns: Sequence[Mapping[str, Any]], what: str) -> list[float]:
+    return [(turn[what] - turn["requested_ns"]) / NS_PER_S for turn in turns if turn[what] is not None]
 
 
 def _moves(moves: Sequence[Mapping[str, Any]]) -> Moves:
@@ -392,12 +291,6 @@ def _pulls(pulls: Sequence[Mapping[str, Any]]) -> Pulls:
         pull_s=quantiles(pull["pull_s"] for pull in done),
         apply_s=quantiles(pull["apply_s"] for pull in done),
     )
-
-
-def _ledger(books: Iterable[DeviceBook]) -> Ledger:
-    ledger = Ledger()
-    ledger.books = {book.worker: book for book in books}
-    return ledger
 
 
 def _counts(values: Iterable[str]) -> dict[str, int]:

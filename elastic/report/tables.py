@@ -6,7 +6,8 @@ import msgspec
 
 from elastic.core.types import Account
 from elastic.report import units
-from elastic.report.summary import Moves, Pulls, Quantiles, Summary, Usage
+from elastic.report.summary import Moves, Pulls, Quantiles, Summary
+from elastic.report.usage import Usage
 from elastic.runtime.status import CPU_SATURATED_SHARE
 
 
@@ -63,7 +64,9 @@ def headline(summary: Summary) -> list[Figure]:
         Figure(
             name="preemptions",
             value=units.count(total.preemptions),
-            detail=f"{moves.turns:,} turns moved, p95 {units.duration(moves.redispatch_s.p95)}",
+            detail=f"{moves.turns:,} turns moved, p95 {units.duration(moves.redispatch_s.p95)}"
+            if moves.turns
+            else "no turn had to move",
         ),
         Figure(
             name="allocation overhead",

@@ -47,6 +47,7 @@ def closing_table(summary: Summary) -> RichTable:
         caption_justify="left",
         title_style="",
         caption_style="",
+        padding=(0, 1, 0, 0),
         pad_edge=False,
     )
     usages = summary.providers | ({"all": summary.total} if len(summary.providers) > 1 else {})
@@ -54,7 +55,7 @@ def closing_table(summary: Summary) -> RichTable:
         table.add_column(name, justify="right" if i else "left", header_style="dim", no_wrap=True)
     for name, usage in usages.items():
         cells = (
-            units.printable(name),
+            units.shortened(units.printable(name), 12),
             units.count(usage.leases),
             units.count(usage.preemptions),
             units.duration(usage.gpu_s),

@@ -37,7 +37,7 @@ def duration(value_s: float | None) -> str:
         return NONE
     if value_s < 0.9995:
         return "0 s" if value_s == 0 else f"{1000 * value_s:.3g} ms"
-    if value_s < 99.95:
+    if value_s < 59.95:
         return f"{value_s:.3g} s"
     minutes, seconds = divmod(round(value_s), 60)
     if minutes < 60:
@@ -53,6 +53,10 @@ def usd(value: float | None) -> str:
     if value == 0 or value >= 1:
         return f"${value:,.2f}"
     return f"${value:.3f}" if value >= 0.001 else f"${value:.2g}"
+
+
+def shortened(name: str, most: int) -> str:
+    return name if len(name) <= most else name[: most - 1] + "…"
 
 
 def printable(text: str) -> str:

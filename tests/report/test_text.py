@@ -3,6 +3,7 @@
 import pytest
 from rich.console import Console
 
+from elastic.core.types import EndCause
 from elastic.report import as_json, as_markdown, closing_table
 
 
@@ -31,6 +32,19 @@ def test_a_name_in_brackets_is_not_a_style(summary_of):
     text = rendered(summary_of(fill))
     assert "[bold]x[/] incomplete" in text
     assert "[red]" in text
+
+
+def test_long_names_are_cut_and_figures_are_not(summary_of):
+    def fill(run):
+        run.open("w", "a-cluster-with-a-very-long-name", 0.0, usd_per_gpu_hour=83.79, gpus=8)
+        run.open("v", "b", 0.0)
+        run.end("w", EndCause.RELEASED, 40_000.0)
+        run.books()
+
+    text = rendered(summary_of(fill))
+    assert "a-cluster-w…" in text
+    assert "88 h 53 min" in text
+    assert "$7,448.00" in text
 
 
 def test_markdown_has_the_pages_tables(realistic):

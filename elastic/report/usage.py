@@ -1,0 +1,127 @@
+"""What GPUs were paid for and what they did with their time, from a run's books.
+
+GPU time is device time × GPUs. A book left open by a crash ends with the journal, and what it has not accounted
+for is unattributed.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from operator import attrgetter
+
+import msgspec
+
+from elastic.core import events as e
+from elastic.core.ledger import NANO_USD_PER_USD, DeviceBook, Ledger, overhead_share
+from elastic.core.types import NS_PER_S, Account, EndCause, Nanoseconds
+from elastic.runtime.journal import JournalReader
+
+ORDERLY_ENDS = frozenset({EndCause.RELEASED, EndCause.EXPIRED})
+"""Ends after which no time should be missing from a lease's books: nothing was taken away or given up."""
+
+
+class Usage(msgspec.Struct, frozen=True, kw_only=True):
+    """What some GPUs did and cost. `accounts_s` has every account, in GPU-seconds, and sums to `gpu_s`.
+
+    `overhead_share` is DESIGN §4's: overhead accounts over all time. `preempted_share` is the papers' (ROSE §6.1):
+    preempted GPUs × recovery time over all time, where the recovery of a preempted lease is the time that the lease
+    which replaced it spent booting and loading.
+    """
+
+    gpu_s: float
+    accounts_s: dict[str, float]
+    overhead_share: float
+    preempted_share: float
+    usd: float
+    tokens: int
+    tokens_per_s: float
+    usd_per_million_tokens: float | None
+    leases: int
+    lease_ends: dict[str, int]
+    preemptions: int
+
+
+class LeaseEnd(msgspec.Struct, frozen=True, kw_only=True):
+    at_s: float
+    lease: str
+    provider: str
+    cause: str
+
+
+def lease_ends(journal: JournalReader, books: Sequence[DeviceBook]) -> list[LeaseEnd]:
+    """The first end of each lease that was ever billed, in order of time."""
+    provider_of = {book.lease: book.provider for book in books}
+    ends: dict[str, LeaseEnd] = {}
+    for t_ns, event in journal.events_of("LeaseEnded"):
+        if isinstance(event, e.LeaseEnded) and event.lease in provider_of and event.lease not in ends:
+            ends[event.lease] = LeaseEnd(
+                at_s=t_ns / NS_PER_S, lease=event.lease, provider=provider_of[event.lease], cause=event.cause
+            )
+    return list(ends.values())
+
+
+def usage_of(
+    books: Sequence[DeviceBook], ends: Sequence[LeaseEnd], end_ns: Nanoseconds, wall_s: float, tokens: int
+) -> Usage:
+    """What the devices of `books` came to by `end_ns`, with the tokens accepted from them in `wall_s`."""
+    leases = {book.lease for book in books}
+    causes = dict(Counter(end.cause for end in ends if end.lease in leases).most_common())
+    accounts_ns = _accounts_ns(books, end_ns)
+    gpu_ns = sum(accounts_ns.values())
+    usd = sum(ledger_of(books).bill_nano_usd(end_ns).values()) / NANO_USD_PER_USD
+    return Usage(
+        gpu_s=gpu_ns / NS_PER_S,
+        accounts_s={account.value: ns / NS_PER_S for account, ns in accounts_ns.items()},
+        overhead_share=overhead_share(accounts_ns),
+        preempted_share=_recovery_gpu_ns(books, ends) / gpu_ns if gpu_ns else 0.0,
+        usd=usd,
+        tokens=tokens,
+        tokens_per_s=tokens / wall_s if wall_s else 0.0,
+        usd_per_million_tokens=usd / tokens * 1e6 if tokens else None,
+        leases=len(leases),
+        lease_ends=causes,
+        preemptions=causes.get(EndCause.PREEMPTED, 0),
+    )
+
+
+def unattributed_share(books: Sequence[DeviceBook], ends: Sequence[LeaseEnd]) -> float | None:
+    """Over the leases that ended in order; None if none did."""
+    orderly = {end.lease for end in ends if end.cause in ORDERLY_ENDS}
+    accounts_ns = _accounts_ns([b for b in books if b.lease in orderly and b.closed_ns is not None], 0)
+    total_ns = sum(accounts_ns.values())
+    return accounts_ns[Account.UNATTRIBUTED] / total_ns if total_ns else None
+
+
+def ledger_of(books: Iterable[DeviceBook]) -> Ledger:
+    ledger = Ledger()
+    ledger.books = {book.worker: book for book in books}
+    return ledger
+
+
+def _accounts_ns(books: Sequence[DeviceBook], end_ns: Nanoseconds) -> dict[Account, int]:
+    """GPU-nanoseconds by account, every account named."""
+    accounts_ns = dict.fromkeys(Account, 0)
+    for book in books:
+        for account, ns in book.accounts_ns.items():
+            accounts_ns[account] += ns * book.gpus
+        if book.closed_ns is None:
+            accounts_ns[Account.UNATTRIBUTED] += (end_ns - book.cursor_ns) * book.gpus
+    return accounts_ns
+
+
+def _recovery_gpu_ns(books: Sequence[DeviceBook], ends: Sequence[LeaseEnd]) -> int:
+    """Preempted GPUs × recovery time: each preemption pairs with the provider's next lease, if one came."""
+    total_ns = 0
+    in_order = sorted(books, key=attrgetter("provider", "opened_ns", "lease"))
+    for provider, owned in groupby(in_order, attrgetter("provider")):
+        lost_s = sorted(end.at_s for end in ends if end.provider == provider and end.cause == EndCause.PREEMPTED)
+        for _, workers in groupby(owned, attrgetter("lease")):
+            lease = list(workers)
+            if lost_s and lost_s[0] <= lease[0].opened_ns / NS_PER_S:
+                lost_s.pop(0)
+                total_ns += sum(
+                    book.accounts_ns.get(account, 0) * book.gpus
+                    for book in lease
+                    for account in (Account.BOOTING, Account.LOADING)
+                )
+    return total_ns
