@@ -158,7 +158,7 @@ def latency(quantiles: Quantiles, values: Histogram, what: str) -> Markup | None
         *(_bar(plot, edges[i], edges[i + 1], number) for i, number in enumerate(values.counts) if number > 0),
         *(_quantile(plot, value, 16 + 15 * i) for i, (_, value) in enumerate(marks)),
         *(_quantile_name(plot, value, name, 16 + 15 * i) for i, (name, value) in enumerate(marks)),
-        svg.bottom_axis(plot, [(v, units.duration(v)) for v in svg.log_ticks(edges[0], edges[-1], 8)], what),
+        svg.bottom_axis(plot, [(v, units.duration(v)) for v in svg.log_ticks(edges[0], edges[-1], 6)], what),
     )
 
 

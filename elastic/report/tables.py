@@ -1,6 +1,7 @@
 """The report's words and rows, once for every format: headline figures, what to beware of, and tables."""
 
 from collections.abc import Mapping
+from datetime import datetime
 
 import msgspec
 
@@ -31,11 +32,19 @@ class Figure(msgspec.Struct, frozen=True, kw_only=True):
 def subtitle(summary: Summary) -> str:
     """When, with which seed and on which providers."""
     parts = [
-        summary.started_at,
+        _when(summary.started_at),
         f"seed {summary.seed}" if summary.seed else "",
         "providers " + ", ".join(summary.requested_providers) if summary.requested_providers else "",
     ]
     return " · ".join(part for part in parts if part)
+
+
+def _when(started_at: str) -> str:
+    """An ISO time to the minute, with its zone; anything else as it is."""
+    try:
+        return f"{datetime.fromisoformat(started_at):%Y-%m-%d %H:%M %Z}".rstrip()
+    except ValueError:
+        return started_at
 
 
 def headline(summary: Summary) -> list[Figure]:

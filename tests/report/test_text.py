@@ -4,7 +4,7 @@ import pytest
 from rich.console import Console
 
 from elastic.core.types import EndCause
-from elastic.report import as_json, as_markdown, closing_table
+from elastic.report import as_json, as_markdown, closing_table, tables
 
 
 def rendered(summary, width=80):
@@ -57,3 +57,11 @@ def test_markdown_has_the_pages_tables(realistic):
 @pytest.mark.parametrize("key", ["run", "outcome", "steps", "providers", "timeline", "turn_latency_s"])
 def test_json_is_the_whole_summary(realistic, key):
     assert key in as_json(realistic)
+
+
+@pytest.mark.parametrize(
+    ("started_at", "words"),
+    [("2026-11-20T14:03:59+0100", "2026-11-20 14:03 UTC+01:00"), ("2026-11-20", "2026-11-20 00:00"), ("noon", "noon")],
+)
+def test_times_read_to_the_minute(summary_of, started_at, words):
+    assert tables.subtitle(summary_of(lambda run: run.meta(started_at=started_at))) == words
