@@ -75,7 +75,7 @@ def headline(summary: Summary) -> list[Figure]:
             value=units.count(total.preemptions),
             detail=f"{moves.turns:,} turns moved, p95 {units.duration(moves.redispatch_s.p95)}"
             if moves.turns
-            else "no turn had to move",
+            else "no turn was preempted",
         ),
         Figure(
             name="allocation overhead",
