@@ -3,18 +3,23 @@
 The only room that knows everybody. Commands of the command line end here.
 """
 
+import asyncio
 import contextlib
 import importlib.metadata
 import json
 import os
+import secrets
 import shutil
+import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
+import uvicorn
 from pydantic import BaseModel
 
 from elastic import wire
@@ -22,17 +27,27 @@ from elastic.config import Config, ConfigError, load_config, validate
 from elastic.core.policy import Policies
 from elastic.core.scheduler import Scheduler
 from elastic.core.types import NS_PER_S, Limits, Plan
+from elastic.engine.base import DeviceShare
 from elastic.envs.base import Environment
 from elastic.runtime.journal import Journal
 from elastic.runtime.orchestrator import Orchestrator
 from elastic.runtime.status import RunStatus
+from elastic.weights.relay import open_relay
+from elastic.weights.server import relay_app
 from policies.provisioning import TakeWhatIsOffered
 from policies.routing import AffinityRouting
 from policies.seeding import FixedWindow
 from policies.selection import NonZeroVariance
 from providers.base import Provider, ProviderContext, ProviderSettings
+from providers.serving_messages import LendOrder
+
+T = TypeVar("T")
 
 TRAINER_PROVIDER = "trainer"
+REDIAL_SHARE = 2 / 3
+"""Of the silence that fences a worker: it dials again before that, and may resume its session."""
+WORKER_DRAIN_SHARE = 0.8
+"""Of the time a drain may take: the worker's goodbye comes before the orchestrator gives it up."""
 ENVIRONMENT_VARIABLES = ("ELASTIC_JOIN", "ELASTIC_WORKER", "ELASTIC_JOIN_TOKEN")
 
 
@@ -131,11 +146,11 @@ def read_model_config(config: Config) -> dict[str, Any]:
 
 def check_base_policy(config: Config) -> None:
     """Read the base policy as a worker would. Raises `ConfigError` if it does not match its own config."""
-    from elastic.model.checkpoint import CheckpointError, load_checkpoint
+    from elastic.model.checkpoint import CheckpointError, load_model
 
     read_model_config(config)
     try:
-        load_checkpoint(config.model.checkpoint)
+        load_model(config.model.checkpoint)
     except CheckpointError as error:
         raise ConfigError(f"model.checkpoint: {error}") from error
 
@@ -342,12 +357,15 @@ def _welcome(config: Config, relay: str, relay_token: str) -> wire.Welcome:
         epoch=0,
         heartbeat_interval_s=s.heartbeat_interval_s,
         flush_interval_s=s.flush_interval_s,
-        silence_timeout_s=s.heartbeat_timeout_s,
+        silence_timeout_s=s.heartbeat_timeout_s * REDIAL_SHARE,
         engine=config.engine.model_dump(mode="json"),
         model=read_model_config(config),
         relay=relay,
         relay_token=relay_token,
         resume_timeout_s=s.resume_timeout_s,
+        pull_timeout_s=config.weights.pull_timeout_s,
+        load_timeout_s=s.load_timeout_s,
+        drain_timeout_s=s.drain_timeout_s * WORKER_DRAIN_SHARE,
     )
 
 
@@ -359,10 +377,17 @@ async def _relay(config: Config, run_dir: Path) -> AsyncIterator[tuple[str, str]
     if config.weights.relay == "directory":
         yield str(directory), ""
         return
-    from elastic.weights.server import serve_relay
-
-    async with serve_relay(directory, config.run.host) as (url, token):
-        yield url, token
+    token = secrets.token_urlsafe(32)
+    app = relay_app(open_relay(str(directory)), token)
+    listener = socket.create_server((config.run.host, 0))
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False))
+    async with asyncio.TaskGroup() as tasks:
+        serving = tasks.create_task(server.serve(sockets=[listener]), name="weights relay")
+        try:
+            yield "http://{}:{}".format(*listener.getsockname()[:2]), token
+        finally:
+            server.should_exit = True
+            await asyncio.wait([serving], timeout=config.scheduler.release_timeout_s)
 
 
 # What runs in other processes
@@ -370,7 +395,8 @@ async def _relay(config: Config, run_dir: Path) -> AsyncIterator[tuple[str, str]
 
 def prepare(config: Config, plan: RunPlan, progress: Callable[[int, int, float], None], *, force: bool = False) -> bool:
     """Make the base policy of the examples by a short supervised warm-up, unless it is there; True if made."""
-    from elastic.trainer.warmup import warm_up
+    from elastic.model.config import Qwen3Config
+    from elastic.trainer.warmup import WarmupSettings, warm_up
 
     if (config.model.checkpoint / "config.json").is_file() and not force:
         return False
@@ -378,12 +404,57 @@ def prepare(config: Config, plan: RunPlan, progress: Callable[[int, int, float],
         raise ConfigError(
             f"model.checkpoint: {config.model.checkpoint} does not exist, and only frozenlake has a warm-up"
         )
-    partial = config.model.checkpoint.with_name(config.model.checkpoint.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    warm_up(partial, progress=progress)
+    settings = WarmupSettings.model_validate({"lake": plan.environment_settings.model_dump()})
     shutil.rmtree(config.model.checkpoint, ignore_errors=True)
-    partial.rename(config.model.checkpoint)
+    warm_up(settings, Qwen3Config(), config.model.checkpoint, progress)
     return True
+
+
+def run_worker(join: str | None, trainer_run_dir: Path | None, *, resume: bool) -> int:
+    """Be a worker (or, with `trainer_run_dir`, the trainer of that run) until the lease ends; the exit code."""
+    from elastic.worker.agent import run_agent
+
+    ticket = worker_ticket(join)
+    if trainer_run_dir is None:
+        return run_loop(run_agent(*ticket)).code
+    from elastic.worker.trainer_host import run_trainer_host
+
+    config = load_run_config(trainer_run_dir)
+    return run_loop(run_trainer_host(*ticket, config, trainer_run_dir, resume)).code
+
+
+def run_serving_host() -> int:
+    """Be a serving host until a signal, with the settings that its provider put into the environment."""
+    from elastic.worker import serving_host
+    from elastic.worker.agent import build_engine, run_agent
+
+    async def start_agent(order: LendOrder, share: DeviceShare) -> None:
+        await run_agent(
+            order.join,
+            order.worker,
+            order.token,
+            partial(build_engine, share=share),
+            share=share,
+            born_ns=time.monotonic_ns(),
+        )
+
+    serving_host.main(os.environ.get(serving_host.HOST_VARIABLE, ""), start_agent)
+    return 0
+
+
+def run_loop(work: Coroutine[Any, Any, T]) -> T:
+    """Like `asyncio.run`, on the fastest event loop there is."""
+    with asyncio.Runner(loop_factory=event_loop) as runner:
+        return runner.run(work)
+
+
+def event_loop() -> asyncio.AbstractEventLoop:
+    """uvloop's, where there is one."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop()
+    return uvloop.new_event_loop()
 
 
 def worker_ticket(join: str | None) -> tuple[str, str, str]:

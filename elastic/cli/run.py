@@ -57,7 +57,7 @@ def run_command(config: Config, names: list[str], where: str, resumed: Path | No
     progress = Progress(console)
     try:
         with _logging_to(run_dir / "logs" / "orchestrator.log"), progress.context:
-            outcome = asyncio.run(_execute(plan, run_dir, resume=resumed is not None, progress=progress))
+            outcome = compose.run_loop(_execute(plan, run_dir, resume=resumed is not None, progress=progress))
     except (GatewayError, ProviderUnavailable) as error:
         bad_input(str(error))
     except JournalError as error:

@@ -5,15 +5,17 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from elastic.config import EngineConfig
-from elastic.engine.base import RolloutEngine
+from elastic.engine.base import DeviceShare, RolloutEngine
 
 ENTRY_POINTS = "elastic.engines"
 
 
-def create_engine(model_config: Mapping[str, Any], settings: EngineConfig) -> RolloutEngine:
+def create_engine(
+    model_config: Mapping[str, Any], settings: EngineConfig, share: DeviceShare | None = None
+) -> RolloutEngine:
     """The engine that `settings.kind` names, for the model whose `config.json` this is.
 
-    Kinds come from the entry-point group "elastic.engines"; each names a function of the same two arguments.
+    Kinds come from the entry-point group "elastic.engines"; each names a function of the same three arguments.
     Raises `ValueError` for a kind that is not installed.
     """
     installed = {entry.name: entry for entry in entry_points(group=ENTRY_POINTS)}
@@ -21,4 +23,4 @@ def create_engine(model_config: Mapping[str, Any], settings: EngineConfig) -> Ro
         raise ValueError(
             f"engine.kind: no engine {settings.kind!r}; installed: {', '.join(sorted(installed)) or 'none'}"
         )
-    return installed[settings.kind].load()(model_config, settings)
+    return installed[settings.kind].load()(model_config, settings, share)

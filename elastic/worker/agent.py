@@ -12,6 +12,7 @@ import structlog
 
 from elastic import wire
 from elastic.config import EngineConfig, validate
+from elastic.core.types import Nanoseconds
 from elastic.engine import create_engine
 from elastic.engine.base import DeviceShare, RolloutEngine
 from elastic.worker.accounts import DeviceAccounts, process_start_ns
@@ -33,9 +34,10 @@ BuildEngine: TypeAlias = Callable[[wire.Welcome], RolloutEngine]
 T = TypeVar("T")
 
 
-def build_engine(welcome: wire.Welcome) -> RolloutEngine:
-    """The engine that the orchestrator asks for, without weights. Blocks."""
-    return create_engine(welcome.model, validate(EngineConfig, welcome.engine, "the orchestrator's welcome"))
+def build_engine(welcome: wire.Welcome, share: DeviceShare | None = None) -> RolloutEngine:
+    """The engine that the orchestrator asks for, without weights, on its own device or a borrowed one. Blocks."""
+    settings = validate(EngineConfig, welcome.engine, "the orchestrator's welcome")
+    return create_engine(welcome.model, settings, share)
 
 
 def pull_weights(welcome: wire.Welcome, version: int) -> Pulled:
@@ -62,6 +64,7 @@ async def run_agent(
     pull: Pull = pull_weights,
     tls: ssl.SSLContext | None = None,
     join_timeout_s: float = JOIN_TIMEOUT_S,
+    born_ns: Nanoseconds | None = None,
 ) -> AgentExit:
     """Be `worker` until drained (code 0), or refused, cut off or failed (code 1).
 
@@ -69,7 +72,7 @@ async def run_agent(
     what the engine may use of a device that it shares; a `trainer` takes the orders of the trainer's worker.
     Raises `ValueError` for a `join` that is not an address.
     """
-    accounts = DeviceAccounts(process_start_ns())
+    accounts = DeviceAccounts(process_start_ns() if born_ns is None else born_ns)
     ticket = Ticket(join, worker, token, tls)
     device = DaemonThread("device")
     leave = asyncio.Event()

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from elastic.config import EngineConfig
 from elastic.core.types import NS_PER_S, Account, Capabilities, FinishReason, WeightMode
-from elastic.engine.base import ChunkSink, EngineStatistics, GenerateRequest, TokenChunk
+from elastic.engine.base import ChunkSink, DeviceShare, EngineStatistics, GenerateRequest, TokenChunk
 from elastic.engine.meter import AccountMeter
 from elastic.engine.torch import pacing, sampling, validation
 from elastic.engine.torch.runner import Runner
@@ -51,11 +51,13 @@ class TorchEngine:
     that is cut at any token and continued elsewhere gives bit-identical tokens and log-probabilities. A
     temperature of zero decodes greedily.
 
+    With a `share` the engine borrows its device, and asks for it before each iteration.
+
     `load_weights` and `sleep` wait for the engine's thread, so `sink` must not call them. Raises `ValueError`
     when the KV cache cannot hold one sequence of `max_context_tokens`, or the device is not there.
     """
 
-    def __init__(self, config: Qwen3Config, settings: EngineConfig) -> None:
+    def __init__(self, config: Qwen3Config, settings: EngineConfig, share: DeviceShare | None = None) -> None:
         kv_tokens = settings.kv_blocks * settings.kv_block_tokens
         if kv_tokens < settings.max_context_tokens:
             raise ValueError(
@@ -64,6 +66,7 @@ class TorchEngine:
             )
         self._config = config
         self._settings = settings
+        self._share = share
         self._device = _device(settings.device)
         self._runner = Runner(
             config, self._device, settings.max_context_tokens, settings.kv_blocks, settings.kv_block_tokens
@@ -205,7 +208,7 @@ class TorchEngine:
                     self._charge({Account.APPLYING: 1.0})
                     return partial(self._apply, self._orders.popleft())
                 if work := self._plan():
-                    return partial(self._iterate, work, time.monotonic_ns(), self._charge_iteration(work))
+                    return partial(self._iterate, work)
                 self._rest()
 
     def _take_wishes(self) -> list[TokenChunk]:
@@ -258,7 +261,11 @@ class TorchEngine:
         else:
             order.applied.set_result(None)
 
-    def _iterate(self, work: list[Work], started_ns: int, modelled_s: float) -> None:
+    def _iterate(self, work: list[Work]) -> None:
+        if not self._got_device():
+            return
+        with self._changed:
+            started_ns, modelled_s = time.monotonic_ns(), self._charge_iteration(work)
         try:
             token_ids, logprobs = self._compute(work)
         except Exception as error:
@@ -271,6 +278,15 @@ class TorchEngine:
             self._iterations += 1
             self._iterations_held += held
         self._emit(chunks)
+
+    def _got_device(self) -> bool:
+        """Wait for a borrowed device; False where whoever lends it still needs it."""
+        if self._share is None:
+            return True
+        with self._changed:
+            self._charge({Account.SERVING: 1.0})
+        self._share.acquire_iteration()
+        return not self._share.hold_back()
 
     def _compute(self, work: list[Work]) -> tuple[list[int], list[float]]:
         """The next token, and its log-probability, of each item that samples, in order."""
