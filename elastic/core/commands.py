@@ -7,7 +7,7 @@ import msgspec
 from elastic.core.types import LeaseId, TrajectoryId, TurnId, WorkerId
 
 
-class _Command(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class _Command(msgspec.Struct, frozen=True, tag=True, kw_only=True, gc=False):
     pass
 
 

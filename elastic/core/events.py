@@ -18,7 +18,7 @@ from elastic.core.types import (
 )
 
 
-class _Event(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class _Event(msgspec.Struct, frozen=True, tag=True, kw_only=True, gc=False):
     pass
 
 

@@ -86,20 +86,28 @@ class Fleet:
     def assign(self, worker: Worker, turn: TurnId) -> None:
         worker.turns[turn] = False
         worker.pending += 1
-        self.reindex(worker)
+        self._reindex_load(worker)
 
     def begin(self, worker: Worker, turn: TurnId) -> None:
         """The worker's first token of the turn has come: it is pending no longer."""
         if worker.turns.get(turn) is False:
             worker.turns[turn] = True
             worker.pending -= 1
-            self.reindex(worker)
+            self._reindex_load(worker)
 
     def unassign(self, worker: Worker, turn: TurnId) -> None:
         begun = worker.turns.pop(turn, None)
         if begun is not None:
             worker.pending -= not begun
-            self.reindex(worker)
+            self._reindex_load(worker)
+
+    def unassign_all(self, worker: Worker) -> list[TurnId]:
+        """Take all turns off the worker; returns them."""
+        turns = list(worker.turns)
+        worker.turns.clear()
+        worker.pending = 0
+        self._reindex_load(worker)
+        return turns
 
     def has_room(self, worker: Worker) -> bool:
         return (

@@ -175,10 +175,10 @@ class StepDriver:
         self._reseed = True
 
     def _train_next(self, step: Step) -> None:
-        ready = step.in_state(GroupState.READY)
-        if ready:
-            step.move(ready[0], GroupState.TRAINING, self._run.now_ns, "sent to the trainer")
-            self._device.train(ready[0])
+        group = step.first(GroupState.READY)
+        if group is not None:
+            step.move(group, GroupState.TRAINING, self._run.now_ns, "sent to the trainer")
+            self._device.train(group)
         elif step.settled:
             step.updating = True
             self._device.update(step.number, step.version + 1)

@@ -1,6 +1,5 @@
 """The state of a training step: its groups and trajectories, from launch to trained or dropped."""
 
-from collections import Counter
 from dataclasses import dataclass, field
 
 from elastic.core.transitions import Story, take_transition
@@ -55,7 +54,8 @@ class Step:
             for g in range(groups)
         }
         self._group_of = {t: group for group in self.groups.values() for t in group.members}
-        self._counts = Counter({GroupState.RUNNING: len(self.groups)})
+        self._in_state: dict[GroupState, dict[str, Group]] = {state: {} for state in GroupState}
+        self._in_state[GroupState.RUNNING] |= self.groups
 
     def group_of(self, trajectory: TrajectoryId) -> Group | None:
         return self._group_of.get(trajectory)
@@ -63,8 +63,8 @@ class Step:
     def move(self, group: Group, state: GroupState, now_ns: Nanoseconds, cause: str) -> None:
         """Change a group's state; raises `IllegalTransition` where the table forbids it."""
         take_transition(f"group {group.id}", group.state, state, group.story, now_ns, cause)
-        self._counts[group.state] -= 1
-        self._counts[state] += 1
+        del self._in_state[group.state][group.id]
+        self._in_state[state][group.id] = group
         group.state = state
 
     def drop(self, group: Group, now_ns: Nanoseconds, reason: str) -> None:
@@ -72,15 +72,19 @@ class Step:
         group.drop_reason = reason
 
     def in_state(self, state: GroupState) -> list[Group]:
-        return [group for group in self.groups.values() if group.state is state] if self._counts[state] else []
+        """Groups in a state, in the order in which they came to it."""
+        return list(self._in_state[state].values())
+
+    def first(self, state: GroupState) -> Group | None:
+        return next(iter(self._in_state[state].values()), None)
 
     def count(self, state: GroupState) -> int:
-        return self._counts[state]
+        return len(self._in_state[state])
 
     @property
     def rollouts_done(self) -> bool:
-        return not self._counts[GroupState.RUNNING]
+        return not self._in_state[GroupState.RUNNING]
 
     @property
     def settled(self) -> bool:
-        return self._counts[GroupState.TRAINED] + self._counts[GroupState.DROPPED] == len(self.groups)
+        return self.count(GroupState.TRAINED) + self.count(GroupState.DROPPED) == len(self.groups)

@@ -144,8 +144,11 @@ class TurnDesk:
 
     def take_away(self, worker: Worker, cause: str) -> None:
         """Queue a worker's turns again, at once: nothing more can come from these attempts."""
-        for turn in self._of(worker):
-            self._requeue(turn, cause)
+        run = self._run
+        for turn_id in run.fleet.unassign_all(worker):
+            turn = run.turns.live[turn_id]
+            self._clear_waits(turn)
+            run.turns.move(turn, TurnState.QUEUED, run.now_ns, cause)
 
     def cancel(self, trajectory: TrajectoryId, cause: str) -> None:
         """The trajectory is over: so are its turns, and nothing of it is remembered."""
@@ -182,10 +185,13 @@ class TurnDesk:
         self._run.turns.move(turn, state, self._run.now_ns, cause)
 
     def _leave_worker(self, turn: Turn) -> None:
-        self._run.timers.clear("token", turn.id)
-        self._run.timers.clear("handover", turn.id)
+        self._clear_waits(turn)
         if turn.worker is not None:
             self._run.fleet.unassign(self._run.fleet.workers[turn.worker], turn.id)
+
+    def _clear_waits(self, turn: Turn) -> None:
+        self._run.timers.clear("token", turn.id)
+        self._run.timers.clear("handover", turn.id)
 
     def _token_due(self, turn_id: str) -> None:
         turn = self._run.turns.live[turn_id]

@@ -134,7 +134,7 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
     expected_life_s: float | None = None
 
 
-class Progress(msgspec.Struct, frozen=True, array_like=True):
+class Progress(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One chunk of a turn as the core sees it: `count` tokens of weights `version` from position `start` on."""
 
     turn: TurnId

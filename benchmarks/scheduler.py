@@ -1,0 +1,276 @@
+"""What a decision costs: `Scheduler.handle` end to end, on a state that keeps changing, at the size of a large run.
+
+10,000 turns are in flight on 1,000 workers of as many leases. Events come in the mix of a live run (frames of
+tokens, turns that finish and are followed by the next, heartbeats) with far more trouble than one would have, about
+a hundred workers lost a second: broken connections that resume, preempted leases that are replaced, notices. Every
+call is timed by the wall clock, from the event to the list of commands; commands are answered as the world would.
+The events' own clock is virtual, so nothing waits. The maximum is a full garbage collection.
+"""
+
+import time
+from collections.abc import Callable
+from random import Random
+
+from _common import emit, parse_arguments
+
+from elastic.core import commands as c
+from elastic.core import events as e
+from elastic.core.invariants import check
+from elastic.core.policy import Policies
+from elastic.core.scheduler import Scheduler, TrainerMode
+from elastic.core.types import (
+    NS_PER_S,
+    Account,
+    Capabilities,
+    EndCause,
+    FinishReason,
+    Limits,
+    Offer,
+    Plan,
+    Progress,
+    WorkerRole,
+    WorkerState,
+)
+from policies.provisioning import TakeWhatIsOffered
+from policies.routing import AffinityRouting
+from policies.seeding import FixedWindow
+from policies.selection import NonZeroVariance
+
+TURNS = 10_000
+WORKERS = 1_000
+CREDIT = 16
+GROUP_SIZE = 8
+EVENTS = 400_000
+QUICK_EVENTS = 100_000
+EVENT_NS = 50_000
+"""Virtual time between events: 20,000 a second, a thousand workers that flush every 50 ms."""
+
+TOKENS = 3
+TURN_ENDS = 0.03
+TRAJECTORY_ENDS = 0.1
+CAPABILITIES = Capabilities(engine="none", replayable_sampling=True, max_context_tokens=32_768, device="none")
+
+
+def limits() -> Limits:
+    """Generous limits: what is measured is decisions about events, and timeouts would only thin them out."""
+    hour_ns = 3600 * NS_PER_S
+    return Limits(
+        heartbeat_timeout_ns=hour_ns,
+        stall_timeout_ns=hour_ns,
+        turn_stall_timeout_ns=hour_ns,
+        handover_timeout_ns=NS_PER_S,
+        drain_timeout_ns=5 * NS_PER_S,
+        acquire_timeout_ns=hour_ns,
+        boot_timeout_ns=hour_ns,
+        load_timeout_ns=hour_ns,
+        resume_timeout_ns=hour_ns,
+        release_timeout_ns=10 * NS_PER_S,
+        queue_timeout_ns=hour_ns,
+        train_timeout_ns=hour_ns,
+        reseed_delay_ns=hour_ns,
+        retry_base_ns=NS_PER_S,
+        retry_max_ns=30 * NS_PER_S,
+        max_engine_errors=3,
+        max_pending=4,
+    )
+
+
+class Load:
+    """Feeds events, times each call, and answers what the scheduler orders."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = Random(seed)
+        self.now_ns = 0
+        self.times_ns: list[int] = []
+        groups = 4 * TURNS // GROUP_SIZE
+        plan = Plan(steps=1, groups=groups, group_size=GROUP_SIZE)
+        policies = Policies(
+            routing=AffinityRouting(),
+            seeding=FixedWindow(0),
+            provisioning=TakeWhatIsOffered(),
+            selection=NonZeroVariance(),
+        )
+        self.scheduler = Scheduler(plan, limits(), policies, 0)
+        self.waiting: list[str] = []
+        self.answers: list[e.Event] = []
+        self.turns_of: dict[str, int] = {}
+        self.workers: list[str] = []
+        self.asked: list[c.AcquireLease] = []
+        self.progress = 0
+        self._reactions: dict[type[c.Command], Callable[..., None]] = {
+            c.StartGroup: lambda k: self.waiting.extend(k.trajectories),
+            c.FinishTurn: self._turn_finished,
+            c.AcquireLease: self._lease_asked,
+            c.ReleaseLease: lambda k: self.answers.append(e.LeaseEnded(lease=k.lease, cause=EndCause.RELEASED)),
+            c.SleepWorker: lambda k: self.answers.append(e.WorkerSlept(worker=k.worker, epoch=k.epoch)),
+            c.TrainGroup: lambda k: self.answers.append(e.GroupTrained(group=k.group)),
+            c.AbortTurn: self._turn_aborted,
+        }
+
+    def tell(self, event: e.Event) -> None:
+        """One timed event, and then whatever it leads to."""
+        self.answers.append(event)
+        while self.answers:
+            self.now_ns += EVENT_NS
+            event, at_ns = self.answers.pop(), self.now_ns
+            began_ns = time.perf_counter_ns()
+            commands = self.scheduler.handle(event, at_ns)
+            self.times_ns.append(time.perf_counter_ns() - began_ns)
+            for command in commands:
+                react = self._reactions.get(type(command))
+                if react is not None:
+                    react(command)
+
+    def set_up(self) -> None:
+        self._offer("trainer", WorkerRole.TRAINER, 1)
+        self._offer("spot", WorkerRole.ELASTIC, WORKERS)
+        self._offer("spot", WorkerRole.ELASTIC, 0)
+        while len(self.scheduler.turns.live) < TURNS:
+            self._next_trajectory()
+            self._frame(self.rng.choice(self.workers))
+        assert self.scheduler.trainer_mode is TrainerMode.ASLEEP
+
+    def anything(self) -> None:
+        worker, choice = self.rng.choice(self.workers), self.rng.random()
+        if choice < 0.75:
+            self._frame(worker)
+        elif choice < 0.99:
+            self._beat(worker)
+        elif choice < 0.995:
+            self._reconnect(worker)
+        elif choice < 0.998:
+            self._preempt(worker)
+        else:
+            self._notice(worker)
+
+    # What happens
+
+    def _frame(self, worker: str) -> None:
+        record = self.scheduler.fleet.workers.get(worker)
+        turns = [self.scheduler.turns.live[turn] for turn in record.turns] if record else []
+        if record is None or not turns:
+            return
+        chunks = tuple(
+            Progress(
+                turn.id,
+                turn.attempt,
+                turn.accepted,
+                TOKENS,
+                0,
+                FinishReason.STOP if self.rng.random() < TURN_ENDS else None,
+            )
+            for turn in turns
+        )
+        self.tell(e.TokensReceived(worker=worker, epoch=record.epoch, chunks=chunks))
+
+    def _beat(self, worker: str) -> None:
+        record = self.scheduler.fleet.workers.get(worker)
+        if record is None:
+            return
+        self.progress += 1
+        self.tell(
+            e.WorkerReported(
+                worker=worker,
+                epoch=record.epoch,
+                capacity_turns=self.rng.randint(CREDIT - 2, CREDIT),
+                pending=0,
+                executing=record.outstanding,
+                progress=self.progress,
+                accounts_ns={Account.DECODE: self.now_ns // 2, Account.PREFILL: self.now_ns // 4},
+                decoded_tokens=self.progress,
+            )
+        )
+
+    def _reconnect(self, worker: str) -> None:
+        record = self.scheduler.fleet.workers.get(worker)
+        if record is None or record.state is not WorkerState.READY:
+            return
+        self.tell(e.WorkerDisconnected(worker=worker, epoch=record.epoch))
+        self._join(worker, record.epoch + 1)
+
+    def _join(self, worker: str, epoch: int) -> None:
+        self.tell(e.WorkerJoined(worker=worker, epoch=epoch, capabilities=CAPABILITIES, weights_version=0))
+        self._beat(worker)
+
+    def _preempt(self, worker: str) -> None:
+        self.tell(e.LeaseEnded(lease=worker, cause=EndCause.PREEMPTED))
+        self._replace(worker)
+
+    def _notice(self, worker: str) -> None:
+        self.tell(e.LeaseNotice(lease=worker, deadline_ns=self.now_ns + NS_PER_S, reason="preemption"))
+        self._preempt(worker)
+
+    def _offer(self, provider: str, role: WorkerRole, available: int) -> None:
+        offer = Offer(provider=provider, role=role, available=available, usd_per_gpu_hour=1.0)
+        self.tell(e.OfferChanged(offer=offer))
+        self._admit()
+
+    def _replace(self, worker: str) -> None:
+        self.workers = [w for w in self.workers if w != worker]
+        self._offer("spot", WorkerRole.ELASTIC, 1)
+        self._offer("spot", WorkerRole.ELASTIC, 0)
+
+    # What the scheduler orders
+
+    def _lease_asked(self, command: c.AcquireLease) -> None:
+        self.asked.append(command)
+
+    def _admit(self) -> None:
+        """Grant what has been asked for; its worker has the lease's id."""
+        while self.asked:
+            command = self.asked.pop()
+            self.tell(e.LeaseGranted(lease=command.lease, workers=(command.lease,)))
+            self._join(command.lease, 1)
+            if command.provider != "trainer":
+                self.workers.append(command.lease)
+
+    def _turn_finished(self, command: c.FinishTurn) -> None:
+        trajectory = command.turn.partition("#")[0]
+        if self.rng.random() < TRAJECTORY_ENDS and self.waiting:
+            reward = float(self.rng.random() < 1 / 2)
+            self.answers.append(self._request(self.waiting.pop()))
+            self.answers.append(e.TrajectoryFinished(trajectory=trajectory, reward=reward, tokens=100))
+        else:
+            self.answers.append(self._request(trajectory))
+
+    def _turn_aborted(self, command: c.AbortTurn) -> None:
+        turn = self.scheduler.turns.live.get(command.turn)
+        if turn is not None and turn.attempt == command.attempt:
+            last = Progress(turn.id, turn.attempt, turn.accepted, 1, 0, FinishReason.ABORTED)
+            self.answers.append(e.TokensReceived(worker=command.worker, epoch=command.epoch, chunks=(last,)))
+
+    def _next_trajectory(self) -> None:
+        self.tell(self._request(self.waiting.pop()))
+
+    def _request(self, trajectory: str) -> e.TurnRequested:
+        number = self.turns_of[trajectory] = self.turns_of.get(trajectory, 0) + 1
+        return e.TurnRequested(
+            turn=f"{trajectory}#{number}", trajectory=trajectory, prompt_tokens=100, max_new_tokens=1 << 20
+        )
+
+
+def main() -> None:
+    arguments = parse_arguments(__doc__)
+    load = Load(seed=0)
+    load.set_up()
+    load.times_ns.clear()
+    events = QUICK_EVENTS if arguments.quick else EVENTS
+    while len(load.times_ns) < events:
+        load.anything()
+    check(load.scheduler)
+    times_us = sorted(ns / 1e3 for ns in load.times_ns)
+    emit(
+        {
+            "decision_us_p50": times_us[len(times_us) // 2],
+            "decision_us_p99": times_us[len(times_us) * 99 // 100],
+            "turns": len(load.scheduler.turns.live),
+            "workers": len(load.scheduler.fleet.workers),
+            "decision_us_max": times_us[-1],
+            "events": len(times_us),
+        },
+        arguments,
+    )
+
+
+if __name__ == "__main__":
+    main()
