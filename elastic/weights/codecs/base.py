@@ -1,0 +1,123 @@
+"""The contract of a codec: from (old, new) bf16 patterns to bytes, and from bytes and old to what to overwrite.
+
+A *bucket* is a stretch of flat bf16 patterns, cut into *tiles* of about a million elements. Tiles are encoded
+together and share what is worth sharing (`EncodedBucket.shared`: entropy tables), but each is decodable alone.
+Patterns are 16-bit integers throughout: no codec ever computes with a weight, so NaNs and negative zeros are
+nothing special.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+Bits = npt.NDArray[np.uint16]
+Ends = npt.NDArray[np.int64]
+Buffer = bytes | bytearray | memoryview
+
+TILE_ELEMENTS = 1 << 20
+"""Large enough that a tile's own header is below 1 % of its delta, small enough to be decoded in cache."""
+
+TILE_ELEMENTS_MAX = 1 << 24
+"""What encoders and decoders accept."""
+
+BUCKET_ELEMENTS_MAX = 1 << 31
+
+PADDING = 8
+"""Bytes after the last tile of an encoded payload, so that decoders may load words without looking at its end."""
+
+
+class CodecError(ValueError):
+    """Bytes that no encoder wrote, or a base that is not the one they were encoded against."""
+
+
+class EncodedBucket(NamedTuple):
+    shared: bytes
+    payload: bytes
+    """The tiles' bytes, one after the other, and `PADDING`."""
+    payload_ends: Ends
+    """Where each tile's bytes end."""
+    changed: Ends
+    """Changed elements of each tile; all of them where the codec does not look."""
+    sum_changes: npt.NDArray[np.uint64]
+    """What each tile's sum (`elastic.weights.codecs.sums`) changes by, mod 2^64."""
+
+    @property
+    def size_bytes(self) -> int:
+        return len(self.shared) + len(self.payload)
+
+
+@dataclass(frozen=True)
+class BucketUpdate:
+    """New patterns: `value[i]` goes to `index[i]` of the bucket; with `index` None, `value` is all of it.
+
+    Tile t's updates are those from `ends[t - 1]` to `ends[t]`, and change its sum by `sum_changes[t]`.
+    """
+
+    index: npt.NDArray[np.uint32] | None
+    value: Bits
+    ends: Ends
+    sum_changes: npt.NDArray[np.uint64]
+
+
+class Codec(Protocol):
+    """A lossless format. Codecs keep no state and may be used from several threads."""
+
+    @property
+    def name(self) -> str:
+        """How manifests call it."""
+        ...
+
+    def encode(self, old: Bits, new: Bits, tile_ends: Ends) -> EncodedBucket:
+        """Encode `new` against `old`: flat, contiguous, of equal size; tile t ends before `tile_ends[t]`."""
+        ...
+
+    def decode(self, shared: Buffer, payload: Buffer, payload_ends: Ends, old: Bits, tile_ends: Ends) -> BucketUpdate:
+        """The update that makes of `old`, which is only read, what was encoded.
+
+        Whatever the bytes, it holds at most 16 bytes for each element of `old`, and 2 MiB. Raises `CodecError`.
+        A bucket may be decoded in parts, with the payload (and 8 bytes behind it) and the elements of some tiles.
+        """
+        ...
+
+
+def check_encode(old: Bits, new: Bits, tile_ends: Ends) -> None:
+    """Raises `ValueError` unless the arguments are those of `Codec.encode`."""
+    if old.shape != new.shape or old.ndim != 1 or old.dtype != np.uint16 or new.dtype != np.uint16:
+        raise ValueError(f"expected two flat uint16 arrays (found {old.dtype}{old.shape}, {new.dtype}{new.shape})")
+    _check_tiles(old, tile_ends)
+
+
+def check_decode(payload: Buffer, payload_ends: Ends, old: Bits, tile_ends: Ends) -> None:
+    """Raises `CodecError` unless tiles and payloads fit each other and their arrays."""
+    _check_tiles(old, tile_ends)
+    size = memoryview(payload).nbytes
+    starts = np.concatenate([[0], payload_ends])
+    if len(payload_ends) != len(tile_ends) or (np.diff(starts) < 0).any() or starts[-1] + PADDING != size:
+        raise CodecError(f"payload of {size} bytes does not hold {len(tile_ends)} tiles and {PADDING} bytes more")
+
+
+def flat(bits: Bits) -> Bits:
+    """A read-only view, so that compiled code meets one type of array only."""
+    view = np.ascontiguousarray(bits).view()
+    view.flags.writeable = False
+    return view
+
+
+def as_bytes(data: Buffer) -> npt.NDArray[np.uint8]:
+    view = np.frombuffer(data, np.uint8)  # type: ignore[arg-type]
+    view.flags.writeable = False
+    return view
+
+
+def as_ends(ends: Ends) -> Ends:
+    return np.ascontiguousarray(ends, np.int64)
+
+
+def _check_tiles(old: Bits, tile_ends: Ends) -> None:
+    sizes = np.diff(np.concatenate([[0], tile_ends]))
+    if sizes.sum() != old.size or (sizes < 0).any() or old.size > BUCKET_ELEMENTS_MAX:
+        raise CodecError(f"tiles do not add up to the {old.size} elements given")
+    if len(sizes) and sizes.max() > TILE_ELEMENTS_MAX:
+        raise CodecError(f"tile of {sizes.max()} elements; at most {TILE_ELEMENTS_MAX} are allowed")
