@@ -76,16 +76,21 @@ class HostRefused(Exception):
 
 
 class _Host:
-    """One serving host, seen from here. `report` is its last, None while it does not answer."""
+    """One serving host, seen from here. `report` is its last, None while it does not answer.
 
-    def __init__(self, name: str, url: str, token: str, local: processes.ProcessGroup | None) -> None:
+    `patience_s` is how long an answer may take that costs the host nothing.
+    """
+
+    def __init__(
+        self, name: str, url: str, token: str, local: processes.ProcessGroup | None, patience_s: float
+    ) -> None:
         self.name = name
         self.local = local
         self.lease: LeaseId | None = None
         self.report: LoadReport | None = None
         self.gone = asyncio.Event()
         self._http = httpx.AsyncClient(
-            base_url=url, headers={"Authorization": f"Bearer {token}"}, trust_env=False, timeout=2.0
+            base_url=url, headers={"Authorization": f"Bearer {token}"}, trust_env=False, timeout=patience_s
         )
 
     @property
@@ -94,23 +99,27 @@ class _Host:
         return self.lease is None and report is not None and not report.lent_worker and not report.pressed
 
     async def look(self) -> LoadReport:
-        return await self._ask("GET", "/load")
+        return await self._ask("GET", "/load", None)
 
     async def lend(self, order: LendOrder, timeout_s: float) -> LoadReport:
-        return await self._ask("POST", "/lend", msgspec.json.encode(order), timeout_s)
+        return await self._ask("POST", "/lend", order, timeout_s)
 
-    async def take_back(self, worker: str, timeout_s: float) -> LoadReport:
-        return await self._ask("POST", "/return", msgspec.json.encode(ReturnOrder(worker)), timeout_s)
+    async def take_back(self, worker: str, timeout_s: float | None) -> LoadReport:
+        return await self._ask("POST", "/return", ReturnOrder(worker), timeout_s)
 
     async def aclose(self) -> None:
         if self.local is not None:
             await self.local.kill()
         await self._http.aclose()
 
-    async def _ask(self, method: str, path: str, body: bytes = b"", timeout_s: float = 2.0) -> LoadReport:
+    async def _ask(
+        self, method: str, path: str, order: LendOrder | ReturnOrder | None, timeout_s: float | None = None
+    ) -> LoadReport:
         """One exchange; `report` is what it brought. Raises `HostUnreachable` or `HostRefused`."""
+        body = msgspec.json.encode(order) if order is not None else None
+        timeout = timeout_s or httpx.USE_CLIENT_DEFAULT
         try:
-            answer = await self._http.request(method, path, content=body, timeout=timeout_s)
+            answer = await self._http.request(method, path, content=body, timeout=timeout)
             if not answer.is_success:
                 raise HostRefused(f"{self.name} refused ({answer.status_code}): {_reason(answer)}")
             self.report = msgspec.json.decode(answer.content, type=LoadReport)
@@ -130,7 +139,7 @@ class _LentHost:
         self._host = host
         self._worker = worker
         self._settings = settings
-        self._release_timeout_s = release_timeout_s
+        self._release_timeout_s: float | None = release_timeout_s
 
     async def keep(self) -> Ending:
         """Look at the host until its worker has ended, or the host is gone or silent for too long."""
@@ -141,6 +150,7 @@ class _LentHost:
                 report = await self._host.look()
             except (HostUnreachable, HostRefused) as error:
                 if loop.time() - heard_s > self._settings.lost_after_s:
+                    self._release_timeout_s = None  # It has been waited for; once more will do.
                     return Ending(EndCause.LOST, str(error))
                 continue
             heard_s = loop.time()
@@ -248,7 +258,7 @@ class ServingProvider(LeaseKeeper[ServingSettings]):
         token = os.environ.get(variable, "")
         if self.settings.urls and not token:
             raise ProviderUnavailable(f"{self.name}: set {variable} to the token of the hosts at urls")
-        return [_Host(url, url, token, None) for url in self.settings.urls]
+        return [_Host(url, url, token, None, self.settings.lost_after_s) for url in self.settings.urls]
 
     async def _start_host(self, number: int) -> _Host:
         """Start a host on a socket that we opened, so that its address is known at once and cannot be taken."""
@@ -267,7 +277,8 @@ class ServingProvider(LeaseKeeper[ServingSettings]):
             )
             environment = {HOST_VARIABLE: settings.to_json()}
             await group.start(name, self.context.host_command, environment, (listener.fileno(),))
-            return _Host(name, f"http://127.0.0.1:{listener.getsockname()[1]}", token, group)
+            url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+            return _Host(name, url, token, group, self.settings.lost_after_s)
 
     async def _watch(self, host: _Host) -> None:
         """Keep the offer true while the host is not lent; a lent one is looked at by its lease."""

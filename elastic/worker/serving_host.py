@@ -175,17 +175,21 @@ async def serve_host(settings: HostSettings, start_agent: StartAgent) -> None:
     await uvicorn.Server(config).serve(sockets=[listener])
 
 
-def main(settings_json: str, start_agent: StartAgent) -> None:
-    """`elastic serving-host`: settings as JSON (`HostSettings`). Raises `ConfigError` for what cannot be used."""
+def parse_settings(settings_json: str) -> HostSettings:
+    """A host's settings from its environment. Raises `ConfigError`, which never shows the token."""
     if not settings_json:
         raise ConfigError(f"{HOST_VARIABLE}: not set; allowed: the host's settings as JSON")
     try:
-        settings = HostSettings.model_validate_json(settings_json)
+        return HostSettings.model_validate_json(settings_json)
     except ValidationError as error:
         problems = error.errors(include_input=False, include_url=False)
         lines = (f"{HOST_VARIABLE}: {'.'.join(map(str, p['loc'])) or 'settings'}: {p['msg']}" for p in problems)
         raise ConfigError("\n".join(lines)) from None
-    asyncio.run(serve_host(settings, start_agent))
+
+
+def main(settings_json: str, start_agent: StartAgent) -> None:
+    """`elastic serving-host`. Raises `ConfigError` for settings that cannot be used."""
+    asyncio.run(serve_host(parse_settings(settings_json), start_agent))
 
 
 def _listen(settings: HostSettings) -> socket.socket:

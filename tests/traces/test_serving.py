@@ -1,12 +1,13 @@
 """Serving traces: the shipped one is whole, times keep their fractions, and every broken line is named."""
 
 import gzip
+import itertools
 from pathlib import Path
 
 import pytest
 
 from traces import TraceError, data_path
-from traces.serving import HEADER, ServingRequest, read_serving_trace
+from traces.serving import HEADER, ServingRequest, read_serving_trace, replay_requests
 
 
 def test_the_shipped_trace_is_whole() -> None:
@@ -55,3 +56,21 @@ def test_another_header_or_a_broken_archive_is_refused(tmp_path: Path) -> None:
     packed.write_bytes(gzip.compress(HEADER.encode())[:-4])
     with pytest.raises(TraceError, match="cannot be read"):
         read_serving_trace(packed)
+
+
+TRACE = tuple(ServingRequest(float(second), second + 1, 1) for second in range(12))
+
+
+@pytest.mark.parametrize("hosts", [1, 2, 3, 4])
+def test_hosts_share_the_requests_without_overlap(hosts: int) -> None:
+    """`prompt_tokens` tells the requests of this trace apart."""
+    shares = [replay_requests(TRACE, share=1 / hosts, phase=phase) for phase in range(hosts)]
+    mine = [{next(share).prompt_tokens for _ in range(12 // hosts)} for share in shares]
+    assert sorted(token for share in mine for token in share) == [r.prompt_tokens for r in TRACE]
+
+
+def test_replay_starts_anywhere_runs_faster_and_goes_round() -> None:
+    played = list(itertools.islice(replay_requests(TRACE, start_s=9.5, speed=2), 16))
+    assert [r.prompt_tokens for r in played] == [11, 12, *range(1, 13), 1, 2]
+    assert [r.arrival_s for r in played[:2]] == [0.25, 0.75]
+    assert all(before.arrival_s < after.arrival_s for before, after in itertools.pairwise(played))

@@ -1,0 +1,72 @@
+"""What adapters share: nothing is called ended before it has been given back, and offers can be counted on."""
+
+import pytest
+
+from elastic.core.events import LeaseEnded, LeaseGranted, LeaseRefused, OfferChanged
+from elastic.core.types import EndCause
+from providers import keeper
+from providers.base import ProviderContext, ProviderSettings
+from tests.providers.conftest import MemoryHolding, MemoryProvider, Recorder, lease_request
+
+
+@pytest.fixture
+async def provider(context: ProviderContext, recorder: Recorder) -> MemoryProvider:
+    provider = MemoryProvider("memory", ProviderSettings(max_workers=2), context)  # type: ignore[call-arg]
+    await provider.start(recorder.emit)
+    return provider
+
+
+async def test_giving_back_is_tried_until_it_works(
+    provider: MemoryProvider, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries = 0
+
+    async def reluctantly(holding: MemoryHolding) -> None:
+        nonlocal tries
+        tries += 1
+        assert recorder.of(LeaseEnded) == []
+        if tries < 3:
+            raise TimeoutError
+
+    monkeypatch.setattr(MemoryHolding, "give_back", reluctantly)
+    monkeypatch.setattr(keeper, "RETRY_S", 0.0)
+    await provider.acquire(lease_request())
+    await provider.release("lease-1")
+    assert (await recorder.ended("lease-1")).cause is EndCause.RELEASED
+    assert tries == 3
+    await provider.aclose()
+
+
+async def test_a_holding_that_breaks_is_a_lost_lease(
+    provider: MemoryProvider, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def broken(holding: MemoryHolding) -> None:
+        raise RuntimeError("out of luck")
+
+    monkeypatch.setattr(MemoryHolding, "keep", broken)
+    await provider.acquire(lease_request())
+    end = await recorder.ended("lease-1")
+    assert end.cause is EndCause.LOST
+    assert "out of luck" in end.detail
+    await provider.aclose()
+
+
+async def test_every_grant_is_followed_by_an_offer_even_if_it_is_the_same(
+    provider: MemoryProvider, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who asks subtracts what is asked for from what is offered, and would otherwise never ask for the rest."""
+    monkeypatch.setattr(MemoryProvider, "free", lambda _: 1)
+    for number in (1, 2):
+        await provider.acquire(lease_request(number))
+        await recorder.answered(f"lease-{number}")
+        assert isinstance(recorder.events[-1], OfferChanged)
+        assert isinstance(recorder.events[-2], LeaseGranted)
+    await provider.aclose()
+
+
+async def test_whoever_closes_grants_nothing_more(provider: MemoryProvider, recorder: Recorder) -> None:
+    await provider.acquire(lease_request(1))
+    await recorder.answered("lease-1")
+    await provider.acquire(lease_request(2))
+    await provider.aclose()
+    assert "closing" in recorder.of(LeaseRefused, "lease-2")[0].reason

@@ -1,0 +1,179 @@
+"""Borrowing from serving hosts: the one with the least KV in use, and never longer than it is there."""
+
+import os
+import signal
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+from pydantic import ValidationError
+
+from elastic.core.events import LeaseGranted, LeaseRefused
+from elastic.core.types import EndCause
+from providers.base import Provider, ProviderContext, ProviderUnavailable
+from providers.serving import ServingProvider, ServingSettings
+from tests.providers.conftest import Recorder, eventually, lease_request, processes_with
+
+TRACE = """TIMESTAMP,ContextTokens,GeneratedTokens
+2023-11-16 18:00:00,{prompt},1000
+2023-11-16 18:00:00,1,1
+2023-11-16 18:30:00,1,1
+"""
+"""Of two hosts with half of the requests each, the second gets the long one."""
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, context: ProviderContext, opened: list[Provider]) -> Callable[..., ServingProvider]:
+    def make(prompt: int = 1, name: str = "serving", **settings: object) -> ServingProvider:
+        (tmp_path / "load.csv").write_text(TRACE.format(prompt=prompt))
+        given = {"hosts": 1, "poll_s": 0.05, "load": {"trace": str(tmp_path / "load.csv"), "share": 0.5}, **settings}
+        provider = ServingProvider(name, ServingSettings.model_validate(given), context)
+        opened.append(provider)  # type: ignore[arg-type]
+        return provider
+
+    return make
+
+
+def token_of(provider: ServingProvider) -> str:
+    return provider._hosts[0]._http.headers["Authorization"].removeprefix("Bearer ")
+
+
+def host_pids(context: ProviderContext) -> list[int]:
+    return [
+        p for p in processes_with(ELASTIC_RUN=context.run) if "stub_host.py" in " ".join(psutil.Process(p).cmdline())
+    ]
+
+
+async def lent(provider: ServingProvider, recorder: Recorder) -> None:
+    await provider.start(recorder.emit)
+    await recorder.until(lambda r: r.available)
+    await provider.acquire(lease_request())
+    assert isinstance(await recorder.answered("lease-1"), LeaseGranted)
+
+
+async def test_lends_the_host_with_the_least_kv_in_use(
+    cluster: Callable[..., ServingProvider], context: ProviderContext, recorder: Recorder
+) -> None:
+    provider = cluster(prompt=50_000, hosts=2, device={"prefill_tokens_per_s": 1e6})
+    await provider.start(recorder.emit)
+    await recorder.until(lambda r: r.available == 2)
+    await provider.acquire(lease_request())
+    await recorder.answered("lease-1")
+    reports = [host.report for host in provider._hosts]
+    assert all(report is not None for report in reports)
+    by_use = sorted(reports, key=lambda report: report.kv_used_share)  # type: ignore[union-attr]
+    assert [report.lent_worker for report in by_use] == ["worker-1", ""]  # type: ignore[union-attr]
+
+
+async def test_a_host_under_pressure_is_not_offered(
+    cluster: Callable[..., ServingProvider], recorder: Recorder
+) -> None:
+    provider = cluster(prompt=190_000, hosts=2, device={"prefill_tokens_per_s": 1e6})
+    await provider.start(recorder.emit)
+    await eventually(lambda: any(host.report and host.report.pressed for host in provider._hosts))
+    await recorder.until(lambda r: r.available == 1)
+
+
+async def test_a_host_that_dies_takes_its_lease_with_it(
+    cluster: Callable[..., ServingProvider], context: ProviderContext, recorder: Recorder
+) -> None:
+    await lent(cluster(), recorder)
+    (pid,) = host_pids(context)
+    os.kill(pid, signal.SIGKILL)
+    end = await recorder.ended("lease-1")
+    assert end.cause is EndCause.LOST
+    assert "serving-host-0" in end.detail
+    assert recorder.available == 0
+
+
+async def test_a_frozen_host_is_lost_in_time_and_killed(
+    cluster: Callable[..., ServingProvider], recorder: Recorder
+) -> None:
+    provider = cluster(lost_after_s=0.2)
+    await lent(provider, recorder)
+    (pid,) = host_pids(provider.context)
+    os.kill(pid, signal.SIGSTOP)
+    assert (await recorder.ended("lease-1")).cause is EndCause.LOST
+    assert processes_with(ELASTIC_RUN=provider.context.run) == []
+
+
+@pytest.mark.parametrize(("how", "cause"), [("end", EndCause.RELEASED), ("fail", EndCause.LOST)])
+async def test_the_lease_ends_with_the_worker(
+    cluster: Callable[..., ServingProvider],
+    recorder: Recorder,
+    monkeypatch: pytest.MonkeyPatch,
+    how: str,
+    cause: EndCause,
+) -> None:
+    monkeypatch.setenv("ELASTIC_STUB_AGENT", how)
+    await lent(cluster(), recorder)
+    end = await recorder.ended("lease-1")
+    assert end.cause is cause
+    assert ("out of luck" in end.detail) is (how == "fail")
+    await recorder.until(lambda r: r.available == 1)
+
+
+@pytest.mark.slow
+async def test_a_host_whose_worker_will_not_go_is_killed(
+    cluster: Callable[..., ServingProvider],
+    context: ProviderContext,
+    recorder: Recorder,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("ELASTIC_STUB_AGENT", "stubborn")
+    provider = cluster()
+    await lent(provider, recorder)
+    await provider.release("lease-1")
+    assert (await recorder.ended("lease-1")).cause is EndCause.RELEASED
+    assert host_pids(context) == []
+
+
+async def test_hosts_that_are_there_already_are_borrowed_and_reconciled(
+    cluster: Callable[..., ServingProvider],
+    context: ProviderContext,
+    recorder: Recorder,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The hosts of one provider stand for a cluster that another one borrows from by URL."""
+    owner = cluster(name="owner")
+    await owner.start(lambda _: None)
+    monkeypatch.setenv("ELASTIC_SERVING_TOKEN", token_of(owner))
+    borrowed = {"hosts": 0, "urls": [str(owner._hosts[0]._http.base_url)]}
+    borrower = cluster(**borrowed)
+    await lent(borrower, recorder)
+    lines = await cluster(**borrowed).reconcile()
+    assert any("took worker worker-1" in line for line in lines)
+    assert (await recorder.ended("lease-1")).cause is EndCause.RELEASED
+    await recorder.until(lambda r: r.available == 1)
+    await borrower.aclose()
+    assert len(host_pids(context)) == 1
+
+
+async def test_a_host_that_is_not_there_is_no_capacity(
+    cluster: Callable[..., ServingProvider], recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ELASTIC_SERVING_TOKEN", "anything")
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        url = f"http://127.0.0.1:{closed.getsockname()[1]}"
+    provider = cluster(hosts=0, urls=[url])
+    assert "would end by itself" in (await provider.reconcile())[0]
+    await provider.start(recorder.emit)
+    await provider.acquire(lease_request())
+    assert isinstance(await recorder.answered("lease-1"), LeaseRefused)
+    assert recorder.available == 0
+
+
+async def test_settings_that_can_give_nothing_are_named(
+    cluster: Callable[..., ServingProvider], recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("ELASTIC_SERVING_TOKEN", raising=False)
+    with pytest.raises(ProviderUnavailable, match="set hosts"):
+        await cluster(hosts=0).start(recorder.emit)
+    with pytest.raises(ProviderUnavailable, match="ELASTIC_SERVING_TOKEN"):
+        await cluster(hosts=0, urls=["https://host"]).start(recorder.emit)
+    with pytest.raises(ValidationError, match="https"):
+        cluster(urls=["http://elsewhere:8077"])
+    with pytest.raises(ValidationError, match="no trace 'absent'"):
+        cluster(load={"trace": "absent"})
