@@ -165,12 +165,16 @@ class JournalReader:
 
     def events(self) -> Iterator[tuple[Nanoseconds, e.Event]]:
         """Every event in order, as the core took it."""
+        return ((t_ns, event) for t_ns, event, _ in self.entries())
+
+    def entries(self) -> Iterator[tuple[Nanoseconds, e.Event, list[wire.Chunk]]]:
+        """Every event in order, a token frame's with its chunks."""
         for t_ns, kind, body in self._connection.execute("SELECT t_ns, kind, body FROM events ORDER BY seq"):
-            if kind != "frame":
-                yield t_ns, _decode_event(body)
-                continue
-            frame = _decode_frame(body)
-            yield t_ns, tokens_event(frame.worker, frame.epoch, frame.chunks)
+            if kind == "frame":
+                frame = _decode_frame(body)
+                yield t_ns, tokens_event(frame.worker, frame.epoch, frame.chunks), frame.chunks
+            else:
+                yield t_ns, _decode_event(body), []
 
     def events_of(self, *kinds: str) -> Iterator[tuple[Nanoseconds, e.Event]]:
         """Events of the named kinds, in order; token frames are not among them."""
