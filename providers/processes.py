@@ -72,7 +72,21 @@ class ProcessGroup:
     async def start(
         self, name: str, command: Sequence[str], environment: Mapping[str, str], pass_fds: Sequence[int] = ()
     ) -> None:
-        """Start one more process. `environment` is added to ours. Raises `OSError`, having started nothing."""
+        """Start one more process. `environment` is added to ours.
+
+        Raises `OSError`, having started nothing. When cancelled, the process may have started and is ours to kill.
+        """
+        starting = asyncio.create_task(self._start(name, command, environment, pass_fds))
+        try:
+            await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            # Cut short, the event loop would kill the process without telling anyone when it is dead.
+            await asyncio.gather(starting, return_exceptions=True)
+            raise
+
+    async def _start(
+        self, name: str, command: Sequence[str], environment: Mapping[str, str], pass_fds: Sequence[int]
+    ) -> None:
         log = self._context.run_dir / "logs" / f"{name}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as output:

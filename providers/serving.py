@@ -276,7 +276,11 @@ class ServingProvider(LeaseKeeper[ServingSettings]):
                 listen_fd=listener.fileno(),
             )
             environment = {HOST_VARIABLE: settings.to_json()}
-            await group.start(name, self.context.host_command, environment, (listener.fileno(),))
+            try:
+                await group.start(name, self.context.host_command, environment, (listener.fileno(),))
+            except BaseException:
+                await group.kill()
+                raise
             url = f"http://127.0.0.1:{listener.getsockname()[1]}"
             return _Host(name, url, token, group, self.settings.lost_after_s)
 

@@ -7,6 +7,7 @@ import sys
 import msgspec
 import psutil
 import pytest
+import uvloop
 
 from elastic.core.events import LeaseRefused
 from providers.base import ProviderContext, ProviderSettings, ProviderUnavailable
@@ -30,6 +31,11 @@ async def main(run, run_dir):
 
 asyncio.run(main(*sys.argv[1:]))
 """
+
+
+@pytest.fixture(params=[asyncio.DefaultEventLoopPolicy, uvloop.EventLoopPolicy])
+def event_loop_policy(request: pytest.FixtureRequest) -> asyncio.AbstractEventLoopPolicy:
+    return request.param()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs PR_SET_PDEATHSIG")
@@ -118,3 +124,15 @@ async def test_a_command_that_does_not_exist_is_named(context: ProviderContext, 
         await provider.start(recorder.emit)
     await provider.aclose()
     assert recorder.events == []
+
+
+@pytest.mark.parametrize("ticks", range(6))
+async def test_a_start_that_is_cut_short_leaves_nothing(context: ProviderContext, ticks: int) -> None:
+    group = ProcessGroup(context, "provider", "lease-1")
+    starting = asyncio.create_task(group.start("worker-1", SLEEP, {}))
+    for _ in range(ticks):
+        await asyncio.sleep(0)
+    starting.cancel()
+    await asyncio.gather(starting, return_exceptions=True)
+    await group.kill()
+    assert processes_with(ELASTIC_RUN=context.run) == []
