@@ -43,8 +43,8 @@ class MemoryPolicy(Protocol):
         ...
 
     def observe(self, budget: Budget, total_pages: int, serving_pages: int, needed_pages: int) -> Budget:
-        """The budget now that serving uses `serving_pages` and cannot go on without `needed_pages` more than are
-        free (zero where it can)."""
+        """The budget now that serving uses `serving_pages`. `needed_pages` is zero, or how many more it is about to
+        map although not so many are free."""
         ...
 
 

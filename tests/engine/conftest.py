@@ -11,9 +11,14 @@ from elastic.config import EngineConfig
 from elastic.core.types import WeightMode
 from elastic.engine import create_engine
 from elastic.engine.base import GenerateRequest, RolloutEngine, TokenChunk
+from elastic.engine.coserving.executor import SPARE_PAGES, CoServing
+from elastic.engine.coserving.halves import ModelSpec, RolloutHalf
+from elastic.engine.kv.slab import SlabBackend
 from elastic.model.checkpoint import model_tensors
 from elastic.model.config import Qwen3Config
 from elastic.model.qwen3 import Qwen3
+from policies.coexecution import NoAdmission
+from policies.kvmemory import PreemptiveMemory
 
 TIMEOUT_S = 30.0
 CONFIG = Qwen3Config(num_hidden_layers=2, initializer_range=0.15)
@@ -125,14 +130,59 @@ def weights(model):
     return lambda seed=0: model_tensors(model(seed))
 
 
-@pytest.fixture(params=["torch"])
-def make_engine(request, weights):
+class _Sole:
+    """A rollout half with which its executor ends."""
+
+    def __init__(self, executor: CoServing, half: RolloutHalf) -> None:
+        self._executor = executor
+        self._half = half
+
+    def __getattr__(self, name: str):
+        return getattr(self._half, name)
+
+    def close(self) -> None:
+        self._half.close()
+        self._executor.close()
+
+
+@pytest.fixture(scope="session")
+def cost_profiles(tmp_path_factory):
+    return tmp_path_factory.mktemp("profiles")
+
+
+@pytest.fixture
+def lend_device(weights, cost_profiles):
+    """Makes the rollout half of a device whose serving model has nothing to do."""
+    executors: list[CoServing] = []
+
+    def lend(model_config, settings: EngineConfig):
+        rollout = ModelSpec(Qwen3Config.from_dict(model_config), settings, torch.float32)
+        layout = rollout.layout(page_bytes=1 << 20)
+        # A page holds a block, so that there is as much memory as the settings say.
+        backend = SlabBackend(settings.kv_blocks + SPARE_PAGES, layout.block_bytes)
+        serving = ModelSpec(CONFIG, settings.model_copy(update={"max_context_tokens": 16}), torch.float32)
+        executor = CoServing(
+            serving, backend, NoAdmission(), PreemptiveMemory(headroom_share=0), profiles=cost_profiles
+        )
+        executors.append(executor)
+        executor.start(lambda chunks: None, weights())
+        return _Sole(executor, executor.attach(rollout))
+
+    yield lend
+    for executor in executors:
+        executor.close()
+
+
+@pytest.fixture(params=["torch", "coserving"])
+def make_engine(request, weights, lend_device):
     """Makes an engine of each kind with the weights of seed 1 as version 1 (unless `version` is None)."""
     made: list[Recorder] = []
 
     def make(version: int | None = 1, **settings) -> Recorder:
         settings = {"kind": request.param, "device": "cpu", "max_context_tokens": 256, **settings}
-        recorder = Recorder(create_engine(CONFIG.to_dict(), EngineConfig.model_validate(settings)))
+        engine_settings = EngineConfig.model_validate(settings)
+        create = lend_device if request.param == "coserving" else create_engine
+        recorder = Recorder(create(CONFIG.to_dict(), engine_settings))
         made.append(recorder)
         if version is not None:
             recorder.engine.load_weights(version, weights(version), WeightMode.FINISH)

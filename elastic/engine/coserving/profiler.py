@@ -2,8 +2,9 @@
 
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from hashlib import blake2b
+from itertools import product
 from pathlib import Path
 from statistics import median
 
@@ -11,12 +12,12 @@ import msgspec
 import structlog
 import torch
 
-from elastic.core.types import Nanoseconds
-from elastic.engine.base import GenerateRequest
-from elastic.engine.coserving.profile import CostProfile, Grid, ProfileError, read_profile, write_profile
-from elastic.engine.torch.runner import Runner
-from elastic.engine.torch.scheduler import Sequence as Running
-from elastic.engine.torch.scheduler import Work
+from elastic.config import EngineConfig
+from elastic.core.types import NS_PER_S, Nanoseconds
+from elastic.engine.coserving.profile import CostProfile, Grid, ProfileError, read_profile
+from elastic.engine.coserving.runner import PagedRunner
+from elastic.engine.torch import pacing
+from elastic.engine.torch.scheduler import Work, load_of
 from elastic.model.config import Qwen3Config
 
 SHORTEST_PREFILL = 8
@@ -37,80 +38,69 @@ def device_name(device: torch.device, threads: int) -> str:
     return f"{platform.node()} {platform.machine()} {threads} threads"
 
 
-def profile_at(path: Path | None, model: str, device: str, measure: Callable[[], CostProfile]) -> CostProfile:
-    """The profile on file, or a new one that is put there: also where the file is of another model or device."""
-    if path is not None and path.exists():
-        try:
-            return read_profile(path, model, device)
-        except ProfileError as error:
-            _log.warning("measuring a new cost profile", reason=str(error))
-    profile = measure()
-    if path is not None:
-        write_profile(path, profile)
-    return profile
+def kept_profile(path: Path | None, model: str, device: str) -> CostProfile | None:
+    """The profile on file; None where there is none, or it cannot be used."""
+    if path is None or not path.exists():
+        return None
+    try:
+        return read_profile(path, model, device)
+    except ProfileError as error:
+        _log.warning("measuring a new cost profile", reason=str(error))
+        return None
 
 
-def measure_profile(
-    runner: Runner,
-    model: str,
-    device: torch.device,
-    threads: int,
-    blocks: Callable[[int], list[int]],
-    max_context: int,
-    max_batch: int,
-    chunk_tokens: int,
-) -> CostProfile:
-    """Time `runner` on made-up sequences. `blocks(tokens)` lends blocks for that many tokens; their content is
-    overwritten. Runs in the thread that owns the device."""
-    longest = max_context - 1
-    counts = _spread(SHORTEST_PREFILL, min(chunk_tokens, longest), longest)
+def measuring(
+    runner: PagedRunner, model: str, device: str, settings: EngineConfig
+) -> Generator[None, None, CostProfile]:
+    """Time the runner on made-up sequences, one forward pass at each step, and return the profile.
+
+    Prefill is measured up to one chunk an iteration, decode up to the largest batch. A paced engine takes at
+    least its modelled time. All sequences lie in the runner's spare block, so that no memory is needed.
+    """
+    longest = settings.max_context_tokens - 1
+    counts = _spread(SHORTEST_PREFILL, min(settings.prefill_chunk_tokens, longest))
     starts = sorted({0, longest // 2, longest})
-    batches = _spread(1, max_batch)
+    batches = _spread(1, settings.max_batch)
     contexts = sorted({min(128, longest), longest // 2, longest})
-    tokens = [0] * max_context
-
-    def sequence(computed: int, length: int) -> Running:
-        request = GenerateRequest(
-            request_id="", token_ids=[], start=0, max_new_tokens=1, stop_token_ids=(), temperature=0.0, noise_seed=0
-        )
-        return Running(request, tokens[:length], blocks=blocks(length), computed=computed)
 
     def prefill(count: int, start: int) -> list[Work]:
         start = max(0, min(start, longest - count))
-        return [Work(sequence(start, start + count), count)]
+        return [Work(runner.made_up_sequence(start, start + count), count)]
 
     def decode(batch: int, context: int) -> list[Work]:
-        return [Work(sequence(context, context + 1), 1) for _ in range(batch)]
+        return [Work(runner.made_up_sequence(context, context + 1), 1) for _ in range(batch)]
 
-    def grid(xs: Sequence[int], ys: Sequence[int], make: Callable[[int, int], list[Work]]) -> Grid:
-        costs = tuple(tuple(_time(runner, make(x, y), device) for y in ys) for x in xs)
-        return Grid(tuple(xs), tuple(ys), costs)
+    def grid(
+        xs: Sequence[int], ys: Sequence[int], make: Callable[[int, int], list[Work]]
+    ) -> Generator[None, None, Grid]:
+        costs: dict[tuple[int, int], Nanoseconds] = {}
+        for x, y in product(xs, ys):
+            work = make(x, y)
+            modelled_s = sum(pacing.costs(load_of(work), settings.pacing)) if settings.pacing else 0.0
+            costs[x, y] = max((yield from _timed(runner, work)), int(modelled_s * NS_PER_S))
+        return Grid(tuple(xs), tuple(ys), tuple(tuple(costs[x, y] for y in ys) for x in xs))
 
-    _time(runner, decode(1, contexts[0]), device)
-    return CostProfile(
-        model=model,
-        device=device_name(device, threads),
-        prefill=grid(counts, starts, prefill),
-        decode=grid(batches, contexts, decode),
-    )
+    yield from _timed(runner, decode(1, contexts[0]))
+    prefills = yield from grid(counts, starts, prefill)
+    decodes = yield from grid(batches, contexts, decode)
+    return CostProfile(model=model, device=device, prefill=prefills, decode=decodes)
 
 
-def _time(runner: Runner, work: list[Work], device: torch.device) -> Nanoseconds:
+def _timed(runner: PagedRunner, work: list[Work]) -> Generator[None, None, Nanoseconds]:
     """The median of a few forward passes."""
     times: list[int] = []
     for _ in range(REPEATS):
+        yield
         started_ns = time.perf_counter_ns()
-        runner.forward(work)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        runner.forward(work).sum().item()  # waits for the device
         times.append(time.perf_counter_ns() - started_ns)
     return int(median(times))
 
 
-def _spread(first: int, *ends: int) -> list[int]:
-    """From `first` on by fours, with all `ends`."""
-    points = set(ends)
-    while first < max(ends):
+def _spread(first: int, last: int) -> list[int]:
+    """From `first` to `last` by fours."""
+    points = {min(first, last), last}
+    while first < last:
         points.add(first)
         first *= 4
     return sorted(points)

@@ -6,8 +6,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from elastic.engine.base import GenerateRequest
 from elastic.engine.kv import KvLayout, PageSpace
 from elastic.engine.torch.runner import Runner
+from elastic.engine.torch.scheduler import Sequence
 from elastic.model.config import Qwen3Config
 
 
@@ -32,7 +34,7 @@ class PagedRunner(Runner):
         self._dtype = dtype
         self._rotations = self._rotations.to(dtype)
         self._layout = layout
-        self._space = space
+        self.space = space
         self._block_origins = np.zeros(blocks + 1, np.int64)
         """Virtual block → its first slot in layer 0; the last is the spare one."""
         self._indices: dict[int, int] = {}
@@ -56,6 +58,14 @@ class PagedRunner(Runner):
         origins = self._layout.origin(index, 0) + np.arange(per_page) * self._layout.block_tokens
         self._block_origins[page * per_page : (page + 1) * per_page] = origins
 
+    def made_up_sequence(self, computed: int, length: int) -> Sequence:
+        """For measurements: so many tokens, all in the spare block, of which `computed` count as done."""
+        request = GenerateRequest(
+            request_id="", token_ids=[], start=0, max_new_tokens=1, stop_token_ids=(), temperature=0.0, noise_seed=0
+        )
+        blocks = [self._spare_block] * -(-length // self._layout.block_tokens)
+        return Sequence(request, [0] * length, blocks=blocks, computed=computed, prefill_end=length - 1)
+
     def unload(self) -> None:
         """Give the weights' memory back; `load` brings them again."""
         self._tables.clear()
@@ -73,7 +83,7 @@ class PagedRunner(Runner):
 
     def _pages(self) -> Iterator[Tensor]:
         cache = self._flat().split(self._layout.page_slots)
-        return (cache[self._indices[page]] for page in self._space.physical)
+        return (cache[self._indices[page]] for page in self.space.physical)
 
     def _origins(self, blocks: np.ndarray) -> np.ndarray:
         return self._block_origins[blocks]
@@ -89,4 +99,4 @@ class PagedRunner(Runner):
 
     def _flat(self) -> Tensor:
         """[slots, key heads, key and value]: all of the space."""
-        return self._space.view(self._dtype).view(-1, self._heads[1], 2 * self._config.head_dim)
+        return self.space.view(self._dtype).view(-1, self._heads[1], 2 * self._config.head_dim)

@@ -28,6 +28,10 @@ class PageBackend(Protocol):
         """All pages that the space may ever reach, as one flat tensor of `dtype`."""
         ...
 
+    def end(self, space: int) -> None:
+        """The space, in which nothing is mapped any more, will not be used again."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -40,7 +44,8 @@ class PagePool:
         self.mapped_ever = 0
         self.unmapped_ever = 0
         self._free = list(range(self.total - 1, -1, -1))
-        self._spaces: list[PageSpace] = []
+        self._spaces: dict[int, PageSpace] = {}
+        self._spaces_ever = 0
 
     @property
     def free(self) -> int:
@@ -52,13 +57,18 @@ class PagePool:
 
     def space(self) -> "PageSpace":
         """A new virtual space, as long as the pool, with nothing mapped."""
-        space = PageSpace(self, len(self._spaces))
-        self._spaces.append(space)
+        space = PageSpace(self, self._spaces_ever)
+        self._spaces[self._spaces_ever] = space
+        self._spaces_ever += 1
         return space
+
+    def end(self, number: int) -> None:
+        del self._spaces[number]
+        self.backend.end(number)
 
     def check(self) -> None:
         """Assert that no page is lost or in two places (for tests)."""
-        mapped = [page for space in self._spaces for page in space.physical.values()]
+        mapped = [page for space in self._spaces.values() for page in space.physical.values()]
         assert sorted([*self._free, *mapped]) == list(range(self.total)), "a page is lost or in two places"
         assert self.mapped_ever - self.unmapped_ever == len(mapped)
 
@@ -106,3 +116,9 @@ class PageSpace:
 
     def view(self, dtype: Any) -> Any:
         return self._pool.backend.view(self._number, dtype)
+
+    def close(self) -> None:
+        """Give every page back; the space is not used again."""
+        for virtual in list(self.physical):
+            self.unmap(virtual)
+        self._pool.end(self._number)

@@ -25,5 +25,8 @@ class SlabBackend:
     def view(self, space: int, dtype: torch.dtype) -> Tensor:
         return self._slab.view(-1).view(dtype)
 
+    def end(self, space: int) -> None:
+        pass
+
     def close(self) -> None:
         self._slab = torch.empty(0, self.page_bytes, dtype=torch.uint8)

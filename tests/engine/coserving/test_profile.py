@@ -14,7 +14,7 @@ from elastic.engine.coserving.profile import (
     read_profile,
     write_profile,
 )
-from elastic.engine.coserving.profiler import profile_at
+from elastic.engine.coserving.profiler import kept_profile
 
 PROFILE = CostProfile(
     model="m",
@@ -67,23 +67,21 @@ def test_one_quick_iteration_proves_nothing_but_one_slow_one_does() -> None:
     assert cost.prefill_factor == 1.0
 
 
-def test_a_profile_survives_the_disk_and_is_measured_once(tmp_path: Path) -> None:
+def test_a_profile_survives_the_disk(tmp_path: Path) -> None:
     path = tmp_path / "profiles" / "p.json"
-    assert profile_at(path, "m", "d", lambda: PROFILE) == PROFILE
-    assert profile_at(path, "m", "d", lambda: pytest.fail("measured again")) == PROFILE
+    assert kept_profile(path, "m", "d") is None
+    write_profile(path, PROFILE)
+    assert kept_profile(path, "m", "d") == PROFILE
+    assert kept_profile(None, "m", "d") is None
 
 
 @pytest.mark.parametrize(("model", "device", "which"), [("m", "other", "device"), ("other", "d", "model")])
-def test_a_profile_of_another_device_is_refused_and_measured_anew(
-    tmp_path: Path, model: str, device: str, which: str
-) -> None:
+def test_a_profile_of_another_device_is_refused(tmp_path: Path, model: str, device: str, which: str) -> None:
     path = tmp_path / "p.json"
     write_profile(path, PROFILE)
     with pytest.raises(ProfileError, match=f"p.json: profile of another {which}: found '.', wanted 'other'"):
         read_profile(path, model, device)
-    mine = CostProfile(model=model, device=device, prefill=PROFILE.prefill, decode=PROFILE.decode)
-    assert profile_at(path, model, device, lambda: mine) == mine
-    assert read_profile(path, model, device) == mine
+    assert kept_profile(path, model, device) is None
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"model": "m"', "\x00"])

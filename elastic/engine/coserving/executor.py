@@ -1,0 +1,388 @@
+"""The co-serving executor: a serving model and a rollout model on one device, in turns, serving first.
+
+One thread owns the device. At each tick it decides what runs next: housekeeping, then serving; a rollout
+iteration only behind a serving one (or where serving has nothing to do), and only if the admission policy's
+slack covers what it is profiled to cost and the memory policy leaves it the pages. A failure of the rollout half
+ends its turns and leaves serving as it was. Source: ROSE §4.1.
+"""
+
+import os
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import msgspec
+import structlog
+import torch
+
+from elastic.core.types import NS_PER_S, Account, Nanoseconds, WeightMode
+from elastic.engine.base import ChunkSink
+from elastic.engine.coserving.halves import Half, Lending, ModelSpec, RolloutHalf, ServingHalf, Step
+from elastic.engine.coserving.swapping import Swapping
+from elastic.engine.kv import PageBackend, PagePool
+from policies.coexecution import AdmissionPolicy
+from policies.kvmemory import Budget, MemoryPolicy
+
+SPARE_PAGES = 2
+"""One for each model's padding; they are never lent."""
+SAMPLE_EVERY_NS = NS_PER_S // 10
+SAMPLES_KEPT = 600
+STOP_TIMEOUT_S = 10.0
+
+_log = structlog.get_logger(__name__)
+
+
+class CoServingStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """What the executor did so far. `reclaims_ns` are the latest times from a trigger to the pages being free."""
+
+    budget: Budget
+    serving_pages: int
+    rollout_pages: int
+    free_pages: int
+    total_pages: int
+    serving_peak_pages: int
+    serving_busy_ns: Nanoseconds
+    rollout_busy_ns: Nanoseconds
+    reclaims_ns: tuple[Nanoseconds, ...]
+    turns_aborted: int
+    turns_stalled: int
+    rollout_failures: int
+    activation_s: float
+    longest_rollout_ns: Nanoseconds
+
+
+class CoServing:
+    """Owns the device, its KV memory and the two halves. `close` ends both."""
+
+    def __init__(
+        self,
+        serving: ModelSpec,
+        backend: PageBackend,
+        admission: AdmissionPolicy,
+        memory: MemoryPolicy,
+        stall_timeout_ns: Nanoseconds = 2 * NS_PER_S,
+        profiles: Path | None = None,
+        cpu: int | None = None,
+        swapping: Swapping | None = None,
+    ) -> None:
+        """`profiles`: directory of cost profiles; `cpu`: the core that the thread is bound to; `swapping`: only one
+        model at a time has its weights on the device (the stop-and-reload baseline)."""
+        if backend.total <= SPARE_PAGES:
+            raise ValueError(f"a device of {backend.total} pages is too small: at least {SPARE_PAGES + 1} are needed")
+        self._admission = admission
+        self._memory = memory
+        self._stall_timeout_ns = stall_timeout_ns
+        self._profiles = profiles
+        self._cpu = cpu
+        self._swapping = swapping
+        self._changed = threading.Condition()
+        self._pages = PagePool(backend)
+        self._usable = self._pages.total - SPARE_PAGES
+        self._budget = memory.begin_step(self._usable, ())
+        self._recent: deque[int] = deque(maxlen=SAMPLES_KEPT)
+        self._sampled_ns = 0
+        self._serving_peak = 0
+        self._reclaims_ns: deque[Nanoseconds] = deque(maxlen=10_000)
+        self._rollout_failures = 0
+        self._busy_ns = {"serving": 0, "rollout": 0}
+        self._longest_rollout_ns = 0
+        self._activating_ns = 0
+        self._activation_s = 0.0
+        self._rollout_ran = True
+        self._closed = False
+        self._thread: threading.Thread | None = None
+        self._rollout: RolloutHalf | None = None
+        # Serving's KV is of no use once its request is over: prompts of different users share nothing.
+        self._serving = ServingHalf(
+            serving, self._pages, Lending(self._serving_growth, self._make_room, lease_ns=0), self._changed
+        )
+        self._refuse_too_small(self._serving, self._budget.serving_pages)
+
+    @property
+    def serving(self) -> ServingHalf:
+        return self._serving
+
+    @property
+    def rollout(self) -> RolloutHalf | None:
+        return self._rollout
+
+    def start(self, sink: ChunkSink, tensors: Mapping[str, object]) -> None:
+        """Serve the serving model's weights; returns once its costs are known. Raises `WeightsMismatch`."""
+        if self._thread is not None or self._closed:
+            raise RuntimeError("the executor was started before")
+        self._thread = threading.Thread(target=self._run, name="co-serving", daemon=True)
+        self._serving.drive(self._thread)
+        self._serving.start(sink)
+        self._thread.start()
+        try:
+            self._serving.load_weights(0, tensors, WeightMode.FINISH)
+        except BaseException:
+            self.close()
+            raise
+
+    def attach(self, spec: ModelSpec) -> RolloutHalf:
+        """Lend the device to a run: an engine for its model, until that is closed. One at a time.
+
+        Raises `ValueError` where the model's KV does not fit, `RuntimeError` while another run has the device.
+        """
+        with self._changed:
+            if self._thread is None or self._closed:
+                raise RuntimeError("the executor is not running")
+            if self._rollout is not None:
+                raise RuntimeError("the device is lent to another run")
+            lending = Lending(self._rollout_growth, lambda pages: None, self._memory.lease_ns)
+            rollout = RolloutHalf(
+                spec,
+                self._pages,
+                lending,
+                self._changed,
+                self._stall_timeout_ns,
+                lambda: self._budget.pages,
+                self.begin_step,
+            )
+            try:
+                # Less than a whole turn's worth may be left for a while, but more must be possible.
+                self._refuse_too_small(rollout, self._memory.begin_step(self._usable, ()).pages)
+            except ValueError:
+                rollout.retire()
+                raise
+            rollout.drive(self._thread)
+            self._rollout = rollout
+            self.begin_step()
+            return rollout
+
+    def _refuse_too_small(self, half: Half, most_pages: int) -> None:
+        tokens = half.settings.max_context_tokens
+        needed = half.layout.pages_for(tokens)
+        if needed > most_pages:
+            raise ValueError(
+                f"the {half.kind} model does not fit: {tokens} tokens of KV need {needed} pages of "
+                f"{self._pages.page_bytes} bytes, and it may have {most_pages} of {self._usable}"
+            )
+
+    def begin_step(self) -> None:
+        """A new step of the run: the rollout budget is derived anew from serving's recent use."""
+        with self._changed:
+            self._budget = self._memory.begin_step(self._usable, tuple(self._recent))
+            self._recent.clear()
+
+    def statistics(self) -> CoServingStatistics:
+        with self._changed:
+            rollout = self._rollout
+            return CoServingStatistics(
+                budget=self._budget,
+                serving_pages=self._serving.pool.pages,
+                rollout_pages=rollout.pool.pages if rollout else 0,
+                free_pages=self._pages.free,
+                total_pages=self._usable,
+                serving_peak_pages=self._serving_peak,
+                serving_busy_ns=self._busy_ns["serving"],
+                rollout_busy_ns=self._busy_ns["rollout"],
+                reclaims_ns=tuple(self._reclaims_ns),
+                turns_aborted=rollout.aborted_by_pressure if rollout else 0,
+                turns_stalled=rollout.stalled if rollout else 0,
+                rollout_failures=self._rollout_failures,
+                activation_s=self._activation_s,
+                longest_rollout_ns=self._longest_rollout_ns,
+            )
+
+    def close(self) -> None:
+        """End every request of both halves with ABORTED, and the thread. Safe to call twice."""
+        with self._changed:
+            self._closed = True
+            for half in self._halves():
+                half.end()
+            self._changed.notify_all()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(STOP_TIMEOUT_S)
+
+    # The executor's thread.
+
+    def _run(self) -> None:
+        if self._cpu is not None:
+            os.sched_setaffinity(0, {self._cpu})
+        torch.set_num_threads(self._serving.settings.threads)
+        try:
+            with torch.inference_mode():
+                while (step := self._next_step()) is not None:
+                    step()
+        except Exception:
+            _log.critical("the co-serving executor failed", trace=traceback.format_exc())
+            self._end_all("the co-serving executor failed")
+        finally:
+            self._pages.backend.close()
+
+    def _next_step(self) -> Step | None:
+        """Wait until there is something to do, and say what; None at the end."""
+        with self._changed:
+            while True:
+                step = self._serving.housekeeping() or self._on_rollout(self._rollout_housekeeping)
+                if step is not None:
+                    return step
+                if self._closed:
+                    return None
+                now_ns = time.monotonic_ns()
+                self._share_memory(now_ns)
+                if (step := self._decide(now_ns)) is not None:
+                    return step
+                for half in self._halves():
+                    half.charge_idle()
+                self._changed.wait(self._patience_s(now_ns))
+
+    def _decide(self, now_ns: Nanoseconds) -> Step | None:
+        """Serving first; rollouts behind each of its iterations as far as there is slack, and when it rests."""
+        if self._swapping is not None:
+            step = self._swapping.step(self._serving, self._rollout, now_ns)
+            if step is not None:
+                return step
+        if self._rollout_ran and (step := self._serving_step()) is not None:
+            self._rollout_ran = False
+            return step
+        self._rollout_ran = True
+        return self._on_rollout(self._rollout_step) or self._serving_step()
+
+    def _serving_step(self) -> Step | None:
+        if (step := self._serving.loading_step()) is not None:
+            return step
+        if self._serving.active and self._serving.costs is None:
+            return self._serving.measuring_step(self._profiles)
+        iteration = self._serving.next_iteration()
+        if iteration is None:
+            return None
+        if self._rollout is not None:
+            self._rollout.charge(Account.SERVING)
+        return self._timed("serving", lambda: self._serving.iterate(iteration))
+
+    def _rollout_step(self, rollout: RolloutHalf) -> Step | None:
+        view = self._serving.view(time.monotonic_ns())
+        allowance_ns = self._admission.allowance_ns(view)
+        if allowance_ns > rollout.piece_ns and (step := rollout.loading_step()) is not None:
+            return self._activating(rollout, step)
+        if rollout.active and rollout.costs is None:
+            # What is not known yet cannot be admitted beside serving.
+            return None if view.busy else rollout.measuring_step(self._profiles)
+        iteration = rollout.next_iteration(allowance_ns)
+        if iteration is None:
+            return None
+        step = self._timed("rollout", lambda: rollout.iterate(iteration))
+        return lambda: self._guarded(step)
+
+    def _rollout_housekeeping(self, rollout: RolloutHalf) -> Step | None:
+        rollout.end_stalled(time.monotonic_ns())
+        if (step := rollout.housekeeping()) is not None:
+            return step
+        if rollout.closed:
+            rollout.retire()
+            self._rollout = None
+        return None
+
+    def _timed(self, which: str, step: Step) -> Step:
+        def run() -> None:
+            started_ns = time.monotonic_ns()
+            step()
+            elapsed_ns = time.monotonic_ns() - started_ns
+            self._busy_ns[which] += elapsed_ns
+            if which == "rollout":
+                self._longest_rollout_ns = max(self._longest_rollout_ns, elapsed_ns)
+
+        return run
+
+    def _activating(self, rollout: RolloutHalf, piece: Step) -> Step:
+        """Note how long it takes from the first piece of weights until the model can run."""
+
+        def run() -> None:
+            started_ns = time.monotonic_ns()
+            piece()
+            self._activating_ns += time.monotonic_ns() - started_ns
+            if rollout.active:
+                self._activation_s, self._activating_ns = self._activating_ns / NS_PER_S, 0
+
+        return run
+
+    # Memory.
+
+    def _serving_growth(self) -> int:
+        limit = self._budget.serving_pages - self._serving.pool.pages
+        lent = self._rollout.pool.pages if self._rollout is not None else 0
+        return min(limit, self._pages.free + lent - self._spare_left())
+
+    def _rollout_growth(self) -> int:
+        assert self._rollout is not None
+        unreserved = self._pages.free - self._spare_left() - self._budget.reserve_pages
+        return min(self._budget.pages - self._rollout.pool.pages, unreserved)
+
+    def _spare_left(self) -> int:
+        """The spare page of a rollout model that is yet to come."""
+        return 0 if self._rollout is not None else 1
+
+    def _make_room(self, pages: int) -> None:
+        """Serving is about to map so many pages."""
+        if pages > self._pages.free - self._spare_left():
+            self._observe(pages)
+
+    def _share_memory(self, now_ns: Nanoseconds) -> None:
+        self._serving.pool.trim()
+        if self._rollout is not None:
+            self._rollout.pool.expire()
+            self._rollout.pool.trim()
+        serving_pages = self._serving.pool.pages
+        self._serving_peak = max(self._serving_peak, serving_pages)
+        if now_ns - self._sampled_ns >= SAMPLE_EVERY_NS:
+            self._sampled_ns = now_ns
+            self._recent.append(serving_pages)
+        self._observe(0)
+
+    def _observe(self, needed_pages: int) -> None:
+        started_ns = time.monotonic_ns()
+        self._budget = self._memory.observe(self._budget, self._usable, self._serving.pool.pages, needed_pages)
+        if self._rollout is not None and self._rollout.pool.pages > self._budget.pages:
+            self._rollout.give_back(self._budget.pages)
+            self._reclaims_ns.append(time.monotonic_ns() - started_ns)
+
+    # Faults.
+
+    def _on_rollout(self, ask: Callable[[RolloutHalf], Step | None]) -> Step | None:
+        if self._rollout is None:
+            return None
+        try:
+            return ask(self._rollout)
+        except Exception:
+            self._lose_rollout()
+            return None
+
+    def _guarded(self, step: Step) -> None:
+        try:
+            step()
+        except Exception:
+            with self._changed:
+                self._lose_rollout()
+
+    def _lose_rollout(self) -> None:
+        """The rollout half failed: its turns end, its memory comes back, serving goes on."""
+        assert self._rollout is not None
+        self._rollout_failures += 1
+        _log.error("the rollout half failed", trace=traceback.format_exc())
+        self._rollout.fail("the rollout half of the co-serving executor failed")
+
+    def _end_all(self, why: str) -> None:
+        with self._changed:
+            self._closed = True
+            for half in self._halves():
+                half.end()
+                half.fail(why)
+            self._changed.notify_all()
+        for half in self._halves():
+            half.emit_outbox()
+
+    def _halves(self) -> list[Half]:
+        return [half for half in (self._serving, self._rollout) if half is not None]
+
+    def _patience_s(self, now_ns: Nanoseconds) -> float:
+        """How long nothing can happen by itself: a lease or a stall may end, slack may be checked again."""
+        if self._rollout is not None and (self._rollout.has_work or self._serving.has_work):
+            return 0.002
+        expiry_ns = self._rollout.pool.next_expiry_ns if self._rollout is not None else None
+        return 0.1 if expiry_ns is None else min(0.1, max(0.001, (expiry_ns - now_ns) / NS_PER_S))

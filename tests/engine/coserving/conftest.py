@@ -1,0 +1,134 @@
+"""An executor with two models of different layers, key heads, head size and dtype, and what came out of it."""
+
+import threading
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+
+from elastic.config import EngineConfig
+from elastic.core.types import WeightMode
+from elastic.engine.base import TokenChunk
+from elastic.engine.coserving.executor import SPARE_PAGES, CoServing
+from elastic.engine.coserving.halves import ModelSpec, RolloutHalf
+from elastic.engine.kv.slab import SlabBackend
+from elastic.model.checkpoint import model_tensors
+from elastic.model.config import Qwen3Config
+from elastic.model.qwen3 import Qwen3
+from policies.coexecution import NoAdmission
+from policies.kvmemory import PreemptiveMemory
+
+TIMEOUT_S = 30.0
+PAGE_BYTES = 16 * 1024
+SERVING = Qwen3Config(
+    num_hidden_layers=3, num_key_value_heads=1, head_dim=16, hidden_size=64, intermediate_size=128, vocab_size=256
+)
+ROLLOUT = Qwen3Config(num_hidden_layers=2, initializer_range=0.15)
+
+
+def weights_of(config: Qwen3Config, seed: int) -> dict[str, torch.Tensor]:
+    torch.manual_seed(seed)
+    return {name: tensor.bfloat16() for name, tensor in model_tensors(Qwen3(config)).items()}
+
+
+class Chunks:
+    """A sink that can be waited on."""
+
+    def __init__(self) -> None:
+        self.all: list[TokenChunk] = []
+        self._changed = threading.Condition()
+
+    def __call__(self, chunks: Sequence[TokenChunk]) -> None:
+        with self._changed:
+            self.all.extend(chunks)
+            self._changed.notify_all()
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        with self._changed:
+            assert self._changed.wait_for(condition, TIMEOUT_S), f"waited in vain; last: {self.all[-3:]}"
+
+    def end(self, request_id: str) -> TokenChunk | None:
+        return next((c for c in self.all if c.request_id == request_id and c.finish is not None), None)
+
+    def finish(self, *request_ids: str) -> list[TokenChunk]:
+        self.until(lambda: all(self.end(request_id) for request_id in request_ids))
+        return [end for request_id in request_ids if (end := self.end(request_id))]
+
+    def tokens(self, request_id: str) -> list[int]:
+        return [token for c in self.all if c.request_id == request_id for token in c.token_ids]
+
+
+class Device:
+    """A shared device under test."""
+
+    def __init__(self, executor: CoServing) -> None:
+        self.executor = executor
+        self.served = Chunks()
+        self.rolled = Chunks()
+        self.executor.start(self.served, weights_of(SERVING, 0))
+
+    @property
+    def serving(self):
+        return self.executor.serving
+
+    def lend(self, version: int = 1, **settings) -> RolloutHalf:
+        rollout = self.executor.attach(rollout_spec(**settings))
+        rollout.start(self.rolled)
+        rollout.load_weights(version, weights_of(ROLLOUT, version), WeightMode.FINISH)
+        return rollout
+
+    def check_pages(self) -> None:
+        """No page or block is lost or in two places, and the halves stay within their budget."""
+        executor = self.executor
+        with executor._changed:
+            executor._pages.check()
+            for half in executor._halves():
+                half.pool.check()
+            statistics = executor.statistics()
+        assert statistics.serving_pages + statistics.rollout_pages + statistics.free_pages >= statistics.total_pages
+        assert statistics.rollout_pages <= statistics.budget.pages
+
+
+def serving_spec(**settings) -> ModelSpec:
+    settings = {"device": "cpu", "max_context_tokens": 256, "prefill_chunk_tokens": 256, **settings}
+    return ModelSpec(SERVING, EngineConfig.model_validate(settings), torch.float32)
+
+
+def rollout_spec(**settings) -> ModelSpec:
+    settings = {"device": "cpu", "max_context_tokens": 256, "prefill_chunk_tokens": 64, **settings}
+    return ModelSpec(ROLLOUT, EngineConfig.model_validate(settings), torch.bfloat16)
+
+
+@pytest.fixture(scope="session")
+def profiles(tmp_path_factory):
+    return tmp_path_factory.mktemp("profiles")
+
+
+@pytest.fixture
+def make_device(profiles):
+    devices: list[Device] = []
+
+    def make(pages: int = 62, admission=NoAdmission(), memory=PreemptiveMemory(), serving=None, **settings) -> Device:  # noqa: B008
+        backend = SlabBackend(pages + SPARE_PAGES, PAGE_BYTES)
+        settings = {"profiles": profiles, **settings}
+        devices.append(Device(CoServing(serving or serving_spec(), backend, admission, memory, **settings)))
+        return devices[-1]
+
+    yield make
+    for device in devices:
+        device.executor.close()
+
+
+@pytest.fixture(scope="session")
+def spec_of_rollouts():
+    return rollout_spec
+
+
+@pytest.fixture(scope="session")
+def spec_of_serving():
+    return serving_spec
+
+
+@pytest.fixture(scope="session")
+def rollout_weights():
+    return lambda version: weights_of(ROLLOUT, version)

@@ -1,0 +1,304 @@
+"""Two models on one device: serving first, memory that moves, and faults of one half that the other survives."""
+
+import time
+
+import pytest
+import torch
+
+from elastic.core.types import Account, FinishReason, WeightMode
+from elastic.engine.base import WeightsMismatch
+from elastic.engine.coserving.swapping import Swapping
+from policies.coexecution import ExclusiveAdmission, NoAdmission, Slo, SloAdmission
+from policies.kvmemory import FineGrainedMemory, PreemptiveMemory, StaticPartition
+
+MS = 1_000_000
+LOOSE = Slo(ttft_ns=60_000 * MS, tpot_ns=60_000 * MS)
+NEVER = SloAdmission(slo=LOOSE, longest_ns=0)
+
+
+def test_both_models_give_what_each_gives_alone(make_device, turn):
+    """Neither sees the other's memory, whatever passes from hand to hand."""
+    together, alone = make_device(), make_device()
+    rollout = together.lend()
+    serves = [turn(f"s{i}", prompt=30 + 40 * i, max_new_tokens=20) for i in range(5)]
+    turns = [turn(f"r{i}", prompt=50 + 10 * i, max_new_tokens=40) for i in range(6)]
+    for request, rolled in zip([*serves, None], turns, strict=True):
+        rollout.submit([rolled])
+        if request is not None:
+            together.serving.submit([request])
+    together.served.finish(*(s.request_id for s in serves))
+    together.rolled.finish(*(t.request_id for t in turns))
+    for request in serves:
+        alone.serving.submit([request])
+        alone.served.finish(request.request_id)
+        assert alone.served.tokens(request.request_id) == together.served.tokens(request.request_id)
+    sole = alone.lend()
+    for request in turns:
+        sole.submit([request])
+        alone.rolled.finish(request.request_id)
+        assert len(together.rolled.tokens(request.request_id)) == 40
+    together.check_pages()
+
+
+def test_rollouts_wait_while_there_is_no_slack_and_stall_to_be_routed_again(make_device, turn):
+    device = make_device(admission=NoAdmission(), stall_timeout_ns=300 * MS)
+    rollout = device.lend()
+    device.executor._admission = NEVER
+    rollout.submit([turn("r")])
+    (end,) = device.rolled.finish("r")
+    assert end.finish is FinishReason.STALLED
+    assert "no progress" in end.detail
+    assert device.executor.statistics().turns_stalled == 1
+    device.serving.submit([turn("s")])
+    assert device.served.finish("s")[0].finish is FinishReason.LENGTH
+
+
+def test_waiting_for_a_place_in_the_batch_is_no_stall(make_device, turn):
+    device = make_device(stall_timeout_ns=150 * MS)
+    rollout = device.lend(max_batch=1, pacing={"prefill_tokens_per_s": 1e5, "decode_step_s": {1: 0.02}})
+    rollout.submit([turn("first", max_new_tokens=30), turn("second", max_new_tokens=2)])
+    ends = device.rolled.finish("first", "second")
+    assert [end.finish for end in ends] == [FinishReason.LENGTH] * 2
+
+
+def test_serving_runs_first_at_every_tick(make_device, turn):
+    """Behind each rollout iteration stands a serving one, as long as serving has something to do."""
+    device = make_device()
+    rollout = device.lend()
+    order: list[str] = []
+    for half, name in ((device.serving, "s"), (rollout, "r")):
+        iterate = half.iterate
+
+        def noted(iteration, iterate=iterate, name=name):
+            busy = device.serving.has_work
+            iterate(iteration)
+            order.append(name if busy else name.upper())
+
+        half.iterate = noted
+    rollout.submit([turn(f"r{i}", max_new_tokens=100) for i in range(4)])
+    device.serving.submit([turn("s", max_new_tokens=40)])
+    device.served.finish("s")
+    device.rolled.finish(*(f"r{i}" for i in range(4)))
+    assert "rr" not in "".join(order)
+    assert "s" in order
+    assert "r" in order
+
+
+def test_a_burst_takes_the_memory_back_and_the_turns_are_given_back_whole(make_device, turn):
+    """Serving never waits for memory that rollouts hold; the turns cut lose no token that was emitted."""
+    device = make_device(pages=16, memory=PreemptiveMemory(headroom_share=0.25))
+    rollout = device.lend()
+    turns = [turn(f"r{i}", prompt=100, max_new_tokens=150) for i in range(4)]
+    rollout.submit(turns)
+    device.rolled.until(lambda: all(device.rolled.tokens(t.request_id) for t in turns))
+    serves = [turn(f"s{i}", prompt=250, max_new_tokens=6) for i in range(12)]
+    device.serving.submit(serves)
+    ends = device.served.finish(*(s.request_id for s in serves))
+    assert {end.finish for end in ends} == {FinishReason.LENGTH}
+    device.check_pages()
+    statistics = device.executor.statistics()
+    assert statistics.budget.pressure
+    assert len(statistics.reclaims_ns) == statistics.budget.cuts >= 1
+    ends = device.rolled.finish(*(t.request_id for t in turns))
+    assert FinishReason.ABORTED in {end.finish for end in ends}
+    assert statistics.turns_aborted == sum(end.finish is FinishReason.ABORTED for end in ends)
+    for request in turns:
+        chunks = [c for c in device.rolled.all if c.request_id == request.request_id]
+        positions = [chunk.start + len(chunk.token_ids) for chunk in chunks]
+        assert [chunk.start for chunk in chunks] == [0, *positions[:-1]]
+    # Frozen until the next step, which a new version of the policy begins.
+    assert device.executor.statistics().budget.pages == statistics.budget.pages
+    rollout.load_weights(2, device_weights(rollout), WeightMode.FINISH)
+    assert not device.executor.statistics().budget.pressure
+
+
+def device_weights(rollout) -> dict[str, torch.Tensor]:
+    return dict(rollout._host)
+
+
+@pytest.mark.parametrize("memory", [PreemptiveMemory(), FineGrainedMemory()], ids=lambda m: type(m).__name__)
+def test_serving_can_reach_the_whole_memory(make_device, turn, spec_of_serving, memory):
+    device = make_device(pages=12, memory=memory, serving=spec_of_serving(max_batch=64))
+    rollout = device.lend()
+    rollout.submit([turn(f"r{i}", prompt=120, max_new_tokens=100) for i in range(4)])
+    device.rolled.until(lambda: len(device.rolled.all) > 0)
+    serves = [turn(f"s{i}", prompt=90, max_new_tokens=30) for i in range(12)]
+    device.serving.submit(serves)
+    device.served.finish(*(s.request_id for s in serves))
+    assert device.executor.statistics().serving_peak_pages == 12
+    device.check_pages()
+
+
+def test_a_static_partition_holds_both_to_their_half(make_device, turn):
+    device = make_device(pages=24, memory=StaticPartition())
+    rollout = device.lend()
+    rollout.submit([turn(f"r{i}", prompt=120, max_new_tokens=60) for i in range(4)])
+    serves = [turn(f"s{i}", prompt=200, max_new_tokens=10) for i in range(12)]
+    device.serving.submit(serves)
+    device.served.finish(*(s.request_id for s in serves))
+    device.check_pages()
+    device.rolled.finish(*(f"r{i}" for i in range(4)))
+    statistics = device.executor.statistics()
+    assert statistics.serving_peak_pages <= 12
+    assert statistics.turns_aborted == 0
+
+
+def test_a_prefix_is_kept_for_its_lease_and_no_longer(make_device, turn):
+    device = make_device(memory=PreemptiveMemory(lease_ns=200 * MS))
+    rollout = device.lend()
+    prompt = list(range(32)) * 3
+
+    def cached(name: str) -> int:
+        rollout.submit([turn(name, prompt=prompt)])
+        device.rolled.finish(name)
+        return next(c for c in device.rolled.all if c.request_id == name).cached_tokens
+
+    assert cached("first") == 0
+    assert cached("within the lease") == 80
+    deadline = time.monotonic() + 10
+    while device.executor.statistics().rollout_pages and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert device.executor.statistics().rollout_pages == 0
+    assert cached("after it") == 0
+
+
+def test_credits_follow_the_budget(make_device):
+    device = make_device(pages=40, memory=PreemptiveMemory(headroom_share=0))
+    rollout = device.lend(max_batch=16, max_pending=4)
+    layout = rollout.layout
+    assert rollout.statistics().capacity_turns == min(20, 40 * layout.layer_slots // 256)
+    device.executor._budget = PreemptiveMemory().observe(device.executor._budget, 40, 12, 0)
+    assert rollout.statistics().capacity_turns == 20 * layout.layer_slots // 256
+
+
+def test_asleep_the_rollout_model_keeps_one_page_and_wakes_from_host_memory(make_device, turn):
+    device = make_device()
+    rollout = device.lend()
+    request = turn("a", prompt=60)
+    rollout.submit([request])
+    device.rolled.finish("a")
+    free = device.executor.statistics().free_pages
+    rollout.sleep()
+    asleep = device.executor.statistics()
+    assert asleep.rollout_pages == 0
+    assert asleep.free_pages >= free
+    assert rollout._runner.weight_bytes == 0
+    rollout.load_weights(2, device_weights(rollout), WeightMode.FINISH)
+    assert rollout._runner.weight_bytes == 0
+    rollout.wake()
+    rollout.submit([turn("b", prompt=request.token_ids, noise_seed=request.noise_seed)])
+    device.rolled.finish("b")
+    assert device.rolled.tokens("a") == device.rolled.tokens("b")
+    assert rollout.statistics().accounts_ns[Account.LOADING] > 0
+
+
+def test_the_devices_time_that_serving_takes_is_servings(make_device, turn):
+    device = make_device()
+    rollout = device.lend()
+    device.serving.submit([turn("s", prompt=200, max_new_tokens=30)])
+    device.served.finish("s")
+    accounts = rollout.statistics().accounts_ns
+    assert accounts[Account.SERVING] >= 0.5 * device.executor.statistics().serving_busy_ns
+
+
+# Bad input and faults.
+
+
+def test_a_device_serves_one_run_at_a_time_and_can_be_lent_again(make_device, turn, spec_of_rollouts):
+    device = make_device()
+    first = device.lend()
+    first.submit([turn("a", max_new_tokens=200)])
+    with pytest.raises(RuntimeError, match="lent to another run"):
+        device.executor.attach(spec_of_rollouts())
+    first.close()
+    assert device.rolled.finish("a")[0].finish is FinishReason.ABORTED
+    assert device.executor.rollout is None
+    device.check_pages()
+    second = device.lend(version=3)
+    second.submit([turn("b")])
+    assert device.rolled.finish("b")[0].weights_version == 3
+
+
+def test_a_rollout_model_that_does_not_fit_is_refused(make_device, turn, spec_of_rollouts):
+    device = make_device(pages=8)
+    with pytest.raises(ValueError, match="the rollout model does not fit: 4096 tokens of KV need 128 pages of 16384"):
+        device.executor.attach(spec_of_rollouts(max_context_tokens=4096))
+    with pytest.raises(ValueError, match="at least 32768 are needed"):
+        device.executor.attach(spec_of_rollouts(kv_block_tokens=64))
+    assert device.executor.rollout is None
+    device.check_pages()
+    device.serving.submit([turn("s")])
+    assert device.served.finish("s")[0].finish is FinishReason.LENGTH
+
+
+def test_a_serving_model_that_could_wait_for_ever_is_refused(make_device):
+    with pytest.raises(ValueError, match=r"the serving model does not fit: 256 tokens .* may have 6 of 12"):
+        make_device(pages=12, memory=StaticPartition())
+
+
+def test_weights_that_do_not_fit_are_refused_and_serving_goes_on(make_device, turn, spec_of_rollouts, rollout_weights):
+    device = make_device()
+    rollout = device.executor.attach(spec_of_rollouts())
+    rollout.start(device.rolled)
+    wrong = rollout_weights(1)
+    wrong.pop("model.norm.weight")
+    with pytest.raises(WeightsMismatch, match=r"model\.norm\.weight"):
+        rollout.load_weights(1, wrong, WeightMode.FINISH)
+    device.serving.submit([turn("s")])
+    assert device.served.finish("s")[0].finish is FinishReason.LENGTH
+
+
+def test_a_request_longer_than_the_model_ends_alone(make_device, turn):
+    device = make_device()
+    device.serving.submit([turn("long", prompt=300), turn("s")])
+    long, good = device.served.finish("long", "s")
+    assert (long.finish, good.finish) == (FinishReason.ERROR, FinishReason.LENGTH)
+    assert "prompt too long: 300 tokens; at most 256" in long.detail
+
+
+@pytest.mark.parametrize("where", ["_compute", "next_iteration", "end_stalled"])
+def test_serving_survives_a_crash_of_the_rollout_half(make_device, turn, where):
+    device = make_device()
+    rollout = device.lend()
+
+    def crash(*_args):
+        raise ZeroDivisionError("a bug")
+
+    setattr(rollout, where, crash)
+    rollout.submit([turn("r")])
+    device.serving.submit([turn("s", max_new_tokens=50)])
+    (end,) = device.served.finish("s")
+    assert (end.finish, len(device.served.tokens("s"))) == (FinishReason.LENGTH, 50)
+    if where != "end_stalled":
+        assert device.rolled.finish("r")[0].finish is FinishReason.ERROR
+    rollout.__dict__.pop(where)
+    rollout.submit([turn("again")])
+    assert device.rolled.finish("again")[0].finish is FinishReason.LENGTH
+    device.check_pages()
+
+
+def test_closing_ends_what_is_alive_in_both_halves(make_device, turn):
+    device = make_device()
+    rollout = device.lend()
+    rollout.submit([turn("r", max_new_tokens=200)])
+    device.serving.submit([turn("s", max_new_tokens=200)])
+    device.served.until(lambda: bool(device.served.tokens("s")))
+    device.executor.close()
+    device.executor.close()
+    assert device.served.finish("s")[0].finish is FinishReason.ABORTED
+    assert device.rolled.finish("r")[0].finish is FinishReason.ABORTED
+    with pytest.raises(RuntimeError, match="closed"):
+        device.serving.submit([turn("late")])
+
+
+def test_stop_and_reload_lets_one_model_on_the_device_at_a_time(make_device, turn):
+    swapping = Swapping(idle_ns=50 * MS, boot_ns=20 * MS)
+    device = make_device(admission=ExclusiveAdmission(), swapping=swapping)
+    rollout = device.lend()
+    rollout.submit([turn("r", max_new_tokens=12), turn("long", max_new_tokens=200)])
+    device.rolled.finish("r")
+    assert device.serving.aside
+    device.serving.submit([turn("s")])
+    assert device.served.finish("s")[0].finish is FinishReason.LENGTH
+    assert device.rolled.finish("long")[0].finish in (FinishReason.ABORTED, FinishReason.LENGTH)
+    device.check_pages()
