@@ -3,12 +3,13 @@
 import asyncio
 import os
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import ClassVar, TypeVar
 
 import psutil
 import pytest
+import uvloop
 
 from elastic.core.events import LeaseEnded, LeaseGranted, LeaseRefused, OfferChanged
 from elastic.core.types import EndCause, LeaseId
@@ -25,6 +26,12 @@ subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 time.sleep(600)
 """
 """Sleeps, and so does a child of its own, which must not outlive it either."""
+
+
+def pytest_asyncio_loop_factories(item: pytest.Item) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """Runs are on uvloop where there is one; what deals with processes is tested on asyncio's own loop, too."""
+    both = {"uvloop": uvloop.new_event_loop, "asyncio": asyncio.new_event_loop}
+    return both if item.path.stem == "test_processes" else {"uvloop": uvloop.new_event_loop}
 
 
 class Recorder:

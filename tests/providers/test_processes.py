@@ -7,7 +7,6 @@ import sys
 import msgspec
 import psutil
 import pytest
-import uvloop
 
 from elastic.core.events import LeaseRefused
 from providers.base import ProviderContext, ProviderSettings, ProviderUnavailable
@@ -31,11 +30,6 @@ async def main(run, run_dir):
 
 asyncio.run(main(*sys.argv[1:]))
 """
-
-
-@pytest.fixture(params=[asyncio.DefaultEventLoopPolicy, uvloop.EventLoopPolicy])
-def event_loop_policy(request: pytest.FixtureRequest) -> asyncio.AbstractEventLoopPolicy:
-    return request.param()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs PR_SET_PDEATHSIG")
