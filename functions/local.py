@@ -1,0 +1,310 @@
+"""A function pool on this machine: real processes, started when a call finds none, ended after some idle time.
+
+A process takes one call at a time. Its start is measured and billed, as a platform bills it; waiting for a free
+place is not. A call that runs out of time, and a process that dies under a call, take the process with them.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Coroutine, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from functions.base import (
+    BadResult,
+    Call,
+    FunctionError,
+    FunctionMissing,
+    FunctionRaised,
+    FunctionTimedOut,
+    FunctionUnavailable,
+    Meter,
+    Outcome,
+)
+from functions.process import HEADER, Answer, Loaded, Missing, Raised, Returned, Unsendable
+
+START_TIMEOUT_S = 60.0
+"""For the start before the first call; later ones have the time of the call that waits for them."""
+RECORDED_MAX = 100_000
+"""Results kept by key, the oldest forgotten first; more than any run has under way at once."""
+
+_decode_answer = msgspec.msgpack.Decoder(Answer).decode
+
+
+class Prices(NamedTuple):
+    """What a platform charges. A paced call takes at least `pacing_s`: a real result, at a modelled speed."""
+
+    usd_per_s: float = 0.0
+    usd_per_call: float = 0.0
+    pacing_s: float = 0.0
+
+
+class _Process:
+    """One process with the function loaded, in a process group of its own."""
+
+    def __init__(self, function: str, log: Path | None) -> None:
+        self._function = function
+        self._log = log
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def start(self) -> None:
+        with contextlib.ExitStack() as files:
+            errors: Any = asyncio.subprocess.DEVNULL if self._log is None else files.enter_context(self._log.open("ab"))
+            try:
+                self._process = await asyncio.create_subprocess_exec(
+                    *(sys.executable, "-m", "functions.process", str(os.getpid()), self._function),
+                    stdin=asyncio.subprocess.PIPE,
+                    stdout=asyncio.subprocess.PIPE,
+                    stderr=errors,
+                    start_new_session=True,
+                )
+            except OSError as error:
+                raise FunctionUnavailable(f"{self._function}: no process could be started: {error}") from error
+        answer = await self._hear()
+        if isinstance(answer, Missing):
+            raise FunctionMissing(f"{self._function} cannot be loaded: {answer.error}")
+        if not isinstance(answer, Loaded):
+            raise FunctionUnavailable(f"{self._function}: its process spoke out of turn")
+
+    async def call(self, payload: bytes) -> Any:
+        process = self._running()
+        assert process.stdin is not None
+        try:
+            process.stdin.write(HEADER.pack(len(payload)) + payload)
+            await process.stdin.drain()
+        except OSError as error:
+            raise FunctionUnavailable(f"{self._function}: its process died before the call") from error
+        match await self._hear():
+            case Returned(result):
+                return msgspec.msgpack.decode(result)
+            case Raised(error):
+                raise FunctionRaised(f"{self._function} raised {error}")
+            case Unsendable(error):
+                raise BadResult(f"{self._function}: its result of type {error}")
+            case _:
+                raise FunctionUnavailable(f"{self._function}: its process spoke out of turn")
+
+    async def kill(self) -> None:
+        """SIGKILL the process and its children; returns once it is reaped."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        # Also when it has ended by itself: what it started may still be there.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        if process.stdin is not None:
+            process.stdin.close()
+        await process.wait()
+
+    @property
+    def alive(self) -> bool:
+        return self._process is not None and self._process.returncode is None
+
+    async def _hear(self) -> Answer:
+        process = self._running()
+        assert process.stdout is not None
+        try:
+            header = await process.stdout.readexactly(HEADER.size)
+            return _decode_answer(await process.stdout.readexactly(HEADER.unpack(header)[0]))
+        except (asyncio.IncompleteReadError, OSError) as error:
+            status = await process.wait()
+            raise FunctionUnavailable(f"{self._function}: its process ended with status {status}") from error
+        except msgspec.DecodeError as error:
+            raise FunctionUnavailable(f"{self._function}: its process answered nonsense: {error}") from error
+
+    def _running(self) -> asyncio.subprocess.Process:
+        assert self._process is not None
+        return self._process
+
+
+class _Meterings:
+    """The times of one call, as they come to be known."""
+
+    def __init__(self) -> None:
+        self._asked_s = _now_s()
+        self._placed_s: float | None = None
+        self._cold_start_s = 0.0
+
+    def placed(self) -> None:
+        self._placed_s = _now_s()
+
+    @contextlib.contextmanager
+    def cold_start(self) -> Iterator[None]:
+        begun_s = _now_s()
+        try:
+            yield
+        finally:
+            self._cold_start_s = _now_s() - begun_s
+
+    def end(self, function: str, key: str, outcome: Outcome, prices: Prices) -> Call:
+        now_s = _now_s()
+        placed_s = now_s if self._placed_s is None else self._placed_s
+        billed_s = now_s - placed_s
+        return Call(
+            function=function,
+            key=key,
+            outcome=outcome,
+            queued_s=placed_s - self._asked_s,
+            cold_start_s=self._cold_start_s,
+            duration_s=billed_s - self._cold_start_s,
+            usd=0.0 if self._placed_s is None else billed_s * prices.usd_per_s + prices.usd_per_call,
+        )
+
+
+class LocalFunctionPool:
+    """`functions.base.FunctionPool` over processes; at most `concurrency` of them, none after `idle_s` without a call.
+
+    `log` takes what the function prints. `meter` hears of every call.
+    """
+
+    def __init__(
+        self,
+        function: str,
+        *,
+        concurrency: int = 4,
+        idle_s: float = 30.0,
+        prices: Prices = Prices(),  # noqa: B008 - an immutable default
+        log: Path | None = None,
+        meter: Meter = lambda _: None,
+    ) -> None:
+        self.function = function
+        self._idle_s = idle_s
+        self._prices = prices
+        self._log = log
+        self._meter = meter
+        self._places = asyncio.Semaphore(concurrency)
+        self._idle: dict[_Process, asyncio.TimerHandle] = {}
+        self._calls: dict[str, asyncio.Task[Any]] = {}
+        self._recorded: dict[str, Any] = {}
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._closed = False
+
+    async def start(self) -> None:
+        process = _Process(self.function, self._log)
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                await process.start()
+        except TimeoutError:
+            await process.kill()
+            raise FunctionTimedOut(f"{self.function}: not loaded within {START_TIMEOUT_S:g} s") from None
+        except BaseException:
+            await process.kill()
+            raise
+        self._rest(process)
+
+    async def invoke(self, key: str, payload: Any, timeout_s: float) -> Any:
+        if key in self._recorded:
+            return self._recorded[key]
+        if self._closed:
+            raise FunctionUnavailable(f"{self.function}: its pool is closed")
+        if (running := self._calls.get(key)) is not None:
+            await asyncio.wait({running}, timeout=timeout_s)
+            if not running.done():
+                raise self._timed_out(timeout_s)
+            return self._result_of(running)
+        call = self._own(self._call(key, msgspec.msgpack.encode(payload), timeout_s), f"{self.function} of {key}")
+        self._calls[key] = call
+        call.add_done_callback(lambda call: self._ended(key, call))
+        await asyncio.wait({call})
+        return self._result_of(call)
+
+    async def aclose(self) -> None:
+        self._closed = True
+        for call in self._calls.values():
+            call.cancel()
+        for process in list(self._idle):
+            self._retire(process)
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+
+    async def _call(self, key: str, payload: bytes, timeout_s: float) -> Any:
+        times = _Meterings()
+        outcome = Outcome.UNAVAILABLE
+        try:
+            async with asyncio.timeout(timeout_s), self._places:
+                times.placed()
+                result = await self._run(payload, times)
+            outcome = Outcome.OK
+        except TimeoutError:
+            outcome = Outcome.TIMED_OUT
+            raise self._timed_out(timeout_s) from None
+        except FunctionError as error:
+            outcome = error.outcome
+            raise
+        finally:
+            self._meter(times.end(self.function, key, outcome, self._prices))
+        self._record(key, result)
+        return result
+
+    async def _run(self, payload: bytes, times: _Meterings) -> Any:
+        """On a warm process or a new one; only one that has answered is used again."""
+        process = self._warm_process()
+        answered = False
+        try:
+            if process is None:
+                process = _Process(self.function, self._log)
+                with times.cold_start():
+                    await process.start()
+            begun_s = _now_s()
+            result = await process.call(payload)
+            await asyncio.sleep(begun_s + self._prices.pacing_s - _now_s())
+            answered = True
+            return result
+        except (FunctionRaised, BadResult):
+            answered = True
+            raise
+        finally:
+            if process is not None and answered and not self._closed:
+                self._rest(process)
+            elif process is not None:
+                await asyncio.shield(self._own(process.kill(), "kill"))
+
+    def _result_of(self, call: asyncio.Task[Any]) -> Any:
+        if call.cancelled():
+            raise FunctionUnavailable(f"{self.function}: its pool was closed")
+        return call.result()
+
+    def _ended(self, key: str, call: asyncio.Task[Any]) -> None:
+        del self._calls[key]
+        if not call.cancelled():
+            call.exception()  # whoever asked may have left: nobody else would look at it
+
+    def _warm_process(self) -> _Process | None:
+        """The one that rested last, so that the others can reach their idle time."""
+        while self._idle:
+            process, timer = self._idle.popitem()
+            timer.cancel()
+            if process.alive:
+                return process
+            self._own(process.kill(), "reap")
+        return None
+
+    def _rest(self, process: _Process) -> None:
+        self._idle[process] = asyncio.get_running_loop().call_later(self._idle_s, self._retire, process)
+
+    def _retire(self, process: _Process) -> None:
+        self._idle.pop(process).cancel()
+        self._own(process.kill(), "scale down")
+
+    def _record(self, key: str, result: Any) -> None:
+        self._recorded[key] = result
+        if len(self._recorded) > RECORDED_MAX:
+            del self._recorded[next(iter(self._recorded))]
+
+    def _timed_out(self, timeout_s: float) -> FunctionTimedOut:
+        return FunctionTimedOut(f"{self.function} did not answer within {timeout_s:g} s")
+
+    def _own(self, work: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()

@@ -1,0 +1,108 @@
+"""The process that a local pool's function runs in: `python -m functions.process PARENT_PID FUNCTION`.
+
+Frames are a length (4 bytes, big-endian) and msgpack: payloads come on standard input, answers go to what was
+standard output, which from then on is standard error to the function. The first answer says whether it could be
+loaded. The process dies with the pool's, and ends when its input does.
+"""
+
+import ctypes
+import importlib
+import os
+import signal
+import struct
+import sys
+from collections.abc import Callable
+from typing import Any, BinaryIO
+
+import msgspec
+
+HEADER = struct.Struct("!I")
+PR_SET_PDEATHSIG = 1
+
+
+class Loaded(msgspec.Struct, tag=True):
+    """The function can be called."""
+
+
+class Missing(msgspec.Struct, tag=True):
+    """The function cannot be loaded; the process ends."""
+
+    error: str
+
+
+class Returned(msgspec.Struct, tag=True):
+    """The function's result, as msgpack."""
+
+    result: msgspec.Raw
+
+
+class Raised(msgspec.Struct, tag=True):
+    error: str
+
+
+class Unsendable(msgspec.Struct, tag=True):
+    """The function returned what msgpack does not know."""
+
+    error: str
+
+
+Answer = Loaded | Missing | Returned | Raised | Unsendable
+
+
+def load(function: str) -> Callable[[Any], Any]:
+    """The function that `module:attribute` names. Raises whatever is wrong with it."""
+    module, _, attribute = function.partition(":")
+    found: Any = importlib.import_module(module)
+    for name in attribute.split("."):
+        found = getattr(found, name)
+    if not callable(found):
+        raise TypeError(f"it is a {type(found).__name__}, not a function")
+    return found
+
+
+def call(function: Callable[[Any], Any], payload: Any) -> Answer:
+    try:
+        result = function(payload)
+    except Exception as error:
+        return Raised(f"{type(error).__name__}: {error}")
+    try:
+        return Returned(msgspec.Raw(msgspec.msgpack.encode(result)))
+    except Exception as error:
+        return Unsendable(f"{type(result).__name__} cannot be sent: {error}")
+
+
+def serve(function: str, requests: BinaryIO, answers: BinaryIO) -> None:
+    try:
+        loaded = load(function)
+    except Exception as error:
+        _answer(answers, Missing(f"{type(error).__name__}: {error}"))
+        return
+    _answer(answers, Loaded())
+    while len(header := requests.read(HEADER.size)) == HEADER.size:
+        payload = msgspec.msgpack.decode(requests.read(HEADER.unpack(header)[0]))
+        _answer(answers, call(loaded, payload))
+
+
+def _answer(answers: BinaryIO, answer: Answer) -> None:
+    body = msgspec.msgpack.encode(answer)
+    answers.write(HEADER.pack(len(body)) + body)
+    answers.flush()
+
+
+def _die_with(parent_pid: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent_pid:
+            sys.exit("the process that started this one has died")
+
+
+def main() -> None:
+    parent_pid, function = sys.argv[1:]
+    _die_with(int(parent_pid))
+    with os.fdopen(os.dup(sys.stdout.fileno()), "wb") as answers:
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+        serve(function, sys.stdin.buffer, answers)
+
+
+if __name__ == "__main__":
+    main()

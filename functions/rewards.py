@@ -1,0 +1,54 @@
+"""The contract of a reward: a stateless function of a finished trajectory. Source: DESIGN §6, `Reward`.
+
+A reward is installed under the entry point group `elastic.rewards`. It is called with a `FinishedTrajectory` as a
+mapping and returns a finite number; anything else it may return is no score.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import msgspec
+
+from functions.base import BadResult
+
+ENTRY_POINTS = "elastic.rewards"
+
+
+class FinishedTrajectory(msgspec.Struct, frozen=True, kw_only=True):
+    """What a reward is a function of.
+
+    `trained[i]` says whether the policy sampled `token_ids[i]`. `seed` and `environment_settings` are those that
+    the episode began with, `environment_reward` is what the environment gave; `settings` are the reward's own.
+    """
+
+    trajectory: str
+    token_ids: list[int]
+    trained: list[int]
+    seed: int
+    environment_settings: dict[str, Any]
+    environment_reward: float
+    settings: dict[str, Any]
+
+
+class Reward(Protocol):
+    def __call__(self, trajectory: Mapping[str, Any]) -> float: ...
+
+
+def finished_trajectory(trajectory: Mapping[str, Any]) -> FinishedTrajectory:
+    """The typed form, for a reward's first line. Raises `msgspec.ValidationError`."""
+    return msgspec.convert(trajectory, FinishedTrajectory)
+
+
+def score(result: Any) -> float:
+    """A reward's result as a score. Raises `BadResult` for what is not a finite number."""
+    if isinstance(result, bool) or not isinstance(result, int | float):
+        raise BadResult(f"a reward must be a finite number; found {_shown(result)}")
+    if not math.isfinite(result):
+        raise BadResult(f"a reward must be a finite number; found {result}")
+    return float(result)
+
+
+def _shown(result: Any) -> str:
+    text = repr(result)
+    return f"{text if len(text) <= 40 else text[:40] + '…'} ({type(result).__name__})"

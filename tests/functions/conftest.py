@@ -1,0 +1,60 @@
+"""Function pools under test, made by kind, and closed at the test's end."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from functions.base import Call, FunctionPool
+from functions.local import LocalFunctionPool, Prices
+
+TIMEOUT_S = 20.0
+MakePool = Callable[..., FunctionPool]
+
+
+@pytest.fixture
+def calls() -> list[Call]:
+    """What the pools have metered."""
+    return []
+
+
+@pytest.fixture(params=["local"])
+async def make_pool(request: pytest.FixtureRequest, calls: list[Call], tmp_path: Path) -> AsyncIterator[MakePool]:
+    pools: list[FunctionPool] = []
+
+    def make(function: str = "double", **settings: Any) -> FunctionPool:
+        assert request.param == "local"
+        reference = function if ":" in function else f"tests.functions.samples:{function}"
+        pools.append(LocalFunctionPool(reference, log=tmp_path / "functions.log", meter=calls.append, **settings))
+        return pools[-1]
+
+    yield make
+    for pool in pools:
+        await pool.aclose()
+    assert function_processes() == []
+
+
+@pytest.fixture
+def prices() -> Prices:
+    return Prices(usd_per_s=2.0, usd_per_call=1.0)
+
+
+def function_processes() -> list[psutil.Process]:
+    """Our living children that run functions."""
+    return [
+        child
+        for child in psutil.Process().children(recursive=True)
+        if child.status() != psutil.STATUS_ZOMBIE and "functions.process" in child.cmdline()
+    ]
+
+
+async def eventually(condition: Callable[[], object]) -> None:
+    """Wait for something outside this process, which cannot tell us."""
+    async with asyncio.timeout(TIMEOUT_S):
+        while True:
+            if condition():
+                return
+            await asyncio.sleep(0.01)
