@@ -6,10 +6,13 @@ import os
 import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 @dataclass(frozen=True)

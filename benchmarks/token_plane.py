@@ -14,7 +14,7 @@ import os
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -232,7 +232,7 @@ def upstream(ports: multiprocessing.connection.Connection) -> None:
     """A streaming completion server: one event a token."""
 
     async def complete(request: Any) -> StreamingResponse:
-        async def events() -> Any:
+        async def events() -> AsyncIterator[bytes]:
             due_s = asyncio.get_running_loop().time()
             while True:
                 yield EVENT
@@ -259,7 +259,7 @@ def relay(
             connector = aiohttp.TCPConnector(limit=0)
             session.append(aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None)))
 
-        async def events() -> Any:
+        async def events() -> AsyncIterator[bytes]:
             async with session[0].get(f"http://127.0.0.1:{port}/") as answer:
                 async for chunk in answer.content.iter_any():
                     relayed[0] += chunk.count(b"data: ")

@@ -1,0 +1,74 @@
+"""Rollout throughput as workers are lent, and a run on borrowed capacity against the reserved trainer alone.
+
+Live: real processes, real tokens; engines are paced to a modelled device, slow enough that four of them fit on two
+cores. `rollout_tokens_per_s` counts accepted tokens over the rollout time of a step, the first step (in which
+workers still boot) left out. The second part runs the example with and without providers, same seed, and compares
+the time of a step.
+"""
+
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from _common import Arguments, emit, parse_arguments
+from _runs import prepare, run
+
+from elastic.runtime.journal import JournalReader
+
+WORKERS = (1, 2, 4)
+PACING = 'engine.pacing={prefill_tokens_per_s=4000, decode_step_s={"1"=0.03, "16"=0.06}}'
+SEED = 7
+
+
+def rollout(directory: Path, workers: int, steps: int, groups: int) -> dict[str, Any]:
+    """Tokens per second of rollout time and the CPU's use, with `workers` dedicated workers."""
+    settings = [
+        f"run.steps={steps}",
+        f"rollout.groups={groups}",
+        "seeding.window_s=0",
+        PACING,
+        f"providers.reserved.max_workers={workers}",
+    ]
+    run_dir, _ = run(directory, "reserved", settings, SEED)
+    reader = JournalReader(run_dir / "journal.sqlite")
+    try:
+        times_s = {row["step"]: row["rollout_ns"] / 1e9 for row in reader.rows("steps")}
+        tokens = dict.fromkeys(times_s, 0)
+        for row in reader.rows("trajectories"):
+            tokens[row["step"]] += row["policy_tokens"]
+        cpu = statistics.mean(row["cpu_share"] for row in reader.rows("samples"))
+    finally:
+        reader.close()
+    rates = [tokens[step] / time_s for step, time_s in times_s.items() if step > 0]
+    return {"tokens_per_s": statistics.median(rates), "cpu_use": cpu}
+
+
+def against_reserved(directory: Path, steps: int) -> dict[str, Any]:
+    """The example on serving and spot capacity, and on the trainer's device alone."""
+    figures: dict[str, Any] = {}
+    for name, providers in (("elastic", "serving,spot"), ("reserved_only", "")):
+        run_dir, summary = run(directory, providers, [f"run.steps={steps}"], SEED)
+        reader = JournalReader(run_dir / "journal.sqlite")
+        step_s = statistics.median(row["duration_ns"] / 1e9 for row in reader.rows("steps"))
+        reader.close()
+        figures[name] = {"step_s": step_s, "wall_s": summary["wall_s"], "usd": summary["usd"]}
+    figures["speedup"] = figures["reserved_only"]["step_s"] / figures["elastic"]["step_s"]
+    return figures
+
+
+def main(arguments: Arguments) -> dict[str, Any]:
+    prepare()
+    steps, groups = (2, 6) if arguments.quick else (6, 16)
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        by_workers = {str(n): rollout(directory, n, steps, groups) for n in WORKERS}
+        return {
+            "rollout_tokens_per_s": {n: figures["tokens_per_s"] for n, figures in by_workers.items()},
+            "cpu_use": {n: figures["cpu_use"] for n, figures in by_workers.items()},
+            "against_reserved": None if arguments.quick else against_reserved(directory, 20),
+        }
+
+
+if __name__ == "__main__":
+    emit(main(args := parse_arguments(__doc__)), args)
