@@ -132,3 +132,8 @@ def spec_of_serving():
 @pytest.fixture(scope="session")
 def rollout_weights():
     return lambda version: weights_of(ROLLOUT, version)
+
+
+@pytest.fixture(scope="session")
+def serving_weights():
+    return weights_of(SERVING, 0)

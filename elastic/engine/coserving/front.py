@@ -1,0 +1,355 @@
+"""An OpenAI-compatible endpoint on the serving half: completions and chat, streamed or whole, and the model list.
+
+Prompts are text or token ids. Like vLLM's, a request may ask to `ignore_eos` and to have its token ids returned.
+"""
+
+import asyncio
+import codecs
+import json
+import secrets
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, Protocol, TypeVar
+from uuid import uuid4
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from elastic.core.types import FinishReason
+from elastic.engine.base import GenerateRequest, TokenChunk
+
+DEFAULT_MAX_TOKENS = 16
+"""OpenAI's for completions."""
+REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
+
+
+class Tokenizer(Protocol):
+    def encode(self, text: str) -> list[int]: ...
+
+    def decoder(self) -> "Decoder": ...
+
+
+class Decoder(Protocol):
+    def __call__(self, token_ids: Sequence[int]) -> str:
+        """The text that these tokens add to those before them."""
+        ...
+
+
+class Utf8Tokenizer:
+    """A token for each byte; for models without a vocabulary of their own, such as random ones."""
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decoder(self) -> Decoder:
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        return lambda token_ids: decoder.decode(bytes(min(token, 255) for token in token_ids))
+
+
+class Generator(Protocol):
+    """What the front needs of an engine."""
+
+    def submit(self, requests: Sequence[GenerateRequest]) -> None: ...
+
+    def abort(self, request_ids: Sequence[str]) -> None: ...
+
+
+class ModelCard(BaseModel):
+    """What the endpoint serves."""
+
+    model_config = ConfigDict(frozen=True)
+
+    name: str
+    vocab_size: int = Field(ge=1)
+    max_context_tokens: int = Field(ge=2)
+    eos_token_ids: tuple[int, ...] = ()
+    max_waiting: int = Field(512, ge=1, description="requests in the house, above which more are sent away")
+
+
+class _Common(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+
+    model: str | None = None
+    n: int = Field(1, ge=1, le=1, description="several choices are not supported")
+    temperature: float = Field(1.0, ge=0, le=2, allow_inf_nan=False)
+    seed: int | None = None
+    stream: bool = False
+    stream_options: dict[str, Any] | None = None
+    ignore_eos: bool = False
+    return_token_ids: bool = False
+
+    @property
+    def include_usage(self) -> bool:
+        return bool((self.stream_options or {}).get("include_usage"))
+
+
+class CompletionRequest(_Common):
+    prompt: str | list[int]
+    max_tokens: int = Field(DEFAULT_MAX_TOKENS, ge=1)
+
+
+class Message(BaseModel):
+    role: str
+    content: str
+
+
+class ChatRequest(_Common):
+    messages: list[Message] = Field(min_length=1)
+    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+
+
+BodyT = TypeVar("BodyT", bound=BaseModel)
+
+
+class FrontError(Exception):
+    """A request that is not served, with its HTTP status."""
+
+    def __init__(self, status: int, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+
+    def response(self) -> JSONResponse:
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        error = {"message": str(self), "type": kind, "param": self.param, "code": self.status}
+        return JSONResponse({"error": error}, self.status, {"Retry-After": "1"} if self.status == 503 else None)
+
+
+class ServingFront:
+    """Carries requests from the event loop to the engine's thread, and chunks back. `sink` is the engine's."""
+
+    def __init__(self, card: ModelCard, tokenizer: Tokenizer | None = None) -> None:
+        self._card = card
+        self._tokenizer = tokenizer or Utf8Tokenizer()
+        self._queues: dict[str, asyncio.Queue[TokenChunk]] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._engine: Generator | None = None
+
+    def connect(self, engine: Generator, loop: asyncio.AbstractEventLoop) -> None:
+        self._engine, self._loop = engine, loop
+
+    def sink(self, chunks: Sequence[TokenChunk]) -> None:
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._deliver, chunks)
+
+    def app(self) -> Starlette:
+        return Starlette(
+            routes=[
+                Route("/v1/completions", self._completions, methods=["POST"]),
+                Route("/v1/chat/completions", self._chat, methods=["POST"]),
+                Route("/v1/models", self._models),
+                Route("/health", self._health),
+            ]
+        )
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
+        """Chunks up to the last. Whoever stops early, or is cancelled, aborts the request."""
+        engine = self._engine
+        if engine is None:
+            raise FrontError(503, "the engine is not running yet")
+        if len(self._queues) >= self._card.max_waiting:
+            raise FrontError(503, f"{len(self._queues)} requests are waiting already; try again later")
+        queue = self._queues[request.request_id] = asyncio.Queue()
+        ended = False
+        try:
+            engine.submit([request])
+            while not ended:
+                chunk = await queue.get()
+                ended = chunk.finish is not None
+                yield chunk
+        finally:
+            del self._queues[request.request_id]
+            if not ended:
+                engine.abort([request.request_id])
+
+    def _deliver(self, chunks: Sequence[TokenChunk]) -> None:
+        for chunk in chunks:
+            if (queue := self._queues.get(chunk.request_id)) is not None:
+                queue.put_nowait(chunk)
+
+    async def _completions(self, request: Request) -> Response:
+        try:
+            body = await _body(request, CompletionRequest)
+            prompt = self._tokenizer.encode(body.prompt) if isinstance(body.prompt, str) else body.prompt
+            return await self._answer(request, body, prompt, body.max_tokens, _CompletionFormat())
+        except FrontError as error:
+            return error.response()
+
+    async def _chat(self, request: Request) -> Response:
+        try:
+            body = await _body(request, ChatRequest)
+            text = "".join(f"<{message.role}>{message.content}</{message.role}>" for message in body.messages)
+            prompt = self._tokenizer.encode(f"{text}<assistant>")
+            most = body.max_completion_tokens or body.max_tokens
+            room = self._card.max_context_tokens - len(prompt)
+            return await self._answer(request, body, prompt, most or max(1, room), _ChatFormat())
+        except FrontError as error:
+            return error.response()
+
+    async def _models(self, _: Request) -> Response:
+        card = {"id": self._card.name, "object": "model", "max_model_len": self._card.max_context_tokens}
+        return JSONResponse({"object": "list", "data": [card]})
+
+    async def _health(self, _: Request) -> Response:
+        return Response(status_code=200 if self._engine is not None else 503)
+
+    async def _answer(
+        self, request: Request, body: _Common, prompt: list[int], max_tokens: int, form: "_Format"
+    ) -> Response:
+        self._check(body, prompt, max_tokens)
+        wanted = GenerateRequest(
+            request_id=f"{form.prefix}-{uuid4().hex}",
+            token_ids=prompt,
+            start=0,
+            max_new_tokens=max_tokens,
+            stop_token_ids=() if body.ignore_eos else self._card.eos_token_ids,
+            temperature=body.temperature,
+            noise_seed=secrets.randbits(64) if body.seed is None else body.seed % 2**64,
+        )
+        answer = _Answer(wanted, self._card.name, body, form, self._tokenizer.decoder())
+        if body.stream:
+            # The first chunk decides on the status: nothing has been sent by then.
+            chunks = self.generate(wanted)
+            first = await _unless_disconnected(request, anext(chunks))
+            if first.finish is FinishReason.ERROR:
+                raise FrontError(400, first.detail)
+            return StreamingResponse(answer.events(first, chunks), media_type="text/event-stream")
+        return JSONResponse(await _unless_disconnected(request, answer.whole(self.generate(wanted))))
+
+    def _check(self, body: _Common, prompt: list[int], max_tokens: int) -> None:
+        card = self._card
+        if body.model is not None and body.model != card.name:
+            raise FrontError(404, f"no model {body.model!r}; there is {card.name!r}", "model")
+        if not prompt:
+            raise FrontError(400, "the prompt is empty", "prompt")
+        foreign = next((token for token in prompt if not 0 <= token < card.vocab_size), None)
+        if foreign is not None:
+            raise FrontError(400, f"token id {foreign} is not in the vocabulary (0 to {card.vocab_size - 1})", "prompt")
+        if len(prompt) + max_tokens > card.max_context_tokens:
+            raise FrontError(
+                400,
+                f"this model's maximum context length is {card.max_context_tokens} tokens, but {len(prompt)} of "
+                f"prompt and {max_tokens} of output were asked for",
+                "max_tokens",
+            )
+
+
+class _Format(Protocol):
+    prefix: str
+    whole: str
+    piece: str
+
+    def choice(self, text: str, streaming: bool) -> dict[str, Any]: ...
+
+
+class _CompletionFormat:
+    prefix = "cmpl"
+    whole = piece = "text_completion"
+
+    def choice(self, text: str, streaming: bool) -> dict[str, Any]:
+        return {"text": text}
+
+
+class _ChatFormat:
+    prefix = "chatcmpl"
+    whole = "chat.completion"
+    piece = "chat.completion.chunk"
+
+    def choice(self, text: str, streaming: bool) -> dict[str, Any]:
+        return {"delta" if streaming else "message": {"role": "assistant", "content": text}}
+
+
+class _Answer:
+    """One request's chunks in the shape that its client knows."""
+
+    def __init__(self, request: GenerateRequest, model: str, body: _Common, form: _Format, decoder: Decoder) -> None:
+        self._request = request
+        self._body = body
+        self._form = form
+        self._decode = decoder
+        self._shell = {"id": request.request_id, "created": int(time.time()), "model": model}
+        self._count = 0
+
+    async def events(self, first: TokenChunk, rest: AsyncIterator[TokenChunk]) -> AsyncIterator[str]:
+        """Server-sent events: one for each chunk, usage if asked for, and the end mark."""
+        try:
+            yield self._event(first)
+            if first.finish is None:
+                async for chunk in rest:
+                    yield self._event(chunk)
+            if self._body.include_usage:
+                yield _event({**self._shell, "object": self._form.piece, "choices": [], "usage": self._usage()})
+            yield "data: [DONE]\n\n"
+        finally:
+            await rest.aclose()  # type: ignore[attr-defined]
+
+    async def whole(self, chunks: AsyncIterator[TokenChunk]) -> dict[str, Any]:
+        text, token_ids, last = "", [], None
+        async for chunk in chunks:
+            text += self._decode(chunk.token_ids)
+            token_ids += chunk.token_ids
+            last = chunk
+        assert last is not None
+        if last.finish is None or last.finish not in REASONS:
+            raise FrontError(503 if last.finish is FinishReason.ABORTED else 400, last.detail or "aborted")
+        self._count = len(token_ids)
+        choice = {"index": 0, "finish_reason": REASONS[last.finish], **self._form.choice(text, False)}
+        if self._body.return_token_ids:
+            choice["token_ids"] = token_ids
+        return {**self._shell, "object": self._form.whole, "choices": [choice], "usage": self._usage()}
+
+    def _event(self, chunk: TokenChunk) -> str:
+        self._count += len(chunk.token_ids)
+        reason = None if chunk.finish is None else REASONS.get(chunk.finish, "abort")
+        text = self._decode(chunk.token_ids)
+        choice = {"index": 0, "finish_reason": reason, **self._form.choice(text, True)}
+        if self._body.return_token_ids:
+            choice["token_ids"] = chunk.token_ids
+        return _event({**self._shell, "object": self._form.piece, "choices": [choice]})
+
+    def _usage(self) -> dict[str, int]:
+        prompt = len(self._request.token_ids)
+        return {"prompt_tokens": prompt, "completion_tokens": self._count, "total_tokens": prompt + self._count}
+
+
+def _event(data: dict[str, Any]) -> str:
+    return f"data: {json.dumps(data, separators=(',', ':'))}\n\n"
+
+
+async def _body(request: Request, kind: type[BodyT]) -> BodyT:
+    try:
+        return kind.model_validate_json(await request.body())
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        param = ".".join(map(str, first["loc"])) or None
+        raise FrontError(400, f"{param or 'body'}: {first['msg']}", param) from None
+
+
+async def _unless_disconnected(request: Request, answer: Any) -> Any:
+    """The answer; its work is cancelled when the client goes away."""
+
+    async def disconnected() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    async with asyncio.TaskGroup() as tasks:
+        working = tasks.create_task(_settled(answer))
+        watching = tasks.create_task(disconnected())
+        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+        watching.cancel()
+        working.cancel()
+    result = working.result() if not working.cancelled() else FrontError(499, "the client went away")
+    if isinstance(result, FrontError):
+        raise result
+    return result
+
+
+async def _settled(answer: Any) -> Any:
+    try:
+        return await answer
+    except FrontError as error:
+        return error

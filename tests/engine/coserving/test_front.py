@@ -1,0 +1,144 @@
+"""The OpenAI-compatible front, over HTTP, on a live executor; and the load generator against it."""
+
+import asyncio
+import contextlib
+import json
+import socket
+
+import httpx
+import pytest
+import uvicorn
+
+from elastic.engine.coserving.executor import SPARE_PAGES, CoServing
+from elastic.engine.coserving.front import ModelCard, ServingFront
+from elastic.engine.coserving.load import Targets, replay, report, table
+from elastic.engine.kv.slab import SlabBackend
+from policies.coexecution import NoAdmission
+from policies.kvmemory import PreemptiveMemory
+from traces.serving import ServingRequest
+
+CARD = ModelCard(name="tiny", vocab_size=256, max_context_tokens=256, max_waiting=8)
+
+
+class Server:
+    def __init__(self, executor: CoServing, url: str) -> None:
+        self.executor = executor
+        self.url = url
+        self.client = httpx.AsyncClient(base_url=url, timeout=30, trust_env=False)
+
+    async def post(self, path: str = "/v1/completions", **body) -> httpx.Response:
+        return await self.client.post(path, json=body)
+
+    async def until(self, condition) -> None:
+        async with asyncio.timeout(20):
+            while not condition():  # noqa: ASYNC110  # the executor is asked, it does not tell
+                await asyncio.sleep(0.005)
+
+
+@pytest.fixture
+async def server(spec_of_serving, serving_weights, profiles):
+    executor = CoServing(
+        spec_of_serving(),
+        SlabBackend(62 + SPARE_PAGES, 16 * 1024),
+        NoAdmission(),
+        PreemptiveMemory(),
+        profiles=profiles,
+    )
+    front = ServingFront(CARD)
+    listener = socket.create_server(("127.0.0.1", 0))
+    uvicorn_server = uvicorn.Server(uvicorn.Config(front.app(), log_config=None, lifespan="off"))
+    serving = asyncio.create_task(uvicorn_server.serve(sockets=[listener]))
+    under_test = Server(executor, f"http://127.0.0.1:{listener.getsockname()[1]}")
+    try:
+        assert (await under_test.client.get("/health")).status_code == 503
+        await asyncio.to_thread(executor.start, front.sink, serving_weights)
+        front.connect(executor.serving, asyncio.get_running_loop())
+        yield under_test
+    finally:
+        await under_test.client.aclose()
+        await asyncio.to_thread(executor.close)
+        uvicorn_server.should_exit = True
+        await serving
+
+
+def events(text: str) -> list[dict]:
+    lines = [line for line in text.splitlines() if line]
+    assert lines.pop() == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+
+async def test_streamed_and_whole_answers_are_the_same(server):
+    body = {"prompt": [5, 6, 7], "max_tokens": 9, "seed": 3, "return_token_ids": True}
+    whole = (await server.post(**body)).json()
+    streamed = events((await server.post(**body, stream=True, stream_options={"include_usage": True})).text)
+    choice = whole["choices"][0]
+    pieces = [event["choices"][0] for event in streamed[:-1]]
+    assert [token for piece in pieces for token in piece["token_ids"]] == choice["token_ids"]
+    assert "".join(piece["text"] for piece in pieces) == choice["text"]
+    assert [piece["finish_reason"] for piece in pieces] == [None] * 8 + ["length"]
+    assert streamed[-1]["usage"] == whole["usage"] == {"prompt_tokens": 3, "completion_tokens": 9, "total_tokens": 12}
+    assert {event["id"] for event in streamed} == {streamed[0]["id"]}
+
+
+async def test_chat_and_models(server):
+    answer = await server.post("/v1/chat/completions", messages=[{"role": "user", "content": "hello"}], max_tokens=4)
+    assert answer.json()["choices"][0]["message"]["role"] == "assistant"
+    assert answer.json()["usage"]["completion_tokens"] == 4
+    listed = (await server.client.get("/v1/models")).json()["data"]
+    assert [(card["id"], card["max_model_len"]) for card in listed] == [("tiny", 256)]
+    assert (await server.client.get("/health")).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "said"),
+    [
+        ({"prompt": [1] * 250, "max_tokens": 7}, 400, "maximum context length is 256 tokens, but 250 of prompt and 7"),
+        ({"prompt": [1, 256]}, 400, "token id 256 is not in the vocabulary (0 to 255)"),
+        ({"prompt": []}, 400, "the prompt is empty"),
+        ({"prompt": "x", "model": "other"}, 404, "no model 'other'; there is 'tiny'"),
+        ({"prompt": "x", "n": 2}, 400, "n: "),
+        ({"prompt": "x", "max_tokens": 0}, 400, "max_tokens: "),
+        ({"max_tokens": 3}, 400, "prompt"),
+    ],
+)
+async def test_bad_requests_are_told_what_is_wrong(server, body, status, said):
+    answer = await server.post(**body)
+    assert answer.status_code == status
+    error = answer.json()["error"]
+    assert said in error["message"]
+    assert error["code"] == status
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_client_that_goes_away_is_aborted(server, stream):
+    body = {"prompt": [1] * 40, "max_tokens": 200, "stream": stream}
+    asking = asyncio.create_task(server.post(**body))
+    await server.until(lambda: server.executor.serving.statistics().executing == 1)
+    asking.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await asking
+    await server.until(lambda: server.executor.serving.statistics().executing == 0)
+    assert server.executor.serving.statistics().decoded_tokens < 200
+    assert (await server.post(prompt="after", max_tokens=2)).status_code == 200
+
+
+async def test_more_than_the_house_holds_are_sent_away_with_a_time_to_come_back(server):
+    answers = await asyncio.gather(*(server.post(prompt=[1] * 50, max_tokens=150) for _ in range(12)))
+    refused = [answer for answer in answers if answer.status_code == 503]
+    assert len(refused) >= 1
+    assert {answer.headers["retry-after"] for answer in refused} == {"1"}
+    assert sum(answer.status_code == 200 for answer in answers) >= 8
+
+
+async def test_a_replayed_trace_is_reported_as_vllm_bench_serve_does(server):
+    requests = [ServingRequest(0.02 * i, 10 + i, 1 + i % 5) for i in range(8)]
+    requests.append(ServingRequest(0.01, 300, 5))
+    records = await replay(server.url, "tiny", requests, vocab_size=256)
+    assert [len(record.token_times_s) for record in records] == [1 + i % 5 for i in range(8)] + [0]
+    result = report(records, Targets(ttft_ms=1e6, tpot_ms=1e6))
+    assert (result.completed, result.failed) == (8, 1)
+    assert "maximum context length" in records[-1].error
+    assert result.total_output_tokens == sum(1 + i % 5 for i in range(8))
+    assert result.request_goodput == pytest.approx(result.request_throughput)
+    assert all(record.ttft_ms > 0 for record in records[:-1])
+    assert "P99 TTFT (ms):" in table(result)
