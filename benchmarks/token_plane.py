@@ -196,7 +196,7 @@ async def _orchestrate(pipe: multiprocessing.connection.Connection, streams: int
             acquire_timeout_s=5,
             release_timeout_s=5,
         )
-        provider = StreamingWorkers("trainer", ProviderSettings(), context)
+        provider = StreamingWorkers("trainer", ProviderSettings.model_validate({}), context)
         provider.pipe = pipe
         return {"trainer": provider}
 

@@ -5,6 +5,7 @@ The only room that knows everybody. Commands of the command line end here.
 
 import asyncio
 import contextlib
+import fcntl
 import importlib.metadata
 import json
 import os
@@ -13,10 +14,10 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import msgspec
 import uvicorn
@@ -24,12 +25,13 @@ from pydantic import BaseModel
 
 from elastic import wire
 from elastic.config import Config, ConfigError, load_config, validate
+from elastic.core.digest import digest
 from elastic.core.policy import Policies
 from elastic.core.scheduler import Scheduler
 from elastic.core.types import NS_PER_S, Limits, Plan
 from elastic.engine.base import DeviceShare
 from elastic.envs.base import Environment
-from elastic.runtime.journal import Journal
+from elastic.runtime.journal import Journal, JournalError, JournalReader
 from elastic.runtime.orchestrator import Orchestrator
 from elastic.runtime.status import RunStatus
 from elastic.weights.relay import open_relay
@@ -71,6 +73,14 @@ class Acquisition(msgspec.Struct, frozen=True, kw_only=True):
     usd_per_hour_max: float
 
 
+class PastLife(msgspec.Struct, frozen=True, kw_only=True):
+    """What a run did before it is resumed."""
+
+    providers: tuple[str, ...] = ()
+    status: str = ""
+    steps_done: int = 0
+
+
 class RunOutcome(msgspec.Struct, frozen=True, kw_only=True):
     run_dir: Path
     failed: str
@@ -82,11 +92,11 @@ def installed(group: str) -> dict[str, importlib.metadata.EntryPoint]:
     return {point.name: point for point in importlib.metadata.entry_points(group=group)}
 
 
-def _pick(group: str, kind: str, name: str) -> Any:
-    points = installed(group)
+def _pick(kind: str, name: str) -> importlib.metadata.EntryPoint:
+    points = installed(f"elastic.{kind}s")
     if name not in points:
-        raise ConfigError(f"unknown {kind} {name!r}; installed: {', '.join(sorted(points))}")
-    return points[name].load()
+        raise ConfigError(f"unknown {kind} {name!r}; installed: {', '.join(sorted(points)) or 'none'}")
+    return points[name]
 
 
 def resolve(config: Config, provider_names: Sequence[str], where: str) -> RunPlan:
@@ -97,18 +107,19 @@ def resolve(config: Config, provider_names: Sequence[str], where: str) -> RunPla
     if "reserved" in config.providers and "reserved" not in names:
         names.append("reserved")
     for name in (*names, *config.providers):
-        kind = types.setdefault(name, _pick("elastic.providers", "provider", name))
-        checked = validate(kind.Settings, config.providers.get(name, {}), f"{where}: providers.{name}")
+        kind = types.setdefault(name, _pick("provider", name).load())
+        checked = validate(kind.Settings, config.providers.get(name, {}), where, f"providers.{name}")
         if name in names:
             settings[name] = checked
-    environment = _pick("elastic.environments", "environment", config.environment.name)
+    environment = _pick("environment", config.environment.name).load()
+    _pick("engine", config.engine.kind)
     return RunPlan(
         config=config,
         providers=settings,
         provider_types={name: types[name] for name in names},
         environment=environment,
         environment_settings=validate(
-            environment.Settings, config.environment.settings, f"{where}: environment.settings"
+            environment.Settings, config.environment.settings, where, "environment.settings"
         ),
     )
 
@@ -144,15 +155,24 @@ def read_model_config(config: Config) -> dict[str, Any]:
         raise ConfigError(f"model.checkpoint: {path} is not JSON: {error}") from error
 
 
-def check_base_policy(config: Config) -> None:
-    """Read the base policy as a worker would. Raises `ConfigError` if it does not match its own config."""
+def check_base_policy(plan: RunPlan) -> None:
+    """Read the base policy as a worker would.
+
+    Raises `ConfigError` if it does not match its own config, or cannot say every word of the environment.
+    """
     from elastic.model.checkpoint import CheckpointError, load_model
 
-    read_model_config(config)
+    checkpoint, words = plan.config.model.checkpoint, len(plan.environment.vocabulary)
+    read_model_config(plan.config)
     try:
-        load_model(config.model.checkpoint)
+        vocabulary = load_model(checkpoint).config.vocab_size
     except CheckpointError as error:
         raise ConfigError(f"model.checkpoint: {error}") from error
+    if vocabulary < words:
+        raise ConfigError(
+            f"model.checkpoint: {checkpoint} has a vocabulary of {vocabulary} tokens; "
+            f"environment {plan.config.environment.name!r} needs at least {words}"
+        )
 
 
 # Runs
@@ -169,7 +189,7 @@ def new_run_dir(config: Config) -> Path:
             continue
         except OSError as error:
             raise ConfigError(f"run.directory: {path} cannot be made ({error.strerror})") from error
-        (path / "config.json").write_text(config.model_dump_json(indent=2))
+        save_run_config(path, config)
         return path
     raise ConfigError(f"run.directory: {config.run.directory} has too many runs of this second")
 
@@ -198,6 +218,47 @@ def load_run_config(run_dir: Path, overrides: Sequence[str] = ()) -> Config:
     return load_config(run_dir / "config.json", overrides)
 
 
+def save_run_config(run_dir: Path, config: Config) -> None:
+    """What the run's other processes, and whoever resumes it, read."""
+    path = run_dir / "config.json"
+    try:
+        path.write_text(config.model_dump_json(indent=2))
+    except OSError as error:
+        raise ConfigError(f"run.directory: {path} cannot be written ({error.strerror})") from error
+
+
+def past_life(run_dir: Path) -> PastLife:
+    """How far a run has come, by its journal. A journal that cannot be read has nothing to tell."""
+    try:
+        reader = JournalReader(run_dir / "journal.sqlite")
+    except JournalError:
+        return PastLife()
+    try:
+        meta, steps = reader.meta(), reader.rows("steps")
+    finally:
+        reader.close()
+    return PastLife(
+        providers=tuple(name for name in meta.get("providers", "").split(",") if name),
+        status=meta.get("status", ""),
+        steps_done=steps[-1]["step"] + 1 if steps else 0,
+    )
+
+
+def replay(run_dir: Path) -> Scheduler:
+    """The scheduler in the state to which the run's journal leads (invariant 13)."""
+    reader = JournalReader(run_dir / "journal.sqlite")
+    try:
+        meta = reader.meta()
+        config = validate(Config, json.loads(meta["config"]), str(reader.path))
+        plan = resolve(config, [name for name in meta["providers"].split(",") if name], str(reader.path))
+        scheduler = Scheduler(run_plan(plan), limits(config), policies(config), 0)
+        for t_ns, event in reader.events():
+            scheduler.handle(event, t_ns)
+    finally:
+        reader.close()
+    return scheduler
+
+
 async def execute(
     plan: RunPlan,
     run_dir: Path,
@@ -211,35 +272,51 @@ async def execute(
     Raises what the orchestrator raises when the run cannot begin; every process is gone by then.
     """
     config = plan.config
-    (run_dir / "logs").mkdir(exist_ok=True)
-    journal_path = run_dir / "journal.sqlite"
-    if resume and journal_path.exists():
-        _archive(journal_path)
-    journal = Journal(journal_path, config.journal.commit_interval_s)
-    for key, value in _meta(plan, run_dir).items():
-        journal.meta(key, value)
-    scheduler = Scheduler(run_plan(plan), limits(config), policies(config), 0)
-    status = "failed: it ended unexpectedly"
-    failed = ""
-    try:
-        async with _relay(config, run_dir) as (relay, relay_token):
-            orchestrator = Orchestrator(
-                config,
-                scheduler,
-                journal,
-                make_providers=lambda join, now_ns: make_providers(plan, run_dir, join, now_ns, resume=resume),
-                make_environment=lambda: plan.environment(plan.environment_settings),
-                stop_token_ids=plan.environment.stop_token_ids,
-                welcome=_welcome(config, relay, relay_token),
-                observe=observe,
-            )
-            on_ready(orchestrator)
-            failed = await orchestrator.run(config.run.host, config.run.port)
+    with _claimed(run_dir):
+        (run_dir / "logs").mkdir(exist_ok=True)
+        journal_path = run_dir / "journal.sqlite"
+        if resume:
+            save_run_config(run_dir, config)
+            _archive(journal_path)
+        journal = Journal(journal_path, config.journal.commit_interval_s)
+        for key, value in _meta(plan, run_dir).items():
+            journal.meta(key, value)
+        scheduler = Scheduler(run_plan(plan), limits(config), policies(config), 0)
+        status = "failed: it ended unexpectedly"
+        try:
+            async with _relay(config, run_dir) as (relay, relay_token):
+                orchestrator = Orchestrator(
+                    config,
+                    scheduler,
+                    journal,
+                    make_providers=lambda join, now_ns: make_providers(plan, run_dir, join, now_ns, resume=resume),
+                    make_environment=lambda: plan.environment(plan.environment_settings),
+                    stop_token_ids=plan.environment.stop_token_ids,
+                    welcome=_welcome(config, relay, relay_token),
+                    observe=observe,
+                )
+                on_ready(orchestrator)
+                failed = await orchestrator.run(config.run.host, config.run.port)
             status = f"failed: {failed}" if failed else "finished"
-    finally:
-        journal.meta("status", status)
-        journal.close()
+        except Exception as error:
+            status = f"failed: {error}"
+            raise
+        finally:
+            journal.meta("digest", digest(scheduler))
+            journal.meta("status", status)
+            journal.close()
     return RunOutcome(run_dir=run_dir, failed=failed, interrupted=failed == INTERRUPTED)
+
+
+@contextlib.contextmanager
+def _claimed(run_dir: Path) -> Iterator[None]:
+    """The run is ours alone. Raises `ConfigError` while another process is at it; a dead one's claim is void."""
+    with (run_dir / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(f"run {run_dir} is still going on in another process; stop that one first") from error
+        yield
 
 
 INTERRUPTED = "interrupted"
@@ -328,7 +405,9 @@ def make_providers(
 
 
 def _archive(journal_path: Path) -> None:
-    """Keep the journal of a run's earlier life beside the new one."""
+    """Keep the journal of a run's earlier life, if there is one, beside the new one."""
+    if not journal_path.exists():
+        return
     number = 1
     while (archived := journal_path.with_name(f"journal-{number}.sqlite")).exists():
         number += 1
@@ -410,17 +489,17 @@ def prepare(config: Config, plan: RunPlan, progress: Callable[[int, int, float],
     return True
 
 
-def run_worker(join: str | None, trainer_run_dir: Path | None, *, resume: bool) -> int:
-    """Be a worker (or, with `trainer_run_dir`, the trainer of that run) until the lease ends; the exit code."""
-    from elastic.worker.agent import run_agent
+def run_worker(join: str | None, trainer_run_dir: Path | None, *, resume: bool) -> NoReturn:
+    """Be a worker (or, with `trainer_run_dir`, the trainer of that run) until the lease ends."""
+    from elastic.worker.agent import leave_process, run_agent
 
     ticket = worker_ticket(join)
     if trainer_run_dir is None:
-        return run_loop(run_agent(*ticket)).code
+        leave_process(run_loop(run_agent(*ticket)))
     from elastic.worker.trainer_host import run_trainer_host
 
     config = load_run_config(trainer_run_dir)
-    return run_loop(run_trainer_host(*ticket, config, trainer_run_dir, resume)).code
+    leave_process(run_loop(run_trainer_host(*ticket, config, trainer_run_dir, resume)))
 
 
 def run_serving_host() -> int:
@@ -429,7 +508,7 @@ def run_serving_host() -> int:
     from elastic.worker.agent import build_engine, run_agent
 
     async def start_agent(order: LendOrder, share: DeviceShare) -> None:
-        await run_agent(
+        end = await run_agent(
             order.join,
             order.worker,
             order.token,
@@ -437,8 +516,11 @@ def run_serving_host() -> int:
             share=share,
             born_ns=time.monotonic_ns(),
         )
+        if end.code != 0:
+            raise RuntimeError(end.reason)
 
-    serving_host.main(os.environ.get(serving_host.HOST_VARIABLE, ""), start_agent)
+    settings = serving_host.parse_settings(os.environ.get(serving_host.HOST_VARIABLE, ""))
+    run_loop(serving_host.serve_host(settings, start_agent))
     return 0
 
 
@@ -465,4 +547,7 @@ def worker_ticket(join: str | None) -> tuple[str, str, str]:
     missing = [name for name, value in found.items() if not value]
     if missing:
         raise ConfigError(f"elastic worker: {', '.join(missing)} not set; a provider hands these to its workers")
+    host, _, port = found["ELASTIC_JOIN"].rpartition(":")
+    if not host or not port.isdecimal():
+        raise ConfigError(f"elastic worker: --join takes HOST:PORT (found {found['ELASTIC_JOIN']!r})")
     return found["ELASTIC_JOIN"], found["ELASTIC_WORKER"], found["ELASTIC_JOIN_TOKEN"]

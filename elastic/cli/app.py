@@ -150,7 +150,7 @@ def worker(
     """
     from elastic.cli.worker import worker_command
 
-    raise typer.Exit(worker_command(join, trainer, resume=resume))
+    worker_command(join, trainer, resume=resume)
 
 
 @app.command("serving-host", hidden=True)

@@ -1,12 +1,13 @@
 """`elastic worker` and `elastic serving-host`: the processes that providers start."""
 
 from pathlib import Path
+from typing import NoReturn
 
 from elastic import compose
 
 
-def worker_command(join: str, trainer: Path | None, *, resume: bool) -> int:
-    return compose.run_worker(join or None, trainer, resume=resume)
+def worker_command(join: str, trainer: Path | None, *, resume: bool) -> NoReturn:
+    compose.run_worker(join or None, trainer, resume=resume)
 
 
 def serving_host_command() -> int:

@@ -3,10 +3,12 @@
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import ssl
+import sys
 from collections.abc import Callable, Coroutine, Iterator
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NoReturn, TypeAlias, TypeVar
 
 import structlog
 
@@ -20,7 +22,7 @@ from elastic.worker.connection import Connection, ConnectionLost, SessionRefused
 from elastic.worker.service import AgentExit, Pull, Pulled, Service, Ticket, Trainer
 from elastic.worker.threads import DaemonThread
 
-__all__ = ["AgentExit", "BuildEngine", "build_engine", "pull_weights", "run_agent"]
+__all__ = ["AgentExit", "BuildEngine", "build_engine", "leave_process", "pull_weights", "run_agent"]
 
 log = structlog.get_logger(__name__)
 
@@ -68,8 +70,9 @@ async def run_agent(
 ) -> AgentExit:
     """Be `worker` until drained (code 0), or refused, cut off or failed (code 1).
 
-    Dials `join` (host:port) with the one-time `token`. SIGTERM and SIGINT drain in a hurry. A `share` bounds
-    what the engine may use of a device that it shares; a `trainer` takes the orders of the trainer's worker.
+    Dials `join` (host:port) with the one-time `token`. SIGTERM and SIGINT drain in a hurry (with a `share` the
+    process is its host's, and so are its signals). A `share` bounds what the engine may use of a device that
+    it shares; a `trainer` takes the orders of the trainer's worker.
     Raises `ValueError` for a `join` that is not an address.
     """
     accounts = DeviceAccounts(process_start_ns() if born_ns is None else born_ns)
@@ -77,7 +80,7 @@ async def run_agent(
     device = DaemonThread("device")
     leave = asyncio.Event()
     try:
-        with _on_termination(leave.set):
+        with contextlib.nullcontext() if share else _on_termination(leave.set):
             booted = await _unless(leave, _boot(ticket, build_engine, device, join_timeout_s))
             if booted is None:
                 end = AgentExit(0, "terminated before it was ready")
@@ -89,6 +92,17 @@ async def run_agent(
         device.stop()
     log.log(logging.ERROR if end.code else logging.INFO, "worker ended", worker=worker, reason=end.reason)
     return end
+
+
+def leave_process(end: AgentExit) -> NoReturn:
+    """End a worker's process, at once. For its main thread, after `run_agent`.
+
+    Threads inside torch's C++ code cannot be unwound when the interpreter shuts down (it aborts the process
+    then), and whatever they still compute belongs to a lease that is over.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(end.code)
 
 
 async def _boot(

@@ -187,11 +187,6 @@ def parse_settings(settings_json: str) -> HostSettings:
         raise ConfigError("\n".join(lines)) from None
 
 
-def main(settings_json: str, start_agent: StartAgent) -> None:
-    """`elastic serving-host`. Raises `ConfigError` for settings that cannot be used."""
-    asyncio.run(serve_host(parse_settings(settings_json), start_agent))
-
-
 def _listen(settings: HostSettings) -> socket.socket:
     try:
         if settings.listen_fd is not None:

@@ -4,7 +4,7 @@ import asyncio
 import os
 
 from elastic.engine.base import DeviceShare
-from elastic.worker.serving_host import main
+from elastic.worker.serving_host import parse_settings, serve_host
 from providers.serving_messages import HOST_VARIABLE, LendOrder
 
 
@@ -25,4 +25,4 @@ async def agent(order: LendOrder, share: DeviceShare) -> None:
 
 
 if __name__ == "__main__":
-    main(os.environ[HOST_VARIABLE], agent)
+    asyncio.run(serve_host(parse_settings(os.environ[HOST_VARIABLE]), agent))

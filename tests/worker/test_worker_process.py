@@ -30,12 +30,12 @@ ENGINE = EngineConfig.model_validate(
     }
 )
 WORKER = """
-import asyncio, os, sys, uvloop
-from elastic.worker.agent import run_agent
+import asyncio, os, uvloop
+from elastic.worker.agent import leave_process, run_agent
 with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
     end = runner.run(run_agent(os.environ["JOIN"], os.environ["WORKER"], os.environ["TOKEN"]))
 print(end.reason)
-sys.exit(end.code)
+leave_process(end)
 """
 TURN_TOKENS = 100
 
