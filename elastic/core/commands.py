@@ -103,6 +103,21 @@ class CancelTrajectory(_Command, frozen=True):
     cause: str
 
 
+class ScoreTrajectory(_Command, frozen=True):
+    """Have a function score the trajectory; the answer names the attempt."""
+
+    trajectory: TrajectoryId
+    attempt: int
+
+
+class RecordReward(_Command, frozen=True):
+    """What came of scoring the trajectory stands: its reward, or `cause`, for which it has none."""
+
+    trajectory: TrajectoryId
+    reward: float | None
+    cause: str = ""
+
+
 class TrainGroup(_Command, frozen=True):
     group: str
     trajectories: tuple[TrajectoryId, ...]
@@ -141,6 +156,8 @@ Command: TypeAlias = (
     | FenceWorker
     | StartGroup
     | CancelTrajectory
+    | ScoreTrajectory
+    | RecordReward
     | TrainGroup
     | DropGroup
     | UpdateWeights

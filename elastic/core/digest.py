@@ -26,6 +26,7 @@ def _view(scheduler: Scheduler) -> tuple[Any, ...]:
         (leases.leases, leases.offers, leases.failures),
         scheduler.fleet.workers,
         (turns.live, turns.conversations),
+        scheduler.scorings,
         scheduler.ledger.books,
         scheduler.timers.waits(),
     )

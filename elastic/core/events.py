@@ -154,6 +154,30 @@ class TrajectoryFailed(_Event, frozen=True):
     cause: str
 
 
+class RewardRequested(_Event, frozen=True):
+    """An episode is over, and a function is to score it. `tokens` counts the policy's own."""
+
+    trajectory: TrajectoryId
+    tokens: int
+
+
+class RewardScored(_Event, frozen=True):
+    """The function's answer to this attempt."""
+
+    trajectory: TrajectoryId
+    attempt: int
+    reward: float
+
+
+class RewardFailed(_Event, frozen=True):
+    """This attempt has brought no reward: the function is unavailable, raised, or returned what is no score."""
+
+    trajectory: TrajectoryId
+    attempt: int
+    cause: str
+    retry_helps: bool
+
+
 class GroupTrained(_Event, frozen=True):
     group: str
 
@@ -186,6 +210,9 @@ Event: TypeAlias = (
     | TurnRequested
     | TrajectoryFinished
     | TrajectoryFailed
+    | RewardRequested
+    | RewardScored
+    | RewardFailed
     | GroupTrained
     | WeightsPublished
     | StopRequested

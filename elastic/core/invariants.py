@@ -7,6 +7,7 @@ by the simulated world, which keeps its own record.
 from elastic.core.fleet import Worker
 from elastic.core.leases import Lease
 from elastic.core.ledger import DeviceBook
+from elastic.core.reward_desk import Scoring
 from elastic.core.run_state import Phase
 from elastic.core.scheduler import Scheduler
 from elastic.core.trainer_device import TrainerMode
@@ -15,6 +16,7 @@ from elastic.core.turns import Turn
 from elastic.core.types import (
     GroupState,
     LeaseState,
+    ScoringState,
     TurnState,
     WorkerRole,
     WorkerState,
@@ -37,6 +39,7 @@ _HOLDING = (TurnState.RUNNING, TurnState.MOVING)
 _WORKER_WAITS = frozenset({"boot", "load", "reload", "heartbeat", "stall", "resume", "drain"})
 _LEASE_WAITS = frozenset({"grant", "release", "expiry"})
 _TURN_WAITS = frozenset({"token", "handover"})
+_SCORING_WAITS = {ScoringState.RUNNING: {"score"}, ScoringState.BACKING_OFF: {"score again"}}
 
 
 class InvariantViolated(AssertionError):
@@ -59,6 +62,9 @@ def check(scheduler: Scheduler) -> None:
         _check_worker(scheduler, worker)
     for lease in scheduler.leases.leases.values():
         _check_lease(scheduler, lease)
+    for scoring in scheduler.scorings.values():
+        _check_scoring(scheduler, scoring)
+    _check_scorings(scheduler)
     _check_index(scheduler)
     _check_ledger(scheduler)
     _check_queue(scheduler)
@@ -153,6 +159,27 @@ def _check_lease(s: Scheduler, lease: Lease) -> None:
             require(12, waiting == expiry, f"waits for {sorted(waiting)}")
             ended = lease.expires_at_ns is not None and lease.expires_at_ns <= s.now_ns
             require(5, not ended, f"is believed past its end at {lease.expires_at_ns}")
+
+
+def _check_scoring(s: Scheduler, scoring: Scoring) -> None:
+    name = f"reward of {scoring.trajectory} ({scoring.state})"
+    group = s.step.group_of(scoring.trajectory) if s.step else None
+    outcome = group.members[scoring.trajectory] if group else "unknown"
+    if outcome is not None:
+        raise InvariantViolated(11, name, f"its trajectory has ended: {outcome}", scoring.story)
+    waited = {w for waits in _SCORING_WAITS.values() for w in waits if s.timers.waiting(w, scoring.trajectory)}
+    expected = _SCORING_WAITS.get(scoring.state, set[str]())
+    if waited != expected:
+        raise InvariantViolated(12, name, f"waits for {sorted(waited)}, must for {sorted(expected)}", scoring.story)
+    if scoring.attempt > s.limits.score_attempts_max:
+        raise InvariantViolated(12, name, f"is at attempt {scoring.attempt}", scoring.story)
+
+
+def _check_scorings(s: Scheduler) -> None:
+    states = [scoring.state for scoring in s.scorings.values()]
+    running, room = states.count(ScoringState.RUNNING), s.limits.scorings_max
+    if running > room or (ScoringState.QUEUED in states and running < room):
+        raise InvariantViolated(9, "rewards", f"{running} of {room} attempts run, {states} in all")
 
 
 def _check_index(s: Scheduler) -> None:
@@ -261,6 +288,8 @@ def _known(s: Scheduler, what: str, key: str) -> bool:
         return key in s.leases.leases
     if what in _TURN_WAITS:
         return key in s.turns.live
+    if what in ("score", "score again"):
+        return key in s.scorings
     if what == "capacity":
         return s.turns.head() is not None
     if what == "back-off":

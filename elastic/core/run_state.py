@@ -1,8 +1,8 @@
 """What the parts of the scheduler share: the tables, the time, and the commands on their way out.
 
-The parts form a ladder: turn desk, worker desk, then lease desk and trainer device, then step driver, then the
-scheduler. Each calls only parts below it. What a part below has to tell one above it leaves here (`vacated`,
-`over`, the tables), and whoever is concerned looks at it before `Scheduler.handle` returns.
+The parts form a ladder: turn desk, worker desk, then lease desk, reward desk and trainer device, then step driver,
+then the scheduler. Each calls only parts below it. What a part below has to tell one above it leaves here
+(`vacated`, `over`, the tables), and whoever is concerned looks at it before `Scheduler.handle` returns.
 """
 
 from collections.abc import Callable, Mapping

@@ -15,6 +15,7 @@ from elastic.core.lease_desk import LeaseDesk
 from elastic.core.leases import LeaseTable
 from elastic.core.ledger import Ledger
 from elastic.core.policy import Policies, StepRecord
+from elastic.core.reward_desk import RewardDesk, Scoring
 from elastic.core.run_state import Part, Phase, RunState
 from elastic.core.step_driver import StepDriver
 from elastic.core.steps import Step
@@ -22,7 +23,7 @@ from elastic.core.timers import Timers
 from elastic.core.trainer_device import TrainerDevice, TrainerMode
 from elastic.core.turn_desk import TurnDesk
 from elastic.core.turns import Turns
-from elastic.core.types import Limits, Nanoseconds, Plan
+from elastic.core.types import Limits, Nanoseconds, Plan, TrajectoryId
 from elastic.core.worker_desk import WorkerDesk
 
 __all__ = ["Phase", "Scheduler", "TrainerMode"]
@@ -36,12 +37,14 @@ class Scheduler:
         self._turn_desk = TurnDesk(run)
         self._worker_desk = WorkerDesk(run, self._turn_desk)
         self._lease_desk = LeaseDesk(run, self._worker_desk)
+        self._reward_desk = RewardDesk(run)
         self._device = TrainerDevice(run, self._turn_desk)
-        self._driver = StepDriver(run, self._turn_desk, self._worker_desk, self._device)
+        self._driver = StepDriver(run, self._turn_desk, self._worker_desk, self._reward_desk, self._device)
         parts: tuple[Part, ...] = (
             self._turn_desk,
             self._worker_desk,
             self._lease_desk,
+            self._reward_desk,
             self._device,
             self._driver,
         )
@@ -78,6 +81,7 @@ class Scheduler:
             return
         self._lease_desk.release_vacated()
         if run.active:
+            self._driver.take_rewards()
             if run.phase is Phase.RUNNING:
                 self._turn_desk.dispatch()
             self._driver.advance()
@@ -163,6 +167,11 @@ class Scheduler:
     @property
     def turns(self) -> Turns:
         return self._run.turns
+
+    @property
+    def scorings(self) -> dict[TrajectoryId, Scoring]:
+        """Trajectories that are being scored."""
+        return self._reward_desk.scorings
 
     @property
     def ledger(self) -> Ledger:

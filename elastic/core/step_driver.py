@@ -10,6 +10,7 @@ from typing import Any
 from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core.policy import StepRecord
+from elastic.core.reward_desk import RewardDesk
 from elastic.core.run_state import Phase, RunState
 from elastic.core.steps import Group, Step
 from elastic.core.trainer_device import TrainerDevice, TrainerMode
@@ -22,10 +23,13 @@ MIN_GROUP_SIZE = 2
 
 
 class StepDriver:
-    def __init__(self, run: RunState, turns: TurnDesk, workers: WorkerDesk, device: TrainerDevice) -> None:
+    def __init__(
+        self, run: RunState, turns: TurnDesk, workers: WorkerDesk, rewards: RewardDesk, device: TrainerDevice
+    ) -> None:
         self._run = run
         self._turns = turns
         self._workers = workers
+        self._rewards = rewards
         self._device = device
         self._reseed = False
         self.history: list[StepRecord] = []
@@ -33,6 +37,7 @@ class StepDriver:
             e.TurnRequested: self._on_turn_requested,
             e.TrajectoryFinished: self._on_trajectory_finished,
             e.TrajectoryFailed: self._on_trajectory_failed,
+            e.RewardRequested: self._on_reward_requested,
             e.GroupTrained: self._on_group_trained,
             e.WeightsPublished: self._on_published,
         }
@@ -64,12 +69,18 @@ class StepDriver:
     def _on_trajectory_failed(self, event: e.TrajectoryFailed) -> None:
         self._end_trajectory(event.trajectory, event.cause or "unknown cause")
 
+    def _on_reward_requested(self, event: e.RewardRequested) -> None:
+        if self._member(event.trajectory) is not None and self._run.active:
+            self._turns.cancel(event.trajectory, "the trajectory is being scored")
+            self._rewards.request(event.trajectory)
+
     def _end_trajectory(self, trajectory: TrajectoryId, outcome: float | str) -> None:
         member = self._member(trajectory)
         if member is None:
             return
         step, group = member
         self._turns.cancel(trajectory, "the trajectory ended")
+        self._rewards.forget(trajectory)
         group.members[trajectory] = outcome
         if not group.unfinished:
             self._group_complete(step, group)
@@ -91,6 +102,11 @@ class StepDriver:
         if step is not None and event.group == self._device.training:
             self._device.done()
             step.move(step.groups[event.group], GroupState.TRAINED, self._run.now_ns, "trained")
+
+    def take_rewards(self) -> None:
+        """End the trajectories of which it is known by now what scoring them has come to."""
+        for trajectory, outcome in self._rewards.take_outcomes():
+            self._end_trajectory(trajectory, outcome)
 
     # The step
 
@@ -120,14 +136,14 @@ class StepDriver:
             self._train_next(step)
 
     def _begin(self) -> None:
-        """The trainer is there: its weights are the run's, and the first step starts."""
+        """The trainer is there: its weights are the run's, and version v means that v steps are done."""
         run, trainer = self._run, self._run.fleet.trainer
-        assert trainer is not None
+        assert trainer is not None and trainer.version is not None
         run.phase = Phase.RUNNING
         run.timers.clear("start", "run")
         run.version = trainer.version
         self._workers.ensure_weights_everywhere()
-        self._start_step(run.plan.first_step)
+        self._start_step(trainer.version)
 
     def _start_step(self, number: int) -> None:
         run = self._run
@@ -203,6 +219,7 @@ class StepDriver:
         for what, key in (("start", "run"), ("seeding", "trainer"), ("reseed", "queue")):
             run.timers.clear(what, key)
         self._device.abandon()
+        self._rewards.forget_all()
         self._turns.cancel_all(reason)
         if run.step is None:
             return

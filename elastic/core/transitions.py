@@ -4,9 +4,9 @@ from collections import deque
 from collections.abc import Mapping
 from enum import StrEnum
 
-from elastic.core.types import NS_PER_S, GroupState, LeaseState, Nanoseconds, TurnState, WorkerState
+from elastic.core.types import NS_PER_S, GroupState, LeaseState, Nanoseconds, ScoringState, TurnState, WorkerState
 
-_L, _W, _T, _G = LeaseState, WorkerState, TurnState, GroupState
+_L, _W, _T, _G, _S = LeaseState, WorkerState, TurnState, GroupState, ScoringState
 
 LEGAL: Mapping[type[StrEnum], Mapping[StrEnum, frozenset[StrEnum]]] = {
     LeaseState: {
@@ -39,6 +39,13 @@ LEGAL: Mapping[type[StrEnum], Mapping[StrEnum, frozenset[StrEnum]]] = {
         _G.TRAINING: frozenset({_G.TRAINED}),
         _G.TRAINED: frozenset(),
         _G.DROPPED: frozenset(),
+    },
+    ScoringState: {
+        _S.QUEUED: frozenset({_S.RUNNING, _S.UNAVAILABLE}),
+        _S.RUNNING: frozenset({_S.SCORED, _S.BACKING_OFF, _S.UNAVAILABLE}),
+        _S.BACKING_OFF: frozenset({_S.QUEUED, _S.UNAVAILABLE}),
+        _S.SCORED: frozenset(),
+        _S.UNAVAILABLE: frozenset(),
     },
 }
 """Per kind of thing, from each state, the states that may follow. (By kind: a turn's `running` equals a group's.)"""

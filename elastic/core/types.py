@@ -84,6 +84,16 @@ class GroupState(StrEnum):
     DROPPED = "dropped"
 
 
+class ScoringState(StrEnum):
+    """A trajectory on its way to a reward that a function computes."""
+
+    QUEUED = "queued"
+    RUNNING = "running"
+    BACKING_OFF = "backing_off"
+    SCORED = "scored"
+    UNAVAILABLE = "unavailable"
+
+
 class WorkerRole(StrEnum):
     """TRAINER is the trainer's own device, which generates only inside a seeding window."""
 
@@ -178,15 +188,20 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_engine_errors: int
     max_pending: int
     """Θ of delayed dispatch: turns a worker may have that it has not begun (RLBoost Alg. 2)."""
+    score_timeout_ns: int = 30 * NS_PER_S
+    score_retry_ns: int = NS_PER_S // 5
+    """First back-off after a failed attempt to score a trajectory; doubles, up to `retry_max_ns`."""
+    score_attempts_max: int = 3
+    scorings_max: int = 16
+    """Attempts to score a trajectory that run at once: what the function pool can take."""
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run is to do: `steps` steps in all, of which `first_step` (from a checkpoint) are done."""
+    """What a run is to do: `steps` steps in all, of which as many are done as the trainer's weights version says."""
 
     steps: int
     groups: int
     group_size: int
-    first_step: int = 0
     staleness_bound: int = 0
     trainer_provider: str = "trainer"
     providers: tuple[str, ...] = ()

@@ -65,6 +65,9 @@ class Mishaps(msgspec.Struct, frozen=True, kw_only=True):
     boot_failed: float = 0.0
     environment_failed: float = 0.0
     reward_undefined: float = 0.0
+    reward_refused: float = 0.0
+    reward_late: float = 0.0
+    reward_lost: float = 0.0
 
 
 class FaultPlan(msgspec.Struct, frozen=True, kw_only=True):

@@ -53,7 +53,7 @@ class Record:
             self.lease_of |= dict.fromkeys(event.workers, event.lease)
         elif isinstance(event, e.LeaseEnded):
             self.ended.add(event.lease)
-        elif isinstance(event, e.TrajectoryFinished):
+        elif isinstance(event, e.TrajectoryFinished | e.RewardScored):
             self.rewards.setdefault(event.trajectory, event.reward)
 
     def note_command(self, command: c.Command, event: e.Event, now_ns: Nanoseconds) -> None:

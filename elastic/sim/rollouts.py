@@ -5,12 +5,15 @@ from random import Random
 from typing import Protocol
 
 from elastic.core import events as e
-from elastic.core.types import TrajectoryId, TurnId
+from elastic.core.types import NS_PER_S, TrajectoryId, TurnId
 from elastic.sim.faults import Mishaps
 from elastic.sim.loop import EventLoop
 from elastic.sim.settings import WorldSettings
 
 PROMPT_TOKENS = 20
+LATE_REWARD_NS = 3 * NS_PER_S
+HELPFUL_RETRIES = 0.8
+"""The share of failures after which a repeat may go better."""
 
 
 @dataclass(slots=True)
@@ -19,6 +22,7 @@ class Episode:
     turns: int
     done: int = 0
     over: bool = False
+    reward: float = 0.0
 
 
 class EpisodeWorld(Protocol):
@@ -90,5 +94,21 @@ class SimulatedRollouts:
         else:
             episode.over = True
             undefined = chance.random() < mishaps.reward_undefined
-            reward = float("nan") if undefined else float(chance.randint(0, 1))
-            self._world.feed(e.TrajectoryFinished(trajectory=trajectory, reward=reward, tokens=1))
+            episode.reward = float("nan") if undefined else float(chance.randint(0, 1))
+            if self._world.settings.rewards_on_functions:
+                self._world.feed(e.RewardRequested(trajectory=trajectory, tokens=1))
+            else:
+                self._world.feed(e.TrajectoryFinished(trajectory=trajectory, reward=episode.reward, tokens=1))
+
+    def score(self, trajectory: TrajectoryId, attempt: int) -> None:
+        """The function answers in its own time: late, not at all, or that it cannot, where the plan wants it."""
+        world, chance = self._world, Random(f"{self._world.seed}/{trajectory}/{attempt}")
+        if chance.random() < world.mishaps.reward_lost:
+            return
+        if chance.random() < world.mishaps.reward_refused:
+            helps = chance.random() < HELPFUL_RETRIES
+            answer = e.RewardFailed(trajectory=trajectory, attempt=attempt, cause="no process", retry_helps=helps)
+        else:
+            answer = e.RewardScored(trajectory=trajectory, attempt=attempt, reward=self._episodes[trajectory].reward)
+        late_ns = LATE_REWARD_NS if chance.random() < world.mishaps.reward_late else 0
+        world.loop.after(chance.randrange(world.settings.reward_ns) + late_ns, lambda: world.feed(answer))

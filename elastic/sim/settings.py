@@ -24,6 +24,9 @@ SMALL_LIMITS = Limits(
     reseed_delay_ns=250 * MS,
     retry_base_ns=500 * MS,
     retry_max_ns=4 * NS_PER_S,
+    score_timeout_ns=2 * NS_PER_S,
+    score_retry_ns=200 * MS,
+    scorings_max=2,
     max_engine_errors=3,
     max_pending=2,
 )
@@ -55,6 +58,8 @@ class WorldSettings(msgspec.Struct, frozen=True, kw_only=True):
     load_ns: Nanoseconds = 300 * MS
     train_ns: Nanoseconds = 400 * MS
     think_ns: Nanoseconds = 500 * MS
+    rewards_on_functions: bool = False
+    reward_ns: Nanoseconds = 300 * MS
     max_turns: int = 3
     max_new_tokens: int = 24
     fault_span_ns: Nanoseconds = 15 * NS_PER_S
@@ -90,4 +95,5 @@ def draw_settings(rng: Random) -> WorldSettings:
         max_new_tokens=rng.choice((6, 16, 40)),
         tokens_per_iteration=rng.randint(1, 3),
         fault_span_ns=rng.randint(4, 20) * NS_PER_S,
+        rewards_on_functions=rng.random() < 0.5,
     )

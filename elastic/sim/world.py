@@ -128,6 +128,8 @@ class World:
             c.FenceWorker: lambda k: self._refused.add(k.worker),
             c.StartGroup: self._start_group,
             c.CancelTrajectory: lambda k: self.rollouts.cancel(k.trajectory),
+            c.ScoreTrajectory: lambda k: self.rollouts.score(k.trajectory, k.attempt),
+            c.RecordReward: lambda _: None,
             c.TrainGroup: self._train_group,
             c.DropGroup: lambda _: None,
             c.UpdateWeights: self._update_weights,
@@ -209,7 +211,7 @@ class World:
         self.record.note_generated(worker, turn, attempt, start, count)
 
     def boot_worker(self, worker: WorkerId, lease: LeaseId, role: WorkerRole, after_ns: Nanoseconds) -> None:
-        version = self.settings.plan.first_step if role is WorkerRole.TRAINER else None
+        version = 0 if role is WorkerRole.TRAINER else None
         born = self.workers[worker] = SimulatedWorker(self, worker, lease, role, version)
         self.loop.after(after_ns, lambda: born.boot() if born.alive else None)
 
@@ -307,7 +309,7 @@ class World:
         record.require(scheduler.phase is Phase.ENDED, f"{scheduler.phase} for ever; waits for {waits}")
         if self.faults.ending is Ending.COMPLETE:
             record.require(not scheduler.failed, f"the run failed: {scheduler.failed}")
-            steps = self.settings.plan.steps - self.settings.plan.first_step
+            steps = self.settings.plan.steps
             record.require(len(scheduler.history) == steps, f"{len(scheduler.history)} of {steps} steps done")
         record.require(scheduler.ledger.imbalance_ns() == 0, f"out by {scheduler.ledger.imbalance_ns()} ns")
         record.check_end()

@@ -92,6 +92,8 @@ class Monkey:
                     self.tell(self.request(turn_id, trajectory))
                 elif self.rng.random() < 0.1:
                     self.tell(e.TrajectoryFinished(trajectory=trajectory, reward=self.rng.random(), tokens=1))
+                elif self.rng.random() < 0.1:
+                    self.tell(e.RewardRequested(trajectory=trajectory, tokens=1))
 
     def answer(self, order: c.Command) -> None:
         rng, version = self.rng, self.rng.choice((None, 0, self.scheduler.version, 7))
@@ -112,6 +114,8 @@ class Monkey:
                 self.tell(e.WorkerSlept(worker=order.worker, epoch=order.epoch))
             case c.WakeWorker():
                 self.tell(e.WorkerAwoke(worker=order.worker, epoch=order.epoch))
+            case c.ScoreTrajectory():
+                self.tell(self.scored(order.trajectory, order.attempt))
             case c.TrainGroup():
                 self.tell(e.GroupTrained(group=order.group))
             case c.UpdateWeights():
@@ -152,11 +156,19 @@ class Monkey:
                 self.request(turn, trajectory),
                 e.TrajectoryFinished(trajectory=trajectory, reward=rng.choice((0.0, 1.0, float("nan"))), tokens=0),
                 e.TrajectoryFailed(trajectory=trajectory, cause=""),
+                e.RewardRequested(trajectory=trajectory, tokens=0),
+                self.scored(trajectory, rng.randint(0, 3)),
                 e.GroupTrained(group=rng.choice(("0/0", "1/1", "none"))),
                 e.WeightsPublished(version=version),
                 *([e.StopRequested(reason="enough")] if rng.random() < 0.02 else ()),
             ]
         )
+
+    def scored(self, trajectory: str, attempt: int) -> e.Event:
+        helps, reward = self.rng.random() < 0.7, self.rng.choice((0.0, 0.5, 1.0, float("inf")))
+        if self.rng.random() < 0.3:
+            return e.RewardFailed(trajectory=trajectory, attempt=attempt, cause="", retry_helps=helps)
+        return e.RewardScored(trajectory=trajectory, attempt=attempt, reward=reward)
 
     def joined(self, worker: str, epoch: int, version: int | None) -> e.WorkerJoined:
         return e.WorkerJoined(worker=worker, epoch=epoch, capabilities=CAPABILITIES, weights_version=version)

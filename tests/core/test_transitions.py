@@ -5,9 +5,9 @@ from enum import StrEnum
 import pytest
 
 from elastic.core.transitions import LEGAL, STORY_LENGTH, IllegalTransition, Story, take_transition
-from elastic.core.types import GroupState, LeaseState, TurnState, WorkerState
+from elastic.core.types import GroupState, LeaseState, ScoringState, TurnState, WorkerState
 
-KINDS = (LeaseState, WorkerState, TurnState, GroupState)
+KINDS = (LeaseState, WorkerState, TurnState, GroupState, ScoringState)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -3,12 +3,14 @@
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 
 from elastic.core import events as e
 from elastic.core.fleet import Fleet
 from elastic.core.lease_desk import LeaseDesk
 from elastic.core.ledger import Ledger
+from elastic.core.reward_desk import RewardDesk
 from elastic.core.run_state import RunState
 from elastic.core.step_driver import StepDriver
 from elastic.core.steps import Group
@@ -82,8 +84,9 @@ def test_storm_of_one_fault(kind: FaultKind) -> None:
 @pytest.mark.parametrize("mishap", Mishaps.__struct_fields__)
 def test_epidemic_of_one_mishap(mishap: str) -> None:
     faults = FaultPlan(end_ns=20 * NS_PER_S, faults=(), mishaps=Mishaps(**{mishap: 0.3}))
+    settings = msgspec.structs.replace(SETTINGS, rewards_on_functions=mishap.startswith("reward"))
     for seed in range(3):
-        assert simulate(seed, SETTINGS, faults).turns_finished > 0
+        assert simulate(seed, settings, faults).turns_finished > 0
 
 
 def test_quiet_world_moves_turns_only_at_the_end_of_seeding() -> None:
@@ -142,6 +145,9 @@ BREAKAGES: list[tuple[type[Any], str, Callable[..., object]]] = [
     (LeaseDesk, "_ask_back", _nothing),
     (LeaseDesk, "_expiry_due", _nothing),
     (LeaseDesk, "release_vacated", _nothing),
+    (RewardDesk, "_score_due", _nothing),
+    (RewardDesk, "_score_again_due", _nothing),
+    (RewardDesk, "take_outcomes", lambda desk: []),
     (Ledger, "close", _nothing),
     (Fleet, "reindex", _nothing),
     (TrainerDevice, "rest", _nothing),
