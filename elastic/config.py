@@ -1,10 +1,11 @@
 """The run's configuration: one TOML file, validated, with errors that name the key and what is allowed."""
 
 import json
+import math
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -50,7 +51,7 @@ class TrainerConfig(_Section):
     learning_rate: float = Field(2e-4, gt=0)
     warmup_updates: int = Field(5, ge=0)
     updates_per_step: int = Field(2, ge=1, description="optimiser updates a step; groups split in launch order")
-    betas: tuple[float, float] = (0.9, 0.99)
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.99)
     adam_epsilon: float = Field(1e-8, gt=0)
     weight_decay: float = Field(0.0, ge=0)
     gradient_clip: float = Field(1.0, gt=0)
@@ -59,7 +60,7 @@ class TrainerConfig(_Section):
     micro_batch_tokens: int = Field(16_384, ge=1)
     threads: int = Field(1, ge=1)
     checkpoint_every_steps: int = Field(5, ge=1)
-    usd_per_gpu_hour: float = Field(10.47, ge=0, allow_inf_nan=False)
+    usd_per_gpu_hour: float = Field(10.47, ge=0)
     gpus: int = Field(1, ge=1)
     step_timeout_s: float = Field(300.0, gt=0, description="longest time from a step's last group to its weights")
 
@@ -137,6 +138,21 @@ class WeightsConfig(_Section):
     keep_versions: int = Field(4, ge=2)
 
 
+class RewardsConfig(_Section):
+    """A reward function on a pool of processes that come when called for. Without `name` it is the environment's own."""
+
+    name: str = Field("", description="an installed reward function")
+    settings: dict[str, Any] = Field(default_factory=dict, description="the function's own keys")
+    timeout_s: float = Field(10.0, gt=0, description="longest a call takes, its cold start included; then it is killed")
+    max_retries: int = Field(2, ge=0)
+    retry_base_s: float = Field(0.2, gt=0, description="first back-off after a failed call; doubles")
+    concurrency: int = Field(4, ge=1, description="most calls, and so processes, at once")
+    idle_s: float = Field(5.0, ge=0, description="time without a call after which a process ends")
+    usd_per_s: float = Field(0.0, ge=0, description="price of a call's time, its cold start included …")
+    usd_per_call: float = Field(0.0, ge=0, description="… and of a call")
+    pacing_s: float = Field(0.0, ge=0, description="a call takes at least this long: a real reward, a modelled speed")
+
+
 class JournalConfig(_Section):
     commit_interval_s: float = Field(0.05, gt=0, description="longest an event waits to be durable")
 
@@ -153,8 +169,30 @@ class Config(_Section):
     engine: EngineConfig = Field(default_factory=EngineConfig)  # type: ignore[arg-type]
     scheduler: SchedulerConfig = Field(default_factory=SchedulerConfig)  # type: ignore[arg-type]
     weights: WeightsConfig = Field(default_factory=WeightsConfig)  # type: ignore[arg-type]
+    rewards: RewardsConfig = Field(default_factory=RewardsConfig)  # type: ignore[arg-type]
     journal: JournalConfig = Field(default_factory=JournalConfig)  # type: ignore[arg-type]
     providers: dict[str, dict[str, Any]] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> "Config":
+        turn_tokens, context_tokens = self.rollout.max_tokens_per_turn, self.engine.max_context_tokens
+        if turn_tokens >= context_tokens:
+            raise ValueError(
+                f"rollout.max_tokens_per_turn must be below engine.max_context_tokens = {context_tokens}, "
+                f"or no turn fits (found {turn_tokens})"
+            )
+        kv_tokens = self.engine.kv_blocks * self.engine.kv_block_tokens
+        if kv_tokens < context_tokens:
+            raise ValueError(
+                f"engine.kv_blocks x engine.kv_block_tokens must hold engine.max_context_tokens = {context_tokens} "
+                f"(found {kv_tokens})"
+            )
+        if self.trainer.updates_per_step > self.rollout.groups:
+            raise ValueError(
+                f"trainer.updates_per_step must be at most rollout.groups = {self.rollout.groups} "
+                f"(found {self.trainer.updates_per_step})"
+            )
+        return self
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
@@ -174,12 +212,35 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     return validate(Config, raw, str(path))
 
 
-def validate(kind: type[T], raw: Mapping[str, Any], where: str) -> T:
-    """`raw` as a `kind`, or a `ConfigError` that names each key, what was found and what is allowed."""
+def validate(kind: type[T], raw: Mapping[str, Any], where: str, section: str = "") -> T:
+    """`raw` as a `kind`, or a `ConfigError` that names each key, what was found and what is allowed.
+
+    `where` is the file (or whatever else it comes from), `section` what stands before the keys in it.
+    """
     try:
-        return kind.model_validate(raw)
+        valid = kind.model_validate(raw)
     except ValidationError as error:
-        raise ConfigError("\n".join(_line(where, kind, problem) for problem in error.errors())) from error
+        raise ConfigError("\n".join(_line(where, section, kind, problem) for problem in error.errors())) from error
+    problems = [f"{where}: {key}: must be a finite number (found {number})" for key, number in _infinite(valid, section)]
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return valid
+
+
+def _infinite(value: Any, key: str) -> Iterator[tuple[str, float]]:
+    """Every infinite or undefined number with its key: TOML can say them, and no setting can mean them."""
+    if isinstance(value, float) and not math.isfinite(value):
+        yield key, value
+    elif isinstance(value, BaseModel | Mapping):
+        for name, inner in dict(value).items():
+            yield from _infinite(inner, _join(key, name))
+    elif isinstance(value, list | tuple):
+        for index, inner in enumerate(value):
+            yield from _infinite(inner, _join(key, index))
+
+
+def _join(*parts: str | int) -> str:
+    return ".".join(str(part) for part in parts if part != "")
 
 
 def _apply(raw: dict[str, Any], override: str) -> None:
@@ -198,16 +259,25 @@ def _apply(raw: dict[str, Any], override: str) -> None:
         table[last] = text
 
 
-def _line(where: str, kind: type[BaseModel], problem: Any) -> str:
-    path = ".".join(str(part) for part in problem["loc"]) or "configuration"
-    if problem["type"] == "extra_forbidden":
-        allowed = ", ".join(_siblings(kind, problem["loc"][:-1]))
-        return f"{where}: {path}: unknown key; allowed: {allowed}"
-    if problem["type"] == "missing":
-        return f"{where}: {path}: required but missing"
-    found = problem.get("input")
-    message = problem["msg"][0].lower() + problem["msg"][1:]
-    return f"{where}: {path}: {message} (found {found!r})"
+def _line(where: str, section: str, kind: type[BaseModel], problem: Any) -> str:
+    key, found = _join(section, *problem["loc"]), problem["input"]
+    return ": ".join(part for part in (where, key, _complaint(kind, problem, found)) if part)
+
+
+def _complaint(kind: type[BaseModel], problem: Any, found: Any) -> str:
+    match problem["type"]:
+        case "extra_forbidden":
+            return f"unknown key; allowed: {', '.join(_siblings(kind, problem['loc'][:-1]))}"
+        case "missing":
+            return "required but missing"
+        case "model_type" | "dict_type":
+            return f"must be a section of keys (found {found!r})"
+        case "value_error" if isinstance(found, Mapping):
+            return str(problem["ctx"]["error"])
+        case "value_error":
+            return f"{problem['ctx']['error']} (found {found!r})"
+        case _:
+            return f"{problem['msg'][0].lower()}{problem['msg'][1:]} (found {found!r})"
 
 
 def _siblings(kind: type[BaseModel], path: Sequence[str | int]) -> list[str]:

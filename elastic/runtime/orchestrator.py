@@ -485,7 +485,7 @@ class Orchestrator:
         return RunStatus(
             run=self._config.run.name,
             phase=scheduler.phase,
-            step=scheduler.step.number if scheduler.step else len(scheduler.history) + scheduler.plan.first_step,
+            step=scheduler.step.number if scheduler.step else scheduler.version or 0,
             steps=scheduler.plan.steps,
             elapsed_s=now_ns / 1e9,
             success_rate=_mean(self._rewards),

@@ -113,11 +113,11 @@ class Desk:
             )
         )
 
-    def trainer(self, capacity: int = 4) -> list[c.Command]:
+    def trainer(self, capacity: int = 4, version: int = 0) -> list[c.Command]:
         """The trainer's device comes, with the first step's groups."""
         self.offer("trainer", WorkerRole.TRAINER)
         self.grant("trainer-1", workers=("trainer",))
-        out = self.join("trainer")
+        out = self.join("trainer", version)
         self.beat("trainer", capacity)
         return out
 

@@ -444,9 +444,14 @@ class TestStep:
         desk.tell(e.WeightsApplied(worker=worker, epoch=1, version=1))
         assert desk.one(c.StartTurn).worker == worker
 
+    def test_resumed_run_goes_on_with_the_step_that_the_trainers_version_says(self, make_desk) -> None:
+        desk = make_desk(steps=7)
+        assert {k.step for k in desk.trainer(version=5) if isinstance(k, c.StartGroup)} == {5}
+        assert desk.scheduler.version == 5
+
     def test_resumed_run_with_nothing_left_to_do_ends(self, make_desk) -> None:
-        desk = make_desk(steps=2, first_step=2)
-        desk.trainer()
+        desk = make_desk(steps=2)
+        desk.trainer(version=2)
         assert desk.scheduler.phase is Phase.STOPPING
         assert not desk.scheduler.failed
 
