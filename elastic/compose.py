@@ -36,6 +36,8 @@ from elastic.runtime.orchestrator import Orchestrator
 from elastic.runtime.status import RunStatus
 from elastic.weights.relay import open_relay
 from elastic.weights.server import relay_app
+from functions.base import FunctionPool, Meter
+from functions.local import LocalFunctionPool, Prices
 from policies.provisioning import TakeWhatIsOffered
 from policies.routing import AffinityRouting
 from policies.seeding import FixedWindow
@@ -48,6 +50,8 @@ T = TypeVar("T")
 TRAINER_PROVIDER = "trainer"
 REDIAL_SHARE = 2 / 3
 """Of the silence that fences a worker: it dials again before that, and may resume its session."""
+ANSWER_GRACE_S = 2.0
+"""A function pool kills a call that is out of time and says so; only one that does not is given up without it."""
 WORKER_DRAIN_SHARE = 0.8
 """Of the time a drain may take: the worker's goodbye comes before the orchestrator gives it up."""
 ENVIRONMENT_VARIABLES = ("ELASTIC_JOIN", "ELASTIC_WORKER", "ELASTIC_JOIN_TOKEN")
@@ -61,6 +65,8 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
     provider_types: dict[str, type[Provider]]
     environment: type[Environment]
     environment_settings: BaseModel
+    reward: str = ""
+    """The entry point of the function that computes rewards (`module:attribute`); empty: the environment does."""
 
 
 class Acquisition(msgspec.Struct, frozen=True, kw_only=True):
@@ -112,6 +118,7 @@ def resolve(config: Config, provider_names: Sequence[str], where: str) -> RunPla
         if name in names:
             settings[name] = checked
     environment = _pick("environment", config.environment.name).load()
+    reward = config.rewards.name and _pick("reward", config.rewards.name).value
     _pick("engine", config.engine.kind)
     return RunPlan(
         config=config,
@@ -121,6 +128,7 @@ def resolve(config: Config, provider_names: Sequence[str], where: str) -> RunPla
         environment_settings=validate(
             environment.Settings, config.environment.settings, where, "environment.settings"
         ),
+        reward=reward,
     )
 
 
@@ -294,6 +302,7 @@ async def execute(
                     stop_token_ids=plan.environment.stop_token_ids,
                     welcome=_welcome(config, relay, relay_token),
                     observe=observe,
+                    make_reward_pool=partial(make_reward_pool, plan, run_dir) if plan.reward else None,
                 )
                 on_ready(orchestrator)
                 failed = await orchestrator.run(config.run.host, config.run.port)
@@ -357,6 +366,10 @@ def limits(config: Config) -> Limits:
         retry_max_ns=ns(s.retry_max_s),
         max_engine_errors=s.max_engine_errors,
         max_pending=config.engine.max_pending,
+        score_timeout_ns=ns(config.rewards.timeout_s + ANSWER_GRACE_S),
+        score_retry_ns=ns(config.rewards.retry_base_s),
+        score_attempts_max=config.rewards.max_retries + 1,
+        scorings_max=config.rewards.concurrency,
     )
 
 
@@ -366,6 +379,18 @@ def policies(config: Config) -> Policies:
         seeding=FixedWindow(round(config.seeding.window_s * NS_PER_S)),
         provisioning=TakeWhatIsOffered(),
         selection=NonZeroVariance(),
+    )
+
+
+def make_reward_pool(plan: RunPlan, run_dir: Path, meter: Meter) -> FunctionPool:
+    rewards = plan.config.rewards
+    return LocalFunctionPool(
+        plan.reward,
+        concurrency=rewards.concurrency,
+        idle_s=rewards.idle_s,
+        prices=Prices(rewards.usd_per_s, rewards.usd_per_call, rewards.pacing_s),
+        log=run_dir / "logs" / "functions.log",
+        meter=meter,
     )
 
 

@@ -139,7 +139,7 @@ class WeightsConfig(_Section):
 
 
 class RewardsConfig(_Section):
-    """A reward function on a pool of processes that come when called for. Without `name` it is the environment's own."""
+    """A reward function, on processes that come when called for; without `name` rewards are the environment's own."""
 
     name: str = Field("", description="an installed reward function")
     settings: dict[str, Any] = Field(default_factory=dict, description="the function's own keys")

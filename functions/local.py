@@ -9,6 +9,7 @@ import contextlib
 import os
 import signal
 import sys
+import time
 from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -307,4 +308,4 @@ class LocalFunctionPool:
 
 
 def _now_s() -> float:
-    return asyncio.get_running_loop().time()
+    return time.monotonic()

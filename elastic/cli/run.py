@@ -2,10 +2,13 @@
 
 import asyncio
 import logging
+import shutil
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from io import FileIO
 from pathlib import Path
+from typing import TextIO, cast
 
 import structlog
 import typer
@@ -23,6 +26,7 @@ from elastic.report import closing_table, summarise, write_html
 from elastic.runtime.gateway import GatewayError
 from elastic.runtime.journal import JournalError, JournalReader
 from elastic.runtime.orchestrator import Orchestrator
+from functions.base import FunctionError
 from providers.base import ProviderUnavailable
 
 
@@ -51,19 +55,26 @@ def dry_run_command(config: Config, names: list[str], where: str, *, as_json: bo
 def run_command(config: Config, names: list[str], where: str, resumed: Path | None, *, as_json: bool) -> int:
     """Run to the end and report; returns the exit code."""
     plan = compose.resolve(config, names, where)
-    compose.check_base_policy(config)
+    if resumed and _all_done(resumed, config.run.steps):
+        _conclude(resumed, as_json=as_json)
+        return 0
+    compose.check_base_policy(plan)
     run_dir = resumed or compose.new_run_dir(config)
-    console = Console(stderr=True)
-    progress = Progress(console)
+    progress = Progress(Console(stderr=True))
     try:
         with _logging_to(run_dir / "logs" / "orchestrator.log"), progress.context:
             outcome = compose.run_loop(_execute(plan, run_dir, resume=resumed is not None, progress=progress))
-    except (GatewayError, ProviderUnavailable) as error:
+    except (GatewayError, ProviderUnavailable, FunctionError) as error:
+        if not resumed:
+            shutil.rmtree(run_dir, ignore_errors=True)
         bad_input(str(error))
     except JournalError as error:
-        typer.echo(f"error: {error}", err=True)
+        typer.echo(f"error: the run failed: {error}", err=True)
         return EXIT_FAILED
-    _conclude(run_dir, as_json=as_json)
+    try:
+        _conclude(run_dir, as_json=as_json)
+    except (JournalError, OSError) as error:
+        typer.echo(f"warning: no report could be written: {error}", err=True)
     if outcome.interrupted:
         typer.echo(f"stopped; go on with: elastic run --resume {run_dir}", err=True)
         return EXIT_INTERRUPTED
@@ -74,14 +85,37 @@ def run_command(config: Config, names: list[str], where: str, resumed: Path | No
     return 0
 
 
+def _all_done(run_dir: Path, steps: int) -> bool:
+    past = compose.past_life(run_dir)
+    done = past.status == "finished" and past.steps_done >= steps
+    if done:
+        typer.echo(f"all {past.steps_done} steps of {run_dir} are done; --set run.steps=N asks for more", err=True)
+    return done
+
+
 async def _execute(plan: compose.RunPlan, run_dir: Path, *, resume: bool, progress: Progress) -> compose.RunOutcome:
     loop = asyncio.get_running_loop()
 
     def stop_on_signals(orchestrator: Orchestrator) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, orchestrator.stop, compose.INTERRUPTED)
+        signals = iter((_stop, _kill))
+
+        def act() -> None:
+            next(signals, _kill)(orchestrator, progress)
+
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            loop.add_signal_handler(number, act)
 
     return await compose.execute(plan, run_dir, resume=resume, observe=progress.observe, on_ready=stop_on_signals)
+
+
+def _stop(orchestrator: Orchestrator, progress: Progress) -> None:
+    progress.say("stopping: workers hand over what they have; once more kills them at once")
+    orchestrator.stop(compose.INTERRUPTED)
+
+
+def _kill(orchestrator: Orchestrator, progress: Progress) -> None:
+    progress.say("killing everything")
+    orchestrator.kill(compose.INTERRUPTED)
 
 
 def _conclude(run_dir: Path, *, as_json: bool) -> None:
@@ -101,11 +135,25 @@ def _conclude(run_dir: Path, *, as_json: bool) -> None:
         console.print(f"report: {path}", soft_wrap=True, highlight=False)
 
 
+class _LogFile:
+    """A log that cannot be written is no reason to fail: the journal says so of the disk that is full."""
+
+    def __init__(self, file: FileIO) -> None:
+        self._file = file
+
+    def write(self, text: str) -> None:
+        with suppress(OSError):
+            self._file.write(text.encode())
+
+    def flush(self) -> None:
+        """Nothing is held back."""
+
+
 @contextmanager
 def _logging_to(path: Path) -> Iterator[None]:
     """Structured logs go to the run's own file, out of the way of the display."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
+    with path.open("ab", buffering=0) as file:
         structlog.configure(
             processors=[
                 structlog.processors.TimeStamper(fmt="iso"),
@@ -114,7 +162,7 @@ def _logging_to(path: Path) -> Iterator[None]:
                 structlog.processors.JSONRenderer(),
             ],
             wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
-            logger_factory=structlog.WriteLoggerFactory(file=file),
+            logger_factory=structlog.WriteLoggerFactory(file=cast(TextIO, _LogFile(file))),
             cache_logger_on_first_use=False,
         )
         try:

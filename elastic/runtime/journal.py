@@ -33,7 +33,11 @@ CREATE TABLE IF NOT EXISTS steps (step INTEGER PRIMARY KEY, t_ns INTEGER NOT NUL
 CREATE TABLE IF NOT EXISTS samples (t_ns INTEGER PRIMARY KEY, body TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS pulls (t_ns INTEGER NOT NULL, worker TEXT NOT NULL, version INTEGER NOT NULL,
     bytes INTEGER NOT NULL, pull_s REAL NOT NULL, apply_s REAL NOT NULL, error TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS calls (t_ns INTEGER NOT NULL, function TEXT NOT NULL, key TEXT NOT NULL,
+    outcome TEXT NOT NULL, queued_s REAL NOT NULL, cold_start_s REAL NOT NULL, duration_s REAL NOT NULL,
+    usd REAL NOT NULL);
 """
+_TABLES = ("turns", "moves", "trajectories", "steps", "samples", "pulls", "calls")
 _encode = msgspec.msgpack.Encoder().encode
 _decode_event = msgspec.msgpack.Decoder(e.Event).decode
 
@@ -118,6 +122,9 @@ class Journal:
     def pull(self, *row: Any) -> None:
         self._pending.append((f"INSERT INTO pulls VALUES ({_marks(7)})", row))
 
+    def call(self, *row: Any) -> None:
+        self._pending.append((f"INSERT INTO calls VALUES ({_marks(8)})", row))
+
     def close(self) -> None:
         """Commit what is left and close. Raises `JournalError` if anything could not be written."""
         self._stop.set()
@@ -183,9 +190,14 @@ class JournalReader:
             yield t_ns, _decode_event(body)
 
     def rows(self, table: str) -> list[dict[str, Any]]:
-        """A table whole, in order; `body` columns of JSON are decoded into the row."""
-        if table not in ("turns", "moves", "trajectories", "steps", "samples", "pulls"):
+        """A table whole, in order; `body` columns of JSON are decoded into the row.
+
+        One that came to journals after this one was written is empty.
+        """
+        if table not in _TABLES:
             raise ValueError(f"no table {table!r}")
+        if not self._connection.execute("SELECT 1 FROM sqlite_master WHERE name = ?", (table,)).fetchone():
+            return []
         rows = [dict(row) for row in self._connection.execute(f"SELECT * FROM {table} ORDER BY rowid")]
         return [row | msgspec.json.decode(row.pop("body")) if "body" in row else row for row in rows]
 

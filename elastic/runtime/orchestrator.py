@@ -25,8 +25,11 @@ from elastic.core.types import EndCause, FinishReason, WeightMode, WorkerId, Wor
 from elastic.envs.base import Environment
 from elastic.runtime.gateway import Gateway
 from elastic.runtime.journal import Journal, tokens_event
+from elastic.runtime.rewards import FunctionUse, MakePool, RewardDispatch
 from elastic.runtime.rollout import Episode, OpenTurn, RolloutLimits, Rollouts
 from elastic.runtime.status import CPU_SATURATED_SHARE, ProviderStatus, RunStatus
+from functions.base import Call
+from functions.rewards import FinishedTrajectory
 from providers.base import LeaseRequest, Provider, ProviderEvent, WorkerTicket
 
 log = structlog.get_logger(__name__)
@@ -53,6 +56,7 @@ class Orchestrator:
         welcome: wire.Welcome,
         clock_ns: Callable[[], int] = time.monotonic_ns,
         observe: Callable[[RunStatus], None] = lambda _: None,
+        make_reward_pool: MakePool | None = None,
     ) -> None:
         self.scheduler = scheduler
         self._config = config
@@ -66,6 +70,7 @@ class Orchestrator:
         self._providers: Mapping[str, Provider] = {}
         self._inbox: deque[tuple[e.Event, list[wire.Chunk]]] = deque()
         self._draining = False
+        self._closing = False
         self._timer: asyncio.TimerHandle | None = None
         self._armed_ns: int | None = None
         self._ended = asyncio.Event()
@@ -88,7 +93,12 @@ class Orchestrator:
             self.feed,
             self.now_ns,
             self._trajectory_ended,
+            scored_by_function=make_reward_pool is not None,
         )
+        self._function_use = FunctionUse()
+        self._scoring: RewardDispatch | None = None
+        if make_reward_pool is not None:
+            self._scoring = RewardDispatch(make_reward_pool(self._metered), config.rewards.timeout_s, self.feed)
         self._executors: dict[type[Any], Callable[[Any], None]] = {
             c.AcquireLease: self._acquire_lease,
             c.ReleaseLease: self._release_lease,
@@ -103,6 +113,8 @@ class Orchestrator:
             c.FenceWorker: self._fence_worker,
             c.StartGroup: self._start_group,
             c.CancelTrajectory: lambda k: self._rollouts.cancel(k.trajectory),
+            c.ScoreTrajectory: self._score_trajectory,
+            c.RecordReward: lambda k: self._rollouts.record_reward(k.trajectory, k.reward, k.cause),
             c.TrainGroup: self._train_group,
             c.DropGroup: self._drop_group,
             c.UpdateWeights: lambda k: self._to_trainer(wire.Update(k.step, k.version)),
@@ -127,44 +139,61 @@ class Orchestrator:
     async def run(self, host: str = "127.0.0.1", port: int = 0) -> str:
         """Run to the end, give everything back, and return the cause of failure ("" if there is none).
 
-        Raises `GatewayError` or `ProviderUnavailable` when the run cannot even begin.
+        Raises `GatewayError`, `ProviderUnavailable` or `FunctionError` when the run cannot even begin.
         """
         join = await self._gateway.start(host, port)
         self._providers = self._make_providers(join, self.now_ns)
         try:
             async with asyncio.TaskGroup() as tasks:
                 self._tasks = tasks
+                if self._scoring is not None:
+                    await self._scoring.start()
                 for provider in self._providers.values():
                     for line in await provider.reconcile():
                         log.warning("left over from an earlier process", what=line)
                     await provider.start(self._from_provider)
                 sampler = tasks.create_task(self._sample_forever(), name="sampler")
                 await self._ended.wait()
+                self._closing = True
                 sampler.cancel()
                 self._rollouts.cancel_all()
+                await self._close_scoring()
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
         finally:
+            self._closing = True
             if self._timer is not None:
                 self._timer.cancel()
             await self._close()
         self._sample()
         return self._failed
 
+    async def _close_scoring(self) -> None:
+        """End the calls that still run; what they would have come to is of no use any more."""
+        if self._scoring is not None:
+            async with asyncio.timeout(self._config.scheduler.release_timeout_s):
+                await self._scoring.aclose()
+
     async def _close(self) -> None:
         """Give back what is left, whatever happened before."""
         timeout_s = self._config.scheduler.release_timeout_s
-        results = await asyncio.gather(
-            *(asyncio.wait_for(p.aclose(), timeout_s) for p in self._providers.values()), return_exceptions=True
-        )
-        for name, result in zip(self._providers, results, strict=True):
+        closing = {name: asyncio.wait_for(p.aclose(), timeout_s) for name, p in self._providers.items()}
+        closing["functions"] = self._close_scoring()
+        results = await asyncio.gather(*closing.values(), return_exceptions=True)
+        for name, result in zip(closing, results, strict=True):
             if isinstance(result, BaseException):
-                log.error("provider did not close", provider=name, error=repr(result))
+                log.error("did not close", what=name, error=repr(result))
         await self._gateway.aclose()
 
     def stop(self, reason: str) -> None:
         """Give everything back and end; the run then counts as failed for this reason."""
         self.feed(e.StopRequested(reason=reason))
+
+    def kill(self, reason: str) -> None:
+        """End at once: what still runs is killed, and nobody is waited for."""
+        self._failed = self._failed or self.scheduler.failed or reason
+        self._closing = True
+        self._ended.set()
 
     # Events in
 
@@ -180,9 +209,14 @@ class Orchestrator:
         try:
             while self._inbox:
                 self._handle(*self._inbox.popleft())
+            self._arm()
+        except Exception as error:
+            # Whoever brought the event cannot help; a core that broke off halfway must not go on.
+            log.exception("internal error", event_kind=type(event).__name__)
+            self._inbox.clear()
+            self.kill(f"internal error: {type(error).__name__}: {error}")
         finally:
             self._draining = False
-        self._arm()
 
     def _handle(self, event: e.Event, chunks: list[wire.Chunk]) -> None:
         now_ns = self.now_ns()
@@ -192,6 +226,8 @@ class Orchestrator:
             self._journal.event(event, now_ns)
             self._note(event, now_ns)
         for command in self.scheduler.handle(event, now_ns):
+            if self._closing:
+                continue
             if isinstance(command, c.AcceptTokens):
                 self._accept(event, [chunks[i] for i in command.chunks], now_ns)
             else:
@@ -393,6 +429,25 @@ class Orchestrator:
         for trajectory in command.trajectories:
             self._rollouts.start(trajectory, self._tasks)
 
+    def _score_trajectory(self, command: c.ScoreTrajectory) -> None:
+        assert self._scoring is not None
+        assert self._tasks is not None
+        episode = self._rollouts.finished[command.trajectory]
+        finished = FinishedTrajectory(
+            trajectory=episode.trajectory,
+            token_ids=episode.token_ids,
+            trained=episode.trained,
+            seed=episode.seed,
+            environment_settings=self._config.environment.settings,
+            environment_reward=episode.reward,
+            settings=self._config.rewards.settings,
+        )
+        self._scoring.score(command, finished, self._tasks)
+
+    def _metered(self, call: Call) -> None:
+        self._function_use.count(call)
+        self._journal.call(self.now_ns(), *msgspec.structs.astuple(call))
+
     def _train_group(self, command: c.TrainGroup) -> None:
         step, group = self.scheduler.step, command.group
         assert step is not None
@@ -498,7 +553,7 @@ class Orchestrator:
             queued_turns=sum(turn.worker is None for turn in scheduler.turns.live.values()),
             tokens_per_s=(last - first) / ((last_ns - first_ns) / 1e9) if last_ns > first_ns else 0.0,
             preemptions=sum(count.preemptions for count in self._counts.values()),
-            usd=sum(count.usd for count in self._counts.values()),
+            usd=sum(count.usd for count in self._counts.values()) + self._function_use.usd,
             cpu_share=cpu_share,
             pacing_holds=cpu_share < CPU_SATURATED_SHARE,
             trainer=scheduler.trainer_mode,

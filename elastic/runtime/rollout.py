@@ -1,6 +1,7 @@
 """Rollout loops: one task a trajectory, from its environment's reset to its reward.
 
-A loop asks for a turn and waits; which workers generate it, and how often it moves, it never learns. What is not
+A loop asks for a turn and waits; which workers generate it, and how often it moves, it never learns. Its reward is
+the environment's, unless a function is to compute it: then its trajectory ends once the core says so. What is not
 the policy's doing (an environment that raises or hangs, a turn given up) ends the trajectory as failed, with its
 cause, and is never scored.
 """
@@ -56,6 +57,7 @@ class Episode:
 
     trajectory: TrajectoryId
     started_ns: int
+    seed: int
     token_ids: list[int] = field(default_factory=list[int])
     trained: list[int] = field(default_factory=list[int])
     logprobs: list[float] = field(default_factory=list[float])
@@ -112,6 +114,8 @@ class Rollouts:
         feed: Callable[[e.Event], None],
         clock_ns: Callable[[], int],
         on_end: Callable[[Episode, str], None],
+        *,
+        scored_by_function: bool = False,
     ) -> None:
         self.open_turns: dict[TurnId, OpenTurn] = {}
         self.finished: dict[TrajectoryId, Episode] = {}
@@ -121,6 +125,7 @@ class Rollouts:
         self._feed = feed
         self._clock_ns = clock_ns
         self._on_end = on_end
+        self._scored_by_function = scored_by_function
         self._tasks: dict[TrajectoryId, asyncio.Task[None]] = {}
 
     def start(self, trajectory: TrajectoryId, tasks: asyncio.TaskGroup) -> None:
@@ -150,7 +155,8 @@ class Rollouts:
             record.done.set_exception(TurnFailed(cause))
 
     async def _run(self, trajectory: TrajectoryId) -> None:
-        episode = Episode(trajectory, self._clock_ns())
+        step, group, _ = (int(part) for part in trajectory.split("/"))
+        episode = Episode(trajectory, self._clock_ns(), stable_hash(self._seed, step, group))
         try:
             async with contextlib.aclosing(self._make_environment()) as environment:
                 await self._play(episode, environment)
@@ -162,11 +168,27 @@ class Rollouts:
         except Exception as error:
             self._failed(episode, f"the environment raised {type(error).__name__}: {error}")
         else:
-            self.finished[trajectory] = episode
-            self._on_end(episode, "")
-            self._feed(e.TrajectoryFinished(trajectory=trajectory, reward=episode.reward, tokens=episode.policy_tokens))
+            self._over(episode)
         finally:
             self.open_turns.pop(f"{trajectory}/{episode.turns}", None)
+
+    def _over(self, episode: Episode) -> None:
+        self.finished[episode.trajectory] = episode
+        tokens = episode.policy_tokens
+        if self._scored_by_function:
+            self._feed(e.RewardRequested(trajectory=episode.trajectory, tokens=tokens))
+        else:
+            self._on_end(episode, "")
+            self._feed(e.TrajectoryFinished(trajectory=episode.trajectory, reward=episode.reward, tokens=tokens))
+
+    def record_reward(self, trajectory: TrajectoryId, reward: float | None, cause: str) -> None:
+        """What came of scoring it: its reward, or why it has none."""
+        if reward is None:
+            self._on_end(self.finished.pop(trajectory), cause)
+        else:
+            episode = self.finished[trajectory]
+            episode.reward = reward
+            self._on_end(episode, "")
 
     def _failed(self, episode: Episode, cause: str) -> None:
         self._on_end(episode, cause)
@@ -176,7 +198,7 @@ class Rollouts:
         limits = self._limits
         step, group, member = (int(part) for part in episode.trajectory.split("/"))
         async with asyncio.timeout(limits.environment_timeout_s):
-            episode.observe(await environment.reset(stable_hash(self._seed, step, group)))
+            episode.observe(await environment.reset(episode.seed))
         while episode.turns < limits.max_turns:
             if len(episode.token_ids) + limits.max_tokens_per_turn > limits.max_context_tokens:
                 return
