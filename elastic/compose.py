@@ -125,9 +125,7 @@ def resolve(config: Config, provider_names: Sequence[str], where: str) -> RunPla
         providers=settings,
         provider_types={name: types[name] for name in names},
         environment=environment,
-        environment_settings=validate(
-            environment.Settings, config.environment.settings, where, "environment.settings"
-        ),
+        environment_settings=validate(environment.Settings, config.environment.settings, where, "environment.settings"),
         reward=reward,
     )
 

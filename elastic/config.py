@@ -196,8 +196,9 @@ class Config(_Section):
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """Read a TOML file (or a saved `.json`), apply `section.key=value` overrides (values in TOML syntax, else strings), validate.
+    """Read a TOML file (or a saved `.json`), apply overrides, validate.
 
+    An override is `section.key=value`, its value in TOML syntax or else a string.
     Raises `ConfigError` with one line per problem.
     """
     try:
@@ -221,7 +222,9 @@ def validate(kind: type[T], raw: Mapping[str, Any], where: str, section: str = "
         valid = kind.model_validate(raw)
     except ValidationError as error:
         raise ConfigError("\n".join(_line(where, section, kind, problem) for problem in error.errors())) from error
-    problems = [f"{where}: {key}: must be a finite number (found {number})" for key, number in _infinite(valid, section)]
+    problems = [
+        f"{where}: {key}: must be a finite number (found {number})" for key, number in _infinite(valid, section)
+    ]
     if problems:
         raise ConfigError("\n".join(problems))
     return valid

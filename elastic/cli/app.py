@@ -38,6 +38,10 @@ def main() -> None:
         bad_input(str(error))
     except BrokenPipeError:
         sys.exit(EXIT_FAILED)
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        typer.echo(f"error: {where}{error.strerror or error}", err=True)
+        sys.exit(EXIT_FAILED)
 
 
 def bad_input(message: str) -> NoReturn:
@@ -56,12 +60,20 @@ def run(
         Path | None, typer.Argument(metavar="CONFIG", help="The run's TOML file.", show_default=False)
     ] = None,
     providers: Annotated[
-        str, typer.Option(help="Comma-separated: serving, spot, … Without any, the trainer's own device does all.")
-    ] = "",
+        str | None,
+        typer.Option(
+            metavar="NAMES", help="Comma-separated: serving,spot. Without any, the trainer's own device does all."
+        ),
+    ] = None,
     overrides: Overrides = None,
     seed: Annotated[int | None, typer.Option(help="Same as --set run.seed=N.")] = None,
     resume: Annotated[
-        str, typer.Option(metavar="RUN", help="Go on from a run's last checkpoint; a name, a path or `latest`.")
+        str,
+        typer.Option(
+            metavar="RUN",
+            help="Go on from the last checkpoint of a run (its name, its path or `latest`), with its configuration and "
+            "providers; CONFIG then only says where runs are kept.",
+        ),
     ] = "",
     dry_run: Annotated[bool, typer.Option(help="Show the resolved configuration and what would be acquired.")] = False,
     as_json: AsJson = False,
@@ -80,17 +92,19 @@ def run(
 
 
 def _run_settings(
-    config: Path | None, providers: str, overrides: list[str], seed: int | None, resume: str
+    config: Path | None, providers: str | None, overrides: list[str], seed: int | None, resume: str
 ) -> tuple[Config, Path | None, list[str]]:
     """The configuration, the directory of the run to resume (if any), and the providers' names."""
-    from elastic.compose import find_run, load_run_config
+    from elastic.compose import find_run, load_run_config, past_life
 
     if seed is not None:
         overrides = [*overrides, f"run.seed={seed}"]
-    names = [name.strip() for name in providers.split(",") if name.strip()]
+    names = [name.strip() for name in (providers or "").split(",") if name.strip()]
     if resume:
         directory = load_config(config).run.directory if config else Path("runs")
         run_dir = find_run(directory, resume)
+        if providers is None:
+            names = list(past_life(run_dir).providers)
         return load_run_config(run_dir, overrides), run_dir, names
     if config is None:
         raise ConfigError("elastic run: give a configuration file, or --resume RUN")

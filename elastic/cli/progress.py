@@ -28,6 +28,10 @@ class Progress:
     def observe(self) -> Callable[[RunStatus], None]:
         return self._draw if self._live is not None else self._print
 
+    def say(self, text: str) -> None:
+        """A line of its own, above the panel where there is one."""
+        self._console.print(text, highlight=False, soft_wrap=True)
+
     def _draw(self, status: RunStatus) -> None:
         assert self._live is not None
         self._live.update(render(status))

@@ -235,7 +235,7 @@ class Orchestrator:
 
     def _arm(self) -> None:
         """Have the core woken when it asked to be."""
-        at_ns = self.scheduler.next_wakeup_ns()
+        at_ns = None if self._closing else self.scheduler.next_wakeup_ns()
         if at_ns == self._armed_ns:
             return
         if self._timer is not None:

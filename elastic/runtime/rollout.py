@@ -9,7 +9,7 @@ cause, and is never scored.
 import asyncio
 import contextlib
 import hashlib
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
 from elastic import wire
@@ -158,7 +158,7 @@ class Rollouts:
         step, group, _ = (int(part) for part in trajectory.split("/"))
         episode = Episode(trajectory, self._clock_ns(), stable_hash(self._seed, step, group))
         try:
-            async with contextlib.aclosing(self._make_environment()) as environment:
+            async with self._environment() as environment:
                 await self._play(episode, environment)
         except TurnFailed as failure:
             self._failed(episode, str(failure))
@@ -171,6 +171,15 @@ class Rollouts:
             self._over(episode)
         finally:
             self.open_turns.pop(f"{trajectory}/{episode.turns}", None)
+
+    @contextlib.asynccontextmanager
+    async def _environment(self) -> AsyncIterator[Environment]:
+        environment = self._make_environment()
+        try:
+            yield environment
+        finally:
+            async with asyncio.timeout(self._limits.environment_timeout_s):
+                await environment.aclose()
 
     def _over(self, episode: Episode) -> None:
         self.finished[episode.trajectory] = episode
