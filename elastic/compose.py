@@ -26,7 +26,7 @@ from pydantic import BaseModel
 from elastic import wire
 from elastic.config import Config, ConfigError, load_config, validate
 from elastic.core.digest import digest
-from elastic.core.policy import Policies
+from elastic.core.policy import Policies, ProvisioningPolicy, SeedingPolicy
 from elastic.core.scheduler import Scheduler
 from elastic.core.types import NS_PER_S, Limits, Plan
 from elastic.engine.base import DeviceShare
@@ -38,9 +38,9 @@ from elastic.weights.relay import open_relay
 from elastic.weights.server import relay_app
 from functions.base import FunctionPool, Meter
 from functions.local import LocalFunctionPool, Prices
-from policies.provisioning import TakeWhatIsOffered
+from policies.provisioning import MarginalValue, TakeWhatIsOffered
 from policies.routing import AffinityRouting
-from policies.seeding import FixedWindow
+from policies.seeding import AdaptiveWindow, FixedWindow
 from policies.selection import NonZeroVariance
 from providers.base import Provider, ProviderContext, ProviderSettings
 from providers.serving_messages import LendOrder
@@ -374,8 +374,8 @@ def limits(config: Config) -> Limits:
 def policies(config: Config) -> Policies:
     return Policies(
         routing=AffinityRouting(),
-        seeding=FixedWindow(round(config.seeding.window_s * NS_PER_S)),
-        provisioning=TakeWhatIsOffered(),
+        seeding=_seeding(config),
+        provisioning=_provisioning(config),
         selection=NonZeroVariance(),
     )
 
@@ -390,6 +390,26 @@ def make_reward_pool(plan: RunPlan, run_dir: Path, meter: Meter) -> FunctionPool
         log=run_dir / "logs" / "functions.log",
         meter=meter,
     )
+
+
+def _seeding(config: Config) -> SeedingPolicy:
+    s = config.seeding
+    window_ns = round(s.window_s * NS_PER_S)
+    if s.policy == "fixed":
+        return FixedWindow(window_ns)
+    return AdaptiveWindow(
+        window_ns,
+        rate=s.rate,
+        longest_ns=round(s.longest_window_s * NS_PER_S),
+        remembers=s.memory,
+        bounds_workers=s.bound_workers,
+    )
+
+
+def _provisioning(config: Config) -> ProvisioningPolicy:
+    if config.provisioning.policy == "take_all":
+        return TakeWhatIsOffered()
+    return MarginalValue(config.provisioning.usd_per_hour_saved)
 
 
 def make_providers(

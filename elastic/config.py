@@ -66,7 +66,19 @@ class TrainerConfig(_Section):
 
 
 class SeedingConfig(_Section):
-    window_s: float = Field(1.0, ge=0, description="how long the trainer's device generates at a step's start")
+    """How long the trainer's device generates at a step's start (RLBoost Alg. 1)."""
+
+    policy: Literal["adaptive", "fixed"] = "adaptive"
+    window_s: float = Field(1.0, ge=0, description="the window; with `adaptive` that of the first step")
+    longest_window_s: float = Field(60.0, ge=0)
+    rate: float = Field(4.0, ge=1, description="η: differences in idle time are divided by this")
+    memory: bool = Field(True, description="take a window up again when the capacity returns that it was found under")
+    bound_workers: bool = Field(True, description="acquire no more workers than make steps shorter (N_prem)")
+
+
+class ProvisioningConfig(_Section):
+    policy: Literal["marginal_value", "take_all"] = "marginal_value"
+    usd_per_hour_saved: float = Field(100.0, ge=0, description="what an hour of the run's time is worth")
 
 
 class PacingConfig(_Section):
@@ -166,6 +178,7 @@ class Config(_Section):
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)  # type: ignore[arg-type]
     trainer: TrainerConfig = Field(default_factory=TrainerConfig)  # type: ignore[arg-type]
     seeding: SeedingConfig = Field(default_factory=SeedingConfig)  # type: ignore[arg-type]
+    provisioning: ProvisioningConfig = Field(default_factory=ProvisioningConfig)  # type: ignore[arg-type]
     engine: EngineConfig = Field(default_factory=EngineConfig)  # type: ignore[arg-type]
     scheduler: SchedulerConfig = Field(default_factory=SchedulerConfig)  # type: ignore[arg-type]
     weights: WeightsConfig = Field(default_factory=WeightsConfig)  # type: ignore[arg-type]

@@ -20,10 +20,10 @@ def _view(scheduler: Scheduler) -> tuple[Any, ...]:
     step, leases, turns = scheduler.step, scheduler.leases, scheduler.turns
     return (
         (scheduler.now_ns, scheduler.phase, scheduler.failed, scheduler.version),
-        (scheduler.trainer_mode, scheduler.training, scheduler.history),
+        (scheduler.trainer_mode, scheduler.training, scheduler.history, scheduler.seeding_plan),
         step and (step.number, step.version, step.started_ns, step.seeding_ended_ns, step.rollout_ended_ns),
-        step and (step.updating, step.groups),
-        (leases.leases, leases.offers, leases.failures),
+        step and (step.updating, step.groups, step.meter),
+        (leases.leases, leases.offers, leases.failures, leases.worker_bound),
         scheduler.fleet.workers,
         (turns.live, turns.conversations),
         scheduler.scorings,

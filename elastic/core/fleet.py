@@ -55,7 +55,8 @@ class Fleet:
         self._loads: dict[_Place, SortedList[_Load]] = {}
         self._indexed: dict[WorkerId, tuple[_Place, _Load]] = {}
         self._helpers: dict[int, int] = {}
-        self._helping: dict[WorkerId, int] = {}
+        self._helping: dict[WorkerId, tuple[int, int]] = {}
+        self.helping_credits = 0
 
     def add(self, worker: WorkerId, lease: LeaseId, provider: str, role: WorkerRole) -> Worker:
         record = Worker(worker, lease, provider, role, order=self._added)
@@ -130,6 +131,11 @@ class Fleet:
                 best = loads[0]
         return self.workers[best[3]] if best else None
 
+    @property
+    def helping_workers(self) -> int:
+        """Ready workers with credit other than the trainer's device; `helping_credits` is what they add up to."""
+        return len(self._helping)
+
     def helped(self, oldest_version: int) -> bool:
         """Whether any worker but the trainer's device is of use, even if it has no room just now."""
         return any(version >= oldest_version for version in self._helpers)
@@ -162,21 +168,25 @@ class Fleet:
         return (worker.role, worker.version), load
 
     def _reindex_help(self, worker: Worker) -> None:
-        counted, version = self._helping.get(worker.id), self._help_version(worker)
-        if counted == version:
+        counted, help_ = self._helping.get(worker.id), self._help(worker)
+        if counted == help_:
             return
         if counted is not None:
+            version, credits = counted
             del self._helping[worker.id]
-            self._helpers[counted] -= 1
-            if not self._helpers[counted]:
-                del self._helpers[counted]
-        if version is not None:
-            self._helping[worker.id] = version
+            self.helping_credits -= credits
+            self._helpers[version] -= 1
+            if not self._helpers[version]:
+                del self._helpers[version]
+        if help_ is not None:
+            version, credits = self._helping[worker.id] = help_
+            self.helping_credits += credits
             self._helpers[version] = self._helpers.get(version, 0) + 1
 
-    def _help_version(self, worker: Worker) -> int | None:
+    def _help(self, worker: Worker) -> tuple[int, int] | None:
+        """The version and the credit with which a worker is of use beside the trainer's device."""
         useful = worker.state is WorkerState.READY and worker.role is not WorkerRole.TRAINER and worker.capacity > 0
-        return worker.version if useful else None
+        return (worker.version, worker.capacity) if useful and worker.version is not None else None
 
     def stale_index(self) -> str:
         """What of the index differs from a recomputation; empty when it is right."""
@@ -185,8 +195,9 @@ class Fleet:
             return f"load index {self._indexed}, should be {loads}"
         if sorted(loads.values()) != sorted((place, load) for place, all_ in self._loads.items() for load in all_):
             return f"loads in order {self._loads}, should be {loads}"
-        helping = {w.id: v for w in self.workers.values() if (v := self._help_version(w)) is not None}
-        if helping != self._helping:
-            return f"helpers {self._helping}, should be {helping}"
-        counts = {v: list(helping.values()).count(v) for v in set(helping.values())}
+        helping = {w.id: help_ for w in self.workers.values() if (help_ := self._help(w)) is not None}
+        if helping != self._helping or self.helping_credits != sum(credits for _, credits in helping.values()):
+            return f"helpers {self._helping} with {self.helping_credits} credits, should be {helping}"
+        versions = [version for version, _ in helping.values()]
+        counts = {version: versions.count(version) for version in versions}
         return "" if counts == self._helpers else f"helper counts {self._helpers}, should be {counts}"

@@ -21,6 +21,7 @@ class LeaseDesk:
     def __init__(self, run: RunState, workers: WorkerDesk) -> None:
         self._run = run
         self._workers = workers
+        self._worker_bound: int | None = None
         self.handlers: Mapping[type[e.Event], Callable[[Any], None]] = {
             e.OfferChanged: self._on_offer,
             e.LeaseGranted: self._on_granted,
@@ -41,15 +42,21 @@ class LeaseDesk:
         self._run.leases.offers[event.offer.provider] = event.offer
         self._provision(event.offer.provider)
 
+    def follow_bound(self) -> None:
+        """Once more workers are worth having, or fewer, ask every provider again."""
+        if self._worker_bound != self._run.leases.worker_bound:
+            self._worker_bound = self._run.leases.worker_bound
+            for provider in self._run.leases.offers:
+                self._provision(provider)
+
     def _provision(self, provider: str) -> None:
         run, offer = self._run, self._run.leases.offers.get(provider)
         if offer is None or not run.active or run.timers.waiting("back-off", provider):
             return
-        held = run.leases.held(provider)
         if offer.role is WorkerRole.TRAINER:
-            wanted = 1 - held
+            wanted = 1 - run.leases.held(provider)
         else:
-            wanted = run.policies.provisioning.leases_wanted(offer, held) - run.leases.asked(provider)
+            wanted = run.policies.provisioning.leases_wanted(offer, run.leases)
         for _ in range(wanted):
             lease = run.leases.request(provider)
             run.wait("grant", lease.id, run.limits.acquire_timeout_ns)

@@ -30,12 +30,16 @@ class Lease:
 
 
 class LeaseTable:
-    """Leases that are not over, offers by provider, and each provider's failures in a row."""
+    """Leases that are not over, offers by provider, and each provider's failures in a row.
+
+    `worker_bound` is how many workers are worth having in all, None while that is not known.
+    """
 
     def __init__(self) -> None:
         self.leases: dict[LeaseId, Lease] = {}
         self.offers: dict[str, Offer] = {}
         self.failures: dict[str, int] = {}
+        self.worker_bound: int | None = None
         self._issued: dict[str, int] = {}
         self._asked: Counter[str] = Counter()
         self._held: Counter[str] = Counter()
@@ -58,6 +62,10 @@ class LeaseTable:
     def asked(self, provider: str) -> int:
         """Leases of a provider that are asked for and not yet granted."""
         return self._asked[provider]
+
+    def available(self, provider: str) -> int:
+        """Leases of a provider's offer that are not asked for yet."""
+        return max(0, self.offers[provider].available - self._asked[provider])
 
     def held(self, provider: str) -> int:
         """Leases of a provider that are asked for, granted or on their way back."""

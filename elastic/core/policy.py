@@ -4,7 +4,7 @@ Policies are pure: no I/O, no clock, no memory of their own. The core calls them
 imports none of them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import msgspec
@@ -55,7 +55,12 @@ class TurnView(Protocol):
 
 
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """How a finished step went; what policies that learn from step to step look at."""
+    """How a finished step went; what policies that learn from step to step look at.
+
+    In RLBoost's words (§4.1): `train_ns` is t_train, `train_wait_ns` t_train^wait (the trainer's device free, and
+    no group to train), `rollout_ns` t_remote, `remote_wait_ns` t_remote^wait (from the last response to the step's
+    end). Workers and credits count what helps the trainer's device: as a mean over the step, and at its end.
+    """
 
     step: int
     duration_ns: Nanoseconds
@@ -63,6 +68,42 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     rollout_ns: Nanoseconds
     groups_trained: int
     groups_dropped: int
+    train_ns: Nanoseconds = 0
+    train_wait_ns: Nanoseconds = 0
+    remote_wait_ns: Nanoseconds = 0
+    workers_mean: float = 0.0
+    workers_end: int = 0
+    credits_mean: float = 0.0
+    credits_end: int = 0
+
+
+class SeedingPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """What a seeding policy has decided, and all that it remembers; the core keeps it from step to step.
+
+    `worker_bound` is N_prem: more workers than these would not make steps shorter. `memory` maps a capacity to
+    the window that was best under it.
+    """
+
+    window_ns: Nanoseconds
+    worker_bound: int | None = None
+    memory: Mapping[int, Nanoseconds] = msgspec.field(default_factory=dict[int, Nanoseconds])
+
+
+class MarketView(Protocol):
+    """Everything that providers offer, and what is held of it, in leases."""
+
+    worker_bound: int | None
+
+    @property
+    def offers(self) -> Mapping[str, Offer]: ...
+
+    def available(self, provider: str) -> int:
+        """Leases on offer that are not asked for yet."""
+        ...
+
+    def held(self, provider: str) -> int:
+        """Leases that are asked for, granted or on their way back."""
+        ...
 
 
 class RoutingPolicy(Protocol):
@@ -72,14 +113,18 @@ class RoutingPolicy(Protocol):
 
 
 class SeedingPolicy(Protocol):
-    def window_ns(self, history: Sequence[StepRecord]) -> Nanoseconds:
-        """How long the trainer's device generates at the start of the next step."""
+    def first(self) -> SeedingPlan:
+        """The plan of a run's first step."""
+        ...
+
+    def following(self, plan: SeedingPlan, record: StepRecord) -> SeedingPlan:
+        """The next step's plan, after a step under `plan` went as `record` says."""
         ...
 
 
 class ProvisioningPolicy(Protocol):
-    def leases_wanted(self, offer: Offer, held: int) -> int:
-        """How many more leases to ask this provider for now, given `held` (granted or requested)."""
+    def leases_wanted(self, offer: Offer, market: MarketView) -> int:
+        """How many more leases to ask this provider for now."""
         ...
 
 

@@ -14,7 +14,7 @@ from elastic.core.fleet import Fleet, Worker
 from elastic.core.lease_desk import LeaseDesk
 from elastic.core.leases import LeaseTable
 from elastic.core.ledger import Ledger
-from elastic.core.policy import Policies, StepRecord
+from elastic.core.policy import Policies, SeedingPlan, StepRecord
 from elastic.core.reward_desk import RewardDesk, Scoring
 from elastic.core.run_state import Part, Phase, RunState
 from elastic.core.step_driver import StepDriver
@@ -82,6 +82,7 @@ class Scheduler:
         self._lease_desk.release_vacated()
         if run.active:
             self._driver.take_rewards()
+            self._lease_desk.follow_bound()
             if run.phase is Phase.RUNNING:
                 self._turn_desk.dispatch()
             self._driver.advance()
@@ -155,6 +156,10 @@ class Scheduler:
     @property
     def history(self) -> list[StepRecord]:
         return self._driver.history
+
+    @property
+    def seeding_plan(self) -> SeedingPlan:
+        return self._driver.seeding_plan
 
     @property
     def leases(self) -> LeaseTable:

@@ -33,6 +33,7 @@ class StepDriver:
         self._device = device
         self._reseed = False
         self.history: list[StepRecord] = []
+        self.seeding_plan = run.policies.seeding.first()
         self.handlers: Mapping[type[e.Event], Callable[[Any], None]] = {
             e.TurnRequested: self._on_turn_requested,
             e.TrajectoryFinished: self._on_trajectory_finished,
@@ -125,6 +126,7 @@ class StepDriver:
             self._end_seeding_if_due(step, helped)
         elif self._device.mode is TrainerMode.ASLEEP:
             self._use_sleeping_device(step, helped)
+        self._measure(step)
 
     def _use_sleeping_device(self, step: Step, helped: bool) -> None:
         needed = self._needs_reseeding(helped)
@@ -134,6 +136,16 @@ class StepDriver:
             self._wake()
         else:
             self._train_next(step)
+
+    def _measure(self, step: Step) -> None:
+        run = self._run
+        step.meter.look(
+            run.now_ns,
+            training=run.timers.waiting("training", "trainer"),
+            waiting=self._device.free and not step.rollouts_done,
+            workers=run.fleet.helping_workers,
+            credits=run.fleet.helping_credits,
+        )
 
     def _begin(self) -> None:
         """The trainer is there: its weights are the run's, and version v means that v steps are done."""
@@ -152,7 +164,7 @@ class StepDriver:
             run.over = True
             return
         run.step = Step(number, run.version, run.plan.groups, run.plan.group_size, run.now_ns)
-        run.wait("seeding", "trainer", run.policies.seeding.window_ns(self.history))
+        run.wait("seeding", "trainer", self.seeding_plan.window_ns)
         if self._device.mode is TrainerMode.ASLEEP:
             self._wake()
         for group in run.step.groups.values():
@@ -208,10 +220,19 @@ class StepDriver:
         self._device.done()
         trainer.version = run.version = event.version
         run.fleet.reindex(trainer)
-        self.history.append(_record(step, run.now_ns))
+        self._conclude(step)
         run.step = None
         self._workers.ensure_weights_everywhere()
         self._start_step(step.number + 1)
+
+    def _conclude(self, step: Step) -> None:
+        """The step is over: what it taught decides how the next one seeds, and how many workers are worth having."""
+        run = self._run
+        self._measure(step)
+        record = _record(step, run.now_ns)
+        self.history.append(record)
+        self.seeding_plan = run.policies.seeding.following(self.seeding_plan, record)
+        run.leases.worker_bound = self.seeding_plan.worker_bound
 
     def abandon(self, reason: str) -> None:
         """The run is over: what is not trained yet never will be."""
@@ -231,11 +252,19 @@ class StepDriver:
 
 def _record(step: Step, now_ns: int) -> StepRecord:
     rollout_ended_ns = step.rollout_ended_ns or now_ns
+    duration_ns, meter = now_ns - step.started_ns, step.meter
     return StepRecord(
         step=step.number,
-        duration_ns=now_ns - step.started_ns,
+        duration_ns=duration_ns,
         seeding_ns=(step.seeding_ended_ns or rollout_ended_ns) - step.started_ns,
         rollout_ns=rollout_ended_ns - step.started_ns,
         groups_trained=step.count(GroupState.TRAINED),
         groups_dropped=step.count(GroupState.DROPPED),
+        train_ns=meter.train_ns,
+        train_wait_ns=meter.train_wait_ns,
+        remote_wait_ns=now_ns - rollout_ended_ns,
+        workers_mean=meter.worker_ns / max(1, duration_ns),
+        workers_end=meter.workers,
+        credits_mean=meter.credit_ns / max(1, duration_ns),
+        credits_end=meter.credits,
     )

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from elastic.core.step_meter import StepMeter
 from elastic.core.transitions import Story, take_transition
 from elastic.core.types import GroupState, Nanoseconds, TrajectoryId
 
@@ -47,6 +48,7 @@ class Step:
         self.seeding_ended_ns: Nanoseconds | None = None
         self.rollout_ended_ns: Nanoseconds | None = None
         self.updating = False
+        self.meter = StepMeter(now_ns)
         self.groups = {
             f"{number}/{g}": Group(
                 f"{number}/{g}", number, g, {trajectory_id(number, g, m): None for m in range(group_size)}

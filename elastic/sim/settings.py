@@ -51,6 +51,8 @@ class WorldSettings(msgspec.Struct, frozen=True, kw_only=True):
     limits: Limits = SMALL_LIMITS
     providers: tuple[ProviderSettings, ...] = ()
     seeding_ns: Nanoseconds = 1 * NS_PER_S
+    adaptive_seeding: bool = False
+    marginal_provisioning: bool = False
     heartbeat_ns: Nanoseconds = 500 * MS
     iteration_ns: Nanoseconds = 250 * MS
     tokens_per_iteration: int = 2
@@ -90,6 +92,8 @@ def draw_settings(rng: Random) -> WorldSettings:
         ),
         providers=providers,
         seeding_ns=rng.choice((0, 500 * MS, 2 * NS_PER_S)),
+        adaptive_seeding=rng.random() < 2 / 3,
+        marginal_provisioning=rng.random() < 2 / 3,
         capacity_turns=rng.randint(1, 4),
         max_turns=rng.randint(1, 4),
         max_new_tokens=rng.choice((6, 16, 40)),

@@ -26,9 +26,9 @@ from elastic.sim.record import Record
 from elastic.sim.rollouts import SimulatedRollouts
 from elastic.sim.settings import MS, ProviderSettings, WorldSettings, draw_settings
 from elastic.sim.worker import SimulatedWorker
-from policies.provisioning import TakeWhatIsOffered
+from policies.provisioning import MarginalValue, TakeWhatIsOffered
 from policies.routing import AffinityRouting
-from policies.seeding import FixedWindow
+from policies.seeding import AdaptiveWindow, FixedWindow
 from policies.selection import NonZeroVariance
 
 TRAINER = ProviderSettings(name="trainer", role=WorkerRole.TRAINER, leases=1, boot_ns=400 * MS, usd_per_gpu_hour=10.0)
@@ -65,8 +65,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 def policies(settings: WorldSettings) -> Policies:
     return Policies(
         routing=AffinityRouting(),
-        seeding=FixedWindow(settings.seeding_ns),
-        provisioning=TakeWhatIsOffered(),
+        seeding=AdaptiveWindow(settings.seeding_ns) if settings.adaptive_seeding else FixedWindow(settings.seeding_ns),
+        provisioning=MarginalValue() if settings.marginal_provisioning else TakeWhatIsOffered(),
         selection=NonZeroVariance(),
     )
 

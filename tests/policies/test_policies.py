@@ -4,10 +4,8 @@ import pytest
 
 from elastic.core.fleet import Fleet
 from elastic.core.turns import Turn
-from elastic.core.types import Offer, WorkerRole, WorkerState
-from policies.provisioning import TakeWhatIsOffered
+from elastic.core.types import WorkerRole, WorkerState
 from policies.routing import AffinityRouting
-from policies.seeding import FixedWindow
 from policies.selection import NonZeroVariance
 
 
@@ -53,16 +51,6 @@ def test_route_leaves_out_workers_with_weights_too_old() -> None:
     assert AffinityRouting().route(turn("e", oldest_version=2), fleet) == "e"
 
 
-def test_fixed_window_is_fixed() -> None:
-    assert FixedWindow(7).window_ns([]) == 7
-
-
 @pytest.mark.parametrize(("rewards", "dropped"), [([0.0, 1.0], False), ([1.0, 1.0], True), ([0.5, 0.5, 0.4], False)])
 def test_groups_without_variance_are_dropped(rewards: list[float], dropped: bool) -> None:
     assert (NonZeroVariance().drop_reason(rewards) is not None) is dropped
-
-
-@pytest.mark.parametrize(("available", "wanted"), [(0, 0), (3, 3), (-1, 0)])
-def test_all_that_is_offered_is_taken(available: int, wanted: int) -> None:
-    offer = Offer(provider="spot", role=E, available=available, usd_per_gpu_hour=1.0)
-    assert TakeWhatIsOffered().leases_wanted(offer, 5) == wanted

@@ -1,0 +1,31 @@
+"""Where a step's time goes: the trainer's own, and the capacity that others lend. Source: RLBoost §4.1."""
+
+from dataclasses import dataclass
+
+from elastic.core.types import Nanoseconds
+
+
+@dataclass(slots=True)
+class StepMeter:
+    """Sums up from one look to the next. What was seen at a look holds until the following one."""
+
+    at_ns: Nanoseconds
+    training: bool = False
+    waiting: bool = False
+    workers: int = 0
+    credits: int = 0
+    train_ns: Nanoseconds = 0
+    train_wait_ns: Nanoseconds = 0
+    worker_ns: int = 0
+    credit_ns: int = 0
+
+    def look(self, now_ns: Nanoseconds, *, training: bool, waiting: bool, workers: int, credits: int) -> None:
+        """From `now_ns` on: is the trainer at work or out of work, and how much do other workers offer."""
+        passed_ns = now_ns - self.at_ns
+        self.train_ns += passed_ns * self.training
+        self.train_wait_ns += passed_ns * self.waiting
+        self.worker_ns += passed_ns * self.workers
+        self.credit_ns += passed_ns * self.credits
+        self.at_ns = now_ns
+        self.training, self.waiting = training, waiting
+        self.workers, self.credits = workers, credits

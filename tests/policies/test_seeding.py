@@ -1,0 +1,117 @@
+"""The seeding window: it finds the balance of idle times, and remembers it."""
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic.core.policy import SeedingPlan, StepRecord
+from policies.seeding import AdaptiveWindow, FixedWindow, capacity_key, worker_bound
+
+RECORD = StepRecord(
+    step=0,
+    duration_ns=1000,
+    seeding_ns=200,
+    rollout_ns=800,
+    groups_trained=1,
+    groups_dropped=0,
+    train_ns=400,
+    train_wait_ns=0,
+    remote_wait_ns=0,
+    workers_mean=4.0,
+    workers_end=4,
+    credits_mean=64.0,
+    credits_end=64,
+)
+
+
+def record(**changes: float) -> StepRecord:
+    return msgspec.structs.replace(RECORD, **changes)
+
+
+def test_fixed_window_is_fixed() -> None:
+    plan = FixedWindow(7).first()
+    assert plan.window_ns == 7
+    assert FixedWindow(7).following(plan, record(train_wait_ns=500)) == plan
+
+
+@pytest.mark.parametrize(
+    ("train_wait_ns", "remote_wait_ns", "window_ns"), [(400, 0, 300), (0, 400, 100), (300, 300, 200), (0, 4000, 0)]
+)
+def test_window_follows_the_difference_in_idle_time(train_wait_ns: int, remote_wait_ns: int, window_ns: int) -> None:
+    went = record(train_wait_ns=train_wait_ns, remote_wait_ns=remote_wait_ns)
+    assert AdaptiveWindow(200, rate=4).following(SeedingPlan(window_ns=200), went).window_ns == window_ns
+
+
+def test_window_starts_from_what_was_used_of_it() -> None:
+    assert AdaptiveWindow(0, rate=4).following(SeedingPlan(window_ns=900), record(seeding_ns=200)).window_ns == 200
+
+
+def test_window_has_an_upper_end() -> None:
+    policy = AdaptiveWindow(0, rate=1, longest_ns=500)
+    assert policy.following(policy.first(), record(train_wait_ns=10_000)).window_ns == 500
+
+
+def world(policy: AdaptiveWindow, capacities: list[int], work: float = 8000, train_ns: int = 500) -> list[int]:
+    """A model of steps: rollouts share `work` between workers and seeding, then groups are trained one by one.
+
+    Returns the window at the start of each step.
+    """
+    plan, windows = policy.first(), list[int]()
+    for capacity, next_capacity in zip(capacities, capacities[1:] + capacities[-1:], strict=True):
+        window = plan.window_ns
+        windows.append(window)
+        rollout = max(float(window), (work - window) / capacity)
+        end = max(window + train_ns, rollout + train_ns / 4)
+        went = record(
+            seeding_ns=window,
+            rollout_ns=round(rollout),
+            train_ns=train_ns,
+            train_wait_ns=round(end - window - train_ns),
+            remote_wait_ns=round(end - rollout),
+            credits_mean=float(16 * capacity),
+            credits_end=16 * next_capacity,
+        )
+        plan = policy.following(plan, went)
+    return windows
+
+
+@given(st.integers(1, 8), st.integers(0, 4000), st.integers(2, 8))
+def test_window_converges_under_steady_capacity(capacity: int, start_ns: int, rate: int) -> None:
+    windows = world(AdaptiveWindow(start_ns, rate=rate), [capacity] * 120)
+    assert max(windows[-10:]) - min(windows[-10:]) <= 20
+
+
+def test_returning_capacity_finds_its_window_at_once() -> None:
+    remembering = world(AdaptiveWindow(0), [6] * 40 + [1] * 40 + [6] * 5)
+    forgetful = world(AdaptiveWindow(0, remembers=False), [6] * 40 + [1] * 40 + [6] * 5)
+    best = remembering[39]
+    assert abs(remembering[80] - best) < abs(forgetful[80] - best) / 4
+
+
+def test_memory_is_of_steady_steps_only() -> None:
+    policy = AdaptiveWindow(0)
+    assert policy.following(policy.first(), record(credits_mean=40.0)).memory == {}
+    assert set(policy.following(policy.first(), record()).memory) == {capacity_key(64)}
+    assert AdaptiveWindow(0, remembers=False).following(policy.first(), record()).memory == {}
+
+
+def test_step_without_help_teaches_nothing_but_memory_still_serves() -> None:
+    policy = AdaptiveWindow(300)
+    alone = record(credits_mean=0.0, credits_end=0, train_wait_ns=5000)
+    assert policy.following(policy.first(), alone) == policy.first()
+    plan = SeedingPlan(window_ns=300, memory={capacity_key(16): 70})
+    assert policy.following(plan, record(credits_mean=0.0, credits_end=16)).window_ns == 70
+
+
+def test_worker_bound_makes_rollouts_no_longer_than_training() -> None:
+    assert worker_bound(400, record()) == 9
+    assert worker_bound(0, record(workers_mean=0.1)) == 1
+    assert worker_bound(0, record(train_ns=0)) is None
+    assert AdaptiveWindow(0, bounds_workers=False).following(SeedingPlan(window_ns=0), RECORD).worker_bound is None
+
+
+@given(st.integers(1, 10_000))
+def test_capacities_close_to_each_other_share_a_key(credits: int) -> None:
+    assert capacity_key(2 * credits) == capacity_key(credits) + 4
+    assert abs(capacity_key(credits * 1.05) - capacity_key(credits)) <= 1
