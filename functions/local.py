@@ -54,6 +54,21 @@ class _Process:
         self._process: asyncio.subprocess.Process | None = None
 
     async def start(self) -> None:
+        """Raises `FunctionError`. However it ends, `kill` leaves nothing behind."""
+        spawning = asyncio.create_task(self._spawn())
+        try:
+            await asyncio.shield(spawning)
+        except asyncio.CancelledError:
+            # Cut short, the event loop would kill the process without telling anyone when it is dead.
+            await asyncio.gather(spawning, return_exceptions=True)
+            raise
+        answer = await self._hear()
+        if isinstance(answer, Missing):
+            raise FunctionMissing(f"{self._function} cannot be loaded: {answer.error}")
+        if not isinstance(answer, Loaded):
+            raise FunctionUnavailable(f"{self._function}: its process spoke out of turn")
+
+    async def _spawn(self) -> None:
         with contextlib.ExitStack() as files:
             errors: Any = asyncio.subprocess.DEVNULL if self._log is None else files.enter_context(self._log.open("ab"))
             try:
@@ -66,11 +81,6 @@ class _Process:
                 )
             except OSError as error:
                 raise FunctionUnavailable(f"{self._function}: no process could be started: {error}") from error
-        answer = await self._hear()
-        if isinstance(answer, Missing):
-            raise FunctionMissing(f"{self._function} cannot be loaded: {answer.error}")
-        if not isinstance(answer, Loaded):
-            raise FunctionUnavailable(f"{self._function}: its process spoke out of turn")
 
     async def call(self, payload: bytes) -> Any:
         process = self._running()

@@ -1,18 +1,24 @@
-"""Function pools under test, made by kind, and closed at the test's end."""
+"""Function pools under test, made by kind, and closed at the test's end; on the event loop that runs use, too."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+import uvloop
 
 from functions.base import Call, FunctionPool
 from functions.local import LocalFunctionPool, Prices
 
 TIMEOUT_S = 20.0
 MakePool = Callable[..., FunctionPool]
+
+
+@pytest.hookimpl
+def pytest_asyncio_loop_factories(item: pytest.Item) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
+    return {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
 
 
 @pytest.fixture

@@ -137,7 +137,7 @@ async def test_calls_are_metered(make_pool: MakePool, calls: list[Call], prices:
     cold, warm = calls
     assert cold.cold_start_s > 0
     assert warm.cold_start_s == 0
-    assert min(cold.duration_s, warm.duration_s) >= 0.1
+    assert min(cold.duration_s, warm.duration_s) >= 0.099  # a loop's clock may be a millisecond off
     assert warm.queued_s >= cold.duration_s > cold.queued_s
     for call in calls:
         billed_s = call.cold_start_s + call.duration_s

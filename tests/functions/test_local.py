@@ -54,3 +54,14 @@ async def test_no_process_can_be_started(make_pool: MakePool, monkeypatch: pytes
     with pytest.raises(FunctionUnavailable, match="no process could be started") as caught:
         await make_pool("double").start()
     assert caught.value.retry_helps
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.001, 0.005, 0.02])
+async def test_a_cold_start_that_is_cut_short_leaves_nothing(make_pool: MakePool, after_s: float) -> None:
+    pool = make_pool("double")
+    running = asyncio.create_task(pool.invoke("key", 1, TIMEOUT_S))
+    await asyncio.sleep(after_s)
+    await pool.aclose()
+    assert function_processes() == []
+    await asyncio.wait({running})
+    assert isinstance(running.exception(), FunctionUnavailable) or running.result() == 2
