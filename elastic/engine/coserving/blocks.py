@@ -58,6 +58,10 @@ class LeasedBlocks(BlockPool):
         return len(self._in_page)
 
     @property
+    def blocks_per_page(self) -> int:
+        return self._per_page
+
+    @property
     def available(self) -> int:
         return self._idle + max(0, self._growth()) * self._per_page
 

@@ -264,7 +264,7 @@ class CoServing:
         if rollout.active and rollout.costs is None:
             # What is not known yet cannot be admitted beside serving.
             return None if view.busy else rollout.measuring_step(self._profiles)
-        iteration = rollout.next_iteration(allowance_ns)
+        iteration = rollout.next_iteration(allowance_ns, serving_rests=not view.busy)
         if iteration is None:
             return None
         step = self._timed("rollout", lambda: rollout.iterate(iteration))

@@ -26,7 +26,7 @@ from elastic.engine.torch.scheduler import Sequence as Running
 from elastic.model.config import Qwen3Config
 from policies.coexecution import QueuedPrefill, ServingView
 
-SMALLEST_CHUNK = 32
+SMALLEST_CHUNK = 16
 """Rollout prefill is not cut into pieces that are mostly overhead."""
 
 _log = structlog.get_logger(__name__)
@@ -488,13 +488,19 @@ class RolloutHalf(Half):
                 known, capacity_turns=credits, kv_blocks_total=max(blocks, known.kv_blocks_used)
             )
 
-    def next_iteration(self, allowance_ns: Nanoseconds) -> Iteration | None:
-        """The largest iteration that is profiled to take no longer than `allowance_ns`."""
+    def next_iteration(self, allowance_ns: Nanoseconds, serving_rests: bool) -> Iteration | None:
+        """The largest iteration that is profiled to take no longer than `allowance_ns`.
+
+        While serving rests the smallest one there is may run in any case: a profile that is too gloomy could
+        otherwise never be put right.
+        """
         if allowance_ns <= 0 or not (self.active and self._cost and self.has_work) or self._asleep:
             return None
         chunk = self._affordable_chunk(allowance_ns, self._cost)
         if chunk is None:
-            return None
+            if not serving_rests:
+                return None
+            chunk = 0 if any(map(_decodes, self._scheduler.running)) else SMALLEST_CHUNK
         work = self._scheduler.plan_chunk(not self._orders, chunk)
         return Iteration(work, shape_of(work)) if work else None
 

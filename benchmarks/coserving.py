@@ -1,0 +1,673 @@
+"""Rollouts on a live serving device: what they harvest, and what that costs serving's users.
+
+A serving and a rollout model of different shapes, with random weights, share the device of one co-serving executor,
+whose thread is bound to core 0; its OpenAI-compatible front, the rollout load and, in a process of its own, the
+load generator are on core 1. Serving's load is the Azure conversation and code traces together (2023), lengths
+scaled to the host, arrivals so that serving alone keeps the device busy for a fifth of the time (density 1); the
+pool is so large that serving alone peaks at 60 % of it. SLOs are 1.6 × the P99 of serving alone, as ROSE's are.
+
+Rollouts are a closed loop of multi-turn trajectories with growing prefixes; turns that are given back are sent
+again with what was accepted, since here there is no other worker to take them. `harvest_share` is the rollout
+tokens per second of policy `elastic` over those of the device alone, divided by the share of time that serving
+alone leaves idle: 1 would be all of the idle time at full efficiency.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import gc
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from random import Random
+from statistics import median
+from typing import Any
+
+import msgspec
+import numpy as np
+from _common import Arguments, emit
+
+from elastic.engine.coserving.load import Record, Targets, percentile, replay, report, violated_minutes
+from policies.coexecution import ExclusiveAdmission, NoAdmission, Slo, SloAdmission
+from policies.kvmemory import FineGrainedMemory, PreemptiveMemory, StaticPartition
+from traces import data_path
+from traces.serving import ServingRequest, read_serving_trace
+from traces.windows import merged, scaled, typical_windows, window_at
+
+MS = 1_000_000
+NS_PER_S = 1_000_000_000
+EXECUTOR_CORE, OTHER_CORE = 0, 1
+MODEL = "serving"
+SLO_FACTOR = 1.6
+BUSY_SHARE = 0.2
+PEAK_SHARE = 0.6
+PAGE_BYTES = 32 * 1024
+MOST_PROMPT, MOST_OUTPUT = 208, 40
+LENGTH_SCALE = 1 / 16
+CONTEXT = 256
+CHUNK_TOKENS = 512
+LEASE_S = 0.5
+"""ROSE's 10 s, scaled as the environment's answers below are."""
+FRONT_MARGIN = 0.9
+"""The part of a target that the executor may use; HTTP and the client's own delay need the rest."""
+PACING = {"prefill_tokens_per_s": 6000.0, "decode_step_s": {1: 0.004, 16: 0.005, 32: 0.0065}}
+"""The device of `--paced`: prefill and decode stand to each other as on a GPU, for lengths that are scaled down by
+`LENGTH_SCALE`, and both take longer than they do here. What else runs on the host then matters less."""
+LONGEST_SHARE = 0.75
+TRAJECTORIES = 16
+TURNS, TURN_TOKENS, OBSERVED_TOKENS = 6, 16, 16
+THINK_S = 0.02
+RETRY_S = 0.1
+VIOLATION_WINDOW_S = 5.0
+POLICIES = (
+    "serving_alone",
+    "elastic",
+    "static_partition",
+    "no_prefix_cache",
+    "no_admission",
+    "ttft_only",
+    "tpot_only",
+    "reload",
+)
+
+
+@dataclass(frozen=True)
+class Plan:
+    window_s: float
+    calibration_s: float
+    alone_s: float
+    densities: tuple[float, ...]
+    windows: tuple[str, ...]
+    pool_operations: int
+    extras: bool
+    paced: bool = False
+
+
+QUICK = Plan(2.0, 2.0, 1.2, (1.0,), ("mean",), 60_000, False)
+FULL = Plan(120.0, 60.0, 30.0, (1.0, 1.5, 2.0), ("mean", "burstiest", "median"), 1_000_000, True)
+
+
+# The load generator's process.
+
+
+def client() -> None:
+    """One replay for each line of standard input; its records are a line of standard output."""
+    _bind(OTHER_CORE)
+    for line in sys.stdin:
+        job = json.loads(line)
+        requests = [ServingRequest(*request) for request in job["requests"]]
+        gc.collect()
+        records = asyncio.run(replay(job["url"], MODEL, requests, job["vocab_size"]))
+        print(msgspec.json.encode(records).decode(), flush=True)
+
+
+class LoadGenerator:
+    """The process of `client`, from the outside."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, "--client"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def run(self, url: str, requests: Sequence[ServingRequest], vocab_size: int) -> list[Record]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        job = {"url": url, "vocab_size": vocab_size, "requests": [msgspec.structs.astuple(r) for r in requests]}
+        self._process.stdin.write(json.dumps(job) + "\n")
+        self._process.stdin.flush()
+        return msgspec.json.decode(self._process.stdout.readline(), type=list[Record])
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+
+
+# Rollouts.
+
+
+class Rollouts:
+    """Trajectories in a closed loop on a rollout engine, which gets a new version of its weights at every step."""
+
+    def __init__(self, engine: Any, weights: Any, vocab_size: int, step_s: float) -> None:
+        self._engine = engine
+        self._weights = weights
+        self._vocab_size = vocab_size
+        self._step_s = step_s
+        self._loop = asyncio.get_running_loop()
+        self._waiting: dict[str, tuple[list[int], asyncio.Future[str]]] = {}
+        self.tokens = 0
+        self.given_back = 0
+
+    async def run(self) -> None:
+        self._engine.start(self._sink)
+        await asyncio.to_thread(self._load, 1)
+        async with asyncio.TaskGroup() as tasks:
+            for number in range(TRAJECTORIES):
+                tasks.create_task(self._trajectories(number))
+            tasks.create_task(self._steps())
+
+    async def _steps(self) -> None:
+        version = 1
+        while True:
+            await asyncio.sleep(self._step_s)
+            version += 1
+            await asyncio.to_thread(self._load, version)
+
+    def _load(self, version: int) -> None:
+        from elastic.core.types import WeightMode
+
+        self._engine.load_weights(version, self._weights, WeightMode.FINISH)
+
+    async def _trajectories(self, number: int) -> None:
+        random = Random(number)
+        for episode in range(1_000_000):
+            context = [random.randrange(self._vocab_size) for _ in range(32)]
+            for turn in range(TURNS):
+                context += await self._turn(f"{number}.{episode}.{turn}", context, random.getrandbits(63))
+                context += [random.randrange(self._vocab_size) for _ in range(OBSERVED_TOKENS)]
+                await asyncio.sleep(random.expovariate(1 / THINK_S))
+
+    async def _turn(self, name: str, context: list[int], seed: int) -> list[int]:
+        from elastic.engine.base import GenerateRequest
+
+        accepted: list[int] = []
+        attempt = 0
+        while True:
+            attempt += 1
+            done: asyncio.Future[str] = self._loop.create_future()
+            self._waiting[name] = (accepted, done)
+            request = GenerateRequest(
+                request_id=name,
+                token_ids=context + accepted,
+                start=len(accepted),
+                max_new_tokens=TURN_TOKENS,
+                stop_token_ids=(),
+                temperature=1.0,
+                noise_seed=seed,
+                attempt=attempt,
+            )
+            self._engine.submit([request])
+            if await done in ("stop", "length"):
+                return accepted
+            self.given_back += 1
+            await asyncio.sleep(RETRY_S)
+
+    def _sink(self, chunks: Sequence[Any]) -> None:
+        self._loop.call_soon_threadsafe(self._deliver, chunks)
+
+    def _deliver(self, chunks: Sequence[Any]) -> None:
+        for chunk in chunks:
+            accepted, done = self._waiting[chunk.request_id]
+            if chunk.token_ids and chunk.start != len(accepted):
+                raise AssertionError(f"{chunk.request_id}: token {chunk.start} after {len(accepted)}")
+            accepted.extend(chunk.token_ids)
+            self.tokens += len(chunk.token_ids)
+            if chunk.finish is not None and not done.done():
+                done.set_result(str(chunk.finish))
+
+
+# The device.
+
+
+@dataclass
+class Outcome:
+    """One policy on one load."""
+
+    records: list[Record]
+    wall_s: float
+    rollout_tokens: int
+    given_back: int
+    statistics: Any
+    peak_pages: int = 0
+    reclaims_ns: tuple[int, ...] = ()
+
+
+@dataclass
+class Setting:
+    """What decides how the device is shared."""
+
+    admission: Any = field(default_factory=NoAdmission)
+    memory: Any = field(default_factory=PreemptiveMemory)
+    swapping: Callable[[], Any] | None = None
+    rollouts: bool = True
+    serving: bool = True
+
+
+class Bench:
+    def __init__(self, profiles: Path, generator: LoadGenerator, paced: bool) -> None:
+        import torch
+
+        from elastic.config import EngineConfig
+        from elastic.engine.coserving.halves import ModelSpec
+        from elastic.model.checkpoint import model_tensors
+        from elastic.model.config import Qwen3Config
+        from elastic.model.qwen3 import Qwen3
+
+        torch.set_num_threads(1)
+        self._profiles = profiles
+        self._generator = generator
+        settings = EngineConfig.model_validate(
+            {
+                "device": "cpu",
+                "max_context_tokens": CONTEXT,
+                "prefill_chunk_tokens": CONTEXT,
+                "max_batch": 32,
+                "pacing": PACING if paced else None,
+            }
+        )
+        serving = Qwen3Config(
+            vocab_size=256,
+            hidden_size=128,
+            intermediate_size=384,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=32,
+        )
+        rollout = Qwen3Config(
+            vocab_size=32,
+            hidden_size=96,
+            intermediate_size=256,
+            num_hidden_layers=3,
+            num_attention_heads=6,
+            num_key_value_heads=1,
+            head_dim=16,
+        )
+        self.serving = ModelSpec(serving, settings, torch.float32)
+        self.rollout = ModelSpec(
+            rollout,
+            settings.model_copy(update={"prefill_chunk_tokens": CHUNK_TOKENS, "max_batch": TRAJECTORIES}),
+            torch.float32,
+        )
+
+        def weights(config: Qwen3Config) -> dict[str, Any]:
+            torch.manual_seed(0)
+            return {name: tensor.bfloat16() for name, tensor in model_tensors(Qwen3(config)).items()}
+
+        self._serving_weights, self._rollout_weights = weights(serving), weights(rollout)
+
+    async def run(self, setting: Setting, requests: Sequence[ServingRequest], pages: int, wall_s: float) -> Outcome:
+        """Replay `requests` while rollouts run, if they do."""
+        gc.collect()
+        async with self._device(setting, pages) as (executor, url):
+            rollouts: Rollouts | None = None
+            rolling: asyncio.Task[None] | None = None
+            if setting.rollouts:
+                engine = executor.attach(self.rollout)
+                rollouts = Rollouts(engine, self._rollout_weights, self.rollout.config.vocab_size, max(1.5, wall_s / 4))
+                rolling = asyncio.create_task(rollouts.run())
+                await asyncio.sleep(0.3)
+            before, tokens = executor.statistics(), rollouts.tokens if rollouts else 0
+            started_s = time.monotonic()
+            records: list[Record] = []
+            if setting.serving:
+                vocab_size = self.serving.config.vocab_size
+                records = await asyncio.to_thread(self._generator.run, url, requests, vocab_size)
+            await asyncio.sleep(max(0.0, started_s + wall_s - time.monotonic()))
+            elapsed_s = time.monotonic() - started_s
+            after = executor.statistics()
+            outcome = Outcome(
+                records=records,
+                wall_s=elapsed_s,
+                rollout_tokens=(rollouts.tokens if rollouts else 0) - tokens,
+                given_back=rollouts.given_back if rollouts else 0,
+                statistics=msgspec.structs.replace(
+                    after,
+                    serving_busy_ns=after.serving_busy_ns - before.serving_busy_ns,
+                    rollout_busy_ns=after.rollout_busy_ns - before.rollout_busy_ns,
+                ),
+            )
+            if rolling is not None:
+                failed = rolling.done()
+                rolling.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await rolling
+                assert not failed
+        return outcome
+
+    @contextlib.asynccontextmanager
+    async def _device(self, setting: Setting, pages: int) -> AsyncIterator[tuple[Any, str]]:
+        import uvicorn
+
+        from elastic.engine.coserving.executor import SPARE_PAGES, CoServing
+        from elastic.engine.coserving.front import ModelCard, ServingFront
+        from elastic.engine.kv.slab import SlabBackend
+
+        executor = CoServing(
+            self.serving,
+            SlabBackend(pages + SPARE_PAGES, PAGE_BYTES),
+            setting.admission,
+            setting.memory,
+            profiles=self._profiles,
+            cpu=EXECUTOR_CORE,
+            swapping=setting.swapping() if setting.swapping else None,
+        )
+        card = ModelCard.model_validate(
+            {"name": MODEL, "vocab_size": self.serving.config.vocab_size, "max_context_tokens": CONTEXT}
+        )
+        front = ServingFront(card)
+        listener = socket.create_server(("127.0.0.1", 0))
+        server = uvicorn.Server(uvicorn.Config(front.app(), log_config=None, access_log=False, lifespan="off"))
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        try:
+            await asyncio.to_thread(executor.start, front.sink, self._serving_weights)
+            front.connect(executor.serving, asyncio.get_running_loop())
+            yield executor, f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            await asyncio.to_thread(executor.close)
+            server.should_exit = True
+            await serving
+
+
+# The measurement.
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The targets in force, and what serving alone had."""
+
+    targets: Targets
+    ttft_alone_ms: float
+
+    def setting(self, policy: str) -> Setting:
+        slo = Slo(
+            ttft_ns=int(self.targets.ttft_ms * FRONT_MARGIN * MS), tpot_ns=int(self.targets.tpot_ms * FRONT_MARGIN * MS)
+        )
+        # A request may come the moment after an iteration has begun: that must not eat up all there is to spare.
+        longest_ns = int(LONGEST_SHARE * (self.targets.ttft_ms - self.ttft_alone_ms) * MS)
+        dual = SloAdmission(slo=slo, longest_ns=longest_ns)
+        memory = PreemptiveMemory(lease_ns=int(LEASE_S * NS_PER_S))
+        return {
+            "serving_alone": Setting(rollouts=False),
+            "elastic": Setting(dual, memory),
+            "static_partition": Setting(dual, StaticPartition(lease_ns=memory.lease_ns)),
+            "no_prefix_cache": Setting(dual, msgspec.structs.replace(memory, lease_ns=0)),
+            "no_admission": Setting(NoAdmission(), memory),
+            "ttft_only": Setting(msgspec.structs.replace(dual, tpot=False), memory),
+            "tpot_only": Setting(msgspec.structs.replace(dual, ttft=False), memory),
+            "reload": Setting(ExclusiveAdmission(), memory, _swapping),
+            "fine_grained": Setting(dual, FineGrainedMemory(lease_ns=memory.lease_ns)),
+        }[policy]
+
+
+def _swapping() -> Any:
+    from elastic.engine.coserving.swapping import Swapping
+
+    # ROSE Fig. 3c: tens of seconds to reload, against targets of half a second; here a fraction of that ratio.
+    return Swapping(idle_ns=200 * MS, boot_ns=300 * MS)
+
+
+async def measure(plan: Plan, chatty: bool) -> dict[str, Any]:
+    _bind(OTHER_CORE)
+    sys.setswitchinterval(0.0005)
+    generator = LoadGenerator()
+    try:
+        with tempfile.TemporaryDirectory() as profiles:
+            bench = Bench(Path(profiles), generator, plan.paced)
+            return await _measure(bench, plan, chatty)
+    finally:
+        generator.close()
+
+
+async def _measure(bench: Bench, plan: Plan, chatty: bool) -> dict[str, Any]:
+    trace = merged(*(read_serving_trace(data_path(name)) for name in ("azure-conversation", "azure-code")))
+    starts = typical_windows(trace)
+
+    def load(window: str, speed: float, wall_s: float) -> list[ServingRequest]:
+        cut = window_at(trace, starts[window], wall_s * speed)
+        return scaled(cut, speed=speed, length=LENGTH_SCALE, most_prompt=MOST_PROMPT, most_output=MOST_OUTPUT)
+
+    # How fast the trace must go, and how much memory there must be.
+    alone, roomy, speed = Setting(rollouts=False), 1024, 1.0
+    peak_pages = 0
+    for _ in range(2):
+        outcome = await bench.run(alone, load("mean", speed, plan.calibration_s), roomy, plan.calibration_s)
+        busy = outcome.statistics.serving_busy_ns / 1e9 / outcome.wall_s
+        peak_pages = outcome.statistics.serving_peak_pages
+        _say(chatty, f"speed {speed:.2f}: serving alone is busy {busy:.1%}, peak {peak_pages} pages")
+        if abs(busy - BUSY_SHARE) <= 0.02:
+            break
+        speed *= BUSY_SHARE / busy
+    pages = max(round(peak_pages / PEAK_SHARE), 2 * (CONTEXT // 16))
+
+    only = await bench.run(Setting(NoAdmission(), _whole(), serving=False), [], pages, plan.alone_s)
+    alone_rate = only.rollout_tokens / only.wall_s
+    _say(chatty, f"{pages} pages; rollouts alone: {alone_rate:,.0f} tokens/s")
+
+    figures: dict[str, Any] = {"slo": None, "density": {}, "reclaim_ms_p99": None}
+    limits: Limits | None = None
+    reclaims_ns: list[int] = []
+    for density in plan.densities:
+        by_policy: dict[str, list[Outcome]] = {policy: [] for policy in POLICIES}
+        for policy in POLICIES:
+            for window in plan.windows:
+                requests = load(window, speed * density, plan.window_s)
+                setting = limits.setting(policy) if limits else alone
+                by_policy[policy].append(await bench.run(setting, requests, pages, plan.window_s))
+            if limits is None:
+                limits = _limits([record for outcome in by_policy[policy] for record in outcome.records])
+                figures["slo"] = {"ttft_p99_ms": limits.targets.ttft_ms, "tpot_p99_ms": limits.targets.tpot_ms}
+            _say(chatty, _summary(density, policy, by_policy[policy], limits.targets))
+        assert limits is not None
+        reclaims_ns += [ns for outcome in by_policy["elastic"] for ns in outcome.statistics.reclaims_ns]
+        figures["density"][f"{density:g}"] = _density(by_policy, limits.targets, alone_rate)
+    assert limits is not None
+    if plan.extras:
+        figures |= await _extras(bench, plan, limits, load("burstiest", speed * 2, plan.window_s), pages)
+    reclaims_ns = reclaims_ns or await _provoked_reclaims(bench, limits)
+    figures["reclaim_ms_p50"] = _ms(percentile(reclaims_ns, 50))
+    figures["reclaim_ms_p99"] = _ms(percentile(reclaims_ns, 99))
+    figures["reclaims"] = len(reclaims_ns)
+    figures |= pool_figures(plan.pool_operations)
+    figures["rollout_alone_tokens_per_s"] = alone_rate
+    figures["pages"] = pages
+    figures["speed"] = speed
+    return figures
+
+
+def _whole() -> PreemptiveMemory:
+    return PreemptiveMemory(headroom_share=0, lease_ns=int(LEASE_S * NS_PER_S))
+
+
+def _limits(records: Sequence[Record]) -> Limits:
+    result = report(records)
+    assert result.ttft_ms.p99 is not None
+    assert result.tpot_ms.p99 is not None
+    return Limits(
+        Targets(ttft_ms=SLO_FACTOR * result.ttft_ms.p99, tpot_ms=SLO_FACTOR * result.tpot_ms.p99), result.ttft_ms.p99
+    )
+
+
+def _density(by_policy: dict[str, list[Outcome]], targets: Targets, alone_rate: float) -> dict[str, Any]:
+    busy = [o.statistics.serving_busy_ns / 1e9 / o.wall_s for o in by_policy["serving_alone"]]
+    shares = [
+        outcome.rollout_tokens / outcome.wall_s / alone_rate / (1 - share)
+        for outcome, share in zip(by_policy["elastic"], busy, strict=True)
+    ]
+    return {
+        "policies": {policy: _policy(outcomes, targets) for policy, outcomes in by_policy.items()},
+        "harvest_share": median(shares),
+        "harvest_shares": shares,
+        "serving_alone_busy_share": busy,
+    }
+
+
+def _policy(outcomes: Sequence[Outcome], targets: Targets) -> dict[str, Any]:
+    """The worst window's latencies, all windows' minutes, the mean rate."""
+    reports = [report(outcome.records, targets) for outcome in outcomes]
+    return {
+        "ttft_p99_ms": _worst([result.ttft_ms.p99 for result in reports]),
+        "tpot_p99_ms": _worst([result.tpot_ms.p99 for result in reports]),
+        "itl_p99_ms": _worst([result.itl_ms.p99 for result in reports]),
+        "violated_minutes": sum(violated_minutes(o.records, targets, VIOLATION_WINDOW_S) for o in outcomes),
+        "rollout_tokens_per_s": float(np.mean([o.rollout_tokens / o.wall_s for o in outcomes])),
+        "goodput_share": sum(record.meets(targets) for o in outcomes for record in o.records)
+        / max(1, sum(len(o.records) for o in outcomes)),
+        "turns_given_back": sum(outcome.given_back for outcome in outcomes),
+        "failed": sum(result.failed for result in reports),
+    }
+
+
+async def _extras(
+    bench: Bench, plan: Plan, limits: Limits, requests: list[ServingRequest], pages: int
+) -> dict[str, Any]:
+    """The one-time cut against fine-grained ones, and the lease sweep of ROSE's Table 4, on the burstiest load."""
+    cuts: dict[str, Any] = {}
+    for name, policy in (("one_time", "elastic"), ("fine_grained", "fine_grained")):
+        outcome = await bench.run(limits.setting(policy), requests, pages, plan.window_s)
+        cuts[name] = {
+            "reclaims": len(outcome.statistics.reclaims_ns),
+            "reclaim_ms_p50": _ms(percentile(outcome.statistics.reclaims_ns, 50)),
+            "reclaim_ms_p99": _ms(percentile(outcome.statistics.reclaims_ns, 99)),
+            **_policy([outcome], limits.targets),
+        }
+    leases: dict[str, Any] = {}
+    for factor in (1, 2, 5, 10):
+        setting = limits.setting("elastic")
+        setting.memory = msgspec.structs.replace(setting.memory, lease_ns=int(factor * LEASE_S * NS_PER_S))
+        outcome = await bench.run(setting, requests, pages, plan.window_s)
+        leases[f"{factor * LEASE_S:g}"] = _policy([outcome], limits.targets)
+    return {"cuts": cuts, "lease_s": leases}
+
+
+async def _provoked_reclaims(bench: Bench, limits: Limits) -> list[int]:
+    """Where the load was too tame for any pressure: one burst on a pool that is just large enough for it."""
+    burst = [ServingRequest(0.8, MOST_PROMPT, 8) for _ in range(6)]
+    setting = limits.setting("elastic")
+    outcome = await bench.run(setting, burst, 100, 1.5)
+    return list(outcome.statistics.reclaims_ns)
+
+
+def pool_figures(operations: int) -> dict[str, Any]:
+    """Pages mapped and taken back per second, and what is lost between the blocks of two layouts, at random."""
+    from elastic.engine.coserving.blocks import LeasedBlocks
+    from elastic.engine.kv import KvLayout, PagePool
+    from elastic.engine.kv.slab import SlabBackend
+
+    total = 512
+    pool = PagePool(SlabBackend(total, 4096))
+    space = pool.space()
+    started_s = time.perf_counter()
+    for _ in range(operations // (2 * total)):
+        pages = [space.map()[0] for _ in range(total)]
+        for page in pages:
+            space.unmap(page)
+    elapsed_s = time.perf_counter() - started_s
+    done = operations // (2 * total) * 2 * total
+
+    pool = PagePool(SlabBackend(total, 4096))
+    random = Random(0)
+    models: list[LeasedBlocks] = []
+    for layers, slot_bytes in ((3, 64), (2, 96 + 32)):
+        layout = KvLayout(page_bytes=4096, slot_bytes=slot_bytes, layers=layers, block_tokens=4)
+        models.append(
+            LeasedBlocks(
+                pool.space(),
+                layout,
+                total,
+                0,
+                lambda: 0,
+                lambda: pool.free,
+                lambda count: None,
+                lambda page, index: None,
+            )
+        )
+    held: list[tuple[LeasedBlocks, list[int]]] = []
+    for _ in range(operations // 20):
+        model = random.choice(models)
+        count = random.randint(1, 40)
+        if held and (random.random() < 0.5 or count > model.available):
+            owner, blocks = held.pop(random.randrange(len(held)))
+            owner.release(blocks)
+            owner.trim()
+        elif count <= model.available:
+            held.append((model, model.allocate(count)))
+    pool.check()
+    for model in models:
+        model.check()
+    mapped = sum(model.pages * model.blocks_per_page for model in models)
+    used = sum(model.used for model in models)
+    return {
+        "pool_ops_per_s": done / elapsed_s,
+        "fragmentation_share": 1 - used / mapped if mapped else 0.0,
+        "fragmentation_operations": operations // 20,
+    }
+
+
+def _summary(density: float, policy: str, outcomes: Sequence[Outcome], targets: Targets) -> str:
+    figures = _policy(outcomes, targets)
+    return (
+        f"density {density:g} {policy:<17} TTFT {figures['ttft_p99_ms'] or 0:7.1f} ms  TPOT "
+        f"{figures['tpot_p99_ms'] or 0:6.2f} ms  violated {figures['violated_minutes']:.2f} min  "
+        f"rollouts {figures['rollout_tokens_per_s']:7,.0f} tokens/s  given back {figures['turns_given_back']}"
+    )
+
+
+def _worst(values: Sequence[float | None]) -> float | None:
+    return max((value for value in values if value is not None), default=None)
+
+
+def _ms(nanoseconds: float | None) -> float | None:
+    return None if nanoseconds is None else nanoseconds / MS
+
+
+def _bind(core: int) -> None:
+    if core in os.sched_getaffinity(0):
+        os.sched_setaffinity(0, {core})
+
+
+def _say(chatty: bool, line: str) -> None:
+    if chatty:
+        print(line, file=sys.stderr, flush=True)
+
+
+def replaced(plan: Plan, parsed: argparse.Namespace) -> Plan:
+    """The plan with what the command line changes."""
+    if parsed.window_s:
+        shorter = parsed.window_s / plan.window_s
+        plan = replace(
+            plan,
+            window_s=parsed.window_s,
+            calibration_s=max(3.0, plan.calibration_s * shorter),
+            alone_s=max(2.0, plan.alone_s * shorter),
+        )
+    return replace(
+        plan,
+        densities=tuple(parsed.densities or plan.densities),
+        windows=tuple(parsed.windows or plan.windows),
+        extras=plan.extras and not (parsed.densities or parsed.windows),
+        paced=parsed.paced,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="under 50 s on two cores; what does not fit is null")
+    parser.add_argument("--json", action="store_true", help="one JSON object as the last line of standard output")
+    parser.add_argument("--window-s", type=float, help="length of each window (default: 120, quick 2)")
+    parser.add_argument("--densities", type=float, nargs="+", help="of arrivals (default: 1 1.5 2, quick 1)")
+    parser.add_argument("--windows", nargs="+", choices=FULL.windows, help="which windows of the trace (default: all)")
+    parser.add_argument("--paced", action="store_true", help="a modelled device: iterations take at least its time")
+    parser.add_argument("--client", action="store_true", help=argparse.SUPPRESS)
+    parsed = parser.parse_args()
+    if parsed.client:
+        client()
+        return
+    plan = replaced(QUICK if parsed.quick else FULL, parsed)
+    figures = asyncio.run(measure(plan, chatty=not (parsed.quick and parsed.json)))
+    emit(figures, Arguments(quick=parsed.quick, json=parsed.json))
+
+
+if __name__ == "__main__":
+    main()
