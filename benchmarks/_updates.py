@@ -30,7 +30,7 @@ CONFIG = Qwen3Config(
 LEARNING_RATES = {"0.01": 8e-7, "0.03": 2.6e-6, "0.05": 4.6e-6, "0.2": 2.4e-5}
 """Wanted share of changed elements → the rate that gives about that share."""
 
-SETTLING_STEPS = 8
+SETTLING_STEPS = 6
 SETTLING_RATE = 1e-6
 
 Bits = npt.NDArray[np.uint16]
@@ -47,7 +47,7 @@ class Snapshot(NamedTuple):
 
 def snapshots(names: list[str], seed: int = 0) -> Iterator[Snapshot]:
     """The snapshots named by their wanted share, made first if the cache has none."""
-    path = CACHE / f"updates-{CONFIG.hidden_size}x{CONFIG.num_hidden_layers}-{seed}"
+    path = CACHE / f"updates-{CONFIG.hidden_size}x{CONFIG.num_hidden_layers}-{SETTLING_STEPS}-{seed}"
     if not (path / "complete").exists():
         _make(path, seed)
     old = _read(path / "old")
@@ -73,7 +73,7 @@ def _make(path: Path, seed: int) -> None:
 
 def _step(model: Qwen3, optimizer: torch.optim.Optimizer) -> None:
     """Policy gradient on sampled tokens: `-(advantage · log-probability)`, half of the samples above average."""
-    tokens = torch.randint(0, CONFIG.vocab_size, (8, 48))
+    tokens = torch.randint(0, CONFIG.vocab_size, (4, 32))
     logprobs = torch.log_softmax(model(tokens[:, :-1]).float(), dim=-1)
     taken = logprobs.gather(-1, tokens[:, 1:, None]).squeeze(-1)
     advantages = torch.randn(len(tokens), 1)

@@ -66,7 +66,7 @@ def held_out(run_dir: Path) -> tuple[Evaluation, Evaluation]:
     config = compose.load_run_config(run_dir)
     base = config.model.checkpoint
     relay = open_relay(str((run_dir / "weights").resolve()))
-    _, last = pull(relay, max(published_versions(relay)))
+    last = pull(relay, max(published_versions(relay))).tensors
     plan = compose.resolve(config, [], str(run_dir))
     settings = config.engine.model_copy(update={"pacing": None, "max_batch": 64, "kv_blocks": 4096})
 

@@ -148,6 +148,9 @@ class WeightsConfig(_Section):
     mode: Literal["finish", "recompute", "keep"] = "finish"
     pull_timeout_s: float = Field(30.0, gt=0)
     keep_versions: int = Field(4, ge=2)
+    keyframe_every: int = Field(16, ge=1, description="versions between full copies; in between are deltas")
+    merge_every: int = Field(4, ge=1, description="versions that a merged delta spans; 1 for none")
+    link_gbps: float = Field(1.0, gt=0, description="the link that codecs are chosen for: the slowest to a worker")
 
 
 class RewardsConfig(_Section):

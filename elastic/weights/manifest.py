@@ -1,14 +1,17 @@
 """What a weights version is made of. The manifest is written last: where there is one, its blob is complete."""
 
 import math
+from collections.abc import Sequence
 from hashlib import blake2b
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, TypeVar
 
 import msgspec
 
 from elastic.weights.errors import WeightsCorrupted
 
 SCHEMA_VERSION = 1
+
+T = TypeVar("T")
 
 DTYPE_BYTES = {"bfloat16": 2}
 
@@ -46,7 +49,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """Key of the blob."""
     blob_bytes: int
     blob_checksum: str
-    """BLAKE2b-256 of the blob, in hexadecimal."""
+    """XXH3-128 of the blob, keyed by run, in hexadecimal."""
     schema_version: int = SCHEMA_VERSION
 
 
@@ -61,30 +64,54 @@ class _Schema(msgspec.Struct, frozen=True):
     schema_version: int
 
 
-def new_checksum() -> blake2b:
-    return blake2b(digest_size=_CHECKSUM_BYTES)
-
-
 def encode_manifest(manifest: Manifest) -> bytes:
-    body = msgspec.json.encode(manifest)
-    return msgspec.json.encode(_Sealed(_checksum(body), msgspec.Raw(body)))
+    return seal(msgspec.json.encode(manifest))
 
 
 def decode_manifest(data: bytes) -> Manifest:
     """Raises `WeightsCorrupted` unless `data` is a whole, unchanged and consistent manifest of this schema."""
+    manifest = open_seal(data, Manifest, SCHEMA_VERSION)
+    size_bytes = check_tensors(manifest.tensors)
+    if size_bytes != manifest.blob_bytes:
+        _refuse(f"its tensors have {size_bytes} bytes, its blob {manifest.blob_bytes}")
+    return manifest
+
+
+def seal(body: bytes) -> bytes:
+    return msgspec.json.encode(_Sealed(_checksum(body), msgspec.Raw(body)))
+
+
+def open_seal(data: bytes, kind: type[T], schema_version: int) -> T:
+    """What was sealed, as a `kind`. Raises `WeightsCorrupted` if it is changed, or of another schema."""
     try:
         sealed = msgspec.json.decode(data, type=_Sealed)
         body = bytes(sealed.manifest)
         if _checksum(body) != sealed.checksum:
             _refuse("its checksum does not match")
-        schema_version = msgspec.json.decode(body, type=_Schema).schema_version
-        if schema_version != SCHEMA_VERSION:
-            _refuse(f"schema version {schema_version}; this program reads {SCHEMA_VERSION}")
-        manifest = msgspec.json.decode(body, type=Manifest)
+        found = msgspec.json.decode(body, type=_Schema).schema_version
+        if found != schema_version:
+            _refuse(f"schema version {found}; this program reads {schema_version}")
+        return msgspec.json.decode(body, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise WeightsCorrupted(f"manifest: {error}") from error
-    _check_layout(manifest)
-    return manifest
+
+
+def check_tensors(tensors: Sequence[TensorEntry]) -> int:
+    """How many bytes they take. Raises `WeightsCorrupted` unless they follow each other without gaps."""
+    at = 0
+    names: set[str] = set()
+    for tensor in tensors:
+        if tensor.name in names:
+            _refuse(f"tensor {tensor.name} is listed twice")
+        if tensor.dtype not in DTYPE_BYTES:
+            _refuse(f"tensor {tensor.name} has dtype {tensor.dtype}; allowed: {', '.join(DTYPE_BYTES)}")
+        if min(tensor.shape, default=0) < 0:
+            _refuse(f"tensor {tensor.name} has shape {tensor.shape}")
+        if tensor.offset != at:
+            _refuse(f"tensor {tensor.name} begins at byte {tensor.offset}, not {at}")
+        names.add(tensor.name)
+        at += tensor.size_bytes
+    return at
 
 
 def manifest_key(version: int) -> str:
@@ -108,28 +135,8 @@ def version_of(key: str) -> int | None:
     return None
 
 
-def _check_layout(manifest: Manifest) -> None:
-    at = 0
-    names: set[str] = set()
-    for tensor in manifest.tensors:
-        if tensor.name in names:
-            _refuse(f"tensor {tensor.name} is listed twice")
-        if tensor.dtype not in DTYPE_BYTES:
-            _refuse(f"tensor {tensor.name} has dtype {tensor.dtype}; allowed: {', '.join(DTYPE_BYTES)}")
-        if min(tensor.shape, default=0) < 0:
-            _refuse(f"tensor {tensor.name} has shape {tensor.shape}")
-        if tensor.offset != at:
-            _refuse(f"tensor {tensor.name} begins at byte {tensor.offset}, not {at}")
-        names.add(tensor.name)
-        at += tensor.size_bytes
-    if at != manifest.blob_bytes:
-        _refuse(f"its tensors have {at} bytes, its blob {manifest.blob_bytes}")
-
-
 def _checksum(body: bytes) -> str:
-    checksum = new_checksum()
-    checksum.update(body)
-    return checksum.hexdigest()
+    return blake2b(body, digest_size=_CHECKSUM_BYTES).hexdigest()
 
 
 def _refuse(problem: str) -> NoReturn:

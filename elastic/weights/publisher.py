@@ -1,24 +1,218 @@
-"""The trainer's side: a version's weights onto a relay, and old versions off it."""
+"""The trainer's side: a version's weights onto a relay, as keyframe and deltas, and old versions off it."""
 
+import time
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple
 
+import msgspec
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from elastic.weights.choice import Change, choose_codec
+from elastic.weights.codecs import CODECS
+from elastic.weights.codecs.base import TILE_ELEMENTS
+from elastic.weights.codecs.sums import tile_sums
+from elastic.weights.delta import (
+    BucketEntry,
+    DeltaManifest,
+    base_of,
+    bucket_key,
+    checksum_of,
+    delta_manifest_key,
+    encode_bucket,
+    encode_delta_manifest,
+    state_of,
+)
+from elastic.weights.layout import bucket_tiles, changed_by_tensor, tile_ends
 from elastic.weights.manifest import (
-    DTYPE_BYTES,
     Manifest,
     TensorEntry,
     encode_manifest,
     keyframe_key,
     manifest_key,
-    new_checksum,
     version_of,
 )
+from elastic.weights.plan import Update, needed_from
 from elastic.weights.relay import Relay
+from elastic.weights.tensors import Bits, entries_of, flatten, views
 
-_DTYPE_NAMES = {torch.bfloat16: "bfloat16"}
+LATER_TIMEOUT_S = 600.0
+"""For what is published after a version can be pulled already: a merged delta, a keyframe, garbage collection."""
+
+_SAMPLES, _SAMPLE = 32, 1024
+
+
+class PublishSettings(msgspec.Struct, frozen=True, kw_only=True):
+    keyframe_every: int = 16
+    """Versions between keyframes; the first version is one."""
+    merge_every: int = 4
+    """Versions that a merged delta spans; every so many versions there is one. 1 for none."""
+    keep_versions: int = 4
+    bucket_elements: int = 32 << 20
+    """64 MiB of weights."""
+    tile_elements: int = TILE_ELEMENTS
+    link_bytes_per_s: float = 125e6
+    """The link that codecs are chosen for: the slowest that some worker is behind."""
+    codec: str | None = None
+    """Always this one instead."""
+
+
+class Published(NamedTuple):
+    """What it took to make a version available; later objects of the same version are not counted."""
+
+    version: int
+    kind: str
+    size_bytes: int
+    full_bytes: int
+    changed: dict[str, int]
+    """Changed elements by tensor; empty for a keyframe."""
+    encode_s: float
+    put_s: float
+
+
+class _Held(NamedTuple):
+    version: int
+    tensors: tuple[TensorEntry, ...]
+    bits: Bits
+    sums: npt.NDArray[np.uint64]
+
+
+class Publisher:
+    """Publishes versions in order. A version can be pulled when `publish` returns; more follows in the background.
+
+    It keeps two copies of the weights on the CPU: the last version, and the one that the next merged delta is from.
+    Calls must not overlap.
+    """
+
+    def __init__(
+        self, relay: Relay, run: str, model_config: Mapping[str, Any], settings: PublishSettings | None = None
+    ) -> None:
+        self._relay = relay
+        self._run = run
+        self._model_config = model_config
+        self._settings = settings or PublishSettings()
+        self._last: _Held | None = None
+        self._anchor: _Held | None = None
+        self._keyframe_version = 0
+        self._keyframe_wanted = False
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="publisher")
+        self._later: Future[None] | None = None
+
+    def publish(self, version: int, tensors: Mapping[str, Tensor]) -> Published:
+        """Put `version`: a delta from the last one published, or a keyframe where there is none that fits.
+
+        `tensors` (bfloat16) may be changed again as soon as it returns. Raises `RelayError`, also for what failed
+        in the background since the last call, and `ValueError`.
+        """
+        self.wait()
+        entries, bits = entries_of(tensors), flatten(tensors)
+        last = self._last
+        if last is None or last.tensors != entries or last.version >= version:
+            published, held = self._publish_first(version, entries, bits)
+        else:
+            published, held = self._publish_delta(last, version, bits)
+        self._last = held
+        self._later = self._executor.submit(self._publish_later, held)
+        return published
+
+    def request_keyframe(self) -> None:
+        """Publish a keyframe with the next version, whether one is due or not."""
+        self._keyframe_wanted = True
+
+    def wait(self) -> None:
+        """Until the background is done. Raises what went wrong there."""
+        later, self._later = self._later, None
+        if later is not None:
+            later.result(LATER_TIMEOUT_S)
+
+    def close(self) -> None:
+        """Finish what is under way, whatever becomes of it."""
+        self._executor.shutdown(wait=True)
+
+    def _publish_first(self, version: int, entries: tuple[TensorEntry, ...], bits: Bits) -> tuple[Published, _Held]:
+        begun_s = time.monotonic()
+        sums = tile_sums(bits, tile_ends(entries, self._settings.tile_elements))
+        held = _Held(version, entries, bits, sums)
+        encoded_s = time.monotonic()
+        self._put_keyframe(held)
+        self._anchor = held
+        put_s = time.monotonic() - encoded_s
+        size = bits.nbytes
+        return Published(version, "keyframe", size, size, {}, encoded_s - begun_s, put_s), held
+
+    def _publish_delta(self, last: _Held, version: int, bits: Bits) -> tuple[Published, _Held]:
+        begun_s = time.monotonic()
+        manifest, sums, put_s = self._put_delta(last, version, bits)
+        changed = {entry.name: count for entry, count in zip(last.tensors, manifest.changed, strict=True)}
+        encode_s = time.monotonic() - begun_s - put_s
+        held = _Held(version, last.tensors, bits, sums)
+        return Published(version, "delta", manifest.size_bytes, bits.nbytes, changed, encode_s, put_s), held
+
+    def _publish_later(self, held: _Held) -> None:
+        settings, anchor = self._settings, self._anchor
+        if anchor is not None and held.version - anchor.version >= max(settings.merge_every, 2):
+            self._put_delta(anchor, held.version, held.bits)
+            self._anchor = held
+        if self._keyframe_wanted or held.version - self._keyframe_version >= settings.keyframe_every:
+            self._put_keyframe(held)
+        collect_garbage(self._relay, settings.keep_versions, ())
+
+    def _put_keyframe(self, held: _Held) -> None:
+        tensors = views(held.tensors, held.bits)
+        publish_keyframe(self._relay, self._run, held.version, tensors, self._model_config)
+        self._keyframe_version, self._keyframe_wanted = held.version, False
+
+    def _put_delta(self, base: _Held, version: int, bits: Bits) -> tuple[DeltaManifest, npt.NDArray[np.uint64], float]:
+        """The manifest, the new tiles' sums, and the time the relay took."""
+        settings = self._settings
+        ends = tile_ends(base.tensors, settings.tile_elements)
+        begins = np.concatenate([[0], ends])
+        sums, changed = base.sums.copy(), np.zeros(len(ends), np.int64)
+        buckets: list[BucketEntry] = []
+        put_s = 0.0
+        for number, (first, last) in enumerate(bucket_tiles(ends, settings.bucket_elements)):
+            old, new = (flat[begins[first] : begins[last]] for flat in (base.bits, bits))
+            codec = settings.codec or choose_codec(estimate_change(old, new), settings.link_bytes_per_s)
+            encoded = CODECS[codec].encode(old, new, ends[first:last] - begins[first])
+            sums[first:last] += encoded.sum_changes
+            changed[first:last] = encoded.changed
+            parts = encode_bucket(codec, first, encoded)
+            begun_s = time.monotonic()
+            self._relay.put(bucket_key(version, base.version, number), *parts)
+            put_s += time.monotonic() - begun_s
+            size = sum(map(len, parts))
+            buckets.append(BucketEntry(first, last - first, codec, size, checksum_of(self._run, *parts)))
+        manifest = DeltaManifest(
+            run=self._run,
+            version=version,
+            base_version=base.version,
+            base_state=state_of(base.sums),
+            state=state_of(sums),
+            tensors=base.tensors,
+            changed=changed_by_tensor(base.tensors, ends, changed),
+            tile_elements=settings.tile_elements,
+            tile_sums=sums.astype("<u8").tobytes(),
+            buckets=tuple(buckets),
+        )
+        self._relay.put(delta_manifest_key(version, base.version), encode_delta_manifest(manifest))
+        return manifest, sums, put_s
+
+
+def estimate_change(old: Bits, new: Bits) -> Change:
+    """How much differs, from samples over the whole length."""
+    step = max(old.size // _SAMPLES, _SAMPLE)
+    starts = range(0, old.size, step)
+    before, after = (
+        np.concatenate([bits[start : start + _SAMPLE] for start in starts] or [bits]).astype(np.int32)
+        for bits in (old, new)
+    )
+    steps = np.abs(after - before)
+    changed = int(np.count_nonzero(steps))
+    octaves = float(np.log2(1 + steps).sum()) / max(changed, 1)
+    return Change(old.size, round(changed / max(steps.size, 1) * old.size), octaves)
 
 
 def publish_keyframe(
@@ -29,45 +223,50 @@ def publish_keyframe(
     `tensors` are bfloat16 on the CPU under their Hugging Face names, `model_config` the model's `config.json`.
     Raises `RelayError`, and `ValueError` for a tensor that is not bfloat16.
     """
-    entries: list[TensorEntry] = []
-    parts: list[memoryview] = []
-    checksum = new_checksum()
-    offset = 0
-    for name, tensor in tensors.items():
-        entry = TensorEntry(name=name, shape=tuple(tensor.shape), dtype=_dtype_name(name, tensor), offset=offset)
-        part = _bytes_of(tensor)
-        checksum.update(part)
-        entries.append(entry)
-        parts.append(part)
-        offset += entry.size_bytes
+    entries = entries_of(tensors)
+    parts = [_bytes_of(tensor) for tensor in tensors.values()]
     manifest = Manifest(
         run=run,
         version=version,
         kind="keyframe",
         model=dict(model_config),
-        tensors=tuple(entries),
+        tensors=entries,
         blob=keyframe_key(version),
-        blob_bytes=offset,
-        blob_checksum=checksum.hexdigest(),
+        blob_bytes=sum(entry.size_bytes for entry in entries),
+        blob_checksum=checksum_of(run, *parts),
     )
     relay.put(manifest.blob, *parts)
     relay.put(manifest_key(version), encode_manifest(manifest))
     return manifest
 
 
+def published_updates(relay: Relay) -> list[Update]:
+    """Everything that can be pulled, by version."""
+    return sorted(
+        (update for key in relay.list_keys("versions/") if (update := _update_of(key)) is not None),
+        key=lambda update: (update.version, -1 if update.base is None else update.base),
+    )
+
+
 def published_versions(relay: Relay) -> list[int]:
     """Versions that can be pulled, ascending."""
-    keys = relay.list_keys("versions/")
-    return sorted(version for key in keys if (version := version_of(key)) is not None and key == manifest_key(version))
+    return sorted({update.version for update in published_updates(relay)})
 
 
 def collect_garbage(relay: Relay, keep_versions: int, needed: Collection[int]) -> list[int]:
-    """Delete all but the newest `keep_versions` and those in `needed`; returns the deleted versions."""
+    """Delete all but the newest `keep_versions`, those in `needed`, and what a newcomer needs to get to any of them.
+
+    Returns the deleted versions. A worker whose path is cut pulls a keyframe instead.
+    """
     if keep_versions < 1:
         raise ValueError(f"keep_versions: must be at least 1 (found {keep_versions})")
-    published = published_versions(relay)
+    updates = published_updates(relay)
+    published = sorted({update.version for update in updates})
+    if not published:
+        return []
     kept = {*published[-keep_versions:], *needed}
-    return _delete(relay, lambda version: version not in kept and version < published[-1]) if published else []
+    kept |= needed_from(updates, kept)
+    return _delete(relay, lambda version: version not in kept and version < published[-1])
 
 
 def discard_newer(relay: Relay, version: int) -> list[int]:
@@ -75,19 +274,23 @@ def discard_newer(relay: Relay, version: int) -> list[int]:
     return _delete(relay, lambda other: other > version)
 
 
+def _update_of(key: str) -> Update | None:
+    version = version_of(key)
+    if version is None:
+        return None
+    if key == manifest_key(version):
+        return Update(version, None)
+    base = base_of(key)
+    return None if base is None else Update(version, base)
+
+
 def _delete(relay: Relay, condemned: Callable[[int], bool]) -> list[int]:
     """Manifests go first, so that whatever has one can still be pulled."""
     keys = [(version, key) for key in relay.list_keys("versions/") if (version := version_of(key)) is not None]
-    doomed = sorted((version, key != manifest_key(version), key) for version, key in keys if condemned(version))
+    doomed = sorted((version, not key.endswith(".json"), key) for version, key in keys if condemned(version))
     for _, _, key in doomed:
         relay.delete(key)
     return sorted({version for version, _, _ in doomed})
-
-
-def _dtype_name(name: str, tensor: Tensor) -> str:
-    if tensor.dtype not in _DTYPE_NAMES:
-        raise ValueError(f"tensor {name}: dtype {tensor.dtype}; allowed: {', '.join(DTYPE_BYTES)}")
-    return _DTYPE_NAMES[tensor.dtype]
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:

@@ -1,70 +1,294 @@
 """The worker's side: a version's weights off a relay, verified, or an error and nothing else."""
 
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Container, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple, TypeVar
 
-import torch
+import numpy as np
+import numpy.typing as npt
+import structlog
 from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_exponential
 from torch import Tensor
 
-from elastic.weights.errors import RelayUnavailable, WeightsCorrupted
-from elastic.weights.manifest import Manifest, decode_manifest, manifest_key, new_checksum
+from elastic.weights.codecs.base import Buffer
+from elastic.weights.codecs.sums import apply_update, tile_sums
+from elastic.weights.delta import (
+    Bucket,
+    BucketEntry,
+    DeltaManifest,
+    bucket_key,
+    checksum_of,
+    decode_delta_manifest,
+    delta_manifest_key,
+    state_of,
+)
+from elastic.weights.errors import BlobNotFound, RelayUnavailable, WeightsCorrupted
+from elastic.weights.layout import tile_ends
+from elastic.weights.manifest import TensorEntry, decode_manifest, manifest_key
+from elastic.weights.plan import Update, shortest_path
+from elastic.weights.publisher import published_updates
 from elastic.weights.relay import Relay
+from elastic.weights.tensors import Bits, views
 
-BUCKET_BYTES = 8 << 20
+T = TypeVar("T")
+
+log = structlog.get_logger(__name__)
+
+CHUNK_BYTES = 8 << 20
 """What a broken transfer has to fetch again, and how often the deadline is looked at."""
 
-_DTYPES = {"bfloat16": torch.bfloat16}
+TRANSFERS = 3
+"""Buckets under way or waiting to be decoded; more of them only take memory."""
 
 
-def pull(
-    relay: Relay, version: int, *, timeout_s: float = 30.0, bucket_bytes: int = BUCKET_BYTES
-) -> tuple[Manifest, dict[str, Tensor]]:
-    """The manifest of `version` and its tensors on the CPU, bit for bit as published. Blocks the caller's thread.
+class Pulled(NamedTuple):
+    """A version's weights, and what it took. `tensors` are the caller's: no later pull changes them."""
 
-    A broken transfer goes on with the bucket that broke, until `timeout_s` is over.
-    Raises `WeightsCorrupted` for anything that is not what its manifest says, else the last `RelayError`.
+    version: int
+    model: dict[str, Any] | None
+    """The model's `config.json`, as the keyframe gave it."""
+    tensors: dict[str, Tensor]
+    size_bytes: int
+    """Off the relay, manifests not counted."""
+    path: tuple[Update, ...]
+    wire_s: float
+    """Spent waiting for the relay."""
+    decode_s: float
+    apply_s: float
+
+
+class _Held(NamedTuple):
+    """Whole, verified weights of one version; the patterns are never changed again."""
+
+    version: int
+    run: str
+    model: dict[str, Any]
+    tensors: tuple[TensorEntry, ...]
+    bits: Bits
+    state: dict[int, tuple[str, npt.NDArray[np.uint64]]]
+    """Tile size → what identifies the weights, and their tiles' sums; made when first asked for."""
+
+
+class _Times:
+    def __init__(self) -> None:
+        self.size_bytes = 0
+        self.wire_s = self.decode_s = self.apply_s = 0.0
+
+
+class Puller:
+    """Keeps the version it pulled last, so that the next one takes only what changed. For one thread at a time.
+
+    Memory: the weights it holds, those it makes (a pull that fails leaves nothing behind), and `TRANSFERS` buckets.
     """
-    deadline_s = time.monotonic() + timeout_s
-    manifest = decode_manifest(_get(relay, manifest_key(version), 0, None, deadline_s))
-    if manifest.version != version:
-        raise WeightsCorrupted(f"manifest of version {version}: it is that of version {manifest.version}")
-    blob = _pull_blob(relay, manifest, deadline_s, bucket_bytes)
-    return manifest, dict(_tensors(manifest, blob))
+
+    def __init__(self, relay: Relay, *, transfers: int = TRANSFERS, chunk_bytes: int = CHUNK_BYTES) -> None:
+        self._relay = relay
+        self._transfers = transfers
+        self._chunk_bytes = chunk_bytes
+        self._held: _Held | None = None
+
+    @property
+    def version(self) -> int | None:
+        return self._held.version if self._held else None
+
+    def pull(self, version: int, timeout_s: float = 30.0) -> Pulled:
+        """`version`, bit for bit as published: from what it holds by the shortest chain of deltas, or a keyframe.
+
+        An object that does not verify is refused, and so is the held version as a base for another; what is left
+        is tried, in the end a keyframe. A broken transfer goes on where it broke, until `timeout_s` is over.
+        Raises `WeightsCorrupted` where nothing verifies, else the last `RelayError`.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        times = _Times()
+        refused: dict[Update, Exception] = {}
+        base = self._held
+        while True:
+            path = self._path(version, base, refused, deadline_s)
+            if path is None:
+                raise next(reversed(refused.values()), BlobNotFound(f"version {version}: not published, or deleted"))
+            try:
+                held = self._follow(path, base, deadline_s, times)
+            except _Refused as refusal:
+                log.warning("weights refused", update=refusal.update, reason=str(refusal.cause))
+                # The base may be what is wrong: without it every delta gets a second chance, from a keyframe.
+                if base is None or refusal.fatal:
+                    refused[refusal.update] = refusal.cause
+                base = None
+                continue
+            self._held = held
+            tensors = views(held.tensors, held.bits)
+            return Pulled(
+                version, held.model, tensors, times.size_bytes, tuple(path), times.wire_s, times.decode_s, times.apply_s
+            )
+
+    def audit(self) -> list[int]:
+        """Tiles whose recomputed sums differ from those that updates maintained; empty when all is well."""
+        held = self._held
+        if held is None:
+            return []
+        return [
+            int(tile)
+            for size, (_, sums) in held.state.items()
+            for tile in np.flatnonzero(tile_sums(held.bits, tile_ends(held.tensors, size)) != sums)
+        ]
+
+    def _path(
+        self, version: int, base: _Held | None, refused: Container[Update], deadline_s: float
+    ) -> list[Update] | None:
+        held = base.version if base else None
+        if held == version:
+            return []
+        updates = patiently(deadline_s, f"list for version {version}", lambda: published_updates(self._relay))
+        return shortest_path((update for update in updates if update not in refused), held, version)
+
+    def _follow(self, path: Iterable[Update], base: _Held | None, deadline_s: float, times: _Times) -> _Held:
+        held = base
+        for update in path:
+            try:
+                if update.base is None:
+                    held = self._pull_keyframe(update.version, deadline_s, times)
+                else:
+                    assert held is not None
+                    held = self._pull_delta(held, update, deadline_s, times, own=held is not base)
+            except (WeightsCorrupted, BlobNotFound) as error:
+                raise _Refused(update, error, fatal=not isinstance(error, _BaseMismatch)) from error
+        assert held is not None
+        return held
+
+    def _pull_keyframe(self, version: int, deadline_s: float, times: _Times) -> _Held:
+        begun_s = time.monotonic()
+        manifest = decode_manifest(fetch(self._relay, manifest_key(version), deadline_s))
+        if manifest.version != version:
+            raise WeightsCorrupted(f"manifest of version {version}: it is that of version {manifest.version}")
+        blob = np.empty(manifest.blob_bytes, np.uint8)
+        fetch_into(self._relay, manifest.blob, blob.data, deadline_s, self._chunk_bytes)
+        if checksum_of(manifest.run, blob.data) != manifest.blob_checksum:
+            raise WeightsCorrupted(f"{manifest.blob}: its checksum is not the manifest's")
+        times.wire_s += time.monotonic() - begun_s
+        times.size_bytes += manifest.blob_bytes
+        return _Held(version, manifest.run, manifest.model, manifest.tensors, blob.view(np.uint16), {})
+
+    def _pull_delta(self, base: _Held, update: Update, deadline_s: float, times: _Times, own: bool) -> _Held:
+        """What `update` makes of `base`; in place if that is our `own` to change."""
+        assert update.base is not None
+        key = delta_manifest_key(update.version, update.base)
+        manifest = decode_delta_manifest(fetch(self._relay, key, deadline_s))
+        ends, sums = _check_base(manifest, base, update)
+        begun_s = time.monotonic()
+        bits = base.bits if own else base.bits.copy()
+        times.apply_s += time.monotonic() - begun_s
+        expected = np.frombuffer(manifest.tile_sums, "<u8")
+        begins = np.concatenate([[0], ends])
+        for entry, blob in self._buckets(manifest, deadline_s, times):
+            tiles = slice(entry.first_tile, entry.first_tile + entry.tiles)
+            begin, end = begins[tiles.start], begins[tiles.stop]
+            begun_s = time.monotonic()
+            decoded = Bucket(blob).decode(base.bits[begin:end], ends[tiles] - begin)
+            if not np.array_equal(sums[tiles] + decoded.sum_changes, expected[tiles]):
+                raise WeightsCorrupted(f"{key}: bucket of tile {entry.first_tile} does not make the trainer's weights")
+            decoded_s = time.monotonic()
+            apply_update(decoded, bits[begin:end])
+            times.decode_s += decoded_s - begun_s
+            times.apply_s += time.monotonic() - decoded_s
+        state = {manifest.tile_elements: (manifest.state, expected.astype(np.uint64))}
+        return base._replace(version=update.version, bits=bits, state=state)
+
+    def _buckets(
+        self, manifest: DeltaManifest, deadline_s: float, times: _Times
+    ) -> Iterator[tuple[BucketEntry, Buffer]]:
+        """Each bucket with its verified blob, in order; the next ones are on their way meanwhile."""
+        waiting: deque[tuple[BucketEntry, Future[Buffer]]] = deque()
+        with ThreadPoolExecutor(self._transfers, thread_name_prefix="puller") as executor:
+            try:
+                for number, entry in enumerate(manifest.buckets):
+                    waiting.append((entry, executor.submit(self._fetch_bucket, manifest, number, entry, deadline_s)))
+                    if len(waiting) >= self._transfers:
+                        yield _landed(*waiting.popleft(), times)
+                while waiting:
+                    yield _landed(*waiting.popleft(), times)
+            finally:
+                for _, future in waiting:
+                    future.cancel()
+
+    def _fetch_bucket(self, manifest: DeltaManifest, number: int, entry: BucketEntry, deadline_s: float) -> Buffer:
+        key = bucket_key(manifest.version, manifest.base_version, number)
+        blob = bytearray(entry.size_bytes)
+        fetch_into(self._relay, key, memoryview(blob), deadline_s, self._chunk_bytes)
+        if checksum_of(manifest.run, blob) != entry.checksum:
+            raise WeightsCorrupted(f"{key}: its checksum is not the manifest's")
+        return blob
 
 
-def _pull_blob(relay: Relay, manifest: Manifest, deadline_s: float, bucket_bytes: int) -> Tensor:
-    blob = torch.empty(manifest.blob_bytes, dtype=torch.uint8)
-    memory = blob.numpy().data
-    checksum = new_checksum()
-    for start in range(0, manifest.blob_bytes, bucket_bytes):
-        bucket = memory[start : start + bucket_bytes]
-        content = _get(relay, manifest.blob, start, len(bucket), deadline_s)
-        if len(content) != len(bucket):
-            found = start + len(content)
-            raise WeightsCorrupted(f"{manifest.blob}: ends at byte {found}; its manifest says {manifest.blob_bytes}")
-        bucket[:] = content
-        checksum.update(content)
-    if checksum.hexdigest() != manifest.blob_checksum:
-        raise WeightsCorrupted(f"{manifest.blob}: its checksum is not the manifest's")
-    return blob
+class _BaseMismatch(WeightsCorrupted):
+    """The delta may be right, but not for what is held."""
 
 
-def _get(relay: Relay, key: str, start: int, length: int | None, deadline_s: float) -> bytes:
+class _Refused(Exception):
+    def __init__(self, update: Update, cause: Exception, fatal: bool) -> None:
+        self.update, self.cause, self.fatal = update, cause, fatal
+
+
+def pull(relay: Relay, version: int, *, timeout_s: float = 30.0, chunk_bytes: int = CHUNK_BYTES) -> Pulled:
+    """`version` for somebody who holds nothing; see `Puller.pull`. Blocks the caller's thread."""
+    return Puller(relay, chunk_bytes=chunk_bytes).pull(version, timeout_s)
+
+
+def fetch(relay: Relay, key: str, deadline_s: float, start: int = 0, length: int | None = None) -> bytes:
+    """`Relay.get`, again and again while the relay is unavailable, until `deadline_s` (monotonic)."""
+    return patiently(deadline_s, f"{key}, byte {start}", lambda: relay.get(key, start, length))
+
+
+def patiently(deadline_s: float, what: str, ask: Callable[[], T]) -> T:
+    """What `ask` returns, again and again while the relay is unavailable, until `deadline_s` (monotonic)."""
     remaining_s = deadline_s - time.monotonic()
     if remaining_s <= 0:
-        raise RelayUnavailable(f"{key}: not pulled in time; stopped at byte {start}")
+        raise RelayUnavailable(f"{what}: not pulled in time")
     attempts = Retrying(
         retry=retry_if_exception_type(RelayUnavailable),
         stop=stop_after_delay(remaining_s),
         wait=wait_exponential(multiplier=0.05, max=1.0),
         reraise=True,
     )
-    return attempts(relay.get, key, start, length)
+    return attempts(ask)
 
 
-def _tensors(manifest: Manifest, blob: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Views into `blob`, which lives as long as one of them does."""
-    for entry in manifest.tensors:
-        elements = blob[entry.offset : entry.offset + entry.size_bytes].view(_DTYPES[entry.dtype])
-        yield entry.name, elements.view(entry.shape)
+def fetch_into(relay: Relay, key: str, memory: memoryview, deadline_s: float, chunk_bytes: int = CHUNK_BYTES) -> None:
+    """Fill `memory`, which is as large as the blob is to be. Raises `WeightsCorrupted` if the blob ends before."""
+    for start in range(0, len(memory), chunk_bytes):
+        chunk = memory[start : start + chunk_bytes]
+        content = fetch(relay, key, deadline_s, start, len(chunk))
+        if len(content) != len(chunk):
+            found = start + len(content)
+            raise WeightsCorrupted(f"{key}: ends at byte {found}; its manifest says {len(memory)}")
+        chunk[:] = content
+
+
+def _landed(entry: BucketEntry, future: Future[Buffer], times: _Times) -> tuple[BucketEntry, Buffer]:
+    begun_s = time.monotonic()
+    blob = future.result()
+    times.wire_s += time.monotonic() - begun_s
+    times.size_bytes += entry.size_bytes
+    return entry, blob
+
+
+def _check_base(
+    manifest: DeltaManifest, base: _Held, update: Update
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64]]:
+    """The tiles' ends, and their sums in `base`."""
+    where = f"delta of version {update.version} from {update.base}"
+    if (manifest.version, manifest.base_version) != update:
+        raise WeightsCorrupted(f"{where}: it is that of {manifest.version} from {manifest.base_version}")
+    if manifest.run != base.run or manifest.tensors != base.tensors:
+        raise _BaseMismatch(f"{where}: it is for other tensors, or another run, than what is held")
+    ends = tile_ends(manifest.tensors, manifest.tile_elements)
+    if 8 * len(ends) != len(manifest.tile_sums):
+        raise WeightsCorrupted(f"{where}: its tensors have {len(ends)} tiles, its sums are of others")
+    if manifest.tile_elements not in base.state:
+        sums = tile_sums(base.bits, ends)
+        base.state[manifest.tile_elements] = state_of(sums), sums
+    state, sums = base.state[manifest.tile_elements]
+    if state != manifest.base_state:
+        raise _BaseMismatch(f"{where}: it is from other weights than those held as version {base.version}")
+    return ends, sums

@@ -7,8 +7,10 @@ import os
 import signal
 import ssl
 import sys
+import threading
+import time
 from collections.abc import Callable, Coroutine, Iterator
-from typing import Any, NoReturn, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, TypeVar
 
 import structlog
 
@@ -22,7 +24,10 @@ from elastic.worker.connection import Connection, ConnectionLost, SessionRefused
 from elastic.worker.service import AgentExit, Pull, Pulled, Service, Ticket, Trainer
 from elastic.worker.threads import DaemonThread
 
-__all__ = ["AgentExit", "BuildEngine", "build_engine", "leave_process", "pull_weights", "run_agent"]
+if TYPE_CHECKING:
+    from elastic.weights.puller import Puller
+
+__all__ = ["AgentExit", "BuildEngine", "WeightsPuller", "build_engine", "leave_process", "run_agent"]
 
 log = structlog.get_logger(__name__)
 
@@ -42,17 +47,33 @@ def build_engine(welcome: wire.Welcome, share: DeviceShare | None = None) -> Rol
     return create_engine(welcome.model, settings, share)
 
 
-def pull_weights(welcome: wire.Welcome, version: int) -> Pulled:
-    """A version's tensors, verified, off the welcome's relay. Blocks; raises `WeightsError`."""
-    from elastic.weights.puller import pull
-    from elastic.weights.relay import open_relay
+class WeightsPuller:
+    """Pulls a version off the welcome's relay; keeps the last one, so that the next takes only what changed."""
 
-    relay = open_relay(welcome.relay, welcome.relay_token)
-    try:
-        manifest, tensors = pull(relay, version, timeout_s=welcome.pull_timeout_s)
-    finally:
-        relay.close()
-    return Pulled(tensors, manifest.blob_bytes)
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._puller: Puller | None = None
+
+    def __call__(self, welcome: wire.Welcome, version: int) -> Pulled:
+        """A version's tensors, verified. Blocks; raises `WeightsError`."""
+        begun_s = time.monotonic()
+        # A superseded pull may still be under way; what it ends with is a base as good as any.
+        if not self._lock.acquire(timeout=welcome.pull_timeout_s):
+            raise TimeoutError(f"the pull before that of version {version} has not ended")
+        try:
+            puller = self._open(welcome)
+            pulled = puller.pull(version, welcome.pull_timeout_s - (time.monotonic() - begun_s))
+        finally:
+            self._lock.release()
+        return Pulled(pulled.tensors, pulled.size_bytes)
+
+    def _open(self, welcome: wire.Welcome) -> "Puller":
+        from elastic.weights.puller import Puller
+        from elastic.weights.relay import open_relay
+
+        if self._puller is None:
+            self._puller = Puller(open_relay(welcome.relay, welcome.relay_token))
+        return self._puller
 
 
 async def run_agent(
@@ -63,7 +84,7 @@ async def run_agent(
     *,
     share: DeviceShare | None = None,
     trainer: Trainer | None = None,
-    pull: Pull = pull_weights,
+    pull: Pull | None = None,
     tls: ssl.SSLContext | None = None,
     join_timeout_s: float = JOIN_TIMEOUT_S,
     born_ns: Nanoseconds | None = None,
@@ -85,7 +106,9 @@ async def run_agent(
             if booted is None:
                 end = AgentExit(0, "terminated before it was ready")
             else:
-                end = await Service(ticket, *booted, device, pull, share, trainer).run(accounts, leave)
+                end = await Service(ticket, *booted, device, pull or WeightsPuller(), share, trainer).run(
+                    accounts, leave
+                )
     except (ConnectionLost, SessionRefused, _NotBuilt) as error:
         end = AgentExit(1, str(error))
     finally:

@@ -12,12 +12,13 @@ import structlog
 import torch
 
 from elastic import wire
-from elastic.config import Config, EngineConfig, validate
+from elastic.config import Config, EngineConfig, WeightsConfig, validate
 from elastic.core.types import WeightMode
 from elastic.engine.base import RolloutEngine
 from elastic.model.checkpoint import load_model
 from elastic.trainer.trainer import GRPOTrainer
-from elastic.weights.publisher import collect_garbage, discard_newer, publish_keyframe
+from elastic.weights.codecs import warm_up
+from elastic.weights.publisher import Published, Publisher, PublishSettings, discard_newer
 from elastic.weights.relay import open_relay
 from elastic.worker.agent import AgentExit, build_engine, run_agent
 from elastic.worker.service import TrainerOrder, TrainerReply
@@ -25,6 +26,7 @@ from elastic.worker.service import TrainerOrder, TrainerReply
 log = structlog.get_logger(__name__)
 
 KEEP_CHECKPOINTS = 2
+BYTES_PER_S_IN_GBPS = 125e6
 
 
 async def run_trainer_host(
@@ -57,9 +59,10 @@ class TrainerHost:
         model = load_model(self._config.model.checkpoint, _device(settings.device))
         self._trainer = GRPOTrainer(self._config.trainer, model, rollout.groups, rollout.temperature)
         self._relay = open_relay(welcome.relay, welcome.relay_token)
-        self._model_config = welcome.model
         if self._resume:
             self._restore()
+        warm_up()
+        self._publisher = Publisher(self._relay, self._run, welcome.model, _publish_settings(self._config.weights))
         self._publish(self._trainer.bf16_tensors())
         return build_engine(welcome)
 
@@ -87,7 +90,7 @@ class TrainerHost:
             raise RuntimeError(f"the trainer stepped to version {self._trainer.version}, not {order.version}")
         began_s = time.monotonic()
         tensors = self._trainer.bf16_tensors()
-        self._publish(tensors)
+        published = self._publish(tensors)
         published_s = time.monotonic()
         self._apply(tensors)
         applied_s = time.monotonic()
@@ -97,12 +100,15 @@ class TrainerHost:
             "publish_s": published_s - began_s,
             "apply_s": applied_s - published_s,
             "checkpoint_s": time.monotonic() - applied_s,
+            "weights_encode_s": published.encode_s,
+            "weights_bytes": float(published.size_bytes),
+            "weights_over_full": published.size_bytes / max(published.full_bytes, 1),
+            "weights_changed_share": 2 * sum(published.changed.values()) / max(published.full_bytes, 1),
         }
         return wire.Stepped(order.version, metrics | times)
 
-    def _publish(self, tensors: dict[str, torch.Tensor]) -> None:
-        publish_keyframe(self._relay, self._run, self._trainer.version, tensors, self._model_config)
-        collect_garbage(self._relay, self._config.weights.keep_versions, ())
+    def _publish(self, tensors: dict[str, torch.Tensor]) -> Published:
+        return self._publisher.publish(self._trainer.version, tensors)
 
     def _apply(self, tensors: dict[str, torch.Tensor]) -> None:
         self._engine.load_weights(self._trainer.version, tensors, WeightMode.FINISH)
@@ -126,6 +132,15 @@ class TrainerHost:
     def _saved(self) -> list[Path]:
         """Checkpoints, oldest first."""
         return sorted(self._checkpoints.glob("*.safetensors"))
+
+
+def _publish_settings(config: WeightsConfig) -> PublishSettings:
+    return PublishSettings(
+        keyframe_every=config.keyframe_every,
+        merge_every=config.merge_every,
+        keep_versions=config.keep_versions,
+        link_bytes_per_s=config.link_gbps * BYTES_PER_S_IN_GBPS,
+    )
 
 
 def _device(name: str) -> str:

@@ -60,25 +60,25 @@ def small() -> dict[str, Tensor]:
 
 
 @many
-@given(tensors=named_tensors, version=st.integers(0, 10**9), bucket_bytes=st.integers(1, 64))
-def test_weights_arrive_bit_for_bit(relay: Relay, tensors: dict[str, Tensor], version: int, bucket_bytes: int):
+@given(tensors=named_tensors, version=st.integers(0, 10**9), chunk_bytes=st.integers(1, 64))
+def test_weights_arrive_bit_for_bit(relay: Relay, tensors: dict[str, Tensor], version: int, chunk_bytes: int):
     published = republish(relay, version, tensors)
-    manifest, pulled = pull(relay, version, bucket_bytes=bucket_bytes)
-    assert manifest == published
-    assert (manifest.run, manifest.version, manifest.model) == ("run", version, MODEL)
-    assert_same(pulled, tensors)
+    pulled = pull(relay, version, chunk_bytes=chunk_bytes)
+    assert decode_manifest(relay.get(manifest_key(version))) == published
+    assert (pulled.version, pulled.model, pulled.size_bytes) == (version, MODEL, published.blob_bytes)
+    assert_same(pulled.tensors, tensors)
 
 
 def test_every_bit_pattern_survives(relay: Relay):
     every = {"all": from_bits((256, 256), list(range(0x10000)))}
     publish_keyframe(relay, "run", 1, every, MODEL)
-    assert_same(pull(relay, 1)[1], every)
+    assert_same(pull(relay, 1).tensors, every)
 
 
 def test_a_strided_tensor_is_published_in_row_major_order(tmp_path: Path):
     tensors = {"t": small()["a"].t(), "scalar": torch.tensor(1.5, dtype=torch.bfloat16)}
     publish_keyframe(DirectoryRelay(tmp_path), "run", 1, tensors, MODEL)
-    _, pulled = pull(DirectoryRelay(tmp_path), 1)
+    pulled = pull(DirectoryRelay(tmp_path), 1).tensors
     assert torch.equal(pulled["t"], tensors["t"])
     assert pulled["scalar"].shape == ()
 
@@ -91,7 +91,7 @@ def test_a_changed_byte_is_refused(relay: Relay, at: int, flip: int, part):
     content[at % len(content)] ^= flip
     replace(relay, part(3), bytes(content))
     with pytest.raises(WeightsCorrupted):
-        pull(relay, 3, bucket_bytes=16)
+        pull(relay, 3, chunk_bytes=16)
 
 
 @many
@@ -101,7 +101,7 @@ def test_a_truncated_blob_or_manifest_is_refused(relay: Relay, cut: int, part):
     content = relay.get(part(3))
     replace(relay, part(3), content[: cut % len(content)])
     with pytest.raises(WeightsCorrupted):
-        pull(relay, 3, bucket_bytes=16)
+        pull(relay, 3, chunk_bytes=16)
 
 
 def test_another_versions_manifest_is_refused(relay: Relay):
@@ -184,7 +184,7 @@ class Faulty:
 def test_a_broken_transfer_goes_on_where_it_broke(tmp_path: Path):
     relay = Faulty(DirectoryRelay(tmp_path), faults={0: 1, 16: 2, 32: 1})
     publish_keyframe(relay, "run", 1, small(), MODEL)
-    _, pulled = pull(relay, 1, bucket_bytes=16)
+    pulled = pull(relay, 1, chunk_bytes=16).tensors
     assert_same(pulled, small())
     assert [start for key, start in relay.fetched if key == keyframe_key(1)] == [0, 16, 32]
 
@@ -193,7 +193,7 @@ def test_a_relay_that_stays_away_is_given_up_in_time(tmp_path: Path):
     relay = Faulty(DirectoryRelay(tmp_path), faults={16: 10**9})
     publish_keyframe(relay, "run", 1, small(), MODEL)
     with pytest.raises(RelayUnavailable, match="byte 16"):
-        pull(relay, 1, timeout_s=0.2, bucket_bytes=16)
+        pull(relay, 1, timeout_s=0.2, chunk_bytes=16)
     with pytest.raises(RelayUnavailable, match="not pulled in time"):
         pull(relay, 1, timeout_s=0)
 
@@ -203,7 +203,7 @@ def test_publishing_again_is_harmless_and_never_changes_a_version(relay: Relay):
     publish_keyframe(relay, "run", 1, small(), MODEL)
     with pytest.raises(BlobConflict):
         publish_keyframe(relay, "run", 1, {"a": torch.zeros(17, dtype=torch.bfloat16)}, MODEL)
-    assert_same(pull(relay, 1)[1], small())
+    assert_same(pull(relay, 1).tensors, small())
 
 
 @many
@@ -222,7 +222,7 @@ def test_garbage_is_what_nobody_needs(relay: Relay, versions: set[int], needed: 
     assert published_versions(relay) == sorted(kept)
     assert len(relay.list_keys()) == 2 * len(kept)
     for version in kept:
-        assert_same(pull(relay, version)[1], small())
+        assert_same(pull(relay, version).tensors, small())
 
 
 def test_garbage_includes_what_a_killed_trainer_left_but_not_what_is_being_published(relay: Relay):
@@ -247,7 +247,7 @@ def test_a_resumed_run_publishes_later_versions_anew(relay: Relay):
     other = {"a": torch.zeros(2, dtype=torch.bfloat16)}
     for version in (2, 3):
         publish_keyframe(relay, "run", version, other, MODEL)
-        assert_same(pull(relay, version)[1], other)
+        assert_same(pull(relay, version).tensors, other)
 
 
 def test_a_failed_publication_leaves_no_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

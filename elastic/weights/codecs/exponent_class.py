@@ -57,7 +57,7 @@ from elastic.weights.codecs.base import (
     check_encode,
     flat,
 )
-from elastic.weights.codecs.sums import mix
+from elastic.weights.codecs.sums import sum_change
 
 LEVELS = 48
 """Half octaves of mean gap, from 1 element to `TILE_ELEMENTS_MAX`."""
@@ -73,6 +73,9 @@ _STATE_BYTES = 16
 _HEADER_BYTES_MAX = 5 * CLASSES + 1 + CLASSES + 5 + _STATE_BYTES
 _SYMBOL_BYTES_MAX = 10
 """Raw bits (22 + 13) and two words of two bytes."""
+
+_STAGGER = 272
+"""Elements between classes' scratch rows: at a power of two they would all want the same few cache lines."""
 
 _NEVER = 1 << 62
 
@@ -161,22 +164,36 @@ def _extract(old, new, tile_ends, tops, counts, sizes, gaps, changes, sum_change
     for tile in range(tile_ends.size):
         largest = max(largest, tile_ends[tile] - begin)
         begin = tile_ends[tile]
-    class_gaps = np.empty((CLASSES, largest), np.uint32)
-    class_changes = np.empty((CLASSES, largest), np.uint16)
+    room = largest + _STAGGER
+    class_gaps, class_places, class_moves = np.empty((3, CLASSES, room), np.uint32)
+    olds, news = np.empty((2, largest), np.uint16)
     masks = np.empty(CLASSES, np.uint64)
     total = 0
     begin = 0
     for tile in range(tile_ends.size):
         end = tile_ends[tile]
         tops[tile] = _top_exponent(old, begin, end)
-        sum_changes[tile] = _extract_tile(
-            old, new, begin, end, tops[tile], masks, class_gaps, class_changes, counts[tile], sizes[tile]
+        _extract_tile(
+            old,
+            new,
+            begin,
+            end,
+            tops[tile],
+            masks,
+            class_gaps,
+            class_places,
+            class_moves,
+            counts[tile],
+            sizes[tile],
         )
         for number in range(CLASSES):
             count = counts[tile, number]
+            gaps[total : total + count] = class_gaps[number, :count]
             for i in range(count):
-                gaps[total + i] = class_gaps[number, i]
-                changes[total + i] = class_changes[number, i]
+                olds[i], news[i] = class_moves[number, i] >> 16, class_moves[number, i] & 0xFFFF
+            for i in range(count):
+                changes[total + i] = change_of(np.int64(olds[i]), np.int64(news[i]))
+            sum_changes[tile] += sum_change(class_places[number, :count], begin, olds, news)
             total += count
         begin = end
     return total
@@ -200,43 +217,38 @@ def _top_exponent(old, begin, end):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def _extract_tile(old, new, begin, end, top, masks, gaps, changes, counts, sizes):  # type: ignore[no-untyped-def]
+def _extract_tile(old, new, begin, end, top, masks, gaps, places, moves, counts, sizes):  # type: ignore[no-untyped-def]
+    """What changed, by class; kept short, as the rest can be vectorised afterwards."""
     after = np.zeros(CLASSES, np.int64)
-    sum_change = np.uint64(0)
     whole = begin + (end - begin) // LANES * LANES
     for start in range(begin, whole, LANES):
-        sum_change += _extract_lanes(old, new, start, start - begin, top, masks, after, gaps, changes, counts, sizes)
+        _extract_lanes(old, new, start, start, top, masks, after, gaps, places, moves, counts, sizes)
     if whole < end:
         last_old, last_new = np.zeros(LANES, np.uint16), np.zeros(LANES, np.uint16)
         last_old[: end - whole] = old[whole:end]
         last_new[: end - whole] = new[whole:end]
-        sum_change += _extract_lanes(
-            last_old, last_new, 0, whole - begin, top, masks, after, gaps, changes, counts, sizes
-        )
-    return sum_change
+        _extract_lanes(last_old, last_new, 0, whole, top, masks, after, gaps, places, moves, counts, sizes)
 
 
 @njit(inline="always", error_model="numpy")
-def _extract_lanes(old, new, at, base, top, masks, after, gaps, changes, counts, sizes):  # type: ignore[no-untyped-def]
+def _extract_lanes(old, new, at, start, top, masks, after, gaps, places, moves, counts, sizes):  # type: ignore[no-untyped-def]
     class_masks(old, at, np.uint8(top), masks)
     differs = changed_mask(old, new, at)
-    sum_change = np.uint64(0)
     while differs:
         lane = lowest_bit(differs)
         differs &= differs - np.uint64(1)
-        before, now = np.int64(old[at + lane]), np.int64(new[at + lane])
+        before = np.int64(old[at + lane])
         number = min(max(top - ((before >> 7) & 0xFF), 0), CLASSES - 1)
         earlier = masks[number] & ((np.uint64(1) << np.uint64(lane)) - np.uint64(1))
         rank = sizes[number] + popcount(earlier)
         count = counts[number]
         gaps[number, count] = rank - after[number]
-        changes[number, count] = change_of(before, now)
+        places[number, count] = start + lane
+        moves[number, count] = (before << 16) | np.int64(new[at + lane])
         counts[number] = count + 1
         after[number] = rank + 1
-        sum_change += mix(base + lane, now) - mix(base + lane, before)
     for number in range(CLASSES):
         sizes[number] += popcount(masks[number])
-    return sum_change
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
@@ -364,6 +376,7 @@ def _decode(data, data_ends, old, tile_ends, counts, rows, gap_slots, change_slo
     for tile in range(tile_ends.size):
         most = max(most, counts[tile].sum())
     ranks, changes = np.empty(most, np.uint32), np.empty(most, np.uint16)
+    order, before = np.empty(most, np.uint32), np.empty(most, np.uint16)
     used_rows = np.empty(CLASSES, np.int64)
     begin, at, found = 0, 0, 0
     for tile in range(tile_ends.size):
@@ -381,10 +394,13 @@ def _decode(data, data_ends, old, tile_ends, counts, rows, gap_slots, change_slo
             at = _take_symbols(
                 data, raw_at, raw_bytes, data_end, counts[tile], used_rows, gap_slots, change_slots, ranks, changes
             )
-            after, sum_changes[tile] = _resolve(old, begin, end, top, counts[tile], ranks, changes, index, value, found)
-            if after != found + total:
+            places, news = index[found : found + total], value[found : found + total]
+            if not _resolve(old, begin, end, top, counts[tile], ranks, order, before, places):
                 return tile
-            found = after
+            for i in range(total):
+                news[i] = changed(np.int64(before[i]), np.int64(changes[order[i]]))
+            sum_changes[tile] = sum_change(places, begin, before, news)
+            found += total
         if at != data_end:
             return tile
         begin = end
@@ -447,8 +463,11 @@ def _take_symbols(data, raw_at, raw_bytes, data_end, counts, rows, gap_slots, ch
 
 
 @njit(inline="always")
-def _resolve(old, begin, end, top, counts, ranks, changes, index, value, found):  # type: ignore[no-untyped-def]
-    """From ranks within classes to indices in the bucket, and from changes to patterns, from `index[found]` on."""
+def _resolve(old, begin, end, top, counts, ranks, order, before, places):  # type: ignore[no-untyped-def]
+    """From ranks within classes to indices in the bucket: for each, which symbol it is of, and the old pattern.
+
+    Whether all of them are in the tile.
+    """
     masks = np.empty(CLASSES, np.uint64)
     here, wait = np.empty(CLASSES, np.int64), np.empty(CLASSES, np.int64)
     place, last = np.empty(CLASSES, np.int64), np.empty(CLASSES, np.int64)
@@ -458,34 +477,37 @@ def _resolve(old, begin, end, top, counts, ranks, changes, index, value, found):
         wait[number] = ranks[first] if counts[number] else _NEVER
         first += counts[number]
         last[number] = first - 1
-    sum_change = np.uint64(0)
+    found = 0
     whole = begin + (end - begin) // LANES * LANES
     for start in range(begin, whole, LANES):
-        found, change = _resolve_lanes(
-            old, start, begin, start, top, masks, here, wait, place, last, ranks, changes, index, value, found
+        found = _resolve_lanes(
+            old, start, start, top, masks, here, wait, place, last, ranks, order, before, places, found
         )
-        sum_change += change
     if whole < end:
         padded = np.zeros(LANES, np.uint16)
         padded[: end - whole] = old[whole:end]
-        found, change = _resolve_lanes(
-            padded, 0, begin, whole, top, masks, here, wait, place, last, ranks, changes, index, value, found
+        found = _resolve_lanes(
+            padded, 0, whole, top, masks, here, wait, place, last, ranks, order, before, places, found
         )
-        sum_change += change
-        if found and index[found - 1] >= end:
-            return -1, sum_change
-    return found, sum_change
+        for i in range(max(found - LANES, 0), found):
+            if places[i] >= end:
+                return False
+    return found == first
 
 
 @njit(inline="always")
-def _resolve_lanes(old, at, begin, start, top, masks, here, wait, place, last, ranks, changes, index, value, found):  # type: ignore[no-untyped-def]
+def _resolve_lanes(old, at, start, top, masks, here, wait, place, last, ranks, order, before, places, found):  # type: ignore[no-untyped-def]
     class_masks(old, at, np.uint8(top), masks)
-    due = 0
+    due = np.int64(0)
     for number in range(CLASSES):
         here[number] = popcount(masks[number])
         wait[number] -= here[number]
+        due |= wait[number]
+    if due >= 0:
+        return found
+    due = 0
+    for number in range(CLASSES):
         due |= (wait[number] < 0) << number
-    sum_change = np.uint64(0)
     while due:
         number = lowest_bit(np.uint64(due))
         due &= due - 1
@@ -493,15 +515,12 @@ def _resolve_lanes(old, at, begin, start, top, masks, here, wait, place, last, r
         rank = wait[number] + here[number]
         while rank < here[number]:
             lane = nth_bit(masks[number], rank)
-            before = np.int64(old[at + lane])
-            now = changed(before, np.int64(changes[i]))
-            index[found] = start + lane
-            value[found] = now
-            position = start + lane - begin
-            sum_change += mix(position, now) - mix(position, before)
+            places[found] = start + lane
+            before[found] = old[at + lane]
+            order[found] = i
             found += 1
             rank = rank + np.int64(ranks[i + 1]) - np.int64(ranks[i]) if i < last[number] else _NEVER
             i += 1
         place[number] = i
         wait[number] = rank - here[number]
-    return found, sum_change
+    return found

@@ -26,7 +26,7 @@ from elastic.weights.codecs.base import (
     check_encode,
     flat,
 )
-from elastic.weights.codecs.sums import mix
+from elastic.weights.codecs.sums import mix, sum_change
 
 _ESCAPE = 255
 _HEADER_BYTES_MAX = 15
@@ -78,7 +78,7 @@ def _encode(old, new, tile_ends, payload, payload_ends, changed_counts, sum_chan
         end = tile_ends[tile]
         whole = begin + (end - begin) // LANES * LANES
         after, gap_count, count, wide_count = begin, 0, 0, 0
-        sum_change = np.uint64(0)
+        total = np.uint64(0)
         for start in range(begin, end, LANES):
             if start < whole:
                 differs = changed_mask(old, new, start)
@@ -105,7 +105,7 @@ def _encode(old, new, tile_ends, payload, payload_ends, changed_counts, sum_chan
                 if change >= _ESCAPE:
                     wide[wide_count] = change
                     wide_count += 1
-                sum_change += mix(position - begin, now) - mix(position - begin, before)
+                total += mix(position - begin, now) - mix(position - begin, before)
         at = put_varint(payload, at, count)
         at = put_varint(payload, at, gap_count)
         at = put_varint(payload, at, wide_count)
@@ -117,7 +117,7 @@ def _encode(old, new, tile_ends, payload, payload_ends, changed_counts, sum_chan
             payload[at] = wide[i] & 0xFF
             payload[at + 1] = wide[i] >> 8
             at += 2
-        payload_ends[tile], changed_counts[tile], sum_changes[tile] = at, count, sum_change
+        payload_ends[tile], changed_counts[tile], sum_changes[tile] = at, count, total
         begin = end
     return at
 
@@ -138,6 +138,7 @@ def _read_headers(data, data_ends, tile_ends, counts):  # type: ignore[no-untype
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def _decode(data, data_ends, old, tile_ends, counts, index, value, sum_changes):  # type: ignore[no-untyped-def]
+    before = np.empty(counts[:, 0].max() if counts.size else 0, np.uint16)
     begin, found = 0, 0
     for tile in range(tile_ends.size):
         count, gap_count, wide_count = counts[tile]
@@ -145,9 +146,8 @@ def _decode(data, data_ends, old, tile_ends, counts, index, value, sum_changes):
         wide_at = wide_end - 2 * wide_count
         change_at = wide_at - count
         gap_at, gap_end = change_at - gap_count, change_at
-        sum_change = np.uint64(0)
         position = begin - 1
-        for _ in range(count):
+        for i in range(found, found + count):
             position += 1
             while gap_at < gap_end and data[gap_at] == _ESCAPE:
                 position += _ESCAPE
@@ -165,14 +165,17 @@ def _decode(data, data_ends, old, tile_ends, counts, index, value, sum_changes):
                 wide_at += 2
             if position >= tile_ends[tile]:
                 return tile
-            before = np.int64(old[position])
-            now = changed(before, change)
-            index[found] = position
-            value[found] = now
-            sum_change += mix(position - begin, now) - mix(position - begin, before)
-            found += 1
+            index[i] = position
+            value[i] = change
         if gap_at != gap_end or wide_at != wide_end:
             return tile
-        sum_changes[tile] = sum_change
+        # Loops of their own: many reads of the base can be under way at once, the rest is vectorised.
+        places, news, olds = index[found : found + count], value[found : found + count], before[:count]
+        for i in range(count):
+            olds[i] = old[places[i]]
+        for i in range(count):
+            news[i] = changed(np.int64(olds[i]), np.int64(news[i]))
+        sum_changes[tile] = sum_change(places, begin, olds, news)
+        found += count
         begin = tile_ends[tile]
     return -1

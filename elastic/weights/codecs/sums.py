@@ -37,6 +37,16 @@ def apply_update(update: BucketUpdate, bits: Bits) -> None:
         _scatter(bits, update.index, update.value)
 
 
+@njit(inline="always")
+def sum_change(index, base, old, new):  # type: ignore[no-untyped-def]
+    """What writing `new` over `old` at `index - base` of a tile changes its sum by."""
+    total = np.uint64(0)
+    for i in range(index.size):
+        position = np.int64(index[i]) - base
+        total += mix(position, new[i]) - mix(position, old[i])
+    return total
+
+
 @njit(cache=True, nogil=True)
 def _sum(bits, tile_ends, sums):  # type: ignore[no-untyped-def]
     begin = 0

@@ -1,0 +1,156 @@
+"""What the change from one version to a later one is made of: buckets, and a manifest that is written after them.
+
+Keys: `versions/VERSION/delta-BASE.json` for the manifest, `versions/VERSION/delta-BASE-NUMBER.bin` for a bucket. A
+bucket is a 4-byte little-endian length, a msgpack `BucketHeader` of that length, the codec's shared part and its
+payload; it says enough of itself to be decoded before the manifest is there, and nothing is trusted until then.
+"""
+
+import struct
+from typing import NoReturn
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from elastic.weights.codecs import CODECS
+from elastic.weights.codecs.base import PADDING, BucketUpdate, Buffer, CodecError, EncodedBucket
+from elastic.weights.errors import WeightsCorrupted
+from elastic.weights.manifest import TensorEntry, check_tensors, open_seal, seal, version_prefix
+
+SCHEMA_VERSION = 1
+
+_LENGTH = struct.Struct("<I")
+_HEADER_BYTES_MAX = 1 << 20
+
+
+class BucketEntry(msgspec.Struct, frozen=True, array_like=True):
+    """One bucket's blob: the tiles from `first_tile` on, `tiles` of them."""
+
+    first_tile: int
+    tiles: int
+    codec: str
+    size_bytes: int
+    checksum: str
+    """XXH3-128 of the blob, keyed by run, in hexadecimal."""
+
+
+class DeltaManifest(msgspec.Struct, frozen=True, kw_only=True):
+    """How to make `version` out of `base_version`.
+
+    `base_state` and `state` identify the weights before and after, bit for bit (`state_of`). Whoever holds other
+    weights than `base_state` has no use for this delta.
+    """
+
+    run: str
+    version: int
+    base_version: int
+    base_state: str
+    state: str
+    tensors: tuple[TensorEntry, ...]
+    changed: tuple[int, ...]
+    """Changed elements of each tensor."""
+    tile_elements: int
+    tile_sums: bytes
+    """Of the resulting tiles (`elastic.weights.codecs.sums`), eight little-endian bytes each; base64 in JSON."""
+    buckets: tuple[BucketEntry, ...]
+    schema_version: int = SCHEMA_VERSION
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(bucket.size_bytes for bucket in self.buckets)
+
+
+class BucketHeader(msgspec.Struct, frozen=True, array_like=True):
+    codec: str
+    first_tile: int
+    shared_bytes: int
+    payload_ends: list[int]
+
+
+class Bucket:
+    """A bucket's blob, taken apart; raises `WeightsCorrupted` where that cannot be done."""
+
+    def __init__(self, blob: Buffer) -> None:
+        data = memoryview(blob)
+        try:
+            (length,) = _LENGTH.unpack_from(data)
+            if length > _HEADER_BYTES_MAX:
+                _refuse(f"header of {length} bytes")
+            self.header = msgspec.msgpack.decode(data[_LENGTH.size : _LENGTH.size + length], type=BucketHeader)
+        except (struct.error, msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise WeightsCorrupted(f"bucket: {error}") from error
+        if self.header.codec not in CODECS:
+            _refuse(f"codec {self.header.codec}; this program knows {', '.join(CODECS)}")
+        body = data[_LENGTH.size + length :]
+        if not 0 <= self.header.shared_bytes <= len(body):
+            _refuse(f"shared part of {self.header.shared_bytes} bytes")
+        self._shared, self._payload = body[: self.header.shared_bytes], body[self.header.shared_bytes :]
+
+    def decode(self, old: npt.NDArray[np.uint16], tile_ends: npt.NDArray[np.int64]) -> BucketUpdate:
+        """Raises `WeightsCorrupted` for what does not decode against `old`."""
+        try:
+            ends = np.array(self.header.payload_ends, np.int64)
+            return CODECS[self.header.codec].decode(self._shared, self._payload, ends, old, tile_ends)
+        except (CodecError, OverflowError) as error:
+            raise WeightsCorrupted(f"bucket of codec {self.header.codec}: {error}") from error
+
+
+def encode_bucket(codec: str, first_tile: int, bucket: EncodedBucket) -> list[bytes]:
+    """A blob's parts."""
+    header = BucketHeader(codec, first_tile, len(bucket.shared), bucket.payload_ends.tolist())
+    body = msgspec.msgpack.encode(header)
+    assert len(bucket.payload) >= PADDING
+    return [_LENGTH.pack(len(body)) + body, bucket.shared, bucket.payload]
+
+
+def checksum_of(run: str, *parts: Buffer) -> str:
+    """XXH3-128, keyed by run: ten times as fast as a cryptographic one, and the relay's token keeps forgers out."""
+    checksum = xxhash.xxh3_128(seed=xxhash.xxh3_64_intdigest(run.encode()))
+    for part in parts:
+        checksum.update(part)
+    return checksum.hexdigest()
+
+
+def state_of(tile_sums: npt.NDArray[np.uint64]) -> str:
+    """What identifies weights: a digest of their tiles' sums."""
+    return xxhash.xxh3_128_hexdigest(tile_sums.astype("<u8").tobytes())
+
+
+def delta_manifest_key(version: int, base_version: int) -> str:
+    return f"{version_prefix(version)}delta-{base_version:08d}.json"
+
+
+def bucket_key(version: int, base_version: int, number: int) -> str:
+    return f"{version_prefix(version)}delta-{base_version:08d}-{number:05d}.bin"
+
+
+def base_of(key: str) -> int | None:
+    """The base version of a delta manifest's key, None for any other key."""
+    name = key.rpartition("/")[2]
+    digits = name.removeprefix("delta-").removesuffix(".json")
+    return int(digits) if name == f"delta-{digits}.json" and digits.isdecimal() else None
+
+
+def encode_delta_manifest(manifest: DeltaManifest) -> bytes:
+    return seal(msgspec.json.encode(manifest))
+
+
+def decode_delta_manifest(data: bytes) -> DeltaManifest:
+    """Raises `WeightsCorrupted` unless `data` is a whole, unchanged and consistent manifest of this schema."""
+    manifest = open_seal(data, DeltaManifest, SCHEMA_VERSION)
+    check_tensors(manifest.tensors)
+    if manifest.tile_elements < 1 or len(manifest.tile_sums) % 8:
+        _refuse(f"tiles of {manifest.tile_elements} elements with {len(manifest.tile_sums)} bytes of sums")
+    tile = 0
+    for bucket in manifest.buckets:
+        if bucket.first_tile != tile or bucket.tiles < 1:
+            _refuse(f"its buckets do not follow each other at tile {tile}")
+        tile += bucket.tiles
+    if 8 * tile != len(manifest.tile_sums):
+        _refuse(f"its buckets have {tile} tiles, its sums {len(manifest.tile_sums) // 8}")
+    return manifest
+
+
+def _refuse(problem: str) -> NoReturn:
+    raise WeightsCorrupted(f"delta: {problem}")

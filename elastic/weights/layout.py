@@ -1,0 +1,49 @@
+"""How a version's tensors lie in one flat array of bf16 patterns, and how that is cut into tiles and buckets. Pure.
+
+Both sides derive the same tiles from the same tensors: at most `tile_elements` each, none across two tensors, none
+empty. A bucket is a run of whole tiles, the unit of encoding and transfer.
+"""
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from elastic.weights.manifest import TensorEntry
+
+
+def tile_ends(tensors: Sequence[TensorEntry], tile_elements: int) -> npt.NDArray[np.int64]:
+    """Where each tile ends, in elements from the first tensor's first."""
+    ends: list[int] = []
+    begin = 0
+    for tensor in tensors:
+        end = begin + math.prod(tensor.shape)
+        ends += range(begin + tile_elements, end, tile_elements)
+        if end > begin:
+            ends.append(end)
+        begin = end
+    return np.array(ends, np.int64)
+
+
+def bucket_tiles(ends: npt.NDArray[np.int64], bucket_elements: int) -> list[tuple[int, int]]:
+    """(first tile, tile after the last) of each bucket: as many tiles as fit in `bucket_elements`, at least one."""
+    buckets: list[tuple[int, int]] = []
+    first = 0
+    while first < len(ends):
+        begin = ends[first - 1] if first else 0
+        last = max(int(np.searchsorted(ends, begin + bucket_elements, side="right")), first + 1)
+        buckets.append((first, last))
+        first = last
+    return buckets
+
+
+def changed_by_tensor(
+    tensors: Sequence[TensorEntry], ends: npt.NDArray[np.int64], changed: npt.NDArray[np.int64]
+) -> tuple[int, ...]:
+    """Changed elements of each tensor, from those of each tile."""
+    tensor_ends = np.cumsum([math.prod(tensor.shape) for tensor in tensors], dtype=np.int64)
+    last_tiles = np.searchsorted(ends, tensor_ends, side="right")
+    totals = np.concatenate([[0], np.cumsum(changed)])
+    return tuple(int(totals[last] - totals[first]) for first, last in pairwise([0, *last_tiles]))

@@ -1,0 +1,296 @@
+"""A chain of versions, pulled by workers that come, skip, fall behind and meet every kind of damage."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from elastic.weights.codecs import CODECS
+from elastic.weights.delta import bucket_key, decode_delta_manifest, delta_manifest_key, encode_delta_manifest
+from elastic.weights.directory import DirectoryRelay
+from elastic.weights.errors import BlobNotFound, RelayError, RelayUnavailable, WeightsCorrupted, WeightsError
+from elastic.weights.manifest import keyframe_key, manifest_key
+from elastic.weights.plan import Update
+from elastic.weights.publisher import Publisher, PublishSettings, published_updates, published_versions
+from elastic.weights.puller import Puller
+from elastic.weights.relay import Buffer, Relay
+
+MODEL = {"model_type": "qwen3", "hidden_size": 8}
+SMALL = PublishSettings(bucket_elements=64, tile_elements=16, keyframe_every=8, merge_every=3, keep_versions=4)
+
+many = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=25)
+
+
+class History:
+    """Versions of some weights and their publisher; `tensors[v]` are those of version v."""
+
+    def __init__(self, relay: Relay, publish: PublishSettings = SMALL, seed: int = 0) -> None:
+        self._rng = torch.Generator().manual_seed(seed)
+        self.publisher = Publisher(relay, "run", MODEL, publish)
+        self.tensors: list[dict[str, Tensor]] = []
+
+    def step(self, share: float = 0.1) -> None:
+        """Any patterns at all in about `share` of the elements."""
+        if self.tensors:
+            self.tensors.append({name: self._moved(tensor, share) for name, tensor in self.tensors[-1].items()})
+        else:
+            shapes = {"embedding": (40, 5), "scalar": (), "empty": (0, 3), "norm": (7,)}
+            zeros = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
+            self.tensors.append({name: self._moved(tensor, 1.0) for name, tensor in zeros.items()})
+        self.publisher.publish(len(self.tensors) - 1, self.tensors[-1])
+        self.publisher.wait()
+
+    def _moved(self, tensor: Tensor, share: float) -> Tensor:
+        patterns = torch.randint(-(2**15), 2**15, tensor.shape, generator=self._rng, dtype=torch.int32)
+        moved = torch.rand(tensor.shape, generator=self._rng) < share
+        return torch.where(moved, patterns.to(torch.int16), tensor.view(torch.int16)).view(torch.bfloat16)
+
+
+def assert_at(puller: Puller, history: History, version: int, **options: float) -> None:
+    pulled = puller.pull(version, **options)
+    assert pulled.version == puller.version == version
+    assert list(pulled.tensors) == list(history.tensors[version])
+    for name, tensor in history.tensors[version].items():
+        assert pulled.tensors[name].shape == tensor.shape
+        assert torch.equal(pulled.tensors[name].view(torch.int16), tensor.view(torch.int16))
+    assert puller.audit() == []
+
+
+@pytest.fixture
+def history(tmp_path: Path) -> History:
+    history = History(DirectoryRelay(tmp_path / "relay"))
+    for _ in range(4):
+        history.step()
+    return history
+
+
+@pytest.fixture
+def directory(tmp_path: Path, history: History) -> DirectoryRelay:
+    return DirectoryRelay(tmp_path / "relay")
+
+
+def damage(relay: Relay, key: str, change: Callable[[bytes], bytes]) -> None:
+    content = relay.get(key)
+    relay.delete(key)
+    relay.put(key, change(content))
+
+
+def flip(content: bytes) -> bytes:
+    return content[:-9] + bytes([content[-9] ^ 1]) + content[-8:]
+
+
+@many
+@given(seed=st.integers(0, 2**30), data=st.data())
+def test_every_path_ends_at_the_trainers_bits(tmp_path_factory: pytest.TempPathFactory, seed: int, data: st.DataObject):
+    relay = DirectoryRelay(tmp_path_factory.mktemp("relay"))
+    codec = data.draw(st.sampled_from([None, *CODECS]))
+    publish = PublishSettings(
+        bucket_elements=data.draw(st.sampled_from([1, 50, 1000])),
+        tile_elements=data.draw(st.sampled_from([1, 7, 64, 1000])),
+        keyframe_every=data.draw(st.integers(1, 5)),
+        merge_every=data.draw(st.integers(1, 4)),
+        keep_versions=data.draw(st.integers(1, 6)),
+        codec=codec,
+    )
+    history = History(relay, publish, seed)
+    pullers = [Puller(relay, chunk_bytes=50) for _ in range(2)]
+    for _ in range(data.draw(st.integers(1, 9))):
+        history.step(data.draw(st.sampled_from([0.0, 0.05, 1.0])))
+        for puller in pullers:
+            if data.draw(st.booleans()):
+                assert_at(puller, history, len(history.tensors) - 1)
+    assert_at(Puller(relay), history, len(history.tensors) - 1)
+
+
+def test_over_every_relay_a_delta_is_what_is_pulled(relay: Relay):
+    history = History(relay)
+    history.step()
+    puller = Puller(relay)
+    assert_at(puller, history, 0)
+    history.step()
+    pulled = puller.pull(1)
+    assert pulled.path == (Update(1, 0),)
+    assert 0 < pulled.size_bytes == decode_delta_manifest(relay.get(delta_manifest_key(1, 0))).size_bytes
+    assert_at(puller, history, 1)
+    assert puller.pull(1).size_bytes == 0
+
+
+def test_a_worker_that_is_behind_pulls_one_merged_delta(history: History, directory: DirectoryRelay):
+    assert Update(3, 0) in published_updates(directory)
+    puller = Puller(directory)
+    assert_at(puller, history, 0)
+    assert puller.pull(3).path == (Update(3, 0),)
+    assert_at(puller, history, 3)
+
+
+def test_a_pulled_version_stays_what_it_was(history: History, directory: DirectoryRelay):
+    puller = Puller(directory)
+    first = puller.pull(1)
+    before = {name: tensor.clone() for name, tensor in first.tensors.items()}
+    puller.pull(2)
+    assert all(torch.equal(before[n].view(torch.int16), t.view(torch.int16)) for n, t in first.tensors.items())
+
+
+@pytest.mark.parametrize(
+    "change", [flip, lambda content: content[:-3], lambda content: b""], ids=["bit", "cut", "empty"]
+)
+@pytest.mark.parametrize("key", [bucket_key(2, 1, 1), delta_manifest_key(2, 1)], ids=["bucket", "manifest"])
+def test_a_damaged_delta_is_replaced_by_another_way(history: History, directory: DirectoryRelay, key: str, change):
+    puller = Puller(directory)
+    assert_at(puller, history, 1)
+    damage(directory, key, change)
+    with pytest.raises(WeightsError):
+        puller.pull(2)
+    assert puller.version == 1
+    history.publisher.request_keyframe()
+    history.step()
+    assert_at(puller, history, 4)
+
+
+def test_a_missing_bucket_is_replaced_by_a_keyframe(history: History, directory: DirectoryRelay):
+    puller = Puller(directory)
+    assert_at(puller, history, 3)
+    history.publisher.request_keyframe()
+    history.step()
+    directory.delete(bucket_key(4, 3, 0))
+    assert_at(puller, history, 4)
+    assert Puller(directory).pull(4).path == (Update(4, None),)
+
+
+def test_buckets_in_each_others_place_are_refused(history: History, directory: DirectoryRelay):
+    one, other = bucket_key(2, 1, 0), bucket_key(2, 1, 1)
+    first = directory.get(one)
+    damage(directory, one, lambda _: directory.get(other))
+    damage(directory, other, lambda _: first)
+    puller = Puller(directory)
+    assert_at(puller, history, 1)
+    with pytest.raises(WeightsCorrupted):
+        puller.pull(2)
+
+
+def test_a_delta_from_another_run_or_for_another_base_is_refused(history: History, tmp_path: Path):
+    other = DirectoryRelay(tmp_path / "other")
+    stranger = History(other, seed=1)
+    stranger.step()
+    stranger.step()
+    relay = DirectoryRelay(tmp_path / "relay")
+    for key in [delta_manifest_key(1, 0), *(bucket_key(1, 0, number) for number in range(2))]:
+        damage(relay, key, lambda _, key=key: other.get(key))
+    puller = Puller(relay)
+    assert_at(puller, history, 0)
+    with pytest.raises(WeightsError):
+        puller.pull(1)
+    assert puller.version == 0
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"tile_sums": b"\0" * 8}, {"buckets": []}, {"tile_elements": 0}, {"schema_version": 9}, {"base_version": 0}],
+    ids=str,
+)
+def test_a_manifest_that_does_not_add_up_is_refused(history: History, directory: DirectoryRelay, change):
+    import msgspec
+
+    key = delta_manifest_key(2, 1)
+    manifest = decode_delta_manifest(directory.get(key))
+    damage(directory, key, lambda _: encode_delta_manifest(msgspec.structs.replace(manifest, **change)))
+    puller = Puller(directory)
+    assert_at(puller, history, 1)
+    with pytest.raises(WeightsCorrupted):
+        puller.pull(2)
+
+
+class Dying:
+    """A relay that fails every other `get` of a blob, and remembers what it delivered."""
+
+    def __init__(self, relay: Relay) -> None:
+        self._relay = relay
+        self._asked: dict[tuple[str, int], int] = {}
+        self.delivered: list[str] = []
+
+    def get(self, key: str, start: int = 0, length: int | None = None) -> bytes:
+        self._asked[key, start] = self._asked.get((key, start), 0) + 1
+        if self._asked[key, start] % 2:
+            raise RelayUnavailable(f"{key}: gone")
+        self.delivered.append(key)
+        return self._relay.get(key, start, length)
+
+    def put(self, key: str, *parts: Buffer) -> None:
+        self._relay.put(key, *parts)
+
+    def list_keys(self, prefix: str = "") -> list[str]:
+        return self._relay.list_keys(prefix)
+
+    def delete(self, key: str) -> None:
+        self._relay.delete(key)
+
+    def close(self) -> None:
+        self._relay.close()
+
+
+def test_a_broken_transfer_fetches_no_bucket_twice(history: History, directory: DirectoryRelay):
+    relay = Dying(directory)
+    assert_at(Puller(relay), history, 2)
+    blobs = [key for key in relay.delivered if key.endswith(".bin")]
+    assert len(blobs) == len(set(blobs))
+
+
+def test_a_full_disk_ends_the_publication_not_the_version_before(
+    history: History, directory: DirectoryRelay, monkeypatch: pytest.MonkeyPatch
+):
+    def refuse(descriptor: int, data: bytes) -> int:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("elastic.weights.directory.os.write", refuse)
+        with pytest.raises(RelayError, match="No space left"):
+            history.step()
+    assert published_versions(directory)[-1] == 3
+    assert_at(Puller(directory), history, 3)
+    history.publisher.publish(4, history.tensors[4])
+    assert_at(Puller(directory), history, 4)
+
+
+def test_what_a_killed_trainer_left_of_a_version_is_not_pulled(history: History, directory: DirectoryRelay):
+    directory.put(bucket_key(4, 3, 0), b"half a version")
+    directory.put(keyframe_key(4), b"and half a keyframe")
+    assert published_versions(directory)[-1] == 3
+    with pytest.raises(BlobNotFound):
+        Puller(directory).pull(4, timeout_s=1)
+
+
+def test_garbage_collection_keeps_the_way_to_every_kept_version(tmp_path: Path):
+    relay = DirectoryRelay(tmp_path)
+    history = History(relay)
+    laggard = Puller(relay)
+    for version in range(30):
+        history.step()
+        if version % 11 == 0:
+            assert_at(laggard, history, version)
+        for kept in range(max(version - SMALL.keep_versions + 1, 0), version + 1):
+            assert_at(Puller(relay), history, kept)
+    assert published_versions(relay)[0] >= 16
+    assert relay.list_keys(manifest_key(0)) == []
+    assert_at(laggard, history, 29)
+
+
+def test_other_tensors_begin_anew_with_a_keyframe(history: History, directory: DirectoryRelay):
+    other = {"a": torch.ones(3, dtype=torch.bfloat16)}
+    puller = Puller(directory)
+    assert_at(puller, history, 3)
+    assert history.publisher.publish(4, other).kind == "keyframe"
+    assert torch.equal(puller.pull(4).tensors["a"], other["a"])
+
+
+def test_a_publication_tells_what_changed(tmp_path: Path):
+    publisher = Publisher(DirectoryRelay(tmp_path), "run", MODEL, SMALL)
+    tensors = {"a": torch.zeros(40, dtype=torch.bfloat16), "b": torch.zeros(30, dtype=torch.bfloat16)}
+    publisher.publish(0, tensors)
+    tensors["b"][3:8] = 1.0
+    published = publisher.publish(1, tensors)
+    assert (published.kind, published.changed, published.full_bytes) == ("delta", {"a": 0, "b": 5}, 140)
+    publisher.close()
