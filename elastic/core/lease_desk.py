@@ -122,6 +122,11 @@ class LeaseDesk:
         doublings = min(failures - 1, MAX_DOUBLINGS)
         run.wait("back-off", provider, min(run.limits.retry_base_ns << doublings, run.limits.retry_max_ns))
 
+    def _note_failure(self, lease: Lease, cause: EndCause) -> None:
+        """A lease that failed before any of its workers served: the next one may well do the same."""
+        if cause in _FAILURES and not any(worker.served for worker in self._run.fleet.of_lease(lease.id)):
+            self._back_off(lease.provider)
+
     # Giving back
 
     def release_vacated(self) -> None:
@@ -131,8 +136,7 @@ class LeaseDesk:
         for lease_id, cause in vacated.items():
             lease = run.leases.leases.get(lease_id)
             if lease is not None and lease.state is LeaseState.GRANTED:
-                if cause in _FAILURES and not any(worker.served for worker in run.fleet.of_lease(lease_id)):
-                    self._back_off(lease.provider)
+                self._note_failure(lease, cause)
                 self._release(lease, cause)
 
     def give_back_all(self, reason: str) -> None:
@@ -217,6 +221,7 @@ class LeaseDesk:
                 self._workers.lose(worker, event.cause)
             run.ledger.close(worker.id, run.now_ns, clean=worker.said_goodbye)
             run.out.append(c.FenceWorker(worker=worker.id, reason=f"its lease ended ({event.cause})"))
+        self._note_failure(lease, event.cause)
         run.fleet.forget(lease.id)
         for what in ("release", "expiry"):
             run.timers.clear(what, lease.id)

@@ -343,6 +343,14 @@ class TestLeases:
         desk.join("spot-7/w")
         assert not desk.scheduler.leases.failures
 
+    def test_workers_that_die_before_they_serve_are_not_asked_for_again_at_once(self, desk) -> None:
+        desk.trainer()
+        desk.offer("spot")
+        desk.grant("spot-1")
+        desk.tell(e.LeaseEnded(lease="spot-1", cause=EndCause.LOST, detail="exited with status 1"))
+        assert not desk.sent(c.AcquireLease)
+        assert desk.scheduler.leases.failures == {"spot": 1}
+
     def test_burst_of_refusals_is_one_failure(self, desk) -> None:
         desk.trainer()
         desk.offer("spot", available=5)
