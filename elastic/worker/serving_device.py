@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 
 from elastic.core.types import NS_PER_S
-from elastic.worker.serving_load import Lending, ServingLoad
+from providers.serving_load import Lending, ServingLoad
 from providers.serving_messages import LendingSettings, LoadReport
 
 HELD_MAX_S = 0.25

@@ -27,7 +27,7 @@ import traces
 from elastic.config import ConfigError
 from elastic.engine.base import DeviceShare
 from elastic.worker.serving_device import LentShare, ServingDevice
-from elastic.worker.serving_load import ServingLoad
+from providers.serving_load import ServingLoad
 from providers.serving_messages import HOST_VARIABLE, HostSettings, LendOrder, LoadReport, ReturnOrder
 from traces.serving import read_serving_trace, replay_requests
 

@@ -7,7 +7,7 @@ import pytest
 
 from elastic.engine.base import DeviceShare
 from elastic.worker.serving_device import HELD_MAX_S, LentShare, ServingDevice
-from elastic.worker.serving_load import ServingLoad
+from providers.serving_load import ServingLoad
 from providers.serving_messages import DeviceSettings, LendingSettings
 from traces.serving import ServingRequest
 

@@ -13,7 +13,7 @@ from elastic.config import ConfigError
 from elastic.engine.base import DeviceShare
 from elastic.worker.serving_device import ServingDevice
 from elastic.worker.serving_host import MAX_ORDER_BYTES, ServingHost, create_app, parse_settings, serve_host
-from elastic.worker.serving_load import ServingLoad
+from providers.serving_load import ServingLoad
 from providers.serving_messages import HostSettings, LendingSettings, LendOrder, LoadReport
 
 TOKEN = "the host's own token"

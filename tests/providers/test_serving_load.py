@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.worker.serving_load import Lending, ServingLoad
+from providers.serving_load import Lending, ServingLoad
 from providers.serving_messages import DeviceSettings, LendingSettings
 from traces.serving import ServingRequest
 
