@@ -26,7 +26,7 @@ from pydantic import BaseModel
 from elastic import wire
 from elastic.config import Config, ConfigError, load_config, validate
 from elastic.core.digest import digest
-from elastic.core.policy import Policies, ProvisioningPolicy, SeedingPolicy
+from elastic.core.policy import BalancingPolicy, Policies, ProvisioningPolicy, SeedingPolicy
 from elastic.core.scheduler import Scheduler
 from elastic.core.types import NS_PER_S, Limits, Plan
 from elastic.engine.base import DeviceShare
@@ -38,6 +38,7 @@ from elastic.weights.relay import open_relay
 from elastic.weights.server import relay_app
 from functions.base import FunctionPool, Meter
 from functions.local import LocalFunctionPool, Prices
+from policies.balancing import ContinuousBalancing
 from policies.provisioning import MarginalValue, TakeWhatIsOffered
 from policies.routing import AffinityRouting
 from policies.seeding import AdaptiveWindow, FixedWindow
@@ -364,6 +365,7 @@ def limits(config: Config) -> Limits:
         retry_max_ns=ns(s.retry_max_s),
         max_engine_errors=s.max_engine_errors,
         max_pending=config.engine.max_pending,
+        balance_interval_ns=ns(config.balancing.interval_s),
         score_timeout_ns=ns(config.rewards.timeout_s + ANSWER_GRACE_S),
         score_retry_ns=ns(config.rewards.retry_base_s),
         score_attempts_max=config.rewards.max_retries + 1,
@@ -377,6 +379,7 @@ def policies(config: Config) -> Policies:
         seeding=_seeding(config),
         provisioning=_provisioning(config),
         selection=NonZeroVariance(),
+        balancing=_balancing(config),
     )
 
 
@@ -404,6 +407,10 @@ def _seeding(config: Config) -> SeedingPolicy:
         remembers=s.memory,
         bounds_workers=s.bound_workers,
     )
+
+
+def _balancing(config: Config) -> BalancingPolicy | None:
+    return ContinuousBalancing(config.balancing.plateau_share) if config.balancing.policy == "continuous" else None
 
 
 def _provisioning(config: Config) -> ProvisioningPolicy:

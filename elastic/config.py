@@ -76,6 +76,14 @@ class SeedingConfig(_Section):
     bound_workers: bool = Field(True, description="acquire no more workers than make steps shorter (N_prem)")
 
 
+class BalancingConfig(_Section):
+    """Moving turns from overloaded to underloaded workers (RLBoost Alg. 2)."""
+
+    policy: Literal["continuous", "none"] = "continuous"
+    interval_s: float = Field(0.25, gt=0)
+    plateau_share: float = Field(0.9, gt=0, le=1, description="of the best throughput seen, that a batch must bring")
+
+
 class ProvisioningConfig(_Section):
     policy: Literal["marginal_value", "take_all"] = "marginal_value"
     usd_per_hour_saved: float = Field(100.0, ge=0, description="what an hour of the run's time is worth")
@@ -111,6 +119,8 @@ class EngineConfig(_Section):
     kv_blocks: int = Field(1024, ge=1)
     prefill_chunk_tokens: int = Field(256, ge=1)
     pacing: PacingConfig | None = None
+    tflops: float | None = Field(None, gt=0, description="what the device computes; declared, for affinity")
+    memory_gb_per_s: float | None = Field(None, gt=0, description="what its memory gives; declared, for affinity")
 
 
 class SchedulerConfig(_Section):
@@ -181,6 +191,7 @@ class Config(_Section):
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)  # type: ignore[arg-type]
     trainer: TrainerConfig = Field(default_factory=TrainerConfig)  # type: ignore[arg-type]
     seeding: SeedingConfig = Field(default_factory=SeedingConfig)  # type: ignore[arg-type]
+    balancing: BalancingConfig = Field(default_factory=BalancingConfig)  # type: ignore[arg-type]
     provisioning: ProvisioningConfig = Field(default_factory=ProvisioningConfig)  # type: ignore[arg-type]
     engine: EngineConfig = Field(default_factory=EngineConfig)  # type: ignore[arg-type]
     scheduler: SchedulerConfig = Field(default_factory=SchedulerConfig)  # type: ignore[arg-type]

@@ -28,6 +28,7 @@ def _view(scheduler: Scheduler) -> tuple[Any, ...]:
         (turns.live, turns.conversations),
         scheduler.scorings,
         scheduler.ledger.books,
+        list(scheduler.profiles.items()),
         scheduler.timers.waits(),
     )
 

@@ -5,7 +5,16 @@ from dataclasses import dataclass, field
 from sortedcontainers import SortedList
 
 from elastic.core.transitions import Story, take_transition
-from elastic.core.types import Capabilities, LeaseId, Nanoseconds, TurnId, WorkerId, WorkerRole, WorkerState
+from elastic.core.types import (
+    Capabilities,
+    LeaseId,
+    Nanoseconds,
+    TurnId,
+    WorkerId,
+    WorkerKind,
+    WorkerRole,
+    WorkerState,
+)
 
 _Load = tuple[int, float, int, WorkerId]
 _Place = tuple[WorkerRole, int]
@@ -13,7 +22,10 @@ _Place = tuple[WorkerRole, int]
 
 @dataclass(slots=True)
 class Worker:
-    """One engine instance of a lease. `turns` maps the turns it holds to whether it has begun them."""
+    """One engine instance of a lease. `turns` maps the turns it holds to whether it has begun them.
+
+    `engine_pending`, `decoded_tokens` and `decode_ns` are as last reported.
+    """
 
     id: WorkerId
     lease: LeaseId
@@ -23,20 +35,31 @@ class Worker:
     state: WorkerState = WorkerState.BOOTING
     epoch: int = 0
     capabilities: Capabilities | None = None
+    kind: WorkerKind = field(init=False)
     version: int | None = None
     loading_version: int | None = None
     load_failures: int = 0
     capacity: int = 0
     progress: int = -1
+    engine_pending: int = 0
+    decoded_tokens: int = 0
+    decode_ns: Nanoseconds = 0
     turns: dict[TurnId, bool] = field(default_factory=dict[TurnId, bool])
     pending: int = 0
     served: bool = False
     said_goodbye: bool = False
     story: Story = field(default_factory=Story)
 
+    def __post_init__(self) -> None:
+        self.kind = WorkerKind(self.provider)
+
     @property
     def outstanding(self) -> int:
         return len(self.turns)
+
+    def introduce(self, capabilities: Capabilities) -> None:
+        self.capabilities = capabilities
+        self.kind = WorkerKind(self.provider, capabilities.tflops, capabilities.memory_gb_per_s)
 
     @property
     def connected(self) -> bool:

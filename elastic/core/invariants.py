@@ -297,6 +297,7 @@ def _known(s: Scheduler, what: str, key: str) -> bool:
     return {
         "start": s.phase is Phase.STARTING,
         "stop": s.phase is Phase.STOPPING,
+        "balance": s.phase is Phase.RUNNING,
         "seeding": s.phase is Phase.RUNNING,
         "reseed": s.turns.head() is not None,
         "waking": s.phase is Phase.RUNNING,

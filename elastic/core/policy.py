@@ -9,7 +9,8 @@ from typing import Protocol
 
 import msgspec
 
-from elastic.core.types import Nanoseconds, Offer, TrajectoryId, WorkerId, WorkerRole
+from elastic.core.profiles import BatchProfile
+from elastic.core.types import Nanoseconds, Offer, TrajectoryId, TurnId, WorkerId, WorkerKind, WorkerRole
 
 
 class WorkerView(Protocol):
@@ -52,6 +53,38 @@ class TurnView(Protocol):
     def oldest_version(self) -> int: ...
     @property
     def affine_worker(self) -> WorkerId | None: ...
+
+
+class LoadView(Protocol):
+    """A ready worker as a balancing policy sees it. `room` is how many more turns it could execute at once."""
+
+    pending: int
+    executing: int
+    room: int
+
+    @property
+    def id(self) -> WorkerId: ...
+    @property
+    def kind(self) -> WorkerKind: ...
+
+    def movable_pending(self) -> Sequence[TurnId]:
+        """Turns that wait on it, those that would wait longest first."""
+        ...
+
+    def movable_executing(self) -> Sequence[TurnId]:
+        """Turns that it executes, those that are cheapest to move first."""
+        ...
+
+    def context_tokens(self) -> float:
+        """Mean context of the turns on it."""
+        ...
+
+
+class Move(msgspec.Struct, frozen=True):
+    """Take a turn off its worker and send it on to another."""
+
+    turn: TurnId
+    to: WorkerId
 
 
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -112,6 +145,12 @@ class RoutingPolicy(Protocol):
         ...
 
 
+class BalancingPolicy(Protocol):
+    def moves(self, loads: Sequence[LoadView], profiles: Mapping[WorkerKind, BatchProfile]) -> Sequence[Move]:
+        """What to move now. A turn that was moved is not movable again before it has got a token."""
+        ...
+
+
 class SeedingPolicy(Protocol):
     def first(self) -> SeedingPlan:
         """The plan of a run's first step."""
@@ -136,6 +175,7 @@ class SelectionPolicy(Protocol):
 
 class Policies(msgspec.Struct, frozen=True, kw_only=True):
     routing: RoutingPolicy
+    balancing: BalancingPolicy | None = None
     seeding: SeedingPolicy
     provisioning: ProvisioningPolicy
     selection: SelectionPolicy

@@ -1,7 +1,7 @@
 """What the parts of the scheduler share: the tables, the time, and the commands on their way out.
 
-The parts form a ladder: turn desk, worker desk, then lease desk, reward desk and trainer device, then step driver,
-then the scheduler. Each calls only parts below it. What a part below has to tell one above it leaves here
+The parts form a ladder: turn desk, worker desk, then balancer, lease desk, reward desk and trainer device, then
+step driver, then the scheduler. Each calls only parts below it. What a part below has to tell one above it leaves here
 (`vacated`, `over`, the tables), and whoever is concerned looks at it before `Scheduler.handle` returns.
 """
 
@@ -15,10 +15,11 @@ from elastic.core.fleet import Fleet, Worker
 from elastic.core.leases import LeaseTable
 from elastic.core.ledger import Ledger
 from elastic.core.policy import Policies
+from elastic.core.profiles import BatchProfile
 from elastic.core.steps import Step
 from elastic.core.timers import Timers
 from elastic.core.turns import Turns
-from elastic.core.types import EndCause, LeaseId, Limits, Nanoseconds, Plan, WorkerId, WorkerState
+from elastic.core.types import EndCause, LeaseId, Limits, Nanoseconds, Plan, WorkerId, WorkerKind, WorkerState
 
 _SPEAKING = (WorkerState.READY, WorkerState.ASLEEP, WorkerState.DRAINING, WorkerState.LOADING)
 
@@ -53,6 +54,7 @@ class RunState:
         self.leases = LeaseTable()
         self.fleet = Fleet(limits.max_pending)
         self.turns = Turns()
+        self.profiles: dict[WorkerKind, BatchProfile] = {}
         self.ledger = Ledger()
         self.timers = Timers()
         self.vacated: dict[LeaseId, EndCause] = {}

@@ -5,16 +5,18 @@ that depends on time or failure. It reads no clock and does no I/O; the same eve
 to the same state. Sources: DESIGN §1, §4; ROSE §4.3; RLBoost §4.1–4.3.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from elastic.core import commands as c
 from elastic.core import events as e
+from elastic.core.balancer import Balancer
 from elastic.core.fleet import Fleet, Worker
 from elastic.core.lease_desk import LeaseDesk
 from elastic.core.leases import LeaseTable
 from elastic.core.ledger import Ledger
 from elastic.core.policy import Policies, SeedingPlan, StepRecord
+from elastic.core.profiles import BatchProfile
 from elastic.core.reward_desk import RewardDesk, Scoring
 from elastic.core.run_state import Part, Phase, RunState
 from elastic.core.step_driver import StepDriver
@@ -23,7 +25,7 @@ from elastic.core.timers import Timers
 from elastic.core.trainer_device import TrainerDevice, TrainerMode
 from elastic.core.turn_desk import TurnDesk
 from elastic.core.turns import Turns
-from elastic.core.types import Limits, Nanoseconds, Plan, TrajectoryId
+from elastic.core.types import Limits, Nanoseconds, Plan, TrajectoryId, WorkerKind
 from elastic.core.worker_desk import WorkerDesk
 
 __all__ = ["Phase", "Scheduler", "TrainerMode"]
@@ -36,6 +38,7 @@ class Scheduler:
         self._run = run = RunState(plan, limits, policies, now_ns)
         self._turn_desk = TurnDesk(run)
         self._worker_desk = WorkerDesk(run, self._turn_desk)
+        self._balancer = Balancer(run, self._turn_desk)
         self._lease_desk = LeaseDesk(run, self._worker_desk)
         self._reward_desk = RewardDesk(run)
         self._device = TrainerDevice(run, self._turn_desk)
@@ -43,6 +46,7 @@ class Scheduler:
         parts: tuple[Part, ...] = (
             self._turn_desk,
             self._worker_desk,
+            self._balancer,
             self._lease_desk,
             self._reward_desk,
             self._device,
@@ -85,6 +89,7 @@ class Scheduler:
             self._lease_desk.follow_bound()
             if run.phase is Phase.RUNNING:
                 self._turn_desk.dispatch()
+                self._balancer.watch()
             self._driver.advance()
         if run.over and run.phase in (Phase.STARTING, Phase.RUNNING):
             self._stop()
@@ -95,6 +100,7 @@ class Scheduler:
         """Nothing new begins, and everything is given back."""
         run = self._run
         run.phase = Phase.STOPPING
+        self._balancer.stop()
         self._driver.abandon("the run is over")
         self._lease_desk.give_back_all("the run is over")
         run.wait("stop", "run", run.limits.drain_timeout_ns + 3 * run.limits.release_timeout_ns)
@@ -172,6 +178,10 @@ class Scheduler:
     @property
     def turns(self) -> Turns:
         return self._run.turns
+
+    @property
+    def profiles(self) -> Mapping[WorkerKind, BatchProfile]:
+        return self._run.profiles
 
     @property
     def scorings(self) -> dict[TrajectoryId, Scoring]:

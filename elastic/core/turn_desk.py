@@ -11,7 +11,7 @@ from elastic.core import events as e
 from elastic.core.fleet import Worker
 from elastic.core.run_state import RunState
 from elastic.core.turns import Turn
-from elastic.core.types import FinishReason, Progress, TrajectoryId, TurnState
+from elastic.core.types import FinishReason, Progress, TrajectoryId, TurnState, WorkerId
 
 
 class TurnDesk:
@@ -35,13 +35,20 @@ class TurnDesk:
         """Send queued turns out while anybody has room (invariant 9)."""
         run = self._run
         while (turn := run.turns.head()) is not None:
-            chosen = run.policies.routing.route(turn, run.fleet)
+            chosen = self._destination(turn) or run.policies.routing.route(turn, run.fleet)
             if chosen is None:
                 if not run.timers.waiting("capacity", "queue"):
                     run.wait("capacity", "queue", run.limits.queue_timeout_ns)
                 return
             self._start(turn, run.fleet.workers[chosen])
         run.timers.clear("capacity", "queue")
+
+    def _destination(self, turn: Turn) -> WorkerId | None:
+        """Where the turn was on its way to, if there is still room."""
+        destination, turn.destination = turn.destination, None
+        if destination is None or self._run.fleet.with_room(destination, turn.oldest_version) is None:
+            return None
+        return destination
 
     def _start(self, turn: Turn, worker: Worker) -> None:
         run = self._run
@@ -141,6 +148,12 @@ class TurnDesk:
         for turn in self._of(worker):
             if turn.state is TurnState.RUNNING:
                 self._expect_handover(turn, reason)
+
+    def transfer(self, turn: Turn, to: WorkerId) -> None:
+        """Call one running turn back, to go on elsewhere from what its worker still has of it."""
+        turn.destination, turn.moved_at = to, turn.accepted
+        self._abort(turn)
+        self._expect_handover(turn, f"balanced to {to}")
 
     def take_away(self, worker: Worker, cause: str) -> None:
         """Queue a worker's turns again, at once: nothing more can come from these attempts."""

@@ -11,7 +11,10 @@ OVER = (TurnState.FINISHED, TurnState.CANCELLED, TurnState.FAILED)
 
 @dataclass(slots=True)
 class Turn:
-    """One generation call of a trajectory. `attempt` is the fencing number: only its chunks count."""
+    """One generation call of a trajectory. `attempt` is the fencing number: only its chunks count.
+
+    A turn that is balanced is on its way to `destination`, and was last moved with `moved_at` tokens accepted.
+    """
 
     id: TurnId
     trajectory: TrajectoryId
@@ -25,7 +28,13 @@ class Turn:
     accepted: int = 0
     worker: WorkerId | None = None
     engine_errors: int = 0
+    destination: WorkerId | None = None
+    moved_at: int | None = None
     story: Story = field(default_factory=Story)
+
+    @property
+    def context_tokens(self) -> int:
+        return self.prompt_tokens + self.accepted
 
 
 @dataclass(slots=True)

@@ -165,6 +165,16 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     device: str
     tflops: float | None = None
     memory_gb_per_s: float | None = None
+    max_batch: int | None = None
+    """Turns it executes at once; what it holds beyond that waits."""
+
+
+class WorkerKind(msgspec.Struct, frozen=True):
+    """What makes workers alike: where they come from, and what their devices declare."""
+
+    provider: str
+    tflops: float | None = None
+    memory_gb_per_s: float | None = None
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -188,6 +198,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_engine_errors: int
     max_pending: int
     """Θ of delayed dispatch: turns a worker may have that it has not begun (RLBoost Alg. 2)."""
+    balance_interval_ns: int = NS_PER_S // 4
     score_timeout_ns: int = 30 * NS_PER_S
     score_retry_ns: int = NS_PER_S // 5
     """First back-off after a failed attempt to score a trajectory; doubles, up to `retry_max_ns`."""

@@ -9,9 +9,10 @@ from typing import Any
 from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core.fleet import Worker
+from elastic.core.profiles import BatchProfile
 from elastic.core.run_state import RunState
 from elastic.core.turn_desk import TurnDesk
-from elastic.core.types import EndCause, WorkerId, WorkerRole, WorkerState
+from elastic.core.types import Account, EndCause, WorkerId, WorkerRole, WorkerState
 
 MAX_LOAD_FAILURES = 3
 """A worker that cannot load weights this often in a row is given back; a fresh one may have better luck."""
@@ -53,7 +54,7 @@ class WorkerDesk:
         self._turns.take_away(worker, "the worker's session moved to a new connection")
         resumed = worker.epoch > 0
         worker.epoch = event.epoch
-        worker.capabilities = event.capabilities
+        worker.introduce(event.capabilities)
         self._clear(worker, "boot", "resume", "load", "reload", "stall")
         run.wait("heartbeat", worker.id, run.limits.heartbeat_timeout_ns)
         if worker.state is WorkerState.DRAINING:
@@ -87,11 +88,29 @@ class WorkerDesk:
         if event.capacity_turns != worker.capacity:
             worker.capacity = event.capacity_turns
             run.fleet.reindex(worker)
+        self._profile(worker, event)
         if event.progress != worker.progress or event.executing == 0:
             worker.progress = event.progress
             run.timers.clear("stall", worker.id)
         elif not run.timers.waiting("stall", worker.id):
             run.wait("stall", worker.id, run.limits.stall_timeout_ns)
+
+    def _profile(self, worker: Worker, event: e.WorkerReported) -> None:
+        """Take from two reports in a row how fast the worker decoded between them, and at what batch size."""
+        run, iterations = self._run, event.progress - worker.progress
+        tokens = event.decoded_tokens - worker.decoded_tokens
+        decode_ns = event.accounts_ns.get(Account.DECODE, 0) - worker.decode_ns
+        first = worker.progress < 0
+        worker.engine_pending = event.pending
+        worker.decoded_tokens += max(0, tokens)
+        worker.decode_ns += max(0, decode_ns)
+        if first or min(tokens, iterations, decode_ns, worker.outstanding) <= 0:
+            return
+        batch = min(max(1, round(tokens / iterations)), worker.capacity)
+        contexts = [run.turns.live[turn].context_tokens for turn in worker.turns]
+        if batch:
+            profile = run.profiles.setdefault(worker.kind, BatchProfile())
+            profile.note(batch, tokens, decode_ns, sum(contexts) / len(contexts))
 
     # Going
 

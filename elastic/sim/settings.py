@@ -53,6 +53,8 @@ class WorldSettings(msgspec.Struct, frozen=True, kw_only=True):
     seeding_ns: Nanoseconds = 1 * NS_PER_S
     adaptive_seeding: bool = False
     marginal_provisioning: bool = False
+    balancing: bool = False
+    max_batch: int = 100
     heartbeat_ns: Nanoseconds = 500 * MS
     iteration_ns: Nanoseconds = 250 * MS
     tokens_per_iteration: int = 2
@@ -94,6 +96,8 @@ def draw_settings(rng: Random) -> WorldSettings:
         seeding_ns=rng.choice((0, 500 * MS, 2 * NS_PER_S)),
         adaptive_seeding=rng.random() < 2 / 3,
         marginal_provisioning=rng.random() < 2 / 3,
+        balancing=rng.random() < 2 / 3,
+        max_batch=rng.choice((1, 2, 100)),
         capacity_turns=rng.randint(1, 4),
         max_turns=rng.randint(1, 4),
         max_new_tokens=rng.choice((6, 16, 40)),

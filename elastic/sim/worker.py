@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from random import Random
 from typing import Protocol
 
+import msgspec
+
 from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core.types import (
@@ -168,7 +170,8 @@ class SimulatedWorker:
             self.alive = False
             return
         self._epoch, self._connected = epoch, True
-        self._say(e.WorkerJoined(worker=self.id, epoch=epoch, capabilities=CAPABILITIES, weights_version=self.version))
+        capabilities = msgspec.structs.replace(CAPABILITIES, max_batch=self._world.settings.max_batch)
+        self._say(e.WorkerJoined(worker=self.id, epoch=epoch, capabilities=capabilities, weights_version=self.version))
         self._report()
 
     def _beat(self) -> None:
@@ -178,13 +181,13 @@ class SimulatedWorker:
 
     def _report(self) -> None:
         self._account()
-        executing = sum(1 for _ in self._turns)
+        executing = min(len(self._turns), self._world.settings.max_batch)
         self._say(
             e.WorkerReported(
                 worker=self.id,
                 epoch=self._epoch,
                 capacity_turns=self._capacity(),
-                pending=0,
+                pending=len(self._turns) - executing,
                 executing=executing,
                 progress=self._progress,
                 accounts_ns=dict(self._accounts_ns),
@@ -219,16 +222,22 @@ class SimulatedWorker:
         self._account()
         if not self.asleep and self._turns and self._world.loop.now_ns >= self._hung_until_ns:
             self._progress += 1
-            self._flush(settings.tokens_per_iteration)
+            self._flush(settings.tokens_per_iteration, most=settings.max_batch)
         if self._draining and not self._turns:
             self._say_goodbye()
         self._world.loop.after(settings.iteration_ns * self._slowness, lambda: self._act(self._iterate))
 
-    def _flush(self, tokens: int, ending: FinishReason | None = None, only: TurnId | None = None) -> None:
-        """Up to `tokens` more of the turns, in one frame; with `ending` that is all that comes of them."""
+    def _flush(
+        self,
+        tokens: int,
+        ending: FinishReason | None = None,
+        only: TurnId | None = None,
+        most: int | None = None,
+    ) -> None:
+        """Up to `tokens` more of the (`most` first) turns, in one frame; with `ending` that is all that comes."""
         chunks = [
             self._chunk(turn, attempt, tokens, ending)
-            for turn, attempt in list(self._turns.items())
+            for turn, attempt in list(self._turns.items())[:most]
             if only is None or turn == only
         ]
         for chunk in chunks:

@@ -26,6 +26,7 @@ from elastic.sim.record import Record
 from elastic.sim.rollouts import SimulatedRollouts
 from elastic.sim.settings import MS, ProviderSettings, WorldSettings, draw_settings
 from elastic.sim.worker import SimulatedWorker
+from policies.balancing import ContinuousBalancing
 from policies.provisioning import MarginalValue, TakeWhatIsOffered
 from policies.routing import AffinityRouting
 from policies.seeding import AdaptiveWindow, FixedWindow
@@ -65,6 +66,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 def policies(settings: WorldSettings) -> Policies:
     return Policies(
         routing=AffinityRouting(),
+        balancing=ContinuousBalancing() if settings.balancing else None,
         seeding=AdaptiveWindow(settings.seeding_ns) if settings.adaptive_seeding else FixedWindow(settings.seeding_ns),
         provisioning=MarginalValue() if settings.marginal_provisioning else TakeWhatIsOffered(),
         selection=NonZeroVariance(),

@@ -99,6 +99,9 @@ class TorchEngine:
             replayable_sampling=self._device.type == "cpu" and self._settings.threads == 1,
             max_context_tokens=self._settings.max_context_tokens,
             device=str(self._device),
+            tflops=self._settings.tflops,
+            memory_gb_per_s=self._settings.memory_gb_per_s,
+            max_batch=self._settings.max_batch,
         )
 
     def start(self, sink: ChunkSink) -> None:

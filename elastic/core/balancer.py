@@ -1,0 +1,89 @@
+"""Continuous balancing: at short intervals a policy looks at all loads, and turns move with all that they have.
+
+A turn that is moved keeps its accepted tokens, goes where the policy wants it if there is room when it arrives, and
+is left alone from then on until a token has come of it. Source: RLBoost §4.2.1, Algorithm 2.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from elastic.core import events as e
+from elastic.core.fleet import Worker
+from elastic.core.run_state import RunState
+from elastic.core.turn_desk import TurnDesk
+from elastic.core.turns import Turn
+from elastic.core.types import TurnId, TurnState, WorkerId, WorkerKind, WorkerRole, WorkerState
+
+
+class Load:
+    """A worker as a balancing policy sees it (`elastic.core.policy.LoadView`); turns are looked up when asked for."""
+
+    __slots__ = ("_run", "_worker", "executing", "pending", "room")
+
+    def __init__(self, run: RunState, worker: Worker) -> None:
+        self._run = run
+        self._worker = worker
+        self.pending = min(worker.pending, worker.engine_pending)
+        self.executing = worker.outstanding - worker.pending
+        self.room = self._room()
+
+    @property
+    def id(self) -> WorkerId:
+        return self._worker.id
+
+    @property
+    def kind(self) -> WorkerKind:
+        return self._worker.kind
+
+    def movable_pending(self) -> list[TurnId]:
+        """Engines begin turns in order: of those not begun, the last ones are the ones that wait."""
+        waiting = [turn for turn in self._turns() if not self._worker.turns[turn.id]]
+        return [turn.id for turn in waiting[len(waiting) - self.pending :] if _may_move(turn)][::-1]
+
+    def movable_executing(self) -> list[TurnId]:
+        begun = [turn for turn in self._turns() if self._worker.turns[turn.id] and _may_move(turn)]
+        return [turn.id for turn in sorted(begun, key=lambda turn: (turn.context_tokens, turn.order))]
+
+    def context_tokens(self) -> float:
+        contexts = [turn.context_tokens for turn in self._turns()]
+        return sum(contexts) / len(contexts) if contexts else 0.0
+
+    def _turns(self) -> Iterator[Turn]:
+        return (self._run.turns.live[turn] for turn in self._worker.turns)
+
+    def _room(self) -> int:
+        worker, run = self._worker, self._run
+        may_take = worker.role is not WorkerRole.TRAINER and worker.pending == 0 and worker.engine_pending == 0
+        if not may_take or run.fleet.with_room(worker.id, run.oldest_version) is None:
+            return 0
+        batch = worker.capabilities.max_batch if worker.capabilities else None
+        return max(0, min(worker.capacity, batch or worker.capacity) - worker.outstanding)
+
+
+def _may_move(turn: Turn) -> bool:
+    return turn.state is TurnState.RUNNING and (turn.moved_at is None or turn.accepted > turn.moved_at)
+
+
+class Balancer:
+    def __init__(self, run: RunState, turns: TurnDesk) -> None:
+        self._run = run
+        self._turns = turns
+        self.handlers: Mapping[type[e.Event], Callable[[Any], None]] = {}
+        self.due: Mapping[str, Callable[[str], None]] = {"balance": lambda _: self._balance()}
+
+    def watch(self) -> None:
+        """While turns are under way, look at the loads now and then."""
+        run = self._run
+        if run.policies.balancing is not None and run.turns.live and not run.timers.waiting("balance", "fleet"):
+            run.wait("balance", "fleet", run.limits.balance_interval_ns)
+
+    def stop(self) -> None:
+        self._run.timers.clear("balance", "fleet")
+
+    def _balance(self) -> None:
+        run, policy = self._run, self._run.policies.balancing
+        if policy is None or run.turns.head() is not None:
+            return
+        loads = [Load(run, worker) for worker in run.fleet.workers.values() if worker.state is WorkerState.READY]
+        for move in policy.moves(loads, run.profiles):
+            self._turns.transfer(run.turns.live[move.turn], move.to)

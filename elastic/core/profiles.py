@@ -1,0 +1,35 @@
+"""How fast workers of a kind decode at which batch size, captured from what they report. Source: RLBoost §4.2.1."""
+
+from dataclasses import dataclass, field
+
+from elastic.core.types import Nanoseconds
+
+KEPT_SHARE = 0.8
+"""Of what was seen before, when something new is: weights and contexts change, and so does a device's speed."""
+
+
+@dataclass(slots=True)
+class Sample:
+    """Decoding at one batch size: tokens, the time they took, and their contexts' mean length weighted by them."""
+
+    tokens: float = 0.0
+    decode_ns: float = 0.0
+    context_tokens: float = 0.0
+
+    @property
+    def tokens_per_ns(self) -> float:
+        return self.tokens / self.decode_ns
+
+
+@dataclass(slots=True)
+class BatchProfile:
+    """Samples by batch size, of one kind of worker."""
+
+    samples: dict[int, Sample] = field(default_factory=dict[int, Sample])
+
+    def note(self, batch: int, tokens: int, decode_ns: Nanoseconds, context_tokens: float) -> None:
+        sample = self.samples.setdefault(batch, Sample())
+        kept = sample.tokens * KEPT_SHARE
+        sample.context_tokens = (kept * sample.context_tokens + tokens * context_tokens) / (kept + tokens)
+        sample.tokens = kept + tokens
+        sample.decode_ns = sample.decode_ns * KEPT_SHARE + decode_ns

@@ -1,0 +1,95 @@
+"""Which turns move from overloaded workers to underloaded ones. Source: RLBoost §4.2.1, Algorithm 2.
+
+Differences from the paper, which moves to workers without pending requests, and executing requests to idle workers
+only: a receiver must be able to execute what it gets at once, so nothing goes back and forth between saturated
+workers; and any worker below its own plateau may take what another executes above its own.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from elastic.core.policy import LoadView, Move
+from elastic.core.profiles import BatchProfile
+from elastic.core.types import TurnId, WorkerKind
+
+LEAST_SAMPLES = 2
+"""Batch sizes that must have been seen before any of them can be called a plateau."""
+
+
+class ContinuousBalancing(msgspec.Struct, frozen=True):
+    """First pending turns, one at a time, from whoever has most of them to whoever can begin them at once. Once
+    nothing is pending, executing turns above the source's batching plateau, to receivers below their own.
+
+    The plateau is the smallest batch with `plateau_share` of the best throughput seen.
+    """
+
+    plateau_share: float = 0.9
+
+    def moves(self, loads: Sequence[LoadView], profiles: Mapping[WorkerKind, BatchProfile]) -> Sequence[Move]:
+        if not any(load.room for load in loads):
+            return ()
+        if any(load.pending for load in loads):
+            return _spread([_of_pending(load) for load in loads])
+        return _spread(self._above_plateaus(loads, profiles))
+
+    def _above_plateaus(
+        self, loads: Sequence[LoadView], profiles: Mapping[WorkerKind, BatchProfile]
+    ) -> list["_Balance"]:
+        balances: list[_Balance] = []
+        for load in loads:
+            batch = self.plateau(profiles.get(load.kind), load)
+            if batch is None:
+                continue
+            surplus, free = load.executing - batch, min(load.room, batch - load.executing)
+            balances.append(_Balance(load, max(0, surplus), max(0, free), load.movable_executing))
+        return balances
+
+    def plateau(self, profile: BatchProfile | None, load: LoadView) -> int | None:
+        """Up to which batch size more turns bring more throughput; None while that is not known.
+
+        What a batch reads grows with its contexts: one that was captured under shorter contexts is smaller now.
+        """
+        if profile is None or len(profile.samples) < LEAST_SAMPLES:
+            return None
+        best = max(sample.tokens_per_ns for sample in profile.samples.values())
+        batch, sample = min(
+            (batch, sample)
+            for batch, sample in profile.samples.items()
+            if sample.tokens_per_ns >= self.plateau_share * best
+        )
+        context_tokens = load.context_tokens() or sample.context_tokens
+        return max(1, round(batch * sample.context_tokens / context_tokens))
+
+
+@dataclass(slots=True)
+class _Balance:
+    """What a worker has too much of, and what it can still take."""
+
+    load: LoadView
+    surplus: int
+    free: int
+    movable: Callable[[], Sequence[TurnId]]
+
+
+def _of_pending(load: LoadView) -> _Balance:
+    return _Balance(load, load.pending, 0 if load.pending else load.room, load.movable_pending)
+
+
+def _spread(balances: Sequence[_Balance]) -> list[Move]:
+    """One turn at a time from the largest surplus to the most room, until either is used up."""
+    moves: list[Move] = []
+    movable: dict[str, list[TurnId]] = {}
+    while True:
+        source = max(balances, key=lambda b: b.surplus, default=None)
+        receiver = max(balances, key=lambda b: b.free, default=None)
+        if source is None or receiver is None or source.surplus == 0 or receiver.free == 0:
+            return moves
+        turns = movable.setdefault(source.load.id, list(source.movable()))
+        if turns:
+            moves.append(Move(turn=turns.pop(0), to=receiver.load.id))
+            source.surplus -= 1
+            receiver.free -= 1
+        else:
+            source.surplus = 0

@@ -1,0 +1,124 @@
+"""Balancing in the core: moves keep accepted tokens, go where they are meant to, and turns then have their peace."""
+
+import msgspec
+
+from elastic.core import commands as c
+from elastic.core import events as e
+from elastic.core.types import Account, FinishReason, Progress
+
+BATCH = 2
+
+
+def crowded(make_desk):
+    """Four turns on one worker that executes two at once; a second worker comes, and the first reports its queue."""
+    desk = make_desk(group_size=4, balancing=True)
+    desk.trainer(capacity=0)
+    first = desk.worker("spot", capacity=BATCH + 2)
+    starts: list[c.StartTurn] = []
+    for member in range(4):
+        starts += _request(desk, f"0/0/{member}")
+        if member < BATCH:
+            desk.tokens(starts[-1], 3)
+    assert [start.worker for start in starts] == 4 * [first]
+    second = desk.worker("serving", capacity=BATCH + 2)
+    for worker in (first, second):
+        introduce(desk, worker)
+    report(desk, first, pending=2, executing=BATCH)
+    return desk, starts, second
+
+
+def _request(desk, trajectory: str) -> list[c.StartTurn]:
+    desk.request(trajectory)
+    return desk.sent(c.StartTurn)
+
+
+def introduce(desk, worker: str) -> None:
+    record = desk.scheduler.fleet.workers[worker]
+    record.introduce(msgspec.structs.replace(record.capabilities, max_batch=BATCH))
+
+
+def report(desk, worker: str, pending: int, executing: int) -> None:
+    desk.tell(
+        e.WorkerReported(
+            worker=worker,
+            epoch=1,
+            capacity_turns=BATCH + 2,
+            pending=pending,
+            executing=executing,
+            progress=round(desk.now_s * 1000) + 1,
+            accounts_ns={Account.DECODE: 1},
+            decoded_tokens=0,
+        )
+    )
+
+
+def give_back(desk, start: c.StartTurn, accepted: int, more: int) -> None:
+    chunk = Progress(start.turn, start.attempt, accepted, more, 0, FinishReason.ABORTED)
+    desk.tell(e.TokensReceived(worker=start.worker, epoch=1, chunks=(chunk,)))
+
+
+def test_pending_turns_are_called_back_and_go_to_the_worker_with_room(make_desk) -> None:
+    desk, starts, second = crowded(make_desk)
+    desk.now_s += 0.3
+    aborted = [k.turn for k in desk.tell(e.Tick()) if isinstance(k, c.AbortTurn)]
+    assert sorted(aborted) == sorted(start.turn for start in starts[BATCH:])
+    for start in starts[BATCH:]:
+        give_back(desk, start, 0, 0)
+        again = desk.one(c.StartTurn)
+        assert (again.worker, again.attempt, again.start) == (second, 2, 0)
+
+
+def test_what_the_source_still_has_comes_along(make_desk) -> None:
+    desk, starts, second = crowded(make_desk)
+    desk.now_s += 0.3
+    desk.tell(e.Tick())
+    give_back(desk, starts[-1], 0, 5)
+    assert (desk.one(c.StartTurn).worker, desk.one(c.StartTurn).start) == (second, 5)
+
+
+def test_moved_turn_is_left_alone_until_it_has_a_token(make_desk) -> None:
+    desk, starts, second = crowded(make_desk)
+    desk.now_s += 0.3
+    desk.tell(e.Tick())
+    for start in starts[BATCH:]:
+        give_back(desk, start, 0, 0)
+    third = desk.worker("serving", capacity=BATCH + 2)
+    introduce(desk, third)
+    report(desk, second, pending=2, executing=0)
+    desk.now_s += 0.3
+    assert not [k for k in desk.tell(e.Tick()) if isinstance(k, c.AbortTurn)]
+
+
+def test_receiver_that_is_gone_when_the_turn_comes_is_not_waited_for(make_desk) -> None:
+    desk, starts, second = crowded(make_desk)
+    desk.now_s += 0.3
+    desk.tell(e.Tick())
+    desk.lease_ended(second.partition("/")[0])
+    give_back(desk, starts[-1], 0, 0)
+    assert desk.one(c.StartTurn).worker == starts[0].worker
+
+
+def test_profile_is_captured_from_reports(make_desk) -> None:
+    desk = make_desk(group_size=4, balancing=True)
+    desk.trainer(capacity=0)
+    worker = desk.worker("spot", capacity=4)
+    for member in range(2):
+        for start in _request(desk, f"0/0/{member}"):
+            desk.tokens(start, 1)
+    for beat in range(1, 4):
+        desk.tell(
+            e.WorkerReported(
+                worker=worker,
+                epoch=1,
+                capacity_turns=4,
+                pending=0,
+                executing=2,
+                progress=10_000 + 10 * beat,
+                accounts_ns={Account.DECODE: 1000 * beat},
+                decoded_tokens=20 * beat,
+            )
+        )
+    (profile,) = desk.scheduler.profiles.values()
+    sample = profile.samples[2]
+    assert round(sample.tokens_per_ns, 6) == 0.02
+    assert sample.context_tokens == 11.0
