@@ -86,11 +86,12 @@ def test_serving_runs_first_at_every_tick(make_device, turn):
 
 def test_a_burst_takes_the_memory_back_and_the_turns_are_given_back_whole(make_device, turn):
     """Serving never waits for memory that rollouts hold; the turns cut lose no token that was emitted."""
-    device = make_device(pages=16, memory=PreemptiveMemory(headroom_share=0.25))
+    memory = PreemptiveMemory(headroom_share=0.25)
+    device = make_device(pages=16, memory=memory, stall_timeout_ns=5_000 * MS)
     rollout = device.lend()
     turns = [turn(f"r{i}", prompt=100, max_new_tokens=150) for i in range(4)]
     rollout.submit(turns)
-    device.rolled.until(lambda: all(device.rolled.tokens(t.request_id) for t in turns))
+    device.rolled.until(lambda: sum(bool(device.rolled.tokens(t.request_id)) for t in turns) >= 1)
     serves = [turn(f"s{i}", prompt=250, max_new_tokens=6) for i in range(12)]
     device.serving.submit(serves)
     ends = device.served.finish(*(s.request_id for s in serves))
