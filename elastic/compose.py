@@ -26,7 +26,7 @@ from pydantic import BaseModel
 from elastic import wire
 from elastic.config import Config, ConfigError, load_config, validate
 from elastic.core.digest import digest
-from elastic.core.policy import BalancingPolicy, Policies, ProvisioningPolicy, SeedingPolicy
+from elastic.core.policy import BalancingPolicy, Policies, ProvisioningPolicy, SeedingPolicy, SuccessionPolicy
 from elastic.core.scheduler import Scheduler
 from elastic.core.types import NS_PER_S, Limits, Plan
 from elastic.engine.base import DeviceShare
@@ -43,6 +43,7 @@ from policies.provisioning import MarginalValue, TakeWhatIsOffered
 from policies.routing import AffinityRouting
 from policies.seeding import AdaptiveWindow, FixedWindow
 from policies.selection import NonZeroVariance
+from policies.succession import EarlySuccessor
 from providers.base import Provider, ProviderContext, ProviderSettings
 from providers.serving_messages import LendOrder
 
@@ -380,6 +381,7 @@ def policies(config: Config) -> Policies:
         provisioning=_provisioning(config),
         selection=NonZeroVariance(),
         balancing=_balancing(config),
+        succession=_succession(config),
     )
 
 
@@ -393,6 +395,11 @@ def make_reward_pool(plan: RunPlan, run_dir: Path, meter: Meter) -> FunctionPool
         log=run_dir / "logs" / "functions.log",
         meter=meter,
     )
+
+
+def _succession(config: Config) -> SuccessionPolicy | None:
+    margin = config.provisioning.successor_margin
+    return EarlySuccessor(margin) if margin > 0 else None
 
 
 def _seeding(config: Config) -> SeedingPolicy:

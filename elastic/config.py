@@ -87,6 +87,12 @@ class BalancingConfig(_Section):
 class ProvisioningConfig(_Section):
     policy: Literal["marginal_value", "take_all"] = "marginal_value"
     usd_per_hour_saved: float = Field(100.0, ge=0, description="what an hour of the run's time is worth")
+    successor_margin: float = Field(
+        1.5,
+        ge=0,
+        description="how early the successor of a lease that ends by time is asked for, in times of what booting and "
+        "loading take; 0: when the lease has ended",
+    )
 
 
 class PacingConfig(_Section):
@@ -160,7 +166,7 @@ class WeightsConfig(_Section):
     keep_versions: int = Field(4, ge=2)
     keyframe_every: int = Field(16, ge=1, description="versions between full copies; in between are deltas")
     merge_every: int = Field(4, ge=1, description="versions that a merged delta spans; 1 for none")
-    link_gbps: float = Field(1.0, gt=0, description="the link that codecs are chosen for: the slowest to a worker")
+    link_gbps: float = Field(0.25, gt=0, description="a worker's share of the slowest link; codecs are chosen for it")
 
 
 class RewardsConfig(_Section):

@@ -45,6 +45,7 @@ class _Lease:
     request: LeaseRequest
     ending: asyncio.Future[Ending]
     counted: bool = False
+    expires_at_ns: int | None = None
     foretold: Ending | None = None
     deadline: asyncio.TimerHandle | None = None
 
@@ -78,6 +79,14 @@ class LeaseKeeper(Generic[SettingsT]):
     def forget(self, lease: LeaseId) -> None:
         """The lease is over, and what it stood on has been given back."""
 
+    def overlap(self) -> int:
+        """How many leases may be held beyond `max_workers`, each in place of one that ends soon."""
+        return 0
+
+    def life_s(self) -> float | None:
+        """How long after its grant a lease ends, whatever happens; None where there is no such limit."""
+        return None
+
     def boot_s(self) -> float:
         return 0.0
 
@@ -98,7 +107,9 @@ class LeaseKeeper(Generic[SettingsT]):
         self._own(self._lives, self._live(lease), f"{self.name}: lease {request.lease}")
 
     async def release(self, lease: LeaseId) -> None:
-        self.end(lease, Ending(EndCause.RELEASED))
+        held = self._leases.get(lease)
+        late = held is not None and held.expires_at_ns is not None and self.context.now_ns() >= held.expires_at_ns
+        self.end(lease, Ending(EndCause.EXPIRED if late else EndCause.RELEASED))
 
     async def aclose(self) -> None:
         self._closing = True
@@ -118,6 +129,7 @@ class LeaseKeeper(Generic[SettingsT]):
             provider=self.name,
             role=self.role,
             available=max(0, min(self.free(), self.settings.max_workers - self._held)),
+            successors=max(0, self.overlap() - max(0, self._held - self.settings.max_workers)),
             usd_per_gpu_hour=self.settings.usd_per_gpu_hour,
             gpus_per_worker=self.settings.gpus_per_worker,
             boot_s=self.boot_s(),
@@ -159,7 +171,9 @@ class LeaseKeeper(Generic[SettingsT]):
             self._emit(LeaseRefused(lease=lease_id, reason=str(error) or type(error).__name__))
             self.announce()
             return
-        self._emit(LeaseGranted(lease=lease_id, workers=tuple(t.worker for t in lease.request.tickets)))
+        self._limit(lease)
+        workers = tuple(ticket.worker for ticket in lease.request.tickets)
+        self._emit(LeaseGranted(lease=lease_id, workers=workers, expires_at_ns=lease.expires_at_ns))
         # Whoever asks counts what is asked for against the offer, and may now ask for the rest.
         self.announce(again=True)
         ending = await _over(lease, holding)
@@ -171,6 +185,14 @@ class LeaseKeeper(Generic[SettingsT]):
         self._emit(LeaseEnded(lease=lease_id, cause=ending.cause, detail=ending.detail))
         self.announce()
 
+    def _limit(self, lease: _Lease) -> None:
+        """Have the lease end by time, where it must."""
+        life_s = self.life_s()
+        if life_s is not None:
+            ending = Ending(EndCause.EXPIRED, f"its {life_s:g} s are over")
+            lease.expires_at_ns = self.context.now_ns() + round(life_s * NS_PER_S)
+            lease.deadline = asyncio.get_running_loop().call_later(life_s, self.end, lease.request.lease, ending)
+
     @property
     def _held(self) -> int:
         return sum(lease.counted for lease in self._leases.values())
@@ -178,8 +200,9 @@ class LeaseKeeper(Generic[SettingsT]):
     async def _take(self, lease: _Lease) -> Holding:
         if self._closing:
             raise Refusal(f"{self.name} is closing")
-        if self._held >= self.settings.max_workers:
-            raise Refusal(f"{self.name} holds max_workers = {self.settings.max_workers} workers already")
+        if self._held >= self.settings.max_workers + self.overlap():
+            besides = f" and {self.overlap()} besides" if self.overlap() else ""
+            raise Refusal(f"{self.name} holds max_workers = {self.settings.max_workers} workers{besides} already")
         lease.counted = True
         timeout_s = self.context.acquire_timeout_s
         try:

@@ -37,7 +37,7 @@ NUMBERS = {
 
 _HOLDING = (TurnState.RUNNING, TurnState.MOVING)
 _WORKER_WAITS = frozenset({"boot", "load", "reload", "heartbeat", "stall", "resume", "drain"})
-_LEASE_WAITS = frozenset({"grant", "release", "expiry"})
+_LEASE_WAITS = frozenset({"grant", "release", "expiry", "succession"})
 _TURN_WAITS = frozenset({"token", "handover"})
 _SCORING_WAITS = {ScoringState.RUNNING: {"score"}, ScoringState.BACKING_OFF: {"score again"}}
 
@@ -156,7 +156,8 @@ def _check_lease(s: Scheduler, lease: Lease) -> None:
         case _:
             require(7, any(w.state is not WorkerState.GONE for w in workers), "is held although nobody is left on it")
             expiry = {"expiry"} if lease.expires_at_ns is not None else set[str]()
-            require(12, waiting == expiry, f"waits for {sorted(waiting)}")
+            planned = {"succession"} if expiry and not lease.leaving else set[str]()
+            require(12, waiting - planned == expiry, f"waits for {sorted(waiting)}")
             ended = lease.expires_at_ns is not None and lease.expires_at_ns <= s.now_ns
             require(5, not ended, f"is believed past its end at {lease.expires_at_ns}")
 

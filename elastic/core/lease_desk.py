@@ -10,7 +10,7 @@ from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core.leases import Lease
 from elastic.core.run_state import RunState
-from elastic.core.types import EndCause, LeaseId, LeaseState, WorkerRole, WorkerState
+from elastic.core.types import EndCause, LeaseId, LeaseState, Nanoseconds, WorkerRole, WorkerState
 from elastic.core.worker_desk import WorkerDesk
 
 _FAILURES = (EndCause.BOOT_TIMEOUT, EndCause.FENCED, EndCause.LOST)
@@ -33,6 +33,7 @@ class LeaseDesk:
             "grant": lambda lease: self._withdraw(self._run.leases.leases[lease], "not granted in time"),
             "release": self._ask_back,
             "expiry": self._expiry_due,
+            "succession": self._succession_due,
             "back-off": self._provision,
         }
 
@@ -58,9 +59,13 @@ class LeaseDesk:
         else:
             wanted = run.policies.provisioning.leases_wanted(offer, run.leases)
         for _ in range(wanted):
-            lease = run.leases.request(provider)
-            run.wait("grant", lease.id, run.limits.acquire_timeout_ns)
-            run.out.append(c.AcquireLease(lease=lease.id, provider=provider))
+            self._ask_for(provider)
+
+    def _ask_for(self, provider: str, succeeds: LeaseId | None = None) -> None:
+        run = self._run
+        lease = run.leases.request(provider, succeeds)
+        run.wait("grant", lease.id, run.limits.acquire_timeout_ns)
+        run.out.append(c.AcquireLease(lease=lease.id, provider=provider))
 
     def _on_granted(self, event: e.LeaseGranted) -> None:
         run, lease = self._run, self._run.leases.leases.get(event.lease)
@@ -90,6 +95,7 @@ class LeaseDesk:
         if event.expires_at_ns is not None:
             lease.expires_at_ns = event.expires_at_ns
             self._wait_expiry(lease, event.expires_at_ns - run.limits.drain_timeout_ns)
+            self._plan_succession(lease, event.expires_at_ns - run.limits.drain_timeout_ns)
 
     def _give_back_unknown(self, lease: LeaseId) -> None:
         """A lease that was given up for refused or ended has come all the same: it must not be left behind."""
@@ -126,6 +132,19 @@ class LeaseDesk:
         """A lease that failed before any of its workers served: the next one may well do the same."""
         if cause in _FAILURES and not any(worker.served for worker in self._run.fleet.of_lease(lease.id)):
             self._back_off(lease.provider)
+
+    def _plan_succession(self, lease: Lease, drains_at_ns: Nanoseconds) -> None:
+        """Have the lease's successor asked for in time, so that its workers' turns have somewhere to go."""
+        run, policy = self._run, self._run.policies.succession
+        if policy is not None:
+            lead_ns = policy.lead_ns(lease.offer, run.leases.ready_ns(lease.provider))
+            run.wait("succession", lease.id, max(0, drains_at_ns - lead_ns - run.now_ns))
+
+    def _succession_due(self, lease_id: str) -> None:
+        run, lease = self._run, self._run.leases.leases[lease_id]
+        wanted = run.active and not run.timers.waiting("back-off", lease.provider)
+        if wanted and run.leases.successors_left(lease.provider) > 0:
+            self._ask_for(lease.provider, succeeds=lease.id)
 
     # Giving back
 
@@ -172,6 +191,7 @@ class LeaseDesk:
 
     def _empty(self, lease: Lease, reason: str) -> None:
         lease.leaving = True
+        self._run.timers.clear("succession", lease.id)
         for worker in self._run.fleet.of_lease(lease.id):
             self._workers.drain(worker, reason)
 
@@ -223,7 +243,7 @@ class LeaseDesk:
             run.out.append(c.FenceWorker(worker=worker.id, reason=f"its lease ended ({event.cause})"))
         self._note_failure(lease, event.cause)
         run.fleet.forget(lease.id)
-        for what in ("release", "expiry"):
+        for what in ("release", "expiry", "succession"):
             run.timers.clear(what, lease.id)
         run.leases.move(lease, LeaseState.ENDED, run.now_ns, f"{event.cause} {event.detail}".rstrip())
         if lease.offer.role is WorkerRole.TRAINER:

@@ -1,11 +1,13 @@
 """The lease table: the right to use GPUs, from request to end, and what each provider offers now."""
 
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from elastic.core.transitions import Story, take_transition
 from elastic.core.types import LeaseId, LeaseState, Nanoseconds, Offer, WorkerId
 
+READY_TIMES_KEPT = 8
+"""Of a provider's workers: enough to see its slow ones, few enough to forget a bad hour."""
 LIVE = (LeaseState.GRANTED, LeaseState.RELEASING)
 
 
@@ -17,6 +19,7 @@ class Lease:
     workers: tuple[WorkerId, ...] = ()
     expires_at_ns: Nanoseconds | None = None
     leaving: bool = False
+    succeeds: LeaseId | None = None
     release_reason: str = ""
     story: Story = field(default_factory=Story)
 
@@ -39,19 +42,35 @@ class LeaseTable:
         self.leases: dict[LeaseId, Lease] = {}
         self.offers: dict[str, Offer] = {}
         self.failures: dict[str, int] = {}
+        self._ready_ns: dict[str, deque[Nanoseconds]] = {}
         self.worker_bound: int | None = None
         self._issued: dict[str, int] = {}
         self._asked: Counter[str] = Counter()
         self._held: Counter[str] = Counter()
 
-    def request(self, provider: str) -> Lease:
+    def request(self, provider: str, succeeds: LeaseId | None = None) -> Lease:
         number = self._issued.get(provider, 0) + 1
         self._issued[provider] = number
-        lease = Lease(f"{provider}-{number}", self.offers[provider])
+        lease = Lease(f"{provider}-{number}", self.offers[provider], succeeds=succeeds)
         self.leases[lease.id] = lease
         self._asked[provider] += 1
         self._held[provider] += 1
         return lease
+
+    def took_to_get_ready(self, provider: str, duration_ns: Nanoseconds) -> None:
+        """A worker of the provider has its first credit, so long after its lease was granted."""
+        self._ready_ns.setdefault(provider, deque(maxlen=READY_TIMES_KEPT)).append(duration_ns)
+
+    def ready_ns(self, provider: str) -> Nanoseconds | None:
+        """The longest that its last workers took to get ready; None before the first."""
+        return max(self._ready_ns.get(provider, ()), default=None)
+
+    def successors_left(self, provider: str) -> int:
+        """How many of the successors that the provider offers have not been asked for."""
+        offer = self.offers.get(provider)
+        asked = (x for x in self.leases.values() if x.provider == provider and x.succeeds is not None)
+        taken = sum(lease.state is LeaseState.REQUESTED for lease in asked)
+        return offer.successors - taken if offer is not None else 0
 
     def issuer(self, lease: LeaseId) -> str | None:
         """The provider that was once asked for this lease, also after its end."""

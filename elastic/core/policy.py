@@ -167,6 +167,15 @@ class ProvisioningPolicy(Protocol):
         ...
 
 
+class SuccessionPolicy(Protocol):
+    def lead_ns(self, offer: Offer, ready_ns: Nanoseconds | None) -> Nanoseconds:
+        """How long before a lease's workers must drain its successor is asked for.
+
+        `ready_ns` is the longest that this provider's last workers took from their grant to their first credit.
+        """
+        ...
+
+
 class SelectionPolicy(Protocol):
     def drop_reason(self, rewards: Sequence[float]) -> str | None:
         """Why a finished group is not worth training on, or None to train on it."""
@@ -179,3 +188,5 @@ class Policies(msgspec.Struct, frozen=True, kw_only=True):
     seeding: SeedingPolicy
     provisioning: ProvisioningPolicy
     selection: SelectionPolicy
+    succession: SuccessionPolicy | None = None
+    """None: a lease's end is waited for, and what is offered after it is taken."""

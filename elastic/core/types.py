@@ -132,7 +132,10 @@ class EndCause(StrEnum):
 
 
 class Offer(msgspec.Struct, frozen=True, kw_only=True):
-    """What a provider can give right now. `available` counts leases; `expected_life_s` is None when unknown."""
+    """What a provider can give right now, in leases; `expected_life_s` is None when unknown.
+
+    `successors` are to be had besides what is `available`, each only in place of a lease that ends soon.
+    """
 
     provider: str
     role: WorkerRole
@@ -142,6 +145,7 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
     workers_per_lease: int = 1
     boot_s: float = 0.0
     expected_life_s: float | None = None
+    successors: int = 0
 
 
 class Progress(msgspec.Struct, frozen=True, array_like=True, gc=False):

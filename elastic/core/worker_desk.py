@@ -56,7 +56,7 @@ class WorkerDesk:
         worker.epoch = event.epoch
         worker.introduce(event.capabilities)
         self._clear(worker, "boot", "resume", "load", "reload", "stall")
-        run.wait("heartbeat", worker.id, run.limits.heartbeat_timeout_ns)
+        run.expect_heartbeat(worker)
         if worker.state is WorkerState.DRAINING:
             self._tell_to_drain(worker, "its lease is ending")
         elif worker.role is not WorkerRole.TRAINER:
@@ -224,9 +224,12 @@ class WorkerDesk:
             run.wait("reload", worker.id, run.limits.retry_base_ns)
 
     def _move(self, worker: Worker, state: WorkerState, cause: str) -> None:
-        self._run.fleet.move(worker, state, self._run.now_ns, cause)
+        run, first = self._run, state is WorkerState.READY and not worker.served
+        run.fleet.move(worker, state, run.now_ns, cause)
         if state is WorkerState.READY:
-            self._run.leases.failures.pop(worker.provider, None)
+            run.leases.failures.pop(worker.provider, None)
+        if first:
+            run.leases.took_to_get_ready(worker.provider, run.now_ns - run.ledger.books[worker.id].opened_ns)
 
     def _clear(self, worker: Worker, *waits: str) -> None:
         for what in waits:

@@ -64,6 +64,7 @@ class SimulatedProvider:
                     role=self.settings.role,
                     available=max(0, self.settings.leases - len(self.held)) if open_ else 0,
                     usd_per_gpu_hour=self.settings.usd_per_gpu_hour,
+                    successors=self.settings.overlap - max(0, len(self.held) - self.settings.leases) if open_ else 0,
                     gpus_per_worker=self.settings.gpus_per_worker,
                     workers_per_lease=self.settings.workers_per_lease,
                 )
@@ -72,7 +73,10 @@ class SimulatedProvider:
 
     def acquire(self, lease: LeaseId) -> None:
         held = self.held[lease] = Held(lease)
-        full = len(self.held) > self.settings.leases or self._market.loop.now_ns < self._closed_until_ns
+        full = (
+            len(self.held) > self.settings.leases + self.settings.overlap
+            or self._market.loop.now_ns < self._closed_until_ns
+        )
         mishaps, rng = self._market.mishaps, self._market.rng
         if full or (not self.reliable and rng.random() < mishaps.request_refused):
             self._soon(lambda: self._refuse(held))

@@ -33,11 +33,15 @@ SMALL_LIMITS = Limits(
 
 
 class ProviderSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Leases live for `life_ns` where it is given; a notice comes `notice_ns` before a lease is taken."""
+    """Leases live for `life_ns` where it is given, with `overlap` successors to be had besides `leases`.
+
+    A notice comes `notice_ns` before a lease is taken.
+    """
 
     name: str
     role: WorkerRole = WorkerRole.ELASTIC
     leases: int = 2
+    overlap: int = 0
     workers_per_lease: int = 1
     gpus_per_worker: int = 1
     usd_per_gpu_hour: float = 2.0
@@ -79,6 +83,7 @@ def draw_settings(rng: Random) -> WorldSettings:
         workers_per_lease=rng.choice((1, 1, 2)),
         life_ns=rng.choice((None, rng.randint(3, 20) * NS_PER_S)),
         notice_ns=rng.choice((0, 500 * MS, 1500 * MS, 4 * NS_PER_S)),
+        overlap=rng.choice((0, 1, 2)),
     )
     serving = ProviderSettings(
         name="serving", leases=rng.randint(1, 2), boot_ns=200 * MS, usd_per_gpu_hour=1.25, gpus_per_worker=2

@@ -31,6 +31,7 @@ from policies.provisioning import MarginalValue, TakeWhatIsOffered
 from policies.routing import AffinityRouting
 from policies.seeding import AdaptiveWindow, FixedWindow
 from policies.selection import NonZeroVariance
+from policies.succession import EarlySuccessor
 
 TRAINER = ProviderSettings(name="trainer", role=WorkerRole.TRAINER, leases=1, boot_ns=400 * MS, usd_per_gpu_hour=10.0)
 SLOWNESS = 8
@@ -70,6 +71,7 @@ def policies(settings: WorldSettings) -> Policies:
         seeding=AdaptiveWindow(settings.seeding_ns) if settings.adaptive_seeding else FixedWindow(settings.seeding_ns),
         provisioning=MarginalValue() if settings.marginal_provisioning else TakeWhatIsOffered(),
         selection=NonZeroVariance(),
+        succession=EarlySuccessor(),
     )
 
 

@@ -14,19 +14,20 @@ from elastic.core.events import LeaseEnded, LeaseGranted, LeaseRefused, OfferCha
 from elastic.core.types import EndCause, LeaseId
 from providers.base import Provider, ProviderContext, ProviderSettings
 from providers.reserved import ReservedProvider, TrainerProvider
+from providers.serverless import ServerlessProvider, ServerlessSettings
 from providers.serving import ServingProvider, ServingSettings
 from providers.spot import SpotProvider, SpotSettings
 from tests.providers.conftest import MemoryProvider, Recorder, eventually, lease_request, processes_with
 
 CAPACITY = 2
-WITH_PROCESSES = ["reserved", "spot"]
+WITH_PROCESSES = ["reserved", "serverless", "spot"]
 """Whose leases are processes; a serving host's are inside a process that goes on without them."""
 
 MakeContext = Callable[..., ProviderContext]
 MakeProvider = Callable[[ProviderContext], Any]
 
 
-@pytest.fixture(params=["memory", "reserved", "trainer", "spot", "serving"])
+@pytest.fixture(params=["memory", "reserved", "trainer", "serverless", "spot", "serving"])
 def kind(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -40,6 +41,8 @@ def make_provider(kind: str, tmp_path: Path) -> MakeProvider:
                 return ReservedProvider("provider", settings, context)
             case "trainer":
                 return TrainerProvider("provider", settings, context)
+            case "serverless":
+                return ServerlessProvider("provider", ServerlessSettings(max_workers=CAPACITY, overlap=0), context)
             case "spot":
                 trace = tmp_path / "market.csv"
                 trace.write_text("0,add,a\n0,add,b\n600000,remove,a\n")
@@ -68,7 +71,9 @@ async def provider(
 async def grant(provider: Provider, recorder: Recorder, number: int = 1) -> LeaseId:
     request = lease_request(number)
     await provider.acquire(request)
-    assert await recorder.answered(request.lease) == LeaseGranted(lease=request.lease, workers=(f"worker-{number}",))
+    granted = await recorder.answered(request.lease)
+    assert isinstance(granted, LeaseGranted)
+    assert granted.workers == (f"worker-{number}",)
     return request.lease
 
 

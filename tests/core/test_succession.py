@@ -1,0 +1,100 @@
+"""Leases that end by time: their successors are asked for so early that turns move to a ready worker."""
+
+import pytest
+
+from elastic.core import commands as c
+from elastic.core import events as e
+from elastic.core.types import NS_PER_S, EndCause, Offer, WorkerRole
+from elastic.sim.settings import SMALL_LIMITS
+from policies.succession import EarlySuccessor
+from tests.core.conftest import Desk
+
+DRAIN_S = SMALL_LIMITS.drain_timeout_ns / NS_PER_S
+BOOT_S = 2.0
+LEAD_S = EarlySuccessor().margin * BOOT_S
+LIFE_S = 20.0
+
+
+def offer(desk: Desk, available: int = 1, successors: int = 1) -> list[c.Command]:
+    return desk.tell(
+        e.OfferChanged(
+            offer=Offer(
+                provider="functions",
+                role=WorkerRole.ELASTIC,
+                available=available,
+                successors=successors,
+                usd_per_gpu_hour=1.0,
+                boot_s=BOOT_S,
+            )
+        )
+    )
+
+
+def arrive(desk: Desk, lease: str, life_s: float = LIFE_S) -> None:
+    desk.grant(lease, expires_s=desk.now_s + life_s)
+    desk.join(f"{lease}/w")
+    desk.beat(f"{lease}/w")
+
+
+@pytest.fixture
+def desk(desk: Desk) -> Desk:
+    """A run with one lease of `LIFE_S`, from now on, ready at once."""
+    desk.trainer()
+    offer(desk)
+    arrive(desk, "functions-1")
+    offer(desk, available=0)
+    return desk
+
+
+def asked(out: list[c.Command]) -> list[str]:
+    return [command.lease for command in out if isinstance(command, c.AcquireLease)]
+
+
+def drained(out: list[c.Command]) -> list[str]:
+    return [command.worker for command in out if isinstance(command, c.DrainWorker)]
+
+
+ALIVE = ("trainer", "functions-1/w")
+
+
+def test_a_successor_is_asked_for_before_the_drain(desk: Desk) -> None:
+    assert not asked(desk.wait(LIFE_S - DRAIN_S - LEAD_S - 0.1, ALIVE))
+    assert asked(desk.wait(0.2, ALIVE)) == ["functions-2"]
+    arrive(desk, "functions-2")
+    out = desk.wait(LEAD_S - 0.2, (*ALIVE, "functions-2/w"))
+    assert drained(out) == []
+    assert drained(desk.wait(0.2, (*ALIVE, "functions-2/w"))) == ["functions-1/w"]
+
+
+def test_its_successor_has_one_too(desk: Desk) -> None:
+    desk.wait(LIFE_S - DRAIN_S - LEAD_S + 0.1, ALIVE)
+    arrive(desk, "functions-2")
+    desk.tell(e.LeaseEnded(lease="functions-1", cause=EndCause.RELEASED))
+    assert asked(desk.wait(LIFE_S - DRAIN_S, ("trainer", "functions-2/w"))) == ["functions-3"]
+
+
+def test_none_without_an_offer_of_successors(desk: Desk) -> None:
+    offer(desk, available=0, successors=0)
+    assert not asked(desk.wait(LIFE_S - DRAIN_S, ALIVE))
+    desk.tell(e.LeaseEnded(lease="functions-1", cause=EndCause.EXPIRED))
+    assert asked(offer(desk, available=1)) == ["functions-2"]
+
+
+def test_none_for_a_lease_that_has_gone_before(desk: Desk) -> None:
+    desk.tell(e.LeaseEnded(lease="functions-1", cause=EndCause.LOST))
+    assert not asked(desk.wait(LIFE_S, ("trainer",)))
+
+
+def test_what_getting_ready_took_counts_when_it_is_longer_than_declared(desk: Desk) -> None:
+    offer(desk, available=1)
+    desk.grant("functions-2", expires_s=desk.now_s + 2 * LIFE_S)
+    desk.wait(2 * BOOT_S, ALIVE)
+    desk.join("functions-2/w")
+    assert desk.scheduler.leases.ready_ns("functions") == 2 * BOOT_S * NS_PER_S
+
+
+@pytest.mark.parametrize(("ready_s", "lead_s"), [(None, LEAD_S), (0.5, LEAD_S), (4.0, 1.5 * 4.0)])
+def test_lead_is_a_margin_over_the_longer_of_declared_and_measured(ready_s: float | None, lead_s: float) -> None:
+    offered = Offer(provider="p", role=WorkerRole.ELASTIC, available=0, usd_per_gpu_hour=1.0, boot_s=BOOT_S)
+    ready_ns = None if ready_s is None else round(ready_s * NS_PER_S)
+    assert EarlySuccessor(1.5).lead_ns(offered, ready_ns) == round(lead_s * NS_PER_S)
