@@ -21,7 +21,7 @@ from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core.ledger import NANO_USD_PER_USD
 from elastic.core.scheduler import Phase, Scheduler
-from elastic.core.types import EndCause, FinishReason, WeightMode, WorkerId, WorkerState
+from elastic.core.types import EndCause, TurnState, WeightMode, WorkerId, WorkerState
 from elastic.envs.base import Environment
 from elastic.runtime.gateway import Gateway
 from elastic.runtime.journal import Journal, tokens_event
@@ -224,7 +224,7 @@ class Orchestrator:
             self._journal.frame(event.worker, event.epoch, chunks, now_ns)
         else:
             self._journal.event(event, now_ns)
-            self._note(event, now_ns)
+            self._note(event)
         for command in self.scheduler.handle(event, now_ns):
             if self._closing:
                 continue
@@ -363,11 +363,10 @@ class Orchestrator:
         turn = self._rollouts.open_turns.get(command.turn)
         if turn is None:
             return
-        if turn.left_ns is not None:
+        if (left_ns := self._left_ns(turn)) is not None:
             self._journal.move(
-                turn.id, command.attempt, turn.worker, command.worker, turn.left_ns, self.now_ns(), command.start
+                turn.id, command.attempt, turn.worker, command.worker, left_ns, self.now_ns(), command.start
             )
-            turn.left_ns = None
         turn.attempts = command.attempt
         turn.worker = command.worker
         self._gateway.send(
@@ -394,8 +393,6 @@ class Orchestrator:
                 continue
             turn.accept(chunk, now_ns)
             tokens += len(chunk.token_ids)
-            if chunk.finish in (FinishReason.ABORTED, FinishReason.STALLED, FinishReason.ERROR):
-                turn.left_ns = now_ns
         worker = self.scheduler.fleet.workers.get(event.worker)
         if worker is not None:
             self._count(worker.provider).tokens += tokens
@@ -473,27 +470,20 @@ class Orchestrator:
 
     # Watching
 
-    def _note(self, event: e.Event, now_ns: int) -> None:
-        """Keep what reports and recovery times need of events that take workers away."""
+    def _note(self, event: e.Event) -> None:
+        """Count the leases that end."""
         if isinstance(event, e.LeaseEnded):
             lease = self.scheduler.leases.leases.get(event.lease)
             if lease is not None:
                 count = self._count(lease.provider)
                 count.leases_ended += 1
                 count.preemptions += event.cause is EndCause.PREEMPTED
-                for worker in lease.workers:
-                    self._left(worker, now_ns)
-        elif isinstance(event, e.WorkerDisconnected):
-            self._left(event.worker, now_ns)
 
-    def _left(self, worker: WorkerId, now_ns: int) -> None:
-        for turn in self._turns_on(worker):
-            turn.left_ns = now_ns
-
-    def _turns_on(self, worker: WorkerId) -> list[OpenTurn]:
-        record = self.scheduler.fleet.workers.get(worker)
-        open_turns = self._rollouts.open_turns
-        return [open_turns[t] for t in record.turns if t in open_turns] if record is not None else []
+    def _left_ns(self, turn: OpenTurn) -> int | None:
+        """When a turn that starts again was last taken off a worker, as the core knows it."""
+        record = self.scheduler.turns.live.get(turn.id)
+        chapters = record.story.chapters if record is not None and turn.attempts else ()
+        return next((at_ns for at_ns, _, state, *_ in reversed(chapters) if state is TurnState.QUEUED), None)
 
     def _trajectory_ended(self, episode: Episode, cause: str) -> None:
         step, group, _ = episode.trajectory.split("/")

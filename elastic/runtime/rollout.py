@@ -39,8 +39,6 @@ class OpenTurn:
     attempts: int = 0
     cached_tokens: int = 0
     worker: str = ""
-    left_ns: int | None = None
-    """When it left its last worker unfinished, until it is on the next."""
 
     def accept(self, chunk: wire.Chunk, now_ns: int) -> None:
         if self.first_token_ns is None:

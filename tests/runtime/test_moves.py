@@ -1,0 +1,93 @@
+"""Moves in the journal: every turn that goes on elsewhere, whatever took it away from its worker."""
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from elastic import compose
+from elastic.config import Config
+from elastic.core import commands as c
+from elastic.core.scheduler import Scheduler
+from elastic.core.types import WorkerState
+from elastic.model.checkpoint import model_tensors, write_checkpoint
+from elastic.model.config import Qwen3Config
+from elastic.model.qwen3 import Qwen3
+from elastic.runtime.journal import JournalReader
+
+TINY = Qwen3Config(
+    hidden_size=16,
+    intermediate_size=32,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=8,
+)
+
+
+@pytest.mark.slow
+async def test_turns_of_a_frozen_worker_are_journaled_as_moves(tmp_path: Path) -> None:
+    """It is fenced by time alone: no connection breaks, and no lease has ended yet, when its turns are moved."""
+    plan = compose.resolve(_config(tmp_path), [], "test")
+    run_dir = compose.new_run_dir(plan.config)
+    ready = asyncio.get_running_loop().create_future()
+    running = asyncio.create_task(compose.execute(plan, run_dir, on_ready=ready.set_result))
+    try:
+        async with asyncio.timeout(120):
+            scheduler = (await ready).scheduler
+            frozen, turns = await _freeze_one(scheduler, run_dir)
+            outcome = await running
+    finally:
+        running.cancel()
+        await asyncio.wait([running])
+    assert outcome.failed == ""
+    reader = JournalReader(run_dir / "journal.sqlite")
+    try:
+        moves = reader.rows("moves")
+        again = _dispatched_again(reader, scheduler)
+    finally:
+        reader.close()
+    assert {(move["turn"], move["attempt"]) for move in moves} == again
+    assert {move["turn"] for move in moves if move["from_worker"] == frozen} & turns
+    assert all(move["left_ns"] <= move["started_ns"] for move in moves)
+
+
+def _config(directory: Path) -> Config:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        write_checkpoint(directory / "policy", TINY, model_tensors(Qwen3(TINY)))
+    return Config.model_validate(
+        {
+            "run": {"steps": 1, "directory": directory / "runs"},
+            "model": {"checkpoint": directory / "policy"},
+            "rollout": {"groups": 2, "group_size": 4},
+            "seeding": {"window_s": 0},
+            "engine": {"pacing": {"prefill_tokens_per_s": 8000, "decode_step_s": {1: 0.1}}},
+            "scheduler": {"heartbeat_interval_s": 0.25, "heartbeat_timeout_s": 2.0},
+            "providers": {"reserved": {"max_workers": 2}},
+        }
+    )
+
+
+async def _freeze_one(scheduler: Scheduler, run_dir: Path) -> tuple[str, set[str]]:
+    """SIGSTOP of a worker with running turns, once there are two; its name, and those turns."""
+    while True:
+        workers = [w for w in scheduler.fleet.workers.values() if w.provider == "reserved"]
+        ready = [w for w in workers if w.state is WorkerState.READY]
+        worker = max(ready, key=lambda w: w.outstanding - w.pending, default=None)
+        if worker is not None and len(ready) > 1 and worker.outstanding > worker.pending:
+            record = msgspec.json.decode((run_dir / "leases" / f"{worker.lease}.json").read_bytes())
+            os.kill(record["processes"][0]["pid"], signal.SIGSTOP)
+            return worker.id, set(worker.turns)
+        await asyncio.sleep(0.01)
+
+
+def _dispatched_again(reader: JournalReader, scheduler: Scheduler) -> set[tuple[str, int]]:
+    """Turns and attempts after the first, as a fresh core decides them."""
+    fresh = Scheduler(scheduler.plan, scheduler.limits, scheduler.policies, 0)
+    commands = (command for t_ns, event in reader.events() for command in fresh.handle(event, t_ns))
+    return {(k.turn, k.attempt) for k in commands if isinstance(k, c.StartTurn) and k.attempt > 1}
