@@ -54,8 +54,8 @@ class PublishSettings(msgspec.Struct, frozen=True, kw_only=True):
     bucket_elements: int = 32 << 20
     """64 MiB of weights."""
     tile_elements: int = TILE_ELEMENTS
-    link_bytes_per_s: float = 125e6
-    """The link that codecs are chosen for: the slowest that some worker is behind."""
+    link_bytes_per_s: float = 31e6
+    """A worker's share of the slowest link; codecs are chosen for it."""
     codec: str | None = None
     """Always this one instead."""
 
@@ -203,16 +203,22 @@ class Publisher:
 
 def estimate_change(old: Bits, new: Bits) -> Change:
     """How much differs, from samples over the whole length."""
-    step = max(old.size // _SAMPLES, _SAMPLE)
-    starts = range(0, old.size, step)
+    starts = range(0, old.size, max(old.size // _SAMPLES, _SAMPLE))
     before, after = (
-        np.concatenate([bits[start : start + _SAMPLE] for start in starts] or [bits]).astype(np.int32)
-        for bits in (old, new)
+        _ordinals(np.concatenate([bits[start : start + _SAMPLE] for start in starts] or [bits])) for bits in (old, new)
     )
     steps = np.abs(after - before)
-    changed = int(np.count_nonzero(steps))
-    octaves = float(np.log2(1 + steps).sum()) / max(changed, 1)
-    return Change(old.size, round(changed / max(steps.size, 1) * old.size), octaves)
+    octaves = np.log2(steps[steps > 0]).astype(np.int64)
+    counts = np.bincount(octaves, minlength=1)
+    shares = counts[counts > 0] / max(octaves.size, 1)
+    # Up or down, the octave of the step, and where in it.
+    bits = 1 - float((shares * np.log2(shares)).sum()) + (float(octaves.mean()) if octaves.size else 0.0)
+    return Change(old.size, round(octaves.size / max(steps.size, 1) * old.size), bits)
+
+
+def _ordinals(bits: Bits) -> npt.NDArray[np.int64]:
+    """Patterns numbered in order of value."""
+    return np.where(bits & 0x8000, ~bits, bits | 0x8000).astype(np.int64)
 
 
 def publish_keyframe(

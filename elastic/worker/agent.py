@@ -9,6 +9,7 @@ import ssl
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Callable, Coroutine, Iterator
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, TypeVar
 
@@ -36,6 +37,9 @@ JOIN_TIMEOUT_S = 30.0
 
 BUILD_TIMEOUT_S = 600.0
 """For the engine to come up. The orchestrator's own limit is shorter; this one is for when it is gone."""
+
+SITE_VARIABLE, SITE_TOKEN_VARIABLE = "ELASTIC_SITE", "ELASTIC_SITE_TOKEN"
+"""A relay (directory or URL) that all workers of a site reach fast, where one copy of the weights crosses to them."""
 
 BuildEngine: TypeAlias = Callable[[wire.Welcome], RolloutEngine]
 T = TypeVar("T")
@@ -70,9 +74,13 @@ class WeightsPuller:
     def _open(self, welcome: wire.Welcome) -> "Puller":
         from elastic.weights.puller import Puller
         from elastic.weights.relay import open_relay
+        from elastic.weights.site import SiteRelay
 
         if self._puller is None:
-            self._puller = Puller(open_relay(welcome.relay, welcome.relay_token))
+            relay = open_relay(welcome.relay, welcome.relay_token)
+            if near := os.environ.get(SITE_VARIABLE):
+                relay = SiteRelay(relay, open_relay(near, os.environ.get(SITE_TOKEN_VARIABLE)), uuid.uuid4().hex)
+            self._puller = Puller(relay)
         return self._puller
 
 

@@ -47,21 +47,22 @@ def test_a_merged_delta_beats_a_chain_and_a_chain_beats_a_keyframe():
 
 
 @pytest.mark.parametrize(
-    ("changed", "octaves", "gbps", "codec"),
+    ("changed", "bits", "gbps", "codec"),
     [
-        (0.01, 1.0, 0.1, "exponent_class"),
-        (0.01, 1.0, 400, "gap8"),
-        (1.0, 14.0, 0.01, "dense"),
-        (1.0, 14.0, 400, "raw"),
+        (0.01, 2.0, 0.1, "exponent_class"),
+        (0.7, 3.0, 0.1, "exponent_class"),
+        (0.01, 2.0, 400, "gap8"),
+        (1.0, 16.0, 0.01, "dense"),
+        (1.0, 16.0, 400, "raw"),
     ],
 )
-def test_the_link_and_what_changed_decide(changed: float, octaves: float, gbps: float, codec: str):
-    change = Change(1 << 25, int(changed * (1 << 25)), octaves)
+def test_the_link_and_what_changed_decide(changed: float, bits: float, gbps: float, codec: str):
+    change = Change(1 << 25, int(changed * (1 << 25)), bits)
     assert choose_codec(change, gbps * 125e6) == codec
 
 
 @given(st.integers(0, 1 << 25), st.floats(0, 16), st.floats(1e3, 1e12))
-def test_some_codec_is_chosen_for_everything(changed: int, octaves: float, link_bytes_per_s: float):
-    change = Change(1 << 25, changed, octaves)
+def test_some_codec_is_chosen_for_everything(changed: int, bits: float, link_bytes_per_s: float):
+    change = Change(1 << 25, changed, bits)
     assert choose_codec(change, link_bytes_per_s) in COSTS
     assert all(predicted_bytes(codec, change) >= 0 for codec in COSTS)

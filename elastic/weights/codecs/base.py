@@ -39,7 +39,7 @@ class EncodedBucket(NamedTuple):
     payload_ends: Ends
     """Where each tile's bytes end."""
     changed: Ends
-    """Changed elements of each tile; all of them where the codec does not look."""
+    """Changed elements of each tile."""
     sum_changes: npt.NDArray[np.uint64]
     """What each tile's sum (`elastic.weights.codecs.sums`) changes by, mod 2^64."""
 

@@ -75,9 +75,9 @@ def _decompress(data: memoryview, size: int) -> bytes:
 
 
 def _whole(old: Bits, new: Bits, tile_ends: Ends, parts: list[bytes], payload_ends: Ends) -> EncodedBucket:
-    sizes = np.diff(np.concatenate([[0], tile_ends]))
+    changed = np.array([np.count_nonzero(old[b:e] != new[b:e]) for b, e in pairwise([0, *tile_ends])], np.int64)
     payload = b"".join([*parts, bytes(PADDING)])
-    return EncodedBucket(b"", payload, payload_ends, sizes, tile_sums(new, tile_ends) - tile_sums(old, tile_ends))
+    return EncodedBucket(b"", payload, payload_ends, changed, tile_sums(new, tile_ends) - tile_sums(old, tile_ends))
 
 
 def _update(value: Bits, old: Bits, tile_ends: Ends) -> BucketUpdate:

@@ -1,0 +1,57 @@
+"""A bound on bandwidth: a token bucket, and a relay whose reads go through it."""
+
+import threading
+import time
+
+from elastic.weights.relay import Buffer, Relay
+
+BURST_S = 0.01
+"""What a link that was idle may send at once, in seconds of its rate."""
+
+
+class Link:
+    """Lets `bytes_per_s` through, all users together, first come first served. Counts what went through."""
+
+    def __init__(self, bytes_per_s: float) -> None:
+        if not bytes_per_s > 0:
+            raise ValueError(f"bytes_per_s: must be positive (found {bytes_per_s})")
+        self._bytes_per_s = bytes_per_s
+        self._lock = threading.Lock()
+        self._free_s = 0.0
+        self.sent_bytes = 0
+
+    def send(self, size_bytes: int) -> None:
+        """Block for as long as the link takes to get to `size_bytes` and to carry them."""
+        with self._lock:
+            begin_s = max(self._free_s, time.monotonic() - BURST_S)
+            self._free_s = begin_s + size_bytes / self._bytes_per_s
+            self.sent_bytes += size_bytes
+            wait_s = self._free_s - time.monotonic()
+        if wait_s > 0:
+            time.sleep(wait_s)
+
+
+class LinkedRelay:
+    """`Relay` whose `get` crosses one or more links, in sequence; the rest is as before."""
+
+    def __init__(self, relay: Relay, *links: Link) -> None:
+        self._relay = relay
+        self._links = links
+
+    def put(self, key: str, *parts: Buffer) -> None:
+        self._relay.put(key, *parts)
+
+    def get(self, key: str, start: int = 0, length: int | None = None) -> bytes:
+        content = self._relay.get(key, start, length)
+        for link in self._links:
+            link.send(len(content))
+        return content
+
+    def list_keys(self, prefix: str = "") -> list[str]:
+        return self._relay.list_keys(prefix)
+
+    def delete(self, key: str) -> None:
+        self._relay.delete(key)
+
+    def close(self) -> None:
+        self._relay.close()

@@ -1,0 +1,127 @@
+"""Workers of one site share what crosses the slow link: of everything, one copy does.
+
+Who needs a piece that the site does not have claims it, fetches it from the far relay and puts it on the near one;
+the others wait for it there, and claim other pieces meanwhile. A claim expires, so that a worker may die with it, and
+joining or leaving takes nobody's consent. A newcomer gets its keyframe from the near relay as everybody does.
+Source: the two-stage transfer of RollMux §5.2 (Weave §5.2), without a fixed group.
+
+The near relay is any relay that all workers of the site reach fast: a directory in shared memory on one host, or an
+HTTP relay on one of them. Pieces are what is asked for, so workers have to ask for the same ranges.
+"""
+
+import time
+from collections.abc import Callable
+
+import structlog
+
+from elastic.weights.errors import BlobConflict, BlobNotFound, RelayError, RelayUnavailable
+from elastic.weights.manifest import version_of
+from elastic.weights.relay import Buffer, Relay
+
+log = structlog.get_logger(__name__)
+
+CLAIM_S = 10.0
+"""How long a worker may take to fetch a piece; the next one's wait if it died."""
+
+POLL_S = 0.005
+
+
+class SiteRelay:
+    """`elastic.weights.relay.Relay` for the workers of a site. `worker` names this one; it must be unique."""
+
+    def __init__(
+        self,
+        far: Relay,
+        near: Relay,
+        worker: str,
+        *,
+        claim_s: float = CLAIM_S,
+        clock: Callable[[], float] = time.time,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._far = far
+        self._near = near
+        self._worker = worker
+        self._claim_s = claim_s
+        self._clock = clock
+        self._sleep = sleep
+
+    def get(self, key: str, start: int = 0, length: int | None = None) -> bytes:
+        """From the site if it is there, else over the link, by this worker or whoever was faster.
+
+        A near relay that fails is done without.
+        """
+        piece = f"{key}/{start}-{'' if length is None else length}"
+        give_up_s = self._clock() + 3 * self._claim_s
+        try:
+            while self._clock() < give_up_s:
+                try:
+                    return self._near.get(piece)
+                except BlobNotFound:
+                    if claim := self._claim(piece):
+                        return self._fetch(claim, piece, key, start, length)
+                self._sleep(POLL_S)
+        except BlobNotFound:
+            raise
+        except RelayUnavailable as error:
+            log.warning("site not used", piece=piece, reason=str(error))
+        return self._far.get(key, start, length)
+
+    def put(self, key: str, *parts: Buffer) -> None:
+        self._far.put(key, *parts)
+
+    def list_keys(self, prefix: str = "") -> list[str]:
+        return self._far.list_keys(prefix)
+
+    def delete(self, key: str) -> None:
+        self._far.delete(key)
+
+    def close(self) -> None:
+        self._far.close()
+        self._near.close()
+
+    def _fetch(self, claim: str, piece: str, key: str, start: int, length: int | None) -> bytes:
+        try:
+            content = self._far.get(key, start, length)
+        except BaseException:
+            self._near.delete(claim)
+            raise
+        try:
+            self._near.put(piece, content)
+        except RelayError as error:
+            log.warning("piece not shared", piece=piece, reason=str(error))
+        if key.endswith(".json"):
+            self._forget()
+        return content
+
+    def _claim(self, piece: str) -> str | None:
+        """The claim under which this worker is to fetch it now. They are numbered; an expired one gives way."""
+        number = 0
+        while True:
+            claim = f"claims/{piece}/{number}"
+            try:
+                until_s = float(self._near.get(claim).partition(b" ")[0])
+            except BlobNotFound:
+                return claim if self._write(claim) else None
+            except ValueError:
+                until_s = 0.0
+            if until_s > self._clock():
+                return None
+            number += 1
+
+    def _write(self, claim: str) -> bool:
+        try:
+            self._near.put(claim, f"{self._clock() + self._claim_s} {self._worker}".encode())
+        except BlobConflict:
+            return False
+        return True
+
+    def _forget(self) -> None:
+        """Delete pieces of versions that the far relay no longer has."""
+        try:
+            there = {version_of(key) for key in self._far.list_keys("versions/")}
+            for key in self._near.list_keys():
+                if version_of("/".join(key.removeprefix("claims/").split("/")[:3])) not in there:
+                    self._near.delete(key)
+        except RelayError as error:
+            log.warning("site not cleaned up", reason=str(error))
