@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import msgspec
+import structlog
 import uvicorn
 from pydantic import BaseModel
 
@@ -29,7 +30,6 @@ from elastic.core.digest import digest
 from elastic.core.policy import BalancingPolicy, Policies, ProvisioningPolicy, SeedingPolicy, SuccessionPolicy
 from elastic.core.scheduler import Scheduler
 from elastic.core.types import NS_PER_S, Limits, Plan
-from elastic.engine.base import DeviceShare
 from elastic.envs.base import Environment
 from elastic.runtime.journal import Journal, JournalError, JournalReader
 from elastic.runtime.orchestrator import Orchestrator
@@ -48,6 +48,7 @@ from providers.base import Provider, ProviderContext, ProviderSettings
 from providers.serving_messages import LendOrder
 
 T = TypeVar("T")
+log = structlog.get_logger(__name__)
 
 TRAINER_PROVIDER = "trainer"
 REDIAL_SHARE = 2 / 3
@@ -283,6 +284,7 @@ async def execute(
     with _claimed(run_dir):
         (run_dir / "logs").mkdir(exist_ok=True)
         journal_path = run_dir / "journal.sqlite"
+        former = past_life(run_dir).providers if resume else ()
         if resume:
             save_run_config(run_dir, config)
             _archive(journal_path)
@@ -292,6 +294,7 @@ async def execute(
         scheduler = Scheduler(run_plan(plan), limits(config), policies(config), 0)
         status = "failed: it ended unexpectedly"
         try:
+            await _reconcile(plan, run_dir, [name for name in former if name not in plan.providers])
             async with _relay(config, run_dir) as (relay, relay_token):
                 orchestrator = Orchestrator(
                     config,
@@ -461,6 +464,15 @@ def make_providers(
     return providers
 
 
+async def _reconcile(plan: RunPlan, run_dir: Path, names: Sequence[str]) -> None:
+    """End what the run's earlier life left with providers that it does not use any more."""
+    former = resolve(plan.config, names, str(run_dir))
+    providers = make_providers(former, run_dir, "", time.monotonic_ns, resume=True)
+    for name in names:
+        for line in await providers[name].reconcile():
+            log.warning("left over from an earlier process", what=line)
+
+
 def _archive(journal_path: Path) -> None:
     """Keep the journal of a run's earlier life, if there is one, beside the new one."""
     if not journal_path.exists():
@@ -562,14 +574,14 @@ def run_worker(join: str | None, trainer_run_dir: Path | None, *, resume: bool) 
 def run_serving_host() -> int:
     """Be a serving host until a signal, with the settings that its provider put into the environment."""
     from elastic.worker import serving_host
-    from elastic.worker.agent import build_engine, run_agent
+    from elastic.worker.agent import run_agent
 
-    async def start_agent(order: LendOrder, share: DeviceShare) -> None:
+    async def start_agent(order: LendOrder, share: serving_host.HostShare) -> None:
         end = await run_agent(
             order.join,
             order.worker,
             order.token,
-            partial(build_engine, share=share),
+            share.build_engine,
             share=share,
             born_ns=time.monotonic_ns(),
         )

@@ -26,6 +26,7 @@ from providers.keeper import Ending, Holding, LeaseKeeper, Refusal
 from providers.serving_messages import (
     HOST_VARIABLE,
     DeviceSettings,
+    ExecutorSettings,
     HostSettings,
     LendingSettings,
     LendOrder,
@@ -63,6 +64,7 @@ class ServingSettings(ProviderSettings):
     load: LoadSettings = Field(default_factory=LoadSettings)  # type: ignore[arg-type]
     device: DeviceSettings = Field(default_factory=DeviceSettings)  # type: ignore[arg-type]
     lending: LendingSettings = Field(default_factory=LendingSettings)  # type: ignore[arg-type]
+    executor: ExecutorSettings | None = Field(None, description="a real serving model on the hosts started here")
     poll_s: float = Field(0.5, gt=0, description="time between two looks at a host")
     lost_after_s: float = Field(3.0, gt=0, description="silence after which a lent host counts as lost")
 
@@ -273,6 +275,7 @@ class ServingProvider(LeaseKeeper[ServingSettings]):
                 load=self.settings.load,
                 device=self.settings.device,
                 lending=self.settings.lending,
+                executor=self.settings.executor,
                 listen_fd=listener.fileno(),
             )
             environment = {HOST_VARIABLE: settings.to_json()}

@@ -1,5 +1,6 @@
 """What passes between a serving host and those who borrow from it, and a host's settings."""
 
+from pathlib import Path
 from typing import Annotated
 
 import msgspec
@@ -92,6 +93,27 @@ class LendingSettings(_Section):
         return self
 
 
+class ExecutorSettings(_Section):
+    """A real serving model on the host's device instead of a modelled one: rollouts share the device by the co-serving
+    executor. Then `device` does not count, and of `lending` only `window_s`, `kv_high_share` and `stall_s` do."""
+
+    checkpoint: Path | None = Field(
+        None, description="directory of the serving model; without one a small random model"
+    )
+    model_name: str = Field("serving", min_length=1, description="its name at the OpenAI-compatible endpoint")
+    max_context_tokens: int = Field(512, ge=2)
+    max_batch: int = Field(32, ge=1)
+    kv_pages: int = Field(256, ge=1, description="pages of KV cache that serving and rollouts share")
+    page_kib: int = Field(128, ge=1, description="2048 on a GPU")
+    ttft_slo_s: float = Field(0.5, gt=0, description="serving's target for the time to the first token …")
+    tpot_slo_s: float = Field(0.15, gt=0, description="… and for each token after it")
+    longest_share: float = Field(0.1, gt=0, le=1, description="longest rollout iteration, as a share of ttft_slo_s")
+    headroom_share: float = Field(0.2, ge=0, lt=1, description="memory that rollouts leave free above serving's use")
+    lease_s: float = Field(10.0, ge=0, description="how long rollout prefix cache is kept unused")
+    length_scale: float = Field(1 / 16, gt=0, description="by which the trace's prompts and answers are scaled")
+    profiles: Path | None = Field(None, description="directory in which cost profiles are kept")
+
+
 class HostSettings(_Section):
     """A serving host. It listens on the inherited socket `listen_fd`, else on `address`."""
 
@@ -101,6 +123,7 @@ class HostSettings(_Section):
     load: LoadSettings = Field(default_factory=LoadSettings)  # type: ignore[arg-type]
     device: DeviceSettings = Field(default_factory=DeviceSettings)  # type: ignore[arg-type]
     lending: LendingSettings = Field(default_factory=LendingSettings)  # type: ignore[arg-type]
+    executor: ExecutorSettings | None = None
     listen_fd: int | None = None
     address: str = "127.0.0.1"
     port: int = Field(8077, ge=0, le=65_535)

@@ -4,7 +4,10 @@ import threading
 import time
 from collections.abc import Callable
 
+from elastic import wire
 from elastic.core.types import NS_PER_S
+from elastic.engine.base import RolloutEngine
+from elastic.worker.agent import build_engine
 from providers.serving_load import Lending, ServingLoad
 from providers.serving_messages import LendingSettings, LoadReport
 
@@ -24,6 +27,9 @@ class ServingDevice:
         self._clock_ns = clock_ns
         self._start_ns = clock_ns()
         self._lock = threading.Lock()
+
+    def lend(self) -> "LentShare":
+        return LentShare(self)
 
     def now_s(self) -> float:
         return (self._clock_ns() - self._start_ns) / NS_PER_S
@@ -75,6 +81,9 @@ class LentShare:
         self._device = device
         self._granted_s = -HELD_MAX_S
         self._reclaimed = threading.Event()
+
+    def build_engine(self, welcome: wire.Welcome) -> RolloutEngine:
+        return build_engine(welcome, self)
 
     def capacity_turns(self, most: int) -> int:
         return 0 if self._reclaimed.is_set() else self._device.credits(most)

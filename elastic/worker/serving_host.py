@@ -10,9 +10,9 @@ import contextlib
 import os
 import secrets
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 import structlog
@@ -21,19 +21,41 @@ from pydantic import ValidationError
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route
 
 import traces
+from elastic import wire
 from elastic.config import ConfigError
-from elastic.engine.base import DeviceShare
-from elastic.worker.serving_device import LentShare, ServingDevice
+from elastic.engine.base import DeviceShare, RolloutEngine
+from elastic.worker.serving_device import ServingDevice
 from providers.serving_load import ServingLoad
 from providers.serving_messages import HOST_VARIABLE, HostSettings, LendOrder, LoadReport, ReturnOrder
 from traces.serving import read_serving_trace, replay_requests
 
 log = structlog.get_logger(__name__)
 
-StartAgent = Callable[[LendOrder, DeviceShare], Coroutine[Any, Any, None]]
+
+class HostShare(DeviceShare, Protocol):
+    """A worker's part of a host's device, until it is reclaimed."""
+
+    def build_engine(self, welcome: wire.Welcome) -> RolloutEngine:
+        """The engine that the orchestrator asks for, on this part. Blocks."""
+        ...
+
+    def reclaim(self) -> None:
+        """Everything must leave now."""
+        ...
+
+
+class HostDevice(Protocol):
+    """What a host lends parts of: modelled (`ServingDevice`) or real (`ExecutorDevice`)."""
+
+    def report(self) -> LoadReport: ...
+
+    def lend(self) -> HostShare: ...
+
+
+StartAgent = Callable[[LendOrder, HostShare], Coroutine[Any, Any, None]]
 """Runs a worker with its part of the device until it is drained, fails, or is cancelled."""
 
 OrderT = TypeVar("OrderT", LendOrder, ReturnOrder)
@@ -53,14 +75,14 @@ class HostError(Exception):
 @dataclass(slots=True)
 class _Loan:
     order: LendOrder
-    share: LentShare
+    share: HostShare
     task: asyncio.Task[None]
 
 
 class ServingHost:
     """At most one worker at a time has a part of the device."""
 
-    def __init__(self, settings: HostSettings, device: ServingDevice, start_agent: StartAgent) -> None:
+    def __init__(self, settings: HostSettings, device: HostDevice, start_agent: StartAgent) -> None:
         self._settings = settings
         self._device = device
         self._start_agent = start_agent
@@ -83,7 +105,7 @@ class ServingHost:
             if self._loan.order.worker == order.worker:
                 return
             raise HostError(409, f"lent to run {self._loan.order.run} already")
-        share = LentShare(self._device)
+        share = self._device.lend()
         task = asyncio.create_task(self._start_agent(order, share), name=f"worker {order.worker}")
         self._loan = _Loan(order, share, task)
         task.add_done_callback(self._agent_ended)
@@ -114,8 +136,8 @@ class ServingHost:
         self._ended = (worker, f"{type(error).__name__}: {error}" if error is not None else "")
 
 
-def create_app(host: ServingHost, token: str) -> Starlette:
-    """The host's control endpoint. Answers are `LoadReport`s, or `{"error": …}` with a status."""
+def create_app(host: ServingHost, token: str, routes: Sequence[BaseRoute] = ()) -> Starlette:
+    """The host's control endpoint, beside `routes`. It answers with `LoadReport`s, or `{"error": …}` and a status."""
 
     def guarded(answer: Callable[[Request], Awaitable[None]]) -> Callable[[Request], Awaitable[Response]]:
         async def endpoint(request: Request) -> Response:
@@ -149,6 +171,7 @@ def create_app(host: ServingHost, token: str) -> Starlette:
             Route("/load", guarded(load), methods=["GET"]),
             Route("/lend", guarded(lend), methods=["POST"]),
             Route("/return", guarded(take_back), methods=["POST"]),
+            *routes,
         ],
         lifespan=lifespan,
     )
@@ -157,7 +180,7 @@ def create_app(host: ServingHost, token: str) -> Starlette:
 async def serve_host(settings: HostSettings, start_agent: StartAgent) -> None:
     """Serve until told to stop by a signal; a worker that still runs then is ended first.
 
-    Raises `ConfigError` when the address cannot be listened on.
+    Raises `ConfigError` when the address cannot be listened on, or the serving model cannot be used.
     """
     trace = read_serving_trace(traces.find(settings.load.trace))
     requests = replay_requests(
@@ -167,8 +190,20 @@ async def serve_host(settings: HostSettings, start_agent: StartAgent) -> None:
         share=settings.load.share,
         phase=settings.phase,
     )
-    device = ServingDevice(ServingLoad(requests, settings.device), settings.lending)
-    app = create_app(ServingHost(settings, device, start_agent), settings.token.get_secret_value())
+    if settings.executor is None:
+        await _serve(settings, ServingDevice(ServingLoad(requests, settings.device), settings.lending), start_agent)
+        return
+    from elastic.worker.serving_executor import open_device
+
+    device = open_device(settings, settings.executor)
+    async with device.running(requests):
+        await _serve(settings, device, start_agent, device.app.routes)
+
+
+async def _serve(
+    settings: HostSettings, device: HostDevice, start_agent: StartAgent, routes: Sequence[BaseRoute] = ()
+) -> None:
+    app = create_app(ServingHost(settings, device, start_agent), settings.token.get_secret_value(), routes)
     listener = _listen(settings)
     log.info("serving host ready", name=settings.name, address=listener.getsockname())
     config = uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=SHUTDOWN_TIMEOUT_S)

@@ -1,0 +1,186 @@
+"""A serving host's device as a real one: a serving model on the co-serving executor, with real requests.
+
+The host's trace is replayed on it, and anybody may send requests to its OpenAI-compatible endpoint. A borrowing run's
+worker gets the rollout half, so that its iterations run in serving's slack and its KV in serving's unused memory.
+Source: ROSE §4.1.
+"""
+
+import asyncio
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+
+import structlog
+import torch
+from starlette.applications import Starlette
+
+from elastic import wire
+from elastic.config import ConfigError, EngineConfig, validate
+from elastic.core.types import NS_PER_S
+from elastic.engine.base import GenerateRequest, RolloutEngine
+from elastic.engine.coserving.executor import SPARE_PAGES, CoServing
+from elastic.engine.coserving.front import FrontError, ModelCard, ServingFront
+from elastic.engine.coserving.halves import ModelSpec
+from elastic.engine.kv.slab import SlabBackend
+from elastic.model.checkpoint import CheckpointError, model_tensors, read_config, read_tensors
+from elastic.model.config import Qwen3Config
+from elastic.model.qwen3 import Qwen3
+from policies.coexecution import Slo, SloAdmission
+from policies.kvmemory import PreemptiveMemory
+from providers.serving_messages import HOST_VARIABLE, ExecutorSettings, HostSettings, LoadReport
+from traces.serving import ServingRequest
+
+RANDOM_MODEL = Qwen3Config(vocab_size=256, num_hidden_layers=4)
+"""The serving model of a host that names no checkpoint: of another shape than the policy that learns FrozenLake."""
+
+log = structlog.get_logger(__name__)
+
+
+class ExecutorShare:
+    """One worker's `DeviceShare`: the executor decides iteration by iteration, and credits are the engine's own."""
+
+    def __init__(self, executor: CoServing) -> None:
+        self._executor = executor
+        self._reclaimed = threading.Event()
+
+    def build_engine(self, welcome: wire.Welcome) -> RolloutEngine:
+        """The rollout half for the run's model. Blocks. Raises `ValueError` where it does not fit."""
+        settings = validate(EngineConfig, welcome.engine, "the orchestrator's welcome")
+        return self._executor.attach(ModelSpec(Qwen3Config.from_dict(welcome.model), settings, torch.float32))
+
+    def capacity_turns(self, most: int) -> int:
+        return 0 if self._reclaimed.is_set() else most
+
+    def acquire_iteration(self) -> int:
+        return 0
+
+    def hold_back(self) -> bool:
+        return self._reclaimed.is_set()
+
+    def reclaim(self) -> None:
+        self._reclaimed.set()
+
+
+class ExecutorDevice:
+    """The host's executor with its endpoint and its load. Raises `ValueError` or `CheckpointError` where the serving
+    model cannot be used with these settings."""
+
+    def __init__(self, settings: HostSettings, executor: ExecutorSettings) -> None:
+        self._lending = settings.lending
+        self._executor_settings = executor
+        config, self._tensors = _serving_model(executor)
+        engine = EngineConfig.model_validate(
+            {
+                "max_context_tokens": executor.max_context_tokens,
+                "prefill_chunk_tokens": executor.max_context_tokens,
+                "max_batch": executor.max_batch,
+                "max_pending": 0,
+            }
+        )
+        slo = Slo(ttft_ns=round(executor.ttft_slo_s * NS_PER_S), tpot_ns=round(executor.tpot_slo_s * NS_PER_S))
+        self._executor = CoServing(
+            ModelSpec(config, engine, torch.float32),
+            SlabBackend(executor.kv_pages + SPARE_PAGES, executor.page_kib * 1024),
+            SloAdmission(slo=slo, longest_ns=round(executor.longest_share * slo.ttft_ns)),
+            PreemptiveMemory(headroom_share=executor.headroom_share, lease_ns=round(executor.lease_s * NS_PER_S)),
+            stall_timeout_ns=round(settings.lending.stall_s * NS_PER_S),
+            profiles=executor.profiles,
+        )
+        card = {
+            "name": executor.model_name,
+            "vocab_size": config.vocab_size,
+            "max_context_tokens": executor.max_context_tokens,
+        }
+        self._vocab_size = config.vocab_size
+        self._front = ServingFront(ModelCard.model_validate(card))
+        self._busy: deque[tuple[int, int]] = deque()
+        self.served = 0
+
+    @property
+    def app(self) -> Starlette:
+        """The OpenAI-compatible endpoint."""
+        return self._front.app()
+
+    def lend(self) -> ExecutorShare:
+        return ExecutorShare(self._executor)
+
+    def report(self) -> LoadReport:
+        now = self._executor.statistics()
+        serving = self._executor.serving.statistics()
+        kv_used_share = now.serving_pages / now.total_pages
+        return LoadReport(
+            active_requests=serving.pending + serving.executing,
+            busy_share=self._busy_share(now.serving_busy_ns),
+            kv_used_share=kv_used_share,
+            pressed=kv_used_share >= self._lending.kv_high_share,
+        )
+
+    @asynccontextmanager
+    async def running(self, requests: Iterator[ServingRequest]) -> AsyncIterator[None]:
+        """Serve, and replay the host's load, as long as the context lasts."""
+        await asyncio.to_thread(self._executor.start, self._front.sink, self._tensors)
+        self._front.connect(self._executor.serving, asyncio.get_running_loop())
+        replaying = asyncio.create_task(self._replay(requests), name="serving load")
+        try:
+            yield
+        finally:
+            replaying.cancel()
+            await asyncio.wait({replaying})
+            await asyncio.to_thread(self._executor.close)
+
+    async def _replay(self, requests: Iterator[ServingRequest]) -> None:
+        started_s = time.monotonic()
+        async with asyncio.TaskGroup() as tasks:
+            for request in requests:
+                await asyncio.sleep(started_s + request.arrival_s - time.monotonic())
+                tasks.create_task(self._serve(request))
+
+    async def _serve(self, request: ServingRequest) -> None:
+        scale, most = self._executor_settings.length_scale, self._executor_settings.max_context_tokens
+        output_tokens = min(most // 4, max(1, round(request.output_tokens * scale)))
+        prompt_tokens = min(most - output_tokens, max(1, round(request.prompt_tokens * scale)))
+        name = f"trace-{secrets.token_hex(8)}"
+        generate = GenerateRequest(
+            request_id=name,
+            token_ids=[index % self._vocab_size for index in range(prompt_tokens)],
+            start=0,
+            max_new_tokens=output_tokens,
+            stop_token_ids=(),
+            temperature=1.0,
+            noise_seed=secrets.randbits(63),
+        )
+        try:
+            async for _ in self._front.generate(generate):
+                pass
+            self.served += 1
+        except FrontError as error:
+            log.warning("a request of the host's load was refused", reason=str(error))
+
+    def _busy_share(self, busy_ns: int) -> float:
+        """Serving's share of the device over the last `window_s`, as far as it was looked at."""
+        now_ns = time.monotonic_ns()
+        self._busy.append((now_ns, busy_ns))
+        while len(self._busy) > 2 and now_ns - self._busy[1][0] >= self._lending.window_s * NS_PER_S:
+            self._busy.popleft()
+        then_ns, before_ns = self._busy[0]
+        return min(1.0, (busy_ns - before_ns) / (now_ns - then_ns)) if now_ns > then_ns else 0.0
+
+
+def open_device(settings: HostSettings, executor: ExecutorSettings) -> ExecutorDevice:
+    """Raises `ConfigError` where the serving model cannot be used with these settings."""
+    try:
+        return ExecutorDevice(settings, executor)
+    except (ValueError, CheckpointError) as error:
+        raise ConfigError(f"{HOST_VARIABLE}: executor: {error}") from error
+
+
+def _serving_model(settings: ExecutorSettings) -> tuple[Qwen3Config, dict[str, torch.Tensor]]:
+    if settings.checkpoint is not None:
+        config = read_config(settings.checkpoint)
+        tensors = read_tensors(settings.checkpoint, config)
+        return config, {name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()}
+    torch.manual_seed(0)
+    return RANDOM_MODEL, model_tensors(Qwen3(RANDOM_MODEL))

@@ -1,0 +1,119 @@
+"""A serving host with a real serving model: requests of its own and of clients, and a part of it for a run."""
+
+import asyncio
+import threading
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+
+from elastic import wire
+from elastic.config import ConfigError, EngineConfig
+from elastic.core.types import FinishReason, WeightMode
+from elastic.engine.base import GenerateRequest, TokenChunk
+from elastic.model.checkpoint import model_tensors
+from elastic.model.config import Qwen3Config
+from elastic.model.qwen3 import Qwen3
+from elastic.worker.serving_executor import ExecutorDevice, open_device
+from providers.serving_messages import ExecutorSettings, HostSettings
+from traces.serving import ServingRequest
+
+POLICY = Qwen3Config(num_hidden_layers=2)
+SMALL = {"max_context_tokens": 128, "max_batch": 4, "kv_pages": 40, "page_kib": 64, "length_scale": 1.0}
+
+
+def make(profiles: Path, **executor: object) -> ExecutorDevice:
+    settings = HostSettings.model_validate({"token": "t", "executor": {**SMALL, "profiles": profiles, **executor}})
+    assert settings.executor is not None
+    return open_device(settings, settings.executor)
+
+
+@pytest.fixture(scope="module")
+def profiles(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("profiles")
+
+
+def welcome() -> wire.Welcome:
+    engine = EngineConfig.model_validate({"device": "cpu", "max_context_tokens": 128, "max_batch": 4})
+    fields = dict.fromkeys(wire.Welcome.__struct_fields__)
+    return wire.Welcome(**{**fields, "model": POLICY.to_dict(), "engine": engine.model_dump(mode="json")})
+
+
+async def until(condition) -> None:
+    async with asyncio.timeout(30):
+        while not condition():  # noqa: ASYNC110  # the executor is asked, it does not tell
+            await asyncio.sleep(0.01)
+
+
+async def test_the_hosts_trace_is_served_and_so_are_its_clients(profiles: Path) -> None:
+    device = make(profiles)
+    async with device.running(iter([ServingRequest(0.01 * i, 20, 5) for i in range(4)])):
+        transport = httpx.ASGITransport(device.app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://host") as http:
+            answer = await http.post("/v1/completions", json={"prompt": "hello", "max_tokens": 3})
+        assert answer.json()["usage"]["completion_tokens"] == 3
+        await until(lambda: device.served == 4)
+        report = device.report()
+        assert (report.active_requests, report.pressed) == (0, False)
+        assert 0 <= report.busy_share <= 1
+
+
+async def test_a_run_gets_a_part_of_the_device_and_gives_it_back(profiles: Path) -> None:
+    device = make(profiles)
+    async with device.running(iter([])):
+        share = device.lend()
+        engine = await asyncio.to_thread(share.build_engine, welcome())
+        ends: list[TokenChunk] = []
+        ended = threading.Event()
+
+        def sink(chunks) -> None:
+            ends.extend(chunk for chunk in chunks if chunk.finish is not None)
+            if ends:
+                ended.set()
+
+        engine.start(sink)
+        torch.manual_seed(1)
+        weights = model_tensors(Qwen3(POLICY))
+        await asyncio.to_thread(engine.load_weights, 1, weights, WeightMode.FINISH)
+        assert share.capacity_turns(engine.statistics().capacity_turns) > 0
+        turn = GenerateRequest(
+            request_id="t",
+            token_ids=[1, 2, 3],
+            start=0,
+            max_new_tokens=4,
+            stop_token_ids=(),
+            temperature=1.0,
+            noise_seed=1,
+        )
+        engine.submit([turn])
+        assert await asyncio.to_thread(ended.wait, 30)
+        assert [end.finish for end in ends] == [FinishReason.LENGTH]
+        with pytest.raises(RuntimeError, match="lent to another run"):
+            device.lend().build_engine(welcome())
+        share.reclaim()
+        assert share.hold_back()
+        assert share.capacity_turns(4) == 0
+        await asyncio.to_thread(engine.close)
+        again = await asyncio.to_thread(device.lend().build_engine, welcome())
+        await asyncio.to_thread(again.close)
+
+
+@pytest.mark.parametrize(
+    ("executor", "said"),
+    [
+        ({"kv_pages": 1}, "the serving model does not fit: 128 tokens of KV"),
+        ({"page_kib": 1}, "page_bytes: 1024 hold no block"),
+        ({"checkpoint": "/nowhere"}, "/nowhere"),
+    ],
+)
+def test_a_serving_model_that_cannot_be_used_is_said_to_be(
+    profiles: Path, executor: dict[str, object], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        make(profiles, **executor)
+
+
+def test_unknown_keys_are_refused() -> None:
+    with pytest.raises(ValueError, match="kv_pagse"):
+        ExecutorSettings.model_validate({"kv_pagse": 3})
