@@ -19,9 +19,23 @@ from elastic.core.profiles import BatchProfile
 from elastic.core.steps import Step
 from elastic.core.timers import Timers
 from elastic.core.turns import Turns
-from elastic.core.types import EndCause, LeaseId, Limits, Nanoseconds, Plan, WorkerId, WorkerKind, WorkerState
+from elastic.core.types import (
+    EndCause,
+    LeaseId,
+    Limits,
+    Nanoseconds,
+    Plan,
+    WorkerId,
+    WorkerKind,
+    WorkerRole,
+    WorkerState,
+)
 
 _SPEAKING = (WorkerState.READY, WorkerState.ASLEEP, WorkerState.DRAINING, WorkerState.LOADING)
+
+
+TRAINER_PATIENCE = 10
+"""Times as long as another worker the trainer may be silent: fencing it early gains nothing, it ends the run."""
 
 
 class Phase(StrEnum):
@@ -84,5 +98,10 @@ class RunState:
         worker = self.fleet.workers.get(worker_id)
         if worker is None or worker.epoch != epoch or worker.state not in _SPEAKING:
             return None
-        self.wait("heartbeat", worker_id, self.limits.heartbeat_timeout_ns)
+        self.expect_heartbeat(worker)
         return worker
+
+    def expect_heartbeat(self, worker: Worker) -> None:
+        """Start the wait for a worker's next words. The trainer has no successor, so it is given up later."""
+        patience = TRAINER_PATIENCE if worker.role is WorkerRole.TRAINER else 1
+        self.wait("heartbeat", worker.id, patience * self.limits.heartbeat_timeout_ns)

@@ -150,7 +150,8 @@ class StepDriver:
     def _begin(self) -> None:
         """The trainer is there: its weights are the run's, and version v means that v steps are done."""
         run, trainer = self._run, self._run.fleet.trainer
-        assert trainer is not None and trainer.version is not None
+        assert trainer is not None
+        assert trainer.version is not None
         run.phase = Phase.RUNNING
         run.timers.clear("start", "run")
         run.version = trainer.version

@@ -33,6 +33,9 @@ class SessionRefused(Exception):
         self.retry = retry
 
 
+LAST_LOOK_S = 0.1
+
+
 class Connection:
     """A connection that has been welcomed. Sending never waits: frames queue up to `UNSENT_BYTES_MAX`."""
 
@@ -54,8 +57,7 @@ class Connection:
         """The next messages, at least one. Raises `ConnectionLost`, also after `timeout_s` of silence."""
         try:
             while not self._arrived:
-                async with asyncio.timeout(timeout_s):
-                    data = await self._reader.read(_READ_BYTES)
+                data = await self._read(timeout_s)
                 if not data:
                     raise ConnectionLost("the orchestrator closed the connection")
                 self._arrived = [wire.decode_from_orchestrator(body) for body in self._frames.feed(data)]
@@ -67,6 +69,14 @@ class Connection:
             raise ConnectionLost(f"the orchestrator broke the protocol: {error}") from error
         messages, self._arrived = self._arrived, []
         return messages
+
+    async def _read(self, timeout_s: float) -> bytes:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                return await self._reader.read(_READ_BYTES)
+        # It may be this process that was held up; then what the orchestrator said waits to be read.
+        async with asyncio.timeout(LAST_LOOK_S):
+            return await self._reader.read(_READ_BYTES)
 
     async def welcome(self, timeout_s: float) -> wire.Welcome:
         """The first message. Raises `SessionRefused` if it is a refusal, else as `receive`."""

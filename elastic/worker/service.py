@@ -42,6 +42,10 @@ TrainerOrder: TypeAlias = wire.TrainGroup | wire.SkipGroup | wire.Update
 TrainerReply: TypeAlias = wire.Trained | wire.Stepped | None
 
 
+TRAINER_PATIENCE = 10
+"""Times as long as another worker's the orchestrator's silence may last before the trainer gives it up."""
+
+
 class AgentExit(msgspec.Struct, frozen=True):
     """How a worker ended: its process's exit code, and why."""
 
@@ -178,12 +182,17 @@ class Service:
     async def _converse(self) -> None:
         while not self._exit.done():
             try:
-                messages = await self._connection.receive(self._welcome.silence_timeout_s)
+                messages = await self._connection.receive(self._silence_timeout_s)
             except ConnectionLost as loss:
                 await self._reconnect(loss)
                 continue
             for kind, batch in itertools.groupby(messages, key=type):
                 self._handlers[kind](list(batch))
+
+    @property
+    def _silence_timeout_s(self) -> float:
+        """The trainer waits longer: nothing can take its place, and its session cannot be resumed."""
+        return self._welcome.silence_timeout_s * (1 if self._trainer is None else TRAINER_PATIENCE)
 
     async def _reconnect(self, loss: ConnectionLost) -> None:
         """Buy the session back. The orchestrator has sent the turns elsewhere by now, so they end here."""

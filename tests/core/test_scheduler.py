@@ -7,6 +7,7 @@ import pytest
 from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core.digest import digest
+from elastic.core.run_state import TRAINER_PATIENCE
 from elastic.core.scheduler import Phase, TrainerMode
 from elastic.core.types import (
     NS_PER_S,
@@ -521,7 +522,7 @@ class TestEnd:
             lambda desk: desk.tell(e.WorkerDisconnected(worker="trainer", epoch=1, goodbye=True)),
             lambda desk: desk.tell(e.LeaseNotice(lease="trainer-1", deadline_ns=10**12, reason="maintenance")),
             lambda desk: desk.join("trainer", epoch=2),
-            lambda desk: desk.wait(3.5),
+            lambda desk: desk.wait(TRAINER_PATIENCE * 3.0 + 0.5),
         ],
     )
     def test_run_does_not_outlive_its_trainers_device(self, desk, lose: Callable[..., object]) -> None:
