@@ -33,7 +33,7 @@ RunsDirectory = Annotated[Path, typer.Option("--directory", help="Where runs are
 def main() -> None:
     """Entry point: bad input ends with one message and exit code 2, never with a traceback."""
     try:
-        app()
+        app(prog_name="elastic")
     except ConfigError as error:
         bad_input(str(error))
     except BrokenPipeError:

@@ -1,0 +1,224 @@
+"""Bad input: one message that says what, where and what is allowed; exit code 2; nothing left behind."""
+
+import json
+import shutil
+import socket
+import subprocess
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from elastic.model.checkpoint import model_tensors, read_config, write_checkpoint
+from elastic.model.qwen3 import Qwen3
+
+
+def refused(ended, *words: str) -> None:
+    """The command ended with exit code 2 and one message, which has these words."""
+    code, out, err = ended
+    assert code == 2, err
+    assert out == ""
+    assert "Traceback" not in err
+    for word in words:
+        assert word in err
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("run.nosuch=1", ("run.nosuch", "unknown key", "allowed: directory, host, name, port, seed, steps")),
+        ("nosuch.key=1", ("nosuch", "unknown key", "engine, environment")),
+        ("run.steps=many", ("run.steps", "valid integer", "'many'")),
+        ("run.steps=0", ("run.steps", "greater than or equal to 1", "found 0")),
+        ("run.steps.x=1", ("steps is not a section",)),
+        ("run=3", ("run: must be a section", "found 3")),
+        ("run", ("expected section.key=value",)),
+        ("run.name='a/b'", ("run.name", "pattern", "'a/b'")),
+        ("trainer.usd_per_gpu_hour=-1", ("trainer.usd_per_gpu_hour", "greater than or equal to 0", "found -1")),
+        ("providers.spot.usd_per_gpu_hour=-1", ("providers.spot.usd_per_gpu_hour", "found -1")),
+        ("providers.spot.nosuch=1", ("providers.spot.nosuch", "unknown key", "usd_per_gpu_hour")),
+        ("providers.serving.load.nosuch=1", ("providers.serving.load.nosuch", "unknown key", "speed")),
+        ("providers.nosuch.max_workers=1", ("unknown provider 'nosuch'", "serving, spot")),
+        ("providers.spot.trace=nosuch", ("providers.spot.trace", "no trace 'nosuch'", "rlboost-a")),
+        ("environment.name=nosuch", ("unknown environment 'nosuch'", "frozenlake")),
+        ("environment.settings.sizes=[0]", ("environment.settings.sizes", "from 2 to 10", "[0]")),
+        ("engine.kind=nosuch", ("unknown engine 'nosuch'", "torch")),
+        ("engine.kv_blocks=1", ("engine.kv_blocks", "engine.max_context_tokens = 192", "found 16")),
+        ("rollout.max_tokens_per_turn=192", ("rollout.max_tokens_per_turn", "below engine.max_context_tokens")),
+        ("trainer.updates_per_step=9", ("trainer.updates_per_step", "at most rollout.groups = 2", "found 9")),
+        ("trainer.betas=[0.9, 1.0]", ("trainer.betas.1", "less than 1", "found 1.0")),
+        ("rollout.temperature=inf", ("rollout.temperature", "finite", "found inf")),
+        ("rollout.temperature=Infinity", ("rollout.temperature", "finite", "found inf")),
+        ("trainer.learning_rate=nan", ("trainer.learning_rate", "found nan")),
+        ("trainer.weight_decay=inf", ("trainer.weight_decay", "finite")),
+        ("engine.pacing.decode_step_s={1 = inf}", ("engine.pacing.decode_step_s.1", "finite")),
+        ("providers.serving.poll_s=inf", ("providers.serving.poll_s", "finite")),
+        ("providers.spot.speed=inf", ("providers.spot.speed", "finite")),
+        ("environment.settings.hole_probability=nan", ("environment.settings.hole_probability", "found nan")),
+        ("model.checkpoint=nosuch", ("model.checkpoint", "nosuch", "elastic prepare")),
+        ("run.directory=/proc/nosuch", ("run.directory", "/proc/nosuch", "cannot be made")),
+        ("run.directory=/dev/null", ("run.directory", "/dev/null", "Not a directory")),
+    ],
+)
+def test_keys_and_values(elastic, config: Path, override: str, words: tuple[str, ...]) -> None:
+    refused(elastic("run", config, "--set", override), *words)
+    assert not (config.parent / "runs").exists()
+
+
+def test_unknown_provider(elastic, config: Path) -> None:
+    refused(elastic("run", config, "--providers", "spot,nosuch"), "unknown provider 'nosuch'", "serving, spot")
+
+
+def test_every_problem_has_a_line(elastic, config: Path) -> None:
+    ended = elastic("run", config, "--set", "run.steps=0", "--set", "rollout.groups=x", "--set", "nosuch=1")
+    refused(ended, "run.steps", "rollout.groups", "nosuch")
+    assert len(ended.err.strip().splitlines()) == 3
+
+
+def test_options_of_another_type(elastic, config: Path) -> None:
+    refused(elastic("run", config, "--seed", "x"), "--seed", "valid integer")
+    refused(elastic("run", config, "--seed", "-1"), "run.seed", "found -1")
+    refused(elastic("run", config, "--nosuch"), "--nosuch")
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, ("cannot be read", "No such file")),
+        ("x = [", ("not valid TOML", "end of document")),
+        ("[run]\nsteps = 1\n", ("model", "required but missing")),
+        (b"\xff\xfe", ("not valid TOML", "utf-8")),
+    ],
+)
+def test_configuration_files(elastic, tmp_path: Path, content: str | bytes | None, words: tuple[str, ...]) -> None:
+    path = tmp_path / "odd.toml"
+    if content is not None:
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+    refused(elastic("run", path), str(path), *words)
+
+
+def test_a_run_needs_a_configuration(elastic) -> None:
+    refused(elastic("run"), "configuration file", "--resume")
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("1,add", (":3", "1,add")),
+        ("soon,add,b", (":3", "soon")),
+        ("1,vanish,b", (":3", "vanish", "add")),
+        ("-1,add,b", (":3", "-1")),
+    ],
+)
+def test_malformed_trace_line(elastic, config: Path, line: str, words: tuple[str, ...]) -> None:
+    trace = config.parent / "market.csv"
+    trace.write_text(f"time_s,event,instance_id\n0,add,a\n{line}\n")
+    refused(elastic("run", config, "--providers", "spot"), "providers.spot.trace", str(trace), *words)
+
+
+class TestBasePolicy:
+    @pytest.fixture
+    def broken(self, config: Path, checkpoint: Path) -> Path:
+        """A copy of the checkpoint to break, which the configuration names."""
+        copy = config.parent / "broken"
+        shutil.copytree(checkpoint, copy)
+        config.write_text(config.read_text().replace(str(checkpoint), str(copy)))
+        return copy
+
+    def change(self, checkpoint: Path, **fields: object) -> None:
+        path = checkpoint / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+    def test_of_another_shape_than_its_config_says(self, elastic, config: Path, broken: Path) -> None:
+        self.change(broken, hidden_size=32)
+        refused(elastic("run", config), "model.checkpoint", str(broken), "shape")
+
+    def test_with_too_small_a_vocabulary(self, elastic, config: Path, checkpoint: Path, broken: Path) -> None:
+        small = msgspec.structs.replace(read_config(checkpoint), vocab_size=8)
+        with torch.random.fork_rng(devices=[]):
+            write_checkpoint(broken, small, model_tensors(Qwen3(small)))
+        refused(elastic("run", config), "model.checkpoint", "vocabulary of 8", "'frozenlake' needs at least")
+
+    def test_whose_config_is_not_json(self, elastic, config: Path, broken: Path) -> None:
+        (broken / "config.json").write_text("{")
+        refused(elastic("run", config), "model.checkpoint", "config.json", "JSON")
+
+    def test_of_another_architecture(self, elastic, config: Path, broken: Path) -> None:
+        self.change(broken, architectures=["LlamaForCausalLM"], model_type="llama")
+        refused(elastic("run", config), "model.checkpoint", "llama", "qwen3")
+
+    def test_with_truncated_weights(self, elastic, config: Path, broken: Path) -> None:
+        weights = broken / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:1000])
+        refused(elastic("run", config), "model.checkpoint", "model.safetensors")
+
+
+class TestRunsAsked:
+    def test_unknown_run(self, elastic, config: Path) -> None:
+        refused(elastic("run", config, "--resume", "nosuch"), "no run 'nosuch'", "none")
+        refused(elastic("report", "nosuch", "--directory", config.parent), "no run 'nosuch'")
+        refused(elastic("report", "--directory", config.parent), "no run 'latest'")
+
+    def test_run_without_a_journal(self, elastic, tmp_path: Path) -> None:
+        (tmp_path / "run-1").mkdir()
+        (tmp_path / "run-1" / "config.json").write_text("{}")
+        code, out, err = elastic("report", "run-1", "--directory", tmp_path)
+        assert (code, out) == (1, "")
+        assert "journal.sqlite: no such journal" in err
+
+    def test_run_whose_configuration_is_broken(self, elastic, tmp_path: Path) -> None:
+        (tmp_path / "run-1").mkdir()
+        (tmp_path / "run-1" / "config.json").write_text("{")
+        refused(elastic("run", "--resume", tmp_path / "run-1"), "config.json", "not valid JSON")
+
+
+class TestWorker:
+    def test_needs_its_ticket(self, elastic, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name in ("ELASTIC_JOIN", "ELASTIC_WORKER", "ELASTIC_JOIN_TOKEN"):
+            monkeypatch.delenv(name, raising=False)
+        refused(elastic("worker", "--join", "localhost:1"), "ELASTIC_WORKER, ELASTIC_JOIN_TOKEN not set")
+
+    def test_address(self, elastic, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("ELASTIC_WORKER", "w")
+        monkeypatch.setenv("ELASTIC_JOIN_TOKEN", "t")
+        refused(elastic("worker", "--join", "nowhere"), "HOST:PORT", "'nowhere'")
+
+
+def test_port_in_use(elastic, config: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        ended = elastic("run", config, "--set", f"run.port={port}")
+    refused(ended, f"127.0.0.1:{port}", "in use", "free port, or 0")
+    assert not list((config.parent / "runs").iterdir())
+
+
+def test_provider_that_has_nothing_to_give(elastic, config: Path, processes_of) -> None:
+    refused(elastic("run", config, "--providers", "serving", "--set", "providers.serving.hosts=0"), "serving", "hosts")
+    assert not list((config.parent / "runs").iterdir())
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path):
+    """A file system of 512 KiB."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    mount = shutil.which("mount")
+    options = ("-t", "tmpfs", "-o", "size=512k", "elastic-test")
+    if mount is None or subprocess.run([mount, *options, path], capture_output=True).returncode:
+        pytest.skip("no file system can be mounted here")
+    yield path
+    subprocess.run(["umount", "--lazy", path], check=True)
+
+
+@pytest.mark.slow
+def test_full_disk(start, config: Path, small_disk: Path, processes_of) -> None:
+    (small_disk / "ballast").write_bytes(bytes(440 * 1024))
+    process = start("run", config, "--set", f"run.directory={small_disk}", "--set", "run.steps=100000")
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert "Traceback" not in err
+    assert "full" in err or "No space left" in err
+    (run_dir,) = (path.parent for path in small_disk.glob("*/config.json"))
+    assert not processes_of(run_dir.name)
+    assert not list((run_dir / "leases").glob("*.json"))

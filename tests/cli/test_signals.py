@@ -1,0 +1,126 @@
+"""Runs that are interrupted, killed and resumed, with providers and real processes."""
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic import compose
+from elastic.runtime.journal import JournalError, JournalReader
+
+pytestmark = pytest.mark.slow
+
+PROVIDERS = ("--providers", "serving,spot")
+START_TIMEOUT_S = 120
+STOP_TIMEOUT_S = 40
+DEATH_TIMEOUT_S = 15
+
+
+def until(condition: Callable[[], Any], within_s: float, process: "subprocess.Popen[str] | None" = None) -> Any:
+    """The condition's first true value."""
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        if found := condition():
+            return found
+        if process is not None and process.poll() is not None:
+            raise AssertionError(f"ended with {process.returncode}: {process.communicate()}")
+        time.sleep(0.05)
+    raise AssertionError(f"{condition} did not come true within {within_s} s")
+
+
+def run_dirs(config: Path) -> list[Path]:
+    return compose.list_runs(config.parent / "runs")
+
+
+def read(run_dir: Path) -> tuple[dict[str, str], list[int]]:
+    """The journal's meta, and the numbers of the steps that are done."""
+    try:
+        reader = JournalReader(run_dir / "journal.sqlite")
+    except JournalError:
+        return {}, []
+    try:
+        return reader.meta(), [row["step"] for row in reader.rows("steps")]
+    finally:
+        reader.close()
+
+
+def nothing_left(run_dir: Path, processes_of: Any) -> bool:
+    return not processes_of(run_dir.name) and not list((run_dir / "leases").glob("*.json"))
+
+
+def test_an_interrupted_run_goes_on_where_it_was(start, config: Path, processes_of) -> None:
+    process = start("run", config, *PROVIDERS, "--set", "run.steps=1000")
+    (run_dir,) = until(lambda: run_dirs(config), START_TIMEOUT_S, process)
+    until(lambda: len(read(run_dir)[1]) >= 2, START_TIMEOUT_S, process)
+    assert len(processes_of(run_dir.name)) >= 2
+
+    other = start("run", "--resume", run_dir)
+    _, err = other.communicate(timeout=60)
+    assert other.returncode == 2
+    assert "still going on in another process" in err
+
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=STOP_TIMEOUT_S)
+    assert process.returncode == 130, err
+    assert f"elastic run --resume {run_dir}" in err
+    assert "report" in out
+    assert nothing_left(run_dir, processes_of)
+    meta, steps = read(run_dir)
+    assert meta["status"] == "failed: interrupted"
+    assert steps == list(range(len(steps)))
+
+    total = len(steps) + 2
+    process = start("run", "--resume", run_dir, "--set", f"run.steps={total}")
+    out, err = process.communicate(timeout=START_TIMEOUT_S)
+    assert process.returncode == 0, err
+    meta, more = read(run_dir)
+    assert meta["status"] == "finished"
+    assert meta["providers"] == "serving,spot"
+    assert more == list(range(len(steps), total))
+    assert (run_dir / "journal-1.sqlite").is_file()
+    assert nothing_left(run_dir, processes_of)
+
+    process = start("run", "--resume", run_dir)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert f"all {total} steps" in err
+    assert not (run_dir / "journal-2.sqlite").exists()
+
+
+def test_a_second_signal_kills_at_once(start, config: Path, processes_of) -> None:
+    process = start("run", config, *PROVIDERS, "--set", "scheduler.drain_timeout_s=60")
+    (run_dir,) = until(lambda: run_dirs(config), START_TIMEOUT_S, process)
+    frozen = until(lambda: processes_of(run_dir.name), START_TIMEOUT_S, process)
+    for worker in frozen:
+        os.kill(worker.pid, signal.SIGSTOP)
+    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=STOP_TIMEOUT_S)
+    assert process.returncode == 130, err
+    assert "Traceback" not in err
+    assert read(run_dir)[0]["status"] == "failed: interrupted"
+    assert nothing_left(run_dir, processes_of)
+
+
+def test_nobody_outlives_an_orchestrator_that_was_killed(start, config: Path, processes_of) -> None:
+    process = start("run", config, *PROVIDERS, "--set", "run.steps=1000")
+    (run_dir,) = until(lambda: run_dirs(config), START_TIMEOUT_S, process)
+    until(lambda: read(run_dir)[1], START_TIMEOUT_S, process)
+    process.kill()
+    process.communicate()
+    until(lambda: not processes_of(run_dir.name), DEATH_TIMEOUT_S)
+    _, steps = read(run_dir)
+
+    process = start("run", "--resume", run_dir, "--set", f"run.steps={len(steps) + 1}", "--providers", "")
+    _, err = process.communicate(timeout=START_TIMEOUT_S)
+    assert process.returncode == 0, err
+    meta, more = read(run_dir)
+    assert meta["providers"] == ""
+    assert more
+    assert more[-1] == len(steps)
+    assert nothing_left(run_dir, processes_of)

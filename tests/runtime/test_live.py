@@ -1,0 +1,160 @@
+"""Live runs with real processes, real kills and a tiny policy, held against their journals."""
+
+import asyncio
+from collections import Counter
+from typing import Any
+
+import msgspec
+import pytest
+
+from elastic import compose
+from elastic.core import commands as c
+from elastic.core import events as e
+from elastic.core.digest import digest
+from elastic.core.scheduler import Scheduler
+from elastic.envs.base import StepResult
+from elastic.runtime.journal import JournalReader
+
+pytestmark = pytest.mark.slow
+
+
+class Evidence:
+    """What a journal shows when a fresh core decides it all again."""
+
+    def __init__(self, reader: JournalReader, scheduler: Scheduler) -> None:
+        self.accepted: dict[str, list[int]] = {}
+        self.trained: Counter[str] = Counter()
+        self.dropped: dict[str, str] = {}
+        for t_ns, event, chunks in reader.entries():
+            for command in scheduler.handle(event, t_ns):
+                match command:
+                    case c.AcceptTokens():
+                        for chunk in (chunks[i] for i in command.chunks):
+                            tokens = self.accepted.setdefault(chunk.turn, [])
+                            assert chunk.start == len(tokens), f"{chunk.turn} is not gapless"
+                            tokens += chunk.token_ids
+                    case c.TrainGroup():
+                        self.trained.update(command.trajectories)
+                    case c.DropGroup():
+                        self.dropped[command.group] = command.reason
+                    case _:
+                        pass
+        self.digest = digest(scheduler)
+
+
+def evidence_of(run: Any) -> tuple[Evidence, list[dict[str, Any]]]:
+    scheduler = run.scheduler
+    fresh = Scheduler(scheduler.plan, scheduler.limits, scheduler.policies, 0)
+    reader = run.journal()
+    try:
+        return Evidence(reader, fresh), reader.rows("trajectories")
+    finally:
+        reader.close()
+
+
+def policy_tokens(turns: dict[str, list[int]], trajectory: str) -> list[list[int]]:
+    own = {int(turn.rpartition("/")[2]): tokens for turn, tokens in turns.items() if turn.startswith(f"{trajectory}/")}
+    return [own[n] for n in sorted(own)]
+
+
+def tokens_of(trajectories: list[dict[str, Any]], step: int) -> dict[str, list[int]]:
+    return {row["trajectory"]: msgspec.msgpack.decode(row["token_ids"]) for row in trajectories if row["step"] == step}
+
+
+async def test_nothing_is_lost_when_workers_are_killed(live, live_config) -> None:
+    run = await live(live_config(), ("serving", "spot"), kills=2)
+    assert run.outcome.failed == ""
+    assert run.kills == 2
+
+    proof, trajectories = evidence_of(run)
+    assert len(trajectories) == 2 * 4 * 4
+    for row in trajectories:
+        assert row["cause"] == ""
+        token_ids, prompt = msgspec.msgpack.decode(row["token_ids"]), 3
+        for tokens in policy_tokens(proof.accepted, row["trajectory"]):
+            assert token_ids[prompt : prompt + len(tokens)] == tokens
+            prompt += len(tokens) + 2
+        assert prompt - 2 == len(token_ids)
+    assert proof.trained
+    assert set(proof.trained.values()) == {1}
+
+    reader = run.journal()
+    meta, steps, moves = reader.meta(), reader.rows("steps"), reader.rows("moves")
+    ended = [event for _, event in reader.events_of("LeaseEnded") if isinstance(event, e.LeaseEnded)]
+    granted = [event for _, event in reader.events_of("LeaseGranted") if isinstance(event, e.LeaseGranted)]
+    reader.close()
+    assert meta["status"] == "finished"
+    assert [step["step"] for step in steps] == [0, 1]
+    assert moves
+    assert proof.digest == digest(run.scheduler) == meta["digest"]
+    assert sorted(event.lease for event in granted) == sorted(event.lease for event in ended)
+    assert not run.scheduler.leases.leases
+    assert all(book.closed_ns is not None for book in run.scheduler.ledger.books.values())
+    assert run.scheduler.ledger.imbalance_ns() == 0
+
+
+async def test_kills_leave_no_trace_in_the_first_steps_tokens(live, live_config) -> None:
+    config = live_config(run={"steps": 1})
+    killed = await live(config, ("spot",), kills=2)
+    quiet = await live(config, ())
+    assert killed.kills == 2
+    _, with_kills = evidence_of(killed)
+    _, without = evidence_of(quiet)
+    assert tokens_of(with_kills, 0) == tokens_of(without, 0)
+    assert len(without) == 4 * 4
+
+
+class Broken(RuntimeError):
+    pass
+
+
+def faulty(base: type) -> type:
+    """An environment of which every fifth cannot be made, raises, hangs at reset, hangs in a turn, or is sound."""
+
+    class Faulty(base):
+        made = 0
+
+        def __init__(self, settings: Any) -> None:
+            super().__init__(settings)
+            self.fault = Faulty.made % 5
+            Faulty.made += 1
+            if self.fault == 1:
+                raise Broken("no lake today")
+
+        async def reset(self, seed: int) -> list[int]:
+            if self.fault == 2:
+                await asyncio.Event().wait()
+            return await super().reset(seed)
+
+        async def step(self, token_ids: list[int]) -> StepResult:
+            if self.fault == 3:
+                raise Broken("the ice broke")
+            if self.fault == 4:
+                await asyncio.Event().wait()
+            return await super().step(token_ids)
+
+    return Faulty
+
+
+async def test_an_environments_faults_are_never_scored(live, live_config, parity) -> None:
+    config = live_config(run={"steps": 1}, environment={"step_timeout_s": 0.5}, rollout={"groups": 5})
+    run = await live(config, (), environment=faulty(parity))
+    assert run.outcome.failed == ""
+    proof, trajectories = evidence_of(run)
+    causes = Counter(row["cause"] for row in trajectories)
+    assert causes == {
+        "": 4,
+        "the environment raised Broken: no lake today": 4,
+        "the environment raised Broken: the ice broke": 4,
+        "the environment did not answer within 0.5 s": 8,
+    }
+    failed = {row["trajectory"] for row in trajectories if row["cause"]}
+    assert all(row["reward"] is None for row in trajectories if row["cause"])
+    assert not failed & set(proof.trained)
+    assert len(proof.dropped) == 5, "one member of a group is left, and it has nobody to be compared with"
+    assert all("no lake today" in r or "the ice broke" in r for r in proof.dropped.values())
+
+
+async def test_a_journal_replays_to_the_state_of_the_run(live, live_config) -> None:
+    run = await live(live_config(run={"steps": 1}), ())
+    assert digest(compose.replay(run.run_dir)) == digest(run.scheduler)
