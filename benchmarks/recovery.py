@@ -1,0 +1,400 @@
+"""How fast turns go on elsewhere when their worker is killed, frozen or cut off, and whether the living are spared.
+
+A real orchestrator drives real worker processes with paced engines (the examples' model, untrained) over loopback,
+under a load of turns that never ebbs. What happened is read off the run's journal, by replaying it through a fresh
+core; the state that the replay ends in must be the run's own.
+
+- Kills: SIGKILL of a worker under running turns. `kill_redispatch_s` runs from the signal to the moment when the
+  last of its turns was dispatched again; turns whose last tokens were already on their way count as finished.
+- Freezes and black holes: SIGSTOP of a worker, or a TCP proxy before it that forwards nothing any more in either
+  direction and closes nothing. `…_fenced_s` runs from then until the core fences the worker. Then both may speak
+  again for a while, before their provider gets round to ending the lease; `spoke_after_fence` says how many sent
+  bytes towards the orchestrator in that time, `accepted_after_fence` how many tokens it took from them.
+- False fences: unpaced workers compete for all the processors for ten minutes, and nobody disturbs them. A worker
+  of any run that is fenced without having been disturbed counts, `false_disconnects` are broken connections.
+
+Everything shares this machine's processors, so a time here holds the machine's own delays too. `--quick` has fewer
+incidents and a watch of seconds; `false_fence_minutes` and the counts say what was measured.
+"""
+
+import asyncio
+import contextlib
+import math
+import os
+import random
+import signal
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any, ClassVar
+
+import msgspec
+import psutil
+from _common import Arguments, emit, parse_arguments
+from _live import LiveRun, live_run, replay, run_to_end, write_policy
+from pydantic import BaseModel, ConfigDict
+
+from elastic.config import Config
+from elastic.core import commands as c
+from elastic.core import events as e
+from elastic.core.fleet import Worker
+from elastic.core.types import NS_PER_S, Nanoseconds, TurnId, WorkerId
+from elastic.envs.base import StepResult
+from providers.base import Emit, LeaseRequest, Provider, ProviderSettings
+from providers.keeper import Holding
+from providers.processes import LocalWorkers
+from providers.reserved import ReservedProvider
+
+PROMPT_TOKENS = 24
+OBSERVATION_TOKENS = 4
+TURN_TOKENS = 64
+TRAJECTORIES_PER_S = 10
+"""More than the engines get done: a run's one step never ends, so that there are always turns to run."""
+
+BUSY_TURNS = 3
+"""Begun turns that make a worker worth disturbing."""
+RECLAIM_DELAY_S = 1.5
+"""How long a provider takes to end the lease of a worker that was fenced: time to speak out of turn."""
+READY_TIMEOUT_S = 120.0
+FENCE_TIMEOUT_S = 30.0
+
+
+class TalkSettings(BaseModel):
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
+    places: asyncio.Semaphore
+    """How many episodes run at once; the others wait in `reset`."""
+
+
+class Talk:
+    """Long turns without end tokens, one after the other, until the context is full."""
+
+    Settings: ClassVar[type[BaseModel]] = TalkSettings
+    vocabulary: ClassVar[tuple[str, ...]] = ()
+    stop_token_ids: ClassVar[tuple[int, ...]] = ()
+
+    def __init__(self, settings: BaseModel) -> None:
+        assert isinstance(settings, TalkSettings)
+        self._places = settings.places
+        self._holds_place = False
+
+    async def reset(self, seed: int) -> list[int]:
+        await self._places.acquire()
+        self._holds_place = True
+        return random.Random(seed).choices(range(32), k=PROMPT_TOKENS)
+
+    async def step(self, token_ids: list[int]) -> StepResult:
+        return StepResult(token_ids[-OBSERVATION_TOKENS:], False)
+
+    async def aclose(self) -> None:
+        if self._holds_place:
+            self._places.release()
+
+
+class Proxy:
+    """Forwards TCP connections; while blocked it forwards nothing, closes nothing and still accepts connections."""
+
+    def __init__(self) -> None:
+        self.bytes_up = 0
+        self._passing = asyncio.Event()
+        self._passing.set()
+        self._connections: set[asyncio.Task[None]] = set()
+        self._server: asyncio.Server | None = None
+
+    async def start(self, upstream: str) -> str:
+        """Listen for workers that would dial `upstream`; returns where."""
+        host, _, port = upstream.rpartition(":")
+
+        def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            task = asyncio.create_task(self._forward(reader, writer, host, int(port)))
+            self._connections.add(task)
+            task.add_done_callback(self._connections.discard)
+
+        self._server = await asyncio.start_server(accept, "127.0.0.1", 0)
+        return "{}:{}".format(*self._server.sockets[0].getsockname())
+
+    def block(self) -> None:
+        self._passing.clear()
+
+    def unblock(self) -> None:
+        self._passing.set()
+
+    async def aclose(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        for task in self._connections:
+            task.cancel()
+        if self._connections:
+            await asyncio.wait(self._connections)
+
+    async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, host: str, port: int) -> None:
+        with contextlib.closing(writer):
+            await self._passing.wait()
+            up_reader, up_writer = await asyncio.open_connection(host, port)
+            with contextlib.closing(up_writer):
+                await asyncio.gather(self._pump(reader, up_writer, self._count), self._pump(up_reader, writer))
+
+    async def _pump(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, count: Callable[[int], None] = lambda _: None
+    ) -> None:
+        try:
+            while data := await reader.read(1 << 16):
+                await self._passing.wait()
+                count(len(data))
+                writer.write(data)
+                await writer.drain()
+            await self._passing.wait()
+            writer.write_eof()
+        except OSError:
+            pass
+
+    def _count(self, size: int) -> None:
+        self.bytes_up += size
+
+
+class FarSettings(ProviderSettings):
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
+    proxy: Proxy
+
+
+class FarProvider(ReservedProvider):
+    """A worker behind a proxy, whose lease takes a while to end."""
+
+    Settings: ClassVar[type[ProviderSettings]] = FarSettings
+
+    async def start(self, emit: Emit) -> None:
+        assert isinstance(self.settings, FarSettings)
+        join = await self.settings.proxy.start(self.context.join)
+        self.context = msgspec.structs.replace(self.context, join=join)
+        await super().start(emit)
+
+    async def take(self, request: LeaseRequest) -> Holding:
+        workers = _SlowlyReclaimed(self.context, self.name, request)
+        await workers.start()
+        return workers
+
+    async def aclose(self) -> None:
+        assert isinstance(self.settings, FarSettings)
+        await super().aclose()
+        await self.settings.proxy.aclose()
+
+
+class _SlowlyReclaimed(LocalWorkers):
+    async def give_back(self) -> None:
+        await asyncio.sleep(RECLAIM_DELAY_S)
+        await super().give_back()
+
+
+@dataclass(frozen=True)
+class Incident:
+    """A worker was disturbed at `at_ns` while it held `turns` (each under its attempt)."""
+
+    worker: WorkerId
+    at_ns: Nanoseconds
+    turns: dict[TurnId, int]
+
+    @classmethod
+    def now(cls, run: LiveRun, worker: Worker) -> "Incident":
+        live = run.orchestrator.scheduler.turns.live
+        return cls(worker.id, run.orchestrator.now_ns(), {turn: live[turn].attempt for turn in worker.turns})
+
+
+@dataclass
+class Incidents:
+    kills: list[Incident] = field(default_factory=list[Incident])
+    freezes: list[Incident] = field(default_factory=list[Incident])
+    black_holes: list[Incident] = field(default_factory=list[Incident])
+    spoke_after_fence: int = 0
+
+    @property
+    def workers(self) -> set[WorkerId]:
+        return {incident.worker for incident in (*self.kills, *self.freezes, *self.black_holes)}
+
+
+@dataclass
+class Record:
+    """What a replayed journal shows, up to the order to stop and (tokens of the fenced) to the very end."""
+
+    starts: dict[TurnId, list[tuple[int, Nanoseconds]]] = field(default_factory=dict[TurnId, list[tuple[int, int]]])
+    """Each turn's attempts, and when they were dispatched."""
+    fences: dict[WorkerId, Nanoseconds] = field(default_factory=dict[WorkerId, int])
+    disconnects: list[WorkerId] = field(default_factory=list[WorkerId])
+    accepted_after_fence: int = 0
+
+    def fenced_s(self, incidents: list[Incident]) -> float | None:
+        return max(((self.fences[i.worker] - i.at_ns) / NS_PER_S for i in incidents), default=None)
+
+    def redispatch_s(self, kill: Incident) -> float | None:
+        """From the kill until the last of its turns was dispatched again; None when all had finished."""
+        again = [
+            next((at_ns for attempt, at_ns in self.starts[turn] if attempt > held), None)
+            for turn, held in kill.turns.items()
+        ]
+        return max(((at_ns - kill.at_ns) / NS_PER_S for at_ns in again if at_ns is not None), default=None)
+
+
+def read_record(config: Config, run_dir: Path, run: LiveRun) -> Record:
+    record, stopped = Record(), False
+    for t_ns, event, commands in replay(config, run_dir, run.orchestrator.scheduler):
+        stopped |= isinstance(event, e.StopRequested)
+        if isinstance(event, e.WorkerDisconnected) and not stopped:
+            record.disconnects.append(event.worker)
+        for command in commands:
+            if isinstance(command, c.AcceptTokens) and isinstance(event, e.TokensReceived):
+                if event.worker in record.fences:
+                    record.accepted_after_fence += sum(event.chunks[i].count for i in command.chunks)
+            elif stopped:
+                continue
+            elif isinstance(command, c.StartTurn):
+                record.starts.setdefault(command.turn, []).append((command.attempt, t_ns))
+            elif isinstance(command, c.FenceWorker):
+                record.fences.setdefault(command.worker, t_ns)
+    return record
+
+
+def configuration(policy: Path, seconds: float, turns: int, *, paced: bool) -> Config:
+    """Of a run with work for at least `seconds`, in episodes of so many turns."""
+    pacing = {"prefill_tokens_per_s": 8000, "decode_step_s": {1: 0.03, 16: 0.04}}
+    return Config.model_validate(
+        {
+            "model": {"checkpoint": policy},
+            "environment": {"step_timeout_s": 86_400},
+            "rollout": {
+                "groups": math.ceil(seconds * TRAJECTORIES_PER_S / 8),
+                "group_size": 8,
+                "max_turns": turns,
+                "max_tokens_per_turn": TURN_TOKENS,
+            },
+            "engine": {
+                "max_pending": 8,
+                "max_context_tokens": PROMPT_TOKENS + turns * (TURN_TOKENS + OBSERVATION_TOKENS),
+                "kv_blocks": 2048,
+                "pacing": pacing if paced else None,
+            },
+            "seeding": {"window_s": 0},
+        }
+    )
+
+
+def busy(run: LiveRun, provider: str) -> Worker | None:
+    """The provider's worker with the most turns begun, if they are enough and two others could take them."""
+    workers = [w for w in run.ready(provider) if w.outstanding - w.pending >= BUSY_TURNS]
+    return max(workers, key=lambda w: w.outstanding, default=None) if len(run.ready()) > 2 else None
+
+
+async def kill_one(run: LiveRun) -> Incident:
+    worker = await run.until("a worker with running turns", lambda: busy(run, "near"), READY_TIMEOUT_S)
+    process_id = run.process_id(worker)
+    incident = Incident.now(run, worker)
+    os.kill(process_id, signal.SIGKILL)
+    await run.until(f"the end of killed {worker.id}", lambda: not worker.turns, FENCE_TIMEOUT_S)
+    return incident
+
+
+async def silence_one(
+    run: LiveRun,
+    provider: str,
+    proxy: Proxy,
+    silence: Callable[[Worker], None],
+    restore: Callable[[Worker], None],
+    incidents: Incidents,
+) -> Incident:
+    """Silence a worker with running turns until it is fenced, then let it speak until its lease has ended."""
+    fleet = run.orchestrator.scheduler.fleet
+    worker = await run.until("a worker with running turns", lambda: busy(run, provider), READY_TIMEOUT_S)
+    incident = Incident.now(run, worker)
+    silence(worker)
+    try:
+        await run.until(f"the fence of silent {worker.id}", lambda: not worker.connected, FENCE_TIMEOUT_S)
+    finally:
+        heard_bytes = proxy.bytes_up
+        restore(worker)
+    await run.until(f"the end of fenced {worker.id}", lambda: worker.id not in fleet.workers, FENCE_TIMEOUT_S)
+    incidents.spoke_after_fence += proxy.bytes_up > heard_bytes
+    return incident
+
+
+async def disturb(policy: Path, directory: Path, kills: int, rounds: int) -> tuple[Incidents, Record]:
+    config, run_dir, incidents = (
+        configuration(policy, 30 + 5 * kills + 15 * rounds, turns=6, paced=True),
+        directory / "disturbed",
+        Incidents(),
+    )
+    stopped, cut = Proxy(), Proxy()
+    providers: dict[str, tuple[type[Provider], ProviderSettings]] = {
+        "near": (ReservedProvider, ProviderSettings.model_validate({"max_workers": 3})),
+        "stopped": (FarProvider, FarSettings.model_validate({"proxy": stopped})),
+        "cut": (FarProvider, FarSettings.model_validate({"proxy": cut})),
+    }
+    async with live_run(config, run_dir, providers, Talk, TalkSettings(places=asyncio.Semaphore(40))) as run:
+
+        def send(number: signal.Signals) -> Callable[[Worker], None]:
+            return lambda worker: os.kill(run.process_id(worker), number)
+
+        for _ in range(kills):
+            incidents.kills.append(await kill_one(run))
+        for _ in range(rounds):
+            async with asyncio.TaskGroup() as tasks:
+                freeze = tasks.create_task(
+                    silence_one(run, "stopped", stopped, send(signal.SIGSTOP), send(signal.SIGCONT), incidents)
+                )
+                hole = tasks.create_task(
+                    silence_one(run, "cut", cut, lambda _: cut.block(), lambda _: cut.unblock(), incidents)
+                )
+            incidents.freezes.append(freeze.result())
+            incidents.black_holes.append(hole.result())
+    return incidents, read_record(config, run_dir, run)
+
+
+async def watch(policy: Path, directory: Path, seconds: float, workers: int = 4) -> tuple[Record, float, float]:
+    """Unpaced workers left alone: what happened, for how many minutes, and how busy the processors were."""
+    config, run_dir = configuration(policy, 30 + seconds, turns=14, paced=False), directory / "watched"
+    providers: dict[str, tuple[type[Provider], ProviderSettings]] = {
+        "near": (ReservedProvider, ProviderSettings.model_validate({"max_workers": workers}))
+    }
+    places = asyncio.Semaphore(8 * workers)
+    async with live_run(config, run_dir, providers, Talk, TalkSettings(places=places)) as run:
+        await run.until(
+            "all workers at work", lambda: sum(bool(w.turns) for w in run.ready("near")) == workers, READY_TIMEOUT_S
+        )
+        began_ns = run.orchestrator.now_ns()
+        psutil.cpu_percent()
+        await asyncio.sleep(seconds)
+        minutes = (run.orchestrator.now_ns() - began_ns) / NS_PER_S / 60
+        cpu_share = psutil.cpu_percent() / 100
+    return read_record(config, run_dir, run), minutes, cpu_share
+
+
+async def measure(kills: int, rounds: int, watch_s: float) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        policy = write_policy(directory / "policy")
+        incidents, disturbed = await disturb(policy, directory, kills, rounds)
+        watched, minutes, cpu_share = await watch(policy, directory, watch_s)
+    times_s = [time_s for kill in incidents.kills if (time_s := disturbed.redispatch_s(kill)) is not None]
+    return {
+        "kill_redispatch_s_p50": median(times_s),
+        "kill_redispatch_s_max": max(times_s),
+        "kills": len(times_s),
+        "freeze_fenced_s_max": disturbed.fenced_s(incidents.freezes),
+        "blackhole_fenced_s_max": disturbed.fenced_s(incidents.black_holes),
+        "freezes": len(incidents.freezes),
+        "blackholes": len(incidents.black_holes),
+        "spoke_after_fence": incidents.spoke_after_fence,
+        "accepted_after_fence": disturbed.accepted_after_fence + watched.accepted_after_fence,
+        "false_fences": len(disturbed.fences.keys() - incidents.workers) + len(watched.fences),
+        "false_disconnects": sum(w not in incidents.workers for w in disturbed.disconnects) + len(watched.disconnects),
+        "false_fence_minutes": round(minutes, 2),
+        "watch_cpu_share": cpu_share,
+    }
+
+
+def main(arguments: Arguments) -> dict[str, Any]:
+    return run_to_end(measure(5, 1, 8.0) if arguments.quick else measure(50, 5, 600.0))
+
+
+if __name__ == "__main__":
+    emit(main(args := parse_arguments(__doc__)), args)
