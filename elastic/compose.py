@@ -25,9 +25,16 @@ import uvicorn
 from pydantic import BaseModel
 
 from elastic import wire
-from elastic.config import Config, ConfigError, load_config, validate
+from elastic.config import Config, ConfigError, EngineConfig, load_config, validate
 from elastic.core.digest import digest
-from elastic.core.policy import BalancingPolicy, Policies, ProvisioningPolicy, SeedingPolicy, SuccessionPolicy
+from elastic.core.policy import (
+    BalancingPolicy,
+    Policies,
+    ProvisioningPolicy,
+    RoutingPolicy,
+    SeedingPolicy,
+    SuccessionPolicy,
+)
 from elastic.core.scheduler import Scheduler
 from elastic.core.types import NS_PER_S, Limits, Plan
 from elastic.envs.base import Environment
@@ -40,7 +47,7 @@ from functions.base import FunctionPool, Meter
 from functions.local import LocalFunctionPool, Prices
 from policies.balancing import ContinuousBalancing
 from policies.provisioning import MarginalValue, TakeWhatIsOffered
-from policies.routing import AffinityRouting
+from policies.routing import AffinityRouting, PinnedRouting, TurnWiseRouting
 from policies.seeding import AdaptiveWindow, FixedWindow
 from policies.selection import NonZeroVariance
 from policies.succession import EarlySuccessor
@@ -122,6 +129,8 @@ def resolve(config: Config, provider_names: Sequence[str], where: str) -> RunPla
             settings[name] = checked
     environment = _pick("environment", config.environment.name).load()
     reward = config.rewards.name and _pick("reward", config.rewards.name).value
+    for name, chosen in settings.items():
+        validate(EngineConfig, engine_settings(config, chosen), where, f"providers.{name}.engine")
     _pick("engine", config.engine.kind)
     return RunPlan(
         config=config,
@@ -131,6 +140,11 @@ def resolve(config: Config, provider_names: Sequence[str], where: str) -> RunPla
         environment_settings=validate(environment.Settings, config.environment.settings, where, "environment.settings"),
         reward=reward,
     )
+
+
+def engine_settings(config: Config, provider: ProviderSettings) -> dict[str, Any]:
+    """The run's engine settings, with what a provider's workers have of their own."""
+    return config.engine.model_dump(mode="json") | provider.engine
 
 
 def acquisitions(plan: RunPlan) -> list[Acquisition]:
@@ -306,6 +320,7 @@ async def execute(
                     welcome=_welcome(config, relay, relay_token),
                     observe=observe,
                     make_reward_pool=partial(make_reward_pool, plan, run_dir) if plan.reward else None,
+                    engines={name: engine_settings(config, s) for name, s in plan.providers.items() if s.engine},
                 )
                 on_ready(orchestrator)
                 failed = await orchestrator.run(config.run.host, config.run.port)
@@ -379,7 +394,7 @@ def limits(config: Config) -> Limits:
 
 def policies(config: Config) -> Policies:
     return Policies(
-        routing=AffinityRouting(),
+        routing=_routing(config),
         seeding=_seeding(config),
         provisioning=_provisioning(config),
         selection=NonZeroVariance(),
@@ -417,6 +432,16 @@ def _seeding(config: Config) -> SeedingPolicy:
         remembers=s.memory,
         bounds_workers=s.bound_workers,
     )
+
+
+def _routing(config: Config) -> RoutingPolicy:
+    match config.routing.policy:
+        case "static":
+            return PinnedRouting()
+        case "turn_wise":
+            return TurnWiseRouting()
+        case "affinity":
+            return AffinityRouting(config.routing.hardware)
 
 
 def _balancing(config: Config) -> BalancingPolicy | None:
@@ -514,6 +539,7 @@ def _welcome(config: Config, relay: str, relay_token: str) -> wire.Welcome:
         pull_timeout_s=config.weights.pull_timeout_s,
         load_timeout_s=s.load_timeout_s,
         drain_timeout_s=s.drain_timeout_s * WORKER_DRAIN_SHARE,
+        whole_turns=s.collect == "responses",
     )
 
 

@@ -76,6 +76,13 @@ class SeedingConfig(_Section):
     bound_workers: bool = Field(True, description="acquire no more workers than make steps shorter (N_prem)")
 
 
+class RoutingConfig(_Section):
+    """Where turns go: `static` pins a trajectory to a worker, `turn_wise` follows load, `affinity` prefixes first."""
+
+    policy: Literal["affinity", "turn_wise", "static"] = "affinity"
+    hardware: bool = Field(True, description="weigh what devices declare against what tasks need (with `affinity`)")
+
+
 class BalancingConfig(_Section):
     """Moving turns from overloaded to underloaded workers (RLBoost Alg. 2)."""
 
@@ -150,6 +157,9 @@ class SchedulerConfig(_Section):
     retry_base_s: float = Field(1.0, gt=0, description="first back-off after a refused lease; doubles")
     retry_max_s: float = Field(30.0, gt=0)
     max_engine_errors: int = Field(3, ge=1, description="engine errors after which a turn is given up")
+    collect: Literal["tokens", "responses"] = Field(
+        "tokens", description="`responses`: workers send whole turns only, and what a lost one had begun is lost"
+    )
     flush_interval_s: float = Field(0.03, gt=0, le=0.05, description="longest a token stays in a worker")
 
     @model_validator(mode="after")
@@ -197,6 +207,7 @@ class Config(_Section):
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)  # type: ignore[arg-type]
     trainer: TrainerConfig = Field(default_factory=TrainerConfig)  # type: ignore[arg-type]
     seeding: SeedingConfig = Field(default_factory=SeedingConfig)  # type: ignore[arg-type]
+    routing: RoutingConfig = Field(default_factory=RoutingConfig)  # type: ignore[arg-type]
     balancing: BalancingConfig = Field(default_factory=BalancingConfig)  # type: ignore[arg-type]
     provisioning: ProvisioningConfig = Field(default_factory=ProvisioningConfig)  # type: ignore[arg-type]
     engine: EngineConfig = Field(default_factory=EngineConfig)  # type: ignore[arg-type]

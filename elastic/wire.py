@@ -164,7 +164,8 @@ class Welcome(_Message, frozen=True):
     """The session: its key buys the connection back under a later epoch while the lease lives.
 
     `engine` is `elastic.config.EngineConfig` as plain data, `model` the model's `config.json`. A worker that
-    hears nothing for `silence_timeout_s` dials again, for `resume_timeout_s` at most.
+    hears nothing for `silence_timeout_s` dials again, for `resume_timeout_s` at most. With `whole_turns` it keeps
+    a turn's tokens to itself until the turn ends.
     """
 
     session_key: str
@@ -180,6 +181,7 @@ class Welcome(_Message, frozen=True):
     pull_timeout_s: float = 30.0
     load_timeout_s: float = 60.0
     drain_timeout_s: float = 5.0
+    whole_turns: bool = False
 
 
 class Refused(_Message, frozen=True):

@@ -7,7 +7,7 @@ cluster and a serverless platform ends here. Source: DESIGN §6, `Provider`.
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import ClassVar, Protocol, TypeAlias
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field
@@ -57,6 +57,9 @@ class ProviderSettings(BaseModel):
     max_workers: int = Field(1, ge=0, le=10_000, description="most workers to hold at once")
     usd_per_gpu_hour: float = Field(0.0, ge=0, allow_inf_nan=False, description="price of one GPU for an hour")
     gpus_per_worker: int = Field(1, ge=1)
+    engine: dict[str, Any] = Field(
+        default_factory=dict, description="settings of its workers' engines that differ from [engine]"
+    )
 
 
 class Provider(Protocol):

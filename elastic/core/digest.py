@@ -26,7 +26,7 @@ def _view(scheduler: Scheduler) -> tuple[Any, ...]:
         (leases.leases, leases.offers, leases.failures, leases.worker_bound),
         {provider: leases.ready_ns(provider) for provider in leases.offers},
         scheduler.fleet.workers,
-        (turns.live, turns.conversations),
+        (turns.live, turns.conversations, turns.demands),
         scheduler.scorings,
         scheduler.ledger.books,
         list(scheduler.profiles.items()),

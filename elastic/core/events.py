@@ -131,12 +131,16 @@ class TokensReceived(_Event, frozen=True):
 
 
 class TurnRequested(_Event, frozen=True):
-    """An environment loop (or a client) asks for a turn of `prompt_tokens` tokens of context."""
+    """An environment loop (or a client) asks for a turn of `prompt_tokens` tokens of context.
+
+    Turns with the same `tag` are thought to be alike in what they cost.
+    """
 
     turn: TurnId
     trajectory: TrajectoryId
     prompt_tokens: int
     max_new_tokens: int
+    tag: str = ""
 
 
 class TrajectoryFinished(_Event, frozen=True):

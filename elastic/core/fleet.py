@@ -17,7 +17,7 @@ from elastic.core.types import (
 )
 
 _Load = tuple[int, float, int, WorkerId]
-_Place = tuple[WorkerRole, int]
+_Place = tuple[WorkerRole, WorkerKind, int]
 
 
 @dataclass(slots=True)
@@ -147,12 +147,12 @@ class Fleet:
             return None
         return record if self.has_room(record) else None
 
-    def least_loaded(self, role: WorkerRole, oldest_version: int) -> Worker | None:
-        best: _Load | None = None
-        for (indexed_role, version), loads in self._loads.items():
-            if indexed_role is role and version >= oldest_version and (best is None or loads[0] < best):
-                best = loads[0]
-        return self.workers[best[3]] if best else None
+    def least_loaded(self, role: WorkerRole, oldest_version: int) -> list[Worker]:
+        best: dict[WorkerKind, _Load] = {}
+        for (indexed_role, kind, version), loads in self._loads.items():
+            if indexed_role is role and version >= oldest_version and (kind not in best or loads[0] < best[kind]):
+                best[kind] = loads[0]
+        return [self.workers[load[3]] for load in sorted(best.values())]
 
     @property
     def helping_workers(self) -> int:
@@ -188,7 +188,7 @@ class Fleet:
         if worker.version is None or not self.has_room(worker):
             return None
         load = (worker.pending, len(worker.turns) / worker.capacity, worker.order, worker.id)
-        return (worker.role, worker.version), load
+        return (worker.role, worker.kind, worker.version), load
 
     def _reindex_help(self, worker: Worker) -> None:
         counted, help_ = self._helping.get(worker.id), self._help(worker)
@@ -216,7 +216,7 @@ class Fleet:
         loads = {w.id: entry for w in self.workers.values() if (entry := self._load_entry(w)) is not None}
         if loads != self._indexed:
             return f"load index {self._indexed}, should be {loads}"
-        if sorted(loads.values()) != sorted((place, load) for place, all_ in self._loads.items() for load in all_):
+        if set(loads.values()) != {(place, load) for place, all_ in self._loads.items() for load in all_}:
             return f"loads in order {self._loads}, should be {loads}"
         helping = {w.id: help_ for w in self.workers.values() if (help_ := self._help(w)) is not None}
         if helping != self._helping or self.helping_credits != sum(credits for _, credits in helping.values()):

@@ -9,6 +9,7 @@ from typing import Protocol
 
 import msgspec
 
+from elastic.core.demand import Demand
 from elastic.core.profiles import BatchProfile
 from elastic.core.types import Nanoseconds, Offer, TrajectoryId, TurnId, WorkerId, WorkerKind, WorkerRole
 
@@ -22,6 +23,8 @@ class WorkerView(Protocol):
     def role(self) -> WorkerRole: ...
     @property
     def provider(self) -> str: ...
+    @property
+    def kind(self) -> WorkerKind: ...
     @property
     def capacity(self) -> int: ...
     @property
@@ -37,8 +40,11 @@ class FleetView(Protocol):
         """The worker, if it may take one more such turn now."""
         ...
 
-    def least_loaded(self, role: WorkerRole, oldest_version: int) -> WorkerView | None:
-        """Of the workers of a role that may take one more such turn, the least loaded: O(log n)."""
+    def least_loaded(self, role: WorkerRole, oldest_version: int) -> Sequence[WorkerView]:
+        """Of the workers of a role that may take one more such turn, the least loaded of each kind.
+
+        The least loaded of all comes first. O(log n) in workers; kinds are few.
+        """
         ...
 
 
@@ -48,11 +54,17 @@ class TurnView(Protocol):
     @property
     def prompt_tokens(self) -> int: ...
     @property
+    def max_new_tokens(self) -> int: ...
+    @property
     def accepted(self) -> int: ...
     @property
     def oldest_version(self) -> int: ...
     @property
     def affine_worker(self) -> WorkerId | None: ...
+    @property
+    def affine_tokens(self) -> int: ...
+    @property
+    def demand(self) -> Demand: ...
 
 
 class LoadView(Protocol):

@@ -29,7 +29,9 @@ class TurnDesk:
     def request(self, event: e.TurnRequested) -> None:
         """Queue a turn of a running trajectory. Asking twice is asking once."""
         run = self._run
-        run.turns.request(event.turn, event.trajectory, event.prompt_tokens, event.max_new_tokens, run.oldest_version)
+        run.turns.request(
+            event.turn, event.trajectory, event.prompt_tokens, event.max_new_tokens, run.oldest_version, event.tag
+        )
 
     def dispatch(self) -> None:
         """Send queued turns out while anybody has room (invariant 9)."""
@@ -97,9 +99,10 @@ class TurnDesk:
     def _accept(self, turn: Turn, worker: Worker, chunk: Progress) -> None:
         run = self._run
         turn.accepted += chunk.count
+        turn.prefilled += chunk.prefilled
         run.fleet.begin(worker, turn.id)
         if chunk.finish in (FinishReason.STOP, FinishReason.LENGTH) or turn.accepted == turn.max_new_tokens:
-            run.turns.conversations[turn.trajectory].affine_worker = worker.id
+            run.turns.served(turn, worker.id)
             self._close(turn, TurnState.FINISHED, chunk.finish or FinishReason.LENGTH)
             run.out.append(c.FinishTurn(turn=turn.id))
         elif chunk.finish is not None:

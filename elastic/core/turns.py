@@ -3,6 +3,7 @@
 import heapq
 from dataclasses import dataclass, field
 
+from elastic.core.demand import Demand
 from elastic.core.transitions import Story, take_transition
 from elastic.core.types import Nanoseconds, TrajectoryId, TurnId, TurnState, WorkerId
 
@@ -13,7 +14,9 @@ OVER = (TurnState.FINISHED, TurnState.CANCELLED, TurnState.FAILED)
 class Turn:
     """One generation call of a trajectory. `attempt` is the fencing number: only its chunks count.
 
-    A turn that is balanced is on its way to `destination`, and was last moved with `moved_at` tokens accepted.
+    `affine_worker` has served the trajectory last, and holds `affine_tokens` of its context if it still has them.
+    `demand` is what turns of its tag have cost so far. A turn that is balanced is on its way to `destination`, and
+    was last moved with `moved_at` tokens accepted.
     """
 
     id: TurnId
@@ -23,9 +26,12 @@ class Turn:
     oldest_version: int
     order: int
     affine_worker: WorkerId | None = None
+    affine_tokens: int = 0
+    demand: Demand = field(default_factory=Demand)
     state: TurnState = TurnState.QUEUED
     attempt: int = 0
     accepted: int = 0
+    prefilled: int = 0
     worker: WorkerId | None = None
     engine_errors: int = 0
     destination: WorkerId | None = None
@@ -39,10 +45,11 @@ class Turn:
 
 @dataclass(slots=True)
 class Conversation:
-    """What is known of a trajectory while it lives: every turn it ever asked for, and who holds its prefix."""
+    """What is known of a trajectory while it lives: every turn it ever asked for, and who holds how much prefix."""
 
     turns: dict[TurnId, None] = field(default_factory=dict[TurnId, None])
     affine_worker: WorkerId | None = None
+    affine_tokens: int = 0
 
 
 class Turns:
@@ -51,11 +58,18 @@ class Turns:
     def __init__(self) -> None:
         self.live: dict[TurnId, Turn] = {}
         self.conversations: dict[TrajectoryId, Conversation] = {}
+        self.demands: dict[str, Demand] = {}
         self._queue: list[tuple[int, TurnId]] = []
         self._requested = 0
 
     def request(
-        self, turn: TurnId, trajectory: TrajectoryId, prompt_tokens: int, max_new_tokens: int, oldest_version: int
+        self,
+        turn: TurnId,
+        trajectory: TrajectoryId,
+        prompt_tokens: int,
+        max_new_tokens: int,
+        oldest_version: int,
+        tag: str = "",
     ) -> Turn | None:
         """Queue a new turn; None for one that its trajectory has asked for before, whatever became of it."""
         conversation = self.conversations.setdefault(trajectory, Conversation())
@@ -70,11 +84,20 @@ class Turns:
             oldest_version,
             order=self._requested,
             affine_worker=conversation.affine_worker,
+            affine_tokens=conversation.affine_tokens,
+            demand=self.demands.setdefault(tag, Demand()),
         )
         self._requested += 1
         self.live[turn] = record
         heapq.heappush(self._queue, (record.order, turn))
         return record
+
+    def served(self, turn: Turn, worker: WorkerId) -> None:
+        """The worker has ended the turn: it holds the trajectory's prefix, and such turns are known better."""
+        conversation = self.conversations[turn.trajectory]
+        conversation.affine_worker = worker
+        conversation.affine_tokens = turn.context_tokens
+        turn.demand.note(turn.prefilled, turn.accepted)
 
     def live_of(self, trajectory: TrajectoryId) -> list[Turn]:
         conversation = self.conversations.get(trajectory)

@@ -149,7 +149,10 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Progress(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One chunk of a turn as the core sees it: `count` tokens of weights `version` from position `start` on."""
+    """One chunk of a turn as the core sees it: `count` tokens of weights `version` from position `start` on.
+
+    `prefilled` prompt tokens were computed for it, those of a cached prefix not among them.
+    """
 
     turn: TurnId
     attempt: int
@@ -158,6 +161,7 @@ class Progress(msgspec.Struct, frozen=True, array_like=True, gc=False):
     version: int
     finish: FinishReason | None = None
     detail: str = ""
+    prefilled: int = 0
 
 
 class Capabilities(msgspec.Struct, frozen=True, kw_only=True):

@@ -21,7 +21,8 @@ class Environment(Protocol):
     """One episode at a time; many instances run at once, so a method must not block the event loop.
 
     The same seed gives the same episode to the same actions. A turn of the policy ends at one of
-    `stop_token_ids` (included) or after `max_tokens_per_turn` tokens.
+    `stop_token_ids` (included) or after `max_tokens_per_turn` tokens. An environment of several kinds of task may
+    have a `tag: str` after `reset`, under which it is learned what their turns cost.
     """
 
     Settings: ClassVar[type[BaseModel]]

@@ -10,7 +10,7 @@ import hashlib
 import hmac
 import secrets
 import ssl
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import msgspec
 import structlog
@@ -105,11 +105,14 @@ class Gateway:
         if self._connections:
             await asyncio.wait([connection.lost for connection in self._connections], timeout=2 * CLOSE_GRACE_S)
 
-    def expect(self, worker: WorkerId, token: str) -> None:
-        """Let `worker` in, once, with `token`. Raises `ValueError` for a worker that is known already."""
+    def expect(self, worker: WorkerId, token: str, engine: dict[str, Any] | None = None) -> None:
+        """Let `worker` in, once, with `token`. Its `engine` settings are the welcome's unless they are given.
+
+        Raises `ValueError` for a worker that is known already.
+        """
         if worker in self._sessions:
             raise ValueError(f"worker {worker} is already expected")
-        self._sessions[worker] = _Session(worker, token)
+        self._sessions[worker] = _Session(worker, token, self._welcome.engine if engine is None else engine)
 
     def send(self, worker: WorkerId, epoch: int, message: wire.FromOrchestrator) -> None:
         """Queue a frame; those of one loop iteration go out in one write. No-op unless `epoch` is connected."""
@@ -158,7 +161,9 @@ class Gateway:
         session = self._authenticated(hello)  # the listener may have fenced it just now
         self._strangers -= 1
         key = session.open(connection, hello)
-        connection.send(msgspec.structs.replace(self._welcome, session_key=key, epoch=session.epoch))
+        connection.send(
+            msgspec.structs.replace(self._welcome, session_key=key, epoch=session.epoch, engine=session.engine)
+        )
         return session
 
     def _authenticated(self, hello: wire.Hello) -> "_Session":
@@ -201,8 +206,9 @@ def _digest(secret: str) -> bytes:
 class _Session:
     """What the gateway knows of one worker. Secrets are kept as digests only."""
 
-    def __init__(self, worker: WorkerId, token: str) -> None:
+    def __init__(self, worker: WorkerId, token: str, engine: dict[str, Any]) -> None:
         self.worker = worker
+        self.engine = engine
         self.epoch = 0
         self.connection: _Connection | None = None
         self.ready = False

@@ -61,7 +61,9 @@ def tokens_event(worker: str, epoch: int, chunks: list[wire.Chunk]) -> e.TokensR
         worker=worker,
         epoch=epoch,
         chunks=tuple(
-            Progress(k.turn, k.attempt, k.start, len(k.token_ids), k.weights_version, k.finish, k.detail)
+            Progress(
+                k.turn, k.attempt, k.start, len(k.token_ids), k.weights_version, k.finish, k.detail, k.prefilled_tokens
+            )
             for k in chunks
         ),
     )

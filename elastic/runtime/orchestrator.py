@@ -43,7 +43,10 @@ THROUGHPUT_WINDOW = 10
 
 
 class Orchestrator:
-    """One run. `run` returns the cause of failure, empty when the run reached its end."""
+    """One run. `run` returns the cause of failure, empty when the run reached its end.
+
+    `engines` has the engine settings of those providers whose workers do not get the welcome's.
+    """
 
     def __init__(
         self,
@@ -57,6 +60,7 @@ class Orchestrator:
         clock_ns: Callable[[], int] = time.monotonic_ns,
         observe: Callable[[RunStatus], None] = lambda _: None,
         make_reward_pool: MakePool | None = None,
+        engines: Mapping[str, dict[str, Any]] | None = None,
     ) -> None:
         self.scheduler = scheduler
         self._config = config
@@ -66,6 +70,7 @@ class Orchestrator:
         self._clock_ns = clock_ns
         self._start_ns = clock_ns()
         self._observe = observe
+        self._engines = engines or {}
         self._gateway = Gateway(self, welcome)
         self._providers: Mapping[str, Provider] = {}
         self._inbox: deque[tuple[e.Event, list[wire.Chunk]]] = deque()
@@ -333,7 +338,7 @@ class Orchestrator:
             for n in range(offer.workers_per_lease)
         )
         for ticket in tickets:
-            self._gateway.expect(ticket.worker, ticket.token)
+            self._gateway.expect(ticket.worker, ticket.token, self._engines.get(command.provider))
         self._spawn(
             self._acquire(command, LeaseRequest(lease=command.lease, tickets=tickets)), f"acquire {command.lease}"
         )

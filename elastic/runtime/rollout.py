@@ -61,6 +61,7 @@ class Episode:
     logprobs: list[float] = field(default_factory=list[float])
     versions: list[int] = field(default_factory=list[int])
     turns: int = 0
+    tag: str = ""
     reward: float = 0.0
 
     def observe(self, token_ids: list[int]) -> None:
@@ -206,6 +207,7 @@ class Rollouts:
         step, group, member = (int(part) for part in episode.trajectory.split("/"))
         async with asyncio.timeout(limits.environment_timeout_s):
             episode.observe(await environment.reset(episode.seed))
+        episode.tag = getattr(environment, "tag", "")
         while episode.turns < limits.max_turns:
             if len(episode.token_ids) + limits.max_tokens_per_turn > limits.max_context_tokens:
                 return
@@ -230,6 +232,7 @@ class Rollouts:
                 trajectory=episode.trajectory,
                 prompt_tokens=len(turn.prompt),
                 max_new_tokens=self._limits.max_tokens_per_turn,
+                tag=episode.tag,
             )
         )
         await done

@@ -59,6 +59,7 @@ class WorldSettings(msgspec.Struct, frozen=True, kw_only=True):
     marginal_provisioning: bool = False
     balancing: bool = False
     max_batch: int = 100
+    hardware: bool = False
     heartbeat_ns: Nanoseconds = 500 * MS
     iteration_ns: Nanoseconds = 250 * MS
     tokens_per_iteration: int = 2
@@ -103,6 +104,7 @@ def draw_settings(rng: Random) -> WorldSettings:
         marginal_provisioning=rng.random() < 2 / 3,
         balancing=rng.random() < 2 / 3,
         max_batch=rng.choice((1, 2, 100)),
+        hardware=rng.random() < 1 / 3,
         capacity_turns=rng.randint(1, 4),
         max_turns=rng.randint(1, 4),
         max_new_tokens=rng.choice((6, 16, 40)),

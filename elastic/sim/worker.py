@@ -26,6 +26,8 @@ from elastic.sim.loop import EventLoop
 from elastic.sim.settings import MS, WorldSettings
 
 CAPABILITIES = Capabilities(engine="simulated", replayable_sampling=True, max_context_tokens=4096, device="none")
+KINDS = ((148.0, 4000.0), (990.0, 3350.0))
+"""TFLOPS and GB/s of an H20 and an H800."""
 RECONNECT_NS = (50 * MS, 3000 * MS)
 DETECTION_NS = (1 * MS, 1000 * MS)
 """How soon the orchestrator's end sees that a connection is broken."""
@@ -170,9 +172,16 @@ class SimulatedWorker:
             self.alive = False
             return
         self._epoch, self._connected = epoch, True
-        capabilities = msgspec.structs.replace(CAPABILITIES, max_batch=self._world.settings.max_batch)
+        capabilities = self._capabilities()
         self._say(e.WorkerJoined(worker=self.id, epoch=epoch, capabilities=capabilities, weights_version=self.version))
         self._report()
+
+    def _capabilities(self) -> Capabilities:
+        settings = self._world.settings
+        tflops, memory_gb_per_s = KINDS[len(self.id) % 2] if settings.hardware else (None, None)
+        return msgspec.structs.replace(
+            CAPABILITIES, max_batch=settings.max_batch, tflops=tflops, memory_gb_per_s=memory_gb_per_s
+        )
 
     def _beat(self) -> None:
         if self.alive:

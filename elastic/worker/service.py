@@ -109,7 +109,7 @@ class Service:
         self._pull = pull
         self._share = share
         self._trainer = trainer
-        self._stream = TokenStream(welcome.flush_interval_s, self._send)
+        self._stream = TokenStream(welcome.flush_interval_s, self._send, whole_turns=welcome.whole_turns)
         self._operations: asyncio.Queue[Callable[[], Awaitable[None]]] = asyncio.Queue()
         self._wanted: wire.PullWeights | None = None
         self._loading: asyncio.Task[None] | None = None

@@ -20,13 +20,17 @@ class _Turn:
 class TokenStream:
     """Gathers what the engine produces and hands it to `send`, batched.
 
-    A token waits `flush_interval_s` at most, the end of a turn not at all. Tokens that a turn got within one
-    batch leave as one chunk. Turns that were abandoned are not heard of again. All methods but `sink` belong
-    to the event loop's thread.
+    A token waits `flush_interval_s` at most (with `whole_turns` for its turn's end), the end of a turn not at all.
+    Tokens that a turn got within one batch leave as one chunk. Turns that were abandoned are not heard of again.
+    All methods but `sink` belong to the event loop's thread.
     """
 
-    def __init__(self, flush_interval_s: float, send: Callable[[wire.Tokens], None]) -> None:
+    def __init__(
+        self, flush_interval_s: float, send: Callable[[wire.Tokens], None], *, whole_turns: bool = False
+    ) -> None:
         self._flush_interval_s = flush_interval_s
+        self._whole_turns = whole_turns
+        self._held_back: list[TokenChunk] = []
         self._send = send
         self._loop = asyncio.get_running_loop()
         self._turns: dict[str, _Turn] = {}
@@ -89,6 +93,7 @@ class TokenStream:
         """Forget all turns, and what they produced since the last batch; returns their request ids."""
         abandoned = self.all_running()
         self._turns.clear()
+        self._held_back.clear()
         self._idle.set()
         return abandoned
 
@@ -101,14 +106,23 @@ class TokenStream:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        with self._lock:
-            produced, self._produced = self._produced, []
-            self._urgent = False
+        produced = self._take()
         chunks = [self._chunk(run) for run in _runs(produced) if run[0].request_id in self._turns]
         if chunks:
             self._send(wire.Tokens(chunks))
         if not self._turns:
             self._idle.set()
+
+    def _take(self) -> list[TokenChunk]:
+        with self._lock:
+            produced, self._produced = self._produced, []
+            self._urgent = False
+        if not self._whole_turns:
+            return produced
+        known = self._held_back + produced
+        ended = {chunk.request_id for chunk in known if chunk.finish is not None}
+        self._held_back = [chunk for chunk in known if chunk.request_id not in ended]
+        return [chunk for chunk in known if chunk.request_id in ended]
 
     def _arm(self) -> None:
         if self._timer is None:

@@ -1,11 +1,14 @@
-"""The first policies, each on a small view of the world."""
+"""Routing and selection, each on a small view of the world."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from elastic.core.demand import Demand
 from elastic.core.fleet import Fleet
 from elastic.core.turns import Turn
-from elastic.core.types import WorkerRole, WorkerState
-from policies.routing import AffinityRouting
+from elastic.core.types import Capabilities, WorkerRole, WorkerState
+from policies.routing import AffinityRouting, PinnedRouting, TurnWiseRouting
 from policies.selection import NonZeroVariance
 
 
@@ -54,3 +57,78 @@ def test_route_leaves_out_workers_with_weights_too_old() -> None:
 @pytest.mark.parametrize(("rewards", "dropped"), [([0.0, 1.0], False), ([1.0, 1.0], True), ([0.5, 0.5, 0.4], False)])
 def test_groups_without_variance_are_dropped(rewards: list[float], dropped: bool) -> None:
     assert (NonZeroVariance().drop_reason(rewards) is not None) is dropped
+
+
+@pytest.mark.parametrize(("affine", "chosen"), [("e", "e"), (None, "d"), ("gone", "d")])
+def test_pinned_trajectories_stay(affine: str | None, chosen: str) -> None:
+    assert PinnedRouting().route(turn(affine), fleet_of(("d", D, 1, 4), ("e", E, 3, 4))) == chosen
+
+
+def test_turn_wise_routing_knows_no_prefix() -> None:
+    assert TurnWiseRouting().route(turn("e"), fleet_of(("d", D, 1, 4), ("e", E, 0, 4))) == "d"
+
+
+COMPUTE, BANDWIDTH = (990.0, 3350.0), (148.0, 4000.0)
+"""TFLOPS and GB/s of an H800 and an H20."""
+
+
+def two_kinds(**outstanding: int) -> Fleet:
+    """Two elastic workers, `compute` and `bandwidth`, each with so many turns."""
+    fleet = fleet_of(*((name, E, outstanding.get(name, 0), 8) for name in ("compute", "bandwidth")))
+    for name, (tflops, memory) in (("compute", COMPUTE), ("bandwidth", BANDWIDTH)):
+        worker = fleet.workers[name]
+        fleet.move(worker, WorkerState.LOADING, 0, "test")
+        worker.introduce(
+            Capabilities(
+                engine="test",
+                replayable_sampling=True,
+                max_context_tokens=1000,
+                device=name,
+                tflops=tflops,
+                memory_gb_per_s=memory,
+            )
+        )
+        fleet.move(worker, WorkerState.READY, 0, "test")
+    return fleet
+
+
+def task(prompt: int, decode: int, affine: str | None = None, cached: int = 0) -> Turn:
+    """A turn whose tag is known to decode so much."""
+    demand = Demand()
+    demand.note(prompt, decode)
+    return Turn("t", "trajectory", prompt, 10_000, 3, 0, affine_worker=affine, affine_tokens=cached, demand=demand)
+
+
+PREFILL_HEAVY, DECODE_HEAVY = (4000, 10), (100, 4000)
+
+
+def test_tasks_go_to_the_kind_that_suits_them() -> None:
+    assert AffinityRouting().route(task(*PREFILL_HEAVY), two_kinds()) == "compute"
+    assert AffinityRouting().route(task(*DECODE_HEAVY), two_kinds()) == "bandwidth"
+
+
+def test_load_outweighs_hardware_in_the_end() -> None:
+    assert AffinityRouting().route(task(*DECODE_HEAVY), two_kinds(bandwidth=1)) == "compute"
+    assert AffinityRouting().route(task(*PREFILL_HEAVY), two_kinds(compute=1)) == "compute"
+    assert AffinityRouting().route(task(*PREFILL_HEAVY), two_kinds(compute=7)) == "bandwidth"
+
+
+def test_a_prefix_outweighs_hardware_while_it_is_worth_more() -> None:
+    prompt, decode = PREFILL_HEAVY
+    assert AffinityRouting().route(task(prompt, decode, "bandwidth", cached=prompt - 50), two_kinds()) == "bandwidth"
+    assert AffinityRouting().route(task(prompt, decode, "bandwidth", cached=200), two_kinds()) == "compute"
+
+
+def test_hardware_is_left_out_where_it_is_not_declared_or_not_wanted() -> None:
+    assert AffinityRouting().route(task(*DECODE_HEAVY), fleet_of(("a", E, 0, 8), ("b", E, 0, 8))) == "a"
+    prompt, decode = PREFILL_HEAVY
+    assert AffinityRouting(hardware=False).route(task(prompt, decode, "bandwidth"), two_kinds()) == "bandwidth"
+
+
+@given(st.lists(st.tuples(st.integers(0, 5000), st.integers(0, 5000)), min_size=1, max_size=60))
+def test_demand_is_a_mean_of_what_was_seen(turns: list[tuple[int, int]]) -> None:
+    demand = Demand()
+    for prefill, decode in turns:
+        demand.note(prefill, decode)
+    assert min(p for p, _ in turns) - 1e-6 <= demand.prefill_tokens <= max(p for p, _ in turns) + 1e-6
+    assert min(d for _, d in turns) - 1e-6 <= demand.decode_tokens <= max(d for _, d in turns) + 1e-6
