@@ -13,7 +13,7 @@ from elastic.core.run_state import RunState
 from elastic.core.types import EndCause, LeaseId, LeaseState, Nanoseconds, WorkerRole, WorkerState
 from elastic.core.worker_desk import WorkerDesk
 
-_FAILURES = (EndCause.BOOT_TIMEOUT, EndCause.FENCED, EndCause.LOST)
+_FAILURES = (EndCause.BOOT_TIMEOUT, EndCause.EXPIRED, EndCause.FENCED, EndCause.LOST)
 MAX_DOUBLINGS = 16
 
 
@@ -142,7 +142,8 @@ class LeaseDesk:
 
     def _succession_due(self, lease_id: str) -> None:
         run, lease = self._run, self._run.leases.leases[lease_id]
-        wanted = run.active and not run.timers.waiting("back-off", lease.provider)
+        of_use = any(worker.served for worker in run.fleet.of_lease(lease_id))
+        wanted = run.active and of_use and not run.timers.waiting("back-off", lease.provider)
         if wanted and run.leases.successors_left(lease.provider) > 0:
             self._ask_for(lease.provider, succeeds=lease.id)
 
@@ -224,6 +225,7 @@ class LeaseDesk:
         assert lease.expires_at_ns is not None
         if run.now_ns < lease.expires_at_ns:
             self._wait_expiry(lease, lease.expires_at_ns)
+            self._note_failure(lease, EndCause.EXPIRED)
             self._empty(lease, "the lease expires")
         else:
             for worker in run.fleet.of_lease(lease_id):

@@ -60,7 +60,7 @@ class StepDriver:
     def _on_turn_requested(self, event: e.TurnRequested) -> None:
         if self._member(event.trajectory) is None or not self._run.active:
             self._run.out.append(c.CancelTrajectory(trajectory=event.trajectory, cause="it is over"))
-        else:
+        elif event.trajectory not in self._rewards.scorings:
             self._turns.request(event)
 
     def _on_trajectory_finished(self, event: e.TrajectoryFinished) -> None:

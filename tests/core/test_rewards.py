@@ -146,6 +146,14 @@ def test_a_trajectory_that_fails_meanwhile_is_scored_no_more(desk: Desk) -> None
     assert outcome(desk) == "its environment broke"
 
 
+def test_a_trajectory_that_is_being_scored_has_no_more_turns(desk: Desk) -> None:
+    desk.request(ONE)
+    ask(desk)
+    assert not desk.scheduler.turns.live
+    assert not desk.request(ONE)
+    assert not desk.scheduler.turns.live
+
+
 def test_the_end_of_the_run_ends_scoring(desk: Desk) -> None:
     ask(desk)
     desk.tell(e.StopRequested(reason="enough"))

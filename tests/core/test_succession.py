@@ -1,5 +1,7 @@
 """Leases that end by time: their successors are asked for so early that turns move to a ready worker."""
 
+from itertools import pairwise
+
 import pytest
 
 from elastic.core import commands as c
@@ -98,3 +100,23 @@ def test_lead_is_a_margin_over_the_longer_of_declared_and_measured(ready_s: floa
     offered = Offer(provider="p", role=WorkerRole.ELASTIC, available=0, usd_per_gpu_hour=1.0, boot_s=BOOT_S)
     ready_ns = None if ready_s is None else round(ready_s * NS_PER_S)
     assert EarlySuccessor(1.5).lead_ns(offered, ready_ns) == round(lead_s * NS_PER_S)
+
+
+def test_leases_too_short_to_be_of_use_are_asked_for_ever_more_rarely(desk: Desk) -> None:
+    """What boots for longer than it lives is never ready: it costs, and nothing comes of it."""
+    desk.tell(e.LeaseEnded(lease="functions-1", cause=EndCause.PREEMPTED))
+    asked_at_s: list[float] = []
+    out = offer(desk, available=1, successors=1)
+    for _ in range(4):
+        while not asked(out):
+            out = desk.wait(0.25, ("trainer",))
+        asked_at_s.append(desk.now_s)
+        (lease,) = asked(out)
+        desk.grant(lease, expires_s=desk.now_s + 1.0)
+        offer(desk, available=0, successors=1)
+        assert not asked(desk.wait(0.5, ("trainer",)))
+        desk.tell(e.LeaseEnded(lease=lease, cause=EndCause.EXPIRED))
+        out = offer(desk, available=1, successors=1)
+    gaps_s = [later - earlier for earlier, later in pairwise(asked_at_s)]
+    assert gaps_s == sorted(gaps_s)
+    assert gaps_s[-1] > 2 * gaps_s[0]
