@@ -260,15 +260,14 @@ class CoServing:
         view = self._serving.view(time.monotonic_ns())
         allowance_ns = self._admission.allowance_ns(view)
         if allowance_ns > rollout.piece_ns and (step := rollout.loading_step()) is not None:
-            return self._activating(rollout, step)
+            return self._guarded(self._activating(rollout, step))
         if rollout.active and rollout.costs is None:
             # What is not known yet cannot be admitted beside serving.
-            return None if view.busy else rollout.measuring_step(self._profiles)
+            return None if view.busy else self._guarded(rollout.measuring_step(self._profiles))
         iteration = rollout.next_iteration(allowance_ns, serving_rests=not view.busy)
         if iteration is None:
             return None
-        step = self._timed("rollout", lambda: rollout.iterate(iteration))
-        return lambda: self._guarded(step)
+        return self._guarded(self._timed("rollout", lambda: rollout.iterate(iteration)))
 
     def _rollout_housekeeping(self, rollout: RolloutHalf) -> Step | None:
         rollout.end_stalled(time.monotonic_ns())
@@ -353,12 +352,15 @@ class CoServing:
             self._lose_rollout()
             return None
 
-    def _guarded(self, step: Step) -> None:
-        try:
-            step()
-        except Exception:
-            with self._changed:
-                self._lose_rollout()
+    def _guarded(self, step: Step) -> Step:
+        def run() -> None:
+            try:
+                step()
+            except Exception:
+                with self._changed:
+                    self._lose_rollout()
+
+        return run
 
     def _lose_rollout(self) -> None:
         """The rollout half failed: its turns end, its memory comes back, serving goes on."""
@@ -373,6 +375,7 @@ class CoServing:
             for half in self._halves():
                 half.end()
                 half.fail(why)
+                half.fail_waiting(RuntimeError(why))
             self._changed.notify_all()
         for half in self._halves():
             half.emit_outbox()

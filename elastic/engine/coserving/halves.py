@@ -164,17 +164,21 @@ class Half(TorchEngine):
         if chunks:
             return lambda: self._emit(chunks)
         if self._closed:
-            self._fail_orders()
-            self._fail_unmeasured()
+            self.fail_waiting(RuntimeError("the engine is closed"))
         if self._asleep and not self._resting:
             self._deactivate()
             self._resting = True
             self._changed.notify_all()
         return None
 
-    def _fail_unmeasured(self) -> None:
-        for applied in self._until_measured:
-            applied.set_exception(RuntimeError("the engine is closed"))
+    def fail_waiting(self, error: Exception) -> None:
+        """Whoever waits for weights to be loaded waits in vain."""
+        loading, self._loading = self._loading, None
+        if loading is not None:
+            loading.fail(error)
+        for applied in [*(order.applied for order in self._orders), *self._until_measured]:
+            applied.set_exception(error)
+        self._orders.clear()
         self._until_measured.clear()
 
     def loading_step(self) -> Step | None:
@@ -208,10 +212,16 @@ class Half(TorchEngine):
                 next(pieces)
             except StopIteration as end:
                 if path is not None:
-                    write_profile(path, end.value)
+                    self._keep_profile(path, end.value)
                 self._use_profile(end.value)
 
         return measure
+
+    def _keep_profile(self, path: Path, profile: CostProfile) -> None:
+        try:
+            write_profile(path, profile)
+        except OSError as error:
+            _log.warning("the cost profile is not kept", path=str(path), reason=error.strerror)
 
     def _use_profile(self, profile: CostProfile) -> None:
         with self._changed:
@@ -276,13 +286,21 @@ class Half(TorchEngine):
         self._cost.observe(iteration.shape, time.monotonic_ns() - started_ns)
 
     def fail(self, why: str) -> None:
-        """End everything that is alive with an error, and give the memory back."""
+        """End everything that is alive with an error, and give the memory back.
+
+        A model whose costs could not be measured is not tried again until it gets other weights.
+        """
         for request_id in list(self._alive):
             sequence = self._alive[request_id]
             if sequence is not None:
                 self._outbox.append(self._end(sequence.request, FinishReason.ERROR, why))
         self.pool.forget()
         self.pool.trim()
+        self._measuring = None
+        if self._cost is None:
+            self._version = None
+            self._host = {}
+            self.fail_waiting(RuntimeError(why))
 
     # The engine's own parts, as they differ here.
 

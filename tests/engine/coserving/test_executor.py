@@ -1,6 +1,9 @@
 """Two models on one device: serving first, memory that moves, and faults of one half that the other survives."""
 
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from random import Random
 
 import pytest
 import torch
@@ -276,6 +279,102 @@ def test_serving_survives_a_crash_of_the_rollout_half(make_device, turn, where):
     rollout.submit([turn("again")])
     assert device.rolled.finish("again")[0].finish is FinishReason.LENGTH
     device.check_pages()
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["the device", "the half"])
+def test_closing_while_costs_are_measured_keeps_nobody_waiting(
+    make_device, spec_of_rollouts, rollout_weights, whole, monkeypatch
+):
+    device = make_device(profiles=None)
+    rollout = device.executor.attach(spec_of_rollouts())
+    rollout.start(device.rolled)
+    reached, closing = threading.Event(), threading.Event()
+
+    def measuring_for_ever(_profiles):
+        reached.set()
+        return lambda: closing.wait(0.01)
+
+    monkeypatch.setattr(rollout, "measuring_step", measuring_for_ever)
+    with ThreadPoolExecutor() as threads:
+        loading = threads.submit(rollout.load_weights, 1, rollout_weights(1), WeightMode.FINISH)
+        assert reached.wait(30)
+        (device.executor if whole else rollout).close()
+        with pytest.raises(RuntimeError, match="closed"):
+            loading.result(30)
+
+
+def test_costs_that_cannot_be_measured_fail_the_load_and_not_serving(
+    make_device, turn, spec_of_rollouts, rollout_weights, monkeypatch
+):
+    device = make_device(profiles=None)
+    rollout = device.executor.attach(spec_of_rollouts())
+    rollout.start(device.rolled)
+
+    def out_of_memory(*_args):
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rollout._runner, "forward", out_of_memory)
+        with pytest.raises(RuntimeError, match="rollout half"):
+            rollout.load_weights(1, rollout_weights(1), WeightMode.FINISH)
+    device.serving.submit([turn("s")])
+    assert device.served.finish("s")[0].finish is FinishReason.LENGTH
+    assert device.executor.statistics().rollout_failures == 1
+    rollout.load_weights(1, rollout_weights(1), WeightMode.FINISH)
+    rollout.submit([turn("r")])
+    assert device.rolled.finish("r")[0].finish is FinishReason.LENGTH
+
+
+def test_a_profile_that_cannot_be_kept_is_used_all_the_same(make_device, turn, tmp_path):
+    (tmp_path / "file").write_text("")
+    device = make_device(profiles=tmp_path / "file" / "profiles")
+    device.serving.submit([turn("s")])
+    assert device.served.finish("s")[0].finish is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_whatever_happens_every_request_ends_once_and_no_page_is_lost(make_device, turn, rollout_weights, seed):
+    """Requests, aborts, bursts, sleep, new weights, runs that come and go, in any order."""
+    random = Random(seed)
+    device = make_device(pages=24)
+    rollout = device.lend()
+    asked: dict[str, list] = {"s": [], "r": []}
+    for number in range(120):
+        act = random.choice(["serve", "serve", "roll", "roll", "roll", "abort", "sleep", "load", "return"])
+        name = f"{act}-{number}"
+        if act == "serve":
+            asked["s"].append(turn(name, prompt=random.randint(1, 200), max_new_tokens=random.randint(1, 20)))
+            device.serving.submit(asked["s"][-1:])
+        elif act == "roll":
+            asked["r"].append(turn(name, prompt=random.randint(1, 150), max_new_tokens=random.randint(1, 40)))
+            rollout.submit(asked["r"][-1:])
+        elif act == "abort":
+            half, kind = random.choice([(device.serving, "s"), (rollout, "r")])
+            half.abort([random.choice(asked[kind]).request_id] if asked[kind] else [])
+        elif act == "sleep":
+            rollout.sleep()
+            rollout.wake()
+        elif act == "load":
+            rollout.load_weights(number, rollout_weights(1), random.choice(list(WeightMode)))
+        elif random.random() < 0.5:
+            rollout.close()
+            rollout = device.lend(version=number)
+        if number % 10 == 0:
+            device.check_pages()
+    device.served.finish(*(request.request_id for request in asked["s"]))
+    device.rolled.finish(*(request.request_id for request in asked["r"]))
+    for chunks, requests in ((device.served, asked["s"]), (device.rolled, asked["r"])):
+        for request in requests:
+            own = [chunk for chunk in chunks.all if chunk.request_id == request.request_id]
+            assert [chunk.finish is not None for chunk in own] == [False] * (len(own) - 1) + [True]
+            ends = [chunk.start + len(chunk.token_ids) for chunk in own]
+            assert [chunk.start for chunk in own] == [0, *ends[:-1]]
+    assert {chunk.finish for chunk in device.served.all} <= {None, FinishReason.LENGTH, FinishReason.ABORTED}
+    assert FinishReason.ERROR not in {chunk.finish for chunk in device.rolled.all}
+    device.check_pages()
+    rollout.close()
+    statistics = device.executor.statistics()
+    assert (statistics.rollout_pages, statistics.rollout_failures) == (0, 0)
 
 
 def test_closing_ends_what_is_alive_in_both_halves(make_device, turn):
