@@ -75,7 +75,10 @@ def run(
             "providers; CONFIG then only says where runs are kept.",
         ),
     ] = "",
-    dry_run: Annotated[bool, typer.Option(help="Show the resolved configuration and what would be acquired.")] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Show the resolved configuration and what would be acquired; start nothing."),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Train a policy, with rollouts on borrowed and preemptible capacity.
@@ -112,7 +115,49 @@ def _run_settings(
 
 
 @app.command()
-def prepare(config: ConfigPath, overrides: Overrides = None, force: bool = False) -> None:
+def simulate(
+    config: Annotated[
+        Path | None, typer.Argument(metavar="CONFIG", help="The run's TOML file.", show_default=False)
+    ] = None,
+    providers: Annotated[str, typer.Option(metavar="NAMES", help="Comma-separated: serving,spot.")] = "",
+    overrides: Overrides = None,
+    seed: Annotated[int | None, typer.Option(help="Same as --set run.seed=N; with --faults the first seed.")] = None,
+    profile: Annotated[
+        str, typer.Option(metavar="NAME", help="Devices: H100/Qwen3-8B, H20/Qwen3-32B:tp2, …, `local`, or a file.")
+    ] = "",
+    turns_from: Annotated[
+        str, typer.Option(metavar="RUN", help="Take turn lengths from a live run, or from `claude-code-sessions`.")
+    ] = "",
+    frame_s: Annotated[float | None, typer.Option(help="Longest that tokens wait to be sent.", hidden=True)] = None,
+    hours: Annotated[float, typer.Option(help="Virtual time after which a run that has no end is given up.")] = 2160.0,
+    faults: Annotated[
+        bool, typer.Option(help="Instead of CONFIG: small worlds full of faults drawn from seeds.")
+    ] = False,
+    worlds: Annotated[int, typer.Option(min=1, help="With --faults: how many seeds, from --seed on.")] = 1,
+    as_json: AsJson = False,
+) -> None:
+    """What a run would cost and how fast it would be: the same scheduler on virtual time, with modelled devices.
+
+    Example: elastic simulate examples/frozenlake.toml --providers serving,spot
+    """
+    from elastic.cli.simulate import faults_command, simulate_command
+    from elastic.simulation import Experiment
+
+    if faults:
+        raise typer.Exit(faults_command(seed or 0, worlds, as_json=as_json))
+    settings, _, names = _run_settings(config, providers, overrides or [], seed, "")
+    if hours <= 0 or (frame_s is not None and frame_s <= 0):
+        raise ConfigError("elastic simulate: --hours and --frame-s must be positive")
+    experiment = Experiment(profile=profile, turns=turns_from, frame_s=frame_s, horizon_s=hours * 3600)
+    raise typer.Exit(simulate_command(settings, names, str(config), experiment, as_json=as_json))
+
+
+@app.command()
+def prepare(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    force: Annotated[bool, typer.Option("--force", help="Make it anew, although it is there.")] = False,
+) -> None:
     """Make an example's base policy by a short supervised warm-up, once.
 
     Example: elastic prepare examples/frozenlake.toml

@@ -11,6 +11,15 @@ from rich.text import Text
 
 from elastic.runtime.status import RunStatus
 
+PACING_SLIPS = "pacing does not hold, engines run below the speed they model"
+TRAINER = {
+    "absent": "trainer starts",
+    "awake": "trainer generates",
+    "resting": "trainer hands over",
+    "asleep": "trainer takes groups",
+    "waking": "trainer wakes",
+}
+
 
 class Progress:
     """Shows each status. Use `context` around the run; `observe` is the orchestrator's observer."""
@@ -45,56 +54,88 @@ class Progress:
 def line(status: RunStatus) -> str:
     """One step in one line, for logs."""
     workers = " ".join(f"{name}:{p.ready}" for name, p in status.providers.items())
-    return (
-        f"step {status.step}/{status.steps}  success {_percent(status.last_success_rate)}  "
-        f"{status.tokens_per_s:,.0f} tokens/s  workers {workers}  preemptions {status.preemptions}  "
-        f"${status.usd:.4f}  {status.elapsed_s:.0f} s" + ("" if status.pacing_holds else "  (CPU busy: pacing slips)")
-    )
+    parts = [
+        f"step {status.step}/{status.steps}",
+        f"success {_percent(status.last_success_rate)}",
+        f"{status.tokens_per_s:,.0f} tokens/s",
+        f"workers {workers}" if status.phase == "running" else status.phase,
+        f"preemptions {status.preemptions}",
+        f"${status.usd:.4f}",
+        f"{status.elapsed_s:.0f} s",
+    ]
+    if not status.pacing_holds:
+        parts.append(f"(CPU {status.cpu_share:.0%}: pacing does not hold)")
+    return "  ".join(parts)
 
 
 def render(status: RunStatus) -> Group:
-    """The live panel."""
-    head = Table.grid(padding=(0, 2))
+    """The live panel: fits 80 columns, and nothing in it moves while figures change."""
+    warning = "" if status.pacing_holds else f"CPU {status.cpu_share:.0%} busy: {PACING_SLIPS}"
+    return Group(_head(status), _facts(status), _table(status), Text(warning, style="yellow"))
+
+
+def _head(status: RunStatus) -> Table:
+    head = Table.grid(padding=(0, 2, 0, 0))
+    head.add_column(no_wrap=True, style="bold")
+    head.add_column(no_wrap=True)
+    head.add_column(width=20)
+    head.add_column(no_wrap=True, justify="right", min_width=5)
+    head.add_column(no_wrap=True, style="dim")
+    width = len(str(status.steps))
     head.add_row(
-        Text(status.run, style="bold"),
-        f"step {min(status.step + 1, status.steps)}/{status.steps}",
-        ProgressBar(total=status.steps, completed=status.step, width=24),
-        f"{_clock(status.elapsed_s)}",
-        Text(status.phase if status.phase != "running" else f"trainer {status.trainer}", style="dim"),
+        status.run,
+        f"step {min(status.step + 1, status.steps):>{width}}/{status.steps}",
+        ProgressBar(total=status.steps, completed=status.step, width=20),
+        _clock(status.elapsed_s),
+        TRAINER.get(status.trainer, status.trainer) if status.phase == "running" else status.phase,
     )
-    facts = Table.grid(padding=(0, 2))
-    facts.add_row(
-        f"success {_percent(status.last_success_rate)}",
-        f"{status.tokens_per_s:,.0f} tokens/s",
-        f"{status.trajectories_running} trajectories",
-        f"{status.queued_turns} turns queued",
-        f"{status.preemptions} preemptions",
-        f"${status.usd:.4f}",
+    return head
+
+
+def _facts(status: RunStatus) -> Text:
+    return Text(
+        f"success {_percent(status.last_success_rate)}   {status.tokens_per_s:>6,.0f} tokens/s   "
+        f"{status.trajectories_running:>4} trajectories   {status.queued_turns:>4} turns queued",
+        no_wrap=True,
+        overflow="ellipsis",
     )
-    table = Table(box=None, padding=(0, 2), header_style="dim")
-    table.add_column("provider")
-    for name in ("ready", "booting", "turns", "credits", "tokens", "preempted", "cost"):
-        table.add_column(name, justify="right")
+
+
+def _table(status: RunStatus) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False, show_footer=True)
+    everyone = status.providers.values()
+    table.add_column("provider", "all", min_width=10, no_wrap=True)
+    for name, total, width in (
+        ("ready", str(sum(p.ready for p in everyone)), 5),
+        ("booting", str(sum(p.booting for p in everyone)), 7),
+        ("turns", _load(sum(p.running_turns for p in everyone), sum(p.capacity_turns for p in everyone)), 9),
+        ("tokens", f"{sum(p.tokens for p in everyone):,}", 11),
+        ("preempted", str(status.preemptions), 9),
+        ("cost", f"${status.usd:.4f}", 10),
+    ):
+        table.add_column(name, total, justify="right", min_width=width, no_wrap=True)
     for name, p in status.providers.items():
         table.add_row(
             name,
             str(p.ready),
             str(p.booting),
-            str(p.running_turns),
-            str(p.capacity_turns),
+            _load(p.running_turns, p.capacity_turns),
             f"{p.tokens:,}",
             str(p.preemptions),
             f"${p.usd:.4f}",
         )
-    parts: list[Table | Text] = [head, facts, table]
-    if not status.pacing_holds:
-        parts.append(Text(f"CPU {status.cpu_share:.0%} busy: paced engines may miss their speed", style="yellow"))
-    return Group(*parts)
+    return table
+
+
+def _load(running: int, capacity: int) -> str:
+    return f"{running}/{capacity}"
 
 
 def _percent(share: float | None) -> str:
-    return "  –" if share is None else f"{share:.0%}"
+    return "   –" if share is None else f"{share:4.0%}"
 
 
 def _clock(seconds: float) -> str:
-    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
+    minutes, seconds = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"

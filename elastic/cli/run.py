@@ -56,7 +56,7 @@ def run_command(config: Config, names: list[str], where: str, resumed: Path | No
     """Run to the end and report; returns the exit code."""
     plan = compose.resolve(config, names, where)
     if resumed and _all_done(resumed, config.run.steps):
-        _conclude(resumed, as_json=as_json)
+        conclude(resumed, as_json=as_json)
         return 0
     compose.check_base_policy(plan)
     run_dir = resumed or compose.new_run_dir(config)
@@ -72,7 +72,7 @@ def run_command(config: Config, names: list[str], where: str, resumed: Path | No
         typer.echo(f"error: the run failed: {error}", err=True)
         return EXIT_FAILED
     try:
-        _conclude(run_dir, as_json=as_json)
+        conclude(run_dir, as_json=as_json)
     except (JournalError, OSError) as error:
         typer.echo(f"warning: no report could be written: {error}", err=True)
     if outcome.interrupted:
@@ -118,7 +118,7 @@ def _kill(orchestrator: Orchestrator, progress: Progress) -> None:
     orchestrator.kill(compose.INTERRUPTED)
 
 
-def _conclude(run_dir: Path, *, as_json: bool) -> None:
+def conclude(run_dir: Path, *, as_json: bool) -> None:
     """The closing table and the report's path; with `--json` the same as one object."""
     reader = JournalReader(run_dir / "journal.sqlite")
     try:

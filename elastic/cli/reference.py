@@ -1,0 +1,40 @@
+"""The reference page of the command line, as `--help` says it: `python -m elastic.cli.reference > docs/cli.md`."""
+
+import sys
+
+import typer
+from typer.main import get_command
+
+from elastic.cli.app import app
+
+WIDTH = 100
+HEAD = """# Command line
+
+Every command takes `--help`. Bad input ends with exit code 2 and one message; a run that failed with 1; an
+interrupted one with 130, and `elastic run --resume RUN` goes on. With `--json`, standard output has one JSON
+object and nothing else; progress and messages go to standard error.
+
+<!-- Made by `python -m elastic.cli.reference > docs/cli.md`. -->
+"""
+
+
+def reference() -> str:
+    """The page in Markdown."""
+    group = get_command(app)
+    top = typer.Context(group, info_name="elastic", terminal_width=WIDTH)
+    sections = [HEAD, _block(group.get_help(top))]
+    for name in group.list_commands(top):  # type: ignore[attr-defined]
+        command = group.get_command(top, name)  # type: ignore[attr-defined]
+        if not command.hidden:
+            context = typer.Context(command, info_name=name, parent=top, terminal_width=WIDTH)
+            sections.append(f"## elastic {name}\n\n{_block(command.get_help(context))}")
+    return "\n".join(sections)
+
+
+def _block(text: str) -> str:
+    lines = "\n".join(line.rstrip() for line in text.strip().splitlines())
+    return f"```text\n{lines}\n```\n"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(reference())

@@ -1,0 +1,28 @@
+"""What the command line says of itself."""
+
+from pathlib import Path
+
+import pytest
+
+from elastic.cli.reference import reference
+
+PAGE = Path(__file__).parents[2] / "docs" / "cli.md"
+COMMANDS = ("run", "prepare", "report", "runs", "worker", "serving-host", "doctor")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help_with_an_example(elastic, command: str) -> None:
+    code, out, err = elastic(command, "--help")
+    assert (code, err) == (0, "")
+    assert "Example: " in out
+    assert f"elastic {command}" in out.partition("Example: ")[2]
+
+
+def test_reference_page_is_current() -> None:
+    assert PAGE.read_text() == reference(), "run: python -m elastic.cli.reference > docs/cli.md"
+
+
+def test_unknown_command(elastic) -> None:
+    code, out, err = elastic("nosuch")
+    assert (code, out) == (2, "")
+    assert "nosuch" in err

@@ -1,0 +1,104 @@
+"""The live panel at 80 columns, and the lines elsewhere."""
+
+import io
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from elastic.cli.progress import Progress, line, render
+from elastic.runtime.status import ProviderStatus, RunStatus
+
+
+def status(**fields: Any) -> RunStatus:
+    providers = {
+        "serving": ProviderStatus(ready=2, capacity_turns=32, running_turns=30, tokens=12_345),
+        "spot": ProviderStatus(ready=1, booting=2, capacity_turns=16, running_turns=16, preemptions=3, usd=0.1234),
+        "trainer": ProviderStatus(ready=1, tokens=999, usd=0.3),
+    }
+    body: dict[str, Any] = {
+        "run": "frozenlake",
+        "phase": "running",
+        "step": 12,
+        "steps": 80,
+        "elapsed_s": 75.3,
+        "success_rate": None,
+        "last_success_rate": 0.42,
+        "trajectories_running": 113,
+        "queued_turns": 7,
+        "tokens_per_s": 812.4,
+        "preemptions": 3,
+        "usd": 0.4234,
+        "cpu_share": 0.5,
+        "pacing_holds": True,
+        "trainer": "awake",
+        "providers": providers,
+    }
+    return RunStatus(**(body | fields))
+
+
+def shown(status: RunStatus, width: int = 80) -> list[str]:
+    console = Console(width=width, force_terminal=True, color_system=None, file=io.StringIO())
+    console.print(render(status))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue().splitlines()
+
+
+BUSY = {"cpu_share": 0.97, "pacing_holds": False}
+EARLY = {"phase": "starting", "step": 0, "last_success_rate": None, "tokens_per_s": 0.0, "trainer": "absent"}
+LARGE = {
+    "step": 79,
+    "tokens_per_s": 99_999.0,
+    "trajectories_running": 2048,
+    "queued_turns": 2048,
+    "usd": 1234.5678,
+    "elapsed_s": 45_000.0,
+    "trainer": "asleep",
+    "last_success_rate": 1.0,
+    "providers": {"serving": ProviderStatus(ready=64, capacity_turns=1024, running_turns=1024, tokens=123_456_789)},
+}
+
+
+@pytest.mark.parametrize("fields", [{}, BUSY, EARLY, LARGE])
+def test_panel_fits_80_columns_whole(fields: dict[str, Any]) -> None:
+    lines = shown(status(**fields))
+    assert all(len(text) <= 80 for text in lines)
+    assert not any("…" in text for text in lines)
+
+
+def test_panel_says_what_a_run_is_at() -> None:
+    head, facts, columns, *rows, _ = shown(status())
+    assert "frozenlake" in head
+    assert "step 13/80" in head
+    assert "1:15" in head
+    assert "success  42%" in facts
+    assert "812 tokens/s" in facts
+    assert columns.split() == ["provider", "ready", "booting", "turns", "tokens", "preempted", "cost"]
+    assert [row.split()[0] for row in rows] == ["serving", "spot", "trainer", "all"]
+    assert rows[-1].split() == ["all", "4", "2", "46/48", "13,344", "3", "$0.4234"]
+
+
+def test_figures_do_not_move_the_panel() -> None:
+    calm, busy = shown(status()), shown(status(**BUSY, tokens_per_s=7.0, queued_turns=1234, last_success_rate=None))
+    assert len(calm) == len(busy)
+    for mark in ("tokens/s", "trajectories", "turns queued"):
+        assert calm[1].index(mark) == busy[1].index(mark)
+    assert [text.rindex("$") for text in calm[3:7]] == [text.rindex("$") for text in busy[3:7]]
+
+
+def test_panel_says_when_pacing_does_not_hold() -> None:
+    assert not any("pacing" in text for text in shown(status()))
+    assert "CPU 97% busy: pacing does not hold" in shown(status(**BUSY))[-1]
+
+
+def test_a_line_a_step_where_there_is_no_terminal() -> None:
+    console = Console(width=80, file=io.StringIO())
+    progress = Progress(console)
+    with progress.context:
+        for step in (0, 0, 1, 1, 2):
+            progress.observe(status(step=step, last_success_rate=0.5 if step else None))
+    assert isinstance(console.file, io.StringIO)
+    lines = console.file.getvalue().splitlines()
+    assert [text.split()[1] for text in lines] == ["1/80", "2/80"]
+    assert "workers serving:2 spot:1 trainer:1" in lines[0]
+    assert "pacing does not hold" in line(status(**BUSY))
