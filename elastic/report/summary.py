@@ -16,6 +16,7 @@ import numpy as np
 from elastic.core import events as e
 from elastic.core.ledger import DeviceBook
 from elastic.core.types import NS_PER_S, EndCause, Nanoseconds
+from elastic.report.functions import FunctionUsage, functions_of
 from elastic.report.timeline import Timeline, timeline
 from elastic.report.usage import LeaseEnd, Usage, lease_ends, ledger_of, unattributed_share, usage_of
 from elastic.runtime.journal import JournalReader
@@ -107,6 +108,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     groups_dropped: dict[str, int]
     total: Usage
     providers: dict[str, Usage]
+    functions: list[FunctionUsage] = msgspec.field(default_factory=list[FunctionUsage])
     ledger_imbalance_ns: int
     unattributed_share: float | None
     lease_ends: list[LeaseEnd]
@@ -172,6 +174,7 @@ def summarise(journal: JournalReader) -> Summary:
         groups_dropped=_dropped_groups(trajectories, trained, {step.step for step in steps}),
         total=usage_of(books, ends, end_ns, wall_s, sum(tokens.values())),
         providers=by_provider,
+        functions=functions_of(journal),
         ledger_imbalance_ns=ledger_of(books).imbalance_ns(),
         unattributed_share=unattributed_share(books, ends),
         lease_ends=ends,

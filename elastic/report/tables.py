@@ -49,6 +49,7 @@ def _when(started_at: str) -> str:
 
 def headline(summary: Summary) -> list[Figure]:
     total, moves = summary.total, summary.preempted_moves
+    functions_usd = sum(usage.usd for usage in summary.functions)
     steps = len(summary.steps)
     of = f" of {summary.steps_planned}" if summary.steps_planned not in (None, steps) else ""
     return [
@@ -67,8 +68,9 @@ def headline(summary: Summary) -> list[Figure]:
         ),
         Figure(
             name="cost",
-            value=units.usd(total.usd),
-            detail=f"{units.usd(total.usd_per_million_tokens)} a million tokens",
+            value=units.usd(total.usd + functions_usd),
+            detail=f"{units.usd(total.usd_per_million_tokens)} a million tokens"
+            + (f", functions {units.usd(functions_usd)}" if summary.functions else ""),
         ),
         Figure(
             name="preemptions",
@@ -109,6 +111,7 @@ def tables(summary: Summary) -> list[Table]:
     found = [
         _providers(summary),
         _accounts(summary),
+        _functions(summary),
         _recovery(summary),
         _latency(summary),
         _trajectories(summary),
@@ -163,6 +166,23 @@ def _accounts(summary: Summary) -> Table:
             [account.value, *(_amount(usage, account) for usage in usages.values())] for account in Account if usages
         ],
         note="GPU-seconds: device time × GPUs. A provider's accounts add up to what its leases lasted.",
+    )
+
+
+def _functions(summary: Summary) -> Table:
+    return Table(
+        title="Functions",
+        header=["function", "calls", "failed", "cold starts", "billed", "of it cold starts", "cost"],
+        rows=[
+            [
+                usage.function,
+                *map(units.count, (usage.calls, usage.failed, usage.cold_starts)),
+                *map(units.duration, (usage.billed_s, usage.cold_start_s)),
+                units.usd(usage.usd),
+            ]
+            for usage in summary.functions
+        ],
+        note="Functions are not leases: each call is metered, and its cost comes on top of the providers'.",
     )
 
 
