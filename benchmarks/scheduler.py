@@ -33,6 +33,7 @@ from elastic.core.types import (
 )
 from policies.provisioning import TakeWhatIsOffered
 from policies.routing import AffinityRouting
+from policies.sampling import FixedBatch
 from policies.seeding import FixedWindow
 from policies.selection import NonZeroVariance
 
@@ -89,6 +90,7 @@ class Load:
             seeding=FixedWindow(0),
             provisioning=TakeWhatIsOffered(),
             selection=NonZeroVariance(),
+            sampling=FixedBatch(),
         )
         self.scheduler = Scheduler(plan, limits(), policies, 0)
         self.waiting: list[str] = []

@@ -48,6 +48,7 @@ from functions.local import LocalFunctionPool, Prices
 from policies.balancing import ContinuousBalancing
 from policies.provisioning import MarginalValue, TakeWhatIsOffered
 from policies.routing import AffinityRouting, PinnedRouting, TurnWiseRouting
+from policies.sampling import DynamicSampling, FixedBatch
 from policies.seeding import AdaptiveWindow, FixedWindow
 from policies.selection import NonZeroVariance
 from policies.succession import EarlySuccessor
@@ -354,6 +355,8 @@ def run_plan(plan: RunPlan) -> Plan:
         steps=plan.config.run.steps,
         groups=plan.config.rollout.groups,
         group_size=plan.config.rollout.group_size,
+        staleness_bound=plan.config.rollout.staleness_bound,
+        minibatches=plan.config.trainer.updates_per_step,
         trainer_provider=TRAINER_PROVIDER,
         providers=tuple(plan.providers),
     )
@@ -393,6 +396,7 @@ def limits(config: Config) -> Limits:
 
 
 def policies(config: Config) -> Policies:
+    rollout = config.rollout
     return Policies(
         routing=_routing(config),
         seeding=_seeding(config),
@@ -400,6 +404,7 @@ def policies(config: Config) -> Policies:
         selection=NonZeroVariance(),
         balancing=_balancing(config),
         succession=_succession(config),
+        sampling=DynamicSampling(rollout.dynamic_sampling_most) if rollout.dynamic_sampling else FixedBatch(),
     )
 
 

@@ -45,6 +45,17 @@ class RolloutConfig(_Section):
     max_turns: int = Field(16, ge=1)
     max_tokens_per_turn: int = Field(16, ge=1)
     temperature: float = Field(1.0, gt=0)
+    staleness_bound: int = Field(
+        0,
+        ge=0,
+        description="versions that a trained token may be older than the trainer: 0 is synchronous, 1 one step off",
+    )
+    dynamic_sampling: bool = Field(
+        False, description="launch groups until as many as are wanted have rewards that differ (DAPO)"
+    )
+    dynamic_sampling_most: float = Field(
+        6.0, ge=1, description="with dynamic sampling: times the wanted groups that a step may launch"
+    )
 
 
 class TrainerConfig(_Section):
@@ -57,6 +68,9 @@ class TrainerConfig(_Section):
     gradient_clip: float = Field(1.0, gt=0)
     clip_low: float = Field(0.2, gt=0, lt=1)
     clip_high: float = Field(0.28, gt=0)
+    stale_ratio_max: float = Field(
+        2.0, ge=1, description="importance ratio at which tokens more than one version old are truncated"
+    )
     micro_batch_tokens: int = Field(16_384, ge=1)
     threads: int = Field(1, ge=1)
     checkpoint_every_steps: int = Field(5, ge=1)

@@ -119,20 +119,30 @@ class RecordReward(_Command, frozen=True):
 
 
 class TrainGroup(_Command, frozen=True):
+    """Train step `step` on these members of the group, as its batch's `slot`."""
+
     group: str
     trajectories: tuple[TrajectoryId, ...]
+    step: int
+    slot: int
 
 
 class DropGroup(_Command, frozen=True):
+    """The group is not trained on. Where `slot` is given, that place in the batch of `step` stays empty."""
+
     group: str
+    trajectories: tuple[TrajectoryId, ...]
+    step: int
+    slot: int | None
     reason: str
 
 
 class UpdateWeights(_Command, frozen=True):
-    """Every group of the step is trained or dropped: finish the step and publish `version`."""
+    """The step has its batch, but for `empty_slots`: finish it and publish `version`."""
 
     step: int
     version: int
+    empty_slots: tuple[int, ...] = ()
 
 
 class EndRun(_Command, frozen=True):

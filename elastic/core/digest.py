@@ -22,7 +22,7 @@ def _view(scheduler: Scheduler) -> tuple[Any, ...]:
         (scheduler.now_ns, scheduler.phase, scheduler.failed, scheduler.version),
         (scheduler.trainer_mode, scheduler.training, scheduler.history, scheduler.seeding_plan),
         step and (step.number, step.version, step.started_ns, step.seeding_ended_ns, step.rollout_ended_ns),
-        step and (step.updating, step.groups, step.meter),
+        step and (step.updating, step.groups, step.free_slots, step.launched, step.meter),
         (leases.leases, leases.offers, leases.failures, leases.worker_bound),
         {provider: leases.ready_ns(provider) for provider in leases.offers},
         scheduler.fleet.workers,

@@ -10,6 +10,7 @@ from elastic.core.ledger import DeviceBook
 from elastic.core.reward_desk import Scoring
 from elastic.core.run_state import Phase
 from elastic.core.scheduler import Scheduler
+from elastic.core.steps import Group
 from elastic.core.trainer_device import TrainerMode
 from elastic.core.transitions import Story
 from elastic.core.turns import Turn
@@ -79,7 +80,8 @@ def _check_turn(s: Scheduler, turn: Turn) -> None:
             raise InvariantViolated(number, f"turn {turn.id}", found, turn.story)
 
     require(1, 0 <= turn.accepted < max(1, turn.max_new_tokens), f"{turn.accepted} of {turn.max_new_tokens} tokens")
-    require(4, turn.oldest_version <= s.oldest_version, f"admits versions from {turn.oldest_version} on only")
+    admits = s.version is not None and s.oldest_version <= turn.oldest_version <= s.version
+    require(4, admits, f"admits versions from {turn.oldest_version} on, the bound is {s.oldest_version}")
     conversation = s.turns.conversations.get(turn.trajectory)
     require(12, conversation is not None and turn.id in conversation.turns, "its trajectory does not know it")
     group = s.step.group_of(turn.trajectory) if s.step else None
@@ -223,9 +225,10 @@ def _check_queue(s: Scheduler) -> None:
         raise InvariantViolated(9, "the queue", f"its head is {head and head.id}, queued are {[t.id for t in queued]}")
     if head is None or s.phase is not Phase.RUNNING:
         return
-    room = next((w for w in s.fleet.workers.values() if s.fleet.with_room(w.id, head.oldest_version)), None)
-    if room is not None:
-        raise InvariantViolated(9, f"turn {head.id}", f"queued although {room.id} has room", head.story)
+    for turn in s.turns.heads():
+        room = next((w for w in s.fleet.workers.values() if s.fleet.with_room(w.id, turn.oldest_version)), None)
+        if room is not None:
+            raise InvariantViolated(9, f"turn {turn.id}", f"queued although {room.id} has room", turn.story)
     if not s.timers.waiting("capacity", "queue"):
         raise InvariantViolated(12, f"turn {head.id}", "queued without a deadline", head.story)
 
@@ -244,10 +247,19 @@ def _check_step(s: Scheduler) -> None:
             raise InvariantViolated(3, name, f"drop reason {group.drop_reason!r}", group.story)
         if any(reward - reward != 0 for reward in group.finished.values()):
             raise InvariantViolated(11, name, f"rewards {group.finished}", group.story)
-    if s.version is not None and s.version - s.step.version > s.plan.staleness_bound:
-        raise InvariantViolated(
-            4, f"step {s.step.number}", f"of version {s.step.version}, the trainer is at {s.version}"
-        )
+        _check_staleness(s, group, s.step.version)
+    slots = [group.slot for group in s.step.groups.values() if group.slot is not None]
+    if sorted([*slots, *s.step.free_slots]) != list(range(s.plan.groups)):
+        raise InvariantViolated(3, f"step {s.step.number}", f"slots {slots} filled, {s.step.free_slots} free")
+
+
+def _check_staleness(s: Scheduler, group: Group, trained_at: int) -> None:
+    """What is trained on, or may yet be, is within the bound; what is not has been dropped."""
+    tokens = [group.oldest_token, *(s.turns.oldest_token(trajectory) for trajectory in group.unfinished)]
+    oldest = min((version for version in tokens if version is not None), default=trained_at)
+    if group.state is not GroupState.DROPPED and trained_at - oldest > s.plan.staleness_bound:
+        found = f"has tokens of version {oldest}, is trained on at {trained_at} at the earliest"
+        raise InvariantViolated(4, f"group {group.id} ({group.state})", found, group.story)
 
 
 def _check_trainer(s: Scheduler) -> None:
@@ -266,7 +278,8 @@ def _check_trainer(s: Scheduler) -> None:
         raise InvariantViolated(12, "the trainer's device", f"trains: {working}, without bound", trainer.story)
     if mode is TrainerMode.ASLEEP and trainer.turns:
         raise InvariantViolated(9, "the trainer's device", f"asleep with {list(trainer.turns)}", trainer.story)
-    needed = s.turns.head() is not None and not s.fleet.helped(s.oldest_version)
+    head = s.turns.head()
+    needed = head is not None and (s.plan.staleness_bound > 0 or not s.fleet.helped(head.oldest_version))
     if mode is TrainerMode.ASLEEP and needed and not working and not s.timers.waiting("reseed", "queue"):
         raise InvariantViolated(9, "the trainer's device", "sleeps while nobody else can go on", trainer.story)
 

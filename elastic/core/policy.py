@@ -99,12 +99,28 @@ class Move(msgspec.Struct, frozen=True):
     to: WorkerId
 
 
+class BatchView(msgspec.Struct, frozen=True, kw_only=True):
+    """The groups in play in a step, and how many are `wanted` for it and for those it may run ahead for.
+
+    `finished` groups are worth training on, or trained already; `rejected` ones, of this step, are not, and neither
+    are `launched` ones any earlier step's.
+    """
+
+    wanted: int
+    launched: int
+    running: int
+    finished: int
+    rejected: int
+
+
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     """How a finished step went; what policies that learn from step to step look at.
 
     In RLBoost's words (§4.1): `train_ns` is t_train, `train_wait_ns` t_train^wait (the trainer's device free, and
     no group to train), `rollout_ns` t_remote, `remote_wait_ns` t_remote^wait (from the last response to the step's
     end). Workers and credits count what helps the trainer's device: as a mean over the step, and at its end.
+
+    Of the groups that finished `groups_of_use` were worth training on, trained or not; `groups_rejected` were not.
     """
 
     step: int
@@ -113,6 +129,8 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     rollout_ns: Nanoseconds
     groups_trained: int
     groups_dropped: int
+    groups_of_use: int = 0
+    groups_rejected: int = 0
     train_ns: Nanoseconds = 0
     train_wait_ns: Nanoseconds = 0
     remote_wait_ns: Nanoseconds = 0
@@ -194,11 +212,23 @@ class SelectionPolicy(Protocol):
         ...
 
 
+class SamplingPolicy(Protocol):
+    @property
+    def replaces_rejected(self) -> bool:
+        """Whether a step goes on until enough groups are worth training on, taken in launch order."""
+        ...
+
+    def launches(self, batch: BatchView, history: Sequence[StepRecord]) -> int:
+        """How many more groups to launch now."""
+        ...
+
+
 class Policies(msgspec.Struct, frozen=True, kw_only=True):
     routing: RoutingPolicy
     balancing: BalancingPolicy | None = None
     seeding: SeedingPolicy
     provisioning: ProvisioningPolicy
     selection: SelectionPolicy
+    sampling: SamplingPolicy
     succession: SuccessionPolicy | None = None
     """None: a lease's end is waited for, and what is offered after it is taken."""

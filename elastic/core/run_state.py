@@ -1,8 +1,8 @@
 """What the parts of the scheduler share: the tables, the time, and the commands on their way out.
 
-The parts form a ladder: turn desk, worker desk, then balancer, lease desk, reward desk and trainer device, then
-step driver, then the scheduler. Each calls only parts below it. What a part below has to tell one above it leaves here
-(`vacated`, `over`, the tables), and whoever is concerned looks at it before `Scheduler.handle` returns.
+The parts form a ladder: turn desk, worker desk, then balancer, lease desk, reward desk and trainer device, then group
+desk, then step driver, then the scheduler. Each calls only parts below it. What a part below has to tell one above
+it leaves here (`vacated`, `over`, the tables), and whoever is concerned looks at it before `handle` returns.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,7 +14,7 @@ from elastic.core.events import Event
 from elastic.core.fleet import Fleet, Worker
 from elastic.core.leases import LeaseTable
 from elastic.core.ledger import Ledger
-from elastic.core.policy import Policies
+from elastic.core.policy import Policies, StepRecord
 from elastic.core.profiles import BatchProfile
 from elastic.core.steps import Step
 from elastic.core.timers import Timers
@@ -65,6 +65,7 @@ class RunState:
         self.failed = ""
         self.version: int | None = None
         self.step: Step | None = None
+        self.history: list[StepRecord] = []
         self.leases = LeaseTable()
         self.fleet = Fleet(limits.max_pending)
         self.turns = Turns()

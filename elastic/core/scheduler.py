@@ -1,8 +1,8 @@
 """The scheduler: every event of a run goes in, commands come out, and `next_wakeup_ns` says when to ask again.
 
-It composes the desks (turns, workers, leases), the trainer's device and the step driver, which own every decision
-that depends on time or failure. It reads no clock and does no I/O; the same events at the same times always lead
-to the same state. Sources: DESIGN §1, §4; ROSE §4.3; RLBoost §4.1–4.3.
+It composes the desks (turns, workers, leases, rewards, groups), the trainer's device and the step driver, which own
+every decision that depends on time or failure. It reads no clock and does no I/O; the same events at the same times
+always lead to the same state. Sources: DESIGN §1, §4; ROSE §4.3; RLBoost §4.1–4.3.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,6 +12,7 @@ from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core.balancer import Balancer
 from elastic.core.fleet import Fleet, Worker
+from elastic.core.group_desk import GroupDesk
 from elastic.core.lease_desk import LeaseDesk
 from elastic.core.leases import LeaseTable
 from elastic.core.ledger import Ledger
@@ -42,7 +43,10 @@ class Scheduler:
         self._lease_desk = LeaseDesk(run, self._worker_desk)
         self._reward_desk = RewardDesk(run)
         self._device = TrainerDevice(run, self._turn_desk)
-        self._driver = StepDriver(run, self._turn_desk, self._worker_desk, self._reward_desk, self._device)
+        self._group_desk = GroupDesk(run, self._turn_desk, self._reward_desk)
+        self._driver = StepDriver(
+            run, self._turn_desk, self._worker_desk, self._reward_desk, self._group_desk, self._device
+        )
         parts: tuple[Part, ...] = (
             self._turn_desk,
             self._worker_desk,
@@ -50,6 +54,7 @@ class Scheduler:
             self._lease_desk,
             self._reward_desk,
             self._device,
+            self._group_desk,
             self._driver,
         )
         self._handlers: dict[type[e.Event], Callable[[Any], None]] = {
@@ -85,7 +90,7 @@ class Scheduler:
             return
         self._lease_desk.release_vacated()
         if run.active:
-            self._driver.take_rewards()
+            self._group_desk.take_rewards()
             self._lease_desk.follow_bound()
             if run.phase is Phase.RUNNING:
                 self._turn_desk.dispatch()
@@ -161,7 +166,7 @@ class Scheduler:
 
     @property
     def history(self) -> list[StepRecord]:
-        return self._driver.history
+        return self._run.history
 
     @property
     def seeding_plan(self) -> SeedingPlan:

@@ -1,44 +1,42 @@
-"""Steps: groups are launched, finished, trained or dropped, and the trainer's device is used for what is due.
+"""Steps: from launching their groups to publishing their weights, and what the trainer's device is used for.
 
-Source: ROSE §4.2 (workflow of a step); RLBoost §4.1 (seeding).
+Source: ROSE §4.2 (workflow of a step); RLBoost §4.1 (seeding); DESIGN §4, "The trainer's device".
 """
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from elastic.core import commands as c
 from elastic.core import events as e
+from elastic.core.group_desk import GroupDesk
 from elastic.core.policy import StepRecord
 from elastic.core.reward_desk import RewardDesk
 from elastic.core.run_state import Phase, RunState
-from elastic.core.steps import Group, Step
+from elastic.core.steps import Step, Taking
 from elastic.core.trainer_device import TrainerDevice, TrainerMode
 from elastic.core.turn_desk import TurnDesk
-from elastic.core.types import GroupState, TrajectoryId
+from elastic.core.types import GroupState
 from elastic.core.worker_desk import WorkerDesk
-
-MIN_GROUP_SIZE = 2
-"""An advantage is relative to the rest of the group; one trajectory alone has none (GRPO)."""
 
 
 class StepDriver:
     def __init__(
-        self, run: RunState, turns: TurnDesk, workers: WorkerDesk, rewards: RewardDesk, device: TrainerDevice
+        self,
+        run: RunState,
+        turns: TurnDesk,
+        workers: WorkerDesk,
+        rewards: RewardDesk,
+        groups: GroupDesk,
+        device: TrainerDevice,
     ) -> None:
         self._run = run
         self._turns = turns
         self._workers = workers
         self._rewards = rewards
+        self._groups = groups
         self._device = device
         self._reseed = False
-        self.history: list[StepRecord] = []
         self.seeding_plan = run.policies.seeding.first()
         self.handlers: Mapping[type[e.Event], Callable[[Any], None]] = {
-            e.TurnRequested: self._on_turn_requested,
-            e.TrajectoryFinished: self._on_trajectory_finished,
-            e.TrajectoryFailed: self._on_trajectory_failed,
-            e.RewardRequested: self._on_reward_requested,
             e.GroupTrained: self._on_group_trained,
             e.WeightsPublished: self._on_published,
         }
@@ -47,69 +45,11 @@ class StepDriver:
             "reseed": self._reseed_due,
         }
 
-    # Trajectories and groups
-
-    def _member(self, trajectory: TrajectoryId) -> tuple[Step, Group] | None:
-        """The step and group of a trajectory that may still go on."""
-        step = self._run.step
-        group = step.group_of(trajectory) if step else None
-        if step is None or group is None or group.state is not GroupState.RUNNING:
-            return None
-        return (step, group) if group.members[trajectory] is None else None
-
-    def _on_turn_requested(self, event: e.TurnRequested) -> None:
-        if self._member(event.trajectory) is None or not self._run.active:
-            self._run.out.append(c.CancelTrajectory(trajectory=event.trajectory, cause="it is over"))
-        elif event.trajectory not in self._rewards.scorings:
-            self._turns.request(event)
-
-    def _on_trajectory_finished(self, event: e.TrajectoryFinished) -> None:
-        reward = float(event.reward)
-        self._end_trajectory(event.trajectory, reward if math.isfinite(reward) else f"reward was {reward}")
-
-    def _on_trajectory_failed(self, event: e.TrajectoryFailed) -> None:
-        self._end_trajectory(event.trajectory, event.cause or "unknown cause")
-
-    def _on_reward_requested(self, event: e.RewardRequested) -> None:
-        if self._member(event.trajectory) is not None and self._run.active:
-            self._turns.cancel(event.trajectory, "the trajectory is being scored")
-            self._rewards.request(event.trajectory)
-
-    def _end_trajectory(self, trajectory: TrajectoryId, outcome: float | str) -> None:
-        member = self._member(trajectory)
-        if member is None:
-            return
-        step, group = member
-        self._turns.cancel(trajectory, "the trajectory ended")
-        self._rewards.forget(trajectory)
-        group.members[trajectory] = outcome
-        if not group.unfinished:
-            self._group_complete(step, group)
-
-    def _group_complete(self, step: Step, group: Group) -> None:
-        rewards = list(group.finished.values())
-        if len(rewards) < MIN_GROUP_SIZE:
-            reason: str | None = f"infrastructure: {'; '.join(group.failures)}"
-        else:
-            reason = self._run.policies.selection.drop_reason(rewards)
-        if reason is None:
-            step.move(group, GroupState.READY, self._run.now_ns, "all members finished")
-        else:
-            step.drop(group, self._run.now_ns, reason)
-            self._run.out.append(c.DropGroup(group=group.id, reason=reason))
-
     def _on_group_trained(self, event: e.GroupTrained) -> None:
         step = self._run.step
         if step is not None and event.group == self._device.training:
             self._device.done()
             step.move(step.groups[event.group], GroupState.TRAINED, self._run.now_ns, "trained")
-
-    def take_rewards(self) -> None:
-        """End the trajectories of which it is known by now what scoring them has come to."""
-        for trajectory, outcome in self._rewards.take_outcomes():
-            self._end_trajectory(trajectory, outcome)
-
-    # The step
 
     def advance(self) -> None:
         """Move the trainer's device between generating and training, and the step towards its end."""
@@ -121,7 +61,9 @@ class StepDriver:
             return
         if step.rollouts_done and step.rollout_ended_ns is None:
             step.rollout_ended_ns = run.now_ns
-        helped = run.fleet.helped(run.oldest_version)
+            self._groups.drop_surplus(step)
+        head = run.turns.head()
+        helped = run.fleet.helped(head.oldest_version if head else run.oldest_version)
         if self._device.mode is TrainerMode.AWAKE:
             self._end_seeding_if_due(step, helped)
         elif self._device.mode is TrainerMode.ASLEEP:
@@ -129,10 +71,11 @@ class StepDriver:
         self._measure(step)
 
     def _use_sleeping_device(self, step: Step, helped: bool) -> None:
-        needed = self._needs_reseeding(helped)
+        """In synchronous training turns that nobody else can take come first; otherwise training does."""
+        needed = self._needs_reseeding(helped and self._synchronous)
         if step.updating or not self._device.free:
             return
-        if needed:
+        if needed and (self._synchronous or not self._trainable(step)):
             self._wake()
         else:
             self._train_next(step)
@@ -146,6 +89,13 @@ class StepDriver:
             workers=run.fleet.helping_workers,
             credits=run.fleet.helping_credits,
         )
+
+    @property
+    def _synchronous(self) -> bool:
+        return self._run.plan.staleness_bound == 0
+
+    def _trainable(self, step: Step) -> bool:
+        return step.next_group() is not None or step.settled
 
     def _begin(self) -> None:
         """The trainer is there: its weights are the run's, and version v means that v steps are done."""
@@ -163,20 +113,36 @@ class StepDriver:
         assert run.version is not None
         if number >= run.plan.steps:
             run.over = True
+            self._drop_left("the run is over")
+            run.step = None
             return
-        run.step = Step(number, run.version, run.plan.groups, run.plan.group_size, run.now_ns)
+        left = run.step.in_play() if run.step else []
+        plan = run.plan
+        run.step = step = Step(number, run.version, plan.groups, self._taking, plan.minibatches, run.now_ns, left)
+        self._groups.drop_stale(step)
+        self._groups.launch(step)
+        if self._synchronous:
+            self._begin_seeding()
+
+    @property
+    def _taking(self) -> Taking:
+        if self._run.policies.sampling.replaces_rejected:
+            return Taking.FIRST_OF_USE
+        return Taking.ALL if self._synchronous else Taking.AS_READY
+
+    def _begin_seeding(self) -> None:
+        run = self._run
         run.wait("seeding", "trainer", self.seeding_plan.window_ns)
         if self._device.mode is TrainerMode.ASLEEP:
             self._wake()
-        for group in run.step.groups.values():
-            run.out.append(
-                c.StartGroup(step=number, group=group.id, index=group.index, trajectories=tuple(group.members))
-            )
 
     def _end_seeding_if_due(self, step: Step, helped: bool) -> None:
-        """The window ends by time, but not while nobody else could go on; with the last trajectory in any case."""
+        """The window ends by time, but not while nobody else could go on; with the last trajectory in any case.
+
+        In asynchronous training it ends as soon as the trainer need not wait any longer.
+        """
         run = self._run
-        window_over = not run.timers.waiting("seeding", "trainer")
+        window_over = not run.timers.waiting("seeding", "trainer") and (self._synchronous or self._trainable(step))
         if not step.rollouts_done and not (window_over and helped):
             return
         if step.seeding_ended_ns is None:
@@ -204,13 +170,13 @@ class StepDriver:
         self._reseed = True
 
     def _train_next(self, step: Step) -> None:
-        group = step.first(GroupState.READY)
-        if group is not None:
-            step.move(group, GroupState.TRAINING, self._run.now_ns, "sent to the trainer")
-            self._device.train(group)
+        chosen = step.next_group()
+        if chosen is not None:
+            step.take(*chosen, self._run.now_ns)
+            self._device.train(step.number, *chosen)
         elif step.settled:
             step.updating = True
-            self._device.update(step.number, step.version + 1)
+            self._device.update(step.number, step.version + 1, step.free_slots)
 
     def _on_published(self, event: e.WeightsPublished) -> None:
         run, step, trainer = self._run, self._run.step, self._run.fleet.trainer
@@ -222,7 +188,6 @@ class StepDriver:
         trainer.version = run.version = event.version
         run.fleet.reindex(trainer)
         self._conclude(step)
-        run.step = None
         self._workers.ensure_weights_everywhere()
         self._start_step(step.number + 1)
 
@@ -231,7 +196,7 @@ class StepDriver:
         run = self._run
         self._measure(step)
         record = _record(step, run.now_ns)
-        self.history.append(record)
+        run.history.append(record)
         self.seeding_plan = run.policies.seeding.following(self.seeding_plan, record)
         run.leases.worker_bound = self.seeding_plan.worker_bound
 
@@ -241,14 +206,14 @@ class StepDriver:
         for what, key in (("start", "run"), ("seeding", "trainer"), ("reseed", "queue")):
             run.timers.clear(what, key)
         self._device.abandon()
+        self._drop_left(reason)
         self._rewards.forget_all()
         self._turns.cancel_all(reason)
-        if run.step is None:
-            return
-        for group in run.step.in_state(GroupState.RUNNING):
-            run.out += [c.CancelTrajectory(trajectory=t, cause=reason) for t in group.unfinished]
-        for group in run.step.in_state(GroupState.RUNNING) + run.step.in_state(GroupState.READY):
-            run.step.drop(group, run.now_ns, reason)
+
+    def _drop_left(self, reason: str) -> None:
+        step = self._run.step
+        if step is not None:
+            self._groups.drop_all(step, step.in_play(), reason)
 
 
 def _record(step: Step, now_ns: int) -> StepRecord:
@@ -261,6 +226,8 @@ def _record(step: Step, now_ns: int) -> StepRecord:
         rollout_ns=rollout_ended_ns - step.started_ns,
         groups_trained=step.count(GroupState.TRAINED),
         groups_dropped=step.count(GroupState.DROPPED),
+        groups_of_use=step.finished,
+        groups_rejected=step.rejected,
         train_ns=meter.train_ns,
         train_wait_ns=meter.train_wait_ns,
         remote_wait_ns=now_ns - rollout_ended_ns,

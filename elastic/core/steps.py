@@ -1,20 +1,43 @@
-"""The state of a training step: its groups and trajectories, from launch to trained or dropped."""
+"""The state of a training step: the groups in play while it lasts, and the batch of them that it takes.
 
+Source: ROSE §6 (dynamic sampling), RollArt mechanism 2 (asynchrony at the level of trajectories).
+"""
+
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from enum import Enum, auto
 
 from elastic.core.step_meter import StepMeter
 from elastic.core.transitions import Story, take_transition
 from elastic.core.types import GroupState, Nanoseconds, TrajectoryId
 
 
+class Taking(Enum):
+    """Which of the groups in play make a step's batch."""
+
+    ALL = auto()
+    """Those launched for it, each in its place (synchronous)."""
+    AS_READY = auto()
+    """Whichever finish, so that a slow one holds nothing up (asynchronous)."""
+    FIRST_OF_USE = auto()
+    """The first in launch order that are worth training on, so that short ones are not preferred (DAPO)."""
+
+
 @dataclass(slots=True)
 class Group:
-    """Trajectories from one start. A member's entry is its reward, the cause of its failure, or None yet."""
+    """Trajectories from one start. A member's entry is its reward, the cause of its failure, or None yet.
+
+    `step` is the one that launched it. Its tokens are of version `version_floor` or later; the oldest accepted so
+    far of its ended members is of `oldest_token`. `slot` is its place in the batch of the step that takes it.
+    """
 
     id: str
     step: int
     index: int
     members: dict[TrajectoryId, float | str | None]
+    version_floor: int = 0
+    oldest_token: int | None = None
+    slot: int | None = None
     state: GroupState = GroupState.RUNNING
     drop_reason: str = ""
     story: Story = field(default_factory=Story)
@@ -33,31 +56,61 @@ class Group:
         """Why members ended without a reward, each cause once."""
         return sorted({outcome for outcome in self.members.values() if isinstance(outcome, str)})
 
+    def note_token(self, version: int | None) -> None:
+        """A member has accepted tokens of `version`, or none at all."""
+        if version is not None:
+            self.oldest_token = version if self.oldest_token is None else min(self.oldest_token, version)
+
 
 def trajectory_id(step: int, group: int, member: int) -> TrajectoryId:
     return f"{step}/{group}/{member}"
 
 
 class Step:
-    """One training step of a run, in synchronous training the only one alive."""
+    """The training step under way. It has `size` slots; in asynchronous training it inherits groups in play."""
 
-    def __init__(self, number: int, version: int, groups: int, group_size: int, now_ns: Nanoseconds) -> None:
+    def __init__(
+        self,
+        number: int,
+        version: int,
+        size: int,
+        taking: Taking,
+        minibatches: int,
+        now_ns: Nanoseconds,
+        inherited: Iterable[Group] = (),
+    ) -> None:
         self.number = number
         self.version = version
+        self.size = size
+        self.taking = taking
         self.started_ns = now_ns
         self.seeding_ended_ns: Nanoseconds | None = None
         self.rollout_ended_ns: Nanoseconds | None = None
         self.updating = False
+        self.launched = 0
+        self.rejected = 0
         self.meter = StepMeter(now_ns)
-        self.groups = {
-            f"{number}/{g}": Group(
-                f"{number}/{g}", number, g, {trajectory_id(number, g, m): None for m in range(group_size)}
-            )
-            for g in range(groups)
-        }
-        self._group_of = {t: group for group in self.groups.values() for t in group.members}
+        self.groups: dict[str, Group] = {}
+        self._minibatches = minibatches
+        self._free = set(range(size))
+        self._group_of: dict[TrajectoryId, Group] = {}
         self._in_state: dict[GroupState, dict[str, Group]] = {state: {} for state in GroupState}
-        self._in_state[GroupState.RUNNING] |= self.groups
+        for group in inherited:
+            self._add(group)
+
+    def launch(self, group_size: int, version_floor: int) -> Group:
+        """One more group, of `group_size` trajectories."""
+        n, index = self.number, self.launched
+        members = dict[TrajectoryId, float | str | None].fromkeys(trajectory_id(n, index, m) for m in range(group_size))
+        group = Group(f"{n}/{index}", n, index, members, version_floor)
+        self.launched += 1
+        self._add(group)
+        return group
+
+    def _add(self, group: Group) -> None:
+        self.groups[group.id] = group
+        self._group_of |= dict.fromkeys(group.members, group)
+        self._in_state[group.state][group.id] = group
 
     def group_of(self, trajectory: TrajectoryId) -> Group | None:
         return self._group_of.get(trajectory)
@@ -73,20 +126,101 @@ class Step:
         self.move(group, GroupState.DROPPED, now_ns, reason)
         group.drop_reason = reason
 
+    def reject(self, group: Group, now_ns: Nanoseconds, reason: str) -> None:
+        """Drop a group that has finished and is of no use; unless others make up for it, its slot stays empty."""
+        self.drop(group, now_ns, reason)
+        self.rejected += 1
+        if self.taking is Taking.ALL:
+            self._fill(group, group.index)
+        elif self.taking is Taking.AS_READY and self._free:
+            self._fill(group, min(self._free))
+
+    # The batch
+
+    def next_group(self) -> tuple[Group, int] | None:
+        """The group to train on next, and its slot: the same, as far as it matters, whatever finished first.
+
+        Slots of one mini-batch are equal, since its gradients are summed; a group may be taken as soon as it is
+        certain in which mini-batch it is.
+        """
+        ready = self._in_state[GroupState.READY]
+        if not ready or not self._free:
+            return None
+        if self.taking is Taking.FIRST_OF_USE:
+            return self._first_of_use()
+        group = next(iter(ready.values()))
+        if self.taking is Taking.ALL:
+            return group, group.index
+        return min(ready.values(), key=lambda g: (g.step, g.index)), min(self._free)
+
+    def _first_of_use(self) -> tuple[Group, int] | None:
+        least = most = 0
+        for group in self.groups.values():
+            if most >= self.size:
+                return None
+            if group.state is GroupState.READY and self._minibatch(least) == self._minibatch(most):
+                return group, min(slot for slot in self._free if self._minibatch(slot) == self._minibatch(least))
+            least += group.state not in (GroupState.RUNNING, GroupState.DROPPED)
+            most += group.state is not GroupState.DROPPED
+        return None
+
+    def _minibatch(self, slot: int) -> int:
+        return slot * self._minibatches // self.size
+
+    def take(self, group: Group, slot: int, now_ns: Nanoseconds) -> None:
+        self.move(group, GroupState.TRAINING, now_ns, "sent to the trainer")
+        self._fill(group, slot)
+
+    def _fill(self, group: Group, slot: int) -> None:
+        self._free.remove(slot)
+        group.slot = slot
+
+    @property
+    def free_slots(self) -> tuple[int, ...]:
+        return tuple(sorted(self._free))
+
+    @property
+    def finished(self) -> int:
+        """Groups that are worth training on: in training, trained, or ready to be."""
+        return sum(self.count(s) for s in (GroupState.READY, GroupState.TRAINING, GroupState.TRAINED))
+
+    @property
+    def filled(self) -> int:
+        """Slots that are taken, by a group or by the lack of one."""
+        return self.size - len(self._free)
+
+    @property
+    def rollouts_done(self) -> bool:
+        """Whether the batch has finished: whatever still runs is not waited for."""
+        if not self._in_state[GroupState.RUNNING]:
+            return True
+        if self.taking is Taking.ALL or self.filled + self.count(GroupState.READY) < self.size:
+            return False
+        return self.taking is Taking.AS_READY or all(
+            group.state is not GroupState.RUNNING for group in self._alive()[: self.size]
+        )
+
+    def surplus(self) -> list[Group]:
+        """Once the rollouts are done: groups beyond the batch."""
+        return [g for g in self._alive()[self.size :] if g.state in (GroupState.RUNNING, GroupState.READY)]
+
+    def _alive(self) -> list[Group]:
+        """Groups that are not dropped, in launch order."""
+        return [group for group in self.groups.values() if group.state is not GroupState.DROPPED]
+
+    @property
+    def settled(self) -> bool:
+        """Whether nothing is left to be trained in this step."""
+        waiting = self._in_state[GroupState.RUNNING] or self._in_state[GroupState.READY]
+        return not self._in_state[GroupState.TRAINING] and not (self._free and waiting)
+
+    def in_play(self) -> list[Group]:
+        """Groups that this step has not taken, in launch order."""
+        return [g for g in self.groups.values() if g.state in (GroupState.RUNNING, GroupState.READY)]
+
     def in_state(self, state: GroupState) -> list[Group]:
         """Groups in a state, in the order in which they came to it."""
         return list(self._in_state[state].values())
 
-    def first(self, state: GroupState) -> Group | None:
-        return next(iter(self._in_state[state].values()), None)
-
     def count(self, state: GroupState) -> int:
         return len(self._in_state[state])
-
-    @property
-    def rollouts_done(self) -> bool:
-        return not self._in_state[GroupState.RUNNING]
-
-    @property
-    def settled(self) -> bool:
-        return self.count(GroupState.TRAINED) + self.count(GroupState.DROPPED) == len(self.groups)

@@ -66,14 +66,14 @@ class TrainerDevice:
         trainer = self._change(TrainerMode.WAKING)
         self._run.out.append(c.WakeWorker(worker=trainer.id, epoch=trainer.epoch))
 
-    def train(self, group: Group) -> None:
+    def train(self, step: int, group: Group, slot: int) -> None:
         self.training = group.id
         self._expect_training()
-        self._run.out.append(c.TrainGroup(group=group.id, trajectories=tuple(group.finished)))
+        self._run.out.append(c.TrainGroup(group=group.id, trajectories=tuple(group.finished), step=step, slot=slot))
 
-    def update(self, step: int, version: int) -> None:
+    def update(self, step: int, version: int, empty_slots: tuple[int, ...]) -> None:
         self._expect_training()
-        self._run.out.append(c.UpdateWeights(step=step, version=version))
+        self._run.out.append(c.UpdateWeights(step=step, version=version, empty_slots=empty_slots))
 
     def done(self) -> None:
         """What it was last asked to train or update is done."""

@@ -26,24 +26,31 @@ class TurnDesk:
 
     # Out to workers
 
-    def request(self, event: e.TurnRequested) -> None:
+    def request(self, event: e.TurnRequested, oldest_version: int) -> None:
         """Queue a turn of a running trajectory. Asking twice is asking once."""
         run = self._run
         run.turns.request(
-            event.turn, event.trajectory, event.prompt_tokens, event.max_new_tokens, run.oldest_version, event.tag
+            event.turn, event.trajectory, event.prompt_tokens, event.max_new_tokens, oldest_version, event.tag
         )
 
     def dispatch(self) -> None:
         """Send queued turns out while anybody has room (invariant 9)."""
         run = self._run
-        while (turn := run.turns.head()) is not None:
+        while (match := self._match()) is not None:
+            self._start(*match)
+        if run.turns.head() is None:
+            run.timers.clear("capacity", "queue")
+        elif not run.timers.waiting("capacity", "queue"):
+            run.wait("capacity", "queue", run.limits.queue_timeout_ns)
+
+    def _match(self) -> tuple[Turn, Worker] | None:
+        """A queued turn that somebody can take, the oldest request first."""
+        run = self._run
+        for turn in run.turns.heads():
             chosen = self._destination(turn) or run.policies.routing.route(turn, run.fleet)
-            if chosen is None:
-                if not run.timers.waiting("capacity", "queue"):
-                    run.wait("capacity", "queue", run.limits.queue_timeout_ns)
-                return
-            self._start(turn, run.fleet.workers[chosen])
-        run.timers.clear("capacity", "queue")
+            if chosen is not None:
+                return turn, run.fleet.workers[chosen]
+        return None
 
     def _destination(self, turn: Turn) -> WorkerId | None:
         """Where the turn was on its way to, if there is still room."""
@@ -101,6 +108,9 @@ class TurnDesk:
         turn.accepted += chunk.count
         turn.prefilled += chunk.prefilled
         run.fleet.begin(worker, turn.id)
+        conversation = run.turns.conversations[turn.trajectory]
+        if chunk.count and (conversation.oldest_token is None or chunk.version < conversation.oldest_token):
+            conversation.oldest_token = chunk.version
         if chunk.finish in (FinishReason.STOP, FinishReason.LENGTH) or turn.accepted == turn.max_new_tokens:
             run.turns.served(turn, worker.id)
             self._close(turn, TurnState.FINISHED, chunk.finish or FinishReason.LENGTH)
@@ -172,11 +182,12 @@ class TurnDesk:
             self._abort(turn)
             self._close(turn, TurnState.CANCELLED, cause)
         self._run.turns.forget(trajectory)
+        if self._run.turns.head() is None:
+            self._run.timers.clear("capacity", "queue")
 
     def cancel_all(self, cause: str) -> None:
         for trajectory in list(self._run.turns.conversations):
             self.cancel(trajectory, cause)
-        self._run.timers.clear("capacity", "queue")
 
     def _of(self, worker: Worker) -> list[Turn]:
         return [self._run.turns.live[turn] for turn in worker.turns]

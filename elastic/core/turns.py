@@ -50,16 +50,21 @@ class Conversation:
     turns: dict[TurnId, None] = field(default_factory=dict[TurnId, None])
     affine_worker: WorkerId | None = None
     affine_tokens: int = 0
+    oldest_token: int | None = None
+    """The oldest weights version among its accepted tokens."""
 
 
 class Turns:
-    """Turns that are not over yet, and the queue of those that wait for a worker, oldest request first."""
+    """Turns that are not over yet, and those that wait for a worker, oldest request first.
+
+    Turns that need newer weights have a queue of their own: while no worker has these, others may go on.
+    """
 
     def __init__(self) -> None:
         self.live: dict[TurnId, Turn] = {}
         self.conversations: dict[TrajectoryId, Conversation] = {}
         self.demands: dict[str, Demand] = {}
-        self._queue: list[tuple[int, TurnId]] = []
+        self._queues: dict[int, list[tuple[int, TurnId]]] = {}
         self._requested = 0
 
     def request(
@@ -89,7 +94,7 @@ class Turns:
         )
         self._requested += 1
         self.live[turn] = record
-        heapq.heappush(self._queue, (record.order, turn))
+        self._enqueue(record)
         return record
 
     def served(self, turn: Turn, worker: WorkerId) -> None:
@@ -103,6 +108,11 @@ class Turns:
         conversation = self.conversations.get(trajectory)
         return [self.live[turn] for turn in conversation.turns if turn in self.live] if conversation else []
 
+    def oldest_token(self, trajectory: TrajectoryId) -> int | None:
+        """The oldest weights version among the accepted tokens of a trajectory that is not forgotten."""
+        conversation = self.conversations.get(trajectory)
+        return conversation.oldest_token if conversation else None
+
     def forget(self, trajectory: TrajectoryId) -> None:
         """The trajectory has ended and none of its turns is live."""
         self.conversations.pop(trajectory, None)
@@ -114,16 +124,39 @@ class Turns:
         turn.state = state
         if state is TurnState.QUEUED:
             turn.worker = None
-            heapq.heappush(self._queue, (turn.order, turn.id))
+            self._enqueue(turn)
         elif state in OVER:
             turn.worker = None
             del self.live[turn.id]
 
+    def _enqueue(self, turn: Turn) -> None:
+        heapq.heappush(self._queues.setdefault(turn.oldest_version, []), (turn.order, turn.id))
+
+    def require(self, oldest_version: int) -> None:
+        """No turn may take tokens of versions before `oldest_version` any more."""
+        for turn in self.live.values():
+            if turn.oldest_version < oldest_version:
+                turn.oldest_version = oldest_version
+                if turn.state is TurnState.QUEUED:
+                    self._enqueue(turn)
+
     def head(self) -> Turn | None:
         """The queued turn that was requested first."""
-        while self._queue:
-            turn = self.live.get(self._queue[0][1])
-            if turn is not None and turn.state is TurnState.QUEUED:
+        return next(iter(self.heads()), None)
+
+    def heads(self) -> list[Turn]:
+        """Of the queued turns with the same needs the one that was requested first, the oldest of these first."""
+        heads = [turn for needs in list(self._queues) if (turn := self._head_of(needs)) is not None]
+        return sorted(heads, key=lambda turn: turn.order) if len(heads) > 1 else heads
+
+    def _head_of(self, oldest_version: int) -> Turn | None:
+        queue = self._queues[oldest_version]
+        while queue:
+            order, turn_id = queue[0]
+            turn = self.live.get(turn_id)
+            key = (turn.order, turn.oldest_version) if turn is not None else None
+            if turn is not None and turn.state is TurnState.QUEUED and key == (order, oldest_version):
                 return turn
-            heapq.heappop(self._queue)
+            heapq.heappop(queue)
+        del self._queues[oldest_version]
         return None

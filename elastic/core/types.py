@@ -216,11 +216,16 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run is to do: `steps` steps in all, of which as many are done as the trainer's weights version says."""
+    """What a run is to do: `steps` steps in all, of which as many are done as the trainer's weights version says.
+
+    A step takes `groups` groups, split into `minibatches` optimiser updates. `staleness_bound` is how many versions
+    older than the trainer's a token may be when it is trained on: 0 is synchronous training.
+    """
 
     steps: int
     groups: int
     group_size: int
     staleness_bound: int = 0
+    minibatches: int = 1
     trainer_provider: str = "trainer"
     providers: tuple[str, ...] = ()

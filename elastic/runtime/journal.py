@@ -29,6 +29,8 @@ CREATE TABLE IF NOT EXISTS moves (turn TEXT NOT NULL, attempt INTEGER NOT NULL, 
 CREATE TABLE IF NOT EXISTS trajectories (trajectory TEXT PRIMARY KEY, step INTEGER NOT NULL, group_id TEXT NOT NULL,
     started_ns INTEGER NOT NULL, ended_ns INTEGER NOT NULL, reward REAL, cause TEXT NOT NULL, turns INTEGER NOT NULL,
     policy_tokens INTEGER NOT NULL, token_ids BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS groups (t_ns INTEGER NOT NULL, group_id TEXT PRIMARY KEY, step INTEGER NOT NULL,
+    version INTEGER NOT NULL, dropped TEXT NOT NULL, body TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS steps (step INTEGER PRIMARY KEY, t_ns INTEGER NOT NULL, body TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS samples (t_ns INTEGER PRIMARY KEY, body TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS pulls (t_ns INTEGER NOT NULL, worker TEXT NOT NULL, version INTEGER NOT NULL,
@@ -37,7 +39,7 @@ CREATE TABLE IF NOT EXISTS calls (t_ns INTEGER NOT NULL, function TEXT NOT NULL,
     outcome TEXT NOT NULL, queued_s REAL NOT NULL, cold_start_s REAL NOT NULL, duration_s REAL NOT NULL,
     usd REAL NOT NULL);
 """
-_TABLES = ("turns", "moves", "trajectories", "steps", "samples", "pulls", "calls")
+_TABLES = ("turns", "moves", "trajectories", "groups", "steps", "samples", "pulls", "calls")
 _encode = msgspec.msgpack.Encoder().encode
 _decode_event = msgspec.msgpack.Decoder(e.Event).decode
 
@@ -114,6 +116,11 @@ class Journal:
 
     def trajectory(self, *row: Any) -> None:
         self._pending.append((f"INSERT OR REPLACE INTO trajectories VALUES ({_marks(10)})", row))
+
+    def group(self, t_ns: Nanoseconds, group: str, step: int, version: int, dropped: str, body: dict[str, Any]) -> None:
+        """What became of a group in `step`, the trainer being at `version`: why it was `dropped`, or trained ("")."""
+        row = (t_ns, group, step, version, dropped, _json(body))
+        self._pending.append((f"INSERT OR REPLACE INTO groups VALUES ({_marks(6)})", row))
 
     def step(self, step: int, t_ns: Nanoseconds, body: dict[str, Any]) -> None:
         self._pending.append(("INSERT OR REPLACE INTO steps VALUES (?, ?, ?)", (step, t_ns, _json(body))))

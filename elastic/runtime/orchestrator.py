@@ -7,8 +7,8 @@ workers are queued without waiting, and only providers need tasks of their own.
 import asyncio
 import secrets
 import time
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -122,7 +122,7 @@ class Orchestrator:
             c.RecordReward: lambda k: self._rollouts.record_reward(k.trajectory, k.reward, k.cause),
             c.TrainGroup: self._train_group,
             c.DropGroup: self._drop_group,
-            c.UpdateWeights: lambda k: self._to_trainer(wire.Update(k.step, k.version)),
+            c.UpdateWeights: self._update_weights,
             c.EndRun: self._end_run,
         }
         self._hearers: dict[type[Any], Callable[[WorkerId, int, Any], None]] = {
@@ -451,18 +451,31 @@ class Orchestrator:
         self._journal.call(self.now_ns(), *msgspec.structs.astuple(call))
 
     def _train_group(self, command: c.TrainGroup) -> None:
-        step, group = self.scheduler.step, command.group
-        assert step is not None
-        trajectories = [self._rollouts.finished.pop(t).data() for t in command.trajectories]
-        self._to_trainer(wire.TrainGroup(step.number, group, step.groups[group].index, trajectories))
+        episodes = [self._rollouts.finished.pop(t) for t in command.trajectories]
+        self._journal_group(command, episodes, "")
+        trajectories = [episode.data() for episode in episodes]
+        self._to_trainer(wire.TrainGroup(command.step, command.group, command.slot, trajectories))
 
     def _drop_group(self, command: c.DropGroup) -> None:
-        step = self.scheduler.step
-        assert step is not None
-        group = step.groups[command.group]
-        for trajectory in group.members:
+        self._journal_group(command, self._rollouts.episodes_of(command.trajectories), command.reason)
+        for trajectory in command.trajectories:
             self._rollouts.finished.pop(trajectory, None)
-        self._to_trainer(wire.SkipGroup(step.number, group.id, group.index, command.reason))
+        if command.slot is not None:
+            self._to_trainer(wire.SkipGroup(command.step, command.group, command.slot, command.reason))
+
+    def _journal_group(self, command: c.TrainGroup | c.DropGroup, episodes: Sequence[Episode], dropped: str) -> None:
+        """What became of a group, with the length of each member so far and the age of its tokens."""
+        version = self.scheduler.version or 0
+        ages = Counter(version - token for episode in episodes for token in episode.policy_versions())
+        lengths = [episode.policy_tokens for episode in episodes]
+        self._journal.group(
+            self.now_ns(), command.group, command.step, version, dropped, {"lengths": lengths, "tokens_by_age": ages}
+        )
+
+    def _update_weights(self, command: c.UpdateWeights) -> None:
+        for slot in command.empty_slots:
+            self._to_trainer(wire.SkipGroup(command.step, "", slot, "no group of use was left for it"))
+        self._to_trainer(wire.Update(command.step, command.version))
 
     def _to_trainer(self, message: wire.FromOrchestrator) -> None:
         trainer = self.scheduler.trainer()

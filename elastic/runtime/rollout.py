@@ -9,7 +9,8 @@ cause, and is never scored.
 import asyncio
 import contextlib
 import hashlib
-from collections.abc import AsyncIterator, Callable
+import itertools
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, field
 
 from elastic import wire
@@ -82,6 +83,10 @@ class Episode:
     def policy_tokens(self) -> int:
         return sum(self.trained)
 
+    def policy_versions(self) -> list[int]:
+        """The weights version of each token that the policy sampled."""
+        return list(itertools.compress(self.versions, self.trained))
+
     def data(self) -> wire.TrajectoryData:
         return wire.TrajectoryData(
             self.trajectory, self.token_ids, self.trained, self.logprobs, self.versions, self.reward
@@ -125,6 +130,7 @@ class Rollouts:
         self._clock_ns = clock_ns
         self._on_end = on_end
         self._scored_by_function = scored_by_function
+        self._running: dict[TrajectoryId, Episode] = {}
         self._tasks: dict[TrajectoryId, asyncio.Task[None]] = {}
 
     def start(self, trajectory: TrajectoryId, tasks: asyncio.TaskGroup) -> None:
@@ -141,6 +147,11 @@ class Rollouts:
         for task in list(self._tasks.values()):
             task.cancel()
 
+    def episodes_of(self, trajectories: Iterable[TrajectoryId]) -> list[Episode]:
+        """Those that run, as far as they have come, and those that have finished and are not taken yet."""
+        known = (self._running.get(trajectory) or self.finished.get(trajectory) for trajectory in trajectories)
+        return [episode for episode in known if episode is not None]
+
     def finish_turn(self, turn: TurnId) -> OpenTurn | None:
         """Hand the turn's tokens to its loop."""
         record = self.open_turns.pop(turn, None)
@@ -156,6 +167,7 @@ class Rollouts:
     async def _run(self, trajectory: TrajectoryId) -> None:
         step, group, _ = (int(part) for part in trajectory.split("/"))
         episode = Episode(trajectory, self._clock_ns(), stable_hash(self._seed, step, group))
+        self._running[trajectory] = episode
         try:
             async with self._environment() as environment:
                 await self._play(episode, environment)
@@ -169,6 +181,7 @@ class Rollouts:
         else:
             self._over(episode)
         finally:
+            self._running.pop(trajectory, None)
             self.open_turns.pop(f"{trajectory}/{episode.turns}", None)
 
     @contextlib.asynccontextmanager

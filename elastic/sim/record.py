@@ -24,7 +24,10 @@ class Generated:
 class Record:
     """Accepted positions by turn, attempts as they were ordered and generated, leases, rewards and trainings."""
 
-    def __init__(self) -> None:
+    def __init__(self, staleness_bound: int) -> None:
+        self.staleness_bound = staleness_bound
+        self.version = 0
+        self.oldest: dict[TrajectoryId, int] = {}
         self.accepted: dict[TurnId, int] = {}
         self.finished: set[TurnId] = set()
         self.granted: dict[LeaseId, Nanoseconds | None] = {}
@@ -69,6 +72,8 @@ class Record:
                 self.finished.add(command.turn)
             case c.TrainGroup():
                 self._trained(command)
+            case c.UpdateWeights():
+                self.version = command.version
             case c.EndRun():
                 self.run_ended = command.failed
             case _:
@@ -106,9 +111,14 @@ class Record:
             self.require(start <= chunk.start and chunk.start + chunk.count <= span.end, f"{chunk} was not generated")
             self.require(chunk.start == self.accepted.get(chunk.turn, 0), f"{chunk} leaves a gap or repeats")
             self.accepted[chunk.turn] = chunk.start + chunk.count
+            if chunk.count:
+                trajectory = chunk.turn.partition("#")[0]
+                self.oldest[trajectory] = min(chunk.version, self.oldest.get(trajectory, chunk.version))
 
     def _trained(self, command: c.TrainGroup) -> None:
         for trajectory in command.trajectories:
             self.require(trajectory not in self.trained, f"{trajectory} is trained twice")
+            staleness = self.version - self.oldest.get(trajectory, self.version)
+            self.require(staleness <= self.staleness_bound, f"{trajectory} is trained {staleness} versions late")
             self.require(math.isfinite(self.rewards.get(trajectory, math.nan)), f"{trajectory} has no reward")
             self.trained.add(trajectory)

@@ -4,7 +4,7 @@ from random import Random
 
 import msgspec
 
-from elastic.core.types import NS_PER_S, Limits, Nanoseconds, Plan, WorkerRole
+from elastic.core.types import NS_PER_S, Limits, Nanoseconds, Plan, WeightMode, WorkerRole
 
 MS = NS_PER_S // 1000
 
@@ -60,6 +60,9 @@ class WorldSettings(msgspec.Struct, frozen=True, kw_only=True):
     balancing: bool = False
     max_batch: int = 100
     hardware: bool = False
+    weight_mode: WeightMode = WeightMode.FINISH
+    dynamic_most: float = 0.0
+    """How many times the groups that are wanted dynamic sampling may launch; 0 does without it."""
     heartbeat_ns: Nanoseconds = 500 * MS
     iteration_ns: Nanoseconds = 250 * MS
     tokens_per_iteration: int = 2
@@ -72,7 +75,7 @@ class WorldSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_turns: int = 3
     max_new_tokens: int = 24
     fault_span_ns: Nanoseconds = 15 * NS_PER_S
-    liveness_ns: Nanoseconds = 300 * NS_PER_S
+    liveness_ns: Nanoseconds = 1500 * NS_PER_S
     """How long after the last fault the run may take to its end."""
 
 
@@ -93,9 +96,11 @@ def draw_settings(rng: Random) -> WorldSettings:
     providers = tuple(provider for provider in (spot, serving, reserved) if rng.random() < 0.7)
     return WorldSettings(
         plan=Plan(
-            steps=rng.randint(1, 3),
-            groups=rng.randint(1, 4),
+            steps=rng.randint(1, 4),
+            groups=(groups := rng.randint(1, 4)),
             group_size=rng.randint(2, 3),
+            staleness_bound=rng.choice((0, 0, 1, 1, 2, 3)),
+            minibatches=rng.randint(1, groups),
             providers=tuple(provider.name for provider in providers),
         ),
         providers=providers,
@@ -111,4 +116,6 @@ def draw_settings(rng: Random) -> WorldSettings:
         tokens_per_iteration=rng.randint(1, 3),
         fault_span_ns=rng.randint(4, 20) * NS_PER_S,
         rewards_on_functions=rng.random() < 0.5,
+        weight_mode=rng.choice(list(WeightMode)),
+        dynamic_most=rng.choice((0.0, 0.0, 2.0, 5.0)),
     )

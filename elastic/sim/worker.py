@@ -17,6 +17,7 @@ from elastic.core.types import (
     Nanoseconds,
     Progress,
     TurnId,
+    WeightMode,
     WorkerId,
     WorkerRole,
 )
@@ -84,6 +85,9 @@ class SimulatedWorker:
         self._pressed_until_ns: Nanoseconds = 0
         self._slowness = 1
         self._turns: dict[TurnId, Attempt] = {}
+        self._held: dict[TurnId, Attempt] = {}
+        """Turns that begin under the weights that wait for the running ones to finish."""
+        self._applying: c.LoadWeights | None = None
         self._loading: int | None = None
         self._progress = 0
         self._decoded = 0
@@ -232,6 +236,8 @@ class SimulatedWorker:
         if not self.asleep and self._turns and self._world.loop.now_ns >= self._hung_until_ns:
             self._progress += 1
             self._flush(settings.tokens_per_iteration, most=settings.max_batch)
+        if self._applying is not None and not self._turns:
+            self._apply(self._applying)
         if self._draining and not self._turns:
             self._say_goodbye()
         self._world.loop.after(settings.iteration_ns * self._slowness, lambda: self._act(self._iterate))
@@ -244,6 +250,8 @@ class SimulatedWorker:
         most: int | None = None,
     ) -> None:
         """Up to `tokens` more of the (`most` first) turns, in one frame; with `ending` that is all that comes."""
+        if ending is not None:
+            self._begin_held()
         chunks = [
             self._chunk(turn, attempt, tokens, ending)
             for turn, attempt in list(self._turns.items())[:most]
@@ -267,13 +275,18 @@ class SimulatedWorker:
         assert self.version is not None
         return Progress(turn, attempt.attempt, start, count, self.version, ending)
 
+    def _begin_held(self) -> None:
+        self._turns |= self._held
+        self._held.clear()
+
     def _give_all_up(self) -> None:
         self._account()
         self._flush(0, FinishReason.STALLED)
 
     def _start_turn(self, command: c.StartTurn) -> None:
         self._account()
-        self._turns[command.turn] = Attempt(command.attempt, command.start)
+        held = self._held if self._applying is not None else self._turns
+        held[command.turn] = Attempt(command.attempt, command.start)
         if self._world.loop.now_ns < self._pressed_until_ns:
             self._flush(0, FinishReason.STALLED, only=command.turn)
 
@@ -296,9 +309,16 @@ class SimulatedWorker:
         if self._world.rng.random() < self._world.mishaps.load_failed:
             self._say(e.WeightsFailed(worker=self.id, epoch=self._epoch, version=command.version, reason="simulated"))
         else:
-            self._flush(0, FinishReason.ABORTED)
-            self.version = command.version
-            self._say(e.WeightsApplied(worker=self.id, epoch=self._epoch, version=command.version))
+            self._applying = command
+            if self._world.settings.weight_mode is not WeightMode.FINISH or not self._turns:
+                self._apply(command)
+
+    def _apply(self, command: c.LoadWeights) -> None:
+        """Running turns go on, under the new version from here on."""
+        self._applying = None
+        self.version = command.version
+        self._begin_held()
+        self._say(e.WeightsApplied(worker=self.id, epoch=self._epoch, version=command.version))
 
     def _sleep(self, _: c.SleepWorker) -> None:
         self._account()

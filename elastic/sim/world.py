@@ -29,6 +29,7 @@ from elastic.sim.worker import SimulatedWorker
 from policies.balancing import ContinuousBalancing
 from policies.provisioning import MarginalValue, TakeWhatIsOffered
 from policies.routing import AffinityRouting
+from policies.sampling import DynamicSampling, FixedBatch
 from policies.seeding import AdaptiveWindow, FixedWindow
 from policies.selection import NonZeroVariance
 from policies.succession import EarlySuccessor
@@ -72,6 +73,7 @@ def policies(settings: WorldSettings) -> Policies:
         provisioning=MarginalValue() if settings.marginal_provisioning else TakeWhatIsOffered(),
         selection=NonZeroVariance(),
         succession=EarlySuccessor(),
+        sampling=DynamicSampling(settings.dynamic_most) if settings.dynamic_most else FixedBatch(),
     )
 
 
@@ -112,7 +114,7 @@ class World:
         self.loop = EventLoop()
         self.rng = Random(f"{seed}/world")
         self.scheduler = Scheduler(settings.plan, settings.limits, policies(settings), 0)
-        self.record = Record()
+        self.record = Record(settings.plan.staleness_bound)
         self.rollouts = SimulatedRollouts(self)
         self.workers: dict[WorkerId, SimulatedWorker] = {}
         self.providers = {p.name: SimulatedProvider(self, p) for p in (TRAINER, *settings.providers)}

@@ -30,8 +30,12 @@ K = TypeVar("K", bound=c.Command)
 class Desk:
     """Drives one scheduler. Times are seconds since the run began; `out` holds the last event's commands."""
 
-    def __init__(self, *, balancing: bool = False, **plan: int) -> None:
-        settings = WorldSettings(plan=Plan(**({"steps": 1, "groups": 1, "group_size": 2} | plan)), balancing=balancing)
+    def __init__(self, *, balancing: bool = False, dynamic_most: float = 0.0, **plan: int) -> None:
+        settings = WorldSettings(
+            plan=Plan(**({"steps": 1, "groups": 1, "group_size": 2} | plan)),
+            balancing=balancing,
+            dynamic_most=dynamic_most,
+        )
         self.scheduler = Scheduler(settings.plan, SMALL_LIMITS, policies(settings), 0)
         self.now_s = 0.0
         self.out: list[c.Command] = []

@@ -31,7 +31,8 @@ class Monkey:
 
     def __init__(self, seed: int) -> None:
         self.rng = Random(seed)
-        settings = WorldSettings(plan=Plan(steps=3, groups=2, group_size=2, staleness_bound=seed % 2))
+        plan = Plan(steps=3, groups=2, group_size=2, staleness_bound=seed % 3)
+        settings = WorldSettings(plan=plan, dynamic_most=seed % 2 * 3.0)
         self.scheduler = Scheduler(settings.plan, SMALL_LIMITS, policies(settings), 0)
         self.orders: list[c.Command] = []
         self.said: list[e.Event] = [
@@ -87,7 +88,7 @@ class Monkey:
                 chunk = Progress(turn.id, turn.attempt, turn.accepted, count, self.scheduler.version or 0, finish)
                 self.tell(e.TokensReceived(worker=worker.id, epoch=worker.epoch, chunks=(chunk,)))
         step = self.scheduler.step
-        for group in step.groups.values() if step else ():
+        for group in list(step.groups.values()) if step else ():
             for trajectory in group.unfinished:
                 if self.rng.random() < 0.3:
                     turn_id = f"{trajectory}#{self.rng.randint(0, 3)}"

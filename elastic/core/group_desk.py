@@ -1,0 +1,170 @@
+"""Groups of trajectories: launched as far ahead as the staleness bound allows, finished, dropped or handed on.
+
+Source: ROSE §4.2 (workflow of a step), §6 (dynamic sampling); RollArt mechanism 2 (asynchrony); DESIGN §5, 4.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from elastic.core import commands as c
+from elastic.core import events as e
+from elastic.core.policy import BatchView
+from elastic.core.reward_desk import RewardDesk
+from elastic.core.run_state import RunState
+from elastic.core.steps import Group, Step, Taking
+from elastic.core.turn_desk import TurnDesk
+from elastic.core.types import GroupState, TrajectoryId
+
+MIN_GROUP_SIZE = 2
+"""An advantage is relative to the rest of the group; one trajectory alone has none (GRPO)."""
+
+
+class GroupDesk:
+    def __init__(self, run: RunState, turns: TurnDesk, rewards: RewardDesk) -> None:
+        self._run = run
+        self._turns = turns
+        self._rewards = rewards
+        self.handlers: Mapping[type[e.Event], Callable[[Any], None]] = {
+            e.TurnRequested: self._on_turn_requested,
+            e.TrajectoryFinished: self._on_trajectory_finished,
+            e.TrajectoryFailed: self._on_trajectory_failed,
+            e.RewardRequested: self._on_reward_requested,
+        }
+        self.due: Mapping[str, Callable[[str], None]] = {}
+
+    # Trajectories
+
+    def _member(self, trajectory: TrajectoryId) -> tuple[Step, Group] | None:
+        """The step and group of a trajectory that may still go on."""
+        step = self._run.step
+        group = step.group_of(trajectory) if step else None
+        if step is None or group is None or group.state is not GroupState.RUNNING:
+            return None
+        return (step, group) if group.members[trajectory] is None else None
+
+    def _on_turn_requested(self, event: e.TurnRequested) -> None:
+        member = self._member(event.trajectory)
+        if member is None or not self._run.active:
+            self._run.out.append(c.CancelTrajectory(trajectory=event.trajectory, cause="it is over"))
+        elif event.trajectory not in self._rewards.scorings:
+            _, group = member
+            self._turns.request(event, max(group.version_floor, self._run.oldest_version))
+
+    def _on_trajectory_finished(self, event: e.TrajectoryFinished) -> None:
+        reward = float(event.reward)
+        self._end_trajectory(event.trajectory, reward if math.isfinite(reward) else f"reward was {reward}")
+
+    def _on_trajectory_failed(self, event: e.TrajectoryFailed) -> None:
+        self._end_trajectory(event.trajectory, event.cause or "unknown cause")
+
+    def _on_reward_requested(self, event: e.RewardRequested) -> None:
+        member = self._member(event.trajectory)
+        if member is not None and self._run.active:
+            self._end_turns(member[1], event.trajectory, "the trajectory is being scored")
+            self._rewards.request(event.trajectory)
+
+    def take_rewards(self) -> None:
+        """End the trajectories of which it is known by now what scoring them has come to."""
+        for trajectory, outcome in self._rewards.take_outcomes():
+            self._end_trajectory(trajectory, outcome)
+
+    def _end_trajectory(self, trajectory: TrajectoryId, outcome: float | str) -> None:
+        member = self._member(trajectory)
+        if member is None:
+            return
+        step, group = member
+        self._end_turns(group, trajectory, "the trajectory ended")
+        self._rewards.forget(trajectory)
+        group.members[trajectory] = outcome
+        if not group.unfinished:
+            self._complete(step, group)
+
+    def _end_turns(self, group: Group, trajectory: TrajectoryId, cause: str) -> None:
+        group.note_token(self._run.turns.oldest_token(trajectory))
+        self._turns.cancel(trajectory, cause)
+
+    # Groups
+
+    def launch(self, step: Step) -> None:
+        """Launch what the sampling policy wants: for this step, and for those that may already begin.
+
+        Were groups taken in launch order, each would be trained on at the version that its place in the order
+        says; its tokens may be as much older than that as the bound allows.
+        """
+        run = self._run
+        ahead = min(run.plan.staleness_bound, run.plan.steps - 1 - step.number)
+        running = step.count(GroupState.RUNNING)
+        view = BatchView(
+            wanted=(1 + ahead) * step.size,
+            launched=step.launched,
+            running=running,
+            finished=step.finished,
+            rejected=step.rejected,
+        )
+        in_order = running + step.finished + step.rejected
+        for place in range(in_order, in_order + run.policies.sampling.launches(view, run.history)):
+            trained_at = step.version + place // step.size
+            floor = min(step.version, trained_at - run.plan.staleness_bound)
+            group = step.launch(run.plan.group_size, floor)
+            run.out.append(
+                c.StartGroup(step=step.number, group=group.id, index=group.index, trajectories=tuple(group.members))
+            )
+
+    def _complete(self, step: Step, group: Group) -> None:
+        """All its members have ended: it is worth training on, or others may have to make up for it."""
+        reason = self._why_of_no_use(group)
+        if reason is not None:
+            step.reject(group, self._run.now_ns, reason)
+            self._tell_dropped(step, group)
+        else:
+            step.move(group, GroupState.READY, self._run.now_ns, "all members finished")
+        self.launch(step)
+
+    def _why_of_no_use(self, group: Group) -> str | None:
+        rewards = list(group.finished.values())
+        if len(rewards) < MIN_GROUP_SIZE:
+            return f"infrastructure: {'; '.join(group.failures)}"
+        return self._run.policies.selection.drop_reason(rewards)
+
+    def drop_stale(self, step: Step) -> None:
+        """Drop what can no longer be trained on within the bound, whatever version it began with (invariant 4)."""
+        oldest_version = self._run.oldest_version
+        self._run.turns.require(oldest_version)
+        for group in step.in_play():
+            oldest = self._oldest_token(group)
+            if oldest is not None and oldest < oldest_version:
+                self.drop(step, group, f"stale: tokens of version {oldest}, the trainer is at {step.version}")
+
+    def _oldest_token(self, group: Group) -> int | None:
+        tokens = [self._run.turns.oldest_token(trajectory) for trajectory in group.unfinished]
+        return min((version for version in (group.oldest_token, *tokens) if version is not None), default=None)
+
+    def drop_surplus(self, step: Step) -> None:
+        """The batch is complete; in synchronous training no later step may have what is left."""
+        if step.taking is Taking.FIRST_OF_USE and self._run.plan.staleness_bound == 0:
+            self.drop_all(step, step.surplus(), "surplus: the step has its groups")
+
+    def drop_all(self, step: Step, groups: list[Group], reason: str) -> None:
+        for group in groups:
+            self.drop(step, group, reason)
+
+    def drop(self, step: Step, group: Group, reason: str) -> None:
+        """Drop a group that is not to be trained on, with all that still runs for it."""
+        step.drop(group, self._run.now_ns, reason)
+        self._tell_dropped(step, group)
+        for trajectory in group.unfinished:
+            self._end_turns(group, trajectory, reason)
+            self._rewards.forget(trajectory)
+            self._run.out.append(c.CancelTrajectory(trajectory=trajectory, cause=reason))
+
+    def _tell_dropped(self, step: Step, group: Group) -> None:
+        self._run.out.append(
+            c.DropGroup(
+                group=group.id,
+                trajectories=tuple(group.members),
+                step=step.number,
+                slot=group.slot,
+                reason=group.drop_reason,
+            )
+        )
