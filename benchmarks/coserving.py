@@ -229,8 +229,6 @@ class Outcome:
     rollout_tokens: int
     given_back: int
     statistics: Any
-    peak_pages: int = 0
-    reclaims_ns: tuple[int, ...] = ()
 
 
 @dataclass
@@ -249,7 +247,7 @@ class Bench:
         import torch
 
         from elastic.config import EngineConfig
-        from elastic.engine.coserving.halves import ModelSpec
+        from elastic.engine.coserving.spec import ModelSpec
         from elastic.model.checkpoint import model_tensors
         from elastic.model.config import Qwen3Config
         from elastic.model.qwen3 import Qwen3
@@ -340,8 +338,9 @@ class Bench:
     async def _device(self, setting: Setting, pages: int) -> AsyncIterator[tuple[Any, str]]:
         import uvicorn
 
-        from elastic.engine.coserving.executor import SPARE_PAGES, CoServing
+        from elastic.engine.coserving.executor import CoServing
         from elastic.engine.coserving.front import ModelCard, ServingFront
+        from elastic.engine.coserving.memory import SPARE_PAGES
         from elastic.engine.kv.slab import SlabBackend
 
         executor = CoServing(

@@ -21,9 +21,10 @@ from elastic import wire
 from elastic.config import ConfigError, EngineConfig, validate
 from elastic.core.types import NS_PER_S
 from elastic.engine.base import GenerateRequest, RolloutEngine
-from elastic.engine.coserving.executor import SPARE_PAGES, CoServing
+from elastic.engine.coserving.executor import CoServing
 from elastic.engine.coserving.front import FrontError, ModelCard, ServingFront
-from elastic.engine.coserving.halves import ModelSpec
+from elastic.engine.coserving.memory import SPARE_PAGES
+from elastic.engine.coserving.spec import ModelSpec
 from elastic.engine.kv.slab import SlabBackend
 from elastic.model.checkpoint import CheckpointError, model_tensors, read_config, read_tensors
 from elastic.model.config import Qwen3Config

@@ -11,8 +11,10 @@ from elastic.config import EngineConfig
 from elastic.core.types import WeightMode
 from elastic.engine import create_engine
 from elastic.engine.base import GenerateRequest, RolloutEngine, TokenChunk
-from elastic.engine.coserving.executor import SPARE_PAGES, CoServing
-from elastic.engine.coserving.halves import ModelSpec, RolloutHalf
+from elastic.engine.coserving.executor import CoServing
+from elastic.engine.coserving.memory import SPARE_PAGES
+from elastic.engine.coserving.rollout import RolloutHalf
+from elastic.engine.coserving.spec import ModelSpec
 from elastic.engine.kv.slab import SlabBackend
 from elastic.model.checkpoint import model_tensors
 from elastic.model.config import Qwen3Config

@@ -10,7 +10,6 @@ import os
 import threading
 import time
 import traceback
-from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -20,16 +19,16 @@ import torch
 
 from elastic.core.types import NS_PER_S, Account, Nanoseconds, WeightMode
 from elastic.engine.base import ChunkSink
-from elastic.engine.coserving.halves import Half, Lending, ModelSpec, RolloutHalf, ServingHalf, Step
+from elastic.engine.coserving.half import Half, Step
+from elastic.engine.coserving.memory import SharedMemory
+from elastic.engine.coserving.rollout import RolloutHalf
+from elastic.engine.coserving.serving import ServingHalf
+from elastic.engine.coserving.spec import ModelSpec
 from elastic.engine.coserving.swapping import Swapping
-from elastic.engine.kv import PageBackend, PagePool
+from elastic.engine.kv import PageBackend
 from policies.coexecution import AdmissionPolicy
 from policies.kvmemory import Budget, MemoryPolicy
 
-SPARE_PAGES = 2
-"""One for each model's padding; they are never lent."""
-SAMPLE_EVERY_NS = NS_PER_S // 10
-SAMPLES_KEPT = 600
 STOP_TIMEOUT_S = 10.0
 
 _log = structlog.get_logger(__name__)
@@ -70,22 +69,13 @@ class CoServing:
     ) -> None:
         """`profiles`: directory of cost profiles; `cpu`: the core that the thread is bound to; `swapping`: only one
         model at a time has its weights on the device (the stop-and-reload baseline)."""
-        if backend.total <= SPARE_PAGES:
-            raise ValueError(f"a device of {backend.total} pages is too small: at least {SPARE_PAGES + 1} are needed")
         self._admission = admission
-        self._memory = memory
+        self._memory = SharedMemory(backend, memory)
         self._stall_timeout_ns = stall_timeout_ns
         self._profiles = profiles
         self._cpu = cpu
         self._swapping = swapping
         self._changed = threading.Condition()
-        self._pages = PagePool(backend)
-        self._usable = self._pages.total - SPARE_PAGES
-        self._budget = memory.begin_step(self._usable, ())
-        self._recent: deque[int] = deque(maxlen=SAMPLES_KEPT)
-        self._sampled_ns = 0
-        self._serving_peak = 0
-        self._reclaims_ns: deque[Nanoseconds] = deque(maxlen=10_000)
         self._rollout_failures = 0
         self._busy_ns = {"serving": 0, "rollout": 0}
         self._longest_rollout_ns = 0
@@ -95,11 +85,9 @@ class CoServing:
         self._closed = False
         self._thread: threading.Thread | None = None
         self._rollout: RolloutHalf | None = None
-        # Serving's KV is of no use once its request is over: prompts of different users share nothing.
-        self._serving = ServingHalf(
-            serving, self._pages, Lending(self._serving_growth, self._make_room, lease_ns=0), self._changed
-        )
-        self._refuse_too_small(self._serving, self._budget.serving_pages)
+        self._serving = ServingHalf(serving, self._memory.pages, self._memory.serving_lending(), self._changed)
+        self._memory.serving = self._serving
+        self._refuse_too_small(self._serving, self._memory.budget.serving_pages)
 
     @property
     def serving(self) -> ServingHalf:
@@ -133,24 +121,23 @@ class CoServing:
                 raise RuntimeError("the executor is not running")
             if self._rollout is not None:
                 raise RuntimeError("the device is lent to another run")
-            lending = Lending(self._rollout_growth, lambda pages: None, self._memory.lease_ns)
             rollout = RolloutHalf(
                 spec,
-                self._pages,
-                lending,
+                self._memory.pages,
+                self._memory.rollout_lending(),
                 self._changed,
                 self._stall_timeout_ns,
-                lambda: self._budget.pages,
+                lambda: self._memory.budget.pages,
                 self.begin_step,
             )
             try:
                 # Less than a whole turn's worth may be left for a while, but more must be possible.
-                self._refuse_too_small(rollout, self._memory.begin_step(self._usable, ()).pages)
+                self._refuse_too_small(rollout, self._memory.most_rollout_pages)
             except ValueError:
                 rollout.retire()
                 raise
             rollout.drive(self._thread)
-            self._rollout = rollout
+            self._rollout = self._memory.rollout = rollout
             self.begin_step()
             return rollout
 
@@ -160,28 +147,27 @@ class CoServing:
         if needed > most_pages:
             raise ValueError(
                 f"the {half.kind} model does not fit: {tokens} tokens of KV need {needed} pages of "
-                f"{self._pages.page_bytes} bytes, and it may have {most_pages} of {self._usable}"
+                f"{self._memory.pages.page_bytes} bytes, and it may have {most_pages} of {self._memory.usable}"
             )
 
     def begin_step(self) -> None:
         """A new step of the run: the rollout budget is derived anew from serving's recent use."""
         with self._changed:
-            self._budget = self._memory.begin_step(self._usable, tuple(self._recent))
-            self._recent.clear()
+            self._memory.begin_step()
 
     def statistics(self) -> CoServingStatistics:
         with self._changed:
-            rollout = self._rollout
+            rollout, memory = self._rollout, self._memory
             return CoServingStatistics(
-                budget=self._budget,
-                serving_pages=self._serving.pool.pages,
-                rollout_pages=rollout.pool.pages if rollout else 0,
-                free_pages=self._pages.free,
-                total_pages=self._usable,
-                serving_peak_pages=self._serving_peak,
+                budget=memory.budget,
+                serving_pages=memory.serving_pages,
+                rollout_pages=memory.rollout_pages,
+                free_pages=memory.pages.free,
+                total_pages=memory.usable,
+                serving_peak_pages=memory.serving_peak,
                 serving_busy_ns=self._busy_ns["serving"],
                 rollout_busy_ns=self._busy_ns["rollout"],
-                reclaims_ns=tuple(self._reclaims_ns),
+                reclaims_ns=tuple(memory.reclaims_ns),
                 turns_aborted=rollout.aborted_by_pressure if rollout else 0,
                 turns_stalled=rollout.stalled if rollout else 0,
                 rollout_failures=self._rollout_failures,
@@ -213,7 +199,7 @@ class CoServing:
             _log.critical("the co-serving executor failed", trace=traceback.format_exc())
             self._end_all("the co-serving executor failed")
         finally:
-            self._pages.backend.close()
+            self._memory.pages.backend.close()
 
     def _next_step(self) -> Step | None:
         """Wait until there is something to do, and say what; None at the end."""
@@ -225,7 +211,7 @@ class CoServing:
                 if self._closed:
                     return None
                 now_ns = time.monotonic_ns()
-                self._share_memory(now_ns)
+                self._memory.share(now_ns)
                 if (step := self._decide(now_ns)) is not None:
                     return step
                 for half in self._halves():
@@ -275,7 +261,7 @@ class CoServing:
             return step
         if rollout.closed:
             rollout.retire()
-            self._rollout = None
+            self._rollout = self._memory.rollout = None
         return None
 
     def _timed(self, which: str, step: Step) -> Step:
@@ -300,46 +286,6 @@ class CoServing:
                 self._activation_s, self._activating_ns = self._activating_ns / NS_PER_S, 0
 
         return run
-
-    # Memory.
-
-    def _serving_growth(self) -> int:
-        limit = self._budget.serving_pages - self._serving.pool.pages
-        lent = self._rollout.pool.pages if self._rollout is not None else 0
-        return min(limit, self._pages.free + lent - self._spare_left())
-
-    def _rollout_growth(self) -> int:
-        assert self._rollout is not None
-        unreserved = self._pages.free - self._spare_left() - self._budget.reserve_pages
-        return min(self._budget.pages - self._rollout.pool.pages, unreserved)
-
-    def _spare_left(self) -> int:
-        """The spare page of a rollout model that is yet to come."""
-        return 0 if self._rollout is not None else 1
-
-    def _make_room(self, pages: int) -> None:
-        """Serving is about to map so many pages."""
-        if pages > self._pages.free - self._spare_left():
-            self._observe(pages)
-
-    def _share_memory(self, now_ns: Nanoseconds) -> None:
-        self._serving.pool.trim()
-        if self._rollout is not None:
-            self._rollout.pool.expire()
-            self._rollout.pool.trim()
-        serving_pages = self._serving.pool.pages
-        self._serving_peak = max(self._serving_peak, serving_pages)
-        if now_ns - self._sampled_ns >= SAMPLE_EVERY_NS:
-            self._sampled_ns = now_ns
-            self._recent.append(serving_pages)
-        self._observe(0)
-
-    def _observe(self, needed_pages: int) -> None:
-        started_ns = time.monotonic_ns()
-        self._budget = self._memory.observe(self._budget, self._usable, self._serving.pool.pages, needed_pages)
-        if self._rollout is not None and self._rollout.pool.pages > self._budget.pages:
-            self._rollout.give_back(self._budget.pages)
-            self._reclaims_ns.append(time.monotonic_ns() - started_ns)
 
     # Faults.
 

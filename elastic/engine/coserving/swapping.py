@@ -8,7 +8,9 @@ style of ServerlessLLM.
 import time
 
 from elastic.core.types import NS_PER_S, Nanoseconds
-from elastic.engine.coserving.halves import Half, RolloutHalf, ServingHalf, Step
+from elastic.engine.coserving.half import Half, Step
+from elastic.engine.coserving.rollout import RolloutHalf
+from elastic.engine.coserving.serving import ServingHalf
 
 
 class Swapping:

@@ -9,8 +9,10 @@ import torch
 from elastic.config import EngineConfig
 from elastic.core.types import WeightMode
 from elastic.engine.base import TokenChunk
-from elastic.engine.coserving.executor import SPARE_PAGES, CoServing
-from elastic.engine.coserving.halves import ModelSpec, RolloutHalf
+from elastic.engine.coserving.executor import CoServing
+from elastic.engine.coserving.memory import SPARE_PAGES
+from elastic.engine.coserving.rollout import RolloutHalf
+from elastic.engine.coserving.spec import ModelSpec
 from elastic.engine.kv.slab import SlabBackend
 from elastic.model.checkpoint import model_tensors
 from elastic.model.config import Qwen3Config
@@ -81,7 +83,7 @@ class Device:
         """No page or block is lost or in two places, and the halves stay within their budget."""
         executor = self.executor
         with executor._changed:
-            executor._pages.check()
+            executor._memory.pages.check()
             for half in executor._halves():
                 half.pool.check()
             statistics = executor.statistics()

@@ -171,7 +171,8 @@ def test_credits_follow_the_budget(make_device):
     rollout = device.lend(max_batch=16, max_pending=4)
     layout = rollout.layout
     assert rollout.statistics().capacity_turns == min(20, 40 * layout.layer_slots // 256)
-    device.executor._budget = PreemptiveMemory().observe(device.executor._budget, 40, 12, 0)
+    memory = device.executor._memory
+    memory.budget = PreemptiveMemory().observe(memory.budget, 40, 12, 0)
     assert rollout.statistics().capacity_turns == 20 * layout.layer_slots // 256
 
 

@@ -9,9 +9,10 @@ import httpx
 import pytest
 import uvicorn
 
-from elastic.engine.coserving.executor import SPARE_PAGES, CoServing
+from elastic.engine.coserving.executor import CoServing
 from elastic.engine.coserving.front import ModelCard, ServingFront
 from elastic.engine.coserving.load import Targets, replay, report, table
+from elastic.engine.coserving.memory import SPARE_PAGES
 from elastic.engine.kv.slab import SlabBackend
 from policies.coexecution import NoAdmission
 from policies.kvmemory import PreemptiveMemory

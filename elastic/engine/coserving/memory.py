@@ -1,0 +1,107 @@
+"""The shared KV memory: one pool, the memory policy's budget, and who has to make room for whom."""
+
+import time
+from collections import deque
+from typing import Protocol
+
+from elastic.core.types import NS_PER_S, Nanoseconds
+from elastic.engine.coserving.blocks import LeasedBlocks
+from elastic.engine.coserving.spec import Lending
+from elastic.engine.kv import PageBackend, PagePool
+from policies.kvmemory import MemoryPolicy
+
+SPARE_PAGES = 2
+"""One for each model's padding; they are never lent."""
+SAMPLE_EVERY_NS = NS_PER_S // 10
+SAMPLES_KEPT = 600
+
+
+class Holder(Protocol):
+    """A half, as far as its memory goes."""
+
+    pool: LeasedBlocks
+
+
+class Borrower(Holder, Protocol):
+    def give_back(self, most_pages: int) -> None:
+        """Hold at most so many pages, at once."""
+        ...
+
+
+class SharedMemory:
+    """Used by the executor's thread, or under its lock. `serving` is set once, `rollout` while there is one."""
+
+    def __init__(self, backend: PageBackend, policy: MemoryPolicy) -> None:
+        if backend.total <= SPARE_PAGES:
+            raise ValueError(f"a device of {backend.total} pages is too small: at least {SPARE_PAGES + 1} are needed")
+        self.pages = PagePool(backend)
+        self.usable = backend.total - SPARE_PAGES
+        self.serving: Holder | None = None
+        self.rollout: Borrower | None = None
+        self.serving_peak = 0
+        self.reclaims_ns: deque[Nanoseconds] = deque(maxlen=10_000)
+        self._policy = policy
+        self._recent: deque[int] = deque(maxlen=SAMPLES_KEPT)
+        self._sampled_ns = 0
+        self.budget = policy.begin_step(self.usable, ())
+
+    @property
+    def most_rollout_pages(self) -> int:
+        """What rollouts may have while serving needs nothing."""
+        return self._policy.begin_step(self.usable, ()).pages
+
+    @property
+    def serving_pages(self) -> int:
+        return self.serving.pool.pages if self.serving is not None else 0
+
+    @property
+    def rollout_pages(self) -> int:
+        return self.rollout.pool.pages if self.rollout is not None else 0
+
+    def serving_lending(self) -> Lending:
+        # Serving's KV is of no use once its request is over: prompts of different users share nothing.
+        return Lending(self._serving_growth, self._make_room, lease_ns=0)
+
+    def rollout_lending(self) -> Lending:
+        return Lending(self._rollout_growth, lambda pages: None, self._policy.lease_ns)
+
+    def begin_step(self) -> None:
+        """The budget of a new step, from serving's use since the last."""
+        self.budget = self._policy.begin_step(self.usable, tuple(self._recent))
+        self._recent.clear()
+
+    def share(self, now_ns: Nanoseconds) -> None:
+        """Take back what nobody uses, look at serving's use, and let the policy act on it."""
+        if self.serving is not None:
+            self.serving.pool.trim()
+        if self.rollout is not None:
+            self.rollout.pool.expire()
+            self.rollout.pool.trim()
+        self.serving_peak = max(self.serving_peak, self.serving_pages)
+        if now_ns - self._sampled_ns >= SAMPLE_EVERY_NS:
+            self._sampled_ns = now_ns
+            self._recent.append(self.serving_pages)
+        self._observe(0)
+
+    def _serving_growth(self) -> int:
+        return min(self.budget.serving_pages - self.serving_pages, self._free + self.rollout_pages)
+
+    def _rollout_growth(self) -> int:
+        return min(self.budget.pages - self.rollout_pages, self._free - self.budget.reserve_pages)
+
+    @property
+    def _free(self) -> int:
+        """Free pages, but for the spare one of a rollout model that is yet to come."""
+        return self.pages.free - (self.rollout is None)
+
+    def _make_room(self, pages: int) -> None:
+        """Serving is about to map so many pages."""
+        if pages > self._free:
+            self._observe(pages)
+
+    def _observe(self, needed_pages: int) -> None:
+        started_ns = time.monotonic_ns()
+        self.budget = self._policy.observe(self.budget, self.usable, self.serving_pages, needed_pages)
+        if self.rollout is not None and self.rollout_pages > self.budget.pages:
+            self.rollout.give_back(self.budget.pages)
+            self.reclaims_ns.append(time.monotonic_ns() - started_ns)

@@ -1,0 +1,145 @@
+"""The rollout half of a shared device."""
+
+import threading
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from elastic.core.types import FinishReason, Nanoseconds
+from elastic.engine.base import EngineStatistics
+from elastic.engine.coserving.half import Half, Iteration, Loading, decodes, shape_of
+from elastic.engine.coserving.profile import CostModel, Prefill, Shape
+from elastic.engine.coserving.spec import Lending, ModelSpec
+from elastic.engine.kv import PagePool
+from elastic.engine.torch.engine import CLOSE_TIMEOUT_S
+
+SMALLEST_CHUNK = 16
+"""Rollout prefill is not cut into pieces that are mostly overhead."""
+
+
+class RolloutHalf(Half):
+    """The rollout model's engine: `RolloutEngine` for the ordinary worker agent.
+
+    Turns that lose their memory end with ABORTED, turns that make no progress for `stall_timeout_ns` with
+    STALLED; the scheduler routes both again. Its credits follow the memory budget.
+    """
+
+    kind = "rollout"
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        pool: PagePool,
+        lending: Lending,
+        changed: threading.Condition,
+        stall_timeout_ns: Nanoseconds,
+        budget_pages: Callable[[], int],
+        on_version: Callable[[], None],
+    ) -> None:
+        super().__init__(spec, pool, lending, changed)
+        self._stall_timeout_ns = stall_timeout_ns
+        self._budget_pages = budget_pages
+        self._on_version = on_version
+        self._progress_ns: dict[str, Nanoseconds] = {}
+        self.aborted_by_pressure = 0
+        self.stalled = 0
+
+    def close(self) -> None:
+        """End every live request with ABORTED, and give the device back. Safe to call twice."""
+        self.end()
+        if threading.current_thread() is not self._thread:
+            with self._changed:
+                self._changed.wait_for(lambda: self._retired, CLOSE_TIMEOUT_S)
+
+    def statistics(self) -> EngineStatistics:
+        with self._changed:
+            known = super().statistics()
+            tokens = self._budget_pages() * self.layout.layer_slots
+            credits = min(known.capacity_turns, tokens // self._settings.max_context_tokens)
+            blocks = self._budget_pages() * self.layout.blocks_per_page
+            return msgspec.structs.replace(
+                known, capacity_turns=credits, kv_blocks_total=max(blocks, known.kv_blocks_used)
+            )
+
+    def next_iteration(self, allowance_ns: Nanoseconds, serving_rests: bool) -> Iteration | None:
+        """The largest iteration that is profiled to take no longer than `allowance_ns`.
+
+        While serving rests the smallest one there is may run in any case: a profile that is too gloomy could
+        otherwise never be put right.
+        """
+        if allowance_ns <= 0 or not (self.active and self._cost and self.has_work) or self._asleep:
+            return None
+        chunk = self._affordable_chunk(allowance_ns, self._cost)
+        if chunk is None:
+            if not serving_rests:
+                return None
+            chunk = 0 if any(map(decodes, self._scheduler.running)) else SMALLEST_CHUNK
+        work = self._scheduler.plan_chunk(not self._orders, chunk)
+        return Iteration(work, shape_of(work)) if work else None
+
+    def end_stalled(self, now_ns: Nanoseconds) -> None:
+        """Give up turns that got nothing for too long. Waiting for a place in the batch, for weights or for other
+        turns to end before new weights is no stall: nobody else would be quicker."""
+        if not self.active or self._cost is None or self._orders or self._asleep:
+            self._progress_ns.clear()
+            return
+        full = len(self._scheduler.running) >= self._settings.max_batch
+        for sequence in list(self._scheduler):
+            request = sequence.request
+            if full and sequence not in self._scheduler.running:
+                self._progress_ns[request.request_id] = now_ns
+            waited_ns = now_ns - self._progress_ns.setdefault(request.request_id, now_ns)
+            if waited_ns > self._stall_timeout_ns:
+                self.stalled += 1
+                why = f"no progress for {waited_ns / 1e9:.1f} s: serving holds the device"
+                self._outbox.append(self._end(request, FinishReason.STALLED, why))
+
+    def give_back(self, most_pages: int) -> None:
+        """Hold at most so many pages: cached ones go first, then the newest turns, whole."""
+        self.pool.trim()
+        self._drop_cached(most_pages)
+        while self.pool.pages > most_pages and self._scheduler.running:
+            newest = self._scheduler.running[-1]
+            self._outbox.append(self._end(newest.request, FinishReason.ABORTED, "serving takes its memory back"))
+            self.aborted_by_pressure += 1
+            self._drop_cached(most_pages)
+
+    def iterate(self, iteration: Iteration) -> None:
+        super().iterate(iteration)
+        now_ns = time.monotonic_ns()
+        for item in iteration.work:
+            if item.sequence.request.request_id in self._alive:
+                self._progress_ns[item.sequence.request.request_id] = now_ns
+
+    def _affordable_chunk(self, allowance_ns: Nanoseconds, cost: CostModel) -> int | None:
+        """How many prompt tokens may go with the next decodes; None when not even these may run."""
+        decoding = [sequence for sequence in self._scheduler.running if decodes(sequence)]
+        prefilling = [sequence for sequence in self._scheduler.running if not decodes(sequence)]
+        shape = Shape((), len(decoding), max((sequence.computed for sequence in decoding), default=0))
+        if decoding and cost.iteration_ns(shape) > allowance_ns:
+            return None
+        if prefilling or self._scheduler.waiting:
+            start = max((sequence.computed for sequence in prefilling), default=0)
+            chunk = self._settings.prefill_chunk_tokens
+            while chunk >= min(SMALLEST_CHUNK, self._settings.prefill_chunk_tokens):
+                whole = msgspec.structs.replace(shape, prefills=(Prefill(start, chunk),))
+                if cost.iteration_ns(whole) <= allowance_ns:
+                    return chunk
+                chunk //= 2
+        return 0 if decoding else None
+
+    def _drop_cached(self, most_pages: int) -> None:
+        excess = self.pool.pages - most_pages
+        if excess > 0:
+            self.pool.drop_cached(excess)
+            self.pool.trim()
+
+    def _begin_order(self) -> Loading | None:
+        # A new version of the policy is a new step of the run.
+        self._on_version()
+        return super()._begin_order()
+
+    def _forget(self, request_id: str) -> None:
+        super()._forget(request_id)
+        self._progress_ns.pop(request_id, None)

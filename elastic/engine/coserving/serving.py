@@ -1,0 +1,74 @@
+"""The serving half of a shared device."""
+
+import threading
+import time
+from collections.abc import Sequence
+
+import msgspec
+
+from elastic.core.types import Nanoseconds
+from elastic.engine.base import GenerateRequest, TokenChunk
+from elastic.engine.coserving.half import Half, Iteration, decodes, shape_of
+from elastic.engine.coserving.profile import Prefill, Shape
+from elastic.engine.coserving.spec import Lending, ModelSpec
+from elastic.engine.kv import PagePool
+from elastic.engine.torch.scheduler import Work
+from policies.coexecution import QueuedPrefill, ServingView
+
+
+class ServingHalf(Half):
+    """The serving model's engine; it remembers the times that its latency targets are about."""
+
+    kind = "serving"
+
+    def __init__(self, spec: ModelSpec, pool: PagePool, lending: Lending, changed: threading.Condition) -> None:
+        super().__init__(spec, pool, lending, changed)
+        self._arrivals_ns: dict[str, Nanoseconds] = {}
+        self._last_tokens_ns: dict[str, Nanoseconds] = {}
+
+    def submit(self, requests: Sequence[GenerateRequest]) -> None:
+        now_ns = time.monotonic_ns()
+        with self._changed:
+            for request in requests:
+                self._arrivals_ns.setdefault(request.request_id, now_ns)
+            super().submit(requests)
+
+    def next_iteration(self) -> Iteration | None:
+        if not (self.active and self._cost and self.has_work):
+            return None
+        work = self._scheduler.plan_chunk(not self._orders, self._settings.prefill_chunk_tokens)
+        return Iteration(work, shape_of(work)) if work else None
+
+    def view(self, now_ns: Nanoseconds) -> ServingView:
+        """What admission decides on."""
+        if not (self.has_work and self._cost):
+            return ServingView(now_ns=now_ns)
+        cost, chunk = self._cost, self._settings.prefill_chunk_tokens
+        decoding = [sequence for sequence in self._scheduler.running if decodes(sequence)]
+        prefilling = [sequence for sequence in self._scheduler if not decodes(sequence)]
+        shared = Shape((), len(decoding), max((sequence.computed for sequence in decoding), default=0))
+        first = [Prefill(s.computed, min(chunk, len(s.tokens) - s.computed)) for s in prefilling[:1]]
+        return ServingView(
+            now_ns=now_ns,
+            queued=[
+                QueuedPrefill(
+                    self._arrivals_ns[sequence.request.request_id],
+                    cost.prefill_ns(sequence.computed, len(sequence.tokens), chunk, shared),
+                )
+                for sequence in prefilling
+            ],
+            last_tokens_ns=[self._last_tokens_ns.get(s.request.request_id, now_ns) for s in decoding],
+            decode_ns=cost.iteration_ns(msgspec.structs.replace(shared, prefills=first)),
+        )
+
+    def _commit(self, work: list[Work], token_ids: list[int], logprobs: list[float]) -> list[TokenChunk]:
+        now_ns = time.monotonic_ns()
+        for item in work:
+            if item.samples:
+                self._last_tokens_ns[item.sequence.request.request_id] = now_ns
+        return super()._commit(work, token_ids, logprobs)
+
+    def _forget(self, request_id: str) -> None:
+        super()._forget(request_id)
+        self._arrivals_ns.pop(request_id, None)
+        self._last_tokens_ns.pop(request_id, None)

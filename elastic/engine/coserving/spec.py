@@ -1,0 +1,36 @@
+"""What a model on a shared device is, and what it may hold."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from elastic.config import EngineConfig
+from elastic.core.types import Nanoseconds
+from elastic.engine.kv import KvLayout
+from elastic.model.config import Qwen3Config
+
+
+class ModelSpec(NamedTuple):
+    """A model on a shared device. `settings.kv_blocks` does not count: the pool's pages do."""
+
+    config: Qwen3Config
+    settings: EngineConfig
+    dtype: torch.dtype
+
+    def layout(self, page_bytes: int) -> KvLayout:
+        config = self.config
+        return KvLayout(
+            page_bytes=page_bytes,
+            slot_bytes=config.num_key_value_heads * 2 * config.head_dim * self.dtype.itemsize,
+            layers=config.num_hidden_layers,
+            block_tokens=self.settings.kv_block_tokens,
+        )
+
+
+class Lending(NamedTuple):
+    """How a half gets pages: how many more it may map now, and whom to tell before it does."""
+
+    growth: Callable[[], int]
+    make_room: Callable[[int], None]
+    lease_ns: Nanoseconds
