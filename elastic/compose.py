@@ -218,6 +218,11 @@ def new_run_dir(config: Config) -> Path:
     raise ConfigError(f"run.directory: {config.run.directory} has too many runs of this second")
 
 
+def discard_run(run_dir: Path) -> None:
+    """A run that could not begin leaves nothing."""
+    shutil.rmtree(run_dir, ignore_errors=True)
+
+
 def find_run(directory: Path, name: str) -> Path:
     """A run by its path, its name, or `latest`. Raises `ConfigError` that names those there are."""
     runs = list_runs(directory)

@@ -122,6 +122,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     pulls: Pulls
     cpu_saturated_share: float | None
     timeline: Timeline
+    simulated: bool = False
+    """The run never happened: devices, providers and environments were models on virtual time."""
 
 
 def summarise(journal: JournalReader) -> Summary:
@@ -188,6 +190,7 @@ def summarise(journal: JournalReader) -> Summary:
         pulls=_pulls(journal.rows("pulls")),
         cpu_saturated_share=_share(status.cpu_share > CPU_SATURATED_SHARE for _, status in samples),
         timeline=history,
+        simulated="simulated" in meta,
     )
 
 

@@ -32,6 +32,7 @@ class Figure(msgspec.Struct, frozen=True, kw_only=True):
 def subtitle(summary: Summary) -> str:
     """When, with which seed and on which providers."""
     parts = [
+        "simulated" if summary.simulated else "",
         _when(summary.started_at),
         f"seed {summary.seed}" if summary.seed else "",
         "providers " + ", ".join(summary.requested_providers) if summary.requested_providers else "",
@@ -90,6 +91,8 @@ def headline(summary: Summary) -> list[Figure]:
 def warnings(summary: Summary) -> list[str]:
     """What a reader must know before trusting the figures."""
     found: list[str] = []
+    if summary.simulated:
+        found.append("Simulated: devices, providers and environments are models, and times are virtual.")
     if summary.outcome == "failed":
         found.append(f"The run failed: {summary.cause or 'no cause was recorded'}.")
     if summary.outcome == "incomplete":

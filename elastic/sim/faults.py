@@ -70,6 +70,19 @@ class Mishaps(msgspec.Struct, frozen=True, kw_only=True):
     reward_lost: float = 0.0
 
 
+class Tally:
+    """Counts what has gone wrong so far, mishaps and faults alike."""
+
+    def __init__(self) -> None:
+        self.struck = 0
+
+    def befalls(self, rng: Random, share: float) -> bool:
+        """Whether a mishap of this probability happens now."""
+        struck = rng.random() < share
+        self.struck += struck
+        return struck
+
+
 class FaultPlan(msgspec.Struct, frozen=True, kw_only=True):
     """After `end_ns` nothing goes wrong any more, and the run must reach its end."""
 

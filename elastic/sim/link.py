@@ -4,7 +4,7 @@ from collections.abc import Callable
 from random import Random
 
 from elastic.core.types import NS_PER_S, Nanoseconds
-from elastic.sim.faults import Mishaps
+from elastic.sim.faults import Mishaps, Tally
 from elastic.sim.loop import EventLoop
 
 LATENCY_NS = (NS_PER_S // 1000, NS_PER_S // 100)
@@ -17,10 +17,13 @@ class Link:
     While a direction is cut, what is sent waits; it arrives when the cut ends.
     """
 
-    def __init__(self, loop: EventLoop, rng: Random, mishaps: Callable[[], Mishaps], *, reliable: bool) -> None:
+    def __init__(
+        self, loop: EventLoop, rng: Random, mishaps: Callable[[], Mishaps], tally: Tally, *, reliable: bool
+    ) -> None:
         self._loop = loop
         self._rng = rng
         self._mishaps = mishaps
+        self._tally = tally
         self._reliable = reliable
         self._up_free_ns: Nanoseconds = 0
         self._down_free_ns: Nanoseconds = 0
@@ -35,15 +38,15 @@ class Link:
         """A frame from the worker."""
         mishaps = self._mishaps()
         self._up_free_ns = max(self._up_free_ns, self._loop.now_ns + self._rng.randint(*LATENCY_NS))
-        if not self._reliable and self._rng.random() < mishaps.frame_lost:
+        if not self._reliable and self._tally.befalls(self._rng, mishaps.frame_lost):
             return
-        late = not self._reliable and self._rng.random() < mishaps.frame_late
+        late = not self._reliable and self._tally.befalls(self._rng, mishaps.frame_late)
         self._loop.at(self._up_free_ns + (self._rng.randint(*LATENESS_NS) if late else 0), deliver)
-        if not self._reliable and self._rng.random() < mishaps.frame_repeated:
+        if not self._reliable and self._tally.befalls(self._rng, mishaps.frame_repeated):
             self._loop.at(self._up_free_ns + self._rng.randint(*LATENESS_NS), deliver)
 
     def down(self, deliver: Callable[[], None]) -> None:
         """A frame to the worker."""
         self._down_free_ns = max(self._down_free_ns, self._loop.now_ns + self._rng.randint(*LATENCY_NS))
-        if self._reliable or self._rng.random() >= self._mishaps().order_lost:
+        if self._reliable or not self._tally.befalls(self._rng, self._mishaps().order_lost):
             self._loop.at(self._down_free_ns, deliver)

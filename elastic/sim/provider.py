@@ -7,7 +7,7 @@ from typing import Protocol
 
 from elastic.core import events as e
 from elastic.core.types import EndCause, LeaseId, Nanoseconds, Offer, WorkerId, WorkerRole
-from elastic.sim.faults import Mishaps
+from elastic.sim.faults import Mishaps, Tally
 from elastic.sim.loop import EventLoop
 from elastic.sim.settings import MS, ProviderSettings
 
@@ -32,6 +32,7 @@ class Market(Protocol):
 
     loop: EventLoop
     rng: Random
+    tally: Tally
 
     @property
     def mishaps(self) -> Mishaps: ...
@@ -77,10 +78,10 @@ class SimulatedProvider:
             len(self.held) > self.settings.leases + self.settings.overlap
             or self._market.loop.now_ns < self._closed_until_ns
         )
-        mishaps, rng = self._market.mishaps, self._market.rng
-        if full or (not self.reliable and rng.random() < mishaps.request_refused):
+        mishaps, rng, tally = self._market.mishaps, self._market.rng, self._market.tally
+        if full or (not self.reliable and tally.befalls(rng, mishaps.request_refused)):
             self._soon(lambda: self._refuse(held))
-        elif self.reliable or rng.random() >= mishaps.request_ignored:
+        elif self.reliable or not tally.befalls(rng, mishaps.request_ignored):
             self._soon(lambda: self._grant(held))
 
     def release(self, lease: LeaseId) -> None:
@@ -88,7 +89,8 @@ class SimulatedProvider:
         held = self.held.get(lease)
         if held is None:
             return
-        if held.ignored == 0 and self._market.rng.random() < self._market.mishaps.release_ignored:
+        market = self._market
+        if held.ignored == 0 and market.tally.befalls(market.rng, market.mishaps.release_ignored):
             held.ignored += 1
         elif held.granted:
             self._soon(lambda: self.end(lease, EndCause.RELEASED))
@@ -136,7 +138,7 @@ class SimulatedProvider:
         held.workers = [f"{held.id}/{n}" for n in range(settings.workers_per_lease)]
         expires_at_ns = None if settings.life_ns is None else loop.now_ns + settings.life_ns
         for worker in held.workers:
-            if self.reliable or rng.random() >= self._market.mishaps.boot_failed:
+            if self.reliable or not self._market.tally.befalls(rng, self._market.mishaps.boot_failed):
                 after_ns = rng.randint(settings.boot_ns // 2, settings.boot_ns * 2)
                 self._market.boot_worker(worker, held.id, settings.role, after_ns)
         self._market.feed(e.LeaseGranted(lease=held.id, workers=tuple(held.workers), expires_at_ns=expires_at_ns))

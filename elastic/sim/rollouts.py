@@ -6,7 +6,7 @@ from typing import Protocol
 
 from elastic.core import events as e
 from elastic.core.types import NS_PER_S, TrajectoryId, TurnId
-from elastic.sim.faults import Mishaps
+from elastic.sim.faults import Mishaps, Tally
 from elastic.sim.loop import EventLoop
 from elastic.sim.settings import WorldSettings
 
@@ -31,6 +31,7 @@ class EpisodeWorld(Protocol):
     loop: EventLoop
     seed: int
     settings: WorldSettings
+    tally: Tally
 
     @property
     def mishaps(self) -> Mishaps: ...
@@ -80,7 +81,7 @@ class SimulatedRollouts:
         episode, chance, mishaps = self._episodes[trajectory], self._chance[trajectory], self._world.mishaps
         if episode.over:
             return
-        if chance.random() < mishaps.environment_failed:
+        if self._world.tally.befalls(chance, mishaps.environment_failed):
             self.fail(trajectory, "the environment broke")
         elif episode.done < episode.turns:
             self._world.feed(
@@ -93,7 +94,7 @@ class SimulatedRollouts:
             )
         else:
             episode.over = True
-            undefined = chance.random() < mishaps.reward_undefined
+            undefined = self._world.tally.befalls(chance, mishaps.reward_undefined)
             episode.reward = float("nan") if undefined else float(chance.randint(0, 1))
             if self._world.settings.rewards_on_functions:
                 self._world.feed(e.RewardRequested(trajectory=trajectory, tokens=1))
@@ -103,12 +104,12 @@ class SimulatedRollouts:
     def score(self, trajectory: TrajectoryId, attempt: int) -> None:
         """The function answers in its own time: late, not at all, or that it cannot, where the plan wants it."""
         world, chance = self._world, Random(f"{self._world.seed}/{trajectory}/{attempt}")
-        if chance.random() < world.mishaps.reward_lost:
+        if world.tally.befalls(chance, world.mishaps.reward_lost):
             return
-        if chance.random() < world.mishaps.reward_refused:
+        if world.tally.befalls(chance, world.mishaps.reward_refused):
             helps = chance.random() < HELPFUL_RETRIES
             answer = e.RewardFailed(trajectory=trajectory, attempt=attempt, cause="no process", retry_helps=helps)
         else:
             answer = e.RewardScored(trajectory=trajectory, attempt=attempt, reward=self._episodes[trajectory].reward)
-        late_ns = LATE_REWARD_NS if chance.random() < world.mishaps.reward_late else 0
+        late_ns = LATE_REWARD_NS if world.tally.befalls(chance, world.mishaps.reward_late) else 0
         world.loop.after(chance.randrange(world.settings.reward_ns) + late_ns, lambda: world.feed(answer))

@@ -21,7 +21,7 @@ from elastic.core.types import (
     WorkerId,
     WorkerRole,
 )
-from elastic.sim.faults import Mishaps
+from elastic.sim.faults import Mishaps, Tally
 from elastic.sim.link import Link
 from elastic.sim.loop import EventLoop
 from elastic.sim.settings import MS, WorldSettings
@@ -46,6 +46,7 @@ class Surroundings(Protocol):
     loop: EventLoop
     rng: Random
     settings: WorldSettings
+    tally: Tally
 
     @property
     def mishaps(self) -> Mishaps: ...
@@ -75,7 +76,7 @@ class SimulatedWorker:
         self.version = version
         self.alive = True
         self.asleep = False
-        self.link = Link(world.loop, world.rng, lambda: world.mishaps, reliable=role is WorkerRole.TRAINER)
+        self.link = Link(world.loop, world.rng, lambda: world.mishaps, world.tally, reliable=role is WorkerRole.TRAINER)
         self._world = world
         self._epoch = 0
         self._connected = False
@@ -306,7 +307,7 @@ class SimulatedWorker:
             return
         self._account()
         self._loading = None
-        if self._world.rng.random() < self._world.mishaps.load_failed:
+        if self._world.tally.befalls(self._world.rng, self._world.mishaps.load_failed):
             self._say(e.WeightsFailed(worker=self.id, epoch=self._epoch, version=command.version, reason="simulated"))
         else:
             self._applying = command

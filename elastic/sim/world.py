@@ -19,7 +19,7 @@ from elastic.core.invariants import check
 from elastic.core.policy import Policies
 from elastic.core.scheduler import Phase, Scheduler
 from elastic.core.types import EndCause, LeaseId, Nanoseconds, TurnId, WorkerId, WorkerRole
-from elastic.sim.faults import NO_FAULTS, Ending, Fault, FaultKind, FaultPlan, Mishaps, draw_faults
+from elastic.sim.faults import NO_FAULTS, Ending, Fault, FaultKind, FaultPlan, Mishaps, Tally, draw_faults
 from elastic.sim.loop import EventLoop, Priority
 from elastic.sim.provider import SimulatedProvider
 from elastic.sim.record import Record
@@ -63,6 +63,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     redispatched: int
     trajectories_trained: int
     imbalance_ns: int
+    faults: int
+    """Single faults that struck, and mishaps that befell messages, requests, loads and turns."""
 
 
 def policies(settings: WorldSettings) -> Policies:
@@ -114,7 +116,12 @@ class World:
         self.loop = EventLoop()
         self.rng = Random(f"{seed}/world")
         self.scheduler = Scheduler(settings.plan, settings.limits, policies(settings), 0)
+<<<<<<< elastic/sim/world.py
+        self.record = Record()
+        self.tally = Tally()
+=======
         self.record = Record(settings.plan.staleness_bound)
+>>>>>>> /tmp/new.f
         self.rollouts = SimulatedRollouts(self)
         self.workers: dict[WorkerId, SimulatedWorker] = {}
         self.providers = {p.name: SimulatedProvider(self, p) for p in (TRAINER, *settings.providers)}
@@ -163,7 +170,7 @@ class World:
     def feed(self, event: e.Event) -> None:
         """One event to the core; its commands are carried out, its state is checked."""
         self._handle(event)
-        if not isinstance(event, e.Tick) and self.rng.random() < self.mishaps.event_repeated:
+        if not isinstance(event, e.Tick) and self.tally.befalls(self.rng, self.mishaps.event_repeated):
             self._handle(event)
 
     def _handle(self, event: e.Event) -> None:
@@ -267,9 +274,11 @@ class World:
             for provider in self.providers.values():
                 if not provider.reliable:
                     provider.close(fault.duration_ns)
+            self.tally.struck += 1
             return
         alive = [w for w in self.workers.values() if w.alive and w.role is not WorkerRole.TRAINER]
         if alive:
+            self.tally.struck += 1
             self._strike_worker(fault, alive[int(fault.target * len(alive))])
 
     def _strike_worker(self, fault: Fault, worker: SimulatedWorker) -> None:
@@ -336,4 +345,5 @@ class World:
             redispatched=self.record.redispatched,
             trajectories_trained=len(self.record.trained),
             imbalance_ns=self.scheduler.ledger.imbalance_ns(),
+            faults=self.tally.struck,
         )

@@ -1,0 +1,566 @@
+"""A rollout engine as rates: continuous batching with every stretch of equal iterations folded into one event.
+
+An iteration decodes one token of each running sequence and prefills up to a chunk of what is not cached; its time
+is that of the profile. As long as nothing joins, ends or runs out of memory, iterations are alike, and a *span* of
+them is worked out at once. Source: the batching is that of `elastic.engine.torch.scheduler` (Orca, Sarathi-Serve).
+"""
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+from elastic.core.types import NS_PER_S, Account, FinishReason, Nanoseconds, Progress, TurnId
+from elastic.sim.loop import EventLoop
+from elastic.sim.performance.prefix_cache import PrefixCache
+from elastic.sim.performance.profile import EngineRates
+
+CREEP = 1e-12
+"""Context costs per iteration below this many seconds count as none."""
+
+
+class Job:
+    """One attempt at a turn of `length` tokens in all, `start` of which are accepted already."""
+
+    __slots__ = (
+        "attempt",
+        "cached",
+        "context",
+        "conversation",
+        "decoding",
+        "joined",
+        "length",
+        "position",
+        "prefill_left",
+        "recompute",
+        "reported",
+        "running",
+        "shared",
+        "start",
+        "truncated",
+        "turn",
+    )
+
+    def __init__(
+        self,
+        turn: TurnId,
+        attempt: int,
+        conversation: str,
+        shared: str,
+        prompt: int,
+        start: int,
+        length: int,
+        longest: int,
+    ) -> None:
+        self.turn = turn
+        self.attempt = attempt
+        self.conversation = conversation
+        self.shared = shared
+        self.context = prompt + start
+        self.start = start
+        self.length = length
+        self.truncated = length >= longest
+        self.position = start
+        self.reported = start
+        self.joined = 0
+        """While it decodes: its position is the engine's clock minus this."""
+        self.decoding = False
+        self.prefill_left = 0
+        self.cached = 0
+        self.recompute = attempt > 1
+        self.running = False
+
+    @property
+    def finish(self) -> FinishReason:
+        return FinishReason.LENGTH if self.truncated else FinishReason.STOP
+
+
+class Share(Protocol):
+    """A device that serving uses first."""
+
+    def acquire(self) -> Nanoseconds | None:
+        """Before each iteration: when to ask again, now if it may begin; None when rollouts must leave."""
+        ...
+
+
+class _Span(NamedTuple):
+    """`iterations` equal ones from `begin_ns` on; number i takes `first_s + i * growth_s`."""
+
+    begin_ns: Nanoseconds
+    iterations: int
+    first_s: float
+    growth_s: float
+    shares: dict[Account, float]
+    prefill: tuple[tuple[Job, int], ...]
+
+    def length_ns(self, iterations: int) -> Nanoseconds:
+        n = iterations
+        return round((n * self.first_s + self.growth_s * n * (n - 1) / 2) * NS_PER_S)
+
+    def done_by(self, elapsed_ns: Nanoseconds) -> int:
+        """Whole iterations in a time."""
+        elapsed_s = elapsed_ns / NS_PER_S
+        if self.growth_s <= CREEP:
+            count = int(elapsed_s / self.first_s)
+        else:
+            b = self.first_s - self.growth_s / 2
+            count = int((math.sqrt(b * b + 2 * self.growth_s * elapsed_s) - b) / self.growth_s)
+        count = max(0, min(self.iterations, count))
+        while count < self.iterations and self.length_ns(count + 1) <= elapsed_ns:
+            count += 1
+        while count and self.length_ns(count) > elapsed_ns:
+            count -= 1
+        return count
+
+
+class EngineModel:
+    """`emit` gets chunks as they are to be sent. Reads and changes must come in order of the loop's time."""
+
+    def __init__(
+        self,
+        loop: EventLoop,
+        rates: EngineRates,
+        emit: Callable[[Sequence[Progress]], None],
+        flush_ns: Nanoseconds,
+        share: Share | None = None,
+    ) -> None:
+        self.version: int | None = None
+        self.asleep = False
+        self.idle_account = Account.LOADING
+        self.iterations = 0
+        self.decoded_tokens = 0
+        self.prompt_tokens = 0
+        self.prefix_hit_tokens = 0
+        self.accounts_ns: dict[Account, int] = {}
+        self._loop = loop
+        self._rates = rates
+        self._emit = emit
+        self._flush_ns = flush_ns
+        self._share = share
+        self._cache = PrefixCache(rates.kv_block_tokens)
+        self._jobs: dict[TurnId, Job] = {}
+        self._waiting: deque[Job] = deque()
+        self._prefilling: list[Job] = []
+        self._decoding: dict[TurnId, Job] = {}
+        self._finishes: list[tuple[int, int, Job]] = []
+        self._sequence = 0
+        self._clock = 0
+        """Decode iterations so far: every decoding job advances by one in each."""
+        self._used_tokens = 0
+        self._context_tokens = 0
+        self._span: _Span | None = None
+        self._generation = 0
+        self._waits_for_device = False
+        self._charged_ns = loop.now_ns
+        self._fresh: list[Job] = []
+        self._flush_due = False
+        self._held: Callable[[], None] | None = None
+        self._applying = False
+        self._closed = False
+
+    # Wishes
+
+    @property
+    def executing(self) -> int:
+        return len(self._prefilling) + len(self._decoding)
+
+    @property
+    def pending(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def kv_used_share(self) -> float:
+        return min(1.0, self._used_tokens / self._rates.kv_tokens)
+
+    def submit(self, job: Job) -> None:
+        self._jobs[job.turn] = job
+        self._waiting.append(job)
+        self._cut()
+
+    def abort(self, turn: TurnId, attempt: int, finish: FinishReason = FinishReason.ABORTED) -> None:
+        job = self._jobs.get(turn)
+        if job is not None and job.attempt == attempt:
+            self._settle()
+            self._emit([self._ended(job, finish)])
+            self._cut()
+            self._release_if_idle()
+
+    def abort_all(self, finish: FinishReason = FinishReason.ABORTED) -> None:
+        if self._jobs:
+            self._settle()
+            self._emit([self._ended(job, finish) for job in list(self._jobs.values())])
+            self._cut()
+            self._release_if_idle()
+
+    def hold_admissions(self, then: Callable[[], None]) -> None:
+        """Let what runs finish and begin nothing new; call `then` once nothing runs. Ends with `resume`."""
+        self._held = then
+        self._release_if_idle()
+
+    def use_version(self, version: int) -> None:
+        """New weights: nothing cached counts any more, and admissions go on."""
+        self._charge()
+        self.version = version
+        self._cache.forget()
+        self.resume()
+
+    def resume(self) -> None:
+        """Weights are applied, or given up: admissions go on."""
+        self._charge()
+        self._held, self._applying = None, False
+        self._cut()
+
+    def sleep(self) -> None:
+        self.abort_all()
+        self._charge()
+        self.asleep = True
+        self._cache.forget()
+
+    def wake(self) -> None:
+        self._charge()
+        self.asleep = False
+        self._cut()
+
+    def set_idle_account(self, account: Account) -> None:
+        self._charge()
+        self.idle_account = account
+
+    def sync(self) -> None:
+        """Bring counters and accounts up to now."""
+        self._settle()
+        self._charge()
+
+    def flush(self, unsent_ns: Nanoseconds = 0) -> None:
+        """Send what there is; with `unsent_ns` without what was generated within that last time."""
+        self._settle()
+        held = 0
+        if unsent_ns and self._span is not None and self._span.first_s > 0:
+            held = round(unsent_ns / NS_PER_S / self._span.first_s)
+        chunks = [
+            self._chunk(job, job.position - held) for job in self._running() if job.position - held > job.reported
+        ]
+        if chunks:
+            self._emit(chunks)
+
+    def close(self) -> None:
+        self.sync()
+        self._closed = True
+        self._generation += 1
+        self._span = None
+
+    # Spans
+
+    def _cut(self) -> None:
+        """Something has changed: what runs ends at the next boundary of an iteration, where all is planned anew."""
+        if self._closed:
+            return
+        span = self._span
+        if span is None:
+            if not self._waits_for_device:
+                self._plan()
+        elif span.iterations > 1:
+            self._settle()
+            if self._span is None:
+                self._plan()
+            elif self._span.iterations > 1:
+                self._run_span(self._span._replace(iterations=1))
+
+    def _plan(self) -> None:
+        """At a boundary: admit, and begin the next span."""
+        if self._closed or self.asleep or self.version is None or self._span is not None or self._applying:
+            return
+        if not self._jobs or (self._held is not None and not self._started):
+            self._release_if_idle()
+            return
+        if self._share is None:
+            self._begin()
+        elif not self._waits_for_device:
+            self._ask_device(self._share)
+
+    def _ask_device(self, share: Share) -> None:
+        self._charge()
+        self._waits_for_device = True
+        until_ns = share.acquire()
+        if until_ns is None:
+            self._charge()
+            self._waits_for_device = False
+        elif until_ns <= self._loop.now_ns:
+            self._charge()
+            self._waits_for_device = False
+            self._begin()
+        else:
+            self._loop.at(until_ns, lambda: None if self._closed else self._ask_device(share))
+
+    def retry(self) -> None:
+        """The device may be had again."""
+        self._cut()
+
+    def _begin(self) -> None:
+        self._admit()
+        self._make_room()
+        prefill = self._chunked()
+        batch = len(self._decoding)
+        if not prefill and not batch:
+            return
+        rates, plain, again = self._rates, 0, 0
+        for job, count in prefill:
+            if job.recompute:
+                again += count
+            else:
+                plain += count
+        decode_s = rates.decode_s(batch) if batch else 0.0
+        decode_s += rates.context_s * self._context_tokens if batch else 0.0
+        growth_s = rates.context_s * batch if rates.context_s * batch > CREEP else 0.0
+        plain_s, again_s = plain / rates.prefill_tokens_per_s, again / rates.prefill_tokens_per_s
+        total_s = decode_s + plain_s + again_s + rates.overhead_s
+        shares = {Account.DECODE: decode_s, Account.PREFILL: plain_s, Account.RECOMPUTE: again_s}
+        whole_s = decode_s + plain_s + again_s
+        self._charge()
+        self._run_span(
+            _Span(
+                self._loop.now_ns,
+                self._equal_iterations(prefill, batch),
+                total_s,
+                growth_s,
+                {account: cost / whole_s for account, cost in shares.items() if cost},
+                tuple(prefill),
+            )
+        )
+
+    def _equal_iterations(self, prefill: list[tuple[Job, int]], batch: int) -> int:
+        count = 1 << 30
+        if self._share is not None:
+            return 1
+        if prefill:
+            (job, chunk), *more = prefill
+            left = job.prefill_left // chunk if chunk else 0
+            count = 1 if more or job.prefill_left <= chunk else max(1, left - (job.prefill_left % chunk == 0))
+        if batch:
+            self._drop_stale_finishes()
+            count = min(count, max(1, self._finishes[0][0] - self._clock))
+            room = self._rates.kv_tokens - self._used_tokens
+            count = min(count, max(1, room // batch))
+        return count
+
+    def _run_span(self, span: _Span) -> None:
+        self._span = span
+        self._generation += 1
+        generation = self._generation
+        self._loop.at(span.begin_ns + span.length_ns(span.iterations), lambda: self._span_over(generation))
+
+    def _span_over(self, generation: int) -> None:
+        if generation == self._generation and not self._closed:
+            self._settle()
+            if self._span is None:
+                self._plan()
+            else:
+                self._run_span(self._span)
+
+    def _settle(self) -> None:
+        """Take in the iterations of the span that are over; what is left of it goes on."""
+        span = self._span
+        if span is None:
+            return
+        self._charge()
+        done = span.done_by(self._loop.now_ns - span.begin_ns)
+        if done == 0:
+            return
+        batch = len(self._decoding)
+        self._clock += done
+        self.iterations += done
+        self.decoded_tokens += done * batch
+        self._used_tokens += done * batch
+        self._context_tokens += done * batch
+        if done == span.iterations:
+            self._span = None
+            self._generation += 1
+        else:
+            begin_ns = span.begin_ns + span.length_ns(done)
+            self._span = span._replace(
+                begin_ns=begin_ns, iterations=span.iterations - done, first_s=span.first_s + done * span.growth_s
+            )
+        chunks = self._finished() + self._prefilled(span, done)
+        if chunks:
+            self._emit(chunks)
+        self._release_if_idle()
+
+    def _finished(self) -> list[Progress]:
+        chunks: list[Progress] = []
+        while True:
+            self._drop_stale_finishes()
+            if not self._finishes or self._finishes[0][0] > self._clock:
+                return chunks
+            job = heapq.heappop(self._finishes)[2]
+            chunks.append(self._ended(job, job.finish))
+
+    def _prefilled(self, span: _Span, done: int) -> list[Progress]:
+        chunks: list[Progress] = []
+        for job, count in span.prefill:
+            if not job.running or job.decoding:
+                continue
+            job.prefill_left -= min(job.prefill_left, count * done)
+            if job.prefill_left:
+                continue
+            self._prefilling.remove(job)
+            if job.start == 0 and job.shared:
+                self._cache.keep(job.shared, job.context)
+            self._join(job)
+            if job.position >= job.length:
+                chunks.append(self._ended(job, job.finish))
+            elif job.reported == job.position - 1:
+                self._fresh.append(job)
+                self._arm_flush()
+        return chunks
+
+    def _join(self, job: Job) -> None:
+        """The iteration that ends a prefill samples the next token."""
+        job.position += 1
+        self.decoded_tokens += 1
+        job.decoding = True
+        job.joined = self._clock - job.position
+        self._used_tokens += 1
+        self._context_tokens += job.context + job.position - job.start
+        self._decoding[job.turn] = job
+        self._sequence += 1
+        heapq.heappush(self._finishes, (job.joined + job.length, self._sequence, job))
+
+    def _drop_stale_finishes(self) -> None:
+        while self._finishes and self._stale(self._finishes[0]):
+            heapq.heappop(self._finishes)
+
+    def _stale(self, entry: tuple[int, int, Job]) -> bool:
+        at, _, job = entry
+        return not job.decoding or job.joined + job.length != at
+
+    # Sequences
+
+    @property
+    def _started(self) -> bool:
+        return bool(self._prefilling or self._decoding)
+
+    def _admit(self) -> None:
+        rates = self._rates
+        while self._waiting and self._held is None and self.executing < rates.max_batch:
+            job = self._waiting[0]
+            tokens = job.context + job.position - job.start
+            if tokens > rates.kv_tokens - self._used_tokens and self.executing:
+                return
+            self._waiting.popleft()
+            cached = self._cache.find(job.conversation, job.shared, tokens)
+            job.running = True
+            job.prefill_left = tokens - cached
+            job.cached = cached
+            self.prompt_tokens += tokens
+            self.prefix_hit_tokens += cached
+            self._used_tokens += tokens
+            self._cache.shrink_to(rates.kv_tokens - self._used_tokens)
+            self._prefilling.append(job)
+
+    def _make_room(self) -> None:
+        """Every decoding sequence needs a token's room; the newest give theirs up until there is enough."""
+        self._cache.shrink_to(self._rates.kv_tokens - self._used_tokens - len(self._decoding))
+        while self._rates.kv_tokens - self._used_tokens < len(self._decoding) and self.executing > 1:
+            newest = self._prefilling[-1] if self._prefilling else next(reversed(self._decoding.values()))
+            self._leave(newest)
+            newest.recompute = True
+            self._waiting.appendleft(newest)
+
+    def _chunked(self) -> list[tuple[Job, int]]:
+        chunk = self._rates.prefill_chunk_tokens
+        work: list[tuple[Job, int]] = []
+        for job in self._prefilling:
+            if not chunk:
+                break
+            count = min(job.prefill_left, chunk)
+            chunk -= count
+            work.append((job, count))
+        return work
+
+    def _leave(self, job: Job) -> None:
+        """Out of the batch, with its memory."""
+        if job.decoding:
+            job.position = self._position(job)
+            del self._decoding[job.turn]
+            self._context_tokens -= job.context + job.position - job.start
+        else:
+            self._prefilling.remove(job)
+        self._used_tokens -= job.context + job.position - job.start
+        job.running = job.decoding = False
+
+    def _position(self, job: Job) -> int:
+        return self._clock - job.joined if job.decoding else job.position
+
+    def _running(self) -> list[Job]:
+        for job in self._decoding.values():
+            job.position = self._position(job)
+        return list(self._decoding.values())
+
+    def _ended(self, job: Job, finish: FinishReason) -> Progress:
+        if job.running:
+            decoding = job.decoding
+            self._leave(job)
+            if decoding:
+                self._cache.keep(job.conversation, job.context + job.position - job.start - 1)
+                self._cache.shrink_to(self._rates.kv_tokens - self._used_tokens)
+        else:
+            self._waiting.remove(job)
+        del self._jobs[job.turn]
+        return self._chunk(job, job.position, finish)
+
+    def _chunk(self, job: Job, upto: int, finish: FinishReason | None = None) -> Progress:
+        start, job.reported = job.reported, upto
+        version = -1 if self.version is None else self.version
+        return Progress(job.turn, job.attempt, start, upto - start, version, finish)
+
+    def _arm_flush(self) -> None:
+        if not self._flush_due:
+            self._flush_due = True
+            self._loop.after(self._flush_ns, self._flush_fresh)
+
+    def _flush_fresh(self) -> None:
+        self._flush_due = False
+        if self._closed:
+            return
+        self._settle()
+        fresh, self._fresh = self._fresh, []
+        chunks = []
+        for job in fresh:
+            if job.decoding:
+                job.position = self._position(job)
+                if job.position > job.reported:
+                    chunks.append(self._chunk(job, job.position))
+        if chunks:
+            self._emit(chunks)
+
+    def _release_if_idle(self) -> None:
+        if self._held is not None and not self._started and self._span is None and not self._applying:
+            self._charge()
+            self._applying = True
+            self._held()
+
+    # Accounts
+
+    def _charge(self) -> None:
+        now_ns = self._loop.now_ns
+        elapsed_ns = now_ns - self._charged_ns
+        if elapsed_ns <= 0:
+            return
+        self._charged_ns = now_ns
+        if self._span is not None:
+            shares: dict[Account, float] = self._span.shares
+        elif self._applying:
+            shares = {Account.APPLYING: 1.0}
+        elif self.asleep:
+            shares = {Account.ASLEEP: 1.0}
+        elif self._waits_for_device:
+            shares = {Account.SERVING: 1.0}
+        else:
+            shares = {self.idle_account: 1.0}
+        left_ns = elapsed_ns
+        *others, last = shares.items()
+        for account, part in others:
+            ns = min(left_ns, round(elapsed_ns * part))
+            self.accounts_ns[account] = self.accounts_ns.get(account, 0) + ns
+            left_ns -= ns
+        self.accounts_ns[last[0]] = self.accounts_ns.get(last[0], 0) + left_ns

@@ -1,0 +1,107 @@
+"""What the environment and the policy do in a simulated run: how many turns, how long each, how long in between."""
+
+import math
+from collections.abc import Mapping, Sequence
+from random import Random
+from typing import Protocol
+
+import msgspec
+
+from elastic.core.types import TrajectoryId
+
+
+class Turn(msgspec.Struct, frozen=True):
+    """`observation_tokens` come to the context before it; `tokens` it generates; `latency_s` passes before it."""
+
+    observation_tokens: int
+    tokens: int
+    latency_s: float = 0.0
+
+
+class Episode(msgspec.Struct, frozen=True):
+    """A trajectory's turns in order, and its reward."""
+
+    turns: tuple[Turn, ...]
+    reward: float
+
+
+class Episodes(Protocol):
+    def episode(self, trajectory: TrajectoryId) -> Episode: ...
+
+
+class RecordedEpisodes:
+    """Those of a live run. A trajectory that it has not finished is like another one of the same run."""
+
+    def __init__(self, recorded: Mapping[TrajectoryId, Episode]) -> None:
+        if not recorded:
+            raise ValueError("no finished trajectory in the journal: there is nothing to take turn lengths from")
+        self._recorded = recorded
+        self._names = sorted(recorded)
+        self.substituted = 0
+
+    def episode(self, trajectory: TrajectoryId) -> Episode:
+        found = self._recorded.get(trajectory)
+        if found is None:
+            self.substituted += 1
+            found = self._recorded[Random(trajectory).choice(self._names)]
+        return found
+
+
+class EpisodeLimits(msgspec.Struct, frozen=True, kw_only=True):
+    max_turns: int
+    max_tokens_per_turn: int
+    max_context_tokens: int
+
+
+PROMPT_SHARE = 1 / 16
+MEDIAN_TURN_SHARE = 1 / 5
+SPREAD = 0.9
+"""Of the logarithm of a turn's length: a long tail, the 99th percentile at eight times the median."""
+
+
+class DrawnEpisodes:
+    """A long-tailed mixture within the run's limits, for configurations about whose turns nothing is known."""
+
+    def __init__(self, seed: int, limits: EpisodeLimits, sessions: Sequence[Episode] = ()) -> None:
+        self._seed = seed
+        self._limits = limits
+        self._sessions = sessions
+
+    def episode(self, trajectory: TrajectoryId) -> Episode:
+        """Members of a group share its difficulty: some groups all fail or all succeed, as in training."""
+        group = trajectory.rpartition("/")[0]
+        difficulty = Random(f"{self._seed}/{group}").random()
+        chance = Random(f"{self._seed}/{trajectory}")
+        turns = self._session(chance) if self._sessions else self._drawn(chance)
+        return Episode(_clipped(turns, self._limits), float(chance.random() < difficulty))
+
+    def _session(self, chance: Random) -> tuple[Turn, ...]:
+        return chance.choice(self._sessions).turns
+
+    def _drawn(self, chance: Random) -> tuple[Turn, ...]:
+        limits = self._limits
+        count = chance.randint(1, limits.max_turns)
+        prompt = max(1, round(limits.max_context_tokens * PROMPT_SHARE))
+        median = max(1.0, limits.max_tokens_per_turn * MEDIAN_TURN_SHARE)
+        return tuple(
+            Turn(
+                prompt if index == 0 else max(1, prompt // 4),
+                max(1, round(chance.lognormvariate(math.log(median), SPREAD))),
+            )
+            for index in range(count)
+        )
+
+
+def _clipped(turns: Sequence[Turn], limits: EpisodeLimits) -> tuple[Turn, ...]:
+    """As many of the turns as fit, each within the limits, as a rollout loop would have it. At least one."""
+    kept: list[Turn] = []
+    context = 0
+    for turn in turns[: limits.max_turns]:
+        room = limits.max_context_tokens - limits.max_tokens_per_turn - context
+        if kept and turn.observation_tokens > room:
+            break
+        observation = max(1, min(turn.observation_tokens, room))
+        tokens = max(1, min(turn.tokens, limits.max_tokens_per_turn))
+        kept.append(Turn(observation, tokens, turn.latency_s))
+        context += observation + tokens
+    return tuple(kept)

@@ -1,0 +1,295 @@
+"""Providers as models, built from the same settings as the live ones: what they have, give, and take back."""
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import traces
+from elastic.core import events as e
+from elastic.core.types import NS_PER_S, EndCause, LeaseId, Nanoseconds, Offer, WorkerId, WorkerRole
+from elastic.sim.loop import EventLoop
+from elastic.sim.performance.lending import LentShare, ServingHost
+from elastic.sim.performance.profile import Profile
+from providers.base import ProviderSettings
+from providers.serving import ServingSettings
+from providers.spot import SpotSettings
+from traces.serving import read_serving_trace, replay_requests
+from traces.spot import Change, SpotEvent, read_spot_trace, replay
+
+
+class MarketWorld(Protocol):
+    """What a provider sees of its world."""
+
+    loop: EventLoop
+    profile: Profile
+
+    def feed(self, event: e.Event) -> None: ...
+
+    def boot_worker(
+        self, worker: WorkerId, lease: LeaseId, role: WorkerRole, boot_ns: Nanoseconds, share: LentShare | None
+    ) -> None: ...
+
+    def kill_worker(self, worker: WorkerId) -> None: ...
+
+
+@dataclass(slots=True)
+class Held:
+    """A lease as its provider knows it; `foretold` is why it will end, from notice on."""
+
+    id: LeaseId
+    worker: WorkerId
+    foretold: EndCause | None = None
+
+
+class Market:
+    """The part that is the same for all: `max_workers` leases of one worker each, granted at once."""
+
+    role = WorkerRole.ELASTIC
+
+    def __init__(self, name: str, settings: ProviderSettings, world: MarketWorld) -> None:
+        self.name = name
+        self.settings = settings
+        self._world = world
+        self._held: dict[LeaseId, Held] = {}
+        self._offered: Offer | None = None
+
+    # What a model says
+
+    def free(self) -> int:
+        return self.settings.max_workers
+
+    def take(self, lease: LeaseId) -> LentShare | None:
+        """Secure what the lease stands on; raises `LookupError` if it is not to be had."""
+        return None
+
+    def forget(self, lease: LeaseId) -> None: ...
+
+    def delay_s(self) -> float:
+        """From the grant to the worker's process."""
+        return 0.0
+
+    def boot_s(self) -> float:
+        return self._world.profile.boot_s
+
+    def expected_life_s(self) -> float | None:
+        return None
+
+    # What the core asks for
+
+    def start(self) -> None:
+        self.announce()
+
+    def acquire(self, lease: LeaseId) -> None:
+        loop = self._world.loop
+        try:
+            if len(self._held) >= self.settings.max_workers:
+                raise LookupError(f"{self.name} holds max_workers = {self.settings.max_workers} workers already")
+            share = self.take(lease)
+        except LookupError as refusal:
+            refused = e.LeaseRefused(lease=lease, reason=str(refusal.args[0]))
+            loop.after(0, lambda: self._world.feed(refused))
+            loop.after(0, self.announce)
+            return
+        held = self._held[lease] = Held(lease, lease)
+        loop.after(0, lambda: self._grant(held, share))
+
+    def release(self, lease: LeaseId) -> None:
+        if lease in self._held:
+            self._world.loop.after(0, lambda: self.end(lease, EndCause.RELEASED))
+
+    def worker_left(self, lease: LeaseId) -> None:
+        self.end(lease, EndCause.RELEASED, "the worker ended")
+
+    def end(self, lease: LeaseId, cause: EndCause, detail: str = "") -> None:
+        held = self._held.pop(lease, None)
+        if held is None:
+            return
+        self._world.kill_worker(held.worker)
+        self.forget(lease)
+        self._world.feed(e.LeaseEnded(lease=lease, cause=held.foretold or cause, detail=detail))
+        self.announce()
+
+    def announce(self, *, again: bool = False) -> None:
+        offer = Offer(
+            provider=self.name,
+            role=self.role,
+            available=max(0, min(self.free(), self.settings.max_workers - len(self._held))),
+            usd_per_gpu_hour=self.settings.usd_per_gpu_hour,
+            gpus_per_worker=self.settings.gpus_per_worker,
+            boot_s=self.delay_s(),
+            expected_life_s=self.expected_life_s(),
+        )
+        if again or offer != self._offered:
+            self._offered = offer
+            self._world.feed(e.OfferChanged(offer=offer))
+
+    def _grant(self, held: Held, share: LentShare | None) -> None:
+        if held.id not in self._held:
+            return
+        boot_s, delay_ns = self.boot_s(), round(self.delay_s() * NS_PER_S)
+        self._world.feed(e.LeaseGranted(lease=held.id, workers=(held.worker,)))
+        self.announce(again=True)
+
+        def begin() -> None:
+            if held.id in self._held:
+                self._world.boot_worker(held.worker, held.id, self.role, round(boot_s * NS_PER_S), share)
+
+        self._world.loop.after(delay_ns, begin)
+
+
+class ReservedMarket(Market):
+    role = WorkerRole.DEDICATED
+
+
+class TrainerMarket(Market):
+    role = WorkerRole.TRAINER
+
+    def boot_s(self) -> float:
+        return self._world.profile.trainer_boot_s
+
+
+class SpotMarket(Market):
+    """Instances come and go as in the trace, exactly as `providers.spot` has them."""
+
+    settings: SpotSettings
+
+    def __init__(self, name: str, settings: SpotSettings, world: MarketWorld) -> None:
+        super().__init__(name, settings, world)
+        self._trace = read_spot_trace(traces.find(settings.trace))
+        self._instances: dict[str, LeaseId | None] = {}
+        self._now_s = settings.start_s
+        s = settings
+        changes = replay(self._trace, start_s=s.start_s, end_s=s.end_s, speed=s.speed, repeat=s.repeat)
+        self._changes = itertools.groupby(changes, key=lambda change: change.time_s)
+        self._opened_ns: Nanoseconds = 0
+
+    def start(self) -> None:
+        self._opened_ns = self._world.loop.now_ns
+        super().start()
+        self._await_change()
+
+    def free(self) -> int:
+        return sum(lease is None for lease in self._instances.values())
+
+    def delay_s(self) -> float:
+        return self.settings.boot_delay_s
+
+    def expected_life_s(self) -> float | None:
+        life_s = self._trace.mean_life_s(self._now_s)
+        return None if life_s is None else life_s / self.settings.speed
+
+    def take(self, lease: LeaseId) -> LentShare | None:
+        instance = next((i for i, holder in self._instances.items() if holder is None), None)
+        if instance is None:
+            raise LookupError(f"no instance of {self.name} is available")
+        self._instances[instance] = lease
+        return None
+
+    def forget(self, lease: LeaseId) -> None:
+        for instance, holder in self._instances.items():
+            if holder == lease:
+                self._instances[instance] = None
+
+    def _await_change(self) -> None:
+        found = next(self._changes, None)
+        if found is None:
+            return
+        time_s, together = found
+        changes = list(together)
+        self._world.loop.at(self._opened_ns + round(time_s * NS_PER_S), lambda: self._follow(time_s, changes))
+
+    def _follow(self, time_s: float, changes: list[SpotEvent]) -> None:
+        s = self.settings
+        self._now_s = min(s.start_s + time_s * s.speed, s.end_s or self._trace.end_s)
+        for change in changes:
+            if change.change is Change.ADD:
+                self._instances[change.instance] = None
+            else:
+                self._take_back(change.instance)
+        self.announce()
+        self._await_change()
+
+    def _take_back(self, instance: str) -> None:
+        lease = self._instances.pop(instance)
+        held = self._held.get(lease) if lease is not None else None
+        if held is None:
+            return
+        detail = f"the market took instance {instance} back"
+        held.foretold = EndCause.PREEMPTED
+        notice_ns = round(self.settings.notice_s * NS_PER_S)
+        if notice_ns <= 0:
+            self.end(held.id, EndCause.PREEMPTED, detail)
+            return
+        deadline_ns = self._world.loop.now_ns + notice_ns
+        self._world.feed(e.LeaseNotice(lease=held.id, deadline_ns=deadline_ns, reason=detail))
+        self._world.loop.at(deadline_ns, lambda: self.end(held.id, EndCause.PREEMPTED, detail))
+
+
+class ServingCluster(Market):
+    """Hosts with a load of their own, which they serve first; a lease is one host's loan."""
+
+    settings: ServingSettings
+
+    def __init__(self, name: str, settings: ServingSettings, world: MarketWorld) -> None:
+        super().__init__(name, settings, world)
+        load = settings.load
+        trace = read_serving_trace(traces.find(load.trace))
+        self._hosts = [
+            ServingHost(
+                world.loop,
+                replay_requests(trace, start_s=load.start_s, speed=load.speed, share=load.share, phase=number),
+                settings.device,
+                settings.lending,
+                0,
+            )
+            for number in range(settings.hosts)
+        ]
+
+    def start(self) -> None:
+        super().start()
+        self._look()
+
+    def free(self) -> int:
+        return len(self._offered_hosts())
+
+    def boot_s(self) -> float:
+        return self._world.profile.serving_boot_s
+
+    def take(self, lease: LeaseId) -> LentShare | None:
+        free = self._offered_hosts()
+        if not free:
+            raise LookupError(f"no host of {self.name} is free")
+        host = min(free, key=lambda host: host.kv_share)
+        host.lease = lease
+        return LentShare(self._world.loop, host)
+
+    def forget(self, lease: LeaseId) -> None:
+        for host in self._hosts:
+            if host.lease == lease:
+                host.lease = None
+
+    def _offered_hosts(self) -> list[ServingHost]:
+        for host in self._hosts:
+            if host.lease is None:
+                host.update()
+        return [host for host in self._hosts if host.lease is None and not host.pressed]
+
+    def _look(self) -> None:
+        self.announce()
+        self._world.loop.after(round(self.settings.poll_s * NS_PER_S), self._look)
+
+
+def market_of(name: str, settings: ProviderSettings, world: MarketWorld) -> Market:
+    """The model that stands for a provider of these settings. Raises `ValueError` where there is none."""
+    kinds: dict[type[ProviderSettings], Callable[..., Market]] = {
+        SpotSettings: SpotMarket,
+        ServingSettings: ServingCluster,
+        ProviderSettings: ReservedMarket,
+    }
+    if type(settings) not in kinds:
+        known = "spot, serving, reserved"
+        raise ValueError(f"providers.{name}: no model of this provider to simulate it with; there are: {known}")
+    if isinstance(settings, ServingSettings) and settings.urls:
+        raise ValueError(f"providers.{name}.urls: hosts that exist cannot be simulated; set hosts instead")
+    return kinds[type(settings)](name, settings, world)

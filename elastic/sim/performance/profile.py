@@ -1,0 +1,263 @@
+"""What a device is taken to be capable of: numbers with their sources, read from files, and what follows from them.
+
+A profile is a file of its own (`local`, or one that `elastic profile` has written), or `DEVICE/MODEL`, such as
+`H100/Qwen3-8B` or `H20/Qwen3-32B:tp2`, computed from the sheets of both. Every number says where it is from, or
+that it is an estimate and within which bounds.
+"""
+
+import math
+import tomllib
+from bisect import bisect_left
+from collections.abc import Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+DATA = Path(str(resources.files("elastic.sim") / "data"))
+HARDWARE, MODELS, EFFICIENCY = "hardware.toml", "models.toml", "efficiency.toml"
+BATCHES = (1, 8, 16, 32, 64, 128, 256)
+BYTES_PER_WEIGHT = 2
+FLOPS_PER_WEIGHT = 2
+"""Of a forward pass, for each token (Kaplan et al. 2020); training takes three times as many."""
+
+
+class ProfileError(ValueError):
+    """A profile cannot be used; the message names the file, the key, what was found and what is allowed."""
+
+
+class Number(msgspec.Struct, frozen=True):
+    """A value with where it is from: a `source`, or an `estimate` (its reason) that lies between `low` and `high`."""
+
+    value: float
+    source: str = ""
+    estimate: str = ""
+    low: float | None = None
+    high: float | None = None
+
+
+class EngineRates(msgspec.Struct, frozen=True, kw_only=True):
+    """An engine on its device. `decode_step_s` maps batch sizes to the time of one iteration, linear in between.
+
+    `context_s` is what each token of context in the batch adds to an iteration, `overhead_s` what every one costs.
+    """
+
+    prefill_tokens_per_s: float
+    decode_step_s: dict[int, float]
+    context_s: float = 0.0
+    overhead_s: float = 0.0
+    kv_tokens: int
+    kv_block_tokens: int
+    prefill_chunk_tokens: int
+    max_batch: int
+    max_pending: int
+
+    def decode_s(self, batch: int) -> float:
+        sizes = sorted(self.decode_step_s)
+        if batch <= sizes[0] or len(sizes) == 1:
+            return self.decode_step_s[sizes[0]]
+        upper = min(bisect_left(sizes, batch), len(sizes) - 1)
+        low, high = sizes[upper - 1], sizes[upper]
+        at_low, at_high = self.decode_step_s[low], self.decode_step_s[high]
+        return max(0.0, at_low + (at_high - at_low) / (high - low) * (batch - low))
+
+
+class Profile(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything about devices, links and processes that takes time in a simulated run; times in seconds.
+
+    `boot_s` runs from a worker process's start to its first words, `load_s` is what a pull takes besides its bytes.
+    A group is trained in `train_group_s` and 1/`train_tokens_per_s` for each of its tokens. Environments answer in
+    `reset_s` and `step_s`; with `environment_serial` one after the other, as they do on one event loop.
+    """
+
+    name: str
+    prefill_tokens_per_s: float
+    decode_step_s: dict[int, float]
+    context_s: float
+    overhead_s: float
+    kv_tokens: float
+    message_s: float
+    boot_s: float
+    serving_boot_s: float
+    trainer_boot_s: float
+    exit_s: float
+    keyframe_bytes: float
+    delta_bytes: float
+    link_bytes_per_s: float
+    relay_bytes_per_s: float
+    first_load_s: float
+    load_s: float
+    apply_s: float
+    train_tokens_per_s: float
+    train_group_s: float
+    update_s: float
+    reset_s: float
+    step_s: float
+    environment_serial: float
+    reward_s: float
+
+
+_TABLE_KEYS = ("decode_step_s",)
+_KEYS = tuple(field for field in Profile.__struct_fields__ if field not in ("name", *_TABLE_KEYS))
+
+
+def profile_names() -> list[str]:
+    """The profiles that come with the package; devices and models can be combined at will."""
+    devices, models = _read(DATA / HARDWARE), _read(DATA / MODELS)
+    files = sorted(p.stem for p in DATA.glob("profile-*.toml"))
+    return [name.removeprefix("profile-") for name in files] + [f"{d}/{m}" for d in devices for m in models]
+
+
+def load_profile(name: str) -> Profile:
+    """By name, or by a path to a file. Raises `ProfileError`."""
+    shipped = DATA / f"profile-{name}.toml"
+    if "/" not in name and shipped.is_file():
+        return read_profile(shipped)
+    if Path(name).is_file():
+        return read_profile(Path(name))
+    if "/" in name and not name.endswith(".toml"):
+        return _computed(name)
+    raise ProfileError(f"no profile {name!r}: neither a file nor one of {', '.join(profile_names())}")
+
+
+def read_profile(path: Path) -> Profile:
+    raw = _read(path)
+    unknown = sorted(set(raw) - {*_KEYS, *_TABLE_KEYS})
+    if unknown:
+        raise ProfileError(f"{path}: {unknown[0]}: unknown key; allowed: {', '.join((*_KEYS, *_TABLE_KEYS))}")
+    values: dict[str, float] = {key: _number(path, raw, key).value for key in _KEYS}
+    return Profile(name=path.stem.removeprefix("profile-"), decode_step_s=_steps(path, raw), **values)
+
+
+def write_profile(path: Path, numbers: Mapping[str, Number], decode_step_s: Mapping[int, Number]) -> None:
+    """As `read_profile` reads it."""
+    lines = [f"{key} = {_inline(number)}" for key, number in numbers.items()]
+    lines += ["", "[decode_step_s]", *(f"{batch} = {_inline(n)}" for batch, n in decode_step_s.items())]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _inline(number: Number) -> str:
+    parts = [f"value = {number.value!r}"]
+    parts += [f"{key} = {_quoted(text)}" for key in ("source", "estimate") if (text := getattr(number, key))]
+    parts += [f"{key} = {bound!r}" for key in ("low", "high") if (bound := getattr(number, key)) is not None]
+    return "{ " + ", ".join(parts) + " }"
+
+
+def _quoted(text: str) -> str:
+    return msgspec.json.encode(text).decode()
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ProfileError(f"{path}: cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise ProfileError(f"{path}: not valid TOML: {error}") from error
+
+
+def _number(path: Path, table: Mapping[str, Any], key: str, where: str = "") -> Number:
+    name = f"{where}.{key}" if where else key
+    if key not in table:
+        raise ProfileError(f"{path}: {name}: missing; every profile needs it, with its source or as an estimate")
+    try:
+        number = msgspec.convert(table[key], Number)
+    except msgspec.ValidationError as error:
+        allowed = "{ value = 1.0, source = … } or { value = 1.0, estimate = …, low = …, high = … }"
+        raise ProfileError(f"{path}: {name}: {error}; allowed: {allowed}") from error
+    if not math.isfinite(number.value) or number.value < 0:
+        raise ProfileError(f"{path}: {name}: found {number.value}; allowed: a finite number from 0 on")
+    if bool(number.source) == bool(number.estimate):
+        raise ProfileError(f"{path}: {name}: needs either a source or an estimate with low and high")
+    if number.estimate and (number.low is None or number.high is None):
+        raise ProfileError(f"{path}: {name}: an estimate needs low and high")
+    if number.low is not None and number.high is not None and not number.low <= number.value <= number.high:
+        raise ProfileError(f"{path}: {name}: {number.value} is not between {number.low} and {number.high}")
+    return number
+
+
+def _steps(path: Path, raw: Mapping[str, Any]) -> dict[int, float]:
+    table = raw.get("decode_step_s")
+    if not isinstance(table, dict) or not table:
+        raise ProfileError(f"{path}: decode_step_s: missing; give the time of an iteration for at least one batch size")
+    steps: dict[int, float] = {}
+    for batch in table:
+        if not batch.isdecimal() or int(batch) < 1:
+            raise ProfileError(f"{path}: decode_step_s.{batch}: allowed: batch sizes from 1 on")
+        steps[int(batch)] = _number(path, table, batch, "decode_step_s").value
+        if steps[int(batch)] <= 0:
+            raise ProfileError(f"{path}: decode_step_s.{batch}: found 0; allowed: a positive time")
+    return steps
+
+
+# Device and model
+
+
+def _computed(name: str) -> Profile:
+    """A roofline: prefill and training by arithmetic, decode by what must be read from memory, each at the share of
+    the device's peak that `efficiency.toml` estimates."""
+    device_name, _, rest = name.partition("/")
+    model_name, _, parallel = rest.partition(":tp")
+    gpus = int(parallel) if parallel.isdecimal() and int(parallel) else 1
+    if rest != model_name and not parallel.isdecimal():
+        raise ProfileError(f"{name}: found {rest!r}; allowed: DEVICE/MODEL or DEVICE/MODEL:tpN")
+    device = _sheet(DATA / HARDWARE, device_name, "device")
+    model = _sheet(DATA / MODELS, model_name, "model")
+    share = {key: _number(DATA / EFFICIENCY, _read(DATA / EFFICIENCY), key).value for key in _read(DATA / EFFICIENCY)}
+    flops_per_s = device["bf16_tflops"] * 1e12 * gpus
+    bytes_per_s = device["memory_gb_per_s"] * 1e9 * gpus * share["memory_bandwidth_share"]
+    weights_bytes = model["parameters"] * BYTES_PER_WEIGHT
+    kv_bytes = 2 * model["layers"] * model["kv_heads"] * model["head_dim"] * BYTES_PER_WEIGHT
+    kv_room = device["memory_gb"] * 1e9 * gpus * share["memory_share"] - weights_bytes
+    if kv_room <= 0:
+        raise ProfileError(
+            f"{name}: {weights_bytes / 1e9:.1f} GB of weights do not fit into {share['memory_share']:.0%} of "
+            f"{gpus} x {device['memory_gb']:g} GB; allowed: more devices in tensor parallel, such as "
+            f"{device_name}/{model_name}:tp{2 * gpus}"
+        )
+    token_flops = FLOPS_PER_WEIGHT * model["parameters"]
+    read_s = weights_bytes / bytes_per_s
+    compute_s = token_flops / (flops_per_s * share["prefill_flops_share"])
+    return Profile(
+        name=name,
+        prefill_tokens_per_s=flops_per_s * share["prefill_flops_share"] / token_flops,
+        decode_step_s={batch: max(read_s, batch * compute_s) for batch in BATCHES},
+        context_s=kv_bytes / bytes_per_s,
+        overhead_s=share["iteration_overhead_s"],
+        kv_tokens=float(int(kv_room / kv_bytes)),
+        keyframe_bytes=weights_bytes,
+        delta_bytes=weights_bytes * share["delta_share"],
+        train_tokens_per_s=flops_per_s * share["training_flops_share"] / (3 * token_flops),
+        apply_s=weights_bytes * 2 / bytes_per_s,
+        **{
+            key: share[key]
+            for key in (
+                "message_s",
+                "boot_s",
+                "serving_boot_s",
+                "trainer_boot_s",
+                "exit_s",
+                "link_bytes_per_s",
+                "relay_bytes_per_s",
+                "first_load_s",
+                "load_s",
+                "train_group_s",
+                "update_s",
+                "reset_s",
+                "step_s",
+                "environment_serial",
+                "reward_s",
+            )
+        },
+    )
+
+
+def _sheet(path: Path, name: str, kind: str) -> dict[str, float]:
+    raw = _read(path)
+    if name not in raw:
+        raise ProfileError(f"no {kind} {name!r} in {path}; there are: {', '.join(raw)}")
+    required = {"device": ("bf16_tflops", "memory_gb", "memory_gb_per_s")}.get(
+        kind, ("parameters", "layers", "kv_heads", "head_dim")
+    )
+    return {key: _number(path, raw[name], key, name).value for key in required}

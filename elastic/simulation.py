@@ -1,0 +1,310 @@
+"""Simulated runs, put together: the configuration, policies and journal of live ones around modelled devices."""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from elastic import compose
+from elastic.config import Config, ConfigError
+from elastic.core.digest import digest
+from elastic.core.ledger import NANO_USD_PER_USD
+from elastic.core.scheduler import Scheduler
+from elastic.core.types import NS_PER_S, WorkerState
+from elastic.runtime.journal import Journal, JournalError, JournalReader
+from elastic.runtime.status import ProviderStatus, RunStatus
+from elastic.sim.performance import (
+    Chronicle,
+    Episode,
+    Episodes,
+    Profile,
+    ProfileError,
+    SimulatedRun,
+    Turn,
+    load_profile,
+)
+from elastic.sim.performance.episodes import DrawnEpisodes, EpisodeLimits, RecordedEpisodes
+from elastic.sim.performance.profile import EngineRates
+from elastic.sim.performance.run import RunSettings
+from providers.base import ProviderSettings
+from traces.sessions import SESSIONS, read_sessions
+
+DEFAULT_PROFILE = "local"
+HORIZON_S = 90 * 24 * 3600.0
+JOURNAL_INTERVAL_S = 0.2
+
+
+class Experiment(msgspec.Struct, frozen=True, kw_only=True):
+    """What a simulation needs besides the run's configuration. `turns` is a run's path, or a trace's name.
+
+    `frame_s` is how long tokens may wait to be sent; the configuration's flush interval by default.
+    """
+
+    profile: str = ""
+    turns: str = ""
+    frame_s: float | None = None
+    horizon_s: float = HORIZON_S
+
+
+def profile_of(config: Config, experiment: Experiment) -> Profile:
+    """The named profile; else the local one, whose engine is that of the configuration's pacing."""
+    pacing = config.engine.pacing
+    try:
+        profile = load_profile(experiment.profile or DEFAULT_PROFILE)
+    except ProfileError as error:
+        raise ConfigError(f"--profile: {error}") from error
+    if experiment.profile and "/" in experiment.profile:
+        return profile
+    if pacing is None and not experiment.profile:
+        raise ConfigError(
+            "engine.pacing: missing, and no --profile given: a simulation must know how fast devices are; "
+            "such as --profile H100/Qwen3-8B"
+        )
+    if pacing is not None:
+        kv_tokens = float(config.engine.kv_blocks * config.engine.kv_block_tokens)
+        return msgspec.structs.replace(
+            profile,
+            prefill_tokens_per_s=pacing.prefill_tokens_per_s,
+            decode_step_s=dict(pacing.decode_step_s),
+            kv_tokens=kv_tokens,
+        )
+    return profile
+
+
+def rates_of(config: Config, profile: Profile) -> EngineRates:
+    engine = config.engine
+    if profile.kv_tokens < engine.max_context_tokens:
+        raise ConfigError(
+            f"engine.max_context_tokens: {engine.max_context_tokens} tokens do not fit into the KV cache of "
+            f"profile {profile.name}, which has {profile.kv_tokens:.0f}"
+        )
+    return EngineRates(
+        prefill_tokens_per_s=profile.prefill_tokens_per_s,
+        decode_step_s=profile.decode_step_s,
+        context_s=profile.context_s,
+        overhead_s=profile.overhead_s,
+        kv_tokens=int(profile.kv_tokens),
+        kv_block_tokens=engine.kv_block_tokens,
+        prefill_chunk_tokens=engine.prefill_chunk_tokens,
+        max_batch=engine.max_batch,
+        max_pending=engine.max_pending,
+    )
+
+
+def episodes_of(config: Config, experiment: Experiment) -> Episodes:
+    """A live run's, a trace's, or drawn ones. Raises `ConfigError`."""
+    limits = EpisodeLimits(
+        max_turns=config.rollout.max_turns,
+        max_tokens_per_turn=config.rollout.max_tokens_per_turn,
+        max_context_tokens=config.engine.max_context_tokens,
+    )
+    name = experiment.turns
+    if not name:
+        return DrawnEpisodes(config.run.seed, limits)
+    if name in SESSIONS:
+        sessions = [
+            Episode(tuple(Turn(t.new_tokens, t.output_tokens, t.gap_s) for t in session), 0.0)
+            for session in read_sessions(name)
+        ]
+        return DrawnEpisodes(config.run.seed, limits, sessions)
+    run_dir = compose.find_run(config.run.directory, name)
+    try:
+        return RecordedEpisodes(recorded_episodes(run_dir))
+    except (JournalError, ValueError) as error:
+        raise ConfigError(f"--turns-from: {run_dir}: {error}") from error
+
+
+def recorded_episodes(run_dir: Path) -> dict[str, Episode]:
+    """How long each finished trajectory's turns were, and its reward; nothing else of the run."""
+    reader = JournalReader(run_dir / "journal.sqlite")
+    try:
+        turns: dict[str, list[tuple[int, int, int]]] = {}
+        for row in reader.rows("turns"):
+            number = int(row["turn"].rpartition("/")[2])
+            turns.setdefault(row["trajectory"], []).append((number, row["prompt_tokens"], row["tokens"]))
+        return {
+            row["trajectory"]: Episode(_shapes(sorted(turns.get(row["trajectory"], []))), row["reward"])
+            for row in reader.rows("trajectories")
+            if not row["cause"] and turns.get(row["trajectory"])
+        }
+    finally:
+        reader.close()
+
+
+def _shapes(rows: Sequence[tuple[int, int, int]]) -> tuple[Turn, ...]:
+    shapes: list[Turn] = []
+    context = 0
+    for _, prompt, tokens in rows:
+        shapes.append(Turn(max(0, prompt - context), tokens))
+        context = prompt + tokens
+    return tuple(shapes)
+
+
+def build(plan: compose.RunPlan, experiment: Experiment, scheduler: Scheduler, chronicle: Chronicle) -> SimulatedRun:
+    """The run's world, ready to live. Raises `ConfigError` for what cannot be simulated."""
+    config = plan.config
+    profile = profile_of(config, experiment)
+    rewards = config.rewards
+    reward_s = max(rewards.pacing_s, profile.reward_s)
+    settings = RunSettings(
+        heartbeat_ns=round(config.scheduler.heartbeat_interval_s * NS_PER_S),
+        flush_ns=round((experiment.frame_s or config.scheduler.flush_interval_s) * NS_PER_S),
+        max_tokens_per_turn=config.rollout.max_tokens_per_turn,
+        horizon_ns=round(experiment.horizon_s * NS_PER_S),
+        scored_by_function=bool(plan.reward),
+        reward_s=reward_s,
+        reward_usd=rewards.usd_per_call + rewards.usd_per_s * reward_s,
+    )
+    trainer = ProviderSettings(
+        max_workers=1, usd_per_gpu_hour=config.trainer.usd_per_gpu_hour, gpus_per_worker=config.trainer.gpus
+    )
+    try:
+        return SimulatedRun(
+            scheduler,
+            settings,
+            profile,
+            rates_of(config, profile),
+            trainer,
+            plan.providers,
+            episodes_of(config, experiment),
+            chronicle,
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def simulate(
+    plan: compose.RunPlan,
+    run_dir: Path,
+    experiment: Experiment,
+    *,
+    observe: Callable[[RunStatus], None] = lambda _: None,
+    stopped: Callable[[], bool] = lambda: False,
+) -> compose.RunOutcome:
+    """Live through the run on virtual time, into `run_dir`, as `compose.execute` does on wall time.
+
+    `stopped` is asked at each sample; once it is true the run gives everything back. Raises `ConfigError` when
+    it cannot begin, and `SimulationError` when it cannot end.
+    """
+    config = plan.config
+    scheduler = Scheduler(compose.run_plan(plan), compose.limits(config), compose.policies(config), 0)
+    journal_path = run_dir / "journal.sqlite"
+    with _journal(journal_path) as journal:
+        for key, value in _meta(plan, run_dir, experiment).items():
+            journal.meta(key, value)
+        status = "failed: it ended unexpectedly"
+        try:
+            run = build(plan, experiment, scheduler, journal)
+            sampler = _Sampler(config, run, journal, observe, stopped)
+            failed = run.live(sample=sampler.sample)
+            sampler.sample()
+            status = f"failed: {failed}" if failed else "finished"
+        except Exception as error:
+            status = f"failed: {error}"
+            raise
+        finally:
+            journal.meta("digest", digest(scheduler))
+            journal.meta("status", status)
+    return compose.RunOutcome(run_dir=run_dir, failed=failed, interrupted=failed == compose.INTERRUPTED)
+
+
+@contextlib.contextmanager
+def _journal(path: Path) -> Iterator[Journal]:
+    journal = Journal(path, JOURNAL_INTERVAL_S)
+    try:
+        yield journal
+    finally:
+        journal.close()
+
+
+def _meta(plan: compose.RunPlan, run_dir: Path, experiment: Experiment) -> dict[str, str]:
+    return {
+        "run": run_dir.name,
+        "status": "running",
+        "simulated": msgspec.json.encode(experiment).decode(),
+        "config": plan.config.model_dump_json(),
+        "providers": ",".join(plan.providers),
+        "seed": str(plan.config.run.seed),
+        "started_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    }
+
+
+class _Sampler:
+    """Journals and shows how the run stands, as the live orchestrator does."""
+
+    def __init__(
+        self,
+        config: Config,
+        run: SimulatedRun,
+        journal: Journal,
+        observe: Callable[[RunStatus], None],
+        stopped: Callable[[], bool],
+    ) -> None:
+        self._config = config
+        self._run = run
+        self._journal = journal
+        self._observe = observe
+        self._stopped = stopped
+        self._asked_to_stop = False
+        self._last = (0, 0)
+
+    def sample(self) -> None:
+        if self._stopped() and not self._asked_to_stop:
+            self._asked_to_stop = True
+            self._run.stop(compose.INTERRUPTED)
+        status = self._status()
+        self._journal.sample(self._run.loop.now_ns, msgspec.to_builtins(status))
+        books = [msgspec.to_builtins(book) for book in self._run.scheduler.ledger.books.values()]
+        self._journal.meta("books", msgspec.json.encode(books).decode())
+        self._observe(status)
+
+    def _status(self) -> RunStatus:
+        run, now_ns = self._run, self._run.loop.now_ns
+        scheduler = run.scheduler
+        providers = self._providers()
+        tokens = sum(provider.tokens for provider in providers.values())
+        (last_ns, last), self._last = self._last, (now_ns, tokens)
+        members: list[Any] = []
+        for group in scheduler.step.groups.values() if scheduler.step else ():
+            members += group.members.values()
+        return RunStatus(
+            run=self._config.run.name,
+            phase=scheduler.phase,
+            step=scheduler.step.number if scheduler.step else scheduler.version or 0,
+            steps=scheduler.plan.steps,
+            elapsed_s=now_ns / NS_PER_S,
+            success_rate=sum(run.rewards) / len(run.rewards) if run.rewards else None,
+            last_success_rate=run.last_success,
+            trajectories_running=sum(outcome is None for outcome in members),
+            queued_turns=sum(turn.worker is None for turn in scheduler.turns.live.values()),
+            tokens_per_s=(tokens - last) * NS_PER_S / (now_ns - last_ns) if now_ns > last_ns else 0.0,
+            preemptions=sum(provider.preemptions for provider in providers.values()),
+            usd=sum(provider.usd for provider in providers.values()) + run.function_usd,
+            cpu_share=0.0,
+            pacing_holds=True,
+            trainer=scheduler.trainer_mode,
+            providers=providers,
+        )
+
+    def _providers(self) -> dict[str, ProviderStatus]:
+        scheduler, now_ns = self._run.scheduler, self._run.loop.now_ns
+        found = {
+            name: ProviderStatus(tokens=s.tokens, leases_ended=s.leases_ended, preemptions=s.preemptions)
+            for name, s in self._run.spending.items()
+        }
+        for worker in scheduler.fleet.workers.values():
+            count = found.setdefault(worker.provider, ProviderStatus())
+            if worker.state is WorkerState.READY:
+                count.ready += 1
+                count.capacity_turns += worker.capacity
+            elif worker.state in (WorkerState.BOOTING, WorkerState.LOADING):
+                count.booting += 1
+            else:
+                count.other += 1
+            count.running_turns += worker.outstanding
+        for provider, nano_usd in scheduler.ledger.bill_nano_usd(now_ns).items():
+            found.setdefault(provider, ProviderStatus()).usd = nano_usd / NANO_USD_PER_USD
+        return dict(sorted(found.items()))
