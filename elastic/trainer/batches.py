@@ -20,6 +20,8 @@ class Batch(NamedTuple):
     """[B, T], bool."""
     logprobs: Tensor
     """[N]"""
+    versions: Tensor
+    """[N], of the weights that sampled the token."""
     advantages: Tensor
     """[N]"""
 
@@ -44,12 +46,14 @@ def _collate(rows: Sequence[tuple[TrajectoryData, float]]) -> Batch:
     token_ids = torch.zeros(len(rows), max(lengths), dtype=torch.int64)
     trained = torch.zeros_like(token_ids, dtype=torch.bool)
     logprobs = torch.zeros_like(token_ids, dtype=torch.float32)
+    versions = torch.zeros_like(token_ids)
     for row, (trajectory, _) in enumerate(rows):
         token_ids[row, : lengths[row]] = torch.tensor(trajectory.token_ids)
         trained[row, : lengths[row]] = torch.tensor(trajectory.trained, dtype=torch.bool)
         logprobs[row, : lengths[row]] = torch.tensor(trajectory.logprobs)
+        versions[row, : lengths[row]] = torch.tensor(trajectory.versions)
     advantages = torch.tensor([advantage for _, advantage in rows]).unsqueeze(1).expand_as(token_ids)
-    return Batch(token_ids, torch.tensor(lengths), trained, logprobs[trained], advantages[trained])
+    return Batch(token_ids, torch.tensor(lengths), trained, logprobs[trained], versions[trained], advantages[trained])
 
 
 def check_group(group: TrainGroup) -> None:
@@ -59,7 +63,7 @@ def check_group(group: TrainGroup) -> None:
     for trajectory in group.trajectories:
         count = len(trajectory.token_ids)
         where = f"group {group.group}: trajectory {trajectory.trajectory}"
-        if len(trajectory.trained) != count or len(trajectory.logprobs) != count:
-            raise ValueError(f"{where}: token_ids, trained and logprobs differ in length")
+        if any(len(each) != count for each in (trajectory.trained, trajectory.logprobs, trajectory.versions)):
+            raise ValueError(f"{where}: token_ids, trained, logprobs and versions differ in length")
         if not any(trajectory.trained) or trajectory.trained[0]:
             raise ValueError(f"{where}: needs a prompt and at least one token of the policy")

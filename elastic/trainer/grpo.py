@@ -20,28 +20,42 @@ def group_advantages(rewards: Sequence[float]) -> list[float]:
     return [(reward - mean) / deviation for reward in rewards]
 
 
+MOST_VERSIONS_APART = 1
+"""Up to here recorded log-probabilities are taken as they are; the ratios of older tokens are truncated."""
+
+
 class PolicyLoss(NamedTuple):
     """`loss` is a sum over tokens, to be divided by the token count of the whole mini-batch."""
 
     loss: Tensor
     """Scalar."""
     ratio: Tensor
-    """[N], detached: current over sampled probability."""
+    """[N], detached: current over sampled probability, truncated where it is."""
     clipped: Tensor
     """[N], bool: the clip is what counts, so the token gives no gradient."""
 
 
 def clipped_policy_loss(
-    logprobs: Tensor, sampled_logprobs: Tensor, advantages: Tensor, clip_low: float, clip_high: float
+    logprobs: Tensor, sampled_logprobs: Tensor, advantages: Tensor, clip_low: float, clip_high: float, ratio_max: Tensor
 ) -> PolicyLoss:
     """PPO's pessimistic surrogate over tokens; all of shape [N].
 
-    `sampled_logprobs` were recorded where the tokens were sampled, whatever the engine and weights version.
+    `sampled_logprobs` were recorded where the tokens were sampled, whatever the engine and weights version. Where a
+    ratio exceeds its `ratio_max` it is truncated to it and gives no gradient: the surrogate leaves the ratio of
+    tokens with a negative advantage unbounded above, and the older the tokens, the likelier are ratios that would
+    drown all others (truncated importance sampling, as V-trace, arXiv 1802.01561).
     """
-    ratio = torch.exp(logprobs - sampled_logprobs)
+    ratio = torch.minimum(torch.exp(logprobs - sampled_logprobs), ratio_max)
     free = ratio * advantages
     bounded = ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
-    return PolicyLoss(-torch.minimum(free, bounded).sum(), ratio.detach(), (bounded < free).detach())
+    clipped = (bounded < free) | (ratio >= ratio_max)
+    return PolicyLoss(-torch.minimum(free, bounded).sum(), ratio.detach(), clipped.detach())
+
+
+def ratio_bounds(ages: Tensor, stale_ratio_max: float) -> Tensor:
+    """[N]: no bound for tokens at most one version older than the trainer's, `stale_ratio_max` for all others."""
+    bounds = torch.full(ages.shape, torch.inf, device=ages.device)
+    return bounds.masked_fill(ages > MOST_VERSIONS_APART, stale_ratio_max)
 
 
 class TokenDistribution(NamedTuple):

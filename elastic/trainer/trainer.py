@@ -17,7 +17,7 @@ from elastic.model.qwen3 import Qwen3
 from elastic.trainer import checkpoint
 from elastic.trainer.accumulator import GradientAccumulator
 from elastic.trainer.batches import Batch, check_group, micro_batches
-from elastic.trainer.grpo import clipped_policy_loss, group_advantages, sampled_distribution
+from elastic.trainer.grpo import clipped_policy_loss, group_advantages, ratio_bounds, sampled_distribution
 from elastic.wire import TrainGroup
 
 
@@ -154,8 +154,14 @@ class GRPOTrainer:
     def _accumulate_batch(self, batch: Batch, statistics: "_GroupStatistics") -> None:
         logits = self._model(batch.token_ids, batch.lengths)
         now = sampled_distribution(logits, batch.token_ids, batch.trained, self._temperature)
+        ages = self.version - batch.versions
         policy = clipped_policy_loss(
-            now.logprobs, batch.logprobs, batch.advantages, self._settings.clip_low, self._settings.clip_high
+            now.logprobs,
+            batch.logprobs,
+            batch.advantages,
+            self._settings.clip_low,
+            self._settings.clip_high,
+            ratio_bounds(ages, self._settings.stale_ratio_max),
         )
         self._accumulator.add(torch.autograd.grad(policy.loss, self._parameters))
         statistics.tokens += len(now.logprobs)
@@ -164,6 +170,7 @@ class GRPOTrainer:
         statistics.ratio += policy.ratio.sum().item()
         statistics.ratio_max = max(statistics.ratio_max, policy.ratio.max().item())
         statistics.clipped += int(policy.clipped.sum())
+        statistics.age += int(ages.sum())
 
     def _step_optimizer(self) -> None:
         if not self._minibatch_tokens:
@@ -195,6 +202,7 @@ class GRPOTrainer:
             "ratio_mean": math.fsum(group.ratio for group in groups) / tokens if tokens else 1.0,
             "ratio_max": max((group.ratio_max for group in groups), default=0.0) if tokens else 1.0,
             "clip_fraction": sum(group.clipped for group in groups) / max(1, tokens),
+            "staleness_mean": sum(group.age for group in groups) / max(1, tokens),
             "entropy": math.fsum(group.entropy for group in groups) / max(1, tokens),
             "tokens": float(tokens),
             "groups": float(len(groups)),
@@ -231,3 +239,4 @@ class _GroupStatistics:
         self.ratio = 0.0
         self.ratio_max = 0.0
         self.clipped = 0
+        self.age = 0

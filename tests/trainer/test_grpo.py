@@ -6,8 +6,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.trainer.grpo import clipped_policy_loss, group_advantages, sampled_distribution
+from elastic.trainer.grpo import clipped_policy_loss, group_advantages, ratio_bounds, sampled_distribution
 
+UNBOUNDED = torch.tensor(math.inf)
 rewards = st.lists(st.floats(-10, 10), min_size=2, max_size=16)
 
 
@@ -47,7 +48,7 @@ def test_the_clip_bounds_what_can_be_gained_and_nothing_else(
     ratio: float, advantage: float, loss: float, clipped: bool
 ):
     logprobs = torch.tensor([math.log(ratio) - 2.0], dtype=torch.float64, requires_grad=True)
-    policy = clipped_policy_loss(logprobs, torch.tensor([-2.0]), torch.tensor([advantage]), 0.2, 0.28)
+    policy = clipped_policy_loss(logprobs, torch.tensor([-2.0]), torch.tensor([advantage]), 0.2, 0.28, UNBOUNDED)
     policy.loss.backward()
     assert policy.loss.item() == pytest.approx(loss)
     assert policy.ratio.item() == pytest.approx(ratio)
@@ -56,10 +57,25 @@ def test_the_clip_bounds_what_can_be_gained_and_nothing_else(
     assert logprobs.grad.item() == pytest.approx(0.0 if clipped else -ratio * advantage)
 
 
+def test_only_tokens_more_than_one_version_old_are_truncated():
+    assert ratio_bounds(torch.tensor([0, 1, 2, 5]), 2.0).tolist() == [math.inf, math.inf, 2.0, 2.0]
+
+
+@pytest.mark.parametrize(("age", "loss", "gradient"), [(1, 5.0, 5.0), (2, 2.0, 0.0)])
+def test_a_truncated_ratio_bounds_the_loss_and_gives_no_gradient(age: int, loss: float, gradient: float):
+    logprobs = torch.tensor([math.log(5.0) - 9.0], dtype=torch.float64, requires_grad=True)
+    bounds = ratio_bounds(torch.tensor([age]), 2.0)
+    policy = clipped_policy_loss(logprobs, torch.tensor([-9.0]), torch.tensor([-1.0]), 0.2, 0.28, bounds)
+    policy.loss.backward()
+    assert policy.loss.item() == pytest.approx(loss)
+    assert logprobs.grad is not None
+    assert logprobs.grad.item() == pytest.approx(gradient)
+
+
 def test_the_gradient_on_policy_is_that_of_reinforce():
     logprobs = torch.randn(50, dtype=torch.float64, requires_grad=True)
     advantages = torch.randn(50, dtype=torch.float64)
-    clipped_policy_loss(logprobs, logprobs.detach(), advantages, 0.2, 0.28).loss.backward()
+    clipped_policy_loss(logprobs, logprobs.detach(), advantages, 0.2, 0.28, UNBOUNDED).loss.backward()
     assert logprobs.grad is not None
     torch.testing.assert_close(logprobs.grad, -advantages)
 
