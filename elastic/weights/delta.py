@@ -1,11 +1,13 @@
 """What the change from one version to a later one is made of: buckets, and a manifest that is written after them.
 
-Keys: `versions/VERSION/delta-BASE.json` for the manifest, `versions/VERSION/delta-BASE-NUMBER.bin` for a bucket. A
-bucket is a 4-byte little-endian length, a msgpack `BucketHeader` of that length, the codec's shared part and its
-payload; it says enough of itself to be decoded before the manifest is there, and nothing is trusted until then.
+Keys: `versions/VERSION/delta-BASE.json` for the manifest, `versions/VERSION/delta-BASE-NUMBER.bin` for a bucket, and
+`versions/VERSION/delta-BASE.begun.json`, which is there before any of them. A bucket is a 4-byte little-endian length,
+a msgpack `BucketHeader` of that length, the codec's shared part and its payload; it says enough of itself to be decoded
+before the manifest is there, and nothing is trusted until then.
 """
 
 import struct
+from collections.abc import Iterable
 from typing import NoReturn
 
 import msgspec
@@ -59,6 +61,20 @@ class DeltaManifest(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def size_bytes(self) -> int:
         return sum(bucket.size_bytes for bucket in self.buckets)
+
+
+class DeltaBegun(msgspec.Struct, frozen=True, kw_only=True):
+    """Says that a delta is being encoded and what will be in it, so that a worker can follow bucket by bucket."""
+
+    run: str
+    version: int
+    base_version: int
+    base_state: str
+    tensors: tuple[TensorEntry, ...]
+    tile_elements: int
+    buckets: tuple[tuple[int, int], ...]
+    """(first tile, tiles) of each."""
+    schema_version: int = SCHEMA_VERSION
 
 
 class BucketHeader(msgspec.Struct, frozen=True, array_like=True):
@@ -132,6 +148,41 @@ def base_of(key: str) -> int | None:
     return int(digits) if name == f"delta-{digits}.json" and digits.isdecimal() else None
 
 
+def begun_key(version: int, base_version: int) -> str:
+    return f"{version_prefix(version)}delta-{base_version:08d}.begun.json"
+
+
+def begun_base_of(key: str) -> int | None:
+    """The base version of a `begun_key`, None for any other key."""
+    digits = key.rpartition("/")[2].removeprefix("delta-").removesuffix(".begun.json")
+    return int(digits) if key.endswith(f"/delta-{digits}.begun.json") and digits.isdecimal() else None
+
+
+def encode_begun(begun: DeltaBegun) -> bytes:
+    return seal(msgspec.json.encode(begun))
+
+
+def decode_begun(data: bytes) -> DeltaBegun:
+    """Raises `WeightsCorrupted` as `decode_delta_manifest` does."""
+    begun = open_seal(data, DeltaBegun, SCHEMA_VERSION)
+    check_tensors(begun.tensors)
+    _check_tiles(begun.tile_elements, begun.buckets)
+    return begun
+
+
+def begun_of(manifest: DeltaManifest) -> DeltaBegun:
+    """What was announced of a delta that is complete."""
+    return DeltaBegun(
+        run=manifest.run,
+        version=manifest.version,
+        base_version=manifest.base_version,
+        base_state=manifest.base_state,
+        tensors=manifest.tensors,
+        tile_elements=manifest.tile_elements,
+        buckets=tuple((bucket.first_tile, bucket.tiles) for bucket in manifest.buckets),
+    )
+
+
 def encode_delta_manifest(manifest: DeltaManifest) -> bytes:
     return seal(msgspec.json.encode(manifest))
 
@@ -140,16 +191,22 @@ def decode_delta_manifest(data: bytes) -> DeltaManifest:
     """Raises `WeightsCorrupted` unless `data` is a whole, unchanged and consistent manifest of this schema."""
     manifest = open_seal(data, DeltaManifest, SCHEMA_VERSION)
     check_tensors(manifest.tensors)
-    if manifest.tile_elements < 1 or len(manifest.tile_sums) % 8:
-        _refuse(f"tiles of {manifest.tile_elements} elements with {len(manifest.tile_sums)} bytes of sums")
-    tile = 0
-    for bucket in manifest.buckets:
-        if bucket.first_tile != tile or bucket.tiles < 1:
-            _refuse(f"its buckets do not follow each other at tile {tile}")
-        tile += bucket.tiles
-    if 8 * tile != len(manifest.tile_sums):
-        _refuse(f"its buckets have {tile} tiles, its sums {len(manifest.tile_sums) // 8}")
+    tiles = _check_tiles(manifest.tile_elements, begun_of(manifest).buckets)
+    if 8 * tiles != len(manifest.tile_sums):
+        _refuse(f"its buckets have {tiles} tiles, its sums are of {len(manifest.tile_sums) / 8}")
     return manifest
+
+
+def _check_tiles(tile_elements: int, buckets: Iterable[tuple[int, int]]) -> int:
+    """How many tiles the buckets have."""
+    if tile_elements < 1:
+        _refuse(f"tiles of {tile_elements} elements")
+    tile = 0
+    for first_tile, tiles in buckets:
+        if first_tile != tile or tiles < 1:
+            _refuse(f"its buckets do not follow each other at tile {tile}")
+        tile += tiles
+    return tile
 
 
 def _refuse(problem: str) -> NoReturn:

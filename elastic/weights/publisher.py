@@ -17,11 +17,15 @@ from elastic.weights.codecs.base import TILE_ELEMENTS
 from elastic.weights.codecs.sums import tile_sums
 from elastic.weights.delta import (
     BucketEntry,
+    DeltaBegun,
     DeltaManifest,
     base_of,
+    begun_base_of,
+    begun_key,
     bucket_key,
     checksum_of,
     delta_manifest_key,
+    encode_begun,
     encode_bucket,
     encode_delta_manifest,
     state_of,
@@ -173,7 +177,19 @@ class Publisher:
         sums, changed = base.sums.copy(), np.zeros(len(ends), np.int64)
         buckets: list[BucketEntry] = []
         put_s = 0.0
-        for number, (first, last) in enumerate(bucket_tiles(ends, settings.bucket_elements)):
+        spans = bucket_tiles(ends, settings.bucket_elements)
+        base_state = state_of(base.sums)
+        begun = DeltaBegun(
+            run=self._run,
+            version=version,
+            base_version=base.version,
+            base_state=base_state,
+            tensors=base.tensors,
+            tile_elements=settings.tile_elements,
+            buckets=tuple((first, last - first) for first, last in spans),
+        )
+        self._relay.put(begun_key(version, base.version), encode_begun(begun))
+        for number, (first, last) in enumerate(spans):
             old, new = (flat[begins[first] : begins[last]] for flat in (base.bits, bits))
             codec = settings.codec or choose_codec(estimate_change(old, new), settings.link_bytes_per_s)
             encoded = CODECS[codec].encode(old, new, ends[first:last] - begins[first])
@@ -189,7 +205,7 @@ class Publisher:
             run=self._run,
             version=version,
             base_version=base.version,
-            base_state=state_of(base.sums),
+            base_state=base_state,
             state=state_of(sums),
             tensors=base.tensors,
             changed=changed_by_tensor(base.tensors, ends, changed),
@@ -246,10 +262,10 @@ def publish_keyframe(
     return manifest
 
 
-def published_updates(relay: Relay) -> list[Update]:
-    """Everything that can be pulled, by version."""
+def published_updates(relay: Relay, begun: bool = False) -> list[Update]:
+    """Everything that can be pulled, by version; with `begun` also what is still being published."""
     return sorted(
-        (update for key in relay.list_keys("versions/") if (update := _update_of(key)) is not None),
+        {update for key in relay.list_keys("versions/") if (update := _update_of(key, begun)) is not None},
         key=lambda update: (update.version, -1 if update.base is None else update.base),
     )
 
@@ -280,13 +296,15 @@ def discard_newer(relay: Relay, version: int) -> list[int]:
     return _delete(relay, lambda other: other > version)
 
 
-def _update_of(key: str) -> Update | None:
+def _update_of(key: str, begun: bool) -> Update | None:
     version = version_of(key)
     if version is None:
         return None
     if key == manifest_key(version):
         return Update(version, None)
     base = base_of(key)
+    if base is None and begun:
+        base = begun_base_of(key)
     return None if base is None else Update(version, base)
 
 

@@ -16,10 +16,13 @@ from elastic.weights.codecs.base import Buffer
 from elastic.weights.codecs.sums import apply_update, tile_sums
 from elastic.weights.delta import (
     Bucket,
-    BucketEntry,
+    DeltaBegun,
     DeltaManifest,
+    begun_key,
+    begun_of,
     bucket_key,
     checksum_of,
+    decode_begun,
     decode_delta_manifest,
     delta_manifest_key,
     state_of,
@@ -38,6 +41,12 @@ log = structlog.get_logger(__name__)
 
 CHUNK_BYTES = 8 << 20
 """What a broken transfer has to fetch again, and how often the deadline is looked at."""
+
+POLL_S = 0.005
+"""How often a version that is under way is looked at."""
+
+BUCKET_BYTES_MAX = 1 << 20
+"""A bucket's blob may have this and 6 bytes an element: more than any codec takes."""
 
 TRANSFERS = 3
 """Buckets under way or waiting to be decoded; more of them only take memory."""
@@ -93,9 +102,11 @@ class Puller:
     def version(self) -> int | None:
         return self._held.version if self._held else None
 
-    def pull(self, version: int, timeout_s: float = 30.0) -> Pulled:
+    def pull(self, version: int, timeout_s: float = 30.0, *, follow: bool = False) -> Pulled:
         """`version`, bit for bit as published: from what it holds by the shortest chain of deltas, or a keyframe.
 
+        With `follow` it may still be under way: buckets are decoded as they appear, and count when the manifest says
+        that they are right.
         An object that does not verify is refused, and so is the held version as a base for another; what is left
         is tried, in the end a keyframe. A broken transfer goes on where it broke, until `timeout_s` is over.
         Raises `WeightsCorrupted` where nothing verifies, else the last `RelayError`.
@@ -105,7 +116,7 @@ class Puller:
         refused: dict[Update, Exception] = {}
         base = self._held
         while True:
-            path = self._path(version, base, refused, deadline_s)
+            path = self._path(version, base, refused, deadline_s, follow)
             if path is None:
                 raise next(reversed(refused.values()), BlobNotFound(f"version {version}: not published, or deleted"))
             try:
@@ -135,13 +146,19 @@ class Puller:
         ]
 
     def _path(
-        self, version: int, base: _Held | None, refused: Container[Update], deadline_s: float
+        self, version: int, base: _Held | None, refused: Container[Update], deadline_s: float, follow: bool
     ) -> list[Update] | None:
         held = base.version if base else None
         if held == version:
             return []
-        updates = patiently(deadline_s, f"list for version {version}", lambda: published_updates(self._relay))
-        return shortest_path((update for update in updates if update not in refused), held, version)
+        while True:
+            updates = patiently(
+                deadline_s, f"list for version {version}", lambda: published_updates(self._relay, begun=follow)
+            )
+            path = shortest_path((update for update in updates if update not in refused), held, version)
+            if path is not None or not follow or time.monotonic() + POLL_S > deadline_s:
+                return path
+            time.sleep(POLL_S)
 
     def _follow(self, path: Iterable[Update], base: _Held | None, deadline_s: float, times: _Times) -> _Held:
         held = base
@@ -174,36 +191,53 @@ class Puller:
         """What `update` makes of `base`; in place if that is our `own` to change."""
         assert update.base is not None
         key = delta_manifest_key(update.version, update.base)
-        manifest = decode_delta_manifest(fetch(self._relay, key, deadline_s))
-        ends, sums = _check_base(manifest, base, update)
+        begun, manifest = self._begin(update.version, update.base, deadline_s)
+        ends, sums = _check_base(begun, base, update)
+        begins = np.concatenate([[0], ends])
         begun_s = time.monotonic()
         bits = base.bits if own else base.bits.copy()
         times.apply_s += time.monotonic() - begun_s
-        expected = np.frombuffer(manifest.tile_sums, "<u8")
-        begins = np.concatenate([[0], ends])
-        for entry, blob in self._buckets(manifest, deadline_s, times):
-            tiles = slice(entry.first_tile, entry.first_tile + entry.tiles)
+        checksums: list[str] = []
+        resulting = sums.copy()
+        for (first, count), blob in self._buckets(begun, manifest is not None, deadline_s, times):
+            checksums.append(checksum_of(begun.run, blob))
+            if manifest and checksums[-1] != manifest.buckets[len(checksums) - 1].checksum:
+                raise WeightsCorrupted(f"{key}: the checksum of bucket {len(checksums) - 1} is not the manifest's")
+            tiles = slice(first, first + count)
             begin, end = begins[tiles.start], begins[tiles.stop]
             begun_s = time.monotonic()
             decoded = Bucket(blob).decode(base.bits[begin:end], ends[tiles] - begin)
-            if not np.array_equal(sums[tiles] + decoded.sum_changes, expected[tiles]):
-                raise WeightsCorrupted(f"{key}: bucket of tile {entry.first_tile} does not make the trainer's weights")
+            resulting[tiles] += decoded.sum_changes
             decoded_s = time.monotonic()
             apply_update(decoded, bits[begin:end])
             times.decode_s += decoded_s - begun_s
             times.apply_s += time.monotonic() - decoded_s
-        state = {manifest.tile_elements: (manifest.state, expected.astype(np.uint64))}
+        if manifest is None:
+            manifest = decode_delta_manifest(_awaited(self._relay, key, deadline_s))
+        if begun_of(manifest) != begun or [bucket.checksum for bucket in manifest.buckets] != checksums:
+            raise WeightsCorrupted(f"{key}: its buckets are not the manifest's")
+        if resulting.astype("<u8").tobytes() != manifest.tile_sums:
+            raise WeightsCorrupted(f"{key}: it does not make the trainer's weights")
+        state = {manifest.tile_elements: (manifest.state, resulting)}
         return base._replace(version=update.version, bits=bits, state=state)
 
+    def _begin(self, version: int, base: int, deadline_s: float) -> tuple[DeltaBegun, DeltaManifest | None]:
+        """What is to come, and the manifest if all of it is there."""
+        try:
+            manifest = decode_delta_manifest(fetch(self._relay, delta_manifest_key(version, base), deadline_s))
+        except BlobNotFound:
+            return decode_begun(fetch(self._relay, begun_key(version, base), deadline_s)), None
+        return begun_of(manifest), manifest
+
     def _buckets(
-        self, manifest: DeltaManifest, deadline_s: float, times: _Times
-    ) -> Iterator[tuple[BucketEntry, Buffer]]:
-        """Each bucket with its verified blob, in order; the next ones are on their way meanwhile."""
-        waiting: deque[tuple[BucketEntry, Future[Buffer]]] = deque()
+        self, begun: DeltaBegun, there: bool, deadline_s: float, times: _Times
+    ) -> Iterator[tuple[tuple[int, int], Buffer]]:
+        """Each bucket's tiles and blob, in order; the next ones are on their way meanwhile."""
+        waiting: deque[tuple[tuple[int, int], Future[Buffer]]] = deque()
         with ThreadPoolExecutor(self._transfers, thread_name_prefix="puller") as executor:
             try:
-                for number, entry in enumerate(manifest.buckets):
-                    waiting.append((entry, executor.submit(self._fetch_bucket, manifest, number, entry, deadline_s)))
+                for number, tiles in enumerate(begun.buckets):
+                    waiting.append((tiles, executor.submit(self._fetch_bucket, begun, number, there, deadline_s)))
                     if len(waiting) >= self._transfers:
                         yield _landed(*waiting.popleft(), times)
                 while waiting:
@@ -212,13 +246,18 @@ class Puller:
                 for _, future in waiting:
                     future.cancel()
 
-    def _fetch_bucket(self, manifest: DeltaManifest, number: int, entry: BucketEntry, deadline_s: float) -> Buffer:
-        key = bucket_key(manifest.version, manifest.base_version, number)
-        blob = bytearray(entry.size_bytes)
-        fetch_into(self._relay, key, memoryview(blob), deadline_s, self._chunk_bytes)
-        if checksum_of(manifest.run, blob) != entry.checksum:
-            raise WeightsCorrupted(f"{key}: its checksum is not the manifest's")
-        return blob
+    def _fetch_bucket(self, begun: DeltaBegun, number: int, there: bool, deadline_s: float) -> Buffer:
+        key = bucket_key(begun.version, begun.base_version, number)
+        most = BUCKET_BYTES_MAX + 6 * begun.buckets[number][1] * begun.tile_elements
+        get = fetch if there else _awaited
+        blob = bytearray()
+        while True:
+            chunk = get(self._relay, key, deadline_s, len(blob), self._chunk_bytes)
+            blob += chunk
+            if len(chunk) < self._chunk_bytes:
+                return blob
+            if len(blob) > most:
+                raise WeightsCorrupted(f"{key}: more than {most} bytes")
 
 
 class _BaseMismatch(WeightsCorrupted):
@@ -265,16 +304,27 @@ def fetch_into(relay: Relay, key: str, memory: memoryview, deadline_s: float, ch
         chunk[:] = content
 
 
-def _landed(entry: BucketEntry, future: Future[Buffer], times: _Times) -> tuple[BucketEntry, Buffer]:
+def _awaited(relay: Relay, key: str, deadline_s: float, start: int = 0, length: int | None = None) -> bytes:
+    """`fetch` of what may not be there yet. Raises `BlobNotFound` if it is not in time."""
+    while True:
+        try:
+            return fetch(relay, key, deadline_s, start, length)
+        except BlobNotFound:
+            if time.monotonic() + POLL_S > deadline_s:
+                raise
+            time.sleep(POLL_S)
+
+
+def _landed(tiles: tuple[int, int], future: Future[Buffer], times: _Times) -> tuple[tuple[int, int], Buffer]:
     begun_s = time.monotonic()
     blob = future.result()
     times.wire_s += time.monotonic() - begun_s
-    times.size_bytes += entry.size_bytes
-    return entry, blob
+    times.size_bytes += len(blob)
+    return tiles, blob
 
 
 def _check_base(
-    manifest: DeltaManifest, base: _Held, update: Update
+    manifest: DeltaBegun, base: _Held, update: Update
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64]]:
     """The tiles' ends, and their sums in `base`."""
     where = f"delta of version {update.version} from {update.base}"
@@ -283,8 +333,8 @@ def _check_base(
     if manifest.run != base.run or manifest.tensors != base.tensors:
         raise _BaseMismatch(f"{where}: it is for other tensors, or another run, than what is held")
     ends = tile_ends(manifest.tensors, manifest.tile_elements)
-    if 8 * len(ends) != len(manifest.tile_sums):
-        raise WeightsCorrupted(f"{where}: its tensors have {len(ends)} tiles, its sums are of others")
+    if sum(tiles for _, tiles in manifest.buckets) != len(ends):
+        raise WeightsCorrupted(f"{where}: its tensors have {len(ends)} tiles, its buckets others")
     if manifest.tile_elements not in base.state:
         sums = tile_sums(base.bits, ends)
         base.state[manifest.tile_elements] = state_of(sums), sums

@@ -1,6 +1,8 @@
 """A chain of versions, pulled by workers that come, skip, fall behind and meet every kind of damage."""
 
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -22,7 +24,7 @@ from elastic.weights.relay import Buffer, Relay
 MODEL = {"model_type": "qwen3", "hidden_size": 8}
 SMALL = PublishSettings(bucket_elements=64, tile_elements=16, keyframe_every=8, merge_every=3, keep_versions=4)
 
-many = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=25)
+many = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=15)
 
 
 class History:
@@ -294,3 +296,61 @@ def test_a_publication_tells_what_changed(tmp_path: Path):
     published = publisher.publish(1, tensors)
     assert (published.kind, published.changed, published.full_bytes) == ("delta", {"a": 0, "b": 5}, 140)
     publisher.close()
+
+
+class Held:
+    """A relay on which a version's manifest appears only when the test lets it."""
+
+    def __init__(self, relay: Relay, key: str) -> None:
+        self._relay, self._key = relay, key
+        self.asked, self.release = threading.Event(), threading.Event()
+
+    def get(self, key: str, start: int = 0, length: int | None = None) -> bytes:
+        content = self._relay.get(key, start, length)
+        if key.endswith(".bin") and not self.release.is_set():
+            self.asked.set()
+        return content
+
+    def put(self, key: str, *parts: Buffer) -> None:
+        if key == self._key:
+            assert self.asked.wait(10), "the buckets are pulled before the manifest is there"
+            self.release.set()
+        self._relay.put(key, *parts)
+
+    def list_keys(self, prefix: str = "") -> list[str]:
+        return self._relay.list_keys(prefix)
+
+    def delete(self, key: str) -> None:
+        self._relay.delete(key)
+
+    def close(self) -> None:
+        self._relay.close()
+
+
+def test_a_version_is_followed_while_it_is_published(tmp_path: Path):
+    relay = Held(DirectoryRelay(tmp_path), delta_manifest_key(1, 0))
+    history = History(relay)
+    history.step()
+    puller = Puller(relay)
+    assert_at(puller, history, 0)
+    relay.asked.clear()
+    with ThreadPoolExecutor(1) as executor:
+        pulled = executor.submit(puller.pull, 1, 10.0, follow=True)
+        history.step()
+        assert pulled.result().path == (Update(1, 0),)
+    assert_at(puller, history, 1)
+
+
+def test_what_is_under_way_and_damaged_is_refused(history: History, directory: DirectoryRelay):
+    puller = Puller(directory)
+    assert_at(puller, history, 1)
+    key = delta_manifest_key(2, 1)
+    manifest = directory.get(key)
+    directory.delete(key)
+    damage(directory, bucket_key(2, 1, 1), lambda content: content[:-12] + bytes(4) + content[-8:])
+    with ThreadPoolExecutor(1) as executor:
+        pulled = executor.submit(puller.pull, 2, 1.0, follow=True)
+        directory.put(key, manifest)
+        with pytest.raises(WeightsError):
+            pulled.result()
+    assert puller.version == 1
