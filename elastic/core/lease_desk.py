@@ -10,7 +10,7 @@ from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core.leases import Lease
 from elastic.core.run_state import RunState
-from elastic.core.types import EndCause, LeaseId, LeaseState, Nanoseconds, WorkerRole, WorkerState
+from elastic.core.types import EndCause, LeaseId, LeaseState, WorkerRole, WorkerState
 from elastic.core.worker_desk import WorkerDesk
 
 _FAILURES = (EndCause.BOOT_TIMEOUT, EndCause.EXPIRED, EndCause.FENCED, EndCause.LOST)
@@ -95,7 +95,6 @@ class LeaseDesk:
         if event.expires_at_ns is not None:
             lease.expires_at_ns = event.expires_at_ns
             self._wait_expiry(lease, event.expires_at_ns - run.limits.drain_timeout_ns)
-            self._plan_succession(lease, event.expires_at_ns - run.limits.drain_timeout_ns)
 
     def _give_back_unknown(self, lease: LeaseId) -> None:
         """A lease that was given up for refused or ended has come all the same: it must not be left behind."""
@@ -133,17 +132,19 @@ class LeaseDesk:
         if cause in _FAILURES and not any(worker.served for worker in self._run.fleet.of_lease(lease.id)):
             self._back_off(lease.provider)
 
-    def _plan_succession(self, lease: Lease, drains_at_ns: Nanoseconds) -> None:
-        """Have the lease's successor asked for in time, so that its workers' turns have somewhere to go."""
+    def plan_successions(self) -> None:
+        """Have the successors of leases that are of use by now asked for in time: their turns will have to move."""
         run, policy = self._run, self._run.policies.succession
-        if policy is not None:
-            lead_ns = policy.lead_ns(lease.offer, run.leases.ready_ns(lease.provider))
-            run.wait("succession", lease.id, max(0, drains_at_ns - lead_ns - run.now_ns))
+        ready, run.leases.newly_ready = run.leases.newly_ready, {}
+        for lease in (run.leases.leases[lease_id] for lease_id in ready if lease_id in run.leases.leases):
+            if policy is not None and lease.expires_at_ns is not None and not lease.leaving:
+                lead_ns = policy.lead_ns(lease.offer, run.leases.ready_ns(lease.provider))
+                asked_at_ns = lease.expires_at_ns - run.limits.drain_timeout_ns - lead_ns
+                run.wait("succession", lease.id, max(0, asked_at_ns - run.now_ns))
 
     def _succession_due(self, lease_id: str) -> None:
         run, lease = self._run, self._run.leases.leases[lease_id]
-        of_use = any(worker.served for worker in run.fleet.of_lease(lease_id))
-        wanted = run.active and of_use and not run.timers.waiting("back-off", lease.provider)
+        wanted = run.active and not run.timers.waiting("back-off", lease.provider)
         if wanted and run.leases.successors_left(lease.provider) > 0:
             self._ask_for(lease.provider, succeeds=lease.id)
 

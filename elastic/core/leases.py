@@ -42,6 +42,7 @@ class LeaseTable:
         self.leases: dict[LeaseId, Lease] = {}
         self.offers: dict[str, Offer] = {}
         self.failures: dict[str, int] = {}
+        self.newly_ready: dict[LeaseId, None] = {}
         self._ready_ns: dict[str, deque[Nanoseconds]] = {}
         self.worker_bound: int | None = None
         self._issued: dict[str, int] = {}
@@ -57,8 +58,9 @@ class LeaseTable:
         self._held[provider] += 1
         return lease
 
-    def took_to_get_ready(self, provider: str, duration_ns: Nanoseconds) -> None:
-        """A worker of the provider has its first credit, so long after its lease was granted."""
+    def took_to_get_ready(self, lease: LeaseId, provider: str, duration_ns: Nanoseconds) -> None:
+        """A worker is ready for the first time, so long after its lease was granted."""
+        self.newly_ready[lease] = None
         self._ready_ns.setdefault(provider, deque(maxlen=READY_TIMES_KEPT)).append(duration_ns)
 
     def ready_ns(self, provider: str) -> Nanoseconds | None:

@@ -201,7 +201,7 @@ class SuccessionPolicy(Protocol):
     def lead_ns(self, offer: Offer, ready_ns: Nanoseconds | None) -> Nanoseconds:
         """How long before a lease's workers must drain its successor is asked for.
 
-        `ready_ns` is the longest that this provider's last workers took from their grant to their first credit.
+        `ready_ns` is the longest that this provider's last workers took from their grant to being ready.
         """
         ...
 

@@ -89,6 +89,7 @@ class Scheduler:
         if run.phase is Phase.ENDED:
             return
         self._lease_desk.release_vacated()
+        self._lease_desk.plan_successions()
         if run.active:
             self._group_desk.take_rewards()
             self._lease_desk.follow_bound()

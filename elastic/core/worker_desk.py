@@ -229,7 +229,8 @@ class WorkerDesk:
         if state is WorkerState.READY:
             run.leases.failures.pop(worker.provider, None)
         if first:
-            run.leases.took_to_get_ready(worker.provider, run.now_ns - run.ledger.books[worker.id].opened_ns)
+            took_ns = run.now_ns - run.ledger.books[worker.id].opened_ns
+            run.leases.took_to_get_ready(worker.lease, worker.provider, took_ns)
 
     def _clear(self, worker: Worker, *waits: str) -> None:
         for what in waits:

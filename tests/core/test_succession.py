@@ -68,6 +68,21 @@ def test_a_successor_is_asked_for_before_the_drain(desk: Desk) -> None:
     assert drained(desk.wait(0.2, (*ALIVE, "functions-2/w"))) == ["functions-1/w"]
 
 
+def test_a_lease_that_was_slow_to_get_ready_has_its_successor_the_earlier(desk: Desk) -> None:
+    """What is measured counts for the very lease that it was measured on."""
+    slow_s = 2 * BOOT_S
+    desk.tell(e.LeaseEnded(lease="functions-1", cause=EndCause.RELEASED))
+    offer(desk, available=1)
+    desk.grant("functions-2", expires_s=desk.now_s + LIFE_S)
+    desk.wait(slow_s, ("trainer",))
+    desk.join("functions-2/w")
+    desk.beat("functions-2/w")
+    offer(desk, available=0)
+    due_s = LIFE_S - DRAIN_S - EarlySuccessor().margin * slow_s - slow_s
+    assert not asked(desk.wait(due_s - 0.1, ("trainer", "functions-2/w")))
+    assert asked(desk.wait(0.2, ("trainer", "functions-2/w")))
+
+
 def test_its_successor_has_one_too(desk: Desk) -> None:
     desk.wait(LIFE_S - DRAIN_S - LEAD_S + 0.1, ALIVE)
     arrive(desk, "functions-2")
