@@ -52,7 +52,7 @@ def against_reserved(directory: Path, steps: int) -> dict[str, Any]:
         reader = JournalReader(run_dir / "journal.sqlite")
         step_s = statistics.median(row["duration_ns"] / 1e9 for row in reader.rows("steps"))
         reader.close()
-        figures[name] = {"step_s": step_s, "wall_s": summary["wall_s"], "usd": summary["usd"]}
+        figures[name] = {"step_s": step_s, "wall_s": summary["wall_s"], "usd": summary["total"]["usd"]}
     figures["speedup"] = figures["reserved_only"]["step_s"] / figures["elastic"]["step_s"]
     return figures
 

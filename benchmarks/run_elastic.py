@@ -111,7 +111,7 @@ def main(arguments: Arguments) -> dict[str, Any]:
                         "success_before": scores[0].success,
                         "success_after": scores[1].success,
                         "wall_s": summary["wall_s"],
-                        "usd": summary["usd"],
+                        "usd": summary["total"]["usd"],
                     }
                 )
     full = proofs[1:] or proofs
