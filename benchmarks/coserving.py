@@ -583,24 +583,28 @@ def pool_figures(operations: int) -> dict[str, Any]:
             )
         )
     held: list[tuple[LeasedBlocks, list[int]]] = []
-    for _ in range(operations // 20):
+    moved = 0
+    free_shares: list[float] = []
+    while moved < operations:
         model = random.choice(models)
         count = random.randint(1, 40)
-        if held and (random.random() < 0.5 or count > model.available):
+        if held and (random.random() < 0.45 or count > model.available):
             owner, blocks = held.pop(random.randrange(len(held)))
             owner.release(blocks)
             owner.trim()
+            moved += len(blocks)
         elif count <= model.available:
             held.append((model, model.allocate(count)))
+            moved += count
+        mapped = sum(model.pages * model.blocks_per_page for model in models)
+        free_shares.append(1 - sum(model.used for model in models) / mapped if mapped else 0.0)
     pool.check()
     for model in models:
         model.check()
-    mapped = sum(model.pages * model.blocks_per_page for model in models)
-    used = sum(model.used for model in models)
     return {
         "pool_ops_per_s": done / elapsed_s,
-        "fragmentation_share": 1 - used / mapped if mapped else 0.0,
-        "fragmentation_operations": operations // 20,
+        "fragmentation_share": float(np.mean(free_shares[len(free_shares) // 2 :])),
+        "fragmentation_block_operations": moved,
     }
 
 
