@@ -85,12 +85,12 @@ class Journal:
             connection.execute("PRAGMA journal_mode=WAL")
             connection.execute("PRAGMA synchronous=NORMAL")
             connection.executescript(_SCHEMA)
+            connection.execute("INSERT OR REPLACE INTO meta VALUES ('schema_version', ?)", (str(SCHEMA_VERSION),))
             last = connection.execute("SELECT COALESCE(MAX(seq), 0) FROM events").fetchone()[0]
         except sqlite3.Error as error:
             raise JournalError(f"{path}: {error}") from error
         self._connection = connection
         self._sequence = int(last)
-        self.meta("schema_version", str(SCHEMA_VERSION))
         self._thread = threading.Thread(target=self._write_loop, name="journal", daemon=True)
         self._thread.start()
 
@@ -174,6 +174,7 @@ class JournalReader:
         except sqlite3.Error as error:
             raise JournalError(f"{path}: {error}") from error
         if found != str(SCHEMA_VERSION):
+            self.close()
             raise JournalError(f"{path}: schema version {found}; this elastic reads {SCHEMA_VERSION}")
 
     def meta(self) -> dict[str, str]:

@@ -1,0 +1,61 @@
+"""The example is valid, overrides are typed, and no number of a configuration is infinite."""
+
+import math
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic.config import Config, ConfigError, load_config, validate
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "frozenlake.toml"
+NUMBERS = (
+    "run.steps",
+    "rollout.temperature",
+    "trainer.learning_rate",
+    "trainer.weight_decay",
+    "scheduler.drain_timeout_s",
+    "journal.commit_interval_s",
+    "engine.pacing.prefill_tokens_per_s",
+)
+
+
+def test_example_is_valid_and_comes_back_from_its_own_json(tmp_path: Path) -> None:
+    config = load_config(EXAMPLE)
+    saved = tmp_path / "config.json"
+    saved.write_text(config.model_dump_json())
+    assert load_config(saved) == config
+
+
+def test_overrides_have_tomls_types_or_are_strings() -> None:
+    overrides = ["run.steps=3", "rollout.temperature=0.5", "run.name=plain", "providers.spot.repeat=false"]
+    config = load_config(
+        EXAMPLE, [*overrides, "environment.settings.sizes=[4, 5]", "engine.pacing.decode_step_s={1=1}"]
+    )
+    assert (config.run.steps, config.rollout.temperature, config.run.name) == (3, 0.5, "plain")
+    assert config.providers["spot"]["repeat"] is False
+    assert config.environment.settings["sizes"] == [4, 5]
+    assert config.engine.pacing is not None
+    assert config.engine.pacing.decode_step_s == {1: 1.0}
+
+
+@pytest.mark.parametrize("key", NUMBERS)
+@pytest.mark.parametrize("value", ["inf", "-inf", "nan", "Infinity", "1e999"])
+def test_infinite_numbers_are_refused(key: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=key):
+        load_config(EXAMPLE, [f"{key}={value}"])
+
+
+@given(st.floats(allow_nan=True, allow_infinity=True), st.sampled_from(["temperature", "group_size"]))
+def test_a_number_is_taken_or_refused_by_name(value: float, key: str) -> None:
+    raw = {"model": {"checkpoint": "base"}, "rollout": {key: value}}
+    try:
+        config = validate(Config, raw, "test")
+    except ConfigError as error:
+        refused = str(error)
+    else:
+        refused = ""
+        assert math.isfinite(getattr(config.rollout, key))
+        assert getattr(config.rollout, key) == value
+    assert not refused or f"test: rollout.{key}: " in refused
