@@ -153,6 +153,26 @@ def simulate(
 
 
 @app.command()
+def profile(
+    name: Annotated[str, typer.Argument(metavar="RUN", help="A live run's name or path, or `latest`.")],
+    output: Annotated[Path, typer.Option(help="The profile to write, a TOML file for `elastic simulate --profile`.")],
+    directory: RunsDirectory = Path("runs"),
+) -> None:
+    """Measure how long everything took in a live run, as a profile to simulate others with.
+
+    Example: elastic profile latest --output machine.toml
+    """
+    from elastic.calibration import CalibrationError, profile_run
+    from elastic.compose import find_run
+
+    try:
+        profile_run(find_run(directory, name), output)
+    except CalibrationError as error:
+        bad_input(str(error))
+    typer.echo(f"profile: {output}")
+
+
+@app.command()
 def prepare(
     config: ConfigPath,
     overrides: Overrides = None,
