@@ -1,0 +1,102 @@
+"""Rewards on a device of their own against rewards on functions, with the same number of devices in all.
+
+RollArt's comparison (its Figure 14: 158 → 77 s of rollout, 6 → 88 % use of what rewards run on) at our scale: of three
+paced devices, either one serves the reward model and two roll out, or all three roll out and the reward model runs
+on functions, that start cold and scale to zero. The reward is computed for real; its model's time is paced, too.
+Use is the time in which rewards were computed over the time that was held for it, cold starts included.
+"""
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+from _common import emit, parse_arguments
+from _live import run_to_end, write_policy
+
+from elastic import compose
+from elastic.config import Config, validate
+from elastic.core.types import NS_PER_S
+from elastic.runtime.journal import JournalReader
+
+DEVICES = 3
+REWARD_S = 0.15
+"""Of the reward model for one trajectory: a short answer of a judge."""
+FUNCTIONS = 8
+NEVER_S = 3600.0
+FULL_RUNS = 3
+
+
+def configuration(checkpoint: Path, mode: str, steps: int) -> Config:
+    dedicated = mode == "dedicated"
+    raw: dict[str, Any] = {
+        "run": {"name": mode, "seed": 3, "steps": steps},
+        "model": {"checkpoint": str(checkpoint)},
+        "environment": {"settings": {"sizes": [6], "hole_probability": 0.05}},
+        "rollout": {"groups": 8, "group_size": 8, "max_turns": 8, "max_tokens_per_turn": 16},
+        "rewards": {
+            "name": "frozenlake",
+            "pacing_s": REWARD_S,
+            "timeout_s": 60.0,
+            "concurrency": 1 if dedicated else FUNCTIONS,
+            "idle_s": NEVER_S if dedicated else 1.0,
+        },
+        "seeding": {"policy": "fixed", "window_s": 0.0, "bound_workers": False},
+        "engine": {
+            "max_batch": 8,
+            "pacing": {"prefill_tokens_per_s": 4000, "decode_step_s": {1: 0.02, 8: 0.03}},
+        },
+        "providers": {"reserved": {"max_workers": DEVICES - 1 if dedicated else DEVICES}},
+        "provisioning": {"policy": "take_all"},
+    }
+    return validate(Config, raw, "benchmark")
+
+
+async def measure(checkpoint: Path, mode: str, steps: int) -> tuple[float, float]:
+    """(seconds of rollout, use of what rewards run on) in the last step, when every device has come."""
+    with tempfile.TemporaryDirectory() as directory:
+        run_dir = Path(directory) / mode
+        run_dir.mkdir()
+        config = configuration(checkpoint, mode, steps)
+        compose.save_run_config(run_dir, config)
+        outcome = await compose.execute(compose.resolve(config, ["reserved"], "benchmark"), run_dir)
+        if outcome.failed:
+            raise RuntimeError(outcome.failed)
+        reader = JournalReader(run_dir / "journal.sqlite")
+        try:
+            return last_step(reader.rows("steps")[-1], reader.rows("calls"), mode)
+        finally:
+            reader.close()
+
+
+def last_step(step: dict[str, Any], calls: Sequence[dict[str, Any]], mode: str) -> tuple[float, float]:
+    began_ns = step["t_ns"] - step["duration_ns"]
+    rollout_s = step["rollout_ns"] / NS_PER_S
+    mine = [call for call in calls if began_ns <= call["t_ns"] <= began_ns + step["rollout_ns"]]
+    used_s = sum(call["duration_s"] for call in mine)
+    held_s = rollout_s if mode == "dedicated" else used_s + sum(call["cold_start_s"] for call in mine)
+    return rollout_s, used_s / held_s
+
+
+async def compare(runs: int, steps: int) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as directory:
+        checkpoint = write_policy(Path(directory))
+        modes = ("dedicated", "serverless")
+        found = {mode: [await measure(checkpoint, mode, steps) for _ in range(runs)] for mode in modes}
+    figures: dict[str, Any] = {"rollout_s": {}, "utilisation": {}, "rollout_s_spread": {}, "runs": runs}
+    for mode, measured in found.items():
+        figures["rollout_s"][mode] = mean(rollout_s for rollout_s, _ in measured)
+        figures["utilisation"][mode] = mean(use for _, use in measured)
+        figures["rollout_s_spread"][mode] = stdev(rollout_s for rollout_s, _ in measured) if runs > 1 else None
+    return figures
+
+
+def main() -> None:
+    arguments = parse_arguments(__doc__)
+    work = compare(1, 2) if arguments.quick else compare(FULL_RUNS, 3)
+    emit(run_to_end(work), arguments)
+
+
+if __name__ == "__main__":
+    main()
