@@ -3,11 +3,13 @@
 from collections.abc import Callable
 from typing import TypeVar
 
+import msgspec
 import pytest
 
 from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core.invariants import check
+from elastic.core.policy import SeedingPolicy
 from elastic.core.scheduler import Scheduler
 from elastic.core.types import (
     NS_PER_S,
@@ -30,13 +32,22 @@ K = TypeVar("K", bound=c.Command)
 class Desk:
     """Drives one scheduler. Times are seconds since the run began; `out` holds the last event's commands."""
 
-    def __init__(self, *, balancing: bool = False, dynamic_most: float = 0.0, **plan: int) -> None:
+    def __init__(
+        self,
+        *,
+        balancing: bool = False,
+        dynamic_most: float = 0.0,
+        seeding: SeedingPolicy | None = None,
+        **plan: int,
+    ) -> None:
         settings = WorldSettings(
             plan=Plan(**({"steps": 1, "groups": 1, "group_size": 2} | plan)),
             balancing=balancing,
             dynamic_most=dynamic_most,
         )
-        self.scheduler = Scheduler(settings.plan, SMALL_LIMITS, policies(settings), 0)
+        chosen = policies(settings)
+        chosen = chosen if seeding is None else msgspec.structs.replace(chosen, seeding=seeding)
+        self.scheduler = Scheduler(settings.plan, SMALL_LIMITS, chosen, 0)
         self.now_s = 0.0
         self.out: list[c.Command] = []
 

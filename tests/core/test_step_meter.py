@@ -1,0 +1,63 @@
+"""The step's meter, and what of it comes into the step's record."""
+
+from elastic.core import commands as c
+from elastic.core import events as e
+from elastic.core.policy import SeedingPlan
+from elastic.core.step_meter import StepMeter
+from elastic.core.types import NS_PER_S, FinishReason
+
+
+def test_what_was_seen_holds_until_the_next_look() -> None:
+    meter = StepMeter(100)
+    meter.look(110, training=True, waiting=False, workers=2, credits=8)
+    meter.look(130, training=False, waiting=True, workers=1, credits=4)
+    meter.look(160, training=False, waiting=False, workers=0, credits=0)
+    meter.look(200, training=True, waiting=True, workers=9, credits=9)
+    assert (meter.train_ns, meter.train_wait_ns) == (20, 30)
+    assert (meter.worker_ns, meter.credit_ns) == (2 * 20 + 30, 8 * 20 + 4 * 30)
+
+
+def test_record_tells_who_waited_for_whom(make_desk) -> None:
+    """The trainer waits a second for the second of two trajectories; the worker then waits for training and update."""
+    desk = make_desk()
+    desk.trainer()
+    worker = desk.worker(capacity=4)
+    desk.end_seeding()
+    began_s = desk.now_s
+    for trajectory in ("0/0/0", "0/0/1"):
+        desk.request(trajectory)
+        desk.now_s += 0.5
+        desk.tokens(desk.one(c.StartTurn), 1, finish=FinishReason.STOP)
+        desk.tell(e.TrajectoryFinished(trajectory=trajectory, reward=float(trajectory[-1]), tokens=1))
+    desk.now_s += 0.25
+    desk.tell(e.GroupTrained(group="0/0"))
+    desk.now_s += 0.25
+    desk.tell(e.WeightsPublished(version=1))
+    (record,) = desk.scheduler.history
+    assert began_s > 0
+    assert record.train_wait_ns == 1 * NS_PER_S
+    assert record.train_ns == NS_PER_S // 2
+    assert record.remote_wait_ns == NS_PER_S // 2
+    assert 0 < record.workers_mean <= record.workers_end == 1
+    assert record.credits_end == 4
+    assert worker in desk.scheduler.fleet.workers
+
+
+def test_seeding_policy_sees_each_step_and_its_bound_is_kept(make_desk) -> None:
+    class Narrowing:
+        def first(self) -> SeedingPlan:
+            return SeedingPlan(window_ns=0)
+
+        def following(self, plan: SeedingPlan, record: object) -> SeedingPlan:
+            return SeedingPlan(window_ns=plan.window_ns + 7, worker_bound=1)
+
+    desk = make_desk(steps=2, seeding=Narrowing())
+    desk.trainer()
+    desk.worker()
+    desk.tell(e.WorkerSlept(worker="trainer", epoch=1))
+    for trajectory in ("0/0/0", "0/0/1"):
+        desk.tell(e.TrajectoryFinished(trajectory=trajectory, reward=float(trajectory[-1]), tokens=1))
+    desk.tell(e.GroupTrained(group="0/0"))
+    desk.tell(e.WeightsPublished(version=1))
+    assert desk.scheduler.seeding_plan == SeedingPlan(window_ns=7, worker_bound=1)
+    assert desk.scheduler.leases.worker_bound == 1
