@@ -1,0 +1,88 @@
+"""What it costs a step to lose half of its workers, with and without the tokens they had generated (RLBoost Fig. 14).
+
+In the middle of a step half of the workers are killed without notice, early (at a fifth of an undisturbed step) or
+midway (at three fifths); they come back after it. With `migrate` tokens are collected as they are generated and turns
+go on elsewhere from there; with `recompute` workers send whole turns only, and turns that were lost begin again.
+`overhead_s` is how much longer the step's rollouts take than in the undisturbed steps of the same run. Turns have a
+fixed length, so that steps are alike.
+"""
+
+import asyncio
+import tempfile
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from _common import Arguments, emit, parse_arguments
+from _live import run_to_end
+from _paced import STEP_TIMEOUT_S, Devices, FixedTask, PacedRun, TaskSettings, paced_run, spread
+
+from elastic.core.types import NS_PER_S
+
+ARMS = {"migrate": "tokens", "recompute": "responses"}
+MOMENTS = {"early": 0.2, "midway": 0.6}
+PACING = {"prefill_tokens_per_s": 4000, "decode_step_s": {1: 0.03, 8: 0.04, 16: 0.08}}
+TURN_TOKENS = 96
+TASK = TaskSettings(prompts={"": 16}, observations={"": 1})
+TURNS_PER_WORKER = 4
+
+
+async def disturbed_s(run: PacedRun, after_s: float, workers: int) -> float:
+    """Rollout time of a step in which half of the workers are killed; they are back when this returns."""
+    scheduler = run.live.orchestrator.scheduler
+    now = scheduler.step.number if scheduler.step else 0
+    step = await run.live.until(
+        "the next step",
+        lambda: scheduler.step if scheduler.step and scheduler.step.number > now and run.loaded(workers) else None,
+        STEP_TIMEOUT_S,
+    )
+    await asyncio.sleep(max(0.0, step.started_ns / NS_PER_S + after_s - run.now_s()))
+    run.stocks["spot"].shrink(workers // 2)
+    await run.live.until("the step's end", lambda: len(run.history) > step.number, STEP_TIMEOUT_S)
+    run.stocks["spot"].grow(workers)
+    await run.workers(workers)
+    return run.history[step.number].rollout_ns / NS_PER_S
+
+
+async def overheads_s(directory: Path, arm: str, seed: int, workers: int, rounds: int) -> dict[str, float]:
+    async with paced_run(
+        directory,
+        f"{arm}-{seed}",
+        {"spot": Devices(workers)},
+        FixedTask,
+        TASK,
+        seed=seed,
+        rollout={"groups": workers, "group_size": TURNS_PER_WORKER, "max_turns": 1, "max_tokens_per_turn": TURN_TOKENS},
+        engine={"max_batch": 16, "max_pending": 16, "pacing": PACING},
+        scheduler={"collect": ARMS[arm], "turn_stall_timeout_s": 60.0},
+        seeding={"policy": "fixed", "window_s": 0},
+        balancing={"policy": "none"},
+    ) as run:
+        await run.workers(workers)
+        calm_s = mean(step.rollout_ns / NS_PER_S for step in await run.steps(rounds))
+        found: dict[str, float] = {}
+        for moment, share in MOMENTS.items():
+            disturbed = [await disturbed_s(run, share * calm_s, workers) for _ in range(rounds)]
+            found[moment] = mean(disturbed) - calm_s
+        return found
+
+
+async def measure(arguments: Arguments) -> dict[str, Any]:
+    seeds, workers, rounds = (1, 2, 1) if arguments.quick else (3, 6, 2)
+    found: dict[str, dict[str, list[float]]] = {moment: {arm: [] for arm in ARMS} for moment in MOMENTS}
+    with tempfile.TemporaryDirectory() as name:
+        for seed in range(seeds):
+            for arm in ARMS:
+                for moment, value in (await overheads_s(Path(name), arm, seed, workers, rounds)).items():
+                    found[moment][arm].append(value)
+    means = {moment: {arm: mean(values) for arm, values in arms.items()} for moment, arms in found.items()}
+    return {
+        "overhead_s": means,
+        "overhead_cut": {m: 1 - v["migrate"] / v["recompute"] for m, v in means.items() if v["recompute"] > 0},
+        "spread": {moment: {arm: spread(values) for arm, values in arms.items()} for moment, arms in found.items()},
+    }
+
+
+if __name__ == "__main__":
+    args = parse_arguments(__doc__)
+    emit(run_to_end(measure(args)), args)

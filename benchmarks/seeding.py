@@ -1,0 +1,107 @@
+"""Throughput while most spot workers vanish and come back, by how the trainer's device seeds (RLBoost Fig. 12).
+
+A run has six workers and its window has settled; five are killed; after some steps they come back, and after some more
+the same happens again. `adaptive` is Algorithm 1, `no_memory` the same without the memory of windows by capacity,
+`none` never seeds (but for turns that nobody else could take). `throughput` is of trained tokens a second from the
+first loss on; all see the same turns. `ordering_holds` says whether adaptive ≥ no_memory ≥ none, within one standard
+error. `--quick` has three workers, one loss, and leaves `no_memory` out: memory tells only when a capacity returns.
+"""
+
+import itertools
+import math
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+from _common import Arguments, emit, parse_arguments
+from _live import run_to_end
+from _paced import Devices, LongTailedTask, PacedRun, TaskSettings, paced_run
+
+from elastic.core.policy import StepRecord
+from elastic.core.types import NS_PER_S
+
+ARMS: dict[str, dict[str, Any]] = {
+    "adaptive": {"policy": "adaptive", "window_s": 0.3, "rate": 3.0},
+    "no_memory": {"policy": "adaptive", "window_s": 0.3, "rate": 3.0, "memory": False},
+    "none": {"policy": "fixed", "window_s": 0},
+}
+PACING = {"prefill_tokens_per_s": 8000, "decode_step_s": {1: 0.03, 4: 0.04, 24: 0.16}}
+TASK = TaskSettings(prompts={"": 16}, observations={"": 1})
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Steps in each phase: `settle` with all workers, `few` after a loss, `many` after the return."""
+
+    arms: tuple[str, ...]
+    seeds: int
+    workers: int
+    losses: int
+    settle: int
+    few: int
+    many: int
+
+
+FULL = Scale(tuple(ARMS), seeds=3, workers=6, losses=2, settle=4, few=4, many=4)
+QUICK = Scale(("adaptive", "none"), seeds=1, workers=3, losses=1, settle=1, few=2, many=1)
+
+
+async def lose_and_regain(run: PacedRun, scale: Scale) -> list[StepRecord]:
+    """The steps from the first loss on."""
+    await run.workers(scale.workers)
+    await run.steps(scale.settle)
+    first = len(run.history)
+    for _ in range(scale.losses):
+        run.stocks["spot"].shrink(1)
+        await run.steps(scale.few)
+        run.stocks["spot"].grow(scale.workers)
+        await run.workers(scale.workers)
+        await run.steps(scale.many)
+    return run.history[first:]
+
+
+async def tokens_per_s(directory: Path, arm: str, seed: int, scale: Scale) -> tuple[float, list[float]]:
+    """Throughput of one run, and the seeding times of its steps in seconds."""
+    async with paced_run(
+        directory,
+        f"{arm}-{seed}",
+        {"spot": Devices(scale.workers)},
+        LongTailedTask,
+        TASK,
+        seed=seed,
+        rollout={"groups": 2 * scale.workers, "group_size": 4, "max_turns": 1, "max_tokens_per_turn": 48},
+        engine={"max_batch": 24, "max_pending": 4, "pacing": PACING},
+        seeding=ARMS[arm],
+    ) as run:
+        steps = await lose_and_regain(run, scale)
+    duration_s = sum(step.duration_ns for step in steps) / NS_PER_S
+    return run.tokens({step.step for step in steps}) / duration_s, [step.seeding_ns / NS_PER_S for step in steps]
+
+
+async def measure(arguments: Arguments) -> dict[str, Any]:
+    scale = QUICK if arguments.quick else FULL
+    found: dict[str, list[float]] = {}
+    windows: dict[str, list[float]] = {}
+    with tempfile.TemporaryDirectory() as name:
+        for seed in range(scale.seeds):
+            for arm in scale.arms:
+                throughput, windows[arm] = await tokens_per_s(Path(name), arm, seed, scale)
+                found.setdefault(arm, []).append(throughput)
+    means = {arm: mean(found[arm]) if arm in found else None for arm in ARMS}
+    errors = {arm: stdev(v) / math.sqrt(len(v)) if len(v) > 1 else 0.0 for arm, v in found.items()}
+    ran = [arm for arm in ARMS if arm in found]
+    pairs = list(itertools.pairwise(ran))
+    return {
+        "throughput": means,
+        "standard_error": errors if scale.seeds > 1 else None,
+        "ordering_holds": all(mean(found[a]) >= mean(found[b]) - math.hypot(errors[a], errors[b]) for a, b in pairs),
+        "seeding_s": windows,
+        "runs": scale.seeds,
+    }
+
+
+if __name__ == "__main__":
+    args = parse_arguments(__doc__)
+    emit(run_to_end(measure(args)), args)
