@@ -25,6 +25,8 @@ from providers.keeper import Ending
 from providers.reserved import ReservedProvider
 
 VOCABULARY = 32
+PATIENT = {"heartbeat_timeout_s": 20.0, "stall_timeout_s": 30.0, "turn_stall_timeout_s": 60.0, "boot_timeout_s": 200.0}
+"""A machine with fewer processors than devices is no reason to fence one."""
 READY_TIMEOUT_S = 240.0
 STEP_TIMEOUT_S = 120.0
 
@@ -178,6 +180,7 @@ async def paced_run(
     **sections: Any,
 ) -> AsyncIterator[PacedRun]:
     """A run of steps without end on such devices; `sections` are the configuration's."""
+    scheduler = PATIENT | sections.pop("scheduler", {})
     policy = directory / "policy"
     if not policy.exists():
         write_policy(policy)
@@ -187,6 +190,7 @@ async def paced_run(
             "model": {"checkpoint": policy},
             "trainer": {"learning_rate": 1e-9, "updates_per_step": 1, "checkpoint_every_steps": 1000},
             "provisioning": {"policy": "take_all"},
+            "scheduler": scheduler,
         }
         | sections
     )

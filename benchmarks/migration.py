@@ -54,7 +54,7 @@ async def overheads_s(directory: Path, arm: str, seed: int, workers: int, rounds
         seed=seed,
         rollout={"groups": workers, "group_size": TURNS_PER_WORKER, "max_turns": 1, "max_tokens_per_turn": TURN_TOKENS},
         engine={"max_batch": 16, "max_pending": 16, "pacing": PACING},
-        scheduler={"collect": ARMS[arm], "turn_stall_timeout_s": 60.0},
+        scheduler={"collect": ARMS[arm]},
         seeding={"policy": "fixed", "window_s": 0},
         balancing={"policy": "none"},
     ) as run:
