@@ -46,7 +46,7 @@ from elastic.weights.tensors import Bits, entries_of, flatten, views
 LATER_TIMEOUT_S = 600.0
 """For what is published after a version can be pulled already: a merged delta, a keyframe, garbage collection."""
 
-_SAMPLES, _SAMPLE = 32, 1024
+_SAMPLES, _SAMPLE = 32, 128
 
 
 class PublishSettings(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,0 +1,279 @@
+"""Weights over a shaped link: from published to applied, what crosses the link, and who holds up whom.
+
+`gbps.RATE.over_bound`: publish → applied of a delta of 256 MB of weights (1.3 % changed), both sides at once, over
+max(encode, wire, decode and apply), each measured alone; the link is a token bucket before the relay. The codec is the
+one that is chosen for the rate. `dense_over_ours` (zstd of shuffled bytes) and `raw_over_ours`: the same path with
+these; `coo_over_ours`: COO's slowest stage alone, which is in its favour. `slow_link_copies`: bytes over the slow link
+by those of the distinct pieces that crossed it, for pullers of one site that join and leave at random.
+`others_slowdown`: p99 of the time from published to current with one puller's link throttled to 1 %, for the others,
+over the same without; every puller has a link of its own there. Everything shares this machine's cores.
+"""
+
+import random
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from _common import emit, parse_arguments
+from _updates import Snapshot, snapshots
+from torch import Tensor
+
+from elastic.weights.codecs.coo import Coo
+from elastic.weights.codecs.sums import apply_update
+from elastic.weights.directory import DirectoryRelay
+from elastic.weights.link import Link, LinkedRelay
+from elastic.weights.publisher import Publisher, PublishSettings
+from elastic.weights.puller import Puller
+from elastic.weights.relay import Buffer, Relay
+from elastic.weights.site import SiteRelay
+from elastic.weights.tensors import flatten
+
+BYTES_PER_S_IN_GBPS = 125e6
+RATES_GBPS = (1, 5, 20)
+WEIGHTS_BYTES = 256 << 20
+BUCKET_ELEMENTS = 8 << 20
+SHARED_MEMORY = Path("/dev/shm")
+NEVER = 10**6
+
+PULLERS = 100
+SMALL_ELEMENTS = 2_000_000
+SMALL_LINK_BYTES_PER_S = 20e6
+
+Tensors = dict[str, Tensor]
+
+
+def main() -> None:
+    arguments = parse_arguments(__doc__)
+    torch.set_num_threads(1)
+    rates = RATES_GBPS[:1] if arguments.quick else RATES_GBPS
+    pullers = 20 if arguments.quick else PULLERS
+    old, new = versions_of(next(iter(snapshots(["0.01"]))))
+    gbps: dict[str, Any] = {str(rate): None for rate in RATES_GBPS}
+    for rate in rates:
+        gbps[str(rate)] = measure_rate(old, new, rate * BYTES_PER_S_IN_GBPS, 2 if arguments.quick else 5)
+    figures = {
+        "gbps": gbps,
+        "slow_link_copies": measure_copies(pullers, versions=4 if arguments.quick else 12),
+        "others_slowdown": None if arguments.quick else measure_slowdown(pullers, versions=12),
+    }
+    emit(figures, arguments)
+
+
+class Switched:
+    """A relay that can be replaced by another, or by one behind a link, while it is in use; counts what it gives."""
+
+    def __init__(self, relay: Relay) -> None:
+        self.relay = relay
+        self._lock = threading.Lock()
+        self.given_bytes = 0
+        self.pieces: dict[tuple[str, int], int] = {}
+
+    def put(self, key: str, *parts: Buffer) -> None:
+        self.relay.put(key, *parts)
+
+    def get(self, key: str, start: int = 0, length: int | None = None) -> bytes:
+        content = self.relay.get(key, start, length)
+        with self._lock:
+            self.given_bytes += len(content)
+            self.pieces[key, start] = len(content)
+        return content
+
+    def list_keys(self, prefix: str = "") -> list[str]:
+        return self.relay.list_keys(prefix)
+
+    def delete(self, key: str) -> None:
+        self.relay.delete(key)
+
+    def close(self) -> None:
+        self.relay.close()
+
+
+class Discarding(DirectoryRelay):
+    """Takes nothing down, so that publishing to it is encoding alone."""
+
+    def put(self, key: str, *parts: Buffer) -> None:
+        pass
+
+
+def versions_of(snapshot: Snapshot) -> tuple[Tensors, Tensors]:
+    """The snapshot's tensors as often as it takes to have `WEIGHTS_BYTES`."""
+    size = 2 * sum(bits.size for bits in snapshot.old.values())
+    copies = -(-WEIGHTS_BYTES // size)
+
+    def repeated(tensors: dict[str, Any]) -> Tensors:
+        return {
+            f"{copy}.{name}": torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
+            for copy in range(copies)
+            for name, bits in tensors.items()
+        }
+
+    return repeated(snapshot.old), repeated(snapshot.new)
+
+
+def measure_rate(old: Tensors, new: Tensors, bytes_per_s: float, repetitions: int) -> dict[str, float]:
+    runs = [publish_to_applied(old, new, bytes_per_s) for _ in range(repetitions)]
+    ours_s = median(total_s for total_s, _ in runs)
+    ratios = [total_s / bound_s for total_s, bound_s in runs]
+    return {
+        "over_bound": median(ratios),
+        "over_bound_spread": max(ratios) - min(ratios),
+        "coo_over_ours": coo_bound_s(old, new, bytes_per_s) / ours_s,
+        "dense_over_ours": publish_to_applied(old, new, bytes_per_s, "dense")[0] / ours_s,
+        "raw_over_ours": publish_to_applied(old, new, bytes_per_s, "raw")[0] / ours_s,
+        "ours_s": ours_s,
+    }
+
+
+def publish_to_applied(old: Tensors, new: Tensors, bytes_per_s: float, codec: str | None = None) -> tuple[float, float]:
+    """(publish → applied, the slowest stage alone), in seconds."""
+    settings = PublishSettings(
+        bucket_elements=BUCKET_ELEMENTS,
+        keyframe_every=NEVER,
+        merge_every=NEVER,
+        codec=codec,
+        link_bytes_per_s=bytes_per_s,
+    )
+    with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as directory, ThreadPoolExecutor(1) as executor:
+        relay = DirectoryRelay(Path(directory))
+        publisher, encoder = Publisher(relay, "run", {}, settings), Publisher(Discarding(Path()), "run", {}, settings)
+        switched = Switched(relay)
+        puller, decoder = Puller(switched, chunk_bytes=1 << 20), Puller(relay)
+        for each in (publisher, encoder):
+            each.publish(0, old)
+            each.wait()
+        for each in (puller, decoder):
+            each.pull(0)
+        switched.relay = LinkedRelay(relay, Link(bytes_per_s))
+        begun_s = time.monotonic()
+        applied = executor.submit(puller.pull, 1, 120.0, follow=True)
+        publisher.publish(1, new)
+        size_bytes = applied.result().size_bytes
+        total_s = time.monotonic() - begun_s
+        decode_s = timed(lambda: decoder.pull(1))
+        encode_s = timed(lambda: encoder.publish(1, new))
+        for each in (publisher, encoder):
+            each.close()
+    return total_s, max(encode_s, size_bytes / bytes_per_s, decode_s)
+
+
+def coo_bound_s(old: Tensors, new: Tensors, bytes_per_s: float) -> float:
+    before, after = flatten(old), flatten(new)
+    target, coo = before.copy(), Coo()
+    encode_s = decode_s = 0.0
+    size_bytes = 0
+    for begin, end in pairwise([*range(0, before.size, BUCKET_ELEMENTS), before.size]):
+        ends = np.array([end - begin])
+        begun_s = time.monotonic()
+        bucket = coo.encode(before[begin:end], after[begin:end], ends)
+        encode_s += time.monotonic() - begun_s
+        begun_s = time.monotonic()
+        update = coo.decode(bucket.shared, bucket.payload, bucket.payload_ends, before[begin:end], ends)
+        apply_update(update, target[begin:end])
+        decode_s += time.monotonic() - begun_s
+        size_bytes += bucket.size_bytes
+    return max(encode_s, decode_s, size_bytes / bytes_per_s)
+
+
+class SmallHistory:
+    """A small model whose versions change 2 % of its weights each, and its publisher."""
+
+    def __init__(self, relay: Relay) -> None:
+        self._rng = np.random.default_rng(0)
+        self._bits = (self._rng.normal(0, 0.02, SMALL_ELEMENTS).astype(np.float32).view(np.uint32) >> 16).astype(
+            np.uint16
+        )
+        settings = PublishSettings(keep_versions=8, bucket_elements=SMALL_ELEMENTS // 8, tile_elements=1 << 17)
+        self._publisher = Publisher(relay, "small", {}, settings)
+        self.version = -1
+
+    def step(self) -> None:
+        moved = self._rng.integers(0, SMALL_ELEMENTS, SMALL_ELEMENTS // 50)
+        self._bits[moved] += np.uint16(1)
+        tensors = {"weights": torch.from_numpy(self._bits.view(np.int16)).view(torch.bfloat16)}
+        self._publisher.publish(self.version + 1, tensors)
+        self.version += 1
+
+    def close(self) -> None:
+        self._publisher.close()
+
+
+def measure_copies(pullers: int, versions: int) -> float:
+    chance = random.Random(0)
+    with (
+        tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as directory,
+        ThreadPoolExecutor(pullers) as executor,
+    ):
+        relay = DirectoryRelay(Path(directory) / "far")
+        far = Switched(LinkedRelay(relay, Link(SMALL_LINK_BYTES_PER_S)))
+        near = DirectoryRelay(Path(directory) / "near")
+        history = SmallHistory(relay)
+
+        def join(number: int) -> Puller:
+            return Puller(SiteRelay(far, near, f"{number}"))
+
+        site = [join(number) for number in range(pullers)]
+        for _ in range(versions):
+            history.step()
+            present = [number for number in range(pullers) if chance.random() < 0.8]
+            list(executor.map(lambda number: site[number].pull(history.version, 120.0), present))
+            for number in chance.sample(range(pullers), pullers // 10):
+                site[number] = join(number)
+        history.close()
+    return far.given_bytes / sum(far.pieces.values())
+
+
+def measure_slowdown(pullers: int, versions: int) -> float:
+    """The p99 of the others, with one throttled puller over without, each over all versions but the first."""
+    alone, throttled = (times_to_current(pullers, versions, slow) for slow in (1.0, 0.01))
+    return float(np.percentile(throttled, 99) / np.percentile(alone, 99))
+
+
+def times_to_current(pullers: int, versions: int, first_share: float) -> list[float]:
+    with (
+        tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as directory,
+        ThreadPoolExecutor(pullers) as executor,
+    ):
+        relay = DirectoryRelay(Path(directory))
+        history = SmallHistory(relay)
+        history.step()
+        site = [Switched(relay) for _ in range(pullers)]
+        workers = [Puller(each) for each in site]
+        for worker in workers:
+            worker.pull(0)
+        for number, each in enumerate(site):
+            share = 1.0 if number else first_share
+            each.relay = LinkedRelay(relay, Link(share * SMALL_LINK_BYTES_PER_S))
+        times_s: list[float] = []
+        slow = executor.submit(lambda: None)
+        for _ in range(versions):
+            history.step()
+            begun_s, version = time.monotonic(), history.version
+
+            def current(worker: Puller, begun_s: float = begun_s, version: int = version) -> float:
+                worker.pull(version, 120.0)
+                return time.monotonic() - begun_s
+
+            if slow.done():
+                slow = executor.submit(current, workers[0])
+            times_s += executor.map(current, workers[1:])
+        slow.cancel()
+        history.close()
+    return times_s
+
+
+def timed(function: Callable[[], object]) -> float:
+    begun_s = time.monotonic()
+    function()
+    return time.monotonic() - begun_s
+
+
+if __name__ == "__main__":
+    main()
