@@ -12,6 +12,8 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from statistics import mean
+from typing import NamedTuple
 
 import structlog
 import torch
@@ -97,7 +99,7 @@ class ExecutorDevice:
         }
         self._vocab_size = config.vocab_size
         self._front = ServingFront(ModelCard.model_validate(card))
-        self._busy: deque[tuple[int, int]] = deque()
+        self._looks: deque[_Look] = deque()
         self.served = 0
 
     @property
@@ -111,12 +113,15 @@ class ExecutorDevice:
     def report(self) -> LoadReport:
         now = self._executor.statistics()
         serving = self._executor.serving.statistics()
-        kv_used_share = now.serving_pages / now.total_pages
+        kv_share = now.serving_pages / now.total_pages
+        looks = self._look(now.serving_busy_ns, kv_share)
+        span_ns = looks[-1].at_ns - looks[0].at_ns
         return LoadReport(
             active_requests=serving.pending + serving.executing,
-            busy_share=self._busy_share(now.serving_busy_ns),
-            kv_used_share=kv_used_share,
-            pressed=kv_used_share >= self._lending.kv_high_share,
+            busy_share=min(1.0, (looks[-1].busy_ns - looks[0].busy_ns) / span_ns) if span_ns else 0.0,
+            # Whom to borrow from is decided by use over a window, whether to leave by use now (ROSE §4).
+            kv_used_share=mean(look.kv_share for look in looks),
+            pressed=kv_share >= self._lending.kv_high_share,
         )
 
     @asynccontextmanager
@@ -160,14 +165,19 @@ class ExecutorDevice:
         except FrontError as error:
             log.warning("a request of the host's load was refused", reason=str(error))
 
-    def _busy_share(self, busy_ns: int) -> float:
-        """Serving's share of the device over the last `window_s`, as far as it was looked at."""
+    def _look(self, busy_ns: int, kv_share: float) -> deque["_Look"]:
+        """The looks of the last `window_s`, with this one."""
         now_ns = time.monotonic_ns()
-        self._busy.append((now_ns, busy_ns))
-        while len(self._busy) > 2 and now_ns - self._busy[1][0] >= self._lending.window_s * NS_PER_S:
-            self._busy.popleft()
-        then_ns, before_ns = self._busy[0]
-        return min(1.0, (busy_ns - before_ns) / (now_ns - then_ns)) if now_ns > then_ns else 0.0
+        self._looks.append(_Look(now_ns, busy_ns, kv_share))
+        while len(self._looks) > 2 and now_ns - self._looks[1].at_ns >= self._lending.window_s * NS_PER_S:
+            self._looks.popleft()
+        return self._looks
+
+
+class _Look(NamedTuple):
+    at_ns: int
+    busy_ns: int
+    kv_share: float
 
 
 def open_device(settings: HostSettings, executor: ExecutorSettings) -> ExecutorDevice:

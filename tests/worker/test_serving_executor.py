@@ -99,6 +99,15 @@ async def test_a_run_gets_a_part_of_the_device_and_gives_it_back(profiles: Path)
         await asyncio.to_thread(again.close)
 
 
+async def test_a_host_that_is_in_use_says_so(profiles: Path) -> None:
+    device = make(profiles)
+    async with device.running(iter([ServingRequest(0.0, 60, 30) for _ in range(12)])):
+        await until(lambda: device.report().kv_used_share > 0)
+        assert device.report().active_requests > 0
+        await until(lambda: device.served == 12)
+        assert 0 < device.report().busy_share <= 1
+
+
 @pytest.mark.parametrize(
     ("executor", "said"),
     [
