@@ -9,6 +9,7 @@ fixed length, so that steps are alike.
 
 import asyncio
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -22,13 +23,14 @@ from elastic.core.types import NS_PER_S
 ARMS = {"migrate": "tokens", "recompute": "responses"}
 MOMENTS = {"early": 0.2, "midway": 0.6}
 PACING = {"prefill_tokens_per_s": 4000, "decode_step_s": {1: 0.03, 8: 0.04, 16: 0.08}}
-TURN_TOKENS = 96
 TASK = TaskSettings(prompts={"": 16}, observations={"": 1})
 TURNS_PER_WORKER = 4
 
 
 async def disturbed_s(run: PacedRun, after_s: float, workers: int) -> float:
-    """Rollout time of a step in which half of the workers are killed; they are back when this returns."""
+    """Rollout time of a step that all workers begin, and in which half of them are killed."""
+    run.stocks["spot"].grow(workers)
+    await run.workers(workers)
     scheduler = run.live.orchestrator.scheduler
     now = scheduler.step.number if scheduler.step else 0
     step = await run.live.until(
@@ -39,12 +41,25 @@ async def disturbed_s(run: PacedRun, after_s: float, workers: int) -> float:
     await asyncio.sleep(max(0.0, step.started_ns / NS_PER_S + after_s - run.now_s()))
     run.stocks["spot"].shrink(workers // 2)
     await run.live.until("the step's end", lambda: len(run.history) > step.number, STEP_TIMEOUT_S)
-    run.stocks["spot"].grow(workers)
-    await run.workers(workers)
     return run.history[step.number].rollout_ns / NS_PER_S
 
 
-async def overheads_s(directory: Path, arm: str, seed: int, workers: int, rounds: int) -> dict[str, float]:
+@dataclass(frozen=True)
+class Scale:
+    """Each moment is tried `rounds` times in each of `seeds` runs."""
+
+    seeds: int
+    workers: int
+    rounds: int
+    turn_tokens: int
+
+
+FULL = Scale(seeds=3, workers=6, rounds=2, turn_tokens=96)
+QUICK = Scale(seeds=1, workers=2, rounds=1, turn_tokens=48)
+
+
+async def overheads_s(directory: Path, arm: str, seed: int, scale: Scale) -> dict[str, float]:
+    workers = scale.workers
     async with paced_run(
         directory,
         f"{arm}-{seed}",
@@ -52,28 +67,33 @@ async def overheads_s(directory: Path, arm: str, seed: int, workers: int, rounds
         FixedTask,
         TASK,
         seed=seed,
-        rollout={"groups": workers, "group_size": TURNS_PER_WORKER, "max_turns": 1, "max_tokens_per_turn": TURN_TOKENS},
+        rollout={
+            "groups": workers,
+            "group_size": TURNS_PER_WORKER,
+            "max_turns": 1,
+            "max_tokens_per_turn": scale.turn_tokens,
+        },
         engine={"max_batch": 16, "max_pending": 16, "pacing": PACING},
         scheduler={"collect": ARMS[arm]},
         seeding={"policy": "fixed", "window_s": 0},
         balancing={"policy": "none"},
     ) as run:
         await run.workers(workers)
-        calm_s = mean(step.rollout_ns / NS_PER_S for step in await run.steps(rounds))
+        calm_s = mean(step.rollout_ns / NS_PER_S for step in await run.steps(scale.rounds))
         found: dict[str, float] = {}
         for moment, share in MOMENTS.items():
-            disturbed = [await disturbed_s(run, share * calm_s, workers) for _ in range(rounds)]
+            disturbed = [await disturbed_s(run, share * calm_s, workers) for _ in range(scale.rounds)]
             found[moment] = mean(disturbed) - calm_s
         return found
 
 
 async def measure(arguments: Arguments) -> dict[str, Any]:
-    seeds, workers, rounds = (1, 2, 1) if arguments.quick else (3, 6, 2)
+    scale = QUICK if arguments.quick else FULL
     found: dict[str, dict[str, list[float]]] = {moment: {arm: [] for arm in ARMS} for moment in MOMENTS}
     with tempfile.TemporaryDirectory() as name:
-        for seed in range(seeds):
+        for seed in range(scale.seeds):
             for arm in ARMS:
-                for moment, value in (await overheads_s(Path(name), arm, seed, workers, rounds)).items():
+                for moment, value in (await overheads_s(Path(name), arm, seed, scale)).items():
                     found[moment][arm].append(value)
     means = {moment: {arm: mean(values) for arm, values in arms.items()} for moment, arms in found.items()}
     return {
