@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import platform
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-ROOT = Path(__file__).resolve().parent.parent
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+
+# A script's own directory comes first on the path, where `providers.py` would hide the package of that name.
+sys.path[:] = [*(path for path in sys.path if Path(path).resolve() != HERE), str(HERE)]
 
 
 @dataclass(frozen=True)

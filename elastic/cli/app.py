@@ -191,17 +191,21 @@ def prepare(
 def report(
     name: Annotated[str, typer.Argument(metavar="RUN", help="A run's name or path, or `latest`.")] = "latest",
     output: Annotated[Path | None, typer.Option(help="Write the HTML here instead of into the run.")] = None,
+    compare: Annotated[
+        str | None,
+        typer.Option(metavar="RUN", help="A run to hold it against, as a rule of the same seed without providers."),
+    ] = None,
     markdown: Annotated[bool, typer.Option("--md", help="Print Markdown instead.")] = False,
     as_json: AsJson = False,
     directory: RunsDirectory = Path("runs"),
 ) -> None:
     """Write a run's report: what it cost, what it gained, where every GPU-second went.
 
-    Example: elastic report latest
+    Example: elastic report latest --compare frozenlake-20260101-120000
     """
     from elastic.cli.report import report_command
 
-    report_command(name, directory, output, markdown=markdown, as_json=as_json)
+    report_command(name, directory, output, compare, markdown=markdown, as_json=as_json)
 
 
 @app.command()

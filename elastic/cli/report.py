@@ -8,7 +8,7 @@ from rich.table import Table
 
 from elastic import compose
 from elastic.cli.app import EXIT_FAILED, emit
-from elastic.report import Summary, as_markdown, closing_table, summarise, write_html
+from elastic.report import Summary, as_markdown, closing_table, compare, summarise, write_html
 from elastic.report import as_json as report_as_json
 from elastic.runtime.journal import JournalError, JournalReader
 
@@ -21,20 +21,24 @@ def _summary(run_dir: Path) -> Summary:
         reader.close()
 
 
-def report_command(name: str, directory: Path, output: Path | None, *, markdown: bool, as_json: bool) -> None:
+def report_command(
+    name: str, directory: Path, output: Path | None, other: str | None, *, markdown: bool, as_json: bool
+) -> None:
     run_dir = compose.find_run(directory, name)
+    other_dir = compose.find_run(directory, other) if other else None
     try:
         summary = _summary(run_dir)
+        comparison = compare(summary, _summary(other_dir)) if other_dir else None
     except JournalError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(EXIT_FAILED) from error
     if as_json:
-        emit(report_as_json(summary))
+        emit(report_as_json(summary, comparison))
     elif markdown:
-        typer.echo(as_markdown(summary))
+        typer.echo(as_markdown(summary, comparison))
     else:
         path = output or run_dir / "report.html"
-        write_html(summary, path)
+        write_html(summary, path, comparison)
         console = Console()
         console.print(closing_table(summary))
         console.print(f"report: {path}", soft_wrap=True, highlight=False)

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from elastic.core.types import Account, EndCause
 from elastic.report import svg, units
+from elastic.report.lanes import Lane
 from elastic.report.markup import Markup, join, tag
 from elastic.report.summary import Histogram, Quantiles, Summary
 from elastic.report.usage import Usage
@@ -14,6 +15,7 @@ LEFT = 52
 KNOWN_PROVIDERS = ("trainer", "reserved", "serving", "spot", "serverless", "ray")
 """These keep their colour in every report; others take what is left."""
 COLOURS = 9
+MOST_LANES = 80
 ACCOUNT_FAMILIES: Mapping[str, tuple[Account, ...]] = {
     "working": (Account.DECODE, Account.PREFILL, Account.TRAINING, Account.SERVING),
     "waiting": (Account.IDLE, Account.ASLEEP, Account.DRAINING),
@@ -141,7 +143,7 @@ def accounts(summary: Summary) -> Markup | None:
     )
 
 
-def latency(quantiles: Quantiles, values: Histogram, what: str) -> Markup | None:
+def latency(quantiles: Quantiles, values: Histogram, what: str, counted: str = "turns") -> Markup | None:
     """A distribution over a logarithmic time axis, with its median and tail marked."""
     if not values.counts or quantiles.p50 is None or quantiles.p95 is None or quantiles.p99 is None:
         return None
@@ -154,11 +156,89 @@ def latency(quantiles: Quantiles, values: Histogram, what: str) -> Markup | None
         HALF_WIDTH,
         250,
         what,
-        svg.left_axis(plot, [(v, units.si(v)) for v in svg.spaced(high, max(1.0, step))], "turns"),
-        *(_bar(plot, edges[i], edges[i + 1], number) for i, number in enumerate(values.counts) if number > 0),
+        svg.left_axis(plot, [(v, units.si(v)) for v in svg.spaced(high, max(1.0, step))], counted),
+        *(_bar(plot, edges[i], edges[i + 1], number, counted) for i, number in enumerate(values.counts) if number > 0),
         *(_quantile(plot, value, 16 + 15 * i) for i, (_, value) in enumerate(marks)),
         *(_quantile_name(plot, value, name, 16 + 15 * i) for i, (name, value) in enumerate(marks)),
         svg.bottom_axis(plot, [(v, units.duration(v)) for v in svg.log_ticks(edges[0], edges[-1], 6)], what),
+    )
+
+
+def lanes(summary: Summary) -> Markup | None:
+    """Every worker's life, by provider over one time axis."""
+    order = list(summary.providers)
+    shown = sorted(summary.lanes, key=lambda lane: order.index(lane.provider))[:MOST_LANES]
+    if not shown:
+        return None
+    classes = provider_classes(order)
+    left, top = 110, 12
+    pitch = 16 if len(shown) <= 24 else 9
+    bottom = top + pitch * len(shown)
+    plot = svg.panel(left, top, FULL_WIDTH - left - 12, bottom - top, (0.0, summary.wall_s), (0.0, 1.0))
+    rows: list[Markup] = []
+    for i, lane in enumerate(shown):
+        y = top + pitch * i
+        if i == 0 or lane.provider != shown[i - 1].provider:
+            rows.append(svg.text(left - 12, y + 11, units.shortened(lane.provider, 14), "value", "end"))
+        rows.append(_lane(plot, y, pitch - 3, lane, classes[lane.provider]))
+    hidden = len(summary.lanes) - len(shown)
+    note = svg.text(left, bottom + 52, f"and {hidden:,} more workers", "tick") if hidden else Markup()
+    return svg.drawing(
+        FULL_WIDTH,
+        bottom + (62 if hidden else 46),
+        "Workers over time",
+        *rows,
+        svg.bottom_axis(plot, svg.time_ticks(summary.wall_s, 12), svg.time_title(summary.wall_s)),
+        note,
+    )
+
+
+def _lane(plot: svg.Panel, y: float, height: float, lane: Lane, class_: str) -> Markup:
+    closed_s = lane.closed_s
+    ready_s = min(closed_s, closed_s if lane.ready_s is None else lane.ready_s)
+    notice_s = max(ready_s, closed_s if lane.notice_s is None else min(closed_s, lane.notice_s))
+    spans = (
+        (lane.opened_s, ready_s, f"area faint {class_}"),
+        (ready_s, notice_s, f"area {class_}"),
+        (notice_s, closed_s, f"area notice {class_}"),
+    )
+    parts = [
+        tag("rect", x=plot.x(start), y=y, width=max(0.5, plot.x(end) - plot.x(start)), height=height, class_=kind)
+        for start, end, kind in spans
+        if end > start
+    ]
+    if lane.cause == EndCause.PREEMPTED:
+        parts.append(tag("path", d=_triangle(plot.x(closed_s), y + height), class_="event-mark"))
+    words = f"{lane.worker}: {units.duration(closed_s - lane.opened_s)} {lane.cause.replace('_', ' ')}".rstrip()
+    return tag("g", tag("title", words), *parts)
+
+
+def staleness(summary: Summary) -> Markup | None:
+    """Trained tokens by how many versions older than the trainer they were."""
+    ages, total = summary.batches.trained_tokens_by_age, summary.batches.trained_tokens
+    if not total:
+        return None
+    count = max(ages) + 1
+    plot = svg.panel(LEFT, 34, HALF_WIDTH - LEFT - 16, 170, (-0.5, count - 0.5), (0.0, 1.0))
+    bars = [
+        tag(
+            "rect",
+            tag("title", f"{age} versions: {tokens:,} tokens"),
+            x=plot.x(age - 0.36),
+            y=plot.y(tokens / total),
+            width=plot.x(age + 0.36) - plot.x(age - 0.36),
+            height=plot.y.start - plot.y(tokens / total),
+            class_="bar",
+        )
+        for age, tokens in ages.items()
+    ]
+    return svg.drawing(
+        HALF_WIDTH,
+        250,
+        "Staleness of trained tokens",
+        svg.left_axis(plot, [(v, f"{100 * v:.0f}") for v in (0.0, 0.25, 0.5, 0.75, 1.0)], "trained tokens, %"),
+        *bars,
+        svg.bottom_axis(plot, [(age, str(age)) for age in range(count)], "versions behind the trainer"),
     )
 
 
@@ -249,11 +329,11 @@ def _account_legend(x: float, y: float, used: set[str]) -> Markup:
     return join(rows)
 
 
-def _bar(plot: svg.Panel, start: float, end: float, number: int) -> Markup:
+def _bar(plot: svg.Panel, start: float, end: float, number: int, counted: str) -> Markup:
     left, width = plot.x(start), plot.x(end) - plot.x(start)
     return tag(
         "rect",
-        tag("title", f"{units.duration(start)} – {units.duration(end)}: {number:,} turns"),
+        tag("title", f"{units.duration(start)} – {units.duration(end)}: {number:,} {counted}"),
         x=left + 0.5,
         y=plot.y(number),
         width=max(1.0, width - 1),

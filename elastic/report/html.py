@@ -5,6 +5,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from elastic.report import charts, tables
+from elastic.report.comparison import Comparison
 from elastic.report.markup import Markup, join, tag
 from elastic.report.summary import Summary
 
@@ -12,12 +13,12 @@ WIDE_COLUMNS = 6
 """A table with more columns takes the page's whole width."""
 
 
-def write_html(summary: Summary, path: Path) -> None:
+def write_html(summary: Summary, path: Path, comparison: Comparison | None = None) -> None:
     """Write the page; raises `OSError` where that is not possible."""
-    path.write_text(as_html(summary), encoding="utf-8")
+    path.write_text(as_html(summary, comparison), encoding="utf-8")
 
 
-def as_html(summary: Summary) -> str:
+def as_html(summary: Summary, comparison: Comparison | None = None) -> str:
     style = files("elastic.report").joinpath("report.css").read_text(encoding="utf-8")
     page = tag(
         "html",
@@ -29,7 +30,7 @@ def as_html(summary: Summary) -> str:
             tag("title", f"{summary.run}: run report"),
             tag("style", Markup(style)),
         ),
-        tag("body", tag("main", _header(summary), *_pictures(summary), _tables(summary))),
+        tag("body", tag("main", _header(summary), *_pictures(summary), _tables(summary, comparison))),
         lang="en",
     )
     return f"<!DOCTYPE html>\n{page}\n"
@@ -81,7 +82,24 @@ def _pictures(summary: Summary) -> list[Markup]:
         charts.latency(summary.first_token_s, summary.first_token, "request to first token"),
         "Logarithmic time axis; queueing included.",
     )
-    return [throughput, _pair(learning, cost), accounts, _pair(turn, first)]
+    lives = _figure(
+        "Workers",
+        charts.lanes(summary),
+        "A lane a worker, from its lease's grant to its end. Pale: booting and loading; hatched: on notice; a triangle "
+        "marks a preemption.",
+        "full",
+    )
+    whole = _figure(
+        "Trajectory latency",
+        charts.latency(
+            summary.trajectory_latency_s, summary.trajectory_latency, "first prompt to reward", "trajectories"
+        ),
+        "Logarithmic time axis; environment steps and scoring included.",
+    )
+    ages = _figure(
+        "Staleness of trained tokens", charts.staleness(summary), "Versions between a token and the trainer using it."
+    )
+    return [throughput, _pair(learning, cost), accounts, lives, _pair(turn, first), _pair(whole, ages)]
 
 
 def _figure(title: str, picture: Markup | None, caption: str, class_: str | None = None) -> Markup:
@@ -100,8 +118,8 @@ def _pair(*figures: Markup) -> Markup:
     return tag("div", *figures, class_="pair")
 
 
-def _tables(summary: Summary) -> Markup:
-    return tag("div", *map(_table, tables.tables(summary)), class_="tables")
+def _tables(summary: Summary, comparison: Comparison | None) -> Markup:
+    return tag("div", *map(_table, tables.tables(summary, comparison)), class_="tables")
 
 
 def _table(table: tables.Table) -> Markup:

@@ -16,7 +16,9 @@ import numpy as np
 from elastic.core import events as e
 from elastic.core.ledger import DeviceBook
 from elastic.core.types import NS_PER_S, EndCause, Nanoseconds
+from elastic.report.batches import Batches, batches_of
 from elastic.report.functions import FunctionUsage, functions_of
+from elastic.report.lanes import Lane, lanes
 from elastic.report.timeline import Timeline, timeline
 from elastic.report.usage import LeaseEnd, Usage, lease_ends, ledger_of, unattributed_share, usage_of
 from elastic.runtime.journal import JournalReader
@@ -122,6 +124,13 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     pulls: Pulls
     cpu_saturated_share: float | None
     timeline: Timeline
+    batches: Batches
+    usd_per_million_trained_tokens: float | None
+    on_demand_usd: float | None
+    """What the same GPU time would have cost at the trainer's price, which is on demand; None where that is unknown."""
+    trajectory_latency_s: Quantiles
+    trajectory_latency: Histogram
+    lanes: list[Lane]
     simulated: bool = False
     """The run never happened: devices, providers and environments were models on virtual time."""
 
@@ -156,6 +165,8 @@ def summarise(journal: JournalReader) -> Summary:
     latencies_s, first_tokens_s = _since_request(turns, "finished_ns"), _since_request(turns, "first_token_ns")
     outcome, cause = _outcome(meta, journal)
     config = msgspec.json.decode(meta.get("config", "{}"))
+    batches, total = batches_of(journal), usage_of(books, ends, end_ns, wall_s, sum(tokens.values()))
+    lives_s = [(row["ended_ns"] - row["started_ns"]) / NS_PER_S for row in trajectories if _scored(row)]
     rated = [step.success_rate for step in steps if step.success_rate is not None]
     return Summary(
         run=meta.get("run") or (status.run if status else journal.path.stem),
@@ -174,7 +185,7 @@ def summarise(journal: JournalReader) -> Summary:
         trajectories_failed=_counts(row["cause"] or "no finite reward" for row in trajectories if not _scored(row)),
         groups_trained=len(trained),
         groups_dropped=_dropped_groups(trajectories, trained, {step.step for step in steps}),
-        total=usage_of(books, ends, end_ns, wall_s, sum(tokens.values())),
+        total=total,
         providers=by_provider,
         functions=functions_of(journal),
         ledger_imbalance_ns=ledger_of(books).imbalance_ns(),
@@ -190,8 +201,19 @@ def summarise(journal: JournalReader) -> Summary:
         pulls=_pulls(journal.rows("pulls")),
         cpu_saturated_share=_share(status.cpu_share > CPU_SATURATED_SHARE for _, status in samples),
         timeline=history,
+        batches=batches,
+        usd_per_million_trained_tokens=total.usd / batches.trained_tokens * 1e6 if batches.trained_tokens else None,
+        on_demand_usd=_on_demand_usd(total, config),
+        trajectory_latency_s=quantiles(lives_s),
+        trajectory_latency=histogram(lives_s),
+        lanes=lanes(journal, books, ends, end_ns),
         simulated="simulated" in meta,
     )
+
+
+def _on_demand_usd(total: Usage, config: Mapping[str, Any]) -> float | None:
+    price = config.get("trainer", {}).get("usd_per_gpu_hour")
+    return None if price is None else total.gpu_s / 3600 * price
 
 
 def _last_ns(books: Iterable[DeviceBook]) -> Nanoseconds:

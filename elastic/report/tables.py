@@ -7,6 +7,8 @@ import msgspec
 
 from elastic.core.types import Account
 from elastic.report import units
+from elastic.report.batches import TRAINED
+from elastic.report.comparison import Comparison
 from elastic.report.summary import Moves, Pulls, Quantiles, Summary
 from elastic.report.usage import Usage
 from elastic.runtime.status import CPU_SATURATED_SHARE
@@ -109,12 +111,15 @@ def warnings(summary: Summary) -> list[str]:
     return found
 
 
-def tables(summary: Summary) -> list[Table]:
+def tables(summary: Summary, comparison: Comparison | None = None) -> list[Table]:
     """All tables that have a row, in the order in which they are read."""
     found = [
         _providers(summary),
         _accounts(summary),
         _functions(summary),
+        _cost(summary, comparison),
+        _fates(summary),
+        _staleness(summary),
         _recovery(summary),
         _latency(summary),
         _trajectories(summary),
@@ -189,6 +194,73 @@ def _functions(summary: Summary) -> Table:
     )
 
 
+def _cost(summary: Summary, comparison: Comparison | None) -> Table:
+    per_million = summary.usd_per_million_trained_tokens
+    rows = [
+        ["cost", units.usd(summary.total.usd)],
+        ["trained tokens", units.count(summary.batches.trained_tokens)],
+        ["cost per million trained tokens", units.usd(per_million)],
+        ["the same GPU time on demand", units.usd(summary.on_demand_usd)],
+    ]
+    if comparison is not None:
+        rows += [
+            [f"{comparison.other}: cost", units.usd(comparison.other_usd)],
+            [
+                f"{comparison.other}: per million trained tokens",
+                units.usd(comparison.other_usd_per_million_trained_tokens),
+            ],
+            ["cost per million, over the other run's", _times(comparison.cost_ratio)],
+            ["tokens/s, over the other run's", _times(comparison.throughput_ratio)],
+            ["mean step time, over the other run's", _times(comparison.step_time_ratio)],
+        ]
+    caution = "" if comparison is None or comparison.same_seed else " The other run has another seed."
+    return Table(
+        title="Cost of training" if comparison is None else f"Beside {comparison.other}",
+        header=["", "value"],
+        rows=rows if summary.batches.trained_tokens or comparison else [],
+        note="Trained tokens are those of the policy in the groups trained on; the cost is the whole run's, its "
+        f"trainer included. On demand: all GPU time at the trainer's price.{caution}",
+    )
+
+
+def _times(ratio: float | None) -> str:
+    return units.NONE if ratio is None else f"{ratio:.2f} ×"
+
+
+def _fates(summary: Summary) -> Table:
+    return Table(
+        title="Lengths of what was trained and dropped",
+        header=["groups", "count", "trajectories", "mean tokens", "p50", "p95"],
+        rows=[
+            [
+                fate.fate if fate.fate == TRAINED else f"dropped: {fate.fate}",
+                units.count(fate.groups),
+                units.count(fate.trajectories),
+                *(
+                    units.count(value and round(value, 1))
+                    for value in (fate.tokens_mean, fate.tokens_p50, fate.tokens_p95)
+                ),
+            ]
+            for fate in summary.batches.fates
+        ],
+        note="Policy tokens of a trajectory, as far as it had come. Stale: older than the staleness bound allows. "
+        "Surplus: launched by dynamic sampling beyond what the step took.",
+    )
+
+
+def _staleness(summary: Summary) -> Table:
+    total = summary.batches.trained_tokens
+    return Table(
+        title="Staleness of trained tokens",
+        header=["versions behind the trainer", "tokens", "share"],
+        rows=[
+            [str(age), units.count(tokens), units.share(tokens / total)]
+            for age, tokens in summary.batches.trained_tokens_by_age.items()
+            if total
+        ],
+    )
+
+
 def _recovery(summary: Summary) -> Table:
     kinds = {"a preempted one": summary.preempted_moves, "any": summary.moves}
     return Table(
@@ -213,6 +285,7 @@ def _move_row(name: str, moves: Moves) -> list[str]:
 def _latency(summary: Summary) -> Table:
     measured = {
         "turn latency": summary.turn_latency_s,
+        "trajectory, first prompt to reward": summary.trajectory_latency_s,
         "time to first token": summary.first_token_s,
         "weight pull": summary.pulls.pull_s,
         "weight apply": summary.pulls.apply_s,

@@ -10,18 +10,20 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from elastic.report import tables, units
+from elastic.report.comparison import Comparison
 from elastic.report.summary import Summary
 
 _MARKDOWN_SPECIAL = re.compile(r"([\\`*_\[\]<>|~])")
 _OUTCOME_STYLES = {"finished": "green", "failed": "red", "incomplete": "yellow"}
 
 
-def as_json(summary: Summary) -> dict[str, Any]:
-    """The whole summary as plain JSON values."""
-    return msgspec.to_builtins(summary)
+def as_json(summary: Summary, comparison: Comparison | None = None) -> dict[str, Any]:
+    """The whole summary as plain JSON values, and under `comparison` how it stands beside another run."""
+    plain = msgspec.to_builtins(summary, str_keys=True)
+    return plain | ({"comparison": msgspec.to_builtins(comparison)} if comparison is not None else {})
 
 
-def as_markdown(summary: Summary) -> str:
+def as_markdown(summary: Summary, comparison: Comparison | None = None) -> str:
     """The page's headline and tables in GitHub's Markdown."""
     parts = [f"# {_escaped(summary.run)}: {summary.outcome}"]
     if tables.subtitle(summary):
@@ -30,7 +32,7 @@ def as_markdown(summary: Summary) -> str:
     parts.append(
         "\n".join(f"- **{f.name}** {_escaped(f.value)} ({_escaped(f.detail)})" for f in tables.headline(summary))
     )
-    for table in tables.tables(summary):
+    for table in tables.tables(summary, comparison):
         parts += [f"## {table.title}", _markdown_table(table)]
         if table.note:
             parts.append(_escaped(table.note))

@@ -116,12 +116,8 @@ class World:
         self.loop = EventLoop()
         self.rng = Random(f"{seed}/world")
         self.scheduler = Scheduler(settings.plan, settings.limits, policies(settings), 0)
-<<<<<<< elastic/sim/world.py
-        self.record = Record()
-        self.tally = Tally()
-=======
         self.record = Record(settings.plan.staleness_bound)
->>>>>>> /tmp/new.f
+        self.tally = Tally()
         self.rollouts = SimulatedRollouts(self)
         self.workers: dict[WorkerId, SimulatedWorker] = {}
         self.providers = {p.name: SimulatedProvider(self, p) for p in (TRAINER, *settings.providers)}

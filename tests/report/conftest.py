@@ -79,6 +79,9 @@ class RunWriter:
         for n, reward in enumerate(rewards):
             why = cause if reward is None else ""
             self.journal.trajectory(f"{step}/{group}/{n}", step, f"{step}/{group}", 0, 1, reward, why, 5, 25, b"")
+        dropped = "" if trained else "zero_variance" if len(set(rewards) - {None}) == 1 else "infrastructure: broken"
+        body = {"lengths": [25] * len(rewards), "tokens_by_age": {0: 20 * len(rewards), 1: 5 * len(rewards)}}
+        self.journal.group(0, f"{step}/{group}", step, step, dropped, body)
         if trained:
             self.journal.event(e.GroupTrained(group=f"{step}/{group}"), 0)
 

@@ -12,12 +12,12 @@ from elastic.report.markup import Markup, tag
 
 def test_every_picture_and_table_is_there(realistic):
     page = ElementTree.fromstring(as_html(realistic).removeprefix("<!DOCTYPE html>"))
-    assert len(page.findall(".//svg")) == 6
+    assert len(page.findall(".//svg")) == 9
     assert all(picture.get("aria-label") for picture in page.iter("svg"))
     titles = {"".join(title.itertext()) for title in page.iter("h2")}
     assert {"Providers", "GPU time by account", "Moved turns", "Latency", "Training steps"} <= titles
     marks = [mark for mark in page.iter("path") if mark.get("class") == "event-mark"]
-    assert len(marks) == realistic.total.preemptions + 1, "one a preemption, one in the legend"
+    assert len(marks) == 2 * realistic.total.preemptions + 1, "two a preemption, one in the legend"
 
 
 def test_everything_drawn_is_on_the_drawing(realistic):

@@ -1,0 +1,89 @@
+"""Serving, spot and serverless capacity in one run: what each cost, and how much of its time went into having it.
+
+Live: real processes, real tokens, engines paced to a modelled device; spot workers are killed as a real trace says,
+each serverless call ends by its time limit. `allocation_overhead` has each provider's share of GPU time in two
+definitions: `accounts` counts time booting, loading, applying, recomputing, lost or unattributed; `preemption` is
+the papers', preempted GPUs × recovery time (ROSE §6.1). `cost_per_mtoken` is the run's cost per million trained
+tokens, beside it what the same GPU time would have cost on demand. Figures are medians over the runs, with their
+range; the accounts that make up the last run are given in GPU-seconds. Serving GPUs cost nothing here, since their
+cluster pays for them either way.
+"""
+
+import statistics
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from _common import Arguments, emit, parse_arguments
+from _runs import prepare, run
+
+from elastic.report import Summary, summarise
+from elastic.runtime.journal import JournalReader
+
+PROVIDERS = ("serving", "spot", "serverless")
+SEEDS = (7, 8, 9)
+SERVERLESS = [
+    "providers.serverless.max_workers=1",
+    "providers.serverless.lease_s=15",
+    "providers.serverless.cold_start_s=1",
+    "providers.serverless.usd_per_gpu_hour=3.95",
+]
+"""Calls so short that several end within the run."""
+
+
+def measure(directory: Path, seed: int, steps: int, groups: int) -> Summary:
+    settings = [f"run.steps={steps}", f"rollout.groups={groups}", *SERVERLESS]
+    run_dir, _ = run(directory, ",".join(PROVIDERS), settings, seed)
+    reader = JournalReader(run_dir / "journal.sqlite")
+    try:
+        return summarise(reader)
+    finally:
+        reader.close()
+
+
+def spread(values: Sequence[float | None]) -> dict[str, float] | None:
+    found = [value for value in values if value is not None]
+    return {"median": statistics.median(found), "min": min(found), "max": max(found)} if found else None
+
+
+def overheads(summaries: Sequence[Summary]) -> dict[str, dict[str, dict[str, float] | None]]:
+    names = list(summaries[0].providers)
+    found = {name: [s.providers[name] for s in summaries if name in s.providers] for name in names}
+    return {
+        name: {
+            "accounts": spread([usage.overhead_share for usage in usages]),
+            "preemption": spread([usage.preempted_share for usage in usages]),
+        }
+        for name, usages in found.items()
+    }
+
+
+def main(arguments: Arguments) -> dict[str, Any]:
+    prepare()
+    seeds = SEEDS[:1] if arguments.quick else SEEDS
+    steps, groups = (3, 8) if arguments.quick else (20, 16)
+    with tempfile.TemporaryDirectory() as name:
+        summaries = [measure(Path(name), seed, steps, groups) for seed in seeds]
+    last = summaries[-1]
+    return {
+        "allocation_overhead": overheads(summaries),
+        "cost_per_mtoken": spread([s.usd_per_million_trained_tokens for s in summaries]),
+        "on_demand_over_cost": spread([s.on_demand_usd and s.on_demand_usd / s.total.usd for s in summaries]),
+        "accounts_gpu_s": {
+            name: {account: round(spent_s, 3) for account, spent_s in usage.accounts_s.items() if spent_s}
+            for name, usage in last.providers.items()
+        },
+        "usd": {name: usage.usd for name, usage in last.providers.items()},
+        "tokens": {name: usage.tokens for name, usage in last.providers.items()},
+        "trained_tokens": last.batches.trained_tokens,
+        "lease_ends": last.total.lease_ends,
+        "ledger_imbalance_ns": sum(s.ledger_imbalance_ns for s in summaries),
+        "runs": len(summaries),
+        "wall_s": spread([s.wall_s for s in summaries]),
+        "cpu_saturated_share": spread([s.cpu_saturated_share for s in summaries]),
+    }
+
+
+if __name__ == "__main__":
+    emit(main(args := parse_arguments(__doc__)), args)

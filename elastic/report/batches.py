@@ -1,0 +1,65 @@
+"""What groups came to: how old the trained tokens were, and whether what was dropped was longer than the rest.
+
+Dropping what is slow prefers what is short; the lengths beside each other show by how much (DESIGN §5, 4).
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from elastic.runtime.journal import JournalReader
+
+TRAINED = "trained"
+
+
+class Fate(msgspec.Struct, frozen=True, kw_only=True):
+    """Groups that were trained, or dropped for one reason, and the policy tokens of their trajectories."""
+
+    fate: str
+    groups: int
+    trajectories: int
+    tokens: int
+    tokens_mean: float | None
+    tokens_p50: float | None
+    tokens_p95: float | None
+
+
+class Batches(msgspec.Struct, frozen=True, kw_only=True):
+    """`trained_tokens_by_age`: policy tokens by how many versions older than the trainer they were."""
+
+    fates: list[Fate]
+    trained_tokens: int
+    trained_tokens_by_age: dict[int, int]
+
+
+def batches_of(journal: JournalReader) -> Batches:
+    """Trained groups first, then those dropped, by how often for what."""
+    by_fate: dict[str, list[Mapping[str, Any]]] = {}
+    for row in journal.rows("groups"):
+        by_fate.setdefault(row["dropped"].partition(":")[0] or TRAINED, []).append(row)
+    fates = [_fate(name, rows) for name, rows in by_fate.items()]
+    ages: dict[int, int] = {}
+    for row in by_fate.get(TRAINED, []):
+        for age, tokens in row["tokens_by_age"].items():
+            ages[int(age)] = ages.get(int(age), 0) + tokens
+    return Batches(
+        fates=sorted(fates, key=lambda fate: (fate.fate != TRAINED, -fate.groups, fate.fate)),
+        trained_tokens=sum(ages.values()),
+        trained_tokens_by_age=dict(sorted(ages.items())),
+    )
+
+
+def _fate(name: str, rows: Sequence[Mapping[str, Any]]) -> Fate:
+    lengths = [length for row in rows for length in row["lengths"]]
+    p50, p95 = (float(q) for q in np.percentile(lengths, (50, 95))) if lengths else (None, None)
+    return Fate(
+        fate=name.replace("_", " "),
+        groups=len(rows),
+        trajectories=len(lengths),
+        tokens=sum(lengths),
+        tokens_mean=sum(lengths) / len(lengths) if lengths else None,
+        tokens_p50=p50,
+        tokens_p95=p95,
+    )
