@@ -313,7 +313,7 @@ class Held:
 
     def put(self, key: str, *parts: Buffer) -> None:
         if key == self._key:
-            assert self.asked.wait(10), "the buckets are pulled before the manifest is there"
+            assert self.asked.wait(60), "the buckets are pulled before the manifest is there"
             self.release.set()
         self._relay.put(key, *parts)
 
@@ -335,7 +335,7 @@ def test_a_version_is_followed_while_it_is_published(tmp_path: Path):
     assert_at(puller, history, 0)
     relay.asked.clear()
     with ThreadPoolExecutor(1) as executor:
-        pulled = executor.submit(puller.pull, 1, 10.0, follow=True)
+        pulled = executor.submit(puller.pull, 1, 60.0, follow=True)
         history.step()
         assert pulled.result().path == (Update(1, 0),)
     assert_at(puller, history, 1)
