@@ -373,8 +373,7 @@ class EngineModel:
         self._used_tokens += done * batch
         self._context_tokens += done * batch
         if done == span.iterations:
-            self._span = None
-            self._generation += 1
+            self._span = None  # Its event still comes, and plans what follows.
         else:
             begin_ns = span.begin_ns + span.length_ns(done)
             self._span = span._replace(

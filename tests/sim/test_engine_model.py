@@ -1,0 +1,138 @@
+"""The folded engine: whatever befalls it, every token is reported once and every nanosecond is accounted for."""
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic.core.types import NS_PER_S, Account, FinishReason, Progress
+from elastic.sim.loop import EventLoop
+from elastic.sim.performance.engine import EngineModel, Job
+from elastic.sim.performance.prefix_cache import PrefixCache
+from elastic.sim.performance.profile import EngineRates
+
+LONGEST = 64
+
+
+def rates(**changes: float) -> EngineRates:
+    return EngineRates(
+        **{
+            "prefill_tokens_per_s": 1000.0,
+            "decode_step_s": {1: 0.01, 8: 0.02},
+            "kv_tokens": 4096,
+            "kv_block_tokens": 16,
+            "prefill_chunk_tokens": 64,
+            "max_batch": 4,
+            "max_pending": 2,
+            **changes,
+        }
+    )
+
+
+class Watched:
+    """An engine and everything it has sent, checked as it comes."""
+
+    def __init__(self, engine_rates: EngineRates) -> None:
+        self.loop = EventLoop()
+        self.tokens: dict[str, int] = {}
+        self.ended: dict[str, tuple[FinishReason, int]] = {}
+        self.engine = EngineModel(self.loop, engine_rates, self.hear, NS_PER_S // 100)
+        self.engine.use_version(1)
+        self.engine.set_idle_account(Account.IDLE)
+
+    def hear(self, chunks: Sequence[Progress]) -> None:
+        for chunk in chunks:
+            assert chunk.turn not in self.ended
+            assert chunk.start == self.tokens.get(chunk.turn, 0)
+            assert chunk.count >= 0
+            self.tokens[chunk.turn] = chunk.start + chunk.count
+            if chunk.finish is not None:
+                self.ended[chunk.turn] = (chunk.finish, self.loop.now_ns)
+
+    def submit(self, turn: str, prompt: int, length: int, conversation: str = "") -> None:
+        self.tokens[turn] = 0
+        self.engine.submit(Job(turn, 1, conversation or turn, "", prompt, 0, length, LONGEST))
+
+    def run(self) -> None:
+        self.loop.run(10_000 * NS_PER_S, lambda: False)
+
+
+def test_one_turn_takes_its_prefill_and_an_iteration_a_token() -> None:
+    watched = Watched(rates())
+    watched.submit("a", prompt=100, length=11)
+    watched.run()
+    finish, at_ns = watched.ended["a"]
+    assert finish is FinishReason.STOP
+    assert watched.tokens["a"] == 11
+    assert at_ns == pytest.approx((100 / 1000 + 10 * 0.01) * NS_PER_S, abs=10)
+
+
+def test_a_full_length_turn_ends_by_length() -> None:
+    watched = Watched(rates())
+    watched.submit("a", 10, LONGEST)
+    watched.run()
+    assert watched.ended["a"][0] is FinishReason.LENGTH
+
+
+def test_context_makes_iterations_longer() -> None:
+    watched = Watched(rates(context_s=1e-4))
+    watched.submit("a", prompt=100, length=11)
+    watched.run()
+    grown = sum(0.01 + 1e-4 * (101 + n) for n in range(10))
+    assert watched.ended["a"][1] == pytest.approx((0.1 + grown) * NS_PER_S, rel=1e-6)
+
+
+def test_the_next_turn_of_a_conversation_finds_its_prefix() -> None:
+    watched = Watched(rates())
+    watched.submit("a", 100, 12, "talk")
+    watched.run()
+    watched.submit("b", 120, 4, "talk")
+    watched.run()
+    assert watched.engine.prefix_hit_tokens == 96
+    watched.engine.use_version(2)
+    watched.submit("c", 140, 4, "talk")
+    watched.run()
+    assert watched.engine.prefix_hit_tokens == 96
+
+
+TURN = st.tuples(st.integers(0, 2000), st.integers(1, 300), st.integers(1, LONGEST), st.integers(0, 4))
+
+
+@given(
+    st.lists(TURN, min_size=1, max_size=12), st.lists(st.tuples(st.integers(0, 4000), st.integers(0, 11)), max_size=6)
+)
+def test_nothing_is_lost_or_repeated(turns: list[tuple[int, int, int, int]], aborts: list[tuple[int, int]]) -> None:
+    watched = Watched(rates(kv_tokens=512))
+    loop, engine = watched.loop, watched.engine
+    for number, (at_ms, prompt, length, talk) in enumerate(turns):
+        action = lambda n=number, p=prompt, k=length, t=talk: watched.submit(f"{n}", p, k, f"talk {t}")  # noqa: E731
+        loop.at(at_ms * NS_PER_S // 1000, action)
+    for at_ms, number in aborts:
+        loop.at(at_ms * NS_PER_S // 1000, lambda n=number: engine.abort(f"{n}", 1))
+        loop.at(at_ms * NS_PER_S // 1000 + 5, engine.flush)
+    watched.run()
+    assert set(watched.ended) == {f"{number}" for number in range(len(turns))}
+    for number, (_, _, length, _) in enumerate(turns):
+        finish, _ = watched.ended[f"{number}"]
+        whole = FinishReason.LENGTH if length == LONGEST else FinishReason.STOP
+        assert finish in (whole, FinishReason.ABORTED)
+        assert watched.tokens[f"{number}"] <= length
+        if finish is whole:
+            assert watched.tokens[f"{number}"] == length
+    engine.sync()
+    assert sum(engine.accounts_ns.values()) == loop.now_ns
+    assert engine.kv_used_share == 0
+    assert engine.executing == engine.pending == 0
+
+
+@given(st.lists(st.tuples(st.sampled_from("abcd"), st.integers(1, 200)), max_size=30), st.integers(0, 300))
+def test_a_cache_keeps_to_its_room(kept: list[tuple[str, int]], room: int) -> None:
+    cache = PrefixCache(16)
+    for key, tokens in kept:
+        cache.keep(key, tokens)
+        cache.shrink_to(room)
+        assert 0 <= cache.tokens <= room
+    found = [cache.find(key, "", 1000) for key in "abcd"]
+    assert cache.tokens == 0
+    assert all(tokens % 16 == 0 for tokens in found)
