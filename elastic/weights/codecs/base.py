@@ -76,7 +76,7 @@ class Codec(Protocol):
     def decode(self, shared: Buffer, payload: Buffer, payload_ends: Ends, old: Bits, tile_ends: Ends) -> BucketUpdate:
         """The update that makes of `old`, which is only read, what was encoded.
 
-        Whatever the bytes, it holds at most 16 bytes for each element of `old`, and 2 MiB. Raises `CodecError`.
+        Whatever the bytes, it holds at most 32 bytes for each element of `old`, and 2 MiB. Raises `CodecError`.
         A bucket may be decoded in parts, with the payload (and 8 bytes behind it) and the elements of some tiles.
         """
         ...
