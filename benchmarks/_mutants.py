@@ -90,19 +90,20 @@ def _shown(node: ast.AST) -> str:
 
 def _no_decision(node: ast.AST) -> bool:
     """Annotations, assertions, what an error says, and what only describes."""
-    while node is not None:
-        parent = getattr(node, "parent", None)
-        if isinstance(node, ast.Assert | ast.Raise | ast.JoinedStr | ast.Import | ast.ImportFrom):
+    here: ast.AST | None = node
+    while here is not None:
+        parent = getattr(here, "parent", None)
+        if isinstance(here, ast.Assert | ast.Raise | ast.JoinedStr | ast.Import | ast.ImportFrom):
             return True
-        if isinstance(parent, ast.AnnAssign | ast.arg) and node is parent.annotation:
+        if isinstance(parent, ast.AnnAssign | ast.arg) and here is parent.annotation:
             return True
-        if isinstance(parent, ast.FunctionDef) and (node is parent.returns or node in parent.decorator_list):
+        if isinstance(parent, ast.FunctionDef) and (here is parent.returns or here in parent.decorator_list):
             return True
-        if isinstance(parent, ast.ClassDef) and (node in parent.bases or node in parent.decorator_list):
+        if isinstance(parent, ast.ClassDef) and (here in parent.bases or here in parent.decorator_list):
             return True
         if isinstance(parent, ast.keyword) and isinstance(getattr(parent, "parent", None), ast.ClassDef):
             return True
-        node = parent
+        here = parent
     return False
 
 

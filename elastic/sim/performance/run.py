@@ -59,7 +59,7 @@ class Chronicle(Protocol):
 class Silence:
     """A chronicle that keeps nothing."""
 
-    def _forget(self, *_: Any) -> None:
+    def _forget(self, *_: Any, **__: Any) -> None:
         return None
 
     event = turn = move = trajectory = step = pull = call = _forget
