@@ -38,6 +38,8 @@ SAMPLE_INTERVAL_S = 0.5
 LATE_WAKEUP_S = 0.05
 """A timer this late means the loop was held up: what lies in the sockets is older than the deadline, so it is
 read first. Otherwise a busy orchestrator would fence workers for its own silence."""
+LATE_WAKEUPS_MAX = 8
+"""A loop that stays late this often in a row is not held up but overloaded: deadlines pass then all the same."""
 THROUGHPUT_WINDOW = 10
 """Samples over which tokens per second are averaged."""
 
@@ -78,6 +80,7 @@ class Orchestrator:
         self._closing = False
         self._timer: asyncio.TimerHandle | None = None
         self._armed_ns: int | None = None
+        self._late_wakeups = 0
         self._ended = asyncio.Event()
         self._failed = ""
         self._counts: dict[str, ProviderStatus] = {}
@@ -224,7 +227,7 @@ class Orchestrator:
             self._draining = False
 
     def _handle(self, event: e.Event, chunks: list[wire.Chunk]) -> None:
-        now_ns = self.now_ns()
+        now_ns = self._event_ns(event)
         if isinstance(event, e.TokensReceived):
             self._journal.frame(event.worker, event.epoch, chunks, now_ns)
         else:
@@ -238,10 +241,17 @@ class Orchestrator:
             else:
                 self._executors[type(command)](command)
 
+    def _event_ns(self, event: e.Event) -> int:
+        """When an event counts as having happened: before any deadline that no Tick has let pass yet."""
+        now_ns = self.now_ns()
+        if self._armed_ns is None or isinstance(event, e.Tick):
+            return now_ns
+        return min(now_ns, self._armed_ns - 1)
+
     def _arm(self) -> None:
         """Have the core woken when it asked to be."""
         at_ns = None if self._closing else self.scheduler.next_wakeup_ns()
-        if at_ns == self._armed_ns:
+        if at_ns == self._armed_ns or self._late_wakeups:
             return
         if self._timer is not None:
             self._timer.cancel()
@@ -254,9 +264,11 @@ class Orchestrator:
 
     def _wake(self, due_s: float) -> None:
         loop = asyncio.get_running_loop()
-        if loop.time() - due_s > LATE_WAKEUP_S:
+        if loop.time() - due_s > LATE_WAKEUP_S and self._late_wakeups < LATE_WAKEUPS_MAX:
+            self._late_wakeups += 1
             self._timer = loop.call_later(LATE_WAKEUP_S / 2, self._wake, loop.time() + LATE_WAKEUP_S / 2)
             return
+        self._late_wakeups = 0
         self._armed_ns = None
         self.feed(e.Tick())
 
