@@ -181,7 +181,7 @@ async def _orchestrate(pipe: multiprocessing.connection.Connection, streams: int
         {
             "model": {"checkpoint": "."},
             "rollout": {"groups": groups, "group_size": GROUP_SIZE, "max_tokens_per_turn": 1 << 20},
-            "engine": {"max_pending": streams, "max_context_tokens": 1 << 30},
+            "engine": {"max_pending": streams, "max_context_tokens": 1 << 21, "kv_blocks": 1 << 17},
             "seeding": {"window_s": 3600},
         }
     )
