@@ -38,7 +38,7 @@ class WarmupSettings(BaseModel):
     learning_rate_rise_steps: int = Field(default=10, ge=0)
     learning_rate_final_share: float = Field(default=0.1, ge=0, le=1, description="of the peak, by a half cosine")
     gradient_clip: float = Field(default=1.0, gt=0)
-    threads: int = Field(default=2, ge=1)
+    threads: int = Field(default=1, ge=1, description="two wait for each other where cores are shared")
     lake: FrozenLakeSettings = FrozenLakeSettings()
     demonstrations: DemonstrationSettings = DemonstrationSettings()
 
