@@ -35,7 +35,8 @@ _SPEAKING = (WorkerState.READY, WorkerState.ASLEEP, WorkerState.DRAINING, Worker
 
 
 TRAINER_PATIENCE = 10
-"""Times as long as another worker the trainer may be silent: fencing it early gains nothing, it ends the run."""
+"""Times as long as another worker the trainer may be silent: fencing it early gains nothing, it ends the run. The
+trainer is as patient with the orchestrator."""
 
 
 class Phase(StrEnum):

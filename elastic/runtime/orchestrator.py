@@ -87,7 +87,6 @@ class Orchestrator:
         self._rewards: list[float] = []
         self._last_success: float | None = None
         self._token_marks: deque[tuple[int, int]] = deque(maxlen=THROUGHPUT_WINDOW)
-        self._pacing_held: dict[WorkerId, float] = {}
         self._tasks: asyncio.TaskGroup | None = None
         self._rollouts = Rollouts(
             config.run.seed,
@@ -291,7 +290,6 @@ class Orchestrator:
         self.feed(e.WorkerDisconnected(worker=worker, epoch=epoch, goodbye=goodbye))
 
     def _heard_heartbeat(self, worker: WorkerId, epoch: int, beat: wire.Heartbeat) -> None:
-        self._pacing_held[worker] = beat.pacing_held_share
         self.feed(
             e.WorkerReported(
                 worker=worker,
@@ -436,7 +434,6 @@ class Orchestrator:
 
     def _fence_worker(self, command: c.FenceWorker) -> None:
         self._gateway.fence(command.worker, command.reason)
-        self._pacing_held.pop(command.worker, None)
 
     def _start_group(self, command: c.StartGroup) -> None:
         assert self._tasks is not None

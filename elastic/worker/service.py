@@ -18,6 +18,7 @@ import psutil
 import structlog
 
 from elastic import wire
+from elastic.core.run_state import TRAINER_PATIENCE
 from elastic.core.types import Account, FinishReason, WorkerId
 from elastic.engine.base import DeviceShare, EngineStatistics, RolloutEngine
 from elastic.worker.accounts import DeviceAccounts
@@ -40,10 +41,6 @@ SHARE_INTERVAL_S = 0.01
 
 TrainerOrder: TypeAlias = wire.TrainGroup | wire.SkipGroup | wire.Update
 TrainerReply: TypeAlias = wire.Trained | wire.Stepped | None
-
-
-TRAINER_PATIENCE = 10
-"""Times as long as another worker's the orchestrator's silence may last before the trainer gives it up."""
 
 
 class AgentExit(msgspec.Struct, frozen=True):
