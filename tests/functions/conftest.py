@@ -50,11 +50,14 @@ def prices() -> Prices:
 
 def function_processes() -> list[psutil.Process]:
     """Our living children that run functions."""
-    return [
-        child
-        for child in psutil.Process().children(recursive=True)
-        if child.status() != psutil.STATUS_ZOMBIE and "functions.process" in child.cmdline()
-    ]
+    return [child for child in psutil.Process().children(recursive=True) if _runs_functions(child)]
+
+
+def _runs_functions(process: psutil.Process) -> bool:
+    try:
+        return "functions.process" in process.cmdline()
+    except (psutil.NoSuchProcess, psutil.ZombieProcess):  # it may die at any moment
+        return False
 
 
 async def eventually(condition: Callable[[], object]) -> None:
