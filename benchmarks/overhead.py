@@ -1,22 +1,26 @@
-"""What orchestration costs: CPU time of a step's rollouts through orchestrator and worker, over the same in-process.
+"""What orchestration costs: CPU time of a training step through orchestrator and one worker, over the same in-process.
 
-One side is a real run: this process is the orchestrator (gateway, core, environments, journal), and one worker
-process generates all turns; the CPU time of both counts, from the first episode's reset to the last one's end. The
-other side is the same engine in one process, driven by the least code that plays FrozenLake with it: what an engine
-produces goes into the episode, and the next turn is asked for. Both play the same episodes, from the same seeds, and
-the benchmark fails unless every trajectory is the same token for token. Rounds of new episodes alternate between the
-two, and the figure is the median of the pairs' ratios.
+One side is a real run: this process is the orchestrator (gateway, core, environments, journal), and one process, the
+trainer's, generates all turns, trains and publishes the weights; the CPU time of both counts, from the step's first
+reset until the next step could begin. The other side is the same engine and the same trainer in one process, driven
+by the least code that plays FrozenLake with them: what the engine produces goes into the episode, the next turn is
+asked for, finished groups are trained, and the new weights go back into the engine. Both play the same episodes
+from the same seeds, and the benchmark fails unless every trajectory is the same token for token; as each step plays
+with the weights that the one before it learned, these are the same too. Steps alternate between the two sides, and a
+figure is the median of the pairs' ratios: `cpu_ratio` of whole steps, `rollout_cpu_ratio` until the last episode's
+end alone, where all of the orchestration is.
 
-Engines are paced, as the example's are (`cpu_ratio`). That is the fair comparison: with a modelled device both
-sides run the same iterations, and what they differ in is orchestration, with everything that orchestration does by
-the clock (heartbeats, commits, samples) counted over the time that a step takes. Unpaced (`unpaced_cpu_ratio`), the
-engine here takes a few milliseconds an iteration, so it also counts that turns come back to the engine some
-milliseconds later and its batches are a little smaller; no GPU's CPU time is like that.
+Engines are paced, as the example's are. That is the fair comparison: with a modelled device both sides run the same
+iterations, and what they differ in is orchestration, with everything that orchestration does by the clock
+(heartbeats, commits, samples) counted over the time that a step takes. Unpaced (`unpaced_cpu_ratio`), the engine
+here takes a few milliseconds an iteration, so it also counts that turns come back to the engine some milliseconds
+later and its batches are a little smaller; no GPU's CPU time is like that.
 
 It is a hard case: the model is the examples' (untrained), so small that an iteration over 16 turns costs 4 ms of
-CPU, and its turns are short (`tokens_per_turn`), while most of what orchestration costs is by the turn.
+CPU, and its turns are short (`tokens_per_turn`), while most of what orchestration costs is by the turn. Half of the
+episodes are rewarded, by the parity of their last turn's length, so that there is something to train on.
 
-Not counted on either side: the trainer's process, which sleeps meanwhile, and starting up.
+Not counted on either side: starting up.
 """
 
 import asyncio
@@ -34,80 +38,102 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import msgspec
 from _common import Arguments, emit, parse_arguments
-from _live import LiveRun, live_run, run_to_end, write_policy
+from _live import live_run, run_to_end, write_policy
 from pydantic import BaseModel, ConfigDict
 
+from elastic import wire
 from elastic.config import Config
-from elastic.core.trainer_device import TrainerMode
 from elastic.core.types import WeightMode
 from elastic.engine.base import GenerateRequest, RolloutEngine, TokenChunk
 from elastic.envs.base import StepResult
 from elastic.envs.frozenlake import FrozenLake, FrozenLakeSettings
 from elastic.runtime.journal import JournalReader
 from elastic.runtime.rollout import stable_hash
-from providers.base import ProviderSettings
-from providers.reserved import ReservedProvider
 
 T = TypeVar("T")
 
 SEED = 7
 GROUP_SIZE = 8
-WARM_UP_ROUNDS = 1
+WARM_UP_STEPS = 1
 READY_TIMEOUT_S = 120.0
-ROUND_TIMEOUT_S = 300.0
+STEP_TIMEOUT_S = 300.0
 
 TokenIds = dict[str, list[int]]
 """By trajectory."""
 
 
-def configuration(policy: Path, groups: int, *, paced: bool) -> Config:
+class Cost(NamedTuple):
+    """CPU seconds of a step, and of its rollouts alone."""
+
+    step_s: float
+    rollout_s: float
+
+    def __add__(self, other: "Cost") -> "Cost":  # pyright: ignore[reportIncompatibleMethodOverride]
+        return Cost(self.step_s + other.step_s, self.rollout_s + other.rollout_s)
+
+
+def configuration(policy: Path, steps: int, groups: int, *, paced: bool) -> Config:
     pacing = {"prefill_tokens_per_s": 8000, "decode_step_s": {1: 0.014, 8: 0.018, 16: 0.024}}
     return Config.model_validate(
         {
-            "run": {"seed": SEED},
+            "run": {"seed": SEED, "steps": steps},
             "model": {"checkpoint": policy},
             "environment": {"step_timeout_s": 86_400},
             "rollout": {"groups": groups, "group_size": GROUP_SIZE},
+            "trainer": {"learning_rate": 3e-4, "updates_per_step": 2},
             "engine": {"max_pending": 8, "pacing": pacing if paced else None},
-            "seeding": {"window_s": 0},
         }
     )
+
+
+class ParityLake(FrozenLake):
+    """FrozenLake that rewards something of which even an untrained policy does more or less."""
+
+    async def step(self, token_ids: Sequence[int]) -> StepResult:
+        return msgspec.structs.replace(await super().step(token_ids), reward=float(len(token_ids) % 2))
 
 
 # Orchestrated
 
 
 class Gate:
-    """Holds episodes back until their round, and measures CPU time from its first reset to its last end."""
+    """Holds a step's episodes back until it is to be played, and measures the processes' CPU time.
 
-    def __init__(self, rounds: int, groups: int) -> None:
-        """Of `groups` groups each; one more group waits for ever, so that the run does."""
-        self._round_of = {stable_hash(SEED, 0, group): group // groups for group in range(rounds * groups + 1)}
-        self._open = [asyncio.Event() for _ in range(rounds + 1)]
+    A step ends when the first episode of the next one arrives: what it learned is published by then.
+    """
+
+    def __init__(self, steps: int, groups: int) -> None:
+        self._step_of = {stable_hash(SEED, step, group): step for step in range(steps) for group in range(groups)}
+        self._open = [asyncio.Event() for _ in range(steps)]
+        self._arrived = [asyncio.Event() for _ in range(steps)]
         self._size = groups * GROUP_SIZE
-        self._running = self._left = 0
-        self._over = asyncio.Event()
-        self._cpu_s: list[float] = []
+        self._left = 0
+        self._ended_s: list[float] = []
+        self._rolled_out_s: list[float] = []
         self.process_ids: list[int] = []
 
-    async def play(self, number: int) -> list[float]:
-        """CPU seconds of each process in a round."""
-        self._left = self._size
-        self._over.clear()
-        began_s = self._spent_s()
-        self._open[number].set()
-        async with asyncio.timeout(ROUND_TIMEOUT_S):
-            await self._over.wait()
-        return [ended_s - start_s for start_s, ended_s in zip(began_s, self._cpu_s, strict=True)]
+    async def play(self, step: int) -> list[Cost]:
+        """What a step costs each process."""
+        async with asyncio.timeout(STEP_TIMEOUT_S):
+            await self._arrived[step].wait()
+            self._left = self._size
+            began_s = self._spent_s()
+            self._open[step].set()
+            await self._arrived[step + 1].wait()
+        times = zip(began_s, self._ended_s, self._rolled_out_s, strict=True)
+        return [Cost(ended_s - start_s, rolled_out_s - start_s) for start_s, ended_s, rolled_out_s in times]
 
     async def enter(self, seed: int) -> None:
-        await self._open[self._round_of[seed]].wait()
+        step = self._step_of[seed]
+        if not self._arrived[step].is_set():
+            self._ended_s = self._spent_s()
+            self._arrived[step].set()
+        await self._open[step].wait()
 
     def leave(self) -> None:
         self._left -= 1
         if not self._left:
-            self._cpu_s = self._spent_s()
-            self._over.set()
+            self._rolled_out_s = self._spent_s()
 
     def _spent_s(self) -> list[float]:
         return [cpu_s(process_id) for process_id in self.process_ids]
@@ -125,8 +151,8 @@ class GatedSettings(BaseModel):
     lake: FrozenLakeSettings
 
 
-class GatedLake(FrozenLake):
-    """FrozenLake round by round. Nothing is rewarded, so that no group is worth training on."""
+class GatedLake(ParityLake):
+    """The lake, step by step."""
 
     Settings: ClassVar[type[BaseModel]] = GatedSettings
 
@@ -141,21 +167,10 @@ class GatedLake(FrozenLake):
         self._entered = True
         return await super().reset(seed)
 
-    async def step(self, token_ids: Sequence[int]) -> StepResult:
-        return msgspec.structs.replace(await super().step(token_ids), reward=0.0)
-
     async def aclose(self) -> None:
         await super().aclose()
         if self._entered:
             self._gate.leave()
-
-
-async def settle(run: LiveRun) -> int:
-    """Wait until the one worker has the turns to itself; its process id."""
-    (worker,) = await run.until("the worker", lambda: run.ready("reserved"), READY_TIMEOUT_S)
-    scheduler = run.orchestrator.scheduler
-    await run.until("the trainer asleep", lambda: scheduler.trainer_mode is TrainerMode.ASLEEP, READY_TIMEOUT_S)
-    return run.process_id(worker)
 
 
 # In-process
@@ -166,45 +181,78 @@ class Player:
     """One episode under way: all it has said and heard, and what a trainer needs of the policy's own tokens."""
 
     coordinates: tuple[int, int, int]
-    lake: FrozenLake
-    token_ids: list[int]
+    lake: ParityLake
+    data: wire.TrajectoryData
     turns: int = 0
     turn: list[int] = field(default_factory=list[int])
-    logprobs: list[float] = field(default_factory=list[float])
-    versions: list[int] = field(default_factory=list[int])
+
+    def hear(self, token_ids: list[int]) -> None:
+        self._add(token_ids, 0, [0.0] * len(token_ids), 0)
+
+    def say(self, chunk: TokenChunk) -> None:
+        self.turn += chunk.token_ids
+        self._add(chunk.token_ids, 1, chunk.logprobs, chunk.weights_version)
+
+    def _add(self, token_ids: Sequence[int], trained: int, logprobs: Sequence[float], version: int) -> None:
+        self.data.token_ids.extend(token_ids)
+        self.data.trained.extend([trained] * len(token_ids))
+        self.data.logprobs.extend(logprobs)
+        self.data.versions.extend([version] * len(token_ids))
 
 
 class InProcess:
-    """Plays episodes on an engine of its own."""
+    """Trains on episodes that it plays on an engine of its own."""
 
     def __init__(self, config: Config) -> None:
+        from elastic.model.checkpoint import load_model
+        from elastic.trainer.trainer import GRPOTrainer
+
         self._rollout = config.rollout
         self._context_tokens = config.engine.max_context_tokens
         self._produced: queue.SimpleQueue[Sequence[TokenChunk]] = queue.SimpleQueue()
         self._players: dict[str, Player] = {}
         self._engine = _engine(config)
+        model = load_model(config.model.checkpoint, "cpu")
+        self._trainer = GRPOTrainer(config.trainer, model, config.rollout.groups, config.rollout.temperature)
         self._engine.start(self._produced.put)
-        self._engine.load_weights(0, _tensors(config.model.checkpoint), WeightMode.FINISH)
+        self._load_weights()
 
-    def play(self, groups: Sequence[int]) -> tuple[float, TokenIds]:
-        """CPU seconds of this process for the groups' episodes, and what was said in them."""
+    def play(self, step: int) -> tuple[Cost, TokenIds]:
+        """What a step costs this process, and what was said in it."""
         began_s = time.process_time()
-        episodes: TokenIds = {}
-        self._engine.submit([self._begin(group, member) for group in groups for member in range(GROUP_SIZE)])
+        episodes = [[self._begin(step, group, member) for member in range(GROUP_SIZE)] for group in self._groups]
+        self._engine.submit([self._ask(player) for group in episodes for player in group])
         while self._players:
-            self._engine.submit([request for chunk in self._produced.get() for request in self._take(chunk, episodes)])
-        return time.process_time() - began_s, episodes
+            self._engine.submit([request for chunk in self._produced.get() for request in self._take(chunk)])
+        rolled_out_s = time.process_time()
+        for group, players in enumerate(episodes):
+            trajectories = [player.data for player in players]
+            self._trainer.train_group(wire.TrainGroup(step, f"{step}/{group}", group, trajectories))
+        self._trainer.update()
+        self._load_weights()
+        cost = Cost(time.process_time() - began_s, rolled_out_s - began_s)
+        return cost, {player.data.trajectory: player.data.token_ids for group in episodes for player in group}
 
-    def _begin(self, group: int, member: int) -> GenerateRequest:
-        lake = FrozenLake(FrozenLakeSettings())
-        return self._ask(Player((0, group, member), lake, _now(lake.reset(stable_hash(SEED, 0, group)))))
+    @property
+    def _groups(self) -> range:
+        return range(self._rollout.groups)
+
+    def _load_weights(self) -> None:
+        self._engine.load_weights(self._trainer.version, self._trainer.bf16_tensors(), WeightMode.FINISH)
+
+    def _begin(self, step: int, group: int, member: int) -> Player:
+        lake = ParityLake(FrozenLakeSettings())
+        data = wire.TrajectoryData(f"{step}/{group}/{member}", [], [], [], [], 0.0)
+        player = Player((step, group, member), lake, data)
+        player.hear(_now(lake.reset(stable_hash(SEED, step, group))))
+        return player
 
     def _ask(self, player: Player) -> GenerateRequest:
-        name = "/".join(map(str, (*player.coordinates, player.turns)))
+        name = f"{player.data.trajectory}/{player.turns}"
         self._players[name] = player
         return GenerateRequest(
             request_id=name,
-            token_ids=list(player.token_ids),
+            token_ids=list(player.data.token_ids),
             start=0,
             max_new_tokens=self._rollout.max_tokens_per_turn,
             stop_token_ids=FrozenLake.stop_token_ids,
@@ -212,26 +260,22 @@ class InProcess:
             noise_seed=stable_hash(SEED, *player.coordinates, player.turns),
         )
 
-    def _take(self, chunk: TokenChunk, episodes: TokenIds) -> list[GenerateRequest]:
+    def _take(self, chunk: TokenChunk) -> list[GenerateRequest]:
         """Add to the turn; at its end, the next turn of the episode, if it has one."""
         player = self._players[chunk.request_id]
-        player.turn += chunk.token_ids
-        player.logprobs += chunk.logprobs
-        player.versions += [chunk.weights_version] * len(chunk.token_ids)
+        player.say(chunk)
         if chunk.finish is None:
             return []
         del self._players[chunk.request_id]
         result = _now(player.lake.step(player.turn))
-        player.token_ids += player.turn
         player.turns += 1
         player.turn = []
-        if not result.done:
-            player.token_ids += result.token_ids
-            room = len(player.token_ids) + self._rollout.max_tokens_per_turn <= self._context_tokens
-            if room and player.turns < self._rollout.max_turns:
-                return [self._ask(player)]
-        episodes["/".join(map(str, player.coordinates))] = player.token_ids
-        return []
+        if result.done:
+            player.data = msgspec.structs.replace(player.data, reward=result.reward)
+            return []
+        player.hear(result.token_ids)
+        room = len(player.data.token_ids) + self._rollout.max_tokens_per_turn <= self._context_tokens
+        return [self._ask(player)] if room and player.turns < self._rollout.max_turns else []
 
 
 def _engine(config: Config) -> RolloutEngine:
@@ -239,12 +283,6 @@ def _engine(config: Config) -> RolloutEngine:
     from elastic.model.checkpoint import read_config
 
     return create_engine(read_config(config.model.checkpoint).to_dict(), config.engine)
-
-
-def _tensors(checkpoint: Path) -> dict[str, Any]:
-    from elastic.model.checkpoint import read_config, read_tensors
-
-    return dict(read_tensors(checkpoint, read_config(checkpoint)))
 
 
 def _now(answer: Coroutine[Any, Any, T]) -> T:
@@ -257,67 +295,71 @@ def _now(answer: Coroutine[Any, Any, T]) -> T:
 
 
 def play_in_process(pipe: multiprocessing.connection.Connection, config: Config, policy: Path) -> None:
-    """A process's whole life: groups come in, CPU time and episodes go out. Makes the policy first."""
+    """A process's whole life: steps come in, CPU time and episodes go out. Makes the policy first."""
+    import torch
+
     write_policy(policy)
+    torch.set_num_threads(config.trainer.threads)
     side = InProcess(config)
     pipe.send(None)
-    while (groups := pipe.recv()) is not None:
-        pipe.send(side.play(groups))
+    while (step := pipe.recv()) is not None:
+        pipe.send(side.play(step))
 
 
 # Both
 
 
-class Round(NamedTuple):
-    """CPU seconds of the same episodes, orchestrated (two processes) and in-process."""
+class Pair(NamedTuple):
+    """The same step, orchestrated (two processes) and in-process."""
 
-    orchestrator_s: float
-    worker_s: float
-    in_process_s: float
+    orchestrator: Cost
+    worker: Cost
+    in_process: Cost
 
     @property
-    def ratio(self) -> float:
-        return (self.orchestrator_s + self.worker_s) / self.in_process_s
+    def ratios(self) -> Cost:
+        both = self.orchestrator + self.worker
+        return Cost(both.step_s / self.in_process.step_s, both.rollout_s / self.in_process.rollout_s)
 
 
-async def compare(directory: Path, rounds: int, groups: int, *, paced: bool) -> tuple[list[Round], float]:
-    """The rounds, and the tokens in a turn; raises `RuntimeError` if the two sides' episodes differ."""
-    rounds += WARM_UP_ROUNDS
+async def compare(directory: Path, steps: int, groups: int, *, paced: bool) -> tuple[list[Pair], float]:
+    """The pairs, and the tokens in a turn; raises `RuntimeError` if the two sides' episodes differ."""
+    steps += WARM_UP_STEPS
     directory.mkdir()  # noqa: ASYNC240 - nothing else runs yet
     policy, run_dir = directory / "policy", directory / "run"
-    config = configuration(policy, rounds * groups + 1, paced=paced)
+    config = configuration(policy, steps + 1, groups, paced=paced)
     near, far = multiprocessing.Pipe()
     other = multiprocessing.Process(target=play_in_process, args=(far, config, policy), daemon=True)
     other.start()
     far.close()
     try:
         await answer(near)
-        gate = Gate(rounds, groups)
+        gate = Gate(steps + 1, groups)
         settings = GatedSettings(gate=gate, lake=FrozenLakeSettings())
-        providers = {"reserved": (ReservedProvider, ProviderSettings.model_validate({}))}
-        played: list[Round] = []
+        played: list[Pair] = []
         said: TokenIds = {}
-        async with live_run(config, run_dir, providers, GatedLake, settings) as run:
-            gate.process_ids = [os.getpid(), await settle(run)]
-            for number in range(rounds):
-                orchestrator_s, worker_s = await gate.play(number)
-                near.send(range(number * groups, (number + 1) * groups))
-                in_process_s, episodes = await answer(near)
+        async with live_run(config, run_dir, {}, GatedLake, settings) as run:
+            trainer = await run.until("the trainer", run.orchestrator.scheduler.trainer, READY_TIMEOUT_S)
+            gate.process_ids = [os.getpid(), run.process_id(trainer)]
+            for step in range(steps):
+                orchestrator, worker = await gate.play(step)
+                near.send(step)
+                in_process, episodes = await answer(near)
                 said |= episodes
-                played.append(Round(orchestrator_s, worker_s, in_process_s))
+                played.append(Pair(orchestrator, worker, in_process))
     finally:
         other.kill()
         other.join()
     journaled, tokens_per_turn = read_journal(run_dir)
     if said != journaled:
         raise RuntimeError("the two sides did not say the same")
-    return played[WARM_UP_ROUNDS:], tokens_per_turn
+    return played[WARM_UP_STEPS:], tokens_per_turn
 
 
 async def answer(pipe: multiprocessing.connection.Connection) -> Any:
     """The other process's next word, while this one's loop goes on."""
-    if not await asyncio.to_thread(pipe.poll, ROUND_TIMEOUT_S):
-        raise TimeoutError(f"the in-process side said nothing for {ROUND_TIMEOUT_S:g} s")
+    if not await asyncio.to_thread(pipe.poll, STEP_TIMEOUT_S):
+        raise TimeoutError(f"the in-process side said nothing for {STEP_TIMEOUT_S:g} s")
     return pipe.recv()
 
 
@@ -333,18 +375,23 @@ def read_journal(run_dir: Path) -> tuple[TokenIds, float]:
     return said, mean(turn["tokens"] for turn in turns)
 
 
-async def measure(rounds: int, groups: int, *, unpaced: bool) -> dict[str, Any]:
+async def measure(steps: int, groups: int, *, unpaced: bool) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
-        paced, tokens_per_turn = await compare(Path(name) / "paced", rounds, groups, paced=True)
-        free = (await compare(Path(name) / "unpaced", rounds, groups, paced=False))[0] if unpaced else []
+        paced, tokens_per_turn = await compare(Path(name) / "paced", steps, groups, paced=True)
+        free = (await compare(Path(name) / "unpaced", steps, groups, paced=False))[0] if unpaced else []
+    ratios = [pair.ratios for pair in paced]
     return {
-        "cpu_ratio": median(r.ratio for r in paced),
-        "cpu_ratio_min": min(r.ratio for r in paced),
-        "cpu_ratio_max": max(r.ratio for r in paced),
-        "orchestrator_cpu_s": median(r.orchestrator_s for r in paced),
-        "worker_cpu_s": median(r.worker_s for r in paced),
-        "in_process_cpu_s": median(r.in_process_s for r in paced),
-        "unpaced_cpu_ratio": median(r.ratio for r in free) if free else None,
+        "cpu_ratio": median(ratio.step_s for ratio in ratios),
+        "cpu_ratio_min": min(ratio.step_s for ratio in ratios),
+        "cpu_ratio_max": max(ratio.step_s for ratio in ratios),
+        "rollout_cpu_ratio": median(ratio.rollout_s for ratio in ratios),
+        "rollout_cpu_ratio_min": min(ratio.rollout_s for ratio in ratios),
+        "rollout_cpu_ratio_max": max(ratio.rollout_s for ratio in ratios),
+        "orchestrator_cpu_s": median(pair.orchestrator.step_s for pair in paced),
+        "worker_cpu_s": median(pair.worker.step_s for pair in paced),
+        "in_process_cpu_s": median(pair.in_process.step_s for pair in paced),
+        "in_process_rollout_cpu_s": median(pair.in_process.rollout_s for pair in paced),
+        "unpaced_cpu_ratio": median(pair.ratios.step_s for pair in free) if free else None,
         "pairs": len(paced),
         "trajectories": groups * GROUP_SIZE,
         "tokens_per_turn": tokens_per_turn,

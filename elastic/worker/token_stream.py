@@ -20,7 +20,7 @@ class _Turn:
 class TokenStream:
     """Gathers what the engine produces and hands it to `send`, batched.
 
-    A token waits `flush_interval_s` at most (with `whole_turns` for its turn's end), the end of a turn not at all.
+    A token waits `flush_interval_s` at most (with `whole_turns` for its turn's end), a turn that ends not at all.
     Tokens that a turn got within one batch leave as one chunk. Turns that were abandoned are not heard of again.
     All methods but `sink` belong to the event loop's thread.
     """
@@ -30,7 +30,7 @@ class TokenStream:
     ) -> None:
         self._flush_interval_s = flush_interval_s
         self._whole_turns = whole_turns
-        self._held_back: list[TokenChunk] = []
+        self._waiting: list[TokenChunk] = []
         self._send = send
         self._loop = asyncio.get_running_loop()
         self._turns: dict[str, _Turn] = {}
@@ -50,7 +50,7 @@ class TokenStream:
             self._urgent |= finishes
             self._produced += chunks
         if urgent:
-            self._loop.call_soon_threadsafe(self.flush)
+            self._loop.call_soon_threadsafe(self._flush_ended)
         elif first:
             self._loop.call_soon_threadsafe(self._arm)
 
@@ -93,7 +93,7 @@ class TokenStream:
         """Forget all turns, and what they produced since the last batch; returns their request ids."""
         abandoned = self.all_running()
         self._turns.clear()
-        self._held_back.clear()
+        self._waiting.clear()
         self._idle.set()
         return abandoned
 
@@ -106,23 +106,33 @@ class TokenStream:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        produced = self._take()
-        chunks = [self._chunk(run) for run in _runs(produced) if run[0].request_id in self._turns]
-        if chunks:
-            self._send(wire.Tokens(chunks))
-        if not self._turns:
-            self._idle.set()
+        if self._whole_turns:
+            self._flush_ended()
+        else:
+            produced, self._waiting = self._waiting + self._take(), []
+            self._hand_over(produced)
+
+    def _flush_ended(self) -> None:
+        """Hand over the turns that have ended; the tokens of others may still wait for more."""
+        known = self._waiting + self._take()
+        ended = {chunk.request_id for chunk in known if chunk.finish is not None}
+        self._waiting = [chunk for chunk in known if chunk.request_id not in ended]
+        if self._waiting and not self._whole_turns:
+            self._arm()
+        self._hand_over([chunk for chunk in known if chunk.request_id in ended])
 
     def _take(self) -> list[TokenChunk]:
         with self._lock:
             produced, self._produced = self._produced, []
             self._urgent = False
-        if not self._whole_turns:
-            return produced
-        known = self._held_back + produced
-        ended = {chunk.request_id for chunk in known if chunk.finish is not None}
-        self._held_back = [chunk for chunk in known if chunk.request_id not in ended]
-        return [chunk for chunk in known if chunk.request_id in ended]
+        return produced
+
+    def _hand_over(self, produced: list[TokenChunk]) -> None:
+        chunks = [self._chunk(run) for run in _runs(produced) if run[0].request_id in self._turns]
+        if chunks:
+            self._send(wire.Tokens(chunks))
+        if not self._turns:
+            self._idle.set()
 
     def _arm(self) -> None:
         if self._timer is None:

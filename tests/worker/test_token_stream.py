@@ -1,6 +1,9 @@
-"""Whole turns only: nothing of a turn leaves before its end, and then all of it."""
+"""How long tokens wait in a worker: not at all at their turn's end, for the interval otherwise, nothing overtaken."""
 
 import asyncio
+
+from hypothesis import given
+from hypothesis import strategies as st
 
 from elastic import wire
 from elastic.core.types import FinishReason
@@ -33,3 +36,56 @@ async def test_turns_leave_whole() -> None:
     stream.flush()
     assert len(sent) == 1
     await asyncio.sleep(0)
+
+
+async def test_a_turn_that_ends_leaves_alone_and_at_once() -> None:
+    sent: asyncio.Queue[wire.Tokens] = asyncio.Queue()
+    stream = TokenStream(0.05, sent.put_nowait)
+    for turn in ("a", "b"):
+        stream.open(order(turn))
+    async with asyncio.timeout(5.0):
+        stream.sink([chunk("a", 0, 2), chunk("b", 0, 1)])
+        stream.sink([chunk("a", 2, 1, FinishReason.STOP), chunk("b", 1, 1)])
+        ended = await sent.get()
+        stream.sink([chunk("b", 2, 1)])
+        waited = await sent.get()
+    assert [(c.turn, c.start, len(c.token_ids)) for c in ended.chunks] == [("a", 0, 3)]
+    assert [(c.turn, c.start, len(c.token_ids), c.finish) for c in waited.chunks] == [("b", 0, 3, None)]
+
+
+TURNS = ("a", "b", "c")
+produced = st.lists(st.tuples(st.sampled_from(TURNS), st.integers(0, 3), st.booleans()), max_size=4)
+"""Of an iteration: tokens by turn, and whether the turn ends with them."""
+
+
+@given(iterations=st.lists(st.tuples(produced, st.booleans()), max_size=20), whole_turns=st.booleans())
+def test_every_turns_tokens_leave_once_and_in_order(iterations, whole_turns) -> None:
+    async def stream_all() -> list[wire.Chunk]:
+        sent: list[wire.Tokens] = []
+        stream = TokenStream(60.0, sent.append, whole_turns=whole_turns)
+        for turn in TURNS:
+            stream.open(order(turn))
+        said = dict.fromkeys(TURNS, 0)
+        living = set(TURNS)
+        for iteration, flushed in iterations:
+            chunks = []
+            for turn, count, ends in iteration:
+                if turn in living:
+                    chunks.append(chunk(turn, said[turn], count, FinishReason.STOP if ends else None))
+                    said[turn] += count
+                    living -= {turn} if ends else set()
+            stream.sink(chunks)
+            if flushed:
+                stream.flush()
+            await asyncio.sleep(0)
+        stream.sink([chunk(turn, said[turn], 0, FinishReason.ABORTED) for turn in sorted(living)])
+        stream.flush()
+        await asyncio.wait_for(stream.idle(), 1.0)
+        assert {turn: sum(len(c.token_ids) for f in sent for c in f.chunks if c.turn == turn) for turn in TURNS} == said
+        return [c for frame in sent for c in frame.chunks]
+
+    for turn in TURNS:
+        chunks = [c for c in asyncio.run(stream_all()) if c.turn == turn]
+        starts = [c.start for c in chunks]
+        assert starts == [sum(len(c.token_ids) for c in chunks[:n]) for n in range(len(chunks))]
+        assert [c.finish is not None for c in chunks] == [False] * (len(chunks) - 1) + [True]
