@@ -147,7 +147,7 @@ class Proxy:
                 await writer.drain()
             await self._passing.wait()
             writer.write_eof()
-        except OSError:
+        except (OSError, RuntimeError):  # uvloop says the latter of a connection that we have closed
             pass
 
     def _count(self, size: int) -> None:
