@@ -6,6 +6,7 @@ The only room that knows everybody. Commands of the command line end here.
 import asyncio
 import contextlib
 import fcntl
+import gc
 import importlib.metadata
 import json
 import os
@@ -631,6 +632,7 @@ def run_serving_host() -> int:
 
 def run_loop(work: Coroutine[Any, Any, T]) -> T:
     """Like `asyncio.run`, on the fastest event loop there is."""
+    gc.freeze()  # modules stay: a full collection that went through them would hold the loop up
     with asyncio.Runner(loop_factory=event_loop) as runner:
         return runner.run(work)
 
