@@ -8,7 +8,7 @@ A connection goes: `Hello` →, ← `Welcome` or `Refused`, `Ready` →, and the
 """
 
 import struct
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 
@@ -22,6 +22,9 @@ MAX_HELLO_BYTES = 4096
 """What an unknown peer may make the orchestrator hold before it has shown a ticket."""
 
 Natural: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
+
+PullPart: TypeAlias = Literal["queue", "wire", "decode", "apply", "pause"]
+"""Where the time goes from an order to pull weights until they are served; `pause` is when nothing is generated."""
 
 
 class WireError(Exception):
@@ -112,13 +115,18 @@ class Tokens(_Message, frozen=True):
 
 
 class WeightsReport(_Message, frozen=True):
-    """Weights were applied (`error` empty) or not. Times in seconds; `pulled_bytes` off the relay."""
+    """Weights were applied (`error` empty) or not. Times in seconds; `pulled_bytes` off the relay.
+
+    `split_s` adds up to the time from the order to here; `full_bytes` is what all of the weights take.
+    """
 
     version: int
     error: str
     pulled_bytes: int
     pull_s: float
     apply_s: float
+    full_bytes: Natural = 0
+    split_s: dict[PullPart, float] = msgspec.field(default_factory=dict[PullPart, float])
 
 
 class Slept(_Message, frozen=True):
@@ -145,10 +153,14 @@ class Trained(_Message, frozen=True):
 
 
 class Stepped(_Message, frozen=True):
-    """The optimiser has stepped, `version` is on the relay and in the trainer's own engine."""
+    """The optimiser has stepped, `version` is on the relay and in the trainer's own engine.
+
+    `changed` is the share of elements that differ from the version before, by layer from the input to the output.
+    """
 
     version: int
     metrics: dict[str, float]
+    changed: dict[str, float] = msgspec.field(default_factory=dict[str, float])
 
 
 class TrainerFailed(_Message, frozen=True):

@@ -6,7 +6,7 @@ token frame costs one row and no wait.
 
 import sqlite3
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,9 @@ CREATE TABLE IF NOT EXISTS calls (t_ns INTEGER NOT NULL, function TEXT NOT NULL,
     outcome TEXT NOT NULL, queued_s REAL NOT NULL, cold_start_s REAL NOT NULL, duration_s REAL NOT NULL,
     usd REAL NOT NULL);
 """
+_PULLS_BODY = "ALTER TABLE pulls ADD COLUMN body TEXT NOT NULL DEFAULT '{}'"
+"""Came later: a journal from before has its pulls without."""
+
 _TABLES = ("turns", "moves", "trajectories", "groups", "steps", "samples", "pulls", "calls")
 _encode = msgspec.msgpack.Encoder().encode
 _decode_event = msgspec.msgpack.Decoder(e.Event).decode
@@ -85,6 +88,8 @@ class Journal:
             connection.execute("PRAGMA journal_mode=WAL")
             connection.execute("PRAGMA synchronous=NORMAL")
             connection.executescript(_SCHEMA)
+            if not connection.execute("SELECT 1 FROM pragma_table_info('pulls') WHERE name = 'body'").fetchone():
+                connection.execute(_PULLS_BODY)
             connection.execute("INSERT OR REPLACE INTO meta VALUES ('schema_version', ?)", (str(SCHEMA_VERSION),))
             last = connection.execute("SELECT COALESCE(MAX(seq), 0) FROM events").fetchone()[0]
         except sqlite3.Error as error:
@@ -128,8 +133,10 @@ class Journal:
     def sample(self, t_ns: Nanoseconds, body: dict[str, Any]) -> None:
         self._pending.append(("INSERT OR REPLACE INTO samples VALUES (?, ?)", (t_ns, _json(body))))
 
-    def pull(self, *row: Any) -> None:
-        self._pending.append((f"INSERT INTO pulls VALUES ({_marks(7)})", row))
+    def pull(self, *row: Any, full_bytes: int = 0, split_s: Mapping[wire.PullPart, float] | None = None) -> None:
+        """`split_s` as in `elastic.wire.WeightsReport`."""
+        body = {"full_bytes": full_bytes, "split_s": dict(split_s or {})}
+        self._pending.append((f"INSERT INTO pulls VALUES ({_marks(8)})", (*row, _json(body))))
 
     def call(self, *row: Any) -> None:
         self._pending.append((f"INSERT INTO calls VALUES ({_marks(8)})", row))

@@ -322,7 +322,15 @@ class Orchestrator:
 
     def _heard_weights(self, worker: WorkerId, epoch: int, report: wire.WeightsReport) -> None:
         self._journal.pull(
-            self.now_ns(), worker, report.version, report.pulled_bytes, report.pull_s, report.apply_s, report.error
+            self.now_ns(),
+            worker,
+            report.version,
+            report.pulled_bytes,
+            report.pull_s,
+            report.apply_s,
+            report.error,
+            full_bytes=report.full_bytes,
+            split_s=report.split_s,
         )
         if report.error:
             self.feed(e.WeightsFailed(worker=worker, epoch=epoch, version=report.version, reason=report.error))
@@ -335,7 +343,8 @@ class Orchestrator:
         if step is not None and self.scheduler.history:
             self._last_success = _mean(self._rewards)
             record = msgspec.to_builtins(self.scheduler.history[-1])
-            body = record | {"success_rate": self._last_success, "trainer": stepped.metrics}
+            weights = {"version": stepped.version, "changed": stepped.changed}
+            body = record | {"success_rate": self._last_success, "trainer": stepped.metrics, "weights": weights}
             self._journal.step(step.number, self.now_ns(), body)
             self._rewards = []
 

@@ -4,6 +4,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -61,6 +62,7 @@ class Pulled(NamedTuple):
     tensors: dict[str, Tensor]
     size_bytes: int
     """Off the relay, manifests not counted."""
+    full_bytes: int
     path: tuple[Update, ...]
     wire_s: float
     """Spent waiting for the relay."""
@@ -84,6 +86,14 @@ class _Times:
     def __init__(self) -> None:
         self.size_bytes = 0
         self.wire_s = self.decode_s = self.apply_s = 0.0
+
+    @contextmanager
+    def on_the_wire(self) -> Iterator[None]:
+        begun_s = time.monotonic()
+        try:
+            yield
+        finally:
+            self.wire_s += time.monotonic() - begun_s
 
 
 class Puller:
@@ -116,7 +126,8 @@ class Puller:
         refused: dict[Update, Exception] = {}
         base = self._held
         while True:
-            path = self._path(version, base, refused, deadline_s, follow)
+            with times.on_the_wire():
+                path = self._path(version, base, refused, deadline_s, follow)
             if path is None:
                 raise next(reversed(refused.values()), BlobNotFound(f"version {version}: not published, or deleted"))
             try:
@@ -131,7 +142,15 @@ class Puller:
             self._held = held
             tensors = views(held.tensors, held.bits)
             return Pulled(
-                version, held.model, tensors, times.size_bytes, tuple(path), times.wire_s, times.decode_s, times.apply_s
+                version,
+                held.model,
+                tensors,
+                times.size_bytes,
+                held.bits.nbytes,
+                tuple(path),
+                times.wire_s,
+                times.decode_s,
+                times.apply_s,
             )
 
     def audit(self) -> list[int]:
@@ -175,15 +194,17 @@ class Puller:
         return held
 
     def _pull_keyframe(self, version: int, deadline_s: float, times: _Times) -> _Held:
-        begun_s = time.monotonic()
-        manifest = decode_manifest(fetch(self._relay, manifest_key(version), deadline_s))
+        with times.on_the_wire():
+            manifest = decode_manifest(fetch(self._relay, manifest_key(version), deadline_s))
         if manifest.version != version:
             raise WeightsCorrupted(f"manifest of version {version}: it is that of version {manifest.version}")
         blob = np.empty(manifest.blob_bytes, np.uint8)
-        fetch_into(self._relay, manifest.blob, blob.data, deadline_s, self._chunk_bytes)
+        with times.on_the_wire():
+            fetch_into(self._relay, manifest.blob, blob.data, deadline_s, self._chunk_bytes)
+        begun_s = time.monotonic()
         if checksum_of(manifest.run, blob.data) != manifest.blob_checksum:
             raise WeightsCorrupted(f"{manifest.blob}: its checksum is not the manifest's")
-        times.wire_s += time.monotonic() - begun_s
+        times.decode_s += time.monotonic() - begun_s
         times.size_bytes += manifest.blob_bytes
         return _Held(version, manifest.run, manifest.model, manifest.tensors, blob.view(np.uint16), {})
 
@@ -191,7 +212,8 @@ class Puller:
         """What `update` makes of `base`; in place if that is our `own` to change."""
         assert update.base is not None
         key = delta_manifest_key(update.version, update.base)
-        begun, manifest = self._begin(update.version, update.base, deadline_s)
+        with times.on_the_wire():
+            begun, manifest = self._begin(update.version, update.base, deadline_s)
         ends, sums = _check_base(begun, base, update)
         begins = np.concatenate([[0], ends])
         begun_s = time.monotonic()
@@ -213,7 +235,8 @@ class Puller:
             times.decode_s += decoded_s - begun_s
             times.apply_s += time.monotonic() - decoded_s
         if manifest is None:
-            manifest = decode_delta_manifest(_awaited(self._relay, key, deadline_s))
+            with times.on_the_wire():
+                manifest = decode_delta_manifest(_awaited(self._relay, key, deadline_s))
         if begun_of(manifest) != begun or [bucket.checksum for bucket in manifest.buckets] != checksums:
             raise WeightsCorrupted(f"{key}: its buckets are not the manifest's")
         if resulting.astype("<u8").tobytes() != manifest.tile_sums:
@@ -316,9 +339,8 @@ def _awaited(relay: Relay, key: str, deadline_s: float, start: int = 0, length: 
 
 
 def _landed(tiles: tuple[int, int], future: Future[Buffer], times: _Times) -> tuple[tuple[int, int], Buffer]:
-    begun_s = time.monotonic()
-    blob = future.result()
-    times.wire_s += time.monotonic() - begun_s
+    with times.on_the_wire():
+        blob = future.result()
     times.size_bytes += len(blob)
     return tiles, blob
 

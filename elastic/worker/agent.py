@@ -69,7 +69,14 @@ class WeightsPuller:
             pulled = puller.pull(version, welcome.pull_timeout_s - (time.monotonic() - begun_s))
         finally:
             self._lock.release()
-        return Pulled(pulled.tensors, pulled.size_bytes)
+        return Pulled(
+            pulled.tensors,
+            pulled.size_bytes,
+            pulled.full_bytes,
+            wire_s=pulled.wire_s,
+            decode_s=pulled.decode_s,
+            apply_s=pulled.apply_s,
+        )
 
     def _open(self, welcome: wire.Welcome) -> "Puller":
         from elastic.weights.puller import Puller

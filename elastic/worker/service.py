@@ -19,7 +19,7 @@ import structlog
 
 from elastic import wire
 from elastic.core.run_state import TRAINER_PATIENCE
-from elastic.core.types import Account, FinishReason, WorkerId
+from elastic.core.types import NS_PER_S, Account, FinishReason, WorkerId
 from elastic.engine.base import DeviceShare, EngineStatistics, RolloutEngine
 from elastic.worker.accounts import DeviceAccounts
 from elastic.worker.connection import Connection, ConnectionLost, SessionRefused, dial
@@ -55,6 +55,11 @@ class Pulled(msgspec.Struct, frozen=True):
 
     tensors: Mapping[str, object]
     size_bytes: int
+    full_bytes: int = 0
+    wire_s: float = 0.0
+    decode_s: float = 0.0
+    apply_s: float = 0.0
+    """For the copy that the engine is given."""
 
 
 Pull: TypeAlias = Callable[[wire.Welcome, int], Pulled]
@@ -382,13 +387,15 @@ class Service:
             log.warning("weights not pulled", version=order.version, exc_info=True)
             self._report_failure(order, f"{type(error).__name__}: {error}")
         else:
-            pull_s = time.monotonic() - begun_s
-            self._operations.put_nowait(functools.partial(self._apply, order, pulled, pull_s))
+            times_s = begun_s, time.monotonic()
+            self._operations.put_nowait(functools.partial(self._apply, order, pulled, times_s))
 
-    async def _apply(self, order: wire.PullWeights, pulled: Pulled, pull_s: float) -> None:
+    async def _apply(self, order: wire.PullWeights, pulled: Pulled, times_s: tuple[float, float]) -> None:
+        """`times_s`: when it was ordered and when it was pulled."""
         if order is not self._wanted:
             return
-        begun_s = time.monotonic()
+        ordered_s, pulled_s = times_s
+        begun_s, paused_ns = time.monotonic(), self._paused_ns()
         try:
             await self._device.run(
                 self._welcome.load_timeout_s, self._engine.load_weights, order.version, pulled.tensors, order.mode
@@ -401,8 +408,21 @@ class Service:
             self._name_idle_time()
         else:
             self._name_idle_time()
-            apply_s = time.monotonic() - begun_s
-            self._send(wire.WeightsReport(order.version, "", pulled.size_bytes, pull_s, apply_s))
+            applied_s = time.monotonic()
+            split_s: dict[wire.PullPart, float] = {
+                "wire": pulled.wire_s,
+                "decode": pulled.decode_s,
+                "apply": pulled.apply_s,
+                "pause": (self._paused_ns() - paused_ns) / NS_PER_S,
+            }
+            split_s["queue"] = max(0.0, applied_s - ordered_s - sum(split_s.values()))
+            pull_s, apply_s = pulled_s - ordered_s, applied_s - begun_s
+            self._send(
+                wire.WeightsReport(order.version, "", pulled.size_bytes, pull_s, apply_s, pulled.full_bytes, split_s)
+            )
+
+    def _paused_ns(self) -> int:
+        return self._engine.statistics().accounts_ns.get(Account.APPLYING, 0)
 
     def _report_failure(self, order: wire.PullWeights, error: str) -> None:
         self._send(wire.WeightsReport(order.version, error, 0, 0.0, 0.0))

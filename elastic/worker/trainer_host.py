@@ -18,6 +18,7 @@ from elastic.engine.base import RolloutEngine
 from elastic.model.checkpoint import load_model
 from elastic.trainer.trainer import GRPOTrainer
 from elastic.weights.codecs import warm_up
+from elastic.weights.layers import changed_shares
 from elastic.weights.publisher import Published, Publisher, PublishSettings, discard_newer
 from elastic.weights.relay import open_relay
 from elastic.worker.agent import AgentExit, build_engine, run_agent
@@ -101,11 +102,13 @@ class TrainerHost:
             "apply_s": applied_s - published_s,
             "checkpoint_s": time.monotonic() - applied_s,
             "weights_encode_s": published.encode_s,
+            "weights_put_s": published.put_s,
             "weights_bytes": float(published.size_bytes),
             "weights_over_full": published.size_bytes / max(published.full_bytes, 1),
             "weights_changed_share": 2 * sum(published.changed.values()) / max(published.full_bytes, 1),
         }
-        return wire.Stepped(order.version, metrics | times)
+        elements = {name: tensor.numel() for name, tensor in tensors.items()}
+        return wire.Stepped(order.version, metrics | times, changed_shares(published.changed, elements))
 
     def _publish(self, tensors: dict[str, torch.Tensor]) -> Published:
         return self._publisher.publish(self._trainer.version, tensors)

@@ -119,6 +119,9 @@ async def test_a_step_is_trained_published_and_served(house: TrainerHouse) -> No
     assert [t.group for t in house.of(wire.Trained)] == ["s1g0", "s1g1"]  # type: ignore[attr-defined]
     assert stepped.metrics["updates"] == 1
     assert not equal(house.weights(1), house.weights(0))
+    assert list(stepped.changed) == ["embedding", "0", "head"]
+    assert all(0 <= share <= 1 for share in stepped.changed.values())
+    assert stepped.changed["0"] > 0
     house.send(wire.Wake(), generate("t", most=8))
     await house.finished("t")
     assert {chunk.weights_version for chunk in house.chunks("t")} == {1}
