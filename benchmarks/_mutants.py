@@ -1,35 +1,23 @@
-"""Small deliberate mistakes in the code that decides, one at a time, and whether the tests notice.
+"""Small deliberate mistakes in the code that decides, one at a time.
 
-A mutant is one changed expression or one statement left out, in a module of `elastic/core` or `policies`. Each is
-judged in a forked process that imports the changed source in place of the module: first by worlds full of faults,
-then by the unit tests. A mutant that makes either hang counts as noticed, since the judges have a time limit.
+A mutant is one changed expression or one statement left out, in a module of `elastic/core` or `policies`. Those that
+cannot be told from the original by what they do stand in `equivalent_mutants.toml`, each with the reason.
 """
 
 import ast
 import copy
-import importlib.abc
-import importlib.machinery
-import importlib.util
-import os
-import resource
-import signal
-import sys
-import time
+import tomllib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
-from types import ModuleType
 
-from _common import ROOT
+from _common import HERE, ROOT
 
 PACKAGES = ("elastic/core", "policies")
 DATA_ONLY = ("types.py", "events.py", "commands.py", "__init__.py")
 """Modules without a decision in them."""
-JUDGE_CPU_S = 120
-JUDGE_WALL_S = 900
-WORLDS = 60
-TESTS = ("tests/core", "tests/policies")
+EQUIVALENT = HERE / "equivalent_mutants.toml"
 
 _COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE,
@@ -54,22 +42,53 @@ _ARITHMETIC: dict[type[ast.operator], type[ast.operator]] = {
 
 @dataclass(frozen=True)
 class Mutant:
+    """`tree` is the module's, `changed` stands in it for `place`; `where` names the function around it."""
+
     path: Path
+    where: str
     line: int
     what: str
-    source: str
+    tree: ast.Module = field(repr=False, compare=False)
+    place: ast.AST = field(repr=False, compare=False)
+    changed: ast.AST = field(repr=False, compare=False)
 
     @property
     def module(self) -> str:
         return ".".join(self.path.relative_to(ROOT).with_suffix("").parts)
 
+    @property
+    def key(self) -> str:
+        """What it is called whatever is written above it."""
+        return f"{self.module}:{self.where}: {self.what}"
+
+    def source(self) -> str:
+        return _with(self.tree, self.place, self.changed)
+
     def __str__(self) -> str:
-        return f"{self.path.relative_to(ROOT)}:{self.line}: {self.what}"
+        return f"{self.path.relative_to(ROOT)}:{self.line}: {self.where}: {self.what}"
 
 
 def all_mutants() -> list[Mutant]:
+    """Every mutant, without those that are known to be no mistake."""
     paths = [path for package in PACKAGES for path in sorted((ROOT / package).glob("*.py"))]
-    return [mutant for path in paths if path.name not in DATA_ONLY for mutant in mutants_of(path)]
+    found = [mutant for path in paths if path.name not in DATA_ONLY for mutant in mutants_of(path)]
+    known = equivalents()
+    return [mutant for mutant in found if mutant.key not in known]
+
+
+def equivalents() -> dict[str, str]:
+    """Keys of mutants that are no mistake, with the reasons."""
+    if not EQUIVALENT.exists():
+        return {}
+    reasons = tomllib.loads(EQUIVALENT.read_text())
+    return {key: reason for reason, keys in reasons.items() for key in keys}
+
+
+def sample(mutants: Sequence[Mutant], count: int | None, seed: int) -> list[Mutant]:
+    """All, or so many of them drawn evenly, the same for the same seed."""
+    if count is None or count >= len(mutants):
+        return list(mutants)
+    return sorted(Random(seed).sample(list(mutants), count), key=lambda m: (m.path, m.line))
 
 
 def mutants_of(path: Path) -> Iterator[Mutant]:
@@ -77,11 +96,21 @@ def mutants_of(path: Path) -> Iterator[Mutant]:
     for node in ast.walk(tree):
         for parent in ast.iter_child_nodes(node):
             parent.parent = node  # type: ignore[attr-defined]
-    places = [node for node in ast.walk(tree) if not _no_decision(node)]
-    for place in places:
-        for changed in _changes(place):
-            what = f"{_shown(place)} → {_shown(changed)}"
-            yield Mutant(path, getattr(place, "lineno", 0), what, _with(tree, place, changed))
+    for place in ast.walk(tree):
+        if not _no_decision(place):
+            for changed in _changes(place):
+                what = f"{_shown(place)} → {_shown(changed)}"
+                yield Mutant(path, _where(place), getattr(place, "lineno", 0), what, tree, place, changed)
+
+
+def _where(node: ast.AST) -> str:
+    names: list[str] = []
+    here: ast.AST | None = node
+    while here is not None:
+        if isinstance(here, ast.FunctionDef | ast.ClassDef):
+            names.insert(0, here.name)
+        here = getattr(here, "parent", None)
+    return ".".join(names) or "module"
 
 
 def _shown(node: ast.AST) -> str:
@@ -157,70 +186,3 @@ def _with(tree: ast.Module, place: ast.AST, changed: ast.AST) -> str:
             value[at] = place
             return source
     raise AssertionError("a node is among its parent's fields")
-
-
-class _Changed(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Imports the mutant's source under its module's name."""
-
-    def __init__(self, mutant: Mutant) -> None:
-        self._mutant = mutant
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if fullname != self._mutant.module:
-            return None
-        return importlib.util.spec_from_file_location(fullname, self._mutant.path, loader=self)
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        return None
-
-    def exec_module(self, module: ModuleType) -> None:
-        exec(compile(self._mutant.source, str(self._mutant.path), "exec"), module.__dict__)
-
-
-def killed(mutant: Mutant) -> bool:
-    """Whether a judge notices. Must not be called once the code under test is imported here."""
-    pid = os.fork()
-    if pid == 0:
-        os._exit(_judge(mutant))
-    deadline_s = time.monotonic() + JUDGE_WALL_S
-    while time.monotonic() < deadline_s:
-        done, status = os.waitpid(pid, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status) != 0
-        time.sleep(0.02)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    return True
-
-
-def _judge(mutant: Mutant) -> int:
-    resource.setrlimit(resource.RLIMIT_CPU, (JUDGE_CPU_S, JUDGE_CPU_S))
-    resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
-    sink = os.open(os.devnull, os.O_WRONLY)
-    for stream in (1, 2):
-        os.dup2(sink, stream)
-    try:
-        sys.meta_path.insert(0, _Changed(mutant))
-        from elastic.sim.world import simulate
-
-        for seed in range(WORLDS):
-            simulate(seed)
-        return _run_tests()
-    except BaseException:
-        return 1
-
-
-def _run_tests() -> int:
-    import pytest
-
-    os.chdir(ROOT)
-    return int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-p", "no:randomly", *TESTS]))
-
-
-def sample(mutants: Sequence[Mutant], count: int | None, seed: int) -> list[Mutant]:
-    """All, or so many of them drawn evenly, the same for the same seed."""
-    if count is None or count >= len(mutants):
-        return list(mutants)
-    return sorted(Random(seed).sample(list(mutants), count), key=lambda m: (m.path, m.line))

@@ -10,10 +10,12 @@ import multiprocessing
 import os
 import sys
 import time
+from collections import Counter
 from typing import Any
 
 from _common import Arguments, emit
-from _mutants import all_mutants, killed, sample
+from _judges import judge
+from _mutants import all_mutants, sample
 
 QUICK_SEEDS = 60
 EVENTS_WANTED = 10_000_000
@@ -58,28 +60,34 @@ def worlds(quick: bool) -> dict[str, Any]:
     }
 
 
-def mutation(count: int | None) -> dict[str, Any]:
-    chosen = sample(all_mutants(), count, MUTATION_SEED)
+def mutation(count: int | None, seed: int) -> dict[str, Any]:
+    there_are = all_mutants()
+    chosen = sample(there_are, count, seed)
+    by: Counter[str] = Counter()
     survivors: list[str] = []
-    for number, mutant in enumerate(chosen, start=1):
-        if not killed(mutant):
+    for number, (mutant, noticed) in enumerate(judge([None, *chosen], os.cpu_count() or 1)):
+        if mutant is None and noticed is not None:
+            raise SystemExit(f"the code as it is does not pass: {noticed}")
+        if mutant is not None and noticed is None:
             survivors.append(str(mutant))
             print(f"survived: {mutant}", file=sys.stderr, flush=True)
+        by[noticed or "nobody"] += mutant is not None
         if number % 25 == 0:
             print(f"{number} of {len(chosen)}, {len(survivors)} survived", file=sys.stderr, flush=True)
     return {
         "mutants": len(chosen),
         "mutants_killed": len(chosen) - len(survivors),
-        "mutants_there_are": len(all_mutants()),
-        "survivors": survivors,
+        "mutants_there_are": len(there_are),
+        "noticed_by": dict(by),
+        "survivors": sorted(survivors),
     }
 
 
-def main(arguments: Arguments, mutants: int | None) -> dict[str, Any]:
+def main(arguments: Arguments, mutants: int | None, seed: int) -> dict[str, Any]:
     # Mutants first: they are judged in forks of a process that has not imported the core.
     judged: dict[str, Any] = {"mutants": None, "mutants_killed": None}
     if not arguments.quick:
-        judged = mutation(mutants)
+        judged = mutation(mutants, seed)
     return worlds(arguments.quick) | judged
 
 
@@ -89,11 +97,12 @@ if __name__ == "__main__":
     parser.add_argument("--json", action="store_true", help="one JSON object as the last line of standard output")
     parser.add_argument("--all-mutants", action="store_true", help="judge every mutant")
     parser.add_argument("--mutants", type=int, default=MUTANTS, help="judge so many, drawn evenly")
+    parser.add_argument("--mutation-seed", type=int, default=MUTATION_SEED, help="which mutants are drawn")
     parser.add_argument("--only-mutants", action="store_true", help="no worlds of their own")
     given = parser.parse_args()
     wanted = None if given.all_mutants else given.mutants
     if given.only_mutants:
-        print(json.dumps(mutation(wanted)))
+        print(json.dumps(mutation(wanted, given.mutation_seed)))
     else:
         chosen = Arguments(quick=given.quick, json=given.json)
-        emit(main(chosen, wanted), chosen)
+        emit(main(chosen, wanted, given.mutation_seed), chosen)
