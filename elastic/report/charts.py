@@ -8,6 +8,7 @@ from elastic.report.lanes import Lane
 from elastic.report.markup import Markup, join, tag
 from elastic.report.summary import Histogram, Quantiles, Summary
 from elastic.report.usage import Usage
+from elastic.report.weights import PARTS, WeightUpdates, mean_split_s
 
 FULL_WIDTH = 984
 HALF_WIDTH = 476
@@ -239,6 +240,82 @@ def staleness(summary: Summary) -> Markup | None:
         svg.left_axis(plot, [(v, f"{100 * v:.0f}") for v in (0.0, 0.25, 0.5, 0.75, 1.0)], "trained tokens, %"),
         *bars,
         svg.bottom_axis(plot, [(age, str(age)) for age in range(count)], "versions behind the trainer"),
+    )
+
+
+def weight_times(summary: Summary) -> Markup | None:
+    """Where a version's time goes until workers serve it, above its bytes over those of all weights."""
+    versions = summary.weights.versions
+    if not versions:
+        return None
+    stacked = [[1000 * times_s[part] for times_s in _version_times_s(summary.weights)] for part in PARTS]
+    first, last = versions[0].version, versions[-1].version
+    edges = [version.version - 0.5 for version in versions] + [last + 0.5]
+    width, span = FULL_WIDTH - LEFT - 12, (first - 0.5, last + 0.5)
+    top_high, top_step = svg.nice_ceiling(_peak(stacked))
+    low_high, low_step = svg.nice_ceiling(100 * max(version.over_full for version in versions))
+    upper = svg.panel(LEFT, 58, width, 150, span, (0.0, top_high))
+    lower = svg.panel(LEFT, 262, width, 80, span, (0.0, low_high))
+    _, step = svg.nice_ceiling(last - first, 12)
+    ticks = [(v, f"{v:g}") for v in svg.spaced(last, max(1.0, step)) if v >= first]
+    return svg.drawing(
+        FULL_WIDTH,
+        388,
+        "Time and bytes of weight updates by version",
+        svg.legend(LEFT, 16, [(f"area part-{part}", part) for part in PARTS]),
+        svg.left_axis(upper, [(v, units.si(v)) for v in svg.spaced(top_high, top_step)], "time, ms"),
+        _stack(upper, edges, stacked, [f"area part-{part}" for part in PARTS]),
+        svg.left_axis(lower, [(v, f"{v:g}") for v in svg.spaced(low_high, low_step)], "bytes, % of all weights'"),
+        _stack(lower, edges, [[100 * version.over_full for version in versions]], ["area part-wire"]),
+        svg.bottom_axis(upper, [(v, "") for v, _ in ticks]),
+        svg.bottom_axis(lower, ticks, "version"),
+    )
+
+
+def _version_times_s(weights: WeightUpdates) -> list[dict[str, float]]:
+    """Every part's time by version, zero where no worker pulled it."""
+    return [
+        dict.fromkeys(PARTS, 0.0)
+        | mean_split_s([pull for pull in weights.pulls if pull.version == version.version and not pull.first])
+        | {"encode": version.encode_s}
+        for version in weights.versions
+    ]
+
+
+def changed_by_version(summary: Summary) -> Markup | None:
+    """The share of elements that changed, by version, with a band over the layers (ROSE Fig. 11a)."""
+    points: list[tuple[int, float, float, float]] = []
+    for v in summary.weights.versions:
+        layers = [share for layer, share in v.changed_by_layer.items() if layer.isdecimal()] or [v.changed]
+        points.append((v.version, v.changed, min(layers), max(layers)))
+    return _changed(points, "Changed elements by version", "version")
+
+
+def changed_by_layer(summary: Summary) -> Markup | None:
+    """The share of elements that changed, by layer: mean over versions, with a band (ROSE Fig. 6)."""
+    shares = {layer: summary.weights.changed_of(layer) for layer in summary.weights.layers if layer.isdecimal()}
+    points = [(int(layer), sum(values) / len(values), min(values), max(values)) for layer, values in shares.items()]
+    return _changed(points, "Changed elements by layer", "layer")
+
+
+def _changed(points: Sequence[tuple[int, float, float, float]], what: str, over: str) -> Markup | None:
+    if not points:
+        return None
+    first, last = points[0][0], points[-1][0]
+    high, step = svg.nice_ceiling(100 * max(most for _, _, _, most in points))
+    plot = svg.panel(LEFT, 34, HALF_WIDTH - LEFT - 24, 170, (first, last), (0.0, min(high, 100.0)))
+    _, every = svg.nice_ceiling(last - first, 6)
+    ticks = [v for v in svg.spaced(last, max(1.0, every)) if v >= first]
+    ends = [points[0]] if len(points) == 1 else [points[0], points[-1]]
+    return svg.drawing(
+        HALF_WIDTH,
+        250,
+        what,
+        svg.left_axis(plot, [(v, f"{v:g}") for v in svg.spaced(min(high, 100.0), step)], "changed elements, %"),
+        svg.band(plot, [(x, 100 * least, 100 * most) for x, _, least, most in points], "band"),
+        svg.line(plot, [(x, 100 * share) for x, share, _, _ in points], "line"),
+        *(tag("circle", cx=plot.x(x), cy=plot.y(100 * share), r=3.5, class_="dot") for x, share, _, _ in ends),
+        svg.bottom_axis(plot, [(v, f"{v:g}") for v in ticks], over),
     )
 
 

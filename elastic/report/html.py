@@ -99,7 +99,33 @@ def _pictures(summary: Summary) -> list[Markup]:
     ages = _figure(
         "Staleness of trained tokens", charts.staleness(summary), "Versions between a token and the trainer using it."
     )
-    return [throughput, _pair(learning, cost), accounts, lives, _pair(turn, first), _pair(whole, ages)]
+    updates = _figure(
+        "Weight updates",
+        charts.weight_times(summary),
+        "From a version's encoding to its being served: means over the workers that held an earlier one. Nothing is "
+        "generated in the pause alone; the rest happens beside generation.",
+        "full",
+    )
+    changed = _figure(
+        "Changed elements by version",
+        charts.changed_by_version(summary),
+        "Of all weights, in bf16; band: from the least to the most changed layer (ROSE Fig. 11a).",
+    )
+    layers = _figure(
+        "Changed elements by layer",
+        charts.changed_by_layer(summary),
+        "Mean over versions; band: from the least to the most changed version (ROSE Fig. 6).",
+    )
+    return [
+        throughput,
+        _pair(learning, cost),
+        accounts,
+        lives,
+        _pair(turn, first),
+        _pair(whole, ages),
+        updates,
+        _pair(changed, layers),
+    ]
 
 
 def _figure(title: str, picture: Markup | None, caption: str, class_: str | None = None) -> Markup:

@@ -21,6 +21,7 @@ from elastic.report.functions import FunctionUsage, functions_of
 from elastic.report.lanes import Lane, lanes
 from elastic.report.timeline import Timeline, timeline
 from elastic.report.usage import LeaseEnd, Usage, lease_ends, ledger_of, unattributed_share, usage_of
+from elastic.report.weights import WeightUpdates, weights_of
 from elastic.runtime.journal import JournalReader
 from elastic.runtime.status import CPU_SATURATED_SHARE, RunStatus
 
@@ -122,6 +123,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     turn_latency: Histogram
     first_token: Histogram
     pulls: Pulls
+    weights: WeightUpdates
     cpu_saturated_share: float | None
     timeline: Timeline
     batches: Batches
@@ -199,6 +201,7 @@ def summarise(journal: JournalReader) -> Summary:
         turn_latency=histogram(latencies_s),
         first_token=histogram(first_tokens_s),
         pulls=_pulls(journal.rows("pulls")),
+        weights=weights_of(journal),
         cpu_saturated_share=_share(status.cpu_share > CPU_SATURATED_SHARE for _, status in samples),
         timeline=history,
         batches=batches,

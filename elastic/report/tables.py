@@ -1,6 +1,6 @@
 """The report's words and rows, once for every format: headline figures, what to beware of, and tables."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 
 import msgspec
@@ -11,7 +11,11 @@ from elastic.report.batches import TRAINED
 from elastic.report.comparison import Comparison
 from elastic.report.summary import Moves, Pulls, Quantiles, Summary
 from elastic.report.usage import Usage
+from elastic.report.weights import PARTS, WorkerPull, mean, mean_split_s
 from elastic.runtime.status import CPU_SATURATED_SHARE
+
+MOST_WORKERS = 40
+"""In a table; JSON has all."""
 
 
 class Table(msgspec.Struct, frozen=True, kw_only=True):
@@ -124,6 +128,9 @@ def tables(summary: Summary, comparison: Comparison | None = None) -> list[Table
         _latency(summary),
         _trajectories(summary),
         _lease_ends(summary),
+        _changed_layers(summary),
+        _weights_by_worker(summary),
+        _weights_by_version(summary),
         _integrity(summary),
         _steps(summary),
     ]
@@ -332,6 +339,73 @@ def _lease_ends(summary: Summary) -> Table:
             for name, usage in summary.providers.items()
             if causes
         ],
+    )
+
+
+def _weights_by_version(summary: Summary) -> Table:
+    rows: list[list[str]] = []
+    for version in summary.weights.versions:
+        pulls = [pull for pull in summary.weights.pulls if pull.version == version.version and not pull.first]
+        rows.append(
+            [
+                str(version.version),
+                units.share(version.changed),
+                units.size(version.bytes),
+                units.share(version.over_full),
+                units.duration(version.encode_s),
+                units.count(len(pulls)),
+                *_split(pulls),
+                units.duration(mean(pull.current_s for pull in pulls)),
+            ]
+        )
+    return Table(
+        title="Weights by version",
+        header=["version", "changed", "bytes", "of full", "encode", "pulls", *PARTS[1:], "current after"],
+        rows=rows,
+        note="Means over pulls by workers that held an earlier version. Queue: waiting for the pull before, the device "
+        "and running turns. Apply: making the new weights beside the old ones. Only in the pause is nothing generated.",
+    )
+
+
+def _weights_by_worker(summary: Summary) -> Table:
+    by_worker: dict[str, list[WorkerPull]] = {}
+    for pull in summary.weights.pulls:
+        by_worker.setdefault(pull.worker, []).append(pull)
+    hidden = len(by_worker) - MOST_WORKERS
+    return Table(
+        title="Weights by worker",
+        header=["worker", "pulls", "bytes", "of full", *PARTS[1:]],
+        rows=[
+            [
+                worker,
+                units.count(len(pulls)),
+                units.size(sum(pull.bytes for pull in pulls)),
+                units.share(mean(pull.over_full for pull in pulls)),
+                *_split(pulls),
+            ]
+            for worker, pulls in list(by_worker.items())[:MOST_WORKERS]
+        ],
+        note="Means over a worker's pulls, its first included, which is a keyframe and the deltas since."
+        + (f" {hidden:,} more workers are in the JSON." if hidden > 0 else ""),
+    )
+
+
+def _split(pulls: Sequence[WorkerPull]) -> list[str]:
+    split_s = mean_split_s(pulls)
+    return [units.duration(split_s.get(part)) for part in PARTS[1:]]
+
+
+def _changed_layers(summary: Summary) -> Table:
+    weights = summary.weights
+    shares = {layer: weights.changed_of(layer) for layer in weights.layers}
+    return Table(
+        title="Changed elements by layer",
+        header=["layer", "mean", "least", "most", "last"],
+        rows=[
+            [layer, *map(units.share, (mean(values), min(values), max(values), values[-1]))]
+            for layer, values in shares.items()
+        ],
+        note="Share of a layer's elements, in bf16, that differ from the version before.",
     )
 
 

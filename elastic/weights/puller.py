@@ -214,8 +214,10 @@ class Puller:
         key = delta_manifest_key(update.version, update.base)
         with times.on_the_wire():
             begun, manifest = self._begin(update.version, update.base, deadline_s)
+        begun_s = time.monotonic()
         ends, sums = _check_base(begun, base, update)
         begins = np.concatenate([[0], ends])
+        times.decode_s += time.monotonic() - begun_s
         begun_s = time.monotonic()
         bits = base.bits if own else base.bits.copy()
         times.apply_s += time.monotonic() - begun_s

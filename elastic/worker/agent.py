@@ -79,6 +79,7 @@ class WeightsPuller:
         )
 
     def _open(self, welcome: wire.Welcome) -> "Puller":
+        from elastic.weights.codecs import warm_up
         from elastic.weights.puller import Puller
         from elastic.weights.relay import open_relay
         from elastic.weights.site import SiteRelay
@@ -88,6 +89,8 @@ class WeightsPuller:
             if near := os.environ.get(SITE_VARIABLE):
                 relay = SiteRelay(relay, open_relay(near, os.environ.get(SITE_TOKEN_VARIABLE)), uuid.uuid4().hex)
             self._puller = Puller(relay)
+            # Deltas come after the keyframe; by then their decoders are loaded.
+            threading.Thread(target=warm_up, name="warm-up", daemon=True).start()
         return self._puller
 
 

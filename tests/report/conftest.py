@@ -16,6 +16,8 @@ from elastic.report import Summary, summarise
 from elastic.runtime.journal import Journal, JournalReader
 from elastic.runtime.status import ProviderStatus, RunStatus
 
+FULL_BYTES = 1_190_016
+
 
 class RunWriter:
     """Writes a journal in seconds, as the orchestrator would in nanoseconds."""
@@ -88,11 +90,42 @@ class RunWriter:
     def step(self, step: int, at_s: float, duration_s: float = 1.0, **body: Any) -> None:
         ns = {"duration_ns": _ns(duration_s), "seeding_ns": _ns(duration_s / 6), "rollout_ns": _ns(duration_s * 0.8)}
         groups = {"groups_trained": 12, "groups_dropped": 4}
-        trainer = {"loss": 0.1, "clip_share": None}
-        self.journal.step(step, _ns(at_s), {"step": step, "success_rate": 0.5, "trainer": trainer} | ns | groups | body)
+        layers = {"embedding": 0.004, **{str(n): 0.01 + 0.002 * n for n in range(12)}, "head": 0.0}
+        changed = {layer: share * (1 + 0.1 * (step % 3)) for layer, share in layers.items()}
+        weights = {"version": step + 1, "changed": changed}
+        trainer = {
+            "loss": 0.1,
+            "clip_share": None,
+            "weights_bytes": 20_000.0 + 100 * step,
+            "weights_over_full": (20_000 + 100 * step) / FULL_BYTES,
+            "weights_encode_s": 0.012,
+            "weights_changed_share": 0.02,
+        }
+        self.journal.step(
+            step,
+            _ns(at_s),
+            {"step": step, "success_rate": 0.5, "trainer": trainer, "weights": weights} | ns | groups | body,
+        )
 
-    def pull(self, at_s: float, n_bytes: int, pull_s: float, apply_s: float, error: str = "") -> None:
-        self.journal.pull(_ns(at_s), "w", 1, n_bytes, pull_s, apply_s, error)
+    def pull(
+        self,
+        at_s: float,
+        n_bytes: int,
+        pull_s: float,
+        apply_s: float,
+        error: str = "",
+        worker: str = "w",
+        version: int = 1,
+    ) -> None:
+        split_s = {
+            "wire": pull_s / 2,
+            "decode": pull_s / 4,
+            "queue": pull_s / 4,
+            "apply": apply_s / 4,
+            "pause": apply_s,
+        }
+        row = _ns(at_s), worker, version, n_bytes, pull_s, apply_s, error
+        self.journal.pull(*row, full_bytes=FULL_BYTES, split_s={} if error else split_s)
 
 
 def _ns(value_s: float) -> int:
@@ -244,7 +277,9 @@ def _train(run: RunWriter, step: int, at_s: float, leases: list[Lease], rng: ran
         teaches = len(set(rewards) - {None}) > 1
         run.group(step, group, rewards, trained=teaches, cause="the environment did not answer within 30 s")
         trained += teaches
+    run.journal.event(e.WeightsPublished(version=step + 1), _ns(at_s))
     run.step(step, at_s, STEP_S, groups_trained=trained, groups_dropped=16 - trained)
     for lease in leases:
         if lease.provider != "trainer" and lease.opened_s <= at_s < lease.closed_s:
-            run.pull(at_s, 1_190_016, rng.lognormvariate(-3.5, 0.4), rng.lognormvariate(-4.5, 0.3))
+            times_s = rng.lognormvariate(-3.5, 0.4), rng.lognormvariate(-4.5, 0.3)
+            run.pull(at_s + 0.1, 30_000, *times_s, worker=lease.name, version=step + 1)

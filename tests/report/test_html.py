@@ -12,7 +12,7 @@ from elastic.report.markup import Markup, tag
 
 def test_every_picture_and_table_is_there(realistic):
     page = ElementTree.fromstring(as_html(realistic).removeprefix("<!DOCTYPE html>"))
-    assert len(page.findall(".//svg")) == 9
+    assert len(page.findall(".//svg")) == 12
     assert all(picture.get("aria-label") for picture in page.iter("svg"))
     titles = {"".join(title.itertext()) for title in page.iter("h2")}
     assert {"Providers", "GPU time by account", "Moved turns", "Latency", "Training steps"} <= titles

@@ -1,0 +1,71 @@
+"""What the report says of weight updates, from journals as runs leave them, and as runs of old left them."""
+
+import sqlite3
+
+import pytest
+
+from elastic.core import events as e
+from elastic.report import as_json, as_markdown, summarise
+from elastic.report.html import as_html
+from elastic.report.weights import PARTS, mean_split_s
+from elastic.runtime.journal import Journal, JournalReader
+
+FULL_BYTES = 1_190_016
+
+
+def pulls(run):
+    run.journal.event(e.WeightsPublished(version=2), 5_000_000_000)
+    run.pull(1.0, FULL_BYTES, 0.4, 0.1, worker="a", version=1)
+    run.pull(5.5, 11_900, 0.2, 0.1, worker="a", version=2)
+    run.pull(6.0, 11_900, 0.4, 0.1, worker="b", version=2)
+    run.pull(6.5, 0, 9.0, 9.0, error="refused", worker="c", version=2)
+    run.step(1, 5.0)
+
+
+def test_a_pull_is_split_and_timed_from_its_version_on(summary_of):
+    first, update, newcomer = summary_of(pulls).weights.pulls
+    assert (first.first, update.first, newcomer.first) == (True, False, True)
+    assert (first.current_s, update.current_s, newcomer.current_s) == (None, pytest.approx(0.5), None)
+    assert first.over_full == 1.0
+    assert update.over_full == pytest.approx(0.01, rel=0.01)
+    assert mean_split_s([first, update]) == pytest.approx(
+        {"queue": 0.075, "wire": 0.15, "decode": 0.075, "apply": 0.025, "pause": 0.1}
+    )
+    assert mean_split_s([]) == {}
+
+
+def test_a_version_has_its_bytes_and_its_layers_in_order(summary_of):
+    weights = summary_of(pulls).weights
+    (version,) = weights.versions
+    assert (version.version, version.bytes) == (2, 20_100)
+    assert version.over_full == pytest.approx(20_100 / FULL_BYTES)
+    assert weights.layers == ["embedding", *map(str, range(12)), "head"]
+    assert weights.changed_of("3") == [pytest.approx(0.016 * 1.1)]
+
+
+def test_every_format_has_the_section(realistic):
+    page, words, plain = as_html(realistic), as_markdown(realistic), as_json(realistic)
+    for text in (page, words):
+        assert all(title in text for title in ("Weights by version", "Weights by worker", "Changed elements by layer"))
+    assert all(f"part-{part}" in page for part in PARTS)
+    assert len(plain["weights"]["versions"]) == 60
+    assert {"worker", "version", "bytes", "over_full", "split_s"} <= plain["weights"]["pulls"][0].keys()
+
+
+def test_a_journal_from_before_has_no_section_and_can_be_gone_on_with(journal_of):
+    path = journal_of(lambda run: None)
+    with sqlite3.connect(path) as connection:
+        connection.execute("ALTER TABLE pulls DROP COLUMN body")
+        connection.execute("INSERT INTO pulls VALUES (1, 'w', 1, 1000, 0.1, 0.1, '')")
+    connection.close()
+    reader = JournalReader(path)
+    assert summarise(reader).weights.pulls == []
+    reader.close()
+    journal = Journal(path, commit_interval_s=10.0)
+    journal.pull(2, "w", 2, 10, 0.1, 0.1, "", full_bytes=100, split_s={"wire": 0.1})
+    journal.close()
+    reader = JournalReader(path)
+    summary = summarise(reader)
+    reader.close()
+    assert summary.pulls.count == 2
+    assert [pull.over_full for pull in summary.weights.pulls] == [0.1]
