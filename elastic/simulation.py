@@ -2,20 +2,19 @@
 
 import contextlib
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from elastic import compose
 from elastic.config import Config, ConfigError
 from elastic.core.digest import digest
-from elastic.core.ledger import NANO_USD_PER_USD
 from elastic.core.scheduler import Scheduler
-from elastic.core.types import NS_PER_S, WorkerState
+from elastic.core.types import NS_PER_S
 from elastic.runtime.journal import Journal, JournalError, JournalReader
-from elastic.runtime.status import ProviderStatus, RunStatus
+from elastic.runtime.status import RunStatus, run_status, tokens_per_s, total_tokens
 from elastic.sim.performance import (
     Chronicle,
     Episode,
@@ -249,7 +248,7 @@ class _Sampler:
         self._observe = observe
         self._stopped = stopped
         self._asked_to_stop = False
-        self._last = (0, 0)
+        self._token_marks = deque([(0, 0)], maxlen=2)
 
     def sample(self) -> None:
         if self._stopped() and not self._asked_to_stop:
@@ -263,48 +262,14 @@ class _Sampler:
 
     def _status(self) -> RunStatus:
         run, now_ns = self._run, self._run.loop.now_ns
-        scheduler = run.scheduler
-        providers = self._providers()
-        tokens = sum(provider.tokens for provider in providers.values())
-        (last_ns, last), self._last = self._last, (now_ns, tokens)
-        members: list[Any] = []
-        for group in scheduler.step.groups.values() if scheduler.step else ():
-            members += group.members.values()
-        return RunStatus(
-            run=self._config.run.name,
-            phase=scheduler.phase,
-            step=scheduler.step.number if scheduler.step else scheduler.version or 0,
-            steps=scheduler.plan.steps,
-            elapsed_s=now_ns / NS_PER_S,
-            success_rate=sum(run.rewards) / len(run.rewards) if run.rewards else None,
+        self._token_marks.append((now_ns, total_tokens(run.spending)))
+        return run_status(
+            self._config.run.name,
+            run.scheduler,
+            now_ns,
+            run.spending,
+            rewards=run.rewards,
             last_success_rate=run.last_success,
-            trajectories_running=sum(outcome is None for outcome in members),
-            queued_turns=sum(turn.worker is None for turn in scheduler.turns.live.values()),
-            tokens_per_s=(tokens - last) * NS_PER_S / (now_ns - last_ns) if now_ns > last_ns else 0.0,
-            preemptions=sum(provider.preemptions for provider in providers.values()),
-            usd=sum(provider.usd for provider in providers.values()) + run.function_usd,
-            cpu_share=0.0,
-            pacing_holds=True,
-            trainer=scheduler.trainer_mode,
-            providers=providers,
+            tokens_per_s=tokens_per_s(self._token_marks),
+            function_usd=run.function_usd,
         )
-
-    def _providers(self) -> dict[str, ProviderStatus]:
-        scheduler, now_ns = self._run.scheduler, self._run.loop.now_ns
-        found = {
-            name: ProviderStatus(tokens=s.tokens, leases_ended=s.leases_ended, preemptions=s.preemptions)
-            for name, s in self._run.spending.items()
-        }
-        for worker in scheduler.fleet.workers.values():
-            count = found.setdefault(worker.provider, ProviderStatus())
-            if worker.state is WorkerState.READY:
-                count.ready += 1
-                count.capacity_turns += worker.capacity
-            elif worker.state in (WorkerState.BOOTING, WorkerState.LOADING):
-                count.booting += 1
-            else:
-                count.other += 1
-            count.running_turns += worker.outstanding
-        for provider, nano_usd in scheduler.ledger.bill_nano_usd(now_ns).items():
-            found.setdefault(provider, ProviderStatus()).usd = nano_usd / NANO_USD_PER_USD
-        return dict(sorted(found.items()))

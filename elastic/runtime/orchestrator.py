@@ -19,15 +19,14 @@ from elastic import wire
 from elastic.config import Config
 from elastic.core import commands as c
 from elastic.core import events as e
-from elastic.core.ledger import NANO_USD_PER_USD
 from elastic.core.scheduler import Phase, Scheduler
-from elastic.core.types import EndCause, TurnState, WeightMode, WorkerId, WorkerState
+from elastic.core.types import EndCause, TurnState, WeightMode, WorkerId
 from elastic.envs.base import Environment
 from elastic.runtime.gateway import Gateway
 from elastic.runtime.journal import Journal, tokens_event
 from elastic.runtime.rewards import FunctionUse, MakePool, RewardDispatch
 from elastic.runtime.rollout import Episode, OpenTurn, RolloutLimits, Rollouts
-from elastic.runtime.status import CPU_SATURATED_SHARE, ProviderStatus, RunStatus
+from elastic.runtime.status import ProviderStatus, RunStatus, run_status, success_rate, tokens_per_s, total_tokens
 from functions.base import Call
 from functions.rewards import FinishedTrajectory
 from providers.base import LeaseRequest, Provider, ProviderEvent, WorkerTicket
@@ -341,7 +340,7 @@ class Orchestrator:
         step = self.scheduler.step
         self.feed(e.WeightsPublished(version=stepped.version))
         if step is not None and self.scheduler.history:
-            self._last_success = _mean(self._rewards)
+            self._last_success = success_rate(self._rewards)
             record = msgspec.to_builtins(self.scheduler.history[-1])
             weights = {"version": stepped.version, "changed": stepped.changed}
             body = record | {"success_rate": self._last_success, "trainer": stepped.metrics, "weights": weights}
@@ -544,46 +543,17 @@ class Orchestrator:
     def status(self) -> RunStatus:
         """The run as it is now."""
         now_ns = self.now_ns()
-        scheduler = self.scheduler
-        for count in self._counts.values():
-            count.ready = count.booting = count.other = count.capacity_turns = count.running_turns = 0
-        for worker in scheduler.fleet.workers.values():
-            count = self._count(worker.provider)
-            if worker.state is WorkerState.READY:
-                count.ready += 1
-                count.capacity_turns += worker.capacity
-            elif worker.state in (WorkerState.BOOTING, WorkerState.LOADING):
-                count.booting += 1
-            else:
-                count.other += 1
-            count.running_turns += worker.outstanding
-        for provider, nano_usd in scheduler.ledger.bill_nano_usd(now_ns).items():
-            self._count(provider).usd = nano_usd / NANO_USD_PER_USD
-        tokens = sum(count.tokens for count in self._counts.values())
-        self._token_marks.append((now_ns, tokens))
-        (first_ns, first), (last_ns, last) = self._token_marks[0], self._token_marks[-1]
-        cpu_share = psutil.cpu_percent() / 100
-        return RunStatus(
-            run=self._config.run.name,
-            phase=scheduler.phase,
-            step=scheduler.step.number if scheduler.step else scheduler.version or 0,
-            steps=scheduler.plan.steps,
-            elapsed_s=now_ns / 1e9,
-            success_rate=_mean(self._rewards),
+        self._token_marks.append((now_ns, total_tokens(self._counts)))
+        return run_status(
+            self._config.run.name,
+            self.scheduler,
+            now_ns,
+            self._counts,
+            rewards=self._rewards,
             last_success_rate=self._last_success,
-            trajectories_running=sum(
-                outcome is None
-                for group in (scheduler.step.groups.values() if scheduler.step else ())
-                for outcome in group.members.values()
-            ),
-            queued_turns=sum(turn.worker is None for turn in scheduler.turns.live.values()),
-            tokens_per_s=(last - first) / ((last_ns - first_ns) / 1e9) if last_ns > first_ns else 0.0,
-            preemptions=sum(count.preemptions for count in self._counts.values()),
-            usd=sum(count.usd for count in self._counts.values()) + self._function_use.usd,
-            cpu_share=cpu_share,
-            pacing_holds=cpu_share < CPU_SATURATED_SHARE,
-            trainer=scheduler.trainer_mode,
-            providers=dict(sorted(self._counts.items())),
+            tokens_per_s=tokens_per_s(self._token_marks),
+            function_usd=self._function_use.usd,
+            cpu_share=psutil.cpu_percent() / 100,
         )
 
     async def _sample_forever(self) -> None:
@@ -600,7 +570,3 @@ class Orchestrator:
         books = [msgspec.to_builtins(book) for book in self.scheduler.ledger.books.values()]
         self._journal.meta("books", msgspec.json.encode(books).decode())
         self._observe(status)
-
-
-def _mean(values: list[float]) -> float | None:
-    return sum(values) / len(values) if values else None

@@ -1,6 +1,14 @@
 """What a run looks like right now: one snapshot for the terminal, for `--json`, and for the journal's samples."""
 
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
+
 import msgspec
+
+from elastic.core.fleet import Worker
+from elastic.core.ledger import NANO_USD_PER_USD
+from elastic.core.scheduler import Scheduler
+from elastic.core.types import NS_PER_S, Nanoseconds, WorkerState
 
 
 class ProviderStatus(msgspec.Struct, kw_only=True):
@@ -45,3 +53,87 @@ class RunStatus(msgspec.Struct, kw_only=True):
 
 CPU_SATURATED_SHARE = 0.85
 """Above this, several paced engines on one machine compete for it and stop adding up as separate devices would."""
+
+
+class ProviderCounts(Protocol):
+    """What a shell counts of one provider since the run began; the core forgets what is over."""
+
+    tokens: int
+    leases_ended: int
+    preemptions: int
+
+
+def run_status(
+    run: str,
+    scheduler: Scheduler,
+    now_ns: Nanoseconds,
+    counts: Mapping[str, ProviderCounts],
+    *,
+    rewards: Sequence[float],
+    last_success_rate: float | None,
+    tokens_per_s: float,
+    function_usd: float,
+    cpu_share: float = 0.0,
+) -> RunStatus:
+    """The state of a run's core, with what its shell has counted. `rewards` are those of this step so far."""
+    providers = _provider_statuses(scheduler, now_ns, counts)
+    step = scheduler.step
+    return RunStatus(
+        run=run,
+        phase=scheduler.phase,
+        step=step.number if step else scheduler.version or 0,
+        steps=scheduler.plan.steps,
+        elapsed_s=now_ns / NS_PER_S,
+        success_rate=success_rate(rewards),
+        last_success_rate=last_success_rate,
+        trajectories_running=sum(len(group.unfinished) for group in (step.groups.values() if step else ())),
+        queued_turns=sum(turn.worker is None for turn in scheduler.turns.live.values()),
+        tokens_per_s=tokens_per_s,
+        preemptions=sum(provider.preemptions for provider in providers.values()),
+        usd=sum(provider.usd for provider in providers.values()) + function_usd,
+        cpu_share=cpu_share,
+        pacing_holds=cpu_share < CPU_SATURATED_SHARE,
+        trainer=scheduler.trainer_mode,
+        providers=providers,
+    )
+
+
+def success_rate(rewards: Sequence[float]) -> float | None:
+    """The mean reward; None where nothing has been rewarded."""
+    return sum(rewards) / len(rewards) if rewards else None
+
+
+def tokens_per_s(marks: Sequence[tuple[Nanoseconds, int]]) -> float:
+    """The mean rate from the first to the last of `marks`: times, and tokens counted until then."""
+    (first_ns, first), (last_ns, last) = marks[0], marks[-1]
+    return (last - first) * NS_PER_S / (last_ns - first_ns) if last_ns > first_ns else 0.0
+
+
+def total_tokens(counts: Mapping[str, ProviderCounts]) -> int:
+    return sum(count.tokens for count in counts.values())
+
+
+def _provider_statuses(
+    scheduler: Scheduler, now_ns: Nanoseconds, counts: Mapping[str, ProviderCounts]
+) -> dict[str, ProviderStatus]:
+    statuses = {
+        name: ProviderStatus(tokens=count.tokens, leases_ended=count.leases_ended, preemptions=count.preemptions)
+        for name, count in counts.items()
+    }
+    for provider, nano_usd in scheduler.ledger.bill_nano_usd(now_ns).items():
+        statuses.setdefault(provider, ProviderStatus()).usd = nano_usd / NANO_USD_PER_USD
+    _count_workers(statuses, scheduler.fleet.workers.values())
+    return dict(sorted(statuses.items()))
+
+
+def _count_workers(statuses: dict[str, ProviderStatus], workers: Iterable[Worker]) -> None:
+    for worker in workers:
+        status = statuses.setdefault(worker.provider, ProviderStatus())
+        if worker.state is WorkerState.READY:
+            status.ready += 1
+            status.capacity_turns += worker.capacity
+        elif worker.state in (WorkerState.BOOTING, WorkerState.LOADING):
+            status.booting += 1
+        else:
+            status.other += 1
+        status.running_turns += worker.outstanding
