@@ -612,6 +612,7 @@ def run_serving_host() -> int:
     """Be a serving host until a signal, with the settings that its provider put into the environment."""
     from elastic.worker import serving_host
     from elastic.worker.agent import run_agent
+    from elastic.worker.warmup import warm_up
 
     async def start_agent(order: LendOrder, share: serving_host.HostShare) -> None:
         end = await run_agent(
@@ -626,6 +627,8 @@ def run_serving_host() -> int:
             raise RuntimeError(end.reason)
 
     settings = serving_host.parse_settings(os.environ.get(serving_host.HOST_VARIABLE, ""))
+    # Before anything is offered: from the order to lend on, every second of it would be the run's.
+    warm_up()
     run_loop(serving_host.serve_host(settings, start_agent))
     return 0
 

@@ -1,0 +1,48 @@
+"""What a process needs before it can be a worker: imported, compiled and run once while nobody pays for it."""
+
+import threading
+from collections.abc import Sequence
+from importlib import import_module
+
+from elastic.config import EngineConfig
+from elastic.core.types import WeightMode
+from elastic.engine.base import GenerateRequest, TokenChunk
+
+PULLING = ("elastic.weights.puller", "elastic.weights.site", "elastic.weights.directory", "elastic.weights.http")
+TURN_TIMEOUT_S = 60.0
+
+
+def warm_up() -> None:
+    """Load what pulls weights, with its decoders, and let an embedded engine say a token: torch loads much of itself
+    only then. Takes seconds."""
+    for part in PULLING:
+        import_module(part)
+    from elastic.weights.codecs import warm_up as compile_decoders
+
+    compile_decoders()
+    _say_a_token()
+
+
+def _say_a_token() -> None:
+    from elastic.engine.torch.engine import TorchEngine
+    from elastic.model.checkpoint import model_tensors
+    from elastic.model.config import Qwen3Config
+    from elastic.model.qwen3 import Qwen3
+
+    config = Qwen3Config(vocab_size=8, num_hidden_layers=1)
+    engine = TorchEngine(config, EngineConfig.model_validate({"max_context_tokens": 16, "kv_blocks": 2}))
+    said = threading.Event()
+
+    def sink(chunks: Sequence[TokenChunk]) -> None:
+        said.set()
+
+    engine.start(sink)
+    try:
+        engine.load_weights(0, model_tensors(Qwen3(config)), WeightMode.FINISH)
+        request = GenerateRequest(
+            request_id="", token_ids=[0], start=0, max_new_tokens=1, stop_token_ids=(), temperature=1.0, noise_seed=0
+        )
+        engine.submit([request])
+        said.wait(TURN_TIMEOUT_S)
+    finally:
+        engine.close()
