@@ -35,7 +35,7 @@ def live_through(seeds: range) -> tuple[int, int, list[str]]:
         except WorldFailed as failure:
             failures.append(str(failure))
         else:
-            events += len(outcome.log)
+            events += outcome.events
             faults += outcome.faults
     return events, faults, failures
 

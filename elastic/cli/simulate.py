@@ -69,7 +69,7 @@ def faults_command(first: int, worlds: int, *, as_json: bool) -> int:
             failures.append({"seed": seed, "error": str(failure)})
             typer.echo(f"error: {failure}", err=True)
             continue
-        events += len(outcome.log)
+        events += outcome.events
         faults += outcome.faults
         histories.append({"seed": seed, "history": outcome.history, "state": outcome.state})
     body = {

@@ -31,6 +31,10 @@ class FaultKind(StrEnum):
     """The host's own work takes the worker's credits, and its running turns are given up."""
     BLACKOUT = "blackout"
     """Every elastic provider takes everything at once and has nothing for a while."""
+    SILENT_PROVIDER = "silent_provider"
+    """A provider neither hears nor says anything for a while; what it does meanwhile it says late."""
+    REWARDS_DOWN = "rewards_down"
+    """Every function that scores is unavailable for a while."""
 
 
 class Ending(StrEnum):
@@ -50,18 +54,28 @@ class Fault(msgspec.Struct, frozen=True):
     target: float
 
 
+class Crash(msgspec.Struct, frozen=True):
+    """The orchestrator dies at `at_ns`; `down_ns` later the run is resumed in a new process."""
+
+    at_ns: Nanoseconds
+    down_ns: Nanoseconds
+
+
 class Mishaps(msgspec.Struct, frozen=True, kw_only=True):
-    """Probabilities, each for one message, request, load or turn."""
+    """Probabilities, each for one message, request, load or turn. What is late is overtaken by what comes after it."""
 
     frame_lost: float = 0.0
     frame_repeated: float = 0.0
     frame_late: float = 0.0
     order_lost: float = 0.0
+    order_repeated: float = 0.0
+    order_late: float = 0.0
     event_repeated: float = 0.0
     request_refused: float = 0.0
     request_ignored: float = 0.0
     release_ignored: float = 0.0
     load_failed: float = 0.0
+    load_corrupted: float = 0.0
     boot_failed: float = 0.0
     environment_failed: float = 0.0
     reward_undefined: float = 0.0
@@ -91,6 +105,7 @@ class FaultPlan(msgspec.Struct, frozen=True, kw_only=True):
     mishaps: Mishaps
     ending: Ending = Ending.COMPLETE
     ending_at_ns: Nanoseconds = 0
+    crashes: tuple[Crash, ...] = ()
 
 
 NO_FAULTS = FaultPlan(end_ns=0, faults=(), mishaps=Mishaps())
@@ -98,6 +113,9 @@ LIKELIEST_MISHAP = 0.15
 MOST_FAULTS = 24
 LONGEST_FAULT_NS = 8 * NS_PER_S
 UNUSUAL_ENDING = 0.15
+CRASHING = 0.3
+MOST_CRASHES = 3
+LONGEST_DOWN_NS = 5 * NS_PER_S
 
 
 def draw_faults(rng: Random, end_ns: Nanoseconds) -> FaultPlan:
@@ -120,4 +138,11 @@ def draw_faults(rng: Random, end_ns: Nanoseconds) -> FaultPlan:
         mishaps=mishaps,
         ending=ending,
         ending_at_ns=rng.randrange(end_ns),
+        crashes=_draw_crashes(rng, end_ns),
     )
+
+
+def _draw_crashes(rng: Random, end_ns: Nanoseconds) -> tuple[Crash, ...]:
+    count = rng.randint(1, MOST_CRASHES) if rng.random() < CRASHING else 0
+    times_ns = sorted(rng.randrange(end_ns) for _ in range(count))
+    return tuple(Crash(at_ns, rng.randrange(1, LONGEST_DOWN_NS)) for at_ns in times_ns)

@@ -38,15 +38,21 @@ class Link:
         """A frame from the worker."""
         mishaps = self._mishaps()
         self._up_free_ns = max(self._up_free_ns, self._loop.now_ns + self._rng.randint(*LATENCY_NS))
-        if not self._reliable and self._tally.befalls(self._rng, mishaps.frame_lost):
-            return
-        late = not self._reliable and self._tally.befalls(self._rng, mishaps.frame_late)
-        self._loop.at(self._up_free_ns + (self._rng.randint(*LATENESS_NS) if late else 0), deliver)
-        if not self._reliable and self._tally.befalls(self._rng, mishaps.frame_repeated):
-            self._loop.at(self._up_free_ns + self._rng.randint(*LATENESS_NS), deliver)
+        self._send(self._up_free_ns, deliver, mishaps.frame_lost, mishaps.frame_late, mishaps.frame_repeated)
 
     def down(self, deliver: Callable[[], None]) -> None:
         """A frame to the worker."""
+        mishaps = self._mishaps()
         self._down_free_ns = max(self._down_free_ns, self._loop.now_ns + self._rng.randint(*LATENCY_NS))
-        if self._reliable or not self._tally.befalls(self._rng, self._mishaps().order_lost):
-            self._loop.at(self._down_free_ns, deliver)
+        lost, late, repeated = mishaps.order_lost, mishaps.order_late, mishaps.order_repeated
+        self._send(self._down_free_ns, deliver, lost, late, repeated)
+
+    def _send(self, at_ns: Nanoseconds, deliver: Callable[[], None], lost: float, late: float, repeated: float) -> None:
+        if self._befalls(lost):
+            return
+        self._loop.at(at_ns + (self._rng.randint(*LATENESS_NS) if self._befalls(late) else 0), deliver)
+        if self._befalls(repeated):
+            self._loop.at(at_ns + self._rng.randint(*LATENESS_NS), deliver)
+
+    def _befalls(self, share: float) -> bool:
+        return not self._reliable and self._tally.befalls(self._rng, share)

@@ -39,6 +39,10 @@ class Market(Protocol):
 
     def feed(self, event: e.Event) -> None: ...
 
+    def run_ns(self, at_ns: Nanoseconds) -> Nanoseconds:
+        """A time of the world on the run's own clock."""
+        ...
+
     def boot_worker(self, worker: WorkerId, lease: LeaseId, role: WorkerRole, after_ns: Nanoseconds) -> None: ...
 
     def end_worker(self, worker: WorkerId, *, noticed: bool) -> None: ...
@@ -50,6 +54,7 @@ class SimulatedProvider:
         self.held: dict[LeaseId, Held] = {}
         self._market = market
         self._closed_until_ns: Nanoseconds = 0
+        self._silent_until_ns: Nanoseconds = 0
 
     @property
     def reliable(self) -> bool:
@@ -58,7 +63,7 @@ class SimulatedProvider:
     def offer(self) -> None:
         """Say what can be had now."""
         open_ = self._market.loop.now_ns >= self._closed_until_ns
-        self._market.feed(
+        self._tell(
             e.OfferChanged(
                 offer=Offer(
                     provider=self.settings.name,
@@ -79,6 +84,8 @@ class SimulatedProvider:
             or self._market.loop.now_ns < self._closed_until_ns
         )
         mishaps, rng, tally = self._market.mishaps, self._market.rng, self._market.tally
+        if self._silent:
+            return
         if full or (not self.reliable and tally.befalls(rng, mishaps.request_refused)):
             self._soon(lambda: self._refuse(held))
         elif self.reliable or not tally.befalls(rng, mishaps.request_ignored):
@@ -87,7 +94,7 @@ class SimulatedProvider:
     def release(self, lease: LeaseId) -> None:
         """Of an unknown lease a no-op; of one not granted yet a refusal; deaf at most once to any."""
         held = self.held.get(lease)
-        if held is None:
+        if held is None or self._silent:
             return
         market = self._market
         if held.ignored == 0 and market.tally.befalls(market.rng, market.mishaps.release_ignored):
@@ -99,7 +106,8 @@ class SimulatedProvider:
 
     def notice(self, lease: LeaseId) -> None:
         deadline_ns = self._market.loop.now_ns + self.settings.notice_ns
-        self._market.feed(e.LeaseNotice(lease=lease, deadline_ns=deadline_ns, reason="preemption"))
+        told_ns = self._market.run_ns(deadline_ns)
+        self._tell(e.LeaseNotice(lease=lease, deadline_ns=told_ns, reason="preemption"))
         self._market.loop.at(deadline_ns, lambda: self.end(lease, EndCause.PREEMPTED))
 
     def end(self, lease: LeaseId, cause: EndCause, *, noticed: bool = True) -> None:
@@ -110,7 +118,7 @@ class SimulatedProvider:
         del self.held[lease]
         for worker in held.workers:
             self._market.end_worker(worker, noticed=noticed)
-        self._market.feed(e.LeaseEnded(lease=lease, cause=cause))
+        self._tell(e.LeaseEnded(lease=lease, cause=cause))
         self.offer()
 
     def close(self, duration_ns: Nanoseconds) -> None:
@@ -121,17 +129,37 @@ class SimulatedProvider:
         self.offer()
         self._market.loop.at(self._closed_until_ns, self.offer)
 
+    def fall_silent(self, duration_ns: Nanoseconds) -> None:
+        self._silent_until_ns = max(self._silent_until_ns, self._market.loop.now_ns + duration_ns)
+
+    def end_all(self) -> None:
+        """End whatever is held or asked for, and tell nobody."""
+        for held in self.held.values():
+            for worker in held.workers:
+                self._market.end_worker(worker, noticed=False)
+        self.held.clear()
+
+    @property
+    def _silent(self) -> bool:
+        return self._market.loop.now_ns < self._silent_until_ns
+
+    def _tell(self, event: e.Event) -> None:
+        if self._silent:
+            self._market.loop.at(self._silent_until_ns, lambda: self._tell(event))
+        else:
+            self._market.feed(event)
+
     def _soon(self, action: Callable[[], None]) -> None:
         self._market.loop.after(self._market.rng.randint(*ANSWER_NS), action)
 
     def _refuse(self, held: Held) -> None:
-        if not held.answered:
+        if held.id in self.held and not held.answered:
             held.answered = True
             del self.held[held.id]
-            self._market.feed(e.LeaseRefused(lease=held.id, reason="no capacity"))
+            self._tell(e.LeaseRefused(lease=held.id, reason="no capacity"))
 
     def _grant(self, held: Held) -> None:
-        if held.answered:
+        if held.answered or held.id not in self.held:
             return
         held.answered = held.granted = True
         loop, rng, settings = self._market.loop, self._market.rng, self.settings
@@ -141,7 +169,8 @@ class SimulatedProvider:
             if self.reliable or not self._market.tally.befalls(rng, self._market.mishaps.boot_failed):
                 after_ns = rng.randint(settings.boot_ns // 2, settings.boot_ns * 2)
                 self._market.boot_worker(worker, held.id, settings.role, after_ns)
-        self._market.feed(e.LeaseGranted(lease=held.id, workers=tuple(held.workers), expires_at_ns=expires_at_ns))
+        told_ns = None if expires_at_ns is None else self._market.run_ns(expires_at_ns)
+        self._tell(e.LeaseGranted(lease=held.id, workers=tuple(held.workers), expires_at_ns=told_ns))
         self.offer()
         if expires_at_ns is not None:
             late_ns = expires_at_ns + rng.randint(*LATE_END_NS)

@@ -22,18 +22,22 @@ class Generated:
 
 
 class Record:
-    """Accepted positions by turn, attempts as they were ordered and generated, leases, rewards and trainings."""
+    """Accepted positions by turn, attempts as they were ordered and generated, leases, rewards and trainings.
 
-    def __init__(self, staleness_bound: int) -> None:
+    Of one life of the orchestrator, which began at `version`; `trained` has the steps of the trajectories that this
+    version has learnt from, in whichever life.
+    """
+
+    def __init__(self, staleness_bound: int, version: int, trained: dict[TrajectoryId, int]) -> None:
         self.staleness_bound = staleness_bound
-        self.version = 0
+        self.version = version
         self.oldest: dict[TrajectoryId, int] = {}
         self.accepted: dict[TurnId, int] = {}
         self.finished: set[TurnId] = set()
         self.granted: dict[LeaseId, Nanoseconds | None] = {}
         self.ended: set[LeaseId] = set()
         self.lease_of: dict[WorkerId, LeaseId] = {}
-        self.trained: set[TrajectoryId] = set()
+        self.trained = dict(trained)
         self.rewards: dict[TrajectoryId, float] = {}
         self.run_ended: str | None = None
         self.redispatched = 0
@@ -73,6 +77,7 @@ class Record:
             case c.TrainGroup():
                 self._trained(command)
             case c.UpdateWeights():
+                self.require(command.version == self.version + 1, f"version {command.version} after {self.version}")
                 self.version = command.version
             case c.EndRun():
                 self.run_ended = command.failed
@@ -103,8 +108,9 @@ class Record:
         self.require(self._live(event.worker, now_ns), f"accepted from {event.worker}, whose lease has ended")
         for position in command.chunks:
             chunk = event.chunks[position]
-            worker, start = self._ordered[chunk.turn, chunk.attempt]
-            span = self._generated[chunk.turn, chunk.attempt]
+            attempt = (chunk.turn, chunk.attempt)
+            self.require(attempt in self._ordered and attempt in self._generated, f"{chunk} is not of this life")
+            (worker, start), span = self._ordered[attempt], self._generated[attempt]
             self.require(worker == event.worker == span.worker, f"{chunk} is not {event.worker}'s")
             self.require(chunk.attempt == self._attempts[chunk.turn], f"{chunk} is of a fenced attempt")
             self.require(chunk.turn not in self.finished, f"{chunk} of a finished turn")
@@ -116,9 +122,10 @@ class Record:
                 self.oldest[trajectory] = min(chunk.version, self.oldest.get(trajectory, chunk.version))
 
     def _trained(self, command: c.TrainGroup) -> None:
+        self.require(command.step == self.version, f"{command.group} is trained in step {command.step}")
         for trajectory in command.trajectories:
             self.require(trajectory not in self.trained, f"{trajectory} is trained twice")
             staleness = self.version - self.oldest.get(trajectory, self.version)
             self.require(staleness <= self.staleness_bound, f"{trajectory} is trained {staleness} versions late")
             self.require(math.isfinite(self.rewards.get(trajectory, math.nan)), f"{trajectory} has no reward")
-            self.trained.add(trajectory)
+            self.trained[trajectory] = command.step

@@ -32,6 +32,7 @@ class EpisodeWorld(Protocol):
     seed: int
     settings: WorldSettings
     tally: Tally
+    rewards_down_until_ns: int
 
     @property
     def mishaps(self) -> Mishaps: ...
@@ -106,7 +107,8 @@ class SimulatedRollouts:
         world, chance = self._world, Random(f"{self._world.seed}/{trajectory}/{attempt}")
         if world.tally.befalls(chance, world.mishaps.reward_lost):
             return
-        if world.tally.befalls(chance, world.mishaps.reward_refused):
+        down = world.loop.now_ns < world.rewards_down_until_ns
+        if down or world.tally.befalls(chance, world.mishaps.reward_refused):
             helps = chance.random() < HELPFUL_RETRIES
             answer = e.RewardFailed(trajectory=trajectory, attempt=attempt, cause="no process", retry_helps=helps)
         else:

@@ -74,6 +74,9 @@ class WorldSettings(msgspec.Struct, frozen=True, kw_only=True):
     reward_ns: Nanoseconds = 300 * MS
     max_turns: int = 3
     max_new_tokens: int = 24
+    checkpoint_every_steps: int = 1
+    commit_ns: Nanoseconds = 500 * MS
+    """How often the journal is made durable."""
     fault_span_ns: Nanoseconds = 15 * NS_PER_S
     liveness_ns: Nanoseconds = 1500 * NS_PER_S
     """How long after the last fault the run may take to its end."""
@@ -118,4 +121,5 @@ def draw_settings(rng: Random) -> WorldSettings:
         rewards_on_functions=rng.random() < 0.5,
         weight_mode=rng.choice(list(WeightMode)),
         dynamic_most=rng.choice((0.0, 0.0, 2.0, 5.0)),
+        checkpoint_every_steps=rng.randint(1, 3),
     )

@@ -90,6 +90,9 @@ class SimulatedWorker:
         """Turns that begin under the weights that wait for the running ones to finish."""
         self._applying: c.LoadWeights | None = None
         self._loading: int | None = None
+        self._newest_order = -1
+        self._seen: dict[TurnId, int] = {}
+        """The latest attempt at each turn: what comes again, or too late, is not begun."""
         self._progress = 0
         self._decoded = 0
         self._accounts_ns: dict[Account, int] = {}
@@ -176,7 +179,7 @@ class SimulatedWorker:
         if epoch is None:
             self.alive = False
             return
-        self._epoch, self._connected = epoch, True
+        self._epoch, self._connected, self._newest_order = epoch, True, -1
         capabilities = self._capabilities()
         self._say(e.WorkerJoined(worker=self.id, epoch=epoch, capabilities=capabilities, weights_version=self.version))
         self._report()
@@ -285,6 +288,9 @@ class SimulatedWorker:
         self._flush(0, FinishReason.STALLED)
 
     def _start_turn(self, command: c.StartTurn) -> None:
+        if command.attempt <= self._seen.get(command.turn, 0):
+            return
+        self._seen[command.turn] = command.attempt
         self._account()
         held = self._held if self._applying is not None else self._turns
         held[command.turn] = Attempt(command.attempt, command.start)
@@ -298,12 +304,22 @@ class SimulatedWorker:
             self._flush(self._world.rng.randint(0, 2), FinishReason.ABORTED, only=command.turn)
 
     def _load_weights(self, command: c.LoadWeights) -> None:
+        applying = self._applying.version if self._applying is not None else None
+        known = command.version in (self.version, self._loading, applying)
+        if known or command.version < self._newest_order:
+            return
         self._account()
-        self._loading = command.version
+        self._newest_order = self._loading = command.version
+        self._pull(command)
+
+    def _pull(self, command: c.LoadWeights) -> None:
         self._world.loop.after(self._world.settings.load_ns, lambda: self._act(lambda: self._loaded(command)))
 
     def _loaded(self, command: c.LoadWeights) -> None:
         if self._loading != command.version:
+            return
+        if self._world.tally.befalls(self._world.rng, self._world.mishaps.load_corrupted):
+            self._pull(command)
             return
         self._account()
         self._loading = None

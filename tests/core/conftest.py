@@ -22,8 +22,8 @@ from elastic.core.types import (
     Progress,
     WorkerRole,
 )
+from elastic.sim.life import policies
 from elastic.sim.settings import SMALL_LIMITS, WorldSettings
-from elastic.sim.world import policies
 
 CAPABILITIES = Capabilities(engine="test", replayable_sampling=True, max_context_tokens=4096, device="none")
 K = TypeVar("K", bound=c.Command)

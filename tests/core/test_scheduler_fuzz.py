@@ -18,8 +18,8 @@ from elastic.core.types import (
     Progress,
     WorkerRole,
 )
+from elastic.sim.life import policies
 from elastic.sim.settings import MS, SMALL_LIMITS, WorldSettings
-from elastic.sim.world import policies
 
 CAPABILITIES = Capabilities(engine="test", replayable_sampling=True, max_context_tokens=64, device="none")
 EVENTS = 250
