@@ -22,6 +22,12 @@ class Holder(Protocol):
     pool: LeasedBlocks
 
 
+class Owner(Holder, Protocol):
+    def waiting_since_ns(self) -> Nanoseconds:
+        """When the request arrived that is to be admitted next; now where none waits."""
+        ...
+
+
 class Borrower(Holder, Protocol):
     def give_back(self, most_pages: int) -> None:
         """Hold at most so many pages, at once."""
@@ -36,13 +42,16 @@ class SharedMemory:
             raise ValueError(f"a device of {backend.total} pages is too small: at least {SPARE_PAGES + 1} are needed")
         self.pages = PagePool(backend)
         self.usable = backend.total - SPARE_PAGES
-        self.serving: Holder | None = None
+        self.serving: Owner | None = None
         self.rollout: Borrower | None = None
         self.serving_peak = 0
         self.reclaims_ns: deque[Nanoseconds] = deque(maxlen=10_000)
+        """From the arrival of the request that caused a cut to its pages being free."""
         self._policy = policy
         self._recent: deque[int] = deque(maxlen=SAMPLES_KEPT)
         self._sampled_ns = 0
+        self._grown_for_ns = 0
+        """When that arrived for which serving took its last pages."""
         self.budget = policy.begin_step(self.usable, ())
 
     @property
@@ -96,12 +105,15 @@ class SharedMemory:
 
     def _make_room(self, pages: int) -> None:
         """Serving is about to map so many pages."""
+        if self.serving is not None:
+            self._grown_for_ns = self.serving.waiting_since_ns()
         if pages > self._free:
             self._observe(pages)
 
     def _observe(self, needed_pages: int) -> None:
-        started_ns = time.monotonic_ns()
+        cuts = self.budget.cuts
         self.budget = self._policy.observe(self.budget, self.usable, self.serving_pages, needed_pages)
         if self.rollout is not None and self.rollout_pages > self.budget.pages:
             self.rollout.give_back(self.budget.pages)
-            self.reclaims_ns.append(time.monotonic_ns() - started_ns)
+            if self.budget.cuts > cuts:
+                self.reclaims_ns.append(time.monotonic_ns() - self._grown_for_ns)

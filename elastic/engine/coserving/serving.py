@@ -39,6 +39,14 @@ class ServingHalf(Half):
         work = self._scheduler.plan_chunk(not self._orders, self._settings.prefill_chunk_tokens)
         return Iteration(work, shape_of(work)) if work else None
 
+    def waiting_since_ns(self) -> Nanoseconds:
+        """When the request arrived that is to be admitted next; now where none waits."""
+        head = next(iter(self._scheduler.waiting), None)
+        # One that lost its place was admitted in time; what it waits for began just now.
+        if head is None or head.admissions:
+            return time.monotonic_ns()
+        return self._arrivals_ns[head.request.request_id]
+
     def view(self, now_ns: Nanoseconds) -> ServingView:
         """What admission decides on."""
         if not (self.has_work and self._cost):
