@@ -4,6 +4,9 @@ What only the history can show (that a position was accepted once, that nothing 
 by the simulated world, which keeps its own record.
 """
 
+from collections.abc import Callable, Set
+from typing import TypeAlias
+
 from elastic.core.fleet import Worker
 from elastic.core.leases import Lease
 from elastic.core.ledger import DeviceBook
@@ -11,6 +14,7 @@ from elastic.core.reward_desk import Scoring
 from elastic.core.run_state import Phase
 from elastic.core.scheduler import Scheduler
 from elastic.core.steps import Group
+from elastic.core.timers import Wait
 from elastic.core.trainer_device import TrainerMode
 from elastic.core.transitions import Story
 from elastic.core.turns import Turn
@@ -40,7 +44,20 @@ _HOLDING = (TurnState.RUNNING, TurnState.MOVING)
 _WORKER_WAITS = frozenset({"boot", "load", "reload", "heartbeat", "stall", "resume", "drain"})
 _LEASE_WAITS = frozenset({"grant", "release", "expiry", "succession"})
 _TURN_WAITS = frozenset({"token", "handover"})
+_NONE = frozenset[str]()
+_WAITS_OF_A_PHASE = {
+    "start": Phase.STARTING,
+    "stop": Phase.STOPPING,
+    "balance": Phase.RUNNING,
+    "seeding": Phase.RUNNING,
+    "waking": Phase.RUNNING,
+    "training": Phase.RUNNING,
+}
 _SCORING_WAITS = {ScoringState.RUNNING: {"score"}, ScoringState.BACKING_OFF: {"score again"}}
+
+
+Found: TypeAlias = str | Callable[[], str]
+"""What is wrong, or how to say it: most checks hold, and have nothing to say."""
 
 
 class InvariantViolated(AssertionError):
@@ -52,17 +69,23 @@ class InvariantViolated(AssertionError):
         super().__init__(f"invariant {number} ({NUMBERS[number]}): {thing}: {found}{told}")
 
 
+def _told(found: Found) -> str:
+    return found if isinstance(found, str) else found()
+
+
 def check(scheduler: Scheduler) -> None:
     """Raises `InvariantViolated` on the first thing that is not as it must be."""
     if scheduler.phase is Phase.ENDED:
         _check_ended(scheduler)
         return
+    all_waits = scheduler.timers.waits()
+    waits = _by_key(all_waits)
     for turn in scheduler.turns.live.values():
         _check_turn(scheduler, turn)
     for worker in scheduler.fleet.workers.values():
-        _check_worker(scheduler, worker)
+        _check_worker(scheduler, worker, waits.get(worker.id, _NONE))
     for lease in scheduler.leases.leases.values():
-        _check_lease(scheduler, lease)
+        _check_lease(scheduler, lease, waits.get(lease.id, _NONE))
     for scoring in scheduler.scorings.values():
         _check_scoring(scheduler, scoring)
     _check_scorings(scheduler)
@@ -71,38 +94,48 @@ def check(scheduler: Scheduler) -> None:
     _check_queue(scheduler)
     _check_step(scheduler)
     _check_trainer(scheduler)
-    _check_waits(scheduler)
+    _check_waits(scheduler, all_waits)
+
+
+def _by_key(waits: list[Wait]) -> dict[str, set[str]]:
+    found: dict[str, set[str]] = {}
+    for wait in waits:
+        found.setdefault(wait.key, set()).add(wait.what)
+    return found
 
 
 def _check_turn(s: Scheduler, turn: Turn) -> None:
-    def require(number: int, holds: bool, found: str) -> None:
+    def require(number: int, holds: bool, found: Found) -> None:
         if not holds:
-            raise InvariantViolated(number, f"turn {turn.id}", found, turn.story)
+            raise InvariantViolated(number, f"turn {turn.id}", _told(found), turn.story)
 
-    require(1, 0 <= turn.accepted < max(1, turn.max_new_tokens), f"{turn.accepted} of {turn.max_new_tokens} tokens")
+    total = max(1, turn.max_new_tokens)
+    require(1, 0 <= turn.accepted < total, lambda: f"{turn.accepted} of {turn.max_new_tokens} tokens")
     admits = s.version is not None and s.oldest_version <= turn.oldest_version <= s.version
-    require(4, admits, f"admits versions from {turn.oldest_version} on, the bound is {s.oldest_version}")
+    require(4, admits, lambda: f"admits versions from {turn.oldest_version} on, the bound is {s.oldest_version}")
     conversation = s.turns.conversations.get(turn.trajectory)
     require(12, conversation is not None and turn.id in conversation.turns, "its trajectory does not know it")
     group = s.step.group_of(turn.trajectory) if s.step else None
     outcome = group.members[turn.trajectory] if group else "unknown"
-    require(12, outcome is None, f"its trajectory has ended: {outcome}")
+    require(12, outcome is None, lambda: f"its trajectory has ended: {outcome}")
     if turn.state not in _HOLDING:
-        require(1, turn.state is TurnState.QUEUED and turn.worker is None, f"{turn.state} on {turn.worker}")
+        require(1, turn.state is TurnState.QUEUED and turn.worker is None, lambda: f"{turn.state} on {turn.worker}")
         return
     worker = s.fleet.workers.get(turn.worker or "")
-    require(5, worker is not None and turn.id in worker.turns, f"{turn.state} on {turn.worker}, which has it not")
+    has_it = worker is not None and turn.id in worker.turns
+    require(5, has_it, lambda: f"{turn.state} on {turn.worker}, which has it not")
     waits = "token" if turn.state is TurnState.RUNNING else "handover"
-    require(12, s.timers.waiting(waits, turn.id), f"{turn.state} without a {waits} deadline")
+    require(12, s.timers.waiting(waits, turn.id), lambda: f"{turn.state} without a {waits} deadline")
 
 
-def _check_worker(s: Scheduler, worker: Worker) -> None:
-    def require(number: int, holds: bool, found: str) -> None:
+def _check_worker(s: Scheduler, worker: Worker, waits: Set[str]) -> None:
+    def require(number: int, holds: bool, found: Found) -> None:
         if not holds:
-            raise InvariantViolated(number, f"worker {worker.id} ({worker.state})", found, worker.story)
+            raise InvariantViolated(number, f"worker {worker.id} ({worker.state})", _told(found), worker.story)
 
     lease = s.leases.leases.get(worker.lease)
-    require(5, lease is not None and lease.live and worker.id in lease.workers, f"lease {worker.lease} is not live")
+    leased = lease is not None and lease.live and worker.id in lease.workers
+    require(5, leased, lambda: f"lease {worker.lease} is not live")
     assert lease is not None
     for turn_id in worker.turns:
         turn = s.turns.live.get(turn_id)
@@ -111,17 +144,17 @@ def _check_worker(s: Scheduler, worker: Worker) -> None:
         moved = held and turn is not None and turn.state is TurnState.MOVING
         require(5, worker.state is WorkerState.READY or moved, f"works on {turn_id}")
     may_hold = worker.state in (WorkerState.READY, WorkerState.ASLEEP, WorkerState.DRAINING)
-    require(5, may_hold or not worker.turns, f"holds {list(worker.turns)}")
-    require(9, worker.pending == sum(not begun for begun in worker.turns.values()), f"{worker.pending} pending")
+    require(5, may_hold or not worker.turns, lambda: f"holds {list(worker.turns)}")
+    pending = list(worker.turns.values()).count(False)
+    require(9, worker.pending == pending, lambda: f"{worker.pending} pending")
     known = worker.version is None or s.version is None or worker.version <= s.version
     require(4, known or worker.state in (WorkerState.DRAINING, WorkerState.GONE), "has weights newer than the run's")
     require(5, not lease.leaving or worker.state in (WorkerState.DRAINING, WorkerState.GONE), "its lease is leaving")
-    waited = {w for w in _WORKER_WAITS if s.timers.waiting(w, worker.id)}
-    expected = _worker_waits(s, worker)
-    require(12, expected <= waited, f"waits for {sorted(waited)}, must for {sorted(expected)}")
+    waited, expected = waits & _WORKER_WAITS, _worker_waits(s, worker)
+    require(12, expected <= waited, lambda: f"waits for {sorted(waited)}, must for {sorted(expected)}")
     spare = waited - expected - ({"stall"} if worker.state in (WorkerState.READY, WorkerState.ASLEEP) else set())
     spare -= {"stall", "heartbeat"} if worker.state in (WorkerState.DRAINING, WorkerState.LOADING) else set()
-    require(12, not spare, f"still waits for {sorted(spare)}")
+    require(12, not spare, lambda: f"still waits for {sorted(spare)}")
 
 
 def _worker_waits(s: Scheduler, worker: Worker) -> set[str]:
@@ -141,27 +174,26 @@ def _worker_waits(s: Scheduler, worker: Worker) -> set[str]:
             return {"heartbeat"} | loading
 
 
-def _check_lease(s: Scheduler, lease: Lease) -> None:
-    def require(number: int, holds: bool, found: str) -> None:
+def _check_lease(s: Scheduler, lease: Lease, waits: Set[str]) -> None:
+    def require(number: int, holds: bool, found: Found) -> None:
         if not holds:
-            raise InvariantViolated(number, f"lease {lease.id} ({lease.state})", found, lease.story)
+            raise InvariantViolated(number, f"lease {lease.id} ({lease.state})", _told(found), lease.story)
 
-    waiting = {w for w in _LEASE_WAITS if s.timers.waiting(w, lease.id)}
-    workers = s.fleet.of_lease(lease.id)
-    require(7, {w.id for w in workers} == set(lease.workers), f"workers {lease.workers}, found {len(workers)}")
+    waiting, workers = waits & _LEASE_WAITS, s.fleet.of_lease(lease.id)
+    require(7, {w.id for w in workers} == set(lease.workers), lambda: f"workers {lease.workers}, found {len(workers)}")
     match lease.state:
         case LeaseState.REQUESTED:
-            require(12, waiting == {"grant"}, f"waits for {sorted(waiting)}")
+            require(12, waiting == {"grant"}, lambda: f"waits for {sorted(waiting)}")
         case LeaseState.RELEASING:
-            require(12, waiting == {"release"}, f"waits for {sorted(waiting)}")
+            require(12, waiting == {"release"}, lambda: f"waits for {sorted(waiting)}")
             require(7, lease.leaving, "is released, but its workers may stay")
         case _:
             require(7, any(w.state is not WorkerState.GONE for w in workers), "is held although nobody is left on it")
             expiry = {"expiry"} if lease.expires_at_ns is not None else set[str]()
             planned = {"succession"} if expiry and not lease.leaving else set[str]()
-            require(12, waiting - planned == expiry, f"waits for {sorted(waiting)}")
+            require(12, waiting - planned == expiry, lambda: f"waits for {sorted(waiting)}")
             ended = lease.expires_at_ns is not None and lease.expires_at_ns <= s.now_ns
-            require(5, not ended, f"is believed past its end at {lease.expires_at_ns}")
+            require(5, not ended, lambda: f"is believed past its end at {lease.expires_at_ns}")
 
 
 def _check_scoring(s: Scheduler, scoring: Scoring) -> None:
@@ -240,24 +272,33 @@ def _check_step(s: Scheduler) -> None:
     if s.phase is Phase.RUNNING and training != ([s.training] if s.training else []):
         raise InvariantViolated(3, f"step {s.step.number}", f"{training} are training, the trainer is at {s.training}")
     for group in s.step.groups.values():
-        name = f"group {group.id} ({group.state})"
-        if (group.state is GroupState.RUNNING) is not bool(group.unfinished) and group.state is not GroupState.DROPPED:
-            raise InvariantViolated(3, name, f"unfinished: {group.unfinished}", group.story)
-        if (group.state is GroupState.DROPPED) is not bool(group.drop_reason):
-            raise InvariantViolated(3, name, f"drop reason {group.drop_reason!r}", group.story)
-        if any(reward - reward != 0 for reward in group.finished.values()):
-            raise InvariantViolated(11, name, f"rewards {group.finished}", group.story)
+        _check_group(group)
         _check_staleness(s, group, s.step.version)
     slots = [group.slot for group in s.step.groups.values() if group.slot is not None]
     if sorted([*slots, *s.step.free_slots]) != list(range(s.plan.groups)):
         raise InvariantViolated(3, f"step {s.step.number}", f"slots {slots} filled, {s.step.free_slots} free")
 
 
+def _check_group(group: Group) -> None:
+    def require(number: int, holds: bool, found: Found) -> None:
+        if not holds:
+            raise InvariantViolated(number, f"group {group.id} ({group.state})", _told(found), group.story)
+
+    unfinished = None in group.members.values()
+    runs = (group.state is GroupState.RUNNING) is unfinished or group.state is GroupState.DROPPED
+    require(3, runs, lambda: f"unfinished: {group.unfinished}")
+    require(3, (group.state is GroupState.DROPPED) is bool(group.drop_reason), lambda: f"reason {group.drop_reason!r}")
+    scored = all(reward - reward == 0 for reward in group.members.values() if isinstance(reward, float))
+    require(11, scored, lambda: f"rewards {group.finished}")
+
+
 def _check_staleness(s: Scheduler, group: Group, trained_at: int) -> None:
     """What is trained on, or may yet be, is within the bound; what is not has been dropped."""
+    if group.state is GroupState.DROPPED:
+        return
     tokens = [group.oldest_token, *(s.turns.oldest_token(trajectory) for trajectory in group.unfinished)]
     oldest = min((version for version in tokens if version is not None), default=trained_at)
-    if group.state is not GroupState.DROPPED and trained_at - oldest > s.plan.staleness_bound:
+    if trained_at - oldest > s.plan.staleness_bound:
         found = f"has tokens of version {oldest}, is trained on at {trained_at} at the earliest"
         raise InvariantViolated(4, f"group {group.id} ({group.state})", found, group.story)
 
@@ -284,14 +325,14 @@ def _check_trainer(s: Scheduler) -> None:
         raise InvariantViolated(9, "the trainer's device", "sleeps while nobody else can go on", trainer.story)
 
 
-def _check_waits(s: Scheduler) -> None:
+def _check_waits(s: Scheduler, waits: list[Wait]) -> None:
     """Every wait is about something that is there, and none is overdue."""
-    for wait in s.timers.waits():
+    for wait in waits:
         if not _known(s, wait.what, wait.key):
             raise InvariantViolated(12, f"wait {wait.what} of {wait.key}", "is left behind")
         if wait.until_ns < s.now_ns:
             raise InvariantViolated(12, f"wait {wait.what} of {wait.key}", f"was due at {wait.until_ns}")
-    if not s.timers.waits():
+    if not waits:
         raise InvariantViolated(12, "the run", "waits for nothing")
 
 
@@ -304,19 +345,11 @@ def _known(s: Scheduler, what: str, key: str) -> bool:
         return key in s.turns.live
     if what in ("score", "score again"):
         return key in s.scorings
-    if what == "capacity":
+    if what in ("capacity", "reseed"):
         return s.turns.head() is not None
     if what == "back-off":
         return key in s.leases.offers
-    return {
-        "start": s.phase is Phase.STARTING,
-        "stop": s.phase is Phase.STOPPING,
-        "balance": s.phase is Phase.RUNNING,
-        "seeding": s.phase is Phase.RUNNING,
-        "reseed": s.turns.head() is not None,
-        "waking": s.phase is Phase.RUNNING,
-        "training": s.phase is Phase.RUNNING,
-    }[what]
+    return s.phase is _WAITS_OF_A_PHASE[what]
 
 
 def _check_ended(s: Scheduler) -> None:

@@ -15,6 +15,9 @@ ANSWER_NS = (1 * MS, 300 * MS)
 LATE_END_NS = (1 * MS, 2000 * MS)
 """How long after an expiry the provider gets round to saying so."""
 
+LONGEST_SILENCE_NS = 3000 * MS
+SILENCE_APART_NS = 6000 * MS
+
 
 @dataclass(slots=True)
 class Held:
@@ -54,7 +57,7 @@ class SimulatedProvider:
         self.held: dict[LeaseId, Held] = {}
         self._market = market
         self._closed_until_ns: Nanoseconds = 0
-        self._silent_until_ns: Nanoseconds = 0
+        self._silent_until_ns: Nanoseconds = -SILENCE_APART_NS
 
     @property
     def reliable(self) -> bool:
@@ -130,7 +133,10 @@ class SimulatedProvider:
         self._market.loop.at(self._closed_until_ns, self.offer)
 
     def fall_silent(self, duration_ns: Nanoseconds) -> None:
-        self._silent_until_ns = max(self._silent_until_ns, self._market.loop.now_ns + duration_ns)
+        """Hear and say nothing for a while, and not again soon: a run's end does not wait for its leases for ever."""
+        now_ns = self._market.loop.now_ns
+        if now_ns >= self._silent_until_ns + SILENCE_APART_NS:
+            self._silent_until_ns = now_ns + min(duration_ns, LONGEST_SILENCE_NS)
 
     def end_all(self) -> None:
         """End whatever is held or asked for, and tell nobody."""
