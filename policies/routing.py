@@ -45,7 +45,7 @@ class AffinityRouting(msgspec.Struct, frozen=True):
 
     def route(self, turn: TurnView, fleet: FleetView) -> WorkerId | None:
         affine = _affine(turn, fleet)
-        if affine is not None and not self._weighs([affine]):
+        if affine is not None and not (self.hardware and _declared(affine.kind)):
             return affine.id
         for role in FALL_BACK:
             workers = fleet.least_loaded(role, turn.oldest_version)
@@ -57,7 +57,7 @@ class AffinityRouting(msgspec.Struct, frozen=True):
         return affine.id if affine is not None else None
 
     def _weighs(self, workers: Sequence[WorkerView]) -> bool:
-        return self.hardware and all(work_s(worker.kind, 1, 1) is not None for worker in workers)
+        return self.hardware and all(_declared(worker.kind) for worker in workers)
 
 
 def cost(turn: TurnView, worker: WorkerView) -> float:
@@ -78,6 +78,10 @@ def work_s(kind: WorkerKind, prefill_tokens: float, decode_tokens: float) -> flo
     if kind.tflops is None or kind.memory_gb_per_s is None:
         return None
     return prefill_tokens / (kind.tflops * 1e12) + decode_tokens / (DECODE_BATCH * kind.memory_gb_per_s * 1e9)
+
+
+def _declared(kind: WorkerKind) -> bool:
+    return kind.tflops is not None and kind.memory_gb_per_s is not None
 
 
 def _affine(turn: TurnView, fleet: FleetView) -> WorkerView | None:

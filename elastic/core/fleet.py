@@ -67,7 +67,10 @@ class Worker:
 
 
 class Fleet:
-    """Workers by id and by lease. `reindex` must follow every change of a worker's version, credit or load."""
+    """Workers by id and by lease. `reindex` must follow every change of a worker's version, credit or load.
+
+    Loads change several times in most events and are asked for in few: they are put in order when they are.
+    """
 
     def __init__(self, max_pending: int) -> None:
         self.workers: dict[WorkerId, Worker] = {}
@@ -77,6 +80,7 @@ class Fleet:
         self._of_lease: dict[LeaseId, dict[WorkerId, Worker]] = {}
         self._loads: dict[_Place, SortedList[_Load]] = {}
         self._indexed: dict[WorkerId, tuple[_Place, _Load]] = {}
+        self._out_of_order: dict[WorkerId, Worker] = {}
         self._helpers: dict[int, int] = {}
         self._helping: dict[WorkerId, tuple[int, int]] = {}
         self.helping_credits = 0
@@ -110,27 +114,27 @@ class Fleet:
     def assign(self, worker: Worker, turn: TurnId) -> None:
         worker.turns[turn] = False
         worker.pending += 1
-        self._reindex_load(worker)
+        self._out_of_order[worker.id] = worker
 
     def begin(self, worker: Worker, turn: TurnId) -> None:
         """The worker's first token of the turn has come: it is pending no longer."""
         if worker.turns.get(turn) is False:
             worker.turns[turn] = True
             worker.pending -= 1
-            self._reindex_load(worker)
+            self._out_of_order[worker.id] = worker
 
     def unassign(self, worker: Worker, turn: TurnId) -> None:
         begun = worker.turns.pop(turn, None)
         if begun is not None:
             worker.pending -= not begun
-            self._reindex_load(worker)
+            self._out_of_order[worker.id] = worker
 
     def unassign_all(self, worker: Worker) -> list[TurnId]:
         """Take all turns off the worker; returns them."""
         turns = list(worker.turns)
         worker.turns.clear()
         worker.pending = 0
-        self._reindex_load(worker)
+        self._out_of_order[worker.id] = worker
         return turns
 
     def has_room(self, worker: Worker) -> bool:
@@ -147,7 +151,13 @@ class Fleet:
             return None
         return record if self.has_room(record) else None
 
+    def any_room(self) -> bool:
+        """Whether anybody at all could take one more turn of some version."""
+        self._put_in_order()
+        return bool(self._loads)
+
     def least_loaded(self, role: WorkerRole, oldest_version: int) -> list[Worker]:
+        self._put_in_order()
         best: dict[WorkerKind, _Load] = {}
         for (indexed_role, kind, version), loads in self._loads.items():
             if indexed_role is role and version >= oldest_version and (kind not in best or loads[0] < best[kind]):
@@ -161,12 +171,17 @@ class Fleet:
 
     def helped(self, oldest_version: int) -> bool:
         """Whether any worker but the trainer's device is of use, even if it has no room just now."""
-        return any(version >= oldest_version for version in self._helpers)
+        return bool(self._helpers) and max(self._helpers) >= oldest_version
 
     def reindex(self, worker: Worker) -> None:
         """Bring the index up to date after anything about the worker's room has changed."""
-        self._reindex_load(worker)
+        self._out_of_order[worker.id] = worker
         self._reindex_help(worker)
+
+    def _put_in_order(self) -> None:
+        for worker in self._out_of_order.values():
+            self._reindex_load(worker)
+        self._out_of_order.clear()
 
     def _reindex_load(self, worker: Worker) -> None:
         entry, wanted = self._indexed.get(worker.id), self._load_entry(worker)
@@ -213,6 +228,7 @@ class Fleet:
 
     def stale_index(self) -> str:
         """What of the index differs from a recomputation; empty when it is right."""
+        self._put_in_order()
         loads = {w.id: entry for w in self.workers.values() if (entry := self._load_entry(w)) is not None}
         if loads != self._indexed:
             return f"load index {self._indexed}, should be {loads}"

@@ -70,8 +70,8 @@ class Ledger:
         book = self.books.get(worker)
         if book is None or book.closed_ns is not None:
             return
-        fresh = {a: ns - book.credited_ns.get(a, 0) for a, ns in sorted(accounts_ns.items())}
-        fresh = {a: ns for a, ns in fresh.items() if ns > 0}
+        grown = [account for account, ns in accounts_ns.items() if ns > book.credited_ns.get(account, 0)]
+        fresh = {account: accounts_ns[account] - book.credited_ns.get(account, 0) for account in sorted(grown)}
         total_ns = sum(fresh.values())
         room_ns = now_ns - book.cursor_ns
         if not book.reported:

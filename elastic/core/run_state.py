@@ -46,6 +46,9 @@ class Phase(StrEnum):
     ENDED = "ended"
 
 
+_ACTIVE = (Phase.STARTING, Phase.RUNNING)
+
+
 class Part(Protocol):
     """What the scheduler composes: who hears which events, and who is called when which wait is over."""
 
@@ -84,7 +87,7 @@ class RunState:
     @property
     def active(self) -> bool:
         """Whether the run still wants capacity and results."""
-        return not self.over and self.phase in (Phase.STARTING, Phase.RUNNING)
+        return not self.over and self.phase in _ACTIVE
 
     def fail(self, cause: str) -> None:
         """End the run for this cause, unless it is ending already."""

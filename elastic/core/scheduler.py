@@ -75,7 +75,8 @@ class Scheduler:
         run = self._run
         if run.phase is Phase.ENDED:
             return []
-        run.now_ns = max(run.now_ns, now_ns)
+        if now_ns > run.now_ns:
+            run.now_ns = now_ns
         self._handlers[type(event)](event)
         for what, key in run.timers.pop_due(run.now_ns):
             self._due[what](key)
@@ -88,8 +89,10 @@ class Scheduler:
         run = self._run
         if run.phase is Phase.ENDED:
             return
-        self._lease_desk.release_vacated()
-        self._lease_desk.plan_successions()
+        if run.vacated:
+            self._lease_desk.release_vacated()
+        if run.leases.newly_ready:
+            self._lease_desk.plan_successions()
         if run.active:
             self._group_desk.take_rewards()
             self._lease_desk.follow_bound()

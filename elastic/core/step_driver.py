@@ -53,8 +53,8 @@ class StepDriver:
 
     def advance(self) -> None:
         """Move the trainer's device between generating and training, and the step towards its end."""
-        run = self._run
-        if run.phase is Phase.STARTING and self._device.mode is TrainerMode.AWAKE:
+        run, mode = self._run, self._device.mode
+        if run.phase is Phase.STARTING and mode is TrainerMode.AWAKE:
             self._begin()
         step = run.step
         if step is None or not run.active:
@@ -64,9 +64,9 @@ class StepDriver:
             self._groups.drop_surplus(step)
         head = run.turns.head()
         helped = run.fleet.helped(head.oldest_version if head else run.oldest_version)
-        if self._device.mode is TrainerMode.AWAKE:
+        if mode is TrainerMode.AWAKE:
             self._end_seeding_if_due(step, helped)
-        elif self._device.mode is TrainerMode.ASLEEP:
+        elif mode is TrainerMode.ASLEEP:
             self._use_sleeping_device(step, helped)
         self._measure(step)
 
@@ -81,11 +81,11 @@ class StepDriver:
             self._train_next(step)
 
     def _measure(self, step: Step) -> None:
-        run = self._run
+        run, free = self._run, self._device.free
         step.meter.look(
             run.now_ns,
-            training=run.timers.waiting("training", "trainer"),
-            waiting=self._device.free and not step.rollouts_done,
+            training=not free and run.timers.waiting("training", "trainer"),
+            waiting=free and not step.rollouts_done,
             workers=run.fleet.helping_workers,
             credits=run.fleet.helping_credits,
         )

@@ -16,12 +16,20 @@ class Wait(NamedTuple):
     until_ns: Nanoseconds
 
 
+LEAST_COMPACTED = 64
+"""Entries that the heap may have, however few waits there are."""
+
+
 class Timers:
-    """Deadlines by (what, key). Putting one off is a dictionary write, since that happens with every token."""
+    """Deadlines by (what, key). Putting one off is a dictionary write, since that happens with every token.
+
+    The heap has one true entry a name, no later than its deadline; waits that are over leave theirs behind, until
+    it comes to the top or most of the heap is like it.
+    """
 
     def __init__(self) -> None:
         self._waits: dict[tuple[str, str], tuple[Nanoseconds, Nanoseconds]] = {}
-        self._heap: list[tuple[Nanoseconds, str, str]] = []
+        self._heap: list[tuple[Nanoseconds, tuple[str, str]]] = []
         self._queued: dict[tuple[str, str], Nanoseconds] = {}
 
     def set(self, what: str, key: str, now_ns: Nanoseconds, after_ns: Nanoseconds) -> None:
@@ -32,7 +40,14 @@ class Timers:
         queued_ns = self._queued.get(name)
         if queued_ns is None or queued_ns > until_ns:
             self._queued[name] = until_ns
-            heapq.heappush(self._heap, (until_ns, what, key))
+            heapq.heappush(self._heap, (until_ns, name))
+            if len(self._heap) > 2 * len(self._waits) + LEAST_COMPACTED:
+                self._compact()
+
+    def _compact(self) -> None:
+        self._queued = {name: at_ns for name, at_ns in self._queued.items() if name in self._waits}
+        self._heap = [(at_ns, name) for name, at_ns in self._queued.items()]
+        heapq.heapify(self._heap)
 
     def clear(self, what: str, key: str) -> None:
         self._waits.pop((what, key), None)
@@ -48,10 +63,10 @@ class Timers:
     def pop_due(self, now_ns: Nanoseconds) -> Iterator[tuple[str, str]]:
         """Waits whose deadline has come, each removed as it is yielded, in a fixed order."""
         while self._settle() and self._heap[0][0] <= now_ns:
-            _, what, key = heapq.heappop(self._heap)
-            del self._queued[(what, key)]
-            del self._waits[(what, key)]
-            yield what, key
+            _, name = heapq.heappop(self._heap)
+            del self._queued[name]
+            del self._waits[name]
+            yield name
 
     def next_ns(self) -> Nanoseconds | None:
         return self._heap[0][0] if self._settle() else None
@@ -59,19 +74,18 @@ class Timers:
     def _settle(self) -> bool:
         """Bring a true deadline to the top of the heap; False when there is none."""
         while self._heap:
-            at_ns, what, key = self._heap[0]
-            name = (what, key)
+            at_ns, name = self._heap[0]
             wait = self._waits.get(name)
+            if wait is not None and wait[1] == at_ns:
+                return True
             if self._queued.get(name) != at_ns:
                 heapq.heappop(self._heap)
             elif wait is None:
                 heapq.heappop(self._heap)
                 del self._queued[name]
-            elif wait[1] > at_ns:
-                heapq.heapreplace(self._heap, (wait[1], what, key))
-                self._queued[name] = wait[1]
             else:
-                return True
+                heapq.heapreplace(self._heap, (wait[1], name))
+                self._queued[name] = wait[1]
         return False
 
     def waits(self) -> list[Wait]:

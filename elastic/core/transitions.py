@@ -1,6 +1,5 @@
 """Legal transitions and the stories of things: what may follow what, and how a thing came to where it is."""
 
-from collections import deque
 from collections.abc import Mapping
 from enum import StrEnum
 
@@ -68,10 +67,12 @@ class Story:
     __slots__ = ("_chapters",)
 
     def __init__(self) -> None:
-        self._chapters: deque[tuple[Nanoseconds, StrEnum, StrEnum, str, str]] = deque(maxlen=STORY_LENGTH)
+        self._chapters: list[tuple[Nanoseconds, StrEnum, StrEnum, str, str]] = []
 
     def tell(self, now_ns: Nanoseconds, start: StrEnum, finish: StrEnum, cause: str, detail: str = "") -> None:
         self._chapters.append((now_ns, start, finish, cause, detail))
+        if len(self._chapters) > STORY_LENGTH:
+            del self._chapters[0]
 
     @property
     def chapters(self) -> tuple[tuple[Nanoseconds, StrEnum, StrEnum, str, str], ...]:

@@ -13,6 +13,8 @@ from elastic.core.run_state import RunState
 from elastic.core.turns import Turn
 from elastic.core.types import FinishReason, Progress, TrajectoryId, TurnState, WorkerId
 
+_ENDS = (FinishReason.STOP, FinishReason.LENGTH)
+
 
 class TurnDesk:
     def __init__(self, run: RunState) -> None:
@@ -47,7 +49,9 @@ class TurnDesk:
         """A queued turn that somebody can take, the oldest request first."""
         run = self._run
         for turn in run.turns.heads():
-            chosen = self._destination(turn) or run.policies.routing.route(turn, run.fleet)
+            chosen = self._destination(turn)
+            if chosen is None and run.fleet.any_room():
+                chosen = run.policies.routing.route(turn, run.fleet)
             if chosen is not None:
                 return turn, run.fleet.workers[chosen]
         return None
@@ -111,7 +115,7 @@ class TurnDesk:
         conversation = run.turns.conversations[turn.trajectory]
         if chunk.count and (conversation.oldest_token is None or chunk.version < conversation.oldest_token):
             conversation.oldest_token = chunk.version
-        if chunk.finish in (FinishReason.STOP, FinishReason.LENGTH) or turn.accepted == turn.max_new_tokens:
+        if chunk.finish in _ENDS or turn.accepted == turn.max_new_tokens:
             run.turns.served(turn, worker.id)
             self._close(turn, TurnState.FINISHED, chunk.finish or FinishReason.LENGTH)
             run.out.append(c.FinishTurn(turn=turn.id))

@@ -77,10 +77,15 @@ class Turns:
         tag: str = "",
     ) -> Turn | None:
         """Queue a new turn; None for one that its trajectory has asked for before, whatever became of it."""
-        conversation = self.conversations.setdefault(trajectory, Conversation())
+        conversation = self.conversations.get(trajectory)
+        if conversation is None:
+            conversation = self.conversations[trajectory] = Conversation()
         if turn in conversation.turns or turn in self.live:
             return None
         conversation.turns[turn] = None
+        demand = self.demands.get(tag)
+        if demand is None:
+            demand = self.demands[tag] = Demand()
         record = Turn(
             turn,
             trajectory,
@@ -90,7 +95,7 @@ class Turns:
             order=self._requested,
             affine_worker=conversation.affine_worker,
             affine_tokens=conversation.affine_tokens,
-            demand=self.demands.setdefault(tag, Demand()),
+            demand=demand,
         )
         self._requested += 1
         self.live[turn] = record
@@ -142,11 +147,18 @@ class Turns:
 
     def head(self) -> Turn | None:
         """The queued turn that was requested first."""
-        return next(iter(self.heads()), None)
+        heads = self.heads()
+        return heads[0] if heads else None
 
     def heads(self) -> list[Turn]:
         """Of the queued turns with the same needs the one that was requested first, the oldest of these first."""
-        heads = [turn for needs in list(self._queues) if (turn := self._head_of(needs)) is not None]
+        if not self._queues:
+            return []
+        heads: list[Turn] = []
+        for needs in list(self._queues):
+            turn = self._head_of(needs)
+            if turn is not None:
+                heads.append(turn)
         return sorted(heads, key=lambda turn: turn.order) if len(heads) > 1 else heads
 
     def _head_of(self, oldest_version: int) -> Turn | None:
@@ -154,8 +166,12 @@ class Turns:
         while queue:
             order, turn_id = queue[0]
             turn = self.live.get(turn_id)
-            key = (turn.order, turn.oldest_version) if turn is not None else None
-            if turn is not None and turn.state is TurnState.QUEUED and key == (order, oldest_version):
+            if (
+                turn is not None
+                and turn.state is TurnState.QUEUED
+                and turn.order == order
+                and turn.oldest_version == oldest_version
+            ):
                 return turn
             heapq.heappop(queue)
         del self._queues[oldest_version]

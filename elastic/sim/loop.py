@@ -23,7 +23,9 @@ class EventLoop:
         self._heap: list[tuple[Nanoseconds, int, int, Callable[[], None]]] = []
 
     def at(self, when_ns: Nanoseconds, action: Callable[[], None], priority: Priority = Priority.EVENT) -> None:
-        heapq.heappush(self._heap, (max(when_ns, self.now_ns), priority, self._sequence, action))
+        if when_ns < self.now_ns:
+            when_ns = self.now_ns
+        heapq.heappush(self._heap, (when_ns, priority, self._sequence, action))
         self._sequence += 1
 
     def after(self, delay_ns: Nanoseconds, action: Callable[[], None]) -> None:
@@ -31,6 +33,7 @@ class EventLoop:
 
     def run(self, until_ns: Nanoseconds, done: Callable[[], bool]) -> None:
         """Take actions until `done`, until none is left, or until time would pass `until_ns`."""
-        while not done() and self._heap and self._heap[0][0] <= until_ns:
-            self.now_ns, _, _, action = heapq.heappop(self._heap)
+        heap = self._heap
+        while not done() and heap and heap[0][0] <= until_ns:
+            self.now_ns, _, _, action = heapq.heappop(heap)
             action()

@@ -9,7 +9,9 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
 
 from elastic.core.types import NS_PER_S, Account, FinishReason, Nanoseconds, Progress, TurnId
 from elastic.sim.loop import EventLoop
@@ -84,15 +86,36 @@ class Share(Protocol):
         ...
 
 
-class _Span(NamedTuple):
-    """`iterations` equal ones from `begin_ns` on; number i takes `first_s + i * growth_s`."""
+_Shares = Sequence[tuple[Account, float]]
+_DECODE_ONLY: _Shares = ((Account.DECODE, 1.0),)
+
+
+@dataclass(slots=True)
+class _Span:
+    """`iterations` equal ones from `begin_ns` on, all of which take `whole_ns`; number i `first_s + i * growth_s`."""
 
     begin_ns: Nanoseconds
     iterations: int
     first_s: float
     growth_s: float
-    shares: dict[Account, float]
-    prefill: tuple[tuple[Job, int], ...]
+    shares: _Shares
+    prefill: Sequence[tuple[Job, int]]
+    whole_ns: Nanoseconds = 0
+
+    def __post_init__(self) -> None:
+        self.whole_ns = self.length_ns(self.iterations)
+
+    def keep_first(self) -> None:
+        """Nothing is done after the first iteration."""
+        self.iterations = 1
+        self.whole_ns = self.length_ns(1)
+
+    def drop_first(self, iterations: int) -> None:
+        """They are over: the span begins where they end."""
+        self.begin_ns += self.length_ns(iterations)
+        self.first_s += iterations * self.growth_s
+        self.iterations -= iterations
+        self.whole_ns = self.length_ns(self.iterations)
 
     def length_ns(self, iterations: int) -> Nanoseconds:
         n = iterations
@@ -100,6 +123,8 @@ class _Span(NamedTuple):
 
     def done_by(self, elapsed_ns: Nanoseconds) -> int:
         """Whole iterations in a time."""
+        if elapsed_ns >= self.whole_ns:
+            return self.iterations
         elapsed_s = elapsed_ns / NS_PER_S
         if self.growth_s <= CREEP:
             count = int(elapsed_s / self.first_s)
@@ -264,7 +289,8 @@ class EngineModel:
             if self._span is None:
                 self._plan()
             elif self._span.iterations > 1:
-                self._run_span(self._span._replace(iterations=1))
+                self._span.keep_first()
+                self._run_span(self._span)
 
     def _plan(self) -> None:
         """At a boundary: admit, and begin the next span."""
@@ -309,24 +335,14 @@ class EngineModel:
                 again += count
             else:
                 plain += count
-        decode_s = rates.decode_s(batch) if batch else 0.0
-        decode_s += rates.context_s * self._context_tokens if batch else 0.0
+        decode_s = rates.decode_s(batch) + rates.context_s * self._context_tokens if batch else 0.0
         growth_s = rates.context_s * batch if rates.context_s * batch > CREEP else 0.0
         plain_s, again_s = plain / rates.prefill_tokens_per_s, again / rates.prefill_tokens_per_s
-        total_s = decode_s + plain_s + again_s + rates.overhead_s
-        shares = {Account.DECODE: decode_s, Account.PREFILL: plain_s, Account.RECOMPUTE: again_s}
-        whole_s = decode_s + plain_s + again_s
+        work_s = decode_s + plain_s + again_s
+        shares = _shares(work_s, decode_s, plain_s, again_s) if prefill else _DECODE_ONLY
+        iterations = self._equal_iterations(prefill, batch)
         self._charge()
-        self._run_span(
-            _Span(
-                self._loop.now_ns,
-                self._equal_iterations(prefill, batch),
-                total_s,
-                growth_s,
-                {account: cost / whole_s for account, cost in shares.items() if cost},
-                tuple(prefill),
-            )
-        )
+        self._run_span(_Span(self._loop.now_ns, iterations, work_s + rates.overhead_s, growth_s, shares, prefill))
 
     def _equal_iterations(self, prefill: list[tuple[Job, int]], batch: int) -> int:
         count = 1 << 30
@@ -337,8 +353,7 @@ class EngineModel:
             left = job.prefill_left // chunk if chunk else 0
             count = 1 if more or job.prefill_left <= chunk else max(1, left - (job.prefill_left % chunk == 0))
         if batch:
-            self._drop_stale_finishes()
-            count = min(count, max(1, self._finishes[0][0] - self._clock))
+            count = min(count, max(1, self._next_finish() - self._clock))
             room = self._rates.kv_tokens - self._used_tokens
             count = min(count, max(1, room // batch))
         return count
@@ -346,8 +361,7 @@ class EngineModel:
     def _run_span(self, span: _Span) -> None:
         self._span = span
         self._generation += 1
-        generation = self._generation
-        self._loop.at(span.begin_ns + span.length_ns(span.iterations), lambda: self._span_over(generation))
+        self._loop.at(span.begin_ns + span.whole_ns, partial(self._span_over, self._generation))
 
     def _span_over(self, generation: int) -> None:
         if generation == self._generation and not self._closed:
@@ -375,23 +389,20 @@ class EngineModel:
         if done == span.iterations:
             self._span = None  # Its event still comes, and plans what follows.
         else:
-            begin_ns = span.begin_ns + span.length_ns(done)
-            self._span = span._replace(
-                begin_ns=begin_ns, iterations=span.iterations - done, first_s=span.first_s + done * span.growth_s
-            )
-        chunks = self._finished() + self._prefilled(span, done)
+            span.drop_first(done)
+        chunks = self._finished()
+        if span.prefill:
+            chunks += self._prefilled(span, done)
         if chunks:
             self._emit(chunks)
         self._release_if_idle()
 
     def _finished(self) -> list[Progress]:
         chunks: list[Progress] = []
-        while True:
-            self._drop_stale_finishes()
-            if not self._finishes or self._finishes[0][0] > self._clock:
-                return chunks
+        while self._decoding and self._next_finish() <= self._clock:
             job = heapq.heappop(self._finishes)[2]
             chunks.append(self._ended(job, job.finish))
+        return chunks
 
     def _prefilled(self, span: _Span, done: int) -> list[Progress]:
         chunks: list[Progress] = []
@@ -424,13 +435,13 @@ class EngineModel:
         self._sequence += 1
         heapq.heappush(self._finishes, (job.joined + job.length, self._sequence, job))
 
-    def _drop_stale_finishes(self) -> None:
-        while self._finishes and self._stale(self._finishes[0]):
+    def _next_finish(self) -> int:
+        """The clock at which the first of the decoding jobs ends; entries of those that left are dropped."""
+        while True:
+            at, _, job = self._finishes[0]
+            if job.decoding and job.joined + job.length == at:
+                return at
             heapq.heappop(self._finishes)
-
-    def _stale(self, entry: tuple[int, int, Job]) -> bool:
-        at, _, job = entry
-        return not job.decoding or job.joined + job.length != at
 
     # Sequences
 
@@ -546,20 +557,27 @@ class EngineModel:
         if elapsed_ns <= 0:
             return
         self._charged_ns = now_ns
-        if self._span is not None:
-            shares: dict[Account, float] = self._span.shares
-        elif self._applying:
-            shares = {Account.APPLYING: 1.0}
-        elif self.asleep:
-            shares = {Account.ASLEEP: 1.0}
-        elif self._waits_for_device:
-            shares = {Account.SERVING: 1.0}
+        accounts_ns, left_ns = self.accounts_ns, elapsed_ns
+        if self._span is None:
+            last = self._resting_account()
         else:
-            shares = {self.idle_account: 1.0}
-        left_ns = elapsed_ns
-        *others, last = shares.items()
-        for account, part in others:
-            ns = min(left_ns, round(elapsed_ns * part))
-            self.accounts_ns[account] = self.accounts_ns.get(account, 0) + ns
-            left_ns -= ns
-        self.accounts_ns[last[0]] = self.accounts_ns.get(last[0], 0) + left_ns
+            *others, (last, _) = self._span.shares
+            for account, part in others:
+                ns = min(left_ns, round(elapsed_ns * part))
+                accounts_ns[account] = accounts_ns.get(account, 0) + ns
+                left_ns -= ns
+        accounts_ns[last] = accounts_ns.get(last, 0) + left_ns
+
+    def _resting_account(self) -> Account:
+        """Where the time between spans goes."""
+        if self._applying:
+            return Account.APPLYING
+        if self.asleep:
+            return Account.ASLEEP
+        return Account.SERVING if self._waits_for_device else self.idle_account
+
+
+def _shares(work_s: float, decode_s: float, plain_s: float, again_s: float) -> _Shares:
+    """How the accounts divide the time of a mixed iteration: by what each part costs."""
+    costs = ((Account.DECODE, decode_s), (Account.PREFILL, plain_s), (Account.RECOMPUTE, again_s))
+    return [(account, cost_s / work_s) for account, cost_s in costs if cost_s]

@@ -9,6 +9,7 @@ import math
 import tomllib
 from bisect import bisect_left
 from collections.abc import Mapping
+from functools import cached_property
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ class Number(msgspec.Struct, frozen=True):
     high: float | None = None
 
 
-class EngineRates(msgspec.Struct, frozen=True, kw_only=True):
+class EngineRates(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """An engine on its device. `decode_step_s` maps batch sizes to the time of one iteration, linear in between.
 
     `context_s` is what each token of context in the batch adds to an iteration, `overhead_s` what every one costs.
@@ -53,7 +54,18 @@ class EngineRates(msgspec.Struct, frozen=True, kw_only=True):
     max_batch: int
     max_pending: int
 
+    @cached_property
+    def _known_decode_s(self) -> dict[int, float]:
+        return {}
+
     def decode_s(self, batch: int) -> float:
+        """One iteration's time at a batch size, without its context."""
+        known_s = self._known_decode_s.get(batch)
+        if known_s is None:
+            known_s = self._known_decode_s[batch] = self._interpolated_s(batch)
+        return known_s
+
+    def _interpolated_s(self, batch: int) -> float:
         sizes = sorted(self.decode_step_s)
         if batch <= sizes[0] or len(sizes) == 1:
             return self.decode_step_s[sizes[0]]

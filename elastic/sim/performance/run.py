@@ -4,14 +4,17 @@ Commands are carried out by models of workers, providers, environments and the t
 as events when its time has passed. Nothing here decides anything that the core decides live.
 """
 
+import contextlib
+import gc
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from elastic.core import commands as c
 from elastic.core import events as e
-from elastic.core.scheduler import Phase, Scheduler
+from elastic.core.scheduler import Scheduler
 from elastic.core.types import (
     NS_PER_S,
     EndCause,
@@ -32,6 +35,11 @@ from elastic.sim.performance.profile import EngineRates, Profile
 from elastic.sim.performance.relay import Relay
 from elastic.sim.performance.worker import WorkerModel
 from providers.base import ProviderSettings
+
+_DEPARTURES = (e.LeaseEnded, e.WorkerDisconnected)
+COLLECTED_AFTER = 100_000
+"""Objects made before the collector looks for cycles among them: there are next to none, so looking is a waste."""
+_GIVEN_UP = (FinishReason.ABORTED, FinishReason.STALLED, FinishReason.ERROR)
 
 
 class SimulationError(Exception):
@@ -161,6 +169,7 @@ class SimulatedRun:
         self._inbox: deque[e.Event] = deque()
         self._handling = False
         self._wake_up_ns: Nanoseconds | None = None
+        self._over = False
         self._execute: dict[type[c.Command], Callable[[Any], None]] = {
             c.AcquireLease: self._acquire_lease,
             c.ReleaseLease: lambda k: self._markets[k.provider].release(k.lease),
@@ -185,8 +194,9 @@ class SimulatedRun:
         for market in self._markets.values():
             self.loop.after(0, market.start)
         self._sample_every(sample, sample_ns, 0)
-        self.loop.run(self._settings.horizon_ns, lambda: self.scheduler.phase is Phase.ENDED)
-        if self.scheduler.phase is not Phase.ENDED:
+        with _rare_collections():
+            self.loop.run(self._settings.horizon_ns, lambda: self._over)
+        if not self._over:
             waits = ", ".join(
                 f"{w.what} of {w.key} since {w.since_ns / NS_PER_S:.1f} s" for w in self.scheduler.timers.waits()
             )
@@ -212,14 +222,16 @@ class SimulatedRun:
     # To and from the core
 
     def tell(self, event: e.Event) -> None:
-        self.loop.after(self.message_ns, lambda: self.feed(event))
+        self.loop.after(self.message_ns, partial(self.feed, event))
 
     def feed(self, event: e.Event) -> None:
-        self._inbox.append(event)
+        """The event reaches the core now, or after the one that is being handled."""
         if self._handling:
+            self._inbox.append(event)
             return
         self._handling = True
         try:
+            self._handle(event)
             while self._inbox:
                 self._handle(self._inbox.popleft())
         finally:
@@ -230,16 +242,15 @@ class SimulatedRun:
         now_ns = self.loop.now_ns
         self.events += 1
         self._chronicle.event(event, now_ns)
-        if isinstance(event, e.LeaseEnded | e.WorkerDisconnected):
+        if isinstance(event, _DEPARTURES):
             self._note_departure(event)
         for command in self.scheduler.handle(event, now_ns):
-            if isinstance(command, c.AcceptTokens):
-                assert isinstance(event, e.TokensReceived)
-                self._accept(event, command)
-                continue
             execute = self._execute.get(type(command))
             if execute is not None:
                 execute(command)
+            elif isinstance(command, c.AcceptTokens):
+                assert isinstance(event, e.TokensReceived)
+                self._accept(event, command)
             else:
                 worker = self._workers.get(getattr(command, "worker", ""))
                 if worker is not None:
@@ -249,7 +260,7 @@ class SimulatedRun:
         at_ns = self.scheduler.next_wakeup_ns()
         if at_ns is not None and (self._wake_up_ns is None or at_ns < self._wake_up_ns):
             self._wake_up_ns = at_ns
-            self.loop.at(at_ns, lambda: self._wake(at_ns), Priority.WAKE_UP)
+            self.loop.at(at_ns, partial(self._wake, at_ns), Priority.WAKE_UP)
 
     def _wake(self, at_ns: Nanoseconds) -> None:
         if self._wake_up_ns != at_ns:
@@ -273,13 +284,13 @@ class SimulatedRun:
         turn = self._turns.get(command.turn)
         if turn is None:
             return None
-        group = turn.trajectory.rpartition("/")[0]
         first = command.turn.endswith("/0")
+        group = turn.trajectory.rpartition("/")[0] if first else ""
         return Job(
             turn.id,
             command.attempt,
             turn.trajectory,
-            group if first else "",
+            group,
             turn.prompt,
             command.start,
             turn.length,
@@ -337,7 +348,7 @@ class SimulatedRun:
             turn.tokens += chunk.count
             if turn.first_token_ns is None and chunk.count:
                 turn.first_token_ns = self.loop.now_ns
-            if chunk.finish in (FinishReason.ABORTED, FinishReason.STALLED, FinishReason.ERROR):
+            if chunk.finish in _GIVEN_UP:
                 turn.left_ns = self.loop.now_ns
         worker = self.scheduler.fleet.workers.get(event.worker)
         if worker is not None:
@@ -381,7 +392,7 @@ class SimulatedRun:
         turns = running.episode.turns
         latency_s = turns[running.turns].latency_s if running.turns < len(turns) else 0.0
         at_ns = begin_ns + work_ns + round(latency_s * NS_PER_S)
-        self.loop.at(at_ns, lambda: self._go_on(trajectory))
+        self.loop.at(at_ns, partial(self._go_on, trajectory))
 
     def _go_on(self, trajectory: TrajectoryId) -> None:
         running = self._running.get(trajectory)
@@ -389,7 +400,7 @@ class SimulatedRun:
             return
         turns = running.episode.turns
         if running.turns >= len(turns):
-            self._over(trajectory, running)
+            self._ends(trajectory, running)
             return
         shape = turns[running.turns]
         running.context += shape.observation_tokens
@@ -439,7 +450,7 @@ class SimulatedRun:
         if running is not None:
             self._turns.pop(f"{command.trajectory}/{running.turns}", None)
 
-    def _over(self, trajectory: TrajectoryId, running: _Running) -> None:
+    def _ends(self, trajectory: TrajectoryId, running: _Running) -> None:
         del self._running[trajectory]
         self._finished[trajectory] = running
         if self._settings.scored_by_function:
@@ -524,3 +535,14 @@ class SimulatedRun:
 
     def _end_run(self, command: c.EndRun) -> None:
         self.failed = command.failed
+        self._over = True
+
+
+@contextlib.contextmanager
+def _rare_collections() -> Iterator[None]:
+    before = gc.get_threshold()
+    gc.set_threshold(COLLECTED_AFTER, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)

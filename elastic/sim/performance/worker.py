@@ -1,6 +1,7 @@
 """A worker as the core meets it: it boots, joins, beats, pulls weights, obeys, and says goodbye or dies."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from elastic.core import commands as c
@@ -113,7 +114,7 @@ class WorkerModel:
             self._world.tell(e.WorkerDisconnected(worker=self.id, epoch=self._epoch))
 
     def hear(self, command: c.Command) -> None:
-        self._world.loop.after(self._world.message_ns, lambda: self._obey(command))
+        self._world.loop.after(self._world.message_ns, partial(self._obey, command))
 
     def _obey(self, command: Any) -> None:
         if self.alive and command.epoch == self._epoch:
