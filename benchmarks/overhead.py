@@ -400,7 +400,7 @@ async def measure(steps: int, groups: int, *, unpaced: bool) -> dict[str, Any]:
 
 def main(arguments: Arguments) -> dict[str, Any]:
     multiprocessing.set_start_method("spawn")
-    return run_to_end(measure(4, 3, unpaced=False) if arguments.quick else measure(7, 16, unpaced=True))
+    return run_to_end(measure(2, 8, unpaced=False) if arguments.quick else measure(7, 16, unpaced=True))
 
 
 if __name__ == "__main__":
