@@ -7,9 +7,16 @@ scaled to the host, arrivals so that serving alone keeps the device busy for a f
 pool is so large that serving alone peaks at 60 % of it. SLOs are 1.6 × the P99 of serving alone, as ROSE's are.
 
 Rollouts are a closed loop of multi-turn trajectories with growing prefixes; turns that are given back are sent
-again with what was accepted, since here there is no other worker to take them. `harvest_share` is the rollout
-tokens per second of policy `elastic` over those of the device alone, divided by the share of time that serving
-alone leaves idle: 1 would be all of the idle time at full efficiency.
+again with what was accepted, since here there is no other worker to take them. How many trajectories a device gets
+is capped as in ROSE's Appendix A: with twice as many, the memory that a cut leaves them holds half a batch.
+
+`harvest_share` is the rollout tokens per second of policy `elastic` over those of the device alone, divided by the
+share of time that serving alone leaves idle. It is the product of two: `time`, the rollouts' part of that idle time
+(above 1 where they make serving's batches fuller, 1 is the bound without that), and `speed`, tokens per second of
+their own time over what it is alone (below 1 where memory or slack allow smaller batches only, and where turns are
+computed again).
+
+The full mode takes 2.6 hours; `--window-s 15` has all of it in some 25 minutes.
 """
 
 import argparse
@@ -46,12 +53,14 @@ NS_PER_S = 1_000_000_000
 EXECUTOR_CORE, OTHER_CORE = 0, 1
 MODEL = "serving"
 SLO_FACTOR = 1.6
-BUSY_SHARE = 0.2
+BUSY_SHARE, BUSY_TOLERANCE = 0.2, 0.02
 PEAK_SHARE = 0.6
 PAGE_BYTES = 32 * 1024
 MOST_PROMPT, MOST_OUTPUT = 208, 40
 LENGTH_SCALE = 1 / 16
 CONTEXT = 256
+ROOMY_PAGES, LEAST_PAGES = 1024, 2 * CONTEXT // 16
+"""For serving's peak to be seen; and so many that both models have room for a whole sequence."""
 CHUNK_TOKENS = 512
 LEASE_S = 0.5
 """ROSE's 10 s, scaled as the environment's answers below are."""
@@ -61,7 +70,7 @@ PACING = {"prefill_tokens_per_s": 6000.0, "decode_step_s": {1: 0.004, 16: 0.005,
 """The device of `--paced`: prefill and decode stand to each other as on a GPU, for lengths that are scaled down by
 `LENGTH_SCALE`, and both take longer than they do here. What else runs on the host then matters less."""
 LONGEST_SHARE = 0.75
-TRAJECTORIES = 16
+TRAJECTORIES = 8
 TURNS, TURN_TOKENS, OBSERVED_TOKENS = 6, 16, 16
 THINK_S = 0.02
 RETRY_S = 0.1
@@ -81,7 +90,7 @@ POLICIES = (
 @dataclass(frozen=True)
 class Plan:
     window_s: float
-    calibration_s: float
+    calibrations: int
     alone_s: float
     densities: tuple[float, ...]
     windows: tuple[str, ...]
@@ -90,8 +99,8 @@ class Plan:
     paced: bool = False
 
 
-QUICK = Plan(2.0, 2.0, 1.2, (1.0,), ("mean",), 60_000, False)
-FULL = Plan(120.0, 60.0, 30.0, (1.0, 1.5, 2.0), ("mean", "burstiest", "median"), 1_000_000, True)
+QUICK = Plan(2.0, 2, 1.2, (1.0,), ("mean",), 60_000, False)
+FULL = Plan(120.0, 4, 30.0, (1.0, 1.5, 2.0), ("mean", "burstiest", "median"), 1_000_000, True)
 
 
 # The load generator's process.
@@ -229,6 +238,19 @@ class Outcome:
     rollout_tokens: int
     given_back: int
     statistics: Any
+
+    @property
+    def serving_busy_share(self) -> float:
+        return self.statistics.serving_busy_ns / NS_PER_S / self.wall_s
+
+    @property
+    def rollout_busy_share(self) -> float:
+        return self.statistics.rollout_busy_ns / NS_PER_S / self.wall_s
+
+    @property
+    def rollout_rate(self) -> float:
+        """Tokens per second."""
+        return self.rollout_tokens / self.wall_s
 
 
 @dataclass
@@ -420,29 +442,20 @@ async def measure(plan: Plan, chatty: bool) -> dict[str, Any]:
 
 
 async def _measure(bench: Bench, plan: Plan, chatty: bool) -> dict[str, Any]:
-    trace = merged(*(read_serving_trace(data_path(name)) for name in ("azure-conversation", "azure-code")))
-    starts = typical_windows(trace)
-
-    def load(window: str, speed: float, wall_s: float) -> list[ServingRequest]:
-        cut = window_at(trace, starts[window], wall_s * speed)
-        return scaled(cut, speed=speed, length=LENGTH_SCALE, most_prompt=MOST_PROMPT, most_output=MOST_OUTPUT)
-
-    # How fast the trace must go, and how much memory there must be.
-    alone, roomy, speed = Setting(rollouts=False), 1024, 1.0
-    peak_pages = 0
-    for _ in range(2):
-        outcome = await bench.run(alone, load("mean", speed, plan.calibration_s), roomy, plan.calibration_s)
-        busy = outcome.statistics.serving_busy_ns / 1e9 / outcome.wall_s
-        peak_pages = outcome.statistics.serving_peak_pages
-        _say(chatty, f"speed {speed:.2f}: serving alone is busy {busy:.1%}, peak {peak_pages} pages")
-        if abs(busy - BUSY_SHARE) <= 0.02:
+    replay = Replay(plan.window_s)
+    alone = Setting(rollouts=False)
+    busy, peak_pages = 0.0, 0
+    for _ in range(plan.calibrations):
+        outcome = await bench.run(alone, replay.requests("mean", 1.0), ROOMY_PAGES, plan.window_s)
+        busy, peak_pages = outcome.serving_busy_share, outcome.statistics.serving_peak_pages
+        _say(chatty, f"speed {replay.speed:.3f}: serving alone is busy {busy:.1%}, peak {peak_pages} pages")
+        if abs(busy - BUSY_SHARE) <= BUSY_TOLERANCE:
             break
-        speed *= BUSY_SHARE / busy
-    pages = max(round(peak_pages / PEAK_SHARE), 2 * (CONTEXT // 16))
+        replay = replay.faster(BUSY_SHARE / busy)
+    pages = max(round(peak_pages / PEAK_SHARE), LEAST_PAGES)
 
     only = await bench.run(Setting(NoAdmission(), _whole(), serving=False), [], pages, plan.alone_s)
-    alone_rate = only.rollout_tokens / only.wall_s
-    _say(chatty, f"{pages} pages; rollouts alone: {alone_rate:,.0f} tokens/s")
+    _say(chatty, f"{pages} pages; rollouts alone: {only.rollout_rate:,.0f} tokens/s")
 
     figures: dict[str, Any] = {"slo": None, "density": {}, "reclaim_ms_p99": None}
     limits: Limits | None = None
@@ -451,7 +464,7 @@ async def _measure(bench: Bench, plan: Plan, chatty: bool) -> dict[str, Any]:
         by_policy: dict[str, list[Outcome]] = {policy: [] for policy in POLICIES}
         for policy in POLICIES:
             for window in plan.windows:
-                requests = load(window, speed * density, plan.window_s)
+                requests = replay.requests(window, density)
                 setting = limits.setting(policy) if limits else alone
                 by_policy[policy].append(await bench.run(setting, requests, pages, plan.window_s))
             if limits is None:
@@ -460,19 +473,38 @@ async def _measure(bench: Bench, plan: Plan, chatty: bool) -> dict[str, Any]:
             _say(chatty, _summary(density, policy, by_policy[policy], limits.targets))
         assert limits is not None
         reclaims_ns += [ns for outcome in by_policy["elastic"] for ns in outcome.statistics.reclaims_ns]
-        figures["density"][f"{density:g}"] = _density(by_policy, limits.targets, alone_rate)
+        figures["density"][f"{density:g}"] = _density(by_policy, limits.targets, only)
     assert limits is not None
     if plan.extras:
-        figures |= await _extras(bench, plan, limits, load("burstiest", speed * 2, plan.window_s), pages)
+        figures |= await _extras(bench, plan, limits, replay.requests("burstiest", 2.0), pages)
     reclaims_ns = reclaims_ns or await _provoked_reclaims(bench, limits)
     figures["reclaim_ms_p50"] = _ms(percentile(reclaims_ns, 50))
     figures["reclaim_ms_p99"] = _ms(percentile(reclaims_ns, 99))
     figures["reclaims"] = len(reclaims_ns)
     figures |= pool_figures(plan.pool_operations)
-    figures["rollout_alone_tokens_per_s"] = alone_rate
-    figures["pages"] = pages
-    figures["speed"] = speed
+    figures["rollout_alone_tokens_per_s"] = only.rollout_rate
+    figures["calibration"] = {"speed": replay.speed, "busy_share": busy, "peak_pages": peak_pages, "pages": pages}
+    figures["windows"] = {"seconds": plan.window_s, "start_s": replay.starts}
     return figures
+
+
+class Replay:
+    """The trace at a speed, in windows of `window_s` that are chosen by `typical_windows` at density 1."""
+
+    def __init__(self, window_s: float, speed: float = 1.0) -> None:
+        self.speed = speed
+        self._window_s = window_s
+        self._trace = merged(*(read_serving_trace(data_path(name)) for name in ("azure-conversation", "azure-code")))
+        self.starts = typical_windows(self._trace, window_s * speed)
+
+    def faster(self, factor: float) -> "Replay":
+        return Replay(self._window_s, self.speed * factor)
+
+    def requests(self, window: str, density: float) -> list[ServingRequest]:
+        """What arrives in a window: at a higher density more of the trace, from the same start on."""
+        speed = self.speed * density
+        cut = window_at(self._trace, self.starts[window], self._window_s * speed)
+        return scaled(cut, speed=speed, length=LENGTH_SCALE, most_prompt=MOST_PROMPT, most_output=MOST_OUTPUT)
 
 
 def _whole() -> PreemptiveMemory:
@@ -488,18 +520,21 @@ def _limits(records: Sequence[Record]) -> Limits:
     )
 
 
-def _density(by_policy: dict[str, list[Outcome]], targets: Targets, alone_rate: float) -> dict[str, Any]:
-    busy = [o.statistics.serving_busy_ns / 1e9 / o.wall_s for o in by_policy["serving_alone"]]
-    shares = [
-        outcome.rollout_tokens / outcome.wall_s / alone_rate / (1 - share)
-        for outcome, share in zip(by_policy["elastic"], busy, strict=True)
-    ]
+def _density(by_policy: dict[str, list[Outcome]], targets: Targets, only: Outcome) -> dict[str, Any]:
+    alone = by_policy["serving_alone"]
+    harvests = [_harvest(*pair, only) for pair in zip(by_policy["elastic"], alone, strict=True) if only.rollout_tokens]
     return {
         "policies": {policy: _policy(outcomes, targets) for policy, outcomes in by_policy.items()},
-        "harvest_share": median(shares),
-        "harvest_shares": shares,
-        "serving_alone_busy_share": busy,
+        "harvest_share": median(harvest["share"] for harvest in harvests) if harvests else None,
+        "harvest_by_window": harvests,
+        "serving_alone_busy_share": [outcome.serving_busy_share for outcome in alone],
     }
+
+
+def _harvest(shared: Outcome, alone: Outcome, only: Outcome) -> dict[str, float]:
+    time = shared.rollout_busy_share / (1 - alone.serving_busy_share)
+    share = shared.rollout_rate / only.rollout_rate / (1 - alone.serving_busy_share)
+    return {"share": share, "time": time, "speed": share / time if time else 0.0}
 
 
 def _policy(outcomes: Sequence[Outcome], targets: Targets) -> dict[str, Any]:
@@ -510,7 +545,7 @@ def _policy(outcomes: Sequence[Outcome], targets: Targets) -> dict[str, Any]:
         "tpot_p99_ms": _worst([result.tpot_ms.p99 for result in reports]),
         "itl_p99_ms": _worst([result.itl_ms.p99 for result in reports]),
         "violated_minutes": sum(violated_minutes(o.records, targets, VIOLATION_WINDOW_S) for o in outcomes),
-        "rollout_tokens_per_s": float(np.mean([o.rollout_tokens / o.wall_s for o in outcomes])),
+        "rollout_tokens_per_s": float(np.mean([o.rollout_rate for o in outcomes])),
         "goodput_share": sum(record.meets(targets) for o in outcomes for record in o.records)
         / max(1, sum(len(o.records) for o in outcomes)),
         "turns_given_back": sum(outcome.given_back for outcome in outcomes),
@@ -639,17 +674,12 @@ def replaced(plan: Plan, parsed: argparse.Namespace) -> Plan:
     """The plan with what the command line changes."""
     if parsed.window_s:
         shorter = parsed.window_s / plan.window_s
-        plan = replace(
-            plan,
-            window_s=parsed.window_s,
-            calibration_s=max(3.0, plan.calibration_s * shorter),
-            alone_s=max(2.0, plan.alone_s * shorter),
-        )
+        plan = replace(plan, window_s=parsed.window_s, alone_s=max(2.0, plan.alone_s * shorter))
     return replace(
         plan,
         densities=tuple(parsed.densities or plan.densities),
         windows=tuple(parsed.windows or plan.windows),
-        extras=plan.extras and not (parsed.densities or parsed.windows),
+        extras=plan.extras and not parsed.no_extras,
         paced=parsed.paced,
     )
 
@@ -661,6 +691,7 @@ def main() -> None:
     parser.add_argument("--window-s", type=float, help="length of each window (default: 120, quick 2)")
     parser.add_argument("--densities", type=float, nargs="+", help="of arrivals (default: 1 1.5 2, quick 1)")
     parser.add_argument("--windows", nargs="+", choices=FULL.windows, help="which windows of the trace (default: all)")
+    parser.add_argument("--no-extras", action="store_true", help="without the kinds of cuts and the lease sweep")
     parser.add_argument("--paced", action="store_true", help="a modelled device: iterations take at least its time")
     parser.add_argument("--client", action="store_true", help=argparse.SUPPRESS)
     parsed = parser.parse_args()
