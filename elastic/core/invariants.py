@@ -150,6 +150,8 @@ def _check_worker(s: Scheduler, worker: Worker, waits: Set[str]) -> None:
     known = worker.version is None or s.version is None or worker.version <= s.version
     require(4, known or worker.state in (WorkerState.DRAINING, WorkerState.GONE), "has weights newer than the run's")
     require(5, not lease.leaving or worker.state in (WorkerState.DRAINING, WorkerState.GONE), "its lease is leaving")
+    loading = worker.state is WorkerState.LOADING
+    require(9, worker.version is None or not loading, lambda: f"serves version {worker.version}, and is still loading")
     waited, expected = waits & _WORKER_WAITS, _worker_waits(s, worker)
     require(12, expected <= waited, lambda: f"waits for {sorted(waited)}, must for {sorted(expected)}")
     spare = waited - expected - ({"stall"} if worker.state in (WorkerState.READY, WorkerState.ASLEEP) else set())

@@ -4,6 +4,7 @@ import msgspec
 
 from elastic.core import commands as c
 from elastic.core import events as e
+from elastic.core.balancer import Load
 from elastic.core.types import Account, FinishReason, Progress
 
 BATCH = 2
@@ -122,3 +123,36 @@ def test_profile_is_captured_from_reports(make_desk) -> None:
     sample = profile.samples[2]
     assert round(sample.tokens_per_ns, 6) == 0.02
     assert sample.context_tokens == 11.0
+
+
+def test_what_executes_is_what_is_not_pending(make_desk) -> None:
+    desk, starts, second = crowded(make_desk)
+    workers = desk.scheduler.fleet.workers
+    full, empty = (Load(desk.scheduler._run, workers[worker]) for worker in (starts[0].worker, second))
+    assert (full.executing, full.pending, full.room) == (BATCH, 2, 0)
+    assert (empty.executing, empty.pending, empty.room) == (0, 0, BATCH)
+    assert full.movable_pending() == [starts[3].turn, starts[2].turn]
+    assert full.movable_executing() == [starts[0].turn, starts[1].turn]
+
+
+def test_idle_reports_leave_no_trace_in_the_profile(make_desk) -> None:
+    desk = make_desk(group_size=4, balancing=True)
+    desk.trainer(capacity=0)
+    worker = desk.worker("spot", capacity=4)
+    for start in _request(desk, "0/0/0"):
+        desk.tokens(start, 1)
+    for progress, decoded in ((10, 10), (20, 10), (30, 10), (40, 20)):
+        desk.tell(
+            e.WorkerReported(
+                worker=worker,
+                epoch=1,
+                capacity_turns=4,
+                pending=0,
+                executing=1,
+                progress=10_000 + progress,
+                accounts_ns={Account.DECODE: 100 * decoded},
+                decoded_tokens=decoded,
+            )
+        )
+    record = desk.scheduler.fleet.workers[worker]
+    assert (record.decoded_tokens, record.decode_ns) == (20, 2000)

@@ -45,3 +45,16 @@ def test_lease_under_way_back_cannot_be_granted_again(table: LeaseTable) -> None
     table.move(lease, LeaseState.RELEASING, 0, "of no use")
     with pytest.raises(IllegalTransition, match="of no use"):
         table.move(lease, LeaseState.GRANTED, 0, "")
+
+
+def test_successors_are_those_offered_and_not_asked_for_yet(table: LeaseTable) -> None:
+    assert table.successors_left("spot") == 0
+    assert table.successors_left("nobody") == 0
+    offer = table.offers["spot"]
+    table.offers["spot"] = Offer(provider="spot", role=offer.role, available=1, usd_per_gpu_hour=1.0, successors=2)
+    first = table.request("spot")
+    assert table.successors_left("spot") == 2
+    successor = table.request("spot", succeeds=first.id)
+    assert table.successors_left("spot") == 1
+    table.move(successor, LeaseState.GRANTED, 0, "")
+    assert table.successors_left("spot") == 2

@@ -67,6 +67,18 @@ class TestTurns:
         desk.tokens(start, 5)
         assert not desk.out
 
+    def test_only_tokens_that_nobody_has_are_lost(self, desk) -> None:
+        start = running(desk)
+        desk.tokens(start, 5)
+        book = desk.scheduler.ledger.books[start.worker]
+        book.add(Account.DECODE, 0)
+        book.credited_ns[Account.DECODE] = book.accounts_ns[Account.DECODE] = 1000
+        book.opened_ns, book.cursor_ns, book.decoded_tokens = 0, sum(book.accounts_ns.values()), 10
+        desk.tokens(start, 5)
+        assert book.accounts_ns.get(Account.LOST, 0) == 0
+        desk.tokens(start, 2, start=8)
+        assert book.accounts_ns[Account.LOST] == 500
+
     def test_gap_ends_the_attempt_and_keeps_what_was_accepted(self, desk) -> None:
         start = running(desk)
         desk.tokens(start, 5)
@@ -237,6 +249,26 @@ class TestWorkers:
         assert c.LoadWeights(worker="spot-1/w", epoch=1, version=0) in orders
         desk.request(A)
         assert not desk.sent(c.StartTurn)
+
+    def test_worker_works_once_it_has_loaded_the_weights(self, desk) -> None:
+        desk.trainer(capacity=0)
+        desk.offer("spot")
+        desk.grant("spot-1")
+        desk.join("spot-1/w", version=None)
+        desk.beat("spot-1/w")
+        desk.request(A)
+        assert not desk.sent(c.StartTurn)
+        desk.tell(e.WeightsApplied(worker="spot-1/w", epoch=1, version=0))
+        assert desk.one(c.StartTurn).worker == "spot-1/w"
+
+    def test_worker_that_has_not_come_yet_is_told_to_drain_when_it_does(self, desk) -> None:
+        desk.trainer()
+        desk.offer("spot")
+        desk.grant("spot-1")
+        desk.tell(e.LeaseNotice(lease="spot-1", deadline_ns=2 * NS_PER_S, reason="preemption"))
+        assert not desk.sent(c.DrainWorker)
+        desk.join("spot-1/w")
+        assert desk.one(c.DrainWorker).worker == "spot-1/w"
 
     def test_failed_loads_are_repeated_then_given_up(self, desk) -> None:
         desk.trainer()
@@ -440,6 +472,18 @@ class TestStep:
         desk.tell(e.WeightsPublished(version=1))
         assert not desk.out
 
+    def test_publication_that_was_not_asked_for_changes_nothing(self, make_desk) -> None:
+        desk = make_desk(steps=2)
+        _finish_rollouts(desk)
+        desk.tell(e.WeightsPublished(version=1))
+        assert desk.scheduler.version == 0
+        desk.tell(e.GroupTrained(group="0/0"))
+        for version in (0, 2):
+            desk.tell(e.WeightsPublished(version=version))
+            assert desk.scheduler.version == 0
+        desk.tell(e.WeightsPublished(version=1))
+        assert desk.scheduler.version == 1
+
     def test_workers_load_the_published_version_before_they_work_again(self, make_desk) -> None:
         desk = make_desk(steps=2)
         desk.trainer()
@@ -488,6 +532,14 @@ class TestEnd:
         desk.tell(e.WorkerDisconnected(worker="trainer", epoch=1, goodbye=True))
         desk.lease_ended("trainer-1", EndCause.RELEASED)
         assert desk.one(c.EndRun).failed == ""
+
+    def test_nothing_is_ordered_after_the_end(self, desk) -> None:
+        """Not even when the end is due in the same breath in which a lease is left."""
+        start = running(desk)
+        desk.tell(e.StopRequested(reason="asked to"))
+        desk.now_s += 30
+        desk.tell(e.WorkerDisconnected(worker=start.worker, epoch=1, goodbye=True))
+        assert isinstance(desk.out[-1], c.EndRun)
 
     def test_publication_while_stopping_starts_nothing(self, make_desk) -> None:
         desk = make_desk(steps=2)

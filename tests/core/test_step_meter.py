@@ -5,6 +5,7 @@ from elastic.core import events as e
 from elastic.core.policy import SeedingPlan
 from elastic.core.step_meter import StepMeter
 from elastic.core.types import NS_PER_S, FinishReason
+from policies.provisioning import MarginalValue
 
 
 def test_what_was_seen_holds_until_the_next_look() -> None:
@@ -61,3 +62,29 @@ def test_seeding_policy_sees_each_step_and_its_bound_is_kept(make_desk) -> None:
     desk.tell(e.WeightsPublished(version=1))
     assert desk.scheduler.seeding_plan == SeedingPlan(window_ns=7, worker_bound=1)
     assert desk.scheduler.leases.worker_bound == 1
+
+
+def test_providers_are_asked_again_when_more_workers_are_worth_having(make_desk) -> None:
+    class Widening:
+        def first(self) -> SeedingPlan:
+            return SeedingPlan(window_ns=0, worker_bound=1)
+
+        def following(self, plan: SeedingPlan, record: object) -> SeedingPlan:
+            return SeedingPlan(window_ns=0, worker_bound=(plan.worker_bound or 0) + 1)
+
+    desk = make_desk(steps=2, seeding=Widening(), provisioning=MarginalValue())
+    desk.scheduler.leases.worker_bound = 1
+    desk.trainer()
+    desk.offer("spot", available=3)
+    assert [k.lease for k in desk.sent(c.AcquireLease)] == ["spot-1"]
+    desk.grant("spot-1")
+    desk.join("spot-1/w")
+    desk.beat("spot-1/w")
+    desk.offer("spot", available=2)
+    assert not desk.sent(c.AcquireLease)
+    desk.tell(e.WorkerSlept(worker="trainer", epoch=1))
+    for trajectory in ("0/0/0", "0/0/1"):
+        desk.tell(e.TrajectoryFinished(trajectory=trajectory, reward=float(trajectory[-1]), tokens=1))
+    desk.tell(e.GroupTrained(group="0/0"))
+    desk.tell(e.WeightsPublished(version=1))
+    assert [k.lease for k in desk.sent(c.AcquireLease)] == ["spot-2"]

@@ -1,8 +1,10 @@
 """The queue of turns: oldest request first, whatever has happened since."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elastic.core.transitions import IllegalTransition
 from elastic.core.turns import Turns
 from elastic.core.types import TurnState
 
@@ -47,3 +49,13 @@ def test_live_turns_of_a_trajectory() -> None:
     turns.move(turns.live["a#1"], TurnState.CANCELLED, 0, "test")
     assert [turn.id for turn in turns.live_of("a")] == ["a#0", "a#2"]
     assert turns.live_of("c") == []
+
+
+def test_turn_that_nobody_has_cannot_move() -> None:
+    turns = Turns()
+    request(turns, "a#0")
+    turn = turns.live["a#0"]
+    with pytest.raises(IllegalTransition, match="a#0: queued → moving"):
+        turns.move(turn, TurnState.MOVING, 0, "test")
+    turns.move(turn, TurnState.RUNNING, 7, "w")
+    assert [(at_ns, cause) for at_ns, _, _, cause, _ in turn.story.chapters] == [(7, "w")]
