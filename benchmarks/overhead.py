@@ -8,7 +8,7 @@ asked for, finished groups are trained, and the new weights go back into the eng
 from the same seeds, and the benchmark fails unless every trajectory is the same token for token; as each step plays
 with the weights that the one before it learned, these are the same too. Steps alternate between the two sides, and a
 figure is the median of the pairs' ratios: `cpu_ratio` of whole steps, `rollout_cpu_ratio` until the last episode's
-end alone, where all of the orchestration is.
+end alone, where nearly all of the orchestration is.
 
 Engines are paced, as the example's are. That is the fair comparison: with a modelled device both sides run the same
 iterations, and what they differ in is orchestration, with everything that orchestration does by the clock
@@ -16,9 +16,12 @@ iterations, and what they differ in is orchestration, with everything that orche
 here takes a few milliseconds an iteration, so it also counts that turns come back to the engine some milliseconds
 later and its batches are a little smaller; no GPU's CPU time is like that.
 
-It is a hard case: the model is the examples' (untrained), so small that an iteration over 16 turns costs 4 ms of
-CPU, and its turns are short (`tokens_per_turn`), while most of what orchestration costs is by the turn. Half of the
-episodes are rewarded, by the parity of their last turn's length, so that there is something to train on.
+Most of what orchestration costs is by the turn, so the length of turns decides. `cpu_ratio` is for turns of 32 tokens
+on average, geometrically distributed: still short, since turns of coding agents have a median of 198 tokens
+(`traces/data/claude-code-sessions.csv.gz`). `short_turns_cpu_ratio` is for the example's environment, whose turns an
+untrained policy ends after some six tokens: the toy's hard case. The model is the examples' in both, so small that an
+iteration over 16 turns costs 4 ms of CPU. Episodes are rewarded by the parity of a turn's length or of its tokens, so
+that there is something to train on.
 
 Not counted on either side: starting up.
 """
@@ -39,13 +42,14 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 import msgspec
 from _common import Arguments, emit, parse_arguments
 from _live import live_run, run_to_end, write_policy
-from pydantic import BaseModel, ConfigDict
+from _paced import FixedTask, TaskSettings
+from pydantic import BaseModel
 
 from elastic import wire
 from elastic.config import Config
 from elastic.core.types import WeightMode
 from elastic.engine.base import GenerateRequest, RolloutEngine, TokenChunk
-from elastic.envs.base import StepResult
+from elastic.envs.base import Environment, StepResult
 from elastic.envs.frozenlake import FrozenLake, FrozenLakeSettings
 from elastic.runtime.journal import JournalReader
 from elastic.runtime.rollout import stable_hash
@@ -61,6 +65,8 @@ STEP_TIMEOUT_S = 300.0
 TokenIds = dict[str, list[int]]
 """By trajectory."""
 
+Task = type[FixedTask] | type[FrozenLake]
+
 
 class Cost(NamedTuple):
     """CPU seconds of a step, and of its rollouts alone."""
@@ -72,25 +78,43 @@ class Cost(NamedTuple):
         return Cost(self.step_s + other.step_s, self.rollout_s + other.rollout_s)
 
 
-def configuration(policy: Path, steps: int, groups: int, *, paced: bool) -> Config:
-    pacing = {"prefill_tokens_per_s": 8000, "decode_step_s": {1: 0.014, 8: 0.018, 16: 0.024}}
-    return Config.model_validate(
-        {
-            "run": {"seed": SEED, "steps": steps},
-            "model": {"checkpoint": policy},
-            "environment": {"step_timeout_s": 86_400},
-            "rollout": {"groups": groups, "group_size": GROUP_SIZE},
-            "trainer": {"learning_rate": 3e-4, "updates_per_step": 2},
-            "engine": {"max_pending": 8, "pacing": pacing if paced else None},
-        }
-    )
-
-
 class ParityLake(FrozenLake):
     """FrozenLake that rewards something of which even an untrained policy does more or less."""
 
     async def step(self, token_ids: Sequence[int]) -> StepResult:
         return msgspec.structs.replace(await super().step(token_ids), reward=float(len(token_ids) % 2))
+
+
+class Talk(FixedTask):
+    """Four turns that each end with the one stop token: an untrained policy says it every 32 tokens."""
+
+    stop_token_ids: ClassVar[tuple[int, ...]] = (0,)
+
+
+class Case(NamedTuple):
+    """What is played, and how long a turn may get."""
+
+    task: Task
+    settings: BaseModel
+    max_tokens_per_turn: int
+
+
+TALK = Case(Talk, TaskSettings(prompts={"": 24}, turns=4, observations={"": 6}), max_tokens_per_turn=96)
+LAKE = Case(ParityLake, FrozenLakeSettings(), max_tokens_per_turn=16)
+
+
+def configuration(policy: Path, case: Case, steps: int, groups: int, *, paced: bool) -> Config:
+    pacing = {"prefill_tokens_per_s": 8000, "decode_step_s": {1: 0.01, 8: 0.012, 16: 0.016}}
+    return Config.model_validate(
+        {
+            "run": {"seed": SEED, "steps": steps},
+            "model": {"checkpoint": policy},
+            "environment": {"step_timeout_s": 86_400},
+            "rollout": {"groups": groups, "group_size": GROUP_SIZE, "max_tokens_per_turn": case.max_tokens_per_turn},
+            "trainer": {"learning_rate": 3e-4, "updates_per_step": 2},
+            "engine": {"max_pending": 8, "pacing": pacing if paced else None},
+        }
+    )
 
 
 # Orchestrated
@@ -144,33 +168,23 @@ def cpu_s(process_id: int) -> float:
     return time.clock_gettime((~process_id << 3) | 2)
 
 
-class GatedSettings(BaseModel):
-    model_config = ConfigDict(arbitrary_types_allowed=True)
+def gated(task: Task, gate: Gate) -> type[Environment]:
+    """The task, step by step."""
 
-    gate: Gate
-    lake: FrozenLakeSettings
+    class Gated(task):  # pyright: ignore[reportGeneralTypeIssues]
+        entered = False
 
+        async def reset(self, seed: int) -> list[int]:
+            await gate.enter(seed)
+            self.entered = True
+            return await super().reset(seed)
 
-class GatedLake(ParityLake):
-    """The lake, step by step."""
+        async def aclose(self) -> None:
+            await super().aclose()
+            if self.entered:
+                gate.leave()
 
-    Settings: ClassVar[type[BaseModel]] = GatedSettings
-
-    def __init__(self, settings: BaseModel) -> None:
-        assert isinstance(settings, GatedSettings)
-        super().__init__(settings.lake)
-        self._gate = settings.gate
-        self._entered = False
-
-    async def reset(self, seed: int) -> list[int]:
-        await self._gate.enter(seed)
-        self._entered = True
-        return await super().reset(seed)
-
-    async def aclose(self) -> None:
-        await super().aclose()
-        if self._entered:
-            self._gate.leave()
+    return Gated
 
 
 # In-process
@@ -181,7 +195,7 @@ class Player:
     """One episode under way: all it has said and heard, and what a trainer needs of the policy's own tokens."""
 
     coordinates: tuple[int, int, int]
-    lake: ParityLake
+    environment: FixedTask | FrozenLake
     data: wire.TrajectoryData
     turns: int = 0
     turn: list[int] = field(default_factory=list[int])
@@ -203,10 +217,11 @@ class Player:
 class InProcess:
     """Trains on episodes that it plays on an engine of its own."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, case: Case) -> None:
         from elastic.model.checkpoint import load_model
         from elastic.trainer.trainer import GRPOTrainer
 
+        self._case = case
         self._rollout = config.rollout
         self._context_tokens = config.engine.max_context_tokens
         self._produced: queue.SimpleQueue[Sequence[TokenChunk]] = queue.SimpleQueue()
@@ -241,10 +256,10 @@ class InProcess:
         self._engine.load_weights(self._trainer.version, self._trainer.bf16_tensors(), WeightMode.FINISH)
 
     def _begin(self, step: int, group: int, member: int) -> Player:
-        lake = ParityLake(FrozenLakeSettings())
+        environment = self._case.task(self._case.settings)
         data = wire.TrajectoryData(f"{step}/{group}/{member}", [], [], [], [], 0.0)
-        player = Player((step, group, member), lake, data)
-        player.hear(_now(lake.reset(stable_hash(SEED, step, group))))
+        player = Player((step, group, member), environment, data)
+        player.hear(_now(environment.reset(stable_hash(SEED, step, group))))
         return player
 
     def _ask(self, player: Player) -> GenerateRequest:
@@ -255,7 +270,7 @@ class InProcess:
             token_ids=list(player.data.token_ids),
             start=0,
             max_new_tokens=self._rollout.max_tokens_per_turn,
-            stop_token_ids=FrozenLake.stop_token_ids,
+            stop_token_ids=self._case.task.stop_token_ids,
             temperature=self._rollout.temperature,
             noise_seed=stable_hash(SEED, *player.coordinates, player.turns),
         )
@@ -267,7 +282,7 @@ class InProcess:
         if chunk.finish is None:
             return []
         del self._players[chunk.request_id]
-        result = _now(player.lake.step(player.turn))
+        result = _now(player.environment.step(player.turn))
         player.turns += 1
         player.turn = []
         if result.done:
@@ -294,19 +309,31 @@ def _now(answer: Coroutine[Any, Any, T]) -> T:
     raise RuntimeError("the environment waits for something")
 
 
-def play_in_process(pipe: multiprocessing.connection.Connection, config: Config, policy: Path) -> None:
+def play_in_process(pipe: multiprocessing.connection.Connection, config: Config, case: Case) -> None:
     """A process's whole life: steps come in, CPU time and episodes go out. Makes the policy first."""
     import torch
 
-    write_policy(policy)
+    write_policy(config.model.checkpoint)
     torch.set_num_threads(config.trainer.threads)
-    side = InProcess(config)
+    side = InProcess(config, case)
     pipe.send(None)
     while (step := pipe.recv()) is not None:
         pipe.send(side.play(step))
 
 
 # Both
+
+
+class Scale(NamedTuple):
+    """Pairs of steps, the groups in each, and whether short turns and unpaced engines are measured as well."""
+
+    steps: int
+    groups: int
+    whole: bool
+
+
+FULL = Scale(steps=7, groups=8, whole=True)
+QUICK = Scale(steps=2, groups=4, whole=False)
 
 
 class Pair(NamedTuple):
@@ -322,23 +349,23 @@ class Pair(NamedTuple):
         return Cost(both.step_s / self.in_process.step_s, both.rollout_s / self.in_process.rollout_s)
 
 
-async def compare(directory: Path, steps: int, groups: int, *, paced: bool) -> tuple[list[Pair], float]:
+async def compare(directory: Path, case: Case, steps: int, groups: int, *, paced: bool) -> tuple[list[Pair], float]:
     """The pairs, and the tokens in a turn; raises `RuntimeError` if the two sides' episodes differ."""
     steps += WARM_UP_STEPS
     directory.mkdir()  # noqa: ASYNC240 - nothing else runs yet
     policy, run_dir = directory / "policy", directory / "run"
-    config = configuration(policy, steps + 1, groups, paced=paced)
+    config = configuration(policy, case, steps + 1, groups, paced=paced)
     near, far = multiprocessing.Pipe()
-    other = multiprocessing.Process(target=play_in_process, args=(far, config, policy), daemon=True)
+    other = multiprocessing.Process(target=play_in_process, args=(far, config, case), daemon=True)
     other.start()
     far.close()
     try:
         await answer(near)
         gate = Gate(steps + 1, groups)
-        settings = GatedSettings(gate=gate, lake=FrozenLakeSettings())
+        task = gated(case.task, gate)
         played: list[Pair] = []
         said: TokenIds = {}
-        async with live_run(config, run_dir, {}, GatedLake, settings) as run:
+        async with live_run(config, run_dir, {}, task, case.settings) as run:
             trainer = await run.until("the trainer", run.orchestrator.scheduler.trainer, READY_TIMEOUT_S)
             gate.process_ids = [os.getpid(), run.process_id(trainer)]
             for step in range(steps):
@@ -375,32 +402,37 @@ def read_journal(run_dir: Path) -> tuple[TokenIds, float]:
     return said, mean(turn["tokens"] for turn in turns)
 
 
-async def measure(steps: int, groups: int, *, unpaced: bool) -> dict[str, Any]:
+async def measure(scale: Scale) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
-        paced, tokens_per_turn = await compare(Path(name) / "paced", steps, groups, paced=True)
-        free = (await compare(Path(name) / "unpaced", steps, groups, paced=False))[0] if unpaced else []
-    ratios = [pair.ratios for pair in paced]
+        directory = Path(name)
+        pairs, tokens_per_turn = await compare(directory / "paced", TALK, scale.steps, scale.groups, paced=True)
+        short = unpaced = None
+        if scale.whole:
+            short = await compare(directory / "short", LAKE, scale.steps, scale.groups, paced=True)
+            unpaced, _ = await compare(directory / "unpaced", TALK, scale.steps, scale.groups, paced=False)
+    ratios = [pair.ratios for pair in pairs]
     return {
         "cpu_ratio": median(ratio.step_s for ratio in ratios),
         "cpu_ratio_min": min(ratio.step_s for ratio in ratios),
         "cpu_ratio_max": max(ratio.step_s for ratio in ratios),
         "rollout_cpu_ratio": median(ratio.rollout_s for ratio in ratios),
-        "rollout_cpu_ratio_min": min(ratio.rollout_s for ratio in ratios),
-        "rollout_cpu_ratio_max": max(ratio.rollout_s for ratio in ratios),
-        "orchestrator_cpu_s": median(pair.orchestrator.step_s for pair in paced),
-        "worker_cpu_s": median(pair.worker.step_s for pair in paced),
-        "in_process_cpu_s": median(pair.in_process.step_s for pair in paced),
-        "in_process_rollout_cpu_s": median(pair.in_process.rollout_s for pair in paced),
-        "unpaced_cpu_ratio": median(pair.ratios.step_s for pair in free) if free else None,
-        "pairs": len(paced),
-        "trajectories": groups * GROUP_SIZE,
+        "orchestrator_cpu_s": median(pair.orchestrator.step_s for pair in pairs),
+        "worker_cpu_s": median(pair.worker.step_s for pair in pairs),
+        "in_process_cpu_s": median(pair.in_process.step_s for pair in pairs),
+        "in_process_rollout_cpu_s": median(pair.in_process.rollout_s for pair in pairs),
         "tokens_per_turn": tokens_per_turn,
+        "short_turns_cpu_ratio": median(pair.ratios.step_s for pair in short[0]) if short else None,
+        "short_turns_rollout_cpu_ratio": median(pair.ratios.rollout_s for pair in short[0]) if short else None,
+        "short_turns_tokens_per_turn": short[1] if short else None,
+        "unpaced_cpu_ratio": median(pair.ratios.step_s for pair in unpaced) if unpaced else None,
+        "pairs": len(pairs),
+        "trajectories": scale.groups * GROUP_SIZE,
     }
 
 
 def main(arguments: Arguments) -> dict[str, Any]:
     multiprocessing.set_start_method("spawn")
-    return run_to_end(measure(2, 8, unpaced=False) if arguments.quick else measure(7, 16, unpaced=True))
+    return run_to_end(measure(QUICK if arguments.quick else FULL))
 
 
 if __name__ == "__main__":
