@@ -6,6 +6,7 @@ slowest stage, and the other two are paid once in a while. Costs are nanoseconds
 """
 
 import math
+from collections.abc import Iterable
 from typing import NamedTuple
 
 OVERLAP = 0.25
@@ -59,9 +60,9 @@ def _entropy_bits(share: float) -> float:
     return -sum(part * math.log2(part) for part in (share, 1 - share) if 0 < part < 1)
 
 
-def choose_codec(change: Change, link_bytes_per_s: float) -> str:
-    """The name of the fastest codec for a bucket with about this change."""
-    return min(COSTS, key=lambda codec: _predicted_s(codec, change, link_bytes_per_s))
+def choose_codec(change: Change, link_bytes_per_s: float, codecs: Iterable[str] = COSTS) -> str:
+    """The name of the fastest of `codecs` for a bucket with about this change."""
+    return min(codecs, key=lambda codec: _predicted_s(codec, change, link_bytes_per_s))
 
 
 def _predicted_s(codec: str, change: Change, link_bytes_per_s: float) -> float:

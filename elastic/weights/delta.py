@@ -1,9 +1,12 @@
 """What the change from one version to a later one is made of: buckets, and a manifest that is written after them.
 
 Keys: `versions/VERSION/delta-BASE.json` for the manifest, `versions/VERSION/delta-BASE-NUMBER.bin` for a bucket, and
-`versions/VERSION/delta-BASE.begun.json`, which is there before any of them. A bucket is a 4-byte little-endian length,
-a msgpack `BucketHeader` of that length, the codec's shared part and its payload; it says enough of itself to be decoded
-before the manifest is there, and nothing is trusted until then.
+`versions/VERSION/delta-BASE.begun.json`, which is there before any of them. Trainer ranks that publish one version
+together leave `versions/VERSION/delta-BASE.part-RANK.json` for the first of them, which writes the manifest. A delta
+from nothing, by which they publish keyframes, is called `full` instead of `delta-BASE`.
+
+A bucket is a 4-byte little-endian length, a msgpack `BucketHeader` of that length, the codec's shared part and its
+payload; it says enough of itself to be decoded before the manifest is there, and nothing is trusted until then.
 """
 
 import struct
@@ -21,6 +24,9 @@ from elastic.weights.errors import WeightsCorrupted
 from elastic.weights.manifest import TensorEntry, check_tensors, open_seal, seal, version_prefix
 
 SCHEMA_VERSION = 1
+
+NOTHING = -1
+"""The base version of a *full* delta: from weights of which every pattern is zero."""
 
 _LENGTH = struct.Struct("<I")
 _HEADER_BYTES_MAX = 1 << 20
@@ -77,6 +83,16 @@ class DeltaBegun(msgspec.Struct, frozen=True, kw_only=True):
     schema_version: int = SCHEMA_VERSION
 
 
+class DeltaPart(msgspec.Struct, frozen=True, kw_only=True):
+    """What one of several trainer ranks has put of a delta."""
+
+    buckets: tuple[BucketEntry, ...]
+    changed: tuple[int, ...]
+    """Of its tiles, as are the sums."""
+    tile_sums: bytes
+    schema_version: int = SCHEMA_VERSION
+
+
 class BucketHeader(msgspec.Struct, frozen=True, array_like=True):
     codec: str
     first_tile: int
@@ -103,11 +119,19 @@ class Bucket:
             _refuse(f"shared part of {self.header.shared_bytes} bytes")
         self._shared, self._payload = body[: self.header.shared_bytes], body[self.header.shared_bytes :]
 
-    def decode(self, old: npt.NDArray[np.uint16], tile_ends: npt.NDArray[np.int64]) -> BucketUpdate:
-        """Raises `WeightsCorrupted` for what does not decode against `old`."""
+    def decode(
+        self, old: npt.NDArray[np.uint16], tile_ends: npt.NDArray[np.int64], first: int = 0, last: int | None = None
+    ) -> BucketUpdate:
+        """Tiles `first` to `last`, of which `old` is. Raises `WeightsCorrupted` for what does not decode against it."""
         try:
             ends = np.array(self.header.payload_ends, np.int64)
-            return CODECS[self.header.codec].decode(self._shared, self._payload, ends, old, tile_ends)
+            payload = self._payload
+            if last is not None and last < len(ends):
+                payload = payload[: max(int(ends[last - 1]), 0) + PADDING]
+            if first and first < len(ends):
+                begin = max(int(ends[first - 1]), 0)
+                payload, ends = payload[begin:], ends - begin
+            return CODECS[self.header.codec].decode(self._shared, payload, ends[first:last], old, tile_ends)
         except (CodecError, OverflowError) as error:
             raise WeightsCorrupted(f"bucket of codec {self.header.codec}: {error}") from error
 
@@ -134,28 +158,41 @@ def state_of(tile_sums: npt.NDArray[np.uint64]) -> str:
 
 
 def delta_manifest_key(version: int, base_version: int) -> str:
-    return f"{version_prefix(version)}delta-{base_version:08d}.json"
+    return f"{_stem(version, base_version)}.json"
 
 
 def bucket_key(version: int, base_version: int, number: int) -> str:
-    return f"{version_prefix(version)}delta-{base_version:08d}-{number:05d}.bin"
+    return f"{_stem(version, base_version)}-{number:05d}.bin"
+
+
+def begun_key(version: int, base_version: int) -> str:
+    return f"{_stem(version, base_version)}.begun.json"
+
+
+def part_key(version: int, base_version: int, rank: int) -> str:
+    return f"{_stem(version, base_version)}.part-{rank:05d}.json"
 
 
 def base_of(key: str) -> int | None:
     """The base version of a delta manifest's key, None for any other key."""
-    name = key.rpartition("/")[2]
-    digits = name.removeprefix("delta-").removesuffix(".json")
-    return int(digits) if name == f"delta-{digits}.json" and digits.isdecimal() else None
-
-
-def begun_key(version: int, base_version: int) -> str:
-    return f"{version_prefix(version)}delta-{base_version:08d}.begun.json"
+    return _base_of(key, ".json")
 
 
 def begun_base_of(key: str) -> int | None:
     """The base version of a `begun_key`, None for any other key."""
-    digits = key.rpartition("/")[2].removeprefix("delta-").removesuffix(".begun.json")
-    return int(digits) if key.endswith(f"/delta-{digits}.begun.json") and digits.isdecimal() else None
+    return _base_of(key, ".begun.json")
+
+
+def _stem(version: int, base_version: int) -> str:
+    return version_prefix(version) + ("full" if base_version == NOTHING else f"delta-{base_version:08d}")
+
+
+def _base_of(key: str, ending: str) -> int | None:
+    name = key.rpartition("/")[2]
+    digits = name.removeprefix("delta-").removesuffix(ending)
+    if name == f"full{ending}":
+        return NOTHING
+    return int(digits) if name == f"delta-{digits}{ending}" and digits.isdecimal() else None
 
 
 def encode_begun(begun: DeltaBegun) -> bytes:
@@ -181,6 +218,18 @@ def begun_of(manifest: DeltaManifest) -> DeltaBegun:
         tile_elements=manifest.tile_elements,
         buckets=tuple((bucket.first_tile, bucket.tiles) for bucket in manifest.buckets),
     )
+
+
+def encode_part(part: DeltaPart) -> bytes:
+    return seal(msgspec.json.encode(part))
+
+
+def decode_part(data: bytes, tiles: int) -> DeltaPart:
+    """Raises `WeightsCorrupted` unless it is whole, and of `tiles` tiles."""
+    part = open_seal(data, DeltaPart, SCHEMA_VERSION)
+    if not 8 * tiles == 8 * len(part.changed) == len(part.tile_sums):
+        _refuse(f"part of {len(part.changed)} tiles, {tiles} are missing")
+    return part
 
 
 def encode_delta_manifest(manifest: DeltaManifest) -> bytes:

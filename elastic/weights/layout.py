@@ -5,6 +5,7 @@ empty. A bucket is a run of whole tiles, the unit of encoding and transfer.
 """
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -27,13 +28,25 @@ def tile_ends(tensors: Sequence[TensorEntry], tile_elements: int) -> npt.NDArray
     return np.array(ends, np.int64)
 
 
-def bucket_tiles(ends: npt.NDArray[np.int64], bucket_elements: int) -> list[tuple[int, int]]:
-    """(first tile, tile after the last) of each bucket: as many tiles as fit in `bucket_elements`, at least one."""
+def tile_counts(tensors: Sequence[TensorEntry], tile_elements: int) -> npt.NDArray[np.int64]:
+    """How many tiles each tensor has."""
+    return np.array([-(-math.prod(tensor.shape) // tile_elements) for tensor in tensors], np.int64)
+
+
+def bucket_tiles(
+    ends: npt.NDArray[np.int64], bucket_elements: int, breaks: Sequence[int] = ()
+) -> list[tuple[int, int]]:
+    """(first tile, tile after the last) of each bucket: as many tiles as fit in `bucket_elements`, at least one.
+
+    No bucket goes on beyond one of `breaks`, which are ends of tiles, ascending.
+    """
     buckets: list[tuple[int, int]] = []
     first = 0
     while first < len(ends):
-        begin = ends[first - 1] if first else 0
-        last = max(int(np.searchsorted(ends, begin + bucket_elements, side="right")), first + 1)
+        begin = int(ends[first - 1]) if first else 0
+        coming = bisect_right(breaks, begin)
+        limit = min([begin + bucket_elements, *breaks[coming : coming + 1]])
+        last = max(int(np.searchsorted(ends, limit, side="right")), first + 1)
         buckets.append((first, last))
         first = last
     return buckets

@@ -15,6 +15,9 @@ T = TypeVar("T")
 
 DTYPE_BYTES = {"bfloat16": 2}
 
+REQUESTS = "requests/"
+"""Keys of workers' requests for a keyframe begin with this."""
+
 _CHECKSUM_BYTES = 32
 
 
@@ -25,6 +28,8 @@ class TensorEntry(msgspec.Struct, frozen=True, kw_only=True):
     shape: tuple[int, ...]
     dtype: str
     offset: int
+    begin: tuple[int, ...] = ()
+    """Where it begins in the full tensor of this name, if it is only a cell of that."""
 
     @property
     def size_bytes(self) -> int:
@@ -99,17 +104,19 @@ def open_seal(data: bytes, kind: type[T], schema_version: int) -> T:
 def check_tensors(tensors: Sequence[TensorEntry]) -> int:
     """How many bytes they take. Raises `WeightsCorrupted` unless they follow each other without gaps."""
     at = 0
-    names: set[str] = set()
+    names: set[tuple[str, tuple[int, ...]]] = set()
     for tensor in tensors:
-        if tensor.name in names:
+        if (tensor.name, tensor.begin) in names:
             _refuse(f"tensor {tensor.name} is listed twice")
         if tensor.dtype not in DTYPE_BYTES:
             _refuse(f"tensor {tensor.name} has dtype {tensor.dtype}; allowed: {', '.join(DTYPE_BYTES)}")
         if min(tensor.shape, default=0) < 0:
             _refuse(f"tensor {tensor.name} has shape {tensor.shape}")
+        if tensor.begin and (len(tensor.begin) != len(tensor.shape) or min(tensor.begin) < 0):
+            _refuse(f"tensor {tensor.name} of shape {tensor.shape} begins at {tensor.begin}")
         if tensor.offset != at:
             _refuse(f"tensor {tensor.name} begins at byte {tensor.offset}, not {at}")
-        names.add(tensor.name)
+        names.add((tensor.name, tensor.begin))
         at += tensor.size_bytes
     return at
 
@@ -120,6 +127,11 @@ def manifest_key(version: int) -> str:
 
 def keyframe_key(version: int) -> str:
     return f"{version_prefix(version)}keyframe.bin"
+
+
+def request_key(version: int) -> str:
+    """Put by a worker that cannot get to `version` from anything on the relay."""
+    return f"{REQUESTS}keyframe-{version:08d}"
 
 
 def version_prefix(version: int) -> str:

@@ -1,37 +1,47 @@
 """The trainer's side: a version's weights onto a relay, as keyframe and deltas, and old versions off it."""
 
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
+import structlog
 import torch
 from torch import Tensor
 
-from elastic.weights.choice import Change, choose_codec
+from elastic.weights.choice import COSTS, Change, choose_codec
 from elastic.weights.codecs import CODECS
 from elastic.weights.codecs.base import TILE_ELEMENTS
-from elastic.weights.codecs.sums import tile_sums
+from elastic.weights.codecs.sums import tile_sums, zero_sums
 from elastic.weights.delta import (
+    NOTHING,
     BucketEntry,
     DeltaBegun,
     DeltaManifest,
+    DeltaPart,
     base_of,
     begun_base_of,
     begun_key,
     bucket_key,
     checksum_of,
+    decode_part,
     delta_manifest_key,
     encode_begun,
     encode_bucket,
     encode_delta_manifest,
+    encode_part,
+    part_key,
     state_of,
 )
+from elastic.weights.errors import BlobNotFound
 from elastic.weights.layout import bucket_tiles, changed_by_tensor, tile_ends
 from elastic.weights.manifest import (
+    REQUESTS,
     Manifest,
     TensorEntry,
     encode_manifest,
@@ -41,12 +51,21 @@ from elastic.weights.manifest import (
 )
 from elastic.weights.plan import Update, needed_from
 from elastic.weights.relay import Relay
-from elastic.weights.tensors import Bits, entries_of, flatten, views
+from elastic.weights.sharding import Cell, Shard, breaks, owned
+from elastic.weights.tensors import Bits, cut, entries_of, entries_of_boxes, filling, views
+
+log = structlog.get_logger(__name__)
 
 LATER_TIMEOUT_S = 600.0
 """For what is published after a version can be pulled already: a merged delta, a keyframe, garbage collection."""
 
 _SAMPLES, _SAMPLE = 32, 128
+
+
+POLL_S = 0.005
+
+PART_TIMEOUT_S = 120.0
+"""For the other ranks' parts of a version."""
 
 
 class PublishSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,27 +96,61 @@ class Published(NamedTuple):
     put_s: float
 
 
+@dataclass(frozen=True)
+class Share:
+    """The part of one trainer rank in versions that several ranks publish together, or that are cut into cells.
+
+    `cells` are the same for all ranks; `shard` is what this one holds. The ranks publish the same versions with the
+    same settings; rank 0 writes the manifests, when the others have put their parts.
+    """
+
+    cells: tuple[Cell, ...]
+    shard: Shard
+    rank: int = 0
+    ranks: int = 1
+
+
 class _Held(NamedTuple):
+    """What this rank publishes of a version; the sums are of all tiles, where this rank writes the manifests."""
+
     version: int
     tensors: tuple[TensorEntry, ...]
     bits: Bits
     sums: npt.NDArray[np.uint64]
 
 
+class _Encoded(NamedTuple):
+    """What a delta, or a rank's part of it, came to."""
+
+    sums: npt.NDArray[np.uint64]
+    changed: tuple[int, ...]
+    """Of each tensor."""
+    size_bytes: int
+    put_s: float
+
+
 class Publisher:
     """Publishes versions in order. A version can be pulled when `publish` returns; more follows in the background.
 
-    It keeps two copies of the weights on the CPU: the last version, and the one that the next merged delta is from.
-    Calls must not overlap.
+    It keeps two copies of the weights on the CPU: the last version, and the one that the next merged delta is from;
+    with a `share` only of what this rank publishes. Calls must not overlap.
     """
 
     def __init__(
-        self, relay: Relay, run: str, model_config: Mapping[str, Any], settings: PublishSettings | None = None
+        self,
+        relay: Relay,
+        run: str,
+        model_config: Mapping[str, Any],
+        settings: PublishSettings | None = None,
+        share: Share | None = None,
     ) -> None:
         self._relay = relay
         self._run = run
         self._model_config = model_config
         self._settings = settings or PublishSettings()
+        self._share = share
+        self._leads = share is None or share.rank == 0
+        self._alone = share is None or share.ranks == 1
         self._last: _Held | None = None
         self._anchor: _Held | None = None
         self._keyframe_version = 0
@@ -108,16 +161,21 @@ class Publisher:
     def publish(self, version: int, tensors: Mapping[str, Tensor]) -> Published:
         """Put `version`: a delta from the last one published, or a keyframe where there is none that fits.
 
-        `tensors` (bfloat16) may be changed again as soon as it returns. Raises `RelayError`, also for what failed
-        in the background since the last call, and `ValueError`.
+        `tensors` (bfloat16; with a `share` this rank's own) may be changed again as soon as it returns. Raises
+        `RelayError`, also for what failed in the background since the last call, and `ValueError`.
         """
         self.wait()
-        entries, bits = entries_of(tensors), flatten(tensors)
+        begun_s = time.monotonic()
+        entries, parts = self._laid_out(tensors)
+        begin, end = self._span(entries)
+        bits = np.empty(end - begin, np.uint16)
+        filled = filling(bits, parts)
         last = self._last
         if last is None or last.tensors != entries or last.version >= version:
-            published, held = self._publish_first(version, entries, bits)
+            deque(filled, maxlen=0)
+            published, held = self._publish_first(version, entries, bits, begun_s)
         else:
-            published, held = self._publish_delta(last, version, bits)
+            published, held = self._publish_delta(last, version, bits, filled, begun_s)
         self._last = held
         self._later = self._executor.submit(self._publish_later, held)
         return published
@@ -125,6 +183,23 @@ class Publisher:
     def request_keyframe(self) -> None:
         """Publish a keyframe with the next version, whether one is due or not."""
         self._keyframe_wanted = True
+
+    def answer_requests(self) -> bool:
+        """Put a keyframe of the last version if a worker asks for one; may be called from any thread.
+
+        Says whether it did. Several ranks would have to agree on when, so they only keep to the plan.
+        """
+        held = self._last
+        if held is None or not self._alone:
+            return False
+        requests = self._relay.list_keys(REQUESTS)
+        asked = bool(requests) and Update(held.version, None) not in published_updates(self._relay)
+        if asked:
+            log.warning("keyframe on request", version=held.version, requests=len(requests))
+            self._put_keyframe(held)
+        for key in requests:
+            self._relay.delete(key)
+        return asked
 
     def wait(self) -> None:
         """Until the background is done. Raises what went wrong there."""
@@ -136,8 +211,32 @@ class Publisher:
         """Finish what is under way, whatever becomes of it."""
         self._executor.shutdown(wait=True)
 
-    def _publish_first(self, version: int, entries: tuple[TensorEntry, ...], bits: Bits) -> tuple[Published, _Held]:
-        begun_s = time.monotonic()
+    def _laid_out(self, tensors: Mapping[str, Tensor]) -> tuple[tuple[TensorEntry, ...], Iterable[Tensor]]:
+        """How a version lies, and what this rank publishes of it, in that order."""
+        entries = entries_of(tensors)
+        share = self._share
+        if share is None:
+            return entries, tensors.values()
+        own = owned(share.cells, share.rank)
+        return entries_of_boxes(cell.box for cell in share.cells), cut(
+            (cell.box for cell in share.cells[own.start : own.stop]), share.shard, tensors
+        )
+
+    def _span(self, entries: tuple[TensorEntry, ...]) -> tuple[int, int]:
+        """The elements of a version that this rank publishes."""
+        own = range(len(entries)) if self._share is None else owned(self._share.cells, self._share.rank)
+        offsets = [*(entry.offset // 2 for entry in entries), sum(entry.size_bytes for entry in entries) // 2]
+        return offsets[own.start], offsets[own.stop]
+
+    def _publish_first(
+        self, version: int, entries: tuple[TensorEntry, ...], bits: Bits, begun_s: float
+    ) -> tuple[Published, _Held]:
+        if self._share is not None:
+            encoded = self._put_delta(_nothing(entries, bits.size, self._settings.tile_elements), version, bits)
+            held = _Held(version, entries, bits, encoded.sums)
+            self._anchor, self._keyframe_version = held, version
+            encode_s = time.monotonic() - begun_s - encoded.put_s
+            return Published(version, "keyframe", encoded.size_bytes, bits.nbytes, {}, encode_s, encoded.put_s), held
         sums = tile_sums(bits, tile_ends(entries, self._settings.tile_elements))
         held = _Held(version, entries, bits, sums)
         encoded_s = time.monotonic()
@@ -147,13 +246,17 @@ class Publisher:
         size = bits.nbytes
         return Published(version, "keyframe", size, size, {}, encoded_s - begun_s, put_s), held
 
-    def _publish_delta(self, last: _Held, version: int, bits: Bits) -> tuple[Published, _Held]:
-        begun_s = time.monotonic()
-        manifest, sums, put_s = self._put_delta(last, version, bits)
-        changed = {entry.name: count for entry, count in zip(last.tensors, manifest.changed, strict=True)}
-        encode_s = time.monotonic() - begun_s - put_s
-        held = _Held(version, last.tensors, bits, sums)
-        return Published(version, "delta", manifest.size_bytes, bits.nbytes, changed, encode_s, put_s), held
+    def _publish_delta(
+        self, last: _Held, version: int, bits: Bits, filled: Iterator[int], begun_s: float
+    ) -> tuple[Published, _Held]:
+        encoded = self._put_delta(last, version, bits, filled)
+        changed = dict.fromkeys((entry.name for entry in last.tensors), 0)
+        for entry, count in zip(last.tensors, encoded.changed, strict=True):
+            changed[entry.name] += count
+        encode_s = time.monotonic() - begun_s - encoded.put_s
+        held = _Held(version, last.tensors, bits, encoded.sums)
+        size = encoded.size_bytes
+        return Published(version, "delta", size, bits.nbytes, changed, encode_s, encoded.put_s), held
 
     def _publish_later(self, held: _Held) -> None:
         settings, anchor = self._settings, self._anchor
@@ -162,36 +265,41 @@ class Publisher:
             self._anchor = held
         if self._keyframe_wanted or held.version - self._keyframe_version >= settings.keyframe_every:
             self._put_keyframe(held)
-        collect_garbage(self._relay, settings.keep_versions, ())
+        if self._leads:
+            collect_garbage(self._relay, settings.keep_versions, ())
 
     def _put_keyframe(self, held: _Held) -> None:
-        tensors = views(held.tensors, held.bits)
-        publish_keyframe(self._relay, self._run, held.version, tensors, self._model_config)
+        if self._share is not None:
+            nothing = _nothing(held.tensors, held.bits.size, self._settings.tile_elements)
+            self._put_delta(nothing, held.version, held.bits)
+        else:
+            tensors = views(held.tensors, held.bits)
+            publish_keyframe(self._relay, self._run, held.version, tensors, self._model_config)
         self._keyframe_version, self._keyframe_wanted = held.version, False
 
-    def _put_delta(self, base: _Held, version: int, bits: Bits) -> tuple[DeltaManifest, npt.NDArray[np.uint64], float]:
-        """The manifest, the new tiles' sums, and the time the relay took."""
+    def _put_delta(self, base: _Held, version: int, bits: Bits, filled: Iterator[int] | None = None) -> _Encoded:
+        """`bits` may still be `filled` meanwhile, as far as that says each time."""
         settings = self._settings
         ends = tile_ends(base.tensors, settings.tile_elements)
         begins = np.concatenate([[0], ends])
+        begin, end = self._span(base.tensors)
+        own = slice(*(int(np.searchsorted(ends, edge, side="right")) for edge in (begin, end)))
         sums, changed = base.sums.copy(), np.zeros(len(ends), np.int64)
+        spans = bucket_tiles(ends, settings.bucket_elements, breaks(self._share.cells) if self._share else ())
+        begun = self._begun(base, version, spans)
+        if self._leads:
+            self._relay.put(begun_key(version, base.version), encode_begun(begun))
         buckets: list[BucketEntry] = []
+        there = 0
         put_s = 0.0
-        spans = bucket_tiles(ends, settings.bucket_elements)
-        base_state = state_of(base.sums)
-        begun = DeltaBegun(
-            run=self._run,
-            version=version,
-            base_version=base.version,
-            base_state=base_state,
-            tensors=base.tensors,
-            tile_elements=settings.tile_elements,
-            buckets=tuple((first, last - first) for first, last in spans),
-        )
-        self._relay.put(begun_key(version, base.version), encode_begun(begun))
+        codecs = ("dense", "raw") if base.version == NOTHING else COSTS
         for number, (first, last) in enumerate(spans):
-            old, new = (flat[begins[first] : begins[last]] for flat in (base.bits, bits))
-            codec = settings.codec or choose_codec(estimate_change(old, new), settings.link_bytes_per_s)
+            if not own.start <= first < own.stop:
+                continue
+            while filled is not None and there < begins[last] - begin:
+                there = next(filled)
+            old, new = (flat[begins[first] - begin : begins[last] - begin] for flat in (base.bits, bits))
+            codec = settings.codec or choose_codec(estimate_change(old, new), settings.link_bytes_per_s, codecs)
             encoded = CODECS[codec].encode(old, new, ends[first:last] - begins[first])
             sums[first:last] += encoded.sum_changes
             changed[first:last] = encoded.changed
@@ -201,20 +309,91 @@ class Publisher:
             put_s += time.monotonic() - begun_s
             size = sum(map(len, parts))
             buckets.append(BucketEntry(first, last - first, codec, size, checksum_of(self._run, *parts)))
-        manifest = DeltaManifest(
+        deque(filled or (), maxlen=0)
+        begun_s = time.monotonic()
+        if self._leads:
+            buckets += self._parts(base, version, ends, sums, changed)
+            self._relay.put(
+                delta_manifest_key(version, base.version),
+                encode_delta_manifest(_manifest(begun, sums, changed_by_tensor(base.tensors, ends, changed), buckets)),
+            )
+        else:
+            assert self._share is not None
+            part = DeltaPart(
+                buckets=tuple(buckets),
+                changed=tuple(changed[own].tolist()),
+                tile_sums=sums[own].astype("<u8").tobytes(),
+            )
+            self._relay.put(part_key(version, base.version, self._share.rank), encode_part(part))
+        put_s += time.monotonic() - begun_s
+        size = sum(bucket.size_bytes for bucket in buckets)
+        return _Encoded(sums, changed_by_tensor(base.tensors, ends, changed), size, put_s)
+
+    def _begun(self, base: _Held, version: int, spans: Iterable[tuple[int, int]]) -> DeltaBegun:
+        return DeltaBegun(
             run=self._run,
             version=version,
             base_version=base.version,
-            base_state=base_state,
-            state=state_of(sums),
+            base_state=state_of(base.sums),
             tensors=base.tensors,
-            changed=changed_by_tensor(base.tensors, ends, changed),
-            tile_elements=settings.tile_elements,
-            tile_sums=sums.astype("<u8").tobytes(),
-            buckets=tuple(buckets),
+            tile_elements=self._settings.tile_elements,
+            buckets=tuple((first, last - first) for first, last in spans),
         )
-        self._relay.put(delta_manifest_key(version, base.version), encode_delta_manifest(manifest))
-        return manifest, sums, put_s
+
+    def _parts(
+        self,
+        base: _Held,
+        version: int,
+        ends: npt.NDArray[np.int64],
+        sums: npt.NDArray[np.uint64],
+        changed: npt.NDArray[np.int64],
+    ) -> list[BucketEntry]:
+        """The other ranks' buckets; takes over their sums and changes. They lie one after the other, by rank."""
+        share, buckets = self._share, []
+        deadline_s = time.monotonic() + PART_TIMEOUT_S
+        for rank in range(1, share.ranks if share else 1):
+            assert share is not None
+            cells = owned(share.cells, rank)
+            offsets = [*(entry.offset // 2 for entry in base.tensors), int(ends[-1]) if len(ends) else 0]
+            own = slice(*(int(np.searchsorted(ends, offsets[at], side="right")) for at in (cells.start, cells.stop)))
+            key = part_key(version, base.version, rank)
+            part = decode_part(_awaited(self._relay, key, deadline_s), own.stop - own.start)
+            sums[own] = np.frombuffer(part.tile_sums, "<u8")
+            changed[own] = part.changed
+            buckets += part.buckets
+        return buckets
+
+
+def _manifest(
+    begun: DeltaBegun, sums: npt.NDArray[np.uint64], changed: tuple[int, ...], buckets: Iterable[BucketEntry]
+) -> DeltaManifest:
+    return DeltaManifest(
+        run=begun.run,
+        version=begun.version,
+        base_version=begun.base_version,
+        base_state=begun.base_state,
+        state=state_of(sums),
+        tensors=begun.tensors,
+        changed=changed,
+        tile_elements=begun.tile_elements,
+        tile_sums=sums.astype("<u8").tobytes(),
+        buckets=tuple(buckets),
+    )
+
+
+def _nothing(entries: tuple[TensorEntry, ...], elements: int, tile_elements: int) -> _Held:
+    """What a keyframe in cells is a delta from."""
+    return _Held(NOTHING, entries, np.zeros(elements, np.uint16), zero_sums(tile_ends(entries, tile_elements)))
+
+
+def _awaited(relay: Relay, key: str, deadline_s: float) -> bytes:
+    while True:
+        try:
+            return relay.get(key)
+        except BlobNotFound:
+            if time.monotonic() > deadline_s:
+                raise
+            time.sleep(POLL_S)
 
 
 def estimate_change(old: Bits, new: Bits) -> Change:
@@ -305,7 +484,7 @@ def _update_of(key: str, begun: bool) -> Update | None:
     base = base_of(key)
     if base is None and begun:
         base = begun_base_of(key)
-    return None if base is None else Update(version, base)
+    return None if base is None else Update(version, None if base == NOTHING else base)
 
 
 def _delete(relay: Relay, condemned: Callable[[int], bool]) -> list[int]:

@@ -2,9 +2,10 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import compress
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -14,8 +15,9 @@ from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_e
 from torch import Tensor
 
 from elastic.weights.codecs.base import Buffer
-from elastic.weights.codecs.sums import apply_update, tile_sums
+from elastic.weights.codecs.sums import apply_update, tile_sums, zero_sums
 from elastic.weights.delta import (
+    NOTHING,
     Bucket,
     DeltaBegun,
     DeltaManifest,
@@ -28,13 +30,14 @@ from elastic.weights.delta import (
     delta_manifest_key,
     state_of,
 )
-from elastic.weights.errors import BlobNotFound, RelayUnavailable, WeightsCorrupted
-from elastic.weights.layout import tile_ends
-from elastic.weights.manifest import TensorEntry, decode_manifest, manifest_key
+from elastic.weights.errors import BlobNotFound, RelayError, RelayUnavailable, WeightsCorrupted
+from elastic.weights.layout import tile_counts, tile_ends
+from elastic.weights.manifest import TensorEntry, decode_manifest, manifest_key, request_key
 from elastic.weights.plan import Update, shortest_path
 from elastic.weights.publisher import published_updates
 from elastic.weights.relay import Relay
-from elastic.weights.tensors import Bits, views
+from elastic.weights.sharding import Shard, needed
+from elastic.weights.tensors import Bits, assemble, box_of, views
 
 T = TypeVar("T")
 
@@ -75,9 +78,12 @@ class _Held(NamedTuple):
 
     version: int
     run: str
-    model: dict[str, Any]
+    model: dict[str, Any] | None
     tensors: tuple[TensorEntry, ...]
+    hosted: tuple[bool, ...]
+    """Which of the tensors these are."""
     bits: Bits
+    """Of the hosted tensors, one after the other."""
     state: dict[int, tuple[str, npt.NDArray[np.uint64]]]
     """Tile size → what identifies the weights, and their tiles' sums; made when first asked for."""
 
@@ -99,11 +105,20 @@ class _Times:
 class Puller:
     """Keeps the version it pulled last, so that the next one takes only what changed. For one thread at a time.
 
+    With a `shard` it hosts just that, and where versions are published in cells it pulls nothing else.
     Memory: the weights it holds, those it makes (a pull that fails leaves nothing behind), and `TRANSFERS` buckets.
     """
 
-    def __init__(self, relay: Relay, *, transfers: int = TRANSFERS, chunk_bytes: int = CHUNK_BYTES) -> None:
+    def __init__(
+        self,
+        relay: Relay,
+        *,
+        shard: Shard | None = None,
+        transfers: int = TRANSFERS,
+        chunk_bytes: int = CHUNK_BYTES,
+    ) -> None:
         self._relay = relay
+        self._shard = shard
         self._transfers = transfers
         self._chunk_bytes = chunk_bytes
         self._held: _Held | None = None
@@ -118,7 +133,8 @@ class Puller:
         With `follow` it may still be under way: buckets are decoded as they appear, and count when the manifest says
         that they are right.
         An object that does not verify is refused, and so is the held version as a base for another; what is left
-        is tried, in the end a keyframe. A broken transfer goes on where it broke, until `timeout_s` is over.
+        is tried, in the end a keyframe; where there is none, one is asked for. A broken transfer goes on where it
+        broke, until `timeout_s` is over.
         Raises `WeightsCorrupted` where nothing verifies, else the last `RelayError`.
         """
         deadline_s = time.monotonic() + timeout_s
@@ -129,6 +145,8 @@ class Puller:
             with times.on_the_wire():
                 path = self._path(version, base, refused, deadline_s, follow)
             if path is None:
+                if refused:
+                    self._ask_for_keyframe(version)
                 raise next(reversed(refused.values()), BlobNotFound(f"version {version}: not published, or deleted"))
             try:
                 held = self._follow(path, base, deadline_s, times)
@@ -140,11 +158,10 @@ class Puller:
                 base = None
                 continue
             self._held = held
-            tensors = views(held.tensors, held.bits)
             return Pulled(
                 version,
                 held.model,
-                tensors,
+                self._tensors(held),
                 times.size_bytes,
                 held.bits.nbytes,
                 tuple(path),
@@ -158,11 +175,23 @@ class Puller:
         held = self._held
         if held is None:
             return []
-        return [
-            int(tile)
-            for size, (_, sums) in held.state.items()
-            for tile in np.flatnonzero(tile_sums(held.bits, tile_ends(held.tensors, size)) != sums)
-        ]
+        wrong: list[int] = []
+        for size, (_, sums) in held.state.items():
+            tiles = _Tiles(held.tensors, held.hosted, size)
+            found = tile_sums(held.bits, tiles.ends[tiles.hosted])
+            wrong += np.flatnonzero(tiles.hosted)[found != sums[tiles.hosted]].tolist()
+        return wrong
+
+    def _tensors(self, held: _Held) -> dict[str, Tensor]:
+        entries = list(compress(held.tensors, held.hosted))
+        return views(entries, held.bits) if self._shard is None else assemble(entries, held.bits, self._shard)
+
+    def _ask_for_keyframe(self, version: int) -> None:
+        """Nothing on the relay leads to `version`; its trainer can put what does."""
+        try:
+            self._relay.put(request_key(version), b"")
+        except RelayError as error:
+            log.warning("keyframe not asked for", version=version, reason=str(error))
 
     def _path(
         self, version: int, base: _Held | None, refused: Container[Update], deadline_s: float, follow: bool
@@ -194,8 +223,12 @@ class Puller:
         return held
 
     def _pull_keyframe(self, version: int, deadline_s: float, times: _Times) -> _Held:
-        with times.on_the_wire():
-            manifest = decode_manifest(fetch(self._relay, manifest_key(version), deadline_s))
+        try:
+            with times.on_the_wire():
+                content = fetch(self._relay, manifest_key(version), deadline_s)
+        except BlobNotFound:
+            return self._pull_full(version, deadline_s, times)
+        manifest = decode_manifest(content)
         if manifest.version != version:
             raise WeightsCorrupted(f"manifest of version {version}: it is that of version {manifest.version}")
         blob = np.empty(manifest.blob_bytes, np.uint8)
@@ -206,7 +239,22 @@ class Puller:
             raise WeightsCorrupted(f"{manifest.blob}: its checksum is not the manifest's")
         times.decode_s += time.monotonic() - begun_s
         times.size_bytes += manifest.blob_bytes
-        return _Held(version, manifest.run, manifest.model, manifest.tensors, blob.view(np.uint16), {})
+        hosted = (True,) * len(manifest.tensors)
+        return _Held(version, manifest.run, manifest.model, manifest.tensors, hosted, blob.view(np.uint16), {})
+
+    def _pull_full(self, version: int, deadline_s: float, times: _Times) -> _Held:
+        """A keyframe in cells: those that are hosted, which is the change from nothing."""
+        with times.on_the_wire():
+            begun, _ = self._begin(version, NOTHING, deadline_s)
+        if self._shard is None:
+            hosted = (True,) * len(begun.tensors)
+        else:
+            hosted = tuple(needed(map(box_of, begun.tensors), self._shard))
+        elements = sum(entry.size_bytes for entry in compress(begun.tensors, hosted)) // 2
+        sums = zero_sums(tile_ends(begun.tensors, begun.tile_elements))
+        state = {begun.tile_elements: (state_of(sums), sums)}
+        nothing = _Held(NOTHING, begun.run, None, begun.tensors, hosted, np.zeros(elements, np.uint16), state)
+        return self._pull_delta(nothing, Update(version, NOTHING), deadline_s, times, own=False)
 
     def _pull_delta(self, base: _Held, update: Update, deadline_s: float, times: _Times, own: bool) -> _Held:
         """What `update` makes of `base`; in place if that is our `own` to change."""
@@ -215,35 +263,42 @@ class Puller:
         with times.on_the_wire():
             begun, manifest = self._begin(update.version, update.base, deadline_s)
         begun_s = time.monotonic()
-        ends, sums = _check_base(begun, base, update)
-        begins = np.concatenate([[0], ends])
+        sums = _check_base(begun, base, update)
+        tiles = _Tiles(base.tensors, base.hosted, begun.tile_elements)
         times.decode_s += time.monotonic() - begun_s
-        begun_s = time.monotonic()
-        bits = base.bits if own else base.bits.copy()
-        times.apply_s += time.monotonic() - begun_s
-        checksums: list[str] = []
+        bits = base.bits if own else np.empty_like(base.bits)
+        checksums: dict[int, str] = {}
         resulting = sums.copy()
-        for (first, count), blob in self._buckets(begun, manifest is not None, deadline_s, times):
-            checksums.append(checksum_of(begun.run, blob))
-            if manifest and checksums[-1] != manifest.buckets[len(checksums) - 1].checksum:
-                raise WeightsCorrupted(f"{key}: the checksum of bucket {len(checksums) - 1} is not the manifest's")
-            tiles = slice(first, first + count)
-            begin, end = begins[tiles.start], begins[tiles.stop]
-            begun_s = time.monotonic()
-            decoded = Bucket(blob).decode(base.bits[begin:end], ends[tiles] - begin)
-            resulting[tiles] += decoded.sum_changes
-            decoded_s = time.monotonic()
-            apply_update(decoded, bits[begin:end])
-            times.decode_s += decoded_s - begun_s
-            times.apply_s += time.monotonic() - decoded_s
+        wanted = [number for number, (first, count) in enumerate(begun.buckets) if tiles.runs(first, count)]
+        for number, blob in self._buckets(begun, wanted, manifest is not None, deadline_s, times):
+            checksums[number] = checksum_of(begun.run, blob)
+            if manifest and checksums[number] != manifest.buckets[number].checksum:
+                raise WeightsCorrupted(f"{key}: the checksum of bucket {number} is not the manifest's")
+            bucket = Bucket(blob)
+            for run in tiles.runs(*begun.buckets[number]):
+                begun_s = time.monotonic()
+                old, ends = base.bits[tiles.elements(run)], tiles.ends[run] - tiles.begins[run.start]
+                first = begun.buckets[number][0]
+                decoded = bucket.decode(old, ends, run.start - first, run.stop - first)
+                resulting[run] += decoded.sum_changes
+                decoded_s = time.monotonic()
+                new = bits[tiles.elements(run)]
+                if not own:
+                    new[:] = old
+                apply_update(decoded, new)
+                times.decode_s += decoded_s - begun_s
+                times.apply_s += time.monotonic() - decoded_s
         if manifest is None:
             with times.on_the_wire():
                 manifest = decode_delta_manifest(_awaited(self._relay, key, deadline_s))
-        if begun_of(manifest) != begun or [bucket.checksum for bucket in manifest.buckets] != checksums:
+        if begun_of(manifest) != begun or any(manifest.buckets[n].checksum != sum_ for n, sum_ in checksums.items()):
             raise WeightsCorrupted(f"{key}: its buckets are not the manifest's")
-        if resulting.astype("<u8").tobytes() != manifest.tile_sums:
+        expected = np.frombuffer(manifest.tile_sums, "<u8").astype(np.uint64)
+        if not np.array_equal(resulting[tiles.hosted], expected[tiles.hosted]):
             raise WeightsCorrupted(f"{key}: it does not make the trainer's weights")
-        state = {manifest.tile_elements: (manifest.state, resulting)}
+        if state_of(expected) != manifest.state:
+            raise WeightsCorrupted(f"{key}: its tiles' sums are not those of its state")
+        state = {manifest.tile_elements: (manifest.state, expected)}
         return base._replace(version=update.version, bits=bits, state=state)
 
     def _begin(self, version: int, base: int, deadline_s: float) -> tuple[DeltaBegun, DeltaManifest | None]:
@@ -255,14 +310,14 @@ class Puller:
         return begun_of(manifest), manifest
 
     def _buckets(
-        self, begun: DeltaBegun, there: bool, deadline_s: float, times: _Times
-    ) -> Iterator[tuple[tuple[int, int], Buffer]]:
-        """Each bucket's tiles and blob, in order; the next ones are on their way meanwhile."""
-        waiting: deque[tuple[tuple[int, int], Future[Buffer]]] = deque()
+        self, begun: DeltaBegun, wanted: Iterable[int], there: bool, deadline_s: float, times: _Times
+    ) -> Iterator[tuple[int, Buffer]]:
+        """Each `wanted` bucket's number and blob, in order; the next ones are on their way meanwhile."""
+        waiting: deque[tuple[int, Future[Buffer]]] = deque()
         with ThreadPoolExecutor(self._transfers, thread_name_prefix="puller") as executor:
             try:
-                for number, tiles in enumerate(begun.buckets):
-                    waiting.append((tiles, executor.submit(self._fetch_bucket, begun, number, there, deadline_s)))
+                for number in wanted:
+                    waiting.append((number, executor.submit(self._fetch_bucket, begun, number, there, deadline_s)))
                     if len(waiting) >= self._transfers:
                         yield _landed(*waiting.popleft(), times)
                 while waiting:
@@ -340,17 +395,33 @@ def _awaited(relay: Relay, key: str, deadline_s: float, start: int = 0, length: 
             time.sleep(POLL_S)
 
 
-def _landed(tiles: tuple[int, int], future: Future[Buffer], times: _Times) -> tuple[tuple[int, int], Buffer]:
+def _landed(number: int, future: Future[Buffer], times: _Times) -> tuple[int, Buffer]:
     with times.on_the_wire():
         blob = future.result()
     times.size_bytes += len(blob)
-    return tiles, blob
+    return number, blob
 
 
-def _check_base(
-    manifest: DeltaBegun, base: _Held, update: Update
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64]]:
-    """The tiles' ends, and their sums in `base`."""
+class _Tiles:
+    """The tiles of a version, and where the hosted ones lie among what is held."""
+
+    def __init__(self, tensors: Sequence[TensorEntry], hosted: Sequence[bool], tile_elements: int) -> None:
+        self.hosted = np.repeat(np.array(hosted, bool), tile_counts(tensors, tile_elements))
+        sizes = np.diff(tile_ends(tensors, tile_elements), prepend=0)
+        self.ends = np.cumsum(np.where(self.hosted, sizes, 0))
+        self.begins = np.concatenate([[0], self.ends])
+
+    def runs(self, first: int, count: int) -> list[slice]:
+        """Consecutive hosted tiles of a bucket."""
+        edges = np.flatnonzero(np.diff(self.hosted[first : first + count], prepend=False, append=False)) + first
+        return [slice(int(begin), int(end)) for begin, end in edges.reshape(-1, 2)]
+
+    def elements(self, tiles: slice) -> slice:
+        return slice(int(self.begins[tiles.start]), int(self.begins[tiles.stop]))
+
+
+def _check_base(manifest: DeltaBegun, base: _Held, update: Update) -> npt.NDArray[np.uint64]:
+    """The sums of all tiles in `base`."""
     where = f"delta of version {update.version} from {update.base}"
     if (manifest.version, manifest.base_version) != update:
         raise WeightsCorrupted(f"{where}: it is that of {manifest.version} from {manifest.base_version}")
@@ -360,9 +431,11 @@ def _check_base(
     if sum(tiles for _, tiles in manifest.buckets) != len(ends):
         raise WeightsCorrupted(f"{where}: its tensors have {len(ends)} tiles, its buckets others")
     if manifest.tile_elements not in base.state:
+        if not all(base.hosted):
+            raise _BaseMismatch(f"{where}: tiles of {manifest.tile_elements} elements, which only a keyframe can begin")
         sums = tile_sums(base.bits, ends)
         base.state[manifest.tile_elements] = state_of(sums), sums
     state, sums = base.state[manifest.tile_elements]
     if state != manifest.base_state:
         raise _BaseMismatch(f"{where}: it is from other weights than those held as version {base.version}")
-    return ends, sums
+    return sums

@@ -4,6 +4,7 @@ One of them uses the device at a time. The orchestrator alternates Sleep, traini
 thread takes orders one by one, and the engine sleeps through every one of the trainer's, so they never overlap.
 """
 
+import threading
 import time
 from pathlib import Path
 from typing import assert_never
@@ -18,6 +19,7 @@ from elastic.engine.base import RolloutEngine
 from elastic.model.checkpoint import load_model
 from elastic.trainer.trainer import GRPOTrainer
 from elastic.weights.codecs import warm_up
+from elastic.weights.errors import RelayError
 from elastic.weights.layers import changed_shares
 from elastic.weights.publisher import Published, Publisher, PublishSettings, discard_newer
 from elastic.weights.relay import open_relay
@@ -27,6 +29,8 @@ from elastic.worker.service import TrainerOrder, TrainerReply
 log = structlog.get_logger(__name__)
 
 KEEP_CHECKPOINTS = 2
+REQUEST_POLL_S = 1.0
+"""How often the relay is looked at for workers that ask for a keyframe."""
 BYTES_PER_S_IN_GBPS = 125e6
 
 
@@ -65,6 +69,7 @@ class TrainerHost:
         warm_up()
         self._publisher = Publisher(self._relay, self._run, welcome.model, _publish_settings(self._config.weights))
         self._publish(self._trainer.bf16_tensors())
+        threading.Thread(target=self._answer_requests, name="requests", daemon=True).start()
         return build_engine(welcome)
 
     def load_policy(self, engine: RolloutEngine) -> None:
@@ -112,6 +117,15 @@ class TrainerHost:
 
     def _publish(self, tensors: dict[str, torch.Tensor]) -> Published:
         return self._publisher.publish(self._trainer.version, tensors)
+
+    def _answer_requests(self) -> None:
+        """Keyframes for workers that can verify no chain, for as long as the process lives."""
+        while True:
+            time.sleep(REQUEST_POLL_S)
+            try:
+                self._publisher.answer_requests()
+            except RelayError as error:
+                log.warning("requests for keyframes not answered", reason=str(error))
 
     def _apply(self, tensors: dict[str, torch.Tensor]) -> None:
         self._engine.load_weights(self._trainer.version, tensors, WeightMode.FINISH)

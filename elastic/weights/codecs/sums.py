@@ -29,6 +29,12 @@ def tile_sums(bits: Bits, tile_ends: Ends) -> npt.NDArray[np.uint64]:
     return sums
 
 
+def zero_sums(tile_ends: Ends) -> npt.NDArray[np.uint64]:
+    """The sums of tiles of which every pattern is zero."""
+    sizes, which = np.unique(np.diff(tile_ends, prepend=0), return_inverse=True)
+    return tile_sums(np.zeros(sizes.sum(), np.uint16), np.cumsum(sizes))[which]
+
+
 def apply_update(update: BucketUpdate, bits: Bits) -> None:
     """Overwrite `bits`, a bucket, in place; doing it twice is the same as once."""
     if update.index is None:

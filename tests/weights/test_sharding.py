@@ -1,0 +1,307 @@
+"""Any trainer layout to any worker layout gives the trainer's bits."""
+
+import math
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise, product
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from elastic.weights.directory import DirectoryRelay
+from elastic.weights.placements import FUSED, Placement, declared, from_tp_plan, inferred
+from elastic.weights.publisher import Publisher, PublishSettings, Share
+from elastic.weights.puller import Puller
+from elastic.weights.sharding import Box, LocalTensor, Shard, breaks, cells, needed, owned, whole
+
+many = settings(deadline=None, max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+HEAD, HEADS, KV_HEADS, HIDDEN, FFN, VOCABULARY, LAYERS = 2, 8, 2, 6, 12, 13, 3
+
+
+def qwen3_shapes(tied: bool = False) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCABULARY, HIDDEN)}
+    for layer in range(LAYERS):
+        shapes |= {
+            f"model.layers.{layer}.{name}.weight": shape
+            for name, shape in {
+                "input_layernorm": (HIDDEN,),
+                "self_attn.q_proj": (HEADS * HEAD, HIDDEN),
+                "self_attn.k_proj": (KV_HEADS * HEAD, HIDDEN),
+                "self_attn.v_proj": (KV_HEADS * HEAD, HIDDEN),
+                "self_attn.q_norm": (HEAD,),
+                "self_attn.o_proj": (HIDDEN, HEADS * HEAD),
+                "mlp.gate_proj": (FFN, HIDDEN),
+                "mlp.up_proj": (FFN, HIDDEN),
+                "mlp.down_proj": (HIDDEN, FFN),
+            }.items()
+        }
+    shapes["model.norm.weight"] = (HIDDEN,)
+    return shapes if tied else shapes | {"lm_head.weight": (VOCABULARY, HIDDEN)}
+
+
+def local_shapes(shapes: dict[str, tuple[int, ...]], tp: int, stages: int, stage: int, fused: bool):
+    """What an engine's rank has: the shapes its modules are built with, not where they come from."""
+    local: dict[str, tuple[int, ...]] = {}
+    for name, (first, *rest) in shapes.items():
+        if "layers." in name and int(name.split(".")[2]) * stages // LAYERS != stage:
+            continue
+        if ("embed" in name and stage != 0) or (name in ("model.norm.weight", "lm_head.weight") and stage < stages - 1):
+            continue
+        module = name.split(".")[-2]
+        if module in ("k_proj", "v_proj"):
+            first = max(first // HEAD // tp, 1) * HEAD
+        elif module in ("q_proj", "gate_proj", "up_proj"):
+            first //= tp
+        elif module in ("embed_tokens", "lm_head"):
+            first = math.ceil(first / tp)
+        elif module in ("o_proj", "down_proj"):
+            rest = [rest[0] // tp]
+        whole_name = next((name.replace(module, f) for f, parts in FUSED.items() if fused and module in parts), name)
+        local[whole_name] = (first + local.get(whole_name, (0,))[0], *rest)
+    return local
+
+
+def qwen3_layout(shapes: dict[str, tuple[int, ...]], tp: int, stages: int, fused: bool) -> list[Shard]:
+    return [
+        inferred(shapes, local_shapes(shapes, tp, stages, stage, fused), rank, tp)
+        for stage in range(stages)
+        for rank in range(tp)
+    ]
+
+
+def randomly_patterned(shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, Tensor]:
+    rng = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.randint(-(2**15), 2**15, shape, generator=rng, dtype=torch.int32).to(torch.int16)
+        for name, shape in shapes.items()
+    }
+
+
+def local_tensors(full: dict[str, Tensor], shard: Shard) -> dict[str, Tensor]:
+    """A rank's tensors by plain slicing, padding zero."""
+    tensors: dict[str, Tensor] = {}
+    for name, local in shard.items():
+        parts = [full[b.tensor][tuple(map(slice, b.begin, b.end))] for b in local.boxes]
+        tensor = torch.zeros(local.shape, dtype=torch.int16)
+        if local.shape:
+            stacked = torch.cat(parts)
+            tensor[: len(stacked)] = stacked
+        else:
+            tensor.copy_(parts[0])
+        tensors[name] = tensor.view(torch.bfloat16)
+    return tensors
+
+
+@st.composite
+def meshes(draw: st.DrawFn, shapes: dict[str, tuple[int, ...]]) -> list[Shard]:
+    """Declared placements on a random mesh: every tensor split or replicated along each of its dimensions."""
+    mesh = tuple(draw(st.lists(st.integers(1, 3), min_size=1, max_size=2)))
+    dimensions = {
+        name: tuple(draw(st.sampled_from([None, *range(len(shape))])) for _ in mesh) for name, shape in shapes.items()
+    }
+    return [
+        declared(shapes, {name: Placement(mesh, at, split) for name, split in dimensions.items()})
+        for at in product(*map(range, mesh))
+    ]
+
+
+@st.composite
+def layouts(draw: st.DrawFn, shapes: dict[str, tuple[int, ...]]) -> list[Shard]:
+    kind = draw(st.sampled_from(["whole", "mesh", "qwen3"]))
+    if kind == "mesh":
+        return draw(meshes(shapes))
+    if kind == "whole" or "model.embed_tokens.weight" not in shapes:
+        return [whole(shapes)] * draw(st.integers(1, 3))
+    return qwen3_layout(shapes, draw(st.sampled_from([1, 2, 4])), draw(st.integers(1, 3)), draw(st.booleans()))
+
+
+models = st.booleans().map(qwen3_shapes) | st.dictionaries(
+    st.sampled_from(["a", "b", "c"]), st.lists(st.integers(0, 5), max_size=3).map(tuple), min_size=1
+)
+
+
+class Trainer:
+    """Ranks that publish together; `publish` is a version of theirs."""
+
+    def __init__(
+        self, relay: DirectoryRelay, shapes, layout: Sequence[Shard], workers: Sequence[Shard], **options: int
+    ):
+        self.cells = cells(shapes, layout, workers)
+        publish = PublishSettings(**({"bucket_elements": 40, "tile_elements": 7, "merge_every": 2} | options))
+        self.layout = layout
+        self.publishers = [
+            Publisher(relay, "run", {}, publish, Share(self.cells, shard, rank, len(layout)))
+            for rank, shard in enumerate(layout)
+        ]
+
+    def publish(self, version: int, full: dict[str, Tensor]) -> None:
+        with ThreadPoolExecutor(len(self.publishers)) as executor:
+            work = [
+                executor.submit(publisher.publish, version, local_tensors(full, shard))
+                for publisher, shard in zip(self.publishers, self.layout, strict=True)
+            ]
+        for each in work:
+            each.result()
+        for publisher in self.publishers:
+            publisher.wait()
+
+    def close(self) -> None:
+        for publisher in self.publishers:
+            publisher.close()
+
+
+def assert_has(puller: Puller, shard: Shard, version: int, full: dict[str, Tensor]) -> None:
+    pulled, expected = puller.pull(version).tensors, local_tensors(full, shard)
+    assert pulled.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert pulled[name].shape == tensor.shape
+        assert torch.equal(pulled[name].view(torch.int16), tensor.view(torch.int16)), name
+    assert puller.audit() == []
+
+
+@pytest.mark.slow
+@many
+@given(data=st.data(), shapes=models, seed=st.integers(0, 2**30))
+def test_any_trainer_layout_to_any_worker_layout(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, shapes, seed: int
+):
+    trainer, planned, unplanned = (data.draw(layouts(shapes)) for _ in range(3))
+    relay = DirectoryRelay(tmp_path_factory.mktemp("relay"))
+    ranks = Trainer(relay, shapes, trainer, planned)
+    workers = [(shard, Puller(relay, shard=shard)) for shard in (*planned, *unplanned)]
+    full = randomly_patterned(shapes, seed)
+    for version in range(3):
+        if version:
+            moved = randomly_patterned(shapes, seed + version)
+            full = {n: torch.where(moved[n] % 9 == 0, moved[n], tensor) for n, tensor in full.items()}
+        ranks.publish(version, full)
+        for shard, puller in workers:
+            if version == 2 or data.draw(st.booleans()):
+                assert_has(puller, shard, version, full)
+    ranks.close()
+
+
+@given(data=st.data(), shapes=models)
+@settings(deadline=None, max_examples=25)
+def test_cells_are_the_common_refinement(data: st.DataObject, shapes):
+    trainer, workers = data.draw(layouts(shapes)), data.draw(layouts(shapes))
+    found = cells(shapes, trainer, workers)
+    assert sum(cell.box.elements for cell in found) == sum(math.prod(shape) for shape in shapes.values())
+    assert [cell.owner for cell in found] == sorted(cell.owner for cell in found)
+    for cell in found:
+        for shard in (*trainer, *workers):
+            for box in (box for local in shard.values() for box in local.boxes):
+                assert cell.box.overlap(box) in (None, cell.box), "a rank holds a part of a cell"
+    for rank, shard in enumerate(trainer):
+        mine = found[owned(found, rank).start : owned(found, rank).stop]
+        assert all(needed([cell.box], shard) == [True] for cell in mine)
+    at = 0
+    for cell, after in pairwise(found):
+        at += cell.box.elements
+        assert (at in breaks(found)) == ((cell.owner, cell.audience) != (after.owner, after.audience))
+
+
+def test_data_parallel_ranks_publish_disjoint_shares_of_about_the_same_size():
+    shapes = {f"layers.{n}": (10, 10) for n in range(40)}
+    found = cells(shapes, [whole(shapes)] * 4)
+    assert [sum(found[n].box.elements for n in owned(found, rank)) for rank in range(4)] == [1000] * 4
+
+
+def test_a_worker_pulls_what_it_hosts_and_little_more(tmp_path: Path):
+    shapes = qwen3_shapes()
+    relay = DirectoryRelay(tmp_path)
+    layout = qwen3_layout(shapes, tp=2, stages=1, fused=True)
+    ranks = Trainer(relay, shapes, [whole(shapes)] * 2, layout, bucket_elements=1000)
+    ranks.publish(0, randomly_patterned(shapes, 0))
+    sizes = [Puller(relay, shard=shard).pull(0).size_bytes for shard in layout]
+    everything = Puller(relay).pull(0)
+    assert max(sizes) < 0.65 * everything.size_bytes
+    assert everything.tensors.keys() == {cell.box.tensor for cell in ranks.cells}
+    ranks.close()
+
+
+def test_a_version_without_a_ranks_part_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("elastic.weights.publisher.PART_TIMEOUT_S", 0.05)
+    shapes = {"a": (4,), "b": (4,)}
+    relay = DirectoryRelay(tmp_path)
+    share = Share(cells(shapes, [whole(shapes)] * 2), whole(shapes), rank=0, ranks=2)
+    with pytest.raises(Exception, match="part-00001"):
+        Publisher(relay, "run", {}, share=share).publish(0, {n: torch.ones(4, dtype=torch.bfloat16) for n in shapes})
+    with pytest.raises(Exception, match="not published"):
+        Puller(relay).pull(0)
+
+
+NAME = "model.layers.0.self_attn."
+
+
+@pytest.mark.parametrize(("rank", "rows"), [(0, (0, 2)), (1, (0, 2)), (2, (2, 4)), (3, (2, 4))])
+def test_few_key_heads_are_replicated_on_neighbours(rank: int, rows: tuple[int, int]):
+    shard = inferred(qwen3_shapes(), {NAME + "k_proj.weight": (HEAD, HIDDEN)}, rank, 4)
+    (box,) = shard[NAME + "k_proj.weight"].boxes
+    assert (box.begin[0], box.end[0]) == rows
+
+
+def test_a_fused_tensor_is_three_boxes_and_the_vocabulary_is_padded():
+    local = {NAME + "qkv_proj.weight": (8, HIDDEN), "lm_head.weight": (4, HIDDEN)}
+    shard = inferred(qwen3_shapes(), local, 3, 4)
+    assert shard[NAME + "qkv_proj.weight"].boxes == (
+        Box(NAME + "q_proj.weight", (12, 0), (16, HIDDEN)),
+        Box(NAME + "k_proj.weight", (2, 0), (4, HIDDEN)),
+        Box(NAME + "v_proj.weight", (2, 0), (4, HIDDEN)),
+    )
+    assert shard["lm_head.weight"] == LocalTensor((4, HIDDEN), (Box("lm_head.weight", (12, 0), (13, HIDDEN)),)), (
+        "three rows of the last rank are padding"
+    )
+
+
+@pytest.mark.parametrize(
+    ("local", "problem"),
+    [
+        ({"lm_head.bias": (3,)}, "not in the model"),
+        ({NAME + "o_proj.weight": (3, 16)}, "no known way to split"),
+        ({NAME + "o_proj.weight": (6, 7)}, "3 parts of 7 of 16 do not fit 2 ranks"),
+        ({NAME + "q_norm.weight": (1,)}, "no known way to split"),
+        ({NAME + "qkv_proj.weight": (13, HIDDEN)}, "13 rows cannot be"),
+        ({"model.layers.0.mlp.gate_up_proj.weight": (13, HIDDEN)}, "13 rows cannot be"),
+    ],
+)
+def test_a_shape_that_cannot_be_explained_is_refused(local, problem: str):
+    with pytest.raises(ValueError, match=problem):
+        inferred(qwen3_shapes(), local, 0, 2)
+
+
+def test_placements_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match="differ in length"):
+        Placement((2,), (0, 0), (0,)).box("a", (4,))
+    with pytest.raises(ValueError, match="not on a mesh"):
+        Placement((2,), (2,), (0,)).box("a", (4,))
+    with pytest.raises(ValueError, match="dimension 1"):
+        Placement((2,), (0,), (1,)).box("a", (4,))
+    with pytest.raises(ValueError, match="no trainer rank holds"):
+        cells({"a": (4,)}, [declared({"a": (4,)}, {"a": Placement((2,), (0,), (0,))})])
+    with pytest.raises(ValueError, match="not within"):
+        cells({"a": (4,)}, [whole({"a": (5,)})])
+
+
+def test_a_declared_plan_and_the_shapes_say_the_same():
+    shapes = qwen3_shapes()
+    plan = {
+        "layers.*.self_attn.q_proj": "colwise",
+        "layers.*.self_attn.k_proj": "colwise",
+        "layers.*.self_attn.v_proj": "colwise",
+        "layers.*.self_attn.o_proj": "rowwise",
+        "layers.*.mlp.gate_proj": "colwise",
+        "layers.*.mlp.up_proj": "colwise",
+        "layers.*.mlp.down_proj": "rowwise",
+        "embed_tokens": "colwise",
+        "lm_head": "colwise_rep",
+    }
+    for rank in range(2):
+        from_plan = from_tp_plan(shapes, plan, rank, 2)
+        from_shapes = inferred(shapes, local_shapes(shapes, 2, 1, 0, fused=False), rank, 2)
+        assert {n: t.boxes for n, t in from_plan.items()} == {n: t.boxes for n, t in from_shapes.items()}
