@@ -6,6 +6,7 @@ cannot be told from the original by what they do stand in `equivalent_mutants.to
 
 import ast
 import copy
+import sys
 import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -73,15 +74,14 @@ def all_mutants() -> list[Mutant]:
     paths = [path for package in PACKAGES for path in sorted((ROOT / package).glob("*.py"))]
     found = [mutant for path in paths if path.name not in DATA_ONLY for mutant in mutants_of(path)]
     known = equivalents()
+    for key in known - {mutant.key for mutant in found}:
+        print(f"{EQUIVALENT.name}: there is no such mutant any more: {key}", file=sys.stderr)
     return [mutant for mutant in found if mutant.key not in known]
 
 
-def equivalents() -> dict[str, str]:
-    """Keys of mutants that are no mistake, with the reasons."""
-    if not EQUIVALENT.exists():
-        return {}
-    reasons = tomllib.loads(EQUIVALENT.read_text())
-    return {key: reason for reason, keys in reasons.items() for key in keys}
+def equivalents() -> set[str]:
+    """Keys of the mutants that are no mistake."""
+    return {key for keys in tomllib.loads(EQUIVALENT.read_text()).values() for key in keys}
 
 
 def sample(mutants: Sequence[Mutant], count: int | None, seed: int) -> list[Mutant]:
@@ -99,7 +99,7 @@ def mutants_of(path: Path) -> Iterator[Mutant]:
     for place in ast.walk(tree):
         if not _no_decision(place):
             for changed in _changes(place):
-                what = f"{_shown(place)} → {_shown(changed)}"
+                what = f"{_shown(place)} → {_shown(changed)}{_of_statement(place)}"
                 yield Mutant(path, _where(place), getattr(place, "lineno", 0), what, tree, place, changed)
 
 
@@ -113,16 +113,26 @@ def _where(node: ast.AST) -> str:
     return ".".join(names) or "module"
 
 
+def _of_statement(node: ast.AST) -> str:
+    """A bare constant says little without what it stands in."""
+    here: ast.AST | None = node if isinstance(node, ast.Constant) else None
+    while here is not None and not isinstance(here, ast.stmt):
+        here = getattr(here, "parent", None)
+    return f" in {_shown(here)}" if here is not None else ""
+
+
 def _shown(node: ast.AST) -> str:
     return ast.unparse(node).splitlines()[0][:80]
 
 
 def _no_decision(node: ast.AST) -> bool:
-    """Annotations, assertions, what an error says, and what only describes."""
+    """Annotations, assertions, what an error says, how things are stored, and what only describes."""
     here: ast.AST | None = node
     while here is not None:
         parent = getattr(here, "parent", None)
         if isinstance(here, ast.Assert | ast.Raise | ast.JoinedStr | ast.Import | ast.ImportFrom):
+            return True
+        if isinstance(here, ast.Assign) and _shown(here).startswith("__slots__"):
             return True
         if isinstance(parent, ast.AnnAssign | ast.arg) and here is parent.annotation:
             return True

@@ -1,25 +1,41 @@
 """Worlds full of faults by the thousand, and whether they and the unit tests notice a core that is wrong.
 
-`--quick` lives through a fixed small set of seeds and judges no mutant. Without it: ten million events and more, and a
-sample of mutants; `--all-mutants` judges every one of them, which takes hours.
+`--quick` lives through the seeds that CI has first and judges no mutant. Without it: a million events and more, and a
+sample of mutants. `--nightly`: ten million events and a hundred thousand faults at the least. `--all-mutants` judges
+every mutant, which takes hours.
 """
 
 import argparse
-import json
 import multiprocessing
 import os
 import sys
 import time
 from collections import Counter
+from dataclasses import dataclass
 from typing import Any
 
 from _common import Arguments, emit
 from _judges import judge
 from _mutants import all_mutants, sample
 
-QUICK_SEEDS = 60
-EVENTS_WANTED = 10_000_000
-BATCH = 200
+BATCH = 50
+
+
+@dataclass(frozen=True)
+class Extent:
+    """How many worlds: `seeds` of them, or as many as it takes to see so much."""
+
+    seeds: int = 0
+    events: int = 0
+    faults: int = 0
+
+    def reached(self, seen: "Extent") -> bool:
+        return seen.seeds >= self.seeds and seen.events >= self.events and seen.faults >= self.faults
+
+
+QUICK = Extent(seeds=200)
+FULL = Extent(events=1_000_000)
+NIGHTLY = Extent(events=10_000_000, faults=100_000)
 MUTANTS = 150
 MUTATION_SEED = 1
 
@@ -40,23 +56,27 @@ def live_through(seeds: range) -> tuple[int, int, list[str]]:
     return events, faults, failures
 
 
-def worlds(quick: bool) -> dict[str, Any]:
-    events, faults, seeds, failures = 0, 0, 0, []
-    began_s = time.monotonic()
-    with multiprocessing.get_context("spawn").Pool(os.cpu_count()) as pool:
-        while not seeds or (not quick and events < EVENTS_WANTED):
-            batch = QUICK_SEEDS // 2 if quick else BATCH
-            ranges = [range(seeds + n * batch, seeds + (n + 1) * batch) for n in range(2 * (os.cpu_count() or 1))]
-            ranges = ranges[:2] if quick else ranges
-            for found in pool.map(live_through, ranges, chunksize=1):
-                events, faults, failures = events + found[0], faults + found[1], failures + found[2]
-            seeds += batch * len(ranges)
+def worlds(wanted: Extent, first: int) -> dict[str, Any]:
+    """Live through the seeds from `first` on, on every core."""
+    seen, failures = Extent(), list[str]()
+    began_s, cores = time.monotonic(), os.cpu_count() or 1
+    with multiprocessing.get_context("spawn").Pool(cores) as pool:
+        while not wanted.reached(seen):
+            starts = [first + seen.seeds + n * BATCH for n in range(2 * cores)]
+            found = pool.map(live_through, [range(start, start + BATCH) for start in starts], chunksize=1)
+            failures += [failure for _, _, failed in found for failure in failed]
+            seen = Extent(
+                seen.seeds + BATCH * len(starts),
+                seen.events + sum(events for events, _, _ in found),
+                seen.faults + sum(faults for _, faults, _ in found),
+            )
+            print(f"{seen}, {len(failures)} failed", file=sys.stderr, flush=True)
     return {
-        "events": events,
-        "faults": faults,
-        "seeds": seeds,
+        "events": seen.events,
+        "faults": seen.faults,
+        "seeds": seen.seeds,
         "failed_seeds": failures,
-        "events_per_s": events / (time.monotonic() - began_s),
+        "events_per_s": seen.events / (time.monotonic() - began_s),
     }
 
 
@@ -83,26 +103,29 @@ def mutation(count: int | None, seed: int) -> dict[str, Any]:
     }
 
 
-def main(arguments: Arguments, mutants: int | None, seed: int) -> dict[str, Any]:
+def main(wanted: Extent, first: int, mutants: int | None, seed: int) -> dict[str, Any]:
     # Mutants first: they are judged in forks of a process that has not imported the core.
     judged: dict[str, Any] = {"mutants": None, "mutants_killed": None}
-    if not arguments.quick:
+    if mutants != 0:
         judged = mutation(mutants, seed)
-    return worlds(arguments.quick) | judged
+    return (worlds(wanted, first) if wanted != Extent() else {}) | judged
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a fixed small set of seeds, no mutants")
     parser.add_argument("--json", action="store_true", help="one JSON object as the last line of standard output")
-    parser.add_argument("--all-mutants", action="store_true", help="judge every mutant")
+    extent = parser.add_mutually_exclusive_group()
+    extent.add_argument(
+        "--quick", action="store_true", help="under 50 s on two cores: a fixed set of seeds, no mutants"
+    )
+    extent.add_argument("--nightly", action="store_true", help="ten million events")
+    extent.add_argument("--only-mutants", action="store_true", help="no worlds of their own")
+    parser.add_argument("--first", type=int, default=0, help="the first world's seed")
     parser.add_argument("--mutants", type=int, default=MUTANTS, help="judge so many, drawn evenly")
+    parser.add_argument("--all-mutants", action="store_true", help="judge every mutant")
     parser.add_argument("--mutation-seed", type=int, default=MUTATION_SEED, help="which mutants are drawn")
-    parser.add_argument("--only-mutants", action="store_true", help="no worlds of their own")
     given = parser.parse_args()
-    wanted = None if given.all_mutants else given.mutants
-    if given.only_mutants:
-        print(json.dumps(mutation(wanted, given.mutation_seed)))
-    else:
-        chosen = Arguments(quick=given.quick, json=given.json)
-        emit(main(chosen, wanted, given.mutation_seed), chosen)
+    modes = ((given.quick, QUICK), (given.nightly, NIGHTLY), (given.only_mutants, Extent()))
+    chosen = next((extent for asked, extent in modes if asked), FULL)
+    count = 0 if given.quick else None if given.all_mutants else given.mutants
+    emit(main(chosen, given.first, count, given.mutation_seed), Arguments(quick=given.quick, json=given.json))

@@ -156,3 +156,25 @@ def test_idle_reports_leave_no_trace_in_the_profile(make_desk) -> None:
         )
     record = desk.scheduler.fleet.workers[worker]
     assert (record.decoded_tokens, record.decode_ns) == (20, 2000)
+
+
+def test_engine_that_has_not_begun_yet_is_known_all_the_same(make_desk) -> None:
+    desk = make_desk(group_size=4, balancing=True)
+    desk.trainer(capacity=0)
+    worker = desk.worker("spot", capacity=4)
+    desk.beat(worker, progress=0)
+    for start in _request(desk, "0/0/0"):
+        desk.tokens(start, 1)
+    desk.tell(
+        e.WorkerReported(
+            worker=worker,
+            epoch=1,
+            capacity_turns=4,
+            pending=0,
+            executing=1,
+            progress=1,
+            accounts_ns={Account.DECODE: 11},
+            decoded_tokens=1,
+        )
+    )
+    assert [list(profile.samples) for profile in desk.scheduler.profiles.values()] == [[1]]

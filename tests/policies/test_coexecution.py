@@ -38,6 +38,7 @@ def test_equation_1_takes_the_request_with_the_least_time_left() -> None:
 
 def test_equation_2_takes_the_stalest_decode() -> None:
     assert tpot_slack_ns(ServingView(now_ns=100, last_tokens_ns=[95, 60, 80], decode_ns=7), 150) == 60 + 150 - 100 - 7
+    assert tpot_slack_ns(ServingView(now_ns=100, last_tokens_ns=[95]), 150) == 95 + 150 - 100
 
 
 @given(views(), st.integers(0, 5_000))

@@ -27,7 +27,9 @@ from elastic.sim.world import WorldFailed, simulate
 
 CI_SEEDS = 200
 BATCH = 20
-ALL_SEEDS = 1000
+ALL_SEEDS = 650
+NIGHTLY_SEEDS = 25_000
+NIGHTLY_BATCH = 250
 
 
 def live_through(seeds: range) -> None:
@@ -43,6 +45,12 @@ def test_small_worlds(first: int) -> None:
 @pytest.mark.slow
 def test_many_more_worlds() -> None:
     live_through(range(CI_SEEDS, ALL_SEEDS))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("first", range(ALL_SEEDS, NIGHTLY_SEEDS, NIGHTLY_BATCH))
+def test_ten_million_events(first: int) -> None:
+    live_through(range(first, first + NIGHTLY_BATCH))
 
 
 @pytest.mark.parametrize("seed", range(6))
