@@ -1,5 +1,8 @@
 """A chain of versions, pulled by workers that come, skip, fall behind and meet every kind of damage."""
 
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -15,11 +18,12 @@ from elastic.weights.codecs import CODECS
 from elastic.weights.delta import bucket_key, decode_delta_manifest, delta_manifest_key, encode_delta_manifest
 from elastic.weights.directory import DirectoryRelay
 from elastic.weights.errors import BlobNotFound, RelayError, RelayUnavailable, WeightsCorrupted, WeightsError
-from elastic.weights.manifest import keyframe_key, manifest_key
+from elastic.weights.manifest import REQUESTS, keyframe_key, manifest_key
 from elastic.weights.plan import Update
 from elastic.weights.publisher import Publisher, PublishSettings, published_updates, published_versions
 from elastic.weights.puller import Puller
 from elastic.weights.relay import Buffer, Relay
+from elastic.weights.site import SiteRelay
 
 MODEL = {"model_type": "qwen3", "hidden_size": 8}
 SMALL = PublishSettings(bucket_elements=64, tile_elements=16, keyframe_every=8, merge_every=3, keep_versions=4)
@@ -354,3 +358,56 @@ def test_what_is_under_way_and_damaged_is_refused(history: History, directory: D
         with pytest.raises(WeightsError):
             pulled.result()
     assert puller.version == 1
+
+
+def test_a_worker_that_nothing_leads_to_a_version_is_given_a_keyframe(history: History, directory: DirectoryRelay):
+    assert not history.publisher.answer_requests(), "nobody has asked"
+    for base in (0, 2):
+        damage(directory, delta_manifest_key(3, base), flip)
+    puller = Puller(directory)
+    with pytest.raises(WeightsCorrupted):
+        puller.pull(3)
+    assert history.publisher.answer_requests()
+    assert directory.list_keys(REQUESTS) == []
+    assert_at(puller, history, 3)
+    assert not history.publisher.answer_requests()
+
+
+def test_a_version_that_is_not_there_yet_is_no_reason_to_ask(history: History, directory: DirectoryRelay):
+    with pytest.raises(BlobNotFound):
+        Puller(directory).pull(9, 0.1)
+    assert directory.list_keys(REQUESTS) == []
+
+
+KILLED_WHILE_APPLYING = """
+import os, signal, sys
+from pathlib import Path
+from elastic.weights import puller
+from elastic.weights.directory import DirectoryRelay
+from elastic.weights.site import SiteRelay
+
+def apply_and_die(update, bits, apply=puller.apply_update):
+    apply(update, bits[: bits.size // 2] if update.index is None else bits)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+far, near = (DirectoryRelay(Path(path)) for path in sys.argv[1:3])
+worker = puller.Puller(SiteRelay(far, near, "killed", claim_s=0.5), chunk_bytes=40)
+worker.pull(1)
+puller.apply_update = apply_and_die
+worker.pull(2)
+"""
+
+
+@pytest.mark.slow
+def test_a_worker_killed_while_applying_comes_back_at_a_whole_version(
+    history: History, directory: DirectoryRelay, tmp_path: Path
+):
+    near = DirectoryRelay(tmp_path / "near")
+    arguments = [sys.executable, "-c", KILLED_WHILE_APPLYING, str(tmp_path / "relay"), str(tmp_path / "near")]
+    killed = subprocess.run(arguments, check=False, timeout=120)
+    assert killed.returncode == -signal.SIGKILL
+    # The claims that it died with expire, and what it brought to the site is of use to its successor.
+    successor = Puller(SiteRelay(directory, near, "successor", claim_s=0.5), chunk_bytes=40)
+    assert_at(successor, history, 2)
+    history.step()
+    assert_at(successor, history, 4)
