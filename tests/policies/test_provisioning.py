@@ -53,6 +53,13 @@ def test_cheap_workers_are_taken_as_they_come_and_dear_ones_while_they_pay() -> 
     assert wanted(MarginalValue(usd_per_hour_saved=2.0), offer(usd=11.0)) == 4
 
 
+def test_the_more_there_are_the_less_another_one_is_worth() -> None:
+    thrifty, cheap = MarginalValue(usd_per_hour_saved=0.0), offer("serving", 0, 0.0)
+    assert wanted(thrifty, offer(usd=4.0), cheap) == 4
+    assert wanted(thrifty, offer(usd=4.0), cheap, held={"serving": 3}) == 0
+    assert wanted(thrifty, offer(usd=2.0), cheap, held={"serving": 3}) == 4
+
+
 def test_dedicated_workers_are_always_taken() -> None:
     assert wanted(MarginalValue(usd_per_hour_saved=0.0), offer(usd=99.0, role=D), bound=1) == 4
 
