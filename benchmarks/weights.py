@@ -4,6 +4,7 @@ Bits are a changed element's, beside the entropy of the model behind the codecs:
 what integer, each given its tensor and the exponent of its old value, counted on the same data. Speeds are
 single-threaded CPU time over that of copying the bf16 weights once (`memcpy`), higher is faster: medians over
 repetitions, each with its own `memcpy`. Sums of tiles are maintained, except by the COO baseline.
+`extrapolated` is computed from these for larger models (`_extrapolation.py`), beside what ROSE measured.
 """
 
 import time
@@ -16,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from _common import emit, parse_arguments
+from _extrapolation import extrapolated
 from _updates import LEARNING_RATES, Bits, Snapshot, snapshots
 
 from elastic.weights.codecs import CODECS
@@ -40,7 +42,15 @@ def main() -> None:
     figures: dict[str, Any] = dict.fromkeys(LEARNING_RATES)
     for snapshot in snapshots(wanted):
         figures[snapshot.name] = measure(snapshot, repetitions)
-    emit({"changed": figures}, arguments)
+    emit({"changed": figures, "extrapolated": extrapolated(figures, memcpy_bytes_per_s())}, arguments)
+
+
+def memcpy_bytes_per_s() -> float:
+    """Of bf16 weights on one core: the median of several copies, by CPU time."""
+    source = np.ones(BUCKET_ELEMENTS, np.uint16)
+    target = np.empty_like(source)
+    np.copyto(target, source)
+    return source.nbytes / median(cpu_s(lambda: np.copyto(target, source))[0] for _ in range(9))
 
 
 def measure(snapshot: Snapshot, repetitions: int) -> dict[str, Any]:

@@ -3,10 +3,14 @@
 `gbps.RATE.over_bound`: publish → applied of a delta of 256 MB of weights (1.3 % changed), both sides at once, over
 max(encode, wire, decode and apply), each measured alone; the link is a token bucket before the relay. The codec is the
 one that is chosen for the rate. `dense_over_ours` (zstd of shuffled bytes) and `raw_over_ours`: the same path with
-these; `coo_over_ours`: COO's slowest stage alone, which is in its favour. `slow_link_copies`: bytes over the slow link
-by those of the distinct pieces that crossed it, for pullers of one site that join and leave at random.
-`others_slowdown`: p99 of the time from published to current with one puller's link throttled to 1 %, for the others,
-over the same without; every puller has a link of its own there. Everything shares this machine's cores.
+these; `coo_over_ours`: COO's slowest stage alone, which is in its favour. `scheduled` is the same from CPU times of the
+stages alone, bucket by bucket, as if each side had a core of its own: on a machine that is busy otherwise it says what
+the clock cannot.
+
+`slow_link_copies`: bytes over the slow link by those of the distinct pieces that crossed it, for pullers of one site
+that join and leave at random. `others_slowdown`: p99 of the time from published to current with one puller's link
+throttled to 1 %, for the others, over the same without; every puller has a link of its own there. Everything shares
+this machine's cores.
 """
 
 import random
@@ -15,10 +19,11 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,6 +31,7 @@ from _common import emit, parse_arguments
 from _updates import Snapshot, snapshots
 from torch import Tensor
 
+from elastic.weights.codecs.base import Ends
 from elastic.weights.codecs.coo import Coo
 from elastic.weights.codecs.sums import apply_update
 from elastic.weights.directory import DirectoryRelay
@@ -41,6 +47,7 @@ RATES_GBPS = (1, 5, 20)
 WEIGHTS_BYTES = 256 << 20
 BUCKET_ELEMENTS = 8 << 20
 SHARED_MEMORY = Path("/dev/shm")
+TIMEOUT_S = 600.0
 NEVER = 10**6
 
 PULLERS = 100
@@ -58,7 +65,7 @@ def main() -> None:
     old, new = versions_of(next(iter(snapshots(["0.01"]))))
     gbps: dict[str, Any] = {str(rate): None for rate in RATES_GBPS}
     for rate in rates:
-        gbps[str(rate)] = measure_rate(old, new, rate * BYTES_PER_S_IN_GBPS, 2 if arguments.quick else 5)
+        gbps[str(rate)] = measure_rate(old, new, rate * BYTES_PER_S_IN_GBPS, 2 if arguments.quick else 6)
     figures = {
         "gbps": gbps,
         "slow_link_copies": measure_copies(pullers, versions=4 if arguments.quick else 12),
@@ -97,10 +104,24 @@ class Switched:
 
 
 class Discarding(DirectoryRelay):
-    """Takes nothing down, so that publishing to it is encoding alone."""
+    """Takes nothing down, so that publishing to it is encoding alone; notes each bucket's size and CPU time so far."""
+
+    def __init__(self) -> None:
+        super().__init__(Path())
+        self.buckets: list[tuple[float, int]] = []
 
     def put(self, key: str, *parts: Buffer) -> None:
-        pass
+        if key.endswith(".bin"):
+            self.buckets.append((time.thread_time(), sum(map(len, parts))))
+
+
+class Run(NamedTuple):
+    """One version from published to applied; times in seconds, `scheduled` and `bound_cpu` from CPU times."""
+
+    total_s: float
+    bound_s: float
+    scheduled_s: float
+    bound_cpu_s: float
 
 
 def versions_of(snapshot: Snapshot) -> tuple[Tensors, Tensors]:
@@ -118,22 +139,33 @@ def versions_of(snapshot: Snapshot) -> tuple[Tensors, Tensors]:
     return repeated(snapshot.old), repeated(snapshot.new)
 
 
-def measure_rate(old: Tensors, new: Tensors, bytes_per_s: float, repetitions: int) -> dict[str, float]:
-    runs = [publish_to_applied(old, new, bytes_per_s) for _ in range(repetitions)]
-    ours_s = median(total_s for total_s, _ in runs)
-    ratios = [total_s / bound_s for total_s, bound_s in runs]
+def measure_rate(old: Tensors, new: Tensors, bytes_per_s: float, repetitions: int) -> dict[str, Any]:
+    runs = publish_to_applied(old, new, bytes_per_s, repetitions)
+    ours_s, scheduled_s = (median(times_s) for times_s in ((r.total_s for r in runs), (r.scheduled_s for r in runs)))
+    ratios = [run.total_s / run.bound_s for run in runs]
+    coo_s, coo_cpu_s = coo_bounds_s(old, new, bytes_per_s)
+    (dense,), (raw,) = (publish_to_applied(old, new, bytes_per_s, 1, codec) for codec in ("dense", "raw"))
     return {
         "over_bound": median(ratios),
         "over_bound_spread": max(ratios) - min(ratios),
-        "coo_over_ours": coo_bound_s(old, new, bytes_per_s) / ours_s,
-        "dense_over_ours": publish_to_applied(old, new, bytes_per_s, "dense")[0] / ours_s,
-        "raw_over_ours": publish_to_applied(old, new, bytes_per_s, "raw")[0] / ours_s,
+        "coo_over_ours": coo_s / ours_s,
+        "dense_over_ours": dense.total_s / ours_s,
+        "raw_over_ours": raw.total_s / ours_s,
         "ours_s": ours_s,
+        "scheduled": {
+            "over_bound": median(run.scheduled_s / run.bound_cpu_s for run in runs),
+            "coo_over_ours": coo_cpu_s / scheduled_s,
+            "dense_over_ours": dense.scheduled_s / scheduled_s,
+            "raw_over_ours": raw.scheduled_s / scheduled_s,
+            "ours_s": scheduled_s,
+        },
     }
 
 
-def publish_to_applied(old: Tensors, new: Tensors, bytes_per_s: float, codec: str | None = None) -> tuple[float, float]:
-    """(publish → applied, the slowest stage alone), in seconds."""
+def publish_to_applied(
+    old: Tensors, new: Tensors, bytes_per_s: float, repetitions: int, codec: str | None = None
+) -> list[Run]:
+    """To `new` and back to `old` and so on, each time with both sides at once, and then each stage alone."""
     settings = PublishSettings(
         bucket_elements=BUCKET_ELEMENTS,
         keyframe_every=NEVER,
@@ -141,45 +173,72 @@ def publish_to_applied(old: Tensors, new: Tensors, bytes_per_s: float, codec: st
         codec=codec,
         link_bytes_per_s=bytes_per_s,
     )
+    runs: list[Run] = []
     with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as directory, ThreadPoolExecutor(1) as executor:
-        relay = DirectoryRelay(Path(directory))
-        publisher, encoder = Publisher(relay, "run", {}, settings), Publisher(Discarding(Path()), "run", {}, settings)
+        relay, discarding = DirectoryRelay(Path(directory)), Discarding()
+        publisher, encoder = (Publisher(each, "run", {}, settings) for each in (relay, discarding))
         switched = Switched(relay)
         puller, decoder = Puller(switched, chunk_bytes=1 << 20), Puller(relay)
         for each in (publisher, encoder):
             each.publish(0, old)
             each.wait()
         for each in (puller, decoder):
-            each.pull(0)
+            each.pull(0, TIMEOUT_S)
         switched.relay = LinkedRelay(relay, Link(bytes_per_s))
-        begun_s = time.monotonic()
-        applied = executor.submit(puller.pull, 1, 120.0, follow=True)
-        publisher.publish(1, new)
-        size_bytes = applied.result().size_bytes
-        total_s = time.monotonic() - begun_s
-        decode_s = timed(lambda: decoder.pull(1))
-        encode_s = timed(lambda: encoder.publish(1, new))
+        for version in range(1, repetitions + 1):
+            tensors = new if version % 2 else old
+            begun_s = time.monotonic()
+            applied = executor.submit(puller.pull, version, TIMEOUT_S, follow=True)
+            publisher.publish(version, tensors)
+            size_bytes = applied.result().size_bytes
+            total_s = time.monotonic() - begun_s
+            decode_s, decode_cpu_s = timed(partial(decoder.pull, version, TIMEOUT_S))
+            discarding.buckets.clear()
+            begun_cpu_s = time.thread_time()
+            encode_s, encode_cpu_s = timed(partial(encoder.publish, version, tensors))
+            buckets = [(encoded_s - begun_cpu_s, size) for encoded_s, size in discarding.buckets]
+            wire_s = size_bytes / bytes_per_s
+            runs.append(
+                Run(
+                    total_s,
+                    max(encode_s, wire_s, decode_s),
+                    scheduled(buckets, bytes_per_s, decode_cpu_s),
+                    max(encode_cpu_s, wire_s, decode_cpu_s),
+                )
+            )
         for each in (publisher, encoder):
             each.close()
-    return total_s, max(encode_s, size_bytes / bytes_per_s, decode_s)
+    return runs
 
 
-def coo_bound_s(old: Tensors, new: Tensors, bytes_per_s: float) -> float:
+def scheduled(buckets: list[tuple[float, int]], bytes_per_s: float, decode_s: float) -> float:
+    """When all is applied, if both sides had a core each: buckets are (encoded at, bytes), decoded in equal times."""
+    sent_s = applied_s = 0.0
+    for encoded_s, size_bytes in buckets:
+        sent_s = max(sent_s, encoded_s) + size_bytes / bytes_per_s
+        applied_s = max(applied_s, sent_s) + decode_s / len(buckets)
+    return applied_s
+
+
+def coo_bounds_s(old: Tensors, new: Tensors, bytes_per_s: float) -> tuple[float, float]:
+    """COO's slowest stage alone, by the clock and by CPU time."""
     before, after = flatten(old), flatten(new)
     target, coo = before.copy(), Coo()
-    encode_s = decode_s = 0.0
+    times_s = np.zeros((2, 2))
     size_bytes = 0
     for begin, end in pairwise([*range(0, before.size, BUCKET_ELEMENTS), before.size]):
         ends = np.array([end - begin])
-        begun_s = time.monotonic()
         bucket = coo.encode(before[begin:end], after[begin:end], ends)
-        encode_s += time.monotonic() - begun_s
-        begun_s = time.monotonic()
-        update = coo.decode(bucket.shared, bucket.payload, bucket.payload_ends, before[begin:end], ends)
-        apply_update(update, target[begin:end])
-        decode_s += time.monotonic() - begun_s
+        times_s[0] += timed(partial(coo.encode, before[begin:end], after[begin:end], ends))
+
+        def decode_and_apply(begin: int = begin, end: int = end, ends: Ends = ends, bucket: Any = bucket) -> None:
+            update = coo.decode(bucket.shared, bucket.payload, bucket.payload_ends, before[begin:end], ends)
+            apply_update(update, target[begin:end])
+
+        times_s[1] += timed(decode_and_apply)
         size_bytes += bucket.size_bytes
-    return max(encode_s, decode_s, size_bytes / bytes_per_s)
+    clock_s, cpu_s = (max(*column, size_bytes / bytes_per_s) for column in times_s.T.tolist())
+    return clock_s, cpu_s
 
 
 class SmallHistory:
@@ -223,7 +282,7 @@ def measure_copies(pullers: int, versions: int) -> float:
         for _ in range(versions):
             history.step()
             present = [number for number in range(pullers) if chance.random() < 0.8]
-            list(executor.map(lambda number: site[number].pull(history.version, 120.0), present))
+            list(executor.map(lambda number: site[number].pull(history.version, TIMEOUT_S), present))
             for number in chance.sample(range(pullers), pullers // 10):
                 site[number] = join(number)
         history.close()
@@ -232,8 +291,10 @@ def measure_copies(pullers: int, versions: int) -> float:
 
 def measure_slowdown(pullers: int, versions: int) -> float:
     """The p99 of the others, with one throttled puller over without, each over all versions but the first."""
-    alone, throttled = (times_to_current(pullers, versions, slow) for slow in (1.0, 0.01))
-    return float(np.percentile(throttled, 99) / np.percentile(alone, 99))
+    times_s: dict[float, list[float]] = {1.0: [], 0.01: []}
+    for first_share in (1.0, 0.01, 0.01, 1.0):
+        times_s[first_share] += times_to_current(pullers, versions // 2, first_share)
+    return float(np.percentile(times_s[0.01], 99) / np.percentile(times_s[1.0], 99))
 
 
 def times_to_current(pullers: int, versions: int, first_share: float) -> list[float]:
@@ -247,7 +308,7 @@ def times_to_current(pullers: int, versions: int, first_share: float) -> list[fl
         site = [Switched(relay) for _ in range(pullers)]
         workers = [Puller(each) for each in site]
         for worker in workers:
-            worker.pull(0)
+            worker.pull(0, TIMEOUT_S)
         for number, each in enumerate(site):
             share = 1.0 if number else first_share
             each.relay = LinkedRelay(relay, Link(share * SMALL_LINK_BYTES_PER_S))
@@ -258,7 +319,7 @@ def times_to_current(pullers: int, versions: int, first_share: float) -> list[fl
             begun_s, version = time.monotonic(), history.version
 
             def current(worker: Puller, begun_s: float = begun_s, version: int = version) -> float:
-                worker.pull(version, 120.0)
+                worker.pull(version, TIMEOUT_S)
                 return time.monotonic() - begun_s
 
             if slow.done():
@@ -269,10 +330,11 @@ def times_to_current(pullers: int, versions: int, first_share: float) -> list[fl
     return times_s
 
 
-def timed(function: Callable[[], object]) -> float:
-    begun_s = time.monotonic()
+def timed(function: Callable[[], object]) -> tuple[float, float]:
+    """By the clock, and this thread's CPU time."""
+    begun_s, begun_cpu_s = time.monotonic(), time.thread_time()
     function()
-    return time.monotonic() - begun_s
+    return time.monotonic() - begun_s, time.thread_time() - begun_cpu_s
 
 
 if __name__ == "__main__":
