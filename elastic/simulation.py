@@ -12,7 +12,7 @@ from elastic import compose
 from elastic.config import Config, ConfigError
 from elastic.core.digest import digest
 from elastic.core.scheduler import Scheduler
-from elastic.core.types import NS_PER_S
+from elastic.core.types import NS_PER_S, WeightMode
 from elastic.runtime.journal import Journal, JournalError, JournalReader
 from elastic.runtime.status import RunStatus, run_status, tokens_per_s, total_tokens
 from elastic.sim.performance import (
@@ -153,6 +153,7 @@ def build(plan: compose.RunPlan, experiment: Experiment, scheduler: Scheduler, c
         flush_ns=round((experiment.frame_s or config.scheduler.flush_interval_s) * NS_PER_S),
         max_tokens_per_turn=config.rollout.max_tokens_per_turn,
         horizon_ns=round(experiment.horizon_s * NS_PER_S),
+        weight_mode=WeightMode(config.weights.mode),
         scored_by_function=bool(plan.reward),
         reward_s=reward_s,
         reward_usd=rewards.usd_per_call + rewards.usd_per_s * reward_s,

@@ -6,13 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.core.types import NS_PER_S, Account, FinishReason, Progress
+from elastic.core.types import NS_PER_S, Account, FinishReason, Progress, WeightMode
 from elastic.sim.loop import EventLoop
 from elastic.sim.performance.engine import EngineModel, Job
 from elastic.sim.performance.prefix_cache import PrefixCache
 from elastic.sim.performance.profile import EngineRates
 
 LONGEST = 64
+APPLY_S = 0.005
 
 
 def rates(**changes: float) -> EngineRates:
@@ -37,6 +38,8 @@ class Watched:
         self.loop = EventLoop()
         self.tokens: dict[str, int] = {}
         self.ended: dict[str, tuple[FinishReason, int]] = {}
+        self.versions: dict[str, list[int]] = {}
+        self.prefilled = 0
         self.engine = EngineModel(self.loop, engine_rates, self.hear, NS_PER_S // 100)
         self.engine.use_version(1)
         self.engine.set_idle_account(Account.IDLE)
@@ -47,6 +50,9 @@ class Watched:
             assert chunk.start == self.tokens.get(chunk.turn, 0)
             assert chunk.count >= 0
             self.tokens[chunk.turn] = chunk.start + chunk.count
+            self.prefilled += chunk.prefilled
+            if chunk.count:
+                self.versions.setdefault(chunk.turn, []).append(chunk.version)
             if chunk.finish is not None:
                 self.ended[chunk.turn] = (chunk.finish, self.loop.now_ns)
 
@@ -124,6 +130,65 @@ def test_nothing_is_lost_or_repeated(turns: list[tuple[int, int, int, int]], abo
     assert sum(engine.accounts_ns.values()) == loop.now_ns
     assert engine.kv_used_share == 0
     assert engine.executing == engine.pending == 0
+
+
+ITERATION_S = 64 / 1000 + 0.02
+"""The longest one: a chunk of prefill, and a full batch."""
+
+
+@pytest.mark.parametrize("mode", WeightMode)
+@given(
+    turns=st.lists(TURN, min_size=1, max_size=8),
+    swaps=st.lists(st.integers(0, 4000), min_size=1, max_size=4),
+    kv_tokens=st.sampled_from((512, 4096)),
+)
+def test_new_weights_lose_nothing(
+    mode: WeightMode, turns: list[tuple[int, int, int, int]], swaps: list[int], kv_tokens: int
+) -> None:
+    watched = Watched(rates(kv_tokens=kv_tokens))
+    loop, engine = watched.loop, watched.engine
+    begun: list[int] = []
+
+    def swap() -> None:
+        asked_ns = loop.now_ns
+
+        def apply() -> None:
+            begun.append(loop.now_ns)
+            if mode is WeightMode.FINISH:
+                assert engine.executing == 0
+            else:
+                assert loop.now_ns - asked_ns <= (ITERATION_S + APPLY_S) * NS_PER_S
+            loop.after(round(APPLY_S * NS_PER_S), lambda: engine.use_version((engine.version or 0) + 1, mode))
+
+        engine.hold_admissions(apply, mode)
+
+    for number, (at_ms, prompt, length, talk) in enumerate(turns):
+        action = lambda n=number, p=prompt, k=length, t=talk: watched.submit(f"{n}", p, k, f"talk {t}")  # noqa: E731
+        loop.at(at_ms * NS_PER_S // 1000, action)
+    for at_ms in swaps:
+        loop.at(at_ms * NS_PER_S // 1000, swap)
+    watched.run()
+    engine.sync()
+    assert engine.version == 1 + len(begun)
+    assert watched.tokens == {f"{number}": length for number, (_, _, length, _) in enumerate(turns)}
+    assert all(versions == sorted(versions) for versions in watched.versions.values())
+    assert sum(engine.accounts_ns.values()) == loop.now_ns
+    assert engine.accounts_ns[Account.APPLYING] == pytest.approx(len(begun) * APPLY_S * NS_PER_S)
+    assert engine.kv_used_share == 0
+    assert engine.executing == engine.pending == 0
+
+
+@given(st.lists(TURN, min_size=1, max_size=8))
+def test_a_prompt_is_prefilled_but_for_what_is_cached(turns: list[tuple[int, int, int, int]]) -> None:
+    watched = Watched(rates())
+    for number, (at_ms, prompt, length, talk) in enumerate(turns):
+        action = lambda n=number, p=prompt, k=length, t=talk: watched.submit(f"{n}", p, k, f"talk {t}")  # noqa: E731
+        watched.loop.at(at_ms * NS_PER_S // 1000, action)
+    watched.run()
+    engine = watched.engine
+    assert engine.prompt_tokens == sum(prompt for _, prompt, _, _ in turns)
+    assert watched.prefilled == engine.prompt_tokens - engine.prefix_hit_tokens
+    assert watched.prefilled >= len(turns)
 
 
 @given(st.lists(st.tuples(st.sampled_from("abcd"), st.integers(1, 200)), max_size=30), st.integers(0, 300))

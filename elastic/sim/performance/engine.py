@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from elastic.core.types import NS_PER_S, Account, FinishReason, Nanoseconds, Progress, TurnId
+from elastic.core.types import NS_PER_S, Account, FinishReason, Nanoseconds, Progress, TurnId, WeightMode
 from elastic.sim.loop import EventLoop
 from elastic.sim.performance.prefix_cache import PrefixCache
 from elastic.sim.performance.profile import EngineRates
@@ -26,7 +26,9 @@ class Job:
     """One attempt at a turn of `length` tokens in all, `start` of which are accepted already."""
 
     __slots__ = (
+        "admissions",
         "attempt",
+        "cacheable",
         "cached",
         "context",
         "conversation",
@@ -35,11 +37,13 @@ class Job:
         "length",
         "position",
         "prefill_left",
+        "prefilled",
         "recompute",
         "reported",
         "running",
         "shared",
         "start",
+        "told",
         "truncated",
         "turn",
     )
@@ -69,9 +73,14 @@ class Job:
         """While it decodes: its position is the engine's clock minus this."""
         self.decoding = False
         self.prefill_left = 0
+        self.prefilled = 0
         self.cached = 0
+        """What its first admission found in the prefix cache."""
+        self.cacheable = True
+        self.admissions = 0
         self.recompute = attempt > 1
         self.running = False
+        self.told = False
 
     @property
     def finish(self) -> FinishReason:
@@ -181,6 +190,7 @@ class EngineModel:
         self._fresh: list[Job] = []
         self._flush_due = False
         self._held: Callable[[], None] | None = None
+        self._lets_finish = True
         self._applying = False
         self._closed = False
 
@@ -218,14 +228,26 @@ class EngineModel:
             self._cut()
             self._release_if_idle()
 
-    def hold_admissions(self, then: Callable[[], None]) -> None:
-        """Let what runs finish and begin nothing new; call `then` once nothing runs. Ends with `resume`."""
-        self._held = then
+    def hold_admissions(self, then: Callable[[], None], mode: WeightMode = WeightMode.FINISH) -> None:
+        """Begin nothing new; call `then` once nothing runs, or after this iteration. Ends with `resume`."""
+        self._held, self._lets_finish = then, mode is WeightMode.FINISH
+        if not self._lets_finish:
+            self._cut()
         self._release_if_idle()
 
-    def use_version(self, version: int) -> None:
-        """New weights: nothing cached counts any more, and admissions go on."""
+    def use_version(self, version: int, mode: WeightMode = WeightMode.FINISH) -> None:
+        """New weights: nothing cached counts any more, and admissions go on.
+
+        What still runs is computed again, or goes on with KV of several versions that nobody else may use.
+        """
+        self.flush()
         self._charge()
+        started = [*self._decoding.values(), *self._prefilling]
+        for job in reversed(started):
+            if mode is WeightMode.KEEP:
+                job.cacheable = False
+            else:
+                self._preempt(job)
         self.version = version
         self._cache.forget()
         self.resume()
@@ -233,8 +255,9 @@ class EngineModel:
     def resume(self) -> None:
         """Weights are applied, or given up: admissions go on."""
         self._charge()
-        self._held, self._applying = None, False
+        self._applying = False
         self._cut()
+        self._release_if_idle()
 
     def sleep(self) -> None:
         self.abort_all()
@@ -262,9 +285,11 @@ class EngineModel:
         held = 0
         if unsent_ns and self._span is not None and self._span.first_s > 0:
             held = round(unsent_ns / NS_PER_S / self._span.first_s)
-        chunks = [
-            self._chunk(job, job.position - held) for job in self._running() if job.position - held > job.reported
-        ]
+        chunks: list[Progress] = []
+        for job in self._jobs.values():
+            upto = self._position(job) - held * job.decoding
+            if upto > job.reported:
+                chunks.append(self._chunk(job, upto))
         if chunks:
             self._emit(chunks)
 
@@ -323,6 +348,8 @@ class EngineModel:
         self._cut()
 
     def _begin(self) -> None:
+        if self._applying:
+            return
         self._admit()
         self._make_room()
         prefill = self._chunked()
@@ -409,11 +436,13 @@ class EngineModel:
         for job, count in span.prefill:
             if not job.running or job.decoding:
                 continue
-            job.prefill_left -= min(job.prefill_left, count * done)
+            computed = min(job.prefill_left, count * done)
+            job.prefill_left -= computed
+            job.prefilled += computed
             if job.prefill_left:
                 continue
             self._prefilling.remove(job)
-            if job.start == 0 and job.shared:
+            if job.start == 0 and job.shared and job.cacheable:
                 self._cache.keep(job.shared, job.context)
             self._join(job)
             if job.position >= job.length:
@@ -460,7 +489,9 @@ class EngineModel:
             cached = self._cache.find(job.conversation, job.shared, tokens)
             job.running = True
             job.prefill_left = tokens - cached
-            job.cached = cached
+            job.admissions += 1
+            if job.admissions == 1:
+                job.cached = cached
             self.prompt_tokens += tokens
             self.prefix_hit_tokens += cached
             self._used_tokens += tokens
@@ -472,9 +503,7 @@ class EngineModel:
         self._cache.shrink_to(self._rates.kv_tokens - self._used_tokens - len(self._decoding))
         while self._rates.kv_tokens - self._used_tokens < len(self._decoding) and self.executing > 1:
             newest = self._prefilling[-1] if self._prefilling else next(reversed(self._decoding.values()))
-            self._leave(newest)
-            newest.recompute = True
-            self._waiting.appendleft(newest)
+            self._preempt(newest)
 
     def _chunked(self) -> list[tuple[Job, int]]:
         chunk = self._rates.prefill_chunk_tokens
@@ -486,6 +515,12 @@ class EngineModel:
             chunk -= count
             work.append((job, count))
         return work
+
+    def _preempt(self, job: Job) -> None:
+        """Back to the front of the queue: what it had is computed again."""
+        self._leave(job)
+        job.recompute = True
+        self._waiting.appendleft(job)
 
     def _leave(self, job: Job) -> None:
         """Out of the batch, with its memory."""
@@ -501,16 +536,11 @@ class EngineModel:
     def _position(self, job: Job) -> int:
         return self._clock - job.joined if job.decoding else job.position
 
-    def _running(self) -> list[Job]:
-        for job in self._decoding.values():
-            job.position = self._position(job)
-        return list(self._decoding.values())
-
     def _ended(self, job: Job, finish: FinishReason) -> Progress:
         if job.running:
             decoding = job.decoding
             self._leave(job)
-            if decoding:
+            if decoding and job.cacheable:
                 self._cache.keep(job.conversation, job.context + job.position - job.start - 1)
                 self._cache.shrink_to(self._rates.kv_tokens - self._used_tokens)
         else:
@@ -521,7 +551,9 @@ class EngineModel:
     def _chunk(self, job: Job, upto: int, finish: FinishReason | None = None) -> Progress:
         start, job.reported = job.reported, upto
         version = -1 if self.version is None else self.version
-        return Progress(job.turn, job.attempt, start, upto - start, version, finish)
+        prefilled = 0 if job.told else job.prefilled
+        job.told = True
+        return Progress(job.turn, job.attempt, start, upto - start, version, finish, prefilled=prefilled)
 
     def _arm_flush(self) -> None:
         if not self._flush_due:
@@ -544,10 +576,12 @@ class EngineModel:
             self._emit(chunks)
 
     def _release_if_idle(self) -> None:
-        if self._held is not None and not self._started and self._span is None and not self._applying:
+        running = self._span is not None or (self._lets_finish and self._started)
+        if self._held is not None and not running and not self._applying:
             self._charge()
             self._applying = True
-            self._held()
+            apply, self._held = self._held, None
+            apply()
 
     # Accounts
 

@@ -12,6 +12,7 @@ from elastic.sim.loop import EventLoop
 from elastic.sim.performance.lending import LentShare, ServingHost
 from elastic.sim.performance.profile import Profile
 from providers.base import ProviderSettings
+from providers.serverless import ServerlessSettings
 from providers.serving import ServingSettings
 from providers.spot import SpotSettings
 from traces.serving import read_serving_trace, replay_requests
@@ -35,17 +36,21 @@ class MarketWorld(Protocol):
 
 @dataclass(slots=True)
 class Held:
-    """A lease as its provider knows it; `foretold` is why it will end, from notice on."""
+    """A lease as its provider knows it; `foretold` is why it will end, from notice on.
+
+    `workers` are those of its processes that have not ended.
+    """
 
     id: LeaseId
-    worker: WorkerId
+    workers: list[WorkerId]
     foretold: EndCause | None = None
 
 
 class Market:
-    """The part that is the same for all: `max_workers` leases of one worker each, granted at once."""
+    """The part that is the same for all: leases of up to `max_workers` workers in all, granted at once."""
 
     role = WorkerRole.ELASTIC
+    workers_per_lease = 1
 
     def __init__(self, name: str, settings: ProviderSettings, world: MarketWorld) -> None:
         self.name = name
@@ -75,6 +80,14 @@ class Market:
     def expected_life_s(self) -> float | None:
         return None
 
+    def life_s(self) -> float | None:
+        """How long after its grant a lease ends, whatever happens; None where there is no such limit."""
+        return None
+
+    def overlap(self) -> int:
+        """How many leases may be held beyond those, each in place of one that ends soon."""
+        return 0
+
     # What the core asks for
 
     def start(self) -> None:
@@ -83,7 +96,7 @@ class Market:
     def acquire(self, lease: LeaseId) -> None:
         loop = self._world.loop
         try:
-            if len(self._held) >= self.settings.max_workers:
+            if len(self._held) >= self._most_leases + self.overlap():
                 raise LookupError(f"{self.name} holds max_workers = {self.settings.max_workers} workers already")
             share = self.take(lease)
         except LookupError as refusal:
@@ -91,21 +104,28 @@ class Market:
             loop.after(0, lambda: self._world.feed(refused))
             loop.after(0, self.announce)
             return
-        held = self._held[lease] = Held(lease, lease)
+        workers = [f"{lease}.{number}" if number else lease for number in range(self.workers_per_lease)]
+        held = self._held[lease] = Held(lease, workers)
         loop.after(0, lambda: self._grant(held, share))
 
     def release(self, lease: LeaseId) -> None:
         if lease in self._held:
             self._world.loop.after(0, lambda: self.end(lease, EndCause.RELEASED))
 
-    def worker_left(self, lease: LeaseId) -> None:
-        self.end(lease, EndCause.RELEASED, "the worker ended")
+    def worker_left(self, lease: LeaseId, worker: WorkerId) -> None:
+        """One of the lease's processes has ended by itself; with the last one the lease does."""
+        held = self._held.get(lease)
+        if held is not None and worker in held.workers:
+            held.workers.remove(worker)
+            if not held.workers:
+                self.end(lease, EndCause.RELEASED, "the worker ended")
 
     def end(self, lease: LeaseId, cause: EndCause, detail: str = "") -> None:
         held = self._held.pop(lease, None)
         if held is None:
             return
-        self._world.kill_worker(held.worker)
+        for worker in held.workers:
+            self._world.kill_worker(worker)
         self.forget(lease)
         self._world.feed(e.LeaseEnded(lease=lease, cause=held.foretold or cause, detail=detail))
         self.announce()
@@ -114,9 +134,11 @@ class Market:
         offer = Offer(
             provider=self.name,
             role=self.role,
-            available=max(0, min(self.free(), self.settings.max_workers - len(self._held))),
+            available=max(0, min(self.free(), self._most_leases - len(self._held))),
+            successors=max(0, self.overlap() - max(0, len(self._held) - self._most_leases)),
             usd_per_gpu_hour=self.settings.usd_per_gpu_hour,
             gpus_per_worker=self.settings.gpus_per_worker,
+            workers_per_lease=self.workers_per_lease,
             boot_s=self.delay_s(),
             expected_life_s=self.expected_life_s(),
         )
@@ -124,18 +146,32 @@ class Market:
             self._offered = offer
             self._world.feed(e.OfferChanged(offer=offer))
 
+    @property
+    def _most_leases(self) -> int:
+        return self.settings.max_workers // self.workers_per_lease
+
     def _grant(self, held: Held, share: LentShare | None) -> None:
         if held.id not in self._held:
             return
         boot_s, delay_ns = self.boot_s(), round(self.delay_s() * NS_PER_S)
-        self._world.feed(e.LeaseGranted(lease=held.id, workers=(held.worker,)))
+        expires_at_ns = self._limit(held)
+        self._world.feed(e.LeaseGranted(lease=held.id, workers=tuple(held.workers), expires_at_ns=expires_at_ns))
         self.announce(again=True)
 
         def begin() -> None:
-            if held.id in self._held:
-                self._world.boot_worker(held.worker, held.id, self.role, round(boot_s * NS_PER_S), share)
+            for worker in held.workers if held.id in self._held else ():
+                self._world.boot_worker(worker, held.id, self.role, round(boot_s * NS_PER_S), share)
 
         self._world.loop.after(delay_ns, begin)
+
+    def _limit(self, held: Held) -> Nanoseconds | None:
+        """Have the lease end by time, where it must."""
+        life_s = self.life_s()
+        if life_s is None:
+            return None
+        expires_at_ns = self._world.loop.now_ns + round(life_s * NS_PER_S)
+        self._world.loop.at(expires_at_ns, lambda: self.end(held.id, EndCause.EXPIRED, f"its {life_s:g} s are over"))
+        return expires_at_ns
 
 
 class ReservedMarket(Market):
@@ -147,6 +183,27 @@ class TrainerMarket(Market):
 
     def boot_s(self) -> float:
         return self._world.profile.trainer_boot_s
+
+
+class ServerlessMarket(Market):
+    """Calls that start cold and end by time, with successors beside those that end soon."""
+
+    settings: ServerlessSettings
+
+    def free(self) -> int:
+        return self.settings.max_workers + self.overlap() - len(self._held)
+
+    def overlap(self) -> int:
+        return self.settings.max_workers if self.settings.overlap is None else self.settings.overlap
+
+    def delay_s(self) -> float:
+        return self.settings.cold_start_s
+
+    def life_s(self) -> float:
+        return self.settings.lease_s
+
+    def expected_life_s(self) -> float:
+        return self.settings.lease_s
 
 
 class SpotMarket(Market):
@@ -285,10 +342,11 @@ def market_of(name: str, settings: ProviderSettings, world: MarketWorld) -> Mark
     kinds: dict[type[ProviderSettings], Callable[..., Market]] = {
         SpotSettings: SpotMarket,
         ServingSettings: ServingCluster,
+        ServerlessSettings: ServerlessMarket,
         ProviderSettings: ReservedMarket,
     }
     if type(settings) not in kinds:
-        known = "spot, serving, reserved"
+        known = "spot, serving, serverless, reserved"
         raise ValueError(f"providers.{name}: no model of this provider to simulate it with; there are: {known}")
     if isinstance(settings, ServingSettings) and settings.urls:
         raise ValueError(f"providers.{name}.urls: hosts that exist cannot be simulated; set hosts instead")

@@ -23,6 +23,7 @@ from elastic.core.types import (
     Nanoseconds,
     TrajectoryId,
     TurnId,
+    WeightMode,
     WorkerId,
     WorkerRole,
 )
@@ -37,6 +38,9 @@ from elastic.sim.performance.worker import WorkerModel
 from providers.base import ProviderSettings
 
 _DEPARTURES = (e.LeaseEnded, e.WorkerDisconnected)
+PATIENCE = 4
+"""Times the longest that the core waits for anything: if nothing has come of the run by then, nothing will."""
+WAITS_NAMED = 8
 COLLECTED_AFTER = 100_000
 """Objects made before the collector looks for cycles among them: there are next to none, so looking is a waste."""
 _GIVEN_UP = (FinishReason.ABORTED, FinishReason.STALLED, FinishReason.ERROR)
@@ -93,6 +97,7 @@ class _OpenTurn:
     first_token_ns: Nanoseconds | None = None
     attempts: int = 0
     cached_tokens: int = 0
+    job: Job | None = None
     worker: WorkerId = ""
     left_ns: Nanoseconds | None = None
 
@@ -116,6 +121,7 @@ class RunSettings:
     flush_ns: Nanoseconds
     max_tokens_per_turn: int
     horizon_ns: Nanoseconds
+    weight_mode: WeightMode = WeightMode.FINISH
     scored_by_function: bool = False
     reward_s: float = 0.0
     reward_usd: float = 0.0
@@ -142,6 +148,7 @@ class SimulatedRun:
         self.relay = Relay(self.loop, profile)
         self.heartbeat_ns = settings.heartbeat_ns
         self.flush_ns = settings.flush_ns
+        self.weight_mode = settings.weight_mode
         self.message_ns = round(profile.message_s * NS_PER_S)
         self.spending: dict[str, Spending] = {}
         self.rewards: list[float] = []
@@ -170,6 +177,11 @@ class SimulatedRun:
         self._handling = False
         self._wake_up_ns: Nanoseconds | None = None
         self._over = False
+        self._busy_until_ns: Nanoseconds = 0
+        """Until when something is known to go on: the trainer, an environment; or the last token's time."""
+        self._patience_ns = PATIENCE * max(
+            getattr(scheduler.limits, limit) for limit in scheduler.limits.__struct_fields__ if limit.endswith("_ns")
+        )
         self._execute: dict[type[c.Command], Callable[[Any], None]] = {
             c.AcquireLease: self._acquire_lease,
             c.ReleaseLease: lambda k: self._markets[k.provider].release(k.lease),
@@ -197,14 +209,23 @@ class SimulatedRun:
         with _rare_collections():
             self.loop.run(self._settings.horizon_ns, lambda: self._over)
         if not self._over:
-            waits = ", ".join(
-                f"{w.what} of {w.key} since {w.since_ns / NS_PER_S:.1f} s" for w in self.scheduler.timers.waits()
-            )
-            limit_s = self._settings.horizon_ns / NS_PER_S
-            raise SimulationError(
-                f"no end within {limit_s:g} s of virtual time; the run waits for: {waits or 'nothing'}"
-            )
+            self._give_up(f"no end within {self._settings.horizon_ns / NS_PER_S:g} s of virtual time")
         return self.failed
+
+    def _give_up(self, found: str) -> None:
+        waits = sorted(self.scheduler.timers.waits(), key=lambda wait: wait.since_ns)
+        named = [f"{wait.what} of {wait.key} since {wait.since_ns / NS_PER_S:.1f} s" for wait in waits[:WAITS_NAMED]]
+        more = f", and {len(waits) - WAITS_NAMED} more" if len(waits) > WAITS_NAMED else ""
+        raise SimulationError(f"{found}; the run waits for: {', '.join(named) or 'nothing'}{more}")
+
+    def _check_progress(self) -> None:
+        """A run that only repeats itself would go on like that for ever."""
+        if self.loop.now_ns - self._busy_until_ns > self._patience_ns:
+            since_s = self._busy_until_ns / NS_PER_S
+            self._give_up(f"nothing has come of the run since {since_s:.1f} s: no token, and nothing trained")
+
+    def _busy(self, until_ns: Nanoseconds) -> None:
+        self._busy_until_ns = max(self._busy_until_ns, until_ns)
 
     def stop(self, reason: str) -> None:
         """From within `sample`: give everything back and end."""
@@ -215,6 +236,7 @@ class SimulatedRun:
 
         def take() -> None:
             sample()
+            self._check_progress()
             self._sample_every(sample, interval_ns * (1 + ((taken + 1) % 1000 == 0)), taken + 1)
 
         self.loop.after(interval_ns, take)
@@ -286,7 +308,7 @@ class SimulatedRun:
             return None
         first = command.turn.endswith("/0")
         group = turn.trajectory.rpartition("/")[0] if first else ""
-        return Job(
+        turn.job = Job(
             turn.id,
             command.attempt,
             turn.trajectory,
@@ -296,6 +318,7 @@ class SimulatedRun:
             turn.length,
             self._settings.max_tokens_per_turn,
         )
+        return turn.job
 
     def note_pull(self, worker: WorkerId, version: int, size_bytes: int, pull_ns: int, apply_ns: int) -> None:
         self._chronicle.pull(self.loop.now_ns, worker, version, size_bytes, pull_ns / NS_PER_S, apply_ns / NS_PER_S, "")
@@ -313,9 +336,9 @@ class SimulatedRun:
             killed.die()
 
     def worker_left(self, worker: WorkerId) -> None:
-        market = self._market_of.get(worker)
-        if market is not None:
-            market.worker_left(worker)
+        left = self._workers.pop(worker, None)
+        if left is not None:
+            self._market_of[left.lease].worker_left(left.lease, worker)
 
     def _acquire_lease(self, command: c.AcquireLease) -> None:
         market = self._market_of[command.lease] = self._markets[command.provider]
@@ -348,11 +371,15 @@ class SimulatedRun:
             turn.tokens += chunk.count
             if turn.first_token_ns is None and chunk.count:
                 turn.first_token_ns = self.loop.now_ns
+            if chunk.prefilled and turn.job is not None:
+                turn.cached_tokens += turn.job.cached
             if chunk.finish in _GIVEN_UP:
                 turn.left_ns = self.loop.now_ns
         worker = self.scheduler.fleet.workers.get(event.worker)
         if worker is not None:
             self.spent(worker.provider).tokens += tokens
+        if tokens:
+            self._busy(self.loop.now_ns)
 
     def spent(self, provider: str) -> Spending:
         return self.spending.setdefault(provider, Spending())
@@ -392,6 +419,7 @@ class SimulatedRun:
         turns = running.episode.turns
         latency_s = turns[running.turns].latency_s if running.turns < len(turns) else 0.0
         at_ns = begin_ns + work_ns + round(latency_s * NS_PER_S)
+        self._busy(at_ns)
         self.loop.at(at_ns, partial(self._go_on, trajectory))
 
     def _go_on(self, trajectory: TrajectoryId) -> None:
@@ -501,7 +529,9 @@ class SimulatedRun:
         record = self.scheduler.trainer()
         trainer = self._workers.get(record.id) if record is not None else None
         if trainer is not None:
-            trainer.train(round(work_s * NS_PER_S), lambda: then(trainer))
+            work_ns = round(work_s * NS_PER_S)
+            self._busy(self.loop.now_ns + work_ns)
+            trainer.train(work_ns, lambda: then(trainer))
 
     def _train_group(self, command: c.TrainGroup) -> None:
         members = [self._finished.pop(trajectory) for trajectory in command.trajectories]

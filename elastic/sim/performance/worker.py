@@ -6,7 +6,17 @@ from typing import Any, Protocol
 
 from elastic.core import commands as c
 from elastic.core import events as e
-from elastic.core.types import Account, Capabilities, FinishReason, LeaseId, Nanoseconds, Progress, WorkerId, WorkerRole
+from elastic.core.types import (
+    Account,
+    Capabilities,
+    FinishReason,
+    LeaseId,
+    Nanoseconds,
+    Progress,
+    WeightMode,
+    WorkerId,
+    WorkerRole,
+)
 from elastic.sim.loop import EventLoop
 from elastic.sim.performance.engine import EngineModel, Job
 from elastic.sim.performance.lending import LentShare
@@ -24,6 +34,7 @@ class WorkerWorld(Protocol):
     heartbeat_ns: Nanoseconds
     flush_ns: Nanoseconds
     message_ns: Nanoseconds
+    weight_mode: WeightMode
 
     def tell(self, event: e.Event) -> None:
         """The event reaches the core after a message's way."""
@@ -92,7 +103,11 @@ class WorkerModel:
             self.engine.set_idle_account(Account.IDLE)
         self._epoch = epoch
         capabilities = Capabilities(
-            engine="simulated", replayable_sampling=True, max_context_tokens=int(world.rates.kv_tokens), device="none"
+            engine="simulated",
+            replayable_sampling=True,
+            max_context_tokens=int(world.rates.kv_tokens),
+            device="none",
+            max_batch=world.rates.max_batch,
         )
         world.tell(e.WorkerJoined(worker=self.id, epoch=epoch, capabilities=capabilities, weights_version=version))
         self._report()
@@ -209,20 +224,19 @@ class WorkerModel:
     def _pulled(self, command: c.LoadWeights, size_bytes: int, began_ns: Nanoseconds) -> None:
         if not self.alive or self._wanted != command.version:
             return
-        pulled_ns = self._world.loop.now_ns
-        apply_ns = round(self._world.profile.apply_s * 1e9)
+        world, pulled_ns = self._world, self._world.loop.now_ns
+        apply_ns = round(world.profile.apply_s * 1e9)
 
         def applied() -> None:
             if not self.alive:
                 return
-            self._running.use_version(command.version)
+            self._running.use_version(command.version, world.weight_mode)
             self._running.set_idle_account(Account.DRAINING if self._draining else Account.IDLE)
-            self._world.note_pull(
-                self.id, command.version, size_bytes, pulled_ns - began_ns, self._world.loop.now_ns - pulled_ns
-            )
-            self._world.tell(e.WeightsApplied(worker=self.id, epoch=self._epoch, version=command.version))
+            applied_ns = world.loop.now_ns - pulled_ns
+            world.note_pull(self.id, command.version, size_bytes, pulled_ns - began_ns, applied_ns)
+            world.tell(e.WeightsApplied(worker=self.id, epoch=self._epoch, version=command.version))
 
-        self._running.hold_admissions(lambda: self._world.loop.after(apply_ns, applied))
+        self._running.hold_admissions(lambda: world.loop.after(apply_ns, applied), world.weight_mode)
 
     def _sleep(self, _: c.SleepWorker) -> None:
         self._running.sleep()
