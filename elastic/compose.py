@@ -321,7 +321,9 @@ async def execute(
                     config,
                     scheduler,
                     journal,
-                    make_providers=lambda join, now_ns: make_providers(plan, run_dir, join, now_ns, resume=resume),
+                    make_providers=lambda join, now_ns: make_providers(
+                        plan, run_dir, join, now_ns, resume=resume, note=journal.meta
+                    ),
                     make_environment=lambda: plan.environment(plan.environment_settings),
                     stop_token_ids=plan.environment.stop_token_ids,
                     welcome=_welcome(config, relay, relay_token),
@@ -466,9 +468,16 @@ def _provisioning(config: Config) -> ProvisioningPolicy:
 
 
 def make_providers(
-    plan: RunPlan, run_dir: Path, join: str, now_ns: Callable[[], int], *, resume: bool
+    plan: RunPlan,
+    run_dir: Path,
+    join: str,
+    now_ns: Callable[[], int],
+    *,
+    resume: bool,
+    note: Callable[[str, str], None] = lambda key, text: None,
 ) -> Mapping[str, Provider]:
-    """The trainer's device and every chosen provider, ready to start."""
+    """The trainer's device and every chosen provider, ready to start; `note` keeps what they have to say for the
+    run's report."""
     from providers.reserved import TrainerProvider
 
     def context(command: Sequence[str]) -> ProviderContext:
@@ -479,6 +488,7 @@ def make_providers(
             worker_command=tuple(command),
             host_command=(*elastic, "serving-host"),
             now_ns=now_ns,
+            note=note,
             acquire_timeout_s=plan.config.scheduler.acquire_timeout_s,
             release_timeout_s=plan.config.scheduler.release_timeout_s,
         )

@@ -12,6 +12,7 @@ import ipaddress
 import os
 import secrets
 import socket
+from collections.abc import Callable
 from typing import Annotated, ClassVar
 
 import httpx
@@ -25,6 +26,7 @@ from providers.base import Emit, LeaseRequest, ProviderContext, ProviderSettings
 from providers.keeper import Ending, Holding, LeaseKeeper, Refusal
 from providers.serving_messages import (
     HOST_VARIABLE,
+    SERVICE_NOTE,
     DeviceSettings,
     ExecutorSettings,
     HostSettings,
@@ -84,9 +86,16 @@ class _Host:
     """
 
     def __init__(
-        self, name: str, url: str, token: str, local: processes.ProcessGroup | None, patience_s: float
+        self,
+        name: str,
+        url: str,
+        token: str,
+        local: processes.ProcessGroup | None,
+        patience_s: float,
+        note: Callable[[str, str], None],
     ) -> None:
         self.name = name
+        self._note = note
         self.local = local
         self.lease: LeaseId | None = None
         self.report: LoadReport | None = None
@@ -131,6 +140,8 @@ class _Host:
         except (httpx.HTTPError, msgspec.DecodeError) as error:
             self.report = None
             raise HostUnreachable(f"{self.name} does not answer as a serving host: {error!r}") from error
+        if self.report.service is not None:
+            self._note(f"{SERVICE_NOTE}{self.name}", msgspec.json.encode(self.report.service).decode())
         return self.report
 
 
@@ -260,7 +271,9 @@ class ServingProvider(LeaseKeeper[ServingSettings]):
         token = os.environ.get(variable, "")
         if self.settings.urls and not token:
             raise ProviderUnavailable(f"{self.name}: set {variable} to the token of the hosts at urls")
-        return [_Host(url, url, token, None, self.settings.lost_after_s) for url in self.settings.urls]
+        return [
+            _Host(url, url, token, None, self.settings.lost_after_s, self.context.note) for url in self.settings.urls
+        ]
 
     async def _start_host(self, number: int) -> _Host:
         """Start a host on a socket that we opened, so that its address is known at once and cannot be taken."""
@@ -285,7 +298,7 @@ class ServingProvider(LeaseKeeper[ServingSettings]):
                 await group.kill()
                 raise
             url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-            return _Host(name, url, token, group, self.settings.lost_after_s)
+            return _Host(name, url, token, group, self.settings.lost_after_s, self.context.note)
 
     async def _watch(self, host: _Host) -> None:
         """Keep the offer true while the host is not lent; a lent one is looked at by its lease."""

@@ -28,12 +28,44 @@ class ReturnOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     worker: str
 
 
+class ServiceReport(msgspec.Struct, frozen=True, kw_only=True):
+    """How a host with a real serving model has served its own load so far, and what rollouts made of the rest.
+
+    Latencies and targets are in milliseconds, None before there is a first. `violated_minutes` is how long a P99 was
+    above its target. The device's time is that of the host's loans alone: `lent_s` in all, of which serving computed
+    for `serving_s` and rollouts for `rollout_s`. A reclaim runs from the arrival of the request that needs memory to
+    its pages being free.
+    """
+
+    requests: int
+    failed: int
+    ttft_slo_ms: float
+    ttft_p50_ms: float | None
+    ttft_p99_ms: float | None
+    tpot_slo_ms: float
+    tpot_p50_ms: float | None
+    tpot_p99_ms: float | None
+    violated_minutes: float
+    lent_s: float
+    serving_s: float
+    rollout_s: float
+    reclaims: int
+    reclaim_p99_ms: float | None
+
+    @property
+    def harvest_share(self) -> float | None:
+        """The rollouts' part of the time that serving left them."""
+        idle_s = self.lent_s - self.serving_s
+        return self.rollout_s / idle_s if idle_s > 0 else None
+
+
 class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
     """`GET /load`, and the answer to every order: how the host stands.
 
     `active_requests` counts serving requests in work or waiting, `busy_share` the serving engine's share of the
     device of late, `pressed` whether rollouts must leave. `lent_run` and `lent_worker` are empty when the host is
-    not lent; `ended_worker` is the last one that ended, `ended_error` why if it failed.
+    not lent; `ended_worker` is the last one that ended, `ended_error` why if it failed. `service` is None where the
+    device is modelled.
     """
 
     active_requests: int
@@ -44,6 +76,11 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
     lent_worker: str = ""
     ended_worker: str = ""
     ended_error: str = ""
+    service: ServiceReport | None = None
+
+
+SERVICE_NOTE = "co-serving/"
+"""What the run's notes of a host's `ServiceReport` are called, before the host's name."""
 
 
 def _readable(trace: str) -> str:

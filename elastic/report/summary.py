@@ -17,6 +17,7 @@ from elastic.core import events as e
 from elastic.core.ledger import DeviceBook
 from elastic.core.types import NS_PER_S, EndCause, Nanoseconds
 from elastic.report.batches import Batches, batches_of
+from elastic.report.coserving import CoServingHost, co_serving_of
 from elastic.report.functions import FunctionUsage, functions_of
 from elastic.report.lanes import Lane, lanes
 from elastic.report.timeline import Timeline, timeline
@@ -112,6 +113,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     total: Usage
     providers: dict[str, Usage]
     functions: list[FunctionUsage] = msgspec.field(default_factory=list[FunctionUsage])
+    co_serving: list[CoServingHost] = msgspec.field(default_factory=list[CoServingHost])
     ledger_imbalance_ns: int
     unattributed_share: float | None
     lease_ends: list[LeaseEnd]
@@ -190,6 +192,7 @@ def summarise(journal: JournalReader) -> Summary:
         total=total,
         providers=by_provider,
         functions=functions_of(journal),
+        co_serving=co_serving_of(journal),
         ledger_imbalance_ns=ledger_of(books).imbalance_ns(),
         unattributed_share=unattributed_share(books, ends),
         lease_ends=ends,

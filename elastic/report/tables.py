@@ -121,6 +121,7 @@ def tables(summary: Summary, comparison: Comparison | None = None) -> list[Table
         _providers(summary),
         _accounts(summary),
         _functions(summary),
+        _co_serving(summary),
         _cost(summary, comparison),
         _fates(summary),
         _staleness(summary),
@@ -198,6 +199,46 @@ def _functions(summary: Summary) -> Table:
             for usage in summary.functions
         ],
         note="Functions are not leases: each call is metered, and its cost comes on top of the providers'.",
+    )
+
+
+def _co_serving(summary: Summary) -> Table:
+    return Table(
+        title="Co-serving",
+        header=[
+            "host",
+            "requests",
+            "failed",
+            "TTFT P50",
+            "P99",
+            "target",
+            "TPOT P50",
+            "P99",
+            "target",
+            "violated",
+            "serving",
+            "harvest",
+            "reclaims",
+            "P99",
+        ],
+        rows=[
+            [
+                found.host,
+                *map(units.count, (service.requests, service.failed)),
+                *map(_milliseconds, (service.ttft_p50_ms, service.ttft_p99_ms, service.ttft_slo_ms)),
+                *map(_milliseconds, (service.tpot_p50_ms, service.tpot_p99_ms, service.tpot_slo_ms)),
+                units.duration(60 * service.violated_minutes),
+                units.share(service.serving_s / service.lent_s if service.lent_s else None),
+                units.share(found.harvest_share),
+                units.count(service.reclaims),
+                _milliseconds(service.reclaim_p99_ms),
+            ]
+            for found in summary.co_serving
+            for service in [found.service]
+        ],
+        note="Each host's own requests: time to first token and time per output token beside their targets, and how "
+        "long a P99 was above one. Serving is its part of the lent device's time, harvest what rollouts made of the "
+        "rest. A reclaim runs from the arrival of the request that needs memory to its pages being free.",
     )
 
 
@@ -451,6 +492,10 @@ def _with_total(summary: Summary) -> Mapping[str, Usage]:
 def _amount(usage: Usage, account: Account) -> str:
     spent_s = usage.accounts_s[account]
     return f"{spent_s:,.1f} s" if spent_s else units.NONE
+
+
+def _milliseconds(value_ms: float | None) -> str:
+    return units.duration(None if value_ms is None else value_ms / 1e3)
 
 
 def _percent(rate: float | None) -> str:

@@ -21,11 +21,12 @@ from starlette.applications import Starlette
 
 from elastic import wire
 from elastic.config import ConfigError, EngineConfig, validate
-from elastic.core.types import NS_PER_S
+from elastic.core.types import NS_PER_S, FinishReason
 from elastic.engine.base import GenerateRequest, RolloutEngine
-from elastic.engine.coserving.executor import CoServing
+from elastic.engine.coserving.executor import CoServing, CoServingStatistics
 from elastic.engine.coserving.front import FrontError, ModelCard, ServingFront
 from elastic.engine.coserving.memory import SPARE_PAGES
+from elastic.engine.coserving.service import ServiceLog, milliseconds
 from elastic.engine.coserving.spec import ModelSpec
 from elastic.engine.kv.slab import SlabBackend
 from elastic.model.checkpoint import CheckpointError, model_tensors, read_config, read_tensors
@@ -33,7 +34,7 @@ from elastic.model.config import Qwen3Config
 from elastic.model.qwen3 import Qwen3
 from policies.coexecution import Slo, SloAdmission
 from policies.kvmemory import PreemptiveMemory
-from providers.serving_messages import HOST_VARIABLE, ExecutorSettings, HostSettings, LoadReport
+from providers.serving_messages import HOST_VARIABLE, ExecutorSettings, HostSettings, LoadReport, ServiceReport
 from traces.serving import ServingRequest
 
 RANDOM_MODEL = Qwen3Config(vocab_size=256, num_hidden_layers=4)
@@ -100,7 +101,15 @@ class ExecutorDevice:
         self._vocab_size = config.vocab_size
         self._front = ServingFront(ModelCard.model_validate(card))
         self._looks: deque[_Look] = deque()
-        self.served = 0
+        self._service = ServiceLog(slo)
+        self._lent_ns = 0
+        self._serving_ns = 0
+        """Serving's, of `_lent_ns`."""
+
+    @property
+    def served(self) -> int:
+        """Requests of its own load that were answered in full."""
+        return self._service.requests - self._service.failed
 
     @property
     def app(self) -> Starlette:
@@ -122,6 +131,26 @@ class ExecutorDevice:
             # Whom to borrow from is decided by use over a window, whether to leave by use now (ROSE §4).
             kv_used_share=mean(look.kv_share for look in looks),
             pressed=kv_share >= self._lending.kv_high_share,
+            service=self._service_report(now),
+        )
+
+    def _service_report(self, now: CoServingStatistics) -> ServiceReport:
+        service = self._service
+        return ServiceReport(
+            requests=service.requests,
+            failed=service.failed,
+            ttft_slo_ms=service.ttft_slo_ms,
+            ttft_p50_ms=service.ttft_ms.p50,
+            ttft_p99_ms=service.ttft_ms.p99,
+            tpot_slo_ms=service.tpot_slo_ms,
+            tpot_p50_ms=service.tpot_ms.p50,
+            tpot_p99_ms=service.tpot_ms.p99,
+            violated_minutes=service.violated_minutes,
+            lent_s=self._lent_ns / NS_PER_S,
+            serving_s=self._serving_ns / NS_PER_S,
+            rollout_s=now.rollout_busy_ns / NS_PER_S,
+            reclaims=len(now.reclaims_ns),
+            reclaim_p99_ms=milliseconds(now.reclaims_ns, 99),
         )
 
     @asynccontextmanager
@@ -141,10 +170,11 @@ class ExecutorDevice:
         started_s = time.monotonic()
         async with asyncio.TaskGroup() as tasks:
             for request in requests:
-                await asyncio.sleep(started_s + request.arrival_s - time.monotonic())
-                tasks.create_task(self._serve(request))
+                due_s = started_s + request.arrival_s
+                await asyncio.sleep(due_s - time.monotonic())
+                tasks.create_task(self._serve(request, due_s))
 
-    async def _serve(self, request: ServingRequest) -> None:
+    async def _serve(self, request: ServingRequest, due_s: float) -> None:
         scale, most = self._executor_settings.length_scale, self._executor_settings.max_context_tokens
         output_tokens = min(most // 4, max(1, round(request.output_tokens * scale)))
         prompt_tokens = min(most - output_tokens, max(1, round(request.prompt_tokens * scale)))
@@ -158,16 +188,26 @@ class ExecutorDevice:
             temperature=1.0,
             noise_seed=secrets.randbits(63),
         )
+        times_s: list[float] = []
+        finish, why = None, ""
         try:
-            async for _ in self._front.generate(generate):
-                pass
-            self.served += 1
+            async for chunk in self._front.generate(generate):
+                times_s += [time.monotonic()] * len(chunk.token_ids)
+                finish, why = chunk.finish, chunk.detail
         except FrontError as error:
-            log.warning("a request of the host's load was refused", reason=str(error))
+            why = str(error)
+        if finish is FinishReason.LENGTH and times_s:
+            self._service.served(due_s, times_s)
+        else:
+            self._service.refused()
+            log.warning("a request of the host's load was not served", reason=why)
 
     def _look(self, busy_ns: int, kv_share: float) -> deque["_Look"]:
         """The looks of the last `window_s`, with this one."""
         now_ns = time.monotonic_ns()
+        if self._looks and self._executor.rollout is not None:
+            self._lent_ns += now_ns - self._looks[-1].at_ns
+            self._serving_ns += busy_ns - self._looks[-1].busy_ns
         self._looks.append(_Look(now_ns, busy_ns, kv_share))
         while len(self._looks) > 2 and now_ns - self._looks[1].at_ns >= self._lending.window_s * NS_PER_S:
             self._looks.popleft()

@@ -57,6 +57,21 @@ async def test_the_hosts_trace_is_served_and_so_are_its_clients(profiles: Path) 
         report = device.report()
         assert (report.active_requests, report.pressed) == (0, False)
         assert 0 <= report.busy_share <= 1
+        service = report.service
+        assert (service.requests, service.failed, service.ttft_slo_ms) == (4, 0, 500)
+        assert 0 < service.tpot_p50_ms <= service.tpot_p99_ms
+        assert 0 < service.ttft_p50_ms <= service.ttft_p99_ms
+        assert (service.lent_s, service.rollout_s, service.harvest_share) == (0, 0, None)
+
+
+async def test_a_request_that_is_not_served_counts_as_failed(profiles: Path) -> None:
+    device = make(profiles)
+    async with device.running(iter([ServingRequest(0.0, 20, 5)])):
+        await until(lambda: device.served == 1)
+        await asyncio.to_thread(device._executor.close)
+        await device._serve(ServingRequest(0.0, 20, 5), 0.0)
+        service = device.report().service
+        assert (service.requests, service.failed, device.served) == (2, 1, 1)
 
 
 async def test_a_run_gets_a_part_of_the_device_and_gives_it_back(profiles: Path) -> None:
@@ -89,6 +104,10 @@ async def test_a_run_gets_a_part_of_the_device_and_gives_it_back(profiles: Path)
         engine.submit([turn])
         assert await asyncio.to_thread(ended.wait, 30)
         assert [end.finish for end in ends] == [FinishReason.LENGTH]
+        device.report()
+        service = device.report().service
+        assert service.lent_s > 0
+        assert service.rollout_s > 0
         with pytest.raises(RuntimeError, match="lent to another run"):
             device.lend().build_engine(welcome())
         share.reclaim()

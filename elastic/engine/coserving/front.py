@@ -156,7 +156,10 @@ class ServingFront:
         queue = self._queues[request.request_id] = asyncio.Queue()
         ended = False
         try:
-            engine.submit([request])
+            try:
+                engine.submit([request])
+            except RuntimeError as error:
+                raise FrontError(503, str(error)) from error
             while not ended:
                 chunk = await queue.get()
                 ended = chunk.finish is not None
