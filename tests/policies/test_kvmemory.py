@@ -7,7 +7,7 @@ from policies.kvmemory import Budget, FineGrainedMemory, MemoryPolicy, Preemptiv
 TOTAL = 100
 POLICIES: list[MemoryPolicy] = [PreemptiveMemory(), FineGrainedMemory(), StaticPartition()]
 pages = st.integers(0, TOTAL)
-recent = st.lists(pages, max_size=5)
+recent = st.lists(pages, max_size=5) | st.just([0] * 20)
 
 
 def test_a_step_leaves_the_headroom_above_recent_use() -> None:
@@ -26,6 +26,17 @@ def test_the_watermark_within_the_headroom_triggers_one_cut_and_a_freeze() -> No
     assert policy.observe(cut, TOTAL, 60, 0) is cut
     assert policy.observe(cut, TOTAL, 5, 0) is cut
     assert policy.begin_step(TOTAL, [5]).pages == 75
+
+
+def test_an_idle_device_is_lent_whole_until_its_first_page() -> None:
+    policy = PreemptiveMemory(headroom_share=0.2, idle_samples=3)
+    assert policy.begin_step(TOTAL, [0, 0]).pages == policy.begin_step(TOTAL, [0, 0, 1]).pages + 1 == 80
+    budget = policy.begin_step(TOTAL, [0, 0, 0])
+    assert (budget.pages, budget.reserve_pages) == (TOTAL, 0)
+    assert policy.observe(budget, TOTAL, 0, 0) is budget
+    for serving, needed in ((0, 1), (1, 0)):
+        shared = policy.observe(budget, TOTAL, serving, needed)
+        assert (shared.pages, shared.reserve_pages, shared.pressure, shared.cuts) == (79, 20, False, 1)
 
 
 def test_a_burst_beyond_the_cut_is_cut_again() -> None:

@@ -5,11 +5,13 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from random import Random
 
+import msgspec
 import pytest
 import torch
 
 from elastic.core.types import Account, FinishReason, WeightMode
 from elastic.engine.base import WeightsMismatch
+from elastic.engine.coserving.profile import CostProfile, Grid, write_profile
 from elastic.engine.coserving.swapping import Swapping
 from policies.coexecution import ExclusiveAdmission, NoAdmission, Slo, SloAdmission
 from policies.kvmemory import FineGrainedMemory, PreemptiveMemory, StaticPartition
@@ -131,6 +133,45 @@ def test_serving_can_reach_the_whole_memory(make_device, turn, spec_of_serving, 
     device.served.finish(*(s.request_id for s in serves))
     assert device.executor.statistics().serving_peak_pages == 12
     device.check_pages()
+
+
+def test_an_idle_host_lends_its_whole_memory_and_gets_it_back(make_device, turn):
+    """Where serving rested for long, rollouts may have every page; its first request takes what it needs at once."""
+    device = make_device(pages=16, memory=PreemptiveMemory(idle_samples=2))
+    memory = device.executor._memory
+    until(lambda: len(memory._recent) > 1)
+    rollout = device.lend()
+    assert device.executor.statistics().budget.pages == 16
+    rollout.submit([turn(f"r{i}", prompt=150, max_new_tokens=100) for i in range(8)])
+    until(lambda: device.executor.statistics().rollout_pages > 14)
+    device.serving.submit([turn("s", prompt=240, max_new_tokens=8)])
+    (end,) = device.served.finish("s")
+    assert end.finish is FinishReason.LENGTH
+    statistics = device.executor.statistics()
+    assert statistics.budget.cuts >= len(statistics.reclaims_ns) >= 1
+    assert statistics.budget.pages < 16
+    device.check_pages()
+
+
+def until(condition) -> None:
+    deadline_s = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.005)  # the executor is asked, it does not tell
+
+
+def test_a_profile_of_another_device_is_measured_anew(make_device, turn, tmp_path):
+    make_device(profiles=tmp_path).executor.close()
+    (path,) = tmp_path.iterdir()
+    known = msgspec.json.decode(path.read_bytes(), type=CostProfile)
+    foreign = msgspec.structs.replace(known, device="another", decode=Grid((1,), (1,), ((10**15,),)))
+    write_profile(path, foreign)
+    device = make_device(profiles=tmp_path)
+    device.serving.submit([turn("s", prompt=20, max_new_tokens=3)])
+    device.served.finish("s")
+    found = msgspec.json.decode(path.read_bytes(), type=CostProfile)
+    assert found.device == known.device
+    assert device.serving.costs.profile == found
 
 
 def test_a_static_partition_holds_both_to_their_half(make_device, turn):
