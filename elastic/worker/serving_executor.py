@@ -104,7 +104,8 @@ class ExecutorDevice:
         self._service = ServiceLog(slo)
         self._lent_ns = 0
         self._serving_ns = 0
-        """Serving's, of `_lent_ns`."""
+        self._rollout_ns = 0
+        """Who had the device how long of `_lent_ns`."""
 
     @property
     def served(self) -> int:
@@ -123,7 +124,7 @@ class ExecutorDevice:
         now = self._executor.statistics()
         serving = self._executor.serving.statistics()
         kv_share = now.serving_pages / now.total_pages
-        looks = self._look(now.serving_busy_ns, kv_share)
+        looks = self._look(now, kv_share)
         span_ns = looks[-1].at_ns - looks[0].at_ns
         return LoadReport(
             active_requests=serving.pending + serving.executing,
@@ -148,7 +149,7 @@ class ExecutorDevice:
             violated_minutes=service.violated_minutes,
             lent_s=self._lent_ns / NS_PER_S,
             serving_s=self._serving_ns / NS_PER_S,
-            rollout_s=now.rollout_busy_ns / NS_PER_S,
+            rollout_s=self._rollout_ns / NS_PER_S,
             reclaims=len(now.reclaims_ns),
             reclaim_p99_ms=milliseconds(now.reclaims_ns, 99),
         )
@@ -202,13 +203,15 @@ class ExecutorDevice:
             self._service.refused()
             log.warning("a request of the host's load was not served", reason=why)
 
-    def _look(self, busy_ns: int, kv_share: float) -> deque["_Look"]:
+    def _look(self, now: CoServingStatistics, kv_share: float) -> deque["_Look"]:
         """The looks of the last `window_s`, with this one."""
         now_ns = time.monotonic_ns()
         if self._looks and self._executor.rollout is not None:
-            self._lent_ns += now_ns - self._looks[-1].at_ns
-            self._serving_ns += busy_ns - self._looks[-1].busy_ns
-        self._looks.append(_Look(now_ns, busy_ns, kv_share))
+            last = self._looks[-1]
+            self._lent_ns += now_ns - last.at_ns
+            self._serving_ns += now.serving_busy_ns - last.busy_ns
+            self._rollout_ns += now.rollout_busy_ns - last.rollout_ns
+        self._looks.append(_Look(now_ns, now.serving_busy_ns, now.rollout_busy_ns, kv_share))
         while len(self._looks) > 2 and now_ns - self._looks[1].at_ns >= self._lending.window_s * NS_PER_S:
             self._looks.popleft()
         return self._looks
@@ -217,6 +220,7 @@ class ExecutorDevice:
 class _Look(NamedTuple):
     at_ns: int
     busy_ns: int
+    rollout_ns: int
     kv_share: float
 
 
