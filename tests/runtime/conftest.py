@@ -120,6 +120,21 @@ class Killer:
         return record["processes"][0]["pid"]
 
 
+class HostKiller(Killer):
+    """Kills the first of two serving hosts, once the workers of both have turns."""
+
+    async def hunt(self, scheduler: Scheduler) -> None:
+        while not self.killed:
+            workers = scheduler.fleet.workers.values()
+            ready = [w for w in workers if w.provider == "serving" and w.state is WorkerState.READY]
+            if len(ready) == 2:
+                self.gate.set()
+                if all(worker.turns for worker in ready):
+                    self.killed.append("serving-host-0")
+                    os.kill(self._pid("serving-host-0"), signal.SIGKILL)
+            await asyncio.sleep(0.01)
+
+
 @pytest.fixture(scope="session")
 def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("tiny") / "checkpoint"
@@ -172,11 +187,17 @@ async def live(live_config: Callable[..., Config]) -> AsyncIterator[Callable[...
     """Carries out a run to its end; no process of it may be alive then."""
     names: list[str] = []
 
-    async def run(config: Config, providers: tuple[str, ...], environment: type = Parity, kills: int = 0) -> LiveRun:
+    async def run(
+        config: Config,
+        providers: tuple[str, ...],
+        environment: type = Parity,
+        kills: int = 0,
+        hunter: type[Killer] = Killer,
+    ) -> LiveRun:
         plan = compose.resolve(config, providers, "test")
         run_dir = compose.new_run_dir(config)
         names.append(run_dir.name)
-        killer = Killer(run_dir, kills)
+        killer = hunter(run_dir, kills)
         if kills:
             environment = gated(environment, killer.gate)
         plan = msgspec.structs.replace(plan, environment=environment, environment_settings=NoSettings())
@@ -205,6 +226,11 @@ def processes_of(run: str) -> Iterator[psutil.Process]:
                 yield process
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue
+
+
+@pytest.fixture
+def host_killer() -> type[Killer]:
+    return HostKiller
 
 
 @pytest.fixture
