@@ -100,6 +100,12 @@ class TestStaleness:
             assert dropped(publish(desk)) == {}
         assert "0/0" in desk.scheduler.step.groups
 
+    def test_groups_may_be_as_old_as_their_place_in_the_order_says(self, make_desk) -> None:
+        desk = make_desk(steps=9, groups=2, staleness_bound=2)
+        desk.trainer(version=5)
+        floors = [group.version_floor for group in desk.scheduler.step.groups.values()]
+        assert floors == [3, 3, 4, 4, 5, 5]
+
     def test_what_is_due_sooner_may_come_from_older_weights(self, make_desk) -> None:
         desk = make_desk(steps=5, groups=1, staleness_bound=1)
         desk.trainer()

@@ -131,6 +131,7 @@ def test_what_executes_is_what_is_not_pending(make_desk) -> None:
     full, empty = (Load(desk.scheduler._run, workers[worker]) for worker in (starts[0].worker, second))
     assert (full.executing, full.pending, full.room) == (BATCH, 2, 0)
     assert (empty.executing, empty.pending, empty.room) == (0, 0, BATCH)
+    assert (full.context_tokens(), empty.context_tokens()) == ((2 * 13 + 2 * 10) / 4, 0.0)
     assert full.movable_pending() == [starts[3].turn, starts[2].turn]
     assert full.movable_executing() == [starts[0].turn, starts[1].turn]
 
