@@ -83,7 +83,7 @@ def large(workers: int, trajectories: int) -> dict[str, Any]:
 def main(arguments: Arguments) -> dict[str, Any]:
     loop_events_per_s = bare_loop(LOOP_EVENTS // 10 if arguments.quick else LOOP_EVENTS)
     small = simulate([f"run.steps={3 if arguments.quick else 20}"], ["serving", "spot"])
-    sizes = [large(*size) for size in (SIZES[:1] if arguments.quick else SIZES)]
+    sizes = [large(*size) for size in (SIZES[:2] if arguments.quick else SIZES)]
     return {
         "events_per_s": small["events"] / small["cpu_s"],
         "loop_events_per_s": loop_events_per_s,

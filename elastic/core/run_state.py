@@ -46,7 +46,7 @@ class Phase(StrEnum):
     ENDED = "ended"
 
 
-_ACTIVE = (Phase.STARTING, Phase.RUNNING)
+_ACTIVE = (Phase.RUNNING, Phase.STARTING)
 
 
 class Part(Protocol):

@@ -78,8 +78,9 @@ class Scheduler:
         if now_ns > run.now_ns:
             run.now_ns = now_ns
         self._handlers[type(event)](event)
-        for what, key in run.timers.pop_due(run.now_ns):
-            self._due[what](key)
+        if run.timers.due(run.now_ns):
+            for what, key in run.timers.pop_due(run.now_ns):
+                self._due[what](key)
         self._settle()
         out, run.out = run.out, []
         return out

@@ -60,9 +60,12 @@ class Timers:
     def waiting(self, what: str, key: str) -> bool:
         return (what, key) in self._waits
 
+    def due(self, now_ns: Nanoseconds) -> bool:
+        return self._settle() and self._heap[0][0] <= now_ns
+
     def pop_due(self, now_ns: Nanoseconds) -> Iterator[tuple[str, str]]:
         """Waits whose deadline has come, each removed as it is yielded, in a fixed order."""
-        while self._settle() and self._heap[0][0] <= now_ns:
+        while self.due(now_ns):
             _, name = heapq.heappop(self._heap)
             del self._queued[name]
             del self._waits[name]

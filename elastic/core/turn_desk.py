@@ -3,7 +3,7 @@
 Source: DESIGN §4, "A turn"; RLBoost §4.2 for collection by token and the continuation from accepted tokens.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from elastic.core import commands as c
@@ -38,17 +38,17 @@ class TurnDesk:
     def dispatch(self) -> None:
         """Send queued turns out while anybody has room (invariant 9)."""
         run = self._run
-        while (match := self._match()) is not None:
+        while (heads := run.turns.heads()) and (match := self._match(heads)) is not None:
             self._start(*match)
-        if run.turns.head() is None:
+        if not heads:
             run.timers.clear("capacity", "queue")
         elif not run.timers.waiting("capacity", "queue"):
             run.wait("capacity", "queue", run.limits.queue_timeout_ns)
 
-    def _match(self) -> tuple[Turn, Worker] | None:
-        """A queued turn that somebody can take, the oldest request first."""
+    def _match(self, heads: Sequence[Turn]) -> tuple[Turn, Worker] | None:
+        """The first of these turns that somebody can take, and who."""
         run = self._run
-        for turn in run.turns.heads():
+        for turn in heads:
             chosen = self._destination(turn)
             if chosen is None and run.fleet.any_room():
                 chosen = run.policies.routing.route(turn, run.fleet)

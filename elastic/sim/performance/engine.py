@@ -96,17 +96,20 @@ class Share(Protocol):
 
 
 _Shares = Sequence[tuple[Account, float]]
-_DECODE_ONLY: _Shares = ((Account.DECODE, 1.0),)
 
 
 @dataclass(slots=True)
 class _Span:
-    """`iterations` equal ones from `begin_ns` on, all of which take `whole_ns`; number i `first_s + i * growth_s`."""
+    """`iterations` equal ones from `begin_ns` on, all of which take `whole_ns`; number i `first_s + i * growth_s`.
+
+    Their time goes to `account`, but for the `shares` of others.
+    """
 
     begin_ns: Nanoseconds
     iterations: int
     first_s: float
     growth_s: float
+    account: Account
     shares: _Shares
     prefill: Sequence[tuple[Job, int]]
     whole_ns: Nanoseconds = 0
@@ -366,10 +369,10 @@ class EngineModel:
         growth_s = rates.context_s * batch if rates.context_s * batch > CREEP else 0.0
         plain_s, again_s = plain / rates.prefill_tokens_per_s, again / rates.prefill_tokens_per_s
         work_s = decode_s + plain_s + again_s
-        shares = _shares(work_s, decode_s, plain_s, again_s) if prefill else _DECODE_ONLY
-        iterations = self._equal_iterations(prefill, batch)
+        account, shares = _shares(work_s, decode_s, plain_s, again_s) if prefill else (Account.DECODE, ())
+        iterations, iteration_s = self._equal_iterations(prefill, batch), work_s + rates.overhead_s
         self._charge()
-        self._run_span(_Span(self._loop.now_ns, iterations, work_s + rates.overhead_s, growth_s, shares, prefill))
+        self._run_span(_Span(self._loop.now_ns, iterations, iteration_s, growth_s, account, shares, prefill))
 
     def _equal_iterations(self, prefill: list[tuple[Job, int]], batch: int) -> int:
         count = 1 << 30
@@ -591,16 +594,13 @@ class EngineModel:
         if elapsed_ns <= 0:
             return
         self._charged_ns = now_ns
-        accounts_ns, left_ns = self.accounts_ns, elapsed_ns
-        if self._span is None:
-            last = self._resting_account()
-        else:
-            *others, (last, _) = self._span.shares
-            for account, part in others:
-                ns = min(left_ns, round(elapsed_ns * part))
-                accounts_ns[account] = accounts_ns.get(account, 0) + ns
-                left_ns -= ns
-        accounts_ns[last] = accounts_ns.get(last, 0) + left_ns
+        accounts_ns, span, left_ns = self.accounts_ns, self._span, elapsed_ns
+        for account, share in span.shares if span is not None else ():
+            ns = min(left_ns, round(elapsed_ns * share))
+            accounts_ns[account] = accounts_ns.get(account, 0) + ns
+            left_ns -= ns
+        account = self._resting_account() if span is None else span.account
+        accounts_ns[account] = accounts_ns.get(account, 0) + left_ns
 
     def _resting_account(self) -> Account:
         """Where the time between spans goes."""
@@ -611,7 +611,8 @@ class EngineModel:
         return Account.SERVING if self._waits_for_device else self.idle_account
 
 
-def _shares(work_s: float, decode_s: float, plain_s: float, again_s: float) -> _Shares:
-    """How the accounts divide the time of a mixed iteration: by what each part costs."""
+def _shares(work_s: float, decode_s: float, plain_s: float, again_s: float) -> tuple[Account, _Shares]:
+    """How accounts divide the time of a mixed iteration, by what each part costs: one of them, and others' shares."""
     costs = ((Account.DECODE, decode_s), (Account.PREFILL, plain_s), (Account.RECOMPUTE, again_s))
-    return [(account, cost_s / work_s) for account, cost_s in costs if cost_s]
+    *others, (account, _) = [(account, cost_s) for account, cost_s in costs if cost_s]
+    return account, [(other, cost_s / work_s) for other, cost_s in others]

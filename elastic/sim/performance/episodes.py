@@ -66,11 +66,14 @@ class DrawnEpisodes:
         self._seed = seed
         self._limits = limits
         self._sessions = sessions
+        self._difficulties: dict[str, float] = {}
 
     def episode(self, trajectory: TrajectoryId) -> Episode:
         """Members of a group share its difficulty: some groups all fail or all succeed, as in training."""
         group = trajectory.rpartition("/")[0]
-        difficulty = Random(f"{self._seed}/{group}").random()
+        difficulty = self._difficulties.get(group)
+        if difficulty is None:
+            difficulty = self._difficulties[group] = Random(f"{self._seed}/{group}").random()
         chance = Random(f"{self._seed}/{trajectory}")
         turns = self._session(chance) if self._sessions else self._drawn(chance)
         return Episode(_clipped(turns, self._limits), float(chance.random() < difficulty))

@@ -373,7 +373,7 @@ class SimulatedRun:
                 turn.first_token_ns = self.loop.now_ns
             if chunk.prefilled and turn.job is not None:
                 turn.cached_tokens += turn.job.cached
-            if chunk.finish in _GIVEN_UP:
+            if chunk.finish is not None and chunk.finish in _GIVEN_UP:
                 turn.left_ns = self.loop.now_ns
         worker = self.scheduler.fleet.workers.get(event.worker)
         if worker is not None:
