@@ -245,7 +245,9 @@ class CoServing:
     def _rollout_step(self, rollout: RolloutHalf) -> Step | None:
         view = self._serving.view(time.monotonic_ns())
         allowance_ns = self._admission.allowance_ns(view)
-        if allowance_ns > rollout.piece_ns and (step := rollout.loading_step()) is not None:
+        # While serving rests a piece may always go: what was slow once could otherwise never be found quick again.
+        loads = allowance_ns > 0 and not (view.busy and allowance_ns <= rollout.piece_ns)
+        if loads and (step := rollout.loading_step()) is not None:
             return self._guarded(self._activating(rollout, step))
         if rollout.active and rollout.costs is None:
             # What is not known yet cannot be admitted beside serving.

@@ -174,6 +174,15 @@ def test_a_profile_of_another_device_is_measured_anew(make_device, turn, tmp_pat
     assert device.serving.costs.profile == found
 
 
+def test_a_slow_piece_of_weights_does_not_keep_the_next_ones_out(make_device, turn, rollout_weights):
+    """One hiccup of the host may take longer than any allowance; while serving rests weights still come in."""
+    device = make_device(admission=SloAdmission(slo=LOOSE, longest_ns=5_000 * MS))
+    rollout = device.lend()
+    rollout._piece_ns = 10**15
+    rollout.load_weights(2, rollout_weights(2), WeightMode.FINISH)
+    assert rollout.statistics().weights_version == 2
+
+
 def test_a_static_partition_holds_both_to_their_half(make_device, turn):
     device = make_device(pages=24, memory=StaticPartition())
     rollout = device.lend()
