@@ -58,6 +58,8 @@ PEAK_SHARE = 0.6
 PAGE_BYTES = 32 * 1024
 MOST_PROMPT, MOST_OUTPUT = 208, 40
 LENGTH_SCALE = 1 / 16
+TYPICAL_SPEED = 0.35
+"""Of the trace, on a host such as this was written on."""
 CONTEXT = 256
 ROOMY_PAGES, LEAST_PAGES = 1024, 2 * CONTEXT // 16
 """For serving's peak to be seen; and so many that both models have room for a whole sequence."""
@@ -451,7 +453,7 @@ async def _measure(bench: Bench, plan: Plan, chatty: bool) -> dict[str, Any]:
         _say(chatty, f"speed {replay.speed:.3f}: serving alone is busy {busy:.1%}, peak {peak_pages} pages")
         if abs(busy - BUSY_SHARE) <= BUSY_TOLERANCE:
             break
-        replay = replay.faster(BUSY_SHARE / busy)
+        replay.speed *= BUSY_SHARE / busy
     pages = max(round(peak_pages / PEAK_SHARE), LEAST_PAGES)
 
     only = await bench.run(Setting(NoAdmission(), _whole(), serving=False), [], pages, plan.alone_s)
@@ -489,16 +491,16 @@ async def _measure(bench: Bench, plan: Plan, chatty: bool) -> dict[str, Any]:
 
 
 class Replay:
-    """The trace at a speed, in windows of `window_s` that are chosen by `typical_windows` at density 1."""
+    """The trace at a speed, in windows of `window_s` that begin where `typical_windows` says.
 
-    def __init__(self, window_s: float, speed: float = 1.0) -> None:
-        self.speed = speed
+    They are chosen for `TYPICAL_SPEED`, so that they are the same however fast the host turns out to be.
+    """
+
+    def __init__(self, window_s: float) -> None:
+        self.speed = TYPICAL_SPEED
         self._window_s = window_s
         self._trace = merged(*(read_serving_trace(data_path(name)) for name in ("azure-conversation", "azure-code")))
-        self.starts = typical_windows(self._trace, window_s * speed)
-
-    def faster(self, factor: float) -> "Replay":
-        return Replay(self._window_s, self.speed * factor)
+        self.starts = typical_windows(self._trace, window_s * TYPICAL_SPEED)
 
     def requests(self, window: str, density: float) -> list[ServingRequest]:
         """What arrives in a window: at a higher density more of the trace, from the same start on."""
