@@ -582,6 +582,13 @@ class TestEnd:
         lose(desk)
         assert "the trainer's" in desk.scheduler.failed
 
+    def test_trainer_may_be_silent_for_longer_than_others(self, desk) -> None:
+        desk.trainer()
+        worker = desk.worker()
+        assert any(isinstance(k, c.FenceWorker) and k.worker == worker for k in desk.wait(3.1))
+        desk.wait(TRAINER_PATIENCE * 3.0 - 3.2)
+        assert not desk.scheduler.failed
+
     def test_trainer_that_never_comes_fails_the_run_in_bounded_time(self, desk) -> None:
         desk.wait(20)
         assert "did not come in time" in desk.scheduler.failed
