@@ -70,7 +70,8 @@ def worlds(wanted: Extent, first: int) -> dict[str, Any]:
                 seen.events + sum(events for events, _, _ in found),
                 seen.faults + sum(faults for _, faults, _ in found),
             )
-            print(f"{seen}, {len(failures)} failed", file=sys.stderr, flush=True)
+            told = f"{seen.seeds:,} worlds: {seen.events:,} events, {seen.faults:,} faults, {len(failures)} failed"
+            print(told, file=sys.stderr, flush=True)
     return {
         "events": seen.events,
         "faults": seen.faults,
