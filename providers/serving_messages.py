@@ -132,7 +132,7 @@ class LendingSettings(_Section):
 
 class ExecutorSettings(_Section):
     """A real serving model on the host's device instead of a modelled one: rollouts share the device by the co-serving
-    executor. Then `device` does not count, and of `lending` only `window_s`, `kv_high_share` and `stall_s` do."""
+    executor. Then `device` does not count, and of `lending` only `window_s` and `kv_high_share` do."""
 
     checkpoint: Path | None = Field(
         None, description="directory of the serving model; without one a small random model"
@@ -147,6 +147,7 @@ class ExecutorSettings(_Section):
     longest_share: float = Field(0.1, gt=0, le=1, description="longest rollout iteration, as a share of ttft_slo_s")
     headroom_share: float = Field(0.2, ge=0, lt=1, description="memory that rollouts leave free above serving's use")
     lease_s: float = Field(10.0, ge=0, description="how long rollout prefix cache is kept unused")
+    stall_s: float = Field(2.0, gt=0, description="time without progress after which a turn is routed elsewhere")
     length_scale: float = Field(1 / 16, gt=0, description="by which the trace's prompts and answers are scaled")
     profiles: Path | None = Field(None, description="directory in which cost profiles are kept")
 

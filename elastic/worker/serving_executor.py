@@ -90,7 +90,7 @@ class ExecutorDevice:
             SlabBackend(executor.kv_pages + SPARE_PAGES, executor.page_kib * 1024),
             SloAdmission(slo=slo, longest_ns=round(executor.longest_share * slo.ttft_ns)),
             PreemptiveMemory(headroom_share=executor.headroom_share, lease_ns=round(executor.lease_s * NS_PER_S)),
-            stall_timeout_ns=round(settings.lending.stall_s * NS_PER_S),
+            stall_timeout_ns=round(executor.stall_s * NS_PER_S),
             profiles=executor.profiles,
         )
         card = {
