@@ -49,6 +49,7 @@ from elastic.weights.manifest import (
     manifest_key,
     version_of,
 )
+from elastic.weights.memory import Memory
 from elastic.weights.plan import Update, needed_from
 from elastic.weights.relay import Relay
 from elastic.weights.sharding import Cell, Shard, breaks, owned
@@ -149,6 +150,7 @@ class Publisher:
         self._model_config = model_config
         self._settings = settings or PublishSettings()
         self._share = share
+        self._memory = Memory()
         self._leads = share is None or share.rank == 0
         self._alone = share is None or share.ranks == 1
         self._last: _Held | None = None
@@ -168,7 +170,7 @@ class Publisher:
         begun_s = time.monotonic()
         entries, parts = self._laid_out(tensors)
         begin, end = self._span(entries)
-        bits = np.empty(end - begin, np.uint16)
+        bits = self._memory.empty(end - begin)
         filled = filling(bits, parts)
         last = self._last
         if last is None or last.tensors != entries or last.version >= version:

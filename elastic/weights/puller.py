@@ -33,6 +33,7 @@ from elastic.weights.delta import (
 from elastic.weights.errors import BlobNotFound, RelayError, RelayUnavailable, WeightsCorrupted
 from elastic.weights.layout import tile_counts, tile_ends
 from elastic.weights.manifest import TensorEntry, decode_manifest, manifest_key, request_key
+from elastic.weights.memory import Memory
 from elastic.weights.plan import Update, shortest_path
 from elastic.weights.publisher import published_updates
 from elastic.weights.relay import Relay
@@ -119,6 +120,7 @@ class Puller:
     ) -> None:
         self._relay = relay
         self._shard = shard
+        self._memory = Memory()
         self._transfers = transfers
         self._chunk_bytes = chunk_bytes
         self._held: _Held | None = None
@@ -231,7 +233,8 @@ class Puller:
         manifest = decode_manifest(content)
         if manifest.version != version:
             raise WeightsCorrupted(f"manifest of version {version}: it is that of version {manifest.version}")
-        blob = np.empty(manifest.blob_bytes, np.uint8)
+        bits = self._memory.empty(manifest.blob_bytes // 2)
+        blob = bits.view(np.uint8)
         with times.on_the_wire():
             fetch_into(self._relay, manifest.blob, blob.data, deadline_s, self._chunk_bytes)
         begun_s = time.monotonic()
@@ -240,7 +243,7 @@ class Puller:
         times.decode_s += time.monotonic() - begun_s
         times.size_bytes += manifest.blob_bytes
         hosted = (True,) * len(manifest.tensors)
-        return _Held(version, manifest.run, manifest.model, manifest.tensors, hosted, blob.view(np.uint16), {})
+        return _Held(version, manifest.run, manifest.model, manifest.tensors, hosted, bits, {})
 
     def _pull_full(self, version: int, deadline_s: float, times: _Times) -> _Held:
         """A keyframe in cells: those that are hosted, which is the change from nothing."""
@@ -266,7 +269,7 @@ class Puller:
         sums = _check_base(begun, base, update)
         tiles = _Tiles(base.tensors, base.hosted, begun.tile_elements)
         times.decode_s += time.monotonic() - begun_s
-        bits = base.bits if own else np.empty_like(base.bits)
+        bits = base.bits if own else self._memory.empty(base.bits.size)
         checksums: dict[int, str] = {}
         resulting = sums.copy()
         wanted = [number for number, (first, count) in enumerate(begun.buckets) if tiles.runs(first, count)]

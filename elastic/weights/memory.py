@@ -1,0 +1,36 @@
+"""Large arrays in memory that was used before: the first touch of fresh memory costs many times a copy."""
+
+import mmap
+import weakref
+
+import numpy as np
+import numpy.typing as npt
+
+SPARE = 2
+"""Pieces of memory kept for later."""
+
+
+class Memory:
+    """Gives arrays of patterns, and takes their memory back when nobody holds one, or a view of it, any more."""
+
+    def __init__(self) -> None:
+        self._spare: list[mmap.mmap] = []
+
+    def empty(self, elements: int) -> npt.NDArray[np.uint16]:
+        """Uninitialised."""
+        if not elements:
+            return np.empty(0, np.uint16)
+        size_bytes = 2 * elements
+        memory = next((piece for piece in self._spare if len(piece) == size_bytes), None)
+        if memory is None:
+            memory = mmap.mmap(-1, size_bytes)
+        else:
+            self._spare.remove(memory)
+        # NumPy's views of this array all refer to it, since what it refers to itself is no array.
+        bits = np.frombuffer(memory, np.uint16)
+        weakref.finalize(bits, self._take_back, memory).atexit = False
+        return bits
+
+    def _take_back(self, memory: mmap.mmap) -> None:
+        self._spare.append(memory)
+        del self._spare[:-SPARE]
