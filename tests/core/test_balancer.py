@@ -157,6 +157,8 @@ def test_idle_reports_leave_no_trace_in_the_profile(make_desk) -> None:
         )
     record = desk.scheduler.fleet.workers[worker]
     assert (record.decoded_tokens, record.decode_ns) == (20, 2000)
+    (profile,) = desk.scheduler.profiles.values()
+    assert [sample.tokens_per_ns for sample in profile.samples.values()] == [0.01]
 
 
 def test_engine_that_has_not_begun_yet_is_known_all_the_same(make_desk) -> None:

@@ -125,6 +125,8 @@ class TestTurns:
             assert start.attempt == attempt + 1
         desk.tokens(start, 0, finish=FinishReason.ERROR)
         assert "engine error" in desk.one(c.FailTurn).cause
+        assert not desk.scheduler.turns.live
+        assert not desk.scheduler.fleet.workers[start.worker].turns
 
     def test_asking_twice_is_asking_once_even_after_the_end(self, desk) -> None:
         start = running(desk)
@@ -496,6 +498,18 @@ class TestStep:
         assert not desk.sent(c.StartTurn)
         desk.tell(e.WeightsApplied(worker=worker, epoch=1, version=1))
         assert desk.one(c.StartTurn).worker == worker
+
+    @pytest.mark.parametrize("version", [0, 2])
+    def test_worker_is_not_thought_to_serve_what_came_late_or_is_not_there(self, make_desk, version: int) -> None:
+        desk = make_desk(steps=2)
+        desk.trainer()
+        worker = desk.worker()
+        _finish_rollouts(desk, trainer=False)
+        desk.tell(e.GroupTrained(group="0/0"))
+        desk.tell(e.WeightsPublished(version=1))
+        desk.tell(e.WeightsApplied(worker=worker, epoch=1, version=1))
+        desk.tell(e.WeightsApplied(worker=worker, epoch=1, version=version))
+        assert desk.scheduler.fleet.workers[worker].version == 1
 
     def test_resumed_run_goes_on_with_the_step_that_the_trainers_version_says(self, make_desk) -> None:
         desk = make_desk(steps=7)
