@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from elastic.core.demand import Demand
 from elastic.core.fleet import Fleet
 from elastic.core.turns import Turn
-from elastic.core.types import Capabilities, WorkerRole, WorkerState
-from policies.routing import AffinityRouting, PinnedRouting, TurnWiseRouting
+from elastic.core.types import Capabilities, WorkerKind, WorkerRole, WorkerState
+from policies.routing import DECODE_BATCH, AffinityRouting, PinnedRouting, TurnWiseRouting, work_s
 from policies.selection import NonZeroVariance
 
 
@@ -123,6 +123,13 @@ def test_hardware_is_left_out_where_it_is_not_declared_or_not_wanted() -> None:
     assert AffinityRouting().route(task(*DECODE_HEAVY), fleet_of(("a", E, 0, 8), ("b", E, 0, 8))) == "a"
     prompt, decode = PREFILL_HEAVY
     assert AffinityRouting(hardware=False).route(task(prompt, decode, "bandwidth"), two_kinds()) == "bandwidth"
+    assert AffinityRouting(hardware=False).route(task(*DECODE_HEAVY), two_kinds()) == "compute"
+
+
+def test_work_is_not_known_where_a_kind_declares_nothing() -> None:
+    assert work_s(WorkerKind("spot", tflops=2.0, memory_gb_per_s=1.0), 1e12, DECODE_BATCH * 3e9) == 0.5 + 3.0
+    assert work_s(WorkerKind("spot", tflops=2.0), 1, 1) is None
+    assert work_s(WorkerKind("spot", memory_gb_per_s=1.0), 1, 1) is None
 
 
 @given(st.lists(st.tuples(st.integers(0, 5000), st.integers(0, 5000)), min_size=1, max_size=60))
