@@ -108,6 +108,7 @@ def test_worker_bound_makes_rollouts_no_longer_than_training() -> None:
     assert worker_bound(400, record()) == 9
     assert worker_bound(0, record(workers_mean=0.1)) == 1
     assert worker_bound(0, record(train_ns=0)) is None
+    assert AdaptiveWindow(0).following(SeedingPlan(window_ns=0), RECORD).worker_bound is not None
     assert AdaptiveWindow(0, bounds_workers=False).following(SeedingPlan(window_ns=0), RECORD).worker_bound is None
 
 
