@@ -36,6 +36,7 @@ def test_record_tells_who_waited_for_whom(make_desk) -> None:
     desk.tell(e.WeightsPublished(version=1))
     (record,) = desk.scheduler.history
     assert began_s > 0
+    assert record.seeding_ns == 1 * NS_PER_S
     assert record.train_wait_ns == 1 * NS_PER_S
     assert record.train_ns == NS_PER_S // 2
     assert record.remote_wait_ns == NS_PER_S // 2
