@@ -34,14 +34,11 @@ CREATE TABLE IF NOT EXISTS groups (t_ns INTEGER NOT NULL, group_id TEXT PRIMARY 
 CREATE TABLE IF NOT EXISTS steps (step INTEGER PRIMARY KEY, t_ns INTEGER NOT NULL, body TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS samples (t_ns INTEGER PRIMARY KEY, body TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS pulls (t_ns INTEGER NOT NULL, worker TEXT NOT NULL, version INTEGER NOT NULL,
-    bytes INTEGER NOT NULL, pull_s REAL NOT NULL, apply_s REAL NOT NULL, error TEXT NOT NULL);
+    bytes INTEGER NOT NULL, pull_s REAL NOT NULL, apply_s REAL NOT NULL, error TEXT NOT NULL, body TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS calls (t_ns INTEGER NOT NULL, function TEXT NOT NULL, key TEXT NOT NULL,
     outcome TEXT NOT NULL, queued_s REAL NOT NULL, cold_start_s REAL NOT NULL, duration_s REAL NOT NULL,
     usd REAL NOT NULL);
 """
-_PULLS_BODY = "ALTER TABLE pulls ADD COLUMN body TEXT NOT NULL DEFAULT '{}'"
-"""Came later: a journal from before has its pulls without."""
-
 _TABLES = ("turns", "moves", "trajectories", "groups", "steps", "samples", "pulls", "calls")
 _encode = msgspec.msgpack.Encoder().encode
 _decode_event = msgspec.msgpack.Decoder(e.Event).decode
@@ -88,8 +85,6 @@ class Journal:
             connection.execute("PRAGMA journal_mode=WAL")
             connection.execute("PRAGMA synchronous=NORMAL")
             connection.executescript(_SCHEMA)
-            if not connection.execute("SELECT 1 FROM pragma_table_info('pulls') WHERE name = 'body'").fetchone():
-                connection.execute(_PULLS_BODY)
             connection.execute("INSERT OR REPLACE INTO meta VALUES ('schema_version', ?)", (str(SCHEMA_VERSION),))
             last = connection.execute("SELECT COALESCE(MAX(seq), 0) FROM events").fetchone()[0]
         except sqlite3.Error as error:

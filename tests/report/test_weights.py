@@ -8,7 +8,7 @@ from elastic.core import events as e
 from elastic.report import as_json, as_markdown, summarise
 from elastic.report.html import as_html
 from elastic.report.weights import PARTS, mean_split_s
-from elastic.runtime.journal import Journal, JournalReader
+from elastic.runtime.journal import JournalReader
 
 FULL_BYTES = 1_190_016
 
@@ -52,7 +52,7 @@ def test_every_format_has_the_section(realistic):
     assert {"worker", "version", "bytes", "over_full", "split_s"} <= plain["weights"]["pulls"][0].keys()
 
 
-def test_a_journal_from_before_has_no_section_and_can_be_gone_on_with(journal_of):
+def test_a_journal_from_before_has_no_section(journal_of):
     path = journal_of(lambda run: None)
     with sqlite3.connect(path) as connection:
         connection.execute("ALTER TABLE pulls DROP COLUMN body")
@@ -61,11 +61,3 @@ def test_a_journal_from_before_has_no_section_and_can_be_gone_on_with(journal_of
     reader = JournalReader(path)
     assert summarise(reader).weights.pulls == []
     reader.close()
-    journal = Journal(path, commit_interval_s=10.0)
-    journal.pull(2, "w", 2, 10, 0.1, 0.1, "", full_bytes=100, split_s={"wire": 0.1})
-    journal.close()
-    reader = JournalReader(path)
-    summary = summarise(reader)
-    reader.close()
-    assert summary.pulls.count == 2
-    assert [pull.over_full for pull in summary.weights.pulls] == [0.1]
