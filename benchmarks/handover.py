@@ -124,7 +124,7 @@ async def compare(runs: int, lease_s: float, ends: int) -> dict[str, Any]:
 
 def main() -> None:
     arguments = parse_arguments(__doc__)
-    work = compare(1, 14.0, 1) if arguments.quick else compare(FULL_RUNS, 30.0, 3)
+    work = compare(1, 14.0, 1) if arguments.quick else compare(FULL_RUNS, 25.0, 2)
     emit(run_to_end(work), arguments)
 
 

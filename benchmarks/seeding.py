@@ -44,7 +44,7 @@ class Scale:
     many: int
 
 
-FULL = Scale(tuple(ARMS), seeds=3, workers=6, losses=2, settle=4, few=4, many=4)
+FULL = Scale(tuple(ARMS), seeds=3, workers=6, losses=2, settle=3, few=3, many=3)
 QUICK = Scale(("adaptive", "none"), seeds=1, workers=3, losses=1, settle=1, few=2, many=1)
 
 
