@@ -49,7 +49,7 @@ def test_cheap_workers_are_taken_as_they_come_and_dear_ones_while_they_pay() -> 
     thrifty = MarginalValue(usd_per_hour_saved=0.0)
     assert wanted(thrifty, offer(usd=2.0)) == 4
     assert wanted(thrifty, offer(usd=9.0)) == 4
-    assert wanted(thrifty, offer(usd=11.0)) == 0
+    assert wanted(thrifty, offer(usd=10.5)) == 0
     assert wanted(MarginalValue(usd_per_hour_saved=2.0), offer(usd=11.0)) == 4
 
 
