@@ -645,6 +645,7 @@ def run_serving_host() -> int:
 
 def run_loop(work: Coroutine[Any, Any, T]) -> T:
     """Like `asyncio.run`, on the fastest event loop there is."""
+    gc.collect()
     gc.freeze()  # modules stay: a full collection that went through them would hold the loop up
     with asyncio.Runner(loop_factory=event_loop) as runner:
         return runner.run(work)

@@ -262,7 +262,8 @@ class Publisher:
 
     def _publish_later(self, held: _Held) -> None:
         settings, anchor = self._settings, self._anchor
-        if anchor is not None and held.version - anchor.version >= max(settings.merge_every, 2):
+        merge_every = settings.merge_every
+        if anchor is not None and merge_every > 1 and held.version - anchor.version >= merge_every:
             self._put_delta(anchor, held.version, held.bits)
             self._anchor = held
         if self._keyframe_wanted or held.version - self._keyframe_version >= settings.keyframe_every:

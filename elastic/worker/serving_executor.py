@@ -137,15 +137,16 @@ class ExecutorDevice:
 
     def _service_report(self, now: CoServingStatistics) -> ServiceReport:
         service = self._service
+        ttft_ms, tpot_ms = service.ttft_ms, service.tpot_ms
         return ServiceReport(
             requests=service.requests,
             failed=service.failed,
             ttft_slo_ms=service.ttft_slo_ms,
-            ttft_p50_ms=service.ttft_ms.p50,
-            ttft_p99_ms=service.ttft_ms.p99,
+            ttft_p50_ms=ttft_ms.p50,
+            ttft_p99_ms=ttft_ms.p99,
             tpot_slo_ms=service.tpot_slo_ms,
-            tpot_p50_ms=service.tpot_ms.p50,
-            tpot_p99_ms=service.tpot_ms.p99,
+            tpot_p50_ms=tpot_ms.p50,
+            tpot_p99_ms=tpot_ms.p99,
             violated_minutes=service.violated_minutes,
             lent_s=self._lent_ns / NS_PER_S,
             serving_s=self._serving_ns / NS_PER_S,
@@ -200,7 +201,7 @@ class ExecutorDevice:
         if finish is FinishReason.LENGTH and times_s:
             self._service.served(due_s, times_s)
         else:
-            self._service.refused()
+            self._service.refused(due_s)
             log.warning("a request of the host's load was not served", reason=why)
 
     def _look(self, now: CoServingStatistics, kv_share: float) -> deque["_Look"]:

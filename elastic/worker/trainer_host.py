@@ -19,7 +19,6 @@ from elastic.engine.base import RolloutEngine
 from elastic.model.checkpoint import load_model
 from elastic.trainer.trainer import GRPOTrainer
 from elastic.weights.codecs import warm_up
-from elastic.weights.errors import RelayError
 from elastic.weights.layers import changed_shares
 from elastic.weights.publisher import Published, Publisher, PublishSettings, discard_newer
 from elastic.weights.relay import open_relay
@@ -124,8 +123,8 @@ class TrainerHost:
             time.sleep(REQUEST_POLL_S)
             try:
                 self._publisher.answer_requests()
-            except RelayError as error:
-                log.warning("requests for keyframes not answered", reason=str(error))
+            except Exception:  # the run goes on without; the next poll may fare better
+                log.exception("requests for keyframes not answered")
 
     def _apply(self, tensors: dict[str, torch.Tensor]) -> None:
         self._engine.load_weights(self._trainer.version, tensors, WeightMode.FINISH)

@@ -4,9 +4,13 @@ import threading
 from collections.abc import Sequence
 from importlib import import_module
 
+import structlog
+
 from elastic.config import EngineConfig
 from elastic.core.types import WeightMode
 from elastic.engine.base import GenerateRequest, TokenChunk
+
+log = structlog.get_logger(__name__)
 
 PULLING = ("elastic.weights.puller", "elastic.weights.site", "elastic.weights.directory", "elastic.weights.http")
 TURN_TIMEOUT_S = 60.0
@@ -43,6 +47,7 @@ def _say_a_token() -> None:
             request_id="", token_ids=[0], start=0, max_new_tokens=1, stop_token_ids=(), temperature=1.0, noise_seed=0
         )
         engine.submit([request])
-        said.wait(TURN_TIMEOUT_S)
+        if not said.wait(TURN_TIMEOUT_S):
+            log.warning("not warm: the engine said nothing", timeout_s=TURN_TIMEOUT_S)
     finally:
         engine.close()

@@ -9,12 +9,13 @@ from policies.coexecution import Slo
 
 WINDOW_S = 5.0
 """A target counts as broken for as long as the P99 of what arrived then is above it."""
-KEPT = 50_000
+KEPT = 5_000
+OPEN_WINDOWS = 60
+"""Whose requests are remembered: the latest to end came in one of these."""
 NS_PER_MS = 1_000_000
 
 
 class _Request(NamedTuple):
-    arrival_s: float
     ttft_ms: float
     tpot_ms: float | None
 
@@ -27,24 +28,35 @@ class Latencies(NamedTuple):
 
 
 class ServiceLog:
-    """Requests as they end; the last `KEPT` count. Times are seconds on one clock."""
+    """Requests as they end; percentiles are of the last `KEPT`, all else is of all. Times are seconds on one clock."""
 
     def __init__(self, slo: Slo) -> None:
         self.ttft_slo_ms, self.tpot_slo_ms = slo.ttft_ns / NS_PER_MS, slo.tpot_ns / NS_PER_MS
         self.requests = 0
         self.failed = 0
         self._recent: deque[_Request] = deque(maxlen=KEPT)
+        self._windows: dict[int, list[_Request]] = {}
+        self._violated: set[int] = set()
 
     def served(self, arrival_s: float, token_times_s: Sequence[float]) -> None:
         """`token_times_s` is not empty."""
         self.requests += 1
         first_s, last_s, gaps = token_times_s[0], token_times_s[-1], len(token_times_s) - 1
         tpot_ms = 1e3 * (last_s - first_s) / gaps if gaps else None
-        self._recent.append(_Request(arrival_s, 1e3 * (first_s - arrival_s), tpot_ms))
+        request = _Request(1e3 * (first_s - arrival_s), tpot_ms)
+        self._recent.append(request)
+        window = int(arrival_s / WINDOW_S)
+        self._windows.setdefault(window, []).append(request)
+        if self._violates(self._windows[window]):
+            self._violated.add(window)
+        if len(self._windows) > OPEN_WINDOWS:
+            del self._windows[min(self._windows)]
 
-    def refused(self) -> None:
+    def refused(self, arrival_s: float) -> None:
+        """A request that was not served breaks every target."""
         self.requests += 1
         self.failed += 1
+        self._violated.add(int(arrival_s / WINDOW_S))
 
     @property
     def ttft_ms(self) -> Latencies:
@@ -56,10 +68,7 @@ class ServiceLog:
 
     @property
     def violated_minutes(self) -> float:
-        windows: dict[int, list[_Request]] = {}
-        for request in self._recent:
-            windows.setdefault(int(request.arrival_s / WINDOW_S), []).append(request)
-        return sum(map(self._violates, windows.values())) * WINDOW_S / 60
+        return len(self._violated) * WINDOW_S / 60
 
     def _violates(self, requests: Sequence[_Request]) -> bool:
         ttft = percentile([request.ttft_ms for request in requests], 99)

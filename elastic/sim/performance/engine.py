@@ -324,7 +324,7 @@ class EngineModel:
         """At a boundary: admit, and begin the next span."""
         if self._closed or self.asleep or self.version is None or self._span is not None or self._applying:
             return
-        if not self._jobs or (self._held is not None and not self._started):
+        if not self._jobs or (self._held is not None and not (self._lets_finish and self._started)):
             self._release_if_idle()
             return
         if self._share is None:
