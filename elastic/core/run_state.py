@@ -35,8 +35,8 @@ _SPEAKING = (WorkerState.READY, WorkerState.ASLEEP, WorkerState.DRAINING, Worker
 
 
 TRAINER_PATIENCE = 10
-"""Times as long as another worker the trainer may be silent: fencing it early gains nothing, it ends the run. The
-trainer is as patient with the orchestrator."""
+"""Times as long as another worker the trainer may be silent, or its engine stand still: fencing it early gains
+nothing, it ends the run. The trainer is as patient with the orchestrator."""
 
 
 class Phase(StrEnum):
@@ -107,6 +107,14 @@ class RunState:
         return worker
 
     def expect_heartbeat(self, worker: Worker) -> None:
-        """Start the wait for a worker's next words. The trainer has no successor, so it is given up later."""
-        patience = TRAINER_PATIENCE if worker.role is WorkerRole.TRAINER else 1
-        self.wait("heartbeat", worker.id, patience * self.limits.heartbeat_timeout_ns)
+        """Start the wait for a worker's next words."""
+        self.wait("heartbeat", worker.id, patience(worker) * self.limits.heartbeat_timeout_ns)
+
+    def expect_progress(self, worker: Worker) -> None:
+        """Start the wait for a worker's engine to get on with its turns."""
+        self.wait("stall", worker.id, patience(worker) * self.limits.stall_timeout_ns)
+
+
+def patience(worker: Worker) -> int:
+    """The trainer has no successor, so it is given up later than others."""
+    return TRAINER_PATIENCE if worker.role is WorkerRole.TRAINER else 1

@@ -93,7 +93,7 @@ class WorkerDesk:
             worker.progress = event.progress
             run.timers.clear("stall", worker.id)
         elif not run.timers.waiting("stall", worker.id):
-            run.wait("stall", worker.id, run.limits.stall_timeout_ns)
+            run.expect_progress(worker)
 
     def _profile(self, worker: Worker, event: e.WorkerReported) -> None:
         """Take from two reports in a row how fast the worker decoded between them, and at what batch size."""

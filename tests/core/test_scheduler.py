@@ -603,6 +603,18 @@ class TestEnd:
         desk.wait(TRAINER_PATIENCE * 3.0 - 3.2)
         assert not desk.scheduler.failed
 
+    @pytest.mark.parametrize(("who", "patience"), [("spot", 1), ("trainer", TRAINER_PATIENCE)])
+    def test_an_engine_that_stands_still_is_fenced_the_trainers_later(self, desk, who: str, patience: int) -> None:
+        desk.trainer()
+        name = desk.worker() if who == "spot" else who
+        still_s = 0
+        while not any(isinstance(command, c.FenceWorker) and command.worker == name for command in desk.out):
+            desk.beat(name, executing=1, progress=5)
+            desk.wait(1)
+            still_s += 1
+            assert still_s <= 4 * patience + 1
+        assert still_s >= 4 * patience
+
     def test_trainer_that_never_comes_fails_the_run_in_bounded_time(self, desk) -> None:
         desk.wait(20)
         assert "did not come in time" in desk.scheduler.failed
