@@ -3,7 +3,10 @@
 RollArt's comparison (its Figure 14: 158 → 77 s of rollout, 6 → 88 % use of what rewards run on) at our scale: of three
 paced devices, either one serves the reward model and two roll out, or all three roll out and the reward model runs
 on functions, that start cold and scale to zero. The reward is computed for real; its model's time is paced, too.
-Use is the time in which rewards were computed over the time that was held for it, cold starts included.
+Use is the time in which rewards were computed over the time that was held for it, cold starts included. Rollouts show
+RollArt's order; use does not at this scale: a cold start (a Python process that imports the environment) takes several
+times as long as a call and comes again after every pause, and the dedicated device is busy for most of a step, not for
+6 % of it.
 """
 
 import tempfile
