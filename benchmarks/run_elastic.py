@@ -35,9 +35,9 @@ SLOW_PACING = 'engine.pacing={prefill_tokens_per_s=4000, decode_step_s={"1"=0.04
 
 
 def churn_trace(path: Path) -> Path:
-    """Three spot instances at a time, each living fifteen seconds, one killed every five."""
-    rows = [("add", max(0.0, 5.0 * k - 10.0), k) for k in range(60)]
-    rows += [("remove", 5.0 * k + 5.0, k) for k in range(60)]
+    """Three spot instances at a time, each living long enough to boot and work, one killed every eight seconds."""
+    rows = [("add", max(0.0, 8.0 * k - 16.0), k) for k in range(60)]
+    rows += [("remove", 8.0 * k + 8.0, k) for k in range(60)]
     lines = [f"{at_s:.3f},{kind},node{k}" for kind, at_s, k in sorted(rows, key=lambda r: (r[1], r[0] == "add"))]
     path.write_text("\n".join(["time_s,event,instance_id", *lines]) + "\n")
     return path
