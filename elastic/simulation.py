@@ -257,8 +257,7 @@ class _Sampler:
             self._run.stop(compose.INTERRUPTED)
         status = self._status()
         self._journal.sample(self._run.loop.now_ns, msgspec.to_builtins(status))
-        books = [msgspec.to_builtins(book) for book in self._run.scheduler.ledger.books.values()]
-        self._journal.meta("books", msgspec.json.encode(books).decode())
+        self._journal.books(self._run.scheduler.ledger)
         self._observe(status)
 
     def _status(self) -> RunStatus:

@@ -14,6 +14,7 @@ import msgspec
 
 from elastic import wire
 from elastic.core import events as e
+from elastic.core.ledger import Ledger
 from elastic.core.types import Nanoseconds, Progress
 
 SCHEMA_VERSION = 1
@@ -107,6 +108,10 @@ class Journal:
 
     def meta(self, key: str, value: str) -> None:
         self._pending.append(("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, value)))
+
+    def books(self, ledger: Ledger) -> None:
+        """The ledger's books as they are now, instead of those before."""
+        self.meta("books", _json([msgspec.to_builtins(book) for book in ledger.books.values()]))
 
     def turn(self, *row: Any) -> None:
         self._pending.append((f"INSERT OR REPLACE INTO turns VALUES ({_marks(10)})", row))
@@ -217,7 +222,7 @@ class JournalReader:
         self._connection.close()
 
 
-def _json(body: dict[str, Any]) -> str:
+def _json(body: Any) -> str:
     return msgspec.json.encode(body).decode()
 
 

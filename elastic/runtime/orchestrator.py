@@ -567,6 +567,5 @@ class Orchestrator:
         """Journal how the run stands, with the books as they are, and show it."""
         status = self.status()
         self._journal.sample(self.now_ns(), msgspec.to_builtins(status))
-        books = [msgspec.to_builtins(book) for book in self.scheduler.ledger.books.values()]
-        self._journal.meta("books", msgspec.json.encode(books).decode())
+        self._journal.books(self.scheduler.ledger)
         self._observe(status)

@@ -38,7 +38,6 @@ from elastic.weights.delta import (
     part_key,
     state_of,
 )
-from elastic.weights.errors import BlobNotFound
 from elastic.weights.layout import bucket_tiles, changed_by_tensor, tile_ends
 from elastic.weights.manifest import (
     REQUESTS,
@@ -54,6 +53,7 @@ from elastic.weights.plan import Update, needed_from
 from elastic.weights.relay import Relay
 from elastic.weights.sharding import Cell, Shard, breaks, owned
 from elastic.weights.tensors import Bits, cut, entries_of, entries_of_boxes, filling, views
+from elastic.weights.waiting import awaited
 
 log = structlog.get_logger(__name__)
 
@@ -62,8 +62,6 @@ LATER_TIMEOUT_S = 600.0
 
 _SAMPLES, _SAMPLE = 32, 128
 
-
-POLL_S = 0.005
 
 PART_TIMEOUT_S = 120.0
 """For the other ranks' parts of a version."""
@@ -360,7 +358,7 @@ class Publisher:
             offsets = [*(entry.offset // 2 for entry in base.tensors), int(ends[-1]) if len(ends) else 0]
             own = slice(*(int(np.searchsorted(ends, offsets[at], side="right")) for at in (cells.start, cells.stop)))
             key = part_key(version, base.version, rank)
-            part = decode_part(_awaited(self._relay, key, deadline_s), own.stop - own.start)
+            part = decode_part(awaited(self._relay, key, deadline_s), own.stop - own.start)
             sums[own] = np.frombuffer(part.tile_sums, "<u8")
             changed[own] = part.changed
             buckets += part.buckets
@@ -387,16 +385,6 @@ def _manifest(
 def _nothing(entries: tuple[TensorEntry, ...], elements: int, tile_elements: int) -> _Held:
     """What a keyframe in cells is a delta from."""
     return _Held(NOTHING, entries, np.zeros(elements, np.uint16), zero_sums(tile_ends(entries, tile_elements)))
-
-
-def _awaited(relay: Relay, key: str, deadline_s: float) -> bytes:
-    while True:
-        try:
-            return relay.get(key)
-        except BlobNotFound:
-            if time.monotonic() > deadline_s:
-                raise
-            time.sleep(POLL_S)
 
 
 def estimate_change(old: Bits, new: Bits) -> Change:

@@ -2,16 +2,15 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import compress
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import structlog
-from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_exponential
 from torch import Tensor
 
 from elastic.weights.codecs.base import Buffer
@@ -30,7 +29,7 @@ from elastic.weights.delta import (
     delta_manifest_key,
     state_of,
 )
-from elastic.weights.errors import BlobNotFound, RelayError, RelayUnavailable, WeightsCorrupted
+from elastic.weights.errors import BlobNotFound, RelayError, WeightsCorrupted
 from elastic.weights.layout import tile_counts, tile_ends
 from elastic.weights.manifest import TensorEntry, decode_manifest, manifest_key, request_key
 from elastic.weights.memory import Memory
@@ -39,16 +38,12 @@ from elastic.weights.publisher import published_updates
 from elastic.weights.relay import Relay
 from elastic.weights.sharding import Shard, needed
 from elastic.weights.tensors import Bits, assemble, box_of, views
-
-T = TypeVar("T")
+from elastic.weights.waiting import POLL_S, awaited, fetch, patiently
 
 log = structlog.get_logger(__name__)
 
 CHUNK_BYTES = 8 << 20
 """What a broken transfer has to fetch again, and how often the deadline is looked at."""
-
-POLL_S = 0.005
-"""How often a version that is under way is looked at."""
 
 BUCKET_BYTES_MAX = 1 << 20
 """A bucket's blob may have this and 6 bytes an element: more than any codec takes."""
@@ -293,7 +288,7 @@ class Puller:
                 times.apply_s += time.monotonic() - decoded_s
         if manifest is None:
             with times.on_the_wire():
-                manifest = decode_delta_manifest(_awaited(self._relay, key, deadline_s))
+                manifest = decode_delta_manifest(awaited(self._relay, key, deadline_s))
         if begun_of(manifest) != begun or any(manifest.buckets[n].checksum != sum_ for n, sum_ in checksums.items()):
             raise WeightsCorrupted(f"{key}: its buckets are not the manifest's")
         expected = np.frombuffer(manifest.tile_sums, "<u8").astype(np.uint64)
@@ -332,7 +327,7 @@ class Puller:
     def _fetch_bucket(self, begun: DeltaBegun, number: int, there: bool, deadline_s: float) -> Buffer:
         key = bucket_key(begun.version, begun.base_version, number)
         most = BUCKET_BYTES_MAX + 6 * begun.buckets[number][1] * begun.tile_elements
-        get = fetch if there else _awaited
+        get = fetch if there else awaited
         blob = bytearray()
         while True:
             chunk = get(self._relay, key, deadline_s, len(blob), self._chunk_bytes)
@@ -357,25 +352,6 @@ def pull(relay: Relay, version: int, *, timeout_s: float = 30.0, chunk_bytes: in
     return Puller(relay, chunk_bytes=chunk_bytes).pull(version, timeout_s)
 
 
-def fetch(relay: Relay, key: str, deadline_s: float, start: int = 0, length: int | None = None) -> bytes:
-    """`Relay.get`, again and again while the relay is unavailable, until `deadline_s` (monotonic)."""
-    return patiently(deadline_s, f"{key}, byte {start}", lambda: relay.get(key, start, length))
-
-
-def patiently(deadline_s: float, what: str, ask: Callable[[], T]) -> T:
-    """What `ask` returns, again and again while the relay is unavailable, until `deadline_s` (monotonic)."""
-    remaining_s = deadline_s - time.monotonic()
-    if remaining_s <= 0:
-        raise RelayUnavailable(f"{what}: not pulled in time")
-    attempts = Retrying(
-        retry=retry_if_exception_type(RelayUnavailable),
-        stop=stop_after_delay(remaining_s),
-        wait=wait_exponential(multiplier=0.05, max=1.0),
-        reraise=True,
-    )
-    return attempts(ask)
-
-
 def fetch_into(relay: Relay, key: str, memory: memoryview, deadline_s: float, chunk_bytes: int = CHUNK_BYTES) -> None:
     """Fill `memory`, which is as large as the blob is to be. Raises `WeightsCorrupted` if the blob ends before."""
     for start in range(0, len(memory), chunk_bytes):
@@ -385,17 +361,6 @@ def fetch_into(relay: Relay, key: str, memory: memoryview, deadline_s: float, ch
             found = start + len(content)
             raise WeightsCorrupted(f"{key}: ends at byte {found}; its manifest says {len(memory)}")
         chunk[:] = content
-
-
-def _awaited(relay: Relay, key: str, deadline_s: float, start: int = 0, length: int | None = None) -> bytes:
-    """`fetch` of what may not be there yet. Raises `BlobNotFound` if it is not in time."""
-    while True:
-        try:
-            return fetch(relay, key, deadline_s, start, length)
-        except BlobNotFound:
-            if time.monotonic() + POLL_S > deadline_s:
-                raise
-            time.sleep(POLL_S)
 
 
 def _landed(number: int, future: Future[Buffer], times: _Times) -> tuple[int, Buffer]:

@@ -17,13 +17,12 @@ import structlog
 from elastic.weights.errors import BlobConflict, BlobNotFound, RelayError, RelayUnavailable
 from elastic.weights.manifest import version_of
 from elastic.weights.relay import Buffer, Relay
+from elastic.weights.waiting import POLL_S
 
 log = structlog.get_logger(__name__)
 
 CLAIM_S = 10.0
 """How long a worker may take to fetch a piece; the next one's wait if it died."""
-
-POLL_S = 0.005
 
 
 class SiteRelay:

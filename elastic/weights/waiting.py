@@ -1,0 +1,45 @@
+"""Reading what a relay does not have yet, or cannot give just now, until a deadline."""
+
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_exponential
+
+from elastic.weights.errors import BlobNotFound, RelayUnavailable
+from elastic.weights.relay import Relay
+
+T = TypeVar("T")
+
+POLL_S = 0.005
+"""How often one looks for what is under way."""
+
+
+def fetch(relay: Relay, key: str, deadline_s: float, start: int = 0, length: int | None = None) -> bytes:
+    """`Relay.get`, again and again while the relay is unavailable, until `deadline_s` (monotonic)."""
+    return patiently(deadline_s, f"{key}, byte {start}", lambda: relay.get(key, start, length))
+
+
+def patiently(deadline_s: float, what: str, ask: Callable[[], T]) -> T:
+    """What `ask` returns, again and again while the relay is unavailable, until `deadline_s` (monotonic)."""
+    remaining_s = deadline_s - time.monotonic()
+    if remaining_s <= 0:
+        raise RelayUnavailable(f"{what}: not pulled in time")
+    attempts = Retrying(
+        retry=retry_if_exception_type(RelayUnavailable),
+        stop=stop_after_delay(remaining_s),
+        wait=wait_exponential(multiplier=0.05, max=1.0),
+        reraise=True,
+    )
+    return attempts(ask)
+
+
+def awaited(relay: Relay, key: str, deadline_s: float, start: int = 0, length: int | None = None) -> bytes:
+    """`fetch` of what may not be there yet. Raises `BlobNotFound` if it is not in time."""
+    while True:
+        try:
+            return fetch(relay, key, deadline_s, start, length)
+        except BlobNotFound:
+            if time.monotonic() + POLL_S > deadline_s:
+                raise
+            time.sleep(POLL_S)
