@@ -41,7 +41,8 @@ import msgspec
 import numpy as np
 from _common import Arguments, emit
 
-from elastic.engine.coserving.load import Record, Targets, percentile, replay, report, violated_minutes
+from elastic.engine.coserving.load import Record, Targets, replay, report, violated_minutes
+from elastic.engine.coserving.service import percentile
 from policies.coexecution import ExclusiveAdmission, NoAdmission, Slo, SloAdmission
 from policies.kvmemory import FineGrainedMemory, PreemptiveMemory, StaticPartition
 from traces import data_path

@@ -38,7 +38,9 @@ def introduce(desk, worker: str) -> None:
     record.introduce(msgspec.structs.replace(record.capabilities, max_batch=BATCH))
 
 
-def report(desk, worker: str, pending: int, executing: int) -> None:
+def report(
+    desk, worker: str, pending: int, executing: int, progress: int | None = None, decode_ns: int = 1, decoded: int = 0
+) -> None:
     desk.tell(
         e.WorkerReported(
             worker=worker,
@@ -46,9 +48,9 @@ def report(desk, worker: str, pending: int, executing: int) -> None:
             capacity_turns=BATCH + 2,
             pending=pending,
             executing=executing,
-            progress=round(desk.now_s * 1000) + 1,
-            accounts_ns={Account.DECODE: 1},
-            decoded_tokens=0,
+            progress=round(desk.now_s * 1000) + 1 if progress is None else progress,
+            accounts_ns={Account.DECODE: decode_ns},
+            decoded_tokens=decoded,
         )
     )
 
@@ -107,17 +109,8 @@ def test_profile_is_captured_from_reports(make_desk) -> None:
         for start in _request(desk, f"0/0/{member}"):
             desk.tokens(start, 1)
     for beat in range(1, 4):
-        desk.tell(
-            e.WorkerReported(
-                worker=worker,
-                epoch=1,
-                capacity_turns=4,
-                pending=0,
-                executing=2,
-                progress=10_000 + 10 * beat,
-                accounts_ns={Account.DECODE: 1000 * beat},
-                decoded_tokens=20 * beat,
-            )
+        report(
+            desk, worker, pending=0, executing=2, progress=10_000 + 10 * beat, decode_ns=1000 * beat, decoded=20 * beat
         )
     (profile,) = desk.scheduler.profiles.values()
     sample = profile.samples[2]
@@ -143,17 +136,8 @@ def test_idle_reports_leave_no_trace_in_the_profile(make_desk) -> None:
     for start in _request(desk, "0/0/0"):
         desk.tokens(start, 1)
     for progress, decoded in ((10, 10), (20, 10), (30, 10), (40, 20)):
-        desk.tell(
-            e.WorkerReported(
-                worker=worker,
-                epoch=1,
-                capacity_turns=4,
-                pending=0,
-                executing=1,
-                progress=10_000 + progress,
-                accounts_ns={Account.DECODE: 100 * decoded},
-                decoded_tokens=decoded,
-            )
+        report(
+            desk, worker, pending=0, executing=1, progress=10_000 + progress, decode_ns=100 * decoded, decoded=decoded
         )
     record = desk.scheduler.fleet.workers[worker]
     assert (record.decoded_tokens, record.decode_ns) == (20, 2000)
@@ -168,16 +152,5 @@ def test_engine_that_has_not_begun_yet_is_known_all_the_same(make_desk) -> None:
     desk.beat(worker, progress=0)
     for start in _request(desk, "0/0/0"):
         desk.tokens(start, 1)
-    desk.tell(
-        e.WorkerReported(
-            worker=worker,
-            epoch=1,
-            capacity_turns=4,
-            pending=0,
-            executing=1,
-            progress=1,
-            accounts_ns={Account.DECODE: 11},
-            decoded_tokens=1,
-        )
-    )
+    report(desk, worker, pending=0, executing=1, progress=1, decode_ns=11, decoded=1)
     assert [list(profile.samples) for profile in desk.scheduler.profiles.values()] == [[1]]

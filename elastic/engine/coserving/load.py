@@ -14,6 +14,7 @@ import httpx
 import msgspec
 import numpy as np
 
+from elastic.engine.coserving.service import percentile
 from traces.serving import ServingRequest
 
 REQUEST_TIMEOUT_S = 120.0
@@ -145,10 +146,6 @@ def table(result: ServingReport) -> str:
         values = msgspec.structs.asdict(latency)
         lines += [_line(f"{kind.capitalize()} {short} (ms):", value) for kind, value in values.items()]
     return "\n".join([*lines, "=" * 50])
-
-
-def percentile(values: Sequence[float], percent: float) -> float | None:
-    return float(np.percentile(values, percent)) if values else None
 
 
 async def _send(

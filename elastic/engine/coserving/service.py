@@ -4,7 +4,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from elastic.engine.coserving.load import percentile
+import numpy as np
+
 from policies.coexecution import Slo
 
 WINDOW_S = 5.0
@@ -74,6 +75,11 @@ class ServiceLog:
         ttft = percentile([request.ttft_ms for request in requests], 99)
         tpot = percentile([request.tpot_ms for request in requests if request.tpot_ms is not None], 99)
         return (ttft or 0.0) > self.ttft_slo_ms or (tpot or 0.0) > self.tpot_slo_ms
+
+
+def percentile(values: Sequence[float], percent: float) -> float | None:
+    """None where there are no values."""
+    return float(np.percentile(values, percent)) if values else None
 
 
 def milliseconds(times_ns: Sequence[int], percent: float) -> float | None:
