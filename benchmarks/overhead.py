@@ -332,7 +332,7 @@ class Scale(NamedTuple):
 
 
 FULL = Scale(steps=7, groups=8, whole=True)
-QUICK = Scale(steps=4, groups=4, whole=False)
+QUICK = Scale(steps=4, groups=8, whole=False)
 
 
 class Pair(NamedTuple):

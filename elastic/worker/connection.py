@@ -5,6 +5,8 @@ import contextlib
 import os
 import socket
 import ssl
+from collections.abc import Callable
+from typing import NoReturn, TypeAlias, cast
 
 import tenacity
 
@@ -18,7 +20,10 @@ ATTEMPT_TIMEOUT_S = 5.0
 
 CLOSE_TIMEOUT_S = 2.0
 
-_READ_BYTES = 1 << 18
+LAST_LOOK_S = 0.1
+"""After a silence: it may be this process that was held up, and what the orchestrator said waits to be read."""
+
+Hear: TypeAlias = Callable[[list[wire.FromOrchestrator]], None]
 
 
 class ConnectionLost(Exception):
@@ -33,55 +38,42 @@ class SessionRefused(Exception):
         self.retry = retry
 
 
-LAST_LOOK_S = 0.1
+class Connection(asyncio.Protocol):
+    """The way to the orchestrator. Sending never waits: frames queue up to `UNSENT_BYTES_MAX`.
 
+    What arrives is handed over by the event loop itself, with no task in between; before anybody listens it waits.
+    """
 
-class Connection:
-    """A connection that has been welcomed. Sending never waits: frames queue up to `UNSENT_BYTES_MAX`."""
+    transport: asyncio.Transport
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader = reader
-        self._writer = writer
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
         self._frames = wire.FrameBuffer()
-        self._arrived: list[wire.FromOrchestrator] = []
+        self._waiting: list[wire.FromOrchestrator] = []
+        self._hear: Hear = self._waiting.extend
+        self._heard_s = self._loop.time()
+        self._stirred = asyncio.Event()
+        self._over = asyncio.Event()
+        self._cause: Exception | None = None
 
     def send(self, message: wire.FromWorker) -> None:
-        """Queue a frame; silently drops it when the connection is gone, which `receive` then reports."""
-        if self._writer.is_closing():
+        """Queue a frame; silently drops it when the connection is gone, which `listen` then reports."""
+        if self.transport.is_closing():
             return
-        self._writer.write(wire.encode(message))
-        if self._writer.transport.get_write_buffer_size() > UNSENT_BYTES_MAX:
+        self.transport.write(wire.encode(message))
+        if self.transport.get_write_buffer_size() > UNSENT_BYTES_MAX:
             self.abort()
 
-    async def receive(self, timeout_s: float) -> list[wire.FromOrchestrator]:
-        """The next messages, at least one. Raises `ConnectionLost`, also after `timeout_s` of silence."""
-        try:
-            while not self._arrived:
-                data = await self._read(timeout_s)
-                if not data:
-                    raise ConnectionLost("the orchestrator closed the connection")
-                self._arrived = [wire.decode_from_orchestrator(body) for body in self._frames.feed(data)]
-        except TimeoutError as error:
-            raise ConnectionLost(f"the orchestrator was silent for {timeout_s} s") from error
-        except OSError as error:
-            raise ConnectionLost(f"the connection broke: {error}") from error
-        except wire.WireError as error:
-            raise ConnectionLost(f"the orchestrator broke the protocol: {error}") from error
-        messages, self._arrived = self._arrived, []
-        return messages
-
-    async def _read(self, timeout_s: float) -> bytes:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                return await self._reader.read(_READ_BYTES)
-        # It may be this process that was held up; then what the orchestrator said waits to be read.
-        async with asyncio.timeout(LAST_LOOK_S):
-            return await self._reader.read(_READ_BYTES)
-
     async def welcome(self, timeout_s: float) -> wire.Welcome:
-        """The first message. Raises `SessionRefused` if it is a refusal, else as `receive`."""
-        first, *self._arrived = await self.receive(timeout_s)
-        match first:
+        """The first message. Raises `SessionRefused` if it is a refusal, and `ConnectionLost` if there is none."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._stirred.wait()
+        except TimeoutError as error:
+            raise _silent(timeout_s) from error
+        if self._cause is not None and not self._waiting:
+            raise self._cause
+        match first := self._waiting.pop(0):
             case wire.Welcome():
                 return first
             case wire.Refused(reason=reason, retry=retry):
@@ -89,18 +81,77 @@ class Connection:
             case _:
                 raise ConnectionLost(f"the orchestrator broke the protocol: {type(first).__name__} before Welcome")
 
+    async def listen(self, hear: Hear, timeout_s: float) -> NoReturn:
+        """Have `hear` called with what arrives, and has arrived since the welcome, for as long as this waits.
+
+        Raises `ConnectionLost`, also after `timeout_s` of silence, and whatever `hear` raises.
+        """
+        waiting, self._waiting = self._waiting, []
+        self._hear = hear
+        try:
+            if waiting:
+                hear(waiting)
+            while True:
+                await self._over_within(self._heard_s + timeout_s - self._loop.time())
+                heard_s = self._heard_s
+                if self._loop.time() - heard_s >= timeout_s:
+                    await self._over_within(LAST_LOOK_S)
+                    if self._heard_s == heard_s:
+                        raise _silent(timeout_s)
+        finally:
+            self._hear = self._waiting.extend
+
+    async def _over_within(self, timeout_s: float) -> None:
+        """Wait until `timeout_s` have passed, or raise why the connection is of no more use as soon as it is."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._over.wait()
+        if self._cause is not None:
+            raise self._cause
+
     def abort(self) -> None:
         """Cut the connection; what was not sent is dropped."""
-        self._writer.transport.abort()
+        self.transport.abort()
 
     async def aclose(self) -> None:
         """Send what is queued and close, or cut it when that takes too long."""
-        self._writer.close()
+        self.transport.close()
         try:
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
-                await self._writer.wait_closed()
-        except (TimeoutError, OSError):
+                await self._over.wait()
+        except TimeoutError:
             self.abort()
+
+    # What the event loop calls.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's is not a subclass
+
+    def data_received(self, data: bytes) -> None:
+        self._heard_s = self._loop.time()
+        if self._cause is not None:
+            return
+        try:
+            if messages := [wire.decode_from_orchestrator(body) for body in self._frames.feed(data)]:
+                self._hear(messages)
+                self._stirred.set()
+        except wire.WireError as error:
+            self._end(ConnectionLost(f"the orchestrator broke the protocol: {error}"))
+        except Exception as error:
+            self._end(error)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        broken = "the orchestrator closed the connection" if exc is None else f"the connection broke: {exc}"
+        self._end(ConnectionLost(broken))
+
+    def _end(self, cause: Exception) -> None:
+        self._cause = self._cause or cause
+        self._stirred.set()
+        self._over.set()
+
+
+def _silent(timeout_s: float) -> ConnectionLost:
+    return ConnectionLost(f"the orchestrator was silent for {timeout_s} s")
 
 
 async def dial(
@@ -126,7 +177,7 @@ async def _dial_once(
     where = f"{host}:{port}"
     try:
         async with asyncio.timeout(timeout_s):
-            connection = Connection(*await asyncio.open_connection(host, port, ssl=tls))
+            _, connection = await asyncio.get_running_loop().create_connection(Connection, host, port, ssl=tls)
     except TimeoutError as error:
         raise ConnectionLost(f"the orchestrator at {where} did not answer in {timeout_s} s") from error
     except OSError as error:

@@ -184,12 +184,13 @@ class Service:
     async def _converse(self) -> None:
         while not self._exit.done():
             try:
-                messages = await self._connection.receive(self._silence_timeout_s)
+                await self._connection.listen(self._obey, self._silence_timeout_s)
             except ConnectionLost as loss:
                 await self._reconnect(loss)
-                continue
-            for kind, batch in itertools.groupby(messages, key=type):
-                self._handlers[kind](list(batch))
+
+    def _obey(self, orders: list[wire.FromOrchestrator]) -> None:
+        for kind, batch in itertools.groupby(orders, key=type):
+            self._handlers[kind](list(batch))
 
     @property
     def _silence_timeout_s(self) -> float:

@@ -432,16 +432,16 @@ async def test_what_an_orchestrator_does_not_read_is_bounded(monkeypatch: pytest
         writer.close()
 
     server = await asyncio.start_server(ignore, "127.0.0.1", 0)
-    reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
-    link = connection.Connection(reader, writer)
+    address = server.sockets[0].getsockname()
+    _, link = await asyncio.get_running_loop().create_connection(connection.Connection, *address)
     frame = wire.TrainerFailed("x" * 65_536)
     held = 0
     for _ in range(1000):
         link.send(frame)
-        held = max(held, writer.transport.get_write_buffer_size())
+        held = max(held, link.transport.get_write_buffer_size())
     assert held <= (1 << 20) + 70_000
     with pytest.raises(connection.ConnectionLost):
-        await link.receive(5.0)
+        await link.listen(lambda _: None, 5.0)
     deaf.set()
     server.close()
     await server.wait_closed()
