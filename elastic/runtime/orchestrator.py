@@ -159,8 +159,10 @@ class Orchestrator:
                         log.warning("left over from an earlier process", what=line)
                     await provider.start(self._from_provider)
                 sampler = tasks.create_task(self._sample_forever(), name="sampler")
-                await self._ended.wait()
-                self._closing = True
+                try:
+                    await self._ended.wait()
+                finally:
+                    self._closing = True
                 sampler.cancel()
                 self._rollouts.cancel_all()
                 await self._close_scoring()
