@@ -21,9 +21,9 @@ from elastic import compose
 from elastic.engine import create_engine
 from elastic.model.checkpoint import read_config, read_tensors
 from elastic.runtime.journal import JournalReader
-from elastic.weights.publisher import published_versions
 from elastic.weights.puller import pull
 from elastic.weights.relay import open_relay
+from elastic.weights.versions import published_versions
 from elastic.worker.evaluate import Evaluation, evaluate
 
 SEEDS = (7, 8, 9)

@@ -9,8 +9,13 @@ import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 OVERLAP = 0.25
 """What the stages that are not the slowest add to a bucket's time."""
+
+_SAMPLES, _SAMPLE = 32, 128
 
 
 class Cost(NamedTuple):
@@ -36,6 +41,26 @@ class Change(NamedTuple):
     changed: int
     bits: float = 2.0
     """Per changed element, without context; 2 for a step of AdamW at a small learning rate."""
+
+
+def estimate_change(old: npt.NDArray[np.uint16], new: npt.NDArray[np.uint16]) -> Change:
+    """How much differs, from samples over the whole length."""
+    starts = range(0, old.size, max(old.size // _SAMPLES, _SAMPLE))
+    before, after = (
+        _ordinals(np.concatenate([bits[start : start + _SAMPLE] for start in starts] or [bits])) for bits in (old, new)
+    )
+    steps = np.abs(after - before)
+    octaves = np.log2(steps[steps > 0]).astype(np.int64)
+    counts = np.bincount(octaves, minlength=1)
+    shares = counts[counts > 0] / max(octaves.size, 1)
+    # Up or down, the octave of the step, and where in it.
+    bits = 1 - float((shares * np.log2(shares)).sum()) + (float(octaves.mean()) if octaves.size else 0.0)
+    return Change(old.size, round(octaves.size / max(steps.size, 1) * old.size), bits)
+
+
+def _ordinals(bits: npt.NDArray[np.uint16]) -> npt.NDArray[np.int64]:
+    """Patterns numbered in order of value."""
+    return np.where(bits & 0x8000, ~bits, bits | 0x8000).astype(np.int64)
 
 
 def predicted_bytes(codec: str, change: Change) -> float:

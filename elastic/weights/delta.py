@@ -173,6 +173,11 @@ def part_key(version: int, base_version: int, rank: int) -> str:
     return f"{_stem(version, base_version)}.part-{rank:05d}.json"
 
 
+def full_prefix(version: int) -> str:
+    """All keys of a full delta begin with this."""
+    return _stem(version, NOTHING)
+
+
 def base_of(key: str) -> int | None:
     """The base version of a delta manifest's key, None for any other key."""
     return _base_of(key, ".json")

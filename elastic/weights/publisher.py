@@ -1,8 +1,8 @@
-"""The trainer's side: a version's weights onto a relay, as keyframe and deltas, and old versions off it."""
+"""The trainer's side: a version's weights onto a relay, as keyframe and deltas."""
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ import structlog
 import torch
 from torch import Tensor
 
-from elastic.weights.choice import COSTS, Change, choose_codec
+from elastic.weights.choice import COSTS, choose_codec, estimate_change
 from elastic.weights.codecs import CODECS
 from elastic.weights.codecs.base import TILE_ELEMENTS
 from elastic.weights.codecs.sums import tile_sums, zero_sums
@@ -24,8 +24,6 @@ from elastic.weights.delta import (
     DeltaBegun,
     DeltaManifest,
     DeltaPart,
-    base_of,
-    begun_base_of,
     begun_key,
     bucket_key,
     checksum_of,
@@ -38,6 +36,7 @@ from elastic.weights.delta import (
     part_key,
     state_of,
 )
+from elastic.weights.errors import BlobConflict
 from elastic.weights.layout import bucket_tiles, changed_by_tensor, tile_ends
 from elastic.weights.manifest import (
     REQUESTS,
@@ -46,22 +45,20 @@ from elastic.weights.manifest import (
     encode_manifest,
     keyframe_key,
     manifest_key,
-    version_of,
+    request_key,
 )
 from elastic.weights.memory import Memory
-from elastic.weights.plan import Update, needed_from
+from elastic.weights.plan import Update
 from elastic.weights.relay import Relay
 from elastic.weights.sharding import Cell, Shard, breaks, owned
 from elastic.weights.tensors import Bits, cut, entries_of, entries_of_boxes, filling, views
+from elastic.weights.versions import collect_garbage, published_updates, withdraw_keyframe
 from elastic.weights.waiting import awaited
 
 log = structlog.get_logger(__name__)
 
 LATER_TIMEOUT_S = 600.0
 """For what is published after a version can be pulled already: a merged delta, a keyframe, garbage collection."""
-
-_SAMPLES, _SAMPLE = 32, 128
-
 
 PART_TIMEOUT_S = 120.0
 """For the other ranks' parts of a version."""
@@ -185,21 +182,33 @@ class Publisher:
         self._keyframe_wanted = True
 
     def answer_requests(self) -> bool:
-        """Put a keyframe of the last version if a worker asks for one; may be called from any thread.
+        """Put a keyframe of the last version if a worker asks for one: there is none yet, or it is damaged.
 
-        Says whether it did. Several ranks would have to agree on when, so they only keep to the plan.
+        Says whether anything was asked of it; may be called from any thread. Several ranks would have to agree on
+        when, so they only keep to the plan.
         """
         held = self._last
         if held is None or not self._alone:
             return False
         requests = self._relay.list_keys(REQUESTS)
-        asked = bool(requests) and Update(held.version, None) not in published_updates(self._relay)
+        if not requests:
+            return False
+        refused = request_key(held.version) in requests
+        asked = refused or Update(held.version, None) not in published_updates(self._relay)
         if asked:
             log.warning("keyframe on request", version=held.version, requests=len(requests))
-            self._put_keyframe(held)
+            self._renew_keyframe(held)
         for key in requests:
             self._relay.delete(key)
         return asked
+
+    def _renew_keyframe(self, held: _Held) -> None:
+        """A relay leaves alone what is there already and right, so that nobody who pulls it is interrupted."""
+        try:
+            self._put_keyframe(held)
+        except BlobConflict:
+            withdraw_keyframe(self._relay, held.version)
+            self._put_keyframe(held)
 
     def wait(self) -> None:
         """Until the background is done. Raises what went wrong there."""
@@ -267,7 +276,7 @@ class Publisher:
         if self._keyframe_wanted or held.version - self._keyframe_version >= settings.keyframe_every:
             self._put_keyframe(held)
         if self._leads:
-            collect_garbage(self._relay, settings.keep_versions, ())
+            collect_garbage(self._relay, settings.keep_versions)
 
     def _put_keyframe(self, held: _Held) -> None:
         if self._share is not None:
@@ -387,26 +396,6 @@ def _nothing(entries: tuple[TensorEntry, ...], elements: int, tile_elements: int
     return _Held(NOTHING, entries, np.zeros(elements, np.uint16), zero_sums(tile_ends(entries, tile_elements)))
 
 
-def estimate_change(old: Bits, new: Bits) -> Change:
-    """How much differs, from samples over the whole length."""
-    starts = range(0, old.size, max(old.size // _SAMPLES, _SAMPLE))
-    before, after = (
-        _ordinals(np.concatenate([bits[start : start + _SAMPLE] for start in starts] or [bits])) for bits in (old, new)
-    )
-    steps = np.abs(after - before)
-    octaves = np.log2(steps[steps > 0]).astype(np.int64)
-    counts = np.bincount(octaves, minlength=1)
-    shares = counts[counts > 0] / max(octaves.size, 1)
-    # Up or down, the octave of the step, and where in it.
-    bits = 1 - float((shares * np.log2(shares)).sum()) + (float(octaves.mean()) if octaves.size else 0.0)
-    return Change(old.size, round(octaves.size / max(steps.size, 1) * old.size), bits)
-
-
-def _ordinals(bits: Bits) -> npt.NDArray[np.int64]:
-    """Patterns numbered in order of value."""
-    return np.where(bits & 0x8000, ~bits, bits | 0x8000).astype(np.int64)
-
-
 def publish_keyframe(
     relay: Relay, run: str, version: int, tensors: Mapping[str, Tensor], model_config: Mapping[str, Any]
 ) -> Manifest:
@@ -430,61 +419,6 @@ def publish_keyframe(
     relay.put(manifest.blob, *parts)
     relay.put(manifest_key(version), encode_manifest(manifest))
     return manifest
-
-
-def published_updates(relay: Relay, begun: bool = False) -> list[Update]:
-    """Everything that can be pulled, by version; with `begun` also what is still being published."""
-    return sorted(
-        {update for key in relay.list_keys("versions/") if (update := _update_of(key, begun)) is not None},
-        key=lambda update: (update.version, -1 if update.base is None else update.base),
-    )
-
-
-def published_versions(relay: Relay) -> list[int]:
-    """Versions that can be pulled, ascending."""
-    return sorted({update.version for update in published_updates(relay)})
-
-
-def collect_garbage(relay: Relay, keep_versions: int, needed: Collection[int]) -> list[int]:
-    """Delete all but the newest `keep_versions`, those in `needed`, and what a newcomer needs to get to any of them.
-
-    Returns the deleted versions. A worker whose path is cut pulls a keyframe instead.
-    """
-    if keep_versions < 1:
-        raise ValueError(f"keep_versions: must be at least 1 (found {keep_versions})")
-    updates = published_updates(relay)
-    published = sorted({update.version for update in updates})
-    if not published:
-        return []
-    kept = {*published[-keep_versions:], *needed}
-    kept |= needed_from(updates, kept)
-    return _delete(relay, lambda version: version not in kept and version < published[-1])
-
-
-def discard_newer(relay: Relay, version: int) -> list[int]:
-    """Delete what was published after `version`, complete or not; a resumed run will publish it anew."""
-    return _delete(relay, lambda other: other > version)
-
-
-def _update_of(key: str, begun: bool) -> Update | None:
-    version = version_of(key)
-    if version is None:
-        return None
-    if key == manifest_key(version):
-        return Update(version, None)
-    base = base_of(key)
-    if base is None and begun:
-        base = begun_base_of(key)
-    return None if base is None else Update(version, None if base == NOTHING else base)
-
-
-def _delete(relay: Relay, condemned: Callable[[int], bool]) -> list[int]:
-    """Manifests go first, so that whatever has one can still be pulled."""
-    keys = [(version, key) for key in relay.list_keys("versions/") if (version := version_of(key)) is not None]
-    doomed = sorted((version, not key.endswith(".json"), key) for version, key in keys if condemned(version))
-    for _, _, key in doomed:
-        relay.delete(key)
-    return sorted({version for version, _, _ in doomed})
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:

@@ -34,10 +34,10 @@ from elastic.weights.layout import tile_counts, tile_ends
 from elastic.weights.manifest import TensorEntry, decode_manifest, manifest_key, request_key
 from elastic.weights.memory import Memory
 from elastic.weights.plan import Update, shortest_path
-from elastic.weights.publisher import published_updates
 from elastic.weights.relay import Relay
 from elastic.weights.sharding import Shard, needed
 from elastic.weights.tensors import Bits, assemble, box_of, views
+from elastic.weights.versions import published_updates
 from elastic.weights.waiting import POLL_S, awaited, fetch, patiently
 
 log = structlog.get_logger(__name__)

@@ -20,8 +20,9 @@ from elastic.model.checkpoint import load_model
 from elastic.trainer.trainer import GRPOTrainer
 from elastic.weights.codecs import warm_up
 from elastic.weights.layers import changed_shares
-from elastic.weights.publisher import Published, Publisher, PublishSettings, discard_newer
+from elastic.weights.publisher import Published, Publisher, PublishSettings
 from elastic.weights.relay import open_relay
+from elastic.weights.versions import discard_newer
 from elastic.worker.agent import AgentExit, build_engine, run_agent
 from elastic.worker.service import TrainerOrder, TrainerReply
 

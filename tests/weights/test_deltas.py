@@ -15,15 +15,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from elastic.weights.codecs import CODECS
-from elastic.weights.delta import bucket_key, decode_delta_manifest, delta_manifest_key, encode_delta_manifest
+from elastic.weights.delta import base_of, bucket_key, decode_delta_manifest, delta_manifest_key, encode_delta_manifest
 from elastic.weights.directory import DirectoryRelay
 from elastic.weights.errors import BlobNotFound, RelayError, RelayUnavailable, WeightsCorrupted, WeightsError
 from elastic.weights.manifest import REQUESTS, keyframe_key, manifest_key
 from elastic.weights.plan import Update
-from elastic.weights.publisher import Publisher, PublishSettings, published_updates, published_versions
+from elastic.weights.publisher import Publisher, PublishSettings
 from elastic.weights.puller import Puller
 from elastic.weights.relay import Buffer, Relay
 from elastic.weights.site import SiteRelay
+from elastic.weights.versions import published_updates, published_versions
 
 MODEL = {"model_type": "qwen3", "hidden_size": 8}
 SMALL = PublishSettings(bucket_elements=64, tile_elements=16, keyframe_every=8, merge_every=3, keep_versions=4)
@@ -371,6 +372,26 @@ def test_a_worker_that_nothing_leads_to_a_version_is_given_a_keyframe(history: H
     assert directory.list_keys(REQUESTS) == []
     assert_at(puller, history, 3)
     assert not history.publisher.answer_requests()
+
+
+@pytest.mark.parametrize("damaged", [flip, lambda content: content[:-1], lambda _: b""])
+def test_a_damaged_keyframe_is_replaced_when_a_worker_refuses_it(
+    history: History, directory: DirectoryRelay, damaged: Callable[[bytes], bytes]
+):
+    history.publisher.request_keyframe()
+    history.step()
+    history.publisher.wait()
+    version = len(history.tensors) - 1
+    damage(directory, keyframe_key(version), damaged)
+    for key in directory.list_keys("versions/"):
+        if base_of(key) is not None:
+            directory.delete(key)
+    puller = Puller(directory)
+    with pytest.raises(WeightsCorrupted):
+        puller.pull(version)
+    assert history.publisher.answer_requests()
+    assert_at(puller, history, version)
+    assert directory.list_keys(REQUESTS) == []
 
 
 def test_a_version_that_is_not_there_yet_is_no_reason_to_ask(history: History, directory: DirectoryRelay):

@@ -10,9 +10,10 @@ from torch import Tensor
 from elastic.weights.directory import DirectoryRelay
 from elastic.weights.errors import BlobConflict, BlobNotFound, RelayError, RelayUnavailable, WeightsCorrupted
 from elastic.weights.manifest import Manifest, decode_manifest, encode_manifest, keyframe_key, manifest_key
-from elastic.weights.publisher import collect_garbage, discard_newer, publish_keyframe, published_versions
+from elastic.weights.publisher import publish_keyframe
 from elastic.weights.puller import pull
 from elastic.weights.relay import Buffer, Relay
+from elastic.weights.versions import collect_garbage, discard_newer, published_versions
 
 MODEL = {"model_type": "qwen3", "hidden_size": 8}
 
@@ -209,15 +210,14 @@ def test_publishing_again_is_harmless_and_never_changes_a_version(relay: Relay):
 @many
 @given(
     versions=st.sets(st.integers(0, 30), max_size=8),
-    needed=st.sets(st.integers(0, 30), max_size=3),
     keep=st.integers(1, 4),
 )
-def test_garbage_is_what_nobody_needs(relay: Relay, versions: set[int], needed: set[int], keep: int):
+def test_garbage_is_what_nobody_needs(relay: Relay, versions: set[int], keep: int):
     discard_newer(relay, -1)
     for version in versions:
         publish_keyframe(relay, "run", version, small(), MODEL)
-    deleted = collect_garbage(relay, keep, needed)
-    kept = set(sorted(versions)[-keep:]) | (versions & needed)
+    deleted = collect_garbage(relay, keep)
+    kept = set(sorted(versions)[-keep:])
     assert deleted == sorted(versions - kept)
     assert published_versions(relay) == sorted(kept)
     assert len(relay.list_keys()) == 2 * len(kept)
@@ -230,13 +230,13 @@ def test_garbage_includes_what_a_killed_trainer_left_but_not_what_is_being_publi
         publish_keyframe(relay, "run", version, small(), MODEL)
     relay.put(keyframe_key(1), b"left behind")
     relay.put(keyframe_key(5), b"under way")
-    assert collect_garbage(relay, 2, ()) == [1]
+    assert collect_garbage(relay, 2) == [1]
     assert relay.list_keys(keyframe_key(5)) == [keyframe_key(5)]
 
 
 def test_garbage_collection_keeps_at_least_one_version(relay: Relay):
     with pytest.raises(ValueError, match="keep_versions"):
-        collect_garbage(relay, 0, ())
+        collect_garbage(relay, 0)
 
 
 def test_a_resumed_run_publishes_later_versions_anew(relay: Relay):

@@ -14,9 +14,10 @@ from elastic.core.types import Account, FinishReason
 from elastic.model.checkpoint import model_tensors, write_checkpoint
 from elastic.model.config import Qwen3Config
 from elastic.model.qwen3 import Qwen3
-from elastic.weights.publisher import publish_keyframe, published_versions
+from elastic.weights.publisher import publish_keyframe
 from elastic.weights.puller import pull
 from elastic.weights.relay import open_relay
+from elastic.weights.versions import published_versions
 from elastic.worker.trainer_host import run_trainer_host
 from tests.worker.conftest import Orchestra, generate
 

@@ -1,0 +1,73 @@
+"""What is on a relay: the versions that can be pulled, and how old ones come off it."""
+
+from collections.abc import Callable, Iterable
+
+from elastic.weights.delta import NOTHING, base_of, begun_base_of, full_prefix
+from elastic.weights.manifest import keyframe_key, manifest_key, version_of, version_prefix
+from elastic.weights.plan import Update, needed_from
+from elastic.weights.relay import Relay
+
+
+def published_updates(relay: Relay, begun: bool = False) -> list[Update]:
+    """Everything that can be pulled, by version; with `begun` also what is still being published."""
+    return sorted(
+        {update for key in relay.list_keys("versions/") if (update := _update_of(key, begun)) is not None},
+        key=lambda update: (update.version, -1 if update.base is None else update.base),
+    )
+
+
+def published_versions(relay: Relay) -> list[int]:
+    """Versions that can be pulled, ascending."""
+    return sorted({update.version for update in published_updates(relay)})
+
+
+def collect_garbage(relay: Relay, keep_versions: int) -> list[int]:
+    """Delete all but the newest `keep_versions` and what a newcomer needs to get to any of them.
+
+    Returns the deleted versions. A worker whose path is cut pulls a keyframe instead.
+    """
+    if keep_versions < 1:
+        raise ValueError(f"keep_versions: must be at least 1 (found {keep_versions})")
+    updates = published_updates(relay)
+    published = sorted({update.version for update in updates})
+    if not published:
+        return []
+    newest = set(published[-keep_versions:])
+    kept = newest | needed_from(updates, newest)
+    return _delete(relay, lambda version: version not in kept and version < published[-1])
+
+
+def discard_newer(relay: Relay, version: int) -> list[int]:
+    """Delete what was published after `version`, complete or not; a resumed run will publish it anew."""
+    return _delete(relay, lambda other: other > version)
+
+
+def withdraw_keyframe(relay: Relay, version: int) -> None:
+    """Delete the keyframe of `version`, if there is one, so that another can be put in its place."""
+    begins = manifest_key(version), keyframe_key(version), full_prefix(version)
+    _delete_all(relay, (key for key in relay.list_keys(version_prefix(version)) if key.startswith(begins)))
+
+
+def _update_of(key: str, begun: bool) -> Update | None:
+    version = version_of(key)
+    if version is None:
+        return None
+    if key == manifest_key(version):
+        return Update(version, None)
+    base = base_of(key)
+    if base is None and begun:
+        base = begun_base_of(key)
+    return None if base is None else Update(version, None if base == NOTHING else base)
+
+
+def _delete(relay: Relay, condemned: Callable[[int], bool]) -> list[int]:
+    keys = [(version, key) for key in relay.list_keys("versions/") if (version := version_of(key)) is not None]
+    doomed = [(version, key) for version, key in keys if condemned(version)]
+    _delete_all(relay, (key for _, key in doomed))
+    return sorted({version for version, _ in doomed})
+
+
+def _delete_all(relay: Relay, keys: Iterable[str]) -> None:
+    """Manifests go before the rest of their version, so that whatever has one can still be pulled."""
+    for key in sorted(keys, key=lambda key: (version_of(key), not key.endswith(".json"), key)):
+        relay.delete(key)
