@@ -3,8 +3,10 @@
 Two kinds of modelled devices, one fast at prefill, one at decoding, and two kinds of task, one with long prompts and
 observations, one with short ones; turns are long-tailed. `static` pins a trajectory to the worker of its first turn,
 `turn_wise` sends each turn to the least loaded worker, `affinity` weighs prefixes and hardware, and `balanced` moves
-turns between workers besides. All four see the same turns of the same lengths. `rollout_s` is the mean over steps and
-runs; `ordering_holds` says whether each is no slower than the one before, within one standard error.
+turns between workers besides. All four see the same turns of the same lengths. There are twice as many trajectories
+as workers can execute at once, so that throughput decides, and not the longest trajectory alone. `rollout_s` is the
+mean over steps and runs; `ordering_holds` says whether each is no slower than the one before, within one standard
+error. `--quick` has the first and the last arm only.
 """
 
 import itertools
@@ -45,6 +47,9 @@ SEND_ALL = 64
 
 @dataclass(frozen=True)
 class Scale:
+    """`workers` of each kind."""
+
+    arms: tuple[str, ...]
     seeds: int
     workers: int
     steps: int
@@ -52,8 +57,9 @@ class Scale:
     turn_tokens: int
 
 
-FULL = Scale(seeds=3, workers=2, steps=4, turns=3, turn_tokens=48)
-QUICK = Scale(seeds=1, workers=1, steps=2, turns=2, turn_tokens=32)
+FULL = Scale(tuple(ARMS), seeds=3, workers=2, steps=3, turns=3, turn_tokens=48)
+QUICK = Scale(("static", "balanced"), seeds=1, workers=1, steps=1, turns=2, turn_tokens=32)
+GROUP_SIZE = 4
 
 
 async def rollout_s(directory: Path, arm: str, seed: int, scale: Scale) -> list[float]:
@@ -69,8 +75,8 @@ async def rollout_s(directory: Path, arm: str, seed: int, scale: Scale) -> list[
         TaskSettings(prompts=PROMPTS, observations=OBSERVATIONS, turns=scale.turns),
         seed=seed,
         rollout={
-            "groups": 4 * scale.workers,
-            "group_size": 4,
+            "groups": 2 * 2 * scale.workers * MAX_BATCH // GROUP_SIZE,
+            "group_size": GROUP_SIZE,
             "max_turns": scale.turns,
             "max_tokens_per_turn": scale.turn_tokens,
         },
@@ -87,17 +93,16 @@ async def measure(arguments: Arguments) -> dict[str, Any]:
     found: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as name:
         for seed in range(scale.seeds):
-            for arm in ARMS:
+            for arm in scale.arms:
                 found.setdefault(arm, []).extend(await rollout_s(Path(name), arm, seed, scale))
     means = {arm: mean(values) for arm, values in found.items()}
-    errors = {arm: stdev(values) / math.sqrt(len(values)) for arm, values in found.items()}
-    order = list(ARMS)
+    errors = {arm: stdev(v) / math.sqrt(len(v)) if len(v) > 1 else 0.0 for arm, v in found.items()}
     return {
-        "rollout_s": means,
-        "standard_error": errors,
+        "rollout_s": {arm: means.get(arm) for arm in ARMS},
+        "standard_error": errors if scale.seeds > 1 else None,
         "ordering_holds": all(
             means[later] <= means[earlier] + math.hypot(errors[later], errors[earlier])
-            for earlier, later in itertools.pairwise(order)
+            for earlier, later in itertools.pairwise(scale.arms)
         ),
         "runs": scale.seeds,
     }

@@ -4,7 +4,7 @@ Source: ROSE §4.2 (workflow of a step), §6 (dynamic sampling); RollArt mechani
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from elastic.core import commands as c
@@ -75,7 +75,7 @@ class GroupDesk:
             return
         step, group = member
         self._end_turns(group, trajectory, "the trajectory ended")
-        self._rewards.forget(trajectory)
+        self._rewards.forget((trajectory,))
         group.members[trajectory] = outcome
         if not group.unfinished:
             self._complete(step, group)
@@ -134,7 +134,7 @@ class GroupDesk:
         for group in step.in_play():
             oldest = self._oldest_token(group)
             if oldest is not None and oldest < oldest_version:
-                self.drop(step, group, f"stale: tokens of version {oldest}, the trainer is at {step.version}")
+                self.drop_all(step, [group], f"stale: tokens of version {oldest}, the trainer is at {step.version}")
 
     def _oldest_token(self, group: Group) -> int | None:
         tokens = [self._run.turns.oldest_token(trajectory) for trajectory in group.unfinished]
@@ -145,18 +145,15 @@ class GroupDesk:
         if step.taking is Taking.FIRST_OF_USE and self._run.plan.staleness_bound == 0:
             self.drop_all(step, step.surplus(), "surplus: the step has its groups")
 
-    def drop_all(self, step: Step, groups: list[Group], reason: str) -> None:
+    def drop_all(self, step: Step, groups: Sequence[Group], reason: str) -> None:
+        """Drop groups that are not to be trained on, with all that still runs for them."""
+        self._rewards.forget([trajectory for group in groups for trajectory in group.unfinished])
         for group in groups:
-            self.drop(step, group, reason)
-
-    def drop(self, step: Step, group: Group, reason: str) -> None:
-        """Drop a group that is not to be trained on, with all that still runs for it."""
-        step.drop(group, self._run.now_ns, reason)
-        self._tell_dropped(step, group)
-        for trajectory in group.unfinished:
-            self._end_turns(group, trajectory, reason)
-            self._rewards.forget(trajectory)
-            self._run.out.append(c.CancelTrajectory(trajectory=trajectory, cause=reason))
+            step.drop(group, self._run.now_ns, reason)
+            self._tell_dropped(step, group)
+            for trajectory in group.unfinished:
+                self._end_turns(group, trajectory, reason)
+                self._run.out.append(c.CancelTrajectory(trajectory=trajectory, cause=reason))
 
     def _tell_dropped(self, step: Step, group: Group) -> None:
         self._run.out.append(

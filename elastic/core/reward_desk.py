@@ -6,7 +6,7 @@ What no function could score is unavailable, with its cause; it is never a score
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,16 +57,19 @@ class RewardDesk:
         outcomes, self._outcomes = self._outcomes, []
         return outcomes
 
-    def forget(self, trajectory: TrajectoryId) -> None:
-        """The trajectory is over: whatever may still be said of its reward comes too late."""
-        scoring = self.scorings.get(trajectory)
-        if scoring is not None:
-            self._close(scoring, ScoringState.UNAVAILABLE, "the trajectory ended")
+    def forget(self, trajectories: Iterable[TrajectoryId]) -> None:
+        """The trajectories are over: whatever may still be said of their rewards comes too late.
+
+        None of them is asked for any more when the place of another becomes free.
+        """
+        for trajectory in trajectories:
+            scoring = self.scorings.get(trajectory)
+            if scoring is not None:
+                self._close(scoring, ScoringState.UNAVAILABLE, "the trajectory ended")
+        self._fill()
 
     def forget_all(self) -> None:
-        self._queue.clear()
-        for trajectory in list(self.scorings):
-            self.forget(trajectory)
+        self.forget(list(self.scorings))
 
     def _fill(self) -> None:
         run = self._run
@@ -125,6 +128,7 @@ class RewardDesk:
         trajectory, cause = scoring.trajectory, outcome if isinstance(outcome, str) else ""
         reward = outcome if isinstance(outcome, float) else None
         self._close(scoring, state, cause or "scored")
+        self._fill()
         self._outcomes.append((trajectory, outcome))
         self._run.out.append(c.RecordReward(trajectory=trajectory, reward=reward, cause=cause))
 
@@ -133,7 +137,6 @@ class RewardDesk:
             self._queue.remove(scoring.trajectory)
         self._move(scoring, state, cause)
         del self.scorings[scoring.trajectory]
-        self._fill()
 
     def _move(self, scoring: Scoring, state: ScoringState, cause: str) -> None:
         run = self._run

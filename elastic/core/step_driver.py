@@ -226,7 +226,7 @@ def _record(step: Step, now_ns: int) -> StepRecord:
         rollout_ns=rollout_ended_ns - step.started_ns,
         groups_trained=step.count(GroupState.TRAINED),
         groups_dropped=step.count(GroupState.DROPPED),
-        groups_of_use=step.finished,
+        groups_of_use=step.finished + step.spared,
         groups_rejected=step.rejected,
         train_ns=meter.train_ns,
         train_wait_ns=meter.train_wait_ns,

@@ -89,6 +89,8 @@ class Step:
         self.updating = False
         self.launched = 0
         self.rejected = 0
+        self.spared = 0
+        """Groups that were worth training on, and dropped all the same."""
         self.meter = StepMeter(now_ns)
         self.groups: dict[str, Group] = {}
         self._minibatches = minibatches
@@ -123,6 +125,7 @@ class Step:
         group.state = state
 
     def drop(self, group: Group, now_ns: Nanoseconds, reason: str) -> None:
+        self.spared += group.state is GroupState.READY
         self.move(group, GroupState.DROPPED, now_ns, reason)
         group.drop_reason = reason
 

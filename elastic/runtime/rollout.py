@@ -13,10 +13,16 @@ import itertools
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, field
 
+import structlog
+
 from elastic import wire
 from elastic.core import events as e
 from elastic.core.types import TrajectoryId, TurnId
 from elastic.envs.base import Environment
+from functions.base import BadResult
+from functions.rewards import score
+
+log = structlog.get_logger(__name__)
 
 
 class TurnFailed(Exception):
@@ -171,7 +177,7 @@ class Rollouts:
         try:
             async with self._environment() as environment:
                 await self._play(episode, environment)
-        except TurnFailed as failure:
+        except (TurnFailed, BadResult) as failure:
             self._failed(episode, str(failure))
         except TimeoutError:
             limit_s = self._limits.environment_timeout_s
@@ -190,8 +196,11 @@ class Rollouts:
         try:
             yield environment
         finally:
-            async with asyncio.timeout(self._limits.environment_timeout_s):
-                await environment.aclose()
+            try:
+                async with asyncio.timeout(self._limits.environment_timeout_s):
+                    await environment.aclose()
+            except Exception as error:  # what the episode came to stands
+                log.warning("environment not closed", error=repr(error))
 
     def _over(self, episode: Episode) -> None:
         self.finished[episode.trajectory] = episode
@@ -230,7 +239,7 @@ class Rollouts:
             async with asyncio.timeout(limits.environment_timeout_s):
                 result = await environment.step(turn.token_ids)
             if result.done:
-                episode.reward = result.reward
+                episode.reward = score(result.reward)
                 return
             episode.observe(result.token_ids)
 

@@ -116,7 +116,7 @@ class Life:
             c.ScoreTrajectory: lambda k: self.rollouts.score(k.trajectory, k.attempt),
             c.RecordReward: lambda _: None,
             c.TrainGroup: self._train_group,
-            c.DropGroup: lambda _: None,
+            c.DropGroup: lambda k: self.rollouts.drop(k.trajectories),
             c.UpdateWeights: self._update_weights,
             c.EndRun: lambda _: None,
         }

@@ -1,5 +1,6 @@
 """Simulated environment loops: trajectories of random numbers of turns, turns of random lengths."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from random import Random
 from typing import Protocol
@@ -47,6 +48,7 @@ class SimulatedRollouts:
         self._world = world
         self._episodes: dict[TrajectoryId, Episode] = {}
         self._chance: dict[TrajectoryId, Random] = {}
+        self._dropped: set[TrajectoryId] = set()
 
     def start(self, trajectory: TrajectoryId) -> None:
         chance = self._chance[trajectory] = Random(f"{self._world.seed}/{trajectory}")
@@ -73,6 +75,10 @@ class SimulatedRollouts:
 
     def cancel(self, trajectory: TrajectoryId) -> None:
         self._episodes[trajectory].over = True
+
+    def drop(self, trajectories: Iterable[TrajectoryId]) -> None:
+        """Their group is not trained on: nobody keeps what they have come to."""
+        self._dropped.update(trajectories)
 
     def _think(self, trajectory: TrajectoryId) -> None:
         delay_ns = self._chance[trajectory].randrange(self._world.settings.think_ns)
@@ -104,6 +110,7 @@ class SimulatedRollouts:
 
     def score(self, trajectory: TrajectoryId, attempt: int) -> None:
         """The function answers in its own time: late, not at all, or that it cannot, where the plan wants it."""
+        assert trajectory not in self._dropped, f"{trajectory} is to be scored, and its group is dropped"
         world, chance = self._world, Random(f"{self._world.seed}/{trajectory}/{attempt}")
         if world.tally.befalls(chance, world.mishaps.reward_lost):
             return

@@ -154,6 +154,13 @@ def test_a_trajectory_that_is_being_scored_has_no_more_turns(desk: Desk) -> None
     assert not desk.scheduler.turns.live
 
 
+def test_of_a_dropped_group_nothing_is_scored_any_more(desk: Desk) -> None:
+    for trajectory in (ONE, TWO, "0/0/2"):
+        ask(desk, trajectory)
+    ended = desk.tell(e.StopRequested(reason="enough"))
+    assert [type(k) for k in ended if isinstance(k, c.DropGroup | c.ScoreTrajectory)] == [c.DropGroup]
+
+
 def test_the_end_of_the_run_ends_scoring(desk: Desk) -> None:
     ask(desk)
     desk.tell(e.StopRequested(reason="enough"))

@@ -61,10 +61,25 @@ def tokens_of(trajectories: list[dict[str, Any]], step: int) -> dict[str, list[i
     return {row["trajectory"]: msgspec.msgpack.decode(row["token_ids"]) for row in trajectories if row["step"] == step}
 
 
+def batches_by_provider(run: Any) -> dict[str, set[int]]:
+    """The `max_batch` that each provider's workers came with."""
+    reader = run.journal()
+    found: dict[str, set[int]] = {}
+    try:
+        for _, event in reader.events_of("WorkerJoined"):
+            found.setdefault(event.worker.rpartition("-")[0], set()).add(event.capabilities.max_batch)
+    finally:
+        reader.close()
+    return found
+
+
 async def test_nothing_is_lost_when_workers_are_killed(live, live_config) -> None:
-    run = await live(live_config(), ("serving", "spot"), kills=2)
+    config = live_config()
+    config.providers["spot"]["engine"] = {"max_batch": 3}
+    run = await live(config, ("serving", "spot"), kills=2)
     assert run.outcome.failed == ""
     assert run.kills == 2
+    assert batches_by_provider(run) == {"trainer": {4}, "serving": {4}, "spot": {3}}
 
     proof, trajectories = evidence_of(run)
     assert len(trajectories) == 2 * 4 * 4
