@@ -3,10 +3,10 @@
 Live: real processes, real tokens, engines paced to a modelled device; spot workers are killed as a real trace says,
 each serverless call ends by its time limit. `allocation_overhead` has each provider's share of GPU time in two
 definitions: `accounts` counts time booting, loading, applying, recomputing, lost or unattributed; `preemption` is
-the papers', preempted GPUs × recovery time (ROSE §6.1). `cost_per_mtoken` is the run's cost per million trained
-tokens, beside it what the same GPU time would have cost on demand. Figures are medians over the runs, with their
-range; the accounts that make up the last run are given in GPU-seconds. Serving GPUs cost nothing here, since their
-cluster pays for them either way.
+the papers', preempted GPUs × recovery time, where a call that ends by its time limit is preempted too (ROSE §6.1).
+`cost_per_mtoken` is the run's cost per million trained tokens, beside it what the same GPU time would have cost on
+demand. Figures are medians over the runs, with their range; the accounts that make up the last run are given in
+GPU-seconds. Serving GPUs cost nothing here, since their cluster pays for them either way.
 """
 
 import statistics
@@ -69,7 +69,7 @@ def main(arguments: Arguments) -> dict[str, Any]:
     return {
         "allocation_overhead": overheads(summaries),
         "cost_per_mtoken": spread([s.usd_per_million_trained_tokens for s in summaries]),
-        "on_demand_over_cost": spread([s.on_demand_usd and s.on_demand_usd / s.total.usd for s in summaries]),
+        "on_demand_over_cost": spread([s.on_demand_usd and s.on_demand_usd / s.usd for s in summaries]),
         "accounts_gpu_s": {
             name: {account: round(spent_s, 3) for account, spent_s in usage.accounts_s.items() if spent_s}
             for name, usage in last.providers.items()

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from elastic.runtime.journal import JournalReader
+from elastic.report.history import History
 
 TRAINED = "trained"
 
@@ -34,10 +34,10 @@ class Batches(msgspec.Struct, frozen=True, kw_only=True):
     trained_tokens_by_age: dict[int, int]
 
 
-def batches_of(journal: JournalReader) -> Batches:
+def batches_of(history: History) -> Batches:
     """Trained groups first, then those dropped, by how often for what."""
     by_fate: dict[str, list[Mapping[str, Any]]] = {}
-    for row in journal.rows("groups"):
+    for row in history.rows("groups"):
         by_fate.setdefault(row["dropped"].partition(":")[0] or TRAINED, []).append(row)
     fates = [_fate(name, rows) for name, rows in by_fate.items()]
     ages: dict[int, int] = {}

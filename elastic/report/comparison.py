@@ -24,7 +24,7 @@ def compare(summary: Summary, other: Summary) -> Comparison:
     return Comparison(
         other=other.run,
         same_seed=summary.seed == other.seed,
-        other_usd=other.total.usd,
+        other_usd=other.usd,
         other_wall_s=other.wall_s,
         other_tokens_per_s=other.total.tokens_per_s,
         other_usd_per_million_trained_tokens=other.usd_per_million_trained_tokens,

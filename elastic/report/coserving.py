@@ -2,7 +2,7 @@
 
 import msgspec
 
-from elastic.runtime.journal import JournalReader
+from elastic.report.history import History
 from providers.serving_messages import SERVICE_NOTE, ServiceReport
 
 
@@ -14,10 +14,12 @@ class CoServingHost(msgspec.Struct, frozen=True, kw_only=True):
     harvest_share: float | None
 
 
-def co_serving_of(journal: JournalReader) -> list[CoServingHost]:
+def co_serving_of(history: History) -> list[CoServingHost]:
+    """Hosts of each life of the run, since they count anew in each."""
     found = {
-        key.removeprefix(SERVICE_NOTE): msgspec.json.decode(text, type=ServiceReport)
-        for key, text in journal.meta().items()
+        life.prefix + key.removeprefix(SERVICE_NOTE): msgspec.json.decode(text, type=ServiceReport)
+        for life in history.lives
+        for key, text in life.meta().items()
         if key.startswith(SERVICE_NOTE)
     }
     return [

@@ -5,7 +5,7 @@ from operator import itemgetter
 
 import msgspec
 
-from elastic.runtime.journal import JournalReader
+from elastic.report.history import History
 
 
 class FunctionUsage(msgspec.Struct, frozen=True, kw_only=True):
@@ -20,7 +20,7 @@ class FunctionUsage(msgspec.Struct, frozen=True, kw_only=True):
     usd: float
 
 
-def functions_of(journal: JournalReader) -> list[FunctionUsage]:
+def functions_of(history: History) -> list[FunctionUsage]:
     by_function = itemgetter("function")
     return [
         FunctionUsage(
@@ -32,6 +32,6 @@ def functions_of(journal: JournalReader) -> list[FunctionUsage]:
             cold_start_s=sum(call["cold_start_s"] for call in calls),
             usd=sum(call["usd"] for call in calls),
         )
-        for function, group in groupby(sorted(journal.rows("calls"), key=by_function), by_function)
+        for function, group in groupby(sorted(history.rows("calls"), key=by_function), by_function)
         for calls in [list(group)]
     ]

@@ -7,24 +7,23 @@ was killed.
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import groupby
 from typing import Any
 
 import msgspec
 import numpy as np
 
 from elastic.core import events as e
-from elastic.core.ledger import DeviceBook
 from elastic.core.types import NS_PER_S, EndCause, Nanoseconds
-from elastic.report.batches import Batches, batches_of
+from elastic.report.batches import TRAINED, Batches, batches_of
 from elastic.report.coserving import CoServingHost, co_serving_of
 from elastic.report.functions import FunctionUsage, functions_of
-from elastic.report.lanes import Lane, lanes
+from elastic.report.history import History, Life, history_of
+from elastic.report.lanes import Lane, lanes, replacements
 from elastic.report.timeline import Timeline, timeline
 from elastic.report.usage import LeaseEnd, Usage, lease_ends, ledger_of, unattributed_share, usage_of
 from elastic.report.weights import WeightUpdates, weights_of
 from elastic.runtime.journal import JournalReader
-from elastic.runtime.status import CPU_SATURATED_SHARE, RunStatus
+from elastic.runtime.status import CPU_SATURATED_SHARE
 
 TRAINER = "trainer"
 """`Plan.trainer_provider` unless set otherwise; it stands first."""
@@ -90,11 +89,17 @@ class Pulls(msgspec.Struct, frozen=True, kw_only=True):
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """A run in numbers; shares lie in [0, 1], times are seconds since the run began.
 
-    `outcome` is finished, failed or incomplete (it still goes on, or its orchestrator was killed). `paced` says
+    `outcome` is finished, failed or incomplete (it still goes on, or its orchestrator was killed). A run that was
+    resumed has several `lives`; figures are those of all, times leave out what lay between them. `paced` says
     whether engines modelled a device's speed, None where the configuration is not known.
+
+    `usd` is the whole bill, of `total` and `functions`, and what a million accepted or trained tokens cost is of it.
+    `on_demand_usd` is what that bill would be with all GPU time at the trainer's price, which is on demand; None
+    where that is unknown.
     """
 
     run: str
+    lives: int
     outcome: str
     cause: str
     started_at: str
@@ -112,6 +117,10 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     groups_dropped: dict[str, int]
     total: Usage
     providers: dict[str, Usage]
+    usd: float
+    usd_per_million_tokens: float | None
+    usd_per_million_trained_tokens: float | None
+    on_demand_usd: float | None
     functions: list[FunctionUsage] = msgspec.field(default_factory=list[FunctionUsage])
     co_serving: list[CoServingHost] = msgspec.field(default_factory=list[CoServingHost])
     ledger_imbalance_ns: int
@@ -129,9 +138,6 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     cpu_saturated_share: float | None
     timeline: Timeline
     batches: Batches
-    usd_per_million_trained_tokens: float | None
-    on_demand_usd: float | None
-    """What the same GPU time would have cost at the trainer's price, which is on demand; None where that is unknown."""
     trajectory_latency_s: Quantiles
     trajectory_latency: Histogram
     lanes: list[Lane]
@@ -140,59 +146,71 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def summarise(journal: JournalReader) -> Summary:
-    """Everything the report says about the run in `journal`."""
-    meta = journal.meta()
-    samples = [(row["t_ns"], msgspec.convert(row, RunStatus)) for row in journal.rows("samples")]
-    books = msgspec.json.decode(meta.get("books", "[]"), type=list[DeviceBook])
-    turns, moves = journal.rows("turns"), journal.rows("moves")
-    trajectories = journal.rows("trajectories")
-    steps = _steps(journal.rows("steps"), trajectories)
-    ends = lease_ends(journal, books)
-    end_ns = max(
-        _last_ns(books),
-        max((t_ns for t_ns, _ in samples), default=0),
-        max((turn["finished_ns"] for turn in turns), default=0),
-        max((round(at_s * NS_PER_S) for at_s in (*(x.at_s for x in ends), *(x.at_s for x in steps))), default=0),
-    )
-    wall_s = end_ns / NS_PER_S
+    """Everything the report says about the run in `journal` and, if it was resumed, in those of its earlier lives.
+
+    Raises `JournalError` where one of them cannot be read.
+    """
+    with history_of(journal) as history:
+        return _summary(history)
+
+
+def _summary(history: History) -> Summary:
+    metas = [life.meta() for life in history.lives]
+    meta = metas[-1]
+    config = msgspec.json.decode(meta.get("config", "{}"))
+    samples, books, end_ns = history.samples(), history.books(), history.end_ns
+    turns, moves = history.rows("turns"), history.rows("moves")
+    trajectories = history.rows("trajectories")
+    steps = _steps(history.rows("steps"), trajectories)
+    ends = lease_ends(history, books)
+    workers = lanes(history, books, ends, end_ns, _drain_ns(config))
+    replacing = replacements(workers)
     status = samples[-1][1] if samples else None
     tokens = {name: p.tokens for name, p in status.providers.items()} if status else {}
-    history = timeline(samples, [step.at_s for step in steps])
-    names = {book.provider for book in books} | history.providers.keys()
+    shown = timeline(samples, [step.at_s for step in steps])
+    names = {book.provider for book in books} | shown.providers.keys()
     by_provider = {
-        name: usage_of([b for b in books if b.provider == name], ends, end_ns, wall_s, tokens.get(name, 0))
+        name: usage_of([b for b in books if b.provider == name], ends, replacing, end_ns, tokens.get(name, 0))
         for name in sorted(names, key=lambda name: (name != TRAINER, name))
     }
     preempted = {end.lease for end in ends if end.cause == EndCause.PREEMPTED}
     lost_workers = {book.worker for book in books if book.lease in preempted}
-    trained = {event.group for _, event in journal.events_of("GroupTrained") if isinstance(event, e.GroupTrained)}
+    trained = {event.group for _, event in history.events_of("GroupTrained") if isinstance(event, e.GroupTrained)}
     latencies_s, first_tokens_s = _since_request(turns, "finished_ns"), _since_request(turns, "first_token_ns")
-    outcome, cause = _outcome(meta, journal)
-    config = msgspec.json.decode(meta.get("config", "{}"))
-    batches, total = batches_of(journal), usage_of(books, ends, end_ns, wall_s, sum(tokens.values()))
+    outcome, cause = _outcome(meta, history.lives[-1])
+    total = usage_of(books, ends, replacing, end_ns, sum(tokens.values()))
+    batches, functions = batches_of(history), functions_of(history)
+    groups = {fate.fate: fate.groups for fate in batches.fates}
+    functions_usd = sum(usage.usd for usage in functions)
+    usd, on_demand_usd = total.usd + functions_usd, _on_demand_usd(total, functions_usd, config)
     lives_s = [(row["ended_ns"] - row["started_ns"]) / NS_PER_S for row in trajectories if _scored(row)]
     rated = [step.success_rate for step in steps if step.success_rate is not None]
     return Summary(
-        run=meta.get("run") or (status.run if status else journal.path.stem),
+        run=meta.get("run") or (status.run if status else history.name),
+        lives=len(history.lives),
         outcome=outcome,
         cause=cause,
-        started_at=meta.get("started_at", ""),
+        started_at=metas[0].get("started_at", ""),
         seed=meta.get("seed", ""),
-        requested_providers=[name for name in meta.get("providers", "").split(",") if name],
+        requested_providers=_providers(metas),
         paced=bool(config["engine"].get("pacing")) if "engine" in config else None,
-        wall_s=wall_s,
+        wall_s=end_ns / NS_PER_S,
         steps_planned=status.steps if status else config.get("run", {}).get("steps"),
         steps=steps,
         success_first=rated[0] if rated else None,
         success_last=rated[-1] if rated else None,
         trajectories_finished=sum(_scored(row) for row in trajectories),
         trajectories_failed=_counts(row["cause"] or "no finite reward" for row in trajectories if not _scored(row)),
-        groups_trained=len(trained),
-        groups_dropped=_dropped_groups(trajectories, trained, {step.step for step in steps}),
+        groups_trained=groups.pop(TRAINED, 0) if groups else len(trained),
+        groups_dropped=groups,
         total=total,
         providers=by_provider,
-        functions=functions_of(journal),
-        co_serving=co_serving_of(journal),
+        usd=usd,
+        usd_per_million_tokens=_per_million(usd, total.tokens),
+        usd_per_million_trained_tokens=_per_million(usd, batches.trained_tokens),
+        on_demand_usd=on_demand_usd,
+        functions=functions,
+        co_serving=co_serving_of(history),
         ledger_imbalance_ns=ledger_of(books).imbalance_ns(),
         unattributed_share=unattributed_share(books, ends),
         lease_ends=ends,
@@ -203,27 +221,34 @@ def summarise(journal: JournalReader) -> Summary:
         first_token_s=quantiles(first_tokens_s),
         turn_latency=histogram(latencies_s),
         first_token=histogram(first_tokens_s),
-        pulls=_pulls(journal.rows("pulls")),
-        weights=weights_of(journal),
+        pulls=_pulls(history.rows("pulls")),
+        weights=weights_of(history),
         cpu_saturated_share=_share(status.cpu_share > CPU_SATURATED_SHARE for _, status in samples),
-        timeline=history,
+        timeline=shown,
         batches=batches,
-        usd_per_million_trained_tokens=total.usd / batches.trained_tokens * 1e6 if batches.trained_tokens else None,
-        on_demand_usd=_on_demand_usd(total, config),
         trajectory_latency_s=quantiles(lives_s),
         trajectory_latency=histogram(lives_s),
-        lanes=lanes(journal, books, ends, end_ns),
+        lanes=workers,
         simulated="simulated" in meta,
     )
 
 
-def _on_demand_usd(total: Usage, config: Mapping[str, Any]) -> float | None:
+def _on_demand_usd(total: Usage, functions_usd: float, config: Mapping[str, Any]) -> float | None:
     price = config.get("trainer", {}).get("usd_per_gpu_hour")
-    return None if price is None else total.gpu_s / 3600 * price
+    return None if price is None else total.gpu_s / 3600 * price + functions_usd
 
 
-def _last_ns(books: Iterable[DeviceBook]) -> Nanoseconds:
-    return max((book.cursor_ns if book.closed_ns is None else book.closed_ns for book in books), default=0)
+def _providers(metas: Iterable[Mapping[str, str]]) -> list[str]:
+    """Those that any life asked for."""
+    return list(dict.fromkeys(name for meta in metas for name in meta.get("providers", "").split(",") if name))
+
+
+def _drain_ns(config: Mapping[str, Any]) -> Nanoseconds:
+    return round(config.get("scheduler", {}).get("drain_timeout_s", 0.0) * NS_PER_S)
+
+
+def _per_million(usd: float, tokens: int) -> float | None:
+    return usd / tokens * 1e6 if tokens else None
 
 
 def quantiles(values: Iterable[float | None]) -> Quantiles:
@@ -246,13 +271,13 @@ def histogram(values_s: Sequence[float]) -> Histogram:
     return Histogram(edges_s=edges_s.tolist(), counts=counts.tolist())
 
 
-def _outcome(meta: Mapping[str, str], journal: JournalReader) -> tuple[str, str]:
+def _outcome(meta: Mapping[str, str], life: Life) -> tuple[str, str]:
     """How the run ended, and why it failed: as its owner wrote it, else as the core was told to stop."""
     status, _, cause = meta.get("status", "").partition(": ")
     if status not in ("finished", "failed"):
         return "incomplete", ""
     if status == "failed" and not cause:
-        stops = [event.reason for _, event in journal.events_of("StopRequested") if isinstance(event, e.StopRequested)]
+        stops = [event.reason for _, event in life.events_of("StopRequested") if isinstance(event, e.StopRequested)]
         cause = stops[0] if stops else ""
     return status, cause
 
@@ -285,23 +310,6 @@ def _step(row: Mapping[str, Any], rewards: Sequence[float]) -> StepSummary:
         standard_error=None if rate is None else math.sqrt(rate * (1 - rate) / len(rewards)),
         trainer=row["trainer"],
     )
-
-
-def _dropped_groups(
-    trajectories: Sequence[Mapping[str, Any]], trained: set[str], finished_steps: set[int]
-) -> dict[str, int]:
-    """Untrained groups of finished steps, by what their members show to be the reason."""
-    reasons: Counter[str] = Counter()
-    ended = sorted((row for row in trajectories if row["step"] in finished_steps), key=lambda row: row["group_id"])
-    for group, members in groupby(ended, key=lambda row: row["group_id"]):
-        rewards = [row["reward"] for row in members if _scored(row)]
-        if group in trained:
-            continue
-        if len(rewards) < 2:
-            reasons["infrastructure"] += 1
-        else:
-            reasons["zero variance" if min(rewards) == max(rewards) else "other"] += 1
-    return dict(reasons.most_common())
 
 
 def _since_request(turns: Sequence[Mapping[str, Any]], what: str) -> list[float]:

@@ -39,6 +39,7 @@ def subtitle(summary: Summary) -> str:
     """When, with which seed and on which providers."""
     parts = [
         "simulated" if summary.simulated else "",
+        f"{summary.lives} lives" if summary.lives > 1 else "",
         _when(summary.started_at),
         f"seed {summary.seed}" if summary.seed else "",
         "providers " + ", ".join(summary.requested_providers) if summary.requested_providers else "",
@@ -75,8 +76,8 @@ def headline(summary: Summary) -> list[Figure]:
         ),
         Figure(
             name="cost",
-            value=units.usd(total.usd + functions_usd),
-            detail=f"{units.usd(total.usd_per_million_tokens)} a million tokens"
+            value=units.usd(summary.usd),
+            detail=f"{units.usd(summary.usd_per_million_tokens)} a million tokens"
             + (f", functions {units.usd(functions_usd)}" if summary.functions else ""),
         ),
         Figure(
@@ -169,7 +170,8 @@ def _providers(summary: Summary) -> Table:
             for name, usage in _with_total(summary).items()
         ],
         note="Overhead: time booting, loading, applying, recomputing, lost or unattributed, over all GPU time. "
-        "Papers': preempted GPUs × recovery time, over all GPU time (ROSE §6.1). The trainer's cost includes training.",
+        "Papers': preempted GPUs × recovery time, over all GPU time (ROSE §6.1); a lease that ends by time counts as "
+        "preempted, with the time that its successor took to start. The trainer's cost includes training.",
     )
 
 
@@ -245,10 +247,10 @@ def _co_serving(summary: Summary) -> Table:
 def _cost(summary: Summary, comparison: Comparison | None) -> Table:
     per_million = summary.usd_per_million_trained_tokens
     rows = [
-        ["cost", units.usd(summary.total.usd)],
+        ["cost", units.usd(summary.usd)],
         ["trained tokens", units.count(summary.batches.trained_tokens)],
         ["cost per million trained tokens", units.usd(per_million)],
-        ["the same GPU time on demand", units.usd(summary.on_demand_usd)],
+        ["with all GPU time on demand", units.usd(summary.on_demand_usd)],
     ]
     if comparison is not None:
         rows += [
@@ -267,7 +269,7 @@ def _cost(summary: Summary, comparison: Comparison | None) -> Table:
         header=["", "value"],
         rows=rows if summary.batches.trained_tokens or comparison else [],
         note="Trained tokens are those of the policy in the groups trained on; the cost is the whole run's, its "
-        f"trainer included. On demand: all GPU time at the trainer's price.{caution}",
+        f"trainer and functions included. On demand: the same GPU time at the trainer's price.{caution}",
     )
 
 

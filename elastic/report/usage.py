@@ -5,16 +5,14 @@ for is unattributed.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from itertools import groupby
-from operator import attrgetter
+from collections.abc import Container, Iterable, Sequence
 
 import msgspec
 
 from elastic.core import events as e
 from elastic.core.ledger import NANO_USD_PER_USD, DeviceBook, Ledger, overhead_share
 from elastic.core.types import NS_PER_S, Account, EndCause, Nanoseconds
-from elastic.runtime.journal import JournalReader
+from elastic.report.history import History
 
 ORDERLY_ENDS = frozenset({EndCause.RELEASED, EndCause.EXPIRED})
 """Ends after which no time should be missing from a lease's books: nothing was taken away or given up."""
@@ -24,8 +22,9 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     """What some GPUs did and cost. `accounts_s` has every account, in GPU-seconds, and sums to `gpu_s`.
 
     `overhead_share` is DESIGN §4's: overhead accounts over all time. `preempted_share` is the papers' (ROSE §6.1):
-    preempted GPUs × recovery time over all time, where the recovery of a preempted lease is the time that the lease
-    which replaced it spent booting and loading.
+    preempted GPUs × recovery time over all time. There a lease that ends by time is preempted too, and a recovery is
+    the time that the worker which came in place of a lost one spent booting and loading. `preemptions` counts the
+    leases that were taken away before their time.
     """
 
     gpu_s: float
@@ -48,11 +47,11 @@ class LeaseEnd(msgspec.Struct, frozen=True, kw_only=True):
     cause: str
 
 
-def lease_ends(journal: JournalReader, books: Sequence[DeviceBook]) -> list[LeaseEnd]:
+def lease_ends(history: History, books: Sequence[DeviceBook]) -> list[LeaseEnd]:
     """The first end of each lease that was ever billed, in order of time."""
     provider_of = {book.lease: book.provider for book in books}
     ends: dict[str, LeaseEnd] = {}
-    for t_ns, event in journal.events_of("LeaseEnded"):
+    for t_ns, event in history.events_of("LeaseEnded"):
         if isinstance(event, e.LeaseEnded) and event.lease in provider_of and event.lease not in ends:
             ends[event.lease] = LeaseEnd(
                 at_s=t_ns / NS_PER_S, lease=event.lease, provider=provider_of[event.lease], cause=event.cause
@@ -61,9 +60,16 @@ def lease_ends(journal: JournalReader, books: Sequence[DeviceBook]) -> list[Leas
 
 
 def usage_of(
-    books: Sequence[DeviceBook], ends: Sequence[LeaseEnd], end_ns: Nanoseconds, wall_s: float, tokens: int
+    books: Sequence[DeviceBook],
+    ends: Sequence[LeaseEnd],
+    replacements: Container[str],
+    end_ns: Nanoseconds,
+    tokens: int,
 ) -> Usage:
-    """What the devices of `books` came to by `end_ns`, with the tokens accepted from them in `wall_s`."""
+    """What the devices of `books` came to by `end_ns`, with the tokens accepted from them.
+
+    `replacements` has the workers that came in place of lost ones.
+    """
     leases = {book.lease for book in books}
     causes = dict(Counter(end.cause for end in ends if end.lease in leases).most_common())
     accounts_ns = _accounts_ns(books, end_ns)
@@ -73,10 +79,10 @@ def usage_of(
         gpu_s=gpu_ns / NS_PER_S,
         accounts_s={account.value: ns / NS_PER_S for account, ns in accounts_ns.items()},
         overhead_share=overhead_share(accounts_ns),
-        preempted_share=_recovery_gpu_ns(books, ends) / gpu_ns if gpu_ns else 0.0,
+        preempted_share=_starting_gpu_ns(b for b in books if b.worker in replacements) / gpu_ns if gpu_ns else 0.0,
         usd=usd,
         tokens=tokens,
-        tokens_per_s=tokens / wall_s if wall_s else 0.0,
+        tokens_per_s=tokens * NS_PER_S / end_ns if end_ns else 0.0,
         usd_per_million_tokens=usd / tokens * 1e6 if tokens else None,
         leases=len(leases),
         lease_ends=causes,
@@ -109,19 +115,6 @@ def _accounts_ns(books: Sequence[DeviceBook], end_ns: Nanoseconds) -> dict[Accou
     return accounts_ns
 
 
-def _recovery_gpu_ns(books: Sequence[DeviceBook], ends: Sequence[LeaseEnd]) -> int:
-    """Preempted GPUs × recovery time: each preemption pairs with the provider's next lease, if one came."""
-    total_ns = 0
-    in_order = sorted(books, key=attrgetter("provider", "opened_ns", "lease"))
-    for provider, owned in groupby(in_order, attrgetter("provider")):
-        lost_s = sorted(end.at_s for end in ends if end.provider == provider and end.cause == EndCause.PREEMPTED)
-        for _, workers in groupby(owned, attrgetter("lease")):
-            lease = list(workers)
-            if lost_s and lost_s[0] <= lease[0].opened_ns / NS_PER_S:
-                lost_s.pop(0)
-                total_ns += sum(
-                    book.accounts_ns.get(account, 0) * book.gpus
-                    for book in lease
-                    for account in (Account.BOOTING, Account.LOADING)
-                )
-    return total_ns
+def _starting_gpu_ns(books: Iterable[DeviceBook]) -> int:
+    starting = (Account.BOOTING, Account.LOADING)
+    return sum(book.accounts_ns.get(account, 0) * book.gpus for book in books for account in starting)

@@ -7,7 +7,7 @@ import msgspec
 
 from elastic.core import events as e
 from elastic.core.types import NS_PER_S
-from elastic.runtime.journal import JournalReader
+from elastic.report.history import History, Life
 
 PARTS = ("encode", "queue", "wire", "decode", "apply", "pause")
 """From the end of a training step to weights that are served, in order; only the first is the trainer's."""
@@ -60,19 +60,24 @@ class WeightUpdates(msgspec.Struct, frozen=True, kw_only=True):
         return [v.changed_by_layer[layer] for v in self.versions if layer in v.changed_by_layer]
 
 
-def weights_of(journal: JournalReader) -> WeightUpdates:
+def weights_of(history: History) -> WeightUpdates:
+    """A version that a later life made again was published in each."""
+    versions = [_version(row) for row in history.rows("steps") if row.get("weights", {}).get("changed")]
+    return WeightUpdates(versions=versions, pulls=[pull for life in history.lives for pull in _pulls(life)])
+
+
+def _pulls(life: Life) -> list[WorkerPull]:
     published_ns: dict[int, int] = {}
-    for t_ns, event in journal.events_of("WeightsPublished"):
+    for t_ns, event in life.events_of("WeightsPublished"):
         if isinstance(event, e.WeightsPublished):
             published_ns.setdefault(event.version, t_ns)
     seen: set[str] = set()
     pulls: list[WorkerPull] = []
-    for row in journal.rows("pulls"):
+    for row in life.rows("pulls"):
         if not row["error"] and row.get("split_s"):
             pulls.append(_pull(row, published_ns, first=row["worker"] not in seen))
             seen.add(row["worker"])
-    versions = [_version(row) for row in journal.rows("steps") if row.get("weights", {}).get("changed")]
-    return WeightUpdates(versions=versions, pulls=pulls)
+    return pulls
 
 
 def _version(row: Mapping[str, Any]) -> PublishedVersion:

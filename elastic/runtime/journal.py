@@ -4,9 +4,11 @@ Writers append to memory and return; a writer thread commits what has gathered e
 token frame costs one row and no wait.
 """
 
+import re
 import sqlite3
 import threading
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ import msgspec
 
 from elastic import wire
 from elastic.core import events as e
-from elastic.core.ledger import Ledger
+from elastic.core.ledger import DeviceBook, Ledger
 from elastic.core.types import Nanoseconds, Progress
 
 SCHEMA_VERSION = 1
@@ -168,24 +170,46 @@ class Journal:
 
 
 class JournalReader:
-    """Read-only access to a journal, also while the run writes it."""
+    """Read-only access to a journal, also while the run writes it. What cannot be read raises `JournalError`."""
 
     def __init__(self, path: Path) -> None:
         if not path.is_file():
             raise JournalError(f"{path}: no such journal")
         self.path = path
-        try:
+        with self._reading():
             self._connection = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
-            self._connection.row_factory = sqlite3.Row
+        self._connection.row_factory = sqlite3.Row
+        try:
             found = self.meta().get("schema_version")
-        except sqlite3.Error as error:
-            raise JournalError(f"{path}: {error}") from error
-        if found != str(SCHEMA_VERSION):
+            if found != str(SCHEMA_VERSION):
+                raise JournalError(f"{path}: schema version {found}; this elastic reads {SCHEMA_VERSION}")
+        except JournalError:
             self.close()
-            raise JournalError(f"{path}: schema version {found}; this elastic reads {SCHEMA_VERSION}")
+            raise
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        try:
+            yield
+        except (sqlite3.Error, msgspec.DecodeError) as error:
+            raise JournalError(f"{self.path}: {error}") from error
 
     def meta(self) -> dict[str, str]:
-        return dict(self._connection.execute("SELECT key, value FROM meta").fetchall())
+        with self._reading():
+            return dict(self._connection.execute("SELECT key, value FROM meta").fetchall())
+
+    def last_ns(self) -> Nanoseconds:
+        """The last moment that the journal knows of."""
+        columns = (("t_ns", "events"), ("finished_ns", "turns"), ("t_ns", "steps"), ("t_ns", "samples"))
+        with self._reading():
+            lasts = [self._connection.execute(f"SELECT MAX({c}) FROM {table}").fetchone()[0] for c, table in columns]
+        ends = [book.cursor_ns if book.closed_ns is None else book.closed_ns for book in self.books()]
+        return max((t_ns for t_ns in (*lasts, *ends) if t_ns is not None), default=0)
+
+    def books(self) -> list[DeviceBook]:
+        """The ledger's books as they were written last."""
+        with self._reading():
+            return msgspec.json.decode(self.meta().get("books", "[]"), type=list[DeviceBook])
 
     def events(self) -> Iterator[tuple[Nanoseconds, e.Event]]:
         """Every event in order, as the core took it."""
@@ -193,18 +217,20 @@ class JournalReader:
 
     def entries(self) -> Iterator[tuple[Nanoseconds, e.Event, list[wire.Chunk]]]:
         """Every event in order, a token frame's with its chunks."""
-        for t_ns, kind, body in self._connection.execute("SELECT t_ns, kind, body FROM events ORDER BY seq"):
-            if kind == "frame":
-                frame = _decode_frame(body)
-                yield t_ns, tokens_event(frame.worker, frame.epoch, frame.chunks), frame.chunks
-            else:
-                yield t_ns, _decode_event(body), []
+        with self._reading():
+            for t_ns, kind, body in self._connection.execute("SELECT t_ns, kind, body FROM events ORDER BY seq"):
+                if kind == "frame":
+                    frame = _decode_frame(body)
+                    yield t_ns, tokens_event(frame.worker, frame.epoch, frame.chunks), frame.chunks
+                else:
+                    yield t_ns, _decode_event(body), []
 
     def events_of(self, *kinds: str) -> Iterator[tuple[Nanoseconds, e.Event]]:
         """Events of the named kinds, in order; token frames are not among them."""
         query = f"SELECT t_ns, body FROM events WHERE kind IN ({_marks(len(kinds))}) ORDER BY seq"
-        for t_ns, body in self._connection.execute(query, kinds):
-            yield t_ns, _decode_event(body)
+        with self._reading():
+            for t_ns, body in self._connection.execute(query, kinds):
+                yield t_ns, _decode_event(body)
 
     def rows(self, table: str) -> list[dict[str, Any]]:
         """A table whole, in order; `body` columns of JSON are decoded into the row.
@@ -213,13 +239,28 @@ class JournalReader:
         """
         if table not in _TABLES:
             raise ValueError(f"no table {table!r}")
-        if not self._connection.execute("SELECT 1 FROM sqlite_master WHERE name = ?", (table,)).fetchone():
-            return []
-        rows = [dict(row) for row in self._connection.execute(f"SELECT * FROM {table} ORDER BY rowid")]
-        return [row | msgspec.json.decode(row.pop("body")) if "body" in row else row for row in rows]
+        with self._reading():
+            if not self._connection.execute("SELECT 1 FROM sqlite_master WHERE name = ?", (table,)).fetchone():
+                return []
+            rows = [dict(row) for row in self._connection.execute(f"SELECT * FROM {table} ORDER BY rowid")]
+            return [row | msgspec.json.decode(row.pop("body")) if "body" in row else row for row in rows]
 
     def close(self) -> None:
         self._connection.close()
+
+
+def earlier_journals(path: Path) -> list[Path]:
+    """The journals of a run's earlier lives, oldest first: those numbered beside `path`, that of the latest."""
+    numbered = re.compile(rf"{re.escape(path.stem)}-(\d+){re.escape(path.suffix)}")
+    found = {int(m[1]): p for p in path.parent.iterdir() if (m := numbered.fullmatch(p.name))}
+    return [found[number] for number in sorted(found)]
+
+
+def next_archive(path: Path) -> Path:
+    """Where the journal at `path` goes to make room for that of the run's next life."""
+    earlier = earlier_journals(path)
+    number = int(earlier[-1].stem.rpartition("-")[2]) + 1 if earlier else 1
+    return path.with_name(f"{path.stem}-{number}{path.suffix}")
 
 
 def _json(body: Any) -> str:

@@ -38,6 +38,14 @@ class RunWriter:
         """`accounts_s` is cumulative."""
         self.ledger.report(worker, {a: _ns(s) for a, s in accounts_s.items()}, 0, _ns(at_s))
 
+    def grant(self, worker: str, provider: str, at_s: float, life_s: float) -> None:
+        """Open the book of a lease that ends by time."""
+        self.open(worker, provider, at_s)
+        self.journal.event(e.LeaseGranted(lease=worker, workers=(worker,), expires_at_ns=_ns(at_s + life_s)), _ns(at_s))
+
+    def ready(self, worker: str, at_s: float) -> None:
+        self.journal.event(e.WeightsApplied(worker=worker, epoch=1, version=0), _ns(at_s))
+
     def end(self, worker: str, cause: EndCause, at_s: float, clean: bool | None = None) -> None:
         self.ledger.close(worker, _ns(at_s), clean=cause is EndCause.RELEASED if clean is None else clean)
         self.journal.event(e.LeaseEnded(lease=worker, cause=cause), _ns(at_s))
@@ -76,12 +84,16 @@ class RunWriter:
     def move(self, turn: str, worker: str, left_s: float, started_s: float, kept: int) -> None:
         self.journal.move(turn, 2, worker, "another", _ns(left_s), _ns(started_s), kept)
 
+    def call(self, at_s: float, usd: float) -> None:
+        self.journal.call(_ns(at_s), "reward", "key", "ok", 0.0, 0.0, 0.1, usd)
+
     def group(self, step: int, group: int, rewards: list[float | None], *, trained: bool, cause: str = "") -> None:
         """A finished group; a member without a reward failed for `cause`."""
         for n, reward in enumerate(rewards):
             why = cause if reward is None else ""
             self.journal.trajectory(f"{step}/{group}/{n}", step, f"{step}/{group}", 0, 1, reward, why, 5, 25, b"")
-        dropped = "" if trained else "zero_variance" if len(set(rewards) - {None}) == 1 else "infrastructure: broken"
+        scored = [reward for reward in rewards if reward is not None]
+        dropped = "" if trained else "zero_variance" if len(scored) > 1 else "infrastructure: broken"
         body = {"lengths": [25] * len(rewards), "tokens_by_age": {0: 20 * len(rewards), 1: 5 * len(rewards)}}
         self.journal.group(0, f"{step}/{group}", step, step, dropped, body)
         if trained:
@@ -133,14 +145,14 @@ def _ns(value_s: float) -> int:
 
 
 @pytest.fixture
-def journal_of(tmp_path: Path) -> Callable[[Callable[[RunWriter], None]], Path]:
+def journal_of(tmp_path: Path) -> Callable[..., Path]:
     """Has a journal filled; returns its file."""
     count = 0
 
-    def write(fill: Callable[[RunWriter], None]) -> Path:
+    def write(fill: Callable[[RunWriter], None], path: Path | None = None) -> Path:
         nonlocal count
         count += 1
-        path = tmp_path / f"run-{count}.db"
+        path = path or tmp_path / f"run-{count}.db"
         journal = Journal(path, commit_interval_s=10.0)
         fill(RunWriter(journal))
         journal.close()
@@ -153,6 +165,22 @@ def journal_of(tmp_path: Path) -> Callable[[Callable[[RunWriter], None]], Path]:
 def summary_of(journal_of) -> Callable[[Callable[[RunWriter], None]], Summary]:
     def summary(fill: Callable[[RunWriter], None]) -> Summary:
         reader = JournalReader(journal_of(fill))
+        try:
+            return summarise(reader)
+        finally:
+            reader.close()
+
+    return summary
+
+
+@pytest.fixture
+def summary_of_lives(journal_of, tmp_path: Path) -> Callable[..., Summary]:
+    """Of a run that was resumed: what fills the journal of each life, the first life's first."""
+
+    def summary(*fills: Callable[[RunWriter], None]) -> Summary:
+        for number, fill in enumerate(fills[:-1], 1):
+            journal_of(fill, tmp_path / f"journal-{number}.sqlite")
+        reader = JournalReader(journal_of(fills[-1], tmp_path / "journal.sqlite"))
         try:
             return summarise(reader)
         finally:

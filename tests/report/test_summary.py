@@ -4,6 +4,7 @@ import pytest
 
 from elastic.core import events as e
 from elastic.core.types import Account, EndCause
+from elastic.report import compare, tables
 from elastic.runtime.status import ProviderStatus
 
 
@@ -101,6 +102,74 @@ def test_the_papers_overhead_is_the_start_of_what_replaces_preempted_gpus(summar
     assert spot.preempted_share == pytest.approx(2.5 / 34.0)
 
 
+def serverless(run, cause=EndCause.RELEASED, lead_s=9.0, ends_s=43.0):
+    """Two calls of 45 s, whose workers leave 2 s before that, and the calls that take over, which last."""
+    run.meta(config='{"scheduler": {"drain_timeout_s": 2.0}}')
+    for worker, at_s in (("a", 0.0), ("b", 0.25), ("c", 43.0 - lead_s), ("d", 43.25 - lead_s)):
+        run.grant(worker, "serverless", at_s, life_s=45.0)
+        run.report(worker, {Account.LOADING: 0.5, Account.DECODE: 1.0}, at_s + 3.5)
+        run.ready(worker, at_s + 2.5)
+    for worker, at_s in (("a", ends_s), ("b", ends_s + 0.25)):
+        run.end(worker, cause, at_s, clean=True)
+    for worker in ("c", "d"):
+        run.end(worker, EndCause.RELEASED, 53.0)
+    run.books()
+
+
+@pytest.mark.parametrize(
+    ("cause", "lead_s", "ends_s"),
+    [
+        (EndCause.RELEASED, 9.0, 43.0),  # its worker left in time, its successor was warm
+        (EndCause.RELEASED, 0.0, 43.0),  # nobody came before its end
+        (EndCause.EXPIRED, 9.0, 45.0),  # it was killed
+        (EndCause.RELEASED, 38.0, 43.0),  # of so short a life, a successor comes early
+    ],
+)
+def test_a_lease_that_ends_by_time_is_preempted_to_the_papers(summary_of, cause, lead_s, ends_s):
+    usage = summary_of(lambda run: serverless(run, cause, lead_s, ends_s)).providers["serverless"]
+    assert usage.preempted_share == pytest.approx(2 * 2.5 / usage.gpu_s)
+    assert usage.preemptions == 0
+
+
+def test_a_lease_given_back_before_its_time_is_not(summary_of):
+    usage = summary_of(lambda run: serverless(run, ends_s=42.0)).providers["serverless"]
+    assert usage.preempted_share == 0.0
+
+
+def test_a_loss_is_made_good_once_and_by_another_of_its_provider(summary_of):
+    def fill(run):
+        run.open("a", "spot", 0.0)
+        run.end("a", EndCause.PREEMPTED, 0.0)
+        for worker, provider in (("b", "serving"), ("c", "spot"), ("d", "spot")):
+            run.open(worker, provider, 1.0)
+            run.end(worker, EndCause.RELEASED, 3.0)
+        run.books()
+
+    summary = summary_of(fill)
+    assert summary.providers["serving"].preempted_share == 0.0
+    assert summary.providers["spot"].preempted_share == pytest.approx(0.5)
+
+
+def test_the_bill_has_functions_in_it_everywhere(summary_of):
+    def fill(run):
+        run.meta(config='{"trainer": {"usd_per_gpu_hour": 7200.0}}')
+        run.open("a", "trainer", 0.0, usd_per_gpu_hour=3600.0)
+        run.end("a", EndCause.RELEASED, 10.0)
+        run.call(1.0, 4.0)
+        run.call(2.0, 6.0)
+        run.group(0, 0, [1.0, 0.0], trained=True)
+        run.sample(10.0, {"trainer": ProviderStatus(tokens=1000)})
+
+    summary = summary_of(fill)
+    assert (summary.total.usd, summary.usd, summary.on_demand_usd) == (10.0, 20.0, 30.0)
+    assert summary.usd_per_million_tokens == pytest.approx(20_000.0)
+    assert summary.usd_per_million_trained_tokens == pytest.approx(20.0 / summary.batches.trained_tokens * 1e6)
+    assert compare(summary, summary).other_usd == 20.0
+    assert next(figure.value for figure in tables.headline(summary) if figure.name == "cost") == "$20.00"
+    (training,) = [table for table in tables.tables(summary) if table.title == "Cost of training"]
+    assert training.rows[0] == ["cost", "$20.00"]
+
+
 def test_unattributed_counts_orderly_ends_only(summary_of):
     def fill(run):
         for worker, cause in (("a", EndCause.RELEASED), ("b", EndCause.PREEMPTED)):
@@ -141,19 +210,27 @@ def test_success_counts_rewarded_trajectories_of_those_scored(summary_of):
     assert summary.trajectories_failed == {"reset": 1}
 
 
-def test_groups_are_dropped_for_a_reason(summary_of):
+def test_groups_are_dropped_for_the_reason_in_the_journal(summary_of):
     def fill(run):
         run.group(0, 0, [1.0, 0.0], trained=True)
         run.group(0, 1, [1.0, 1.0], trained=False)
         run.group(0, 2, [0.0, 0.0], trained=False)
         run.group(0, 3, [1.0, None], trained=False, cause="reset")
-        run.group(0, 4, [1.0, 0.0], trained=False)
-        run.group(1, 0, [1.0, 1.0], trained=False)
+        for group, reason in (
+            ("0/4", "stale: tokens of version 1, the trainer is at 3"),
+            ("0/5", "stale: tokens of version 0, the trainer is at 3"),
+            ("0/6", "surplus: the step has its groups"),
+        ):
+            run.journal.group(0, group, 0, 0, reason, {"lengths": [], "tokens_by_age": {}})
         run.step(0, 1.0)
 
     summary = summary_of(fill)
     assert summary.groups_trained == 1
-    assert summary.groups_dropped == {"zero variance": 2, "infrastructure": 1, "other": 1}
+    assert summary.groups_dropped == {"zero variance": 2, "stale": 2, "infrastructure": 1, "surplus": 1}
+
+
+def test_trained_groups_count_in_a_journal_without_groups(summary_of):
+    assert summary_of(lambda run: run.journal.event(e.GroupTrained(group="0/0"), 1)).groups_trained == 1
 
 
 def test_moves_tell_preemptions_from_hand_overs(summary_of):

@@ -8,8 +8,17 @@ import pytest
 
 from elastic import wire
 from elastic.core import events as e
+from elastic.core.ledger import Ledger
 from elastic.core.types import EndCause, FinishReason
-from elastic.runtime.journal import SCHEMA_VERSION, Journal, JournalError, JournalReader, tokens_event
+from elastic.runtime.journal import (
+    SCHEMA_VERSION,
+    Journal,
+    JournalError,
+    JournalReader,
+    earlier_journals,
+    next_archive,
+    tokens_event,
+)
 
 CHUNK = wire.Chunk("0/0/0/0", 1, 0, [5, 6, 7], [-0.5, -1.0, -1.5], 3, FinishReason.STOP)
 
@@ -94,3 +103,75 @@ def test_another_schema_is_named(path: Path) -> None:
     connection.close()
     with pytest.raises(JournalError, match=f"schema version 99; this elastic reads {SCHEMA_VERSION}"):
         JournalReader(path)
+
+
+PAGE_BYTES = 4096
+READERS = {
+    "rows": lambda reader: reader.rows("samples"),
+    "entries": lambda reader: list(reader.entries()),
+    "events_of": lambda reader: list(reader.events_of("Tick")),
+    "last_ns": lambda reader: reader.last_ns(),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_a_damaged_journal_is_named(path: Path, name: str) -> None:
+    journal = Journal(path, 10.0)
+    for t_ns in range(3000):
+        journal.event(e.Tick(), t_ns)
+        journal.sample(t_ns, {"much": "x" * 20})
+    journal.close()
+    sound = path.read_bytes()[: 15 * PAGE_BYTES]
+    path.write_bytes(sound + b"\xff" * (path.stat().st_size - len(sound)))
+    reader = JournalReader(path)
+    with pytest.raises(JournalError, match=f"{path.name}: .*malformed"):
+        READERS[name](reader)
+    reader.close()
+
+
+@pytest.mark.parametrize(("table", "name"), [("samples", "rows"), ("events", "events_of"), ("events", "entries")])
+def test_damage_within_a_row_is_named(path: Path, table: str, name: str) -> None:
+    journal = Journal(path, 10.0)
+    journal.event(e.Tick(), 1)
+    journal.sample(1, {})
+    journal.close()
+    connection = sqlite3.connect(path)
+    connection.execute(f"UPDATE {table} SET body = CAST('damaged' AS {'BLOB' if table == 'events' else 'TEXT'})")
+    connection.commit()
+    connection.close()
+    reader = JournalReader(path)
+    with pytest.raises(JournalError, match=path.name):
+        READERS[name](reader)
+    reader.close()
+
+
+def test_earlier_journals_are_numbered(path: Path) -> None:
+    assert earlier_journals(path) == []
+    assert next_archive(path).name == "journal-1.sqlite"
+    for name in ("journal-10.sqlite", "journal-2.sqlite", "journal-2.sqlite-wal", "journal-x.sqlite", path.name):
+        path.with_name(name).touch()
+    assert [found.name for found in earlier_journals(path)] == ["journal-2.sqlite", "journal-10.sqlite"]
+    assert next_archive(path).name == "journal-11.sqlite"
+
+
+def test_the_last_moment_is_that_of_whatever_came_last(path: Path) -> None:
+    ledger = Ledger()
+    ledger.open("spot-1", "spot-1", "spot", 1, 1.0, 2)
+    journal = Journal(path, 0.01)
+    journal.close()
+    lasts = []
+    for write in (
+        lambda journal: None,
+        lambda journal: journal.event(e.Tick(), 1),
+        lambda journal: journal.books(ledger),
+        lambda journal: journal.step(0, 3, {}),
+        lambda journal: journal.turn("t", "t", 0, None, 4, 1, 1, 1, 0, "w"),
+        lambda journal: journal.sample(5, {}),
+    ):
+        journal = Journal(path, 0.01)
+        write(journal)
+        journal.close()
+        reader = JournalReader(path)
+        lasts.append(reader.last_ns())
+        reader.close()
+    assert lasts == [0, 1, 2, 3, 4, 5]

@@ -1,0 +1,131 @@
+"""The journals of a run as one history: a run that was resumed has one for each of its lives.
+
+Lives follow each other without what lay between them, and workers of different lives have different names. What a
+later life did again, for want of a checkpoint, took place and was paid for, but it is no result.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from typing import Any
+
+import msgspec
+
+from elastic.core import events as e
+from elastic.core.ledger import DeviceBook
+from elastic.core.types import Account, Nanoseconds
+from elastic.runtime.journal import JournalReader, earlier_journals
+from elastic.runtime.status import ProviderStatus, RunStatus
+
+TIMES = (
+    *("t_ns", "requested_ns", "first_token_ns", "finished_ns", "left_ns", "started_ns", "ended_ns"),
+    *("opened_ns", "cursor_ns", "closed_ns", "expires_at_ns", "deadline_ns"),
+)
+NAMES = ("lease", "worker", "from_worker", "to_worker")
+RESULTS = ("steps", "groups", "trajectories")
+
+
+class Life:
+    """One journal as a part of the whole: in the run's time, and with `prefix` before its workers' names.
+
+    Of its results those of steps from `undone_from` on are left out.
+    """
+
+    def __init__(self, journal: JournalReader, begun_ns: Nanoseconds, prefix: str, undone_from: float) -> None:
+        self.begun_ns = begun_ns
+        self.end_ns = begun_ns + journal.last_ns()
+        self._journal = journal
+        self.prefix = prefix
+        self._undone_from = undone_from
+
+    def meta(self) -> dict[str, str]:
+        return self._journal.meta()
+
+    def rows(self, table: str) -> list[dict[str, Any]]:
+        """A table, as in `JournalReader`."""
+        rows = self._journal.rows(table)
+        for row in rows:
+            row.update(self._retold(row))
+        return [row for row in rows if row["step"] < self._undone_from] if table in RESULTS else rows
+
+    def events_of(self, *kinds: str) -> Iterator[tuple[Nanoseconds, e.Event]]:
+        """Events, as in `JournalReader`."""
+        for t_ns, event in self._journal.events_of(*kinds):
+            yield self.begun_ns + t_ns, msgspec.structs.replace(event, **self._retold(msgspec.structs.asdict(event)))
+
+    def books(self) -> list[DeviceBook]:
+        return [dataclasses.replace(b, **self._retold(dataclasses.asdict(b))) for b in self._journal.books()]
+
+    def samples(self) -> list[tuple[Nanoseconds, RunStatus]]:
+        return [(row["t_ns"], msgspec.convert(row, RunStatus)) for row in self.rows("samples")]
+
+    def _retold(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """What is another in the whole."""
+        times = {name: self.begun_ns + fields[name] for name in TIMES if fields.get(name) is not None}
+        return times | {name: self.prefix + fields[name] for name in NAMES if name in fields}
+
+
+class History:
+    """All lives of a run, read as if they were one. `end_ns` is the last moment that is known of it."""
+
+    def __init__(self, journals: Sequence[JournalReader]) -> None:
+        """`journals` has that of each life, the first life's first."""
+        self.name = journals[-1].path.stem
+        first_steps = [_first_step(journal) for journal in journals[1:]]
+        self.lives: list[Life] = []
+        self.end_ns = 0
+        for number, journal in enumerate(journals):
+            prefix = f"life {number + 1}: " if number + 1 < len(journals) else ""
+            undone_from = min(first_steps[number:], default=math.inf)
+            self.lives.append(Life(journal, self.end_ns, prefix, undone_from))
+            self.end_ns = self.lives[-1].end_ns
+
+    def rows(self, table: str) -> list[dict[str, Any]]:
+        return [row for life in self.lives for row in life.rows(table)]
+
+    def events_of(self, *kinds: str) -> Iterator[tuple[Nanoseconds, e.Event]]:
+        return (entry for life in self.lives for entry in life.events_of(*kinds))
+
+    def life_at(self, t_ns: Nanoseconds) -> int:
+        """The number, from 1 on, of the life that was lived then."""
+        return sum(life.begun_ns <= t_ns for life in self.lives)
+
+    def books(self) -> list[DeviceBook]:
+        """Every life's. One that a crash left open ends with its life, and what is missing in it is unattributed."""
+        books: list[DeviceBook] = []
+        for life in self.lives:
+            books += life.books()
+            if life is self.lives[-1]:
+                break
+            for book in books:
+                if book.closed_ns is None:
+                    book.add(Account.UNATTRIBUTED, life.end_ns - book.cursor_ns)
+                    book.closed_ns = life.end_ns
+        return books
+
+    def samples(self) -> list[tuple[Nanoseconds, RunStatus]]:
+        """Every life's, with what each provider's earlier workers accepted and cost."""
+        samples: list[tuple[Nanoseconds, RunStatus]] = []
+        for life in self.lives:
+            before = samples[-1][1].providers if samples else {}
+            for t_ns, status in life.samples():
+                for name, earlier in before.items():
+                    provider = status.providers.setdefault(name, ProviderStatus())
+                    provider.tokens += earlier.tokens
+                    provider.usd += earlier.usd
+                samples.append((t_ns, status))
+        return samples
+
+
+@contextmanager
+def history_of(journal: JournalReader) -> Iterator[History]:
+    """The history that ends with `journal`, whose earlier lives' journals lie beside it. Raises `JournalError`."""
+    with ExitStack() as stack:
+        earlier = [stack.enter_context(closing(JournalReader(path))) for path in earlier_journals(journal.path)]
+        yield History([*earlier, journal])
+
+
+def _first_step(journal: JournalReader) -> float:
+    """The first that a life has come to anything in."""
+    return min((row["step"] for table in ("steps", "groups") for row in journal.rows(table)), default=math.inf)
