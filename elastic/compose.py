@@ -39,7 +39,7 @@ from elastic.core.policy import (
 from elastic.core.scheduler import Scheduler
 from elastic.core.types import NS_PER_S, Limits, Plan
 from elastic.envs.base import Environment
-from elastic.runtime.journal import Journal, JournalError, JournalReader
+from elastic.runtime.journal import Journal, JournalError, JournalReader, earlier_journals, next_archive
 from elastic.runtime.orchestrator import Orchestrator
 from elastic.runtime.status import RunStatus
 from elastic.weights.relay import open_relay
@@ -60,6 +60,7 @@ T = TypeVar("T")
 log = structlog.get_logger(__name__)
 
 TRAINER_PROVIDER = "trainer"
+JOURNAL = "journal.sqlite"
 REDIAL_SHARE = 2 / 3
 """Of the silence that fences a worker: it dials again before that, and may resume its session."""
 ANSWER_GRACE_S = 2.0
@@ -258,25 +259,67 @@ def save_run_config(run_dir: Path, config: Config) -> None:
 
 
 def past_life(run_dir: Path) -> PastLife:
-    """How far a run has come, by its journal. A journal that cannot be read has nothing to tell."""
+    """How far a run has come, by the newest of its journals that knows with which providers it began.
+
+    Raises `ConfigError` for one that cannot be read, and for a run that was only simulated.
+    """
+    newest = run_dir / JOURNAL
+    for path in (newest, *reversed(earlier_journals(newest))):
+        past = _told_by(path) if path.exists() else None
+        if past is not None:
+            return past
+    return PastLife()
+
+
+def _told_by(journal_path: Path) -> PastLife | None:
+    """What one journal says of the life it is of; None if that had hardly begun."""
     try:
-        reader = JournalReader(run_dir / "journal.sqlite")
-    except JournalError:
-        return PastLife()
-    try:
-        meta, steps = reader.meta(), reader.rows("steps")
-    finally:
-        reader.close()
+        with contextlib.closing(JournalReader(journal_path)) as reader:
+            meta, steps = reader.meta(), reader.rows("steps")
+    except JournalError as error:
+        raise ConfigError(f"{error}; the run goes on without this journal once it is moved away") from error
+    if "simulated" in meta:
+        raise ConfigError(f"{journal_path}: a simulated run; only live ones can go on")
+    if "providers" not in meta:
+        return None
     return PastLife(
-        providers=tuple(name for name in meta.get("providers", "").split(",") if name),
+        providers=tuple(name for name in meta["providers"].split(",") if name),
         status=meta.get("status", ""),
         steps_done=steps[-1]["step"] + 1 if steps else 0,
     )
 
 
+@contextlib.contextmanager
+def _next_life(run_dir: Path, config: Config, scheduler: Scheduler) -> Iterator[PastLife]:
+    """What the run did before, its journal and configuration making room for those of the life that is lived within.
+
+    One that fails before the trainer is there leaves no trace: what made room is put back.
+    """
+    past = past_life(run_dir)
+    settings, journal = run_dir / "config.json", run_dir / JOURNAL
+    former_settings, archived = settings.read_bytes(), next_archive(journal)
+    save_run_config(run_dir, config)
+    _move_journal(journal, archived)
+    try:
+        yield past
+    except Exception:
+        if scheduler.version is None:
+            _move_journal(archived, journal)
+            settings.write_bytes(former_settings)
+        raise
+
+
+def _move_journal(source: Path, target: Path) -> None:
+    """Move a journal, and what SQLite keeps beside it, to where nothing is left of any other."""
+    for suffix in ("", "-wal", "-shm"):
+        target.with_name(target.name + suffix).unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            source.with_name(source.name + suffix).rename(target.with_name(target.name + suffix))
+
+
 def replay(run_dir: Path) -> Scheduler:
     """The scheduler in the state to which the run's journal leads (invariant 13)."""
-    reader = JournalReader(run_dir / "journal.sqlite")
+    reader = JournalReader(run_dir / JOURNAL)
     try:
         meta = reader.meta()
         config = validate(Config, json.loads(meta["config"]), str(reader.path))
@@ -302,20 +345,16 @@ async def execute(
     Raises what the orchestrator raises when the run cannot begin; every process is gone by then.
     """
     config = plan.config
-    with _claimed(run_dir):
+    scheduler = Scheduler(run_plan(plan), limits(config), policies(config), 0)
+    next_life = _next_life(run_dir, config, scheduler) if resume else contextlib.nullcontext(PastLife())
+    with _claimed(run_dir), next_life as past:
         (run_dir / "logs").mkdir(exist_ok=True)
-        journal_path = run_dir / "journal.sqlite"
-        former = past_life(run_dir).providers if resume else ()
-        if resume:
-            save_run_config(run_dir, config)
-            _archive(journal_path)
-        journal = Journal(journal_path, config.journal.commit_interval_s)
+        journal = Journal(run_dir / JOURNAL, config.journal.commit_interval_s)
         for key, value in _meta(plan, run_dir).items():
             journal.meta(key, value)
-        scheduler = Scheduler(run_plan(plan), limits(config), policies(config), 0)
         status = "failed: it ended unexpectedly"
         try:
-            await _reconcile(plan, run_dir, [name for name in former if name not in plan.providers])
+            await _reconcile(plan, run_dir, [name for name in past.providers if name not in plan.providers])
             async with _relay(config, run_dir) as (relay, relay_token):
                 orchestrator = Orchestrator(
                     config,
@@ -517,20 +556,6 @@ async def _reconcile(plan: RunPlan, run_dir: Path, names: Sequence[str]) -> None
     for name in names:
         for line in await providers[name].reconcile():
             log.warning("left over from an earlier process", what=line)
-
-
-def _archive(journal_path: Path) -> None:
-    """Keep the journal of a run's earlier life, if there is one, beside the new one."""
-    if not journal_path.exists():
-        return
-    number = 1
-    while (archived := journal_path.with_name(f"journal-{number}.sqlite")).exists():
-        number += 1
-    journal_path.rename(archived)
-    for suffix in ("-wal", "-shm"):
-        side = journal_path.with_name(journal_path.name + suffix)
-        if side.exists():
-            side.rename(archived.with_name(archived.name + suffix))
 
 
 def _meta(plan: RunPlan, run_dir: Path) -> dict[str, str]:

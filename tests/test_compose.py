@@ -1,13 +1,16 @@
 """Runs on disk: found, claimed by one process at a time, and remembered."""
 
 import os
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from elastic import compose
 from elastic.config import Config, ConfigError
-from elastic.runtime.journal import Journal
+from elastic.core.scheduler import Scheduler
+from elastic.runtime.gateway import GatewayError
+from elastic.runtime.journal import Journal, JournalError, JournalReader
 
 
 @pytest.fixture
@@ -50,13 +53,109 @@ def test_past_life_is_what_the_journal_says(tmp_path: Path) -> None:
     assert past == compose.PastLife(providers=("serving", "spot"), status="finished", steps_done=7)
 
 
-def test_archived_journals_are_numbered(tmp_path: Path) -> None:
-    path = tmp_path / "journal.sqlite"
-    for text in ("one", "two"):
-        path.write_text(text)
-        compose._archive(path)
-    compose._archive(path)
+def test_what_hardly_began_says_nothing_of_the_past(tmp_path: Path) -> None:
+    for name, providers in (("journal-9", "spot"), ("journal-10", "serving"), ("journal", None)):
+        journal = Journal(tmp_path / f"{name}.sqlite", 0.01)
+        if providers is not None:
+            journal.meta("providers", providers)
+        journal.close()
+    assert compose.past_life(tmp_path).providers == ("serving",)
+    (tmp_path / "journal.sqlite").unlink()
+    assert compose.past_life(tmp_path).providers == ("serving",)
+
+
+def test_a_simulated_run_cannot_go_on(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal.sqlite", 0.01)
+    journal.meta("providers", "spot")
+    journal.meta("simulated", "{}")
+    journal.close()
+    with pytest.raises(ConfigError, match=r"journal\.sqlite: a simulated run; only live ones can go on"):
+        compose.past_life(tmp_path)
+
+
+def test_a_past_that_cannot_be_read_is_not_forgotten(tmp_path: Path) -> None:
+    (tmp_path / "journal.sqlite").write_bytes(b"no database" * 1000)
+    with pytest.raises(ConfigError, match=r"journal\.sqlite: .*moved away"):
+        compose.past_life(tmp_path)
+
+
+class TestNextLife:
+    @pytest.fixture
+    def run_dir(self, config: Config) -> Path:
+        run_dir = compose.new_run_dir(config)
+        live(run_dir, "first")
+        return run_dir
+
+    @pytest.fixture
+    def changed(self, config: Config) -> Config:
+        return config.model_copy(update={"run": config.run.model_copy(update={"steps": 7})})
+
+    def test_has_room_for_its_own_journal(self, run_dir: Path, changed: Config) -> None:
+        for name in ("second", "third"):
+            with compose._next_life(run_dir, changed, scheduler(changed)) as past:
+                live(run_dir, name)
+            assert past.providers == ("spot",)
+        assert journals(run_dir) == {
+            "journal-1.sqlite": "first",
+            "journal-2.sqlite": "second",
+            "journal.sqlite": "third",
+        }
+        assert compose.load_run_config(run_dir).run.steps == 7
+
+    @pytest.mark.parametrize("came_to", ["journal.sqlite", "journal.sqlite-wal", ""])
+    def test_leaves_no_trace_if_it_cannot_begin(
+        self, run_dir: Path, config: Config, changed: Config, came_to: str
+    ) -> None:
+        def refused() -> None:
+            with compose._next_life(run_dir, changed, scheduler(changed)):
+                if came_to:
+                    (run_dir / came_to).write_text("second")
+                raise GatewayError("port in use")
+
+        with pytest.raises(GatewayError):
+            refused()
+        assert journals(run_dir) == {"journal.sqlite": "first"}
+        assert compose.load_run_config(run_dir) == config
+
+    def test_is_kept_once_it_has_begun(self, run_dir: Path, changed: Config) -> None:
+        begun = scheduler(changed)
+        begun._run.version = 3
+
+        def broken_off() -> None:
+            with compose._next_life(run_dir, changed, begun):
+                live(run_dir, "second")
+                raise JournalError("disk full")
+
+        with pytest.raises(JournalError):
+            broken_off()
+        assert journals(run_dir) == {"journal-1.sqlite": "first", "journal.sqlite": "second"}
+
+
+def test_a_journal_moves_with_what_is_not_in_its_file_yet(tmp_path: Path) -> None:
+    for name in ("a.sqlite", "a.sqlite-wal", "b.sqlite", "b.sqlite-shm"):
+        (tmp_path / name).write_text(name)
+    compose._move_journal(tmp_path / "a.sqlite", tmp_path / "b.sqlite")
     assert {p.name: p.read_text() for p in tmp_path.iterdir()} == {
-        "journal-1.sqlite": "one",
-        "journal-2.sqlite": "two",
+        "b.sqlite": "a.sqlite",
+        "b.sqlite-wal": "a.sqlite-wal",
     }
+
+
+def live(run_dir: Path, name: str) -> None:
+    journal = Journal(run_dir / "journal.sqlite", 0.01)
+    journal.meta("providers", "spot")
+    journal.meta("status", name)
+    journal.close()
+
+
+def journals(run_dir: Path) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for path in run_dir.glob("journal*.sqlite"):
+        with closing(JournalReader(path)) as reader:
+            found[path.name] = reader.meta()["status"]
+    return found
+
+
+def scheduler(config: Config) -> Scheduler:
+    plan = compose.resolve(config, [], "test")
+    return Scheduler(compose.run_plan(plan), compose.limits(config), compose.policies(config), 0)
