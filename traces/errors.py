@@ -2,6 +2,7 @@
 
 import contextlib
 import gzip
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,7 +24,7 @@ def numbered_lines(path: Path) -> Iterator[Iterator[tuple[int, str]]]:
     try:
         with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
             yield ((number, line.rstrip("\r\n")) for number, line in enumerate(file, start=1))
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise TraceError(f"{path}: cannot be read ({error})") from error
     except UnicodeDecodeError as error:
         raise TraceError(f"{path}: not text in UTF-8 ({error.reason})") from error

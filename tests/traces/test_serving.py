@@ -56,6 +56,9 @@ def test_another_header_or_a_broken_archive_is_refused(tmp_path: Path) -> None:
     packed.write_bytes(gzip.compress(HEADER.encode())[:-4])
     with pytest.raises(TraceError, match="cannot be read"):
         read_serving_trace(packed)
+    packed.write_bytes(gzip.compress(HEADER.encode())[:10] + b"\xff" * 40)
+    with pytest.raises(TraceError, match="cannot be read"):
+        read_serving_trace(packed)
 
 
 TRACE = tuple(ServingRequest(float(second), second + 1, 1) for second in range(12))
