@@ -16,6 +16,7 @@ import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from enum import Enum
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -39,6 +40,7 @@ from elastic.core.policy import (
 from elastic.core.scheduler import Scheduler
 from elastic.core.types import NS_PER_S, Limits, Plan
 from elastic.envs.base import Environment
+from elastic.runtime.gateway import GatewayError
 from elastic.runtime.journal import Journal, JournalError, JournalReader, earlier_journals, next_archive
 from elastic.runtime.orchestrator import Orchestrator
 from elastic.runtime.status import RunStatus
@@ -68,6 +70,8 @@ ANSWER_GRACE_S = 2.0
 WORKER_DRAIN_SHARE = 0.8
 """Of the time a drain may take: the worker's goodbye comes before the orchestrator gives it up."""
 ENVIRONMENT_VARIABLES = ("ELASTIC_JOIN", "ELASTIC_WORKER", "ELASTIC_JOIN_TOKEN")
+RECIPE_FILE = "recipe"
+"""Beside a base policy that was made here: the name of what it was made from."""
 
 
 class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,6 +85,13 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
     reward: str = ""
     """The entry point of the function that computes rewards (`module:attribute`); empty: the environment does."""
 
+    def resolved(self) -> dict[str, Any]:
+        """The configuration as it takes effect: with the providers that are used, and everybody's defaults."""
+        body = self.config.model_dump(mode="json")
+        body["environment"]["settings"] = self.environment_settings.model_dump(mode="json")
+        body["providers"] = {name: settings.model_dump(mode="json") for name, settings in self.providers.items()}
+        return body
+
 
 class Acquisition(msgspec.Struct, frozen=True, kw_only=True):
     """What a run would acquire from one provider, and what that costs at most."""
@@ -90,6 +101,23 @@ class Acquisition(msgspec.Struct, frozen=True, kw_only=True):
     gpus_per_worker: int
     usd_per_gpu_hour: float
     usd_per_hour_max: float
+
+
+class RewardCalls(msgspec.Struct, frozen=True, kw_only=True):
+    """What a run would call for its rewards, and what that costs."""
+
+    function: str
+    concurrency: int
+    usd_per_s: float
+    usd_per_call: float
+
+
+class Prepared(Enum):
+    """What came of preparing a base policy."""
+
+    MADE = "made"
+    THERE = "there"
+    OF_OTHER_SETTINGS = "of other settings"
 
 
 class PastLife(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,10 +139,10 @@ def installed(group: str) -> dict[str, importlib.metadata.EntryPoint]:
     return {point.name: point for point in importlib.metadata.entry_points(group=group)}
 
 
-def _pick(kind: str, name: str) -> importlib.metadata.EntryPoint:
+def _pick(kind: str, name: str, where: str) -> importlib.metadata.EntryPoint:
     points = installed(f"elastic.{kind}s")
     if name not in points:
-        raise ConfigError(f"unknown {kind} {name!r}; installed: {', '.join(sorted(points)) or 'none'}")
+        raise ConfigError(f"{where}: unknown {kind} {name!r}; installed: {', '.join(sorted(points)) or 'none'}")
     return points[name]
 
 
@@ -126,15 +154,17 @@ def resolve(config: Config, provider_names: Sequence[str], where: str) -> RunPla
     if "reserved" in config.providers and "reserved" not in names:
         names.append("reserved")
     for name in (*names, *config.providers):
-        kind = types.setdefault(name, _pick("provider", name).load())
+        source = f"{where}: providers.{name}" if name in config.providers else "--providers"
+        kind = types.setdefault(name, _pick("provider", name, source).load())
         checked = validate(kind.Settings, config.providers.get(name, {}), where, f"providers.{name}")
         if name in names:
             settings[name] = checked
-    environment = _pick("environment", config.environment.name).load()
-    reward = config.rewards.name and _pick("reward", config.rewards.name).value
+    environment = _pick("environment", config.environment.name, f"{where}: environment.name").load()
+    reward = config.rewards.name and _pick("reward", config.rewards.name, f"{where}: rewards.name").value
     for name, chosen in settings.items():
-        validate(EngineConfig, engine_settings(config, chosen), where, f"providers.{name}.engine")
-    _pick("engine", config.engine.kind)
+        engine = validate(EngineConfig, engine_settings(config, chosen), where, f"providers.{name}.engine")
+        _pick("engine", engine.kind, f"{where}: providers.{name}.engine.kind")
+    _pick("engine", config.engine.kind, f"{where}: engine.kind")
     return RunPlan(
         config=config,
         providers=settings,
@@ -167,6 +197,19 @@ def acquisitions(plan: RunPlan) -> list[Acquisition]:
     ]
 
 
+def reward_calls(plan: RunPlan) -> RewardCalls | None:
+    """What would be called for rewards; None where the environment has them."""
+    rewards = plan.config.rewards
+    if not plan.reward:
+        return None
+    return RewardCalls(
+        function=rewards.name,
+        concurrency=rewards.concurrency,
+        usd_per_s=rewards.usd_per_s,
+        usd_per_call=rewards.usd_per_call,
+    )
+
+
 def read_model_config(config: Config) -> dict[str, Any]:
     """The base policy's `config.json`. Raises `ConfigError` where there is none."""
     path = config.model.checkpoint / "config.json"
@@ -181,24 +224,40 @@ def read_model_config(config: Config) -> dict[str, Any]:
         raise ConfigError(f"model.checkpoint: {path} is not JSON: {error}") from error
 
 
-def check_base_policy(plan: RunPlan) -> None:
-    """Read the base policy as a worker would.
+def check_policy(plan: RunPlan, resumed: Path | None = None) -> None:
+    """Read the base policy as a worker would, and a resumed run's checkpoint as the trainer would.
 
-    Raises `ConfigError` if it does not match its own config, or cannot say every word of the environment.
+    Raises `ConfigError` for a policy that does not match its own config or cannot say every word of the environment,
+    for a checkpoint that is damaged or of another model, and where there is no such device.
     """
-    from elastic.model.checkpoint import CheckpointError, load_model
+    import torch
 
-    checkpoint, words = plan.config.model.checkpoint, len(plan.environment.vocabulary)
-    read_model_config(plan.config)
+    from elastic.model.checkpoint import CheckpointError, load_model
+    from elastic.trainer.checkpoint import saved
+    from elastic.trainer.trainer import GRPOTrainer
+
+    config, words = plan.config, len(plan.environment.vocabulary)
+    if config.engine.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("engine.device: found 'cuda', but no CUDA device is here; allowed: 'auto', 'cpu'")
+    read_model_config(config)
     try:
-        vocabulary = load_model(checkpoint).config.vocab_size
+        model = load_model(config.model.checkpoint)
     except CheckpointError as error:
         raise ConfigError(f"model.checkpoint: {error}") from error
-    if vocabulary < words:
+    if model.config.vocab_size < words:
         raise ConfigError(
-            f"model.checkpoint: {checkpoint} has a vocabulary of {vocabulary} tokens; "
-            f"environment {plan.config.environment.name!r} needs at least {words}"
+            f"model.checkpoint: {config.model.checkpoint} has a vocabulary of {model.config.vocab_size} tokens; "
+            f"environment {config.environment.name!r} needs at least {words}"
         )
+    if resumed and (checkpoints := saved(resumed / "checkpoints")):
+        trainer = GRPOTrainer(config.trainer, model, config.rollout.groups, config.rollout.temperature)
+        try:
+            trainer.load(checkpoints[-1])
+        except CheckpointError as error:
+            raise ConfigError(
+                f"--resume: {error}; a damaged file can be removed, and the run goes on from the one before it, "
+                "or from the base policy"
+            ) from error
 
 
 # Runs
@@ -347,12 +406,12 @@ async def execute(
     config = plan.config
     scheduler = Scheduler(run_plan(plan), limits(config), policies(config), 0)
     next_life = _next_life(run_dir, config, scheduler) if resume else contextlib.nullcontext(PastLife())
-    with _claimed(run_dir), next_life as past:
+    with claimed(run_dir), next_life as past:
         (run_dir / "logs").mkdir(exist_ok=True)
         journal = Journal(run_dir / JOURNAL, config.journal.commit_interval_s)
         for key, value in _meta(plan, run_dir).items():
             journal.meta(key, value)
-        status = "failed: it ended unexpectedly"
+        status = UNEXPECTED
         try:
             await _reconcile(plan, run_dir, [name for name in past.providers if name not in plan.providers])
             async with _relay(config, run_dir) as (relay, relay_token):
@@ -384,7 +443,7 @@ async def execute(
 
 
 @contextlib.contextmanager
-def _claimed(run_dir: Path) -> Iterator[None]:
+def claimed(run_dir: Path) -> Iterator[None]:
     """The run is ours alone. Raises `ConfigError` while another process is at it; a dead one's claim is void."""
     with (run_dir / "lock").open("w") as lock:
         try:
@@ -394,7 +453,19 @@ def _claimed(run_dir: Path) -> Iterator[None]:
         yield
 
 
+def is_claimed(run_dir: Path) -> bool:
+    """Whether a process is at the run now."""
+    with contextlib.suppress(FileNotFoundError), (run_dir / "lock").open() as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
 INTERRUPTED = "interrupted"
+RUNNING = "running"
+UNEXPECTED = "failed: it ended unexpectedly"
 
 
 def run_plan(plan: RunPlan) -> Plan:
@@ -561,7 +632,7 @@ async def _reconcile(plan: RunPlan, run_dir: Path, names: Sequence[str]) -> None
 def _meta(plan: RunPlan, run_dir: Path) -> dict[str, str]:
     return {
         "run": run_dir.name,
-        "status": "running",
+        "status": RUNNING,
         "config": plan.config.model_dump_json(),
         "providers": ",".join(plan.providers),
         "seed": str(plan.config.run.seed),
@@ -597,37 +668,80 @@ async def _relay(config: Config, run_dir: Path) -> AsyncIterator[tuple[str, str]
     if config.weights.relay == "directory":
         yield str(directory), ""
         return
-    token = secrets.token_urlsafe(32)
+    try:
+        listener = socket.create_server((config.run.host, 0))
+    except OSError as error:
+        raise GatewayError(
+            f"cannot serve weights on {config.run.host}: {error.strerror or error}; name another run.host"
+        ) from error
+    token, timeout_s = secrets.token_urlsafe(32), config.scheduler.release_timeout_s
     app = relay_app(open_relay(str(directory)), token)
-    listener = socket.create_server((config.run.host, 0))
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False))
-    async with asyncio.TaskGroup() as tasks:
-        serving = tasks.create_task(server.serve(sockets=[listener]), name="weights relay")
-        try:
-            yield "http://{}:{}".format(*listener.getsockname()[:2]), token
-        finally:
-            server.should_exit = True
-            await asyncio.wait([serving], timeout=config.scheduler.release_timeout_s)
+    server = _Server(uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=1))
+    serving = asyncio.create_task(server.serve(sockets=[listener]), name="weights relay")
+    try:
+        yield "http://{}:{}".format(*listener.getsockname()[:2]), token
+    finally:
+        server.should_exit = True
+        await asyncio.wait({serving}, timeout=timeout_s)
+        serving.cancel()
+        await asyncio.wait({serving}, timeout=timeout_s)
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to the run, which ends with it anyway."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
 
 
 # What runs in other processes
 
 
-def prepare(config: Config, plan: RunPlan, progress: Callable[[int, int, float], None], *, force: bool = False) -> bool:
-    """Make the base policy of the examples by a short supervised warm-up, unless it is there; True if made."""
-    from elastic.model.config import Qwen3Config
-    from elastic.trainer.warmup import WarmupSettings, warm_up
+def prepare(plan: RunPlan, progress: Callable[[int, int, float], None], *, force: bool = False) -> Prepared:
+    """Make the base policy of the examples by a short supervised warm-up, unless it is there.
 
-    if (config.model.checkpoint / "config.json").is_file() and not force:
-        return False
-    if config.environment.name != "frozenlake":
-        raise ConfigError(
-            f"model.checkpoint: {config.model.checkpoint} does not exist, and only frozenlake has a warm-up"
-        )
+    Raises `ConfigError` where it cannot be made or written, or the directory holds something else.
+    """
+    from elastic.model.checkpoint import CheckpointError
+    from elastic.model.config import Qwen3Config
+    from elastic.trainer.warmup import WarmupSettings, cache_key, warm_up
+
+    checkpoint, model = plan.config.model.checkpoint, Qwen3Config()
+    keep = _holds_policy(checkpoint) and not force
+    if plan.config.environment.name != "frozenlake":
+        if keep:
+            return Prepared.THERE
+        raise ConfigError(f"model.checkpoint: {checkpoint} cannot be made: only frozenlake has a warm-up")
     settings = WarmupSettings.model_validate({"lake": plan.environment_settings.model_dump()})
-    shutil.rmtree(config.model.checkpoint, ignore_errors=True)
-    warm_up(settings, Qwen3Config(), config.model.checkpoint, progress)
-    return True
+    recipe, key = checkpoint / RECIPE_FILE, cache_key(settings, model)
+    try:
+        if keep:
+            same = not recipe.exists() or recipe.read_text() == key
+            return Prepared.THERE if same else Prepared.OF_OTHER_SETTINGS
+        checkpoint.parent.mkdir(parents=True, exist_ok=True)
+        warm_up(settings, model, checkpoint, progress)
+        recipe.write_text(key)
+    except CheckpointError as error:
+        raise ConfigError(f"model.checkpoint: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"model.checkpoint: {checkpoint} cannot be made ({error.strerror})") from error
+    return Prepared.MADE
+
+
+def _holds_policy(directory: Path) -> bool:
+    """Whether a base policy is there. Raises `ConfigError` where anything else is: it is not ours to write over."""
+    try:
+        there = (directory / "config.json").is_file()
+        occupied = directory.exists() and any(directory.iterdir())
+    except OSError as error:
+        raise ConfigError(f"model.checkpoint: {directory} cannot be read ({error.strerror})") from error
+    if occupied and not there:
+        raise ConfigError(
+            f"model.checkpoint: {directory} has files but no config.json; allowed: a checkpoint, an empty directory, "
+            "or one that does not exist"
+        )
+    return there
 
 
 def run_worker(join: str | None, trainer_run_dir: Path | None, *, resume: bool) -> NoReturn:
@@ -694,6 +808,6 @@ def worker_ticket(join: str | None) -> tuple[str, str, str]:
     if missing:
         raise ConfigError(f"elastic worker: {', '.join(missing)} not set; a provider hands these to its workers")
     host, _, port = found["ELASTIC_JOIN"].rpartition(":")
-    if not host or not port.isdecimal():
+    if not (host and port.isdecimal() and 0 < int(port) < 65_536):
         raise ConfigError(f"elastic worker: --join takes HOST:PORT (found {found['ELASTIC_JOIN']!r})")
     return found["ELASTIC_JOIN"], found["ELASTIC_WORKER"], found["ELASTIC_JOIN_TOKEN"]

@@ -1,13 +1,15 @@
 """The run's configuration: one TOML file, validated, with errors that name the key and what is allowed."""
 
+import ipaddress
 import json
 import math
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 T = TypeVar("T", bound=BaseModel)
 
@@ -20,12 +22,19 @@ class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+def _loopback(host: str) -> str:
+    with suppress(ValueError):
+        if host == "localhost" or ipaddress.ip_address(host).is_loopback:
+            return host
+    raise ValueError("must be a loopback address, such as 127.0.0.1: what passes there is not encrypted yet")
+
+
 class RunConfig(_Section):
     name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
     seed: int = Field(0, ge=0, lt=2**63)
     steps: int = Field(60, ge=1, description="training steps")
     directory: Path = Field(Path("runs"), description="where runs keep their journal, checkpoints and report")
-    host: str = Field("127.0.0.1", description="address on which workers join")
+    host: Annotated[str, AfterValidator(_loopback)] = Field("127.0.0.1", description="address on which workers join")
     port: int = Field(0, ge=0, le=65535, description="port on which workers join; 0 takes a free one")
 
 
@@ -266,6 +275,8 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
     except ValueError as error:
         raise ConfigError(f"{path}: not valid {path.suffix.lstrip('.').upper() or 'TOML'}: {error}") from error
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path}: must be a section of keys (found {raw!r})")
     for override in overrides:
         _apply(raw, override)
     return validate(Config, raw, str(path))
@@ -274,10 +285,12 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
 def validate(kind: type[T], raw: Mapping[str, Any], where: str, section: str = "") -> T:
     """`raw` as a `kind`, or a `ConfigError` that names each key, what was found and what is allowed.
 
-    `where` is the file (or whatever else it comes from), `section` what stands before the keys in it.
+    Types are strict, by the rules for JSON: `true` and `"3"` are no numbers, but a list may stand for a tuple and a
+    string for a path. `where` is the file (or whatever else it comes from), `section` what stands before the keys in
+    it.
     """
     try:
-        valid = kind.model_validate(raw)
+        valid = kind.model_validate_json(json.dumps(raw, default=str), strict=True)
     except ValidationError as error:
         raise ConfigError("\n".join(_line(where, section, kind, problem) for problem in error.errors())) from error
     problems = [

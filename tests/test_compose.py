@@ -33,12 +33,12 @@ def test_runs_are_found_by_name_path_or_latest(config: Config, tmp_path: Path) -
 
 def test_a_run_is_one_process_at_a_time(tmp_path: Path) -> None:
     with (
-        compose._claimed(tmp_path),
+        compose.claimed(tmp_path),
         pytest.raises(ConfigError, match="still going on in another process"),
-        compose._claimed(tmp_path),
+        compose.claimed(tmp_path),
     ):
         pass
-    with compose._claimed(tmp_path):
+    with compose.claimed(tmp_path):
         pass
 
 

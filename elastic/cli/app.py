@@ -1,12 +1,16 @@
 """Every command of `elastic`, with its options and one example each."""
 
+import shutil
 import sys
+import traceback
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import msgspec
 import typer
 
+from elastic.cli.logs import STANDARD_ERROR, log_to
+from elastic.cli.output import say
 from elastic.config import Config, ConfigError, load_config
 
 app = typer.Typer(
@@ -21,6 +25,7 @@ app = typer.Typer(
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
+OURS = ("elastic.", "functions.", "policies.", "providers.", "traces.")
 
 ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's TOML file.", show_default=False)]
 Overrides = Annotated[
@@ -32,6 +37,7 @@ RunsDirectory = Annotated[Path, typer.Option("--directory", help="Where runs are
 
 def main() -> None:
     """Entry point: bad input ends with one message and exit code 2, never with a traceback."""
+    log_to(STANDARD_ERROR)
     try:
         app(prog_name="elastic")
     except ConfigError as error:
@@ -40,13 +46,25 @@ def main() -> None:
         sys.exit(EXIT_FAILED)
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
-        typer.echo(f"error: {where}{error.strerror or error}", err=True)
+        say(f"error: {where}{error.strerror or str(error) or _origin(error)}")
         sys.exit(EXIT_FAILED)
 
 
 def bad_input(message: str) -> NoReturn:
-    typer.echo(f"error: {message}", err=True)
+    say(f"error: {message}")
     raise SystemExit(EXIT_BAD_INPUT)
+
+
+def program() -> str:
+    """What to type for this program: its name where a shell finds it, else its path."""
+    return "elastic" if shutil.which("elastic") else str(Path(sys.executable).with_name("elastic"))
+
+
+def _origin(error: OSError) -> str:
+    """Of an error without words, as timeouts are: its type, and what of ours was waiting."""
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    ours = [frame.f_code.co_qualname for frame in frames if frame.f_globals.get("__name__", "").startswith(OURS)]
+    return " in ".join([type(error).__name__, *ours[-1:]])
 
 
 def emit(body: Any) -> None:
@@ -227,9 +245,9 @@ def worker(
 ) -> None:
     """Serve rollout turns to a run: dial its orchestrator and generate until the lease ends.
 
-    The ticket comes from the environment (ELASTIC_WORKER, ELASTIC_JOIN_TOKEN), where a provider puts it.
+    The ticket comes from the environment, where a provider puts it: a lease's worker, and its one-time token.
 
-    Example: elastic worker --join 10.0.0.5:7070
+    Example: ELASTIC_WORKER=spot-1 ELASTIC_JOIN_TOKEN=… elastic worker --join 127.0.0.1:7070
     """
     from elastic.cli.worker import worker_command
 

@@ -17,6 +17,8 @@ from elastic.compose import installed
 
 ROOM_GB_MIN = 1.0
 """A short run's journal, checkpoints and weights, several times over."""
+PACKAGES = ("elastic-rl", "torch", "safetensors", "gymnasium", "numba", "xxhash", "zstandard")
+"""Elastic itself, and all of its `train` extra."""
 GROUPS = ("elastic.providers", "elastic.environments", "elastic.engines")
 
 
@@ -25,6 +27,8 @@ class Finding(msgspec.Struct, frozen=True):
     ok: bool
     found: str
     hint: str = ""
+    fault: str = "missing"
+    """What to call it when it is not ok."""
 
 
 def doctor_command(*, as_json: bool) -> int:
@@ -36,18 +40,18 @@ def doctor_command(*, as_json: bool) -> int:
         table = Table(box=None, show_header=False)
         for finding in findings:
             hint = f"hint: {finding.hint}" if finding.hint and not finding.ok else ""
-            table.add_row("ok" if finding.ok else "missing", finding.what, finding.found, hint)
+            table.add_row("ok" if finding.ok else finding.fault, finding.what, finding.found, hint)
         Console().print(table)
     return 0 if healthy else EXIT_FAILED
 
 
 def _python() -> Finding:
     version = platform.python_version()
-    return Finding("python", sys.version_info >= (3, 11), version, "Elastic needs Python 3.11 or later")
+    return Finding("python", sys.version_info >= (3, 11), version, "Elastic needs Python 3.11 or later", "too old")
 
 
 def _packages() -> list[Finding]:
-    return [_package(name) for name in ("elastic-rl", "torch", "safetensors", "gymnasium")]
+    return [_package(name) for name in PACKAGES]
 
 
 def _package(name: str) -> Finding:
@@ -70,12 +74,13 @@ def _device() -> Finding:
 def _cores() -> Finding:
     memory_gb = psutil.virtual_memory().available / 1e9
     found = f"{os.cpu_count()} cores, {memory_gb:.1f} GB memory free"
-    return Finding("machine", memory_gb >= 3, found, "the example run needs about 3 GB")
+    return Finding("machine", memory_gb >= 3, found, "the example run needs about 3 GB", "low")
 
 
 def _room() -> Finding:
     free_gb = shutil.disk_usage(Path.cwd()).free / 1e9
-    return Finding("disk", free_gb >= ROOM_GB_MIN, f"{free_gb:.1f} GB free here", f"runs need {ROOM_GB_MIN:g} GB")
+    found = f"{free_gb:.1f} GB free here"
+    return Finding("disk", free_gb >= ROOM_GB_MIN, found, f"runs need {ROOM_GB_MIN:g} GB", "low")
 
 
 def _entry_points() -> list[Finding]:

@@ -64,4 +64,6 @@ def _row(run_dir: Path) -> dict[str, str]:
         reader.close()
     except JournalError:
         meta = {"status": "no journal"}
+    if meta.get("status") == compose.RUNNING and not compose.is_claimed(run_dir):
+        meta["status"] = compose.UNEXPECTED
     return {"run": run_dir.name} | {key: meta.get(key, "") for key in ("started_at", "providers", "status")}

@@ -1,24 +1,19 @@
 """`elastic run` and `elastic prepare`: display around the composition root."""
 
 import asyncio
-import logging
-import shutil
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from io import FileIO
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TextIO, cast
 
-import structlog
-import typer
-from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 from rich.table import Table
 
 from elastic import compose
-from elastic.cli.app import EXIT_FAILED, EXIT_INTERRUPTED, bad_input, emit
+from elastic.cli.app import EXIT_FAILED, EXIT_INTERRUPTED, bad_input, emit, program
+from elastic.cli.logs import STANDARD_ERROR, log_to
+from elastic.cli.output import console, say
 from elastic.cli.progress import Progress
 from elastic.config import Config
 from elastic.report import as_json as report_as_json
@@ -29,15 +24,22 @@ from elastic.runtime.orchestrator import Orchestrator
 from functions.base import FunctionError
 from providers.base import ProviderUnavailable
 
+PREPARED = {
+    compose.Prepared.MADE: "made",
+    compose.Prepared.THERE: "is there already",
+    compose.Prepared.OF_OTHER_SETTINGS: "is there already, made for other environment.settings or by another version; "
+    "used as it is, unless --force makes it anew",
+}
+
 
 def dry_run_command(config: Config, names: list[str], where: str, *, as_json: bool) -> None:
     plan = compose.resolve(config, names, where)
-    rows = compose.acquisitions(plan)
+    rows, calls = compose.acquisitions(plan), compose.reward_calls(plan)
     if as_json:
-        emit({"config": config.model_dump(mode="json"), "would_acquire": rows})
+        emit({"config": plan.resolved(), "would_acquire": rows, "would_call": calls})
         return
-    console = Console()
-    console.print_json(config.model_dump_json())
+    shown = console()
+    shown.print_json(data=plan.resolved())
     table = Table(title="would acquire, at most", title_justify="left", box=None, header_style="dim")
     for column in ("provider", "workers", "GPUs each", "$/GPU-hour", "$/hour"):
         table.add_column(column, justify="left" if column == "provider" else "right")
@@ -49,7 +51,12 @@ def dry_run_command(config: Config, names: list[str], where: str, *, as_json: bo
             f"{row.usd_per_gpu_hour:.2f}",
             f"{row.usd_per_hour_max:.2f}",
         )
-    console.print(table)
+    shown.print(table)
+    if calls is not None:
+        shown.print(
+            f"rewards by {calls.function}, at most {calls.concurrency} calls at once: "
+            f"${calls.usd_per_s:g} a second and ${calls.usd_per_call:g} a call"
+        )
 
 
 def run_command(config: Config, names: list[str], where: str, resumed: Path | None, *, as_json: bool) -> int:
@@ -58,29 +65,30 @@ def run_command(config: Config, names: list[str], where: str, resumed: Path | No
     if resumed and _all_done(resumed, config.run.steps):
         conclude(resumed, as_json=as_json)
         return 0
-    compose.check_base_policy(plan)
+    compose.check_policy(plan, resumed)
     run_dir = resumed or compose.new_run_dir(config)
-    progress = Progress(Console(stderr=True))
+    progress = Progress(console(stderr=True))
     try:
         with _logging_to(run_dir / "logs" / "orchestrator.log"), progress.context:
             outcome = compose.run_loop(_execute(plan, run_dir, resume=resumed is not None, progress=progress))
     except (GatewayError, ProviderUnavailable, FunctionError) as error:
         if not resumed:
-            shutil.rmtree(run_dir, ignore_errors=True)
+            compose.discard_run(run_dir)
         bad_input(str(error))
     except JournalError as error:
-        typer.echo(f"error: the run failed: {error}", err=True)
+        say(f"error: the run failed: {error}")
         return EXIT_FAILED
     try:
         conclude(run_dir, as_json=as_json)
     except (JournalError, OSError) as error:
-        typer.echo(f"warning: no report could be written: {error}", err=True)
+        say(f"warning: no report could be written: {error}")
+    go_on = f"go on with: {program()} run --resume {run_dir}"
     if outcome.interrupted:
-        typer.echo(f"stopped; go on with: elastic run --resume {run_dir}", err=True)
+        say(f"stopped; {go_on}")
         return EXIT_INTERRUPTED
     if outcome.failed:
-        typer.echo(f"error: the run failed: {outcome.failed}", err=True)
-        typer.echo(f"hint: logs are in {run_dir / 'logs'}; go on with: elastic run --resume {run_dir}", err=True)
+        say(f"error: the run failed: {outcome.failed}")
+        say(f"hint: logs are in {run_dir / 'logs'}; {go_on}")
         return EXIT_FAILED
     return 0
 
@@ -89,7 +97,7 @@ def _all_done(run_dir: Path, steps: int) -> bool:
     past = compose.past_life(run_dir)
     done = past.status == "finished" and past.steps_done >= steps
     if done:
-        typer.echo(f"all {past.steps_done} steps of {run_dir} are done; --set run.steps=N asks for more", err=True)
+        say(f"all {past.steps_done} steps of {run_dir} are done; --set run.steps=N asks for more")
     return done
 
 
@@ -109,13 +117,13 @@ async def _execute(plan: compose.RunPlan, run_dir: Path, *, resume: bool, progre
 
 
 def _stop(orchestrator: Orchestrator, progress: Progress) -> None:
-    progress.say("stopping: workers hand over what they have; once more kills them at once")
     orchestrator.stop(compose.INTERRUPTED)
+    progress.say("stopping: workers hand over what they have; once more kills them at once")
 
 
 def _kill(orchestrator: Orchestrator, progress: Progress) -> None:
-    progress.say("killing everything")
     orchestrator.kill(compose.INTERRUPTED)
+    progress.say("killing everything")
 
 
 def conclude(run_dir: Path, *, as_json: bool) -> None:
@@ -130,56 +138,31 @@ def conclude(run_dir: Path, *, as_json: bool) -> None:
     if as_json:
         emit(report_as_json(summary) | {"report": str(path)})
     else:
-        console = Console()
-        console.print(closing_table(summary))
-        console.print(f"report: {path}", soft_wrap=True, highlight=False)
-
-
-class _LogFile:
-    """A log that cannot be written is no reason to fail: the journal says so of the disk that is full."""
-
-    def __init__(self, file: FileIO) -> None:
-        self._file = file
-
-    def write(self, text: str) -> None:
-        with suppress(OSError):
-            self._file.write(text.encode())
-
-    def flush(self) -> None:
-        """Nothing is held back."""
+        shown = console()
+        shown.print(closing_table(summary))
+        shown.print(f"report: {path}", soft_wrap=True, highlight=False)
 
 
 @contextmanager
 def _logging_to(path: Path) -> Iterator[None]:
-    """Structured logs go to the run's own file, out of the way of the display."""
+    """Logs go to the run's own file, out of the way of the display."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab", buffering=0) as file:
-        structlog.configure(
-            processors=[
-                structlog.processors.TimeStamper(fmt="iso"),
-                structlog.processors.add_log_level,
-                structlog.processors.format_exc_info,
-                structlog.processors.JSONRenderer(),
-            ],
-            wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
-            logger_factory=structlog.WriteLoggerFactory(file=cast(TextIO, _LogFile(file))),
-            cache_logger_on_first_use=False,
-        )
+        log_to(file.fileno())
         try:
             yield
         finally:
-            structlog.reset_defaults()
+            log_to(STANDARD_ERROR)
 
 
 def prepare_command(config: Config, where: str, *, force: bool) -> None:
     plan = compose.resolve(config, [], where)
-    console = Console(stderr=True)
     columns = (TextColumn("base policy"), BarColumn(), TextColumn("{task.completed}/{task.total}"), TimeElapsedColumn())
-    with Bar(*columns, console=console) as bar:
+    with Bar(*columns, console=console(stderr=True)) as bar:
         task = bar.add_task("warm-up", total=None)
 
         def show(done: int, total: int, loss: float) -> None:
             bar.update(task, completed=done, total=total)
 
-        made = compose.prepare(config, plan, show, force=force)
-    typer.echo(f"{config.model.checkpoint}: {'made' if made else 'is there already'}", err=True)
+        prepared = compose.prepare(plan, show, force=force)
+    say(f"{config.model.checkpoint}: {PREPARED[prepared]}")

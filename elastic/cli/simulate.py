@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import typer
-from rich.console import Console
 
 from elastic import compose, simulation
 from elastic.cli.app import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, emit
+from elastic.cli.output import console, say
 from elastic.cli.progress import Progress
 from elastic.cli.run import conclude
 from elastic.config import Config, ConfigError
@@ -25,20 +25,20 @@ def simulate_command(
     """Simulate to the end and report; returns the exit code."""
     plan = compose.resolve(config, names, where)
     run_dir = compose.new_run_dir(config)
-    progress = Progress(Console(stderr=True))
+    progress = Progress(console(stderr=True))
     try:
-        with _stoppable() as stopped, progress.context:
+        with compose.claimed(run_dir), _stoppable() as stopped, progress.context:
             outcome = simulation.simulate(plan, run_dir, experiment, observe=progress.observe, stopped=stopped)
     except ConfigError as error:
         compose.discard_run(run_dir)
-        typer.echo(f"error: {error}", err=True)
+        say(f"error: {error}")
         return EXIT_BAD_INPUT
     except (SimulationError, JournalError) as error:
-        typer.echo(f"error: the simulation failed: {error}", err=True)
+        say(f"error: the simulation failed: {error}")
         return EXIT_FAILED
     conclude(run_dir, as_json=as_json)
     if outcome.failed:
-        typer.echo(f"error: the simulated run failed: {outcome.failed}", err=True)
+        say(f"error: the simulated run failed: {outcome.failed}")
     return EXIT_INTERRUPTED if outcome.interrupted else EXIT_FAILED if outcome.failed else 0
 
 
@@ -67,7 +67,7 @@ def faults_command(first: int, worlds: int, *, as_json: bool) -> int:
             outcome = live_through(seed)
         except WorldFailed as failure:
             failures.append({"seed": seed, "error": str(failure)})
-            typer.echo(f"error: {failure}", err=True)
+            say(f"error: {failure}")
             continue
         events += outcome.events
         faults += outcome.faults

@@ -157,7 +157,7 @@ async def _boot(
     except BaseException as error:
         connection.abort()
         if isinstance(error, Exception):
-            log.debug("engine not built", exc_info=True)
+            log.exception("engine not built")
             raise _NotBuilt(f"the engine could not be built: {type(error).__name__}: {error}") from error
         raise
 

@@ -17,6 +17,7 @@ from elastic.config import Config, EngineConfig, WeightsConfig, validate
 from elastic.core.types import WeightMode
 from elastic.engine.base import RolloutEngine
 from elastic.model.checkpoint import load_model
+from elastic.trainer import checkpoint
 from elastic.trainer.trainer import GRPOTrainer
 from elastic.weights.codecs import warm_up
 from elastic.weights.layers import changed_shares
@@ -147,8 +148,7 @@ class TrainerHost:
         discard_newer(self._relay, self._trainer.version)
 
     def _saved(self) -> list[Path]:
-        """Checkpoints, oldest first."""
-        return sorted(self._checkpoints.glob("*.safetensors"))
+        return checkpoint.saved(self._checkpoints)
 
 
 def _publish_settings(config: WeightsConfig) -> PublishSettings:

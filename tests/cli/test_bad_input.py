@@ -3,15 +3,17 @@
 import json
 import shutil
 import socket
-import subprocess
 from pathlib import Path
 
 import msgspec
 import pytest
 import torch
 
-from elastic.model.checkpoint import model_tensors, read_config, write_checkpoint
+from elastic import compose
+from elastic.config import TrainerConfig, load_config
+from elastic.model.checkpoint import load_model, model_tensors, read_config, write_checkpoint
 from elastic.model.qwen3 import Qwen3
+from elastic.trainer.trainer import GRPOTrainer
 
 
 def refused(ended, *words: str) -> None:
@@ -30,6 +32,15 @@ def refused(ended, *words: str) -> None:
         ("run.nosuch=1", ("run.nosuch", "unknown key", "allowed: directory, host, name, port, seed, steps")),
         ("nosuch.key=1", ("nosuch", "unknown key", "engine, environment")),
         ("run.steps=many", ("run.steps", "valid integer", "'many'")),
+        ("run.steps=true", ("run.steps", "valid integer", "found True")),
+        ("run.steps='3'", ("run.steps", "valid integer", "'3'")),
+        ("rollout.temperature=true", ("rollout.temperature", "valid number", "found True")),
+        ("rollout.temperature='0.5'", ("rollout.temperature", "valid number", "'0.5'")),
+        ("rollout.dynamic_sampling=1", ("rollout.dynamic_sampling", "valid boolean", "found 1")),
+        ("providers.spot.speed=true", ("providers.spot.speed", "valid number", "found True")),
+        ("environment.settings.sizes=[true]", ("environment.settings.sizes.0", "valid integer", "found True")),
+        ("run.host=0.0.0.0", ("run.host", "loopback", "127.0.0.1", "'0.0.0.0'")),
+        ("run.host=gpu-7", ("run.host", "loopback", "'gpu-7'")),
         ("run.steps=0", ("run.steps", "greater than or equal to 1", "found 0")),
         ("run.steps.x=1", ("steps is not a section",)),
         ("run=3", ("run: must be a section", "found 3")),
@@ -39,17 +50,18 @@ def refused(ended, *words: str) -> None:
         ("providers.spot.usd_per_gpu_hour=-1", ("providers.spot.usd_per_gpu_hour", "found -1")),
         ("providers.spot.nosuch=1", ("providers.spot.nosuch", "unknown key", "usd_per_gpu_hour")),
         ("providers.serving.load.nosuch=1", ("providers.serving.load.nosuch", "unknown key", "speed")),
-        ("providers.nosuch.max_workers=1", ("unknown provider 'nosuch'", "serving, spot")),
+        ("providers.nosuch.max_workers=1", ("small.toml: providers.nosuch: unknown provider", "serving, spot")),
+        ("rewards.name=nosuch", ("small.toml: rewards.name: unknown reward 'nosuch'", "frozenlake")),
         ("providers.spot.trace=nosuch", ("providers.spot.trace", "no trace 'nosuch'", "rlboost-a")),
-        ("environment.name=nosuch", ("unknown environment 'nosuch'", "frozenlake")),
+        ("environment.name=nosuch", ("small.toml: environment.name: unknown environment 'nosuch'", "frozenlake")),
         ("environment.settings.sizes=[0]", ("environment.settings.sizes", "from 2 to 10", "[0]")),
-        ("engine.kind=nosuch", ("unknown engine 'nosuch'", "torch")),
+        ("engine.kind=nosuch", ("small.toml: engine.kind: unknown engine 'nosuch'", "torch")),
         ("engine.kv_blocks=1", ("engine.kv_blocks", "engine.max_context_tokens = 192", "found 16")),
         ("rollout.max_tokens_per_turn=192", ("rollout.max_tokens_per_turn", "below engine.max_context_tokens")),
         ("trainer.updates_per_step=9", ("trainer.updates_per_step", "at most rollout.groups = 2", "found 9")),
         ("trainer.betas=[0.9, 1.0]", ("trainer.betas.1", "less than 1", "found 1.0")),
         ("rollout.temperature=inf", ("rollout.temperature", "finite", "found inf")),
-        ("rollout.temperature=Infinity", ("rollout.temperature", "finite", "found inf")),
+        ("rollout.temperature=Infinity", ("rollout.temperature", "valid number", "'Infinity'")),
         ("trainer.learning_rate=nan", ("trainer.learning_rate", "found nan")),
         ("trainer.weight_decay=inf", ("trainer.weight_decay", "finite")),
         ("engine.pacing.decode_step_s={1 = inf}", ("engine.pacing.decode_step_s.1", "finite")),
@@ -67,7 +79,8 @@ def test_keys_and_values(elastic, config: Path, override: str, words: tuple[str,
 
 
 def test_unknown_provider(elastic, config: Path) -> None:
-    refused(elastic("run", config, "--providers", "spot,nosuch"), "unknown provider 'nosuch'", "serving, spot")
+    ended = elastic("run", config, "--providers", "spot,nosuch")
+    refused(ended, "--providers: unknown provider 'nosuch'", "serving, spot")
 
 
 def test_every_problem_has_a_line(elastic, config: Path) -> None:
@@ -96,6 +109,12 @@ def test_configuration_files(elastic, tmp_path: Path, content: str | bytes | Non
     if content is not None:
         path.write_bytes(content.encode() if isinstance(content, str) else content)
     refused(elastic("run", path), str(path), *words)
+
+
+def test_a_saved_configuration_that_is_no_section(elastic, tmp_path: Path) -> None:
+    path = tmp_path / "odd.json"
+    path.write_text("[1]")
+    refused(elastic("run", path, "--set", "run.steps=1"), str(path), "section of keys", "found [1]")
 
 
 def test_a_run_needs_a_configuration(elastic) -> None:
@@ -153,6 +172,10 @@ class TestBasePolicy:
         weights.write_bytes(weights.read_bytes()[:1000])
         refused(elastic("run", config), "model.checkpoint", "model.safetensors")
 
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+    def test_on_a_device_that_is_not_there(self, elastic, config: Path) -> None:
+        refused(elastic("run", config, "--set", "engine.device=cuda"), "engine.device", "'cuda'", "'cpu'")
+
 
 class TestRunsAsked:
     def test_unknown_run(self, elastic, config: Path) -> None:
@@ -173,6 +196,29 @@ class TestRunsAsked:
         refused(elastic("run", "--resume", tmp_path / "run-1"), "config.json", "not valid JSON")
 
 
+class TestCheckpointToResume:
+    @pytest.fixture
+    def run(self, config: Path, checkpoint: Path) -> Path:
+        """A run that was interrupted, with a checkpoint of its trainer."""
+        settings = load_config(config)
+        run = compose.new_run_dir(settings)
+        GRPOTrainer(TrainerConfig(), load_model(checkpoint), 2, 1.0).save(run / "checkpoints" / "00000001.safetensors")  # type: ignore[call-arg]
+        return run
+
+    def test_is_damaged(self, elastic, run: Path) -> None:
+        (saved,) = (run / "checkpoints").iterdir()
+        saved.write_bytes(saved.read_bytes()[:1000])
+        refused(elastic("run", "--resume", run), "--resume", str(saved), "cannot be read", "removed")
+
+    def test_is_of_another_model(self, elastic, run: Path, checkpoint: Path, tmp_path: Path) -> None:
+        wider = msgspec.structs.replace(read_config(checkpoint), intermediate_size=48)
+        with torch.random.fork_rng(devices=[]):
+            write_checkpoint(tmp_path / "wider", wider, model_tensors(Qwen3(wider)))
+        (saved,) = (run / "checkpoints").iterdir()
+        ended = elastic("run", "--resume", run, "--set", f"model.checkpoint={tmp_path / 'wider'}")
+        refused(ended, "--resume", str(saved), "does not fit the model", "shape")
+
+
 class TestWorker:
     def test_needs_its_ticket(self, elastic, monkeypatch: pytest.MonkeyPatch) -> None:
         for name in ("ELASTIC_JOIN", "ELASTIC_WORKER", "ELASTIC_JOIN_TOKEN"):
@@ -182,7 +228,8 @@ class TestWorker:
     def test_address(self, elastic, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("ELASTIC_WORKER", "w")
         monkeypatch.setenv("ELASTIC_JOIN_TOKEN", "t")
-        refused(elastic("worker", "--join", "nowhere"), "HOST:PORT", "'nowhere'")
+        for address in ("nowhere", "host:", ":1", "host:x", "host:0", "host:99999"):
+            refused(elastic("worker", "--join", address), "HOST:PORT", repr(address))
 
 
 def test_port_in_use(elastic, config: Path) -> None:
@@ -193,22 +240,23 @@ def test_port_in_use(elastic, config: Path) -> None:
     assert not list((config.parent / "runs").iterdir())
 
 
-def test_provider_that_has_nothing_to_give(elastic, config: Path, processes_of) -> None:
-    refused(elastic("run", config, "--providers", "serving", "--set", "providers.serving.hosts=0"), "serving", "hosts")
+def test_port_in_use_while_weights_are_served(elastic, config: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        ended = elastic("run", config, "--set", f"run.port={port}", "--set", "weights.relay=http")
+    refused(ended, f"127.0.0.1:{port}", "in use")
     assert not list((config.parent / "runs").iterdir())
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path):
-    """A file system of 512 KiB."""
-    path = tmp_path / "disk"
-    path.mkdir()
-    mount = shutil.which("mount")
-    options = ("-t", "tmpfs", "-o", "size=512k", "elastic-test")
-    if mount is None or subprocess.run([mount, *options, path], capture_output=True).returncode:
-        pytest.skip("no file system can be mounted here")
-    yield path
-    subprocess.run(["umount", "--lazy", path], check=True)
+def test_address_at_which_weights_cannot_be_served(elastic, config: Path) -> None:
+    ended = elastic("run", config, "--set", "run.host=::1", "--set", "weights.relay=http")
+    refused(ended, "cannot serve weights on ::1", "run.host")
+    assert not list((config.parent / "runs").iterdir())
+
+
+def test_provider_that_has_nothing_to_give(elastic, config: Path, processes_of) -> None:
+    refused(elastic("run", config, "--providers", "serving", "--set", "providers.serving.hosts=0"), "serving", "hosts")
+    assert not list((config.parent / "runs").iterdir())
 
 
 @pytest.mark.slow

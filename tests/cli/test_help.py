@@ -22,6 +22,14 @@ def test_reference_page_is_current() -> None:
     assert PAGE.read_text() == reference(), "run: python -m elastic.cli.reference > docs/cli.md"
 
 
+def test_an_error_without_words_says_what_was_waited_for(elastic, monkeypatch: pytest.MonkeyPatch) -> None:
+    def hang(directory: Path) -> list[Path]:
+        raise TimeoutError
+
+    monkeypatch.setattr("elastic.compose.list_runs", hang)
+    assert elastic("runs") == (1, "", "error: TimeoutError in runs_command\n")
+
+
 def test_unknown_command(elastic) -> None:
     code, out, err = elastic("nosuch")
     assert (code, out) == (2, "")

@@ -3,7 +3,12 @@
 import json
 from pathlib import Path
 
+import psutil
 import pytest
+
+from elastic import compose
+from elastic.config import load_config
+from elastic.runtime.journal import Journal
 
 
 def parsed(out: str) -> dict:
@@ -17,7 +22,16 @@ def test_doctor(elastic) -> None:
     code, out, _ = elastic("doctor", "--json")
     body = parsed(out)
     assert code == (0 if body["healthy"] else 1)
-    assert {"python", "torch", "disk", "elastic.providers"} <= {finding["what"] for finding in body["findings"]}
+    found = {finding["what"] for finding in body["findings"]}
+    assert {"python", "torch", "numba", "xxhash", "zstandard", "disk", "elastic.providers"} <= found
+
+
+def test_doctor_tells_little_from_none(elastic, monkeypatch: pytest.MonkeyPatch) -> None:
+    little = psutil.virtual_memory()._replace(available=10**9)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: little)
+    code, out, _ = elastic("doctor")
+    assert code == 1
+    assert any(line.split()[:2] == ["low", "machine"] for line in out.splitlines())
 
 
 def test_dry_run_starts_nothing(elastic, config: Path) -> None:
@@ -28,7 +42,20 @@ def test_dry_run_starts_nothing(elastic, config: Path) -> None:
     rows = {row["provider"]: row for row in body["would_acquire"]}
     assert set(rows) == {"trainer", "serving", "spot"}
     assert rows["spot"]["usd_per_hour_max"] == 2.0
+    assert body["would_call"] is None
     assert not (config.parent / "runs").exists()
+
+
+def test_dry_run_shows_what_is_not_said_in_the_file(elastic, config: Path) -> None:
+    prices = ("--set", "rewards.name=frozenlake", "--set", "rewards.usd_per_s=0.25", "--set", "rewards.concurrency=3")
+    _, out, _ = elastic("run", config, "--providers", "spot", "--dry-run", "--json", *prices)
+    body = parsed(out)
+    assert body["config"]["providers"].keys() == {"spot"}
+    assert body["config"]["providers"]["spot"]["speed"] == 1.0
+    assert body["config"]["environment"]["settings"]["sizes"] == [4]
+    assert body["would_call"] == {"function": "frozenlake", "concurrency": 3, "usd_per_s": 0.25, "usd_per_call": 0.0}
+    _, out, _ = elastic("run", config, "--providers", "spot", "--dry-run", *prices)
+    assert "at most 3 calls at once: $0.25 a second" in out
 
 
 def test_dry_run_for_people(elastic, config: Path) -> None:
@@ -42,6 +69,21 @@ def test_no_runs_yet(elastic, tmp_path: Path) -> None:
     code, out, _ = elastic("runs", "--directory", tmp_path, "--json")
     assert code == 0
     assert parsed(out) == {"runs": []}
+
+
+def test_a_run_whose_process_was_killed_runs_no_more(elastic, config: Path) -> None:
+    run = compose.new_run_dir(load_config(config))
+    journal = Journal(run / "journal.sqlite", 0.01)
+    journal.meta("status", compose.RUNNING)
+    journal.close()
+
+    def status() -> str:
+        (row,) = parsed(elastic("runs", "--directory", run.parent, "--json").out)["runs"]
+        return row["status"]
+
+    with compose.claimed(run):
+        assert status() == "running"
+    assert status() == "failed: it ended unexpectedly"
 
 
 @pytest.mark.slow

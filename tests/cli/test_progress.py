@@ -1,11 +1,14 @@
 """The live panel at 80 columns, and the lines elsewhere."""
 
 import io
+import os
+import sys
 from typing import Any
 
 import pytest
 from rich.console import Console
 
+from elastic.cli.output import console, say
 from elastic.cli.progress import Progress, line, render
 from elastic.runtime.status import ProviderStatus, RunStatus
 
@@ -102,3 +105,15 @@ def test_a_line_a_step_where_there_is_no_terminal() -> None:
     assert [text.split()[1] for text in lines] == ["1/80", "2/80"]
     assert "workers serving:2 spot:1 trainer:1" in lines[0]
     assert "pacing does not hold" in line(status(**BUSY))
+
+
+def test_a_run_goes_on_when_nobody_watches(monkeypatch: pytest.MonkeyPatch) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "w") as gone:
+        monkeypatch.setattr(sys, "stderr", gone)
+        progress = Progress(console(stderr=True))
+        for step in range(3):
+            progress.observe(status(step=step))
+        progress.say("stopping")
+        say("stopped")

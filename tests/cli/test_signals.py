@@ -92,6 +92,33 @@ def test_an_interrupted_run_goes_on_where_it_was(start, config: Path, processes_
     assert not (run_dir / "journal-2.sqlite").exists()
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_stops_when_nobody_listens_any_more(start, config: Path, processes_of, number: signal.Signals) -> None:
+    """As with `2>&1 | tee` and Ctrl-C, which ends both, or a terminal that is closed."""
+    process = start("run", config, "--set", "run.steps=1000", "--set", "weights.relay=http")
+    (run_dir,) = until(lambda: run_dirs(config), START_TIMEOUT_S, process)
+    until(lambda: read(run_dir)[1], START_TIMEOUT_S, process)
+    process.stdout.close()
+    process.stderr.close()
+    process.send_signal(number)
+    assert process.wait(STOP_TIMEOUT_S) == 130
+    assert read(run_dir)[0]["status"] == "failed: interrupted"
+    assert nothing_left(run_dir, processes_of)
+
+
+def test_one_signal_is_one_while_weights_are_served(start, config: Path, processes_of) -> None:
+    process = start("run", config, "--providers", "spot", "--set", "run.steps=1000", "--set", "weights.relay=http")
+    (run_dir,) = until(lambda: run_dirs(config), START_TIMEOUT_S, process)
+    until(lambda: read(run_dir)[1], START_TIMEOUT_S, process)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=STOP_TIMEOUT_S)
+    assert process.returncode == 130, err
+    assert err.count("stopping: ") == 1
+    assert "killing" not in err
+    assert "Traceback" not in err
+    assert nothing_left(run_dir, processes_of)
+
+
 def test_a_second_signal_kills_at_once(start, config: Path, processes_of) -> None:
     process = start("run", config, *PROVIDERS, "--set", "scheduler.drain_timeout_s=60")
     (run_dir,) = until(lambda: run_dirs(config), START_TIMEOUT_S, process)

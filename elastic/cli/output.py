@@ -1,0 +1,53 @@
+"""What people are told, for as long as somebody reads it.
+
+Terminals are closed and the readers of pipes leave while a run goes on: what is said then is lost, and nothing else.
+"""
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import IO, Any, TextIO, cast
+
+import typer
+from rich.console import Console
+
+
+def say(text: str) -> None:
+    """A line on standard error."""
+    with _unfailing(sys.stderr):
+        typer.echo(text, err=True)
+
+
+def console(*, stderr: bool = False) -> Console:
+    """On standard output, or on standard error."""
+    stream = sys.stderr if stderr else sys.stdout
+    return Console(file=stream and cast(IO[str], _Unfailing(stream)), stderr=stderr)
+
+
+class _Unfailing:
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with _unfailing(self._stream):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with _unfailing(self._stream):
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextmanager
+def _unfailing(stream: TextIO) -> Iterator[None]:
+    """A stream that cannot be written leads nowhere from then on, with what it still holds."""
+    try:
+        yield
+    except OSError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
