@@ -3,8 +3,9 @@
 In the middle of a step half of the workers are killed without notice, early (at a fifth of an undisturbed step) or
 midway (at three fifths); they come back after it. With `migrate` tokens are collected as they are generated and turns
 go on elsewhere from there; with `recompute` workers send whole turns only, and turns that were lost begin again.
-`overhead_s` is how much longer the step's rollouts take than in the undisturbed steps of the same run. Turns have a
-fixed length, so that steps are alike.
+`overhead_s` is how much longer the step's rollouts take than those of the undisturbed step before it, which itself
+comes one step after the last worker is ready: a worker that has just come still loads what it will need. Turns have a
+fixed length, so that steps are alike. `--quick` tries midway only.
 """
 
 import asyncio
@@ -27,10 +28,15 @@ TASK = TaskSettings(prompts={"": 16}, observations={"": 1})
 TURNS_PER_WORKER = 4
 
 
-async def disturbed_s(run: PacedRun, after_s: float, workers: int) -> float:
-    """Rollout time of a step that all workers begin, and in which half of them are killed."""
+async def overhead_s(run: PacedRun, share: float, workers: int) -> float:
+    """What it costs to kill half of the workers at a `share` of a step that all of them begin."""
     run.stocks["spot"].grow(workers)
     await run.workers(workers)
+    calm_s = (await run.steps(2))[-1].rollout_ns / NS_PER_S
+    return await disturbed_s(run, share * calm_s, workers) - calm_s
+
+
+async def disturbed_s(run: PacedRun, after_s: float, workers: int) -> float:
     scheduler = run.live.orchestrator.scheduler
     now = scheduler.step.number if scheduler.step else 0
     step = await run.live.until(
@@ -48,14 +54,15 @@ async def disturbed_s(run: PacedRun, after_s: float, workers: int) -> float:
 class Scale:
     """Each moment is tried `rounds` times in each of `seeds` runs."""
 
+    moments: tuple[str, ...]
     seeds: int
     workers: int
     rounds: int
     turn_tokens: int
 
 
-FULL = Scale(seeds=3, workers=6, rounds=2, turn_tokens=96)
-QUICK = Scale(seeds=1, workers=2, rounds=1, turn_tokens=48)
+FULL = Scale(tuple(MOMENTS), seeds=3, workers=4, rounds=2, turn_tokens=96)
+QUICK = Scale(("midway",), seeds=1, workers=2, rounds=1, turn_tokens=48)
 
 
 async def overheads_s(directory: Path, arm: str, seed: int, scale: Scale) -> dict[str, float]:
@@ -78,18 +85,15 @@ async def overheads_s(directory: Path, arm: str, seed: int, scale: Scale) -> dic
         seeding={"policy": "fixed", "window_s": 0},
         balancing={"policy": "none"},
     ) as run:
-        await run.workers(workers)
-        calm_s = mean(step.rollout_ns / NS_PER_S for step in await run.steps(scale.rounds))
-        found: dict[str, float] = {}
-        for moment, share in MOMENTS.items():
-            disturbed = [await disturbed_s(run, share * calm_s, workers) for _ in range(scale.rounds)]
-            found[moment] = mean(disturbed) - calm_s
-        return found
+        return {
+            moment: mean([await overhead_s(run, MOMENTS[moment], workers) for _ in range(scale.rounds)])
+            for moment in scale.moments
+        }
 
 
 async def measure(arguments: Arguments) -> dict[str, Any]:
     scale = QUICK if arguments.quick else FULL
-    found: dict[str, dict[str, list[float]]] = {moment: {arm: [] for arm in ARMS} for moment in MOMENTS}
+    found: dict[str, dict[str, list[float]]] = {moment: {arm: [] for arm in ARMS} for moment in scale.moments}
     with tempfile.TemporaryDirectory() as name:
         for seed in range(scale.seeds):
             for arm in ARMS:
@@ -97,7 +101,7 @@ async def measure(arguments: Arguments) -> dict[str, Any]:
                     found[moment][arm].append(value)
     means = {moment: {arm: mean(values) for arm, values in arms.items()} for moment, arms in found.items()}
     return {
-        "overhead_s": means,
+        "overhead_s": {moment: means.get(moment) for moment in MOMENTS},
         "overhead_cut": {m: 1 - v["migrate"] / v["recompute"] for m, v in means.items() if v["recompute"] > 0},
         "spread": {moment: {arm: spread(values) for arm, values in arms.items()} for moment, arms in found.items()},
     }
