@@ -35,6 +35,30 @@ class Figure(msgspec.Struct, frozen=True, kw_only=True):
     detail: str = ""
 
 
+class Bill(msgspec.Struct, frozen=True, kw_only=True):
+    """What one provider, the functions (which have no `usage` of devices) or all of them cost."""
+
+    name: str
+    usage: Usage | None
+    usd: float
+    usd_per_million_tokens: float | None
+
+
+def bills(summary: Summary) -> list[Bill]:
+    """Each provider's, the functions', and their sum where there is more than one."""
+    found = [
+        Bill(name=name, usage=usage, usd=usage.usd, usd_per_million_tokens=usage.usd_per_million_tokens)
+        for name, usage in summary.providers.items()
+    ]
+    if summary.functions:
+        usd = sum(function.usd for function in summary.functions)
+        found.append(Bill(name="functions", usage=None, usd=usd, usd_per_million_tokens=None))
+    if len(found) > 1:
+        whole = summary.usd_per_million_tokens
+        found.append(Bill(name="all", usage=summary.total, usd=summary.usd, usd_per_million_tokens=whole))
+    return found
+
+
 def subtitle(summary: Summary) -> str:
     """When, with which seed and on which providers."""
     parts = [
@@ -57,7 +81,6 @@ def _when(started_at: str) -> str:
 
 def headline(summary: Summary) -> list[Figure]:
     total, moves = summary.total, summary.preempted_moves
-    functions_usd = sum(usage.usd for usage in summary.functions)
     steps = len(summary.steps)
     of = f" of {summary.steps_planned}" if summary.steps_planned not in (None, steps) else ""
     return [
@@ -77,8 +100,7 @@ def headline(summary: Summary) -> list[Figure]:
         Figure(
             name="cost",
             value=units.usd(summary.usd),
-            detail=f"{units.usd(summary.usd_per_million_tokens)} a million tokens"
-            + (f", functions {units.usd(functions_usd)}" if summary.functions else ""),
+            detail=f"{units.usd(summary.usd_per_million_tokens)} a million tokens",
         ),
         Figure(
             name="preemptions",
@@ -156,18 +178,19 @@ def _providers(summary: Summary) -> Table:
         ],
         rows=[
             [
-                name,
-                units.count(usage.leases),
-                units.count(usage.preemptions),
-                units.duration(usage.gpu_s),
-                units.share(usage.overhead_share),
-                units.share(usage.preempted_share),
-                units.count(usage.tokens),
-                units.count(usage.tokens_per_s),
-                units.usd(usage.usd),
-                units.usd(usage.usd_per_million_tokens),
+                bill.name,
+                units.count(usage and usage.leases),
+                units.count(usage and usage.preemptions),
+                units.duration(usage and usage.gpu_s),
+                units.share(usage and usage.overhead_share),
+                units.share(usage and usage.preempted_share),
+                units.count(usage and usage.tokens),
+                units.count(usage and usage.tokens_per_s),
+                units.usd(bill.usd),
+                units.usd(bill.usd_per_million_tokens),
             ]
-            for name, usage in _with_total(summary).items()
+            for bill in bills(summary)
+            for usage in [bill.usage]
         ],
         note="Overhead: time booting, loading, applying, recomputing, lost or unattributed, over all GPU time. "
         "Papers': preempted GPUs × recovery time, over all GPU time (ROSE §6.1); a lease that ends by time counts as "

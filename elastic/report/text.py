@@ -52,18 +52,18 @@ def closing_table(summary: Summary) -> RichTable:
         padding=(0, 1, 0, 0),
         pad_edge=False,
     )
-    usages = summary.providers | ({"all": summary.total} if len(summary.providers) > 1 else {})
     for i, name in enumerate(("provider", "leases", "preempted", "GPU time", "overhead", "tokens/s", "cost")):
         table.add_column(name, justify="right" if i else "left", header_style="dim", no_wrap=True)
-    for name, usage in usages.items():
+    for bill in tables.bills(summary):
+        usage = bill.usage
         cells = (
-            units.shortened(units.printable(name), 12),
-            units.count(usage.leases),
-            units.count(usage.preemptions),
-            units.duration(usage.gpu_s),
-            units.share(usage.overhead_share),
-            units.count(usage.tokens_per_s),
-            units.usd(usage.usd),
+            units.shortened(units.printable(bill.name), 12),
+            units.count(usage and usage.leases),
+            units.count(usage and usage.preemptions),
+            units.duration(usage and usage.gpu_s),
+            units.share(usage and usage.overhead_share),
+            units.count(usage and usage.tokens_per_s),
+            units.usd(bill.usd),
         )
         table.add_row(*map(Text, cells), style="bold" if usage is summary.total else "")
     return table

@@ -166,8 +166,14 @@ def test_the_bill_has_functions_in_it_everywhere(summary_of):
     assert summary.usd_per_million_trained_tokens == pytest.approx(20.0 / summary.batches.trained_tokens * 1e6)
     assert compare(summary, summary).other_usd == 20.0
     assert next(figure.value for figure in tables.headline(summary) if figure.name == "cost") == "$20.00"
-    (training,) = [table for table in tables.tables(summary) if table.title == "Cost of training"]
-    assert training.rows[0] == ["cost", "$20.00"]
+    found = {table.title: table.rows for table in tables.tables(summary)}
+    assert found["Cost of training"][0] == ["cost", "$20.00"]
+    assert [(row[0], row[-2]) for row in found["Providers"]] == [
+        ("trainer", "$10.00"),
+        ("functions", "$10.00"),
+        ("all", "$20.00"),
+    ]
+    assert found["Providers"][-1][-1] == "$20,000.00"
 
 
 def test_unattributed_counts_orderly_ends_only(summary_of):
