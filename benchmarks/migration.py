@@ -30,10 +30,11 @@ TURNS_PER_WORKER = 4
 
 async def overhead_s(run: PacedRun, share: float, workers: int) -> float:
     """What it costs to kill half of the workers at a `share` of a step that all of them begin."""
-    run.stocks["spot"].grow(workers)
     await run.workers(workers)
     calm_s = (await run.steps(2))[-1].rollout_ns / NS_PER_S
-    return await disturbed_s(run, share * calm_s, workers) - calm_s
+    overhead_s = await disturbed_s(run, share * calm_s, workers) - calm_s
+    run.stocks["spot"].grow(workers)
+    return overhead_s
 
 
 async def disturbed_s(run: PacedRun, after_s: float, workers: int) -> float:
