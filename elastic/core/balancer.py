@@ -4,6 +4,7 @@ A turn that is moved keeps its accepted tokens, goes where the policy wants it i
 is left alone from then on until a token has come of it. Source: RLBoost §4.2.1, Algorithm 2.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -16,16 +17,22 @@ from elastic.core.types import TurnId, TurnState, WorkerId, WorkerKind, WorkerRo
 
 
 class Load:
-    """A worker as a balancing policy sees it (`elastic.core.policy.LoadView`); turns are looked up when asked for."""
+    """A worker as a balancing policy sees it (`elastic.core.policy.LoadView`); turns are looked up when asked for.
+
+    What is on its way counts where it goes: turns that are being called back are none of the worker's any more, and
+    `arriving` ones are as good as there.
+    """
 
     __slots__ = ("_run", "_worker", "executing", "pending", "room")
 
-    def __init__(self, run: RunState, worker: Worker) -> None:
+    def __init__(self, run: RunState, worker: Worker, arriving: int = 0) -> None:
         self._run = run
         self._worker = worker
-        self.pending = min(worker.pending, worker.engine_pending)
-        self.executing = worker.outstanding - worker.pending
-        self.room = self._room()
+        live = run.turns.live
+        called_back = [begun for turn, begun in worker.turns.items() if live[turn].state is TurnState.MOVING]
+        self.pending = max(0, min(worker.pending, worker.engine_pending) - called_back.count(False))
+        self.executing = worker.outstanding - worker.pending - called_back.count(True) + arriving
+        self.room = max(0, self._room() - arriving)
 
     @property
     def id(self) -> WorkerId:
@@ -37,7 +44,8 @@ class Load:
 
     def movable_pending(self) -> list[TurnId]:
         """Engines begin turns in order: of those not begun, the last ones are the ones that wait."""
-        waiting = [turn for turn in self._turns() if not self._worker.turns[turn.id]]
+        running = (turn for turn in self._turns() if turn.state is TurnState.RUNNING)
+        waiting = [turn for turn in running if not self._worker.turns[turn.id]]
         return [turn.id for turn in waiting[len(waiting) - self.pending :] if _may_move(turn)][::-1]
 
     def movable_executing(self) -> list[TurnId]:
@@ -52,12 +60,13 @@ class Load:
         return (self._run.turns.live[turn] for turn in self._worker.turns)
 
     def _room(self) -> int:
+        """No more than may wait there to begin: the rest would be turned away when it arrives."""
         worker, run = self._worker, self._run
         may_take = worker.role is not WorkerRole.TRAINER and worker.pending == 0 and worker.engine_pending == 0
         if not may_take or run.fleet.with_room(worker.id, run.oldest_version) is None:
             return 0
         batch = worker.capabilities.max_batch if worker.capabilities else None
-        return max(0, min(worker.capacity, batch or worker.capacity) - worker.outstanding)
+        return min(min(worker.capacity, batch or worker.capacity) - worker.outstanding, run.limits.max_pending)
 
 
 def _may_move(turn: Turn) -> bool:
@@ -84,6 +93,10 @@ class Balancer:
         run, policy = self._run, self._run.policies.balancing
         if policy is None or run.turns.head() is not None:
             return
-        loads = [Load(run, worker) for worker in run.fleet.workers.values() if worker.state is WorkerState.READY]
-        for move in policy.moves(loads, run.profiles):
-            self._turns.transfer(run.turns.live[move.turn], move.to)
+        moving = (turn for turn in run.turns.live.values() if turn.state is TurnState.MOVING)
+        arriving = Counter(turn.destination for turn in moving)
+        ready = [worker for worker in run.fleet.workers.values() if worker.state is WorkerState.READY]
+        for move in policy.moves([Load(run, worker, arriving[worker.id]) for worker in ready], run.profiles):
+            turn = run.turns.live[move.turn]
+            if run.fleet.with_room(move.to, turn.oldest_version) is not None:
+                self._turns.transfer(turn, move.to)

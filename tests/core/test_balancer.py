@@ -5,6 +5,7 @@ import msgspec
 from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core.balancer import Load
+from elastic.core.profiles import BatchProfile
 from elastic.core.types import Account, FinishReason, Progress
 
 BATCH = 2
@@ -26,6 +27,12 @@ def crowded(make_desk):
         introduce(desk, worker)
     report(desk, first, pending=2, executing=BATCH)
     return desk, starts, second
+
+
+def interval(desk) -> list[str]:
+    """The turns that are called back when the loads are looked at again."""
+    desk.now_s += 0.3
+    return [command.turn for command in desk.tell(e.Tick()) if isinstance(command, c.AbortTurn)]
 
 
 def _request(desk, trajectory: str) -> list[c.StartTurn]:
@@ -154,3 +161,67 @@ def test_engine_that_has_not_begun_yet_is_known_all_the_same(make_desk) -> None:
         desk.tokens(start, 1)
     report(desk, worker, pending=0, executing=1, progress=1, decode_ns=11, decoded=1)
     assert [list(profile.samples) for profile in desk.scheduler.profiles.values()] == [[1]]
+
+
+def test_room_is_kept_for_what_is_on_its_way(make_desk) -> None:
+    """The second worker has room for one; the hand-over of that one takes several intervals."""
+    desk, starts, second = crowded(make_desk)
+    desk.beat(second, capacity=1)
+    assert interval(desk) == [starts[3].turn]
+    assert interval(desk) == []
+    give_back(desk, starts[3], 0, 0)
+    assert desk.one(c.StartTurn).worker == second
+
+
+def test_what_is_called_back_is_not_called_back_again_as_another(make_desk) -> None:
+    """Two of four turns are too many, and a third worker with room comes while they are under way to the second."""
+    desk = make_desk(group_size=4, balancing=True)
+    desk.trainer(capacity=0)
+    first = desk.worker("spot", capacity=4)
+    starts: list[c.StartTurn] = []
+    for member in range(4):
+        starts += _request(desk, f"0/0/{member}")
+        desk.tokens(starts[-1], 3 + member)
+    profile = desk.scheduler._run.profiles[desk.scheduler.fleet.workers[first].kind] = BatchProfile()
+    profile.note(1, 10, 10, 15.0)
+    profile.note(2, 20, 10, 15.0)
+    profile.note(4, 21, 10, 15.0)
+    second = desk.worker("spot", capacity=4)
+    assert interval(desk) == [starts[0].turn, starts[1].turn]
+    desk.worker("spot", capacity=4)
+    assert interval(desk) == []
+    give_back(desk, starts[0], 3, 0)
+    assert desk.one(c.StartTurn).worker == second
+
+
+def test_no_more_turns_are_sent_than_a_worker_may_have_waiting(make_desk) -> None:
+    desk, starts, second = crowded(make_desk)
+    workers = desk.scheduler.fleet.workers
+    record = workers[second]
+    record.introduce(msgspec.structs.replace(record.capabilities, max_batch=None))
+    assert Load(desk.scheduler._run, record).room == desk.scheduler.limits.max_pending < record.capacity
+    assert Load(desk.scheduler._run, record, arriving=1).room == desk.scheduler.limits.max_pending - 1
+    assert Load(desk.scheduler._run, record, arriving=1).executing == 1
+    assert Load(desk.scheduler._run, workers[starts[0].worker], arriving=1).room == 0
+
+
+def test_turn_is_not_called_back_for_a_worker_whose_weights_are_too_old_for_it(make_desk) -> None:
+    """Groups that run ahead may only have tokens of the newest version, which the second worker still loads."""
+    desk = make_desk(steps=3, staleness_bound=1, group_size=4, balancing=True)
+    desk.trainer(capacity=0, version=1)
+    first = desk.worker("spot", capacity=BATCH + 2)
+    desk.tell(e.WeightsApplied(worker=first, epoch=1, version=1))
+    second = desk.worker("serving", capacity=BATCH + 2)
+    for worker in (first, second):
+        introduce(desk, worker)
+    floors = desk.scheduler.step.groups["1/0"].version_floor, desk.scheduler.step.groups["1/1"].version_floor
+    assert floors == (0, 1)
+    for member in range(4):
+        (start,) = _request(desk, f"1/1/{member}")
+        assert start.worker == first
+        if member < BATCH:
+            desk.tokens(start, 3, version=1)
+    report(desk, first, pending=2, executing=BATCH)
+    assert interval(desk) == []
+    desk.tell(e.WeightsApplied(worker=second, epoch=1, version=1))
+    assert len(interval(desk)) == BATCH
