@@ -1,11 +1,13 @@
 """How much capacity to ask a provider for. Source: RLBoost §4.1 (N_prem) for the bound; the prices are ours."""
 
-from collections.abc import Iterable
-
 import msgspec
 
 from elastic.core.policy import MarketView
 from elastic.core.types import Offer, WorkerRole
+
+LEAST_WORKING_SHARE = 0.1
+"""Of its life, that a lease is thought to work for at least if others like it got ready: a bad hour makes a provider
+dear, not worthless, or nobody would find out that it is over."""
 
 
 class TakeWhatIsOffered:
@@ -21,7 +23,8 @@ class MarginalValue(msgspec.Struct, frozen=True):
     While rollouts are what a step waits for, n devices that cost B dollars an hour take time in proportion to 1/n.
     One more at price p takes it from n to n + 1, so it pays as long as p < (B + v)/n, where v is what an hour of
     the run's time is worth to its owner. The price of a lease counts the time that it does not work: of its
-    expected life it boots for a part. Dedicated workers are paid for anyway and always taken.
+    expected life it boots for a part. Dedicated workers are paid for anyway and always taken; they are among the
+    workers that N_prem bounds.
     """
 
     usd_per_hour_saved: float = 100.0
@@ -30,7 +33,7 @@ class MarginalValue(msgspec.Struct, frozen=True):
         available = market.available(offer.provider)
         if offer.role is not WorkerRole.ELASTIC:
             return available
-        usd = working_usd_per_hour(offer)
+        usd = working_usd_per_hour(offer, market.ready_s(offer.provider))
         if usd is None:
             return 0
         workers, bill_usd = _held(market)
@@ -45,32 +48,36 @@ class MarginalValue(msgspec.Struct, frozen=True):
         """Leases that the bound leaves to this offer, once better ones have had their share."""
         if market.worker_bound is None:
             return market.available(offer.provider)
-        elastic = [o for o in market.offers.values() if o.role is WorkerRole.ELASTIC]
-        taken = sum(market.held(o.provider) * o.workers_per_lease for o in elastic)
-        taken += sum(market.available(o.provider) * o.workers_per_lease for o in _better(offer, elastic))
+        own, taken = _rank(offer, market), 0
+        for other in market.offers.values():
+            if other.role is not WorkerRole.TRAINER:
+                reserved = market.available(other.provider) if _rank(other, market) < own else 0
+                taken += (market.held(other.provider) + reserved) * other.workers_per_lease
         return max(0, -(-(market.worker_bound - taken) // offer.workers_per_lease))
 
 
-def working_usd_per_hour(offer: Offer) -> float | None:
-    """What an hour of a lease's work costs, boot time included; None for one that dies before it can work."""
-    usd = offer.usd_per_gpu_hour * offer.gpus_per_worker * offer.workers_per_lease
-    if offer.expected_life_s is None:
+def working_usd_per_hour(offer: Offer, ready_s: float | None = None) -> float | None:
+    """What an hour of a lease's work costs, boot time included; None for one that dies before it can work.
+
+    `ready_s` is what the provider's workers took to get ready, where that has been measured; it counts instead of
+    what the offer declares.
+    """
+    usd, life_s = offer.usd_per_gpu_hour * offer.gpus_per_worker * offer.workers_per_lease, offer.expected_life_s
+    if life_s is None:
         return usd
-    working_s = offer.expected_life_s - offer.boot_s
-    return usd * offer.expected_life_s / working_s if working_s > 0 else None
+    working_s = life_s - offer.boot_s if ready_s is None else max(life_s - ready_s, LEAST_WORKING_SHARE * life_s)
+    return usd * life_s / working_s if working_s > 0 else None
 
 
-def _better(offer: Offer, others: Iterable[Offer]) -> list[Offer]:
-    """Offers whose work is cheaper, or as cheap and longer lived."""
+def _rank(offer: Offer, market: MarketView) -> tuple[bool, float, float, str]:
+    """Lower for what is to be had first: dedicated workers, then cheaper work, then longer lives.
 
-    def rank(candidate: Offer) -> tuple[float, float, str] | None:
-        usd = working_usd_per_hour(candidate)
-        life_s = float("inf") if candidate.expected_life_s is None else candidate.expected_life_s
-        return None if usd is None else (usd / candidate.workers_per_lease, -life_s, candidate.provider)
-
-    own = rank(offer)
-    ranked = [(rank(other), other) for other in others]
-    return [other for key, other in ranked if key is not None and own is not None and key < own]
+    What dies before it can work is to be had last, and never is.
+    """
+    usd = working_usd_per_hour(offer, market.ready_s(offer.provider))
+    usd_per_worker = float("inf") if usd is None else usd / offer.workers_per_lease
+    life_s = float("inf") if offer.expected_life_s is None else offer.expected_life_s
+    return offer.role is WorkerRole.ELASTIC, usd_per_worker, -life_s, offer.provider
 
 
 def _held(market: MarketView) -> tuple[int, float]:

@@ -24,7 +24,7 @@ def _view(scheduler: Scheduler) -> tuple[Any, ...]:
         step and (step.number, step.version, step.started_ns, step.seeding_ended_ns, step.rollout_ended_ns),
         step and (step.updating, step.groups, step.free_slots, step.launched, step.meter),
         (leases.leases, leases.offers, leases.failures, leases.worker_bound),
-        {provider: leases.ready_ns(provider) for provider in leases.offers},
+        {provider: (leases.ready_ns(provider), leases.mean_ready_ns(provider)) for provider in leases.offers},
         scheduler.fleet.workers,
         (turns.live, turns.conversations, turns.demands),
         scheduler.scorings,

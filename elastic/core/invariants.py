@@ -351,6 +351,8 @@ def _known(s: Scheduler, what: str, key: str) -> bool:
         return s.turns.head() is not None
     if what == "back-off":
         return key in s.leases.offers
+    if what == "provision":
+        return s.phase in (Phase.STARTING, Phase.RUNNING)
     return s.phase is _WAITS_OF_A_PHASE[what]
 
 

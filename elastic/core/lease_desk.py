@@ -9,8 +9,9 @@ from typing import Any
 from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core.leases import Lease
+from elastic.core.market import Market
 from elastic.core.run_state import RunState
-from elastic.core.types import EndCause, LeaseId, LeaseState, WorkerRole, WorkerState
+from elastic.core.types import EndCause, LeaseId, LeaseState, Offer, WorkerRole, WorkerState
 from elastic.core.worker_desk import WorkerDesk
 
 _FAILURES = (EndCause.BOOT_TIMEOUT, EndCause.EXPIRED, EndCause.FENCED, EndCause.LOST)
@@ -34,32 +35,44 @@ class LeaseDesk:
             "release": self._ask_back,
             "expiry": self._expiry_due,
             "succession": self._succession_due,
-            "back-off": self._provision,
+            "back-off": lambda _: self._provision(),
+            "provision": lambda _: self._provision(),
         }
 
     # Asking
 
     def _on_offer(self, event: e.OfferChanged) -> None:
         self._run.leases.offers[event.offer.provider] = event.offer
-        self._provision(event.offer.provider)
+        self._provision()
 
     def follow_bound(self) -> None:
         """Once more workers are worth having, or fewer, ask every provider again."""
         if self._worker_bound != self._run.leases.worker_bound:
             self._worker_bound = self._run.leases.worker_bound
-            for provider in self._run.leases.offers:
-                self._provision(provider)
+            self._provision()
 
-    def _provision(self, provider: str) -> None:
-        run, offer = self._run, self._run.leases.offers.get(provider)
-        if offer is None or not run.active or run.timers.waiting("back-off", provider):
+    def _provision(self) -> None:
+        """Ask every provider for what is worth having of it: what one has no more, another may have."""
+        for offer in self._run.leases.offers.values():
+            self._take_of(offer)
+
+    def _take_of(self, offer: Offer) -> None:
+        run = self._run
+        if not run.active:
             return
         if offer.role is WorkerRole.TRAINER:
-            wanted = 1 - run.leases.held(provider)
+            wanted = 1 - run.leases.held(offer.provider)
         else:
-            wanted = run.policies.provisioning.leases_wanted(offer, run.leases)
+            wanted = run.policies.provisioning.leases_wanted(offer, Market(run.leases, run.timers))
         for _ in range(wanted):
-            self._ask_for(provider)
+            self._ask_for(offer.provider)
+
+    def _replace(self, lease: Lease) -> None:
+        """What a lease's end leaves open is its own provider's at first, which is about to say what it has now."""
+        run = self._run
+        self._take_of(run.leases.offers[lease.provider])
+        if run.active and not run.timers.waiting("provision", "market"):
+            run.wait("provision", "market", run.limits.retry_base_ns)
 
     def _ask_for(self, provider: str, succeeds: LeaseId | None = None) -> None:
         run = self._run
@@ -114,6 +127,8 @@ class LeaseDesk:
         if lease.offer.role is WorkerRole.TRAINER:
             run.fail(f"the trainer's device is not to be had: {reason}")
         self._back_off(lease.provider)
+        self._retry_succession(lease.succeeds)
+        self._provision()
 
     def _back_off(self, provider: str) -> None:
         """Leave the provider alone for a while, twice as long with every failure in a row.
@@ -144,9 +159,19 @@ class LeaseDesk:
 
     def _succession_due(self, lease_id: str) -> None:
         run, lease = self._run, self._run.leases.leases[lease_id]
-        wanted = run.active and not run.timers.waiting("back-off", lease.provider)
-        if wanted and run.leases.successors_left(lease.provider) > 0:
-            self._ask_for(lease.provider, succeeds=lease.id)
+        if not run.active or lease_id in run.leases.succeeded():
+            return
+        offer, market = run.leases.offers[lease.provider], Market(run.leases, run.timers, ending=lease)
+        if run.policies.provisioning.leases_wanted(offer, market) > 0:
+            self._ask_for(lease.provider, succeeds=lease_id)
+        else:
+            self._retry_succession(lease_id)
+
+    def _retry_succession(self, lease_id: LeaseId | None) -> None:
+        """As long as a lease lives that has no successor yet, one may still be to be had, or become worth having."""
+        lease = self._run.leases.leases.get(lease_id or "")
+        if lease is not None and not lease.leaving:
+            self._run.wait("succession", lease.id, self._run.limits.retry_base_ns)
 
     # Giving back
 
@@ -163,6 +188,7 @@ class LeaseDesk:
     def give_back_all(self, reason: str) -> None:
         """The run is over: workers say goodbye where they can, the rest is released or withdrawn at once."""
         run = self._run
+        run.timers.clear("provision", "market")
         for provider in run.leases.offers:
             run.timers.clear("back-off", provider)
         for lease in list(run.leases.leases.values()):
@@ -251,4 +277,5 @@ class LeaseDesk:
         run.leases.move(lease, LeaseState.ENDED, run.now_ns, f"{event.cause} {event.detail}".rstrip())
         if lease.offer.role is WorkerRole.TRAINER:
             run.fail(f"the trainer's device was lost: {event.detail or event.cause}")
-        self._provision(lease.provider)
+        self._retry_succession(lease.succeeds)
+        self._replace(lease)

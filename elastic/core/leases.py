@@ -2,6 +2,9 @@
 
 from collections import Counter, deque
 from dataclasses import dataclass, field
+from statistics import fmean
+
+import msgspec
 
 from elastic.core.transitions import Story, take_transition
 from elastic.core.types import LeaseId, LeaseState, Nanoseconds, Offer, WorkerId
@@ -67,6 +70,15 @@ class LeaseTable:
         """The longest that its last workers took to get ready; None before the first."""
         return max(self._ready_ns.get(provider, ()), default=None)
 
+    def mean_ready_ns(self, provider: str) -> float | None:
+        """What its last workers took to get ready on average; None before the first."""
+        times_ns = self._ready_ns.get(provider)
+        return fmean(times_ns) if times_ns else None
+
+    def succeeded(self) -> set[LeaseId]:
+        """Leases whose successors are asked for, or there, before they are over."""
+        return {x.succeeds for x in self.leases.values() if x.succeeds is not None and x.succeeds in self.leases}
+
     def successors_left(self, provider: str) -> int:
         """How many of the successors that the provider offers have not been asked for."""
         offer = self.offers.get(provider)
@@ -85,7 +97,7 @@ class LeaseTable:
         return self._asked[provider]
 
     def available(self, provider: str) -> int:
-        """Leases of a provider's offer that are not asked for yet."""
+        """Leases of a provider's offer that are not asked for yet, nor granted since it was made."""
         return max(0, self.offers[provider].available - self._asked[provider])
 
     def held(self, provider: str) -> int:
@@ -97,6 +109,9 @@ class LeaseTable:
         take_transition(lease.id, lease.state, state, lease.story, now_ns, cause)
         if lease.state is LeaseState.REQUESTED:
             self._asked[lease.provider] -= 1
+        if state is LeaseState.GRANTED and lease.succeeds is None:
+            offer = self.offers[lease.provider]
+            self.offers[lease.provider] = msgspec.structs.replace(offer, available=offer.available - 1)
         lease.state = state
         if state in (LeaseState.ENDED, LeaseState.REFUSED):
             self._held[lease.provider] -= 1

@@ -155,17 +155,21 @@ class SeedingPlan(msgspec.Struct, frozen=True, kw_only=True):
 class MarketView(Protocol):
     """Everything that providers offer, and what is held of it, in leases."""
 
-    worker_bound: int | None
-
+    @property
+    def worker_bound(self) -> int | None: ...
     @property
     def offers(self) -> Mapping[str, Offer]: ...
 
     def available(self, provider: str) -> int:
-        """Leases on offer that are not asked for yet."""
+        """Leases on offer that are not asked for yet; none while the provider is left alone after a failure."""
         ...
 
     def held(self, provider: str) -> int:
         """Leases that are asked for, granted or on their way back."""
+        ...
+
+    def ready_s(self, provider: str) -> float | None:
+        """What the provider's last workers took on average from their grant to being ready; None before the first."""
         ...
 
 
@@ -193,7 +197,10 @@ class SeedingPolicy(Protocol):
 
 class ProvisioningPolicy(Protocol):
     def leases_wanted(self, offer: Offer, market: MarketView) -> int:
-        """How many more leases to ask this provider for now."""
+        """How many more leases to ask this provider for now.
+
+        Also asked of a market in which a lease is over that will end by time: whether it is to have a successor.
+        """
         ...
 
 

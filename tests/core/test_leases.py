@@ -28,6 +28,40 @@ def test_counts_follow_a_lease_through_its_life(table: LeaseTable) -> None:
     assert (table.held("spot"), lease.live, table.leases) == (0, False, {})
 
 
+def test_what_is_granted_is_on_offer_no_more(table: LeaseTable) -> None:
+    lease = table.request("spot")
+    assert table.available("spot") == 0
+    table.move(lease, LeaseState.GRANTED, 0, "")
+    assert table.available("spot") == 0
+
+
+def test_successors_are_granted_besides_what_is_on_offer(table: LeaseTable) -> None:
+    successor = table.request("spot", succeeds="spot-0")
+    table.move(successor, LeaseState.GRANTED, 0, "")
+    assert table.available("spot") == 1
+
+
+def test_mean_time_to_get_ready_is_that_of_the_last_workers(table: LeaseTable) -> None:
+    assert table.mean_ready_ns("spot") is None
+    for duration_ns in (900, *range(8)):
+        table.took_to_get_ready("spot-1", "spot", duration_ns)
+    assert (table.mean_ready_ns("spot"), table.ready_ns("spot")) == (3.5, 7)
+    assert table.mean_ready_ns("spot-eu") is None
+
+
+def test_lease_is_succeeded_while_both_are_there(table: LeaseTable) -> None:
+    lease = table.request("spot")
+    assert table.succeeded() == set()
+    successor = table.request("spot", succeeds=lease.id)
+    assert table.succeeded() == {lease.id}
+    table.move(successor, LeaseState.REFUSED, 0, "full")
+    assert table.succeeded() == set()
+    table.request("spot", succeeds=lease.id)
+    table.move(lease, LeaseState.GRANTED, 0, "")
+    table.move(lease, LeaseState.ENDED, 0, "")
+    assert table.succeeded() == set()
+
+
 def test_ids_are_never_used_twice_and_name_their_provider(table: LeaseTable) -> None:
     first = table.request("spot")
     table.move(first, LeaseState.REFUSED, 0, "full")

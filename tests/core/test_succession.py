@@ -8,6 +8,7 @@ from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core.types import NS_PER_S, EndCause, Offer, WorkerRole
 from elastic.sim.settings import SMALL_LIMITS
+from policies.provisioning import MarginalValue
 from policies.succession import EarlySuccessor
 from tests.core.conftest import Desk
 
@@ -57,6 +58,9 @@ def drained(out: list[c.Command]) -> list[str]:
 
 
 ALIVE = ("trainer", "functions-1/w")
+DUE_S = LIFE_S - DRAIN_S - LEAD_S
+"""When the successor of the first lease is asked for."""
+RETRY_S = SMALL_LIMITS.retry_base_ns / NS_PER_S
 
 
 def test_a_successor_is_asked_for_before_the_drain(desk: Desk) -> None:
@@ -135,3 +139,69 @@ def test_leases_too_short_to_be_of_use_are_asked_for_ever_more_rarely(desk: Desk
     gaps_s = [later - earlier for earlier, later in pairwise(asked_at_s)]
     assert gaps_s == sorted(gaps_s)
     assert gaps_s[-1] > 2 * gaps_s[0]
+
+
+def test_a_refused_successor_is_asked_for_again(desk: Desk) -> None:
+    assert asked(desk.wait(DUE_S + 0.1, ALIVE)) == ["functions-2"]
+    desk.tell(e.LeaseRefused(lease="functions-2", reason="full"))
+    assert asked(desk.wait(RETRY_S - 0.1, ALIVE)) == []
+    assert asked(desk.wait(RETRY_S + 0.2, ALIVE)) == ["functions-3"]
+
+
+def test_a_successor_that_is_lost_has_another_in_its_place(desk: Desk) -> None:
+    desk.wait(DUE_S + 0.1, ALIVE)
+    arrive(desk, "functions-2")
+    desk.tell(e.LeaseEnded(lease="functions-2", cause=EndCause.LOST))
+    assert asked(desk.wait(RETRY_S + 0.1, ALIVE)) == ["functions-3"]
+
+
+def test_a_back_off_puts_the_successor_off_and_no_more(desk: Desk) -> None:
+    desk.wait(DUE_S - 0.2, ALIVE)
+    assert asked(offer(desk, available=1)) == ["functions-2"]
+    offer(desk, available=0)
+    desk.tell(e.LeaseRefused(lease="functions-2", reason="full"))
+    assert asked(desk.wait(RETRY_S - 0.1, ALIVE)) == []
+    assert asked(desk.wait(RETRY_S, ALIVE)) == ["functions-3"]
+    assert desk.scheduler.leases.leases["functions-3"].succeeds == "functions-1"
+
+
+def test_a_successor_is_asked_for_as_soon_as_one_is_to_be_had(desk: Desk) -> None:
+    offer(desk, available=0, successors=0)
+    assert asked(desk.wait(DUE_S + 0.1, ALIVE)) == []
+    offer(desk, available=0, successors=1)
+    assert asked(desk.wait(RETRY_S, ALIVE)) == ["functions-2"]
+
+
+def test_none_once_the_lease_is_being_emptied(desk: Desk) -> None:
+    offer(desk, available=0, successors=0)
+    assert drained(desk.wait(LIFE_S - DRAIN_S + 0.1, ALIVE)) == ["functions-1/w"]
+    offer(desk, available=0, successors=1)
+    assert asked(desk.wait(1.0, ALIVE)) == []
+
+
+def test_one_for_all_the_workers_of_a_lease(desk: Desk) -> None:
+    """The second worker comes when the successor has been asked for."""
+    desk.tell(e.LeaseEnded(lease="functions-1", cause=EndCause.RELEASED))
+    offer(desk)
+    workers = ("functions-2/a", "functions-2/b")
+    desk.grant("functions-2", expires_s=desk.now_s + 8.0, workers=workers)
+    offer(desk, available=0, successors=2)
+    desk.join(workers[0])
+    assert asked(desk.wait(2.1, ("trainer", workers[0]))) == ["functions-3"]
+    desk.join(workers[1])
+    assert asked(desk.wait(0.1, ("trainer", *workers))) == []
+
+
+@pytest.mark.parametrize(("bound", "successors"), [(None, 2), (2, 2), (1, 0)])
+def test_successors_are_within_the_bound(make_desk, bound: int | None, successors: int) -> None:
+    """Two leases end at once: of each a successor may take the place, if that is still worth having."""
+    desk = make_desk(provisioning=MarginalValue())
+    desk.trainer()
+    offer(desk, available=2, successors=2)
+    for lease in ("functions-1", "functions-2"):
+        arrive(desk, lease)
+    offer(desk, available=0, successors=2)
+    desk.scheduler.leases.worker_bound = bound
+    alive = ("trainer", "functions-1/w", "functions-2/w")
+    assert len(asked(desk.wait(DUE_S + 0.1, alive))) == successors
+    assert asked(desk.wait(RETRY_S, alive)) == []

@@ -1,0 +1,45 @@
+"""The market as a provisioning policy sees it: what providers offer now, and what is held of it."""
+
+from collections import Counter
+from collections.abc import Mapping
+
+from elastic.core.leases import Lease, LeaseTable
+from elastic.core.timers import Timers
+from elastic.core.types import NS_PER_S, Offer
+
+
+class Market:
+    """The lease table as an `elastic.core.policy.MarketView`.
+
+    With `ending` it is the market that a successor of this lease is meant for: the lease is over, like others that
+    have successors, and what its provider has available are successors.
+    """
+
+    def __init__(self, table: LeaseTable, timers: Timers, ending: Lease | None = None) -> None:
+        self._table = table
+        self._timers = timers
+        self._ending = ending
+        over = table.succeeded() | {ending.id} if ending is not None else set[str]()
+        self._over = Counter(table.leases[lease].provider for lease in over)
+
+    @property
+    def worker_bound(self) -> int | None:
+        return self._table.worker_bound
+
+    @property
+    def offers(self) -> Mapping[str, Offer]:
+        return self._table.offers
+
+    def available(self, provider: str) -> int:
+        if self._timers.waiting("back-off", provider):
+            return 0
+        if self._ending is not None and provider == self._ending.provider:
+            return max(0, self._table.successors_left(provider))
+        return self._table.available(provider)
+
+    def held(self, provider: str) -> int:
+        return self._table.held(provider) - self._over[provider]
+
+    def ready_s(self, provider: str) -> float | None:
+        ready_ns = self._table.mean_ready_ns(provider)
+        return None if ready_ns is None else ready_ns / NS_PER_S
