@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from elastic import compose
+from elastic.compose import lives
 from elastic.config import Config, ConfigError
 from elastic.core.scheduler import Scheduler
 from elastic.runtime.gateway import GatewayError
@@ -92,7 +93,7 @@ class TestNextLife:
 
     def test_has_room_for_its_own_journal(self, run_dir: Path, changed: Config) -> None:
         for name in ("second", "third"):
-            with compose._next_life(run_dir, changed, scheduler(changed)) as past:
+            with lives.next_life(run_dir, changed, scheduler(changed)) as past:
                 live(run_dir, name)
             assert past.providers == ("spot",)
         assert journals(run_dir) == {
@@ -107,7 +108,7 @@ class TestNextLife:
         self, run_dir: Path, config: Config, changed: Config, came_to: str
     ) -> None:
         def refused() -> None:
-            with compose._next_life(run_dir, changed, scheduler(changed)):
+            with lives.next_life(run_dir, changed, scheduler(changed)):
                 if came_to:
                     (run_dir / came_to).write_text("second")
                 raise GatewayError("port in use")
@@ -122,7 +123,7 @@ class TestNextLife:
         begun._run.version = 3
 
         def broken_off() -> None:
-            with compose._next_life(run_dir, changed, begun):
+            with lives.next_life(run_dir, changed, begun):
                 live(run_dir, "second")
                 raise JournalError("disk full")
 
@@ -134,7 +135,7 @@ class TestNextLife:
 def test_a_journal_moves_with_what_is_not_in_its_file_yet(tmp_path: Path) -> None:
     for name in ("a.sqlite", "a.sqlite-wal", "b.sqlite", "b.sqlite-shm"):
         (tmp_path / name).write_text(name)
-    compose._move_journal(tmp_path / "a.sqlite", tmp_path / "b.sqlite")
+    lives._move_journal(tmp_path / "a.sqlite", tmp_path / "b.sqlite")
     assert {p.name: p.read_text() for p in tmp_path.iterdir()} == {
         "b.sqlite": "a.sqlite",
         "b.sqlite-wal": "a.sqlite-wal",

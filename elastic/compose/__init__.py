@@ -1,0 +1,63 @@
+"""The composition root: reads a configuration, picks policies, providers and environment, and wires a run.
+
+The only room that knows everybody. Commands of the command line end here.
+"""
+
+from elastic.compose.execution import INTERRUPTED, RUNNING, UNEXPECTED, RunOutcome, execute
+from elastic.compose.lives import PastLife, past_life, replay
+from elastic.compose.plan import (
+    RunPlan,
+    acquisitions,
+    check_policy,
+    installed,
+    read_model_config,
+    resolve,
+    reward_calls,
+)
+from elastic.compose.preparation import Prepared, prepare
+from elastic.compose.processes import run_loop, run_serving_host, run_worker
+from elastic.compose.runs import (
+    claimed,
+    discard_run,
+    find_run,
+    is_claimed,
+    list_runs,
+    load_run_config,
+    new_run_dir,
+    save_run_config,
+)
+from elastic.compose.scheduling import limits, policies, run_plan
+
+__all__ = [
+    "INTERRUPTED",
+    "RUNNING",
+    "UNEXPECTED",
+    "PastLife",
+    "Prepared",
+    "RunOutcome",
+    "RunPlan",
+    "acquisitions",
+    "check_policy",
+    "claimed",
+    "discard_run",
+    "execute",
+    "find_run",
+    "installed",
+    "is_claimed",
+    "limits",
+    "list_runs",
+    "load_run_config",
+    "new_run_dir",
+    "past_life",
+    "policies",
+    "prepare",
+    "read_model_config",
+    "replay",
+    "resolve",
+    "reward_calls",
+    "run_loop",
+    "run_plan",
+    "run_serving_host",
+    "run_worker",
+    "save_run_config",
+]

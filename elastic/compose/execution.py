@@ -1,0 +1,189 @@
+"""A live run: everything wired to the orchestrator, until it ends."""
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+import msgspec
+import structlog
+
+from elastic import wire
+from elastic.compose.lives import JOURNAL, PastLife, next_life
+from elastic.compose.plan import TRAINER_PROVIDER, RunPlan, engine_settings, read_model_config, resolve
+from elastic.compose.relay import weights_relay
+from elastic.compose.runs import claimed
+from elastic.compose.scheduling import limits, policies, run_plan
+from elastic.config import Config
+from elastic.core.digest import digest
+from elastic.core.scheduler import Scheduler
+from elastic.runtime.journal import Journal
+from elastic.runtime.orchestrator import Orchestrator
+from elastic.runtime.status import RunStatus
+from functions.base import FunctionPool, Meter
+from functions.local import LocalFunctionPool, Prices
+from providers.base import Provider, ProviderContext
+
+log = structlog.get_logger(__name__)
+
+REDIAL_SHARE = 2 / 3
+"""Of the silence that fences a worker: it dials again before that, and may resume its session."""
+WORKER_DRAIN_SHARE = 0.8
+"""Of the time a drain may take: the worker's goodbye comes before the orchestrator gives it up."""
+INTERRUPTED = "interrupted"
+RUNNING = "running"
+UNEXPECTED = "failed: it ended unexpectedly"
+
+
+class RunOutcome(msgspec.Struct, frozen=True, kw_only=True):
+    run_dir: Path
+    failed: str
+    interrupted: bool
+
+
+async def execute(
+    plan: RunPlan,
+    run_dir: Path,
+    *,
+    resume: bool = False,
+    observe: Callable[[RunStatus], None] = lambda _: None,
+    on_ready: Callable[[Orchestrator], None] = lambda _: None,
+) -> RunOutcome:
+    """Carry out a run in `run_dir`. `on_ready` gets the orchestrator, to stop it from outside.
+
+    Raises what the orchestrator raises when the run cannot begin; every process is gone by then.
+    """
+    config = plan.config
+    scheduler = Scheduler(run_plan(plan), limits(config), policies(config), 0)
+    life = next_life(run_dir, config, scheduler) if resume else contextlib.nullcontext(PastLife())
+    with claimed(run_dir), life as past:
+        (run_dir / "logs").mkdir(exist_ok=True)
+        journal = Journal(run_dir / JOURNAL, config.journal.commit_interval_s)
+        for key, value in _meta(plan, run_dir).items():
+            journal.meta(key, value)
+        status = UNEXPECTED
+        try:
+            await _reconcile(plan, run_dir, [name for name in past.providers if name not in plan.providers])
+            async with weights_relay(config, run_dir) as (relay, relay_token):
+                orchestrator = Orchestrator(
+                    config,
+                    scheduler,
+                    journal,
+                    make_providers=lambda join, now_ns: make_providers(
+                        plan, run_dir, join, now_ns, resume=resume, note=journal.meta
+                    ),
+                    make_environment=lambda: plan.environment(plan.environment_settings),
+                    stop_token_ids=plan.environment.stop_token_ids,
+                    welcome=_welcome(config, relay, relay_token),
+                    observe=observe,
+                    make_reward_pool=partial(make_reward_pool, plan, run_dir) if plan.reward else None,
+                    engines={name: engine_settings(config, s) for name, s in plan.providers.items() if s.engine},
+                )
+                on_ready(orchestrator)
+                failed = await orchestrator.run(config.run.host, config.run.port)
+            status = f"failed: {failed}" if failed else "finished"
+        except Exception as error:
+            status = f"failed: {error}"
+            raise
+        finally:
+            journal.meta("digest", digest(scheduler))
+            journal.meta("status", status)
+            journal.close()
+    return RunOutcome(run_dir=run_dir, failed=failed, interrupted=failed == INTERRUPTED)
+
+
+def make_reward_pool(plan: RunPlan, run_dir: Path, meter: Meter) -> FunctionPool:
+    rewards = plan.config.rewards
+    return LocalFunctionPool(
+        plan.reward,
+        concurrency=rewards.concurrency,
+        idle_s=rewards.idle_s,
+        prices=Prices(rewards.usd_per_s, rewards.usd_per_call, rewards.pacing_s),
+        log=run_dir / "logs" / "functions.log",
+        meter=meter,
+    )
+
+
+def make_providers(
+    plan: RunPlan,
+    run_dir: Path,
+    join: str,
+    now_ns: Callable[[], int],
+    *,
+    resume: bool,
+    note: Callable[[str, str], None] = lambda key, text: None,
+) -> Mapping[str, Provider]:
+    """The trainer's device and every chosen provider, ready to start; `note` keeps what they have to say for the
+    run's report."""
+    from providers.reserved import TrainerProvider
+
+    def context(command: Sequence[str]) -> ProviderContext:
+        return ProviderContext(
+            run=run_dir.name,
+            run_dir=run_dir.resolve(),
+            join=join,
+            worker_command=tuple(command),
+            host_command=(*elastic, "serving-host"),
+            now_ns=now_ns,
+            note=note,
+            acquire_timeout_s=plan.config.scheduler.acquire_timeout_s,
+            release_timeout_s=plan.config.scheduler.release_timeout_s,
+        )
+
+    elastic = (sys.executable, "-m", "elastic.cli")
+    trainer = plan.config.trainer
+    trainer_command = (*elastic, "worker", "--trainer", str(run_dir.resolve()), *(("--resume",) if resume else ()))
+    providers: dict[str, Provider] = {
+        TRAINER_PROVIDER: TrainerProvider(
+            TRAINER_PROVIDER,
+            TrainerProvider.Settings(
+                max_workers=1, usd_per_gpu_hour=trainer.usd_per_gpu_hour, gpus_per_worker=trainer.gpus
+            ),
+            context(trainer_command),
+        )
+    }
+    for name, settings in plan.providers.items():
+        providers[name] = plan.provider_types[name](name, settings, context((*elastic, "worker")))
+    return providers
+
+
+async def _reconcile(plan: RunPlan, run_dir: Path, names: Sequence[str]) -> None:
+    """End what the run's earlier life left with providers that it does not use any more."""
+    former = resolve(plan.config, names, str(run_dir))
+    providers = make_providers(former, run_dir, "", time.monotonic_ns, resume=True)
+    for name in names:
+        for line in await providers[name].reconcile():
+            log.warning("left over from an earlier process", what=line)
+
+
+def _meta(plan: RunPlan, run_dir: Path) -> dict[str, str]:
+    return {
+        "run": run_dir.name,
+        "status": RUNNING,
+        "config": plan.config.model_dump_json(),
+        "providers": ",".join(plan.providers),
+        "seed": str(plan.config.run.seed),
+        "started_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    }
+
+
+def _welcome(config: Config, relay: str, relay_token: str) -> wire.Welcome:
+    s = config.scheduler
+    return wire.Welcome(
+        session_key="",
+        epoch=0,
+        heartbeat_interval_s=s.heartbeat_interval_s,
+        flush_interval_s=s.flush_interval_s,
+        silence_timeout_s=s.heartbeat_timeout_s * REDIAL_SHARE,
+        engine=config.engine.model_dump(mode="json"),
+        model=read_model_config(config),
+        relay=relay,
+        relay_token=relay_token,
+        resume_timeout_s=s.resume_timeout_s,
+        pull_timeout_s=config.weights.pull_timeout_s,
+        load_timeout_s=s.load_timeout_s,
+        drain_timeout_s=s.drain_timeout_s * WORKER_DRAIN_SHARE,
+        whole_turns=s.collect == "responses",
+    )

@@ -1,0 +1,180 @@
+"""What a run is to be: its configuration resolved, and checked before a process starts."""
+
+import importlib.metadata
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from pydantic import BaseModel
+
+from elastic.config import Config, ConfigError, EngineConfig, validate
+from elastic.envs.base import Environment
+from providers.base import Provider, ProviderSettings
+
+TRAINER_PROVIDER = "trainer"
+
+
+class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """A resolved run: what `--dry-run` shows and `execute` carries out."""
+
+    config: Config
+    providers: dict[str, ProviderSettings]
+    provider_types: dict[str, type[Provider]]
+    environment: type[Environment]
+    environment_settings: BaseModel
+    reward: str = ""
+    """The entry point of the function that computes rewards (`module:attribute`); empty: the environment does."""
+
+    def resolved(self) -> dict[str, Any]:
+        """The configuration as it takes effect: with the providers that are used, and everybody's defaults."""
+        body = self.config.model_dump(mode="json")
+        body["environment"]["settings"] = self.environment_settings.model_dump(mode="json")
+        body["providers"] = {name: settings.model_dump(mode="json") for name, settings in self.providers.items()}
+        return body
+
+
+class Acquisition(msgspec.Struct, frozen=True, kw_only=True):
+    """What a run would acquire from one provider, and what that costs at most."""
+
+    provider: str
+    max_workers: int
+    gpus_per_worker: int
+    usd_per_gpu_hour: float
+    usd_per_hour_max: float
+
+
+class RewardCalls(msgspec.Struct, frozen=True, kw_only=True):
+    """What a run would call for its rewards, and what that costs."""
+
+    function: str
+    concurrency: int
+    usd_per_s: float
+    usd_per_call: float
+
+
+def installed(group: str) -> dict[str, importlib.metadata.EntryPoint]:
+    """Entry points of one kind by name: ours and third parties' alike."""
+    return {point.name: point for point in importlib.metadata.entry_points(group=group)}
+
+
+def _pick(kind: str, name: str, where: str) -> importlib.metadata.EntryPoint:
+    points = installed(f"elastic.{kind}s")
+    if name not in points:
+        raise ConfigError(f"{where}: unknown {kind} {name!r}; installed: {', '.join(sorted(points)) or 'none'}")
+    return points[name]
+
+
+def resolve(config: Config, provider_names: Sequence[str], where: str) -> RunPlan:
+    """Check everything that can be checked before a process starts. Raises `ConfigError`."""
+    types: dict[str, type[Provider]] = {}
+    settings: dict[str, ProviderSettings] = {}
+    names = list(dict.fromkeys(provider_names))
+    if "reserved" in config.providers and "reserved" not in names:
+        names.append("reserved")
+    for name in (*names, *config.providers):
+        source = f"{where}: providers.{name}" if name in config.providers else "--providers"
+        kind = types.setdefault(name, _pick("provider", name, source).load())
+        checked = validate(kind.Settings, config.providers.get(name, {}), where, f"providers.{name}")
+        if name in names:
+            settings[name] = checked
+    environment = _pick("environment", config.environment.name, f"{where}: environment.name").load()
+    reward = config.rewards.name and _pick("reward", config.rewards.name, f"{where}: rewards.name").value
+    for name, chosen in settings.items():
+        engine = validate(EngineConfig, engine_settings(config, chosen), where, f"providers.{name}.engine")
+        _pick("engine", engine.kind, f"{where}: providers.{name}.engine.kind")
+    _pick("engine", config.engine.kind, f"{where}: engine.kind")
+    return RunPlan(
+        config=config,
+        providers=settings,
+        provider_types={name: types[name] for name in names},
+        environment=environment,
+        environment_settings=validate(environment.Settings, config.environment.settings, where, "environment.settings"),
+        reward=reward,
+    )
+
+
+def engine_settings(config: Config, provider: ProviderSettings) -> dict[str, Any]:
+    """The run's engine settings, with what a provider's workers have of their own."""
+    return config.engine.model_dump(mode="json") | provider.engine
+
+
+def acquisitions(plan: RunPlan) -> list[Acquisition]:
+    """The trainer's device and what each provider would be asked for."""
+    trainer = plan.config.trainer
+    rows = [(TRAINER_PROVIDER, 1, trainer.gpus, trainer.usd_per_gpu_hour)]
+    rows += [(name, s.max_workers, s.gpus_per_worker, s.usd_per_gpu_hour) for name, s in plan.providers.items()]
+    return [
+        Acquisition(
+            provider=name,
+            max_workers=workers,
+            gpus_per_worker=gpus,
+            usd_per_gpu_hour=usd,
+            usd_per_hour_max=workers * gpus * usd,
+        )
+        for name, workers, gpus, usd in rows
+    ]
+
+
+def reward_calls(plan: RunPlan) -> RewardCalls | None:
+    """What would be called for rewards; None where the environment has them."""
+    rewards = plan.config.rewards
+    if not plan.reward:
+        return None
+    return RewardCalls(
+        function=rewards.name,
+        concurrency=rewards.concurrency,
+        usd_per_s=rewards.usd_per_s,
+        usd_per_call=rewards.usd_per_call,
+    )
+
+
+def read_model_config(config: Config) -> dict[str, Any]:
+    """The base policy's `config.json`. Raises `ConfigError` where there is none."""
+    path = config.model.checkpoint / "config.json"
+    try:
+        return json.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(
+            f"model.checkpoint: {path} cannot be read ({error.strerror}); "
+            "`elastic prepare CONFIG` makes the base policy of the examples"
+        ) from error
+    except ValueError as error:
+        raise ConfigError(f"model.checkpoint: {path} is not JSON: {error}") from error
+
+
+def check_policy(plan: RunPlan, resumed: Path | None = None) -> None:
+    """Read the base policy as a worker would, and a resumed run's checkpoint as the trainer would.
+
+    Raises `ConfigError` for a policy that does not match its own config or cannot say every word of the environment,
+    for a checkpoint that is damaged or of another model, and where there is no such device.
+    """
+    import torch
+
+    from elastic.model.checkpoint import CheckpointError, load_model
+    from elastic.trainer.checkpoint import saved
+    from elastic.trainer.trainer import GRPOTrainer
+
+    config, words = plan.config, len(plan.environment.vocabulary)
+    if config.engine.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("engine.device: found 'cuda', but no CUDA device is here; allowed: 'auto', 'cpu'")
+    read_model_config(config)
+    try:
+        model = load_model(config.model.checkpoint)
+    except CheckpointError as error:
+        raise ConfigError(f"model.checkpoint: {error}") from error
+    if model.config.vocab_size < words:
+        raise ConfigError(
+            f"model.checkpoint: {config.model.checkpoint} has a vocabulary of {model.config.vocab_size} tokens; "
+            f"environment {config.environment.name!r} needs at least {words}"
+        )
+    if resumed and (checkpoints := saved(resumed / "checkpoints")):
+        trainer = GRPOTrainer(config.trainer, model, config.rollout.groups, config.rollout.temperature)
+        try:
+            trainer.load(checkpoints[-1])
+        except CheckpointError as error:
+            raise ConfigError(
+                f"--resume: {error}; a damaged file can be removed, and the run goes on from the one before it, "
+                "or from the base policy"
+            ) from error

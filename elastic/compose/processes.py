@@ -1,0 +1,86 @@
+"""What runs in other processes, and the event loop that each of them runs on."""
+
+import asyncio
+import gc
+import os
+import time
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+from elastic.compose.runs import load_run_config
+from elastic.config import ConfigError
+from providers.serving_messages import LendOrder
+
+T = TypeVar("T")
+
+ENVIRONMENT_VARIABLES = ("ELASTIC_JOIN", "ELASTIC_WORKER", "ELASTIC_JOIN_TOKEN")
+
+
+def run_worker(join: str | None, trainer_run_dir: Path | None, *, resume: bool) -> NoReturn:
+    """Be a worker (or, with `trainer_run_dir`, the trainer of that run) until the lease ends."""
+    from elastic.worker.agent import leave_process, run_agent
+
+    ticket = worker_ticket(join)
+    if trainer_run_dir is None:
+        leave_process(run_loop(run_agent(*ticket)))
+    from elastic.worker.trainer_host import run_trainer_host
+
+    config = load_run_config(trainer_run_dir)
+    leave_process(run_loop(run_trainer_host(*ticket, config, trainer_run_dir, resume)))
+
+
+def run_serving_host() -> int:
+    """Be a serving host until a signal, with the settings that its provider put into the environment."""
+    from elastic.worker import serving_host
+    from elastic.worker.agent import run_agent
+    from elastic.worker.warmup import warm_up
+
+    async def start_agent(order: LendOrder, share: serving_host.HostShare) -> None:
+        end = await run_agent(
+            order.join,
+            order.worker,
+            order.token,
+            share.build_engine,
+            share=share,
+            born_ns=time.monotonic_ns(),
+        )
+        if end.code != 0:
+            raise RuntimeError(end.reason)
+
+    settings = serving_host.parse_settings(os.environ.get(serving_host.HOST_VARIABLE, ""))
+    # Before anything is offered: from the order to lend on, every second of it would be the run's.
+    warm_up()
+    run_loop(serving_host.serve_host(settings, start_agent))
+    return 0
+
+
+def run_loop(work: Coroutine[Any, Any, T]) -> T:
+    """Like `asyncio.run`, on the fastest event loop there is."""
+    gc.collect()
+    gc.freeze()  # modules stay: a full collection that went through them would hold the loop up
+    with asyncio.Runner(loop_factory=event_loop) as runner:
+        return runner.run(work)
+
+
+def event_loop() -> asyncio.AbstractEventLoop:
+    """uvloop's, where there is one."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop()
+    return uvloop.new_event_loop()
+
+
+def worker_ticket(join: str | None) -> tuple[str, str, str]:
+    """Where to dial and as whom: (join, worker, token), from the environment that a provider sets."""
+    found = {name: os.environ.get(name, "") for name in ENVIRONMENT_VARIABLES}
+    if join:
+        found["ELASTIC_JOIN"] = join
+    missing = [name for name, value in found.items() if not value]
+    if missing:
+        raise ConfigError(f"elastic worker: {', '.join(missing)} not set; a provider hands these to its workers")
+    host, _, port = found["ELASTIC_JOIN"].rpartition(":")
+    if not (host and port.isdecimal() and 0 < int(port) < 65_536):
+        raise ConfigError(f"elastic worker: --join takes HOST:PORT (found {found['ELASTIC_JOIN']!r})")
+    return found["ELASTIC_JOIN"], found["ELASTIC_WORKER"], found["ELASTIC_JOIN_TOKEN"]

@@ -1,0 +1,50 @@
+"""Where a run's workers pull their weights from."""
+
+import asyncio
+import contextlib
+import secrets
+import socket
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import uvicorn
+
+from elastic.config import Config
+from elastic.runtime.gateway import GatewayError
+from elastic.weights.relay import open_relay
+from elastic.weights.server import relay_app
+
+
+@contextlib.asynccontextmanager
+async def weights_relay(config: Config, run_dir: Path) -> AsyncIterator[tuple[str, str]]:
+    """Where workers pull weights from: the run's directory, or that directory over HTTP."""
+    directory = (run_dir / "weights").resolve()
+    directory.mkdir(exist_ok=True)
+    if config.weights.relay == "directory":
+        yield str(directory), ""
+        return
+    try:
+        listener = socket.create_server((config.run.host, 0))
+    except OSError as error:
+        raise GatewayError(
+            f"cannot serve weights on {config.run.host}: {error.strerror or error}; name another run.host"
+        ) from error
+    token, timeout_s = secrets.token_urlsafe(32), config.scheduler.release_timeout_s
+    app = relay_app(open_relay(str(directory)), token)
+    server = _Server(uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=1))
+    serving = asyncio.create_task(server.serve(sockets=[listener]), name="weights relay")
+    try:
+        yield "http://{}:{}".format(*listener.getsockname()[:2]), token
+    finally:
+        server.should_exit = True
+        await asyncio.wait({serving}, timeout=timeout_s)
+        serving.cancel()
+        await asyncio.wait({serving}, timeout=timeout_s)
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to the run, which ends with it anyway."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield

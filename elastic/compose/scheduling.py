@@ -1,0 +1,120 @@
+"""What the scheduler is given: the run's plan, its limits and its policies."""
+
+from elastic.compose.plan import TRAINER_PROVIDER, RunPlan
+from elastic.config import Config
+from elastic.core.policy import (
+    BalancingPolicy,
+    Policies,
+    ProvisioningPolicy,
+    RoutingPolicy,
+    SeedingPolicy,
+    SuccessionPolicy,
+)
+from elastic.core.types import NS_PER_S, Limits, Plan
+from policies.balancing import ContinuousBalancing
+from policies.provisioning import MarginalValue, TakeWhatIsOffered
+from policies.routing import AffinityRouting, PinnedRouting, TurnWiseRouting
+from policies.sampling import DynamicSampling, FixedBatch
+from policies.seeding import AdaptiveWindow, FixedWindow
+from policies.selection import NonZeroVariance
+from policies.succession import EarlySuccessor
+
+ANSWER_GRACE_S = 2.0
+"""A function pool kills a call that is out of time and says so; only one that does not is given up without it."""
+
+
+def run_plan(plan: RunPlan) -> Plan:
+    return Plan(
+        steps=plan.config.run.steps,
+        groups=plan.config.rollout.groups,
+        group_size=plan.config.rollout.group_size,
+        staleness_bound=plan.config.rollout.staleness_bound,
+        minibatches=plan.config.trainer.updates_per_step,
+        trainer_provider=TRAINER_PROVIDER,
+        providers=tuple(plan.providers),
+    )
+
+
+def limits(config: Config) -> Limits:
+    """The configuration's times, in the core's nanoseconds."""
+    s = config.scheduler
+
+    def ns(seconds: float) -> int:
+        return round(seconds * NS_PER_S)
+
+    return Limits(
+        heartbeat_timeout_ns=ns(s.heartbeat_timeout_s),
+        stall_timeout_ns=ns(s.stall_timeout_s),
+        turn_stall_timeout_ns=ns(s.turn_stall_timeout_s),
+        handover_timeout_ns=ns(s.handover_timeout_s),
+        drain_timeout_ns=ns(s.drain_timeout_s),
+        acquire_timeout_ns=ns(s.acquire_timeout_s),
+        boot_timeout_ns=ns(s.boot_timeout_s),
+        load_timeout_ns=ns(s.load_timeout_s),
+        resume_timeout_ns=ns(s.resume_timeout_s),
+        release_timeout_ns=ns(s.release_timeout_s),
+        queue_timeout_ns=ns(s.queue_timeout_s),
+        train_timeout_ns=ns(config.trainer.step_timeout_s),
+        reseed_delay_ns=ns(s.reseed_delay_s),
+        retry_base_ns=ns(s.retry_base_s),
+        retry_max_ns=ns(s.retry_max_s),
+        max_engine_errors=s.max_engine_errors,
+        max_pending=config.engine.max_pending,
+        balance_interval_ns=ns(config.balancing.interval_s),
+        score_timeout_ns=ns(config.rewards.timeout_s + ANSWER_GRACE_S),
+        score_retry_ns=ns(config.rewards.retry_base_s),
+        score_attempts_max=config.rewards.max_retries + 1,
+        scorings_max=config.rewards.concurrency,
+    )
+
+
+def policies(config: Config) -> Policies:
+    rollout = config.rollout
+    return Policies(
+        routing=_routing(config),
+        seeding=_seeding(config),
+        provisioning=_provisioning(config),
+        selection=NonZeroVariance(),
+        balancing=_balancing(config),
+        succession=_succession(config),
+        sampling=DynamicSampling(rollout.dynamic_sampling_most) if rollout.dynamic_sampling else FixedBatch(),
+    )
+
+
+def _succession(config: Config) -> SuccessionPolicy | None:
+    margin = config.provisioning.successor_margin
+    return EarlySuccessor(margin) if margin > 0 else None
+
+
+def _seeding(config: Config) -> SeedingPolicy:
+    s = config.seeding
+    window_ns = round(s.window_s * NS_PER_S)
+    if s.policy == "fixed":
+        return FixedWindow(window_ns)
+    return AdaptiveWindow(
+        window_ns,
+        rate=s.rate,
+        longest_ns=round(s.longest_window_s * NS_PER_S),
+        remembers=s.memory,
+        bounds_workers=s.bound_workers,
+    )
+
+
+def _routing(config: Config) -> RoutingPolicy:
+    match config.routing.policy:
+        case "static":
+            return PinnedRouting()
+        case "turn_wise":
+            return TurnWiseRouting()
+        case "affinity":
+            return AffinityRouting(config.routing.hardware)
+
+
+def _balancing(config: Config) -> BalancingPolicy | None:
+    return ContinuousBalancing(config.balancing.plateau_share) if config.balancing.policy == "continuous" else None
+
+
+def _provisioning(config: Config) -> ProvisioningPolicy:
+    if config.provisioning.policy == "take_all":
+        return TakeWhatIsOffered()
+    return MarginalValue(config.provisioning.usd_per_hour_saved)
