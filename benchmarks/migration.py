@@ -13,7 +13,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
-from typing import Any
+from typing import Any, NamedTuple
 
 from _common import Arguments, emit, parse_arguments
 from _live import run_to_end
@@ -23,18 +23,26 @@ from elastic.core.types import NS_PER_S
 
 ARMS = {"migrate": "tokens", "recompute": "responses"}
 MOMENTS = {"early": 0.2, "midway": 0.6}
-PACING = {"prefill_tokens_per_s": 4000, "decode_step_s": {1: 0.03, 8: 0.04, 16: 0.08}}
+PACING = {"prefill_tokens_per_s": 4000, "decode_step_s": {1: 0.04, 16: 0.04}}
+"""Decoding takes as long whatever the batch: how turns are spread makes no difference, only what is done again."""
 TASK = TaskSettings(prompts={"": 16}, observations={"": 1})
 TURNS_PER_WORKER = 4
 
 
-async def overhead_s(run: PacedRun, share: float, workers: int) -> float:
-    """What it costs to kill half of the workers at a `share` of a step that all of them begin."""
+class Round(NamedTuple):
+    """Rollout times of two steps: an undisturbed one, and the next that all workers begin and half do not end."""
+
+    calm_s: float
+    disturbed_s: float
+
+
+async def one_round(run: PacedRun, share: float, workers: int) -> Round:
+    """Half of the workers are killed at a `share` of the time that the undisturbed step took."""
     await run.workers(workers)
     calm_s = (await run.steps(2))[-1].rollout_ns / NS_PER_S
-    overhead_s = await disturbed_s(run, share * calm_s, workers) - calm_s
+    found = Round(calm_s, await disturbed_s(run, share * calm_s, workers))
     run.stocks["spot"].grow(workers)
-    return overhead_s
+    return found
 
 
 async def disturbed_s(run: PacedRun, after_s: float, workers: int) -> float:
@@ -62,11 +70,11 @@ class Scale:
     turn_tokens: int
 
 
-FULL = Scale(tuple(MOMENTS), seeds=3, workers=4, rounds=2, turn_tokens=96)
+FULL = Scale(tuple(MOMENTS), seeds=3, workers=4, rounds=1, turn_tokens=96)
 QUICK = Scale(("midway",), seeds=1, workers=2, rounds=1, turn_tokens=48)
 
 
-async def overheads_s(directory: Path, arm: str, seed: int, scale: Scale) -> dict[str, float]:
+async def rounds(directory: Path, arm: str, seed: int, scale: Scale) -> dict[str, list[Round]]:
     workers = scale.workers
     async with paced_run(
         directory,
@@ -87,24 +95,33 @@ async def overheads_s(directory: Path, arm: str, seed: int, scale: Scale) -> dic
         balancing={"policy": "none"},
     ) as run:
         return {
-            moment: mean([await overhead_s(run, MOMENTS[moment], workers) for _ in range(scale.rounds)])
+            moment: [await one_round(run, MOMENTS[moment], workers) for _ in range(scale.rounds)]
             for moment in scale.moments
         }
 
 
+def cost_s(played: list[Round]) -> float:
+    return mean(step.disturbed_s - step.calm_s for step in played)
+
+
 async def measure(arguments: Arguments) -> dict[str, Any]:
     scale = QUICK if arguments.quick else FULL
-    found: dict[str, dict[str, list[float]]] = {moment: {arm: [] for arm in ARMS} for moment in scale.moments}
+    found: dict[str, dict[str, list[list[Round]]]] = {moment: {arm: [] for arm in ARMS} for moment in scale.moments}
     with tempfile.TemporaryDirectory() as name:
         for seed in range(scale.seeds):
             for arm in ARMS:
-                for moment, value in (await overheads_s(Path(name), arm, seed, scale)).items():
-                    found[moment][arm].append(value)
-    means = {moment: {arm: mean(values) for arm, values in arms.items()} for moment, arms in found.items()}
+                for moment, played in (await rounds(Path(name), arm, seed, scale)).items():
+                    found[moment][arm].append(played)
+    costs = {
+        moment: {arm: [cost_s(played) for played in runs] for arm, runs in arms.items()}
+        for moment, arms in found.items()
+    }
+    means = {moment: {arm: mean(values) for arm, values in arms.items()} for moment, arms in costs.items()}
     return {
         "overhead_s": {moment: means.get(moment) for moment in MOMENTS},
-        "overhead_cut": {m: 1 - v["migrate"] / v["recompute"] for m, v in means.items() if v["recompute"] > 0},
-        "spread": {moment: {arm: spread(values) for arm, values in arms.items()} for moment, arms in found.items()},
+        "overhead_cut": {m: 1 - v["migrate"] / v["recompute"] for m, v in means.items() if v["recompute"]},
+        "spread": {moment: {arm: spread(values) for arm, values in arms.items()} for moment, arms in costs.items()},
+        "rounds": found,
     }
 
 
