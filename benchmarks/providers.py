@@ -65,7 +65,7 @@ def overheads(summaries: Sequence[Summary]) -> dict[str, dict[str, dict[str, flo
 def main(arguments: Arguments) -> dict[str, Any]:
     prepare()
     seeds = SEEDS[:1] if arguments.quick else SEEDS
-    steps, groups = (3, 8) if arguments.quick else (20, 16)
+    steps, groups = (2, 8) if arguments.quick else (20, 16)
     with tempfile.TemporaryDirectory() as name:
         summaries = [measure(Path(name), seed, steps, groups) for seed in seeds]
     last = summaries[-1]
