@@ -12,6 +12,7 @@ import typer
 from elastic.cli.logs import STANDARD_ERROR, log_to
 from elastic.cli.output import say
 from elastic.config import Config, ConfigError, load_config
+from elastic.runtime.journal import JournalError
 
 app = typer.Typer(
     name="elastic",
@@ -40,7 +41,7 @@ def main() -> None:
     log_to(STANDARD_ERROR)
     try:
         app(prog_name="elastic")
-    except ConfigError as error:
+    except (ConfigError, JournalError) as error:
         bad_input(str(error))
     except BrokenPipeError:
         sys.exit(EXIT_FAILED)
