@@ -1,16 +1,14 @@
 """Simulated runs, put together: the configuration, policies and journal of live ones around modelled devices."""
 
-import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
 
 from elastic import compose
 from elastic.config import Config, ConfigError
-from elastic.core.digest import digest
 from elastic.core.scheduler import Scheduler
 from elastic.core.types import NS_PER_S, WeightMode
 from elastic.runtime.journal import Journal, JournalError, JournalReader
@@ -118,7 +116,7 @@ def episodes_of(config: Config, experiment: Experiment) -> Episodes:
 
 def recorded_episodes(run_dir: Path) -> dict[str, Episode]:
     """How long each finished trajectory's turns were, and its reward; nothing else of the run."""
-    reader = JournalReader(run_dir / "journal.sqlite")
+    reader = JournalReader(run_dir / compose.JOURNAL)
     try:
         turns: dict[str, list[tuple[int, int, int]]] = {}
         for row in reader.rows("turns"):
@@ -191,39 +189,20 @@ def simulate(
     """
     config = plan.config
     scheduler = Scheduler(compose.run_plan(plan), compose.limits(config), compose.policies(config), 0)
-    journal_path = run_dir / "journal.sqlite"
-    with _journal(journal_path) as journal:
-        for key, value in _meta(plan, run_dir, experiment).items():
-            journal.meta(key, value)
-        status = "failed: it ended unexpectedly"
-        try:
-            run = build(plan, experiment, scheduler, journal)
-            sampler = _Sampler(config, run, journal, observe, stopped)
-            failed = run.live(sample=sampler.sample)
-            sampler.sample()
-            status = f"failed: {failed}" if failed else "finished"
-        except Exception as error:
-            status = f"failed: {error}"
-            raise
-        finally:
-            journal.meta("digest", digest(scheduler))
-            journal.meta("status", status)
+    journal = Journal(run_dir / compose.JOURNAL, JOURNAL_INTERVAL_S)
+    with compose.journaled(journal, scheduler, _meta(plan, run_dir, experiment)) as ending:
+        run = build(plan, experiment, scheduler, journal)
+        sampler = _Sampler(config, run, journal, observe, stopped)
+        failed = run.live(sample=sampler.sample)
+        sampler.sample()
+        ending.conclude(failed)
     return compose.RunOutcome(run_dir=run_dir, failed=failed, interrupted=failed == compose.INTERRUPTED)
-
-
-@contextlib.contextmanager
-def _journal(path: Path) -> Iterator[Journal]:
-    journal = Journal(path, JOURNAL_INTERVAL_S)
-    try:
-        yield journal
-    finally:
-        journal.close()
 
 
 def _meta(plan: compose.RunPlan, run_dir: Path, experiment: Experiment) -> dict[str, str]:
     return {
         "run": run_dir.name,
-        "status": "running",
+        "status": compose.RUNNING,
         "simulated": msgspec.json.encode(experiment).decode(),
         "config": plan.config.model_dump_json(),
         "providers": ",".join(plan.providers),

@@ -3,8 +3,8 @@
 The only room that knows everybody. Commands of the command line end here.
 """
 
-from elastic.compose.execution import INTERRUPTED, RUNNING, UNEXPECTED, RunOutcome, execute
-from elastic.compose.lives import PastLife, past_life, replay
+from elastic.compose.execution import INTERRUPTED, RunOutcome, execute
+from elastic.compose.lives import JOURNAL, RUNNING, UNEXPECTED, PastLife, journaled, past_life, replay
 from elastic.compose.plan import (
     RunPlan,
     acquisitions,
@@ -30,6 +30,7 @@ from elastic.compose.scheduling import limits, policies, run_plan
 
 __all__ = [
     "INTERRUPTED",
+    "JOURNAL",
     "RUNNING",
     "UNEXPECTED",
     "PastLife",
@@ -44,6 +45,7 @@ __all__ = [
     "find_run",
     "installed",
     "is_claimed",
+    "journaled",
     "limits",
     "list_runs",
     "load_run_config",

@@ -11,13 +11,12 @@ import msgspec
 import structlog
 
 from elastic import wire
-from elastic.compose.lives import JOURNAL, PastLife, next_life
+from elastic.compose.lives import JOURNAL, RUNNING, PastLife, journaled, next_life
 from elastic.compose.plan import TRAINER_PROVIDER, RunPlan, engine_settings, read_model_config, resolve
 from elastic.compose.relay import weights_relay
 from elastic.compose.runs import claimed
 from elastic.compose.scheduling import limits, policies, run_plan
 from elastic.config import Config
-from elastic.core.digest import digest
 from elastic.core.scheduler import Scheduler
 from elastic.runtime.journal import Journal
 from elastic.runtime.orchestrator import Orchestrator
@@ -33,8 +32,6 @@ REDIAL_SHARE = 2 / 3
 WORKER_DRAIN_SHARE = 0.8
 """Of the time a drain may take: the worker's goodbye comes before the orchestrator gives it up."""
 INTERRUPTED = "interrupted"
-RUNNING = "running"
-UNEXPECTED = "failed: it ended unexpectedly"
 
 
 class RunOutcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,10 +58,7 @@ async def execute(
     with claimed(run_dir), life as past:
         (run_dir / "logs").mkdir(exist_ok=True)
         journal = Journal(run_dir / JOURNAL, config.journal.commit_interval_s)
-        for key, value in _meta(plan, run_dir).items():
-            journal.meta(key, value)
-        status = UNEXPECTED
-        try:
+        with journaled(journal, scheduler, _meta(plan, run_dir)) as ending:
             await _reconcile(plan, run_dir, [name for name in past.providers if name not in plan.providers])
             async with weights_relay(config, run_dir) as (relay, relay_token):
                 orchestrator = Orchestrator(
@@ -83,14 +77,7 @@ async def execute(
                 )
                 on_ready(orchestrator)
                 failed = await orchestrator.run(config.run.host, config.run.port)
-            status = f"failed: {failed}" if failed else "finished"
-        except Exception as error:
-            status = f"failed: {error}"
-            raise
-        finally:
-            journal.meta("digest", digest(scheduler))
-            journal.meta("status", status)
-            journal.close()
+            ending.conclude(failed)
     return RunOutcome(run_dir=run_dir, failed=failed, interrupted=failed == INTERRUPTED)
 
 

@@ -2,7 +2,8 @@
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -11,10 +12,41 @@ from elastic.compose.plan import resolve
 from elastic.compose.runs import save_run_config
 from elastic.compose.scheduling import limits, policies, run_plan
 from elastic.config import Config, ConfigError, validate
+from elastic.core.digest import digest
 from elastic.core.scheduler import Scheduler
-from elastic.runtime.journal import JournalError, JournalReader, earlier_journals, next_archive
+from elastic.runtime.journal import Journal, JournalError, JournalReader, earlier_journals, next_archive
 
 JOURNAL = "journal.sqlite"
+RUNNING = "running"
+UNEXPECTED = "failed: it ended unexpectedly"
+
+
+@dataclass
+class Ending:
+    """How a life ends, as its journal says it."""
+
+    status: str = UNEXPECTED
+
+    def conclude(self, failed: str) -> None:
+        """By itself, and why it `failed` ("": it did not)."""
+        self.status = f"failed: {failed}" if failed else "finished"
+
+
+@contextlib.contextmanager
+def journaled(journal: Journal, scheduler: Scheduler, meta: Mapping[str, str]) -> Iterator[Ending]:
+    """Journal what a life is and, whatever happens within, how it ended; the journal is closed then."""
+    ending = Ending()
+    try:
+        for key, value in meta.items():
+            journal.meta(key, value)
+        yield ending
+    except Exception as error:
+        ending.status = f"failed: {error}"
+        raise
+    finally:
+        journal.meta("digest", digest(scheduler))
+        journal.meta("status", ending.status)
+        journal.close()
 
 
 class PastLife(msgspec.Struct, frozen=True, kw_only=True):
