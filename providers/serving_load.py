@@ -32,6 +32,7 @@ class ServingLoad:
         self._arriving = next(requests, None)
         self._waiting: deque[ServingRequest] = deque()
         self._running: list[_Running] = []
+        self._held_tokens = 0
         self._free_s = 0.0
         self._next_decode_s = 0.0
         self._iterations: deque[tuple[float, float]] = deque()
@@ -44,7 +45,7 @@ class ServingLoad:
     @property
     def kv_share(self) -> float:
         """The share of the KV cache that requests hold."""
-        return min(1.0, sum(r.kv_tokens for r in self._running) / self._device.kv_tokens)
+        return min(1.0, self._held_tokens / self._device.kv_tokens)
 
     @property
     def busy_until_s(self) -> float:
@@ -80,7 +81,7 @@ class ServingLoad:
 
     def _fits(self, request: ServingRequest) -> bool:
         """A request that is too long for the whole cache must run alone."""
-        held = sum(r.kv_tokens for r in self._running)
+        held = self._held_tokens
         return not self._running or held + request.prompt_tokens + request.output_tokens <= self._device.kv_tokens
 
     def _admit(self, now_s: float) -> None:
@@ -92,6 +93,7 @@ class ServingLoad:
         request = self._waiting.popleft()
         if request.output_tokens > 1:
             self._running.append(_Running(request.output_tokens - 1, request.prompt_tokens + 1))
+            self._held_tokens += request.prompt_tokens + 1
         return request.prompt_tokens / self._device.prefill_tokens_per_s
 
     def _decode(self, begin_s: float) -> float:
@@ -100,6 +102,8 @@ class ServingLoad:
         for request in self._running:
             request.tokens_left -= 1
             request.kv_tokens += 1
+        self._held_tokens += len(self._running)
+        self._held_tokens -= sum(request.kv_tokens for request in self._running if request.tokens_left <= 0)
         self._running = [request for request in self._running if request.tokens_left > 0]
         return step_s
 

@@ -151,11 +151,6 @@ class Fleet:
             return None
         return record if self.has_room(record) else None
 
-    def any_room(self) -> bool:
-        """Whether anybody at all could take one more turn of some version."""
-        self._put_in_order()
-        return bool(self._loads)
-
     def least_loaded(self, role: WorkerRole, oldest_version: int) -> list[Worker]:
         self._put_in_order()
         best: dict[WorkerKind, _Load] = {}

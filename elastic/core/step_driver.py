@@ -14,6 +14,7 @@ from elastic.core.run_state import Phase, RunState
 from elastic.core.steps import Step, Taking
 from elastic.core.trainer_device import TrainerDevice, TrainerMode
 from elastic.core.turn_desk import TurnDesk
+from elastic.core.turns import Turn
 from elastic.core.types import GroupState
 from elastic.core.worker_desk import WorkerDesk
 
@@ -59,20 +60,23 @@ class StepDriver:
         step = run.step
         if step is None or not run.active:
             return
-        if step.rollouts_done and step.rollout_ended_ns is None:
+        if step.rollout_ended_ns is None and step.rollouts_done:
             step.rollout_ended_ns = run.now_ns
             self._groups.drop_surplus(step)
-        head = run.turns.head()
-        helped = run.fleet.helped(head.oldest_version if head else run.oldest_version)
         if mode is TrainerMode.AWAKE:
-            self._end_seeding_if_due(step, helped)
+            self._end_seeding_if_due(step)
         elif mode is TrainerMode.ASLEEP:
-            self._use_sleeping_device(step, helped)
+            self._use_sleeping_device(step)
         self._measure(step)
 
-    def _use_sleeping_device(self, step: Step, helped: bool) -> None:
+    def _helped(self, head: Turn | None) -> bool:
+        """Whether anybody but the trainer's device could go on with the queue's head, or with turns as they come."""
+        run = self._run
+        return run.fleet.helped(run.oldest_version if head is None else head.oldest_version)
+
+    def _use_sleeping_device(self, step: Step) -> None:
         """In synchronous training turns that nobody else can take come first; otherwise training does."""
-        needed = self._needs_reseeding(helped and self._synchronous)
+        needed = self._needs_reseeding()
         if step.updating or not self._device.free:
             return
         if needed and (self._synchronous or not self._trainable(step)):
@@ -81,11 +85,11 @@ class StepDriver:
             self._train_next(step)
 
     def _measure(self, step: Step) -> None:
-        run, free = self._run, self._device.free
+        run, device = self._run, self._device
         step.meter.look(
             run.now_ns,
-            training=not free and run.timers.waiting("training", "trainer"),
-            waiting=free and not step.rollouts_done,
+            training=device.at_work,
+            waiting=device.free and not step.rollouts_done,
             workers=run.fleet.helping_workers,
             credits=run.fleet.helping_credits,
         )
@@ -136,23 +140,24 @@ class StepDriver:
         if self._device.mode is TrainerMode.ASLEEP:
             self._wake()
 
-    def _end_seeding_if_due(self, step: Step, helped: bool) -> None:
+    def _end_seeding_if_due(self, step: Step) -> None:
         """The window ends by time, but not while nobody else could go on; with the last trajectory in any case.
 
         In asynchronous training it ends as soon as the trainer need not wait any longer.
         """
         run = self._run
         window_over = not run.timers.waiting("seeding", "trainer") and (self._synchronous or self._trainable(step))
-        if not step.rollouts_done and not (window_over and helped):
+        if not step.rollouts_done and not (window_over and self._helped(run.turns.head())):
             return
         if step.seeding_ended_ns is None:
             step.seeding_ended_ns = run.now_ns
         run.timers.clear("seeding", "trainer")
         self._device.rest("seeding ends")
 
-    def _needs_reseeding(self, helped: bool) -> bool:
+    def _needs_reseeding(self) -> bool:
         """Turns wait and nobody else can take them: the trainer's device takes them back after a short delay."""
-        if helped or self._run.turns.head() is None:
+        head = self._run.turns.head()
+        if head is None or (self._synchronous and self._helped(head)):
             self._forget_reseeding()
         elif not self._reseed and not self._run.timers.waiting("reseed", "queue"):
             self._run.wait("reseed", "queue", self._run.limits.reseed_delay_ns)

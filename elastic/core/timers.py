@@ -61,6 +61,8 @@ class Timers:
         return (what, key) in self._waits
 
     def due(self, now_ns: Nanoseconds) -> bool:
+        if not self._heap or self._heap[0][0] > now_ns:
+            return False  # No deadline is earlier than its entry.
         return self._settle() and self._heap[0][0] <= now_ns
 
     def pop_due(self, now_ns: Nanoseconds) -> Iterator[tuple[str, str]]:

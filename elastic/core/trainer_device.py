@@ -53,7 +53,12 @@ class TrainerDevice:
     @property
     def free(self) -> bool:
         """Asleep, and neither training nor about to."""
-        return self.mode is TrainerMode.ASLEEP and not self._run.timers.waiting("training", "trainer")
+        return not self.at_work and self.mode is TrainerMode.ASLEEP
+
+    @property
+    def at_work(self) -> bool:
+        """Training a group or updating the weights, or told to."""
+        return self._run.timers.waiting("training", "trainer")
 
     def rest(self, reason: str) -> None:
         """Stop generating: partial responses are handed over, then the device is the trainer's."""

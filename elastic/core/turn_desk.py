@@ -50,7 +50,7 @@ class TurnDesk:
         run = self._run
         for turn in heads:
             chosen = self._destination(turn)
-            if chosen is None and run.fleet.any_room():
+            if chosen is None:
                 chosen = run.policies.routing.route(turn, run.fleet)
             if chosen is not None:
                 return turn, run.fleet.workers[chosen]

@@ -18,7 +18,8 @@ from elastic.core.policy import Policies
 from elastic.core.scheduler import Phase, Scheduler
 from elastic.core.types import LeaseId, Nanoseconds, TrajectoryId, TurnId, WorkerId, WorkerRole
 from elastic.sim.faults import NO_FAULTS, FaultPlan, Mishaps, Tally
-from elastic.sim.loop import EventLoop, Priority
+from elastic.sim.alarm import Alarm
+from elastic.sim.loop import EventLoop
 from elastic.sim.provider import SimulatedProvider
 from elastic.sim.record import Record
 from elastic.sim.rollouts import SimulatedRollouts
@@ -103,7 +104,9 @@ class Life:
         self._committed_digest = ""
         self._epochs: dict[WorkerId, int] = {}
         self._refused: set[WorkerId] = set()
-        self._wake_up_ns: Nanoseconds | None = None
+        self._alarm = Alarm(
+            self.loop, self.scheduler.next_wakeup_ns, lambda: self._handle(e.Tick()), began_ns=self.began_ns
+        )
         self._execute: dict[type[c.Command], Callable[[Any], None]] = {
             c.AcquireLease: lambda k: self.providers[k.provider].acquire(k.lease),
             c.ReleaseLease: lambda k: self.providers[k.provider].release(k.lease),
@@ -183,7 +186,9 @@ class Life:
             self.record.note_command(command, event, now_ns)
         for command in commands:
             self._carry_out(command)
-        self._arm()
+        self._alarm.arm()
+        if self.ended:
+            self.loop.stop()
 
     def _carry_out(self, command: c.Command) -> None:
         execute = self._execute.get(type(command))
@@ -193,18 +198,6 @@ class Life:
         worker = self.workers.get(getattr(command, "worker", ""))
         if worker is not None:
             worker.hear(command)
-
-    def _arm(self) -> None:
-        """Wake the core when it asked to be; a wake-up that has become too early is harmless."""
-        at_ns = self.scheduler.next_wakeup_ns()
-        if at_ns is not None and (self._wake_up_ns is None or at_ns < self._wake_up_ns):
-            self._wake_up_ns = at_ns
-            self.loop.at(self.began_ns + at_ns, lambda: self._wake(at_ns), Priority.WAKE_UP)
-
-    def _wake(self, at_ns: Nanoseconds) -> None:
-        if self._wake_up_ns == at_ns:
-            self._wake_up_ns = None
-            self._handle(e.Tick())
 
     # What workers and providers see
 

@@ -20,6 +20,7 @@ class EventLoop:
     def __init__(self) -> None:
         self.now_ns: Nanoseconds = 0
         self._sequence = 0
+        self._stopped = False
         self._heap: list[tuple[Nanoseconds, int, int, Callable[[], None]]] = []
 
     def at(self, when_ns: Nanoseconds, action: Callable[[], None], priority: Priority = Priority.EVENT) -> None:
@@ -31,9 +32,13 @@ class EventLoop:
     def after(self, delay_ns: Nanoseconds, action: Callable[[], None]) -> None:
         self.at(self.now_ns + delay_ns, action)
 
-    def run(self, until_ns: Nanoseconds, done: Callable[[], bool]) -> None:
-        """Take actions until `done`, until none is left, or until time would pass `until_ns`."""
+    def stop(self) -> None:
+        """No action after this one."""
+        self._stopped = True
+
+    def run(self, until_ns: Nanoseconds) -> None:
+        """Take actions until one calls `stop`, until none is left, or until time would pass `until_ns`."""
         heap = self._heap
-        while not done() and heap and heap[0][0] <= until_ns:
+        while not self._stopped and heap and heap[0][0] <= until_ns:
             self.now_ns, _, _, action = heapq.heappop(heap)
             action()

@@ -107,7 +107,7 @@ class World:
             self.loop.at(crash.at_ns, lambda crash=crash: self._crash(crash))
         if self.faults.ending is not Ending.COMPLETE:
             self.loop.at(self.faults.ending_at_ns, self._end_early)
-        self.loop.run(self.faults.end_ns + self.settings.liveness_ns, lambda: self.life.ended)
+        self.loop.run(self.faults.end_ns + self.settings.liveness_ns)
         self._check_end()
         return self._outcome()
 

@@ -61,7 +61,7 @@ class Watched:
         self.engine.submit(Job(turn, 1, conversation or turn, "", prompt, 0, length, LONGEST))
 
     def run(self) -> None:
-        self.loop.run(10_000 * NS_PER_S, lambda: False)
+        self.loop.run(10_000 * NS_PER_S)
 
 
 def test_one_turn_takes_its_prefill_and_an_iteration_a_token() -> None:

@@ -27,7 +27,8 @@ from elastic.core.types import (
     WorkerId,
     WorkerRole,
 )
-from elastic.sim.loop import EventLoop, Priority
+from elastic.sim.alarm import Alarm
+from elastic.sim.loop import EventLoop
 from elastic.sim.performance.engine import Job
 from elastic.sim.performance.episodes import Episode, Episodes
 from elastic.sim.performance.lending import LentShare
@@ -175,7 +176,7 @@ class SimulatedRun:
         self._trained_version = 0
         self._inbox: deque[e.Event] = deque()
         self._handling = False
-        self._wake_up_ns: Nanoseconds | None = None
+        self._alarm = Alarm(self.loop, scheduler.next_wakeup_ns, lambda: self.feed(e.Tick()))
         self._over = False
         self._busy_until_ns: Nanoseconds = 0
         """Until when something is known to go on: the trainer, an environment; or the last token's time."""
@@ -207,7 +208,7 @@ class SimulatedRun:
             self.loop.after(0, market.start)
         self._sample_every(sample, sample_ns, 0)
         with _rare_collections():
-            self.loop.run(self._settings.horizon_ns, lambda: self._over)
+            self.loop.run(self._settings.horizon_ns)
         if not self._over:
             self._give_up(f"no end within {self._settings.horizon_ns / NS_PER_S:g} s of virtual time")
         return self.failed
@@ -258,7 +259,7 @@ class SimulatedRun:
                 self._handle(self._inbox.popleft())
         finally:
             self._handling = False
-        self._arm()
+        self._alarm.arm()
 
     def _handle(self, event: e.Event) -> None:
         now_ns = self.loop.now_ns
@@ -277,22 +278,6 @@ class SimulatedRun:
                 worker = self._workers.get(getattr(command, "worker", ""))
                 if worker is not None:
                     worker.hear(command)
-
-    def _arm(self) -> None:
-        at_ns = self.scheduler.next_wakeup_ns()
-        if at_ns is not None and (self._wake_up_ns is None or at_ns < self._wake_up_ns):
-            self._wake_up_ns = at_ns
-            self.loop.at(at_ns, partial(self._wake, at_ns), Priority.WAKE_UP)
-
-    def _wake(self, at_ns: Nanoseconds) -> None:
-        if self._wake_up_ns != at_ns:
-            return
-        self._wake_up_ns = None
-        due_ns = self.scheduler.next_wakeup_ns()
-        if due_ns is not None and due_ns <= self.loop.now_ns:
-            self.feed(e.Tick())
-        else:
-            self._arm()
 
     # What workers and providers see
 
@@ -566,6 +551,7 @@ class SimulatedRun:
     def _end_run(self, command: c.EndRun) -> None:
         self.failed = command.failed
         self._over = True
+        self.loop.stop()
 
 
 @contextlib.contextmanager
