@@ -28,7 +28,8 @@ from elastic.engine.coserving.front import FrontError, ModelCard, ServingFront
 from elastic.engine.coserving.memory import SPARE_PAGES
 from elastic.engine.coserving.service import ServiceLog, milliseconds
 from elastic.engine.coserving.spec import ModelSpec
-from elastic.engine.kv.slab import SlabBackend
+from elastic.engine.kv.backends import open_backend
+from elastic.engine.kv.vmm import VmmError
 from elastic.model.checkpoint import CheckpointError, model_tensors, read_config, read_tensors
 from elastic.model.config import Qwen3Config
 from elastic.model.qwen3 import Qwen3
@@ -53,6 +54,8 @@ class ExecutorShare:
     def build_engine(self, welcome: wire.Welcome) -> RolloutEngine:
         """The rollout half for the run's model. Blocks. Raises `ValueError` where it does not fit."""
         settings = validate(EngineConfig, welcome.engine, "the orchestrator's welcome")
+        # Both models are on the host's device, whatever the run's other workers have.
+        settings = settings.model_copy(update={"device": self._executor.serving.settings.device})
         return self._executor.attach(ModelSpec(Qwen3Config.from_dict(welcome.model), settings, torch.float32))
 
     def capacity_turns(self, most: int) -> int:
@@ -76,8 +79,10 @@ class ExecutorDevice:
         self._lending = settings.lending
         self._executor_settings = executor
         config, self._tensors = _serving_model(executor)
+        device = "cuda" if torch.cuda.is_available() else "cpu"
         engine = EngineConfig.model_validate(
             {
+                "device": device,
                 "max_context_tokens": executor.max_context_tokens,
                 "prefill_chunk_tokens": executor.max_context_tokens,
                 "max_batch": executor.max_batch,
@@ -87,7 +92,7 @@ class ExecutorDevice:
         slo = Slo(ttft_ns=round(executor.ttft_slo_s * NS_PER_S), tpot_ns=round(executor.tpot_slo_s * NS_PER_S))
         self._executor = CoServing(
             ModelSpec(config, engine, torch.float32),
-            SlabBackend(executor.kv_pages + SPARE_PAGES, executor.page_kib * 1024),
+            open_backend(executor.kv_pages + SPARE_PAGES, executor.page_kib * 1024, device),
             SloAdmission(slo=slo, longest_ns=round(executor.longest_share * slo.ttft_ns)),
             PreemptiveMemory(headroom_share=executor.headroom_share, lease_ns=round(executor.lease_s * NS_PER_S)),
             stall_timeout_ns=round(executor.stall_s * NS_PER_S),
@@ -229,7 +234,7 @@ def open_device(settings: HostSettings, executor: ExecutorSettings) -> ExecutorD
     """Raises `ConfigError` where the serving model cannot be used with these settings."""
     try:
         return ExecutorDevice(settings, executor)
-    except (ValueError, CheckpointError) as error:
+    except (ValueError, CheckpointError, VmmError) as error:
         raise ConfigError(f"{HOST_VARIABLE}: executor: {error}") from error
 
 

@@ -182,7 +182,9 @@ class CoServing:
             for half in self._halves():
                 half.end()
             self._changed.notify_all()
-        if self._thread is not None and self._thread is not threading.current_thread():
+        if self._thread is None:
+            self._memory.pages.close()
+        elif self._thread is not threading.current_thread():
             self._thread.join(STOP_TIMEOUT_S)
 
     # The executor's thread.
@@ -199,7 +201,7 @@ class CoServing:
             _log.critical("the co-serving executor failed", trace=traceback.format_exc())
             self._end_all("the co-serving executor failed")
         finally:
-            self._memory.pages.backend.close()
+            self._memory.pages.close()
 
     def _next_step(self) -> Step | None:
         """Wait until there is something to do, and say what; None at the end."""

@@ -4,6 +4,7 @@ Book-keeping only: what mapping a page means on a device is the backend's. A pag
 one place of exactly one space. Source: ROSE §4.1, "VMM-based Cross-Model KV Cache Memory Sharing".
 """
 
+from contextlib import ExitStack
 from heapq import heapify, heappop, heappush
 from typing import Any, Protocol
 
@@ -17,6 +18,10 @@ class PageBackend(Protocol):
 
     page_bytes: int
     total: int
+
+    def begin(self, space: int) -> None:
+        """A space is going to be used, in which nothing is mapped yet."""
+        ...
 
     def map(self, space: int, virtual: int, physical: int) -> int:
         """Make a physical page reachable, zeroed; returns its index in `view` of that space."""
@@ -32,7 +37,9 @@ class PageBackend(Protocol):
         """The space, in which nothing is mapped any more, will not be used again."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Give the device's memory back. All spaces have ended."""
+        ...
 
 
 class PagePool:
@@ -57,14 +64,22 @@ class PagePool:
 
     def space(self) -> "PageSpace":
         """A new virtual space, as long as the pool, with nothing mapped."""
-        space = PageSpace(self, self._spaces_ever)
-        self._spaces[self._spaces_ever] = space
+        number = self._spaces_ever
         self._spaces_ever += 1
+        self.backend.begin(number)
+        space = self._spaces[number] = PageSpace(self, number)
         return space
 
     def end(self, number: int) -> None:
-        del self._spaces[number]
         self.backend.end(number)
+        del self._spaces[number]
+
+    def close(self) -> None:
+        """End every space, and give the device's memory back; what fails keeps nothing else from it."""
+        with ExitStack() as closing:
+            closing.callback(self.backend.close)
+            for space in self._spaces.values():
+                closing.callback(space.close)
 
     def check(self) -> None:
         """Assert that no page is lost or in two places (for tests)."""
@@ -102,17 +117,20 @@ class PageSpace:
         """A virtual page that is mapped now, and its index in the space's view. Raises `OutOfPages`."""
         physical = self._pool.take()
         virtual = heappop(self._unmapped)
+        try:
+            index = self._pool.backend.map(self._number, virtual, physical)
+        except BaseException:
+            self._put_back(virtual, physical)
+            raise
         self.physical[virtual] = physical
-        return virtual, self._pool.backend.map(self._number, virtual, physical)
+        return virtual, index
 
     def unmap(self, virtual: int) -> None:
         """The page's content is gone and its memory free. Raises `ValueError` for a page that is not mapped."""
         if virtual not in self.physical:
             raise ValueError(f"virtual page {virtual} is not mapped")
-        physical = self.physical.pop(virtual)
-        self._pool.backend.unmap(self._number, virtual, physical)
-        heappush(self._unmapped, virtual)
-        self._pool.give(physical)
+        self._pool.backend.unmap(self._number, virtual, self.physical[virtual])
+        self._put_back(virtual, self.physical.pop(virtual))
 
     def view(self, dtype: Any) -> Any:
         return self._pool.backend.view(self._number, dtype)
@@ -122,3 +140,7 @@ class PageSpace:
         for virtual in list(self.physical):
             self.unmap(virtual)
         self._pool.end(self._number)
+
+    def _put_back(self, virtual: int, physical: int) -> None:
+        heappush(self._unmapped, virtual)
+        self._pool.give(physical)

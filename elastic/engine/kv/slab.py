@@ -14,6 +14,9 @@ class SlabBackend:
         self.page_bytes = page_bytes
         self._slab = torch.zeros(total, page_bytes, dtype=torch.uint8, device=device)
 
+    def begin(self, space: int) -> None:
+        pass
+
     def map(self, space: int, virtual: int, physical: int) -> int:
         # What one model wrote may read as infinities in another's dtype, which masking cannot silence.
         self._slab[physical].zero_()

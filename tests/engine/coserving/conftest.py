@@ -14,6 +14,7 @@ from elastic.engine.coserving.memory import SPARE_PAGES
 from elastic.engine.coserving.rollout import RolloutHalf
 from elastic.engine.coserving.spec import ModelSpec
 from elastic.engine.kv.slab import SlabBackend
+from elastic.engine.kv.vmm import VmmBackend
 from elastic.model.checkpoint import model_tensors
 from elastic.model.config import Qwen3Config
 from elastic.model.qwen3 import Qwen3
@@ -107,11 +108,19 @@ def profiles(tmp_path_factory):
 
 
 @pytest.fixture
-def make_device(profiles):
+def make_device(profiles, host_driver):
     devices: list[Device] = []
 
-    def make(pages: int = 62, admission=NoAdmission(), memory=PreemptiveMemory(), serving=None, **settings) -> Device:  # noqa: B008
-        backend = SlabBackend(pages + SPARE_PAGES, PAGE_BYTES)
+    def make(
+        pages: int = 62,
+        admission=NoAdmission(),  # noqa: B008
+        memory=PreemptiveMemory(),  # noqa: B008
+        serving=None,
+        vmm: bool = False,
+        **settings,
+    ) -> Device:
+        total = pages + SPARE_PAGES
+        backend = VmmBackend(total, PAGE_BYTES, "cpu", host_driver()) if vmm else SlabBackend(total, PAGE_BYTES)
         # On a loaded host nothing may take so long that it counts as a stall, unless that is the test.
         settings = {"profiles": profiles, "stall_timeout_ns": 60_000_000_000, **settings}
         devices.append(Device(CoServing(serving or serving_spec(), backend, admission, memory, **settings)))

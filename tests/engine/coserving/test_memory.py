@@ -37,7 +37,7 @@ def memory():
     shared = SharedMemory(SlabBackend(100 + SPARE_PAGES, 64), PreemptiveMemory(headroom_share=0.2))
     shared.serving, shared.rollout = Half(waited_ns=50 * MS), Half()
     yield shared
-    shared.pages.backend.close()
+    shared.pages.close()
 
 
 def test_a_reclaim_is_counted_from_the_arrival_that_caused_it(memory: SharedMemory):
