@@ -56,7 +56,7 @@ class _Measurement:
         self._books = msgspec.json.decode(meta.get("books", "[]"), type=list[DeviceBook])
         self._turns = reader.rows("turns")
         self._pulls = [row for row in reader.rows("pulls") if not row["error"]]
-        kinds = ("LeaseGranted", "LeaseEnded", "WorkerJoined", "WorkerDisconnected", "WorkerReported")
+        kinds = ("LeaseGranted", "LeaseEnded", "WorkerJoined", "WorkerDisconnected", "WorkerReported", "OfferChanged")
         self._events = list(reader.events_of(*kinds, "GroupTrained", "WeightsPublished"))
 
     def numbers(self) -> tuple[dict[str, Number], dict[int, Number]]:
@@ -69,8 +69,9 @@ class _Measurement:
             "overhead_s": self._number(self._overhead_s(), "busy time of engines beyond their pacing, an iteration"),
             "kv_tokens": Number(float(kv_tokens), source="engine.kv_blocks x engine.kv_block_tokens"),
             "message_s": MESSAGE_S,
-            "boot_s": self._number(self._boot_s("spot"), "median from a worker's start to its first words"),
-            "serving_boot_s": self._number(self._boot_s("serving"), "median from a loan to the worker's first words"),
+            "boot_s": self._number(self._boot_s("spot"), "mean from a worker's start to its first words"),
+            "serving_start_s": self._number(self._serving_start_s(), "from the run's start to the first host on offer"),
+            "serving_boot_s": self._number(self._boot_s("serving"), "mean from a loan to the worker's first words"),
             "trainer_boot_s": self._number(self._boot_s(TRAINER), "from the trainer's start to its first words"),
             "exit_s": self._number(self._exit_s(), "median from a goodbye to the lease's end"),
             "keyframe_bytes": self._number(_median(row["bytes"] for row in first), "median of first pulls"),
@@ -99,7 +100,7 @@ class _Measurement:
         return Number(float(value), source=f"measured in {self._where}: {how}")
 
     def _boot_s(self, provider: str) -> float | None:
-        """A provider that this run did not use boots as the others do."""
+        """The mean, since what boots cost is their sum. A provider that this run did not use boots as the others do."""
         granted: dict[str, int] = {}
         found: dict[str, list[float]] = {}
         for t_ns, event in self._events:
@@ -110,7 +111,15 @@ class _Measurement:
                 delay_s = self._config.providers.get(name, {}).get("boot_delay_s", 0.0)
                 found.setdefault(name, []).append((t_ns - granted[event.worker]) / NS_PER_S - delay_s)
         others = [value for name, values in found.items() if name != TRAINER for value in values]
-        return _median(found.get(provider) or others or found.get(TRAINER, []))
+        boots = found.get(provider) or others or found.get(TRAINER, [])
+        return statistics.mean(boots) if boots else None
+
+    def _serving_start_s(self) -> float | None:
+        """A run that did not use serving had no hosts to wait for."""
+        offers = [(t_ns, event.offer) for t_ns, event in self._events if isinstance(event, e.OfferChanged)]
+        of_serving = [(t_ns, offer) for t_ns, offer in offers if offer.provider == "serving"]
+        warm = (t_ns / NS_PER_S for t_ns, offer in of_serving if offer.available)
+        return next(warm, None) if of_serving else 0.0
 
     def _exit_s(self) -> float:
         left: dict[WorkerId, int] = {}

@@ -17,8 +17,8 @@ from elastic.core.invariants import check
 from elastic.core.policy import Policies
 from elastic.core.scheduler import Phase, Scheduler
 from elastic.core.types import LeaseId, Nanoseconds, TrajectoryId, TurnId, WorkerId, WorkerRole
-from elastic.sim.faults import NO_FAULTS, FaultPlan, Mishaps, Tally
 from elastic.sim.alarm import Alarm
+from elastic.sim.faults import NO_FAULTS, FaultPlan, Mishaps, Tally
 from elastic.sim.loop import EventLoop
 from elastic.sim.provider import SimulatedProvider
 from elastic.sim.record import Record

@@ -291,6 +291,7 @@ class ServingCluster(Market):
     def __init__(self, name: str, settings: ServingSettings, world: MarketWorld) -> None:
         super().__init__(name, settings, world)
         load = settings.load
+        self._warm_ns = world.loop.now_ns + round(world.profile.serving_start_s * NS_PER_S)
         trace = read_serving_trace(traces.find(load.trace))
         self._hosts = [
             ServingHost(
@@ -298,14 +299,14 @@ class ServingCluster(Market):
                 replay_requests(trace, start_s=load.start_s, speed=load.speed, share=load.share, phase=number),
                 settings.device,
                 settings.lending,
-                0,
+                self._warm_ns,
             )
             for number in range(settings.hosts)
         ]
 
     def start(self) -> None:
         super().start()
-        self._look()
+        self._world.loop.at(self._warm_ns, self._look)
 
     def free(self) -> int:
         return len(self._offered_hosts())
@@ -327,6 +328,8 @@ class ServingCluster(Market):
                 host.lease = None
 
     def _offered_hosts(self) -> list[ServingHost]:
+        if self._world.loop.now_ns < self._warm_ns:
+            return []
         for host in self._hosts:
             if host.lease is None:
                 host.update()

@@ -78,7 +78,8 @@ class EngineRates(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 class Profile(msgspec.Struct, frozen=True, kw_only=True):
     """Everything about devices, links and processes that takes time in a simulated run; times in seconds.
 
-    `boot_s` runs from a worker process's start to its first words, `load_s` is what a pull takes besides its bytes.
+    `boot_s` runs from a worker process's start to its first words; serving hosts that the run starts itself are warm
+    and may be lent after `serving_start_s`. `load_s` is what a pull takes besides its bytes.
     A group is trained in `train_group_s` and 1/`train_tokens_per_s` for each of its tokens. Environments answer in
     `reset_s` and `step_s`; with `environment_serial` one after the other, as they do on one event loop.
     """
@@ -91,6 +92,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     kv_tokens: float
     message_s: float
     boot_s: float
+    serving_start_s: float
     serving_boot_s: float
     trainer_boot_s: float
     exit_s: float
@@ -247,6 +249,7 @@ def _computed(name: str) -> Profile:
             for key in (
                 "message_s",
                 "boot_s",
+                "serving_start_s",
                 "serving_boot_s",
                 "trainer_boot_s",
                 "exit_s",
