@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import compress
@@ -30,13 +30,14 @@ from elastic.weights.delta import (
     state_of,
 )
 from elastic.weights.errors import BlobNotFound, RelayError, WeightsCorrupted
-from elastic.weights.layout import tile_counts, tile_ends
-from elastic.weights.manifest import TensorEntry, decode_manifest, manifest_key, request_key
-from elastic.weights.memory import Memory
+from elastic.weights.held import Change, Held, Staged, Tiles, as_of
+from elastic.weights.layout import tile_ends
+from elastic.weights.manifest import decode_manifest, manifest_key, request_key
 from elastic.weights.plan import Update, shortest_path
 from elastic.weights.relay import Relay
 from elastic.weights.sharding import Shard, needed
-from elastic.weights.tensors import Bits, assemble, box_of, views
+from elastic.weights.store import Store
+from elastic.weights.tensors import assemble, box_of, views
 from elastic.weights.versions import published_updates
 from elastic.weights.waiting import POLL_S, awaited, fetch, patiently
 
@@ -53,12 +54,13 @@ TRANSFERS = 3
 
 
 class Pulled(NamedTuple):
-    """A version's weights, and what it took. `tensors` are the caller's: no later pull changes them."""
+    """A version's weights, and what it took."""
 
     version: int
     model: dict[str, Any] | None
     """The model's `config.json`, as the keyframe gave it."""
     tensors: dict[str, Tensor]
+    """What they are until the next version is put in force."""
     size_bytes: int
     """Off the relay, manifests not counted."""
     full_bytes: int
@@ -69,25 +71,12 @@ class Pulled(NamedTuple):
     apply_s: float
 
 
-class _Held(NamedTuple):
-    """Whole, verified weights of one version; the patterns are never changed again."""
+class Times:
+    """What a version takes until it is staged."""
 
-    version: int
-    run: str
-    model: dict[str, Any] | None
-    tensors: tuple[TensorEntry, ...]
-    hosted: tuple[bool, ...]
-    """Which of the tensors these are."""
-    bits: Bits
-    """Of the hosted tensors, one after the other."""
-    state: dict[int, tuple[str, npt.NDArray[np.uint64]]]
-    """Tile size → what identifies the weights, and their tiles' sums; made when first asked for."""
-
-
-class _Times:
     def __init__(self) -> None:
         self.size_bytes = 0
-        self.wire_s = self.decode_s = self.apply_s = 0.0
+        self.wire_s = self.decode_s = 0.0
 
     @contextmanager
     def on_the_wire(self) -> Iterator[None]:
@@ -98,11 +87,19 @@ class _Times:
             self.wire_s += time.monotonic() - begun_s
 
 
+class StagedVersion(NamedTuple):
+    weights: Staged
+    path: tuple[Update, ...]
+    times: Times
+
+
 class Puller:
     """Keeps the version it pulled last, so that the next one takes only what changed. For one thread at a time.
 
     With a `shard` it hosts just that, and where versions are published in cells it pulls nothing else.
-    Memory: the weights it holds, those it makes (a pull that fails leaves nothing behind), and `TRANSFERS` buckets.
+    Memory: the weights it holds; for the next version what changes (6 bytes for each element that does), or where
+    it does not build on what is held all of it; and `TRANSFERS` buckets. A pull that fails leaves nothing behind.
+    With a kept `store` it begins with what its predecessor held.
     """
 
     def __init__(
@@ -110,23 +107,48 @@ class Puller:
         relay: Relay,
         *,
         shard: Shard | None = None,
+        store: Store | None = None,
         transfers: int = TRANSFERS,
         chunk_bytes: int = CHUNK_BYTES,
     ) -> None:
         self._relay = relay
         self._shard = shard
-        self._memory = Memory()
+        self._store = store or Store()
+        self._inherited = self._store.held is not None
         self._transfers = transfers
         self._chunk_bytes = chunk_bytes
-        self._held: _Held | None = None
 
     @property
     def version(self) -> int | None:
-        return self._held.version if self._held else None
+        return self._store.held.version if self._store.held else None
 
     def pull(self, version: int, timeout_s: float = 30.0, *, follow: bool = False) -> Pulled:
-        """`version`, bit for bit as published: from what it holds by the shortest chain of deltas, or a keyframe.
+        """`stage` it, and `apply` that."""
+        return self.apply(self.stage(version, timeout_s, follow=follow))
 
+    def apply(self, staged: StagedVersion) -> Pulled:
+        """Put a staged version in force; again is a no-op. What is held must be what it was when that was staged."""
+        begun_s = time.monotonic()
+        self._store.put(staged.weights)
+        self._inherited = False
+        held, times = staged.weights.held, staged.times
+        apply_s = time.monotonic() - begun_s
+        return Pulled(
+            held.version,
+            held.model,
+            self._tensors(held),
+            times.size_bytes,
+            held.bits.nbytes,
+            staged.path,
+            times.wire_s,
+            times.decode_s,
+            apply_s,
+        )
+
+    def stage(self, version: int, timeout_s: float = 30.0, *, follow: bool = False) -> StagedVersion:
+        """`version`, bit for bit as published: from what is held by the shortest chain of deltas, or a keyframe.
+
+        What is held, and served, stays as it is meanwhile.
         With `follow` it may still be under way: buckets are decoded as they appear, and count when the manifest says
         that they are right.
         An object that does not verify is refused, and so is the held version as a base for another; what is left
@@ -135,9 +157,11 @@ class Puller:
         Raises `WeightsCorrupted` where nothing verifies, else the last `RelayError`.
         """
         deadline_s = time.monotonic() + timeout_s
-        times = _Times()
+        times = Times()
         refused: dict[Update, Exception] = {}
-        base = self._held
+        base = self._store.held
+        if base is not None and self._inherited and base.version == version and not self._recognised(base, deadline_s):
+            base = None
         while True:
             with times.on_the_wire():
                 path = self._path(version, base, refused, deadline_s, follow)
@@ -146,40 +170,20 @@ class Puller:
                     self._ask_for_keyframe(version)
                 raise next(reversed(refused.values()), BlobNotFound(f"version {version}: not published, or deleted"))
             try:
-                held = self._follow(path, base, deadline_s, times)
+                return StagedVersion(self._follow(path, base, deadline_s, times), tuple(path), times)
             except _Refused as refusal:
                 log.warning("weights refused", update=refusal.update, reason=str(refusal.cause))
                 # The base may be what is wrong: without it every delta gets a second chance, from a keyframe.
                 if base is None or refusal.fatal:
                     refused[refusal.update] = refusal.cause
                 base = None
-                continue
-            self._held = held
-            return Pulled(
-                version,
-                held.model,
-                self._tensors(held),
-                times.size_bytes,
-                held.bits.nbytes,
-                tuple(path),
-                times.wire_s,
-                times.decode_s,
-                times.apply_s,
-            )
 
     def audit(self) -> list[int]:
         """Tiles whose recomputed sums differ from those that updates maintained; empty when all is well."""
-        held = self._held
-        if held is None:
-            return []
-        wrong: list[int] = []
-        for size, (_, sums) in held.state.items():
-            tiles = _Tiles(held.tensors, held.hosted, size)
-            found = tile_sums(held.bits, tiles.ends[tiles.hosted])
-            wrong += np.flatnonzero(tiles.hosted)[found != sums[tiles.hosted]].tolist()
-        return wrong
+        held = self._store.held
+        return held.wrong_tiles() if held else []
 
-    def _tensors(self, held: _Held) -> dict[str, Tensor]:
+    def _tensors(self, held: Held) -> dict[str, Tensor]:
         entries = list(compress(held.tensors, held.hosted))
         return views(entries, held.bits) if self._shard is None else assemble(entries, held.bits, self._shard)
 
@@ -191,7 +195,7 @@ class Puller:
             log.warning("keyframe not asked for", version=version, reason=str(error))
 
     def _path(
-        self, version: int, base: _Held | None, refused: Container[Update], deadline_s: float, follow: bool
+        self, version: int, base: Held | None, refused: Container[Update], deadline_s: float, follow: bool
     ) -> list[Update] | None:
         held = base.version if base else None
         if held == version:
@@ -205,21 +209,35 @@ class Puller:
                 return path
             time.sleep(POLL_S)
 
-    def _follow(self, path: Iterable[Update], base: _Held | None, deadline_s: float, times: _Times) -> _Held:
+    def _recognised(self, held: Held, deadline_s: float) -> bool:
+        """Whether what a predecessor left as this version is what the relay calls so; it may be another run's."""
+        for base in (update.base for update in published_updates(self._relay) if update.version == held.version):
+            key = delta_manifest_key(held.version, NOTHING if base is None else base)
+            try:
+                manifest = decode_delta_manifest(fetch(self._relay, key, deadline_s))
+            except BlobNotFound:
+                keyframe = decode_manifest(fetch(self._relay, manifest_key(held.version), deadline_s))
+                return keyframe.run == held.run and checksum_of(held.run, held.bits.data) == keyframe.blob_checksum
+            state = held.state.get(manifest.tile_elements)
+            return manifest.run == held.run and state is not None and state[0] == manifest.state
+        return False
+
+    def _follow(self, path: Iterable[Update], base: Held | None, deadline_s: float, times: Times) -> Staged:
         held = base
+        changes: list[Change] | None = None if base is None else []
         for update in path:
             try:
                 if update.base is None:
-                    held = self._pull_keyframe(update.version, deadline_s, times)
+                    held, changes = self._pull_keyframe(update.version, deadline_s, times), None
                 else:
                     assert held is not None
-                    held = self._pull_delta(held, update, deadline_s, times, own=held is not base)
+                    held = self._pull_delta(held, update, deadline_s, times, changes)
             except (WeightsCorrupted, BlobNotFound) as error:
                 raise _Refused(update, error, fatal=not isinstance(error, _BaseMismatch)) from error
         assert held is not None
-        return held
+        return Staged.afresh(held) if base is None or changes is None else Staged.over(base, held, changes)
 
-    def _pull_keyframe(self, version: int, deadline_s: float, times: _Times) -> _Held:
+    def _pull_keyframe(self, version: int, deadline_s: float, times: Times) -> Held:
         try:
             with times.on_the_wire():
                 content = fetch(self._relay, manifest_key(version), deadline_s)
@@ -228,7 +246,7 @@ class Puller:
         manifest = decode_manifest(content)
         if manifest.version != version:
             raise WeightsCorrupted(f"manifest of version {version}: it is that of version {manifest.version}")
-        bits = self._memory.empty(manifest.blob_bytes // 2)
+        bits = self._store.room(manifest.blob_bytes // 2)
         blob = bits.view(np.uint8)
         with times.on_the_wire():
             fetch_into(self._relay, manifest.blob, blob.data, deadline_s, self._chunk_bytes)
@@ -238,9 +256,9 @@ class Puller:
         times.decode_s += time.monotonic() - begun_s
         times.size_bytes += manifest.blob_bytes
         hosted = (True,) * len(manifest.tensors)
-        return _Held(version, manifest.run, manifest.model, manifest.tensors, hosted, bits, {})
+        return Held(version, manifest.run, manifest.model, manifest.tensors, hosted, bits, {})
 
-    def _pull_full(self, version: int, deadline_s: float, times: _Times) -> _Held:
+    def _pull_full(self, version: int, deadline_s: float, times: Times) -> Held:
         """A keyframe in cells: those that are hosted, which is the change from nothing."""
         with times.on_the_wire():
             begun, _ = self._begin(version, NOTHING, deadline_s)
@@ -251,22 +269,26 @@ class Puller:
         elements = sum(entry.size_bytes for entry in compress(begun.tensors, hosted)) // 2
         sums = zero_sums(tile_ends(begun.tensors, begun.tile_elements))
         state = {begun.tile_elements: (state_of(sums), sums)}
-        nothing = _Held(NOTHING, begun.run, None, begun.tensors, hosted, np.zeros(elements, np.uint16), state)
-        return self._pull_delta(nothing, Update(version, NOTHING), deadline_s, times, own=False)
+        bits = self._store.room(elements)
+        bits[:] = 0
+        nothing = Held(NOTHING, begun.run, None, begun.tensors, hosted, bits, state)
+        return self._pull_delta(nothing, Update(version, NOTHING), deadline_s, times, changes=None)
 
-    def _pull_delta(self, base: _Held, update: Update, deadline_s: float, times: _Times, own: bool) -> _Held:
-        """What `update` makes of `base`; in place if that is our `own` to change."""
+    def _pull_delta(
+        self, base: Held, update: Update, deadline_s: float, times: Times, changes: list[Change] | None
+    ) -> Held:
+        """What `update` makes of `base` after `changes`, to which it adds its own; without a list it writes at once."""
         assert update.base is not None
         key = delta_manifest_key(update.version, update.base)
         with times.on_the_wire():
             begun, manifest = self._begin(update.version, update.base, deadline_s)
         begun_s = time.monotonic()
-        sums = _check_base(begun, base, update)
-        tiles = _Tiles(base.tensors, base.hosted, begun.tile_elements)
+        sums = _check_base(begun, base, update, amid=bool(changes))
+        tiles = Tiles(base.tensors, base.hosted, begun.tile_elements)
         times.decode_s += time.monotonic() - begun_s
-        bits = base.bits if own else self._memory.empty(base.bits.size)
         checksums: dict[int, str] = {}
         resulting = sums.copy()
+        coming: list[Change] = []
         wanted = [number for number, (first, count) in enumerate(begun.buckets) if tiles.runs(first, count)]
         for number, blob in self._buckets(begun, wanted, manifest is not None, deadline_s, times):
             checksums[number] = checksum_of(begun.run, blob)
@@ -275,17 +297,16 @@ class Puller:
             bucket = Bucket(blob)
             for run in tiles.runs(*begun.buckets[number]):
                 begun_s = time.monotonic()
-                old, ends = base.bits[tiles.elements(run)], tiles.ends[run] - tiles.begins[run.start]
-                first = begun.buckets[number][0]
+                elements, first = tiles.elements(run), begun.buckets[number][0]
+                old, ends = as_of(base.bits, changes or (), elements), tiles.ends[run] - elements.start
                 decoded = bucket.decode(old, ends, run.start - first, run.stop - first)
                 resulting[run] += decoded.sum_changes
-                decoded_s = time.monotonic()
-                new = bits[tiles.elements(run)]
-                if not own:
-                    new[:] = old
-                apply_update(decoded, new)
-                times.decode_s += decoded_s - begun_s
-                times.apply_s += time.monotonic() - decoded_s
+                if changes is None:
+                    apply_update(decoded, old)
+                else:
+                    span = elements.start, elements.stop
+                    coming.append(Change(update.base, update.version, run.start, *span, decoded))
+                times.decode_s += time.monotonic() - begun_s
         if manifest is None:
             with times.on_the_wire():
                 manifest = decode_delta_manifest(awaited(self._relay, key, deadline_s))
@@ -296,8 +317,9 @@ class Puller:
             raise WeightsCorrupted(f"{key}: it does not make the trainer's weights")
         if state_of(expected) != manifest.state:
             raise WeightsCorrupted(f"{key}: its tiles' sums are not those of its state")
-        state = {manifest.tile_elements: (manifest.state, expected)}
-        return base._replace(version=update.version, bits=bits, state=state)
+        if changes is not None:
+            changes += coming
+        return base._replace(version=update.version, state={manifest.tile_elements: (manifest.state, expected)})
 
     def _begin(self, version: int, base: int, deadline_s: float) -> tuple[DeltaBegun, DeltaManifest | None]:
         """What is to come, and the manifest if all of it is there."""
@@ -308,7 +330,7 @@ class Puller:
         return begun_of(manifest), manifest
 
     def _buckets(
-        self, begun: DeltaBegun, wanted: Iterable[int], there: bool, deadline_s: float, times: _Times
+        self, begun: DeltaBegun, wanted: Iterable[int], there: bool, deadline_s: float, times: Times
     ) -> Iterator[tuple[int, Buffer]]:
         """Each `wanted` bucket's number and blob, in order; the next ones are on their way meanwhile."""
         waiting: deque[tuple[int, Future[Buffer]]] = deque()
@@ -363,33 +385,15 @@ def fetch_into(relay: Relay, key: str, memory: memoryview, deadline_s: float, ch
         chunk[:] = content
 
 
-def _landed(number: int, future: Future[Buffer], times: _Times) -> tuple[int, Buffer]:
+def _landed(number: int, future: Future[Buffer], times: Times) -> tuple[int, Buffer]:
     with times.on_the_wire():
         blob = future.result()
     times.size_bytes += len(blob)
     return number, blob
 
 
-class _Tiles:
-    """The tiles of a version, and where the hosted ones lie among what is held."""
-
-    def __init__(self, tensors: Sequence[TensorEntry], hosted: Sequence[bool], tile_elements: int) -> None:
-        self.hosted = np.repeat(np.array(hosted, bool), tile_counts(tensors, tile_elements))
-        sizes = np.diff(tile_ends(tensors, tile_elements), prepend=0)
-        self.ends = np.cumsum(np.where(self.hosted, sizes, 0))
-        self.begins = np.concatenate([[0], self.ends])
-
-    def runs(self, first: int, count: int) -> list[slice]:
-        """Consecutive hosted tiles of a bucket."""
-        edges = np.flatnonzero(np.diff(self.hosted[first : first + count], prepend=False, append=False)) + first
-        return [slice(int(begin), int(end)) for begin, end in edges.reshape(-1, 2)]
-
-    def elements(self, tiles: slice) -> slice:
-        return slice(int(self.begins[tiles.start]), int(self.begins[tiles.stop]))
-
-
-def _check_base(manifest: DeltaBegun, base: _Held, update: Update) -> npt.NDArray[np.uint64]:
-    """The sums of all tiles in `base`."""
+def _check_base(manifest: DeltaBegun, base: Held, update: Update, amid: bool) -> npt.NDArray[np.uint64]:
+    """The sums of all tiles in `base`, of which the patterns are not there yet `amid` a chain."""
     where = f"delta of version {update.version} from {update.base}"
     if (manifest.version, manifest.base_version) != update:
         raise WeightsCorrupted(f"{where}: it is that of {manifest.version} from {manifest.base_version}")
@@ -399,7 +403,7 @@ def _check_base(manifest: DeltaBegun, base: _Held, update: Update) -> npt.NDArra
     if sum(tiles for _, tiles in manifest.buckets) != len(ends):
         raise WeightsCorrupted(f"{where}: its tensors have {len(ends)} tiles, its buckets others")
     if manifest.tile_elements not in base.state:
-        if not all(base.hosted):
+        if amid or not all(base.hosted):
             raise _BaseMismatch(f"{where}: tiles of {manifest.tile_elements} elements, which only a keyframe can begin")
         sums = tile_sums(base.bits, ends)
         base.state[manifest.tile_elements] = state_of(sums), sums

@@ -10,7 +10,9 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, TypeVar
 
 import structlog
@@ -26,7 +28,7 @@ from elastic.worker.service import AgentExit, Pull, Pulled, Service, Ticket, Tra
 from elastic.worker.threads import DaemonThread
 
 if TYPE_CHECKING:
-    from elastic.weights.puller import Puller
+    from elastic.weights.puller import Puller, StagedVersion
 
 __all__ = ["AgentExit", "BuildEngine", "WeightsPuller", "build_engine", "leave_process", "run_agent"]
 
@@ -40,6 +42,9 @@ BUILD_TIMEOUT_S = 600.0
 
 SITE_VARIABLE, SITE_TOKEN_VARIABLE = "ELASTIC_SITE", "ELASTIC_SITE_TOKEN"
 """A relay (directory or URL) that all workers of a site reach fast, where one copy of the weights crosses to them."""
+
+KEEP_VARIABLE = "ELASTIC_WEIGHTS"
+"""A directory, best in shared memory, in which the weights of this host's workers outlive them."""
 
 BuildEngine: TypeAlias = Callable[[wire.Welcome], RolloutEngine]
 T = TypeVar("T")
@@ -59,36 +64,46 @@ class WeightsPuller:
         self._puller: Puller | None = None
 
     def __call__(self, welcome: wire.Welcome, version: int) -> Pulled:
-        """A version's tensors, verified. Blocks; raises `WeightsError`."""
+        """A version, staged and verified. Blocks; raises `WeightsError`."""
         begun_s = time.monotonic()
         # A superseded pull may still be under way; what it ends with is a base as good as any.
         if not self._lock.acquire(timeout=welcome.pull_timeout_s):
             raise TimeoutError(f"the pull before that of version {version} has not ended")
         try:
             puller = self._open(welcome)
-            pulled = puller.pull(version, welcome.pull_timeout_s - (time.monotonic() - begun_s))
+            staged = puller.stage(version, welcome.pull_timeout_s - (time.monotonic() - begun_s))
         finally:
             self._lock.release()
         return Pulled(
-            pulled.tensors,
-            pulled.size_bytes,
-            pulled.full_bytes,
-            wire_s=pulled.wire_s,
-            decode_s=pulled.decode_s,
-            apply_s=pulled.apply_s,
+            partial(self._apply, puller, staged),
+            staged.times.size_bytes,
+            staged.weights.held.bits.nbytes,
+            wire_s=staged.times.wire_s,
+            decode_s=staged.times.decode_s,
         )
+
+    def _apply(self, puller: "Puller", staged: "StagedVersion") -> Mapping[str, object] | None:
+        # Whoever has the lock was ordered later, and reads what this would write over.
+        if not self._lock.acquire(blocking=False):
+            return None
+        try:
+            return puller.apply(staged).tensors
+        finally:
+            self._lock.release()
 
     def _open(self, welcome: wire.Welcome) -> "Puller":
         from elastic.weights.codecs import warm_up
         from elastic.weights.puller import Puller
         from elastic.weights.relay import open_relay
         from elastic.weights.site import SiteRelay
+        from elastic.weights.store import open_store
 
         if self._puller is None:
             relay = open_relay(welcome.relay, welcome.relay_token)
             if near := os.environ.get(SITE_VARIABLE):
                 relay = SiteRelay(relay, open_relay(near, os.environ.get(SITE_TOKEN_VARIABLE)), uuid.uuid4().hex)
-            self._puller = Puller(relay)
+            keep = os.environ.get(KEEP_VARIABLE)
+            self._puller = Puller(relay, store=open_store(Path(keep)) if keep else None)
             # Deltas come after the keyframe; by then their decoders are loaded.
             threading.Thread(target=warm_up, name="warm-up", daemon=True).start()
         return self._puller

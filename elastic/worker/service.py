@@ -19,7 +19,7 @@ import structlog
 
 from elastic import wire
 from elastic.core.run_state import TRAINER_PATIENCE
-from elastic.core.types import NS_PER_S, Account, FinishReason, WorkerId
+from elastic.core.types import NS_PER_S, Account, FinishReason, WeightMode, WorkerId
 from elastic.engine.base import DeviceShare, EngineStatistics, RolloutEngine
 from elastic.worker.accounts import DeviceAccounts
 from elastic.worker.connection import Connection, ConnectionLost, SessionRefused, dial
@@ -51,15 +51,15 @@ class AgentExit(msgspec.Struct, frozen=True):
 
 
 class Pulled(msgspec.Struct, frozen=True):
-    """Weights off the relay: Hugging Face names → CPU tensors, and what they cost to fetch."""
+    """Weights off the relay, verified but not yet in force, and what they cost to fetch."""
 
-    tensors: Mapping[str, object]
+    apply: Callable[[], Mapping[str, object] | None]
+    """Puts them in force in the host's memory: Hugging Face names → CPU tensors, which stay as they are until the next
+    are put in force; None where a later pull has begun. Blocks."""
     size_bytes: int
     full_bytes: int = 0
     wire_s: float = 0.0
     decode_s: float = 0.0
-    apply_s: float = 0.0
-    """For the copy that the engine is given."""
 
 
 Pull: TypeAlias = Callable[[wire.Welcome, int], Pulled]
@@ -398,8 +398,8 @@ class Service:
         ordered_s, pulled_s = times_s
         begun_s, paused_ns = time.monotonic(), self._paused_ns()
         try:
-            await self._device.run(
-                self._welcome.load_timeout_s, self._engine.load_weights, order.version, pulled.tensors, order.mode
+            written_s = await self._device.run(
+                self._welcome.load_timeout_s, self._put_in_force, order.version, pulled, order.mode
             )
         except TimeoutError:
             raise  # the engine hangs, and the worker with it
@@ -408,12 +408,14 @@ class Service:
             self._report_failure(order, f"{type(error).__name__}: {error}")
             self._name_idle_time()
         else:
+            if written_s is None:
+                return
             self._name_idle_time()
             applied_s = time.monotonic()
             split_s: dict[wire.PullPart, float] = {
                 "wire": pulled.wire_s,
                 "decode": pulled.decode_s,
-                "apply": pulled.apply_s,
+                "apply": written_s,
                 "pause": (self._paused_ns() - paused_ns) / NS_PER_S,
             }
             split_s["queue"] = max(0.0, applied_s - ordered_s - sum(split_s.values()))
@@ -421,6 +423,16 @@ class Service:
             self._send(
                 wire.WeightsReport(order.version, "", pulled.size_bytes, pull_s, apply_s, pulled.full_bytes, split_s)
             )
+
+    def _put_in_force(self, version: int, pulled: Pulled, mode: WeightMode) -> float | None:
+        """On the device's thread. How long it took beside the running engine; None where a later pull has begun."""
+        begun_s = time.monotonic()
+        tensors = pulled.apply()
+        if tensors is None:
+            return None
+        written_s = time.monotonic() - begun_s
+        self._engine.load_weights(version, tensors, mode)
+        return written_s
 
     def _paused_ns(self) -> int:
         return self._engine.statistics().accounts_ns.get(Account.APPLYING, 0)

@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ from elastic.weights.publisher import Publisher, PublishSettings
 from elastic.weights.puller import Puller
 from elastic.weights.relay import Buffer, Relay
 from elastic.weights.site import SiteRelay
+from elastic.weights.store import open_store
 from elastic.weights.versions import published_updates, published_versions
 
 MODEL = {"model_type": "qwen3", "hidden_size": 8}
@@ -134,12 +136,32 @@ def test_a_worker_that_is_behind_pulls_one_merged_delta(history: History, direct
     assert_at(puller, history, 3)
 
 
-def test_a_pulled_version_stays_what_it_was(history: History, directory: DirectoryRelay):
+def assert_is(tensors: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert all(torch.equal(expected[n].view(torch.int16), tensor.view(torch.int16)) for n, tensor in tensors.items())
+
+
+def test_a_staged_version_leaves_the_served_one_as_it_is(history: History, directory: DirectoryRelay):
     puller = Puller(directory)
-    first = puller.pull(1)
-    before = {name: tensor.clone() for name, tensor in first.tensors.items()}
-    puller.pull(2)
-    assert all(torch.equal(before[n].view(torch.int16), t.view(torch.int16)) for n, t in first.tensors.items())
+    served = puller.pull(0)
+    directory.delete(delta_manifest_key(3, 0))
+    staged = puller.stage(3)
+    assert staged.path == (Update(1, 0), Update(2, 1), Update(3, 2))
+    assert puller.version == 0
+    assert_is(served.tensors, history.tensors[0])
+    for _ in range(2):
+        assert_is(puller.apply(staged).tensors, history.tensors[3])
+        assert puller.version == 3
+        assert puller.audit() == []
+
+
+def test_what_was_staged_over_another_version_is_refused(history: History, directory: DirectoryRelay):
+    puller = Puller(directory)
+    assert_at(puller, history, 1)
+    late = puller.stage(2)
+    assert_at(puller, history, 3)
+    with pytest.raises(ValueError, match="version 2 was staged over 1; held is 3"):
+        puller.apply(late)
+    assert puller.audit() == []
 
 
 @pytest.mark.parametrize(
@@ -403,32 +425,59 @@ def test_a_version_that_is_not_there_yet_is_no_reason_to_ask(history: History, d
 KILLED_WHILE_APPLYING = """
 import os, signal, sys
 from pathlib import Path
-from elastic.weights import puller
+from elastic.weights import held, puller
 from elastic.weights.directory import DirectoryRelay
 from elastic.weights.site import SiteRelay
+from elastic.weights.store import open_store
+from elastic.weights.store import open_store
 
-def apply_and_die(update, bits, apply=puller.apply_update):
-    apply(update, bits[: bits.size // 2] if update.index is None else bits)
+def apply_and_die(update, bits, apply=held.apply_update):
+    half = update.index.size // 2
+    bits[update.index[:half]] = update.value[:half]
     os.kill(os.getpid(), signal.SIGKILL)
 
-far, near = (DirectoryRelay(Path(path)) for path in sys.argv[1:3])
-worker = puller.Puller(SiteRelay(far, near, "killed", claim_s=0.5), chunk_bytes=40)
+far, near, kept = (Path(path) for path in sys.argv[1:4])
+relay = SiteRelay(DirectoryRelay(far), DirectoryRelay(near), "killed", claim_s=0.5)
+worker = puller.Puller(relay, store=open_store(kept), chunk_bytes=40)
 worker.pull(1)
-puller.apply_update = apply_and_die
+held.apply_update = apply_and_die
 worker.pull(2)
 """
 
 
+@pytest.fixture
+def killed_while_applying(tmp_path: Path, history: History) -> Path:
+    """What a worker kept that was killed while it went from version 1 to 2."""
+    places = [str(tmp_path / name) for name in ("relay", "near", "kept")]
+    killed = subprocess.run([sys.executable, "-c", KILLED_WHILE_APPLYING, *places], check=False, timeout=120)
+    assert killed.returncode == -signal.SIGKILL
+    return tmp_path / "kept"
+
+
 @pytest.mark.slow
 def test_a_worker_killed_while_applying_comes_back_at_a_whole_version(
-    history: History, directory: DirectoryRelay, tmp_path: Path
+    history: History, directory: DirectoryRelay, tmp_path: Path, killed_while_applying: Path
 ):
-    near = DirectoryRelay(tmp_path / "near")
-    arguments = [sys.executable, "-c", KILLED_WHILE_APPLYING, str(tmp_path / "relay"), str(tmp_path / "near")]
-    killed = subprocess.run(arguments, check=False, timeout=120)
-    assert killed.returncode == -signal.SIGKILL
-    # The claims that it died with expire, and what it brought to the site is of use to its successor.
-    successor = Puller(SiteRelay(directory, near, "successor", claim_s=0.5), chunk_bytes=40)
-    assert_at(successor, history, 2)
+    near = SiteRelay(directory, DirectoryRelay(tmp_path / "near"), "successor", claim_s=0.5)
+    with closing(open_store(killed_while_applying)) as store:
+        successor = Puller(near, store=store, chunk_bytes=40)
+        assert successor.version == 2
+        assert_at(successor, history, 2)
+        assert successor.pull(3).path == (Update(3, 2),)
+        assert_at(successor, history, 3)
+    # Where nothing was kept, the claims that it died with expire, and what it brought to the site is of use.
+    newcomer = Puller(near, chunk_bytes=40)
+    assert_at(newcomer, history, 2)
     history.step()
-    assert_at(successor, history, 4)
+    assert_at(newcomer, history, 4)
+
+
+@pytest.mark.slow
+def test_what_was_kept_is_not_taken_for_another_runs_version(tmp_path: Path, killed_while_applying: Path):
+    other = DirectoryRelay(tmp_path / "other")
+    stranger = History(other, seed=1)
+    for _ in range(4):
+        stranger.step()
+    for version in (2, 3):
+        with closing(open_store(killed_while_applying)) as store:
+            assert_at(Puller(other, store=store), stranger, version)

@@ -292,7 +292,7 @@ def generate(turn: str, seed: int = 1, attempt: int = 1, start: int = 0, most: i
 
 
 def pulled(*names: str) -> Pulled:
-    return Pulled(dict.fromkeys(names), 12)
+    return Pulled(lambda: dict.fromkeys(names), 12)
 
 
 @pytest.hookimpl
