@@ -238,17 +238,19 @@ class Outcome:
 
     records: list[Record]
     wall_s: float
+    serving_busy_s: float
+    rollout_busy_s: float
     rollout_tokens: int
     given_back: int
     statistics: Any
 
     @property
     def serving_busy_share(self) -> float:
-        return self.statistics.serving_busy_ns / NS_PER_S / self.wall_s
+        return self.serving_busy_s / self.wall_s
 
     @property
     def rollout_busy_share(self) -> float:
-        return self.statistics.rollout_busy_ns / NS_PER_S / self.wall_s
+        return self.rollout_busy_s / self.wall_s
 
     @property
     def rollout_rate(self) -> float:
@@ -343,13 +345,11 @@ class Bench:
             outcome = Outcome(
                 records=records,
                 wall_s=elapsed_s,
+                serving_busy_s=(after.usage.serving_ns - before.usage.serving_ns) / NS_PER_S,
+                rollout_busy_s=(after.usage.rollout_ns - before.usage.rollout_ns) / NS_PER_S,
                 rollout_tokens=(rollouts.tokens if rollouts else 0) - tokens,
                 given_back=rollouts.given_back if rollouts else 0,
-                statistics=msgspec.structs.replace(
-                    after,
-                    serving_busy_ns=after.serving_busy_ns - before.serving_busy_ns,
-                    rollout_busy_ns=after.rollout_busy_ns - before.rollout_busy_ns,
-                ),
+                statistics=after,
             )
             if rolling is not None:
                 failed = rolling.done()
@@ -616,7 +616,7 @@ def pool_figures(operations: int) -> dict[str, Any]:
                 0,
                 lambda: 0,
                 lambda: pool.free,
-                lambda count: None,
+                lambda count: contextlib.nullcontext(),
                 lambda page, index: None,
             )
         )

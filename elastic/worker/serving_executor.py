@@ -107,10 +107,6 @@ class ExecutorDevice:
         self._front = ServingFront(ModelCard.model_validate(card))
         self._looks: deque[_Look] = deque()
         self._service = ServiceLog(slo)
-        self._lent_ns = 0
-        self._serving_ns = 0
-        self._rollout_ns = 0
-        """Who had the device how long of `_lent_ns`."""
 
     @property
     def served(self) -> int:
@@ -153,9 +149,9 @@ class ExecutorDevice:
             tpot_p50_ms=tpot_ms.p50,
             tpot_p99_ms=tpot_ms.p99,
             violated_minutes=service.violated_minutes,
-            lent_s=self._lent_ns / NS_PER_S,
-            serving_s=self._serving_ns / NS_PER_S,
-            rollout_s=self._rollout_ns / NS_PER_S,
+            lent_s=now.usage.lent_ns / NS_PER_S,
+            serving_s=now.usage.lent_serving_ns / NS_PER_S,
+            rollout_s=now.usage.rollout_ns / NS_PER_S,
             reclaims=len(now.reclaims_ns),
             reclaim_p99_ms=milliseconds(now.reclaims_ns, 99),
         )
@@ -212,12 +208,7 @@ class ExecutorDevice:
     def _look(self, now: CoServingStatistics, kv_share: float) -> deque["_Look"]:
         """The looks of the last `window_s`, with this one."""
         now_ns = time.monotonic_ns()
-        if self._looks and self._executor.rollout is not None:
-            last = self._looks[-1]
-            self._lent_ns += now_ns - last.at_ns
-            self._serving_ns += now.serving_busy_ns - last.busy_ns
-            self._rollout_ns += now.rollout_busy_ns - last.rollout_ns
-        self._looks.append(_Look(now_ns, now.serving_busy_ns, now.rollout_busy_ns, kv_share))
+        self._looks.append(_Look(now_ns, now.usage.serving_ns, kv_share))
         while len(self._looks) > 2 and now_ns - self._looks[1].at_ns >= self._lending.window_s * NS_PER_S:
             self._looks.popleft()
         return self._looks
@@ -226,7 +217,6 @@ class ExecutorDevice:
 class _Look(NamedTuple):
     at_ns: int
     busy_ns: int
-    rollout_ns: int
     kv_share: float
 
 

@@ -87,7 +87,6 @@ async def test_a_run_gets_a_part_of_the_device_and_gives_it_back(profiles: Path)
             if ends:
                 ended.set()
 
-        device.report()
         engine.start(sink)
         torch.manual_seed(1)
         weights = model_tensors(Qwen3(POLICY))
@@ -113,6 +112,9 @@ async def test_a_run_gets_a_part_of_the_device_and_gives_it_back(profiles: Path)
         assert share.hold_back()
         assert share.capacity_turns(4) == 0
         await asyncio.to_thread(engine.close)
+        given_back = device.report().service
+        assert given_back.lent_s >= service.lent_s
+        assert device.report().service.lent_s == given_back.lent_s
         again = await asyncio.to_thread(device.lend().build_engine, welcome())
         await asyncio.to_thread(again.close)
 

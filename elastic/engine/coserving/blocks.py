@@ -8,6 +8,7 @@ ROSE §4.1.
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 from sortedcontainers import SortedSet
 
@@ -19,8 +20,8 @@ from elastic.engine.torch.blocks import BlockPool
 class LeasedBlocks(BlockPool):
     """`BlockPool` whose memory is a `PageSpace`.
 
-    `growth` says how many more pages this model may map now; `make_room` is called before so many are mapped,
-    to free them where others hold them. With a lease of zero nothing is cached.
+    `growth` says how many more pages this model may map now; `growing` is the context in which so many are mapped,
+    which frees them where others hold them. With a lease of zero nothing is cached.
     """
 
     def __init__(
@@ -31,7 +32,7 @@ class LeasedBlocks(BlockPool):
         lease_ns: Nanoseconds,
         now_ns: Callable[[], Nanoseconds],
         growth: Callable[[], int],
-        make_room: Callable[[int], None],
+        growing: Callable[[int], AbstractContextManager[None]],
         on_map: Callable[[int, int], None],
     ) -> None:
         self._per_page = layout.blocks_per_page
@@ -41,7 +42,7 @@ class LeasedBlocks(BlockPool):
         self._lease_ns = lease_ns
         self._now_ns = now_ns
         self._growth = growth
-        self._make_room = make_room
+        self._growing = growing
         self._on_map = on_map
         self._expiry_ns: dict[int, Nanoseconds] = {}
         self._in_page: dict[int, list[int]] = {}
@@ -167,13 +168,13 @@ class LeasedBlocks(BlockPool):
         count = min(wanted, self._growth())
         if count <= 0:
             return
-        self._make_room(count)
-        for _ in range(count):
-            page, index = self._space.map()
-            self._on_map(page, index)
-            self._in_page[page] = [page * self._per_page + i for i in reversed(range(self._per_page))]
-            self._open.add(page)
-            self._free_count += self._per_page
+        with self._growing(count):
+            for _ in range(count):
+                page, index = self._space.map()
+                self._on_map(page, index)
+                self._in_page[page] = [page * self._per_page + i for i in reversed(range(self._per_page))]
+                self._open.add(page)
+                self._free_count += self._per_page
 
     def _take(self) -> int:
         page = self._open[0]

@@ -19,12 +19,13 @@ import torch
 
 from elastic.core.types import NS_PER_S, Account, Nanoseconds, WeightMode
 from elastic.engine.base import ChunkSink
-from elastic.engine.coserving.half import Half, Step
+from elastic.engine.coserving.half import Half, Iteration, Step
 from elastic.engine.coserving.memory import SharedMemory
 from elastic.engine.coserving.rollout import RolloutHalf
 from elastic.engine.coserving.serving import ServingHalf
 from elastic.engine.coserving.spec import ModelSpec
 from elastic.engine.coserving.swapping import Swapping
+from elastic.engine.coserving.usage import Usage, UsageMeter
 from elastic.engine.kv import PageBackend
 from policies.coexecution import AdmissionPolicy
 from policies.kvmemory import Budget, MemoryPolicy
@@ -35,7 +36,8 @@ _log = structlog.get_logger(__name__)
 
 
 class CoServingStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """What the executor did so far. `reclaims_ns` are the latest times from a trigger to the pages being free."""
+    """What the executor did so far. `reclaims_ns` are the latest times from serving's need of pages that rollouts held
+    to its having them."""
 
     budget: Budget
     serving_pages: int
@@ -43,8 +45,7 @@ class CoServingStatistics(msgspec.Struct, frozen=True, kw_only=True):
     free_pages: int
     total_pages: int
     serving_peak_pages: int
-    serving_busy_ns: Nanoseconds
-    rollout_busy_ns: Nanoseconds
+    usage: Usage
     reclaims_ns: tuple[Nanoseconds, ...]
     turns_aborted: int
     turns_stalled: int
@@ -77,7 +78,7 @@ class CoServing:
         self._swapping = swapping
         self._changed = threading.Condition()
         self._rollout_failures = 0
-        self._busy_ns = {"serving": 0, "rollout": 0}
+        self._usage = UsageMeter(time.monotonic_ns())
         self._longest_rollout_ns = 0
         self._activating_ns = 0
         self._activation_s = 0.0
@@ -138,6 +139,7 @@ class CoServing:
                 raise
             rollout.drive(self._thread)
             self._rollout = self._memory.rollout = rollout
+            self._usage.lend(True, time.monotonic_ns())
             self.begin_step()
             return rollout
 
@@ -165,8 +167,7 @@ class CoServing:
                 free_pages=memory.pages.free,
                 total_pages=memory.usable,
                 serving_peak_pages=memory.serving_peak,
-                serving_busy_ns=self._busy_ns["serving"],
-                rollout_busy_ns=self._busy_ns["rollout"],
+                usage=self._usage.read(time.monotonic_ns()),
                 reclaims_ns=tuple(memory.reclaims_ns),
                 turns_aborted=rollout.aborted_by_pressure if rollout else 0,
                 turns_stalled=rollout.stalled if rollout else 0,
@@ -201,6 +202,8 @@ class CoServing:
             _log.critical("the co-serving executor failed", trace=traceback.format_exc())
             self._end_all("the co-serving executor failed")
         finally:
+            with self._changed:
+                self._usage.lend(False, time.monotonic_ns())
             self._memory.pages.close()
 
     def _next_step(self) -> Step | None:
@@ -242,7 +245,7 @@ class CoServing:
             return None
         if self._rollout is not None:
             self._rollout.charge(Account.SERVING)
-        return self._timed("serving", lambda: self._serving.iterate(iteration))
+        return self._timed(self._serving, iteration)
 
     def _rollout_step(self, rollout: RolloutHalf) -> Step | None:
         view = self._serving.view(time.monotonic_ns())
@@ -257,7 +260,7 @@ class CoServing:
         iteration = rollout.next_iteration(allowance_ns, serving_rests=not view.busy)
         if iteration is None:
             return None
-        return self._guarded(self._timed("rollout", lambda: rollout.iterate(iteration)))
+        return self._guarded(self._timed(rollout, iteration))
 
     def _rollout_housekeeping(self, rollout: RolloutHalf) -> Step | None:
         rollout.end_stalled(time.monotonic_ns())
@@ -266,18 +269,27 @@ class CoServing:
         if rollout.closed:
             rollout.retire()
             self._rollout = self._memory.rollout = None
+            self._usage.lend(False, time.monotonic_ns())
         return None
 
-    def _timed(self, which: str, step: Step) -> Step:
+    def _timed(self, half: Half, iteration: Iteration) -> Step:
         def run() -> None:
-            started_ns = time.monotonic_ns()
-            step()
-            elapsed_ns = time.monotonic_ns() - started_ns
-            self._busy_ns[which] += elapsed_ns
-            if which == "rollout":
+            started_ns = self._hand_to(half.kind)
+            try:
+                half.iterate(iteration)
+            finally:
+                elapsed_ns = self._hand_to(None) - started_ns
+            if half is self._rollout:
                 self._longest_rollout_ns = max(self._longest_rollout_ns, elapsed_ns)
 
         return run
+
+    def _hand_to(self, user: str | None) -> Nanoseconds:
+        """Who computes from now on; returns the time."""
+        with self._changed:
+            now_ns = time.monotonic_ns()
+            self._usage.hand_to(user, now_ns)
+            return now_ns
 
     def _activating(self, rollout: RolloutHalf, piece: Step) -> Step:
         """Note how long it takes from the first piece of weights until the model can run."""

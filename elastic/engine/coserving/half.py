@@ -46,10 +46,19 @@ class _PagedScheduler(Scheduler):
     def __init__(self, settings: EngineConfig, pool: LeasedBlocks) -> None:
         super().__init__(settings)
         self.pool: LeasedBlocks = pool
+        self.placing: Running | None = None
+        """The waiting sequence that gets its first blocks just now."""
 
     def plan_chunk(self, admit_new: bool, chunk_tokens: int) -> list[Work]:
         self._chunk_tokens = chunk_tokens
         return self.plan(admit_new)
+
+    def _place(self, sequence: Running) -> bool:
+        self.placing = sequence
+        try:
+            return super()._place(sequence)
+        finally:
+            self.placing = None
 
 
 class Half(TorchEngine):
@@ -83,7 +92,7 @@ class Half(TorchEngine):
             lending.lease_ns,
             time.monotonic_ns,
             lending.growth,
-            lending.make_room,
+            lending.growing,
             runner.place_page,
         )
         self._scheduler = _PagedScheduler(settings, self.pool)

@@ -2,6 +2,8 @@
 
 import time
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Protocol
 
 from elastic.core.types import NS_PER_S, Nanoseconds
@@ -25,8 +27,8 @@ class Holder(Protocol):
 
 
 class Owner(Holder, Protocol):
-    def waiting_since_ns(self) -> Nanoseconds:
-        """When the request arrived that is to be admitted next; now where none waits."""
+    def needed_since_ns(self) -> Nanoseconds:
+        """Since when serving needs the pages that it is about to map."""
         ...
 
 
@@ -48,12 +50,10 @@ class SharedMemory:
         self.rollout: Borrower | None = None
         self.serving_peak = 0
         self.reclaims_ns: deque[Nanoseconds] = deque(maxlen=10_000)
-        """From the arrival of the request that caused a cut to its pages being free."""
+        """From serving's need of pages, for which rollouts gave up some, to its having them."""
         self._policy = policy
         self._recent: deque[int] = deque(maxlen=SAMPLES_KEPT)
         self._sampled_ns = 0
-        self._grown_for_ns = 0
-        """When that arrived for which serving took its last pages."""
         self.budget = policy.begin_step(self.usable, ())
 
     @property
@@ -71,10 +71,10 @@ class SharedMemory:
 
     def serving_lending(self) -> Lending:
         # Serving's KV is of no use once its request is over: prompts of different users share nothing.
-        return Lending(self._serving_growth, self._make_room, lease_ns=0)
+        return Lending(self._serving_growth, self._serving_growing, lease_ns=0)
 
     def rollout_lending(self) -> Lending:
-        return Lending(self._rollout_growth, lambda pages: None, self._policy.lease_ns)
+        return Lending(self._rollout_growth, lambda pages: nullcontext(), self._policy.lease_ns)
 
     def begin_step(self) -> None:
         """The budget of a new step, from serving's use since the last."""
@@ -108,17 +108,20 @@ class SharedMemory:
         """Free pages, but for the spare one of a rollout model that is yet to come."""
         return self.pages.free - (self.rollout is None)
 
-    def _make_room(self, pages: int) -> None:
-        """Serving is about to map so many pages."""
-        if self.serving is not None:
-            self._grown_for_ns = self.serving.waiting_since_ns()
-        if pages > self._free:
-            self._observe(pages)
+    @contextmanager
+    def _serving_growing(self, pages: int) -> Iterator[None]:
+        """Around serving's mapping of so many pages: rollouts give up what it lacks, and what its new use forbids."""
+        assert self.serving is not None
+        needed_since_ns = self.serving.needed_since_ns()
+        gave_back = pages > self._free and self._observe(pages)
+        yield
+        if self._observe(0) or gave_back:
+            self.reclaims_ns.append(time.monotonic_ns() - needed_since_ns)
 
-    def _observe(self, needed_pages: int) -> None:
-        cuts = self.budget.cuts
+    def _observe(self, needed_pages: int) -> bool:
+        """Let the policy act on serving's use; whether rollouts gave something back for it."""
         self.budget = self._policy.observe(self.budget, self.usable, self.serving_pages, needed_pages)
-        if self.rollout is not None and self.rollout_pages > self.budget.pages:
-            self.rollout.give_back(self.budget.pages)
-            if self.budget.cuts > cuts:
-                self.reclaims_ns.append(time.monotonic_ns() - self._grown_for_ns)
+        if self.rollout is None or self.rollout_pages <= self.budget.pages:
+            return False
+        self.rollout.give_back(self.budget.pages)
+        return True

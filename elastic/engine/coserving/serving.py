@@ -25,6 +25,8 @@ class ServingHalf(Half):
         super().__init__(spec, pool, lending, changed)
         self._arrivals_ns: dict[str, Nanoseconds] = {}
         self._last_tokens_ns: dict[str, Nanoseconds] = {}
+        self._iterated_ns = time.monotonic_ns()
+        """When the last iteration ended."""
 
     def submit(self, requests: Sequence[GenerateRequest]) -> None:
         now_ns = time.monotonic_ns()
@@ -39,13 +41,13 @@ class ServingHalf(Half):
         work = self._scheduler.plan_chunk(not self._orders, self._settings.prefill_chunk_tokens)
         return Iteration(work, shape_of(work)) if work else None
 
-    def waiting_since_ns(self) -> Nanoseconds:
-        """When the request arrived that is to be admitted next; now where none waits."""
-        head = next(iter(self._scheduler.waiting), None)
-        # One that lost its place was admitted in time; what it waits for began just now.
-        if head is None or head.admissions:
-            return time.monotonic_ns()
-        return self._arrivals_ns[head.request.request_id]
+    def needed_since_ns(self) -> Nanoseconds:
+        """A new request needs its pages since it arrived. What a decode is short of, and what one that lost its place
+        could have back, came about as the last iteration ended."""
+        placing = self._scheduler.placing
+        if placing is None or placing.admissions:
+            return self._iterated_ns
+        return self._arrivals_ns[placing.request.request_id]
 
     def view(self, now_ns: Nanoseconds) -> ServingView:
         """What admission decides on."""
@@ -70,10 +72,10 @@ class ServingHalf(Half):
         )
 
     def _commit(self, work: list[Work], token_ids: list[int], logprobs: list[float]) -> list[TokenChunk]:
-        now_ns = time.monotonic_ns()
+        self._iterated_ns = time.monotonic_ns()
         for item in work:
             if item.samples:
-                self._last_tokens_ns[item.sequence.request.request_id] = now_ns
+                self._last_tokens_ns[item.sequence.request.request_id] = self._iterated_ns
         return super()._commit(work, token_ids, logprobs)
 
     def _forget(self, request_id: str) -> None:

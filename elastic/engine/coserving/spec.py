@@ -1,6 +1,7 @@
 """What a model on a shared device is, and what it may hold."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import torch
@@ -29,8 +30,8 @@ class ModelSpec(NamedTuple):
 
 
 class Lending(NamedTuple):
-    """How a half gets pages: how many more it may map now, and whom to tell before it does."""
+    """How a half gets pages: how many more it may map now, and in what context it does."""
 
     growth: Callable[[], int]
-    make_room: Callable[[int], None]
+    growing: Callable[[int], AbstractContextManager[None]]
     lease_ns: Nanoseconds

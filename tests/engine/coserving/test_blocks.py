@@ -1,4 +1,5 @@
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 from hypothesis import given, settings
@@ -24,7 +25,7 @@ def make_blocks(
         lease_ns,
         now_ns,
         growth=lambda: min(limit - blocks.pages, pool.free),
-        make_room=lambda count: None,
+        growing=lambda count: nullcontext(),
         on_map=lambda page, index: None,
     )
     return blocks

@@ -25,7 +25,7 @@ class Half:
     pool: Pages = field(default_factory=Pages)
     waited_ns: Nanoseconds = 0
 
-    def waiting_since_ns(self) -> Nanoseconds:
+    def needed_since_ns(self) -> Nanoseconds:
         return time.monotonic_ns() - self.waited_ns
 
     def give_back(self, most_pages: int) -> None:
@@ -40,15 +40,31 @@ def memory():
     shared.pages.close()
 
 
-def test_a_reclaim_is_counted_from_the_arrival_that_caused_it(memory: SharedMemory):
+def test_a_reclaim_lasts_from_the_need_until_serving_has_its_pages(memory: SharedMemory):
     memory.rollout.pool.pages = 80
-    memory.serving_lending().make_room(15)
-    memory.serving.pool.pages = 15
-    memory.share(time.monotonic_ns())
+    with memory.serving_lending().growing(15):
+        memory.serving.pool.pages = 15
+        assert not memory.reclaims_ns
     assert memory.budget.cuts == 1
     assert memory.rollout.pool.pages == 40
     (reclaim_ns,) = memory.reclaims_ns
     assert 50 * MS <= reclaim_ns < 50_000 * MS
+
+
+def test_pages_that_were_free_are_no_reclaim(memory: SharedMemory):
+    memory.rollout.pool.pages = 60
+    with memory.serving_lending().growing(5):
+        memory.serving.pool.pages = 5
+    assert not memory.reclaims_ns
+
+
+def test_what_was_lacking_is_free_before_it_is_mapped(memory: SharedMemory):
+    memory.rollout.pool.pages = 80
+    held = memory.pages.space()
+    for _ in range(80):
+        held.map()
+    with memory.serving_lending().growing(40):
+        assert memory.rollout.pool.pages <= 60
 
 
 def test_a_new_steps_smaller_budget_is_no_reclaim(memory: SharedMemory):
