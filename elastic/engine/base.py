@@ -6,7 +6,7 @@ from any thread. Source: DESIGN §6, `RolloutEngine`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -52,6 +52,14 @@ class TokenChunk(msgspec.Struct, frozen=True):
     detail: str = ""
 
 
+class WeightChanges(NamedTuple):
+    """Where a version differs from `base`: elements by tensor, in the order in which they came about."""
+
+    base: int
+    elements: Sequence[tuple[str, object, object]]
+    """(tensor, indices into it, flat and row-major, int64, the values there), as CPU tensors; later ones overwrite."""
+
+
 class EngineStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """A consistent snapshot. `accounts_ns` sums exactly to the engine's age; `progress` counts iterations."""
 
@@ -94,8 +102,14 @@ class RolloutEngine(Protocol):
         """Each request that is still alive ends with a chunk whose finish is ABORTED, holding all it has."""
         ...
 
-    def load_weights(self, version: int, tensors: Mapping[str, object], mode: WeightMode) -> None:
-        """Apply `tensors` (Hugging Face names → CPU tensors) as `version`, in place. Blocks the caller."""
+    def load_weights(
+        self, version: int, tensors: Mapping[str, object], mode: WeightMode, changes: WeightChanges | None = None
+    ) -> None:
+        """Apply `tensors` (Hugging Face names → CPU tensors) as `version`, in place. Blocks the caller.
+
+        The tensors stay as they are until it returns. An engine that serves `changes.base` may write the `changes`
+        instead, which come to the same, so that it pauses for these alone.
+        """
         ...
 
     def sleep(self) -> None:

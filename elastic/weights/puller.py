@@ -37,7 +37,7 @@ from elastic.weights.plan import Update, shortest_path
 from elastic.weights.relay import Relay
 from elastic.weights.sharding import Shard, needed
 from elastic.weights.store import Store
-from elastic.weights.tensors import assemble, box_of, views
+from elastic.weights.tensors import assemble, box_of, by_tensor, views
 from elastic.weights.versions import published_updates
 from elastic.weights.waiting import POLL_S, awaited, fetch, patiently
 
@@ -145,6 +145,23 @@ class Puller:
             apply_s,
         )
 
+    def changes(self, staged: StagedVersion) -> list[tuple[str, Tensor, Tensor]] | None:
+        """What a staged version writes over the one before, for whoever has a copy of that elsewhere.
+
+        (Tensor, places in it, flat, values), in the order in which they came about: later ones overwrite. None where it
+        builds on nothing, where much of it changes, and with a `shard`, whose tensors are put together anew.
+        """
+        weights = staged.weights
+        if weights.base is None or self._shard is not None:
+            return None
+        found: list[tuple[str, Tensor, Tensor]] = []
+        for change in weights.changes:
+            if change.update.index is None:
+                return None
+            place = change.update.index.astype(np.int64) + change.begin
+            found += by_tensor(weights.held.tensors, place, change.update.value)
+        return found
+
     def stage(self, version: int, timeout_s: float = 30.0, *, follow: bool = False) -> StagedVersion:
         """`version`, bit for bit as published: from what is held by the shortest chain of deltas, or a keyframe.
 
@@ -211,16 +228,22 @@ class Puller:
 
     def _recognised(self, held: Held, deadline_s: float) -> bool:
         """Whether what a predecessor left as this version is what the relay calls so; it may be another run's."""
-        for base in (update.base for update in published_updates(self._relay) if update.version == held.version):
-            key = delta_manifest_key(held.version, NOTHING if base is None else base)
-            try:
-                manifest = decode_delta_manifest(fetch(self._relay, key, deadline_s))
-            except BlobNotFound:
-                keyframe = decode_manifest(fetch(self._relay, manifest_key(held.version), deadline_s))
-                return keyframe.run == held.run and checksum_of(held.run, held.bits.data) == keyframe.blob_checksum
-            state = held.state.get(manifest.tile_elements)
-            return manifest.run == held.run and state is not None and state[0] == manifest.state
-        return False
+        bases = [update.base for update in published_updates(self._relay) if update.version == held.version]
+        try:
+            return bool(bases) and self._is_published(held, bases[0], deadline_s)
+        except (WeightsCorrupted, BlobNotFound) as error:
+            log.warning("kept weights not recognised", version=held.version, reason=str(error))
+            return False
+
+    def _is_published(self, held: Held, base: int | None, deadline_s: float) -> bool:
+        key = delta_manifest_key(held.version, NOTHING if base is None else base)
+        try:
+            manifest = decode_delta_manifest(fetch(self._relay, key, deadline_s))
+        except BlobNotFound:
+            keyframe = decode_manifest(fetch(self._relay, manifest_key(held.version), deadline_s))
+            return keyframe.run == held.run and checksum_of(held.run, held.bits.data) == keyframe.blob_checksum
+        state = held.state.get(manifest.tile_elements)
+        return manifest.run == held.run and state is not None and state[0] == manifest.state
 
     def _follow(self, path: Iterable[Update], base: Held | None, deadline_s: float, times: Times) -> Staged:
         held = base

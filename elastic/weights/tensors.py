@@ -103,6 +103,22 @@ def _within(box: Box, outer: Box, row: int) -> tuple[slice, ...]:
     return tuple(slice(b, b + size) for b, size in zip(begins, box.shape, strict=True))
 
 
+def by_tensor(
+    entries: Sequence[TensorEntry], place: npt.NDArray[np.int64], value: Bits
+) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """New patterns at places of the flat array as (tensor, places in it, bfloat16 values).
+
+    Places are in any order within a tensor; those of one tensor come before those of the next.
+    """
+    ends = np.cumsum([entry.size_bytes // 2 for entry in entries])
+    first = 0
+    for entry, last in zip(entries, np.searchsorted(place, ends).tolist(), strict=True):
+        if last > first:
+            index = torch.from_numpy(place[first:last] - entry.offset // 2)
+            yield entry.name, index, torch.from_numpy(value[first:last].view(np.int16)).view(torch.bfloat16)
+        first = last
+
+
 def views(entries: Sequence[TensorEntry], bits: Bits) -> dict[str, Tensor]:
     """The tensors that lie in `bits`, which live as long as one of them does."""
     flat = torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)

@@ -21,7 +21,7 @@ from elastic import wire
 from elastic.config import EngineConfig, validate
 from elastic.core.types import Nanoseconds
 from elastic.engine import create_engine
-from elastic.engine.base import DeviceShare, RolloutEngine
+from elastic.engine.base import DeviceShare, RolloutEngine, WeightChanges
 from elastic.worker.accounts import DeviceAccounts, process_start_ns
 from elastic.worker.connection import Connection, ConnectionLost, SessionRefused, dial
 from elastic.worker.service import AgentExit, Pull, Pulled, Service, Ticket, Trainer
@@ -72,14 +72,17 @@ class WeightsPuller:
         try:
             puller = self._open(welcome)
             staged = puller.stage(version, welcome.pull_timeout_s - (time.monotonic() - begun_s))
+            changes = puller.changes(staged)
         finally:
             self._lock.release()
+        base = staged.weights.base
         return Pulled(
             partial(self._apply, puller, staged),
             staged.times.size_bytes,
             staged.weights.held.bits.nbytes,
             wire_s=staged.times.wire_s,
             decode_s=staged.times.decode_s,
+            changes=None if base is None or changes is None else WeightChanges(base, changes),
         )
 
     def _apply(self, puller: "Puller", staged: "StagedVersion") -> Mapping[str, object] | None:

@@ -20,7 +20,7 @@ import structlog
 from elastic import wire
 from elastic.core.run_state import TRAINER_PATIENCE
 from elastic.core.types import NS_PER_S, Account, FinishReason, WeightMode, WorkerId
-from elastic.engine.base import DeviceShare, EngineStatistics, RolloutEngine
+from elastic.engine.base import DeviceShare, EngineStatistics, RolloutEngine, WeightChanges
 from elastic.worker.accounts import DeviceAccounts
 from elastic.worker.connection import Connection, ConnectionLost, SessionRefused, dial
 from elastic.worker.threads import DaemonThread, run_in_thread
@@ -54,12 +54,14 @@ class Pulled(msgspec.Struct, frozen=True):
     """Weights off the relay, verified but not yet in force, and what they cost to fetch."""
 
     apply: Callable[[], Mapping[str, object] | None]
-    """Puts them in force in the host's memory: Hugging Face names → CPU tensors, which stay as they are until the next
-    are put in force; None where a later pull has begun. Blocks."""
+    """Puts them in force in the host's memory: Hugging Face names → CPU tensors, which stay as they are until the
+    next are put in force; None where a later pull has begun. Blocks."""
     size_bytes: int
     full_bytes: int = 0
     wire_s: float = 0.0
     decode_s: float = 0.0
+    changes: WeightChanges | None = None
+    """What they are over the version before, where that is known and little."""
 
 
 Pull: TypeAlias = Callable[[wire.Welcome, int], Pulled]
@@ -431,7 +433,7 @@ class Service:
         if tensors is None:
             return None
         written_s = time.monotonic() - begun_s
-        self._engine.load_weights(version, tensors, mode)
+        self._engine.load_weights(version, tensors, mode, pulled.changes)
         return written_s
 
     def _paused_ns(self) -> int:

@@ -140,6 +140,32 @@ def assert_is(tensors: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert all(torch.equal(expected[n].view(torch.int16), tensor.view(torch.int16)) for n, tensor in tensors.items())
 
 
+def patched(tensors: dict[str, Tensor], changes: list[tuple[str, Tensor, Tensor]]) -> dict[str, Tensor]:
+    copies = {name: tensor.clone() for name, tensor in tensors.items()}
+    for name, index, values in changes:
+        copies[name].view(-1)[index] = values
+    return copies
+
+
+@many
+@given(seed=st.integers(0, 2**30), share=st.sampled_from([0.0, 0.1, 0.9]), codec=st.sampled_from(["gap8", "raw"]))
+def test_whoever_has_a_copy_of_the_base_needs_only_the_changes(tmp_path_factory, seed: int, share: float, codec: str):
+    relay = DirectoryRelay(tmp_path_factory.mktemp("relay"))
+    publish = PublishSettings(bucket_elements=64, tile_elements=16, merge_every=1, codec=codec)
+    history = History(relay, publish, seed)
+    for _ in range(3):
+        history.step(share)
+    puller = Puller(relay)
+    assert puller.changes(puller.stage(0)) is None, "there is nothing before it"
+    puller.pull(0)
+    changes = puller.changes(puller.stage(2))
+    if codec == "raw":
+        assert changes is None
+    else:
+        assert changes is not None
+        assert_is(patched(history.tensors[0], changes), history.tensors[2])
+
+
 def test_a_staged_version_leaves_the_served_one_as_it_is(history: History, directory: DirectoryRelay):
     puller = Puller(directory)
     served = puller.pull(0)
@@ -149,6 +175,9 @@ def test_a_staged_version_leaves_the_served_one_as_it_is(history: History, direc
     assert puller.version == 0
     assert_is(served.tensors, history.tensors[0])
     for _ in range(2):
+        changes = puller.changes(staged)
+        assert changes is not None
+        assert_is(patched(history.tensors[0], changes), history.tensors[3])
         assert_is(puller.apply(staged).tensors, history.tensors[3])
         assert puller.version == 3
         assert puller.audit() == []

@@ -12,7 +12,14 @@ import uvloop
 
 from elastic import wire
 from elastic.core.types import Account, Capabilities, FinishReason, WeightMode
-from elastic.engine.base import ChunkSink, EngineStatistics, GenerateRequest, TokenChunk, WeightsMismatch
+from elastic.engine.base import (
+    ChunkSink,
+    EngineStatistics,
+    GenerateRequest,
+    TokenChunk,
+    WeightChanges,
+    WeightsMismatch,
+)
 from elastic.engine.meter import AccountMeter
 from elastic.runtime.gateway import Gateway
 from elastic.worker.agent import AgentExit, run_agent
@@ -62,7 +69,9 @@ class ScriptedEngine:
             self._aborting.update(self._live.keys() & set(request_ids))
             self._changed.notify_all()
 
-    def load_weights(self, version: int, tensors: Mapping[str, object], mode: WeightMode) -> None:
+    def load_weights(
+        self, version: int, tensors: Mapping[str, object], mode: WeightMode, changes: WeightChanges | None = None
+    ) -> None:
         self.before_load(version)
         if "mismatch" in tensors:
             raise WeightsMismatch("mismatch: not in the model")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from elastic.config import EngineConfig
 from elastic.core.types import Account, FinishReason, Nanoseconds, WeightMode
-from elastic.engine.base import ChunkSink, TokenChunk
+from elastic.engine.base import ChunkSink, TokenChunk, WeightChanges
 from elastic.engine.coserving.blocks import LeasedBlocks
 from elastic.engine.coserving.profile import CostModel, CostProfile, Prefill, Shape, write_profile
 from elastic.engine.coserving.profiler import device_name, kept_profile, measuring, model_name
@@ -294,8 +294,11 @@ class Half(TorchEngine):
         """Name the thread that will ask for steps."""
         self._thread = thread
 
-    def load_weights(self, version: int, tensors: Mapping[str, object], mode: WeightMode) -> None:
-        # A copy of its own in host memory, from which the model is activated; made on the caller's time.
+    def load_weights(
+        self, version: int, tensors: Mapping[str, object], mode: WeightMode, changes: WeightChanges | None = None
+    ) -> None:
+        # A copy of its own in host memory, from which the model is activated; made on the caller's time. It is
+        # copied to the device piece by piece between iterations, so changes alone would save no pause.
         super().load_weights(version, {name: self._kept(tensor) for name, tensor in tensors.items()}, mode)
 
     def _kept(self, tensor: object) -> object:

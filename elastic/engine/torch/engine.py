@@ -20,10 +20,17 @@ from torch import Tensor
 
 from elastic.config import EngineConfig
 from elastic.core.types import NS_PER_S, Account, Capabilities, FinishReason, WeightMode
-from elastic.engine.base import ChunkSink, DeviceShare, EngineStatistics, GenerateRequest, TokenChunk
+from elastic.engine.base import (
+    ChunkSink,
+    DeviceShare,
+    EngineStatistics,
+    GenerateRequest,
+    TokenChunk,
+    WeightChanges,
+)
 from elastic.engine.meter import AccountMeter
 from elastic.engine.torch import pacing, sampling, validation
-from elastic.engine.torch.runner import Runner
+from elastic.engine.torch.runner import Patch, Runner
 from elastic.engine.torch.scheduler import Scheduler, Work, load_of
 from elastic.engine.torch.scheduler import Sequence as Running
 from elastic.model.config import Qwen3Config
@@ -41,6 +48,8 @@ class _WeightsOrder(NamedTuple):
     tensors: dict[str, Tensor]
     mode: WeightMode
     applied: Future[None]
+    patch: Patch | None = None
+    """What takes the weights of `patch.base` to these."""
 
 
 class TorchEngine:
@@ -126,8 +135,13 @@ class TorchEngine:
             self._aborting.update(request_id for request_id in request_ids if request_id in self._alive)
             self._changed.notify_all()
 
-    def load_weights(self, version: int, tensors: Mapping[str, object], mode: WeightMode) -> None:
-        order = _WeightsOrder(version, self._runner.verify(tensors), mode, Future())
+    def load_weights(
+        self, version: int, tensors: Mapping[str, object], mode: WeightMode, changes: WeightChanges | None = None
+    ) -> None:
+        # Everything that can be done beforehand is done on the caller's time, while the engine goes on.
+        verified = self._runner.verify(tensors)
+        patch = self._runner.patch_of(changes) if changes is not None and changes.base == self._version else None
+        order = _WeightsOrder(version, verified, mode, Future(), patch)
         with self._changed:
             self._require_thread()
             self._refuse_closed()
@@ -253,7 +267,10 @@ class TorchEngine:
         """Put new weights in force; after a failure half-way nothing is served until the next load."""
         keep = order.mode is WeightMode.KEEP and self._version is not None
         try:
-            self._runner.load(order.tensors)
+            if order.patch is not None and order.patch.base == self._version:
+                self._runner.apply(order.patch)
+            else:
+                self._runner.load(order.tensors)
             self._runner.scrub_cache(keep)
             with self._changed:
                 self._scheduler.use_version(order.version, keep_kv=keep)

@@ -14,6 +14,7 @@ On CUDA the same code runs in the weights' own bfloat16, without that promise.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from math import prod
 from typing import NamedTuple
 
 import numpy as np
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from elastic.engine.base import WeightsMismatch
+from elastic.engine.base import WeightChanges, WeightsMismatch
 from elastic.engine.torch.scheduler import Work
 from elastic.model.config import Qwen3Config
 from elastic.model.qwen3 import parameter_shapes, rotate, rotations
@@ -33,6 +34,7 @@ MASKED = -1e30
 """Finite, so that a padded query row stays finite; its exponential is exactly zero."""
 
 _EMBEDDING, _HEAD, _NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
+_ALONE = ("input_layernorm", "self_attn.o_proj", "post_attention_layernorm", "mlp.down_proj")
 _FUSED = {
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
@@ -77,6 +79,14 @@ class _Layout(NamedTuple):
     samples: int
 
 
+class Patch(NamedTuple):
+    """New values for some elements of the weights of version `base`, ready to be written."""
+
+    base: int
+    writes: list[tuple[str, Tensor, Tensor]]
+    """(table, where in it, flat, the values there), on the device and in its precision."""
+
+
 class Runner:
     """Holds the weights and the KV cache of one device. Used by one thread, inside `torch.inference_mode`."""
 
@@ -92,6 +102,7 @@ class Runner:
         self._spare_slot = kv_blocks * block_tokens
         self._heads = (config.num_attention_heads, config.num_key_value_heads)
         self._shapes = parameter_shapes(config)
+        self._places = _places(config, self._shapes)
         self._rotations = rotations(config, torch.arange(max_context, device=device)).to(self._dtype)
         self._eps = torch.tensor(config.rms_norm_eps, device=device)
         self._tables: dict[str, Tensor] = {}
@@ -121,6 +132,24 @@ class Runner:
         """Copy verified `tensors` over the weights, in place once they exist."""
         for _ in self.loading(tensors):
             pass
+
+    def patch_of(self, changes: WeightChanges) -> Patch:
+        """Leaves the weights as they are; any thread may. Raises `WeightsMismatch` for what is not in the model."""
+        writes: list[tuple[str, Tensor, Tensor]] = []
+        for name, index, values in changes.elements:
+            if name not in self._shapes or not isinstance(index, Tensor) or not isinstance(values, Tensor):
+                raise WeightsMismatch(f"{name}: no change of a parameter of this model")
+            size = prod(self._shapes[name])
+            if len(index) != len(values) or (len(index) and not 0 <= int(index.min()) <= int(index.max()) < size):
+                raise WeightsMismatch(f"{name}: {len(values)} values for {len(index)} places within {size}")
+            table, offsets = self._places[name]
+            where = torch.cat([index + offset for offset in offsets])
+            writes.append((table, where.to(self._device), values.to(self._device, self._dtype).repeat(len(offsets))))
+        return Patch(changes.base, writes)
+
+    def apply(self, patch: Patch) -> None:
+        for table, where, values in patch.writes:
+            self._tables[table].view(-1).index_copy_(0, where, values)
 
     def loading(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
         """`load` in pieces, for who cannot spare the device for all of it at once; of use when exhausted."""
@@ -292,15 +321,16 @@ class Runner:
             return self._put(prefix + "+".join(names), parts[0] if len(parts) == 1 else torch.cat(parts))
 
         heads, key_heads = self._heads
+        input_norm, o, post_norm, down = map(stack, _ALONE)
         q_norm, k_norm = (tensors[f"{prefix}self_attn.{name}.weight"] for name in ("q_norm", "k_norm"))
         return _Layer(
-            input_norm=stack("input_layernorm"),
+            input_norm=input_norm,
             qkv=stack(*_FUSED["qkv"]),
             qk_norm=self._put(f"{prefix}qk_norm", torch.cat((q_norm.expand(heads, -1), k_norm.expand(key_heads, -1)))),
-            o=stack("self_attn.o_proj"),
-            post_norm=stack("post_attention_layernorm"),
+            o=o,
+            post_norm=post_norm,
             gate_up=stack(*_FUSED["gate_up"]),
-            down=stack("mlp.down_proj"),
+            down=down,
         )
 
     def _put(self, name: str, value: Tensor) -> Tensor:
@@ -310,6 +340,23 @@ class Runner:
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self._device)
+
+
+def _places(config: Qwen3Config, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[str, list[int]]]:
+    """The table that each parameter is put into, and where it begins there, flat: a norm of heads once for each."""
+    places = {name: (name, [0]) for name in (_EMBEDDING, _NORM, _HEAD)}
+    heads, key_heads, size = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    for index in range(config.num_hidden_layers):
+        prefix = f"model.layers.{index}."
+        for names in (*((name,) for name in _ALONE), *_FUSED.values()):
+            begin = 0
+            for name in (f"{prefix}{name}.weight" for name in names):
+                places[name] = (prefix + "+".join(names), [begin])
+                begin += prod(shapes[name])
+        for name, first, last in (("q_norm", 0, heads), ("k_norm", heads, heads + key_heads)):
+            offsets = [head * size for head in range(first, last)]
+            places[f"{prefix}self_attn.{name}.weight"] = (f"{prefix}qk_norm", offsets)
+    return places
 
 
 def _padded(rows: int) -> int:

@@ -1,0 +1,109 @@
+"""An engine that is told what changed serves the same as one that is told everything, and pauses for less."""
+
+import time
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from elastic.core.types import WeightMode
+from elastic.engine.base import WeightChanges, WeightsMismatch
+from elastic.engine.torch.runner import Runner
+from elastic.model.checkpoint import model_tensors
+from elastic.model.config import Qwen3Config
+from elastic.model.qwen3 import Qwen3
+
+many = settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def moved(tensors: dict[str, Tensor], share: float, seed: int) -> tuple[dict[str, Tensor], list]:
+    """Other tensors, and where they differ, twice over, first with values that do not last."""
+    rng = torch.Generator().manual_seed(seed)
+    others, changes = {}, []
+    for name, tensor in tensors.items():
+        flat = tensor.reshape(-1).clone()
+        index = (torch.rand(len(flat), generator=rng) < share).nonzero().view(-1)
+        values = torch.randn(len(index), generator=rng).bfloat16()
+        flat[index] = values
+        others[name] = flat.view(tensor.shape)
+        changes += [(name, index, torch.zeros_like(values)), (name, index, values)]
+    return others, changes
+
+
+def runner(config: Qwen3Config) -> Runner:
+    return Runner(config, torch.device("cpu"), max_context=32, kv_blocks=2, block_tokens=16)
+
+
+def model_config(tied: bool, layers: int = 2, hidden: int = 24) -> Qwen3Config:
+    return Qwen3Config(
+        vocab_size=16,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        tie_word_embeddings=tied,
+    )
+
+
+@many
+@given(tied=st.booleans(), share=st.sampled_from([0.0, 0.05, 1.0]), seed=st.integers(0, 2**30))
+@torch.inference_mode()
+def test_a_patch_is_the_whole_load_bit_for_bit(tied: bool, share: float, seed: int):
+    config = model_config(tied)
+    tensors = model_tensors(Qwen3(config))
+    others, changes = moved(tensors, share, seed)
+    patched, loaded = runner(config), runner(config)
+    patched.load(tensors)
+    patched.apply(patched.patch_of(WeightChanges(1, changes)))
+    loaded.load(others)
+    assert patched._tables.keys() == loaded._tables.keys()
+    for name, table in loaded._tables.items():
+        assert torch.equal(patched._tables[name], table), name
+
+
+@pytest.mark.parametrize("mode", list(WeightMode))
+def test_changes_are_taken_where_they_are_from_what_is_served(make_engine, turn, weights, mode):
+    others, changes = moved(weights(1), 0.1, 3)
+    expected = make_engine(version=None)
+    expected.engine.load_weights(2, others, WeightMode.FINISH)
+    wanted = expected.run(turn("a"), turn("b", prompt=90))
+    for base in (0, 1):
+        recorder = make_engine()
+        # From another base they would make something else of it: then all of it counts.
+        some = WeightChanges(base, changes if base == 1 else [])
+        recorder.engine.load_weights(2, others, mode, some)
+        assert recorder.run(turn("a"), turn("b", prompt=90)) == wanted
+
+
+@pytest.mark.parametrize(
+    ("name", "index"), [("nobody.weight", [0]), ("model.norm.weight", [10**6]), ("model.norm.weight", [-1])]
+)
+def test_a_change_of_what_is_not_in_the_model_is_refused(name: str, index: list[int]):
+    changes = WeightChanges(1, [(name, torch.tensor(index), torch.ones(1, dtype=torch.bfloat16))])
+    with pytest.raises(WeightsMismatch, match=name):
+        runner(model_config(tied=True)).patch_of(changes)
+
+
+@torch.inference_mode()
+def test_the_pause_is_for_what_changed_alone():
+    config = model_config(tied=True, layers=4, hidden=512)
+    tensors = model_tensors(Qwen3(config))
+    others, changes = moved(tensors, 0.01, 0)
+    one = runner(config)
+    one.load(tensors)
+    patch = one.patch_of(WeightChanges(1, changes))
+    whole_s, patch_s = (
+        min(_cpu_s(work) for _ in range(5)) for work in (partial(one.load, others), partial(one.apply, patch))
+    )
+    assert patch_s < 0.5 * whole_s
+
+
+def _cpu_s(work) -> float:
+    begun_s = time.process_time()
+    work()
+    return time.process_time() - begun_s
