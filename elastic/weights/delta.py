@@ -10,8 +10,8 @@ payload; it says enough of itself to be decoded before the manifest is there, an
 """
 
 import struct
-from collections.abc import Iterable
-from typing import NoReturn
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NoReturn
 
 import msgspec
 import numpy as np
@@ -83,9 +83,23 @@ class DeltaBegun(msgspec.Struct, frozen=True, kw_only=True):
     schema_version: int = SCHEMA_VERSION
 
 
+class PartOf(msgspec.Struct, frozen=True, kw_only=True):
+    """What a part belongs to."""
+
+    run: str
+    version: int
+    base_version: int
+    rank: int
+    layout: str
+    """Identifies model, tensors, tiles and buckets (`layout_of`)."""
+    base_state: str
+    """Identifies the rank's own tiles before, bit for bit (`state_of`)."""
+
+
 class DeltaPart(msgspec.Struct, frozen=True, kw_only=True):
     """What one of several trainer ranks has put of a delta."""
 
+    of: PartOf
     buckets: tuple[BucketEntry, ...]
     changed: tuple[int, ...]
     """Of its tiles, as are the sums."""
@@ -155,6 +169,14 @@ def checksum_of(run: str, *parts: Buffer) -> str:
 def state_of(tile_sums: npt.NDArray[np.uint64]) -> str:
     """What identifies weights: a digest of their tiles' sums."""
     return xxhash.xxh3_128_hexdigest(tile_sums.astype("<u8").tobytes())
+
+
+def layout_of(
+    model: Mapping[str, Any], tensors: Sequence[TensorEntry], tile_elements: int, buckets: Iterable[tuple[int, int]]
+) -> str:
+    return xxhash.xxh3_128_hexdigest(
+        msgspec.json.encode((model, tensors, tile_elements, list(buckets)), order="sorted")
+    )
 
 
 def delta_manifest_key(version: int, base_version: int) -> str:
@@ -229,11 +251,18 @@ def encode_part(part: DeltaPart) -> bytes:
     return seal(msgspec.json.encode(part))
 
 
-def decode_part(data: bytes, tiles: int) -> DeltaPart:
-    """Raises `WeightsCorrupted` unless it is whole, and of `tiles` tiles."""
+def decode_part(data: bytes, of: PartOf, spans: Sequence[tuple[int, int]]) -> DeltaPart:
+    """Raises `WeightsCorrupted` unless it is whole, belongs there, and has the buckets of these (first tile, tiles)."""
     part = open_seal(data, DeltaPart, SCHEMA_VERSION)
+    for field in of.__struct_fields__:
+        expected, found = getattr(of, field), getattr(part.of, field)
+        if found != expected:
+            _refuse(f"part of rank {of.rank}: its {field} is {found}; expected {expected}")
+    if [(bucket.first_tile, bucket.tiles) for bucket in part.buckets] != list(spans):
+        _refuse(f"part of rank {of.rank}: its buckets are not those of the rank")
+    tiles = sum(tiles for _, tiles in spans)
     if not 8 * tiles == 8 * len(part.changed) == len(part.tile_sums):
-        _refuse(f"part of {len(part.changed)} tiles, {tiles} are missing")
+        _refuse(f"part of rank {of.rank}: of {len(part.changed)} tiles; expected {tiles}")
     return part
 
 

@@ -18,12 +18,14 @@ from elastic.weights.choice import COSTS, choose_codec, estimate_change
 from elastic.weights.codecs import CODECS
 from elastic.weights.codecs.base import TILE_ELEMENTS
 from elastic.weights.codecs.sums import tile_sums, zero_sums
+from elastic.weights.compact import Mirror, on_device
 from elastic.weights.delta import (
     NOTHING,
     BucketEntry,
     DeltaBegun,
     DeltaManifest,
     DeltaPart,
+    PartOf,
     begun_key,
     bucket_key,
     checksum_of,
@@ -33,10 +35,11 @@ from elastic.weights.delta import (
     encode_bucket,
     encode_delta_manifest,
     encode_part,
+    layout_of,
     part_key,
     state_of,
 )
-from elastic.weights.errors import BlobConflict
+from elastic.weights.errors import BlobConflict, BlobNotFound
 from elastic.weights.layout import bucket_tiles, changed_by_tensor, tile_ends
 from elastic.weights.manifest import (
     REQUESTS,
@@ -53,7 +56,7 @@ from elastic.weights.relay import Relay
 from elastic.weights.sharding import Cell, Shard, breaks, owned
 from elastic.weights.tensors import Bits, cut, entries_of, entries_of_boxes, filling, views
 from elastic.weights.versions import collect_garbage, published_updates, withdraw_keyframe
-from elastic.weights.waiting import awaited
+from elastic.weights.waiting import awaited, fetch
 
 log = structlog.get_logger(__name__)
 
@@ -129,7 +132,8 @@ class Publisher:
     """Publishes versions in order. A version can be pulled when `publish` returns; more follows in the background.
 
     It keeps two copies of the weights on the CPU: the last version, and the one that the next merged delta is from;
-    with a `share` only of what this rank publishes. Calls must not overlap.
+    with a `share` only of what this rank publishes. Tensors on a GPU are compared there, with a third copy (`Mirror`),
+    so that only what changed crosses to the host. Calls must not overlap.
     """
 
     def __init__(
@@ -150,8 +154,9 @@ class Publisher:
         self._alone = share is None or share.ranks == 1
         self._last: _Held | None = None
         self._anchor: _Held | None = None
+        self._mirror: Mirror | None = None
         self._keyframe_version = 0
-        self._keyframe_wanted = False
+        self._keyframe_wanted = self._keyframe_ordered = False
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="publisher")
         self._later: Future[None] | None = None
 
@@ -159,36 +164,63 @@ class Publisher:
         """Put `version`: a delta from the last one published, or a keyframe where there is none that fits.
 
         `tensors` (bfloat16; with a `share` this rank's own) may be changed again as soon as it returns. Raises
-        `RelayError`, also for what failed in the background since the last call, and `ValueError`.
+        `RelayError`, also for what failed in the background since the last call, `ValueError`, and `WeightsCorrupted`
+        where another rank's part does not belong to this version.
         """
         self.wait()
         begun_s = time.monotonic()
         entries, parts = self._laid_out(tensors)
         begin, end = self._span(entries)
         bits = self._memory.empty(end - begin)
-        filled = filling(bits, parts)
         last = self._last
         if last is None or last.tensors != entries or last.version >= version:
-            deque(filled, maxlen=0)
+            mirror, last = (Mirror(parts) if on_device(parts) else None), None
+            deque(filling(bits, parts), maxlen=0)
             published, held = self._publish_first(version, entries, bits, begun_s)
         else:
+            # Until this is over it mirrors no version, so that a failure is followed by a copy of everything.
+            mirror, self._mirror = self._mirror, None
+            filled = mirror.filling(bits, last.bits, parts) if mirror else filling(bits, parts)
+            self._order_keyframe(version, entries)
             published, held = self._publish_delta(last, version, bits, filled, begun_s)
-        self._last = held
-        self._later = self._executor.submit(self._publish_later, held)
+            if mirror is None and on_device(parts):
+                mirror = Mirror(parts)
+        self._last, self._mirror = held, mirror
+        self._later = self._executor.submit(self._publish_later, held, last)
         return published
 
+    def _order_keyframe(self, version: int, entries: tuple[TensorEntry, ...]) -> None:
+        """The first rank decides whether one is due before it begins with a version; there the others see it."""
+        if not self._leads:
+            return
+        due = version - self._keyframe_version >= self._settings.keyframe_every
+        self._keyframe_ordered = due or self._keyframe_wanted
+        if self._keyframe_ordered and not self._alone:
+            self._begin_delta(self._nothing(entries), version)
+
+    def _is_keyframe_ordered(self, held: _Held, last: _Held) -> bool:
+        if self._leads:
+            return self._keyframe_ordered
+        deadline_s = time.monotonic() + PART_TIMEOUT_S
+        awaited(self._relay, begun_key(held.version, last.version), deadline_s)
+        try:
+            fetch(self._relay, begun_key(held.version, NOTHING), deadline_s)
+        except BlobNotFound:
+            return False
+        return True
+
     def request_keyframe(self) -> None:
-        """Publish a keyframe with the next version, whether one is due or not."""
+        """Publish a keyframe with the next version, whether one is due or not; for the first rank to say."""
         self._keyframe_wanted = True
 
     def answer_requests(self) -> bool:
         """Put a keyframe of the last version if a worker asks for one: there is none yet, or it is damaged.
 
-        Says whether anything was asked of it; may be called from any thread. Several ranks would have to agree on
-        when, so they only keep to the plan.
+        Says whether anything was asked of it; may be called from any thread. Where several ranks publish together, the
+        first of them answers, and they put it with the next version.
         """
         held = self._last
-        if held is None or not self._alone:
+        if held is None or not self._leads:
             return False
         requests = self._relay.list_keys(REQUESTS)
         if not requests:
@@ -197,7 +229,10 @@ class Publisher:
         asked = refused or Update(held.version, None) not in published_updates(self._relay)
         if asked:
             log.warning("keyframe on request", version=held.version, requests=len(requests))
-            self._renew_keyframe(held)
+            if self._alone:
+                self._renew_keyframe(held)
+            else:
+                self.request_keyframe()
         for key in requests:
             self._relay.delete(key)
         return asked
@@ -220,20 +255,30 @@ class Publisher:
         """Finish what is under way, whatever becomes of it."""
         self._executor.shutdown(wait=True)
 
-    def _laid_out(self, tensors: Mapping[str, Tensor]) -> tuple[tuple[TensorEntry, ...], Iterable[Tensor]]:
+    def _laid_out(self, tensors: Mapping[str, Tensor]) -> tuple[tuple[TensorEntry, ...], list[Tensor]]:
         """How a version lies, and what this rank publishes of it, in that order."""
         entries = entries_of(tensors)
         share = self._share
         if share is None:
-            return entries, tensors.values()
+            return entries, list(tensors.values())
         own = owned(share.cells, share.rank)
-        return entries_of_boxes(cell.box for cell in share.cells), cut(
-            (cell.box for cell in share.cells[own.start : own.stop]), share.shard, tensors
-        )
+        parts = cut((cell.box for cell in share.cells[own.start : own.stop]), share.shard, tensors)
+        return entries_of_boxes(cell.box for cell in share.cells), list(parts)
 
-    def _span(self, entries: tuple[TensorEntry, ...]) -> tuple[int, int]:
-        """The elements of a version that this rank publishes."""
-        own = range(len(entries)) if self._share is None else owned(self._share.cells, self._share.rank)
+    def _nothing(self, entries: tuple[TensorEntry, ...]) -> _Held:
+        """What a keyframe in cells is a delta from."""
+        begin, end = self._span(entries)
+        sums = zero_sums(tile_ends(entries, self._settings.tile_elements))
+        return _Held(NOTHING, entries, np.zeros(end - begin, np.uint16), sums)
+
+    def _tiles(self, entries: tuple[TensorEntry, ...], ends: npt.NDArray[np.int64], rank: int | None = None) -> slice:
+        """The tiles that a rank publishes."""
+        return slice(*(int(np.searchsorted(ends, edge, side="right")) for edge in self._span(entries, rank)))
+
+    def _span(self, entries: tuple[TensorEntry, ...], rank: int | None = None) -> tuple[int, int]:
+        """The elements of a version that a rank publishes, None for this one."""
+        share = self._share
+        own = range(len(entries)) if share is None else owned(share.cells, share.rank if rank is None else rank)
         offsets = [*(entry.offset // 2 for entry in entries), sum(entry.size_bytes for entry in entries) // 2]
         return offsets[own.start], offsets[own.stop]
 
@@ -241,7 +286,7 @@ class Publisher:
         self, version: int, entries: tuple[TensorEntry, ...], bits: Bits, begun_s: float
     ) -> tuple[Published, _Held]:
         if self._share is not None:
-            encoded = self._put_delta(_nothing(entries, bits.size, self._settings.tile_elements), version, bits)
+            encoded = self._put_delta(self._nothing(entries), version, bits)
             held = _Held(version, entries, bits, encoded.sums)
             self._anchor, self._keyframe_version = held, version
             encode_s = time.monotonic() - begun_s - encoded.put_s
@@ -267,21 +312,20 @@ class Publisher:
         size = encoded.size_bytes
         return Published(version, "delta", size, bits.nbytes, changed, encode_s, encoded.put_s), held
 
-    def _publish_later(self, held: _Held) -> None:
+    def _publish_later(self, held: _Held, last: _Held | None) -> None:
         settings, anchor = self._settings, self._anchor
         merge_every = settings.merge_every
         if anchor is not None and merge_every > 1 and held.version - anchor.version >= merge_every:
             self._put_delta(anchor, held.version, held.bits)
             self._anchor = held
-        if self._keyframe_wanted or held.version - self._keyframe_version >= settings.keyframe_every:
+        if last is not None and self._is_keyframe_ordered(held, last):
             self._put_keyframe(held)
         if self._leads:
             collect_garbage(self._relay, settings.keep_versions)
 
     def _put_keyframe(self, held: _Held) -> None:
         if self._share is not None:
-            nothing = _nothing(held.tensors, held.bits.size, self._settings.tile_elements)
-            self._put_delta(nothing, held.version, held.bits)
+            self._put_delta(self._nothing(held.tensors), held.version, held.bits)
         else:
             tensors = views(held.tensors, held.bits)
             publish_keyframe(self._relay, self._run, held.version, tensors, self._model_config)
@@ -292,13 +336,11 @@ class Publisher:
         settings = self._settings
         ends = tile_ends(base.tensors, settings.tile_elements)
         begins = np.concatenate([[0], ends])
-        begin, end = self._span(base.tensors)
-        own = slice(*(int(np.searchsorted(ends, edge, side="right")) for edge in (begin, end)))
+        begin, _ = self._span(base.tensors)
+        own = self._tiles(base.tensors, ends)
         sums, changed = base.sums.copy(), np.zeros(len(ends), np.int64)
-        spans = bucket_tiles(ends, settings.bucket_elements, breaks(self._share.cells) if self._share else ())
-        begun = self._begun(base, version, spans)
-        if self._leads:
-            self._relay.put(begun_key(version, base.version), encode_begun(begun))
+        begun = self._begin_delta(base, version)
+        spans = [(first, first + tiles) for first, tiles in begun.buckets]
         buckets: list[BucketEntry] = []
         there = 0
         put_s = 0.0
@@ -322,7 +364,7 @@ class Publisher:
         deque(filled or (), maxlen=0)
         begun_s = time.monotonic()
         if self._leads:
-            buckets += self._parts(base, version, ends, sums, changed)
+            buckets += self._parts(base, begun, ends, sums, changed)
             self._relay.put(
                 delta_manifest_key(version, base.version),
                 encode_delta_manifest(_manifest(begun, sums, changed_by_tensor(base.tensors, ends, changed), buckets)),
@@ -330,6 +372,7 @@ class Publisher:
         else:
             assert self._share is not None
             part = DeltaPart(
+                of=self._part_of(base, begun, self._share.rank, own),
                 buckets=tuple(buckets),
                 changed=tuple(changed[own].tolist()),
                 tile_sums=sums[own].astype("<u8").tobytes(),
@@ -339,8 +382,11 @@ class Publisher:
         size = sum(bucket.size_bytes for bucket in buckets)
         return _Encoded(sums, changed_by_tensor(base.tensors, ends, changed), size, put_s)
 
-    def _begun(self, base: _Held, version: int, spans: Iterable[tuple[int, int]]) -> DeltaBegun:
-        return DeltaBegun(
+    def _begin_delta(self, base: _Held, version: int) -> DeltaBegun:
+        """What the delta will be; the first rank tells everybody."""
+        ends = tile_ends(base.tensors, self._settings.tile_elements)
+        spans = bucket_tiles(ends, self._settings.bucket_elements, breaks(self._share.cells) if self._share else ())
+        begun = DeltaBegun(
             run=self._run,
             version=version,
             base_version=base.version,
@@ -349,11 +395,24 @@ class Publisher:
             tile_elements=self._settings.tile_elements,
             buckets=tuple((first, last - first) for first, last in spans),
         )
+        if self._leads:
+            self._relay.put(begun_key(version, base.version), encode_begun(begun))
+        return begun
+
+    def _part_of(self, base: _Held, begun: DeltaBegun, rank: int, tiles: slice) -> PartOf:
+        return PartOf(
+            run=self._run,
+            version=begun.version,
+            base_version=begun.base_version,
+            rank=rank,
+            layout=layout_of(self._model_config, begun.tensors, begun.tile_elements, begun.buckets),
+            base_state=state_of(base.sums[tiles]),
+        )
 
     def _parts(
         self,
         base: _Held,
-        version: int,
+        begun: DeltaBegun,
         ends: npt.NDArray[np.int64],
         sums: npt.NDArray[np.uint64],
         changed: npt.NDArray[np.int64],
@@ -362,12 +421,10 @@ class Publisher:
         share, buckets = self._share, []
         deadline_s = time.monotonic() + PART_TIMEOUT_S
         for rank in range(1, share.ranks if share else 1):
-            assert share is not None
-            cells = owned(share.cells, rank)
-            offsets = [*(entry.offset // 2 for entry in base.tensors), int(ends[-1]) if len(ends) else 0]
-            own = slice(*(int(np.searchsorted(ends, offsets[at], side="right")) for at in (cells.start, cells.stop)))
-            key = part_key(version, base.version, rank)
-            part = decode_part(awaited(self._relay, key, deadline_s), own.stop - own.start)
+            own = self._tiles(base.tensors, ends, rank)
+            content = awaited(self._relay, part_key(begun.version, base.version, rank), deadline_s)
+            spans = [span for span in begun.buckets if own.start <= span[0] < own.stop]
+            part = decode_part(content, self._part_of(base, begun, rank, own), spans)
             sums[own] = np.frombuffer(part.tile_sums, "<u8")
             changed[own] = part.changed
             buckets += part.buckets
@@ -389,11 +446,6 @@ def _manifest(
         tile_sums=sums.astype("<u8").tobytes(),
         buckets=tuple(buckets),
     )
-
-
-def _nothing(entries: tuple[TensorEntry, ...], elements: int, tile_elements: int) -> _Held:
-    """What a keyframe in cells is a delta from."""
-    return _Held(NOTHING, entries, np.zeros(elements, np.uint16), zero_sums(tile_ends(entries, tile_elements)))
 
 
 def publish_keyframe(

@@ -10,13 +10,19 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from torch import Tensor
 
+from elastic.weights.delta import NOTHING, SCHEMA_VERSION, DeltaPart, delta_manifest_key, encode_part, part_key
 from elastic.weights.directory import DirectoryRelay
+from elastic.weights.errors import WeightsCorrupted
+from elastic.weights.manifest import REQUESTS, open_seal
 from elastic.weights.placements import FUSED, Placement, declared, from_tp_plan, inferred
+from elastic.weights.plan import Update
 from elastic.weights.publisher import Publisher, PublishSettings, Share
 from elastic.weights.puller import Puller
 from elastic.weights.sharding import Box, LocalTensor, Shard, breaks, cells, needed, owned, whole
+from elastic.weights.versions import published_updates, published_versions
 
 many = settings(deadline=None, max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -223,6 +229,95 @@ def test_a_worker_pulls_what_it_hosts_and_little_more(tmp_path: Path):
     assert max(sizes) < 0.65 * everything.size_bytes
     assert everything.tensors.keys() == {cell.box.tensor for cell in ranks.cells}
     ranks.close()
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_ranks_agree_on_keyframes(tmp_path: Path, asked: bool):
+    """When one is due, and when a worker asks for one; the first rank says so, on the relay."""
+    shapes = qwen3_shapes()
+    relay = DirectoryRelay(tmp_path)
+    layout = qwen3_layout(shapes, tp=2, stages=1, fused=False)
+    ranks = Trainer(relay, shapes, layout, [], keyframe_every=100 if asked else 2, merge_every=1)
+    for version in range(4):
+        full = randomly_patterned(shapes, version)
+        ranks.publish(version, full)
+        keyframes = {update.version for update in published_updates(relay) if update.base is None}
+        if not asked:
+            assert keyframes == set(range(0, version + 1, 2))
+        elif version == 1:
+            assert keyframes == {0}
+            damage(relay, delta_manifest_key(1, 0))
+            with pytest.raises(WeightsCorrupted):
+                Puller(relay).pull(1)
+            assert [publisher.answer_requests() for publisher in ranks.publishers] == [True, False]
+            assert relay.list_keys(REQUESTS) == []
+        elif version > 1:
+            assert keyframes == {0, 2}
+            newcomer = Puller(relay, shard=whole(shapes))
+            assert newcomer.pull(2).path == (Update(2, None),)
+            assert_has(newcomer, whole(shapes), version, full)
+    ranks.close()
+
+
+def damage(relay: DirectoryRelay, key: str) -> None:
+    content = bytearray(relay.get(key))
+    content[len(content) // 2] ^= 1
+    relay.delete(key)
+    relay.put(key, bytes(content))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"run": "another"},
+        {"version": 7},
+        {"base_version": 3},
+        {"rank": 0},
+        {"layout": "of another model"},
+        {"base_state": "of other weights"},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_a_part_that_belongs_elsewhere_is_refused(tmp_path: Path, change: dict[str, object]):
+    shapes = {"a": (40,), "b": (30,)}
+    relay = DirectoryRelay(tmp_path)
+    ranks = Trainer(relay, shapes, [whole(shapes)] * 2, [])
+    full = randomly_patterned(shapes, 0)
+    ranks.publish(0, full)
+    moved = randomly_patterned(shapes, 1)
+    first, second = ranks.publishers
+    second.publish(1, local_tensors(moved, whole(shapes)))
+    key = part_key(1, 0, 1)
+    part = open_seal(relay.get(key), DeltaPart, SCHEMA_VERSION)
+    relay.delete(key)
+    relay.put(key, encode_part(replace(part, of=replace(part.of, **change))))
+    with pytest.raises(WeightsCorrupted, match=f"part of rank 1: its {next(iter(change))} is"):
+        first.publish(1, local_tensors(moved, whole(shapes)))
+    assert published_versions(relay) == [0]
+    relay.delete(key)
+    relay.put(key, encode_part(part))
+    first.publish(1, local_tensors(moved, whole(shapes)))
+    assert_has(Puller(relay, shard=whole(shapes)), whole(shapes), 1, moved)
+    ranks.close()
+
+
+def test_a_part_without_some_of_its_buckets_is_refused(tmp_path: Path):
+    shapes = {"a": (400,)}
+    relay = DirectoryRelay(tmp_path)
+    ranks = Trainer(relay, shapes, meshes_of(shapes, 2), [])
+    full = randomly_patterned(shapes, 0)
+    ranks.publishers[1].publish(0, local_tensors(full, ranks.layout[1]))
+    key = part_key(0, NOTHING, 1)
+    part = open_seal(relay.get(key), DeltaPart, SCHEMA_VERSION)
+    relay.delete(key)
+    relay.put(key, encode_part(replace(part, buckets=part.buckets[1:])))
+    with pytest.raises(WeightsCorrupted, match="its buckets are not those of the rank"):
+        ranks.publishers[0].publish(0, local_tensors(full, ranks.layout[0]))
+    ranks.close()
+
+
+def meshes_of(shapes: dict[str, tuple[int, ...]], ranks: int) -> list[Shard]:
+    return [declared(shapes, {n: Placement((ranks,), (at,), (0,)) for n in shapes}) for at in range(ranks)]
 
 
 def test_a_version_without_a_ranks_part_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
