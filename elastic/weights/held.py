@@ -55,14 +55,16 @@ class Held(NamedTuple):
     state: dict[int, tuple[str, npt.NDArray[np.uint64]]]
     """Tile size → what identifies the weights, and their tiles' sums; made when first asked for."""
 
-    def wrong_tiles(self) -> list[int]:
-        """Tiles whose recomputed sums are not those that updates maintained; empty when all is well."""
-        wrong: list[int] = []
-        for size, (_, sums) in self.state.items():
+    def audited(self) -> Iterator[tuple[int, bool]]:
+        """Each hosted tile, and whether its recomputed sum is the one that updates maintained."""
+        for size, (_, sums) in list(self.state.items()):
             tiles = Tiles(self.tensors, self.hosted, size)
-            found = tile_sums(self.bits, tiles.ends[tiles.hosted])
-            wrong += np.flatnonzero(tiles.hosted)[found != sums[tiles.hosted]].tolist()
-        return wrong
+            for tile in np.flatnonzero(tiles.hosted).tolist():
+                bits = self.bits[tiles.elements(slice(tile, tile + 1))]
+                yield tile, bool(tile_sums(bits, np.array([bits.size]))[0] == sums[tile])
+
+    def wrong_tiles(self) -> list[int]:
+        return [tile for tile, right in self.audited() if not right]
 
 
 class Change(NamedTuple):

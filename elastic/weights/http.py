@@ -17,6 +17,9 @@ SILENCE_TIMEOUT_S = 10.0
 ANSWER_TIMEOUT_S = 60.0
 """Longest time for an answer's body, however steadily it trickles."""
 
+CHUNK_BYTES = 1 << 20
+"""What is copied at once of what is sent."""
+
 _ERRORS = {
     400: InvalidKey,
     404: BlobNotFound,
@@ -93,4 +96,6 @@ def _read(response: httpx.Response) -> bytes:
 
 def _chunks(parts: tuple[Buffer, ...]) -> Iterator[bytes]:
     for part in parts:
-        yield bytes(part)
+        view = memoryview(part).cast("B")
+        for start in range(0, len(view), CHUNK_BYTES):
+            yield bytes(view[start : start + CHUNK_BYTES])

@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import compress
@@ -115,6 +115,7 @@ class Puller:
         self._shard = shard
         self._store = store or Store()
         self._inherited = self._store.held is not None
+        self._distrusted = False
         self._transfers = transfers
         self._chunk_bytes = chunk_bytes
 
@@ -131,6 +132,8 @@ class Puller:
         begun_s = time.monotonic()
         self._store.put(staged.weights)
         self._inherited = False
+        if staged.weights.base is None:
+            self._distrusted = False
         held, times = staged.weights.held, staged.times
         apply_s = time.monotonic() - begun_s
         return Pulled(
@@ -176,7 +179,7 @@ class Puller:
         deadline_s = time.monotonic() + timeout_s
         times = Times()
         refused: dict[Update, Exception] = {}
-        base = self._store.held
+        base = None if self._distrusted else self._store.held
         if base is not None and self._inherited and base.version == version and not self._recognised(base, deadline_s):
             base = None
         while True:
@@ -195,10 +198,26 @@ class Puller:
                     refused[refusal.update] = refusal.cause
                 base = None
 
-    def audit(self) -> list[int]:
-        """Tiles whose recomputed sums differ from those that updates maintained; empty when all is well."""
-        held = self._store.held
-        return held.wrong_tiles() if held else []
+    def audit(self, rest: Callable[[float], object] = lambda busy_s: None) -> list[int]:
+        """Tiles whose recomputed sums differ from those that updates maintained; empty when all is well.
+
+        They are reported, and the next version begins with a keyframe. Any thread may audit, beside everything else;
+        it ends when another version is put in force. After each tile it takes a `rest`, given the seconds that took.
+        """
+        wrong: list[int] = []
+        begun_s = time.monotonic()
+        held = self._store.at_rest()
+        for tile, right in held.audited() if held else ():
+            if self._store.at_rest() is not held:
+                return []
+            if not right:
+                wrong.append(tile)
+            rest(time.monotonic() - begun_s)
+            begun_s = time.monotonic()
+        if held and wrong:
+            log.error("weights held are wrong", version=held.version, tiles=len(wrong), first=wrong[0])
+            self._distrusted = True
+        return wrong
 
     def _tensors(self, held: Held) -> dict[str, Tensor]:
         entries = list(compress(held.tensors, held.hosted))

@@ -1,25 +1,33 @@
 """Serves any relay over HTTP: `GET /blobs?prefix=`, and GET (with ranges), PUT and DELETE of `/blobs/{key}`."""
 
+import mmap
 import re
 import secrets
-from collections.abc import Awaitable, Callable
+import tempfile
+from collections.abc import Awaitable, Callable, Iterator
+from itertools import chain
+from typing import IO
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from elastic.weights.errors import BlobConflict, BlobNotFound, InvalidKey, RelayError, RelayUnavailable
 from elastic.weights.relay import Relay, check_key
 
+PIECE_BYTES = 8 << 20
+"""What a request holds in memory of the blob it reads or writes; the rest of what it writes waits in a file."""
+
 _RANGE = re.compile(r"bytes=(\d+)-(\d*)")
+_BYTES = "application/octet-stream"
 
 Handler = Callable[[Request], Awaitable[Response]]
 
 
 def relay_app(relay: Relay, token: str, blob_bytes_max: int = 64 * 2**30) -> Starlette:
-    """An ASGI application for `relay`; every request must bear `token`. It holds one blob a PUT in memory."""
+    """An ASGI application for `relay`; every request must bear `token`."""
     if not token:
         raise ValueError("relay_app: needs a token; without one anybody could replace the weights")
 
@@ -29,26 +37,27 @@ def relay_app(relay: Relay, token: str, blob_bytes_max: int = 64 * 2**30) -> Sta
     async def get(request: Request) -> Response:
         key = check_key(request.path_params["key"])
         wanted = _RANGE.fullmatch(request.headers.get("range", ""))
-        if wanted is None:
-            return Response(await run_in_threadpool(relay.get, key), media_type="application/octet-stream")
-        start = int(wanted[1])
-        length = int(wanted[2]) - start + 1 if wanted[2] else None
-        content = await run_in_threadpool(relay.get, key, start, length) if length is None or length > 0 else b""
-        if not content:
+        start = int(wanted[1]) if wanted else 0
+        length = int(wanted[2]) - start + 1 if wanted and wanted[2] else None
+        pieces = _pieces(relay, key, start, length)
+        first = await run_in_threadpool(next, pieces, b"")
+        if wanted and not first:
             return PlainTextResponse(f"{key}: nothing at byte {start}", 416)
-        headers = {"content-range": f"bytes {start}-{start + len(content) - 1}/*"}
-        return Response(content, 206, headers, "application/octet-stream")
+        status = 206 if wanted else 200
+        if len(first) == PIECE_BYTES != length:
+            # Where it ends is not known yet, and so neither is its content range.
+            return StreamingResponse(chain([first], pieces), status, media_type=_BYTES)
+        headers = {"content-range": f"bytes {start}-{start + len(first) - 1}/*"} if wanted else None
+        return Response(first, status, headers, _BYTES)
 
     async def put(request: Request) -> Response:
         key = check_key(request.path_params["key"])
-        parts: list[bytes] = []
-        size = 0
-        async for part in request.stream():
-            size += len(part)
-            if size > blob_bytes_max:
-                return PlainTextResponse(f"{key}: more than {blob_bytes_max} bytes", 413)
-            parts.append(part)
-        await run_in_threadpool(relay.put, key, *parts)
+        with tempfile.SpooledTemporaryFile(PIECE_BYTES) as file:
+            async for part in request.stream():
+                if file.tell() + len(part) > blob_bytes_max:
+                    return PlainTextResponse(f"{key}: more than {blob_bytes_max} bytes", 413)
+                file.write(part)
+            await run_in_threadpool(_put_file, relay, key, file)
         return Response(status_code=204)
 
     async def delete(request: Request) -> Response:
@@ -66,6 +75,30 @@ def relay_app(relay: Relay, token: str, blob_bytes_max: int = 64 * 2**30) -> Sta
     )
 
 
+def _pieces(relay: Relay, key: str, start: int, length: int | None) -> Iterator[bytes]:
+    """`length` bytes from `start`, or all that there are, piece by piece."""
+    left = length
+    while left is None or left > 0:
+        wanted = PIECE_BYTES if left is None else min(left, PIECE_BYTES)
+        piece = relay.get(key, start, wanted)
+        if piece:
+            yield piece
+        if len(piece) < wanted:
+            return
+        start += wanted
+        left = None if left is None else left - wanted
+
+
+def _put_file(relay: Relay, key: str, file: IO[bytes]) -> None:
+    if file.tell() <= PIECE_BYTES:
+        file.seek(0)
+        relay.put(key, file.read())
+        return
+    file.flush()
+    with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as content:
+        relay.put(key, content)
+
+
 class _Guard:
     """Lets through who bears the token, and answers the relay's errors in HTTP's words."""
 
@@ -81,6 +114,8 @@ class _Guard:
                 return await handler(request)
             except RelayError as error:
                 return PlainTextResponse(str(error), _status(error))
+            except OSError as error:
+                return PlainTextResponse(f"{request.url.path}: {error.strerror or error}", 507)
             except ClientDisconnect:
                 # Nobody is left to answer, and the half-sent blob was never stored.
                 return Response(status_code=400)

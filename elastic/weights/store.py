@@ -42,6 +42,10 @@ class Store:
         self._finish()
         return self._held
 
+    def at_rest(self) -> Held | None:
+        """What is held, unless another thread is writing over it just now."""
+        return self._held if self._staged is None else None
+
     def room(self, elements: int) -> Bits:
         """For the patterns of a version that does not build on what is held; uninitialised."""
         return self._memory.empty(elements)

@@ -7,13 +7,8 @@ import os
 import signal
 import ssl
 import sys
-import threading
-import time
-import uuid
-from collections.abc import Callable, Coroutine, Iterator, Mapping
-from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, TypeVar
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any, NoReturn, TypeAlias, TypeVar
 
 import structlog
 
@@ -21,16 +16,14 @@ from elastic import wire
 from elastic.config import EngineConfig, validate
 from elastic.core.types import Nanoseconds
 from elastic.engine import create_engine
-from elastic.engine.base import DeviceShare, RolloutEngine, WeightChanges
+from elastic.engine.base import DeviceShare, RolloutEngine
 from elastic.worker.accounts import DeviceAccounts, process_start_ns
 from elastic.worker.connection import Connection, ConnectionLost, SessionRefused, dial
-from elastic.worker.service import AgentExit, Pull, Pulled, Service, Ticket, Trainer
+from elastic.worker.service import AgentExit, Pull, Service, Ticket, Trainer
 from elastic.worker.threads import DaemonThread
+from elastic.worker.weights import WeightsPuller
 
-if TYPE_CHECKING:
-    from elastic.weights.puller import Puller, StagedVersion
-
-__all__ = ["AgentExit", "BuildEngine", "WeightsPuller", "build_engine", "leave_process", "run_agent"]
+__all__ = ["AgentExit", "BuildEngine", "build_engine", "leave_process", "run_agent"]
 
 log = structlog.get_logger(__name__)
 
@@ -40,12 +33,6 @@ JOIN_TIMEOUT_S = 30.0
 BUILD_TIMEOUT_S = 600.0
 """For the engine to come up. The orchestrator's own limit is shorter; this one is for when it is gone."""
 
-SITE_VARIABLE, SITE_TOKEN_VARIABLE = "ELASTIC_SITE", "ELASTIC_SITE_TOKEN"
-"""A relay (directory or URL) that all workers of a site reach fast, where one copy of the weights crosses to them."""
-
-KEEP_VARIABLE = "ELASTIC_WEIGHTS"
-"""A directory, best in shared memory, in which the weights of this host's workers outlive them."""
-
 BuildEngine: TypeAlias = Callable[[wire.Welcome], RolloutEngine]
 T = TypeVar("T")
 
@@ -54,62 +41,6 @@ def build_engine(welcome: wire.Welcome, share: DeviceShare | None = None) -> Rol
     """The engine that the orchestrator asks for, without weights, on its own device or a borrowed one. Blocks."""
     settings = validate(EngineConfig, welcome.engine, "the orchestrator's welcome")
     return create_engine(welcome.model, settings, share)
-
-
-class WeightsPuller:
-    """Pulls a version off the welcome's relay; keeps the last one, so that the next takes only what changed."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._puller: Puller | None = None
-
-    def __call__(self, welcome: wire.Welcome, version: int) -> Pulled:
-        """A version, staged and verified. Blocks; raises `WeightsError`."""
-        begun_s = time.monotonic()
-        # A superseded pull may still be under way; what it ends with is a base as good as any.
-        if not self._lock.acquire(timeout=welcome.pull_timeout_s):
-            raise TimeoutError(f"the pull before that of version {version} has not ended")
-        try:
-            puller = self._open(welcome)
-            staged = puller.stage(version, welcome.pull_timeout_s - (time.monotonic() - begun_s))
-            changes = puller.changes(staged)
-        finally:
-            self._lock.release()
-        base = staged.weights.base
-        return Pulled(
-            partial(self._apply, puller, staged),
-            staged.times.size_bytes,
-            staged.weights.held.bits.nbytes,
-            wire_s=staged.times.wire_s,
-            decode_s=staged.times.decode_s,
-            changes=None if base is None or changes is None else WeightChanges(base, changes),
-        )
-
-    def _apply(self, puller: "Puller", staged: "StagedVersion") -> Mapping[str, object] | None:
-        # Whoever has the lock was ordered later, and reads what this would write over.
-        if not self._lock.acquire(blocking=False):
-            return None
-        try:
-            return puller.apply(staged).tensors
-        finally:
-            self._lock.release()
-
-    def _open(self, welcome: wire.Welcome) -> "Puller":
-        from elastic.weights.codecs import warm_up
-        from elastic.weights.puller import Puller
-        from elastic.weights.relay import open_relay
-        from elastic.weights.site import SiteRelay
-        from elastic.weights.store import open_store
-
-        if self._puller is None:
-            relay = open_relay(welcome.relay, welcome.relay_token)
-            if near := os.environ.get(SITE_VARIABLE):
-                relay = SiteRelay(relay, open_relay(near, os.environ.get(SITE_TOKEN_VARIABLE)), uuid.uuid4().hex)
-            keep = os.environ.get(KEEP_VARIABLE)
-            self._puller = Puller(relay, store=open_store(Path(keep)) if keep else None)
-            # Deltas come after the keyframe; by then their decoders are loaded.
-            threading.Thread(target=warm_up, name="warm-up", daemon=True).start()
-        return self._puller
 
 
 async def run_agent(

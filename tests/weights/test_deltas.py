@@ -451,6 +451,33 @@ def test_a_version_that_is_not_there_yet_is_no_reason_to_ask(history: History, d
     assert directory.list_keys(REQUESTS) == []
 
 
+def test_what_an_audit_finds_wrong_is_no_base_for_another_version(history: History, directory: DirectoryRelay):
+    puller = Puller(directory)
+    tensors = puller.pull(2).tensors
+    assert puller.audit() == []
+    tensors["embedding"].view(torch.int16)[7, 3] ^= 1
+    rested: list[float] = []
+    assert puller.audit(rested.append) == [2]
+    assert len(rested) == len(decode_delta_manifest(directory.get(delta_manifest_key(2, 1))).tile_sums) / 8
+    assert puller.pull(3).path[0].base is None
+    assert_at(puller, history, 3)
+
+
+def test_an_audit_ends_when_another_version_is_put_in_force(history: History, directory: DirectoryRelay):
+    puller = Puller(directory)
+    puller.pull(1)
+    staged = puller.stage(2)
+    rested: list[float] = []
+
+    def rest(busy_s: float) -> None:
+        rested.append(busy_s)
+        puller.apply(staged)
+
+    assert puller.audit(rest) == []
+    assert len(rested) == 1
+    assert_at(puller, history, 2)
+
+
 KILLED_WHILE_APPLYING = """
 import os, signal, sys
 from pathlib import Path

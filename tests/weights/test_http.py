@@ -65,6 +65,44 @@ def test_a_blob_beyond_the_limit_is_refused(tmp_path, server: Callable, token: s
         relay.close()
 
 
+@pytest.mark.parametrize("size", [0, 1, 63, 64, 65, 128, 1000])
+def test_a_blob_passes_in_pieces(tmp_path, server: Callable, token: str, monkeypatch: pytest.MonkeyPatch, size: int):
+    monkeypatch.setattr("elastic.weights.server.PIECE_BYTES", 64)
+    monkeypatch.setattr("elastic.weights.http.CHUNK_BYTES", 100)
+    asked: list[int | None] = []
+
+    class Asked(DirectoryRelay):
+        def get(self, key: str, start: int = 0, length: int | None = None) -> bytes:
+            asked.append(length)
+            return super().get(key, start, length)
+
+    content = bytes(range(256)) * 4
+    with server(relay_app(Asked(tmp_path), token)) as url:
+        relay = HttpRelay(url, token)
+        relay.put("k", content[: size // 2], memoryview(content)[size // 2 : size])
+        assert DirectoryRelay(tmp_path).get("k") == relay.get("k") == content[:size]
+        assert relay.get("k", 10) == content[10:size]
+        for length in (0, 1, 63, 64, 65, 200, 2000):
+            assert relay.get("k", 3, length) == content[3:size][:length]
+        plain = httpx.get(f"{url}/blobs/k", headers={"authorization": f"Bearer {token}"})
+        assert (plain.status_code, plain.content) == (200, content[:size])
+        relay.close()
+    assert all(length is not None and length <= 64 for length in asked)
+
+
+def test_a_full_disk_under_the_server_is_not_asked_again(tmp_path, server: Callable, token: str, monkeypatch):
+    def full(*arguments: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("elastic.weights.server.tempfile.SpooledTemporaryFile", full)
+    with server(relay_app(DirectoryRelay(tmp_path), token)) as url:
+        relay = HttpRelay(url, token)
+        with pytest.raises(RelayError, match="No space left") as caught:
+            relay.put("k", b"content")
+        assert not isinstance(caught.value, RelayUnavailable)
+        relay.close()
+
+
 def test_nobody_listening_is_unavailable():
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]

@@ -1,0 +1,109 @@
+"""How a worker gets its weights: off the relay that the welcome names, by way of what its host is said to have."""
+
+import os
+import threading
+import time
+import uuid
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from elastic import wire
+from elastic.engine.base import WeightChanges
+from elastic.worker.service import Pulled
+
+if TYPE_CHECKING:
+    from elastic.weights.puller import Puller, StagedVersion
+    from elastic.weights.relay import Relay
+
+SITE_VARIABLE, SITE_TOKEN_VARIABLE = "ELASTIC_SITE", "ELASTIC_SITE_TOKEN"
+"""A relay (directory or URL) that all workers of a site reach fast, where one copy of the weights crosses to them."""
+
+KEEP_VARIABLE = "ELASTIC_WEIGHTS"
+"""A directory, best in shared memory, in which the weights of this host's workers outlive them."""
+
+CAP_VARIABLE = "ELASTIC_WEIGHTS_GBPS"
+"""What this worker may take of the link to the relay."""
+
+BYTES_PER_S_IN_GBPS = 125e6
+
+AUDIT_SHARE = 0.02
+"""Of one core, at most, for recomputing the sums of what is held."""
+
+AUDIT_PAUSE_S = 60.0
+
+
+class WeightsPuller:
+    """Stages a version; keeps the one that was put in force last, so that the next takes only what changed."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._puller: Puller | None = None
+
+    def __call__(self, welcome: wire.Welcome, version: int) -> Pulled:
+        """A version, staged and verified. Blocks; raises `WeightsError`."""
+        begun_s = time.monotonic()
+        # A superseded pull may still be under way; what it ends with is a base as good as any.
+        if not self._lock.acquire(timeout=welcome.pull_timeout_s):
+            raise TimeoutError(f"the pull before that of version {version} has not ended")
+        try:
+            puller = self._open(welcome)
+            staged = puller.stage(version, welcome.pull_timeout_s - (time.monotonic() - begun_s))
+            changes = puller.changes(staged)
+        finally:
+            self._lock.release()
+        base = staged.weights.base
+        return Pulled(
+            partial(self._apply, puller, staged),
+            staged.times.size_bytes,
+            staged.weights.held.bits.nbytes,
+            wire_s=staged.times.wire_s,
+            decode_s=staged.times.decode_s,
+            changes=None if base is None or changes is None else WeightChanges(base, changes),
+        )
+
+    def _apply(self, puller: "Puller", staged: "StagedVersion") -> Mapping[str, object] | None:
+        # Whoever has the lock was ordered later, and reads what this would write over.
+        if not self._lock.acquire(blocking=False):
+            return None
+        try:
+            return puller.apply(staged).tensors
+        finally:
+            self._lock.release()
+
+    def _open(self, welcome: wire.Welcome) -> "Puller":
+        from elastic.weights.codecs import warm_up
+        from elastic.weights.puller import Puller
+        from elastic.weights.store import open_store
+
+        if self._puller is None:
+            keep = os.environ.get(KEEP_VARIABLE)
+            self._puller = Puller(_relay(welcome), store=open_store(Path(keep)) if keep else None)
+            # Deltas come after the keyframe; by then their decoders are loaded.
+            threading.Thread(target=warm_up, name="warm-up", daemon=True).start()
+            threading.Thread(target=_audit, args=[self._puller], name="audit", daemon=True).start()
+        return self._puller
+
+
+def _relay(welcome: wire.Welcome) -> "Relay":
+    from elastic.weights.link import Link, LinkedRelay
+    from elastic.weights.relay import open_relay
+    from elastic.weights.site import SiteRelay
+
+    relay = open_relay(welcome.relay, welcome.relay_token)
+    if cap := os.environ.get(CAP_VARIABLE):
+        try:
+            relay = LinkedRelay(relay, Link(float(cap) * BYTES_PER_S_IN_GBPS))
+        except ValueError as error:
+            raise ValueError(f"{CAP_VARIABLE}: must be a positive number (found {cap!r})") from error
+    if near := os.environ.get(SITE_VARIABLE):
+        relay = SiteRelay(relay, open_relay(near, os.environ.get(SITE_TOKEN_VARIABLE)), uuid.uuid4().hex)
+    return relay
+
+
+def _audit(puller: "Puller") -> None:
+    """For as long as the process lives."""
+    while True:
+        time.sleep(AUDIT_PAUSE_S)
+        puller.audit(rest=lambda busy_s: time.sleep(busy_s / AUDIT_SHARE))
