@@ -2,8 +2,8 @@
 
 One model runs at a time, serving first. Before a rollout iteration is begun, the time that serving can spare
 is computed from its queued prefills (TTFT) and active decodes (TPOT); an iteration that is profiled to take
-longer must wait, or be cut smaller. An iteration cannot be interrupted, so that even on a device without any
-serving request it may not take longer than a request that comes the moment after can spare.
+longer must wait, or be cut smaller. An iteration cannot be interrupted, so that a request that comes the moment
+after must be spared for, too: it waits for the iteration, and its prefill delays the decodes' next tokens.
 """
 
 from collections.abc import Sequence
@@ -34,6 +34,14 @@ class QueuedPrefill(msgspec.Struct, frozen=True, gc=False):
     cost_ns: Nanoseconds
 
 
+class ArrivingPrefill(msgspec.Struct, frozen=True, gc=False):
+    """A request that may come while a rollout iteration runs. `cost_ns` is all of its prefill, `next_ns` the part of
+    it that would share serving's next iteration."""
+
+    cost_ns: Nanoseconds = 0
+    next_ns: Nanoseconds = 0
+
+
 class ServingView(msgspec.Struct, frozen=True, kw_only=True):
     """What serving has to do on this device. `queued` is in the order in which it will be done."""
 
@@ -42,7 +50,8 @@ class ServingView(msgspec.Struct, frozen=True, kw_only=True):
     last_tokens_ns: Sequence[Nanoseconds] = ()
     """When each active decode produced its most recent token."""
     decode_ns: Nanoseconds = 0
-    """The next iteration of these decodes, with whatever shares it."""
+    """The next iteration of these decodes, with those of the queued prefills that share it."""
+    arriving: ArrivingPrefill = ArrivingPrefill()
 
     @property
     def busy(self) -> bool:
@@ -58,25 +67,28 @@ class Role(StrEnum):
 
 
 def ttft_slack_ns(view: ServingView, budget_ns: Nanoseconds, subtract_ahead: bool = True) -> Nanoseconds:
-    """The least slack among queued prefills (Eq. 1).
+    """The least slack among queued prefills (Eq. 1), of which one that may come now is the last.
 
     As printed, Eq. 1 lets every request count on a device of its own and so overestimates the slack in a burst:
     the prefills queued ahead of a request come out of its time too. `subtract_ahead=False` is the equation as
     printed.
     """
-    costs = [request.cost_ns for request in view.queued]
+    queued = list(view.queued)
+    if view.arriving.cost_ns:
+        queued.append(QueuedPrefill(view.now_ns, view.arriving.cost_ns))
+    costs = [request.cost_ns for request in queued]
     finished = accumulate(costs) if subtract_ahead else costs
     slacks = (
-        request.arrival_ns + budget_ns - view.now_ns - done for request, done in zip(view.queued, finished, strict=True)
+        request.arrival_ns + budget_ns - view.now_ns - done for request, done in zip(queued, finished, strict=True)
     )
     return min(slacks, default=UNBOUNDED_NS)
 
 
 def tpot_slack_ns(view: ServingView, budget_ns: Nanoseconds) -> Nanoseconds:
-    """The least slack among active decodes (Eq. 2)."""
+    """The least slack among active decodes (Eq. 2), beside whose next tokens a prefill that may come now is done."""
     if not view.last_tokens_ns:
         return UNBOUNDED_NS
-    return min(view.last_tokens_ns) + budget_ns - view.now_ns - view.decode_ns
+    return min(view.last_tokens_ns) + budget_ns - view.now_ns - view.decode_ns - view.arriving.next_ns
 
 
 class AdmissionPolicy(Protocol):
@@ -90,22 +102,36 @@ class SloAdmission(msgspec.Struct, frozen=True, kw_only=True):
 
     `ttft` and `tpot` say which of the two targets is enforced; both is ROSE's Dual-SLO. A prefiller has no
     decodes and a decoder no prefills of serving, so that `role` leaves one slack out; colocated takes both.
-    `longest_ns` bounds an iteration where there is slack without end.
+    `longest_ns` bounds an iteration where there is slack without end. `arriving_share` is the most of each target
+    that is kept for a request that may come meanwhile: none of it is ROSE, with all of it rollouts rest wherever the
+    target could be missed without them, too.
     """
 
     slo: Slo
     longest_ns: Nanoseconds
+    arriving_share: float = 0.5
     role: Role = Role.COLOCATED
     ttft: bool = True
     tpot: bool = True
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.arriving_share <= 1:
+            raise ValueError(f"arriving_share: must be in [0, 1] (found {self.arriving_share})")
+
     def allowance_ns(self, view: ServingView) -> Nanoseconds:
+        view = msgspec.structs.replace(view, arriving=self._kept_for(view.arriving))
         slack_ns = UNBOUNDED_NS
         if self.ttft and self.role is not Role.DECODER:
             slack_ns = ttft_slack_ns(view, self.slo.ttft_ns)
         if self.tpot and self.role is not Role.PREFILLER:
             slack_ns = min(slack_ns, tpot_slack_ns(view, self.slo.tpot_ns))
         return min(slack_ns, self.longest_ns)
+
+    def _kept_for(self, arriving: ArrivingPrefill) -> ArrivingPrefill:
+        return ArrivingPrefill(
+            min(arriving.cost_ns, int(self.arriving_share * self.slo.ttft_ns)),
+            min(arriving.next_ns, int(self.arriving_share * self.slo.tpot_ns)),
+        )
 
 
 class NoAdmission(msgspec.Struct, frozen=True):

@@ -1,9 +1,11 @@
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from policies.coexecution import (
     UNBOUNDED_NS,
+    ArrivingPrefill,
     ExclusiveAdmission,
     NoAdmission,
     QueuedPrefill,
@@ -18,6 +20,9 @@ from policies.coexecution import (
 SLO = Slo(ttft_ns=500, tpot_ns=150)
 times = st.integers(0, 10_000)
 prefills = st.lists(st.builds(QueuedPrefill, arrival_ns=times, cost_ns=st.integers(1, 1_000)), max_size=8)
+
+
+arriving = st.builds(ArrivingPrefill, cost_ns=st.integers(0, 600), next_ns=st.integers(0, 200))
 
 
 @st.composite
@@ -53,6 +58,50 @@ def test_a_prefill_first_served_meets_its_target_if_the_rollout_takes_no_more_th
         done_ns += request.cost_ns
         late.append(done_ns - (request.arrival_ns + budget_ns))
     assert max(late, default=0) == 0
+
+
+@given(views(), arriving, st.sampled_from([0.0, 0.3, 1.0]), st.data())
+def test_a_request_that_comes_during_the_iteration_makes_nobody_late(
+    view: ServingView, arriving: ArrivingPrefill, share: float, data: st.DataObject
+) -> None:
+    """Run for as long as is allowed; meanwhile a request comes. All that was in time still is, and so is the new one,
+    if it is no larger than what is kept for it."""
+    slo = Slo(ttft_ns=15_000, tpot_ns=12_000)
+    view = msgspec.structs.replace(view, arriving=arriving)
+    admission = SloAdmission(slo=slo, longest_ns=UNBOUNDED_NS, arriving_share=share)
+    allowed_ns = admission.allowance_ns(view)
+    if allowed_ns <= 0 or allowed_ns == UNBOUNDED_NS:
+        return
+    arrival_ns = view.now_ns + data.draw(st.integers(0, allowed_ns))
+    done_ns = serving_ns = view.now_ns + allowed_ns
+    for request in view.queued:
+        done_ns += request.cost_ns
+        assert done_ns <= request.arrival_ns + slo.ttft_ns
+    if arriving.cost_ns <= share * slo.ttft_ns:
+        assert done_ns + arriving.cost_ns <= arrival_ns + slo.ttft_ns
+    if arriving.next_ns <= share * slo.tpot_ns:
+        assert all(
+            serving_ns + view.decode_ns + arriving.next_ns <= last_ns + slo.tpot_ns for last_ns in view.last_tokens_ns
+        )
+
+
+@given(views(), arriving)
+def test_what_is_kept_for_arrivals_is_bounded_by_its_share(view: ServingView, arriving: ArrivingPrefill) -> None:
+    expecting = msgspec.structs.replace(view, arriving=arriving)
+
+    def allowance(share: float, view: ServingView = expecting) -> int:
+        return SloAdmission(slo=SLO, longest_ns=UNBOUNDED_NS, arriving_share=share).allowance_ns(view)
+
+    assert allowance(0) == allowance(1, view)
+    assert allowance(1) <= allowance(0.5) <= allowance(0)
+    if not view.busy:
+        assert allowance(0.5) >= 0.5 * SLO.ttft_ns
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.1])
+def test_a_share_is_a_share(share: float) -> None:
+    with pytest.raises(ValueError, match="arriving_share"):
+        SloAdmission(slo=SLO, longest_ns=1, arriving_share=share)
 
 
 @given(views(), st.integers(0, 5_000))

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 
 import msgspec
@@ -12,8 +13,12 @@ from elastic.engine.coserving.half import Half, Iteration, decodes, shape_of
 from elastic.engine.coserving.profile import Prefill, Shape
 from elastic.engine.coserving.spec import Lending, ModelSpec
 from elastic.engine.kv import PagePool
+from elastic.engine.torch.scheduler import Sequence as Running
 from elastic.engine.torch.scheduler import Work
-from policies.coexecution import QueuedPrefill, ServingView
+from policies.coexecution import ArrivingPrefill, QueuedPrefill, ServingView
+
+RECENT_REQUESTS = 100
+"""The next request's prompt is taken to be no longer than theirs."""
 
 
 class ServingHalf(Half):
@@ -25,6 +30,7 @@ class ServingHalf(Half):
         super().__init__(spec, pool, lending, changed)
         self._arrivals_ns: dict[str, Nanoseconds] = {}
         self._last_tokens_ns: dict[str, Nanoseconds] = {}
+        self._recent_prompts: deque[int] = deque(maxlen=RECENT_REQUESTS)
         self._iterated_ns = time.monotonic_ns()
         """When the last iteration ended."""
 
@@ -33,6 +39,7 @@ class ServingHalf(Half):
         with self._changed:
             for request in requests:
                 self._arrivals_ns.setdefault(request.request_id, now_ns)
+                self._recent_prompts.append(min(len(request.token_ids), self._settings.max_context_tokens))
             super().submit(requests)
 
     def next_iteration(self) -> Iteration | None:
@@ -51,13 +58,14 @@ class ServingHalf(Half):
 
     def view(self, now_ns: Nanoseconds) -> ServingView:
         """What admission decides on."""
-        if not (self.has_work and self._cost):
+        if not self._cost:
             return ServingView(now_ns=now_ns)
         cost, chunk = self._cost, self._settings.prefill_chunk_tokens
         decoding = [sequence for sequence in self._scheduler.running if decodes(sequence)]
         prefilling = [sequence for sequence in self._scheduler if not decodes(sequence)]
         shared = Shape((), len(decoding), max((sequence.computed for sequence in decoding), default=0))
-        first = [Prefill(s.computed, min(chunk, len(s.tokens) - s.computed)) for s in prefilling[:1]]
+        pieces = self._next_prefills(prefilling)
+        arriving, left = max(self._recent_prompts, default=0), chunk - sum(piece.count for piece in pieces)
         return ServingView(
             now_ns=now_ns,
             queued=[
@@ -68,8 +76,23 @@ class ServingHalf(Half):
                 for sequence in prefilling
             ],
             last_tokens_ns=[self._last_tokens_ns.get(s.request.request_id, now_ns) for s in decoding],
-            decode_ns=cost.iteration_ns(msgspec.structs.replace(shared, prefills=first)),
+            decode_ns=cost.iteration_ns(msgspec.structs.replace(shared, prefills=pieces)),
+            arriving=ArrivingPrefill(
+                cost_ns=cost.prefill_ns(0, arriving, chunk, shared),
+                next_ns=cost.prefill_ns(0, min(arriving, left), chunk),
+            ),
         )
+
+    def _next_prefills(self, prefilling: Sequence[Running]) -> list[Prefill]:
+        """What the next iteration may compute of these: as much as one chunk holds."""
+        pieces: list[Prefill] = []
+        left = self._settings.prefill_chunk_tokens
+        for sequence in prefilling:
+            if not left:
+                break
+            pieces.append(Prefill(sequence.computed, min(left, len(sequence.tokens) - sequence.computed)))
+            left -= pieces[-1].count
+        return pieces
 
     def _commit(self, work: list[Work], token_ids: list[int], logprobs: list[float]) -> list[TokenChunk]:
         self._iterated_ns = time.monotonic_ns()

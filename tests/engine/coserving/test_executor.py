@@ -11,7 +11,7 @@ import torch
 
 from elastic.core.types import Account, FinishReason, WeightMode
 from elastic.engine.base import WeightsMismatch
-from elastic.engine.coserving.profile import CostProfile, Grid, write_profile
+from elastic.engine.coserving.profile import CostProfile, Grid, Prefill, Shape, write_profile
 from elastic.engine.coserving.swapping import Swapping
 from policies.coexecution import ExclusiveAdmission, NoAdmission, Slo, SloAdmission
 from policies.kvmemory import FineGrainedMemory, PreemptiveMemory, StaticPartition
@@ -88,6 +88,26 @@ def test_serving_runs_first_at_every_tick(make_device, turn):
     assert "rr" not in "".join(order)
     assert "s" in order
     assert "r" in order
+
+
+def test_admission_sees_all_that_serving_will_do_next_and_what_may_come(make_device, turn, spec_of_serving):
+    """Short prompts share an iteration; a chunk that they leave room in may be filled by the next request."""
+    device = make_device(serving=spec_of_serving(prefill_chunk_tokens=64))
+    serving = device.serving
+    with device.executor._changed:
+        assert serving.view(0).arriving.cost_ns == 0
+        serving.submit([turn(f"s{i}", prompt=20) for i in range(2)])
+        serving._take_wishes()
+        view, cost = serving.view(0), serving.costs
+        both = Shape([Prefill(0, 20), Prefill(0, 20)])
+        assert view.decode_ns == cost.iteration_ns(both) == pytest.approx(sum(q.cost_ns for q in view.queued), abs=2)
+        assert view.arriving.cost_ns == view.arriving.next_ns == cost.prefill_ns(0, 20, 64)
+        serving.submit([turn("long", prompt=100)])
+        serving._take_wishes()
+        view = serving.view(0)
+        assert view.decode_ns == cost.iteration_ns(Shape([*both.prefills, Prefill(0, 24)]))
+        assert view.arriving.cost_ns == cost.prefill_ns(0, 100, 64)
+        assert view.arriving.next_ns == 0
 
 
 def test_a_burst_takes_the_memory_back_and_the_turns_are_given_back_whole(make_device, turn):
