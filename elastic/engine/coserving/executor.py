@@ -42,6 +42,8 @@ class CoServingStatistics(msgspec.Struct, frozen=True, kw_only=True):
     budget: Budget
     serving_pages: int
     rollout_pages: int
+    rollout_bytes: int
+    """All that the rollout model holds of the device: weights, tables and pages."""
     free_pages: int
     total_pages: int
     serving_peak_pages: int
@@ -71,7 +73,7 @@ class CoServing:
         """`profiles`: directory of cost profiles; `cpu`: the core that the thread is bound to; `swapping`: only one
         model at a time has its weights on the device (the stop-and-reload baseline)."""
         self._admission = admission
-        self._memory = SharedMemory(backend, memory)
+        self._memory = SharedMemory(backend, memory, self._lose_rollout)
         self._stall_timeout_ns = stall_timeout_ns
         self._profiles = profiles
         self._cpu = cpu
@@ -164,6 +166,7 @@ class CoServing:
                 budget=memory.budget,
                 serving_pages=memory.serving_pages,
                 rollout_pages=memory.rollout_pages,
+                rollout_bytes=rollout.device_bytes if rollout else 0,
                 free_pages=memory.pages.free,
                 total_pages=memory.usable,
                 serving_peak_pages=memory.serving_peak,

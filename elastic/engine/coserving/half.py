@@ -16,7 +16,7 @@ from elastic.core.types import Account, FinishReason, Nanoseconds, WeightMode
 from elastic.engine.base import ChunkSink, TokenChunk, WeightChanges
 from elastic.engine.coserving.blocks import LeasedBlocks
 from elastic.engine.coserving.profile import CostModel, CostProfile, Prefill, Shape, write_profile
-from elastic.engine.coserving.profiler import device_name, kept_profile, measuring, model_name
+from elastic.engine.coserving.profiler import device_name, kept_profile, measuring, model_name, profile_path
 from elastic.engine.coserving.runner import PagedRunner
 from elastic.engine.coserving.spec import Lending, ModelSpec
 from elastic.engine.kv import PagePool
@@ -114,6 +114,11 @@ class Half(TorchEngine):
         return self._settings
 
     @property
+    def device_bytes(self) -> int:
+        """What the model holds of the device's memory."""
+        return self._runner.device_bytes
+
+    @property
     def costs(self) -> CostModel | None:
         """What an iteration costs; nothing is computed before it is known."""
         return self._cost
@@ -178,7 +183,7 @@ class Half(TorchEngine):
         settings = self._settings
         model = model_name(self._config, self._spec.dtype)
         device = device_name(self._device, settings.threads)
-        path = profiles / f"{model}.json" if profiles is not None else None
+        path = profile_path(profiles, model, device) if profiles is not None else None
         if self._measuring is None:
             kept = kept_profile(path, model, device)
             if kept is not None:
@@ -277,8 +282,7 @@ class Half(TorchEngine):
         self.pool.trim()
         self._measuring = None
         if self._cost is None:
-            self._version = None
-            self._host = {}
+            self._drop_weights()
             self.fail_waiting(RuntimeError(why))
 
     # The engine's own parts, as they differ here.
@@ -332,7 +336,7 @@ class Half(TorchEngine):
             self._announce_weights()
 
         def fail(error: Exception) -> None:
-            self._version = None
+            self._drop_weights()
             order.applied.set_exception(error)
 
         if self._asleep or self._aside:
@@ -362,9 +366,14 @@ class Half(TorchEngine):
         self._piece_ns = max(self._piece_ns * 9 // 10, time.monotonic_ns() - started_ns)
 
     def _activation_failed(self, error: Exception) -> None:
+        self._drop_weights()
+        self.fail(f"the model cannot be activated: {error}")
+
+    def _drop_weights(self) -> None:
+        """Weights of which only a part has come to the device are of no use, but their memory is."""
         self._version = None
         self._host = {}
-        self.fail(f"the model cannot be activated: {error}")
+        self._runner.unload()
 
     def _deactivate(self) -> None:
         self.charge(Account.ASLEEP)

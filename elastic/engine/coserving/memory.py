@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Protocol
 
@@ -33,15 +33,22 @@ class Owner(Holder, Protocol):
 
 
 class Borrower(Holder, Protocol):
+    def tidy(self) -> None:
+        """Give back what nobody uses any more."""
+        ...
+
     def give_back(self, most_pages: int) -> None:
         """Hold at most so many pages, at once."""
         ...
 
 
 class SharedMemory:
-    """Used by the executor's thread, or under its lock. `serving` is set once, `rollout` while there is one."""
+    """Used by the executor's thread, or under its lock. `serving` is set once, `rollout` while there is one.
 
-    def __init__(self, backend: PageBackend, policy: MemoryPolicy) -> None:
+    `lose_rollout` is called where the rollouts' part fails to give back what it must; after that it holds nothing.
+    """
+
+    def __init__(self, backend: PageBackend, policy: MemoryPolicy, lose_rollout: Callable[[], None]) -> None:
         if backend.total <= SPARE_PAGES:
             raise ValueError(f"a device of {backend.total} pages is too small: at least {SPARE_PAGES + 1} are needed")
         self.pages = PagePool(backend)
@@ -52,6 +59,7 @@ class SharedMemory:
         self.reclaims_ns: deque[Nanoseconds] = deque(maxlen=10_000)
         """From serving's need of pages, for which rollouts gave up some, to its having them."""
         self._policy = policy
+        self._lose_rollout = lose_rollout
         self._recent: deque[int] = deque(maxlen=SAMPLES_KEPT)
         self._sampled_ns = 0
         self.budget = policy.begin_step(self.usable, ())
@@ -88,9 +96,7 @@ class SharedMemory:
         """Take back what nobody uses, look at serving's use, and let the policy act on it."""
         if self.serving is not None:
             self.serving.pool.trim()
-        if self.rollout is not None:
-            self.rollout.pool.expire()
-            self.rollout.pool.trim()
+        self._ask_rollout(lambda rollout: rollout.tidy())
         self.serving_peak = max(self.serving_peak, self.serving_pages)
         if now_ns - self._sampled_ns >= SAMPLE_EVERY_NS:
             self._sampled_ns = now_ns
@@ -123,5 +129,14 @@ class SharedMemory:
         self.budget = self._policy.observe(self.budget, self.usable, self.serving_pages, needed_pages)
         if self.rollout is None or self.rollout_pages <= self.budget.pages:
             return False
-        self.rollout.give_back(self.budget.pages)
+        self._ask_rollout(lambda rollout: rollout.give_back(self.budget.pages))
         return True
+
+    def _ask_rollout(self, act: Callable[[Borrower], None]) -> None:
+        """Serving must not suffer where the rollouts' part fails."""
+        if self.rollout is None:
+            return
+        try:
+            act(self.rollout)
+        except Exception:
+            self._lose_rollout()

@@ -1,6 +1,7 @@
 """Measures a model's cost profile on its device, at activation."""
 
 import platform
+import re
 import time
 from collections.abc import Callable, Generator, Sequence
 from hashlib import blake2b
@@ -35,6 +36,11 @@ def device_name(device: torch.device, threads: int) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{platform.node()} {platform.machine()} {threads} threads"
+
+
+def profile_path(directory: Path, model: str, device: str) -> Path:
+    """A file for each model on each device, so that hosts may share a directory."""
+    return directory / f"{model}-{re.sub('[^a-z0-9]+', '-', device.lower())}.json"
 
 
 def kept_profile(path: Path | None, model: str, device: str) -> CostProfile | None:

@@ -81,19 +81,24 @@ class RolloutHalf(Half):
     def end_stalled(self, now_ns: Nanoseconds) -> None:
         """Give up turns that got nothing for too long. Waiting for a place in the batch, for weights or for other
         turns to end before new weights is no stall: nobody else would be quicker."""
-        if not self.active or self._cost is None or self._orders or self._asleep:
+        if not self.active or self._cost is None or self._asleep:
             self._progress_ns.clear()
             return
         full = len(self._scheduler.running) >= self._settings.max_batch
         for sequence in list(self._scheduler):
             request = sequence.request
-            if full and sequence not in self._scheduler.running:
+            if sequence not in self._scheduler.running and (full or (self._orders and not sequence.admissions)):
                 self._progress_ns[request.request_id] = now_ns
             waited_ns = now_ns - self._progress_ns.setdefault(request.request_id, now_ns)
             if waited_ns > self._stall_timeout_ns:
                 self.stalled += 1
                 why = f"no progress for {waited_ns / 1e9:.1f} s: serving holds the device"
                 self._outbox.append(self._end(request, FinishReason.STALLED, why))
+
+    def tidy(self) -> None:
+        """End leases that are over, and give back every page that holds nothing."""
+        self.pool.expire()
+        self.pool.trim()
 
     def give_back(self, most_pages: int) -> None:
         """Hold at most so many pages: cached ones go first, then the newest turns, whole."""

@@ -52,6 +52,10 @@ class PagedRunner(Runner):
     def weight_bytes(self) -> int:
         return sum(table.nbytes for table in self._tables.values())
 
+    @property
+    def device_bytes(self) -> int:
+        return self.weight_bytes + self._rotations.nbytes + len(self.space) * self._layout.page_bytes
+
     def place_page(self, page: int, index: int) -> None:
         per_page = self._layout.blocks_per_page
         self._indices[page] = index

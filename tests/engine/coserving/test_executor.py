@@ -17,6 +17,8 @@ from policies.coexecution import ExclusiveAdmission, NoAdmission, Slo, SloAdmiss
 from policies.kvmemory import FineGrainedMemory, PreemptiveMemory, StaticPartition
 
 MS = 1_000_000
+RESTING_BYTES = 3 * 16 * 1024
+"""A page for padding, and a rotation table of 256 positions."""
 LOOSE = Slo(ttft_ns=60_000 * MS, tpot_ns=60_000 * MS)
 NEVER = SloAdmission(slo=LOOSE, longest_ns=0)
 
@@ -57,6 +59,20 @@ def test_rollouts_wait_while_there_is_no_slack_and_stall_to_be_routed_again(make
     assert device.executor.statistics().turns_stalled == 1
     device.serving.submit([turn("s")])
     assert device.served.finish("s")[0].finish is FinishReason.LENGTH
+
+
+def test_a_turn_that_new_weights_wait_for_stalls_like_any_other(make_device, turn, rollout_weights):
+    device = make_device(stall_timeout_ns=300 * MS)
+    rollout = device.lend()
+    rollout.submit([turn("r", max_new_tokens=200)])
+    device.rolled.until(lambda: bool(device.rolled.tokens("r")))
+    device.executor._admission = NEVER
+    with ThreadPoolExecutor() as threads:
+        loading = threads.submit(rollout.load_weights, 2, rollout_weights(2), WeightMode.FINISH)
+        (end,) = device.rolled.finish("r")
+        assert end.finish is FinishReason.STALLED
+        device.executor._admission = NoAdmission()
+        loading.result(30)
 
 
 def test_waiting_for_a_place_in_the_batch_is_no_stall(make_device, turn):
@@ -267,11 +283,12 @@ def test_asleep_the_rollout_model_keeps_one_page_and_wakes_from_host_memory(make
     request = turn("a", prompt=60)
     rollout.submit([request])
     device.rolled.finish("a")
-    free = device.executor.statistics().free_pages
+    awake = device.executor.statistics()
     rollout.sleep()
     asleep = device.executor.statistics()
     assert asleep.rollout_pages == 0
-    assert asleep.free_pages >= free
+    assert asleep.rollout_bytes <= RESTING_BYTES < awake.rollout_bytes
+    assert asleep.free_pages >= awake.free_pages
     assert rollout._runner.weight_bytes == 0
     rollout.load_weights(2, device_weights(rollout), WeightMode.FINISH)
     assert rollout._runner.weight_bytes == 0
@@ -341,6 +358,28 @@ def test_weights_that_do_not_fit_are_refused_and_serving_goes_on(make_device, tu
     assert device.served.finish("s")[0].finish is FinishReason.LENGTH
 
 
+def test_weights_that_the_device_has_no_room_for_leave_nothing_on_it(make_device, turn, rollout_weights, monkeypatch):
+    device = make_device()
+    rollout = device.lend()
+    load_layer = rollout._runner._load_layer
+
+    def no_room(tensors, index):
+        if index:
+            raise MemoryError("out of memory")
+        return load_layer(tensors, index)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rollout._runner, "_load_layer", no_room)
+        with pytest.raises(MemoryError, match="out of memory"):
+            rollout.load_weights(2, rollout_weights(2), WeightMode.FINISH)
+    assert device.executor.statistics().rollout_bytes <= RESTING_BYTES
+    device.serving.submit([turn("s")])
+    assert device.served.finish("s")[0].finish is FinishReason.LENGTH
+    rollout.load_weights(3, rollout_weights(3), WeightMode.FINISH)
+    rollout.submit([turn("r")])
+    assert device.rolled.finish("r")[0].weights_version == 3
+
+
 def test_a_request_longer_than_the_model_ends_alone(make_device, turn):
     device = make_device()
     device.serving.submit([turn("long", prompt=300), turn("s")])
@@ -368,6 +407,25 @@ def test_serving_survives_a_crash_of_the_rollout_half(make_device, turn, where):
     rollout.submit([turn("again")])
     assert device.rolled.finish("again")[0].finish is FinishReason.LENGTH
     device.check_pages()
+
+
+@pytest.mark.parametrize("where", ["give_back", "tidy"])
+def test_serving_gets_its_memory_from_a_rollout_half_that_fails_to_give_it(make_device, turn, where):
+    device = make_device(pages=16, memory=PreemptiveMemory(headroom_share=0))
+    rollout = device.lend()
+
+    def crash(*_args):
+        raise ZeroDivisionError("a bug")
+
+    rollout.submit([turn(f"r{i}", prompt=100, max_new_tokens=150) for i in range(4)])
+    device.rolled.until(lambda: len(device.rolled.all) > 0)
+    setattr(rollout, where, crash)
+    serves = [turn(f"s{i}", prompt=250, max_new_tokens=6) for i in range(8)]
+    device.serving.submit(serves)
+    ends = device.served.finish(*(s.request_id for s in serves))
+    assert {end.finish for end in ends} == {FinishReason.LENGTH}
+    assert FinishReason.ERROR in {end.finish for end in device.rolled.finish(*(f"r{i}" for i in range(4)))}
+    assert device.executor.statistics().rollout_failures >= 1
 
 
 @pytest.mark.parametrize("whole", [True, False], ids=["the device", "the half"])

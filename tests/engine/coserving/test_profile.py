@@ -14,7 +14,7 @@ from elastic.engine.coserving.profile import (
     read_profile,
     write_profile,
 )
-from elastic.engine.coserving.profiler import kept_profile
+from elastic.engine.coserving.profiler import kept_profile, profile_path
 
 PROFILE = CostProfile(
     model="m",
@@ -73,6 +73,14 @@ def test_a_profile_survives_the_disk(tmp_path: Path) -> None:
     write_profile(path, PROFILE)
     assert kept_profile(path, "m", "d") == PROFILE
     assert kept_profile(None, "m", "d") is None
+
+
+def test_every_model_has_a_profile_for_every_device(tmp_path: Path) -> None:
+    paths = {profile_path(tmp_path, model, device) for model in "ab" for device in ("NVIDIA H100", "node/1 4 threads")}
+    assert len(paths) == 4
+    for path in paths:
+        write_profile(path, PROFILE)
+    assert set(tmp_path.iterdir()) == paths
 
 
 @pytest.mark.parametrize(("model", "device", "which"), [("m", "other", "device"), ("other", "d", "model")])
