@@ -12,7 +12,9 @@ import ipaddress
 import os
 import secrets
 import socket
+from collections import deque
 from collections.abc import Callable
+from statistics import fmean
 from typing import Annotated, ClassVar
 
 import httpx
@@ -68,6 +70,7 @@ class ServingSettings(ProviderSettings):
     lending: LendingSettings = Field(default_factory=LendingSettings)  # type: ignore[arg-type]
     executor: ExecutorSettings | None = Field(None, description="a real serving model on the hosts started here")
     poll_s: float = Field(0.5, gt=0, description="time between two looks at a host")
+    kv_window_s: float = Field(30.0, gt=0, description="time over which a host's KV use decides who is borrowed")
     lost_after_s: float = Field(3.0, gt=0, description="silence after which a lent host counts as lost")
 
 
@@ -82,7 +85,8 @@ class HostRefused(Exception):
 class _Host:
     """One serving host, seen from here. `report` is its last, None while it does not answer.
 
-    `patience_s` is how long an answer may take that costs the host nothing.
+    `patience_s` is how long an answer may take that costs the host nothing, `looks` how many reports make up its KV
+    use of late.
     """
 
     def __init__(
@@ -92,6 +96,7 @@ class _Host:
         token: str,
         local: processes.ProcessGroup | None,
         patience_s: float,
+        looks: int,
         note: Callable[[str, str], None],
     ) -> None:
         self.name = name
@@ -99,6 +104,8 @@ class _Host:
         self.local = local
         self.lease: LeaseId | None = None
         self.report: LoadReport | None = None
+        self.kv_used_shares: deque[float] = deque(maxlen=looks)
+        """As reported, the latest last."""
         self.gone = asyncio.Event()
         self._http = httpx.AsyncClient(
             base_url=url, headers={"Authorization": f"Bearer {token}"}, trust_env=False, timeout=patience_s
@@ -108,6 +115,11 @@ class _Host:
     def offered(self) -> bool:
         report = self.report
         return self.lease is None and report is not None and not report.lent_worker and not report.pressed
+
+    @property
+    def kv_used_share(self) -> float:
+        """Of late; of a host that has reported."""
+        return fmean(self.kv_used_shares)
 
     async def look(self) -> LoadReport:
         return await self._ask("GET", "/load", None)
@@ -134,6 +146,7 @@ class _Host:
             if not answer.is_success:
                 raise HostRefused(f"{self.name} refused ({answer.status_code}): {_reason(answer)}")
             self.report = msgspec.json.decode(answer.content, type=LoadReport)
+            self.kv_used_shares.append(self.report.kv_used_share)
         except HostRefused:
             self.report = None
             raise
@@ -194,7 +207,7 @@ class _LentHost:
 
 
 class ServingProvider(LeaseKeeper[ServingSettings]):
-    """Lends the host whose KV cache is used least, among those that answer, are free and not under pressure."""
+    """Lends the host whose KV cache was used least of late, of those that answer, are free and not under pressure."""
 
     Settings: ClassVar[type[ServingSettings]] = ServingSettings
 
@@ -227,7 +240,7 @@ class ServingProvider(LeaseKeeper[ServingSettings]):
         free = [host for host in self._hosts if host.offered]
         if not free:
             raise Refusal(f"no host of {self.name} is free")
-        host = min(free, key=lambda h: h.report.kv_used_share if h.report else 1.0)
+        host = min(free, key=lambda host: host.kv_used_share)
         (ticket,) = request.tickets
         lent = _LentHost(host, ticket.worker, self.settings, self.context.release_timeout_s)
         order = LendOrder(self.context.run, self.context.join, ticket.worker, ticket.token)
@@ -271,9 +284,11 @@ class ServingProvider(LeaseKeeper[ServingSettings]):
         token = os.environ.get(variable, "")
         if self.settings.urls and not token:
             raise ProviderUnavailable(f"{self.name}: set {variable} to the token of the hosts at urls")
-        return [
-            _Host(url, url, token, None, self.settings.lost_after_s, self.context.note) for url in self.settings.urls
-        ]
+        return [self._host(url, url, token, None) for url in self.settings.urls]
+
+    def _host(self, name: str, url: str, token: str, local: processes.ProcessGroup | None) -> _Host:
+        looks = max(1, round(self.settings.kv_window_s / self.settings.poll_s))
+        return _Host(name, url, token, local, self.settings.lost_after_s, looks, self.context.note)
 
     async def _start_host(self, number: int) -> _Host:
         """Start a host on a socket that we opened, so that its address is known at once and cannot be taken."""
@@ -298,7 +313,7 @@ class ServingProvider(LeaseKeeper[ServingSettings]):
                 await group.kill()
                 raise
             url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-            return _Host(name, url, token, group, self.settings.lost_after_s, self.context.note)
+            return self._host(name, url, token, group)
 
     async def _watch(self, host: _Host) -> None:
         """Keep the offer true while the host is not lent; a lent one is looked at by its lease."""

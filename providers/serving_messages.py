@@ -33,8 +33,8 @@ class ServiceReport(msgspec.Struct, frozen=True, kw_only=True):
 
     Latencies and targets are in milliseconds, None before there is a first. `violated_minutes` is how long a P99 was
     above its target. The device's time is that of the host's loans alone: `lent_s` in all, of which serving computed
-    for `serving_s` and rollouts for `rollout_s`. A reclaim runs from the arrival of the request that needs memory to
-    its pages being free.
+    for `serving_s` and rollouts for `rollout_s`. A reclaim runs from serving's need of pages that
+    rollouts hold to its having them.
     """
 
     requests: int

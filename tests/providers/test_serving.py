@@ -67,6 +67,20 @@ async def test_lends_the_host_with_the_least_kv_in_use(
     assert [report.lent_worker for report in by_use] == ["worker-1", ""]  # type: ignore[union-attr]
 
 
+async def test_a_host_is_chosen_by_its_use_over_a_window_and_not_by_a_moment(
+    cluster: Callable[..., ServingProvider], recorder: Recorder
+) -> None:
+    provider = cluster(hosts=2, kv_window_s=1000.0)
+    await provider.start(recorder.emit)
+    await recorder.until(lambda r: r.available == 2)
+    busy_of_late, idle_of_late = provider._hosts
+    busy_of_late.kv_used_shares.extend([0.5] * 100 + [0.0])
+    idle_of_late.kv_used_shares.extend([0.0] * 100 + [0.3])
+    await provider.acquire(lease_request())
+    await recorder.answered("lease-1")
+    assert (busy_of_late.lease, idle_of_late.lease) == (None, "lease-1")
+
+
 async def test_a_host_under_pressure_is_not_offered(
     cluster: Callable[..., ServingProvider], recorder: Recorder
 ) -> None:
