@@ -132,7 +132,8 @@ class ExecutorDevice:
             busy_share=min(1.0, (looks[-1].busy_ns - looks[0].busy_ns) / span_ns) if span_ns else 0.0,
             # Whom to borrow from is decided by use over a window, whether to leave by use now (ROSE §4).
             kv_used_share=mean(look.kv_share for look in looks),
-            pressed=kv_share >= self._lending.kv_high_share,
+            # A host whose executor has failed has nothing to lend.
+            pressed=not self._executor.running or kv_share >= self._lending.kv_high_share,
             service=self._service_report(now),
         )
 

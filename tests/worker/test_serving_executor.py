@@ -68,7 +68,9 @@ async def test_a_request_that_is_not_served_counts_as_failed(profiles: Path) -> 
     device = make(profiles)
     async with device.running(iter([ServingRequest(0.0, 20, 5)])):
         await until(lambda: device.served == 1)
+        assert not device.report().pressed
         await asyncio.to_thread(device._executor.close)
+        assert device.report().pressed
         await device._serve(ServingRequest(0.0, 20, 5), 0.0)
         service = device.report().service
         assert (service.requests, service.failed, device.served) == (2, 1, 1)

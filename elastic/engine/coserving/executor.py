@@ -100,6 +100,11 @@ class CoServing:
     def rollout(self) -> RolloutHalf | None:
         return self._rollout
 
+    @property
+    def running(self) -> bool:
+        """Between `start` and the end, be it `close` or a failure of the executor itself."""
+        return self._thread is not None and not self._closed
+
     def start(self, sink: ChunkSink, tensors: Mapping[str, object]) -> None:
         """Serve the serving model's weights; returns once its costs are known. Raises `WeightsMismatch`."""
         if self._thread is not None or self._closed:
