@@ -138,15 +138,26 @@ def simulate(
     config: Annotated[
         Path | None, typer.Argument(metavar="CONFIG", help="The run's TOML file.", show_default=False)
     ] = None,
-    providers: Annotated[str, typer.Option(metavar="NAMES", help="Comma-separated: serving,spot.")] = "",
+    providers: Annotated[
+        str | None,
+        typer.Option(metavar="NAMES", help="Comma-separated: serving,spot. Without any, those of [simulation]."),
+    ] = None,
     overrides: Overrides = None,
     seed: Annotated[int | None, typer.Option(help="Same as --set run.seed=N; with --faults the first seed.")] = None,
     profile: Annotated[
-        str, typer.Option(metavar="NAME", help="Devices: H100/Qwen3-8B, H20/Qwen3-32B:tp2, …, `local`, or a file.")
-    ] = "",
+        list[str] | None,
+        typer.Option(
+            metavar="[PROVIDER=]NAME",
+            help="Devices: H100/Qwen3-8B, H20/Qwen3-32B:tp2, …, `local`, or a file; for one provider, or `trainer`, "
+            "with its name before: spot=H20/Qwen3-8B.",
+        ),
+    ] = None,
     turns_from: Annotated[
         str, typer.Option(metavar="RUN", help="Take turn lengths from a live run, or from `claude-code-sessions`.")
     ] = "",
+    environment_times: Annotated[
+        bool, typer.Option("--environment-times", help="With --turns-from RUN: environments take as long as there.")
+    ] = False,
     frame_s: Annotated[float | None, typer.Option(help="Longest that tokens wait to be sent.", hidden=True)] = None,
     hours: Annotated[float, typer.Option(help="Virtual time after which a run that has no end is given up.")] = 2160.0,
     faults: Annotated[
@@ -159,36 +170,64 @@ def simulate(
 
     Example: elastic simulate examples/frozenlake.toml --providers serving,spot
     """
-    from elastic.cli.simulate import faults_command, simulate_command
+    from elastic.cli.simulate import faults_command, simulate_command, split_profiles
     from elastic.simulation import Experiment
 
     if faults:
         raise typer.Exit(faults_command(seed or 0, worlds, as_json=as_json))
     settings, _, names = _run_settings(config, providers, overrides or [], seed, "")
-    if hours <= 0 or (frame_s is not None and frame_s <= 0):
-        raise ConfigError("elastic simulate: --hours and --frame-s must be positive")
-    experiment = Experiment(profile=profile, turns=turns_from, frame_s=frame_s, horizon_s=hours * 3600)
+    if providers is None:
+        names = list(settings.simulation.providers)
+    default, by_provider = split_profiles(profile or [])
+    experiment = Experiment(
+        profile=default,
+        profiles=by_provider,
+        turns=turns_from,
+        environment_times=environment_times,
+        frame_s=frame_s,
+        horizon_s=hours * 3600,
+    )
     raise typer.Exit(simulate_command(settings, names, str(config), experiment, as_json=as_json))
 
 
 @app.command()
 def profile(
-    name: Annotated[str, typer.Argument(metavar="RUN", help="A live run's name or path, or `latest`.")],
-    output: Annotated[Path, typer.Option(help="The profile to write, a TOML file for `elastic simulate --profile`.")],
+    output: Annotated[
+        Path,
+        typer.Option("--output", "-o", help="The profile to write, a TOML file for `elastic simulate --profile`."),
+    ],
+    name: Annotated[
+        str,
+        typer.Argument(metavar="RUN", help="A live run's name or path, or `latest`: the latest live one."),
+    ] = "",
+    engine: Annotated[
+        Path | None,
+        typer.Option(metavar="CONFIG", help="Drive the engine of this TOML file and measure how fast it is."),
+    ] = None,
+    overrides: Overrides = None,
+    base: Annotated[
+        str, typer.Option(metavar="NAME", help="A profile whose numbers stand in, as estimates, for what was not seen.")
+    ] = "local",
+    as_json: AsJson = False,
     directory: RunsDirectory = Path("runs"),
 ) -> None:
-    """Measure how long everything took in a live run, as a profile to simulate others with.
+    """Measure a machine, as a profile to simulate runs with: its engine, everything around it in a live run, or both.
 
-    Example: elastic profile latest --output machine.toml
+    With RUN alone the engine's speeds are those of the run's `engine.pacing`, or fitted to what its workers reported.
+
+    Example: elastic profile latest --engine examples/frozenlake.toml -o machine.toml
     """
-    from elastic.calibration import CalibrationError, profile_run
-    from elastic.compose import find_run
+    from elastic.cli.profile import profile_command
+    from elastic.compose import resolve
 
-    try:
-        profile_run(find_run(directory, name), output)
-    except CalibrationError as error:
-        bad_input(str(error))
-    typer.echo(f"profile: {output}")
+    if not name and engine is None:
+        raise ConfigError("elastic profile: give a RUN, --engine CONFIG, or both")
+    if overrides and engine is None:
+        raise ConfigError("elastic profile: --set overrides keys of --engine CONFIG, which is not given")
+    settings = load_config(engine, overrides or []) if engine else None
+    if settings is not None:
+        resolve(settings, [], str(engine))
+    profile_command(name, directory, settings, output, base, as_json=as_json)
 
 
 @app.command()
