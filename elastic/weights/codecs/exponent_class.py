@@ -375,8 +375,8 @@ def _decode(data, data_ends, old, tile_ends, counts, rows, gap_slots, change_slo
     most = 0
     for tile in range(tile_ends.size):
         most = max(most, counts[tile].sum())
-    ranks, changes = np.empty(most, np.uint32), np.empty(most, np.uint16)
-    order, before = np.empty(most, np.uint32), np.empty(most, np.uint16)
+    gaps = np.empty(most, np.uint32)
+    changes, moves, before = np.empty((3, most), np.uint16)
     used_rows = np.empty(CLASSES, np.int64)
     begin, at, found = 0, 0, 0
     for tile in range(tile_ends.size):
@@ -392,13 +392,13 @@ def _decode(data, data_ends, old, tile_ends, counts, rows, gap_slots, change_slo
             if raw_at + raw_bytes + _STATE_BYTES > data_end:
                 return tile
             at = _take_symbols(
-                data, raw_at, raw_bytes, data_end, counts[tile], used_rows, gap_slots, change_slots, ranks, changes
+                data, raw_at, raw_bytes, data_end, counts[tile], used_rows, gap_slots, change_slots, gaps, changes
             )
             places, news = index[found : found + total], value[found : found + total]
-            if not _resolve(old, begin, end, top, counts[tile], ranks, order, before, places):
+            if not _resolve(old, begin, end, top, counts[tile], gaps, changes, moves, before, places):
                 return tile
             for i in range(total):
-                news[i] = changed(np.int64(before[i]), np.int64(changes[order[i]]))
+                news[i] = changed(np.int64(before[i]), np.int64(moves[i]))
             sum_changes[tile] = sum_change(places, begin, before, news)
             found += total
         if at != data_end:
@@ -424,8 +424,8 @@ def _read_classes(data, at, data_end, counts, rows, used_rows):  # type: ignore[
 
 
 @njit(inline="always")
-def _take_symbols(data, raw_at, raw_bytes, data_end, counts, rows, gap_slots, change_slots, ranks, changes):  # type: ignore[no-untyped-def]
-    """Fill each class's ranks and changes; returns where the tile's bytes end, -1 if they cannot be right."""
+def _take_symbols(data, raw_at, raw_bytes, data_end, counts, rows, gap_slots, change_slots, gaps, changes):  # type: ignore[no-untyped-def]
+    """Fill each class's gaps and changes; returns where the tile's bytes end, -1 if they cannot be right."""
     at = raw_at + raw_bytes
     half = np.uint64(0xFFFFFFFF)
     gap_state, change_state = load_u64(data, at) & half, load_u64(data, at) >> np.uint64(32)
@@ -438,7 +438,6 @@ def _take_symbols(data, raw_at, raw_bytes, data_end, counts, rows, gap_slots, ch
         if counts[number] == 0:
             continue
         gap_row, change_row = gap_slots[rows[number]], change_slots[rows[number]]
-        rank = -1
         for _ in range(counts[number]):
             gap_slot = np.uint64(gap_row[gap_state & slots])
             change_slot = np.uint64(change_row[change_state & slots])
@@ -452,8 +451,7 @@ def _take_symbols(data, raw_at, raw_bytes, data_end, counts, rows, gap_slots, ch
             gap_bits, change_bits = raw_bits_after(gap_token), raw_bits_after(change_token)
             raw = np.int64(load_u64(data, raw_at + (bit >> 3)) >> np.uint64(bit & 7))
             bit += gap_bits + change_bits
-            rank += 1 + value_of(gap_token, gap_bits, raw & ((1 << gap_bits) - 1))
-            ranks[i] = min(rank, TILE_ELEMENTS_MAX)
+            gaps[i] = value_of(gap_token, gap_bits, raw & ((1 << gap_bits) - 1))
             changes[i] = value_of(change_token, change_bits, (raw >> gap_bits) & ((1 << change_bits) - 1))
             i += 1
     lowest = np.uint64(LOWEST_STATE)
@@ -463,8 +461,8 @@ def _take_symbols(data, raw_at, raw_bytes, data_end, counts, rows, gap_slots, ch
 
 
 @njit(inline="always")
-def _resolve(old, begin, end, top, counts, ranks, order, before, places):  # type: ignore[no-untyped-def]
-    """From ranks within classes to indices in the bucket: for each, which symbol it is of, and the old pattern.
+def _resolve(old, begin, end, top, counts, gaps, changes, moves, before, places):  # type: ignore[no-untyped-def]
+    """From gaps within classes to places in the bucket; there the old pattern, and the change it is in for.
 
     Whether all of them are in the tile.
     """
@@ -474,20 +472,20 @@ def _resolve(old, begin, end, top, counts, ranks, order, before, places):  # typ
     first = 0
     for number in range(CLASSES):
         place[number] = first
-        wait[number] = ranks[first] if counts[number] else _NEVER
+        wait[number] = gaps[first] if counts[number] else _NEVER
         first += counts[number]
         last[number] = first - 1
     found = 0
     whole = begin + (end - begin) // LANES * LANES
     for start in range(begin, whole, LANES):
         found = _resolve_lanes(
-            old, start, start, top, masks, here, wait, place, last, ranks, order, before, places, found
+            old, start, start, top, masks, here, wait, place, last, gaps, changes, moves, before, places, found
         )
     if whole < end:
         padded = np.zeros(LANES, np.uint16)
         padded[: end - whole] = old[whole:end]
         found = _resolve_lanes(
-            padded, 0, whole, top, masks, here, wait, place, last, ranks, order, before, places, found
+            padded, 0, whole, top, masks, here, wait, place, last, gaps, changes, moves, before, places, found
         )
         for i in range(max(found - LANES, 0), found):
             if places[i] >= end:
@@ -496,7 +494,7 @@ def _resolve(old, begin, end, top, counts, ranks, order, before, places):  # typ
 
 
 @njit(inline="always")
-def _resolve_lanes(old, at, start, top, masks, here, wait, place, last, ranks, order, before, places, found):  # type: ignore[no-untyped-def]
+def _resolve_lanes(old, at, start, top, masks, here, wait, place, last, gaps, changes, moves, before, places, found):  # type: ignore[no-untyped-def]
     class_masks(old, at, np.uint8(top), masks)
     due = np.int64(0)
     for number in range(CLASSES):
@@ -517,9 +515,9 @@ def _resolve_lanes(old, at, start, top, masks, here, wait, place, last, ranks, o
             lane = nth_bit(masks[number], rank)
             places[found] = start + lane
             before[found] = old[at + lane]
-            order[found] = i
+            moves[found] = changes[i]
             found += 1
-            rank = rank + np.int64(ranks[i + 1]) - np.int64(ranks[i]) if i < last[number] else _NEVER
+            rank = rank + 1 + np.int64(gaps[i + 1]) if i < last[number] else _NEVER
             i += 1
         place[number] = i
         wait[number] = rank - here[number]
