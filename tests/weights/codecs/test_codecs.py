@@ -1,9 +1,12 @@
 """Every codec gives back the new bits, and the sums that a plain NumPy reference finds; garbage is an error."""
 
+import contextlib
 import itertools
+import tracemalloc
 
 import numpy as np
 import pytest
+import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -145,6 +148,30 @@ def test_garbage_is_an_error(name, shared, payload, elements, tiles):
         return
     assert len(update.value) <= elements
     assert update.index is None or not len(update.index) or update.index.max() < elements
+
+
+def peak_bytes(function):
+    """What NumPy and Python allocate at most while it runs; Numba's few scratch arrays are not counted."""
+    tracemalloc.start()
+    try:
+        with contextlib.suppress(CodecError):
+            function()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("name", CHECKED)
+@given(st.binary(max_size=200), st.binary(max_size=4000), st.booleans())
+@settings(max_examples=30, deadline=None)
+def test_garbage_takes_little_memory(name, shared, payload, bomb):
+    elements = 5000
+    if bomb:
+        payload = zstandard.compress(payload + bytes(32 << 20)) + bytes(8)
+    old, ends = np.zeros(elements, np.uint16), np.array([elements])
+    payload_ends = np.array([max(len(payload) - 8, 0)])
+    used = peak_bytes(lambda: CODECS[name].decode(shared, payload, payload_ends, old, ends))
+    assert used <= 32 * elements + (2 << 20) + 2 * (len(shared) + len(payload))
 
 
 @pytest.mark.parametrize("name", CHECKED)
