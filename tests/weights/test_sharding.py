@@ -321,7 +321,7 @@ def meshes_of(shapes: dict[str, tuple[int, ...]], ranks: int) -> list[Shard]:
 
 
 def test_a_version_without_a_ranks_part_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("elastic.weights.publisher.PART_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("elastic.weights.encoder.PART_TIMEOUT_S", 0.05)
     shapes = {"a": (4,), "b": (4,)}
     relay = DirectoryRelay(tmp_path)
     share = Share(cells(shapes, [whole(shapes)] * 2), whole(shapes), rank=0, ranks=2)

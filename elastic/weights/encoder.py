@@ -1,0 +1,286 @@
+"""One delta onto a relay, bucket by bucket: what one trainer rank has of it, and, from the first rank, the manifest."""
+
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from elastic.weights.choice import COSTS, choose_codec, estimate_change
+from elastic.weights.codecs import CODECS
+from elastic.weights.codecs.base import TILE_ELEMENTS, EncodedBucket
+from elastic.weights.codecs.sums import zero_sums
+from elastic.weights.delta import (
+    NOTHING,
+    BucketEntry,
+    DeltaBegun,
+    DeltaManifest,
+    DeltaPart,
+    PartOf,
+    begun_key,
+    bucket_key,
+    checksum_of,
+    decode_part,
+    delta_manifest_key,
+    encode_begun,
+    encode_bucket,
+    encode_delta_manifest,
+    encode_part,
+    layout_of,
+    part_key,
+    state_of,
+)
+from elastic.weights.layout import bucket_tiles, changed_by_tensor, tile_ends
+from elastic.weights.manifest import TensorEntry
+from elastic.weights.relay import Relay
+from elastic.weights.sharding import Cell, Shard, breaks, owned
+from elastic.weights.tensors import Bits, cut, entries_of, entries_of_boxes
+from elastic.weights.waiting import awaited
+
+PART_TIMEOUT_S = 120.0
+"""For the other ranks' parts of a version."""
+
+
+class PublishSettings(msgspec.Struct, frozen=True, kw_only=True):
+    keyframe_every: int = 16
+    """Versions between keyframes; the first version is one."""
+    merge_every: int = 4
+    """Versions that a merged delta spans; every so many versions there is one. 1 for none."""
+    keep_versions: int = 4
+    bucket_elements: int = 32 << 20
+    """64 MiB of weights."""
+    tile_elements: int = TILE_ELEMENTS
+    link_bytes_per_s: float = 31e6
+    """A worker's share of the slowest link; codecs are chosen for it."""
+    codec: str | None = None
+    """Always this one instead."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """The part of one trainer rank in versions that several ranks publish together, or that are cut into cells.
+
+    `cells` are the same for all ranks; `shard` is what this one holds. The ranks publish the same versions with the
+    same settings; rank 0 writes the manifests, when the others have put their parts.
+    """
+
+    cells: tuple[Cell, ...]
+    shard: Shard
+    rank: int = 0
+    ranks: int = 1
+
+
+class Version(NamedTuple):
+    """What this rank publishes of a version; the sums are of all tiles, where this rank writes the manifests."""
+
+    version: int
+    tensors: tuple[TensorEntry, ...]
+    bits: Bits
+    sums: npt.NDArray[np.uint64]
+
+
+class Encoded(NamedTuple):
+    """What a delta, or a rank's part of it, came to."""
+
+    sums: npt.NDArray[np.uint64]
+    changed: tuple[int, ...]
+    """Of each tensor."""
+    size_bytes: int
+    put_s: float
+
+
+class DeltaEncoder:
+    """Keeps nothing between deltas; `bits` are always those that this rank publishes."""
+
+    def __init__(
+        self, relay: Relay, run: str, model_config: Mapping[str, Any], settings: PublishSettings, share: Share | None
+    ) -> None:
+        self._relay = relay
+        self._run = run
+        self._model_config = model_config
+        self._settings = settings
+        self._share = share
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank writes the manifests."""
+        return self._share is None or self._share.rank == 0
+
+    @property
+    def alone(self) -> bool:
+        return self._share is None or self._share.ranks == 1
+
+    def laid_out(self, tensors: Mapping[str, Tensor]) -> tuple[tuple[TensorEntry, ...], list[Tensor]]:
+        """How a version lies, and what this rank publishes of it, in that order."""
+        entries = entries_of(tensors)
+        share = self._share
+        if share is None:
+            return entries, list(tensors.values())
+        own = owned(share.cells, share.rank)
+        parts = cut((cell.box for cell in share.cells[own.start : own.stop]), share.shard, tensors)
+        return entries_of_boxes(cell.box for cell in share.cells), list(parts)
+
+    def nothing(self, entries: tuple[TensorEntry, ...]) -> Version:
+        """What a keyframe in cells is a delta from."""
+        begin, end = self.span(entries)
+        sums = zero_sums(tile_ends(entries, self._settings.tile_elements))
+        return Version(NOTHING, entries, np.zeros(end - begin, np.uint16), sums)
+
+    def put(self, base: Version, version: int, bits: Bits, filled: Iterator[int] | None = None) -> Encoded:
+        """The delta from `base` to `version`; `bits` may still be `filled` meanwhile, as far as that says each time.
+
+        Raises `RelayError`, and `WeightsCorrupted` where another rank's part does not belong to it.
+        """
+        ends = tile_ends(base.tensors, self._settings.tile_elements)
+        own = self._tiles(base.tensors, ends)
+        sums, changed = base.sums.copy(), np.zeros(len(ends), np.int64)
+        begun = self.begin(base, version)
+        buckets: list[BucketEntry] = []
+        put_s = 0.0
+        for number, tiles, codec, encoded in self._encode(base, begun, ends, own, bits, filled):
+            sums[tiles] += encoded.sum_changes
+            changed[tiles] = encoded.changed
+            parts = encode_bucket(codec, tiles.start, encoded)
+            begun_s = time.monotonic()
+            self._relay.put(bucket_key(version, base.version, number), *parts)
+            put_s += time.monotonic() - begun_s
+            size = sum(map(len, parts))
+            checksum = checksum_of(self._run, *parts)
+            buckets.append(BucketEntry(tiles.start, tiles.stop - tiles.start, codec, size, checksum))
+        begun_s = time.monotonic()
+        if self.leads:
+            buckets += self._parts(base, begun, ends, sums, changed)
+            by_tensor = changed_by_tensor(base.tensors, ends, changed)
+            manifest = _manifest(begun, sums, by_tensor, buckets)
+            self._relay.put(delta_manifest_key(version, base.version), encode_delta_manifest(manifest))
+        else:
+            by_tensor = changed_by_tensor(base.tensors, ends, changed)
+            self._put_part(base, begun, own, sums[own], changed[own], buckets)
+        put_s += time.monotonic() - begun_s
+        return Encoded(sums, by_tensor, sum(bucket.size_bytes for bucket in buckets), put_s)
+
+    def _encode(
+        self,
+        base: Version,
+        begun: DeltaBegun,
+        ends: npt.NDArray[np.int64],
+        own: slice,
+        bits: Bits,
+        filled: Iterator[int] | None,
+    ) -> Iterator[tuple[int, slice, str, EncodedBucket]]:
+        """This rank's buckets, as soon as their bits are there: number, tiles, codec and what that makes of them."""
+        settings = self._settings
+        codecs = ("dense", "raw") if base.version == NOTHING else COSTS
+        begins = np.concatenate([[0], ends]) - self.span(base.tensors)[0]
+        there = 0
+        for number, (first, count) in enumerate(begun.buckets):
+            if not own.start <= first < own.stop:
+                continue
+            tiles = slice(first, first + count)
+            elements = slice(int(begins[tiles.start]), int(begins[tiles.stop]))
+            while filled is not None and there < elements.stop:
+                there = next(filled)
+            old, new = base.bits[elements], bits[elements]
+            codec = settings.codec or choose_codec(estimate_change(old, new), settings.link_bytes_per_s, codecs)
+            bucket_ends = begins[tiles.start + 1 : tiles.stop + 1] - elements.start
+            yield number, tiles, codec, CODECS[codec].encode(old, new, bucket_ends)
+        deque(filled or (), maxlen=0)
+
+    def _put_part(
+        self,
+        base: Version,
+        begun: DeltaBegun,
+        own: slice,
+        sums: npt.NDArray[np.uint64],
+        changed: npt.NDArray[np.int64],
+        buckets: Sequence[BucketEntry],
+    ) -> None:
+        assert self._share is not None
+        part = DeltaPart(
+            of=self._part_of(base, begun, self._share.rank, own),
+            buckets=tuple(buckets),
+            changed=tuple(changed.tolist()),
+            tile_sums=sums.astype("<u8").tobytes(),
+        )
+        self._relay.put(part_key(begun.version, begun.base_version, self._share.rank), encode_part(part))
+
+    def begin(self, base: Version, version: int) -> DeltaBegun:
+        """What the delta will be; the first rank tells everybody."""
+        ends = tile_ends(base.tensors, self._settings.tile_elements)
+        spans = bucket_tiles(ends, self._settings.bucket_elements, breaks(self._share.cells) if self._share else ())
+        begun = DeltaBegun(
+            run=self._run,
+            version=version,
+            base_version=base.version,
+            base_state=state_of(base.sums),
+            tensors=base.tensors,
+            tile_elements=self._settings.tile_elements,
+            buckets=tuple((first, last - first) for first, last in spans),
+        )
+        if self.leads:
+            self._relay.put(begun_key(version, base.version), encode_begun(begun))
+        return begun
+
+    def _part_of(self, base: Version, begun: DeltaBegun, rank: int, tiles: slice) -> PartOf:
+        return PartOf(
+            run=self._run,
+            version=begun.version,
+            base_version=begun.base_version,
+            rank=rank,
+            layout=layout_of(self._model_config, begun.tensors, begun.tile_elements, begun.buckets),
+            base_state=state_of(base.sums[tiles]),
+        )
+
+    def _parts(
+        self,
+        base: Version,
+        begun: DeltaBegun,
+        ends: npt.NDArray[np.int64],
+        sums: npt.NDArray[np.uint64],
+        changed: npt.NDArray[np.int64],
+    ) -> list[BucketEntry]:
+        """The other ranks' buckets; takes over their sums and changes. They lie one after the other, by rank."""
+        share, buckets = self._share, []
+        deadline_s = time.monotonic() + PART_TIMEOUT_S
+        for rank in range(1, share.ranks if share else 1):
+            own = self._tiles(base.tensors, ends, rank)
+            content = awaited(self._relay, part_key(begun.version, base.version, rank), deadline_s)
+            spans = [span for span in begun.buckets if own.start <= span[0] < own.stop]
+            part = decode_part(content, self._part_of(base, begun, rank, own), spans)
+            sums[own] = np.frombuffer(part.tile_sums, "<u8")
+            changed[own] = part.changed
+            buckets += part.buckets
+        return buckets
+
+    def _tiles(self, entries: tuple[TensorEntry, ...], ends: npt.NDArray[np.int64], rank: int | None = None) -> slice:
+        """The tiles that a rank publishes."""
+        return slice(*(int(np.searchsorted(ends, edge, side="right")) for edge in self.span(entries, rank)))
+
+    def span(self, entries: tuple[TensorEntry, ...], rank: int | None = None) -> tuple[int, int]:
+        """The elements of a version that a rank publishes, None for this one."""
+        share = self._share
+        own = range(len(entries)) if share is None else owned(share.cells, share.rank if rank is None else rank)
+        offsets = [*(entry.offset // 2 for entry in entries), sum(entry.size_bytes for entry in entries) // 2]
+        return offsets[own.start], offsets[own.stop]
+
+
+def _manifest(
+    begun: DeltaBegun, sums: npt.NDArray[np.uint64], changed: tuple[int, ...], buckets: Iterable[BucketEntry]
+) -> DeltaManifest:
+    return DeltaManifest(
+        run=begun.run,
+        version=begun.version,
+        base_version=begun.base_version,
+        base_state=begun.base_state,
+        state=state_of(sums),
+        tensors=begun.tensors,
+        changed=changed,
+        tile_elements=begun.tile_elements,
+        tile_sums=sums.astype("<u8").tobytes(),
+        buckets=tuple(buckets),
+    )
