@@ -1,0 +1,99 @@
+"""How a worker gets its weights, by way of what its host is said to have."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from elastic import wire
+from elastic.weights.directory import DirectoryRelay
+from elastic.weights.link import Link
+from elastic.weights.publisher import Publisher
+from elastic.worker import weights
+from elastic.worker.weights import WeightsPuller
+
+
+def tensors(version: int) -> dict[str, Tensor]:
+    values = torch.ones(1000)
+    values[:version] = 2.0
+    return {"w": values.bfloat16()}
+
+
+@pytest.fixture
+def welcome(tmp_path: Path) -> wire.Welcome:
+    """Of a run with versions 0 to 3."""
+    publisher = Publisher(DirectoryRelay(tmp_path / "relay"), "run", {})
+    for version in range(4):
+        publisher.publish(version, tensors(version))
+    publisher.close()
+    return wire.Welcome(
+        session_key="",
+        epoch=1,
+        heartbeat_interval_s=1.0,
+        flush_interval_s=1.0,
+        silence_timeout_s=1.0,
+        engine={},
+        model={},
+        relay=str(tmp_path / "relay"),
+    )
+
+
+def assert_gives(applied: object, version: int) -> None:
+    assert isinstance(applied, dict)
+    assert torch.equal(applied["w"], tensors(version)["w"])
+
+
+def test_a_version_is_in_force_when_it_is_applied_and_says_what_changed(welcome: wire.Welcome):
+    pull = WeightsPuller()
+    first = pull(welcome, 1)
+    assert first.changes is None
+    assert_gives(first.apply(), 1)
+    second = pull(welcome, 2)
+    assert second.changes is not None
+    assert second.changes.base == 1
+    ((name, index, values),) = second.changes.elements
+    assert (name, index.tolist(), values.tolist()) == ("w", [1], [2.0])  # type: ignore[attr-defined]
+    assert_gives(second.apply(), 2)
+    assert_gives(second.apply(), 2)
+    assert 0 < second.size_bytes < second.full_bytes == 2000
+
+
+def test_what_a_later_pull_reads_is_not_written_over(welcome: wire.Welcome):
+    pull = WeightsPuller()
+    assert_gives(pull(welcome, 0).apply(), 0)
+    superseded = pull(welcome, 1)
+    with pull._lock:
+        assert superseded.apply() is None
+    assert_gives(pull(welcome, 3).apply(), 3)
+
+
+def test_a_successor_goes_on_from_what_was_kept(
+    welcome: wire.Welcome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv(weights.KEEP_VARIABLE, str(tmp_path / "kept"))
+    predecessor = WeightsPuller()
+    assert_gives(predecessor(welcome, 1).apply(), 1)
+    beside = WeightsPuller()(welcome, 2)
+    assert beside.size_bytes > beside.full_bytes, "the other has it while it lives"
+    assert predecessor._puller is not None
+    predecessor._puller._store.close()
+    pulled = WeightsPuller()(welcome, 2)
+    assert pulled.size_bytes < pulled.full_bytes
+    assert_gives(pulled.apply(), 2)
+
+
+@pytest.mark.parametrize("cap", ["fast", "0", "-1", "nan"])
+def test_a_cap_that_is_none_is_refused(welcome: wire.Welcome, monkeypatch: pytest.MonkeyPatch, cap: str):
+    monkeypatch.setenv(weights.CAP_VARIABLE, cap)
+    with pytest.raises(ValueError, match=rf"ELASTIC_WEIGHTS_GBPS: must be a positive number \(found '{cap}'\)"):
+        WeightsPuller()(welcome, 1)
+
+
+def test_a_cap_holds(welcome: wire.Welcome, monkeypatch: pytest.MonkeyPatch):
+    sent: list[tuple[float, int]] = []
+    monkeypatch.setattr(Link, "send", lambda link, size_bytes: sent.append((link._bytes_per_s, size_bytes)))
+    monkeypatch.setenv(weights.CAP_VARIABLE, "0.5")
+    assert_gives(WeightsPuller()(welcome, 0).apply(), 0)
+    assert {rate for rate, _ in sent} == {0.5e9 / 8}
+    assert sum(size for _, size in sent) > 2000
