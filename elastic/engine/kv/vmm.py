@@ -31,11 +31,12 @@ class VmmBackend:
     so many do not fit into its memory.
     """
 
-    def __init__(self, total: int, page_bytes: int, device: torch.device | str = "cuda:0", driver: Any = None) -> None:
+    def __init__(self, total: int, page_bytes: int, device: torch.device | str = "cuda", driver: Any = None) -> None:
         self.total = total
         self.page_bytes = page_bytes
-        self._device = torch.device(device)
         self._driver = driver or load_driver()
+        # With its number, as torch's tensors have it.
+        self._device = torch.empty(0, device=device).device
         self._settle()
         allocation = _on_device(self._driver, self._device)
         granularity = _granularity_bytes(self._driver, allocation)
@@ -115,7 +116,7 @@ def load_driver() -> Any:
     return driver
 
 
-def page_granularity_bytes(device: torch.device | str = "cuda:0") -> int:
+def page_granularity_bytes(device: torch.device | str = "cuda") -> int:
     """What the size of a page must be a multiple of. Raises `VmmUnavailable`."""
     driver = load_driver()
     return _granularity_bytes(driver, _on_device(driver, torch.device(device)))
