@@ -1,10 +1,7 @@
 """The worker's side: a version's weights off a relay, verified, or an error and nothing else."""
 
 import time
-from collections import deque
-from collections.abc import Callable, Container, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Iterable
 from itertools import compress
 from typing import Any, NamedTuple
 
@@ -13,19 +10,13 @@ import numpy.typing as npt
 import structlog
 from torch import Tensor
 
-from elastic.weights.codecs.base import Buffer
 from elastic.weights.codecs.sums import apply_update, tile_sums, zero_sums
 from elastic.weights.delta import (
     NOTHING,
     Bucket,
     DeltaBegun,
-    DeltaManifest,
-    begun_key,
     begun_of,
-    bucket_key,
     checksum_of,
-    decode_begun,
-    decode_delta_manifest,
     delta_manifest_key,
     state_of,
 )
@@ -34,23 +25,13 @@ from elastic.weights.held import Change, Held, Staged, Tiles, as_of
 from elastic.weights.layout import tile_ends
 from elastic.weights.manifest import decode_manifest, manifest_key, request_key
 from elastic.weights.plan import Update, shortest_path
+from elastic.weights.reading import CHUNK_BYTES, TRANSFERS, Reading
 from elastic.weights.relay import Relay
 from elastic.weights.sharding import Shard, needed
 from elastic.weights.store import Store
 from elastic.weights.tensors import assemble, box_of, by_tensor, views
-from elastic.weights.versions import published_updates
-from elastic.weights.waiting import POLL_S, awaited, fetch, patiently
 
 log = structlog.get_logger(__name__)
-
-CHUNK_BYTES = 8 << 20
-"""What a broken transfer has to fetch again, and how often the deadline is looked at."""
-
-BUCKET_BYTES_MAX = 1 << 20
-"""A bucket's blob may have this and 6 bytes an element: more than any codec takes."""
-
-TRANSFERS = 3
-"""Buckets under way or waiting to be decoded; more of them only take memory."""
 
 
 class Pulled(NamedTuple):
@@ -71,26 +52,14 @@ class Pulled(NamedTuple):
     apply_s: float
 
 
-class Times:
-    """What a version takes until it is staged."""
-
-    def __init__(self) -> None:
-        self.size_bytes = 0
-        self.wire_s = self.decode_s = 0.0
-
-    @contextmanager
-    def on_the_wire(self) -> Iterator[None]:
-        begun_s = time.monotonic()
-        try:
-            yield
-        finally:
-            self.wire_s += time.monotonic() - begun_s
-
-
 class StagedVersion(NamedTuple):
+    """A version that can be put in force, and what it took so far."""
+
     weights: Staged
     path: tuple[Update, ...]
-    times: Times
+    size_bytes: int
+    wire_s: float
+    decode_s: float
 
 
 class Puller:
@@ -134,17 +103,16 @@ class Puller:
         self._inherited = False
         if staged.weights.base is None:
             self._distrusted = False
-        held, times = staged.weights.held, staged.times
-        apply_s = time.monotonic() - begun_s
+        held, apply_s = staged.weights.held, time.monotonic() - begun_s
         return Pulled(
             held.version,
             held.model,
             self._tensors(held),
-            times.size_bytes,
+            staged.size_bytes,
             held.bits.nbytes,
             staged.path,
-            times.wire_s,
-            times.decode_s,
+            staged.wire_s,
+            staged.decode_s,
             apply_s,
         )
 
@@ -176,21 +144,22 @@ class Puller:
         broke, until `timeout_s` is over.
         Raises `WeightsCorrupted` where nothing verifies, else the last `RelayError`.
         """
-        deadline_s = time.monotonic() + timeout_s
-        times = Times()
+        begun_s = time.monotonic()
+        reading = Reading(self._relay, begun_s + timeout_s, self._transfers, self._chunk_bytes)
         refused: dict[Update, Exception] = {}
         base = None if self._distrusted else self._store.held
-        if base is not None and self._inherited and base.version == version and not self._recognised(base, deadline_s):
+        if base is not None and self._inherited and base.version == version and not _recognised(base, reading):
             base = None
         while True:
-            with times.on_the_wire():
-                path = self._path(version, base, refused, deadline_s, follow)
+            path = _path(version, base, refused, reading, follow)
             if path is None:
                 if refused:
                     self._ask_for_keyframe(version)
                 raise next(reversed(refused.values()), BlobNotFound(f"version {version}: not published, or deleted"))
             try:
-                return StagedVersion(self._follow(path, base, deadline_s, times), tuple(path), times)
+                weights = self._follow(path, base, reading)
+                decode_s = time.monotonic() - begun_s - reading.wire_s
+                return StagedVersion(weights, tuple(path), reading.size_bytes, reading.wire_s, decode_s)
             except _Refused as refusal:
                 log.warning("weights refused", update=refusal.update, reason=str(refusal.cause))
                 # The base may be what is wrong: without it every delta gets a second chance, from a keyframe.
@@ -230,80 +199,40 @@ class Puller:
         except RelayError as error:
             log.warning("keyframe not asked for", version=version, reason=str(error))
 
-    def _path(
-        self, version: int, base: Held | None, refused: Container[Update], deadline_s: float, follow: bool
-    ) -> list[Update] | None:
-        held = base.version if base else None
-        if held == version:
-            return []
-        while True:
-            updates = patiently(
-                deadline_s, f"list for version {version}", lambda: published_updates(self._relay, begun=follow)
-            )
-            path = shortest_path((update for update in updates if update not in refused), held, version)
-            if path is not None or not follow or time.monotonic() + POLL_S > deadline_s:
-                return path
-            time.sleep(POLL_S)
-
-    def _recognised(self, held: Held, deadline_s: float) -> bool:
-        """Whether what a predecessor left as this version is what the relay calls so; it may be another run's."""
-        bases = [update.base for update in published_updates(self._relay) if update.version == held.version]
-        try:
-            return bool(bases) and self._is_published(held, bases[0], deadline_s)
-        except (WeightsCorrupted, BlobNotFound) as error:
-            log.warning("kept weights not recognised", version=held.version, reason=str(error))
-            return False
-
-    def _is_published(self, held: Held, base: int | None, deadline_s: float) -> bool:
-        key = delta_manifest_key(held.version, NOTHING if base is None else base)
-        try:
-            manifest = decode_delta_manifest(fetch(self._relay, key, deadline_s))
-        except BlobNotFound:
-            keyframe = decode_manifest(fetch(self._relay, manifest_key(held.version), deadline_s))
-            return keyframe.run == held.run and checksum_of(held.run, held.bits.data) == keyframe.blob_checksum
-        state = held.state.get(manifest.tile_elements)
-        return manifest.run == held.run and state is not None and state[0] == manifest.state
-
-    def _follow(self, path: Iterable[Update], base: Held | None, deadline_s: float, times: Times) -> Staged:
+    def _follow(self, path: Iterable[Update], base: Held | None, reading: Reading) -> Staged:
         held = base
         changes: list[Change] | None = None if base is None else []
         for update in path:
             try:
                 if update.base is None:
-                    held, changes = self._pull_keyframe(update.version, deadline_s, times), None
+                    held, changes = self._pull_keyframe(update.version, reading), None
                 else:
                     assert held is not None
-                    held = self._pull_delta(held, update, deadline_s, times, changes)
+                    held = self._pull_delta(held, update, reading, changes)
             except (WeightsCorrupted, BlobNotFound) as error:
                 raise _Refused(update, error, fatal=not isinstance(error, _BaseMismatch)) from error
         assert held is not None
         return Staged.afresh(held) if base is None or changes is None else Staged.over(base, held, changes)
 
-    def _pull_keyframe(self, version: int, deadline_s: float, times: Times) -> Held:
+    def _pull_keyframe(self, version: int, reading: Reading) -> Held:
         try:
-            with times.on_the_wire():
-                content = fetch(self._relay, manifest_key(version), deadline_s)
+            content = reading.get(manifest_key(version))
         except BlobNotFound:
-            return self._pull_full(version, deadline_s, times)
+            return self._pull_full(version, reading)
         manifest = decode_manifest(content)
         if manifest.version != version:
             raise WeightsCorrupted(f"manifest of version {version}: it is that of version {manifest.version}")
         bits = self._store.room(manifest.blob_bytes // 2)
         blob = bits.view(np.uint8)
-        with times.on_the_wire():
-            fetch_into(self._relay, manifest.blob, blob.data, deadline_s, self._chunk_bytes)
-        begun_s = time.monotonic()
+        reading.get_into(manifest.blob, blob.data)
         if checksum_of(manifest.run, blob.data) != manifest.blob_checksum:
             raise WeightsCorrupted(f"{manifest.blob}: its checksum is not the manifest's")
-        times.decode_s += time.monotonic() - begun_s
-        times.size_bytes += manifest.blob_bytes
         hosted = (True,) * len(manifest.tensors)
         return Held(version, manifest.run, manifest.model, manifest.tensors, hosted, bits, {})
 
-    def _pull_full(self, version: int, deadline_s: float, times: Times) -> Held:
+    def _pull_full(self, version: int, reading: Reading) -> Held:
         """A keyframe in cells: those that are hosted, which is the change from nothing."""
-        with times.on_the_wire():
-            begun, _ = self._begin(version, NOTHING, deadline_s)
+        begun, _ = reading.delta(version, NOTHING)
         if self._shard is None:
             hosted = (True,) * len(begun.tensors)
         else:
@@ -314,31 +243,25 @@ class Puller:
         bits = self._store.room(elements)
         bits[:] = 0
         nothing = Held(NOTHING, begun.run, None, begun.tensors, hosted, bits, state)
-        return self._pull_delta(nothing, Update(version, NOTHING), deadline_s, times, changes=None)
+        return self._pull_delta(nothing, Update(version, NOTHING), reading, changes=None)
 
-    def _pull_delta(
-        self, base: Held, update: Update, deadline_s: float, times: Times, changes: list[Change] | None
-    ) -> Held:
+    def _pull_delta(self, base: Held, update: Update, reading: Reading, changes: list[Change] | None) -> Held:
         """What `update` makes of `base` after `changes`, to which it adds its own; without a list it writes at once."""
         assert update.base is not None
         key = delta_manifest_key(update.version, update.base)
-        with times.on_the_wire():
-            begun, manifest = self._begin(update.version, update.base, deadline_s)
-        begun_s = time.monotonic()
+        begun, manifest = reading.delta(update.version, update.base)
         sums = _check_base(begun, base, update, amid=bool(changes))
         tiles = Tiles(base.tensors, base.hosted, begun.tile_elements)
-        times.decode_s += time.monotonic() - begun_s
         checksums: dict[int, str] = {}
         resulting = sums.copy()
         coming: list[Change] = []
         wanted = [number for number, (first, count) in enumerate(begun.buckets) if tiles.runs(first, count)]
-        for number, blob in self._buckets(begun, wanted, manifest is not None, deadline_s, times):
+        for number, blob in reading.buckets(begun, wanted, there=manifest is not None):
             checksums[number] = checksum_of(begun.run, blob)
             if manifest and checksums[number] != manifest.buckets[number].checksum:
                 raise WeightsCorrupted(f"{key}: the checksum of bucket {number} is not the manifest's")
             bucket = Bucket(blob)
             for run in tiles.runs(*begun.buckets[number]):
-                begun_s = time.monotonic()
                 elements, first = tiles.elements(run), begun.buckets[number][0]
                 old, ends = as_of(base.bits, changes or (), elements), tiles.ends[run] - elements.start
                 decoded = bucket.decode(old, ends, run.start - first, run.stop - first)
@@ -348,10 +271,7 @@ class Puller:
                 else:
                     span = elements.start, elements.stop
                     coming.append(Change(update.base, update.version, run.start, *span, decoded))
-                times.decode_s += time.monotonic() - begun_s
-        if manifest is None:
-            with times.on_the_wire():
-                manifest = decode_delta_manifest(awaited(self._relay, key, deadline_s))
+        manifest = manifest or reading.awaited_manifest(begun)
         if begun_of(manifest) != begun or any(manifest.buckets[n].checksum != sum_ for n, sum_ in checksums.items()):
             raise WeightsCorrupted(f"{key}: its buckets are not the manifest's")
         expected = np.frombuffer(manifest.tile_sums, "<u8").astype(np.uint64)
@@ -363,43 +283,38 @@ class Puller:
             changes += coming
         return base._replace(version=update.version, state={manifest.tile_elements: (manifest.state, expected)})
 
-    def _begin(self, version: int, base: int, deadline_s: float) -> tuple[DeltaBegun, DeltaManifest | None]:
-        """What is to come, and the manifest if all of it is there."""
-        try:
-            manifest = decode_delta_manifest(fetch(self._relay, delta_manifest_key(version, base), deadline_s))
-        except BlobNotFound:
-            return decode_begun(fetch(self._relay, begun_key(version, base), deadline_s)), None
-        return begun_of(manifest), manifest
 
-    def _buckets(
-        self, begun: DeltaBegun, wanted: Iterable[int], there: bool, deadline_s: float, times: Times
-    ) -> Iterator[tuple[int, Buffer]]:
-        """Each `wanted` bucket's number and blob, in order; the next ones are on their way meanwhile."""
-        waiting: deque[tuple[int, Future[Buffer]]] = deque()
-        with ThreadPoolExecutor(self._transfers, thread_name_prefix="puller") as executor:
-            try:
-                for number in wanted:
-                    waiting.append((number, executor.submit(self._fetch_bucket, begun, number, there, deadline_s)))
-                    if len(waiting) >= self._transfers:
-                        yield _landed(*waiting.popleft(), times)
-                while waiting:
-                    yield _landed(*waiting.popleft(), times)
-            finally:
-                for _, future in waiting:
-                    future.cancel()
+def _path(
+    version: int, base: Held | None, refused: Container[Update], reading: Reading, follow: bool
+) -> list[Update] | None:
+    held = base.version if base else None
+    if held == version:
+        return []
+    while True:
+        updates = (update for update in reading.updates(version, begun=follow) if update not in refused)
+        path = shortest_path(updates, held, version)
+        if path is not None or not follow or not reading.look_again():
+            return path
 
-    def _fetch_bucket(self, begun: DeltaBegun, number: int, there: bool, deadline_s: float) -> Buffer:
-        key = bucket_key(begun.version, begun.base_version, number)
-        most = BUCKET_BYTES_MAX + 6 * begun.buckets[number][1] * begun.tile_elements
-        get = fetch if there else awaited
-        blob = bytearray()
-        while True:
-            chunk = get(self._relay, key, deadline_s, len(blob), self._chunk_bytes)
-            blob += chunk
-            if len(chunk) < self._chunk_bytes:
-                return blob
-            if len(blob) > most:
-                raise WeightsCorrupted(f"{key}: more than {most} bytes")
+
+def _recognised(held: Held, reading: Reading) -> bool:
+    """Whether what a predecessor left as this version is what the relay calls so; it may be another run's."""
+    bases = [update.base for update in reading.updates(held.version, begun=False) if update.version == held.version]
+    try:
+        return bool(bases) and _is_published(held, bases[0], reading)
+    except (WeightsCorrupted, BlobNotFound) as error:
+        log.warning("kept weights not recognised", version=held.version, reason=str(error))
+        return False
+
+
+def _is_published(held: Held, base: int | None, reading: Reading) -> bool:
+    try:
+        _, manifest = reading.delta(held.version, NOTHING if base is None else base)
+    except BlobNotFound:
+        keyframe = decode_manifest(reading.get(manifest_key(held.version)))
+        return keyframe.run == held.run and checksum_of(held.run, held.bits.data) == keyframe.blob_checksum
+    state = None if manifest is None else held.state.get(manifest.tile_elements)
+    return manifest is not None and state is not None and (manifest.run, manifest.state) == (held.run, state[0])
 
 
 class _BaseMismatch(WeightsCorrupted):
@@ -414,24 +329,6 @@ class _Refused(Exception):
 def pull(relay: Relay, version: int, *, timeout_s: float = 30.0, chunk_bytes: int = CHUNK_BYTES) -> Pulled:
     """`version` for somebody who holds nothing; see `Puller.pull`. Blocks the caller's thread."""
     return Puller(relay, chunk_bytes=chunk_bytes).pull(version, timeout_s)
-
-
-def fetch_into(relay: Relay, key: str, memory: memoryview, deadline_s: float, chunk_bytes: int = CHUNK_BYTES) -> None:
-    """Fill `memory`, which is as large as the blob is to be. Raises `WeightsCorrupted` if the blob ends before."""
-    for start in range(0, len(memory), chunk_bytes):
-        chunk = memory[start : start + chunk_bytes]
-        content = fetch(relay, key, deadline_s, start, len(chunk))
-        if len(content) != len(chunk):
-            found = start + len(content)
-            raise WeightsCorrupted(f"{key}: ends at byte {found}; its manifest says {len(memory)}")
-        chunk[:] = content
-
-
-def _landed(number: int, future: Future[Buffer], times: Times) -> tuple[int, Buffer]:
-    with times.on_the_wire():
-        blob = future.result()
-    times.size_bytes += len(blob)
-    return number, blob
 
 
 def _check_base(manifest: DeltaBegun, base: Held, update: Update, amid: bool) -> npt.NDArray[np.uint64]:

@@ -1,8 +1,9 @@
 """Workers of one site share what crosses the slow link: of everything, one copy does.
 
 Who needs a piece that the site does not have claims it, fetches it from the far relay and puts it on the near one;
-the others wait for it there, and claim other pieces meanwhile. A claim expires, so that a worker may die with it, and
-joining or leaving takes nobody's consent. A newcomer gets its keyframe from the near relay as everybody does.
+the others wait for it there, and claim other pieces meanwhile. A claim is renewed while its piece comes in, however
+slow the link is, and expires otherwise, so that a worker may die with it, and joining or leaving takes nobody's
+consent. A newcomer gets its keyframe from the near relay as everybody does.
 Source: the two-stage transfer of RollMux §5.2 (Weave §5.2), without a fixed group.
 
 The near relay is any relay that all workers of the site reach fast: a directory in shared memory on one host, or an
@@ -22,7 +23,13 @@ from elastic.weights.waiting import POLL_S
 log = structlog.get_logger(__name__)
 
 CLAIM_S = 10.0
-"""How long a worker may take to fetch a piece; the next one's wait if it died."""
+"""How long a worker may take for a part of a piece; the next one's wait if it died."""
+
+PART_BYTES = 1 << 20
+"""What is fetched of a claimed piece before the claim is looked at again."""
+
+PATIENCE, PATIENCE_MAX = 3, 60
+"""How many times as long as a claim lasts one waits for a claim that is not renewed, and for one that is."""
 
 
 class SiteRelay:
@@ -51,14 +58,18 @@ class SiteRelay:
         A near relay that fails is done without.
         """
         piece = f"{key}/{start}-{'' if length is None else length}"
-        give_up_s = self._clock() + 3 * self._claim_s
+        begun_s = renewed_s = self._clock()
+        latest = 0
         try:
-            while self._clock() < give_up_s:
+            while self._clock() < min(renewed_s + PATIENCE * self._claim_s, begun_s + PATIENCE_MAX * self._claim_s):
                 try:
                     return self._near.get(piece)
                 except BlobNotFound:
-                    if claim := self._claim(piece):
-                        return self._fetch(claim, piece, key, start, length)
+                    number, mine = self._claim(piece)
+                    if mine:
+                        return self._fetch(number, piece, key, start, length)
+                if number > latest:
+                    latest, renewed_s = number, self._clock()
                 self._sleep(POLL_S)
         except BlobNotFound:
             raise
@@ -79,11 +90,24 @@ class SiteRelay:
         self._far.close()
         self._near.close()
 
-    def _fetch(self, claim: str, piece: str, key: str, start: int, length: int | None) -> bytes:
+    def _fetch(self, number: int, piece: str, key: str, start: int, length: int | None) -> bytes:
+        """`number` is the claim's under which this worker does so."""
+        claims = [number]
+        renew_s = self._clock() + self._claim_s / 2
+        content = bytearray()
         try:
-            content = self._far.get(key, start, length)
+            while length is None or len(content) < length:
+                wanted = None if length is None else min(length - len(content), PART_BYTES)
+                part = self._far.get(key, start + len(content), wanted)
+                content += part
+                if wanted is None or len(part) < wanted:
+                    break
+                if self._clock() > renew_s and self._write(_claim_key(piece, claims[-1] + 1)):
+                    claims.append(claims[-1] + 1)
+                    renew_s = self._clock() + self._claim_s / 2
         except BaseException:
-            self._near.delete(claim)
+            for each in reversed(claims):
+                self._near.delete(_claim_key(piece, each))
             raise
         try:
             self._near.put(piece, content)
@@ -91,21 +115,20 @@ class SiteRelay:
             log.warning("piece not shared", piece=piece, reason=str(error))
         if key.endswith(".json"):
             self._forget()
-        return content
+        return bytes(content)
 
-    def _claim(self, piece: str) -> str | None:
-        """The claim under which this worker is to fetch it now. They are numbered; an expired one gives way."""
+    def _claim(self, piece: str) -> tuple[int, bool]:
+        """The number of the claim that holds, and whether it is this worker's now. An expired one gives way."""
         number = 0
         while True:
-            claim = f"claims/{piece}/{number}"
             try:
-                until_s = float(self._near.get(claim).partition(b" ")[0])
+                until_s = float(self._near.get(_claim_key(piece, number)).partition(b" ")[0])
             except BlobNotFound:
-                return claim if self._write(claim) else None
+                return number, self._write(_claim_key(piece, number))
             except ValueError:
                 until_s = 0.0
             if until_s > self._clock():
-                return None
+                return number, False
             number += 1
 
     def _write(self, claim: str) -> bool:
@@ -124,3 +147,7 @@ class SiteRelay:
                     self._near.delete(key)
         except RelayError as error:
             log.warning("site not cleaned up", reason=str(error))
+
+
+def _claim_key(piece: str, number: int) -> str:
+    return f"claims/{piece}/{number}"

@@ -56,10 +56,10 @@ class WeightsPuller:
         base = staged.weights.base
         return Pulled(
             partial(self._apply, puller, staged),
-            staged.times.size_bytes,
+            staged.size_bytes,
             staged.weights.held.bits.nbytes,
-            wire_s=staged.times.wire_s,
-            decode_s=staged.times.decode_s,
+            wire_s=staged.wire_s,
+            decode_s=staged.decode_s,
             changes=None if base is None or changes is None else WeightChanges(base, changes),
         )
 

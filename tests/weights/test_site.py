@@ -79,6 +79,47 @@ def test_a_worker_that_dies_with_a_claim_holds_nobody_up_for_long(far: Far, near
     assert now[0] == 1005.0
 
 
+@pytest.mark.parametrize("parts", [1, 3, 7])
+def test_a_claim_lasts_as_long_as_its_piece_comes_in(
+    far: Far, near: DirectoryRelay, monkeypatch: pytest.MonkeyPatch, parts: int
+):
+    monkeypatch.setattr("elastic.weights.site.PART_BYTES", 100)
+    now = [0.0]
+    other = SiteRelay(far, near, "other", claim_s=5, clock=lambda: now[0])
+
+    class Slow(Far):
+        def get(self, key: str, start: int = 0, length: int | None = None) -> bytes:
+            now[0] += 4
+            assert not other._claim(f"{KEY}/0-{100 * parts}")[1], "nobody else fetches it meanwhile"
+            return super().get(key, start, length)
+
+    slow = Slow(far)
+    content = (bytes(range(256)) * 40)[: 100 * parts]
+    assert SiteRelay(slow, near, "slow", claim_s=5, clock=lambda: now[0]).get(KEY, 0, 100 * parts) == content
+    assert slow.crossings == [(KEY, start) for start in range(0, 100 * parts, 100)]
+    assert other.get(KEY, 0, 100 * parts) == content
+    assert len(far.crossings) == parts
+
+
+def test_whoever_fails_to_fetch_gives_all_of_its_claims_back(
+    far: Far, near: DirectoryRelay, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("elastic.weights.site.PART_BYTES", 100)
+    now = [0.0]
+
+    class Failing(Far):
+        def get(self, key: str, start: int = 0, length: int | None = None) -> bytes:
+            now[0] += 4
+            if start > 300:
+                raise RelayUnavailable("far relay is down")
+            return super().get(key, start, length)
+
+    worker = SiteRelay(Failing(far), near, "w", claim_s=5, clock=lambda: now[0])
+    with pytest.raises(RelayUnavailable):
+        worker._fetch(worker._claim(f"{KEY}/0-1000")[0], f"{KEY}/0-1000", KEY, 0, 1000)
+    assert near.list_keys() == []
+
+
 def test_a_claim_that_never_ends_well_is_gone_round(far: Far, near: DirectoryRelay):
     now = [0.0]
 

@@ -68,9 +68,7 @@ def test_what_a_later_pull_reads_is_not_written_over(welcome: wire.Welcome):
     assert_gives(pull(welcome, 3).apply(), 3)
 
 
-def test_a_successor_goes_on_from_what_was_kept(
-    welcome: wire.Welcome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_successor_goes_on_from_what_was_kept(welcome: wire.Welcome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(weights.KEEP_VARIABLE, str(tmp_path / "kept"))
     predecessor = WeightsPuller()
     assert_gives(predecessor(welcome, 1).apply(), 1)
