@@ -36,6 +36,7 @@ class ServingLoad:
         self._free_s = 0.0
         self._next_decode_s = 0.0
         self._iterations: deque[tuple[float, float]] = deque()
+        self._due_s = self._next_due_s()
 
     @property
     def active(self) -> int:
@@ -63,14 +64,21 @@ class ServingLoad:
 
     def advance(self, now_s: float) -> None:
         """Begin every iteration that is due by `now_s`."""
-        while (begin_s := min(self._prefill_due_s(), self._decode_due_s())) <= now_s:
-            prefill = self._prefill_due_s() <= begin_s
-            self._admit(begin_s)
-            self._free_s = begin_s + (self._prefill() if prefill else self._decode(begin_s))
-            self._iterations.append((begin_s, self._free_s))
+        while self._due_s <= now_s:
+            self._iterate(self._due_s)
+            self._due_s = self._next_due_s()
         self._admit(now_s)
         while self._iterations and self._iterations[0][1] < now_s - HISTORY_S:
             self._iterations.popleft()
+
+    def _iterate(self, begin_s: float) -> None:
+        prefill = self._prefill_due_s() <= begin_s
+        self._admit(begin_s)
+        self._free_s = begin_s + (self._prefill() if prefill else self._decode(begin_s))
+        self._iterations.append((begin_s, self._free_s))
+
+    def _next_due_s(self) -> float:
+        return min(self._prefill_due_s(), self._decode_due_s())
 
     def _prefill_due_s(self) -> float:
         head = self._waiting[0] if self._waiting else self._arriving

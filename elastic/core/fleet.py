@@ -1,8 +1,7 @@
 """The fleet: every worker's state, credit and load, indexed so that the least loaded is found in O(log n)."""
 
+from bisect import bisect_left, insort
 from dataclasses import dataclass, field
-
-from sortedcontainers import SortedList
 
 from elastic.core.transitions import Story, take_transition
 from elastic.core.types import (
@@ -17,7 +16,7 @@ from elastic.core.types import (
 )
 
 _Load = tuple[int, float, int, WorkerId]
-_Place = tuple[WorkerRole, WorkerKind, int]
+_Place = tuple[WorkerKind, int]
 
 
 @dataclass(slots=True)
@@ -78,7 +77,7 @@ class Fleet:
         self._max_pending = max_pending
         self._added = 0
         self._of_lease: dict[LeaseId, dict[WorkerId, Worker]] = {}
-        self._loads: dict[_Place, SortedList[_Load]] = {}
+        self._loads: dict[WorkerRole, dict[_Place, list[_Load]]] = {role: {} for role in WorkerRole}
         self._indexed: dict[WorkerId, tuple[_Place, _Load]] = {}
         self._out_of_order: dict[WorkerId, Worker] = {}
         self._helpers: dict[int, int] = {}
@@ -154,8 +153,8 @@ class Fleet:
     def least_loaded(self, role: WorkerRole, oldest_version: int) -> list[Worker]:
         self._put_in_order()
         best: dict[WorkerKind, _Load] = {}
-        for (indexed_role, kind, version), loads in self._loads.items():
-            if indexed_role is role and version >= oldest_version and (kind not in best or loads[0] < best[kind]):
+        for (kind, version), loads in self._loads[role].items():
+            if version >= oldest_version and (kind not in best or loads[0] < best[kind]):
                 best[kind] = loads[0]
         return [self.workers[load[3]] for load in sorted(best.values())]
 
@@ -182,23 +181,24 @@ class Fleet:
         entry, wanted = self._indexed.get(worker.id), self._load_entry(worker)
         if entry == wanted:
             return
+        places = self._loads[worker.role]
         if entry is not None:
             place, load = entry
-            loads = self._loads[place]
-            loads.remove(load)
+            loads = places[place]
+            del loads[bisect_left(loads, load)]
             if not loads:
-                del self._loads[place]
+                del places[place]
             del self._indexed[worker.id]
         if wanted is not None:
             place, load = wanted
-            self._loads.setdefault(place, SortedList()).add(load)
+            insort(places.setdefault(place, []), load)
             self._indexed[worker.id] = wanted
 
     def _load_entry(self, worker: Worker) -> tuple[_Place, _Load] | None:
         if worker.version is None or not self.has_room(worker):
             return None
         load = (worker.pending, len(worker.turns) / worker.capacity, worker.order, worker.id)
-        return (worker.role, worker.kind, worker.version), load
+        return (worker.kind, worker.version), load
 
     def _reindex_help(self, worker: Worker) -> None:
         counted, help_ = self._helping.get(worker.id), self._help(worker)
@@ -227,7 +227,8 @@ class Fleet:
         loads = {w.id: entry for w in self.workers.values() if (entry := self._load_entry(w)) is not None}
         if loads != self._indexed:
             return f"load index {self._indexed}, should be {loads}"
-        if set(loads.values()) != {(place, load) for place, all_ in self._loads.items() for load in all_}:
+        in_order = {(p, load) for places in self._loads.values() for p, all_ in places.items() for load in all_}
+        if set(loads.values()) != in_order:
             return f"loads in order {self._loads}, should be {loads}"
         helping = {w.id: help_ for w in self.workers.values() if (help_ := self._help(w)) is not None}
         if helping != self._helping or self.helping_credits != sum(credits for _, credits in helping.values()):

@@ -199,7 +199,7 @@ class StepDriver:
     def _conclude(self, step: Step) -> None:
         """The step is over: what it taught decides how the next one seeds, and how many workers are worth having."""
         run = self._run
-        self._measure(step)
+        step.meter.add_up(run.now_ns)
         record = _record(step, run.now_ns)
         run.history.append(record)
         self.seeding_plan = run.policies.seeding.following(self.seeding_plan, record)

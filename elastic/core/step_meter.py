@@ -7,7 +7,7 @@ from elastic.core.types import Nanoseconds
 
 @dataclass(slots=True)
 class StepMeter:
-    """Sums up from one look to the next. What was seen at a look holds until the following one."""
+    """Sums up to `at_ns`. What was seen at a look holds until the following one."""
 
     at_ns: Nanoseconds
     training: bool = False
@@ -21,11 +21,14 @@ class StepMeter:
 
     def look(self, now_ns: Nanoseconds, *, training: bool, waiting: bool, workers: int, credits: int) -> None:
         """From `now_ns` on: is the trainer at work or out of work, and how much do other workers offer."""
+        if (training, waiting, workers, credits) != (self.training, self.waiting, self.workers, self.credits):
+            self.add_up(now_ns)
+            self.training, self.waiting, self.workers, self.credits = training, waiting, workers, credits
+
+    def add_up(self, now_ns: Nanoseconds) -> None:
         passed_ns = now_ns - self.at_ns
         self.train_ns += passed_ns * self.training
         self.train_wait_ns += passed_ns * self.waiting
         self.worker_ns += passed_ns * self.workers
         self.credit_ns += passed_ns * self.credits
         self.at_ns = now_ns
-        self.training, self.waiting = training, waiting
-        self.workers, self.credits = workers, credits

@@ -53,7 +53,9 @@ class TrainerDevice:
     @property
     def free(self) -> bool:
         """Asleep, and neither training nor about to."""
-        return not self.at_work and self.mode is TrainerMode.ASLEEP
+        trainer = self._run.fleet.trainer
+        asleep = trainer is not None and trainer.state is WorkerState.ASLEEP and self._changing is None
+        return asleep and not self.at_work
 
     @property
     def at_work(self) -> bool:

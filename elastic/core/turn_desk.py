@@ -58,8 +58,10 @@ class TurnDesk:
 
     def _destination(self, turn: Turn) -> WorkerId | None:
         """Where the turn was on its way to, if there is still room."""
+        if turn.destination is None:
+            return None
         destination, turn.destination = turn.destination, None
-        if destination is None or self._run.fleet.with_room(destination, turn.oldest_version) is None:
+        if self._run.fleet.with_room(destination, turn.oldest_version) is None:
             return None
         return destination
 
