@@ -4,6 +4,7 @@ Source: ROSE §4.1: T_prf(L, m), prefill by length and mode (monolithic or chunk
 size; here by context too. Pure but for reading and writing the file.
 """
 
+import secrets
 from bisect import bisect_right
 from collections.abc import Sequence
 from pathlib import Path
@@ -141,7 +142,7 @@ def read_profile(path: Path, model: str, device: str) -> CostProfile:
 
 def write_profile(path: Path, profile: CostProfile) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
+    part = path.with_suffix(f".{secrets.token_hex(4)}.part")  # hosts that start together measure the same
     part.write_bytes(msgspec.json.encode(profile))
     part.replace(path)
 

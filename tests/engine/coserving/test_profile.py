@@ -1,3 +1,4 @@
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,18 @@ def test_every_model_has_a_profile_for_every_device(tmp_path: Path) -> None:
     for path in paths:
         write_profile(path, PROFILE)
     assert set(tmp_path.iterdir()) == paths
+
+
+def test_hosts_that_start_together_may_keep_the_same_profile(tmp_path: Path) -> None:
+    path = tmp_path / "p.json"
+
+    def keep(_number: int) -> bool:
+        write_profile(path, PROFILE)
+        return kept_profile(path, "m", "d") == PROFILE
+
+    with ThreadPoolExecutor(8) as hosts:
+        assert all(hosts.map(keep, range(200)))
+    assert list(tmp_path.iterdir()) == [path]
 
 
 @pytest.mark.parametrize(("model", "device", "which"), [("m", "other", "device"), ("other", "d", "model")])
