@@ -155,11 +155,11 @@ class DeltaEncoder:
         begun_s = time.monotonic()
         if self.leads:
             buckets += self._parts(base, begun, ends, sums, changed)
-            by_tensor = changed_by_tensor(base.tensors, ends, changed)
+        by_tensor = changed_by_tensor(base.tensors, ends, changed)
+        if self.leads:
             manifest = _manifest(begun, sums, by_tensor, buckets)
             self._relay.put(delta_manifest_key(version, base.version), encode_delta_manifest(manifest))
         else:
-            by_tensor = changed_by_tensor(base.tensors, ends, changed)
             self._put_part(base, begun, own, sums[own], changed[own], buckets)
         put_s += time.monotonic() - begun_s
         return Encoded(sums, by_tensor, sum(bucket.size_bytes for bucket in buckets), put_s)

@@ -148,7 +148,11 @@ def patched(tensors: dict[str, Tensor], changes: list[tuple[str, Tensor, Tensor]
 
 
 @many
-@given(seed=st.integers(0, 2**30), share=st.sampled_from([0.0, 0.1, 0.9]), codec=st.sampled_from(["gap8", "raw"]))
+@given(
+    seed=st.integers(0, 2**30),
+    share=st.sampled_from([0.0, 0.1, 0.9]),
+    codec=st.sampled_from(["gap8", "exponent_class", "raw"]),
+)
 def test_whoever_has_a_copy_of_the_base_needs_only_the_changes(tmp_path_factory, seed: int, share: float, codec: str):
     relay = DirectoryRelay(tmp_path_factory.mktemp("relay"))
     publish = PublishSettings(bucket_elements=64, tile_elements=16, merge_every=1, codec=codec)
