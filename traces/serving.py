@@ -4,8 +4,10 @@ The format is that of the Azure LLM inference traces: `TIMESTAMP,ContextTokens,G
 stamp is a wall-clock time with up to seven decimals (`2023-11-16 18:15:46.6805900`).
 """
 
+import functools
 import itertools
 import math
+import statistics
 from collections.abc import Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -13,6 +15,11 @@ from pathlib import Path
 import msgspec
 
 from traces.errors import TraceError, at_line, numbered_lines
+
+HOLE_S = 600.0
+HOLE_SPACINGS = 100
+"""A time without a request is a hole in the recording where it is longer than both: this, and so many times the usual
+time between two requests. The longest of the shipped traces is 217 s."""
 
 HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens"
 _EPOCH = datetime(1970, 1, 1)
@@ -28,6 +35,16 @@ class ServingRequest(msgspec.Struct, frozen=True):
 
 def read_serving_trace(path: Path) -> tuple[ServingRequest, ...]:
     """All requests in order of arrival. Raises `TraceError` at the first line that is not as it must be."""
+    try:
+        stat = path.stat()
+    except OSError as error:
+        raise TraceError(f"{path}: cannot be read ({error})") from error
+    return _read(path, stat.st_mtime_ns, stat.st_size)
+
+
+@functools.lru_cache(maxsize=4)
+def _read(path: Path, mtime_ns: int, size_bytes: int) -> tuple[ServingRequest, ...]:
+    """Once for each state of the file: a command asks for a trace wherever its settings are checked."""
     with numbered_lines(path) as lines:
         _, header = next(lines, (1, ""))
         if header != HEADER:
@@ -35,7 +52,17 @@ def read_serving_trace(path: Path) -> tuple[ServingRequest, ...]:
         requests = tuple(_checked(path, lines))
     if not requests:
         raise TraceError(f"{path}: no requests; allowed: at least one")
+    _check_holes(path, requests)
     return requests
+
+
+def _check_holes(path: Path, requests: Sequence[ServingRequest]) -> None:
+    spacings_s = [later.arrival_s - request.arrival_s for request, later in itertools.pairwise(requests)]
+    most_s = max(HOLE_S, HOLE_SPACINGS * statistics.median(spacings_s)) if spacings_s else HOLE_S
+    for line, spacing_s in enumerate(spacings_s, start=3):
+        if spacing_s > most_s:
+            found = f"a hole of {spacing_s:g} s before this request"
+            raise at_line(path, line, found, f"up to {most_s:g} s, so that no missing record is taken for idle time")
 
 
 def _checked(path: Path, rows: Iterator[tuple[int, str]]) -> Iterator[ServingRequest]:

@@ -37,10 +37,19 @@ class SpotTrace(msgspec.Struct, frozen=True):
     """Events in order of time; an instance is added before it is removed, and never twice in between."""
 
     events: tuple[SpotEvent, ...]
+    first_line: int = 1
+    """Of its file: where the first event is."""
 
     @property
     def end_s(self) -> float:
         return self.events[-1].time_s
+
+    def hole(self, path: Path, time_s: float) -> str:
+        """Which lines of its file at `path` stand around a time at which there is no event."""
+        last = sum(event.time_s <= time_s for event in self.events)
+        sides = [(n, self.events[n]) for n in (last - 1, last) if 0 <= n < len(self.events)]
+        told = [f"{path.name}:{self.first_line + n} is at {event.time_s:g} s" for n, event in sides]
+        return ", ".join(told) + ("" if last < len(self.events) else ", its last")
 
     def available(self, time_s: float) -> tuple[str, ...]:
         """Instances that are there right after what happens at `time_s`, longest there first."""
@@ -108,16 +117,16 @@ def read_spot_trace(path: Path) -> SpotTrace:
             raise TraceError(f"{path}: empty; allowed: at least one event")
         rows: Iterable[tuple[int, str]]
         if tuple(first[1].split(",")) in (COLUMNS, COLUMNS[:3]):
-            columns, unit_per_s, rows = len(first[1].split(",")), 1, lines
+            columns, unit_per_s, first_line, rows = len(first[1].split(",")), 1, 2, lines
         elif _BAMBOO_LINE.fullmatch(first[1]):
-            columns, unit_per_s, rows = 3, _MS_PER_S, itertools.chain([first], lines)
+            columns, unit_per_s, first_line, rows = 3, _MS_PER_S, 1, itertools.chain([first], lines)
         else:
             header = ",".join(COLUMNS)
             raise at_line(path, 1, repr(first[1]), f"the header {header} (kind is optional), or time_ms,add,instance")
         events = tuple(_checked(path, rows, columns, unit_per_s))
     if not events:
         raise TraceError(f"{path}: no events; allowed: at least one")
-    return SpotTrace(events)
+    return SpotTrace(events, first_line)
 
 
 def _checked(path: Path, rows: Iterable[tuple[int, str]], columns: int, unit_per_s: int) -> Iterator[SpotEvent]:

@@ -77,3 +77,24 @@ def test_replay_starts_anywhere_runs_faster_and_goes_round() -> None:
     assert [r.prompt_tokens for r in played] == [11, 12, *range(1, 13), 1, 2]
     assert [r.arrival_s for r in played[:2]] == [0.25, 0.75]
     assert all(before.arrival_s < after.arrival_s for before, after in itertools.pairwise(played))
+
+
+def written(path: Path, *seconds: int) -> Path:
+    rows = [f"2023-11-16 {at // 3600:02d}:{at // 60 % 60:02d}:{at % 60:02d},3,1" for at in seconds]
+    path.write_text("\n".join([HEADER, *rows]))
+    return path
+
+
+def test_a_hole_in_the_recording_is_refused(tmp_path: Path) -> None:
+    """An hour without a request among requests every second is no idle hour."""
+    path = written(tmp_path / "trace.csv", *range(200), *range(3800, 3900))
+    with pytest.raises(TraceError, match=r"trace\.csv:202: found a hole of 3601 s .*; allowed: up to 600 s"):
+        read_serving_trace(path)
+    assert len(read_serving_trace(written(tmp_path / "sparse.csv", *range(0, 60_000, 3600)))) == 17
+
+
+def test_a_trace_is_read_once_until_it_changes(tmp_path: Path) -> None:
+    path = written(tmp_path / "trace.csv", 0, 1)
+    first = read_serving_trace(path)
+    assert read_serving_trace(path) is first
+    assert len(read_serving_trace(written(path, 0, 1, 2))) == 3
