@@ -221,6 +221,18 @@ class JournalConfig(_Section):
     commit_interval_s: float = Field(0.05, gt=0, description="longest an event waits to be durable")
 
 
+class SimulationConfig(_Section):
+    """What `elastic simulate` takes where its options do not say; live runs do not look at it."""
+
+    providers: tuple[str, ...] = Field((), description="as --providers")
+    profile: str = Field("", description="as --profile NAME")
+    profiles: dict[str, str] = Field(default_factory=dict, description="by provider, as --profile PROVIDER=NAME")
+    numbers: dict[str, float] = Field(
+        default_factory=dict, description="numbers of all profiles that are known better here, such as boot_s"
+    )
+    turns_from: str = Field("", description="as --turns-from")
+
+
 class Config(_Section):
     """A whole run. `providers` holds each provider's own keys; its adapter validates them."""
 
@@ -238,6 +250,7 @@ class Config(_Section):
     weights: WeightsConfig = Field(default_factory=WeightsConfig)  # type: ignore[arg-type]
     rewards: RewardsConfig = Field(default_factory=RewardsConfig)  # type: ignore[arg-type]
     journal: JournalConfig = Field(default_factory=JournalConfig)  # type: ignore[arg-type]
+    simulation: SimulationConfig = Field(default_factory=SimulationConfig)  # type: ignore[arg-type]
     providers: dict[str, dict[str, Any]] = Field(default_factory=dict)
 
     @model_validator(mode="after")

@@ -1,14 +1,15 @@
 """Simulated runs, put together: the configuration, policies and journal of live ones around modelled devices."""
 
+import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
 from elastic import compose
-from elastic.config import Config, ConfigError
+from elastic.config import Config, ConfigError, EngineConfig, validate
 from elastic.core.scheduler import Scheduler
 from elastic.core.types import NS_PER_S, WeightMode
 from elastic.runtime.journal import Journal, JournalError, JournalReader
@@ -17,14 +18,14 @@ from elastic.sim.performance import (
     Chronicle,
     Episode,
     Episodes,
-    Profile,
     ProfileError,
     SimulatedRun,
     Turn,
     load_profile,
 )
 from elastic.sim.performance.episodes import DrawnEpisodes, EpisodeLimits, RecordedEpisodes
-from elastic.sim.performance.profile import EngineRates
+from elastic.sim.performance.markets import doubts
+from elastic.sim.performance.profile import ComputedProfile, Device, EngineRates, Profile, with_numbers
 from elastic.sim.performance.run import RunSettings
 from providers.base import ProviderSettings
 from traces.sessions import SESSIONS, read_sessions
@@ -35,49 +36,110 @@ JOURNAL_INTERVAL_S = 0.2
 
 
 class Experiment(msgspec.Struct, frozen=True, kw_only=True):
-    """What a simulation needs besides the run's configuration. `turns` is a run's path, or a trace's name.
+    """What a simulation needs besides the run's configuration, whose section `simulation` says what is not said here.
 
+    `profile` is a profile's name or path, `profiles` those of providers (or the trainer) with one of their own.
+    `turns` is a run's path, or a trace's name; with `environment_times` its environments' times are taken, too.
     `frame_s` is how long tokens may wait to be sent; the configuration's flush interval by default.
     """
 
     profile: str = ""
+    profiles: dict[str, str] = {}
     turns: str = ""
+    environment_times: bool = False
     frame_s: float | None = None
     horizon_s: float = HORIZON_S
 
 
-def profile_of(config: Config, experiment: Experiment) -> Profile:
-    """The named profile; else the local one, whose engine is that of the configuration's pacing."""
-    pacing = config.engine.pacing
+def settled(config: Config, experiment: Experiment) -> Experiment:
+    """What the options and the configuration say together, a run's name as its path. Raises `ConfigError`."""
+    for option, value in (("--hours", experiment.horizon_s), ("--frame-s", experiment.frame_s)):
+        if value is not None and not (math.isfinite(value) and value > 0):
+            raise ConfigError(f"{option}: found {value}; allowed: a positive number")
+    said = config.simulation
+    turns = experiment.turns or said.turns_from
+    if turns and turns not in SESSIONS:
+        turns = str(compose.find_run(config.run.directory, turns).resolve())
+    if experiment.environment_times and (not turns or turns in SESSIONS):
+        raise ConfigError("--environment-times: needs --turns-from RUN, whose environments' times are to be taken")
+    return msgspec.structs.replace(
+        experiment,
+        profile=experiment.profile or said.profile,
+        profiles=said.profiles | experiment.profiles,
+        turns=turns,
+    )
+
+
+def devices_of(plan: compose.RunPlan, experiment: Experiment) -> dict[str, Device]:
+    """What the trainer's device and the workers of each provider are. Raises `ConfigError`."""
+    config = plan.config
+    gpus = {compose.TRAINER_PROVIDER: ("trainer.gpus", config.trainer.gpus)}
+    gpus |= {name: (f"providers.{name}.gpus_per_worker", s.gpus_per_worker) for name, s in plan.providers.items()}
+    for name in experiment.profiles:
+        if name not in gpus:
+            raise ConfigError(f"--profile {name}=…: the run has no provider {name!r}; allowed: {', '.join(gpus)}")
+    engines = {name: compose.engine_settings(config, settings) for name, settings in plan.providers.items()}
+    devices: dict[str, Device] = {}
+    for name, (key, count) in gpus.items():
+        where = f"providers.{name}.engine" if name in engines else "engine"
+        engine = validate(EngineConfig, engines[name], where) if name in engines else config.engine
+        profile = _profile_of(experiment.profiles.get(name, experiment.profile), engine, key, count)
+        profile = _with_numbers(profile, config.simulation.numbers)
+        devices[name] = Device(profile=profile, rates=_rates_of(engine, profile, where))
+    _check_one_model(devices)
+    return devices
+
+
+def _profile_of(name: str, engine: EngineConfig, key: str, gpus: int) -> Profile:
+    """The named profile; else the local one. The engine of one that is not computed is that of `engine.pacing`."""
     try:
-        profile = load_profile(experiment.profile or DEFAULT_PROFILE)
+        profile = load_profile(name or DEFAULT_PROFILE, gpus)
     except ProfileError as error:
         raise ConfigError(f"--profile: {error}") from error
-    if experiment.profile and "/" in experiment.profile:
+    if isinstance(profile, ComputedProfile):
+        if profile.gpus != gpus:
+            raise ConfigError(
+                f"{key}: found {gpus}, but --profile {name} has {profile.gpus} GPUs; allowed: the same number, or "
+                f"{name.rpartition(':')[0]}, which has as many as {key} says"
+            )
         return profile
-    if pacing is None and not experiment.profile:
+    pacing = engine.pacing
+    if pacing is None and not name:
         raise ConfigError(
             "engine.pacing: missing, and no --profile given: a simulation must know how fast devices are; "
             "such as --profile H100/Qwen3-8B"
         )
-    if pacing is not None:
-        kv_tokens = float(config.engine.kv_blocks * config.engine.kv_block_tokens)
-        return msgspec.structs.replace(
-            profile,
-            prefill_tokens_per_s=pacing.prefill_tokens_per_s,
-            decode_step_s=dict(pacing.decode_step_s),
-            kv_tokens=kv_tokens,
-        )
-    return profile
+    if pacing is None:
+        return profile
+    return msgspec.structs.replace(
+        profile,
+        prefill_tokens_per_s=pacing.prefill_tokens_per_s,
+        decode_step_s=dict(pacing.decode_step_s),
+        kv_tokens=float(engine.kv_blocks * engine.kv_block_tokens),
+    )
 
 
-def rates_of(config: Config, profile: Profile) -> EngineRates:
-    engine = config.engine
+def _with_numbers(profile: Profile, numbers: Mapping[str, float]) -> Profile:
+    try:
+        return with_numbers(profile, numbers)
+    except ProfileError as error:
+        raise ConfigError(f"simulation.numbers.{error}") from error
+
+
+def _check_one_model(devices: Mapping[str, Device]) -> None:
+    models = {d.profile.model: name for name, d in devices.items() if isinstance(d.profile, ComputedProfile)}
+    if len(models) > 1:
+        found = ", ".join(f"{model} ({name})" for model, name in models.items())
+        raise ConfigError(f"--profile: a run has one model; found {found}")
+
+
+def _rates_of(engine: EngineConfig, profile: Profile, where: str) -> EngineRates:
     if profile.kv_tokens < engine.max_context_tokens:
         raise ConfigError(
-            f"engine.max_context_tokens: {engine.max_context_tokens} tokens do not fit into the KV cache of "
+            f"{where}.max_context_tokens: {engine.max_context_tokens} tokens do not fit into the KV cache of "
             f"profile {profile.name}, which has {profile.kv_tokens:.0f}"
         )
+    sheet = profile if isinstance(profile, ComputedProfile) else None
     return EngineRates(
         prefill_tokens_per_s=profile.prefill_tokens_per_s,
         decode_step_s=profile.decode_step_s,
@@ -88,6 +150,9 @@ def rates_of(config: Config, profile: Profile) -> EngineRates:
         prefill_chunk_tokens=engine.prefill_chunk_tokens,
         max_batch=engine.max_batch,
         max_pending=engine.max_pending,
+        max_context_tokens=engine.max_context_tokens,
+        tflops=engine.tflops or (sheet and sheet.tflops),
+        memory_gb_per_s=engine.memory_gb_per_s or (sheet and sheet.memory_gb_per_s),
     )
 
 
@@ -109,43 +174,53 @@ def episodes_of(config: Config, experiment: Experiment) -> Episodes:
         return DrawnEpisodes(config.run.seed, limits, sessions)
     run_dir = compose.find_run(config.run.directory, name)
     try:
-        return RecordedEpisodes(recorded_episodes(run_dir))
+        return RecordedEpisodes(recorded_episodes(run_dir, environment_times=experiment.environment_times), limits)
     except (JournalError, ValueError) as error:
         raise ConfigError(f"--turns-from: {run_dir}: {error}") from error
 
 
-def recorded_episodes(run_dir: Path) -> dict[str, Episode]:
-    """How long each finished trajectory's turns were, and its reward; nothing else of the run."""
+def recorded_episodes(run_dir: Path, *, environment_times: bool = False) -> dict[str, Episode]:
+    """How long each finished trajectory's turns were, and its reward; nothing else of the run, unless the times are
+    wanted that its environments took before each turn."""
     reader = JournalReader(run_dir / compose.JOURNAL)
     try:
-        turns: dict[str, list[tuple[int, int, int]]] = {}
+        turns: dict[str, list[tuple[int, Mapping[str, int]]]] = {}
         for row in reader.rows("turns"):
-            number = int(row["turn"].rpartition("/")[2])
-            turns.setdefault(row["trajectory"], []).append((number, row["prompt_tokens"], row["tokens"]))
+            turns.setdefault(row["trajectory"], []).append((int(row["turn"].rpartition("/")[2]), row))
         return {
-            row["trajectory"]: Episode(_shapes(sorted(turns.get(row["trajectory"], []))), row["reward"])
+            row["trajectory"]: Episode(
+                _shapes(
+                    [turn for _, turn in sorted(turns[row["trajectory"]], key=lambda numbered: numbered[0])],
+                    row["started_ns"] if environment_times else None,
+                ),
+                row["reward"],
+            )
             for row in reader.rows("trajectories")
-            if not row["cause"] and turns.get(row["trajectory"])
+            if not row["cause"] and row["trajectory"] in turns
         }
     finally:
         reader.close()
 
 
-def _shapes(rows: Sequence[tuple[int, int, int]]) -> tuple[Turn, ...]:
+def _shapes(rows: Sequence[Mapping[str, int]], started_ns: int | None) -> tuple[Turn, ...]:
+    """`started_ns` is when the trajectory began, None where its times do not count."""
     shapes: list[Turn] = []
-    context = 0
-    for _, prompt, tokens in rows:
-        shapes.append(Turn(max(0, prompt - context), tokens))
+    context, ended_ns = 0, started_ns
+    for row in rows:
+        prompt, tokens = row["prompt_tokens"], row["tokens"]
+        latency_s = max(0, row["requested_ns"] - ended_ns) / NS_PER_S if ended_ns is not None else 0.0
+        shapes.append(Turn(max(0, prompt - context), tokens, latency_s))
         context = prompt + tokens
+        ended_ns = None if started_ns is None else row["finished_ns"]
     return tuple(shapes)
 
 
 def build(plan: compose.RunPlan, experiment: Experiment, scheduler: Scheduler, chronicle: Chronicle) -> SimulatedRun:
     """The run's world, ready to live. Raises `ConfigError` for what cannot be simulated."""
     config = plan.config
-    profile = profile_of(config, experiment)
+    devices = devices_of(plan, experiment)
     rewards = config.rewards
-    reward_s = max(rewards.pacing_s, profile.reward_s)
+    reward_s = max(rewards.pacing_s, devices[compose.TRAINER_PROVIDER].profile.reward_s)
     settings = RunSettings(
         heartbeat_ns=round(config.scheduler.heartbeat_interval_s * NS_PER_S),
         flush_ns=round((experiment.frame_s or config.scheduler.flush_interval_s) * NS_PER_S),
@@ -155,16 +230,16 @@ def build(plan: compose.RunPlan, experiment: Experiment, scheduler: Scheduler, c
         scored_by_function=bool(plan.reward),
         reward_s=reward_s,
         reward_usd=rewards.usd_per_call + rewards.usd_per_s * reward_s,
+        environments_take_time=not experiment.environment_times,
     )
     trainer = ProviderSettings(
         max_workers=1, usd_per_gpu_hour=config.trainer.usd_per_gpu_hour, gpus_per_worker=config.trainer.gpus
     )
     try:
-        return SimulatedRun(
+        run = SimulatedRun(
             scheduler,
             settings,
-            profile,
-            rates_of(config, profile),
+            devices,
             trainer,
             plan.providers,
             episodes_of(config, experiment),
@@ -172,6 +247,28 @@ def build(plan: compose.RunPlan, experiment: Experiment, scheduler: Scheduler, c
         )
     except ValueError as error:
         raise ConfigError(str(error)) from error
+    _check_patience(config, run)
+    return run
+
+
+def _check_patience(config: Config, run: SimulatedRun) -> None:
+    """Every lease that the core would give up before its workers can be there is a mistake of the configuration."""
+    for name, market in run.markets.items():
+        profile = market.device.profile
+        asked_s, boot_s = market.queue_s(), market.delay_s() + market.boot_s()
+        if asked_s >= config.scheduler.acquire_timeout_s:
+            raise ConfigError(
+                f"scheduler.acquire_timeout_s: {config.scheduler.acquire_timeout_s:g} s, but {name} grants what it is "
+                f"asked for after {asked_s:g} s (profile {profile.name}: {market.queue_key}); allowed: a longer timeout"
+            )
+        if boot_s + profile.message_s >= config.scheduler.boot_timeout_s:
+            delay = f" + providers.{name}.{market.delay_key}" if market.delay_s() else ""
+            raise ConfigError(
+                f"scheduler.boot_timeout_s: {config.scheduler.boot_timeout_s:g} s, but workers of {name} speak "
+                f"{boot_s:g} s after their lease's grant (profile {profile.name}: {market.boot_key}{delay}); allowed: "
+                f"a longer timeout, such as --set scheduler.boot_timeout_s={math.ceil(2 * boot_s)}, or a better number "
+                f"for {market.boot_key} in simulation.numbers"
+            )
 
 
 def simulate(
@@ -181,20 +278,33 @@ def simulate(
     *,
     observe: Callable[[RunStatus], None] = lambda _: None,
     stopped: Callable[[], bool] = lambda: False,
+    note: Callable[[str], None] = lambda _: None,
 ) -> compose.RunOutcome:
     """Live through the run on virtual time, into `run_dir`, as `compose.execute` does on wall time.
 
-    `stopped` is asked at each sample; once it is true the run gives everything back. Raises `ConfigError` when
-    it cannot begin, and `SimulationError` when it cannot end.
+    `stopped` is asked at each sample; once it is true the run gives everything back. `note` is told what a reader of
+    the figures must know, as the report says it, too. Raises `ConfigError` when it cannot begin, and
+    `SimulationError` when it cannot end.
     """
     config = plan.config
+    notes: list[str] = []
+
+    def tell(lines: Sequence[str]) -> None:
+        for line in lines:
+            notes.append(line)
+            note(line)
+        journal.meta("notes", msgspec.json.encode(notes).decode())
+
+    experiment = settled(config, experiment)
     scheduler = Scheduler(compose.run_plan(plan), compose.limits(config), compose.policies(config), 0)
     journal = Journal(run_dir / compose.JOURNAL, JOURNAL_INTERVAL_S)
     with compose.journaled(journal, scheduler, _meta(plan, run_dir, experiment)) as ending:
         run = build(plan, experiment, scheduler, journal)
+        tell([line for name, settings in plan.providers.items() for line in doubts(name, settings)])
         sampler = _Sampler(config, run, journal, observe, stopped)
         failed = run.live(sample=sampler.sample)
         sampler.sample()
+        tell(run.episodes.notes())
         ending.conclude(failed)
     return compose.RunOutcome(run_dir=run_dir, failed=failed, interrupted=failed == compose.INTERRUPTED)
 

@@ -2,7 +2,7 @@
 
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import typer
@@ -19,16 +19,38 @@ from elastic.sim.world import WorldFailed
 from elastic.sim.world import simulate as live_through
 
 
+def split_profiles(options: Sequence[str]) -> tuple[str, dict[str, str]]:
+    """What `--profile` says of everybody, and of providers by their names."""
+    default, by_provider = "", dict[str, str]()
+    for option in options:
+        provider, equals, name = option.partition("=")
+        if equals and provider.isidentifier():
+            by_provider[provider] = name
+        elif default:
+            raise ConfigError(f"--profile {option}: {default} is for all already; allowed: PROVIDER={option}")
+        else:
+            default = option
+    return default, by_provider
+
+
 def simulate_command(
     config: Config, names: list[str], where: str, experiment: simulation.Experiment, *, as_json: bool
 ) -> int:
     """Simulate to the end and report; returns the exit code."""
     plan = compose.resolve(config, names, where)
+    experiment = simulation.settled(config, experiment)
     run_dir = compose.new_run_dir(config)
     progress = Progress(console(stderr=True))
     try:
         with compose.claimed(run_dir), _stoppable() as stopped, progress.context:
-            outcome = simulation.simulate(plan, run_dir, experiment, observe=progress.observe, stopped=stopped)
+            outcome = simulation.simulate(
+                plan,
+                run_dir,
+                experiment,
+                observe=progress.observe,
+                stopped=stopped,
+                note=lambda text: progress.say(f"note: {text}"),
+            )
     except ConfigError as error:
         compose.discard_run(run_dir)
         say(f"error: {error}")

@@ -6,9 +6,11 @@ The only room that knows everybody. Commands of the command line end here.
 from elastic.compose.execution import INTERRUPTED, RunOutcome, execute
 from elastic.compose.lives import JOURNAL, RUNNING, UNEXPECTED, PastLife, journaled, past_life, replay
 from elastic.compose.plan import (
+    TRAINER_PROVIDER,
     RunPlan,
     acquisitions,
     check_policy,
+    engine_settings,
     installed,
     read_model_config,
     resolve,
@@ -32,6 +34,7 @@ __all__ = [
     "INTERRUPTED",
     "JOURNAL",
     "RUNNING",
+    "TRAINER_PROVIDER",
     "UNEXPECTED",
     "PastLife",
     "Prepared",
@@ -41,6 +44,7 @@ __all__ = [
     "check_policy",
     "claimed",
     "discard_run",
+    "engine_settings",
     "execute",
     "find_run",
     "installed",

@@ -143,6 +143,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     lanes: list[Lane]
     simulated: bool = False
     """The run never happened: devices, providers and environments were models on virtual time."""
+    notes: list[str] = msgspec.field(default_factory=list[str])
+    """What its simulation had to say of its own figures."""
 
 
 def summarise(journal: JournalReader) -> Summary:
@@ -230,6 +232,7 @@ def _summary(history: History) -> Summary:
         trajectory_latency=histogram(lives_s),
         lanes=workers,
         simulated="simulated" in meta,
+        notes=msgspec.json.decode(meta.get("notes", "[]"), type=list[str]),
     )
 
 

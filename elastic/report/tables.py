@@ -122,6 +122,7 @@ def warnings(summary: Summary) -> list[str]:
     found: list[str] = []
     if summary.simulated:
         found.append("Simulated: devices, providers and environments are models, and times are virtual.")
+        found += [f"{note}." for note in summary.notes]
     if summary.outcome == "failed":
         found.append(f"The run failed: {summary.cause or 'no cause was recorded'}.")
     if summary.outcome == "incomplete":

@@ -15,9 +15,11 @@ from elastic.sim.performance.profile import (
     ProfileError,
     load_profile,
     profile_names,
+    with_numbers,
     write_profile,
 )
 
+RATES = ("prefill_tokens_per_s", "kv_tokens", "link_bytes_per_s", "relay_bytes_per_s", "train_tokens_per_s")
 LOCAL = (DATA / "profile-local.toml").read_text()
 
 
@@ -33,6 +35,17 @@ def test_more_devices_are_faster_and_hold_more() -> None:
     one, two = load_profile("H100/Qwen3-8B"), load_profile("H100/Qwen3-8B:tp2")
     assert two.prefill_tokens_per_s == pytest.approx(2 * one.prefill_tokens_per_s)
     assert two.kv_tokens > 2 * one.kv_tokens
+    assert two.train_tokens_per_s == pytest.approx(one.train_tokens_per_s), "of each GPU"
+    assert load_profile("H100/Qwen3-8B", gpus=2).prefill_tokens_per_s == two.prefill_tokens_per_s
+    assert load_profile("H100/Qwen3-8B:tp2", gpus=4) == two, "the name goes first"
+
+
+def test_what_is_known_better() -> None:
+    assert with_numbers(load_profile("local"), {"boot_s": 1.0}).boot_s == 1.0
+    for numbers in ({"bot_s": 1.0}, {"boot_s": -1.0}, {"boot_s": float("nan")}, {"link_bytes_per_s": 0.0}, {"name": 1}):
+        (key,) = numbers
+        with pytest.raises(ProfileError, match=f"^{key}: "):
+            with_numbers(load_profile("local"), numbers)
 
 
 def test_a_model_that_does_not_fit_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,6 +63,11 @@ def test_a_model_that_does_not_fit_says_so(tmp_path: Path, monkeypatch: pytest.M
         ("H7/Qwen3-8B", "no device 'H7'"),
         ("H100/GPT", "no model 'GPT'"),
         ("H100/Qwen3-8B:tpx", "DEVICE/MODEL"),
+        ("H100/Qwen3-8B:tp0", "N from 1 on"),
+        ("H100/Qwen3-8B:pp2", "N from 1 on"),
+        ("/tmp", "neither a file nor one of local"),
+        ("./H100/Qwen3-8B", "neither a file nor one of local"),
+        ("machines/absent.toml", "neither a file nor one of local"),
     ],
 )
 def test_unknown_names(name: str, found: str) -> None:
@@ -69,6 +87,7 @@ def test_unknown_names(name: str, found: str) -> None:
         ("boot_s", 'boot_s = { value = nan, source = "x" }', "finite"),
         ("boot_s", 'bot_s = { value = 1.0, source = "x" }', "bot_s: unknown key"),
         ("boot_s", "boot_s = 4.0", "boot_s"),
+        *((key, f'{key} = {{ value = 0, source = "x" }}', f"{key}: found 0; allowed: a positive") for key in RATES),
         ("16", "", ""),
         ("1 ", 'x = { value = 1.0, source = "x" }', "batch sizes from 1 on"),
     ],

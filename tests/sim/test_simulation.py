@@ -1,6 +1,7 @@
 """Simulated runs: the same journal and report as live ones, the same history from the same seed, clear refusals."""
 
 import gzip
+import math
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from elastic import compose, simulation
 from elastic.calibration import CalibrationError, profile_run
-from elastic.config import Config, ConfigError
+from elastic.config import Config, ConfigError, load_config
 from elastic.core import events as e
 from elastic.core.digest import digest
 from elastic.core.types import NS_PER_S, EndCause, WeightMode
@@ -44,6 +45,7 @@ def config(directory: Path, **sections: object) -> Config:
 
 
 PLAIN = simulation.Experiment()
+PLANNER = Path(__file__).parents[2] / "examples" / "planner.toml"
 
 
 def simulate(
@@ -179,6 +181,25 @@ def test_sessions_and_computed_devices(tmp_path: Path) -> None:
         ({"profile": "H9/X"}, {}, "no device 'H9'"),
         ({"turns": "nowhere"}, {}, "no run 'nowhere'"),
         ({"profile": "H100/Qwen3-8B"}, {"engine": {"max_context_tokens": 900_000, "kv_blocks": 60_000}}, "do not fit"),
+        ({"profiles": {"serving": "local"}}, {}, "no provider 'serving'; allowed: trainer, spot"),
+        ({"profile": "H100/Qwen3-8B:tp2"}, {}, r"trainer\.gpus: found 1, but --profile H100/Qwen3-8B:tp2 has 2 GPUs"),
+        ({"profiles": {"spot": "H20/Qwen3-8B:tp4"}}, {}, r"providers\.spot\.gpus_per_worker: found 1, but .* 4 GPUs"),
+        ({"profile": "H100/Qwen3-8B", "profiles": {"spot": "H20/Qwen3-14B"}}, {}, "a run has one model; found "),
+        ({"profile": "H100/Qwen3-8B"}, {}, r"scheduler\.boot_timeout_s: 60 s, .*90 s .*trainer_boot_s"),
+        (
+            {},
+            {"scheduler": {"boot_timeout_s": 6.0}},
+            r"scheduler\.boot_timeout_s: 6 s, but workers of trainer speak 6 s",
+        ),
+        (
+            {},
+            {"simulation": {"numbers": {"spot_queue_s": 60}}},
+            r"scheduler\.acquire_timeout_s: 60 s, but spot .* 60 s",
+        ),
+        ({}, {"simulation": {"numbers": {"boots_s": 60}}}, r"simulation\.numbers\.boots_s: unknown key; allowed: "),
+        ({"environment_times": True}, {}, "--environment-times: needs --turns-from RUN"),
+        ({"horizon_s": math.inf}, {}, "--hours: found inf"),
+        ({"frame_s": math.nan}, {}, "--frame-s: found nan"),
     ],
 )
 def test_what_cannot_be_simulated(
@@ -205,11 +226,138 @@ def test_a_run_that_only_repeats_itself_is_given_up(tmp_path: Path) -> None:
         )
 
 
-def test_no_device_in_time_is_a_failure_with_its_cause(tmp_path: Path) -> None:
-    settings = config(tmp_path, scheduler={"boot_timeout_s": 1, "acquire_timeout_s": 1})
+def test_no_training_in_time_is_a_failure_with_its_cause(tmp_path: Path) -> None:
+    settings = config(tmp_path, trainer={"updates_per_step": 1, "step_timeout_s": 0.001})
     plan = compose.resolve(settings, ["spot"], "test")
     outcome = simulation.simulate(plan, compose.new_run_dir(settings), PLAIN)
-    assert outcome.failed == "the trainer's device stopped answering (boot_timeout)"
+    assert outcome.failed == "the trainer's device did not change between training and generating"
+
+
+def joins(run_dir: Path) -> dict[str, e.WorkerJoined]:
+    return {event.worker: event for _, event in events(run_dir) if isinstance(event, e.WorkerJoined)}
+
+
+def test_a_provider_has_engines_of_its_own(tmp_path: Path) -> None:
+    """As live: `providers.X.engine` goes before `[engine]`, in speed and in what workers declare."""
+    slow = {"prefill_tokens_per_s": 800, "decode_step_s": {"1": 0.14, "16": 0.24}}
+    spot = {"trace": str(tmp_path / "steady.csv"), "max_workers": 2}
+    (tmp_path / "steady.csv").write_text("time_s,event,instance_id\n0,add,a\n0,add,b\n99999,remove,a\n")
+    engine = {"max_batch": 3, "max_pending": 1, "tflops": 5.0, "memory_gb_per_s": 7.0, "pacing": slow}
+    patience = {"turn_stall_timeout_s": 300, "stall_timeout_s": 60}
+    plain = simulate(tmp_path, providers={"spot": spot}, scheduler=patience)
+    slowed = simulate(tmp_path, providers={"spot": spot | {"engine": engine}}, scheduler=patience)
+    declared = {name: event.capabilities for name, event in joins(slowed).items()}
+    assert {c.max_batch for name, c in declared.items() if name.startswith("spot")} == {3}
+    assert {(c.tflops, c.memory_gb_per_s) for n, c in declared.items() if n.startswith("spot")} == {(5.0, 7.0)}
+    assert [(c.max_batch, c.tflops) for n, c in declared.items() if n.startswith("trainer")] == [(16, None)]
+    assert events(slowed)[-1][0] > 2 * events(plain)[-1][0]
+
+
+PATIENT = {"boot_timeout_s": 300, "acquire_timeout_s": 300}
+
+
+def test_devices_of_two_kinds(tmp_path: Path) -> None:
+    """Rollouts on H20, training on H800, as in the papers; both declare what they can do."""
+    experiment = simulation.Experiment(profile="H800/Qwen3-8B", profiles={"spot": "H20/Qwen3-8B"})
+    run = {"steps": 3, "directory": str(tmp_path / "runs")}
+    trainer = {"updates_per_step": 1, "gpus": 8}
+    declared = joins(simulate(tmp_path, experiment, scheduler=PATIENT, engine={}, run=run, trainer=trainer))
+    kinds = {
+        name.partition("-")[0]: (c.capabilities.tflops, c.capabilities.memory_gb_per_s) for name, c in declared.items()
+    }
+    assert kinds["trainer"] == (8 * 989.5, 8 * 3350)
+    assert kinds.get("spot", (148, 4000)) == (148, 4000)
+
+
+def test_more_devices_train_faster(tmp_path: Path) -> None:
+    def trained_s(gpus: int) -> float:
+        trainer = {"updates_per_step": 1, "gpus": gpus}
+        numbers = {"train_tokens_per_s": 100.0, "train_group_s": 0.0}
+        run_dir = simulate(tmp_path, trainer=trainer, simulation={"numbers": numbers})
+        reader = JournalReader(run_dir / "journal.sqlite")
+        try:
+            return summarise(reader).providers["trainer"].accounts_s["training"] / gpus
+        finally:
+            reader.close()
+
+    assert trained_s(1) > 3 * trained_s(8)
+
+
+def test_turns_of_a_run_with_other_limits(tmp_path: Path) -> None:
+    """They are cut to this run's limits, and what stood in for what is said."""
+    first = simulate(tmp_path)
+    told: list[str] = []
+    limits = ROLLOUT | {"groups": 5, "max_turns": 2, "max_tokens_per_turn": 8}
+    settings = config(tmp_path, rollout=limits)
+    plan = compose.resolve(settings, ["spot"], "test")
+    experiment = simulation.Experiment(turns=str(first))
+    outcome = simulation.simulate(plan, compose.new_run_dir(settings), experiment, note=told.append)
+    assert outcome.failed == ""
+    found = simulation.recorded_episodes(outcome.run_dir)
+    assert all(
+        len(episode.turns) <= 2 and max(turn.tokens for turn in episode.turns) <= 8 for episode in found.values()
+    )
+    assert any("of 40 trajectories are longer than rollout.max_turns" in line for line in told)
+    assert any("16 of 40 trajectories are not in the run" in line for line in told)
+    reader = JournalReader(outcome.run_dir / "journal.sqlite")
+    summary = summarise(reader)
+    reader.close()
+    assert summary.notes == told
+    assert all(line in as_markdown(summary).replace("\\_", "_") for line in told)
+
+
+def test_environment_times_of_another_run(tmp_path: Path) -> None:
+    slow = {"numbers": {"step_s": 3.0, "reset_s": 2.0, "environment_serial": 0}}
+    first = simulate(tmp_path, simulation=slow)
+    timed = simulation.recorded_episodes(first, environment_times=True)
+    assert {round(turn.latency_s, 6) for episode in timed.values() for turn in episode.turns} == {2.0, 3.0}
+    assert all(turn.latency_s == 0 for e in simulation.recorded_episodes(first).values() for turn in e.turns)
+    again = simulate(tmp_path, simulation.Experiment(turns=str(first), environment_times=True))
+    assert simulation.recorded_episodes(again, environment_times=True) == timed
+
+
+def test_a_market_that_takes_its_time(tmp_path: Path) -> None:
+    """What was asked for is granted later, or refused when it is gone by then; and everything still adds up."""
+    run = {"steps": 6, "directory": str(tmp_path / "runs"), "seed": 3}
+    run_dir = simulate(tmp_path, run=run, simulation={"numbers": {"spot_queue_s": 3.0}})
+    seen = [(t_ns, event) for t_ns, event in events(run_dir)]
+    granted = [t_ns for t_ns, event in seen if isinstance(event, e.LeaseGranted) and event.lease.startswith("spot")]
+    assert granted
+    assert min(granted) >= 3 * NS_PER_S
+    assert books_balance(run_dir)
+
+
+@pytest.mark.parametrize(
+    ("spot", "found"),
+    [
+        ({"max_workers": 0}, "providers.spot.max_workers is 0: no worker comes from it"),
+        ({"start_s": 500, "end_s": 600}, "no instance is there: no worker comes from it"),
+        ({"start_s": 20, "end_s": 90}, "nothing changes: late.csv:3 is at 9 s, late.csv:4 is at 400 s"),
+        ({"start_s": 0, "end_s": 999}, "the market stays as it is at 410 s, where the trace ends"),
+    ],
+)
+def test_nothing_comes_of_nothing_and_says_so(tmp_path: Path, spot: dict[str, Any], found: str) -> None:
+    trace = tmp_path / "late.csv"
+    trace.write_text("time_s,event,instance_id\n0,add,a\n9,add,b\n400,remove,a\n410,remove,b\n")
+    settings = config(tmp_path, providers={"spot": {"trace": str(trace), **spot}})
+    plan = compose.resolve(settings, ["spot"], "test")
+    told: list[str] = []
+    outcome = simulation.simulate(plan, compose.new_run_dir(settings), PLAIN, note=told.append)
+    assert outcome.failed == ""
+    (line,) = told
+    assert line.startswith("providers.spot")
+    assert found in line
+
+
+def test_the_planners_example(tmp_path: Path) -> None:
+    overrides = ["run.steps=1", "rollout.groups=4", "rollout.group_size=4", f"run.directory={tmp_path}"]
+    settings = load_config(PLANNER, overrides)
+    plan = compose.resolve(settings, settings.simulation.providers, str(PLANNER))
+    outcome = simulation.simulate(plan, compose.new_run_dir(settings), PLAIN)
+    assert outcome.failed == ""
+    gpus = {name: s.max_workers * s.gpus_per_worker for name, s in plan.providers.items()}
+    assert settings.trainer.gpus + sum(gpus.values()) == 64
+    assert books_balance(outcome.run_dir)
 
 
 def test_only_live_runs_make_profiles(tmp_path: Path) -> None:
@@ -236,5 +384,5 @@ def test_bad_sessions(tmp_path: Path, row: str, found: str) -> None:
 
 
 def test_experiments_are_plain_data() -> None:
-    experiment = simulation.Experiment(profile="local")
+    experiment = simulation.Experiment(profile="local", profiles={"spot": "H20/Qwen3-8B"})
     assert msgspec.json.decode(msgspec.json.encode(experiment), type=simulation.Experiment) == experiment

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from elastic.core.types import NS_PER_S, Account, FinishReason, Nanoseconds, Progress, TurnId, WeightMode
 from elastic.sim.loop import EventLoop
-from elastic.sim.performance.prefix_cache import PrefixCache
+from elastic.sim.performance.prefix_cache import PrefixCache, Prompt
 from elastic.sim.performance.profile import EngineRates
 
 CREEP = 1e-12
@@ -23,30 +23,26 @@ CREEP = 1e-12
 
 
 class Job:
-    """One attempt at a turn of `length` tokens in all, `start` of which are accepted already."""
+    """One attempt at a turn of `length` tokens in all, `start` of which are accepted already.
 
-    __slots__ = (
-        "admissions",
-        "attempt",
-        "cacheable",
-        "cached",
-        "context",
-        "conversation",
-        "decoding",
-        "joined",
-        "length",
-        "position",
-        "prefill_left",
-        "prefilled",
-        "recompute",
-        "reported",
-        "running",
-        "shared",
-        "start",
-        "told",
-        "truncated",
-        "turn",
-    )
+    The first `shared_tokens` of its context are the same for everybody whose `shared` is this.
+    """
+
+    admissions = 0
+    cached = 0
+    """What its first admission found in the prefix cache."""
+    cacheable = True
+    decoding = False
+    joined = 0
+    """While it decodes: its position is the engine's clock minus this."""
+    prefill_left = 0
+    prefilled = 0
+    prompt: Prompt | None = None
+    """While it runs: what it shares, which counts once for all."""
+    behind = 0
+    """How many of its tokens are in there."""
+    running = False
+    told = False
 
     def __init__(
         self,
@@ -58,29 +54,20 @@ class Job:
         start: int,
         length: int,
         longest: int,
+        shared_tokens: int = 0,
     ) -> None:
         self.turn = turn
         self.attempt = attempt
         self.conversation = conversation
         self.shared = shared
+        self.shared_tokens = shared_tokens
         self.context = prompt + start
         self.start = start
         self.length = length
         self.truncated = length >= longest
         self.position = start
         self.reported = start
-        self.joined = 0
-        """While it decodes: its position is the engine's clock minus this."""
-        self.decoding = False
-        self.prefill_left = 0
-        self.prefilled = 0
-        self.cached = 0
-        """What its first admission found in the prefix cache."""
-        self.cacheable = True
-        self.admissions = 0
         self.recompute = attempt > 1
-        self.running = False
-        self.told = False
 
     @property
     def finish(self) -> FinishReason:
@@ -442,11 +429,11 @@ class EngineModel:
             computed = min(job.prefill_left, count * done)
             job.prefill_left -= computed
             job.prefilled += computed
+            if job.cacheable and job.behind + self._rates.kv_block_tokens < job.shared_tokens:
+                self._share_prompt(job)
             if job.prefill_left:
                 continue
             self._prefilling.remove(job)
-            if job.start == 0 and job.shared and job.cacheable:
-                self._cache.keep(job.shared, job.context)
             self._join(job)
             if job.position >= job.length:
                 chunks.append(self._ended(job, job.finish))
@@ -454,6 +441,12 @@ class EngineModel:
                 self._fresh.append(job)
                 self._arm_flush()
         return chunks
+
+    def _share_prompt(self, job: Job) -> None:
+        """Members of its group that are admitted from now on find what it has computed of their prompt."""
+        computed = job.context + job.position - job.start - job.prefill_left
+        job.prompt = self._cache.share(job.shared, min(computed, job.shared_tokens - 1), job.prompt)
+        job.behind = job.prompt.tokens if job.prompt is not None else 0
 
     def _join(self, job: Job) -> None:
         """The iteration that ends a prefill samples the next token."""
@@ -482,23 +475,30 @@ class EngineModel:
         return bool(self._prefilling or self._decoding)
 
     def _admit(self) -> None:
-        rates = self._rates
-        while self._waiting and self._held is None and self.executing < rates.max_batch:
+        """As long as something of the next chunk of prefill is left."""
+        if not self._waiting:
+            return
+        rates, cache = self._rates, self._cache
+        chunk = rates.prefill_chunk_tokens - sum(job.prefill_left for job in self._prefilling)
+        while chunk > 0 and self._waiting and self._held is None and self.executing < rates.max_batch:
             job = self._waiting[0]
             tokens = job.context + job.position - job.start
-            if tokens > rates.kv_tokens - self._used_tokens and self.executing:
+            if tokens - cache.in_use(job.shared) > rates.kv_tokens - self._used_tokens and self.executing:
                 return
             self._waiting.popleft()
-            cached = self._cache.find(job.conversation, job.shared, tokens)
+            cached, prompt = cache.take(job.conversation, job.shared, tokens)
+            job.prompt = prompt
+            job.behind = prompt.tokens if prompt is not None else 0
             job.running = True
             job.prefill_left = tokens - cached
+            chunk -= job.prefill_left
             job.admissions += 1
             if job.admissions == 1:
                 job.cached = cached
             self.prompt_tokens += tokens
             self.prefix_hit_tokens += cached
-            self._used_tokens += tokens
-            self._cache.shrink_to(rates.kv_tokens - self._used_tokens)
+            self._used_tokens += tokens - (job.behind if prompt is not None and prompt.users > 1 else 0)
+            cache.shrink_to(rates.kv_tokens - self._used_tokens)
             self._prefilling.append(job)
 
     def _make_room(self) -> None:
@@ -522,7 +522,8 @@ class EngineModel:
     def _preempt(self, job: Job) -> None:
         """Back to the front of the queue: what it had is computed again."""
         self._leave(job)
-        job.recompute = True
+        self._leave_prompt(job)
+        job.recompute = job.cacheable = True
         self._waiting.appendleft(job)
 
     def _leave(self, job: Job) -> None:
@@ -533,8 +534,15 @@ class EngineModel:
             self._context_tokens -= job.context + job.position - job.start
         else:
             self._prefilling.remove(job)
-        self._used_tokens -= job.context + job.position - job.start
+        self._used_tokens -= job.context + job.position - job.start - job.behind
         job.running = job.decoding = False
+
+    def _leave_prompt(self, job: Job) -> None:
+        """After its own tokens are kept, if they are: a prompt is forgotten later than what follows it."""
+        if job.prompt is not None:
+            self._used_tokens -= self._cache.leave(job.shared, job.prompt)
+            job.prompt = None
+        job.behind = 0
 
     def _position(self, job: Job) -> int:
         return self._clock - job.joined if job.decoding else job.position
@@ -544,8 +552,9 @@ class EngineModel:
             decoding = job.decoding
             self._leave(job)
             if decoding and job.cacheable:
-                self._cache.keep(job.conversation, job.context + job.position - job.start - 1)
-                self._cache.shrink_to(self._rates.kv_tokens - self._used_tokens)
+                self._cache.keep(job.conversation, job.context + job.position - job.start - 1, job.behind)
+            self._leave_prompt(job)
+            self._cache.shrink_to(self._rates.kv_tokens - self._used_tokens)
         else:
             self._waiting.remove(job)
         del self._jobs[job.turn]

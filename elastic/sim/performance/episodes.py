@@ -25,32 +25,52 @@ class Episode(msgspec.Struct, frozen=True):
     reward: float
 
 
-class Episodes(Protocol):
-    def episode(self, trajectory: TrajectoryId) -> Episode: ...
-
-
-class RecordedEpisodes:
-    """Those of a live run. A trajectory that it has not finished is like another one of the same run."""
-
-    def __init__(self, recorded: Mapping[TrajectoryId, Episode]) -> None:
-        if not recorded:
-            raise ValueError("no finished trajectory in the journal: there is nothing to take turn lengths from")
-        self._recorded = recorded
-        self._names = sorted(recorded)
-        self.substituted = 0
-
-    def episode(self, trajectory: TrajectoryId) -> Episode:
-        found = self._recorded.get(trajectory)
-        if found is None:
-            self.substituted += 1
-            found = self._recorded[Random(trajectory).choice(self._names)]
-        return found
-
-
 class EpisodeLimits(msgspec.Struct, frozen=True, kw_only=True):
     max_turns: int
     max_tokens_per_turn: int
     max_context_tokens: int
+
+
+class Episodes(Protocol):
+    def episode(self, trajectory: TrajectoryId) -> Episode: ...
+
+    def notes(self) -> list[str]:
+        """What was not as its source has it, of the episodes so far."""
+        ...
+
+
+class RecordedEpisodes:
+    """Those of a live run, within the limits of this one. A trajectory that it has not finished is like another one."""
+
+    def __init__(self, recorded: Mapping[TrajectoryId, Episode], limits: EpisodeLimits) -> None:
+        if not recorded:
+            raise ValueError("no finished trajectory in the journal: there is nothing to take turn lengths from")
+        self._recorded = recorded
+        self._limits = limits
+        self._names = sorted(recorded)
+        self._taken = self._substituted = self._cut = 0
+
+    def episode(self, trajectory: TrajectoryId) -> Episode:
+        found = self._recorded.get(trajectory)
+        self._taken += 1
+        if found is None:
+            self._substituted += 1
+            found = self._recorded[Random(trajectory).choice(self._names)]
+        turns = _clipped(found.turns, self._limits)
+        self._cut += turns != found.turns
+        return Episode(turns, found.reward)
+
+    def notes(self) -> list[str]:
+        notes = _cut_notes(self._cut, self._taken)
+        if self._substituted:
+            lacking = f"{self._substituted} of {self._taken} trajectories are not in the run that turns are taken from"
+            notes.append(f"{lacking}: others of it stand in for them")
+        return notes
+
+
+def _cut_notes(cut: int, taken: int) -> list[str]:
+    limits = "rollout.max_turns, rollout.max_tokens_per_turn or engine.max_context_tokens"
+    return [f"{cut} of {taken} trajectories are longer than {limits} allows, and were cut"] if cut else []
 
 
 PROMPT_SHARE = 1 / 16
@@ -60,13 +80,15 @@ SPREAD = 0.9
 
 
 class DrawnEpisodes:
-    """A long-tailed mixture within the run's limits, for configurations about whose turns nothing is known."""
+    """A long-tailed mixture within the run's limits, for configurations about whose turns nothing is known; or, with
+    `sessions`, their turns. Members of a group begin with the same prompt, that of one of the sessions."""
 
     def __init__(self, seed: int, limits: EpisodeLimits, sessions: Sequence[Episode] = ()) -> None:
         self._seed = seed
         self._limits = limits
         self._sessions = sessions
         self._difficulties: dict[str, float] = {}
+        self._taken = self._cut = 0
 
     def episode(self, trajectory: TrajectoryId) -> Episode:
         """Members of a group share its difficulty: some groups all fail or all succeed, as in training."""
@@ -75,11 +97,19 @@ class DrawnEpisodes:
         if difficulty is None:
             difficulty = self._difficulties[group] = Random(f"{self._seed}/{group}").random()
         chance = Random(f"{self._seed}/{trajectory}")
-        turns = self._session(chance) if self._sessions else self._drawn(chance)
-        return Episode(_clipped(turns, self._limits), float(chance.random() < difficulty))
+        turns = self._session(chance, group) if self._sessions else self._drawn(chance)
+        clipped = _clipped(turns, self._limits)
+        self._taken += 1
+        self._cut += clipped != turns
+        return Episode(clipped, float(chance.random() < difficulty))
 
-    def _session(self, chance: Random) -> tuple[Turn, ...]:
-        return chance.choice(self._sessions).turns
+    def notes(self) -> list[str]:
+        return _cut_notes(self._cut, self._taken) if self._sessions else []
+
+    def _session(self, chance: Random, group: str) -> tuple[Turn, ...]:
+        prompt = Random(f"{self._seed}/{group}/prompt").choice(self._sessions).turns[0]
+        first, *others = chance.choice(self._sessions).turns
+        return (Turn(prompt.observation_tokens, first.tokens, first.latency_s), *others)
 
     def _drawn(self, chance: Random) -> tuple[Turn, ...]:
         limits = self._limits
@@ -103,7 +133,7 @@ def _clipped(turns: Sequence[Turn], limits: EpisodeLimits) -> tuple[Turn, ...]:
         room = limits.max_context_tokens - limits.max_tokens_per_turn - context
         if kept and turn.observation_tokens > room:
             break
-        observation = max(1, min(turn.observation_tokens, room))
+        observation = min(turn.observation_tokens, room)
         tokens = max(1, min(turn.tokens, limits.max_tokens_per_turn))
         kept.append(Turn(observation, tokens, turn.latency_s))
         context += observation + tokens

@@ -10,7 +10,7 @@ from elastic.core import events as e
 from elastic.core.types import NS_PER_S, EndCause, LeaseId, Nanoseconds, Offer, WorkerId, WorkerRole
 from elastic.sim.loop import EventLoop
 from elastic.sim.performance.lending import LentShare, ServingHost
-from elastic.sim.performance.profile import Profile
+from elastic.sim.performance.profile import Device
 from providers.base import ProviderSettings
 from providers.serverless import ServerlessSettings
 from providers.serving import ServingSettings
@@ -23,7 +23,6 @@ class MarketWorld(Protocol):
     """What a provider sees of its world."""
 
     loop: EventLoop
-    profile: Profile
 
     def feed(self, event: e.Event) -> None: ...
 
@@ -43,18 +42,27 @@ class Held:
 
     id: LeaseId
     workers: list[WorkerId]
+    granted: bool = False
     foretold: EndCause | None = None
 
 
 class Market:
-    """The part that is the same for all: leases of up to `max_workers` workers in all, granted at once."""
+    """The part that is the same for all: leases of up to `max_workers` workers in all.
+
+    `queue_key` and `boot_key` are what the profile calls the times from a request to its grant and from a worker's
+    start to its first words; `delay_key` is what the provider's settings call the time in between.
+    """
 
     role = WorkerRole.ELASTIC
     workers_per_lease = 1
+    queue_key = ""
+    boot_key = "boot_s"
+    delay_key = ""
 
-    def __init__(self, name: str, settings: ProviderSettings, world: MarketWorld) -> None:
+    def __init__(self, name: str, settings: ProviderSettings, device: Device, world: MarketWorld) -> None:
         self.name = name
         self.settings = settings
+        self.device = device
         self._world = world
         self._held: dict[LeaseId, Held] = {}
         self._offered: Offer | None = None
@@ -70,12 +78,17 @@ class Market:
 
     def forget(self, lease: LeaseId) -> None: ...
 
+    def queue_s(self) -> float:
+        """From the request to the grant."""
+        return float(getattr(self.device.profile, self.queue_key)) if self.queue_key else 0.0
+
     def delay_s(self) -> float:
         """From the grant to the worker's process."""
-        return 0.0
+        return float(getattr(self.settings, self.delay_key)) if self.delay_key else 0.0
 
     def boot_s(self) -> float:
-        return self._world.profile.boot_s
+        """From there to its first words."""
+        return float(getattr(self.device.profile, self.boot_key))
 
     def expected_life_s(self) -> float | None:
         return None
@@ -106,7 +119,7 @@ class Market:
             return
         workers = [f"{lease}.{number}" if number else lease for number in range(self.workers_per_lease)]
         held = self._held[lease] = Held(lease, workers)
-        loop.after(0, lambda: self._grant(held, share))
+        loop.after(round(self.queue_s() * NS_PER_S), lambda: self._grant(held, share))
 
     def release(self, lease: LeaseId) -> None:
         if lease in self._held:
@@ -127,7 +140,10 @@ class Market:
         for worker in held.workers:
             self._world.kill_worker(worker)
         self.forget(lease)
-        self._world.feed(e.LeaseEnded(lease=lease, cause=held.foretold or cause, detail=detail))
+        if held.granted:
+            self._world.feed(e.LeaseEnded(lease=lease, cause=held.foretold or cause, detail=detail))
+        else:
+            self._world.feed(e.LeaseRefused(lease=lease, reason=detail or f"{cause} while it waited to be granted"))
         self.announce()
 
     def announce(self, *, again: bool = False) -> None:
@@ -153,6 +169,7 @@ class Market:
     def _grant(self, held: Held, share: LentShare | None) -> None:
         if held.id not in self._held:
             return
+        held.granted = True
         boot_s, delay_ns = self.boot_s(), round(self.delay_s() * NS_PER_S)
         expires_at_ns = self._limit(held)
         self._world.feed(e.LeaseGranted(lease=held.id, workers=tuple(held.workers), expires_at_ns=expires_at_ns))
@@ -176,28 +193,26 @@ class Market:
 
 class ReservedMarket(Market):
     role = WorkerRole.DEDICATED
+    queue_key = "reserved_queue_s"
 
 
 class TrainerMarket(Market):
     role = WorkerRole.TRAINER
-
-    def boot_s(self) -> float:
-        return self._world.profile.trainer_boot_s
+    boot_key = "trainer_boot_s"
 
 
 class ServerlessMarket(Market):
     """Calls that start cold and end by time, with successors beside those that end soon."""
 
     settings: ServerlessSettings
+    queue_key = "serverless_queue_s"
+    delay_key = "cold_start_s"
 
     def free(self) -> int:
         return self.settings.max_workers + self.overlap() - len(self._held)
 
     def overlap(self) -> int:
         return self.settings.max_workers if self.settings.overlap is None else self.settings.overlap
-
-    def delay_s(self) -> float:
-        return self.settings.cold_start_s
 
     def life_s(self) -> float:
         return self.settings.lease_s
@@ -210,9 +225,11 @@ class SpotMarket(Market):
     """Instances come and go as in the trace, exactly as `providers.spot` has them."""
 
     settings: SpotSettings
+    queue_key = "spot_queue_s"
+    delay_key = "boot_delay_s"
 
-    def __init__(self, name: str, settings: SpotSettings, world: MarketWorld) -> None:
-        super().__init__(name, settings, world)
+    def __init__(self, name: str, settings: SpotSettings, device: Device, world: MarketWorld) -> None:
+        super().__init__(name, settings, device, world)
         self._trace = read_spot_trace(traces.find(settings.trace))
         self._instances: dict[str, LeaseId | None] = {}
         self._now_s = settings.start_s
@@ -228,9 +245,6 @@ class SpotMarket(Market):
 
     def free(self) -> int:
         return sum(lease is None for lease in self._instances.values())
-
-    def delay_s(self) -> float:
-        return self.settings.boot_delay_s
 
     def expected_life_s(self) -> float | None:
         life_s = self._trace.mean_life_s(self._now_s)
@@ -275,7 +289,7 @@ class SpotMarket(Market):
         detail = f"the market took instance {instance} back"
         held.foretold = EndCause.PREEMPTED
         notice_ns = round(self.settings.notice_s * NS_PER_S)
-        if notice_ns <= 0:
+        if notice_ns <= 0 or not held.granted:
             self.end(held.id, EndCause.PREEMPTED, detail)
             return
         deadline_ns = self._world.loop.now_ns + notice_ns
@@ -287,11 +301,12 @@ class ServingCluster(Market):
     """Hosts with a load of their own, which they serve first; a lease is one host's loan."""
 
     settings: ServingSettings
+    boot_key = "serving_boot_s"
 
-    def __init__(self, name: str, settings: ServingSettings, world: MarketWorld) -> None:
-        super().__init__(name, settings, world)
+    def __init__(self, name: str, settings: ServingSettings, device: Device, world: MarketWorld) -> None:
+        super().__init__(name, settings, device, world)
         load = settings.load
-        self._warm_ns = world.loop.now_ns + round(world.profile.serving_start_s * NS_PER_S)
+        self._warm_ns = world.loop.now_ns + round(device.profile.serving_start_s * NS_PER_S)
         trace = read_serving_trace(traces.find(load.trace))
         self._hosts = [
             ServingHost(
@@ -310,9 +325,6 @@ class ServingCluster(Market):
 
     def free(self) -> int:
         return len(self._offered_hosts())
-
-    def boot_s(self) -> float:
-        return self._world.profile.serving_boot_s
 
     def take(self, lease: LeaseId) -> LentShare | None:
         free = self._offered_hosts()
@@ -340,7 +352,7 @@ class ServingCluster(Market):
         self._world.loop.after(round(self.settings.poll_s * NS_PER_S), self._look)
 
 
-def market_of(name: str, settings: ProviderSettings, world: MarketWorld) -> Market:
+def market_of(name: str, settings: ProviderSettings, device: Device, world: MarketWorld) -> Market:
     """The model that stands for a provider of these settings. Raises `ValueError` where there is none."""
     kinds: dict[type[ProviderSettings], Callable[..., Market]] = {
         SpotSettings: SpotMarket,
@@ -353,4 +365,30 @@ def market_of(name: str, settings: ProviderSettings, world: MarketWorld) -> Mark
         raise ValueError(f"providers.{name}: no model of this provider to simulate it with; there are: {known}")
     if isinstance(settings, ServingSettings) and settings.urls:
         raise ValueError(f"providers.{name}.urls: hosts that exist cannot be simulated; set hosts instead")
-    return kinds[type(settings)](name, settings, world)
+    return kinds[type(settings)](name, settings, device, world)
+
+
+def doubts(name: str, settings: ProviderSettings) -> list[str]:
+    """Why nothing, or less than one might think, would come of a provider with these settings."""
+    if settings.max_workers == 0:
+        return [f"providers.{name}.max_workers is 0: no worker comes from it"]
+    if isinstance(settings, ServingSettings) and settings.hosts == 0:
+        return [f"providers.{name}.hosts is 0: no worker comes from it"]
+    if isinstance(settings, ServingSettings) and settings.executor is not None:
+        return [f"providers.{name}.executor is not modelled: hosts lend as those with a modelled device do"]
+    return _market_doubts(name, settings) if isinstance(settings, SpotSettings) else []
+
+
+def _market_doubts(name: str, settings: SpotSettings) -> list[str]:
+    path = traces.find(settings.trace)
+    trace, start_s = read_spot_trace(path), settings.start_s
+    end_s = trace.end_s if settings.end_s is None else settings.end_s
+    window = f"providers.{name}: from {start_s:g} s to {end_s:g} s of {path}"
+    inside = [event for event in trace.events if start_s < event.time_s <= end_s]
+    if not inside and not trace.available(start_s):
+        return [f"{window} no instance is there: no worker comes from it"]
+    if not inside:
+        return [f"{window} nothing changes: {trace.hole(path, start_s)}"]
+    if end_s > trace.end_s:
+        return [f"{window} the market stays as it is at {trace.end_s:g} s, where the trace ends"]
+    return []

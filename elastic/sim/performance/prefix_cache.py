@@ -1,10 +1,23 @@
 """The prefix cache of a modelled engine: which conversation's KV is still there, and how many tokens of it.
 
 Kept by conversation rather than by block: what a conversation has computed is one prefix, and the prompt that a
-group's members share is another. The least recently used is forgotten first, from its end.
+group's members share is another, which theirs follow. The least recently used is forgotten first, from its end.
 """
 
 from collections import OrderedDict
+from dataclasses import dataclass
+
+
+@dataclass(slots=True, eq=False)
+class Prompt:
+    """What the members of a group begin with, in memory once; `users` are those that run on it.
+
+    It grows while the first of them computes it, until there is a second one or none.
+    """
+
+    tokens: int
+    users: int = 1
+    grows: bool = True
 
 
 class PrefixCache:
@@ -12,42 +25,82 @@ class PrefixCache:
 
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens
-        self._kept: OrderedDict[str, int] = OrderedDict()
+        self._kept: OrderedDict[str, tuple[int, int]] = OrderedDict()
+        """Of conversations and prompts: tokens, and how many of a prompt stand before them."""
+        self._prompts: dict[str, Prompt] = {}
         self.tokens = 0
 
     def whole_blocks(self, tokens: int) -> int:
         return tokens - tokens % self._block_tokens
 
-    def find(self, conversation: str, shared: str, tokens: int) -> int:
-        """How much of a prompt of `tokens` is cached; its last token is always computed.
+    def in_use(self, group: str) -> int:
+        """Tokens of the group's prompt that somebody runs on, so that they take no more memory."""
+        prompt = self._prompts.get(group)
+        return prompt.tokens if prompt is not None and prompt.users else 0
 
-        The conversation's own prefix is taken out (it is in use from now on), a shared one stays.
+    def take(self, conversation: str, group: str, tokens: int) -> tuple[int, Prompt | None]:
+        """How much of a context of `tokens` is cached, and the group's prompt where it begins with that.
+
+        What is found is in use from now on; a context's last token is always computed.
         """
         most = self.whole_blocks(tokens - 1)
-        own = self._kept.pop(conversation, 0)
+        own, behind = self._kept.pop(conversation, (0, 0))
         self.tokens -= own
-        if own == 0 and shared in self._kept:
-            self._kept.move_to_end(shared)
-            own = self._kept[shared]
-        return min(own, most)
+        prompt = self._prompts.get(group)
+        if (own and not behind) or prompt is None or prompt.tokens > most:
+            return (0 if behind else min(own, most)), None
+        if prompt.users == 0:
+            del self._kept[group]
+            self.tokens -= prompt.tokens
+        prompt.users += 1
+        prompt.grows = False
+        found = own if behind == prompt.tokens else 0
+        return min(prompt.tokens + found, most), prompt
 
-    def keep(self, key: str, tokens: int) -> None:
+    def share(self, group: str, tokens: int, prompt: Prompt | None) -> Prompt | None:
+        """So many of the group's tokens are computed, by a user of `prompt` if there is one: what is shared by now.
+
+        None where the group has a prompt already that this user does not run on.
+        """
         tokens = self.whole_blocks(tokens)
-        self.tokens += tokens - self._kept.pop(key, 0)
-        if tokens:
-            self._kept[key] = tokens
+        if prompt is not None:
+            if prompt.grows:
+                prompt.tokens = max(prompt.tokens, tokens)
+        elif tokens and group not in self._prompts:
+            prompt = self._prompts[group] = Prompt(tokens)
+        return prompt
+
+    def leave(self, group: str, prompt: Prompt) -> int:
+        """One of its users has ended: what nobody uses any more."""
+        prompt.users -= 1
+        prompt.grows = False
+        if prompt.users:
+            return 0
+        if self._prompts.get(group) is prompt:
+            self._kept[group] = (prompt.tokens, 0)
+            self.tokens += prompt.tokens
+        return prompt.tokens
+
+    def keep(self, conversation: str, tokens: int, behind: int = 0) -> None:
+        """A context of `tokens`, the first `behind` of which are its group's prompt."""
+        own = max(0, self.whole_blocks(tokens) - behind)
+        self.tokens += own - self._kept.pop(conversation, (0, 0))[0]
+        if own:
+            self._kept[conversation] = (own, behind)
 
     def shrink_to(self, tokens: int) -> None:
-        """Forget until at most `tokens` are kept."""
+        """Forget until at most `tokens` are kept; of a prompt all or nothing."""
         while self.tokens > max(0, tokens):
-            key, kept = next(iter(self._kept.items()))
-            left = max(0, self.whole_blocks(kept - (self.tokens - max(0, tokens))))
+            key, (kept, behind) = next(iter(self._kept.items()))
+            whole = self._prompts.pop(key, None) is not None
+            left = 0 if whole else max(0, self.whole_blocks(kept - (self.tokens - max(0, tokens))))
             self.tokens -= kept - left
             if left:
-                self._kept[key] = left
+                self._kept[key] = (left, behind)
             else:
                 del self._kept[key]
 
     def forget(self) -> None:
         self._kept.clear()
+        self._prompts.clear()
         self.tokens = 0

@@ -6,6 +6,7 @@ that it is an estimate and within which bounds.
 """
 
 import math
+import re
 import tomllib
 from bisect import bisect_left
 from collections.abc import Mapping
@@ -42,6 +43,7 @@ class EngineRates(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """An engine on its device. `decode_step_s` maps batch sizes to the time of one iteration, linear in between.
 
     `context_s` is what each token of context in the batch adds to an iteration, `overhead_s` what every one costs.
+    `tflops` and `memory_gb_per_s` are what its workers declare.
     """
 
     prefill_tokens_per_s: float
@@ -53,6 +55,9 @@ class EngineRates(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     prefill_chunk_tokens: int
     max_batch: int
     max_pending: int
+    max_context_tokens: int
+    tflops: float | None = None
+    memory_gb_per_s: float | None = None
 
     @cached_property
     def _known_decode_s(self) -> dict[int, float]:
@@ -78,10 +83,11 @@ class EngineRates(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 class Profile(msgspec.Struct, frozen=True, kw_only=True):
     """Everything about devices, links and processes that takes time in a simulated run; times in seconds.
 
-    `boot_s` runs from a worker process's start to its first words; serving hosts that the run starts itself are warm
-    and may be lent after `serving_start_s`. `load_s` is what a pull takes besides its bytes.
-    A group is trained in `train_group_s` and 1/`train_tokens_per_s` for each of its tokens. Environments answer in
-    `reset_s` and `step_s`; with `environment_serial` one after the other, as they do on one event loop.
+    A lease is granted `spot_queue_s`, … after it was asked for. `boot_s` runs from a worker process's start to its
+    first words; serving hosts that the run starts itself are warm and may be lent after `serving_start_s`. `load_s` is
+    what a pull takes besides its bytes. A group is trained in `train_group_s` and, on each of the trainer's GPUs,
+    `train_tokens_per_s`. Environments answer in `reset_s` and `step_s`; with `environment_serial` one after the other,
+    as they do on one event loop.
     """
 
     name: str
@@ -91,6 +97,9 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     overhead_s: float
     kv_tokens: float
     message_s: float
+    spot_queue_s: float
+    reserved_queue_s: float
+    serverless_queue_s: float
     boot_s: float
     serving_start_s: float
     serving_boot_s: float
@@ -112,8 +121,27 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     reward_s: float
 
 
+class ComputedProfile(Profile, frozen=True, kw_only=True):
+    """Of a worker with so many `gpus` of one kind, which can do `tflops` and `memory_gb_per_s` in all."""
+
+    model: str
+    gpus: int
+    tflops: float
+    memory_gb_per_s: float
+
+
+class Device(msgspec.Struct, frozen=True, kw_only=True):
+    """What the workers of one provider are."""
+
+    profile: Profile
+    rates: EngineRates
+
+
 _TABLE_KEYS = ("decode_step_s",)
 _KEYS = tuple(field for field in Profile.__struct_fields__ if field not in ("name", *_TABLE_KEYS))
+_RATES = ("prefill_tokens_per_s", "kv_tokens", "link_bytes_per_s", "relay_bytes_per_s", "train_tokens_per_s")
+"""Time is divided by these."""
+_COMPUTED = re.compile(r"(?P<device>\w[\w.-]*)/(?P<model>\w[\w.-]*)(:(?P<parallel>.*))?")
 
 
 def profile_names() -> list[str]:
@@ -123,16 +151,29 @@ def profile_names() -> list[str]:
     return [name.removeprefix("profile-") for name in files] + [f"{d}/{m}" for d in devices for m in models]
 
 
-def load_profile(name: str) -> Profile:
-    """By name, or by a path to a file. Raises `ProfileError`."""
+def load_profile(name: str, gpus: int = 1) -> Profile:
+    """By name, or by a path to a file. `DEVICE/MODEL` is of so many `gpus` a worker, unless it says `:tpN` itself.
+
+    Raises `ProfileError`.
+    """
     shipped = DATA / f"profile-{name}.toml"
     if "/" not in name and shipped.is_file():
         return read_profile(shipped)
     if Path(name).is_file():
         return read_profile(Path(name))
-    if "/" in name and not name.endswith(".toml"):
-        return _computed(name)
-    raise ProfileError(f"no profile {name!r}: neither a file nor one of {', '.join(profile_names())}")
+    computed = _COMPUTED.fullmatch(name)
+    if computed is None or name.endswith(".toml"):
+        raise ProfileError(f"no profile {name!r}: neither a file nor one of {', '.join(profile_names())}")
+    return _computed(name, computed["device"], computed["model"], _parallel(name, computed["parallel"], gpus))
+
+
+def _parallel(name: str, text: str | None, gpus: int) -> int:
+    if text is None:
+        return gpus
+    count = text.removeprefix("tp")
+    if count == text or not (count.isascii() and count.isdigit()) or int(count) < 1:
+        raise ProfileError(f"{name}: found {text!r}; allowed: DEVICE/MODEL or DEVICE/MODEL:tpN, N from 1 on")
+    return int(count)
 
 
 def read_profile(path: Path) -> Profile:
@@ -142,6 +183,17 @@ def read_profile(path: Path) -> Profile:
         raise ProfileError(f"{path}: {unknown[0]}: unknown key; allowed: {', '.join((*_KEYS, *_TABLE_KEYS))}")
     values: dict[str, float] = {key: _number(path, raw, key).value for key in _KEYS}
     return Profile(name=path.stem.removeprefix("profile-"), decode_step_s=_steps(path, raw), **values)
+
+
+def with_numbers(profile: Profile, numbers: Mapping[str, float]) -> Profile:
+    """The profile with what is known better. Raises `ProfileError`."""
+    for key, value in numbers.items():
+        if key not in _KEYS:
+            raise ProfileError(f"{key}: unknown key; allowed: {', '.join(_KEYS)}")
+        if not math.isfinite(value) or value < 0 or (value == 0 and key in _RATES):
+            allowed = "a positive number" if key in _RATES else "a finite number from 0 on"
+            raise ProfileError(f"{key}: found {value}; allowed: {allowed}")
+    return msgspec.structs.replace(profile, **numbers)
 
 
 def write_profile(path: Path, numbers: Mapping[str, Number], decode_step_s: Mapping[int, Number]) -> None:
@@ -182,6 +234,8 @@ def _number(path: Path, table: Mapping[str, Any], key: str, where: str = "") -> 
         raise ProfileError(f"{path}: {name}: {error}; allowed: {allowed}") from error
     if not math.isfinite(number.value) or number.value < 0:
         raise ProfileError(f"{path}: {name}: found {number.value}; allowed: a finite number from 0 on")
+    if number.value == 0 and key in _RATES:
+        raise ProfileError(f"{path}: {name}: found 0; allowed: a positive number, as time is divided by it")
     if bool(number.source) == bool(number.estimate):
         raise ProfileError(f"{path}: {name}: needs either a source or an estimate with low and high")
     if number.estimate and (number.low is None or number.high is None):
@@ -208,14 +262,9 @@ def _steps(path: Path, raw: Mapping[str, Any]) -> dict[int, float]:
 # Device and model
 
 
-def _computed(name: str) -> Profile:
+def _computed(name: str, device_name: str, model_name: str, gpus: int) -> ComputedProfile:
     """A roofline: prefill and training by arithmetic, decode by what must be read from memory, each at the share of
     the device's peak that `efficiency.toml` estimates."""
-    device_name, _, rest = name.partition("/")
-    model_name, _, parallel = rest.partition(":tp")
-    gpus = int(parallel) if parallel.isdecimal() and int(parallel) else 1
-    if rest != model_name and not parallel.isdecimal():
-        raise ProfileError(f"{name}: found {rest!r}; allowed: DEVICE/MODEL or DEVICE/MODEL:tpN")
     device = _sheet(DATA / HARDWARE, device_name, "device")
     model = _sheet(DATA / MODELS, model_name, "model")
     share = {key: _number(DATA / EFFICIENCY, _read(DATA / EFFICIENCY), key).value for key in _read(DATA / EFFICIENCY)}
@@ -233,8 +282,12 @@ def _computed(name: str) -> Profile:
     token_flops = FLOPS_PER_WEIGHT * model["parameters"]
     read_s = weights_bytes / bytes_per_s
     compute_s = token_flops / (flops_per_s * share["prefill_flops_share"])
-    return Profile(
+    return ComputedProfile(
         name=name,
+        model=model_name,
+        gpus=gpus,
+        tflops=device["bf16_tflops"] * gpus,
+        memory_gb_per_s=device["memory_gb_per_s"] * gpus,
         prefill_tokens_per_s=flops_per_s * share["prefill_flops_share"] / token_flops,
         decode_step_s={batch: max(read_s, batch * compute_s) for batch in BATCHES},
         context_s=kv_bytes / bytes_per_s,
@@ -242,12 +295,15 @@ def _computed(name: str) -> Profile:
         kv_tokens=float(int(kv_room / kv_bytes)),
         keyframe_bytes=weights_bytes,
         delta_bytes=weights_bytes * share["delta_share"],
-        train_tokens_per_s=flops_per_s * share["training_flops_share"] / (3 * token_flops),
+        train_tokens_per_s=flops_per_s / gpus * share["training_flops_share"] / (3 * token_flops),
         apply_s=weights_bytes * 2 / bytes_per_s,
         **{
             key: share[key]
             for key in (
                 "message_s",
+                "spot_queue_s",
+                "reserved_queue_s",
+                "serverless_queue_s",
                 "boot_s",
                 "serving_start_s",
                 "serving_boot_s",

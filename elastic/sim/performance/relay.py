@@ -11,7 +11,7 @@ class Relay:
         self._profile = profile
         self._free_ns: Nanoseconds = 0
 
-    def pull(self, have: int | None, wanted: int) -> tuple[int, Nanoseconds]:
+    def pull(self, have: int | None, wanted: int, puller: Profile) -> tuple[int, Nanoseconds]:
         """What a pull moves, and when it is there: a keyframe to one without weights, else a delta a version."""
         profile = self._profile
         first = have is None or have > wanted
@@ -20,6 +20,6 @@ class Relay:
         sent_ns = round(size_bytes / profile.relay_bytes_per_s * NS_PER_S)
         begin_ns = max(self._loop.now_ns, self._free_ns)
         self._free_ns = begin_ns + sent_ns
-        besides_s = profile.first_load_s if first else profile.load_s
-        link_ns = round((size_bytes / profile.link_bytes_per_s + besides_s) * NS_PER_S)
+        besides_s = puller.first_load_s if first else puller.load_s
+        link_ns = round((size_bytes / puller.link_bytes_per_s + besides_s) * NS_PER_S)
         return round(size_bytes), max(begin_ns + link_ns, self._free_ns)

@@ -33,7 +33,7 @@ from elastic.sim.performance.engine import Job
 from elastic.sim.performance.episodes import Episode, Episodes
 from elastic.sim.performance.lending import LentShare
 from elastic.sim.performance.markets import Market, TrainerMarket, market_of
-from elastic.sim.performance.profile import EngineRates, Profile
+from elastic.sim.performance.profile import Device
 from elastic.sim.performance.relay import Relay
 from elastic.sim.performance.worker import WorkerModel
 from providers.base import ProviderSettings
@@ -126,26 +126,31 @@ class RunSettings:
     scored_by_function: bool = False
     reward_s: float = 0.0
     reward_usd: float = 0.0
+    environments_take_time: bool = True
+    """Besides the latencies of their turns."""
 
 
 class SimulatedRun:
-    """`live` runs to the end. `providers` are the live ones' settings by name; `trainer` those of its device."""
+    """`live` runs to the end. `providers` are the live ones' settings by name; `trainer` those of its device.
+
+    `devices` has what the workers of each are, the trainer's among them: its profile is also that of what there is once
+    in a run, such as environments and the relay.
+    """
 
     def __init__(
         self,
         scheduler: Scheduler,
         settings: RunSettings,
-        profile: Profile,
-        rates: EngineRates,
+        devices: Mapping[str, Device],
         trainer: ProviderSettings,
         providers: Mapping[str, ProviderSettings],
         episodes: Episodes,
         chronicle: Chronicle,
     ) -> None:
+        self._trainer_provider = scheduler.plan.trainer_provider
+        profile = devices[self._trainer_provider].profile
         self.loop = EventLoop()
         self.scheduler = scheduler
-        self.profile = profile
-        self.rates = rates
         self.relay = Relay(self.loop, profile)
         self.heartbeat_ns = settings.heartbeat_ns
         self.flush_ns = settings.flush_ns
@@ -158,13 +163,15 @@ class SimulatedRun:
         self.function_usd = 0.0
         self.failed = ""
         self._settings = settings
-        self._episodes = episodes
+        self.episodes = episodes
         self._chronicle = chronicle
-        self._trainer_provider = scheduler.plan.trainer_provider
-        self._markets: dict[str, Market] = {
-            self._trainer_provider: TrainerMarket(self._trainer_provider, trainer, self)
-        }
-        self._markets |= {name: market_of(name, s, self) for name, s in providers.items()}
+        self._profile = profile
+        own = settings.environments_take_time
+        self._reset_s, self._step_s = (profile.reset_s, profile.step_s) if own else (0.0, 0.0)
+        self._train_tokens_per_s = profile.train_tokens_per_s * trainer.gpus_per_worker
+        name = self._trainer_provider
+        self.markets: dict[str, Market] = {name: TrainerMarket(name, trainer, devices[name], self)}
+        self.markets |= {name: market_of(name, s, devices[name], self) for name, s in providers.items()}
         self._workers: dict[WorkerId, WorkerModel] = {}
         self._market_of: dict[LeaseId, Market] = {}
         self._epochs: dict[WorkerId, int] = {}
@@ -185,7 +192,7 @@ class SimulatedRun:
         )
         self._execute: dict[type[c.Command], Callable[[Any], None]] = {
             c.AcquireLease: self._acquire_lease,
-            c.ReleaseLease: lambda k: self._markets[k.provider].release(k.lease),
+            c.ReleaseLease: lambda k: self.markets[k.provider].release(k.lease),
             c.StartTurn: self._start_turn,
             c.FinishTurn: self._finish_turn,
             c.FailTurn: self._fail_turn,
@@ -204,7 +211,7 @@ class SimulatedRun:
 
     def live(self, *, sample: Callable[[], None] = lambda: None, sample_ns: Nanoseconds = NS_PER_S // 2) -> str:
         """Run to the end; returns the cause of failure, empty if there is none. Raises `SimulationError`."""
-        for market in self._markets.values():
+        for market in self.markets.values():
             self.loop.after(0, market.start)
         self._sample_every(sample, sample_ns, 0)
         with _rare_collections():
@@ -226,7 +233,8 @@ class SimulatedRun:
             self._give_up(f"nothing has come of the run since {since_s:.1f} s: no token, and nothing trained")
 
     def _busy(self, until_ns: Nanoseconds) -> None:
-        self._busy_until_ns = max(self._busy_until_ns, until_ns)
+        if until_ns > self._busy_until_ns:
+            self._busy_until_ns = until_ns
 
     def stop(self, reason: str) -> None:
         """From within `sample`: give everything back and end."""
@@ -291,17 +299,16 @@ class SimulatedRun:
         turn = self._turns.get(command.turn)
         if turn is None:
             return None
-        first = command.turn.endswith("/0")
-        group = turn.trajectory.rpartition("/")[0] if first else ""
         turn.job = Job(
             turn.id,
             command.attempt,
             turn.trajectory,
-            group,
+            turn.trajectory.rpartition("/")[0],
             turn.prompt,
             command.start,
             turn.length,
             self._settings.max_tokens_per_turn,
+            self._running[turn.trajectory].episode.turns[0].observation_tokens,
         )
         return turn.job
 
@@ -311,7 +318,8 @@ class SimulatedRun:
     def boot_worker(
         self, worker: WorkerId, lease: LeaseId, role: WorkerRole, boot_ns: Nanoseconds, share: LentShare | None
     ) -> None:
-        born = self._workers[worker] = WorkerModel(self, worker, lease, role, share)
+        device = self._market_of[lease].device
+        born = self._workers[worker] = WorkerModel(self, worker, lease, role, device, share)
         version = self._trained_version if role is WorkerRole.TRAINER else None
         self.loop.after(boot_ns, lambda: born.join(version))
 
@@ -326,7 +334,7 @@ class SimulatedRun:
             self._market_of[left.lease].worker_left(left.lease, worker)
 
     def _acquire_lease(self, command: c.AcquireLease) -> None:
-        market = self._market_of[command.lease] = self._markets[command.provider]
+        market = self._market_of[command.lease] = self.markets[command.provider]
         market.acquire(command.lease)
 
     # Turns
@@ -390,14 +398,14 @@ class SimulatedRun:
 
     def _start_group(self, command: c.StartGroup) -> None:
         for trajectory in command.trajectories:
-            self._running[trajectory] = _Running(self._episodes.episode(trajectory), self.loop.now_ns)
-            self._environment(self.profile.reset_s, trajectory)
+            self._running[trajectory] = _Running(self.episodes.episode(trajectory), self.loop.now_ns)
+            self._environment(self._reset_s, trajectory)
 
     def _environment(self, work_s: float, trajectory: TrajectoryId) -> None:
         """The environment works, and the turn's own latency passes; then the next turn is asked for."""
         begin_ns = self.loop.now_ns
         work_ns = round(work_s * NS_PER_S)
-        if self.profile.environment_serial:
+        if self._profile.environment_serial:
             begin_ns = max(begin_ns, self._environment_free_ns)
             self._environment_free_ns = begin_ns + work_ns
         running = self._running[trajectory]
@@ -449,7 +457,7 @@ class SimulatedRun:
             running.turns += 1
             running.context += turn.tokens
             running.policy_tokens += turn.tokens
-            self._environment(self.profile.step_s, turn.trajectory)
+            self._environment(self._step_s, turn.trajectory)
 
     def _fail_turn(self, command: c.FailTurn) -> None:
         turn = self._turns.pop(command.turn, None)
@@ -521,7 +529,7 @@ class SimulatedRun:
     def _train_group(self, command: c.TrainGroup) -> None:
         members = [self._finished.pop(trajectory) for trajectory in command.trajectories]
         tokens = sum(member.context for member in members)
-        work_s = self.profile.train_group_s + tokens / self.profile.train_tokens_per_s
+        work_s = self._profile.train_group_s + tokens / self._train_tokens_per_s
         self._on_trainer(work_s, lambda _: self.tell(e.GroupTrained(group=command.group)))
 
     def _drop_group(self, command: c.DropGroup) -> None:
@@ -536,7 +544,7 @@ class SimulatedRun:
             trainer.engine.use_version(command.version)
             self.loop.after(self.message_ns, lambda: self._published(command))
 
-        self._on_trainer(self.profile.update_s, publish)
+        self._on_trainer(self._profile.update_s, publish)
 
     def _published(self, command: c.UpdateWeights) -> None:
         self.feed(e.WeightsPublished(version=command.version))

@@ -20,7 +20,7 @@ from elastic.core.types import (
 from elastic.sim.loop import EventLoop
 from elastic.sim.performance.engine import EngineModel, Job
 from elastic.sim.performance.lending import LentShare
-from elastic.sim.performance.profile import EngineRates, Profile
+from elastic.sim.performance.profile import Device
 from elastic.sim.performance.relay import Relay
 
 
@@ -28,8 +28,6 @@ class WorkerWorld(Protocol):
     """What a worker sees of its world. `feed` is told what arrives; `send` adds a message's way."""
 
     loop: EventLoop
-    profile: Profile
-    rates: EngineRates
     relay: Relay
     heartbeat_ns: Nanoseconds
     flush_ns: Nanoseconds
@@ -55,13 +53,21 @@ class WorkerModel:
     """`share` is that of a borrowed device. `version` is what it brings along, the trainer's own."""
 
     def __init__(
-        self, world: WorkerWorld, worker: WorkerId, lease: LeaseId, role: WorkerRole, share: LentShare | None = None
+        self,
+        world: WorkerWorld,
+        worker: WorkerId,
+        lease: LeaseId,
+        role: WorkerRole,
+        device: Device,
+        share: LentShare | None = None,
     ) -> None:
         self.id = worker
         self.lease = lease
         self.role = role
         self.alive = True
         self.share = share
+        self._profile = device.profile
+        self._rates = device.rates
         self._world = world
         self._epoch = 0
         self._draining = False
@@ -97,7 +103,7 @@ class WorkerModel:
             self.alive = False
             return
         self._booting_ns = world.loop.now_ns - self._born_ns
-        self.engine = EngineModel(world.loop, world.rates, self._say_tokens, world.flush_ns, self.share)
+        self.engine = EngineModel(world.loop, self._rates, self._say_tokens, world.flush_ns, self.share)
         if version is not None:
             self.engine.use_version(version)
             self.engine.set_idle_account(Account.IDLE)
@@ -105,9 +111,11 @@ class WorkerModel:
         capabilities = Capabilities(
             engine="simulated",
             replayable_sampling=True,
-            max_context_tokens=int(world.rates.kv_tokens),
+            max_context_tokens=self._rates.max_context_tokens,
             device="none",
-            max_batch=world.rates.max_batch,
+            tflops=self._rates.tflops,
+            memory_gb_per_s=self._rates.memory_gb_per_s,
+            max_batch=self._rates.max_batch,
         )
         world.tell(e.WorkerJoined(worker=self.id, epoch=epoch, capabilities=capabilities, weights_version=version))
         self._report()
@@ -149,7 +157,7 @@ class WorkerModel:
             self._world.loop.after(self._world.heartbeat_ns, self._beat)
 
     def _credit(self) -> int:
-        engine, rates = self._running, self._world.rates
+        engine, rates = self._running, self._rates
         if self._draining or engine.asleep:
             return 0
         most = rates.max_batch + rates.max_pending
@@ -218,14 +226,14 @@ class WorkerModel:
         if have == command.version:
             world.tell(e.WeightsApplied(worker=self.id, epoch=self._epoch, version=command.version))
             return
-        size_bytes, pulled_ns = world.relay.pull(have, command.version)
+        size_bytes, pulled_ns = world.relay.pull(have, command.version, self._profile)
         world.loop.at(pulled_ns, lambda: self._pulled(command, size_bytes, began_ns))
 
     def _pulled(self, command: c.LoadWeights, size_bytes: int, began_ns: Nanoseconds) -> None:
         if not self.alive or self._wanted != command.version:
             return
         world, pulled_ns = self._world, self._world.loop.now_ns
-        apply_ns = round(world.profile.apply_s * 1e9)
+        apply_ns = round(self._profile.apply_s * 1e9)
 
         def applied() -> None:
             if not self.alive:
@@ -265,7 +273,7 @@ class WorkerModel:
         self._running.close()
         if self.share is not None:
             self.share.end()
-        self._world.loop.after(round(self._world.profile.exit_s * 1e9), lambda: self._world.worker_left(self.id))
+        self._world.loop.after(round(self._profile.exit_s * 1e9), lambda: self._world.worker_left(self.id))
 
     # The trainer's
 
