@@ -1,6 +1,7 @@
 """The folded engine: whatever befalls it, every token is reported once and every nanosecond is accounted for."""
 
 from collections.abc import Sequence
+from functools import partial
 
 import pytest
 from hypothesis import given
@@ -26,6 +27,7 @@ def rates(**changes: float) -> EngineRates:
             "prefill_chunk_tokens": 64,
             "max_batch": 4,
             "max_pending": 2,
+            "max_context_tokens": 4096,
             **changes,
         }
     )
@@ -56,9 +58,12 @@ class Watched:
             if chunk.finish is not None:
                 self.ended[chunk.turn] = (chunk.finish, self.loop.now_ns)
 
-    def submit(self, turn: str, prompt: int, length: int, conversation: str = "") -> None:
+    def submit(
+        self, turn: str, prompt: int, length: int, conversation: str = "", group: str = "", shared: int = 0
+    ) -> None:
+        """The first `shared` tokens of the prompt are the group's."""
         self.tokens[turn] = 0
-        self.engine.submit(Job(turn, 1, conversation or turn, "", prompt, 0, length, LONGEST))
+        self.engine.submit(Job(turn, 1, conversation or turn, group, prompt, 0, length, LONGEST, shared))
 
     def run(self) -> None:
         self.loop.run(10_000 * NS_PER_S)
@@ -102,6 +107,33 @@ def test_the_next_turn_of_a_conversation_finds_its_prefix() -> None:
     assert watched.engine.prefix_hit_tokens == 96
 
 
+def test_a_prompt_that_a_group_shares_is_in_memory_once() -> None:
+    """Of 2,000 tokens' room, four prompts of 1,000 and what follows them; what is computed of one is found at once."""
+    watched = Watched(rates(kv_tokens=2000))
+    for member in range(4):
+        watched.submit(f"g/{member}", prompt=1000, length=50, group="g", shared=1000)
+    watched.loop.run(round(1.5 * NS_PER_S))
+    assert watched.engine.executing == 4
+    assert watched.engine.prefix_hit_tokens == 3 * 960, "as much as is computed when the last chunk has room for more"
+    assert watched.engine.kv_used_share < 1300 / 2000
+    watched.run()
+    assert watched.engine.kv_used_share == 0
+    watched.submit("g/4", prompt=1000, length=5, group="g", shared=1000)
+    watched.submit("g/0/1", prompt=1100, length=5, conversation="g/0", group="g", shared=1000)
+    watched.run()
+    assert watched.engine.prefix_hit_tokens == 4 * 960 + 1040, "of 1,049 tokens with KV, whole blocks"
+
+
+def test_a_waiting_turn_begins_when_the_chunk_has_room() -> None:
+    watched = Watched(rates())
+    for number in range(3):
+        watched.submit(f"{number}", prompt=100, length=50)
+    watched.loop.run(NS_PER_S // 100)
+    assert (watched.engine.executing, watched.engine.pending) == (1, 2)
+    watched.loop.run(NS_PER_S // 10)
+    assert (watched.engine.executing, watched.engine.pending) == (2, 1)
+
+
 TURN = st.tuples(st.integers(0, 2000), st.integers(1, 300), st.integers(1, LONGEST), st.integers(0, 4))
 
 
@@ -112,7 +144,7 @@ def test_nothing_is_lost_or_repeated(turns: list[tuple[int, int, int, int]], abo
     watched = Watched(rates(kv_tokens=512))
     loop, engine = watched.loop, watched.engine
     for number, (at_ms, prompt, length, talk) in enumerate(turns):
-        action = lambda n=number, p=prompt, k=length, t=talk: watched.submit(f"{n}", p, k, f"talk {t}")  # noqa: E731
+        action = partial(watched.submit, f"{number}", prompt, length, f"talk {talk}", f"group {talk % 2}", prompt // 2)
         loop.at(at_ms * NS_PER_S // 1000, action)
     for at_ms, number in aborts:
         loop.at(at_ms * NS_PER_S // 1000, lambda n=number: engine.abort(f"{n}", 1))
@@ -163,7 +195,7 @@ def test_new_weights_lose_nothing(
         engine.hold_admissions(apply, mode)
 
     for number, (at_ms, prompt, length, talk) in enumerate(turns):
-        action = lambda n=number, p=prompt, k=length, t=talk: watched.submit(f"{n}", p, k, f"talk {t}")  # noqa: E731
+        action = partial(watched.submit, f"{number}", prompt, length, f"talk {talk}", f"group {talk % 2}", prompt // 2)
         loop.at(at_ms * NS_PER_S // 1000, action)
     for at_ms in swaps:
         loop.at(at_ms * NS_PER_S // 1000, swap)
@@ -182,7 +214,7 @@ def test_new_weights_lose_nothing(
 def test_a_prompt_is_prefilled_but_for_what_is_cached(turns: list[tuple[int, int, int, int]]) -> None:
     watched = Watched(rates())
     for number, (at_ms, prompt, length, talk) in enumerate(turns):
-        action = lambda n=number, p=prompt, k=length, t=talk: watched.submit(f"{n}", p, k, f"talk {t}")  # noqa: E731
+        action = partial(watched.submit, f"{number}", prompt, length, f"talk {talk}", f"group {talk % 2}", prompt // 2)
         watched.loop.at(at_ms * NS_PER_S // 1000, action)
     watched.run()
     engine = watched.engine
@@ -195,9 +227,18 @@ def test_a_prompt_is_prefilled_but_for_what_is_cached(turns: list[tuple[int, int
 def test_a_cache_keeps_to_its_room(kept: list[tuple[str, int]], room: int) -> None:
     cache = PrefixCache(16)
     for key, tokens in kept:
-        cache.keep(key, tokens)
+        group = f"group of {key}"
+        cached, prompt = cache.take(key, group, tokens)
+        assert cached < tokens
+        assert prompt is None or prompt.tokens <= cached
+        prompt = cache.share(group, tokens // 2, prompt)
+        cache.keep(key, tokens, prompt.tokens if prompt else 0)
+        if prompt:
+            assert cache.leave(group, prompt) == prompt.tokens
         cache.shrink_to(room)
         assert 0 <= cache.tokens <= room
-    found = [cache.find(key, "", 1000) for key in "abcd"]
-    assert cache.tokens == 0
+    found = [cache.take(key, f"group of {key}", 1000)[0] for key in "abcd"]
     assert all(tokens % 16 == 0 for tokens in found)
+    cache.forget()
+    assert cache.tokens == 0
+    assert [cache.take(key, f"group of {key}", 1000) for key in "abcd"] == [(0, None)] * 4
