@@ -67,6 +67,15 @@ class Held(NamedTuple):
         return [tile for tile, right in self.audited() if not right]
 
 
+def kept_small(update: BucketUpdate, old: Bits, tile_ends: npt.NDArray[np.int64]) -> BucketUpdate:
+    """The same update of `old` in no more memory than a copy of that."""
+    if update.index is None or 3 * update.value.size <= old.size:
+        return update
+    new = old.copy()
+    apply_update(update, new)
+    return BucketUpdate(None, new, tile_ends, update.sum_changes)
+
+
 class Change(NamedTuple):
     """What one delta, from `base` to `version`, does to consecutive tiles: `update` of elements `begin` to `end`."""
 

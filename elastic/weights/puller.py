@@ -21,7 +21,7 @@ from elastic.weights.delta import (
     state_of,
 )
 from elastic.weights.errors import BlobNotFound, RelayError, WeightsCorrupted
-from elastic.weights.held import Change, Held, Staged, Tiles, as_of
+from elastic.weights.held import Change, Held, Staged, Tiles, as_of, kept_small
 from elastic.weights.layout import tile_ends
 from elastic.weights.manifest import decode_manifest, manifest_key, request_key
 from elastic.weights.plan import Update, shortest_path
@@ -32,6 +32,10 @@ from elastic.weights.store import Store
 from elastic.weights.tensors import assemble, box_of, by_tensor, views
 
 log = structlog.get_logger(__name__)
+
+
+CHANGES_SHARE = 1 / 8
+"""Of all elements; with more of them, changes by tensor take as much memory as the tensors."""
 
 
 class Pulled(NamedTuple):
@@ -66,9 +70,9 @@ class Puller:
     """Keeps the version it pulled last, so that the next one takes only what changed. For one thread at a time.
 
     With a `shard` it hosts just that, and where versions are published in cells it pulls nothing else.
-    Memory: the weights it holds; for the next version what changes (6 bytes for each element that does), or where
-    it does not build on what is held all of it; and `TRANSFERS` buckets. A pull that fails leaves nothing behind.
-    With a kept `store` it begins with what its predecessor held.
+    Memory: the weights it holds; for the next version what changes (6 bytes for each element that does, at most a copy
+    of all), or where it does not build on what is held all of it; and `TRANSFERS` buckets. A pull that fails leaves
+    nothing behind. With a kept `store` it begins with what its predecessor held.
     """
 
     def __init__(
@@ -123,7 +127,8 @@ class Puller:
         builds on nothing, where much of it changes, and with a `shard`, whose tensors are put together anew.
         """
         weights = staged.weights
-        if weights.base is None or self._shard is not None:
+        changed = sum(change.update.value.size for change in weights.changes)
+        if weights.base is None or self._shard is not None or changed > CHANGES_SHARE * weights.held.bits.size:
             return None
         found: list[tuple[str, Tensor, Tensor]] = []
         for change in weights.changes:
@@ -270,7 +275,8 @@ class Puller:
                     apply_update(decoded, old)
                 else:
                     span = elements.start, elements.stop
-                    coming.append(Change(update.base, update.version, run.start, *span, decoded))
+                    kept = kept_small(decoded, old, ends)
+                    coming.append(Change(update.base, update.version, run.start, *span, kept))
         manifest = manifest or reading.awaited_manifest(begun)
         if begun_of(manifest) != begun or any(manifest.buckets[n].checksum != sum_ for n, sum_ in checksums.items()):
             raise WeightsCorrupted(f"{key}: its buckets are not the manifest's")

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from elastic.weights.codecs import CODECS
 from elastic.weights.codecs.sums import tile_sums
 from elastic.weights.delta import state_of
-from elastic.weights.held import Change, Held, Staged, Tiles, as_of
+from elastic.weights.held import Change, Held, Staged, Tiles, as_of, kept_small
 from elastic.weights.manifest import TensorEntry
 from elastic.weights.store import KeptStore, Store, open_store
 
@@ -157,6 +157,22 @@ def test_writing_a_change_again_is_a_no_op(seed, codec, bucket_tiles, hosted, wr
     held.bits[:] = scribbled
     staged.write()
     assert np.array_equal(held.bits, scribbled), "no tile is of the version that the change is from"
+
+
+@many
+@given(**cases)
+def test_a_change_is_kept_in_no_more_than_a_copy(seed, codec, bucket_tiles, hosted, writes):
+    weights = Weights(seed, hosted)
+    weights.step()
+    for change in weights.changes(0, 1, codec, bucket_tiles):
+        old, new = (bits[change.begin : change.end] for bits in weights.bits)
+        ends = weights.tiles.ends[change.first_tile : change.first_tile + len(change.update.ends)] - change.begin
+        kept = kept_small(change.update, old, ends)
+        assert kept.value.nbytes + (0 if kept.index is None else kept.index.nbytes) <= old.nbytes
+        for update in (kept, change.update):
+            bits, tags = weights.bits[0].copy(), np.zeros(len(weights.tiles.ends), np.int64)
+            change._replace(update=update).write(bits, tags)
+            assert np.array_equal(bits[change.begin : change.end], new)
 
 
 @many

@@ -30,6 +30,8 @@ from elastic.model.qwen3 import parameter_shapes, rotate, rotations
 ROW_TILE = 8
 QUERY_TILE = 4
 SHORTEST_CONTEXT = 128
+PATCH_SHARE = 1 / 25
+"""On the CPU, writing this share of the weights here and there takes as long as copying all of them in a row."""
 MASKED = -1e30
 """Finite, so that a padded query row stays finite; its exponential is exactly zero."""
 
@@ -133,8 +135,11 @@ class Runner:
         for _ in self.loading(tensors):
             pass
 
-    def patch_of(self, changes: WeightChanges) -> Patch:
-        """Leaves the weights as they are; any thread may. Raises `WeightsMismatch` for what is not in the model."""
+    def patch_of(self, changes: WeightChanges) -> Patch | None:
+        """Leaves the weights as they are; any thread may. None where it is quicker to load everything.
+
+        Raises `WeightsMismatch` for what is not in the model.
+        """
         writes: list[tuple[str, Tensor, Tensor]] = []
         for name, index, values in changes.elements:
             if name not in self._shapes or not isinstance(index, Tensor) or not isinstance(values, Tensor):
@@ -145,6 +150,9 @@ class Runner:
             table, offsets = self._places[name]
             where = torch.cat([index + offset for offset in offsets])
             writes.append((table, where.to(self._device), values.to(self._device, self._dtype).repeat(len(offsets))))
+        written = sum(len(values) for _, _, values in writes)
+        if self._device.type == "cpu" and written > PATCH_SHARE * sum(map(prod, self._shapes.values())):
+            return None
         return Patch(changes.base, writes)
 
     def apply(self, patch: Patch) -> None:

@@ -59,7 +59,11 @@ def test_a_patch_is_the_whole_load_bit_for_bit(tied: bool, share: float, seed: i
     others, changes = moved(tensors, share, seed)
     patched, loaded = runner(config), runner(config)
     patched.load(tensors)
-    patched.apply(patched.patch_of(WeightChanges(1, changes)))
+    with pytest.MonkeyPatch.context() as anyway:
+        anyway.setattr("elastic.engine.torch.runner.PATCH_SHARE", 9)
+        patch = patched.patch_of(WeightChanges(1, changes))
+    assert patch is not None
+    patched.apply(patch)
     loaded.load(others)
     assert patched._tables.keys() == loaded._tables.keys()
     for name, table in loaded._tables.items():
@@ -68,7 +72,7 @@ def test_a_patch_is_the_whole_load_bit_for_bit(tied: bool, share: float, seed: i
 
 @pytest.mark.parametrize("mode", list(WeightMode))
 def test_changes_are_taken_where_they_are_from_what_is_served(make_engine, turn, weights, mode):
-    others, changes = moved(weights(1), 0.1, 3)
+    others, changes = moved(weights(1), 0.01, 3)
     expected = make_engine(version=None)
     expected.engine.load_weights(2, others, WeightMode.FINISH)
     wanted = expected.run(turn("a"), turn("b", prompt=90))
@@ -89,6 +93,16 @@ def test_a_change_of_what_is_not_in_the_model_is_refused(name: str, index: list[
         runner(model_config(tied=True)).patch_of(changes)
 
 
+def test_where_much_changes_everything_is_loaded(make_engine, turn, weights):
+    others, changes = moved(weights(1), 0.5, 3)
+    assert runner(model_config(tied=True)).patch_of(WeightChanges(1, [])) is not None
+    recorder = make_engine()
+    recorder.engine.load_weights(2, others, WeightMode.FINISH, WeightChanges(1, changes))
+    expected = make_engine(version=None)
+    expected.engine.load_weights(2, others, WeightMode.FINISH)
+    assert recorder.run(turn("a")) == expected.run(turn("a"))
+
+
 @torch.inference_mode()
 def test_the_pause_is_for_what_changed_alone():
     config = model_config(tied=True, layers=4, hidden=512)
@@ -97,6 +111,7 @@ def test_the_pause_is_for_what_changed_alone():
     one = runner(config)
     one.load(tensors)
     patch = one.patch_of(WeightChanges(1, changes))
+    assert patch is not None
     whole_s, patch_s = (
         min(_cpu_s(work) for _ in range(5)) for work in (partial(one.load, others), partial(one.apply, patch))
     )
