@@ -196,6 +196,13 @@ class StopRequested(_Event, frozen=True):
     reason: str
 
 
+class Resumed(_Event, frozen=True):
+    """A new process has taken the run up from its journal: nobody has been heard since the event before this one.
+
+    What it finds (connections that are gone, leases that have ended) is told by events of their own.
+    """
+
+
 Event: TypeAlias = (
     Tick
     | OfferChanged
@@ -220,4 +227,5 @@ Event: TypeAlias = (
     | GroupTrained
     | WeightsPublished
     | StopRequested
+    | Resumed
 )

@@ -39,6 +39,10 @@ TRAINER_PATIENCE = 10
 nothing, it ends the run. The trainer is as patient with the orchestrator."""
 
 
+_AT_THEIR_TIME = ("expiry", "succession")
+"""Waits for a time rather than for somebody."""
+
+
 class Phase(StrEnum):
     STARTING = "starting"
     RUNNING = "running"
@@ -98,6 +102,12 @@ class RunState:
     def wait(self, what: str, key: str, after_ns: Nanoseconds) -> None:
         self.timers.set(what, key, self.now_ns, after_ns)
 
+    def wait_anew(self) -> None:
+        """Nobody could be heard for a while: whoever is waited for has all of the time once more."""
+        for wait in self.timers.waits():
+            if wait.what not in _AT_THEIR_TIME:
+                self.wait(wait.what, wait.key, wait.until_ns - wait.since_ns)
+
     def hear(self, worker_id: WorkerId, epoch: int) -> Worker | None:
         """The worker, if it may be believed, and then it is alive: its epoch is current and its lease is live."""
         worker = self.fleet.workers.get(worker_id)
@@ -108,7 +118,7 @@ class RunState:
 
     def expect_heartbeat(self, worker: Worker) -> None:
         """Start the wait for a worker's next words."""
-        self.wait("heartbeat", worker.id, patience(worker) * self.limits.heartbeat_timeout_ns)
+        self.timers.set("heartbeat", worker.id, self.now_ns, patience(worker) * self.limits.heartbeat_timeout_ns)
 
     def expect_progress(self, worker: Worker) -> None:
         """Start the wait for a worker's engine to get on with its turns."""

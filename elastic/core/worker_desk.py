@@ -204,6 +204,8 @@ class WorkerDesk:
         if worker.loading_version is not None and event.version >= worker.loading_version:
             worker.loading_version = None
             self._clear(worker, "load")
+        if worker.version == run.version:
+            self._clear(worker, "reload")  # An order that came twice has done what it had failed to do.
         if worker.state is WorkerState.LOADING:
             self._move(worker, WorkerState.READY, f"serves version {event.version}")
         else:

@@ -55,10 +55,14 @@ class Fault(msgspec.Struct, frozen=True):
 
 
 class Crash(msgspec.Struct, frozen=True):
-    """The orchestrator dies at `at_ns`; `down_ns` later the run is resumed in a new process."""
+    """The orchestrator dies at `at_ns`; `down_ns` later a new process goes on from its journal.
+
+    With the journal lost, all that is left is the trainer's checkpoint.
+    """
 
     at_ns: Nanoseconds
     down_ns: Nanoseconds
+    journal_lost: bool = False
 
 
 class Mishaps(msgspec.Struct, frozen=True, kw_only=True):
@@ -115,6 +119,7 @@ LONGEST_FAULT_NS = 8 * NS_PER_S
 UNUSUAL_ENDING = 0.15
 CRASHING = 0.3
 MOST_CRASHES = 3
+JOURNAL_LOST = 1 / 3
 LONGEST_DOWN_NS = 5 * NS_PER_S
 
 
@@ -145,4 +150,6 @@ def draw_faults(rng: Random, end_ns: Nanoseconds) -> FaultPlan:
 def _draw_crashes(rng: Random, end_ns: Nanoseconds) -> tuple[Crash, ...]:
     count = rng.randint(1, MOST_CRASHES) if rng.random() < CRASHING else 0
     times_ns = sorted(rng.randrange(end_ns) for _ in range(count))
-    return tuple(Crash(at_ns, rng.randrange(1, LONGEST_DOWN_NS)) for at_ns in times_ns)
+    return tuple(
+        Crash(at_ns, rng.randrange(1, LONGEST_DOWN_NS), journal_lost=rng.random() < JOURNAL_LOST) for at_ns in times_ns
+    )

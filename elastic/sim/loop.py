@@ -21,15 +21,15 @@ class EventLoop:
         self.now_ns: Nanoseconds = 0
         self._sequence = 0
         self._stopped = False
-        self._heap: list[tuple[Nanoseconds, int, int, Callable[[], None]]] = []
+        self._heap: list[tuple[Nanoseconds, int, int, Callable[[], object]]] = []
 
-    def at(self, when_ns: Nanoseconds, action: Callable[[], None], priority: Priority = Priority.EVENT) -> None:
+    def at(self, when_ns: Nanoseconds, action: Callable[[], object], priority: Priority = Priority.EVENT) -> None:
         if when_ns < self.now_ns:
             when_ns = self.now_ns
         heapq.heappush(self._heap, (when_ns, priority, self._sequence, action))
         self._sequence += 1
 
-    def after(self, delay_ns: Nanoseconds, action: Callable[[], None]) -> None:
+    def after(self, delay_ns: Nanoseconds, action: Callable[[], object]) -> None:
         self.at(self.now_ns + delay_ns, action)
 
     def stop(self) -> None:

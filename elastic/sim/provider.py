@@ -1,6 +1,6 @@
 """A simulated provider of GPUs. It keeps the provider's contract, late and unwillingly where the plan wants it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from random import Random
 from typing import Protocol
@@ -21,10 +21,14 @@ SILENCE_APART_NS = 6000 * MS
 
 @dataclass(slots=True)
 class Held:
-    """A lease as its provider knows it. `ignored` counts the releases that fell on deaf ears."""
+    """A lease as its provider knows it. `ignored` counts the releases that fell on deaf ears.
+
+    `grant` is what was said when it was granted, `notice` when it was going to be taken.
+    """
 
     id: LeaseId
-    granted: bool = False
+    grant: e.LeaseGranted | None = None
+    notice: e.LeaseNotice | None = None
     answered: bool = False
     ignored: int = 0
     workers: list[WorkerId] = field(default_factory=list[WorkerId])
@@ -40,10 +44,8 @@ class Market(Protocol):
     @property
     def mishaps(self) -> Mishaps: ...
 
-    def feed(self, event: e.Event) -> None: ...
-
-    def run_ns(self, at_ns: Nanoseconds) -> Nanoseconds:
-        """A time of the world on the run's own clock."""
+    def listener(self) -> Callable[[e.Event], None]:
+        """Where the orchestrator's process of now hears; it stays deaf once that process is gone."""
         ...
 
     def boot_worker(self, worker: WorkerId, lease: LeaseId, role: WorkerRole, after_ns: Nanoseconds) -> None: ...
@@ -56,12 +58,39 @@ class SimulatedProvider:
         self.settings = settings
         self.held: dict[LeaseId, Held] = {}
         self._market = market
+        self._ended: dict[LeaseId, EndCause] = {}
         self._closed_until_ns: Nanoseconds = 0
         self._silent_until_ns: Nanoseconds = -SILENCE_APART_NS
 
     @property
     def reliable(self) -> bool:
         return self.settings.role is WorkerRole.TRAINER
+
+    @property
+    def silent_until_ns(self) -> Nanoseconds:
+        return self._silent_until_ns
+
+    def granted(self) -> list[LeaseId]:
+        return [lease for lease, held in self.held.items() if held.grant is not None]
+
+    def take_stock(self, known: Mapping[LeaseId, bool]) -> list[e.Event]:
+        """What a new process has missed that knows these leases, and whether they were granted.
+
+        Leases that it does not know are nobody's: they end here, whether granted or only asked for.
+        """
+        for lease in [lease for lease in self.held if lease not in known]:
+            self._take_back(self.held[lease], noticed=False)
+        return [event for lease, granted in known.items() for event in self._missed(lease, granted=granted)]
+
+    def _missed(self, lease: LeaseId, *, granted: bool) -> list[e.Event]:
+        held = self.held.get(lease)
+        if held is not None:
+            grant = held.grant if not granted else None
+            return [event for event in (grant, held.notice) if event is not None]
+        if not granted:
+            return []
+        cause = self._ended.get(lease, EndCause.LOST)
+        return [e.LeaseEnded(lease=lease, cause=cause, detail="while nobody listened")]
 
     def offer(self) -> None:
         """Say what can be had now."""
@@ -81,7 +110,9 @@ class SimulatedProvider:
         )
 
     def acquire(self, lease: LeaseId) -> None:
+        assert lease not in self.held, f"{lease} is asked for while there is one"
         held = self.held[lease] = Held(lease)
+        self._ended.pop(lease, None)
         full = (
             len(self.held) > self.settings.leases + self.settings.overlap
             or self._market.loop.now_ns < self._closed_until_ns
@@ -102,27 +133,39 @@ class SimulatedProvider:
         market = self._market
         if held.ignored == 0 and market.tally.befalls(market.rng, market.mishaps.release_ignored):
             held.ignored += 1
-        elif held.granted:
-            self._soon(lambda: self.end(lease, EndCause.RELEASED))
+        elif held.grant is not None:
+            self._soon(lambda: self._end(held, EndCause.RELEASED))
         else:
             self._soon(lambda: self._refuse(held))
 
-    def notice(self, lease: LeaseId) -> None:
-        deadline_ns = self._market.loop.now_ns + self.settings.notice_ns
-        told_ns = self._market.run_ns(deadline_ns)
-        self._tell(e.LeaseNotice(lease=lease, deadline_ns=told_ns, reason="preemption"))
-        self._market.loop.at(deadline_ns, lambda: self.end(lease, EndCause.PREEMPTED))
+    def notice(self, lease: LeaseId) -> bool:
+        """Say that the lease will be taken, and take it; False if there is none."""
+        held, deadline_ns = self.held.get(lease), self._market.loop.now_ns + self.settings.notice_ns
+        if held is None or held.grant is None:
+            return False
+        held.notice = e.LeaseNotice(lease=lease, deadline_ns=deadline_ns, reason="preemption")
+        self._tell(held.notice)
+        self._market.loop.at(deadline_ns, lambda: self._end(held, EndCause.PREEMPTED))
+        return True
 
-    def end(self, lease: LeaseId, cause: EndCause, *, noticed: bool = True) -> None:
-        """Take the GPUs back: its processes die, billing stops."""
+    def end(self, lease: LeaseId, cause: EndCause, *, noticed: bool = True) -> bool:
+        """Take the GPUs back: its processes die, billing stops. False if there is nothing to take."""
         held = self.held.get(lease)
-        if held is None or not held.granted:
-            return
-        del self.held[lease]
+        return held is not None and self._end(held, cause, noticed=noticed)
+
+    def _end(self, held: Held, cause: EndCause, *, noticed: bool = True) -> bool:
+        if held.grant is None or self.held.get(held.id) is not held:
+            return False
+        self._take_back(held, noticed=noticed)
+        self._ended[held.id] = cause
+        self._tell(e.LeaseEnded(lease=held.id, cause=cause))
+        self.offer()
+        return True
+
+    def _take_back(self, held: Held, *, noticed: bool) -> None:
+        del self.held[held.id]
         for worker in held.workers:
             self._market.end_worker(worker, noticed=noticed)
-        self._tell(e.LeaseEnded(lease=lease, cause=cause))
-        self.offer()
 
     def close(self, duration_ns: Nanoseconds) -> None:
         """Take everything back, and have nothing for a while."""
@@ -132,42 +175,38 @@ class SimulatedProvider:
         self.offer()
         self._market.loop.at(self._closed_until_ns, self.offer)
 
-    def fall_silent(self, duration_ns: Nanoseconds) -> None:
+    def fall_silent(self, duration_ns: Nanoseconds) -> bool:
         """Hear and say nothing for a while, and not again soon: a run's end does not wait for its leases for ever."""
         now_ns = self._market.loop.now_ns
-        if now_ns >= self._silent_until_ns + SILENCE_APART_NS:
-            self._silent_until_ns = now_ns + min(duration_ns, LONGEST_SILENCE_NS)
-
-    def end_all(self) -> None:
-        """End whatever is held or asked for, and tell nobody."""
-        for held in self.held.values():
-            for worker in held.workers:
-                self._market.end_worker(worker, noticed=False)
-        self.held.clear()
+        if now_ns < self._silent_until_ns + SILENCE_APART_NS:
+            return False
+        self._silent_until_ns = now_ns + min(duration_ns, LONGEST_SILENCE_NS)
+        return True
 
     @property
     def _silent(self) -> bool:
         return self._market.loop.now_ns < self._silent_until_ns
 
     def _tell(self, event: e.Event) -> None:
+        hear = self._market.listener()
         if self._silent:
-            self._market.loop.at(self._silent_until_ns, lambda: self._tell(event))
+            self._market.loop.at(self._silent_until_ns, lambda: hear(event))
         else:
-            self._market.feed(event)
+            hear(event)
 
-    def _soon(self, action: Callable[[], None]) -> None:
+    def _soon(self, action: Callable[[], object]) -> None:
         self._market.loop.after(self._market.rng.randint(*ANSWER_NS), action)
 
     def _refuse(self, held: Held) -> None:
-        if held.id in self.held and not held.answered:
+        if self.held.get(held.id) is held and not held.answered:
             held.answered = True
             del self.held[held.id]
             self._tell(e.LeaseRefused(lease=held.id, reason="no capacity"))
 
     def _grant(self, held: Held) -> None:
-        if held.answered or held.id not in self.held:
+        if held.answered or self.held.get(held.id) is not held:
             return
-        held.answered = held.granted = True
+        held.answered = True
         loop, rng, settings = self._market.loop, self._market.rng, self.settings
         held.workers = [f"{held.id}/{n}" for n in range(settings.workers_per_lease)]
         expires_at_ns = None if settings.life_ns is None else loop.now_ns + settings.life_ns
@@ -175,9 +214,9 @@ class SimulatedProvider:
             if self.reliable or not self._market.tally.befalls(rng, self._market.mishaps.boot_failed):
                 after_ns = rng.randint(settings.boot_ns // 2, settings.boot_ns * 2)
                 self._market.boot_worker(worker, held.id, settings.role, after_ns)
-        told_ns = None if expires_at_ns is None else self._market.run_ns(expires_at_ns)
-        self._tell(e.LeaseGranted(lease=held.id, workers=tuple(held.workers), expires_at_ns=told_ns))
+        held.grant = e.LeaseGranted(lease=held.id, workers=tuple(held.workers), expires_at_ns=expires_at_ns)
+        self._tell(held.grant)
         self.offer()
         if expires_at_ns is not None:
             late_ns = expires_at_ns + rng.randint(*LATE_END_NS)
-            loop.at(late_ns, lambda: self.end(held.id, EndCause.EXPIRED))
+            loop.at(late_ns, lambda: self._end(held, EndCause.EXPIRED))

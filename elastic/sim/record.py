@@ -1,7 +1,8 @@
-"""The world's own record of what happened: what the core's state alone cannot show (DESIGN §5, 1, 3, 5, 7)."""
+"""The world's own record of what happened: what the core's state alone cannot show (DESIGN §5, 1–3, 5, 7, 8)."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from elastic.core import commands as c
 from elastic.core import events as e
@@ -24,16 +25,18 @@ class Generated:
 class Record:
     """Accepted positions by turn, attempts as they were ordered and generated, leases, rewards and trainings.
 
-    Of one life of the orchestrator, which began at `version`; `trained` has the steps of the trajectories that this
-    version has learnt from, in whichever life.
+    Of a run over the lives of its orchestrator, as far as its journal goes. It begins at `version`, with the
+    trajectories that this version has learnt from, and in which step.
     """
 
-    def __init__(self, staleness_bound: int, version: int, trained: dict[TrajectoryId, int]) -> None:
+    def __init__(self, staleness_bound: int, version: int, trained: Mapping[TrajectoryId, int]) -> None:
         self.staleness_bound = staleness_bound
         self.version = version
         self.oldest: dict[TrajectoryId, int] = {}
         self.accepted: dict[TurnId, int] = {}
         self.finished: set[TurnId] = set()
+        self.failed: dict[TrajectoryId, str] = {}
+        """Trajectories of which a turn has failed for good, and why."""
         self.granted: dict[LeaseId, Nanoseconds | None] = {}
         self.ended: set[LeaseId] = set()
         self.lease_of: dict[WorkerId, LeaseId] = {}
@@ -44,6 +47,19 @@ class Record:
         self._ordered: dict[tuple[TurnId, int], tuple[WorkerId, int]] = {}
         self._attempts: dict[TurnId, int] = {}
         self._generated: dict[tuple[TurnId, int], Generated] = {}
+        self._credits: dict[WorkerId, tuple[int, int]] = {}
+        """Of each worker the epoch, and how many turns it last said that it can hold."""
+
+    def recall(self, former: "Record") -> None:
+        """What workers generated before a crash, as the former record has it; to be called before the journal is."""
+        self._generated = {attempt: replace(span) for attempt, span in former._generated.items()}
+
+    def settle(self) -> None:
+        """The journal has been told: attempts that it does not know never were, nor have they left tokens."""
+        self._generated = {attempt: span for attempt, span in self._generated.items() if attempt in self._ordered}
+        for turn, attempt in self._attempts.items():
+            worker, start = self._ordered[turn, attempt]
+            self._generated[turn, attempt] = Generated(worker, start, self.accepted.get(turn, 0))
 
     def require(self, holds: bool, found: str) -> None:
         if not holds:
@@ -62,6 +78,20 @@ class Record:
             self.ended.add(event.lease)
         elif isinstance(event, e.TrajectoryFinished | e.RewardScored):
             self.rewards.setdefault(event.trajectory, event.reward)
+        elif isinstance(event, e.WorkerJoined) and event.epoch > self._credits.get(event.worker, (0, 0))[0]:
+            self._credits[event.worker] = (event.epoch, 0)
+        elif isinstance(event, e.WorkerReported) and event.epoch == self._credits.get(event.worker, (0, 0))[0]:
+            self._credits[event.worker] = (event.epoch, event.capacity_turns)
+
+    def check_credits(self, command: c.StartTurn, holding: int) -> None:
+        """A worker that holds so many turns is given no more than it has said that it can take (invariant 8)."""
+        epoch, credit = self._credits[command.worker]
+        self.require(command.epoch == epoch and holding <= credit, f"{command}: it holds {holding}, can hold {credit}")
+
+    def check_weights(self, served: Mapping[WorkerId, int], verified: Mapping[WorkerId, set[int]]) -> None:
+        """The core takes workers to serve versions only that they have held against the manifest (invariant 10)."""
+        wrong = [f"{w} version {v}" for w, v in served.items() if v not in verified.get(w, ())]
+        self.require(not wrong, f"not checked against the manifest: {wrong}")
 
     def note_command(self, command: c.Command, event: e.Event, now_ns: Nanoseconds) -> None:
         self.require(self.run_ended is None, f"{command} after the end of the run")
@@ -74,6 +104,8 @@ class Record:
             case c.FinishTurn():
                 self.require(command.turn not in self.finished, f"{command.turn} finished twice")
                 self.finished.add(command.turn)
+            case c.FailTurn():
+                self.failed[command.turn.partition("#")[0]] = command.cause
             case c.TrainGroup():
                 self._trained(command)
             case c.UpdateWeights():
@@ -109,7 +141,7 @@ class Record:
         for position in command.chunks:
             chunk = event.chunks[position]
             attempt = (chunk.turn, chunk.attempt)
-            self.require(attempt in self._ordered and attempt in self._generated, f"{chunk} is not of this life")
+            self.require(attempt in self._ordered and attempt in self._generated, f"{chunk} is not of this run")
             (worker, start), span = self._ordered[attempt], self._generated[attempt]
             self.require(worker == event.worker == span.worker, f"{chunk} is not {event.worker}'s")
             self.require(chunk.attempt == self._attempts[chunk.turn], f"{chunk} is of a fenced attempt")

@@ -1,6 +1,6 @@
 """Simulated environment loops: trajectories of random numbers of turns, turns of random lengths."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from dataclasses import dataclass
 from random import Random
 from typing import Protocol
@@ -17,13 +17,18 @@ HELPFUL_RETRIES = 0.8
 """The share of failures after which a repeat may go better."""
 
 
+def turn_length(seed: int, turn: TurnId, longest: int) -> int:
+    """How many tokens a turn has, wherever it is generated: most are short, some use all that they may."""
+    return min(longest, 1 + int(Random(f"{seed}/{turn}").expovariate(3 / longest)))
+
+
 @dataclass(slots=True)
 class Episode:
     trajectory: TrajectoryId
     turns: int
     done: int = 0
     over: bool = False
-    reward: float = 0.0
+    waits_for: TurnId | None = None
 
 
 class EpisodeWorld(Protocol):
@@ -33,19 +38,27 @@ class EpisodeWorld(Protocol):
     seed: int
     settings: WorldSettings
     tally: Tally
-    rewards_down_until_ns: int
 
     @property
     def mishaps(self) -> Mishaps: ...
+
+    def rewards_down(self) -> bool:
+        """Whether no function can be had just now."""
+        ...
 
     def feed(self, event: e.Event) -> None: ...
 
 
 class SimulatedRollouts:
-    """One episode per trajectory, each with chance of its own: what it does does not depend on when it is asked."""
+    """One episode per trajectory, each with chance of its own: what it does does not depend on when it is asked.
 
-    def __init__(self, world: EpisodeWorld) -> None:
+    So an environment that died with its process is begun again, and goes through the turns that have `finished` by
+    what the journal has of them.
+    """
+
+    def __init__(self, world: EpisodeWorld, finished: Set[TurnId]) -> None:
         self._world = world
+        self._finished = finished
         self._episodes: dict[TrajectoryId, Episode] = {}
         self._chance: dict[TrajectoryId, Random] = {}
         self._dropped: set[TrajectoryId] = set()
@@ -55,26 +68,32 @@ class SimulatedRollouts:
         self._episodes[trajectory] = Episode(trajectory, chance.randint(1, self._world.settings.max_turns))
         self._think(trajectory)
 
-    def turn_length(self, turn: TurnId) -> int:
-        """A long tail: most turns are short, some use all that they may."""
-        longest = self._world.settings.max_new_tokens
-        return min(longest, 1 + int(Random(f"{self._world.seed}/{turn}").expovariate(3 / longest)))
-
     def finish_turn(self, turn: TurnId) -> None:
-        episode = self._episodes[turn.partition("#")[0]]
+        episode = self._episodes.get(turn.partition("#")[0])
+        if episode is not None and episode.waits_for == turn:
+            self._step(episode)
+
+    def _step(self, episode: Episode) -> None:
+        episode.waits_for = None
         if not episode.over:
             episode.done += 1
             self._think(episode.trajectory)
 
     def fail(self, trajectory: TrajectoryId, cause: str) -> None:
-        episode = self._episodes[trajectory]
-        if not episode.over:
+        episode = self._episodes.get(trajectory)
+        if episode is not None and not episode.over:
             episode.over = True
             failed = e.TrajectoryFailed(trajectory=trajectory, cause=cause)
             self._world.loop.after(0, lambda: self._world.feed(failed))
 
     def cancel(self, trajectory: TrajectoryId) -> None:
-        self._episodes[trajectory].over = True
+        if trajectory in self._episodes:
+            self._episodes[trajectory].over = True
+
+    def die(self) -> None:
+        """Every environment is gone with the process."""
+        for episode in self._episodes.values():
+            episode.over = True
 
     def drop(self, trajectories: Iterable[TrajectoryId]) -> None:
         """Their group is not trained on: nobody keeps what they have come to."""
@@ -91,22 +110,33 @@ class SimulatedRollouts:
         if self._world.tally.befalls(chance, mishaps.environment_failed):
             self.fail(trajectory, "the environment broke")
         elif episode.done < episode.turns:
-            self._world.feed(
-                e.TurnRequested(
-                    turn=f"{trajectory}#{episode.done}",
-                    trajectory=trajectory,
-                    prompt_tokens=PROMPT_TOKENS,
-                    max_new_tokens=self._world.settings.max_new_tokens,
-                )
-            )
+            self._ask_for(episode, f"{trajectory}#{episode.done}")
         else:
             episode.over = True
-            undefined = self._world.tally.befalls(chance, mishaps.reward_undefined)
-            episode.reward = float("nan") if undefined else float(chance.randint(0, 1))
             if self._world.settings.rewards_on_functions:
                 self._world.feed(e.RewardRequested(trajectory=trajectory, tokens=1))
             else:
-                self._world.feed(e.TrajectoryFinished(trajectory=trajectory, reward=episode.reward, tokens=1))
+                reward = self._reward(trajectory)
+                self._world.feed(e.TrajectoryFinished(trajectory=trajectory, reward=reward, tokens=1))
+
+    def _ask_for(self, episode: Episode, turn: TurnId) -> None:
+        if turn in self._finished:
+            self._step(episode)
+            return
+        episode.waits_for = turn
+        self._world.feed(
+            e.TurnRequested(
+                turn=turn,
+                trajectory=episode.trajectory,
+                prompt_tokens=PROMPT_TOKENS,
+                max_new_tokens=self._world.settings.max_new_tokens,
+            )
+        )
+
+    def _reward(self, trajectory: TrajectoryId) -> float:
+        chance = Random(f"{self._world.seed}/{trajectory}/reward")
+        undefined = self._world.tally.befalls(chance, self._world.mishaps.reward_undefined)
+        return float("nan") if undefined else float(chance.randint(0, 1))
 
     def score(self, trajectory: TrajectoryId, attempt: int) -> None:
         """The function answers in its own time: late, not at all, or that it cannot, where the plan wants it."""
@@ -114,11 +144,11 @@ class SimulatedRollouts:
         world, chance = self._world, Random(f"{self._world.seed}/{trajectory}/{attempt}")
         if world.tally.befalls(chance, world.mishaps.reward_lost):
             return
-        down = world.loop.now_ns < world.rewards_down_until_ns
+        down = world.rewards_down()
         if down or world.tally.befalls(chance, world.mishaps.reward_refused):
             helps = chance.random() < HELPFUL_RETRIES
             answer = e.RewardFailed(trajectory=trajectory, attempt=attempt, cause="no process", retry_helps=helps)
         else:
-            answer = e.RewardScored(trajectory=trajectory, attempt=attempt, reward=self._episodes[trajectory].reward)
+            answer = e.RewardScored(trajectory=trajectory, attempt=attempt, reward=self._reward(trajectory))
         late_ns = LATE_REWARD_NS if world.tally.befalls(chance, world.mishaps.reward_late) else 0
         world.loop.after(chance.randrange(world.settings.reward_ns) + late_ns, lambda: world.feed(answer))

@@ -35,7 +35,8 @@ SMALL_LIMITS = Limits(
 class ProviderSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Leases live for `life_ns` where it is given, with `overlap` successors to be had besides `leases`.
 
-    A notice comes `notice_ns` before a lease is taken.
+    A notice comes `notice_ns` before a lease is taken. Requests of its hosts' own come in bursts, `serving_gap_ns`
+    apart on average; None if its hosts serve nobody.
     """
 
     name: str
@@ -48,6 +49,7 @@ class ProviderSettings(msgspec.Struct, frozen=True, kw_only=True):
     boot_ns: Nanoseconds = 800 * MS
     life_ns: Nanoseconds | None = None
     notice_ns: Nanoseconds = 1500 * MS
+    serving_gap_ns: Nanoseconds | None = None
 
 
 class WorldSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,30 +84,66 @@ class WorldSettings(msgspec.Struct, frozen=True, kw_only=True):
     """How long after the last fault the run may take to its end."""
 
 
+SPOT_WORKERS = 4
+"""At the most, of a small world: with those of other providers and the trainer's device it has eight."""
+MOST_TURNS = 64
+"""That a small world's plan has, at the most, without what is dropped and launched again."""
+
+
 def draw_settings(rng: Random) -> WorldSettings:
     """A small world: a few workers, a few short trajectories, every size at random."""
+    per_lease = rng.choice((1, 1, 2))
+    leases = rng.randint(1, 3) if per_lease == 1 else 1
     spot = ProviderSettings(
         name="spot",
-        leases=rng.randint(1, 3),
-        workers_per_lease=rng.choice((1, 1, 2)),
+        leases=leases,
+        overlap=rng.randint(0, min(2, SPOT_WORKERS // per_lease - leases)),
+        workers_per_lease=per_lease,
         life_ns=rng.choice((None, rng.randint(3, 20) * NS_PER_S)),
         notice_ns=rng.choice((0, 500 * MS, 1500 * MS, 4 * NS_PER_S)),
-        overlap=rng.choice((0, 1, 2)),
     )
     serving = ProviderSettings(
-        name="serving", leases=rng.randint(1, 2), boot_ns=200 * MS, usd_per_gpu_hour=1.25, gpus_per_worker=2
+        name="serving",
+        leases=rng.randint(1, 2),
+        boot_ns=200 * MS,
+        usd_per_gpu_hour=1.25,
+        gpus_per_worker=2,
+        serving_gap_ns=rng.choice((None, 2 * NS_PER_S, 6 * NS_PER_S)),
     )
     reserved = ProviderSettings(name="reserved", role=WorkerRole.DEDICATED, leases=1)
     providers = tuple(provider for provider in (spot, serving, reserved) if rng.random() < 0.7)
+    plan = Plan(
+        steps=rng.randint(1, 4),
+        groups=(groups := rng.randint(1, 4)),
+        group_size=rng.randint(2, 3),
+        staleness_bound=rng.choice((0, 0, 1, 1, 2, 3)),
+        minibatches=rng.randint(1, groups),
+        providers=tuple(provider.name for provider in providers),
+    )
+    return _draw_weather(rng, plan, providers, max(1, min(4, MOST_TURNS // (plan.steps * groups * plan.group_size))))
+
+
+def draw_large_settings(rng: Random) -> WorldSettings:
+    """Tens of workers and hundreds of turns, with whatever else a small world may have."""
+    life_ns = rng.choice((None, rng.randint(5, 20) * NS_PER_S))
+    spot = ProviderSettings(name="spot", leases=rng.randint(6, 12), workers_per_lease=2, life_ns=life_ns, overlap=2)
+    serving = ProviderSettings(
+        name="serving", leases=rng.randint(4, 8), boot_ns=200 * MS, usd_per_gpu_hour=1.25, serving_gap_ns=4 * NS_PER_S
+    )
+    plan = Plan(
+        steps=2,
+        groups=(groups := rng.randint(6, 10)),
+        group_size=rng.randint(4, 8),
+        staleness_bound=rng.choice((0, 1)),
+        minibatches=rng.randint(1, groups),
+        providers=("spot", "serving"),
+    )
+    return _draw_weather(rng, plan, (spot, serving), most_turns=4)
+
+
+def _draw_weather(rng: Random, plan: Plan, providers: tuple[ProviderSettings, ...], most_turns: int) -> WorldSettings:
     return WorldSettings(
-        plan=Plan(
-            steps=rng.randint(1, 4),
-            groups=(groups := rng.randint(1, 4)),
-            group_size=rng.randint(2, 3),
-            staleness_bound=rng.choice((0, 0, 1, 1, 2, 3)),
-            minibatches=rng.randint(1, groups),
-            providers=tuple(provider.name for provider in providers),
-        ),
+        plan=plan,
         providers=providers,
         seeding_ns=rng.choice((0, 500 * MS, 2 * NS_PER_S)),
         adaptive_seeding=rng.random() < 2 / 3,
@@ -114,7 +152,7 @@ def draw_settings(rng: Random) -> WorldSettings:
         max_batch=rng.choice((1, 2, 100)),
         hardware=rng.random() < 1 / 3,
         capacity_turns=rng.randint(1, 4),
-        max_turns=rng.randint(1, 4),
+        max_turns=rng.randint(1, most_turns),
         max_new_tokens=rng.choice((6, 16, 40)),
         tokens_per_iteration=rng.randint(1, 3),
         fault_span_ns=rng.randint(4, 20) * NS_PER_S,

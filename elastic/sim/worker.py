@@ -29,15 +29,32 @@ from elastic.sim.settings import MS, WorldSettings
 CAPABILITIES = Capabilities(engine="simulated", replayable_sampling=True, max_context_tokens=4096, device="none")
 KINDS = ((148.0, 4000.0), (990.0, 3350.0))
 """TFLOPS and GB/s of an H20 and an H800."""
+SLOWNESS = 8
+"""How many times as long an iteration takes a worker that is slow."""
 RECONNECT_NS = (50 * MS, 3000 * MS)
+PULLED_AGAIN = 1 / 2
 DETECTION_NS = (1 * MS, 1000 * MS)
 """How soon the orchestrator's end sees that a connection is broken."""
 
 
 @dataclass(slots=True)
 class Attempt:
+    """A turn as its worker has it: under which attempt, and how far it is."""
+
     attempt: int
     position: int
+
+
+class Session(Protocol):
+    """The orchestrator's process that a worker has reached, for as long as that process lives."""
+
+    def feed(self, event: e.Event) -> None: ...
+
+    def next_epoch(self, worker: WorkerId) -> int | None:
+        """The epoch of a new connection; None when the worker is refused."""
+        ...
+
+    def note_generated(self, worker: WorkerId, turn: TurnId, attempt: int, start: int, count: int) -> None: ...
 
 
 class Surroundings(Protocol):
@@ -51,17 +68,17 @@ class Surroundings(Protocol):
     @property
     def mishaps(self) -> Mishaps: ...
 
-    def feed(self, event: e.Event) -> None: ...
-
-    def next_epoch(self, worker: WorkerId) -> int | None:
-        """The epoch of a new connection; None when the worker is refused."""
+    def answering(self) -> Session | None:
+        """Whom a worker reaches that dials; None while nobody is there."""
         ...
 
     def turn_length(self, turn: TurnId) -> int:
         """How many tokens the turn has, wherever it is generated."""
         ...
 
-    def note_generated(self, worker: WorkerId, turn: TurnId, attempt: int, start: int, count: int) -> None: ...
+    def note_weights(self, worker: WorkerId, version: int, *, genuine: bool) -> None:
+        """The worker generates with this version from now on."""
+        ...
 
 
 class SimulatedWorker:
@@ -78,17 +95,22 @@ class SimulatedWorker:
         self.asleep = False
         self.link = Link(world.loop, world.rng, lambda: world.mishaps, world.tally, reliable=role is WorkerRole.TRAINER)
         self._world = world
+        self._session: Session | None = None
         self._epoch = 0
         self._connected = False
         self._draining = False
         self._frozen_until_ns: Nanoseconds = 0
         self._hung_until_ns: Nanoseconds = 0
         self._pressed_until_ns: Nanoseconds = 0
+        self._wanted_back = False
+        self.iterations = 0
         self._slowness = 1
         self._turns: dict[TurnId, Attempt] = {}
         self._held: dict[TurnId, Attempt] = {}
         """Turns that begin under the weights that wait for the running ones to finish."""
         self._applying: c.LoadWeights | None = None
+        self._genuine = True
+        """Whether the weights to be applied are those that the manifest is of: nobody looks at this to serve."""
         self._loading: int | None = None
         self._newest_order = -1
         self._seen: dict[TurnId, int] = {}
@@ -115,6 +137,18 @@ class SimulatedWorker:
         self._beat()
         self._iterate()
 
+    def stand_in(
+        self, session: Session, epoch: int, turns: dict[TurnId, Attempt], accounts_ns: dict[Account, int], decoded: int
+    ) -> None:
+        """Begin where a former process of the same worker was: same connection, same turns, same accounts."""
+        self._session, self._epoch, self._connected = session, epoch, True
+        self._turns = turns
+        self._seen = {turn: attempt.attempt for turn, attempt in turns.items()}
+        self._accounts_ns, self._decoded = accounts_ns, decoded
+        self._accounted_ns = self._world.loop.now_ns
+        self._beat()
+        self._iterate()
+
     def die(self, *, noticed: bool) -> None:
         """The process is gone. `noticed` when its connection is reset and the orchestrator sees it."""
         self.alive = False
@@ -132,16 +166,18 @@ class SimulatedWorker:
         self._world.loop.after(duration_ns, lambda: setattr(self, "_slowness", 1))
 
     def press(self, duration_ns: Nanoseconds) -> None:
-        """The host needs its memory: no credit for a while, and what runs is given up."""
-        self._pressed_until_ns = self._world.loop.now_ns + duration_ns
-        self._act(self._give_all_up)
+        """The host needs its device: no credit for a while, and after the iteration what runs is given up."""
+        self._pressed_until_ns = max(self._pressed_until_ns, self._world.loop.now_ns + duration_ns)
+        self._wanted_back = True
         self._act(self._report)
 
-    def disconnect(self) -> None:
-        if self._connected and self.alive:
-            self._connected = False
-            self._report_broken()
-            self._world.loop.after(self._world.rng.randint(*RECONNECT_NS), lambda: self._act(self._dial))
+    def disconnect(self) -> bool:
+        if not self._connected or not self.alive:
+            return False
+        self._connected = False
+        self._report_broken()
+        self._dial_later()
+        return True
 
     def hear(self, command: c.Command) -> None:
         """A command from the core sets out on the link."""
@@ -149,11 +185,23 @@ class SimulatedWorker:
 
     # What it does
 
+    @property
+    def holds_turns(self) -> bool:
+        return bool(self._turns or self._held)
+
+    @property
+    def frozen(self) -> bool:
+        return self._world.loop.now_ns < self._frozen_until_ns
+
+    @property
+    def pressed(self) -> bool:
+        return self._world.loop.now_ns < self._pressed_until_ns
+
     def _act(self, action: Callable[[], None]) -> None:
         """Do it now, after the thaw, or, being dead, never."""
         if not self.alive:
             return
-        if self._world.loop.now_ns < self._frozen_until_ns:
+        if self.frozen:
             self._world.loop.at(self._frozen_until_ns, lambda: self._act(action))
         else:
             action()
@@ -163,26 +211,43 @@ class SimulatedWorker:
             self._execute[type(command)](command)
 
     def _say(self, event: e.Event) -> None:
-        if self._connected:
-            self.link.up(lambda: self._world.feed(event))
+        session = self._session
+        if self._connected and session is not None:
+            self.link.up(lambda: session.feed(event))
 
     def _report_broken(self) -> None:
-        worker, epoch = self.id, self._epoch
-        if epoch:
-            broken = e.WorkerDisconnected(worker=worker, epoch=epoch)
-            self._world.loop.after(self._world.rng.randint(*DETECTION_NS), lambda: self._world.feed(broken))
+        session = self._session
+        if session is not None:
+            broken = e.WorkerDisconnected(worker=self.id, epoch=self._epoch)
+            self._world.loop.after(self._world.rng.randint(*DETECTION_NS), lambda: session.feed(broken))
+
+    def _dial_later(self) -> None:
+        self._world.loop.after(self._world.rng.randint(*RECONNECT_NS), lambda: self._act(self._dial))
 
     def _dial(self) -> None:
         if self._connected:
             return
-        epoch = self._world.next_epoch(self.id)
+        session = self._world.answering()
+        if session is None:
+            self._dial_later()
+            return
+        epoch = session.next_epoch(self.id)
         if epoch is None:
             self.alive = False
             return
-        self._epoch, self._connected, self._newest_order = epoch, True, -1
+        if session is not self._session:
+            self._forget_orders()
+        self._session, self._epoch, self._connected, self._newest_order = session, epoch, True, -1
         capabilities = self._capabilities()
         self._say(e.WorkerJoined(worker=self.id, epoch=epoch, capabilities=capabilities, weights_version=self.version))
         self._report()
+
+    def _forget_orders(self) -> None:
+        """What a process that is gone had ordered is of no use to the one that is there."""
+        self._account()
+        for orders in (self._turns, self._held, self._seen):
+            orders.clear()
+        self._draining = False
 
     def _capabilities(self) -> Capabilities:
         settings = self._world.settings
@@ -213,8 +278,7 @@ class SimulatedWorker:
         )
 
     def _capacity(self) -> int:
-        pressed = self._world.loop.now_ns < self._pressed_until_ns
-        return 0 if pressed or self._draining else self._world.settings.capacity_turns
+        return 0 if self.pressed or self._draining else self._world.settings.capacity_turns
 
     def _account(self) -> None:
         """Everything since the last look goes to what the device was at."""
@@ -237,6 +301,9 @@ class SimulatedWorker:
             return
         settings = self._world.settings
         self._account()
+        self.iterations += 1
+        if self._wanted_back:
+            self._yield()
         if not self.asleep and self._turns and self._world.loop.now_ns >= self._hung_until_ns:
             self._progress += 1
             self._flush(settings.tokens_per_iteration, most=settings.max_batch)
@@ -275,8 +342,9 @@ class SimulatedWorker:
         if attempt.position >= length:
             whole = length == self._world.settings.max_new_tokens
             ending = FinishReason.LENGTH if whole else FinishReason.STOP
-        self._world.note_generated(self.id, turn, attempt.attempt, start, count)
         assert self.version is not None
+        assert self._session is not None
+        self._session.note_generated(self.id, turn, attempt.attempt, start, count)
         return Progress(turn, attempt.attempt, start, count, self.version, ending)
 
     def _begin_held(self) -> None:
@@ -287,6 +355,10 @@ class SimulatedWorker:
         self._account()
         self._flush(0, FinishReason.STALLED)
 
+    def _yield(self) -> None:
+        self._wanted_back = False
+        self._give_all_up()
+
     def _start_turn(self, command: c.StartTurn) -> None:
         if command.attempt <= self._seen.get(command.turn, 0):
             return
@@ -294,7 +366,7 @@ class SimulatedWorker:
         self._account()
         held = self._held if self._applying is not None else self._turns
         held[command.turn] = Attempt(command.attempt, command.start)
-        if self._world.loop.now_ns < self._pressed_until_ns:
+        if self.pressed:
             self._flush(0, FinishReason.STALLED, only=command.turn)
 
     def _abort_turn(self, command: c.AbortTurn) -> None:
@@ -316,24 +388,36 @@ class SimulatedWorker:
         self._world.loop.after(self._world.settings.load_ns, lambda: self._act(lambda: self._loaded(command)))
 
     def _loaded(self, command: c.LoadWeights) -> None:
+        """What was pulled is held against the manifest; what does not match is pulled once more, then given up."""
         if self._loading != command.version:
             return
-        if self._world.tally.befalls(self._world.rng, self._world.mishaps.load_corrupted):
+        genuine = not self._world.tally.befalls(self._world.rng, self._world.mishaps.load_corrupted)
+        matches = self._matches_manifest(genuine)
+        if not matches and self._world.rng.random() < PULLED_AGAIN:
             self._pull(command)
             return
         self._account()
         self._loading = None
-        if self._world.tally.befalls(self._world.rng, self._world.mishaps.load_failed):
-            self._say(e.WeightsFailed(worker=self.id, epoch=self._epoch, version=command.version, reason="simulated"))
+        if not matches:
+            self._load_failed(command, "does not match the manifest")
+        elif self._world.tally.befalls(self._world.rng, self._world.mishaps.load_failed):
+            self._load_failed(command, "simulated")
         else:
-            self._applying = command
+            self._applying, self._genuine = command, genuine
             if self._world.settings.weight_mode is not WeightMode.FINISH or not self._turns:
                 self._apply(command)
+
+    def _matches_manifest(self, genuine: bool) -> bool:
+        return genuine
+
+    def _load_failed(self, command: c.LoadWeights, reason: str) -> None:
+        self._say(e.WeightsFailed(worker=self.id, epoch=self._epoch, version=command.version, reason=reason))
 
     def _apply(self, command: c.LoadWeights) -> None:
         """Running turns go on, under the new version from here on."""
         self._applying = None
         self.version = command.version
+        self._world.note_weights(self.id, command.version, genuine=self._genuine)
         self._begin_held()
         self._say(e.WeightsApplied(worker=self.id, epoch=self._epoch, version=command.version))
 

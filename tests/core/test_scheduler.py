@@ -499,6 +499,16 @@ class TestStep:
         desk.tell(e.WeightsApplied(worker=worker, epoch=1, version=1))
         assert desk.one(c.StartTurn).worker == worker
 
+    def test_load_that_failed_and_came_good_by_itself_is_not_waited_for(self, desk) -> None:
+        """An order that came twice is done twice, and only the second time well."""
+        desk.trainer()
+        desk.offer("spot")
+        desk.grant("spot-1")
+        desk.join("spot-1/w", version=None)
+        desk.tell(e.WeightsFailed(worker="spot-1/w", epoch=1, version=0, reason="torn"))
+        desk.tell(e.WeightsApplied(worker="spot-1/w", epoch=1, version=0))
+        assert not desk.scheduler.timers.waiting("reload", "spot-1/w")
+
     @pytest.mark.parametrize("version", [0, 2])
     def test_worker_is_not_thought_to_serve_what_came_late_or_is_not_there(self, make_desk, version: int) -> None:
         desk = make_desk(steps=2)

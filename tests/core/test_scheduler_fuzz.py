@@ -163,6 +163,7 @@ class Monkey:
                 self.scored(trajectory, rng.randint(0, 3)),
                 e.GroupTrained(group=rng.choice(("0/0", "1/1", "none"))),
                 e.WeightsPublished(version=version),
+                e.Resumed(),
                 *([e.StopRequested(reason="enough")] if rng.random() < 0.02 else ()),
             ]
         )

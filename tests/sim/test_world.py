@@ -1,6 +1,8 @@
 """Worlds full of faults: the core keeps its invariants, and every run reaches its end."""
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable, Mapping
+from random import Random
 from typing import Any
 
 import msgspec
@@ -17,13 +19,16 @@ from elastic.core.step_driver import StepDriver
 from elastic.core.steps import Group
 from elastic.core.trainer_device import TrainerDevice
 from elastic.core.turn_desk import TurnDesk
-from elastic.core.types import NS_PER_S, Plan
+from elastic.core.types import NS_PER_S, EndCause, FinishReason, Plan, WorkerState
 from elastic.core.worker_desk import WorkerDesk
 from elastic.sim.faults import NO_FAULTS, Crash, Ending, Fault, FaultKind, FaultPlan, Mishaps
+from elastic.sim.learner import Learner, LearnerViolated
 from elastic.sim.life import replayed
-from elastic.sim.record import Record, RecordViolated
-from elastic.sim.settings import ProviderSettings, WorldSettings
-from elastic.sim.world import WorldFailed, simulate
+from elastic.sim.provider import SimulatedProvider
+from elastic.sim.record import Record
+from elastic.sim.settings import ProviderSettings, WorldSettings, draw_large_settings, draw_settings
+from elastic.sim.worker import SimulatedWorker
+from elastic.sim.world import LARGE_EVERY, Outcome, WorldFailed, simulate
 
 CI_SEEDS = 200
 BATCH = 20
@@ -32,9 +37,9 @@ NIGHTLY_SEEDS = 25_000
 NIGHTLY_BATCH = 250
 
 
-def live_through(seeds: range) -> None:
+def live_through(seeds: range, settings: WorldSettings | None = None, faults: FaultPlan | None = None) -> None:
     for seed in seeds:
-        simulate(seed)
+        simulate(seed, settings, faults)
 
 
 @pytest.mark.parametrize("first", range(0, CI_SEEDS, BATCH))
@@ -58,6 +63,23 @@ def test_same_seed_gives_the_same_history(seed: int) -> None:
     one, two = simulate(seed), simulate(seed)
     assert (one.history, one.state) == (two.history, two.state)
     assert one.history != simulate(seed + 100).history
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_worlds_are_small_but_for_one_in_a_hundred(seed: int) -> None:
+    def workers(settings: WorldSettings) -> int:
+        return 1 + sum((p.leases + p.overlap) * p.workers_per_lease for p in settings.providers)
+
+    def turns(settings: WorldSettings) -> int:
+        return settings.plan.steps * settings.plan.groups * settings.plan.group_size * settings.max_turns
+
+    small = [draw_settings(Random(seed * 200 + n)) for n in range(200)]
+    large = [draw_large_settings(Random(seed * 20 + n)) for n in range(20)]
+    assert max(map(workers, small)) == 8
+    assert max(map(turns, small)) <= 64
+    assert min(map(workers, large)) > 20
+    assert max(map(turns, large)) > 300
+    assert len(simulate(LARGE_EVERY * (seed + 1) - 1).settings.providers) == 2
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -85,26 +107,88 @@ def storm(kind: FaultKind) -> FaultPlan:
     return FaultPlan(end_ns=30 * NS_PER_S, faults=faults, mishaps=Mishaps())
 
 
+def quiet(end_ns: int) -> FaultPlan:
+    return FaultPlan(end_ns=end_ns, faults=(), mishaps=Mishaps())
+
+
+def told(outcome: Outcome, kind: type[e.Event], **fields: object) -> int:
+    """How often the core has heard such an event."""
+    events = (event for _, event in outcome.lives[-1].events if isinstance(event, kind))
+    return sum(all(getattr(event, name) == value for name, value in fields.items()) for event in events)
+
+
+def stalls(outcome: Outcome) -> int:
+    frames = [event for _, event in outcome.lives[-1].events if isinstance(event, e.TokensReceived)]
+    return sum(chunk.finish is FinishReason.STALLED for frame in frames for chunk in frame.chunks)
+
+
+def _released_early(outcome: Outcome) -> int:
+    return outcome.leases
+
+
+def _redispatched(outcome: Outcome) -> int:
+    return outcome.redispatched
+
+
+def _duration_ns(outcome: Outcome) -> int:
+    return outcome.ended_ns
+
+
+TRACES: dict[FaultKind, Callable[[Outcome], int]] = {
+    FaultKind.KILL: lambda o: told(o, e.WorkerDisconnected, goodbye=False),
+    FaultKind.VANISH: _released_early,
+    FaultKind.PREEMPT: lambda o: told(o, e.LeaseEnded, cause=EndCause.PREEMPTED),
+    FaultKind.NOTICE: lambda o: told(o, e.LeaseNotice),
+    FaultKind.FREEZE: _released_early,
+    FaultKind.HANG: _released_early,
+    FaultKind.SLOW: _duration_ns,
+    FaultKind.DISCONNECT: lambda o: told(o, e.WorkerJoined, epoch=2),
+    FaultKind.CUT_UP: _released_early,
+    FaultKind.CUT_DOWN: _redispatched,
+    FaultKind.PRESSURE: stalls,
+    FaultKind.BLACKOUT: lambda o: told(o, e.LeaseEnded, cause=EndCause.PREEMPTED),
+    FaultKind.SILENT_PROVIDER: _duration_ns,
+    FaultKind.REWARDS_DOWN: lambda o: told(o, e.RewardFailed),
+}
+"""Of what there is more under a fault than without it."""
+
+
 @pytest.mark.parametrize("kind", FaultKind)
 def test_storm_of_one_fault(kind: FaultKind) -> None:
     settings = msgspec.structs.replace(SETTINGS, rewards_on_functions=kind is FaultKind.REWARDS_DOWN)
-    for seed in range(3):
-        outcome = simulate(seed, settings, storm(kind))
-        assert outcome.turns_finished > 0
-        assert outcome.redispatched > 0
+    faults = storm(kind)
+    stormy = [simulate(seed, settings, faults) for seed in range(3)]
+    calm = [simulate(seed, settings, quiet(faults.end_ns)) for seed in range(3)]
+    assert all(outcome.turns_finished > 0 for outcome in stormy)
+    assert all(0 < outcome.faults <= len(faults.faults) for outcome in stormy)
+    assert sum(map(TRACES[kind], stormy)) > sum(map(TRACES[kind], calm))
+
+
+def test_what_did_nothing_is_no_fault() -> None:
+    """No function scores, nobody is there yet, and a silence follows another at once."""
+    rewards = simulate(1, SETTINGS, storm(FaultKind.REWARDS_DOWN))
+    assert rewards.faults == 0
+    kill = FaultPlan(end_ns=NS_PER_S, faults=(Fault(0, FaultKind.KILL, 1, 0.5),), mishaps=Mishaps())
+    assert simulate(1, SETTINGS, kill).faults == 0
+    silences = tuple(Fault(NS_PER_S * n, FaultKind.SILENT_PROVIDER, NS_PER_S, 0.1) for n in range(1, 4))
+    assert simulate(1, SETTINGS, FaultPlan(end_ns=5 * NS_PER_S, faults=silences, mishaps=Mishaps())).faults == 1
 
 
 @pytest.mark.parametrize("mishap", Mishaps.__struct_fields__)
 def test_epidemic_of_one_mishap(mishap: str) -> None:
-    faults = FaultPlan(end_ns=20 * NS_PER_S, faults=(), mishaps=Mishaps(**{mishap: 0.3}))
+    faults = FaultPlan(end_ns=60 * NS_PER_S, faults=(), mishaps=Mishaps(**{mishap: 0.3}))
     settings = msgspec.structs.replace(SETTINGS, rewards_on_functions=mishap.startswith("reward"))
-    for seed in range(3):
-        assert simulate(seed, settings, faults).turns_finished > 0
+    sick = [simulate(seed, settings, faults) for seed in range(3)]
+    sound = [simulate(seed, settings, quiet(faults.end_ns)) for seed in range(3)]
+    assert all(outcome.turns_finished > 0 for outcome in sick)
+    assert sum(outcome.faults for outcome in sick) > 0
+    assert [outcome.history for outcome in sick] != [outcome.history for outcome in sound]
 
 
 def test_quiet_world_moves_turns_only_at_the_end_of_seeding() -> None:
     outcome = simulate(1, SETTINGS, NO_FAULTS)
     assert outcome.failed == ""
+    assert outcome.faults == 0
     assert outcome.imbalance_ns == 0
     assert outcome.trajectories_trained > 0
 
@@ -126,26 +210,84 @@ def test_early_ends_give_everything_back(ending: Ending) -> None:
         assert simulate(3, SETTINGS, faults).failed or ending is Ending.TRAINER_LOST
 
 
+def crash_at(at_ns: int, down_ns: int = NS_PER_S, *, journal_lost: bool = False) -> FaultPlan:
+    crash = Crash(at_ns, down_ns, journal_lost)
+    return FaultPlan(end_ns=at_ns, faults=(), mishaps=Mishaps(), crashes=(crash,))
+
+
 @pytest.mark.parametrize("bound", [0, 2])
 @pytest.mark.parametrize("checkpoint_every", [1, 3])
-def test_crashed_run_is_resumed_from_its_checkpoint(bound: int, checkpoint_every: int) -> None:
-    """Whenever the orchestrator dies, the run goes on from the newest checkpoint and is the same run in the end."""
+def test_crashed_run_goes_on_from_its_journal(bound: int, checkpoint_every: int) -> None:
+    """Whenever the orchestrator dies, what the journal has is where the next life begins, and nothing of it is lost."""
     plan = Plan(steps=4, groups=2, group_size=3, staleness_bound=bound, providers=("spot", "serving"))
     settings = msgspec.structs.replace(SETTINGS, plan=plan, checkpoint_every_steps=checkpoint_every)
-    resumed_at = set[int]()
+    checkpoints, rejoined, took_up = set[int](), 0, 0
     for tenths in range(0, 400, 25):
-        crash = Crash(tenths * NS_PER_S // 10, NS_PER_S)
-        faults = FaultPlan(end_ns=crash.at_ns, faults=(), mishaps=Mishaps(), crashes=(crash,))
-        outcome = simulate(tenths, settings, faults)
+        outcome = simulate(tenths, settings, crash_at(tenths * NS_PER_S // 10), digests=True)
+        assert outcome.failed == ""
+        for before, after in itertools.pairwise(outcome.lives):
+            had = before.committed
+            assert (after.recalled, after.events[:had]) == (had, before.events[:had])
+            assert after.digests[:had] == before.digests[:had]
+            checkpoints.add(after.checkpoint)
+            fresh = after.events[had:]
+            assert isinstance(fresh[0][1], e.Resumed)
+            known = {event.worker for _, event in after.events[:had] if isinstance(event, e.WorkerJoined)}
+            rejoined += any(isinstance(event, e.WorkerJoined) and event.worker in known for _, event in fresh)
+            chunks = [chunk for _, event in fresh if isinstance(event, e.TokensReceived) for chunk in event.chunks]
+            took_up += any(chunk.start > 0 and chunk.attempt > 1 for chunk in chunks)
+    assert len(checkpoints) > 1
+    assert rejoined > 3
+    assert took_up > 3
+
+
+def test_what_outlives_a_long_absence() -> None:
+    """Nobody is blamed for what the orchestrator could not hear, and leases that ended meanwhile have ended."""
+    spot = ProviderSettings(name="spot", leases=2, life_ns=20 * NS_PER_S)
+    settings = msgspec.structs.replace(SETTINGS, providers=(spot, SETTINGS.providers[1]))
+    outcome = simulate(3, settings, crash_at(8 * NS_PER_S, 40 * NS_PER_S))
+    assert outcome.failed == ""
+    life = outcome.lives[1]
+    resumed_ns = life.events[life.recalled][0]
+    at_once = [event for at_ns, event in life.events[life.recalled :] if at_ns == resumed_ns]
+    ended = {event.lease: event.cause for event in at_once if isinstance(event, e.LeaseEnded)}
+    assert EndCause.EXPIRED in ended.values()
+    lasting = [worker for worker in ("serving-1/0",) if worker.rpartition("/")[0] not in ended]
+    later = [event for _, event in life.events[life.recalled :] if isinstance(event, e.WorkerJoined)]
+    assert [event.epoch for event in later if event.worker in lasting] == [2]
+
+
+@pytest.mark.parametrize("checkpoint_every", [1, 3])
+def test_run_without_its_journal_begins_at_the_checkpoint(checkpoint_every: int) -> None:
+    """As `elastic run --resume` does: a core that knows nothing, and whatever is still leased is given back."""
+    plan = Plan(steps=4, groups=2, group_size=3, providers=("spot", "serving"))
+    settings = msgspec.structs.replace(SETTINGS, plan=plan, checkpoint_every_steps=checkpoint_every)
+    checkpoints = set[int]()
+    for tenths in range(0, 400, 25):
+        outcome = simulate(tenths, settings, crash_at(tenths * NS_PER_S // 10, journal_lost=True))
         assert outcome.failed == ""
         for life in outcome.lives[1:]:
-            assert life.first_version % checkpoint_every == 0 or life.first_version == plan.steps
-            resumed_at.add(life.first_version)
-    assert len(resumed_at) > 1
+            assert life.recalled == 0
+            assert life.checkpoint % checkpoint_every == 0 or life.checkpoint == settings.plan.steps
+            checkpoints.add(life.checkpoint)
+    assert len(checkpoints) > 1
+
+
+def test_worlds_notice_a_core_that_does_not_begin_where_the_checkpoint_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StepDriver, "_begin", _begin_afresh)
+    plan = Plan(steps=4, groups=2, group_size=3, providers=("spot", "serving"))
+    settings = msgspec.structs.replace(SETTINGS, plan=plan)
+
+    def live() -> None:
+        for at_s in range(10, 30, 4):
+            simulate(at_s, settings, crash_at(at_s * NS_PER_S, journal_lost=True))
+
+    with pytest.raises(WorldFailed):
+        live()
 
 
 def test_crash_after_crash() -> None:
-    crashes = tuple(Crash(n * NS_PER_S, NS_PER_S // 4) for n in range(0, 20, 2))
+    crashes = tuple(Crash(n * NS_PER_S, NS_PER_S // 4, journal_lost=n % 6 == 0) for n in range(0, 20, 2))
     faults = FaultPlan(end_ns=20 * NS_PER_S, faults=(), mishaps=Mishaps(frame_lost=0.05), crashes=crashes)
     outcome = simulate(1, SETTINGS, faults)
     assert outcome.failed == ""
@@ -153,11 +295,100 @@ def test_crash_after_crash() -> None:
     assert any(life.committed < len(life.events) for life in outcome.lives[:-1])
 
 
-def test_what_the_checkpoint_has_learnt_is_not_trained_again() -> None:
-    record = Record(staleness_bound=0, version=2, trained={"1/0/0": 1})
-    again = c.TrainGroup(group="1/0", trajectories=("1/0/0",), step=2, slot=0)
-    with pytest.raises(RecordViolated, match="1/0/0 is trained twice"):
-        record.note_command(again, e.Tick(), 0)
+def _leave_orphans(provider: SimulatedProvider, known: Mapping[str, bool]) -> list[e.Event]:
+    return [event for lease, granted in known.items() for event in provider._missed(lease, granted=granted)]
+
+
+def _learn_anew(learner: Learner, journal: Iterable[object]) -> int:
+    learner.version, learner._learnt = learner.checkpoint, list(learner._saved)
+    return 0
+
+
+RESUMED_WRONGLY: list[tuple[type[Any], str, Callable[..., object], str]] = [
+    (SimulatedProvider, "take_stock", _leave_orphans, "while there is one|still alive|given back"),
+    (RunState, "wait_anew", lambda run: None, "the run failed"),
+    (Learner, "restart", _learn_anew, "LearnerViolated|has not learnt|steps done"),
+    (Record, "recall", lambda record, former: None, "not of this run"),
+]
+
+
+@pytest.mark.parametrize(("owner", "name", "broken", "found"), RESUMED_WRONGLY, ids=lambda value: str(value)[:40])
+def test_worlds_notice_a_run_that_is_resumed_wrongly(
+    owner: type[Any], name: str, broken: Callable[..., object], found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Crashes are worth something only if a wrong resumption shows."""
+    monkeypatch.setattr(owner, name, broken)
+    plan = Plan(steps=3, groups=2, group_size=3, providers=("spot",))
+    spot = ProviderSettings(name="spot", leases=2, life_ns=6 * NS_PER_S, overlap=1)
+    settings = msgspec.structs.replace(SETTINGS, plan=plan, providers=(spot,), checkpoint_every_steps=2)
+
+    def live() -> None:
+        for tenths in range(2, 300, 5):
+            simulate(tenths, settings, crash_at(tenths * NS_PER_S // 10, (1 + tenths % 2 * 44) * NS_PER_S))
+
+    with pytest.raises(WorldFailed, match=found):
+        live()
+
+
+def test_what_the_checkpoint_has_learnt_is_not_learnt_again() -> None:
+    learner = Learner()
+    group = c.TrainGroup(group="0/0", trajectories=("0/0/0",), step=0, slot=0)
+    learner.learn(group)
+    learner.publish(1, save=True)
+    assert learner.restart([group, c.UpdateWeights(step=0, version=1)]) == 0
+    with pytest.raises(LearnerViolated, match="0/0/0"):
+        learner.learn(group)
+
+
+def _serve_anything(worker: SimulatedWorker, genuine: bool) -> bool:
+    return True
+
+
+def _take_failed_for_applied(desk: WorkerDesk, event: e.WeightsFailed) -> None:
+    desk._on_weights_applied(e.WeightsApplied(worker=event.worker, epoch=event.epoch, version=event.version))
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "broken"),
+    [
+        (SimulatedWorker, "_matches_manifest", _serve_anything),
+        (WorkerDesk, "_on_weights_failed", _take_failed_for_applied),
+    ],
+)
+def test_weights_that_do_not_match_their_manifest_are_never_served(
+    owner: type[Any], name: str, broken: Callable[..., object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Invariant 10, and that its check sees a worker that verifies nothing and a core that believes in it."""
+    faults = FaultPlan(end_ns=20 * NS_PER_S, faults=(), mishaps=Mishaps(load_corrupted=0.5))
+    outcome = simulate(1, SETTINGS, faults)
+    assert any(isinstance(x, e.WeightsFailed) and "manifest" in x.reason for _, x in outcome.lives[0].events)
+    monkeypatch.setattr(owner, name, broken)
+    with pytest.raises(WorldFailed, match=r"weights that are not|not checked against the manifest"):
+        live_through(range(8), SETTINGS, faults)
+
+
+def _send_beyond_credit(fleet: Fleet, worker: Any) -> bool:
+    return worker.state is WorkerState.READY and worker.version is not None and worker.capacity > 0
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "broken", "found"),
+    [
+        (SimulatedWorker, "_yield", lambda worker: None, "rollouts stay"),
+        (Fleet, "has_room", _send_beyond_credit, "can hold"),
+    ],
+)
+def test_serving_comes_first(
+    owner: type[Any], name: str, broken: Callable[..., object], found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Invariant 8, and that its checks see a host that keeps rollouts and a core that sends more than it may."""
+    serving = ProviderSettings(name="serving", leases=2, serving_gap_ns=2 * NS_PER_S)
+    plan = Plan(steps=2, groups=2, group_size=3, providers=("serving",))
+    settings = msgspec.structs.replace(SETTINGS, plan=plan, providers=(serving,))
+    assert stalls(simulate(1, settings, NO_FAULTS)) > 0
+    monkeypatch.setattr(owner, name, broken)
+    with pytest.raises(WorldFailed, match=found):
+        live_through(range(8), settings, NO_FAULTS)
 
 
 def test_failure_names_its_seed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,7 +420,7 @@ def _nothing(*_: object, **__: object) -> None:
     return None
 
 
-BREAKAGES: list[tuple[type[Any], str, Callable[..., object]]] = [
+BREAKAGES: list[tuple[type[Any], str, object]] = [
     (RunState, "hear", _believe_everybody),
     (TurnDesk, "_fits", lambda desk, turn, chunk: True),
     (TurnDesk, "take_away", _nothing),
@@ -208,15 +439,14 @@ BREAKAGES: list[tuple[type[Any], str, Callable[..., object]]] = [
     (Fleet, "reindex", _nothing),
     (TrainerDevice, "rest", _nothing),
     (TrainerDevice, "done", _nothing),
-    (StepDriver, "_begin", _begin_afresh),
-    (StepDriver, "_needs_reseeding", lambda driver, helped: False),
+    (StepDriver, "_needs_reseeding", lambda driver: False),
     (Group, "finished", property(lambda group: {t: float(n) for n, t in enumerate(group.members)})),
 ]
 
 
 @pytest.mark.parametrize(("owner", "name", "broken"), BREAKAGES, ids=lambda value: getattr(value, "__name__", value))
 def test_worlds_notice_a_broken_core(
-    owner: type[Any], name: str, broken: Callable[..., object], monkeypatch: pytest.MonkeyPatch
+    owner: type[Any], name: str, broken: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The worlds are worth something only if they catch a core that is wrong."""
     monkeypatch.setattr(owner, name, broken)
