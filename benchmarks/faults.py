@@ -19,6 +19,7 @@ from _judges import judge
 from _mutants import all_mutants, sample
 
 BATCH = 50
+FAILURES_MAX = 100
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,17 @@ class Extent:
     def reached(self, seen: "Extent") -> bool:
         return seen.seeds >= self.seeds and seen.events >= self.events and seen.faults >= self.faults
 
+    def batches(self, seen: "Extent", first: int, count: int) -> list[range]:
+        """The next seeds; not more than are wanted, where their number is all that is."""
+        begin = first + seen.seeds
+        end = begin + count * BATCH
+        if not (self.events or self.faults):
+            end = min(end, first + self.seeds)
+        return [range(start, min(start + BATCH, end)) for start in range(begin, end, BATCH)]
+
+
+Failures = list[dict[str, Any]]
+
 
 QUICK = Extent(seeds=200)
 FULL = Extent(events=1_000_000)
@@ -40,16 +52,16 @@ MUTANTS = 150
 MUTATION_SEED = 1
 
 
-def live_through(seeds: range) -> tuple[int, int, list[str]]:
-    """Events, faults, and what failed."""
+def live_through(seeds: range) -> tuple[int, int, Failures]:
+    """Events, faults, and the seeds that failed, each with its error."""
     from elastic.sim.world import WorldFailed, simulate
 
-    events, faults, failures = 0, 0, []
+    events, faults, failures = 0, 0, Failures()
     for seed in seeds:
         try:
             outcome = simulate(seed)
         except WorldFailed as failure:
-            failures.append(str(failure))
+            failures.append({"seed": seed, "error": str(failure)})
         else:
             events += outcome.events
             faults += outcome.faults
@@ -57,16 +69,16 @@ def live_through(seeds: range) -> tuple[int, int, list[str]]:
 
 
 def worlds(wanted: Extent, first: int) -> dict[str, Any]:
-    """Live through the seeds from `first` on, on every core."""
-    seen, failures = Extent(), list[str]()
+    """Live through the seeds from `first` on, on every core; too many that fail are enough."""
+    seen, failures = Extent(), Failures()
     began_s, cores = time.monotonic(), os.cpu_count() or 1
     with multiprocessing.get_context("spawn").Pool(cores) as pool:
-        while not wanted.reached(seen):
-            starts = [first + seen.seeds + n * BATCH for n in range(2 * cores)]
-            found = pool.map(live_through, [range(start, start + BATCH) for start in starts], chunksize=1)
+        while not wanted.reached(seen) and len(failures) < FAILURES_MAX:
+            batches = wanted.batches(seen, first, 2 * cores)
+            found = pool.map(live_through, batches, chunksize=1)
             failures += [failure for _, _, failed in found for failure in failed]
             seen = Extent(
-                seen.seeds + BATCH * len(starts),
+                seen.seeds + sum(map(len, batches)),
                 seen.events + sum(events for events, _, _ in found),
                 seen.faults + sum(faults for _, faults, _ in found),
             )
@@ -120,6 +132,7 @@ if __name__ == "__main__":
         "--quick", action="store_true", help="under 50 s on two cores: a fixed set of seeds, no mutants"
     )
     extent.add_argument("--nightly", action="store_true", help="ten million events")
+    extent.add_argument("--seeds", type=int, metavar="N", help="so many worlds, and no mutants")
     extent.add_argument("--only-mutants", action="store_true", help="no worlds of their own")
     parser.add_argument("--first", type=int, default=0, help="the first world's seed")
     parser.add_argument("--mutants", type=int, default=MUTANTS, help="judge so many, drawn evenly")
@@ -128,5 +141,9 @@ if __name__ == "__main__":
     given = parser.parse_args()
     modes = ((given.quick, QUICK), (given.nightly, NIGHTLY), (given.only_mutants, Extent()))
     chosen = next((extent for asked, extent in modes if asked), FULL)
-    count = 0 if given.quick else None if given.all_mutants else given.mutants
-    emit(main(chosen, given.first, count, given.mutation_seed), Arguments(quick=given.quick, json=given.json))
+    if given.seeds is not None:
+        chosen = Extent(seeds=given.seeds)
+    count = 0 if given.quick or given.seeds is not None else None if given.all_mutants else given.mutants
+    figures = main(chosen, given.first, count, given.mutation_seed)
+    emit(figures, Arguments(quick=given.quick, json=given.json))
+    sys.exit(bool(figures.get("failed_seeds")))

@@ -26,6 +26,8 @@ app = typer.Typer(
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
+_GIVEN = ("COMMANDLINE", "ENVIRONMENT")
+"""Where the value of an option comes from that somebody gave."""
 OURS = ("elastic.", "functions.", "policies.", "providers.", "traces.")
 
 ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's TOML file.", show_default=False)]
@@ -135,6 +137,7 @@ def _run_settings(
 
 @app.command()
 def simulate(
+    context: typer.Context,
     config: Annotated[
         Path | None, typer.Argument(metavar="CONFIG", help="The run's TOML file.", show_default=False)
     ] = None,
@@ -170,11 +173,19 @@ def simulate(
 
     Example: elastic simulate examples/frozenlake.toml --providers serving,spot
     """
-    from elastic.cli.simulate import faults_command, simulate_command, split_profiles
+    if faults:
+        from elastic.cli.faults import faults_command
+
+        _refuse_all_but(context, "--faults", "--seed", "--worlds", "--json")
+        raise typer.Exit(faults_command(seed or 0, worlds, as_json=as_json))
+
+    from elastic.cli.simulate import simulate_command, split_profiles
     from elastic.simulation import Experiment
 
-    if faults:
-        raise typer.Exit(faults_command(seed or 0, worlds, as_json=as_json))
+    if config is None:
+        raise ConfigError("elastic simulate: give a configuration file, or --faults")
+    if worlds != 1:
+        raise ConfigError("elastic simulate: --worlds is for --faults")
     settings, _, names = _run_settings(config, providers, overrides or [], seed, "")
     if providers is None:
         names = list(settings.simulation.providers)
@@ -188,6 +199,20 @@ def simulate(
         horizon_s=hours * 3600,
     )
     raise typer.Exit(simulate_command(settings, names, str(config), experiment, as_json=as_json))
+
+
+def _refuse_all_but(context: typer.Context, mode: str, *allowed: str) -> None:
+    """Nothing that was given is ignored: with the option `mode` only these others mean something."""
+    refused: list[str] = []
+    for parameter in context.command.params:
+        source = context.get_parameter_source(parameter.name or "")
+        is_option = parameter.param_type_name == "option"
+        name = parameter.opts[0] if is_option else (parameter.name or "").upper()
+        if source is not None and source.name in _GIVEN and name not in (mode, *allowed):
+            refused.append(name)
+    if refused:
+        named, do = ", ".join(refused), "does" if len(refused) == 1 else "do"
+        raise ConfigError(f"elastic {context.info_name} {mode}: {named} {do} not apply; allowed: {', '.join(allowed)}")
 
 
 @app.command()

@@ -1,22 +1,17 @@
-"""`elastic simulate`: display around simulated runs, and around worlds full of faults."""
+"""`elastic simulate`: display around simulated runs."""
 
 import signal
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-import typer
-
 from elastic import compose, simulation
-from elastic.cli.app import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, emit
+from elastic.cli.app import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED
 from elastic.cli.output import console, say
 from elastic.cli.progress import Progress
 from elastic.cli.run import conclude
 from elastic.config import Config, ConfigError
 from elastic.runtime.journal import JournalError
 from elastic.sim.performance import SimulationError
-from elastic.sim.world import WorldFailed
-from elastic.sim.world import simulate as live_through
 
 
 def split_profiles(options: Sequence[str]) -> tuple[str, dict[str, str]]:
@@ -78,34 +73,3 @@ def _stoppable() -> Iterator[Callable[[], bool]]:
         yield lambda: bool(asked)
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def faults_command(first: int, worlds: int, *, as_json: bool) -> int:
-    """Live through worlds of consecutive seeds, every invariant checked after every event; 1 if one failed."""
-    began_s = time.monotonic()
-    events, faults, failures, histories = 0, 0, [], []
-    for seed in range(first, first + worlds):
-        try:
-            outcome = live_through(seed)
-        except WorldFailed as failure:
-            failures.append({"seed": seed, "error": str(failure)})
-            say(f"error: {failure}")
-            continue
-        events += outcome.events
-        faults += outcome.faults
-        histories.append({"seed": seed, "history": outcome.history, "state": outcome.state})
-    body = {
-        "seeds": worlds,
-        "events": events,
-        "faults": faults,
-        "failed_seeds": failures,
-        "histories": histories,
-        "events_per_s": events / (time.monotonic() - began_s),
-    }
-    if as_json:
-        emit(body)
-    else:
-        typer.echo(f"{worlds} worlds from seed {first}: {events:,} events, {faults:,} faults, {len(failures)} failed")
-        if worlds == 1 and histories:
-            typer.echo(f"history {histories[0]['history']}  state {histories[0]['state']}")
-    return EXIT_FAILED if failures else 0

@@ -1,0 +1,78 @@
+"""`elastic simulate --faults`: worlds full of faults, one seed after the other."""
+
+import time
+from typing import Any
+
+import msgspec
+import typer
+
+from elastic.cli.app import EXIT_FAILED, EXIT_INTERRUPTED, emit
+from elastic.cli.output import console, say
+from elastic.sim.world import WorldFailed, simulate
+
+TOLD_EVERY_S = 2.0
+
+
+class Seen(msgspec.Struct, kw_only=True):
+    """What the worlds lived through so far have shown; `seeds` counts the failed ones too."""
+
+    first_seed: int
+    seeds: int = 0
+    events: int = 0
+    faults: int = 0
+    failed_seeds: list[dict[str, Any]] = msgspec.field(default_factory=list[dict[str, Any]])
+    histories: list[dict[str, Any]] = msgspec.field(default_factory=list[dict[str, Any]])
+
+    def live_through(self, seed: int) -> None:
+        try:
+            outcome = simulate(seed)
+        except WorldFailed as failure:
+            self.failed_seeds.append({"seed": seed, "error": str(failure)})
+            say(f"error: {failure}")
+        else:
+            self.events += outcome.events
+            self.faults += outcome.faults
+            self.histories.append({"seed": seed, "history": outcome.history, "state": outcome.state})
+        self.seeds += 1
+
+    def __str__(self) -> str:
+        figures = f"{self.events:,} events, {self.faults:,} faults, {len(self.failed_seeds)} failed"
+        return f"{self.seeds:,} worlds from seed {self.first_seed}: {figures}"
+
+
+def faults_command(first: int, worlds: int, *, as_json: bool) -> int:
+    """Live through worlds of consecutive seeds, every invariant checked after every event; 1 if one failed.
+
+    Interrupted, it reports what it has seen.
+    """
+    seen, interrupted, began_s = Seen(first_seed=first), False, time.monotonic()
+    try:
+        _live_through(seen, worlds)
+    except KeyboardInterrupt:
+        interrupted = True
+    if as_json:
+        emit(
+            {
+                **msgspec.to_builtins(seen),
+                "interrupted": interrupted,
+                "events_per_s": seen.events / (time.monotonic() - began_s),
+            }
+        )
+    else:
+        typer.echo(f"{seen}{f', interrupted before {worlds:,}' if interrupted else ''}")
+        if worlds == 1 and seen.histories:
+            typer.echo(f"history {seen.histories[0]['history']}  state {seen.histories[0]['state']}")
+    return EXIT_INTERRUPTED if interrupted else EXIT_FAILED if seen.failed_seeds else 0
+
+
+def _live_through(seen: Seen, worlds: int) -> None:
+    """Progress is a status that changes on a terminal, and a line now and then elsewhere."""
+    terminal = console(stderr=True)
+    told_s = time.monotonic()
+    with terminal.status("") as status:
+        for seed in range(seen.first_seed, seen.first_seed + worlds):
+            seen.live_through(seed)
+            if time.monotonic() - told_s >= (0.1 if terminal.is_terminal else TOLD_EVERY_S):
+                told_s = time.monotonic()
+                line = f"{seen}, {worlds:,} to see"
+                status.update(line) if terminal.is_terminal else say(line)
