@@ -19,6 +19,7 @@ from elastic.calibration.numbers import (
     Measured,
     complete,
     save,
+    speeds,
 )
 from elastic.calibration.probe import REPEATS, Observe, Probe, Probed
 from elastic.compose import read_model_config
@@ -100,8 +101,7 @@ def _drive(config: Config, observe: Observe, repeats: int) -> _Outcome:
 def engine_numbers(probed: Probed, settings: EngineConfig) -> EngineNumbers:
     """What fits the probe's samples best. Raises `CalibrationError`."""
     decodes = [sample for sample in probed.samples if sample.batch]
-    prefills = [sample for sample in probed.samples if not sample.batch]
-    if not decodes or not prefills:
+    if not decodes or len(decodes) == len(probed.samples):
         raise CalibrationError(
             f"engine.max_context_tokens: found {settings.max_context_tokens}, and {probed.kv_tokens} tokens of KV "
             "cache; that is too little for a prompt and some tokens after it"
@@ -115,12 +115,10 @@ def engine_numbers(probed: Probed, settings: EngineConfig) -> EngineNumbers:
     how = f"measured: {probed.engine}, medians, fitted with a median error of {rates.error:.2%}"
     if probed.left_out:
         how += f"; not taken as meant: {', '.join(map(str, probed.left_out))}"
-    lengths = (
-        f"{min(s.prefilled for s in prefills):.0f} to {max(s.prefilled for s in prefills):.0f} tokens an iteration"
-    )
+    prefill, steps = speeds(rates, probed.samples, how)
     return EngineNumbers(
-        prefill_tokens_per_s=Number(rates.prefill_tokens_per_s, source=f"{how}; {lengths}"),
-        decode_step_s={batch: Number(step_s, source=how) for batch, step_s in rates.decode_step_s.items()},
+        prefill_tokens_per_s=prefill,
+        decode_step_s=steps,
         context_s=_context_s(rates, decodes, how),
         overhead_s=_overhead_s(rates, how),
         kv_tokens=Number(float(probed.kv_tokens), source=f"the engine's statistics: {probed.engine}"),

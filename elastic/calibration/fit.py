@@ -15,8 +15,8 @@ import numpy.typing as npt
 
 Array: TypeAlias = npt.NDArray[np.float64]
 
-SMALLEST_SHARE = 0.05
-"""A batch's decode takes at least this much of its iteration: a profile has no rates of zero."""
+SMALLEST_SHARE = 1e-3
+"""Prefilling and decoding take at least this much of their shortest iteration: a profile has no times of zero."""
 DISTINCT = 1e-3
 """Columns whose directions differ by less than this cannot be told apart."""
 
@@ -39,7 +39,10 @@ class Sample(NamedTuple):
 
 
 class Rates(NamedTuple):
-    """What fits best. `error` is the median of the relative errors, `noise_s` the same of an iteration's seconds."""
+    """What fits best. `error` is the median of the relative errors, `noise_s` the same of an iteration's seconds.
+
+    Prefill and the batches that are `hidden` take less of any iteration than the error.
+    """
 
     prefill_tokens_per_s: float
     decode_step_s: dict[int, float]
@@ -47,6 +50,8 @@ class Rates(NamedTuple):
     overhead_s: float
     error: float
     noise_s: float
+    prefill_hidden: bool
+    batches_hidden: frozenset[int]
 
 
 def fit_rates(samples: Sequence[Sample], batches: Sequence[int], *, context: bool, overhead: bool) -> Rates:
@@ -69,20 +74,22 @@ def fit_rates(samples: Sequence[Sample], batches: Sequence[int], *, context: boo
     iterations = np.array([s.iterations for s in samples])
     measured = np.column_stack([*map(np.array, columns.values()), weights * iterations[:, None]]) / seconds[:, None]
     _require_distinct(measured, [*columns, *(f"decoding {batch} sequences" for batch in batches)])
-    floor = np.zeros(measured.shape[1])
-    floor[len(columns) :] = SMALLEST_SHARE * float(np.median(seconds / iterations))
+    floor = SMALLEST_SHARE / measured.max(axis=0)
+    floor[1 : len(columns)] = 0.0
     rates = floor + nonnegative_least_squares(measured, 1.0 - measured @ floor)
     found = dict(zip(columns, rates.tolist(), strict=False))
-    if found["prefill"] <= 0:
-        raise FitError("iterations that prefilled took no longer than others")
     errors = np.abs(measured @ rates - 1.0)
+    error = float(np.median(errors))
+    hidden = rates * measured.max(axis=0) <= max(2 * SMALLEST_SHARE, error)
     return Rates(
         prefill_tokens_per_s=1.0 / found["prefill"],
         decode_step_s=dict(zip(batches, rates[len(columns) :].tolist(), strict=True)),
         context_s=found.get("context", 0.0),
         overhead_s=found.get("overhead", 0.0),
-        error=float(np.median(errors)),
+        error=error,
         noise_s=float(np.median(errors * seconds / iterations)),
+        prefill_hidden=bool(hidden[0]),
+        batches_hidden=frozenset(b for b, is_hidden in zip(batches, hidden[len(columns) :], strict=True) if is_hidden),
     )
 
 

@@ -1,11 +1,12 @@
 """The numbers of a profile: what was measured, and what had to be taken from another profile instead."""
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
+from elastic.calibration.fit import Rates, Sample
 from elastic.sim.performance.profile import DATA, Number, Profile, load_profile, read_profile, write_profile
 
 UNKNOWN_FACTOR = 10.0
@@ -69,6 +70,25 @@ class Base:
 
     def value(self, key: str) -> float:
         return float(getattr(self._profile, key))
+
+
+def speeds(rates: Rates, samples: Sequence[Sample], how: str) -> tuple[Number, dict[int, Number]]:
+    """What was fitted of prefill and decoding, `how` it says; estimates where it is hidden by how much times vary."""
+    prefill, decodes = rates.prefill_tokens_per_s, rates.decode_step_s
+    if rates.prefill_hidden:
+        slowest = min(prefill, max(sample.prefilled * sample.iterations / sample.seconds for sample in samples))
+        why = "iterations took no longer with more tokens to prefill than they vary by themselves"
+        prefill_number = Number(prefill, estimate=why, low=slowest, high=prefill)
+    else:
+        prefill_number = Number(prefill, source=how)
+    why = "what an iteration takes all the same, or by its prefills, hides what decoding adds"
+    steps = {
+        batch: Number(step_s, estimate=why, low=0.0, high=step_s + rates.noise_s)
+        if batch in rates.batches_hidden
+        else Number(step_s, source=how)
+        for batch, step_s in decodes.items()
+    }
+    return prefill_number, steps
 
 
 def complete(engine: EngineNumbers, around: Mapping[str, Number], base: Base, why: str) -> Measured:

@@ -19,6 +19,7 @@ from elastic.calibration.numbers import (
     Measured,
     complete,
     save,
+    speeds,
 )
 from elastic.compose import INTERRUPTED, JOURNAL, RUNNING, UNEXPECTED, find_run, is_claimed, list_runs
 from elastic.config import Config, ConfigError, PacingConfig, validate
@@ -222,10 +223,11 @@ class RunMeasurement:
             raise CalibrationError(f"{self._where}: engines' reports: {error}; {advice}") from error
         how = f"fitted to {len(samples)} reports of {self._where}, with a median error of {rates.error:.1%}"
         smallest_s = min(rates.decode_step_s.values())
+        prefill, steps = speeds(rates, samples, how)
         merged = "a run's reports do not tell it from decode_step_s, which has it"
         return EngineNumbers(
-            prefill_tokens_per_s=Number(rates.prefill_tokens_per_s, source=how),
-            decode_step_s={batch: Number(step_s, source=how) for batch, step_s in rates.decode_step_s.items()},
+            prefill_tokens_per_s=prefill,
+            decode_step_s=steps,
             context_s=Number(0.0, estimate=merged, low=0.0, high=smallest_s / self._context_tokens()),
             overhead_s=Number(0.0, estimate=merged, low=0.0, high=smallest_s),
             kv_tokens=self._kv_tokens(),

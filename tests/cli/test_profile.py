@@ -1,0 +1,78 @@
+"""`elastic profile`: a live engine's speeds become a file that `elastic simulate` takes."""
+
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from elastic import compose
+from elastic.config import load_config
+from elastic.runtime.journal import Journal
+
+QUICK = ("--set", "engine.pacing.decode_step_s={1=0.004}", "--set", "engine.max_batch=2")
+
+
+def test_a_measured_engine_can_be_simulated(elastic, config: Path, tmp_path: Path) -> None:
+    path = tmp_path / "machine.toml"
+    code, out, err = elastic("profile", "--engine", config, "-o", path, "--json", *QUICK)
+    assert code == 0, err
+    (line,) = out.splitlines()
+    body = json.loads(line)
+    assert body["profile"] == str(path)
+    assert set(body["decode_step_s"]) == {"1", "2"}
+    assert body["numbers"]["prefill_tokens_per_s"]["source"]
+    assert "boot_s" in body["estimates"]
+    assert "prefill_tokens_per_s" not in body["estimates"]
+    assert tomllib.loads(path.read_text())["kv_tokens"]["value"] == body["numbers"]["kv_tokens"]["value"]
+    code, out, err = elastic("simulate", config, "--providers", "spot", "--profile", path, "--json")
+    assert code == 0, err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "found"),
+    [
+        ((), "give a RUN, --engine CONFIG, or both"),
+        (("latest", "--set", "run.steps=3"), "--set overrides keys of --engine CONFIG"),
+        (("latest",), "no live run in"),
+        (("nosuch",), "no run 'nosuch'"),
+        (("--engine", "nosuch.toml"), "nosuch.toml: cannot be read"),
+    ],
+)
+def test_bad_input(elastic, tmp_path: Path, arguments: tuple[str, ...], found: str) -> None:
+    path = tmp_path / "machine.toml"
+    code, out, err = elastic("profile", *arguments, "-o", path, "--directory", tmp_path / "runs")
+    assert (code, out) == (2, "")
+    assert found in err
+    assert not path.exists()
+
+
+@pytest.mark.parametrize(
+    ("override", "found"),
+    [
+        ("engine.kind=nosuch", "unknown engine 'nosuch'"),
+        ("model.checkpoint=nosuch", "model.checkpoint: nosuch/config.json cannot be read"),
+    ],
+)
+def test_engines_that_are_not_there(elastic, config: Path, tmp_path: Path, override: str, found: str) -> None:
+    code, out, err = elastic("profile", "--engine", config, "-o", tmp_path / "machine.toml", "--set", override)
+    assert (code, out) == (2, "")
+    assert found in err
+
+
+def test_runs_are_told_with_their_estimates(elastic, config: Path, tmp_path: Path) -> None:
+    settings = load_config(config)
+    run_dir = compose.new_run_dir(settings)
+    journal = Journal(run_dir / compose.JOURNAL, 0.01)
+    journal.meta("status", "finished")
+    journal.meta("config", settings.model_dump_json())
+    journal.close()
+    path = tmp_path / "machine.toml"
+    where = ("--directory", settings.run.directory)
+    code, out, err = elastic("profile", "latest", "-o", path, *where)
+    assert code == 0, err
+    assert str(path) in out
+    assert "estimate: boot_s = 4 (2 to 10): " in err
+    code, out, err = elastic("profile", "latest", "-o", path, "--base", "nosuch", *where)
+    assert (code, out) == (2, "")
+    assert "no profile 'nosuch'" in err
