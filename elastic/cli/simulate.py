@@ -19,7 +19,7 @@ def split_profiles(options: Sequence[str]) -> tuple[str, dict[str, str]]:
     default, by_provider = "", dict[str, str]()
     for option in options:
         provider, equals, name = option.partition("=")
-        if equals and provider.isidentifier():
+        if equals and not {"/", "."} & set(provider):
             by_provider[provider] = name
         elif default:
             raise ConfigError(f"--profile {option}: {default} is for all already; allowed: PROVIDER={option}")

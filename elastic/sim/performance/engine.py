@@ -445,8 +445,9 @@ class EngineModel:
     def _share_prompt(self, job: Job) -> None:
         """Members of its group that are admitted from now on find what it has computed of their prompt."""
         computed = job.context + job.position - job.start - job.prefill_left
-        job.prompt = self._cache.share(job.shared, min(computed, job.shared_tokens - 1), job.prompt)
-        job.behind = job.prompt.tokens if job.prompt is not None else 0
+        prompt = self._cache.share(job.shared, min(computed, job.shared_tokens - 1), job.prompt)
+        if prompt is not None:
+            job.prompt, job.behind = prompt, prompt.tokens
 
     def _join(self, job: Job) -> None:
         """The iteration that ends a prefill samples the next token."""
@@ -483,12 +484,13 @@ class EngineModel:
         while chunk > 0 and self._waiting and self._held is None and self.executing < rates.max_batch:
             job = self._waiting[0]
             tokens = job.context + job.position - job.start
-            if tokens - cache.in_use(job.shared) > rates.kv_tokens - self._used_tokens and self.executing:
+            lacking = tokens - (rates.kv_tokens - self._used_tokens)
+            if lacking > 0 and self.executing and lacking > cache.in_use(job.shared):
                 return
             self._waiting.popleft()
             cached, prompt = cache.take(job.conversation, job.shared, tokens)
-            job.prompt = prompt
-            job.behind = prompt.tokens if prompt is not None else 0
+            if prompt is not None:
+                job.prompt, job.behind = prompt, prompt.tokens
             job.running = True
             job.prefill_left = tokens - cached
             chunk -= job.prefill_left
@@ -522,7 +524,8 @@ class EngineModel:
     def _preempt(self, job: Job) -> None:
         """Back to the front of the queue: what it had is computed again."""
         self._leave(job)
-        self._leave_prompt(job)
+        if job.prompt is not None:
+            self._leave_prompt(job, job.prompt)
         job.recompute = job.cacheable = True
         self._waiting.appendleft(job)
 
@@ -537,12 +540,10 @@ class EngineModel:
         self._used_tokens -= job.context + job.position - job.start - job.behind
         job.running = job.decoding = False
 
-    def _leave_prompt(self, job: Job) -> None:
+    def _leave_prompt(self, job: Job, prompt: Prompt) -> None:
         """After its own tokens are kept, if they are: a prompt is forgotten later than what follows it."""
-        if job.prompt is not None:
-            self._used_tokens -= self._cache.leave(job.shared, job.prompt)
-            job.prompt = None
-        job.behind = 0
+        self._used_tokens -= self._cache.leave(job.shared, prompt)
+        job.prompt, job.behind = None, 0
 
     def _position(self, job: Job) -> int:
         return self._clock - job.joined if job.decoding else job.position
@@ -553,8 +554,11 @@ class EngineModel:
             self._leave(job)
             if decoding and job.cacheable:
                 self._cache.keep(job.conversation, job.context + job.position - job.start - 1, job.behind)
-            self._leave_prompt(job)
-            self._cache.shrink_to(self._rates.kv_tokens - self._used_tokens)
+            if job.prompt is not None:
+                self._leave_prompt(job, job.prompt)
+            room = self._rates.kv_tokens - self._used_tokens
+            if self._cache.tokens > room:
+                self._cache.shrink_to(room)
         else:
             self._waiting.remove(job)
         del self._jobs[job.turn]

@@ -88,9 +88,22 @@ class Spending:
 
 
 @dataclass(slots=True)
+class _Running:
+    """A trajectory under way: how far it has come in its episode."""
+
+    episode: Episode
+    group: str
+    started_ns: Nanoseconds
+    turns: int = 0
+    context: int = 0
+    policy_tokens: int = 0
+
+
+@dataclass(slots=True)
 class _OpenTurn:
     id: TurnId
     trajectory: TrajectoryId
+    running: _Running
     prompt: int
     length: int
     requested_ns: Nanoseconds
@@ -101,17 +114,6 @@ class _OpenTurn:
     job: Job | None = None
     worker: WorkerId = ""
     left_ns: Nanoseconds | None = None
-
-
-@dataclass(slots=True)
-class _Running:
-    """A trajectory under way: how far it has come in its episode."""
-
-    episode: Episode
-    started_ns: Nanoseconds
-    turns: int = 0
-    context: int = 0
-    policy_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,12 +305,12 @@ class SimulatedRun:
             turn.id,
             command.attempt,
             turn.trajectory,
-            turn.trajectory.rpartition("/")[0],
+            turn.running.group,
             turn.prompt,
             command.start,
             turn.length,
             self._settings.max_tokens_per_turn,
-            self._running[turn.trajectory].episode.turns[0].observation_tokens,
+            turn.running.episode.turns[0].observation_tokens,
         )
         return turn.job
 
@@ -398,7 +400,7 @@ class SimulatedRun:
 
     def _start_group(self, command: c.StartGroup) -> None:
         for trajectory in command.trajectories:
-            self._running[trajectory] = _Running(self.episodes.episode(trajectory), self.loop.now_ns)
+            self._running[trajectory] = _Running(self.episodes.episode(trajectory), command.group, self.loop.now_ns)
             self._environment(self._reset_s, trajectory)
 
     def _environment(self, work_s: float, trajectory: TrajectoryId) -> None:
@@ -426,7 +428,7 @@ class SimulatedRun:
         shape = turns[running.turns]
         running.context += shape.observation_tokens
         turn_id = f"{trajectory}/{running.turns}"
-        self._turns[turn_id] = _OpenTurn(turn_id, trajectory, running.context, shape.tokens, self.loop.now_ns)
+        self._turns[turn_id] = _OpenTurn(turn_id, trajectory, running, running.context, shape.tokens, self.loop.now_ns)
         self.feed(
             e.TurnRequested(
                 turn=turn_id,
