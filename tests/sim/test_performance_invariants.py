@@ -1,0 +1,61 @@
+"""Simulated runs with modelled devices keep the core's invariants after every event."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic import compose, simulation
+from elastic.config import load_config
+from elastic.core.invariants import check
+from elastic.core.scheduler import Scheduler
+from elastic.sim.performance.run import Silence, SimulatedRun
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SMALL = ("run.steps=3", "rollout.groups=4", "rollout.group_size=4")
+MIXES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
+    "serving and spot": ("frozenlake", ("serving", "spot"), ()),
+    "two steps ahead, old KV kept": (
+        "frozenlake",
+        ("serving", "spot"),
+        ("rollout.staleness_bound=2", "weights.mode=keep"),
+    ),
+    "one step ahead, KV computed again, short notice": (
+        "frozenlake",
+        ("spot",),
+        ("rollout.staleness_bound=1", "weights.mode=recompute", "providers.spot.notice_s=2"),
+    ),
+    "short calls": ("frozenlake-serverless", ("serverless",), ("providers.serverless.lease_s=12",)),
+    "everybody": (
+        "frozenlake-serverless",
+        ("reserved", "serving", "spot", "serverless"),
+        (
+            "providers.serverless.lease_s=15",
+            "providers.serverless.max_workers=2",
+            "providers.reserved.max_workers=2",
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("mix", MIXES)
+def test_invariants_hold_after_every_event(mix: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    handle, checked = SimulatedRun._handle, 0
+
+    def checking(run: SimulatedRun, event: Any) -> None:
+        nonlocal checked
+        handle(run, event)
+        check(run.scheduler)
+        checked += 1
+
+    monkeypatch.setattr(SimulatedRun, "_handle", checking)
+    example, providers, overrides = MIXES[mix]
+    path = EXAMPLES / f"{example}.toml"
+    config = load_config(path, [*SMALL, *overrides, f"run.seed={seed}"])
+    plan = compose.resolve(config, list(providers), str(path))
+    scheduler = Scheduler(compose.run_plan(plan), compose.limits(config), compose.policies(config), 0)
+    run = simulation.build(plan, simulation.Experiment(), scheduler, Silence())
+    assert run.live() == ""
+    assert scheduler.ledger.imbalance_ns() == 0
+    assert checked == run.events > 500
