@@ -277,13 +277,10 @@ class RunMeasurement:
     # Weights
 
     def _weights(self) -> dict[str, Number]:
-        first, later = self._first_pulls, self._later_pulls
-        fastest = max((row["bytes"] / row["pull_s"] for row in (*first, *later) if row["pull_s"] > 0), default=0.0)
-        whole = "the times of pulls are measured whole, in first_load_s and load_s, to which the link adds nothing"
-        free = Number(FREE_BYTES_PER_S, estimate=whole, low=min(fastest, FREE_BYTES_PER_S), high=FREE_BYTES_PER_S)
+        first = self._first_pulls
         return {
-            "link_bytes_per_s": free,
-            "relay_bytes_per_s": free,
+            "link_bytes_per_s": self._free_link("link_bytes_per_s"),
+            "relay_bytes_per_s": self._free_link("relay_bytes_per_s"),
             "keyframe_bytes": self._number(
                 "keyframe_bytes", _median(row["bytes"] for row in first), "median of first pulls"
             ),
@@ -294,6 +291,15 @@ class RunMeasurement:
             "load_s": self._of_later_pulls("load_s", "pull_s", _median, "median"),
             "apply_s": self._of_later_pulls("apply_s", "apply_s", _quartile, "lower quartile"),
         }
+
+    def _free_link(self, key: str) -> Number:
+        """No slower than the fastest pull was as a whole."""
+        pulls = (*self._first_pulls, *self._later_pulls)
+        if not pulls:
+            return self._number(key, None, "times of pulls")
+        fastest = max((row["bytes"] / row["pull_s"] for row in pulls if row["pull_s"] > 0), default=0.0)
+        why = "the times of pulls are measured whole, in first_load_s and load_s, to which the link adds nothing"
+        return Number(FREE_BYTES_PER_S, estimate=why, low=min(fastest, FREE_BYTES_PER_S), high=FREE_BYTES_PER_S)
 
     def _of_later_pulls(self, key: str, column: str, statistic: _Statistic, name: str) -> Number:
         """A first pull brings all of the weights and so bounds what a later one costs."""

@@ -76,3 +76,30 @@ def test_runs_are_told_with_their_estimates(elastic, config: Path, tmp_path: Pat
     code, out, err = elastic("profile", "latest", "-o", path, "--base", "nosuch", *where)
     assert (code, out) == (2, "")
     assert "no profile 'nosuch'" in err
+
+
+@pytest.mark.slow
+def test_a_live_unpaced_run_and_its_engine_make_a_profile(start, elastic, config: Path, tmp_path: Path) -> None:
+    """Which simulates what could not be simulated without one."""
+    paced, _, rest = config.read_text().partition("[engine.pacing]")
+    config.write_text(paced + "[providers.spot]" + rest.partition("[providers.spot]")[2])
+    process = start("run", config)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    path, directory = tmp_path / "machine.toml", config.parent / "runs"
+    arguments = ("--engine", config, "-o", path, "--directory", directory, "--json")
+    code, out, err = elastic("profile", "latest", *arguments)
+    assert code == 0, err
+    body = json.loads(out)
+    for key in ("trainer_boot_s", "reset_s"):
+        assert body["numbers"][key]["source"].startswith("measured in small-")
+    assert body["numbers"]["prefill_tokens_per_s"]["source"].startswith("measured: torch on cpu")
+    assert {"boot_s", "serving_boot_s", "keyframe_bytes", "link_bytes_per_s"} <= set(body["estimates"])
+    code, _, err = elastic("simulate", config, "--providers", "spot", "--json")
+    assert code == 2
+    assert "no --profile given" in err
+    code, _, err = elastic("simulate", config, "--providers", "spot", "--profile", path, "--json")
+    assert code == 0, err
+    code, out, err = elastic("profile", "latest", *arguments)
+    assert code == 0, err
+    assert "measured in small-" in json.loads(out)["numbers"]["trainer_boot_s"]["source"]
