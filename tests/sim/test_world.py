@@ -58,6 +58,12 @@ def test_ten_million_events(first: int) -> None:
     live_through(range(first, first + NIGHTLY_BATCH))
 
 
+@pytest.mark.parametrize("seed", [9412, 12972, 13794])
+def test_a_lease_of_a_life_that_nobody_remembers_ends_late(seed: int) -> None:
+    """Its journal is lost, its successor gives the name to a lease of its own, and only then silence ends."""
+    simulate(seed)
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_same_seed_gives_the_same_history(seed: int) -> None:
     one, two = simulate(seed), simulate(seed)
