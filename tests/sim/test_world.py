@@ -318,7 +318,9 @@ RESUMED_WRONGLY: list[tuple[type[Any], str, Callable[..., object], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("owner", "name", "broken", "found"), RESUMED_WRONGLY, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(
+    ("owner", "name", "broken", "found"), RESUMED_WRONGLY, ids=[name for _, name, _, _ in RESUMED_WRONGLY]
+)
 def test_worlds_notice_a_run_that_is_resumed_wrongly(
     owner: type[Any], name: str, broken: Callable[..., object], found: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -450,7 +452,7 @@ BREAKAGES: list[tuple[type[Any], str, object]] = [
 ]
 
 
-@pytest.mark.parametrize(("owner", "name", "broken"), BREAKAGES, ids=lambda value: getattr(value, "__name__", value))
+@pytest.mark.parametrize(("owner", "name", "broken"), BREAKAGES, ids=[name for _, name, _ in BREAKAGES])
 def test_worlds_notice_a_broken_core(
     owner: type[Any], name: str, broken: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
