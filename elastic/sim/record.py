@@ -37,7 +37,6 @@ class Record:
         self.finished: set[TurnId] = set()
         self.failed: dict[TrajectoryId, str] = {}
         """Trajectories of which a turn has failed for good, and why."""
-        self.asked_for: set[LeaseId] = set()
         self.granted: dict[LeaseId, Nanoseconds | None] = {}
         self.ended: set[LeaseId] = set()
         self.lease_of: dict[WorkerId, LeaseId] = {}
@@ -75,8 +74,7 @@ class Record:
         if isinstance(event, e.LeaseGranted):
             self.granted.setdefault(event.lease, event.expires_at_ns)
             self.lease_of |= dict.fromkeys(event.workers, event.lease)
-        elif isinstance(event, e.LeaseEnded) and event.lease in self.asked_for:
-            # A life whose journal is lost may have had a lease of the same name; its end comes late.
+        elif isinstance(event, e.LeaseEnded):
             self.ended.add(event.lease)
         elif isinstance(event, e.TrajectoryFinished | e.RewardScored):
             self.rewards.setdefault(event.trajectory, event.reward)
@@ -98,8 +96,6 @@ class Record:
     def note_command(self, command: c.Command, event: e.Event, now_ns: Nanoseconds) -> None:
         self.require(self.run_ended is None, f"{command} after the end of the run")
         match command:
-            case c.AcquireLease():
-                self.asked_for.add(command.lease)
             case c.StartTurn():
                 self._started(command, now_ns)
             case c.AcceptTokens():

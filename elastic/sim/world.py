@@ -157,7 +157,8 @@ class World:
         return self.life if self.life.up else None
 
     def listener(self) -> Callable[[e.Event], None]:
-        return self.life.feed
+        """Nobody, while no process is up: the next one asks providers for what they have."""
+        return self.life.feed if self.life.up else lambda _: None
 
     def next_epoch(self, worker: WorkerId) -> int:
         """Epochs are never used twice, whatever a journal has of them."""
