@@ -100,6 +100,7 @@ def test_a_live_unpaced_run_and_its_engine_make_a_profile(start, elastic, config
     assert "no --profile given" in err
     code, _, err = elastic("simulate", config, "--providers", "spot", "--profile", path, "--json")
     assert code == 0, err
+    # The simulated run is the later one.
     code, out, err = elastic("profile", "latest", *arguments)
     assert code == 0, err
     assert "measured in small-" in json.loads(out)["numbers"]["trainer_boot_s"]["source"]
