@@ -21,7 +21,7 @@ from elastic.model.checkpoint import read_config, read_tensors
 from elastic.sim.performance.profile import EngineRates, load_profile
 
 PACING = {"prefill_tokens_per_s": 2000, "decode_step_s": {1: 0.02, 4: 0.04}}
-LATE = 1.6
+LATE = 3.0
 """A busy machine's timers may be late by more than half of these times, but not in the median."""
 
 
