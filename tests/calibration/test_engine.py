@@ -22,7 +22,7 @@ from elastic.sim.performance.profile import EngineRates, load_profile
 
 PACING = {"prefill_tokens_per_s": 2000, "decode_step_s": {1: 0.02, 4: 0.04}}
 LATE = 3.0
-"""A busy machine's timers may be late by more than half of these times, but not in the median."""
+"""Of these times a saturated machine needs no more than so many, in the median."""
 
 
 def ignore(done: int, total: int, what: str) -> None:
@@ -107,9 +107,9 @@ def test_a_paced_engines_times_come_back(configured, probing) -> None:
     for batch, number in numbers.decode_step_s.items():
         assert number.source
         step_s = pacing.decode_step_s(batch, PACING["decode_step_s"])
-        assert 0.9 <= (number.value + overhead_s + batch * 50 * numbers.context_s.value) / step_s <= LATE
+        assert 0.5 <= (number.value + overhead_s + batch * 50 * numbers.context_s.value) / step_s <= LATE
     prefill_s = overhead_s + 64 / numbers.prefill_tokens_per_s.value
-    assert 0.9 <= prefill_s / 0.032 <= LATE
+    assert 0.5 <= prefill_s / 0.032 <= LATE
 
 
 def test_an_engine_in_its_own_process_makes_a_profile(configured, tmp_path: Path) -> None:
