@@ -28,6 +28,7 @@ class Progress:
         self._console = console
         self._live = Live(console=console, refresh_per_second=4, transient=True) if console.is_terminal else None
         self._last_step = -1
+        self._last_elapsed_s, self._last_tokens = 0.0, 0
 
     @property
     def context(self) -> AbstractContextManager[object]:
@@ -48,16 +49,24 @@ class Progress:
     def _print(self, status: RunStatus) -> None:
         if status.step != self._last_step and status.last_success_rate is not None:
             self._last_step = status.step
-            self._console.print(line(status), highlight=False, soft_wrap=True)
+            self._console.print(line(status, self._tokens_per_s(status)), highlight=False, soft_wrap=True)
+
+    def _tokens_per_s(self, status: RunStatus) -> float:
+        """Since the line before: at a step's end itself nobody generates."""
+        tokens = sum(provider.tokens for provider in status.providers.values())
+        passed_s = status.elapsed_s - self._last_elapsed_s
+        rate = (tokens - self._last_tokens) / passed_s if passed_s > 0 else 0.0
+        self._last_elapsed_s, self._last_tokens = status.elapsed_s, tokens
+        return rate
 
 
-def line(status: RunStatus) -> str:
+def line(status: RunStatus, tokens_per_s: float) -> str:
     """One step in one line, for logs."""
     workers = " ".join(f"{name}:{p.ready}" for name, p in status.providers.items())
     parts = [
         f"step {status.step}/{status.steps}",
         f"success {_percent(status.last_success_rate)}",
-        f"{status.tokens_per_s:,.0f} tokens/s",
+        f"{tokens_per_s:,.0f} tokens/s",
         f"workers {workers}" if status.phase == "running" else status.phase,
         f"preemptions {status.preemptions}",
         f"${status.usd:.4f}",

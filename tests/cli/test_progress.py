@@ -104,7 +104,18 @@ def test_a_line_a_step_where_there_is_no_terminal() -> None:
     lines = console.file.getvalue().splitlines()
     assert [text.split()[1] for text in lines] == ["1/80", "2/80"]
     assert "workers serving:2 spot:1 trainer:1" in lines[0]
-    assert "pacing does not hold" in line(status(**BUSY))
+    assert "pacing does not hold" in line(status(**BUSY), 0.0)
+
+
+def test_a_steps_line_has_the_rate_since_the_line_before() -> None:
+    console = Console(width=120, file=io.StringIO())
+    progress = Progress(console)
+    for step, elapsed_s, tokens in ((1, 10.0, 500), (1, 12.0, 900), (2, 14.0, 900), (3, 18.0, 2900)):
+        providers = {"spot": ProviderStatus(tokens=tokens - 100), "trainer": ProviderStatus(tokens=100)}
+        progress.observe(status(step=step, elapsed_s=elapsed_s, tokens_per_s=0.0, providers=providers))
+    assert isinstance(console.file, io.StringIO)
+    rates = [text.split(" tokens/s")[0].split()[-1] for text in console.file.getvalue().splitlines()]
+    assert rates == ["50", "100", "500"]
 
 
 def test_a_run_goes_on_when_nobody_watches(monkeypatch: pytest.MonkeyPatch) -> None:
