@@ -123,7 +123,7 @@ class RunMeasurement:
         update_s = self._update_s()
         return {
             "message_s": MESSAGE_S,
-            "boot_s": self._number("boot_s", _mean(self._boots_s()), "mean from a worker's start to its first words"),
+            "boot_s": self._number("boot_s", self._boot_s(), "mean from a worker's start to its first words"),
             "serving_start_s": self._number(
                 "serving_start_s", self._serving_start_s(), "from the run's start to the first host on offer"
             ),
@@ -239,15 +239,24 @@ class RunMeasurement:
 
     # Processes
 
-    def _boots_s(self, provider: str = "") -> list[float]:
+    def _boot_s(self) -> float | None:
+        """Of the workers that begin to boot once the trainer is up, if there are any.
+
+        Those beside it take longer, since all that a run has boots at once; but what they wait for is the trainer.
+        """
+        joined = ((t_ns, event.worker) for t_ns, event in self._events if isinstance(event, e.WorkerJoined))
+        up_ns = next((t_ns for t_ns, worker in joined if worker.rpartition("-")[0] == TRAINER), 0)
+        return _mean(self._boots_s(since_ns=up_ns) or self._boots_s())
+
+    def _boots_s(self, provider: str = "", since_ns: Nanoseconds = 0) -> list[float]:
         """From each worker's start to its first words, without the delay that its provider is set to have.
 
-        Of one provider's workers, or of all those that are processes of their own.
+        Of one provider's workers, or of all those that are processes of their own; granted at `since_ns` or later.
         """
         granted: dict[str, Nanoseconds] = {}
         found: list[float] = []
         for t_ns, event in self._events:
-            if isinstance(event, e.LeaseGranted):
+            if isinstance(event, e.LeaseGranted) and t_ns >= since_ns:
                 granted |= dict.fromkeys(event.workers, t_ns)
             elif isinstance(event, e.WorkerJoined) and event.epoch == 1 and event.worker in granted:
                 name = event.worker.rpartition("-")[0]
