@@ -21,7 +21,7 @@ from elastic.calibration.numbers import (
     save,
     speeds,
 )
-from elastic.compose import INTERRUPTED, JOURNAL, RUNNING, UNEXPECTED, find_run, is_claimed, list_runs
+from elastic.compose import INTERRUPTED, JOURNAL, RUNNING, TRAINER_PROVIDER, UNEXPECTED, find_run, is_claimed, list_runs
 from elastic.config import Config, ConfigError, PacingConfig, validate
 from elastic.core import events as e
 from elastic.core.ledger import DeviceBook
@@ -29,7 +29,7 @@ from elastic.core.types import NS_PER_S, Account, LeaseId, Nanoseconds, WorkerId
 from elastic.runtime.journal import JournalError, JournalReader
 from elastic.sim.performance.profile import Number
 
-TRAINER, SERVING = "trainer", "serving"
+SERVING = "serving"
 LATEST = "latest"
 FINISHED = ("finished", f"failed: {INTERRUPTED}")
 """How a run may have ended to be measured; the rest of an interrupted one is as good as any."""
@@ -131,7 +131,7 @@ class RunMeasurement:
                 "serving_boot_s", _mean(self._boots_s(SERVING)), "mean from a loan to the worker's first words"
             ),
             "trainer_boot_s": self._number(
-                "trainer_boot_s", _mean(self._boots_s(TRAINER)), "from the trainer's start to its first words"
+                "trainer_boot_s", _mean(self._boots_s(TRAINER_PROVIDER)), "from the trainer's start to its first words"
             ),
             "exit_s": self._number("exit_s", _median(self._exits_s()), "median from a goodbye to the lease's end"),
             "train_tokens_per_s": self._number(
@@ -245,7 +245,7 @@ class RunMeasurement:
         Those beside it take longer, since all that a run has boots at once; but what they wait for is the trainer.
         """
         joined = ((t_ns, event.worker) for t_ns, event in self._events if isinstance(event, e.WorkerJoined))
-        up_ns = next((t_ns for t_ns, worker in joined if worker.rpartition("-")[0] == TRAINER), 0)
+        up_ns = next((t_ns for t_ns, worker in joined if worker.rpartition("-")[0] == TRAINER_PROVIDER), 0)
         return _mean(self._boots_s(since_ns=up_ns) or self._boots_s())
 
     def _boots_s(self, provider: str = "", since_ns: Nanoseconds = 0) -> list[float]:
@@ -260,7 +260,7 @@ class RunMeasurement:
                 granted |= dict.fromkeys(event.workers, t_ns)
             elif isinstance(event, e.WorkerJoined) and event.epoch == 1 and event.worker in granted:
                 name = event.worker.rpartition("-")[0]
-                if name == provider or not (provider or name in (TRAINER, SERVING)):
+                if name == provider or not (provider or name in (TRAINER_PROVIDER, SERVING)):
                     settings = self._config.providers.get(name, {})
                     delay_s = sum(settings.get(key, 0.0) for key in DELAYS)
                     found.append((t_ns - granted[event.worker]) / NS_PER_S - delay_s)
@@ -338,7 +338,7 @@ class RunMeasurement:
     def _training_s(self, update_s: float | None) -> float:
         """Of the trainer's device, without updates."""
         updates = sum(isinstance(event, e.WeightsPublished) for _, event in self._events)
-        training_ns = sum(b.accounts_ns.get(Account.TRAINING, 0) for b in self._books if b.provider == TRAINER)
+        training_ns = sum(b.accounts_ns.get(Account.TRAINING, 0) for b in self._books if b.provider == TRAINER_PROVIDER)
         return training_ns / NS_PER_S - updates * (update_s or 0.0)
 
     def _train_tokens_per_s(self, update_s: float | None) -> float | None:
@@ -405,7 +405,7 @@ def engine_samples(events: Iterable[tuple[Nanoseconds, e.Event]]) -> list[Sample
             last[event.worker] = event
             prefills = firsts.pop(event.worker, 0)
             if before is not None and (sample := _between(before, event, prefills)):
-                found[event.worker.rpartition("-")[0] == TRAINER].append(sample)
+                found[event.worker.rpartition("-")[0] == TRAINER_PROVIDER].append(sample)
     return found[False] or found[True]
 
 

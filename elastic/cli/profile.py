@@ -1,12 +1,8 @@
 """`elastic profile`: display around what is measured."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import typer
-from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
-from rich.progress import Progress as Bar
 
 from elastic.calibration import (
     CalibrationError,
@@ -17,7 +13,8 @@ from elastic.calibration import (
     profile_run,
 )
 from elastic.cli.app import bad_input, emit
-from elastic.cli.output import console, say
+from elastic.cli.output import say
+from elastic.cli.progress import bar
 from elastic.config import Config
 from elastic.sim.performance import ProfileError
 
@@ -52,25 +49,7 @@ def _measure(name: str, directory: Path, config: Config | None, output: Path, ba
     if config is None:
         assert run_dir is not None
         return profile_run(run_dir, output, base=base)
-    with _progress() as observe:
+    with bar("engine") as observe:
         if run_dir is None:
             return profile_engine(config, output, base=base, observe=observe)
         return profile_run(run_dir, output, engine=measure_engine(config, observe=observe), base=base)
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[int, int, str], None]]:
-    columns = (
-        TextColumn("engine"),
-        BarColumn(),
-        TextColumn("{task.completed}/{task.total}"),
-        TimeElapsedColumn(),
-        TextColumn("{task.description}"),
-    )
-    with Bar(*columns, console=console(stderr=True)) as bar:
-        task = bar.add_task("starting", total=None)
-
-        def show(done: int, total: int, what: str) -> None:
-            bar.update(task, completed=done, total=total, description=what)
-
-        yield show

@@ -1,15 +1,20 @@
-"""A run's progress: a live panel on a terminal, a line a step elsewhere."""
+"""A run's progress: a live panel on a terminal, a line a step elsewhere; and a bar for what is not a run."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from rich.console import Console, Group
 from rich.live import Live
+from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bar
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from elastic.runtime.status import RunStatus
+from elastic.cli.output import console
+from elastic.core.types import NS_PER_S
+from elastic.runtime.status import RunStatus, tokens_per_s, total_tokens
 
 PACING_SLIPS = "pacing does not hold, engines run below the speed they model"
 TRAINER = {
@@ -21,6 +26,25 @@ TRAINER = {
 }
 
 
+@contextmanager
+def bar(title: str) -> Iterator[Callable[[int, int, str], None]]:
+    """On standard error; what it yields is told what is done, of how much, and what is next."""
+    columns = (
+        TextColumn(title),
+        BarColumn(),
+        TextColumn("{task.completed}/{task.total}"),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}"),
+    )
+    with Bar(*columns, console=console(stderr=True)) as progress:
+        task = progress.add_task("starting", total=None)
+
+        def show(done: int, total: int, what: str) -> None:
+            progress.update(task, completed=done, total=total, description=what)
+
+        yield show
+
+
 class Progress:
     """Shows each status. Use `context` around the run; `observe` is the orchestrator's observer."""
 
@@ -28,7 +52,7 @@ class Progress:
         self._console = console
         self._live = Live(console=console, refresh_per_second=4, transient=True) if console.is_terminal else None
         self._last_step = -1
-        self._last_elapsed_s, self._last_tokens = 0.0, 0
+        self._marks = deque([(0, 0)], maxlen=2)
 
     @property
     def context(self) -> AbstractContextManager[object]:
@@ -53,20 +77,17 @@ class Progress:
 
     def _tokens_per_s(self, status: RunStatus) -> float:
         """Since the line before: at a step's end itself nobody generates."""
-        tokens = sum(provider.tokens for provider in status.providers.values())
-        passed_s = status.elapsed_s - self._last_elapsed_s
-        rate = (tokens - self._last_tokens) / passed_s if passed_s > 0 else 0.0
-        self._last_elapsed_s, self._last_tokens = status.elapsed_s, tokens
-        return rate
+        self._marks.append((round(status.elapsed_s * NS_PER_S), total_tokens(status.providers)))
+        return tokens_per_s(self._marks)
 
 
-def line(status: RunStatus, tokens_per_s: float) -> str:
+def line(status: RunStatus, rate: float) -> str:
     """One step in one line, for logs."""
     workers = " ".join(f"{name}:{p.ready}" for name, p in status.providers.items())
     parts = [
         f"step {status.step}/{status.steps}",
         f"success {_percent(status.last_success_rate)}",
-        f"{tokens_per_s:,.0f} tokens/s",
+        f"{rate:,.0f} tokens/s",
         f"workers {workers}" if status.phase == "running" else status.phase,
         f"preemptions {status.preemptions}",
         f"${status.usd:.4f}",

@@ -6,15 +6,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
-from rich.progress import Progress as Bar
 from rich.table import Table
 
 from elastic import compose
 from elastic.cli.app import EXIT_FAILED, EXIT_INTERRUPTED, bad_input, emit, program
 from elastic.cli.logs import STANDARD_ERROR, log_to
 from elastic.cli.output import console, say
-from elastic.cli.progress import Progress
+from elastic.cli.progress import Progress, bar
 from elastic.config import Config
 from elastic.report import as_json as report_as_json
 from elastic.report import closing_table, summarise, write_html
@@ -157,12 +155,6 @@ def _logging_to(path: Path) -> Iterator[None]:
 
 def prepare_command(config: Config, where: str, *, force: bool) -> None:
     plan = compose.resolve(config, [], where)
-    columns = (TextColumn("base policy"), BarColumn(), TextColumn("{task.completed}/{task.total}"), TimeElapsedColumn())
-    with Bar(*columns, console=console(stderr=True)) as bar:
-        task = bar.add_task("warm-up", total=None)
-
-        def show(done: int, total: int, loss: float) -> None:
-            bar.update(task, completed=done, total=total)
-
-        prepared = compose.prepare(plan, show, force=force)
+    with bar("base policy") as show:
+        prepared = compose.prepare(plan, lambda done, total, _: show(done, total, ""), force=force)
     say(f"{config.model.checkpoint}: {PREPARED[prepared]}")

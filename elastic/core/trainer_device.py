@@ -53,9 +53,7 @@ class TrainerDevice:
     @property
     def free(self) -> bool:
         """Asleep, and neither training nor about to."""
-        trainer = self._run.fleet.trainer
-        asleep = trainer is not None and trainer.state is WorkerState.ASLEEP and self._changing is None
-        return asleep and not self.at_work
+        return not self.at_work and self.mode is TrainerMode.ASLEEP
 
     @property
     def at_work(self) -> bool:

@@ -32,7 +32,7 @@ TRAINER = ProviderSettings(name="trainer", role=WorkerRole.TRAINER, leases=1, bo
 LARGE_EVERY = 100
 """The last of so many seeds in a row draws a large world."""
 REPLAYED_EVERY = 25
-"""Of the last of so many seeds in a row the whole journal is replayed, and compared after every event."""
+"""Of one in so many seeds the whole journal is replayed, and compared after every event."""
 
 
 class WorldFailed(AssertionError):

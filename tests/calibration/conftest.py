@@ -4,26 +4,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 from elastic.config import Config
-from elastic.model.checkpoint import model_tensors, write_checkpoint
-from elastic.model.config import Qwen3Config
-from elastic.model.qwen3 import Qwen3
 
-TINY = Qwen3Config(
-    hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=8
-)
 ENGINE = {"max_batch": 4, "max_context_tokens": 128, "prefill_chunk_tokens": 64, "kv_blocks": 64, "device": "cpu"}
-
-
-@pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("base") / "checkpoint"
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        write_checkpoint(directory, TINY, model_tensors(Qwen3(TINY)))
-    return directory
 
 
 @pytest.fixture

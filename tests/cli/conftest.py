@@ -10,16 +10,8 @@ from typing import NamedTuple
 
 import psutil
 import pytest
-import torch
 
 from elastic.cli import main
-from elastic.model.checkpoint import model_tensors, write_checkpoint
-from elastic.model.config import Qwen3Config
-from elastic.model.qwen3 import Qwen3
-
-TINY = Qwen3Config(
-    hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=8
-)
 
 CONFIG = """
 [run]
@@ -60,13 +52,19 @@ class Ended(NamedTuple):
     err: str
 
 
-@pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("base") / "checkpoint"
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        write_checkpoint(directory, TINY, model_tensors(Qwen3(TINY)))
-    return directory
+@pytest.fixture
+def refused() -> Callable[..., None]:
+    """The command ended with exit code 2 and one message, which has these words."""
+
+    def check(ended: Ended, *words: str) -> None:
+        code, out, err = ended
+        assert code == 2, err
+        assert out == ""
+        assert "Traceback" not in err
+        for word in words:
+            assert word in err
+
+    return check
 
 
 @pytest.fixture

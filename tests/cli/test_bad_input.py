@@ -16,16 +16,6 @@ from elastic.model.qwen3 import Qwen3
 from elastic.trainer.trainer import GRPOTrainer
 
 
-def refused(ended, *words: str) -> None:
-    """The command ended with exit code 2 and one message, which has these words."""
-    code, out, err = ended
-    assert code == 2, err
-    assert out == ""
-    assert "Traceback" not in err
-    for word in words:
-        assert word in err
-
-
 @pytest.mark.parametrize(
     ("override", "words"),
     [
@@ -73,23 +63,23 @@ def refused(ended, *words: str) -> None:
         ("run.directory=/dev/null", ("run.directory", "/dev/null", "Not a directory")),
     ],
 )
-def test_keys_and_values(elastic, config: Path, override: str, words: tuple[str, ...]) -> None:
+def test_keys_and_values(refused, elastic, config: Path, override: str, words: tuple[str, ...]) -> None:
     refused(elastic("run", config, "--set", override), *words)
     assert not (config.parent / "runs").exists()
 
 
-def test_unknown_provider(elastic, config: Path) -> None:
+def test_unknown_provider(refused, elastic, config: Path) -> None:
     ended = elastic("run", config, "--providers", "spot,nosuch")
     refused(ended, "--providers: unknown provider 'nosuch'", "serving, spot")
 
 
-def test_every_problem_has_a_line(elastic, config: Path) -> None:
+def test_every_problem_has_a_line(refused, elastic, config: Path) -> None:
     ended = elastic("run", config, "--set", "run.steps=0", "--set", "rollout.groups=x", "--set", "nosuch=1")
     refused(ended, "run.steps", "rollout.groups", "nosuch")
     assert len(ended.err.strip().splitlines()) == 3
 
 
-def test_options_of_another_type(elastic, config: Path) -> None:
+def test_options_of_another_type(refused, elastic, config: Path) -> None:
     refused(elastic("run", config, "--seed", "x"), "--seed", "valid integer")
     refused(elastic("run", config, "--seed", "-1"), "run.seed", "found -1")
     refused(elastic("run", config, "--nosuch"), "--nosuch")
@@ -104,20 +94,22 @@ def test_options_of_another_type(elastic, config: Path) -> None:
         (b"\xff\xfe", ("not valid TOML", "utf-8")),
     ],
 )
-def test_configuration_files(elastic, tmp_path: Path, content: str | bytes | None, words: tuple[str, ...]) -> None:
+def test_configuration_files(
+    refused, elastic, tmp_path: Path, content: str | bytes | None, words: tuple[str, ...]
+) -> None:
     path = tmp_path / "odd.toml"
     if content is not None:
         path.write_bytes(content.encode() if isinstance(content, str) else content)
     refused(elastic("run", path), str(path), *words)
 
 
-def test_a_saved_configuration_that_is_no_section(elastic, tmp_path: Path) -> None:
+def test_a_saved_configuration_that_is_no_section(refused, elastic, tmp_path: Path) -> None:
     path = tmp_path / "odd.json"
     path.write_text("[1]")
     refused(elastic("run", path, "--set", "run.steps=1"), str(path), "section of keys", "found [1]")
 
 
-def test_a_run_needs_a_configuration(elastic) -> None:
+def test_a_run_needs_a_configuration(refused, elastic) -> None:
     refused(elastic("run"), "configuration file", "--resume")
 
 
@@ -130,7 +122,7 @@ def test_a_run_needs_a_configuration(elastic) -> None:
         ("-1,add,b", (":3", "-1")),
     ],
 )
-def test_malformed_trace_line(elastic, config: Path, line: str, words: tuple[str, ...]) -> None:
+def test_malformed_trace_line(refused, elastic, config: Path, line: str, words: tuple[str, ...]) -> None:
     trace = config.parent / "market.csv"
     trace.write_text(f"time_s,event,instance_id\n0,add,a\n{line}\n")
     refused(elastic("run", config, "--providers", "spot"), "providers.spot.trace", str(trace), *words)
@@ -149,36 +141,36 @@ class TestBasePolicy:
         path = checkpoint / "config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | fields))
 
-    def test_of_another_shape_than_its_config_says(self, elastic, config: Path, broken: Path) -> None:
+    def test_of_another_shape_than_its_config_says(self, refused, elastic, config: Path, broken: Path) -> None:
         self.change(broken, hidden_size=32)
         refused(elastic("run", config), "model.checkpoint", str(broken), "shape")
 
-    def test_with_too_small_a_vocabulary(self, elastic, config: Path, checkpoint: Path, broken: Path) -> None:
+    def test_with_too_small_a_vocabulary(self, refused, elastic, config: Path, checkpoint: Path, broken: Path) -> None:
         small = msgspec.structs.replace(read_config(checkpoint), vocab_size=8)
         with torch.random.fork_rng(devices=[]):
             write_checkpoint(broken, small, model_tensors(Qwen3(small)))
         refused(elastic("run", config), "model.checkpoint", "vocabulary of 8", "'frozenlake' needs at least")
 
-    def test_whose_config_is_not_json(self, elastic, config: Path, broken: Path) -> None:
+    def test_whose_config_is_not_json(self, refused, elastic, config: Path, broken: Path) -> None:
         (broken / "config.json").write_text("{")
         refused(elastic("run", config), "model.checkpoint", "config.json", "JSON")
 
-    def test_of_another_architecture(self, elastic, config: Path, broken: Path) -> None:
+    def test_of_another_architecture(self, refused, elastic, config: Path, broken: Path) -> None:
         self.change(broken, architectures=["LlamaForCausalLM"], model_type="llama")
         refused(elastic("run", config), "model.checkpoint", "llama", "qwen3")
 
-    def test_with_truncated_weights(self, elastic, config: Path, broken: Path) -> None:
+    def test_with_truncated_weights(self, refused, elastic, config: Path, broken: Path) -> None:
         weights = broken / "model.safetensors"
         weights.write_bytes(weights.read_bytes()[:1000])
         refused(elastic("run", config), "model.checkpoint", "model.safetensors")
 
     @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-    def test_on_a_device_that_is_not_there(self, elastic, config: Path) -> None:
+    def test_on_a_device_that_is_not_there(self, refused, elastic, config: Path) -> None:
         refused(elastic("run", config, "--set", "engine.device=cuda"), "engine.device", "'cuda'", "'cpu'")
 
 
 class TestRunsAsked:
-    def test_unknown_run(self, elastic, config: Path) -> None:
+    def test_unknown_run(self, refused, elastic, config: Path) -> None:
         refused(elastic("run", config, "--resume", "nosuch"), "no run 'nosuch'", "none")
         refused(elastic("report", "nosuch", "--directory", config.parent), "no run 'nosuch'")
         refused(elastic("report", "--directory", config.parent), "no run 'latest'")
@@ -190,7 +182,7 @@ class TestRunsAsked:
         assert (code, out) == (1, "")
         assert "journal.sqlite: no such journal" in err
 
-    def test_run_whose_configuration_is_broken(self, elastic, tmp_path: Path) -> None:
+    def test_run_whose_configuration_is_broken(self, refused, elastic, tmp_path: Path) -> None:
         (tmp_path / "run-1").mkdir()
         (tmp_path / "run-1" / "config.json").write_text("{")
         refused(elastic("run", "--resume", tmp_path / "run-1"), "config.json", "not valid JSON")
@@ -205,12 +197,12 @@ class TestCheckpointToResume:
         GRPOTrainer(TrainerConfig(), load_model(checkpoint), 2, 1.0).save(run / "checkpoints" / "00000001.safetensors")  # type: ignore[call-arg]
         return run
 
-    def test_is_damaged(self, elastic, run: Path) -> None:
+    def test_is_damaged(self, refused, elastic, run: Path) -> None:
         (saved,) = (run / "checkpoints").iterdir()
         saved.write_bytes(saved.read_bytes()[:1000])
         refused(elastic("run", "--resume", run), "--resume", str(saved), "cannot be read", "removed")
 
-    def test_is_of_another_model(self, elastic, run: Path, checkpoint: Path, tmp_path: Path) -> None:
+    def test_is_of_another_model(self, refused, elastic, run: Path, checkpoint: Path, tmp_path: Path) -> None:
         wider = msgspec.structs.replace(read_config(checkpoint), intermediate_size=48)
         with torch.random.fork_rng(devices=[]):
             write_checkpoint(tmp_path / "wider", wider, model_tensors(Qwen3(wider)))
@@ -220,19 +212,19 @@ class TestCheckpointToResume:
 
 
 class TestWorker:
-    def test_needs_its_ticket(self, elastic, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_needs_its_ticket(self, refused, elastic, monkeypatch: pytest.MonkeyPatch) -> None:
         for name in ("ELASTIC_JOIN", "ELASTIC_WORKER", "ELASTIC_JOIN_TOKEN"):
             monkeypatch.delenv(name, raising=False)
         refused(elastic("worker", "--join", "localhost:1"), "ELASTIC_WORKER, ELASTIC_JOIN_TOKEN not set")
 
-    def test_address(self, elastic, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_address(self, refused, elastic, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("ELASTIC_WORKER", "w")
         monkeypatch.setenv("ELASTIC_JOIN_TOKEN", "t")
         for address in ("nowhere", "host:", ":1", "host:x", "host:0", "host:99999"):
             refused(elastic("worker", "--join", address), "HOST:PORT", repr(address))
 
 
-def test_port_in_use(elastic, config: Path) -> None:
+def test_port_in_use(refused, elastic, config: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         ended = elastic("run", config, "--set", f"run.port={port}")
@@ -240,7 +232,7 @@ def test_port_in_use(elastic, config: Path) -> None:
     assert not list((config.parent / "runs").iterdir())
 
 
-def test_port_in_use_while_weights_are_served(elastic, config: Path) -> None:
+def test_port_in_use_while_weights_are_served(refused, elastic, config: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         ended = elastic("run", config, "--set", f"run.port={port}", "--set", "weights.relay=http")
@@ -248,13 +240,13 @@ def test_port_in_use_while_weights_are_served(elastic, config: Path) -> None:
     assert not list((config.parent / "runs").iterdir())
 
 
-def test_address_at_which_weights_cannot_be_served(elastic, config: Path) -> None:
+def test_address_at_which_weights_cannot_be_served(refused, elastic, config: Path) -> None:
     ended = elastic("run", config, "--set", "run.host=::1", "--set", "weights.relay=http")
     refused(ended, "cannot serve weights on ::1", "run.host")
     assert not list((config.parent / "runs").iterdir())
 
 
-def test_provider_that_has_nothing_to_give(elastic, config: Path, processes_of) -> None:
+def test_provider_that_has_nothing_to_give(refused, elastic, config: Path, processes_of) -> None:
     refused(elastic("run", config, "--providers", "serving", "--set", "providers.serving.hosts=0"), "serving", "hosts")
     assert not list((config.parent / "runs").iterdir())
 

@@ -12,15 +12,6 @@ LOCAL = (DATA / "profile-local.toml").read_text()
 CALM = ("--set", "run.steps=1")
 
 
-def refused(ended, *words: str) -> None:
-    code, out, err = ended
-    assert code == 2, err
-    assert out == ""
-    assert "Traceback" not in err
-    for word in words:
-        assert word in err
-
-
 def runs(config: Path) -> list[Path]:
     return sorted((config.parent / "runs").glob("*"))
 
@@ -36,7 +27,7 @@ def test_reports_as_a_live_run_does(elastic, config: Path) -> None:
     assert "step 2/2" in err
 
 
-def test_latest_is_the_run_before(elastic, config: Path) -> None:
+def test_latest_is_the_run_before(refused, elastic, config: Path) -> None:
     refused(elastic("simulate", config, "--turns-from", "latest"), "no run 'latest'")
     assert runs(config) == []
     assert elastic("simulate", config, "--json").code == 0
@@ -110,20 +101,22 @@ PATIENT = ("--set", "scheduler.boot_timeout_s=300")
         (("--set", "simulation.numbers.speed=2.0"), ("simulation.numbers.speed: unknown key", "boot_s")),
     ],
 )
-def test_options_that_do_not_fit(elastic, config: Path, options: tuple[str, ...], words: tuple[str, ...]) -> None:
+def test_options_that_do_not_fit(
+    refused, elastic, config: Path, options: tuple[str, ...], words: tuple[str, ...]
+) -> None:
     refused(elastic("simulate", config, "--providers", "spot", *options), *words)
     assert runs(config) == []
 
 
 @pytest.mark.parametrize("key", ["train_tokens_per_s", "link_bytes_per_s", "relay_bytes_per_s", "prefill_tokens_per_s"])
-def test_rates_of_a_profile_are_positive(elastic, config: Path, tmp_path: Path, key: str) -> None:
+def test_rates_of_a_profile_are_positive(refused, elastic, config: Path, tmp_path: Path, key: str) -> None:
     path = tmp_path / "machine.toml"
     zero = f'{key} = {{ value = 0, source = "x" }}'
     path.write_text("\n".join(zero if line.startswith(key) else line for line in LOCAL.splitlines()))
     refused(elastic("simulate", config, "--profile", path), f"{path}: {key}: found 0", "positive")
 
 
-def test_a_serving_trace_with_a_hole(elastic, config: Path, tmp_path: Path) -> None:
+def test_a_serving_trace_with_a_hole(refused, elastic, config: Path, tmp_path: Path) -> None:
     times = [*range(60), *range(3000, 3060)]
     rows = [f"2026-01-01 00:{at // 60:02d}:{at % 60:02d},10,10" for at in times]
     path = tmp_path / "load.csv"
