@@ -1,8 +1,5 @@
 """An engine that is told what changed serves the same as one that is told everything, and pauses for less."""
 
-import time
-from functools import partial
-
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -103,22 +100,11 @@ def test_where_much_changes_everything_is_loaded(make_engine, turn, weights):
     assert recorder.run(turn("a")) == expected.run(turn("a"))
 
 
-@torch.inference_mode()
-def test_the_pause_is_for_what_changed_alone():
-    config = model_config(tied=True, layers=4, hidden=512)
-    tensors = model_tensors(Qwen3(config))
-    others, changes = moved(tensors, 0.01, 0)
-    one = runner(config)
-    one.load(tensors)
-    patch = one.patch_of(WeightChanges(1, changes))
+@given(share=st.sampled_from([0.0, 0.01, 0.05]), tied=st.booleans(), seed=st.integers(0, 2**30))
+@settings(max_examples=20, deadline=None)
+def test_the_pause_is_for_what_changed_alone(share: float, tied: bool, seed: int):
+    config = model_config(tied)
+    _, changes = moved(model_tensors(Qwen3(config)), share, seed)
+    patch = runner(config).patch_of(WeightChanges(1, changes))
     assert patch is not None
-    whole_s, patch_s = (
-        min(_cpu_s(work) for _ in range(5)) for work in (partial(one.load, others), partial(one.apply, patch))
-    )
-    assert patch_s < 0.5 * whole_s
-
-
-def _cpu_s(work) -> float:
-    begun_s = time.process_time()
-    work()
-    return time.process_time() - begun_s
+    assert sum(len(values) for _, _, values in patch.writes) == sum(len(values) for _, _, values in changes)
