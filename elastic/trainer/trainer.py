@@ -52,11 +52,15 @@ class GRPOTrainer:
         Raises `ValueError`, and changes nothing, for a group that is malformed, unknown or already here.
         """
         check_group(group)
-        self._arrive(group.index, group)
+        self._note(group.index, group)
+        self._advance()
 
     def skip_group(self, index: int) -> None:
-        """The step does without this group; raises `ValueError` for one that is unknown or already here."""
-        self._arrive(index, None)
+        """The step does without this group; raises `ValueError` for one that is unknown or already here.
+
+        It is noted and no more: rollouts may have the device. What waited for it is done with the next group.
+        """
+        self._note(index, None)
 
     def update(self) -> dict[str, float]:
         """Finish the step under a new version; returns its metrics.
@@ -66,6 +70,7 @@ class GRPOTrainer:
         missing = sorted(set(range(self._groups)) - self._seen)
         if missing:
             raise ValueError(f"update: groups neither trained nor skipped: {', '.join(map(str, missing))}")
+        self._advance()
         metrics = self._metrics()
         self.version += 1
         self._begin_step()
@@ -117,14 +122,13 @@ class GRPOTrainer:
         updates = self._settings.updates_per_step
         return {index for index in range(self._groups) if index * updates // self._groups == minibatch}
 
-    def _arrive(self, index: int, group: TrainGroup | None) -> None:
+    def _note(self, index: int, group: TrainGroup | None) -> None:
         if not 0 <= index < self._groups:
             raise ValueError(f"group {index}: a step has groups 0 to {self._groups - 1}")
         if index in self._seen:
             raise ValueError(f"group {index}: already trained or skipped in this step")
         self._seen.add(index)
         self._held[index] = group
-        self._advance()
 
     def _advance(self) -> None:
         """Train what is held of the current mini-batch, and step as often as one is complete."""

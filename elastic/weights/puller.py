@@ -54,6 +54,8 @@ class Pulled(NamedTuple):
     """Spent waiting for the relay."""
     decode_s: float
     apply_s: float
+    encode_s: float
+    """Spent waiting for what the trainer had not put there yet."""
 
 
 class StagedVersion(NamedTuple):
@@ -64,6 +66,7 @@ class StagedVersion(NamedTuple):
     size_bytes: int
     wire_s: float
     decode_s: float
+    encode_s: float
 
 
 class Puller:
@@ -118,6 +121,7 @@ class Puller:
             staged.wire_s,
             staged.decode_s,
             apply_s,
+            staged.encode_s,
         )
 
     def changes(self, staged: StagedVersion) -> list[tuple[str, Tensor, Tensor]] | None:
@@ -163,8 +167,9 @@ class Puller:
                 raise next(reversed(refused.values()), BlobNotFound(f"version {version}: not published, or deleted"))
             try:
                 weights = self._follow(path, base, reading)
-                decode_s = time.monotonic() - begun_s - reading.wire_s
-                return StagedVersion(weights, tuple(path), reading.size_bytes, reading.wire_s, decode_s)
+                wire_s, encode_s = reading.wire_s, reading.encode_s
+                decode_s = time.monotonic() - begun_s - wire_s - encode_s
+                return StagedVersion(weights, tuple(path), reading.size_bytes, wire_s, decode_s, encode_s)
             except _Refused as refusal:
                 log.warning("weights refused", update=refusal.update, reason=str(refusal.cause))
                 # The base may be what is wrong: without it every delta gets a second chance, from a keyframe.
@@ -296,10 +301,11 @@ def _path(
     held = base.version if base else None
     if held == version:
         return []
+    begun_s = time.monotonic()
     while True:
         updates = (update for update in reading.updates(version, begun=follow) if update not in refused)
         path = shortest_path(updates, held, version)
-        if path is not None or not follow or not reading.look_again():
+        if path is not None or not follow or not reading.look_again(begun_s):
             return path
 
 

@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 
 from elastic.weights.codecs.base import Buffer
 from elastic.weights.delta import (
@@ -21,7 +22,7 @@ from elastic.weights.errors import BlobNotFound, WeightsCorrupted
 from elastic.weights.plan import Update
 from elastic.weights.relay import Relay
 from elastic.weights.versions import published_updates
-from elastic.weights.waiting import POLL_S, awaited, fetch, patiently
+from elastic.weights.waiting import awaited, fetch, look_again, patiently
 
 CHUNK_BYTES = 8 << 20
 """What a broken transfer has to fetch again, and how often the deadline is looked at."""
@@ -42,6 +43,8 @@ class Reading:
         """Read so far, manifests not counted."""
         self.wire_s = 0.0
         """Spent waiting for the relay."""
+        self.encode_s = 0.0
+        """Spent waiting for what the trainer had not put there yet."""
         self._relay = relay
         self._transfers = transfers
         self._chunk_bytes = chunk_bytes
@@ -53,13 +56,13 @@ class Reading:
                 self.deadline_s, f"list for version {version}", lambda: published_updates(self._relay, begun)
             )
 
-    def look_again(self) -> bool:
-        """Wait a little for what is not there yet; whether there is time for that."""
-        if time.monotonic() + POLL_S > self.deadline_s:
-            return False
-        with self._on_the_wire():
-            time.sleep(POLL_S)
-        return True
+    def look_again(self, since_s: float) -> bool:
+        """Wait a little for what has not been there `since_s` (monotonic); whether there is time for that."""
+        begun_s = time.monotonic()
+        try:
+            return look_again(since_s, self.deadline_s)
+        finally:
+            self.encode_s += time.monotonic() - begun_s
 
     def get(self, key: str) -> bytes:
         with self._on_the_wire():
@@ -86,13 +89,13 @@ class Reading:
         return begun_of(manifest), manifest
 
     def awaited_manifest(self, begun: DeltaBegun) -> DeltaManifest:
-        with self._on_the_wire():
-            key = delta_manifest_key(begun.version, begun.base_version)
-            return decode_delta_manifest(awaited(self._relay, key, self.deadline_s))
+        key = delta_manifest_key(begun.version, begun.base_version)
+        with self._on_the_wire() as there:
+            return decode_delta_manifest(awaited(self._relay, key, self.deadline_s, absent=there.not_yet))
 
     def buckets(self, begun: DeltaBegun, wanted: Iterable[int], there: bool) -> Iterator[tuple[int, Buffer]]:
         """Each `wanted` bucket's number and blob, in order; the next ones are on their way meanwhile."""
-        waiting: deque[tuple[int, Future[Buffer]]] = deque()
+        waiting: deque[tuple[int, Future[tuple[Buffer, _There]]]] = deque()
         with ThreadPoolExecutor(self._transfers, thread_name_prefix="puller") as executor:
             try:
                 for number in wanted:
@@ -105,29 +108,43 @@ class Reading:
                 for _, future in waiting:
                     future.cancel()
 
-    def _bucket(self, begun: DeltaBegun, number: int, there: bool) -> Buffer:
+    def _bucket(self, begun: DeltaBegun, number: int, there: bool) -> "tuple[Buffer, _There]":
         key = bucket_key(begun.version, begun.base_version, number)
         most = BUCKET_BYTES_MAX + 6 * begun.buckets[number][1] * begun.tile_elements
-        get = fetch if there else awaited
+        since = _There()
+        get = fetch if there else partial(awaited, absent=since.not_yet)
         blob = bytearray()
         while True:
             chunk = get(self._relay, key, self.deadline_s, len(blob), self._chunk_bytes)
             blob += chunk
             if len(chunk) < self._chunk_bytes:
-                return blob
+                return blob, since
             if len(blob) > most:
                 raise WeightsCorrupted(f"{key}: more than {most} bytes")
 
-    def _landed(self, number: int, future: Future[Buffer]) -> tuple[int, Buffer]:
-        with self._on_the_wire():
-            blob = future.result()
+    def _landed(self, number: int, future: "Future[tuple[Buffer, _There]]") -> tuple[int, Buffer]:
+        with self._on_the_wire() as there:
+            blob, since = future.result()
+            there.since_s = max(there.since_s, since.since_s)
         self.size_bytes += len(blob)
         return number, blob
 
     @contextmanager
-    def _on_the_wire(self) -> Iterator[None]:
-        begun_s = time.monotonic()
+    def _on_the_wire(self) -> "Iterator[_There]":
+        there = _There()
+        begun_s = there.since_s
         try:
-            yield
+            yield there
         finally:
-            self.wire_s += time.monotonic() - begun_s
+            self.encode_s += there.since_s - begun_s
+            self.wire_s += time.monotonic() - there.since_s
+
+
+class _There:
+    """Since when something has been on the relay, as far as one knows: since one first asked, or later."""
+
+    def __init__(self) -> None:
+        self.since_s = time.monotonic()
+
+    def not_yet(self) -> None:
+        self.since_s = time.monotonic()

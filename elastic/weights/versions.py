@@ -42,6 +42,15 @@ def discard_newer(relay: Relay, version: int) -> list[int]:
     return _delete(relay, lambda other: other > version)
 
 
+def discard_unfinished(relay: Relay) -> list[Update]:
+    """Delete what a publisher that is gone had begun and not finished; whoever followed it would wait in vain."""
+    unfinished = sorted(set(published_updates(relay, begun=True)) - set(published_updates(relay)))
+    begins = tuple(prefix_of(update.version, update.base) for update in unfinished)
+    if begins:
+        _delete_all(relay, (key for key in relay.list_keys("versions/") if key.startswith(begins)))
+    return unfinished
+
+
 def withdraw_keyframe(relay: Relay, version: int) -> None:
     """Delete the keyframe of `version`, if there is one, so that another can be put in its place."""
     begins = manifest_key(version), keyframe_key(version), full_prefix(version)

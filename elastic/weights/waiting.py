@@ -11,8 +11,11 @@ from elastic.weights.relay import Relay
 
 T = TypeVar("T")
 
-POLL_S = 0.005
-"""How often one looks for what is under way."""
+POLL_S, POLL_MAX_S = 0.005, 0.25
+"""How often one looks for what is under way: at first, and at last, since a relay has many readers."""
+
+POLL_SHARE = 1 / 16
+"""Of the time waited so far, until one looks again: by so much at most anything is noticed late."""
 
 
 def fetch(relay: Relay, key: str, deadline_s: float, start: int = 0, length: int | None = None) -> bytes:
@@ -34,12 +37,31 @@ def patiently(deadline_s: float, what: str, ask: Callable[[], T]) -> T:
     return attempts(ask)
 
 
-def awaited(relay: Relay, key: str, deadline_s: float, start: int = 0, length: int | None = None) -> bytes:
-    """`fetch` of what may not be there yet. Raises `BlobNotFound` if it is not in time."""
+def awaited(
+    relay: Relay,
+    key: str,
+    deadline_s: float,
+    start: int = 0,
+    length: int | None = None,
+    *,
+    absent: Callable[[], object] = lambda: None,
+) -> bytes:
+    """`fetch` of what may not be there yet; says `absent` whenever it was not. Raises `BlobNotFound` after all."""
+    begun_s = time.monotonic()
     while True:
         try:
             return fetch(relay, key, deadline_s, start, length)
         except BlobNotFound:
-            if time.monotonic() + POLL_S > deadline_s:
+            if not look_again(begun_s, deadline_s):
                 raise
-            time.sleep(POLL_S)
+            absent()
+
+
+def look_again(begun_s: float, deadline_s: float) -> bool:
+    """Wait a little for what has not been there since `begun_s` (monotonic); whether there is time for that."""
+    now_s = time.monotonic()
+    pause_s = min(max((now_s - begun_s) * POLL_SHARE, POLL_S), POLL_MAX_S)
+    if now_s + pause_s > deadline_s:
+        return False
+    time.sleep(pause_s)
+    return True

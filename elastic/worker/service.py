@@ -78,7 +78,7 @@ class Trainer(Protocol):
         ...
 
     def carry_out(self, order: TrainerOrder) -> TrainerReply:
-        """Blocks. The engine sleeps meanwhile: the device belongs to the trainer alone."""
+        """Blocks. The engine sleeps meanwhile, but for a `SkipGroup`: the device belongs to the trainer alone."""
         ...
 
 
@@ -346,7 +346,7 @@ class Service:
             self._send(wire.TrainerFailed("this worker has no trainer"))
             return
         try:
-            reply = await self._device.run(self._trainer.timeout_s, self._train_alone, self._trainer, order)
+            reply = await self._device.run(self._trainer.timeout_s, self._carry_out, self._trainer, order)
         except TimeoutError:
             self._send(wire.TrainerFailed(f"{type(order).__name__} took longer than {self._trainer.timeout_s} s"))
         except Exception as error:
@@ -356,8 +356,13 @@ class Service:
             if reply is not None:
                 self._send(reply)
 
-    def _train_alone(self, trainer: Trainer, order: TrainerOrder) -> TrainerReply:
-        """On the device's thread: train while the engine sleeps, which the orchestrator has seen to as a rule."""
+    def _carry_out(self, trainer: Trainer, order: TrainerOrder) -> TrainerReply:
+        """On the device's thread: train while the engine sleeps, which the orchestrator has seen to as a rule.
+
+        A group that is skipped takes no device; turns may be running.
+        """
+        if isinstance(order, wire.SkipGroup):
+            return trainer.carry_out(order)
         awake = not self._engine.statistics().asleep
         if awake:
             self._engine.sleep()

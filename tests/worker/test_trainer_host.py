@@ -136,6 +136,13 @@ async def test_a_skipped_group_is_no_obstacle(house: TrainerHouse) -> None:
     assert stepped.metrics["groups"] == 1  # type: ignore[attr-defined]
 
 
+async def test_a_group_is_skipped_without_a_word_to_the_turns_that_run(house: TrainerHouse) -> None:
+    house.host()
+    await house.first(wire.Ready)
+    house.send(generate("t", most=60), wire.SkipGroup(1, "s1g1", 1, "no variance"))
+    assert (await house.finished("t")).finish is FinishReason.LENGTH
+
+
 async def test_a_step_without_all_its_groups_fails_loudly(house: TrainerHouse) -> None:
     house.host()
     await house.first(wire.Ready)

@@ -301,9 +301,9 @@ class Half(TorchEngine):
     def load_weights(
         self, version: int, tensors: Mapping[str, object], mode: WeightMode, changes: WeightChanges | None = None
     ) -> None:
-        # A copy of its own in host memory, from which the model is activated; made on the caller's time. It is
-        # copied to the device piece by piece between iterations, so changes alone would save no pause.
-        super().load_weights(version, {name: self._kept(tensor) for name, tensor in tensors.items()}, mode)
+        # A copy of its own in host memory, from which the model is activated; made on the caller's time. What of it
+        # the device lacks is brought there piece by piece, between iterations.
+        super().load_weights(version, {name: self._kept(tensor) for name, tensor in tensors.items()}, mode, changes)
 
     def _kept(self, tensor: object) -> object:
         if not isinstance(tensor, Tensor):
@@ -343,7 +343,12 @@ class Half(TorchEngine):
             # A deactivated model keeps nothing on the device: the new version waits in host memory.
             finish()
             return None
-        return Loading(Account.APPLYING, self._runner.loading(order.tensors), finish, fail)
+        patch = order.patch
+        if patch is not None and patch.base == self._version and self._runner.loaded:
+            pieces = self._runner.applying(patch)
+        else:
+            pieces = self._runner.loading(order.tensors)
+        return Loading(Account.APPLYING, pieces, finish, fail)
 
     def _load_piece(self) -> None:
         assert self._loading is not None

@@ -33,6 +33,8 @@ class PagedRunner(Runner):
         super().__init__(config, device, max_context, blocks, layout.block_tokens)
         self._dtype = dtype
         self._rotations = self._rotations.to(dtype)
+        # The device's memory is for who computes.
+        self._patches_wait_on = torch.device("cpu")
         self._layout = layout
         self.space = space
         self._block_origins = np.zeros(blocks + 1, np.int64)

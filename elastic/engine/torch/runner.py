@@ -34,6 +34,8 @@ PATCH_SHARE = 1 / 25
 """On the CPU, writing this share of the weights here and there takes as long as copying all of them in a row."""
 MASKED = -1e30
 """Finite, so that a padded query row stays finite; its exponential is exactly zero."""
+PATCH_PIECE = 1 << 18
+"""Elements of a patch that are written in one piece."""
 
 _EMBEDDING, _HEAD, _NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 _ALONE = ("input_layernorm", "self_attn.o_proj", "post_attention_layernorm", "mlp.down_proj")
@@ -86,7 +88,7 @@ class Patch(NamedTuple):
 
     base: int
     writes: list[tuple[str, Tensor, Tensor]]
-    """(table, where in it, flat, the values there), on the device and in its precision."""
+    """(table, where in it, flat, the values there), in the device's precision."""
 
 
 class Runner:
@@ -98,6 +100,7 @@ class Runner:
         self._config = config
         self._device = device
         self._dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+        self._patches_wait_on = device
         self._block_tokens = block_tokens
         # One block more than the pool knows: padding reads and writes there.
         self._spare_block = kv_blocks
@@ -149,15 +152,28 @@ class Runner:
                 raise WeightsMismatch(f"{name}: {len(values)} values for {len(index)} places within {size}")
             table, offsets = self._places[name]
             where = torch.cat([index + offset for offset in offsets])
-            writes.append((table, where.to(self._device), values.to(self._device, self._dtype).repeat(len(offsets))))
+            values = values.to(self._patches_wait_on, self._dtype).repeat(len(offsets))
+            writes.append((table, where.to(self._patches_wait_on), values))
         written = sum(len(values) for _, _, values in writes)
         if self._device.type == "cpu" and written > PATCH_SHARE * sum(map(prod, self._shapes.values())):
             return None
         return Patch(changes.base, writes)
 
     def apply(self, patch: Patch) -> None:
-        for table, where, values in patch.writes:
-            self._tables[table].view(-1).index_copy_(0, where, values)
+        for _ in self.applying(patch):
+            pass
+
+    def applying(self, patch: Patch) -> Iterator[None]:
+        """`apply` in pieces, as `loading` is `load`."""
+        written = 0
+        for name, where, values in patch.writes:
+            table = self._tables[name].view(-1)
+            for places, new in zip(where.split(PATCH_PIECE), values.split(PATCH_PIECE), strict=True):
+                table.index_copy_(0, places.to(self._device), new.to(self._device))
+                written += len(places)
+                if written >= PATCH_PIECE:
+                    written = 0
+                    yield
 
     def loading(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
         """`load` in pieces, for who cannot spare the device for all of it at once; of use when exhausted."""

@@ -100,11 +100,12 @@ def test_where_much_changes_everything_is_loaded(make_engine, turn, weights):
     assert recorder.run(turn("a")) == expected.run(turn("a"))
 
 
-@given(share=st.sampled_from([0.0, 0.01, 0.05]), tied=st.booleans(), seed=st.integers(0, 2**30))
+@given(share=st.sampled_from([0.0, 0.002, 0.01]), tied=st.booleans(), seed=st.integers(0, 2**30))
 @settings(max_examples=20, deadline=None)
 def test_the_pause_is_for_what_changed_alone(share: float, tied: bool, seed: int):
     config = model_config(tied)
     _, changes = moved(model_tensors(Qwen3(config)), share, seed)
     patch = runner(config).patch_of(WeightChanges(1, changes))
     assert patch is not None
-    assert sum(len(values) for _, _, values in patch.writes) == sum(len(values) for _, _, values in changes)
+    told, written = (sum(len(values) for _, _, values in elements) for elements in (changes, patch.writes))
+    assert told <= written <= 2 * told, "a parameter is in at most two places"
