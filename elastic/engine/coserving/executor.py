@@ -31,6 +31,10 @@ from policies.coexecution import AdmissionPolicy
 from policies.kvmemory import Budget, MemoryPolicy
 
 STOP_TIMEOUT_S = 10.0
+TRY_AFTER_NS = NS_PER_S
+"""How long rollouts may be kept from the device by what they are thought to cost, before that is tried once."""
+PASS_GROWTH = 4
+"""How much longer than the last ones a forward pass of the cost profile may take."""
 
 _log = structlog.get_logger(__name__)
 
@@ -85,6 +89,8 @@ class CoServing:
         self._activating_ns = 0
         self._activation_s = 0.0
         self._rollout_ran = True
+        self._rolled_ns = 0
+        """When a rollout step was last begun."""
         self._closed = False
         self._thread: threading.Thread | None = None
         self._rollout: RolloutHalf | None = None
@@ -256,19 +262,29 @@ class CoServing:
         return self._timed(self._serving, iteration)
 
     def _rollout_step(self, rollout: RolloutHalf) -> Step | None:
-        view = self._serving.view(time.monotonic_ns())
+        now_ns = time.monotonic_ns()
+        view = self._serving.view(now_ns)
         allowance_ns = self._admission.allowance_ns(view)
-        # While serving rests a piece may always go: what was slow once could otherwise never be found quick again.
-        loads = allowance_ns > 0 and not (view.busy and allowance_ns <= rollout.piece_ns)
-        if loads and (step := rollout.loading_step()) is not None:
-            return self._guarded(self._activating(rollout, step))
-        if rollout.active and rollout.costs is None:
-            # What is not known yet cannot be admitted beside serving.
-            return None if view.busy else self._guarded(rollout.measuring_step(self._profiles))
-        iteration = rollout.next_iteration(allowance_ns, serving_rests=not view.busy)
-        if iteration is None:
+        if allowance_ns <= 0:
             return None
-        return self._guarded(self._timed(rollout, iteration))
+        # What was slow once could otherwise never be found quick again, nor what is not known yet be measured: the
+        # smallest step may go while serving rests, and now and then beside a load that never does.
+        tries = not view.busy or now_ns - self._rolled_ns > TRY_AFTER_NS
+        step = self._admitted_step(rollout, allowance_ns, tries)
+        if step is None:
+            return None
+        self._rolled_ns = now_ns
+        return self._guarded(step)
+
+    def _admitted_step(self, rollout: RolloutHalf, allowance_ns: Nanoseconds, tries: bool) -> Step | None:
+        """What the allowance covers or, where it covers nothing, the smallest step there is, if that `tries`."""
+        if (tries or allowance_ns > rollout.piece_ns) and (step := rollout.loading_step()) is not None:
+            return self._activating(rollout, step)
+        if rollout.active and rollout.costs is None:
+            measures = tries or allowance_ns > PASS_GROWTH * rollout.piece_ns
+            return rollout.measuring_step(self._profiles) if measures else None
+        iteration = rollout.next_iteration(allowance_ns, tries)
+        return self._timed(rollout, iteration) if iteration is not None else None
 
     def _rollout_housekeeping(self, rollout: RolloutHalf) -> Step | None:
         rollout.end_stalled(time.monotonic_ns())

@@ -175,14 +175,14 @@ class Half(TorchEngine):
 
     @property
     def piece_ns(self) -> Nanoseconds:
-        """How long the next piece of weights will take, to go by the last ones."""
+        """How long the next piece of weights, or forward pass of the profile, will take, to go by the last ones."""
         return self._piece_ns
 
     def measuring_step(self, profiles: Path | None) -> Step:
         """The next forward pass of the cost profile; the profile itself where it is on disk."""
         settings = self._settings
         model = model_name(self._config, self._spec.dtype)
-        device = device_name(self._device, settings.threads)
+        device = device_name(self._device, settings)
         path = profile_path(profiles, model, device) if profiles is not None else None
         if self._measuring is None:
             kept = kept_profile(path, model, device)
@@ -192,12 +192,14 @@ class Half(TorchEngine):
         pieces = self._measuring
 
         def measure() -> None:
+            started_ns = time.monotonic_ns()
             try:
                 next(pieces)
             except StopIteration as end:
                 if path is not None:
                     self._keep_profile(path, end.value)
                 self._use_profile(end.value)
+            self._note_piece(started_ns)
 
         return measure
 
@@ -367,6 +369,9 @@ class Half(TorchEngine):
             with self._changed:
                 self._loading = None
                 loading.fail(error)
+        self._note_piece(started_ns)
+
+    def _note_piece(self, started_ns: Nanoseconds) -> None:
         # The longest of the last ones: pieces differ in size.
         self._piece_ns = max(self._piece_ns * 9 // 10, time.monotonic_ns() - started_ns)
 

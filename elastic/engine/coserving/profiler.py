@@ -32,10 +32,15 @@ def model_name(config: Qwen3Config, dtype: torch.dtype) -> str:
     return f"{digest}-{str(dtype).removeprefix('torch.')}"
 
 
-def device_name(device: torch.device, threads: int) -> str:
+def device_name(device: torch.device, settings: EngineConfig) -> str:
+    """A device that is paced is another one."""
     if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{platform.node()} {platform.machine()} {threads} threads"
+        name = torch.cuda.get_device_name(device)
+    else:
+        name = f"{platform.node()} {platform.machine()} {settings.threads} threads"
+    if settings.pacing is None:
+        return name
+    return f"{name} paced {blake2b(settings.pacing.model_dump_json().encode(), digest_size=4).hexdigest()}"
 
 
 def profile_path(directory: Path, model: str, device: str) -> Path:

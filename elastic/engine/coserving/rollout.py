@@ -62,17 +62,17 @@ class RolloutHalf(Half):
                 known, capacity_turns=credits, kv_blocks_total=max(blocks, known.kv_blocks_used)
             )
 
-    def next_iteration(self, allowance_ns: Nanoseconds, serving_rests: bool) -> Iteration | None:
+    def next_iteration(self, allowance_ns: Nanoseconds, tries: bool) -> Iteration | None:
         """The largest iteration that is profiled to take no longer than `allowance_ns`.
 
-        While serving rests the smallest one there is may run in any case: a profile that is too gloomy could
-        otherwise never be put right.
+        If that `tries`, the smallest one there is may run in any case: a profile that is too gloomy could otherwise
+        never be put right.
         """
-        if allowance_ns <= 0 or not (self.active and self._cost and self.has_work) or self._asleep:
+        if not (self.active and self._cost and self.has_work) or self._asleep:
             return None
         chunk = self._affordable_chunk(allowance_ns, self._cost)
         if chunk is None:
-            if not serving_rests:
+            if not tries:
                 return None
             chunk = 0 if any(map(decodes, self._scheduler.running)) else SMALLEST_CHUNK
         work = self._scheduler.plan_chunk(not self._orders, chunk)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from elastic.core.types import Account, FinishReason, WeightMode
-from elastic.engine.base import WeightsMismatch
+from elastic.engine.base import WeightChanges, WeightsMismatch
 from elastic.engine.coserving.profile import CostProfile, Grid, Prefill, Shape, write_profile
 from elastic.engine.coserving.swapping import Swapping
 from policies.coexecution import ExclusiveAdmission, NoAdmission, Slo, SloAdmission
@@ -232,6 +232,69 @@ def test_a_slow_piece_of_weights_does_not_keep_the_next_ones_out(make_device, tu
     rollout._piece_ns = 10**15
     rollout.load_weights(2, rollout_weights(2), WeightMode.FINISH)
     assert rollout.statistics().weights_version == 2
+
+
+@pytest.mark.parametrize("longest_ms", [0.001, 10_000])
+def test_beside_a_load_that_never_rests_rollouts_are_tried_now_and_then(
+    make_device, turn, spec_of_serving, monkeypatch, longest_ms
+):
+    """Else costs that are not known, or thought too high, would never be measured: here any is, or one by far."""
+    monkeypatch.setattr("elastic.engine.coserving.executor.TRY_AFTER_NS", 50 * MS)
+    busy = spec_of_serving(pacing={"prefill_tokens_per_s": 1e6, "decode_step_s": {1: 0.02}})
+    device = make_device(serving=busy, admission=SloAdmission(slo=LOOSE, longest_ns=int(longest_ms * MS)))
+    rollout = device.lend()
+    rollout.costs.prefill_factor = rollout.costs.decode_factor = 1e9
+    device.serving.submit([turn(f"s{i}", max_new_tokens=200) for i in range(3)])
+    device.served.until(lambda: len(device.served.all) > 0)
+    rollout.submit([turn("r", max_new_tokens=2)])
+    assert device.rolled.finish("r")[0].finish is FinishReason.LENGTH
+    assert not device.served.end("s0")
+
+
+def test_a_model_is_measured_beside_a_load_that_never_rests(make_device, turn, spec_of_serving):
+    busy = spec_of_serving(pacing={"prefill_tokens_per_s": 1e6, "decode_step_s": {1: 0.05}})
+    device = make_device(serving=busy, profiles=None, admission=SloAdmission(slo=LOOSE, longest_ns=60_000 * MS))
+    device.serving.submit([turn(f"s{i}", max_new_tokens=220) for i in range(3)])
+    device.served.until(lambda: len(device.served.all) > 0)
+    rollout = device.lend(max_batch=2)
+    assert rollout.costs is not None
+    assert not device.served.end("s0")
+
+
+def test_of_a_new_version_only_what_changed_is_written_and_piece_by_piece(
+    make_device, turn, rollout_weights, monkeypatch
+):
+    """Between two pieces serving may run; what comes of it is the version that everything was loaded of."""
+    monkeypatch.setattr("elastic.engine.torch.runner.PATCH_PIECE", 64)
+    patched, loaded = make_device(), make_device()
+    rollout, whole = patched.lend(), loaded.lend()
+    others, changes = dict(rollout_weights(1)), []
+    for name, tensor in others.items():
+        index = torch.arange(0, tensor.numel(), 100)
+        values = torch.linspace(-1, 1, len(index)).bfloat16()
+        others[name] = tensor.reshape(-1).index_copy(0, index, values).view(tensor.shape)
+        changes.append((name, index, values))
+    pieces: list[int] = []
+    load_piece = rollout._load_piece
+    monkeypatch.setattr(rollout, "_load_piece", lambda: (load_piece(), pieces.append(1)))
+    with monkeypatch.context() as patch:
+        patch.setattr(rollout._runner, "loading", lambda _tensors: pytest.fail("everything is loaded"))
+        rollout.load_weights(2, others, WeightMode.FINISH, WeightChanges(1, changes))
+    written = sum(len(values) for _, _, values in changes)
+    assert written // 128 <= len(pieces) <= written // 64 + 1
+    whole.load_weights(2, others, WeightMode.FINISH)
+    # Woken from host memory, it is the same.
+    for wake in (False, True):
+        request = turn(f"r{wake}", prompt=60)
+        if wake:
+            rollout.sleep()
+            rollout.wake()
+        for half in (rollout, whole):
+            half.submit([request])
+        patched.rolled.finish(request.request_id)
+        loaded.rolled.finish(request.request_id)
+        assert patched.rolled.tokens(request.request_id) == loaded.rolled.tokens(request.request_id)
+        assert patched.rolled.end(request.request_id).weights_version == 2
 
 
 def test_a_static_partition_holds_both_to_their_half(make_device, turn):

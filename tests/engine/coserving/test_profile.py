@@ -2,9 +2,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elastic.config import EngineConfig
 from elastic.engine.coserving.profile import (
     CostModel,
     CostProfile,
@@ -15,7 +17,7 @@ from elastic.engine.coserving.profile import (
     read_profile,
     write_profile,
 )
-from elastic.engine.coserving.profiler import kept_profile, profile_path
+from elastic.engine.coserving.profiler import device_name, kept_profile, profile_path
 
 PROFILE = CostProfile(
     model="m",
@@ -82,6 +84,12 @@ def test_every_model_has_a_profile_for_every_device(tmp_path: Path) -> None:
     for path in paths:
         write_profile(path, PROFILE)
     assert set(tmp_path.iterdir()) == paths
+
+
+def test_a_paced_device_has_a_profile_of_its_own() -> None:
+    steps = [None, *({"prefill_tokens_per_s": 1e3, "decode_step_s": {1: step_s}} for step_s in (0.1, 0.2))]
+    settings = [EngineConfig.model_validate({"pacing": pacing}) for pacing in steps]
+    assert len({device_name(torch.device("cpu"), each) for each in settings}) == 3
 
 
 def test_hosts_that_start_together_may_keep_the_same_profile(tmp_path: Path) -> None:
