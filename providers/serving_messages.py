@@ -144,6 +144,7 @@ class ExecutorSettings(_Section):
     page_kib: int = Field(128, ge=1, description="2048 on a GPU")
     ttft_slo_s: float = Field(0.5, gt=0, description="serving's target for the time to the first token …")
     tpot_slo_s: float = Field(0.15, gt=0, description="… and for each token after it")
+    rollout_chunk_tokens: int = Field(512, ge=1, description="most prompt tokens of rollouts in one iteration")
     longest_share: float = Field(0.1, gt=0, le=1, description="longest rollout iteration, as a share of ttft_slo_s")
     headroom_share: float = Field(0.2, ge=0, lt=1, description="memory that rollouts leave free above serving's use")
     lease_s: float = Field(10.0, ge=0, description="how long rollout prefix cache is kept unused")

@@ -47,16 +47,18 @@ log = structlog.get_logger(__name__)
 class ExecutorShare:
     """One worker's `DeviceShare`: the executor decides iteration by iteration, and credits are the engine's own."""
 
-    def __init__(self, executor: CoServing) -> None:
+    def __init__(self, executor: CoServing, chunk_tokens: int) -> None:
         self._executor = executor
+        self._chunk_tokens = chunk_tokens
         self._reclaimed = threading.Event()
 
     def build_engine(self, welcome: wire.Welcome) -> RolloutEngine:
         """The rollout half for the run's model. Blocks. Raises `ValueError` where it does not fit."""
         settings = validate(EngineConfig, welcome.engine, "the orchestrator's welcome")
-        # Both models are on the host's device, whatever the run's other workers have.
-        settings = settings.model_copy(update={"device": self._executor.serving.settings.device})
-        return self._executor.attach(ModelSpec(Qwen3Config.from_dict(welcome.model), settings, torch.float32))
+        # Both models are on the host's device, whatever the run's other workers have, and serving bears with chunks.
+        device = self._executor.serving.settings.device
+        settings = settings.model_copy(update={"device": device, "prefill_chunk_tokens": self._chunk_tokens})
+        return self._executor.attach(ModelSpec(Qwen3Config.from_dict(welcome.model), settings, _dtype_on(device)))
 
     def capacity_turns(self, most: int) -> int:
         return 0 if self._reclaimed.is_set() else most
@@ -91,7 +93,7 @@ class ExecutorDevice:
         )
         slo = Slo(ttft_ns=round(executor.ttft_slo_s * NS_PER_S), tpot_ns=round(executor.tpot_slo_s * NS_PER_S))
         self._executor = CoServing(
-            ModelSpec(config, engine, torch.float32),
+            ModelSpec(config, engine, _dtype_on(device)),
             open_backend(executor.kv_pages + SPARE_PAGES, executor.page_kib * 1024, device),
             SloAdmission(slo=slo, longest_ns=round(executor.longest_share * slo.ttft_ns)),
             PreemptiveMemory(headroom_share=executor.headroom_share, lease_ns=round(executor.lease_s * NS_PER_S)),
@@ -119,7 +121,7 @@ class ExecutorDevice:
         return self._front.app()
 
     def lend(self) -> ExecutorShare:
-        return ExecutorShare(self._executor)
+        return ExecutorShare(self._executor, self._executor_settings.rollout_chunk_tokens)
 
     def report(self) -> LoadReport:
         now = self._executor.statistics()
@@ -227,6 +229,11 @@ def open_device(settings: HostSettings, executor: ExecutorSettings) -> ExecutorD
         return ExecutorDevice(settings, executor)
     except (ValueError, CheckpointError, VmmError) as error:
         raise ConfigError(f"{HOST_VARIABLE}: executor: {error}") from error
+
+
+def _dtype_on(device: str) -> torch.dtype:
+    """Of weights and KV, as the embedded engine has them."""
+    return torch.float32 if device == "cpu" else torch.bfloat16
 
 
 def _serving_model(settings: ExecutorSettings) -> tuple[Qwen3Config, dict[str, torch.Tensor]]:

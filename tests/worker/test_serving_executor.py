@@ -81,6 +81,7 @@ async def test_a_run_gets_a_part_of_the_device_and_gives_it_back(profiles: Path)
     async with device.running(iter([])):
         share = device.lend()
         engine = await asyncio.to_thread(share.build_engine, welcome())
+        assert engine.settings.prefill_chunk_tokens == 512
         ends: list[TokenChunk] = []
         ended = threading.Event()
 
