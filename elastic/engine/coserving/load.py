@@ -2,10 +2,14 @@
 
 Open loop: every request is sent at its time, however slow the answers to the ones before it are, and its
 latency counts from that time on. Token times are those at which the client got them.
+
+    python -m elastic.engine.coserving.load http://127.0.0.1:8077 --model serving --seconds 60
 """
 
+import argparse
 import asyncio
 import json
+import sys
 import time
 from collections.abc import Sequence
 from random import Random
@@ -14,8 +18,11 @@ import httpx
 import msgspec
 import numpy as np
 
+import traces
 from elastic.engine.coserving.service import percentile
-from traces.serving import ServingRequest
+from traces.errors import TraceError
+from traces.serving import ServingRequest, read_serving_trace
+from traces.windows import scaled, window_at
 
 REQUEST_TIMEOUT_S = 120.0
 
@@ -205,3 +212,47 @@ _PERCENTILES = {"median": 50, "p90": 90, "p95": 95, "p99": 99}
 def _line(label: str, value: float | None) -> str:
     shown = "–" if value is None else f"{value:.2f}" if isinstance(value, float) else str(value)
     return f"{label:<40} {shown:>9}"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m elastic.engine.coserving.load",
+        description="Replay a serving trace against an OpenAI-compatible server and report as `vllm bench serve` does.",
+    )
+    parser.add_argument("url", help="the server's, without /v1")
+    parser.add_argument("--model", required=True, help="its name there")
+    parser.add_argument("--trace", default="azure-conversation", help="a shipped trace's name, or a path")
+    parser.add_argument("--start", type=float, default=0.0, help="second of the trace to begin at")
+    parser.add_argument("--seconds", type=float, default=60.0, help="how long requests are sent")
+    parser.add_argument("--speed", type=float, default=1.0, help="seconds of the trace in a second")
+    parser.add_argument("--length", type=float, default=1.0, help="by which prompts and answers are scaled")
+    parser.add_argument("--most-prompt", type=int, default=8192, help="tokens that longer prompts are cut to")
+    parser.add_argument("--most-output", type=int, default=1024, help="and longer answers")
+    parser.add_argument("--vocab-size", type=int, default=256, help="prompts are of random ids below it")
+    parser.add_argument("--goodput", type=float, nargs=2, metavar=("TTFT_MS", "TPOT_MS"), help="a good request's most")
+    parsed = parser.parse_args(arguments)
+    if min(parsed.seconds, parsed.speed, parsed.length, parsed.vocab_size) <= 0:
+        parser.error("--seconds, --speed, --length and --vocab-size must be positive")
+    try:
+        trace = read_serving_trace(traces.find(parsed.trace))
+    except TraceError as error:
+        parser.error(str(error))
+    requests = scaled(
+        window_at(trace, parsed.start, parsed.seconds * parsed.speed),
+        speed=parsed.speed,
+        length=parsed.length,
+        most_prompt=parsed.most_prompt,
+        most_output=parsed.most_output,
+    )
+    if not requests:
+        parser.error(f"--start: no request of the trace comes within {parsed.seconds:g} s of {parsed.start:g}")
+    targets = Targets(ttft_ms=parsed.goodput[0], tpot_ms=parsed.goodput[1]) if parsed.goodput else None
+    records = asyncio.run(replay(parsed.url, parsed.model, requests, parsed.vocab_size))
+    print(table(report(records, targets)))
+    first = next((record.error for record in records if record.error), None)
+    if first is not None:
+        print(f"the first failure: {first}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

@@ -11,7 +11,7 @@ import uvicorn
 
 from elastic.engine.coserving.executor import CoServing
 from elastic.engine.coserving.front import ModelCard, ServingFront
-from elastic.engine.coserving.load import Targets, replay, report, table
+from elastic.engine.coserving.load import Targets, main, replay, report, table
 from elastic.engine.coserving.memory import SPARE_PAGES
 from elastic.engine.kv.slab import SlabBackend
 from policies.coexecution import NoAdmission
@@ -143,3 +143,26 @@ async def test_a_replayed_trace_is_reported_as_vllm_bench_serve_does(server):
     assert result.request_goodput == pytest.approx(result.request_throughput)
     assert all(record.ttft_ms > 0 for record in records[:-1])
     assert "P99 TTFT (ms):" in table(result)
+
+
+async def test_a_server_can_be_measured_from_the_command_line(server, capsys):
+    scale = ["--seconds", "1", "--speed", "5", "--length", "0.03", "--most-prompt", "200", "--most-output", "20"]
+    goodput = ["--goodput", "1e6", "1e6"]
+    await asyncio.to_thread(main, [server.url, "--model", "tiny", *scale, *goodput])
+    out, err = capsys.readouterr()
+    assert "Serving Benchmark Result" in out
+    assert "P99 TTFT (ms):" in out
+    assert "Request goodput (req/s):" in out
+    assert not err
+    await asyncio.to_thread(main, [server.url, "--model", "another", *scale])
+    assert "no model 'another'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [(["--speed", "0"], "must be positive"), (["--trace", "none"], "none"), (["--start", "1e6"], "no request")],
+)
+def test_a_measurement_that_cannot_be_is_refused(wrong, said, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["http://127.0.0.1:9", "--model", "tiny", *wrong])
+    assert said in capsys.readouterr().err
