@@ -10,13 +10,17 @@ Rollouts are a closed loop of multi-turn trajectories with growing prefixes; tur
 again with what was accepted, since here there is no other worker to take them. How many trajectories a device gets
 is capped as in ROSE's Appendix A: with twice as many, the memory that a cut leaves them holds half a batch.
 
-`harvest_share` is the rollout tokens per second of policy `elastic` over those of the device alone, divided by the
-share of time that serving alone leaves idle. It is the product of two: `time`, the rollouts' part of that idle time
-(above 1 where they make serving's batches fuller, 1 is the bound without that), and `speed`, tokens per second of
-their own time over what it is alone (below 1 where memory or slack allow smaller batches only, and where turns are
-computed again).
+A window's harvest is the rollout tokens per second of policy `elastic` over those of the device alone, measured
+just before, divided by the share of time that serving alone leaves idle; `harvest_share` is that of the worst window.
+It is the product of two: `time`, the rollouts' part of that idle time, and `speed`, tokens per second of their own
+time over what it is alone (below 1 where memory or slack allow smaller batches only, and where turns are computed
+again). `time` is bounded by 1, but for serving's batches, which rollouts make fuller and so quicker; of a device of
+their own, rollouts use `time_alone`: the rest are the executor's decisions and environments that all rest at once.
 
-The full mode takes 2.6 hours; `--window-s 15` has all of it in some 25 minutes.
+`--device cuda` shares a GPU between models of Qwen3's shapes with random weights, for the same requests; this mode has
+never been run.
+
+The full mode takes 2.8 hours; `--window-s 15` has all of it in some 30 minutes.
 """
 
 import argparse
@@ -31,15 +35,15 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from random import Random
-from statistics import median
 from typing import Any
 
 import msgspec
 import numpy as np
 from _common import Arguments, emit
+from _shapes import SHAPES
 
 from elastic.engine.coserving.load import Record, Targets, replay, report, violated_minutes
 from elastic.engine.coserving.service import percentile
@@ -56,10 +60,11 @@ MODEL = "serving"
 SLO_FACTOR = 1.6
 BUSY_SHARE, BUSY_TOLERANCE = 0.2, 0.02
 PEAK_SHARE = 0.6
-PAGE_BYTES = 32 * 1024
+PAGE_BYTES = {"cpu": 32 * 1024, "cuda": 2 << 20}
+"""Of which a page is a multiple, as large as both models' blocks need."""
 MOST_PROMPT, MOST_OUTPUT = 208, 40
 LENGTH_SCALE = 1 / 16
-TYPICAL_SPEED = 0.35
+TYPICAL_SPEED = 0.8
 """Of the trace, on a host such as this was written on."""
 CONTEXT = 256
 ROOMY_PAGES, LEAST_PAGES = 1024, 2 * CONTEXT // 16
@@ -100,6 +105,9 @@ class Plan:
     pool_operations: int
     extras: bool
     paced: bool = False
+    device: str = "cpu"
+    serving_model: str = "tiny-serving"
+    rollout_model: str = "tiny-rollouts"
 
 
 QUICK = Plan(2.0, 2, 1.2, (1.0,), ("mean",), 60_000, False)
@@ -269,12 +277,17 @@ class Setting:
     serving: bool = True
 
 
+SERVING_ALONE = Setting(rollouts=False)
+ROLLOUTS_ALONE = Setting(memory=PreemptiveMemory(headroom_share=0, lease_ns=int(LEASE_S * NS_PER_S)), serving=False)
+
+
 class Bench:
-    def __init__(self, profiles: Path, generator: LoadGenerator, paced: bool) -> None:
+    def __init__(self, profiles: Path, generator: LoadGenerator, plan: Plan) -> None:
         import torch
 
         from elastic.config import EngineConfig
         from elastic.engine.coserving.spec import ModelSpec
+        from elastic.engine.kv.layout import common_page_bytes
         from elastic.model.checkpoint import model_tensors
         from elastic.model.config import Qwen3Config
         from elastic.model.qwen3 import Qwen3
@@ -282,45 +295,33 @@ class Bench:
         torch.set_num_threads(1)
         self._profiles = profiles
         self._generator = generator
+        self._device_name = plan.device
         settings = EngineConfig.model_validate(
             {
-                "device": "cpu",
+                "device": plan.device,
                 "max_context_tokens": CONTEXT,
                 "prefill_chunk_tokens": CONTEXT,
                 "max_batch": 32,
-                "pacing": PACING if paced else None,
+                "pacing": PACING if plan.paced else None,
             }
         )
-        serving = Qwen3Config(
-            vocab_size=256,
-            hidden_size=128,
-            intermediate_size=384,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=32,
-        )
-        rollout = Qwen3Config(
-            vocab_size=32,
-            hidden_size=96,
-            intermediate_size=256,
-            num_hidden_layers=3,
-            num_attention_heads=6,
-            num_key_value_heads=1,
-            head_dim=16,
-        )
-        self.serving = ModelSpec(serving, settings, torch.float32)
+        dtype = torch.float32 if plan.device == "cpu" else torch.bfloat16
+        self.serving = ModelSpec(Qwen3Config(**SHAPES[plan.serving_model]), settings, dtype)
         self.rollout = ModelSpec(
-            rollout,
+            Qwen3Config(**SHAPES[plan.rollout_model]),
             settings.model_copy(update={"prefill_chunk_tokens": CHUNK_TOKENS, "max_batch": TRAJECTORIES}),
-            torch.float32,
+            dtype,
         )
+        unit = PAGE_BYTES[plan.device]
+        roomy_bytes = 64 * unit
+        block_bytes = max(spec.layout(roomy_bytes).block_bytes for spec in (self.serving, self.rollout))
+        self._page_bytes = common_page_bytes(block_bytes, unit)
 
         def weights(config: Qwen3Config) -> dict[str, Any]:
             torch.manual_seed(0)
             return {name: tensor.bfloat16() for name, tensor in model_tensors(Qwen3(config)).items()}
 
-        self._serving_weights, self._rollout_weights = weights(serving), weights(rollout)
+        self._serving_weights, self._rollout_weights = weights(self.serving.config), weights(self.rollout.config)
 
     async def run(self, setting: Setting, requests: Sequence[ServingRequest], pages: int, wall_s: float) -> Outcome:
         """Replay `requests` while rollouts run, if they do."""
@@ -366,11 +367,11 @@ class Bench:
         from elastic.engine.coserving.executor import CoServing
         from elastic.engine.coserving.front import ModelCard, ServingFront
         from elastic.engine.coserving.memory import SPARE_PAGES
-        from elastic.engine.kv.slab import SlabBackend
+        from elastic.engine.kv.backends import open_backend
 
         executor = CoServing(
             self.serving,
-            SlabBackend(pages + SPARE_PAGES, PAGE_BYTES),
+            open_backend(pages + SPARE_PAGES, self._page_bytes, self._device_name),
             setting.admission,
             setting.memory,
             profiles=self._profiles,
@@ -413,7 +414,7 @@ class Limits:
         dual = SloAdmission(slo=slo, longest_ns=longest_ns)
         memory = PreemptiveMemory(lease_ns=int(LEASE_S * NS_PER_S))
         return {
-            "serving_alone": Setting(rollouts=False),
+            "serving_alone": SERVING_ALONE,
             "elastic": Setting(dual, memory),
             "static_partition": Setting(dual, StaticPartition(lease_ns=memory.lease_ns)),
             "no_prefix_cache": Setting(dual, msgspec.structs.replace(memory, lease_ns=0)),
@@ -438,7 +439,7 @@ async def measure(plan: Plan, chatty: bool) -> dict[str, Any]:
     generator = LoadGenerator()
     try:
         with tempfile.TemporaryDirectory() as profiles:
-            bench = Bench(Path(profiles), generator, plan.paced)
+            bench = Bench(Path(profiles), generator, plan)
             return await _measure(bench, plan, chatty)
     finally:
         generator.close()
@@ -446,29 +447,21 @@ async def measure(plan: Plan, chatty: bool) -> dict[str, Any]:
 
 async def _measure(bench: Bench, plan: Plan, chatty: bool) -> dict[str, Any]:
     replay = Replay(plan.window_s)
-    alone = Setting(rollouts=False)
-    busy, peak_pages = 0.0, 0
-    for _ in range(plan.calibrations):
-        outcome = await bench.run(alone, replay.requests("mean", 1.0), ROOMY_PAGES, plan.window_s)
-        busy, peak_pages = outcome.serving_busy_share, outcome.statistics.serving_peak_pages
-        _say(chatty, f"speed {replay.speed:.3f}: serving alone is busy {busy:.1%}, peak {peak_pages} pages")
-        if abs(busy - BUSY_SHARE) <= BUSY_TOLERANCE:
-            break
-        replay.speed *= BUSY_SHARE / busy
-    pages = max(round(peak_pages / PEAK_SHARE), LEAST_PAGES)
-
-    only = await bench.run(Setting(NoAdmission(), _whole(), serving=False), [], pages, plan.alone_s)
-    _say(chatty, f"{pages} pages; rollouts alone: {only.rollout_rate:,.0f} tokens/s")
+    calibration = await _calibrate(bench, plan, replay, chatty)
+    pages = calibration.pages
 
     figures: dict[str, Any] = {"slo": None, "density": {}, "reclaim_ms_p99": None}
     limits: Limits | None = None
     reclaims_ns: list[int] = []
     for density in plan.densities:
         by_policy: dict[str, list[Outcome]] = {policy: [] for policy in POLICIES}
+        rollouts_alone: list[Outcome] = []
         for policy in POLICIES:
             for window in plan.windows:
                 requests = replay.requests(window, density)
-                setting = limits.setting(policy) if limits else alone
+                setting = limits.setting(policy) if limits else SERVING_ALONE
+                if policy == "elastic":
+                    rollouts_alone.append(await bench.run(ROLLOUTS_ALONE, [], pages, plan.alone_s))
                 by_policy[policy].append(await bench.run(setting, requests, pages, plan.window_s))
             if limits is None:
                 limits = _limits([record for outcome in by_policy[policy] for record in outcome.records])
@@ -476,7 +469,8 @@ async def _measure(bench: Bench, plan: Plan, chatty: bool) -> dict[str, Any]:
             _say(chatty, _summary(density, policy, by_policy[policy], limits.targets))
         assert limits is not None
         reclaims_ns += [ns for outcome in by_policy["elastic"] for ns in outcome.statistics.reclaims_ns]
-        figures["density"][f"{density:g}"] = _density(by_policy, limits.targets, only)
+        figures["density"][f"{density:g}"] = found = _density(by_policy, limits.targets, rollouts_alone)
+        _say(chatty, f"density {density:g}: harvested {', '.join(_shares(found['harvest_by_window']))}")
     assert limits is not None
     if plan.extras:
         figures |= await _extras(bench, plan, limits, replay.requests("burstiest", 2.0), pages)
@@ -485,10 +479,33 @@ async def _measure(bench: Bench, plan: Plan, chatty: bool) -> dict[str, Any]:
     figures["reclaim_ms_p99"] = _ms(percentile(reclaims_ns, 99))
     figures["reclaims"] = len(reclaims_ns)
     figures |= pool_figures(plan.pool_operations)
-    figures["rollout_alone_tokens_per_s"] = only.rollout_rate
-    figures["calibration"] = {"speed": replay.speed, "busy_share": busy, "peak_pages": peak_pages, "pages": pages}
+    figures["calibration"] = asdict(calibration)
     figures["windows"] = {"seconds": plan.window_s, "start_s": replay.starts}
     return figures
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What was measured last, and the speed and the pool's pages that were chosen for it."""
+
+    busy_share: float
+    peak_pages: int
+    speed: float
+    pages: int
+
+
+async def _calibrate(bench: Bench, plan: Plan, replay: "Replay", chatty: bool) -> Calibration:
+    """Set the replay's speed such that serving alone is busy for `BUSY_SHARE`."""
+    busy, peak_pages = 0.0, 0
+    for _ in range(plan.calibrations):
+        outcome = await bench.run(SERVING_ALONE, replay.requests("mean", 1.0), ROOMY_PAGES, plan.window_s)
+        busy, peak_pages = outcome.serving_busy_share, outcome.statistics.serving_peak_pages
+        _say(chatty, f"speed {replay.speed:.3f}: serving alone is busy {busy:.1%}, peak {peak_pages} pages")
+        if abs(busy - BUSY_SHARE) <= BUSY_TOLERANCE:
+            break
+        # How many requests a short window holds is not in proportion to how much of the trace it takes.
+        replay.speed *= min(2.0, max(0.5, BUSY_SHARE / busy if busy else 2.0))
+    return Calibration(busy, peak_pages, replay.speed, max(round(peak_pages / PEAK_SHARE), LEAST_PAGES))
 
 
 class Replay:
@@ -510,10 +527,6 @@ class Replay:
         return scaled(cut, speed=speed, length=LENGTH_SCALE, most_prompt=MOST_PROMPT, most_output=MOST_OUTPUT)
 
 
-def _whole() -> PreemptiveMemory:
-    return PreemptiveMemory(headroom_share=0, lease_ns=int(LEASE_S * NS_PER_S))
-
-
 def _limits(records: Sequence[Record]) -> Limits:
     result = report(records)
     assert result.ttft_ms.p99 is not None
@@ -523,21 +536,38 @@ def _limits(records: Sequence[Record]) -> Limits:
     )
 
 
-def _density(by_policy: dict[str, list[Outcome]], targets: Targets, only: Outcome) -> dict[str, Any]:
-    alone = by_policy["serving_alone"]
-    harvests = [_harvest(*pair, only) for pair in zip(by_policy["elastic"], alone, strict=True) if only.rollout_tokens]
+def _density(
+    by_policy: dict[str, list[Outcome]], targets: Targets, rollouts_alone: Sequence[Outcome]
+) -> dict[str, Any]:
+    serving_alone = by_policy["serving_alone"]
+    harvests = [
+        _harvest(*outcomes)
+        for outcomes in zip(by_policy["elastic"], serving_alone, rollouts_alone, strict=True)
+        if outcomes[-1].rollout_tokens
+    ]
     return {
         "policies": {policy: _policy(outcomes, targets) for policy, outcomes in by_policy.items()},
-        "harvest_share": median(harvest["share"] for harvest in harvests) if harvests else None,
+        "harvest_share": min((harvest["share"] for harvest in harvests), default=None),
         "harvest_by_window": harvests,
-        "serving_alone_busy_share": [outcome.serving_busy_share for outcome in alone],
+        "serving_alone_busy_share": [outcome.serving_busy_share for outcome in serving_alone],
+        "rollout_alone_tokens_per_s": [outcome.rollout_rate for outcome in rollouts_alone],
     }
 
 
-def _harvest(shared: Outcome, alone: Outcome, only: Outcome) -> dict[str, float]:
-    time = shared.rollout_busy_share / (1 - alone.serving_busy_share)
-    share = shared.rollout_rate / only.rollout_rate / (1 - alone.serving_busy_share)
-    return {"share": share, "time": time, "speed": share / time if time else 0.0}
+def _harvest(shared: Outcome, serving_alone: Outcome, rollouts_alone: Outcome) -> dict[str, float]:
+    idle_share = 1 - serving_alone.serving_busy_share
+    time = shared.rollout_busy_share / idle_share
+    share = shared.rollout_rate / rollouts_alone.rollout_rate / idle_share
+    return {
+        "share": share,
+        "time": time,
+        "speed": share / time if time else 0.0,
+        "time_alone": rollouts_alone.rollout_busy_share,
+    }
+
+
+def _shares(harvests: Sequence[dict[str, float]]) -> list[str]:
+    return [f"{h['share']:.0%} (time {h['time']:.2f} × speed {h['speed']:.2f})" for h in harvests]
 
 
 def _policy(outcomes: Sequence[Outcome], targets: Targets) -> dict[str, Any]:
@@ -684,6 +714,9 @@ def replaced(plan: Plan, parsed: argparse.Namespace) -> Plan:
         windows=tuple(parsed.windows or plan.windows),
         extras=plan.extras and not parsed.no_extras,
         paced=parsed.paced,
+        device=parsed.device,
+        serving_model=parsed.serving_model or ("tiny-serving" if parsed.device == "cpu" else "qwen3-1.7b"),
+        rollout_model=parsed.rollout_model or ("tiny-rollouts" if parsed.device == "cpu" else "qwen3-0.6b"),
     )
 
 
@@ -696,6 +729,9 @@ def main() -> None:
     parser.add_argument("--windows", nargs="+", choices=FULL.windows, help="which windows of the trace (default: all)")
     parser.add_argument("--no-extras", action="store_true", help="without the kinds of cuts and the lease sweep")
     parser.add_argument("--paced", action="store_true", help="a modelled device: iterations take at least its time")
+    parser.add_argument("--device", choices=PAGE_BYTES, default="cpu")
+    for model in ("serving", "rollout"):
+        parser.add_argument(f"--{model}-model", choices=SHAPES, help="its shape (default: tiny; on a GPU Qwen3's)")
     parser.add_argument("--client", action="store_true", help=argparse.SUPPRESS)
     parsed = parser.parse_args()
     if parsed.client:
