@@ -110,7 +110,7 @@ class Plan:
     rollout_model: str = "tiny-rollouts"
 
 
-QUICK = Plan(2.0, 2, 1.2, (1.0,), ("mean",), 60_000, False)
+QUICK = Plan(2.0, 3, 1.2, (1.0,), ("mean",), 60_000, False)
 FULL = Plan(120.0, 4, 30.0, (1.0, 1.5, 2.0), ("mean", "burstiest", "median"), 1_000_000, True)
 
 
