@@ -152,8 +152,11 @@ class Fleet:
 
     def least_loaded(self, role: WorkerRole, oldest_version: int) -> list[Worker]:
         self._put_in_order()
+        places = self._loads[role]
+        if not places:
+            return []
         best: dict[WorkerKind, _Load] = {}
-        for (kind, version), loads in self._loads[role].items():
+        for (kind, version), loads in places.items():
             if version >= oldest_version and (kind not in best or loads[0] < best[kind]):
                 best[kind] = loads[0]
         return [self.workers[load[3]] for load in sorted(best.values())]
@@ -173,9 +176,10 @@ class Fleet:
         self._reindex_help(worker)
 
     def _put_in_order(self) -> None:
-        for worker in self._out_of_order.values():
-            self._reindex_load(worker)
-        self._out_of_order.clear()
+        if self._out_of_order:
+            for worker in self._out_of_order.values():
+                self._reindex_load(worker)
+            self._out_of_order.clear()
 
     def _reindex_load(self, worker: Worker) -> None:
         entry, wanted = self._indexed.get(worker.id), self._load_entry(worker)

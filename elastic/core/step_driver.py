@@ -86,10 +86,11 @@ class StepDriver:
 
     def _measure(self, step: Step) -> None:
         run, device = self._run, self._device
+        at_work = device.at_work
         step.meter.look(
             run.now_ns,
-            training=device.at_work,
-            waiting=device.free and not step.rollouts_done,
+            training=at_work,
+            waiting=not at_work and not step.rollouts_done and device.free,
             workers=run.fleet.helping_workers,
             credits=run.fleet.helping_credits,
         )
