@@ -14,7 +14,7 @@ import msgspec
 
 from elastic.core.types import Account, Capabilities, FinishReason, WeightMode
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_FRAME_BYTES = 64 * 1024 * 1024
 """A group for the trainer is the largest frame; weights travel through relays, never here."""
 
@@ -23,8 +23,9 @@ MAX_HELLO_BYTES = 4096
 
 Natural: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 
-PullPart: TypeAlias = Literal["queue", "wire", "decode", "apply", "pause"]
-"""Where the time goes from an order to pull weights until they are served; `pause` is when nothing is generated."""
+PullPart: TypeAlias = Literal["encode", "queue", "wire", "decode", "apply", "pause"]
+"""Where the time goes from an order to pull weights until they are served: `encode` is waiting for what the trainer
+has not put on the relay yet, and `pause` when nothing is generated."""
 
 
 class WireError(Exception):
@@ -153,14 +154,24 @@ class Trained(_Message, frozen=True):
 
 
 class Stepped(_Message, frozen=True):
-    """The optimiser has stepped, `version` is on the relay and in the trainer's own engine.
+    """The optimiser has stepped, `version` is in the trainer's own engine, and the relay is being given it.
+
+    A worker may pull it at once: it waits there for what is still encoded. `Published` follows.
+    """
+
+    version: int
+    metrics: dict[str, float]
+
+
+class Published(_Message, frozen=True):
+    """`version` is on the relay, and what that took.
 
     `changed` is the share of elements that differ from the version before, by layer from the input to the output.
     """
 
     version: int
     metrics: dict[str, float]
-    changed: dict[str, float] = msgspec.field(default_factory=dict[str, float])
+    changed: dict[str, float]
 
 
 class TrainerFailed(_Message, frozen=True):
@@ -276,14 +287,25 @@ class SkipGroup(_Message, frozen=True):
 
 
 class Update(_Message, frozen=True):
-    """The step is complete: apply the gradients, publish and checkpoint `version`."""
+    """The step is complete: apply the gradients, checkpoint and publish `version`."""
 
     step: int
     version: int
 
 
 FromWorker: TypeAlias = (
-    Hello | Ready | Heartbeat | Tokens | WeightsReport | Slept | Awoke | Goodbye | Trained | Stepped | TrainerFailed
+    Hello
+    | Ready
+    | Heartbeat
+    | Tokens
+    | WeightsReport
+    | Slept
+    | Awoke
+    | Goodbye
+    | Trained
+    | Stepped
+    | Published
+    | TrainerFailed
 )
 FromOrchestrator: TypeAlias = (
     Welcome | Refused | Generate | Abort | PullWeights | Sleep | Wake | Drain | Ping | TrainGroup | SkipGroup | Update

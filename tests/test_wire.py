@@ -41,6 +41,7 @@ from_worker = st.one_of(
     st.builds(wire.WeightsReport, counts, words, counts, floats, floats),
     st.builds(wire.Goodbye, words, accounts, counts),
     st.builds(wire.Stepped, counts, st.dictionaries(words, floats)),
+    st.builds(wire.Published, counts, st.dictionaries(words, floats), st.dictionaries(words, floats)),
     st.just(wire.Slept()),
 )
 

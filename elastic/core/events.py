@@ -187,7 +187,7 @@ class GroupTrained(_Event, frozen=True):
 
 
 class WeightsPublished(_Event, frozen=True):
-    """The trainer has stepped, and a relay holds everything a worker needs to serve `version`."""
+    """The trainer has stepped, and workers may pull `version`: a relay holds what they need, or is being given it."""
 
     version: int
 

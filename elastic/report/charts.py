@@ -276,8 +276,8 @@ def _version_times_s(weights: WeightUpdates) -> list[dict[str, float]]:
     """Every part's time by version, zero where no worker pulled it."""
     return [
         dict.fromkeys(PARTS, 0.0)
-        | mean_split_s([pull for pull in weights.pulls if pull.version == version.version and not pull.first])
         | {"encode": version.encode_s}
+        | mean_split_s([pull for pull in weights.pulls if pull.version == version.version and not pull.first])
         for version in weights.versions
     ]
 

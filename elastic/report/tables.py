@@ -17,6 +17,9 @@ from elastic.runtime.status import CPU_SATURATED_SHARE
 MOST_WORKERS = 40
 """In a table; JSON has all."""
 
+_SPLIT = ("awaited", *PARTS[1:])
+"""A pull's parts, where the trainer's time has a column of its own."""
+
 
 class Table(msgspec.Struct, frozen=True, kw_only=True):
     """Rows of text under `header`; every column but the first is numeric. `note` says how to read it."""
@@ -427,10 +430,11 @@ def _weights_by_version(summary: Summary) -> Table:
         )
     return Table(
         title="Weights by version",
-        header=["version", "changed", "bytes", "of full", "encode", "pulls", *PARTS[1:], "current after"],
+        header=["version", "changed", "bytes", "of full", "encode", "pulls", *_SPLIT, "current after"],
         rows=rows,
-        note="Means over pulls by workers that held an earlier version. Queue: waiting for the pull before, the device "
-        "and running turns. Apply: making the new weights beside the old ones. Only in the pause is nothing generated.",
+        note="Encode: the trainer's time. The rest are means over pulls by workers that held an earlier version. "
+        "Awaited: what was still encoded then. Queue: waiting for the pull before, the device and running turns. "
+        "Apply: making the new weights beside the old ones. Only in the pause is nothing generated.",
     )
 
 
@@ -441,7 +445,7 @@ def _weights_by_worker(summary: Summary) -> Table:
     hidden = len(by_worker) - MOST_WORKERS
     return Table(
         title="Weights by worker",
-        header=["worker", "pulls", "bytes", "of full", *PARTS[1:]],
+        header=["worker", "pulls", "bytes", "of full", *_SPLIT],
         rows=[
             [
                 worker,
@@ -459,7 +463,7 @@ def _weights_by_worker(summary: Summary) -> Table:
 
 def _split(pulls: Sequence[WorkerPull]) -> list[str]:
     split_s = mean_split_s(pulls)
-    return [units.duration(split_s.get(part)) for part in PARTS[1:]]
+    return [units.duration(split_s.get(part)) for part in PARTS]
 
 
 def _changed_layers(summary: Summary) -> Table:

@@ -10,7 +10,7 @@ from elastic.core.types import NS_PER_S
 from elastic.report.history import History, Life
 
 PARTS = ("encode", "queue", "wire", "decode", "apply", "pause")
-"""From the end of a training step to weights that are served, in order; only the first is the trainer's."""
+"""From the end of a training step to weights that are served, in order; in the first a worker waits for the trainer."""
 
 
 class PublishedVersion(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,8 +31,9 @@ class PublishedVersion(msgspec.Struct, frozen=True, kw_only=True):
 class WorkerPull(msgspec.Struct, frozen=True, kw_only=True):
     """One version into one worker. `split_s` adds up to the time from the order to weights that are served.
 
-    `queue` is waiting for the pull before, the device and running turns, `apply` making the new weights beside the
-    old ones, and `pause` the time without generation. `first` is a worker's first, which is a keyframe at least;
+    `encode` is waiting for what the trainer still encodes (in runs of old all was encoded by then), `queue` for the
+    pull before, the device and running turns, `apply` making the new weights beside the old ones, and `pause` the
+    time without generation. `first` is a worker's first, which is a keyframe at least;
     `current_s` is the time since the version was published, of later ones.
     """
 
@@ -109,7 +110,7 @@ def _pull(row: Mapping[str, Any], published_ns: Mapping[int, int], first: bool) 
 
 def mean_split_s(pulls: Sequence[WorkerPull]) -> dict[str, float]:
     """Means of a pull's parts, which add up to the mean of the whole; {} without pulls."""
-    parts = PARTS[1:] if pulls else ()
+    parts = [part for part in PARTS if any(part in pull.split_s for pull in pulls)]
     return {part: sum(pull.split_s.get(part, 0.0) for pull in pulls) / len(pulls) for part in parts}
 
 

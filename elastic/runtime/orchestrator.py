@@ -85,6 +85,8 @@ class Orchestrator:
         self._counts: dict[str, ProviderStatus] = {}
         self._rewards: list[float] = []
         self._last_success: float | None = None
+        self._unpublished: dict[int, tuple[int, int, dict[str, Any]]] = {}
+        """By version: the step that is done but for putting that on the relay, as it was journaled."""
         self._token_marks: deque[tuple[int, int]] = deque(maxlen=THROUGHPUT_WINDOW)
         self._tasks: asyncio.TaskGroup | None = None
         self._rollouts = Rollouts(
@@ -135,6 +137,7 @@ class Orchestrator:
             wire.Goodbye: self._heard_goodbye,
             wire.Trained: lambda w, n, m: self.feed(e.GroupTrained(group=m.group)),
             wire.Stepped: self._heard_stepped,
+            wire.Published: self._heard_published,
             wire.TrainerFailed: lambda w, n, m: self.stop(f"the trainer failed: {m.error}"),
         }
 
@@ -344,10 +347,18 @@ class Orchestrator:
         if step is not None and self.scheduler.history:
             self._last_success = success_rate(self._rewards)
             record = msgspec.to_builtins(self.scheduler.history[-1])
-            weights = {"version": stepped.version, "changed": stepped.changed}
-            body = record | {"success_rate": self._last_success, "trainer": stepped.metrics, "weights": weights}
-            self._journal.step(step.number, self.now_ns(), body)
+            body = record | {"success_rate": self._last_success, "trainer": stepped.metrics}
+            self._unpublished[stepped.version] = step.number, self.now_ns(), body
+            self._journal.step(*self._unpublished[stepped.version])
             self._rewards = []
+
+    def _heard_published(self, worker: WorkerId, epoch: int, published: wire.Published) -> None:
+        """Complete the journal's account of the step that the version is of."""
+        if (step := self._unpublished.pop(published.version, None)) is not None:
+            number, t_ns, body = step
+            weights = {"version": published.version, "changed": published.changed}
+            trainer = body["trainer"] | published.metrics
+            self._journal.step(number, t_ns, body | {"trainer": trainer, "weights": weights})
 
     # Commands out
 

@@ -180,24 +180,19 @@ def layout_of(
 
 
 def delta_manifest_key(version: int, base_version: int) -> str:
-    return f"{_stem(version, base_version)}.json"
+    return f"{delta_prefix(version, base_version)}.json"
 
 
 def bucket_key(version: int, base_version: int, number: int) -> str:
-    return f"{_stem(version, base_version)}-{number:05d}.bin"
+    return f"{delta_prefix(version, base_version)}-{number:05d}.bin"
 
 
 def begun_key(version: int, base_version: int) -> str:
-    return f"{_stem(version, base_version)}.begun.json"
+    return f"{delta_prefix(version, base_version)}.begun.json"
 
 
 def part_key(version: int, base_version: int, rank: int) -> str:
-    return f"{_stem(version, base_version)}.part-{rank:05d}.json"
-
-
-def full_prefix(version: int) -> str:
-    """All keys of a full delta begin with this."""
-    return _stem(version, NOTHING)
+    return f"{delta_prefix(version, base_version)}.part-{rank:05d}.json"
 
 
 def base_of(key: str) -> int | None:
@@ -210,7 +205,8 @@ def begun_base_of(key: str) -> int | None:
     return _base_of(key, ".begun.json")
 
 
-def _stem(version: int, base_version: int) -> str:
+def delta_prefix(version: int, base_version: int) -> str:
+    """All keys of a delta begin with this."""
     return version_prefix(version) + ("full" if base_version == NOTHING else f"delta-{base_version:08d}")
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 
-from elastic.weights.delta import NOTHING, base_of, begun_base_of, full_prefix
+from elastic.weights.delta import NOTHING, base_of, begun_base_of, delta_prefix
 from elastic.weights.manifest import keyframe_key, manifest_key, version_of, version_prefix
 from elastic.weights.plan import Update, needed_from
 from elastic.weights.relay import Relay
@@ -42,18 +42,16 @@ def discard_newer(relay: Relay, version: int) -> list[int]:
     return _delete(relay, lambda other: other > version)
 
 
-def discard_unfinished(relay: Relay) -> list[Update]:
+def discard_unfinished(relay: Relay) -> None:
     """Delete what a publisher that is gone had begun and not finished; whoever followed it would wait in vain."""
-    unfinished = sorted(set(published_updates(relay, begun=True)) - set(published_updates(relay)))
-    begins = tuple(prefix_of(update.version, update.base) for update in unfinished)
-    if begins:
-        _delete_all(relay, (key for key in relay.list_keys("versions/") if key.startswith(begins)))
-    return unfinished
+    unfinished = set(published_updates(relay, begun=True)) - set(published_updates(relay))
+    begins = tuple(delta_prefix(version, NOTHING if base is None else base) for version, base in unfinished)
+    _delete_all(relay, (key for key in relay.list_keys("versions/") if key.startswith(begins)))
 
 
 def withdraw_keyframe(relay: Relay, version: int) -> None:
     """Delete the keyframe of `version`, if there is one, so that another can be put in its place."""
-    begins = manifest_key(version), keyframe_key(version), full_prefix(version)
+    begins = manifest_key(version), keyframe_key(version), delta_prefix(version, NOTHING)
     _delete_all(relay, (key for key in relay.list_keys(version_prefix(version)) if key.startswith(begins)))
 
 

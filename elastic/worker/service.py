@@ -58,6 +58,7 @@ class Pulled(msgspec.Struct, frozen=True):
     next are put in force; None where a later pull has begun. Blocks."""
     size_bytes: int
     full_bytes: int = 0
+    encode_s: float = 0.0
     wire_s: float = 0.0
     decode_s: float = 0.0
     changes: WeightChanges | None = None
@@ -79,6 +80,10 @@ class Trainer(Protocol):
 
     def carry_out(self, order: TrainerOrder) -> TrainerReply:
         """Blocks. The engine sleeps meanwhile, but for a `SkipGroup`: the device belongs to the trainer alone."""
+        ...
+
+    def published(self) -> wire.Published:
+        """What it took to put the last step's version on the relay, once it is there. Blocks; raises what failed."""
         ...
 
 
@@ -117,6 +122,7 @@ class Service:
         self._operations: asyncio.Queue[Callable[[], Awaitable[None]]] = asyncio.Queue()
         self._wanted: wire.PullWeights | None = None
         self._loading: asyncio.Task[None] | None = None
+        self._publishing: asyncio.Task[None] | None = None
         self._asleep = False
         self._drain_reason = ""
         self._announced_turns = 0
@@ -247,6 +253,7 @@ class Service:
             async with asyncio.timeout(timeout_s):
                 await self._stream.idle()
                 await self._operations.join()
+                await self._published()
         except TimeoutError:
             return False
         return True
@@ -345,6 +352,8 @@ class Service:
         if self._trainer is None:
             self._send(wire.TrainerFailed("this worker has no trainer"))
             return
+        if isinstance(order, wire.Update):
+            await self._published()
         try:
             reply = await self._device.run(self._trainer.timeout_s, self._carry_out, self._trainer, order)
         except TimeoutError:
@@ -355,6 +364,23 @@ class Service:
         else:
             if reply is not None:
                 self._send(reply)
+            if isinstance(reply, wire.Stepped):
+                self._publishing = self._tasks.create_task(self._publish(self._trainer, reply.version))
+
+    async def _publish(self, trainer: Trainer, version: int) -> None:
+        """Say what it took to put a version on the relay once it is there, while turns run already."""
+        try:
+            self._send(await run_in_thread(trainer.timeout_s, trainer.published))
+        except TimeoutError:
+            self._send(wire.TrainerFailed(f"version {version} was not published within {trainer.timeout_s} s"))
+        except Exception as error:
+            log.exception("weights not published", version=version)
+            self._send(wire.TrainerFailed(f"version {version} not published: {type(error).__name__}: {error}"))
+
+    async def _published(self) -> None:
+        """Once the version before is on the relay, or never will be: the next one waits for that."""
+        if self._publishing is not None:
+            await asyncio.wait({self._publishing})
 
     def _carry_out(self, trainer: Trainer, order: TrainerOrder) -> TrainerReply:
         """On the device's thread: train while the engine sleeps, which the orchestrator has seen to as a rule.
@@ -420,6 +446,7 @@ class Service:
             self._name_idle_time()
             applied_s = time.monotonic()
             split_s: dict[wire.PullPart, float] = {
+                "encode": pulled.encode_s,
                 "wire": pulled.wire_s,
                 "decode": pulled.decode_s,
                 "apply": written_s,

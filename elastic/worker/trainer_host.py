@@ -6,6 +6,7 @@ thread takes orders one by one, and the engine sleeps through every one of the t
 
 import threading
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import assert_never
 
@@ -21,9 +22,9 @@ from elastic.trainer import checkpoint
 from elastic.trainer.trainer import GRPOTrainer
 from elastic.weights.codecs import warm_up
 from elastic.weights.layers import changed_shares
-from elastic.weights.publisher import Published, Publisher, PublishSettings
+from elastic.weights.publisher import Publisher, PublishSettings
 from elastic.weights.relay import open_relay
-from elastic.weights.versions import discard_newer
+from elastic.weights.versions import discard_newer, discard_unfinished
 from elastic.worker.agent import AgentExit, build_engine, run_agent
 from elastic.worker.service import TrainerOrder, TrainerReply
 
@@ -40,8 +41,9 @@ async def run_trainer_host(
 ) -> AgentExit:
     """Be the trainer's worker until drained (code 0), or refused, cut off or failed (code 1).
 
-    Publishes the base policy as version 0 before it is ready and version v after step v; with `resume` it goes
-    on from the newest checkpoint in `run_dir`, under that checkpoint's version, where there is one.
+    Publishes the base policy as version 0 before it is ready, and version v after step v, while the device is free
+    for what comes next; with `resume` it goes on from the newest checkpoint in `run_dir`, under that checkpoint's
+    version, where there is one.
     """
     host = TrainerHost(config, run_dir, resume)
     return await run_agent(join, worker, token, host.build_engine, trainer=host)
@@ -56,6 +58,8 @@ class TrainerHost:
         self._run = run_dir.name
         self._checkpoints = run_dir / "checkpoints"
         self._resume = resume
+        self._publishing = ThreadPoolExecutor(1, thread_name_prefix="publishing")
+        self._publication: Future[wire.Published]
 
     def build_engine(self, welcome: wire.Welcome) -> RolloutEngine:
         """The trainer, its weights on the relay, and the engine that seeds, still without weights."""
@@ -69,7 +73,7 @@ class TrainerHost:
             self._restore()
         warm_up()
         self._publisher = Publisher(self._relay, self._run, welcome.model, _publish_settings(self._config.weights))
-        self._publish(self._trainer.bf16_tensors())
+        self._publisher.publish(self._trainer.version, self._trainer.bf16_tensors())
         threading.Thread(target=self._answer_requests, name="requests", daemon=True).start()
         return build_engine(welcome)
 
@@ -95,18 +99,27 @@ class TrainerHost:
         metrics = self._trainer.update()
         if self._trainer.version != order.version:
             raise RuntimeError(f"the trainer stepped to version {self._trainer.version}, not {order.version}")
-        began_s = time.monotonic()
         tensors = self._trainer.bf16_tensors()
-        published = self._publish(tensors)
-        published_s = time.monotonic()
+        self._publication = self._publishing.submit(self._publish, order.version, tensors)
+        began_s = time.monotonic()
         self._apply(tensors)
         applied_s = time.monotonic()
         if self._checkpoint_due():
             self._save()
-        times = {
-            "publish_s": published_s - began_s,
-            "apply_s": applied_s - published_s,
-            "checkpoint_s": time.monotonic() - applied_s,
+        times = {"apply_s": applied_s - began_s, "checkpoint_s": time.monotonic() - applied_s}
+        if order.version == self._config.run.steps:
+            self._publication.result()  # No rollouts follow, and once they are over the device is given back.
+        return wire.Stepped(order.version, metrics | times)
+
+    def published(self) -> wire.Published:
+        return self._publication.result()
+
+    def _publish(self, version: int, tensors: dict[str, torch.Tensor]) -> wire.Published:
+        """While the engine generates with these weights already, and whoever pulls them follows."""
+        began_s = time.monotonic()
+        published = self._publisher.publish(version, tensors)
+        figures = {
+            "publish_s": time.monotonic() - began_s,
             "weights_encode_s": published.encode_s,
             "weights_put_s": published.put_s,
             "weights_bytes": float(published.size_bytes),
@@ -114,10 +127,7 @@ class TrainerHost:
             "weights_changed_share": 2 * sum(published.changed.values()) / max(published.full_bytes, 1),
         }
         elements = {name: tensor.numel() for name, tensor in tensors.items()}
-        return wire.Stepped(order.version, metrics | times, changed_shares(published.changed, elements))
-
-    def _publish(self, tensors: dict[str, torch.Tensor]) -> Published:
-        return self._publisher.publish(self._trainer.version, tensors)
+        return wire.Published(version, figures, changed_shares(published.changed, elements))
 
     def _answer_requests(self) -> None:
         """Keyframes for workers that can verify no chain, for as long as the process lives."""
@@ -146,6 +156,7 @@ class TrainerHost:
             self._trainer.load(saved[-1])
         log.info("resuming", version=self._trainer.version, checkpoint=str(saved[-1]) if saved else "none")
         discard_newer(self._relay, self._trainer.version)
+        discard_unfinished(self._relay)
 
     def _saved(self) -> list[Path]:
         return checkpoint.saved(self._checkpoints)

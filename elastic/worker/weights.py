@@ -42,14 +42,15 @@ class WeightsPuller:
         self._puller: Puller | None = None
 
     def __call__(self, welcome: wire.Welcome, version: int) -> Pulled:
-        """A version, staged and verified. Blocks; raises `WeightsError`."""
+        """A version, staged and verified, decoded while the trainer encodes it. Blocks; raises `WeightsError`."""
         begun_s = time.monotonic()
         # A superseded pull may still be under way; what it ends with is a base as good as any.
         if not self._lock.acquire(timeout=welcome.pull_timeout_s):
             raise TimeoutError(f"the pull before that of version {version} has not ended")
         try:
             puller = self._open(welcome)
-            staged = puller.stage(version, welcome.pull_timeout_s - (time.monotonic() - begun_s))
+            left_s = welcome.pull_timeout_s - (time.monotonic() - begun_s)
+            staged = puller.stage(version, left_s, follow=True)
             changes = puller.changes(staged)
         finally:
             self._lock.release()
@@ -58,6 +59,7 @@ class WeightsPuller:
             partial(self._apply, puller, staged),
             staged.size_bytes,
             staged.weights.held.bits.nbytes,
+            encode_s=staged.encode_s,
             wire_s=staged.wire_s,
             decode_s=staged.decode_s,
             changes=None if base is None or changes is None else WeightChanges(base, changes),

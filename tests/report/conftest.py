@@ -128,6 +128,7 @@ class RunWriter:
         error: str = "",
         worker: str = "w",
         version: int = 1,
+        **further: float,
     ) -> None:
         split_s = {
             "wire": pull_s / 2,
@@ -135,6 +136,7 @@ class RunWriter:
             "queue": pull_s / 4,
             "apply": apply_s / 4,
             "pause": apply_s,
+            **further,
         }
         row = _ns(at_s), worker, version, n_bytes, pull_s, apply_s, error
         self.journal.pull(*row, full_bytes=FULL_BYTES, split_s={} if error else split_s)

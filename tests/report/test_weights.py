@@ -34,6 +34,17 @@ def test_a_pull_is_split_and_timed_from_its_version_on(summary_of):
     assert mean_split_s([]) == {}
 
 
+def test_the_wait_for_the_trainer_is_part_of_a_pull(summary_of):
+    def follow(run):
+        run.step(1, 5.0)
+        run.pull(5.4, 11_900, 0.2, 0.1, worker="a", version=1)
+        run.pull(5.5, 11_900, 0.2, 0.1, worker="a", version=2, encode=0.08)
+
+    before, followed = (mean_split_s([pull]) for pull in summary_of(follow).weights.pulls)
+    assert "encode" not in before, "runs of old had encoded all of it"
+    assert followed == pytest.approx(before | {"encode": 0.08})
+
+
 def test_a_version_has_its_bytes_and_its_layers_in_order(summary_of):
     weights = summary_of(pulls).weights
     (version,) = weights.versions

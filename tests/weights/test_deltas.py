@@ -6,7 +6,7 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
@@ -26,7 +26,8 @@ from elastic.weights.puller import Puller
 from elastic.weights.relay import Buffer, Relay
 from elastic.weights.site import SiteRelay
 from elastic.weights.store import open_store
-from elastic.weights.versions import published_updates, published_versions
+from elastic.weights.versions import discard_newer, discard_unfinished, published_updates, published_versions
+from elastic.weights.waiting import POLL_S
 
 MODEL = {"model_type": "qwen3", "hidden_size": 8}
 SMALL = PublishSettings(bucket_elements=64, tile_elements=16, keyframe_every=8, merge_every=3, keep_versions=4)
@@ -326,6 +327,76 @@ def test_what_a_killed_trainer_left_of_a_version_is_not_pulled(history: History,
     assert published_versions(directory)[-1] == 3
     with pytest.raises(BlobNotFound):
         Puller(directory).pull(4, timeout_s=1)
+
+
+class Killed(Exception):
+    pass
+
+
+class Mortal:
+    """The relay of a trainer that is killed at its n-th `put` from now on."""
+
+    def __init__(self, relay: Relay, puts: int) -> None:
+        self._relay, self._left = relay, puts
+        self.get, self.list_keys, self.delete, self.close = relay.get, relay.list_keys, relay.delete, relay.close
+
+    def put(self, key: str, *parts: Buffer) -> None:
+        if not self._left:
+            raise Killed
+        self._left -= 1
+        self._relay.put(key, *parts)
+
+
+@many
+@given(puts=st.integers(0, 14), back=st.integers(0, 1), seed=st.integers(1, 99))
+def test_whoever_follows_a_trainer_that_is_killed_has_a_whole_version_before_and_after(
+    tmp_path_factory: pytest.TempPathFactory, puts: int, back: int, seed: int
+):
+    directory = DirectoryRelay(tmp_path_factory.mktemp("relay"))
+    history = History(directory)
+    for _ in range(3):
+        history.step()
+    follower = Puller(directory)
+    assert_at(follower, history, 2)
+    history.publisher._encoder._relay = history.publisher._relay = Mortal(directory, puts)
+    with suppress(Killed):
+        history.step()
+    if 3 in published_versions(directory):
+        assert_at(follower, history, 3, follow=True)
+    else:
+        with pytest.raises(RelayError):
+            follower.pull(3, 0.02, follow=True)
+        assert follower.version == 2
+    resumed = History(directory, seed=seed)
+    resumed.tensors = history.tensors[: 4 - back]
+    discard_newer(directory, 3 - back)
+    discard_unfinished(directory)
+    resumed.publisher.publish(3 - back, resumed.tensors[-1])
+    while len(resumed.tensors) < 6:
+        resumed.step()
+    for version in range(3 - back, 6):
+        assert_at(follower if version > 3 else Puller(directory), resumed, version, follow=True)
+
+
+def test_waiting_for_the_trainer_is_told_from_the_wire(history: History, directory: DirectoryRelay):
+    class Late(Mortal):
+        """Of which one manifest is not there when first asked for."""
+
+        def __init__(self, absent: int) -> None:
+            super().__init__(directory, 0)
+            self.get, self._absent = self._get, absent
+
+        def _get(self, key: str, start: int = 0, length: int | None = None) -> bytes:
+            if key == delta_manifest_key(2, 1) and self._absent:
+                self._absent -= 1
+                raise BlobNotFound(key)
+            return directory.get(key, start, length)
+
+    puller = Puller(Late(absent=4))
+    assert puller.pull(1, follow=True).encode_s == 0
+    followed = puller.pull(2, follow=True)
+    assert followed.encode_s >= 3 * POLL_S, "once for what is to come, and three times for the manifest"
+    assert min(followed.wire_s, followed.decode_s) > 0
 
 
 def test_garbage_collection_keeps_the_way_to_every_kept_version(tmp_path: Path):

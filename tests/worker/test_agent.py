@@ -173,7 +173,7 @@ async def test_weights_are_pulled_applied_and_reported(orchestra: Orchestra) -> 
     assert isinstance(report, wire.WeightsReport)
     assert (report.version, report.error, report.pulled_bytes) == (3, "", 12)
     assert engine.loads == [(3, WeightMode.KEEP)]
-    assert report.split_s.keys() == {"queue", "wire", "decode", "apply", "pause"}
+    assert report.split_s.keys() == {"encode", "queue", "wire", "decode", "apply", "pause"}
     assert min(report.split_s.values()) >= 0
     assert sum(report.split_s.values()) >= max(report.pull_s, report.apply_s)
 

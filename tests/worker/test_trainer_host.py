@@ -2,7 +2,9 @@
 
 import asyncio
 import itertools
+import threading
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -14,12 +16,14 @@ from elastic.core.types import Account, FinishReason
 from elastic.model.checkpoint import model_tensors, write_checkpoint
 from elastic.model.config import Qwen3Config
 from elastic.model.qwen3 import Qwen3
+from elastic.weights.errors import RelayError
+from elastic.weights.manifest import version_of
 from elastic.weights.publisher import publish_keyframe
-from elastic.weights.puller import pull
-from elastic.weights.relay import open_relay
+from elastic.weights.puller import Puller, pull
+from elastic.weights.relay import Buffer, Relay, open_relay
 from elastic.weights.versions import published_versions
 from elastic.worker.trainer_host import run_trainer_host
-from tests.worker.conftest import Orchestra, generate
+from tests.worker.conftest import PATIENCE_S, Orchestra, generate
 
 MODEL = Qwen3Config(num_hidden_layers=1, hidden_size=32, intermediate_size=48, initializer_range=0.2)
 GROUPS = 2
@@ -119,13 +123,90 @@ async def test_a_step_is_trained_published_and_served(house: TrainerHouse) -> No
     stepped = await house.step(1)
     assert [t.group for t in house.of(wire.Trained)] == ["s1g0", "s1g1"]  # type: ignore[attr-defined]
     assert stepped.metrics["updates"] == 1
+    published = await house.first(wire.Published)
+    assert isinstance(published, wire.Published)
     assert not equal(house.weights(1), house.weights(0))
-    assert list(stepped.changed) == ["embedding", "0", "head"]
-    assert all(0 <= share <= 1 for share in stepped.changed.values())
-    assert stepped.changed["0"] > 0
+    assert list(published.changed) == ["embedding", "0", "head"]
+    assert all(0 <= share <= 1 for share in published.changed.values())
+    assert published.changed["0"] > 0
     house.send(wire.Wake(), generate("t", most=8))
     await house.finished("t")
     assert {chunk.weights_version for chunk in house.chunks("t")} == {1}
+
+
+class Gated:
+    """A relay that holds everything back that is put under a version but its first, until it is opened or breaks."""
+
+    def __init__(self, relay: Relay) -> None:
+        self._relay = relay
+        self.get, self.list_keys, self.delete, self.close = relay.get, relay.list_keys, relay.delete, relay.close
+        self.opened = threading.Event()
+        self.fault = ""
+
+    def put(self, key: str, *parts: Buffer) -> None:
+        if version_of(key):
+            assert self.opened.wait(PATIENCE_S)
+            if self.fault:
+                raise RelayError(self.fault)
+        self._relay.put(key, *parts)
+
+
+@pytest.fixture
+def gate(house: TrainerHouse, monkeypatch: pytest.MonkeyPatch) -> Gated:
+    gate = Gated(house.relay)
+    monkeypatch.setattr("elastic.worker.trainer_host.open_relay", lambda url, token: gate)
+    return gate
+
+
+async def test_the_next_rollouts_begin_while_a_version_is_encoded(house: TrainerHouse, gate: Gated) -> None:
+    house.host()
+    await house.first(wire.Ready)
+    house.send(wire.Sleep())
+    await house.step(1)
+    house.send(wire.Wake(), generate("t", most=8))
+    await house.finished("t")
+    assert {chunk.weights_version for chunk in house.chunks("t")} == {1}
+    assert published_versions(house.relay) == [0]
+    assert not house.of(wire.Published)
+    with ThreadPoolExecutor(1) as executor:
+        followed = executor.submit(Puller(house.relay).pull, 1, PATIENCE_S, follow=True)
+        gate.opened.set()
+        published = await house.first(wire.Published)
+        assert (published.version, list(published.changed)) == (1, ["embedding", "0", "head"])  # type: ignore[attr-defined]
+        assert equal(followed.result().tensors, house.weights(1))
+
+
+async def test_a_version_waits_for_the_one_before(house: TrainerHouse, gate: Gated) -> None:
+    house.host()
+    await house.first(wire.Ready)
+    await house.step(1)
+    house.send(*(train_group(2, index) for index in range(GROUPS)), wire.Update(2, 2))
+    await house.until(lambda: len(house.of(wire.Trained)) == 2 * GROUPS)
+    assert len(house.of(wire.Stepped)) == 1
+    gate.opened.set()
+    await house.until(lambda: len(house.of(wire.Published)) == 2)
+    told = [(type(m), m.version) for m in (*house.of(wire.Stepped), *house.of(wire.Published))]  # type: ignore[attr-defined]
+    assert told == [(wire.Stepped, 1), (wire.Stepped, 2), (wire.Published, 1), (wire.Published, 2)]
+
+
+async def test_the_last_version_is_there_when_its_step_is_over(config: Config, tmp_path: Path) -> None:
+    one_step = config.model_copy(update={"run": config.run.model_copy(update={"steps": 1})})
+    async with TrainerHouse(one_step, tmp_path) as house:
+        house.host()
+        await house.first(wire.Ready)
+        await house.step(1)
+        assert published_versions(house.relay) == [0, 1]
+
+
+async def test_a_version_that_cannot_be_published_fails_the_trainer(house: TrainerHouse, gate: Gated) -> None:
+    house.host()
+    await house.first(wire.Ready)
+    gate.fault = "the disk is full"
+    await house.step(1)
+    gate.opened.set()
+    failed = await house.first(wire.TrainerFailed)
+    assert failed.error == "version 1 not published: RelayError: the disk is full"  # type: ignore[attr-defined]
+    assert published_versions(house.relay) == [0]
 
 
 async def test_a_skipped_group_is_no_obstacle(house: TrainerHouse) -> None:
@@ -189,6 +270,7 @@ async def test_a_resumed_host_goes_on_from_its_checkpoint(house: TrainerHouse) -
     house.send(wire.Sleep())
     for version in (1, 2, 3):
         await house.step(version)
+    await house.until(lambda: len(house.of(wire.Published)) == 3)
     second = house.weights(2)
     first.cancel()
     await asyncio.gather(first, return_exceptions=True)
@@ -224,4 +306,4 @@ async def test_a_drained_host_finishes_what_is_on_the_device(house: TrainerHouse
     house.send(*(train_group(1, index) for index in range(GROUPS)), wire.Update(1, 1), wire.Drain("interrupted"))
     await agent
     kinds = [type(message) for _, _, message in house.heard]
-    assert kinds.index(wire.Stepped) < kinds.index(wire.Goodbye)
+    assert kinds.index(wire.Stepped) < kinds.index(wire.Published) < kinds.index(wire.Goodbye)
