@@ -13,9 +13,10 @@ is capped as in ROSE's Appendix A: with twice as many, the memory that a cut lea
 A window's harvest is the rollout tokens per second of policy `elastic` over those of the device alone, measured
 just before, divided by the share of time that serving alone leaves idle; `harvest_share` is that of the worst window.
 It is the product of two: `time`, the rollouts' part of that idle time, and `speed`, tokens per second of their own
-time over what it is alone (below 1 where memory or slack allow smaller batches only, and where turns are computed
-again). `time` is bounded by 1, but for serving's batches, which rollouts make fuller and so quicker; of a device of
-their own, rollouts use `time_alone`: the rest are the executor's decisions and environments that all rest at once.
+time over what it is alone: below 1 where memory or slack allow smaller batches only, and where turns are computed
+again; above it where turns that wait for serving make fuller batches. `time` is bounded by 1, but for serving's
+batches, which rollouts make fuller and so quicker; of a device of their own, rollouts use `time_alone`: the rest are
+the executor's decisions and environments that all rest at once.
 
 `--device cuda` shares a GPU between models of Qwen3's shapes with random weights, for the same requests; this mode has
 never been run.
@@ -64,8 +65,6 @@ PAGE_BYTES = {"cpu": 32 * 1024, "cuda": 2 << 20}
 """Of which a page is a multiple, as large as both models' blocks need."""
 MOST_PROMPT, MOST_OUTPUT = 208, 40
 LENGTH_SCALE = 1 / 16
-TYPICAL_SPEED = 0.8
-"""Of the trace, on a host such as this was written on."""
 CONTEXT = 256
 ROOMY_PAGES, LEAST_PAGES = 1024, 2 * CONTEXT // 16
 """For serving's peak to be seen; and so many that both models have room for a whole sequence."""
@@ -509,16 +508,14 @@ async def _calibrate(bench: Bench, plan: Plan, replay: "Replay", chatty: bool) -
 
 
 class Replay:
-    """The trace at a speed, in windows of `window_s` that begin where `typical_windows` says.
-
-    They are chosen for `TYPICAL_SPEED`, so that they are the same however fast the host turns out to be.
-    """
+    """The trace at a speed, in windows of `window_s`. They begin where the rule says for the trace's own speed, so that
+    they are the same however fast the host turns out to be."""
 
     def __init__(self, window_s: float) -> None:
-        self.speed = TYPICAL_SPEED
+        self.speed = 1.0
         self._window_s = window_s
         self._trace = merged(*(read_serving_trace(data_path(name)) for name in ("azure-conversation", "azure-code")))
-        self.starts = typical_windows(self._trace, window_s * TYPICAL_SPEED)
+        self.starts = typical_windows(self._trace, window_s)
 
     def requests(self, window: str, density: float) -> list[ServingRequest]:
         """What arrives in a window: at a higher density more of the trace, from the same start on."""
@@ -703,6 +700,12 @@ def _say(chatty: bool, line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
 
+def _has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
 def replaced(plan: Plan, parsed: argparse.Namespace) -> Plan:
     """The plan with what the command line changes."""
     if parsed.window_s:
@@ -737,6 +740,8 @@ def main() -> None:
     if parsed.client:
         client()
         return
+    if parsed.device == "cuda" and not _has_cuda():
+        parser.error("--device: cuda: there is none here")
     plan = replaced(QUICK if parsed.quick else FULL, parsed)
     figures = asyncio.run(measure(plan, chatty=not (parsed.quick and parsed.json)))
     emit(figures, Arguments(quick=parsed.quick, json=parsed.json))
