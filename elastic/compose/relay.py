@@ -13,16 +13,28 @@ from elastic.config import Config
 from elastic.runtime.gateway import GatewayError
 from elastic.weights.relay import open_relay
 from elastic.weights.server import relay_app
+from elastic.weights.shared_memory import in_memory
 
 
 @contextlib.asynccontextmanager
 async def weights_relay(config: Config, run_dir: Path) -> AsyncIterator[tuple[str, str]]:
-    """Where workers pull weights from: the run's directory, or that directory over HTTP."""
+    """Where workers pull weights from: the run's directory, or that directory over HTTP.
+
+    While the run lasts its blobs are in shared memory: workers join over loopback, so they are on this machine.
+    """
     directory = (run_dir / "weights").resolve()
     directory.mkdir(exist_ok=True)
-    if config.weights.relay == "directory":
-        yield str(directory), ""
-        return
+    with in_memory(directory):
+        if config.weights.relay == "directory":
+            yield str(directory), ""
+        else:
+            async with _served(config, directory) as served:
+                yield served
+
+
+@contextlib.asynccontextmanager
+async def _served(config: Config, directory: Path) -> AsyncIterator[tuple[str, str]]:
+    """The directory over HTTP: its URL and the token that it asks for."""
     try:
         listener = socket.create_server((config.run.host, 0))
     except OSError as error:

@@ -1,22 +1,30 @@
 """A relay that is a directory: on one machine, or on a file system that all of them mount."""
 
 import os
+import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from elastic.weights.errors import BlobConflict, BlobNotFound, RelayError
 from elastic.weights.relay import Buffer, check_key
 
-_INCOMING = ".incoming"
-"""Holds blobs while they are written. No key begins with a dot, so none of these is ever listed."""
+INCOMING, MEMORY_LINK = ".incoming", ".memory"
+"""Where blobs are while they are written, and a link to where there may be room for them in shared memory
+(`elastic.weights.shared_memory`). No key begins with a dot, so none of these is ever listed."""
+
+MEMORY_LEFT = 1 / 2
+"""Of the shared memory's size: so much of it a blob must leave free."""
 
 _COMPARE_BYTES = 1 << 20
 
 
 class DirectoryRelay:
-    """`elastic.weights.relay.Relay` over files; the directory is made by the first `put`."""
+    """`elastic.weights.relay.Relay` over files; the directory is made by the first `put`.
+
+    A blob that was lost with the shared memory that it was in is not there.
+    """
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -24,18 +32,41 @@ class DirectoryRelay:
     def put(self, key: str, *parts: Buffer) -> None:
         path = self._path(key)
         with _translated(path):
-            incoming = self._root / _INCOMING
+            incoming = self._root / INCOMING
             incoming.mkdir(parents=True, exist_ok=True)
             path.parent.mkdir(parents=True, exist_ok=True)
+            if self._put_in_memory(path, parts):
+                return
             with tempfile.NamedTemporaryFile(dir=incoming, buffering=0) as file:
-                for part in parts:
-                    _write_all(file.fileno(), part)
-                try:
-                    # As atomic as a rename, but never over a blob that is already there.
-                    os.link(file.name, path)
-                except FileExistsError:
-                    if not _equal(path, Path(file.name)):
-                        raise BlobConflict(f"{path}: holds other content already; blobs are immutable") from None
+                _write_all(file.fileno(), parts)
+                _place(os.link, Path(file.name), path)
+
+    def _put_in_memory(self, path: Path, parts: Sequence[Buffer]) -> bool:
+        """Whether the blob is there now; it is not where there is no memory, or no room in it."""
+        memory = self._root / MEMORY_LINK
+        try:
+            space = shutil.disk_usage(memory)
+            if space.free - sum(memoryview(part).nbytes for part in parts) < MEMORY_LEFT * space.total:
+                return False
+            descriptor, name = tempfile.mkstemp(dir=os.readlink(memory))
+        except OSError:
+            return False
+        blob = Path(name)
+        try:
+            try:
+                _write_all(descriptor, parts)
+            finally:
+                os.close(descriptor)
+        except OSError:
+            blob.unlink(missing_ok=True)
+            return False
+        try:
+            if not _place(os.symlink, blob, path):
+                blob.unlink()
+        except BaseException:
+            blob.unlink(missing_ok=True)
+            raise
+        return True
 
     def get(self, key: str, start: int = 0, length: int | None = None) -> bytes:
         path = self._path(key)
@@ -47,15 +78,17 @@ class DirectoryRelay:
         keys = []
         with _translated(self._root):
             for directory, below, files in os.walk(self._root):
-                below[:] = [name for name in below if name != _INCOMING]
+                below[:] = [name for name in below if name != INCOMING]
                 base = Path(directory).relative_to(self._root)
-                keys += [(base / name).as_posix() for name in files]
-        return sorted(key for key in keys if key.startswith(prefix))
+                keys += [(base / name).as_posix() for name in files if name != MEMORY_LINK]
+        return sorted(key for key in keys if key.startswith(prefix) and (self._root / key).exists())
 
     def delete(self, key: str) -> None:
         path = self._path(key)
         with _translated(path):
+            blob = Path(os.readlink(path)) if path.is_symlink() else path
             path.unlink(missing_ok=True)
+            blob.unlink(missing_ok=True)
             _remove_empty(path.parent, self._root)
 
     def close(self) -> None:
@@ -75,10 +108,23 @@ def _translated(path: Path) -> Iterator[None]:
         raise RelayError(f"{error.filename or path}: {error.strerror}") from error
 
 
-def _write_all(descriptor: int, part: Buffer) -> None:
-    rest = memoryview(part)
-    while rest.nbytes:
-        rest = rest.cast("B")[os.write(descriptor, rest) :]
+def _write_all(descriptor: int, parts: Iterable[Buffer]) -> None:
+    for part in parts:
+        rest = memoryview(part)
+        while rest.nbytes:
+            rest = rest.cast("B")[os.write(descriptor, rest) :]
+
+
+def _place(link: Callable[[Path, Path], None], blob: Path, path: Path) -> bool:
+    """Let `path` be `blob`, by a `link` to it; whether it was not there already. Raises `BlobConflict`."""
+    try:
+        # As atomic as a rename, but never over a blob that is already there.
+        link(blob, path)
+    except FileExistsError:
+        if not _equal(path, blob):
+            raise BlobConflict(f"{path}: holds other content already; blobs are immutable") from None
+        return False
+    return True
 
 
 def _equal(one: Path, other: Path) -> bool:

@@ -1,17 +1,19 @@
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 import uvicorn
 from starlette.types import ASGIApp
 
+from elastic.weights import directory
 from elastic.weights.directory import DirectoryRelay
 from elastic.weights.http import HttpRelay
 from elastic.weights.relay import Relay
 from elastic.weights.server import relay_app
+from elastic.weights.shared_memory import in_memory
 
 TOKEN = "a token of this test"
 
@@ -49,13 +51,26 @@ def token() -> str:
     return TOKEN
 
 
-@pytest.fixture(params=["directory", "http"])
+@pytest.fixture(params=["directory", "memory", "http"])
 def relay(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Relay]:
     """Every kind of relay, each empty."""
-    if request.param == "directory":
-        relay: Relay = DirectoryRelay(tmp_path / "relay")
+    if request.param == "http":
+        relay: Relay = HttpRelay(request.getfixturevalue("relay_url"), TOKEN)
     else:
-        relay = HttpRelay(request.getfixturevalue("relay_url"), TOKEN)
-    yield relay
-    relay.close()
-    relay.close()
+        relay = DirectoryRelay(tmp_path / "relay")
+    with ExitStack() as stack:
+        if request.param == "memory":
+            (tmp_path / "relay").mkdir()
+            stack.enter_context(in_memory(tmp_path / "relay", request.getfixturevalue("memory")))
+        yield relay
+        relay.close()
+        relay.close()
+
+
+@pytest.fixture
+def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What stands for shared memory, with room for everything."""
+    monkeypatch.setattr(directory, "MEMORY_LEFT", 0.0)
+    memory = tmp_path / "memory"
+    memory.mkdir()
+    return memory

@@ -1,0 +1,108 @@
+"""Room for a directory relay's blobs in shared memory, while a run lasts.
+
+The relay's directory stays what everybody names, lists and reads. While it has a link `.memory` to a directory in
+shared memory, a blob is written there and its key is a symbolic link to it; what finds no room there lies on the disk
+as ever, so a full memory costs speed and nothing else. So whoever reads has to be on the same machine.
+"""
+
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import structlog
+
+from elastic.weights.directory import INCOMING, MEMORY_LINK
+
+log = structlog.get_logger(__name__)
+
+SHARED_MEMORY = Path("/dev/shm")
+_PREFIX = "elastic-relay-"
+
+
+@contextlib.contextmanager
+def in_memory(root: Path, memory: Path = SHARED_MEMORY) -> Iterator[None]:
+    """Have the blobs of the directory relay at `root` in `memory` where that can be, until the block is left.
+
+    Then what is left of them is on the disk. What runs left in `memory` that were killed is removed, and of the keys
+    at `root` those whose blobs went with it: they count as deleted.
+    """
+    _remove_leftovers(memory)
+    _unlink_missing(root)
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(_linked(root, memory))
+        except OSError as error:
+            log.info("weights on the disk", directory=str(root), reason=str(error))
+        yield
+
+
+@contextlib.contextmanager
+def _linked(root: Path, memory: Path) -> Iterator[None]:
+    with _place_in(memory) as place:
+        (root / MEMORY_LINK).symlink_to(place)
+        try:
+            yield
+        finally:
+            (root / MEMORY_LINK).unlink(missing_ok=True)
+            _bring_to_disk(root)
+
+
+@contextlib.contextmanager
+def _place_in(memory: Path) -> Iterator[Path]:
+    """A directory that is this process's while it lives, and removed at the end."""
+    place = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=memory))
+    try:
+        with _locked(place):
+            if not place.exists():
+                raise FileNotFoundError(f"{place}: taken for a leftover")
+            yield place
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _locked(place: Path, flags: int = fcntl.LOCK_EX) -> Iterator[None]:
+    descriptor = os.open(place, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, flags)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _remove_leftovers(memory: Path) -> None:
+    """Of processes that are gone; others' cannot be opened, and those of the living are locked."""
+    for place in memory.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError), _locked(place, fcntl.LOCK_EX | fcntl.LOCK_NB):
+            shutil.rmtree(place, ignore_errors=True)
+
+
+def _links(root: Path) -> list[Path]:
+    """Keys whose blobs are elsewhere, manifests last."""
+    found = [Path(directory, name) for directory, _, names in os.walk(root) for name in names]
+    return sorted((path for path in found if path.is_symlink()), key=lambda path: (path.suffix == ".json", path))
+
+
+def _unlink_missing(root: Path) -> None:
+    (root / MEMORY_LINK).unlink(missing_ok=True)
+    for path in reversed(_links(root)):
+        if not path.exists():
+            path.unlink(missing_ok=True)
+
+
+def _bring_to_disk(root: Path) -> None:
+    """As far as the disk has room; manifests come last, so that none is there without what it names."""
+    links = _links(root)
+    try:
+        while links:
+            copy = shutil.copyfile(links[0], root / INCOMING / "blob")
+            os.replace(copy, links.pop(0))
+    except OSError as error:
+        log.warning("weights not brought to the disk", directory=str(root), blobs=len(links), reason=str(error))
+        (root / INCOMING / "blob").unlink(missing_ok=True)
+        for path in reversed(links):
+            path.unlink(missing_ok=True)

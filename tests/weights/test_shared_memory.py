@@ -1,0 +1,171 @@
+"""A directory relay whose blobs are in shared memory for a while: nothing is lost by it, and nothing is left of it."""
+
+import errno
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from elastic.weights import directory
+from elastic.weights.directory import DirectoryRelay
+from elastic.weights.errors import BlobConflict, BlobNotFound
+from elastic.weights.shared_memory import in_memory
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    root = tmp_path / "weights"
+    root.mkdir()
+    return root
+
+
+def in_files(place: Path) -> list[bytes]:
+    """What lies in a place, links not counted."""
+    return sorted(path.read_bytes() for path in place.rglob("*") if path.is_file() and not path.is_symlink())
+
+
+def contents(relay: DirectoryRelay) -> dict[str, bytes]:
+    return {key: relay.get(key) for key in relay.list_keys()}
+
+
+def test_blobs_are_in_memory_for_a_while_and_on_the_disk_afterwards(root: Path, memory: Path):
+    relay = DirectoryRelay(root)
+    relay.put("v/0", b"before")
+    with in_memory(root, memory):
+        relay.put("v/1", b"one")
+        relay.put("v/2", b"two")
+        relay.delete("v/2")
+        assert (in_files(root), in_files(memory)) == ([b"before"], [b"one"])
+        everything = contents(relay)
+        with pytest.raises(BlobConflict):
+            relay.put("v/1", b"another")
+        assert in_files(memory) == [b"one"]
+    assert list(memory.iterdir()) == []
+    assert in_files(root) == [b"before", b"one"]
+    assert contents(relay) == everything == {"v/0": b"before", "v/1": b"one"}
+
+
+class Usage(NamedTuple):
+    total: int
+    free: int
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
+@given(sizes=st.lists(st.integers(0, 40), max_size=12), total=st.integers(0, 200), deleted=st.sets(st.integers(0, 11)))
+def test_what_finds_no_room_is_on_the_disk(
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+    sizes: list[int],
+    total: int,
+    deleted: set[int],
+):
+    base = tmp_path_factory.mktemp("machine")
+    root, memory = base / "weights", base / "memory"
+    root.mkdir()
+    memory.mkdir()
+    relay, expected = DirectoryRelay(root), dict[str, bytes]()
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(total, total - sum(map(len, in_files(memory)))))
+    with in_memory(root, memory):
+        for number, size in enumerate(sizes):
+            relay.put(f"v/{number}", bytes([number]) * size)
+            expected[f"v/{number}"] = bytes([number]) * size
+            assert sum(map(len, in_files(memory))) <= directory.MEMORY_LEFT * total
+            if number in deleted:
+                relay.delete(f"v/{number}")
+                del expected[f"v/{number}"]
+        assert contents(relay) == expected
+        assert sorted(in_files(root) + in_files(memory)) == sorted(expected.values())
+    assert contents(relay) == expected
+    assert list(memory.iterdir()) == []
+
+
+def test_a_memory_that_is_full_sooner_than_it_says_costs_nothing(
+    root: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+):
+    write = os.write
+
+    def until_full(descriptor: int, data: memoryview) -> int:
+        if memory not in Path(f"/proc/self/fd/{descriptor}").readlink().parents:
+            return write(descriptor, data)
+        if data.nbytes < 1000:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(descriptor, data[:1000])
+
+    relay = DirectoryRelay(root)
+    with in_memory(root, memory):
+        with monkeypatch.context() as patched:
+            patched.setattr("elastic.weights.directory.os.write", until_full)
+            relay.put("v/1", bytes(2500))
+        assert (in_files(root), in_files(memory)) == ([bytes(2500)], [])
+        relay.put("v/2", b"there is room again")
+        assert in_files(memory) == [b"there is room again"]
+    assert contents(relay) == {"v/1": bytes(2500), "v/2": b"there is room again"}
+
+
+def test_without_shared_memory_all_is_as_ever(root: Path, tmp_path: Path):
+    relay = DirectoryRelay(root)
+    with in_memory(root, tmp_path / "none"):
+        relay.put("v/1", b"one")
+        assert in_files(root) == [b"one"]
+    assert contents(relay) == {"v/1": b"one"}
+
+
+def test_a_disk_that_is_full_at_the_end_keeps_whole_versions_only(
+    root: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+):
+    relay = DirectoryRelay(root)
+
+    def refuse(source: Path, target: Path) -> Path:
+        if source.name == "delta-1.bin":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        target.write_bytes(source.read_bytes())
+        return target
+
+    with in_memory(root, memory):
+        for key in ("versions/1/delta-0.json", "versions/1/delta-0.bin", "versions/2/delta-1.bin"):
+            relay.put(key, key.encode())
+        monkeypatch.setattr(shutil, "copyfile", refuse)
+    assert relay.list_keys() == ["versions/1/delta-0.bin"], "no manifest without its blob"
+    assert [path for path in root.rglob("*") if path.is_symlink()] == []
+    assert list(memory.iterdir()) == []
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from elastic.weights import directory
+from elastic.weights.shared_memory import in_memory
+directory.MEMORY_LEFT = 0.0
+root, memory = map(Path, sys.argv[1:])
+with in_memory(root, memory):
+    directory.DirectoryRelay(root).put("v/1", b"lost with its run")
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_a_killed_run_left_is_removed_and_counts_as_deleted(root: Path, tmp_path: Path, memory: Path):
+    relay = DirectoryRelay(root)
+    relay.put("v/0", b"on the disk")
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(root), str(memory)], timeout=60)
+    assert killed.returncode == -signal.SIGKILL
+    assert contents(relay) == {"v/0": b"on the disk", "v/1": b"lost with its run"}, "until somebody comes"
+    other = tmp_path / "other"
+    other.mkdir()
+    with in_memory(other, memory):
+        assert in_files(memory) == []
+        assert relay.list_keys() == ["v/0"]
+        with pytest.raises(BlobNotFound):
+            relay.get("v/1")
+        with in_memory(root, memory):
+            relay.put("v/1", b"of the resumed run")
+            DirectoryRelay(other).put("v/1", b"of the other run")
+            assert in_files(memory) == [b"of the other run", b"of the resumed run"], "the living are let be"
+    assert contents(relay) == {"v/0": b"on the disk", "v/1": b"of the resumed run"}
+    assert list(memory.iterdir()) == []
