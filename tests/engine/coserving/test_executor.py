@@ -567,7 +567,9 @@ def test_whatever_happens_every_request_ends_once_and_no_page_is_lost(make_devic
             rollout.sleep()
             rollout.wake()
         elif act == "load":
-            rollout.load_weights(number, rollout_weights(1), random.choice(list(WeightMode)))
+            base = rollout.statistics().weights_version or 0
+            changes = random.choice([None, WeightChanges(base, [])])
+            rollout.load_weights(number, rollout_weights(1), random.choice(list(WeightMode)), changes)
         elif random.random() < 0.5:
             rollout.close()
             rollout = device.lend(version=number)
