@@ -287,7 +287,7 @@ class SkipGroup(_Message, frozen=True):
 
 
 class Update(_Message, frozen=True):
-    """The step is complete: apply the gradients, checkpoint and publish `version`."""
+    """The step is complete: apply the gradients, checkpoint and publish `version`; others are still `pulled`."""
 
     step: int
     version: int
@@ -300,6 +300,7 @@ FromWorker: TypeAlias = (
     | Tokens
     | WeightsReport
     | Slept
+    pulled: list[int] = []
     | Awoke
     | Goodbye
     | Trained

@@ -138,11 +138,15 @@ class DropGroup(_Command, frozen=True):
 
 
 class UpdateWeights(_Command, frozen=True):
-    """The step has its batch, but for `empty_slots`: finish it and publish `version`."""
+    """The step has its batch, but for `empty_slots`: finish it and publish `version`.
+
+    Workers are still loading the versions `pulled`.
+    """
 
     step: int
     version: int
     empty_slots: tuple[int, ...] = ()
+    pulled: tuple[int, ...] = ()
 
 
 class EndRun(_Command, frozen=True):

@@ -166,6 +166,11 @@ class Fleet:
         """Ready workers with credit other than the trainer's device; `helping_credits` is what they add up to."""
         return len(self._helping)
 
+    @property
+    def loading_versions(self) -> tuple[int, ...]:
+        """Versions that workers are loading, ascending."""
+        return tuple(sorted({w.loading_version for w in self.workers.values() if w.loading_version is not None}))
+
     def helped(self, oldest_version: int) -> bool:
         """Whether any worker but the trainer's device is of use, even if it has no room just now."""
         return bool(self._helpers) and max(self._helpers) >= oldest_version

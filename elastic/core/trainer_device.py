@@ -78,7 +78,8 @@ class TrainerDevice:
 
     def update(self, step: int, version: int, empty_slots: tuple[int, ...]) -> None:
         self._expect_training()
-        self._run.out.append(c.UpdateWeights(step=step, version=version, empty_slots=empty_slots))
+        pulled = self._run.fleet.loading_versions
+        self._run.out.append(c.UpdateWeights(step=step, version=version, empty_slots=empty_slots, pulled=pulled))
 
     def done(self) -> None:
         """What it was last asked to train or update is done."""

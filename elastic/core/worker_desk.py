@@ -176,7 +176,11 @@ class WorkerDesk:
             self._ensure_weights(worker)
 
     def _ensure_weights(self, worker: Worker) -> None:
-        """Have the worker load the run's version, unless it has it or is at it."""
+        """Have the worker load the run's version, unless it has it.
+
+        One that is at an older version ends that first: it is a base for what comes next, and a worker whose link is
+        slower than the steps are would else never have any.
+        """
         run, version = self._run, self._run.version
         if version is None or worker.role is WorkerRole.TRAINER:
             return
@@ -185,7 +189,7 @@ class WorkerDesk:
         if worker.version is not None and worker.version > version:
             worker.version = None
             self._move(worker, WorkerState.LOADING, f"its weights are not of this run, which is at {version}")
-        if version in (worker.version, worker.loading_version):
+        if worker.version == version or worker.loading_version is not None:
             return
         worker.loading_version = version
         run.timers.clear("reload", worker.id)

@@ -505,7 +505,7 @@ class Orchestrator:
     def _update_weights(self, command: c.UpdateWeights) -> None:
         for slot in command.empty_slots:
             self._to_trainer(wire.SkipGroup(command.step, "", slot, "no group of use was left for it"))
-        self._to_trainer(wire.Update(command.step, command.version))
+        self._to_trainer(wire.Update(command.step, command.version, list(command.pulled)))
 
     def _to_trainer(self, message: wire.FromOrchestrator) -> None:
         trainer = self.scheduler.trainer()

@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -84,10 +84,11 @@ class Publisher:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="publisher")
         self._later: Future[None] | None = None
 
-    def publish(self, version: int, tensors: Mapping[str, Tensor]) -> Published:
+    def publish(self, version: int, tensors: Mapping[str, Tensor], pulled: Collection[int] = ()) -> Published:
         """Put `version`: a delta from the last one published, or a keyframe where there is none that fits.
 
-        `tensors` (bfloat16; with a `share` this rank's own) may be changed again as soon as it returns. Raises
+        `tensors` (bfloat16; with a `share` this rank's own) may be changed again as soon as it returns. Versions that
+        workers are pulling (`pulled`) stay on the relay, however old. Raises
         `RelayError`, also for what failed in the background since the last call, `ValueError`, and `WeightsCorrupted`
         where another rank's part does not belong to this version.
         """
@@ -110,7 +111,7 @@ class Publisher:
             if mirror is None and on_device(parts):
                 mirror = Mirror(parts)
         self._last, self._mirror = held, mirror
-        self._later = self._executor.submit(self._publish_later, held, last)
+        self._later = self._executor.submit(self._publish_later, held, last, pulled)
         return published
 
     def _order_keyframe(self, version: int, entries: tuple[TensorEntry, ...]) -> None:
@@ -209,7 +210,7 @@ class Publisher:
         size = encoded.size_bytes
         return Published(version, "delta", size, bits.nbytes, changed, encode_s, encoded.put_s), held
 
-    def _publish_later(self, held: Version, last: Version | None) -> None:
+    def _publish_later(self, held: Version, last: Version | None, pulled: Collection[int]) -> None:
         settings, anchor = self._settings, self._anchor
         merge_every = settings.merge_every
         if anchor is not None and merge_every > 1 and held.version - anchor.version >= merge_every:
@@ -218,7 +219,7 @@ class Publisher:
         if last is not None and self._is_keyframe_ordered(held, last):
             self._put_keyframe(held)
         if self._encoder.leads:
-            collect_garbage(self._relay, settings.keep_versions)
+            collect_garbage(self._relay, settings.keep_versions, pulled)
 
     def _put_keyframe(self, held: Version) -> None:
         if self._share is not None:

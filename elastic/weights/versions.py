@@ -1,6 +1,6 @@
 """What is on a relay: the versions that can be pulled, and how old ones come off it."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from elastic.weights.delta import NOTHING, base_of, begun_base_of, delta_prefix
 from elastic.weights.manifest import keyframe_key, manifest_key, version_of, version_prefix
@@ -21,10 +21,10 @@ def published_versions(relay: Relay) -> list[int]:
     return sorted({update.version for update in published_updates(relay)})
 
 
-def collect_garbage(relay: Relay, keep_versions: int) -> list[int]:
-    """Delete all but the newest `keep_versions` and what a newcomer needs to get to any of them.
+def collect_garbage(relay: Relay, keep_versions: int, pulled: Collection[int] = ()) -> list[int]:
+    """Delete all but the newest `keep_versions`, those that are being `pulled`, and what a newcomer needs for them.
 
-    Returns the deleted versions. A worker whose path is cut pulls a keyframe instead.
+    Returns the deleted versions. A worker whose path from its own version is cut pulls a keyframe instead.
     """
     if keep_versions < 1:
         raise ValueError(f"keep_versions: must be at least 1 (found {keep_versions})")
@@ -32,8 +32,8 @@ def collect_garbage(relay: Relay, keep_versions: int) -> list[int]:
     published = sorted({update.version for update in updates})
     if not published:
         return []
-    newest = set(published[-keep_versions:])
-    kept = newest | needed_from(updates, newest)
+    wanted = {*published[-keep_versions:], *(version for version in pulled if version in published)}
+    kept = wanted | needed_from(updates, wanted)
     return _delete(relay, lambda version: version not in kept and version < published[-1])
 
 

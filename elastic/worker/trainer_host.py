@@ -100,7 +100,7 @@ class TrainerHost:
         if self._trainer.version != order.version:
             raise RuntimeError(f"the trainer stepped to version {self._trainer.version}, not {order.version}")
         tensors = self._trainer.bf16_tensors()
-        self._publication = self._publishing.submit(self._publish, order.version, tensors)
+        self._publication = self._publishing.submit(self._publish, order, tensors)
         began_s = time.monotonic()
         self._apply(tensors)
         applied_s = time.monotonic()
@@ -114,10 +114,10 @@ class TrainerHost:
     def published(self) -> wire.Published:
         return self._publication.result()
 
-    def _publish(self, version: int, tensors: dict[str, torch.Tensor]) -> wire.Published:
+    def _publish(self, order: wire.Update, tensors: dict[str, torch.Tensor]) -> wire.Published:
         """While the engine generates with these weights already, and whoever pulls them follows."""
         began_s = time.monotonic()
-        published = self._publisher.publish(version, tensors)
+        published = self._publisher.publish(order.version, tensors, order.pulled)
         figures = {
             "publish_s": time.monotonic() - began_s,
             "weights_encode_s": published.encode_s,
@@ -127,7 +127,7 @@ class TrainerHost:
             "weights_changed_share": 2 * sum(published.changed.values()) / max(published.full_bytes, 1),
         }
         elements = {name: tensor.numel() for name, tensor in tensors.items()}
-        return wire.Published(version, figures, changed_shares(published.changed, elements))
+        return wire.Published(order.version, figures, changed_shares(published.changed, elements))
 
     def _answer_requests(self) -> None:
         """Keyframes for workers that can verify no chain, for as long as the process lives."""

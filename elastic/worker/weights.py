@@ -44,7 +44,7 @@ class WeightsPuller:
     def __call__(self, welcome: wire.Welcome, version: int) -> Pulled:
         """A version, staged and verified, decoded while the trainer encodes it. Blocks; raises `WeightsError`."""
         begun_s = time.monotonic()
-        # A superseded pull may still be under way; what it ends with is a base as good as any.
+        # The pull that a session before this one ordered may still be under way.
         if not self._lock.acquire(timeout=welcome.pull_timeout_s):
             raise TimeoutError(f"the pull before that of version {version} has not ended")
         try:

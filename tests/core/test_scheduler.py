@@ -486,6 +486,24 @@ class TestStep:
         desk.tell(e.WeightsPublished(version=1))
         assert desk.scheduler.version == 1
 
+    def test_a_worker_slower_than_the_steps_ends_what_it_loads_and_goes_on_from_there(self, make_desk) -> None:
+        desk = make_desk(steps=3)
+        desk.trainer()
+        slow = desk.worker()
+        _finish_rollouts(desk, trainer=False)
+        desk.tell(e.GroupTrained(group="0/0"))
+        assert desk.one(c.UpdateWeights).pulled == ()
+        desk.tell(e.WeightsPublished(version=1))
+        assert desk.one(c.LoadWeights).version == 1
+        desk.tell(e.WorkerAwoke(worker="trainer", epoch=1))
+        _finish_rollouts(desk, trainer=False, step=1)
+        desk.tell(e.GroupTrained(group="1/0"))
+        assert desk.one(c.UpdateWeights).pulled == (1,), "it is to stay on the relay"
+        desk.tell(e.WeightsPublished(version=2))
+        assert not desk.sent(c.LoadWeights)
+        desk.tell(e.WeightsApplied(worker=slow, epoch=1, version=1))
+        assert desk.one(c.LoadWeights).version == 2
+
     def test_workers_load_the_published_version_before_they_work_again(self, make_desk) -> None:
         desk = make_desk(steps=2)
         desk.trainer()
@@ -651,12 +669,12 @@ def test_digest_tells_states_apart(make_desk) -> None:
     assert digest(one.scheduler) != digest(two.scheduler)
 
 
-def _finish_rollouts(desk, *, trainer: bool = True) -> None:
-    """All of the first step's trajectories end, with different rewards, and the device sleeps."""
+def _finish_rollouts(desk, *, trainer: bool = True, step: int = 0) -> None:
+    """All of a step's trajectories end, with different rewards, and the device sleeps."""
     if trainer:
         desk.trainer()
-    desk.tell(e.TrajectoryFinished(trajectory=A, reward=0.0, tokens=1))
-    desk.tell(e.TrajectoryFinished(trajectory=B, reward=1.0, tokens=1))
+    for member in range(2):
+        desk.tell(e.TrajectoryFinished(trajectory=f"{step}/0/{member}", reward=float(member), tokens=1))
     desk.tell(e.WorkerSlept(worker="trainer", epoch=1))
     assert desk.scheduler.step.count(GroupState.TRAINING) == 1
     assert desk.scheduler.trainer().role is WorkerRole.TRAINER

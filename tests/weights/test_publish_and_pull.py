@@ -211,13 +211,14 @@ def test_publishing_again_is_harmless_and_never_changes_a_version(relay: Relay):
 @given(
     versions=st.sets(st.integers(0, 30), max_size=8),
     keep=st.integers(1, 4),
+    pulled=st.sets(st.integers(0, 30), max_size=2),
 )
-def test_garbage_is_what_nobody_needs(relay: Relay, versions: set[int], keep: int):
+def test_garbage_is_what_nobody_needs(relay: Relay, versions: set[int], keep: int, pulled: set[int]):
     discard_newer(relay, -1)
     for version in versions:
         publish_keyframe(relay, "run", version, small(), MODEL)
-    deleted = collect_garbage(relay, keep)
-    kept = set(sorted(versions)[-keep:])
+    deleted = collect_garbage(relay, keep, pulled)
+    kept = {*sorted(versions)[-keep:], *(versions & pulled)}
     assert deleted == sorted(versions - kept)
     assert published_versions(relay) == sorted(kept)
     assert len(relay.list_keys()) == 2 * len(kept)
