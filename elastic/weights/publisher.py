@@ -14,7 +14,7 @@ from elastic.weights.codecs.sums import tile_sums
 from elastic.weights.compact import Mirror, on_device
 from elastic.weights.delta import NOTHING, begun_key, checksum_of
 from elastic.weights.encoder import PART_TIMEOUT_S, DeltaEncoder, PublishSettings, Share, Version
-from elastic.weights.errors import BlobConflict, BlobNotFound
+from elastic.weights.errors import BlobConflict, BlobNotFound, WeightsError
 from elastic.weights.layout import tile_ends
 from elastic.weights.manifest import (
     REQUESTS,
@@ -92,7 +92,7 @@ class Publisher:
         `RelayError`, also for what failed in the background since the last call, `ValueError`, and `WeightsCorrupted`
         where another rank's part does not belong to this version.
         """
-        self.wait()
+        self._end_background()
         begun_s = time.monotonic()
         entries, parts = self._encoder.laid_out(tensors)
         begin, end = self._encoder.span(entries)
@@ -178,6 +178,13 @@ class Publisher:
 
     def close(self) -> None:
         """Finish what is under way, whatever becomes of it."""
+    def _end_background(self) -> None:
+        """What is done there is for newcomers and the disk; what failed is due again with this version."""
+        try:
+            self.wait()
+        except WeightsError:
+            log.warning("merged delta, keyframe or collection of garbage failed", exc_info=True)
+
         self._executor.shutdown(wait=True)
 
     def _publish_first(
