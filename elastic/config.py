@@ -195,7 +195,7 @@ class SchedulerConfig(_Section):
 class WeightsConfig(_Section):
     relay: Literal["directory", "http"] = "directory"
     mode: Literal["finish", "recompute", "keep"] = "finish"
-    pull_timeout_s: float = Field(30.0, gt=0)
+    pull_timeout_s: float = Field(30.0, gt=0, description="longest a pull takes, of all weights where need be")
     keep_versions: int = Field(4, ge=2)
     keyframe_every: int = Field(16, ge=1, description="versions between full copies; in between are deltas")
     merge_every: int = Field(4, ge=1, description="versions that a merged delta spans; 1 for none")

@@ -14,6 +14,7 @@ from elastic.envs.base import Environment
 from providers.base import Provider, ProviderSettings
 
 TRAINER_PROVIDER = "trainer"
+BF16_BYTES = 2
 
 
 class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -147,8 +148,9 @@ def read_model_config(config: Config) -> dict[str, Any]:
 def check_policy(plan: RunPlan, resumed: Path | None = None) -> None:
     """Read the base policy as a worker would, and a resumed run's checkpoint as the trainer would.
 
-    Raises `ConfigError` for a policy that does not match its own config or cannot say every word of the environment,
-    for a checkpoint that is damaged or of another model, and where there is no such device.
+    Raises `ConfigError` for a policy that does not match its own config, cannot say every word of the environment or
+    takes longer to pull than a worker may, for a checkpoint that is damaged or of another model, and where there is
+    no such device.
     """
     import torch
 
@@ -169,6 +171,7 @@ def check_policy(plan: RunPlan, resumed: Path | None = None) -> None:
             f"model.checkpoint: {config.model.checkpoint} has a vocabulary of {model.config.vocab_size} tokens; "
             f"environment {config.environment.name!r} needs at least {words}"
         )
+    _check_pulls(config, BF16_BYTES * sum(parameter.numel() for parameter in model.parameters()))
     if resumed and (checkpoints := saved(resumed / "checkpoints")):
         trainer = GRPOTrainer(config.trainer, model, config.rollout.groups, config.rollout.temperature)
         try:
@@ -178,3 +181,19 @@ def check_policy(plan: RunPlan, resumed: Path | None = None) -> None:
                 f"--resume: {error}; a damaged file can be removed, and the run goes on from the one before it, "
                 "or from the base policy"
             ) from error
+
+
+def _check_pulls(config: Config, keyframe_bytes: int) -> None:
+    """A newcomer's pull, of all weights, can end in time over the link that the configuration assumes."""
+    gbps, timeout_s = config.weights.link_gbps, config.weights.pull_timeout_s
+    keyframe_s = keyframe_bytes * 8 / (gbps * 1e9)
+    if keyframe_s > timeout_s:
+        raise ConfigError(
+            f"weights.pull_timeout_s: found {timeout_s:g}, but {keyframe_bytes / 1e9:.1f} GB of weights take "
+            f"{keyframe_s:.0f} s at weights.link_gbps = {gbps:g}; allowed: more than that"
+        )
+    if timeout_s > config.scheduler.load_timeout_s:
+        raise ConfigError(
+            f"scheduler.load_timeout_s: found {config.scheduler.load_timeout_s:g}, less than a pull may take; "
+            f"allowed: from weights.pull_timeout_s = {timeout_s:g} on"
+        )

@@ -159,6 +159,12 @@ class TestBasePolicy:
         self.change(broken, architectures=["LlamaForCausalLM"], model_type="llama")
         refused(elastic("run", config), "model.checkpoint", "llama", "qwen3")
 
+    def test_that_no_worker_could_pull_in_time(self, refused, elastic, config: Path) -> None:
+        ended = elastic("run", config, "--set", "weights.link_gbps=1e-6")
+        refused(ended, "weights.pull_timeout_s: found 30", "weights.link_gbps = 1e-06")
+        ended = elastic("run", config, "--set", "scheduler.load_timeout_s=20")
+        refused(ended, "scheduler.load_timeout_s: found 20", "from weights.pull_timeout_s = 30 on")
+
     def test_with_truncated_weights(self, refused, elastic, config: Path, broken: Path) -> None:
         weights = broken / "model.safetensors"
         weights.write_bytes(weights.read_bytes()[:1000])
