@@ -115,10 +115,18 @@ class Tokens(_Message, frozen=True):
     chunks: list[Chunk]
 
 
+class Refusal(msgspec.Struct, frozen=True):
+    """Weights that did not verify, and why: a manifest, a bucket, or what a worker held."""
+
+    what: str
+    reason: str
+
+
 class WeightsReport(_Message, frozen=True):
     """Weights were applied (`error` empty) or not. Times in seconds; `pulled_bytes` off the relay.
 
-    `split_s` adds up to the time from the order to here; `full_bytes` is what all of the weights take.
+    `split_s` adds up to the time from the order to here; `full_bytes` is what all of the weights take. `refused` did
+    not verify since the report before, and where weights were applied they are in its place.
     """
 
     version: int
@@ -128,6 +136,7 @@ class WeightsReport(_Message, frozen=True):
     apply_s: float
     full_bytes: Natural = 0
     split_s: dict[PullPart, float] = msgspec.field(default_factory=dict[PullPart, float])
+    refused: list[Refusal] = []
 
 
 class Slept(_Message, frozen=True):
@@ -291,6 +300,7 @@ class Update(_Message, frozen=True):
 
     step: int
     version: int
+    pulled: list[int] = []
 
 
 FromWorker: TypeAlias = (
@@ -300,7 +310,6 @@ FromWorker: TypeAlias = (
     | Tokens
     | WeightsReport
     | Slept
-    pulled: list[int] = []
     | Awoke
     | Goodbye
     | Trained
