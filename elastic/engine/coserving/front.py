@@ -9,7 +9,7 @@ import json
 import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Annotated, Any, Literal, Protocol, TypeVar
 from uuid import uuid4
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -52,6 +52,9 @@ class Utf8Tokenizer:
 class Generator(Protocol):
     """What the front needs of an engine."""
 
+    @property
+    def closed(self) -> bool: ...
+
     def submit(self, requests: Sequence[GenerateRequest]) -> None: ...
 
     def abort(self, request_ids: Sequence[str]) -> None: ...
@@ -80,6 +83,12 @@ class _Common(BaseModel):
     stream_options: dict[str, Any] | None = None
     ignore_eos: bool = False
     return_token_ids: bool = False
+    # What would make another answer is refused rather than passed over.
+    top_p: float = Field(1.0, ge=1, le=1, description="the whole distribution is sampled from")
+    presence_penalty: float = Field(0.0, ge=0, le=0, description="not supported")
+    frequency_penalty: float = Field(0.0, ge=0, le=0, description="not supported")
+    stop: Annotated[list[str], Field(max_length=0)] | None = None
+    logprobs: Literal[False] | None = None
 
     @property
     def include_usage(self) -> bool:
@@ -198,7 +207,7 @@ class ServingFront:
         return JSONResponse({"object": "list", "data": [card]})
 
     async def _health(self, _: Request) -> Response:
-        return Response(status_code=200 if self._engine is not None else 503)
+        return Response(status_code=503 if self._engine is None or self._engine.closed else 200)
 
     async def _answer(
         self, request: Request, body: _Common, prompt: list[int], max_tokens: int, form: "_Format"
@@ -218,8 +227,8 @@ class ServingFront:
             # The first chunk decides on the status: nothing has been sent by then.
             chunks = self.generate(wanted)
             first = await _unless_disconnected(request, anext(chunks))
-            if first.finish is FinishReason.ERROR:
-                raise FrontError(400, first.detail)
+            if first.finish is not None and first.finish not in REASONS:
+                raise _failure(first)
             return StreamingResponse(answer.events(first, chunks), media_type="text/event-stream")
         return JSONResponse(await _unless_disconnected(request, answer.whole(self.generate(wanted))))
 
@@ -298,7 +307,7 @@ class _Answer:
             last = chunk
         assert last is not None
         if last.finish is None or last.finish not in REASONS:
-            raise FrontError(503 if last.finish is FinishReason.ABORTED else 400, last.detail or "aborted")
+            raise _failure(last)
         self._count = len(token_ids)
         choice = {"index": 0, "finish_reason": REASONS[last.finish], **self._form.choice(text, False)}
         if self._body.return_token_ids:
@@ -317,6 +326,12 @@ class _Answer:
     def _usage(self) -> dict[str, int]:
         prompt = len(self._request.token_ids)
         return {"prompt_tokens": prompt, "completion_tokens": self._count, "total_tokens": prompt + self._count}
+
+
+def _failure(last: TokenChunk) -> FrontError:
+    """A request that was fit to be served, but was not."""
+    aborted = last.finish is FinishReason.ABORTED
+    return FrontError(503 if aborted else 500, last.detail or "the request was aborted")
 
 
 def _event(data: dict[str, Any]) -> str:

@@ -69,7 +69,7 @@ def events(text: str) -> list[dict]:
 
 
 async def test_streamed_and_whole_answers_are_the_same(server):
-    body = {"prompt": [5, 6, 7], "max_tokens": 9, "seed": 3, "return_token_ids": True}
+    body = {"prompt": [5, 6, 7], "max_tokens": 9, "seed": 3, "return_token_ids": True, "top_p": 1, "stop": []}
     whole = (await server.post(**body)).json()
     streamed = events((await server.post(**body, stream=True, stream_options={"include_usage": True})).text)
     choice = whole["choices"][0]
@@ -79,6 +79,12 @@ async def test_streamed_and_whole_answers_are_the_same(server):
     assert [piece["finish_reason"] for piece in pieces] == [None] * 8 + ["length"]
     assert streamed[-1]["usage"] == whole["usage"] == {"prompt_tokens": 3, "completion_tokens": 9, "total_tokens": 12}
     assert {event["id"] for event in streamed} == {streamed[0]["id"]}
+
+
+async def test_an_engine_that_has_ended_is_not_healthy(server):
+    await asyncio.to_thread(server.executor.close)
+    assert (await server.client.get("/health")).status_code == 503
+    assert (await server.post(prompt="x")).status_code == 503
 
 
 async def test_chat_and_models(server):
@@ -99,6 +105,9 @@ async def test_chat_and_models(server):
         ({"prompt": "x", "model": "other"}, 404, "no model 'other'; there is 'tiny'"),
         ({"prompt": "x", "n": 2}, 400, "n: "),
         ({"prompt": "x", "max_tokens": 0}, 400, "max_tokens: "),
+        ({"prompt": "x", "stop": ["."]}, 400, "stop: "),
+        ({"prompt": "x", "top_p": 0.5}, 400, "top_p: "),
+        ({"prompt": "x", "logprobs": 3}, 400, "logprobs: "),
         ({"max_tokens": 3}, 400, "prompt"),
     ],
 )
@@ -120,6 +129,20 @@ async def test_a_client_that_goes_away_is_aborted(server, stream):
         await asking
     await server.until(lambda: server.executor.serving.statistics().executing == 0)
     assert server.executor.serving.statistics().decoded_tokens < 200
+    assert (await server.post(prompt="after", max_tokens=2)).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_what_the_engine_fails_at_is_no_fault_of_the_client(server, stream, monkeypatch):
+    def crash(_work):
+        raise ZeroDivisionError("a bug")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(server.executor.serving, "_compute", crash)
+        answer = await server.post(prompt="x", stream=stream)
+    assert answer.status_code == 500
+    assert answer.json()["error"]["type"] == "server_error"
+    assert "a bug" in answer.json()["error"]["message"]
     assert (await server.post(prompt="after", max_tokens=2)).status_code == 200
 
 
