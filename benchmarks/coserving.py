@@ -57,6 +57,7 @@ from traces.windows import merged, scaled, typical_windows, window_at
 MS = 1_000_000
 NS_PER_S = 1_000_000_000
 EXECUTOR_CORE, OTHER_CORE = 0, 1
+CORES = os.sched_getaffinity(0)
 MODEL = "serving"
 SLO_FACTOR = 1.6
 BUSY_SHARE, BUSY_TOLERANCE = 0.2, 0.02
@@ -374,7 +375,7 @@ class Bench:
             setting.admission,
             setting.memory,
             profiles=self._profiles,
-            cpu=EXECUTOR_CORE,
+            cpu=EXECUTOR_CORE if EXECUTOR_CORE in CORES else None,
             swapping=setting.swapping() if setting.swapping else None,
         )
         card = ModelCard.model_validate(
@@ -691,7 +692,7 @@ def _ms(nanoseconds: float | None) -> float | None:
 
 
 def _bind(core: int) -> None:
-    if core in os.sched_getaffinity(0):
+    if core in CORES:
         os.sched_setaffinity(0, {core})
 
 

@@ -205,10 +205,10 @@ class CoServing:
     # The executor's thread.
 
     def _run(self) -> None:
-        if self._cpu is not None:
-            os.sched_setaffinity(0, {self._cpu})
-        torch.set_num_threads(self._serving.settings.threads)
         try:
+            if self._cpu is not None:
+                os.sched_setaffinity(0, {self._cpu})
+            torch.set_num_threads(self._serving.settings.threads)
             with torch.inference_mode():
                 while (step := self._next_step()) is not None:
                     step()

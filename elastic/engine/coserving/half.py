@@ -193,6 +193,8 @@ class Half(TorchEngine):
 
         def measure() -> None:
             started_ns = time.monotonic_ns()
+            with self._changed:
+                self.charge(Account.LOADING)
             try:
                 next(pieces)
             except StopIteration as end:
@@ -310,7 +312,7 @@ class Half(TorchEngine):
     def _kept(self, tensor: object) -> object:
         if not isinstance(tensor, Tensor):
             return tensor
-        return tensor.pin_memory() if self._device.type == "cuda" else tensor.clone()
+        return torch.empty_like(tensor, pin_memory=self._device.type == "cuda").copy_(tensor)
 
     def _require_thread(self) -> None:
         if self._sink is None:

@@ -261,6 +261,24 @@ def test_a_model_is_measured_beside_a_load_that_never_rests(make_device, turn, s
     assert not device.served.end("s0")
 
 
+def test_measuring_costs_is_loading_and_no_pause_of_a_version(
+    make_device, spec_of_rollouts, rollout_weights, monkeypatch
+):
+    device = make_device(profiles=None)
+    rollout = device.executor.attach(spec_of_rollouts())
+    rollout.start(device.rolled)
+    charged: set[Account] = set()
+    forward = rollout._runner.forward
+
+    def noted(work):
+        charged.update(rollout._meter._costs)
+        return forward(work)
+
+    monkeypatch.setattr(rollout._runner, "forward", noted)
+    rollout.load_weights(1, rollout_weights(1), WeightMode.FINISH)
+    assert charged == {Account.LOADING}
+
+
 def test_of_a_new_version_only_what_changed_is_written_and_piece_by_piece(
     make_device, turn, rollout_weights, monkeypatch
 ):
@@ -402,6 +420,11 @@ def test_a_rollout_model_that_does_not_fit_is_refused(make_device, turn, spec_of
     device.check_pages()
     device.serving.submit([turn("s")])
     assert device.served.finish("s")[0].finish is FinishReason.LENGTH
+
+
+def test_a_core_that_is_not_there_keeps_nobody_waiting(make_device):
+    with pytest.raises(RuntimeError, match=r"failed|closed"):
+        make_device(cpu=100_000)
 
 
 def test_a_serving_model_that_could_wait_for_ever_is_refused(make_device):
