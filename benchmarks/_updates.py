@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from elastic.model.config import Qwen3Config
 from elastic.model.qwen3 import Qwen3
+from elastic.weights.codecs.base import Bits
 
 CACHE = Path(__file__).resolve().parent.parent / ".cache" / "benchmarks"
 CONFIG = Qwen3Config(
@@ -32,8 +32,6 @@ LEARNING_RATES = {"0.01": 8e-7, "0.03": 2.6e-6, "0.05": 4.6e-6, "0.2": 2.4e-5}
 
 SETTLING_STEPS = 6
 SETTLING_RATE = 1e-6
-
-Bits = npt.NDArray[np.uint16]
 
 
 class Snapshot(NamedTuple):

@@ -11,7 +11,7 @@ payload; it says enough of itself to be decoded before the manifest is there, an
 
 import struct
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import msgspec
 import numpy as np
@@ -19,14 +19,28 @@ import numpy.typing as npt
 import xxhash
 
 from elastic.weights.codecs import CODECS
-from elastic.weights.codecs.base import PADDING, BucketUpdate, Buffer, CodecError, EncodedBucket
+from elastic.weights.codecs.base import PADDING, TILE_ELEMENTS_MAX, BucketUpdate, CodecError, EncodedBucket, ascend
 from elastic.weights.errors import WeightsCorrupted
-from elastic.weights.manifest import TensorEntry, check_tensors, open_seal, seal, version_prefix
+from elastic.weights.manifest import (
+    Natural,
+    TensorEntry,
+    check_sums,
+    check_tensors,
+    count_tiles,
+    open_seal,
+    version_prefix,
+)
+from elastic.weights.relay import Buffer
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 NOTHING = -1
 """The base version of a *full* delta: from weights of which every pattern is zero."""
+
+BaseVersion = Annotated[int, msgspec.Meta(ge=NOTHING, le=1 << 62)]
+
+TILES_MAX = 1 << 24
+"""Of a version: 2^44 elements in tiles of the usual size."""
 
 _LENGTH = struct.Struct("<I")
 _HEADER_BYTES_MAX = 1 << 20
@@ -35,10 +49,10 @@ _HEADER_BYTES_MAX = 1 << 20
 class BucketEntry(msgspec.Struct, frozen=True, array_like=True):
     """One bucket's blob: the tiles from `first_tile` on, `tiles` of them."""
 
-    first_tile: int
-    tiles: int
+    first_tile: Natural
+    tiles: Natural
     codec: str
-    size_bytes: int
+    size_bytes: Natural
     checksum: str
     """XXH3-128 of the blob, keyed by run, in hexadecimal."""
 
@@ -51,14 +65,16 @@ class DeltaManifest(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     run: str
-    version: int
-    base_version: int
+    version: Natural
+    base_version: BaseVersion
     base_state: str
     state: str
+    model: dict[str, Any]
+    """The model's `config.json`."""
     tensors: tuple[TensorEntry, ...]
-    changed: tuple[int, ...]
+    changed: tuple[Natural, ...]
     """Changed elements of each tensor."""
-    tile_elements: int
+    tile_elements: Natural
     tile_sums: bytes
     """Of the resulting tiles (`elastic.weights.codecs.sums`), eight little-endian bytes each; base64 in JSON."""
     buckets: tuple[BucketEntry, ...]
@@ -73,12 +89,13 @@ class DeltaBegun(msgspec.Struct, frozen=True, kw_only=True):
     """Says that a delta is being encoded and what will be in it, so that a worker can follow bucket by bucket."""
 
     run: str
-    version: int
-    base_version: int
+    version: Natural
+    base_version: BaseVersion
     base_state: str
+    model: dict[str, Any]
     tensors: tuple[TensorEntry, ...]
-    tile_elements: int
-    buckets: tuple[tuple[int, int], ...]
+    tile_elements: Natural
+    buckets: tuple[tuple[Natural, Natural], ...]
     """(first tile, tiles) of each."""
     schema_version: int = SCHEMA_VERSION
 
@@ -87,9 +104,9 @@ class PartOf(msgspec.Struct, frozen=True, kw_only=True):
     """What a part belongs to."""
 
     run: str
-    version: int
-    base_version: int
-    rank: int
+    version: Natural
+    base_version: BaseVersion
+    rank: Natural
     layout: str
     """Identifies model, tensors, tiles and buckets (`layout_of`)."""
     base_state: str
@@ -101,7 +118,7 @@ class DeltaPart(msgspec.Struct, frozen=True, kw_only=True):
 
     of: PartOf
     buckets: tuple[BucketEntry, ...]
-    changed: tuple[int, ...]
+    changed: tuple[Natural, ...]
     """Of its tiles, as are the sums."""
     tile_sums: bytes
     schema_version: int = SCHEMA_VERSION
@@ -109,9 +126,9 @@ class DeltaPart(msgspec.Struct, frozen=True, kw_only=True):
 
 class BucketHeader(msgspec.Struct, frozen=True, array_like=True):
     codec: str
-    first_tile: int
-    shared_bytes: int
-    payload_ends: list[int]
+    shared_bytes: Natural
+    payload_ends: list[Natural]
+    """Where each tile's bytes end."""
 
 
 class Bucket:
@@ -124,35 +141,38 @@ class Bucket:
             if length > _HEADER_BYTES_MAX:
                 _refuse(f"header of {length} bytes")
             self.header = msgspec.msgpack.decode(data[_LENGTH.size : _LENGTH.size + length], type=BucketHeader)
-        except (struct.error, msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (struct.error, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise WeightsCorrupted(f"bucket: {error}") from error
         if self.header.codec not in CODECS:
             _refuse(f"codec {self.header.codec}; this program knows {', '.join(CODECS)}")
         body = data[_LENGTH.size + length :]
-        if not 0 <= self.header.shared_bytes <= len(body):
+        if self.header.shared_bytes > len(body):
             _refuse(f"shared part of {self.header.shared_bytes} bytes")
         self._shared, self._payload = body[: self.header.shared_bytes], body[self.header.shared_bytes :]
+        ends = np.array(self.header.payload_ends, np.int64)
+        if not ascend(ends, len(self._payload) - PADDING):
+            _refuse(f"its tiles do not make {len(self._payload)} bytes")
+        self._edges = np.concatenate([[0], ends])
 
     def decode(
         self, old: npt.NDArray[np.uint16], tile_ends: npt.NDArray[np.int64], first: int = 0, last: int | None = None
     ) -> BucketUpdate:
         """Tiles `first` to `last`, of which `old` is. Raises `WeightsCorrupted` for what does not decode against it."""
+        tiles = len(self._edges) - 1
+        last = tiles if last is None else last
+        if not 0 <= first <= last <= tiles:
+            _refuse(f"bucket of {tiles} tiles; expected are those from {first} to {last}")
+        edges = self._edges[first : last + 1]
+        payload = self._payload[edges[0] : edges[-1] + PADDING]
         try:
-            ends = np.array(self.header.payload_ends, np.int64)
-            payload = self._payload
-            if last is not None and last < len(ends):
-                payload = payload[: max(int(ends[last - 1]), 0) + PADDING]
-            if first and first < len(ends):
-                begin = max(int(ends[first - 1]), 0)
-                payload, ends = payload[begin:], ends - begin
-            return CODECS[self.header.codec].decode(self._shared, payload, ends[first:last], old, tile_ends)
-        except (CodecError, OverflowError) as error:
+            return CODECS[self.header.codec].decode(self._shared, payload, edges[1:] - edges[0], old, tile_ends)
+        except CodecError as error:
             raise WeightsCorrupted(f"bucket of codec {self.header.codec}: {error}") from error
 
 
-def encode_bucket(codec: str, first_tile: int, bucket: EncodedBucket) -> list[bytes]:
+def encode_bucket(codec: str, bucket: EncodedBucket) -> list[bytes]:
     """A blob's parts."""
-    header = BucketHeader(codec, first_tile, len(bucket.shared), bucket.payload_ends.tolist())
+    header = BucketHeader(codec, len(bucket.shared), bucket.payload_ends.tolist())
     body = msgspec.msgpack.encode(header)
     assert len(bucket.payload) >= PADDING
     return [_LENGTH.pack(len(body)) + body, bucket.shared, bucket.payload]
@@ -218,15 +238,10 @@ def _base_of(key: str, ending: str) -> int | None:
     return int(digits) if name == f"delta-{digits}{ending}" and digits.isdecimal() else None
 
 
-def encode_begun(begun: DeltaBegun) -> bytes:
-    return seal(msgspec.json.encode(begun))
-
-
 def decode_begun(data: bytes) -> DeltaBegun:
     """Raises `WeightsCorrupted` as `decode_delta_manifest` does."""
     begun = open_seal(data, DeltaBegun, SCHEMA_VERSION)
-    check_tensors(begun.tensors)
-    _check_tiles(begun.tile_elements, begun.buckets)
+    _check_tiles(begun)
     return begun
 
 
@@ -237,14 +252,11 @@ def begun_of(manifest: DeltaManifest) -> DeltaBegun:
         version=manifest.version,
         base_version=manifest.base_version,
         base_state=manifest.base_state,
+        model=manifest.model,
         tensors=manifest.tensors,
         tile_elements=manifest.tile_elements,
         buckets=tuple((bucket.first_tile, bucket.tiles) for bucket in manifest.buckets),
     )
-
-
-def encode_part(part: DeltaPart) -> bytes:
-    return seal(msgspec.json.encode(part))
 
 
 def decode_part(data: bytes, of: PartOf, spans: Sequence[tuple[int, int]]) -> DeltaPart:
@@ -262,30 +274,30 @@ def decode_part(data: bytes, of: PartOf, spans: Sequence[tuple[int, int]]) -> De
     return part
 
 
-def encode_delta_manifest(manifest: DeltaManifest) -> bytes:
-    return seal(msgspec.json.encode(manifest))
-
-
 def decode_delta_manifest(data: bytes) -> DeltaManifest:
     """Raises `WeightsCorrupted` unless `data` is a whole, unchanged and consistent manifest of this schema."""
     manifest = open_seal(data, DeltaManifest, SCHEMA_VERSION)
-    check_tensors(manifest.tensors)
-    tiles = _check_tiles(manifest.tile_elements, begun_of(manifest).buckets)
-    if 8 * tiles != len(manifest.tile_sums):
-        _refuse(f"its buckets have {tiles} tiles, its sums are of {len(manifest.tile_sums) / 8}")
+    tiles = _check_tiles(begun_of(manifest))
+    check_sums(manifest.tile_sums, tiles)
+    if len(manifest.changed) != len(manifest.tensors):
+        _refuse(f"it has {len(manifest.tensors)} tensors, and says of {len(manifest.changed)} what changed")
     return manifest
 
 
-def _check_tiles(tile_elements: int, buckets: Iterable[tuple[int, int]]) -> int:
-    """How many tiles the buckets have."""
-    if tile_elements < 1:
-        _refuse(f"tiles of {tile_elements} elements")
-    tile = 0
-    for first_tile, tiles in buckets:
-        if first_tile != tile or tiles < 1:
-            _refuse(f"its buckets do not follow each other at tile {tile}")
-        tile += tiles
-    return tile
+def _check_tiles(begun: DeltaBegun) -> int:
+    """How many tiles there are: those of the tensors, in buckets that follow each other."""
+    check_tensors(begun.tensors)
+    tiles = count_tiles(begun.tensors, begun.tile_elements)
+    if tiles > TILES_MAX or begun.tile_elements > TILE_ELEMENTS_MAX:
+        _refuse(f"{tiles} tiles of {begun.tile_elements} elements; at most {TILES_MAX} of {TILE_ELEMENTS_MAX} are read")
+    at = 0
+    for first, count in begun.buckets:
+        if first != at or count < 1:
+            _refuse(f"its buckets do not follow each other at tile {at}")
+        at += count
+    if at != tiles:
+        _refuse(f"its buckets have {at} tiles, its tensors {tiles}")
+    return tiles
 
 
 def _refuse(problem: str) -> NoReturn:

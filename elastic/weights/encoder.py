@@ -27,16 +27,13 @@ from elastic.weights.delta import (
     checksum_of,
     decode_part,
     delta_manifest_key,
-    encode_begun,
     encode_bucket,
-    encode_delta_manifest,
-    encode_part,
     layout_of,
     part_key,
     state_of,
 )
 from elastic.weights.layout import bucket_tiles, changed_by_tensor, tile_ends
-from elastic.weights.manifest import TensorEntry
+from elastic.weights.manifest import TensorEntry, seal
 from elastic.weights.relay import Relay
 from elastic.weights.sharding import Cell, Shard, breaks, owned
 from elastic.weights.tensors import Bits, cut, entries_of, entries_of_boxes
@@ -145,7 +142,7 @@ class DeltaEncoder:
         for number, tiles, codec, encoded in self._encode(base, begun, ends, own, bits, filled):
             sums[tiles] += encoded.sum_changes
             changed[tiles] = encoded.changed
-            parts = encode_bucket(codec, tiles.start, encoded)
+            parts = encode_bucket(codec, encoded)
             begun_s = time.monotonic()
             self._relay.put(bucket_key(version, base.version, number), *parts)
             put_s += time.monotonic() - begun_s
@@ -158,7 +155,7 @@ class DeltaEncoder:
         by_tensor = changed_by_tensor(base.tensors, ends, changed)
         if self.leads:
             manifest = _manifest(begun, sums, by_tensor, buckets)
-            self._relay.put(delta_manifest_key(version, base.version), encode_delta_manifest(manifest))
+            self._relay.put(delta_manifest_key(version, base.version), seal(manifest))
         else:
             self._put_part(base, begun, own, sums[own], changed[own], buckets)
         put_s += time.monotonic() - begun_s
@@ -207,7 +204,7 @@ class DeltaEncoder:
             changed=tuple(changed.tolist()),
             tile_sums=sums.astype("<u8").tobytes(),
         )
-        self._relay.put(part_key(begun.version, begun.base_version, self._share.rank), encode_part(part))
+        self._relay.put(part_key(begun.version, begun.base_version, self._share.rank), seal(part))
 
     def begin(self, base: Version, version: int) -> DeltaBegun:
         """What the delta will be; the first rank tells everybody."""
@@ -218,12 +215,13 @@ class DeltaEncoder:
             version=version,
             base_version=base.version,
             base_state=state_of(base.sums),
+            model=dict(self._model_config),
             tensors=base.tensors,
             tile_elements=self._settings.tile_elements,
             buckets=tuple((first, last - first) for first, last in spans),
         )
         if self.leads:
-            self._relay.put(begun_key(version, base.version), encode_begun(begun))
+            self._relay.put(begun_key(version, base.version), seal(begun))
         return begun
 
     def _part_of(self, base: Version, begun: DeltaBegun, rank: int, tiles: slice) -> PartOf:
@@ -278,6 +276,7 @@ def _manifest(
         base_version=begun.base_version,
         base_state=begun.base_state,
         state=state_of(sums),
+        model=begun.model,
         tensors=begun.tensors,
         changed=changed,
         tile_elements=begun.tile_elements,

@@ -46,22 +46,23 @@ class Held(NamedTuple):
 
     version: int
     run: str
-    model: dict[str, Any] | None
+    model: dict[str, Any]
     tensors: tuple[TensorEntry, ...]
     hosted: tuple[bool, ...]
     """Which of the tensors these are."""
     bits: Bits
     """Of the hosted tensors, one after the other."""
     state: dict[int, tuple[str, npt.NDArray[np.uint64]]]
-    """Tile size → what identifies the weights, and their tiles' sums; made when first asked for."""
+    """Tile size → what identifies the weights, and their tiles' sums; of further sizes made when first asked for."""
 
-    def audited(self) -> Iterator[tuple[int, bool]]:
-        """Each hosted tile, and whether its recomputed sum is the one that updates maintained."""
-        for size, (_, sums) in list(self.state.items()):
-            tiles = Tiles(self.tensors, self.hosted, size)
-            for tile in np.flatnonzero(tiles.hosted).tolist():
-                bits = self.bits[tiles.elements(slice(tile, tile + 1))]
-                yield tile, bool(tile_sums(bits, np.array([bits.size]))[0] == sums[tile])
+    def audited(self, first: int = 0) -> Iterator[tuple[int, bool]]:
+        """Each hosted tile, from `first` on and around, and whether its recomputed sum is the one maintained."""
+        size, (_, sums) = next(iter(self.state.items()))
+        tiles = Tiles(self.tensors, self.hosted, size)
+        hosted = np.flatnonzero(tiles.hosted)
+        for tile in np.roll(hosted, -np.searchsorted(hosted, first)).tolist():
+            bits = self.bits[tiles.elements(slice(tile, tile + 1))]
+            yield tile, bool(tile_sums(bits, np.array([bits.size]))[0] == sums[tile])
 
     def wrong_tiles(self) -> list[int]:
         return [tile for tile, right in self.audited() if not right]

@@ -3,15 +3,18 @@
 import math
 from collections.abc import Sequence
 from hashlib import blake2b
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
 import msgspec
 
 from elastic.weights.errors import WeightsCorrupted
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 T = TypeVar("T")
+
+Natural = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
+"""Room is left to add to it in 64 bits."""
 
 DTYPE_BYTES = {"bfloat16": 2}
 
@@ -25,10 +28,10 @@ class TensorEntry(msgspec.Struct, frozen=True, kw_only=True):
     """One tensor: its row-major elements, little-endian, at `offset` of the blob."""
 
     name: str
-    shape: tuple[int, ...]
+    shape: tuple[Natural, ...]
     dtype: str
-    offset: int
-    begin: tuple[int, ...] = ()
+    offset: Natural
+    begin: tuple[Natural, ...] = ()
     """Where it begins in the full tensor of this name, if it is only a cell of that."""
 
     @property
@@ -37,24 +40,23 @@ class TensorEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """One version of a run's weights.
-
-    A keyframe stands alone; its `base_version` is None. Other kinds will name the version they are applied to.
-    """
+    """A keyframe: one version of a run's weights, all of them in one blob."""
 
     run: str
-    version: int
-    kind: Literal["keyframe"]
-    base_version: int | None = None
+    version: Natural
+    kind: Literal["keyframe"] = "keyframe"
     model: dict[str, Any]
     """The model's `config.json`."""
     tensors: tuple[TensorEntry, ...]
     """In the blob's order, without gaps."""
     blob: str
     """Key of the blob."""
-    blob_bytes: int
+    blob_bytes: Natural
     blob_checksum: str
     """XXH3-128 of the blob, keyed by run, in hexadecimal."""
+    tile_elements: Natural
+    tile_sums: bytes
+    """Of all tiles (`elastic.weights.codecs.sums`), eight little-endian bytes each; base64 in JSON."""
     schema_version: int = SCHEMA_VERSION
 
 
@@ -69,20 +71,19 @@ class _Schema(msgspec.Struct, frozen=True):
     schema_version: int
 
 
-def encode_manifest(manifest: Manifest) -> bytes:
-    return seal(msgspec.json.encode(manifest))
-
-
 def decode_manifest(data: bytes) -> Manifest:
     """Raises `WeightsCorrupted` unless `data` is a whole, unchanged and consistent manifest of this schema."""
     manifest = open_seal(data, Manifest, SCHEMA_VERSION)
     size_bytes = check_tensors(manifest.tensors)
     if size_bytes != manifest.blob_bytes:
         _refuse(f"its tensors have {size_bytes} bytes, its blob {manifest.blob_bytes}")
+    check_sums(manifest.tile_sums, count_tiles(manifest.tensors, manifest.tile_elements))
     return manifest
 
 
-def seal(body: bytes) -> bytes:
+def seal(record: msgspec.Struct) -> bytes:
+    """It and its checksum, as JSON."""
+    body = msgspec.json.encode(record)
     return msgspec.json.encode(_Sealed(_checksum(body), msgspec.Raw(body)))
 
 
@@ -97,7 +98,7 @@ def open_seal(data: bytes, kind: type[T], schema_version: int) -> T:
         if found != schema_version:
             _refuse(f"schema version {found}; this program reads {schema_version}")
         return msgspec.json.decode(body, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise WeightsCorrupted(f"manifest: {error}") from error
 
 
@@ -110,15 +111,26 @@ def check_tensors(tensors: Sequence[TensorEntry]) -> int:
             _refuse(f"tensor {tensor.name} is listed twice")
         if tensor.dtype not in DTYPE_BYTES:
             _refuse(f"tensor {tensor.name} has dtype {tensor.dtype}; allowed: {', '.join(DTYPE_BYTES)}")
-        if min(tensor.shape, default=0) < 0:
-            _refuse(f"tensor {tensor.name} has shape {tensor.shape}")
-        if tensor.begin and (len(tensor.begin) != len(tensor.shape) or min(tensor.begin) < 0):
+        if tensor.begin and len(tensor.begin) != len(tensor.shape):
             _refuse(f"tensor {tensor.name} of shape {tensor.shape} begins at {tensor.begin}")
         if tensor.offset != at:
             _refuse(f"tensor {tensor.name} begins at byte {tensor.offset}, not {at}")
         names.add((tensor.name, tensor.begin))
         at += tensor.size_bytes
     return at
+
+
+def count_tiles(tensors: Sequence[TensorEntry], tile_elements: int) -> int:
+    """How many tiles of at most `tile_elements` they have, none across two (`elastic.weights.layout`)."""
+    if tile_elements < 1:
+        _refuse(f"tiles of {tile_elements} elements")
+    return sum(-(-math.prod(tensor.shape) // tile_elements) for tensor in tensors)
+
+
+def check_sums(tile_sums: bytes, tiles: int) -> None:
+    """Raises `WeightsCorrupted` unless there is one for each tile."""
+    if len(tile_sums) != 8 * tiles:
+        _refuse(f"it has {tiles} tiles, and the sums of {len(tile_sums) / 8:g}")
 
 
 def manifest_key(version: int) -> str:

@@ -7,8 +7,12 @@ fused from `q_proj`, `k_proj`, `v_proj`, and `gate_proj`, `up_proj`.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
 
 from elastic.weights.sharding import Box, LocalTensor, Shape, Shard, whole_box
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 SPLIT_DIMENSION = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head"), 0),
@@ -18,7 +22,12 @@ SPLIT_DIMENSION = {
 
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
-TP_PLAN_DIMENSION = {"colwise": 0, "colwise_rep": 0, "rowwise": 1, "rowwise_rep": 1}
+TP_PLAN_DIMENSION = {
+    **dict.fromkeys(("colwise", "colwise_rep", "colwise_gather_output", "embedding_rowwise"), 0),
+    **dict.fromkeys(("rowwise", "rowwise_rep", "rowwise_split_input", "embedding_colwise"), 1),
+    **dict.fromkeys(("replicate", "replicated_with_grad_allreduce", "sequence_parallel"), None),
+}
+"""Styles of a `tp_plan` as in Hugging Face Transformers; None stands for replicated."""
 
 
 @dataclass(frozen=True)
@@ -55,13 +64,51 @@ def declared(shapes: Mapping[str, Shape], placements: Mapping[str, Placement]) -
     return {name: LocalTensor(box.shape, (box,)) for name, box in boxes.items()}
 
 
+def from_dtensors(tensors: Mapping[str, "Tensor"]) -> Shard:
+    """The shard of a rank whose tensors are these, as FSDP2 and tensor parallelism leave them; plain ones are whole.
+
+    What it has of a DTensor is its `to_local()`. Raises `ValueError` for one that is a partial sum, or on other ranks.
+    """
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    return declared(shapes, {name: _placement_of(name, tensor) for name, tensor in tensors.items()})
+
+
+def _placement_of(name: str, tensor: "Tensor") -> Placement:
+    mesh: Any = getattr(tensor, "device_mesh", None)
+    if mesh is None:
+        return Placement((), (), ())
+    if (coordinate := mesh.get_coordinate()) is None:
+        raise ValueError(f"tensor {name}: this rank is not on its mesh")
+    placements: Any = getattr(tensor, "placements", ())
+    # A strided split (FSDP2 over tensor parallelism) is of what the others left.
+    order = sorted(range(len(placements)), key=lambda n: hasattr(placements[n], "split_factor"))
+    return Placement(
+        tuple(mesh.shape[n] for n in order),
+        tuple(coordinate[n] for n in order),
+        tuple(_split_dimension(name, placements[n]) for n in order),
+    )
+
+
+def _split_dimension(name: str, placement: Any) -> int | None:
+    if placement.is_replicate():
+        return None
+    if not hasattr(placement, "dim"):
+        raise ValueError(f"tensor {name}: placement {placement}; allowed: Shard, Replicate")
+    return placement.dim
+
+
 def from_tp_plan(shapes: Mapping[str, Shape], plan: Mapping[str, str], rank: int, size: int) -> Shard:
-    """The shard under a `tp_plan` (`{"layers.*.mlp.up_proj": "colwise", …}`); what it does not name is replicated."""
+    """The shard under a `tp_plan` (`{"layers.*.mlp.up_proj": "colwise", …}`); what it does not name is replicated.
+
+    Raises `ValueError` for a tensor of a style that is not one of `TP_PLAN_DIMENSION`.
+    """
 
     def dimension(name: str) -> int | None:
         module = name.removesuffix(".weight").removesuffix(".bias")
-        style = next((style for pattern, style in plan.items() if fnmatchcase(module, f"*{pattern}")), "")
-        split = TP_PLAN_DIMENSION.get(style)
+        style = next((style for pattern, style in plan.items() if fnmatchcase(module, f"*{pattern}")), "replicate")
+        if style not in TP_PLAN_DIMENSION:
+            raise ValueError(f"tensor {name}: style {style!r} in the tp_plan; allowed: {', '.join(TP_PLAN_DIMENSION)}")
+        split = TP_PLAN_DIMENSION[style]
         # A bias goes with the rows.
         return None if split is not None and split >= len(shapes[name]) else split
 

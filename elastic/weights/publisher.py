@@ -6,10 +6,13 @@ from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import structlog
 import torch
 from torch import Tensor
 
+from elastic.weights.codecs.base import TILE_ELEMENTS
 from elastic.weights.codecs.sums import tile_sums
 from elastic.weights.compact import Mirror, on_device
 from elastic.weights.delta import NOTHING, begun_key, checksum_of
@@ -20,15 +23,15 @@ from elastic.weights.manifest import (
     REQUESTS,
     Manifest,
     TensorEntry,
-    encode_manifest,
     keyframe_key,
     manifest_key,
     request_key,
+    seal,
 )
 from elastic.weights.memory import Memory
 from elastic.weights.plan import Update
 from elastic.weights.relay import Relay
-from elastic.weights.tensors import Bits, entries_of, filling, views
+from elastic.weights.tensors import Bits, entries_of, filling, flatten, views
 from elastic.weights.versions import collect_garbage, published_updates, withdraw_keyframe
 from elastic.weights.waiting import awaited, fetch
 
@@ -233,32 +236,45 @@ class Publisher:
             self._encoder.put(self._encoder.nothing(held.tensors), held.version, held.bits)
         else:
             tensors = views(held.tensors, held.bits)
-            publish_keyframe(self._relay, self._run, held.version, tensors, self._model_config)
+            settings = self._settings
+            publish_keyframe(
+                self._relay, self._run, held.version, tensors, self._model_config, settings.tile_elements, held.sums
+            )
         self._keyframe_version, self._keyframe_wanted = held.version, False
 
 
 def publish_keyframe(
-    relay: Relay, run: str, version: int, tensors: Mapping[str, Tensor], model_config: Mapping[str, Any]
+    relay: Relay,
+    run: str,
+    version: int,
+    tensors: Mapping[str, Tensor],
+    model_config: Mapping[str, Any],
+    tile_elements: int = TILE_ELEMENTS,
+    sums: npt.NDArray[np.uint64] | None = None,
 ) -> Manifest:
     """Put full weights under `version`, the manifest last. Publishing the same again is harmless.
 
-    `tensors` are bfloat16 on the CPU under their Hugging Face names, `model_config` the model's `config.json`.
+    `tensors` are bfloat16 on the CPU under their Hugging Face names, `model_config` the model's `config.json`, and
+    `sums` those of the tiles, where they are known.
     Raises `RelayError`, and `ValueError` for a tensor that is not bfloat16.
     """
     entries = entries_of(tensors)
     parts = [_bytes_of(tensor) for tensor in tensors.values()]
+    if sums is None:
+        sums = tile_sums(flatten(tensors), tile_ends(entries, tile_elements))
     manifest = Manifest(
         run=run,
         version=version,
-        kind="keyframe",
         model=dict(model_config),
         tensors=entries,
         blob=keyframe_key(version),
         blob_bytes=sum(entry.size_bytes for entry in entries),
         blob_checksum=checksum_of(run, *parts),
+        tile_elements=tile_elements,
+        tile_sums=sums.astype("<u8").tobytes(),
     )
     relay.put(manifest.blob, *parts)
-    relay.put(manifest_key(version), encode_manifest(manifest))
+    relay.put(manifest_key(version), seal(manifest))
     return manifest
 
 

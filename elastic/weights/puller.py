@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Container, Iterable
 from itertools import compress
+from operator import ge
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,13 +24,13 @@ from elastic.weights.delta import (
 from elastic.weights.errors import BlobNotFound, RelayError, WeightsCorrupted
 from elastic.weights.held import Change, Held, Staged, Tiles, as_of, kept_small
 from elastic.weights.layout import tile_ends
-from elastic.weights.manifest import decode_manifest, manifest_key, request_key
+from elastic.weights.manifest import TensorEntry, decode_manifest, manifest_key, request_key
 from elastic.weights.plan import Update, shortest_path
 from elastic.weights.reading import CHUNK_BYTES, TRANSFERS, Reading
 from elastic.weights.relay import Relay
-from elastic.weights.sharding import Shard, needed
+from elastic.weights.sharding import Shard, needed, whole
 from elastic.weights.store import Store
-from elastic.weights.tensors import assemble, box_of, by_tensor, views
+from elastic.weights.tensors import assemble, box_of, by_tensor, views, whole_shapes
 
 log = structlog.get_logger(__name__)
 
@@ -42,8 +43,8 @@ class Pulled(NamedTuple):
     """A version's weights, and what it took."""
 
     version: int
-    model: dict[str, Any] | None
-    """The model's `config.json`, as the keyframe gave it."""
+    model: dict[str, Any]
+    """The model's `config.json`."""
     tensors: dict[str, Tensor]
     """What they are until the next version is put in force."""
     size_bytes: int
@@ -91,7 +92,9 @@ class Puller:
         self._shard = shard
         self._store = store or Store()
         self._inherited = self._store.held is not None
-        self._distrusted = False
+        self._distrusted = self._inherited and not self._is_enough(self._store.held)
+        self._audited = 0
+        """The tile whose turn it is."""
         self._transfers = transfers
         self._chunk_bytes = chunk_bytes
 
@@ -128,11 +131,12 @@ class Puller:
         """What a staged version writes over the one before, for whoever has a copy of that elsewhere.
 
         (Tensor, places in it, flat, values), in the order in which they came about: later ones overwrite. None where it
-        builds on nothing, where much of it changes, and with a `shard`, whose tensors are put together anew.
+        builds on nothing, where much of it changes, and where tensors are put together anew from cells.
         """
         weights = staged.weights
         changed = sum(change.update.value.size for change in weights.changes)
-        if weights.base is None or self._shard is not None or changed > CHANGES_SHARE * weights.held.bits.size:
+        much = changed > CHANGES_SHARE * weights.held.bits.size
+        if weights.base is None or much or self._layout(weights.held) is not None:
             return None
         found: list[tuple[str, Tensor, Tensor]] = []
         for change in weights.changes:
@@ -186,9 +190,10 @@ class Puller:
         wrong: list[int] = []
         begun_s = time.monotonic()
         held = self._store.at_rest()
-        for tile, right in held.audited() if held else ():
+        for tile, right in held.audited(self._audited) if held else ():
             if self._store.at_rest() is not held:
-                return []
+                break
+            self._audited = tile + 1
             if not right:
                 wrong.append(tile)
             rest(time.monotonic() - begun_s)
@@ -199,8 +204,30 @@ class Puller:
         return wrong
 
     def _tensors(self, held: Held) -> dict[str, Tensor]:
-        entries = list(compress(held.tensors, held.hosted))
-        return views(entries, held.bits) if self._shard is None else assemble(entries, held.bits, self._shard)
+        entries, shard = list(compress(held.tensors, held.hosted)), self._layout(held)
+        return views(entries, held.bits) if shard is None else assemble(entries, held.bits, shard)
+
+    def _layout(self, held: Held) -> Shard | None:
+        """What is put together from cells, without a shard whole tensors; None where these lie as they are."""
+        if self._shard is not None or not any(entry.begin for entry in held.tensors):
+            return self._shard
+        return whole(whole_shapes(held.tensors))
+
+    def _hosted(self, tensors: Sequence[TensorEntry]) -> tuple[bool, ...]:
+        """Which of a version's tensors or cells to hold. Raises `WeightsCorrupted` where it lacks what is hosted."""
+        if self._shard is None:
+            return (True,) * len(tensors)
+        try:
+            return tuple(needed(map(box_of, tensors), self._shard))
+        except ValueError as error:
+            raise WeightsCorrupted(str(error)) from error
+
+    def _is_enough(self, held: Held | None) -> bool:
+        """Whether all that is hosted is held; a predecessor may have hosted something else."""
+        try:
+            return held is not None and all(map(ge, held.hosted, self._hosted(held.tensors)))
+        except WeightsCorrupted:
+            return False
 
     def _ask_for_keyframe(self, version: int) -> None:
         """Nothing on the relay leads to `version`; its trainer can put what does."""
@@ -232,27 +259,27 @@ class Puller:
         manifest = decode_manifest(content)
         if manifest.version != version:
             raise WeightsCorrupted(f"manifest of version {version}: it is that of version {manifest.version}")
+        self._hosted(manifest.tensors)
         bits = self._store.room(manifest.blob_bytes // 2)
         blob = bits.view(np.uint8)
         reading.get_into(manifest.blob, blob.data)
         if checksum_of(manifest.run, blob.data) != manifest.blob_checksum:
             raise WeightsCorrupted(f"{manifest.blob}: its checksum is not the manifest's")
         hosted = (True,) * len(manifest.tensors)
-        return Held(version, manifest.run, manifest.model, manifest.tensors, hosted, bits, {})
+        sums = np.frombuffer(manifest.tile_sums, "<u8").astype(np.uint64)
+        state = {manifest.tile_elements: (state_of(sums), sums)}
+        return Held(version, manifest.run, manifest.model, manifest.tensors, hosted, bits, state)
 
     def _pull_full(self, version: int, reading: Reading) -> Held:
         """A keyframe in cells: those that are hosted, which is the change from nothing."""
         begun, _ = reading.delta(version, NOTHING)
-        if self._shard is None:
-            hosted = (True,) * len(begun.tensors)
-        else:
-            hosted = tuple(needed(map(box_of, begun.tensors), self._shard))
+        hosted = self._hosted(begun.tensors)
         elements = sum(entry.size_bytes for entry in compress(begun.tensors, hosted)) // 2
         sums = zero_sums(tile_ends(begun.tensors, begun.tile_elements))
         state = {begun.tile_elements: (state_of(sums), sums)}
         bits = self._store.room(elements)
         bits[:] = 0
-        nothing = Held(NOTHING, begun.run, None, begun.tensors, hosted, bits, state)
+        nothing = Held(NOTHING, begun.run, begun.model, begun.tensors, hosted, bits, state)
         return self._pull_delta(nothing, Update(version, NOTHING), reading, changes=None)
 
     def _pull_delta(self, base: Held, update: Update, reading: Reading, changes: list[Change] | None) -> Held:
@@ -348,15 +375,12 @@ def _check_base(manifest: DeltaBegun, base: Held, update: Update, amid: bool) ->
     where = f"delta of version {update.version} from {update.base}"
     if (manifest.version, manifest.base_version) != update:
         raise WeightsCorrupted(f"{where}: it is that of {manifest.version} from {manifest.base_version}")
-    if manifest.run != base.run or manifest.tensors != base.tensors:
-        raise _BaseMismatch(f"{where}: it is for other tensors, or another run, than what is held")
-    ends = tile_ends(manifest.tensors, manifest.tile_elements)
-    if sum(tiles for _, tiles in manifest.buckets) != len(ends):
-        raise WeightsCorrupted(f"{where}: its tensors have {len(ends)} tiles, its buckets others")
+    if (manifest.run, manifest.model, manifest.tensors) != (base.run, base.model, base.tensors):
+        raise _BaseMismatch(f"{where}: it is for other tensors, another model or run, than what is held")
     if manifest.tile_elements not in base.state:
         if amid or not all(base.hosted):
             raise _BaseMismatch(f"{where}: tiles of {manifest.tile_elements} elements, which only a keyframe can begin")
-        sums = tile_sums(base.bits, ends)
+        sums = tile_sums(base.bits, tile_ends(manifest.tensors, manifest.tile_elements))
         base.state[manifest.tile_elements] = state_of(sums), sums
     state, sums = base.state[manifest.tile_elements]
     if state != manifest.base_state:

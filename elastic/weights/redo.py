@@ -34,7 +34,7 @@ class HeldRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     run: str
     version: int
-    model: dict[str, Any] | None
+    model: dict[str, Any]
     tensors: tuple[TensorEntry, ...]
     hosted: tuple[bool, ...]
     patterns: str
@@ -107,7 +107,7 @@ def write_log(staged: Staged, file: str) -> list[Buffer]:
         ),
         checksum=checksum.hexdigest(),
     )
-    head = seal(msgspec.json.encode(record))
+    head = seal(record)
     head += b" " * (-len(head) % _ALIGNMENT)
     return [_LENGTH.pack(len(head)), head, staged.tags.tobytes(), *arrays]
 

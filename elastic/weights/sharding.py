@@ -132,9 +132,23 @@ def _check_boxes(shapes: Mapping[str, Shape], ranks: Iterable[Mapping[str, Seque
 
 
 def needed(boxes: Iterable[Box], shard: Shard) -> list[bool]:
-    """Which of `boxes` somebody with `shard` has to pull: those that overlap what it hosts."""
+    """Which of `boxes`, a version's cells, somebody with `shard` has to pull: those that overlap what it hosts.
+
+    Raises `ValueError` for something that it hosts and that is not in them.
+    """
     hosted = _boxes_by_tensor(shard)
-    return [any(box.overlap(mine) is not None for mine in hosted.get(box.tensor, ())) for box in boxes]
+    missing = {mine: mine.elements for several in hosted.values() for mine in several}
+    found: list[bool] = []
+    for box in boxes:
+        overlaps = {mine: both for mine in hosted.get(box.tensor, ()) if (both := box.overlap(mine)) is not None}
+        for mine, both in overlaps.items():
+            missing[mine] -= both.elements
+        found.append(bool(overlaps))
+    for mine, elements in missing.items():
+        if elements:
+            where = f"tensor {mine.tensor}: elements {mine.begin} to {mine.end}"
+            raise ValueError(f"{where} are hosted, but {elements} of them are not in the version")
+    return found
 
 
 def breaks(cells: Sequence[Cell]) -> list[int]:

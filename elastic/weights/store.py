@@ -10,16 +10,11 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import structlog
 
-from elastic.weights.codecs.base import TILE_ELEMENTS
-from elastic.weights.codecs.sums import tile_sums
-from elastic.weights.delta import state_of
 from elastic.weights.errors import WeightsCorrupted
 from elastic.weights.held import Held, Staged
-from elastic.weights.layout import tile_ends
 from elastic.weights.manifest import open_seal, seal
 from elastic.weights.memory import Memory
 from elastic.weights.redo import SCHEMA_VERSION, HeldRecord, elements_of, held_of, read_log, record_of, write_log
@@ -54,11 +49,14 @@ class Store:
         """Hold that version from now on. Again is a no-op."""
         if staged.held is self.held:
             return
-        if staged.base is not None and (self._held is None or self._held.version != staged.base):
-            held = "nothing" if self._held is None else self._held.version
-            raise ValueError(f"version {staged.held.version} was staged over {staged.base}; held is {held}")
+        if staged.base is not None:
+            if self._held is None or self._held.version != staged.base:
+                held = "nothing" if self._held is None else self._held.version
+                raise ValueError(f"version {staged.held.version} was staged over {staged.base}; held is {held}")
+            staged = self._logged(staged)
         self._staged = staged
         self._finish()
+        self._record()
 
     def drop(self) -> None:
         """Hold nothing."""
@@ -66,6 +64,13 @@ class Store:
 
     def close(self) -> None:
         """Leave what outlives the process to the next."""
+
+    def _logged(self, staged: Staged) -> Staged:
+        """The same, once it can be finished whatever happens to this process."""
+        return staged
+
+    def _record(self) -> None:
+        """What is held has changed."""
 
     def _finish(self) -> None:
         if (staged := self._staged) is not None:
@@ -112,14 +117,6 @@ class KeptStore(Store):
             self._warn(error)
             return super().room(elements)
 
-    def put(self, staged: Staged) -> None:
-        if staged.held is self.held:
-            return
-        if staged.base is not None:
-            staged = self._logged(staged)
-        super().put(staged)
-        self._record()
-
     def drop(self) -> None:
         super().drop()
         self._forget()
@@ -155,11 +152,8 @@ class KeptStore(Store):
         if held is None or file is None:
             self._forget()
             return
-        if not held.state:
-            sums = tile_sums(held.bits, tile_ends(held.tensors, TILE_ELEMENTS))
-            held.state[TILE_ELEMENTS] = state_of(sums), sums
         try:
-            self._write(_HELD, [seal(msgspec.json.encode(record_of(held, file)))])
+            self._write(_HELD, [seal(record_of(held, file))])
         except OSError as error:
             self._not_kept(error)
         (self._directory / _STAGED).unlink(missing_ok=True)

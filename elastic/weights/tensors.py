@@ -8,12 +8,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from elastic.weights.codecs.base import Bits
 from elastic.weights.manifest import DTYPE_BYTES, TensorEntry
-from elastic.weights.sharding import Box, Shard
+from elastic.weights.sharding import Box, Shape, Shard
 
 _DTYPE_NAMES = {torch.bfloat16: "bfloat16"}
-
-Bits = npt.NDArray[np.uint16]
 
 
 def entries_of(tensors: Mapping[str, Tensor]) -> tuple[TensorEntry, ...]:
@@ -59,6 +58,14 @@ def entries_of_boxes(boxes: Iterable[Box]) -> tuple[TensorEntry, ...]:
 def box_of(entry: TensorEntry) -> Box:
     begin = entry.begin or (0,) * len(entry.shape)
     return Box(entry.name, begin, tuple(b + size for b, size in zip(begin, entry.shape, strict=True)))
+
+
+def whole_shapes(cells: Iterable[TensorEntry]) -> dict[str, Shape]:
+    """The shapes of the tensors of which these are the cells."""
+    shapes: dict[str, Shape] = {}
+    for box in map(box_of, cells):
+        shapes[box.tensor] = tuple(map(max, shapes.get(box.tensor, box.end), box.end))
+    return shapes
 
 
 def cut(boxes: Iterable[Box], shard: Shard, tensors: Mapping[str, Tensor]) -> Iterator[Tensor]:

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from elastic.weights.codecs import CODECS
-from elastic.weights.delta import base_of, bucket_key, decode_delta_manifest, delta_manifest_key, encode_delta_manifest
+from elastic.weights.delta import base_of, bucket_key, decode_delta_manifest, delta_manifest_key
 from elastic.weights.directory import DirectoryRelay
 from elastic.weights.errors import BlobNotFound, RelayError, RelayUnavailable, WeightsCorrupted, WeightsError
-from elastic.weights.manifest import REQUESTS, keyframe_key, manifest_key
+from elastic.weights.manifest import REQUESTS, keyframe_key, manifest_key, seal
 from elastic.weights.plan import Update
 from elastic.weights.publisher import Publisher, PublishSettings
 from elastic.weights.puller import Puller
@@ -263,7 +263,7 @@ def test_a_manifest_that_does_not_add_up_is_refused(history: History, directory:
 
     key = delta_manifest_key(2, 1)
     manifest = decode_delta_manifest(directory.get(key))
-    damage(directory, key, lambda _: encode_delta_manifest(msgspec.structs.replace(manifest, **change)))
+    damage(directory, key, lambda _: seal(msgspec.structs.replace(manifest, **change)))
     puller = Puller(directory)
     assert_at(puller, history, 1)
     with pytest.raises(WeightsCorrupted):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from elastic.weights.directory import DirectoryRelay
 from elastic.weights.errors import BlobConflict, BlobNotFound, RelayError, RelayUnavailable, WeightsCorrupted
-from elastic.weights.manifest import Manifest, decode_manifest, encode_manifest, keyframe_key, manifest_key
+from elastic.weights.manifest import Manifest, decode_manifest, keyframe_key, manifest_key, seal
 from elastic.weights.publisher import publish_keyframe
 from elastic.weights.puller import pull
 from elastic.weights.relay import Buffer, Relay
@@ -131,19 +131,20 @@ def test_only_bfloat16_is_published(tmp_path: Path, dtype: torch.dtype):
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"schema_version": 2}, "schema version 2"),
+        ({"schema_version": 9}, "schema version 9"),
         ({"kind": "sketch"}, "kind"),
         ({"blob_bytes": 33}, "33"),
         ({"tensors": []}, "0 bytes"),
         ({"tensors": [{"name": "a", "shape": [17], "dtype": "float8", "offset": 0}]}, "allowed: bfloat16"),
         ({"tensors": [{"name": "a", "shape": [17], "dtype": "bfloat16", "offset": 2}]}, "begins at byte 2"),
-        ({"tensors": [{"name": "a", "shape": [-1, -17], "dtype": "bfloat16", "offset": 0}]}, "shape"),
+        ({"tile_elements": 0}, "tiles of 0 elements"),
+        ({"tile_sums": b"\0" * 8}, "it has 2 tiles, and the sums of 1"),
         ({"tensors": [{"name": "a", "shape": [n], "dtype": "bfloat16", "offset": 0} for n in (0, 17)]}, "twice"),
     ],
 )
 def test_a_manifest_that_does_not_add_up_is_refused(tmp_path: Path, change: dict[str, object], problem: str):
     manifest = publish_keyframe(DirectoryRelay(tmp_path), "run", 1, small(), MODEL)
-    forged = encode_manifest(msgspec.convert({**msgspec.to_builtins(manifest), **change}, ForgedManifest))  # type: ignore[arg-type]
+    forged = seal(msgspec.convert({**msgspec.to_builtins(manifest), **change}, ForgedManifest))  # type: ignore[arg-type]
     with pytest.raises(WeightsCorrupted, match=problem):
         decode_manifest(forged)
 

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from torch import Tensor
 
-from elastic.weights.delta import NOTHING, SCHEMA_VERSION, DeltaPart, delta_manifest_key, encode_part, part_key
+from elastic.weights.delta import NOTHING, SCHEMA_VERSION, DeltaPart, delta_manifest_key, part_key
 from elastic.weights.directory import DirectoryRelay
 from elastic.weights.errors import WeightsCorrupted
-from elastic.weights.manifest import REQUESTS, open_seal
+from elastic.weights.manifest import REQUESTS, open_seal, seal
 from elastic.weights.placements import FUSED, Placement, declared, from_tp_plan, inferred
 from elastic.weights.plan import Update
 from elastic.weights.publisher import Publisher, PublishSettings, Share
@@ -204,8 +204,8 @@ def test_cells_are_the_common_refinement(data: st.DataObject, shapes):
             for box in (box for local in shard.values() for box in local.boxes):
                 assert cell.box.overlap(box) in (None, cell.box), "a rank holds a part of a cell"
     for rank, shard in enumerate(trainer):
-        mine = found[owned(found, rank).start : owned(found, rank).stop]
-        assert all(needed([cell.box], shard) == [True] for cell in mine)
+        needs = needed([cell.box for cell in found], shard)
+        assert all(needs[number] for number in owned(found, rank))
     at = 0
     for cell, after in pairwise(found):
         at += cell.box.elements
@@ -290,12 +290,12 @@ def test_a_part_that_belongs_elsewhere_is_refused(tmp_path: Path, change: dict[s
     key = part_key(1, 0, 1)
     part = open_seal(relay.get(key), DeltaPart, SCHEMA_VERSION)
     relay.delete(key)
-    relay.put(key, encode_part(replace(part, of=replace(part.of, **change))))
+    relay.put(key, seal(replace(part, of=replace(part.of, **change))))
     with pytest.raises(WeightsCorrupted, match=f"part of rank 1: its {next(iter(change))} is"):
         first.publish(1, local_tensors(moved, whole(shapes)))
     assert published_versions(relay) == [0]
     relay.delete(key)
-    relay.put(key, encode_part(part))
+    relay.put(key, seal(part))
     first.publish(1, local_tensors(moved, whole(shapes)))
     assert_has(Puller(relay, shard=whole(shapes)), whole(shapes), 1, moved)
     ranks.close()
@@ -310,7 +310,7 @@ def test_a_part_without_some_of_its_buckets_is_refused(tmp_path: Path):
     key = part_key(0, NOTHING, 1)
     part = open_seal(relay.get(key), DeltaPart, SCHEMA_VERSION)
     relay.delete(key)
-    relay.put(key, encode_part(replace(part, buckets=part.buckets[1:])))
+    relay.put(key, seal(replace(part, buckets=part.buckets[1:])))
     with pytest.raises(WeightsCorrupted, match="its buckets are not those of the rank"):
         ranks.publishers[0].publish(0, local_tensors(full, ranks.layout[0]))
     ranks.close()

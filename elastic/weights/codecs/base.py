@@ -12,9 +12,10 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from elastic.weights.relay import Buffer
+
 Bits = npt.NDArray[np.uint16]
 Ends = npt.NDArray[np.int64]
-Buffer = bytes | bytearray | memoryview
 
 TILE_ELEMENTS = 1 << 20
 """Large enough that a tile's own header is below 1 % of its delta, small enough to be decoded in cache."""
@@ -90,12 +91,20 @@ def check_encode(old: Bits, new: Bits, tile_ends: Ends) -> None:
 
 
 def check_decode(payload: Buffer, payload_ends: Ends, old: Bits, tile_ends: Ends) -> None:
-    """Raises `CodecError` unless tiles and payloads fit each other and their arrays."""
+    """Raises `CodecError` unless tiles and payloads fit each other and their arrays.
+
+    Compiled code looks at no bounds but those of a tile and of its bytes, so this is what it relies on.
+    """
     _check_tiles(old, tile_ends)
     size = memoryview(payload).nbytes
-    starts = np.concatenate([[0], payload_ends])
-    if len(payload_ends) != len(tile_ends) or (np.diff(starts) < 0).any() or starts[-1] + PADDING != size:
+    if len(payload_ends) != len(tile_ends) or not ascend(payload_ends, size - PADDING):
         raise CodecError(f"payload of {size} bytes does not hold {len(tile_ends)} tiles and {PADDING} bytes more")
+
+
+def ascend(ends: Ends, last: int) -> bool:
+    """Whether `ends` go up from 0 to `last`. Compared, not subtracted: differences of what anybody wrote may wrap."""
+    edges = np.concatenate([[0], ends])
+    return bool((edges[:-1] <= edges[1:]).all() and edges[-1] == last)
 
 
 def flat(bits: Bits) -> Bits:
@@ -116,8 +125,8 @@ def as_ends(ends: Ends) -> Ends:
 
 
 def _check_tiles(old: Bits, tile_ends: Ends) -> None:
-    sizes = np.diff(np.concatenate([[0], tile_ends]))
-    if sizes.sum() != old.size or (sizes < 0).any() or old.size > BUCKET_ELEMENTS_MAX:
+    if old.size > BUCKET_ELEMENTS_MAX or not ascend(tile_ends, old.size):
         raise CodecError(f"tiles do not add up to the {old.size} elements given")
-    if len(sizes) and sizes.max() > TILE_ELEMENTS_MAX:
-        raise CodecError(f"tile of {sizes.max()} elements; at most {TILE_ELEMENTS_MAX} are allowed")
+    largest = np.diff(tile_ends, prepend=0).max(initial=0)
+    if largest > TILE_ELEMENTS_MAX:
+        raise CodecError(f"tile of {largest} elements; at most {TILE_ELEMENTS_MAX} are allowed")

@@ -5,19 +5,18 @@ from itertools import pairwise
 import numpy as np
 import zstandard
 
+from elastic.weights.codecs._zstd import LEVEL, decompress
 from elastic.weights.codecs.base import (
     PADDING,
     Bits,
     BucketUpdate,
-    Buffer,
     Codec,
-    CodecError,
     EncodedBucket,
     Ends,
     check_decode,
 )
+from elastic.weights.relay import Buffer
 
-_LEVEL = 1
 _EXPANSION_MAX = 5
 """Bytes a changed element of the inner codec takes at most, and an unchanged one."""
 
@@ -31,7 +30,7 @@ class Compressed:
 
     def encode(self, old: Bits, new: Bits, tile_ends: Ends) -> EncodedBucket:
         bucket = self._inner.encode(old, new, tile_ends)
-        compressor = zstandard.ZstdCompressor(_LEVEL)
+        compressor = zstandard.ZstdCompressor(LEVEL)
         data = memoryview(bucket.payload)
         parts = [compressor.compress(data[begin:end]) for begin, end in pairwise([0, *bucket.payload_ends])]
         ends = np.cumsum([len(part) for part in parts], dtype=np.int64)
@@ -41,17 +40,8 @@ class Compressed:
         check_decode(payload, payload_ends, old, tile_ends)
         data = memoryview(payload).cast("B")
         parts = [
-            _decompress(data[begin:end], _EXPANSION_MAX * int(size) + _TILE_BYTES_MAX)
+            decompress(data[begin:end], _EXPANSION_MAX * int(size) + _TILE_BYTES_MAX)
             for (begin, end), size in zip(pairwise([0, *payload_ends]), np.diff([0, *tile_ends]), strict=True)
         ]
         ends = np.cumsum([len(part) for part in parts], dtype=np.int64)
         return self._inner.decode(shared, b"".join([*parts, bytes(PADDING)]), ends, old, tile_ends)
-
-
-def _decompress(data: memoryview, size_max: int) -> bytes:
-    try:
-        if not 0 <= zstandard.get_frame_parameters(data).content_size <= size_max:
-            raise CodecError(f"compressed tile says it is larger than {size_max} bytes")
-        return zstandard.ZstdDecompressor(max_window_size=1 << 27).decompress(data, size_max)
-    except zstandard.ZstdError as error:
-        raise CodecError(f"compressed tile: {error}") from error

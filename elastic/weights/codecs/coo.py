@@ -9,13 +9,13 @@ from elastic.weights.codecs.base import (
     PADDING,
     Bits,
     BucketUpdate,
-    Buffer,
     CodecError,
     EncodedBucket,
     Ends,
     check_decode,
     check_encode,
 )
+from elastic.weights.relay import Buffer
 
 
 class Coo:

@@ -9,11 +9,11 @@ from itertools import pairwise
 import numpy as np
 import zstandard
 
+from elastic.weights.codecs._zstd import LEVEL, decompress
 from elastic.weights.codecs.base import (
     PADDING,
     Bits,
     BucketUpdate,
-    Buffer,
     CodecError,
     EncodedBucket,
     Ends,
@@ -21,8 +21,7 @@ from elastic.weights.codecs.base import (
     check_encode,
 )
 from elastic.weights.codecs.sums import tile_sums
-
-_LEVEL = 1
+from elastic.weights.relay import Buffer
 
 
 class Raw:
@@ -44,7 +43,7 @@ class Dense:
 
     def encode(self, old: Bits, new: Bits, tile_ends: Ends) -> EncodedBucket:
         check_encode(old, new, tile_ends)
-        compressor = zstandard.ZstdCompressor(_LEVEL)
+        compressor = zstandard.ZstdCompressor(LEVEL)
         planes = new.astype("<u2", copy=False).view(np.uint8).reshape(-1, 2)
         parts = [compressor.compress(planes[begin:end, ::-1].T.tobytes()) for begin, end in pairwise([0, *tile_ends])]
         return _whole(old, new, tile_ends, parts, np.cumsum([len(part) for part in parts], dtype=np.int64))
@@ -56,22 +55,11 @@ class Dense:
         planes = value.view(np.uint8).reshape(-1, 2)
         spans = zip(pairwise([0, *tile_ends]), pairwise([0, *payload_ends]), strict=True)
         for (begin, end), (data_begin, data_end) in spans:
-            part = _decompress(data[data_begin:data_end], 2 * (end - begin))
+            part = decompress(data[data_begin:data_end], 2 * (end - begin))
+            if len(part) != 2 * (end - begin):
+                raise CodecError(f"dense tile of {len(part)} bytes; expected {2 * (end - begin)}")
             planes[begin:end, ::-1] = np.frombuffer(part, np.uint8).reshape(2, -1).T
         return _update(value, old, tile_ends)
-
-
-def _decompress(data: memoryview, size: int) -> bytes:
-    """Exactly `size` bytes, or `CodecError`; never more memory than that, whatever the frame says of itself."""
-    try:
-        if zstandard.get_frame_parameters(data).content_size != size:
-            raise CodecError(f"dense tile is not of {size} bytes")
-        part = zstandard.ZstdDecompressor(max_window_size=1 << 27).decompress(data, size)
-    except zstandard.ZstdError as error:
-        raise CodecError(f"dense tile: {error}") from error
-    if len(part) != size:
-        raise CodecError(f"dense tile of {len(part)} bytes; expected {size}")
-    return part
 
 
 def _whole(old: Bits, new: Bits, tile_ends: Ends, parts: list[bytes], payload_ends: Ends) -> EncodedBucket:

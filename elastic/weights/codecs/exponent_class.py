@@ -47,7 +47,6 @@ from elastic.weights.codecs.base import (
     TILE_ELEMENTS_MAX,
     Bits,
     BucketUpdate,
-    Buffer,
     CodecError,
     EncodedBucket,
     Ends,
@@ -58,6 +57,7 @@ from elastic.weights.codecs.base import (
     flat,
 )
 from elastic.weights.codecs.sums import sum_change
+from elastic.weights.relay import Buffer
 
 LEVELS = 48
 """Half octaves of mean gap, from 1 element to `TILE_ELEMENTS_MAX`."""

@@ -16,7 +16,6 @@ from elastic.weights.codecs.base import (
     PADDING,
     Bits,
     BucketUpdate,
-    Buffer,
     CodecError,
     EncodedBucket,
     Ends,
@@ -27,6 +26,7 @@ from elastic.weights.codecs.base import (
     flat,
 )
 from elastic.weights.codecs.sums import mix, sum_change
+from elastic.weights.relay import Buffer
 
 _ESCAPE = 255
 _HEADER_BYTES_MAX = 15
