@@ -3,8 +3,9 @@
 A serving and a rollout model of different shapes, with random weights, share the device of one co-serving executor,
 whose thread is bound to core 0; its OpenAI-compatible front, the rollout load and, in a process of its own, the
 load generator are on core 1. Serving's load is the Azure conversation and code traces together (2023), lengths
-scaled to the host, arrivals so that serving alone keeps the device busy for a fifth of the time (density 1); the
-pool is so large that serving alone peaks at 60 % of it. SLOs are 1.6 × the P99 of serving alone, as ROSE's are.
+scaled to the host, arrivals so that serving alone keeps the device busy for a fifth of the mean window (density 1);
+the pool is so large that serving alone peaks at 60 % of it in the three windows. SLOs are 1.6 × the P99 of serving
+alone, as ROSE's are.
 
 Rollouts are a closed loop of multi-turn trajectories with growing prefixes; turns that are given back are sent
 again with what was accepted, since here there is no other worker to take them. How many trajectories a device gets
@@ -36,7 +37,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -447,31 +448,37 @@ async def measure(plan: Plan, chatty: bool) -> dict[str, Any]:
 
 async def _measure(bench: Bench, plan: Plan, chatty: bool) -> dict[str, Any]:
     replay = Replay(plan.window_s)
-    calibration = await _calibrate(bench, plan, replay, chatty)
-    pages = calibration.pages
+    busy_share = await _calibrate(bench, plan, replay, chatty)
+    # With more memory than it needs: in the pool that is sized by it, serving alone does no otherwise.
+    alone = [
+        await bench.run(SERVING_ALONE, replay.requests(window, 1.0), ROOMY_PAGES, plan.window_s)
+        for window in plan.windows
+    ]
+    limits = _limits([record for outcome in alone for record in outcome.records])
+    peak_pages = max(outcome.statistics.serving_peak_pages for outcome in alone)
+    pages = max(round(peak_pages / PEAK_SHARE), LEAST_PAGES)
+    _say(chatty, f"{pages} pages, of which serving alone takes {peak_pages} at its peak")
 
-    figures: dict[str, Any] = {"slo": None, "density": {}, "reclaim_ms_p99": None}
-    limits: Limits | None = None
+    figures: dict[str, Any] = {
+        "slo": {"ttft_p99_ms": limits.targets.ttft_ms, "tpot_p99_ms": limits.targets.tpot_ms},
+        "density": {},
+        "reclaim_ms_p99": None,
+    }
     reclaims_ns: list[int] = []
     for density in plan.densities:
-        by_policy: dict[str, list[Outcome]] = {policy: [] for policy in POLICIES}
+        by_policy: dict[str, list[Outcome]] = {"serving_alone": alone} if density == 1 else {}
         rollouts_alone: list[Outcome] = []
         for policy in POLICIES:
-            for window in plan.windows:
-                requests = replay.requests(window, density)
-                setting = limits.setting(policy) if limits else SERVING_ALONE
+            outcomes = by_policy.setdefault(policy, [])
+            for window in plan.windows[len(outcomes) :]:
                 if policy == "elastic":
                     rollouts_alone.append(await bench.run(ROLLOUTS_ALONE, [], pages, plan.alone_s))
-                by_policy[policy].append(await bench.run(setting, requests, pages, plan.window_s))
-            if limits is None:
-                limits = _limits([record for outcome in by_policy[policy] for record in outcome.records])
-                figures["slo"] = {"ttft_p99_ms": limits.targets.ttft_ms, "tpot_p99_ms": limits.targets.tpot_ms}
-            _say(chatty, _summary(density, policy, by_policy[policy], limits.targets))
-        assert limits is not None
+                requests = replay.requests(window, density)
+                outcomes.append(await bench.run(limits.setting(policy), requests, pages, plan.window_s))
+            _say(chatty, _summary(density, policy, outcomes, limits.targets))
         reclaims_ns += [ns for outcome in by_policy["elastic"] for ns in outcome.statistics.reclaims_ns]
         figures["density"][f"{density:g}"] = found = _density(by_policy, limits.targets, rollouts_alone)
         _say(chatty, f"density {density:g}: harvested {', '.join(_shares(found['harvest_by_window']))}")
-    assert limits is not None
     if plan.extras:
         figures |= await _extras(bench, plan, limits, replay.requests("burstiest", 2.0), pages)
     reclaims_ns = reclaims_ns or await _provoked_reclaims(bench, limits)
@@ -479,33 +486,28 @@ async def _measure(bench: Bench, plan: Plan, chatty: bool) -> dict[str, Any]:
     figures["reclaim_ms_p99"] = _ms(percentile(reclaims_ns, 99))
     figures["reclaims"] = len(reclaims_ns)
     figures |= pool_figures(plan.pool_operations)
-    figures["calibration"] = asdict(calibration)
+    figures["calibration"] = {
+        "speed": replay.speed,
+        "busy_share": busy_share,
+        "peak_pages": peak_pages,
+        "pages": pages,
+    }
     figures["windows"] = {"seconds": plan.window_s, "start_s": replay.starts}
     return figures
 
 
-@dataclass(frozen=True)
-class Calibration:
-    """What was measured last, and the speed and the pool's pages that were chosen for it."""
-
-    busy_share: float
-    peak_pages: int
-    speed: float
-    pages: int
-
-
-async def _calibrate(bench: Bench, plan: Plan, replay: "Replay", chatty: bool) -> Calibration:
-    """Set the replay's speed such that serving alone is busy for `BUSY_SHARE`."""
-    busy, peak_pages = 0.0, 0
+async def _calibrate(bench: Bench, plan: Plan, replay: "Replay", chatty: bool) -> float:
+    """Set the replay's speed such that serving alone is busy for `BUSY_SHARE`; how much of the time it last was."""
+    busy_share = 0.0
     for _ in range(plan.calibrations):
         outcome = await bench.run(SERVING_ALONE, replay.requests("mean", 1.0), ROOMY_PAGES, plan.window_s)
-        busy, peak_pages = outcome.serving_busy_share, outcome.statistics.serving_peak_pages
-        _say(chatty, f"speed {replay.speed:.3f}: serving alone is busy {busy:.1%}, peak {peak_pages} pages")
-        if abs(busy - BUSY_SHARE) <= BUSY_TOLERANCE:
+        busy_share = outcome.serving_busy_share
+        _say(chatty, f"speed {replay.speed:.3f}: serving alone is busy {busy_share:.1%}")
+        if abs(busy_share - BUSY_SHARE) <= BUSY_TOLERANCE:
             break
         # How many requests a short window holds is not in proportion to how much of the trace it takes.
-        replay.speed *= min(2.0, max(0.5, BUSY_SHARE / busy if busy else 2.0))
-    return Calibration(busy, peak_pages, replay.speed, max(round(peak_pages / PEAK_SHARE), LEAST_PAGES))
+        replay.speed *= min(2.0, max(0.5, BUSY_SHARE / busy_share if busy_share else 2.0))
+    return busy_share
 
 
 class Replay:
