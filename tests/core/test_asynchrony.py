@@ -243,3 +243,13 @@ class TestDynamicSampling:
         assert dropped(out) == {"1/1": "surplus"}
         assert {k.trajectory for k in out if isinstance(k, c.CancelTrajectory)} == {"1/1/0", "1/1/1"}
         assert desk.scheduler.step.groups["1/1"].state is GroupState.DROPPED
+
+    def test_surplus_groups_are_the_next_steps_where_that_may_have_them(self, make_desk) -> None:
+        desk = make_desk(dynamic_most=6.0, steps=3, groups=1, staleness_bound=1)
+        desk.trainer()
+        finish(desk, "0/0", 1.0, 1.0)
+        finish(desk, "0/1")
+        train(desk)
+        assert "1/1" in launched(publish(desk))
+        assert not dropped(finish(desk, "1/0"))
+        assert desk.scheduler.step.groups["1/1"].state is GroupState.RUNNING

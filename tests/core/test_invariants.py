@@ -129,12 +129,13 @@ def working(desk) -> None:
     check(desk.scheduler)
 
 
-def found_out(desk, number: int, spoil: Callable[[Scheduler], object]) -> None:
+def found_out(desk, number: int, spoil: Callable[[Scheduler], object], told: str = "") -> None:
     spoil(desk.scheduler)
     with pytest.raises(InvariantViolated) as caught:
         check(desk.scheduler)
     assert caught.value.number == number, str(caught.value)
     assert NUMBERS[number] in str(caught.value)
+    assert told in str(caught.value)
 
 
 def lease(s: Scheduler):
@@ -192,6 +193,11 @@ def test_every_state_of_a_worker_has_its_deadline(desk) -> None:
             check(desk.scheduler)
         timers.set(what, WORKER, now_ns, 10**9)
         go_on()
+
+
+def test_a_worker_has_begun_all_its_turns_but_the_pending_ones(desk) -> None:
+    working(desk)
+    found_out(desk, 9, lambda s: spoil_worker(s, pending=7), "7 pending")
 
 
 def test_worker_that_serves_a_version_is_not_loading(desk) -> None:
@@ -289,6 +295,14 @@ def test_spoilt_end(desk, number: int, spoil: Callable[[Scheduler], object]) -> 
     desk.lease_ended("trainer-1", EndCause.RELEASED)
     assert desk.sent(c.EndRun)
     found_out(desk, number, spoil)
+
+
+def test_a_book_ends_where_it_was_closed(desk) -> None:
+    desk.trainer()
+    desk.tell(e.StopRequested(reason="asked to"))
+    desk.tell(e.WorkerDisconnected(worker="trainer", epoch=1, goodbye=True))
+    desk.lease_ended("trainer-1", EndCause.RELEASED)
+    found_out(desk, 6, lambda s: setattr(s.ledger.books["trainer"], "closed_ns", 10**15), "closed at 1000000000000000")
 
 
 def test_run_that_ends_with_leases_says_so(desk) -> None:

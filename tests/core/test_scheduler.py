@@ -336,7 +336,14 @@ class TestLeases:
     def test_goodbye_gives_the_lease_back(self, desk) -> None:
         start = running(desk)
         desk.tell(e.WorkerDisconnected(worker=start.worker, epoch=1, goodbye=True))
-        assert desk.one(c.ReleaseLease).lease == "spot-1"
+        released = desk.one(c.ReleaseLease)
+        assert (released.lease, released.reason) == ("spot-1", EndCause.RELEASED)
+
+    def test_a_leaving_worker_that_is_cut_off_is_lost(self, desk) -> None:
+        start = running(desk)
+        desk.tell(e.LeaseNotice(lease="spot-1", deadline_ns=9 * NS_PER_S, reason="preemption"))
+        desk.tell(e.WorkerDisconnected(worker=start.worker, epoch=1, goodbye=False))
+        assert desk.one(c.ReleaseLease).reason == EndCause.LOST
 
     def test_release_is_repeated_until_it_is_confirmed(self, desk) -> None:
         start = running(desk)
