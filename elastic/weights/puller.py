@@ -1,7 +1,7 @@
 """The worker's side: a version's weights off a relay, verified, or an error and nothing else."""
 
 import time
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Sequence
 from itertools import compress
 from operator import ge
 from typing import Any, NamedTuple
