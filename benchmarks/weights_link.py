@@ -7,12 +7,14 @@ these; `coo_over_ours`: COO's slowest stage alone, which is in its favour. `sche
 stages alone, bucket by bucket, as if each side had a core of its own: on a machine that is busy otherwise it says what
 the clock cannot.
 
-`slow_link_copies`: bytes over the slow link by those of the distinct pieces that crossed it, for pullers of one site
-that join and leave at random. `others_slowdown`: p99 of the time from published to current with one puller's link
-throttled to 1 %, for the others, over the same without; every puller has a link of its own there. Everything shares
-this machine's cores.
+`slow_link_copies`: bytes over the slow link by those of the blobs that crossed it, for pullers of one site that join
+while others pull, and leave at any of their requests, with what they had claimed: `claims_taken_over` counts what then
+expired. `others_slowdown`: p99 of the time from published to current with one puller's link throttled to 1 %, for the
+others, over the same without; every puller has a link of its own there. `others_slowdown_in_site`: the same where they
+share what they fetch, the first keyframe too. Everything shares this machine's cores.
 """
 
+import math
 import random
 import tempfile
 import threading
@@ -29,21 +31,21 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from _common import emit, parse_arguments
+from _coo import Coo
 from _updates import Snapshot, snapshots
 from torch import Tensor
 
 from elastic.weights.codecs.base import Ends
-from elastic.weights.codecs.coo import Coo
 from elastic.weights.codecs.sums import apply_update
 from elastic.weights.directory import DirectoryRelay
-from elastic.weights.link import Link, LinkedRelay
+from elastic.weights.errors import RelayError
+from elastic.weights.link import BYTES_PER_S_IN_GBPS, Link, LinkedRelay
 from elastic.weights.publisher import Publisher, PublishSettings
 from elastic.weights.puller import Puller
 from elastic.weights.relay import Buffer, Relay
 from elastic.weights.site import SiteRelay
 from elastic.weights.tensors import filling, flatten
 
-BYTES_PER_S_IN_GBPS = 125e6
 RATES_GBPS = (1, 5, 20)
 WEIGHTS_BYTES = 256 << 20
 BUCKET_ELEMENTS = 8 << 20
@@ -57,6 +59,10 @@ WARM_UP = 2
 PULLERS = 100
 SMALL_ELEMENTS = 2_000_000
 SMALL_LINK_BYTES_PER_S = 20e6
+JOINING_S = 0.5
+"""Within this time after a version is published its pullers begin."""
+REQUESTS = 40
+"""Those who leave do so before as many requests; a version takes about that."""
 
 Tensors = dict[str, Tensor]
 
@@ -72,8 +78,9 @@ def main() -> None:
         gbps[str(rate)] = measure_rate(old, new, rate * BYTES_PER_S_IN_GBPS, arguments.quick)
     figures = {
         "gbps": gbps,
-        "slow_link_copies": measure_copies(pullers, versions=4 if arguments.quick else 12),
-        "others_slowdown": None if arguments.quick else measure_slowdown(pullers, versions=12),
+        **measure_copies(pullers, versions=4 if arguments.quick else 12),
+        "others_slowdown": None if arguments.quick else measure_slowdown(pullers, versions=12, in_site=False),
+        "others_slowdown_in_site": None if arguments.quick else measure_slowdown(pullers, versions=12, in_site=True),
     }
     emit(figures, arguments)
 
@@ -85,7 +92,8 @@ class Switched:
         self.relay = relay
         self._lock = threading.Lock()
         self.given_bytes = 0
-        self.pieces: dict[tuple[str, int], int] = {}
+        self.blobs: dict[str, int] = {}
+        """Where each ends, as far as it was read."""
 
     def put(self, key: str, *parts: Buffer) -> None:
         self.relay.put(key, *parts)
@@ -94,7 +102,7 @@ class Switched:
         content = self.relay.get(key, start, length)
         with self._lock:
             self.given_bytes += len(content)
-            self.pieces[key, start] = len(content)
+            self.blobs[key] = max(self.blobs.get(key, 0), start + len(content))
         return content
 
     def list_keys(self, prefix: str = "") -> list[str]:
@@ -105,6 +113,45 @@ class Switched:
 
     def close(self) -> None:
         self.relay.close()
+
+
+class Life:
+    """A puller's, in requests to any relay."""
+
+    def __init__(self) -> None:
+        self.left = math.inf
+
+    def spend(self) -> None:
+        self.left -= 1
+        if self.left < 0:
+            raise RelayError("left")
+
+
+class Mortal:
+    """A relay for somebody who may leave at any request, and after that not even gives back what it claimed."""
+
+    def __init__(self, relay: Relay, life: Life) -> None:
+        self._relay = relay
+        self._life = life
+
+    def put(self, key: str, *parts: Buffer) -> None:
+        self._life.spend()
+        self._relay.put(key, *parts)
+
+    def get(self, key: str, start: int = 0, length: int | None = None) -> bytes:
+        self._life.spend()
+        return self._relay.get(key, start, length)
+
+    def list_keys(self, prefix: str = "") -> list[str]:
+        self._life.spend()
+        return self._relay.list_keys(prefix)
+
+    def delete(self, key: str) -> None:
+        self._life.spend()
+        self._relay.delete(key)
+
+    def close(self) -> None:
+        self._relay.close()
 
 
 class Discarding(DirectoryRelay):
@@ -269,7 +316,7 @@ class SmallHistory:
         self._publisher.close()
 
 
-def measure_copies(pullers: int, versions: int) -> float:
+def measure_copies(pullers: int, versions: int) -> dict[str, Any]:
     chance = random.Random(0)
     with (
         tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as directory,
@@ -280,45 +327,62 @@ def measure_copies(pullers: int, versions: int) -> float:
         near = DirectoryRelay(Path(directory) / "near")
         history = SmallHistory(relay)
 
-        def join(number: int) -> Puller:
-            return Puller(SiteRelay(far, near, f"{number}"))
+        def join(number: int) -> tuple[Puller, Life]:
+            life = Life()
+            return Puller(SiteRelay(Mortal(far, life), Mortal(near, life), f"{number}")), life
+
+        def pull(number: int, begin_s: float) -> None:
+            time.sleep(begin_s)
+            puller, life = site[number]
+            try:
+                puller.pull(history.version, TIMEOUT_S)
+            except RelayError:
+                if life.left >= 0:
+                    raise
 
         site = [join(number) for number in range(pullers)]
+        taken_over: set[str] = set()
         for _ in range(versions):
             history.step()
             present = [number for number in range(pullers) if chance.random() < 0.8]
-            list(executor.map(lambda number: site[number].pull(history.version, TIMEOUT_S), present))
-            for number in chance.sample(range(pullers), pullers // 10):
+            leaving = chance.sample(range(pullers), pullers // 10)
+            for number in leaving:
+                site[number][1].left = chance.randrange(1, REQUESTS)
+            list(executor.map(pull, present, [JOINING_S * chance.random() for _ in present]))
+            taken_over.update(key for key in near.list_keys() if ".claim-" in key and not key.endswith(".claim-0"))
+            for number in leaving:
                 site[number] = join(number)
         history.close()
-    return far.given_bytes / sum(far.pieces.values())
+    copies = far.given_bytes / sum(far.blobs.values())
+    return {"slow_link_copies": copies, "claims_taken_over": len(taken_over)}
 
 
-def measure_slowdown(pullers: int, versions: int) -> float:
-    """The p99 of the others, with one throttled puller over without, each over all versions but the first."""
+def measure_slowdown(pullers: int, versions: int, in_site: bool) -> float:
+    """The p99 of the others, with one throttled puller over without, each over several versions."""
     times_s: dict[float, list[float]] = {1.0: [], 0.01: []}
     for first_share in (1.0, 0.01, 0.01, 1.0):
-        times_s[first_share] += times_to_current(pullers, versions // 2, first_share)
+        times_s[first_share] += times_to_current(pullers, versions // 2, first_share, in_site)
     return float(np.percentile(times_s[0.01], 99) / np.percentile(times_s[1.0], 99))
 
 
-def times_to_current(pullers: int, versions: int, first_share: float) -> list[float]:
+def times_to_current(pullers: int, versions: int, first_share: float, in_site: bool) -> list[float]:
     with (
         tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as directory,
         ThreadPoolExecutor(pullers) as executor,
     ):
-        relay = DirectoryRelay(Path(directory))
+        relay, near = (DirectoryRelay(Path(directory) / name) for name in ("far", "near"))
         history = SmallHistory(relay)
-        history.step()
-        site = [Switched(relay) for _ in range(pullers)]
-        workers = [Puller(each) for each in site]
-        for worker in workers:
-            worker.pull(0, TIMEOUT_S)
-        for number, each in enumerate(site):
+        links = [Switched(relay) for _ in range(pullers)]
+        workers = [Puller(SiteRelay(each, near, f"{number}") if in_site else each) for number, each in enumerate(links)]
+        if not in_site:
+            history.step()
+            for worker in workers:
+                worker.pull(0, TIMEOUT_S)
+        for number, each in enumerate(links):
             share = 1.0 if number else first_share
             each.relay = LinkedRelay(relay, Link(share * SMALL_LINK_BYTES_PER_S))
         times_s: list[float] = []
-        slow = executor.submit(lambda: None)
+        slow = executor.submit(lambda: 0.0)
         for _ in range(versions):
             history.step()
             begun_s, version = time.monotonic(), history.version
@@ -328,6 +392,7 @@ def times_to_current(pullers: int, versions: int, first_share: float) -> list[fl
                 return time.monotonic() - begun_s
 
             if slow.done():
+                slow.result()
                 slow = executor.submit(current, workers[0])
             times_s += executor.map(current, workers[1:])
         slow.cancel()

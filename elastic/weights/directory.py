@@ -1,10 +1,11 @@
 """A relay that is a directory: on one machine, or on a file system that all of them mount."""
 
+import fcntl
 import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from elastic.weights.errors import BlobConflict, BlobNotFound, RelayError
@@ -19,6 +20,12 @@ MEMORY_LEFT = 1 / 2
 
 _COMPARE_BYTES = 1 << 20
 
+_UNFINISHED = "put-"
+"""Names of blobs that are being written begin with this. Their writers hold locks on them."""
+
+_ATTEMPTS = 100
+"""How often a blob's directory may be removed, since it is empty, while the blob is put there."""
+
 
 class DirectoryRelay:
     """`elastic.weights.relay.Relay` over files; the directory is made by the first `put`.
@@ -28,18 +35,29 @@ class DirectoryRelay:
 
     def __init__(self, root: Path) -> None:
         self._root = root
+        self._swept = False
 
     def put(self, key: str, *parts: Buffer) -> None:
         path = self._path(key)
         with _translated(path):
-            incoming = self._root / INCOMING
-            incoming.mkdir(parents=True, exist_ok=True)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            if self._put_in_memory(path, parts):
-                return
-            with tempfile.NamedTemporaryFile(dir=incoming, buffering=0) as file:
-                _write_all(file.fileno(), parts)
-                _place(os.link, Path(file.name), path)
+            for _ in range(_ATTEMPTS - 1):
+                with suppress(FileNotFoundError, FileExistsError):
+                    return self._put(path, parts)
+            return self._put(path, parts)
+
+    def _put(self, path: Path, parts: Sequence[Buffer]) -> None:
+        incoming = self._root / INCOMING
+        incoming.mkdir(parents=True, exist_ok=True)
+        if not self._swept:
+            _remove_unfinished(incoming)
+            self._swept = True
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if self._put_in_memory(path, parts):
+            return
+        with tempfile.NamedTemporaryFile(dir=incoming, prefix=_UNFINISHED, buffering=0) as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            _write_all(file.fileno(), parts)
+            _place(os.link, Path(file.name), path)
 
     def _put_in_memory(self, path: Path, parts: Sequence[Buffer]) -> bool:
         """Whether the blob is there now; it is not where there is no memory, or no room in it."""
@@ -125,6 +143,14 @@ def _place(link: Callable[[Path, Path], None], blob: Path, path: Path) -> bool:
             raise BlobConflict(f"{path}: holds other content already; blobs are immutable") from None
         return False
     return True
+
+
+def _remove_unfinished(incoming: Path) -> None:
+    """What writers that were killed left. One that has not locked its blob yet finds it missing, and begins again."""
+    for path in incoming.glob(f"{_UNFINISHED}*"):
+        with suppress(OSError), path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink()
 
 
 def _equal(one: Path, other: Path) -> bool:

@@ -31,6 +31,7 @@ from elastic.weights.manifest import (
 from elastic.weights.memory import Memory
 from elastic.weights.plan import Update
 from elastic.weights.relay import Relay
+from elastic.weights.signature import sign
 from elastic.weights.tensors import Bits, entries_of, filling, flatten, views
 from elastic.weights.versions import collect_garbage, published_updates, withdraw_keyframe
 from elastic.weights.waiting import awaited, fetch
@@ -91,9 +92,8 @@ class Publisher:
         """Put `version`: a delta from the last one published, or a keyframe where there is none that fits.
 
         `tensors` (bfloat16; with a `share` this rank's own) may be changed again as soon as it returns. Versions that
-        workers are pulling (`pulled`) stay on the relay, however old. Raises
-        `RelayError`, also for what failed in the background since the last call, `ValueError`, and `WeightsCorrupted`
-        where another rank's part does not belong to this version.
+        workers are pulling (`pulled`) stay on the relay, however old. Raises `RelayError`, `ValueError`, and
+        `WeightsCorrupted` where another rank's part does not belong to this version.
         """
         self._end_background()
         begun_s = time.monotonic()
@@ -102,6 +102,8 @@ class Publisher:
         bits = self._memory.empty(end - begin)
         last = self._last
         if last is None or last.tensors != entries or last.version >= version:
+            if self._encoder.leads:
+                sign(self._relay, self._run)
             mirror, last = (Mirror(parts) if on_device(parts) else None), None
             deque(filling(bits, parts), maxlen=0)
             published, held = self._publish_first(version, entries, bits, begun_s)
@@ -179,8 +181,6 @@ class Publisher:
         if later is not None:
             later.result(LATER_TIMEOUT_S)
 
-    def close(self) -> None:
-        """Finish what is under way, whatever becomes of it."""
     def _end_background(self) -> None:
         """What is done there is for newcomers and the disk; what failed is due again with this version."""
         try:
@@ -188,6 +188,8 @@ class Publisher:
         except WeightsError:
             log.warning("merged delta, keyframe or collection of garbage failed", exc_info=True)
 
+    def close(self) -> None:
+        """Finish what is under way, whatever becomes of it."""
         self._executor.shutdown(wait=True)
 
     def _publish_first(

@@ -1,11 +1,13 @@
 """Everything that one pull reads off a relay: until its deadline, several blobs at once, again where it broke."""
 
+import random
 import time
-from collections import deque
-from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import closing, contextmanager
 from functools import partial
+from math import inf
+from typing import TypeVar
 
 from elastic.weights.codecs.base import Buffer
 from elastic.weights.delta import (
@@ -21,17 +23,23 @@ from elastic.weights.delta import (
 from elastic.weights.errors import BlobNotFound, WeightsCorrupted
 from elastic.weights.plan import Update
 from elastic.weights.relay import Relay
+from elastic.weights.site import SiteRelay
 from elastic.weights.versions import published_updates
 from elastic.weights.waiting import awaited, fetch, look_again, patiently
 
 CHUNK_BYTES = 8 << 20
 """What a broken transfer has to fetch again, and how often the deadline is looked at."""
 
+SHARE_BYTES, SHARES = 1 << 20, 32
+"""A smaller keyframe is fetched in so many chunks, none smaller than this, so that the workers of a site share it."""
+
 BUCKET_BYTES_MAX = 1 << 20
 """A bucket's blob may have this and 6 bytes an element: more than any codec takes."""
 
 TRANSFERS = 3
-"""Buckets under way or waiting to be decoded; more of them only take memory."""
+"""Chunks of a keyframe under way, or buckets under way or waiting to be decoded; more of them only take memory."""
+
+T = TypeVar("T")
 
 
 class Reading:
@@ -48,13 +56,20 @@ class Reading:
         self._relay = relay
         self._transfers = transfers
         self._chunk_bytes = chunk_bytes
+        self._refused: set[int] = set()
 
     def updates(self, version: int, begun: bool) -> list[Update]:
-        """What there is on the way to `version`, with `begun` also what is still being published."""
+        """What there is on the way to `version`, with `begun` also what of that itself is still being published.
+
+        Whatever was begun of an earlier version and is not there may never be.
+        """
+        ask = f"list for version {version}"
         with self._on_the_wire():
-            return patiently(
-                self.deadline_s, f"list for version {version}", lambda: published_updates(self._relay, begun)
-            )
+            there = patiently(self.deadline_s, ask, lambda: published_updates(self._relay))
+            if not begun:
+                return there
+            coming = patiently(self.deadline_s, ask, lambda: published_updates(self._relay, begun=True))
+        return [*there, *(update for update in coming if update.version == version)]
 
     def look_again(self, since_s: float) -> bool:
         """Wait a little for what has not been there `since_s` (monotonic); whether there is time for that."""
@@ -70,15 +85,28 @@ class Reading:
 
     def get_into(self, key: str, memory: memoryview) -> None:
         """Fill `memory`, which is as large as the blob is to be."""
+        step = min(self._chunk_bytes, max(SHARE_BYTES, len(memory) // SHARES))
+
+        def fill(start: int) -> None:
+            chunk = memory[start : start + step]
+            content = fetch(self._relay, key, self.deadline_s, start, len(chunk))
+            if len(content) != len(chunk):
+                found = start + len(content)
+                raise WeightsCorrupted(f"{key}: ends at byte {found}; its manifest says {len(memory)}")
+            chunk[:] = content
+
         with self._on_the_wire():
-            for start in range(0, len(memory), self._chunk_bytes):
-                chunk = memory[start : start + self._chunk_bytes]
-                content = fetch(self._relay, key, self.deadline_s, start, len(chunk))
-                if len(content) != len(chunk):
-                    found = start + len(content)
-                    raise WeightsCorrupted(f"{key}: ends at byte {found}; its manifest says {len(memory)}")
-                chunk[:] = content
+            for _, filled in self._several(fill, _from_anywhere(range(0, len(memory), step))):
+                filled.result()
         self.size_bytes += len(memory)
+
+    def another_copy(self, version: int) -> bool:
+        """Whether what did not verify may be right where the site's copy is from; then that is read from now on."""
+        if not isinstance(self._relay, SiteRelay) or version in self._refused:
+            return False
+        self._refused.add(version)
+        self._relay.refuse(version)
+        return True
 
     def delta(self, version: int, base: int) -> tuple[DeltaBegun, DeltaManifest | None]:
         """What is to come, and the manifest if all of it is there."""
@@ -93,25 +121,37 @@ class Reading:
         with self._on_the_wire() as there:
             return decode_delta_manifest(awaited(self._relay, key, self.deadline_s, absent=there.not_yet))
 
-    def buckets(self, begun: DeltaBegun, wanted: Iterable[int], there: bool) -> Iterator[tuple[int, Buffer]]:
-        """Each `wanted` bucket's number and blob, in order; the next ones are on their way meanwhile."""
-        waiting: deque[tuple[int, Future[tuple[Buffer, _There]]]] = deque()
+    def buckets(self, begun: DeltaBegun, wanted: Sequence[int], there: bool) -> Iterator[tuple[int, Buffer]]:
+        """Each `wanted` bucket's number and blob, as they arrive; the next ones are on their way meanwhile.
+
+        If all are `there`, the workers of a site begin at different ones; else in the order in which they are put.
+        """
+        order = _from_anywhere(wanted) if there else wanted
+        with closing(self._several(partial(self._bucket, begun, there), order)) as arriving:
+            while (landed := self._landed(arriving)) is not None:
+                yield landed
+
+    def _several(self, job: Callable[[int], T], order: Sequence[int]) -> "Generator[tuple[int, Future[T]], None, None]":
+        """Each number and what its `job` came to, as they end; as many at once as there may be transfers."""
+        left = iter(order)
+        pending: dict[Future[T], int] = {}
         with ThreadPoolExecutor(self._transfers, thread_name_prefix="puller") as executor:
             try:
-                for number in wanted:
-                    waiting.append((number, executor.submit(self._bucket, begun, number, there)))
-                    if len(waiting) >= self._transfers:
-                        yield self._landed(*waiting.popleft())
-                while waiting:
-                    yield self._landed(*waiting.popleft())
+                while True:
+                    while len(pending) < self._transfers and (number := next(left, None)) is not None:
+                        pending[executor.submit(job, number)] = number
+                    if not pending:
+                        return
+                    done = next(iter(wait(pending, return_when=FIRST_COMPLETED).done))
+                    yield pending.pop(done), done
             finally:
-                for _, future in waiting:
+                for future in pending:
                     future.cancel()
 
-    def _bucket(self, begun: DeltaBegun, number: int, there: bool) -> "tuple[Buffer, _There]":
+    def _bucket(self, begun: DeltaBegun, there: bool, number: int) -> "tuple[Buffer, _There]":
         key = bucket_key(begun.version, begun.base_version, number)
         most = BUCKET_BYTES_MAX + 6 * begun.buckets[number][1] * begun.tile_elements
-        since = _There()
+        since = _There(-inf)
         get = fetch if there else partial(awaited, absent=since.not_yet)
         blob = bytearray()
         while True:
@@ -122,17 +162,21 @@ class Reading:
             if len(blob) > most:
                 raise WeightsCorrupted(f"{key}: more than {most} bytes")
 
-    def _landed(self, number: int, future: "Future[tuple[Buffer, _There]]") -> tuple[int, Buffer]:
+    def _landed(self, arriving: "Iterator[tuple[int, Future[tuple[Buffer, _There]]]]") -> tuple[int, Buffer] | None:
+        """The next one, if there is another."""
         with self._on_the_wire() as there:
-            blob, since = future.result()
+            number, bucket = next(arriving, (0, None))
+            if bucket is None:
+                return None
+            blob, since = bucket.result()
             there.since_s = max(there.since_s, since.since_s)
         self.size_bytes += len(blob)
         return number, blob
 
     @contextmanager
     def _on_the_wire(self) -> "Iterator[_There]":
-        there = _There()
-        begun_s = there.since_s
+        begun_s = time.monotonic()
+        there = _There(begun_s)
         try:
             yield there
         finally:
@@ -141,10 +185,16 @@ class Reading:
 
 
 class _There:
-    """Since when something has been on the relay, as far as one knows: since one first asked, or later."""
+    """Since when something has been on the relay, as far as one knows."""
 
-    def __init__(self) -> None:
-        self.since_s = time.monotonic()
+    def __init__(self, since_s: float) -> None:
+        self.since_s = since_s
 
     def not_yet(self) -> None:
         self.since_s = time.monotonic()
+
+
+def _from_anywhere(order: Sequence[int]) -> list[int]:
+    """The same, beginning somewhere else each time: of those who fetch the same, each then fetches another part."""
+    first = random.randrange(len(order)) if order else 0
+    return [*order[first:], *order[:first]]

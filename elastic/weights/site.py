@@ -1,35 +1,51 @@
 """Workers of one site share what crosses the slow link: of everything, one copy does.
 
 Who needs a piece that the site does not have claims it, fetches it from the far relay and puts it on the near one;
-the others wait for it there, and claim other pieces meanwhile. A claim is renewed while its piece comes in, however
-slow the link is, and expires otherwise, so that a worker may die with it, and joining or leaving takes nobody's
-consent. A newcomer gets its keyframe from the near relay as everybody does.
+the others find it there. Nobody is waited for longer than is fair: a claim whose piece takes several times as long as
+such pieces take the one who waits, because its worker died or has a slow link of its own, gives way to another. The
+slower one notices between two parts of its piece, takes the other's, and lets others go first from then on. So joining
+and leaving takes nobody's consent. A newcomer gets its keyframe from the near relay as everybody does.
 Source: the two-stage transfer of RollMux §5.2 (Weave §5.2), without a fixed group.
 
 The near relay is any relay that all workers of the site reach fast: a directory in shared memory on one host, or an
-HTTP relay on one of them. Pieces are what is asked for, so workers have to ask for the same ranges.
+HTTP relay on one of them. Below `site/` it may be shared with anything, other runs' sites too: pieces are kept by
+whose they are, and a trainer that was resumed is somebody else. It is a help and no more: where it fails, or has what
+does not verify, the far relay is asked. Pieces are what is asked for, so workers have to ask for the same ranges.
 """
 
+import itertools
 import time
+from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 
 import structlog
 
-from elastic.weights.errors import BlobConflict, BlobNotFound, RelayError, RelayUnavailable
+from elastic.weights.errors import BlobConflict, BlobNotFound, RelayError
 from elastic.weights.manifest import version_of
 from elastic.weights.relay import Buffer, Relay
-from elastic.weights.waiting import POLL_S
+from elastic.weights.signature import signature_of
+from elastic.weights.waiting import pause_after_s
 
 log = structlog.get_logger(__name__)
 
 CLAIM_S = 10.0
-"""How long a worker may take for a part of a piece; the next one's wait if it died."""
+"""How long one waits for another's piece without knowing how long such a piece takes, and does without a near relay
+that failed."""
 
-PART_BYTES = 1 << 20
-"""What is fetched of a claimed piece before the claim is looked at again."""
+PATIENCE, PATIENCE_S = 4, 0.25
+"""How long one waits for another's piece: so many times what such a piece takes oneself, and at least this.
 
-PATIENCE, PATIENCE_MAX = 3, 60
-"""How many times as long as a claim lasts one waits for a claim that is not renewed, and for one that is."""
+Each further claim on the piece is waited for twice as long, so that a link that got slow is not loaded with copies."""
+
+CLAIMS = 6
+"""On a piece; when all of them came to nothing one fetches it for oneself."""
+
+PART_S, PART_BYTES_MIN = 0.25, 64 << 10
+"""What is fetched of a claimed piece before one looks whether somebody else was faster: about so long at a time."""
+
+MEMORY = 0.8
+"""Of the longest time that a piece took, from one piece to the next."""
 
 
 class SiteRelay:
@@ -41,47 +57,47 @@ class SiteRelay:
         near: Relay,
         worker: str,
         *,
-        claim_s: float = CLAIM_S,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._far = far
         self._near = near
         self._worker = worker
-        self._claim_s = claim_s
         self._clock = clock
         self._sleep = sleep
+        self._numbers = itertools.count()
+        self._signature: tuple[str, str] | None = None
+        self._refused: Counter[int | None] = Counter()
+        self._took_s: dict[int, float] = {}
+        """How long a piece lately took this worker, by the power of two that is above the length it asked for."""
+        self._part_bytes = PART_BYTES_MIN
+        self._overtaken = False
+        self._without_until_s = 0.0
 
     def get(self, key: str, start: int = 0, length: int | None = None) -> bytes:
-        """From the site if it is there, else over the link, by this worker or whoever was faster.
-
-        A near relay that fails is done without.
-        """
-        piece = f"{key}/{start}-{'' if length is None else length}"
-        begun_s = renewed_s = self._clock()
-        latest = 0
+        """From the site if it is there, else over the link, by this worker or whoever was faster."""
+        signature = self._signature
+        if signature is None or self._clock() < self._without_until_s:
+            return self._far.get(key, start, length)
+        piece = f"{_place(*signature)}{key}/{start}-{'' if length is None else length}"
+        if copy := self._refused[version_of(key)]:
+            piece += f".copy-{copy}"
         try:
-            while self._clock() < min(renewed_s + PATIENCE * self._claim_s, begun_s + PATIENCE_MAX * self._claim_s):
-                try:
-                    return self._near.get(piece)
-                except BlobNotFound:
-                    number, mine = self._claim(piece)
-                    if mine:
-                        return self._fetch(number, piece, key, start, length)
-                if number > latest:
-                    latest, renewed_s = number, self._clock()
-                self._sleep(POLL_S)
-        except BlobNotFound:
-            raise
-        except RelayUnavailable as error:
-            log.warning("site not used", piece=piece, reason=str(error))
-        return self._far.get(key, start, length)
+            content, claim = self._awaited(piece, length)
+        except RelayError as error:
+            self._do_without(error)
+            return self._far.get(key, start, length)
+        return self._fetch(piece, claim, key, start, length) if content is None else content
 
     def put(self, key: str, *parts: Buffer) -> None:
         self._far.put(key, *parts)
 
     def list_keys(self, prefix: str = "") -> list[str]:
-        return self._far.list_keys(prefix)
+        """Of the far relay, which also says whose versions these are; a pull begins with that."""
+        keys = self._far.list_keys(prefix)
+        if prefix == "versions/":
+            self._signature = signature_of(keys)
+        return keys
 
     def delete(self, key: str) -> None:
         self._far.delete(key)
@@ -90,64 +106,119 @@ class SiteRelay:
         self._far.close()
         self._near.close()
 
-    def _fetch(self, number: int, piece: str, key: str, start: int, length: int | None) -> bytes:
-        """`number` is the claim's under which this worker does so."""
-        claims = [number]
-        renew_s = self._clock() + self._claim_s / 2
-        content = bytearray()
-        try:
-            while length is None or len(content) < length:
-                wanted = None if length is None else min(length - len(content), PART_BYTES)
-                part = self._far.get(key, start + len(content), wanted)
-                content += part
-                if wanted is None or len(part) < wanted:
-                    break
-                if self._clock() > renew_s and self._write(_claim_key(piece, claims[-1] + 1)):
-                    claims.append(claims[-1] + 1)
-                    renew_s = self._clock() + self._claim_s / 2
-        except BaseException:
-            for each in reversed(claims):
-                self._near.delete(_claim_key(piece, each))
-            raise
-        try:
-            self._near.put(piece, content)
-        except RelayError as error:
-            log.warning("piece not shared", piece=piece, reason=str(error))
-        if key.endswith(".json"):
-            self._forget()
-        return bytes(content)
+    def refuse(self, version: int) -> None:
+        """What the site has of `version` did not verify: the next time it is another copy, off the far relay."""
+        self._refused[version] += 1
 
-    def _claim(self, piece: str) -> tuple[int, bool]:
-        """The number of the claim that holds, and whether it is this worker's now. An expired one gives way."""
-        number = 0
+    def _awaited(self, piece: str, length: int | None) -> tuple[bytes | None, str | None]:
+        """The piece, or none and the claim on it under which this worker is to fetch it."""
+        number, holder, patience_s = 0, None, self._patience_s(length)
+        begun_s = since_s = self._clock()
         while True:
-            try:
-                until_s = float(self._near.get(_claim_key(piece, number)).partition(b" ")[0])
-            except BlobNotFound:
-                return number, self._write(_claim_key(piece, number))
-            except ValueError:
-                until_s = 0.0
-            if until_s > self._clock():
-                return number, False
-            number += 1
+            if (content := self._found(piece)) is not None:
+                return content, None
+            waited_s = self._clock() - begun_s
+            if not self._overtaken or waited_s >= PATIENCE_S:
+                if number == CLAIMS:
+                    return None, None
+                claim = f"{piece}.claim-{number}"
+                found = self._found(claim)
+                if found is None and self._claim(claim):
+                    return None, claim
+                if found != holder:
+                    holder, since_s = found, self._clock()
+                elif self._clock() - since_s >= patience_s * 2**number:
+                    number, holder = number + 1, None
+                    continue
+            self._sleep(pause_after_s(waited_s))
 
-    def _write(self, claim: str) -> bool:
+    def _found(self, key: str) -> bytes | None:
         try:
-            self._near.put(claim, f"{self._clock() + self._claim_s} {self._worker}".encode())
+            return self._near.get(key)
+        except BlobNotFound:
+            return None
+
+    def _claim(self, claim: str) -> bool:
+        try:
+            self._near.put(claim, f"{self._worker} {next(self._numbers)}".encode())
         except BlobConflict:
             return False
         return True
 
-    def _forget(self) -> None:
-        """Delete pieces of versions that the far relay no longer has."""
+    def _patience_s(self, length: int | None) -> float:
+        """By the pieces lately fetched: a piece takes no longer than a larger one did; of a smaller one one infers."""
+        power, known = _power(length), sorted(self._took_s)
+        if not known:
+            return CLAIM_S
+        nearest = next((each for each in known if each >= power), known[-1])
+        fair_s = PATIENCE * self._took_s[nearest]
+        if nearest < power:
+            fair_s = min(fair_s * 2 ** (power - nearest), CLAIM_S)
+        return max(fair_s, PATIENCE_S)
+
+    def _fetch(self, piece: str, claim: str | None, key: str, start: int, length: int | None) -> bytes:
+        begun_s = self._clock()
+        content = bytearray()
         try:
-            there = {version_of(key) for key in self._far.list_keys("versions/")}
-            for key in self._near.list_keys():
-                if version_of("/".join(key.removeprefix("claims/").split("/")[:3])) not in there:
-                    self._near.delete(key)
+            while length is None or len(content) < length:
+                wanted = None if length is None else min(length - len(content), self._part_bytes)
+                part_s = self._clock()
+                part = self._far.get(key, start + len(content), wanted)
+                content += part
+                if wanted is None or len(part) < wanted:
+                    break
+                fast = self._clock() - part_s < PART_S
+                self._part_bytes = max(self._part_bytes * 2 if fast else self._part_bytes // 2, PART_BYTES_MIN)
+                if len(content) != length and (faster := self._faster(piece)) is not None:
+                    self._overtaken = True
+                    return faster
+        except BaseException:
+            self._give_up(claim)
+            raise
+        power, took_s = _power(length), self._clock() - begun_s
+        self._took_s[power] = max(took_s, MEMORY * self._took_s.get(power, 0.0))
+        self._overtaken = False
+        try:
+            self._near.put(piece, content)
+            if key.endswith(".json"):
+                self._forget()
         except RelayError as error:
-            log.warning("site not cleaned up", reason=str(error))
+            self._do_without(error)
+            self._give_up(claim)
+        return bytes(content)
+
+    def _faster(self, piece: str) -> bytes | None:
+        """What somebody else brought meanwhile."""
+        with suppress(RelayError):
+            return self._found(piece)
+        return None
+
+    def _give_up(self, claim: str | None) -> None:
+        """Whoever waits for the piece is to fetch it now."""
+        if claim is not None:
+            with suppress(RelayError):
+                self._near.delete(claim)
+
+    def _do_without(self, error: RelayError) -> None:
+        log.warning("site not used", reason=str(error))
+        self._without_until_s = self._clock() + CLAIM_S
+
+    def _forget(self) -> None:
+        """Delete pieces of versions that the far relay no longer has, and of those who published this run before."""
+        there = {version_of(key) or 0 for key in self.list_keys("versions/")}
+        if self._signature is None:
+            return
+        run, publisher = self._signature
+        for key in self._near.list_keys(_place(run)):
+            version = version_of("/".join(key.removeprefix(_place(run, publisher)).split("/")[:3]))
+            if version is None or (version not in there and version < max(there)):
+                self._near.delete(key)
 
 
-def _claim_key(piece: str, number: int) -> str:
-    return f"claims/{piece}/{number}"
+def _place(*signature: str) -> str:
+    """All keys of pieces begin with this, and nothing else below does."""
+    return "/".join(("site", *signature, ""))
+
+
+def _power(length: int | None) -> int:
+    return 0 if length is None else length.bit_length()

@@ -60,8 +60,13 @@ def awaited(
 def look_again(begun_s: float, deadline_s: float) -> bool:
     """Wait a little for what has not been there since `begun_s` (monotonic); whether there is time for that."""
     now_s = time.monotonic()
-    pause_s = min(max((now_s - begun_s) * POLL_SHARE, POLL_S), POLL_MAX_S)
+    pause_s = pause_after_s(now_s - begun_s)
     if now_s + pause_s > deadline_s:
         return False
     time.sleep(pause_s)
     return True
+
+
+def pause_after_s(waited_s: float) -> float:
+    """Until one looks again."""
+    return min(max(waited_s * POLL_SHARE, POLL_S), POLL_MAX_S)

@@ -1,10 +1,15 @@
 import errno
 import os
+import signal
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from elastic.weights.directory import DirectoryRelay
+from elastic.weights.directory import INCOMING, DirectoryRelay
 from elastic.weights.errors import BlobNotFound, RelayError, RelayUnavailable
 
 
@@ -49,3 +54,76 @@ def test_deleting_leaves_no_empty_directories(tmp_path: Path):
     relay.put("versions/2/blob", b"")
     relay.delete("versions/1/blob")
     assert sorted(path.name for path in (tmp_path / "versions").iterdir()) == ["2"]
+
+
+def test_a_blob_is_put_also_while_its_neighbours_go(tmp_path: Path):
+    relay = DirectoryRelay(tmp_path)
+    barrier = threading.Barrier(3)
+
+    def come_and_go(writer: int) -> None:
+        barrier.wait(timeout=10)
+        for number in range(300):
+            relay.put(f"claims/deep/{writer}-{number}", b"1")
+            relay.delete(f"claims/deep/{writer}-{number}")
+
+    with ThreadPoolExecutor(3) as threads:
+        list(threads.map(come_and_go, range(3)))
+    assert relay.list_keys() == []
+
+
+def test_a_directory_that_is_removed_before_its_blob_is_there_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    link, removed = os.link, []
+
+    def link_later(blob: Path, path: Path) -> None:
+        if len(removed) < 3:
+            removed.append(path.parent)
+            path.parent.rmdir()
+        link(blob, path)
+
+    monkeypatch.setattr("elastic.weights.directory.os.link", link_later)
+    relay = DirectoryRelay(tmp_path)
+    relay.put("v/1", b"content")
+    assert (relay.get("v/1"), len(removed)) == (b"content", 3)
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from elastic.weights import directory
+write = os.write
+def die(descriptor, data):
+    write(descriptor, data)
+    os.kill(os.getpid(), signal.SIGKILL)
+directory.os.write = die
+directory.DirectoryRelay(Path(sys.argv[1])).put("v/1", bytes(1000))
+"""
+
+
+def test_what_a_killed_writer_left_goes_and_what_others_are_writing_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], timeout=60)
+    assert killed.returncode == -signal.SIGKILL
+    (left,) = (tmp_path / INCOMING).iterdir()
+    begun, go_on, write = threading.Event(), threading.Event(), os.write
+
+    def wait_amid(descriptor: int, data: memoryview) -> int:
+        if data.nbytes == 2000:
+            begun.set()
+            assert go_on.wait(10)
+        return write(descriptor, data)
+
+    monkeypatch.setattr("elastic.weights.directory.os.write", wait_amid)
+    with ThreadPoolExecutor(1) as threads:
+        writing = threads.submit(DirectoryRelay(tmp_path).put, "v/2", bytes(2000))
+        assert begun.wait(10)
+        DirectoryRelay(tmp_path).put("v/3", b"")
+        assert not left.exists()
+        go_on.set()
+        writing.result(10)
+    relay = DirectoryRelay(tmp_path)
+    assert relay.list_keys() == ["v/2", "v/3"]
+    assert relay.get("v/2") == bytes(2000)
+    assert list((tmp_path / INCOMING).iterdir()) == []

@@ -1,32 +1,42 @@
 import threading
+from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import count
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor
 
+from elastic.weights import reading, site
 from elastic.weights.directory import DirectoryRelay
-from elastic.weights.errors import BlobNotFound, RelayUnavailable
-from elastic.weights.link import Link, LinkedRelay
+from elastic.weights.errors import BlobNotFound, RelayError, RelayUnavailable
+from elastic.weights.link import SLICE_BYTES_MIN, SLICE_S, Link, LinkedRelay
+from elastic.weights.publisher import Publisher, PublishSettings
+from elastic.weights.puller import Puller
 from elastic.weights.relay import Buffer, Relay
-from elastic.weights.site import SiteRelay
+from elastic.weights.signature import sign
+from elastic.weights.site import CLAIM_S, PATIENCE_S, SiteRelay
 
 KEY = "versions/00000001/keyframe.bin"
+CONTENT = bytes(range(256)) * 40
 
 
-class Far:
-    """A far relay over a directory that counts what crosses the link, and can be made to wait."""
+class Watched:
+    """A relay that counts what is read of it, and calls `before` with the key and the start first."""
 
-    def __init__(self, relay: Relay) -> None:
+    def __init__(self, relay: Relay, before: Callable[[str, int], object] = lambda key, start: None) -> None:
         self._relay = relay
+        self._before = before
         self._lock = threading.Lock()
-        self.crossings: list[tuple[str, int]] = []
-        self.open = threading.Event()
-        self.open.set()
+        self.reads: list[tuple[str, int]] = []
 
     def get(self, key: str, start: int = 0, length: int | None = None) -> bytes:
         with self._lock:
-            self.crossings.append((key, start))
-        assert self.open.wait(10)
+            self.reads.append((key, start))
+        self._before(key, start)
         return self._relay.get(key, start, length)
 
     def put(self, key: str, *parts: Buffer) -> None:
@@ -42,11 +52,27 @@ class Far:
         self._relay.close()
 
 
+class Time:
+    """Passes while somebody sleeps, and when told to."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.pauses = 0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def sleep(self, pause_s: float) -> None:
+        self.now_s += pause_s
+        self.pauses += 1
+
+
 @pytest.fixture
-def far(tmp_path: Path) -> Far:
+def far(tmp_path: Path) -> Watched:
     relay = DirectoryRelay(tmp_path / "far")
-    relay.put(KEY, bytes(range(256)) * 40)
-    return Far(relay)
+    sign(relay, "run")
+    relay.put(KEY, CONTENT)
+    return Watched(relay)
 
 
 @pytest.fixture
@@ -54,117 +80,387 @@ def near(tmp_path: Path) -> DirectoryRelay:
     return DirectoryRelay(tmp_path / "near")
 
 
-def test_of_every_piece_one_copy_crosses_the_link(far: Far, near: DirectoryRelay):
-    content = far.get(KEY)
-    far.crossings.clear()
+@pytest.fixture
+def time() -> Time:
+    return Time()
 
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(site, "PART_BYTES_MIN", 100)
+
+
+def joined(far: Relay, near: Relay, worker: str = "w", time: Time | None = None) -> SiteRelay:
+    relay = SiteRelay(far, near, worker, clock=time, sleep=time.sleep) if time else SiteRelay(far, near, worker)
+    relay.list_keys("versions/")
+    return relay
+
+
+def claims(near: Relay) -> list[str]:
+    return [key for key in near.list_keys() if ".claim-" in key]
+
+
+def test_of_every_piece_one_copy_crosses_the_link(far: Watched, near: DirectoryRelay):
     def pull(number: int) -> bytes:
-        relay = SiteRelay(far, near, f"w{number}")
-        return b"".join(relay.get(KEY, start, 1024) for start in range(0, len(content), 1024))
+        relay = joined(far, near, f"w{number}")
+        return b"".join(relay.get(KEY, start, 100) for start in range(0, len(CONTENT), 100))
 
     with ThreadPoolExecutor(12) as executor:
-        assert set(executor.map(pull, range(12))) == {content}
-    assert sorted(far.crossings) == [(KEY, start) for start in range(0, len(content), 1024)]
+        assert set(executor.map(pull, range(12))) == {CONTENT}
+    assert sorted(far.reads) == [(KEY, start) for start in range(0, len(CONTENT), 100)]
 
 
-def test_a_worker_that_dies_with_a_claim_holds_nobody_up_for_long(far: Far, near: DirectoryRelay):
-    now = [1000.0]
-    near.put(f"claims/{KEY}/0-100/0", b"1005.0 dead")
-
-    def sleep(pause_s: float) -> None:
-        now[0] += 1
-
-    heir = SiteRelay(far, near, "heir", claim_s=5, clock=lambda: now[0], sleep=sleep)
-    assert heir.get(KEY, 0, 100) == bytes(range(100))
-    assert now[0] == 1005.0
-
-
-@pytest.mark.parametrize("parts", [1, 3, 7])
-def test_a_claim_lasts_as_long_as_its_piece_comes_in(
-    far: Far, near: DirectoryRelay, monkeypatch: pytest.MonkeyPatch, parts: int
-):
-    monkeypatch.setattr("elastic.weights.site.PART_BYTES", 100)
-    now = [0.0]
-    other = SiteRelay(far, near, "other", claim_s=5, clock=lambda: now[0])
-
-    class Slow(Far):
-        def get(self, key: str, start: int = 0, length: int | None = None) -> bytes:
-            now[0] += 4
-            assert not other._claim(f"{KEY}/0-{100 * parts}")[1], "nobody else fetches it meanwhile"
-            return super().get(key, start, length)
-
-    slow = Slow(far)
-    content = (bytes(range(256)) * 40)[: 100 * parts]
-    assert SiteRelay(slow, near, "slow", claim_s=5, clock=lambda: now[0]).get(KEY, 0, 100 * parts) == content
-    assert slow.crossings == [(KEY, start) for start in range(0, 100 * parts, 100)]
-    assert other.get(KEY, 0, 100 * parts) == content
-    assert len(far.crossings) == parts
-
-
-def test_whoever_fails_to_fetch_gives_all_of_its_claims_back(
-    far: Far, near: DirectoryRelay, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr("elastic.weights.site.PART_BYTES", 100)
-    now = [0.0]
-
-    class Failing(Far):
-        def get(self, key: str, start: int = 0, length: int | None = None) -> bytes:
-            now[0] += 4
-            if start > 300:
-                raise RelayUnavailable("far relay is down")
-            return super().get(key, start, length)
-
-    worker = SiteRelay(Failing(far), near, "w", claim_s=5, clock=lambda: now[0])
-    with pytest.raises(RelayUnavailable):
-        worker._fetch(worker._claim(f"{KEY}/0-1000")[0], f"{KEY}/0-1000", KEY, 0, 1000)
+def test_what_nobody_signed_is_nobodys(far: Watched, near: DirectoryRelay, tmp_path: Path):
+    for unsigned in (SiteRelay(far, near, "has not listed"), joined(DirectoryRelay(tmp_path / "none"), near)):
+        with pytest.raises(BlobNotFound):
+            unsigned.get("versions/00000009/keyframe.bin")
     assert near.list_keys() == []
 
 
-def test_a_claim_that_never_ends_well_is_gone_round(far: Far, near: DirectoryRelay):
-    now = [0.0]
+def die_with_a_claim(far: Watched, near: DirectoryRelay, length: int) -> None:
+    class Dead(BaseException):
+        pass
 
-    def sleep(pause_s: float) -> None:
-        now[0] += 1
-        near.put(f"claims/{KEY}/0-100/{int(now[0])}", b"1e9 liar")
+    class Mute(Watched):
+        def delete(self, key: str) -> None:
+            raise RelayUnavailable("dead")
 
-    near.put(f"claims/{KEY}/0-100/0", b"1e9 liar")
-    relay = SiteRelay(far, near, "w", claim_s=2, clock=lambda: now[0], sleep=sleep)
-    assert relay.get(KEY, 0, 100) == bytes(range(100))
+    def die(key: str, start: int) -> None:
+        raise Dead
+
+    with pytest.raises(Dead):
+        joined(Watched(far, die), Mute(near), "dead").get(KEY, 0, length)
+    assert len(claims(near)) == 1
 
 
-def test_a_near_relay_that_fails_is_done_without(far: Far):
-    class Broken(Far):
+def test_who_knows_no_better_waits_for_a_dead_worker_for_a_while(far: Watched, near: DirectoryRelay, time: Time):
+    die_with_a_claim(far, near, 100)
+    assert joined(far, near, "heir", time).get(KEY, 0, 100) == CONTENT[:100]
+    assert CLAIM_S <= time.now_s <= 1.1 * CLAIM_S
+    assert time.pauses < 200, "nor does one ask all the time"
+
+
+@pytest.mark.parametrize("took_s", [0.001, 0.5])
+def test_who_knows_better_waits_a_few_times_as_long_as_such_a_piece_takes(
+    far: Watched, near: DirectoryRelay, time: Time, took_s: float
+):
+    die_with_a_claim(far, near, 90)
+    slow = Watched(far, lambda key, start: time.sleep(took_s))
+    heir = joined(slow, near, "heir", time)
+    heir.get(KEY, 1000, 100)
+    begun_s = time.now_s
+    assert heir.get(KEY, 0, 90) == CONTENT[:90]
+    fair_s = max(site.PATIENCE * took_s, PATIENCE_S)
+    assert fair_s <= time.now_s - begun_s <= 1.1 * fair_s + took_s
+
+
+def test_nobody_waits_for_a_slow_worker_which_takes_what_the_faster_one_brought(
+    far: Watched, near: DirectoryRelay, time: Time
+):
+    fast = joined(far, near, "fast", time)
+    fast.get(KEY, 5000, 1000)
+    far.reads.clear()
+
+    def meanwhile(key: str, start: int) -> None:
+        begun_s = time.now_s
+        assert fast.get(KEY, 0, 1000) == CONTENT[:1000]
+        assert time.now_s - begun_s <= 1.1 * PATIENCE_S
+
+    link = Watched(far, meanwhile)
+    slow = joined(link, near, "slow", time)
+    assert slow.get(KEY, 0, 1000) == CONTENT[:1000]
+    assert link.reads == [(KEY, 0)], "one part, then it takes the other's"
+    begun_s = time.now_s
+    joined(far, near, "other", time).get(KEY, 1000, 100)
+    slow.get(KEY, 1000, 100)
+    assert time.now_s == begun_s
+    link._before = lambda key, start: None
+    assert slow.get(KEY, 2000, 100) == CONTENT[2000:2100]
+    assert time.now_s - begun_s == pytest.approx(PATIENCE_S, rel=0.1), "others go first, if there are any"
+
+
+def test_a_claim_that_another_made_anew_is_waited_for_anew(far: Watched, near: DirectoryRelay, time: Time):
+    """Several ask for what the far relay does not have yet; the last of them gets it, and is let do so."""
+    die_with_a_claim(far, near, 100)
+    (claim,) = claims(near)
+    waited_s: list[float] = []
+
+    class Contended(Watched):
         def get(self, key: str, start: int = 0, length: int | None = None) -> bytes:
-            raise RelayUnavailable("near relay is down")
+            if key == claim and time.now_s > 0.6 * CLAIM_S and not waited_s:
+                waited_s.append(time.now_s)
+                near.delete(claim)
+                near.put(claim, b"somebody else")
+            return super().get(key, start, length)
 
-    relay = SiteRelay(far, Broken(far), "w")
-    assert relay.get(KEY, 0, 10) == bytes(range(10))
+    assert joined(far, Contended(near), "w", time).get(KEY, 0, 100) == CONTENT[:100]
+    assert time.now_s - waited_s[0] >= CLAIM_S
 
 
-def test_what_the_far_relay_deletes_leaves_the_site(far: Far, near: DirectoryRelay):
-    relay = SiteRelay(far, near, "w")
+def test_claims_that_all_come_to_nothing_are_not_waited_for_for_ever(far: Watched, near: DirectoryRelay, time: Time):
+    class Crowded(Watched):
+        def get(self, key: str, start: int = 0, length: int | None = None) -> bytes:
+            return b"somebody" if ".claim-" in key else super().get(key, start, length)
+
+    assert joined(far, Crowded(near), "w", time).get(KEY, 0, 100) == CONTENT[:100]
+    assert time.now_s <= CLAIM_S * 2**site.CLAIMS
+
+
+@pytest.mark.parametrize("start", [0, 300])
+def test_whoever_fails_to_fetch_gives_its_claim_back(far: Watched, near: DirectoryRelay, start: int):
+    def fail(key: str, at: int) -> None:
+        if at >= start:
+            raise RelayUnavailable("far relay is down")
+
+    with pytest.raises(RelayUnavailable, match="far relay"):
+        joined(Watched(far, fail), near).get(KEY, 0, 1000)
+    assert near.list_keys() == []
+
+
+@pytest.mark.parametrize(
+    "error", [RelayError("No space left on device"), RelayUnavailable("down"), BlobNotFound("gone")]
+)
+@pytest.mark.parametrize("operation", ["get", "put claim", "put piece", "list_keys", "delete"])
+def test_a_near_relay_that_fails_is_done_without(
+    far: Watched, near: DirectoryRelay, time: Time, error: RelayError, operation: str
+):
+    asked: list[str] = []
+
+    class Failing(Watched):
+        def _fail(self, now: str) -> None:
+            asked.append(now)
+            if now == operation:
+                raise error
+
+        def get(self, key: str, start: int = 0, length: int | None = None) -> bytes:
+            self._fail("get")
+            return super().get(key, start, length)
+
+        def put(self, key: str, *parts: Buffer) -> None:
+            self._fail("put claim" if ".claim-" in key else "put piece")
+            super().put(key, *parts)
+
+        def list_keys(self, prefix: str = "") -> list[str]:
+            self._fail("list_keys")
+            return super().list_keys(prefix)
+
+        def delete(self, key: str) -> None:
+            self._fail("delete")
+            super().delete(key)
+
+    far.put("versions/00000001/manifest.json", b"{}")
+    broken = Failing(near)
+    relay = joined(far, broken, "w", time)
+    for at in range(0, 1000, 250):
+        assert relay.get(KEY, at, 250) == CONTENT[at : at + 250]
+    assert relay.get("versions/00000001/manifest.json") == b"{}"
+    with pytest.raises(BlobNotFound, match="00000009"):
+        relay.get("versions/00000009/manifest.json")
+    assert time.now_s == 0, "and nobody waits for it"
+    if operation == "put piece":
+        assert claims(near) == [], "nor for what could not be shared"
+        asked.clear()
+        relay.get(KEY, 0, 10)
+        assert asked == [], "it is let be for a while"
+        time.now_s += CLAIM_S
+        relay.get(KEY, 0, 10)
+        assert asked != []
+
+
+def test_what_the_far_relay_deletes_leaves_the_site_and_nothing_else_does(far: Watched, near: DirectoryRelay):
+    for foreign in ("worker-0/held.json", "versions/00000000/keyframe.bin", "claims/x"):
+        near.put(foreign, b"somebody's")
+    other = DirectoryRelay(near._root / "other")
+    sign(other, "another run")
+    other.put(KEY, b"another run's")
+    assert joined(other, near).get(KEY) == b"another run's"
+    theirs = near.list_keys()
+    relay = joined(far, near)
     relay.get(KEY, 0, 100)
     far.delete(KEY)
-    far.put("versions/00000002/manifest.json", b"{}")
-    relay.get("versions/00000002/manifest.json")
-    assert {key.removeprefix("claims/").split("/")[1] for key in near.list_keys()} == {"00000002"}
+    for version in (2, 3):
+        far.put(f"versions/0000000{version}/manifest.json", b"{}")
+        relay.get(f"versions/0000000{version}/manifest.json")
+    left = set(near.list_keys()) - set(theirs)
+    assert {key.split("/")[4] for key in left} == {"00000002", "00000003"}
+    assert set(theirs) <= set(near.list_keys())
+    sign(far, "run")
+    relay = joined(far, near)
+    relay.get("versions/00000003/manifest.json")
+    left = set(near.list_keys()) - set(theirs)
+    assert {tuple(key.split("/")[2:5:2]) for key in left} == {(*(relay._signature or ())[1:], "00000003")}
 
 
-def test_a_missing_blob_is_missing(far: Far, near: DirectoryRelay):
+def test_a_missing_blob_is_missing(far: Watched, near: DirectoryRelay):
     with pytest.raises(BlobNotFound):
-        SiteRelay(far, near, "w").get("versions/00000009/manifest.json")
+        joined(far, near).get("versions/00000009/manifest.json")
     assert near.list_keys() == [], "and nobody waits for a claim on it"
 
 
-def test_a_link_carries_its_rate_and_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def tensors(value: float, elements: int = 4000) -> dict[str, Tensor]:
+    return {"w": torch.full((elements,), value, dtype=torch.bfloat16)}
+
+
+def published(place: Path, values: list[float], run: str = "run") -> DirectoryRelay:
+    relay = DirectoryRelay(place)
+    publish(relay, values, run)
+    return relay
+
+
+def publish(relay: Relay, values: list[float], run: str = "run") -> None:
+    publisher = Publisher(relay, run, {}, PublishSettings(bucket_elements=1000, tile_elements=500))
+    for version, value in enumerate(values):
+        publisher.publish(version, tensors(value))
+    publisher.close()
+
+
+def assert_pulls(puller: Puller, version: int, value: float) -> None:
+    assert torch.equal(puller.pull(version).tensors["w"], tensors(value)["w"])
+
+
+def test_two_runs_share_a_site_and_get_their_own_weights(tmp_path: Path, near: DirectoryRelay):
+    for run, value in (("one", 1.0), ("two", 7.0), ("one", 3.0)):
+        relay = published(tmp_path / f"{run}{value}", [value, value + 1], run)
+        for worker in ("a", "b"):
+            puller = Puller(SiteRelay(relay, near, worker))
+            assert_pulls(puller, 0, value)
+            assert_pulls(puller, 1, value + 1)
+
+
+def test_after_a_resume_the_site_gives_what_was_published_again(tmp_path: Path, near: DirectoryRelay):
+    far = published(tmp_path / "far", [1.0, 2.0, 3.0])
+    site_of = partial(SiteRelay, far, near)
+    assert_pulls(Puller(site_of("before")), 2, 3.0)
+    for key in far.list_keys("versions/0000"):
+        far.delete(key)
+    publish(far, [1.0, 2.0, 5.0])
+    assert_pulls(Puller(site_of("after")), 2, 5.0)
+
+
+@pytest.mark.parametrize("kind", ["keyframe.bin", "manifest.json", "delta-00000000-00002.bin", "delta-00000000.json"])
+@pytest.mark.parametrize(
+    "damage", [lambda blob: bytes([blob[0] ^ 1]) + blob[1:], lambda blob: blob[:-1], lambda _: b""]
+)
+def test_a_damaged_piece_is_replaced_once_for_all(
+    tmp_path: Path, near: DirectoryRelay, kind: str, damage: Callable[[bytes], bytes]
+):
+    far = Watched(published(tmp_path / "far", [1.0, 2.0]))
+    assert_pulls(Puller(SiteRelay(far, near, "first")), 0, 1.0)
+    assert_pulls(Puller(SiteRelay(far, near, "second")), 1, 2.0)
+    for key in near.list_keys():
+        if f"/{kind}/" in key and ".claim-" not in key:
+            content = near.get(key)
+            near.delete(key)
+            near.put(key, damage(content))
+    far.reads.clear()
+    for number in range(5):
+        puller = Puller(SiteRelay(far, near, f"w{number}"))
+        assert_pulls(puller, 0, 1.0)
+        assert_pulls(puller, 1, 2.0)
+    assert any(key.endswith(kind) for key, _ in far.reads)
+    assert max(Counter(far.reads).values()) == 1, "those who refused it share the other copy"
+
+
+def test_workers_of_a_site_fetch_different_parts_of_a_keyframe_at_once(
+    tmp_path: Path, near: DirectoryRelay, monkeypatch: pytest.MonkeyPatch
+):
+    begins = count(step=8)
+    monkeypatch.setattr(reading.random, "randrange", lambda chunks: next(begins) % chunks)
+    monkeypatch.setattr(reading, "SHARE_BYTES", 100)
+    opened, crowd = threading.Event(), threading.Semaphore(0)
+
+    def hold(key: str, start: int) -> None:
+        if key.endswith(".bin"):
+            crowd.release()
+            assert opened.wait(30)
+
+    far = Watched(published(tmp_path / "far", [1.0]), hold)
+    with ThreadPoolExecutor(4) as executor:
+        pulled = [executor.submit(Puller(SiteRelay(far, near, f"w{n}")).pull, 0) for n in range(4)]
+        under_way = [crowd.acquire(timeout=30) for _ in range(4 * reading.TRANSFERS)]
+        at_first = [read for read in far.reads if read[0].endswith(".bin")]
+        opened.set()
+        assert all(under_way), "each has all its transfers under way"
+        assert len(set(at_first)) == len(at_first), "of different chunks"
+        assert all(torch.equal(each.result().tensors["w"], tensors(1.0)["w"]) for each in pulled)
+    assert max(Counter(far.reads).values()) == 1
+
+
+def test_where_all_is_there_every_worker_begins_somewhere_else(tmp_path: Path):
+    relay = published(tmp_path / "far", [1.0, 2.0])
+    first: set[str] = set()
+    for _ in range(40):
+        watched = Watched(relay)
+        puller = Puller(watched, transfers=1)
+        assert_pulls(puller, 0, 1.0)
+        watched.reads.clear()
+        assert_pulls(puller, 1, 2.0)
+        buckets = [key for key, _ in watched.reads if key.endswith(".bin")]
+        assert len(set(buckets)) == len(buckets) == 4
+        first.add(buckets[0])
+    assert len(first) > 1
+
+
+def test_workers_that_die_amid_a_piece_leave_the_others_what_they_claimed(
+    tmp_path: Path, near: DirectoryRelay, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(site, "CLAIM_S", 0.2)
+    monkeypatch.setattr(site, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(reading, "SHARE_BYTES", 500)
+    relay = published(tmp_path / "far", [1.0, 2.0])
+
+    class Lost(Watched):
+        """The way to the site, once its worker is dead."""
+
+        def delete(self, key: str) -> None:
+            raise RelayError("dead")
+
+    def die(key: str, start: int) -> None:
+        if key.endswith(".bin"):
+            raise RelayError("dead")
+
+    for number in range(3):
+        with pytest.raises(RelayError, match="dead"):
+            Puller(SiteRelay(Watched(relay, die), Lost(near), f"dead-{number}")).pull(0)
+    left = claims(near)
+    assert left
+
+    def live(number: int) -> None:
+        puller = Puller(SiteRelay(relay, near, f"w{number}"))
+        assert_pulls(puller, 0, 1.0)
+        assert_pulls(puller, 1, 2.0)
+
+    with ThreadPoolExecutor(6) as executor:
+        list(executor.map(live, range(6)))
+    there = near.list_keys()
+    assert all(claim.rpartition(".claim-")[0] in there for claim in left if "keyframe" in claim)
+
+
+def test_a_link_carries_its_rate_at_any_time_and_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     now = [50.0]
     monkeypatch.setattr("elastic.weights.link.time.monotonic", lambda: now[0])
     monkeypatch.setattr("elastic.weights.link.time.sleep", lambda pause_s: now.__setitem__(0, now[0] + pause_s))
-    relay = DirectoryRelay(tmp_path)
-    relay.put("blob", bytes(5000))
-    link = Link(bytes_per_s=1000)
-    assert len(LinkedRelay(relay, link).get("blob")) == 5000
-    assert now[0] == pytest.approx(55.0, abs=0.02)
-    assert link.sent_bytes == 5000
+    rate, size = 4e6, 2_000_001
+    taken: list[tuple[float, int]] = []
+
+    class Taken(DirectoryRelay):
+        def get(self, key: str, start: int = 0, length: int | None = None) -> bytes:
+            content = super().get(key, start, length)
+            taken.append((now[0], len(content)))
+            return content
+
+    relay = Taken(tmp_path)
+    relay.put("blob", bytes(size))
+    linked = LinkedRelay(relay, Link(rate))
+    for length, expected in ((None, size), (size, size), (10, 10), (0, 0)):
+        begun_s = now[0]
+        taken.clear()
+        assert len(linked.get("blob", 0, length)) == expected
+        assert now[0] - begun_s == pytest.approx(expected / rate, abs=0.02)
+        for since_s, _ in taken:
+            in_a_tenth = sum(count for at_s, count in taken if since_s <= at_s < since_s + 0.1)
+            assert in_a_tenth <= 0.1 * rate + 2 * max(SLICE_S * rate, SLICE_BYTES_MIN)
+    with pytest.raises(BlobNotFound):
+        linked.get("none")
     with pytest.raises(ValueError, match="bytes_per_s"):
         Link(0)
