@@ -176,6 +176,8 @@ class Puller:
                 return StagedVersion(weights, tuple(path), reading.size_bytes, wire_s, decode_s, encode_s)
             except _Refused as refusal:
                 log.warning("weights refused", update=refusal.update, reason=str(refusal.cause))
+                if refusal.fatal and reading.another_copy(refusal.update.version):
+                    continue
                 # The base may be what is wrong: without it every delta gets a second chance, from a keyframe.
                 if base is None or refusal.fatal:
                     refused[refusal.update] = refusal.cause
