@@ -8,13 +8,14 @@ bucket by bucket. Latency of relays, contention of links and what GPUs take to h
 from collections.abc import Mapping
 from typing import Any
 
+from elastic.weights.link import BYTES_PER_S_IN_GBPS
+
 MODELS = {"Qwen3-8B": 8.19e9, "Qwen3-32B": 32.8e9}
 """Elements."""
 
 RATES_GBPS = (1, 5, 20, 200)
 RANKS = 8
 BUCKET_ELEMENTS = 32 << 20
-BYTES_PER_S_IN_GBPS = 125e6
 CODECS = ("exponent_class", "gap8", "gap8_zstd")
 
 ROSE_S = {("Qwen3-8B", 1): 39.0, ("Qwen3-8B", 200): 7.0, ("Qwen3-32B", 1): 89.0, ("Qwen3-32B", 200): 21.0}

@@ -17,13 +17,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from _common import emit, parse_arguments
+from _coo import Coo
 from _extrapolation import extrapolated
 from _updates import LEARNING_RATES, Bits, Snapshot, snapshots
 
 from elastic.weights.codecs import CODECS
 from elastic.weights.codecs.base import TILE_ELEMENTS, Codec
-from elastic.weights.codecs.coo import Coo
 from elastic.weights.codecs.sums import apply_update
+from elastic.weights.layout import bucket_tiles, tile_ends
+from elastic.weights.tensors import entries_of
 
 T = TypeVar("T")
 
@@ -101,17 +103,12 @@ def measure_codec(
 
 
 def flat_buckets(snapshot: Snapshot) -> tuple[Bits, Bits, list[npt.NDArray[np.int64]]]:
-    """All patterns in a row, and the ends of each bucket's tiles; tiles do not cross tensors."""
+    """All patterns in a row, and the ends of each bucket's tiles, as a publisher cuts them."""
     old = np.concatenate([bits.reshape(-1) for bits in snapshot.old.values()])
     new = np.concatenate([bits.reshape(-1) for bits in snapshot.new.values()])
-    ends: list[int] = []
-    begin = 0
-    for bits in snapshot.old.values():
-        ends += [*range(begin + TILE_ELEMENTS, begin + bits.size, TILE_ELEMENTS), begin + bits.size]
-        begin += bits.size
-    tile_ends = np.array(ends, np.int64)
-    number = (tile_ends - 1) // BUCKET_ELEMENTS
-    return old, new, [tile_ends[number == bucket] for bucket in range(int(number[-1]) + 1)]
+    tensors = {name: torch.from_numpy(bits.view(np.int16)) for name, bits in snapshot.old.items()}
+    ends = tile_ends(entries_of({name: tensor.view(torch.bfloat16) for name, tensor in tensors.items()}), TILE_ELEMENTS)
+    return old, new, [ends[first:last] for first, last in bucket_tiles(ends, BUCKET_ELEMENTS)]
 
 
 def model_entropy_bits(snapshot: Snapshot) -> float:

@@ -22,6 +22,7 @@ from elastic.trainer import checkpoint
 from elastic.trainer.trainer import GRPOTrainer
 from elastic.weights.codecs import warm_up
 from elastic.weights.layers import changed_shares
+from elastic.weights.link import BYTES_PER_S_IN_GBPS
 from elastic.weights.publisher import Publisher, PublishSettings
 from elastic.weights.relay import open_relay
 from elastic.weights.versions import discard_newer, discard_unfinished
@@ -33,7 +34,6 @@ log = structlog.get_logger(__name__)
 KEEP_CHECKPOINTS = 2
 REQUEST_POLL_S = 1.0
 """How often the relay is looked at for workers that ask for a keyframe."""
-BYTES_PER_S_IN_GBPS = 125e6
 
 
 async def run_trainer_host(

@@ -26,8 +26,6 @@ KEEP_VARIABLE = "ELASTIC_WEIGHTS"
 CAP_VARIABLE = "ELASTIC_WEIGHTS_GBPS"
 """What this worker may take of the link to the relay."""
 
-BYTES_PER_S_IN_GBPS = 125e6
-
 AUDIT_SHARE = 0.02
 """Of one core, at most, for recomputing the sums of what is held."""
 
@@ -89,7 +87,7 @@ class WeightsPuller:
 
 
 def _relay(welcome: wire.Welcome) -> "Relay":
-    from elastic.weights.link import Link, LinkedRelay
+    from elastic.weights.link import BYTES_PER_S_IN_GBPS, Link, LinkedRelay
     from elastic.weights.relay import open_relay
     from elastic.weights.site import SiteRelay
 

@@ -18,10 +18,10 @@ from torch import Tensor
 from elastic.weights.codecs import CODECS
 from elastic.weights.delta import base_of, bucket_key, decode_delta_manifest, delta_manifest_key
 from elastic.weights.directory import DirectoryRelay
-from elastic.weights.errors import BlobNotFound, RelayError, RelayUnavailable, WeightsCorrupted, WeightsError
+from elastic.weights.errors import BlobNotFound, RelayError, RelayUnavailable, WeightsCorrupted
 from elastic.weights.manifest import REQUESTS, keyframe_key, manifest_key, seal
 from elastic.weights.plan import Update
-from elastic.weights.publisher import Publisher, PublishSettings
+from elastic.weights.publisher import Publisher, PublishSettings, publish_keyframe
 from elastic.weights.puller import Puller
 from elastic.weights.relay import Buffer, Relay
 from elastic.weights.site import SiteRelay
@@ -209,7 +209,7 @@ def test_a_damaged_delta_is_replaced_by_another_way(history: History, directory:
     puller = Puller(directory)
     assert_at(puller, history, 1)
     damage(directory, key, change)
-    with pytest.raises(WeightsError):
+    with pytest.raises(WeightsCorrupted):
         puller.pull(2)
     assert puller.version == 1
     history.publisher.request_keyframe()
@@ -248,7 +248,7 @@ def test_a_delta_from_another_run_or_for_another_base_is_refused(history: Histor
         damage(relay, key, lambda _, key=key: other.get(key))
     puller = Puller(relay)
     assert_at(puller, history, 0)
-    with pytest.raises(WeightsError):
+    with pytest.raises(WeightsCorrupted):
         puller.pull(1)
     assert puller.version == 0
 
@@ -475,19 +475,26 @@ def test_a_version_is_followed_while_it_is_published(tmp_path: Path):
     assert_at(puller, history, 1)
 
 
-def test_what_is_under_way_and_damaged_is_refused(history: History, directory: DirectoryRelay):
-    puller = Puller(directory)
-    assert_at(puller, history, 1)
-    key = delta_manifest_key(2, 1)
+def test_what_is_under_way_and_damaged_is_refused(history: History, directory: DirectoryRelay, tmp_path: Path):
+    key, damaged = delta_manifest_key(2, 1), bucket_key(2, 1, 1)
     manifest = directory.get(key)
+
+    class Finishing(DirectoryRelay):
+        """The rest of the version appears when the damaged bucket is read."""
+
+        def get(self, key_read: str, start: int = 0, length: int | None = None) -> bytes:
+            if key_read == damaged:
+                self.put(key, manifest)
+                publish_keyframe(self, "run", 2, history.tensors[2], MODEL)
+            return super().get(key_read, start, length)
+
+    puller = Puller(Finishing(tmp_path / "relay"))
+    assert_at(puller, history, 1)
     directory.delete(key)
-    damage(directory, bucket_key(2, 1, 1), lambda content: content[:-12] + bytes(4) + content[-8:])
-    with ThreadPoolExecutor(1) as executor:
-        pulled = executor.submit(puller.pull, 2, 1.0, follow=True)
-        directory.put(key, manifest)
-        with pytest.raises(WeightsError):
-            pulled.result()
-    assert puller.version == 1
+    damage(directory, damaged, lambda content: content[:-12] + bytes(4) + content[-8:])
+    pulled = puller.pull(2, 60.0, follow=True)
+    assert pulled.path == (Update(2, None),), "and not what was under way"
+    assert_is(pulled.tensors, history.tensors[2])
 
 
 def test_a_worker_that_nothing_leads_to_a_version_is_given_a_keyframe(history: History, directory: DirectoryRelay):
@@ -556,13 +563,35 @@ def test_an_audit_ends_when_another_version_is_put_in_force(history: History, di
     assert_at(puller, history, 2)
 
 
+def test_an_audit_goes_on_where_the_one_before_ended(history: History, directory: DirectoryRelay):
+    """Where versions come faster than a whole audit takes, each tile still has its turn."""
+    puller = Puller(directory)
+    tensors = puller.pull(1).tensors
+    history.step()
+
+    def audit_one_tile(version: int, damaged: bool) -> list[int]:
+        staged = puller.stage(version)
+        tensors["embedding"].view(torch.int16)[7, 3] ^= damaged
+        return puller.audit(lambda busy_s: puller.apply(staged))
+
+    assert [audit_one_tile(version, damaged=version == 4) for version in (2, 3, 4)] == [[], [], [2]]
+
+
+def test_a_keyframe_is_audited_before_a_delta_comes(history: History, directory: DirectoryRelay):
+    puller = Puller(directory)
+    tensors = puller.pull(0).tensors
+    assert puller.audit() == []
+    tensors["norm"].view(torch.int16)[6] ^= 1
+    assert len(puller.audit()) == 1
+    assert_at(puller, history, 0)
+
+
 KILLED_WHILE_APPLYING = """
 import os, signal, sys
 from pathlib import Path
 from elastic.weights import held, puller
 from elastic.weights.directory import DirectoryRelay
 from elastic.weights.site import SiteRelay
-from elastic.weights.store import open_store
 from elastic.weights.store import open_store
 
 def apply_and_die(update, bits, apply=held.apply_update):

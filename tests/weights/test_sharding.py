@@ -3,25 +3,35 @@
 import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from itertools import pairwise, product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import Shard as Split
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from elastic.weights.delta import NOTHING, SCHEMA_VERSION, DeltaPart, delta_manifest_key, part_key
 from elastic.weights.directory import DirectoryRelay
 from elastic.weights.errors import WeightsCorrupted
 from elastic.weights.manifest import REQUESTS, open_seal, seal
-from elastic.weights.placements import FUSED, Placement, declared, from_tp_plan, inferred
+from elastic.weights.placements import FUSED, Placement, declared, from_dtensors, from_tp_plan, inferred
 from elastic.weights.plan import Update
 from elastic.weights.publisher import Publisher, PublishSettings, Share
 from elastic.weights.puller import Puller
 from elastic.weights.sharding import Box, LocalTensor, Shard, breaks, cells, needed, owned, whole
+from elastic.weights.store import open_store
 from elastic.weights.versions import published_updates, published_versions
 
 many = settings(deadline=None, max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -381,6 +391,91 @@ def test_placements_that_do_not_fit_are_refused():
         cells({"a": (4,)}, [declared({"a": (4,)}, {"a": Placement((2,), (0,), (0,))})])
     with pytest.raises(ValueError, match="not within"):
         cells({"a": (4,)}, [whole({"a": (5,)})])
+
+
+@pytest.mark.parametrize("in_cells", [True, False])
+def test_a_version_that_lacks_what_is_hosted_is_refused(tmp_path: Path, in_cells: bool):
+    shapes = {"a": (4,), "b": (2, 3)}
+    relay = DirectoryRelay(tmp_path)
+    full = randomly_patterned(shapes, 0)
+    if in_cells:
+        ranks = Trainer(relay, shapes, meshes_of(shapes, 2), [])
+        ranks.publish(0, full)
+        ranks.close()
+    else:
+        Publisher(relay, "run", {}).publish(0, local_tensors(full, whole(shapes)))
+    for more, problem in (
+        ({"lm_head.weight": (3,)}, "lm_head.weight: .* 3 of them"),
+        ({"b": (2, 4)}, "b: .* 2 of them"),
+    ):
+        with pytest.raises(WeightsCorrupted, match=problem):
+            Puller(relay, shard=whole(shapes | more)).pull(0)
+    assert_has(Puller(relay, shard=whole({"b": (2, 3)})), whole({"b": (2, 3)}), 0, full)
+
+
+def test_who_has_no_shard_gets_whole_tensors_of_ranks_that_split_them(tmp_path: Path):
+    shapes = {"a": (5,), "b": (2, 3), "c": ()}
+    relay = DirectoryRelay(tmp_path)
+    layout = [
+        declared(shapes, {n: Placement((2,), (at,), (0 if s else None,)) for n, s in shapes.items()}) for at in (0, 1)
+    ]
+    ranks = Trainer(relay, shapes, layout, [])
+    puller = Puller(relay)
+    for version in range(2):
+        full = randomly_patterned(shapes, version)
+        ranks.publish(version, full)
+        assert puller.changes(puller.stage(version)) is None, "they are put together anew"
+        assert_has(puller, whole(shapes), version, full)
+    ranks.close()
+
+
+def test_what_was_kept_of_another_shard_is_no_base(tmp_path: Path):
+    shapes = {"a": (40,), "b": (6, 3)}
+    relay = DirectoryRelay(tmp_path / "relay")
+    layout = meshes_of(shapes, 2)
+    ranks = Trainer(relay, shapes, layout, layout)
+    for version in range(2):
+        full = randomly_patterned(shapes, version)
+        ranks.publish(version, full)
+    ranks.close()
+    for shard in layout:
+        with closing(open_store(tmp_path / "kept")) as store:
+            assert_has(Puller(relay, shard=shard, store=store), shard, 1, full)
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_dtensors_tell_where_they_lie(rank: int):
+    """As torch computes it for a mesh of four ranks, of which this process is one; nothing is communicated."""
+    dist.init_process_group("fake", rank=rank, world_size=4, store=FakeStore())
+    try:
+        mesh = init_device_mesh("cpu", (2, 2))
+
+        def dtensor(shape: tuple[int, int], placements: Sequence[Any]) -> tuple[DTensor, Any, Any]:
+            local, begin = compute_local_shape_and_global_offset(shape, mesh, placements)
+            size, stride = torch.Size(shape), (shape[1], 1)
+            options = {"run_check": False, "shape": size, "stride": stride}
+            return DTensor.from_local(torch.zeros(local), mesh, placements, **options), local, begin
+
+        fsdp_over_tp = [_StridedShard(0, split_factor=2), Split(0)]
+        every = [[Split(0), Split(0)], [Split(0), Split(1)], [Replicate(), Split(1)], [Replicate()] * 2, fsdp_over_tp]
+        for shape, placements in product([(8, 4), (10, 4), (5, 4)], every):
+            tensor, local, begin = dtensor(shape, placements)
+            assert from_dtensors({"a": tensor})["a"] == LocalTensor(
+                tuple(local), (Box("a", tuple(begin), tuple(b + n for b, n in zip(begin, local, strict=True))),)
+            )
+        with pytest.raises(ValueError, match=r"tensor a: placement P.*; allowed: Shard, Replicate"):
+            from_dtensors({"a": dtensor((8, 4), [Partial(), Split(0)])[0]})
+    finally:
+        dist.destroy_process_group()
+    assert from_dtensors({"a": torch.zeros(3, 2)}) == whole({"a": (3, 2)})
+
+
+def test_an_unknown_style_of_a_plan_is_refused():
+    shapes = {"lm_head.weight": (4, 4), "model.norm.weight": (4,)}
+    with pytest.raises(ValueError, match="style 'packed_colwise' in the tp_plan; allowed: colwise, "):
+        from_tp_plan(shapes, {"lm_head": "packed_colwise"}, 0, 2)
+    plan = {"norm": "replicated_with_grad_allreduce", "no_such_module": "gather"}
+    assert from_tp_plan(shapes, plan, 0, 2) == whole(shapes)
 
 
 def test_a_declared_plan_and_the_shapes_say_the_same():

@@ -235,6 +235,20 @@ def test_damaged_files_are_not_believed(tmp_path_factory, seed, data):
             weights.assert_holds(successor, held.version)
 
 
+def test_what_does_not_fit_what_is_held_leaves_nothing_on_file(tmp_path: Path):
+    weights = Weights(0)
+    for _ in range(2):
+        weights.step()
+    with closing(KeptStore(tmp_path)) as store:
+        weights.begin(store)
+        late = weights.staged(store, [0, 1], "gap8", 2)
+        store.put(weights.staged(store, [0, 1, 2], "gap8", 2))
+        with pytest.raises(ValueError, match="staged over 0; held is 2"):
+            store.put(late)
+        assert not (tmp_path / "staged.bin").exists()
+        weights.assert_holds(store, 2)
+
+
 def test_a_directory_is_one_process_s_alone(tmp_path: Path):
     weights = Weights(0)
     first, second = open_store(tmp_path), open_store(tmp_path)

@@ -1,24 +1,17 @@
 """Every codec gives back the new bits, and the sums that a plain NumPy reference finds; garbage is an error."""
 
-import contextlib
 import itertools
-import tracemalloc
 
 import numpy as np
 import pytest
-import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic.weights.codecs import CODECS
 from elastic.weights.codecs._integers import change_of, changed
 from elastic.weights.codecs.base import CodecError
-from elastic.weights.codecs.coo import Coo
 from elastic.weights.codecs.exponent_class import ExponentClass
 from elastic.weights.codecs.sums import apply_update, tile_sums
-
-EVERY = {**CODECS, "coo": Coo()}
-CHECKED = sorted(CODECS)
 
 SPECIALS = np.array([0x0000, 0x8000, 0x0001, 0x8001, 0x007F, 0x0080, 0x7F80, 0xFF80, 0x7FC0, 0xFFFF, 0x7F7F], np.uint16)
 
@@ -77,14 +70,14 @@ def weights(draw):
     return old, new, np.cumsum(sizes)
 
 
-@pytest.mark.parametrize("name", sorted(EVERY))
+@pytest.mark.parametrize("name", sorted(CODECS))
 @given(weights())
 def test_decoding_gives_the_new_bits(name, case):
     old, new, ends = case
-    round_trip(EVERY[name], old, new, ends)
+    round_trip(CODECS[name], old, new, ends)
 
 
-@pytest.mark.parametrize("name", CHECKED)
+@pytest.mark.parametrize("name", sorted(CODECS))
 @given(weights())
 @settings(max_examples=20)
 def test_sums_are_those_of_the_reference(name, case):
@@ -96,14 +89,12 @@ def test_sums_are_those_of_the_reference(name, case):
     assert update.sum_changes.tolist() == bucket.sum_changes.tolist()
 
 
-@pytest.mark.parametrize("name", sorted(EVERY))
+@pytest.mark.parametrize("name", sorted(CODECS))
 @given(weights(), st.data())
 @settings(max_examples=30)
 def test_a_tile_decodes_alone(name, case, data):
     old, new, ends = case
-    codec = EVERY[name]
-    if name == "coo":
-        pytest.skip("the baseline is not cut into tiles")
+    codec = CODECS[name]
     bucket = codec.encode(old, new, ends)
     tile = data.draw(st.integers(0, len(ends) - 1))
     begin, end = [0, *ends][tile], ends[tile]
@@ -115,7 +106,7 @@ def test_a_tile_decodes_alone(name, case, data):
     assert np.array_equal(alone, new[begin:end])
 
 
-@pytest.mark.parametrize("name", CHECKED)
+@pytest.mark.parametrize("name", sorted(CODECS))
 @given(weights(), st.data())
 @settings(max_examples=60)
 def test_changed_bytes_are_an_error_or_noticed_by_the_sum(name, case, data):
@@ -136,45 +127,21 @@ def test_changed_bytes_are_an_error_or_noticed_by_the_sum(name, case, data):
     assert sums_agree == np.array_equal(result, new)
 
 
-@pytest.mark.parametrize("name", sorted(EVERY))
+@pytest.mark.parametrize("name", sorted(CODECS))
 @given(st.binary(max_size=300), st.binary(max_size=600), st.integers(0, 500), st.integers(1, 4))
 def test_garbage_is_an_error(name, shared, payload, elements, tiles):
     old = np.arange(elements, dtype=np.uint16) * 97
     ends = np.linspace(0, elements, tiles + 1).astype(np.int64)[1:]
     payload_ends = np.linspace(0, max(len(payload) - 8, 0), tiles + 1).astype(np.int64)[1:]
     try:
-        update = EVERY[name].decode(shared, payload, payload_ends, old, ends)
+        update = CODECS[name].decode(shared, payload, payload_ends, old, ends)
     except CodecError:
         return
     assert len(update.value) <= elements
     assert update.index is None or not len(update.index) or update.index.max() < elements
 
 
-def peak_bytes(function):
-    """What NumPy and Python allocate at most while it runs; Numba's few scratch arrays are not counted."""
-    tracemalloc.start()
-    try:
-        with contextlib.suppress(CodecError):
-            function()
-        return tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-
-
-@pytest.mark.parametrize("name", CHECKED)
-@given(st.binary(max_size=200), st.binary(max_size=4000), st.booleans())
-@settings(max_examples=30, deadline=None)
-def test_garbage_takes_little_memory(name, shared, payload, bomb):
-    elements = 5000
-    if bomb:
-        payload = zstandard.compress(payload + bytes(32 << 20)) + bytes(8)
-    old, ends = np.zeros(elements, np.uint16), np.array([elements])
-    payload_ends = np.array([max(len(payload) - 8, 0)])
-    used = peak_bytes(lambda: CODECS[name].decode(shared, payload, payload_ends, old, ends))
-    assert used <= 32 * elements + (2 << 20) + 2 * (len(shared) + len(payload))
-
-
-@pytest.mark.parametrize("name", CHECKED)
+@pytest.mark.parametrize("name", sorted(CODECS))
 def test_another_base_is_noticed(name, rl_update):
     old, new, ends = rl_update
     codec = CODECS[name]
@@ -191,7 +158,7 @@ def test_another_base_is_noticed(name, rl_update):
     assert agrees.all() == np.array_equal(result, new)
 
 
-@pytest.mark.parametrize("name", CHECKED)
+@pytest.mark.parametrize("name", sorted(CODECS))
 def test_truncation_is_an_error(name, rl_update):
     old, new, ends = rl_update
     bucket = CODECS[name].encode(old, new, ends)
@@ -202,9 +169,10 @@ def test_truncation_is_an_error(name, rl_update):
 
 
 def test_exponent_class_is_the_smallest(rl_update):
-    sizes = {name: codec.encode(*rl_update).size_bytes for name, codec in EVERY.items()}
+    old, new, _ = rl_update
+    sizes = {name: codec.encode(*rl_update).size_bytes for name, codec in CODECS.items()}
     assert min(sizes, key=lambda name: sizes[name]) == "exponent_class"
-    assert sizes["exponent_class"] < 0.25 * sizes["coo"]
+    assert sizes["exponent_class"] < 0.25 * 6 * np.count_nonzero(old != new), "of what index and value take"
 
 
 def test_exponent_class_is_near_the_entropy_of_its_model():
@@ -238,9 +206,9 @@ def test_neighbouring_values_are_one_step_apart():
     assert change_of(0x8000, 0x0000) == 0
 
 
-@pytest.mark.parametrize("name", sorted(EVERY))
+@pytest.mark.parametrize("name", sorted(CODECS))
 def test_what_cannot_be_encoded_is_refused(name):
-    codec = EVERY[name]
+    codec = CODECS[name]
     bits = np.zeros(10, np.uint16)
     with pytest.raises(ValueError, match="flat uint16"):
         codec.encode(bits, bits.astype(np.int32), np.array([10]))

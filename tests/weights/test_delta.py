@@ -1,0 +1,146 @@
+"""Manifests: whole and consistent, or refused, whatever lies on the relay."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elastic.weights.delta import (
+    TILES_MAX,
+    BucketEntry,
+    DeltaManifest,
+    DeltaPart,
+    PartOf,
+    begun_of,
+    decode_begun,
+    decode_delta_manifest,
+    decode_part,
+)
+from elastic.weights.errors import WeightsCorrupted
+from elastic.weights.layout import tile_ends
+from elastic.weights.manifest import Manifest, TensorEntry, decode_manifest, seal
+
+TENSORS = (
+    TensorEntry(name="a", shape=(3, 5), dtype="bfloat16", offset=0),
+    TensorEntry(name="b", shape=(7,), dtype="bfloat16", offset=30, begin=(2,)),
+)
+BUCKETS = (BucketEntry(0, 4, "raw", 10, "c"), BucketEntry(4, 2, "gap8", 10, "d"))
+MANIFEST = DeltaManifest(
+    run="run",
+    version=2,
+    base_version=1,
+    base_state="before",
+    state="after",
+    model={"hidden_size": 8, "layers": ["full", {"sliding": None}]},
+    tensors=TENSORS,
+    changed=(1, 2),
+    tile_elements=4,
+    tile_sums=bytes(8 * 6),
+    buckets=BUCKETS,
+)
+PART = DeltaPart(of=PartOf(run="run", version=2, base_version=1, rank=1, layout="l", base_state="before"),
+                 buckets=BUCKETS, changed=(0,) * 6, tile_sums=bytes(8 * 6))  # fmt: skip
+KEYFRAME = Manifest(
+    run="run",
+    version=2,
+    model={},
+    tensors=TENSORS,
+    blob="versions/00000002/keyframe.bin",
+    blob_bytes=44,
+    blob_checksum="c",
+    tile_elements=4,
+    tile_sums=bytes(8 * 6),
+)
+RECORDS: dict[str, tuple[msgspec.Struct, Callable[[bytes], Any]]] = {
+    "delta": (MANIFEST, decode_delta_manifest),
+    "begun": (begun_of(MANIFEST), decode_begun),
+    "part": (PART, lambda data: decode_part(data, PART.of, [(0, 4), (4, 2)])),
+    "keyframe": (KEYFRAME, decode_manifest),
+}
+
+every_kind = pytest.mark.parametrize("kind", sorted(RECORDS))
+
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=4) | st.sampled_from([0, -1, 2**40, 2**62, 2**63]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=6,
+)  # fmt: skip
+
+
+@every_kind
+def test_what_was_sealed_is_what_is_read(kind: str):
+    record, decode = RECORDS[kind]
+    assert decode(seal(record)) == record
+
+
+@every_kind
+@given(st.binary(max_size=200))
+def test_arbitrary_bytes_are_refused(kind: str, data: bytes):
+    with pytest.raises(WeightsCorrupted):
+        RECORDS[kind][1](data)
+
+
+@every_kind
+@given(at=st.integers(0), flip=st.integers(1, 255), cut=st.booleans())
+def test_a_changed_byte_is_refused(kind: str, at: int, flip: int, cut: bool):
+    record, decode = RECORDS[kind]
+    content = bytearray(seal(record))
+    if cut:
+        del content[at % len(content) :]
+    else:
+        content[at % len(content)] ^= flip
+    with pytest.raises(WeightsCorrupted):
+        decode(bytes(content))
+
+
+@every_kind
+@given(data=st.data())
+@settings(max_examples=150)
+def test_what_is_sealed_and_makes_no_sense_is_refused_or_harmless(kind: str, data: st.DataObject):
+    record, decode = RECORDS[kind]
+    forged = replaced(msgspec.to_builtins(record), data)
+    sealed = seal(msgspec.Raw(json.dumps(forged).encode()))  # type: ignore[arg-type]
+    try:
+        read = decode(sealed)
+    except WeightsCorrupted:
+        return
+    if kind != "part":
+        tiles = tile_ends(read.tensors, read.tile_elements)
+        assert len(tiles) <= TILES_MAX
+        assert kind == "begun" or len(read.tile_sums) == 8 * len(tiles)
+        assert kind == "keyframe" or sum(bucket[1] for bucket in spans(read)) == len(tiles)
+
+
+def spans(read: Any) -> list[tuple[int, int]]:
+    return [tuple(bucket)[:2] if isinstance(bucket, tuple) else (0, bucket.tiles) for bucket in read.buckets]
+
+
+def replaced(value: Any, data: st.DataObject) -> Any:
+    """`value` with something else somewhere in it."""
+    if isinstance(value, (dict, list, tuple)) and value and data.draw(st.integers(0, 4)):
+        items = dict(value) if isinstance(value, dict) else dict(enumerate(value))
+        key = data.draw(st.sampled_from(sorted(items)))
+        items[key] = replaced(items[key], data)
+        return items if isinstance(value, dict) else list(items.values())
+    return data.draw(anything)
+
+
+@every_kind
+@pytest.mark.parametrize("sealed", [True, False])
+def test_what_is_nested_without_end_is_refused(kind: str, sealed: bool):
+    deep = b"[" * 100_000 + b"]" * 100_000
+    content = seal(msgspec.Raw(deep)) if sealed else b'{"checksum":"","manifest":' + deep + b"}"  # type: ignore[arg-type]
+    with pytest.raises(WeightsCorrupted):
+        RECORDS[kind][1](content)
+
+
+def test_a_version_of_too_many_tiles_is_refused_before_they_are_counted_out():
+    huge = (TensorEntry(name="a", shape=(2**31, 2**31), dtype="bfloat16", offset=0),)
+    begun = msgspec.structs.replace(begun_of(MANIFEST), tensors=huge, tile_elements=1, buckets=((0, 2**62),))
+    with pytest.raises(WeightsCorrupted, match=f"at most {TILES_MAX}"):
+        decode_begun(seal(begun))
