@@ -32,7 +32,6 @@ import numpy as np
 import torch
 from _common import emit, parse_arguments
 from _coo import Coo
-from _coo import Coo
 from _updates import Snapshot, snapshots
 from torch import Tensor
 

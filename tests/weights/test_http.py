@@ -176,7 +176,7 @@ def test_a_connection_lost_in_the_middle_is_unavailable_and_the_pull_goes_on(tmp
         with pytest.raises(RelayUnavailable):
             relay.get(keyframe_key(1))
         pulled = pull(relay, 1, chunk_bytes=1000).tensors
-        assert app.left == 0
+        assert app.left <= 0
         assert torch.equal(pulled["w"].view(torch.int16), weights["w"].view(torch.int16))
         relay.close()
 

@@ -188,7 +188,7 @@ def test_a_broken_transfer_goes_on_where_it_broke(tmp_path: Path):
     publish_keyframe(relay, "run", 1, small(), MODEL)
     pulled = pull(relay, 1, chunk_bytes=16).tensors
     assert_same(pulled, small())
-    assert [start for key, start in relay.fetched if key == keyframe_key(1)] == [0, 16, 32]
+    assert sorted(start for key, start in relay.fetched if key == keyframe_key(1)) == [0, 16, 32]
 
 
 def test_a_relay_that_stays_away_is_given_up_in_time(tmp_path: Path):
