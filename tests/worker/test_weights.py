@@ -90,7 +90,7 @@ def test_a_cap_that_is_none_is_refused(welcome: wire.Welcome, monkeypatch: pytes
 
 def test_a_cap_holds(welcome: wire.Welcome, monkeypatch: pytest.MonkeyPatch):
     sent: list[tuple[float, int]] = []
-    monkeypatch.setattr(Link, "send", lambda link, size_bytes: sent.append((link._bytes_per_s, size_bytes)))
+    monkeypatch.setattr(Link, "send", lambda link, size_bytes: sent.append((link.bytes_per_s, size_bytes)))
     monkeypatch.setenv(weights.CAP_VARIABLE, "0.5")
     assert_gives(WeightsPuller()(welcome, 0).apply(), 0)
     assert {rate for rate, _ in sent} == {0.5e9 / 8}
