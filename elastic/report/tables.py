@@ -1,5 +1,6 @@
 """The report's words and rows, once for every format: headline figures, what to beware of, and tables."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 
@@ -14,7 +15,7 @@ from elastic.report.usage import Usage
 from elastic.report.weights import PARTS, WorkerPull, mean, mean_split_s
 from elastic.runtime.status import CPU_SATURATED_SHARE
 
-MOST_WORKERS = 40
+MOST_WORKERS = MOST_REFUSED = 40
 """In a table; JSON has all."""
 
 _SPLIT = ("awaited", *PARTS[1:])
@@ -159,6 +160,7 @@ def tables(summary: Summary, comparison: Comparison | None = None) -> list[Table
         _changed_layers(summary),
         _weights_by_worker(summary),
         _weights_by_version(summary),
+        _refused_weights(summary),
         _integrity(summary),
         _steps(summary),
     ]
@@ -439,13 +441,16 @@ def _weights_by_version(summary: Summary) -> Table:
 
 
 def _weights_by_worker(summary: Summary) -> Table:
+    refused = Counter(refused.worker for refused in summary.weights.refused)
     by_worker: dict[str, list[WorkerPull]] = {}
     for pull in summary.weights.pulls:
         by_worker.setdefault(pull.worker, []).append(pull)
+    for worker in refused:
+        by_worker.setdefault(worker, [])
     hidden = len(by_worker) - MOST_WORKERS
     return Table(
         title="Weights by worker",
-        header=["worker", "pulls", "bytes", "of full", *_SPLIT],
+        header=["worker", "pulls", "bytes", "of full", *_SPLIT, "refused"],
         rows=[
             [
                 worker,
@@ -453,11 +458,27 @@ def _weights_by_worker(summary: Summary) -> Table:
                 units.size(sum(pull.bytes for pull in pulls)),
                 units.share(mean(pull.over_full for pull in pulls)),
                 *_split(pulls),
+                units.count(refused[worker]),
             ]
             for worker, pulls in list(by_worker.items())[:MOST_WORKERS]
         ],
         note="Means over a worker's pulls, its first included, which is a keyframe and the deltas since."
         + (f" {hidden:,} more workers are in the JSON." if hidden > 0 else ""),
+    )
+
+
+def _refused_weights(summary: Summary) -> Table:
+    refused = summary.weights.refused
+    hidden = len(refused) - MOST_REFUSED
+    return Table(
+        title="Refused weights",
+        header=["at", "worker", "what", "why", "replaced by"],
+        rows=[
+            [units.duration(r.at_s), r.worker, r.what, r.reason, f"version {r.version}" if r.replaced else "not then"]
+            for r in refused[:MOST_REFUSED]
+        ],
+        note="What did not verify is not served; a pull that begins with a keyframe takes its place."
+        + (f" {hidden:,} more are in the JSON." if hidden > 0 else ""),
     )
 
 

@@ -47,9 +47,22 @@ class WorkerPull(msgspec.Struct, frozen=True, kw_only=True):
     current_s: float | None
 
 
+class Refused(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker found not to verify, by the time of its next report; `replaced` by what that report is of, or not
+    yet."""
+
+    at_s: float
+    worker: str
+    version: int
+    what: str
+    reason: str
+    replaced: bool
+
+
 class WeightUpdates(msgspec.Struct, frozen=True, kw_only=True):
     versions: list[PublishedVersion]
     pulls: list[WorkerPull]
+    refused: list[Refused]
 
     @property
     def layers(self) -> list[str]:
@@ -64,7 +77,11 @@ class WeightUpdates(msgspec.Struct, frozen=True, kw_only=True):
 def weights_of(history: History) -> WeightUpdates:
     """A version that a later life made again was published in each."""
     versions = [_version(row) for row in history.rows("steps") if row.get("weights", {}).get("changed")]
-    return WeightUpdates(versions=versions, pulls=[pull for life in history.lives for pull in _pulls(life)])
+    return WeightUpdates(
+        versions=versions,
+        pulls=[pull for life in history.lives for pull in _pulls(life)],
+        refused=[refused for row in history.rows("pulls") for refused in _refused(row)],
+    )
 
 
 def _pulls(life: Life) -> list[WorkerPull]:
@@ -79,6 +96,11 @@ def _pulls(life: Life) -> list[WorkerPull]:
             pulls.append(_pull(row, published_ns, first=row["worker"] not in seen))
             seen.add(row["worker"])
     return pulls
+
+
+def _refused(row: Mapping[str, Any]) -> list[Refused]:
+    about = {"at_s": row["t_ns"] / NS_PER_S, "worker": row["worker"], "version": row["version"]}
+    return [Refused(**about, **refusal, replaced=not row["error"]) for refusal in row.get("refused", ())]
 
 
 def _version(row: Mapping[str, Any]) -> PublishedVersion:

@@ -7,7 +7,7 @@ token frame costs one row and no wait.
 import re
 import sqlite3
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -135,9 +135,15 @@ class Journal:
     def sample(self, t_ns: Nanoseconds, body: dict[str, Any]) -> None:
         self._pending.append(("INSERT OR REPLACE INTO samples VALUES (?, ?)", (t_ns, _json(body))))
 
-    def pull(self, *row: Any, full_bytes: int = 0, split_s: Mapping[wire.PullPart, float] | None = None) -> None:
-        """`split_s` as in `elastic.wire.WeightsReport`."""
-        body = {"full_bytes": full_bytes, "split_s": dict(split_s or {})}
+    def pull(
+        self,
+        *row: Any,
+        full_bytes: int = 0,
+        split_s: Mapping[wire.PullPart, float] | None = None,
+        refused: Sequence[wire.Refusal] = (),
+    ) -> None:
+        """`split_s` and `refused` as in `elastic.wire.WeightsReport`."""
+        body = {"full_bytes": full_bytes, "split_s": dict(split_s or {}), "refused": msgspec.to_builtins(refused)}
         self._pending.append((f"INSERT INTO pulls VALUES ({_marks(8)})", (*row, _json(body))))
 
     def call(self, *row: Any) -> None:

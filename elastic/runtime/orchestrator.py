@@ -335,6 +335,7 @@ class Orchestrator:
             report.error,
             full_bytes=report.full_bytes,
             split_s=report.split_s,
+            refused=report.refused,
         )
         if report.error:
             self.feed(e.WeightsFailed(worker=worker, epoch=epoch, version=report.version, reason=report.error))

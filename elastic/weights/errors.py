@@ -9,9 +9,19 @@ WeightsError
 └── WeightsCorrupted        a manifest or blob is not what was published
 """
 
+from typing import NamedTuple
+
+
+class Refusal(NamedTuple):
+    """What did not verify, and why. Something else takes its place, in the end a keyframe."""
+
+    what: str
+    reason: str
+
 
 class WeightsError(Exception):
-    pass
+    refused: tuple[Refusal, ...] = ()
+    """What a pull had refused before there was nothing left."""
 
 
 class RelayError(WeightsError):

@@ -1,7 +1,7 @@
 """The worker's side: a version's weights off a relay, verified, or an error and nothing else."""
 
 import time
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import compress
 from operator import ge
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ from elastic.weights.delta import (
     delta_manifest_key,
     state_of,
 )
-from elastic.weights.errors import BlobNotFound, RelayError, WeightsCorrupted
+from elastic.weights.errors import BlobNotFound, Refusal, RelayError, WeightsCorrupted, WeightsError
 from elastic.weights.held import Change, Held, Staged, Tiles, as_of, kept_small
 from elastic.weights.layout import tile_ends
 from elastic.weights.manifest import TensorEntry, decode_manifest, manifest_key, request_key
@@ -68,6 +68,8 @@ class StagedVersion(NamedTuple):
     wire_s: float
     decode_s: float
     encode_s: float
+    refused: tuple[Refusal, ...]
+    """What did not verify on the way here, or, in the audits since the version before, of what was held."""
 
 
 class Puller:
@@ -97,6 +99,9 @@ class Puller:
         """The tile whose turn it is."""
         self._transfers = transfers
         self._chunk_bytes = chunk_bytes
+        self._refused: list[Refusal] = []
+        if self._store.not_used:
+            self._refuse("kept weights", self._store.not_used)
 
     @property
     def version(self) -> int | None:
@@ -155,27 +160,34 @@ class Puller:
         An object that does not verify is refused, and so is the held version as a base for another; what is left
         is tried, in the end a keyframe; where there is none, one is asked for. A broken transfer goes on where it
         broke, until `timeout_s` is over.
-        Raises `WeightsCorrupted` where nothing verifies, else the last `RelayError`.
+        Raises `WeightsCorrupted` where nothing verifies, else the last `RelayError`; either says what was `refused`.
         """
+        try:
+            return self._stage(version, timeout_s, follow)
+        except WeightsError as error:
+            error.refused = self._refusals()
+            raise
+
+    def _stage(self, version: int, timeout_s: float, follow: bool) -> StagedVersion:
         begun_s = time.monotonic()
         reading = Reading(self._relay, begun_s + timeout_s, self._transfers, self._chunk_bytes)
         refused: dict[Update, Exception] = {}
         base = None if self._distrusted else self._store.held
         if base is not None and self._inherited and base.version == version and not _recognised(base, reading):
+            self._refuse(f"kept weights of version {version}", "they are not what the relay calls so")
             base = None
         while True:
-            path = _path(version, base, refused, reading, follow)
+            path = self._path(version, base, refused, reading, follow)
             if path is None:
-                if refused:
-                    self._ask_for_keyframe(version)
                 raise next(reversed(refused.values()), BlobNotFound(f"version {version}: not published, or deleted"))
             try:
                 weights = self._follow(path, base, reading)
                 wire_s, encode_s = reading.wire_s, reading.encode_s
                 decode_s = time.monotonic() - begun_s - wire_s - encode_s
-                return StagedVersion(weights, tuple(path), reading.size_bytes, wire_s, decode_s, encode_s)
+                spent = reading.size_bytes, wire_s, decode_s, encode_s
+                return StagedVersion(weights, tuple(path), *spent, self._refusals())
             except _Refused as refusal:
-                log.warning("weights refused", update=refusal.update, reason=str(refusal.cause))
+                self._refuse(_named(refusal.update), str(refusal.cause))
                 if refusal.fatal and reading.another_copy(refusal.update.version):
                     continue
                 # The base may be what is wrong: without it every delta gets a second chance, from a keyframe.
@@ -186,8 +198,9 @@ class Puller:
     def audit(self, rest: Callable[[float], object] = lambda busy_s: None) -> list[int]:
         """Tiles whose recomputed sums differ from those that updates maintained; empty when all is well.
 
-        They are reported, and the next version begins with a keyframe. Any thread may audit, beside everything else;
-        it ends when another version is put in force. After each tile it takes a `rest`, given the seconds that took.
+        They are refused: the next pull, of the same version or another, begins with a keyframe. Any thread may audit,
+        beside everything else; it ends when another version is put in force. After each tile it takes a `rest`, given
+        the seconds that took.
         """
         wrong: list[int] = []
         begun_s = time.monotonic()
@@ -201,9 +214,21 @@ class Puller:
             rest(time.monotonic() - begun_s)
             begun_s = time.monotonic()
         if held and wrong:
-            log.error("weights held are wrong", version=held.version, tiles=len(wrong), first=wrong[0])
             self._distrusted = True
+            self._refuse(
+                f"weights held as version {held.version}", f"audit: {len(wrong)} tiles are wrong, first tile {wrong[0]}"
+            )
         return wrong
+
+    def _refuse(self, what: str, reason: str) -> None:
+        log.warning("weights refused", what=what, reason=reason)
+        self._refused.append(Refusal(what, reason))
+
+    def _refusals(self) -> tuple[Refusal, ...]:
+        """Those that nobody was told of yet; any thread may add to them."""
+        told = tuple(self._refused)
+        del self._refused[: len(told)]
+        return told
 
     def _tensors(self, held: Held) -> dict[str, Tensor]:
         entries, shard = list(compress(held.tensors, held.hosted)), self._layout(held)
@@ -230,6 +255,26 @@ class Puller:
             return held is not None and all(map(ge, held.hosted, self._hosted(held.tensors)))
         except WeightsCorrupted:
             return False
+
+    def _path(
+        self, version: int, base: Held | None, refused: Mapping[Update, Exception], reading: Reading, follow: bool
+    ) -> list[Update] | None:
+        """The cheapest one there is. With `follow` one that ends with what is under way, once there is either."""
+        held = base.version if base else None
+        if held == version:
+            return []
+        begun_s = time.monotonic()
+        while True:
+            for begun in (False, True) if follow else (False,):
+                updates = [update for update in reading.updates(version, begun) if update not in refused]
+                path = shortest_path(updates, held, version)
+                if path is not None:
+                    return path
+            if refused:
+                self._ask_for_keyframe(version)
+            # One that is damaged may be replaced, which only a later pull can tell.
+            if not follow or Update(version, None) in refused or not reading.look_again(begun_s):
+                return None
 
     def _ask_for_keyframe(self, version: int) -> None:
         """Nothing on the relay leads to `version`; its trainer can put what does."""
@@ -324,27 +369,12 @@ class Puller:
         return base._replace(version=update.version, state={manifest.tile_elements: (manifest.state, expected)})
 
 
-def _path(
-    version: int, base: Held | None, refused: Container[Update], reading: Reading, follow: bool
-) -> list[Update] | None:
-    held = base.version if base else None
-    if held == version:
-        return []
-    begun_s = time.monotonic()
-    while True:
-        updates = (update for update in reading.updates(version, begun=follow) if update not in refused)
-        path = shortest_path(updates, held, version)
-        if path is not None or not follow or not reading.look_again(begun_s):
-            return path
-
-
 def _recognised(held: Held, reading: Reading) -> bool:
     """Whether what a predecessor left as this version is what the relay calls so; it may be another run's."""
     bases = [update.base for update in reading.updates(held.version, begun=False) if update.version == held.version]
     try:
         return bool(bases) and _is_published(held, bases[0], reading)
-    except (WeightsCorrupted, BlobNotFound) as error:
-        log.warning("kept weights not recognised", version=held.version, reason=str(error))
+    except (WeightsCorrupted, BlobNotFound):
         return False
 
 
@@ -365,6 +395,11 @@ class _BaseMismatch(WeightsCorrupted):
 class _Refused(Exception):
     def __init__(self, update: Update, cause: Exception, fatal: bool) -> None:
         self.update, self.cause, self.fatal = update, cause, fatal
+
+
+def _named(update: Update) -> str:
+    origin = "" if update.base is None else f" from {update.base}"
+    return f"{'keyframe' if update.base is None else 'delta'} of version {update.version}{origin}"
 
 
 def pull(relay: Relay, version: int, *, timeout_s: float = 30.0, chunk_bytes: int = CHUNK_BYTES) -> Pulled:

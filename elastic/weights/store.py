@@ -31,6 +31,8 @@ class Store:
         self._memory = Memory()
         self._held: Held | None = None
         self._staged: Staged | None = None
+        self.not_used = ""
+        """Why what was kept here before is not what is held; empty where nothing was, or it is."""
 
     @property
     def held(self) -> Held | None:
@@ -141,7 +143,7 @@ class KeptStore(Store):
         except FileNotFoundError:
             self.drop()
         except (OSError, ValueError, WeightsCorrupted) as error:
-            log.warning("kept weights not used", directory=str(self._directory), reason=str(error))
+            self.not_used = f"{self._directory}: {error}"
             self.drop()
         else:
             self._record()

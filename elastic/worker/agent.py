@@ -19,7 +19,7 @@ from elastic.engine import create_engine
 from elastic.engine.base import DeviceShare, RolloutEngine
 from elastic.worker.accounts import DeviceAccounts, process_start_ns
 from elastic.worker.connection import Connection, ConnectionLost, SessionRefused, dial
-from elastic.worker.service import AgentExit, Pull, Service, Ticket, Trainer
+from elastic.worker.service import AgentExit, Audit, Pull, Service, Ticket, Trainer
 from elastic.worker.threads import DaemonThread
 from elastic.worker.weights import WeightsPuller
 
@@ -52,6 +52,7 @@ async def run_agent(
     share: DeviceShare | None = None,
     trainer: Trainer | None = None,
     pull: Pull | None = None,
+    audit: Audit | None = None,
     tls: ssl.SSLContext | None = None,
     join_timeout_s: float = JOIN_TIMEOUT_S,
     born_ns: Nanoseconds | None = None,
@@ -60,11 +61,14 @@ async def run_agent(
 
     Dials `join` (host:port) with the one-time `token`. SIGTERM and SIGINT drain in a hurry (with a `share` the
     process is its host's, and so are its signals). A `share` bounds what the engine may use of a device that
-    it shares; a `trainer` takes the orders of the trainer's worker.
+    it shares; a `trainer` takes the orders of the trainer's worker. `pull` and `audit` stand in for a `WeightsPuller`.
     Raises `ValueError` for a `join` that is not an address.
     """
     accounts = DeviceAccounts(process_start_ns() if born_ns is None else born_ns)
     ticket = Ticket(join, worker, token, tls)
+    if pull is None:
+        pull = weights = WeightsPuller()
+        audit = weights.audit
     device = DaemonThread("device")
     leave = asyncio.Event()
     try:
@@ -73,9 +77,7 @@ async def run_agent(
             if booted is None:
                 end = AgentExit(0, "terminated before it was ready")
             else:
-                end = await Service(ticket, *booted, device, pull or WeightsPuller(), share, trainer).run(
-                    accounts, leave
-                )
+                end = await Service(ticket, *booted, device, pull, audit, share, trainer).run(accounts, leave)
     except (ConnectionLost, SessionRefused, _NotBuilt) as error:
         end = AgentExit(1, str(error))
     finally:

@@ -10,7 +10,7 @@ import functools
 import itertools
 import ssl
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import msgspec
@@ -21,6 +21,7 @@ from elastic import wire
 from elastic.core.run_state import TRAINER_PATIENCE
 from elastic.core.types import NS_PER_S, Account, FinishReason, WeightMode, WorkerId
 from elastic.engine.base import DeviceShare, EngineStatistics, RolloutEngine, WeightChanges
+from elastic.weights.errors import Refusal, WeightsError
 from elastic.worker.accounts import DeviceAccounts
 from elastic.worker.connection import Connection, ConnectionLost, SessionRefused, dial
 from elastic.worker.threads import DaemonThread, run_in_thread
@@ -35,6 +36,9 @@ ABORT_TIMEOUT_S = 1.0
 """For aborted turns to hand over what they have, before a drained worker leaves without it."""
 
 CLOSE_TIMEOUT_S = 5.0
+
+AUDIT_PAUSE_S, AUDIT_TIMEOUT_S = 60.0, 3600.0
+"""Between two audits of the weights, and for one of them, which takes its time."""
 
 SHARE_INTERVAL_S = 0.01
 """How often a co-serving worker asks whether it must hold back: well inside one decode iteration."""
@@ -61,12 +65,16 @@ class Pulled(msgspec.Struct, frozen=True):
     encode_s: float = 0.0
     wire_s: float = 0.0
     decode_s: float = 0.0
+    refused: Sequence[Refusal] = ()
     changes: WeightChanges | None = None
     """What they are over the version before, where that is known and little."""
 
 
 Pull: TypeAlias = Callable[[wire.Welcome, int], Pulled]
 """Fetches a version from the relay that the welcome names. Blocks."""
+
+Audit: TypeAlias = Callable[[], bool]
+"""Whether what was pulled is still what it was; if not, the next pull replaces it. Blocks."""
 
 
 class Trainer(Protocol):
@@ -107,6 +115,7 @@ class Service:
         engine: RolloutEngine,
         device: DaemonThread,
         pull: Pull,
+        audit: Audit | None,
         share: DeviceShare | None,
         trainer: Trainer | None,
     ) -> None:
@@ -116,6 +125,7 @@ class Service:
         self._engine = engine
         self._device = device
         self._pull = pull
+        self._audit = audit
         self._share = share
         self._trainer = trainer
         self._stream = TokenStream(welcome.flush_interval_s, self._send, whole_turns=welcome.whole_turns)
@@ -179,6 +189,8 @@ class Service:
         yield self._beat()
         if self._share is not None:
             yield self._watch(self._share)
+        if self._audit is not None:
+            yield self._check(self._audit)
 
     # The connection
 
@@ -402,14 +414,27 @@ class Service:
 
     # Weights
 
-    def _order_weights(self, order: wire.PullWeights) -> None:
+    def _order_weights(self, order: wire.PullWeights, again: bool = False) -> None:
+        """`again`: also where the engine serves them already."""
         self._wanted = order
         if self._loading is not None:
             self._loading.cancel()
-        self._loading = self._tasks.create_task(self._load(order))
+        self._loading = self._tasks.create_task(self._load(order, again))
 
-    async def _load(self, order: wire.PullWeights) -> None:
-        if self._engine.statistics().weights_version == order.version:
+    async def _check(self, audit: Audit) -> None:
+        """Have what was pulled looked over now and then, and what is wrong replaced at once."""
+        while True:
+            await asyncio.sleep(AUDIT_PAUSE_S)
+            try:
+                sound = await run_in_thread(AUDIT_TIMEOUT_S, audit)
+            except TimeoutError:
+                log.warning("weights not audited", within_s=AUDIT_TIMEOUT_S)
+            else:
+                if not sound and self._wanted is not None and (self._loading is None or self._loading.done()):
+                    self._order_weights(self._wanted, again=True)
+
+    async def _load(self, order: wire.PullWeights, again: bool) -> None:
+        if not again and self._engine.statistics().weights_version == order.version:
             self._send(wire.WeightsReport(order.version, "", 0, 0.0, 0.0))
             return
         timeout_s, begun_s = self._welcome.pull_timeout_s, time.monotonic()
@@ -419,7 +444,8 @@ class Service:
             self._report_failure(order, f"not pulled within {timeout_s} s")
         except Exception as error:
             log.warning("weights not pulled", version=order.version, exc_info=True)
-            self._report_failure(order, f"{type(error).__name__}: {error}")
+            refused = error.refused if isinstance(error, WeightsError) else ()
+            self._report_failure(order, f"{type(error).__name__}: {error}", refused)
         else:
             times_s = begun_s, time.monotonic()
             self._operations.put_nowait(functools.partial(self._apply, order, pulled, times_s))
@@ -438,7 +464,7 @@ class Service:
             raise  # the engine hangs, and the worker with it
         except Exception as error:
             log.warning("weights not applied", version=order.version, exc_info=True)
-            self._report_failure(order, f"{type(error).__name__}: {error}")
+            self._report_failure(order, f"{type(error).__name__}: {error}", pulled.refused)
             self._name_idle_time()
         else:
             if written_s is None:
@@ -455,7 +481,16 @@ class Service:
             split_s["queue"] = max(0.0, applied_s - ordered_s - sum(split_s.values()))
             pull_s, apply_s = pulled_s - ordered_s, applied_s - begun_s
             self._send(
-                wire.WeightsReport(order.version, "", pulled.size_bytes, pull_s, apply_s, pulled.full_bytes, split_s)
+                wire.WeightsReport(
+                    order.version,
+                    "",
+                    pulled.size_bytes,
+                    pull_s,
+                    apply_s,
+                    pulled.full_bytes,
+                    split_s,
+                    _told(pulled.refused),
+                )
             )
 
     def _put_in_force(self, version: int, pulled: Pulled, mode: WeightMode) -> float | None:
@@ -471,8 +506,8 @@ class Service:
     def _paused_ns(self) -> int:
         return self._engine.statistics().accounts_ns.get(Account.APPLYING, 0)
 
-    def _report_failure(self, order: wire.PullWeights, error: str) -> None:
-        self._send(wire.WeightsReport(order.version, error, 0, 0.0, 0.0))
+    def _report_failure(self, order: wire.PullWeights, error: str, refused: Iterable[Refusal] = ()) -> None:
+        self._send(wire.WeightsReport(order.version, error, 0, 0.0, 0.0, refused=_told(refused)))
 
     def _end(self, code: int, reason: str) -> None:
         if not self._exit.done():
@@ -480,6 +515,10 @@ class Service:
 
 
 HELD_BACK = "the device's owner needs it"
+
+
+def _told(refused: Iterable[Refusal]) -> list[wire.Refusal]:
+    return [wire.Refusal(what, reason) for what, reason in refused]
 
 
 class _Ended(Exception):

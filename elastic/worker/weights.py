@@ -29,11 +29,12 @@ CAP_VARIABLE = "ELASTIC_WEIGHTS_GBPS"
 AUDIT_SHARE = 0.02
 """Of one core, at most, for recomputing the sums of what is held."""
 
-AUDIT_PAUSE_S = 60.0
-
 
 class WeightsPuller:
-    """Stages a version; keeps the one that was put in force last, so that the next takes only what changed."""
+    """Stages a version; keeps the one that was put in force last, so that the next takes only what changed.
+
+    What it keeps it can `audit`.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -60,8 +61,14 @@ class WeightsPuller:
             encode_s=staged.encode_s,
             wire_s=staged.wire_s,
             decode_s=staged.decode_s,
+            refused=staged.refused,
             changes=None if base is None or changes is None else WeightChanges(base, changes),
         )
+
+    def audit(self) -> bool:
+        """Whether what is kept is what it should be; if not, the next pull replaces it. Blocks, mostly asleep."""
+        puller = self._puller
+        return puller is None or not puller.audit(rest=lambda busy_s: time.sleep(busy_s / AUDIT_SHARE))
 
     def _apply(self, puller: "Puller", staged: "StagedVersion") -> Mapping[str, object] | None:
         # Whoever has the lock was ordered later, and reads what this would write over.
@@ -82,7 +89,6 @@ class WeightsPuller:
             self._puller = Puller(_relay(welcome), store=open_store(Path(keep)) if keep else None)
             # Deltas come after the keyframe; by then their decoders are loaded.
             threading.Thread(target=warm_up, name="warm-up", daemon=True).start()
-            threading.Thread(target=_audit, args=[self._puller], name="audit", daemon=True).start()
         return self._puller
 
 
@@ -100,10 +106,3 @@ def _relay(welcome: wire.Welcome) -> "Relay":
     if near := os.environ.get(SITE_VARIABLE):
         relay = SiteRelay(relay, open_relay(near, os.environ.get(SITE_TOKEN_VARIABLE)), uuid.uuid4().hex)
     return relay
-
-
-def _audit(puller: "Puller") -> None:
-    """For as long as the process lives."""
-    while True:
-        time.sleep(AUDIT_PAUSE_S)
-        puller.audit(rest=lambda busy_s: time.sleep(busy_s / AUDIT_SHARE))

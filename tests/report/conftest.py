@@ -2,13 +2,14 @@
 
 import math
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+from elastic import wire
 from elastic.core import events as e
 from elastic.core.ledger import NANO_USD_PER_USD, Ledger
 from elastic.core.types import NS_PER_S, Account, EndCause
@@ -128,6 +129,7 @@ class RunWriter:
         error: str = "",
         worker: str = "w",
         version: int = 1,
+        refused: Sequence[wire.Refusal] = (),
         **further: float,
     ) -> None:
         split_s = {
@@ -139,7 +141,7 @@ class RunWriter:
             **further,
         }
         row = _ns(at_s), worker, version, n_bytes, pull_s, apply_s, error
-        self.journal.pull(*row, full_bytes=FULL_BYTES, split_s={} if error else split_s)
+        self.journal.pull(*row, full_bytes=FULL_BYTES, split_s={} if error else split_s, refused=refused)
 
 
 def _ns(value_s: float) -> int:

@@ -4,9 +4,11 @@ import sqlite3
 
 import pytest
 
+from elastic import wire
 from elastic.core import events as e
 from elastic.report import as_json, as_markdown, summarise
 from elastic.report.html import as_html
+from elastic.report.tables import tables
 from elastic.report.weights import PARTS, mean_split_s
 from elastic.runtime.journal import JournalReader
 
@@ -43,6 +45,31 @@ def test_the_wait_for_the_trainer_is_part_of_a_pull(summary_of):
     before, followed = (mean_split_s([pull]) for pull in summary_of(follow).weights.pulls)
     assert "encode" not in before, "runs of old had encoded all of it"
     assert followed == pytest.approx(before | {"encode": 0.08})
+
+
+def test_what_was_refused_is_counted_by_worker_with_its_reason(summary_of):
+    def refusing(run):
+        run.pull(1.0, FULL_BYTES, 0.4, 0.1, worker="a")
+        run.pull(2.0, FULL_BYTES, 0.4, 0.1, worker="a", refused=[wire.Refusal("weights held as version 1", "audit")])
+        run.pull(3.0, 0, 0.0, 0.0, error="torn", worker="b", refused=[wire.Refusal("keyframe of version 1", "torn")])
+
+    summary = summary_of(refusing)
+    assert [
+        (r["at_s"], r["worker"], r["version"], r["what"], r["reason"], r["replaced"])
+        for r in as_json(summary)["weights"]["refused"]
+    ] == [
+        (2.0, "a", 1, "weights held as version 1", "audit", True),
+        (3.0, "b", 1, "keyframe of version 1", "torn", False),
+    ]
+    by_worker = next(table for table in tables(summary) if table.title == "Weights by worker")
+    assert [(row[0], row[1], row[-1]) for row in by_worker.rows] == [("a", "2", "1"), ("b", "0", "1")]
+    for text in (as_html(summary), as_markdown(summary)):
+        assert "Refused weights" in text
+        assert "weights held as version 1" in text
+
+
+def test_without_refusals_there_is_no_table_of_them(realistic):
+    assert "Refused weights" not in as_html(realistic)
 
 
 def test_a_version_has_its_bytes_and_its_layers_in_order(summary_of):

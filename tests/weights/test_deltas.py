@@ -18,7 +18,7 @@ from torch import Tensor
 from elastic.weights.codecs import CODECS
 from elastic.weights.delta import base_of, bucket_key, decode_delta_manifest, delta_manifest_key
 from elastic.weights.directory import DirectoryRelay
-from elastic.weights.errors import BlobNotFound, RelayError, RelayUnavailable, WeightsCorrupted
+from elastic.weights.errors import BlobNotFound, Refusal, RelayError, RelayUnavailable, WeightsCorrupted
 from elastic.weights.manifest import REQUESTS, keyframe_key, manifest_key, seal
 from elastic.weights.plan import Update
 from elastic.weights.publisher import Publisher, PublishSettings, publish_keyframe
@@ -378,6 +378,40 @@ def test_whoever_follows_a_trainer_that_is_killed_has_a_whole_version_before_and
         assert_at(follower if version > 3 else Puller(directory), resumed, version, follow=True)
 
 
+def test_what_was_begun_and_given_up_holds_nobody_up(tmp_path: Path):
+    directory = DirectoryRelay(tmp_path)
+    history = History(directory)
+    history.step()
+    follower = Puller(directory)
+    assert_at(follower, history, 0)
+    for _ in range(3):
+        history.step()
+    for key in (delta_manifest_key(3, 0), bucket_key(3, 0, 0)):
+        directory.delete(key)
+    assert Update(3, 0) in published_updates(directory, begun=True)
+    assert [update.version for update in follower.stage(3, follow=True).path] == [1, 2, 3]
+    manifest = directory.get(delta_manifest_key(3, 2))
+    directory.delete(delta_manifest_key(3, 2))
+    with ThreadPoolExecutor(1) as executor:
+        pulled = executor.submit(follower.pull, 3, 60.0, follow=True)
+        directory.put(delta_manifest_key(3, 2), manifest)
+        assert pulled.result().version == 3
+    history.step()
+    assert_at(Puller(directory), history, 4, follow=True)
+
+
+def test_who_follows_what_is_damaged_waits_for_the_keyframe_that_it_asks_for(
+    history: History, directory: DirectoryRelay
+):
+    for base in (0, 2):
+        damage(directory, bucket_key(3, base, 0), flip)
+    with ThreadPoolExecutor(1) as executor:
+        pulled = executor.submit(Puller(directory).pull, 3, 60.0, follow=True)
+        while not history.publisher.answer_requests():
+            assert not pulled.done()
+        assert pulled.result().path == (Update(3, None),)
+
+
 def test_waiting_for_the_trainer_is_told_from_the_wire(history: History, directory: DirectoryRelay):
     class Late(Mortal):
         """Of which one manifest is not there when first asked for."""
@@ -544,8 +578,30 @@ def test_what_an_audit_finds_wrong_is_no_base_for_another_version(history: Histo
     rested: list[float] = []
     assert puller.audit(rested.append) == [2]
     assert len(rested) == len(decode_delta_manifest(directory.get(delta_manifest_key(2, 1))).tile_sums) / 8
-    assert puller.pull(3).path[0].base is None
+    staged = puller.stage(2)
+    assert staged.path[0].base is None, "the same version, from a keyframe on"
+    assert staged.refused == (Refusal("weights held as version 2", "audit: 1 tiles are wrong, first tile 2"),)
+    puller.apply(staged)
+    assert_at(puller, history, 2)
+    assert puller.stage(3).refused == ()
     assert_at(puller, history, 3)
+
+
+def test_what_is_refused_is_told_whether_anything_takes_its_place(history: History, directory: DirectoryRelay):
+    puller = Puller(directory)
+    assert_at(puller, history, 2)
+    damage(directory, bucket_key(3, 2, 0), flip)
+    staged = puller.stage(3)
+    assert staged.path[0].base is None
+    assert {refusal.what for refusal in staged.refused} == {"delta of version 3 from 2"}
+    assert all("checksum of bucket 0" in refusal.reason for refusal in staged.refused)
+    puller.apply(staged)
+    assert_at(puller, history, 3)
+    newcomer = Puller(directory)
+    damage(directory, manifest_key(0), lambda _: b"")
+    with pytest.raises(WeightsCorrupted) as caught:
+        newcomer.pull(2)
+    assert [refusal.what for refusal in caught.value.refused] == ["keyframe of version 0"]
 
 
 def test_an_audit_ends_when_another_version_is_put_in_force(history: History, directory: DirectoryRelay):
@@ -600,7 +656,7 @@ def apply_and_die(update, bits, apply=held.apply_update):
     os.kill(os.getpid(), signal.SIGKILL)
 
 far, near, kept = (Path(path) for path in sys.argv[1:4])
-relay = SiteRelay(DirectoryRelay(far), DirectoryRelay(near), "killed", claim_s=0.5)
+relay = SiteRelay(DirectoryRelay(far), DirectoryRelay(near), "killed")
 worker = puller.Puller(relay, store=open_store(kept), chunk_bytes=40)
 worker.pull(1)
 held.apply_update = apply_and_die
@@ -621,7 +677,7 @@ def killed_while_applying(tmp_path: Path, history: History) -> Path:
 def test_a_worker_killed_while_applying_comes_back_at_a_whole_version(
     history: History, directory: DirectoryRelay, tmp_path: Path, killed_while_applying: Path
 ):
-    near = SiteRelay(directory, DirectoryRelay(tmp_path / "near"), "successor", claim_s=0.5)
+    near = SiteRelay(directory, DirectoryRelay(tmp_path / "near"), "successor")
     with closing(open_store(killed_while_applying)) as store:
         successor = Puller(near, store=store, chunk_bytes=40)
         assert successor.version == 2

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from elastic import wire
 from elastic.core.types import Account, FinishReason, WeightMode
+from elastic.weights.errors import Refusal, WeightsCorrupted
 from elastic.worker import connection
 from elastic.worker.agent import run_agent
 from elastic.worker.service import Pulled
@@ -247,6 +248,51 @@ async def test_weights_that_cannot_be_had_are_reported_and_not_served(
     assert engine.statistics().weights_version == 0
     orchestra.send(wire.PullWeights(2, FINISH))
     await orchestra.until(lambda: orchestra.of(wire.WeightsReport)[-1].version == 2)  # type: ignore[attr-defined]
+
+
+async def test_weights_that_an_audit_finds_wrong_are_pulled_again_and_reported(
+    orchestra: Orchestra, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("elastic.worker.service.AUDIT_PAUSE_S", 0.01)
+    engine, wrong = ScriptedEngine(), threading.Event()
+    refusals: list[Refusal] = []
+
+    def audit() -> bool:
+        if not wrong.is_set():
+            return True
+        wrong.clear()
+        refusals.append(Refusal("weights held", "a tile is wrong"))
+        return False
+
+    def pull(_: wire.Welcome, version: int) -> Pulled:
+        told = tuple(refusals)
+        refusals.clear()
+        return Pulled(dict, 12, refused=told)
+
+    orchestra.employ(engine, pull=pull, audit=audit)
+    await orchestra.first(wire.Ready)
+    orchestra.send(wire.PullWeights(3, FINISH))
+    await orchestra.first(wire.WeightsReport)
+    wrong.set()
+    await orchestra.until(lambda: len(orchestra.of(wire.WeightsReport)) == 2)
+    reports = [(r.version, r.error, r.refused) for r in orchestra.of(wire.WeightsReport)]  # type: ignore[attr-defined]
+    assert reports == [(3, "", []), (3, "", [wire.Refusal("weights held", "a tile is wrong")])]
+    assert [version for version, _ in engine.loads] == [3, 3]
+
+
+async def test_what_a_failed_pull_refused_is_reported(orchestra: Orchestra) -> None:
+    def pull(_: wire.Welcome, version: int) -> Pulled:
+        error = WeightsCorrupted("nothing verifies")
+        error.refused = (Refusal("keyframe of version 1", "torn"),)
+        raise error
+
+    orchestra.employ(ScriptedEngine(), pull=pull)
+    await orchestra.first(wire.Ready)
+    orchestra.send(wire.PullWeights(1, FINISH))
+    report = await orchestra.first(wire.WeightsReport)
+    assert isinstance(report, wire.WeightsReport)
+    assert "nothing verifies" in report.error
+    assert report.refused == [wire.Refusal("keyframe of version 1", "torn")]
 
 
 async def test_a_pull_that_hangs_is_given_up() -> None:

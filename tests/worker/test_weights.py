@@ -68,17 +68,39 @@ def test_what_a_later_pull_reads_is_not_written_over(welcome: wire.Welcome):
     assert_gives(pull(welcome, 3).apply(), 3)
 
 
+def test_what_an_audit_finds_wrong_is_pulled_anew(welcome: wire.Welcome):
+    pull = WeightsPuller()
+    assert pull.audit(), "nothing is kept yet"
+    for version in (1, 2):
+        applied = pull(welcome, version).apply()
+    assert isinstance(applied, dict)
+    assert pull.audit()
+    applied["w"][700] = 3.0
+    assert not pull.audit()
+    again = pull(welcome, 2)
+    assert [refusal.what for refusal in again.refused] == ["weights held as version 2"]
+    assert again.size_bytes >= again.full_bytes
+    assert_gives(again.apply(), 2)
+    assert pull.audit()
+
+
 def test_a_successor_goes_on_from_what_was_kept(welcome: wire.Welcome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(weights.KEEP_VARIABLE, str(tmp_path / "kept"))
-    predecessor = WeightsPuller()
+    predecessor, beside, successor = (WeightsPuller() for _ in range(3))
     assert_gives(predecessor(welcome, 1).apply(), 1)
-    beside = WeightsPuller()(welcome, 2)
-    assert beside.size_bytes > beside.full_bytes, "the other has it while it lives"
-    assert predecessor._puller is not None
-    predecessor._puller._store.close()
-    pulled = WeightsPuller()(welcome, 2)
+    pulled = beside(welcome, 2)
+    assert pulled.size_bytes > pulled.full_bytes, "the other has it while it lives"
+    leave(predecessor)
+    pulled = successor(welcome, 2)
     assert pulled.size_bytes < pulled.full_bytes
     assert_gives(pulled.apply(), 2)
+    leave(beside)
+    leave(successor)
+
+
+def leave(pull: WeightsPuller) -> None:
+    assert pull._puller is not None
+    pull._puller._store.close()
 
 
 @pytest.mark.parametrize("cap", ["fast", "0", "-1", "nan"])
