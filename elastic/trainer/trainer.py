@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from elastic.config import TrainerConfig
-from elastic.model.checkpoint import model_tensors
 from elastic.model.qwen3 import Qwen3
 from elastic.trainer import checkpoint
 from elastic.trainer.accumulator import GradientAccumulator
@@ -77,8 +76,11 @@ class GRPOTrainer:
         return metrics
 
     def bf16_tensors(self) -> dict[str, Tensor]:
-        """What rollouts use: a rounded CPU copy of each parameter under its Hugging Face name."""
-        return model_tensors(self._model, torch.bfloat16)
+        """What rollouts use: a rounded copy of each parameter, where that is, under its Hugging Face name."""
+        return {
+            name: parameter.detach().to(torch.bfloat16, copy=True).contiguous()
+            for name, parameter in zip(self._names, self._parameters, strict=True)
+        }
 
     def save(self, path: Path) -> None:
         """Write masters, optimiser state and counters to the file `path`, all or nothing; between steps only."""

@@ -288,6 +288,12 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_old_one(trainer, group, 
     assert [path.name for path in tmp_path.iterdir()] == ["state"]
 
 
+def test_published_tensors_stay_on_the_trainers_device(trainer):
+    made = trainer()
+    made._parameters = [parameter.to("meta") for parameter in made._parameters]
+    assert {tensor.device.type for tensor in made.bf16_tensors().values()} == {"meta"}
+
+
 def test_published_tensors_are_rounded_copies(trainer, group):
     made = trainer()
     published = made.bf16_tensors()
