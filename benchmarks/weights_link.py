@@ -345,7 +345,7 @@ def measure_copies(pullers: int, versions: int) -> dict[str, Any]:
         for _ in range(versions):
             history.step()
             present = [number for number in range(pullers) if chance.random() < 0.8]
-            leaving = chance.sample(range(pullers), pullers // 10)
+            leaving = chance.sample(range(pullers), pullers // 5)
             for number in leaving:
                 site[number][1].left = chance.randrange(1, REQUESTS)
             list(executor.map(pull, present, [JOINING_S * chance.random() for _ in present]))

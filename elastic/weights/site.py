@@ -3,8 +3,8 @@
 Who needs a piece that the site does not have claims it, fetches it from the far relay and puts it on the near one;
 the others find it there. Nobody is waited for longer than is fair: a claim whose piece takes several times as long as
 such pieces take the one who waits, because its worker died or has a slow link of its own, gives way to another. The
-slower one notices between two parts of its piece, takes the other's, and lets others go first from then on. So joining
-and leaving takes nobody's consent. A newcomer gets its keyframe from the near relay as everybody does.
+slower one notices between two parts of its piece, takes the other's, and lets others go first from then on; who has
+not proved how fast it is takes one piece at a time. So joining and leaving takes nobody's consent. A newcomer gets its keyframe from the near relay as everybody does.
 Source: the two-stage transfer of RollMux §5.2 (Weave §5.2), without a fixed group.
 
 The near relay is any relay that all workers of the site reach fast: a directory in shared memory on one host, or an
@@ -14,6 +14,7 @@ does not verify, the far relay is asked. Pieces are what is asked for, so worker
 """
 
 import itertools
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -33,7 +34,7 @@ CLAIM_S = 10.0
 """How long one waits for another's piece without knowing how long such a piece takes, and does without a near relay
 that failed."""
 
-PATIENCE, PATIENCE_S = 4, 0.25
+PATIENCE, PATIENCE_S = 4, 0.1
 """How long one waits for another's piece: so many times what such a piece takes oneself, and at least this.
 
 Each further claim on the piece is waited for twice as long, so that a link that got slow is not loaded with copies."""
@@ -71,7 +72,10 @@ class SiteRelay:
         self._took_s: dict[int, float] = {}
         """How long a piece lately took this worker, by the power of two that is above the length it asked for."""
         self._part_bytes = PART_BYTES_MIN
-        self._overtaken = False
+        self._lock = threading.Lock()
+        self._fetching = 0
+        self._proven = self._overtaken = False
+        """Whether nobody was faster at the last piece, and whether somebody was."""
         self._without_until_s = 0.0
 
     def get(self, key: str, start: int = 0, length: int | None = None) -> bytes:
@@ -127,7 +131,7 @@ class SiteRelay:
                     return None, claim
                 if found != holder:
                     holder, since_s = found, self._clock()
-                elif self._clock() - since_s >= patience_s * 2**number:
+                elif found is not None and self._clock() - since_s >= patience_s * 2**number:
                     number, holder = number + 1, None
                     continue
             self._sleep(pause_after_s(waited_s))
@@ -139,11 +143,23 @@ class SiteRelay:
             return None
 
     def _claim(self, claim: str) -> bool:
+        """Whether this worker has it now. Until it has proved how fast it is it fetches one piece at a time."""
+        with self._lock:
+            if self._fetching and not self._proven:
+                return False
+            self._fetching += 1
         try:
             self._near.put(claim, f"{self._worker} {next(self._numbers)}".encode())
-        except BlobConflict:
+        except RelayError as error:
+            self._end_fetching()
+            if not isinstance(error, BlobConflict):
+                raise
             return False
         return True
+
+    def _end_fetching(self) -> None:
+        with self._lock:
+            self._fetching -= 1
 
     def _patience_s(self, length: int | None) -> float:
         """By the pieces lately fetched: a piece takes no longer than a larger one did; of a smaller one one infers."""
@@ -170,14 +186,17 @@ class SiteRelay:
                 fast = self._clock() - part_s < PART_S
                 self._part_bytes = max(self._part_bytes * 2 if fast else self._part_bytes // 2, PART_BYTES_MIN)
                 if len(content) != length and (faster := self._faster(piece)) is not None:
-                    self._overtaken = True
+                    self._proven, self._overtaken = False, True
                     return faster
         except BaseException:
             self._give_up(claim)
             raise
+        finally:
+            if claim is not None:
+                self._end_fetching()
         power, took_s = _power(length), self._clock() - begun_s
         self._took_s[power] = max(took_s, MEMORY * self._took_s.get(power, 0.0))
-        self._overtaken = False
+        self._proven, self._overtaken = self._proven or length is not None, False
         try:
             self._near.put(piece, content)
             if key.endswith(".json"):

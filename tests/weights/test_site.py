@@ -376,7 +376,10 @@ def test_workers_of_a_site_fetch_different_parts_of_a_keyframe_at_once(
 
     far = Watched(published(tmp_path / "far", [1.0]), hold)
     with ThreadPoolExecutor(4) as executor:
-        pulled = [executor.submit(Puller(SiteRelay(far, near, f"w{n}")).pull, 0) for n in range(4)]
+        relays = [SiteRelay(far, near, f"w{number}") for number in range(4)]
+        for relay in relays:
+            relay._proven = True
+        pulled = [executor.submit(Puller(relay).pull, 0) for relay in relays]
         under_way = [crowd.acquire(timeout=30) for _ in range(4 * reading.TRANSFERS)]
         at_first = [read for read in far.reads if read[0].endswith(".bin")]
         opened.set()
@@ -384,6 +387,26 @@ def test_workers_of_a_site_fetch_different_parts_of_a_keyframe_at_once(
         assert len(set(at_first)) == len(at_first), "of different chunks"
         assert all(torch.equal(each.result().tensors["w"], tensors(1.0)["w"]) for each in pulled)
     assert max(Counter(far.reads).values()) == 1
+
+
+def test_who_has_not_proved_how_fast_it_is_holds_one_piece_at_a_time(far: Watched, near: DirectoryRelay):
+    opened, begun = threading.Event(), threading.Semaphore(0)
+
+    def hold(key: str, start: int) -> None:
+        begun.release()
+        assert opened.wait(30)
+
+    relay = joined(Watched(far, hold), near, "new")
+    with ThreadPoolExecutor(3) as executor:
+        pieces = [executor.submit(relay.get, KEY, start, 50) for start in (0, 100, 200)]
+        assert begun.acquire(timeout=30)
+        (held,) = claims(near)
+        others = [start for start in (0, 100, 200) if f"/{start}-50." not in held]
+        for start in others:
+            joined(far, near, "other").get(KEY, start, 50)
+        opened.set()
+        assert [piece.result(30) for piece in pieces] == [CONTENT[start : start + 50] for start in (0, 100, 200)]
+    assert sorted(far.reads) == [(KEY, start) for start in (0, 100, 200)]
 
 
 def test_where_all_is_there_every_worker_begins_somewhere_else(tmp_path: Path):

@@ -33,6 +33,7 @@ def welcome(tmp_path: Path) -> wire.Welcome:
 def pulled(welcome: wire.Welcome) -> bool:
     applied = WeightsPuller()(welcome, 0).apply()
     assert isinstance(applied, dict)
+    assert isinstance(applied["w"], torch.Tensor)
     return torch.equal(applied["w"], torch.ones(1000, dtype=torch.bfloat16))
 
 
