@@ -4,7 +4,8 @@ Who needs a piece that the site does not have claims it, fetches it from the far
 the others find it there. Nobody is waited for longer than is fair: a claim whose piece takes several times as long as
 such pieces take the one who waits, because its worker died or has a slow link of its own, gives way to another. The
 slower one notices between two parts of its piece, takes the other's, and lets others go first from then on; who has
-not proved how fast it is takes one piece at a time. So joining and leaving takes nobody's consent. A newcomer gets its keyframe from the near relay as everybody does.
+not proved how fast it is takes one piece at a time. So joining and leaving takes nobody's consent. A newcomer gets its
+keyframe from the near relay as everybody does.
 Source: the two-stage transfer of RollMux §5.2 (Weave §5.2), without a fixed group.
 
 The near relay is any relay that all workers of the site reach fast: a directory in shared memory on one host, or an
