@@ -106,8 +106,8 @@ def flat_buckets(snapshot: Snapshot) -> tuple[Bits, Bits, list[npt.NDArray[np.in
     """All patterns in a row, and the ends of each bucket's tiles, as a publisher cuts them."""
     old = np.concatenate([bits.reshape(-1) for bits in snapshot.old.values()])
     new = np.concatenate([bits.reshape(-1) for bits in snapshot.new.values()])
-    tensors = {name: torch.from_numpy(bits.view(np.int16)) for name, bits in snapshot.old.items()}
-    ends = tile_ends(entries_of({name: tensor.view(torch.bfloat16) for name, tensor in tensors.items()}), TILE_ELEMENTS)
+    shapes = {name: torch.empty(bits.shape, dtype=torch.bfloat16, device="meta") for name, bits in snapshot.old.items()}
+    ends = tile_ends(entries_of(shapes), TILE_ELEMENTS)
     return old, new, [ends[first:last] for first, last in bucket_tiles(ends, BUCKET_ELEMENTS)]
 
 
