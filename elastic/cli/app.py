@@ -11,7 +11,7 @@ import typer
 
 from elastic.cli.logs import STANDARD_ERROR, log_to
 from elastic.cli.output import say
-from elastic.config import Config, ConfigError, load_config
+from elastic.config import Config, ConfigError, RunConfig, load_config
 from elastic.runtime.journal import JournalError
 
 app = typer.Typer(
@@ -125,14 +125,21 @@ def _run_settings(
         overrides = [*overrides, f"run.seed={seed}"]
     names = [name.strip() for name in (providers or "").split(",") if name.strip()]
     if resume:
-        directory = load_config(config).run.directory if config else Path("runs")
-        run_dir = find_run(directory, resume)
+        run_dir = find_run(_kept_in(config, overrides), resume)
         if providers is None:
             names = list(past_life(run_dir).providers)
         return load_run_config(run_dir, overrides), run_dir, names
     if config is None:
         raise ConfigError("elastic run: give a configuration file, or --resume RUN")
     return load_config(config, overrides), None, names
+
+
+def _kept_in(config: Path | None, overrides: list[str]) -> Path:
+    """Where runs are: as said last on the command line, else in the configuration."""
+    said = [override.partition("=")[2] for override in overrides if override.startswith("run.directory=")]
+    if said:
+        return Path(said[-1])
+    return load_config(config).run.directory if config else RunConfig().directory  # type: ignore[call-arg]
 
 
 @app.command()

@@ -178,6 +178,9 @@ class TestBasePolicy:
 class TestRunsAsked:
     def test_unknown_run(self, refused, elastic, config: Path) -> None:
         refused(elastic("run", config, "--resume", "nosuch"), "no run 'nosuch'", "none")
+        elsewhere = ("--set", f"run.directory={config.parent / 'elsewhere'}")
+        for asked in (("run", config), ("run",)):
+            refused(elastic(*asked, "--resume", "latest", *elsewhere), "no run 'latest'", "elsewhere")
         refused(elastic("report", "nosuch", "--directory", config.parent), "no run 'nosuch'")
         refused(elastic("report", "--directory", config.parent), "no run 'latest'")
 
