@@ -216,7 +216,7 @@ class Rollouts:
                 stop_token_ids=(),
                 temperature=1.0,
                 noise_seed=seed,
-                attempt=attempt,
+                recompute=attempt > 1,
             )
             self._engine.submit([request])
             if await done in ("stop", "length"):

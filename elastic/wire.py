@@ -234,6 +234,7 @@ class Generate(_Message, frozen=True):
     stop_token_ids: tuple[int, ...]
     temperature: float
     noise_seed: int
+    recompute: bool = False
 
 
 class Abort(_Message, frozen=True):

@@ -23,13 +23,17 @@ class ReleaseLease(_Command, frozen=True):
 
 
 class StartTurn(_Command, frozen=True):
-    """Send the turn to the worker: prompt plus the `start` tokens accepted so far."""
+    """Send the turn to the worker: prompt plus the `start` tokens accepted so far.
+
+    `recompute`: an attempt before has been prefilled, so that what this one computes is paid again.
+    """
 
     worker: WorkerId
     epoch: int
     turn: TurnId
     attempt: int
     start: int
+    recompute: bool = False
 
 
 class AbortTurn(_Command, frozen=True):

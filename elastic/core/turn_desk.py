@@ -74,7 +74,14 @@ class TurnDesk:
         run.timers.clear("capacity", "queue")
         run.wait("token", turn.id, run.limits.turn_stall_timeout_ns)
         run.out.append(
-            c.StartTurn(worker=worker.id, epoch=worker.epoch, turn=turn.id, attempt=turn.attempt, start=turn.accepted)
+            c.StartTurn(
+                worker=worker.id,
+                epoch=worker.epoch,
+                turn=turn.id,
+                attempt=turn.attempt,
+                start=turn.accepted,
+                recompute=turn.computed,
+            )
         )
 
     def _capacity_due(self, _: str) -> None:
@@ -113,6 +120,7 @@ class TurnDesk:
         run = self._run
         turn.accepted += chunk.count
         turn.prefilled += chunk.prefilled
+        turn.computed = turn.computed or chunk.prefilled + chunk.count > 0
         run.fleet.begin(worker, turn.id)
         conversation = run.turns.conversations[turn.trajectory]
         if chunk.count and (conversation.oldest_token is None or chunk.version < conversation.oldest_token):
@@ -139,6 +147,7 @@ class TurnDesk:
             return
         self._abort(turn)
         found = f"{chunk.count} tokens of version {chunk.version} from {chunk.start}, expected from {turn.accepted}"
+        turn.computed = True
         if chunk.start > turn.accepted or chunk.version < turn.oldest_version:
             self._requeue(turn, found)
         else:
@@ -180,6 +189,7 @@ class TurnDesk:
         for turn_id in run.fleet.unassign_all(worker):
             turn = run.turns.live[turn_id]
             self._clear_waits(turn)
+            turn.computed = True
             run.turns.move(turn, TurnState.QUEUED, run.now_ns, cause)
 
     def cancel(self, trajectory: TrajectoryId, cause: str) -> None:
@@ -229,7 +239,10 @@ class TurnDesk:
     def _token_due(self, turn_id: str) -> None:
         turn = self._run.turns.live[turn_id]
         self._abort(turn)
+        turn.computed = True
         self._requeue(turn, "no token in time")
 
     def _handover_due(self, turn_id: str) -> None:
-        self._requeue(self._run.turns.live[turn_id], "hand-over took too long")
+        turn = self._run.turns.live[turn_id]
+        turn.computed = True
+        self._requeue(turn, "hand-over took too long")

@@ -32,6 +32,8 @@ class Turn:
     attempt: int = 0
     accepted: int = 0
     prefilled: int = 0
+    computed: bool = False
+    """Whether prefill has been paid for, or may have been where a worker went without a word."""
     worker: WorkerId | None = None
     engine_errors: int = 0
     destination: WorkerId | None = None

@@ -20,7 +20,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     goes on at position `start` and ends at a stop token (which is emitted) or when the turn has
     `max_new_tokens` tokens in all, counting the accepted ones. `noise_seed` (64 bits) stands for (run seed,
     step, group, member, turn): the Gumbel noise of a token is a pure function of (noise_seed, position in the
-    turn, token id). `attempt` above one makes uncached prefill count as recompute.
+    turn, token id). With `recompute` prefill that is not cached has been paid for before, and counts as such.
     """
 
     request_id: str
@@ -30,7 +30,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: tuple[int, ...]
     temperature: float
     noise_seed: int
-    attempt: int = 1
+    recompute: bool = False
 
 
 class TokenChunk(msgspec.Struct, frozen=True):

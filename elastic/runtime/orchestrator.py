@@ -418,6 +418,7 @@ class Orchestrator:
                 stop_token_ids=self._stop_token_ids,
                 temperature=self._config.rollout.temperature,
                 noise_seed=turn.noise_seed,
+                recompute=command.recompute,
             ),
         )
 

@@ -67,7 +67,7 @@ class TokenStream:
             stop_token_ids=order.stop_token_ids,
             temperature=order.temperature,
             noise_seed=order.noise_seed,
-            attempt=order.attempt,
+            recompute=order.recompute,
         )
 
     def decline(self, orders: Iterable[wire.Generate], finish: FinishReason, detail: str) -> None:

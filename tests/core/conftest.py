@@ -114,10 +114,11 @@ class Desk:
         start: int | None = None,
         finish: FinishReason | None = None,
         version: int = 0,
+        prefilled: int = 0,
     ) -> list[c.Command]:
         """The worker's frame for one attempt: `count` tokens from `start` (by default where it was to begin)."""
         at = command.start if start is None else start
-        chunk = Progress(command.turn, command.attempt, at, count, version, finish)
+        chunk = Progress(command.turn, command.attempt, at, count, version, finish, prefilled=prefilled)
         return self.tell(e.TokensReceived(worker=command.worker, epoch=command.epoch, chunks=(chunk,)))
 
     def request(self, trajectory: str, turn: str = "", max_new_tokens: int = 100) -> list[c.Command]:

@@ -42,6 +42,19 @@ class TestTurns:
         again = desk.one(c.StartTurn)
         assert (again.worker, again.turn, again.attempt, again.start) == (other, start.turn, 2, 5)
 
+    @pytest.mark.parametrize(("prefilled", "count"), [(0, 0), (10, 0), (0, 1)])
+    def test_prefill_is_paid_again_where_it_had_begun(self, desk, prefilled: int, count: int) -> None:
+        start = running(desk)
+        assert not start.recompute
+        desk.tokens(start, count, prefilled=prefilled, finish=FinishReason.ABORTED)
+        assert desk.one(c.StartTurn).recompute is (prefilled + count > 0)
+
+    def test_prefill_may_have_been_paid_by_a_worker_that_is_lost(self, desk) -> None:
+        running(desk)
+        desk.worker("serving")
+        desk.lease_ended("spot-1")
+        assert desk.one(c.StartTurn).recompute
+
     def test_late_frame_of_a_fenced_attempt_is_not_accepted(self, desk) -> None:
         start = running(desk)
         desk.worker("serving")

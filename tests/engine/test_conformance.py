@@ -242,7 +242,7 @@ def test_every_nanosecond_is_in_one_account(make_engine, turn, weights):
     recorder.engine.set_idle_account(Account.LOADING)
     recorder.engine.load_weights(1, weights(1), WeightMode.FINISH)
     recorder.engine.set_idle_account(Account.DRAINING)
-    recorder.engine.submit([turn("a", max_new_tokens=LONG), turn("b", prompt=[3] * 100, attempt=2)])
+    recorder.engine.submit([turn("a", max_new_tokens=LONG), turn("b", prompt=[3] * 100, recompute=True)])
     last = {}
     while not recorder.end("a"):
         before = time.monotonic_ns()

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from functools import partial
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from elastic.core.types import NS_PER_S, Account, FinishReason, Progress, WeightMode
@@ -137,6 +137,7 @@ def test_a_waiting_turn_begins_when_the_chunk_has_room() -> None:
 TURN = st.tuples(st.integers(0, 2000), st.integers(1, 300), st.integers(1, LONGEST), st.integers(0, 4))
 
 
+@example([(0, 1, 1, 0)], [(1, 0)])
 @given(
     st.lists(TURN, min_size=1, max_size=12), st.lists(st.tuples(st.integers(0, 4000), st.integers(0, 11)), max_size=6)
 )

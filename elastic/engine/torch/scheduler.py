@@ -42,7 +42,7 @@ class Sequence:
     @property
     def recomputes(self) -> bool:
         """Whether its prefill has been paid for before."""
-        return self.request.attempt > 1 or self.admissions > 1
+        return self.request.recompute or self.admissions > 1
 
 
 class Work(NamedTuple):

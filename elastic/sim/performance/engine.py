@@ -55,6 +55,7 @@ class Job:
         length: int,
         longest: int,
         shared_tokens: int = 0,
+        recompute: bool = False,
     ) -> None:
         self.turn = turn
         self.attempt = attempt
@@ -67,7 +68,7 @@ class Job:
         self.truncated = length >= longest
         self.position = start
         self.reported = start
-        self.recompute = attempt > 1
+        self.recompute = recompute
 
     @property
     def finish(self) -> FinishReason:
@@ -207,7 +208,8 @@ class EngineModel:
         job = self._jobs.get(turn)
         if job is not None and job.attempt == attempt:
             self._settle()
-            self._emit([self._ended(job, finish)])
+            if turn in self._jobs:  # At this very moment it may have ended by itself.
+                self._emit([self._ended(job, finish)])
             self._cut()
             self._release_if_idle()
 

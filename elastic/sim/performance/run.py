@@ -311,6 +311,7 @@ class SimulatedRun:
             turn.length,
             self._settings.max_tokens_per_turn,
             turn.running.episode.turns[0].observation_tokens,
+            command.recompute,
         )
         return turn.job
 

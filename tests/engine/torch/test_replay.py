@@ -57,7 +57,13 @@ def test_a_cut_turn_continues_bit_for_bit(make_engine, turn, environment, cut, c
         elsewhere.run(turn("found", prompt=context[:found], max_new_tokens=1))
     others = [turn(f"other {i}", prompt=prompt, max_new_tokens=new) for i, (prompt, new) in enumerate(companions)]
     moved = turn(
-        "moved", prompt=context, start=cut, max_new_tokens=200, temperature=1.3, noise_seed=whole.noise_seed, attempt=2
+        "moved",
+        prompt=context,
+        start=cut,
+        max_new_tokens=200,
+        temperature=1.3,
+        noise_seed=whole.noise_seed,
+        recompute=True,
     )
     at = len(others) // 2
     elsewhere.run(*others[:at], moved, *others[at:])
