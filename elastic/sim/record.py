@@ -77,7 +77,8 @@ class Record:
         elif isinstance(event, e.LeaseEnded):
             self.ended.add(event.lease)
         elif isinstance(event, e.TrajectoryFinished | e.RewardScored):
-            self.rewards.setdefault(event.trajectory, event.reward)
+            if math.isfinite(event.reward):  # Another may come late, of an attempt that was given up.
+                self.rewards.setdefault(event.trajectory, event.reward)
         elif isinstance(event, e.WorkerJoined) and event.epoch > self._credits.get(event.worker, (0, 0))[0]:
             self._credits[event.worker] = (event.epoch, 0)
         elif isinstance(event, e.WorkerReported) and event.epoch == self._credits.get(event.worker, (0, 0))[0]:

@@ -64,6 +64,11 @@ def test_a_lease_of_a_life_that_nobody_remembers_ends_late(seed: int) -> None:
     simulate(seed)
 
 
+@pytest.mark.parametrize("seed", [40000, 40197])
+def test_a_reward_of_an_attempt_that_was_given_up_comes_late_and_counts_for_nothing(seed: int) -> None:
+    simulate(seed)
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_same_seed_gives_the_same_history(seed: int) -> None:
     one, two = simulate(seed), simulate(seed)
