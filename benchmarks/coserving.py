@@ -289,6 +289,7 @@ class Bench:
         from elastic.config import EngineConfig
         from elastic.engine.coserving.spec import ModelSpec
         from elastic.engine.kv.layout import common_page_bytes
+        from elastic.engine.torch.runner import dtype_on
         from elastic.model.checkpoint import model_tensors
         from elastic.model.config import Qwen3Config
         from elastic.model.qwen3 import Qwen3
@@ -306,7 +307,7 @@ class Bench:
                 "pacing": PACING if plan.paced else None,
             }
         )
-        dtype = torch.float32 if plan.device == "cpu" else torch.bfloat16
+        dtype = dtype_on(torch.device(plan.device))
         self.serving = ModelSpec(Qwen3Config(**SHAPES[plan.serving_model]), settings, dtype)
         self.rollout = ModelSpec(
             Qwen3Config(**SHAPES[plan.rollout_model]),

@@ -291,7 +291,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     if not isinstance(raw, dict):
         raise ConfigError(f"{path}: must be a section of keys (found {raw!r})")
     for override in overrides:
-        _apply(raw, override)
+        apply_override(raw, override)
     return validate(Config, raw, str(path))
 
 
@@ -330,7 +330,8 @@ def _join(*parts: str | int) -> str:
     return ".".join(str(part) for part in parts if part != "")
 
 
-def _apply(raw: dict[str, Any], override: str) -> None:
+def apply_override(raw: dict[str, Any], override: str) -> None:
+    """Set one `section.key=value` in `raw`. Raises `ConfigError` for what is none."""
     key, equals, text = override.partition("=")
     if not equals or not key.strip():
         raise ConfigError(f"--set {override}: expected section.key=value")

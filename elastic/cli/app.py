@@ -11,7 +11,7 @@ import typer
 
 from elastic.cli.logs import STANDARD_ERROR, log_to
 from elastic.cli.output import say
-from elastic.config import Config, ConfigError, RunConfig, load_config
+from elastic.config import Config, ConfigError, RunConfig, apply_override, load_config, validate
 from elastic.runtime.journal import JournalError
 
 app = typer.Typer(
@@ -136,10 +136,13 @@ def _run_settings(
 
 def _kept_in(config: Path | None, overrides: list[str]) -> Path:
     """Where runs are: as said last on the command line, else in the configuration."""
-    said = [override.partition("=")[2] for override in overrides if override.startswith("run.directory=")]
-    if said:
-        return Path(said[-1])
-    return load_config(config).run.directory if config else RunConfig().directory  # type: ignore[call-arg]
+    said = [override for override in overrides if override.partition("=")[0].strip() == "run.directory"]
+    if config:
+        return load_config(config, said).run.directory
+    raw: dict[str, dict[str, object]] = {"run": {}}
+    for override in said:
+        apply_override(raw, override)
+    return validate(RunConfig, raw["run"], "--set", "run").directory
 
 
 @app.command()

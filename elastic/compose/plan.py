@@ -14,7 +14,6 @@ from elastic.envs.base import Environment
 from providers.base import Provider, ProviderSettings
 
 TRAINER_PROVIDER = "trainer"
-BF16_BYTES = 2
 
 
 class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -171,7 +170,7 @@ def check_policy(plan: RunPlan, resumed: Path | None = None) -> None:
             f"model.checkpoint: {config.model.checkpoint} has a vocabulary of {model.config.vocab_size} tokens; "
             f"environment {config.environment.name!r} needs at least {words}"
         )
-    _check_pulls(config, BF16_BYTES * sum(parameter.numel() for parameter in model.parameters()))
+    _check_pulls(config, torch.bfloat16.itemsize * sum(parameter.numel() for parameter in model.parameters()))
     if resumed and (checkpoints := saved(resumed / "checkpoints")):
         trainer = GRPOTrainer(config.trainer, model, config.rollout.groups, config.rollout.temperature)
         try:

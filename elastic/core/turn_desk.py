@@ -187,10 +187,7 @@ class TurnDesk:
         """Queue a worker's turns again, at once: nothing more can come from these attempts."""
         run = self._run
         for turn_id in run.fleet.unassign_all(worker):
-            turn = run.turns.live[turn_id]
-            self._clear_waits(turn)
-            turn.computed = True
-            run.turns.move(turn, TurnState.QUEUED, run.now_ns, cause)
+            self._requeue_unheard(run.turns.live[turn_id], cause)
 
     def cancel(self, trajectory: TrajectoryId, cause: str) -> None:
         """The trajectory is over: so are its turns, and nothing of it is remembered."""
@@ -219,6 +216,11 @@ class TurnDesk:
         if worker is not None and worker.connected:
             self._run.out.append(c.AbortTurn(worker=worker.id, epoch=worker.epoch, turn=turn.id, attempt=turn.attempt))
 
+    def _requeue_unheard(self, turn: Turn, cause: str) -> None:
+        """Its worker has not said how far it came."""
+        turn.computed = True
+        self._requeue(turn, cause)
+
     def _requeue(self, turn: Turn, cause: str) -> None:
         self._leave_worker(turn)
         self._run.turns.move(turn, TurnState.QUEUED, self._run.now_ns, cause)
@@ -239,10 +241,7 @@ class TurnDesk:
     def _token_due(self, turn_id: str) -> None:
         turn = self._run.turns.live[turn_id]
         self._abort(turn)
-        turn.computed = True
-        self._requeue(turn, "no token in time")
+        self._requeue_unheard(turn, "no token in time")
 
     def _handover_due(self, turn_id: str) -> None:
-        turn = self._run.turns.live[turn_id]
-        turn.computed = True
-        self._requeue(turn, "hand-over took too long")
+        self._requeue_unheard(self._run.turns.live[turn_id], "hand-over took too long")

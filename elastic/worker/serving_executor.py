@@ -30,6 +30,7 @@ from elastic.engine.coserving.service import ServiceLog, milliseconds
 from elastic.engine.coserving.spec import ModelSpec
 from elastic.engine.kv.backends import open_backend
 from elastic.engine.kv.vmm import VmmError
+from elastic.engine.torch.runner import dtype_on
 from elastic.model.checkpoint import CheckpointError, model_tensors, read_config, read_tensors
 from elastic.model.config import Qwen3Config
 from elastic.model.qwen3 import Qwen3
@@ -58,7 +59,8 @@ class ExecutorShare:
         # Both models are on the host's device, whatever the run's other workers have, and serving bears with chunks.
         device = self._executor.serving.settings.device
         settings = settings.model_copy(update={"device": device, "prefill_chunk_tokens": self._chunk_tokens})
-        return self._executor.attach(ModelSpec(Qwen3Config.from_dict(welcome.model), settings, _dtype_on(device)))
+        dtype = dtype_on(torch.device(device))
+        return self._executor.attach(ModelSpec(Qwen3Config.from_dict(welcome.model), settings, dtype))
 
     def capacity_turns(self, most: int) -> int:
         return 0 if self._reclaimed.is_set() else most
@@ -93,7 +95,7 @@ class ExecutorDevice:
         )
         slo = Slo(ttft_ns=round(executor.ttft_slo_s * NS_PER_S), tpot_ns=round(executor.tpot_slo_s * NS_PER_S))
         self._executor = CoServing(
-            ModelSpec(config, engine, _dtype_on(device)),
+            ModelSpec(config, engine, dtype_on(torch.device(device))),
             open_backend(executor.kv_pages + SPARE_PAGES, executor.page_kib * 1024, device),
             SloAdmission(slo=slo, longest_ns=round(executor.longest_share * slo.ttft_ns)),
             PreemptiveMemory(headroom_share=executor.headroom_share, lease_ns=round(executor.lease_s * NS_PER_S)),
@@ -229,11 +231,6 @@ def open_device(settings: HostSettings, executor: ExecutorSettings) -> ExecutorD
         return ExecutorDevice(settings, executor)
     except (ValueError, CheckpointError, VmmError) as error:
         raise ConfigError(f"{HOST_VARIABLE}: executor: {error}") from error
-
-
-def _dtype_on(device: str) -> torch.dtype:
-    """Of weights and KV, as the embedded engine has them."""
-    return torch.float32 if device == "cpu" else torch.bfloat16
 
 
 def _serving_model(settings: ExecutorSettings) -> tuple[Qwen3Config, dict[str, torch.Tensor]]:

@@ -7,32 +7,19 @@ from pathlib import Path
 
 import msgspec
 import pytest
-import torch
 
 from elastic import compose
 from elastic.config import Config
 from elastic.core import commands as c
 from elastic.core.scheduler import Scheduler
 from elastic.core.types import WorkerState
-from elastic.model.checkpoint import model_tensors, write_checkpoint
-from elastic.model.config import Qwen3Config
-from elastic.model.qwen3 import Qwen3
 from elastic.runtime.journal import JournalReader
-
-TINY = Qwen3Config(
-    hidden_size=16,
-    intermediate_size=32,
-    num_hidden_layers=1,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    head_dim=8,
-)
 
 
 @pytest.mark.slow
-async def test_turns_of_a_frozen_worker_are_journaled_as_moves(tmp_path: Path) -> None:
+async def test_turns_of_a_frozen_worker_are_journaled_as_moves(tmp_path: Path, checkpoint: Path) -> None:
     """It is fenced by time alone: no connection breaks, and no lease has ended yet, when its turns are moved."""
-    plan = compose.resolve(_config(tmp_path), [], "test")
+    plan = compose.resolve(_config(tmp_path, checkpoint), [], "test")
     run_dir = compose.new_run_dir(plan.config)
     ready = asyncio.get_running_loop().create_future()
     running = asyncio.create_task(compose.execute(plan, run_dir, on_ready=ready.set_result))
@@ -56,14 +43,11 @@ async def test_turns_of_a_frozen_worker_are_journaled_as_moves(tmp_path: Path) -
     assert all(move["left_ns"] <= move["started_ns"] for move in moves)
 
 
-def _config(directory: Path) -> Config:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        write_checkpoint(directory / "policy", TINY, model_tensors(Qwen3(TINY)))
+def _config(directory: Path, checkpoint: Path) -> Config:
     return Config.model_validate(
         {
             "run": {"steps": 1, "directory": directory / "runs"},
-            "model": {"checkpoint": directory / "policy"},
+            "model": {"checkpoint": checkpoint},
             "rollout": {"groups": 2, "group_size": 4},
             "seeding": {"window_s": 0},
             "engine": {"pacing": {"prefill_tokens_per_s": 8000, "decode_step_s": {1: 0.1}}},

@@ -33,6 +33,21 @@ def token_at(noise_seed: int, position: int) -> int:
     return (noise_seed * 1_000_003 + position * 7) % 50_000
 
 
+def welcome_to(relay: str, relay_token: str = "") -> wire.Welcome:
+    """For whoever only pulls weights."""
+    return wire.Welcome(
+        session_key="",
+        epoch=1,
+        heartbeat_interval_s=1.0,
+        flush_interval_s=1.0,
+        silence_timeout_s=1.0,
+        engine={},
+        model={},
+        relay=relay,
+        relay_token=relay_token,
+    )
+
+
 class ScriptedEngine:
     """An engine whose iterations come at random, and whose tokens are `token_at`. Only for the agent's own tests."""
 

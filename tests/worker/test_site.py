@@ -10,6 +10,7 @@ from elastic.weights import relay
 from elastic.weights.directory import DirectoryRelay
 from elastic.weights.publisher import Publisher
 from elastic.worker.weights import WeightsPuller
+from tests.worker.conftest import welcome_to
 
 
 @pytest.fixture
@@ -17,17 +18,7 @@ def welcome(tmp_path: Path) -> wire.Welcome:
     publisher = Publisher(DirectoryRelay(tmp_path / "relay"), "run", {})
     publisher.publish(0, {"w": torch.ones(1000, dtype=torch.bfloat16)})
     publisher.close()
-    return wire.Welcome(
-        session_key="",
-        epoch=1,
-        heartbeat_interval_s=1.0,
-        flush_interval_s=1.0,
-        silence_timeout_s=1.0,
-        engine={},
-        model={},
-        relay=str(tmp_path / "relay"),
-        relay_token="of the run",
-    )
+    return welcome_to(str(tmp_path / "relay"), "of the run")
 
 
 def pulled(welcome: wire.Welcome) -> bool:

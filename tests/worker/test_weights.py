@@ -12,6 +12,7 @@ from elastic.weights.link import Link
 from elastic.weights.publisher import Publisher
 from elastic.worker import weights
 from elastic.worker.weights import WeightsPuller
+from tests.worker.conftest import welcome_to
 
 
 def tensors(version: int) -> dict[str, Tensor]:
@@ -27,16 +28,7 @@ def welcome(tmp_path: Path) -> wire.Welcome:
     for version in range(4):
         publisher.publish(version, tensors(version))
     publisher.close()
-    return wire.Welcome(
-        session_key="",
-        epoch=1,
-        heartbeat_interval_s=1.0,
-        flush_interval_s=1.0,
-        silence_timeout_s=1.0,
-        engine={},
-        model={},
-        relay=str(tmp_path / "relay"),
-    )
+    return welcome_to(str(tmp_path / "relay"))
 
 
 def assert_gives(applied: object, version: int) -> None:

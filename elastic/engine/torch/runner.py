@@ -91,6 +91,11 @@ class Patch(NamedTuple):
     """(table, where in it, flat, the values there), in the device's precision."""
 
 
+def dtype_on(device: torch.device) -> torch.dtype:
+    """Of weights and KV."""
+    return torch.float32 if device.type == "cpu" else torch.bfloat16
+
+
 class Runner:
     """Holds the weights and the KV cache of one device. Used by one thread, inside `torch.inference_mode`."""
 
@@ -99,7 +104,7 @@ class Runner:
     ) -> None:
         self._config = config
         self._device = device
-        self._dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+        self._dtype = dtype_on(device)
         self._patches_wait_on = device
         self._block_tokens = block_tokens
         # One block more than the pool knows: padding reads and writes there.
