@@ -47,6 +47,7 @@ import numpy as np
 from _common import Arguments, emit
 from _shapes import SHAPES
 
+from elastic.compose.processes import run_loop
 from elastic.engine.coserving.load import Record, Targets, replay, report, violated_minutes
 from elastic.engine.coserving.service import percentile
 from policies.coexecution import ExclusiveAdmission, NoAdmission, Slo, SloAdmission
@@ -94,6 +95,7 @@ POLICIES = (
     "tpot_only",
     "reload",
 )
+BASELINES = POLICIES[2:]
 
 
 @dataclass(frozen=True)
@@ -105,10 +107,16 @@ class Plan:
     windows: tuple[str, ...]
     pool_operations: int
     extras: bool
+    baselines_at: tuple[float, ...] | None = None
+    """Densities at which the baselines run; None: at all."""
     paced: bool = False
     device: str = "cpu"
     serving_model: str = "tiny-serving"
     rollout_model: str = "tiny-rollouts"
+
+    def policies(self, density: float) -> tuple[str, ...]:
+        compared = self.baselines_at is None or density in self.baselines_at
+        return POLICIES if compared else tuple(policy for policy in POLICIES if policy not in BASELINES)
 
 
 QUICK = Plan(2.0, 3, 1.2, (1.0,), ("mean",), 60_000, False)
@@ -124,8 +132,7 @@ def client() -> None:
     for line in sys.stdin:
         job = json.loads(line)
         requests = [ServingRequest(*request) for request in job["requests"]]
-        gc.collect()
-        records = asyncio.run(replay(job["url"], MODEL, requests, job["vocab_size"]))
+        records = run_loop(replay(job["url"], MODEL, requests, job["vocab_size"]))
         print(msgspec.json.encode(records).decode(), flush=True)
 
 
@@ -328,6 +335,7 @@ class Bench:
     async def run(self, setting: Setting, requests: Sequence[ServingRequest], pages: int, wall_s: float) -> Outcome:
         """Replay `requests` while rollouts run, if they do."""
         gc.collect()
+        gc.freeze()
         async with self._device(setting, pages) as (executor, url):
             rollouts: Rollouts | None = None
             rolling: asyncio.Task[None] | None = None
@@ -469,7 +477,7 @@ async def _measure(bench: Bench, plan: Plan, chatty: bool) -> dict[str, Any]:
     for density in plan.densities:
         by_policy: dict[str, list[Outcome]] = {"serving_alone": alone} if density == 1 else {}
         rollouts_alone: list[Outcome] = []
-        for policy in POLICIES:
+        for policy in plan.policies(density):
             outcomes = by_policy.setdefault(policy, [])
             for window in plan.windows[len(outcomes) :]:
                 if policy == "elastic":
@@ -719,6 +727,7 @@ def replaced(plan: Plan, parsed: argparse.Namespace) -> Plan:
         plan,
         densities=tuple(parsed.densities or plan.densities),
         windows=tuple(parsed.windows or plan.windows),
+        baselines_at=None if parsed.baselines_at is None else tuple(parsed.baselines_at),
         extras=plan.extras and not parsed.no_extras,
         paced=parsed.paced,
         device=parsed.device,
@@ -733,6 +742,9 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object as the last line of standard output")
     parser.add_argument("--window-s", type=float, help="length of each window (default: 120, quick 2)")
     parser.add_argument("--densities", type=float, nargs="+", help="of arrivals (default: 1 1.5 2, quick 1)")
+    parser.add_argument(
+        "--baselines-at", type=float, nargs="*", help="densities at which the baselines run, too (default: all)"
+    )
     parser.add_argument("--windows", nargs="+", choices=FULL.windows, help="which windows of the trace (default: all)")
     parser.add_argument("--no-extras", action="store_true", help="without the kinds of cuts and the lease sweep")
     parser.add_argument("--paced", action="store_true", help="a modelled device: iterations take at least its time")
@@ -747,7 +759,7 @@ def main() -> None:
     if parsed.device == "cuda" and not _has_cuda():
         parser.error("--device: cuda: there is none here")
     plan = replaced(QUICK if parsed.quick else FULL, parsed)
-    figures = asyncio.run(measure(plan, chatty=not (parsed.quick and parsed.json)))
+    figures = run_loop(measure(plan, chatty=not (parsed.quick and parsed.json)))
     emit(figures, Arguments(quick=parsed.quick, json=parsed.json))
 
 
