@@ -35,8 +35,8 @@ class QueuedPrefill(msgspec.Struct, frozen=True, gc=False):
 
 
 class ArrivingPrefill(msgspec.Struct, frozen=True, gc=False):
-    """A request that may come while a rollout iteration runs. `cost_ns` is all of its prefill, `next_ns` the part of
-    it that would share serving's next iteration."""
+    """What may come while a rollout iteration runs: a request, with the burst that it may be the last of. `cost_ns` is
+    all of that prefill, `next_ns` the part that would share serving's next iteration."""
 
     cost_ns: Nanoseconds = 0
     next_ns: Nanoseconds = 0

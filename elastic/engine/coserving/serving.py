@@ -19,6 +19,8 @@ from policies.coexecution import ArrivingPrefill, QueuedPrefill, ServingView
 
 RECENT_REQUESTS = 100
 """The next request's prompt is taken to be no longer than theirs."""
+BURST_KEPT = 0.97
+"""What each request leaves of the memory of the longest queue; after a hundred a twentieth."""
 
 
 class ServingHalf(Half):
@@ -31,6 +33,8 @@ class ServingHalf(Half):
         self._arrivals_ns: dict[str, Nanoseconds] = {}
         self._last_tokens_ns: dict[str, Nanoseconds] = {}
         self._recent_prompts: deque[int] = deque(maxlen=RECENT_REQUESTS)
+        self._burst_ns = 0
+        """The prefills of the longest queue of late: the next burst is taken to be as large."""
         self._iterated_ns = time.monotonic_ns()
         """When the last iteration ended."""
 
@@ -39,6 +43,7 @@ class ServingHalf(Half):
         with self._changed:
             for request in requests:
                 self._arrivals_ns.setdefault(request.request_id, now_ns)
+                self._burst_ns = int(BURST_KEPT * self._burst_ns)
                 self._recent_prompts.append(min(len(request.token_ids), self._settings.max_context_tokens))
             super().submit(requests)
 
@@ -66,19 +71,21 @@ class ServingHalf(Half):
         shared = Shape((), len(decoding), max((sequence.computed for sequence in decoding), default=0))
         pieces = self._next_prefills(prefilling)
         arriving, left = max(self._recent_prompts, default=0), chunk - sum(piece.count for piece in pieces)
+        queued = [
+            QueuedPrefill(
+                self._arrivals_ns[sequence.request.request_id],
+                cost.prefill_ns(sequence.computed, len(sequence.tokens), chunk, shared),
+            )
+            for sequence in prefilling
+        ]
+        self._burst_ns = max(self._burst_ns, sum(request.cost_ns for request in queued))
         return ServingView(
             now_ns=now_ns,
-            queued=[
-                QueuedPrefill(
-                    self._arrivals_ns[sequence.request.request_id],
-                    cost.prefill_ns(sequence.computed, len(sequence.tokens), chunk, shared),
-                )
-                for sequence in prefilling
-            ],
+            queued=queued,
             last_tokens_ns=[self._last_tokens_ns.get(s.request.request_id, now_ns) for s in decoding],
             decode_ns=cost.iteration_ns(msgspec.structs.replace(shared, prefills=pieces)),
             arriving=ArrivingPrefill(
-                cost_ns=cost.prefill_ns(0, arriving, chunk, shared),
+                cost_ns=max(self._burst_ns, cost.prefill_ns(0, arriving, chunk, shared)),
                 next_ns=cost.prefill_ns(0, min(arriving, left), chunk),
             ),
         )

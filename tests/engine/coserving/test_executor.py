@@ -11,7 +11,7 @@ import torch
 
 from elastic.core.types import Account, FinishReason, WeightMode
 from elastic.engine.base import WeightChanges, WeightsMismatch
-from elastic.engine.coserving.profile import CostProfile, Grid, Prefill, Shape, write_profile
+from elastic.engine.coserving.profile import CostModel, CostProfile, Grid, Prefill, Shape, write_profile
 from elastic.engine.coserving.swapping import Swapping
 from policies.coexecution import ExclusiveAdmission, NoAdmission, Slo, SloAdmission
 from policies.kvmemory import FineGrainedMemory, PreemptiveMemory, StaticPartition
@@ -117,13 +117,40 @@ def test_admission_sees_all_that_serving_will_do_next_and_what_may_come(make_dev
         view, cost = serving.view(0), serving.costs
         both = Shape([Prefill(0, 20), Prefill(0, 20)])
         assert view.decode_ns == cost.iteration_ns(both) == pytest.approx(sum(q.cost_ns for q in view.queued), abs=2)
-        assert view.arriving.cost_ns == view.arriving.next_ns == cost.prefill_ns(0, 20, 64)
+        assert view.arriving.next_ns == cost.prefill_ns(0, 20, 64)
         serving.submit([turn("long", prompt=100)])
         serving._take_wishes()
         view = serving.view(0)
         assert view.decode_ns == cost.iteration_ns(Shape([*both.prefills, Prefill(0, 24)]))
-        assert view.arriving.cost_ns == cost.prefill_ns(0, 100, 64)
+        assert view.arriving.cost_ns == sum(q.cost_ns for q in view.queued) > cost.prefill_ns(0, 100, 64)
         assert view.arriving.next_ns == 0
+
+
+def test_the_next_burst_is_taken_to_be_as_large_as_the_largest_of_late(make_device, turn, spec_of_serving):
+    """What is kept for arrivals outlasts the queue that it was learnt from, and fades with the requests that come
+    one by one, down to one prompt."""
+    device = make_device(serving=spec_of_serving(prefill_chunk_tokens=64))
+    serving = device.serving
+    serving.submit([turn("first", prompt=100, max_new_tokens=1)])
+    device.served.finish("first")
+
+    def kept_ns() -> int:
+        with device.executor._changed:
+            serving._cost = CostModel(serving.costs.profile)
+            return serving.view(0).arriving.cost_ns
+
+    one_ns = kept_ns()
+    with device.executor._changed:
+        serving.submit([turn(f"b{i}", prompt=100, max_new_tokens=1) for i in range(6)])
+        serving._take_wishes()
+        burst_ns = kept_ns()
+    assert burst_ns > 5 * one_ns
+    device.served.finish(*(f"b{i}" for i in range(6)))
+    assert 0.8 * burst_ns < kept_ns() <= burst_ns
+    for number in range(100):
+        serving.submit([turn(f"s{number}", prompt=100, max_new_tokens=1)])
+        device.served.finish(f"s{number}")
+    assert kept_ns() == one_ns
 
 
 def test_a_burst_takes_the_memory_back_and_the_turns_are_given_back_whole(make_device, turn):
