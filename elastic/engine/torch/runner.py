@@ -10,7 +10,7 @@ multiplication has a shape that is fixed, or is a function of the token's positi
   context padded to a length that is a power of two (`_context_length`);
 - everything else works on one row at a time.
 
-On CUDA the same code runs in the weights' own bfloat16, without that promise.
+On CUDA, in the weights' own bfloat16, there is no such promise: linear layers and norms are one kernel each.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -105,6 +105,9 @@ class Runner:
         self._config = config
         self._device = device
         self._dtype = dtype_on(device)
+        if device.type == "cuda":
+            # cuDNN's attention builds a plan for every number of tiles, for tenths of a second.
+            torch.backends.cuda.enable_cudnn_sdp(False)
         self._patches_wait_on = device
         self._block_tokens = block_tokens
         # One block more than the pool knows: padding reads and writes there.
@@ -245,6 +248,8 @@ class Runner:
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         """RMSNorm over the last dimension, in float32; on the CPU in half the time of `torch.rms_norm`."""
+        if x.is_cuda:
+            return F.rms_norm(x, x.shape[-1:], eps=self._config.rms_norm_eps) * weight
         x = x.float()
         scale = torch.add(self._eps, (x * x).sum(-1, keepdim=True), alpha=1 / x.shape[-1]).rsqrt_()
         return (x * scale).to(weight.dtype) * weight
@@ -346,8 +351,7 @@ class Runner:
         prefix = f"model.layers.{index}."
 
         def stack(*names: str) -> Tensor:
-            parts = [tensors[f"{prefix}{name}.weight"] for name in names]
-            return self._put(prefix + "+".join(names), parts[0] if len(parts) == 1 else torch.cat(parts))
+            return self._put(prefix + "+".join(names), *(tensors[f"{prefix}{name}.weight"] for name in names))
 
         heads, key_heads = self._heads
         input_norm, o, post_norm, down = map(stack, _ALONE)
@@ -355,17 +359,23 @@ class Runner:
         return _Layer(
             input_norm=input_norm,
             qkv=stack(*_FUSED["qkv"]),
-            qk_norm=self._put(f"{prefix}qk_norm", torch.cat((q_norm.expand(heads, -1), k_norm.expand(key_heads, -1)))),
+            qk_norm=self._put(f"{prefix}qk_norm", q_norm.expand(heads, -1), k_norm.expand(key_heads, -1)),
             o=o,
             post_norm=post_norm,
             gate_up=stack(*_FUSED["gate_up"]),
             down=down,
         )
 
-    def _put(self, name: str, value: Tensor) -> Tensor:
+    def _put(self, name: str, *parts: Tensor) -> Tensor:
+        """Copy `parts`, one below the other, into a table."""
+        counts = [len(part) for part in parts]
         if name not in self._tables:
-            self._tables[name] = torch.empty(value.shape, dtype=self._dtype, device=self._device)
-        return self._tables[name].copy_(value)
+            shape = (sum(counts), *parts[0].shape[1:])
+            self._tables[name] = torch.empty(shape, dtype=self._dtype, device=self._device)
+        table = self._tables[name]
+        for rows, part in zip(table.split(counts), parts, strict=True):
+            rows.copy_(part)
+        return table
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self._device)
@@ -393,6 +403,8 @@ def _padded(rows: int) -> int:
 
 
 def _linear(x: Tensor, weight: Tensor) -> Tensor:
-    """x [N, in] · weightᵀ [in, out], in products of `ROW_TILE` rows whatever N is."""
+    """x [N, in] · weightᵀ [in, out], on the CPU in products of `ROW_TILE` rows whatever N is."""
+    if x.is_cuda:
+        return F.linear(x, weight)
     tiles = x.view(-1, ROW_TILE, x.shape[1])
     return torch.bmm(tiles, weight.t().expand(len(tiles), -1, -1)).flatten(0, 1)
