@@ -57,7 +57,7 @@ class CoServingStatistics(msgspec.Struct, frozen=True, kw_only=True):
     turns_stalled: int
     rollout_failures: int
     activation_s: float
-    longest_rollout_ns: Nanoseconds
+    """How long the rollout model's last activation kept the device from everybody else."""
 
 
 class CoServing:
@@ -85,7 +85,6 @@ class CoServing:
         self._changed = threading.Condition()
         self._rollout_failures = 0
         self._usage = UsageMeter(time.monotonic_ns())
-        self._longest_rollout_ns = 0
         self._activating_ns = 0
         self._activation_s = 0.0
         self._rollout_ran = True
@@ -165,6 +164,12 @@ class CoServing:
                 f"{self._memory.pages.page_bytes} bytes, and it may have {most_pages} of {self._memory.usable}"
             )
 
+    @property
+    def serving_kv_share(self) -> float:
+        """The part of the KV memory that serving has mapped."""
+        with self._changed:
+            return self._memory.serving_pages / self._memory.usable
+
     def begin_step(self) -> None:
         """A new step of the run: the rollout budget is derived anew from serving's recent use."""
         with self._changed:
@@ -187,7 +192,6 @@ class CoServing:
                 turns_stalled=rollout.stalled if rollout else 0,
                 rollout_failures=self._rollout_failures,
                 activation_s=self._activation_s,
-                longest_rollout_ns=self._longest_rollout_ns,
             )
 
     def close(self) -> None:
@@ -292,28 +296,27 @@ class CoServing:
             return step
         if rollout.closed:
             rollout.retire()
-            self._rollout = self._memory.rollout = None
-            self._usage.lend(False, time.monotonic_ns())
+            self._detach()
         return None
+
+    def _detach(self) -> None:
+        self._rollout = self._memory.rollout = None
+        self._usage.lend(False, time.monotonic_ns())
 
     def _timed(self, half: Half, iteration: Iteration) -> Step:
         def run() -> None:
-            started_ns = self._hand_to(half.kind)
+            self._hand_to(half.kind)
             try:
                 half.iterate(iteration)
             finally:
-                elapsed_ns = self._hand_to(None) - started_ns
-            if half is self._rollout:
-                self._longest_rollout_ns = max(self._longest_rollout_ns, elapsed_ns)
+                self._hand_to(None)
 
         return run
 
-    def _hand_to(self, user: str | None) -> Nanoseconds:
-        """Who computes from now on; returns the time."""
+    def _hand_to(self, user: str | None) -> None:
+        """Who computes from now on."""
         with self._changed:
-            now_ns = time.monotonic_ns()
-            self._usage.hand_to(user, now_ns)
-            return now_ns
+            self._usage.hand_to(user, time.monotonic_ns())
 
     def _activating(self, rollout: RolloutHalf, piece: Step) -> Step:
         """Note how long it takes from the first piece of weights until the model can run."""
@@ -350,10 +353,17 @@ class CoServing:
 
     def _lose_rollout(self) -> None:
         """The rollout half failed: its turns end, its memory comes back, serving goes on."""
-        assert self._rollout is not None
+        rollout = self._rollout
+        assert rollout is not None
         self._rollout_failures += 1
         _log.error("the rollout half failed", trace=traceback.format_exc())
-        self._rollout.fail("the rollout half of the co-serving executor failed")
+        why = "the rollout half of the co-serving executor failed"
+        try:
+            rollout.fail(why)
+        except Exception:
+            _log.error("the rollout half is given up", trace=traceback.format_exc())
+            self._detach()
+            rollout.abandon(why)
 
     def _end_all(self, why: str) -> None:
         with self._changed:

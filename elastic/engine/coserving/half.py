@@ -26,6 +26,7 @@ from elastic.engine.torch.scheduler import Sequence as Running
 
 _log = structlog.get_logger(__name__)
 Step = Callable[[], None]
+_EXHAUSTED = object()
 
 
 class Iteration(NamedTuple):
@@ -185,7 +186,7 @@ class Half(TorchEngine):
         device = device_name(self._device, settings)
         path = profile_path(profiles, model, device) if profiles is not None else None
         if self._measuring is None:
-            kept = kept_profile(path, model, device)
+            kept = kept_profile(path, model, device, settings)
             if kept is not None:
                 return lambda: self._use_profile(kept)
             self._measuring = measuring(self._runner, model, device, settings)
@@ -278,16 +279,31 @@ class Half(TorchEngine):
 
         A model whose costs could not be measured is not tried again until it gets other weights.
         """
+        # All last chunks come before any book-keeping, which may be what has failed.
+        running = [sequence for sequence in self._alive.values() if sequence is not None]
+        for request, sequence in [*((s.request, s) for s in running), *((r, None) for r in self._inbox)]:
+            position = sequence.position if sequence else request.start
+            self._outbox.append(self._chunk(request, sequence, position, [], [], FinishReason.ERROR, why))
+        self._inbox.clear()
         for request_id in list(self._alive):
-            sequence = self._alive[request_id]
-            if sequence is not None:
-                self._outbox.append(self._end(sequence.request, FinishReason.ERROR, why))
+            self._forget(request_id)
         self.pool.forget()
         self.pool.trim()
         self._measuring = None
         if self._cost is None:
             self._drop_weights()
             self.fail_waiting(RuntimeError(why))
+
+    def abandon(self, why: str) -> None:
+        """Leave the device without the book-keeping, where `fail` has failed too."""
+        self._alive.clear()
+        self._aborting.clear()
+        self._closed = self._retired = True
+        self.emit_outbox()
+        self._drop_weights()
+        self.fail_waiting(RuntimeError(why))
+        self._runner.space.close()
+        self._changed.notify_all()
 
     # The engine's own parts, as they differ here.
 
@@ -361,11 +377,10 @@ class Half(TorchEngine):
             self.charge(loading.account)
         started_ns = time.monotonic_ns()
         try:
-            next(loading.pieces)
-        except StopIteration:
-            with self._changed:
-                self._loading = None
-                loading.finish()
+            if next(loading.pieces, _EXHAUSTED) is _EXHAUSTED:
+                with self._changed:
+                    self._loading = None
+                    loading.finish()
         except Exception as error:
             _log.error("weights cannot be loaded", model=self.kind, reason=str(error))
             with self._changed:

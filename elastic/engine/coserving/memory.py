@@ -16,8 +16,8 @@ SPARE_PAGES = 2
 """One for each model's padding; they are never lent."""
 SAMPLE_EVERY_NS = NS_PER_S // 10
 SAMPLES_KEPT = 600
-IDLE_SAMPLES_KEPT = 20
-"""Samples without any use that count towards the next step, too, which may begin a moment later."""
+CARRIED_SAMPLES = 20
+"""The latest count towards the next step, too, which may begin a moment later."""
 
 
 class Holder(Protocol):
@@ -87,10 +87,9 @@ class SharedMemory:
     def begin_step(self) -> None:
         """The budget of a new step, from serving's use since the last."""
         self.budget = self._policy.begin_step(self.usable, tuple(self._recent))
-        latest = tuple(self._recent)[-IDLE_SAMPLES_KEPT:]
+        latest = tuple(self._recent)[-CARRIED_SAMPLES:]
         self._recent.clear()
-        if not any(latest):
-            self._recent.extend(latest)
+        self._recent.extend(latest)
 
     def share(self, now_ns: Nanoseconds) -> None:
         """Take back what nobody uses, look at serving's use, and let the policy act on it."""

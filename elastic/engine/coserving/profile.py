@@ -8,6 +8,7 @@ import secrets
 from bisect import bisect_right
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -31,6 +32,8 @@ class Grid(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         if not self.xs or not self.ys or [len(row) for row in self.costs_ns] != [len(self.ys)] * len(self.xs):
             raise ValueError(f"{len(self.xs)} × {len(self.ys)} costs were expected")
+        if min(map(min, self.costs_ns)) <= 0:
+            raise ValueError("costs must be positive")
 
     def at(self, x: float, y: float) -> float:
         low, x_share = _between(self.xs, x)
@@ -117,13 +120,27 @@ class CostModel:
         return min(self.MOST, max(1 / self.MOST, factor * (1 + speed * (ratio - 1))))
 
     def _profiled(self, shape: Shape) -> tuple[float, float]:
-        prefill = sum(self.profile.prefill.at(piece.count, piece.start) for piece in shape.prefills)
+        prefill = self._profiled_prefill(shape.prefills) if shape.prefills else 0.0
         decode = self.profile.decode.at(shape.decodes, shape.context) if shape.decodes else 0.0
         return prefill, decode
 
+    def _profiled_prefill(self, pieces: Sequence[Prefill]) -> float:
+        """Of an iteration: several pieces cost as one of all their tokens, since they share what each would cost
+        alone; they attend to as much as they do on average."""
+        count = sum(piece.count for piece in pieces)
+        return self.profile.prefill.at(count, sum(piece.count * piece.start for piece in pieces) / count)
 
-def read_profile(path: Path, model: str, device: str) -> CostProfile:
-    """Raises `ProfileError` for a file that cannot be read, or is of another model or device."""
+
+class Reach(NamedTuple):
+    """How large the iterations are that a profile has to tell about."""
+
+    prefill_tokens: int
+    batch: int
+    context: int
+
+
+def read_profile(path: Path, model: str, device: str, reach: Reach) -> CostProfile:
+    """Raises `ProfileError` for a file that cannot be read, is of another model or device, or ends before `reach`."""
     try:
         profile = msgspec.json.decode(path.read_bytes(), type=CostProfile)
     except OSError as error:
@@ -137,6 +154,9 @@ def read_profile(path: Path, model: str, device: str) -> CostProfile:
     ):
         if found != wanted:
             raise ProfileError(f"{path}: profile of another {what}: found {found!r}, wanted {wanted!r}")
+    measured = Reach(profile.prefill.xs[-1], profile.decode.xs[-1], profile.decode.ys[-1])
+    if any(there < wanted for there, wanted in zip(measured, reach, strict=True)):
+        raise ProfileError(f"{path}: measured for smaller iterations: found {measured}, wanted {reach}")
     return profile
 
 

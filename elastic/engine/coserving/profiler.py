@@ -14,7 +14,7 @@ import torch
 
 from elastic.config import EngineConfig
 from elastic.core.types import NS_PER_S, Nanoseconds
-from elastic.engine.coserving.profile import CostProfile, Grid, ProfileError, read_profile
+from elastic.engine.coserving.profile import CostProfile, Grid, ProfileError, Reach, read_profile
 from elastic.engine.coserving.runner import PagedRunner
 from elastic.engine.torch import pacing
 from elastic.engine.torch.scheduler import Work, load_of
@@ -48,12 +48,12 @@ def profile_path(directory: Path, model: str, device: str) -> Path:
     return directory / f"{model}-{re.sub('[^a-z0-9]+', '-', device.lower())}.json"
 
 
-def kept_profile(path: Path | None, model: str, device: str) -> CostProfile | None:
+def kept_profile(path: Path | None, model: str, device: str, settings: EngineConfig) -> CostProfile | None:
     """The profile on file; None where there is none, or it cannot be used."""
     if path is None or not path.exists():
         return None
     try:
-        return read_profile(path, model, device)
+        return read_profile(path, model, device, _reach(settings))
     except ProfileError as error:
         _log.warning("measuring a new cost profile", reason=str(error))
         return None
@@ -67,10 +67,10 @@ def measuring(
     Prefill is measured up to one chunk an iteration, decode up to the largest batch. A paced engine takes at
     least its modelled time. All sequences lie in the runner's spare block, so that no memory is needed.
     """
-    longest = settings.max_context_tokens - 1
-    counts = _spread(SHORTEST_PREFILL, min(settings.prefill_chunk_tokens, longest))
+    most_tokens, most_sequences, longest = _reach(settings)
+    counts = _spread(SHORTEST_PREFILL, most_tokens)
     starts = sorted({0, longest // 2, longest})
-    batches = _spread(1, settings.max_batch)
+    batches = _spread(1, most_sequences)
     contexts = sorted({min(128, longest), longest // 2, longest})
 
     def prefill(count: int, start: int) -> list[Work]:
@@ -94,6 +94,11 @@ def measuring(
     prefills = yield from grid(counts, starts, prefill)
     decodes = yield from grid(batches, contexts, decode)
     return CostProfile(model=model, device=device, prefill=prefills, decode=decodes)
+
+
+def _reach(settings: EngineConfig) -> Reach:
+    longest = settings.max_context_tokens - 1
+    return Reach(min(settings.prefill_chunk_tokens, longest), settings.max_batch, longest)
 
 
 def _timed(runner: PagedRunner, work: list[Work]) -> Generator[None, None, Nanoseconds]:

@@ -81,7 +81,7 @@ class RolloutHalf(Half):
     def end_stalled(self, now_ns: Nanoseconds) -> None:
         """Give up turns that got nothing for too long. Waiting for a place in the batch, for weights or for other
         turns to end before new weights is no stall: nobody else would be quicker."""
-        if not self.active or self._cost is None or self._asleep:
+        if not (self.active or self._loading) or self._cost is None or self._asleep:
             self._progress_ns.clear()
             return
         full = len(self._scheduler.running) >= self._settings.max_batch
@@ -117,6 +117,11 @@ class RolloutHalf(Half):
             if item.sequence.request.request_id in self._alive:
                 self._progress_ns[item.sequence.request.request_id] = now_ns
 
+    def _load_piece(self) -> None:
+        super()._load_piece()
+        # Turns that wait for weights progress as these do.
+        self._progress_ns = dict.fromkeys(self._progress_ns, time.monotonic_ns())
+
     def _affordable_chunk(self, allowance_ns: Nanoseconds, cost: CostModel) -> int | None:
         """How many prompt tokens may go with the next decodes; None when not even these may run."""
         decoding = [sequence for sequence in self._scheduler.running if decodes(sequence)]
@@ -125,8 +130,10 @@ class RolloutHalf(Half):
         if decoding and cost.iteration_ns(shape) > allowance_ns:
             return None
         if prefilling or self._scheduler.waiting:
-            start = max((sequence.computed for sequence in prefilling), default=0)
             chunk = self._settings.prefill_chunk_tokens
+            # All but the end of what waits may be in the cache, which the end has to attend to.
+            starts = [len(sequence.tokens) - chunk for sequence in self._scheduler.waiting]
+            start = max(0, *starts, *(sequence.computed for sequence in prefilling))
             while chunk >= min(SMALLEST_CHUNK, self._settings.prefill_chunk_tokens):
                 whole = msgspec.structs.replace(shape, prefills=(Prefill(start, chunk),))
                 if cost.iteration_ns(whole) <= allowance_ns:

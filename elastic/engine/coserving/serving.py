@@ -78,6 +78,9 @@ class ServingHalf(Half):
             )
             for sequence in prefilling
         ]
+        if (wait_ns := self._wait_for_place_ns(decoding, cost.iteration_ns(shared))) is not None:
+            first = len(prefilling) - len(self._scheduler.waiting)
+            queued[first] = msgspec.structs.replace(queued[first], cost_ns=queued[first].cost_ns + wait_ns)
         self._burst_ns = max(self._burst_ns, sum(request.cost_ns for request in queued))
         return ServingView(
             now_ns=now_ns,
@@ -89,6 +92,13 @@ class ServingHalf(Half):
                 next_ns=cost.prefill_ns(0, min(arriving, left), chunk),
             ),
         )
+
+    def _wait_for_place_ns(self, decoding: Sequence[Running], decode_ns: Nanoseconds) -> Nanoseconds | None:
+        """How long the first that waits will do so until another request ends; None where nobody waits for that."""
+        if not self._scheduler.waiting or len(self._scheduler.running) < self._settings.max_batch:
+            return None
+        left = min((s.request.max_new_tokens - s.position for s in decoding), default=0)
+        return left * decode_ns
 
     def _next_prefills(self, prefilling: Sequence[Running]) -> list[Prefill]:
         """What the next iteration may compute of these: as much as one chunk holds."""

@@ -89,6 +89,14 @@ def test_a_new_steps_smaller_budget_is_no_reclaim(memory: SharedMemory):
     assert not memory.reclaims_ns
 
 
+def test_a_step_that_begins_a_moment_after_another_knows_what_serving_uses(memory: SharedMemory):
+    memory.serving.pool.pages = 50
+    memory.share(time.monotonic_ns())
+    for _ in range(2):
+        memory.begin_step()
+        assert memory.budget.expected_pages == 50
+
+
 class Sequences:
     """A half as the memory sees it: blocks in use by sequences, of which the newest are given up first."""
 

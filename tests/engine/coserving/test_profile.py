@@ -13,6 +13,7 @@ from elastic.engine.coserving.profile import (
     Grid,
     Prefill,
     ProfileError,
+    Reach,
     Shape,
     read_profile,
     write_profile,
@@ -25,6 +26,8 @@ PROFILE = CostProfile(
     prefill=Grid((10, 100), (0, 1000), ((100, 200), (1000, 2000))),
     decode=Grid((1, 4), (100,), ((50,), (80,))),
 )
+REACH = Reach(prefill_tokens=100, batch=4, context=100)
+SETTINGS = EngineConfig.model_validate({"max_context_tokens": 101, "prefill_chunk_tokens": 512, "max_batch": 4})
 
 
 def test_costs_are_measured_points_and_linear_between_and_beyond() -> None:
@@ -59,6 +62,20 @@ def test_a_profile_that_is_off_is_put_right(off: float, shape: Shape) -> None:
     assert cost.iteration_ns(shape) == pytest.approx(truth_ns, rel=0.15, abs=2)
 
 
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=3), st.integers(1, 40))
+def test_iterations_of_several_pieces_teach_nothing_wrong_about_those_of_one(counts: list[int], times: int) -> None:
+    """What an iteration costs whatever is in it is paid once, however many prompts share it."""
+
+    def truth_ns(tokens: int) -> int:
+        return 500 + 10 * tokens
+
+    grid = Grid((1, 100), (0,), ((truth_ns(1),), (truth_ns(100),)))
+    cost = CostModel(CostProfile(model="m", device="d", prefill=grid, decode=PROFILE.decode))
+    for _ in range(times):
+        cost.observe(Shape([Prefill(0, count) for count in counts]), truth_ns(sum(counts)))
+    assert cost.iteration_ns(Shape([Prefill(0, 100)])) == pytest.approx(truth_ns(100), abs=2)
+
+
 def test_one_quick_iteration_proves_nothing_but_one_slow_one_does() -> None:
     shape = Shape(decodes=2, context=100)
     cost = CostModel(PROFILE)
@@ -72,10 +89,10 @@ def test_one_quick_iteration_proves_nothing_but_one_slow_one_does() -> None:
 
 def test_a_profile_survives_the_disk(tmp_path: Path) -> None:
     path = tmp_path / "profiles" / "p.json"
-    assert kept_profile(path, "m", "d") is None
+    assert kept_profile(path, "m", "d", SETTINGS) is None
     write_profile(path, PROFILE)
-    assert kept_profile(path, "m", "d") == PROFILE
-    assert kept_profile(None, "m", "d") is None
+    assert kept_profile(path, "m", "d", SETTINGS) == PROFILE
+    assert kept_profile(None, "m", "d", SETTINGS) is None
 
 
 def test_every_model_has_a_profile_for_every_device(tmp_path: Path) -> None:
@@ -97,7 +114,7 @@ def test_hosts_that_start_together_may_keep_the_same_profile(tmp_path: Path) -> 
 
     def keep(_number: int) -> bool:
         write_profile(path, PROFILE)
-        return kept_profile(path, "m", "d") == PROFILE
+        return kept_profile(path, "m", "d", SETTINGS) == PROFILE
 
     with ThreadPoolExecutor(8) as hosts:
         assert all(hosts.map(keep, range(200)))
@@ -109,8 +126,8 @@ def test_a_profile_of_another_device_is_refused(tmp_path: Path, model: str, devi
     path = tmp_path / "p.json"
     write_profile(path, PROFILE)
     with pytest.raises(ProfileError, match=f"p.json: profile of another {which}: found '.', wanted 'other'"):
-        read_profile(path, model, device)
-    assert kept_profile(path, model, device) is None
+        read_profile(path, model, device, REACH)
+    assert kept_profile(path, model, device, SETTINGS) is None
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"model": "m"', "\x00"])
@@ -118,6 +135,23 @@ def test_a_damaged_profile_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "p.json"
     path.write_text(text)
     with pytest.raises(ProfileError, match=r"p\.json: not a cost profile"):
-        read_profile(path, "m", "d")
+        read_profile(path, "m", "d", REACH)
     with pytest.raises(ProfileError, match="cannot be read"):
-        read_profile(tmp_path / "none.json", "m", "d")
+        read_profile(tmp_path / "none.json", "m", "d", REACH)
+
+
+@pytest.mark.parametrize("smaller", [{"prefill_tokens": 101}, {"batch": 5}, {"context": 101}])
+def test_a_profile_that_was_measured_for_less_is_refused(tmp_path: Path, smaller: dict[str, int]) -> None:
+    path = tmp_path / "p.json"
+    write_profile(path, PROFILE)
+    with pytest.raises(ProfileError, match=r"p\.json: measured for smaller iterations: found Reach.* wanted Reach"):
+        read_profile(path, "m", "d", REACH._replace(**smaller))
+    assert read_profile(path, "m", "d", REACH) == PROFILE
+
+
+def test_a_cost_of_nothing_could_never_be_put_right(tmp_path: Path) -> None:
+    path = tmp_path / "p.json"
+    write_profile(path, PROFILE)
+    path.write_text(path.read_text().replace("[100,200]", "[0,200]"))
+    with pytest.raises(ProfileError, match="costs must be positive"):
+        read_profile(path, "m", "d", REACH)
