@@ -132,7 +132,7 @@ class LendingSettings(_Section):
 
 class ExecutorSettings(_Section):
     """A real serving model on the host's device instead of a modelled one: rollouts share the device by the co-serving
-    executor. Then `device` does not count, and of `lending` only `window_s` and `kv_high_share` do."""
+    executor. Then `device` does not count, and of `lending` only `window_s`, `kv_high_share` and `kv_low_share` do."""
 
     checkpoint: Path | None = Field(
         None, description="directory of the serving model; without one a small random model"
@@ -140,8 +140,11 @@ class ExecutorSettings(_Section):
     model_name: str = Field("serving", min_length=1, description="its name at the OpenAI-compatible endpoint")
     max_context_tokens: int = Field(512, ge=2)
     max_batch: int = Field(32, ge=1)
+    prefill_chunk_tokens: int | None = Field(
+        None, ge=1, description="most prompt tokens of serving in one iteration; a whole prompt unless set"
+    )
     kv_pages: int = Field(256, ge=1, description="pages of KV cache that serving and rollouts share")
-    page_kib: int = Field(128, ge=1, description="2048 on a GPU")
+    page_kib: int = Field(128, ge=1, description="on a GPU rounded up to what it can map, 2048")
     ttft_slo_s: float = Field(0.5, gt=0, description="serving's target for the time to the first token …")
     tpot_slo_s: float = Field(0.15, gt=0, description="… and for each token after it")
     rollout_chunk_tokens: int = Field(512, ge=1, description="most prompt tokens of rollouts in one iteration")

@@ -147,7 +147,10 @@ class DeviceShare(Protocol):
         ...
 
     def hold_back(self) -> bool:
-        """Whether rollouts must leave now: running turns are given up with finish STALLED."""
+        """Whether rollouts must leave now: running turns are given up with finish STALLED.
+
+        Raises `RuntimeError` where the device is gone for good.
+        """
         ...
 
 

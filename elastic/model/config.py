@@ -43,6 +43,11 @@ class Qwen3Config(msgspec.Struct, frozen=True, kw_only=True):
         if self.head_dim % 2:
             raise ModelConfigError(f"head_dim: rotary embeddings need an even number (found {self.head_dim})")
 
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        found = self.eos_token_id
+        return () if found is None else (found,) if isinstance(found, int) else found
+
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> "Qwen3Config":
         """Read a Hugging Face `config.json`.

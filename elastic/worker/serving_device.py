@@ -106,3 +106,6 @@ class LentShare:
     def reclaim(self) -> None:
         """Everything must leave now; whoever waits for the device is let go."""
         self._reclaimed.set()
+
+    def end(self) -> None:
+        self.reclaim()

@@ -10,7 +10,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from statistics import mean
 from typing import NamedTuple
@@ -24,11 +24,12 @@ from elastic.config import ConfigError, EngineConfig, validate
 from elastic.core.types import NS_PER_S, FinishReason
 from elastic.engine.base import GenerateRequest, RolloutEngine
 from elastic.engine.coserving.executor import CoServing, CoServingStatistics
-from elastic.engine.coserving.front import FrontError, ModelCard, ServingFront
+from elastic.engine.coserving.front import FrontError, ModelCard, NoTokenizer, ServingFront, Utf8Tokenizer
 from elastic.engine.coserving.memory import SPARE_PAGES
+from elastic.engine.coserving.rollout import RolloutHalf
 from elastic.engine.coserving.service import ServiceLog, milliseconds
 from elastic.engine.coserving.spec import ModelSpec
-from elastic.engine.kv.backends import open_backend
+from elastic.engine.kv.backends import mappable_page_bytes, open_backend
 from elastic.engine.kv.vmm import VmmError
 from elastic.engine.torch.runner import dtype_on
 from elastic.model.checkpoint import CheckpointError, model_tensors, read_config, read_tensors
@@ -48,10 +49,14 @@ log = structlog.get_logger(__name__)
 class ExecutorShare:
     """One worker's `DeviceShare`: the executor decides iteration by iteration, and credits are the engine's own."""
 
-    def __init__(self, executor: CoServing, chunk_tokens: int) -> None:
+    def __init__(self, executor: CoServing, chunk_tokens: int, pressed: Callable[[], bool]) -> None:
         self._executor = executor
         self._chunk_tokens = chunk_tokens
+        self._pressed = pressed
         self._reclaimed = threading.Event()
+        self._lending = threading.Lock()
+        self._ended = False
+        self._rollouts: RolloutHalf | None = None
 
     def build_engine(self, welcome: wire.Welcome) -> RolloutEngine:
         """The rollout half for the run's model. Blocks. Raises `ValueError` where it does not fit."""
@@ -60,7 +65,11 @@ class ExecutorShare:
         device = self._executor.serving.settings.device
         settings = settings.model_copy(update={"device": device, "prefill_chunk_tokens": self._chunk_tokens})
         dtype = dtype_on(torch.device(device))
-        return self._executor.attach(ModelSpec(Qwen3Config.from_dict(welcome.model), settings, dtype))
+        with self._lending:
+            if self._ended:
+                raise ValueError("the host was taken back")
+            self._rollouts = self._executor.attach(ModelSpec(Qwen3Config.from_dict(welcome.model), settings, dtype))
+            return self._rollouts
 
     def capacity_turns(self, most: int) -> int:
         return 0 if self._reclaimed.is_set() else most
@@ -69,10 +78,19 @@ class ExecutorShare:
         return 0
 
     def hold_back(self) -> bool:
-        return self._reclaimed.is_set()
+        if not self._executor.running:
+            raise RuntimeError("the host's co-serving executor has ended")
+        return self._reclaimed.is_set() or self._pressed()
 
     def reclaim(self) -> None:
         self._reclaimed.set()
+
+    def end(self) -> None:
+        self.reclaim()
+        with self._lending:
+            self._ended = True
+            if self._rollouts is not None:
+                self._rollouts.end()
 
 
 class ExecutorDevice:
@@ -88,15 +106,16 @@ class ExecutorDevice:
             {
                 "device": device,
                 "max_context_tokens": executor.max_context_tokens,
-                "prefill_chunk_tokens": executor.max_context_tokens,
+                "prefill_chunk_tokens": executor.prefill_chunk_tokens or executor.max_context_tokens,
                 "max_batch": executor.max_batch,
                 "max_pending": 0,
             }
         )
+        page_bytes = mappable_page_bytes(executor.page_kib * 1024, device)
         slo = Slo(ttft_ns=round(executor.ttft_slo_s * NS_PER_S), tpot_ns=round(executor.tpot_slo_s * NS_PER_S))
         self._executor = CoServing(
             ModelSpec(config, engine, dtype_on(torch.device(device))),
-            open_backend(executor.kv_pages + SPARE_PAGES, executor.page_kib * 1024, device),
+            open_backend(executor.kv_pages + SPARE_PAGES, page_bytes, device),
             SloAdmission(slo=slo, longest_ns=round(executor.longest_share * slo.ttft_ns)),
             PreemptiveMemory(headroom_share=executor.headroom_share, lease_ns=round(executor.lease_s * NS_PER_S)),
             stall_timeout_ns=round(executor.stall_s * NS_PER_S),
@@ -106,9 +125,13 @@ class ExecutorDevice:
             "name": executor.model_name,
             "vocab_size": config.vocab_size,
             "max_context_tokens": executor.max_context_tokens,
+            "eos_token_ids": config.eos_token_ids,
         }
         self._vocab_size = config.vocab_size
-        self._front = ServingFront(ModelCard.model_validate(card))
+        self._front = ServingFront(
+            ModelCard.model_validate(card), Utf8Tokenizer() if executor.checkpoint is None else NoTokenizer()
+        )
+        self._pressed = False
         self._looks: deque[_Look] = deque()
         self._service = ServiceLog(slo)
 
@@ -123,7 +146,13 @@ class ExecutorDevice:
         return self._front.app()
 
     def lend(self) -> ExecutorShare:
-        return ExecutorShare(self._executor, self._executor_settings.rollout_chunk_tokens)
+        return ExecutorShare(self._executor, self._executor_settings.rollout_chunk_tokens, self.pressed)
+
+    def pressed(self) -> bool:
+        """Whether serving needs so much of the memory that rollouts must leave."""
+        limit = self._lending.kv_low_share if self._pressed else self._lending.kv_high_share
+        self._pressed = self._executor.serving_kv_share >= limit
+        return self._pressed
 
     def report(self) -> LoadReport:
         now = self._executor.statistics()
@@ -137,7 +166,7 @@ class ExecutorDevice:
             # Whom to borrow from is decided by use over a window, whether to leave by use now (ROSE §4).
             kv_used_share=mean(look.kv_share for look in looks),
             # A host whose executor has failed has nothing to lend.
-            pressed=not self._executor.running or kv_share >= self._lending.kv_high_share,
+            pressed=not self._executor.running or self.pressed(),
             service=self._service_report(now),
         )
 

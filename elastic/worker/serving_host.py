@@ -46,6 +46,10 @@ class HostShare(DeviceShare, Protocol):
         """Everything must leave now."""
         ...
 
+    def end(self) -> None:
+        """The worker is over, whatever became of its engine; nothing of it may stay."""
+        ...
+
 
 class HostDevice(Protocol):
     """What a host lends parts of: modelled (`ServingDevice`) or real (`ExecutorDevice`)."""
@@ -131,7 +135,7 @@ class ServingHost:
         worker, error = self._loan.order.worker, None if task.cancelled() else task.exception()
         if error is not None:
             log.error("worker failed", worker=worker, exc_info=error)
-        self._loan.share.reclaim()
+        self._loan.share.end()
         self._loan = None
         self._ended = (worker, f"{type(error).__name__}: {error}" if error is not None else "")
 

@@ -12,7 +12,7 @@ from elastic import wire
 from elastic.config import ConfigError, EngineConfig
 from elastic.core.types import FinishReason, WeightMode
 from elastic.engine.base import GenerateRequest, TokenChunk
-from elastic.model.checkpoint import model_tensors
+from elastic.model.checkpoint import model_tensors, write_checkpoint
 from elastic.model.config import Qwen3Config
 from elastic.model.qwen3 import Qwen3
 from elastic.worker.serving_executor import ExecutorDevice, open_device
@@ -23,8 +23,10 @@ POLICY = Qwen3Config(num_hidden_layers=2)
 SMALL = {"max_context_tokens": 128, "max_batch": 4, "kv_pages": 40, "page_kib": 64, "length_scale": 1.0}
 
 
-def make(profiles: Path, **executor: object) -> ExecutorDevice:
-    settings = HostSettings.model_validate({"token": "t", "executor": {**SMALL, "profiles": profiles, **executor}})
+def make(profiles: Path, lending: dict[str, float] | None = None, **executor: object) -> ExecutorDevice:
+    settings = HostSettings.model_validate(
+        {"token": "t", "executor": {**SMALL, "profiles": profiles, **executor}, "lending": lending or {}}
+    )
     assert settings.executor is not None
     return open_device(settings, settings.executor)
 
@@ -120,6 +122,57 @@ async def test_a_run_gets_a_part_of_the_device_and_gives_it_back(profiles: Path)
         assert device.report().service.lent_s == given_back.lent_s
         again = await asyncio.to_thread(device.lend().build_engine, welcome())
         await asyncio.to_thread(again.close)
+
+
+async def test_an_engine_that_its_worker_did_not_live_to_see_is_taken_back(profiles: Path) -> None:
+    """A worker may be cut short while its engine is being set up: that must not keep the device from the next."""
+    device = make(profiles)
+    async with device.running(iter([])):
+        share = device.lend()
+        await asyncio.to_thread(share.build_engine, welcome())
+        share.end()
+        await until(lambda: device._executor.rollout is None)
+        early = device.lend()
+        early.end()
+        with pytest.raises(ValueError, match="taken back"):
+            early.build_engine(welcome())
+        again = await asyncio.to_thread(device.lend().build_engine, welcome())
+        await asyncio.to_thread(again.close)
+
+
+async def test_rollouts_leave_a_host_whose_serving_needs_its_memory_and_may_return(profiles: Path) -> None:
+    device = make(profiles, lending={"kv_high_share": 0.15, "kv_low_share": 0.05})
+    async with device.running(iter([ServingRequest(0.2, 90, 30) for _ in range(12)])):
+        share = device.lend()
+        assert not share.hold_back()
+        await until(share.hold_back)
+        assert device.report().pressed
+        await until(lambda: device.served == 12)
+        await until(lambda: not share.hold_back())
+
+
+async def test_a_lent_host_whose_executor_ends_is_lost(profiles: Path) -> None:
+    device = make(profiles)
+    async with device.running(iter([])):
+        share = device.lend()
+        await asyncio.to_thread(device._executor.close)
+        with pytest.raises(RuntimeError, match="executor has ended"):
+            share.hold_back()
+
+
+async def test_a_checkpoint_ends_where_its_model_does_and_takes_token_ids(profiles: Path, tmp_path: Path) -> None:
+    """Without a tokenizer text would be taken for something else."""
+    config = Qwen3Config(num_hidden_layers=2, eos_token_id=tuple(range(32)))
+    write_checkpoint(tmp_path / "model", config, model_tensors(Qwen3(config)))
+    device = make(profiles, checkpoint=tmp_path / "model", prefill_chunk_tokens=16)
+    async with device.running(iter([])):
+        transport = httpx.ASGITransport(device.app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://host") as http:
+            refused = await http.post("/v1/completions", json={"prompt": "hello", "max_tokens": 3})
+            assert refused.status_code == 400
+            assert "send token ids" in refused.json()["error"]["message"]
+            answer = (await http.post("/v1/completions", json={"prompt": [1] * 40, "max_tokens": 9})).json()
+    assert (answer["choices"][0]["finish_reason"], answer["usage"]["completion_tokens"]) == ("stop", 1)
 
 
 async def test_a_host_that_is_in_use_says_so(profiles: Path) -> None:

@@ -49,6 +49,16 @@ class Utf8Tokenizer:
         return lambda token_ids: decoder.decode(bytes(min(token, 255) for token in token_ids))
 
 
+class NoTokenizer:
+    """For models whose vocabulary is not known here: prompts and answers are token ids alone."""
+
+    def encode(self, text: str) -> list[int]:
+        raise FrontError(400, "this server has no tokenizer for its model: send token ids", "prompt")
+
+    def decoder(self) -> Decoder:
+        return lambda token_ids: ""
+
+
 class Generator(Protocol):
     """What the front needs of an engine."""
 
@@ -85,9 +95,15 @@ class _Common(BaseModel):
     return_token_ids: bool = False
     # What would make another answer is refused rather than passed over.
     top_p: float = Field(1.0, ge=1, le=1, description="the whole distribution is sampled from")
+    top_k: Literal[-1, 0] | None = None
+    min_p: float = Field(0.0, ge=0, le=0, description="not supported")
     presence_penalty: float = Field(0.0, ge=0, le=0, description="not supported")
     frequency_penalty: float = Field(0.0, ge=0, le=0, description="not supported")
+    repetition_penalty: float = Field(1.0, ge=1, le=1, description="not supported")
+    logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
+    min_tokens: int = Field(0, ge=0, le=0, description="not supported")
     stop: Annotated[list[str], Field(max_length=0)] | None = None
+    stop_token_ids: Annotated[list[int], Field(max_length=0)] | None = None
     logprobs: Literal[False] | None = None
 
     @property
@@ -98,6 +114,9 @@ class _Common(BaseModel):
 class CompletionRequest(_Common):
     prompt: str | list[int]
     max_tokens: int = Field(DEFAULT_MAX_TOKENS, ge=1)
+    best_of: int = Field(1, ge=1, le=1, description="not supported")
+    echo: Literal[False] = False
+    suffix: Literal[""] | None = None
 
 
 class Message(BaseModel):
