@@ -84,6 +84,9 @@ TRAJECTORIES = 8
 TURNS, TURN_TOKENS, OBSERVED_TOKENS = 6, 16, 16
 THINK_S = 0.02
 RETRY_S = 0.1
+STEPS_PER_WINDOW, SHORTEST_STEP_S = 4, 1.5
+"""How often the rollout model gets new weights, beside serving and alone alike."""
+SETTLE_S = 0.3
 VIOLATION_WINDOW_S = 5.0
 POLICIES = (
     "serving_alone",
@@ -128,7 +131,6 @@ FULL = Plan(120.0, 4, 30.0, (1.0, 1.5, 2.0), ("mean", "burstiest", "median"), 1_
 
 def client() -> None:
     """One replay for each line of standard input; its records are a line of standard output."""
-    _bind(OTHER_CORE)
     for line in sys.stdin:
         job = json.loads(line)
         requests = [ServingRequest(*request) for request in job["requests"]]
@@ -168,6 +170,8 @@ class Rollouts:
     """Trajectories in a closed loop on a rollout engine, which gets a new version of its weights at every step."""
 
     def __init__(self, engine: Any, weights: Any, vocab_size: int, step_s: float) -> None:
+        self.ready = asyncio.Event()
+        """The device has the first version, and knows what it costs."""
         self._engine = engine
         self._weights = weights
         self._vocab_size = vocab_size
@@ -180,6 +184,7 @@ class Rollouts:
     async def run(self) -> None:
         self._engine.start(self._sink)
         await asyncio.to_thread(self._load, 1)
+        self.ready.set()
         async with asyncio.TaskGroup() as tasks:
             for number in range(TRAJECTORIES):
                 tasks.create_task(self._trajectories(number))
@@ -305,6 +310,7 @@ class Bench:
         self._profiles = profiles
         self._generator = generator
         self._device_name = plan.device
+        self._step_s = max(SHORTEST_STEP_S, plan.window_s / STEPS_PER_WINDOW)
         settings = EngineConfig.model_validate(
             {
                 "device": plan.device,
@@ -328,9 +334,29 @@ class Bench:
 
         def weights(config: Qwen3Config) -> dict[str, Any]:
             torch.manual_seed(0)
-            return {name: tensor.bfloat16() for name, tensor in model_tensors(Qwen3(config)).items()}
+            with torch.device(plan.device):  # billions of random numbers take minutes on a core
+                model = Qwen3(config)
+            return {name: tensor.bfloat16().cpu() for name, tensor in model_tensors(model).items()}
 
         self._serving_weights, self._rollout_weights = weights(self.serving.config), weights(self.rollout.config)
+
+    def device(self, plan: Plan) -> dict[str, Any]:
+        """What the figures were measured on."""
+        import torch
+
+        from elastic.engine.coserving.profiler import device_name
+        from elastic.engine.kv.backends import open_backend
+
+        backend = open_backend(1, self._page_bytes, plan.device)
+        backend.close()
+        return {
+            "name": device_name(torch.device(plan.device), self.serving.settings),
+            "paced": plan.paced,
+            "kv_pages_by": type(backend).__name__,
+            "page_bytes": self._page_bytes,
+            "serving_model": plan.serving_model,
+            "rollout_model": plan.rollout_model,
+        }
 
     async def run(self, setting: Setting, requests: Sequence[ServingRequest], pages: int, wall_s: float) -> Outcome:
         """Replay `requests` while rollouts run, if they do."""
@@ -341,9 +367,13 @@ class Bench:
             rolling: asyncio.Task[None] | None = None
             if setting.rollouts:
                 engine = executor.attach(self.rollout)
-                rollouts = Rollouts(engine, self._rollout_weights, self.rollout.config.vocab_size, max(1.5, wall_s / 4))
+                rollouts = Rollouts(engine, self._rollout_weights, self.rollout.config.vocab_size, self._step_s)
                 rolling = asyncio.create_task(rollouts.run())
-                await asyncio.sleep(0.3)
+                ready = asyncio.create_task(rollouts.ready.wait())
+                await asyncio.wait({rolling, ready}, return_when=asyncio.FIRST_COMPLETED)
+                if rolling.done():
+                    rolling.result()
+                await asyncio.sleep(SETTLE_S)
             before, tokens = executor.statistics(), rollouts.tokens if rollouts else 0
             started_s = time.monotonic()
             records: list[Record] = []
@@ -385,7 +415,7 @@ class Bench:
             setting.admission,
             setting.memory,
             profiles=self._profiles,
-            cpu=EXECUTOR_CORE if EXECUTOR_CORE in CORES else None,
+            cpu=EXECUTOR_CORE if self._device_name == "cpu" and EXECUTOR_CORE in CORES else None,
             swapping=setting.swapping() if setting.swapping else None,
         )
         card = ModelCard.model_validate(
@@ -444,7 +474,8 @@ def _swapping() -> Any:
 
 
 async def measure(plan: Plan, chatty: bool) -> dict[str, Any]:
-    _bind(OTHER_CORE)
+    if plan.device == "cpu" and OTHER_CORE in CORES:
+        os.sched_setaffinity(0, {OTHER_CORE})  # the load generator inherits it
     sys.setswitchinterval(0.0005)
     generator = LoadGenerator()
     try:
@@ -474,6 +505,7 @@ async def _measure(bench: Bench, plan: Plan, chatty: bool) -> dict[str, Any]:
         "reclaim_ms_p99": None,
     }
     reclaims_ns: list[int] = []
+    activations_s: list[float] = []
     for density in plan.densities:
         by_policy: dict[str, list[Outcome]] = {"serving_alone": alone} if density == 1 else {}
         rollouts_alone: list[Outcome] = []
@@ -486,6 +518,7 @@ async def _measure(bench: Bench, plan: Plan, chatty: bool) -> dict[str, Any]:
                 outcomes.append(await bench.run(limits.setting(policy), requests, pages, plan.window_s))
             _say(chatty, _summary(density, policy, outcomes, limits.targets))
         reclaims_ns += [ns for outcome in by_policy["elastic"] for ns in outcome.statistics.reclaims_ns]
+        activations_s += [outcome.statistics.activation_s for outcome in by_policy["elastic"]]
         figures["density"][f"{density:g}"] = found = _density(by_policy, limits.targets, rollouts_alone)
         _say(chatty, f"density {density:g}: harvested {', '.join(_shares(found['harvest_by_window']))}")
     if plan.extras:
@@ -494,6 +527,7 @@ async def _measure(bench: Bench, plan: Plan, chatty: bool) -> dict[str, Any]:
     figures["reclaim_ms_p50"] = _ms(percentile(reclaims_ns, 50))
     figures["reclaim_ms_p99"] = _ms(percentile(reclaims_ns, 99))
     figures["reclaims"] = len(reclaims_ns)
+    figures["activation_ms"] = 1e3 * float(np.median(activations_s))
     figures |= pool_figures(plan.pool_operations)
     figures["calibration"] = {
         "speed": replay.speed,
@@ -501,21 +535,24 @@ async def _measure(bench: Bench, plan: Plan, chatty: bool) -> dict[str, Any]:
         "peak_pages": peak_pages,
         "pages": pages,
     }
+    figures["device"] = bench.device(plan)
     figures["windows"] = {"seconds": plan.window_s, "start_s": replay.starts}
     return figures
 
 
 async def _calibrate(bench: Bench, plan: Plan, replay: "Replay", chatty: bool) -> float:
     """Set the replay's speed such that serving alone is busy for `BUSY_SHARE`; how much of the time it last was."""
-    busy_share = 0.0
+    tried: list[tuple[float, float]] = []
     for _ in range(plan.calibrations):
         outcome = await bench.run(SERVING_ALONE, replay.requests("mean", 1.0), ROOMY_PAGES, plan.window_s)
         busy_share = outcome.serving_busy_share
         _say(chatty, f"speed {replay.speed:.3f}: serving alone is busy {busy_share:.1%}")
+        tried.append((replay.speed, busy_share))
         if abs(busy_share - BUSY_SHARE) <= BUSY_TOLERANCE:
             break
         # How many requests a short window holds is not in proportion to how much of the trace it takes.
         replay.speed *= min(2.0, max(0.5, BUSY_SHARE / busy_share if busy_share else 2.0))
+    replay.speed, busy_share = min(tried, key=lambda pair: abs(pair[1] - BUSY_SHARE))
     return busy_share
 
 
@@ -626,13 +663,14 @@ async def _provoked_reclaims(bench: Bench, limits: Limits) -> list[int]:
 
 
 def pool_figures(operations: int) -> dict[str, Any]:
-    """Pages mapped and taken back per second, and what is lost between the blocks of two layouts, at random."""
+    """Pages of one buffer mapped and taken back per second, and what mapped pages of two layouts hold nothing in, at
+    random: free blocks, and tails that no block fits into."""
     from elastic.engine.coserving.blocks import LeasedBlocks
     from elastic.engine.kv import KvLayout, PagePool
     from elastic.engine.kv.slab import SlabBackend
 
-    total = 512
-    pool = PagePool(SlabBackend(total, 4096))
+    total, page_bytes = 512, 4096
+    pool = PagePool(SlabBackend(total, page_bytes))
     space = pool.space()
     started_s = time.perf_counter()
     for _ in range(operations // (2 * total)):
@@ -642,23 +680,25 @@ def pool_figures(operations: int) -> dict[str, Any]:
     elapsed_s = time.perf_counter() - started_s
     done = operations // (2 * total) * 2 * total
 
-    pool = PagePool(SlabBackend(total, 4096))
+    pool = PagePool(SlabBackend(total, page_bytes))
     random = Random(0)
-    models: list[LeasedBlocks] = []
-    for layers, slot_bytes in ((3, 64), (2, 96 + 32)):
-        layout = KvLayout(page_bytes=4096, slot_bytes=slot_bytes, layers=layers, block_tokens=4)
-        models.append(
-            LeasedBlocks(
-                pool.space(),
-                layout,
-                total,
-                0,
-                lambda: 0,
-                lambda: pool.free,
-                lambda count: contextlib.nullcontext(),
-                lambda page, index: None,
-            )
+    layouts = [
+        KvLayout(page_bytes=page_bytes, slot_bytes=slot_bytes, layers=layers, block_tokens=4)
+        for layers, slot_bytes in ((3, 64), (2, 128))
+    ]
+    models = [
+        LeasedBlocks(
+            pool.space(),
+            layout,
+            total,
+            0,
+            lambda: 0,
+            lambda: pool.free,
+            lambda count: contextlib.nullcontext(),
+            lambda page, index: None,
         )
+        for layout in layouts
+    ]
     held: list[tuple[LeasedBlocks, list[int]]] = []
     moved = 0
     free_shares: list[float] = []
@@ -673,8 +713,9 @@ def pool_figures(operations: int) -> dict[str, Any]:
         elif count <= model.available:
             held.append((model, model.allocate(count)))
             moved += count
-        mapped = sum(model.pages * model.blocks_per_page for model in models)
-        free_shares.append(1 - sum(model.used for model in models) / mapped if mapped else 0.0)
+        mapped_bytes = sum(model.pages for model in models) * page_bytes
+        used_bytes = sum(model.used * layout.block_bytes for model, layout in zip(models, layouts, strict=True))
+        free_shares.append(1 - used_bytes / mapped_bytes if mapped_bytes else 0.0)
     pool.check()
     for model in models:
         model.check()
@@ -700,11 +741,6 @@ def _worst(values: Sequence[float | None]) -> float | None:
 
 def _ms(nanoseconds: float | None) -> float | None:
     return None if nanoseconds is None else nanoseconds / MS
-
-
-def _bind(core: int) -> None:
-    if core in CORES:
-        os.sched_setaffinity(0, {core})
 
 
 def _say(chatty: bool, line: str) -> None:
