@@ -13,6 +13,7 @@ from elastic.engine.coserving.executor import CoServing
 from elastic.engine.coserving.memory import SPARE_PAGES
 from elastic.engine.coserving.rollout import RolloutHalf
 from elastic.engine.coserving.spec import ModelSpec
+from elastic.engine.kv.backends import mappable_page_bytes, open_backend
 from elastic.engine.kv.slab import SlabBackend
 from elastic.engine.kv.vmm import VmmBackend
 from elastic.model.checkpoint import model_tensors
@@ -117,10 +118,14 @@ def make_device(profiles, host_driver):
         memory=PreemptiveMemory(),  # noqa: B008
         serving=None,
         vmm: bool = False,
+        on: str = "cpu",
         **settings,
     ) -> Device:
         total = pages + SPARE_PAGES
-        backend = VmmBackend(total, PAGE_BYTES, "cpu", host_driver()) if vmm else SlabBackend(total, PAGE_BYTES)
+        if on == "cpu":
+            backend = VmmBackend(total, PAGE_BYTES, on, host_driver()) if vmm else SlabBackend(total, PAGE_BYTES)
+        else:
+            backend = open_backend(total, mappable_page_bytes(PAGE_BYTES, on), on)
         # On a loaded host nothing may take so long that it counts as a stall, unless that is the test.
         settings = {"profiles": profiles, "stall_timeout_ns": 60_000_000_000, **settings}
         devices.append(Device(CoServing(serving or serving_spec(), backend, admission, memory, **settings)))

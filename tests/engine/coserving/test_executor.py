@@ -48,6 +48,26 @@ def test_both_models_give_what_each_gives_alone(make_device, turn, vmm):
     together.check_pages()
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device here")
+def test_a_gpu_is_shared_like_any_other_device(make_device, turn, spec_of_serving):
+    memory = PreemptiveMemory(headroom_share=0.25)
+    device = make_device(pages=16, memory=memory, serving=spec_of_serving(device="cuda"), on="cuda")
+    rollout = device.lend(device="cuda")
+    turns = [turn(f"r{i}", prompt=100, max_new_tokens=100) for i in range(4)]
+    rollout.submit(turns)
+    serves = [turn(f"s{i}", prompt=250, max_new_tokens=6) for i in range(12)]
+    device.serving.submit(serves)
+    ends = device.served.finish(*(s.request_id for s in serves))
+    assert {end.finish for end in ends} == {FinishReason.LENGTH}
+    ends = device.rolled.finish(*(t.request_id for t in turns))
+    assert {end.finish for end in ends} <= {FinishReason.LENGTH, FinishReason.ABORTED}
+    rollout.sleep()
+    rollout.wake()
+    rollout.submit([turn("awake")])
+    assert device.rolled.finish("awake")[0].finish is FinishReason.LENGTH
+    device.check_pages()
+
+
 def test_rollouts_wait_while_there_is_no_slack_and_stall_to_be_routed_again(make_device, turn):
     device = make_device(admission=NoAdmission(), stall_timeout_ns=300 * MS)
     rollout = device.lend()
