@@ -70,7 +70,6 @@ class ServingHalf(Half):
         prefilling = [sequence for sequence in self._scheduler if not decodes(sequence)]
         shared = Shape((), len(decoding), max((sequence.computed for sequence in decoding), default=0))
         pieces = self._next_prefills(prefilling)
-        arriving, left = max(self._recent_prompts, default=0), chunk - sum(piece.count for piece in pieces)
         queued = [
             QueuedPrefill(
                 self._arrivals_ns[sequence.request.request_id],
@@ -78,18 +77,19 @@ class ServingHalf(Half):
             )
             for sequence in prefilling
         ]
+        longest_ns = cost.prefill_ns(0, max(self._recent_prompts, default=0), chunk, shared)
+        self._burst_ns = max(self._burst_ns, longest_ns, sum(request.cost_ns for request in queued))
         if (wait_ns := self._wait_for_place_ns(decoding, cost.iteration_ns(shared))) is not None:
             first = len(prefilling) - len(self._scheduler.waiting)
             queued[first] = msgspec.structs.replace(queued[first], cost_ns=queued[first].cost_ns + wait_ns)
-        self._burst_ns = max(self._burst_ns, sum(request.cost_ns for request in queued))
+        left = chunk - sum(piece.count for piece in pieces)
         return ServingView(
             now_ns=now_ns,
             queued=queued,
             last_tokens_ns=[self._last_tokens_ns.get(s.request.request_id, now_ns) for s in decoding],
             decode_ns=cost.iteration_ns(msgspec.structs.replace(shared, prefills=pieces)),
             arriving=ArrivingPrefill(
-                cost_ns=max(self._burst_ns, cost.prefill_ns(0, arriving, chunk, shared)),
-                next_ns=cost.prefill_ns(0, min(arriving, left), chunk),
+                cost_ns=self._burst_ns, next_ns=min(self._burst_ns, cost.prefill_ns(0, left, chunk))
             ),
         )
 

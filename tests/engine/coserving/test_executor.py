@@ -157,7 +157,7 @@ def test_admission_sees_all_that_serving_will_do_next_and_what_may_come(make_dev
         view, cost = serving.view(0), serving.costs
         both = Shape([Prefill(0, 20), Prefill(0, 20)])
         assert view.decode_ns == cost.iteration_ns(both) <= sum(q.cost_ns for q in view.queued)
-        assert view.arriving.next_ns == cost.prefill_ns(0, 20, 64)
+        assert view.arriving.next_ns == cost.prefill_ns(0, 24, 64)
         serving.submit([turn("long", prompt=100)])
         serving._take_wishes()
         view = serving.view(0)
