@@ -109,7 +109,7 @@ class SloAdmission(msgspec.Struct, frozen=True, kw_only=True):
 
     slo: Slo
     longest_ns: Nanoseconds
-    arriving_share: float = 0.5
+    arriving_share: float = 0.75
     role: Role = Role.COLOCATED
     ttft: bool = True
     tpot: bool = True
