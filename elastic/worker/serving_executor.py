@@ -54,7 +54,7 @@ class ExecutorShare:
         self._chunk_tokens = chunk_tokens
         self._pressed = pressed
         self._reclaimed = threading.Event()
-        self._lending = threading.Lock()
+        self._building = threading.Lock()
         self._ended = False
         self._rollouts: RolloutHalf | None = None
 
@@ -65,7 +65,7 @@ class ExecutorShare:
         device = self._executor.serving.settings.device
         settings = settings.model_copy(update={"device": device, "prefill_chunk_tokens": self._chunk_tokens})
         dtype = dtype_on(torch.device(device))
-        with self._lending:
+        with self._building:
             if self._ended:
                 raise ValueError("the host was taken back")
             self._rollouts = self._executor.attach(ModelSpec(Qwen3Config.from_dict(welcome.model), settings, dtype))
@@ -87,7 +87,7 @@ class ExecutorShare:
 
     def end(self) -> None:
         self.reclaim()
-        with self._lending:
+        with self._building:
             self._ended = True
             if self._rollouts is not None:
                 self._rollouts.end()
