@@ -98,7 +98,8 @@ POLICIES = (
     "tpot_only",
     "reload",
 )
-BASELINES = POLICIES[2:]
+COMPARED = POLICIES[:2]
+"""At every density; the others are baselines."""
 
 
 @dataclass(frozen=True)
@@ -118,8 +119,7 @@ class Plan:
     rollout_model: str = "tiny-rollouts"
 
     def policies(self, density: float) -> tuple[str, ...]:
-        compared = self.baselines_at is None or density in self.baselines_at
-        return POLICIES if compared else tuple(policy for policy in POLICIES if policy not in BASELINES)
+        return POLICIES if self.baselines_at is None or density in self.baselines_at else COMPARED
 
 
 QUICK = Plan(2.0, 3, 1.2, (1.0,), ("mean",), 60_000, False)
@@ -541,7 +541,7 @@ async def _measure(bench: Bench, plan: Plan, chatty: bool) -> dict[str, Any]:
 
 
 async def _calibrate(bench: Bench, plan: Plan, replay: "Replay", chatty: bool) -> float:
-    """Set the replay's speed such that serving alone is busy for `BUSY_SHARE`; how much of the time it last was."""
+    """Set the replay's speed such that serving alone is busy for `BUSY_SHARE`; how much of the time it is at that."""
     tried: list[tuple[float, float]] = []
     for _ in range(plan.calibrations):
         outcome = await bench.run(SERVING_ALONE, replay.requests("mean", 1.0), ROOMY_PAGES, plan.window_s)

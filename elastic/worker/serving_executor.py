@@ -157,7 +157,7 @@ class ExecutorDevice:
     def report(self) -> LoadReport:
         now = self._executor.statistics()
         serving = self._executor.serving.statistics()
-        kv_share = now.serving_pages / now.total_pages
+        kv_share = self._executor.serving_kv_share
         looks = self._look(now, kv_share)
         span_ns = looks[-1].at_ns - looks[0].at_ns
         return LoadReport(

@@ -280,10 +280,8 @@ class Half(TorchEngine):
         A model whose costs could not be measured is not tried again until it gets other weights.
         """
         # All last chunks come before any book-keeping, which may be what has failed.
-        running = [sequence for sequence in self._alive.values() if sequence is not None]
-        for request, sequence in [*((s.request, s) for s in running), *((r, None) for r in self._inbox)]:
-            position = sequence.position if sequence else request.start
-            self._outbox.append(self._chunk(request, sequence, position, [], [], FinishReason.ERROR, why))
+        requests = [*(sequence.request for sequence in self._alive.values() if sequence), *self._inbox]
+        self._outbox.extend(self._last_chunk(request, FinishReason.ERROR, why) for request in requests)
         self._inbox.clear()
         for request_id in list(self._alive):
             self._forget(request_id)

@@ -79,26 +79,26 @@ class ServingHalf(Half):
         ]
         longest_ns = cost.prefill_ns(0, max(self._recent_prompts, default=0), chunk, shared)
         self._burst_ns = max(self._burst_ns, longest_ns, sum(request.cost_ns for request in queued))
-        if (wait_ns := self._wait_for_place_ns(decoding, cost.iteration_ns(shared))) is not None:
-            first = len(prefilling) - len(self._scheduler.waiting)
-            queued[first] = msgspec.structs.replace(queued[first], cost_ns=queued[first].cost_ns + wait_ns)
-        left = chunk - sum(piece.count for piece in pieces)
+        if left := self._steps_until_a_place(decoding):
+            first = -len(self._scheduler.waiting)
+            waited_ns = left * cost.iteration_ns(shared)
+            queued[first] = msgspec.structs.replace(queued[first], cost_ns=queued[first].cost_ns + waited_ns)
+        room = chunk - sum(piece.count for piece in pieces)
         return ServingView(
             now_ns=now_ns,
             queued=queued,
             last_tokens_ns=[self._last_tokens_ns.get(s.request.request_id, now_ns) for s in decoding],
             decode_ns=cost.iteration_ns(msgspec.structs.replace(shared, prefills=pieces)),
             arriving=ArrivingPrefill(
-                cost_ns=self._burst_ns, next_ns=min(self._burst_ns, cost.prefill_ns(0, left, chunk))
+                cost_ns=self._burst_ns, next_ns=min(self._burst_ns, cost.prefill_ns(0, room, chunk))
             ),
         )
 
-    def _wait_for_place_ns(self, decoding: Sequence[Running], decode_ns: Nanoseconds) -> Nanoseconds | None:
-        """How long the first that waits will do so until another request ends; None where nobody waits for that."""
+    def _steps_until_a_place(self, decoding: Sequence[Running]) -> int:
+        """Decode steps until a request ends whose place in the batch another waits for; 0 where none does."""
         if not self._scheduler.waiting or len(self._scheduler.running) < self._settings.max_batch:
-            return None
-        left = min((s.request.max_new_tokens - s.position for s in decoding), default=0)
-        return left * decode_ns
+            return 0
+        return min((sequence.request.max_new_tokens - sequence.position for sequence in decoding), default=0)
 
     def _next_prefills(self, prefilling: Sequence[Running]) -> list[Prefill]:
         """What the next iteration may compute of these: as much as one chunk holds."""

@@ -370,11 +370,14 @@ class TorchEngine:
             return chunks
 
     def _end(self, request: GenerateRequest, finish: FinishReason, detail: str = "") -> TokenChunk:
-        sequence = self._alive.get(request.request_id)
-        position = sequence.position if sequence else request.start
-        chunk = self._chunk(request, sequence, position, [], [], finish, detail)
+        chunk = self._last_chunk(request, finish, detail)
         self._forget(request.request_id)
         return chunk
+
+    def _last_chunk(self, request: GenerateRequest, finish: FinishReason, detail: str) -> TokenChunk:
+        sequence = self._alive.get(request.request_id)
+        position = sequence.position if sequence else request.start
+        return self._chunk(request, sequence, position, [], [], finish, detail)
 
     def _chunk(
         self,
