@@ -199,6 +199,10 @@ class EngineModel:
     def kv_used_share(self) -> float:
         return min(1.0, self._used_tokens / self._rates.kv_tokens)
 
+    def holds(self, turn: TurnId, attempt: int) -> bool:
+        """Whether it executes this attempt, or will."""
+        return (job := self._jobs.get(turn)) is not None and job.attempt == attempt
+
     def submit(self, job: Job) -> None:
         self._jobs[job.turn] = job
         self._waiting.append(job)

@@ -19,10 +19,11 @@ class Turn(msgspec.Struct, frozen=True):
 
 
 class Episode(msgspec.Struct, frozen=True):
-    """A trajectory's turns in order, and its reward."""
+    """A trajectory's turns in order, and its reward. `tag` names its kind of task, as environments may."""
 
     turns: tuple[Turn, ...]
     reward: float
+    tag: str = ""
 
 
 class EpisodeLimits(msgspec.Struct, frozen=True, kw_only=True):

@@ -35,6 +35,7 @@ from elastic.sim.performance.lending import LentShare
 from elastic.sim.performance.markets import Market, TrainerMarket, market_of
 from elastic.sim.performance.profile import Device
 from elastic.sim.performance.relay import Relay
+from elastic.sim.performance.truth import Acts
 from elastic.sim.performance.worker import WorkerModel
 from providers.base import ProviderSettings
 
@@ -164,6 +165,7 @@ class SimulatedRun:
         self.events = 0
         self.function_usd = 0.0
         self.failed = ""
+        self.acts = Acts()
         self._settings = settings
         self.episodes = episodes
         self._chronicle = chronicle
@@ -278,6 +280,7 @@ class SimulatedRun:
         if isinstance(event, _DEPARTURES):
             self._note_departure(event)
         for command in self.scheduler.handle(event, now_ns):
+            self.acts.note(command, self._workers, self.scheduler)
             execute = self._execute.get(type(command))
             if execute is not None:
                 execute(command)
@@ -290,6 +293,9 @@ class SimulatedRun:
                     worker.hear(command)
 
     # What workers and providers see
+
+    def worker(self, worker: WorkerId) -> WorkerModel:
+        return self._workers[worker]
 
     def next_epoch(self, worker: WorkerId) -> int | None:
         if worker in self._refused:
@@ -436,6 +442,7 @@ class SimulatedRun:
                 trajectory=trajectory,
                 prompt_tokens=running.context,
                 max_new_tokens=self._settings.max_tokens_per_turn,
+                tag=running.episode.tag,
             )
         )
 

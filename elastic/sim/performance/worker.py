@@ -13,6 +13,7 @@ from elastic.core.types import (
     LeaseId,
     Nanoseconds,
     Progress,
+    TurnId,
     WeightMode,
     WorkerId,
     WorkerRole,
@@ -71,6 +72,7 @@ class WorkerModel:
         self._world = world
         self._epoch = 0
         self._draining = False
+        self._declining = False
         self._born_ns = world.loop.now_ns
         self._booting_ns = 0
         self._trained_ns = 0
@@ -92,6 +94,27 @@ class WorkerModel:
     def _running(self) -> EngineModel:
         assert self.engine is not None
         return self.engine
+
+    # What only the world knows
+
+    @property
+    def held_turns(self) -> int:
+        return 0 if self.engine is None else self.engine.executing + self.engine.pending
+
+    def holds(self, turn: TurnId, attempt: int) -> bool:
+        return self.engine is not None and self.engine.holds(turn, attempt)
+
+    def decline(self, duration_ns: Nanoseconds) -> None:
+        """For so long its host needs the device: every turn goes back, at once or as it comes, whatever the credit
+        says. A co-serving executor does so until its credit has followed."""
+
+        def end() -> None:
+            self._declining = False
+
+        self._declining = True
+        self._world.loop.after(duration_ns, end)
+        if self.alive and self.engine is not None:
+            self.engine.abort_all(FinishReason.STALLED)
 
     # Its life
 
@@ -210,7 +233,7 @@ class WorkerModel:
 
     def _start_turn(self, command: c.StartTurn) -> None:
         declined = FinishReason.ABORTED if self._draining or self._running.asleep else None
-        if self.share is not None and self.share.hold_back():
+        if self._declining or (self.share is not None and self.share.hold_back()):
             declined = FinishReason.STALLED
         job = self._world.job(command)
         if declined is not None:

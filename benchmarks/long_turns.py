@@ -1,0 +1,296 @@
+"""Long turns with the limits that nobody has set: what is fenced, moved and sent again without need.
+
+Simulated runs of an 8B model on H100 profiles, four workers beside the trainer, whose turns are 14,000 tokens long and
+take minutes. `alpha0` and `alpha1` are synchronous training and training one version ahead; in `…_declining` the worker
+with most turns has a minute in which it gives back whatever it is sent, though it announces credit. `hand_tuned` is
+`alpha1` with limits that were set by hand; `overhead_over_hand_tuned` is each arm's allocation overhead (that
+of the workers' leases) less that of the same arm under those limits, in points. Which fences and moves were needless
+the modelled world says, not the core.
+
+`short_turns_over_best_theta` is the other end: 512 trajectories of turns of at most 64 tokens on two H100, rollout
+throughput with the default Θ over the best of a sweep of fixed ones, at the worse of two batch sizes.
+
+`hardware_prefill` and `hardware_decode` are an H800's rollout time over an H20's, each alone with the same task: one
+reads four times what it writes, the other writes sixteen times what it reads (RollArt, Figure 4: 0.53, and 1.27–2.04).
+`hardware_gain` is what routing makes of the difference: both tasks at once on one of each, rollout time where hardware
+is not weighed over that where it is, at the worst of several loads.
+"""
+
+import tempfile
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from random import Random
+from statistics import mean
+from typing import Any
+
+from _common import Arguments, emit, parse_arguments
+
+from elastic import compose, simulation
+from elastic.config import Config
+from elastic.core.ledger import overhead_share
+from elastic.core.scheduler import Scheduler
+from elastic.core.types import NS_PER_S, Account, TrajectoryId
+from elastic.sim.performance import Episode, Episodes, SimulatedRun, SimulationError, Turn
+from elastic.sim.performance.run import Silence
+from elastic.sim.performance.worker import WorkerModel
+
+H100 = "H100/Qwen3-8B"
+NUMBERS = {"boot_s": 40.0, "trainer_boot_s": 50.0}
+"""Within the default `boot_timeout_s`, which the estimates of both reach."""
+
+HAND_TUNED = {
+    "heartbeat_interval_s": 10.0,
+    "heartbeat_timeout_s": 30.0,
+    "stall_timeout_s": 60.0,
+    "turn_stall_timeout_s": 300.0,
+    "drain_timeout_s": 60.0,
+    "boot_timeout_s": 300.0,
+    "load_timeout_s": 300.0,
+    "queue_timeout_s": 3600.0,
+    "retry_base_s": 10.0,
+    "retry_max_s": 120.0,
+}
+"""What somebody set by hand who knew how long such turns take."""
+
+WORKERS = 4
+TURN_TOKENS = 14_000
+DECLINES_AT_S, DECLINES_S = 600.0, 60.0
+
+THETAS = (4, 8, 16, 32, 64, 128)
+SHORT_BATCHES = (64, 256)
+
+
+class Task:
+    """Episodes of `turns` turns, each of which reads `observation` tokens and writes up to `tokens`."""
+
+    def __init__(self, tag: str, turns: int, observation: int, tokens: int, shortest_share: float) -> None:
+        self.tag = tag
+        self.turns = turns
+        self.observation = observation
+        self.tokens = tokens
+        self.shortest_share = shortest_share
+
+    def episode(self, trajectory: TrajectoryId) -> Episode:
+        chance = Random(trajectory)
+        turns = (Turn(self.observation, self._tokens(chance)) for _ in range(self.turns))
+        return Episode(tuple(turns), float(chance.random() < 0.5), self.tag)
+
+    def _tokens(self, chance: Random) -> int:
+        return max(1, round(self.tokens * chance.uniform(self.shortest_share, 1.0)))
+
+    def notes(self) -> list[str]:
+        return []
+
+
+LONG = Task("long", turns=1, observation=512, tokens=TURN_TOKENS, shortest_share=0.9)
+SHORT = Task("short", turns=4, observation=32, tokens=64, shortest_share=0.1)
+
+
+def simulated(
+    task: Episodes,
+    profile: str,
+    *,
+    steps: int,
+    groups: int,
+    engine: Mapping[str, Any],
+    turn_tokens: int,
+    providers: Mapping[str, Any],
+    profiles: Mapping[str, str] | None = None,
+    **sections: Any,
+) -> SimulatedRun:
+    """A run that has not begun."""
+    rollout = {"groups": groups, "group_size": 8, "max_turns": 16, "max_tokens_per_turn": turn_tokens}
+    body = {
+        "run": {"name": "long-turns", "steps": steps, "seed": 1},
+        "model": {"checkpoint": "Qwen3-8B"},
+        "simulation": {"numbers": NUMBERS},
+        "trainer": {"gpus": 4, "step_timeout_s": 3600.0},
+        "engine": {"kv_blocks": 4096, "prefill_chunk_tokens": 4096, **engine},
+        "providers": providers,
+        **sections,
+        "rollout": rollout | sections.get("rollout", {}),
+    }
+    config = Config.model_validate(body)
+    plan = compose.resolve(config, list(providers), "long turns")
+    scheduler = Scheduler(compose.run_plan(plan), compose.limits(config), compose.policies(config), 0)
+    experiment = simulation.Experiment(profile=profile, profiles=dict(profiles or {}))
+    run = simulation.build(plan, experiment, scheduler, Silence())
+    run.episodes = task
+    return run
+
+
+def lived(run: SimulatedRun) -> str:
+    """Runs to the end; why it failed, empty if it did not."""
+    try:
+        return run.live()
+    except SimulationError as error:
+        return str(error)
+
+
+# Long turns
+
+
+def long_turns(steps: int, staleness: int, limits: Mapping[str, Any], *, declining: bool) -> dict[str, Any]:
+    run = simulated(
+        LONG,
+        H100,
+        steps=steps,
+        groups=16,
+        engine={"max_batch": 32, "max_context_tokens": 16_384},
+        turn_tokens=TURN_TOKENS,
+        providers={"reserved": {"max_workers": WORKERS}},
+        rollout={"staleness_bound": staleness},
+        scheduler=limits,
+    )
+    if declining:
+        run.loop.at(round(DECLINES_AT_S * NS_PER_S), lambda: busiest(run).decline(round(DECLINES_S * NS_PER_S)))
+    failed = lived(run)
+    books = [book for book in run.scheduler.ledger.books.values() if book.provider == "reserved"]
+    accounts_ns = Counter[Account]()
+    for book in books:
+        accounts_ns.update(book.accounts_ns)
+    return {
+        "leases": len({book.lease for book in books}),
+        "needless_fences": run.acts.needless_fences,
+        "needless_moves": run.acts.needless_moves,
+        "resent_turns": run.acts.resent_turns,
+        "allocation_overhead": overhead_share(accounts_ns),
+        "failed": bool(failed),
+        "cause": failed,
+    }
+
+
+def busiest(run: SimulatedRun) -> WorkerModel:
+    """The rollout worker with most turns."""
+    workers = [w for w in run.scheduler.fleet.workers.values() if w.provider == "reserved"]
+    return run.worker(max(workers, key=lambda worker: worker.outstanding).id)
+
+
+def arms(steps: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    over: dict[str, float] = {}
+    for name, staleness, declining in (
+        ("alpha0", 0, False),
+        ("alpha1", 1, False),
+        ("alpha0_declining", 0, True),
+        ("alpha1_declining", 1, True),
+    ):
+        found[name] = long_turns(steps, staleness, {}, declining=declining)
+        by_hand = long_turns(steps, staleness, HAND_TUNED, declining=declining)
+        over[name] = 100 * (found[name]["allocation_overhead"] - by_hand["allocation_overhead"])
+        if name == "alpha1":
+            found["hand_tuned"] = by_hand
+    return found | {"overhead_over_hand_tuned": over}
+
+
+# Short turns
+
+
+def short_rollout_s(batch: int, theta: int | None) -> float:
+    engine = {"max_batch": batch, "max_context_tokens": 1024} | ({} if theta is None else {"max_pending": theta})
+    run = simulated(
+        SHORT,
+        H100,
+        steps=3,
+        groups=64,
+        engine=engine,
+        turn_tokens=SHORT.tokens,
+        providers={"reserved": {"max_workers": 2}},
+        seeding={"policy": "fixed", "window_s": 0.0},
+    )
+    return rollout_s(run)
+
+
+def rollout_s(run: SimulatedRun) -> float:
+    """Mean over the run's steps but the first, in which workers boot."""
+    if failed := lived(run):
+        raise RuntimeError(failed)
+    return mean(record.rollout_ns for record in run.scheduler.history[1:]) / NS_PER_S
+
+
+def over_best_theta(batch: int) -> float:
+    """Throughput with the default Θ over the best of a sweep of fixed ones."""
+    return min(short_rollout_s(batch, theta) for theta in THETAS) / short_rollout_s(batch, None)
+
+
+# Hardware
+
+READS = Task("reads", turns=8, observation=512, tokens=128, shortest_share=0.5)
+WRITES = Task("writes", turns=1, observation=512, tokens=8192, shortest_share=0.5)
+LOADS = (2, 4, 8)
+"""Groups at once on two devices; of more than the last both would be full all the time, and nothing to choose."""
+
+
+class Both:
+    """Every other group has the other task."""
+
+    def episode(self, trajectory: TrajectoryId) -> Episode:
+        _, group, _ = trajectory.split("/")
+        return (READS if int(group) % 2 else WRITES).episode(trajectory)
+
+    def notes(self) -> list[str]:
+        return []
+
+
+def on_devices(task: Episodes, devices: Mapping[str, str], groups: int, max_batch: int, **sections: Any) -> float:
+    """Rollout time on one worker of each provider, which are the `devices`."""
+    run = simulated(
+        task,
+        H100,
+        steps=3,
+        groups=groups,
+        engine={"max_batch": max_batch, "max_context_tokens": 16_384},
+        turn_tokens=WRITES.tokens,
+        profiles={provider: f"{device}/Qwen3-8B" for provider, device in devices.items()},
+        seeding={"policy": "fixed", "window_s": 0.0},
+        **sections,
+    )
+    return rollout_s(run)
+
+
+def slower(task: Task) -> float:
+    """An H800's rollout time over an H20's."""
+    times_s = [
+        on_devices(task, {"reserved": device}, groups=8, max_batch=16, providers={"reserved": {"max_workers": 1}})
+        for device in ("H800", "H20")
+    ]
+    return times_s[0] / times_s[1]
+
+
+def gain(directory: Path, groups: int) -> float:
+    """Of weighing hardware, for both tasks at once."""
+    trace = directory / "spot.csv"
+    trace.write_text("time_s,event,instance_id\n0,add,a\n1000000,add,b\n")
+    providers = {
+        "spot": {"trace": str(trace), "max_workers": 1},
+        "serverless": {"lease_s": 1e6, "overlap": 0, "max_workers": 1},
+    }
+    weighed_s, ignored_s = (
+        on_devices(
+            Both(),
+            {"spot": "H800", "serverless": "H20"},
+            groups=groups,
+            max_batch=32,
+            providers=providers,
+            routing={"hardware": hardware},
+            provisioning={"policy": "take_all"},
+        )
+        for hardware in (True, False)
+    )
+    return ignored_s / weighed_s
+
+
+def main(arguments: Arguments) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as name:
+        return arms(steps=5 if arguments.quick else 10) | {
+            "short_turns_over_best_theta": min(over_best_theta(batch) for batch in SHORT_BATCHES),
+            "hardware_prefill": slower(READS),
+            "hardware_decode": slower(WRITES),
+            "hardware_gain": min(gain(Path(name), groups) for groups in LOADS),
+        }
+
+
+if __name__ == "__main__":
+    parsed = parse_arguments(__doc__)
+    emit(main(parsed), parsed)
