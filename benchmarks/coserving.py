@@ -61,6 +61,8 @@ NS_PER_S = 1_000_000_000
 EXECUTOR_CORE, OTHER_CORE = 0, 1
 CORES = os.sched_getaffinity(0)
 MODEL = "serving"
+KEY = "benchmark"
+"""The front asks for one."""
 SLO_FACTOR = 1.6
 BUSY_SHARE, BUSY_TOLERANCE = 0.2, 0.02
 PEAK_SHARE = 0.6
@@ -134,7 +136,7 @@ def client() -> None:
     for line in sys.stdin:
         job = json.loads(line)
         requests = [ServingRequest(*request) for request in job["requests"]]
-        records = run_loop(replay(job["url"], MODEL, requests, job["vocab_size"]))
+        records = run_loop(replay(job["url"], MODEL, KEY, requests, job["vocab_size"]))
         print(msgspec.json.encode(records).decode(), flush=True)
 
 
@@ -402,12 +404,11 @@ class Bench:
 
     @contextlib.asynccontextmanager
     async def _device(self, setting: Setting, pages: int) -> AsyncIterator[tuple[Any, str]]:
-        import uvicorn
-
         from elastic.engine.coserving.executor import CoServing
         from elastic.engine.coserving.front import ModelCard, ServingFront
         from elastic.engine.coserving.memory import SPARE_PAGES
         from elastic.engine.kv.backends import open_backend
+        from elastic.http_server import serving
 
         executor = CoServing(
             self.serving,
@@ -421,18 +422,15 @@ class Bench:
         card = ModelCard.model_validate(
             {"name": MODEL, "vocab_size": self.serving.config.vocab_size, "max_context_tokens": CONTEXT}
         )
-        front = ServingFront(card)
+        front = ServingFront(card, [KEY])
         listener = socket.create_server(("127.0.0.1", 0))
-        server = uvicorn.Server(uvicorn.Config(front.app(), log_config=None, access_log=False, lifespan="off"))
-        serving = asyncio.create_task(server.serve(sockets=[listener]))
-        try:
-            await asyncio.to_thread(executor.start, front.sink, self._serving_weights)
-            front.connect(executor.serving, asyncio.get_running_loop())
-            yield executor, f"http://127.0.0.1:{listener.getsockname()[1]}"
-        finally:
-            await asyncio.to_thread(executor.close)
-            server.should_exit = True
-            await serving
+        async with serving(front.app(), listener) as url:
+            try:
+                await asyncio.to_thread(executor.start, front.sink, self._serving_weights)
+                front.connect(executor.serving, asyncio.get_running_loop())
+                yield executor, url
+            finally:
+                await asyncio.to_thread(executor.close)
 
 
 # The measurement.

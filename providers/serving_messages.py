@@ -159,7 +159,9 @@ class ExecutorSettings(_Section):
 class HostSettings(_Section):
     """A serving host. It listens on the inherited socket `listen_fd`, else on `address`."""
 
-    token: SecretStr = Field(description="who shows it may order the host about")
+    token: SecretStr = Field(description="who shows it may order the host about, and ask its model")
+    api_key: SecretStr | None = Field(None, description="who shows it may ask the host's model, and nothing else")
+    host_names: tuple[str, ...] = Field((), description="names under which clients reach the host, beside addresses")
     name: str = "serving-host"
     phase: int = Field(0, ge=0, description="which share of the requests, counted from 0")
     load: LoadSettings = Field(default_factory=LoadSettings)  # type: ignore[arg-type]
@@ -173,5 +175,8 @@ class HostSettings(_Section):
     return_timeout_s: float = Field(5.0, gt=0)
 
     def to_json(self) -> str:
-        """With the token in it, for the host's environment; every other way to print settings hides it."""
-        return msgspec.json.encode(self.model_dump(mode="json") | {"token": self.token.get_secret_value()}).decode()
+        """With its secrets, for the host's environment; every other way to print settings hides them."""
+        secrets = {"token": self.token.get_secret_value()}
+        if self.api_key is not None:
+            secrets["api_key"] = self.api_key.get_secret_value()
+        return msgspec.json.encode(self.model_dump(mode="json") | secrets).decode()

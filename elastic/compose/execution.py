@@ -18,6 +18,7 @@ from elastic.compose.runs import claimed
 from elastic.compose.scheduling import limits, policies, run_plan
 from elastic.config import Config
 from elastic.core.scheduler import Scheduler
+from elastic.machine import raise_descriptor_limit
 from elastic.runtime.journal import Journal
 from elastic.runtime.orchestrator import Orchestrator
 from elastic.runtime.status import RunStatus
@@ -53,6 +54,7 @@ async def execute(
     Raises what the orchestrator raises when the run cannot begin; every process is gone by then.
     """
     config = plan.config
+    raise_descriptor_limit()
     scheduler = Scheduler(run_plan(plan), limits(config), policies(config), 0)
     life = next_life(run_dir, config, scheduler) if resume else contextlib.nullcontext(PastLife())
     with claimed(run_dir), life as past:

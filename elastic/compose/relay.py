@@ -1,18 +1,16 @@
 """Where a run's workers pull their weights from."""
 
-import asyncio
 import contextlib
 import secrets
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
-import uvicorn
-
 from elastic.config import Config
+from elastic.http_server import BodyLimits, serving
 from elastic.runtime.gateway import GatewayError
 from elastic.weights.relay import open_relay
-from elastic.weights.server import relay_app
+from elastic.weights.server import BLOB_BYTES_MAX, relay_app
 from elastic.weights.shared_memory import in_memory
 
 
@@ -41,22 +39,7 @@ async def _served(config: Config, directory: Path) -> AsyncIterator[tuple[str, s
         raise GatewayError(
             f"cannot serve weights on {config.run.host}: {error.strerror or error}; name another run.host"
         ) from error
-    token, timeout_s = secrets.token_urlsafe(32), config.scheduler.release_timeout_s
-    app = relay_app(open_relay(str(directory)), token)
-    server = _Server(uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=1))
-    serving = asyncio.create_task(server.serve(sockets=[listener]), name="weights relay")
-    try:
-        yield "http://{}:{}".format(*listener.getsockname()[:2]), token
-    finally:
-        server.should_exit = True
-        await asyncio.wait({serving}, timeout=timeout_s)
-        serving.cancel()
-        await asyncio.wait({serving}, timeout=timeout_s)
-
-
-class _Server(uvicorn.Server):
-    """Leaves signals to the run, which ends with it anyway."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
+    token = secrets.token_urlsafe(32)
+    app = BodyLimits(relay_app(open_relay(str(directory)), token), BLOB_BYTES_MAX)
+    async with serving(app, listener, close_timeout_s=config.scheduler.release_timeout_s) as url:
+        yield url, token

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
-import psutil
 import structlog
 
 from elastic import wire
@@ -22,6 +21,7 @@ from elastic.core import events as e
 from elastic.core.scheduler import Phase, Scheduler
 from elastic.core.types import EndCause, TurnState, WeightMode, WorkerId
 from elastic.envs.base import Environment
+from elastic.machine import CpuSampler
 from elastic.runtime.gateway import Gateway
 from elastic.runtime.journal import Journal, tokens_event
 from elastic.runtime.rewards import FunctionUse, MakePool, RewardDispatch
@@ -85,6 +85,7 @@ class Orchestrator:
         self._counts: dict[str, ProviderStatus] = {}
         self._rewards: list[float] = []
         self._last_success: float | None = None
+        self._cpu = CpuSampler()
         self._unpublished: dict[int, tuple[int, int, dict[str, Any]]] = {}
         """By version: the step that is done but for putting that on the relay, as it was journaled."""
         self._token_marks: deque[tuple[int, int]] = deque(maxlen=THROUGHPUT_WINDOW)
@@ -568,7 +569,7 @@ class Orchestrator:
             last_success_rate=self._last_success,
             tokens_per_s=tokens_per_s(self._token_marks),
             function_usd=self._function_use.usd,
-            cpu_share=psutil.cpu_percent() / 100,
+            cpu_share=self._cpu.share(),
         )
 
     async def _sample_forever(self) -> None:

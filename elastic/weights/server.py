@@ -20,13 +20,15 @@ from elastic.weights.relay import Relay, check_key
 PIECE_BYTES = 8 << 20
 """What a request holds in memory of the blob it reads or writes; the rest of what it writes waits in a file."""
 
+BLOB_BYTES_MAX = 64 * 2**30
+
 _RANGE = re.compile(r"bytes=(\d+)-(\d*)")
 _BYTES = "application/octet-stream"
 
 Handler = Callable[[Request], Awaitable[Response]]
 
 
-def relay_app(relay: Relay, token: str, blob_bytes_max: int = 64 * 2**30) -> Starlette:
+def relay_app(relay: Relay, token: str, blob_bytes_max: int = BLOB_BYTES_MAX) -> Starlette:
     """An ASGI application for `relay`; every request must bear `token`."""
     if not token:
         raise ValueError("relay_app: needs a token; without one anybody could replace the weights")

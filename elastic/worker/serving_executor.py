@@ -17,7 +17,6 @@ from typing import NamedTuple
 
 import structlog
 import torch
-from starlette.applications import Starlette
 
 from elastic import wire
 from elastic.config import ConfigError, EngineConfig, validate
@@ -128,9 +127,11 @@ class ExecutorDevice:
             "eos_token_ids": config.eos_token_ids,
         }
         self._vocab_size = config.vocab_size
-        self._front = ServingFront(
-            ModelCard.model_validate(card), Utf8Tokenizer() if executor.checkpoint is None else NoTokenizer()
+        keys = [key.get_secret_value() for key in (settings.token, settings.api_key) if key is not None]
+        self.front = ServingFront(
+            ModelCard.model_validate(card), keys, Utf8Tokenizer() if executor.checkpoint is None else NoTokenizer()
         )
+        """The OpenAI-compatible endpoint."""
         self._pressed = False
         self._looks: deque[_Look] = deque()
         self._service = ServiceLog(slo)
@@ -139,11 +140,6 @@ class ExecutorDevice:
     def served(self) -> int:
         """Requests of its own load that were answered in full."""
         return self._service.requests - self._service.failed
-
-    @property
-    def app(self) -> Starlette:
-        """The OpenAI-compatible endpoint."""
-        return self._front.app()
 
     def lend(self) -> ExecutorShare:
         return ExecutorShare(self._executor, self._executor_settings.rollout_chunk_tokens, self.pressed)
@@ -193,8 +189,8 @@ class ExecutorDevice:
     @asynccontextmanager
     async def running(self, requests: Iterator[ServingRequest]) -> AsyncIterator[None]:
         """Serve, and replay the host's load, as long as the context lasts."""
-        await asyncio.to_thread(self._executor.start, self._front.sink, self._tensors)
-        self._front.connect(self._executor.serving, asyncio.get_running_loop())
+        await asyncio.to_thread(self._executor.start, self.front.sink, self._tensors)
+        self.front.connect(self._executor.serving, asyncio.get_running_loop())
         replaying = asyncio.create_task(self._replay(requests), name="serving load")
         try:
             yield
@@ -228,7 +224,7 @@ class ExecutorDevice:
         times_s: list[float] = []
         finish, why = None, ""
         try:
-            async for chunk in self._front.generate(generate):
+            async for chunk in self.front.generate(generate):
                 times_s += [time.monotonic()] * len(chunk.token_ids)
                 finish, why = chunk.finish, chunk.detail
         except FrontError as error:

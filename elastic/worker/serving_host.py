@@ -19,14 +19,18 @@ import structlog
 import uvicorn
 from pydantic import ValidationError
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Route
+from starlette.routing import Route
 
 import traces
 from elastic import wire
 from elastic.config import ConfigError
 from elastic.engine.base import DeviceShare, RolloutEngine
+from elastic.engine.coserving.front import ERROR_HANDLERS, ServingFront, openai_error
+from elastic.http_server import BodyLimits, HostCheck, server_config
+from elastic.machine import raise_descriptor_limit
 from elastic.worker.serving_device import ServingDevice
 from providers.serving_load import ServingLoad
 from providers.serving_messages import HOST_VARIABLE, HostSettings, LendOrder, LoadReport, ReturnOrder
@@ -64,7 +68,6 @@ StartAgent = Callable[[LendOrder, HostShare], Coroutine[Any, Any, None]]
 
 OrderT = TypeVar("OrderT", LendOrder, ReturnOrder)
 
-SHUTDOWN_TIMEOUT_S = 2
 MAX_ORDER_BYTES = 16_384
 
 
@@ -140,8 +143,12 @@ class ServingHost:
         self._ended = (worker, f"{type(error).__name__}: {error}" if error is not None else "")
 
 
-def create_app(host: ServingHost, token: str, routes: Sequence[BaseRoute] = ()) -> Starlette:
-    """The host's control endpoint, beside `routes`. It answers with `LoadReport`s, or `{"error": …}` and a status."""
+def create_app(
+    host: ServingHost, token: str, front: ServingFront | None = None, host_names: Sequence[str] = ()
+) -> Starlette:
+    """The host's control endpoint, beside its model's. It answers with `LoadReport`s, or `{"error": …}` and a status;
+    errors outside of it are in OpenAI's shape. `host_names` are what clients may call the host, beside addresses.
+    """
 
     def guarded(answer: Callable[[Request], Awaitable[None]]) -> Callable[[Request], Awaitable[Response]]:
         async def endpoint(request: Request) -> Response:
@@ -175,8 +182,13 @@ def create_app(host: ServingHost, token: str, routes: Sequence[BaseRoute] = ()) 
             Route("/load", guarded(load), methods=["GET"]),
             Route("/lend", guarded(lend), methods=["POST"]),
             Route("/return", guarded(take_back), methods=["POST"]),
-            *routes,
+            *(front.routes() if front is not None else ()),
         ],
+        middleware=[
+            Middleware(HostCheck, host_names, openai_error),
+            Middleware(BodyLimits, MAX_ORDER_BYTES if front is None else front.body_bytes_max),
+        ],
+        exception_handlers=ERROR_HANDLERS,
         lifespan=lifespan,
     )
 
@@ -201,17 +213,18 @@ async def serve_host(settings: HostSettings, start_agent: StartAgent) -> None:
 
     device = open_device(settings, settings.executor)
     async with device.running(requests):
-        await _serve(settings, device, start_agent, device.app.routes)
+        await _serve(settings, device, start_agent, device.front)
 
 
 async def _serve(
-    settings: HostSettings, device: HostDevice, start_agent: StartAgent, routes: Sequence[BaseRoute] = ()
+    settings: HostSettings, device: HostDevice, start_agent: StartAgent, front: ServingFront | None = None
 ) -> None:
-    app = create_app(ServingHost(settings, device, start_agent), settings.token.get_secret_value(), routes)
+    host = ServingHost(settings, device, start_agent)
+    app = create_app(host, settings.token.get_secret_value(), front, settings.host_names)
     listener = _listen(settings)
     log.info("serving host ready", name=settings.name, address=listener.getsockname())
-    config = uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=SHUTDOWN_TIMEOUT_S)
-    await uvicorn.Server(config).serve(sockets=[listener])
+    raise_descriptor_limit()
+    await uvicorn.Server(server_config(app)).serve(sockets=[listener])
 
 
 def parse_settings(settings_json: str) -> HostSettings:

@@ -62,7 +62,7 @@ async def http(agent: Agent) -> AsyncIterator[httpx.AsyncClient]:
     settings = HostSettings(token=TOKEN, return_grace_s=0.0, return_timeout_s=0.1)  # type: ignore[arg-type]
     device = ServingDevice(ServingLoad(iter(()), settings.device), LendingSettings())
     host = ServingHost(settings, device, agent)
-    transport = httpx.ASGITransport(create_app(host, TOKEN))
+    transport = httpx.ASGITransport(create_app(host, TOKEN, host_names=["host"]))
     headers = {"Authorization": f"Bearer {TOKEN}"}
     async with httpx.AsyncClient(transport=transport, base_url="http://host", headers=headers) as client:
         yield client

@@ -1,6 +1,8 @@
 """An OpenAI-compatible endpoint on the serving half: completions and chat, streamed or whole, and the model list.
 
 Prompts are text or token ids. Like vLLM's, a request may ask to `ignore_eos` and to have its token ids returned.
+A request for what would make another answer than this server's is refused, never passed over; so is a field that
+nobody here knows. Everything but `/health` asks for a key.
 """
 
 import asyncio
@@ -8,21 +10,39 @@ import codecs
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, Protocol, TypeVar
 from uuid import uuid4
+from xml.sax.saxutils import escape
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route
 
 from elastic.core.types import FinishReason
 from elastic.engine.base import GenerateRequest, TokenChunk
+from elastic.http_server import BodyLimits, HostCheck
 
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's for completions."""
+CODES = {
+    401: "invalid_api_key",
+    404: "not_found",
+    405: "method_not_allowed",
+    408: "request_timeout",
+    413: "request_too_large",
+    415: "unsupported_media_type",
+    421: "misdirected_request",
+    503: "overloaded",
+}
+"""`error.code` where there is no better one; to OpenAI's clients it is a string."""
+BODY_BYTES = 256 * 1024
+BODY_BYTES_PER_TOKEN = 32
+"""A body may have `BODY_BYTES`, and so many for each token of the context: digits of an id, or a long word."""
 REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 
 
@@ -82,15 +102,34 @@ class ModelCard(BaseModel):
     max_waiting: int = Field(512, ge=1, description="requests in the house, above which more are sent away")
 
 
-class _Common(BaseModel):
-    model_config = ConfigDict(extra="ignore")
+def _without_nulls(fields: Any) -> Any:
+    """To OpenAI's clients a null is a field that was not given."""
+    return {name: value for name, value in fields.items() if value is not None} if isinstance(fields, dict) else fields
 
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    _nulls = model_validator(mode="before")(_without_nulls)
+
+
+class StreamOptions(_Body):
+    include_usage: bool = False
+    include_obfuscation: bool = False
+    continuous_usage_stats: Literal[False] = False
+
+
+class ResponseFormat(_Body):
+    type: Literal["text"]
+
+
+class _Common(_Body):
     model: str | None = None
     n: int = Field(1, ge=1, le=1, description="several choices are not supported")
     temperature: float = Field(1.0, ge=0, le=2, allow_inf_nan=False)
     seed: int | None = None
     stream: bool = False
-    stream_options: dict[str, Any] | None = None
+    stream_options: StreamOptions = StreamOptions()
     ignore_eos: bool = False
     return_token_ids: bool = False
     # What would make another answer is refused rather than passed over.
@@ -105,10 +144,14 @@ class _Common(BaseModel):
     stop: Annotated[list[str], Field(max_length=0)] | None = None
     stop_token_ids: Annotated[list[int], Field(max_length=0)] | None = None
     logprobs: Literal[False] | None = None
-
-    @property
-    def include_usage(self) -> bool:
-        return bool((self.stream_options or {}).get("include_usage"))
+    priority: int = Field(0, ge=0, le=0, description="not supported")
+    # What these say changes no answer.
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    store: Literal[False] = False
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    request_id: str | None = None
 
 
 class CompletionRequest(_Common):
@@ -119,13 +162,26 @@ class CompletionRequest(_Common):
     suffix: Literal[""] | None = None
 
 
-class Message(BaseModel):
-    role: str
-    content: str
+class TextPart(_Body):
+    type: Literal["text"]
+    text: str
+
+
+class Message(_Body):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart]
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
 class ChatRequest(_Common):
     messages: list[Message] = Field(min_length=1)
+    response_format: ResponseFormat | None = None
+    tools: Annotated[list[Any], Field(max_length=0)] | None = None
+    tool_choice: Literal["none"] | None = None
+    top_logprobs: int = Field(0, ge=0, le=0, description="not supported")
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
 
@@ -134,24 +190,37 @@ BodyT = TypeVar("BodyT", bound=BaseModel)
 
 
 class FrontError(Exception):
-    """A request that is not served, with its HTTP status."""
+    """A request that is not served: its HTTP status, and the field and the code that clients branch on."""
 
-    def __init__(self, status: int, message: str, param: str | None = None) -> None:
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
         self.status = status
         self.param = param
+        self.code = code or CODES.get(status)
 
-    def response(self) -> JSONResponse:
+    def response(self) -> Response:
         kind = "invalid_request_error" if self.status < 500 else "server_error"
-        error = {"message": str(self), "type": kind, "param": self.param, "code": self.status}
-        return JSONResponse({"error": error}, self.status, {"Retry-After": "1"} if self.status == 503 else None)
+        error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
+        headers = {503: {"Retry-After": "1"}, 401: {"WWW-Authenticate": "Bearer"}}.get(self.status)
+        return JSONResponse({"error": error}, self.status, headers)
+
+
+def openai_error(status: int, message: str) -> Response:
+    """An answer in the shape that OpenAI's clients read."""
+    return FrontError(status, message).response()
 
 
 class ServingFront:
-    """Carries requests from the event loop to the engine's thread, and chunks back. `sink` is the engine's."""
+    """Carries requests from the event loop to the engine's thread, and chunks back. `sink` is the engine's.
 
-    def __init__(self, card: ModelCard, tokenizer: Tokenizer | None = None) -> None:
+    Who shows one of `keys` is served.
+    """
+
+    def __init__(self, card: ModelCard, keys: Sequence[str], tokenizer: Tokenizer | None = None) -> None:
+        if not keys or not all(keys):
+            raise ValueError("ServingFront: needs a key; without one any page in a browser could use it")
         self._card = card
+        self._keys = [f"Bearer {key}".encode() for key in keys]
         self._tokenizer = tokenizer or Utf8Tokenizer()
         self._queues: dict[str, asyncio.Queue[TokenChunk]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -164,14 +233,28 @@ class ServingFront:
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._deliver, chunks)
 
-    def app(self) -> Starlette:
+    @property
+    def body_bytes_max(self) -> int:
+        """The largest request that can be meant for this model."""
+        return BODY_BYTES + BODY_BYTES_PER_TOKEN * self._card.max_context_tokens
+
+    def routes(self) -> list[BaseRoute]:
+        """For an application whose errors are OpenAI's (`ERROR_HANDLERS`)."""
+        return [
+            Route("/v1/completions", self._completions, methods=["POST"]),
+            Route("/v1/chat/completions", self._chat, methods=["POST"]),
+            Route("/v1/models", self._models),
+            Route("/health", self._health),
+        ]
+
+    def app(self, host_names: Sequence[str] = ()) -> Starlette:
         return Starlette(
-            routes=[
-                Route("/v1/completions", self._completions, methods=["POST"]),
-                Route("/v1/chat/completions", self._chat, methods=["POST"]),
-                Route("/v1/models", self._models),
-                Route("/health", self._health),
-            ]
+            routes=self.routes(),
+            middleware=[
+                Middleware(HostCheck, host_names, openai_error),
+                Middleware(BodyLimits, self.body_bytes_max),
+            ],
+            exception_handlers=ERROR_HANDLERS,
         )
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
@@ -203,30 +286,46 @@ class ServingFront:
                 queue.put_nowait(chunk)
 
     async def _completions(self, request: Request) -> Response:
-        try:
-            body = await _body(request, CompletionRequest)
-            prompt = self._tokenizer.encode(body.prompt) if isinstance(body.prompt, str) else body.prompt
-            return await self._answer(request, body, prompt, body.max_tokens, _CompletionFormat())
-        except FrontError as error:
-            return error.response()
+        body = await self._body(request, CompletionRequest)
+        prompt = self._tokenizer.encode(body.prompt) if isinstance(body.prompt, str) else body.prompt
+        return await self._answer(request, body, prompt, body.max_tokens, _CompletionFormat())
 
     async def _chat(self, request: Request) -> Response:
-        try:
-            body = await _body(request, ChatRequest)
-            text = "".join(f"<{message.role}>{message.content}</{message.role}>" for message in body.messages)
-            prompt = self._tokenizer.encode(f"{text}<assistant>")
-            most = body.max_completion_tokens or body.max_tokens
-            room = self._card.max_context_tokens - len(prompt)
-            return await self._answer(request, body, prompt, most or max(1, room), _ChatFormat())
-        except FrontError as error:
-            return error.response()
+        body = await self._body(request, ChatRequest)
+        # No text may end its own message, or begin another's.
+        text = "".join(f"<{message.role}>{escape(message.text)}</{message.role}>" for message in body.messages)
+        prompt = self._tokenizer.encode(f"{text}<assistant>")
+        most = body.max_completion_tokens or body.max_tokens
+        room = self._card.max_context_tokens - len(prompt)
+        return await self._answer(request, body, prompt, most or max(1, room), _ChatFormat())
 
-    async def _models(self, _: Request) -> Response:
+    async def _models(self, request: Request) -> Response:
+        self._check_key(request)
         card = {"id": self._card.name, "object": "model", "max_model_len": self._card.max_context_tokens}
         return JSONResponse({"object": "list", "data": [card]})
 
     async def _health(self, _: Request) -> Response:
         return Response(status_code=503 if self._engine is None or self._engine.closed else 200)
+
+    def _check_key(self, request: Request) -> None:
+        shown = request.headers.get("authorization", "").encode()
+        if not any(secrets.compare_digest(shown, key) for key in self._keys):
+            raise FrontError(401, "the key is missing or wrong; send it as Authorization: Bearer KEY")
+
+    async def _body(self, request: Request, kind: type[BodyT]) -> BodyT:
+        """The request, which shows a key before anything of it is read."""
+        self._check_key(request)
+        # A page in a browser can send other types anywhere without asking first.
+        media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if media_type != "application/json":
+            raise FrontError(415, f"the body is {media_type or 'of no type'}; allowed: application/json")
+        try:
+            return kind.model_validate_json(await request.body())
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            param = ".".join(map(str, first["loc"])) or None
+            said = "not supported by this server" if first["type"] == "extra_forbidden" else first["msg"]
+            raise FrontError(400, f"{param or 'body'}: {said}", param) from None
 
     async def _answer(
         self, request: Request, body: _Common, prompt: list[int], max_tokens: int, form: "_Format"
@@ -254,7 +353,7 @@ class ServingFront:
     def _check(self, body: _Common, prompt: list[int], max_tokens: int) -> None:
         card = self._card
         if body.model is not None and body.model != card.name:
-            raise FrontError(404, f"no model {body.model!r}; there is {card.name!r}", "model")
+            raise FrontError(404, f"no model {body.model!r}; there is {card.name!r}", "model", "model_not_found")
         if not prompt:
             raise FrontError(400, "the prompt is empty", "prompt")
         foreign = next((token for token in prompt if not 0 <= token < card.vocab_size), None)
@@ -263,9 +362,10 @@ class ServingFront:
         if len(prompt) + max_tokens > card.max_context_tokens:
             raise FrontError(
                 400,
-                f"this model's maximum context length is {card.max_context_tokens} tokens, but {len(prompt)} of "
-                f"prompt and {max_tokens} of output were asked for",
+                f"This model's maximum context length is {card.max_context_tokens} tokens. However, {len(prompt)} of "
+                f"prompt and {max_tokens} of output were asked for.",
                 "max_tokens",
+                "context_length_exceeded",
             )
 
 
@@ -312,7 +412,7 @@ class _Answer:
             if first.finish is None:
                 async for chunk in rest:
                     yield self._event(chunk)
-            if self._body.include_usage:
+            if self._body.stream_options.include_usage:
                 yield _event({**self._shell, "object": self._form.piece, "choices": [], "usage": self._usage()})
             yield "data: [DONE]\n\n"
         finally:
@@ -357,15 +457,6 @@ def _event(data: dict[str, Any]) -> str:
     return f"data: {json.dumps(data, separators=(',', ':'))}\n\n"
 
 
-async def _body(request: Request, kind: type[BodyT]) -> BodyT:
-    try:
-        return kind.model_validate_json(await request.body())
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        param = ".".join(map(str, first["loc"])) or None
-        raise FrontError(400, f"{param or 'body'}: {first['msg']}", param) from None
-
-
 async def _unless_disconnected(request: Request, answer: Any) -> Any:
     """The answer; its work is cancelled when the client goes away."""
 
@@ -390,3 +481,17 @@ async def _settled(answer: Any) -> Any:
         return await answer
     except FrontError as error:
         return error
+
+
+async def _refused(_: Request, error: Exception) -> Response:
+    assert isinstance(error, FrontError)
+    return error.response()
+
+
+async def _not_routed(_: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return openai_error(error.status_code, error.detail)
+
+
+ERROR_HANDLERS: Mapping[Any, Any] = {FrontError: _refused, HTTPException: _not_routed}
+"""What an application with the front's routes needs, so that its errors have the shape that OpenAI's clients read."""

@@ -1,14 +1,16 @@
 """Replays a serving trace against an OpenAI-compatible endpoint and reports latencies as `vllm bench serve` does.
 
 Open loop: every request is sent at its time, however slow the answers to the ones before it are, and its
-latency counts from that time on. Token times are those at which the client got them.
+latency counts from that time on. Token times are those at which the client got them. The server's key comes from the
+environment, as for `vllm bench serve`, where no process list shows it.
 
-    python -m elastic.engine.coserving.load http://127.0.0.1:8077 --model serving --seconds 60
+    OPENAI_API_KEY=… python -m elastic.engine.coserving.load http://127.0.0.1:8077 --model serving --seconds 60
 """
 
 import argparse
 import asyncio
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -25,6 +27,7 @@ from traces.serving import ServingRequest, read_serving_trace
 from traces.windows import scaled, window_at
 
 REQUEST_TIMEOUT_S = 120.0
+KEY_VARIABLE = "OPENAI_API_KEY"
 
 
 class Targets(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,14 +85,17 @@ class ServingReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def replay(
-    base_url: str, model: str, requests: Sequence[ServingRequest], vocab_size: int, seed: int = 0
+    base_url: str, model: str, key: str, requests: Sequence[ServingRequest], vocab_size: int, seed: int = 0
 ) -> list[Record]:
     """Send every request at its `arrival_s`, with made-up prompts of its length, and wait for all answers."""
+    headers = {"authorization": f"Bearer {key}"}
     random = Random(seed)
     prompts = [[random.randrange(vocab_size) for _ in range(request.prompt_tokens)] for request in requests]
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
     timeout = httpx.Timeout(REQUEST_TIMEOUT_S)
-    async with httpx.AsyncClient(base_url=base_url, limits=limits, timeout=timeout, trust_env=False) as client:
+    async with httpx.AsyncClient(
+        base_url=base_url, headers=headers, limits=limits, timeout=timeout, trust_env=False
+    ) as client:
         started_s = time.monotonic()
         async with asyncio.TaskGroup() as tasks:
             sent = [
@@ -218,6 +224,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m elastic.engine.coserving.load",
         description="Replay a serving trace against an OpenAI-compatible server and report as `vllm bench serve` does.",
+        epilog=f"The server's key, if it asks for one, is read from the environment variable {KEY_VARIABLE}.",
     )
     parser.add_argument("url", help="the server's, without /v1")
     parser.add_argument("--model", required=True, help="its name there")
@@ -247,7 +254,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not requests:
         parser.error(f"--start: no request of the trace comes within {parsed.seconds:g} s of {parsed.start:g}")
     targets = Targets(ttft_ms=parsed.goodput[0], tpot_ms=parsed.goodput[1]) if parsed.goodput else None
-    records = asyncio.run(replay(parsed.url, parsed.model, requests, parsed.vocab_size))
+    key = os.environ.get(KEY_VARIABLE, "none")
+    records = asyncio.run(replay(parsed.url, parsed.model, key, requests, parsed.vocab_size))
     print(table(report(records, targets)))
     first = next((record.error for record in records if record.error), None)
     if first is not None:

@@ -1,0 +1,230 @@
+"""What a stranger can cost an HTTP server: real sockets, real floods, and a client that must be served meanwhile."""
+
+import asyncio
+import contextlib
+import resource
+import socket
+from collections.abc import AsyncIterator, Callable
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from elastic.http_server import HEAD_BYTES_MAX, BodyLimits, PeerLimits, serving
+from elastic.machine import CpuSampler, raise_descriptor_limit
+
+PATIENCE_S = 20.0
+BODY_BYTES_MAX = 100_000
+SHORT = PeerLimits(connections_max=8, head_timeout_s=0.2, unread_timeout_s=0.2, linger_timeout_s=0.2)
+PATIENT = PeerLimits(connections_max=8)
+
+
+class Peer:
+    """A connection on which anything can be sent."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader = reader
+        self.writer = writer
+
+    async def send(self, data: bytes) -> None:
+        self.writer.write(data)
+        await self.writer.drain()
+
+    async def answer(self) -> bytes:
+        """All that the server says until it ends the connection; it must do so by itself."""
+        said = b""
+        async with asyncio.timeout(PATIENCE_S):
+            with contextlib.suppress(ConnectionError):
+                while part := await self.reader.read(65_536):
+                    said += part
+        return said
+
+
+class Target:
+    def __init__(self, url: str, released: asyncio.Event, dropped: asyncio.Event) -> None:
+        self.url = url
+        self.released = released
+        self.dropped = dropped
+        self.client = httpx.AsyncClient(base_url=url, timeout=PATIENCE_S, trust_env=False)
+        self._peers: list[Peer] = []
+
+    async def peer(self, sending: bytes = b"") -> Peer:
+        peer = Peer(*await asyncio.open_connection("127.0.0.1", int(self.url.rpartition(":")[2])))
+        self._peers.append(peer)
+        await peer.send(sending)
+        return peer
+
+    async def aclose(self) -> None:
+        await self.client.aclose()
+        for peer in self._peers:
+            peer.writer.close()
+
+
+Open = Callable[[PeerLimits], contextlib.AbstractAsyncContextManager[Target]]
+
+
+@pytest.fixture
+def target() -> Open:
+    released, dropped = asyncio.Event(), asyncio.Event()
+
+    async def echo(request: Request) -> Response:
+        return PlainTextResponse(str(len(await request.body())))
+
+    async def slow(_: Request) -> Response:
+        await released.wait()
+        return PlainTextResponse("at last")
+
+    async def refused(_: Request) -> Response:
+        return PlainTextResponse("no", 401)
+
+    async def endless(_: Request) -> Response:
+        async def pieces() -> AsyncIterator[bytes]:
+            try:
+                while True:
+                    yield bytes(1 << 20)
+                    await asyncio.sleep(0)
+            finally:
+                dropped.set()
+
+        return StreamingResponse(pieces())
+
+    app = Starlette(
+        routes=[
+            Route("/echo", echo, methods=["GET", "POST"]),
+            Route("/slow", slow),
+            Route("/refused", refused, methods=["POST"]),
+            Route("/endless", endless),
+        ]
+    )
+    bounded = BodyLimits(app, BODY_BYTES_MAX, timeout_s=0.2, bytes_per_s_min=1e6)
+
+    @contextlib.asynccontextmanager
+    async def opened(limits: PeerLimits) -> AsyncIterator[Target]:
+        async with serving(bounded, socket.create_server(("127.0.0.1", 0)), limits) as url:
+            under_test = Target(url, released, dropped)
+            try:
+                yield under_test
+            finally:
+                released.set()
+                await under_test.aclose()
+
+    return opened
+
+
+HEAD = b"POST /echo HTTP/1.1\r\nHost: x\r\n"
+
+
+async def test_a_head_without_end_is_refused_after_little(target: Open) -> None:
+    async with target(PATIENT) as server:
+        peer = await server.peer(HEAD)
+        sent = 0
+        with contextlib.suppress(ConnectionError):
+            while not peer.reader.at_eof() and sent < 64 * HEAD_BYTES_MAX:
+                await peer.send(b"X-Filler: " + b"x" * 1000 + b"\r\n")
+                sent += 1012
+                await asyncio.sleep(0)
+        assert sent < 64 * HEAD_BYTES_MAX
+        await peer.answer()
+        assert (await server.client.get("/echo")).text == "0"
+
+
+@pytest.mark.parametrize("begun", [b"", b"POST", HEAD, HEAD + b"Content-Length: 5\r\n"])
+async def test_who_does_not_come_to_the_point_is_cut(target: Open, begun: bytes) -> None:
+    async with target(SHORT) as server:
+        assert await (await server.peer(begun)).answer() == b""
+
+
+async def test_a_head_that_trickles_after_an_answer_is_cut_too(target: Open) -> None:
+    """A byte now and then puts off a keep-alive timeout for ever; the head's is counted from its first byte."""
+    async with target(SHORT) as server:
+        peer = await server.peer(b"GET /echo HTTP/1.1\r\nHost: x\r\n\r\n")
+        await peer.reader.readuntil(b"0")
+        closed = asyncio.create_task(peer.answer())
+        with contextlib.suppress(ConnectionError):
+            async with asyncio.timeout(PATIENCE_S):
+                for letter in b"GET /" + b"x" * 10_000:
+                    if closed.done():
+                        break
+                    await peer.send(bytes([letter]))
+                    await asyncio.sleep(0.01)
+        await closed
+
+
+async def test_a_body_that_does_not_come_is_408(target: Open) -> None:
+    async with target(PATIENT) as server:
+        peer = await server.peer(HEAD + b"Content-Length: 10\r\n\r\nhalf")
+        assert b"408" in await peer.reader.readline()
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+async def test_a_body_too_large_is_413(target: Open, chunked: bool) -> None:
+    content = bytes(BODY_BYTES_MAX + 1)
+
+    async def pieces() -> AsyncIterator[bytes]:
+        yield content
+
+    async with target(PATIENT) as server:
+        answer = await server.client.post("/echo", content=pieces() if chunked else content)
+        assert answer.status_code == 413
+        assert str(BODY_BYTES_MAX) in answer.text
+        assert (await server.client.post("/echo", content=content[1:])).text == str(BODY_BYTES_MAX)
+
+
+async def test_a_body_that_nobody_wants_does_not_go_on_for_ever(target: Open) -> None:
+    async with target(SHORT) as server:
+        peer = await server.peer(b"POST /refused HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000000000\r\n\r\n")
+        answer = asyncio.create_task(peer.answer())
+        with contextlib.suppress(ConnectionError):
+            async with asyncio.timeout(PATIENCE_S):
+                while not answer.done():
+                    await peer.send(bytes(65_536))
+                    await asyncio.sleep(0)
+        assert (await answer).startswith(b"HTTP/1.1 401")
+
+
+async def test_an_answer_that_nobody_reads_is_dropped(target: Open) -> None:
+    async with target(SHORT) as server:
+        peer = await server.peer(b"GET /endless HTTP/1.1\r\nHost: x\r\n\r\n")
+        transport = peer.writer.transport
+        assert isinstance(transport, asyncio.ReadTransport)
+        transport.pause_reading()
+        async with asyncio.timeout(PATIENCE_S):
+            await server.dropped.wait()
+        transport.resume_reading()
+        await peer.answer()
+
+
+async def test_a_crowd_of_silent_strangers_keeps_nobody_out(target: Open) -> None:
+    """And costs nobody who is being served the connection; the oldest stranger goes."""
+    async with target(PATIENT) as server:
+        waiting = asyncio.create_task(server.client.get("/slow"))
+        crowd = [await server.peer() for _ in range(20 * PATIENT.connections_max)]
+        assert await crowd[0].answer() == b""
+        assert (await server.client.get("/echo")).text == "0"
+        server.released.set()
+        assert (await waiting).text == "at last"
+
+
+def test_as_many_descriptors_as_may_be() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(512, before[1]), before[1]))
+        assert raise_descriptor_limit() == before[1]
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (before[1], before[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_a_look_at_the_processors_survives_without_descriptors() -> None:
+    sampler = CpuSampler()
+    sampler.share()
+    last = sampler.share()
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (0, before[1]))
+        assert sampler.share() == last
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
