@@ -75,10 +75,16 @@ class TrainerConfig(_Section):
     adam_epsilon: float = Field(1e-8, gt=0)
     weight_decay: float = Field(0.0, ge=0)
     gradient_clip: float = Field(1.0, gt=0)
-    clip_low: float = Field(0.2, gt=0, lt=1)
-    clip_high: float = Field(0.28, gt=0)
-    stale_ratio_max: float = Field(
-        2.0, ge=1, description="importance ratio at which tokens more than one version old are truncated"
+    clip_ratio_low: float = Field(0.2, gt=0, lt=1, description="PPO's clip: importance ratios below 1 - this …")
+    clip_ratio_high: float = Field(0.28, gt=0, description="… and above 1 + this give no gradient (DAPO)")
+    clip_ratio_c: float = Field(
+        3.0, gt=1, description="dual clip: importance ratio above which a negative advantage gives no gradient"
+    )
+    rollout_is_threshold: float = Field(
+        2.0, ge=1, description="largest importance weight of tokens more than one version old"
+    )
+    advantage_epsilon: float = Field(
+        1e-6, gt=0, description="beside a group's standard deviation; rewards that differ by less are equal"
     )
     micro_batch_tokens: int = Field(16_384, ge=1)
     threads: int = Field(1, ge=1)

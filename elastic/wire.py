@@ -165,11 +165,13 @@ class Trained(_Message, frozen=True):
 class Stepped(_Message, frozen=True):
     """The optimiser has stepped, `version` is in the trainer's own engine, and the relay is being given it.
 
-    A worker may pull it at once: it waits there for what is still encoded. `Published` follows.
+    A worker may pull it at once: it waits there for what is still encoded. `Published` follows. `unusable` names the
+    step's groups from which no usable gradient came, and why.
     """
 
     version: int
     metrics: dict[str, float]
+    unusable: dict[str, str] = {}
 
 
 class Published(_Message, frozen=True):
@@ -290,10 +292,13 @@ class TrainGroup(_Message, frozen=True):
 
 
 class SkipGroup(_Message, frozen=True):
+    """The group is not trained on; `tokens` that the policy sampled for it count in the mean over its mini-batch."""
+
     step: int
     group: str
     index: int
     reason: str
+    tokens: int = 0
 
 
 class Update(_Message, frozen=True):

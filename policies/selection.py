@@ -2,9 +2,16 @@
 
 from collections.abc import Sequence
 
+import msgspec
 
-class NonZeroVariance:
-    """A group whose members all got the same reward has no advantage to learn from (GRPO)."""
+
+class NonZeroVariance(msgspec.Struct, frozen=True):
+    """A group whose members all got the same reward has no advantage to learn from (GRPO).
+
+    Rewards are the same where they differ by no more than `epsilon`, the ε of the advantages.
+    """
+
+    epsilon: float = 1e-6
 
     def drop_reason(self, rewards: Sequence[float]) -> str | None:
-        return "zero_variance" if max(rewards) == min(rewards) else None
+        return "zero_variance" if max(rewards) - min(rewards) <= self.epsilon else None

@@ -74,7 +74,7 @@ def policies(config: Config) -> Policies:
         routing=_routing(config),
         seeding=_seeding(config),
         provisioning=_provisioning(config),
-        selection=NonZeroVariance(),
+        selection=NonZeroVariance(config.trainer.advantage_epsilon),
         balancing=_balancing(config),
         succession=_succession(config),
         sampling=DynamicSampling(rollout.dynamic_sampling_most) if rollout.dynamic_sampling else FixedBatch(),

@@ -300,14 +300,15 @@ def _steps(steps: Sequence[Mapping[str, Any]], trajectories: Sequence[Mapping[st
 
 def _step(row: Mapping[str, Any], rewards: Sequence[float]) -> StepSummary:
     rate = _share(reward > 0 for reward in rewards)
+    unusable = int(row["trainer"].get("groups_unusable", 0))
     return StepSummary(
         step=row["step"],
         at_s=row["t_ns"] / NS_PER_S,
         duration_s=row["duration_ns"] / NS_PER_S,
         seeding_s=row["seeding_ns"] / NS_PER_S,
         rollout_s=row["rollout_ns"] / NS_PER_S,
-        groups_trained=row["groups_trained"],
-        groups_dropped=row["groups_dropped"],
+        groups_trained=row["groups_trained"] - unusable,
+        groups_dropped=row["groups_dropped"] + unusable,
         trajectories=len(rewards),
         success_rate=rate,
         standard_error=None if rate is None else math.sqrt(rate * (1 - rate) / len(rewards)),

@@ -129,6 +129,10 @@ class Journal:
         row = (t_ns, group, step, version, dropped, _json(body))
         self._pending.append((f"INSERT OR REPLACE INTO groups VALUES ({_marks(6)})", row))
 
+    def unusable(self, group: str, reason: str) -> None:
+        """The trainer got no usable gradient from a group that was journaled as trained."""
+        self._pending.append(("UPDATE groups SET dropped = ? WHERE group_id = ?", (f"unusable: {reason}", group)))
+
     def step(self, step: int, t_ns: Nanoseconds, body: dict[str, Any]) -> None:
         self._pending.append(("INSERT OR REPLACE INTO steps VALUES (?, ?, ?)", (step, t_ns, _json(body))))
 

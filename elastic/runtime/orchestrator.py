@@ -353,6 +353,8 @@ class Orchestrator:
             self._unpublished[stepped.version] = step.number, self.now_ns(), body
             self._journal.step(*self._unpublished[stepped.version])
             self._rewards = []
+        for group, reason in stepped.unusable.items():
+            self._journal.unusable(group, reason)
 
     def _heard_published(self, worker: WorkerId, epoch: int, published: wire.Published) -> None:
         """Complete the journal's account of the step that the version is of."""
@@ -491,10 +493,10 @@ class Orchestrator:
 
     def _drop_group(self, command: c.DropGroup) -> None:
         self._journal_group(command, self._rollouts.episodes_of(command.trajectories), command.reason)
-        for trajectory in command.trajectories:
-            self._rollouts.finished.pop(trajectory, None)
+        finished = [self._rollouts.finished.pop(trajectory, None) for trajectory in command.trajectories]
+        tokens = sum(episode.policy_tokens for episode in finished if episode is not None)
         if command.slot is not None:
-            self._to_trainer(wire.SkipGroup(command.step, command.group, command.slot, command.reason))
+            self._to_trainer(wire.SkipGroup(command.step, command.group, command.slot, command.reason, tokens))
 
     def _journal_group(self, command: c.TrainGroup | c.DropGroup, episodes: Sequence[Episode], dropped: str) -> None:
         """What became of a group, with the length of each member so far and the age of its tokens."""

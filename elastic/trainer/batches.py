@@ -1,5 +1,7 @@
 """Groups of trajectories as tensors."""
 
+import itertools
+import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -56,14 +58,28 @@ def _collate(rows: Sequence[tuple[TrajectoryData, float]]) -> Batch:
     return Batch(token_ids, torch.tensor(lengths), trained, logprobs[trained], versions[trained], advantages[trained])
 
 
-def check_group(group: TrainGroup) -> None:
-    """Raises `ValueError` for a group from which no batch can be made."""
+class UnusableGroup(ValueError):
+    """No gradient can be had from the group; the message says why."""
+
+
+def check_group(group: TrainGroup, vocabulary: int) -> None:
+    """Raises `UnusableGroup` for a group from which no batch can be made; tokens are below `vocabulary`."""
     if not group.trajectories:
-        raise ValueError(f"group {group.group}: has no trajectories")
+        raise UnusableGroup("has no trajectories")
     for trajectory in group.trajectories:
         count = len(trajectory.token_ids)
-        where = f"group {group.group}: trajectory {trajectory.trajectory}"
+        where = f"trajectory {trajectory.trajectory}"
         if any(len(each) != count for each in (trajectory.trained, trajectory.logprobs, trajectory.versions)):
-            raise ValueError(f"{where}: token_ids, trained, logprobs and versions differ in length")
+            raise UnusableGroup(f"{where}: token_ids, trained, logprobs and versions differ in length")
         if not any(trajectory.trained) or trajectory.trained[0]:
-            raise ValueError(f"{where}: needs a prompt and at least one token of the policy")
+            raise UnusableGroup(f"{where}: needs a prompt and at least one token of the policy")
+        if not math.isfinite(trajectory.reward):
+            raise UnusableGroup(f"{where}: its reward is {trajectory.reward}")
+        odd = next((token for token in trajectory.token_ids if not 0 <= token < vocabulary), None)
+        if odd is not None:
+            raise UnusableGroup(f"{where}: token {odd} is not in the vocabulary of {vocabulary}")
+
+
+def policy_tokens(group: TrainGroup) -> int:
+    """How many tokens of the group the policy sampled."""
+    return sum(map(bool, itertools.chain.from_iterable(trajectory.trained for trajectory in group.trajectories)))

@@ -1,7 +1,18 @@
 """Group relative policy optimisation as pure functions: advantages, the clipped loss, log-probabilities.
 
-Source: DeepSeekMath (arXiv 2402.03300), §4.1, with DAPO's (arXiv 2503.14476) asymmetric clip and token mean,
-§3.1 and §3.3, and without a KL term. Shapes: B trajectories, T positions, N trained tokens, V vocabulary.
+What the pieces are, where they come from, and their keys in `[trainer]`, which are verl's:
+
+- advantages relative to the group, with ε beside the standard deviation: DeepSeekMath (arXiv 2402.03300), §4.1;
+  `advantage_epsilon`;
+- PPO's clip, asymmetric, and the mean over tokens: DAPO (arXiv 2503.14476), §3.1 and §3.3; `clip_ratio_low`,
+  `clip_ratio_high`;
+- PPO's dual clip for negative advantages: Ye et al. (arXiv 1912.09729), §4.2; `clip_ratio_c`;
+- truncated importance sampling for old tokens: V-trace (arXiv 1802.01561), §4.1; `rollout_is_threshold`.
+
+There is no KL term. No token's weight in the gradient exceeds the largest of 1 + `clip_ratio_high`, `clip_ratio_c` and
+`rollout_is_threshold`, whatever its log-probabilities are.
+
+Shapes: B trajectories, T positions, N trained tokens, V vocabulary.
 """
 
 import statistics
@@ -11,17 +22,32 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-
-def group_advantages(rewards: Sequence[float]) -> list[float]:
-    """Rewards relative to their group, in its standard deviations; all zero where the rewards are equal."""
-    if min(rewards) == max(rewards):
-        return [0.0] * len(rewards)
-    mean, deviation = statistics.fmean(rewards), statistics.stdev(rewards)
-    return [(reward - mean) / deviation for reward in rewards]
-
+LOG_RATIO_MAX = 20.0
+"""Log-ratios are clamped to ± this, as in verl: their exponential stays finite in float32."""
 
 MOST_VERSIONS_APART = 1
-"""Up to here recorded log-probabilities are taken as they are; the ratios of older tokens are truncated."""
+"""Tokens more versions older than the trainer's have a truncated weight."""
+
+
+def group_advantages(rewards: Sequence[float], epsilon: float) -> list[float]:
+    """Rewards relative to their group, over its standard deviation plus `epsilon`.
+
+    All zero where rewards differ by no more than `epsilon`: that is rounding, and no signal.
+    Raises `OverflowError` where rewards lie too far apart for floats.
+    """
+    if max(rewards) - min(rewards) <= epsilon:
+        return [0.0] * len(rewards)
+    mean, deviation = statistics.fmean(rewards), statistics.stdev(rewards)
+    return [(reward - mean) / (deviation + epsilon) for reward in rewards]
+
+
+class ClipSettings(NamedTuple):
+    """The trust region; `elastic.config.TrainerConfig` describes its keys."""
+
+    clip_ratio_low: float
+    clip_ratio_high: float
+    clip_ratio_c: float
+    rollout_is_threshold: float
 
 
 class PolicyLoss(NamedTuple):
@@ -30,32 +56,40 @@ class PolicyLoss(NamedTuple):
     loss: Tensor
     """Scalar."""
     ratio: Tensor
-    """[N], detached: current over sampled probability, truncated where it is."""
+    """[N], detached: current over sampled probability, within the clamp."""
     clipped: Tensor
-    """[N], bool: the clip is what counts, so the token gives no gradient."""
+    """[N], bool: a clip is what counts, so the token gives no gradient."""
+    truncated: Tensor
+    """[N], bool: the weight is the threshold instead of the ratio."""
 
 
 def clipped_policy_loss(
-    logprobs: Tensor, sampled_logprobs: Tensor, advantages: Tensor, clip_low: float, clip_high: float, ratio_max: Tensor
+    logprobs: Tensor, sampled_logprobs: Tensor, advantages: Tensor, ages: Tensor, settings: ClipSettings
 ) -> PolicyLoss:
     """PPO's pessimistic surrogate over tokens; all of shape [N].
 
-    `sampled_logprobs` were recorded where the tokens were sampled, whatever the engine and weights version. Where a
-    ratio exceeds its `ratio_max` it is truncated to it and gives no gradient: the surrogate leaves the ratio of
-    tokens with a negative advantage unbounded above, and the older the tokens, the likelier are ratios that would
-    drown all others (truncated importance sampling, as V-trace, arXiv 1802.01561).
+    `sampled_logprobs` were recorded where the tokens were sampled, whatever the engine and weights version; `ages` says
+    how many versions older than the trainer's those weights were.
+
+    PPO's clip takes the gradient from tokens that have moved far enough in the direction of their advantage. It leaves
+    the ratio of tokens with a negative advantage unbounded above, and one such token could drown all others. So the
+    weight of old tokens, whose ratios are spread the widest, is capped at `rollout_is_threshold`: they go on teaching,
+    with that weight. And where the objective of a token with a negative advantage would fall below `clip_ratio_c`
+    times that advantage, dual clip takes its gradient as well: it is almost sure to be an outlier.
     """
-    ratio = torch.minimum(torch.exp(logprobs - sampled_logprobs), ratio_max)
-    free = ratio * advantages
-    bounded = ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
-    clipped = (bounded < free) | (ratio >= ratio_max)
-    return PolicyLoss(-torch.minimum(free, bounded).sum(), ratio.detach(), clipped.detach())
-
-
-def ratio_bounds(ages: Tensor, stale_ratio_max: float) -> Tensor:
-    """[N]: no bound for tokens at most one version older than the trainer's, `stale_ratio_max` for all others."""
-    bounds = torch.full(ages.shape, torch.inf, device=ages.device)
-    return bounds.masked_fill(ages > MOST_VERSIONS_APART, stale_ratio_max)
+    ratio = torch.exp((logprobs.detach() - sampled_logprobs).clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX))
+    # Worth `ratio`, with the gradient `ratio` · ∇log π also where the clamp holds.
+    surrogate = ratio * torch.exp(logprobs - logprobs.detach())
+    free = surrogate * advantages
+    bounded = ratio.clamp(1 - settings.clip_ratio_low, 1 + settings.clip_ratio_high) * advantages
+    outside = bounded < free
+    truncated = (ages > MOST_VERSIONS_APART) & (ratio > settings.rollout_is_threshold)
+    weight = torch.where(truncated, settings.rollout_is_threshold / ratio, 1.0)
+    objective = weight * torch.where(outside, bounded, free)
+    floor = settings.clip_ratio_c * advantages
+    outlier = (advantages < 0) & (objective < floor)
+    clipped = (outside | outlier).detach()
+    return PolicyLoss(-torch.where(outlier, floor, objective).sum(), ratio, clipped, truncated & ~clipped)
 
 
 class TokenDistribution(NamedTuple):

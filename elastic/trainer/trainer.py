@@ -3,9 +3,16 @@
 A step's groups are split into `updates_per_step` mini-batches by their index, which is their launch order. A
 group's gradient is computed when it arrives, from its own trajectories alone, and summed exactly; a group of a
 later mini-batch is held until the earlier ones have stepped, since it is trained on their weights.
+
+A mini-batch's gradient is the mean over the policy's tokens in all its groups. Groups without signal give no gradient
+and count in that mean, as in verl and TRL: the fewer groups have signal, the smaller the step. With dynamic sampling
+others take their place, and they count nowhere (DAPO).
+
+No data ends a run. A group from which no usable gradient comes is left out whole, and its cause is kept in `unusable`.
 """
 
 import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -14,9 +21,9 @@ from torch import Tensor
 from elastic.config import TrainerConfig
 from elastic.model.qwen3 import Qwen3
 from elastic.trainer import checkpoint
-from elastic.trainer.accumulator import GradientAccumulator
-from elastic.trainer.batches import Batch, check_group, micro_batches
-from elastic.trainer.grpo import clipped_policy_loss, group_advantages, ratio_bounds, sampled_distribution
+from elastic.trainer.accumulator import GradientAccumulator, GradientOverflow
+from elastic.trainer.batches import Batch, UnusableGroup, check_group, micro_batches, policy_tokens
+from elastic.trainer.grpo import ClipSettings, clipped_policy_loss, group_advantages, sampled_distribution
 from elastic.wire import TrainGroup
 
 
@@ -34,6 +41,9 @@ class GRPOTrainer:
         self._model = model.float().train()
         self._groups = groups
         self._temperature = temperature
+        self._clip = ClipSettings(
+            settings.clip_ratio_low, settings.clip_ratio_high, settings.clip_ratio_c, settings.rollout_is_threshold
+        )
         self._names = [name for name, _ in model.named_parameters()]
         self._parameters = list(model.parameters())
         self._device = self._parameters[0].device
@@ -43,28 +53,34 @@ class GRPOTrainer:
         )
         self.version = 0
         self.updates = 0
+        self._unusable: dict[str, str] = {}
         self._begin_step()
 
     def train_group(self, group: TrainGroup) -> None:
         """Accumulate the group's gradient, now or when its mini-batch's turn comes.
 
-        Raises `ValueError`, and changes nothing, for a group that is malformed, unknown or already here.
+        Raises `ValueError`, and changes nothing, for a group that is unknown or already here.
         """
-        check_group(group)
         self._note(group.index, group)
         self._advance()
 
-    def skip_group(self, index: int) -> None:
+    def skip_group(self, index: int, tokens: int = 0) -> None:
         """The step does without this group; raises `ValueError` for one that is unknown or already here.
 
-        It is noted and no more: rollouts may have the device. What waited for it is done with the next group.
+        `tokens` of the policy count in its mini-batch's mean all the same. It is noted and no more: rollouts may have
+        the device. What waited for it is done with the next group.
         """
-        self._note(index, None)
+        self._note(index, tokens)
+
+    @property
+    def unusable(self) -> Mapping[str, str]:
+        """Groups of this step from which no usable gradient came, and why; of the last step once it is finished."""
+        return self._unusable
 
     def update(self) -> dict[str, float]:
         """Finish the step under a new version; returns its metrics.
 
-        Raises `ValueError` while groups are missing. A mini-batch without a trained token makes no update.
+        Raises `ValueError` while groups are missing. A mini-batch without a gradient makes no update.
         """
         missing = sorted(set(range(self._groups)) - self._seen)
         if missing:
@@ -113,10 +129,12 @@ class GRPOTrainer:
 
     def _begin_step(self) -> None:
         self._seen: set[int] = set()
-        self._held: dict[int, TrainGroup | None] = {}
+        self._held: dict[int, TrainGroup | int] = {}
         self._minibatch = 0
         self._outstanding = self._members(0)
         self._minibatch_tokens = 0
+        self._minibatch_has_gradient = False
+        self._tokens_of_mean = 0
         self._statistics: dict[int, _GroupStatistics] = {}
         self._gradient_norms: list[float] = []
 
@@ -124,11 +142,14 @@ class GRPOTrainer:
         updates = self._settings.updates_per_step
         return {index for index in range(self._groups) if index * updates // self._groups == minibatch}
 
-    def _note(self, index: int, group: TrainGroup | None) -> None:
+    def _note(self, index: int, group: TrainGroup | int) -> None:
+        """`group`: to train on, or how many tokens one has that is skipped."""
         if not 0 <= index < self._groups:
             raise ValueError(f"group {index}: a step has groups 0 to {self._groups - 1}")
         if index in self._seen:
             raise ValueError(f"group {index}: already trained or skipped in this step")
+        if not self._seen:
+            self._unusable = {}
         self._seen.add(index)
         self._held[index] = group
 
@@ -137,8 +158,10 @@ class GRPOTrainer:
         while self._minibatch < self._settings.updates_per_step:
             for index in sorted(self._outstanding & self._held.keys()):
                 group = self._held.pop(index)
-                if group is not None:
-                    self._accumulate(group)
+                if isinstance(group, int):
+                    self._minibatch_tokens += group
+                else:
+                    self._train(group)
                 self._outstanding.remove(index)
             if self._outstanding:
                 return
@@ -146,43 +169,60 @@ class GRPOTrainer:
             self._minibatch += 1
             self._outstanding = self._members(self._minibatch)
 
-    def _accumulate(self, group: TrainGroup) -> None:
-        rewards = [trajectory.reward for trajectory in group.trajectories]
-        advantages = group_advantages(rewards)
-        statistics = _GroupStatistics(rewards)
-        self._statistics[group.index] = statistics
-        if not any(advantages):
-            return
-        for batch in micro_batches(group.trajectories, advantages, self._settings.micro_batch_tokens):
-            self._accumulate_batch(batch.to(self._device), statistics)
-        self._minibatch_tokens += statistics.tokens
+    def _train(self, group: TrainGroup) -> None:
+        try:
+            check_group(group, self._model.config.vocab_size)
+            self._accumulate(group)
+        except (UnusableGroup, GradientOverflow) as error:
+            self._unusable[group.group] = str(error)
 
-    def _accumulate_batch(self, batch: Batch, statistics: "_GroupStatistics") -> None:
+    def _accumulate(self, group: TrainGroup) -> None:
+        """All of the group's gradient or, where that raises `UnusableGroup` or `GradientOverflow`, nothing of it."""
+        rewards = [trajectory.reward for trajectory in group.trajectories]
+        statistics = _GroupStatistics(rewards)
+        try:
+            advantages = group_advantages(rewards, self._settings.advantage_epsilon)
+        except OverflowError as error:
+            raise UnusableGroup(f"rewards from {min(rewards):g} to {max(rewards):g}: {error}") from error
+        if any(advantages):
+            self._accumulator.add(self._gradient(group, advantages, statistics))
+            self._minibatch_has_gradient = True
+        self._statistics[group.index] = statistics
+        self._minibatch_tokens += policy_tokens(group)
+
+    def _gradient(
+        self, group: TrainGroup, advantages: Sequence[float], statistics: "_GroupStatistics"
+    ) -> Sequence[Tensor]:
+        """The gradient of the group's loss, a sum over its tokens."""
+        total: Sequence[Tensor] = ()
+        for batch in micro_batches(group.trajectories, advantages, self._settings.micro_batch_tokens):
+            part = self._batch_gradient(batch.to(self._device), statistics)
+            total = [have.add_(more) for have, more in zip(total, part, strict=True)] if total else part
+        return total
+
+    def _batch_gradient(self, batch: Batch, statistics: "_GroupStatistics") -> Sequence[Tensor]:
         logits = self._model(batch.token_ids, batch.lengths)
         now = sampled_distribution(logits, batch.token_ids, batch.trained, self._temperature)
         ages = self.version - batch.versions
-        policy = clipped_policy_loss(
-            now.logprobs,
-            batch.logprobs,
-            batch.advantages,
-            self._settings.clip_low,
-            self._settings.clip_high,
-            ratio_bounds(ages, self._settings.stale_ratio_max),
-        )
-        self._accumulator.add(torch.autograd.grad(policy.loss, self._parameters))
+        policy = clipped_policy_loss(now.logprobs, batch.logprobs, batch.advantages, ages, self._clip)
+        gradient = torch.autograd.grad(policy.loss, self._parameters)
         statistics.tokens += len(now.logprobs)
         statistics.loss += policy.loss.item()
         statistics.entropy += now.entropy.sum().item()
         statistics.ratio += policy.ratio.sum().item()
         statistics.ratio_max = max(statistics.ratio_max, policy.ratio.max().item())
         statistics.clipped += int(policy.clipped.sum())
+        statistics.truncated += int(policy.truncated.sum())
         statistics.age += int(ages.sum())
+        return gradient
 
     def _step_optimizer(self) -> None:
-        if not self._minibatch_tokens:
+        tokens, self._minibatch_tokens = self._minibatch_tokens, 0
+        self._tokens_of_mean += tokens
+        if not self._minibatch_has_gradient:
             return
-        gradients = self._accumulator.take(self._minibatch_tokens)
-        self._minibatch_tokens = 0
+        self._minibatch_has_gradient = False
+        gradients = self._accumulator.take(tokens)
         norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(gradient) for gradient in gradients]))
         self._gradient_norms.append(norm.item())
         scale = min(1.0, self._settings.gradient_clip / max(norm.item(), 1e-12))
@@ -203,16 +243,18 @@ class GRPOTrainer:
         rewards = [reward for group in groups for reward in group.rewards]
         tokens = sum(group.tokens for group in groups)
         return {
-            "loss": math.fsum(group.loss for group in groups) / max(1, tokens),
+            "loss": math.fsum(group.loss for group in groups) / max(1, self._tokens_of_mean),
             "gradient_norm": math.fsum(self._gradient_norms) / max(1, len(self._gradient_norms)),
             "ratio_mean": math.fsum(group.ratio for group in groups) / tokens if tokens else 1.0,
             "ratio_max": max((group.ratio_max for group in groups), default=0.0) if tokens else 1.0,
             "clip_fraction": sum(group.clipped for group in groups) / max(1, tokens),
+            "truncated_fraction": sum(group.truncated for group in groups) / max(1, tokens),
             "staleness_mean": sum(group.age for group in groups) / max(1, tokens),
             "entropy": math.fsum(group.entropy for group in groups) / max(1, tokens),
             "tokens": float(tokens),
             "groups": float(len(groups)),
             "groups_with_signal": float(sum(group.tokens > 0 for group in groups)),
+            "groups_unusable": float(len(self._unusable)),
             "reward_mean": math.fsum(rewards) / max(1, len(rewards)),
             "learning_rate": self._optimizer.param_groups[0]["lr"] if self._gradient_norms else 0.0,
             "updates": float(len(self._gradient_norms)),
@@ -235,7 +277,7 @@ _STATE_KINDS = ("master", "exp_avg", "exp_avg_sq")
 
 
 class _GroupStatistics:
-    """Sums over a group's trained tokens."""
+    """Sums over a group's tokens that give a gradient."""
 
     def __init__(self, rewards: list[float]) -> None:
         self.rewards = rewards
@@ -245,4 +287,5 @@ class _GroupStatistics:
         self.ratio = 0.0
         self.ratio_max = 0.0
         self.clipped = 0
+        self.truncated = 0
         self.age = 0

@@ -88,7 +88,7 @@ class TrainerHost:
                 self._trainer.train_group(order)
                 return wire.Trained(order.group, time.monotonic() - began_s)
             case wire.SkipGroup():
-                self._trainer.skip_group(order.index)
+                self._trainer.skip_group(order.index, order.tokens)
                 return None
             case wire.Update():
                 return self._update(order)
@@ -97,6 +97,8 @@ class TrainerHost:
 
     def _update(self, order: wire.Update) -> wire.Stepped:
         metrics = self._trainer.update()
+        for group, reason in self._trainer.unusable.items():
+            log.warning("group not trained on", group=group, reason=reason)
         if self._trainer.version != order.version:
             raise RuntimeError(f"the trainer stepped to version {self._trainer.version}, not {order.version}")
         tensors = self._trainer.bf16_tensors()
@@ -109,7 +111,7 @@ class TrainerHost:
         times = {"apply_s": applied_s - began_s, "checkpoint_s": time.monotonic() - applied_s}
         if order.version == self._config.run.steps:
             self._publication.result()  # No rollouts follow, and once they are over the device is given back.
-        return wire.Stepped(order.version, metrics | times)
+        return wire.Stepped(order.version, metrics | times, dict(self._trainer.unusable))
 
     def published(self) -> wire.Published:
         return self._publication.result()

@@ -1,14 +1,16 @@
+import math
 import random
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 
 from elastic.model.checkpoint import CheckpointError
-from elastic.trainer.accumulator import GradientOverflow
 from elastic.trainer.trainer import GRPOTrainer
 from elastic.wire import TrainGroup, TrajectoryData
 
@@ -92,13 +94,14 @@ def test_the_step_is_adamws_on_the_token_mean(trainer, group, model):
     reference = model(0).double()
     terms = []
     for trajectory in (t for g in groups for t in g.trajectories):
-        advantage = (trajectory.reward - 0.5) / torch.tensor([1.0, 0.0, 0.0, 1.0]).std().item()
+        advantage = (trajectory.reward - 0.5) / (torch.tensor([1.0, 0.0, 0.0, 1.0]).std().item() + 1e-6)
         logits = reference(torch.tensor([trajectory.token_ids]))[0]
         for at, mine in enumerate(trajectory.trained):
             if mine:
                 logprob = logits[at - 1].log_softmax(-1)[trajectory.token_ids[at]]
                 ratio = (logprob - trajectory.logprobs[at]).exp()
-                terms.append(-torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage))
+                pessimistic = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage)
+                terms.append(-(pessimistic if advantage > 0 else pessimistic.clamp(min=3 * advantage)))
     loss = torch.stack(terms).mean()
     optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-3, betas=(0.9, 0.99), eps=1e-4, weight_decay=0.0)
     loss.backward()
@@ -132,7 +135,7 @@ def test_groups_without_variance_contribute_nothing(trainer, group):
     step(with_even, [*mixed[:-1], even[-1]])
     for one in mixed[:-1]:
         without.train_group(one)
-    without.skip_group(GROUPS - 1)
+    without.skip_group(GROUPS - 1, sum(sum(t.trained) for t in even[-1].trajectories))
     without.update()
     assert equal(with_even.bf16_tensors(), without.bf16_tensors())
 
@@ -182,28 +185,104 @@ def test_a_step_waits_for_all_its_groups(trainer, group):
     assert made.version == 1
 
 
-def test_a_malformed_group_is_named_and_leaves_the_step_as_it_was(trainer, group):
-    good = groups_of(group, 10, 1)[0]
-    bad = [
-        TrajectoryData("t", [1, 2], [0], [0.0, 0.0], [0, 0], 1.0),
-        TrajectoryData("t", [1, 2], [0, 1], [0.0], [0, 0], 1.0),
-        TrajectoryData("t", [1, 2], [0, 0], [0.0, 0.0], [0, 0], 1.0),
-        TrajectoryData("t", [1, 2], [1, 1], [0.0, 0.0], [0, 0], 1.0),
-    ]
+DAMAGE: dict[str, Callable[[TrajectoryData], TrajectoryData]] = {
+    "differ in length": lambda t: replace(t, logprobs=t.logprobs[:-1]),
+    "needs a prompt": lambda t: replace(t, trained=[1] * len(t.trained)),
+    "at least one token of the policy": lambda t: replace(t, trained=[0] * len(t.trained)),
+    "token 32 is not in the vocabulary of 32": lambda t: replace(t, token_ids=[32, *t.token_ids[1:]]),
+    "token -1 is not in the vocabulary of 32": lambda t: replace(t, token_ids=[*t.token_ids[:-1], -1]),
+    "magnitude nan": lambda t: replace(t, logprobs=[math.nan] * len(t.logprobs)),
+    "its reward is inf": lambda t: replace(t, reward=math.inf),
+    "rewards from": lambda t: replace(t, reward=-1.7e308 if t.reward else 1.7e308),
+}
+
+
+@pytest.mark.parametrize("micro_batch_tokens", [1, 10_000])
+@pytest.mark.parametrize("updates", [1, 3])
+@pytest.mark.parametrize("problem", DAMAGE)
+def test_a_group_of_no_use_is_left_out_whole_and_named(
+    trainer, group, problem: str, updates: int, micro_batch_tokens: int
+):
+    """As if it had been skipped, however far its gradient had come."""
+    good = groups_of(group, 10)
+    bad = replace(good[3], trajectories=[DAMAGE[problem](t) for t in good[3].trajectories])
+    if problem == "magnitude nan":
+        bad = replace(bad, trajectories=[*good[3].trajectories[:-1], bad.trajectories[-1]])
+    with_bad, without = (trainer(updates_per_step=updates, micro_batch_tokens=micro_batch_tokens) for _ in range(2))
+    metrics = step(with_bad, [*good[:3], bad, *good[4:]])
+    for one in (*good[:3], *good[4:]):
+        without.train_group(one)
+    without.skip_group(3)
+    expected = without.update()
+    assert list(with_bad.unusable) == ["g3"]
+    assert problem in with_bad.unusable["g3"]
+    assert metrics == expected | {"groups_unusable": 1.0}
+    assert equal(with_bad.bf16_tensors(), without.bf16_tensors())
+    step(with_bad, good)
+    assert with_bad.unusable == {}
+
+
+def test_a_group_without_trajectories_is_of_no_use(trainer):
     made = trainer(1, updates_per_step=1)
-    for trajectory in bad:
-        with pytest.raises(ValueError, match="group g0: trajectory t"):
-            made.train_group(TrainGroup(0, "g0", 0, [*good.trajectories, trajectory]))
-    with pytest.raises(ValueError, match="no trajectories"):
-        made.train_group(TrainGroup(0, "g0", 0, []))
-    assert step(made, [good])["groups"] == 1
+    assert step(made, [TrainGroup(0, "g0", 0, [])])["groups_unusable"] == 1
+    assert made.unusable == {"g0": "has no trajectories"}
 
 
-def test_a_gradient_that_is_not_finite_is_an_error(trainer, group):
-    bad = groups_of(group, 11, 1)[0]
-    bad.trajectories[1].logprobs[-1] = -2000.0
-    with pytest.raises(GradientOverflow):
-        trainer(1, updates_per_step=1).train_group(bad)
+@few
+@given(
+    seed=st.integers(0, 2**31),
+    wild=st.lists(
+        st.one_of(st.floats(-1e3, 1e3), st.floats(), st.sampled_from([-10.0, -12.0, -1e30])), min_size=1, max_size=20
+    ),
+    rewards=st.lists(st.floats(), min_size=2, max_size=4),
+    age=st.integers(0, 3),
+)
+def test_no_log_probability_and_no_reward_ends_a_step(
+    trainer, group, seed: int, wild: list[float], rewards: list[float], age: int
+):
+    rng = random.Random(seed)
+    odd = group(0, rng, rewards)
+    for trajectory in odd.trajectories:
+        for at, mine in enumerate(trajectory.trained):
+            trajectory.versions[at] = -age
+            if mine and rng.random() < 0.5:
+                trajectory.logprobs[at] = rng.choice(wild)
+    made = trainer(2, updates_per_step=1)
+    metrics = step(made, [odd, group(1, rng, [1.0, 0.0])])
+    assert all(map(math.isfinite, metrics.values()))
+    assert all(tensor.isfinite().all() for tensor in made.bf16_tensors().values())
+
+
+def test_one_outlier_does_not_drown_the_rest(trainer, group):
+    """One token in a group that was sampled with far less than its probability, and has a negative advantage."""
+
+    def norm(log_ratio: float) -> float:
+        only = groups_of(group, 11, 1)[0]
+        only.trajectories[1].logprobs[-1] -= log_ratio
+        return step(trainer(1, updates_per_step=1), [only])["gradient_norm"]
+
+    assert [norm(log_ratio) for log_ratio in (10.0, 12.0, 1e3)] == pytest.approx([norm(0.0)] * 3, rel=0.5)
+
+
+def test_groups_without_signal_count_in_the_mean(trainer, group):
+    """Trained as a group or skipped with as many tokens: a quarter of the groups with signal, a quarter of the step."""
+    rng = random.Random(12)
+    signal = group(0, rng, [1.0, 0.0])
+    even = [replace(signal, group=f"g{i}", index=i, trajectories=[replace(t, reward=1.0) for t in signal.trajectories])
+            for i in range(1, 4)]  # fmt: skip
+    tokens = sum(sum(t.trained) for t in signal.trajectories)
+
+    def norm(groups: int, skipped: Sequence[int] = ()) -> float:
+        made = trainer(groups, updates_per_step=1)
+        made.train_group(signal)
+        for one in even[: groups - 1]:
+            if one.index in skipped:
+                made.skip_group(one.index, tokens)
+            else:
+                made.train_group(one)
+        return made.update()["gradient_norm"]
+
+    assert norm(4) == norm(4, skipped=(1, 3)) == norm(4, skipped=(1, 2, 3)) == pytest.approx(norm(1) / 4)
 
 
 def test_more_updates_than_groups_are_refused(trainer):
