@@ -63,6 +63,9 @@ class FixedTask:
         done = self._turns == self._settings.turns
         return StepResult(self._say(self._settings.observations[self.tag]), done, reward=float(sum(token_ids) % 2))
 
+    async def truncate(self) -> float:
+        return 0.0
+
     async def aclose(self) -> None:
         pass
 

@@ -88,6 +88,9 @@ class Talk:
     async def step(self, token_ids: list[int]) -> StepResult:
         return StepResult(token_ids[-OBSERVATION_TOKENS:], False)
 
+    async def truncate(self) -> float:
+        return 0.0
+
     async def aclose(self) -> None:
         if self._holds_place:
             self._places.release()

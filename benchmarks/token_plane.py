@@ -68,6 +68,9 @@ class EndlessEnvironment:
     async def step(self, token_ids: list[int]) -> StepResult:
         return StepResult([], True, 0.0)
 
+    async def truncate(self) -> float:
+        return 0.0
+
     async def aclose(self) -> None:
         pass
 

@@ -20,6 +20,7 @@ class FinishedTrajectory(msgspec.Struct, frozen=True, kw_only=True):
 
     `trained[i]` says whether the policy sampled `token_ids[i]`. `seed` and `environment_settings` are those that
     the episode began with, `environment_reward` is what the environment gave; `settings` are the reward's own.
+    `truncated`: a limit of turns or tokens ended the episode, not its environment (gymnasium's word).
     """
 
     trajectory: str
@@ -29,6 +30,7 @@ class FinishedTrajectory(msgspec.Struct, frozen=True, kw_only=True):
     environment_settings: dict[str, Any]
     environment_reward: float
     settings: dict[str, Any]
+    truncated: bool = False
 
 
 class Reward(Protocol):

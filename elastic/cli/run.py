@@ -32,6 +32,7 @@ PREPARED = {
 
 def dry_run_command(config: Config, names: list[str], where: str, *, as_json: bool) -> None:
     plan = compose.resolve(config, names, where)
+    compose.check_live(plan)
     rows, calls = compose.acquisitions(plan), compose.reward_calls(plan)
     if as_json:
         emit({"config": plan.resolved(), "would_acquire": rows, "would_call": calls})
@@ -63,6 +64,7 @@ def run_command(config: Config, names: list[str], where: str, resumed: Path | No
     if resumed and _all_done(resumed, config.run.steps):
         conclude(resumed, as_json=as_json)
         return 0
+    compose.check_live(plan)
     compose.check_policy(plan, resumed)
     run_dir = resumed or compose.new_run_dir(config)
     progress = Progress(console(stderr=True))

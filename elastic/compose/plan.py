@@ -144,6 +144,16 @@ def read_model_config(config: Config) -> dict[str, Any]:
         raise ConfigError(f"model.checkpoint: {path} is not JSON: {error}") from error
 
 
+def check_live(plan: RunPlan) -> None:
+    """Raises `ConfigError` for what only simulations can do yet."""
+    gpus = plan.config.trainer.gpus
+    if gpus != 1:
+        raise ConfigError(
+            f"trainer.gpus: found {gpus}, but the trainer is one process on one GPU, and the others would be billed "
+            "for nothing; allowed in live runs: 1 (`elastic simulate` takes any number)"
+        )
+
+
 def check_policy(plan: RunPlan, resumed: Path | None = None) -> None:
     """Read the base policy as a worker would, and a resumed run's checkpoint as the trainer would.
 

@@ -39,4 +39,11 @@ class Environment(Protocol):
         """Take one turn of the policy. An invalid action is answered, never raised."""
         ...
 
+    async def truncate(self) -> float:
+        """End an episode that is not done, at the caller's limit of turns or tokens; returns its reward so far.
+
+        Called at most once, after at least one turn; the words are gymnasium's.
+        """
+        ...
+
     async def aclose(self) -> None: ...

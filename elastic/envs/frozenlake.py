@@ -87,7 +87,7 @@ class Lake:
 
 
 class FrozenLake:
-    """`elastic.envs.base.Environment`: reward 1 at the goal, 0 in a hole; the turn limit is the caller's."""
+    """`elastic.envs.base.Environment`: reward 1 at the goal, 0 in a hole and on the way; limits are the caller's."""
 
     Settings: ClassVar[type[BaseModel]] = FrozenLakeSettings
     vocabulary: ClassVar[tuple[str, ...]] = VOCABULARY
@@ -111,6 +111,11 @@ class FrozenLake:
         if done:
             self._lake = None
         return StepResult(encode(observation), done, reward)
+
+    async def truncate(self) -> float:
+        """Nothing: whoever is still on its way has not reached the goal."""
+        self._lake = None
+        return 0.0
 
     async def aclose(self) -> None:
         self._lake = None

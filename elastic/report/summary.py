@@ -112,6 +112,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     success_first: float | None
     success_last: float | None
     trajectories_finished: int
+    trajectories_truncated: int
     trajectories_failed: dict[str, int]
     groups_trained: int
     groups_dropped: dict[str, int]
@@ -202,6 +203,7 @@ def _summary(history: History) -> Summary:
         success_first=rated[0] if rated else None,
         success_last=rated[-1] if rated else None,
         trajectories_finished=sum(_scored(row) for row in trajectories),
+        trajectories_truncated=sum(_scored(row) and bool(row.get("truncated")) for row in trajectories),
         trajectories_failed=_counts(row["cause"] or "no finite reward" for row in trajectories if not _scored(row)),
         groups_trained=groups.pop(TRAINED, 0) if groups else len(trained),
         groups_dropped=groups,

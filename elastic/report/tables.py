@@ -388,6 +388,7 @@ def _latency_row(name: str, q: Quantiles) -> list[str]:
 def _trajectories(summary: Summary) -> Table:
     counts = {
         "trajectories finished": summary.trajectories_finished,
+        "… of them truncated": summary.trajectories_truncated,
         **{f"trajectories failed: {cause}": n for cause, n in summary.trajectories_failed.items()},
         "groups trained": summary.groups_trained,
         **{f"groups dropped: {reason}": n for reason, n in summary.groups_dropped.items()},
@@ -396,8 +397,9 @@ def _trajectories(summary: Summary) -> Table:
         title="Trajectories and groups",
         header=["", "count"],
         rows=[[name, units.count(n)] for name, n in counts.items() if n],
-        note="A failure of the infrastructure is never scored or trained on. Zero variance: all of a group's "
-        "rewards are equal, so it has nothing to teach.",
+        note="A failure of the infrastructure is never scored or trained on. Truncated: ended by a limit of turns or "
+        "tokens. Zero variance: all of a group's rewards are equal, so it has nothing to teach. Unusable: no finite "
+        "gradient came of it, and it was left out.",
     )
 
 

@@ -31,7 +31,7 @@ CREATE TABLE IF NOT EXISTS moves (turn TEXT NOT NULL, attempt INTEGER NOT NULL, 
     to_worker TEXT NOT NULL, left_ns INTEGER NOT NULL, started_ns INTEGER NOT NULL, accepted_tokens INTEGER NOT NULL);
 CREATE TABLE IF NOT EXISTS trajectories (trajectory TEXT PRIMARY KEY, step INTEGER NOT NULL, group_id TEXT NOT NULL,
     started_ns INTEGER NOT NULL, ended_ns INTEGER NOT NULL, reward REAL, cause TEXT NOT NULL, turns INTEGER NOT NULL,
-    policy_tokens INTEGER NOT NULL, token_ids BLOB NOT NULL);
+    policy_tokens INTEGER NOT NULL, token_ids BLOB NOT NULL, truncated INTEGER NOT NULL DEFAULT 0);
 CREATE TABLE IF NOT EXISTS groups (t_ns INTEGER NOT NULL, group_id TEXT PRIMARY KEY, step INTEGER NOT NULL,
     version INTEGER NOT NULL, dropped TEXT NOT NULL, body TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS steps (step INTEGER PRIMARY KEY, t_ns INTEGER NOT NULL, body TEXT NOT NULL);
@@ -121,8 +121,8 @@ class Journal:
     def move(self, *row: Any) -> None:
         self._pending.append((f"INSERT INTO moves VALUES ({_marks(7)})", row))
 
-    def trajectory(self, *row: Any) -> None:
-        self._pending.append((f"INSERT OR REPLACE INTO trajectories VALUES ({_marks(10)})", row))
+    def trajectory(self, *row: Any, truncated: bool = False) -> None:
+        self._pending.append((f"INSERT OR REPLACE INTO trajectories VALUES ({_marks(11)})", (*row, truncated)))
 
     def group(self, t_ns: Nanoseconds, group: str, step: int, version: int, dropped: str, body: dict[str, Any]) -> None:
         """What became of a group in `step`, the trainer being at `version`: why it was `dropped`, or trained ("")."""

@@ -478,6 +478,7 @@ class Orchestrator:
             environment_settings=self._config.environment.settings,
             environment_reward=episode.reward,
             settings=self._config.rewards.settings,
+            truncated=episode.truncated,
         )
         self._scoring.score(command, finished, self._tasks)
 
@@ -553,6 +554,7 @@ class Orchestrator:
             episode.turns,
             episode.policy_tokens,
             msgspec.msgpack.encode(episode.token_ids),
+            truncated=episode.truncated,
         )
 
     def _count(self, provider: str) -> ProviderStatus:

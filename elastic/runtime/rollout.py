@@ -1,9 +1,10 @@
 """Rollout loops: one task a trajectory, from its environment's reset to its reward.
 
 A loop asks for a turn and waits; which workers generate it, and how often it moves, it never learns. Its reward is
-the environment's, unless a function is to compute it: then its trajectory ends once the core says so. What is not
-the policy's doing (an environment that raises or hangs, a turn given up) ends the trajectory as failed, with its
-cause, and is never scored.
+the environment's, unless a function is to compute it: then its trajectory ends once the core says so. An episode that
+a limit of turns or tokens ends is truncated, and its environment says what it is worth so far. What is not the policy's
+doing (an environment that raises or hangs, a prompt that leaves no room for a turn, a turn given up) ends the
+trajectory as failed, with its cause, and is never scored.
 """
 
 import asyncio
@@ -27,6 +28,10 @@ log = structlog.get_logger(__name__)
 
 class TurnFailed(Exception):
     """The turn was given up for a cause that is not the policy's."""
+
+
+class NoRoom(Exception):
+    """The context has no room for a single turn after the prompt."""
 
 
 @dataclass(slots=True)
@@ -70,6 +75,8 @@ class Episode:
     turns: int = 0
     tag: str = ""
     reward: float = 0.0
+    truncated: bool = False
+    """A limit of turns or tokens ended it, not its environment."""
 
     def observe(self, token_ids: list[int]) -> None:
         count = len(token_ids)
@@ -177,7 +184,7 @@ class Rollouts:
         try:
             async with self._environment() as environment:
                 await self._play(episode, environment)
-        except (TurnFailed, BadResult) as failure:
+        except (TurnFailed, NoRoom, BadResult) as failure:
             self._failed(episode, str(failure))
         except TimeoutError:
             limit_s = self._limits.environment_timeout_s
@@ -230,9 +237,12 @@ class Rollouts:
         async with asyncio.timeout(limits.environment_timeout_s):
             episode.observe(await environment.reset(episode.seed))
         episode.tag = getattr(environment, "tag", "")
-        while episode.turns < limits.max_turns:
-            if len(episode.token_ids) + limits.max_tokens_per_turn > limits.max_context_tokens:
-                return
+        if not self._has_room(episode):
+            raise NoRoom(
+                f"the prompt leaves no room for a turn of {limits.max_tokens_per_turn} tokens "
+                f"in a context of {limits.max_context_tokens}"
+            )
+        while episode.turns < limits.max_turns and self._has_room(episode):
             noise_seed = stable_hash(self._seed, step, group, member, episode.turns)
             turn = await self._generate(episode, noise_seed)
             episode.act(turn)
@@ -242,6 +252,12 @@ class Rollouts:
                 episode.reward = score(result.reward)
                 return
             episode.observe(result.token_ids)
+        episode.truncated = True
+        async with asyncio.timeout(limits.environment_timeout_s):
+            episode.reward = score(await environment.truncate())
+
+    def _has_room(self, episode: Episode) -> bool:
+        return len(episode.token_ids) + self._limits.max_tokens_per_turn <= self._limits.max_context_tokens
 
     async def _generate(self, episode: Episode, noise_seed: int) -> OpenTurn:
         turn_id = f"{episode.trajectory}/{episode.turns}"

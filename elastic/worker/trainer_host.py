@@ -153,6 +153,7 @@ class TrainerHost:
             old.unlink(missing_ok=True)
 
     def _restore(self) -> None:
+        checkpoint.sweep(self._checkpoints)
         saved = self._saved()
         if saved:
             self._trainer.load(saved[-1])

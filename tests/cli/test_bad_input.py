@@ -58,6 +58,7 @@ from elastic.trainer.trainer import GRPOTrainer
         ("providers.serving.poll_s=inf", ("providers.serving.poll_s", "finite")),
         ("providers.spot.speed=inf", ("providers.spot.speed", "finite")),
         ("environment.settings.hole_probability=nan", ("environment.settings.hole_probability", "found nan")),
+        ("trainer.gpus=8", ("trainer.gpus", "found 8", "allowed in live runs: 1", "elastic simulate")),
         ("model.checkpoint=nosuch", ("model.checkpoint", "nosuch", "elastic prepare")),
         ("run.directory=/proc/nosuch", ("run.directory", "/proc/nosuch", "cannot be made")),
         ("run.directory=/dev/null", ("run.directory", "/dev/null", "Not a directory")),
@@ -66,6 +67,10 @@ from elastic.trainer.trainer import GRPOTrainer
 def test_keys_and_values(refused, elastic, config: Path, override: str, words: tuple[str, ...]) -> None:
     refused(elastic("run", config, "--set", override), *words)
     assert not (config.parent / "runs").exists()
+
+
+def test_a_dry_run_promises_nothing_that_a_run_refuses(refused, elastic, config: Path) -> None:
+    refused(elastic("run", config, "--dry-run", "--set", "trainer.gpus=8"), "trainer.gpus", "found 8")
 
 
 def test_unknown_provider(refused, elastic, config: Path) -> None:
@@ -210,6 +215,15 @@ class TestCheckpointToResume:
         (saved,) = (run / "checkpoints").iterdir()
         saved.write_bytes(saved.read_bytes()[:1000])
         refused(elastic("run", "--resume", run), "--resume", str(saved), "cannot be read", "removed")
+
+    def test_has_a_flipped_bit(self, refused, elastic, run: Path) -> None:
+        (saved,) = (run / "checkpoints").iterdir()
+        raw = bytearray(saved.read_bytes())
+        raw[-1] ^= 0x40
+        saved.write_bytes(raw)
+        refused(
+            elastic("run", "--resume", run), "--resume", str(saved), "damaged", "is not as it was written", "removed"
+        )
 
     def test_is_of_another_model(self, refused, elastic, run: Path, checkpoint: Path, tmp_path: Path) -> None:
         wider = msgspec.structs.replace(read_config(checkpoint), intermediate_size=48)

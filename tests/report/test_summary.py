@@ -216,6 +216,21 @@ def test_success_counts_rewarded_trajectories_of_those_scored(summary_of):
     assert summary.trajectories_failed == {"reset": 1}
 
 
+def test_what_was_truncated_and_what_was_of_no_use_is_counted(summary_of):
+    def fill(run):
+        run.group(0, 0, [1.0, 0.0, None], trained=True, cause="reset")
+        run.group(0, 1, [1.0, 0.0], trained=True)
+        row = (0, "0/0", 0, 1, 0.25, "", 5, 25, b"")
+        run.journal.trajectory("0/0/3", *row, truncated=True)
+        run.journal.unusable("0/1", "gradient 3: magnitude nan")
+        run.step(0, 1.0, groups_trained=2, groups_dropped=0, trainer={"groups_unusable": 1.0}, weights={})
+
+    summary = summary_of(fill)
+    assert (summary.trajectories_finished, summary.trajectories_truncated) == (5, 1)
+    assert (summary.groups_trained, summary.groups_dropped) == (1, {"unusable": 1})
+    assert [(step.groups_trained, step.groups_dropped) for step in summary.steps] == [(1, 1)]
+
+
 def test_groups_are_dropped_for_the_reason_in_the_journal(summary_of):
     def fill(run):
         run.group(0, 0, [1.0, 0.0], trained=True)

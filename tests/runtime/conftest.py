@@ -70,6 +70,10 @@ class Parity:
         done = self.turns == self.TURNS
         return StepResult([3, 4], done, float(done and self.total % 2 == 0))
 
+    async def truncate(self) -> float:
+        """A hundredth for each turn."""
+        return self.turns / 100
+
     async def aclose(self) -> None:
         pass
 

@@ -70,6 +70,20 @@ def test_a_journal_that_goes_on_keeps_its_order(path: Path) -> None:
     reader.close()
 
 
+def test_a_group_that_was_of_no_use_says_why(path: Path) -> None:
+    journal = Journal(path, 0.01)
+    for group in ("0/0", "0/1"):
+        journal.group(1, group, 0, 0, "", {"lengths": [3], "tokens_by_age": {0: 3}})
+    journal.unusable("0/1", "token 99 is not in the vocabulary of 32")
+    journal.close()
+    reader = JournalReader(path)
+    assert [row["dropped"] for row in reader.rows("groups")] == [
+        "",
+        "unusable: token 99 is not in the vocabulary of 32",
+    ]
+    reader.close()
+
+
 def test_a_disk_that_fills_up_is_the_journals_failure(path: Path) -> None:
     journal = Journal(path, 0.01)
     journal._connection.execute("PRAGMA max_page_count = 30")

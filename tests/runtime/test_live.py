@@ -170,6 +170,38 @@ async def test_an_environments_faults_are_never_scored(live, live_config, parity
     assert all("no lake today" in r or "the ice broke" in r for r in proof.dropped.values())
 
 
+def endless(base: type) -> type:
+    """Never done: answers each turn in a word that the policy does not know, and scores what there is."""
+
+    class Endless(base):
+        async def step(self, token_ids: list[int]) -> StepResult:
+            await super().step(token_ids)
+            return StepResult([99], False)
+
+        async def truncate(self) -> float:
+            return float(self.total % 2 == 0)
+
+    return Endless
+
+
+async def test_truncated_episodes_are_scored_and_what_cannot_be_trained_on_ends_no_run(
+    live, live_config, parity
+) -> None:
+    config = live_config(rollout={"groups": 6, "max_turns": 1})
+    run = await live(config, (), environment=endless(parity))
+    assert run.outcome.failed == ""
+    reader = run.journal()
+    trajectories, groups, steps = (reader.rows(table) for table in ("trajectories", "groups", "steps"))
+    reader.close()
+    assert len(trajectories) == 2 * 6 * 4
+    assert all(row["truncated"] for row in trajectories)
+    assert {row["reward"] for row in trajectories} == {0.0, 1.0}
+    reasons = [row["dropped"] for row in groups if row["dropped"] != "zero_variance"]
+    assert reasons
+    assert all("token 99 is not in the vocabulary of 16" in reason for reason in reasons)
+    assert sum(step["trainer"]["groups_unusable"] for step in steps) == len(reasons)
+
+
 async def test_a_journal_replays_to_the_state_of_the_run(live, live_config) -> None:
     run = await live(live_config(run={"steps": 1}), ())
     assert digest(compose.replay(run.run_dir)) == digest(run.scheduler)

@@ -25,13 +25,35 @@ class OneTurn:
     async def step(self, token_ids: list[int]) -> StepResult:
         return StepResult([], True, reward=self._reward)
 
+    async def truncate(self) -> float:
+        raise AssertionError("it was done")
+
     async def aclose(self) -> None:
         if self._closing is not None:
             raise self._closing
 
 
-async def play(environment: OneTurn) -> tuple[list[e.Event], list[tuple[str, str]]]:
-    """What the core is told of one trajectory, and how it ended."""
+class Endless(OneTurn):
+    """Never done; every turn earns `reward` once more."""
+
+    def __init__(self, reward: Any, prompt_tokens: int = 2, observation_tokens: int = 1) -> None:
+        super().__init__(reward)
+        self._prompt_tokens, self._observation_tokens = prompt_tokens, observation_tokens
+        self._turns = 0
+
+    async def reset(self, seed: int) -> list[int]:
+        return [1] * self._prompt_tokens
+
+    async def step(self, token_ids: list[int]) -> StepResult:
+        self._turns += 1
+        return StepResult([3] * self._observation_tokens, False, reward=99.0)
+
+    async def truncate(self) -> float:
+        return self._reward * self._turns
+
+
+async def play(environment: OneTurn, episodes: list[Episode] | None = None) -> Any:
+    """What the core is told of one trajectory, and how it ended; `episodes` gets it as it was then."""
     heard: list[e.Event] = []
     ended: list[tuple[str, str]] = []
 
@@ -42,6 +64,8 @@ async def play(environment: OneTurn) -> tuple[list[e.Event], list[tuple[str, str
 
     def on_end(episode: Episode, cause: str) -> None:
         ended.append((episode.trajectory, cause))
+        if episodes is not None:
+            episodes.append(episode)
 
     def make_environment() -> Any:
         return environment
@@ -66,6 +90,36 @@ async def test_what_is_no_finite_number_is_never_a_score(reward: Any) -> None:
     assert isinstance(failed, e.TrajectoryFailed)
     assert failed.cause.startswith("a reward must be a finite number; found ")
     assert ended == [("0/0/0", failed.cause)]
+
+
+@pytest.mark.parametrize(("observation_tokens", "turns"), [(1, LIMITS.max_turns), (20, 3)])
+async def test_a_truncated_episode_is_worth_what_its_environment_says(observation_tokens: int, turns: int) -> None:
+    """By the limit of turns, and by that of tokens."""
+    episodes: list[Episode] = []
+    heard, ended = await play(Endless(0.5, observation_tokens=observation_tokens), episodes)
+    assert heard == [e.TrajectoryFinished(trajectory="0/0/0", reward=0.5 * turns, tokens=0)]
+    assert ended == [("0/0/0", "")]
+    assert [(episode.turns, episode.truncated) for episode in episodes] == [(turns, True)]
+
+
+async def test_an_episode_that_is_done_is_not_truncated() -> None:
+    episodes: list[Episode] = []
+    await play(OneTurn(1.0), episodes)
+    assert [episode.truncated for episode in episodes] == [False]
+
+
+@pytest.mark.parametrize("reward", ["1", float("nan")])
+async def test_a_truncated_episode_without_a_finite_reward_fails(reward: Any) -> None:
+    (failed,), _ = await play(Endless(reward))
+    assert isinstance(failed, e.TrajectoryFailed)
+    assert failed.cause.startswith("a reward must be a finite number; found ")
+
+
+async def test_a_prompt_without_room_for_a_turn_is_a_failure() -> None:
+    heard, _ = await play(Endless(1.0, prompt_tokens=57))
+    (failed,) = heard
+    assert isinstance(failed, e.TrajectoryFailed)
+    assert failed.cause == "the prompt leaves no room for a turn of 8 tokens in a context of 64"
 
 
 async def test_an_episode_that_is_over_survives_an_environment_that_does_not_close() -> None:

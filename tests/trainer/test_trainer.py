@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 
 from elastic.model.checkpoint import CheckpointError
+from elastic.trainer import checkpoint
 from elastic.trainer.trainer import GRPOTrainer
 from elastic.wire import TrainGroup, TrajectoryData
 
@@ -331,7 +332,7 @@ def test_a_checkpoint_that_does_not_fit_is_named_and_changes_nothing(trainer, tm
     missing, reshaped = dict(good), dict(good)
     del missing["exp_avg.model.norm.weight"]
     reshaped["master.model.norm.weight"] = torch.ones(3)
-    header = {"elastic_trainer": '{"version":1,"updates":1,"schema_version":1}'}
+    header = {"elastic_trainer": '{"version":1,"updates":1,"schema_version":2}'}
     newer = {"elastic_trainer": '{"version":1,"updates":1,"schema_version":9}'}
     for tensors, metadata, problem in [
         (missing, header, "exp_avg.model.norm.weight is not in the checkpoint"),
@@ -339,6 +340,7 @@ def test_a_checkpoint_that_does_not_fit_is_named_and_changes_nothing(trainer, tm
         (reshaped, header, r"master.model.norm.weight has shape \(3,\)"),
         (good, newer, "schema version 9"),
         (good, None, "not a trainer's checkpoint"),
+        (good, header, "damaged: it has no digests"),
     ]:
         save_file(tensors, path, metadata=metadata)
         with pytest.raises(CheckpointError, match=problem) as caught:
@@ -350,6 +352,54 @@ def test_a_checkpoint_that_does_not_fit_is_named_and_changes_nothing(trainer, tm
             made.load(unreadable)
     assert equal(before, made.bf16_tensors())
     assert made.version == 0
+
+
+@pytest.mark.parametrize(
+    ("bit", "kind"), [(30, "master"), (30, "exp_avg"), (30, "exp_avg_sq"), (0, "master"), (31, "exp_avg")]
+)
+def test_a_flipped_bit_of_a_number_is_found_and_named(trainer, group, tmp_path: Path, bit: int, kind: str):
+    made = trainer()
+    step(made, groups_of(group, 26))
+    path = tmp_path / "state"
+    state = state_of(made, path)
+    raw = bytearray(path.read_bytes())
+    name = f"{kind}.model.norm.weight"
+    at = raw.index(state[name].numpy().tobytes())
+    raw[at + 4 + bit // 8] ^= 1 << bit % 8
+    path.write_bytes(raw)
+    resumed = trainer(seed=1)
+    before = resumed.bf16_tensors()
+    with pytest.raises(CheckpointError, match=f"damaged: {name} is not as it was written"):
+        resumed.load(path)
+    assert equal(before, resumed.bf16_tensors())
+    assert resumed.version == 0
+
+
+def test_no_flipped_bit_is_read(trainer, group, tmp_path: Path):
+    """In the header, too: whatever is read is what was written."""
+    made = trainer()
+    step(made, groups_of(group, 27))
+    path = tmp_path / "state"
+    state_of(made, path)
+    raw, rng = path.read_bytes(), random.Random(27)
+    header_bytes = int.from_bytes(raw[:8], "little")
+    resumed = trainer(seed=1)
+    for at in [*rng.sample(range(8 + header_bytes), 150), *rng.sample(range(8 + header_bytes, len(raw)), 50)]:
+        flipped = bytearray(raw)
+        flipped[at] ^= 1 << rng.randrange(8)
+        path.write_bytes(flipped)
+        with pytest.raises(CheckpointError):
+            resumed.load(path)
+
+
+def test_what_a_killed_save_left_is_swept_and_nothing_else(trainer, tmp_path: Path):
+    made = trainer()
+    made.save(tmp_path / "00000001.safetensors")
+    (tmp_path / ".checkpoint-abc").mkdir()
+    (tmp_path / ".checkpoint-abc" / "00000002.safetensors").write_bytes(b"half of it")
+    checkpoint.sweep(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["00000001.safetensors"]
+    checkpoint.sweep(tmp_path / "none")
 
 
 def test_a_checkpoint_that_cannot_be_written_leaves_the_old_one(trainer, group, tmp_path: Path, monkeypatch):

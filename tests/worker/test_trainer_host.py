@@ -68,11 +68,11 @@ class TrainerHouse(Orchestra):
         )
         self.relay = open_relay(relay)
         self._config = config
-        self._run_dir = run_dir
+        self.run_dir = run_dir
 
     def host(self, worker: str = "w", resume: bool = False) -> asyncio.Task[object]:
         self.gateway.expect(worker, "token")
-        work = run_trainer_host(self.address, worker, "token", self._config, self._run_dir, resume)
+        work = run_trainer_host(self.address, worker, "token", self._config, self.run_dir, resume)
         self.agents.append(asyncio.create_task(work))
         return self.agents[-1]
 
@@ -217,6 +217,21 @@ async def test_a_skipped_group_is_no_obstacle(house: TrainerHouse) -> None:
     assert stepped.metrics["groups"] == 1  # type: ignore[attr-defined]
 
 
+async def test_a_group_of_no_use_is_named_and_the_step_goes_on(house: TrainerHouse) -> None:
+    house.host()
+    await house.first(wire.Ready)
+    poisoned = train_group(1, 1)
+    poisoned.trajectories[0].logprobs[2] = float("nan")
+    house.send(train_group(1, 0), poisoned, wire.Update(1, 1))
+    stepped = await house.first(wire.Stepped)
+    assert isinstance(stepped, wire.Stepped)
+    assert (stepped.metrics["groups"], stepped.metrics["groups_unusable"]) == (1, 1)
+    assert list(stepped.unusable) == ["s1g1"]
+    assert "magnitude nan" in stepped.unusable["s1g1"]
+    await house.step(2)
+    assert house.of(wire.Stepped)[-1].unusable == {}  # type: ignore[attr-defined]
+
+
 async def test_a_group_is_skipped_without_a_word_to_the_turns_that_run(house: TrainerHouse) -> None:
     house.host()
     await house.first(wire.Ready)
@@ -276,9 +291,12 @@ async def test_a_resumed_host_goes_on_from_its_checkpoint(house: TrainerHouse) -
     await asyncio.gather(first, return_exceptions=True)
     assert published_versions(house.relay) == [0, 1, 2, 3]
     publish_keyframe(house.relay, "left over", 4, second, {})
+    checkpoints = house.run_dir / "checkpoints"
     begin = len(house.heard)
+    (checkpoints / ".checkpoint-killed").mkdir()
     house.host("again", resume=True)
     ready = await house.first(wire.Ready, after=begin)
+    assert [path.name for path in checkpoints.iterdir()] == ["00000002.safetensors"], "a killed save left nothing"
     assert ready.weights_version == 2, "checkpoints are made every second step"  # type: ignore[attr-defined]
     assert published_versions(house.relay) == [0, 1, 2]
     assert equal(house.weights(2), second)
