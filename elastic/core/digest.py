@@ -1,44 +1,89 @@
-"""A hash of the scheduler's whole state: two runs in the same state have the same digest (invariant 13)."""
+"""A hash of the scheduler's whole state: two runs in the same state have the same digest (invariant 13).
+
+What is hashed is found by walking the objects, so that a new attribute counts without being named here. The exceptions
+are named, each with its reason.
+"""
 
 import hashlib
-from typing import Any
+from collections import deque
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, cast
 
 import msgspec
 
 from elastic.core.scheduler import Scheduler
-from elastic.core.transitions import Story
 
 DIGEST_BYTES = 16
 
+LEFT_OUT: Mapping[str, str] = {
+    "handlers": "who hears what never changes",
+    "due": "who is called for what never changes",
+    "Scheduler._handlers": "who hears what never changes",
+    "Scheduler._due": "who is called for what never changes",
+    "RunState.policies": "they decide, and keep nothing",
+    "Fleet._loads": "an index of `workers`, brought up to date when it is asked for",
+    "Fleet._indexed": "as `_loads`",
+    "Fleet._out_of_order": "as `_loads`: whom it does not have right yet",
+    "Step._group_of": "an index of `groups` by their members",
+    "Timers._heap": "an index of `_waits`, brought up to date when it is asked for",
+    "Timers._queued": "as `_heap`",
+    "Turns._queues": "an index of the turns in `live` that are queued, cleaned up when it is asked for",
+}
+"""Attributes that follow from others, or hold no state: `Class.attribute`, or an attribute of any class."""
+
+BY_KEY: Mapping[str, str] = {
+    "Fleet._of_lease": "the workers are in `workers`",
+    "Step._in_state": "the groups are in `groups`",
+}
+"""Attributes that lead to objects which are in the digest elsewhere: only under which keys, and in which order."""
+
 
 def digest(scheduler: Scheduler) -> str:
-    """The canonical state as a hexadecimal hash. Order counts where the core's decisions depend on it."""
-    return hashlib.blake2b(_encoder.encode(_view(scheduler)), digest_size=DIGEST_BYTES).hexdigest()
+    """The state as a hexadecimal hash. Order counts, since the core's decisions may depend on it."""
+    return hashlib.blake2b(_Walk().encode(scheduler), digest_size=DIGEST_BYTES).hexdigest()
 
 
-def _view(scheduler: Scheduler) -> tuple[Any, ...]:
-    step, leases, turns = scheduler.step, scheduler.leases, scheduler.turns
-    return (
-        (scheduler.now_ns, scheduler.phase, scheduler.failed, scheduler.version),
-        (scheduler.trainer_mode, scheduler.training, scheduler.history, scheduler.seeding_plan),
-        step and (step.number, step.version, step.started_ns, step.seeding_ended_ns, step.rollout_ended_ns),
-        step and (step.updating, step.groups, step.free_slots, step.launched, step.meter),
-        (leases.leases, leases.offers, leases.failures, leases.worker_bound),
-        {provider: (leases.ready_ns(provider), leases.mean_ready_ns(provider)) for provider in leases.offers},
-        scheduler.fleet.workers,
-        (turns.live, turns.conversations, turns.demands),
-        scheduler.scorings,
-        scheduler.ledger.books,
-        list(scheduler.profiles.items()),
-        scheduler.timers.waits(),
-    )
+class _Walk:
+    """msgspec goes through dataclasses, structs and containers; this leads it through the other objects, each once."""
+
+    def __init__(self) -> None:
+        self._seen: set[int] = set()
+        self.encode = msgspec.msgpack.Encoder(enc_hook=self._enter).encode
+
+    def _enter(self, thing: Any) -> Any:
+        if isinstance(thing, deque):
+            return list(cast("deque[Any]", thing))
+        if id(thing) in self._seen:
+            return type(thing).__name__
+        self._seen.add(id(thing))
+        slots = _slots(thing.__class__)
+        if len(slots) == 1 and not hasattr(thing, "__dict__"):
+            return getattr(thing, slots[0])
+        kind, found = type(thing).__name__, dict[str, Any]()
+        for name in attributes(thing):
+            if not left_out(kind, name):
+                value = getattr(thing, name)
+                found[name] = _keys(value) if f"{kind}.{name}" in BY_KEY else value
+        return found
 
 
-def _plain(value: Any) -> Any:
-    """What msgspec does not know by itself."""
-    if isinstance(value, Story):
-        return value.chapters
-    raise NotImplementedError(f"{type(value).__name__} has no canonical form")
+@cache
+def _slots(kind: type) -> tuple[str, ...]:
+    return tuple(name for base in kind.__mro__ for name in getattr(base, "__slots__", ()))
 
 
-_encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
+def attributes(thing: object) -> list[str]:
+    """Every attribute that an instance has, in slots or not."""
+    return [*(name for name in _slots(thing.__class__) if hasattr(thing, name)), *getattr(thing, "__dict__", ())]
+
+
+def left_out(kind: str, name: str) -> bool:
+    return name in LEFT_OUT or f"{kind}.{name}" in LEFT_OUT
+
+
+def _keys(value: Any) -> Any:
+    """The keys of nested dictionaries, without what the innermost lead to."""
+    if isinstance(value, dict):
+        return [(key, _keys(inner)) for key, inner in value.items()]  # pyright: ignore[reportUnknownVariableType]
+    return None

@@ -94,7 +94,7 @@ class Step:
         self.meter = StepMeter(now_ns)
         self.groups: dict[str, Group] = {}
         self._minibatches = minibatches
-        self._free = set(range(size))
+        self._free = list(range(size))
         self._group_of: dict[TrajectoryId, Group] = {}
         self._in_state: dict[GroupState, dict[str, Group]] = {state: {} for state in GroupState}
         for group in inherited:
@@ -136,7 +136,7 @@ class Step:
         if self.taking is Taking.ALL:
             self._fill(group, group.index)
         elif self.taking is Taking.AS_READY and self._free:
-            self._fill(group, min(self._free))
+            self._fill(group, self._free[0])
 
     # The batch
 
@@ -154,7 +154,7 @@ class Step:
         group = next(iter(ready.values()))
         if self.taking is Taking.ALL:
             return group, group.index
-        return min(ready.values(), key=lambda g: (g.step, g.index)), min(self._free)
+        return min(ready.values(), key=lambda g: (g.step, g.index)), self._free[0]
 
     def _first_of_use(self) -> tuple[Group, int] | None:
         least = most = 0
@@ -162,7 +162,7 @@ class Step:
             if most >= self.size:
                 return None
             if group.state is GroupState.READY and self._minibatch(least) == self._minibatch(most):
-                return group, min(slot for slot in self._free if self._minibatch(slot) == self._minibatch(least))
+                return group, next(slot for slot in self._free if self._minibatch(slot) == self._minibatch(least))
             least += group.state not in (GroupState.RUNNING, GroupState.DROPPED)
             most += group.state is not GroupState.DROPPED
         return None
@@ -180,7 +180,7 @@ class Step:
 
     @property
     def free_slots(self) -> tuple[int, ...]:
-        return tuple(sorted(self._free))
+        return tuple(self._free)
 
     @property
     def finished(self) -> int:
