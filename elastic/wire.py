@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 
-from elastic.core.types import Account, Capabilities, FinishReason, WeightMode
+from elastic.core.types import Account, Capabilities, FinishReason, LoadPhase, WeightMode
 
 PROTOCOL_VERSION = 2
 MAX_FRAME_BYTES = 64 * 1024 * 1024
@@ -71,7 +71,8 @@ class Heartbeat(_Message, frozen=True):
     """Engine progress and the accounts of the worker's device, in ns: they add up to its process's age.
 
     The first one follows `Ready` at once and announces the worker's credit, `capacity_turns`. `cpu_share` is
-    the use of all the machine's processors since the last heartbeat, 0 to 1.
+    the use of all the machine's processors since the last heartbeat, 0 to 1. `load_progress` grows with every byte
+    pulled and every piece of weights applied.
     """
 
     capacity_turns: Natural
@@ -85,6 +86,8 @@ class Heartbeat(_Message, frozen=True):
     prompt_tokens: Natural
     pacing_held_share: float = 1.0
     cpu_share: float = 0.0
+    loading: LoadPhase = LoadPhase.NONE
+    load_progress: Natural = 0
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -9,6 +9,7 @@ from elastic.core.types import (
     Capabilities,
     EndCause,
     LeaseId,
+    LoadPhase,
     Nanoseconds,
     Offer,
     Progress,
@@ -75,7 +76,8 @@ class WorkerReported(_Event, frozen=True):
 
     `capacity_turns` is the worker's credit: how many turns it can hold at once right now.
     `progress` counts engine iterations; a heartbeat whose progress stands still while turns execute is
-    that of a hung engine.
+    that of a hung engine. `loading` and `load_progress`, which grows with every piece of weights that is pulled or
+    applied, are those of the weights that it was told to load.
     """
 
     worker: WorkerId
@@ -89,6 +91,8 @@ class WorkerReported(_Event, frozen=True):
     kv_used_share: float = 0.0
     prefix_hit_tokens: int = 0
     prompt_tokens: int = 0
+    loading: LoadPhase = LoadPhase.NONE
+    load_progress: int = 0
 
 
 class WorkerSlept(_Event, frozen=True):

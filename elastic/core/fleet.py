@@ -7,6 +7,7 @@ from elastic.core.transitions import Story, take_transition
 from elastic.core.types import (
     Capabilities,
     LeaseId,
+    LoadPhase,
     Nanoseconds,
     TurnId,
     WorkerId,
@@ -23,7 +24,8 @@ _Place = tuple[WorkerKind, int]
 class Worker:
     """One engine instance of a lease. `turns` maps the turns it holds to whether it has begun them.
 
-    `engine_pending`, `decoded_tokens` and `decode_ns` are as last reported.
+    `engine_pending`, `decoded_tokens` and `decode_ns` are as last reported, and so are the attempts at turns that were
+    `waiting` in its engine's queue, and how far it was with loading weights (`loaded`).
     """
 
     id: WorkerId
@@ -43,6 +45,8 @@ class Worker:
     engine_pending: int = 0
     decoded_tokens: int = 0
     decode_ns: Nanoseconds = 0
+    waiting: dict[TurnId, int] = field(default_factory=dict[TurnId, int])
+    loaded: tuple[LoadPhase, int] = (LoadPhase.NONE, 0)
     turns: dict[TurnId, bool] = field(default_factory=dict[TurnId, bool])
     pending: int = 0
     served: bool = False
@@ -80,6 +84,7 @@ class Fleet:
         self._loads: dict[WorkerRole, dict[_Place, list[_Load]]] = {role: {} for role in WorkerRole}
         self._indexed: dict[WorkerId, tuple[_Place, _Load]] = {}
         self._out_of_order: dict[WorkerId, Worker] = {}
+        self._able: dict[WorkerId, None] = {}
         self._helpers: dict[int, int] = {}
         self._helping: dict[WorkerId, tuple[int, int]] = {}
         self.helping_credits = 0
@@ -88,6 +93,7 @@ class Fleet:
         record = Worker(worker, lease, provider, role, order=self._added)
         self._added += 1
         self.workers[worker] = record
+        self._able[worker] = None
         self._of_lease.setdefault(lease, {})[worker] = record
         if role is WorkerRole.TRAINER:
             self.trainer = record
@@ -100,6 +106,7 @@ class Fleet:
         """Drop the workers of a lease that has ended; all of them are gone."""
         for worker in self._of_lease.pop(lease, {}):
             del self.workers[worker]
+            self._able.pop(worker, None)
             if self.trainer is not None and self.trainer.id == worker:
                 self.trainer = None
 
@@ -171,6 +178,11 @@ class Fleet:
         """Versions that workers are loading, ascending."""
         return tuple(sorted({w.loading_version for w in self.workers.values() if w.loading_version is not None}))
 
+    @property
+    def able(self) -> bool:
+        """Whether anybody is or comes to a state in which it could take a turn; its places may all be taken now."""
+        return bool(self._able)
+
     def helped(self, oldest_version: int) -> bool:
         """Whether any worker but the trainer's device is of use, even if it has no room just now."""
         return bool(self._helpers) and max(self._helpers) >= oldest_version
@@ -179,6 +191,10 @@ class Fleet:
         """Bring the index up to date after anything about the worker's room has changed."""
         self._out_of_order[worker.id] = worker
         self._reindex_help(worker)
+        if _able(worker):
+            self._able[worker.id] = None
+        else:
+            self._able.pop(worker.id, None)
 
     def _put_in_order(self) -> None:
         if self._out_of_order:
@@ -239,9 +255,19 @@ class Fleet:
         in_order = {(p, load) for places in self._loads.values() for p, all_ in places.items() for load in all_}
         if set(loads.values()) != in_order:
             return f"loads in order {self._loads}, should be {loads}"
+        able = {w.id for w in self.workers.values() if _able(w)}
+        if able != set(self._able):
+            return f"able are {list(self._able)}, should be {able}"
         helping = {w.id: help_ for w in self.workers.values() if (help_ := self._help(w)) is not None}
         if helping != self._helping or self.helping_credits != sum(credits for _, credits in helping.values()):
             return f"helpers {self._helping} with {self.helping_credits} credits, should be {helping}"
         versions = [version for version, _ in helping.values()]
         counts = {version: versions.count(version) for version in versions}
         return "" if counts == self._helpers else f"helper counts {self._helpers}, should be {counts}"
+
+
+def _able(worker: Worker) -> bool:
+    """A ready worker without credit has said that it takes nothing; the trainer's device asleep will wake for turns."""
+    if worker.state is WorkerState.READY:
+        return worker.capacity > 0
+    return worker.state not in (WorkerState.DRAINING, WorkerState.GONE)

@@ -17,6 +17,7 @@ from elastic.core.steps import Group
 from elastic.core.timers import Wait
 from elastic.core.trainer_device import TrainerMode
 from elastic.core.transitions import Story
+from elastic.core.turn_desk import QUEUE_WAITS
 from elastic.core.turns import Turn
 from elastic.core.types import (
     GroupState,
@@ -263,7 +264,7 @@ def _check_queue(s: Scheduler) -> None:
         room = next((w for w in s.fleet.workers.values() if s.fleet.with_room(w.id, turn.oldest_version)), None)
         if room is not None:
             raise InvariantViolated(9, f"turn {turn.id}", f"queued although {room.id} has room", turn.story)
-    if not s.timers.waiting("capacity", "queue"):
+    if not s.timers.waiting("place", "queue"):
         raise InvariantViolated(12, f"turn {head.id}", "queued without a deadline", head.story)
 
 
@@ -347,7 +348,7 @@ def _known(s: Scheduler, what: str, key: str) -> bool:
         return key in s.turns.live
     if what in ("score", "score again"):
         return key in s.scorings
-    if what in ("capacity", "reseed"):
+    if what in (*QUEUE_WAITS, "reseed"):
         return s.turns.head() is not None
     if what == "back-off":
         return key in s.leases.offers

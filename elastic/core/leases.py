@@ -96,6 +96,11 @@ class LeaseTable:
         """Leases of a provider that are asked for and not yet granted."""
         return self._asked[provider]
 
+    @property
+    def coming(self) -> bool:
+        """Whether any lease is asked for."""
+        return any(self._asked.values())
+
     def available(self, provider: str) -> int:
         """Leases of a provider's offer that are not asked for yet, nor granted since it was made."""
         return max(0, self.offers[provider].available - self._asked[provider])

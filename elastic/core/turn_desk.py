@@ -4,6 +4,7 @@ Source: DESIGN §4, "A turn"; RLBoost §4.2 for collection by token and the cont
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 from elastic.core import commands as c
@@ -11,8 +12,10 @@ from elastic.core import events as e
 from elastic.core.fleet import Worker
 from elastic.core.run_state import RunState
 from elastic.core.turns import Turn
-from elastic.core.types import FinishReason, Progress, TrajectoryId, TurnState, WorkerId
+from elastic.core.types import FinishReason, Nanoseconds, Progress, TrajectoryId, TurnState, WorkerId
 
+QUEUE_WAITS = ("capacity", "place")
+"""What queued turns wait for: that there is anybody who could ever take one, and that somebody has room."""
 _ENDS = (FinishReason.STOP, FinishReason.LENGTH)
 
 
@@ -24,6 +27,7 @@ class TurnDesk:
             "token": self._token_due,
             "handover": self._handover_due,
             "capacity": self._capacity_due,
+            "place": self._place_due,
         }
 
     # Out to workers
@@ -41,9 +45,36 @@ class TurnDesk:
         while (heads := run.turns.heads()) and (match := self._match(heads)) is not None:
             self._start(*match)
         if not heads:
+            self._clear_queue_waits()
+        else:
+            self._expect_place()
+
+    def _expect_place(self) -> None:
+        """Queued turns wait for a place as long as getting one may take; with nobody to give it, not for long."""
+        run = self._run
+        if not run.timers.waiting("place", "queue"):
+            run.wait("place", "queue", self._longest_ns())
+        if self._somebody_could():
             run.timers.clear("capacity", "queue")
         elif not run.timers.waiting("capacity", "queue"):
             run.wait("capacity", "queue", run.limits.queue_timeout_ns)
+
+    def _somebody_could(self) -> bool:
+        """Whether there is anybody who could ever take a turn, or whom somebody was asked for, or is about to be."""
+        run = self._run
+        if run.fleet.able or run.leases.coming:
+            return True
+        return any(run.leases.available(p) and run.timers.waiting("back-off", p) for p in run.leases.offers)
+
+    def _longest_ns(self) -> Nanoseconds:
+        """How long a run may go without a token although somebody could take turns: each step there has its limit."""
+        limits = self._run.limits
+        coming_ns = limits.retry_max_ns + limits.acquire_timeout_ns + limits.boot_timeout_ns + limits.load_timeout_ns
+        return limits.queue_timeout_ns + max(coming_ns, limits.train_timeout_ns)
+
+    def _clear_queue_waits(self) -> None:
+        for what in QUEUE_WAITS:
+            self._run.timers.clear(what, "queue")
 
     def _match(self, heads: Sequence[Turn]) -> tuple[Turn, Worker] | None:
         """The first of these turns that somebody can take, and who."""
@@ -71,7 +102,7 @@ class TurnDesk:
         turn.attempt += 1
         turn.worker = worker.id
         run.fleet.assign(worker, turn.id)
-        run.timers.clear("capacity", "queue")
+        self._clear_queue_waits()
         run.wait("token", turn.id, run.limits.turn_stall_timeout_ns)
         run.out.append(
             c.StartTurn(
@@ -85,7 +116,10 @@ class TurnDesk:
         )
 
     def _capacity_due(self, _: str) -> None:
-        self._run.fail("no capacity: no worker could take a queued turn in time")
+        self._run.fail("no capacity: there was no worker that could take a queued turn, for too long")
+
+    def _place_due(self, _: str) -> None:
+        self._run.fail("no progress: no worker that could take a queued turn has made a place, nor got on with others")
 
     # Tokens in
 
@@ -122,6 +156,8 @@ class TurnDesk:
         turn.prefilled += chunk.prefilled
         turn.computed = turn.computed or chunk.prefilled + chunk.count > 0
         run.fleet.begin(worker, turn.id)
+        if run.timers.waiting("place", "queue"):
+            run.wait("place", "queue", self._longest_ns())
         conversation = run.turns.conversations[turn.trajectory]
         if chunk.count and (conversation.oldest_token is None or chunk.version < conversation.oldest_token):
             conversation.oldest_token = chunk.version
@@ -162,6 +198,19 @@ class TurnDesk:
             self._close(turn, TurnState.FAILED, detail)
             self._run.out.append(c.FailTurn(turn=turn.id, cause=f"engine error: {detail}"))
 
+    def note_waiting(self, worker: Worker, pending: int, *, excused: bool) -> None:
+        """A worker reports that so many of its turns wait in its engine's queue.
+
+        Engines begin turns in order, and put back the newest first: so it is the last ones that wait. Where the
+        engine gets on with the others, these are `excused`: the time to their next token has not begun.
+        """
+        run = self._run
+        worker.waiting.clear()
+        for turn in islice(map(run.turns.live.__getitem__, reversed(worker.turns)), pending):
+            worker.waiting[turn.id] = turn.attempt
+            if excused and turn.state is TurnState.RUNNING:
+                run.wait("token", turn.id, run.limits.turn_stall_timeout_ns)
+
     # Back from workers
 
     def call_back(self, worker: Worker, reason: str) -> None:
@@ -196,7 +245,7 @@ class TurnDesk:
             self._close(turn, TurnState.CANCELLED, cause)
         self._run.turns.forget(trajectory)
         if self._run.turns.head() is None:
-            self._run.timers.clear("capacity", "queue")
+            self._clear_queue_waits()
 
     def cancel_all(self, cause: str) -> None:
         for trajectory in list(self._run.turns.conversations):
@@ -217,8 +266,10 @@ class TurnDesk:
             self._run.out.append(c.AbortTurn(worker=worker.id, epoch=worker.epoch, turn=turn.id, attempt=turn.attempt))
 
     def _requeue_unheard(self, turn: Turn, cause: str) -> None:
-        """Its worker has not said how far it came."""
-        turn.computed = True
+        """Its worker has not said how far it came; but it may have said that it had not begun."""
+        worker = self._run.fleet.workers[turn.worker] if turn.worker is not None else None
+        if worker is None or worker.waiting.get(turn.id) != turn.attempt:
+            turn.computed = True
         self._requeue(turn, cause)
 
     def _requeue(self, turn: Turn, cause: str) -> None:

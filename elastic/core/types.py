@@ -120,6 +120,15 @@ class WeightMode(StrEnum):
     KEEP = "keep"
 
 
+class LoadPhase(StrEnum):
+    """Where a worker is with the weights that it was told to load. WAITING: for running turns to end (`finish`)."""
+
+    NONE = "none"
+    PULLING = "pulling"
+    WAITING = "waiting"
+    APPLYING = "applying"
+
+
 class EndCause(StrEnum):
     """Why a lease ended."""
 

@@ -12,7 +12,7 @@ from elastic.core.fleet import Worker
 from elastic.core.profiles import BatchProfile
 from elastic.core.run_state import RunState
 from elastic.core.turn_desk import TurnDesk
-from elastic.core.types import Account, EndCause, WorkerId, WorkerRole, WorkerState
+from elastic.core.types import Account, EndCause, LoadPhase, WorkerId, WorkerRole, WorkerState
 
 MAX_LOAD_FAILURES = 3
 """A worker that cannot load weights this often in a row is given back; a fresh one may have better luck."""
@@ -89,11 +89,32 @@ class WorkerDesk:
             worker.capacity = event.capacity_turns
             run.fleet.reindex(worker)
         self._profile(worker, event)
+        self._follow_load(worker, event)
+        self._turns.note_waiting(worker, event.pending, excused=self._gets_on(worker, event))
         if event.progress != worker.progress or event.executing == 0:
             worker.progress = event.progress
             run.timers.clear("stall", worker.id)
         elif not run.timers.waiting("stall", worker.id):
             run.expect_progress(worker)
+
+    def _gets_on(self, worker: Worker, event: e.WorkerReported) -> bool:
+        """Whether the engine iterates, or is about to begin turns under the weights that it has pulled."""
+        holds_turns = event.loading in (LoadPhase.WAITING, LoadPhase.APPLYING)
+        return event.progress != worker.progress or (holds_turns and worker.loading_version is not None)
+
+    def _follow_load(self, worker: Worker, event: e.WorkerReported) -> None:
+        """The time to load counts from the last progress.
+
+        Waiting for running turns is no loading; an engine that does not get on with these is found as stalled.
+        """
+        loaded = (event.loading, event.load_progress)
+        waits = event.loading is LoadPhase.WAITING and event.executing > 0
+        if (waits or loaded != worker.loaded) and self._run.timers.waiting("load", worker.id):
+            self._expect_load(worker)
+        worker.loaded = loaded
+
+    def _expect_load(self, worker: Worker) -> None:
+        self._run.wait("load", worker.id, self._run.limits.load_timeout_ns)
 
     def _profile(self, worker: Worker, event: e.WorkerReported) -> None:
         """Take from two reports in a row how fast the worker decoded between them, and at what batch size."""
@@ -193,7 +214,7 @@ class WorkerDesk:
             return
         worker.loading_version = version
         run.timers.clear("reload", worker.id)
-        run.wait("load", worker.id, run.limits.load_timeout_ns)
+        self._expect_load(worker)
         run.out.append(c.LoadWeights(worker=worker.id, epoch=worker.epoch, version=version))
 
     def _on_weights_applied(self, event: e.WeightsApplied) -> None:

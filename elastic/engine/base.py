@@ -61,7 +61,11 @@ class WeightChanges(NamedTuple):
 
 
 class EngineStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """A consistent snapshot. `accounts_ns` sums exactly to the engine's age; `progress` counts iterations."""
+    """A consistent snapshot. `accounts_ns` sums exactly to the engine's age; `progress` counts iterations.
+
+    `waits_to_apply`: new weights are not applied before running turns have ended. `load_progress` grows with every
+    piece of weights that is applied.
+    """
 
     pending: int
     executing: int
@@ -77,6 +81,8 @@ class EngineStatistics(msgspec.Struct, frozen=True, kw_only=True):
     asleep: bool
     pacing_held_share: float
     """Share of iterations that took no longer than their modelled time; 1.0 without pacing."""
+    waits_to_apply: bool = False
+    load_progress: int = 0
 
 
 ChunkSink = Callable[[Sequence[TokenChunk]], None]

@@ -308,6 +308,8 @@ class Orchestrator:
                 kv_used_share=beat.kv_used_share,
                 prefix_hit_tokens=beat.prefix_hit_tokens,
                 prompt_tokens=beat.prompt_tokens,
+                loading=beat.loading,
+                load_progress=beat.load_progress,
             )
         )
 

@@ -14,6 +14,7 @@ from elastic.core.types import (
     Capabilities,
     FinishReason,
     LeaseId,
+    LoadPhase,
     Nanoseconds,
     Progress,
     TurnId,
@@ -269,13 +270,21 @@ class SimulatedWorker:
                 worker=self.id,
                 epoch=self._epoch,
                 capacity_turns=self._capacity(),
-                pending=len(self._turns) - executing,
+                pending=len(self._turns) - executing + len(self._held),
                 executing=executing,
                 progress=self._progress,
                 accounts_ns=dict(self._accounts_ns),
                 decoded_tokens=self._decoded,
+                loading=self._load_phase(),
             )
         )
+
+    def _load_phase(self) -> LoadPhase:
+        if self._loading is not None:
+            return LoadPhase.PULLING
+        if self._applying is None:
+            return LoadPhase.NONE
+        return LoadPhase.WAITING if self._turns else LoadPhase.APPLYING
 
     def _capacity(self) -> int:
         return 0 if self.pressed or self._draining else self._world.settings.capacity_turns

@@ -100,12 +100,20 @@ class Puller:
         self._transfers = transfers
         self._chunk_bytes = chunk_bytes
         self._refused: list[Refusal] = []
+        self._reading: Reading | None = None
+        self._received_bytes = 0
+        """By the pulls before the one that is under way, or was last."""
         if self._store.not_used:
             self._refuse("kept weights", self._store.not_used)
 
     @property
     def version(self) -> int | None:
         return self._store.held.version if self._store.held else None
+
+    @property
+    def received_bytes(self) -> int:
+        """Read off the relay by all pulls so far, manifests not counted; any thread may ask."""
+        return self._received_bytes + (self._reading.size_bytes if self._reading is not None else 0)
 
     def pull(self, version: int, timeout_s: float = 30.0, *, follow: bool = False) -> Pulled:
         """`stage` it, and `apply` that."""
@@ -171,6 +179,7 @@ class Puller:
     def _stage(self, version: int, timeout_s: float, follow: bool) -> StagedVersion:
         begun_s = time.monotonic()
         reading = Reading(self._relay, begun_s + timeout_s, self._transfers, self._chunk_bytes)
+        self._received_bytes, self._reading = self.received_bytes, reading
         refused: dict[Update, Exception] = {}
         base = None if self._distrusted else self._store.held
         if base is not None and self._inherited and base.version == version and not _recognised(base, reading):

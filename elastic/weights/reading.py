@@ -96,9 +96,9 @@ class Reading:
             chunk[:] = content
 
         with self._on_the_wire():
-            for _, filled in self._several(fill, _from_anywhere(range(0, len(memory), step))):
+            for start, filled in self._several(fill, _from_anywhere(range(0, len(memory), step))):
                 filled.result()
-        self.size_bytes += len(memory)
+                self.size_bytes += len(memory[start : start + step])
 
     def another_copy(self, version: int) -> bool:
         """Whether what did not verify may be right where the site's copy is from; then that is read from now on."""

@@ -66,9 +66,10 @@ async def run_agent(
     """
     accounts = DeviceAccounts(process_start_ns() if born_ns is None else born_ns)
     ticket = Ticket(join, worker, token, tls)
+    received_bytes: Callable[[], int] | None = None
     if pull is None:
         pull = weights = WeightsPuller()
-        audit = weights.audit
+        audit, received_bytes = weights.audit, weights.received_bytes
     device = DaemonThread("device")
     leave = asyncio.Event()
     try:
@@ -77,7 +78,8 @@ async def run_agent(
             if booted is None:
                 end = AgentExit(0, "terminated before it was ready")
             else:
-                end = await Service(ticket, *booted, device, pull, audit, share, trainer).run(accounts, leave)
+                service = Service(ticket, *booted, device, pull, audit, share, trainer, received_bytes)
+                end = await service.run(accounts, leave)
     except (ConnectionLost, SessionRefused, _NotBuilt) as error:
         end = AgentExit(1, str(error))
     finally:

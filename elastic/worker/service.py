@@ -19,7 +19,7 @@ import structlog
 
 from elastic import wire
 from elastic.core.run_state import TRAINER_PATIENCE
-from elastic.core.types import NS_PER_S, Account, FinishReason, WeightMode, WorkerId
+from elastic.core.types import NS_PER_S, Account, FinishReason, LoadPhase, WeightMode, WorkerId
 from elastic.engine.base import DeviceShare, EngineStatistics, RolloutEngine, WeightChanges
 from elastic.weights.errors import Refusal, WeightsError
 from elastic.worker.accounts import DeviceAccounts
@@ -118,6 +118,7 @@ class Service:
         audit: Audit | None,
         share: DeviceShare | None,
         trainer: Trainer | None,
+        received_bytes: Callable[[], int] | None = None,
     ) -> None:
         self._ticket = ticket
         self._welcome = welcome
@@ -132,6 +133,8 @@ class Service:
         self._operations: asyncio.Queue[Callable[[], Awaitable[None]]] = asyncio.Queue()
         self._wanted: wire.PullWeights | None = None
         self._loading: asyncio.Task[None] | None = None
+        self._load_phase = LoadPhase.NONE
+        self._received_bytes = received_bytes or (lambda: 0)
         self._publishing: asyncio.Task[None] | None = None
         self._asleep = False
         self._drain_reason = ""
@@ -318,8 +321,14 @@ class Service:
                 prompt_tokens=now.prompt_tokens,
                 pacing_held_share=now.pacing_held_share,
                 cpu_share=psutil.cpu_percent() / 100,
+                loading=self._loading_at(now),
+                load_progress=self._received_bytes() + now.load_progress,
             )
         )
+
+    def _loading_at(self, now: EngineStatistics) -> LoadPhase:
+        waits = self._load_phase is LoadPhase.APPLYING and now.waits_to_apply
+        return LoadPhase.WAITING if waits else self._load_phase
 
     def _name_idle_time(self) -> None:
         if self._drain_reason:
@@ -438,6 +447,7 @@ class Service:
             self._send(wire.WeightsReport(order.version, "", 0, 0.0, 0.0))
             return
         timeout_s, begun_s = self._welcome.pull_timeout_s, time.monotonic()
+        self._load_phase = LoadPhase.PULLING
         try:
             pulled = await run_in_thread(timeout_s, self._pull, self._welcome, order.version)
         except TimeoutError:
@@ -448,6 +458,7 @@ class Service:
             self._report_failure(order, f"{type(error).__name__}: {error}", refused)
         else:
             times_s = begun_s, time.monotonic()
+            self._load_phase = LoadPhase.APPLYING
             self._operations.put_nowait(functools.partial(self._apply, order, pulled, times_s))
 
     async def _apply(self, order: wire.PullWeights, pulled: Pulled, times_s: tuple[float, float]) -> None:
@@ -457,8 +468,8 @@ class Service:
         ordered_s, pulled_s = times_s
         begun_s, paused_ns = time.monotonic(), self._paused_ns()
         try:
-            written_s = await self._device.run(
-                self._welcome.load_timeout_s, self._put_in_force, order.version, pulled, order.mode
+            written_s = await self._device.run_while(
+                self._applying, self._welcome.load_timeout_s, self._put_in_force, order.version, pulled, order.mode
             )
         except TimeoutError:
             raise  # the engine hangs, and the worker with it
@@ -469,6 +480,7 @@ class Service:
         else:
             if written_s is None:
                 return
+            self._load_phase = LoadPhase.NONE
             self._name_idle_time()
             applied_s = time.monotonic()
             split_s: dict[wire.PullPart, float] = {
@@ -503,10 +515,16 @@ class Service:
         self._engine.load_weights(version, tensors, mode, pulled.changes)
         return written_s
 
+    def _applying(self) -> tuple[int, int | None]:
+        """What changes as long as weights come closer to being in force: pieces of them, or turns that go first."""
+        now = self._engine.statistics()
+        return now.load_progress, now.progress if now.waits_to_apply else None
+
     def _paused_ns(self) -> int:
         return self._engine.statistics().accounts_ns.get(Account.APPLYING, 0)
 
     def _report_failure(self, order: wire.PullWeights, error: str, refused: Iterable[Refusal] = ()) -> None:
+        self._load_phase = LoadPhase.NONE
         self._send(wire.WeightsReport(order.version, error, 0, 0.0, 0.0, refused=_told(refused)))
 
     def _end(self, code: int, reason: str) -> None:

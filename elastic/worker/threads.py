@@ -7,6 +7,9 @@ import threading
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
+LOOK_SHARE = 1 / 10
+"""Of a timeout: how often progress is looked at."""
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -24,6 +27,34 @@ class DaemonThread:
 
     async def run(self, timeout_s: float, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """The call's result. Raises `TimeoutError` when it is not there in time; the call itself goes on."""
+        async with asyncio.timeout(timeout_s):
+            return await self._ask(function, *args, **kwargs)
+
+    async def run_while(
+        self,
+        progress: Callable[[], object],
+        timeout_s: float,
+        function: Callable[P, T],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> T:
+        """As `run`; the time counts from the last change of what `progress` says."""
+        loop = asyncio.get_running_loop()
+        future = self._ask(function, *args, **kwargs)
+        seen, since_s = progress(), loop.time()
+        try:
+            while True:
+                await asyncio.wait({future}, timeout=timeout_s * LOOK_SHARE)
+                if future.done():
+                    return future.result()
+                if (now := progress()) != seen:
+                    seen, since_s = now, loop.time()
+                elif loop.time() - since_s >= timeout_s:
+                    raise TimeoutError
+        finally:
+            future.cancel()
+
+    def _ask(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[T]:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
 
@@ -38,8 +69,7 @@ class DaemonThread:
                 loop.call_soon_threadsafe(_settle, future, result, error)
 
         self._calls.put(call)
-        async with asyncio.timeout(timeout_s):
-            return await future
+        return future
 
     def stop(self) -> None:
         """End the thread after the calls it has; none may be asked for any more."""

@@ -65,6 +65,10 @@ class WeightsPuller:
             changes=None if base is None or changes is None else WeightChanges(base, changes),
         )
 
+    def received_bytes(self) -> int:
+        """What has come off relays so far; any thread may ask."""
+        return self._puller.received_bytes if self._puller is not None else 0
+
     def audit(self) -> bool:
         """Whether what is kept is what it should be; if not, the next pull replaces it. Blocks, mostly asleep."""
         puller = self._puller

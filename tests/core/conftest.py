@@ -17,6 +17,7 @@ from elastic.core.types import (
     Capabilities,
     EndCause,
     FinishReason,
+    LoadPhase,
     Offer,
     Plan,
     Progress,
@@ -90,7 +91,15 @@ class Desk:
         return self.tell(e.WorkerJoined(worker=worker, epoch=epoch, capabilities=CAPABILITIES, weights_version=version))
 
     def beat(
-        self, worker: str, capacity: int = 4, progress: int | None = None, executing: int = 0, epoch: int = 0
+        self,
+        worker: str,
+        capacity: int = 4,
+        progress: int | None = None,
+        executing: int = 0,
+        epoch: int = 0,
+        pending: int = 0,
+        loading: LoadPhase = LoadPhase.NONE,
+        load_progress: int = 0,
     ) -> list[c.Command]:
         record = self.scheduler.fleet.workers.get(worker)
         epoch = epoch or (record.epoch if record else 1)
@@ -99,11 +108,13 @@ class Desk:
                 worker=worker,
                 epoch=epoch,
                 capacity_turns=capacity,
-                pending=0,
+                pending=pending,
                 executing=executing,
                 progress=round(self.now_s * 1000) if progress is None else progress,
                 accounts_ns={Account.IDLE: 1},
                 decoded_tokens=0,
+                loading=loading,
+                load_progress=load_progress,
             )
         )
 

@@ -92,7 +92,8 @@ SPOILT: list[tuple[int, Callable[[Scheduler], object]]] = [
 LEFT_BEHIND = (
     *(("boot", "nobody"), ("drain", "nobody"), ("grant", "nothing"), ("succession", "nothing")),
     *(("token", "no turn"), ("handover", "no turn"), ("score", "nowhere"), ("score again", "nowhere")),
-    *(("capacity", "queue"), ("reseed", "queue"), ("back-off", "nobody"), ("start", "run"), ("stop", "run")),
+    *(("capacity", "queue"), ("place", "queue"), ("reseed", "queue"), ("back-off", "nobody")),
+    *(("start", "run"), ("stop", "run")),
 )
 
 
@@ -241,7 +242,7 @@ def test_more_scorings_than_the_pool_takes(make_desk) -> None:
     [
         (9, lambda s: setattr(s.turns.live["0/0/1#0"], "order", -1)),
         (9, lambda s: s.turns._queues.clear()),
-        (12, lambda s: s.timers.clear("capacity", "queue")),
+        (12, lambda s: s.timers.clear("place", "queue")),
     ],
 )
 def test_spoilt_queue(desk, number: int, spoil: Callable[[Scheduler], object]) -> None:

@@ -68,6 +68,9 @@ class ScriptedEngine:
         self._decoded = 0
         self.loads: list[tuple[int, WeightMode]] = []
         self.before_load: Callable[[int], None] = lambda version: None
+        self.finishes_first = False
+        """Whether running turns end before new weights are applied."""
+        self._waits_to_apply = False
 
     def start(self, sink: ChunkSink) -> None:
         self._sink = sink
@@ -91,6 +94,9 @@ class ScriptedEngine:
         if "mismatch" in tensors:
             raise WeightsMismatch("mismatch: not in the model")
         with self._changed:
+            self._waits_to_apply = self.finishes_first
+            self._changed.wait_for(lambda: self._closed or not (self.finishes_first and self._live))
+            self._waits_to_apply = False
             self._version = version
             self.loads.append((version, mode))
             self._changed.notify_all()
@@ -129,6 +135,7 @@ class ScriptedEngine:
                 weights_version=self._version,
                 asleep=self._asleep,
                 pacing_held_share=1.0,
+                waits_to_apply=self._waits_to_apply,
             )
 
     def close(self) -> None:

@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic import wire
-from elastic.core.types import Account, FinishReason, WeightMode
+from elastic.core.types import Account, FinishReason, LoadPhase, WeightMode
 from elastic.weights.errors import Refusal, WeightsCorrupted
 from elastic.worker import connection
 from elastic.worker.agent import run_agent
 from elastic.worker.service import Pulled
-from tests.worker.conftest import DeadPath, Orchestra, ScriptedEngine, generate, pulled, token_at
+from tests.worker.conftest import PATIENCE_S, DeadPath, Orchestra, ScriptedEngine, generate, pulled, token_at
 
 FINISH = WeightMode.FINISH
 
@@ -304,6 +304,37 @@ async def test_a_pull_that_hangs_is_given_up() -> None:
         report = await orchestra.first(wire.WeightsReport)
         release.set()
         assert "not pulled within" in report.error  # type: ignore[attr-defined]
+
+
+async def test_weights_wait_for_running_turns_however_long_these_are() -> None:
+    async with Orchestra(load_timeout_s=0.1) as orchestra:
+        engine = ScriptedEngine()
+        engine.finishes_first = True
+        agent = orchestra.employ(engine, pull=lambda _, version: pulled())
+        await orchestra.first(wire.Ready)
+        orchestra.send(generate("t", most=1_000_000))
+        await orchestra.until(lambda: orchestra.chunks("t"))
+        orchestra.send(wire.PullWeights(1, FINISH))
+        # Ten heartbeats are several times as long as loading may take.
+        await orchestra.until(lambda: [b.loading for b in orchestra.of(wire.Heartbeat)].count(LoadPhase.WAITING) > 10)  # type: ignore[attr-defined]
+        assert not agent.done()
+        orchestra.send(wire.Abort("t", 1))
+        report = await orchestra.first(wire.WeightsReport)
+        assert not report.error  # type: ignore[attr-defined]
+        after = len(orchestra.heard)
+        assert (await orchestra.first(wire.Heartbeat, after=after)).loading is LoadPhase.NONE  # type: ignore[attr-defined]
+
+
+async def test_an_engine_that_hangs_while_it_applies_weights_ends_the_worker() -> None:
+    async with Orchestra(load_timeout_s=0.1) as orchestra:
+        engine, release = ScriptedEngine(), threading.Event()
+        engine.before_load = lambda version: assert_set(release)
+        agent = orchestra.employ(engine, pull=lambda _, version: pulled())
+        await orchestra.first(wire.Ready)
+        orchestra.send(generate("t", most=1_000_000), wire.PullWeights(1, FINISH))
+        end = await asyncio.wait_for(agent, PATIENCE_S)
+        release.set()
+        assert (end.code, end.reason) == (1, "TimeoutError: ")
 
 
 async def test_drain_lets_running_turns_finish_then_says_goodbye(orchestra: Orchestra) -> None:

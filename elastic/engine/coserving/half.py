@@ -389,6 +389,7 @@ class Half(TorchEngine):
     def _note_piece(self, started_ns: Nanoseconds) -> None:
         # The longest of the last ones: pieces differ in size.
         self._piece_ns = max(self._piece_ns * 9 // 10, time.monotonic_ns() - started_ns)
+        self._pieces_applied += 1
 
     def _activation_failed(self, error: Exception) -> None:
         self._drop_weights()

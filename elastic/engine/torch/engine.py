@@ -98,6 +98,7 @@ class TorchEngine:
         self._meter = AccountMeter(time.monotonic_ns(), Account.IDLE)
         self._iterations = 0
         self._iterations_held = 0
+        self._pieces_applied = 0
         self._decoded_tokens = 0
 
     @property
@@ -190,6 +191,8 @@ class TorchEngine:
                 weights_version=self._version,
                 asleep=self._asleep,
                 pacing_held_share=self._iterations_held / self._iterations if self._iterations else 1.0,
+                waits_to_apply=bool(self._orders) and not self._may_apply(self._orders[0]),
+                load_progress=self._pieces_applied,
             )
 
     def close(self) -> None:
@@ -275,6 +278,7 @@ class TorchEngine:
             with self._changed:
                 self._scheduler.use_version(order.version, keep_kv=keep)
                 self._version = order.version
+                self._pieces_applied += 1
         except Exception as error:
             self._version = None
             order.applied.set_exception(error)

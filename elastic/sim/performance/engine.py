@@ -196,6 +196,11 @@ class EngineModel:
         return len(self._waiting)
 
     @property
+    def holds_admissions(self) -> bool:
+        """Whether new weights are to be applied before anything new begins."""
+        return self._held is not None or self._applying
+
+    @property
     def kv_used_share(self) -> float:
         return min(1.0, self._used_tokens / self._rates.kv_tokens)
 

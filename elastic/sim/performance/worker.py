@@ -11,6 +11,7 @@ from elastic.core.types import (
     Capabilities,
     FinishReason,
     LeaseId,
+    LoadPhase,
     Nanoseconds,
     Progress,
     TurnId,
@@ -79,6 +80,7 @@ class WorkerModel:
         self._training_since_ns: Nanoseconds | None = None
         self._announced = -1
         self._wanted = -1
+        self._pulls = False
         self.engine: EngineModel | None = None
         self._operations_free_ns: Nanoseconds = 0
         self._execute: dict[type[c.Command], Callable[[Any], None]] = {
@@ -203,8 +205,18 @@ class WorkerModel:
                 kv_used_share=engine.kv_used_share,
                 prefix_hit_tokens=engine.prefix_hit_tokens,
                 prompt_tokens=engine.prompt_tokens,
+                loading=self._load_phase(),
+                # Its bytes come all the time.
+                load_progress=self._world.loop.now_ns if self._pulls else 0,
             )
         )
+
+    def _load_phase(self) -> LoadPhase:
+        if self._pulls:
+            return LoadPhase.PULLING
+        if not self._running.holds_admissions:
+            return LoadPhase.NONE
+        return LoadPhase.WAITING if self._running.executing else LoadPhase.APPLYING
 
     def _accounts_ns(self) -> dict[Account, int]:
         """The engine's, with booting before them and training taken out of its sleep."""
@@ -249,12 +261,14 @@ class WorkerModel:
         if have == command.version:
             world.tell(e.WeightsApplied(worker=self.id, epoch=self._epoch, version=command.version))
             return
+        self._pulls = True
         size_bytes, pulled_ns = world.relay.pull(have, command.version, self._profile)
         world.loop.at(pulled_ns, lambda: self._pulled(command, size_bytes, began_ns))
 
     def _pulled(self, command: c.LoadWeights, size_bytes: int, began_ns: Nanoseconds) -> None:
         if not self.alive or self._wanted != command.version:
             return
+        self._pulls = False
         world, pulled_ns = self._world, self._world.loop.now_ns
         apply_ns = round(self._profile.apply_s * 1e9)
 
