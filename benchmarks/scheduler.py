@@ -105,7 +105,7 @@ class Load:
             c.AcquireLease: self._lease_asked,
             c.ReleaseLease: lambda k: self.answers.append(e.LeaseEnded(lease=k.lease, cause=EndCause.RELEASED)),
             c.SleepWorker: lambda k: self.answers.append(e.WorkerSlept(worker=k.worker, epoch=k.epoch)),
-            c.TrainGroup: lambda k: self.answers.append(e.GroupTrained(group=k.group)),
+            c.TrainGroup: lambda k: self.answers.append(e.GroupTrained(worker="trainer", epoch=1, group=k.group)),
             c.AbortTurn: self._turn_aborted,
         }
 

@@ -101,6 +101,9 @@ class StreamingWorkers:
         assert self._emit is not None
         self._emit(LeaseEnded(lease=lease, cause=EndCause.RELEASED))
 
+    def bar(self, lease: LeaseId) -> None:
+        pass
+
     async def reconcile(self) -> list[str]:
         return []
 

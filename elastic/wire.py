@@ -4,24 +4,54 @@ A frame is a 4-byte big-endian length and a msgpack array whose first element is
 only ever appended, with defaults; anything else is a new `PROTOCOL_VERSION`, and a peer of another version is
 refused by name. For that to work, `Hello` begins with its version, and `Refused` never changes, in any version.
 
+Every field of a worker's message is bounded by its type: integers fit a database and a float, floats are finite,
+texts and lists have an end. What is outside does not decode. A sender keeps to that with `clipped` and `finite`.
+
 A connection goes: `Hello` →, ← `Welcome` or `Refused`, `Ready` →, and then any message, either way.
 """
 
+import math
+import re
 import struct
-from typing import Annotated, Any, Literal, TypeAlias
+import sys
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeAlias, get_args
 
 import msgspec
+from msgspec import inspect
 
-from elastic.core.types import Account, Capabilities, FinishReason, LoadPhase, WeightMode
+from elastic.core.types import TEXT_MAX, Account, Capabilities, Count, FinishReason, LoadPhase, Text, WeightMode
 
 PROTOCOL_VERSION = 2
 MAX_FRAME_BYTES = 64 * 1024 * 1024
 """A group for the trainer is the largest frame; weights travel through relays, never here."""
 
+MAX_WORKER_FRAME_BYTES = 4 * 1024 * 1024
+"""From a worker. Decoding as much takes some ten milliseconds, in which the orchestrator does nothing else."""
+
+CHUNK_TOKENS_MAX = 1 << 16
+CHUNKS_MAX = 1 << 14
+FRAME_TOKENS = 1 << 17
+"""A worker ends a frame at as many tokens: less than `MAX_WORKER_FRAME_BYTES`, however long its turns."""
+
 MAX_HELLO_BYTES = 4096
 """What an unknown peer may make the orchestrator hold before it has shown a ticket."""
 
-Natural: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
+LOGPROB_MIN = -100.0
+"""A token that is sampled at all is likelier: with noise of 64 bits none below e^-50 ever comes first."""
+LOGPROB_MAX = 1e-3
+"""Rounding may take a certain token's log-probability above 0 by as much."""
+SECONDS_MAX = 86_400.0
+"""A day: more than anything takes that a worker is waited for."""
+ENTRIES_MAX = 4096
+"""Of one table in a message, such as a step's metrics or the layers of a model."""
+REFUSALS_MAX = 256
+
+LogProbability: TypeAlias = Annotated[float, msgspec.Meta(ge=LOGPROB_MIN, le=LOGPROB_MAX)]
+Share: TypeAlias = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
+Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0.0, le=SECONDS_MAX)]
+Finite: TypeAlias = Annotated[float, msgspec.Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
+Metrics: TypeAlias = Annotated[dict[Text, Finite], msgspec.Meta(max_length=ENTRIES_MAX)]
 
 PullPart: TypeAlias = Literal["encode", "queue", "wire", "decode", "apply", "pause"]
 """Where the time goes from an order to pull weights until they are served: `encode` is waiting for what the trainer
@@ -52,19 +82,19 @@ class _Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
 class Hello(_Message, frozen=True):
     """First frame. A new worker presents its lease's one-time token; a resuming one its session key."""
 
-    protocol_version: int
-    worker: str
-    secret: str
+    protocol_version: Count
+    worker: Text
+    secret: Text
     resume: bool
-    pid: int
-    host: str
+    pid: Count
+    host: Text
 
 
 class Ready(_Message, frozen=True):
     """The engine stands and may be told to load weights; `weights_version` is what it serves already, if any."""
 
     capabilities: Capabilities
-    weights_version: int | None
+    weights_version: Count | None
 
 
 class Heartbeat(_Message, frozen=True):
@@ -75,19 +105,19 @@ class Heartbeat(_Message, frozen=True):
     pulled and every piece of weights applied.
     """
 
-    capacity_turns: Natural
-    pending: Natural
-    executing: Natural
-    progress: Natural
-    accounts_ns: dict[Account, Natural]
-    decoded_tokens: Natural
-    kv_used_share: float
-    prefix_hit_tokens: Natural
-    prompt_tokens: Natural
-    pacing_held_share: float = 1.0
-    cpu_share: float = 0.0
+    capacity_turns: Count
+    pending: Count
+    executing: Count
+    progress: Count
+    accounts_ns: dict[Account, Count]
+    decoded_tokens: Count
+    kv_used_share: Share
+    prefix_hit_tokens: Count
+    prompt_tokens: Count
+    pacing_held_share: Share = 1.0
+    cpu_share: Share = 0.0
     loading: LoadPhase = LoadPhase.NONE
-    load_progress: Natural = 0
+    load_progress: Count = 0
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -96,33 +126,33 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
     Plain lists: packed into bytes they are 10 % smaller, but slower to turn into the integers everybody wants.
     """
 
-    turn: str
-    attempt: Natural
-    start: Natural
-    token_ids: list[Natural]
-    logprobs: list[float]
-    weights_version: int
+    turn: Text
+    attempt: Count
+    start: Count
+    token_ids: Annotated[list[Count], msgspec.Meta(max_length=CHUNK_TOKENS_MAX)]
+    logprobs: Annotated[list[LogProbability], msgspec.Meta(max_length=CHUNK_TOKENS_MAX)]
+    weights_version: Count
     finish: FinishReason | None = None
-    cached_tokens: Natural = 0
-    prefilled_tokens: Natural = 0
-    detail: str = ""
+    cached_tokens: Count = 0
+    prefilled_tokens: Count = 0
+    detail: Text = ""
 
     def __post_init__(self) -> None:
         if len(self.token_ids) != len(self.logprobs):
-            raise ValueError(f"{len(self.token_ids)} tokens with {len(self.logprobs)} log-probabilities")
+            raise ValueError("as many tokens as log-probabilities are expected")
 
 
 class Tokens(_Message, frozen=True):
     """What the engine produced since the last frame; sent at the latest `flush_interval_s` after a token."""
 
-    chunks: list[Chunk]
+    chunks: Annotated[list[Chunk], msgspec.Meta(max_length=CHUNKS_MAX)]
 
 
 class Refusal(msgspec.Struct, frozen=True):
     """Weights that did not verify, and why: a manifest, a bucket, or what a worker held."""
 
-    what: str
-    reason: str
+    what: Text
+    reason: Text
 
 
 class WeightsReport(_Message, frozen=True):
@@ -132,14 +162,14 @@ class WeightsReport(_Message, frozen=True):
     not verify since the report before, and where weights were applied they are in its place.
     """
 
-    version: int
-    error: str
-    pulled_bytes: int
-    pull_s: float
-    apply_s: float
-    full_bytes: Natural = 0
-    split_s: dict[PullPart, float] = msgspec.field(default_factory=dict[PullPart, float])
-    refused: list[Refusal] = []
+    version: Count
+    error: Text
+    pulled_bytes: Count
+    pull_s: Seconds
+    apply_s: Seconds
+    full_bytes: Count = 0
+    split_s: dict[PullPart, Seconds] = msgspec.field(default_factory=dict[PullPart, float])
+    refused: Annotated[list[Refusal], msgspec.Meta(max_length=REFUSALS_MAX)] = []
 
 
 class Slept(_Message, frozen=True):
@@ -153,16 +183,16 @@ class Awoke(_Message, frozen=True):
 class Goodbye(_Message, frozen=True):
     """Last frame of a drained worker, with its final accounts."""
 
-    reason: str
-    accounts_ns: dict[Account, Natural]
-    decoded_tokens: Natural
+    reason: Text
+    accounts_ns: dict[Account, Count]
+    decoded_tokens: Count
 
 
 class Trained(_Message, frozen=True):
     """A group's gradients are accumulated. Repeated when its `TrainGroup` is repeated, without training again."""
 
-    group: str
-    train_s: float
+    group: Text
+    train_s: Seconds
 
 
 class Stepped(_Message, frozen=True):
@@ -172,9 +202,9 @@ class Stepped(_Message, frozen=True):
     step's groups from which no usable gradient came, and why.
     """
 
-    version: int
-    metrics: dict[str, float]
-    unusable: dict[str, str] = {}
+    version: Count
+    metrics: Metrics
+    unusable: Annotated[dict[Text, Text], msgspec.Meta(max_length=ENTRIES_MAX)] = {}
 
 
 class Published(_Message, frozen=True):
@@ -183,15 +213,15 @@ class Published(_Message, frozen=True):
     `changed` is the share of elements that differ from the version before, by layer from the input to the output.
     """
 
-    version: int
-    metrics: dict[str, float]
-    changed: dict[str, float]
+    version: Count
+    metrics: Metrics
+    changed: Annotated[dict[Text, Share], msgspec.Meta(max_length=ENTRIES_MAX)]
 
 
 class TrainerFailed(_Message, frozen=True):
     """An order could not be carried out; the trainer's state is not to be relied on any more."""
 
-    error: str
+    error: Text
 
 
 # From the orchestrator.
@@ -348,11 +378,23 @@ _UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, MemoryE
 """What msgspec raises for bytes from a hostile peer: the last two for nesting and lengths beyond all reason."""
 
 
+def clipped(text: str) -> str:
+    """A text as a message may hold it."""
+    return text if len(text) <= TEXT_MAX else f"{text[: TEXT_MAX - 1]}…"
+
+
+def finite(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Metrics as a message may hold them: those that are numbers."""
+    return {name: value for name, value in metrics.items() if math.isfinite(value)}
+
+
 def encode(message: FromWorker | FromOrchestrator) -> bytes:
-    """One frame, ready to be written. Raises `WireError` when it would exceed `MAX_FRAME_BYTES`."""
+    """One frame, ready to be written. Raises `WireError` when it is larger than its receiver reads."""
     body = _encoder.encode(message)
-    if len(body) > MAX_FRAME_BYTES:
-        raise WireError(f"{type(message).__name__} of {len(body)} bytes; at most {MAX_FRAME_BYTES} are allowed")
+    if len(body) > MAX_WORKER_FRAME_BYTES:
+        most = MAX_WORKER_FRAME_BYTES if isinstance(message, FromWorker) else MAX_FRAME_BYTES
+        if len(body) > most:
+            raise WireError(f"{type(message).__name__} of {len(body)} bytes; at most {most} are allowed")
     return _LENGTH.pack(len(body)) + body
 
 
@@ -409,9 +451,11 @@ def decode_hello(body: bytes | memoryview) -> Hello:
 
 
 def decode_from_worker(body: bytes | memoryview) -> FromWorker:
-    """Raises `WireError` on anything that is not one of a worker's messages."""
+    """Raises `WireError` on anything that is not one of a worker's messages, and names the field that is not."""
     try:
         return _from_worker.decode(body)
+    except msgspec.ValidationError as error:
+        raise WireError(_named(body, str(error))) from error
     except _UNDECODABLE as error:
         raise WireError(f"not a worker's message: {error}") from error
 
@@ -422,3 +466,44 @@ def decode_from_orchestrator(body: bytes | memoryview) -> FromOrchestrator:
         return _from_orchestrator.decode(body)
     except _UNDECODABLE as error:
         raise WireError(f"not an orchestrator's message: {error}") from error
+
+
+class _Tagged(msgspec.Struct, array_like=True):
+    kind: str
+
+
+_tag = msgspec.msgpack.Decoder(_Tagged)
+_STEP = re.compile(r"\[(\d+|\.\.\.)\]|\.(\w+)")
+
+
+def _named(body: bytes | memoryview, problem: str) -> str:
+    """What is wrong with a worker's message, in the names of its fields rather than in their positions."""
+    found, _, path = problem.partition(" - at ")
+    try:
+        kind = _tag.decode(body).kind
+    except _UNDECODABLE:
+        kind = ""
+    if kind not in _KINDS:
+        return f"not a worker's message: {found}"
+    names = [kind, *_fields(_KINDS[kind], path.removeprefix("`$"))]
+    return f"{'.'.join(names)}: {found.replace('`', '')}"
+
+
+def _fields(at: inspect.Type, path: str) -> list[str]:
+    names: list[str] = []
+    for position, name in _STEP.findall(path):
+        if isinstance(at, inspect.UnionType):
+            at = next((t for t in at.types if not isinstance(t, inspect.NoneType)), at)
+        match at:
+            case inspect.StructType(fields=fields):
+                number = int(position) - (at.tag is not None) if position else [f.name for f in fields].index(name)
+                names.append(fields[number].name)
+                at = fields[number].type
+            case inspect.ListType(item_type=inner) | inspect.DictType(value_type=inner):
+                at = inner
+            case _:
+                break
+    return names
+
+
+_KINDS = {kind.__name__: inspect.type_info(kind) for kind in get_args(FromWorker)}

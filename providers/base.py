@@ -86,6 +86,13 @@ class Provider(Protocol):
 
     async def release(self, lease: LeaseId) -> None: ...
 
+    def bar(self, lease: LeaseId) -> None:
+        """A worker of the lease has lied: what the lease stands on is not leased again, once it has ended.
+
+        A no-op for a lease that is unknown, or has ended.
+        """
+        ...
+
     async def reconcile(self) -> list[str]:
         """End what an earlier process of the same run left behind; returns a line about each."""
         ...

@@ -62,6 +62,7 @@ class LeaseKeeper(Generic[SettingsT]):
         self._leases: dict[LeaseId, _Lease] = {}
         self._lives: set[asyncio.Task[None]] = set()
         self._background: set[asyncio.Task[None]] = set()
+        self._barred: set[LeaseId] = set()
         self._offered: Offer | None = None
         self._sink: Emit | None = None
         self._closing = False
@@ -76,8 +77,8 @@ class LeaseKeeper(Generic[SettingsT]):
         """How many more leases could be had, were it not for `max_workers`."""
         raise NotImplementedError
 
-    def forget(self, lease: LeaseId) -> None:
-        """The lease is over, and what it stood on has been given back."""
+    def forget(self, lease: LeaseId, *, barred: bool) -> None:
+        """The lease is over, and what it stood on has been given back; if it is `barred`, not to be leased again."""
 
     def overlap(self) -> int:
         """How many leases may be held beyond `max_workers`, each in place of one that ends soon."""
@@ -111,6 +112,10 @@ class LeaseKeeper(Generic[SettingsT]):
         late = held is not None and held.expires_at_ns is not None and self.context.now_ns() >= held.expires_at_ns
         self.end(lease, Ending(EndCause.EXPIRED if late else EndCause.RELEASED))
 
+    def bar(self, lease: LeaseId) -> None:
+        if lease in self._leases:
+            self._barred.add(lease)
+
     async def aclose(self) -> None:
         self._closing = True
         for task in self._background:
@@ -138,6 +143,10 @@ class LeaseKeeper(Generic[SettingsT]):
         if (again or offer != self._offered) and not self._closing:
             self._offered = offer
             self._emit(OfferChanged(offer=offer))
+
+    def holds(self, lease: LeaseId) -> bool:
+        """Whether the lease is asked for or granted, and not over."""
+        return lease in self._leases
 
     def end(self, lease_id: LeaseId, ending: Ending) -> None:
         """End a lease for this reason, unless it is unknown or its end has begun."""
@@ -181,7 +190,8 @@ class LeaseKeeper(Generic[SettingsT]):
         if lease.deadline is not None:
             lease.deadline.cancel()
         del self._leases[lease_id]
-        self.forget(lease_id)
+        self.forget(lease_id, barred=lease_id in self._barred)
+        self._barred.discard(lease_id)
         self._emit(LeaseEnded(lease=lease_id, cause=ending.cause, detail=ending.detail))
         self.announce()
 

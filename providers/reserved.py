@@ -2,10 +2,10 @@
 
 from typing import ClassVar
 
-from elastic.core.types import WorkerRole
+from elastic.core.types import LeaseId, WorkerRole
 from providers import processes
-from providers.base import Emit, LeaseRequest, ProviderSettings
-from providers.keeper import Holding, LeaseKeeper
+from providers.base import Emit, LeaseRequest, ProviderContext, ProviderSettings
+from providers.keeper import Holding, LeaseKeeper, Refusal
 
 
 class ReservedProvider(LeaseKeeper[ProviderSettings]):
@@ -18,12 +18,28 @@ class ReservedProvider(LeaseKeeper[ProviderSettings]):
         processes.check_command("a worker", self.context.worker_command)
         await super().start(emit)
 
+    def __init__(self, name: str, settings: ProviderSettings, context: ProviderContext) -> None:
+        super().__init__(name, settings, context)
+        self._places = settings.max_workers
+        self._taken: set[LeaseId] = set()
+
     def free(self) -> int:
-        return self.settings.max_workers
+        return self._places - len(self._taken)
+
+    def forget(self, lease: LeaseId, *, barred: bool) -> None:
+        self._taken.discard(lease)
+        self._places -= barred
 
     async def take(self, request: LeaseRequest) -> Holding:
+        if self.free() <= 0:
+            raise Refusal(f"no machine of {self.name} is left")
         workers = processes.LocalWorkers(self.context, self.name, request)
-        await workers.start()
+        self._taken.add(request.lease)
+        try:
+            await workers.start()
+        except BaseException:
+            self._taken.discard(request.lease)
+            raise
         return workers
 
     async def reconcile(self) -> list[str]:

@@ -56,7 +56,7 @@ class ServerlessProvider(LeaseKeeper[ServerlessSettings]):
         self._calls.add(request.lease)
         return processes.LocalWorkers(self.context, self.name, request, self.settings.cold_start_s)
 
-    def forget(self, lease: LeaseId) -> None:
+    def forget(self, lease: LeaseId, *, barred: bool) -> None:
         self._calls.remove(lease)
 
     async def reconcile(self) -> list[str]:

@@ -103,6 +103,8 @@ class _Host:
         self._note = note
         self.local = local
         self.lease: LeaseId | None = None
+        self.barred = False
+        """A worker on it has lied."""
         self.report: LoadReport | None = None
         self.kv_used_shares: deque[float] = deque(maxlen=looks)
         """As reported, the latest last."""
@@ -114,7 +116,8 @@ class _Host:
     @property
     def offered(self) -> bool:
         report = self.report
-        return self.lease is None and report is not None and not report.lent_worker and not report.pressed
+        free = self.lease is None and not self.barred
+        return free and report is not None and not report.lent_worker and not report.pressed
 
     @property
     def kv_used_share(self) -> float:
@@ -255,10 +258,11 @@ class ServingProvider(LeaseKeeper[ServingSettings]):
             raise
         return lent
 
-    def forget(self, lease: LeaseId) -> None:
+    def forget(self, lease: LeaseId, *, barred: bool = False) -> None:
         for host in self._hosts:
             if host.lease == lease:
                 host.lease = None
+                host.barred = barred
 
     async def reconcile(self) -> list[str]:
         lines = await processes.reconcile(self.context, self.name)

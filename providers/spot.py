@@ -78,10 +78,10 @@ class SpotProvider(LeaseKeeper[SpotSettings]):
         self._instances[instance] = request.lease
         return processes.LocalWorkers(self.context, self.name, request, self.settings.boot_delay_s)
 
-    def forget(self, lease: LeaseId) -> None:
+    def forget(self, lease: LeaseId, *, barred: bool) -> None:
         for instance, holder in self._instances.items():
             if holder == lease:
-                self._instances[instance] = None
+                self._instances[instance] = lease if barred else None
 
     async def reconcile(self) -> list[str]:
         return await processes.reconcile(self.context, self.name)
@@ -103,6 +103,6 @@ class SpotProvider(LeaseKeeper[SpotSettings]):
             self._instances[event.instance] = None
             return
         lease = self._instances.pop(event.instance)
-        if lease is not None:
+        if lease is not None and self.holds(lease):
             ending = Ending(EndCause.PREEMPTED, f"the market took instance {event.instance} back")
             self.foretell(lease, ending, self.settings.notice_s)

@@ -14,13 +14,15 @@ CAPABILITIES = Capabilities(engine="test", replayable_sampling=True, max_context
 
 counts = st.integers(0, 2**40)
 words = st.text(max_size=12)
-floats = st.floats(allow_nan=False)
+floats = st.floats(allow_nan=False, allow_infinity=False)
+shares = st.floats(0, 1)
+seconds = st.floats(0, wire.SECONDS_MAX)
 accounts = st.dictionaries(st.sampled_from(Account), counts)
 
 
 @st.composite
 def chunk(draw: st.DrawFn) -> wire.Chunk:
-    tokens = draw(st.lists(st.tuples(st.integers(0, 2**31), floats), max_size=5))
+    tokens = draw(st.lists(st.tuples(st.integers(0, 2**31), st.floats(-100, 0)), max_size=5))
     return wire.Chunk(
         turn=draw(words),
         attempt=draw(counts),
@@ -36,12 +38,12 @@ def chunk(draw: st.DrawFn) -> wire.Chunk:
 from_worker = st.one_of(
     st.builds(wire.Hello, st.just(wire.PROTOCOL_VERSION), words, words, st.booleans(), counts, words),
     st.builds(wire.Ready, st.just(CAPABILITIES), st.none() | counts),
-    st.builds(wire.Heartbeat, counts, counts, counts, counts, accounts, counts, floats, counts, counts),
+    st.builds(wire.Heartbeat, counts, counts, counts, counts, accounts, counts, shares, counts, counts),
     st.builds(wire.Tokens, st.lists(chunk(), max_size=4)),
-    st.builds(wire.WeightsReport, counts, words, counts, floats, floats),
+    st.builds(wire.WeightsReport, counts, words, counts, seconds, seconds),
     st.builds(wire.Goodbye, words, accounts, counts),
     st.builds(wire.Stepped, counts, st.dictionaries(words, floats)),
-    st.builds(wire.Published, counts, st.dictionaries(words, floats), st.dictionaries(words, floats)),
+    st.builds(wire.Published, counts, st.dictionaries(words, floats), st.dictionaries(words, shares)),
     st.just(wire.Slept()),
 )
 
@@ -120,7 +122,7 @@ def test_hostile_nesting_and_lengths_are_wire_errors(body: bytes) -> None:
 
 def test_unequal_tokens_and_logprobs_are_refused() -> None:
     body = msgspec.msgpack.encode(["Tokens", [["turn", 1, 0, [5, 6], [-0.5], 0]]])
-    with pytest.raises(wire.WireError, match="2 tokens with 1 log-probabilities"):
+    with pytest.raises(wire.WireError, match="as many tokens as log-probabilities"):
         wire.decode_from_worker(body)
 
 

@@ -93,6 +93,13 @@ class FenceWorker(_Command, frozen=True):
     reason: str
 
 
+class BarLease(_Command, frozen=True):
+    """Lease nothing again in this run of what `lease` stands on: a worker of it said what cannot be true."""
+
+    lease: LeaseId
+    provider: str
+
+
 class StartGroup(_Command, frozen=True):
     """Start `size` trajectories from one initial state, under ids `trajectories`."""
 
@@ -172,6 +179,7 @@ Command: TypeAlias = (
     | WakeWorker
     | DrainWorker
     | FenceWorker
+    | BarLease
     | StartGroup
     | CancelTrajectory
     | ScoreTrajectory

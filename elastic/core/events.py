@@ -113,6 +113,17 @@ class WorkerDisconnected(_Event, frozen=True):
     goodbye: bool = False
 
 
+class WorkerBarred(_Event, frozen=True):
+    """What the worker said in this epoch cannot be true, or is not its to say: `cause` names it.
+
+    Its connection is cut, and nothing that it says is believed any more.
+    """
+
+    worker: WorkerId
+    epoch: int
+    cause: str
+
+
 class WeightsApplied(_Event, frozen=True):
     worker: WorkerId
     epoch: int
@@ -187,13 +198,30 @@ class RewardFailed(_Event, frozen=True):
 
 
 class GroupTrained(_Event, frozen=True):
+    """`worker` says that the group's gradients are accumulated; it counts if `worker` is the trainer's."""
+
+    worker: WorkerId
+    epoch: int
     group: str
 
 
 class WeightsPublished(_Event, frozen=True):
-    """The trainer has stepped, and workers may pull `version`: a relay holds what they need, or is being given it."""
+    """The trainer has stepped, and workers may pull `version`: a relay holds what they need, or is being given it.
 
+    It counts if `worker` is the trainer's.
+    """
+
+    worker: WorkerId
+    epoch: int
     version: int
+
+
+class TrainerFailed(_Event, frozen=True):
+    """The trainer could not carry out an order. It counts if `worker` is the trainer's."""
+
+    worker: WorkerId
+    epoch: int
+    error: str
 
 
 class StopRequested(_Event, frozen=True):
@@ -219,6 +247,7 @@ Event: TypeAlias = (
     | WorkerSlept
     | WorkerAwoke
     | WorkerDisconnected
+    | WorkerBarred
     | WeightsApplied
     | WeightsFailed
     | TokensReceived
@@ -230,6 +259,7 @@ Event: TypeAlias = (
     | RewardFailed
     | GroupTrained
     | WeightsPublished
+    | TrainerFailed
     | StopRequested
     | Resumed
 )

@@ -14,7 +14,7 @@ from elastic.core.run_state import RunState
 from elastic.core.types import EndCause, LeaseId, LeaseState, Offer, WorkerRole, WorkerState
 from elastic.core.worker_desk import WorkerDesk
 
-_FAILURES = (EndCause.BOOT_TIMEOUT, EndCause.EXPIRED, EndCause.FENCED, EndCause.LOST)
+_FAILURES = (EndCause.BOOT_TIMEOUT, EndCause.EXPIRED, EndCause.FENCED, EndCause.LOST, EndCause.BARRED)
 MAX_DOUBLINGS = 16
 
 

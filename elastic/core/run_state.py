@@ -116,6 +116,11 @@ class RunState:
         self.expect_heartbeat(worker)
         return worker
 
+    def hear_trainer(self, worker_id: WorkerId, epoch: int) -> Worker | None:
+        """The trainer's worker, if it is this one under its current epoch and may be believed."""
+        trainer = self.fleet.trainer
+        return trainer if trainer is not None and self.hear(worker_id, epoch) is trainer else None
+
     def expect_heartbeat(self, worker: Worker) -> None:
         """Start the wait for a worker's next words."""
         self.timers.set("heartbeat", worker.id, self.now_ns, patience(worker) * self.limits.heartbeat_timeout_ns)

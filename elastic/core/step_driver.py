@@ -40,6 +40,7 @@ class StepDriver:
         self.handlers: Mapping[type[e.Event], Callable[[Any], None]] = {
             e.GroupTrained: self._on_group_trained,
             e.WeightsPublished: self._on_published,
+            e.TrainerFailed: self._on_trainer_failed,
         }
         self.due: Mapping[str, Callable[[str], None]] = {
             "seeding": lambda _: None,
@@ -48,6 +49,8 @@ class StepDriver:
 
     def _on_group_trained(self, event: e.GroupTrained) -> None:
         step = self._run.step
+        if self._run.hear_trainer(event.worker, event.epoch) is None:
+            return
         if step is not None and event.group == self._device.training:
             self._device.done()
             step.move(step.groups[event.group], GroupState.TRAINED, self._run.now_ns, "trained")
@@ -185,7 +188,7 @@ class StepDriver:
             self._device.update(step.number, step.version + 1, step.free_slots)
 
     def _on_published(self, event: e.WeightsPublished) -> None:
-        run, step, trainer = self._run, self._run.step, self._run.fleet.trainer
+        run, step, trainer = self._run, self._run.step, self._run.hear_trainer(event.worker, event.epoch)
         if step is None or trainer is None or not run.active:
             return
         if not step.updating or event.version != step.version + 1:
@@ -196,6 +199,10 @@ class StepDriver:
         self._conclude(step)
         self._workers.ensure_weights_everywhere()
         self._start_step(step.number + 1)
+
+    def _on_trainer_failed(self, event: e.TrainerFailed) -> None:
+        if self._run.hear_trainer(event.worker, event.epoch) is not None:
+            self._run.fail(f"the trainer failed: {event.error}")
 
     def _conclude(self, step: Step) -> None:
         """The step is over: what it taught decides how the next one seeds, and how many workers are worth having."""

@@ -5,7 +5,7 @@ the clock of whichever shell drives the core; the core itself never reads one.
 """
 
 from enum import StrEnum
-from typing import TypeAlias
+from typing import Annotated, TypeAlias
 
 import msgspec
 
@@ -16,6 +16,17 @@ TrajectoryId: TypeAlias = str
 TurnId: TypeAlias = str
 
 NS_PER_S = 1_000_000_000
+
+INTEGER_MAX = 2**53 - 1
+"""The largest integer from outside: databases, JSON readers and floats all hold it exactly."""
+TEXT_MAX = 4096
+"""Characters of a text that a person is to read, or of a name."""
+DEVICE_SPEED_MAX = 1e9
+"""TFLOPS or GB/s of one worker: far above any device, so that a speed beyond it is no speed."""
+
+Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=INTEGER_MAX)]
+Text: TypeAlias = Annotated[str, msgspec.Meta(max_length=TEXT_MAX)]
+Speed: TypeAlias = Annotated[float, msgspec.Meta(gt=0, le=DEVICE_SPEED_MAX)]
 
 
 class Account(StrEnum):
@@ -138,6 +149,7 @@ class EndCause(StrEnum):
     FENCED = "fenced"
     LOST = "lost"
     BOOT_TIMEOUT = "boot_timeout"
+    BARRED = "barred"
 
 
 class Offer(msgspec.Struct, frozen=True, kw_only=True):
@@ -174,15 +186,15 @@ class Progress(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker's engine declares once, when it joins."""
+    """What a worker's engine declares once, when it joins. What is outside the bounds does not decode."""
 
-    engine: str
+    engine: Text
     replayable_sampling: bool
-    max_context_tokens: int
-    device: str
-    tflops: float | None = None
-    memory_gb_per_s: float | None = None
-    max_batch: int | None = None
+    max_context_tokens: Annotated[int, msgspec.Meta(ge=1, le=INTEGER_MAX)]
+    device: Text
+    tflops: Speed | None = None
+    memory_gb_per_s: Speed | None = None
+    max_batch: Annotated[int, msgspec.Meta(ge=1, le=INTEGER_MAX)] | None = None
     """Turns it executes at once; what it holds beyond that waits."""
 
 

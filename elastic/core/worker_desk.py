@@ -28,6 +28,7 @@ class WorkerDesk:
             e.WorkerJoined: self._on_joined,
             e.WorkerReported: self._on_reported,
             e.WorkerDisconnected: self._on_disconnected,
+            e.WorkerBarred: self._on_barred,
             e.WeightsApplied: self._on_weights_applied,
             e.WeightsFailed: self._on_weights_failed,
         }
@@ -147,6 +148,17 @@ class WorkerDesk:
             self.lose(worker, EndCause.RELEASED if event.goodbye else EndCause.LOST)
         else:
             self._detach(worker)
+
+    def _on_barred(self, event: e.WorkerBarred) -> None:
+        """Its turns go on elsewhere, and what its lease stands on is not leased again in this run."""
+        run = self._run
+        worker = run.fleet.workers.get(event.worker)
+        if worker is None or worker.state is WorkerState.GONE or event.epoch < worker.epoch:
+            return
+        if worker.role is WorkerRole.TRAINER:
+            run.fail(f"the trainer's device is not to be believed: {event.cause}")
+        self.give_up(worker.id, EndCause.BARRED)
+        run.out.append(c.BarLease(lease=worker.lease, provider=worker.provider))
 
     def _detach(self, worker: Worker) -> None:
         """Its turns go on elsewhere at once; the worker may come back under a later epoch."""

@@ -1,8 +1,13 @@
 """The orchestrator's end of the worker connections: tickets, sessions, epochs and frames. No policy.
 
-A worker shows its lease's one-time token and gets a session. The session's key buys the connection back, each
-time under the next epoch; whatever an older epoch still has to say is never heard. Everything runs on the
-event loop's thread, and the listener is called synchronously from it.
+- A worker shows its lease's one-time token and gets a session. The session's key buys the connection back, each
+  time under the next epoch; whatever an older epoch still has to say is never heard.
+- A frame reaches the listener only if it can be true (`elastic.runtime.validation`). A worker that sends another
+  is refused for ever.
+- Strangers are few. The oldest goes when there are too many, and what is refused is counted and logged at a
+  bounded rate.
+
+Everything runs on the event loop's thread, and the listener is called synchronously from it.
 """
 
 import asyncio
@@ -10,6 +15,7 @@ import hashlib
 import hmac
 import secrets
 import ssl
+from collections import Counter
 from typing import Any, Protocol, cast
 
 import msgspec
@@ -17,6 +23,8 @@ import structlog
 
 from elastic import wire
 from elastic.core.types import WorkerId
+from elastic.runtime.refusals import STRANGERS, Refusals
+from elastic.runtime.validation import Claims, bounds_of
 
 log = structlog.get_logger(__name__)
 
@@ -29,9 +37,10 @@ class GatewayError(Exception):
 
 
 class WorkerListener(Protocol):
-    """What the orchestrator wants to hear. An epoch's calls are `on_ready`, then messages, `on_disconnected`.
+    """What the orchestrator wants to hear. An epoch's calls are `on_ready`, then messages, then `on_disconnected`.
 
-    A connection that is lost before its worker was ready was never announced and is not reported.
+    A connection that is lost before its worker was ready was never announced and is not reported. `on_barred` is a
+    worker's last call, whenever it comes.
     """
 
     def on_ready(self, worker: WorkerId, epoch: int, ready: wire.Ready) -> None: ...
@@ -42,13 +51,17 @@ class WorkerListener(Protocol):
         """`goodbye` when the worker drained and said so; its Goodbye has come as a message before."""
         ...
 
+    def on_barred(self, worker: WorkerId, epoch: int, cause: str) -> None:
+        """The worker sent what it cannot mean or may not say, and is refused from now on."""
+        ...
+
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """What a peer may cost.
 
     It is dropped when more than `unread_bytes` wait for it, or when it has read none of what waits for
     `unread_timeout_s`. Peers that have not said Hello are few (`unauthenticated`) and gone after
-    `handshake_timeout_s`.
+    `handshake_timeout_s`; of more than these, the address with the most of them loses its oldest.
     """
 
     handshake_timeout_s: float = 5.0
@@ -69,7 +82,9 @@ class Gateway:
         self._limits = limits or Limits()
         self._sessions: dict[WorkerId, _Session] = {}
         self._connections: set[_Connection] = set()
-        self._strangers = 0
+        self._strangers: dict[_Connection, None] = {}
+        """In the order in which they came."""
+        self.refusals = Refusals()
         self._server: asyncio.Server | None = None
         self._pulse: asyncio.Task[None] | None = None
 
@@ -80,7 +95,13 @@ class Gateway:
         """
         loop = asyncio.get_running_loop()
         try:
-            self._server = await loop.create_server(lambda: _Connection(self, self._limits), host, port, ssl=tls)
+            self._server = await loop.create_server(
+                lambda: _Connection(self, self._limits),
+                host,
+                port,
+                ssl=tls,
+                ssl_handshake_timeout=None if tls is None else self._limits.handshake_timeout_s,
+            )
         except OSError as error:
             raise GatewayError(
                 f"cannot listen for workers on {host}:{port}: {error.strerror or error}; name a free port, or 0 for any"
@@ -105,14 +126,18 @@ class Gateway:
         if self._connections:
             await asyncio.wait([connection.lost for connection in self._connections], timeout=2 * CLOSE_GRACE_S)
 
-    def expect(self, worker: WorkerId, token: str, engine: dict[str, Any] | None = None) -> None:
+    def expect(
+        self, worker: WorkerId, token: str, engine: dict[str, Any] | None = None, *, trains: bool = False
+    ) -> None:
         """Let `worker` in, once, with `token`. Its `engine` settings are the welcome's unless they are given.
 
-        Raises `ValueError` for a worker that is known already.
+        It may say what the trainer says if it `trains`. Raises `ValueError` for a worker that is known already.
         """
         if worker in self._sessions:
             raise ValueError(f"worker {worker} is already expected")
-        self._sessions[worker] = _Session(worker, token, self._welcome.engine if engine is None else engine)
+        settings = self._welcome.engine if engine is None else engine
+        claims = Claims(bounds_of(settings, self._welcome.model, trains=trains))
+        self._sessions[worker] = _Session(worker, token, settings, claims)
 
     def send(self, worker: WorkerId, epoch: int, message: wire.FromOrchestrator) -> None:
         """Queue a frame; those of one loop iteration go out in one write. No-op unless `epoch` is connected."""
@@ -124,7 +149,7 @@ class Gateway:
         """Close the worker's connection and refuse it for ever; nothing of it surfaces any more."""
         session = self._sessions.get(worker)
         if session is not None:
-            session.fenced = reason
+            session.fenced = session.fenced or reason
             session.cut(wire.Refused(reason, retry=False))
 
     def forget(self, worker: WorkerId) -> None:
@@ -143,23 +168,31 @@ class Gateway:
 
     # What connections call.
 
-    def _connected(self, connection: "_Connection") -> bool:
-        """Whether a new connection may stay for its Hello."""
+    def _connected(self, connection: "_Connection") -> None:
+        """Let a new connection stay for its Hello; where there are too many, another one goes for it."""
         self._connections.add(connection)
-        self._strangers += 1
-        return self._strangers <= self._limits.unauthenticated
+        self._strangers[connection] = None
+        if len(self._strangers) > self._limits.unauthenticated:
+            crowds = Counter(stranger.address for stranger in self._strangers)
+            crowded = max(crowds.values())
+            oldest = next(stranger for stranger in self._strangers if crowds[stranger.address] == crowded)
+            self._refuse_stranger(oldest, "too many connections are waiting to be let in", retry=True)
 
     def _disconnected(self, connection: "_Connection") -> None:
         self._connections.discard(connection)
-        if connection.session is None:
-            self._strangers -= 1
+        self._strangers.pop(connection, None)
+
+    def _refuse_stranger(self, stranger: "_Connection", reason: str, *, retry: bool = False) -> None:
+        self._strangers.pop(stranger, None)
+        self.refusals.note(STRANGERS, reason, _now_s())
+        stranger.close(wire.Refused(reason, retry=retry))
 
     def _greet(self, connection: "_Connection", hello: wire.Hello) -> "_Session":
         """Open or resume the session of a stranger that has said hello. Raises `_NotAdmitted`."""
         session = self._authenticated(hello)
         self._end_epoch(session)
         session = self._authenticated(hello)  # the listener may have fenced it just now
-        self._strangers -= 1
+        self._strangers.pop(connection, None)
         key = session.open(connection, hello)
         connection.send(
             msgspec.structs.replace(self._welcome, session_key=key, epoch=session.epoch, engine=session.engine)
@@ -172,6 +205,22 @@ class Gateway:
             raise _NotAdmitted(UNKNOWN)
         session.check(hello)
         return session
+
+    def _hear(self, session: "_Session", body: memoryview) -> None:
+        """Take one frame of a session; one that cannot be meant is its last."""
+        try:
+            message = wire.decode_from_worker(body)
+            session.claims.check(message, _now_s())
+            self._receive(session, message)
+        except wire.WireError as error:
+            self._bar(session, str(error))
+
+    def _bar(self, session: "_Session", cause: str) -> None:
+        """Refuse a worker for ever for what it sent, and tell the listener."""
+        self.refusals.note(f"worker {session.worker}", cause, _now_s())
+        session.fenced = f"what this worker sent was refused: {cause}"
+        session.cut(wire.Refused(session.fenced, retry=False))
+        self._listener.on_barred(session.worker, session.epoch, cause)
 
     def _receive(self, session: "_Session", message: wire.FromWorker) -> None:
         greeting = isinstance(message, wire.Ready | wire.Hello)
@@ -199,6 +248,10 @@ class _NotAdmitted(Exception):
     """No session for this Hello; the message says why."""
 
 
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()
+
+
 def _digest(secret: str) -> bytes:
     return hashlib.sha256(secret.encode()).digest()
 
@@ -206,9 +259,10 @@ def _digest(secret: str) -> bytes:
 class _Session:
     """What the gateway knows of one worker. Secrets are kept as digests only."""
 
-    def __init__(self, worker: WorkerId, token: str, engine: dict[str, Any]) -> None:
+    def __init__(self, worker: WorkerId, token: str, engine: dict[str, Any], claims: Claims) -> None:
         self.worker = worker
         self.engine = engine
+        self.claims = claims
         self.epoch = 0
         self.connection: _Connection | None = None
         self.ready = False
@@ -249,6 +303,7 @@ class _Connection(asyncio.Protocol):
 
     def __init__(self, gateway: Gateway, limits: Limits) -> None:
         self.session: _Session | None = None
+        self.address = ""
         self._gateway = gateway
         self._limits = limits
         self._loop = asyncio.get_running_loop()
@@ -264,10 +319,10 @@ class _Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is not a subclass
         self._open = True
-        if self._gateway._connected(self):
-            self._handshake = self._loop.call_later(self._limits.handshake_timeout_s, self._too_late)
-        else:
-            self.close(wire.Refused("too many connections are waiting to be let in", retry=True))
+        peer = transport.get_extra_info("peername")
+        self.address = str(peer[0]) if peer else ""
+        self._handshake = self._loop.call_later(self._limits.handshake_timeout_s, self._too_late)
+        self._gateway._connected(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end()
@@ -280,13 +335,14 @@ class _Connection(asyncio.Protocol):
                 if not self._open:
                     return
                 if self.session is not None:
-                    self._gateway._receive(self.session, wire.decode_from_worker(body))
+                    self._gateway._hear(self.session, body)
                 else:
                     self._hello(wire.decode_hello(body))
         except (wire.WireError, _NotAdmitted) as error:
-            log.warning("worker refused", worker=self.session and self.session.worker, reason=str(error))
-            self.close(wire.Refused(str(error), retry=False))
-            self._end()
+            if self.session is not None:
+                self._gateway._bar(self.session, str(error))
+            else:
+                self._gateway._refuse_stranger(self, str(error))
 
     def send(self, message: wire.FromOrchestrator) -> None:
         """Queue a frame for the one write at the end of this loop iteration."""
@@ -321,7 +377,7 @@ class _Connection(asyncio.Protocol):
     def _hello(self, hello: wire.Hello) -> None:
         self.session = self._gateway._greet(self, hello)
         self._cancel_handshake()
-        self._frames.max_frame_bytes = wire.MAX_FRAME_BYTES
+        self._frames.max_frame_bytes = wire.MAX_WORKER_FRAME_BYTES
 
     def _flush(self) -> None:
         if not self._open or not self._outbox:
@@ -353,7 +409,7 @@ class _Connection(asyncio.Protocol):
             self._gateway._end_epoch(self.session)
 
     def _too_late(self) -> None:
-        self.close(wire.Refused(f"no Hello within {self._limits.handshake_timeout_s} s", retry=True))
+        self._gateway._refuse_stranger(self, f"no Hello within {self._limits.handshake_timeout_s} s", retry=True)
 
     def _cancel_handshake(self) -> None:
         if self._handshake is not None:

@@ -24,6 +24,7 @@ from elastic.envs.base import Environment
 from elastic.machine import CpuSampler
 from elastic.runtime.gateway import Gateway
 from elastic.runtime.journal import Journal, tokens_event
+from elastic.runtime.refusals import REFUSED_NOTE
 from elastic.runtime.rewards import FunctionUse, MakePool, RewardDispatch
 from elastic.runtime.rollout import Episode, OpenTurn, RolloutLimits, Rollouts
 from elastic.runtime.status import ProviderStatus, RunStatus, run_status, success_rate, tokens_per_s, total_tokens
@@ -120,6 +121,7 @@ class Orchestrator:
             c.WakeWorker: lambda k: self._gateway.send(k.worker, k.epoch, wire.Wake()),
             c.DrainWorker: lambda k: self._gateway.send(k.worker, k.epoch, wire.Drain(k.reason)),
             c.FenceWorker: self._fence_worker,
+            c.BarLease: lambda k: self._providers[k.provider].bar(k.lease),
             c.StartGroup: self._start_group,
             c.CancelTrajectory: lambda k: self._rollouts.cancel(k.trajectory),
             c.ScoreTrajectory: self._score_trajectory,
@@ -136,10 +138,10 @@ class Orchestrator:
             wire.Slept: lambda w, n, _: self.feed(e.WorkerSlept(worker=w, epoch=n)),
             wire.Awoke: lambda w, n, _: self.feed(e.WorkerAwoke(worker=w, epoch=n)),
             wire.Goodbye: self._heard_goodbye,
-            wire.Trained: lambda w, n, m: self.feed(e.GroupTrained(group=m.group)),
+            wire.Trained: lambda w, n, m: self.feed(e.GroupTrained(worker=w, epoch=n, group=m.group)),
             wire.Stepped: self._heard_stepped,
             wire.Published: self._heard_published,
-            wire.TrainerFailed: lambda w, n, m: self.stop(f"the trainer failed: {m.error}"),
+            wire.TrainerFailed: lambda w, n, m: self.feed(e.TrainerFailed(worker=w, epoch=n, error=m.error)),
         }
 
     def now_ns(self) -> int:
@@ -294,6 +296,9 @@ class Orchestrator:
     def on_disconnected(self, worker: WorkerId, epoch: int, goodbye: bool) -> None:
         self.feed(e.WorkerDisconnected(worker=worker, epoch=epoch, goodbye=goodbye))
 
+    def on_barred(self, worker: WorkerId, epoch: int, cause: str) -> None:
+        self.feed(e.WorkerBarred(worker=worker, epoch=epoch, cause=cause))
+
     def _heard_heartbeat(self, worker: WorkerId, epoch: int, beat: wire.Heartbeat) -> None:
         self.feed(
             e.WorkerReported(
@@ -346,9 +351,9 @@ class Orchestrator:
             self.feed(e.WeightsApplied(worker=worker, epoch=epoch, version=report.version))
 
     def _heard_stepped(self, worker: WorkerId, epoch: int, stepped: wire.Stepped) -> None:
-        step = self.scheduler.step
-        self.feed(e.WeightsPublished(version=stepped.version))
-        if step is not None and self.scheduler.history:
+        step, concluded = self.scheduler.step, len(self.scheduler.history)
+        self.feed(e.WeightsPublished(worker=worker, epoch=epoch, version=stepped.version))
+        if step is not None and len(self.scheduler.history) > concluded:
             self._last_success = success_rate(self._rewards)
             record = msgspec.to_builtins(self.scheduler.history[-1])
             body = record | {"success_rate": self._last_success, "trainer": stepped.metrics}
@@ -374,8 +379,9 @@ class Orchestrator:
             WorkerTicket(f"{command.lease}.{n}" if n else command.lease, secrets.token_urlsafe(32))
             for n in range(offer.workers_per_lease)
         )
+        trains = command.provider == self.scheduler.plan.trainer_provider
         for ticket in tickets:
-            self._gateway.expect(ticket.worker, ticket.token, self._engines.get(command.provider))
+            self._gateway.expect(ticket.worker, ticket.token, self._engines.get(command.provider), trains=trains)
         self._spawn(
             self._acquire(command, LeaseRequest(lease=command.lease, tickets=tickets)), f"acquire {command.lease}"
         )
@@ -590,4 +596,6 @@ class Orchestrator:
         status = self.status()
         self._journal.sample(self.now_ns(), msgspec.to_builtins(status))
         self._journal.books(self.scheduler.ledger)
+        if refused := self._gateway.refusals.counts():
+            self._journal.meta(REFUSED_NOTE, msgspec.json.encode(refused).decode())
         self._observe(status)

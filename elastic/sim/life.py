@@ -154,6 +154,7 @@ class Life:
             c.FinishTurn: self._finish_turn,
             c.FailTurn: lambda k: self.rollouts.fail(k.turn.partition("#")[0], k.cause),
             c.FenceWorker: lambda _: None,
+            c.BarLease: lambda _: None,
             c.StartGroup: self._start_group,
             c.CancelTrajectory: lambda k: self.rollouts.cancel(k.trajectory),
             c.ScoreTrajectory: lambda k: self.rollouts.score(k.trajectory, k.attempt),
@@ -383,34 +384,33 @@ class Life:
             self.rollouts.start(trajectory)
 
     def _train_group(self, command: c.TrainGroup) -> None:
-        def learn() -> None:
+        def learn(trainer: SimulatedWorker) -> None:
             self._outside.learner.learn(command)
-            self.feed(e.GroupTrained(group=command.group))
+            self.feed(e.GroupTrained(worker=trainer.id, epoch=trainer.epoch, group=command.group))
 
         self._on_trainer(learn)
 
     def _update_weights(self, command: c.UpdateWeights) -> None:
         """The checkpoint is written before anybody hears of the version that it has."""
 
-        def step() -> None:
-            trainer, version = self._outside.trainer(), command.version
-            assert trainer is not None
+        def step(trainer: SimulatedWorker) -> None:
+            version = command.version
             trainer.version = version
             last = version == self.settings.plan.steps
             self._outside.learner.publish(version, save=last or version % self.settings.checkpoint_every_steps == 0)
-            published = e.WeightsPublished(version=version)
+            published = e.WeightsPublished(worker=trainer.id, epoch=trainer.epoch, version=version)
             reply_ns = self._outside.rng.randrange(REPLY_NS)
             self.loop.after(reply_ns, lambda: self.feed(published) if trainer.alive else None)
 
         self._on_trainer(step)
 
-    def _on_trainer(self, then: Callable[[], None]) -> None:
+    def _on_trainer(self, then: Callable[[SimulatedWorker], None]) -> None:
         """Training takes the device: it must be asleep from the order to the answer, and alive."""
 
         def done() -> None:
             trainer = self._outside.trainer() if self.up else None
             if trainer is not None:
                 self.record.require(trainer.asleep, "the trainer's device generates while it trains")
-                then()
+                then(trainer)
 
         self.loop.after(self._outside.rng.randint(1, self.settings.train_ns), done)

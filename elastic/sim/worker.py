@@ -97,7 +97,7 @@ class SimulatedWorker:
         self.link = Link(world.loop, world.rng, lambda: world.mishaps, world.tally, reliable=role is WorkerRole.TRAINER)
         self._world = world
         self._session: Session | None = None
-        self._epoch = 0
+        self.epoch = 0
         self._connected = False
         self._draining = False
         self._frozen_until_ns: Nanoseconds = 0
@@ -142,7 +142,7 @@ class SimulatedWorker:
         self, session: Session, epoch: int, turns: dict[TurnId, Attempt], accounts_ns: dict[Account, int], decoded: int
     ) -> None:
         """Begin where a former process of the same worker was: same connection, same turns, same accounts."""
-        self._session, self._epoch, self._connected = session, epoch, True
+        self._session, self.epoch, self._connected = session, epoch, True
         self._turns = turns
         self._seen = {turn: attempt.attempt for turn, attempt in turns.items()}
         self._accounts_ns, self._decoded = accounts_ns, decoded
@@ -208,7 +208,7 @@ class SimulatedWorker:
             action()
 
     def _obey(self, command: c.Command) -> None:
-        if getattr(command, "epoch", None) == self._epoch and self._connected:
+        if getattr(command, "epoch", None) == self.epoch and self._connected:
             self._execute[type(command)](command)
 
     def _say(self, event: e.Event) -> None:
@@ -219,7 +219,7 @@ class SimulatedWorker:
     def _report_broken(self) -> None:
         session = self._session
         if session is not None:
-            broken = e.WorkerDisconnected(worker=self.id, epoch=self._epoch)
+            broken = e.WorkerDisconnected(worker=self.id, epoch=self.epoch)
             self._world.loop.after(self._world.rng.randint(*DETECTION_NS), lambda: session.feed(broken))
 
     def _dial_later(self) -> None:
@@ -238,7 +238,7 @@ class SimulatedWorker:
             return
         if session is not self._session:
             self._forget_orders()
-        self._session, self._epoch, self._connected, self._newest_order = session, epoch, True, -1
+        self._session, self.epoch, self._connected, self._newest_order = session, epoch, True, -1
         capabilities = self._capabilities()
         self._say(e.WorkerJoined(worker=self.id, epoch=epoch, capabilities=capabilities, weights_version=self.version))
         self._report()
@@ -268,7 +268,7 @@ class SimulatedWorker:
         self._say(
             e.WorkerReported(
                 worker=self.id,
-                epoch=self._epoch,
+                epoch=self.epoch,
                 capacity_turns=self._capacity(),
                 pending=len(self._turns) - executing + len(self._held),
                 executing=executing,
@@ -341,7 +341,7 @@ class SimulatedWorker:
             if chunk.finish is not None:
                 del self._turns[chunk.turn]
         if chunks:
-            self._say(e.TokensReceived(worker=self.id, epoch=self._epoch, chunks=tuple(chunks)))
+            self._say(e.TokensReceived(worker=self.id, epoch=self.epoch, chunks=tuple(chunks)))
 
     def _chunk(self, turn: TurnId, attempt: Attempt, tokens: int, ending: FinishReason | None) -> Progress:
         length = self._world.turn_length(turn)
@@ -420,7 +420,7 @@ class SimulatedWorker:
         return genuine
 
     def _load_failed(self, command: c.LoadWeights, reason: str) -> None:
-        self._say(e.WeightsFailed(worker=self.id, epoch=self._epoch, version=command.version, reason=reason))
+        self._say(e.WeightsFailed(worker=self.id, epoch=self.epoch, version=command.version, reason=reason))
 
     def _apply(self, command: c.LoadWeights) -> None:
         """Running turns go on, under the new version from here on."""
@@ -428,23 +428,23 @@ class SimulatedWorker:
         self.version = command.version
         self._world.note_weights(self.id, command.version, genuine=self._genuine)
         self._begin_held()
-        self._say(e.WeightsApplied(worker=self.id, epoch=self._epoch, version=command.version))
+        self._say(e.WeightsApplied(worker=self.id, epoch=self.epoch, version=command.version))
 
     def _sleep(self, _: c.SleepWorker) -> None:
         self._account()
         self._flush(1, FinishReason.ABORTED)
         self.asleep = True
-        self._say(e.WorkerSlept(worker=self.id, epoch=self._epoch))
+        self._say(e.WorkerSlept(worker=self.id, epoch=self.epoch))
 
     def _wake(self, _: c.WakeWorker) -> None:
         self._account()
         self.asleep = False
-        self._say(e.WorkerAwoke(worker=self.id, epoch=self._epoch))
+        self._say(e.WorkerAwoke(worker=self.id, epoch=self.epoch))
 
     def _drain(self, _: c.DrainWorker) -> None:
         self._draining = True
 
     def _say_goodbye(self) -> None:
         self._report()
-        self._say(e.WorkerDisconnected(worker=self.id, epoch=self._epoch, goodbye=True))
+        self._say(e.WorkerDisconnected(worker=self.id, epoch=self.epoch, goodbye=True))
         self.alive = self._connected = False

@@ -259,7 +259,9 @@ class Service:
             await self._finished_within(ABORT_TIMEOUT_S)
         self._stream.flush()
         now = self._engine.statistics()
-        self._send(wire.Goodbye(self._drain_reason, self._accounts.total(now.accounts_ns), now.decoded_tokens))
+        self._send(
+            wire.Goodbye(wire.clipped(self._drain_reason), self._accounts.total(now.accounts_ns), now.decoded_tokens)
+        )
         await self._connection.aclose()
         self._end(0, self._drain_reason)
 
@@ -316,11 +318,11 @@ class Service:
                 progress=now.progress,
                 accounts_ns=self._accounts.total(now.accounts_ns),
                 decoded_tokens=now.decoded_tokens,
-                kv_used_share=now.kv_blocks_used / max(1, now.kv_blocks_total),
+                kv_used_share=min(1.0, now.kv_blocks_used / max(1, now.kv_blocks_total)),
                 prefix_hit_tokens=now.prefix_hit_tokens,
                 prompt_tokens=now.prompt_tokens,
                 pacing_held_share=now.pacing_held_share,
-                cpu_share=psutil.cpu_percent() / 100,
+                cpu_share=min(1.0, psutil.cpu_percent() / 100),
                 loading=self._loading_at(now),
                 load_progress=self._received_bytes() + now.load_progress,
             )
@@ -381,7 +383,7 @@ class Service:
             self._send(wire.TrainerFailed(f"{type(order).__name__} took longer than {self._trainer.timeout_s} s"))
         except Exception as error:
             log.exception("training failed", order=type(order).__name__)
-            self._send(wire.TrainerFailed(f"{type(error).__name__}: {error}"))
+            self._send(wire.TrainerFailed(wire.clipped(f"{type(error).__name__}: {error}")))
         else:
             if reply is not None:
                 self._send(reply)
@@ -396,7 +398,8 @@ class Service:
             self._send(wire.TrainerFailed(f"version {version} was not published within {trainer.timeout_s} s"))
         except Exception as error:
             log.exception("weights not published", version=version)
-            self._send(wire.TrainerFailed(f"version {version} not published: {type(error).__name__}: {error}"))
+            cause = f"{type(error).__name__}: {error}"
+            self._send(wire.TrainerFailed(wire.clipped(f"version {version} not published: {cause}")))
 
     async def _published(self) -> None:
         """Once the version before is on the relay, or never will be: the next one waits for that."""
@@ -525,7 +528,7 @@ class Service:
 
     def _report_failure(self, order: wire.PullWeights, error: str, refused: Iterable[Refusal] = ()) -> None:
         self._load_phase = LoadPhase.NONE
-        self._send(wire.WeightsReport(order.version, error, 0, 0.0, 0.0, refused=_told(refused)))
+        self._send(wire.WeightsReport(order.version, wire.clipped(error), 0, 0.0, 0.0, refused=_told(refused)))
 
     def _end(self, code: int, reason: str) -> None:
         if not self._exit.done():
@@ -536,7 +539,8 @@ HELD_BACK = "the device's owner needs it"
 
 
 def _told(refused: Iterable[Refusal]) -> list[wire.Refusal]:
-    return [wire.Refusal(what, reason) for what, reason in refused]
+    told = itertools.islice(refused, wire.REFUSALS_MAX)
+    return [wire.Refusal(wire.clipped(what), wire.clipped(reason)) for what, reason in told]
 
 
 class _Ended(Exception):

@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from elastic import wire
@@ -21,7 +21,8 @@ class TokenStream:
     """Gathers what the engine produces and hands it to `send`, batched.
 
     A token waits `flush_interval_s` at most (with `whole_turns` for its turn's end), a turn that ends not at all.
-    Tokens that a turn got within one batch leave as one chunk. Turns that were abandoned are not heard of again.
+    Tokens that a turn got within one batch leave as one chunk, and a batch as one frame, unless they are too long
+    for that. Turns that were abandoned are not heard of again.
     All methods but `sink` belong to the event loop's thread.
     """
 
@@ -129,8 +130,8 @@ class TokenStream:
 
     def _hand_over(self, produced: list[TokenChunk]) -> None:
         chunks = [self._chunk(run) for run in _runs(produced) if run[0].request_id in self._turns]
-        if chunks:
-            self._send(wire.Tokens(chunks))
+        for frame in _frames(chunks):
+            self._send(wire.Tokens(frame))
         if not self._turns:
             self._idle.set()
 
@@ -156,7 +157,7 @@ class TokenStream:
             finish,
             sum(chunk.cached_tokens for chunk in run),
             sum(chunk.prefilled_tokens for chunk in run),
-            detail,
+            wire.clipped(detail),
         )
 
 
@@ -170,7 +171,7 @@ def _runs(chunks: Iterable[TokenChunk]) -> list[list[TokenChunk]]:
     latest: dict[str, list[TokenChunk]] = {}
     for chunk in chunks:
         run = latest.get(chunk.request_id)
-        if run is not None and _continues(run[-1], chunk):
+        if run is not None and _continues(run, chunk):
             run.append(chunk)
         else:
             latest[chunk.request_id] = run = [chunk]
@@ -178,9 +179,25 @@ def _runs(chunks: Iterable[TokenChunk]) -> list[list[TokenChunk]]:
     return runs
 
 
-def _continues(last: TokenChunk, chunk: TokenChunk) -> bool:
+def _frames(chunks: Sequence[wire.Chunk]) -> Iterator[list[wire.Chunk]]:
+    """Chunks in order, as many together as a frame holds."""
+    frame: list[wire.Chunk] = []
+    tokens = 0
+    for chunk in chunks:
+        tokens += len(chunk.token_ids)
+        if frame and (tokens > wire.FRAME_TOKENS or len(frame) == wire.CHUNKS_MAX):
+            yield frame
+            frame, tokens = [], len(chunk.token_ids)
+        frame.append(chunk)
+    if frame:
+        yield frame
+
+
+def _continues(run: Sequence[TokenChunk], chunk: TokenChunk) -> bool:
+    last = run[-1]
     return (
         last.finish is None
+        and chunk.start + len(chunk.token_ids) - run[0].start <= wire.CHUNK_TOKENS_MAX
         and chunk.start == last.start + len(last.token_ids)
         and (chunk.weights_version == last.weights_version or not chunk.token_ids)
     )

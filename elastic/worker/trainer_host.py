@@ -111,7 +111,8 @@ class TrainerHost:
         times = {"apply_s": applied_s - began_s, "checkpoint_s": time.monotonic() - applied_s}
         if order.version == self._config.run.steps:
             self._publication.result()  # No rollouts follow, and once they are over the device is given back.
-        return wire.Stepped(order.version, metrics | times, dict(self._trainer.unusable))
+        unusable = {group: wire.clipped(why) for group, why in self._trainer.unusable.items()}
+        return wire.Stepped(order.version, wire.finite(metrics | times), unusable)
 
     def published(self) -> wire.Published:
         return self._publication.result()
@@ -129,7 +130,7 @@ class TrainerHost:
             "weights_changed_share": 2 * sum(published.changed.values()) / max(published.full_bytes, 1),
         }
         elements = {name: tensor.numel() for name, tensor in tensors.items()}
-        return wire.Published(order.version, figures, changed_shares(published.changed, elements))
+        return wire.Published(order.version, wire.finite(figures), changed_shares(published.changed, elements))
 
     def _answer_requests(self) -> None:
         """Keyframes for workers that can verify no chain, for as long as the process lives."""

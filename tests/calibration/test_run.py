@@ -142,7 +142,10 @@ EVERYTHING = (
     life("spot-1", 6.0, 9.0, 80.0, 80.25),
     life("serving-1", 6.0, 6.5, 80.0, 80.25),
     [(4.0, e.OfferChanged(offer=OFFER))],
-    [(60.0, e.GroupTrained(group="0/0")), (60.5, e.WeightsPublished(version=1))],
+    [
+        (60.0, e.GroupTrained(worker="trainer", epoch=1, group="0/0")),
+        (60.5, e.WeightsPublished(worker="trainer", epoch=1, version=1)),
+    ],
 )
 SPOT = {"providers": {"spot": {"boot_delay_s": 1.0}}}
 

@@ -37,12 +37,12 @@ def train(desk) -> list[str]:
         rest(desk)
     while desk.scheduler.training is not None:
         order.append(desk.scheduler.training)
-        desk.tell(e.GroupTrained(group=desk.scheduler.training))
+        desk.tell(e.GroupTrained(worker="trainer", epoch=1, group=desk.scheduler.training))
     return order
 
 
 def publish(desk) -> list[c.Command]:
-    return desk.tell(e.WeightsPublished(version=desk.scheduler.version + 1))
+    return desk.tell(e.WeightsPublished(worker="trainer", epoch=1, version=desk.scheduler.version + 1))
 
 
 class TestLaunching:
@@ -189,7 +189,7 @@ class TestDynamicSampling:
             assert launched(finish(desk, group, 1.0, 1.0))
         assert not launched(finish(desk, "0/3", 1.0, 1.0))
         rest(desk)
-        desk.tell(e.GroupTrained(group="0/0"))
+        desk.tell(e.GroupTrained(worker="trainer", epoch=1, group="0/0"))
         assert desk.one(c.UpdateWeights).empty_slots == (1,)
 
     def test_as_many_run_at_once_as_the_last_step_says_are_needed(self, make_desk) -> None:

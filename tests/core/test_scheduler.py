@@ -484,26 +484,26 @@ class TestStep:
     def test_repeated_answers_train_and_publish_once(self, make_desk) -> None:
         desk = make_desk(steps=2)
         _finish_rollouts(desk)
-        trained = e.GroupTrained(group=desk.one(c.TrainGroup).group)
+        trained = e.GroupTrained(worker="trainer", epoch=1, group=desk.one(c.TrainGroup).group)
         desk.tell(trained)
         assert desk.one(c.UpdateWeights).version == 1
         desk.tell(trained)
         assert not desk.out
-        desk.tell(e.WeightsPublished(version=1))
+        desk.tell(e.WeightsPublished(worker="trainer", epoch=1, version=1))
         assert desk.one(c.StartGroup).step == 1
-        desk.tell(e.WeightsPublished(version=1))
+        desk.tell(e.WeightsPublished(worker="trainer", epoch=1, version=1))
         assert not desk.out
 
     def test_publication_that_was_not_asked_for_changes_nothing(self, make_desk) -> None:
         desk = make_desk(steps=2)
         _finish_rollouts(desk)
-        desk.tell(e.WeightsPublished(version=1))
+        desk.tell(e.WeightsPublished(worker="trainer", epoch=1, version=1))
         assert desk.scheduler.version == 0
-        desk.tell(e.GroupTrained(group="0/0"))
+        desk.tell(e.GroupTrained(worker="trainer", epoch=1, group="0/0"))
         for version in (0, 2):
-            desk.tell(e.WeightsPublished(version=version))
+            desk.tell(e.WeightsPublished(worker="trainer", epoch=1, version=version))
             assert desk.scheduler.version == 0
-        desk.tell(e.WeightsPublished(version=1))
+        desk.tell(e.WeightsPublished(worker="trainer", epoch=1, version=1))
         assert desk.scheduler.version == 1
 
     def test_a_worker_slower_than_the_steps_ends_what_it_loads_and_goes_on_from_there(self, make_desk) -> None:
@@ -511,15 +511,15 @@ class TestStep:
         desk.trainer()
         slow = desk.worker()
         _finish_rollouts(desk, trainer=False)
-        desk.tell(e.GroupTrained(group="0/0"))
+        desk.tell(e.GroupTrained(worker="trainer", epoch=1, group="0/0"))
         assert desk.one(c.UpdateWeights).pulled == ()
-        desk.tell(e.WeightsPublished(version=1))
+        desk.tell(e.WeightsPublished(worker="trainer", epoch=1, version=1))
         assert desk.one(c.LoadWeights).version == 1
         desk.tell(e.WorkerAwoke(worker="trainer", epoch=1))
         _finish_rollouts(desk, trainer=False, step=1)
-        desk.tell(e.GroupTrained(group="1/0"))
+        desk.tell(e.GroupTrained(worker="trainer", epoch=1, group="1/0"))
         assert desk.one(c.UpdateWeights).pulled == (1,), "it is to stay on the relay"
-        desk.tell(e.WeightsPublished(version=2))
+        desk.tell(e.WeightsPublished(worker="trainer", epoch=1, version=2))
         assert not desk.sent(c.LoadWeights)
         desk.tell(e.WeightsApplied(worker=slow, epoch=1, version=1))
         assert desk.one(c.LoadWeights).version == 2
@@ -529,8 +529,8 @@ class TestStep:
         desk.trainer()
         worker = desk.worker()
         _finish_rollouts(desk, trainer=False)
-        desk.tell(e.GroupTrained(group="0/0"))
-        desk.tell(e.WeightsPublished(version=1))
+        desk.tell(e.GroupTrained(worker="trainer", epoch=1, group="0/0"))
+        desk.tell(e.WeightsPublished(worker="trainer", epoch=1, version=1))
         assert desk.one(c.LoadWeights).version == 1
         desk.request("1/0/0")
         assert not desk.sent(c.StartTurn)
@@ -553,8 +553,8 @@ class TestStep:
         desk.trainer()
         worker = desk.worker()
         _finish_rollouts(desk, trainer=False)
-        desk.tell(e.GroupTrained(group="0/0"))
-        desk.tell(e.WeightsPublished(version=1))
+        desk.tell(e.GroupTrained(worker="trainer", epoch=1, group="0/0"))
+        desk.tell(e.WeightsPublished(worker="trainer", epoch=1, version=1))
         desk.tell(e.WeightsApplied(worker=worker, epoch=1, version=1))
         desk.tell(e.WeightsApplied(worker=worker, epoch=1, version=version))
         assert desk.scheduler.fleet.workers[worker].version == 1
@@ -589,8 +589,8 @@ class TestEnd:
 
     def test_last_publication_ends_the_run_in_peace(self, desk) -> None:
         _finish_rollouts(desk)
-        desk.tell(e.GroupTrained(group="0/0"))
-        desk.tell(e.WeightsPublished(version=1))
+        desk.tell(e.GroupTrained(worker="trainer", epoch=1, group="0/0"))
+        desk.tell(e.WeightsPublished(worker="trainer", epoch=1, version=1))
         desk.tell(e.WorkerDisconnected(worker="trainer", epoch=1, goodbye=True))
         desk.lease_ended("trainer-1", EndCause.RELEASED)
         assert desk.one(c.EndRun).failed == ""
@@ -606,9 +606,9 @@ class TestEnd:
     def test_publication_while_stopping_starts_nothing(self, make_desk) -> None:
         desk = make_desk(steps=2)
         _finish_rollouts(desk)
-        desk.tell(e.GroupTrained(group="0/0"))
+        desk.tell(e.GroupTrained(worker="trainer", epoch=1, group="0/0"))
         desk.tell(e.StopRequested(reason="asked to"))
-        desk.tell(e.WeightsPublished(version=1))
+        desk.tell(e.WeightsPublished(worker="trainer", epoch=1, version=1))
         assert not desk.out
 
     def test_awakening_while_stopping_is_harmless(self, desk) -> None:
@@ -622,8 +622,8 @@ class TestEnd:
 
     def test_lease_that_is_never_confirmed_fails_the_end_by_name(self, desk) -> None:
         _finish_rollouts(desk)
-        desk.tell(e.GroupTrained(group="0/0"))
-        desk.tell(e.WeightsPublished(version=1))
+        desk.tell(e.GroupTrained(worker="trainer", epoch=1, group="0/0"))
+        desk.tell(e.WeightsPublished(worker="trainer", epoch=1, version=1))
         out = desk.wait(20)
         (end,) = [command for command in out if isinstance(command, c.EndRun)]
         assert "trainer-1" in end.failed

@@ -120,9 +120,9 @@ class Monkey:
             case c.ScoreTrajectory():
                 self.tell(self.scored(order.trajectory, order.attempt))
             case c.TrainGroup():
-                self.tell(e.GroupTrained(group=order.group))
+                self.tell(e.GroupTrained(worker="trainer", epoch=1, group=order.group))
             case c.UpdateWeights():
-                self.tell(e.WeightsPublished(version=order.version))
+                self.tell(e.WeightsPublished(worker="trainer", epoch=1, version=order.version))
             case _:
                 pass
 
@@ -161,8 +161,11 @@ class Monkey:
                 e.TrajectoryFailed(trajectory=trajectory, cause=""),
                 e.RewardRequested(trajectory=trajectory, tokens=0),
                 self.scored(trajectory, rng.randint(0, 3)),
-                e.GroupTrained(group=rng.choice(("0/0", "1/1", "none"))),
-                e.WeightsPublished(version=version),
+                e.WorkerBarred(worker=worker, epoch=epoch, cause="lies"),
+                e.GroupTrained(worker=worker, epoch=epoch, group=rng.choice(("0/0", "1/1", "none"))),
+                e.GroupTrained(worker="trainer", epoch=1, group=rng.choice(("0/0", "1/1", "none"))),
+                e.WeightsPublished(worker=worker, epoch=epoch, version=version),
+                e.WeightsPublished(worker="trainer", epoch=1, version=version),
                 e.Resumed(),
                 *([e.StopRequested(reason="enough")] if rng.random() < 0.02 else ()),
             ]

@@ -31,9 +31,9 @@ def test_record_tells_who_waited_for_whom(make_desk) -> None:
         desk.tokens(desk.one(c.StartTurn), 1, finish=FinishReason.STOP)
         desk.tell(e.TrajectoryFinished(trajectory=trajectory, reward=float(trajectory[-1]), tokens=1))
     desk.now_s += 0.25
-    desk.tell(e.GroupTrained(group="0/0"))
+    desk.tell(e.GroupTrained(worker="trainer", epoch=1, group="0/0"))
     desk.now_s += 0.25
-    desk.tell(e.WeightsPublished(version=1))
+    desk.tell(e.WeightsPublished(worker="trainer", epoch=1, version=1))
     (record,) = desk.scheduler.history
     assert began_s > 0
     assert record.seeding_ns == 1 * NS_PER_S
@@ -59,8 +59,8 @@ def test_seeding_policy_sees_each_step_and_its_bound_is_kept(make_desk) -> None:
     desk.tell(e.WorkerSlept(worker="trainer", epoch=1))
     for trajectory in ("0/0/0", "0/0/1"):
         desk.tell(e.TrajectoryFinished(trajectory=trajectory, reward=float(trajectory[-1]), tokens=1))
-    desk.tell(e.GroupTrained(group="0/0"))
-    desk.tell(e.WeightsPublished(version=1))
+    desk.tell(e.GroupTrained(worker="trainer", epoch=1, group="0/0"))
+    desk.tell(e.WeightsPublished(worker="trainer", epoch=1, version=1))
     assert desk.scheduler.seeding_plan == SeedingPlan(window_ns=7, worker_bound=1)
     assert desk.scheduler.leases.worker_bound == 1
 
@@ -86,6 +86,6 @@ def test_providers_are_asked_again_when_more_workers_are_worth_having(make_desk)
     desk.tell(e.WorkerSlept(worker="trainer", epoch=1))
     for trajectory in ("0/0/0", "0/0/1"):
         desk.tell(e.TrajectoryFinished(trajectory=trajectory, reward=float(trajectory[-1]), tokens=1))
-    desk.tell(e.GroupTrained(group="0/0"))
-    desk.tell(e.WeightsPublished(version=1))
+    desk.tell(e.GroupTrained(worker="trainer", epoch=1, group="0/0"))
+    desk.tell(e.WeightsPublished(worker="trainer", epoch=1, version=1))
     assert [k.lease for k in desk.sent(c.AcquireLease)] == ["spot-2"]

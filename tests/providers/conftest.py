@@ -98,7 +98,7 @@ class MemoryProvider(LeaseKeeper[ProviderSettings]):
         self.holdings[request.lease] = MemoryHolding()
         return self.holdings[request.lease]
 
-    def forget(self, lease: LeaseId) -> None:
+    def forget(self, lease: LeaseId, *, barred: bool) -> None:
         del self.holdings[lease]
 
     async def reconcile(self) -> list[str]:

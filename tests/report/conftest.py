@@ -98,7 +98,7 @@ class RunWriter:
         body = {"lengths": [25] * len(rewards), "tokens_by_age": {0: 20 * len(rewards), 1: 5 * len(rewards)}}
         self.journal.group(0, f"{step}/{group}", step, step, dropped, body)
         if trained:
-            self.journal.event(e.GroupTrained(group=f"{step}/{group}"), 0)
+            self.journal.event(e.GroupTrained(worker="trainer", epoch=1, group=f"{step}/{group}"), 0)
 
     def step(self, step: int, at_s: float, duration_s: float = 1.0, **body: Any) -> None:
         ns = {"duration_ns": _ns(duration_s), "seeding_ns": _ns(duration_s / 6), "rollout_ns": _ns(duration_s * 0.8)}
@@ -309,7 +309,7 @@ def _train(run: RunWriter, step: int, at_s: float, leases: list[Lease], rng: ran
         teaches = len(set(rewards) - {None}) > 1
         run.group(step, group, rewards, trained=teaches, cause="the environment did not answer within 30 s")
         trained += teaches
-    run.journal.event(e.WeightsPublished(version=step + 1), _ns(at_s))
+    run.journal.event(e.WeightsPublished(worker="trainer", epoch=1, version=step + 1), _ns(at_s))
     run.step(step, at_s, STEP_S, groups_trained=trained, groups_dropped=16 - trained)
     for lease in leases:
         if lease.provider != "trainer" and lease.opened_s <= at_s < lease.closed_s:

@@ -251,7 +251,12 @@ def test_groups_are_dropped_for_the_reason_in_the_journal(summary_of):
 
 
 def test_trained_groups_count_in_a_journal_without_groups(summary_of):
-    assert summary_of(lambda run: run.journal.event(e.GroupTrained(group="0/0"), 1)).groups_trained == 1
+    assert (
+        summary_of(
+            lambda run: run.journal.event(e.GroupTrained(worker="trainer", epoch=1, group="0/0"), 1)
+        ).groups_trained
+        == 1
+    )
 
 
 def test_moves_tell_preemptions_from_hand_overs(summary_of):

@@ -16,7 +16,7 @@ FULL_BYTES = 1_190_016
 
 
 def pulls(run):
-    run.journal.event(e.WeightsPublished(version=2), 5_000_000_000)
+    run.journal.event(e.WeightsPublished(worker="trainer", epoch=1, version=2), 5_000_000_000)
     run.pull(1.0, FULL_BYTES, 0.4, 0.1, worker="a", version=1)
     run.pull(5.5, 11_900, 0.2, 0.1, worker="a", version=2)
     run.pull(6.0, 11_900, 0.4, 0.1, worker="b", version=2)

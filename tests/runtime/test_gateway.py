@@ -9,12 +9,14 @@ from collections.abc import AsyncIterator, Callable
 
 import msgspec
 import pytest
+import structlog
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic import wire
 from elastic.core.types import Capabilities, WeightMode
 from elastic.runtime.gateway import Gateway, GatewayError, Limits
+from elastic.runtime.refusals import Refused
 
 PATIENCE_S = 10.0
 READY = wire.Ready(Capabilities(engine="test", replayable_sampling=True, max_context_tokens=8, device="cpu"), None)
@@ -46,6 +48,9 @@ class Ear:
 
     def on_disconnected(self, worker: str, epoch: int, goodbye: bool) -> None:
         self._note("disconnected", worker, epoch, goodbye)
+
+    def on_barred(self, worker: str, epoch: int, cause: str) -> None:
+        self._note("barred", worker, epoch, cause)
 
     def _note(self, *what: object) -> None:
         self.heard.append(what)
@@ -312,7 +317,7 @@ async def test_nothing_but_ready_follows_hello(house: House, early: wire.FromWor
     refused = await peer.hear()
     assert isinstance(refused, wire.Refused)
     assert "before Ready" in refused.reason
-    assert house.ear.heard == []
+    assert [what[:3] for what in house.ear.heard] == [("barred", "w", 1)]
 
 
 @pytest.mark.parametrize("garbage", [b"GET / HTTP/1.1\r\n\r\n", b"\x00\x00\x00\x02\xc1\xc1", b"\x00\x01\x00\x00"])
@@ -326,10 +331,17 @@ async def test_garbage_from_a_stranger_ends_only_its_connection(house: House, ga
     await house.ear.until("message", "w", 1, slept())
 
 
-async def test_garbage_from_a_worker_ends_its_epoch(house: House) -> None:
-    peer, _ = await house.ready()
+async def test_a_worker_that_sends_garbage_is_barred_for_good(house: House) -> None:
+    peer, welcome = await house.ready()
     peer.writer.write(b"\x00\x00\x00\x01\xc1")
-    await house.ear.until("disconnected", "w", 1, False)
+    refused = await peer.hear()
+    assert isinstance(refused, wire.Refused)
+    assert not refused.retry
+    assert await peer.hear() is None
+    again = await house.dial()
+    again.say(hello("w", welcome.session_key, resume=True))
+    assert await again.hear() == refused
+    assert [what[0] for what in house.ear.heard] == ["ready", "barred"]
 
 
 async def test_a_silent_stranger_is_sent_away_in_time() -> None:
@@ -339,21 +351,40 @@ async def test_a_silent_stranger_is_sent_away_in_time() -> None:
         assert await peer.hear() is None
 
 
-async def test_strangers_are_few() -> None:
+async def test_the_oldest_stranger_goes_where_there_are_too_many() -> None:
     async with House(Limits(unauthenticated=2)) as house:
         house.gateway.expect("w", "token")
-        waiting = [await house.dial() for _ in range(2)]
-        crowd = await house.dial()
-        refused = await crowd.hear()
+        oldest, *_ = [await house.dial() for _ in range(3)]
+        refused = await oldest.hear()
         assert isinstance(refused, wire.Refused)
         assert refused.retry
-        assert await crowd.hear() is None
-        await waiting[0].aclose()
-        while True:  # until the gateway has seen it go
+        assert await oldest.hear() is None
+        await house.join()
+
+
+async def test_silent_strangers_lock_no_worker_out() -> None:
+    async with House() as house:
+        crowd = [await house.dial() for _ in range(320)]
+        for n in range(8):
+            house.gateway.expect(f"w{n}", "token")
+        peers = [await house.dial() for _ in range(8)]
+        for n, peer in enumerate(peers):
+            peer.say(hello(f"w{n}", "token"))
+        for peer in peers:
+            assert isinstance(await peer.hear(), wire.Welcome)
+        assert len(crowd) == 320
+
+
+async def test_refused_hellos_are_counted_and_logged_at_a_bounded_rate(house: House) -> None:
+    with structlog.testing.capture_logs() as lines:
+        for _ in range(60):
             peer = await house.dial()
-            peer.say(hello("w", "token"))
-            if isinstance(await peer.hear(), wire.Welcome):
-                break
+            peer.say(hello("nobody", "nothing"))
+            assert isinstance(await peer.hear(), wire.Refused)
+    assert house.gateway.refusals.counts() == [
+        Refused(who="strangers", reason="unknown worker or wrong token", count=60)
+    ]
+    assert 0 < len([line for line in lines if line["event"] == "refused"]) < 40
 
 
 async def test_pings_come_every_heartbeat_interval(house: House) -> None:

@@ -216,6 +216,9 @@ class Orchestra:
         self.gone.append((worker, epoch, goodbye))
         self._news.set()
 
+    def on_barred(self, worker: str, epoch: int, cause: str) -> None:
+        raise AssertionError(f"{worker} was barred: {cause}")
+
     async def until(self, condition: Callable[[], object]) -> None:
         async with asyncio.timeout(PATIENCE_S):
             while not condition():
@@ -254,7 +257,7 @@ class Orchestra:
 
     def employ(self, engine: object, worker: str = "w", join: str = "", **options: object) -> asyncio.Task[AgentExit]:
         """Start an agent with this engine."""
-        self.gateway.expect(worker, f"token of {worker}")
+        self.gateway.expect(worker, f"token of {worker}", trains="trainer" in options)
         work = run_agent(join or self.address, worker, f"token of {worker}", lambda _: engine, **options)  # type: ignore[arg-type]
         self.agents.append(asyncio.create_task(work))
         return self.agents[-1]

@@ -201,6 +201,7 @@ class SimulatedRun:
             c.FinishTurn: self._finish_turn,
             c.FailTurn: self._fail_turn,
             c.FenceWorker: lambda k: self._refused.add(k.worker),
+            c.BarLease: lambda _: None,
             c.StartGroup: self._start_group,
             c.CancelTrajectory: self._cancel,
             c.ScoreTrajectory: self._score,
@@ -540,7 +541,7 @@ class SimulatedRun:
         members = [self._finished.pop(trajectory) for trajectory in command.trajectories]
         tokens = sum(member.context for member in members)
         work_s = self._profile.train_group_s + tokens / self._train_tokens_per_s
-        self._on_trainer(work_s, lambda _: self.tell(e.GroupTrained(group=command.group)))
+        self._on_trainer(work_s, lambda t: self.tell(e.GroupTrained(worker=t.id, epoch=t.epoch, group=command.group)))
 
     def _drop_group(self, command: c.DropGroup) -> None:
         step = self.scheduler.step
@@ -552,12 +553,12 @@ class SimulatedRun:
             self._trained_version = command.version
             assert trainer.engine is not None
             trainer.engine.use_version(command.version)
-            self.loop.after(self.message_ns, lambda: self._published(command))
+            self.loop.after(self.message_ns, lambda: self._published(trainer, command))
 
         self._on_trainer(self._profile.update_s, publish)
 
-    def _published(self, command: c.UpdateWeights) -> None:
-        self.feed(e.WeightsPublished(version=command.version))
+    def _published(self, trainer: WorkerModel, command: c.UpdateWeights) -> None:
+        self.feed(e.WeightsPublished(worker=trainer.id, epoch=trainer.epoch, version=command.version))
         if self.scheduler.history:
             self.last_success = sum(self.rewards) / len(self.rewards) if self.rewards else None
             record = self.scheduler.history[-1]

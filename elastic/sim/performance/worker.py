@@ -71,7 +71,7 @@ class WorkerModel:
         self._profile = device.profile
         self._rates = device.rates
         self._world = world
-        self._epoch = 0
+        self.epoch = 0
         self._draining = False
         self._declining = False
         self._born_ns = world.loop.now_ns
@@ -132,7 +132,7 @@ class WorkerModel:
         if version is not None:
             self.engine.use_version(version)
             self.engine.set_idle_account(Account.IDLE)
-        self._epoch = epoch
+        self.epoch = epoch
         capabilities = Capabilities(
             engine="simulated",
             replayable_sampling=True,
@@ -158,20 +158,20 @@ class WorkerModel:
             self.engine.close()
         if self.share is not None:
             self.share.end()
-        if self._epoch:
-            self._world.tell(e.WorkerDisconnected(worker=self.id, epoch=self._epoch))
+        if self.epoch:
+            self._world.tell(e.WorkerDisconnected(worker=self.id, epoch=self.epoch))
 
     def hear(self, command: c.Command) -> None:
         self._world.loop.after(self._world.message_ns, partial(self._obey, command))
 
     def _obey(self, command: Any) -> None:
-        if self.alive and command.epoch == self._epoch:
+        if self.alive and command.epoch == self.epoch:
             self._execute[type(command)](command)
 
     # What it says
 
     def _say_tokens(self, chunks: Sequence[Progress]) -> None:
-        self._world.tell(e.TokensReceived(worker=self.id, epoch=self._epoch, chunks=tuple(chunks)))
+        self._world.tell(e.TokensReceived(worker=self.id, epoch=self.epoch, chunks=tuple(chunks)))
         if self._draining and not self._running.executing and not self._running.pending:
             self._world.loop.after(0, self._say_goodbye)
 
@@ -195,7 +195,7 @@ class WorkerModel:
         self._world.tell(
             e.WorkerReported(
                 worker=self.id,
-                epoch=self._epoch,
+                epoch=self.epoch,
                 capacity_turns=self._announced,
                 pending=engine.pending,
                 executing=engine.executing,
@@ -259,7 +259,7 @@ class WorkerModel:
         self._wanted = command.version
         have = self._running.version
         if have == command.version:
-            world.tell(e.WeightsApplied(worker=self.id, epoch=self._epoch, version=command.version))
+            world.tell(e.WeightsApplied(worker=self.id, epoch=self.epoch, version=command.version))
             return
         self._pulls = True
         size_bytes, pulled_ns = world.relay.pull(have, command.version, self._profile)
@@ -279,18 +279,18 @@ class WorkerModel:
             self._running.set_idle_account(Account.DRAINING if self._draining else Account.IDLE)
             applied_ns = world.loop.now_ns - pulled_ns
             world.note_pull(self.id, command.version, size_bytes, pulled_ns - began_ns, applied_ns)
-            world.tell(e.WeightsApplied(worker=self.id, epoch=self._epoch, version=command.version))
+            world.tell(e.WeightsApplied(worker=self.id, epoch=self.epoch, version=command.version))
 
         self._running.hold_admissions(lambda: world.loop.after(apply_ns, applied), world.weight_mode)
 
     def _sleep(self, _: c.SleepWorker) -> None:
         self._running.sleep()
-        self._world.tell(e.WorkerSlept(worker=self.id, epoch=self._epoch))
+        self._world.tell(e.WorkerSlept(worker=self.id, epoch=self.epoch))
 
     def _wake(self, _: c.WakeWorker) -> None:
         self._running.wake()
         self._report()
-        self._world.tell(e.WorkerAwoke(worker=self.id, epoch=self._epoch))
+        self._world.tell(e.WorkerAwoke(worker=self.id, epoch=self.epoch))
 
     def _drain(self, _: c.DrainWorker) -> None:
         if self._draining:
@@ -305,7 +305,7 @@ class WorkerModel:
         if not self.alive:
             return
         self._report()
-        self._world.tell(e.WorkerDisconnected(worker=self.id, epoch=self._epoch, goodbye=True))
+        self._world.tell(e.WorkerDisconnected(worker=self.id, epoch=self.epoch, goodbye=True))
         self.alive = False
         self._running.close()
         if self.share is not None:

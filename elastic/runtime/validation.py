@@ -1,0 +1,111 @@
+"""What a worker says, held against what can be true of it.
+
+Types bound every field by itself (`elastic.wire`). Here is what depends on the run, on the worker and on what it
+said before. Nothing here asks whether a plausible token is the right one: that harms the worker's own turns alone.
+Pure: the caller brings the time, in seconds on any clock that only goes forward.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+
+from elastic import wire
+from elastic.core.types import INTEGER_MAX, NS_PER_S, Account
+
+CLOCK_SLACK_S = 60.0
+"""How far a worker's clock may be from ours before what it says of its time is a lie rather than a drift."""
+DRIFT = 1e-3
+"""By which a worker's clock may run faster than ours: ten times what a bad quartz does."""
+BACKWARDS_NS = NS_PER_S
+"""By which an account may shrink: one reading is taken from two threads while they go on."""
+TOKENS_PER_S_MAX = 1_000_000
+"""More than any one worker decodes."""
+
+_OF_TRAINER = (wire.Trained, wire.Stepped, wire.Published, wire.TrainerFailed)
+
+
+class Implausible(wire.WireError):
+    """A frame that cannot be true, or is not the worker's to send."""
+
+
+class Bounds(msgspec.Struct, frozen=True, kw_only=True):
+    """The most that a worker of this run can truthfully say. `trains` for the trainer's worker alone."""
+
+    vocab_size: int = INTEGER_MAX
+    context_tokens: int = INTEGER_MAX
+    capacity_turns: int = INTEGER_MAX
+    trains: bool = False
+
+
+def bounds_of(engine: Mapping[str, Any], model: Mapping[str, Any], *, trains: bool) -> Bounds:
+    """`engine` and `model` as in `wire.Welcome`; what they leave open is not bounded."""
+    max_batch, max_pending = engine.get("max_batch"), engine.get("max_pending")
+    return Bounds(
+        vocab_size=model.get("vocab_size", INTEGER_MAX),
+        context_tokens=engine.get("max_context_tokens", INTEGER_MAX),
+        capacity_turns=INTEGER_MAX if max_batch is None or max_pending is None else max_batch + max_pending,
+        trains=trains,
+    )
+
+
+class _Reading(NamedTuple):
+    """What a worker said of its work, and when it came."""
+
+    at_s: float
+    accounts_ns: Mapping[Account, int]
+    decoded_tokens: int
+
+
+class Claims:
+    """One worker's frames, in the order in which they come."""
+
+    def __init__(self, bounds: Bounds) -> None:
+        self._bounds = bounds
+        self._first: _Reading | None = None
+        self._accounts_ns: Mapping[Account, int] = {}
+        self._checks: dict[type[Any], Callable[[Any, float], None]] = {
+            wire.Tokens: self._tokens,
+            wire.Heartbeat: self._heartbeat,
+            wire.Goodbye: lambda m, now_s: self._work(_Reading(now_s, m.accounts_ns, m.decoded_tokens)),
+        }
+
+    def check(self, message: wire.FromWorker, now_s: float) -> None:
+        """Raises `Implausible`, whose message names what is wrong without its value."""
+        if isinstance(message, _OF_TRAINER) and not self._bounds.trains:
+            raise Implausible(f"{type(message).__name__}, which only the trainer sends")
+        check = self._checks.get(type(message))
+        if check is not None:
+            check(message, now_s)
+
+    def _tokens(self, tokens: wire.Tokens, _: float) -> None:
+        vocab_size, most = self._bounds.vocab_size, self._bounds.context_tokens
+        for chunk in tokens.chunks:
+            ids = chunk.token_ids
+            if ids and max(ids) >= vocab_size:
+                raise Implausible("token id outside the vocabulary")
+            if chunk.start + len(ids) > most:
+                raise Implausible("token position beyond the longest context")
+            if chunk.cached_tokens + chunk.prefilled_tokens > most:
+                raise Implausible("prompt longer than the longest context")
+
+    def _heartbeat(self, beat: wire.Heartbeat, now_s: float) -> None:
+        if beat.capacity_turns > self._bounds.capacity_turns:
+            raise Implausible("credit for more turns than its engine's settings allow")
+        self._work(_Reading(now_s, beat.accounts_ns, beat.decoded_tokens))
+
+    def _work(self, now: _Reading) -> None:
+        """How old the worker's process is, it alone knows; but it ages as everybody does."""
+        first = self._first = self._first or now
+        passed_s = (now.at_s - first.at_s) * (1 + DRIFT) + CLOCK_SLACK_S
+        if _total_ns(now) - _total_ns(first) > passed_s * NS_PER_S:
+            raise Implausible("accounts of more time than has passed")
+        if any(ns - now.accounts_ns.get(account, 0) > BACKWARDS_NS for account, ns in self._accounts_ns.items()):
+            raise Implausible("an account that goes backwards")
+        if now.decoded_tokens - first.decoded_tokens > passed_s * TOKENS_PER_S_MAX:
+            raise Implausible("more tokens than a worker can decode in the time")
+        self._accounts_ns = now.accounts_ns
+
+
+def _total_ns(reading: _Reading) -> int:
+    return sum(reading.accounts_ns.values())

@@ -1,0 +1,105 @@
+"""Frames held against what can be true: no lie comes through, and no honest worker is refused."""
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic import wire
+from elastic.core.types import INTEGER_MAX, Account
+from elastic.engine.meter import AccountMeter
+from elastic.runtime.validation import BACKWARDS_NS, CLOCK_SLACK_S, Bounds, Claims, Implausible, bounds_of
+
+BOUNDS = Bounds(vocab_size=32, context_tokens=100, capacity_turns=20)
+TRAINER = Bounds(vocab_size=32, context_tokens=100, capacity_turns=20, trains=True)
+S = 10**9
+
+
+def beat(accounts_ns: dict[Account, int], capacity: int = 4, decoded: int = 0) -> wire.Heartbeat:
+    return wire.Heartbeat(capacity, 0, 0, 0, accounts_ns, decoded, 0.0, 0, 0)
+
+
+def chunk(**fields: Any) -> wire.Tokens:
+    good = {"turn": "t", "attempt": 1, "start": 0, "token_ids": [1], "logprobs": [-0.5], "weights_version": 0}
+    return wire.Tokens([wire.Chunk(**(good | fields))])
+
+
+@pytest.mark.parametrize(
+    ("lie", "named"),
+    [
+        (chunk(token_ids=[3, 32], logprobs=[0.0, 0.0]), "vocabulary"),
+        (chunk(start=100), "longest context"),
+        (chunk(prefilled_tokens=60, cached_tokens=60), "longest context"),
+        (beat({}, capacity=21), "credit"),
+        (beat({}, capacity=10**15), "credit"),
+        (wire.Trained("0/0", 0.1), "only the trainer"),
+        (wire.Stepped(1, {}), "only the trainer"),
+        (wire.Published(1, {}, {}), "only the trainer"),
+        (wire.TrainerFailed("no"), "only the trainer"),
+    ],
+)
+def test_a_lie_is_named(lie: wire.FromWorker, named: str) -> None:
+    with pytest.raises(Implausible, match=named):
+        Claims(BOUNDS).check(lie, 0.0)
+
+
+@pytest.mark.parametrize("message", [wire.Trained("0/0", 0.1), wire.Stepped(1, {}), wire.TrainerFailed("no")])
+def test_the_trainer_may_say_what_trainers_say(message: wire.FromWorker) -> None:
+    Claims(TRAINER).check(message, 0.0)
+
+
+@given(st.lists(st.tuples(st.integers(0, 10 * S), st.sampled_from(Account), st.floats(0, 5)), min_size=1, max_size=30))
+def test_a_meters_readings_are_believed_however_late_they_come(steps: list[tuple[int, Account, float]]) -> None:
+    """Whatever its device was at; frames are late by up to 5 s, and none overtakes another."""
+    claims, now_ns, heard_s = Claims(BOUNDS), 0, 0.0
+    meter = AccountMeter(0, Account.BOOTING)
+    for passed_ns, account, late_s in steps:
+        now_ns += passed_ns
+        heard_s = max(heard_s, now_ns / S + late_s)
+        claims.check(beat(meter.read(now_ns), decoded=now_ns // S), heard_s)
+        meter.switch(now_ns, {account: 1.0})
+
+
+@given(st.integers(0, INTEGER_MAX), st.floats(0, 1000))
+def test_accounts_grow_no_faster_than_time_passes(grown_ns: int, passed_s: float) -> None:
+    claims = Claims(BOUNDS)
+    claims.check(beat({Account.BOOTING: 77 * S}), 5.0)
+    believed = grown_ns <= (passed_s * 1.001 + CLOCK_SLACK_S) * S
+    try:
+        claims.check(beat({Account.BOOTING: 77 * S, Account.DECODE: grown_ns}), 5.0 + passed_s)
+    except Implausible as lie:
+        assert "more time than has passed" in str(lie)
+        assert not believed or math.isclose(grown_ns, (passed_s * 1.001 + CLOCK_SLACK_S) * S, rel_tol=1e-9)
+    else:
+        assert grown_ns <= (passed_s * 1.001 + CLOCK_SLACK_S) * S * (1 + 1e-9)
+
+
+@given(st.dictionaries(st.sampled_from(Account), st.integers(0, 10 * S), min_size=1), st.data())
+def test_no_account_goes_backwards(accounts_ns: dict[Account, int], data: st.DataObject) -> None:
+    claims = Claims(BOUNDS)
+    claims.check(beat(accounts_ns), 0.0)
+    account = data.draw(st.sampled_from(sorted(accounts_ns)))
+    less = data.draw(st.integers(0, accounts_ns[account]))
+    now = beat(accounts_ns | {account: less})
+    if accounts_ns[account] - less > BACKWARDS_NS:
+        with pytest.raises(Implausible, match="backwards"):
+            claims.check(now, 1.0)
+    else:
+        claims.check(now, 1.0)
+
+
+def test_tokens_are_decoded_in_time() -> None:
+    claims = Claims(BOUNDS)
+    claims.check(beat({}, decoded=5_000), 0.0)
+    claims.check(beat({}, decoded=50_000), 1.0)
+    with pytest.raises(Implausible, match="more tokens"):
+        claims.check(beat({}, decoded=INTEGER_MAX), 2.0)
+
+
+def test_bounds_are_those_of_the_workers_engine_and_model() -> None:
+    engine, model = {"max_batch": 3, "max_pending": 2, "max_context_tokens": 64}, {"vocab_size": 9}
+    found = bounds_of(engine, model, trains=False)
+    assert found == Bounds(vocab_size=9, context_tokens=64, capacity_turns=5)
+    assert bounds_of({}, {}, trains=True) == Bounds(trains=True)
