@@ -1,11 +1,16 @@
 """The wire's contract: any stream of bytes gives the frames that were sent, or a WireError."""
 
+import math
 import struct
+import sys
+from collections.abc import Callable, Iterator
+from typing import get_args
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import inspect
 
 from elastic import wire
 from elastic.core.types import Account, Capabilities, FinishReason, WeightMode
@@ -160,3 +165,153 @@ def test_the_refusal_that_other_versions_read_never_changes() -> None:
 def test_fields_that_a_later_release_appends_are_ignored() -> None:
     body = msgspec.msgpack.encode(["Abort", "turn", 3, "later"])
     assert wire.decode_from_orchestrator(body) == wire.Abort("turn", 3)
+
+
+def _bounded(at: inspect.Type, where: str) -> list[str]:
+    """Fields below `at` that have no end."""
+    match at:
+        case inspect.IntType():
+            held = at.ge is not None and at.ge >= 0 and at.le is not None and at.le < 2**53
+            return [] if held else [where]
+        case inspect.FloatType():
+            lowest = at.ge if at.ge is not None else at.gt
+            held = lowest is not None and at.le is not None and math.isfinite(lowest) and math.isfinite(at.le)
+            return [] if held else [where]
+        case inspect.StrType():
+            return [] if at.max_length is not None else [where]
+        case inspect.ListType(item_type=item):
+            return ([] if at.max_length is not None else [where]) + _bounded(item, f"{where}[]")
+        case inspect.DictType(key_type=key, value_type=value):
+            finite_keys = isinstance(key, inspect.EnumType | inspect.LiteralType)
+            held = finite_keys or at.max_length is not None
+            keys = [] if finite_keys else _bounded(key, f"{where} key")
+            return ([] if held else [where]) + keys + _bounded(value, f"{where}{{}}")
+        case inspect.StructType(fields=fields):
+            return [name for field in fields for name in _bounded(field.type, f"{where}.{field.encode_name}")]
+        case inspect.UnionType(types=types):
+            return [name for one in types for name in _bounded(one, where)]
+        case inspect.BoolType() | inspect.NoneType() | inspect.EnumType() | inspect.LiteralType():
+            return []
+        case _:
+            return [f"{where}: {type(at).__name__}"]
+
+
+@pytest.mark.parametrize("kind", get_args(wire.FromWorker), ids=lambda kind: kind.__name__)
+def test_every_field_that_a_worker_fills_has_bounds(kind: type) -> None:
+    assert _bounded(inspect.type_info(kind), kind.__name__) == []
+
+
+def _parts(
+    at: inspect.Type, good: object, rebuild: Callable[[object], object]
+) -> Iterator[tuple[inspect.Type, object]]:
+    """Every value inside `good`, a plain message of type `at`, with the whole message in which something is in its
+    place: (type, whole message by what is put there)."""
+    match at:
+        case inspect.UnionType(types=types):
+            at = next(one for one in types if not isinstance(one, inspect.NoneType))
+        case _:
+            pass
+    yield at, rebuild
+    match at:
+        case inspect.StructType(fields=fields, array_like=True):
+            assert isinstance(good, list)
+            tagged = at.tag is not None
+            for n, field in enumerate(fields, tagged):
+                yield from _parts(field.type, good[n], lambda v, n=n: rebuild([*good[:n], v, *good[n + 1 :]]))
+        case inspect.StructType(fields=fields):
+            assert isinstance(good, dict)
+            for field in fields:
+                name = field.encode_name
+                yield from _parts(field.type, good[name], lambda v, name=name: rebuild(good | {name: v}))
+        case inspect.ListType(item_type=item):
+            assert isinstance(good, list)
+            yield from _parts(item, good[0], lambda v: rebuild([v, *good[1:]]))
+        case inspect.DictType(value_type=value):
+            assert isinstance(good, dict)
+            key = next(iter(good))
+            yield from _parts(value, good[key], lambda v: rebuild(good | {key: v}))
+        case _:
+            pass
+
+
+def _beyond(at: inspect.Type) -> list[object]:
+    """What a field of this type must not hold."""
+    match at:
+        case inspect.IntType(le=most):
+            return [-1, most + 1, 2**53, 2**63, 2**64 - 1, -(2**63), 1.5, math.nan, "1", [], {}]
+        case inspect.FloatType(le=most):
+            over = [] if most == sys.float_info.max else [math.nextafter(most, math.inf)]
+            return [math.nan, math.inf, -math.inf, *over, "1", [], {}]
+        case inspect.StrType(max_length=most):
+            return ["x" * (most + 1), 1, [], {}]
+        case inspect.EnumType() | inspect.LiteralType():
+            return ["no such thing", "", 1, []]
+        case inspect.ListType(max_length=most):
+            return [[None] * (most + 1), 1, "x", {}]
+        case inspect.DictType():
+            return [{"no such key": "no such value"}, 1, "x", []]
+        case inspect.BoolType():
+            return [1, "yes", []]
+        case _:
+            return [1, "x"]
+
+
+GOOD = {
+    wire.Hello: wire.Hello(wire.PROTOCOL_VERSION, "w", "s", False, 1, "h"),
+    wire.Ready: wire.Ready(
+        Capabilities(
+            engine="e",
+            replayable_sampling=True,
+            max_context_tokens=8,
+            device="d",
+            tflops=1.0,
+            memory_gb_per_s=1.0,
+            max_batch=1,
+        ),
+        1,
+    ),
+    wire.Heartbeat: wire.Heartbeat(1, 1, 1, 1, {Account.IDLE: 1}, 1, 0.5, 1, 1),
+    wire.Tokens: wire.Tokens([wire.Chunk("t", 1, 0, [1], [-0.5], 0, FinishReason.STOP, 1, 1, "d")]),
+    wire.WeightsReport: wire.WeightsReport(1, "", 1, 0.5, 0.5, 1, {"wire": 0.5}, [wire.Refusal("a", "b")]),
+    wire.Slept: wire.Slept(),
+    wire.Awoke: wire.Awoke(),
+    wire.Goodbye: wire.Goodbye("", {Account.IDLE: 1}, 1),
+    wire.Trained: wire.Trained("0/0", 0.5),
+    wire.Stepped: wire.Stepped(1, {"loss": 0.5}),
+    wire.Published: wire.Published(1, {"loss": 0.5}, {"layer": 0.5}),
+    wire.TrainerFailed: wire.TrainerFailed("why"),
+}
+
+
+@pytest.mark.parametrize("kind", get_args(wire.FromWorker), ids=lambda kind: kind.__name__)
+def test_no_field_of_any_frame_holds_what_it_must_not(kind: type) -> None:
+    plain = msgspec.msgpack.decode(msgspec.msgpack.encode(GOOD[kind]))
+    assert wire.decode_from_worker(msgspec.msgpack.encode(plain)) == GOOD[kind]
+    for at, whole in _parts(inspect.type_info(kind), plain, lambda v: v):
+        for value in _beyond(at):
+            body = msgspec.msgpack.encode(whole(value))
+            with pytest.raises(wire.WireError) as refused:
+                wire.decode_from_worker(body)
+            assert "`" not in str(refused.value) or "not a worker's message" in str(refused.value)
+
+
+def test_a_refusal_names_the_field() -> None:
+    body = msgspec.msgpack.encode(["Tokens", [["t", 1, 0, [1], [0.5], 0]]])
+    with pytest.raises(wire.WireError, match=r"^Tokens\.chunks\.logprobs: Expected float <= 0\.001$"):
+        wire.decode_from_worker(body)
+    body = msgspec.msgpack.encode(["Ready", {**msgspec.to_builtins(CAPABILITIES), "tflops": 0.0}, None])
+    with pytest.raises(wire.WireError, match=r"^Ready\.capabilities\.tflops: Expected float > 0"):
+        wire.decode_from_worker(body)
+
+
+def test_texts_and_metrics_are_made_to_fit_by_their_sender() -> None:
+    failed = wire.TrainerFailed(wire.clipped("x" * 100_000))
+    assert wire.decode_from_worker(wire.encode(failed)[4:]) == failed
+    stepped = wire.Stepped(1, wire.finite({"loss": math.nan, "kl": math.inf, "reward": 0.5}))
+    assert wire.decode_from_worker(wire.encode(stepped)[4:]) == wire.Stepped(1, {"reward": 0.5})
+
+
+def test_a_frame_full_of_tokens_is_no_larger_than_what_is_read() -> None:
+    tokens = [2**53 - 1] * wire.CHUNK_TOKENS_MAX
+    chunk = wire.Chunk("x" * 100, 2**53 - 1, 0, tokens, [-99.5] * len(tokens), 2**53 - 1)
+    assert len(wire.encode(wire.Tokens([chunk] * (wire.FRAME_TOKENS // wire.CHUNK_TOKENS_MAX)))) > 0

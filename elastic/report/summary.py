@@ -19,10 +19,12 @@ from elastic.report.coserving import CoServingHost, co_serving_of
 from elastic.report.functions import FunctionUsage, functions_of
 from elastic.report.history import History, Life, history_of
 from elastic.report.lanes import Lane, lanes, replacements
+from elastic.report.refusals import refused_of
 from elastic.report.timeline import Timeline, timeline
 from elastic.report.usage import LeaseEnd, Usage, lease_ends, ledger_of, unattributed_share, usage_of
 from elastic.report.weights import WeightUpdates, weights_of
 from elastic.runtime.journal import JournalReader
+from elastic.runtime.refusals import Refused
 from elastic.runtime.status import CPU_SATURATED_SHARE
 
 TRAINER = "trainer"
@@ -144,6 +146,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     lanes: list[Lane]
     simulated: bool = False
     """The run never happened: devices, providers and environments were models on virtual time."""
+    refused: list[Refused] = msgspec.field(default_factory=list[Refused])
     notes: list[str] = msgspec.field(default_factory=list[str])
     """What its simulation had to say of its own figures."""
 
@@ -234,6 +237,7 @@ def _summary(history: History) -> Summary:
         trajectory_latency=histogram(lives_s),
         lanes=workers,
         simulated="simulated" in meta,
+        refused=refused_of(history),
         notes=msgspec.json.decode(meta.get("notes", "[]"), type=list[str]),
     )
 

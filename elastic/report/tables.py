@@ -140,6 +140,12 @@ def warnings(summary: Summary) -> list[str]:
         found.append(
             f"The ledger is out of balance by {summary.ledger_imbalance_ns:,} ns. This is a bug; please report it."
         )
+    if of_workers := [refused for refused in summary.refused if refused.worker]:
+        found += [f"{refused}." for refused in of_workers[:MOST_REFUSED]]
+        found.append(
+            "Nothing that a refused worker sent is used, and what its lease stood on is not leased again in this run. "
+            "Its log says what it was at; start its machine from a clean image, with the orchestrator's version."
+        )
     return found
 
 
@@ -161,6 +167,7 @@ def tables(summary: Summary, comparison: Comparison | None = None) -> list[Table
         _weights_by_worker(summary),
         _weights_by_version(summary),
         _refused_weights(summary),
+        _refused(summary),
         _integrity(summary),
         _steps(summary),
     ]
@@ -481,6 +488,18 @@ def _refused_weights(summary: Summary) -> Table:
         ],
         note="What did not verify is not served; a pull that begins with a keyframe takes its place."
         + (f" {hidden:,} more are in the JSON." if hidden > 0 else ""),
+    )
+
+
+def _refused(summary: Summary) -> Table:
+    return Table(
+        title="Refused at the door",
+        header=["who", "count", "why"],
+        rows=[
+            [f"worker {r.worker}" if r.worker else "strangers", units.count(r.count), r.reason]
+            for r in sorted(summary.refused, key=lambda r: -r.count)[:MOST_REFUSED]
+        ],
+        note="Frames of workers, and connections of strangers. A worker's first refused frame is its last.",
     )
 
 

@@ -217,7 +217,7 @@ class Gateway:
 
     def _bar(self, session: "_Session", cause: str) -> None:
         """Refuse a worker for ever for what it sent, and tell the listener."""
-        self.refusals.note(f"worker {session.worker}", cause, _now_s())
+        self.refusals.note(session.worker, cause, _now_s())
         session.fenced = f"what this worker sent was refused: {cause}"
         session.cut(wire.Refused(session.fenced, retry=False))
         self._listener.on_barred(session.worker, session.epoch, cause)

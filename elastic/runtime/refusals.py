@@ -5,14 +5,14 @@ import structlog
 
 log = structlog.get_logger(__name__)
 
-STRANGERS = "strangers"
-"""Whoever has not shown that it is a worker. What it calls itself is no name to count under."""
+STRANGERS = ""
+"""In place of a worker's name: whoever has not shown that it is one."""
 REFUSED_NOTE = "refused"
 """The journal's note with what was refused so far, as JSON: a list of `Refused`."""
 BURST_LINES = 20
 LINES_PER_S = 1.0
-KINDS_MAX = 1000
-"""Different refusals that are told apart: reasons may hold what the other side sent."""
+KINDS_MAX = 100
+"""Different refusals of strangers that are told apart: reasons may hold what the other side sent."""
 REASON_MAX = 200
 """Characters of a reason that are kept."""
 OTHERS = "other reasons"
@@ -21,41 +21,49 @@ OTHERS = "other reasons"
 class Refused(msgspec.Struct, frozen=True, kw_only=True):
     """`count` frames of a worker, or connections of strangers, that were refused for one reason."""
 
-    who: str
+    worker: str
     reason: str
     count: int
+
+    def __str__(self) -> str:
+        what, of = ("frame", f"worker {self.worker}") if self.worker else ("connection", "strangers")
+        return f"refused: {self.count:,} {what}{'' if self.count == 1 else 's'} of {of}: {self.reason}"
 
 
 class Refusals:
     """A log line that is left out is counted in the next one."""
 
     def __init__(self) -> None:
-        self.total = 0
         self._counts: dict[tuple[str, str], int] = {}
         self._lines = float(BURST_LINES)
         self._filled_s = 0.0
         self._unlogged = 0
 
-    def note(self, who: str, reason: str, now_s: float) -> None:
+    def note(self, worker: str, reason: str, now_s: float) -> None:
         """`now_s` is of any clock that only goes forward."""
         reason = _legible(reason)
-        kind = (who, reason) if (who, reason) in self._counts or len(self._counts) < KINDS_MAX else (STRANGERS, OTHERS)
-        self._counts[kind] = self._counts.get(kind, 0) + 1
-        self.total += 1
-        self._log(who, reason, now_s)
+        if worker == STRANGERS and (worker, reason) not in self._counts and len(self._counts) >= KINDS_MAX:
+            reason = OTHERS
+        self._counts[worker, reason] = self._counts.get((worker, reason), 0) + 1
+        self._log(worker, reason, now_s)
 
     def counts(self) -> list[Refused]:
         """In the order in which they first came."""
-        return [Refused(who=who, reason=reason, count=count) for (who, reason), count in self._counts.items()]
+        return [Refused(worker=worker, reason=reason, count=count) for (worker, reason), count in self._counts.items()]
 
-    def _log(self, who: str, reason: str, now_s: float) -> None:
+    def _log(self, worker: str, reason: str, now_s: float) -> None:
         self._lines = min(float(BURST_LINES), self._lines + (now_s - self._filled_s) * LINES_PER_S)
         self._filled_s = now_s
         if self._lines < 1:
             self._unlogged += 1
             return
         self._lines -= 1
-        log.warning("refused", who=who, reason=reason, **({"unlogged": self._unlogged} if self._unlogged else {}))
+        log.warning(
+            "refused",
+            worker=worker or "a stranger",
+            reason=reason,
+            **({"unlogged": self._unlogged} if self._unlogged else {}),
+        )
         self._unlogged = 0
 
 

@@ -1,5 +1,6 @@
 """A run that was resumed has several journals, and one report."""
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -143,3 +144,24 @@ def test_any_lives_add_up(summary_of, summary_of_lives, tmp_path, fills):
     for figure in ("gpu_s", "tokens", "leases", "preemptions"):
         assert getattr(whole.total, figure) == pytest.approx(sum(getattr(part.total, figure) for part in parts))
     assert whole.batches.trained_tokens <= sum(part.batches.trained_tokens for part in parts)
+
+
+def test_refusals_of_all_lives_are_shown_under_their_own_workers(summary_of_lives):
+    def refusing(count):
+        def write(run):
+            run.meta(run="lake", status="failed: no", started_at="2026-11-20", providers="spot", seed="7")
+            refused = [("spot-1", "log-probability above 0", count), ("", "no Hello within 5.0 s", 3)]
+            notes = [{"worker": w, "reason": why, "count": n} for w, why, n in refused]
+            run.meta(refused=msgspec.json.encode(notes).decode())
+
+        return write
+
+    summary = summary_of_lives(refusing(12), refusing(1))
+    warnings = tables.warnings(summary)
+    assert "refused: 12 frames of worker life 1: spot-1: log-probability above 0." in warnings
+    assert [r.count for r in summary.refused if not r.worker] == [6]
+    assert len([line for line in warnings if line.startswith("refused: ")]) == 2
+    text = as_markdown(summary)
+    assert "Refused at the door" in text
+    assert "clean image" in text
+    assert "Refused at the door" in as_html(summary)

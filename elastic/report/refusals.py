@@ -1,0 +1,16 @@
+"""What was refused at the door: frames that cannot be true, and strangers."""
+
+import msgspec
+
+from elastic.report.history import History
+from elastic.runtime.refusals import REFUSED_NOTE, Refused
+
+
+def refused_of(history: History) -> list[Refused]:
+    """By worker and reason, over all lives; the workers of different lives have different names."""
+    counts: dict[tuple[str, str], int] = {}
+    for life in history.lives:
+        for refused in msgspec.json.decode(life.meta().get(REFUSED_NOTE, "[]"), type=list[Refused]):
+            key = (f"{life.prefix}{refused.worker}" if refused.worker else "", refused.reason)
+            counts[key] = counts.get(key, 0) + refused.count
+    return [Refused(worker=worker, reason=reason, count=count) for (worker, reason), count in counts.items()]
