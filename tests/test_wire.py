@@ -249,7 +249,7 @@ def _beyond(at: inspect.Type) -> list[object]:
         case inspect.ListType(max_length=most):
             return [[None] * (most + 1), 1, "x", {}]
         case inspect.DictType():
-            return [{"no such key": "no such value"}, 1, "x", []]
+            return [{"no such key": None}, 1, "x", []]
         case inspect.BoolType():
             return [1, "yes", []]
         case _:
@@ -270,14 +270,14 @@ GOOD = {
         ),
         1,
     ),
-    wire.Heartbeat: wire.Heartbeat(1, 1, 1, 1, {Account.IDLE: 1}, 1, 0.5, 1, 1),
+    wire.Heartbeat: wire.Heartbeat(1, 1, 1, 1, {Account.IDLE: 1}, 1, 0.5, 1, 1, 0.5, 0.5),
     wire.Tokens: wire.Tokens([wire.Chunk("t", 1, 0, [1], [-0.5], 0, FinishReason.STOP, 1, 1, "d")]),
     wire.WeightsReport: wire.WeightsReport(1, "", 1, 0.5, 0.5, 1, {"wire": 0.5}, [wire.Refusal("a", "b")]),
     wire.Slept: wire.Slept(),
     wire.Awoke: wire.Awoke(),
     wire.Goodbye: wire.Goodbye("", {Account.IDLE: 1}, 1),
     wire.Trained: wire.Trained("0/0", 0.5),
-    wire.Stepped: wire.Stepped(1, {"loss": 0.5}),
+    wire.Stepped: wire.Stepped(1, {"loss": 0.5}, {"0/0": "why"}),
     wire.Published: wire.Published(1, {"loss": 0.5}, {"layer": 0.5}),
     wire.TrainerFailed: wire.TrainerFailed("why"),
 }
