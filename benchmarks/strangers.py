@@ -1,0 +1,322 @@
+"""What strangers can do to a live run: floods against its orchestrator, its relay and a serving host, all at once.
+
+The run is `elastic run` as a user starts it, with a real serving model on a host, weights over HTTP, and 1,024 file
+descriptors. While strangers attack, a worker is killed: its successor must get in. Attackers run in processes of their
+own at a lower priority, since strangers would not share these processors. By attack:
+
+- rss_growth_mb: how far the memory of any of the run's processes under attack grew;
+- loop_stall_s_max: the longest wait of a polite client for an answer, from any of the three;
+- workers_locked_out: killed workers whose successors did not join while the attack went on;
+- run_ended: whether the run did.
+
+    python benchmarks/strangers.py [--quick] [--json]
+"""
+
+import asyncio
+import contextlib
+import json
+import multiprocessing
+import os
+import resource
+import secrets
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+from _common import ROOT, emit, parse_arguments
+from _live import write_policy
+
+from elastic import wire
+from elastic.machine import raise_descriptor_limit
+from elastic.runtime.journal import JournalReader
+
+DESCRIPTORS = 1024
+START_TIMEOUT_S = 90.0
+JOIN_TIMEOUT_S = 30.0
+"""Boots and all, while strangers take their share of two cores."""
+PROBE_INTERVAL_S, PROBE_TIMEOUT_S = 0.05, 10.0
+MB = 1 << 20
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+SETTINGS = (
+    "run.steps=100000",
+    "weights.relay=http",
+    "engine.pacing.decode_step_s={1=0.06}",
+    "providers.reserved.max_workers=1",
+    "providers.serving.hosts=1",
+    "providers.serving.max_workers=1",
+    "providers.serving.executor={kv_pages=128}",
+    "providers.serving.load.share=0.02",
+)
+
+
+@dataclass(frozen=True)
+class Target:
+    """One listening socket of the run, and the process behind it."""
+
+    name: str
+    port: int
+    process: psutil.Process
+
+
+class Run:
+    """An `elastic run` in a process of its own."""
+
+    def __init__(self, directory: Path) -> None:
+        overrides = (*SETTINGS, f"run.directory={directory}", f"model.checkpoint={write_policy(directory / 'policy')}")
+        command = [sys.executable, "-m", "elastic.cli", "run", "examples/frozenlake.toml"]
+        command += ["--providers", "reserved,serving", *(part for s in overrides for part in ("--set", s))]
+        self._log = (directory / "log").open("wb")
+        self.process = psutil.Popen(
+            command,
+            cwd=ROOT,
+            stdout=self._log,
+            stderr=self._log,
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (DESCRIPTORS, DESCRIPTORS)),
+        )
+        self._directory = directory
+
+    @property
+    def ended(self) -> bool:
+        return self.process.poll() is not None
+
+    async def ready(self) -> list[Target]:
+        """Once workers of both providers are in: what listens."""
+        await _until("workers of both providers", lambda: self._joined() >= 3, START_TIMEOUT_S, self)
+        targets = [Target(await _kind(port), port, self.process) for port in _listening(self.process)]
+        for child in self.process.children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                targets += [Target("serving_host", port, child) for port in _listening(child)]
+        if (found := sorted(target.name for target in targets)) != ["orchestrator", "relay", "serving_host"]:
+            raise RuntimeError(f"the run listens as {found}")
+        return targets
+
+    def last_words(self) -> str:
+        return Path(self._log.name).read_text()[-2000:]
+
+    def kill_worker(self) -> Callable[[], bool]:
+        """Kill the reserved worker; whether its successor has joined."""
+        joined = self._joined()
+        leases = sorted(self._run_dir().glob("leases/reserved-*.json"), key=lambda path: path.stat().st_mtime)
+        os.kill(json.loads(leases[-1].read_text())["processes"][0]["pid"], signal.SIGKILL)
+        return lambda: self._joined() > joined
+
+    def close(self) -> None:
+        if not self.ended:
+            self.process.send_signal(signal.SIGINT)
+        with contextlib.suppress(psutil.TimeoutExpired):
+            self.process.wait(30)
+        if not self.ended:
+            self.process.kill()
+        self._log.close()
+
+    def _run_dir(self) -> Path:
+        return next(path for path in self._directory.glob("frozenlake-*") if path.is_dir())
+
+    def _joined(self) -> int:
+        if not list(self._directory.glob("frozenlake-*/journal.sqlite")):
+            return 0
+        reader = JournalReader(self._run_dir() / "journal.sqlite")
+        try:
+            return len(list(reader.events_of("WorkerJoined")))
+        finally:
+            reader.close()
+
+
+def _listening(process: psutil.Process) -> list[int]:
+    return [c.laddr.port for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+
+
+async def _kind(port: int) -> str:
+    return "relay" if (await _http(port)).startswith(b"HTTP/1.1 401") else "orchestrator"
+
+
+async def _until(what: str, condition: Callable[[], bool], timeout_s: float, run: Run) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            if run.ended:
+                raise RuntimeError(f"the run ended before: {what}\n{run.last_words()}")
+            await asyncio.sleep(0.1)
+
+
+# A polite client.
+
+
+async def _exchange(port: int, sending: bytes) -> bytes:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        writer.write(sending)
+        return await reader.read(4096)
+    finally:
+        writer.close()
+
+
+async def _http(port: int) -> bytes:
+    with contextlib.suppress(ConnectionError):
+        return await _exchange(port, b"GET /blobs HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+    return b""
+
+
+def _hello() -> bytes:
+    return wire.encode(wire.Hello(wire.PROTOCOL_VERSION, "stranger", secrets.token_urlsafe(16), False, 0, ""))
+
+
+async def _probe(target: Target, stalls: list[float]) -> None:
+    """Ask again and again, and note how long each answer took; one that never came took `PROBE_TIMEOUT_S`."""
+    sending = _hello() if target.name == "orchestrator" else b"GET /load HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+    while True:
+        started_s = time.monotonic()
+        answered = b""
+        with contextlib.suppress(OSError, TimeoutError):
+            async with asyncio.timeout(PROBE_TIMEOUT_S):
+                answered = await _exchange(target.port, sending)
+        stalls.append(time.monotonic() - started_s if answered else PROBE_TIMEOUT_S)
+        await asyncio.sleep(PROBE_INTERVAL_S)
+
+
+# Strangers. Each goes on until it is told to stop, or has done what it came for.
+
+
+async def _flood(port: int, opening: bytes, piece: bytes, total_bytes: int, pause_s: float = 0.0) -> None:
+    """Send `total_bytes` in all, over as many connections as it takes."""
+    sent = 0
+    while sent < total_bytes:
+        with contextlib.suppress(OSError):
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+            try:
+                writer.write(opening)
+                while sent < total_bytes:
+                    writer.write(piece)
+                    sent += len(piece)
+                    await writer.drain()
+                    await asyncio.sleep(pause_s)
+            finally:
+                writer.transport.abort()
+        sent += 1
+        await asyncio.sleep(0.001)
+
+
+async def _crowd(port: int, size: int) -> None:
+    """Keep so many connections open and say nothing."""
+
+    async def stay() -> None:
+        while True:
+            with contextlib.suppress(OSError):
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                await reader.read()
+                writer.close()
+            await asyncio.sleep(0.5)
+
+    async with asyncio.TaskGroup() as tasks:
+        for _ in range(size):
+            tasks.create_task(stay())
+
+
+async def _guess(port: int, count: int) -> None:
+    for number in range(count):
+        with contextlib.suppress(OSError):
+            if number % 2:
+                await _exchange(port, _hello())
+            else:
+                bearer = secrets.token_urlsafe(32).encode()
+                await _exchange(port, b"GET /load HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer " + bearer + b"\r\n\r\n")
+
+
+LINE = b"X-Filler: " + b"x" * 1012 + b"\r\n"
+ATTACKS: dict[str, Callable[[int], Coroutine[Any, Any, None]]] = {
+    "headers_1gib": lambda port: _flood(port, HEAD, LINE * 64, 1 << 30),
+    "endless_header": lambda port: _flood(port, HEAD + b"X-Endless: ", b"x", 1 << 20, pause_s=0.001),
+    "idle_1200": lambda port: _crowd(port, 1200),
+    "silent_320": lambda port: _crowd(port, 320),
+    "body_256mib": lambda port: _flood(
+        port, HEAD + b"Content-Length: %d\r\n\r\n" % (256 * MB), bytes(64 * 1024), 256 * MB
+    ),
+    "wrong_tokens": lambda port: _guess(port, 5_000),
+}
+
+
+def _stranger(attack: str, port: int) -> None:
+    os.nice(10)
+    raise_descriptor_limit()
+    asyncio.run(ATTACKS[attack](port))
+
+
+@contextlib.contextmanager
+def _strangers(attack: str, targets: list[Target]) -> Iterator[None]:
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=_stranger, args=(attack, target.port), daemon=True) for target in targets]
+    for process in processes:
+        process.start()
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+# The measurement.
+
+
+async def _peak_mb(target: Target, peaks: dict[str, float]) -> None:
+    while True:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            peaks[target.name] = max(peaks.get(target.name, 0.0), target.process.memory_info().rss / MB)
+        await asyncio.sleep(PROBE_INTERVAL_S)
+
+
+async def _measure(run: Run, attack: str, targets: list[Target], least_s: float) -> dict[str, Any]:
+    stalls: list[float] = []
+    peaks: dict[str, float] = {}
+    before = {target.name: target.process.memory_info().rss / MB for target in targets}
+    locked_out = 0
+    watching = [asyncio.create_task(work) for t in targets for work in (_probe(t, stalls), _peak_mb(t, peaks))]
+    with _strangers(attack, targets):
+        ends_s = time.monotonic() + least_s
+        try:
+            succeeded = run.kill_worker()
+            await _until("a successor", succeeded, JOIN_TIMEOUT_S, run)
+            await asyncio.sleep(max(0.0, ends_s - time.monotonic()))
+        except TimeoutError:
+            locked_out = 1
+        except RuntimeError:
+            pass
+    for task in watching:
+        task.cancel()
+    await asyncio.gather(*watching, return_exceptions=True)
+    return {
+        "rss_growth_mb": round(max(peaks[name] - before[name] for name in peaks), 1),
+        "loop_stall_s_max": round(max(stalls), 3),
+        "workers_locked_out": locked_out,
+        "run_ended": run.ended,
+    }
+
+
+async def measure(quick: bool, directory: Path) -> dict[str, Any]:
+    figures: dict[str, Any] = {}
+    run = Run(directory)
+    try:
+        targets = await run.ready()
+        for attack in ATTACKS:
+            rounds = [targets] if quick else [[target] for target in targets]
+            found = [await _measure(run, attack, group, 1.0 if quick else 10.0) for group in rounds]
+            figures[attack] = {key: max(one[key] for one in found) for key in found[0]}
+    finally:
+        run.close()
+    return figures
+
+
+def main() -> None:
+    arguments = parse_arguments(__doc__)
+    raise_descriptor_limit()
+    with tempfile.TemporaryDirectory() as directory:
+        emit(asyncio.run(measure(arguments.quick, Path(directory))), arguments)
+
+
+if __name__ == "__main__":
+    main()
