@@ -1,4 +1,4 @@
-.PHONY: run test check bench setup clean
+.PHONY: run test check bench lock audit setup clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -31,6 +31,22 @@ check: setup
 
 bench: setup
 	@for file in benchmarks/*.py; do echo "$$file"; $(BIN)/python $$file --quick --json || exit 1; done
+
+TOOLS := .cache/tools/bin
+
+$(TOOLS):
+	$(PYTHON) -m venv .cache/tools
+	$(TOOLS)/python -m pip install --quiet --disable-pip-version-check pip-tools pip-audit
+
+# Hashes of everything pinned but torch, whose build differs from index to index.
+lock: $(TOOLS)
+	grep -v '^torch==' requirements.txt > .cache/pinned.txt
+	$(TOOLS)/pip-compile --quiet --generate-hashes --allow-unsafe --strip-extras --no-header --no-annotate \
+		--no-emit-options --output-file requirements.lock .cache/pinned.txt
+
+# Known advisories about what is pinned; asks a public database.
+audit: $(TOOLS)
+	$(TOOLS)/pip-audit --no-deps --disable-pip --requirement requirements.txt
 
 clean:
 	rm -rf .venv .cache runs
