@@ -1,17 +1,24 @@
 """The device's accounts from the birth of the worker's process, to the nanosecond."""
 
+import os
 import time
 from collections.abc import Mapping
-
-import psutil
+from pathlib import Path
 
 from elastic.core.types import NS_PER_S, Account, Nanoseconds
 
 
 def process_start_ns() -> Nanoseconds:
-    """When this process started, on the monotonic clock: imports and set-up count as the worker's life."""
-    age_s = time.time() - psutil.Process().create_time()
-    return time.monotonic_ns() - max(0, round(age_s * NS_PER_S))
+    """When this process started, on the monotonic clock: imports and set-up count as the worker's life.
+
+    The system knows it to one of its ticks, 10 ms as a rule, and counts from its own start: no step of the wall clock
+    enters.
+    """
+    # The second field is the program's name in brackets, which may have spaces; the start is the 22nd.
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    started_ns = int(fields[19]) * NS_PER_S // os.sysconf("SC_CLK_TCK")
+    age_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME) - started_ns
+    return time.monotonic_ns() - age_ns
 
 
 class DeviceAccounts:

@@ -3,11 +3,13 @@
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
 
+from elastic.cli.app import app
 from elastic.cli.reference import reference
 
 PAGE = Path(__file__).parents[2] / "docs" / "cli.md"
-COMMANDS = ("run", "prepare", "report", "runs", "worker", "serving-host", "doctor")
+COMMANDS = sorted(get_command(app).commands)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -62,8 +62,12 @@ async def test_one_that_is_given_back_too_late_has_expired(open_provider: Open, 
     provider = open_provider(lease_s=0.2)
     await provider.start(recorder.emit)
     await provider.acquire(lease_request())
-    await recorder.answered("lease-1")
-    time.sleep(0.3)  # noqa: ASYNC251 - the loop must not come to the provider's own timer first
+    granted = await recorder.answered("lease-1")
+    assert isinstance(granted, LeaseGranted)
+    assert granted.expires_at_ns is not None
+    # The loop must not come to the provider's own timer first.
+    while time.monotonic_ns() <= granted.expires_at_ns:
+        pass
     await provider.release("lease-1")
     assert (await recorder.ended("lease-1")).cause is EndCause.EXPIRED
 
@@ -110,7 +114,10 @@ async def test_closing_before_the_end_releases(open_provider: Open, recorder: Re
     provider = open_provider(lease_s=0.3)
     await provider.start(recorder.emit)
     await provider.acquire(lease_request())
-    await recorder.answered("lease-1")
+    granted = await recorder.answered("lease-1")
+    assert isinstance(granted, LeaseGranted)
+    assert granted.expires_at_ns is not None
     await provider.aclose()
-    await asyncio.sleep(0.35)
+    while time.monotonic_ns() <= granted.expires_at_ns:  # noqa: ASYNC110 - a moment is waited for, not an event
+        await asyncio.sleep(0.01)
     assert len(recorder.of(LeaseEnded, "lease-1")) == 1

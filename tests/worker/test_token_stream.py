@@ -89,3 +89,67 @@ def test_every_turns_tokens_leave_once_and_in_order(iterations, whole_turns) -> 
         starts = [c.start for c in chunks]
         assert starts == [sum(len(c.token_ids) for c in chunks[:n]) for n in range(len(chunks))]
         assert [c.finish is not None for c in chunks] == [False] * (len(chunks) - 1) + [True]
+
+
+class StandingClock(asyncio.SelectorEventLoop):
+    """Its time stands still, but for jumps to the next timer when nothing else is to be done."""
+
+    now_s = 0.0
+
+    def time(self) -> float:
+        return self.now_s
+
+    def _run_once(self) -> None:
+        if not self._ready and self._scheduled:  # type: ignore[attr-defined]
+            self.now_s = max(self.now_s, self._scheduled[0].when())  # type: ignore[attr-defined]
+        super()._run_once()  # type: ignore[misc]
+
+
+@given(
+    iterations=st.lists(
+        st.tuples(st.integers(1, 40), st.lists(st.tuples(st.integers(0, 3), st.booleans()))), max_size=30
+    ),
+    interval_ms=st.integers(1, 50),
+)
+def test_no_token_is_late_and_frames_are_few(iterations: list, interval_ms: int) -> None:
+    """`iterations`: milliseconds to the next, and by turn its tokens and whether it ends."""
+    sent: list[tuple[float, wire.Tokens]] = []
+    produced_s: dict[tuple[str, int], float] = {}
+    ends_s: set[float] = set()
+
+    async def stream_all() -> None:
+        loop = asyncio.get_running_loop()
+        stream = TokenStream(interval_ms / 1000, lambda frame: sent.append((loop.time(), frame)))
+        said: dict[str, int] = {}
+        ended: set[str] = set()
+        for pause_ms, chunks in iterations:
+            iteration = []
+            for number, (count, ends) in enumerate(chunks):
+                turn = f"t{number}"
+                if turn in ended:
+                    continue
+                if turn not in said:
+                    stream.open(order(turn))
+                    said[turn] = 0
+                produced_s.update({(turn, said[turn] + i): loop.time() for i in range(count)})
+                iteration.append(chunk(turn, said[turn], count, FinishReason.STOP if ends else None))
+                said[turn] += count
+                if ends:
+                    ended.add(turn)
+                    ends_s.add(loop.time())
+            stream.sink(iteration)
+            await asyncio.sleep(pause_ms / 1000)
+        await asyncio.sleep(1.0)
+
+    with asyncio.Runner(loop_factory=StandingClock) as runner:
+        runner.run(stream_all())
+    waits_s = {
+        (c.turn, c.start + i): at_s - produced_s.pop((c.turn, c.start + i))
+        for at_s, frame in sent
+        for c in frame.chunks
+        for i in range(len(c.token_ids))
+    }
+    assert produced_s == {}
+    assert all(0 <= wait_s <= interval_ms / 1000 + 1e-9 for wait_s in waits_s.values())
+    lasted_s = sum(pause_ms for pause_ms, _ in iterations) / 1000
+    assert len(sent) <= len(ends_s) + lasted_s / (interval_ms / 1000) + 1

@@ -116,9 +116,9 @@ def test_a_turn_whose_new_weights_get_stuck_on_their_way_stalls_too(make_device,
 
 
 def test_waiting_for_a_place_in_the_batch_is_no_stall(make_device, turn):
-    device = make_device(stall_timeout_ns=150 * MS)
+    device = make_device(stall_timeout_ns=500 * MS)
     rollout = device.lend(max_batch=1, pacing={"prefill_tokens_per_s": 1e5, "decode_step_s": {1: 0.02}})
-    rollout.submit([turn("first", max_new_tokens=30), turn("second", max_new_tokens=2)])
+    rollout.submit([turn("first", max_new_tokens=40), turn("second", max_new_tokens=2)])
     ends = device.rolled.finish("first", "second")
     assert [end.finish for end in ends] == [FinishReason.LENGTH] * 2
 
