@@ -10,8 +10,9 @@ from elastic.core.types import WorkerId, WorkerKind, WorkerRole
 FALL_BACK = (WorkerRole.DEDICATED, WorkerRole.TRAINER, WorkerRole.ELASTIC)
 """Devices the run owns come before borrowed ones; the trainer's own is among them only while it seeds."""
 
-DECODE_BATCH = 16
-"""Sequences among which one read of the weights is shared, in estimates of what decoding costs."""
+KV_SHARE = 1e-5
+"""What a token of context adds to an iteration's reading, as a share of the weights: 0.9e-5 for Qwen3-8B, 0.4e-5 for
+Qwen3-32B."""
 
 
 class PinnedRouting:
@@ -25,8 +26,9 @@ class PinnedRouting:
 class TurnWiseRouting:
     """Each turn anew to the least loaded dedicated worker, else elastic, else the queue; prefixes do not count.
 
-    Credits bound how many turns a worker holds, and at most Θ of them may be waiting to begin there (the delayed
-    dispatch of RLBoost Algorithm 2); the fleet's view leaves out workers without room.
+    Who has a free place in its batch comes first, whatever its role. Credits bound how many turns a worker holds, and
+    at most Θ of them may wait for a place there (the delayed dispatch of RLBoost Algorithm 2); the fleet's view leaves
+    out workers without room.
     """
 
     def route(self, turn: TurnView, fleet: FleetView) -> WorkerId | None:
@@ -34,50 +36,58 @@ class TurnWiseRouting:
 
 
 class AffinityRouting(msgspec.Struct, frozen=True):
-    """Turn-wise, but the worker that holds the trajectory's prefix comes first.
+    """Turn-wise, but the worker that holds the trajectory's prefix comes first, as long as the turn need not wait there
+    for a place that others have.
 
     Where workers declare compute and bandwidth, `hardware` weighs both affinities against each other: the turn goes
-    where its prefill and decoding, as turns of its tag have needed them, take the least time on that kind of
-    device, shared with the turns that are there already. A prefix counts as prefill that is not needed.
+    where its prefill and decoding, as turns of its tag have needed them, add least to what that device has to do. A
+    prefix counts as prefill that is not needed.
     """
 
     hardware: bool = True
 
     def route(self, turn: TurnView, fleet: FleetView) -> WorkerId | None:
         affine = _affine(turn, fleet)
-        if affine is not None and not (self.hardware and _declared(affine.kind)):
+        if affine is not None and affine.has_place and not (self.hardware and _declared(affine.kind)):
             return affine.id
-        for role in FALL_BACK:
-            workers = fleet.least_loaded(role, turn.oldest_version)
-            if workers and self._weighs(workers):
-                candidates = workers if affine is None else [affine, *workers]
-                return min(candidates, key=lambda worker: cost(turn, worker)).id
-            if workers:
-                return (affine or workers[0]).id
-        return affine.id if affine is not None else None
-
-    def _weighs(self, workers: Sequence[WorkerView]) -> bool:
-        return self.hardware and all(_declared(worker.kind) for worker in workers)
+        candidates = _candidates(turn, fleet)
+        if not candidates:
+            return None
+        if affine is not None and (affine.has_place or not candidates[0].has_place):
+            candidates = [affine, *candidates]
+        if self.hardware and all(_declared(worker.kind) for worker in candidates):
+            return min(candidates, key=lambda worker: cost(turn, worker)).id
+        return candidates[0].id
 
 
 def cost(turn: TurnView, worker: WorkerView) -> float:
-    """The turn's work on the worker in relative seconds, as if everything there took its turns."""
+    """What the turn adds to the worker's work, in relative seconds; more where turns have been given back lately."""
     cached = turn.affine_tokens if worker.id == turn.affine_worker else 0
-    context = turn.prompt_tokens + turn.accepted
-    decode_tokens = turn.demand.decode_tokens if turn.demand.turns else turn.max_new_tokens
-    own_s = work_s(worker.kind, max(1, context - cached), max(1.0, decode_tokens - turn.accepted))
-    return (own_s or 0.0) * (1 + worker.outstanding)
+    context, decode_tokens = turn.prompt_tokens + turn.accepted, turn.expected_tokens
+    # Turns that are done sooner are not in the batch all the time.
+    batch = min(float(worker.outstanding), worker.due_tokens / decode_tokens)
+    added_s = added_work_s(worker.kind, batch, max(1, context - cached), decode_tokens, context)
+    return (added_s or 0.0) / worker.standing
 
 
-def work_s(kind: WorkerKind, prefill_tokens: float, decode_tokens: float) -> float | None:
-    """What the work takes on a kind of device, for a model of half a parameter; None where that is not declared.
+def added_work_s(
+    kind: WorkerKind, batch: float, prefill_tokens: float, decode_tokens: float, context_tokens: float = 0.0
+) -> float | None:
+    """The time until the turn is done on a device that decodes `batch` others, and by how much it delays all of them.
 
-    A token costs two operations a parameter to prefill, and two bytes a parameter to decode, which a batch shares:
-    so the size of the model does not change which kind is better.
+    For a model of half a parameter, since the size of the model does not change which kind is better; None where the
+    kind does not declare what it can do. Prefill is arithmetic, two operations a parameter and token, and everybody
+    waits for it. An iteration of decoding reads the weights once for the whole batch, two bytes a parameter, until the
+    batch has so many tokens that arithmetic takes longer; each turn adds its own KV to what is read.
     """
     if kind.tflops is None or kind.memory_gb_per_s is None:
         return None
-    return prefill_tokens / (kind.tflops * 1e12) + decode_tokens / (DECODE_BATCH * kind.memory_gb_per_s * 1e9)
+    token_s, read_s = 1 / (kind.tflops * 1e12), 1 / (kind.memory_gb_per_s * 1e9)
+    kv_s = read_s * KV_SHARE * (context_tokens + decode_tokens / 2)
+    alone_s, together_s = max(read_s, batch * token_s), max(read_s, (batch + 1) * token_s)
+    iteration_s = together_s + (batch + 1) * kv_s
+    delay_s = together_s - alone_s + kv_s
+    return (1 + batch) * prefill_tokens * token_s + decode_tokens * (iteration_s + batch * delay_s)
 
 
 def _declared(kind: WorkerKind) -> bool:
@@ -88,6 +98,18 @@ def _affine(turn: TurnView, fleet: FleetView) -> WorkerView | None:
     return fleet.with_room(turn.affine_worker, turn.oldest_version) if turn.affine_worker is not None else None
 
 
+def _candidates(turn: TurnView, fleet: FleetView) -> Sequence[WorkerView]:
+    """Of the first role that has a free place anywhere, the workers with one; else, in the same way, where the turn
+    would wait for a place."""
+    waiting: Sequence[WorkerView] = ()
+    for role in FALL_BACK:
+        workers = fleet.least_loaded(role, turn.oldest_version)
+        if workers and workers[0].has_place:
+            return [worker for worker in workers if worker.has_place]
+        waiting = waiting or workers
+    return waiting
+
+
 def _least_loaded(turn: TurnView, fleet: FleetView) -> WorkerId | None:
-    found = (fleet.least_loaded(role, turn.oldest_version) for role in FALL_BACK)
-    return next((workers[0].id for workers in found if workers), None)
+    candidates = _candidates(turn, fleet)
+    return candidates[0].id if candidates else None

@@ -30,7 +30,7 @@ class Load:
         self._worker = worker
         live = run.turns.live
         called_back = [begun for turn, begun in worker.turns.items() if live[turn].state is TurnState.MOVING]
-        self.pending = max(0, min(worker.pending, worker.engine_pending) - called_back.count(False))
+        self.pending = max(0, worker.queued - called_back.count(False))
         self.executing = worker.outstanding - worker.pending - called_back.count(True) + arriving
         self.room = max(0, self._room() - arriving)
 
@@ -60,13 +60,12 @@ class Load:
         return (self._run.turns.live[turn] for turn in self._worker.turns)
 
     def _room(self) -> int:
-        """No more than may wait there to begin: the rest would be turned away when it arrives."""
+        """Places in its batch; no more than one while it is not known whether it takes turns at all."""
         worker, run = self._worker, self._run
-        may_take = worker.role is not WorkerRole.TRAINER and worker.pending == 0 and worker.engine_pending == 0
+        may_take = worker.role is not WorkerRole.TRAINER and worker.has_place
         if not may_take or run.fleet.with_room(worker.id, run.oldest_version) is None:
             return 0
-        batch = worker.capabilities.max_batch if worker.capabilities else None
-        return min(min(worker.capacity, batch or worker.capacity) - worker.outstanding, run.limits.max_pending)
+        return 1 if worker.declines else worker.places - worker.outstanding
 
 
 def _may_move(turn: Turn) -> bool:
@@ -98,5 +97,6 @@ class Balancer:
         ready = [worker for worker in run.fleet.workers.values() if worker.state is WorkerState.READY]
         for move in policy.moves([Load(run, worker, arriving[worker.id]) for worker in ready], run.profiles):
             turn = run.turns.live[move.turn]
-            if run.fleet.with_room(move.to, turn.oldest_version) is not None:
+            may_go = not turn.avoids(move.to, run.now_ns)
+            if may_go and run.fleet.with_room(move.to, turn.oldest_version) is not None:
                 self._turns.transfer(turn, move.to)

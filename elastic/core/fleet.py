@@ -1,6 +1,7 @@
-"""The fleet: every worker's state, credit and load, indexed so that the least loaded is found in O(log n)."""
+"""The fleet: every worker's state, credit, standing and load, indexed so that the least loaded is found in O(log n)."""
 
 from bisect import bisect_left, insort
+from collections.abc import Container
 from dataclasses import dataclass, field
 
 from elastic.core.transitions import Story, take_transition
@@ -19,13 +20,27 @@ from elastic.core.types import (
 _Load = tuple[int, float, int, WorkerId]
 _Place = tuple[WorkerKind, int]
 
+STANDING_KEPT = 1 / 2
+"""Of a worker's standing, each time that it gives a turn back."""
+LEAST_STANDING = 1 / 64
+STANDING_TOKENS = 1000
+"""Accepted tokens that take a worker's standing from nothing to 1."""
+HOPELESS_DECLINES = 4
+"""Turns in a row that a worker declines until the trainer's device no longer counts on its help while it rests."""
+
 
 @dataclass(slots=True)
 class Worker:
-    """One engine instance of a lease. `turns` maps the turns it holds to whether it has begun them.
+    """One engine instance of a lease.
 
-    `engine_pending`, `decoded_tokens` and `decode_ns` are as last reported, and so are the attempts at turns that were
-    `waiting` in its engine's queue, and how far it was with loading weights (`loaded`).
+    - `turns` maps the turns it holds to whether it has begun them; `pending` are not begun, as far as has been heard;
+      `due_tokens` is what they were expected to decode when they were sent.
+    - `decoded_tokens` and `decode_ns` are as last reported, and so are the attempts at turns that were `waiting` in its
+      engine's queue, and how far it was with loading weights (`loaded`).
+    - `engine_pending` is the length of the engine's queue, as last reported and as it must have changed since.
+    - `standing` falls with every turn that the worker gives back, and rises with accepted tokens, up to 1.
+    - `declines` counts the turns in a row that it gave back without having begun them. After each it is `resting`; then
+      it gets one turn, until it has begun that.
     """
 
     id: WorkerId
@@ -41,6 +56,7 @@ class Worker:
     loading_version: int | None = None
     load_failures: int = 0
     capacity: int = 0
+    max_batch: int | None = None
     progress: int = -1
     engine_pending: int = 0
     decoded_tokens: int = 0
@@ -49,6 +65,10 @@ class Worker:
     loaded: tuple[LoadPhase, int] = (LoadPhase.NONE, 0)
     turns: dict[TurnId, bool] = field(default_factory=dict[TurnId, bool])
     pending: int = 0
+    due_tokens: int = 0
+    standing: float = 1.0
+    declines: int = 0
+    resting: bool = False
     served: bool = False
     said_goodbye: bool = False
     story: Story = field(default_factory=Story)
@@ -60,8 +80,28 @@ class Worker:
     def outstanding(self) -> int:
         return len(self.turns)
 
+    @property
+    def places(self) -> int:
+        """Turns that it may execute at once: of its credit, what fits into its batch."""
+        return self.capacity if self.max_batch is None else min(self.capacity, self.max_batch)
+
+    @property
+    def queued(self) -> int:
+        """Turns on it that wait for a place in its batch or its memory: all that are not begun, where it has not
+        declared how many it executes at once."""
+        if self.max_batch is None:
+            return self.pending
+        beyond = max(self.engine_pending, len(self.turns) - self.places)
+        return beyond if beyond < self.pending else self.pending
+
+    @property
+    def has_place(self) -> bool:
+        """Whether it would begin one more turn at once."""
+        return len(self.turns) < self.places and not self.engine_pending
+
     def introduce(self, capabilities: Capabilities) -> None:
         self.capabilities = capabilities
+        self.max_batch = capabilities.max_batch
         self.kind = WorkerKind(self.provider, capabilities.tflops, capabilities.memory_gb_per_s)
 
     @property
@@ -117,38 +157,72 @@ class Fleet:
         worker.served = worker.served or state is WorkerState.READY
         self.reindex(worker)
 
-    def assign(self, worker: Worker, turn: TurnId) -> None:
+    def assign(self, worker: Worker, turn: TurnId, due_tokens: int = 0) -> None:
         worker.turns[turn] = False
+        worker.due_tokens += due_tokens
         worker.pending += 1
+        worker.engine_pending += worker.engine_pending > 0  # Engines begin turns in order: it waits behind the others.
         self._out_of_order[worker.id] = worker
 
     def begin(self, worker: Worker, turn: TurnId) -> None:
         """The worker's first token of the turn has come: it is pending no longer."""
         if worker.turns.get(turn) is False:
             worker.turns[turn] = True
-            worker.pending -= 1
+            if not worker.resting:
+                worker.declines = 0
+            self._pends_no_more(worker)
+
+    def unassign(self, worker: Worker, turn: TurnId, due_tokens: int = 0) -> None:
+        begun = worker.turns.pop(turn, None)
+        worker.due_tokens -= due_tokens if begun is not None else 0
+        if begun is False:
+            self._pends_no_more(worker)
+        elif begun:
             self._out_of_order[worker.id] = worker
 
-    def unassign(self, worker: Worker, turn: TurnId) -> None:
-        begun = worker.turns.pop(turn, None)
-        if begun is not None:
-            worker.pending -= not begun
-            self._out_of_order[worker.id] = worker
+    def _pends_no_more(self, worker: Worker) -> None:
+        worker.pending -= 1
+        worker.engine_pending = min(worker.engine_pending, worker.pending)  # What it began first was in no queue.
+        self._out_of_order[worker.id] = worker
 
     def unassign_all(self, worker: Worker) -> list[TurnId]:
         """Take all turns off the worker; returns them."""
         turns = list(worker.turns)
         worker.turns.clear()
-        worker.pending = 0
+        worker.pending = worker.engine_pending = worker.due_tokens = 0
         self._out_of_order[worker.id] = worker
         return turns
 
+    def given_back(self, worker: Worker) -> None:
+        """The worker has given a turn back that nobody had called back: others look better now."""
+        worker.standing = max(LEAST_STANDING, STANDING_KEPT * worker.standing)
+        self._out_of_order[worker.id] = worker
+
+    def rest(self, worker: Worker) -> None:
+        """The worker has declined a turn: it gets none before `rested`, and then one, until it has begun that."""
+        worker.declines += 1
+        worker.resting = True
+        self.reindex(worker)
+
+    def rested(self, worker: Worker) -> None:
+        worker.resting = False
+        self.reindex(worker)
+
+    def progressed(self, worker: Worker, tokens: int) -> None:
+        """Tokens of the worker were accepted."""
+        if worker.standing < 1:
+            worker.standing = min(1.0, worker.standing + tokens / STANDING_TOKENS)
+            self._out_of_order[worker.id] = worker
+
     def has_room(self, worker: Worker) -> bool:
+        """Whether it may be sent one more turn: to begin it at once, or as one of at most Θ that wait there."""
         return (
             worker.state is WorkerState.READY
             and worker.version is not None
             and len(worker.turns) < worker.capacity
-            and worker.pending < self._max_pending
+            and not worker.resting
+            and not (worker.declines and worker.pending)
+            and (worker.queued < self._max_pending or (worker.has_place and worker.max_batch is not None))
         )
 
     def with_room(self, worker: WorkerId, oldest_version: int) -> Worker | None:
@@ -157,15 +231,18 @@ class Fleet:
             return None
         return record if self.has_room(record) else None
 
-    def least_loaded(self, role: WorkerRole, oldest_version: int) -> list[Worker]:
+    def least_loaded(self, role: WorkerRole, oldest_version: int, avoided: Container[WorkerId] = ()) -> list[Worker]:
         self._put_in_order()
         places = self._loads[role]
         if not places:
             return []
         best: dict[WorkerKind, _Load] = {}
         for (kind, version), loads in places.items():
-            if version >= oldest_version and (kind not in best or loads[0] < best[kind]):
-                best[kind] = loads[0]
+            if version < oldest_version:
+                continue
+            least = next((load for load in loads if load[3] not in avoided), None) if avoided else loads[0]
+            if least is not None and (kind not in best or least < best[kind]):
+                best[kind] = least
         return [self.workers[load[3]] for load in sorted(best.values())]
 
     @property
@@ -222,8 +299,9 @@ class Fleet:
     def _load_entry(self, worker: Worker) -> tuple[_Place, _Load] | None:
         if worker.version is None or not self.has_room(worker):
             return None
-        load = (worker.pending, len(worker.turns) / worker.capacity, worker.order, worker.id)
-        return (worker.kind, worker.version), load
+        queue = 0 if worker.has_place else 1 + worker.queued
+        share = (len(worker.turns) + 1) / (worker.places * worker.standing)
+        return (worker.kind, worker.version), (queue, share, worker.order, worker.id)
 
     def _reindex_help(self, worker: Worker) -> None:
         counted, help_ = self._helping.get(worker.id), self._help(worker)
@@ -244,7 +322,8 @@ class Fleet:
     def _help(self, worker: Worker) -> tuple[int, int] | None:
         """The version and the credit with which a worker is of use beside the trainer's device."""
         useful = worker.state is WorkerState.READY and worker.role is not WorkerRole.TRAINER and worker.capacity > 0
-        return (worker.version, worker.capacity) if useful and worker.version is not None else None
+        hopeless = worker.resting and worker.declines >= HOPELESS_DECLINES
+        return (worker.version, worker.capacity) if useful and not hopeless and worker.version is not None else None
 
     def stale_index(self) -> str:
         """What of the index differs from a recomputation; empty when it is right."""
@@ -264,6 +343,20 @@ class Fleet:
         versions = [version for version, _ in helping.values()]
         counts = {version: versions.count(version) for version in versions}
         return "" if counts == self._helpers else f"helper counts {self._helpers}, should be {counts}"
+
+
+class Others:
+    """The fleet as a turn sees it that some workers have given back: without these."""
+
+    def __init__(self, fleet: Fleet, avoided: Container[WorkerId]) -> None:
+        self._fleet = fleet
+        self._avoided = avoided
+
+    def with_room(self, worker: WorkerId, oldest_version: int) -> Worker | None:
+        return None if worker in self._avoided else self._fleet.with_room(worker, oldest_version)
+
+    def least_loaded(self, role: WorkerRole, oldest_version: int) -> list[Worker]:
+        return self._fleet.least_loaded(role, oldest_version, self._avoided)
 
 
 def _able(worker: Worker) -> bool:

@@ -42,9 +42,9 @@ NUMBERS = {
 """The invariants of DESIGN §5 that the state alone can show."""
 
 _HOLDING = (TurnState.RUNNING, TurnState.MOVING)
-_WORKER_WAITS = frozenset({"boot", "load", "reload", "heartbeat", "stall", "resume", "drain"})
+_WORKER_WAITS = frozenset({"boot", "load", "reload", "heartbeat", "stall", "resume", "drain", "rest"})
 _LEASE_WAITS = frozenset({"grant", "release", "expiry", "succession"})
-_TURN_WAITS = frozenset({"token", "handover"})
+_TURN_WAITS = frozenset({"token", "handover", "retry"})
 _NONE = frozenset[str]()
 _WAITS_OF_A_PHASE = {
     "start": Phase.STARTING,
@@ -121,7 +121,12 @@ def _check_turn(s: Scheduler, turn: Turn) -> None:
     require(12, outcome is None, lambda: f"its trajectory has ended: {outcome}")
     if turn.state not in _HOLDING:
         require(1, turn.state is TurnState.QUEUED and turn.worker is None, lambda: f"{turn.state} on {turn.worker}")
+        named = s.timers.waiting("retry", turn.id) is bool(turn.avoided)
+        require(12, named, lambda: f"keeps from {turn.avoided}, and its back-off is not named so")
+        unknown = [worker for worker in turn.avoided if worker not in turn.given_back]
+        require(9, not unknown, lambda: f"keeps from {unknown}, who never gave it back")
         return
+    require(12, not s.timers.waiting("retry", turn.id), lambda: f"{turn.state}, and still waits to be tried again")
     worker = s.fleet.workers.get(turn.worker or "")
     has_it = worker is not None and turn.id in worker.turns
     require(5, has_it, lambda: f"{turn.state} on {turn.worker}, which has it not")
@@ -148,12 +153,17 @@ def _check_worker(s: Scheduler, worker: Worker, waits: Set[str]) -> None:
     require(5, may_hold or not worker.turns, lambda: f"holds {list(worker.turns)}")
     pending = list(worker.turns.values()).count(False)
     require(9, worker.pending == pending, lambda: f"{worker.pending} pending")
+    due_tokens = sum(s.turns.live[turn].due_tokens for turn in worker.turns)
+    require(9, worker.due_tokens == due_tokens, lambda: f"{worker.due_tokens} tokens due")
     known = worker.version is None or s.version is None or worker.version <= s.version
     require(4, known or worker.state in (WorkerState.DRAINING, WorkerState.GONE), "has weights newer than the run's")
     require(5, not lease.leaving or worker.state in (WorkerState.DRAINING, WorkerState.GONE), "its lease is leaving")
     loading = worker.state is WorkerState.LOADING
     require(9, worker.version is None or not loading, lambda: f"serves version {worker.version}, and is still loading")
-    waited, expected = waits & _WORKER_WAITS, _worker_waits(s, worker)
+    gone = worker.state is WorkerState.GONE
+    require(12, gone or worker.resting is ("rest" in waits), lambda: f"rests: {worker.resting}, without a deadline")
+    require(9, not worker.resting or worker.declines > 0, "rests, and has declined nothing")
+    waited, expected = (waits & _WORKER_WAITS) - ({"rest"} if not gone else set()), _worker_waits(s, worker)
     require(12, expected <= waited, lambda: f"waits for {sorted(waited)}, must for {sorted(expected)}")
     spare = waited - expected - ({"stall"} if worker.state in (WorkerState.READY, WorkerState.ASLEEP) else set())
     spare -= {"stall", "heartbeat"} if worker.state in (WorkerState.DRAINING, WorkerState.LOADING) else set()
@@ -261,7 +271,8 @@ def _check_queue(s: Scheduler) -> None:
     if head is None or s.phase is not Phase.RUNNING:
         return
     for turn in s.turns.heads():
-        room = next((w for w in s.fleet.workers.values() if s.fleet.with_room(w.id, turn.oldest_version)), None)
+        others = (w for w in s.fleet.workers.values() if w.id not in turn.avoided)
+        room = next((w for w in others if s.fleet.with_room(w.id, turn.oldest_version)), None)
         if room is not None:
             raise InvariantViolated(9, f"turn {turn.id}", f"queued although {room.id} has room", turn.story)
     if not s.timers.waiting("place", "queue"):

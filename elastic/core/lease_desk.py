@@ -15,7 +15,6 @@ from elastic.core.types import EndCause, LeaseId, LeaseState, Offer, WorkerRole,
 from elastic.core.worker_desk import WorkerDesk
 
 _FAILURES = (EndCause.BOOT_TIMEOUT, EndCause.EXPIRED, EndCause.FENCED, EndCause.LOST, EndCause.BARRED)
-MAX_DOUBLINGS = 16
 
 
 class LeaseDesk:
@@ -139,8 +138,7 @@ class LeaseDesk:
         if not run.active or run.timers.waiting("back-off", provider):
             return
         failures = run.leases.failures[provider] = run.leases.failures.get(provider, 0) + 1
-        doublings = min(failures - 1, MAX_DOUBLINGS)
-        run.wait("back-off", provider, min(run.limits.retry_base_ns << doublings, run.limits.retry_max_ns))
+        run.wait("back-off", provider, run.back_off_ns(failures))
 
     def _note_failure(self, lease: Lease, cause: EndCause) -> None:
         """A lease that failed before any of its workers served: the next one may well do the same."""

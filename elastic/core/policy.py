@@ -15,7 +15,13 @@ from elastic.core.types import Nanoseconds, Offer, TrajectoryId, TurnId, WorkerI
 
 
 class WorkerView(Protocol):
-    """A worker as a policy sees it. `outstanding` turns are on it, `pending` of them not begun."""
+    """A worker as a policy sees it.
+
+    - `outstanding` turns are on it, `pending` of them not begun, as far as is known; `due_tokens` is what these turns
+      are expected to decode.
+    - `has_place`: it would begin one more turn at once. Elsewhere that would wait.
+    - `standing` is below 1 while it has given turns back lately.
+    """
 
     @property
     def id(self) -> WorkerId: ...
@@ -31,10 +37,16 @@ class WorkerView(Protocol):
     def outstanding(self) -> int: ...
     @property
     def pending(self) -> int: ...
+    @property
+    def due_tokens(self) -> int: ...
+    @property
+    def has_place(self) -> bool: ...
+    @property
+    def standing(self) -> float: ...
 
 
 class FleetView(Protocol):
-    """The workers a turn may go to: ready, current enough, and with credit left."""
+    """The workers a turn may go to: ready, current enough, with credit left, and none that has lately given it back."""
 
     def with_room(self, worker: WorkerId, oldest_version: int) -> WorkerView | None:
         """The worker, if it may take one more such turn now."""
@@ -43,7 +55,8 @@ class FleetView(Protocol):
     def least_loaded(self, role: WorkerRole, oldest_version: int) -> Sequence[WorkerView]:
         """Of the workers of a role that may take one more such turn, the least loaded of each kind.
 
-        The least loaded of all comes first. O(log n) in workers; kinds are few.
+        The least loaded of all comes first: one with a free place in its batch, if there is any; then by its turns in
+        proportion to its places and its standing. O(log n) in workers; kinds are few.
         """
         ...
 
@@ -65,6 +78,8 @@ class TurnView(Protocol):
     def affine_tokens(self) -> int: ...
     @property
     def demand(self) -> Demand: ...
+    @property
+    def expected_tokens(self) -> float: ...
 
 
 class LoadView(Protocol):

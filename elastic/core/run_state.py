@@ -39,6 +39,7 @@ TRAINER_PATIENCE = 10
 nothing, it ends the run. The trainer is as patient with the orchestrator."""
 
 
+MAX_DOUBLINGS = 16
 _AT_THEIR_TIME = ("expiry", "succession")
 """Waits for a time rather than for somebody."""
 
@@ -101,6 +102,10 @@ class RunState:
 
     def wait(self, what: str, key: str, after_ns: Nanoseconds) -> None:
         self.timers.set(what, key, self.now_ns, after_ns)
+
+    def back_off_ns(self, failures: int) -> Nanoseconds:
+        """How long to leave somebody alone after so many failures in a row: twice as long with each."""
+        return min(self.limits.retry_base_ns << min(failures - 1, MAX_DOUBLINGS), self.limits.retry_max_ns)
 
     def wait_anew(self) -> None:
         """Nobody could be heard for a while: whoever is waited for has all of the time once more."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from elastic.core import commands as c
 from elastic.core import events as e
-from elastic.core.fleet import Worker
+from elastic.core.fleet import Others, Worker
 from elastic.core.run_state import RunState
 from elastic.core.turns import Turn
 from elastic.core.types import FinishReason, Nanoseconds, Progress, TrajectoryId, TurnState, WorkerId
@@ -28,6 +28,8 @@ class TurnDesk:
             "handover": self._handover_due,
             "capacity": self._capacity_due,
             "place": self._place_due,
+            "retry": lambda turn: self._avoid(self._run.turns.live[turn]),
+            "rest": lambda worker: self._run.fleet.rested(self._run.fleet.workers[worker]),
         }
 
     # Out to workers
@@ -82,7 +84,8 @@ class TurnDesk:
         for turn in heads:
             chosen = self._destination(turn)
             if chosen is None:
-                chosen = run.policies.routing.route(turn, run.fleet)
+                fleet = Others(run.fleet, turn.avoided) if turn.avoided else run.fleet
+                chosen = run.policies.routing.route(turn, fleet)
             if chosen is not None:
                 return turn, run.fleet.workers[chosen]
         return None
@@ -92,7 +95,7 @@ class TurnDesk:
         if turn.destination is None:
             return None
         destination, turn.destination = turn.destination, None
-        if self._run.fleet.with_room(destination, turn.oldest_version) is None:
+        if destination in turn.avoided or self._run.fleet.with_room(destination, turn.oldest_version) is None:
             return None
         return destination
 
@@ -101,8 +104,11 @@ class TurnDesk:
         run.turns.move(turn, TurnState.RUNNING, run.now_ns, worker.id)
         turn.attempt += 1
         turn.worker = worker.id
-        run.fleet.assign(worker, turn.id)
+        turn.due_tokens = round(turn.expected_tokens)
+        run.fleet.assign(worker, turn.id, turn.due_tokens)
         self._clear_queue_waits()
+        if turn.avoided:
+            run.timers.clear("retry", turn.id)
         run.wait("token", turn.id, run.limits.turn_stall_timeout_ns)
         run.out.append(
             c.StartTurn(
@@ -147,7 +153,7 @@ class TurnDesk:
         return (
             chunk.start == turn.accepted
             and chunk.start + chunk.count <= turn.max_new_tokens
-            and turn.oldest_version <= chunk.version <= (self._run.version or 0)
+            and (not chunk.count or turn.oldest_version <= chunk.version <= (self._run.version or 0))
         )
 
     def _accept(self, turn: Turn, worker: Worker, chunk: Progress) -> None:
@@ -155,7 +161,10 @@ class TurnDesk:
         turn.accepted += chunk.count
         turn.prefilled += chunk.prefilled
         turn.computed = turn.computed or chunk.prefilled + chunk.count > 0
-        run.fleet.begin(worker, turn.id)
+        if chunk.prefilled or chunk.count:
+            run.fleet.begin(worker, turn.id)
+        if chunk.count:
+            run.fleet.progressed(worker, chunk.count)
         if run.timers.waiting("place", "queue"):
             run.wait("place", "queue", self._longest_ns())
         conversation = run.turns.conversations[turn.trajectory]
@@ -175,6 +184,7 @@ class TurnDesk:
         if chunk.finish is FinishReason.ERROR:
             self._blame_engine(turn, chunk.detail)
         else:
+            self._prefer_others(turn, declined=not self._begun(turn))
             self._requeue(turn, f"{chunk.finish} {chunk.detail}".rstrip())
 
     def _refuse(self, turn: Turn, chunk: Progress) -> None:
@@ -193,6 +203,7 @@ class TurnDesk:
         """Try the turn elsewhere; but one that fails everywhere fails for good."""
         turn.engine_errors += 1
         if turn.engine_errors < self._run.limits.max_engine_errors:
+            self._prefer_others(turn, declined=False)
             self._requeue(turn, f"engine error: {detail}")
         else:
             self._close(turn, TurnState.FAILED, detail)
@@ -212,6 +223,33 @@ class TurnDesk:
                 run.wait("token", turn.id, run.limits.turn_stall_timeout_ns)
 
     # Back from workers
+
+    def _prefer_others(self, turn: Turn, *, declined: bool) -> None:
+        """Its worker gives the turn up, although nobody has called it back: it may go to anybody else at once, and to
+        this worker after a back-off. A worker that has `declined` it, of whatever sort it is, rests as long."""
+        run = self._run
+        if turn.state is not TurnState.RUNNING or turn.worker is None:
+            return
+        worker = run.fleet.workers[turn.worker]
+        times, _ = turn.given_back.get(worker.id, (0, 0))
+        run.turns.note_given_back(turn, worker.id, run.now_ns + run.back_off_ns(times + 1))
+        run.fleet.given_back(worker)
+        if declined and not worker.resting:  # What it declines while it rests was sent before, and tells nothing new.
+            run.fleet.rest(worker)
+            run.wait("rest", worker.id, run.back_off_ns(worker.declines))
+
+    def _begun(self, turn: Turn) -> bool:
+        """Whether anything has come of its present attempt."""
+        worker = self._run.fleet.workers.get(turn.worker or "")
+        return worker is not None and worker.turns.get(turn.id, False)
+
+    def _avoid(self, turn: Turn) -> None:
+        """Keep a queued turn from the workers whose back-off is not over, and look again when the first one's is."""
+        run = self._run
+        until_ns = {worker: until for worker, (_, until) in turn.given_back.items() if until > run.now_ns}
+        run.turns.avoid(turn, tuple(sorted(until_ns)))
+        if until_ns:
+            run.wait("retry", turn.id, min(until_ns.values()) - run.now_ns)
 
     def call_back(self, worker: Worker, reason: str) -> None:
         """Ask a worker for its turns and whatever it still has of them."""
@@ -274,6 +312,8 @@ class TurnDesk:
 
     def _requeue(self, turn: Turn, cause: str) -> None:
         self._leave_worker(turn)
+        if turn.given_back:
+            self._avoid(turn)
         self._run.turns.move(turn, TurnState.QUEUED, self._run.now_ns, cause)
 
     def _close(self, turn: Turn, state: TurnState, cause: str) -> None:
@@ -283,15 +323,18 @@ class TurnDesk:
     def _leave_worker(self, turn: Turn) -> None:
         self._clear_waits(turn)
         if turn.worker is not None:
-            self._run.fleet.unassign(self._run.fleet.workers[turn.worker], turn.id)
+            self._run.fleet.unassign(self._run.fleet.workers[turn.worker], turn.id, turn.due_tokens)
 
     def _clear_waits(self, turn: Turn) -> None:
         self._run.timers.clear("token", turn.id)
         self._run.timers.clear("handover", turn.id)
+        if turn.avoided:
+            self._run.timers.clear("retry", turn.id)
 
     def _token_due(self, turn_id: str) -> None:
         turn = self._run.turns.live[turn_id]
         self._abort(turn)
+        self._prefer_others(turn, declined=not self._begun(turn))
         self._requeue_unheard(turn, "no token in time")
 
     def _handover_due(self, turn_id: str) -> None:

@@ -2,10 +2,14 @@
 
 import heapq
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from elastic.core.demand import Demand
 from elastic.core.transitions import Story, take_transition
 from elastic.core.types import Nanoseconds, TrajectoryId, TurnId, TurnState, WorkerId
+
+Needs: TypeAlias = tuple[int, tuple[WorkerId, ...]]
+"""What a queued turn asks of a worker: its oldest version of the weights, and that it is none of these workers."""
 
 OVER = (TurnState.FINISHED, TurnState.CANCELLED, TurnState.FAILED)
 
@@ -16,7 +20,8 @@ class Turn:
 
     `affine_worker` has served the trajectory last, and holds `affine_tokens` of its context if it still has them.
     `demand` is what turns of its tag have cost so far. A turn that is balanced is on its way to `destination`, and
-    was last moved with `moved_at` tokens accepted.
+    was last moved with `moved_at` tokens accepted. Workers that gave it back are in `given_back`, each with how often,
+    and until when it may not go there again; `avoided` are those, in order, where it may not go while it is queued now.
     """
 
     id: TurnId
@@ -35,14 +40,32 @@ class Turn:
     computed: bool = False
     """Whether prefill has been paid for, or may have been where a worker went without a word."""
     worker: WorkerId | None = None
+    due_tokens: int = 0
+    """What it was expected to decode when it was sent to its worker."""
     engine_errors: int = 0
     destination: WorkerId | None = None
     moved_at: int | None = None
+    given_back: dict[WorkerId, tuple[int, Nanoseconds]] = field(default_factory=dict[WorkerId, tuple[int, Nanoseconds]])
+    avoided: tuple[WorkerId, ...] = ()
     story: Story = field(default_factory=Story)
 
     @property
     def context_tokens(self) -> int:
         return self.prompt_tokens + self.accepted
+
+    @property
+    def expected_tokens(self) -> float:
+        """What it is still going to decode, to go by turns of its tag; as much as it may where none has ended."""
+        expected = self.demand.decode_tokens if self.demand.turns else self.max_new_tokens
+        return max(1.0, expected - self.accepted)
+
+    @property
+    def needs(self) -> "Needs":
+        return self.oldest_version, self.avoided
+
+    def avoids(self, worker: WorkerId, now_ns: Nanoseconds) -> bool:
+        """Whether the worker gave it back so lately that it may not go there yet."""
+        return worker in self.given_back and self.given_back[worker][1] > now_ns
 
 
 @dataclass(slots=True)
@@ -59,14 +82,14 @@ class Conversation:
 class Turns:
     """Turns that are not over yet, and those that wait for a worker, oldest request first.
 
-    Turns that need newer weights have a queue of their own: while no worker has these, others may go on.
+    Turns with other needs have a queue of their own: while nobody meets these, others may go on.
     """
 
     def __init__(self) -> None:
         self.live: dict[TurnId, Turn] = {}
         self.conversations: dict[TrajectoryId, Conversation] = {}
         self.demands: dict[str, Demand] = {}
-        self._queues: dict[int, list[tuple[int, TurnId]]] = {}
+        self._queues: dict[Needs, list[tuple[int, TurnId]]] = {}
         self._requested = 0
 
     def request(
@@ -111,6 +134,22 @@ class Turns:
         conversation.affine_tokens = turn.context_tokens
         turn.demand.note(turn.prefilled, turn.accepted)
 
+    def note_given_back(self, turn: Turn, worker: WorkerId, until_ns: Nanoseconds) -> None:
+        """The worker is not to have the turn before `until_ns`, and its prefix is not counted on any more."""
+        times, _ = turn.given_back.get(worker, (0, 0))
+        turn.given_back[worker] = times + 1, until_ns
+        conversation = self.conversations[turn.trajectory]
+        for holder in (turn, conversation):
+            if holder.affine_worker == worker:
+                holder.affine_worker, holder.affine_tokens = None, 0
+
+    def avoid(self, turn: Turn, workers: tuple[WorkerId, ...]) -> None:
+        """From now on it waits for anybody else than these."""
+        if turn.avoided != workers:
+            turn.avoided = workers
+            if turn.state is TurnState.QUEUED:
+                self._enqueue(turn)
+
     def live_of(self, trajectory: TrajectoryId) -> list[Turn]:
         conversation = self.conversations.get(trajectory)
         return [self.live[turn] for turn in conversation.turns if turn in self.live] if conversation else []
@@ -137,7 +176,7 @@ class Turns:
             del self.live[turn.id]
 
     def _enqueue(self, turn: Turn) -> None:
-        heapq.heappush(self._queues.setdefault(turn.oldest_version, []), (turn.order, turn.id))
+        heapq.heappush(self._queues.setdefault(turn.needs, []), (turn.order, turn.id))
 
     def require(self, oldest_version: int) -> None:
         """No turn may take tokens of versions before `oldest_version` any more."""
@@ -163,18 +202,13 @@ class Turns:
                 heads.append(turn)
         return sorted(heads, key=lambda turn: turn.order) if len(heads) > 1 else heads
 
-    def _head_of(self, oldest_version: int) -> Turn | None:
-        queue = self._queues[oldest_version]
+    def _head_of(self, needs: Needs) -> Turn | None:
+        queue = self._queues[needs]
         while queue:
             order, turn_id = queue[0]
             turn = self.live.get(turn_id)
-            if (
-                turn is not None
-                and turn.state is TurnState.QUEUED
-                and turn.order == order
-                and turn.oldest_version == oldest_version
-            ):
+            if turn is not None and turn.state is TurnState.QUEUED and turn.order == order and turn.needs == needs:
                 return turn
             heapq.heappop(queue)
-        del self._queues[oldest_version]
+        del self._queues[needs]
         return None

@@ -17,7 +17,7 @@ from elastic.core.types import Account, EndCause, LoadPhase, WorkerId, WorkerRol
 MAX_LOAD_FAILURES = 3
 """A worker that cannot load weights this often in a row is given back; a fresh one may have better luck."""
 
-_WAITS = ("boot", "load", "reload", "heartbeat", "stall", "resume", "drain")
+_WAITS = ("boot", "load", "reload", "heartbeat", "stall", "resume", "drain", "rest")
 
 
 class WorkerDesk:
@@ -86,10 +86,11 @@ class WorkerDesk:
         if worker is None:
             return
         run.ledger.report(worker.id, event.accounts_ns, event.decoded_tokens, run.now_ns)
-        if event.capacity_turns != worker.capacity:
-            worker.capacity = event.capacity_turns
-            run.fleet.reindex(worker)
         self._profile(worker, event)
+        pending = min(event.pending, worker.pending)  # It may have heard of turns that it has no more.
+        if (event.capacity_turns, pending) != (worker.capacity, worker.engine_pending):
+            worker.capacity, worker.engine_pending = event.capacity_turns, pending
+            run.fleet.reindex(worker)
         self._follow_load(worker, event)
         self._turns.note_waiting(worker, event.pending, excused=self._gets_on(worker, event))
         if event.progress != worker.progress or event.executing == 0:
@@ -123,7 +124,6 @@ class WorkerDesk:
         tokens = event.decoded_tokens - worker.decoded_tokens
         decode_ns = event.accounts_ns.get(Account.DECODE, 0) - worker.decode_ns
         first = worker.progress < 0
-        worker.engine_pending = event.pending
         worker.decoded_tokens += max(0, tokens)
         worker.decode_ns += max(0, decode_ns)
         if first or min(tokens, iterations, decode_ns, worker.outstanding) <= 0:

@@ -28,7 +28,8 @@ class FaultKind(StrEnum):
     """Nothing from the worker arrives for a while; all of it arrives late."""
     CUT_DOWN = "cut_down"
     PRESSURE = "pressure"
-    """The host's own work takes the worker's credits, and its running turns are given up."""
+    """The host's own work takes the device: running turns are given up, and those that come are declined. Some hosts
+    say that they have no credit meanwhile, others do not."""
     BLACKOUT = "blackout"
     """Every elastic provider takes everything at once and has nothing for a while."""
     SILENT_PROVIDER = "silent_provider"

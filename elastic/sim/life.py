@@ -135,6 +135,7 @@ class Life:
             self.settings.plan.staleness_bound,
             self.first_version,
             {t: step for t, step in trained.items() if step < self.first_version},
+            self.settings.limits.retry_base_ns,
         )
         self.rollouts = SimulatedRollouts(self, self.record.finished)
         self.log: list[tuple[Nanoseconds, e.Event]] = []

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from elastic.core import commands as c
 from elastic.core import events as e
-from elastic.core.types import LeaseId, Nanoseconds, TrajectoryId, TurnId, WorkerId
+from elastic.core.types import FinishReason, LeaseId, Nanoseconds, TrajectoryId, TurnId, WorkerId
 
 
 class RecordViolated(AssertionError):
@@ -29,8 +29,12 @@ class Record:
     trajectories that this version has learnt from, and in which step.
     """
 
-    def __init__(self, staleness_bound: int, version: int, trained: Mapping[TrajectoryId, int]) -> None:
+    def __init__(
+        self, staleness_bound: int, version: int, trained: Mapping[TrajectoryId, int], back_off_ns: Nanoseconds = 0
+    ) -> None:
+        """`back_off_ns`: how long a worker is at least left alone with a turn that it has given back."""
         self.staleness_bound = staleness_bound
+        self.back_off_ns = back_off_ns
         self.version = version
         self.oldest: dict[TrajectoryId, int] = {}
         self.accepted: dict[TurnId, int] = {}
@@ -47,6 +51,9 @@ class Record:
         self._ordered: dict[tuple[TurnId, int], tuple[WorkerId, int]] = {}
         self._attempts: dict[TurnId, int] = {}
         self._generated: dict[tuple[TurnId, int], Generated] = {}
+        self._called_back: set[tuple[TurnId, int]] = set()
+        self._given_back: dict[tuple[TurnId, WorkerId], Nanoseconds] = {}
+        """When a worker gave up a turn that it had not been asked to give up."""
         self._credits: dict[WorkerId, tuple[int, int]] = {}
         """Of each worker the epoch, and how many turns it last said that it can hold."""
 
@@ -102,6 +109,8 @@ class Record:
             case c.AcceptTokens():
                 assert isinstance(event, e.TokensReceived)
                 self._accepted(command, event, now_ns)
+            case c.AbortTurn():
+                self._called_back.add((command.turn, command.attempt))
             case c.FinishTurn():
                 self.require(command.turn not in self.finished, f"{command.turn} finished twice")
                 self.finished.add(command.turn)
@@ -133,6 +142,9 @@ class Record:
         self.require(command.start == self.accepted.get(turn, 0), f"{turn} starts at {command.start}")
         self.require(self._live(command.worker, now_ns), f"{turn} goes to {command.worker}, whose lease has ended")
         self.require(turn not in self.finished, f"{turn} is finished and starts again")
+        back_ns = self._given_back.get((turn, command.worker))
+        rested = back_ns is None or now_ns - back_ns >= self.back_off_ns
+        self.require(rested, f"{turn} goes back to {command.worker}, which gave it up at {back_ns}")
         self._attempts[turn] = command.attempt
         self._ordered[turn, command.attempt] = (command.worker, command.start)
         self.redispatched += command.attempt > 1
@@ -150,6 +162,8 @@ class Record:
             self.require(start <= chunk.start and chunk.start + chunk.count <= span.end, f"{chunk} was not generated")
             self.require(chunk.start == self.accepted.get(chunk.turn, 0), f"{chunk} leaves a gap or repeats")
             self.accepted[chunk.turn] = chunk.start + chunk.count
+            if chunk.finish is FinishReason.STALLED and attempt not in self._called_back:
+                self._given_back[chunk.turn, worker] = now_ns
             if chunk.count:
                 trajectory = chunk.turn.partition("#")[0]
                 self.oldest[trajectory] = min(chunk.version, self.oldest.get(trajectory, chunk.version))

@@ -103,6 +103,8 @@ class SimulatedWorker:
         self._frozen_until_ns: Nanoseconds = 0
         self._hung_until_ns: Nanoseconds = 0
         self._pressed_until_ns: Nanoseconds = 0
+        self._credit_told = True
+        """Whether it says that it has no credit while it is pressed."""
         self._wanted_back = False
         self.iterations = 0
         self._slowness = 1
@@ -166,8 +168,10 @@ class SimulatedWorker:
         self._slowness = factor
         self._world.loop.after(duration_ns, lambda: setattr(self, "_slowness", 1))
 
-    def press(self, duration_ns: Nanoseconds) -> None:
-        """The host needs its device: no credit for a while, and after the iteration what runs is given up."""
+    def press(self, duration_ns: Nanoseconds, *, told: bool = True) -> None:
+        """The host needs its device for a while: after the iteration what runs is given up, and what comes is declined.
+        Unless that is `told`, it goes on announcing credit."""
+        self._credit_told = told
         self._pressed_until_ns = max(self._pressed_until_ns, self._world.loop.now_ns + duration_ns)
         self._wanted_back = True
         self._act(self._report)
@@ -287,7 +291,8 @@ class SimulatedWorker:
         return LoadPhase.WAITING if self._turns else LoadPhase.APPLYING
 
     def _capacity(self) -> int:
-        return 0 if self.pressed or self._draining else self._world.settings.capacity_turns
+        pressed = self.pressed and self._credit_told
+        return 0 if pressed or self._draining else self._world.settings.capacity_turns
 
     def _account(self) -> None:
         """Everything since the last look goes to what the device was at."""

@@ -281,7 +281,7 @@ class World:
             case FaultKind.CUT_DOWN:
                 worker.link.cut_down(fault.duration_ns)
             case FaultKind.PRESSURE:
-                worker.press(fault.duration_ns)
+                worker.press(fault.duration_ns, told=fault.target < 1 / 2)
             case _:
                 raise AssertionError(f"{fault.kind} befalls no worker")
         return True

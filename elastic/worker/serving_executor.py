@@ -71,7 +71,8 @@ class ExecutorShare:
             return self._rollouts
 
     def capacity_turns(self, most: int) -> int:
-        return 0 if self._reclaimed.is_set() else most
+        """None while turns would be declined, so that nobody sends any."""
+        return 0 if self._reclaimed.is_set() or self._pressed() else most
 
     def acquire_iteration(self) -> int:
         return 0

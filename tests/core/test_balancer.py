@@ -43,6 +43,7 @@ def _request(desk, trajectory: str) -> list[c.StartTurn]:
 def introduce(desk, worker: str) -> None:
     record = desk.scheduler.fleet.workers[worker]
     record.introduce(msgspec.structs.replace(record.capabilities, max_batch=BATCH))
+    desk.scheduler.fleet.reindex(record)
 
 
 def report(
@@ -194,15 +195,16 @@ def test_what_is_called_back_is_not_called_back_again_as_another(make_desk) -> N
     assert desk.one(c.StartTurn).worker == second
 
 
-def test_no_more_turns_are_sent_than_a_worker_may_have_waiting(make_desk) -> None:
+def test_no_more_turns_are_sent_than_a_worker_has_places(make_desk) -> None:
     desk, starts, second = crowded(make_desk)
     workers = desk.scheduler.fleet.workers
     record = workers[second]
-    record.introduce(msgspec.structs.replace(record.capabilities, max_batch=None))
-    assert Load(desk.scheduler._run, record).room == desk.scheduler.limits.max_pending < record.capacity
-    assert Load(desk.scheduler._run, record, arriving=1).room == desk.scheduler.limits.max_pending - 1
+    assert Load(desk.scheduler._run, record).room == BATCH < record.capacity
+    assert Load(desk.scheduler._run, record, arriving=1).room == BATCH - 1
     assert Load(desk.scheduler._run, record, arriving=1).executing == 1
     assert Load(desk.scheduler._run, workers[starts[0].worker], arriving=1).room == 0
+    record.declines = 1
+    assert Load(desk.scheduler._run, record).room == 1
 
 
 def test_turn_is_not_called_back_for_a_worker_whose_weights_are_too_old_for_it(make_desk) -> None:

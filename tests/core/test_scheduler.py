@@ -33,6 +33,13 @@ def running(desk, trajectory: str = A, **worker) -> c.StartTurn:
     return desk.one(c.StartTurn)
 
 
+def tried_again(desk) -> c.StartTurn:
+    """The next attempt after a back-off, on the only worker that there is."""
+    assert not desk.sent(c.StartTurn)
+    desk.wait(2.1 * SMALL_LIMITS.retry_base_ns / NS_PER_S, beating=tuple(desk.scheduler.fleet.workers))
+    return desk.one(c.StartTurn)
+
+
 class TestTurns:
     def test_preempted_workers_turn_is_dispatched_again_from_what_was_accepted(self, desk) -> None:
         start = running(desk)
@@ -45,6 +52,7 @@ class TestTurns:
     @pytest.mark.parametrize(("prefilled", "count"), [(0, 0), (10, 0), (0, 1)])
     def test_prefill_is_paid_again_where_it_had_begun(self, desk, prefilled: int, count: int) -> None:
         start = running(desk)
+        desk.worker("serving")
         assert not start.recompute
         desk.tokens(start, count, prefilled=prefilled, finish=FinishReason.ABORTED)
         assert desk.one(c.StartTurn).recompute is (prefilled + count > 0)
@@ -124,9 +132,11 @@ class TestTurns:
     def test_engine_that_sends_too_much_fails_the_turn_in_the_end(self, desk) -> None:
         running(desk)
         desk.request(B, max_new_tokens=8)
+        (start,) = desk.sent(c.StartTurn)
         for _ in range(SMALL_LIMITS.max_engine_errors - 1):
-            desk.tokens(desk.one(c.StartTurn), 9)
-        start = desk.one(c.StartTurn)
+            desk.tokens(start, 9)
+            start = tried_again(desk)
+            assert start.turn == f"{B}#0"
         desk.tokens(start, 9)
         assert desk.one(c.FailTurn).turn == start.turn
 
@@ -134,7 +144,7 @@ class TestTurns:
         start = running(desk)
         for attempt in range(1, SMALL_LIMITS.max_engine_errors):
             desk.tokens(start, 0, finish=FinishReason.ERROR)
-            start = desk.one(c.StartTurn)
+            start = tried_again(desk)
             assert start.attempt == attempt + 1
         desk.tokens(start, 0, finish=FinishReason.ERROR)
         assert "engine error" in desk.one(c.FailTurn).cause

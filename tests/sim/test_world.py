@@ -439,6 +439,8 @@ BREAKAGES: list[tuple[type[Any], str, object]] = [
     (TurnDesk, "take_away", _nothing),
     (TurnDesk, "_expect_handover", _nothing),
     (TurnDesk, "_token_due", _nothing),
+    (TurnDesk, "_prefer_others", _nothing),
+    (Fleet, "rested", _nothing),
     (WorkerDesk, "_ensure_weights", _nothing),
     (WorkerDesk, "give_up", _nothing),
     (WorkerDesk, "drain", _nothing),

@@ -124,6 +124,17 @@ async def test_a_run_gets_a_part_of_the_device_and_gives_it_back(profiles: Path)
         await asyncio.to_thread(again.close)
 
 
+async def test_no_credit_is_announced_while_turns_would_be_declined(profiles: Path) -> None:
+    device = make(profiles)
+    async with device.running(iter([])):
+        share = device.lend()
+        assert (share.hold_back(), share.capacity_turns(4)) == (False, 4)
+        device._lending = device._lending.model_copy(update={"kv_high_share": 0.0, "kv_low_share": 0.0})
+        assert (share.hold_back(), share.capacity_turns(4)) == (True, 0)
+        device._lending = device._lending.model_copy(update={"kv_high_share": 0.9, "kv_low_share": 0.5})
+        assert (share.hold_back(), share.capacity_turns(4)) == (False, 4)
+
+
 async def test_an_engine_that_its_worker_did_not_live_to_see_is_taken_back(profiles: Path) -> None:
     """A worker may be cut short while its engine is being set up: that must not keep the device from the next."""
     device = make(profiles)
