@@ -14,7 +14,7 @@ from elastic.sim.performance.truth import Acts
 from elastic.sim.performance.worker import WorkerModel
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "frozenlake.toml"
-WHILE_TURNS_RUN_NS = 12 * NS_PER_S
+WHILE_TURNS_RUN_NS = 8 * NS_PER_S
 
 
 def simulated() -> SimulatedRun:
