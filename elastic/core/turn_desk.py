@@ -150,11 +150,10 @@ class TurnDesk:
             run.ledger.lose(event.worker, lost)
 
     def _fits(self, turn: Turn, chunk: Progress) -> bool:
-        return (
-            chunk.start == turn.accepted
-            and chunk.start + chunk.count <= turn.max_new_tokens
-            and (not chunk.count or turn.oldest_version <= chunk.version <= (self._run.version or 0))
-        )
+        if chunk.start != turn.accepted or chunk.start + chunk.count > turn.max_new_tokens:
+            return False
+        # The version is that of the tokens: a turn that was declined has none.
+        return not chunk.count or turn.oldest_version <= chunk.version <= (self._run.version or 0)
 
     def _accept(self, turn: Turn, worker: Worker, chunk: Progress) -> None:
         run = self._run

@@ -57,7 +57,11 @@ OVERHEAD_ACCOUNTS = frozenset(
         Account.UNATTRIBUTED,
     }
 )
-"""What counts as allocation overhead: time paid for that a fixed, never-failing device would not have spent."""
+"""What counts as allocation overhead: time paid for that a fixed, never-failing device would not have spent.
+
+RECOMPUTE is prefill that is paid again because a turn has moved. What an engine computes again of its own accord, since
+its KV cache was full or its weights are new, is PREFILL: no capacity was lost, and a fixed device would pay it too.
+"""
 
 
 class LeaseState(StrEnum):
@@ -172,7 +176,8 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
 class Progress(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One chunk of a turn as the core sees it: `count` tokens of weights `version` from position `start` on.
 
-    `prefilled` prompt tokens were computed for it, those of a cached prefix not among them.
+    `prefilled` prompt tokens were computed for it, those of a cached prefix not among them. Without tokens there is no
+    version, whatever it says.
     """
 
     turn: TurnId

@@ -12,6 +12,9 @@ import msgspec
 
 from elastic.core.types import Account, Capabilities, FinishReason, WeightMode
 
+NO_VERSION = -1
+"""The `weights_version` of a chunk without tokens, where no weights have had a part in it."""
+
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One attempt at a turn.

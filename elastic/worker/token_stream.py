@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from elastic import wire
 from elastic.core.types import FinishReason
-from elastic.engine.base import GenerateRequest, TokenChunk
+from elastic.engine.base import NO_VERSION, GenerateRequest, TokenChunk
 
 
 @dataclass(slots=True)
@@ -73,9 +73,8 @@ class TokenStream:
 
     def decline(self, orders: Iterable[wire.Generate], finish: FinishReason, detail: str) -> None:
         """Give turns back at once that the engine is not to be asked for."""
-        self._send(
-            wire.Tokens([wire.Chunk(o.turn, o.attempt, o.start, [], [], 0, finish, 0, 0, detail) for o in orders])
-        )
+        declined = [wire.Chunk(o.turn, o.attempt, o.start, [], [], NO_VERSION, finish, detail=detail) for o in orders]
+        self._send(wire.Tokens(declined))
 
     def running(self, orders: Iterable[wire.Abort]) -> list[str]:
         """Request ids of those turns that still run."""

@@ -57,6 +57,23 @@ class TestTurns:
         desk.tokens(start, count, prefilled=prefilled, finish=FinishReason.ABORTED)
         assert desk.one(c.StartTurn).recompute is (prefilled + count > 0)
 
+    @pytest.mark.parametrize("version", [-1, 0, 99])
+    def test_a_declined_turn_is_not_stale_and_pays_nothing_again(self, make_desk, version: int) -> None:
+        desk = make_desk(steps=3)
+        desk.trainer(version=1)
+        for provider in ("spot", "serving"):
+            lease = desk.offer(provider)[-1].lease
+            desk.grant(lease)
+            desk.join(f"{lease}/w", version=1)
+            desk.beat(f"{lease}/w")
+        desk.end_seeding()
+        desk.request("1/0/0")
+        start = desk.one(c.StartTurn)
+        declined = Progress(start.turn, start.attempt, start.start, 0, version, FinishReason.STALLED)
+        desk.tell(e.TokensReceived(worker=start.worker, epoch=start.epoch, chunks=(declined,)))
+        assert not desk.sent(c.AbortTurn)
+        assert not desk.one(c.StartTurn).recompute
+
     def test_prefill_may_have_been_paid_by_a_worker_that_is_lost(self, desk) -> None:
         running(desk)
         desk.worker("serving")

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from elastic import wire
 from elastic.core.types import FinishReason
-from elastic.engine.base import TokenChunk
+from elastic.engine.base import NO_VERSION, TokenChunk
 from elastic.worker.token_stream import TokenStream
 
 
@@ -36,6 +36,14 @@ async def test_turns_leave_whole() -> None:
     stream.flush()
     assert len(sent) == 1
     await asyncio.sleep(0)
+
+
+async def test_a_declined_turn_has_no_tokens_and_no_version() -> None:
+    sent: list[wire.Tokens] = []
+    stream = TokenStream(0.05, sent.append)
+    stream.decline([order("a")], FinishReason.STALLED, "held back")
+    ((declined,),) = [frame.chunks for frame in sent]
+    assert (declined.token_ids, declined.weights_version) == ([], NO_VERSION)
 
 
 async def test_a_turn_that_ends_leaves_alone_and_at_once() -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from elastic.config import EngineConfig
-from elastic.core.types import Account, FinishReason, Nanoseconds, WeightMode
+from elastic.core.types import NS_PER_S, Account, FinishReason, Nanoseconds, WeightMode
 from elastic.engine.base import ChunkSink, TokenChunk, WeightChanges
 from elastic.engine.coserving.blocks import LeasedBlocks
 from elastic.engine.coserving.profile import CostModel, CostProfile, Prefill, Shape, write_profile
@@ -21,7 +21,8 @@ from elastic.engine.coserving.runner import PagedRunner
 from elastic.engine.coserving.spec import Lending, ModelSpec
 from elastic.engine.kv import PagePool
 from elastic.engine.torch.engine import TorchEngine
-from elastic.engine.torch.scheduler import Scheduler, Work
+from elastic.engine.torch.pacing import Costs
+from elastic.engine.torch.scheduler import Scheduler, Work, load_of
 from elastic.engine.torch.scheduler import Sequence as Running
 
 _log = structlog.get_logger(__name__)
@@ -270,8 +271,6 @@ class Half(TorchEngine):
         assert self._cost is not None
         started_ns = time.monotonic_ns()
         self._iterate(iteration.work)
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
         self._cost.observe(iteration.shape, time.monotonic_ns() - started_ns)
 
     def fail(self, why: str) -> None:
@@ -327,6 +326,14 @@ class Half(TorchEngine):
         if not isinstance(tensor, Tensor):
             return tensor
         return torch.empty_like(tensor, pin_memory=self._device.type == "cuda").copy_(tensor)
+
+    def _costs(self, work: list[Work]) -> Costs:
+        if self._cost is None or self._settings.pacing is not None:
+            return super()._costs(work)
+        load = load_of(work)
+        prefill_s, decode_s = (part_ns / NS_PER_S for part_ns in self._cost.parts_ns(shape_of(work)))
+        again = load.recompute / max(1, load.prefill + load.recompute)
+        return Costs(decode=decode_s, prefill=(1 - again) * prefill_s, recompute=again * prefill_s)
 
     def _require_thread(self) -> None:
         if self._sink is None:

@@ -91,8 +91,12 @@ class CostModel:
         self.decode_factor = 1.0
 
     def iteration_ns(self, shape: Shape) -> Nanoseconds:
+        return int(sum(self.parts_ns(shape)))
+
+    def parts_ns(self, shape: Shape) -> tuple[float, float]:
+        """Of the iteration, what prefill takes and what decoding takes."""
         prefill, decode = self._profiled(shape)
-        return int(prefill * self.prefill_factor + decode * self.decode_factor)
+        return prefill * self.prefill_factor, decode * self.decode_factor
 
     def prefill_ns(self, start: int, end: int, chunk_tokens: int, shared: Shape = Shape()) -> Nanoseconds:  # noqa: B008
         """Prefill of positions `start` to `end`, `chunk_tokens` an iteration (all at once: monolithic), where each
@@ -109,8 +113,7 @@ class CostModel:
         if prefill + decode <= 0:
             return
         # A mixed iteration tells of both, each as much as it was part of it.
-        predicted_ns = prefill * self.prefill_factor + decode * self.decode_factor
-        ratio = min(self.LARGEST_RATIO, measured_ns / predicted_ns)
+        ratio = min(self.LARGEST_RATIO, measured_ns / sum(self.parts_ns(shape)))
         part = prefill / (prefill + decode)
         self.prefill_factor = self._follow(self.prefill_factor, ratio, part)
         self.decode_factor = self._follow(self.decode_factor, ratio, 1 - part)

@@ -21,6 +21,7 @@ from torch import Tensor
 from elastic.config import EngineConfig
 from elastic.core.types import NS_PER_S, Account, Capabilities, FinishReason, WeightMode
 from elastic.engine.base import (
+    NO_VERSION,
     ChunkSink,
     DeviceShare,
     EngineStatistics,
@@ -30,14 +31,15 @@ from elastic.engine.base import (
 )
 from elastic.engine.meter import AccountMeter
 from elastic.engine.torch import pacing, sampling, validation
+from elastic.engine.torch.costs import LearnedCosts
 from elastic.engine.torch.runner import Patch, Runner
 from elastic.engine.torch.scheduler import Scheduler, Work, load_of
 from elastic.engine.torch.scheduler import Sequence as Running
 from elastic.model.config import Qwen3Config
 
-NO_VERSION = -1
-"""The `weights_version` of a chunk without tokens from an engine that has no weights yet."""
 CLOSE_TIMEOUT_S = 10.0
+SMALLEST_COST = 1e-9
+"""A curve that falls, as noise makes it, would have some work cost nothing, and an iteration be in no account."""
 
 _log = structlog.get_logger(__name__)
 _Step = Callable[[], None]
@@ -95,6 +97,7 @@ class TorchEngine:
         self._version: int | None = None
         self._resting = False
         self._idle_account = Account.IDLE
+        self._learned = LearnedCosts()
         self._meter = AccountMeter(time.monotonic_ns(), Account.IDLE)
         self._iterations = 0
         self._iterations_held = 0
@@ -288,6 +291,7 @@ class TorchEngine:
     def _iterate(self, work: list[Work]) -> None:
         if not self._got_device():
             return
+        load = load_of(work)
         with self._changed:
             started_ns, modelled_s = time.monotonic_ns(), self._charge_iteration(work)
         try:
@@ -296,6 +300,7 @@ class TorchEngine:
             _log.error("engine iteration failed", trace=traceback.format_exc())
             self._emit(self._give_up(work, f"{type(error).__name__}: {error}"))
             return
+        self._learned.observe(load, (time.monotonic_ns() - started_ns) / NS_PER_S)
         held = self._pace(started_ns, modelled_s)
         with self._changed:
             chunks = self._commit(work, token_ids, logprobs)
@@ -317,6 +322,8 @@ class TorchEngine:
         logits = self._runner.forward(work)
         samplers = [item.sequence for item in work if item.samples]
         if not samplers:
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)  # nothing else waits for it, and its time is measured
             return [], []
         token_ids, logprobs = sampling.sample(
             logits,
@@ -425,10 +432,15 @@ class TorchEngine:
 
     def _charge_iteration(self, work: list[Work]) -> float:
         """Share out the coming iteration's time; returns its modelled length in seconds (paced engines only)."""
-        costs = pacing.costs(load_of(work), self._settings.pacing)
-        accounts = zip((Account.DECODE, Account.PREFILL, Account.RECOMPUTE), costs, strict=True)
-        self._charge({account: cost for account, cost in accounts if cost})
+        load, costs = load_of(work), self._costs(work)
+        accounts = zip((Account.DECODE, Account.PREFILL, Account.RECOMPUTE), load, costs, strict=True)
+        self._charge({account: max(cost, SMALLEST_COST) for account, tokens, cost in accounts if tokens})
         return sum(costs)
+
+    def _costs(self, work: list[Work]) -> pacing.Costs:
+        """What the parts of the coming iteration cost: modelled, or learned from those before."""
+        paced, load = self._settings.pacing, load_of(work)
+        return self._learned.costs(load) if paced is None else pacing.costs(load, paced)
 
     def _charge(self, costs: Mapping[Account, float]) -> None:
         self._meter.switch(time.monotonic_ns(), costs)

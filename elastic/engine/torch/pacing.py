@@ -1,4 +1,4 @@
-"""How long an iteration takes: on a modelled device, and in proportion, so that its time can be shared out."""
+"""How long an iteration takes on a modelled device, and each of its parts, so that its time can be shared out."""
 
 from bisect import bisect_left
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from elastic.config import PacingConfig
 
 
 class Load(NamedTuple):
-    """What one iteration computes. A decoding sequence feeds one token; recompute is prefill paid for again."""
+    """Tokens that one iteration computes. A decoding sequence feeds one; recompute is prefill paid for again."""
 
     decode: int
     prefill: int
@@ -16,16 +16,14 @@ class Load(NamedTuple):
 
 
 class Costs(NamedTuple):
-    """The cost of each part of an iteration: seconds when modelled, else tokens (the forward pass is flat)."""
+    """The cost of each part of an iteration, in seconds where they are known; only proportions count where not."""
 
     decode: float
     prefill: float
     recompute: float
 
 
-def costs(load: Load, pacing: PacingConfig | None) -> Costs:
-    if pacing is None:
-        return Costs(*map(float, load))
+def costs(load: Load, pacing: PacingConfig) -> Costs:
     return Costs(
         decode=decode_step_s(load.decode, pacing.decode_step_s),
         prefill=load.prefill / pacing.prefill_tokens_per_s,

@@ -41,8 +41,9 @@ class Sequence:
 
     @property
     def recomputes(self) -> bool:
-        """Whether its prefill has been paid for before."""
-        return self.request.recompute or self.admissions > 1
+        """Whether its prefill is paid again because the turn has moved: only that of its first admission here. What the
+        engine itself preempts is no loss of capacity."""
+        return self.request.recompute and self.admissions == 1
 
 
 class Work(NamedTuple):

@@ -537,7 +537,7 @@ class EngineModel:
         self._leave(job)
         if job.prompt is not None:
             self._leave_prompt(job, job.prompt)
-        job.recompute = job.cacheable = True
+        job.recompute, job.cacheable = False, True
         self._waiting.appendleft(job)
 
     def _leave(self, job: Job) -> None:

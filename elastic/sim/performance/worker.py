@@ -25,6 +25,9 @@ from elastic.sim.performance.lending import LentShare
 from elastic.sim.performance.profile import Device
 from elastic.sim.performance.relay import Relay
 
+NO_VERSION = -1
+"""As live, of a chunk without tokens."""
+
 
 class WorkerWorld(Protocol):
     """What a worker sees of its world. `feed` is told what arrives; `send` adds a message's way."""
@@ -249,8 +252,7 @@ class WorkerModel:
             declined = FinishReason.STALLED
         job = self._world.job(command)
         if declined is not None:
-            version = self._running.version or 0
-            self._say_tokens([Progress(command.turn, command.attempt, command.start, 0, version, declined)])
+            self._say_tokens([Progress(command.turn, command.attempt, command.start, 0, NO_VERSION, declined)])
         elif job is not None:
             self._running.submit(job)
 

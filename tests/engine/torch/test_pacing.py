@@ -22,7 +22,3 @@ def test_a_falling_profile_never_gives_negative_time():
 def test_modelled_costs_are_seconds():
     pacing = PacingConfig(prefill_tokens_per_s=1000, decode_step_s={4: 0.01})
     assert costs(Load(decode=4, prefill=20, recompute=50), pacing) == pytest.approx((0.01, 0.02, 0.05))
-
-
-def test_unpaced_costs_are_tokens():
-    assert costs(Load(decode=4, prefill=20, recompute=50), None) == (4, 20, 50)

@@ -1,7 +1,9 @@
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic.config import EngineConfig
+from elastic.engine.torch.pacing import Load
 from elastic.engine.torch.scheduler import Scheduler, load_of
 
 CONTEXT = 40
@@ -108,6 +110,23 @@ def test_the_newest_is_preempted_and_comes_back_first(turn):
     assert [item.sequence for item in work] == [old]
     assert list(scheduler.waiting) == [new, later]
     assert scheduler.has_started
+
+
+@pytest.mark.parametrize("moved", [True, False])
+def test_only_a_turn_that_has_moved_pays_again(turn, moved):
+    """And not one that its engine preempts itself."""
+    config = EngineConfig(max_batch=2, kv_block_tokens=4, kv_blocks=5, max_context_tokens=20, prefill_chunk_tokens=99)
+    scheduler = Scheduler(config)
+    old = scheduler.add(turn("old", prompt=8))
+    new = scheduler.add(turn("new", prompt=[3] * 12, recompute=moved))
+    work = scheduler.plan(admit_new=True)
+    assert load_of(work) == (Load(0, 8, 12) if moved else Load(0, 20, 0))
+    for item in work:
+        scheduler.commit(item)
+        item.sequence.tokens.append(1)
+    assert load_of(scheduler.plan(admit_new=True)) == Load(1, 0, 0)  # the cache is full
+    scheduler.remove(old)
+    assert load_of(scheduler.plan(admit_new=True)) == Load(0, len(new.tokens) - new.computed, 0)
 
 
 def test_without_new_admissions_only_the_started_come_back(turn):
