@@ -1,21 +1,26 @@
 """A function pool on this machine: real processes, started when a call finds none, ended after some idle time.
 
 A process takes one call at a time. Its start is measured and billed, as a platform bills it; waiting for a free
-place is not. A call that runs out of time, and a process that dies under a call, take the process with them.
+place is not. A call that runs out of time, a process that dies under a call, and an answer that is too large or makes
+no sense take the process with them, and whatever it has started. Processes inherit what `elastic.processes` names, and
+are recorded, so that none outlives the run.
 """
 
 import asyncio
 import contextlib
 import os
+import secrets
 import signal
 import sys
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
+import structlog
 
+from elastic.processes import RecordedProcesses, inherited
 from functions.base import (
     BadResult,
     Call,
@@ -27,14 +32,31 @@ from functions.base import (
     Meter,
     Outcome,
 )
-from functions.process import HEADER, Answer, Loaded, Missing, Raised, Returned, Unsendable
+from functions.process import ANSWER_BYTES_MAX, HEADER, Answer, Loaded, Missing, Raised, Returned, Unsendable
 
+log = structlog.get_logger(__name__)
+
+FUNCTIONS = "functions"
+"""The owner of their processes in a run's records."""
+END_TIMEOUT_S = 10.0
+"""For a killed process and what it started to be gone; its record stays where that takes longer."""
 START_TIMEOUT_S = 60.0
 """For the start before the first call; later ones have the time of the call that waits for them."""
 RECORDED_MAX = 100_000
 """Results kept by key, the oldest forgotten first; more than any run has under way at once."""
 
 _decode_answer = msgspec.msgpack.Decoder(Answer).decode
+_UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What msgspec raises for bytes that are no answer: the last for nesting beyond all reason."""
+
+
+class Place(NamedTuple):
+    """Where a pool's processes run: what their output goes to, who they are recorded for, what they inherit besides."""
+
+    log: Path | None = None
+    run: str = ""
+    records: Path | None = None
+    pass_env: Sequence[str] = ()
 
 
 class Prices(NamedTuple):
@@ -46,11 +68,13 @@ class Prices(NamedTuple):
 
 
 class _Process:
-    """One process with the function loaded, in a process group of its own."""
+    """One process with the function loaded, in a session and process group of its own."""
 
-    def __init__(self, function: str, log: Path | None) -> None:
+    def __init__(self, function: str, place: Place) -> None:
         self._function = function
-        self._log = log
+        self._place = place
+        name = f"function-{secrets.token_hex(8)}"
+        self._recorded = RecordedProcesses(place.records, place.run, FUNCTIONS, name)
         self._process: asyncio.subprocess.Process | None = None
 
     async def start(self) -> None:
@@ -70,15 +94,18 @@ class _Process:
 
     async def _spawn(self) -> None:
         with contextlib.ExitStack() as files:
-            errors: Any = asyncio.subprocess.DEVNULL if self._log is None else files.enter_context(self._log.open("ab"))
+            output = self._place.log
+            errors: Any = asyncio.subprocess.DEVNULL if output is None else files.enter_context(output.open("ab"))
             try:
                 self._process = await asyncio.create_subprocess_exec(
                     *(sys.executable, "-m", "functions.process", str(os.getpid()), self._function),
+                    env=inherited(*self._place.pass_env) | self._recorded.marks,
                     stdin=asyncio.subprocess.PIPE,
                     stdout=asyncio.subprocess.PIPE,
                     stderr=errors,
                     start_new_session=True,
                 )
+                self._recorded.add(self._process.pid)
             except OSError as error:
                 raise FunctionUnavailable(f"{self._function}: no process could be started: {error}") from error
 
@@ -92,7 +119,7 @@ class _Process:
             raise FunctionUnavailable(f"{self._function}: its process died before the call") from error
         match await self._hear():
             case Returned(result):
-                return msgspec.msgpack.decode(result)
+                return self._decoded(result)
             case Raised(error):
                 raise FunctionRaised(f"{self._function} raised {error}")
             case Unsendable(error):
@@ -101,7 +128,7 @@ class _Process:
                 raise FunctionUnavailable(f"{self._function}: its process spoke out of turn")
 
     async def kill(self) -> None:
-        """SIGKILL the process and its children; returns once it is reaped."""
+        """SIGKILL the process and whatever it started; returns once it is reaped and that is gone."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -110,7 +137,15 @@ class _Process:
             os.killpg(process.pid, signal.SIGKILL)
         if process.stdin is not None:
             process.stdin.close()
-        await process.wait()
+        try:
+            async with asyncio.timeout(END_TIMEOUT_S):
+                await process.wait()
+                await self._recorded.end()
+                # What nobody read would keep the pipe open.
+                while process.stdout is not None and await process.stdout.read(ANSWER_BYTES_MAX):
+                    pass
+        except TimeoutError:
+            log.warning("function's processes do not die", function=self._function, pid=process.pid)
 
     @property
     def alive(self) -> bool:
@@ -120,17 +155,31 @@ class _Process:
         process = self._running()
         assert process.stdout is not None
         try:
-            header = await process.stdout.readexactly(HEADER.size)
-            return _decode_answer(await process.stdout.readexactly(HEADER.unpack(header)[0]))
+            (size_bytes,) = HEADER.unpack(await process.stdout.readexactly(HEADER.size))
+            if size_bytes > ANSWER_BYTES_MAX:
+                raise OversizedAnswer(
+                    f"{self._function}: an answer of {size_bytes} bytes; at most {ANSWER_BYTES_MAX} are taken"
+                )
+            return _decode_answer(await process.stdout.readexactly(size_bytes))
         except (asyncio.IncompleteReadError, OSError) as error:
             status = await process.wait()
             raise FunctionUnavailable(f"{self._function}: its process ended with status {status}") from error
-        except msgspec.DecodeError as error:
+        except _UNDECODABLE as error:
             raise FunctionUnavailable(f"{self._function}: its process answered nonsense: {error}") from error
+
+    def _decoded(self, result: msgspec.Raw) -> Any:
+        try:
+            return msgspec.msgpack.decode(result)
+        except _UNDECODABLE as error:
+            raise BadResult(f"{self._function}: its result makes no sense: {error}") from error
 
     def _running(self) -> asyncio.subprocess.Process:
         assert self._process is not None
         return self._process
+
+
+class OversizedAnswer(BadResult):
+    """Nothing of it was read; what follows on the pipe is of no use."""
 
 
 class _Meterings:
@@ -170,7 +219,8 @@ class _Meterings:
 class LocalFunctionPool:
     """`functions.base.FunctionPool` over processes; at most `concurrency` of them, none after `idle_s` without a call.
 
-    `log` takes what the function prints. `meter` hears of every call.
+    `log` takes what the function prints, `records` the record of each process of the `run`; `pass_env` names
+    environment variables that they inherit besides. `meter` hears of every call.
     """
 
     def __init__(
@@ -182,11 +232,14 @@ class LocalFunctionPool:
         prices: Prices = Prices(),  # noqa: B008 - an immutable default
         log: Path | None = None,
         meter: Meter = lambda _: None,
+        run: str = "",
+        records: Path | None = None,
+        pass_env: Sequence[str] = (),
     ) -> None:
         self.function = function
         self._idle_s = idle_s
         self._prices = prices
-        self._log = log
+        self._place = Place(log, run, records, pass_env)
         self._meter = meter
         self._places = asyncio.Semaphore(concurrency)
         self._idle: dict[_Process, asyncio.TimerHandle] = {}
@@ -196,7 +249,7 @@ class LocalFunctionPool:
         self._closed = False
 
     async def start(self) -> None:
-        process = _Process(self.function, self._log)
+        process = _Process(self.function, self._place)
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
                 await process.start()
@@ -258,7 +311,7 @@ class LocalFunctionPool:
         answered = False
         try:
             if process is None:
-                process = _Process(self.function, self._log)
+                process = _Process(self.function, self._place)
                 with times.cold_start():
                     await process.start()
             begun_s = _now_s()
@@ -266,6 +319,8 @@ class LocalFunctionPool:
             await asyncio.sleep(begun_s + self._prices.pacing_s - _now_s())
             answered = True
             return result
+        except OversizedAnswer:
+            raise
         except (FunctionRaised, BadResult):
             answered = True
             raise

@@ -2,7 +2,7 @@
 
 Frames are a length (4 bytes, big-endian) and msgpack: payloads come on standard input, answers go to what was
 standard output, which from then on is standard error to the function. The first answer says whether it could be
-loaded. The process dies with the pool's, and ends when its input does.
+loaded. An answer has at most `ANSWER_BYTES_MAX` bytes. The process dies with the pool's, and ends when its input does.
 """
 
 import ctypes
@@ -17,6 +17,10 @@ from typing import Any, BinaryIO
 import msgspec
 
 HEADER = struct.Struct("!I")
+ANSWER_BYTES_MAX = 2**20
+"""A result is a number, or little more; what a function has to say besides belongs in its log."""
+ERROR_CHARACTERS_MAX = 2000
+_ANSWER_OVERHEAD_BYTES = 64
 PR_SET_PDEATHSIG = 1
 
 
@@ -41,7 +45,7 @@ class Raised(msgspec.Struct, tag=True):
 
 
 class Unsendable(msgspec.Struct, tag=True):
-    """The function returned what msgpack does not know."""
+    """The function returned what msgpack does not know, or too much of it."""
 
     error: str
 
@@ -64,18 +68,26 @@ def call(function: Callable[[Any], Any], payload: Any) -> Answer:
     try:
         result = function(payload)
     except Exception as error:
-        return Raised(f"{type(error).__name__}: {error}")
+        return Raised(_shown(error))
     try:
-        return Returned(msgspec.Raw(msgspec.msgpack.encode(result)))
+        encoded = msgspec.msgpack.encode(result)
     except Exception as error:
-        return Unsendable(f"{type(result).__name__} cannot be sent: {error}")
+        return Unsendable(f"{type(result).__name__} cannot be sent: {_shown(error)}")
+    if len(encoded) + _ANSWER_OVERHEAD_BYTES > ANSWER_BYTES_MAX:
+        return Unsendable(f"{type(result).__name__} has {len(encoded)} bytes; at most {ANSWER_BYTES_MAX} can be sent")
+    return Returned(msgspec.Raw(encoded))
+
+
+def _shown(error: Exception) -> str:
+    text = f"{type(error).__name__}: {error}"
+    return text if len(text) <= ERROR_CHARACTERS_MAX else f"{text[:ERROR_CHARACTERS_MAX]}…"
 
 
 def serve(function: str, requests: BinaryIO, answers: BinaryIO) -> None:
     try:
         loaded = load(function)
     except Exception as error:
-        _answer(answers, Missing(f"{type(error).__name__}: {error}"))
+        _answer(answers, Missing(_shown(error)))
         return
     _answer(answers, Loaded())
     while len(header := requests.read(HEADER.size)) == HEADER.size:

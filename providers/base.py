@@ -36,7 +36,8 @@ class ProviderContext(msgspec.Struct, frozen=True, kw_only=True):
 
     `join` is the orchestrator's worker endpoint (`host:port`). `worker_command` starts a worker on this
     machine; a worker's ticket reaches it through `worker_environment`, never through its arguments.
-    `host_command` starts a serving host. `now_ns` is the run's clock, on which events give their times. `note` keeps
+    `host_command` starts a serving host. `pass_env` names environment variables that both inherit besides those that
+    all processes of a run do. `now_ns` is the run's clock, on which events give their times. `note` keeps
     a text under a key in the run's journal, for its report; the last one stands.
     """
 
@@ -45,6 +46,7 @@ class ProviderContext(msgspec.Struct, frozen=True, kw_only=True):
     join: str
     worker_command: tuple[str, ...]
     host_command: tuple[str, ...] = ()
+    pass_env: tuple[str, ...] = ()
     now_ns: Callable[[], int] = time.monotonic_ns
     note: Callable[[str, str], None] = lambda key, text: None
     acquire_timeout_s: float

@@ -1,8 +1,8 @@
 """Processes on this machine that never outlive their lease.
 
-Each runs in a session and process group of its own, with its output in `logs/`, and on Linux it is killed with
-the process that started it. What survives all the same (a grandchild, or any process elsewhere) is found through
-a record in `leases/`, which names the run and each process by its id and the time of its start.
+Each runs in a session and process group of its own, with its output in `logs/`, and is killed with the process that
+started it. What survives all the same (a grandchild, or whatever a killed orchestrator left) is found by its record in
+`leases/` and its mark, as `elastic.processes` has it.
 """
 
 import asyncio
@@ -11,34 +11,18 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
-import psutil
-
 from elastic.core.types import EndCause
+from elastic.processes import RecordedProcesses, end_recorded, inherited, records
 from providers import launch
 from providers.base import LeaseRequest, ProviderContext, ProviderUnavailable, worker_environment
 from providers.keeper import Ending
 
-RUN_VARIABLE = "ELASTIC_RUN"
-START_TOLERANCE_S = 1.0
-"""Start times are read from a clock that may be set meanwhile; a process id is not used again this soon."""
-POLL_S = 0.01
-
-
-class _Process(msgspec.Struct, frozen=True):
-    pid: int
-    started_s: float
-
-
-class _Record(msgspec.Struct, frozen=True):
-    run: str
-    provider: str
-    name: str
-    processes: list[_Process]
+WORKER_VARIABLES = ("ELASTIC_WEIGHTS", "ELASTIC_WEIGHTS_GBPS", "ELASTIC_SITE", "ELASTIC_SITE_TOKEN")
+"""What a machine may tell its workers, besides what every process of a run inherits; see `elastic.worker.weights`."""
 
 
 class Exit(NamedTuple):
@@ -64,15 +48,13 @@ class ProcessGroup:
 
     def __init__(self, context: ProviderContext, provider: str, name: str) -> None:
         self._context = context
-        self._provider = provider
-        self._name = name
         self._children: list[_Child] = []
-        self._record = context.run_dir / "leases" / f"{name}.json"
+        self._recorded = RecordedProcesses(records(context.run_dir), context.run, provider, name)
 
     async def start(
         self, name: str, command: Sequence[str], environment: Mapping[str, str], pass_fds: Sequence[int] = ()
     ) -> None:
-        """Start one more process. `environment` is added to ours.
+        """Start one more process. `environment` is added to what it inherits.
 
         Raises `OSError`, having started nothing. When cancelled, the process may have started and is ours to kill.
         """
@@ -92,7 +74,7 @@ class ProcessGroup:
         with log.open("ab") as output:
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-I", "-S", launch.__file__, str(os.getpid()), *command),
-                env={**os.environ, **environment, RUN_VARIABLE: self._context.run},
+                env=inherited(*WORKER_VARIABLES, *self._context.pass_env) | environment | self._recorded.marks,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -101,7 +83,7 @@ class ProcessGroup:
             )
         self._children.append(_Child(name, process, log))
         try:
-            self._write_record()
+            self._recorded.add(process.pid)
         except OSError:
             _kill_group(self._children[-1])
             await process.wait()
@@ -128,17 +110,8 @@ class ProcessGroup:
         async with asyncio.timeout(self._context.release_timeout_s):
             for child in children:
                 await child.process.wait()
-                await _kill_rest(child.process.pid)
+            await self._recorded.end()
         self._children.clear()
-        self._record.unlink(missing_ok=True)
-
-    def _write_record(self) -> None:
-        processes = [_Process(pid, _started_s(pid)) for pid in (child.process.pid for child in self._children)]
-        record = _Record(self._context.run, self._provider, self._name, processes)
-        self._record.parent.mkdir(parents=True, exist_ok=True)
-        partial = self._record.with_suffix(".partial")
-        partial.write_bytes(msgspec.json.encode(record))
-        partial.replace(self._record)
 
 
 class LocalWorkers:
@@ -186,45 +159,8 @@ def check_command(what: str, command: Sequence[str]) -> None:
 
 
 async def reconcile(context: ProviderContext, provider: str) -> list[str]:
-    """Kill what an earlier process left of this provider in this run; returns a line about each lease."""
-    lines: list[str] = []
-    for path in sorted((context.run_dir / "leases").glob("*.json")):
-        try:
-            record = msgspec.json.decode(path.read_bytes(), type=_Record)
-        except msgspec.DecodeError as error:
-            lines.append(f"{path}: not a lease's record ({error}); left as it is")
-            continue
-        if (record.run, record.provider) == (context.run, provider):
-            killed = await _kill_survivors(record, context.release_timeout_s)
-            path.unlink(missing_ok=True)
-            did = f"killed {', '.join(map(str, killed))}" if killed else "nothing of it was alive"
-            lines.append(f"lease {record.name} of {provider}: {did}")
-    return lines
-
-
-async def _kill_survivors(record: _Record, timeout_s: float) -> list[int]:
-    killed: set[int] = set()
-    async with asyncio.timeout(timeout_s):
-        while survivors := [member for process in record.processes for member in _survivors(record.run, process)]:
-            killed.update(_kill(survivor) for survivor in survivors)
-            await asyncio.sleep(POLL_S)
-    return sorted(killed)
-
-
-def _survivors(run: str, process: _Process) -> Iterator[psutil.Process]:
-    """The recorded process and the rest of its group, unless its id has passed to another process since."""
-    try:
-        if abs(psutil.Process(process.pid).create_time() - process.started_s) > START_TOLERANCE_S:
-            return
-    except psutil.NoSuchProcess:
-        pass
-    for member in _group(process.pid):
-        try:
-            younger = member.create_time() >= process.started_s - START_TOLERANCE_S
-            if younger and member.environ().get(RUN_VARIABLE) == run:
-                yield member
-        except (psutil.NoSuchProcess, psutil.AccessDenied):
-            continue
+    """End what an earlier process left of this provider in this run; returns a line about each lease."""
+    return await end_recorded(records(context.run_dir), context.run, provider, context.release_timeout_s)
 
 
 def _kill_group(child: _Child) -> None:
@@ -232,43 +168,6 @@ def _kill_group(child: _Child) -> None:
     if child.process.returncode is None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(child.process.pid, signal.SIGKILL)
-
-
-async def _kill_rest(group_id: int) -> None:
-    while members := list(_group(group_id)):
-        for member in members:
-            _kill(member)
-        await asyncio.sleep(POLL_S)
-
-
-def _kill(process: psutil.Process) -> int:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        process.kill()
-    return process.pid
-
-
-def _group(group_id: int) -> Iterator[psutil.Process]:
-    """The living members of a process group; zombies are not."""
-    for pid in psutil.pids():
-        try:
-            if os.getpgid(pid) == group_id and _alive(process := psutil.Process(pid)):
-                yield process
-        except (ProcessLookupError, PermissionError, psutil.NoSuchProcess):
-            continue
-
-
-def _alive(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-def _started_s(pid: int) -> float:
-    try:
-        return psutil.Process(pid).create_time()
-    except psutil.NoSuchProcess:
-        return 0.0
 
 
 def _signal(number: int) -> str:

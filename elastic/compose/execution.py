@@ -19,11 +19,12 @@ from elastic.compose.scheduling import limits, policies, run_plan
 from elastic.config import Config
 from elastic.core.scheduler import Scheduler
 from elastic.machine import raise_descriptor_limit
+from elastic.processes import end_recorded, records
 from elastic.runtime.journal import Journal
 from elastic.runtime.orchestrator import Orchestrator
 from elastic.runtime.status import RunStatus
 from functions.base import FunctionPool, Meter
-from functions.local import LocalFunctionPool, Prices
+from functions.local import FUNCTIONS, LocalFunctionPool, Prices
 from providers.base import Provider, ProviderContext
 
 log = structlog.get_logger(__name__)
@@ -92,6 +93,9 @@ def make_reward_pool(plan: RunPlan, run_dir: Path, meter: Meter) -> FunctionPool
         prices=Prices(rewards.usd_per_s, rewards.usd_per_call, rewards.pacing_s),
         log=run_dir / "logs" / "functions.log",
         meter=meter,
+        run=run_dir.name,
+        records=records(run_dir),
+        pass_env=plan.config.run.pass_env,
     )
 
 
@@ -115,6 +119,7 @@ def make_providers(
             join=join,
             worker_command=tuple(command),
             host_command=(*elastic, "serving-host"),
+            pass_env=plan.config.run.pass_env,
             now_ns=now_ns,
             note=note,
             acquire_timeout_s=plan.config.scheduler.acquire_timeout_s,
@@ -139,12 +144,15 @@ def make_providers(
 
 
 async def _reconcile(plan: RunPlan, run_dir: Path, names: Sequence[str]) -> None:
-    """End what the run's earlier life left with providers that it does not use any more."""
+    """End what the run's earlier life left of its functions, and with providers that it does not use any more."""
     former = resolve(plan.config, names, str(run_dir))
     providers = make_providers(former, run_dir, "", time.monotonic_ns, resume=True)
+    timeout_s = plan.config.scheduler.release_timeout_s
+    lines = await end_recorded(records(run_dir), run_dir.name, FUNCTIONS, timeout_s)
     for name in names:
-        for line in await providers[name].reconcile():
-            log.warning("left over from an earlier process", what=line)
+        lines += await providers[name].reconcile()
+    for line in lines:
+        log.warning("left over from an earlier process", what=line)
 
 
 def _meta(plan: RunPlan, run_dir: Path) -> dict[str, str]:

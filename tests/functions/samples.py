@@ -1,5 +1,6 @@
 """Functions that do and fail in every way a pool must know. They run in the pool's processes."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -7,6 +8,10 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+
+import msgspec
+
+from functions.process import HEADER, Returned
 
 not_a_function = 3
 
@@ -34,6 +39,52 @@ def hang(path: str) -> None:
     partial.write_text(f"{os.getpid()} {child.pid}")
     partial.replace(path)
     time.sleep(600)
+
+
+def detach(path: str) -> None:
+    """Starts a process in a session of its own, says which, and hangs."""
+    command = [sys.executable, "-c", "import time; time.sleep(600)"]
+    child = subprocess.Popen(command, start_new_session=True)
+    partial = Path(f"{path}.partial")
+    partial.write_text(str(child.pid))
+    partial.replace(path)
+    time.sleep(600)
+
+
+def large(size_bytes: int) -> bytes:
+    return bytes(size_bytes)
+
+
+def fail_at_length(length: int) -> None:
+    raise ValueError("x" * length)
+
+
+def forge(size_bytes: int) -> None:
+    """Says on the pool's own pipe that so much follows, and begins with it."""
+    pipe = _pipe()
+    os.write(pipe, HEADER.pack(size_bytes))
+    while True:
+        os.write(pipe, bytes(2**20))
+
+
+def forge_nested(depth: int) -> None:
+    body = b"\x91" * depth + b"\xc0"
+    answer = msgspec.msgpack.encode(Returned(msgspec.Raw(body)))
+    os.write(_pipe(), HEADER.pack(len(answer)) + answer)
+    time.sleep(600)
+
+
+def _pipe() -> int:
+    """The pool's: beyond the standard three, the one that is a pipe or a socket and can be written."""
+    for number in sorted(int(name) for name in os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError):
+            if number > 2 and os.readlink(f"/proc/self/fd/{number}").startswith(("pipe:", "socket:")):
+                return number
+    raise AssertionError("the pool has no pipe")
+
+
+def environment(_: Any) -> dict[str, str]:
+    return dict(os.environ)
 
 
 def die(_: Any) -> None:

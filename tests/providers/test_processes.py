@@ -3,14 +3,18 @@
 import asyncio
 import json
 import sys
+from pathlib import Path
+from typing import Any
 
 import msgspec
 import psutil
 import pytest
 
 from elastic.core.events import LeaseRefused
+from elastic.processes import Identity, identity
+from elastic.worker import weights
 from providers.base import ProviderContext, ProviderSettings, ProviderUnavailable
-from providers.processes import ProcessGroup, reconcile
+from providers.processes import WORKER_VARIABLES, ProcessGroup, reconcile
 from providers.reserved import ReservedProvider
 from tests.providers.conftest import Recorder, eventually, lease_request, processes_with
 
@@ -21,10 +25,10 @@ import asyncio, pathlib, sys
 from providers.base import ProviderContext
 from providers.processes import ProcessGroup
 
-async def main(run, run_dir):
+async def main(run, run_dir, script):
     context = ProviderContext(run=run, run_dir=pathlib.Path(run_dir), join="", worker_command=(),
                               acquire_timeout_s=9, release_timeout_s=9)
-    command = (sys.executable, "-c", "import time; time.sleep(600)")
+    command = (sys.executable, "-c", script)
     await ProcessGroup(context, "provider", "lease-1").start("worker-1", command, {"ELASTIC_WORKER": "worker-1"})
     await asyncio.sleep(600)
 
@@ -35,42 +39,107 @@ asyncio.run(main(*sys.argv[1:]))
 @pytest.mark.skipif(sys.platform != "linux", reason="needs PR_SET_PDEATHSIG")
 async def test_a_worker_dies_with_its_orchestrator(context: ProviderContext) -> None:
     orchestrator = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", ORCHESTRATOR, context.run, str(context.run_dir)
+        sys.executable, "-c", ORCHESTRATOR, context.run, str(context.run_dir), SLEEP[-1]
     )
     await eventually(lambda: processes_with(ELASTIC_WORKER="worker-1", ELASTIC_RUN=context.run))
     await eventually((context.run_dir / "leases" / "lease-1.json").exists)
     orchestrator.kill()
     await orchestrator.wait()
     await eventually(lambda: not processes_with(ELASTIC_RUN=context.run))
-    assert await reconcile(context, "provider") == ["lease lease-1 of provider: nothing of it was alive"]
+    assert await reconcile(context, "provider") == ["lease-1 of provider: nothing of it was alive"]
     assert list((context.run_dir / "leases").iterdir()) == []
 
 
-async def test_a_recycled_process_id_is_left_alone(context: ProviderContext) -> None:
-    """The record names a process of the same id that started at another time."""
+SETSID = """
+import subprocess, sys, time
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+time.sleep(600)
+"""
+"""Starts a process in a session of its own, where no signal to a group reaches it."""
+
+
+async def test_what_left_its_session_ends_with_its_group(context: ProviderContext) -> None:
     group = ProcessGroup(context, "provider", "lease-1")
-    await group.start("worker-1", SLEEP, {})
-    try:
-        path = context.run_dir / "leases" / "lease-1.json"
-        record = json.loads(path.read_bytes())
-        record["processes"][0]["started_s"] -= 60
-        path.write_text(json.dumps(record))
-        assert await reconcile(context, "provider") == ["lease lease-1 of provider: nothing of it was alive"]
-        assert psutil.pid_exists(record["processes"][0]["pid"])
-    finally:
-        await group.kill()
+    await group.start("worker-1", (sys.executable, "-c", SETSID), {})
+    await eventually(lambda: len(processes_with(ELASTIC_RUN=context.run)) == 2)
+    await group.kill()
+    assert processes_with(ELASTIC_RUN=context.run) == []
 
 
-async def test_a_process_of_the_same_group_id_without_the_runs_mark_is_left_alone(context: ProviderContext) -> None:
+@pytest.mark.skipif(sys.platform != "linux", reason="needs PR_SET_PDEATHSIG")
+async def test_what_outlived_a_killed_orchestrator_ends_with_the_next(context: ProviderContext) -> None:
+    orchestrator = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", ORCHESTRATOR, context.run, str(context.run_dir), SETSID
+    )
+    await eventually(lambda: len(processes_with(ELASTIC_RUN=context.run)) == 2)
+    orchestrator.kill()
+    await orchestrator.wait()
+    await eventually(lambda: len(processes_with(ELASTIC_RUN=context.run)) == 1)
+    (line,) = await reconcile(context, "provider")
+    assert line.startswith("lease-1 of provider: killed ")
+    await eventually(lambda: not processes_with(ELASTIC_RUN=context.run))
+
+
+def record_of(context: ProviderContext, *processes: Identity) -> Path:
+    body = {"run": context.run, "owner": "provider", "name": "lease-1", "mark": "of nobody", "processes": processes}
+    path = context.run_dir / "leases" / "lease-1.json"
+    path.parent.mkdir()
+    path.write_bytes(msgspec.json.encode(body))
+    return path
+
+
+async def test_a_survivor_is_found_whatever_the_clock_says(
+    context: ProviderContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its record says the tick of its start, which no setting of a clock changes."""
+    survivor = await asyncio.create_subprocess_exec(*SLEEP, start_new_session=True)
+    found = identity(survivor.pid)
+    assert found is not None
+    record_of(context, found)
+    monkeypatch.setattr("time.time", lambda: 0.0)
+    monkeypatch.setattr("psutil.Process.create_time", lambda _: 0.0)
+    assert await reconcile(context, "provider") == [f"lease-1 of provider: killed {survivor.pid}"]
+    assert await survivor.wait() == -9
+
+
+@pytest.mark.parametrize("other", [{"start_ticks": 1}, {"boot": "another"}])
+async def test_a_recycled_process_id_is_left_alone(context: ProviderContext, other: dict[str, Any]) -> None:
+    """The record names a process of the same id that started at another time, or before the machine did."""
     stranger = await asyncio.create_subprocess_exec(*SLEEP, start_new_session=True)
-    process = {"pid": stranger.pid, "started_s": psutil.Process(stranger.pid).create_time()}
-    record = {"run": context.run, "provider": "provider", "name": "lease-1", "processes": [process]}
-    (context.run_dir / "leases").mkdir()
-    (context.run_dir / "leases" / "lease-1.json").write_bytes(msgspec.json.encode(record))
-    await reconcile(context, "provider")
-    assert psutil.Process(stranger.pid).status() != psutil.STATUS_ZOMBIE
-    stranger.kill()
-    await stranger.wait()
+    try:
+        found = identity(stranger.pid)
+        assert found is not None
+        path = record_of(context, msgspec.structs.replace(found, **other))
+        assert await reconcile(context, "provider") == ["lease-1 of provider: nothing of it was alive"]
+        assert not path.exists()
+        assert psutil.Process(stranger.pid).status() != psutil.STATUS_ZOMBIE
+    finally:
+        stranger.kill()
+        await stranger.wait()
+
+
+async def test_workers_inherit_what_they_need_and_no_secret(
+    context: ProviderContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secrets = ("AWS_SECRET_ACCESS_KEY", "AWS_ACCESS_KEY_ID", "HF_TOKEN", "ELASTIC_SERVING_TOKEN", "PYTHON_API_KEY")
+    for name in (*secrets, "WANDB_API_KEY", "NAMED_ONE", "NAMED_TWO", "NAMED_TOKEN"):
+        monkeypatch.setenv(name, "theirs")
+    for name in ("LC_ALL", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", *WORKER_VARIABLES):
+        monkeypatch.setenv(name, "0")
+    named = msgspec.structs.replace(context, pass_env=("WANDB_API_KEY", "NAMED_*"))
+    group = ProcessGroup(named, "provider", "lease-1")
+    script = "import os, json; print(json.dumps(dict(os.environ)))"
+    await group.start("worker-1", (sys.executable, "-c", script), {"WORD": "said"})
+    found = json.loads((await group.wait()).log.read_text())
+    await group.kill()
+    assert not found.keys() & {*secrets, "NAMED_TOKEN"}
+    given = {"PATH", "LC_ALL", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "WORD", *WORKER_VARIABLES}
+    assert found.keys() >= given | {"WANDB_API_KEY", "NAMED_ONE", "NAMED_TWO"}
+
+
+def test_what_a_machine_tells_its_workers_is_what_they_read() -> None:
+    read = weights.KEEP_VARIABLE, weights.CAP_VARIABLE, weights.SITE_VARIABLE, weights.SITE_TOKEN_VARIABLE
+    assert set(read) == set(WORKER_VARIABLES)
 
 
 async def test_a_broken_record_is_reported_and_kept(context: ProviderContext) -> None:
