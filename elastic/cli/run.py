@@ -58,6 +58,7 @@ def dry_run_command(config: Config, names: list[str], where: str, *, as_json: bo
         )
 
 
+@compose.private()
 def run_command(config: Config, names: list[str], where: str, resumed: Path | None, *, as_json: bool) -> int:
     """Run to the end and report; returns the exit code."""
     plan = compose.resolve(config, names, where)

@@ -28,6 +28,7 @@ def split_profiles(options: Sequence[str]) -> tuple[str, dict[str, str]]:
     return default, by_provider
 
 
+@compose.private()
 def simulate_command(
     config: Config, names: list[str], where: str, experiment: simulation.Experiment, *, as_json: bool
 ) -> int:

@@ -27,6 +27,7 @@ from elastic.compose.runs import (
     list_runs,
     load_run_config,
     new_run_dir,
+    private,
     save_run_config,
 )
 from elastic.compose.scheduling import limits, policies, run_plan
@@ -59,6 +60,7 @@ __all__ = [
     "past_life",
     "policies",
     "prepare",
+    "private",
     "read_model_config",
     "replay",
     "resolve",

@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import os
 import shutil
 import time
 from collections.abc import Iterator, Sequence
@@ -10,13 +11,23 @@ from pathlib import Path
 from elastic.config import Config, ConfigError, load_config
 
 
+@contextlib.contextmanager
+def private() -> Iterator[None]:
+    """What this process and those that it starts write meanwhile is nobody else's to read: prompts, text, weights."""
+    former = os.umask(0o077)
+    try:
+        yield
+    finally:
+        os.umask(former)
+
+
 def new_run_dir(config: Config) -> Path:
-    """A directory of its own for a new run, named after it and the time."""
+    """A directory of its own for a new run, named after it and the time; nobody else can enter it."""
     stamp = time.strftime("%Y%m%d-%H%M%S")
     for suffix in ("", *(f"-{n}" for n in range(2, 1000))):
         path = config.run.directory / f"{config.run.name}-{stamp}{suffix}"
         try:
-            path.mkdir(parents=True)
+            path.mkdir(mode=0o700, parents=True)
         except FileExistsError:
             continue
         except OSError as error:

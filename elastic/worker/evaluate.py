@@ -124,6 +124,6 @@ async def _play(
             if result.done:
                 return result.reward
             context += tokens + result.token_ids
-        return 0.0
+        return await environment.truncate()
     finally:
         await environment.aclose()

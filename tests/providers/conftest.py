@@ -145,6 +145,7 @@ def make_context(tmp_path: Path) -> Callable[..., ProviderContext]:
             join="127.0.0.1:1",
             worker_command=(sys.executable, "-c", worker),
             host_command=(sys.executable, str(Path(__file__).with_name("stub_host.py"))),
+            pass_env=("ELASTIC_STUB_AGENT",),
             acquire_timeout_s=TIMEOUT_S,
             release_timeout_s=TIMEOUT_S,
         )
