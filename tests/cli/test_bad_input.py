@@ -19,7 +19,7 @@ from elastic.trainer.trainer import GRPOTrainer
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("run.nosuch=1", ("run.nosuch", "unknown key", "allowed: directory, host, name, port, seed, steps")),
+        ("run.nosuch=1", ("run.nosuch", "unknown key", "allowed: directory, host, name, pass_env, port, seed, steps")),
         ("nosuch.key=1", ("nosuch", "unknown key", "engine, environment")),
         ("run.steps=many", ("run.steps", "valid integer", "'many'")),
         ("run.steps=true", ("run.steps", "valid integer", "found True")),
