@@ -74,7 +74,7 @@ class ProcessGroup:
         with log.open("ab") as output:
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-I", "-S", launch.__file__, str(os.getpid()), *command),
-                env=inherited(*WORKER_VARIABLES, *self._context.pass_env) | environment | self._recorded.marks,
+                env=inherited(*WORKER_VARIABLES, *self._context.pass_env) | dict(environment) | self._recorded.marks,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
