@@ -1,4 +1,4 @@
-.PHONY: run test check bench lock audit setup clean
+.PHONY: run test check bench gpu gpu-wheels lock audit setup clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -31,6 +31,19 @@ check: setup
 
 bench: setup
 	@for file in benchmarks/*.py; do echo "$$file"; $(BIN)/python $$file --quick --json || exit 1; done
+
+# With the interpreter that has the GPU's torch: `make gpu PYTHON=python3`. Without network, `make gpu-wheels` on another
+# machine brings what a GPU image lacks; then `pip install --no-index --no-deps --target SITE .whl/*.whl`, PYTHONPATH=SITE.
+gpu:
+	PYTHONPATH=$(CURDIR):$(PYTHONPATH) $(PYTHON) benchmarks/gpu.py
+
+GPU_LACKS := annotated-types annotated-doc cffi cryptography Farama-Notifications gymnasium msgspec pycparser pydantic \
+	pydantic_core starlette structlog tenacity typing-inspection uvicorn zstandard
+GPU_PLATFORMS := $(foreach glibc,34 28 27 17,--platform manylinux_2_$(glibc)_x86_64) --platform manylinux2014_x86_64
+
+gpu-wheels:
+	$(PYTHON) -m pip download --quiet --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \
+		$(GPU_PLATFORMS) --dest .whl $$(for name in $(GPU_LACKS); do grep -i "^$$name==" requirements.txt; done)
 
 TOOLS := .cache/tools/bin
 

@@ -1,0 +1,457 @@
+"""All of Elastic that has a GPU to compute on, in one command and one table, within twenty minutes on an H100 or H200.
+
+Every part runs in a process of its own with a time limit, so that one that fails does not hide the rest. Weights are
+random, in the shapes of Qwen3. The parts:
+
+- engine: the embedded engine's tokens per second, and how much of its greedy output, in bfloat16, is the CPU's in
+  float32 (`greedy_equal_share`: tokens before the first difference; random weights have near ties everywhere);
+- pages: KV pages by CUDA's virtual memory management: mapped and taken back per second, and whether a page keeps its
+  place and its content;
+- coserving_small, coserving_large: `benchmarks/coserving.py` on the device in short windows (ROSE's Tables 1, 2, 4, 5);
+- deltas: comparing an 8B model's weights with the version before on the device, over a copy of the same bytes there,
+  and encoding what changed on the host;
+- trainer: a step of GRPO;
+- activation: weights from host memory into the device, over a bare copy of the same bytes.
+
+    python benchmarks/gpu.py [--json] [--parts PART …] [--cpu]
+
+`--cpu` runs tiny shapes on the CPU, as a test of the benchmark itself; its figures mean nothing.
+"""
+
+import argparse
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from _common import Arguments, emit
+from _shapes import SHAPES
+
+REPETITIONS = 5
+CONTEXT = 1024
+
+
+@dataclass(frozen=True)
+class Scale:
+    """What the parts are run with."""
+
+    device: str
+    small: str
+    large: str
+    batch: int
+    prompt_tokens: int
+    new_tokens: int
+    pages: int
+    window_s: float
+    quick_windows: bool
+
+
+GPU = Scale("cuda", "qwen3-0.6b", "qwen3-8b", 64, 256, 256, 4096, 10.0, False)
+CPU = Scale("cpu", "tiny-rollouts", "tiny-serving", 4, 16, 8, 64, 2.0, True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="the same: this benchmark has one length")
+    parser.add_argument("--json", action="store_true", help="one JSON object as the last line of standard output")
+    parser.add_argument("--cpu", action="store_true", help="tiny shapes on the CPU, as a test of the benchmark")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="only these")
+    parser.add_argument("--in-process", choices=PARTS, help=argparse.SUPPRESS)
+    parsed = parser.parse_args()
+    scale = CPU if parsed.cpu else GPU
+    if parsed.in_process:
+        print(json.dumps(PARTS[parsed.in_process].run(scale)), flush=True)
+        return
+    arguments = Arguments(quick=parsed.quick, json=parsed.json)
+    if not parsed.cpu and (missing := _missing()):
+        emit({"skipped_because": missing}, arguments)
+        return
+    emit({"device": _device_name(scale), **{name: _apart(name, parsed.cpu) for name in parsed.parts}}, arguments)
+
+
+def _missing() -> str:
+    import torch
+
+    return "" if torch.cuda.is_available() else "torch finds no CUDA device here; --cpu tries the benchmark itself"
+
+
+def _device_name(scale: Scale) -> str:
+    import torch
+
+    return torch.cuda.get_device_name() if scale.device == "cuda" else f"cpu, torch {torch.__version__}"
+
+
+def _apart(name: str, cpu: bool) -> dict[str, Any]:
+    """A part's figures, or what became of it."""
+    print(f"{name} …", file=sys.stderr, flush=True)
+    command = [sys.executable, __file__, "--in-process", name, *(["--cpu"] if cpu else [])]
+    begun_s = time.monotonic()
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PARTS[name].timeout_s, check=False)
+    except subprocess.TimeoutExpired:
+        return {"failed": f"not within {PARTS[name].timeout_s:g} s"}
+    took_s = round(time.monotonic() - begun_s, 1)
+    if done.returncode != 0:
+        return {"failed": done.stderr.strip()[-1500:], "took_s": took_s}
+    return {**json.loads(done.stdout.splitlines()[-1]), "took_s": took_s}
+
+
+# Shared by the parts.
+
+
+def _weights(shape: str, device: str) -> dict[str, Any]:
+    """Random bfloat16 weights on the host, made on the device: billions of random numbers take minutes on a core."""
+    import torch
+
+    from elastic.model.checkpoint import model_tensors
+    from elastic.model.config import Qwen3Config
+    from elastic.model.qwen3 import Qwen3
+
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = Qwen3(Qwen3Config(**SHAPES[shape]))
+    return {name: tensor.bfloat16().cpu() for name, tensor in model_tensors(model).items()}
+
+
+def _settle(device: str) -> None:
+    import torch
+
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def _median_s(work: Callable[[], object], device: str) -> float:
+    """Of several runs after one that warms up, the device's work included."""
+    taken_s: list[float] = []
+    for _ in range(REPETITIONS + 1):
+        _settle(device)
+        begun_s = time.perf_counter()
+        work()
+        _settle(device)
+        taken_s.append(time.perf_counter() - begun_s)
+    return median(taken_s[1:])
+
+
+# The parts.
+
+
+def engine(scale: Scale) -> dict[str, Any]:
+    weights = _weights(scale.small, scale.device)
+    many, seconds, _ = _generate(scale, scale.device, weights, scale.batch, scale.new_tokens)
+    few = 4
+    ours, _, _ = _generate(scale, scale.device, weights, few, min(32, scale.new_tokens))
+    reference, _, _ = _generate(scale, "cpu", weights, few, min(32, scale.new_tokens))
+    return {
+        "model": scale.small,
+        "batch": scale.batch,
+        "tokens_per_s": sum(map(len, many.values())) / seconds,
+        "greedy_equal_share": _equal(ours, reference) / sum(map(len, reference.values())),
+    }
+
+
+def _equal(ours: Mapping[str, list[int]], reference: Mapping[str, list[int]]) -> int:
+    count = 0
+    for name, tokens in reference.items():
+        for ours_is, theirs_is in zip(ours[name], tokens, strict=False):
+            if ours_is != theirs_is:
+                break
+            count += 1
+    return count
+
+
+def _generate(
+    scale: Scale, device: str, weights: Mapping[str, Any], batch: int, new_tokens: int
+) -> tuple[dict[str, list[int]], float, Any]:
+    """Greedy tokens by request; how long that took, after a first round that is not timed."""
+    import threading
+
+    from elastic.config import EngineConfig
+    from elastic.core.types import WeightMode
+    from elastic.engine.base import GenerateRequest, TokenChunk
+    from elastic.engine.torch import TorchEngine
+    from elastic.model.config import Qwen3Config
+
+    config = Qwen3Config(**SHAPES[scale.small])
+    settings = EngineConfig.model_validate(
+        {
+            "device": device,
+            "max_context_tokens": CONTEXT,
+            "prefill_chunk_tokens": CONTEXT,
+            "max_batch": batch,
+            "kv_blocks": batch * CONTEXT // 16,
+            "kv_block_tokens": 16,
+            "threads": os.cpu_count() if device == "cpu" else 1,
+        }
+    )
+    told: dict[str, list[int]] = {}
+    left: set[str] = set()
+    all_done = threading.Event()
+
+    def sink(chunks: Any) -> None:
+        chunk: TokenChunk
+        for chunk in chunks:
+            told.setdefault(chunk.request_id, []).extend(chunk.token_ids)
+            if chunk.finish is not None:
+                left.discard(chunk.request_id)
+        if not left:
+            all_done.set()
+
+    running = TorchEngine(config, settings)
+    try:
+        running.start(sink)
+        running.load_weights(1, weights, WeightMode.FINISH)
+        taken_s = 0.0
+        for attempt in range(2):
+            names = [f"{attempt}.{number}" for number in range(batch)]
+            left.update(names)
+            all_done.clear()
+            begun_s = time.perf_counter()
+            running.submit(
+                [
+                    GenerateRequest(
+                        request_id=name,
+                        token_ids=[(7 * number + i) % config.vocab_size for i in range(scale.prompt_tokens)],
+                        start=0,
+                        max_new_tokens=new_tokens,
+                        stop_token_ids=(),
+                        temperature=0.0,
+                        noise_seed=number,
+                    )
+                    for number, name in enumerate(names)
+                ]
+            )
+            if not all_done.wait(600):
+                raise TimeoutError("the engine did not end its turns within 600 s")
+            taken_s = time.perf_counter() - begun_s
+        return {n.partition(".")[2]: told[n] for n in told if n.startswith("1.")}, taken_s, running.statistics()
+    finally:
+        running.close()
+
+
+def pages(scale: Scale) -> dict[str, Any]:
+    import torch
+
+    from elastic.engine.kv import PagePool
+    from elastic.engine.kv.backends import mappable_page_bytes, open_backend
+
+    page_bytes = mappable_page_bytes(2 << 20 if scale.device == "cuda" else 4096, scale.device)
+    backend = open_backend(scale.pages, page_bytes, scale.device)
+    pool = PagePool(backend)
+    try:
+        space, other = pool.space(), pool.space()
+        begun_s = time.perf_counter()
+        mapped = [space.map() for _ in range(scale.pages)]
+        for virtual, _ in mapped:
+            space.unmap(virtual)
+        _settle(scale.device)
+        took_s = time.perf_counter() - begun_s
+        (first, index), (_, neighbour) = space.map(), other.map()
+        view, others = (backend.view(number, torch.uint8).view(-1, page_bytes) for number in (0, 1))
+        zeroed = not view[index].any().item()
+        view[index].fill_(7)
+        others[neighbour].fill_(9)
+        kept = bool((view[index] == 7).all().item()) and bool((others[neighbour] == 9).all().item())
+        space.unmap(first)
+        return {
+            "by": type(backend).__name__,
+            "page_bytes": page_bytes,
+            "map_and_unmap_per_s": 2 * scale.pages / took_s,
+            "new_pages_are_zero": zeroed,
+            "pages_keep_their_content": kept,
+        }
+    finally:
+        pool.close()
+
+
+def coserving_small(scale: Scale) -> dict[str, Any]:
+    return _coserving(scale, serving="qwen3-1.7b", rollout=scale.small, baselines=True)
+
+
+def coserving_large(scale: Scale) -> dict[str, Any]:
+    return _coserving(scale, serving=scale.large, rollout=scale.large, baselines=False)
+
+
+def _coserving(scale: Scale, serving: str, rollout: str, baselines: bool) -> dict[str, Any]:
+    command = [
+        sys.executable,
+        str(Path(__file__).with_name("coserving.py")),
+        "--json",
+        "--window-s",
+        str(scale.window_s),
+    ]
+    if scale.quick_windows:
+        command += ["--quick"]
+    else:
+        command += ["--device", "cuda", "--serving-model", serving, "--rollout-model", rollout]
+        command += ["--densities", "1", "--windows", "mean", "burstiest"]
+        command += [] if baselines else ["--baselines-at", "--no-extras"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(f"{' '.join(command[1:])}: exit {done.returncode}: {done.stderr[-1000:]}")
+    figures = json.loads(done.stdout.splitlines()[-1])
+    kept = (
+        "slo",
+        "density",
+        "reclaim_ms_p50",
+        "reclaim_ms_p99",
+        "reclaims",
+        "activation_ms",
+        "cuts",
+        "lease_s",
+        "device",
+    )
+    return {key: figures[key] for key in kept if key in figures}
+
+
+def deltas(scale: Scale) -> dict[str, Any]:
+    """Where the changes are made up: 2 % of the elements, the lowest bit of their pattern."""
+    import numpy as np
+    import torch
+
+    from elastic.weights.codecs import CODECS
+    from elastic.weights.compact import compact
+    from elastic.weights.layout import tile_ends
+    from elastic.weights.tensors import entries_of
+
+    tensors = {name: tensor.to(scale.device) for name, tensor in _weights(scale.large, scale.device).items()}
+    flat = [tensor.contiguous().view(-1).view(torch.int16) for tensor in tensors.values()]
+    before = [patterns.clone() for patterns in flat]
+    generator = torch.Generator(device=scale.device).manual_seed(0)
+    for patterns in flat:
+        index = torch.randint(patterns.numel(), (patterns.numel() // 50,), device=scale.device, generator=generator)
+        patterns[index] ^= 1
+    copy = [torch.empty_like(patterns) for patterns in flat]
+
+    def copied() -> None:
+        for target, source in zip(copy, flat, strict=True):
+            target.copy_(source)
+
+    changed = 0
+
+    def compared() -> None:
+        nonlocal changed
+        changed = 0
+        for old, new in zip(before, flat, strict=True):
+            for found, _ in compact(old, new):
+                changed += found.numel()
+
+    memcpy_s, compare_s = _median_s(copied, scale.device), _median_s(compared, scale.device)
+    largest = max(range(len(flat)), key=lambda number: flat[number].numel())
+    old, new = (one[largest].cpu().numpy().view(np.uint16) for one in (before, flat))
+    name = list(tensors)[largest]
+    shape = torch.empty(tensors[name].shape, dtype=torch.bfloat16, device="meta")
+    ends = tile_ends(entries_of({name: shape}), 1 << 16)
+    codec = CODECS["exponent_class"]
+    encode_s = _median_s(lambda: codec.encode(old, new, ends), "cpu")
+    elements = sum(patterns.numel() for patterns in flat)
+    return {
+        "model": scale.large,
+        "gigabytes": 2 * elements / 1e9,
+        "changed_share": changed / elements,
+        "memcpy_gb_per_s": 2 * elements / memcpy_s / 1e9,
+        "compare_s": compare_s,
+        "compare_over_memcpy": memcpy_s / compare_s,
+        "encode_gb_per_s_per_core": old.nbytes / encode_s / 1e9,
+    }
+
+
+def trainer(scale: Scale) -> dict[str, Any]:
+    import torch
+
+    from elastic.config import TrainerConfig
+    from elastic.model.config import Qwen3Config
+    from elastic.model.qwen3 import Qwen3
+    from elastic.trainer.trainer import GRPOTrainer
+    from elastic.wire import TrainGroup, TrajectoryData
+
+    config = Qwen3Config(**SHAPES[scale.small])
+    torch.manual_seed(0)
+    with torch.device(scale.device):
+        model = Qwen3(config)
+    settings = TrainerConfig.model_validate({"micro_batch_tokens": 4096, "updates_per_step": 1})
+    groups, members, tokens = 2, 4, scale.prompt_tokens + scale.new_tokens
+    made = GRPOTrainer(settings, model, groups, 1.0)
+
+    def step() -> dict[str, float]:
+        for index in range(groups):
+            trajectories = []
+            for member in range(members):
+                ids = [(index + 3 * member + i) % config.vocab_size for i in range(tokens)]
+                ours = [int(i >= scale.prompt_tokens) for i in range(tokens)]
+                logprobs = [mine * -math.log(config.vocab_size) for mine in ours]
+                versions = [mine * made.version for mine in ours]
+                trajectories.append(
+                    TrajectoryData(f"{index}/{member}", ids, ours, logprobs, versions, float(member % 2))
+                )
+            made.train_group(TrainGroup(made.version, f"g{index}", index, trajectories))
+        return made.update()
+
+    step_s = _median_s(step, scale.device)
+    metrics = step()
+    return {
+        "model": scale.small,
+        "step_s": step_s,
+        "tokens_per_s": groups * members * tokens / step_s,
+        "groups_unusable": metrics["groups_unusable"],
+        "peak_memory_gb": torch.cuda.max_memory_allocated() / 1e9 if scale.device == "cuda" else None,
+    }
+
+
+def activation(scale: Scale) -> dict[str, Any]:
+    """Into weights that stand on the device already, as a rollout model gets there that was parked in host memory."""
+    import torch
+
+    from elastic.engine.torch.runner import Runner
+    from elastic.model.config import Qwen3Config
+
+    config = Qwen3Config(**SHAPES[scale.large])
+    pinned = scale.device == "cuda"
+    weights = {n: t.pin_memory() if pinned else t for n, t in _weights(scale.large, scale.device).items()}
+    size_bytes = sum(tensor.nbytes for tensor in weights.values())
+    device = torch.device(scale.device)
+    with torch.inference_mode():
+        runner = Runner(config, device, CONTEXT, 2 * CONTEXT // 16, 16)
+        checked = runner.verify(weights)
+        activate_s = _median_s(lambda: runner.load(checked), scale.device)
+        targets = {name: torch.empty_like(tensor, device=device) for name, tensor in weights.items()}
+
+        def copied() -> None:
+            for name, tensor in weights.items():
+                targets[name].copy_(tensor, non_blocking=True)
+
+        memcpy_s = _median_s(copied, scale.device)
+    return {
+        "model": scale.large,
+        "gigabytes": size_bytes / 1e9,
+        "activate_s": activate_s,
+        "memcpy_s": memcpy_s,
+        "over_memcpy": activate_s / memcpy_s,
+    }
+
+
+@dataclass(frozen=True)
+class Part:
+    run: Callable[[Scale], dict[str, Any]]
+    timeout_s: float
+
+
+PARTS = {
+    "engine": Part(engine, 150),
+    "pages": Part(pages, 60),
+    "deltas": Part(deltas, 150),
+    "trainer": Part(trainer, 120),
+    "activation": Part(activation, 120),
+    "coserving_small": Part(coserving_small, 300),
+    "coserving_large": Part(coserving_large, 300),
+}
+
+
+if __name__ == "__main__":
+    main()
