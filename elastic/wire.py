@@ -51,6 +51,8 @@ LogProbability: TypeAlias = Annotated[float, msgspec.Meta(ge=LOGPROB_MIN, le=LOG
 Share: TypeAlias = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
 Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0.0, le=SECONDS_MAX)]
 Finite: TypeAlias = Annotated[float, msgspec.Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
+PublicKey: TypeAlias = Annotated[str, msgspec.Meta(pattern="^([0-9a-f]{64})?$", max_length=64)]
+"""An Ed25519 one, in hexadecimal; empty where there is none."""
 Metrics: TypeAlias = Annotated[dict[Text, Finite], msgspec.Meta(max_length=ENTRIES_MAX)]
 
 PullPart: TypeAlias = Literal["encode", "queue", "wire", "decode", "apply", "pause"]
@@ -91,10 +93,15 @@ class Hello(_Message, frozen=True):
 
 
 class Ready(_Message, frozen=True):
-    """The engine stands and may be told to load weights; `weights_version` is what it serves already, if any."""
+    """The engine stands and may be told to load weights; `weights_version` is what it serves already, if any.
+
+    From the trainer also `publisher`, the public half of the key with which it signs weights, in hexadecimal: a new
+    one whenever its process starts. From anybody else it means nothing.
+    """
 
     capabilities: Capabilities
     weights_version: Count | None
+    publisher: PublicKey = ""
 
 
 class Heartbeat(_Message, frozen=True):
@@ -232,7 +239,8 @@ class Welcome(_Message, frozen=True):
 
     `engine` is `elastic.config.EngineConfig` as plain data, `model` the model's `config.json`. A worker that
     hears nothing for `silence_timeout_s` dials again, for `resume_timeout_s` at most. With `whole_turns` it keeps
-    a turn's tokens to itself until the turn ends.
+    a turn's tokens to itself until the turn ends. `relay_token` is this worker's own: what may be done with it is the
+    trainer's to do, or a worker's.
     """
 
     session_key: str
@@ -249,6 +257,7 @@ class Welcome(_Message, frozen=True):
     load_timeout_s: float = 60.0
     drain_timeout_s: float = 5.0
     whole_turns: bool = False
+    run: str = ""
 
 
 class Refused(_Message, frozen=True):
@@ -278,10 +287,15 @@ class Abort(_Message, frozen=True):
 
 
 class PullWeights(_Message, frozen=True):
-    """Load `version` from the relay. A later order supersedes one that is still under way."""
+    """Load `version` from the relay. A later order supersedes one that is still under way.
+
+    It counts as that version only if the key of `publisher` has signed it (`Ready.publisher`). The order names it,
+    because workers are welcomed before the trainer has a key, and outlive trainers.
+    """
 
     version: int
     mode: WeightMode
+    publisher: str = ""
 
 
 class Sleep(_Message, frozen=True):

@@ -63,7 +63,7 @@ async def execute(
         journal = Journal(run_dir / JOURNAL, config.journal.commit_interval_s)
         with journaled(journal, scheduler, _meta(plan, run_dir)) as ending:
             await _reconcile(plan, run_dir, [name for name in past.providers if name not in plan.providers])
-            async with weights_relay(config, run_dir) as (relay, relay_token):
+            async with weights_relay(config, run_dir) as (relay, relay_rights):
                 orchestrator = Orchestrator(
                     config,
                     scheduler,
@@ -73,10 +73,11 @@ async def execute(
                     ),
                     make_environment=lambda: plan.environment(plan.environment_settings),
                     stop_token_ids=plan.environment.stop_token_ids,
-                    welcome=_welcome(config, relay, relay_token),
+                    welcome=_welcome(config, run_dir.name, relay),
                     observe=observe,
                     make_reward_pool=partial(make_reward_pool, plan, run_dir) if plan.reward else None,
                     engines={name: engine_settings(config, s) for name, s in plan.providers.items() if s.engine},
+                    relay_rights=relay_rights,
                 )
                 on_ready(orchestrator)
                 failed = await orchestrator.run(config.run.host, config.run.port)
@@ -166,7 +167,7 @@ def _meta(plan: RunPlan, run_dir: Path) -> dict[str, str]:
     }
 
 
-def _welcome(config: Config, relay: str, relay_token: str) -> wire.Welcome:
+def _welcome(config: Config, run: str, relay: str) -> wire.Welcome:
     s = config.scheduler
     return wire.Welcome(
         session_key="",
@@ -177,10 +178,10 @@ def _welcome(config: Config, relay: str, relay_token: str) -> wire.Welcome:
         engine=config.engine.model_dump(mode="json"),
         model=read_model_config(config),
         relay=relay,
-        relay_token=relay_token,
         resume_timeout_s=s.resume_timeout_s,
         pull_timeout_s=config.weights.pull_timeout_s,
         load_timeout_s=s.load_timeout_s,
         drain_timeout_s=s.drain_timeout_s * WORKER_DRAIN_SHARE,
         whole_turns=s.collect == "responses",
+        run=run,
     )

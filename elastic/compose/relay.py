@@ -1,7 +1,6 @@
 """Where a run's workers pull their weights from."""
 
 import contextlib
-import secrets
 import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -10,13 +9,14 @@ from elastic.config import Config
 from elastic.http_server import BodyLimits, serving
 from elastic.runtime.gateway import GatewayError
 from elastic.weights.relay import open_relay
+from elastic.weights.rights import RelayRights
 from elastic.weights.server import BLOB_BYTES_MAX, relay_app
 from elastic.weights.shared_memory import in_memory
 
 
 @contextlib.asynccontextmanager
-async def weights_relay(config: Config, run_dir: Path) -> AsyncIterator[tuple[str, str]]:
-    """Where workers pull weights from: the run's directory, or that directory over HTTP.
+async def weights_relay(config: Config, run_dir: Path) -> AsyncIterator[tuple[str, RelayRights | None]]:
+    """Where workers pull weights from: the run's directory, or that directory over HTTP, and who may do what there.
 
     While the run lasts its blobs are in shared memory: workers join over loopback, so they are on this machine.
     """
@@ -24,22 +24,22 @@ async def weights_relay(config: Config, run_dir: Path) -> AsyncIterator[tuple[st
     directory.mkdir(exist_ok=True)
     with in_memory(directory):
         if config.weights.relay == "directory":
-            yield str(directory), ""
+            yield str(directory), None
         else:
             async with _served(config, directory) as served:
                 yield served
 
 
 @contextlib.asynccontextmanager
-async def _served(config: Config, directory: Path) -> AsyncIterator[tuple[str, str]]:
-    """The directory over HTTP: its URL and the token that it asks for."""
+async def _served(config: Config, directory: Path) -> AsyncIterator[tuple[str, RelayRights]]:
+    """The directory over HTTP: its URL, and whose tokens it takes."""
     try:
         listener = socket.create_server((config.run.host, 0))
     except OSError as error:
         raise GatewayError(
             f"cannot serve weights on {config.run.host}: {error.strerror or error}; name another run.host"
         ) from error
-    token = secrets.token_urlsafe(32)
-    app = BodyLimits(relay_app(open_relay(str(directory)), token), BLOB_BYTES_MAX)
+    rights = RelayRights()
+    app = BodyLimits(relay_app(open_relay(str(directory)), rights), BLOB_BYTES_MAX)
     async with serving(app, listener, close_timeout_s=config.scheduler.release_timeout_s) as url:
-        yield url, token
+        yield url, rights

@@ -127,17 +127,28 @@ class Gateway:
             await asyncio.wait([connection.lost for connection in self._connections], timeout=2 * CLOSE_GRACE_S)
 
     def expect(
-        self, worker: WorkerId, token: str, engine: dict[str, Any] | None = None, *, trains: bool = False
+        self,
+        worker: WorkerId,
+        token: str,
+        engine: dict[str, Any] | None = None,
+        relay_token: str | None = None,
+        *,
+        trains: bool = False,
     ) -> None:
-        """Let `worker` in, once, with `token`. Its `engine` settings are the welcome's unless they are given.
+        """Let `worker` in, once, with `token`. Its `engine` settings and its `relay_token` are the welcome's unless
+        they are given.
 
         It may say what the trainer says if it `trains`. Raises `ValueError` for a worker that is known already.
         """
         if worker in self._sessions:
             raise ValueError(f"worker {worker} is already expected")
-        settings = self._welcome.engine if engine is None else engine
-        claims = Claims(bounds_of(settings, self._welcome.model, trains=trains))
-        self._sessions[worker] = _Session(worker, token, settings, claims)
+        welcome = self._welcome
+        if engine is not None:
+            welcome = msgspec.structs.replace(welcome, engine=engine)
+        if relay_token is not None:
+            welcome = msgspec.structs.replace(welcome, relay_token=relay_token)
+        claims = Claims(bounds_of(welcome.engine, welcome.model, trains=trains))
+        self._sessions[worker] = _Session(worker, token, welcome, claims)
 
     def send(self, worker: WorkerId, epoch: int, message: wire.FromOrchestrator) -> None:
         """Queue a frame; those of one loop iteration go out in one write. No-op unless `epoch` is connected."""
@@ -194,9 +205,7 @@ class Gateway:
         session = self._authenticated(hello)  # the listener may have fenced it just now
         self._strangers.pop(connection, None)
         key = session.open(connection, hello)
-        connection.send(
-            msgspec.structs.replace(self._welcome, session_key=key, epoch=session.epoch, engine=session.engine)
-        )
+        connection.send(msgspec.structs.replace(session.welcome, session_key=key, epoch=session.epoch))
         return session
 
     def _authenticated(self, hello: wire.Hello) -> "_Session":
@@ -259,9 +268,9 @@ def _digest(secret: str) -> bytes:
 class _Session:
     """What the gateway knows of one worker. Secrets are kept as digests only."""
 
-    def __init__(self, worker: WorkerId, token: str, engine: dict[str, Any], claims: Claims) -> None:
+    def __init__(self, worker: WorkerId, token: str, welcome: wire.Welcome, claims: Claims) -> None:
         self.worker = worker
-        self.engine = engine
+        self.welcome = welcome
         self.claims = claims
         self.epoch = 0
         self.connection: _Connection | None = None

@@ -28,6 +28,7 @@ from elastic.runtime.refusals import REFUSED_NOTE
 from elastic.runtime.rewards import FunctionUse, MakePool, RewardDispatch
 from elastic.runtime.rollout import Episode, OpenTurn, RolloutLimits, Rollouts
 from elastic.runtime.status import ProviderStatus, RunStatus, run_status, success_rate, tokens_per_s, total_tokens
+from elastic.weights.rights import RelayRights
 from functions.base import Call
 from functions.rewards import FinishedTrajectory
 from providers.base import LeaseRequest, Provider, ProviderEvent, WorkerTicket
@@ -47,7 +48,8 @@ THROUGHPUT_WINDOW = 10
 class Orchestrator:
     """One run. `run` returns the cause of failure, empty when the run reached its end.
 
-    `engines` has the engine settings of those providers whose workers do not get the welcome's.
+    `engines` has the engine settings of those providers whose workers do not get the welcome's, and `relay_rights`
+    whom the weights' relay lets do what, where it can tell them apart.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class Orchestrator:
         observe: Callable[[RunStatus], None] = lambda _: None,
         make_reward_pool: MakePool | None = None,
         engines: Mapping[str, dict[str, Any]] | None = None,
+        relay_rights: RelayRights | None = None,
     ) -> None:
         self.scheduler = scheduler
         self._config = config
@@ -73,6 +76,9 @@ class Orchestrator:
         self._start_ns = clock_ns()
         self._observe = observe
         self._engines = engines or {}
+        self._relay_rights = relay_rights
+        self._publisher = ""
+        """The public key of the trainer that is there now."""
         self._gateway = Gateway(self, welcome)
         self._providers: Mapping[str, Provider] = {}
         self._inbox: deque[tuple[e.Event, list[wire.Chunk]]] = deque()
@@ -282,6 +288,10 @@ class Orchestrator:
         self.feed(event)
 
     def on_ready(self, worker: WorkerId, epoch: int, ready: wire.Ready) -> None:
+        trainer = self.scheduler.trainer()
+        if trainer is not None and trainer.id == worker:
+            self._publisher = ready.publisher
+            self._journal.meta("publisher", ready.publisher)
         self.feed(
             e.WorkerJoined(
                 worker=worker, epoch=epoch, capabilities=ready.capabilities, weights_version=ready.weights_version
@@ -381,10 +391,17 @@ class Orchestrator:
         )
         trains = command.provider == self.scheduler.plan.trainer_provider
         for ticket in tickets:
-            self._gateway.expect(ticket.worker, ticket.token, self._engines.get(command.provider), trains=trains)
+            engine, relay_token = self._engines.get(command.provider), self._relay_token(ticket.worker, trains)
+            self._gateway.expect(ticket.worker, ticket.token, engine, relay_token, trains=trains)
         self._spawn(
             self._acquire(command, LeaseRequest(lease=command.lease, tickets=tickets)), f"acquire {command.lease}"
         )
+
+    def _relay_token(self, worker: WorkerId, trains: bool) -> str | None:
+        """What a worker may do on the relay; the trainer's is the relay's owner."""
+        if self._relay_rights is None:
+            return None
+        return self._relay_rights.owner if trains else self._relay_rights.issue(worker)
 
     async def _acquire(self, command: c.AcquireLease, request: LeaseRequest) -> None:
         try:
@@ -464,10 +481,12 @@ class Orchestrator:
 
     def _load_weights(self, command: c.LoadWeights) -> None:
         mode = WeightMode(self._config.weights.mode)
-        self._gateway.send(command.worker, command.epoch, wire.PullWeights(command.version, mode))
+        self._gateway.send(command.worker, command.epoch, wire.PullWeights(command.version, mode, self._publisher))
 
     def _fence_worker(self, command: c.FenceWorker) -> None:
         self._gateway.fence(command.worker, command.reason)
+        if self._relay_rights is not None:
+            self._relay_rights.revoke(command.worker)
 
     def _start_group(self, command: c.StartGroup) -> None:
         assert self._tasks is not None

@@ -65,6 +65,7 @@ class Claims:
         self._first: _Reading | None = None
         self._accounts_ns: Mapping[Account, int] = {}
         self._checks: dict[type[Any], Callable[[Any, float], None]] = {
+            wire.Ready: self._ready,
             wire.Tokens: self._tokens,
             wire.Heartbeat: self._heartbeat,
             wire.Goodbye: lambda m, now_s: self._work(_Reading(now_s, m.accounts_ns, m.decoded_tokens)),
@@ -77,6 +78,10 @@ class Claims:
         check = self._checks.get(type(message))
         if check is not None:
             check(message, now_s)
+
+    def _ready(self, ready: wire.Ready, _: float) -> None:
+        if ready.publisher and not self._bounds.trains:
+            raise Implausible("a key that signs weights, which only the trainer has")
 
     def _tokens(self, tokens: wire.Tokens, _: float) -> None:
         vocab_size, most = self._bounds.vocab_size, self._bounds.context_tokens

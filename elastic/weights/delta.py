@@ -6,12 +6,13 @@ together leave `versions/VERSION/delta-BASE.part-RANK.json` for the first of the
 from nothing, by which they publish keyframes, is called `full` instead of `delta-BASE`.
 
 A bucket is a 4-byte little-endian length, a msgpack `BucketHeader` of that length, the codec's shared part and its
-payload; it says enough of itself to be decoded before the manifest is there, and nothing is trusted until then.
+payload; it says enough of itself to be decoded before the manifest is there, and nothing is trusted until then. All
+but the buckets is signed by the trainer (`elastic.weights.signing`).
 """
 
 import struct
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, ClassVar, NoReturn
 
 import msgspec
 import numpy as np
@@ -27,12 +28,12 @@ from elastic.weights.manifest import (
     check_sums,
     check_tensors,
     count_tiles,
-    open_seal,
     version_prefix,
 )
 from elastic.weights.relay import Buffer
+from elastic.weights.signing import Trust
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 NOTHING = -1
 """The base version of a *full* delta: from weights of which every pattern is zero."""
@@ -53,8 +54,8 @@ class BucketEntry(msgspec.Struct, frozen=True, array_like=True):
     tiles: Natural
     codec: str
     size_bytes: Natural
-    checksum: str
-    """XXH3-128 of the blob, keyed by run, in hexadecimal."""
+    digest: str
+    """BLAKE2b-256 of the blob, in hexadecimal."""
 
 
 class DeltaManifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,6 +64,8 @@ class DeltaManifest(msgspec.Struct, frozen=True, kw_only=True):
     `base_state` and `state` identify the weights before and after, bit for bit (`state_of`). Whoever holds other
     weights than `base_state` has no use for this delta.
     """
+
+    signed_as: ClassVar[str] = "delta"
 
     run: str
     version: Natural
@@ -87,6 +90,8 @@ class DeltaManifest(msgspec.Struct, frozen=True, kw_only=True):
 
 class DeltaBegun(msgspec.Struct, frozen=True, kw_only=True):
     """Says that a delta is being encoded and what will be in it, so that a worker can follow bucket by bucket."""
+
+    signed_as: ClassVar[str] = "begun delta"
 
     run: str
     version: Natural
@@ -116,12 +121,18 @@ class PartOf(msgspec.Struct, frozen=True, kw_only=True):
 class DeltaPart(msgspec.Struct, frozen=True, kw_only=True):
     """What one of several trainer ranks has put of a delta."""
 
+    signed_as: ClassVar[str] = "part"
+
     of: PartOf
     buckets: tuple[BucketEntry, ...]
     changed: tuple[Natural, ...]
     """Of its tiles, as are the sums."""
     tile_sums: bytes
     schema_version: int = SCHEMA_VERSION
+
+    @property
+    def run(self) -> str:
+        return self.of.run
 
 
 class BucketHeader(msgspec.Struct, frozen=True, array_like=True):
@@ -178,14 +189,6 @@ def encode_bucket(codec: str, bucket: EncodedBucket) -> list[bytes]:
     return [_LENGTH.pack(len(body)) + body, bucket.shared, bucket.payload]
 
 
-def checksum_of(run: str, *parts: Buffer) -> str:
-    """XXH3-128, keyed by run: ten times as fast as a cryptographic one, and the relay's token keeps forgers out."""
-    checksum = xxhash.xxh3_128(seed=xxhash.xxh3_64_intdigest(run.encode()))
-    for part in parts:
-        checksum.update(part)
-    return checksum.hexdigest()
-
-
 def state_of(tile_sums: npt.NDArray[np.uint64]) -> str:
     """What identifies weights: a digest of their tiles' sums."""
     return xxhash.xxh3_128_hexdigest(tile_sums.astype("<u8").tobytes())
@@ -238,9 +241,9 @@ def _base_of(key: str, ending: str) -> int | None:
     return int(digits) if name == f"delta-{digits}{ending}" and digits.isdecimal() else None
 
 
-def decode_begun(data: bytes) -> DeltaBegun:
-    """Raises `WeightsCorrupted` as `decode_delta_manifest` does."""
-    begun = open_seal(data, DeltaBegun, SCHEMA_VERSION)
+def decode_begun(data: bytes, trust: Trust) -> DeltaBegun:
+    """Raises as `decode_delta_manifest` does."""
+    begun = trust.open(data, DeltaBegun, SCHEMA_VERSION)
     _check_tiles(begun)
     return begun
 
@@ -259,9 +262,9 @@ def begun_of(manifest: DeltaManifest) -> DeltaBegun:
     )
 
 
-def decode_part(data: bytes, of: PartOf, spans: Sequence[tuple[int, int]]) -> DeltaPart:
-    """Raises `WeightsCorrupted` unless it is whole, belongs there, and has the buckets of these (first tile, tiles)."""
-    part = open_seal(data, DeltaPart, SCHEMA_VERSION)
+def decode_part(data: bytes, trust: Trust, of: PartOf, spans: Sequence[tuple[int, int]]) -> DeltaPart:
+    """Raises `WeightsCorrupted` unless it is signed, belongs there, and has buckets of these (first tile, tiles)."""
+    part = trust.open(data, DeltaPart, SCHEMA_VERSION)
     for field in of.__struct_fields__:
         expected, found = getattr(of, field), getattr(part.of, field)
         if found != expected:
@@ -274,9 +277,9 @@ def decode_part(data: bytes, of: PartOf, spans: Sequence[tuple[int, int]]) -> De
     return part
 
 
-def decode_delta_manifest(data: bytes) -> DeltaManifest:
-    """Raises `WeightsCorrupted` unless `data` is a whole, unchanged and consistent manifest of this schema."""
-    manifest = open_seal(data, DeltaManifest, SCHEMA_VERSION)
+def decode_delta_manifest(data: bytes, trust: Trust) -> DeltaManifest:
+    """Raises `WeightsForged` or `WeightsCorrupted` unless `data` is a signed, consistent manifest of this schema."""
+    manifest = trust.open(data, DeltaManifest, SCHEMA_VERSION)
     tiles = _check_tiles(begun_of(manifest))
     check_sums(manifest.tile_sums, tiles)
     if len(manifest.changed) != len(manifest.tensors):

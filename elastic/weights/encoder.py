@@ -24,7 +24,6 @@ from elastic.weights.delta import (
     PartOf,
     begun_key,
     bucket_key,
-    checksum_of,
     decode_part,
     delta_manifest_key,
     encode_bucket,
@@ -32,10 +31,12 @@ from elastic.weights.delta import (
     part_key,
     state_of,
 )
+from elastic.weights.digest import digest_of
 from elastic.weights.layout import bucket_tiles, changed_by_tensor, tile_ends
-from elastic.weights.manifest import TensorEntry, seal
-from elastic.weights.relay import Relay
+from elastic.weights.manifest import TensorEntry
+from elastic.weights.relay import Relay, claim
 from elastic.weights.sharding import Cell, Shard, breaks, owned
+from elastic.weights.signing import SigningKey
 from elastic.weights.tensors import Bits, cut, entries_of, entries_of_boxes
 from elastic.weights.waiting import awaited
 
@@ -95,10 +96,17 @@ class DeltaEncoder:
     """Keeps nothing between deltas; `bits` are always those that this rank publishes."""
 
     def __init__(
-        self, relay: Relay, run: str, model_config: Mapping[str, Any], settings: PublishSettings, share: Share | None
+        self,
+        relay: Relay,
+        run: str,
+        model_config: Mapping[str, Any],
+        settings: PublishSettings,
+        share: Share | None,
+        key: SigningKey,
     ) -> None:
         self._relay = relay
         self._run = run
+        self._key = key
         self._model_config = model_config
         self._settings = settings
         self._share = share
@@ -144,18 +152,17 @@ class DeltaEncoder:
             changed[tiles] = encoded.changed
             parts = encode_bucket(codec, encoded)
             begun_s = time.monotonic()
-            self._relay.put(bucket_key(version, base.version, number), *parts)
+            claim(self._relay, bucket_key(version, base.version, number), *parts)
             put_s += time.monotonic() - begun_s
             size = sum(map(len, parts))
-            checksum = checksum_of(self._run, *parts)
-            buckets.append(BucketEntry(tiles.start, tiles.stop - tiles.start, codec, size, checksum))
+            buckets.append(BucketEntry(tiles.start, tiles.stop - tiles.start, codec, size, digest_of(*parts)))
         begun_s = time.monotonic()
         if self.leads:
             buckets += self._parts(base, begun, ends, sums, changed)
         by_tensor = changed_by_tensor(base.tensors, ends, changed)
         if self.leads:
             manifest = _manifest(begun, sums, by_tensor, buckets)
-            self._relay.put(delta_manifest_key(version, base.version), seal(manifest))
+            claim(self._relay, delta_manifest_key(version, base.version), self._key.seal(manifest))
         else:
             self._put_part(base, begun, own, sums[own], changed[own], buckets)
         put_s += time.monotonic() - begun_s
@@ -204,7 +211,7 @@ class DeltaEncoder:
             changed=tuple(changed.tolist()),
             tile_sums=sums.astype("<u8").tobytes(),
         )
-        self._relay.put(part_key(begun.version, begun.base_version, self._share.rank), seal(part))
+        claim(self._relay, part_key(begun.version, begun.base_version, self._share.rank), self._key.seal(part))
 
     def begin(self, base: Version, version: int) -> DeltaBegun:
         """What the delta will be; the first rank tells everybody."""
@@ -221,7 +228,7 @@ class DeltaEncoder:
             buckets=tuple((first, last - first) for first, last in spans),
         )
         if self.leads:
-            self._relay.put(begun_key(version, base.version), seal(begun))
+            claim(self._relay, begun_key(version, base.version), self._key.seal(begun))
         return begun
 
     def _part_of(self, base: Version, begun: DeltaBegun, rank: int, tiles: slice) -> PartOf:
@@ -249,7 +256,7 @@ class DeltaEncoder:
             own = self._tiles(base.tensors, ends, rank)
             content = awaited(self._relay, part_key(begun.version, base.version, rank), deadline_s)
             spans = [span for span in begun.buckets if own.start <= span[0] < own.stop]
-            part = decode_part(content, self._part_of(base, begun, rank, own), spans)
+            part = decode_part(content, self._key.trust(self._run), self._part_of(base, begun, rank, own), spans)
             sums[own] = np.frombuffer(part.tile_sums, "<u8")
             changed[own] = part.changed
             buckets += part.buckets

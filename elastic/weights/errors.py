@@ -7,6 +7,7 @@ WeightsError
 │   ├── BlobConflict        the key holds other content already
 │   └── RelayUnavailable    asking again may help
 └── WeightsCorrupted        a manifest or blob is not what was published
+    └── WeightsForged       the run's trainer did not sign it, or signed it as something else
 """
 
 from typing import NamedTuple
@@ -46,3 +47,7 @@ class RelayUnavailable(RelayError):
 
 class WeightsCorrupted(WeightsError):
     """Never served; the message says what was found and what was expected."""
+
+
+class WeightsForged(WeightsCorrupted):
+    """Says nothing of the weights that it was to be put over."""

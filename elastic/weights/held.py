@@ -41,6 +41,14 @@ class Tiles:
         return slice(int(self.begins[tiles.start]), int(self.begins[tiles.stop]))
 
 
+class Proof(NamedTuple):
+    """What the trainer signed of a version: its manifest, as it was on the relay."""
+
+    signed: bytes
+    keyframe: bool
+    """Whether it is a `Manifest`, of the whole blob, or a `DeltaManifest`."""
+
+
 class Held(NamedTuple):
     """Whole, verified weights of one version."""
 
@@ -54,6 +62,7 @@ class Held(NamedTuple):
     """Of the hosted tensors, one after the other."""
     state: dict[int, tuple[str, npt.NDArray[np.uint64]]]
     """Tile size → what identifies the weights, and their tiles' sums; of further sizes made when first asked for."""
+    proof: Proof
 
     def audited(self, first: int = 0) -> Iterator[tuple[int, bool]]:
         """Each hosted tile, from `first` on and around, and whether its recomputed sum is the one maintained."""

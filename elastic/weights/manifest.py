@@ -2,26 +2,20 @@
 
 import math
 from collections.abc import Sequence
-from hashlib import blake2b
-from typing import Annotated, Any, Literal, NoReturn, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, NoReturn
 
 import msgspec
 
 from elastic.weights.errors import WeightsCorrupted
+from elastic.weights.relay import REQUESTS
+from elastic.weights.signing import Trust
 
-SCHEMA_VERSION = 2
-
-T = TypeVar("T")
+SCHEMA_VERSION = 3
 
 Natural = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 """Room is left to add to it in 64 bits."""
 
 DTYPE_BYTES = {"bfloat16": 2}
-
-REQUESTS = "requests/"
-"""Keys of workers' requests for a keyframe begin with this."""
-
-_CHECKSUM_BYTES = 32
 
 
 class TensorEntry(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,6 +36,8 @@ class TensorEntry(msgspec.Struct, frozen=True, kw_only=True):
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """A keyframe: one version of a run's weights, all of them in one blob."""
 
+    signed_as: ClassVar[str] = "keyframe"
+
     run: str
     version: Natural
     kind: Literal["keyframe"] = "keyframe"
@@ -52,54 +48,22 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     blob: str
     """Key of the blob."""
     blob_bytes: Natural
-    blob_checksum: str
-    """XXH3-128 of the blob, keyed by run, in hexadecimal."""
+    blob_digest: str
+    """BLAKE2b-256 of the blob by pieces (`elastic.weights.digest`), in hexadecimal."""
     tile_elements: Natural
     tile_sums: bytes
     """Of all tiles (`elastic.weights.codecs.sums`), eight little-endian bytes each; base64 in JSON."""
     schema_version: int = SCHEMA_VERSION
 
 
-class _Sealed(msgspec.Struct, frozen=True):
-    """The manifest's own bytes with their checksum, so that a changed shape or name is noticed as well."""
-
-    checksum: str
-    manifest: msgspec.Raw
-
-
-class _Schema(msgspec.Struct, frozen=True):
-    schema_version: int
-
-
-def decode_manifest(data: bytes) -> Manifest:
-    """Raises `WeightsCorrupted` unless `data` is a whole, unchanged and consistent manifest of this schema."""
-    manifest = open_seal(data, Manifest, SCHEMA_VERSION)
+def decode_manifest(data: bytes, trust: Trust) -> Manifest:
+    """Raises `WeightsForged` or `WeightsCorrupted` unless `data` is a signed, consistent manifest of this schema."""
+    manifest = trust.open(data, Manifest, SCHEMA_VERSION)
     size_bytes = check_tensors(manifest.tensors)
     if size_bytes != manifest.blob_bytes:
         _refuse(f"its tensors have {size_bytes} bytes, its blob {manifest.blob_bytes}")
     check_sums(manifest.tile_sums, count_tiles(manifest.tensors, manifest.tile_elements))
     return manifest
-
-
-def seal(record: msgspec.Struct) -> bytes:
-    """It and its checksum, as JSON."""
-    body = msgspec.json.encode(record)
-    return msgspec.json.encode(_Sealed(_checksum(body), msgspec.Raw(body)))
-
-
-def open_seal(data: bytes, kind: type[T], schema_version: int) -> T:
-    """What was sealed, as a `kind`. Raises `WeightsCorrupted` if it is changed, or of another schema."""
-    try:
-        sealed = msgspec.json.decode(data, type=_Sealed)
-        body = bytes(sealed.manifest)
-        if _checksum(body) != sealed.checksum:
-            _refuse("its checksum does not match")
-        found = msgspec.json.decode(body, type=_Schema).schema_version
-        if found != schema_version:
-            _refuse(f"schema version {found}; this program reads {schema_version}")
-        return msgspec.json.decode(body, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise WeightsCorrupted(f"manifest: {error}") from error
 
 
 def check_tensors(tensors: Sequence[TensorEntry]) -> int:
@@ -157,10 +121,6 @@ def version_of(key: str) -> int | None:
         case ["versions", digits, _] if digits.isdecimal():
             return int(digits)
     return None
-
-
-def _checksum(body: bytes) -> str:
-    return blake2b(body, digest_size=_CHECKSUM_BYTES).hexdigest()
 
 
 def _refuse(problem: str) -> NoReturn:

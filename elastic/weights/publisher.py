@@ -15,30 +15,26 @@ from torch import Tensor
 from elastic.weights.codecs.base import TILE_ELEMENTS
 from elastic.weights.codecs.sums import tile_sums
 from elastic.weights.compact import Mirror, on_device
-from elastic.weights.delta import NOTHING, begun_key, checksum_of
+from elastic.weights.delta import NOTHING, begun_key
+from elastic.weights.digest import blob_digest_of
 from elastic.weights.encoder import PART_TIMEOUT_S, DeltaEncoder, PublishSettings, Share, Version
 from elastic.weights.errors import BlobConflict, BlobNotFound, WeightsError
 from elastic.weights.layout import tile_ends
-from elastic.weights.manifest import (
-    REQUESTS,
-    Manifest,
-    TensorEntry,
-    keyframe_key,
-    manifest_key,
-    request_key,
-    seal,
-)
+from elastic.weights.manifest import Manifest, TensorEntry, keyframe_key, manifest_key, request_key
 from elastic.weights.memory import Memory
 from elastic.weights.plan import Update
-from elastic.weights.relay import Relay
-from elastic.weights.signature import sign
+from elastic.weights.relay import REQUESTS, Relay
+from elastic.weights.signing import SigningKey
 from elastic.weights.tensors import Bits, entries_of, filling, flatten, views
-from elastic.weights.versions import collect_garbage, published_updates, withdraw_keyframe
+from elastic.weights.versions import collect_garbage, withdraw_keyframe
 from elastic.weights.waiting import awaited, fetch
 
 __all__ = ["PublishSettings", "Published", "Publisher", "Share", "publish_keyframe"]
 
 log = structlog.get_logger(__name__)
+
+RENEW_S = 5.0
+"""Between two answers to requests for a keyframe of one version: each reads or writes all of the weights."""
 
 LATER_TIMEOUT_S = 600.0
 """For what is published after a version can be pulled already: a merged delta, a keyframe, garbage collection."""
@@ -63,6 +59,9 @@ class Publisher:
     It keeps two copies of the weights on the CPU: the last version, and the one that the next merged delta is from;
     with a `share` only of what this rank publishes. Tensors on a GPU are compared there, with a third copy (`Mirror`),
     so that only what changed crosses to the host. Calls must not overlap.
+
+    All that is published is signed with `key`, which ranks that publish together share. What somebody else put under
+    the trainer's names is replaced.
     """
 
     def __init__(
@@ -72,17 +71,23 @@ class Publisher:
         model_config: Mapping[str, Any],
         settings: PublishSettings | None = None,
         share: Share | None = None,
+        key: SigningKey | None = None,
     ) -> None:
         self._relay = relay
         self._run = run
+        self._key = key or SigningKey()
         self._model_config = model_config
         self._settings = settings or PublishSettings()
         self._share = share
         self._memory = Memory()
-        self._encoder = DeltaEncoder(relay, run, model_config, self._settings, share)
+        self._encoder = DeltaEncoder(relay, run, model_config, self._settings, share, self._key)
         self._last: Version | None = None
         self._anchor: Version | None = None
         self._mirror: Mirror | None = None
+        self._updates: set[Update] = set()
+        """What this publisher has put, and not deleted since; what else is listed is not its own."""
+        self._answered = -1, 0.0
+        """The version of the last keyframe on request, and when that was."""
         self._keyframe_version = 0
         self._keyframe_wanted = self._keyframe_ordered = False
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="publisher")
@@ -102,8 +107,6 @@ class Publisher:
         bits = self._memory.empty(end - begin)
         last = self._last
         if last is None or last.tensors != entries or last.version >= version:
-            if self._encoder.leads:
-                sign(self._relay, self._run)
             mirror, last = (Mirror(parts) if on_device(parts) else None), None
             deque(filling(bits, parts), maxlen=0)
             published, held = self._publish_first(version, entries, bits, begun_s)
@@ -153,27 +156,21 @@ class Publisher:
         if held is None or not self._encoder.leads:
             return False
         requests = self._relay.list_keys(REQUESTS)
-        if not requests:
+        version, answered_s = self._answered
+        if not requests or (version == held.version and time.monotonic() < answered_s + RENEW_S):
             return False
         refused = request_key(held.version) in requests
-        asked = refused or Update(held.version, None) not in published_updates(self._relay)
+        asked = refused or Update(held.version, None) not in self._updates
         if asked:
             log.warning("keyframe on request", version=held.version, requests=len(requests))
             if self._encoder.alone:
-                self._renew_keyframe(held)
+                self._put_keyframe(held)
             else:
                 self.request_keyframe()
+            self._answered = held.version, time.monotonic()
         for key in requests:
             self._relay.delete(key)
         return asked
-
-    def _renew_keyframe(self, held: Version) -> None:
-        """A relay leaves alone what is there already and right, so that nobody who pulls it is interrupted."""
-        try:
-            self._put_keyframe(held)
-        except BlobConflict:
-            withdraw_keyframe(self._relay, held.version)
-            self._put_keyframe(held)
 
     def wait(self) -> None:
         """Until the background is done. Raises what went wrong there."""
@@ -199,6 +196,7 @@ class Publisher:
             encoded = self._encoder.put(self._encoder.nothing(entries), version, bits)
             held = Version(version, entries, bits, encoded.sums)
             self._anchor, self._keyframe_version = held, version
+            self._updates.add(Update(version, None))
             encode_s = time.monotonic() - begun_s - encoded.put_s
             return Published(version, "keyframe", encoded.size_bytes, bits.nbytes, {}, encode_s, encoded.put_s), held
         sums = tile_sums(bits, tile_ends(entries, self._settings.tile_elements))
@@ -214,6 +212,7 @@ class Publisher:
         self, last: Version, version: int, bits: Bits, filled: Iterator[int], begun_s: float
     ) -> tuple[Published, Version]:
         encoded = self._encoder.put(last, version, bits, filled)
+        self._updates.add(Update(version, last.version))
         changed = dict.fromkeys((entry.name for entry in last.tensors), 0)
         for entry, count in zip(last.tensors, encoded.changed, strict=True):
             changed[entry.name] += count
@@ -227,22 +226,42 @@ class Publisher:
         merge_every = settings.merge_every
         if anchor is not None and merge_every > 1 and held.version - anchor.version >= merge_every:
             self._encoder.put(anchor, held.version, held.bits)
+            self._updates.add(Update(held.version, anchor.version))
             self._anchor = held
         if last is not None and self._is_keyframe_ordered(held, last):
             self._put_keyframe(held)
         if self._encoder.leads:
-            collect_garbage(self._relay, settings.keep_versions, pulled)
+            own = tuple(self._updates)
+            deleted = collect_garbage(self._relay, settings.keep_versions, pulled, own)
+            self._updates.difference_update(update for update in own if update.version in deleted)
 
     def _put_keyframe(self, held: Version) -> None:
+        """A relay leaves alone what is there already and right, so that nobody who pulls it is interrupted."""
+        try:
+            self._put_keyframe_once(held)
+        except BlobConflict as error:
+            log.warning("keyframe replaced", version=held.version, reason=str(error))
+            withdraw_keyframe(self._relay, held.version)
+            self._put_keyframe_once(held)
+        self._updates.add(Update(held.version, None))
+        self._keyframe_version, self._keyframe_wanted = held.version, False
+
+    def _put_keyframe_once(self, held: Version) -> None:
         if self._share is not None:
             self._encoder.put(self._encoder.nothing(held.tensors), held.version, held.bits)
         else:
             tensors = views(held.tensors, held.bits)
             settings = self._settings
             publish_keyframe(
-                self._relay, self._run, held.version, tensors, self._model_config, settings.tile_elements, held.sums
+                self._relay,
+                self._run,
+                held.version,
+                tensors,
+                self._model_config,
+                self._key,
+                settings.tile_elements,
+                held.sums,
             )
-        self._keyframe_version, self._keyframe_wanted = held.version, False
 
 
 def publish_keyframe(
@@ -251,6 +270,7 @@ def publish_keyframe(
     version: int,
     tensors: Mapping[str, Tensor],
     model_config: Mapping[str, Any],
+    key: SigningKey,
     tile_elements: int = TILE_ELEMENTS,
     sums: npt.NDArray[np.uint64] | None = None,
 ) -> Manifest:
@@ -271,12 +291,12 @@ def publish_keyframe(
         tensors=entries,
         blob=keyframe_key(version),
         blob_bytes=sum(entry.size_bytes for entry in entries),
-        blob_checksum=checksum_of(run, *parts),
+        blob_digest=blob_digest_of(parts),
         tile_elements=tile_elements,
         tile_sums=sums.astype("<u8").tobytes(),
     )
     relay.put(manifest.blob, *parts)
-    relay.put(manifest_key(version), seal(manifest))
+    relay.put(manifest_key(version), key.seal(manifest))
     return manifest
 
 

@@ -17,18 +17,18 @@ from elastic.weights.delta import (
     Bucket,
     DeltaBegun,
     begun_of,
-    checksum_of,
     delta_manifest_key,
     state_of,
 )
-from elastic.weights.errors import BlobNotFound, Refusal, RelayError, WeightsCorrupted, WeightsError
-from elastic.weights.held import Change, Held, Staged, Tiles, as_of, kept_small
+from elastic.weights.errors import BlobNotFound, Refusal, RelayError, WeightsCorrupted, WeightsError, WeightsForged
+from elastic.weights.held import Change, Held, Proof, Staged, Tiles, as_of, kept_small
 from elastic.weights.layout import tile_ends
 from elastic.weights.manifest import TensorEntry, decode_manifest, manifest_key, request_key
 from elastic.weights.plan import Update, shortest_path
 from elastic.weights.reading import CHUNK_BYTES, TRANSFERS, Reading
 from elastic.weights.relay import Relay
 from elastic.weights.sharding import Shard, needed, whole
+from elastic.weights.signing import Trust
 from elastic.weights.store import Store
 from elastic.weights.tensors import assemble, box_of, by_tensor, views, whole_shapes
 
@@ -75,6 +75,7 @@ class StagedVersion(NamedTuple):
 class Puller:
     """Keeps the version it pulled last, so that the next one takes only what changed. For one thread at a time.
 
+    It believes what `trust` says is the trainer's, and nothing else, wherever it found it.
     With a `shard` it hosts just that, and where versions are published in cells it pulls nothing else.
     Memory: the weights it holds; for the next version what changes (6 bytes for each element that does, at most a copy
     of all), or where it does not build on what is held all of it; and `TRANSFERS` buckets. A pull that fails leaves
@@ -84,6 +85,7 @@ class Puller:
     def __init__(
         self,
         relay: Relay,
+        trust: Trust,
         *,
         shard: Shard | None = None,
         store: Store | None = None,
@@ -91,10 +93,10 @@ class Puller:
         chunk_bytes: int = CHUNK_BYTES,
     ) -> None:
         self._relay = relay
+        self._trust = trust
         self._shard = shard
         self._store = store or Store()
-        self._inherited = self._store.held is not None
-        self._distrusted = self._inherited and not self._is_enough(self._store.held)
+        self._distrusted = self._store.held is not None and not self._is_enough(self._store.held)
         self._audited = 0
         """The tile whose turn it is."""
         self._transfers = transfers
@@ -123,7 +125,6 @@ class Puller:
         """Put a staged version in force; again is a no-op. What is held must be what it was when that was staged."""
         begun_s = time.monotonic()
         self._store.put(staged.weights)
-        self._inherited = False
         if staged.weights.base is None:
             self._distrusted = False
         held, apply_s = staged.weights.held, time.monotonic() - begun_s
@@ -178,13 +179,10 @@ class Puller:
 
     def _stage(self, version: int, timeout_s: float, follow: bool) -> StagedVersion:
         begun_s = time.monotonic()
-        reading = Reading(self._relay, begun_s + timeout_s, self._transfers, self._chunk_bytes)
+        reading = Reading(self._relay, self._trust, begun_s + timeout_s, self._transfers, self._chunk_bytes)
         self._received_bytes, self._reading = self.received_bytes, reading
         refused: dict[Update, Exception] = {}
         base = None if self._distrusted else self._store.held
-        if base is not None and self._inherited and base.version == version and not _recognised(base, reading):
-            self._refuse(f"kept weights of version {version}", "they are not what the relay calls so")
-            base = None
         while True:
             path = self._path(version, base, refused, reading, follow)
             if path is None:
@@ -199,10 +197,12 @@ class Puller:
                 self._refuse(_named(refusal.update), str(refusal.cause))
                 if refusal.fatal and reading.another_copy(refusal.update.version):
                     continue
-                # The base may be what is wrong: without it every delta gets a second chance, from a keyframe.
+                # The base may be what is wrong: without it every delta gets a second chance, from a keyframe. What is
+                # forged says nothing of the base.
                 if base is None or refusal.fatal:
                     refused[refusal.update] = refusal.cause
-                base = None
+                if not isinstance(refusal.cause, WeightsForged):
+                    base = None
 
     def audit(self, rest: Callable[[float], object] = lambda busy_s: None) -> list[int]:
         """Tiles whose recomputed sums differ from those that updates maintained; empty when all is well.
@@ -309,22 +309,22 @@ class Puller:
 
     def _pull_keyframe(self, version: int, reading: Reading) -> Held:
         try:
-            content = reading.get(manifest_key(version))
+            signed = reading.get(manifest_key(version))
         except BlobNotFound:
             return self._pull_full(version, reading)
-        manifest = decode_manifest(content)
+        manifest = decode_manifest(signed, self._trust)
         if manifest.version != version:
-            raise WeightsCorrupted(f"manifest of version {version}: it is that of version {manifest.version}")
+            raise WeightsForged(f"manifest of version {version}: it is that of version {manifest.version}")
         self._hosted(manifest.tensors)
         bits = self._store.room(manifest.blob_bytes // 2)
         blob = bits.view(np.uint8)
-        reading.get_into(manifest.blob, blob.data)
-        if checksum_of(manifest.run, blob.data) != manifest.blob_checksum:
-            raise WeightsCorrupted(f"{manifest.blob}: its checksum is not the manifest's")
+        if reading.get_into(manifest.blob, blob.data) != manifest.blob_digest:
+            raise WeightsCorrupted(f"{manifest.blob}: its digest is not the manifest's")
         hosted = (True,) * len(manifest.tensors)
         sums = np.frombuffer(manifest.tile_sums, "<u8").astype(np.uint64)
         state = {manifest.tile_elements: (state_of(sums), sums)}
-        return Held(version, manifest.run, manifest.model, manifest.tensors, hosted, bits, state)
+        proof = Proof(signed, keyframe=True)
+        return Held(version, manifest.run, manifest.model, manifest.tensors, hosted, bits, state, proof)
 
     def _pull_full(self, version: int, reading: Reading) -> Held:
         """A keyframe in cells: those that are hosted, which is the change from nothing."""
@@ -335,24 +335,25 @@ class Puller:
         state = {begun.tile_elements: (state_of(sums), sums)}
         bits = self._store.room(elements)
         bits[:] = 0
-        nothing = Held(NOTHING, begun.run, begun.model, begun.tensors, hosted, bits, state)
+        proof = Proof(b"", keyframe=False)
+        nothing = Held(NOTHING, begun.run, begun.model, begun.tensors, hosted, bits, state, proof)
         return self._pull_delta(nothing, Update(version, NOTHING), reading, changes=None)
 
     def _pull_delta(self, base: Held, update: Update, reading: Reading, changes: list[Change] | None) -> Held:
         """What `update` makes of `base` after `changes`, to which it adds its own; without a list it writes at once."""
         assert update.base is not None
         key = delta_manifest_key(update.version, update.base)
-        begun, manifest = reading.delta(update.version, update.base)
+        begun, found = reading.delta(update.version, update.base)
         sums = _check_base(begun, base, update, amid=bool(changes))
         tiles = Tiles(base.tensors, base.hosted, begun.tile_elements)
-        checksums: dict[int, str] = {}
+        digests: dict[int, str] = {}
         resulting = sums.copy()
         coming: list[Change] = []
         wanted = [number for number, (first, count) in enumerate(begun.buckets) if tiles.runs(first, count)]
-        for number, blob in reading.buckets(begun, wanted, there=manifest is not None):
-            checksums[number] = checksum_of(begun.run, blob)
-            if manifest and checksums[number] != manifest.buckets[number].checksum:
-                raise WeightsCorrupted(f"{key}: the checksum of bucket {number} is not the manifest's")
+        for number, blob, digest in reading.buckets(begun, wanted, there=found is not None):
+            digests[number] = digest
+            if found and digest != found.manifest.buckets[number].digest:
+                raise WeightsCorrupted(f"{key}: the digest of bucket {number} is not the manifest's")
             bucket = Bucket(blob)
             for run in tiles.runs(*begun.buckets[number]):
                 elements, first = tiles.elements(run), begun.buckets[number][0]
@@ -365,8 +366,8 @@ class Puller:
                     span = elements.start, elements.stop
                     kept = kept_small(decoded, old, ends)
                     coming.append(Change(update.base, update.version, run.start, *span, kept))
-        manifest = manifest or reading.awaited_manifest(begun)
-        if begun_of(manifest) != begun or any(manifest.buckets[n].checksum != sum_ for n, sum_ in checksums.items()):
+        manifest, signed = found or reading.awaited_manifest(begun)
+        if begun_of(manifest) != begun or any(manifest.buckets[n].digest != each for n, each in digests.items()):
             raise WeightsCorrupted(f"{key}: its buckets are not the manifest's")
         expected = np.frombuffer(manifest.tile_sums, "<u8").astype(np.uint64)
         if not np.array_equal(resulting[tiles.hosted], expected[tiles.hosted]):
@@ -375,26 +376,8 @@ class Puller:
             raise WeightsCorrupted(f"{key}: its tiles' sums are not those of its state")
         if changes is not None:
             changes += coming
-        return base._replace(version=update.version, state={manifest.tile_elements: (manifest.state, expected)})
-
-
-def _recognised(held: Held, reading: Reading) -> bool:
-    """Whether what a predecessor left as this version is what the relay calls so; it may be another run's."""
-    bases = [update.base for update in reading.updates(held.version, begun=False) if update.version == held.version]
-    try:
-        return bool(bases) and _is_published(held, bases[0], reading)
-    except (WeightsCorrupted, BlobNotFound):
-        return False
-
-
-def _is_published(held: Held, base: int | None, reading: Reading) -> bool:
-    try:
-        _, manifest = reading.delta(held.version, NOTHING if base is None else base)
-    except BlobNotFound:
-        keyframe = decode_manifest(reading.get(manifest_key(held.version)))
-        return keyframe.run == held.run and checksum_of(held.run, held.bits.data) == keyframe.blob_checksum
-    state = None if manifest is None else held.state.get(manifest.tile_elements)
-    return manifest is not None and state is not None and (manifest.run, manifest.state) == (held.run, state[0])
+        state = {manifest.tile_elements: (manifest.state, expected)}
+        return base._replace(version=update.version, state=state, proof=Proof(signed, keyframe=False))
 
 
 class _BaseMismatch(WeightsCorrupted):
@@ -411,16 +394,18 @@ def _named(update: Update) -> str:
     return f"{'keyframe' if update.base is None else 'delta'} of version {update.version}{origin}"
 
 
-def pull(relay: Relay, version: int, *, timeout_s: float = 30.0, chunk_bytes: int = CHUNK_BYTES) -> Pulled:
+def pull(
+    relay: Relay, trust: Trust, version: int, *, timeout_s: float = 30.0, chunk_bytes: int = CHUNK_BYTES
+) -> Pulled:
     """`version` for somebody who holds nothing; see `Puller.pull`. Blocks the caller's thread."""
-    return Puller(relay, chunk_bytes=chunk_bytes).pull(version, timeout_s)
+    return Puller(relay, trust, chunk_bytes=chunk_bytes).pull(version, timeout_s)
 
 
 def _check_base(manifest: DeltaBegun, base: Held, update: Update, amid: bool) -> npt.NDArray[np.uint64]:
     """The sums of all tiles in `base`, of which the patterns are not there yet `amid` a chain."""
     where = f"delta of version {update.version} from {update.base}"
     if (manifest.version, manifest.base_version) != update:
-        raise WeightsCorrupted(f"{where}: it is that of {manifest.version} from {manifest.base_version}")
+        raise WeightsForged(f"{where}: it is that of {manifest.version} from {manifest.base_version}")
     if (manifest.run, manifest.model, manifest.tensors) != (base.run, base.model, base.tensors):
         raise _BaseMismatch(f"{where}: it is for other tensors, another model or run, than what is held")
     if manifest.tile_elements not in base.state:

@@ -7,7 +7,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import closing, contextmanager
 from functools import partial
 from math import inf
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from elastic.weights.codecs.base import Buffer
 from elastic.weights.delta import (
@@ -20,9 +20,11 @@ from elastic.weights.delta import (
     decode_delta_manifest,
     delta_manifest_key,
 )
+from elastic.weights.digest import ArrivingBlob, digest_of
 from elastic.weights.errors import BlobNotFound, WeightsCorrupted
 from elastic.weights.plan import Update
 from elastic.weights.relay import Relay
+from elastic.weights.signing import Trust
 from elastic.weights.site import SiteRelay
 from elastic.weights.versions import published_updates
 from elastic.weights.waiting import awaited, fetch, look_again, patiently
@@ -42,10 +44,18 @@ TRANSFERS = 3
 T = TypeVar("T")
 
 
-class Reading:
-    """Raises `RelayError`, and `WeightsCorrupted` for what is cut short, too long, or no manifest."""
+class SignedDelta(NamedTuple):
+    """A delta's manifest, and the bytes that the trainer signed."""
 
-    def __init__(self, relay: Relay, deadline_s: float, transfers: int, chunk_bytes: int) -> None:
+    manifest: DeltaManifest
+    signed: bytes
+
+
+class Reading:
+    """Raises `RelayError`, and `WeightsCorrupted` for what is cut short, too long, or no manifest to `trust`."""
+
+    def __init__(self, relay: Relay, trust: Trust, deadline_s: float, transfers: int, chunk_bytes: int) -> None:
+        self.trust = trust
         self.deadline_s = deadline_s
         self.size_bytes = 0
         """Read so far, manifests not counted."""
@@ -56,7 +66,6 @@ class Reading:
         self._relay = relay
         self._transfers = transfers
         self._chunk_bytes = chunk_bytes
-        self._refused: set[int] = set()
 
     def updates(self, version: int, begun: bool) -> list[Update]:
         """What there is on the way to `version`, with `begun` also what of that itself is still being published.
@@ -83,8 +92,9 @@ class Reading:
         with self._on_the_wire():
             return fetch(self._relay, key, self.deadline_s)
 
-    def get_into(self, key: str, memory: memoryview) -> None:
-        """Fill `memory`, which is as large as the blob is to be."""
+    def get_into(self, key: str, memory: memoryview) -> str:
+        """Fill `memory`, which is as large as the blob is to be; the digest by pieces of what came."""
+        blob = ArrivingBlob(memory)
         step = min(self._chunk_bytes, max(SHARE_BYTES, len(memory) // SHARES))
 
         def fill(start: int) -> None:
@@ -94,35 +104,35 @@ class Reading:
                 found = start + len(content)
                 raise WeightsCorrupted(f"{key}: ends at byte {found}; its manifest says {len(memory)}")
             chunk[:] = content
+            blob.landed(start, start + len(chunk))
 
         with self._on_the_wire():
             for start, filled in self._several(fill, _from_anywhere(range(0, len(memory), step))):
                 filled.result()
                 self.size_bytes += len(memory[start : start + step])
+        return blob.digest()
 
     def another_copy(self, version: int) -> bool:
         """Whether what did not verify may be right where the site's copy is from; then that is read from now on."""
-        if not isinstance(self._relay, SiteRelay) or version in self._refused:
-            return False
-        self._refused.add(version)
-        self._relay.refuse(version)
-        return True
+        return isinstance(self._relay, SiteRelay) and self._relay.refuse(version)
 
-    def delta(self, version: int, base: int) -> tuple[DeltaBegun, DeltaManifest | None]:
+    def delta(self, version: int, base: int) -> tuple[DeltaBegun, "SignedDelta | None"]:
         """What is to come, and the manifest if all of it is there."""
         try:
-            manifest = decode_delta_manifest(self.get(delta_manifest_key(version, base)))
+            signed = self.get(delta_manifest_key(version, base))
         except BlobNotFound:
-            return decode_begun(self.get(begun_key(version, base))), None
-        return begun_of(manifest), manifest
+            return decode_begun(self.get(begun_key(version, base)), self.trust), None
+        manifest = decode_delta_manifest(signed, self.trust)
+        return begun_of(manifest), SignedDelta(manifest, signed)
 
-    def awaited_manifest(self, begun: DeltaBegun) -> DeltaManifest:
+    def awaited_manifest(self, begun: DeltaBegun) -> "SignedDelta":
         key = delta_manifest_key(begun.version, begun.base_version)
         with self._on_the_wire() as there:
-            return decode_delta_manifest(awaited(self._relay, key, self.deadline_s, absent=there.not_yet))
+            signed = awaited(self._relay, key, self.deadline_s, absent=there.not_yet)
+        return SignedDelta(decode_delta_manifest(signed, self.trust), signed)
 
-    def buckets(self, begun: DeltaBegun, wanted: Sequence[int], there: bool) -> Iterator[tuple[int, Buffer]]:
-        """Each `wanted` bucket's number and blob, as they arrive; the next ones are on their way meanwhile.
+    def buckets(self, begun: DeltaBegun, wanted: Sequence[int], there: bool) -> Iterator[tuple[int, Buffer, str]]:
+        """Each `wanted` bucket's number, blob and digest, as they arrive; the next ones are on their way meanwhile.
 
         If all are `there`, the workers of a site begin at different ones; else in the order in which they are put.
         """
@@ -148,7 +158,7 @@ class Reading:
                 for future in pending:
                     future.cancel()
 
-    def _bucket(self, begun: DeltaBegun, there: bool, number: int) -> "tuple[Buffer, _There]":
+    def _bucket(self, begun: DeltaBegun, there: bool, number: int) -> "tuple[Buffer, str, _There]":
         key = bucket_key(begun.version, begun.base_version, number)
         most = BUCKET_BYTES_MAX + 6 * begun.buckets[number][1] * begun.tile_elements
         since = _There(-inf)
@@ -158,20 +168,22 @@ class Reading:
             chunk = get(self._relay, key, self.deadline_s, len(blob), self._chunk_bytes)
             blob += chunk
             if len(chunk) < self._chunk_bytes:
-                return blob, since
+                return blob, digest_of(blob), since
             if len(blob) > most:
                 raise WeightsCorrupted(f"{key}: more than {most} bytes")
 
-    def _landed(self, arriving: "Iterator[tuple[int, Future[tuple[Buffer, _There]]]]") -> tuple[int, Buffer] | None:
+    def _landed(
+        self, arriving: "Iterator[tuple[int, Future[tuple[Buffer, str, _There]]]]"
+    ) -> tuple[int, Buffer, str] | None:
         """The next one, if there is another."""
         with self._on_the_wire() as there:
             number, bucket = next(arriving, (0, None))
             if bucket is None:
                 return None
-            blob, since = bucket.result()
+            blob, digest, since = bucket.result()
             there.since_s = max(there.since_s, since.since_s)
         self.size_bytes += len(blob)
-        return number, blob
+        return number, blob, digest
 
     @contextmanager
     def _on_the_wire(self) -> "Iterator[_There]":

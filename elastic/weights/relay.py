@@ -5,9 +5,16 @@ from pathlib import Path
 from typing import Protocol
 from urllib.parse import unquote, urlsplit
 
-from elastic.weights.errors import InvalidKey, RelayError
+import structlog
+
+from elastic.weights.errors import BlobConflict, InvalidKey, RelayError
+
+log = structlog.get_logger(__name__)
 
 Buffer = bytes | bytearray | memoryview
+
+REQUESTS = "requests/"
+"""Keys of workers' requests for a keyframe begin with this. Workers put nothing else."""
 
 _SEGMENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 
@@ -45,6 +52,16 @@ def check_key(key: str) -> str:
     if not all(_SEGMENT.fullmatch(segment) for segment in key.split("/")):
         raise InvalidKey(f"blob key {key!r}: expected segments of letters, digits and ._- apart by /")
     return key
+
+
+def claim(relay: Relay, key: str, *parts: Buffer) -> None:
+    """`put` for the one to whom `key` belongs: other content under it is not its own, and makes room."""
+    try:
+        relay.put(key, *parts)
+    except BlobConflict as error:
+        log.warning("blob replaced", key=key, reason=str(error))
+        relay.delete(key)
+        relay.put(key, *parts)
 
 
 def open_relay(url: str, token: str | None = None) -> Relay:

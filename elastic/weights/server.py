@@ -1,8 +1,10 @@
-"""Serves any relay over HTTP: `GET /blobs?prefix=`, and GET (with ranges), PUT and DELETE of `/blobs/{key}`."""
+"""Serves any relay over HTTP: `GET /blobs?prefix=`, and GET (with ranges), PUT and DELETE of `/blobs/{key}`.
+
+Every request bears a token. Who has which right is said in `elastic.weights.rights`.
+"""
 
 import mmap
 import re
-import secrets
 import tempfile
 from collections.abc import Awaitable, Callable, Iterator
 from itertools import chain
@@ -15,7 +17,8 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 
 from elastic.weights.errors import BlobConflict, BlobNotFound, InvalidKey, RelayError, RelayUnavailable
-from elastic.weights.relay import Relay, check_key
+from elastic.weights.relay import REQUESTS, Relay, check_key
+from elastic.weights.rights import REQUEST_BYTES, REQUESTS_OPEN, Bearer, RelayRights
 
 PIECE_BYTES = 8 << 20
 """What a request holds in memory of the blob it reads or writes; the rest of what it writes waits in a file."""
@@ -25,18 +28,17 @@ BLOB_BYTES_MAX = 64 * 2**30
 _RANGE = re.compile(r"bytes=(\d+)-(\d*)")
 _BYTES = "application/octet-stream"
 
-Handler = Callable[[Request], Awaitable[Response]]
+Handler = Callable[[Request, Bearer], Awaitable[Response]]
+_Endpoint = Callable[[Request], Awaitable[Response]]
 
 
-def relay_app(relay: Relay, token: str, blob_bytes_max: int = BLOB_BYTES_MAX) -> Starlette:
-    """An ASGI application for `relay`; every request must bear `token`."""
-    if not token:
-        raise ValueError("relay_app: needs a token; without one anybody could replace the weights")
+def relay_app(relay: Relay, rights: RelayRights, blob_bytes_max: int = BLOB_BYTES_MAX) -> Starlette:
+    """An ASGI application for `relay`, for whom it has `rights`: 401 for strangers, 403 for what one may not do."""
 
-    async def list_keys(request: Request) -> Response:
+    async def list_keys(request: Request, bearer: Bearer) -> Response:
         return JSONResponse(await run_in_threadpool(relay.list_keys, request.query_params.get("prefix", "")))
 
-    async def get(request: Request) -> Response:
+    async def get(request: Request, bearer: Bearer) -> Response:
         key = check_key(request.path_params["key"])
         wanted = _RANGE.fullmatch(request.headers.get("range", ""))
         start = int(wanted[1]) if wanted else 0
@@ -52,21 +54,26 @@ def relay_app(relay: Relay, token: str, blob_bytes_max: int = BLOB_BYTES_MAX) ->
         headers = {"content-range": f"bytes {start}-{start + len(first) - 1}/*"} if wanted else None
         return Response(first, status, headers, _BYTES)
 
-    async def put(request: Request) -> Response:
+    async def put(request: Request, bearer: Bearer) -> Response:
         key = check_key(request.path_params["key"])
+        if not bearer.owner and (refusal := await _refused_request(relay, key, bearer)) is not None:
+            return refusal
+        bytes_max = blob_bytes_max if bearer.owner else REQUEST_BYTES
         with tempfile.SpooledTemporaryFile(PIECE_BYTES) as file:
             async for part in request.stream():
-                if file.tell() + len(part) > blob_bytes_max:
-                    return PlainTextResponse(f"{key}: more than {blob_bytes_max} bytes", 413)
+                if file.tell() + len(part) > bytes_max:
+                    return PlainTextResponse(f"{key}: more than {bytes_max} bytes", 413)
                 file.write(part)
             await run_in_threadpool(_put_file, relay, key, file)
         return Response(status_code=204)
 
-    async def delete(request: Request) -> Response:
+    async def delete(request: Request, bearer: Bearer) -> Response:
+        if not bearer.owner:
+            return _forbidden("delete anything")
         await run_in_threadpool(relay.delete, check_key(request.path_params["key"]))
         return Response(status_code=204)
 
-    guarded = _Guard(token)
+    guarded = _Guard(rights)
     return Starlette(
         routes=[
             Route("/blobs", guarded(list_keys), methods=["GET"]),
@@ -75,6 +82,22 @@ def relay_app(relay: Relay, token: str, blob_bytes_max: int = BLOB_BYTES_MAX) ->
             Route("/blobs/{key:path}", guarded(delete), methods=["DELETE"]),
         ]
     )
+
+
+async def _refused_request(relay: Relay, key: str, bearer: Bearer) -> Response | None:
+    """Why a worker may not put `key`; None where it may, and it counts as one of its requests until it is answered."""
+    if not key.startswith(REQUESTS):
+        return _forbidden(f"put anything but what begins with {REQUESTS}")
+    if bearer.requests:
+        bearer.requests &= set(await run_in_threadpool(relay.list_keys, REQUESTS))
+    if len(bearer.requests - {key}) >= REQUESTS_OPEN:
+        return PlainTextResponse(f"{REQUESTS_OPEN} requests of this worker are not answered yet", 429)
+    bearer.requests.add(key)
+    return None
+
+
+def _forbidden(what: str) -> Response:
+    return PlainTextResponse(f"a worker's token may not {what}", 403)
 
 
 def _pieces(relay: Relay, key: str, start: int, length: int | None) -> Iterator[bytes]:
@@ -102,18 +125,19 @@ def _put_file(relay: Relay, key: str, file: IO[bytes]) -> None:
 
 
 class _Guard:
-    """Lets through who bears the token, and answers the relay's errors in HTTP's words."""
+    """Lets through who bears a token that counts, and answers the relay's errors in HTTP's words."""
 
-    def __init__(self, token: str) -> None:
-        self._expected = f"Bearer {token}".encode()
+    def __init__(self, rights: RelayRights) -> None:
+        self._rights = rights
 
-    def __call__(self, handler: Handler) -> Handler:
+    def __call__(self, handler: Handler) -> _Endpoint:
         async def guarded(request: Request) -> Response:
-            offered = request.headers.get("authorization", "").encode()
-            if not secrets.compare_digest(offered, self._expected):
+            scheme, _, token = request.headers.get("authorization", "").partition(" ")
+            bearer = self._rights.bearer(token) if scheme == "Bearer" else None
+            if bearer is None:
                 return PlainTextResponse("wrong or missing bearer token", 401, {"www-authenticate": "Bearer"})
             try:
-                return await handler(request)
+                return await handler(request, bearer)
             except RelayError as error:
                 return PlainTextResponse(str(error), _status(error))
             except OSError as error:

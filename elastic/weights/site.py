@@ -10,8 +10,9 @@ Source: the two-stage transfer of RollMux §5.2 (Weave §5.2), without a fixed g
 
 The near relay is any relay that all workers of the site reach fast: a directory in shared memory on one host, or an
 HTTP relay on one of them. Below `site/` it may be shared with anything, other runs' sites too: pieces are kept by
-whose they are, and a trainer that was resumed is somebody else. It is a help and no more: where it fails, or has what
-does not verify, the far relay is asked. Pieces are what is asked for, so workers have to ask for the same ranges.
+the key that signed them, and a trainer that was resumed has another. It is a help and no more: where it fails, or has
+what does not verify, another copy is fetched, and where that does not either, the far relay alone is asked. Pieces are
+what is asked for, so workers have to ask for the same ranges.
 """
 
 import itertools
@@ -23,10 +24,11 @@ from contextlib import suppress
 
 import structlog
 
+from elastic.weights.digest import digest_of
 from elastic.weights.errors import BlobConflict, BlobNotFound, RelayError
 from elastic.weights.manifest import version_of
 from elastic.weights.relay import Buffer, Relay
-from elastic.weights.signature import signature_of
+from elastic.weights.signing import Trust
 from elastic.weights.waiting import pause_after_s
 
 log = structlog.get_logger(__name__)
@@ -40,24 +42,34 @@ PATIENCE, PATIENCE_S = 4, 0.1
 
 Each further claim on the piece is waited for twice as long, so that a link that got slow is not loaded with copies."""
 
+COPIES = 2
+"""Of a version that a site has; when neither verifies one does without the site for that version."""
+
 CLAIMS = 6
 """On a piece; when all of them came to nothing one fetches it for oneself."""
 
 PART_S, PART_BYTES_MIN = 0.25, 64 << 10
 """What is fetched of a claimed piece before one looks whether somebody else was faster: about so long at a time."""
 
+_NAME = 32
+"""Characters of a digest or a key that are enough to name it by."""
+
 MEMORY = 0.8
 """Of the longest time that a piece took, from one piece to the next."""
 
 
 class SiteRelay:
-    """`elastic.weights.relay.Relay` for the workers of a site. `worker` names this one; it must be unique."""
+    """`elastic.weights.relay.Relay` for the workers of a site, all of which believe what `trust` says.
+
+    `worker` names this one; it must be unique.
+    """
 
     def __init__(
         self,
         far: Relay,
         near: Relay,
         worker: str,
+        trust: Trust,
         *,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
@@ -65,10 +77,11 @@ class SiteRelay:
         self._far = far
         self._near = near
         self._worker = worker
+        self._run_place = f"site/{digest_of(trust.run.encode())[:_NAME]}/"
+        self._place = f"{self._run_place}{trust.public[:_NAME]}/"
         self._clock = clock
         self._sleep = sleep
         self._numbers = itertools.count()
-        self._signature: tuple[str, str] | None = None
         self._refused: Counter[int | None] = Counter()
         self._took_s: dict[int, float] = {}
         """How long a piece lately took this worker, by the power of two that is above the length it asked for."""
@@ -81,11 +94,11 @@ class SiteRelay:
 
     def get(self, key: str, start: int = 0, length: int | None = None) -> bytes:
         """From the site if it is there, else over the link, by this worker or whoever was faster."""
-        signature = self._signature
-        if signature is None or self._clock() < self._without_until_s:
+        copy = self._refused[version_of(key)]
+        if copy >= COPIES or self._clock() < self._without_until_s:
             return self._far.get(key, start, length)
-        piece = f"{_place(*signature)}{key}/{start}-{'' if length is None else length}"
-        if copy := self._refused[version_of(key)]:
+        piece = f"{self._place}{key}/{start}-{'' if length is None else length}"
+        if copy:
             piece += f".copy-{copy}"
         try:
             content, claim = self._awaited(piece, length)
@@ -98,11 +111,8 @@ class SiteRelay:
         self._far.put(key, *parts)
 
     def list_keys(self, prefix: str = "") -> list[str]:
-        """Of the far relay, which also says whose versions these are; a pull begins with that."""
-        keys = self._far.list_keys(prefix)
-        if prefix == "versions/":
-            self._signature = signature_of(keys)
-        return keys
+        """Of the far relay."""
+        return self._far.list_keys(prefix)
 
     def delete(self, key: str) -> None:
         self._far.delete(key)
@@ -111,9 +121,11 @@ class SiteRelay:
         self._far.close()
         self._near.close()
 
-    def refuse(self, version: int) -> None:
-        """What the site has of `version` did not verify: the next time it is another copy, off the far relay."""
+    def refuse(self, version: int) -> bool:
+        """What was read of `version` did not verify. Whether it came from the site; the next time it is another copy,
+        off the far relay."""
         self._refused[version] += 1
+        return self._refused[version] <= COPIES
 
     def _awaited(self, piece: str, length: int | None) -> tuple[bytes | None, str | None]:
         """The piece, or none and the claim on it under which this worker is to fetch it."""
@@ -226,18 +238,10 @@ class SiteRelay:
     def _forget(self) -> None:
         """Delete pieces of versions that the far relay no longer has, and of those who published this run before."""
         there = {version_of(key) or 0 for key in self.list_keys("versions/")}
-        if self._signature is None:
-            return
-        run, publisher = self._signature
-        for key in self._near.list_keys(_place(run)):
-            version = version_of("/".join(key.removeprefix(_place(run, publisher)).split("/")[:3]))
-            if version is None or (version not in there and version < max(there)):
+        for key in self._near.list_keys(self._run_place):
+            version = version_of("/".join(key.removeprefix(self._place).split("/")[:3]))
+            if version is None or (version not in there and version < max(there, default=0)):
                 self._near.delete(key)
-
-
-def _place(*signature: str) -> str:
-    """All keys of pieces begin with this, and nothing else below does."""
-    return "/".join(("site", *signature, ""))
 
 
 def _power(length: int | None) -> int:

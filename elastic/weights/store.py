@@ -3,22 +3,37 @@
 Either way what was begun is finished before anything else, so what is held is always one whole version.
 """
 
+import errno
 import fcntl
 import itertools
 import mmap
 import os
+import re
+import stat
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
+from typing import BinaryIO
 
+import msgspec
 import numpy as np
 import structlog
 
 from elastic.weights.errors import WeightsCorrupted
 from elastic.weights.held import Held, Staged
-from elastic.weights.manifest import open_seal, seal
 from elastic.weights.memory import Memory
-from elastic.weights.redo import SCHEMA_VERSION, HeldRecord, elements_of, held_of, read_log, record_of, write_log
+from elastic.weights.redo import (
+    PATTERNS_NAME,
+    HeldRecord,
+    check_patterns,
+    decode_record,
+    held_of,
+    read_log,
+    record_of,
+    write_log,
+)
 from elastic.weights.relay import Buffer
+from elastic.weights.signing import Trust
 from elastic.weights.tensors import Bits
 
 log = structlog.get_logger(__name__)
@@ -88,18 +103,21 @@ class KeptStore(Store):
 
     `held.json` names the file of the patterns, which are mapped. `staged.bin` is a redo log, with the tiles' tags: it
     is there, complete, from before the first pattern is overwritten until after the last. What a killed process
-    left is brought to a whole version when it is opened, and believed only where every tile's sum is right. What
-    cannot be written to files is held in memory alone. Raises `BlockingIOError` where another process has the
-    directory, and other `OSError`s.
+    left is brought to a whole version when it is opened, and believed only where the manifest beside it is signed by
+    the trainer that `trust` names, and is of these patterns. What cannot be written to files is held in memory alone.
+    No link is followed, and no path out of the directory; one that others own or may write to is not used.
+    Raises `BlockingIOError` where another process has the directory, and other `OSError`s.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, trust: Trust) -> None:
         super().__init__()
         self._directory = directory
+        self._trust = trust
         self._files: dict[int, str] = {}
         """By the address at which they are mapped."""
-        directory.mkdir(parents=True, exist_ok=True)
-        self._lock = (directory / _LOCK).open("ab")
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _check_ours(directory)
+        self._lock = self._open(_LOCK, os.O_RDWR | os.O_CREAT)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._recover()
@@ -111,7 +129,7 @@ class KeptStore(Store):
         self._delete_patterns(but=self._file_of(self._held))
         name = f"{_PATTERNS}{os.urandom(8).hex()}"
         try:
-            with (self._directory / name).open("x+b") as file:
+            with self._open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL) as file:
                 # Reserved now: a page that is not to be had later would be a signal instead of an error.
                 os.posix_fallocate(file.fileno(), 0, max(2 * elements, 1))
             return self._map(name, elements)
@@ -130,16 +148,15 @@ class KeptStore(Store):
     def _recover(self) -> None:
         """What the process before left, if it can be made whole."""
         try:
-            record = open_seal((self._directory / _HELD).read_bytes(), HeldRecord, SCHEMA_VERSION)
-            bits = self._map(record.patterns, elements_of(record))
-            self._held = held_of(record, bits)
+            with self._open(_HELD) as file:
+                record = decode_record(file.read(), HeldRecord)
+            self._held = held_of(record, self._trust, partial(self._map, record.patterns))
             if (self._directory / _STAGED).exists():
-                staged = self._open_log(bits)
-                if staged.held.run == record.run and record.version in (staged.base, staged.held.version):
+                staged = self._open_log(self._held.bits)
+                if self._held.version in (staged.base, staged.held.version):
                     self._staged = staged
                     self._finish()
-            if wrong := self._held.wrong_tiles():
-                raise WeightsCorrupted(f"the sums of {len(wrong)} tiles are wrong")
+            check_patterns(self._held, self._trust)
         except FileNotFoundError:
             self.drop()
         except (OSError, ValueError, WeightsCorrupted) as error:
@@ -155,7 +172,7 @@ class KeptStore(Store):
             self._forget()
             return
         try:
-            self._write(_HELD, [seal(record_of(held, file))])
+            self._write(_HELD, [msgspec.json.encode(record_of(held, file))])
         except OSError as error:
             self._not_kept(error)
         (self._directory / _STAGED).unlink(missing_ok=True)
@@ -174,8 +191,8 @@ class KeptStore(Store):
             return staged
 
     def _open_log(self, bits: Bits, held: Held | None = None) -> Staged:
-        with (self._directory / _STAGED).open("r+b") as file:
-            return read_log(mmap.mmap(file.fileno(), 0), bits, held)
+        with self._open(_STAGED, os.O_RDWR) as file:
+            return read_log(mmap.mmap(file.fileno(), 0), bits, self._trust, held)
 
     def _not_kept(self, error: OSError) -> None:
         """Whatever the files say will not be true any more."""
@@ -192,13 +209,25 @@ class KeptStore(Store):
     def _write(self, name: str, parts: Iterable[Buffer]) -> None:
         """All or nothing, as far as a killed process goes."""
         path = self._directory / f"{name}.new"
-        with path.open("wb") as file:
+        path.unlink(missing_ok=True)
+        with self._open(path.name, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as file:
             file.writelines(parts)
         path.replace(self._directory / name)
 
+    def _open(self, name: str, flags: int = os.O_RDONLY) -> BinaryIO:
+        """A file of the directory. Raises `OSError` for a link, and for what is no file of one name."""
+        descriptor = os.open(self._directory / name, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
+        about = os.fstat(descriptor)
+        if not stat.S_ISREG(about.st_mode) or about.st_nlink != 1 or about.st_uid != os.geteuid():
+            os.close(descriptor)
+            raise PermissionError(errno.EPERM, "not a file of this user's alone", str(self._directory / name))
+        return os.fdopen(descriptor, "rb" if flags == os.O_RDONLY else "r+b")
+
     def _map(self, name: str, elements: int) -> Bits:
+        if not re.fullmatch(PATTERNS_NAME, name):
+            raise WeightsCorrupted(f"patterns in {name!r}, which is no file of this directory")
         size_bytes = max(2 * elements, 1)
-        with (self._directory / name).open("r+b") as file:
+        with self._open(name, os.O_RDWR) as file:
             bits = np.frombuffer(mmap.mmap(file.fileno(), size_bytes), np.uint16, elements)
         self._files[bits.ctypes.data] = name
         return bits
@@ -213,11 +242,18 @@ class KeptStore(Store):
                 path.unlink(missing_ok=True)
 
 
-def open_store(directory: Path) -> Store:
+def _check_ours(directory: Path) -> None:
+    """Raises `PermissionError` where somebody else could have written what is there."""
+    about = directory.lstat()
+    if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.geteuid() or about.st_mode & 0o022:
+        raise PermissionError(errno.EPERM, "others own it, or may write to it", str(directory))
+
+
+def open_store(directory: Path, trust: Trust) -> Store:
     """A store that is kept below `directory`: the first that no living process has. In memory where none can be."""
     for number in itertools.count():
         try:
-            return KeptStore(directory / f"worker-{number}")
+            return KeptStore(directory / f"worker-{number}", trust)
         except BlockingIOError:
             continue
         except OSError as error:

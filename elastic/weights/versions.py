@@ -21,14 +21,17 @@ def published_versions(relay: Relay) -> list[int]:
     return sorted({update.version for update in published_updates(relay)})
 
 
-def collect_garbage(relay: Relay, keep_versions: int, pulled: Collection[int] = ()) -> list[int]:
+def collect_garbage(
+    relay: Relay, keep_versions: int, pulled: Collection[int] = (), updates: Collection[Update] | None = None
+) -> list[int]:
     """Delete all but the newest `keep_versions`, those that are being `pulled`, and what a newcomer needs for them.
 
-    Returns the deleted versions. A worker whose path from its own version is cut pulls a keyframe instead.
+    `updates` are what counts as published: what the relay lists, unless its publisher knows better. Returns the
+    deleted versions. A worker whose path from its own version is cut pulls a keyframe instead.
     """
     if keep_versions < 1:
         raise ValueError(f"keep_versions: must be at least 1 (found {keep_versions})")
-    updates = published_updates(relay)
+    updates = published_updates(relay) if updates is None else updates
     published = sorted({update.version for update in updates})
     if not published:
         return []
@@ -37,16 +40,9 @@ def collect_garbage(relay: Relay, keep_versions: int, pulled: Collection[int] = 
     return _delete(relay, lambda version: version not in kept and version < published[-1])
 
 
-def discard_newer(relay: Relay, version: int) -> list[int]:
-    """Delete what was published after `version`, complete or not; a resumed run will publish it anew."""
-    return _delete(relay, lambda other: other > version)
-
-
-def discard_unfinished(relay: Relay) -> None:
-    """Delete what a publisher that is gone had begun and not finished; whoever followed it would wait in vain."""
-    unfinished = set(published_updates(relay, begun=True)) - set(published_updates(relay))
-    begins = tuple(delta_prefix(version, NOTHING if base is None else base) for version, base in unfinished)
-    _delete_all(relay, (key for key in relay.list_keys("versions/") if key.startswith(begins)))
+def discard_all(relay: Relay) -> list[int]:
+    """Delete every version, complete or not: nobody believes any more what a trainer published that is gone."""
+    return _delete(relay, lambda version: True)
 
 
 def withdraw_keyframe(relay: Relay, version: int) -> None:

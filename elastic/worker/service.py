@@ -70,8 +70,8 @@ class Pulled(msgspec.Struct, frozen=True):
     """What they are over the version before, where that is known and little."""
 
 
-Pull: TypeAlias = Callable[[wire.Welcome, int], Pulled]
-"""Fetches a version from the relay that the welcome names. Blocks."""
+Pull: TypeAlias = Callable[[wire.Welcome, wire.PullWeights], Pulled]
+"""Fetches the version that is ordered from the relay that the welcome names. Blocks."""
 
 Audit: TypeAlias = Callable[[], bool]
 """Whether what was pulled is still what it was; if not, the next pull replaces it. Blocks."""
@@ -81,6 +81,8 @@ class Trainer(Protocol):
     """Takes the orders of the trainer's worker; see `elastic.worker.trainer_host`."""
 
     timeout_s: float
+    publisher: str
+    """The public key of what it publishes, once there is an engine."""
 
     def load_policy(self, engine: RolloutEngine) -> None:
         """Before the worker is ready: bring the trainer's current weights into its engine. Blocks."""
@@ -198,7 +200,8 @@ class Service:
     # The connection
 
     def _announce(self) -> None:
-        self._send(wire.Ready(self._engine.capabilities, self._engine.statistics().weights_version))
+        publisher = "" if self._trainer is None else self._trainer.publisher
+        self._send(wire.Ready(self._engine.capabilities, self._engine.statistics().weights_version, publisher))
         self._heartbeat()
 
     def _send(self, message: wire.FromWorker) -> None:
@@ -452,7 +455,7 @@ class Service:
         timeout_s, begun_s = self._welcome.pull_timeout_s, time.monotonic()
         self._load_phase = LoadPhase.PULLING
         try:
-            pulled = await run_in_thread(timeout_s, self._pull, self._welcome, order.version)
+            pulled = await run_in_thread(timeout_s, self._pull, self._welcome, order)
         except TimeoutError:
             self._report_failure(order, f"not pulled within {timeout_s} s")
         except Exception as error:

@@ -25,7 +25,8 @@ from elastic.weights.layers import changed_shares
 from elastic.weights.link import BYTES_PER_S_IN_GBPS
 from elastic.weights.publisher import Publisher, PublishSettings
 from elastic.weights.relay import open_relay
-from elastic.weights.versions import discard_newer, discard_unfinished
+from elastic.weights.signing import SigningKey
+from elastic.weights.versions import discard_all
 from elastic.worker.agent import AgentExit, build_engine, run_agent
 from elastic.worker.service import TrainerOrder, TrainerReply
 
@@ -43,7 +44,8 @@ async def run_trainer_host(
 
     Publishes the base policy as version 0 before it is ready, and version v after step v, while the device is free
     for what comes next; with `resume` it goes on from the newest checkpoint in `run_dir`, under that checkpoint's
-    version, where there is one.
+    version, where there is one. What it publishes is signed with a key of this process alone, so what an earlier one
+    published is of no use, and deleted.
     """
     host = TrainerHost(config, run_dir, resume)
     return await run_agent(join, worker, token, host.build_engine, trainer=host)
@@ -56,6 +58,8 @@ class TrainerHost:
         self.timeout_s = config.trainer.step_timeout_s
         self._config = config
         self._run = run_dir.name
+        self._key = SigningKey()
+        self.publisher = self._key.public
         self._checkpoints = run_dir / "checkpoints"
         self._resume = resume
         self._publishing = ThreadPoolExecutor(1, thread_name_prefix="publishing")
@@ -68,11 +72,13 @@ class TrainerHost:
         rollout = self._config.rollout
         model = load_model(self._config.model.checkpoint, _device(settings.device))
         self._trainer = GRPOTrainer(self._config.trainer, model, rollout.groups, rollout.temperature)
-        self._relay = open_relay(welcome.relay, welcome.relay_token)
+        relay = open_relay(welcome.relay, welcome.relay_token)
         if self._resume:
             self._restore()
+        discard_all(relay)
         warm_up()
-        self._publisher = Publisher(self._relay, self._run, welcome.model, _publish_settings(self._config.weights))
+        settings = _publish_settings(self._config.weights)
+        self._publisher = Publisher(relay, self._run, welcome.model, settings, key=self._key)
         self._publisher.publish(self._trainer.version, self._trainer.bf16_tensors())
         threading.Thread(target=self._answer_requests, name="requests", daemon=True).start()
         return build_engine(welcome)
@@ -159,8 +165,6 @@ class TrainerHost:
         if saved:
             self._trainer.load(saved[-1])
         log.info("resuming", version=self._trainer.version, checkpoint=str(saved[-1]) if saved else "none")
-        discard_newer(self._relay, self._trainer.version)
-        discard_unfinished(self._relay)
 
     def _saved(self) -> list[Path]:
         return checkpoint.saved(self._checkpoints)

@@ -16,6 +16,8 @@ from elastic.worker.service import Pulled
 if TYPE_CHECKING:
     from elastic.weights.puller import Puller, StagedVersion
     from elastic.weights.relay import Relay
+    from elastic.weights.signing import Trust
+    from elastic.weights.store import Store
 
 SITE_VARIABLE, SITE_TOKEN_VARIABLE = "ELASTIC_SITE", "ELASTIC_SITE_TOKEN"
 """A relay (directory or URL) that all workers of a site reach fast, where one copy of the weights crosses to them."""
@@ -39,17 +41,21 @@ class WeightsPuller:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._puller: Puller | None = None
+        self._relay: Relay | None = None
+        self._store: Store | None = None
+        self._source: tuple[str, str, Trust] | None = None
+        """What the puller reads, and whom it believes."""
 
-    def __call__(self, welcome: wire.Welcome, version: int) -> Pulled:
+    def __call__(self, welcome: wire.Welcome, order: wire.PullWeights) -> Pulled:
         """A version, staged and verified, decoded while the trainer encodes it. Blocks; raises `WeightsError`."""
         begun_s = time.monotonic()
         # The pull that a session before this one ordered may still be under way.
         if not self._lock.acquire(timeout=welcome.pull_timeout_s):
-            raise TimeoutError(f"the pull before that of version {version} has not ended")
+            raise TimeoutError(f"the pull before that of version {order.version} has not ended")
         try:
-            puller = self._open(welcome)
+            puller = self._open(welcome, order)
             left_s = welcome.pull_timeout_s - (time.monotonic() - begun_s)
-            staged = puller.stage(version, left_s, follow=True)
+            staged = puller.stage(order.version, left_s, follow=True)
             changes = puller.changes(staged)
         finally:
             self._lock.release()
@@ -79,24 +85,40 @@ class WeightsPuller:
         if not self._lock.acquire(blocking=False):
             return None
         try:
-            return puller.apply(staged).tensors
+            return None if puller is not self._puller else puller.apply(staged).tensors
         finally:
             self._lock.release()
 
-    def _open(self, welcome: wire.Welcome) -> "Puller":
+    def _open(self, welcome: wire.Welcome, order: wire.PullWeights) -> "Puller":
+        """The puller of before, unless the order is to read elsewhere, or to believe somebody else."""
         from elastic.weights.codecs import warm_up
         from elastic.weights.puller import Puller
-        from elastic.weights.store import open_store
+        from elastic.weights.signing import Trust
+        from elastic.weights.store import Store, open_store
 
+        source = welcome.relay, welcome.relay_token, Trust(welcome.run, order.publisher)
+        if self._puller is not None and source == self._source:
+            return self._puller
         if self._puller is None:
-            keep = os.environ.get(KEEP_VARIABLE)
-            self._puller = Puller(_relay(welcome), store=open_store(Path(keep)) if keep else None)
             # Deltas come after the keyframe; by then their decoders are loaded.
             threading.Thread(target=warm_up, name="warm-up", daemon=True).start()
+        self.close()
+        keep = os.environ.get(KEEP_VARIABLE)
+        self._relay = _relay(welcome, source[2])
+        self._store = open_store(Path(keep), source[2]) if keep else Store()
+        self._puller, self._source = Puller(self._relay, source[2], store=self._store), source
         return self._puller
 
+    def close(self) -> None:
+        """Give connections and files back; what is kept stays."""
+        self._puller = None
+        if self._relay is not None:
+            self._relay.close()
+        if self._store is not None:
+            self._store.close()
 
-def _relay(welcome: wire.Welcome) -> "Relay":
+
+def _relay(welcome: wire.Welcome, trust: "Trust") -> "Relay":
     from elastic.weights.link import BYTES_PER_S_IN_GBPS, Link, LinkedRelay
     from elastic.weights.relay import open_relay
     from elastic.weights.site import SiteRelay
@@ -108,5 +130,5 @@ def _relay(welcome: wire.Welcome) -> "Relay":
         except ValueError as error:
             raise ValueError(f"{CAP_VARIABLE}: must be a positive number (found {cap!r})") from error
     if near := os.environ.get(SITE_VARIABLE):
-        relay = SiteRelay(relay, open_relay(near, os.environ.get(SITE_TOKEN_VARIABLE)), uuid.uuid4().hex)
+        relay = SiteRelay(relay, open_relay(near, os.environ.get(SITE_TOKEN_VARIABLE)), uuid.uuid4().hex, trust)
     return relay

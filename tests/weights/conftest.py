@@ -12,6 +12,7 @@ from elastic.weights import directory
 from elastic.weights.directory import DirectoryRelay
 from elastic.weights.http import HttpRelay
 from elastic.weights.relay import Relay
+from elastic.weights.rights import RelayRights
 from elastic.weights.server import relay_app
 from elastic.weights.shared_memory import in_memory
 
@@ -42,7 +43,7 @@ def server() -> Callable:
 
 @pytest.fixture
 def relay_url(tmp_path: Path) -> Iterator[str]:
-    with serve(relay_app(DirectoryRelay(tmp_path / "served"), TOKEN)) as url:
+    with serve(relay_app(DirectoryRelay(tmp_path / "served"), RelayRights(TOKEN))) as url:
         yield url
 
 

@@ -14,6 +14,7 @@ from elastic.weights.directory import DirectoryRelay
 from elastic.weights.errors import RelayError
 from elastic.weights.publisher import Publisher, PublishSettings
 from elastic.weights.puller import Puller
+from tests.weights.signed import KEY, TRUST
 
 many = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=25, deadline=None)
 DEVICES = [
@@ -69,7 +70,7 @@ def test_a_mirrored_version_is_the_trainers_bit_for_bit(tmp_path_factory, device
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(publisher, "on_device", lambda tensors: True)
-        rank, puller = Publisher(relay, "run", {}, SMALL), Puller(relay)
+        rank, puller = Publisher(relay, "run", {}, SMALL, key=KEY), Puller(relay, TRUST)
         for version, step in enumerate(["first", *steps, "step"]):
             share = {"step": 0.1, "fail": 0.5, "all": 1.0}.get(step, 0.0)
             for at, each in enumerate(bits):
@@ -94,7 +95,7 @@ def _refuse(descriptor: int, data: bytes) -> int:
 
 def test_tensors_on_the_host_are_copied_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(publisher, "Mirror", None)
-    rank = Publisher(DirectoryRelay(tmp_path), "run", {}, SMALL)
+    rank = Publisher(DirectoryRelay(tmp_path), "run", {}, SMALL, key=KEY)
     for version in range(2):
         rank.publish(version, {"a": torch.full((5,), float(version), dtype=torch.bfloat16)})
     rank.close()

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -22,7 +23,8 @@ from elastic.weights.delta import (
 )
 from elastic.weights.errors import WeightsCorrupted
 from elastic.weights.layout import tile_ends
-from elastic.weights.manifest import Manifest, TensorEntry, decode_manifest, seal
+from elastic.weights.manifest import Manifest, TensorEntry, decode_manifest
+from tests.weights.signed import KEY, TRUST
 
 TENSORS = (
     TensorEntry(name="a", shape=(3, 5), dtype="bfloat16", offset=0),
@@ -51,15 +53,15 @@ KEYFRAME = Manifest(
     tensors=TENSORS,
     blob="versions/00000002/keyframe.bin",
     blob_bytes=44,
-    blob_checksum="c",
+    blob_digest="c",
     tile_elements=4,
     tile_sums=bytes(8 * 6),
 )
 RECORDS: dict[str, tuple[msgspec.Struct, Callable[[bytes], Any]]] = {
-    "delta": (MANIFEST, decode_delta_manifest),
-    "begun": (begun_of(MANIFEST), decode_begun),
-    "part": (PART, lambda data: decode_part(data, PART.of, [(0, 4), (4, 2)])),
-    "keyframe": (KEYFRAME, decode_manifest),
+    "delta": (MANIFEST, partial(decode_delta_manifest, trust=TRUST)),
+    "begun": (begun_of(MANIFEST), partial(decode_begun, trust=TRUST)),
+    "part": (PART, lambda data: decode_part(data, TRUST, PART.of, [(0, 4), (4, 2)])),
+    "keyframe": (KEYFRAME, partial(decode_manifest, trust=TRUST)),
 }
 
 every_kind = pytest.mark.parametrize("kind", sorted(RECORDS))
@@ -75,7 +77,7 @@ anything = st.recursive(
 @every_kind
 def test_what_was_sealed_is_what_is_read(kind: str):
     record, decode = RECORDS[kind]
-    assert decode(seal(record)) == record
+    assert decode(KEY.seal(record)) == record
 
 
 @every_kind
@@ -89,7 +91,7 @@ def test_arbitrary_bytes_are_refused(kind: str, data: bytes):
 @given(at=st.integers(0), flip=st.integers(1, 255), cut=st.booleans())
 def test_a_changed_byte_is_refused(kind: str, at: int, flip: int, cut: bool):
     record, decode = RECORDS[kind]
-    content = bytearray(seal(record))
+    content = bytearray(KEY.seal(record))
     if cut:
         del content[at % len(content) :]
     else:
@@ -104,7 +106,7 @@ def test_a_changed_byte_is_refused(kind: str, at: int, flip: int, cut: bool):
 def test_what_is_sealed_and_makes_no_sense_is_refused_or_harmless(kind: str, data: st.DataObject):
     record, decode = RECORDS[kind]
     forged = replaced(msgspec.to_builtins(record), data)
-    sealed = seal(msgspec.Raw(json.dumps(forged).encode()))  # type: ignore[arg-type]
+    sealed = KEY.seal_body(record.signed_as, json.dumps(forged).encode())  # type: ignore[attr-defined]
     try:
         read = decode(sealed)
     except WeightsCorrupted:
@@ -134,7 +136,8 @@ def replaced(value: Any, data: st.DataObject) -> Any:
 @pytest.mark.parametrize("sealed", [True, False])
 def test_what_is_nested_without_end_is_refused(kind: str, sealed: bool):
     deep = b"[" * 100_000 + b"]" * 100_000
-    content = seal(msgspec.Raw(deep)) if sealed else b'{"checksum":"","manifest":' + deep + b"}"  # type: ignore[arg-type]
+    signed = KEY.seal_body(RECORDS[kind][0].signed_as, deep)  # type: ignore[attr-defined]
+    content = signed if sealed else b'{"signature":"","manifest":' + deep + b"}"
     with pytest.raises(WeightsCorrupted):
         RECORDS[kind][1](content)
 
@@ -143,4 +146,4 @@ def test_a_version_of_too_many_tiles_is_refused_before_they_are_counted_out():
     huge = (TensorEntry(name="a", shape=(2**31, 2**31), dtype="bfloat16", offset=0),)
     begun = msgspec.structs.replace(begun_of(MANIFEST), tensors=huge, tile_elements=1, buckets=((0, 2**62),))
     with pytest.raises(WeightsCorrupted, match=f"at most {TILES_MAX}"):
-        decode_begun(seal(begun))
+        decode_begun(KEY.seal(begun), TRUST)

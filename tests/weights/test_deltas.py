@@ -19,15 +19,17 @@ from elastic.weights.codecs import CODECS
 from elastic.weights.delta import base_of, bucket_key, decode_delta_manifest, delta_manifest_key
 from elastic.weights.directory import DirectoryRelay
 from elastic.weights.errors import BlobNotFound, Refusal, RelayError, RelayUnavailable, WeightsCorrupted
-from elastic.weights.manifest import REQUESTS, keyframe_key, manifest_key, seal
+from elastic.weights.manifest import keyframe_key, manifest_key
 from elastic.weights.plan import Update
 from elastic.weights.publisher import Publisher, PublishSettings, publish_keyframe
 from elastic.weights.puller import Puller
-from elastic.weights.relay import Buffer, Relay
+from elastic.weights.relay import REQUESTS, Buffer, Relay
+from elastic.weights.signing import SigningKey
 from elastic.weights.site import SiteRelay
 from elastic.weights.store import open_store
-from elastic.weights.versions import discard_newer, discard_unfinished, published_updates, published_versions
+from elastic.weights.versions import discard_all, published_updates, published_versions
 from elastic.weights.waiting import POLL_S
+from tests.weights.signed import KEY, TRUST
 
 MODEL = {"model_type": "qwen3", "hidden_size": 8}
 SMALL = PublishSettings(bucket_elements=64, tile_elements=16, keyframe_every=8, merge_every=3, keep_versions=4)
@@ -38,9 +40,9 @@ many = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max
 class History:
     """Versions of some weights and their publisher; `tensors[v]` are those of version v."""
 
-    def __init__(self, relay: Relay, publish: PublishSettings = SMALL, seed: int = 0) -> None:
+    def __init__(self, relay: Relay, publish: PublishSettings = SMALL, seed: int = 0, key: SigningKey = KEY) -> None:
         self._rng = torch.Generator().manual_seed(seed)
-        self.publisher = Publisher(relay, "run", MODEL, publish)
+        self.publisher = Publisher(relay, "run", MODEL, publish, key=key)
         self.tensors: list[dict[str, Tensor]] = []
 
     def step(self, share: float = 0.1) -> None:
@@ -107,31 +109,31 @@ def test_every_path_ends_at_the_trainers_bits(tmp_path_factory: pytest.TempPathF
         codec=codec,
     )
     history = History(relay, publish, seed)
-    pullers = [Puller(relay, chunk_bytes=50) for _ in range(2)]
+    pullers = [Puller(relay, TRUST, chunk_bytes=50) for _ in range(2)]
     for _ in range(data.draw(st.integers(1, 9))):
         history.step(data.draw(st.sampled_from([0.0, 0.05, 1.0])))
         for puller in pullers:
             if data.draw(st.booleans()):
                 assert_at(puller, history, len(history.tensors) - 1)
-    assert_at(Puller(relay), history, len(history.tensors) - 1)
+    assert_at(Puller(relay, TRUST), history, len(history.tensors) - 1)
 
 
 def test_over_every_relay_a_delta_is_what_is_pulled(relay: Relay):
     history = History(relay)
     history.step()
-    puller = Puller(relay)
+    puller = Puller(relay, TRUST)
     assert_at(puller, history, 0)
     history.step()
     pulled = puller.pull(1)
     assert pulled.path == (Update(1, 0),)
-    assert 0 < pulled.size_bytes == decode_delta_manifest(relay.get(delta_manifest_key(1, 0))).size_bytes
+    assert 0 < pulled.size_bytes == decode_delta_manifest(relay.get(delta_manifest_key(1, 0)), TRUST).size_bytes
     assert_at(puller, history, 1)
     assert puller.pull(1).size_bytes == 0
 
 
 def test_a_worker_that_is_behind_pulls_one_merged_delta(history: History, directory: DirectoryRelay):
     assert Update(3, 0) in published_updates(directory)
-    puller = Puller(directory)
+    puller = Puller(directory, TRUST)
     assert_at(puller, history, 0)
     assert puller.pull(3).path == (Update(3, 0),)
     assert_at(puller, history, 3)
@@ -160,7 +162,7 @@ def test_whoever_has_a_copy_of_the_base_needs_only_the_changes(tmp_path_factory,
     history = History(relay, publish, seed)
     for _ in range(3):
         history.step(share)
-    puller = Puller(relay)
+    puller = Puller(relay, TRUST)
     assert puller.changes(puller.stage(0)) is None, "there is nothing before it"
     puller.pull(0)
     changes = puller.changes(puller.stage(2))
@@ -175,7 +177,7 @@ def test_a_staged_version_leaves_the_served_one_as_it_is(
     history: History, directory: DirectoryRelay, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("elastic.weights.puller.CHANGES_SHARE", 1.0)
-    puller = Puller(directory)
+    puller = Puller(directory, TRUST)
     served = puller.pull(0)
     directory.delete(delta_manifest_key(3, 0))
     staged = puller.stage(3)
@@ -192,7 +194,7 @@ def test_a_staged_version_leaves_the_served_one_as_it_is(
 
 
 def test_what_was_staged_over_another_version_is_refused(history: History, directory: DirectoryRelay):
-    puller = Puller(directory)
+    puller = Puller(directory, TRUST)
     assert_at(puller, history, 1)
     late = puller.stage(2)
     assert_at(puller, history, 3)
@@ -206,7 +208,7 @@ def test_what_was_staged_over_another_version_is_refused(history: History, direc
 )
 @pytest.mark.parametrize("key", [bucket_key(2, 1, 1), delta_manifest_key(2, 1)], ids=["bucket", "manifest"])
 def test_a_damaged_delta_is_replaced_by_another_way(history: History, directory: DirectoryRelay, key: str, change):
-    puller = Puller(directory)
+    puller = Puller(directory, TRUST)
     assert_at(puller, history, 1)
     damage(directory, key, change)
     with pytest.raises(WeightsCorrupted):
@@ -218,13 +220,13 @@ def test_a_damaged_delta_is_replaced_by_another_way(history: History, directory:
 
 
 def test_a_missing_bucket_is_replaced_by_a_keyframe(history: History, directory: DirectoryRelay):
-    puller = Puller(directory)
+    puller = Puller(directory, TRUST)
     assert_at(puller, history, 3)
     history.publisher.request_keyframe()
     history.step()
     directory.delete(bucket_key(4, 3, 0))
     assert_at(puller, history, 4)
-    assert Puller(directory).pull(4).path == (Update(4, None),)
+    assert Puller(directory, TRUST).pull(4).path == (Update(4, None),)
 
 
 def test_buckets_in_each_others_place_are_refused(history: History, directory: DirectoryRelay):
@@ -232,7 +234,7 @@ def test_buckets_in_each_others_place_are_refused(history: History, directory: D
     first = directory.get(one)
     damage(directory, one, lambda _: directory.get(other))
     damage(directory, other, lambda _: first)
-    puller = Puller(directory)
+    puller = Puller(directory, TRUST)
     assert_at(puller, history, 1)
     with pytest.raises(WeightsCorrupted):
         puller.pull(2)
@@ -246,7 +248,7 @@ def test_a_delta_from_another_run_or_for_another_base_is_refused(history: Histor
     relay = DirectoryRelay(tmp_path / "relay")
     for key in [delta_manifest_key(1, 0), *(bucket_key(1, 0, number) for number in range(2))]:
         damage(relay, key, lambda _, key=key: other.get(key))
-    puller = Puller(relay)
+    puller = Puller(relay, TRUST)
     assert_at(puller, history, 0)
     with pytest.raises(WeightsCorrupted):
         puller.pull(1)
@@ -262,9 +264,9 @@ def test_a_manifest_that_does_not_add_up_is_refused(history: History, directory:
     import msgspec
 
     key = delta_manifest_key(2, 1)
-    manifest = decode_delta_manifest(directory.get(key))
-    damage(directory, key, lambda _: seal(msgspec.structs.replace(manifest, **change)))
-    puller = Puller(directory)
+    manifest = decode_delta_manifest(directory.get(key), TRUST)
+    damage(directory, key, lambda _: KEY.seal(msgspec.structs.replace(manifest, **change)))
+    puller = Puller(directory, TRUST)
     assert_at(puller, history, 1)
     with pytest.raises(WeightsCorrupted):
         puller.pull(2)
@@ -300,7 +302,7 @@ class Dying:
 
 def test_a_broken_transfer_fetches_no_bucket_twice(history: History, directory: DirectoryRelay):
     relay = Dying(directory)
-    assert_at(Puller(relay), history, 2)
+    assert_at(Puller(relay, TRUST), history, 2)
     blobs = [key for key in relay.delivered if key.endswith(".bin")]
     assert len(blobs) == len(set(blobs))
 
@@ -316,9 +318,9 @@ def test_a_full_disk_ends_the_publication_not_the_version_before(
         with pytest.raises(RelayError, match="No space left"):
             history.step()
     assert published_versions(directory)[-1] == 3
-    assert_at(Puller(directory), history, 3)
+    assert_at(Puller(directory, TRUST), history, 3)
     history.publisher.publish(4, history.tensors[4])
-    assert_at(Puller(directory), history, 4)
+    assert_at(Puller(directory, TRUST), history, 4)
 
 
 def test_what_a_killed_trainer_left_of_a_version_is_not_pulled(history: History, directory: DirectoryRelay):
@@ -326,7 +328,7 @@ def test_what_a_killed_trainer_left_of_a_version_is_not_pulled(history: History,
     directory.put(keyframe_key(4), b"and half a keyframe")
     assert published_versions(directory)[-1] == 3
     with pytest.raises(BlobNotFound):
-        Puller(directory).pull(4, timeout_s=1)
+        Puller(directory, TRUST).pull(4, timeout_s=1)
 
 
 class Killed(Exception):
@@ -356,7 +358,7 @@ def test_whoever_follows_a_trainer_that_is_killed_has_a_whole_version_before_and
     history = History(directory)
     for _ in range(3):
         history.step()
-    follower = Puller(directory)
+    follower = Puller(directory, TRUST)
     assert_at(follower, history, 2)
     history.publisher._encoder._relay = history.publisher._relay = Mortal(directory, puts)
     with suppress(Killed):
@@ -369,20 +371,19 @@ def test_whoever_follows_a_trainer_that_is_killed_has_a_whole_version_before_and
         assert follower.version == 2
     resumed = History(directory, seed=seed)
     resumed.tensors = history.tensors[: 4 - back]
-    discard_newer(directory, 3 - back)
-    discard_unfinished(directory)
+    discard_all(directory)
     resumed.publisher.publish(3 - back, resumed.tensors[-1])
     while len(resumed.tensors) < 6:
         resumed.step()
     for version in range(3 - back, 6):
-        assert_at(follower if version > 3 else Puller(directory), resumed, version, follow=True)
+        assert_at(follower if version > 3 else Puller(directory, TRUST), resumed, version, follow=True)
 
 
 def test_what_was_begun_and_given_up_holds_nobody_up(tmp_path: Path):
     directory = DirectoryRelay(tmp_path)
     history = History(directory)
     history.step()
-    follower = Puller(directory)
+    follower = Puller(directory, TRUST)
     assert_at(follower, history, 0)
     for _ in range(3):
         history.step()
@@ -397,7 +398,7 @@ def test_what_was_begun_and_given_up_holds_nobody_up(tmp_path: Path):
         directory.put(delta_manifest_key(3, 2), manifest)
         assert pulled.result().version == 3
     history.step()
-    assert_at(Puller(directory), history, 4, follow=True)
+    assert_at(Puller(directory, TRUST), history, 4, follow=True)
 
 
 def test_who_follows_what_is_damaged_waits_for_the_keyframe_that_it_asks_for(
@@ -406,7 +407,7 @@ def test_who_follows_what_is_damaged_waits_for_the_keyframe_that_it_asks_for(
     for base in (0, 2):
         damage(directory, bucket_key(3, base, 0), flip)
     with ThreadPoolExecutor(1) as executor:
-        pulled = executor.submit(Puller(directory).pull, 3, 60.0, follow=True)
+        pulled = executor.submit(Puller(directory, TRUST).pull, 3, 60.0, follow=True)
         while not history.publisher.answer_requests():
             assert not pulled.done()
         assert pulled.result().path == (Update(3, None),)
@@ -426,7 +427,7 @@ def test_waiting_for_the_trainer_is_told_from_the_wire(history: History, directo
                 raise BlobNotFound(key)
             return directory.get(key, start, length)
 
-    puller = Puller(Late(absent=4))
+    puller = Puller(Late(absent=4), TRUST)
     assert puller.pull(1, follow=True).encode_s == 0
     followed = puller.pull(2, follow=True)
     assert followed.encode_s >= 3 * POLL_S, "once for what is to come, and three times for the manifest"
@@ -436,13 +437,13 @@ def test_waiting_for_the_trainer_is_told_from_the_wire(history: History, directo
 def test_garbage_collection_keeps_the_way_to_every_kept_version(tmp_path: Path):
     relay = DirectoryRelay(tmp_path)
     history = History(relay)
-    laggard = Puller(relay)
+    laggard = Puller(relay, TRUST)
     for version in range(30):
         history.step()
         if version % 11 == 0:
             assert_at(laggard, history, version)
         for kept in range(max(version - SMALL.keep_versions + 1, 0), version + 1):
-            assert_at(Puller(relay), history, kept)
+            assert_at(Puller(relay, TRUST), history, kept)
     assert published_versions(relay)[0] >= 16
     assert relay.list_keys(manifest_key(0)) == []
     assert_at(laggard, history, 29)
@@ -450,14 +451,14 @@ def test_garbage_collection_keeps_the_way_to_every_kept_version(tmp_path: Path):
 
 def test_other_tensors_begin_anew_with_a_keyframe(history: History, directory: DirectoryRelay):
     other = {"a": torch.ones(3, dtype=torch.bfloat16)}
-    puller = Puller(directory)
+    puller = Puller(directory, TRUST)
     assert_at(puller, history, 3)
     assert history.publisher.publish(4, other).kind == "keyframe"
     assert torch.equal(puller.pull(4).tensors["a"], other["a"])
 
 
 def test_a_publication_tells_what_changed(tmp_path: Path):
-    publisher = Publisher(DirectoryRelay(tmp_path), "run", MODEL, SMALL)
+    publisher = Publisher(DirectoryRelay(tmp_path), "run", MODEL, SMALL, key=KEY)
     tensors = {"a": torch.zeros(40, dtype=torch.bfloat16), "b": torch.zeros(30, dtype=torch.bfloat16)}
     publisher.publish(0, tensors)
     tensors["b"][3:8] = 1.0
@@ -499,7 +500,7 @@ def test_a_version_is_followed_while_it_is_published(tmp_path: Path):
     relay = Held(DirectoryRelay(tmp_path), delta_manifest_key(1, 0))
     history = History(relay)
     history.step()
-    puller = Puller(relay)
+    puller = Puller(relay, TRUST)
     assert_at(puller, history, 0)
     relay.asked.clear()
     with ThreadPoolExecutor(1) as executor:
@@ -519,10 +520,10 @@ def test_what_is_under_way_and_damaged_is_refused(history: History, directory: D
         def get(self, key_read: str, start: int = 0, length: int | None = None) -> bytes:
             if key_read == damaged:
                 self.put(key, manifest)
-                publish_keyframe(self, "run", 2, history.tensors[2], MODEL)
+                publish_keyframe(self, "run", 2, history.tensors[2], MODEL, KEY)
             return super().get(key_read, start, length)
 
-    puller = Puller(Finishing(tmp_path / "relay"))
+    puller = Puller(Finishing(tmp_path / "relay"), TRUST)
     assert_at(puller, history, 1)
     directory.delete(key)
     damage(directory, damaged, lambda content: content[:-12] + bytes(4) + content[-8:])
@@ -535,7 +536,7 @@ def test_a_worker_that_nothing_leads_to_a_version_is_given_a_keyframe(history: H
     assert not history.publisher.answer_requests(), "nobody has asked"
     for base in (0, 2):
         damage(directory, delta_manifest_key(3, base), flip)
-    puller = Puller(directory)
+    puller = Puller(directory, TRUST)
     with pytest.raises(WeightsCorrupted):
         puller.pull(3)
     assert history.publisher.answer_requests()
@@ -556,7 +557,7 @@ def test_a_damaged_keyframe_is_replaced_when_a_worker_refuses_it(
     for key in directory.list_keys("versions/"):
         if base_of(key) is not None:
             directory.delete(key)
-    puller = Puller(directory)
+    puller = Puller(directory, TRUST)
     with pytest.raises(WeightsCorrupted):
         puller.pull(version)
     assert history.publisher.answer_requests()
@@ -566,18 +567,18 @@ def test_a_damaged_keyframe_is_replaced_when_a_worker_refuses_it(
 
 def test_a_version_that_is_not_there_yet_is_no_reason_to_ask(history: History, directory: DirectoryRelay):
     with pytest.raises(BlobNotFound):
-        Puller(directory).pull(9, 0.1)
+        Puller(directory, TRUST).pull(9, 0.1)
     assert directory.list_keys(REQUESTS) == []
 
 
 def test_what_an_audit_finds_wrong_is_no_base_for_another_version(history: History, directory: DirectoryRelay):
-    puller = Puller(directory)
+    puller = Puller(directory, TRUST)
     tensors = puller.pull(2).tensors
     assert puller.audit() == []
     tensors["embedding"].view(torch.int16)[7, 3] ^= 1
     rested: list[float] = []
     assert puller.audit(rested.append) == [2]
-    assert len(rested) == len(decode_delta_manifest(directory.get(delta_manifest_key(2, 1))).tile_sums) / 8
+    assert len(rested) == len(decode_delta_manifest(directory.get(delta_manifest_key(2, 1)), TRUST).tile_sums) / 8
     staged = puller.stage(2)
     assert staged.path[0].base is None, "the same version, from a keyframe on"
     assert staged.refused == (Refusal("weights held as version 2", "audit: 1 tiles are wrong, first tile 2"),)
@@ -588,16 +589,16 @@ def test_what_an_audit_finds_wrong_is_no_base_for_another_version(history: Histo
 
 
 def test_what_is_refused_is_told_whether_anything_takes_its_place(history: History, directory: DirectoryRelay):
-    puller = Puller(directory)
+    puller = Puller(directory, TRUST)
     assert_at(puller, history, 2)
     damage(directory, bucket_key(3, 2, 0), flip)
     staged = puller.stage(3)
     assert staged.path[0].base is None
     assert {refusal.what for refusal in staged.refused} == {"delta of version 3 from 2"}
-    assert all("checksum of bucket 0" in refusal.reason for refusal in staged.refused)
+    assert all("digest of bucket 0" in refusal.reason for refusal in staged.refused)
     puller.apply(staged)
     assert_at(puller, history, 3)
-    newcomer = Puller(directory)
+    newcomer = Puller(directory, TRUST)
     damage(directory, manifest_key(0), lambda _: b"")
     with pytest.raises(WeightsCorrupted) as caught:
         newcomer.pull(2)
@@ -605,7 +606,7 @@ def test_what_is_refused_is_told_whether_anything_takes_its_place(history: Histo
 
 
 def test_an_audit_ends_when_another_version_is_put_in_force(history: History, directory: DirectoryRelay):
-    puller = Puller(directory)
+    puller = Puller(directory, TRUST)
     puller.pull(1)
     staged = puller.stage(2)
     rested: list[float] = []
@@ -621,7 +622,7 @@ def test_an_audit_ends_when_another_version_is_put_in_force(history: History, di
 
 def test_an_audit_goes_on_where_the_one_before_ended(history: History, directory: DirectoryRelay):
     """Where versions come faster than a whole audit takes, each tile still has its turn."""
-    puller = Puller(directory)
+    puller = Puller(directory, TRUST)
     tensors = puller.pull(1).tensors
     history.step()
 
@@ -634,7 +635,7 @@ def test_an_audit_goes_on_where_the_one_before_ended(history: History, directory
 
 
 def test_a_keyframe_is_audited_before_a_delta_comes(history: History, directory: DirectoryRelay):
-    puller = Puller(directory)
+    puller = Puller(directory, TRUST)
     tensors = puller.pull(0).tensors
     assert puller.audit() == []
     tensors["norm"].view(torch.int16)[6] ^= 1
@@ -647,6 +648,7 @@ import os, signal, sys
 from pathlib import Path
 from elastic.weights import held, puller
 from elastic.weights.directory import DirectoryRelay
+from elastic.weights.signing import Trust
 from elastic.weights.site import SiteRelay
 from elastic.weights.store import open_store
 
@@ -656,8 +658,9 @@ def apply_and_die(update, bits, apply=held.apply_update):
     os.kill(os.getpid(), signal.SIGKILL)
 
 far, near, kept = (Path(path) for path in sys.argv[1:4])
-relay = SiteRelay(DirectoryRelay(far), DirectoryRelay(near), "killed")
-worker = puller.Puller(relay, store=open_store(kept), chunk_bytes=40)
+trust = Trust("run", sys.argv[4])
+relay = SiteRelay(DirectoryRelay(far), DirectoryRelay(near), "killed", trust)
+worker = puller.Puller(relay, trust, store=open_store(kept, trust), chunk_bytes=40)
 worker.pull(1)
 held.apply_update = apply_and_die
 worker.pull(2)
@@ -668,7 +671,9 @@ worker.pull(2)
 def killed_while_applying(tmp_path: Path, history: History) -> Path:
     """What a worker kept that was killed while it went from version 1 to 2."""
     places = [str(tmp_path / name) for name in ("relay", "near", "kept")]
-    killed = subprocess.run([sys.executable, "-c", KILLED_WHILE_APPLYING, *places], check=False, timeout=120)
+    killed = subprocess.run(
+        [sys.executable, "-c", KILLED_WHILE_APPLYING, *places, TRUST.public], check=False, timeout=120
+    )
     assert killed.returncode == -signal.SIGKILL
     return tmp_path / "kept"
 
@@ -677,15 +682,15 @@ def killed_while_applying(tmp_path: Path, history: History) -> Path:
 def test_a_worker_killed_while_applying_comes_back_at_a_whole_version(
     history: History, directory: DirectoryRelay, tmp_path: Path, killed_while_applying: Path
 ):
-    near = SiteRelay(directory, DirectoryRelay(tmp_path / "near"), "successor")
-    with closing(open_store(killed_while_applying)) as store:
-        successor = Puller(near, store=store, chunk_bytes=40)
+    near = SiteRelay(directory, DirectoryRelay(tmp_path / "near"), "successor", TRUST)
+    with closing(open_store(killed_while_applying, TRUST)) as store:
+        successor = Puller(near, TRUST, store=store, chunk_bytes=40)
         assert successor.version == 2
         assert_at(successor, history, 2)
         assert successor.pull(3).path == (Update(3, 2),)
         assert_at(successor, history, 3)
     # Where nothing was kept, the claims that it died with expire, and what it brought to the site is of use.
-    newcomer = Puller(near, chunk_bytes=40)
+    newcomer = Puller(near, TRUST, chunk_bytes=40)
     assert_at(newcomer, history, 2)
     history.step()
     assert_at(newcomer, history, 4)
@@ -694,9 +699,10 @@ def test_a_worker_killed_while_applying_comes_back_at_a_whole_version(
 @pytest.mark.slow
 def test_what_was_kept_is_not_taken_for_another_runs_version(tmp_path: Path, killed_while_applying: Path):
     other = DirectoryRelay(tmp_path / "other")
-    stranger = History(other, seed=1)
+    key = SigningKey()
+    stranger = History(other, seed=1, key=key)
     for _ in range(4):
         stranger.step()
     for version in (2, 3):
-        with closing(open_store(killed_while_applying)) as store:
-            assert_at(Puller(other, store=store), stranger, version)
+        with closing(open_store(killed_while_applying, key.trust("run"))) as store:
+            assert_at(Puller(other, key.trust("run"), store=store), stranger, version)

@@ -17,7 +17,9 @@ from elastic.weights.http import HttpRelay
 from elastic.weights.manifest import keyframe_key
 from elastic.weights.publisher import publish_keyframe
 from elastic.weights.puller import pull
+from elastic.weights.rights import RelayRights
 from elastic.weights.server import relay_app
+from tests.weights.signed import KEY, TRUST
 
 
 @pytest.mark.parametrize("offered", [None, "wrong", "Ä"])
@@ -45,7 +47,7 @@ def test_a_wrong_token_is_an_error_that_does_not_show_it(relay_url: str):
 
 def test_a_server_without_a_token_is_refused(tmp_path):
     with pytest.raises(ValueError, match="token"):
-        relay_app(DirectoryRelay(tmp_path), "")
+        relay_app(DirectoryRelay(tmp_path), RelayRights(""))
 
 
 @pytest.mark.parametrize("key", ["..%2f..%2fetc", ".incoming/x", "a%00b"])
@@ -56,7 +58,7 @@ def test_the_server_checks_keys_itself(relay_url: str, token: str, key: str):
 
 
 def test_a_blob_beyond_the_limit_is_refused(tmp_path, server: Callable, token: str):
-    with server(relay_app(DirectoryRelay(tmp_path), token, blob_bytes_max=10)) as url:
+    with server(relay_app(DirectoryRelay(tmp_path), RelayRights(token), blob_bytes_max=10)) as url:
         relay = HttpRelay(url, token)
         with pytest.raises(RelayError, match="413"):
             relay.put("k", bytes(11))
@@ -77,7 +79,7 @@ def test_a_blob_passes_in_pieces(tmp_path, server: Callable, token: str, monkeyp
             return super().get(key, start, length)
 
     content = bytes(range(256)) * 4
-    with server(relay_app(Asked(tmp_path), token)) as url:
+    with server(relay_app(Asked(tmp_path), RelayRights(token))) as url:
         relay = HttpRelay(url, token)
         relay.put("k", content[: size // 2], memoryview(content)[size // 2 : size])
         assert DirectoryRelay(tmp_path).get("k") == relay.get("k") == content[:size]
@@ -95,7 +97,7 @@ def test_a_full_disk_under_the_server_is_not_asked_again(tmp_path, server: Calla
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("elastic.weights.server.tempfile.SpooledTemporaryFile", full)
-    with server(relay_app(DirectoryRelay(tmp_path), token)) as url:
+    with server(relay_app(DirectoryRelay(tmp_path), RelayRights(token))) as url:
         relay = HttpRelay(url, token)
         with pytest.raises(RelayError, match="No space left") as caught:
             relay.put("k", b"content")
@@ -169,13 +171,13 @@ class BreaksTransfers:
 def test_a_connection_lost_in_the_middle_is_unavailable_and_the_pull_goes_on(tmp_path, server: Callable, token: str):
     source = DirectoryRelay(tmp_path)
     weights = {"w": torch.randn(64, 64).to(torch.bfloat16)}
-    publish_keyframe(source, "run", 1, weights, {})
-    app = BreaksTransfers(relay_app(source, token), keyframe_key(1), times=3)
+    publish_keyframe(source, "run", 1, weights, {}, KEY)
+    app = BreaksTransfers(relay_app(source, RelayRights(token)), keyframe_key(1), times=3)
     with server(app) as url:
         relay = HttpRelay(url, token)
         with pytest.raises(RelayUnavailable):
             relay.get(keyframe_key(1))
-        pulled = pull(relay, 1, chunk_bytes=1000).tensors
+        pulled = pull(relay, TRUST, 1, chunk_bytes=1000).tensors
         assert app.left <= 0
         assert torch.equal(pulled["w"].view(torch.int16), weights["w"].view(torch.int16))
         relay.close()

@@ -9,11 +9,13 @@ from torch import Tensor
 
 from elastic.weights.directory import DirectoryRelay
 from elastic.weights.errors import BlobConflict, BlobNotFound, RelayError, RelayUnavailable, WeightsCorrupted
-from elastic.weights.manifest import Manifest, decode_manifest, keyframe_key, manifest_key, seal
+from elastic.weights.manifest import Manifest, decode_manifest, keyframe_key, manifest_key
 from elastic.weights.publisher import publish_keyframe
 from elastic.weights.puller import pull
 from elastic.weights.relay import Buffer, Relay
-from elastic.weights.versions import collect_garbage, discard_newer, published_versions
+from elastic.weights.signing import SigningKey
+from elastic.weights.versions import collect_garbage, discard_all, published_versions
+from tests.weights.signed import KEY, TRUST
 
 MODEL = {"model_type": "qwen3", "hidden_size": 8}
 
@@ -47,8 +49,8 @@ def assert_same(pulled: dict[str, Tensor], published: dict[str, Tensor]) -> None
 
 
 def republish(relay: Relay, version: int, tensors: dict[str, Tensor]) -> Manifest:
-    discard_newer(relay, -1)
-    return publish_keyframe(relay, "run", version, tensors, MODEL)
+    discard_all(relay)
+    return publish_keyframe(relay, "run", version, tensors, MODEL, KEY)
 
 
 def replace(relay: Relay, key: str, content: bytes) -> None:
@@ -64,22 +66,22 @@ def small() -> dict[str, Tensor]:
 @given(tensors=named_tensors, version=st.integers(0, 10**9), chunk_bytes=st.integers(1, 64))
 def test_weights_arrive_bit_for_bit(relay: Relay, tensors: dict[str, Tensor], version: int, chunk_bytes: int):
     published = republish(relay, version, tensors)
-    pulled = pull(relay, version, chunk_bytes=chunk_bytes)
-    assert decode_manifest(relay.get(manifest_key(version))) == published
+    pulled = pull(relay, TRUST, version, chunk_bytes=chunk_bytes)
+    assert decode_manifest(relay.get(manifest_key(version)), TRUST) == published
     assert (pulled.version, pulled.model, pulled.size_bytes) == (version, MODEL, published.blob_bytes)
     assert_same(pulled.tensors, tensors)
 
 
 def test_every_bit_pattern_survives(relay: Relay):
     every = {"all": from_bits((256, 256), list(range(0x10000)))}
-    publish_keyframe(relay, "run", 1, every, MODEL)
-    assert_same(pull(relay, 1).tensors, every)
+    publish_keyframe(relay, "run", 1, every, MODEL, KEY)
+    assert_same(pull(relay, TRUST, 1).tensors, every)
 
 
 def test_a_strided_tensor_is_published_in_row_major_order(tmp_path: Path):
     tensors = {"t": small()["a"].t(), "scalar": torch.tensor(1.5, dtype=torch.bfloat16)}
-    publish_keyframe(DirectoryRelay(tmp_path), "run", 1, tensors, MODEL)
-    pulled = pull(DirectoryRelay(tmp_path), 1).tensors
+    publish_keyframe(DirectoryRelay(tmp_path), "run", 1, tensors, MODEL, KEY)
+    pulled = pull(DirectoryRelay(tmp_path), TRUST, 1).tensors
     assert torch.equal(pulled["t"], tensors["t"])
     assert pulled["scalar"].shape == ()
 
@@ -92,7 +94,7 @@ def test_a_changed_byte_is_refused(relay: Relay, at: int, flip: int, part):
     content[at % len(content)] ^= flip
     replace(relay, part(3), bytes(content))
     with pytest.raises(WeightsCorrupted):
-        pull(relay, 3, chunk_bytes=16)
+        pull(relay, TRUST, 3, chunk_bytes=16)
 
 
 @many
@@ -102,29 +104,29 @@ def test_a_truncated_blob_or_manifest_is_refused(relay: Relay, cut: int, part):
     content = relay.get(part(3))
     replace(relay, part(3), content[: cut % len(content)])
     with pytest.raises(WeightsCorrupted):
-        pull(relay, 3, chunk_bytes=16)
+        pull(relay, TRUST, 3, chunk_bytes=16)
 
 
 def test_another_versions_manifest_is_refused(relay: Relay):
-    publish_keyframe(relay, "run", 1, small(), MODEL)
+    publish_keyframe(relay, "run", 1, small(), MODEL, KEY)
     relay.put(manifest_key(2), relay.get(manifest_key(1)))
     with pytest.raises(WeightsCorrupted, match="version 2: it is that of version 1"):
-        pull(relay, 2)
+        pull(relay, TRUST, 2)
 
 
 def test_a_version_is_there_only_with_its_manifest(relay: Relay):
-    publish_keyframe(relay, "run", 1, small(), MODEL)
+    publish_keyframe(relay, "run", 1, small(), MODEL, KEY)
     relay.delete(manifest_key(1))
     assert published_versions(relay) == []
     with pytest.raises(BlobNotFound):
-        pull(relay, 1)
+        pull(relay, TRUST, 1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int8])
 def test_only_bfloat16_is_published(tmp_path: Path, dtype: torch.dtype):
     relay = DirectoryRelay(tmp_path)
     with pytest.raises(ValueError, match="tensor a: dtype"):
-        publish_keyframe(relay, "run", 1, {"a": torch.ones(2, dtype=dtype)}, MODEL)
+        publish_keyframe(relay, "run", 1, {"a": torch.ones(2, dtype=dtype)}, MODEL, KEY)
     assert relay.list_keys() == []
 
 
@@ -143,10 +145,10 @@ def test_only_bfloat16_is_published(tmp_path: Path, dtype: torch.dtype):
     ],
 )
 def test_a_manifest_that_does_not_add_up_is_refused(tmp_path: Path, change: dict[str, object], problem: str):
-    manifest = publish_keyframe(DirectoryRelay(tmp_path), "run", 1, small(), MODEL)
-    forged = seal(msgspec.convert({**msgspec.to_builtins(manifest), **change}, ForgedManifest))  # type: ignore[arg-type]
+    manifest = publish_keyframe(DirectoryRelay(tmp_path), "run", 1, small(), MODEL, KEY)
+    forged = KEY.seal(msgspec.convert({**msgspec.to_builtins(manifest), **change}, ForgedManifest))  # type: ignore[arg-type]
     with pytest.raises(WeightsCorrupted, match=problem):
-        decode_manifest(forged)
+        decode_manifest(forged, TRUST)
 
 
 class ForgedManifest(Manifest, frozen=True, kw_only=True):
@@ -185,27 +187,27 @@ class Faulty:
 
 def test_a_broken_transfer_goes_on_where_it_broke(tmp_path: Path):
     relay = Faulty(DirectoryRelay(tmp_path), faults={0: 1, 16: 2, 32: 1})
-    publish_keyframe(relay, "run", 1, small(), MODEL)
-    pulled = pull(relay, 1, chunk_bytes=16).tensors
+    publish_keyframe(relay, "run", 1, small(), MODEL, KEY)
+    pulled = pull(relay, TRUST, 1, chunk_bytes=16).tensors
     assert_same(pulled, small())
     assert sorted(start for key, start in relay.fetched if key == keyframe_key(1)) == [0, 16, 32]
 
 
 def test_a_relay_that_stays_away_is_given_up_in_time(tmp_path: Path):
     relay = Faulty(DirectoryRelay(tmp_path), faults={16: 10**9})
-    publish_keyframe(relay, "run", 1, small(), MODEL)
+    publish_keyframe(relay, "run", 1, small(), MODEL, KEY)
     with pytest.raises(RelayUnavailable, match="byte 16"):
-        pull(relay, 1, timeout_s=0.2, chunk_bytes=16)
+        pull(relay, TRUST, 1, timeout_s=0.2, chunk_bytes=16)
     with pytest.raises(RelayUnavailable, match="not pulled in time"):
-        pull(relay, 1, timeout_s=0)
+        pull(relay, TRUST, 1, timeout_s=0)
 
 
 def test_publishing_again_is_harmless_and_never_changes_a_version(relay: Relay):
-    publish_keyframe(relay, "run", 1, small(), MODEL)
-    publish_keyframe(relay, "run", 1, small(), MODEL)
+    publish_keyframe(relay, "run", 1, small(), MODEL, KEY)
+    publish_keyframe(relay, "run", 1, small(), MODEL, KEY)
     with pytest.raises(BlobConflict):
-        publish_keyframe(relay, "run", 1, {"a": torch.zeros(17, dtype=torch.bfloat16)}, MODEL)
-    assert_same(pull(relay, 1).tensors, small())
+        publish_keyframe(relay, "run", 1, {"a": torch.zeros(17, dtype=torch.bfloat16)}, MODEL, KEY)
+    assert_same(pull(relay, TRUST, 1).tensors, small())
 
 
 @many
@@ -215,21 +217,21 @@ def test_publishing_again_is_harmless_and_never_changes_a_version(relay: Relay):
     pulled=st.sets(st.integers(0, 30), max_size=2),
 )
 def test_garbage_is_what_nobody_needs(relay: Relay, versions: set[int], keep: int, pulled: set[int]):
-    discard_newer(relay, -1)
+    discard_all(relay)
     for version in versions:
-        publish_keyframe(relay, "run", version, small(), MODEL)
+        publish_keyframe(relay, "run", version, small(), MODEL, KEY)
     deleted = collect_garbage(relay, keep, pulled)
     kept = {*sorted(versions)[-keep:], *(versions & pulled)}
     assert deleted == sorted(versions - kept)
     assert published_versions(relay) == sorted(kept)
     assert len(relay.list_keys()) == 2 * len(kept)
     for version in kept:
-        assert_same(pull(relay, version).tensors, small())
+        assert_same(pull(relay, TRUST, version).tensors, small())
 
 
 def test_garbage_includes_what_a_killed_trainer_left_but_not_what_is_being_published(relay: Relay):
     for version in (2, 4):
-        publish_keyframe(relay, "run", version, small(), MODEL)
+        publish_keyframe(relay, "run", version, small(), MODEL, KEY)
     relay.put(keyframe_key(1), b"left behind")
     relay.put(keyframe_key(5), b"under way")
     assert collect_garbage(relay, 2) == [1]
@@ -241,15 +243,16 @@ def test_garbage_collection_keeps_at_least_one_version(relay: Relay):
         collect_garbage(relay, 0)
 
 
-def test_a_resumed_run_publishes_later_versions_anew(relay: Relay):
+def test_a_resumed_run_publishes_its_versions_anew(relay: Relay):
     for version in (1, 2):
-        publish_keyframe(relay, "run", version, small(), MODEL)
+        publish_keyframe(relay, "run", version, small(), MODEL, KEY)
     relay.put(keyframe_key(3), b"cut off")
-    assert discard_newer(relay, 1) == [2, 3]
+    assert discard_all(relay) == [1, 2, 3]
     other = {"a": torch.zeros(2, dtype=torch.bfloat16)}
+    resumed = SigningKey()
     for version in (2, 3):
-        publish_keyframe(relay, "run", version, other, MODEL)
-        assert_same(pull(relay, version).tensors, other)
+        publish_keyframe(relay, "run", version, other, MODEL, resumed)
+        assert_same(pull(relay, resumed.trust("run"), version).tensors, other)
 
 
 def test_a_failed_publication_leaves_no_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -257,9 +260,9 @@ def test_a_failed_publication_leaves_no_manifest(tmp_path: Path, monkeypatch: py
     with monkeypatch.context() as patched:
         patched.setattr("elastic.weights.directory.os.write", _refuse)
         with pytest.raises(RelayError):
-            publish_keyframe(relay, "run", 1, small(), MODEL)
+            publish_keyframe(relay, "run", 1, small(), MODEL, KEY)
     assert published_versions(relay) == []
-    publish_keyframe(relay, "run", 1, small(), MODEL)
+    publish_keyframe(relay, "run", 1, small(), MODEL, KEY)
     assert published_versions(relay) == [1]
 
 
@@ -271,4 +274,4 @@ def _refuse(descriptor: int, data: bytes) -> int:
 def test_arbitrary_bytes_are_no_manifest(data: bytes):
     assume(data)
     with pytest.raises(WeightsCorrupted):
-        decode_manifest(data)
+        decode_manifest(data, TRUST)

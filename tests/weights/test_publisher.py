@@ -11,6 +11,7 @@ from elastic.weights.publisher import Publisher, PublishSettings
 from elastic.weights.puller import pull
 from elastic.weights.relay import Buffer
 from elastic.weights.versions import published_updates
+from tests.weights.signed import KEY, TRUST
 
 EVERY = PublishSettings(bucket_elements=64, tile_elements=16, keyframe_every=2, merge_every=2, keep_versions=9)
 
@@ -30,10 +31,10 @@ def weights(version: int) -> dict[str, torch.Tensor]:
 
 def test_a_keyframe_that_fails_is_due_again_and_stops_no_version(tmp_path: Path):
     relay = WithoutKeyframes(tmp_path / "relay")
-    publisher = Publisher(relay, "run", {}, EVERY)
+    publisher = Publisher(relay, "run", {}, EVERY, key=KEY)
     for version in range(6):
         publisher.publish(version, weights(version))
     publisher.close()
     assert [update.version for update in published_updates(relay) if update.base is None] == [0, 4]
     for version in range(6):
-        assert torch.equal(pull(relay, version).tensors["a"], weights(version)["a"])
+        assert torch.equal(pull(relay, TRUST, version).tensors["a"], weights(version)["a"])

@@ -25,7 +25,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from elastic.weights.delta import NOTHING, SCHEMA_VERSION, DeltaPart, delta_manifest_key, part_key
 from elastic.weights.directory import DirectoryRelay
 from elastic.weights.errors import WeightsCorrupted
-from elastic.weights.manifest import REQUESTS, open_seal, seal
+from elastic.weights.manifest import REQUESTS
 from elastic.weights.placements import FUSED, Placement, declared, from_dtensors, from_tp_plan, inferred
 from elastic.weights.plan import Update
 from elastic.weights.publisher import Publisher, PublishSettings, Share
@@ -33,6 +33,7 @@ from elastic.weights.puller import Puller
 from elastic.weights.sharding import Box, LocalTensor, Shard, breaks, cells, needed, owned, whole
 from elastic.weights.store import open_store
 from elastic.weights.versions import published_updates, published_versions
+from tests.weights.signed import KEY, TRUST
 
 many = settings(deadline=None, max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -151,7 +152,7 @@ class Trainer:
         publish = PublishSettings(**({"bucket_elements": 40, "tile_elements": 7, "merge_every": 2} | options))
         self.layout = layout
         self.publishers = [
-            Publisher(relay, "run", {}, publish, Share(self.cells, shard, rank, len(layout)))
+            Publisher(relay, "run", {}, publish, Share(self.cells, shard, rank, len(layout)), key=KEY)
             for rank, shard in enumerate(layout)
         ]
 
@@ -189,7 +190,7 @@ def test_any_trainer_layout_to_any_worker_layout(
     trainer, planned, unplanned = (data.draw(layouts(shapes)) for _ in range(3))
     relay = DirectoryRelay(tmp_path_factory.mktemp("relay"))
     ranks = Trainer(relay, shapes, trainer, planned)
-    workers = [(shard, Puller(relay, shard=shard)) for shard in (*planned, *unplanned)]
+    workers = [(shard, Puller(relay, TRUST, shard=shard)) for shard in (*planned, *unplanned)]
     full = randomly_patterned(shapes, seed)
     for version in range(3):
         if version:
@@ -234,8 +235,8 @@ def test_a_worker_pulls_what_it_hosts_and_little_more(tmp_path: Path):
     layout = qwen3_layout(shapes, tp=2, stages=1, fused=True)
     ranks = Trainer(relay, shapes, [whole(shapes)] * 2, layout, bucket_elements=1000)
     ranks.publish(0, randomly_patterned(shapes, 0))
-    sizes = [Puller(relay, shard=shard).pull(0).size_bytes for shard in layout]
-    everything = Puller(relay).pull(0)
+    sizes = [Puller(relay, TRUST, shard=shard).pull(0).size_bytes for shard in layout]
+    everything = Puller(relay, TRUST).pull(0)
     assert max(sizes) < 0.65 * everything.size_bytes
     assert everything.tensors.keys() == {cell.box.tensor for cell in ranks.cells}
     ranks.close()
@@ -258,12 +259,12 @@ def test_ranks_agree_on_keyframes(tmp_path: Path, asked: bool):
             assert keyframes == {0}
             damage(relay, delta_manifest_key(1, 0))
             with pytest.raises(WeightsCorrupted):
-                Puller(relay).pull(1)
+                Puller(relay, TRUST).pull(1)
             assert [publisher.answer_requests() for publisher in ranks.publishers] == [True, False]
             assert relay.list_keys(REQUESTS) == []
         elif version > 1:
             assert keyframes == {0, 2}
-            newcomer = Puller(relay, shard=whole(shapes))
+            newcomer = Puller(relay, TRUST, shard=whole(shapes))
             assert newcomer.pull(2).path == (Update(2, None),)
             assert_has(newcomer, whole(shapes), version, full)
     ranks.close()
@@ -298,16 +299,16 @@ def test_a_part_that_belongs_elsewhere_is_refused(tmp_path: Path, change: dict[s
     first, second = ranks.publishers
     second.publish(1, local_tensors(moved, whole(shapes)))
     key = part_key(1, 0, 1)
-    part = open_seal(relay.get(key), DeltaPart, SCHEMA_VERSION)
+    part = TRUST.open(relay.get(key), DeltaPart, SCHEMA_VERSION)
     relay.delete(key)
-    relay.put(key, seal(replace(part, of=replace(part.of, **change))))
-    with pytest.raises(WeightsCorrupted, match=f"part of rank 1: its {next(iter(change))} is"):
+    relay.put(key, KEY.seal(replace(part, of=replace(part.of, **change))))
+    with pytest.raises(WeightsCorrupted, match=f"part.* its {next(iter(change))} is|part: it is of run another"):
         first.publish(1, local_tensors(moved, whole(shapes)))
     assert published_versions(relay) == [0]
     relay.delete(key)
-    relay.put(key, seal(part))
+    relay.put(key, KEY.seal(part))
     first.publish(1, local_tensors(moved, whole(shapes)))
-    assert_has(Puller(relay, shard=whole(shapes)), whole(shapes), 1, moved)
+    assert_has(Puller(relay, TRUST, shard=whole(shapes)), whole(shapes), 1, moved)
     ranks.close()
 
 
@@ -318,9 +319,9 @@ def test_a_part_without_some_of_its_buckets_is_refused(tmp_path: Path):
     full = randomly_patterned(shapes, 0)
     ranks.publishers[1].publish(0, local_tensors(full, ranks.layout[1]))
     key = part_key(0, NOTHING, 1)
-    part = open_seal(relay.get(key), DeltaPart, SCHEMA_VERSION)
+    part = TRUST.open(relay.get(key), DeltaPart, SCHEMA_VERSION)
     relay.delete(key)
-    relay.put(key, seal(replace(part, buckets=part.buckets[1:])))
+    relay.put(key, KEY.seal(replace(part, buckets=part.buckets[1:])))
     with pytest.raises(WeightsCorrupted, match="its buckets are not those of the rank"):
         ranks.publishers[0].publish(0, local_tensors(full, ranks.layout[0]))
     ranks.close()
@@ -336,9 +337,11 @@ def test_a_version_without_a_ranks_part_is_not_there(tmp_path: Path, monkeypatch
     relay = DirectoryRelay(tmp_path)
     share = Share(cells(shapes, [whole(shapes)] * 2), whole(shapes), rank=0, ranks=2)
     with pytest.raises(Exception, match="part-00001"):
-        Publisher(relay, "run", {}, share=share).publish(0, {n: torch.ones(4, dtype=torch.bfloat16) for n in shapes})
+        Publisher(relay, "run", {}, share=share, key=KEY).publish(
+            0, {n: torch.ones(4, dtype=torch.bfloat16) for n in shapes}
+        )
     with pytest.raises(Exception, match="not published"):
-        Puller(relay).pull(0)
+        Puller(relay, TRUST).pull(0)
 
 
 NAME = "model.layers.0.self_attn."
@@ -403,14 +406,14 @@ def test_a_version_that_lacks_what_is_hosted_is_refused(tmp_path: Path, in_cells
         ranks.publish(0, full)
         ranks.close()
     else:
-        Publisher(relay, "run", {}).publish(0, local_tensors(full, whole(shapes)))
+        Publisher(relay, "run", {}, key=KEY).publish(0, local_tensors(full, whole(shapes)))
     for more, problem in (
         ({"lm_head.weight": (3,)}, "lm_head.weight: .* 3 of them"),
         ({"b": (2, 4)}, "b: .* 2 of them"),
     ):
         with pytest.raises(WeightsCorrupted, match=problem):
-            Puller(relay, shard=whole(shapes | more)).pull(0)
-    assert_has(Puller(relay, shard=whole({"b": (2, 3)})), whole({"b": (2, 3)}), 0, full)
+            Puller(relay, TRUST, shard=whole(shapes | more)).pull(0)
+    assert_has(Puller(relay, TRUST, shard=whole({"b": (2, 3)})), whole({"b": (2, 3)}), 0, full)
 
 
 def test_who_has_no_shard_gets_whole_tensors_of_ranks_that_split_them(tmp_path: Path):
@@ -420,7 +423,7 @@ def test_who_has_no_shard_gets_whole_tensors_of_ranks_that_split_them(tmp_path: 
         declared(shapes, {n: Placement((2,), (at,), (0 if s else None,)) for n, s in shapes.items()}) for at in (0, 1)
     ]
     ranks = Trainer(relay, shapes, layout, [])
-    puller = Puller(relay)
+    puller = Puller(relay, TRUST)
     for version in range(2):
         full = randomly_patterned(shapes, version)
         ranks.publish(version, full)
@@ -439,8 +442,8 @@ def test_what_was_kept_of_another_shard_is_no_base(tmp_path: Path):
         ranks.publish(version, full)
     ranks.close()
     for shard in layout:
-        with closing(open_store(tmp_path / "kept")) as store:
-            assert_has(Puller(relay, shard=shard, store=store), shard, 1, full)
+        with closing(open_store(tmp_path / "kept", TRUST)) as store:
+            assert_has(Puller(relay, TRUST, shard=shard, store=store), shard, 1, full)
 
 
 @pytest.mark.parametrize("rank", range(4))

@@ -2,7 +2,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from itertools import count
 from pathlib import Path
 
@@ -17,10 +16,12 @@ from elastic.weights.link import SLICE_BYTES_MIN, SLICE_S, Link, LinkedRelay
 from elastic.weights.publisher import Publisher, PublishSettings
 from elastic.weights.puller import Puller
 from elastic.weights.relay import Buffer, Relay
-from elastic.weights.signature import sign
+from elastic.weights.signing import SigningKey, Trust
 from elastic.weights.site import CLAIM_S, PATIENCE_S, SiteRelay
+from elastic.weights.versions import discard_all
+from tests.weights.signed import KEY, TRUST
 
-KEY = "versions/00000001/keyframe.bin"
+BLOB = "versions/00000001/keyframe.bin"
 CONTENT = bytes(range(256)) * 40
 
 
@@ -70,8 +71,7 @@ class Time:
 @pytest.fixture
 def far(tmp_path: Path) -> Watched:
     relay = DirectoryRelay(tmp_path / "far")
-    sign(relay, "run")
-    relay.put(KEY, CONTENT)
+    relay.put(BLOB, CONTENT)
     return Watched(relay)
 
 
@@ -90,10 +90,10 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(site, "PART_BYTES_MIN", 100)
 
 
-def joined(far: Relay, near: Relay, worker: str = "w", time: Time | None = None) -> SiteRelay:
-    relay = SiteRelay(far, near, worker, clock=time, sleep=time.sleep) if time else SiteRelay(far, near, worker)
-    relay.list_keys("versions/")
-    return relay
+def joined(far: Relay, near: Relay, worker: str = "w", time: Time | None = None, trust: Trust = TRUST) -> SiteRelay:
+    if time is None:
+        return SiteRelay(far, near, worker, trust)
+    return SiteRelay(far, near, worker, trust, clock=time, sleep=time.sleep)
 
 
 def claims(near: Relay) -> list[str]:
@@ -103,18 +103,11 @@ def claims(near: Relay) -> list[str]:
 def test_of_every_piece_one_copy_crosses_the_link(far: Watched, near: DirectoryRelay):
     def pull(number: int) -> bytes:
         relay = joined(far, near, f"w{number}")
-        return b"".join(relay.get(KEY, start, 100) for start in range(0, len(CONTENT), 100))
+        return b"".join(relay.get(BLOB, start, 100) for start in range(0, len(CONTENT), 100))
 
     with ThreadPoolExecutor(12) as executor:
         assert set(executor.map(pull, range(12))) == {CONTENT}
-    assert sorted(far.reads) == [(KEY, start) for start in range(0, len(CONTENT), 100)]
-
-
-def test_what_nobody_signed_is_nobodys(far: Watched, near: DirectoryRelay, tmp_path: Path):
-    for unsigned in (SiteRelay(far, near, "has not listed"), joined(DirectoryRelay(tmp_path / "none"), near)):
-        with pytest.raises(BlobNotFound):
-            unsigned.get("versions/00000009/keyframe.bin")
-    assert near.list_keys() == []
+    assert sorted(far.reads) == [(BLOB, start) for start in range(0, len(CONTENT), 100)]
 
 
 def die_with_a_claim(far: Watched, near: DirectoryRelay, length: int) -> None:
@@ -129,13 +122,13 @@ def die_with_a_claim(far: Watched, near: DirectoryRelay, length: int) -> None:
         raise Dead
 
     with pytest.raises(Dead):
-        joined(Watched(far, die), Mute(near), "dead").get(KEY, 0, length)
+        joined(Watched(far, die), Mute(near), "dead").get(BLOB, 0, length)
     assert len(claims(near)) == 1
 
 
 def test_who_knows_no_better_waits_for_a_dead_worker_for_a_while(far: Watched, near: DirectoryRelay, time: Time):
     die_with_a_claim(far, near, 100)
-    assert joined(far, near, "heir", time).get(KEY, 0, 100) == CONTENT[:100]
+    assert joined(far, near, "heir", time).get(BLOB, 0, 100) == CONTENT[:100]
     assert CLAIM_S <= time.now_s <= 1.1 * CLAIM_S
     assert time.pauses < 200, "nor does one ask all the time"
 
@@ -147,9 +140,9 @@ def test_who_knows_better_waits_a_few_times_as_long_as_such_a_piece_takes(
     die_with_a_claim(far, near, 90)
     slow = Watched(far, lambda key, start: time.sleep(took_s))
     heir = joined(slow, near, "heir", time)
-    heir.get(KEY, 1000, 100)
+    heir.get(BLOB, 1000, 100)
     begun_s = time.now_s
-    assert heir.get(KEY, 0, 90) == CONTENT[:90]
+    assert heir.get(BLOB, 0, 90) == CONTENT[:90]
     fair_s = max(site.PATIENCE * took_s, PATIENCE_S)
     assert fair_s <= time.now_s - begun_s <= 1.1 * fair_s + took_s
 
@@ -158,24 +151,24 @@ def test_nobody_waits_for_a_slow_worker_which_takes_what_the_faster_one_brought(
     far: Watched, near: DirectoryRelay, time: Time
 ):
     fast = joined(far, near, "fast", time)
-    fast.get(KEY, 5000, 1000)
+    fast.get(BLOB, 5000, 1000)
     far.reads.clear()
 
     def meanwhile(key: str, start: int) -> None:
         begun_s = time.now_s
-        assert fast.get(KEY, 0, 1000) == CONTENT[:1000]
+        assert fast.get(BLOB, 0, 1000) == CONTENT[:1000]
         assert time.now_s - begun_s <= 1.1 * PATIENCE_S
 
     link = Watched(far, meanwhile)
     slow = joined(link, near, "slow", time)
-    assert slow.get(KEY, 0, 1000) == CONTENT[:1000]
-    assert link.reads == [(KEY, 0)], "one part, then it takes the other's"
+    assert slow.get(BLOB, 0, 1000) == CONTENT[:1000]
+    assert link.reads == [(BLOB, 0)], "one part, then it takes the other's"
     begun_s = time.now_s
-    joined(far, near, "other", time).get(KEY, 1000, 100)
-    slow.get(KEY, 1000, 100)
+    joined(far, near, "other", time).get(BLOB, 1000, 100)
+    slow.get(BLOB, 1000, 100)
     assert time.now_s == begun_s
     link._before = lambda key, start: None
-    assert slow.get(KEY, 2000, 100) == CONTENT[2000:2100]
+    assert slow.get(BLOB, 2000, 100) == CONTENT[2000:2100]
     assert time.now_s - begun_s == pytest.approx(PATIENCE_S, rel=0.1), "others go first, if there are any"
 
 
@@ -193,7 +186,7 @@ def test_a_claim_that_another_made_anew_is_waited_for_anew(far: Watched, near: D
                 near.put(claim, b"somebody else")
             return super().get(key, start, length)
 
-    assert joined(far, Contended(near), "w", time).get(KEY, 0, 100) == CONTENT[:100]
+    assert joined(far, Contended(near), "w", time).get(BLOB, 0, 100) == CONTENT[:100]
     assert time.now_s - waited_s[0] >= CLAIM_S
 
 
@@ -202,7 +195,7 @@ def test_claims_that_all_come_to_nothing_are_not_waited_for_for_ever(far: Watche
         def get(self, key: str, start: int = 0, length: int | None = None) -> bytes:
             return b"somebody" if ".claim-" in key else super().get(key, start, length)
 
-    assert joined(far, Crowded(near), "w", time).get(KEY, 0, 100) == CONTENT[:100]
+    assert joined(far, Crowded(near), "w", time).get(BLOB, 0, 100) == CONTENT[:100]
     assert time.now_s <= CLAIM_S * 2**site.CLAIMS
 
 
@@ -213,7 +206,7 @@ def test_whoever_fails_to_fetch_gives_its_claim_back(far: Watched, near: Directo
             raise RelayUnavailable("far relay is down")
 
     with pytest.raises(RelayUnavailable, match="far relay"):
-        joined(Watched(far, fail), near).get(KEY, 0, 1000)
+        joined(Watched(far, fail), near).get(BLOB, 0, 1000)
     assert near.list_keys() == []
 
 
@@ -252,7 +245,7 @@ def test_a_near_relay_that_fails_is_done_without(
     broken = Failing(near)
     relay = joined(far, broken, "w", time)
     for at in range(0, 1000, 250):
-        assert relay.get(KEY, at, 250) == CONTENT[at : at + 250]
+        assert relay.get(BLOB, at, 250) == CONTENT[at : at + 250]
     assert relay.get("versions/00000001/manifest.json") == b"{}"
     with pytest.raises(BlobNotFound, match="00000009"):
         relay.get("versions/00000009/manifest.json")
@@ -260,10 +253,10 @@ def test_a_near_relay_that_fails_is_done_without(
     if operation == "put piece":
         assert claims(near) == [], "nor for what could not be shared"
         asked.clear()
-        relay.get(KEY, 0, 10)
+        relay.get(BLOB, 0, 10)
         assert asked == [], "it is let be for a while"
         time.now_s += CLAIM_S
-        relay.get(KEY, 0, 10)
+        relay.get(BLOB, 0, 10)
         assert asked != []
 
 
@@ -271,24 +264,23 @@ def test_what_the_far_relay_deletes_leaves_the_site_and_nothing_else_does(far: W
     for foreign in ("worker-0/held.json", "versions/00000000/keyframe.bin", "claims/x"):
         near.put(foreign, b"somebody's")
     other = DirectoryRelay(near._root / "other")
-    sign(other, "another run")
-    other.put(KEY, b"another run's")
-    assert joined(other, near).get(KEY) == b"another run's"
+    other.put(BLOB, b"another run's")
+    assert joined(other, near, trust=KEY.trust("another run")).get(BLOB) == b"another run's"
     theirs = near.list_keys()
     relay = joined(far, near)
-    relay.get(KEY, 0, 100)
-    far.delete(KEY)
+    relay.get(BLOB, 0, 100)
+    far.delete(BLOB)
     for version in (2, 3):
         far.put(f"versions/0000000{version}/manifest.json", b"{}")
         relay.get(f"versions/0000000{version}/manifest.json")
     left = set(near.list_keys()) - set(theirs)
     assert {key.split("/")[4] for key in left} == {"00000002", "00000003"}
     assert set(theirs) <= set(near.list_keys())
-    sign(far, "run")
-    relay = joined(far, near)
+    resumed = SigningKey()
+    relay = joined(far, near, trust=resumed.trust("run"))
     relay.get("versions/00000003/manifest.json")
     left = set(near.list_keys()) - set(theirs)
-    assert {tuple(key.split("/")[2:5:2]) for key in left} == {(*(relay._signature or ())[1:], "00000003")}
+    assert {tuple(key.split("/")[2:5:2]) for key in left} == {(resumed.public[:32], "00000003")}
 
 
 def test_a_missing_blob_is_missing(far: Watched, near: DirectoryRelay):
@@ -307,8 +299,8 @@ def published(place: Path, values: list[float], run: str = "run") -> DirectoryRe
     return relay
 
 
-def publish(relay: Relay, values: list[float], run: str = "run") -> None:
-    publisher = Publisher(relay, run, {}, PublishSettings(bucket_elements=1000, tile_elements=500))
+def publish(relay: Relay, values: list[float], run: str = "run", key: SigningKey = KEY) -> None:
+    publisher = Publisher(relay, run, {}, PublishSettings(bucket_elements=1000, tile_elements=500), key=key)
     for version, value in enumerate(values):
         publisher.publish(version, tensors(value))
     publisher.close()
@@ -319,22 +311,22 @@ def assert_pulls(puller: Puller, version: int, value: float) -> None:
 
 
 def test_two_runs_share_a_site_and_get_their_own_weights(tmp_path: Path, near: DirectoryRelay):
-    for run, value in (("one", 1.0), ("two", 7.0), ("one", 3.0)):
+    for run, value in (("one", 1.0), ("two", 7.0)):
         relay = published(tmp_path / f"{run}{value}", [value, value + 1], run)
         for worker in ("a", "b"):
-            puller = Puller(SiteRelay(relay, near, worker))
+            puller = Puller(joined(relay, near, worker, trust=KEY.trust(run)), KEY.trust(run))
             assert_pulls(puller, 0, value)
             assert_pulls(puller, 1, value + 1)
 
 
 def test_after_a_resume_the_site_gives_what_was_published_again(tmp_path: Path, near: DirectoryRelay):
     far = published(tmp_path / "far", [1.0, 2.0, 3.0])
-    site_of = partial(SiteRelay, far, near)
-    assert_pulls(Puller(site_of("before")), 2, 3.0)
-    for key in far.list_keys("versions/0000"):
-        far.delete(key)
-    publish(far, [1.0, 2.0, 5.0])
-    assert_pulls(Puller(site_of("after")), 2, 5.0)
+    assert_pulls(Puller(joined(far, near), TRUST), 2, 3.0)
+    discard_all(far)
+    resumed = SigningKey()
+    publish(far, [1.0, 2.0, 5.0], key=resumed)
+    trust = resumed.trust("run")
+    assert_pulls(Puller(joined(far, near, trust=trust), trust), 2, 5.0)
 
 
 @pytest.mark.parametrize("kind", ["keyframe.bin", "manifest.json", "delta-00000000-00002.bin", "delta-00000000.json"])
@@ -345,8 +337,8 @@ def test_a_damaged_piece_is_replaced_once_for_all(
     tmp_path: Path, near: DirectoryRelay, kind: str, damage: Callable[[bytes], bytes]
 ):
     far = Watched(published(tmp_path / "far", [1.0, 2.0]))
-    assert_pulls(Puller(SiteRelay(far, near, "first")), 0, 1.0)
-    assert_pulls(Puller(SiteRelay(far, near, "second")), 1, 2.0)
+    assert_pulls(Puller(SiteRelay(far, near, "first", TRUST), TRUST), 0, 1.0)
+    assert_pulls(Puller(SiteRelay(far, near, "second", TRUST), TRUST), 1, 2.0)
     for key in near.list_keys():
         if f"/{kind}/" in key and ".claim-" not in key:
             content = near.get(key)
@@ -354,7 +346,7 @@ def test_a_damaged_piece_is_replaced_once_for_all(
             near.put(key, damage(content))
     far.reads.clear()
     for number in range(5):
-        puller = Puller(SiteRelay(far, near, f"w{number}"))
+        puller = Puller(SiteRelay(far, near, f"w{number}", TRUST), TRUST)
         assert_pulls(puller, 0, 1.0)
         assert_pulls(puller, 1, 2.0)
     assert any(key.endswith(kind) for key, _ in far.reads)
@@ -376,10 +368,10 @@ def test_workers_of_a_site_fetch_different_parts_of_a_keyframe_at_once(
 
     far = Watched(published(tmp_path / "far", [1.0]), hold)
     with ThreadPoolExecutor(4) as executor:
-        relays = [SiteRelay(far, near, f"w{number}") for number in range(4)]
+        relays = [SiteRelay(far, near, f"w{number}", TRUST) for number in range(4)]
         for relay in relays:
             relay._proven = True
-        pulled = [executor.submit(Puller(relay).pull, 0) for relay in relays]
+        pulled = [executor.submit(Puller(relay, TRUST).pull, 0) for relay in relays]
         under_way = [crowd.acquire(timeout=30) for _ in range(4 * reading.TRANSFERS)]
         at_first = [read for read in far.reads if read[0].endswith(".bin")]
         opened.set()
@@ -398,15 +390,15 @@ def test_who_has_not_proved_how_fast_it_is_holds_one_piece_at_a_time(far: Watche
 
     relay = joined(Watched(far, hold), near, "new")
     with ThreadPoolExecutor(3) as executor:
-        pieces = [executor.submit(relay.get, KEY, start, 50) for start in (0, 100, 200)]
+        pieces = [executor.submit(relay.get, BLOB, start, 50) for start in (0, 100, 200)]
         assert begun.acquire(timeout=30)
         (held,) = claims(near)
         others = [start for start in (0, 100, 200) if f"/{start}-50." not in held]
         for start in others:
-            joined(far, near, "other").get(KEY, start, 50)
+            joined(far, near, "other").get(BLOB, start, 50)
         opened.set()
         assert [piece.result(30) for piece in pieces] == [CONTENT[start : start + 50] for start in (0, 100, 200)]
-    assert sorted(far.reads) == [(KEY, start) for start in (0, 100, 200)]
+    assert sorted(far.reads) == [(BLOB, start) for start in (0, 100, 200)]
 
 
 def test_where_all_is_there_every_worker_begins_somewhere_else(tmp_path: Path):
@@ -414,7 +406,7 @@ def test_where_all_is_there_every_worker_begins_somewhere_else(tmp_path: Path):
     first: set[str] = set()
     for _ in range(40):
         watched = Watched(relay)
-        puller = Puller(watched, transfers=1)
+        puller = Puller(watched, TRUST, transfers=1)
         assert_pulls(puller, 0, 1.0)
         watched.reads.clear()
         assert_pulls(puller, 1, 2.0)
@@ -444,12 +436,12 @@ def test_workers_that_die_amid_a_piece_leave_the_others_what_they_claimed(
 
     for number in range(3):
         with pytest.raises(RelayError, match="dead"):
-            Puller(SiteRelay(Watched(relay, die), Lost(near), f"dead-{number}")).pull(0)
+            Puller(SiteRelay(Watched(relay, die), Lost(near), f"dead-{number}", TRUST), TRUST).pull(0)
     left = claims(near)
     assert left
 
     def live(number: int) -> None:
-        puller = Puller(SiteRelay(relay, near, f"w{number}"))
+        puller = Puller(SiteRelay(relay, near, f"w{number}", TRUST), TRUST)
         assert_pulls(puller, 0, 1.0)
         assert_pulls(puller, 1, 2.0)
 

@@ -16,10 +16,12 @@ from hypothesis import strategies as st
 
 from elastic.weights.codecs import CODECS
 from elastic.weights.codecs.sums import tile_sums
-from elastic.weights.delta import state_of
-from elastic.weights.held import Change, Held, Staged, Tiles, as_of, kept_small
+from elastic.weights.delta import NOTHING, BucketEntry, DeltaManifest, state_of
+from elastic.weights.held import Change, Held, Proof, Staged, Tiles, as_of, kept_small
 from elastic.weights.manifest import TensorEntry
+from elastic.weights.signing import Trust
 from elastic.weights.store import KeptStore, Store, open_store
+from tests.weights.signed import KEY, TRUST
 
 TILE = 16
 ENTRIES = (
@@ -52,7 +54,21 @@ class Weights:
     def held(self, version: int, bits: np.ndarray) -> Held:
         sums = np.zeros(len(self.tiles.ends), np.uint64)
         sums[self.tiles.hosted] = tile_sums(self.bits[version], self.tiles.ends[self.tiles.hosted])
-        return Held(version, "run", {"a": 1}, ENTRIES, self.hosted, bits, {TILE: (state_of(sums), sums)})
+        manifest = DeltaManifest(
+            run="run",
+            version=version,
+            base_version=NOTHING,
+            base_state="",
+            state=state_of(sums),
+            model={"a": 1},
+            tensors=ENTRIES,
+            changed=(0,) * len(ENTRIES),
+            tile_elements=TILE,
+            tile_sums=sums.astype("<u8").tobytes(),
+            buckets=(BucketEntry(0, len(sums), "raw", 0, ""),),
+        )
+        proof = Proof(KEY.seal(manifest), keyframe=False)
+        return Held(version, "run", {"a": 1}, ENTRIES, self.hosted, bits, {TILE: (state_of(sums), sums)}, proof)
 
     def changes(self, base: int, version: int, codec: str, bucket_tiles: int) -> list[Change]:
         found: list[Change] = []
@@ -89,7 +105,7 @@ class Weights:
 
 @pytest.fixture(params=["memory", "kept"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
-    store = Store() if request.param == "memory" else KeptStore(tmp_path / "store")
+    store = Store() if request.param == "memory" else KeptStore(tmp_path / "store", TRUST)
     yield store
     store.close()
 
@@ -194,7 +210,7 @@ def test_a_successor_finds_what_was_held(tmp_path_factory, seed, codec, bucket_t
     weights = Weights(seed, hosted)
     for _ in range(2):
         weights.step()
-    with closing(KeptStore(directory)) as store, pytest.MonkeyPatch.context() as patched:
+    with closing(KeptStore(directory, TRUST)) as store, pytest.MonkeyPatch.context() as patched:
         weights.begin(store)
         stop_after(patched, writes)
         reached = 0
@@ -204,7 +220,7 @@ def test_a_successor_finds_what_was_held(tmp_path_factory, seed, codec, bucket_t
                 reached = version
         except Stopped:
             reached += 1  # it was on file
-    with closing(KeptStore(directory)) as successor:
+    with closing(KeptStore(directory, TRUST)) as successor:
         weights.assert_holds(successor, reached)
         assert sorted(path.name.partition("-")[0] for path in directory.iterdir()) == ["held.json", "lock", "patterns"]
 
@@ -215,7 +231,7 @@ def test_damaged_files_are_not_believed(tmp_path_factory, seed, data):
     directory = tmp_path_factory.mktemp("store")
     weights = Weights(seed)
     weights.step()
-    with closing(KeptStore(directory)) as store, pytest.MonkeyPatch.context() as patched:
+    with closing(KeptStore(directory, TRUST)) as store, pytest.MonkeyPatch.context() as patched:
         weights.begin(store)
         stop_after(patched, data.draw(st.integers(0, 3)))
         with pytest.raises(Stopped):
@@ -230,7 +246,7 @@ def test_damaged_files_are_not_believed(tmp_path_factory, seed, data):
     path.unlink()
     if kind != "remove":
         path.write_bytes(content)
-    with closing(KeptStore(directory)) as successor:
+    with closing(KeptStore(directory, TRUST)) as successor:
         if (held := successor.held) is not None:
             weights.assert_holds(successor, held.version)
 
@@ -239,7 +255,7 @@ def test_what_does_not_fit_what_is_held_leaves_nothing_on_file(tmp_path: Path):
     weights = Weights(0)
     for _ in range(2):
         weights.step()
-    with closing(KeptStore(tmp_path)) as store:
+    with closing(KeptStore(tmp_path, TRUST)) as store:
         weights.begin(store)
         late = weights.staged(store, [0, 1], "gap8", 2)
         store.put(weights.staged(store, [0, 1, 2], "gap8", 2))
@@ -251,12 +267,12 @@ def test_what_does_not_fit_what_is_held_leaves_nothing_on_file(tmp_path: Path):
 
 def test_a_directory_is_one_process_s_alone(tmp_path: Path):
     weights = Weights(0)
-    first, second = open_store(tmp_path), open_store(tmp_path)
+    first, second = open_store(tmp_path, TRUST), open_store(tmp_path, TRUST)
     weights.begin(first)
     assert second.held is None
     second.close()
     first.close()
-    heir = open_store(tmp_path)
+    heir = open_store(tmp_path, TRUST)
     weights.assert_holds(heir, 0)
     heir.close()
 
@@ -268,7 +284,7 @@ def test_a_full_disk_costs_the_files_and_not_the_weights(tmp_path: Path, monkeyp
     weights = Weights(0)
     for _ in range(2):
         weights.step()
-    store = KeptStore(tmp_path)
+    store = KeptStore(tmp_path, TRUST)
     weights.begin(store)
     with monkeypatch.context() as patched:
         patched.setattr(KeptStore, "_write", full)
@@ -280,7 +296,7 @@ def test_a_full_disk_costs_the_files_and_not_the_weights(tmp_path: Path, monkeyp
         weights.begin(store, 2)
     weights.assert_holds(store, 2)
     store.close()
-    successor = KeptStore(tmp_path)
+    successor = KeptStore(tmp_path, TRUST)
     assert successor.held is None
     successor.close()
 
@@ -290,12 +306,14 @@ import os, signal, sys
 from pathlib import Path
 from elastic.weights import held
 from elastic.weights.store import KeptStore
+from tests.weights.signed import KEY, TRUST
 from tests.weights.test_store import Weights
 
 weights = Weights(7)
 for _ in range(2):
     weights.step()
-store = KeptStore(Path(sys.argv[1]))
+print(KEY.public, flush=True)
+store = KeptStore(Path(sys.argv[1]), TRUST)
 weights.begin(store)
 store.put(weights.staged(store, [0, 1], "exponent_class", 3))
 left = [2]
@@ -316,12 +334,14 @@ store.put(weights.staged(store, [1, 2], "exponent_class", 3))
 @pytest.mark.slow
 def test_a_killed_process_leaves_a_whole_version(tmp_path: Path):
     arguments = [sys.executable, "-c", KILLED_WHILE_WRITING, str(tmp_path)]
-    killed = subprocess.run(arguments, check=False, timeout=120, cwd=Path(__file__).parents[2])
+    killed = subprocess.run(
+        arguments, check=False, timeout=120, cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, text=True
+    )
     assert killed.returncode == -signal.SIGKILL
     weights = Weights(7)
     for _ in range(3):
         weights.step()
-    successor = KeptStore(tmp_path)
+    successor = KeptStore(tmp_path, Trust("run", killed.stdout.strip()))
     weights.assert_holds(successor, 2)
     successor.put(weights.staged(successor, [2, 3], "exponent_class", 3))
     weights.assert_holds(successor, 3)

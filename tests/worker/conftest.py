@@ -22,6 +22,7 @@ from elastic.engine.base import (
 )
 from elastic.engine.meter import AccountMeter
 from elastic.runtime.gateway import Gateway
+from elastic.weights.signing import SigningKey
 from elastic.worker.agent import AgentExit, run_agent
 from elastic.worker.service import Pulled
 
@@ -33,7 +34,15 @@ def token_at(noise_seed: int, position: int) -> int:
     return (noise_seed * 1_000_003 + position * 7) % 50_000
 
 
-def welcome_to(relay: str, relay_token: str = "") -> wire.Welcome:
+KEY = SigningKey()
+"""Of a trainer that is only told of."""
+
+
+def ordered(version: int, key: SigningKey = KEY) -> wire.PullWeights:
+    return wire.PullWeights(version, WeightMode.FINISH, key.public)
+
+
+def welcome_to(relay: str, relay_token: str = "", run: str = "run") -> wire.Welcome:
     """For whoever only pulls weights."""
     return wire.Welcome(
         session_key="",
@@ -45,6 +54,7 @@ def welcome_to(relay: str, relay_token: str = "") -> wire.Welcome:
         model={},
         relay=relay,
         relay_token=relay_token,
+        run=run,
     )
 
 

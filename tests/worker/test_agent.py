@@ -121,7 +121,7 @@ async def test_accounts_add_up_to_the_process_age_in_every_heartbeat(orchestra: 
         note(worker, epoch, message)
 
     orchestra.on_message = on_message  # type: ignore[method-assign]
-    agent = orchestra.employ(engine, pull=lambda _, version: pulled())
+    agent = orchestra.employ(engine, pull=lambda _, order: pulled())
     await orchestra.first(wire.Ready)
     orchestra.send(wire.PullWeights(1, FINISH), generate("t", most=400))
     await orchestra.finished("t")
@@ -141,7 +141,7 @@ async def test_accounts_add_up_to_the_process_age_in_every_heartbeat(orchestra: 
 
 
 async def test_time_without_weights_is_loading_and_then_idle(orchestra: Orchestra) -> None:
-    orchestra.employ(ScriptedEngine(), pull=lambda _, version: pulled())
+    orchestra.employ(ScriptedEngine(), pull=lambda _, order: pulled())
     first = await orchestra.first(wire.Heartbeat)
     await orchestra.first(wire.Heartbeat, after=len(orchestra.heard))
     assert Account.IDLE not in first.accounts_ns  # type: ignore[attr-defined]
@@ -171,7 +171,7 @@ async def test_sleep_gives_turns_back_first_and_wake_takes_new_ones(orchestra: O
 
 async def test_weights_are_pulled_applied_and_reported(orchestra: Orchestra) -> None:
     engine = ScriptedEngine()
-    orchestra.employ(engine, pull=lambda _, version: pulled("w"))
+    orchestra.employ(engine, pull=lambda _, order: pulled("w"))
     await orchestra.first(wire.Ready)
     orchestra.send(wire.PullWeights(3, WeightMode.KEEP))
     report = await orchestra.first(wire.WeightsReport)
@@ -195,9 +195,9 @@ async def test_weights_that_are_served_already_are_not_pulled_again(orchestra: O
 async def test_newer_weights_supersede_those_being_pulled(orchestra: Orchestra) -> None:
     engine, pulls, release = ScriptedEngine(), threading.Semaphore(0), threading.Event()
 
-    def pull(_: wire.Welcome, version: int) -> Pulled:
+    def pull(_: wire.Welcome, order: wire.PullWeights) -> Pulled:
         pulls.release()
-        if version < 3:
+        if order.version < 3:
             release.wait(10)
         return pulled()
 
@@ -217,7 +217,7 @@ async def test_newer_weights_supersede_those_being_pulled(orchestra: Orchestra) 
 async def test_weights_superseded_while_they_wait_for_the_device_are_not_applied(orchestra: Orchestra) -> None:
     engine, release = ScriptedEngine(), threading.Event()
     engine.before_load = lambda version: None if version > 1 else assert_set(release)
-    orchestra.employ(engine, pull=lambda _, version: pulled())
+    orchestra.employ(engine, pull=lambda _, order: pulled())
     await orchestra.first(wire.Ready)
     orchestra.send(wire.PullWeights(1, FINISH))
     for version in (2, 3):
@@ -237,10 +237,10 @@ def assert_set(event: threading.Event) -> None:
 async def test_weights_that_cannot_be_had_are_reported_and_not_served(
     orchestra: Orchestra, names: tuple[str, ...]
 ) -> None:
-    def pull(_: wire.Welcome, version: int) -> Pulled:
-        if version == 1 and not names:
+    def pull(_: wire.Welcome, order: wire.PullWeights) -> Pulled:
+        if order.version == 1 and not names:
             raise ConnectionError("relay is down")
-        return pulled(*(names if version == 1 else ()))
+        return pulled(*(names if order.version == 1 else ()))
 
     engine = ScriptedEngine(version=0)
     orchestra.employ(engine, pull=pull)
@@ -268,7 +268,7 @@ async def test_weights_that_an_audit_finds_wrong_are_pulled_again_and_reported(
         refusals.append(Refusal("weights held", "a tile is wrong"))
         return False
 
-    def pull(_: wire.Welcome, version: int) -> Pulled:
+    def pull(_: wire.Welcome, order: wire.PullWeights) -> Pulled:
         told = tuple(refusals)
         refusals.clear()
         return Pulled(dict, 12, refused=told)
@@ -285,7 +285,7 @@ async def test_weights_that_an_audit_finds_wrong_are_pulled_again_and_reported(
 
 
 async def test_what_a_failed_pull_refused_is_reported(orchestra: Orchestra) -> None:
-    def pull(_: wire.Welcome, version: int) -> Pulled:
+    def pull(_: wire.Welcome, order: wire.PullWeights) -> Pulled:
         error = WeightsCorrupted("nothing verifies")
         error.refused = (Refusal("keyframe of version 1", "torn"),)
         raise error
@@ -302,7 +302,7 @@ async def test_what_a_failed_pull_refused_is_reported(orchestra: Orchestra) -> N
 async def test_a_pull_that_hangs_is_given_up() -> None:
     async with Orchestra(pull_timeout_s=0.05) as orchestra:
         release = threading.Event()
-        orchestra.employ(ScriptedEngine(), pull=lambda _, version: release.wait(10) and pulled())
+        orchestra.employ(ScriptedEngine(), pull=lambda _, order: release.wait(10) and pulled())
         await orchestra.first(wire.Ready)
         orchestra.send(wire.PullWeights(1, FINISH))
         report = await orchestra.first(wire.WeightsReport)

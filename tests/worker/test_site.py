@@ -10,19 +10,19 @@ from elastic.weights import relay
 from elastic.weights.directory import DirectoryRelay
 from elastic.weights.publisher import Publisher
 from elastic.worker.weights import WeightsPuller
-from tests.worker.conftest import welcome_to
+from tests.worker.conftest import KEY, ordered, welcome_to
 
 
 @pytest.fixture
 def welcome(tmp_path: Path) -> wire.Welcome:
-    publisher = Publisher(DirectoryRelay(tmp_path / "relay"), "run", {})
+    publisher = Publisher(DirectoryRelay(tmp_path / "relay"), "run", {}, key=KEY)
     publisher.publish(0, {"w": torch.ones(1000, dtype=torch.bfloat16)})
     publisher.close()
     return welcome_to(str(tmp_path / "relay"), "of the run")
 
 
 def pulled(welcome: wire.Welcome) -> bool:
-    applied = WeightsPuller()(welcome, 0).apply()
+    applied = WeightsPuller()(welcome, ordered(0)).apply()
     assert isinstance(applied, dict)
     assert isinstance(applied["w"], torch.Tensor)
     return torch.equal(applied["w"], torch.ones(1000, dtype=torch.bfloat16))

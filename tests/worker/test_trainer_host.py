@@ -21,6 +21,7 @@ from elastic.weights.manifest import version_of
 from elastic.weights.publisher import publish_keyframe
 from elastic.weights.puller import Puller, pull
 from elastic.weights.relay import Buffer, Relay, open_relay
+from elastic.weights.signing import SigningKey, Trust
 from elastic.weights.versions import published_versions
 from elastic.worker.trainer_host import run_trainer_host
 from tests.worker.conftest import PATIENCE_S, Orchestra, generate
@@ -77,7 +78,12 @@ class TrainerHouse(Orchestra):
         return self.agents[-1]
 
     def weights(self, version: int) -> dict[str, torch.Tensor]:
-        return pull(self.relay, version).tensors
+        return pull(self.relay, self.trust, version).tensors
+
+    @property
+    def trust(self) -> Trust:
+        """In the trainer that said last that it is ready."""
+        return Trust(self._run_dir.name, self.of(wire.Ready)[-1].publisher)  # type: ignore[attr-defined]
 
     async def step(self, version: int) -> wire.Stepped:
         for index in range(GROUPS):
@@ -169,7 +175,7 @@ async def test_the_next_rollouts_begin_while_a_version_is_encoded(house: Trainer
     assert published_versions(house.relay) == [0]
     assert not house.of(wire.Published)
     with ThreadPoolExecutor(1) as executor:
-        followed = executor.submit(Puller(house.relay).pull, 1, PATIENCE_S, follow=True)
+        followed = executor.submit(Puller(house.relay, house.trust).pull, 1, PATIENCE_S, follow=True)
         gate.opened.set()
         published = await house.first(wire.Published)
         assert (published.version, list(published.changed)) == (1, ["embedding", "0", "head"])  # type: ignore[attr-defined]
@@ -290,7 +296,7 @@ async def test_a_resumed_host_goes_on_from_its_checkpoint(house: TrainerHouse) -
     first.cancel()
     await asyncio.gather(first, return_exceptions=True)
     assert published_versions(house.relay) == [0, 1, 2, 3]
-    publish_keyframe(house.relay, "left over", 4, second, {})
+    publish_keyframe(house.relay, "left over", 4, second, {}, SigningKey())
     checkpoints = house.run_dir / "checkpoints"
     begin = len(house.heard)
     (checkpoints / ".checkpoint-killed").mkdir()
@@ -298,8 +304,10 @@ async def test_a_resumed_host_goes_on_from_its_checkpoint(house: TrainerHouse) -
     ready = await house.first(wire.Ready, after=begin)
     assert [path.name for path in checkpoints.iterdir()] == ["00000002.safetensors"], "a killed save left nothing"
     assert ready.weights_version == 2, "checkpoints are made every second step"  # type: ignore[attr-defined]
-    assert published_versions(house.relay) == [0, 1, 2]
+    assert published_versions(house.relay) == [2], "nobody believes any more what the first has signed"
     assert equal(house.weights(2), second)
+    keys = {ready.publisher for ready in house.of(wire.Ready)}  # type: ignore[attr-defined]
+    assert len(keys) == 2
 
 
 async def test_a_resumed_host_without_a_checkpoint_begins_anew(house: TrainerHouse) -> None:

@@ -12,7 +12,7 @@ from elastic.weights.link import Link
 from elastic.weights.publisher import Publisher
 from elastic.worker import weights
 from elastic.worker.weights import WeightsPuller
-from tests.worker.conftest import welcome_to
+from tests.worker.conftest import KEY, ordered, welcome_to
 
 
 def tensors(version: int) -> dict[str, Tensor]:
@@ -24,7 +24,7 @@ def tensors(version: int) -> dict[str, Tensor]:
 @pytest.fixture
 def welcome(tmp_path: Path) -> wire.Welcome:
     """Of a run with versions 0 to 3."""
-    publisher = Publisher(DirectoryRelay(tmp_path / "relay"), "run", {})
+    publisher = Publisher(DirectoryRelay(tmp_path / "relay"), "run", {}, key=KEY)
     for version in range(4):
         publisher.publish(version, tensors(version))
     publisher.close()
@@ -38,10 +38,10 @@ def assert_gives(applied: object, version: int) -> None:
 
 def test_a_version_is_in_force_when_it_is_applied_and_says_what_changed(welcome: wire.Welcome):
     pull = WeightsPuller()
-    first = pull(welcome, 1)
+    first = pull(welcome, ordered(1))
     assert first.changes is None
     assert_gives(first.apply(), 1)
-    second = pull(welcome, 2)
+    second = pull(welcome, ordered(2))
     assert second.changes is not None
     assert second.changes.base == 1
     ((name, index, values),) = second.changes.elements
@@ -53,23 +53,23 @@ def test_a_version_is_in_force_when_it_is_applied_and_says_what_changed(welcome:
 
 def test_what_a_later_pull_reads_is_not_written_over(welcome: wire.Welcome):
     pull = WeightsPuller()
-    assert_gives(pull(welcome, 0).apply(), 0)
-    superseded = pull(welcome, 1)
+    assert_gives(pull(welcome, ordered(0)).apply(), 0)
+    superseded = pull(welcome, ordered(1))
     with pull._lock:
         assert superseded.apply() is None
-    assert_gives(pull(welcome, 3).apply(), 3)
+    assert_gives(pull(welcome, ordered(3)).apply(), 3)
 
 
 def test_what_an_audit_finds_wrong_is_pulled_anew(welcome: wire.Welcome):
     pull = WeightsPuller()
     assert pull.audit(), "nothing is kept yet"
     for version in (1, 2):
-        applied = pull(welcome, version).apply()
+        applied = pull(welcome, ordered(version)).apply()
     assert isinstance(applied, dict)
     assert pull.audit()
     applied["w"][700] = 3.0
     assert not pull.audit()
-    again = pull(welcome, 2)
+    again = pull(welcome, ordered(2))
     assert [refusal.what for refusal in again.refused] == ["weights held as version 2"]
     assert again.size_bytes >= again.full_bytes
     assert_gives(again.apply(), 2)
@@ -79,11 +79,11 @@ def test_what_an_audit_finds_wrong_is_pulled_anew(welcome: wire.Welcome):
 def test_a_successor_goes_on_from_what_was_kept(welcome: wire.Welcome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(weights.KEEP_VARIABLE, str(tmp_path / "kept"))
     predecessor, beside, successor = (WeightsPuller() for _ in range(3))
-    assert_gives(predecessor(welcome, 1).apply(), 1)
-    pulled = beside(welcome, 2)
+    assert_gives(predecessor(welcome, ordered(1)).apply(), 1)
+    pulled = beside(welcome, ordered(2))
     assert pulled.size_bytes > pulled.full_bytes, "the other has it while it lives"
     leave(predecessor)
-    pulled = successor(welcome, 2)
+    pulled = successor(welcome, ordered(2))
     assert pulled.size_bytes < pulled.full_bytes
     assert_gives(pulled.apply(), 2)
     leave(beside)
@@ -99,13 +99,13 @@ def leave(pull: WeightsPuller) -> None:
 def test_a_cap_that_is_none_is_refused(welcome: wire.Welcome, monkeypatch: pytest.MonkeyPatch, cap: str):
     monkeypatch.setenv(weights.CAP_VARIABLE, cap)
     with pytest.raises(ValueError, match=rf"ELASTIC_WEIGHTS_GBPS: must be a positive number \(found '{cap}'\)"):
-        WeightsPuller()(welcome, 1)
+        WeightsPuller()(welcome, ordered(1))
 
 
 def test_a_cap_holds(welcome: wire.Welcome, monkeypatch: pytest.MonkeyPatch):
     sent: list[tuple[float, int]] = []
     monkeypatch.setattr(Link, "send", lambda link, size_bytes: sent.append((link.bytes_per_s, size_bytes)))
     monkeypatch.setenv(weights.CAP_VARIABLE, "0.5")
-    assert_gives(WeightsPuller()(welcome, 0).apply(), 0)
+    assert_gives(WeightsPuller()(welcome, ordered(0)).apply(), 0)
     assert {rate for rate, _ in sent} == {0.5e9 / 8}
     assert sum(size for _, size in sent) > 2000

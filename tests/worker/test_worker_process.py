@@ -13,13 +13,13 @@ import torch
 
 from elastic import wire
 from elastic.config import EngineConfig
-from elastic.core.types import Account, FinishReason, WeightMode
+from elastic.core.types import Account, FinishReason
 from elastic.model.checkpoint import model_tensors
 from elastic.model.config import Qwen3Config
 from elastic.model.qwen3 import Qwen3
 from elastic.weights.publisher import publish_keyframe
 from elastic.weights.relay import open_relay
-from tests.worker.conftest import Orchestra
+from tests.worker.conftest import KEY, Orchestra, ordered
 
 MODEL = Qwen3Config(num_hidden_layers=1, hidden_size=32, intermediate_size=48, initializer_range=0.2)
 ENGINE = EngineConfig.model_validate(
@@ -48,6 +48,7 @@ class Workers(Orchestra):
             engine=ENGINE.model_dump(mode="json"),  # type: ignore[arg-type]
             model=MODEL.to_dict(),
             relay=str(relay),
+            run="run",  # type: ignore[arg-type]
             heartbeat_interval_s=0.2,
             silence_timeout_s=2.0,
             resume_timeout_s=5.0,
@@ -67,7 +68,7 @@ class Workers(Orchestra):
         """A ready worker with weights, in a process of its own."""
         process = await self.start(worker)
         await self.until(lambda: any(w == worker for w, _, _ in self.heard))
-        self.send(wire.PullWeights(0, WeightMode.FINISH), worker=worker)
+        self.send(ordered(0), worker=worker)
         await self.until(lambda: any(w == worker and isinstance(m, wire.WeightsReport) for w, _, m in self.heard))
         return process
 
@@ -82,7 +83,7 @@ class Workers(Orchestra):
 @pytest.fixture
 async def workers(tmp_path: Path) -> AsyncIterator[Workers]:
     torch.manual_seed(0)
-    publish_keyframe(open_relay(str(tmp_path)), "run", 0, model_tensors(Qwen3(MODEL)), MODEL.to_dict())
+    publish_keyframe(open_relay(str(tmp_path)), "run", 0, model_tensors(Qwen3(MODEL)), MODEL.to_dict(), KEY)
     async with Workers(tmp_path) as workers:
         yield workers
 

@@ -1,0 +1,83 @@
+"""BLAKE2b-256 of blobs: what signed manifests say of the bytes they name.
+
+A keyframe is gigabytes, so it is hashed by pieces, each when it has arrived, on the threads that bring it; its digest
+is that of its pieces' digests.
+"""
+
+import os
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from hashlib import blake2b
+
+from elastic.weights.relay import Buffer
+
+DIGEST_BYTES = 32
+
+PIECE_BYTES = 4 << 20
+"""Of a keyframe. Part of the format: another size gives other digests."""
+
+THREADS = min(4, os.cpu_count() or 1)
+"""That hash what is in memory already."""
+
+
+def digest_of(*parts: Buffer) -> str:
+    """Of their concatenation, in hexadecimal."""
+    return _hashed(parts).hex()
+
+
+def blob_digest_of(parts: Sequence[Buffer]) -> str:
+    """The digest by pieces of their concatenation. hashlib lets other threads run meanwhile."""
+    with ThreadPoolExecutor(THREADS, thread_name_prefix="digest") as executor:
+        return digest_of(*executor.map(_hashed, _pieces(parts)))
+
+
+class ArrivingBlob:
+    """The digest by pieces of a blob that arrives in `memory`, in any order. Threads may share it."""
+
+    def __init__(self, memory: memoryview) -> None:
+        self._memory = memory
+        starts = range(0, len(memory), PIECE_BYTES)
+        self._missing = [min(PIECE_BYTES, len(memory) - start) for start in starts]
+        self._digests = [b""] * len(starts)
+        self._lock = threading.Lock()
+
+    def landed(self, begin: int, end: int) -> None:
+        """These bytes are there now. They are told once."""
+        for number in range(begin // PIECE_BYTES, -(-end // PIECE_BYTES)):
+            start = number * PIECE_BYTES
+            piece = self._memory[start : start + PIECE_BYTES]
+            with self._lock:
+                self._missing[number] -= min(end, start + len(piece)) - max(begin, start)
+                complete = not self._missing[number]
+            if complete:
+                self._digests[number] = _hashed((piece,))
+
+    def digest(self) -> str:
+        """When all of it has landed."""
+        return digest_of(*self._digests)
+
+
+def _hashed(parts: Iterable[Buffer]) -> bytes:
+    digest = blake2b(digest_size=DIGEST_BYTES)
+    for part in parts:
+        digest.update(part)
+    return digest.digest()
+
+
+def _pieces(parts: Iterable[Buffer]) -> Iterator[list[memoryview]]:
+    """Each piece, in as many parts as it lies in."""
+    piece: list[memoryview] = []
+    missing = PIECE_BYTES
+    for part in parts:
+        left = memoryview(part)
+        left = left.cast("B") if left.nbytes else memoryview(b"")
+        while left:
+            piece.append(left[:missing])
+            missing -= len(piece[-1])
+            left = left[len(piece[-1]) :]
+            if not missing:
+                yield piece
+                piece, missing = [], PIECE_BYTES
+    if piece:
+        yield piece

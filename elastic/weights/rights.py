@@ -1,0 +1,61 @@
+"""Who may do what on a relay over HTTP.
+
+- The trainer's token reads, writes and deletes.
+- A worker's token, of which each has its own, reads, and asks for keyframes: so what was abused can be revoked.
+- Nobody else may do anything.
+
+A directory knows no tokens: who can write to its files can put anything there. That is what signatures are for
+(`elastic.weights.signing`).
+"""
+
+import secrets
+from dataclasses import dataclass, field
+from hashlib import sha256
+
+REQUESTS_OPEN = 8
+"""A worker's requests that the trainer has not answered yet; an honest one has one or two."""
+
+REQUEST_BYTES = 256
+"""The largest request. Those of today are empty."""
+
+
+@dataclass
+class Bearer:
+    """Who bears a token, and what it has asked for that is not answered yet."""
+
+    name: str
+    owner: bool
+    requests: set[str] = field(default_factory=set[str])
+
+
+class RelayRights:
+    """The tokens of one relay. Only digests of them are kept, but for the owner's."""
+
+    def __init__(self, owner: str | None = None) -> None:
+        self.owner = secrets.token_urlsafe(32) if owner is None else owner
+        """The token that may do everything: the trainer's."""
+        if not self.owner:
+            raise ValueError("relay: needs a token; without one anybody could delete the weights")
+        self._bearers = {_digest(self.owner): Bearer("owner", owner=True)}
+        self._issued: dict[str, bytes] = {}
+
+    def issue(self, worker: str) -> str:
+        """A token with which `worker` may read, and ask for keyframes. One it had before counts no more."""
+        self.revoke(worker)
+        token = secrets.token_urlsafe(32)
+        self._issued[worker] = _digest(token)
+        self._bearers[_digest(token)] = Bearer(worker, owner=False)
+        return token
+
+    def revoke(self, worker: str) -> None:
+        """`worker` is a stranger from now on, if it was not one before."""
+        if (issued := self._issued.pop(worker, None)) is not None:
+            del self._bearers[issued]
+
+    def bearer(self, token: str) -> Bearer | None:
+        """Whose token this is. Compared as digests, so that the time it takes tells nothing of any token."""
+        return self._bearers.get(_digest(token))
+
+
+def _digest(token: str) -> bytes:
+    return sha256(token.encode(errors="surrogateescape")).digest()
