@@ -7,6 +7,7 @@ run whose workers are killed every few seconds with that of an undisturbed run o
 """
 
 import asyncio
+import contextlib
 import math
 import statistics
 import tempfile
@@ -23,6 +24,7 @@ from elastic.model.checkpoint import read_config, read_tensors
 from elastic.runtime.journal import JournalReader
 from elastic.weights.puller import pull
 from elastic.weights.relay import open_relay
+from elastic.weights.signing import Trust
 from elastic.weights.versions import published_versions
 from elastic.worker.evaluate import Evaluation, evaluate
 
@@ -66,7 +68,9 @@ def held_out(run_dir: Path) -> tuple[Evaluation, Evaluation]:
     config = compose.load_run_config(run_dir)
     base = config.model.checkpoint
     relay = open_relay(str((run_dir / "weights").resolve()))
-    last = pull(relay, max(published_versions(relay))).tensors
+    with contextlib.closing(JournalReader(run_dir / "journal.sqlite")) as reader:
+        trust = Trust(run_dir.name, reader.meta()["publisher"])
+    last = pull(relay, trust, max(published_versions(relay))).tensors
     plan = compose.resolve(config, [], str(run_dir))
     settings = config.engine.model_copy(update={"pacing": None, "max_batch": 64, "kv_blocks": 4096})
 

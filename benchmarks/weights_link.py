@@ -43,8 +43,12 @@ from elastic.weights.link import BYTES_PER_S_IN_GBPS, Link, LinkedRelay
 from elastic.weights.publisher import Publisher, PublishSettings
 from elastic.weights.puller import Puller
 from elastic.weights.relay import Buffer, Relay
+from elastic.weights.signing import SigningKey
 from elastic.weights.site import SiteRelay
 from elastic.weights.tensors import filling, flatten
+
+KEY = SigningKey()
+TRUST = KEY.trust("run")
 
 RATES_GBPS = (1, 5, 20)
 WEIGHTS_BYTES = 256 << 20
@@ -227,9 +231,9 @@ def publish_to_applied(
     runs: list[Run] = []
     with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as directory, ThreadPoolExecutor(1) as executor:
         relay, discarding = DirectoryRelay(Path(directory)), Discarding()
-        publisher, encoder = (Publisher(each, "run", {}, settings) for each in (relay, discarding))
+        publisher, encoder = (Publisher(each, "run", {}, settings, key=KEY) for each in (relay, discarding))
         switched = Switched(relay)
-        puller, decoder = Puller(switched, chunk_bytes=1 << 20), Puller(relay)
+        puller, decoder = Puller(switched, TRUST, chunk_bytes=1 << 20), Puller(relay, TRUST)
         for each in (publisher, encoder):
             each.publish(0, old)
             each.wait()
@@ -302,7 +306,7 @@ class SmallHistory:
             np.uint16
         )
         settings = PublishSettings(keep_versions=8, bucket_elements=SMALL_ELEMENTS // 8, tile_elements=1 << 17)
-        self._publisher = Publisher(relay, "small", {}, settings)
+        self._publisher = Publisher(relay, TRUST.run, {}, settings, key=KEY)
         self.version = -1
 
     def step(self) -> None:
@@ -329,7 +333,7 @@ def measure_copies(pullers: int, versions: int) -> dict[str, Any]:
 
         def join(number: int) -> tuple[Puller, Life]:
             life = Life()
-            return Puller(SiteRelay(Mortal(far, life), Mortal(near, life), f"{number}")), life
+            return Puller(SiteRelay(Mortal(far, life), Mortal(near, life), f"{number}", TRUST), TRUST), life
 
         def pull(number: int, begin_s: float) -> None:
             time.sleep(begin_s)
@@ -373,7 +377,10 @@ def times_to_current(pullers: int, versions: int, first_share: float, in_site: b
         relay, near = (DirectoryRelay(Path(directory) / name) for name in ("far", "near"))
         history = SmallHistory(relay)
         links = [Switched(relay) for _ in range(pullers)]
-        workers = [Puller(SiteRelay(each, near, f"{number}") if in_site else each) for number, each in enumerate(links)]
+        workers = [
+            Puller(SiteRelay(each, near, f"{number}", TRUST) if in_site else each, TRUST)
+            for number, each in enumerate(links)
+        ]
         if not in_site:
             history.step()
             for worker in workers:

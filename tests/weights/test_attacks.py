@@ -1,0 +1,599 @@
+"""Whoever can write where weights lie, but has no key of the trainer's, gets nothing of its own put in force.
+
+Every attack was one: on a relay's files, over HTTP with a worker's token, among the workers of a site, and in the files
+that a worker leaves to its successor.
+"""
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+
+import httpx
+import msgspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from elastic.weights.delta import (
+    NOTHING,
+    begun_key,
+    begun_of,
+    bucket_key,
+    decode_delta_manifest,
+    delta_manifest_key,
+    part_key,
+)
+from elastic.weights.directory import DirectoryRelay
+from elastic.weights.errors import RelayError, WeightsCorrupted, WeightsError, WeightsForged
+from elastic.weights.http import HttpRelay
+from elastic.weights.manifest import keyframe_key, manifest_key, request_key
+from elastic.weights.plan import Update
+from elastic.weights.publisher import Publisher, PublishSettings, Share, publish_keyframe
+from elastic.weights.puller import Puller
+from elastic.weights.redo import HeldRecord
+from elastic.weights.relay import REQUESTS, Relay
+from elastic.weights.rights import REQUESTS_OPEN, RelayRights
+from elastic.weights.server import relay_app
+from elastic.weights.sharding import cells, whole
+from elastic.weights.signing import SigningKey
+from elastic.weights.site import SiteRelay
+from elastic.weights.store import KeptStore, open_store
+from elastic.weights.versions import published_versions
+from tests.weights.conftest import serve
+from tests.weights.signed import KEY, TRUST
+
+SMALL = PublishSettings(bucket_elements=64, tile_elements=16, keyframe_every=8, merge_every=99, keep_versions=4)
+MODEL = {"model_type": "qwen3"}
+THIEF = SigningKey()
+
+many = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)
+
+
+def weights(version: int) -> dict[str, Tensor]:
+    """A tenth of the elements differ from those of the version before."""
+    rng = np.random.default_rng(0)
+    values = rng.integers(0, 1 << 14, 240, dtype=np.int16)
+    for _ in range(version):
+        values[rng.random(240) < 0.1] += 1
+    bits = torch.from_numpy(values).view(torch.bfloat16)
+    return {"a": bits[:200].view(20, 10), "b": bits[200:]}
+
+
+def zeros() -> dict[str, Tensor]:
+    return {name: torch.zeros_like(tensor) for name, tensor in weights(0).items()}
+
+
+def assert_sound(tensors: dict[str, Tensor], version: int) -> None:
+    assert list(tensors) == ["a", "b"]
+    for name, tensor in weights(version).items():
+        assert torch.equal(tensors[name].view(torch.int16), tensor.view(torch.int16))
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> DirectoryRelay:
+    return DirectoryRelay(tmp_path / "relay")
+
+
+@pytest.fixture
+def trainer(directory: DirectoryRelay) -> Iterator[Publisher]:
+    """It has published versions 0 to 3."""
+    publisher = Publisher(directory, "run", MODEL, SMALL, key=KEY)
+    for version in range(4):
+        publisher.publish(version, weights(version))
+        publisher.wait()
+    yield publisher
+    publisher.close()
+
+
+def overwrite(relay: Relay, key: str, content: bytes) -> None:
+    relay.delete(key)
+    relay.put(key, content)
+
+
+def forge_keyframe(relay: Relay, version: int, key: SigningKey = THIEF, run: str = "run") -> None:
+    for each in (manifest_key(version), keyframe_key(version)):
+        relay.delete(each)
+    publish_keyframe(relay, run, version, zeros(), MODEL, key, SMALL.tile_elements)
+
+
+# Over HTTP, with a worker's token.
+
+
+@pytest.fixture
+def rights() -> RelayRights:
+    return RelayRights()
+
+
+@pytest.fixture
+def url(directory: DirectoryRelay, rights: RelayRights) -> Iterator[str]:
+    with serve(relay_app(directory, rights)) as url:
+        yield url
+
+
+def test_a_workers_token_reads_and_asks_and_does_nothing_else(
+    trainer: Publisher, directory: DirectoryRelay, rights: RelayRights, url: str
+):
+    worker = HttpRelay(url, rights.issue("spot-1"))
+    before = {key: directory.get(key) for key in directory.list_keys()}
+    with pytest.raises(RelayError, match="403"):
+        forge_keyframe(worker, 3)
+    for key in (keyframe_key(4), manifest_key(4), begun_key(4, 3), delta_manifest_key(4, 3), "anything", "requests"):
+        with pytest.raises(RelayError, match="403"):
+            worker.put(key, b"junk")
+    for key in before:
+        with pytest.raises(RelayError, match="403"):
+            worker.delete(key)
+    assert {key: directory.get(key) for key in directory.list_keys()} == before
+    assert worker.list_keys("versions/") == [*before]
+    assert_sound(Puller(worker, TRUST).pull(3).tensors, 3)
+    worker.put(request_key(3), b"")
+    assert directory.list_keys(REQUESTS) == [request_key(3)]
+    worker.close()
+
+
+def test_a_worker_cannot_fill_the_disk_and_others_can_still_ask(
+    directory: DirectoryRelay, rights: RelayRights, url: str
+):
+    greedy, honest = (HttpRelay(url, rights.issue(name)) for name in ("greedy", "honest"))
+    with pytest.raises(RelayError, match="413"):
+        greedy.put(f"{REQUESTS}large", bytes(1000))
+    refused = 0
+    for number in range(50):
+        try:
+            greedy.put(f"{REQUESTS}keyframe-{number}", b"")
+        except RelayError as error:
+            assert "429" in str(error)
+            refused += 1
+    assert refused >= 50 - REQUESTS_OPEN
+    assert len(directory.list_keys(REQUESTS)) <= REQUESTS_OPEN
+    honest.put(request_key(1), b"")
+    for key in directory.list_keys():
+        directory.delete(key)
+    greedy.put(request_key(2), b"")
+    assert directory.list_keys() == [request_key(2)]
+    for each in (greedy, honest):
+        each.close()
+
+
+def test_a_token_that_was_revoked_is_a_strangers(trainer: Publisher, rights: RelayRights, url: str):
+    first, token = rights.issue("spot-1"), rights.issue("spot-1")
+    assert first != token
+    for offered, status in ((first, 401), (token, 200), (rights.owner, 200), ("none", 401), ("é", 401)):
+        headers = {b"authorization": b"Bearer " + offered.encode()}
+        assert httpx.get(f"{url}/blobs", headers=headers).status_code == status  # type: ignore[arg-type]
+    rights.revoke("spot-1")
+    rights.revoke("spot-1")
+    assert httpx.get(f"{url}/blobs", headers={"authorization": f"Bearer {token}"}).status_code == 401
+    assert httpx.get(f"{url}/blobs", headers={"authorization": f"Basic {rights.owner}"}).status_code == 401
+
+
+# On the relay's own files.
+
+
+def unsigned(content: bytes) -> bytes:
+    """As it was before there were signatures: with a checksum that anybody can compute."""
+    from hashlib import blake2b
+
+    manifest = bytes(msgspec.json.decode(content, type=dict[str, msgspec.Raw])["manifest"])
+    checksum = blake2b(manifest, digest_size=32).hexdigest()
+    return msgspec.json.encode({"checksum": checksum, "signature": checksum * 2, "manifest": msgspec.Raw(manifest)})
+
+
+def forge_renamed(relay: DirectoryRelay, change: Callable[[bytes], bytes]) -> None:
+    """A keyframe that the trainer signed as version 9 becomes version 3's."""
+    forge_keyframe(relay, 9, KEY)
+    overwrite(relay, manifest_key(3), change(relay.get(manifest_key(9))))
+
+
+FORGERIES: dict[str, Callable[[DirectoryRelay], None]] = {
+    "zero keyframes by another key": lambda relay: forge_keyframe(relay, 3),
+    "zero keyframes of another run": lambda relay: forge_keyframe(relay, 3, KEY, "another"),
+    "zero keyframes of another version": lambda relay: forge_renamed(relay, lambda content: content),
+    "an older keyframe under a new name": lambda relay: overwrite(relay, manifest_key(3), relay.get(manifest_key(0))),
+    "an unsigned keyframe": lambda relay: forge_renamed(relay, unsigned),
+    "junk": lambda relay: overwrite(relay, manifest_key(3), b"junk"),
+    "nothing": lambda relay: overwrite(relay, manifest_key(3), b""),
+    "a delta's manifest as a keyframe's": lambda relay: overwrite(
+        relay, manifest_key(3), relay.get(delta_manifest_key(3, 2))
+    ),
+}
+
+
+@pytest.mark.parametrize("forge", FORGERIES.values(), ids=FORGERIES)
+def test_a_forged_keyframe_is_refused_and_a_sound_copy_taken(
+    trainer: Publisher, directory: DirectoryRelay, forge: Callable[[DirectoryRelay], None]
+):
+    behind = Puller(directory, TRUST)
+    assert_sound(behind.pull(2).tensors, 2)
+    forge(directory)
+    directory.delete(delta_manifest_key(3, 2))
+    for puller, kept in ((behind, 2), (Puller(directory, TRUST), None)):
+        with pytest.raises(WeightsCorrupted) as refused:
+            puller.pull(3)
+        assert puller.version == kept, "what it serves is what it served"
+        assert "keyframe of version 3" in [refusal.what for refusal in refused.value.refused]
+        assert directory.list_keys(REQUESTS) == [request_key(3)]
+    assert trainer.answer_requests()
+    for puller in (behind, Puller(directory, TRUST)):
+        assert_sound(puller.pull(3).tensors, 3)
+
+
+@pytest.mark.parametrize("kind", ["begun", "manifest"])
+@pytest.mark.parametrize("forged", ["junk", "thief", "another run", "another version", "another base"])
+def test_a_forged_delta_costs_nothing_but_itself(
+    trainer: Publisher, directory: DirectoryRelay, kind: str, forged: str
+):
+    """The base that is held is as good as before, so the chain that is there all along is taken."""
+    manifest = decode_delta_manifest(directory.get(delta_manifest_key(3, 2)), TRUST)
+    change = {"another run": {"run": "another"}, "another version": {"version": 2}, "another base": {"base_version": 1}}
+    record = msgspec.structs.replace(manifest, **{"base_version": 0} | change.get(forged, {}))
+    signed = (THIEF if forged == "thief" else KEY).seal(record if kind == "manifest" else begun_of(record))
+    place = delta_manifest_key(3, 0) if kind == "manifest" else begun_key(3, 0)
+    directory.put(place, b"junk" if forged == "junk" else signed)
+    puller = Puller(directory, TRUST)
+    assert_sound(puller.pull(0).tensors, 0)
+    staged = puller.stage(3, follow=True)
+    assert_sound(puller.apply(staged).tensors, 3)
+    assert staged.path == (Update(1, 0), Update(2, 1), Update(3, 2))
+    if kind == "manifest":
+        ((what, reason),) = staged.refused
+        assert what == "delta of version 3 from 0"
+        assert "not signed" in reason or "it is of run another" in reason or "it is that of" in reason
+
+
+def test_a_part_that_was_swapped_between_versions_is_refused(trainer: Publisher, directory: DirectoryRelay):
+    puller = Puller(directory, TRUST)
+    assert_sound(puller.pull(2).tensors, 2)
+    overwrite(directory, bucket_key(3, 2, 0), directory.get(bucket_key(2, 1, 0)))
+    with pytest.raises(WeightsCorrupted):
+        puller.pull(3)
+    assert_sound(Puller(directory, TRUST).pull(2).tensors, 2)
+    assert trainer.answer_requests()
+    assert_sound(puller.pull(3).tensors, 3)
+
+
+@many
+@given(data=st.data())
+def test_a_changed_byte_of_any_blob_is_never_put_in_force(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject):
+    directory = DirectoryRelay(tmp_path_factory.mktemp("relay"))
+    publisher = Publisher(directory, "run", MODEL, SMALL, key=KEY)
+    for version in range(3):
+        publisher.publish(version, weights(version))
+    publisher.close()
+    puller = Puller(directory, TRUST)
+    if (base := data.draw(st.sampled_from([None, 0, 1]))) is not None:
+        puller.pull(base)
+    for _ in range(data.draw(st.integers(1, 3))):
+        key = data.draw(st.sampled_from(directory.list_keys("versions/")))
+        content = bytearray(directory.get(key))
+        if content:
+            content[data.draw(st.integers(0, len(content) - 1))] ^= data.draw(st.integers(1, 255))
+        cut = data.draw(st.sampled_from([0, 0, 1]))
+        overwrite(directory, key, bytes(content[: len(content) - cut]))
+    follow = data.draw(st.booleans())
+    try:
+        pulled = puller.pull(2, 0.05 if follow else 5.0, follow=follow)
+    except WeightsError:
+        assert puller.version == base
+    else:
+        assert_sound(pulled.tensors, 2)
+
+
+def test_junk_where_the_trainer_is_about_to_publish_makes_room(trainer: Publisher, directory: DirectoryRelay):
+    for key in (
+        begun_key(4, 3),
+        bucket_key(4, 3, 0),
+        bucket_key(4, 3, 1),
+        delta_manifest_key(4, 3),
+        manifest_key(4),
+        keyframe_key(4),
+        begun_key(4, NOTHING),
+    ):
+        directory.put(key, b"junk")
+    trainer.request_keyframe()
+    trainer.publish(4, weights(4))
+    trainer.wait()
+    assert_sound(Puller(directory, TRUST).pull(4).tensors, 4)
+    behind = Puller(directory, TRUST)
+    behind.pull(3)
+    assert_sound(behind.pull(4).tensors, 4)
+
+
+def test_junk_before_the_first_version_makes_room(directory: DirectoryRelay):
+    for key in (manifest_key(0), keyframe_key(0)):
+        directory.put(key, b"junk")
+    publisher = Publisher(directory, "run", MODEL, SMALL, key=KEY)
+    publisher.publish(0, weights(0))
+    publisher.close()
+    assert_sound(Puller(directory, TRUST).pull(0).tensors, 0)
+
+
+def test_who_follows_meets_junk_and_gets_the_version_all_the_same(trainer: Publisher, directory: DirectoryRelay):
+    follower = Puller(directory, TRUST)
+    follower.pull(3)
+    directory.put(begun_key(4, 3), b"junk")
+    with ThreadPoolExecutor(1) as executor:
+        pulled = executor.submit(follower.pull, 4, 30.0, follow=True)
+        while directory.list_keys(REQUESTS) == []:
+            assert not pulled.done()
+        trainer.publish(4, weights(4))
+        trainer.wait()
+        while not pulled.done():
+            trainer.answer_requests()
+        assert_sound(pulled.result().tensors, 4)
+
+
+def test_versions_that_nobody_published_push_none_off_the_relay(trainer: Publisher, directory: DirectoryRelay):
+    for version in (2, 3, 50, 51, 52, 53, 99_999_999):
+        overwrite(directory, manifest_key(version), b"junk")
+    trainer.publish(4, weights(4))
+    trainer.wait()
+    puller = Puller(directory, TRUST)
+    for version in range(5):
+        assert_sound(puller.pull(version).tensors, version)
+
+
+def test_another_ranks_part_counts_only_with_the_trainers_signature(directory: DirectoryRelay):
+    shapes = {name: tuple(tensor.shape) for name, tensor in weights(0).items()}
+    layout = [whole(shapes)] * 2
+    plan = cells(shapes, layout, [])
+    ranks = [
+        Publisher(directory, "run", MODEL, SMALL, Share(plan, shard, rank, 2), key)
+        for rank, (shard, key) in enumerate(zip(layout, (KEY, THIEF), strict=True))
+    ]
+    ranks[1].publish(0, weights(0))
+    assert directory.list_keys(part_key(0, NOTHING, 1))
+    with pytest.raises(WeightsForged, match="not signed"):
+        ranks[0].publish(0, weights(0))
+    assert published_versions(directory) == []
+    for rank in ranks:
+        rank.close()
+
+
+# In a site.
+
+
+class Poisoned(DirectoryRelay):
+    """A near relay of which one worker replaces whatever another puts there."""
+
+    def __init__(self, root: Path, forge: Callable[[str, bytes], bytes]) -> None:
+        super().__init__(root)
+        self._forge = forge
+
+    def get(self, key: str, start: int = 0, length: int | None = None) -> bytes:
+        content = super().get(key, start, length)
+        return content if ".claim-" in key else self._forge(key, content)
+
+
+def forged_manifest(key: str, content: bytes) -> bytes:
+    if "manifest.json" not in key:
+        return bytes(len(content))
+    manifest = msgspec.json.decode(content, type=dict[str, msgspec.Raw])["manifest"]
+    return THIEF.seal_body("keyframe", bytes(manifest))
+
+
+@pytest.mark.parametrize(
+    "forge",
+    [
+        lambda key, content: bytes(len(content)),
+        lambda key, content: b"",
+        lambda key, content: content + b"\0",
+        lambda key, content: content[:-1],
+        forged_manifest,
+    ],
+    ids=["zeros", "nothing", "longer", "shorter", "signed by a worker"],
+)
+def test_a_peer_that_serves_forged_parts_is_done_without(
+    trainer: Publisher, directory: DirectoryRelay, tmp_path: Path, forge: Callable[[str, bytes], bytes]
+):
+    near = Poisoned(tmp_path / "near", forge)
+    first = SiteRelay(directory, near, "first", TRUST)
+    assert_sound(Puller(first, TRUST).pull(0).tensors, 0)
+    second = Puller(SiteRelay(directory, near, "second", TRUST), TRUST)
+    for version in (0, 3):
+        staged = second.stage(version)
+        assert_sound(second.apply(staged).tensors, version)
+        assert len(staged.refused) <= 2 * len(staged.path) + 2
+    assert directory.list_keys(REQUESTS) == []
+
+
+# In the files that a worker leaves.
+
+
+@pytest.fixture
+def kept(trainer: Publisher, directory: DirectoryRelay, tmp_path: Path) -> Path:
+    """What a worker left that held version 2, which it had by deltas; in `keyframe` one that held version 0."""
+    for name, version in (("kept", 2), ("keyframe", 0)):
+        with closing(open_store(tmp_path / name, TRUST)) as store:
+            puller = Puller(directory, TRUST, store=store)
+            puller.pull(0)
+            puller.pull(version)
+    return tmp_path / "kept" / "worker-0"
+
+
+def record_in(kept: Path) -> HeldRecord:
+    return msgspec.json.decode((kept / "held.json").read_bytes(), type=HeldRecord)
+
+
+def tamper(kept: Path, **change: object) -> None:
+    (kept / "held.json").write_bytes(msgspec.json.encode(msgspec.structs.replace(record_in(kept), **change)))
+
+
+def assert_not_believed(kept: Path, directory: DirectoryRelay, reason: str) -> None:
+    with closing(KeptStore(kept, TRUST)) as store:
+        assert store.held is None
+        assert reason in store.not_used
+        puller = Puller(directory, TRUST, store=store)
+        staged = puller.stage(2)
+        assert [what for what, _ in staged.refused] == ["kept weights"]
+        assert_sound(puller.apply(staged).tensors, 2)
+
+
+def test_what_is_kept_is_believed_when_the_trainer_signed_it(kept: Path, directory: DirectoryRelay):
+    for place, version in ((kept, 2), (kept.parents[1] / "keyframe" / "worker-0", 0)):
+        with closing(KeptStore(place, TRUST)) as store:
+            puller = Puller(directory, TRUST, store=store)
+            assert puller.version == version
+            pulled = puller.pull(version)
+            assert_sound(pulled.tensors, version)
+            assert pulled.size_bytes == 0
+
+
+def test_no_path_in_a_file_is_followed(kept: Path, directory: DirectoryRelay, tmp_path: Path):
+    secret = tmp_path / "secret"
+    secret.write_bytes(bytes(480))
+    for name in (str(secret), "../../secret", "held.json", "lock", "patterns-../../../secret", ""):
+        tamper(kept, patterns=name)
+        before = record_in(kept)
+        assert_not_believed(kept, directory, "which is no file of this directory")
+        assert record_in(kept) != before
+    assert secret.read_bytes() == bytes(480)
+
+
+@pytest.mark.parametrize("name", ["held.json", "staged.bin", "patterns", "lock", "held.json.new"])
+def test_no_link_is_followed(kept: Path, directory: DirectoryRelay, tmp_path: Path, name: str):
+    """Neither to read what somebody else chose, nor to write over what is somebody else's."""
+    victim = tmp_path / "victim"
+    path = kept / (record_in(kept).patterns if name == "patterns" else name)
+    victim.write_bytes(path.read_bytes() if path.exists() else b"somebody's")
+    before = victim.read_bytes()
+    path.unlink(missing_ok=True)
+    path.symlink_to(victim)
+    with closing(open_store(kept.parent, TRUST)) as store:
+        puller = Puller(directory, TRUST, store=store)
+        assert_sound(puller.pull(2).tensors, 2)
+        assert_sound(puller.pull(3).tensors, 3)
+    assert victim.read_bytes() == before
+
+
+def test_a_directory_that_others_may_write_to_is_not_used(kept: Path, directory: DirectoryRelay):
+    kept.chmod(0o777)
+    with pytest.raises(PermissionError):
+        KeptStore(kept, TRUST)
+    with closing(open_store(kept.parent, TRUST)) as store:
+        assert store.held is None
+        assert_sound(Puller(directory, TRUST, store=store).pull(3).tensors, 3)
+    kept.chmod(0o700)
+    for path in kept.iterdir():
+        assert path.stat().st_mode & 0o077 == 0
+
+
+def test_kept_weights_without_the_trainers_signature_are_not_believed(kept: Path, directory: DirectoryRelay):
+    files = {path.name: path.read_bytes() for path in kept.iterdir()}
+
+    def restore() -> None:
+        for path in kept.iterdir():
+            path.unlink()
+        for name, content in files.items():
+            (kept / name).write_bytes(content)
+
+    record = record_in(kept)
+    body = bytes(msgspec.json.decode(record.signed, type=dict[str, msgspec.Raw])["manifest"])
+    for signed in (THIEF.seal_body("delta", body), KEY.seal_body("keyframe", body), b"", b"junk"):
+        restore()
+        tamper(kept, signed=signed)
+        assert_not_believed(kept, directory, "not signed by the run's trainer")
+    restore()
+    tamper(kept, keyframe=True)
+    assert_not_believed(kept, directory, "not signed by the run's trainer")
+    restore()
+    tamper(kept, hosted=(False, True))
+    assert_not_believed(kept, directory, "the sums of")
+    restore()
+    tamper(kept, hosted=(True, False))
+    with closing(KeptStore(kept, TRUST)) as store:
+        assert_sound(Puller(directory, TRUST, store=store).pull(2).tensors, 2)
+    restore()
+    (kept / record.patterns).write_bytes(bytes(480))
+    assert_not_believed(kept, directory, "the sums of")
+    keyframe = kept.parents[1] / "keyframe" / "worker-0"
+    (keyframe / record_in(keyframe).patterns).write_bytes(bytes(480))
+    assert_not_believed(keyframe, directory, "their digest is not the manifest's")
+
+
+@many
+@given(data=st.data())
+def test_a_changed_byte_of_any_kept_file_is_never_put_in_force(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+):
+    """The log of a change that was interrupted included, indices and lengths of which are an attacker's to choose."""
+    directory = DirectoryRelay(tmp_path_factory.mktemp("relay"))
+    publisher = Publisher(directory, "run", MODEL, SMALL, key=KEY)
+    for version in range(3):
+        publisher.publish(version, weights(version))
+    publisher.close()
+    place = tmp_path_factory.mktemp("kept") / "store"
+    with closing(KeptStore(place, TRUST)) as store, pytest.MonkeyPatch.context() as patched:
+        puller = Puller(directory, TRUST, store=store)
+        puller.pull(1)
+        patched.setattr(KeptStore, "_finish", lambda _: None)
+        patched.setattr(KeptStore, "_record", lambda _: None)
+        puller.apply(puller.stage(2))
+    assert (place / "staged.bin").exists()
+    for _ in range(data.draw(st.integers(1, 4))):
+        path = data.draw(st.sampled_from(sorted(path for path in place.iterdir() if path.name != "lock")))
+        content = bytearray(path.read_bytes())
+        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+        path.write_bytes(content)
+    with closing(KeptStore(place, TRUST)) as store:
+        if (held := store.held) is not None:
+            bits = np.concatenate([tensor.view(-1).view(torch.int16).numpy() for tensor in weights(held.version).values()])
+            assert np.array_equal(held.bits, bits.view(np.uint16))
+        assert_sound(Puller(directory, TRUST, store=store).pull(2).tensors, 2)
+
+
+LOG_def forge_renamed(relay: DirectoryRelay, change: Callable[[bytes], bytes]) -> None:
+    """A keyframe that the trainer signed as version 9 becomes version 3's."""
+    forge_keyframe(relay, 9, KEY)
+    overwrite(relay, manifest_key(3), change(relay.get(manifest_key(9))))
+
+
+FORGERIES: dict[str, Callable[[dict], None]] = {
+    "an index beyond": lambda change: None,
+    "a place beyond": lambda change: change.__setitem__(4, 1 << 40),
+    "tiles beyond": lambda change: change.__setitem__(2, 1 << 40),
+    "ends that go down": lambda change: change[5].reverse(),
+}
+
+
+@pytest.mark.parametrize("forge", LOG_FORGERIES)
+def test_a_log_writes_nowhere_but_in_its_tiles(
+    kept: Path, directory: DirectoryRelay, monkeypatch: pytest.MonkeyPatch, forge: str
+):
+    import xxhash
+
+    with closing(KeptStore(kept, TRUST)) as store, monkeypatch.context() as patched:
+        puller = Puller(directory, TRUST, store=store)
+        patched.setattr(KeptStore, "_finish", lambda _: None)
+        patched.setattr(KeptStore, "_record", lambda _: None)
+        puller.apply(puller.stage(3))
+    content = (kept / "staged.bin").read_bytes()
+    at = 8 + int.from_bytes(content[:8], "little")
+    head = msgspec.json.decode(content[8:at])
+    tiles = len(decode_delta_manifest(directory.get(delta_manifest_key(3, 2)), TRUST).tile_sums) // 8
+    tags = content[at : at + 8 * tiles]
+    rest = bytearray(content[at + len(tags) :])
+    LOG_FORGERIES[forge](head["changes"][0])
+    if forge == "an index beyond":
+        rest[:4] = (1 << 31).to_bytes(4, "little")
+    head["checksum"] = xxhash.xxh3_128_hexdigest(bytes(rest))
+    body = msgspec.json.encode(head)
+    body += b" " * (-len(body) % 8)
+    (kept / "staged.bin").write_bytes(len(body).to_bytes(8, "little") + body + tags + rest)
+    with closing(KeptStore(kept, TRUST)) as store:
+        assert store.held is None
+        assert "log: " in store.not_used or "buffer" in store.not_used
+        assert_sound(Puller(directory, TRUST, store=store).pull(3).tensors, 3)
+
+
+def test_a_key_stays_in_its_process():
+    import copy
+    import pickle
+
+    for copied in (pickle.dumps, copy.copy, copy.deepcopy):
+        with pytest.raises(TypeError, match="stays in its process"):
+            copied(SigningKey())
