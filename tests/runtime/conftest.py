@@ -174,7 +174,7 @@ def live_config(tiny_checkpoint: Path, tmp_path: Path) -> Callable[..., Config]:
             },
         }
         for name, section in sections.items():
-            raw[name] = raw[name] | section
+            raw[name] = raw.get(name, {}) | section
         return Config.model_validate(raw)
 
     return make
@@ -197,8 +197,10 @@ async def live(live_config: Callable[..., Config]) -> AsyncIterator[Callable[...
         environment: type = Parity,
         kills: int = 0,
         hunter: type[Killer] = Killer,
+        provider_types: Mapping[str, type] | None = None,
     ) -> LiveRun:
         plan = compose.resolve(config, providers, "test")
+        plan = msgspec.structs.replace(plan, provider_types={**plan.provider_types, **(provider_types or {})})
         run_dir = compose.new_run_dir(config)
         names.append(run_dir.name)
         killer = hunter(run_dir, kills)
