@@ -45,6 +45,8 @@ class WeightsPuller:
         self._store: Store | None = None
         self._source: tuple[str, str, Trust] | None = None
         """What the puller reads, and whom it believes."""
+        self._received_before = 0
+        """By pullers of before this one."""
 
     def __call__(self, welcome: wire.Welcome, order: wire.PullWeights) -> Pulled:
         """A version, staged and verified, decoded while the trainer encodes it. Blocks; raises `WeightsError`."""
@@ -73,7 +75,8 @@ class WeightsPuller:
 
     def received_bytes(self) -> int:
         """What has come off relays so far; any thread may ask."""
-        return self._puller.received_bytes if self._puller is not None else 0
+        puller = self._puller
+        return self._received_before + (0 if puller is None else puller.received_bytes)
 
     def audit(self) -> bool:
         """Whether what is kept is what it should be; if not, the next pull replaces it. Blocks, mostly asleep."""
@@ -111,7 +114,7 @@ class WeightsPuller:
 
     def close(self) -> None:
         """Give connections and files back; what is kept stays."""
-        self._puller = None
+        self._received_before, self._puller = self.received_bytes(), None
         if self._relay is not None:
             self._relay.close()
         if self._store is not None:

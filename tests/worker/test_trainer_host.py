@@ -83,7 +83,7 @@ class TrainerHouse(Orchestra):
     @property
     def trust(self) -> Trust:
         """In the trainer that said last that it is ready."""
-        return Trust(self._run_dir.name, self.of(wire.Ready)[-1].publisher)  # type: ignore[attr-defined]
+        return Trust(self.run_dir.name, self.of(wire.Ready)[-1].publisher)  # type: ignore[attr-defined]
 
     async def step(self, version: int) -> wire.Stepped:
         for index in range(GROUPS):

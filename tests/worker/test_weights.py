@@ -7,9 +7,13 @@ import torch
 from torch import Tensor
 
 from elastic import wire
+from elastic.core.types import WeightMode
 from elastic.weights.directory import DirectoryRelay
+from elastic.weights.errors import WeightsForged
 from elastic.weights.link import Link
 from elastic.weights.publisher import Publisher
+from elastic.weights.signing import SigningKey
+from elastic.weights.versions import discard_all
 from elastic.worker import weights
 from elastic.worker.weights import WeightsPuller
 from tests.worker.conftest import KEY, ordered, welcome_to
@@ -109,3 +113,34 @@ def test_a_cap_holds(welcome: wire.Welcome, monkeypatch: pytest.MonkeyPatch):
     assert_gives(WeightsPuller()(welcome, ordered(0)).apply(), 0)
     assert {rate for rate, _ in sent} == {0.5e9 / 8}
     assert sum(size for _, size in sent) > 2000
+
+
+def test_a_trainer_with_another_key_is_believed_when_it_is_ordered_and_the_one_before_no_more(
+    welcome: wire.Welcome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """As after a resume: what was kept of the one before is no base either, and what is staged is not put in force."""
+    monkeypatch.setenv(weights.KEEP_VARIABLE, str(tmp_path / "kept"))
+    pull = WeightsPuller()
+    assert_gives(pull(welcome, ordered(1)).apply(), 1)
+    late, received = pull(welcome, ordered(2)), pull.received_bytes()
+    relay, resumed = DirectoryRelay(tmp_path / "relay"), SigningKey()
+    with pytest.raises(WeightsForged):
+        pull(welcome, ordered(2, resumed))
+    discard_all(relay)
+    publisher = Publisher(relay, "run", {}, key=resumed)
+    publisher.publish(2, tensors(500))
+    publisher.close()
+    again = pull(welcome, ordered(2, resumed))
+    assert again.changes is None, "nothing that the one before has signed is built upon"
+    assert_gives(again.apply(), 500)
+    assert late.apply() is None
+    assert pull.received_bytes() > received
+    with pytest.raises(WeightsForged):
+        pull(welcome, ordered(2))
+    leave(pull)
+
+
+@pytest.mark.parametrize("publisher", ["", "ab", "no hexadecimal"])
+def test_an_order_that_names_no_publisher_gets_nothing(welcome: wire.Welcome, publisher: str):
+    with pytest.raises(WeightsForged):
+        WeightsPuller()(welcome, wire.PullWeights(0, WeightMode.FINISH, publisher))
