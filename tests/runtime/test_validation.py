@@ -7,13 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic import wire
-from elastic.core.types import INTEGER_MAX, Account
+from elastic.core.types import INTEGER_MAX, Account, Capabilities
 from elastic.engine.meter import AccountMeter
 from elastic.runtime.validation import BACKWARDS_NS, CLOCK_SLACK_S, DRIFT, Bounds, Claims, Implausible, bounds_of
 
 BOUNDS = Bounds(vocab_size=32, context_tokens=100, capacity_turns=20)
 TRAINER = Bounds(vocab_size=32, context_tokens=100, capacity_turns=20, trains=True)
 S = 10**9
+READY = wire.Ready(Capabilities(engine="t", replayable_sampling=True, max_context_tokens=8, device="cpu"), 0, "ab" * 32)
 
 
 def beat(accounts_ns: dict[Account, int], capacity: int = 4, decoded: int = 0) -> wire.Heartbeat:
@@ -37,6 +38,7 @@ def chunk(**fields: Any) -> wire.Tokens:
         (wire.Stepped(1, {}), "only the trainer"),
         (wire.Published(1, {}, {}), "only the trainer"),
         (wire.TrainerFailed("no"), "only the trainer"),
+        (READY, "only the trainer"),
     ],
 )
 def test_a_lie_is_named(lie: wire.FromWorker, named: str) -> None:
@@ -44,7 +46,7 @@ def test_a_lie_is_named(lie: wire.FromWorker, named: str) -> None:
         Claims(BOUNDS).check(lie, 0.0)
 
 
-@pytest.mark.parametrize("message", [wire.Trained("0/0", 0.1), wire.Stepped(1, {}), wire.TrainerFailed("no")])
+@pytest.mark.parametrize("message", [wire.Trained("0/0", 0.1), wire.Stepped(1, {}), wire.TrainerFailed("no"), READY])
 def test_the_trainer_may_say_what_trainers_say(message: wire.FromWorker) -> None:
     Claims(TRAINER).check(message, 0.0)
 
