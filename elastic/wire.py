@@ -20,7 +20,17 @@ from typing import Annotated, Any, Literal, TypeAlias, get_args
 import msgspec
 from msgspec import inspect
 
-from elastic.core.types import TEXT_MAX, Account, Capabilities, Count, FinishReason, LoadPhase, Text, WeightMode
+from elastic.core.types import (
+    INTEGER_MAX,
+    TEXT_MAX,
+    Account,
+    Capabilities,
+    Count,
+    FinishReason,
+    LoadPhase,
+    Text,
+    WeightMode,
+)
 
 PROTOCOL_VERSION = 2
 MAX_FRAME_BYTES = 64 * 1024 * 1024
@@ -138,7 +148,8 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
     start: Count
     token_ids: Annotated[list[Count], msgspec.Meta(max_length=CHUNK_TOKENS_MAX)]
     logprobs: Annotated[list[LogProbability], msgspec.Meta(max_length=CHUNK_TOKENS_MAX)]
-    weights_version: Count
+    weights_version: Annotated[int, msgspec.Meta(ge=-1, le=INTEGER_MAX)]
+    """-1 where there are no tokens that it could be of."""
     finish: FinishReason | None = None
     cached_tokens: Count = 0
     prefilled_tokens: Count = 0
@@ -147,6 +158,8 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
     def __post_init__(self) -> None:
         if len(self.token_ids) != len(self.logprobs):
             raise ValueError("as many tokens as log-probabilities are expected")
+        if self.token_ids and self.weights_version < 0:
+            raise ValueError("tokens are of a weights version")
 
 
 class Tokens(_Message, frozen=True):

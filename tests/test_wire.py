@@ -162,6 +162,15 @@ def test_the_refusal_that_other_versions_read_never_changes() -> None:
     assert msgspec.msgpack.decode(wire.encode(wire.Refused("no", retry=True))[4:]) == ["Refused", "no", True]
 
 
+def test_only_a_chunk_without_tokens_has_no_weights_version() -> None:
+    """As a worker sends for a turn that it declines."""
+    declined = wire.Tokens([wire.Chunk("t", 1, 0, [], [], -1, FinishReason.ABORTED)])
+    assert wire.decode_from_worker(wire.encode(declined)[4:]) == declined
+    claimed = msgspec.msgpack.encode(["Tokens", [["t", 1, 0, [5], [-0.5], -1]]])
+    with pytest.raises(wire.WireError, match="tokens are of a weights version"):
+        wire.decode_from_worker(claimed)
+
+
 def test_fields_that_a_later_release_appends_are_ignored() -> None:
     body = msgspec.msgpack.encode(["Abort", "turn", 3, "later"])
     assert wire.decode_from_orchestrator(body) == wire.Abort("turn", 3)
@@ -171,7 +180,7 @@ def _bounded(at: inspect.Type, where: str) -> list[str]:
     """Fields below `at` that have no end."""
     match at:
         case inspect.IntType():
-            held = at.ge is not None and at.ge >= 0 and at.le is not None and at.le < 2**53
+            held = at.ge is not None and at.ge >= -1 and at.le is not None and at.le < 2**53
             return [] if held else [where]
         case inspect.FloatType():
             lowest = at.ge if at.ge is not None else at.gt
@@ -237,8 +246,8 @@ def _parts(
 def _beyond(at: inspect.Type) -> list[object]:
     """What a field of this type must not hold."""
     match at:
-        case inspect.IntType(le=most):
-            return [-1, most + 1, 2**53, 2**63, 2**64 - 1, -(2**63), 1.5, math.nan, "1", [], {}]
+        case inspect.IntType(ge=least, le=most):
+            return [least - 1, most + 1, 2**53, 2**63, 2**64 - 1, -(2**63), 1.5, math.nan, "1", [], {}]
         case inspect.FloatType(le=most):
             over = [] if most == sys.float_info.max else [math.nextafter(most, math.inf)]
             return [math.nan, math.inf, -math.inf, *over, "1", [], {}]
