@@ -34,7 +34,7 @@ from elastic.core.scheduler import Scheduler
 from elastic.core.types import Account, Capabilities, EndCause, LeaseId, Offer, Plan, WorkerRole
 from elastic.envs.base import StepResult
 from elastic.runtime.journal import Journal
-from elastic.runtime.orchestrator import Orchestrator
+from elastic.runtime.orchestrator import Orchestrator, Wiring
 from providers.base import Emit, LeaseRequest, Provider, ProviderContext, ProviderSettings
 
 TOKENS_PER_S = 50
@@ -214,10 +214,12 @@ async def _orchestrate(pipe: multiprocessing.connection.Connection, streams: int
             config,
             Scheduler(plan, compose.limits(config), compose.policies(config), 0),
             journal,
-            make_providers,
-            lambda: EndlessEnvironment(NoSettings()),
-            (),
-            welcome,
+            Wiring(
+                make_providers=make_providers,
+                make_environment=lambda: EndlessEnvironment(NoSettings()),
+                stop_token_ids=(),
+                welcome=welcome,
+            ),
         )
         run = asyncio.create_task(orchestrator.run())
         await asyncio.sleep(WARM_UP_S)

@@ -21,7 +21,7 @@ from elastic.core.scheduler import Scheduler
 from elastic.machine import raise_descriptor_limit
 from elastic.processes import end_recorded, records
 from elastic.runtime.journal import Journal
-from elastic.runtime.orchestrator import Orchestrator
+from elastic.runtime.orchestrator import Orchestrator, Wiring
 from elastic.runtime.status import RunStatus
 from functions.base import FunctionPool, Meter
 from functions.local import FUNCTIONS, LocalFunctionPool, Prices
@@ -64,21 +64,18 @@ async def execute(
         with journaled(journal, scheduler, _meta(plan, run_dir)) as ending:
             await _reconcile(plan, run_dir, [name for name in past.providers if name not in plan.providers])
             async with weights_relay(config, run_dir) as (relay, relay_rights):
-                orchestrator = Orchestrator(
-                    config,
-                    scheduler,
-                    journal,
+                wiring = Wiring(
                     make_providers=lambda join, now_ns: make_providers(
                         plan, run_dir, join, now_ns, resume=resume, note=journal.meta
                     ),
                     make_environment=lambda: plan.environment(plan.environment_settings),
                     stop_token_ids=plan.environment.stop_token_ids,
                     welcome=_welcome(config, run_dir.name, relay),
-                    observe=observe,
                     make_reward_pool=partial(make_reward_pool, plan, run_dir) if plan.reward else None,
                     engines={name: engine_settings(config, s) for name, s in plan.providers.items() if s.engine},
                     relay_rights=relay_rights,
                 )
+                orchestrator = Orchestrator(config, scheduler, journal, wiring, observe=observe)
                 on_ready(orchestrator)
                 failed = await orchestrator.run(config.run.host, config.run.port)
             ending.conclude(failed)

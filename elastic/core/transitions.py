@@ -78,6 +78,10 @@ class Story:
     def chapters(self) -> tuple[tuple[Nanoseconds, StrEnum, StrEnum, str, str], ...]:
         return tuple(self._chapters)
 
+    def last_ns(self, state: StrEnum) -> Nanoseconds | None:
+        """When it last came to this state; None if the story does not tell."""
+        return next((now_ns for now_ns, _, finish, *_ in reversed(self._chapters) if finish is state), None)
+
     def __str__(self) -> str:
         return "\n".join(
             f"  {now_ns / NS_PER_S:.3f} s: {start} → {finish}{detail and f' at {detail}'} ({cause})"

@@ -176,7 +176,7 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
 class Progress(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One chunk of a turn as the core sees it: `count` tokens of weights `version` from position `start` on.
 
-    `prefilled` prompt tokens were computed for it, those of a cached prefix not among them. Without tokens there is no
+    `prefilled` prompt tokens were computed for it, and `cached` more found in a prefix cache. Without tokens there is no
     version, whatever it says.
     """
 
@@ -188,6 +188,7 @@ class Progress(msgspec.Struct, frozen=True, array_like=True, gc=False):
     finish: FinishReason | None = None
     detail: str = ""
     prefilled: int = 0
+    cached: int = 0
 
 
 class Capabilities(msgspec.Struct, frozen=True, kw_only=True):

@@ -67,7 +67,15 @@ def tokens_event(worker: str, epoch: int, chunks: list[wire.Chunk]) -> e.TokensR
         epoch=epoch,
         chunks=tuple(
             Progress(
-                k.turn, k.attempt, k.start, len(k.token_ids), k.weights_version, k.finish, k.detail, k.prefilled_tokens
+                k.turn,
+                k.attempt,
+                k.start,
+                len(k.token_ids),
+                k.weights_version,
+                k.finish,
+                k.detail,
+                k.prefilled_tokens,
+                k.cached_tokens,
             )
             for k in chunks
         ),

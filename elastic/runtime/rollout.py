@@ -10,18 +10,21 @@ trajectory as failed, with its cause, and is never scored.
 import asyncio
 import contextlib
 import hashlib
-import itertools
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import structlog
 
 from elastic import wire
+from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core.types import TrajectoryId, TurnId
 from elastic.envs.base import Environment
+from elastic.runtime.ports import Feed
+from elastic.runtime.tasks import Spawn
 from functions.base import BadResult
-from functions.rewards import score
+from functions.rewards import FinishedTrajectory, score
 
 log = structlog.get_logger(__name__)
 
@@ -42,23 +45,15 @@ class OpenTurn:
     trajectory: TrajectoryId
     prompt: list[int]
     noise_seed: int
-    requested_ns: int
     done: asyncio.Future[None]
     token_ids: list[int] = field(default_factory=list[int])
     logprobs: list[float] = field(default_factory=list[float])
     versions: list[int] = field(default_factory=list[int])
-    first_token_ns: int | None = None
-    attempts: int = 0
-    cached_tokens: int = 0
-    worker: str = ""
 
-    def accept(self, chunk: wire.Chunk, now_ns: int) -> None:
-        if self.first_token_ns is None:
-            self.first_token_ns = now_ns
+    def accept(self, chunk: wire.Chunk) -> None:
         self.token_ids += chunk.token_ids
         self.logprobs += chunk.logprobs
         self.versions += [chunk.weights_version] * len(chunk.token_ids)
-        self.cached_tokens += chunk.cached_tokens
 
 
 @dataclass(slots=True)
@@ -96,10 +91,6 @@ class Episode:
     def policy_tokens(self) -> int:
         return sum(self.trained)
 
-    def policy_versions(self) -> list[int]:
-        """The weights version of each token that the policy sampled."""
-        return list(itertools.compress(self.versions, self.trained))
-
     def data(self) -> wire.TrajectoryData:
         return wire.TrajectoryData(
             self.trajectory, self.token_ids, self.trained, self.logprobs, self.versions, self.reward
@@ -120,36 +111,45 @@ class RolloutLimits:
     environment_timeout_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class ScoringSettings:
+    """What a function is told besides the trajectory that it scores."""
+
+    environment: dict[str, Any]
+    reward: dict[str, Any]
+
+
 class Rollouts:
-    """The loops of the trajectories that run now. `feed` takes events to the core; `clock_ns` is the run's time."""
+    """The loops of the trajectories that run now (`elastic.runtime.ports.Trajectories`).
+
+    `feed` takes events to the core, `clock_ns` is the run's time. Without `scoring` the environments score.
+    """
 
     def __init__(
         self,
         seed: int,
         limits: RolloutLimits,
         make_environment: Callable[[], Environment],
-        feed: Callable[[e.Event], None],
+        feed: Feed,
         clock_ns: Callable[[], int],
-        on_end: Callable[[Episode, str], None],
-        *,
-        scored_by_function: bool = False,
+        spawn: Spawn,
+        scoring: ScoringSettings | None = None,
     ) -> None:
-        self.open_turns: dict[TurnId, OpenTurn] = {}
-        self.finished: dict[TrajectoryId, Episode] = {}
+        self._open_turns: dict[TurnId, OpenTurn] = {}
+        self._finished: dict[TrajectoryId, Episode] = {}
         self._seed = seed
         self._limits = limits
         self._make_environment = make_environment
         self._feed = feed
         self._clock_ns = clock_ns
-        self._on_end = on_end
-        self._scored_by_function = scored_by_function
-        self._running: dict[TrajectoryId, Episode] = {}
+        self._spawn = spawn
+        self._scoring = scoring
         self._tasks: dict[TrajectoryId, asyncio.Task[None]] = {}
 
-    def start(self, trajectory: TrajectoryId, tasks: asyncio.TaskGroup) -> None:
-        task = tasks.create_task(self._run(trajectory), name=f"trajectory {trajectory}")
-        self._tasks[trajectory] = task
-        task.add_done_callback(lambda _: self._tasks.pop(trajectory, None))
+    def start(self, group: c.StartGroup) -> None:
+        for trajectory in group.trajectories:
+            task = self._tasks[trajectory] = self._spawn(self._run(trajectory), f"trajectory {trajectory}")
+            task.add_done_callback(lambda _, trajectory=trajectory: self._tasks.pop(trajectory, None))
 
     def cancel(self, trajectory: TrajectoryId) -> None:
         task = self._tasks.get(trajectory)
@@ -160,27 +160,57 @@ class Rollouts:
         for task in list(self._tasks.values()):
             task.cancel()
 
-    def episodes_of(self, trajectories: Iterable[TrajectoryId]) -> list[Episode]:
-        """Those that run, as far as they have come, and those that have finished and are not taken yet."""
-        known = (self._running.get(trajectory) or self.finished.get(trajectory) for trajectory in trajectories)
-        return [episode for episode in known if episode is not None]
+    def prompt(self, turn: TurnId) -> OpenTurn | None:
+        return self._open_turns.get(turn)
 
-    def finish_turn(self, turn: TurnId) -> OpenTurn | None:
+    def accept(self, event: e.TokensReceived, chunks: Sequence[int], payload: Sequence[wire.Chunk]) -> None:
+        for chunk in (payload[position] for position in chunks):
+            if (turn := self._open_turns.get(chunk.turn)) is not None:
+                turn.accept(chunk)
+
+    def finish_turn(self, turn: TurnId) -> None:
         """Hand the turn's tokens to its loop."""
-        record = self.open_turns.pop(turn, None)
+        record = self._open_turns.pop(turn, None)
         if record is not None and not record.done.done():
             record.done.set_result(None)
-        return record
 
     def fail_turn(self, turn: TurnId, cause: str) -> None:
-        record = self.open_turns.pop(turn, None)
+        record = self._open_turns.pop(turn, None)
         if record is not None and not record.done.done():
             record.done.set_exception(TurnFailed(cause))
+
+    def finished(self, trajectory: TrajectoryId) -> FinishedTrajectory:
+        assert self._scoring is not None
+        episode = self._finished[trajectory]
+        return FinishedTrajectory(
+            trajectory=trajectory,
+            token_ids=episode.token_ids,
+            trained=episode.trained,
+            seed=episode.seed,
+            environment_settings=self._scoring.environment,
+            environment_reward=episode.reward,
+            settings=self._scoring.reward,
+            truncated=episode.truncated,
+        )
+
+    def record_reward(self, trajectory: TrajectoryId, reward: float | None, cause: str) -> None:
+        """What came of scoring it: its reward, or why it has none."""
+        if reward is None:
+            del self._finished[trajectory]
+        else:
+            self._finished[trajectory].reward = reward
+
+    def take(self, trajectories: Sequence[TrajectoryId]) -> list[Episode]:
+        return [self._finished.pop(trajectory) for trajectory in trajectories]
+
+    def drop(self, trajectories: Sequence[TrajectoryId]) -> int:
+        """Returns how many tokens the policy sampled for those of them that have finished."""
+        finished = [self._finished.pop(trajectory, None) for trajectory in trajectories]
+        return sum(episode.policy_tokens for episode in finished if episode is not None)
 
     async def _run(self, trajectory: TrajectoryId) -> None:
         step, group, _ = (int(part) for part in trajectory.split("/"))
         episode = Episode(trajectory, self._clock_ns(), stable_hash(self._seed, step, group))
-        self._running[trajectory] = episode
         try:
             async with self._environment() as environment:
                 await self._play(episode, environment)
@@ -194,8 +224,7 @@ class Rollouts:
         else:
             self._over(episode)
         finally:
-            self._running.pop(trajectory, None)
-            self.open_turns.pop(f"{trajectory}/{episode.turns}", None)
+            self._open_turns.pop(f"{trajectory}/{episode.turns}", None)
 
     @contextlib.asynccontextmanager
     async def _environment(self) -> AsyncIterator[Environment]:
@@ -210,26 +239,15 @@ class Rollouts:
                 log.warning("environment not closed", error=repr(error))
 
     def _over(self, episode: Episode) -> None:
-        self.finished[episode.trajectory] = episode
-        tokens = episode.policy_tokens
-        if self._scored_by_function:
-            self._feed(e.RewardRequested(trajectory=episode.trajectory, tokens=tokens))
+        trajectory, tokens = episode.trajectory, episode.policy_tokens
+        self._finished[trajectory] = episode
+        if self._scoring is not None:
+            self._feed(e.RewardRequested(trajectory=trajectory, tokens=tokens), episode)
         else:
-            self._on_end(episode, "")
-            self._feed(e.TrajectoryFinished(trajectory=episode.trajectory, reward=episode.reward, tokens=tokens))
-
-    def record_reward(self, trajectory: TrajectoryId, reward: float | None, cause: str) -> None:
-        """What came of scoring it: its reward, or why it has none."""
-        if reward is None:
-            self._on_end(self.finished.pop(trajectory), cause)
-        else:
-            episode = self.finished[trajectory]
-            episode.reward = reward
-            self._on_end(episode, "")
+            self._feed(e.TrajectoryFinished(trajectory=trajectory, reward=episode.reward, tokens=tokens), episode)
 
     def _failed(self, episode: Episode, cause: str) -> None:
-        self._on_end(episode, cause)
-        self._feed(e.TrajectoryFailed(trajectory=episode.trajectory, cause=cause))
+        self._feed(e.TrajectoryFailed(trajectory=episode.trajectory, cause=cause), episode)
 
     async def _play(self, episode: Episode, environment: Environment) -> None:
         limits = self._limits
@@ -262,8 +280,8 @@ class Rollouts:
     async def _generate(self, episode: Episode, noise_seed: int) -> OpenTurn:
         turn_id = f"{episode.trajectory}/{episode.turns}"
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        turn = OpenTurn(turn_id, episode.trajectory, list(episode.token_ids), noise_seed, self._clock_ns(), done)
-        self.open_turns[turn_id] = turn
+        turn = OpenTurn(turn_id, episode.trajectory, list(episode.token_ids), noise_seed, done)
+        self._open_turns[turn_id] = turn
         self._feed(
             e.TurnRequested(
                 turn=turn_id,

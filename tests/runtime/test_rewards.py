@@ -1,7 +1,7 @@
 """Rewards on real function processes: every way to go wrong reaches the core as a failure, never as a score."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,16 @@ def score(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Score:
         told: list[e.Event] = []
         calls: list[Call] = []
         pool = LocalFunctionPool(f"some_rewards:{reward}", meter=calls.append)
-        dispatch = RewardDispatch(pool, timeout_s, told.append)
+        group: asyncio.TaskGroup | None = None
+
+        def feed(event: e.Event, payload: Any = None) -> None:
+            told.append(event)
+
+        def spawn(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+            assert group is not None
+            return group.create_task(work, name=name)
+
+        dispatch = RewardDispatch(pool, timeout_s, feed, spawn)
         await dispatch.start()
         finished = FinishedTrajectory(
             trajectory="0/1/2",
@@ -53,9 +62,9 @@ def score(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Score:
             settings={"weight": 0.25},
         )
         try:
-            async with asyncio.TaskGroup() as tasks:
+            async with asyncio.TaskGroup() as group:
                 for attempt in range(1, attempts + 1):
-                    dispatch.score(c.ScoreTrajectory(trajectory="0/1/2", attempt=attempt), finished, tasks)
+                    dispatch.score(c.ScoreTrajectory(trajectory="0/1/2", attempt=attempt), finished)
         finally:
             await dispatch.aclose()
         return told, calls

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.envs.base import StepResult
 from elastic.runtime.rollout import Episode, RolloutLimits, Rollouts
@@ -52,35 +53,34 @@ class Endless(OneTurn):
         return self._reward * self._turns
 
 
-async def play(environment: OneTurn, episodes: list[Episode] | None = None) -> Any:
-    """What the core is told of one trajectory, and how it ended; `episodes` gets it as it was then."""
+async def play(environment: OneTurn) -> tuple[list[e.Event], list[Episode]]:
+    """What the core is told of one trajectory, and the episodes that came with the events that end one."""
     heard: list[e.Event] = []
-    ended: list[tuple[str, str]] = []
+    ended: list[Episode] = []
 
-    def feed(event: e.Event) -> None:
-        heard.append(event)
+    def feed(event: e.Event, payload: Any = None) -> None:
         if isinstance(event, e.TurnRequested):
             asyncio.get_running_loop().call_soon(rollouts.finish_turn, event.turn)
-
-    def on_end(episode: Episode, cause: str) -> None:
-        ended.append((episode.trajectory, cause))
-        if episodes is not None:
-            episodes.append(episode)
+        else:
+            heard.append(event)
+            ended.append(payload)
 
     def make_environment() -> Any:
         return environment
 
-    rollouts = Rollouts(1, LIMITS, make_environment, feed, lambda: 0, on_end)
     async with asyncio.TaskGroup() as tasks:
-        rollouts.start("0/0/0", tasks)
-    return [event for event in heard if not isinstance(event, e.TurnRequested)], ended
+        rollouts = Rollouts(
+            1, LIMITS, make_environment, feed, lambda: 0, lambda work, name: tasks.create_task(work, name=name)
+        )
+        rollouts.start(c.StartGroup(step=0, group="0/0", index=0, trajectories=("0/0/0",)))
+    return heard, ended
 
 
 @pytest.mark.parametrize("reward", [1, 0.5, -2.0])
 async def test_a_finite_reward_is_the_trajectorys(reward: float) -> None:
     heard, ended = await play(OneTurn(reward))
     assert heard == [e.TrajectoryFinished(trajectory="0/0/0", reward=float(reward), tokens=0)]
-    assert ended == [("0/0/0", "")]
+    assert [episode.trajectory for episode in ended] == ["0/0/0"]
 
 
 @pytest.mark.parametrize("reward", ["1", None, float("nan"), float("inf"), True, [1.0]])
@@ -89,23 +89,20 @@ async def test_what_is_no_finite_number_is_never_a_score(reward: Any) -> None:
     (failed,) = heard
     assert isinstance(failed, e.TrajectoryFailed)
     assert failed.cause.startswith("a reward must be a finite number; found ")
-    assert ended == [("0/0/0", failed.cause)]
+    assert [episode.trajectory for episode in ended] == ["0/0/0"]
 
 
 @pytest.mark.parametrize(("observation_tokens", "turns"), [(1, LIMITS.max_turns), (20, 3)])
 async def test_a_truncated_episode_is_worth_what_its_environment_says(observation_tokens: int, turns: int) -> None:
     """By the limit of turns, and by that of tokens."""
-    episodes: list[Episode] = []
-    heard, ended = await play(Endless(0.5, observation_tokens=observation_tokens), episodes)
+    heard, ended = await play(Endless(0.5, observation_tokens=observation_tokens))
     assert heard == [e.TrajectoryFinished(trajectory="0/0/0", reward=0.5 * turns, tokens=0)]
-    assert ended == [("0/0/0", "")]
-    assert [(episode.turns, episode.truncated) for episode in episodes] == [(turns, True)]
+    assert [(episode.turns, episode.truncated) for episode in ended] == [(turns, True)]
 
 
 async def test_an_episode_that_is_done_is_not_truncated() -> None:
-    episodes: list[Episode] = []
-    await play(OneTurn(1.0), episodes)
-    assert [episode.truncated for episode in episodes] == [False]
+    _, ended = await play(OneTurn(1.0))
+    assert [episode.truncated for episode in ended] == [False]
 
 
 @pytest.mark.parametrize("reward", ["1", float("nan")])

@@ -1,0 +1,101 @@
+"""What workers say, as events of the run that they work for."""
+
+from collections.abc import Callable
+from typing import Any
+
+from elastic import wire
+from elastic.core import events as e
+from elastic.core.types import WorkerId
+from elastic.runtime.journal import tokens_event
+from elastic.runtime.run import Run
+from elastic.runtime.scribe import Scribe
+
+
+class Listener:
+    """A `elastic.runtime.gateway.WorkerListener`: frames become events, with what the scribe wants of them besides.
+
+    `trust` hears the public key of each trainer that joins.
+    """
+
+    def __init__(self, run: Run, scribe: Scribe, trust: Callable[[str], None]) -> None:
+        self._run = run
+        self._scribe = scribe
+        self._trust = trust
+        self._hear: dict[type[Any], Callable[[WorkerId, int, Any], None]] = {
+            wire.Heartbeat: self._on_heartbeat,
+            wire.Tokens: lambda w, n, m: run.feed(tokens_event(w, n, m.chunks), m.chunks),
+            wire.WeightsReport: self._on_weights,
+            wire.Slept: lambda w, n, _: run.feed(e.WorkerSlept(worker=w, epoch=n)),
+            wire.Awoke: lambda w, n, _: run.feed(e.WorkerAwoke(worker=w, epoch=n)),
+            wire.Goodbye: self._on_goodbye,
+            wire.Trained: lambda w, n, m: run.feed(e.GroupTrained(worker=w, epoch=n, group=m.group)),
+            wire.Stepped: self._on_stepped,
+            wire.Published: lambda w, n, m: scribe.published(m.version, m.changed, m.metrics),
+            wire.TrainerFailed: lambda w, n, m: run.feed(e.TrainerFailed(worker=w, epoch=n, error=m.error)),
+        }
+
+    def on_ready(self, worker: WorkerId, epoch: int, ready: wire.Ready) -> None:
+        trainer = self._run.scheduler.trainer()
+        if trainer is not None and trainer.id == worker:
+            self._trust(ready.publisher)
+        self._run.feed(
+            e.WorkerJoined(
+                worker=worker, epoch=epoch, capabilities=ready.capabilities, weights_version=ready.weights_version
+            )
+        )
+
+    def on_message(self, worker: WorkerId, epoch: int, message: wire.FromWorker) -> None:
+        hear = self._hear.get(type(message))
+        if hear is not None:
+            hear(worker, epoch, message)
+
+    def on_disconnected(self, worker: WorkerId, epoch: int, goodbye: bool) -> None:
+        self._run.feed(e.WorkerDisconnected(worker=worker, epoch=epoch, goodbye=goodbye))
+
+    def on_barred(self, worker: WorkerId, epoch: int, cause: str) -> None:
+        self._run.feed(e.WorkerBarred(worker=worker, epoch=epoch, cause=cause))
+
+    def _on_heartbeat(self, worker: WorkerId, epoch: int, beat: wire.Heartbeat) -> None:
+        self._run.feed(
+            e.WorkerReported(
+                worker=worker,
+                epoch=epoch,
+                capacity_turns=beat.capacity_turns,
+                pending=beat.pending,
+                executing=beat.executing,
+                progress=beat.progress,
+                accounts_ns=beat.accounts_ns,
+                decoded_tokens=beat.decoded_tokens,
+                kv_used_share=beat.kv_used_share,
+                prefix_hit_tokens=beat.prefix_hit_tokens,
+                prompt_tokens=beat.prompt_tokens,
+                loading=beat.loading,
+                load_progress=beat.load_progress,
+            )
+        )
+
+    def _on_goodbye(self, worker: WorkerId, epoch: int, goodbye: wire.Goodbye) -> None:
+        self._run.feed(
+            e.WorkerReported(
+                worker=worker,
+                epoch=epoch,
+                capacity_turns=0,
+                pending=0,
+                executing=0,
+                progress=0,
+                accounts_ns=goodbye.accounts_ns,
+                decoded_tokens=goodbye.decoded_tokens,
+            )
+        )
+
+    def _on_weights(self, worker: WorkerId, epoch: int, report: wire.WeightsReport) -> None:
+        if report.error:
+            reason, version = report.error, report.version
+            self._run.feed(e.WeightsFailed(worker=worker, epoch=epoch, version=version, reason=reason), report)
+        else:
+            self._run.feed(e.WeightsApplied(worker=worker, epoch=epoch, version=report.version), report)
+
+    def _on_stepped(self, worker: WorkerId, epoch: int, stepped: wire.Stepped) -> None:
+        self._run.feed(e.WeightsPublished(worker=worker, epoch=epoch, version=stepped.version), stepped.metrics)
+        for group, reason in stepped.unusable.items():
+            self._scribe.unusable(group, reason)

@@ -1,0 +1,136 @@
+"""A run's surroundings, as `elastic.runtime.run.Run` sees them.
+
+Each world brings its own: the live one has asyncio, sockets and processes behind these ports, the simulated ones have
+models. All are synchronous: a call orders something and returns, and what comes of it is fed to the run as an event.
+Payloads (`Any`) are a world's own, such as token ids; a run only hands them from one port to another.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from elastic.core import commands as c
+from elastic.core import events as e
+from elastic.core.types import LeaseId, Nanoseconds, TrajectoryId, TurnId, WorkerId
+
+
+class Feed(Protocol):
+    """Takes an event to a run's core, with what else has come along for the run's ports."""
+
+    def __call__(self, event: e.Event, payload: Any = None) -> None: ...
+
+
+class Clock(Protocol):
+    def now_ns(self) -> Nanoseconds: ...
+
+    def at(self, when_ns: Nanoseconds, action: Callable[[], None]) -> None:
+        """Call `action` at that time, or at once if it has passed; later where the clock is held up."""
+        ...
+
+
+class Journal(Protocol):
+    def append(self, now_ns: Nanoseconds, event: e.Event, payload: Any) -> None:
+        """The core is about to be told."""
+        ...
+
+    def decided(self, now_ns: Nanoseconds, event: e.Event, payload: Any, commands: Sequence[c.Command]) -> None:
+        """The core has been told, and these commands are about to be carried out."""
+        ...
+
+    def durable(self) -> None:
+        """Returns once everything appended so far would survive the process."""
+        ...
+
+
+class Workers(Protocol):
+    """Orders reach a worker whose epoch is connected; others are lost, as on any network."""
+
+    def start_turn(self, order: c.StartTurn, prompt: Any) -> None: ...
+
+    def order(self, order: c.AbortTurn | c.LoadWeights | c.SleepWorker | c.WakeWorker | c.DrainWorker) -> None: ...
+
+    def fence(self, worker: WorkerId, reason: str) -> None: ...
+
+
+class Leases(Protocol):
+    def acquire(self, lease: LeaseId, provider: str, workers: int) -> None: ...
+
+    def release(self, lease: LeaseId, provider: str) -> None: ...
+
+    def bar(self, lease: LeaseId, provider: str) -> None:
+        """Nothing is to be leased again of what this lease stands on."""
+        ...
+
+
+class Trajectories(Protocol):
+    """The environment loops, and what their trajectories have come to."""
+
+    def start(self, group: c.StartGroup) -> None: ...
+
+    def cancel(self, trajectory: TrajectoryId) -> None: ...
+
+    def prompt(self, turn: TurnId) -> Any:
+        """What a worker needs to generate the turn; None if nobody waits for it any more."""
+        ...
+
+    def accept(self, event: e.TokensReceived, chunks: Sequence[int], payload: Any) -> None:
+        """The frame's chunks at these positions count."""
+        ...
+
+    def finish_turn(self, turn: TurnId) -> None: ...
+
+    def fail_turn(self, turn: TurnId, cause: str) -> None: ...
+
+    def finished(self, trajectory: TrajectoryId) -> Any:
+        """What a function needs to score the trajectory."""
+        ...
+
+    def record_reward(self, trajectory: TrajectoryId, reward: float | None, cause: str) -> None: ...
+
+    def take(self, trajectories: Sequence[TrajectoryId]) -> Any:
+        """What the trainer needs to learn from these. They are not asked for again."""
+        ...
+
+    def drop(self, trajectories: Sequence[TrajectoryId]) -> Any:
+        """What the trainer needs to know of what it does not learn from. They are not asked for again."""
+        ...
+
+
+class Rewards(Protocol):
+    def score(self, order: c.ScoreTrajectory, finished: Any) -> None: ...
+
+
+class Trainer(Protocol):
+    """The trainer's process; orders are carried out one after the other."""
+
+    def train(self, order: c.TrainGroup, batch: Any) -> None: ...
+
+    def skip(self, order: c.DropGroup, dropped: Any) -> None:
+        """The group's slot in its step's batch stays empty."""
+        ...
+
+    def update(self, order: c.UpdateWeights) -> None: ...
+
+
+class Owner(Protocol):
+    """Who has started the run."""
+
+    def ended(self) -> None:
+        """The run is over: its last command has been carried out, or it was killed."""
+        ...
+
+    def broken(self, event: e.Event, error: Exception) -> None:
+        """The core or a port has raised. Nothing more is carried out unless this raises, too."""
+        ...
+
+
+@dataclass(slots=True)
+class Ports:
+    clock: Clock
+    journal: Journal
+    workers: Workers
+    leases: Leases
+    trajectories: Trajectories
+    rewards: Rewards
+    trainer: Trainer
+    owner: Owner

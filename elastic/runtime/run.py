@@ -1,0 +1,192 @@
+"""A run: the one place where the core's commands become effects.
+
+Event → core → commands → calls of ports, one event at a time, without waiting for anything. What runs beside it,
+such as threads and sockets, lies behind the ports; so the same `Run` lives in every world.
+
+Guarantees:
+- An event is journaled before the core hears it; what cannot be taken back is done once the journal is durable.
+- No deadline passes for the process's own lateness: see `Alarm`.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from elastic.core import commands as c
+from elastic.core import events as e
+from elastic.core.scheduler import Scheduler
+from elastic.core.types import Nanoseconds
+from elastic.runtime.ports import Clock, Ports
+
+LATE_WAKEUP_NS = 50_000_000
+"""A timer this late means that the process was held up: what lies in its sockets is older than the deadline, so it is
+read first. Otherwise a busy orchestrator would fence workers for its own silence."""
+LATE_WAKEUPS_MAX = 8
+"""A process that stays late this often in a row is not held up but overloaded: deadlines pass then all the same."""
+
+
+class Alarm:
+    """Wakes the core when it has asked to be. Call `arm` after every event.
+
+    The clock is set anew only for an earlier time than it is set to: what the core waits for is put off with every
+    token, and mostly still is when the clock rings.
+    """
+
+    def __init__(self, clock: Clock, next_ns: Callable[[], Nanoseconds | None], wake: Callable[[], None]) -> None:
+        self._clock = clock
+        self._next_ns = next_ns
+        self._wake = wake
+        self._due_ns: Nanoseconds | None = None
+        self._set_to_ns: Nanoseconds | None = None
+        self._late = 0
+
+    def event_ns(self) -> Nanoseconds:
+        """When an event of now counts as having happened: before any deadline that has passed without a wake-up."""
+        now_ns, due_ns = self._clock.now_ns(), self._due_ns
+        return now_ns if due_ns is None or now_ns <= due_ns else due_ns - 1
+
+    def arm(self) -> None:
+        due_ns = self._due_ns = self._next_ns()
+        if due_ns is not None and (self._set_to_ns is None or due_ns < self._set_to_ns):
+            self._set_to_ns = due_ns
+            self._ring_at(due_ns, due_ns)
+
+    def stop(self) -> None:
+        self._due_ns = self._set_to_ns = None
+
+    def _ring_at(self, when_ns: Nanoseconds, set_to_ns: Nanoseconds) -> None:
+        expected_ns = max(when_ns, self._clock.now_ns())
+        self._clock.at(when_ns, partial(self._ring, set_to_ns, expected_ns))
+
+    def _ring(self, set_to_ns: Nanoseconds, expected_ns: Nanoseconds) -> None:
+        if self._set_to_ns != set_to_ns:
+            return
+        now_ns = self._clock.now_ns()
+        if now_ns - expected_ns > LATE_WAKEUP_NS and self._late < LATE_WAKEUPS_MAX:
+            self._late += 1
+            self._ring_at(now_ns + LATE_WAKEUP_NS // 2, set_to_ns)
+            return
+        self._late, self._set_to_ns = 0, None
+        if self._due_ns is not None and self._due_ns <= set_to_ns:
+            self._due_ns = None
+            self._wake()
+        else:
+            self.arm()
+
+
+class Run:
+    """`connect` makes the ports of the run it is given; they may feed it from then on. `failed` is why the run has
+    failed, empty while it has not."""
+
+    def __init__(self, scheduler: Scheduler, connect: "Callable[[Run], Ports]") -> None:
+        self.scheduler = scheduler
+        self.failed = ""
+        self.closed = False
+        self._inbox: deque[tuple[e.Event, Any]] = deque()
+        self._handling = False
+        self._ports = ports = connect(self)
+        self._alarm = Alarm(ports.clock, scheduler.next_wakeup_ns, lambda: self.feed(e.Tick()))
+        workers, trajectories = ports.workers, ports.trajectories
+        self._execute: dict[type[c.Command], Callable[[Any], None]] = {
+            c.AcquireLease: self._acquire_lease,
+            c.ReleaseLease: self._release_lease,
+            c.StartTurn: self._start_turn,
+            c.AbortTurn: workers.order,
+            c.FinishTurn: lambda k: trajectories.finish_turn(k.turn),
+            c.FailTurn: lambda k: trajectories.fail_turn(k.turn, k.cause),
+            c.LoadWeights: workers.order,
+            c.SleepWorker: workers.order,
+            c.WakeWorker: workers.order,
+            c.DrainWorker: workers.order,
+            c.FenceWorker: lambda k: workers.fence(k.worker, k.reason),
+            c.BarLease: lambda k: ports.leases.bar(k.lease, k.provider),
+            c.StartGroup: trajectories.start,
+            c.CancelTrajectory: lambda k: trajectories.cancel(k.trajectory),
+            c.ScoreTrajectory: lambda k: ports.rewards.score(k, trajectories.finished(k.trajectory)),
+            c.RecordReward: lambda k: trajectories.record_reward(k.trajectory, k.reward, k.cause),
+            c.TrainGroup: lambda k: ports.trainer.train(k, trajectories.take(k.trajectories)),
+            c.DropGroup: self._drop_group,
+            c.UpdateWeights: self._update_weights,
+            c.EndRun: self._end_run,
+        }
+
+    # Events in
+
+    def feed(self, event: e.Event, payload: Any = None) -> None:
+        """Take one event to the core and carry out what it answers; after the one that is being handled, if any is."""
+        self._inbox.append((event, payload))
+        if self._handling:
+            return
+        self._handling = True
+        try:
+            while self._inbox:
+                event, payload = self._inbox.popleft()
+                self._handle(event, payload)
+            if not self.closed:
+                self._alarm.arm()
+        except Exception as error:
+            # Whoever brought the event cannot help; a core that broke off halfway must not go on.
+            self._inbox.clear()
+            self._ports.owner.broken(event, error)
+            self.kill(f"internal error: {type(error).__name__}: {error}")
+        finally:
+            self._handling = False
+
+    def stop(self, reason: str) -> None:
+        """Give everything back and end; the run then counts as failed for this reason."""
+        self.feed(e.StopRequested(reason=reason))
+
+    def kill(self, reason: str) -> None:
+        """End at once, without giving anything back."""
+        self.failed = self.failed or self.scheduler.failed or reason
+        self.close()
+        self._ports.owner.ended()
+
+    def close(self) -> None:
+        """Carry nothing out any more. What is fed is still journaled, and the core hears it: so are leases that end."""
+        self.closed = True
+        self._alarm.stop()
+
+    def _handle(self, event: e.Event, payload: Any) -> None:
+        ports = self._ports
+        now_ns = self._alarm.event_ns()
+        ports.journal.append(now_ns, event, payload)
+        commands = self.scheduler.handle(event, now_ns)
+        ports.journal.decided(now_ns, event, payload, commands)
+        for command in commands:
+            if self.closed:
+                return
+            if type(command) is c.AcceptTokens:
+                assert isinstance(event, e.TokensReceived)
+                ports.trajectories.accept(event, command.chunks, payload)
+            else:
+                self._execute[type(command)](command)
+
+    # Commands out
+
+    def _acquire_lease(self, command: c.AcquireLease) -> None:
+        offer = self.scheduler.leases.offers[command.provider]
+        self._ports.leases.acquire(command.lease, command.provider, offer.workers_per_lease)
+
+    def _release_lease(self, command: c.ReleaseLease) -> None:
+        self._ports.journal.durable()
+        self._ports.leases.release(command.lease, command.provider)
+
+    def _start_turn(self, command: c.StartTurn) -> None:
+        prompt = self._ports.trajectories.prompt(command.turn)
+        if prompt is not None:
+            self._ports.workers.start_turn(command, prompt)
+
+    def _drop_group(self, command: c.DropGroup) -> None:
+        dropped = self._ports.trajectories.drop(command.trajectories)
+        if command.slot is not None:
+            self._ports.trainer.skip(command, dropped)
+
+    def _update_weights(self, command: c.UpdateWeights) -> None:
+        self._ports.journal.durable()
+        self._ports.trainer.update(command)
+
+    def _end_run(self, command: c.EndRun) -> None:
+        self.failed = command.failed
+        self._ports.owner.ended()

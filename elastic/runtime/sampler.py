@@ -1,0 +1,59 @@
+"""Samples of a run: how it stands, now and then, in its journal and for whoever watches."""
+
+from collections import deque
+from collections.abc import Callable
+
+import msgspec
+
+from elastic.core.scheduler import Scheduler
+from elastic.core.types import Nanoseconds
+from elastic.runtime.journal import Journal
+from elastic.runtime.scribe import Scribe
+from elastic.runtime.status import RunStatus, run_status, tokens_per_s, total_tokens
+
+THROUGHPUT_WINDOW = 10
+"""Samples over which tokens per second are averaged."""
+
+
+class Sampler:
+    """`cpu_share` says how busy the machine is on which the run's workers are, in [0, 1]."""
+
+    def __init__(
+        self,
+        run: str,
+        scheduler: Scheduler,
+        scribe: Scribe,
+        journal: Journal,
+        observe: Callable[[RunStatus], None],
+        cpu_share: Callable[[], float] = lambda: 0.0,
+        window: int = THROUGHPUT_WINDOW,
+    ) -> None:
+        self._run = run
+        self._scheduler = scheduler
+        self._scribe = scribe
+        self._journal = journal
+        self._observe = observe
+        self._cpu_share = cpu_share
+        self._token_marks = deque[tuple[Nanoseconds, int]](maxlen=window)
+
+    def sample(self, now_ns: Nanoseconds) -> None:
+        """Journal how the run stands, with the books as they are, and show it."""
+        status = self.status(now_ns)
+        self._journal.sample(now_ns, msgspec.to_builtins(status))
+        self._journal.books(self._scheduler.ledger)
+        self._observe(status)
+
+    def status(self, now_ns: Nanoseconds) -> RunStatus:
+        scribe = self._scribe
+        self._token_marks.append((now_ns, total_tokens(scribe.counts)))
+        return run_status(
+            self._run,
+            self._scheduler,
+            now_ns,
+            scribe.counts,
+            rewards=scribe.rewards,
+            last_success_rate=scribe.last_success_rate,
+            tokens_per_s=tokens_per_s(self._token_marks),
+            function_usd=scribe.function_usd,
+            cpu_share=self._cpu_share(),
+        )
