@@ -31,8 +31,8 @@ from elastic.config import Config
 from elastic.core.ledger import overhead_share
 from elastic.core.scheduler import Scheduler
 from elastic.core.types import NS_PER_S, Account, TrajectoryId
+from elastic.runtime.scribe import NullJournal
 from elastic.sim.performance import Episode, Episodes, SimulatedRun, SimulationError, Turn
-from elastic.sim.performance.run import Silence
 from elastic.sim.performance.worker import WorkerModel
 
 H100 = "H100/Qwen3-8B"
@@ -115,8 +115,8 @@ def simulated(
     plan = compose.resolve(config, list(providers), "long turns")
     scheduler = Scheduler(compose.run_plan(plan), compose.limits(config), compose.policies(config), 0)
     experiment = simulation.Experiment(profile=profile, profiles=dict(profiles or {}))
-    run = simulation.build(plan, experiment, scheduler, Silence())
-    run.episodes = task
+    run = simulation.build(plan, experiment, scheduler, NullJournal())
+    run.environments.episodes = task
     return run
 
 

@@ -13,8 +13,8 @@ from _common import ROOT, Arguments, emit, parse_arguments
 from elastic import compose, simulation
 from elastic.config import load_config
 from elastic.core.scheduler import Scheduler
+from elastic.runtime.scribe import NullJournal
 from elastic.sim.loop import EventLoop
-from elastic.sim.performance.run import Silence
 
 EXAMPLE = ROOT / "examples" / "frozenlake.toml"
 LOOP_EVENTS = 1_000_000
@@ -48,7 +48,7 @@ def simulate(overrides: list[str], providers: list[str], frame_s: float | None =
     config = load_config(EXAMPLE, overrides)
     plan = compose.resolve(config, providers, str(EXAMPLE))
     scheduler = Scheduler(compose.run_plan(plan), compose.limits(config), compose.policies(config), 0)
-    run = simulation.build(plan, simulation.Experiment(frame_s=frame_s), scheduler, Silence())
+    run = simulation.build(plan, simulation.Experiment(frame_s=frame_s), scheduler, NullJournal())
     began_s = time.process_time()
     failed = run.live()
     cpu_s = time.process_time() - began_s

@@ -2,7 +2,6 @@
 
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -13,9 +12,10 @@ from elastic.config import Config, ConfigError, EngineConfig, validate
 from elastic.core.scheduler import Scheduler
 from elastic.core.types import NS_PER_S, WeightMode
 from elastic.runtime.journal import Journal, JournalError, JournalReader
-from elastic.runtime.status import RunStatus, run_status, tokens_per_s, total_tokens
+from elastic.runtime.sampler import Sampler
+from elastic.runtime.scribe import NullJournal
+from elastic.runtime.status import RunStatus
 from elastic.sim.performance import (
-    Chronicle,
     Episode,
     Episodes,
     ProfileError,
@@ -215,7 +215,9 @@ def _shapes(rows: Sequence[Mapping[str, int]], started_ns: int | None) -> tuple[
     return tuple(shapes)
 
 
-def build(plan: compose.RunPlan, experiment: Experiment, scheduler: Scheduler, chronicle: Chronicle) -> SimulatedRun:
+def build(
+    plan: compose.RunPlan, experiment: Experiment, scheduler: Scheduler, journal: Journal | NullJournal
+) -> SimulatedRun:
     """The run's world, ready to live. Raises `ConfigError` for what cannot be simulated."""
     config = plan.config
     devices = devices_of(plan, experiment)
@@ -243,7 +245,7 @@ def build(plan: compose.RunPlan, experiment: Experiment, scheduler: Scheduler, c
             trainer,
             plan.providers,
             episodes_of(config, experiment),
-            chronicle,
+            journal,
         )
     except ValueError as error:
         raise ConfigError(str(error)) from error
@@ -301,10 +303,19 @@ def simulate(
     with compose.journaled(journal, scheduler, _meta(plan, run_dir, experiment)) as ending:
         run = build(plan, experiment, scheduler, journal)
         tell([line for name, settings in plan.providers.items() for line in doubts(name, settings)])
-        sampler = _Sampler(config, run, journal, observe, stopped)
-        failed = run.live(sample=sampler.sample)
-        sampler.sample()
-        tell(run.episodes.notes())
+        sampler = Sampler(config.run.name, scheduler, run.scribe, journal, observe, window=2)
+        asked = False
+
+        def sample() -> None:
+            nonlocal asked
+            if not asked and stopped():
+                asked = True
+                run.stop(compose.INTERRUPTED)
+            sampler.sample(run.loop.now_ns)
+
+        failed = run.live(sample=sample)
+        sample()
+        tell(run.environments.episodes.notes())
         ending.conclude(failed)
     return compose.RunOutcome(run_dir=run_dir, failed=failed, interrupted=failed == compose.INTERRUPTED)
 
@@ -319,46 +330,3 @@ def _meta(plan: compose.RunPlan, run_dir: Path, experiment: Experiment) -> dict[
         "seed": str(plan.config.run.seed),
         "started_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
-
-
-class _Sampler:
-    """Journals and shows how the run stands, as the live orchestrator does."""
-
-    def __init__(
-        self,
-        config: Config,
-        run: SimulatedRun,
-        journal: Journal,
-        observe: Callable[[RunStatus], None],
-        stopped: Callable[[], bool],
-    ) -> None:
-        self._config = config
-        self._run = run
-        self._journal = journal
-        self._observe = observe
-        self._stopped = stopped
-        self._asked_to_stop = False
-        self._token_marks = deque([(0, 0)], maxlen=2)
-
-    def sample(self) -> None:
-        if self._stopped() and not self._asked_to_stop:
-            self._asked_to_stop = True
-            self._run.stop(compose.INTERRUPTED)
-        status = self._status()
-        self._journal.sample(self._run.loop.now_ns, msgspec.to_builtins(status))
-        self._journal.books(self._run.scheduler.ledger)
-        self._observe(status)
-
-    def _status(self) -> RunStatus:
-        run, now_ns = self._run, self._run.loop.now_ns
-        self._token_marks.append((now_ns, total_tokens(run.spending)))
-        return run_status(
-            self._config.run.name,
-            run.scheduler,
-            now_ns,
-            run.spending,
-            rewards=run.rewards,
-            last_success_rate=run.last_success,
-            tokens_per_s=tokens_per_s(self._token_marks),
-            function_usd=run.function_usd,
-        )

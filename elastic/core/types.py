@@ -176,8 +176,8 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
 class Progress(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One chunk of a turn as the core sees it: `count` tokens of weights `version` from position `start` on.
 
-    `prefilled` prompt tokens were computed for it, and `cached` more found in a prefix cache. Without tokens there is no
-    version, whatever it says.
+    `prefilled` prompt tokens were computed for it, and `cached` more found in a prefix cache. Without tokens there is
+    no version, whatever it says.
     """
 
     turn: TurnId

@@ -15,7 +15,7 @@ from elastic.core import events as e
 from elastic.core.scheduler import Scheduler
 from elastic.core.types import LeaseId, Nanoseconds, WeightMode, WorkerId
 from elastic.runtime.gateway import Gateway
-from elastic.runtime.ports import Feed
+from elastic.runtime.ports import Feed, WorkerOrder
 from elastic.runtime.rollout import Episode, OpenTurn
 from elastic.runtime.tasks import Spawn
 from elastic.weights.rights import RelayRights
@@ -75,7 +75,7 @@ class GatewayWorkers:
             ),
         )
 
-    def order(self, order: c.AbortTurn | c.LoadWeights | c.SleepWorker | c.WakeWorker | c.DrainWorker) -> None:
+    def order(self, order: WorkerOrder) -> None:
         self._gateway.send(order.worker, order.epoch, self._frames[type(order)](order))
 
     def fence(self, worker: WorkerId, reason: str) -> None:

@@ -7,7 +7,7 @@ Payloads (`Any`) are a world's own, such as token ids; a run only hands them fro
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from elastic.core import commands as c
 from elastic.core import events as e
@@ -42,12 +42,15 @@ class Journal(Protocol):
         ...
 
 
+WorkerOrder: TypeAlias = c.StartTurn | c.AbortTurn | c.LoadWeights | c.SleepWorker | c.WakeWorker | c.DrainWorker
+
+
 class Workers(Protocol):
     """Orders reach a worker whose epoch is connected; others are lost, as on any network."""
 
     def start_turn(self, order: c.StartTurn, prompt: Any) -> None: ...
 
-    def order(self, order: c.AbortTurn | c.LoadWeights | c.SleepWorker | c.WakeWorker | c.DrainWorker) -> None: ...
+    def order(self, order: WorkerOrder) -> None: ...
 
     def fence(self, worker: WorkerId, reason: str) -> None: ...
 

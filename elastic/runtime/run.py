@@ -115,11 +115,12 @@ class Run:
 
     def feed(self, event: e.Event, payload: Any = None) -> None:
         """Take one event to the core and carry out what it answers; after the one that is being handled, if any is."""
-        self._inbox.append((event, payload))
         if self._handling:
+            self._inbox.append((event, payload))
             return
         self._handling = True
         try:
+            self._handle(event, payload)
             while self._inbox:
                 event, payload = self._inbox.popleft()
                 self._handle(event, payload)
@@ -149,17 +150,17 @@ class Run:
         self._alarm.stop()
 
     def _handle(self, event: e.Event, payload: Any) -> None:
-        ports = self._ports
+        journal = self._ports.journal
         now_ns = self._alarm.event_ns()
-        ports.journal.append(now_ns, event, payload)
+        journal.append(now_ns, event, payload)
         commands = self.scheduler.handle(event, now_ns)
-        ports.journal.decided(now_ns, event, payload, commands)
+        journal.decided(now_ns, event, payload, commands)
         for command in commands:
             if self.closed:
                 return
             if type(command) is c.AcceptTokens:
                 assert isinstance(event, e.TokensReceived)
-                ports.trajectories.accept(event, command.chunks, payload)
+                self._ports.trajectories.accept(event, command.chunks, payload)
             else:
                 self._execute[type(command)](command)
 

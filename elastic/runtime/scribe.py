@@ -16,15 +16,32 @@ from elastic.runtime.status import ProviderStatus, success_rate
 from functions.base import Call
 
 
+class NullJournal:
+    """Keeps nothing."""
+
+    def _forget(self, *_: Any, **__: Any) -> None:
+        return None
+
+    event = frame = turn = move = trajectory = group = unusable = step = pull = call = _forget
+
+
 class Ended(Protocol):
     """A trajectory that is over, as it comes with the event that says so."""
 
-    started_ns: Nanoseconds
-    turns: int
-    token_ids: list[int]
+    @property
+    def started_ns(self) -> Nanoseconds: ...
+
+    @property
+    def turns(self) -> int: ...
 
     @property
     def policy_tokens(self) -> int: ...
+
+    @property
+    def token_ids(self) -> list[int]: ...
+
+    @property
+    def truncated(self) -> bool: ...
 
 
 @dataclass(slots=True)
@@ -58,7 +75,7 @@ class Scribe:
     of the events that end one.
     """
 
-    def __init__(self, scheduler: Scheduler, journal: Journal) -> None:
+    def __init__(self, scheduler: Scheduler, journal: Journal | NullJournal) -> None:
         self.counts: dict[str, ProviderStatus] = {}
         self.rewards: list[float] = []
         """Of the trajectories that have ended in this step."""

@@ -42,3 +42,16 @@ class EventLoop:
         while not self._stopped and heap and heap[0][0] <= until_ns:
             self.now_ns, _, _, action = heapq.heappop(heap)
             action()
+
+
+class VirtualClock:
+    """The loop's time for a run (`elastic.runtime.ports.Clock`). It is never late."""
+
+    def __init__(self, loop: EventLoop) -> None:
+        self._loop = loop
+
+    def now_ns(self) -> Nanoseconds:
+        return self._loop.now_ns
+
+    def at(self, when_ns: Nanoseconds, action: Callable[[], None]) -> None:
+        self._loop.at(when_ns, action, Priority.WAKE_UP)

@@ -9,7 +9,8 @@ from elastic import compose, simulation
 from elastic.config import load_config
 from elastic.core.invariants import check
 from elastic.core.scheduler import Scheduler
-from elastic.sim.performance.run import Silence, SimulatedRun
+from elastic.runtime.run import Run
+from elastic.runtime.scribe import NullJournal
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SMALL = ("run.steps=3", "rollout.groups=4", "rollout.group_size=4")
@@ -41,21 +42,21 @@ MIXES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize("mix", MIXES)
 def test_invariants_hold_after_every_event(mix: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    handle, checked = SimulatedRun._handle, 0
+    handle, checked = Run._handle, 0
 
-    def checking(run: SimulatedRun, event: Any) -> None:
+    def checking(run: Run, event: Any, payload: Any) -> None:
         nonlocal checked
-        handle(run, event)
+        handle(run, event, payload)
         check(run.scheduler)
         checked += 1
 
-    monkeypatch.setattr(SimulatedRun, "_handle", checking)
+    monkeypatch.setattr(Run, "_handle", checking)
     example, providers, overrides = MIXES[mix]
     path = EXAMPLES / f"{example}.toml"
     config = load_config(path, [*SMALL, *overrides, f"run.seed={seed}"])
     plan = compose.resolve(config, list(providers), str(path))
     scheduler = Scheduler(compose.run_plan(plan), compose.limits(config), compose.policies(config), 0)
-    run = simulation.build(plan, simulation.Experiment(), scheduler, Silence())
+    run = simulation.build(plan, simulation.Experiment(), scheduler, NullJournal())
     assert run.live() == ""
     assert scheduler.ledger.imbalance_ns() == 0
     assert checked == run.events > 500

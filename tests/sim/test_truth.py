@@ -8,8 +8,8 @@ from elastic.config import load_config
 from elastic.core import commands as c
 from elastic.core.scheduler import Scheduler
 from elastic.core.types import NS_PER_S, TurnState, WorkerState
+from elastic.runtime.scribe import NullJournal
 from elastic.sim.performance import SimulatedRun
-from elastic.sim.performance.run import Silence
 from elastic.sim.performance.truth import Acts
 from elastic.sim.performance.worker import WorkerModel
 
@@ -22,7 +22,7 @@ def simulated() -> SimulatedRun:
     config = load_config(EXAMPLE, overrides)
     plan = compose.resolve(config, ["reserved"], str(EXAMPLE))
     scheduler = Scheduler(compose.run_plan(plan), compose.limits(config), compose.policies(config), 0)
-    return simulation.build(plan, simulation.Experiment(), scheduler, Silence())
+    return simulation.build(plan, simulation.Experiment(), scheduler, NullJournal())
 
 
 def while_turns_run(do: Callable[[SimulatedRun, WorkerModel], None]) -> SimulatedRun:

@@ -2,17 +2,15 @@
 
 from elastic.sim.performance.episodes import Episode, Episodes, Turn
 from elastic.sim.performance.profile import Profile, ProfileError, load_profile, profile_names
-from elastic.sim.performance.run import Chronicle, SimulatedRun, SimulationError, Spending
+from elastic.sim.performance.run import SimulatedRun, SimulationError
 
 __all__ = [
-    "Chronicle",
     "Episode",
     "Episodes",
     "Profile",
     "ProfileError",
     "SimulatedRun",
     "SimulationError",
-    "Spending",
     "Turn",
     "load_profile",
     "profile_names",

@@ -580,7 +580,8 @@ class EngineModel:
         version = -1 if self.version is None else self.version
         prefilled = 0 if job.told else job.prefilled
         job.told = True
-        return Progress(job.turn, job.attempt, start, upto - start, version, finish, prefilled=prefilled)
+        cached = job.cached if prefilled else 0
+        return Progress(job.turn, job.attempt, start, upto - start, version, finish, "", prefilled, cached)
 
     def _arm_flush(self) -> None:
         if not self._flush_due:

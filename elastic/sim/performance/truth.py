@@ -11,6 +11,9 @@ from elastic.core.scheduler import Scheduler
 from elastic.core.types import WorkerId, WorkerState
 from elastic.sim.performance.worker import WorkerModel
 
+JUDGED = frozenset({c.StartTurn, c.FenceWorker, c.AbortTurn})
+"""Commands that may be without need."""
+
 
 @dataclass(slots=True)
 class Acts:

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core.types import (
+    NS_PER_S,
     Account,
     Capabilities,
     FinishReason,
@@ -24,6 +25,7 @@ from elastic.sim.performance.engine import EngineModel, Job
 from elastic.sim.performance.lending import LentShare
 from elastic.sim.performance.profile import Device
 from elastic.sim.performance.relay import Relay
+from elastic.wire import WeightsReport
 
 NO_VERSION = -1
 """As live, of a chunk without tokens."""
@@ -39,15 +41,13 @@ class WorkerWorld(Protocol):
     message_ns: Nanoseconds
     weight_mode: WeightMode
 
-    def tell(self, event: e.Event) -> None:
-        """The event reaches the core after a message's way."""
+    def tell(self, event: e.Event, payload: Any = None) -> None:
+        """The event reaches the run after a message's way."""
         ...
 
     def next_epoch(self, worker: WorkerId) -> int | None: ...
 
     def job(self, command: c.StartTurn) -> Job | None: ...
-
-    def note_pull(self, worker: WorkerId, version: int, size_bytes: int, pull_ns: int, apply_ns: int) -> None: ...
 
     def worker_left(self, worker: WorkerId) -> None:
         """Its process has ended by itself."""
@@ -279,9 +279,9 @@ class WorkerModel:
                 return
             self._running.use_version(command.version, world.weight_mode)
             self._running.set_idle_account(Account.DRAINING if self._draining else Account.IDLE)
-            applied_ns = world.loop.now_ns - pulled_ns
-            world.note_pull(self.id, command.version, size_bytes, pulled_ns - began_ns, applied_ns)
-            world.tell(e.WeightsApplied(worker=self.id, epoch=self.epoch, version=command.version))
+            event = e.WeightsApplied(worker=self.id, epoch=self.epoch, version=command.version)
+            pull_s, apply_s = (pulled_ns - began_ns) / NS_PER_S, (world.loop.now_ns - pulled_ns) / NS_PER_S
+            world.tell(event, WeightsReport(command.version, "", size_bytes, pull_s, apply_s))
 
         self._running.hold_admissions(lambda: world.loop.after(apply_ns, applied), world.weight_mode)
 
