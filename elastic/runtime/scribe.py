@@ -17,7 +17,7 @@ from functions.base import Call
 
 
 class NullJournal:
-    """Keeps nothing."""
+    """Keeps nothing. Of a run without a journal the scribe counts tokens and leases, and no rewards."""
 
     def _forget(self, *_: Any, **__: Any) -> None:
         return None
@@ -108,6 +108,9 @@ class Scribe:
             c.TrainGroup: lambda t, k: self._group_over(t, k, ""),
             c.DropGroup: lambda t, k: self._group_over(t, k, k.reason),
         }
+        if isinstance(journal, NullJournal):  # Nobody reads rows: only what the status shows is kept.
+            self._on_event = {e.LeaseEnded: self._lease_ended}
+            self._on_command = {}
 
     def append(self, now_ns: Nanoseconds, event: e.Event, payload: Any) -> None:
         if isinstance(event, e.TokensReceived) and payload is not None:
@@ -233,6 +236,7 @@ class Scribe:
         tokens = 0
         for position in command.chunks:
             chunk = event.chunks[position]
+            tokens += chunk.count
             turn = self._turns.get(chunk.turn)
             if turn is None:
                 continue
@@ -241,7 +245,6 @@ class Scribe:
             turn.tokens += chunk.count
             turn.cached_tokens += chunk.cached
             turn.of.accepted[chunk.version] += chunk.count
-            tokens += chunk.count
         worker = self._scheduler.fleet.workers.get(event.worker)
         if worker is not None:
             self._count(worker.provider).tokens += tokens
