@@ -35,6 +35,7 @@ class Alarm:
 
     def __init__(self, clock: Clock, next_ns: Callable[[], Nanoseconds | None], wake: Callable[[], None]) -> None:
         self._clock = clock
+        self._now_ns = clock.now_ns
         self._next_ns = next_ns
         self._wake = wake
         self._due_ns: Nanoseconds | None = None
@@ -43,7 +44,7 @@ class Alarm:
 
     def event_ns(self) -> Nanoseconds:
         """When an event of now counts as having happened: before any deadline that has passed without a wake-up."""
-        now_ns, due_ns = self._clock.now_ns(), self._due_ns
+        now_ns, due_ns = self._now_ns(), self._due_ns
         return now_ns if due_ns is None or now_ns <= due_ns else due_ns - 1
 
     def arm(self) -> None:
@@ -56,13 +57,13 @@ class Alarm:
         self._due_ns = self._set_to_ns = None
 
     def _ring_at(self, when_ns: Nanoseconds, set_to_ns: Nanoseconds) -> None:
-        expected_ns = max(when_ns, self._clock.now_ns())
+        expected_ns = max(when_ns, self._now_ns())
         self._clock.at(when_ns, partial(self._ring, set_to_ns, expected_ns))
 
     def _ring(self, set_to_ns: Nanoseconds, expected_ns: Nanoseconds) -> None:
         if self._set_to_ns != set_to_ns:
             return
-        now_ns = self._clock.now_ns()
+        now_ns = self._now_ns()
         if now_ns - expected_ns > LATE_WAKEUP_NS and self._late < LATE_WAKEUPS_MAX:
             self._late += 1
             self._ring_at(now_ns + LATE_WAKEUP_NS // 2, set_to_ns)
@@ -87,6 +88,7 @@ class Run:
         self._handling = False
         self._ports = ports = connect(self)
         self._alarm = Alarm(ports.clock, scheduler.next_wakeup_ns, lambda: self.feed(e.Tick()))
+        self._append, self._decided = ports.journal.append, ports.journal.decided
         workers, trajectories = ports.workers, ports.trajectories
         self._execute: dict[type[c.Command], Callable[[Any], None]] = {
             c.AcquireLease: self._acquire_lease,
@@ -150,11 +152,10 @@ class Run:
         self._alarm.stop()
 
     def _handle(self, event: e.Event, payload: Any) -> None:
-        journal = self._ports.journal
         now_ns = self._alarm.event_ns()
-        journal.append(now_ns, event, payload)
+        self._append(now_ns, event, payload)
         commands = self.scheduler.handle(event, now_ns)
-        journal.decided(now_ns, event, payload, commands)
+        self._decided(now_ns, event, payload, commands)
         for command in commands:
             if self.closed:
                 return

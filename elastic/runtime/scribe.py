@@ -81,6 +81,8 @@ class Scribe:
         """Of the trajectories that have ended in this step."""
         self.last_success_rate: float | None = None
         self.function_usd = 0.0
+        self.events = 0
+        """That the core has been told."""
         self._scheduler = scheduler
         self._journal = journal
         self._trajectories: dict[TrajectoryId, _Trajectory] = {}
@@ -113,6 +115,7 @@ class Scribe:
             self._on_command = {}
 
     def append(self, now_ns: Nanoseconds, event: e.Event, payload: Any) -> None:
+        self.events += 1
         if isinstance(event, e.TokensReceived) and payload is not None:
             self._journal.frame(event.worker, event.epoch, payload, now_ns)
             return
@@ -240,11 +243,11 @@ class Scribe:
             turn = self._turns.get(chunk.turn)
             if turn is None:
                 continue
-            if turn.first_token_ns is None and chunk.count:
-                turn.first_token_ns = now_ns
-            turn.tokens += chunk.count
             turn.cached_tokens += chunk.cached
-            turn.of.accepted[chunk.version] += chunk.count
+            if chunk.count:
+                turn.first_token_ns = turn.first_token_ns or now_ns
+                turn.tokens += chunk.count
+                turn.of.accepted[chunk.version] += chunk.count
         worker = self._scheduler.fleet.workers.get(event.worker)
         if worker is not None:
             self._count(worker.provider).tokens += tokens

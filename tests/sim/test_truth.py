@@ -46,8 +46,8 @@ def test_a_fence_of_a_live_worker_is_needless_and_takes_its_turns() -> None:
     def fence(run: SimulatedRun, worker: WorkerModel) -> None:
         nonlocal held
         held = worker.held_turns
-        acts.note(c.FenceWorker(worker=worker.id, reason="test"), {worker.id: worker}, run.scheduler)
-        acts.note(c.FenceWorker(worker="gone", reason="test"), {worker.id: worker}, run.scheduler)
+        acts.note_fence(worker.id, {worker.id: worker}, run.scheduler)
+        acts.note_fence("gone", {worker.id: worker}, run.scheduler)
 
     while_turns_run(fence)
     assert (acts.needless_fences, acts.needless_moves) == (1, held)

@@ -111,8 +111,10 @@ class Environments:
         return self._turns.get(turn)
 
     def accept(self, event: e.TokensReceived, chunks: Sequence[int], payload: None) -> None:
-        if any(event.chunks[position].count for position in chunks):
-            self._busy(self._loop.now_ns)
+        for position in chunks:
+            if event.chunks[position].count:
+                self._busy(self._loop.now_ns)
+                return
 
     def finish_turn(self, turn: TurnId) -> None:
         done = self._turns.pop(turn, None)

@@ -27,7 +27,7 @@ from elastic.sim.performance.lending import LentShare
 from elastic.sim.performance.markets import Market, TrainerMarket, market_of
 from elastic.sim.performance.profile import Device
 from elastic.sim.performance.relay import Relay
-from elastic.sim.performance.truth import JUDGED, Acts
+from elastic.sim.performance.truth import Acts
 from elastic.sim.performance.worker import WorkerModel
 from providers.base import ProviderSettings
 
@@ -85,7 +85,6 @@ class SimulatedRun:
         self.weight_mode = settings.weight_mode
         self.message_ns = round(profile.message_s * NS_PER_S)
         self.scribe = Scribe(scheduler, journal)
-        self.events = 0
         self.acts = Acts()
         self._settings = settings
         self._profile = profile
@@ -128,7 +127,7 @@ class SimulatedRun:
         )
         return Ports(
             clock=VirtualClock(self.loop),
-            journal=self,
+            journal=self.scribe,
             workers=self,
             leases=self,
             trajectories=self.environments,
@@ -180,30 +179,24 @@ class SimulatedRun:
 
         self.loop.after(interval_ns, take)
 
-    # What the run sees: its journal, its workers, its leases, its owner
+    @property
+    def events(self) -> int:
+        """How many the core has been told."""
+        return self.scribe.events
 
-    def append(self, now_ns: Nanoseconds, event: e.Event, payload: Any) -> None:
-        self.events += 1
-        self.scribe.append(now_ns, event, payload)
-
-    def decided(self, now_ns: Nanoseconds, event: e.Event, payload: Any, commands: Sequence[c.Command]) -> None:
-        self.scribe.decided(now_ns, event, payload, commands)
-        for command in commands:
-            if type(command) in JUDGED:
-                self.acts.note(command, self._workers, self.scheduler)
-
-    def durable(self) -> None:
-        pass
+    # What the run sees: its workers, its leases, its owner
 
     def start_turn(self, order: c.StartTurn, prompt: OpenTurn) -> None:
         self.order(order)
 
     def order(self, order: WorkerOrder) -> None:
+        self.acts.note(order, self._workers, self.scheduler)
         worker = self._workers.get(order.worker)
         if worker is not None:
             worker.hear(order)
 
     def fence(self, worker: WorkerId, reason: str) -> None:
+        self.acts.note_fence(worker, self._workers, self.scheduler)
         self._refused.add(worker)
 
     def acquire(self, lease: LeaseId, provider: str, workers: int) -> None:

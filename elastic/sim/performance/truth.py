@@ -9,10 +9,8 @@ from dataclasses import dataclass
 from elastic.core import commands as c
 from elastic.core.scheduler import Scheduler
 from elastic.core.types import WorkerId, WorkerState
+from elastic.runtime.ports import WorkerOrder
 from elastic.sim.performance.worker import WorkerModel
-
-JUDGED = frozenset({c.StartTurn, c.FenceWorker, c.AbortTurn})
-"""Commands that may be without need."""
 
 
 @dataclass(slots=True)
@@ -29,19 +27,27 @@ class Acts:
     needless_moves: int = 0
     resent_turns: int = 0
 
-    def note(self, command: c.Command, workers: Mapping[WorkerId, WorkerModel], scheduler: Scheduler) -> None:
-        """The core has just given this command, which nobody has heard yet."""
-        if isinstance(command, c.StartTurn):
-            self.resent_turns += command.attempt > 1
-        elif isinstance(command, c.FenceWorker | c.AbortTurn):
-            record, worker = scheduler.fleet.workers.get(command.worker), workers.get(command.worker)
-            if worker is None or (record is not None and record.state is WorkerState.DRAINING):
-                return
-            if isinstance(command, c.FenceWorker):
-                self.needless_fences += 1
-                self.needless_moves += worker.held_turns
-            elif worker.holds(command.turn, command.attempt):
-                turn = scheduler.turns.live.get(command.turn)  # None: it is over, and not moved.
+    def note(self, order: WorkerOrder, workers: Mapping[WorkerId, WorkerModel], scheduler: Scheduler) -> None:
+        """The core has just given this order, which its worker has not heard yet."""
+        if type(order) is c.StartTurn:
+            self.resent_turns += order.attempt > 1
+        elif type(order) is c.AbortTurn:
+            worker = self._meant_to_stay(order.worker, workers, scheduler)
+            if worker is not None and worker.holds(order.turn, order.attempt):
+                turn = scheduler.turns.live.get(order.turn)  # None: it is over, and not moved.
                 to = workers.get(turn.destination or "") if turn is not None else None
                 balanced = to is not None and worker.held_turns > to.held_turns
                 self.needless_moves += turn is not None and not balanced
+
+    def note_fence(self, name: WorkerId, workers: Mapping[WorkerId, WorkerModel], scheduler: Scheduler) -> None:
+        worker = self._meant_to_stay(name, workers, scheduler)
+        if worker is not None:
+            self.needless_fences += 1
+            self.needless_moves += worker.held_turns
+
+    def _meant_to_stay(
+        self, name: WorkerId, workers: Mapping[WorkerId, WorkerModel], scheduler: Scheduler
+    ) -> WorkerModel | None:
+        """The worker, if its process lives and it does not drain."""
+        record, worker = scheduler.fleet.workers.get(name), workers.get(name)
+        return None if record is not None and record.state is WorkerState.DRAINING else worker
