@@ -105,6 +105,8 @@ class TurnDesk:
         turn.attempt += 1
         turn.worker = worker.id
         turn.due_tokens = round(turn.expected_tokens)
+        if turn.moved_at is not None:
+            turn.moved_at = turn.accepted  # What came while it was handed over has not come of the move.
         run.fleet.assign(worker, turn.id, turn.due_tokens)
         self._clear_queue_waits()
         if turn.avoided:

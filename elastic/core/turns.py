@@ -19,9 +19,10 @@ class Turn:
     """One generation call of a trajectory. `attempt` is the fencing number: only its chunks count.
 
     `affine_worker` has served the trajectory last, and holds `affine_tokens` of its context if it still has them.
-    `demand` is what turns of its tag have cost so far. A turn that is balanced is on its way to `destination`, and
-    was last moved with `moved_at` tokens accepted. Workers that gave it back are in `given_back`, each with how often,
-    and until when it may not go there again; `avoided` are those, in order, where it may not go while it is queued now.
+    `demand` is what turns of its tag have cost so far. A turn that is balanced is on its way to `destination`; it had
+    `moved_at` accepted tokens when it began again after the last such move. Workers that gave it back are in
+    `given_back`, each with how often, and until when it may not go there again; `avoided` are those, in order, where it
+    may not go while it is queued now.
     """
 
     id: TurnId

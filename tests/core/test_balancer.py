@@ -1,6 +1,7 @@
 """Balancing in the core: moves keep accepted tokens, go where they are meant to, and turns then have their peace."""
 
 import msgspec
+import pytest
 
 from elastic.core import commands as c
 from elastic.core import events as e
@@ -87,12 +88,14 @@ def test_what_the_source_still_has_comes_along(make_desk) -> None:
     assert (desk.one(c.StartTurn).worker, desk.one(c.StartTurn).start) == (second, 5)
 
 
-def test_moved_turn_is_left_alone_until_it_has_a_token(make_desk) -> None:
+@pytest.mark.parametrize("handed_over", [0, 5])
+def test_moved_turn_is_left_alone_until_it_has_a_token(make_desk, handed_over: int) -> None:
+    """Tokens that its former worker still had are none."""
     desk, starts, second = crowded(make_desk)
     desk.now_s += 0.3
     desk.tell(e.Tick())
     for start in starts[BATCH:]:
-        give_back(desk, start, 0, 0)
+        give_back(desk, start, 0, handed_over)
     third = desk.worker("serving", capacity=BATCH + 2)
     introduce(desk, third)
     report(desk, second, pending=2, executing=0)

@@ -208,6 +208,12 @@ class EngineModel:
         """Whether it executes this attempt, or will."""
         return (job := self._jobs.get(turn)) is not None and job.attempt == attempt
 
+    @property
+    def decode_s(self) -> float:
+        """The next token of all that decode."""
+        batch = len(self._decoding)
+        return self._rates.decode_s(batch) + self._rates.context_s * self._context_tokens if batch else 0.0
+
     def submit(self, job: Job) -> None:
         self._jobs[job.turn] = job
         self._waiting.append(job)
@@ -363,7 +369,7 @@ class EngineModel:
                 again += count
             else:
                 plain += count
-        decode_s = rates.decode_s(batch) + rates.context_s * self._context_tokens if batch else 0.0
+        decode_s = self.decode_s
         growth_s = rates.context_s * batch if rates.context_s * batch > CREEP else 0.0
         plain_s, again_s = plain / rates.prefill_tokens_per_s, again / rates.prefill_tokens_per_s
         work_s = decode_s + plain_s + again_s

@@ -19,7 +19,8 @@ class Acts:
 
     - `needless_fences`: workers that were fenced while their process lived, or was booting.
     - `needless_moves`: turns that were taken from a worker while its engine held them. There is need where the worker
-      drains, since its lease ends, and where it holds more turns than the worker that a turn is balanced to.
+      drains, since its lease ends, and where a turn is balanced to one in whose engine fewer wait, or which decodes
+      faster.
     - `resent_turns`: dispatches of turns beyond the first of each.
     """
 
@@ -36,7 +37,7 @@ class Acts:
             if worker is not None and worker.holds(order.turn, order.attempt):
                 turn = scheduler.turns.live.get(order.turn)  # None: it is over, and not moved.
                 to = workers.get(turn.destination or "") if turn is not None else None
-                balanced = to is not None and worker.held_turns > to.held_turns
+                balanced = to is not None and (worker.waiting > to.waiting or worker.decode_s > to.decode_s)
                 self.needless_moves += turn is not None and not balanced
 
     def note_fence(self, name: WorkerId, workers: Mapping[WorkerId, WorkerModel], scheduler: Scheduler) -> None:

@@ -106,6 +106,14 @@ class WorkerModel:
     def held_turns(self) -> int:
         return 0 if self.engine is None else self.engine.executing + self.engine.pending
 
+    @property
+    def decode_s(self) -> float:
+        return 0.0 if self.engine is None else self.engine.decode_s
+
+    @property
+    def waiting(self) -> int:
+        return 0 if self.engine is None else self.engine.pending
+
     def holds(self, turn: TurnId, attempt: int) -> bool:
         return self.engine is not None and self.engine.holds(turn, attempt)
 
