@@ -16,6 +16,8 @@ from elastic.core.types import TurnId, WorkerKind
 
 LEAST_SAMPLES = 2
 """Batch sizes that must have been seen before any of them can be called a plateau."""
+LIKE = 2.0
+"""Contexts that are longer or shorter by more than this factor make another profile."""
 
 
 class ContinuousBalancing(msgspec.Struct, frozen=True):
@@ -47,20 +49,27 @@ class ContinuousBalancing(msgspec.Struct, frozen=True):
         return balances
 
     def plateau(self, profile: BatchProfile | None, load: LoadView) -> int | None:
-        """Up to which batch size more turns bring more throughput; None while that is not known.
+        """Up to which batch size more turns bring more throughput; None while that is not known, as when it still rose
+        at the largest batch seen.
 
-        What a batch reads grows with its contexts: one that was captured under shorter contexts is smaller now.
+        What a batch reads grows with its contexts: one that was captured under shorter contexts is smaller now, and one
+        under contexts of quite another length tells nothing.
         """
-        if profile is None or len(profile.samples) < LEAST_SAMPLES:
+        if profile is None or not profile.samples:
             return None
-        best = max(sample.tokens_per_ns for sample in profile.samples.values())
-        batch, sample = min(
-            (batch, sample)
+        context_tokens = load.context_tokens()
+        samples = {
+            batch: sample
             for batch, sample in profile.samples.items()
-            if sample.tokens_per_ns >= self.plateau_share * best
-        )
-        context_tokens = load.context_tokens() or sample.context_tokens
-        return max(1, round(batch * sample.context_tokens / context_tokens))
+            if not context_tokens or 1 / LIKE <= sample.context_tokens / context_tokens <= LIKE
+        }
+        if len(samples) < LEAST_SAMPLES:
+            return None
+        best = max(sample.tokens_per_ns for sample in samples.values())
+        batch = min(batch for batch, sample in samples.items() if sample.tokens_per_ns >= self.plateau_share * best)
+        if batch > self.plateau_share * max(samples):
+            return None
+        return max(1, round(batch * samples[batch].context_tokens / context_tokens)) if context_tokens else batch
 
 
 @dataclass(slots=True)

@@ -109,6 +109,21 @@ def test_memory_bound_batches_are_left_alone() -> None:
     assert moves(loads(4, 0), profile({1: 1.0, 2: 2.0, 4: 4.0})) == []
 
 
+def test_throughput_that_rose_to_the_largest_batch_seen_is_no_plateau_under_longer_contexts_either() -> None:
+    workers = loads(4, 0)
+    for worker in workers:
+        worker.context = 150.0
+    assert moves(workers, profile({1: 1.0, 2: 2.0, 4: 4.0})) == []
+
+
+def test_batches_of_much_shorter_contexts_tell_nothing_of_a_plateau() -> None:
+    (long,) = loads(4)
+    found = profile({1: 1.0, 4: 4.0, 8: 8.0}, context=1000.0)
+    found[KIND].note(2, 30_000, 1000, 50.0)
+    long.context = 1000.0
+    assert ContinuousBalancing().plateau(found[KIND], long) is None
+
+
 def test_plateau_shrinks_with_longer_contexts() -> None:
     policy = ContinuousBalancing()
     (worker,) = loads(4)
