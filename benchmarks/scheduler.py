@@ -4,7 +4,9 @@
 tokens, turns that finish and are followed by the next, heartbeats) with far more trouble than one would have, about
 a hundred workers lost a second: broken connections that resume, preempted leases that are replaced, notices. Every
 call is timed by the wall clock, from the event to the list of commands; commands are answered as the world would.
-The events' own clock is virtual, so nothing waits. The maximum is a full garbage collection.
+Limits and policies are those of a default configuration (continuous balancing, adaptive seeding, hardware affinity),
+workers are of three kinds of hardware, and garbage is collected as in a run. The events' own clock is virtual, so
+nothing waits; the scheduler is woken when it asked to be.
 """
 
 import time
@@ -13,10 +15,11 @@ from random import Random
 
 from _common import emit, parse_arguments
 
+from elastic import compose
+from elastic.config import Config
 from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core.invariants import check
-from elastic.core.policy import Policies
 from elastic.core.scheduler import Scheduler, TrainerMode
 from elastic.core.types import (
     NS_PER_S,
@@ -24,18 +27,13 @@ from elastic.core.types import (
     Capabilities,
     EndCause,
     FinishReason,
-    Limits,
     Offer,
     Plan,
     Progress,
     WorkerRole,
     WorkerState,
 )
-from policies.provisioning import TakeWhatIsOffered
-from policies.routing import AffinityRouting
-from policies.sampling import FixedBatch
-from policies.seeding import FixedWindow
-from policies.selection import NonZeroVariance
+from elastic.machine import defer_full_collections
 
 TURNS = 10_000
 WORKERS = 1_000
@@ -46,34 +44,30 @@ QUICK_EVENTS = 100_000
 EVENT_NS = 50_000
 """Virtual time between events: 20,000 a second, a thousand workers that flush every 50 ms."""
 
+CONFIGURATION = {"model": {"checkpoint": "."}, "seeding": {"window_s": 0.0}}
+"""The defaults, but for the trainer's device, which generates nothing here."""
 TOKENS = 3
 TURN_ENDS = 0.03
 TRAJECTORY_ENDS = 0.1
-CAPABILITIES = Capabilities(engine="none", replayable_sampling=True, max_context_tokens=32_768, device="none")
-
-
-def limits() -> Limits:
-    """Generous limits: what is measured is decisions about events, and timeouts would only thin them out."""
-    hour_ns = 3600 * NS_PER_S
-    return Limits(
-        heartbeat_timeout_ns=hour_ns,
-        stall_timeout_ns=hour_ns,
-        turn_stall_timeout_ns=hour_ns,
-        handover_timeout_ns=NS_PER_S,
-        drain_timeout_ns=5 * NS_PER_S,
-        acquire_timeout_ns=hour_ns,
-        boot_timeout_ns=hour_ns,
-        load_timeout_ns=hour_ns,
-        resume_timeout_ns=hour_ns,
-        release_timeout_ns=10 * NS_PER_S,
-        queue_timeout_ns=hour_ns,
-        train_timeout_ns=hour_ns,
-        reseed_delay_ns=hour_ns,
-        retry_base_ns=NS_PER_S,
-        retry_max_ns=30 * NS_PER_S,
-        max_engine_errors=3,
-        max_pending=4,
+HARDWARE = {"H100": (989.0, 3350.0), "H800": (989.0, 3350.0), "H20": (148.0, 4000.0)}
+"""Dense bf16 TFLOP/s and GB/s of memory, as their makers state them."""
+CAPABILITIES = [
+    Capabilities(
+        engine="none",
+        replayable_sampling=True,
+        max_context_tokens=32_768,
+        device=device,
+        tflops=tflops,
+        memory_gb_per_s=memory_gb_per_s,
+        max_batch=CREDIT - 4,
     )
+    for device, (tflops, memory_gb_per_s) in HARDWARE.items()
+]
+
+
+def hash_of(worker: str) -> int:
+    """The same in every process."""
+    return sum(worker.encode())
 
 
 class Load:
@@ -85,14 +79,8 @@ class Load:
         self.times_ns: list[int] = []
         groups = 4 * TURNS // GROUP_SIZE
         plan = Plan(steps=1, groups=groups, group_size=GROUP_SIZE)
-        policies = Policies(
-            routing=AffinityRouting(),
-            seeding=FixedWindow(0),
-            provisioning=TakeWhatIsOffered(),
-            selection=NonZeroVariance(),
-            sampling=FixedBatch(),
-        )
-        self.scheduler = Scheduler(plan, limits(), policies, 0)
+        config = Config.model_validate(CONFIGURATION)
+        self.scheduler = Scheduler(plan, compose.limits(config), compose.policies(config), 0)
         self.waiting: list[str] = []
         self.answers: list[e.Event] = []
         self.turns_of: dict[str, int] = {}
@@ -114,7 +102,8 @@ class Load:
         self.answers.append(event)
         while self.answers:
             self.now_ns += EVENT_NS
-            event, at_ns = self.answers.pop(), self.now_ns
+            due_ns, at_ns = self.scheduler.next_wakeup_ns(), self.now_ns
+            event = self.answers.pop() if due_ns is None or due_ns > at_ns else e.Tick()
             began_ns = time.perf_counter_ns()
             commands = self.scheduler.handle(event, at_ns)
             self.times_ns.append(time.perf_counter_ns() - began_ns)
@@ -191,7 +180,14 @@ class Load:
         self._join(worker, record.epoch + 1)
 
     def _join(self, worker: str, epoch: int) -> None:
-        self.tell(e.WorkerJoined(worker=worker, epoch=epoch, capabilities=CAPABILITIES, weights_version=0))
+        self.tell(
+            e.WorkerJoined(
+                worker=worker,
+                epoch=epoch,
+                capabilities=CAPABILITIES[hash_of(worker) % len(CAPABILITIES)],
+                weights_version=0,
+            )
+        )
         self._beat(worker)
 
     def _preempt(self, worker: str) -> None:
@@ -256,6 +252,7 @@ def main() -> None:
     load = Load(seed=0)
     load.set_up()
     load.times_ns.clear()
+    defer_full_collections()
     events = QUICK_EVENTS if arguments.quick else EVENTS
     while len(load.times_ns) < events:
         load.anything()

@@ -1,6 +1,8 @@
-"""What this machine gives a process: file descriptors, and a look at its processors."""
+"""What this machine gives a process: file descriptors, pauses of its own choosing, and a look at its processors."""
 
+import asyncio
 import contextlib
+import gc
 import resource
 
 import psutil
@@ -15,6 +17,30 @@ def raise_descriptor_limit() -> int:
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     return hard
+
+
+FULL_COLLECTION_INTERVAL_S = 60.0
+YOUNG_OBJECTS, YOUNG_ROUNDS, NEVER = 700, 10, 1 << 30
+"""CPython's own thresholds for young objects; for old ones, one that is not reached."""
+
+
+def defer_full_collections() -> None:
+    """Leave what exists now out of all garbage collections, and have the old generation collected on request only.
+
+    A full collection walks every object of a process. Of a large run that takes tens of milliseconds, and it would come
+    in the middle of a decision.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(YOUNG_OBJECTS, YOUNG_ROUNDS, NEVER)
+
+
+async def collect_between_decisions() -> None:
+    """The full collections of a process that has deferred them, for ever: as a task of the loop they come between
+    two callbacks."""
+    while True:
+        await asyncio.sleep(FULL_COLLECTION_INTERVAL_S)
+        gc.collect()
 
 
 class CpuSampler:

@@ -1,7 +1,6 @@
 """What runs in other processes, and the event loop that each of them runs on."""
 
 import asyncio
-import gc
 import os
 import time
 from collections.abc import Coroutine
@@ -10,6 +9,7 @@ from typing import Any, NoReturn, TypeVar
 
 from elastic.compose.runs import load_run_config
 from elastic.config import ConfigError
+from elastic.machine import collect_between_decisions, defer_full_collections
 from providers.serving_messages import LendOrder
 
 T = TypeVar("T")
@@ -56,11 +56,18 @@ def run_serving_host() -> int:
 
 
 def run_loop(work: Coroutine[Any, Any, T]) -> T:
-    """Like `asyncio.run`, on the fastest event loop there is."""
-    gc.collect()
-    gc.freeze()  # modules stay: a full collection that went through them would hold the loop up
+    """Like `asyncio.run`, on the fastest event loop there is, which no full garbage collection holds up unasked."""
+    defer_full_collections()
     with asyncio.Runner(loop_factory=event_loop) as runner:
-        return runner.run(work)
+        return runner.run(_collecting(work))
+
+
+async def _collecting(work: Coroutine[Any, Any, T]) -> T:
+    collecting = asyncio.create_task(collect_between_decisions(), name="garbage collector")
+    try:
+        return await work
+    finally:
+        collecting.cancel()
 
 
 def event_loop() -> asyncio.AbstractEventLoop:
