@@ -38,6 +38,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -86,6 +87,7 @@ TRAJECTORIES = 8
 TURNS, TURN_TOKENS, OBSERVED_TOKENS = 6, 16, 16
 THINK_S = 0.02
 RETRY_S = 0.1
+RELOADS = 3
 STEPS_PER_WINDOW, SHORTEST_STEP_S = 4, 1.5
 """How often the rollout model gets new weights, beside serving and alone alike."""
 SETTLE_S = 0.3
@@ -341,6 +343,28 @@ class Bench:
             return {name: tensor.bfloat16().cpu() for name, tensor in model_tensors(model).items()}
 
         self._serving_weights, self._rollout_weights = weights(self.serving.config), weights(self.rollout.config)
+        self.reload_ns = self._measure_reload()
+
+    def _measure_reload(self) -> int:
+        """What it takes to bring the rollout model from disk onto the device: the median of several times."""
+        import torch
+
+        from elastic.engine.torch.runner import Runner
+        from elastic.model.checkpoint import read_tensors, write_checkpoint
+
+        config, device, times_ns = self.rollout.config, torch.device(self._device_name), []
+        with tempfile.TemporaryDirectory() as directory:
+            write_checkpoint(Path(directory), config, self._rollout_weights)
+            for _ in range(RELOADS):
+                begun_ns = time.perf_counter_ns()
+                tensors = {name: tensor.bfloat16() for name, tensor in read_tensors(Path(directory), config).items()}
+                with torch.inference_mode():
+                    runner = Runner(config, device, CONTEXT, CONTEXT // 16, 16)
+                    runner.load(runner.verify(tensors))
+                if device.type == "cuda":
+                    torch.cuda.synchronize()
+                times_ns.append(time.perf_counter_ns() - begun_ns)
+        return int(np.median(times_ns))
 
     def device(self, plan: Plan) -> dict[str, Any]:
         """What the figures were measured on."""
@@ -443,7 +467,8 @@ class Limits:
     targets: Targets
     ttft_alone_ms: float
 
-    def setting(self, policy: str) -> Setting:
+    def setting(self, policy: str, reload_ns: int) -> Setting:
+        """`reload_ns`: what it takes to load the rollout model, for the rival that gives its memory back each time."""
         slo = Slo(
             ttft_ns=int(self.targets.ttft_ms * FRONT_MARGIN * MS), tpot_ns=int(self.targets.tpot_ms * FRONT_MARGIN * MS)
         )
@@ -459,16 +484,17 @@ class Limits:
             "no_admission": Setting(NoAdmission(), memory),
             "ttft_only": Setting(msgspec.structs.replace(dual, tpot=False), memory),
             "tpot_only": Setting(msgspec.structs.replace(dual, ttft=False), memory),
-            "reload": Setting(ExclusiveAdmission(), memory, _swapping),
+            "reload": Setting(ExclusiveAdmission(), memory, partial(_swapping, reload_ns)),
             "fine_grained": Setting(dual, FineGrainedMemory(lease_ns=memory.lease_ns)),
         }[policy]
 
 
-def _swapping() -> Any:
+def _swapping(reload_ns: int) -> Any:
+    """Loads the rollout model once serving has rested for as long as loading takes: who does not know for how long it
+    will rest does at most twice the work of who does."""
     from elastic.engine.coserving.swapping import Swapping
 
-    # ROSE Fig. 3c: tens of seconds to reload, against targets of half a second; here a fraction of that ratio.
-    return Swapping(idle_ns=200 * MS, boot_ns=300 * MS)
+    return Swapping(idle_ns=reload_ns, boot_ns=reload_ns)
 
 
 async def measure(plan: Plan, chatty: bool) -> dict[str, Any]:
@@ -513,7 +539,9 @@ async def _measure(bench: Bench, plan: Plan, chatty: bool) -> dict[str, Any]:
                 if policy == "elastic":
                     rollouts_alone.append(await bench.run(ROLLOUTS_ALONE, [], pages, plan.alone_s))
                 requests = replay.requests(window, density)
-                outcomes.append(await bench.run(limits.setting(policy), requests, pages, plan.window_s))
+                outcomes.append(
+                    await bench.run(limits.setting(policy, bench.reload_ns), requests, pages, plan.window_s)
+                )
             _say(chatty, _summary(density, policy, outcomes, limits.targets))
         reclaims_ns += [ns for outcome in by_policy["elastic"] for ns in outcome.statistics.reclaims_ns]
         activations_s += [outcome.statistics.activation_s for outcome in by_policy["elastic"]]
@@ -521,7 +549,9 @@ async def _measure(bench: Bench, plan: Plan, chatty: bool) -> dict[str, Any]:
         _say(chatty, f"density {density:g}: harvested {', '.join(_shares(found['harvest_by_window']))}")
     if plan.extras:
         figures |= await _extras(bench, plan, limits, replay.requests("burstiest", 2.0), pages)
-    reclaims_ns = reclaims_ns or await _provoked_reclaims(bench, limits)
+    provoked_ns = [] if reclaims_ns else await _provoked_reclaims(bench, limits)
+    figures["provoked_reclaim_ms_p50"] = _ms(percentile(provoked_ns, 50))
+    figures["reload_ms"] = _ms(bench.reload_ns)
     figures["reclaim_ms_p50"] = _ms(percentile(reclaims_ns, 50))
     figures["reclaim_ms_p99"] = _ms(percentile(reclaims_ns, 99))
     figures["reclaims"] = len(reclaims_ns)
@@ -636,7 +666,7 @@ async def _extras(
     """The one-time cut against fine-grained ones, and the lease sweep of ROSE's Table 4, on the burstiest load."""
     cuts: dict[str, Any] = {}
     for name, policy in (("one_time", "elastic"), ("fine_grained", "fine_grained")):
-        outcome = await bench.run(limits.setting(policy), requests, pages, plan.window_s)
+        outcome = await bench.run(limits.setting(policy, bench.reload_ns), requests, pages, plan.window_s)
         cuts[name] = {
             "reclaims": len(outcome.statistics.reclaims_ns),
             "reclaim_ms_p50": _ms(percentile(outcome.statistics.reclaims_ns, 50)),
@@ -645,7 +675,7 @@ async def _extras(
         }
     leases: dict[str, Any] = {}
     for factor in (1, 2, 5, 10):
-        setting = limits.setting("elastic")
+        setting = limits.setting("elastic", bench.reload_ns)
         setting.memory = msgspec.structs.replace(setting.memory, lease_ns=int(factor * LEASE_S * NS_PER_S))
         outcome = await bench.run(setting, requests, pages, plan.window_s)
         leases[f"{factor * LEASE_S:g}"] = _policy([outcome], limits.targets)
@@ -653,9 +683,10 @@ async def _extras(
 
 
 async def _provoked_reclaims(bench: Bench, limits: Limits) -> list[int]:
-    """Where the load was too tame for any pressure: one burst on a pool that is just large enough for it."""
+    """Where the load was too tame for any pressure: one burst on a pool that is just large enough for it. These stand
+    apart, since no trace has that burst."""
     burst = [ServingRequest(0.8, MOST_PROMPT, 8) for _ in range(6)]
-    setting = limits.setting("elastic")
+    setting = limits.setting("elastic", bench.reload_ns)
     outcome = await bench.run(setting, burst, 100, 1.5)
     return list(outcome.statistics.reclaims_ns)
 
