@@ -49,8 +49,7 @@ class MemoryPolicy(Protocol):
 
 
 class PreemptiveMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """ROSE's policy: one emergency cut, then a freeze. A device that serving leaves wholly idle is lent whole
-    (§4.3): after `idle_samples` samples without any use without headroom too, until its first page."""
+    """ROSE's policy: a headroom that is serving's at any time, one emergency cut, then a freeze."""
 
     headroom_share: float = 0.2
     """H as a share of all pages."""
@@ -60,7 +59,6 @@ class PreemptiveMemory(msgspec.Struct, frozen=True, kw_only=True):
     recent_quantile: float = 0.9
     """Which of the recent samples of serving's use counts as what it needs; 1 is their peak."""
     lease_ns: Nanoseconds = 10 * NS_PER_S
-    idle_samples: int = 20
 
     def __post_init__(self) -> None:
         if not 0 <= self.headroom_share < 1:
@@ -73,19 +71,18 @@ class PreemptiveMemory(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"recent_quantile: must be in [0, 1] (found {self.recent_quantile})")
         if self.lease_ns < 0:
             raise ValueError(f"lease_ns: must not be negative (found {self.lease_ns})")
-        if self.idle_samples < 1:
-            raise ValueError(f"idle_samples: must be at least 1 (found {self.idle_samples})")
 
     def begin_step(self, total_pages: int, recent_pages: Sequence[int]) -> Budget:
-        if len(recent_pages) >= self.idle_samples and not any(recent_pages):
-            return Budget(pages=total_pages, serving_pages=total_pages)
         expected = sorted(recent_pages)[ceil(self.recent_quantile * (len(recent_pages) - 1))] if recent_pages else 0
-        return self._shared(total_pages, expected)
+        headroom = self._headroom(total_pages)
+        return Budget(
+            pages=max(0, total_pages - headroom - expected),
+            serving_pages=total_pages,
+            reserve_pages=headroom,
+            expected_pages=expected,
+        )
 
     def observe(self, budget: Budget, total_pages: int, serving_pages: int, needed_pages: int) -> Budget:
-        if budget.pages == total_pages and serving_pages + needed_pages:
-            shared = self._shared(total_pages, serving_pages + needed_pages)
-            return msgspec.structs.replace(shared, cuts=budget.cuts + 1)
         watermark = max(0, total_pages - budget.pages - self._headroom(total_pages) * (1 - self.watermark_share))
         if not budget.pages or not (needed_pages or serving_pages > watermark):
             return budget
@@ -93,15 +90,6 @@ class PreemptiveMemory(msgspec.Struct, frozen=True, kw_only=True):
         # One cut is meant to be enough; where serving needs still more, it gets that too.
         enough = max(0, total_pages - serving_pages - needed_pages)
         return msgspec.structs.replace(budget, pages=min(cut, enough), pressure=True, cuts=budget.cuts + 1)
-
-    def _shared(self, total_pages: int, expected_pages: int) -> Budget:
-        headroom = self._headroom(total_pages)
-        return Budget(
-            pages=max(0, total_pages - headroom - expected_pages),
-            serving_pages=total_pages,
-            reserve_pages=headroom,
-            expected_pages=expected_pages,
-        )
 
     def _headroom(self, total_pages: int) -> int:
         return ceil(total_pages * self.headroom_share)

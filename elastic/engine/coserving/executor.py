@@ -89,7 +89,7 @@ class CoServing:
         self._activation_s = 0.0
         self._rollout_ran = True
         self._rolled_ns = 0
-        """When a rollout step was last begun."""
+        """When a rollout step was last begun, or the device lent."""
         self._closed = False
         self._thread: threading.Thread | None = None
         self._rollout: RolloutHalf | None = None
@@ -150,6 +150,8 @@ class CoServing:
                 rollout.retire()
                 raise
             rollout.drive(self._thread)
+            rollout.expect_pieces_like(self._serving)
+            self._rolled_ns = time.monotonic_ns()
             self._rollout = self._memory.rollout = rollout
             self._usage.lend(True, time.monotonic_ns())
             self.begin_step()

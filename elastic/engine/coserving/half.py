@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from math import ceil
 from pathlib import Path
 from typing import NamedTuple
 
@@ -108,6 +109,8 @@ class Half(TorchEngine):
         self._retired = False
         self._until_measured: list[Future[None]] = []
         self._piece_ns = 0
+        self._slowest_piece_ns = 0
+        """Of all pieces of weights so far."""
 
     # Called by the executor, on its thread and under its lock, except for the steps that are returned.
 
@@ -179,6 +182,12 @@ class Half(TorchEngine):
     def piece_ns(self) -> Nanoseconds:
         """How long the next piece of weights, or forward pass of the profile, will take, to go by the last ones."""
         return self._piece_ns
+
+    def expect_pieces_like(self, other: "Half") -> None:
+        """Take the pieces of this model's weights to be as slow, for their size, as the slowest of another one's were:
+        none of its own has been measured yet."""
+        size_ratio = self._runner.largest_piece_bytes / other._runner.largest_piece_bytes
+        self._piece_ns = ceil(other._slowest_piece_ns * size_ratio)
 
     def measuring_step(self, profiles: Path | None) -> Step:
         """The next forward pass of the cost profile; the profile itself where it is on disk."""
@@ -391,12 +400,14 @@ class Half(TorchEngine):
             with self._changed:
                 self._loading = None
                 loading.fail(error)
-        self._note_piece(started_ns)
+        self._slowest_piece_ns = max(self._slowest_piece_ns, self._note_piece(started_ns))
 
-    def _note_piece(self, started_ns: Nanoseconds) -> None:
-        # The longest of the last ones: pieces differ in size.
-        self._piece_ns = max(self._piece_ns * 9 // 10, time.monotonic_ns() - started_ns)
+    def _note_piece(self, started_ns: Nanoseconds) -> Nanoseconds:
+        """How long the piece took."""
+        took_ns = time.monotonic_ns() - started_ns
+        self._piece_ns = max(self._piece_ns * 9 // 10, took_ns)  # The longest of the last ones: they differ in size.
         self._pieces_applied += 1
+        return took_ns
 
     def _activation_failed(self, error: Exception) -> None:
         self._drop_weights()

@@ -194,6 +194,13 @@ class Runner:
             yield
         self._layers = layers
 
+    @property
+    def largest_piece_bytes(self) -> int:
+        """Of the pieces of `loading`: a table, or a layer."""
+        tables = [prod(shape) for name, shape in self._shapes.items() if name in (_EMBEDDING, _HEAD)]
+        layer = sum(prod(shape) for name, shape in self._shapes.items() if name.startswith("model.layers.0."))
+        return max(layer, *tables) * self._dtype.itemsize
+
     def scrub_cache(self, keep: bool) -> None:
         """Forget all KV, or (`keep`) only values that are not finite: masking cannot silence those."""
         if self._cache is None:
