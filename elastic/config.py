@@ -102,10 +102,19 @@ class SeedingConfig(_Section):
 
     policy: Literal["adaptive", "fixed"] = "adaptive"
     window_s: float = Field(1.0, ge=0, description="the window; with `adaptive` that of the first step")
-    longest_window_s: float = Field(60.0, ge=0)
+    longest_window_s: float = Field(300.0, ge=0)
     rate: float = Field(4.0, ge=1, description="η: differences in idle time are divided by this")
     memory: bool = Field(True, description="take a window up again when the capacity returns that it was found under")
-    bound_workers: bool = Field(True, description="acquire no more workers than make steps shorter (N_prem)")
+    bound_workers: bool = Field(
+        True,
+        description="acquire no more workers than make steps shorter (N_prem); in the first step `reserved_engines`",
+    )
+    reserved_engines: int | None = Field(
+        None,
+        ge=1,
+        description="engines of a worker's size that the trainer's device is divided into while it generates (N_resv); "
+        "unless set, by its GPUs",
+    )
 
 
 class RoutingConfig(_Section):

@@ -97,7 +97,14 @@ def _seeding(config: Config) -> SeedingPolicy:
         longest_ns=round(s.longest_window_s * NS_PER_S),
         remembers=s.memory,
         bounds_workers=s.bound_workers,
+        reserved_engines=s.reserved_engines or _reserved_engines(config),
     )
+
+
+def _reserved_engines(config: Config) -> int:
+    """N_resv: the trainer's GPUs in workers of the smallest size that any provider has (RLBoost §4.1)."""
+    sizes = [int(settings.get("gpus_per_worker", 1)) for settings in config.providers.values()]
+    return max(1, config.trainer.gpus // min(sizes, default=1))
 
 
 def _routing(config: Config) -> RoutingPolicy:

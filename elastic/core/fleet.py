@@ -126,8 +126,7 @@ class Fleet:
         self._out_of_order: dict[WorkerId, Worker] = {}
         self._able: dict[WorkerId, None] = {}
         self._helpers: dict[int, int] = {}
-        self._helping: dict[WorkerId, tuple[int, int]] = {}
-        self.helping_credits = 0
+        self._helping: dict[WorkerId, int] = {}
 
     def add(self, worker: WorkerId, lease: LeaseId, provider: str, role: WorkerRole) -> Worker:
         record = Worker(worker, lease, provider, role, order=self._added)
@@ -247,7 +246,7 @@ class Fleet:
 
     @property
     def helping_workers(self) -> int:
-        """Ready workers with credit other than the trainer's device; `helping_credits` is what they add up to."""
+        """Ready workers with credit other than the trainer's device."""
         return len(self._helping)
 
     @property
@@ -304,26 +303,23 @@ class Fleet:
         return (worker.kind, worker.version), (queue, share, worker.order, worker.id)
 
     def _reindex_help(self, worker: Worker) -> None:
-        counted, help_ = self._helping.get(worker.id), self._help(worker)
-        if counted == help_:
+        counted, helps_with = self._helping.get(worker.id), self._helps_with(worker)
+        if counted == helps_with:
             return
         if counted is not None:
-            version, credits = counted
             del self._helping[worker.id]
-            self.helping_credits -= credits
-            self._helpers[version] -= 1
-            if not self._helpers[version]:
-                del self._helpers[version]
-        if help_ is not None:
-            version, credits = self._helping[worker.id] = help_
-            self.helping_credits += credits
-            self._helpers[version] = self._helpers.get(version, 0) + 1
+            self._helpers[counted] -= 1
+            if not self._helpers[counted]:
+                del self._helpers[counted]
+        if helps_with is not None:
+            self._helping[worker.id] = helps_with
+            self._helpers[helps_with] = self._helpers.get(helps_with, 0) + 1
 
-    def _help(self, worker: Worker) -> tuple[int, int] | None:
-        """The version and the credit with which a worker is of use beside the trainer's device."""
+    def _helps_with(self, worker: Worker) -> int | None:
+        """The version with which a worker is of use beside the trainer's device."""
         useful = worker.state is WorkerState.READY and worker.role is not WorkerRole.TRAINER and worker.capacity > 0
         hopeless = worker.resting and worker.declines >= HOPELESS_DECLINES
-        return (worker.version, worker.capacity) if useful and not hopeless and worker.version is not None else None
+        return worker.version if useful and not hopeless else None
 
     def stale_index(self) -> str:
         """What of the index differs from a recomputation; empty when it is right."""
@@ -337,10 +333,10 @@ class Fleet:
         able = {w.id for w in self.workers.values() if _able(w)}
         if able != set(self._able):
             return f"able are {list(self._able)}, should be {able}"
-        helping = {w.id: help_ for w in self.workers.values() if (help_ := self._help(w)) is not None}
-        if helping != self._helping or self.helping_credits != sum(credits for _, credits in helping.values()):
-            return f"helpers {self._helping} with {self.helping_credits} credits, should be {helping}"
-        versions = [version for version, _ in helping.values()]
+        helping = {w.id: version for w in self.workers.values() if (version := self._helps_with(w)) is not None}
+        if helping != self._helping:
+            return f"helpers {self._helping}, should be {helping}"
+        versions = list(helping.values())
         counts = {version: versions.count(version) for version in versions}
         return "" if counts == self._helpers else f"helper counts {self._helpers}, should be {counts}"
 

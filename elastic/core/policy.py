@@ -133,7 +133,8 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     In RLBoost's words (§4.1): `train_ns` is t_train, `train_wait_ns` t_train^wait (the trainer's device free, and
     no group to train), `rollout_ns` t_remote, `remote_wait_ns` t_remote^wait (from the last response to the step's
-    end). Workers and credits count what helps the trainer's device: as a mean over the step, and at its end.
+    end). Workers that help the trainer's device are counted as a mean over the step (n̄_prem), which is that at its end
+    (n̂_prem) only if none came or went.
 
     Of the groups that finished `groups_of_use` were worth training on, trained or not; `groups_rejected` were not.
     """
@@ -151,15 +152,13 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     remote_wait_ns: Nanoseconds = 0
     workers_mean: float = 0.0
     workers_end: int = 0
-    credits_mean: float = 0.0
-    credits_end: int = 0
 
 
 class SeedingPlan(msgspec.Struct, frozen=True, kw_only=True):
     """What a seeding policy has decided, and all that it remembers; the core keeps it from step to step.
 
-    `worker_bound` is N_prem: more workers than these would not make steps shorter. `memory` maps a capacity to
-    the window that was best under it.
+    `worker_bound` is N_prem: more workers than these would not make steps shorter. `memory` maps a number of workers to
+    the window that was best with them.
     """
 
     window_ns: Nanoseconds

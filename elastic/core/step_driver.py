@@ -37,6 +37,7 @@ class StepDriver:
         self._device = device
         self._reseed = False
         self.seeding_plan = run.policies.seeding.first()
+        run.leases.worker_bound = self.seeding_plan.worker_bound
         self.handlers: Mapping[type[e.Event], Callable[[Any], None]] = {
             e.GroupTrained: self._on_group_trained,
             e.WeightsPublished: self._on_published,
@@ -95,7 +96,6 @@ class StepDriver:
             training=at_work,
             waiting=not at_work and not step.rollouts_done and device.free,
             workers=run.fleet.helping_workers,
-            credits=run.fleet.helping_credits,
         )
 
     @property
@@ -246,6 +246,4 @@ def _record(step: Step, now_ns: int) -> StepRecord:
         remote_wait_ns=now_ns - rollout_ended_ns,
         workers_mean=meter.worker_ns / max(1, duration_ns),
         workers_end=meter.workers,
-        credits_mean=meter.credit_ns / max(1, duration_ns),
-        credits_end=meter.credits,
     )

@@ -1,4 +1,4 @@
-"""Where a step's time goes: the trainer's own, and the capacity that others lend. Source: RLBoost §4.1."""
+"""Where a step's time goes: the trainer's own, and that of the workers that help it. Source: RLBoost §4.1."""
 
 from dataclasses import dataclass
 
@@ -13,22 +13,19 @@ class StepMeter:
     training: bool = False
     waiting: bool = False
     workers: int = 0
-    credits: int = 0
     train_ns: Nanoseconds = 0
     train_wait_ns: Nanoseconds = 0
     worker_ns: int = 0
-    credit_ns: int = 0
 
-    def look(self, now_ns: Nanoseconds, *, training: bool, waiting: bool, workers: int, credits: int) -> None:
-        """From `now_ns` on: is the trainer at work or out of work, and how much do other workers offer."""
-        if (training, waiting, workers, credits) != (self.training, self.waiting, self.workers, self.credits):
+    def look(self, now_ns: Nanoseconds, *, training: bool, waiting: bool, workers: int) -> None:
+        """From `now_ns` on: is the trainer at work or out of work, and how many other workers help."""
+        if (training, waiting, workers) != (self.training, self.waiting, self.workers):
             self.add_up(now_ns)
-            self.training, self.waiting, self.workers, self.credits = training, waiting, workers, credits
+            self.training, self.waiting, self.workers = training, waiting, workers
 
     def add_up(self, now_ns: Nanoseconds) -> None:
         passed_ns = now_ns - self.at_ns
         self.train_ns += passed_ns * self.training
         self.train_wait_ns += passed_ns * self.waiting
         self.worker_ns += passed_ns * self.workers
-        self.credit_ns += passed_ns * self.credits
         self.at_ns = now_ns

@@ -17,7 +17,7 @@ from elastic.core.digest import digest
 from elastic.core.fleet import Worker
 from elastic.core.invariants import check
 from elastic.core.leases import Lease
-from elastic.core.policy import Policies
+from elastic.core.policy import Policies, SeedingPolicy
 from elastic.core.reward_desk import Scoring
 from elastic.core.scheduler import Phase, Scheduler, TrainerMode
 from elastic.core.types import (
@@ -51,6 +51,8 @@ from policies.succession import EarlySuccessor
 
 REPLY_NS = 50 * MS
 """The longest that it takes from a checkpoint to the orchestrator's hearing of its version."""
+RESERVED_ENGINES = 3
+"""So many workers may help in a first step."""
 FINAL = (c.UpdateWeights, c.ReleaseLease)
 """What cannot be taken back is done once the journal is durable: no checkpoint is ahead of it, nor a lease's end."""
 _encode = msgspec.msgpack.Encoder().encode
@@ -62,12 +64,18 @@ def policies(settings: WorldSettings) -> Policies:
     return Policies(
         routing=AffinityRouting(),
         balancing=ContinuousBalancing() if settings.balancing else None,
-        seeding=AdaptiveWindow(settings.seeding_ns) if settings.adaptive_seeding else FixedWindow(settings.seeding_ns),
+        seeding=_seeding(settings),
         provisioning=MarginalValue() if settings.marginal_provisioning else TakeWhatIsOffered(),
         selection=NonZeroVariance(),
         succession=EarlySuccessor(),
         sampling=DynamicSampling(settings.dynamic_most) if settings.dynamic_most else FixedBatch(),
     )
+
+
+def _seeding(settings: WorldSettings) -> SeedingPolicy:
+    if not settings.adaptive_seeding:
+        return FixedWindow(settings.seeding_ns)
+    return AdaptiveWindow(settings.seeding_ns, reserved_engines=RESERVED_ENGINES)
 
 
 def replayed(settings: WorldSettings, log: Log) -> list[str]:

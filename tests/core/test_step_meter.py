@@ -10,12 +10,12 @@ from policies.provisioning import MarginalValue
 
 def test_what_was_seen_holds_until_the_next_look() -> None:
     meter = StepMeter(100)
-    meter.look(110, training=True, waiting=False, workers=2, credits=8)
-    meter.look(130, training=False, waiting=True, workers=1, credits=4)
-    meter.look(160, training=False, waiting=False, workers=0, credits=0)
-    meter.look(200, training=True, waiting=True, workers=9, credits=9)
+    meter.look(110, training=True, waiting=False, workers=2)
+    meter.look(130, training=False, waiting=True, workers=1)
+    meter.look(160, training=False, waiting=False, workers=0)
+    meter.look(200, training=True, waiting=True, workers=9)
     assert (meter.train_ns, meter.train_wait_ns) == (20, 30)
-    assert (meter.worker_ns, meter.credit_ns) == (2 * 20 + 30, 8 * 20 + 4 * 30)
+    assert meter.worker_ns == 2 * 20 + 30
 
 
 def test_record_tells_who_waited_for_whom(make_desk) -> None:
@@ -41,7 +41,6 @@ def test_record_tells_who_waited_for_whom(make_desk) -> None:
     assert record.train_ns == NS_PER_S // 2
     assert record.remote_wait_ns == NS_PER_S // 2
     assert 0 < record.workers_mean <= record.workers_end == 1
-    assert record.credits_end == 4
     assert worker in desk.scheduler.fleet.workers
 
 
