@@ -48,7 +48,12 @@ def churn_trace(path: Path) -> Path:
 def identical_share(directory: Path, seed: int) -> tuple[float, Any, dict[str, Any]]:
     """Share of step-one trajectories that kills left unchanged; the disturbed run's proof and summary."""
     trace = churn_trace(directory / "churn.csv")
-    churn = ["run.steps=1", SLOW_PACING, f'providers.spot={{trace="{trace}", max_workers=3, boot_delay_s=0}}']
+    churn = [
+        "run.steps=1",
+        SLOW_PACING,
+        "seeding.reserved_engines=3",
+        f'providers.spot={{trace="{trace}", max_workers=3, boot_delay_s=0}}',
+    ]
     disturbed, summary = run(directory, "spot", churn, seed)
     calm, _ = run(directory, "", ["run.steps=1"], seed)
     one, other = _trajectories(disturbed), _trajectories(calm)

@@ -83,7 +83,8 @@ class Worker:
     @property
     def places(self) -> int:
         """Turns that it may execute at once: of its credit, what fits into its batch."""
-        return self.capacity if self.max_batch is None else min(self.capacity, self.max_batch)
+        batch, credit = self.max_batch, self.capacity
+        return credit if batch is None or credit < batch else batch
 
     @property
     def queued(self) -> int:
@@ -91,8 +92,7 @@ class Worker:
         declared how many it executes at once."""
         if self.max_batch is None:
             return self.pending
-        beyond = max(self.engine_pending, len(self.turns) - self.places)
-        return beyond if beyond < self.pending else self.pending
+        return min(self.pending, max(self.engine_pending, len(self.turns) - self.places))
 
     @property
     def has_place(self) -> bool:
@@ -160,7 +160,8 @@ class Fleet:
         worker.turns[turn] = False
         worker.due_tokens += due_tokens
         worker.pending += 1
-        worker.engine_pending += worker.engine_pending > 0  # Engines begin turns in order: it waits behind the others.
+        if worker.engine_pending:
+            worker.engine_pending += 1  # Engines begin turns in order: it waits behind the others.
         self._out_of_order[worker.id] = worker
 
     def begin(self, worker: Worker, turn: TurnId) -> None:
@@ -181,7 +182,8 @@ class Fleet:
 
     def _pends_no_more(self, worker: Worker) -> None:
         worker.pending -= 1
-        worker.engine_pending = min(worker.engine_pending, worker.pending)  # What it began first was in no queue.
+        if worker.engine_pending > worker.pending:
+            worker.engine_pending = worker.pending  # Those that it begins first were in no queue.
         self._out_of_order[worker.id] = worker
 
     def unassign_all(self, worker: Worker) -> list[TurnId]:
@@ -221,7 +223,7 @@ class Fleet:
             and len(worker.turns) < worker.capacity
             and not worker.resting
             and not (worker.declines and worker.pending)
-            and (worker.queued < self._max_pending or (worker.has_place and worker.max_batch is not None))
+            and ((worker.max_batch is not None and worker.has_place) or worker.queued < self._max_pending)
         )
 
     def with_room(self, worker: WorkerId, oldest_version: int) -> Worker | None:
@@ -298,8 +300,9 @@ class Fleet:
     def _load_entry(self, worker: Worker) -> tuple[_Place, _Load] | None:
         if worker.version is None or not self.has_room(worker):
             return None
-        queue = 0 if worker.has_place else 1 + worker.queued
-        share = (len(worker.turns) + 1) / (worker.places * worker.standing)
+        held, places = len(worker.turns), worker.places
+        queue = 0 if held < places and not worker.engine_pending else 1 + worker.queued
+        share = (held + 1) / (places * worker.standing)
         return (worker.kind, worker.version), (queue, share, worker.order, worker.id)
 
     def _reindex_help(self, worker: Worker) -> None:

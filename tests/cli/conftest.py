@@ -30,6 +30,7 @@ updates_per_step = 1
 checkpoint_every_steps = 1
 [seeding]
 window_s = 0.2
+reserved_engines = 2
 [engine]
 max_batch = 4
 max_context_tokens = 192

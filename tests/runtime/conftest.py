@@ -159,7 +159,7 @@ def live_config(tiny_checkpoint: Path, tmp_path: Path) -> Callable[..., Config]:
             "environment": {"step_timeout_s": 120.0},
             "rollout": {"groups": 4, "group_size": 4, "max_turns": 4, "max_tokens_per_turn": 24},
             "trainer": {"checkpoint_every_steps": 1, "updates_per_step": 1},
-            "seeding": {"window_s": 0.0},
+            "seeding": {"window_s": 0.0, "reserved_engines": 8},
             "engine": {
                 "max_batch": 4,
                 "max_pending": 2,

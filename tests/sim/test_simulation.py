@@ -34,6 +34,7 @@ def config(directory: Path, **sections: object) -> Config:
         "model": {"checkpoint": str(directory)},
         "rollout": ROLLOUT,
         "trainer": {"updates_per_step": 1},
+        "seeding": {"reserved_engines": 5},
         "engine": {"pacing": {"prefill_tokens_per_s": 8000, "decode_step_s": {1: 0.014, 16: 0.024}}},
         "providers": {
             "spot": {"trace": str(trace), "max_workers": 2, "usd_per_gpu_hour": 2.0},
