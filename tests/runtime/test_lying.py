@@ -1,0 +1,139 @@
+"""Workers that hold valid sessions and lie: nothing but themselves suffers."""
+
+import asyncio
+import contextlib
+import importlib
+import sys
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elastic import wire
+from elastic.core.types import Capabilities
+from elastic.runtime.gateway import Gateway
+from elastic.runtime.validation import Claims, bounds_of
+from elastic.sim.lies import KINDS, Liar
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+PATIENCE_S = 20.0
+ENGINE = {"max_batch": 4, "max_pending": 2, "max_context_tokens": 512}
+MODEL = {"vocab_size": 64}
+CAPABILITIES = Capabilities(engine="test", replayable_sampling=True, max_context_tokens=512, device="none")
+WELCOME = wire.Welcome("", 0, 5.0, 0.03, 10.0, ENGINE, MODEL, "")
+
+
+class Ear:
+    def __init__(self) -> None:
+        self.heard: list[tuple[str, object]] = []
+        self.barred: list[str] = []
+        self.gone: list[str] = []
+        self.news = asyncio.Event()
+
+    def on_ready(self, worker: str, epoch: int, ready: wire.Ready) -> None:
+        self._note(worker, ready)
+
+    def on_message(self, worker: str, epoch: int, message: wire.FromWorker) -> None:
+        self._note(worker, message)
+
+    def on_disconnected(self, worker: str, epoch: int, goodbye: bool) -> None:
+        self.gone.append(worker)
+        self.news.set()
+
+    def on_barred(self, worker: str, epoch: int, cause: str) -> None:
+        assert cause.strip()
+        self.barred.append(worker)
+        self.news.set()
+
+    def _note(self, worker: str, message: object) -> None:
+        assert worker not in self.barred, "a barred worker is heard no more"
+        self.heard.append((worker, message))
+        self.news.set()
+
+    def of(self, worker: str) -> list[object]:
+        return [message for who, message in self.heard if who == worker]
+
+
+def framed(body: bytes) -> bytes:
+    return len(body).to_bytes(4) + body
+
+
+async def join(gateway: Gateway, address: str, worker: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    gateway.expect(worker, "token")
+    host, _, port = address.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(wire.encode(wire.Hello(wire.PROTOCOL_VERSION, worker, "token", False, 1, "here")))
+    assert await reader.read(1 << 16)
+    writer.write(wire.encode(wire.Ready(CAPABILITIES, 0)))
+    return reader, writer
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.tuples(st.sampled_from(KINDS), st.randoms(use_true_random=False)), min_size=1, max_size=8), st.data()
+)
+def test_whatever_a_liar_says_the_others_are_heard(lies: list[tuple[type, Random]], data: st.DataObject) -> None:
+    """Lies of any kind, one after the other, between the words of an honest worker."""
+    bodies = [Liar(rng, lambda: ["0/0/0/0", "honest"]).frame(kind) for kind, rng in lies]
+    asyncio.run(_lie(bodies, between=[data.draw(st.integers(0, 3)) for _ in lies]))
+
+
+async def _lie(bodies: list[bytes], between: list[int]) -> None:
+    faults: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: faults.append(context))
+    ear = Ear()
+    gateway = Gateway(ear, WELCOME)
+    address = await gateway.start()
+    _, honest = await join(gateway, address, "honest")
+    reader, liar = await join(gateway, address, "liar")
+    said = 0
+    for body, count in zip(bodies, between, strict=True):
+        for _ in range(count):
+            said += 1
+            honest.write(wire.encode(wire.WeightsReport(said, "", 0, 0.0, 0.0)))
+        liar.write(framed(body))
+    liar.write_eof()
+    async with asyncio.timeout(PATIENCE_S):
+        with contextlib.suppress(ConnectionError):
+            while await reader.read(1 << 16):
+                pass
+        said += 1
+        honest.write(wire.encode(wire.WeightsReport(said, "", 0, 0.0, 0.0)))
+        while len(ear.of("honest")) < said + 1:
+            ear.news.clear()
+            await ear.news.wait()
+    assert [m.version for m in ear.of("honest")[1:]] == list(range(1, said + 1))  # type: ignore[attr-defined]
+    assert "honest" not in ear.barred
+    assert "honest" not in ear.gone
+    assert not faults
+    claims = Claims(bounds_of(ENGINE, MODEL, trains=False))
+    for message in ear.of("liar")[1:]:
+        body = msgspec.msgpack.encode(message)
+        claims.check(wire.decode_from_worker(body), 0.0)
+    for writer in (honest, liar):
+        writer.close()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()
+    await gateway.aclose()
+
+
+@pytest.fixture
+def lying(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(sys, "path", [*sys.path, str(BENCHMARKS)])
+    return importlib.import_module("lying")
+
+
+async def test_a_run_with_liars_is_the_run_without_them(lying) -> None:
+    found = await lying.measure(frames=20 * len(KINDS), seed=3)
+    assert found["kinds"].keys() == {kind.__name__ for kind in KINDS}
+    assert min(found["kinds"].values()) >= 20
+    assert (found["runs_ended"], found["cause"]) == (0, "")
+    assert found["other_workers_fenced"] == 0
+    assert found["rows"] > 400
+    assert found["wrong_rows"] == 0
+    assert found["liars_barred"] > 10 * len(KINDS)
+    assert found["turns_of_liars"] > 0
