@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from pydantic import BaseModel
 
@@ -21,7 +21,7 @@ from elastic.core.digest import digest
 from elastic.core.events import LeaseEnded, LeaseGranted, OfferChanged
 from elastic.core.scheduler import Phase, Scheduler
 from elastic.core.types import Account, Capabilities, EndCause, FinishReason, LeaseId, Offer, Plan, WorkerRole
-from elastic.envs.base import StepResult
+from elastic.envs.base import Environment, StepResult
 from elastic.runtime.journal import Journal, JournalReader
 from elastic.runtime.orchestrator import Orchestrator
 from elastic.sim.lies import KINDS, Liar
@@ -95,6 +95,9 @@ class PacedEnvironment:
         await self._told.until((self._step + self._turns / TURNS) / STEPS)
         done = self._turns == TURNS
         return StepResult([3, 4], done, float(done and self._total % 2 == 0))
+
+    async def truncate(self) -> float:
+        return 0.0
 
     async def aclose(self) -> None:
         pass
@@ -389,7 +392,7 @@ async def play(frames: int, seed: int) -> Ended:
             troupes[LIAR] = Troupe(
                 LIAR, WorkerRole.ELASTIC, LIARS, lambda: LyingWorker(next(kinds), rng, told, names), join
             )
-        return troupes
+        return cast("Mapping[str, Provider]", troupes)
 
     welcome = wire.Welcome("", 0, 5.0, 0.03, PATIENCE_S, ENGINE, {"vocab_size": VOCABULARY}, "")
     plan = Plan(steps=STEPS, groups=GROUPS, group_size=GROUP_SIZE)
@@ -402,7 +405,7 @@ async def play(frames: int, seed: int) -> Ended:
             scheduler,
             journal,
             make_providers,
-            lambda: PacedEnvironment(told, begun),
+            lambda: cast(Environment, PacedEnvironment(told, begun)),
             (),
             welcome,
         )
