@@ -303,7 +303,7 @@ class PullWeights(_Message, frozen=True):
     """Load `version` from the relay. A later order supersedes one that is still under way.
 
     It counts as that version only if the key of `publisher` has signed it (`Ready.publisher`). The order names it,
-    because workers are welcomed before the trainer has a key, and outlive trainers.
+    because workers are welcomed before the trainer has a key, and a resumed trainer has another.
     """
 
     version: int
