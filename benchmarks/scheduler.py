@@ -44,8 +44,8 @@ QUICK_EVENTS = 100_000
 EVENT_NS = 50_000
 """Virtual time between events: 20,000 a second, a thousand workers that flush every 50 ms."""
 
-CONFIGURATION = {"model": {"checkpoint": "."}, "seeding": {"window_s": 0.0}}
-"""The defaults, but for the trainer's device, which generates nothing here."""
+CONFIGURATION = {"model": {"checkpoint": "."}, "seeding": {"window_s": 0.0, "reserved_engines": WORKERS}}
+"""The defaults, but that the trainer's device generates nothing, and that the first step may have all workers."""
 TOKENS = 3
 TURN_ENDS = 0.03
 TRAJECTORY_ENDS = 0.1

@@ -47,6 +47,7 @@ SETTINGS = (
     "run.steps=100000",
     "weights.relay=http",
     "engine.pacing.decode_step_s={1=0.06}",
+    "seeding.reserved_engines=2",
     "providers.reserved.max_workers=1",
     "providers.serving.hosts=1",
     "providers.serving.max_workers=1",

@@ -7,6 +7,8 @@ workers; and any worker below its own plateau may take what another executes abo
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from heapq import nlargest, nsmallest
+from typing import Any
 
 import msgspec
 
@@ -14,6 +16,9 @@ from elastic.core.policy import LoadView, Move
 from elastic.core.profiles import BatchProfile
 from elastic.core.types import TurnId, WorkerKind
 
+CONSIDERED = 64
+"""Workers of each kind with the most, and with the least to do, among whom one look moves turns: there is another look
+before long, and a look at a thousand workers must not hold up those who wait for a decision."""
 LEAST_SAMPLES = 2
 """Batch sizes that must have been seen before any of them can be called a plateau."""
 LIKE = 2.0
@@ -33,8 +38,10 @@ class ContinuousBalancing(msgspec.Struct, frozen=True):
         if not any(load.room for load in loads):
             return ()
         if any(load.pending for load in loads):
-            return _spread([_of_pending(load) for load in loads])
-        return _spread(self._above_plateaus(loads, profiles))
+            return _spread(
+                [_of_pending(load) for load in _at_the_ends(loads, lambda load: (load.pending, load.executing))]
+            )
+        return _spread(self._above_plateaus(_at_the_ends(loads, lambda load: load.executing), profiles))
 
     def _above_plateaus(
         self, loads: Sequence[LoadView], profiles: Mapping[WorkerKind, BatchProfile]
@@ -70,6 +77,22 @@ class ContinuousBalancing(msgspec.Struct, frozen=True):
         if batch > self.plateau_share * max(samples):
             return None
         return max(1, round(batch * samples[batch].context_tokens / context_tokens)) if context_tokens else batch
+
+
+def _at_the_ends(loads: Sequence[LoadView], key: Callable[[LoadView], Any]) -> Sequence[LoadView]:
+    """Of each kind those with the most and with the least, in the order of `loads`."""
+    by_kind: dict[WorkerKind, list[LoadView]] = {}
+    for load in loads:
+        by_kind.setdefault(load.kind, []).append(load)
+    if all(len(alike) <= 2 * CONSIDERED for alike in by_kind.values()):
+        return loads
+    ends = {
+        load.id
+        for alike in by_kind.values()
+        for end in (nlargest(CONSIDERED, alike, key), nsmallest(CONSIDERED, alike, key))
+        for load in end
+    }
+    return [load for load in loads if load.id in ends]
 
 
 @dataclass(slots=True)

@@ -5,7 +5,7 @@ is left alone from then on until a token has come of it. Source: RLBoost §4.2.1
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from elastic.core import events as e
@@ -23,16 +23,19 @@ class Load:
     `arriving` ones are as good as there.
     """
 
-    __slots__ = ("_run", "_worker", "executing", "pending", "room")
+    __slots__ = ("_arriving", "_run", "_worker", "executing", "pending")
 
-    def __init__(self, run: RunState, worker: Worker, arriving: int = 0) -> None:
+    def __init__(self, run: RunState, worker: Worker, leaving: Sequence[Turn] = (), arriving: int = 0) -> None:
         self._run = run
         self._worker = worker
-        live = run.turns.live
-        called_back = [begun for turn, begun in worker.turns.items() if live[turn].state is TurnState.MOVING]
+        self._arriving = arriving
+        called_back = [worker.turns[turn.id] for turn in leaving if turn.id in worker.turns]
         self.pending = max(0, worker.queued - called_back.count(False))
         self.executing = worker.outstanding - worker.pending - called_back.count(True) + arriving
-        self.room = max(0, self._room() - arriving)
+
+    @property
+    def room(self) -> int:
+        return max(0, self._room() - self._arriving)
 
     @property
     def id(self) -> WorkerId:
@@ -92,10 +95,14 @@ class Balancer:
         run, policy = self._run, self._run.policies.balancing
         if policy is None or run.turns.head() is not None:
             return
-        moving = (turn for turn in run.turns.live.values() if turn.state is TurnState.MOVING)
-        arriving = Counter(turn.destination for turn in moving)
+        arriving = Counter(turn.destination for turn in run.turns.moving.values())
+        leaving: dict[WorkerId, list[Turn]] = {}
+        for turn in run.turns.moving.values():
+            if turn.worker is not None:
+                leaving.setdefault(turn.worker, []).append(turn)
         ready = [worker for worker in run.fleet.workers.values() if worker.state is WorkerState.READY]
-        for move in policy.moves([Load(run, worker, arriving[worker.id]) for worker in ready], run.profiles):
+        loads = [Load(run, worker, leaving.get(worker.id, ()), arriving[worker.id]) for worker in ready]
+        for move in policy.moves(loads, run.profiles):
             turn = run.turns.live[move.turn]
             may_go = not turn.avoids(move.to, run.now_ns)
             if may_go and run.fleet.with_room(move.to, turn.oldest_version) is not None:

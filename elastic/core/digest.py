@@ -28,6 +28,7 @@ LEFT_OUT: Mapping[str, str] = {
     "Step._group_of": "an index of `groups` by their members",
     "Timers._heap": "an index of `_waits`, brought up to date when it is asked for",
     "Timers._queued": "as `_heap`",
+    "Turns.moving": "an index of the turns in `live` that are on their way",
     "Turns._queues": "an index of the turns in `live` that are queued, cleaned up when it is asked for",
 }
 """Attributes that follow from others, or hold no state: `Class.attribute`, or an attribute of any class."""

@@ -234,6 +234,9 @@ def _check_index(s: Scheduler) -> None:
     stale = s.fleet.stale_index()
     if stale:
         raise InvariantViolated(9, "the fleet's index", stale)
+    moving = {turn.id for turn in s.turns.live.values() if turn.state is TurnState.MOVING}
+    if moving != s.turns.moving.keys():
+        raise InvariantViolated(9, "the turns' index", f"{list(s.turns.moving)} are said to move, {moving} do")
     for provider in s.leases.offers:
         leases = [lease for lease in s.leases.leases.values() if lease.provider == provider]
         asked = sum(lease.state is LeaseState.REQUESTED for lease in leases)

@@ -87,8 +87,9 @@ class LoadView(Protocol):
 
     pending: int
     executing: int
-    room: int
 
+    @property
+    def room(self) -> int: ...
     @property
     def id(self) -> WorkerId: ...
     @property

@@ -88,6 +88,8 @@ class Turns:
 
     def __init__(self) -> None:
         self.live: dict[TurnId, Turn] = {}
+        self.moving: dict[TurnId, Turn] = {}
+        """Those of them that are on their way from one worker to another."""
         self.conversations: dict[TrajectoryId, Conversation] = {}
         self.demands: dict[str, Demand] = {}
         self._queues: dict[Needs, list[tuple[int, TurnId]]] = {}
@@ -169,6 +171,10 @@ class Turns:
         at = f"token {turn.accepted} of attempt {turn.attempt}"
         take_transition(turn.id, turn.state, state, turn.story, now_ns, cause, at)
         turn.state = state
+        if state is TurnState.MOVING:
+            self.moving[turn.id] = turn
+        else:
+            self.moving.pop(turn.id, None)
         if state is TurnState.QUEUED:
             turn.worker = None
             self._enqueue(turn)
