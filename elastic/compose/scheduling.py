@@ -12,6 +12,7 @@ from elastic.core.policy import (
 )
 from elastic.core.types import NS_PER_S, Limits, Plan
 from policies.balancing import ContinuousBalancing
+from policies.departure import UseNotice
 from policies.provisioning import MarginalValue, TakeWhatIsOffered
 from policies.routing import AffinityRouting, PinnedRouting, TurnWiseRouting
 from policies.sampling import DynamicSampling, FixedBatch
@@ -77,6 +78,7 @@ def policies(config: Config) -> Policies:
         selection=NonZeroVariance(config.trainer.advantage_epsilon),
         balancing=_balancing(config),
         succession=_succession(config),
+        departure=UseNotice(),
         sampling=DynamicSampling(rollout.dynamic_sampling_most) if rollout.dynamic_sampling else FixedBatch(),
     )
 

@@ -47,10 +47,13 @@ class LeaseRefused(_Event, frozen=True):
 
 
 class LeaseNotice(_Event, frozen=True):
-    """The lease will be taken away at `deadline_ns`; running turns are moved before that."""
+    """The lease will be taken away at `deadline_ns`; running turns end or move before that.
+
+    Without a deadline it is only likelier than before to be taken: nothing moves yet.
+    """
 
     lease: LeaseId
-    deadline_ns: Nanoseconds
+    deadline_ns: Nanoseconds | None
     reason: str
 
 

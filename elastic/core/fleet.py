@@ -35,12 +35,13 @@ class Worker:
 
     - `turns` maps the turns it holds to whether it has begun them; `pending` are not begun, as far as has been heard;
       `due_tokens` is what they were expected to decode when they were sent.
-    - `decoded_tokens` and `decode_ns` are as last reported, and so are the attempts at turns that were `waiting` in its
-      engine's queue, and how far it was with loading weights (`loaded`).
+    - What was decoded and prefilled in which time is as last reported, and so are the attempts at turns that were
+      `waiting` in its engine's queue, and how far it was with loading weights (`loaded`).
     - `engine_pending` is the length of the engine's queue, as last reported and as it must have changed since.
     - `standing` falls with every turn that the worker gives back, and rises with accepted tokens, up to 1.
     - `declines` counts the turns in a row that it gave back without having begun them. After each it is `resting`; then
       it gets one turn, until it has begun that.
+    - One whose lease is about to end has handed over what it has by `leaves_ns`.
     """
 
     id: WorkerId
@@ -61,6 +62,8 @@ class Worker:
     engine_pending: int = 0
     decoded_tokens: int = 0
     decode_ns: Nanoseconds = 0
+    prefilled_tokens: int = 0
+    prefill_ns: Nanoseconds = 0
     waiting: dict[TurnId, int] = field(default_factory=dict[TurnId, int])
     loaded: tuple[LoadPhase, int] = (LoadPhase.NONE, 0)
     turns: dict[TurnId, bool] = field(default_factory=dict[TurnId, bool])
@@ -69,6 +72,8 @@ class Worker:
     standing: float = 1.0
     declines: int = 0
     resting: bool = False
+    leaves_ns: Nanoseconds | None = None
+    leaves_why: str = ""
     served: bool = False
     said_goodbye: bool = False
     story: Story = field(default_factory=Story)
@@ -124,6 +129,8 @@ class Fleet:
         self._loads: dict[WorkerRole, dict[_Place, list[_Load]]] = {role: {} for role in WorkerRole}
         self._indexed: dict[WorkerId, tuple[_Place, _Load]] = {}
         self._out_of_order: dict[WorkerId, Worker] = {}
+        self.leaving: dict[WorkerId, Worker] = {}
+        """Ready ones whose end is known: they get only what ends before that."""
         self._able: dict[WorkerId, None] = {}
         self._helpers: dict[int, int] = {}
         self._helping: dict[WorkerId, int] = {}
@@ -146,6 +153,7 @@ class Fleet:
         for worker in self._of_lease.pop(lease, {}):
             del self.workers[worker]
             self._able.pop(worker, None)
+            self.leaving.pop(worker, None)
             if self.trainer is not None and self.trainer.id == worker:
                 self.trainer = None
 
@@ -217,6 +225,10 @@ class Fleet:
 
     def has_room(self, worker: Worker) -> bool:
         """Whether it may be sent one more turn: to begin it at once, or as one of at most Θ that wait there."""
+        return worker.leaves_ns is None and self.may_take(worker)
+
+    def may_take(self, worker: Worker) -> bool:
+        """As `has_room`, whether it is about to leave or not."""
         return (
             worker.state is WorkerState.READY
             and worker.version is not None
@@ -269,6 +281,10 @@ class Fleet:
         """Bring the index up to date after anything about the worker's room has changed."""
         self._out_of_order[worker.id] = worker
         self._reindex_help(worker)
+        if worker.leaves_ns is not None and worker.state is WorkerState.READY:
+            self.leaving[worker.id] = worker
+        else:
+            self.leaving.pop(worker.id, None)
         if _able(worker):
             self._able[worker.id] = None
         else:
@@ -322,7 +338,7 @@ class Fleet:
         """The version with which a worker is of use beside the trainer's device."""
         useful = worker.state is WorkerState.READY and worker.role is not WorkerRole.TRAINER and worker.capacity > 0
         hopeless = worker.resting and worker.declines >= HOPELESS_DECLINES
-        return worker.version if useful and not hopeless else None
+        return worker.version if useful and not hopeless and worker.leaves_ns is None else None
 
     def stale_index(self) -> str:
         """What of the index differs from a recomputation; empty when it is right."""
@@ -360,6 +376,8 @@ class Others:
 
 def _able(worker: Worker) -> bool:
     """A ready worker without credit has said that it takes nothing; the trainer's device asleep will wake for turns."""
+    if worker.leaves_ns is not None:
+        return False
     if worker.state is WorkerState.READY:
         return worker.capacity > 0
     return worker.state not in (WorkerState.DRAINING, WorkerState.GONE)

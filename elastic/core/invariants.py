@@ -42,7 +42,7 @@ NUMBERS = {
 """The invariants of DESIGN §5 that the state alone can show."""
 
 _HOLDING = (TurnState.RUNNING, TurnState.MOVING)
-_WORKER_WAITS = frozenset({"boot", "load", "reload", "heartbeat", "stall", "resume", "drain", "rest"})
+_WORKER_WAITS = frozenset({"boot", "load", "reload", "heartbeat", "stall", "resume", "drain", "rest", "departure"})
 _LEASE_WAITS = frozenset({"grant", "release", "expiry", "succession"})
 _TURN_WAITS = frozenset({"token", "handover", "retry"})
 _NONE = frozenset[str]()
@@ -157,13 +157,16 @@ def _check_worker(s: Scheduler, worker: Worker, waits: Set[str]) -> None:
     require(9, worker.due_tokens == due_tokens, lambda: f"{worker.due_tokens} tokens due")
     known = worker.version is None or s.version is None or worker.version <= s.version
     require(4, known or worker.state in (WorkerState.DRAINING, WorkerState.GONE), "has weights newer than the run's")
-    require(5, not lease.leaving or worker.state in (WorkerState.DRAINING, WorkerState.GONE), "its lease is leaving")
+    gone = worker.state in (WorkerState.DRAINING, WorkerState.GONE)
+    require(5, gone or worker.leaves_ns is not None or not lease.leaving, "its lease is leaving")
     loading = worker.state is WorkerState.LOADING
     require(9, worker.version is None or not loading, lambda: f"serves version {worker.version}, and is still loading")
-    gone = worker.state is WorkerState.GONE
-    require(12, gone or worker.resting is ("rest" in waits), lambda: f"rests: {worker.resting}, without a deadline")
+    lost = worker.state is WorkerState.GONE
+    require(12, lost or worker.resting is ("rest" in waits), lambda: f"rests: {worker.resting}, without a deadline")
     require(9, not worker.resting or worker.declines > 0, "rests, and has declined nothing")
-    waited, expected = (waits & _WORKER_WAITS) - ({"rest"} if not gone else set()), _worker_waits(s, worker)
+    waited, expected = (waits & _WORKER_WAITS) - ({"rest"} if not lost else set()), _worker_waits(s, worker)
+    if worker.leaves_ns is not None and not gone:
+        expected |= {"departure"}
     require(12, expected <= waited, lambda: f"waits for {sorted(waited)}, must for {sorted(expected)}")
     spare = waited - expected - ({"stall"} if worker.state in (WorkerState.READY, WorkerState.ASLEEP) else set())
     spare -= {"stall", "heartbeat"} if worker.state in (WorkerState.DRAINING, WorkerState.LOADING) else set()

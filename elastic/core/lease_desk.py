@@ -8,19 +8,21 @@ from typing import Any
 
 from elastic.core import commands as c
 from elastic.core import events as e
+from elastic.core.departures import Departures
 from elastic.core.leases import Lease
 from elastic.core.market import Market
 from elastic.core.run_state import RunState
-from elastic.core.types import EndCause, LeaseId, LeaseState, Offer, WorkerRole, WorkerState
+from elastic.core.types import EndCause, LeaseId, LeaseState, Nanoseconds, Offer, WorkerRole, WorkerState
 from elastic.core.worker_desk import WorkerDesk
 
 _FAILURES = (EndCause.BOOT_TIMEOUT, EndCause.EXPIRED, EndCause.FENCED, EndCause.LOST, EndCause.BARRED)
 
 
 class LeaseDesk:
-    def __init__(self, run: RunState, workers: WorkerDesk) -> None:
+    def __init__(self, run: RunState, workers: WorkerDesk, departures: Departures) -> None:
         self._run = run
         self._workers = workers
+        self._departures = departures
         self._worker_bound: int | None = None
         self.handlers: Mapping[type[e.Event], Callable[[Any], None]] = {
             e.OfferChanged: self._on_offer,
@@ -103,10 +105,10 @@ class LeaseDesk:
         for worker in lease.workers:
             run.fleet.add(worker, lease.id, lease.provider, offer.role)
             run.ledger.open(lease.id, worker, lease.provider, offer.gpus_per_worker, offer.usd_per_gpu_hour, run.now_ns)
-            run.wait("boot", worker, run.limits.boot_timeout_ns)
+            run.wait("boot", worker, offer.boot_ns + run.patience.limit_ns("boot", run.now_ns))
         if event.expires_at_ns is not None:
             lease.expires_at_ns = event.expires_at_ns
-            self._wait_expiry(lease, event.expires_at_ns - run.limits.drain_timeout_ns)
+            self._wait_expiry(lease, event.expires_at_ns - run.patience.leaving_most_ns)
 
     def _give_back_unknown(self, lease: LeaseId) -> None:
         """A lease that was given up for refused or ended has come all the same: it must not be left behind."""
@@ -152,7 +154,7 @@ class LeaseDesk:
         for lease in (run.leases.leases[lease_id] for lease_id in ready if lease_id in run.leases.leases):
             if policy is not None and lease.expires_at_ns is not None and not lease.leaving:
                 lead_ns = policy.lead_ns(lease.offer, run.leases.ready_ns(lease.provider))
-                asked_at_ns = lease.expires_at_ns - run.limits.drain_timeout_ns - lead_ns
+                asked_at_ns = lease.expires_at_ns - run.patience.leaving_ns(run.now_ns) - lead_ns
                 run.wait("succession", lease.id, max(0, asked_at_ns - run.now_ns))
 
     def _succession_due(self, lease_id: str) -> None:
@@ -221,6 +223,13 @@ class LeaseDesk:
         for worker in self._run.fleet.of_lease(lease.id):
             self._workers.drain(worker, reason)
 
+    def _leave(self, lease: Lease, end_ns: Nanoseconds, reason: str) -> None:
+        """The lease is over at `end_ns`: until then its workers are of use for what ends before, or moves in time."""
+        lease.leaving = True
+        self._run.timers.clear("succession", lease.id)
+        for worker in self._run.fleet.of_lease(lease.id):
+            self._departures.begin(worker, end_ns, reason)
+
     def _ask_back(self, lease_id: str) -> None:
         """Ask for the lease's end, again and again until the provider confirms it: nothing is left behind."""
         run = self._run
@@ -232,26 +241,29 @@ class LeaseDesk:
 
     def _on_notice(self, event: e.LeaseNotice) -> None:
         lease = self._run.leases.leases.get(event.lease)
-        if lease is None or lease.state is not LeaseState.GRANTED:
+        if lease is None or lease.state is not LeaseState.GRANTED or event.deadline_ns is None:
             return
         deadline_ns = event.deadline_ns
         if lease.expires_at_ns is not None:
             deadline_ns = min(deadline_ns, lease.expires_at_ns)
         lease.expires_at_ns = deadline_ns
         self._wait_expiry(lease, deadline_ns)
-        self._empty(lease, event.reason)
+        self._leave(lease, deadline_ns, event.reason)
 
     def _wait_expiry(self, lease: Lease, at_ns: int) -> None:
         self._run.wait("expiry", lease.id, max(0, at_ns - self._run.now_ns))
 
     def _expiry_due(self, lease_id: str) -> None:
-        """First the lease is about to expire, and its workers drain; then it has, and they are believed no more."""
+        """First the lease is about to expire, and its workers leave; then it has, and they are believed no more."""
         run, lease = self._run, self._run.leases.leases[lease_id]
         assert lease.expires_at_ns is not None
-        if run.now_ns < lease.expires_at_ns:
+        leaves_ns = lease.expires_at_ns - run.patience.leaving_ns(run.now_ns)
+        if run.now_ns < leaves_ns:
+            self._wait_expiry(lease, leaves_ns)
+        elif run.now_ns < lease.expires_at_ns:
             self._wait_expiry(lease, lease.expires_at_ns)
             self._note_failure(lease, EndCause.EXPIRED)
-            self._empty(lease, "the lease expires")
+            self._leave(lease, lease.expires_at_ns, "the lease expires")
         else:
             for worker in run.fleet.of_lease(lease_id):
                 self._workers.give_up(worker.id, EndCause.EXPIRED)

@@ -63,6 +63,8 @@ class FleetView(Protocol):
 
 class TurnView(Protocol):
     @property
+    def id(self) -> TurnId: ...
+    @property
     def trajectory(self) -> TrajectoryId: ...
     @property
     def prompt_tokens(self) -> int: ...
@@ -70,6 +72,8 @@ class TurnView(Protocol):
     def max_new_tokens(self) -> int: ...
     @property
     def accepted(self) -> int: ...
+    @property
+    def context_tokens(self) -> int: ...
     @property
     def oldest_version(self) -> int: ...
     @property
@@ -106,6 +110,25 @@ class LoadView(Protocol):
     def context_tokens(self) -> float:
         """Mean context of the turns on it."""
         ...
+
+
+class LeavingView(Protocol):
+    """A worker that is to have handed over everything in `left_ns`.
+
+    Speeds are those of its kind, 0 where they are not known: of one turn in its batch, and of prefill. `receivers` is
+    how many workers may take what must leave.
+    """
+
+    left_ns: Nanoseconds
+
+    @property
+    def id(self) -> WorkerId: ...
+    @property
+    def decode_tokens_per_s(self) -> float: ...
+    @property
+    def prefill_tokens_per_s(self) -> float: ...
+    @property
+    def receivers(self) -> int: ...
 
 
 class Move(msgspec.Struct, frozen=True):
@@ -219,6 +242,16 @@ class ProvisioningPolicy(Protocol):
         ...
 
 
+class DeparturePolicy(Protocol):
+    def takes(self, turn: TurnView, leaving: LeavingView, cached_tokens: int) -> bool:
+        """Whether the turn, of whose context the worker has `cached_tokens`, may still begin there."""
+        ...
+
+    def stays_ns(self, turns: Sequence[TurnView], leaving: LeavingView) -> Mapping[TurnId, Nanoseconds]:
+        """How much longer each of the turns that run there stays, at most `left_ns`. Asked again as time goes on."""
+        ...
+
+
 class SuccessionPolicy(Protocol):
     def lead_ns(self, offer: Offer, ready_ns: Nanoseconds | None) -> Nanoseconds:
         """How long before a lease's workers must drain its successor is asked for.
@@ -254,3 +287,5 @@ class Policies(msgspec.Struct, frozen=True, kw_only=True):
     sampling: SamplingPolicy
     succession: SuccessionPolicy | None = None
     """None: a lease's end is waited for, and what is offered after it is taken."""
+    departure: DeparturePolicy | None = None
+    """None: when the end of a lease is known, its workers drain at once."""

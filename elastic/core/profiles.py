@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from elastic.core.types import Nanoseconds
+from elastic.core.types import NS_PER_S, Nanoseconds
 
 KEPT_SHARE = 0.8
 """Of what was seen before, when something new is: weights and contexts change, and so does a device's speed."""
@@ -23,9 +23,27 @@ class Sample:
 
 @dataclass(slots=True)
 class BatchProfile:
-    """Samples by batch size, of one kind of worker."""
+    """Samples by batch size, of one kind of worker, and the tokens that it has prefilled in `prefill_ns`."""
 
     samples: dict[int, Sample] = field(default_factory=dict[int, Sample])
+    prefill_tokens: float = 0.0
+    prefill_ns: float = 0.0
+
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        """0 where it is not known."""
+        return self.prefill_tokens / self.prefill_ns * NS_PER_S if self.prefill_ns else 0.0
+
+    def turn_tokens_per_s(self, batch: int) -> float:
+        """What each turn of a batch of about this size decodes; 0 where it is not known."""
+        if not self.samples:
+            return 0.0
+        near = min(self.samples, key=lambda seen: abs(seen - batch))
+        return self.samples[near].tokens_per_ns / near * NS_PER_S
+
+    def note_prefill(self, tokens: int, prefill_ns: Nanoseconds) -> None:
+        self.prefill_tokens = self.prefill_tokens * KEPT_SHARE + tokens
+        self.prefill_ns = self.prefill_ns * KEPT_SHARE + prefill_ns
 
     def note(self, batch: int, tokens: int, decode_ns: Nanoseconds, context_tokens: float) -> None:
         sample = self.samples.setdefault(batch, Sample())

@@ -14,6 +14,7 @@ from elastic.core.events import Event
 from elastic.core.fleet import Fleet, Worker
 from elastic.core.leases import LeaseTable
 from elastic.core.ledger import Ledger
+from elastic.core.patience import Patience
 from elastic.core.policy import Policies, StepRecord
 from elastic.core.profiles import BatchProfile
 from elastic.core.steps import Step
@@ -40,7 +41,7 @@ nothing, it ends the run. The trainer is as patient with the orchestrator."""
 
 
 MAX_DOUBLINGS = 16
-_AT_THEIR_TIME = ("expiry", "succession")
+_AT_THEIR_TIME = ("expiry", "succession", "departure")
 """Waits for a time rather than for somebody."""
 
 
@@ -79,6 +80,7 @@ class RunState:
         self.fleet = Fleet(limits.max_pending)
         self.turns = Turns()
         self.profiles: dict[WorkerKind, BatchProfile] = {}
+        self.patience = Patience(limits)
         self.ledger = Ledger()
         self.timers = Timers()
         self.vacated: dict[LeaseId, EndCause] = {}
@@ -107,6 +109,17 @@ class RunState:
         """How long to leave somebody alone after so many failures in a row: twice as long with each."""
         return min(self.limits.retry_base_ns << min(failures - 1, MAX_DOUBLINGS), self.limits.retry_max_ns)
 
+    def expect(self, what: str, key: str) -> None:
+        """Wait as long as the run has the patience to."""
+        self.wait(what, key, self.patience.limit_ns(what, self.now_ns))
+
+    def came(self, what: str, key: str) -> None:
+        """What was waited for is there; how long that took is remembered."""
+        since_ns = self.timers.since_ns(what, key)
+        if since_ns is not None:
+            self.patience.note(what, self.now_ns - since_ns, self.now_ns)
+            self.timers.clear(what, key)
+
     def wait_anew(self) -> None:
         """Nobody could be heard for a while: whoever is waited for has all of the time once more."""
         for wait in self.timers.waits():
@@ -132,7 +145,8 @@ class RunState:
 
     def expect_progress(self, worker: Worker) -> None:
         """Start the wait for a worker's engine to get on with its turns."""
-        self.wait("stall", worker.id, patience(worker) * self.limits.stall_timeout_ns)
+        least_ns = patience(worker) * self.limits.stall_timeout_ns
+        self.wait("stall", worker.id, max(least_ns, self.patience.limit_ns("stall", self.now_ns)))
 
 
 def patience(worker: Worker) -> int:

@@ -11,6 +11,7 @@ from typing import Any
 from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core.balancer import Balancer
+from elastic.core.departures import Departures
 from elastic.core.fleet import Fleet, Worker
 from elastic.core.group_desk import GroupDesk
 from elastic.core.lease_desk import LeaseDesk
@@ -40,7 +41,8 @@ class Scheduler:
         self._turn_desk = TurnDesk(run)
         self._worker_desk = WorkerDesk(run, self._turn_desk)
         self._balancer = Balancer(run, self._turn_desk)
-        self._lease_desk = LeaseDesk(run, self._worker_desk)
+        self._departures = Departures(run, self._turn_desk, self._worker_desk)
+        self._lease_desk = LeaseDesk(run, self._worker_desk, self._departures)
         self._reward_desk = RewardDesk(run)
         self._device = TrainerDevice(run, self._turn_desk)
         self._group_desk = GroupDesk(run, self._turn_desk, self._reward_desk)
@@ -51,6 +53,7 @@ class Scheduler:
             self._turn_desk,
             self._worker_desk,
             self._balancer,
+            self._departures,
             self._lease_desk,
             self._reward_desk,
             self._device,

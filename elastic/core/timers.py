@@ -60,6 +60,11 @@ class Timers:
     def waiting(self, what: str, key: str) -> bool:
         return (what, key) in self._waits
 
+    def since_ns(self, what: str, key: str) -> Nanoseconds | None:
+        """Since when it is waited for; None where it is not."""
+        wait = self._waits.get((what, key))
+        return None if wait is None else wait[0]
+
     def due(self, now_ns: Nanoseconds) -> bool:
         if not self._heap or self._heap[0][0] > now_ns:
             return False  # No deadline is earlier than its entry.

@@ -10,6 +10,7 @@ from typing import Any
 from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core.fleet import Others, Worker
+from elastic.core.leaving import Leaving
 from elastic.core.run_state import RunState
 from elastic.core.turns import Turn
 from elastic.core.types import FinishReason, Nanoseconds, Progress, TrajectoryId, TurnState, WorkerId
@@ -71,7 +72,8 @@ class TurnDesk:
     def _longest_ns(self) -> Nanoseconds:
         """How long a run may go without a token although somebody could take turns: each step there has its limit."""
         limits = self._run.limits
-        coming_ns = limits.retry_max_ns + limits.acquire_timeout_ns + limits.boot_timeout_ns + limits.load_timeout_ns
+        boot_ns, load_ns = (self._run.patience.limit_ns(what, self._run.now_ns) for what in ("boot", "load"))
+        coming_ns = limits.retry_max_ns + limits.acquire_timeout_ns + boot_ns + load_ns
         return limits.queue_timeout_ns + max(coming_ns, limits.train_timeout_ns)
 
     def _clear_queue_waits(self) -> None:
@@ -82,7 +84,7 @@ class TurnDesk:
         """The first of these turns that somebody can take, and who."""
         run = self._run
         for turn in heads:
-            chosen = self._destination(turn)
+            chosen = self._destination(turn) or self._leaving(turn)
             if chosen is None:
                 fleet = Others(run.fleet, turn.avoided) if turn.avoided else run.fleet
                 chosen = run.policies.routing.route(turn, fleet)
@@ -99,11 +101,31 @@ class TurnDesk:
             return None
         return destination
 
+    def _leaving(self, turn: Turn) -> WorkerId | None:
+        """A worker that is about to leave and may have the turn until then: its time is paid for.
+
+        Unless another has room that holds the turn's prefix.
+        """
+        run, policy = self._run, self._run.policies.departure
+        if policy is None or not run.fleet.leaving:
+            return None
+        holder = turn.affine_worker or ""
+        if run.fleet.with_room(holder, turn.oldest_version) is not None:
+            return None
+        for worker in sorted(run.fleet.leaving.values(), key=lambda worker: (worker.id != holder, worker.outstanding)):
+            current = worker.version is not None and worker.version >= turn.oldest_version
+            begins = current and worker.has_place and run.fleet.may_take(worker)
+            if begins and worker.id not in turn.avoided:
+                cached_tokens = turn.affine_tokens if worker.id == holder else 0
+                if policy.takes(turn, Leaving(run, worker), cached_tokens):
+                    return worker.id
+        return None
+
     def _start(self, turn: Turn, worker: Worker) -> None:
         run = self._run
         run.turns.move(turn, TurnState.RUNNING, run.now_ns, worker.id)
         turn.attempt += 1
-        turn.worker = worker.id
+        turn.worker, turn.started_ns = worker.id, run.now_ns
         turn.due_tokens = round(turn.expected_tokens)
         if turn.moved_at is not None:
             turn.moved_at = turn.accepted  # What came while it was handed over has not come of the move.
@@ -111,7 +133,7 @@ class TurnDesk:
         self._clear_queue_waits()
         if turn.avoided:
             run.timers.clear("retry", turn.id)
-        run.wait("token", turn.id, run.limits.turn_stall_timeout_ns)
+        run.expect("token", turn.id)
         run.out.append(
             c.StartTurn(
                 worker=worker.id,
@@ -173,15 +195,18 @@ class TurnDesk:
             conversation.oldest_token = chunk.version
         if chunk.finish in _ENDS or turn.accepted == turn.max_new_tokens:
             run.turns.served(turn, worker.id)
+            run.patience.note_turn(run.now_ns - turn.started_ns, run.now_ns)
             self._close(turn, TurnState.FINISHED, chunk.finish or FinishReason.LENGTH)
             run.out.append(c.FinishTurn(turn=turn.id))
         elif chunk.finish is not None:
             self._given_up(turn, chunk)
         elif turn.state is TurnState.RUNNING:
-            run.wait("token", turn.id, run.limits.turn_stall_timeout_ns)
+            run.came("token", turn.id)
+            run.expect("token", turn.id)
 
     def _given_up(self, turn: Turn, chunk: Progress) -> None:
         """The worker ends the attempt before the turn's end; what was accepted stays."""
+        self._run.came("handover", turn.id)
         if chunk.finish is FinishReason.ERROR:
             self._blame_engine(turn, chunk.detail)
         else:
@@ -220,8 +245,10 @@ class TurnDesk:
         worker.waiting.clear()
         for turn in islice(map(run.turns.live.__getitem__, reversed(worker.turns)), pending):
             worker.waiting[turn.id] = turn.attempt
+            if not worker.turns[turn.id]:
+                turn.started_ns = run.now_ns
             if excused and turn.state is TurnState.RUNNING:
-                run.wait("token", turn.id, run.limits.turn_stall_timeout_ns)
+                run.expect("token", turn.id)
 
     # Back from workers
 
@@ -256,8 +283,12 @@ class TurnDesk:
         """Ask a worker for its turns and whatever it still has of them."""
         for turn in self._of(worker):
             if turn.state is TurnState.RUNNING:
-                self._abort(turn)
-                self._expect_handover(turn, reason)
+                self.call_back_turn(turn, reason)
+
+    def call_back_turn(self, turn: Turn, reason: str) -> None:
+        """As `call_back`, of one running turn."""
+        self._abort(turn)
+        self._expect_handover(turn, reason)
 
     def await_handover(self, worker: Worker, reason: str) -> None:
         """As `call_back`, of a worker that gives its turns back by itself (it goes to sleep)."""
@@ -268,8 +299,7 @@ class TurnDesk:
     def transfer(self, turn: Turn, to: WorkerId) -> None:
         """Call one running turn back, to go on elsewhere from what its worker still has of it."""
         turn.destination, turn.moved_at = to, turn.accepted
-        self._abort(turn)
-        self._expect_handover(turn, f"balanced to {to}")
+        self.call_back_turn(turn, f"balanced to {to}")
 
     def take_away(self, worker: Worker, cause: str) -> None:
         """Queue a worker's turns again, at once: nothing more can come from these attempts."""
@@ -297,7 +327,7 @@ class TurnDesk:
         run = self._run
         run.turns.move(turn, TurnState.MOVING, run.now_ns, reason)
         run.timers.clear("token", turn.id)
-        run.wait("handover", turn.id, run.limits.handover_timeout_ns)
+        run.expect("handover", turn.id)
 
     def _abort(self, turn: Turn) -> None:
         worker = self._run.fleet.workers[turn.worker] if turn.worker is not None else None

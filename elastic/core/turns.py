@@ -43,6 +43,8 @@ class Turn:
     worker: WorkerId | None = None
     due_tokens: int = 0
     """What it was expected to decode when it was sent to its worker."""
+    started_ns: Nanoseconds = 0
+    """When its worker was sent it, or last said that it waits to begin it."""
     engine_errors: int = 0
     destination: WorkerId | None = None
     moved_at: int | None = None

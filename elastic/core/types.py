@@ -172,6 +172,11 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
     expected_life_s: float | None = None
     successors: int = 0
 
+    @property
+    def boot_ns(self) -> Nanoseconds:
+        """What the provider declares from the grant to the worker's process."""
+        return round(self.boot_s * NS_PER_S)
+
 
 class Progress(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One chunk of a turn as the core sees it: `count` tokens of weights `version` from position `start` on.

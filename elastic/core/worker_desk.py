@@ -14,10 +14,11 @@ from elastic.core.run_state import RunState
 from elastic.core.turn_desk import TurnDesk
 from elastic.core.types import Account, EndCause, LoadPhase, WorkerId, WorkerRole, WorkerState
 
+_PREFILLS = (Account.PREFILL, Account.RECOMPUTE)
 MAX_LOAD_FAILURES = 3
 """A worker that cannot load weights this often in a row is given back; a fresh one may have better luck."""
 
-_WAITS = ("boot", "load", "reload", "heartbeat", "stall", "resume", "drain", "rest")
+_WAITS = ("boot", "load", "reload", "heartbeat", "stall", "resume", "drain", "rest", "departure")
 
 
 class WorkerDesk:
@@ -56,6 +57,7 @@ class WorkerDesk:
         resumed = worker.epoch > 0
         worker.epoch = event.epoch
         worker.introduce(event.capabilities)
+        self._note_boot(worker)
         self._clear(worker, "boot", "resume", "load", "reload", "stall")
         run.expect_heartbeat(worker)
         if worker.state is WorkerState.DRAINING:
@@ -66,6 +68,13 @@ class WorkerDesk:
             run.fail("the trainer's device lost its connection or came without weights")
         else:
             self._enter(worker, event.weights_version)
+
+    def _note_boot(self, worker: Worker) -> None:
+        """Remember what booting took beyond what its provider had declared."""
+        run, since_ns = self._run, self._run.timers.since_ns("boot", worker.id)
+        if since_ns is not None:
+            declared_ns = run.leases.leases[worker.lease].offer.boot_ns
+            run.patience.note("boot", run.now_ns - since_ns - declared_ns, run.now_ns)
 
     def _enter(self, worker: Worker, version: int | None) -> None:
         """The worker may work as soon as it announces credit, if it has weights that this run knows."""
@@ -95,7 +104,7 @@ class WorkerDesk:
         self._turns.note_waiting(worker, event.pending, excused=self._gets_on(worker, event))
         if event.progress != worker.progress or event.executing == 0:
             worker.progress = event.progress
-            run.timers.clear("stall", worker.id)
+            run.came("stall", worker.id)
         elif not run.timers.waiting("stall", worker.id):
             run.expect_progress(worker)
 
@@ -111,27 +120,36 @@ class WorkerDesk:
         """
         loaded = (event.loading, event.load_progress)
         waits = event.loading is LoadPhase.WAITING and event.executing > 0
-        if (waits or loaded != worker.loaded) and self._run.timers.waiting("load", worker.id):
-            self._expect_load(worker)
+        run = self._run
+        if (waits or loaded != worker.loaded) and run.timers.waiting("load", worker.id):
+            run.came("load", worker.id)
+            run.expect("load", worker.id)
         worker.loaded = loaded
 
-    def _expect_load(self, worker: Worker) -> None:
-        self._run.wait("load", worker.id, self._run.limits.load_timeout_ns)
-
     def _profile(self, worker: Worker, event: e.WorkerReported) -> None:
-        """Take from two reports in a row how fast the worker decoded between them, and at what batch size."""
+        """Take from two reports how fast the worker prefilled and decoded between them, and at what batch size."""
         run, iterations = self._run, event.progress - worker.progress
         tokens = event.decoded_tokens - worker.decoded_tokens
         decode_ns = event.accounts_ns.get(Account.DECODE, 0) - worker.decode_ns
+        prefilled = event.prompt_tokens - event.prefix_hit_tokens - worker.prefilled_tokens
+        prefill_ns = sum(event.accounts_ns.get(account, 0) for account in _PREFILLS) - worker.prefill_ns
         first = worker.progress < 0
         worker.decoded_tokens += max(0, tokens)
         worker.decode_ns += max(0, decode_ns)
-        if first or min(tokens, iterations, decode_ns, worker.outstanding) <= 0:
+        worker.prefilled_tokens += max(0, prefilled)
+        worker.prefill_ns += max(0, prefill_ns)
+        if first:
+            return
+        profile = run.profiles.get(worker.kind)
+        if profile is None:
+            profile = run.profiles[worker.kind] = BatchProfile()
+        if min(prefilled, prefill_ns) > 0:
+            profile.note_prefill(prefilled, prefill_ns)
+        if min(tokens, iterations, decode_ns, worker.outstanding) <= 0:
             return
         batch = min(max(1, round(tokens / iterations)), worker.capacity)
         contexts = [run.turns.live[turn].context_tokens for turn in worker.turns]
         if batch:
-            profile = run.profiles.setdefault(worker.kind, BatchProfile())
             profile.note(batch, tokens, decode_ns, sum(contexts) / len(contexts))
 
     # Going
@@ -172,7 +190,7 @@ class WorkerDesk:
         if worker.state in (WorkerState.GONE, WorkerState.DRAINING):
             return
         self._move(worker, WorkerState.DRAINING, reason)
-        self._clear(worker, "boot", "load", "reload", "resume", "stall")
+        self._clear(worker, "boot", "load", "reload", "resume", "stall", "departure")
         worker.loading_version = None
         self._run.wait("drain", worker.id, self._run.limits.drain_timeout_ns)
         self._turns.call_back(worker, reason)
@@ -226,7 +244,7 @@ class WorkerDesk:
             return
         worker.loading_version = version
         run.timers.clear("reload", worker.id)
-        self._expect_load(worker)
+        run.expect("load", worker.id)
         run.out.append(c.LoadWeights(worker=worker.id, epoch=worker.epoch, version=version))
 
     def _on_weights_applied(self, event: e.WeightsApplied) -> None:
@@ -240,7 +258,7 @@ class WorkerDesk:
         worker.load_failures = 0
         if worker.loading_version is not None and event.version >= worker.loading_version:
             worker.loading_version = None
-            self._clear(worker, "load")
+            run.came("load", worker.id)
         if worker.version == run.version:
             self._clear(worker, "reload")  # An order that came twice has done what it had failed to do.
         if worker.state is WorkerState.LOADING:

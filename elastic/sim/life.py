@@ -42,6 +42,7 @@ from elastic.sim.rollouts import SimulatedRollouts
 from elastic.sim.settings import MS, WorldSettings
 from elastic.sim.worker import Attempt, SimulatedWorker
 from policies.balancing import ContinuousBalancing
+from policies.departure import UseNotice
 from policies.provisioning import MarginalValue, TakeWhatIsOffered
 from policies.routing import AffinityRouting
 from policies.sampling import DynamicSampling, FixedBatch
@@ -68,6 +69,7 @@ def policies(settings: WorldSettings) -> Policies:
         provisioning=MarginalValue() if settings.marginal_provisioning else TakeWhatIsOffered(),
         selection=NonZeroVariance(),
         succession=EarlySuccessor(),
+        departure=UseNotice(),
         sampling=DynamicSampling(settings.dynamic_most) if settings.dynamic_most else FixedBatch(),
     )
 

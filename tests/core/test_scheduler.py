@@ -354,7 +354,7 @@ class TestLeases:
         other = desk.worker("serving")
         deadline_ns = round((desk.now_s + 9) * NS_PER_S)
         desk.tell(e.LeaseNotice(lease="spot-1", deadline_ns=deadline_ns, reason="preemption"))
-        out = desk.wait(1.1, beating=("trainer", other, start.worker))
+        out = desk.wait(8.5, beating=("trainer", other, start.worker))
         assert [k.worker for k in out if isinstance(k, c.StartTurn)] == [other]
 
     def test_nothing_is_believed_past_the_deadline_of_a_notice(self, desk) -> None:
@@ -367,7 +367,7 @@ class TestLeases:
 
     def test_lease_is_emptied_before_it_expires_and_not_believed_after(self, desk) -> None:
         start = running(desk, expires_s=8.0)
-        out = desk.wait(5.2 - desk.now_s, beating=("trainer", start.worker))
+        out = desk.wait(6.2 - desk.now_s, beating=("trainer", start.worker))
         assert any(isinstance(command, c.DrainWorker) for command in out)
         out = desk.wait(3, beating=("trainer", start.worker))
         assert [k.worker for k in out if isinstance(k, c.FenceWorker)] == [start.worker]
@@ -381,7 +381,8 @@ class TestLeases:
 
     def test_a_leaving_worker_that_is_cut_off_is_lost(self, desk) -> None:
         start = running(desk)
-        desk.tell(e.LeaseNotice(lease="spot-1", deadline_ns=9 * NS_PER_S, reason="preemption"))
+        deadline_ns = round((desk.now_s + 1.5) * NS_PER_S)
+        desk.tell(e.LeaseNotice(lease="spot-1", deadline_ns=deadline_ns, reason="preemption"))
         desk.tell(e.WorkerDisconnected(worker=start.worker, epoch=1, goodbye=False))
         assert desk.one(c.ReleaseLease).reason == EndCause.LOST
 

@@ -63,13 +63,16 @@ DUE_S = LIFE_S - DRAIN_S - LEAD_S
 RETRY_S = SMALL_LIMITS.retry_base_ns / NS_PER_S
 
 
-def test_a_successor_is_asked_for_before_the_drain(desk: Desk) -> None:
+def test_a_successor_is_asked_for_before_the_worker_leaves(desk: Desk) -> None:
     assert not asked(desk.wait(LIFE_S - DRAIN_S - LEAD_S - 0.1, ALIVE))
     assert asked(desk.wait(0.2, ALIVE)) == ["functions-2"]
     arrive(desk, "functions-2")
     out = desk.wait(LEAD_S - 0.2, (*ALIVE, "functions-2/w"))
+    assert not desk.scheduler.fleet.leaving
+    out += desk.wait(0.2, (*ALIVE, "functions-2/w"))
+    assert list(desk.scheduler.fleet.leaving) == ["functions-1/w"]
     assert drained(out) == []
-    assert drained(desk.wait(0.2, (*ALIVE, "functions-2/w"))) == ["functions-1/w"]
+    assert drained(desk.wait(DRAIN_S, (*ALIVE, "functions-2/w"))) == ["functions-1/w"]
 
 
 def test_a_lease_that_was_slow_to_get_ready_has_its_successor_the_earlier(desk: Desk) -> None:
@@ -174,7 +177,8 @@ def test_a_successor_is_asked_for_as_soon_as_one_is_to_be_had(desk: Desk) -> Non
 
 def test_none_once_the_lease_is_being_emptied(desk: Desk) -> None:
     offer(desk, available=0, successors=0)
-    assert drained(desk.wait(LIFE_S - DRAIN_S + 0.1, ALIVE)) == ["functions-1/w"]
+    desk.wait(LIFE_S - DRAIN_S + 0.1, ALIVE)
+    assert list(desk.scheduler.fleet.leaving) == ["functions-1/w"]
     offer(desk, available=0, successors=1)
     assert asked(desk.wait(1.0, ALIVE)) == []
 

@@ -1,0 +1,88 @@
+"""How long the core waits: as configured, and longer where the run has shown that things take longer.
+
+- A limit is never below the configured value, and never above `TIMES_MOST` times it.
+- In between it is `MARGIN` times the longest that what it is for has lately taken to come.
+- What did not come teaches nothing: hosts that hang do not earn themselves patience.
+"""
+
+from dataclasses import dataclass
+
+from elastic.core.types import NS_PER_S, Limits, Nanoseconds
+
+TIMES_MOST = 10
+MARGIN = 3
+"""Times the longest that is known: what comes is drawn from the same, and the next may be longer than all of these."""
+REMEMBERED_NS = 600 * NS_PER_S
+"""What is longer ago than twice this counts no more; what is not as long ago as this does."""
+
+ADAPTIVE = {
+    "boot": "boot_timeout_ns",
+    "load": "load_timeout_ns",
+    "stall": "stall_timeout_ns",
+    "token": "turn_stall_timeout_ns",
+    "handover": "handover_timeout_ns",
+}
+"""By the name of the wait, the limit that is configured for it."""
+
+
+@dataclass(slots=True)
+class Longest:
+    """The longest duration noted since `since_ns`, and in the stretch of time before that."""
+
+    since_ns: Nanoseconds
+    duration_ns: Nanoseconds = 0
+    before_ns: Nanoseconds = 0
+
+    def note(self, duration_ns: Nanoseconds, now_ns: Nanoseconds) -> None:
+        age_ns = now_ns - self.since_ns
+        if age_ns >= REMEMBERED_NS:
+            self.before_ns = self.duration_ns if age_ns < 2 * REMEMBERED_NS else 0
+            self.since_ns, self.duration_ns = now_ns, 0
+        if duration_ns > self.duration_ns:
+            self.duration_ns = duration_ns
+
+    def lately_ns(self, now_ns: Nanoseconds) -> Nanoseconds:
+        age_ns = now_ns - self.since_ns
+        if age_ns >= 2 * REMEMBERED_NS:
+            return 0
+        return self.duration_ns if age_ns >= REMEMBERED_NS else max(self.duration_ns, self.before_ns)
+
+
+class Patience:
+    """The limits as they are now. What a wait was for has come: `note` says after how long."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._least_ns: dict[str, Nanoseconds] = {what: getattr(limits, name) for what, name in ADAPTIVE.items()}
+        self._drain_ns = limits.drain_timeout_ns
+        self._longest: dict[str, Longest] = {}
+        self._turns = Longest(0)
+
+    def note(self, what: str, duration_ns: Nanoseconds, now_ns: Nanoseconds) -> None:
+        longest = self._longest.get(what)
+        if longest is None:
+            longest = self._longest[what] = Longest(now_ns)
+        longest.note(duration_ns, now_ns)
+
+    def note_turn(self, duration_ns: Nanoseconds, now_ns: Nanoseconds) -> None:
+        """A turn has ended, so long after its worker began it."""
+        self._turns.note(duration_ns, now_ns)
+
+    def limit_ns(self, what: str, now_ns: Nanoseconds) -> Nanoseconds:
+        """How long to wait now for what is called so in `ADAPTIVE`."""
+        least_ns, longest = self._least_ns[what], self._longest.get(what)
+        if longest is None:
+            return least_ns
+        return _within(least_ns, MARGIN * longest.lately_ns(now_ns))
+
+    def leaving_ns(self, now_ns: Nanoseconds) -> Nanoseconds:
+        """How long before a lease ends by time its workers begin to leave: so that most turns end where they are."""
+        return _within(self._drain_ns, self._turns.lately_ns(now_ns))
+
+    @property
+    def leaving_most_ns(self) -> Nanoseconds:
+        """More than `leaving_ns` ever is."""
+        return TIMES_MOST * self._drain_ns
+
+
+def _within(least_ns: Nanoseconds, wanted_ns: Nanoseconds) -> Nanoseconds:
+    return max(least_ns, min(wanted_ns, TIMES_MOST * least_ns))
