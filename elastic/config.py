@@ -187,7 +187,7 @@ class SchedulerConfig(_Section):
     handover_timeout_s: float = Field(1.0, gt=0, description="wait for an aborted turn's last tokens")
     drain_timeout_s: float = Field(5.0, gt=0)
     acquire_timeout_s: float = Field(60.0, gt=0)
-    boot_timeout_s: float = Field(60.0, gt=0, description="from a lease's grant to its workers' first words")
+    boot_timeout_s: float = Field(300.0, gt=0, description="from a lease's grant to its workers' first words")
     load_timeout_s: float = Field(60.0, gt=0, description="from the order to load weights to their being in force")
     resume_timeout_s: float = Field(5.0, gt=0, description="how long a disconnected worker may come back")
     release_timeout_s: float = Field(10.0, gt=0)

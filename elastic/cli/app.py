@@ -341,11 +341,18 @@ def serving_host() -> None:
 
 
 @app.command()
-def doctor(as_json: AsJson = False) -> None:
+def doctor(
+    config: Annotated[
+        Path | None,
+        typer.Argument(metavar="CONFIG", help="A run's TOML file, whose limits to look at too.", show_default=False),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
     """Check what this machine has: Python, packages, devices, providers, room for runs.
 
-    Example: elastic doctor
+    Example: elastic doctor examples/frozenlake.toml
     """
     from elastic.cli.doctor import doctor_command
 
-    raise typer.Exit(doctor_command(as_json=as_json))
+    settings = load_config(config) if config is not None else None
+    raise typer.Exit(doctor_command(settings, as_json=as_json))

@@ -13,7 +13,8 @@ from rich.console import Console
 from rich.table import Table
 
 from elastic.cli.app import EXIT_FAILED, emit
-from elastic.compose import installed
+from elastic.compose import installed, short_limits
+from elastic.config import Config
 
 ROOM_GB_MIN = 1.0
 """A short run's journal, checkpoints and weights, several times over."""
@@ -28,11 +29,14 @@ class Finding(msgspec.Struct, frozen=True):
     found: str
     hint: str = ""
     fault: str = "missing"
-    """What to call it when it is not ok."""
+    """What to call it when it is not ok, or when it is but `warns`."""
+    warns: bool = False
 
 
-def doctor_command(*, as_json: bool) -> int:
+def doctor_command(config: Config | None, *, as_json: bool) -> int:
+    """Returns the exit code. With a configuration its limits are looked at too."""
     findings = [_python(), *_packages(), _device(), _cores(), _room(), *_entry_points()]
+    findings += _limits(config) if config is not None else []
     healthy = all(finding.ok for finding in findings)
     if as_json:
         emit({"healthy": healthy, "findings": findings})
@@ -40,9 +44,17 @@ def doctor_command(*, as_json: bool) -> int:
         table = Table(box=None, show_header=False)
         for finding in findings:
             hint = f"hint: {finding.hint}" if finding.hint and not finding.ok else ""
-            table.add_row("ok" if finding.ok else finding.fault, finding.what, finding.found, hint)
+            judged = "ok" if finding.ok and not finding.warns else finding.fault
+            table.add_row(judged, finding.what, finding.found, hint)
         Console().print(table)
     return 0 if healthy else EXIT_FAILED
+
+
+def _limits(config: Config) -> list[Finding]:
+    warnings = short_limits(config)
+    if not warnings:
+        return [Finding("limits", True, "longer than the longest turn")]
+    return [Finding("limit", True, warning, fault="short", warns=True) for warning in warnings]
 
 
 def _python() -> Finding:

@@ -34,8 +34,11 @@ def dry_run_command(config: Config, names: list[str], where: str, *, as_json: bo
     plan = compose.resolve(config, names, where)
     compose.check_live(plan)
     rows, calls = compose.acquisitions(plan), compose.reward_calls(plan)
+    warnings = compose.short_limits(config)
+    for warning in warnings:
+        say(f"warning: {warning}")
     if as_json:
-        emit({"config": plan.resolved(), "would_acquire": rows, "would_call": calls})
+        emit({"config": plan.resolved(), "would_acquire": rows, "would_call": calls, "warnings": warnings})
         return
     shown = console()
     shown.print_json(data=plan.resolved())

@@ -30,7 +30,7 @@ from elastic.compose.runs import (
     private,
     save_run_config,
 )
-from elastic.compose.scheduling import limits, policies, run_plan
+from elastic.compose.scheduling import limits, policies, run_plan, short_limits
 
 __all__ = [
     "INTERRUPTED",
@@ -70,4 +70,5 @@ __all__ = [
     "run_serving_host",
     "run_worker",
     "save_run_config",
+    "short_limits",
 ]

@@ -15,7 +15,7 @@ from elastic.compose.lives import JOURNAL, RUNNING, PastLife, journaled, next_li
 from elastic.compose.plan import TRAINER_PROVIDER, RunPlan, engine_settings, read_model_config, resolve
 from elastic.compose.relay import weights_relay
 from elastic.compose.runs import claimed
-from elastic.compose.scheduling import limits, policies, run_plan
+from elastic.compose.scheduling import limits, policies, run_plan, short_limits
 from elastic.config import Config
 from elastic.core.scheduler import Scheduler
 from elastic.machine import raise_descriptor_limit
@@ -55,6 +55,8 @@ async def execute(
     Raises what the orchestrator raises when the run cannot begin; every process is gone by then.
     """
     config = plan.config
+    for warning in short_limits(config):
+        log.warning("short limit", limit=warning)
     raise_descriptor_limit()
     scheduler = Scheduler(run_plan(plan), limits(config), policies(config), 0)
     life = next_life(run_dir, config, scheduler) if resume else contextlib.nullcontext(PastLife())

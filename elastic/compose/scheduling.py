@@ -2,6 +2,7 @@
 
 from elastic.compose.plan import TRAINER_PROVIDER, RunPlan
 from elastic.config import Config
+from elastic.core.patience import TIMES_MOST
 from elastic.core.policy import (
     BalancingPolicy,
     Policies,
@@ -19,6 +20,9 @@ from policies.sampling import DynamicSampling, FixedBatch
 from policies.seeding import AdaptiveWindow, FixedWindow
 from policies.selection import NonZeroVariance
 from policies.succession import EarlySuccessor
+
+SLOW_TOKENS_PER_S = 30
+"""What a turn gets of a large model in a full batch, on a device that is not the fastest."""
 
 ANSWER_GRACE_S = 2.0
 """A function pool kills a call that is out of time and says so; only one that does not is given up without it."""
@@ -67,6 +71,29 @@ def limits(config: Config) -> Limits:
         score_attempts_max=config.rewards.max_retries + 1,
         scorings_max=config.rewards.concurrency,
     )
+
+
+def short_limits(config: Config) -> list[str]:
+    """What to know of each limit that is shorter than a run's longest turn may take."""
+    s, rollout = config.scheduler, config.rollout
+    turn_s = rollout.max_tokens_per_turn / SLOW_TOKENS_PER_S
+    whole = s.collect == "responses"
+    meanings = {
+        "turn_stall_timeout_s": "such a turn, heard of only at its end, is started again and again"
+        if whole
+        else f"it counts from the last token, and grows up to {TIMES_MOST} times with what the run measures",
+        "load_timeout_s": f"it counts from the last progress, waiting for turns left out, and grows up to {TIMES_MOST} "
+        "times with what the run measures",
+        "queue_timeout_s": "it counts while there is no worker at all that could take a turn",
+        "drain_timeout_s": "turns that do not end within it, or what they took up to now if that is more (at most "
+        f"{TIMES_MOST} times as long), move when a lease ends by time",
+    }
+    return [
+        f"scheduler.{key} = {getattr(s, key):g} is less than the {turn_s:.0f} s that a turn of "
+        f"rollout.max_tokens_per_turn = {rollout.max_tokens_per_turn} takes at {SLOW_TOKENS_PER_S} tokens/s: {meaning}"
+        for key, meaning in meanings.items()
+        if getattr(s, key) < turn_s
+    ]
 
 
 def policies(config: Config) -> Policies:

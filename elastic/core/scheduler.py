@@ -17,6 +17,7 @@ from elastic.core.group_desk import GroupDesk
 from elastic.core.lease_desk import LeaseDesk
 from elastic.core.leases import LeaseTable
 from elastic.core.ledger import Ledger
+from elastic.core.patience import Patience
 from elastic.core.policy import Policies, SeedingPlan, StepRecord
 from elastic.core.profiles import BatchProfile
 from elastic.core.reward_desk import RewardDesk, Scoring
@@ -141,6 +142,11 @@ class Scheduler:
     @property
     def limits(self) -> Limits:
         return self._run.limits
+
+    @property
+    def patience(self) -> Patience:
+        """The limits that follow what the run has measured."""
+        return self._run.patience
 
     @property
     def policies(self) -> Policies:

@@ -181,6 +181,8 @@ class TurnDesk:
 
     def _accept(self, turn: Turn, worker: Worker, chunk: Progress) -> None:
         run = self._run
+        if chunk.count:
+            run.came("token", turn.id)
         turn.accepted += chunk.count
         turn.prefilled += chunk.prefilled
         turn.computed = turn.computed or chunk.prefilled + chunk.count > 0
@@ -201,7 +203,6 @@ class TurnDesk:
         elif chunk.finish is not None:
             self._given_up(turn, chunk)
         elif turn.state is TurnState.RUNNING:
-            run.came("token", turn.id)
             run.expect("token", turn.id)
 
     def _given_up(self, turn: Turn, chunk: Progress) -> None:

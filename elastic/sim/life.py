@@ -22,6 +22,7 @@ from elastic.core.reward_desk import Scoring
 from elastic.core.scheduler import Phase, Scheduler, TrainerMode
 from elastic.core.types import (
     Account,
+    EndCause,
     GroupState,
     LeaseId,
     Nanoseconds,
@@ -56,6 +57,8 @@ RESERVED_ENGINES = 3
 """So many workers may help in a first step."""
 FINAL = (c.UpdateWeights, c.ReleaseLease)
 """What cannot be taken back is done once the journal is durable: no checkpoint is ahead of it, nor a lease's end."""
+BLAMES = (EndCause.FENCED, EndCause.LOST, EndCause.BOOT_TIMEOUT, "no token in time", "hand-over took too long")
+"""What the core says of those that it takes to be hung or gone."""
 _encode = msgspec.msgpack.Encoder().encode
 
 Log = Sequence[tuple[Nanoseconds, e.Event]]
@@ -111,6 +114,11 @@ class Outside(Protocol):
 
     @property
     def mishaps(self) -> Mishaps: ...
+
+    @property
+    def faultless(self) -> bool:
+        """Whether nothing ever goes wrong here."""
+        ...
 
     def rewards_down(self) -> bool: ...
 
@@ -353,12 +361,19 @@ class Life:
         match command:
             case c.StartTurn():
                 self.record.check_credits(command, self.scheduler.fleet.workers[command.worker].outstanding)
+                self._check_need(command.turn, str(self.scheduler.turns.live[command.turn].story))
             case c.FenceWorker():
+                self._check_need(command.worker, command.reason)
                 self._refused.add(command.worker)
             case c.TrainGroup() | c.UpdateWeights():
                 self.orders.append(command)
             case _:
                 pass
+
+    def _check_need(self, thing: str, cause: str) -> None:
+        """Where nothing goes wrong, nobody is given up, and no turn is sent again for its silence (invariant 15)."""
+        needless = self._outside.faultless and any(blame in cause for blame in BLAMES)
+        self.record.require(not needless, f"{thing}: without need: {cause}")
 
     def _serving(self) -> Iterator[tuple[WorkerId, int]]:
         """Which versions the core takes workers to serve."""

@@ -100,7 +100,7 @@ def draw_settings(rng: Random) -> WorldSettings:
         overlap=rng.randint(0, min(2, SPOT_WORKERS // per_lease - leases)),
         workers_per_lease=per_lease,
         life_ns=rng.choice((None, rng.randint(3, 20) * NS_PER_S)),
-        notice_ns=rng.choice((0, 500 * MS, 1500 * MS, 4 * NS_PER_S)),
+        notice_ns=rng.choice((0, 500 * MS, 1500 * MS, 4 * NS_PER_S, 12 * NS_PER_S)),
     )
     serving = ProviderSettings(
         name="serving",

@@ -335,7 +335,7 @@ class SimulatedWorker:
         most: int | None = None,
     ) -> None:
         """Up to `tokens` more of the (`most` first) turns, in one frame; with `ending` that is all that comes."""
-        if ending is not None:
+        if ending is not None and only is None:
             self._begin_held()
         chunks = [
             self._chunk(turn, attempt, tokens, ending)
@@ -378,16 +378,19 @@ class SimulatedWorker:
             return
         self._seen[command.turn] = command.attempt
         self._account()
-        held = self._held if self._applying is not None else self._turns
+        held = self._held if self._applying is not None and not self.pressed else self._turns
         held[command.turn] = Attempt(command.attempt, command.start)
         if self.pressed:
             self._flush(0, FinishReason.STALLED, only=command.turn)
 
     def _abort_turn(self, command: c.AbortTurn) -> None:
         self._account()
-        attempt = self._turns.get(command.turn)
+        begun = command.turn in self._turns
+        attempt = self._turns.get(command.turn) or self._held.get(command.turn)
         if attempt is not None and attempt.attempt == command.attempt:
-            self._flush(self._world.rng.randint(0, 2), FinishReason.ABORTED, only=command.turn)
+            self._turns[command.turn] = attempt
+            self._held.pop(command.turn, None)
+            self._flush(self._world.rng.randint(0, 2) if begun else 0, FinishReason.ABORTED, only=command.turn)
 
     def _load_weights(self, command: c.LoadWeights) -> None:
         applying = self._applying.version if self._applying is not None else None

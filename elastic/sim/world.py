@@ -145,6 +145,10 @@ class World:
     def mishaps(self) -> Mishaps:
         return self.faults.mishaps if self.loop.now_ns < self.faults.end_ns else NO_FAULTS.mishaps
 
+    @property
+    def faultless(self) -> bool:
+        return self.faults.end_ns == 0
+
     def rewards_down(self) -> bool:
         return self.loop.now_ns < self._rewards_down_until_ns
 

@@ -77,17 +77,17 @@ def test_a_file_is_the_same_by_any_path(elastic, config: Path, tmp_path: Path, m
 
 
 H100 = "H100/Qwen3-8B"
-PATIENT = ("--set", "scheduler.boot_timeout_s=300")
+HURRIED = ("--set", "scheduler.boot_timeout_s=60")
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--profile", H100), ("scheduler.boot_timeout_s: 60 s", "90 s", "trainer_boot_s")),
+        (("--profile", H100, *HURRIED), ("scheduler.boot_timeout_s: 60 s", "90 s", "trainer_boot_s")),
         (("--profile", f"{H100}:tp0"), ("tp0", "N from 1 on")),
-        (("--profile", f"{H100}:tp2", *PATIENT), ("trainer.gpus: found 1", f"{H100}:tp2 has 2 GPUs")),
+        (("--profile", f"{H100}:tp2"), ("trainer.gpus: found 1", f"{H100}:tp2 has 2 GPUs")),
         (
-            ("--profile", H100, "--profile", f"spot={H100}:tp4", *PATIENT),
+            ("--profile", H100, "--profile", f"spot={H100}:tp4"),
             ("providers.spot.gpus_per_worker: found 1", f"{H100}:tp4 has 4 GPUs"),
         ),
         (("--profile", H100, "--profile", "local"), ("local", f"{H100} is for all already", "PROVIDER=local")),

@@ -170,8 +170,7 @@ def test_sessions_and_computed_devices(tmp_path: Path) -> None:
     experiment = simulation.Experiment(profile="H100/Qwen3-8B", turns="claude-code-sessions", frame_s=0.5)
     engine = {"max_context_tokens": 65_536, "kv_blocks": 8192, "prefill_chunk_tokens": 2048}
     rollout = {"groups": 2, "group_size": 2, "max_turns": 10, "max_tokens_per_turn": 2048}
-    patience = {"boot_timeout_s": 300, "turn_stall_timeout_s": 300, "queue_timeout_s": 3600}
-    run_dir = simulate(tmp_path, experiment, engine=engine, rollout=rollout, scheduler=patience)
+    run_dir = simulate(tmp_path, experiment, engine=engine, rollout=rollout)
     assert simulation.recorded_episodes(run_dir)
 
 
@@ -186,7 +185,11 @@ def test_sessions_and_computed_devices(tmp_path: Path) -> None:
         ({"profile": "H100/Qwen3-8B:tp2"}, {}, r"trainer\.gpus: found 1, but --profile H100/Qwen3-8B:tp2 has 2 GPUs"),
         ({"profiles": {"spot": "H20/Qwen3-8B:tp4"}}, {}, r"providers\.spot\.gpus_per_worker: found 1, but .* 4 GPUs"),
         ({"profile": "H100/Qwen3-8B", "profiles": {"spot": "H20/Qwen3-14B"}}, {}, "a run has one model; found "),
-        ({"profile": "H100/Qwen3-8B"}, {}, r"scheduler\.boot_timeout_s: 60 s, .*90 s .*trainer_boot_s"),
+        (
+            {"profile": "H100/Qwen3-8B"},
+            {"scheduler": {"boot_timeout_s": 60.0}},
+            r"scheduler\.boot_timeout_s: 60 s, .*90 s .*trainer_boot_s",
+        ),
         (
             {},
             {"scheduler": {"boot_timeout_s": 6.0}},

@@ -1,0 +1,82 @@
+"""Limits follow what the run has measured, within bounds."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic.core import commands as c
+from elastic.core.digest import digest
+from elastic.core.patience import ADAPTIVE, MARGIN, REMEMBERED_NS, TIMES_MOST, Patience
+from elastic.core.types import NS_PER_S, FinishReason
+from elastic.sim.settings import SMALL_LIMITS
+
+TOKEN_S = SMALL_LIMITS.turn_stall_timeout_ns / NS_PER_S
+
+
+@given(
+    st.sampled_from(sorted(ADAPTIVE)),
+    st.lists(st.tuples(st.integers(0, 2 * REMEMBERED_NS), st.integers(0, 10**12)), max_size=20),
+)
+def test_limits_stay_within_their_bounds_and_cover_what_was_seen(what: str, seen: list[tuple[int, int]]) -> None:
+    patience, now_ns = Patience(SMALL_LIMITS), 0
+    least_ns = getattr(SMALL_LIMITS, ADAPTIVE[what])
+    times: list[tuple[int, int]] = []
+    for pause_ns, duration_ns in seen:
+        now_ns += pause_ns
+        patience.note(what, duration_ns, now_ns)
+        times.append((now_ns, duration_ns))
+        limit_ns = patience.limit_ns(what, now_ns)
+        lately = [duration for at_ns, duration in times if now_ns - at_ns < REMEMBERED_NS]
+        ever = [duration for at_ns, duration in times if now_ns - at_ns <= 2 * REMEMBERED_NS]
+        assert least_ns <= limit_ns <= TIMES_MOST * least_ns
+        assert limit_ns >= min(MARGIN * max(lately), TIMES_MOST * least_ns)
+        assert limit_ns <= max(least_ns, MARGIN * max(ever))
+
+
+def test_what_is_long_ago_counts_no_more() -> None:
+    patience = Patience(SMALL_LIMITS)
+    patience.note("token", 4 * NS_PER_S, 0)
+    assert patience.limit_ns("token", 1) == 12 * NS_PER_S
+    assert patience.limit_ns("token", 2 * REMEMBERED_NS) == SMALL_LIMITS.turn_stall_timeout_ns
+
+
+def slow_turn(desk) -> c.StartTurn:
+    """On a worker whose tokens come four seconds apart, which is close to the limit of five."""
+    desk.trainer()
+    desk.worker()
+    desk.end_seeding()
+    desk.request("0/0/0")
+    start = desk.one(c.StartTurn)
+    for token in range(3):
+        desk.wait(4, beating=("trainer", start.worker))
+        desk.tokens(start, 1, start=token)
+    return start
+
+
+def test_turn_whose_tokens_have_come_late_is_waited_for_longer(desk) -> None:
+    start = slow_turn(desk)
+    out = desk.wait(MARGIN * 4 - 0.5, beating=("trainer", start.worker))
+    assert not [k for k in out if isinstance(k, c.AbortTurn)]
+    out = desk.wait(1, beating=("trainer", start.worker))
+    assert [k.turn for k in out if isinstance(k, c.AbortTurn)] == [start.turn]
+
+
+def test_what_never_came_teaches_no_patience(desk) -> None:
+    desk.trainer()
+    worker = desk.worker()
+    desk.end_seeding()
+    desk.request("0/0/0")
+    for _ in range(5):
+        out = desk.wait(TOKEN_S + 0.1, beating=("trainer", worker))
+        assert len([k for k in out if isinstance(k, c.AbortTurn)]) == 1
+
+
+def test_patience_is_part_of_the_state(make_desk) -> None:
+    one, two = make_desk(), make_desk()
+    slow, quick = slow_turn(one), slow_turn(two)
+    assert digest(one.scheduler) == digest(two.scheduler)
+    for desk, start, pause_s in ((one, slow, 4.5), (two, quick, 1.0)):
+        desk.wait(pause_s, beating=("trainer", start.worker))
+        desk.tokens(start, 1, start=3, finish=FinishReason.STOP)
+        desk.wait(5.5 - pause_s, beating=("trainer", start.worker))
+    limits = [desk.scheduler.patience.limit_ns("token", desk.scheduler.now_ns) for desk in (one, two)]
+    assert limits[0] > limits[1]
