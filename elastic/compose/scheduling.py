@@ -89,7 +89,7 @@ def short_limits(config: Config) -> list[str]:
         f"{TIMES_MOST} times as long), move when a lease ends by time",
     }
     return [
-        f"scheduler.{key} = {getattr(s, key):g} is less than the {turn_s:.0f} s that a turn of "
+        f"scheduler.{key} = {getattr(s, key):g} is less than the {turn_s:.3g} s that a turn of "
         f"rollout.max_tokens_per_turn = {rollout.max_tokens_per_turn} takes at {SLOW_TOKENS_PER_S} tokens/s: {meaning}"
         for key, meaning in meanings.items()
         if getattr(s, key) < turn_s

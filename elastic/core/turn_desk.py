@@ -190,8 +190,8 @@ class TurnDesk:
             run.fleet.begin(worker, turn.id)
         if chunk.count:
             run.fleet.progressed(worker, chunk.count)
-        if run.timers.waiting("place", "queue"):
-            run.wait("place", "queue", self._longest_ns())
+            if run.timers.waiting("place", "queue"):
+                run.wait("place", "queue", self._longest_ns())
         conversation = run.turns.conversations[turn.trajectory]
         if chunk.count and (conversation.oldest_token is None or chunk.version < conversation.oldest_token):
             conversation.oldest_token = chunk.version

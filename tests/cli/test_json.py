@@ -58,6 +58,30 @@ def test_dry_run_shows_what_is_not_said_in_the_file(elastic, config: Path) -> No
     assert "at most 3 calls at once: $0.25 a second" in out
 
 
+def test_limits_shorter_than_the_longest_turn_are_named(elastic, config: Path) -> None:
+    _, out, err = elastic("run", config, "--dry-run", "--json")
+    assert json.loads(out)["warnings"] == []
+    assert "warning" not in err
+    longer = ("--set", "rollout.max_tokens_per_turn=160")
+    _, out, err = elastic("run", config, "--dry-run", "--json", *longer)
+    (warning,) = json.loads(out)["warnings"]
+    assert "scheduler.drain_timeout_s = 5 is less than the 5.33 s" in warning
+    assert warning in err
+    _, out, _ = elastic("doctor", config, "--json")
+    assert "limits" in [finding["what"] for finding in json.loads(out)["findings"]]
+    longest = ("--set", "rollout.max_tokens_per_turn=16384", "--set", "engine.max_context_tokens=20000")
+    _, out, _ = elastic("run", config, "--dry-run", "--json", *longest, "--set", "engine.kv_blocks=2000")
+    assert len(json.loads(out)["warnings"]) == 4
+
+
+def test_doctor_names_short_limits_and_is_content(elastic) -> None:
+    planner = Path(__file__).parents[2] / "examples" / "planner.toml"
+    code, out, _ = elastic("doctor", planner, "--json")
+    short = [finding["found"] for finding in json.loads(out)["findings"] if finding["warns"]]
+    assert any("scheduler.turn_stall_timeout_s = 20 is less than the 546 s" in found for found in short)
+    assert code == (not json.loads(out)["healthy"])
+
+
 def test_dry_run_for_people(elastic, config: Path) -> None:
     code, out, _ = elastic("run", config, "--providers", "spot", "--dry-run")
     assert code == 0

@@ -133,7 +133,8 @@ def test_a_declined_turn_has_no_version(make_desk) -> None:
 def test_a_turn_that_was_called_back_is_no_fault_of_the_worker(desk) -> None:
     first, second = ready(desk, "spot", "serving")
     start = asked(desk, A)
-    desk.tell(e.LeaseNotice(lease=start.worker.partition("/")[0], deadline_ns=10 * NS_PER_S, reason="preemption"))
+    deadline_ns = round((desk.now_s + 1.5) * NS_PER_S)
+    desk.tell(e.LeaseNotice(lease=start.worker.partition("/")[0], deadline_ns=deadline_ns, reason="preemption"))
     desk.tokens(start, 0, finish=FinishReason.ABORTED)
     assert desk.one(c.StartTurn).worker in {first, second} - {start.worker}
     assert desk.scheduler.fleet.workers[start.worker].standing == 1
