@@ -23,7 +23,7 @@ from elastic.core.scheduler import Phase, Scheduler
 from elastic.core.types import Account, Capabilities, EndCause, FinishReason, LeaseId, Offer, Plan, WorkerRole
 from elastic.envs.base import Environment, StepResult
 from elastic.runtime.journal import Journal, JournalReader
-from elastic.runtime.orchestrator import Orchestrator
+from elastic.runtime.orchestrator import Orchestrator, Wiring
 from elastic.sim.lies import KINDS, Liar
 from providers.base import Emit, LeaseRequest, Provider, ProviderSettings, WorkerTicket
 
@@ -404,10 +404,12 @@ async def play(frames: int, seed: int) -> Ended:
             config,
             scheduler,
             journal,
-            make_providers,
-            lambda: cast(Environment, PacedEnvironment(told, begun)),
-            (),
-            welcome,
+            Wiring(
+                make_providers=make_providers,
+                make_environment=lambda: cast(Environment, PacedEnvironment(told, begun)),
+                stop_token_ids=(),
+                welcome=welcome,
+            ),
         )
         failed = await orchestrator.run()
         journal.close()

@@ -56,6 +56,8 @@ SECONDS_MAX = 86_400.0
 ENTRIES_MAX = 4096
 """Of one table in a message, such as a step's metrics or the layers of a model."""
 REFUSALS_MAX = 256
+PROMPT_TOKENS_MAX = 2**31 - 1
+"""More than any context holds."""
 
 LogProbability: TypeAlias = Annotated[float, msgspec.Meta(ge=LOGPROB_MIN, le=LOGPROB_MAX)]
 Share: TypeAlias = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
@@ -63,6 +65,7 @@ Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0.0, le=SECONDS_MAX)]
 Finite: TypeAlias = Annotated[float, msgspec.Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
 PublicKey: TypeAlias = Annotated[str, msgspec.Meta(pattern="^([0-9a-f]{64})?$", max_length=64)]
 """An Ed25519 one, in hexadecimal; empty where there is none."""
+PromptTokens: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=PROMPT_TOKENS_MAX)]
 Metrics: TypeAlias = Annotated[dict[Text, Finite], msgspec.Meta(max_length=ENTRIES_MAX)]
 
 PullPart: TypeAlias = Literal["encode", "queue", "wire", "decode", "apply", "pause"]
@@ -151,8 +154,8 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
     weights_version: Annotated[int, msgspec.Meta(ge=-1, le=INTEGER_MAX)]
     """-1 where there are no tokens that it could be of."""
     finish: FinishReason | None = None
-    cached_tokens: Count = 0
-    prefilled_tokens: Count = 0
+    cached_tokens: PromptTokens = 0
+    prefilled_tokens: PromptTokens = 0
     detail: Text = ""
 
     def __post_init__(self) -> None:

@@ -33,7 +33,6 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True):
     """The most that a worker of this run can truthfully say. `trains` for the trainer's worker alone."""
 
     vocab_size: int = INTEGER_MAX
-    context_tokens: int = INTEGER_MAX
     capacity_turns: int = INTEGER_MAX
     trains: bool = False
 
@@ -43,7 +42,6 @@ def bounds_of(engine: Mapping[str, Any], model: Mapping[str, Any], *, trains: bo
     max_batch, max_pending = engine.get("max_batch"), engine.get("max_pending")
     return Bounds(
         vocab_size=model.get("vocab_size", INTEGER_MAX),
-        context_tokens=engine.get("max_context_tokens", INTEGER_MAX),
         capacity_turns=INTEGER_MAX if max_batch is None or max_pending is None else max_batch + max_pending,
         trains=trains,
     )
@@ -84,15 +82,12 @@ class Claims:
             raise Implausible("a key that signs weights, which only the trainer has")
 
     def _tokens(self, tokens: wire.Tokens, _: float) -> None:
-        vocab_size, most = self._bounds.vocab_size, self._bounds.context_tokens
+        """Every token of a run comes through here. Positions are the core's to check: it knows what it asked for."""
+        vocab_size = self._bounds.vocab_size
         for chunk in tokens.chunks:
             ids = chunk.token_ids
             if ids and max(ids) >= vocab_size:
                 raise Implausible("token id outside the vocabulary")
-            if chunk.start + len(ids) > most:
-                raise Implausible("token position beyond the longest context")
-            if chunk.cached_tokens + chunk.prefilled_tokens > most:
-                raise Implausible("prompt longer than the longest context")
 
     def _heartbeat(self, beat: wire.Heartbeat, now_s: float) -> None:
         if beat.capacity_turns > self._bounds.capacity_turns:

@@ -11,8 +11,8 @@ from elastic.core.types import INTEGER_MAX, Account, Capabilities
 from elastic.engine.meter import AccountMeter
 from elastic.runtime.validation import BACKWARDS_NS, CLOCK_SLACK_S, DRIFT, Bounds, Claims, Implausible, bounds_of
 
-BOUNDS = Bounds(vocab_size=32, context_tokens=100, capacity_turns=20)
-TRAINER = Bounds(vocab_size=32, context_tokens=100, capacity_turns=20, trains=True)
+BOUNDS = Bounds(vocab_size=32, capacity_turns=20)
+TRAINER = Bounds(vocab_size=32, capacity_turns=20, trains=True)
 S = 10**9
 READY = wire.Ready(Capabilities(engine="t", replayable_sampling=True, max_context_tokens=8, device="cpu"), 0, "ab" * 32)
 
@@ -30,8 +30,6 @@ def chunk(**fields: Any) -> wire.Tokens:
     ("lie", "named"),
     [
         (chunk(token_ids=[3, 32], logprobs=[0.0, 0.0]), "vocabulary"),
-        (chunk(start=100), "longest context"),
-        (chunk(prefilled_tokens=60, cached_tokens=60), "longest context"),
         (beat({}, capacity=21), "credit"),
         (beat({}, capacity=10**15), "credit"),
         (wire.Trained("0/0", 0.1), "only the trainer"),
@@ -101,5 +99,5 @@ def test_tokens_are_decoded_in_time() -> None:
 def test_bounds_are_those_of_the_workers_engine_and_model() -> None:
     engine, model = {"max_batch": 3, "max_pending": 2, "max_context_tokens": 64}, {"vocab_size": 9}
     found = bounds_of(engine, model, trains=False)
-    assert found == Bounds(vocab_size=9, context_tokens=64, capacity_turns=5)
+    assert found == Bounds(vocab_size=9, capacity_turns=5)
     assert bounds_of({}, {}, trains=True) == Bounds(trains=True)
