@@ -23,6 +23,9 @@ CAPACITY = 2
 WITH_PROCESSES = ["reserved", "serverless", "spot"]
 """Whose leases are processes; a serving host's are inside a process that goes on without them."""
 
+MACHINES = ["reserved", "trainer", "spot", "serving"]
+"""Whose leases are of machines that can be told apart."""
+
 MakeContext = Callable[..., ProviderContext]
 MakeProvider = Callable[[ProviderContext], Any]
 
@@ -122,6 +125,25 @@ async def test_a_release_before_the_grant_is_not_forgotten(provider: Provider, r
     if isinstance(await recorder.answered("lease-1"), LeaseGranted):
         assert (await recorder.ended("lease-1")).cause is EndCause.RELEASED
     await recorder.until(lambda r: r.available == CAPACITY)
+
+
+async def test_what_a_liar_stood_on_is_not_leased_again_and_the_rest_is(
+    kind: str, provider: Provider, recorder: Recorder
+) -> None:
+    """A machine that is there stays out; where each lease is another machine, there is nothing to leave out."""
+    liar, honest = [await grant(provider, recorder, number) for number in range(2)]
+    provider.bar(liar)
+    provider.bar("a lease nobody knows")
+    for lease in (liar, honest):
+        await provider.release(lease)
+        await recorder.ended(lease)
+    left = CAPACITY - 1 if kind in MACHINES else CAPACITY
+    await recorder.until(lambda r: r.available == left)
+    for number in range(2, 2 + left):
+        await grant(provider, recorder, number)
+    await provider.acquire(lease_request(9))
+    assert isinstance(await recorder.answered("lease-9"), LeaseRefused)
+    assert recorder.available == 0
 
 
 async def test_closing_ends_everything(provider: Provider, context: ProviderContext, recorder: Recorder) -> None:

@@ -119,6 +119,23 @@ async def test_the_longest_available_instance_is_leased_first(
     ]
 
 
+async def test_an_instance_whose_worker_lied_goes_unnoticed(
+    market: Callable[..., SpotProvider], recorder: Recorder
+) -> None:
+    provider = market("0,add,a", "0,add,b", "1000,remove,a", "600000,remove,b")
+    await provider.start(recorder.emit)
+    await recorder.until(lambda r: r.available == 2)
+    await provider.acquire(lease_request())
+    await recorder.answered("lease-1")
+    provider.bar("lease-1")
+    await provider.release("lease-1")
+    await recorder.ended("lease-1")
+    await recorder.until(lambda r: r.available == 1)
+    await eventually(lambda: "a" not in provider._instances)
+    assert recorder.available == 1
+    assert len(recorder.of(LeaseEnded)) == 1
+
+
 async def test_a_free_instance_that_goes_is_no_longer_offered(
     market: Callable[..., SpotProvider], recorder: Recorder
 ) -> None:

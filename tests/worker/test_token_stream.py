@@ -2,7 +2,7 @@
 
 import asyncio
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic import wire
@@ -161,3 +161,30 @@ def test_no_token_is_late_and_frames_are_few(iterations: list, interval_ms: int)
     assert all(0 <= wait_s <= interval_ms / 1000 + 1e-9 for wait_s in waits_s.values())
     lasted_s = sum(pause_ms for pause_ms, _ in iterations) / 1000
     assert len(sent) <= len(ends_s) + lasted_s / (interval_ms / 1000) + 1
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.lists(st.integers(1, 3 * wire.CHUNK_TOKENS_MAX // 2), min_size=1, max_size=6))
+def test_long_turns_leave_in_frames_that_the_orchestrator_reads(lengths: list[int]) -> None:
+    """Each turn's tokens come in pieces of at most a thousand, all before the next flush."""
+
+    async def send() -> list[wire.Tokens]:
+        sent: list[wire.Tokens] = []
+        stream = TokenStream(3600.0, sent.append, whole_turns=True)
+        for n, length in enumerate(lengths):
+            stream.open(order(str(n)))
+            for start in range(0, length, 1000):
+                end = min(start + 1000, length)
+                stream.sink([chunk(str(n), start, end - start, FinishReason.STOP if end == length else None)])
+        stream.flush()
+        return sent
+
+    heard = [wire.decode_from_worker(wire.encode(frame)[4:]) for frame in asyncio.run(send())]
+    found = {str(n): 0 for n in range(len(lengths))}
+    for frame in heard:
+        assert isinstance(frame, wire.Tokens)
+        for part in frame.chunks:
+            assert part.start == found[part.turn]
+            found[part.turn] += len(part.token_ids)
+            assert (part.finish is not None) == (found[part.turn] == lengths[int(part.turn)])
+    assert found == {str(n): length for n, length in enumerate(lengths)}
