@@ -48,11 +48,16 @@ async def until(condition) -> None:
             await asyncio.sleep(0.01)
 
 
+def client_of(device: ExecutorDevice) -> httpx.AsyncClient:
+    """One that has the host's token."""
+    transport = httpx.ASGITransport(device.front.app(["host"]))
+    return httpx.AsyncClient(transport=transport, base_url="http://host", headers={"authorization": "Bearer t"})
+
+
 async def test_the_hosts_trace_is_served_and_so_are_its_clients(profiles: Path) -> None:
     device = make(profiles)
     async with device.running(iter([ServingRequest(0.01 * i, 20, 5) for i in range(4)])):
-        transport = httpx.ASGITransport(device.app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://host") as http:
+        async with client_of(device) as http:
             answer = await http.post("/v1/completions", json={"prompt": "hello", "max_tokens": 3})
         assert answer.json()["usage"]["completion_tokens"] == 3
         await until(lambda: device.served == 4)
@@ -176,13 +181,11 @@ async def test_a_checkpoint_ends_where_its_model_does_and_takes_token_ids(profil
     config = Qwen3Config(num_hidden_layers=2, eos_token_id=tuple(range(32)))
     write_checkpoint(tmp_path / "model", config, model_tensors(Qwen3(config)))
     device = make(profiles, checkpoint=tmp_path / "model", prefill_chunk_tokens=16)
-    async with device.running(iter([])):
-        transport = httpx.ASGITransport(device.app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://host") as http:
-            refused = await http.post("/v1/completions", json={"prompt": "hello", "max_tokens": 3})
-            assert refused.status_code == 400
-            assert "send token ids" in refused.json()["error"]["message"]
-            answer = (await http.post("/v1/completions", json={"prompt": [1] * 40, "max_tokens": 9})).json()
+    async with device.running(iter([])), client_of(device) as http:
+        refused = await http.post("/v1/completions", json={"prompt": "hello", "max_tokens": 3})
+        assert refused.status_code == 400
+        assert "send token ids" in refused.json()["error"]["message"]
+        answer = (await http.post("/v1/completions", json={"prompt": [1] * 40, "max_tokens": 9})).json()
     assert (answer["choices"][0]["finish_reason"], answer["usage"]["completion_tokens"]) == ("stop", 1)
 
 
