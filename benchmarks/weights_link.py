@@ -2,10 +2,11 @@
 
 `gbps.RATE.over_bound`: publish → applied of a delta of 256 MB of weights (1.3 % changed), both sides at once, over
 max(encode, wire, decode and apply), each measured alone; the link is a token bucket before the relay. The codec is the
-one that is chosen for the rate. `dense_over_ours` (zstd of shuffled bytes) and `raw_over_ours`: the same path with
-these; `coo_over_ours`: COO's slowest stage alone, which is in its favour. `scheduled` is the same from CPU times of the
-stages alone, bucket by bucket, as if each side had a core of its own: on a machine that is busy otherwise it says what
-the clock cannot.
+one that is chosen for the rate. `coo_over_ours`: COO (ROSE §4.2) on the same path, version by version in turn with
+ours, both by the clock; `coo_cpu_over_ours`: the same by the CPU time of both sides. `coo_bound_over_ours`: the slowest
+stage of COO alone over all of ours, which no path can reach. `dense_over_ours` (zstd of shuffled bytes) and
+`raw_over_ours`: the same path with these. `scheduled` is the same from CPU times of the stages alone, bucket by bucket,
+as if each side had a core of its own: on a machine that is busy otherwise it says what the clock cannot.
 
 `slow_link_copies`: bytes over the slow link by those of the blobs that crossed it, for pullers of one site that join
 while others pull, and leave at any of their requests, with what they had claimed: `claims_taken_over` counts what then
@@ -20,10 +21,11 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from functools import partial
-from itertools import pairwise
+from itertools import count, islice, pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -35,6 +37,7 @@ from _coo import Coo
 from _updates import Snapshot, snapshots
 from torch import Tensor
 
+from elastic.weights.codecs import register
 from elastic.weights.codecs.base import Ends
 from elastic.weights.codecs.sums import apply_update
 from elastic.weights.directory import DirectoryRelay
@@ -74,6 +77,7 @@ Tensors = dict[str, Tensor]
 def main() -> None:
     arguments = parse_arguments(__doc__)
     torch.set_num_threads(1)
+    register(Coo())
     rates = RATES_GBPS[:1] if arguments.quick else RATES_GBPS
     pullers = 20 if arguments.quick else PULLERS
     old, new = versions_of(next(iter(snapshots(["0.01"]))))
@@ -174,6 +178,8 @@ class Run(NamedTuple):
     """One version from published to applied; times in seconds, `scheduled` and `bound_cpu` from CPU times."""
 
     total_s: float
+    cpu_s: float
+    """Of this process meanwhile, which is both sides."""
     bound_s: float
     scheduled_s: float
     bound_cpu_s: float
@@ -195,31 +201,43 @@ def versions_of(snapshot: Snapshot) -> tuple[Tensors, Tensors]:
 
 
 def measure_rate(old: Tensors, new: Tensors, bytes_per_s: float, quick: bool) -> dict[str, Any]:
-    runs = publish_to_applied(old, new, bytes_per_s, 2 if quick else 6)
+    repetitions = 3 if quick else 9
+    with closing(runs_of(old, new, bytes_per_s)) as ours, closing(runs_of(old, new, bytes_per_s, "coo")) as coo:
+        pairs = list(islice(zip(ours, coo, strict=False), WARM_UP + repetitions))[WARM_UP:]
+    runs = [run for run, _ in pairs]
     ours_s, scheduled_s = (median(times_s) for times_s in ((r.total_s for r in runs), (r.scheduled_s for r in runs)))
     ratios = [run.total_s / run.bound_s for run in runs]
-    coo_s, coo_cpu_s = coo_bounds_s(old, new, bytes_per_s)
-    others = {} if quick else {name: publish_to_applied(old, new, bytes_per_s, 1, name)[0] for name in ("dense", "raw")}
+    coo_ratios = [coo.total_s / run.total_s for run, coo in pairs]
+    bound_s, bound_cpu_s = coo_bounds_s(old, new, bytes_per_s)
+    others = {} if quick else {name: last_run_of(old, new, bytes_per_s, name) for name in ("dense", "raw")}
     return {
         "over_bound": median(ratios),
         "over_bound_spread": max(ratios) - min(ratios),
-        "coo_over_ours": coo_s / ours_s,
+        "coo_over_ours": median(coo_ratios),
+        "coo_over_ours_spread": max(coo_ratios) - min(coo_ratios),
+        "coo_cpu_over_ours": median(coo.cpu_s / run.cpu_s for run, coo in pairs),
+        "coo_bound_over_ours": bound_s / ours_s,
         "dense_over_ours": None,
         "raw_over_ours": None,
         **{f"{name}_over_ours": run.total_s / ours_s for name, run in others.items()},
         "ours_s": ours_s,
         "scheduled": {
             "over_bound": median(run.scheduled_s / run.bound_cpu_s for run in runs),
-            "coo_over_ours": coo_cpu_s / scheduled_s,
+            "coo_over_ours": median(coo.scheduled_s / run.scheduled_s for run, coo in pairs),
+            "coo_bound_over_ours": bound_cpu_s / scheduled_s,
             **{f"{name}_over_ours": run.scheduled_s / scheduled_s for name, run in others.items()},
             "ours_s": scheduled_s,
         },
     }
 
 
-def publish_to_applied(
-    old: Tensors, new: Tensors, bytes_per_s: float, repetitions: int, codec: str | None = None
-) -> list[Run]:
+def last_run_of(old: Tensors, new: Tensors, bytes_per_s: float, codec: str) -> Run:
+    """The first one after those that warm up."""
+    with closing(runs_of(old, new, bytes_per_s, codec)) as runs:
+        return next(islice(runs, WARM_UP, None))
+
+
+def runs_of(old: Tensors, new: Tensors, bytes_per_s: float, codec: str | None = None) -> Generator[Run, None, None]:
     """To `new` and back to `old` and so on, each time with both sides at once, and then each stage alone."""
     settings = PublishSettings(
         bucket_elements=BUCKET_ELEMENTS,
@@ -228,7 +246,6 @@ def publish_to_applied(
         codec=codec,
         link_bytes_per_s=bytes_per_s,
     )
-    runs: list[Run] = []
     with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as directory, ThreadPoolExecutor(1) as executor:
         relay, discarding = DirectoryRelay(Path(directory)), Discarding()
         publisher, encoder = (Publisher(each, "run", {}, settings, key=KEY) for each in (relay, discarding))
@@ -240,30 +257,27 @@ def publish_to_applied(
         for each in (puller, decoder):
             each.pull(0, TIMEOUT_S)
         switched.relay = LinkedRelay(relay, Link(bytes_per_s))
-        for version in range(1, WARM_UP + repetitions + 1):
-            tensors = new if version % 2 else old
-            begun_s = time.monotonic()
-            applied = executor.submit(puller.pull, version, TIMEOUT_S, follow=True)
-            publisher.publish(version, tensors)
-            size_bytes = applied.result().size_bytes
-            total_s = time.monotonic() - begun_s
-            decode_s, decode_cpu_s = timed(partial(decoder.pull, version, TIMEOUT_S))
-            discarding.buckets.clear()
-            begun_cpu_s = time.thread_time()
-            encode_s, encode_cpu_s = timed(partial(encoder.publish, version, tensors))
-            buckets = [(encoded_s - begun_cpu_s, size) for encoded_s, size in discarding.buckets]
-            wire_s = size_bytes / bytes_per_s
-            runs.append(
-                Run(
+        with closing(publisher), closing(encoder):
+            for version in count(1):
+                tensors = new if version % 2 else old
+                begun_s, begun_cpu_s = time.monotonic(), time.process_time()
+                applied = executor.submit(puller.pull, version, TIMEOUT_S, follow=True)
+                publisher.publish(version, tensors)
+                size_bytes = applied.result().size_bytes
+                total_s, cpu_s = time.monotonic() - begun_s, time.process_time() - begun_cpu_s
+                decode_s, decode_cpu_s = timed(partial(decoder.pull, version, TIMEOUT_S))
+                discarding.buckets.clear()
+                begun_cpu_s = time.thread_time()
+                encode_s, encode_cpu_s = timed(partial(encoder.publish, version, tensors))
+                buckets = [(encoded_s - begun_cpu_s, size) for encoded_s, size in discarding.buckets]
+                wire_s = size_bytes / bytes_per_s
+                yield Run(
                     total_s,
+                    cpu_s,
                     max(encode_s, wire_s, decode_s),
                     scheduled(buckets, bytes_per_s, decode_cpu_s),
                     max(encode_cpu_s, wire_s, decode_cpu_s),
                 )
-            )
-        for each in (publisher, encoder):
-            each.close()
-    return runs[WARM_UP:]
 
 
 def scheduled(buckets: list[tuple[float, int]], bytes_per_s: float, decode_s: float) -> float:

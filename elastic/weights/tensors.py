@@ -37,10 +37,15 @@ def flatten(tensors: Mapping[str, Tensor]) -> Bits:
 
 def filling(bits: Bits, tensors: Iterable[Tensor]) -> Iterator[int]:
     """Copies one tensor's patterns after the other into `bits`; says each time how far that has come."""
-    target = torch.from_numpy(bits.view(np.int16))
     at = 0
     for tensor in tensors:
-        target[at : at + tensor.numel()].copy_(tensor.detach().contiguous().view(-1).view(torch.int16))
+        flat = tensor.detach().contiguous().view(-1).view(torch.int16)
+        target = bits[at : at + tensor.numel()].view(np.int16)
+        if flat.device.type == "cpu":
+            # A plain copy of memory, which PyTorch's own between tensors is not.
+            np.copyto(target, flat.numpy())
+        else:
+            torch.from_numpy(target).copy_(flat)
         at += tensor.numel()
         yield at
 

@@ -11,6 +11,9 @@ from elastic.weights.relay import Relay
 
 T = TypeVar("T")
 
+RETRY_S = 0.05
+"""Until a relay that is unavailable is first asked again; twice as long each time after that, up to a second."""
+
 POLL_S, POLL_MAX_S = 0.005, 0.25
 """How often one looks for what is under way: at first, and at last, since a relay has many readers."""
 
@@ -25,13 +28,17 @@ def fetch(relay: Relay, key: str, deadline_s: float, start: int = 0, length: int
 
 def patiently(deadline_s: float, what: str, ask: Callable[[], T]) -> T:
     """What `ask` returns, again and again while the relay is unavailable, until `deadline_s` (monotonic)."""
-    remaining_s = deadline_s - time.monotonic()
-    if remaining_s <= 0:
+    if time.monotonic() >= deadline_s:
         raise RelayUnavailable(f"{what}: not pulled in time")
+    try:
+        # Those who poll ask hundreds of times a second; preparing to ask again takes longer than asking.
+        return ask()
+    except RelayUnavailable:
+        time.sleep(min(RETRY_S, max(deadline_s - time.monotonic(), 0.0)))
     attempts = Retrying(
         retry=retry_if_exception_type(RelayUnavailable),
-        stop=stop_after_delay(remaining_s),
-        wait=wait_exponential(multiplier=0.05, max=1.0),
+        stop=stop_after_delay(max(deadline_s - time.monotonic(), 0.0)),
+        wait=wait_exponential(multiplier=2 * RETRY_S, max=1.0),
         reraise=True,
     )
     return attempts(ask)

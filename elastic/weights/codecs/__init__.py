@@ -12,9 +12,16 @@ from elastic.weights.codecs.exponent_class import ExponentClass
 from elastic.weights.codecs.gap8 import Gap8
 from elastic.weights.codecs.sums import apply_update
 
-CODECS: Final = MappingProxyType[str, Codec](
-    {codec.name: codec for codec in (ExponentClass(), Gap8(), Compressed(Gap8()), Dense(), Raw())}
-)
+_CODECS: dict[str, Codec] = {
+    codec.name: codec for codec in (ExponentClass(), Gap8(), Compressed(Gap8()), Dense(), Raw())
+}
+
+CODECS: Final = MappingProxyType(_CODECS)
+
+
+def register(codec: Codec) -> None:
+    """Let both sides in this process take a further format, which is only used where a publisher is set to it."""
+    _CODECS[codec.name] = codec
 
 
 def warm_up() -> None:
