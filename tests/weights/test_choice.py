@@ -19,4 +19,4 @@ def test_where_coding_is_slower_than_the_link_the_codec_is_the_fastest() -> None
 
 def test_the_copy_before_encoding_counts_as_encoding() -> None:
     """Decoding that is hidden behind it costs little, so that fewer bytes do not pay there."""
-    assert chosen(0.013, 0.3) != "exponent_class"
+    assert chosen(0.013, 0.1) != "exponent_class"
