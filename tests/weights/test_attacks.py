@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from elastic.weights import publisher
 from elastic.weights.delta import (
     NOTHING,
     begun_key,
@@ -589,3 +590,20 @@ def test_a_key_stays_in_its_process():
     for copied in (pickle.dumps, copy.copy, copy.deepcopy):
         with pytest.raises(TypeError, match="stays in its process"):
             copied(SigningKey())
+
+
+def test_requests_without_end_cost_the_trainer_a_keyframe_now_and_then(
+    trainer: Publisher, directory: DirectoryRelay, monkeypatch: pytest.MonkeyPatch
+):
+    directory.put(request_key(3), b"")
+    assert trainer.answer_requests()
+    directory.put(request_key(3), b"")
+    assert not trainer.answer_requests()
+    assert directory.list_keys(REQUESTS) == [request_key(3)], "it is answered later"
+    monkeypatch.setattr(publisher, "RENEW_S", 0.0)
+    assert trainer.answer_requests()
+    directory.put(request_key(3), b"")
+    monkeypatch.undo()
+    trainer.publish(4, weights(4))
+    directory.put(request_key(4), b"")
+    assert trainer.answer_requests(), "another version does not wait"
