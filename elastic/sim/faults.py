@@ -36,6 +36,8 @@ class FaultKind(StrEnum):
     """A provider neither hears nor says anything for a while; what it does meanwhile it says late."""
     REWARDS_DOWN = "rewards_down"
     """Every function that scores is unavailable for a while."""
+    LIE = "lie"
+    """The worker says what is not true, or not its to say; then one of its lies is refused, and it with it."""
 
 
 class Ending(StrEnum):

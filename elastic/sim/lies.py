@@ -1,6 +1,8 @@
-"""What a lying worker says: frames of every type, with extreme and random values, drawn from the wire's own types.
+"""What a lying worker says.
 
-A new field of a frame is lied about without a change here.
+- A `Liar`'s frames are of every type, with extreme and random values, drawn from the wire's own types: a new field is
+  lied about without a change here.
+- `false_events` are what the core would hear of one if nobody checked frames, and what it hears all the same.
 """
 
 import math
@@ -12,6 +14,8 @@ import msgspec
 from msgspec import inspect
 
 from elastic import wire
+from elastic.core import events as e
+from elastic.core.types import INTEGER_MAX, Account, FinishReason, LoadPhase, Progress, WorkerId
 
 KINDS: tuple[type, ...] = get_args(wire.FromWorker)
 POISONED = 0.6
@@ -99,3 +103,41 @@ class Liar:
         ids, logprobs = chunk["token_ids"], chunk["logprobs"]
         if isinstance(ids, list) and isinstance(logprobs, list):
             chunk["logprobs"] = [*logprobs, *[-0.5] * len(ids)][: len(ids)]
+
+
+def false_events(rng: Random, worker: WorkerId, epoch: int, trajectories: Sequence[str]) -> list[e.Event]:
+    """Some lies of a worker, in this epoch; about its own turns only that it has them under other attempts."""
+    trajectory, version = rng.choice(trajectories), rng.choice((0, 1, 2, 3, INTEGER_MAX))
+    group = trajectory.rpartition("/")[0]
+    chunk = Progress(
+        f"{trajectory}#{rng.randrange(3)}",
+        rng.choice((0, INTEGER_MAX)),
+        rng.choice((0, 1, INTEGER_MAX)),
+        rng.choice((0, 1, 2**16)),
+        version,
+        rng.choice((None, *FinishReason)),
+        prefilled=rng.choice((0, 2**31 - 1)),
+    )
+    lies: list[e.Event] = [
+        e.GroupTrained(worker=worker, epoch=epoch, group=group),
+        e.WeightsPublished(worker=worker, epoch=epoch, version=version),
+        e.TrainerFailed(worker=worker, epoch=epoch, error="so says a worker"),
+        e.WorkerSlept(worker=worker, epoch=epoch),
+        e.WorkerAwoke(worker=worker, epoch=epoch),
+        e.WeightsApplied(worker=worker, epoch=epoch, version=INTEGER_MAX),
+        e.WeightsFailed(worker=worker, epoch=epoch, version=version, reason="so says a worker"),
+        e.TokensReceived(worker=worker, epoch=epoch, chunks=(chunk, chunk)),
+        e.WorkerReported(
+            worker=worker,
+            epoch=epoch,
+            capacity_turns=rng.choice((0, 1, 2**16)),
+            pending=rng.choice((0, INTEGER_MAX)),
+            executing=rng.choice((0, INTEGER_MAX)),
+            progress=rng.choice((0, INTEGER_MAX)),
+            accounts_ns={account: rng.choice((0, 1, INTEGER_MAX)) for account in Account},
+            decoded_tokens=rng.choice((0, INTEGER_MAX)),
+            loading=rng.choice(list(LoadPhase)),
+            load_progress=rng.choice((0, INTEGER_MAX)),
+        ),
+    ]
+    return rng.choices(lies, k=rng.randint(1, 6))

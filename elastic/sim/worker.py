@@ -23,6 +23,7 @@ from elastic.core.types import (
     WorkerRole,
 )
 from elastic.sim.faults import Mishaps, Tally
+from elastic.sim.lies import false_events
 from elastic.sim.link import Link
 from elastic.sim.loop import EventLoop
 from elastic.sim.settings import MS, WorldSettings
@@ -175,6 +176,18 @@ class SimulatedWorker:
         self._pressed_until_ns = max(self._pressed_until_ns, self._world.loop.now_ns + duration_ns)
         self._wanted_back = True
         self._act(self._report)
+
+    def lie(self) -> bool:
+        """Say what is not true until the gateway refuses it."""
+        if not self._connected or not self.alive or self.frozen:
+            return False
+        plan = self._world.settings.plan
+        trajectories = [f"{step}/{group}/0" for step in range(plan.steps) for group in range(plan.groups)]
+        for event in false_events(self._world.rng, self.id, self.epoch, trajectories):
+            self._say(event)
+        self._say(e.WorkerBarred(worker=self.id, epoch=self.epoch, cause="a lie"))
+        self.die(noticed=False)
+        return True
 
     def disconnect(self) -> bool:
         if not self._connected or not self.alive:

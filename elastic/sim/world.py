@@ -286,6 +286,8 @@ class World:
                 worker.link.cut_down(fault.duration_ns)
             case FaultKind.PRESSURE:
                 worker.press(fault.duration_ns, told=fault.target < 1 / 2)
+            case FaultKind.LIE:
+                return worker.lie()
             case _:
                 raise AssertionError(f"{fault.kind} befalls no worker")
         return True

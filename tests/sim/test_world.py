@@ -160,6 +160,7 @@ TRACES: dict[FaultKind, Callable[[Outcome], int]] = {
     FaultKind.BLACKOUT: lambda o: told(o, e.LeaseEnded, cause=EndCause.PREEMPTED),
     FaultKind.SILENT_PROVIDER: _duration_ns,
     FaultKind.REWARDS_DOWN: lambda o: told(o, e.RewardFailed),
+    FaultKind.LIE: lambda o: told(o, e.WorkerBarred),
 }
 """Of what there is more under a fault than without it."""
 
