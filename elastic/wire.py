@@ -503,6 +503,11 @@ class _Tagged(msgspec.Struct, array_like=True):
 
 
 _tag = msgspec.msgpack.Decoder(_Tagged)
+_PLAIN = {
+    ("logprobs", "Expected `float` <="): "log-probability above 0",
+    ("logprobs", "Expected `float` >="): "log-probability that is no number, or lower than a sampled token's can be",
+}
+"""What is wrong in people's words, by a field's name and what the decoder expected there."""
 _STEP = re.compile(r"\[(\d+|\.\.\.)\]|\.(\w+)")
 
 
@@ -516,7 +521,8 @@ def _named(body: bytes | memoryview, problem: str) -> str:
     if kind not in _KINDS:
         return f"not a worker's message: {found}"
     names = [kind, *_fields(_KINDS[kind], path.removeprefix("`$"))]
-    return f"{'.'.join(names)}: {found.replace('`', '')}"
+    plain = _PLAIN.get((names[-1], found.rpartition(" ")[0]))
+    return plain or f"{'.'.join(names)}: {found.replace('`', '')}"
 
 
 def _fields(at: inspect.Type, path: str) -> list[str]:
