@@ -22,7 +22,7 @@ from elastic.core.events import LeaseEnded, LeaseGranted, OfferChanged
 from elastic.core.scheduler import Phase, Scheduler
 from elastic.core.types import Account, Capabilities, EndCause, FinishReason, LeaseId, Offer, Plan, WorkerRole
 from elastic.envs.base import Environment, StepResult
-from elastic.runtime.journal import Journal, JournalReader
+from elastic.runtime.journal import GroupRow, PullRow, Record, RunDirectory, StepRow, TrajectoryRow, TurnRow
 from elastic.runtime.orchestrator import Orchestrator, Wiring
 from elastic.sim.lies import KINDS, Liar
 from providers.base import Emit, LeaseRequest, Provider, ProviderSettings, WorkerTicket
@@ -398,8 +398,8 @@ async def play(frames: int, seed: int) -> Ended:
     plan = Plan(steps=STEPS, groups=GROUPS, group_size=GROUP_SIZE)
     scheduler = Scheduler(plan, compose.limits(config), compose.policies(config), 0)
     with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory) / "journal.sqlite"
-        journal = Journal(path, config.journal.commit_interval_s)
+        stored = RunDirectory(Path(directory))
+        journal = stored.begin_journal(config.journal)
         orchestrator = Orchestrator(
             config,
             scheduler,
@@ -416,38 +416,40 @@ async def play(frames: int, seed: int) -> Ended:
         barred = troupes[LIAR].barred if frames else 0
         refused = sum(refused.count for refused in orchestrator._gateway.refusals.counts() if refused.worker)
         ended = Ended(failed, told.of_kind, barred, refused)
-        _read(ended, path, config, scheduler)
+        _read(ended, stored, config, scheduler)
     return ended
 
 
-def _read(ended: Ended, path: Path, config: Config, live: Scheduler) -> None:
+def _read(ended: Ended, run: RunDirectory, config: Config, live: Scheduler) -> None:
     fresh = Scheduler(live.plan, compose.limits(config), compose.policies(config), 0)
-    reader = JournalReader(path)
-    try:
-        for t_ns, event in reader.events():
+    with run.newest_journal() as journal:
+        for t_ns, event in journal.events():
             running = fresh.phase is Phase.RUNNING
             for command in fresh.handle(event, t_ns):
                 if running and isinstance(command, c.FenceWorker) and not command.worker.startswith(LIAR):
                     ended.fenced.add(command.worker)
                 elif isinstance(command, c.StartTurn):
                     ended.turns_of_liars += command.worker.startswith(LIAR)
-        rows = {
-            "trajectories": (
-                ("trajectory",),
-                ("step", "group_id", "reward", "cause", "turns", "policy_tokens", "token_ids"),
-            ),
-            "groups": (("group_id",), ("step", "version", "dropped", "lengths", "tokens_by_age")),
-            "turns": (("turn",), ("trajectory", "prompt_tokens", "tokens")),
-            "steps": (("step",), ("success_rate", "trainer", "groups_trained", "groups_dropped", "weights")),
+        rows: dict[type[Record], tuple[str, ...]] = {
+            TrajectoryRow: ("trajectory", "step", "group", "reward", "cause", "turns", "policy_tokens", "token_ids"),
+            GroupRow: ("group", "step", "version", "dropped", "lengths", "tokens_by_age"),
+            TurnRow: ("turn", "trajectory", "prompt_tokens", "tokens"),
         }
-        for table, (key, columns) in rows.items():
-            for row in reader.rows(table):
-                ended.rows[table, row[key[0]]] = {column: row[column] for column in columns}
-        for row in reader.rows("pulls"):
-            if not row["worker"].startswith(LIAR) and (row["bytes"], row["error"]) != (PULLED_BYTES, ""):
-                ended.faults.append(f"pull {row}")
-    finally:
-        reader.close()
+        for kind, columns in rows.items():
+            for row in journal.rows(kind):
+                key, *values = (getattr(row, column) for column in columns)
+                ended.rows[kind.TABLE, key] = dict(zip(columns[1:], values, strict=True))
+        for step in journal.rows(StepRow):
+            ended.rows[StepRow.TABLE, step.step] = {
+                "success_rate": step.success_rate,
+                "trainer": step.trainer,
+                "groups_trained": step.record.groups_trained,
+                "groups_dropped": step.record.groups_dropped,
+                "weights": step.weights,
+            }
+        for pull in journal.rows(PullRow):
+            if not pull.worker.startswith(LIAR) and (pull.bytes, pull.error) != (PULLED_BYTES, ""):
+                ended.faults.append(f"pull {pull}")
     if digest(fresh) != digest(live):
         ended.faults.append("the journal replays to another state")
     if live.ledger.imbalance_ns():

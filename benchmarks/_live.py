@@ -22,7 +22,7 @@ from elastic.core.fleet import Worker
 from elastic.core.scheduler import Scheduler
 from elastic.core.types import Nanoseconds, WorkerState
 from elastic.envs.base import Environment
-from elastic.runtime.journal import JournalReader
+from elastic.runtime.journal import RunDirectory
 from elastic.runtime.orchestrator import Orchestrator
 from providers.base import Provider, ProviderSettings
 
@@ -122,12 +122,9 @@ def replay(config: Config, run_dir: Path, live: Scheduler) -> Iterator[tuple[Nan
     Raises `RuntimeError` at the end if it did not come to the state of the `live` one.
     """
     scheduler = Scheduler(live.plan, compose.limits(config), compose.policies(config), 0)
-    reader = JournalReader(run_dir / "journal.sqlite")
-    try:
-        for t_ns, event in reader.events():
+    with RunDirectory(run_dir).newest_journal() as journal:
+        for t_ns, event in journal.events():
             yield t_ns, event, scheduler.handle(event, t_ns)
-    finally:
-        reader.close()
     if digest(scheduler) != digest(live):
         raise RuntimeError(f"{run_dir}: replaying the journal came to another state than the run did")
 

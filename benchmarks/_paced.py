@@ -19,7 +19,7 @@ from elastic.config import Config
 from elastic.core.policy import StepRecord
 from elastic.core.types import NS_PER_S, EndCause, WorkerRole
 from elastic.envs.base import StepResult
-from elastic.runtime.journal import JournalReader
+from elastic.runtime.journal import RunDirectory, TrajectoryRow
 from providers.base import Provider, ProviderContext, ProviderSettings
 from providers.keeper import Ending
 from providers.reserved import ReservedProvider
@@ -166,11 +166,8 @@ class PacedRun:
 
     def tokens(self, steps: set[int]) -> int:
         """Tokens that the policy said in these steps. For after the run."""
-        reader = JournalReader(self._run_dir / "journal.sqlite")
-        try:
-            return sum(row["policy_tokens"] for row in reader.rows("trajectories") if row["step"] in steps)
-        finally:
-            reader.close()
+        with RunDirectory(self._run_dir).newest_journal() as journal:
+            return sum(row.policy_tokens for row in journal.rows(TrajectoryRow) if row.step in steps)
 
 
 @contextlib.asynccontextmanager

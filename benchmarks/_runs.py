@@ -14,9 +14,10 @@ from _common import ROOT
 from elastic import compose
 from elastic.core import commands as c
 from elastic.core import events as e
+from elastic.core.ids import lease_of, turn_id
 from elastic.core.scheduler import Scheduler
 from elastic.core.types import EndCause
-from elastic.runtime.journal import JournalReader
+from elastic.runtime.journal import JournalReader, MoveRow, RunDirectory, TrajectoryRow
 
 EXAMPLE = ROOT / "examples" / "frozenlake.toml"
 
@@ -77,8 +78,7 @@ class Proof(msgspec.Struct, kw_only=True):
 def prove(run_dir: Path) -> Proof:
     """Replay a run's journal through a fresh core and hold what it accepted against the trajectories."""
     config = compose.load_run_config(run_dir)
-    reader = JournalReader(run_dir / "journal.sqlite")
-    try:
+    with RunDirectory(run_dir).newest_journal() as reader:
         plan = compose.resolve(config, [], str(run_dir))
         scheduler = Scheduler(compose.run_plan(plan), compose.limits(config), compose.policies(config), 0)
         accepted: dict[str, dict[int, int]] = {}
@@ -103,8 +103,6 @@ def prove(run_dir: Path) -> Proof:
             tokens_duplicated=duplicated,
             trained_twice=sum(count - 1 for count in trained.values()),
         )
-    finally:
-        reader.close()
 
 
 def _killed_under_turns(reader: JournalReader) -> int:
@@ -114,7 +112,7 @@ def _killed_under_turns(reader: JournalReader) -> int:
         for _, event in reader.events_of("LeaseEnded")
         if isinstance(event, e.LeaseEnded) and event.cause is EndCause.PREEMPTED
     }
-    return len({row["from_worker"].partition(".")[0] for row in reader.rows("moves")} & preempted)
+    return len({lease_of(row.from_worker) for row in reader.rows(MoveRow)} & preempted)
 
 
 def _lost(accepted: dict[str, dict[int, int]], reader: JournalReader) -> int:
@@ -123,7 +121,7 @@ def _lost(accepted: dict[str, dict[int, int]], reader: JournalReader) -> int:
     for trajectory, (token_ids, finished_turns) in trajectories(reader).items():
         at = 0
         for turn in range(finished_turns):
-            tokens = accepted.get(f"{trajectory}/{turn}", {})
+            tokens = accepted.get(turn_id(trajectory, turn), {})
             wanted = [tokens.get(position) for position in range(len(tokens))]
             found = _find(token_ids, wanted, at)
             lost += 0 if found is not None else len(tokens)
@@ -139,7 +137,7 @@ def _find(token_ids: list[int], wanted: Sequence[int | None], start: int) -> int
 def trajectories(reader: JournalReader) -> dict[str, tuple[list[int], int]]:
     """Token ids and turns of every finished trajectory."""
     return {
-        row["trajectory"]: (msgspec.msgpack.decode(row["token_ids"], type=list[int]), row["turns"])
-        for row in reader.rows("trajectories")
-        if not row["cause"]
+        row.trajectory: (msgspec.msgpack.decode(row.token_ids, type=list[int]), row.turns)
+        for row in reader.rows(TrajectoryRow)
+        if not row.cause
     }

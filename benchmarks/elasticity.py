@@ -14,7 +14,7 @@ from typing import Any
 from _common import Arguments, emit, parse_arguments
 from _runs import prepare, run
 
-from elastic.runtime.journal import JournalReader
+from elastic.runtime.journal import RunDirectory, SampleRow, StepRow, TrajectoryRow
 
 WORKERS = (1, 2, 4)
 PACING = 'engine.pacing={prefill_tokens_per_s=4000, decode_step_s={"1"=0.03, "16"=0.06}}'
@@ -31,15 +31,12 @@ def rollout(directory: Path, workers: int, steps: int, groups: int) -> dict[str,
         f"providers.reserved.max_workers={workers}",
     ]
     run_dir, _ = run(directory, "reserved", settings, SEED)
-    reader = JournalReader(run_dir / "journal.sqlite")
-    try:
-        times_s = {row["step"]: row["rollout_ns"] / 1e9 for row in reader.rows("steps")}
+    with RunDirectory(run_dir).newest_journal() as journal:
+        times_s = {row.step: row.record.rollout_ns / 1e9 for row in journal.rows(StepRow)}
         tokens = dict.fromkeys(times_s, 0)
-        for row in reader.rows("trajectories"):
-            tokens[row["step"]] += row["policy_tokens"]
-        cpu = statistics.mean(row["cpu_share"] for row in reader.rows("samples"))
-    finally:
-        reader.close()
+        for row in journal.rows(TrajectoryRow):
+            tokens[row.step] += row.policy_tokens
+        cpu = statistics.mean(row.status.cpu_share for row in journal.rows(SampleRow))
     rates = [tokens[step] / time_s for step, time_s in times_s.items() if step > 0]
     return {"tokens_per_s": statistics.median(rates), "cpu_use": cpu}
 
@@ -49,9 +46,8 @@ def against_reserved(directory: Path, steps: int) -> dict[str, Any]:
     figures: dict[str, Any] = {}
     for name, providers in (("elastic", "serving,spot"), ("reserved_only", "")):
         run_dir, summary = run(directory, providers, [f"run.steps={steps}"], SEED)
-        reader = JournalReader(run_dir / "journal.sqlite")
-        step_s = statistics.median(row["duration_ns"] / 1e9 for row in reader.rows("steps"))
-        reader.close()
+        with RunDirectory(run_dir).newest_journal() as journal:
+            step_s = statistics.median(row.record.duration_ns / 1e9 for row in journal.rows(StepRow))
         figures[name] = {"step_s": step_s, "wall_s": summary["wall_s"], "usd": summary["total"]["usd"]}
     figures["speedup"] = figures["reserved_only"]["step_s"] / figures["elastic"]["step_s"]
     return figures

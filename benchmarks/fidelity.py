@@ -19,7 +19,7 @@ from elastic import compose, simulation
 from elastic.calibration import profile_run
 from elastic.config import load_config
 from elastic.report import as_json, summarise
-from elastic.runtime.journal import JournalReader
+from elastic.runtime.journal import RunDirectory
 from elastic.sim.performance import load_profile
 
 CALIBRATION_SEED = 100
@@ -72,11 +72,7 @@ def simulated(directory: Path, live_dir: Path, seed: int, steps: int, profile: P
     plan = compose.resolve(config, PROVIDERS.split(","), str(EXAMPLE))
     run_dir = compose.new_run_dir(config)
     simulation.simulate(plan, run_dir, simulation.Experiment(profile=str(profile), turns=str(live_dir)))
-    reader = JournalReader(run_dir / "journal.sqlite")
-    try:
-        return as_json(summarise(reader))
-    finally:
-        reader.close()
+    return as_json(summarise(RunDirectory(run_dir)))
 
 
 def main(arguments: Arguments) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from elastic.config import Config, validate
 from elastic.core.events import LeaseGranted, TokensReceived
 from elastic.core.types import NS_PER_S
 from elastic.envs.frozenlake import FrozenLake, FrozenLakeSettings
-from elastic.runtime.journal import JournalReader
+from elastic.runtime.journal import JournalReader, RunDirectory
 from providers.base import Provider
 from providers.serverless import ServerlessProvider, ServerlessSettings
 
@@ -63,11 +63,8 @@ async def measure(checkpoint: Path, margin: float, lease_s: float, ends: int) ->
             await run.until("a worker", lambda: bool(run.ready("serverless")) and bool(live.scheduler.step), TIMEOUT_S)
             enough_ns = live.now_ns() + round((BEFORE_S + ends * lease_s + AFTER_S) * NS_PER_S)
             await run.until("enough leases' ends", lambda: live.now_ns() > enough_ns, TIMEOUT_S)
-        reader = JournalReader(run_dir / "journal.sqlite")
-        try:
-            drains_s, tokens = read(reader)
-        finally:
-            reader.close()
+        with RunDirectory(run_dir).newest_journal() as journal:
+            drains_s, tokens = read(journal)
     if not tokens:
         raise RuntimeError(f"leases of {lease_s:g} s end before a worker has booted on this machine")
     began_s = tokens[0][0]

@@ -28,7 +28,7 @@ from elastic.config import Config
 from elastic.core.ledger import overhead_share
 from elastic.core.scheduler import Scheduler
 from elastic.core.types import NS_PER_S, Account, TrajectoryId
-from elastic.runtime.scribe import NullJournal
+from elastic.runtime.journal import NullJournal
 from elastic.sim.performance import Episode, Episodes, SimulatedRun, SimulationError, Turn
 from elastic.sim.performance.worker import WorkerModel
 

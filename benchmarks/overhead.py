@@ -50,7 +50,7 @@ from elastic.core.types import WeightMode
 from elastic.engine.base import GenerateRequest, RolloutEngine, TokenChunk
 from elastic.envs.base import Environment, StepResult
 from elastic.envs.frozenlake import FrozenLake, FrozenLakeSettings
-from elastic.runtime.journal import JournalReader
+from elastic.runtime.journal import RunDirectory, TrajectoryRow, TurnRow
 from elastic.runtime.rollout import stable_hash
 
 T = TypeVar("T")
@@ -391,14 +391,11 @@ async def answer(pipe: multiprocessing.connection.Connection) -> Any:
 
 def read_journal(run_dir: Path) -> tuple[TokenIds, float]:
     """Finished trajectories, and the mean length of a turn."""
-    reader = JournalReader(run_dir / "journal.sqlite")
-    try:
-        rows, turns = reader.rows("trajectories"), reader.rows("turns")
-    finally:
-        reader.close()
-    finished = [row for row in rows if not row["cause"]]
-    said = {row["trajectory"]: msgspec.msgpack.decode(row["token_ids"], type=list[int]) for row in finished}
-    return said, mean(turn["tokens"] for turn in turns)
+    with RunDirectory(run_dir).newest_journal() as journal:
+        rows, turns = journal.rows(TrajectoryRow), journal.rows(TurnRow)
+    finished = [row for row in rows if not row.cause]
+    said = {row.trajectory: msgspec.msgpack.decode(row.token_ids, type=list[int]) for row in finished}
+    return said, mean(turn.tokens for turn in turns)
 
 
 async def measure(scale: Scale) -> dict[str, Any]:

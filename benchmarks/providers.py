@@ -19,7 +19,7 @@ from _common import Arguments, emit, parse_arguments
 from _runs import prepare, run
 
 from elastic.report import Summary, summarise
-from elastic.runtime.journal import JournalReader
+from elastic.runtime.journal import RunDirectory
 
 PROVIDERS = ("serving", "spot", "serverless")
 SEEDS = (7, 8, 9)
@@ -38,11 +38,7 @@ DEVICES = [
 def measure(directory: Path, seed: int, steps: int, groups: int) -> Summary:
     settings = [f"run.steps={steps}", f"rollout.groups={groups}", *DEVICES]
     run_dir, _ = run(directory, ",".join(PROVIDERS), settings, seed)
-    reader = JournalReader(run_dir / "journal.sqlite")
-    try:
-        return summarise(reader)
-    finally:
-        reader.close()
+    return summarise(RunDirectory(run_dir))
 
 
 def spread(values: Sequence[float | None]) -> dict[str, float] | None:

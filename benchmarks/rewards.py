@@ -21,7 +21,7 @@ from _live import run_to_end, write_policy
 from elastic import compose
 from elastic.config import Config, validate
 from elastic.core.types import NS_PER_S
-from elastic.runtime.journal import JournalReader
+from elastic.runtime.journal import CallRow, RunDirectory, StepRow
 
 DEVICES = 3
 REWARD_S = 0.15
@@ -66,19 +66,16 @@ async def measure(checkpoint: Path, mode: str, steps: int) -> tuple[float, float
         outcome = await compose.execute(compose.resolve(config, ["reserved"], "benchmark"), run_dir)
         if outcome.failed:
             raise RuntimeError(outcome.failed)
-        reader = JournalReader(run_dir / "journal.sqlite")
-        try:
-            return last_step(reader.rows("steps")[-1], reader.rows("calls"), mode)
-        finally:
-            reader.close()
+        with RunDirectory(run_dir).newest_journal() as journal:
+            return last_step(journal.rows(StepRow)[-1], journal.rows(CallRow), mode)
 
 
-def last_step(step: dict[str, Any], calls: Sequence[dict[str, Any]], mode: str) -> tuple[float, float]:
-    began_ns = step["t_ns"] - step["duration_ns"]
-    rollout_s = step["rollout_ns"] / NS_PER_S
-    mine = [call for call in calls if began_ns <= call["t_ns"] <= began_ns + step["rollout_ns"]]
-    used_s = sum(call["duration_s"] for call in mine)
-    held_s = rollout_s if mode == "dedicated" else used_s + sum(call["cold_start_s"] for call in mine)
+def last_step(step: StepRow, calls: Sequence[CallRow], mode: str) -> tuple[float, float]:
+    began_ns = step.t_ns - step.record.duration_ns
+    rollout_s = step.record.rollout_ns / NS_PER_S
+    mine = [call for call in calls if began_ns <= call.t_ns <= began_ns + step.record.rollout_ns]
+    used_s = sum(call.duration_s for call in mine)
+    held_s = rollout_s if mode == "dedicated" else used_s + sum(call.cold_start_s for call in mine)
     return rollout_s, used_s / held_s
 
 

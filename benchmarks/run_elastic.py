@@ -7,7 +7,6 @@ run whose workers are killed every few seconds with that of an undisturbed run o
 """
 
 import asyncio
-import contextlib
 import math
 import statistics
 import tempfile
@@ -21,7 +20,7 @@ from _runs import prepare, prove, run, trajectories
 from elastic import compose
 from elastic.engine import create_engine
 from elastic.model.checkpoint import read_config, read_tensors
-from elastic.runtime.journal import JournalReader
+from elastic.runtime.journal import RunDirectory
 from elastic.weights.puller import pull
 from elastic.weights.relay import open_relay
 from elastic.weights.signing import Trust
@@ -61,11 +60,8 @@ def identical_share(directory: Path, seed: int) -> tuple[float, Any, dict[str, A
 
 
 def _trajectories(run_dir: Path) -> dict[str, Any]:
-    reader = JournalReader(run_dir / "journal.sqlite")
-    try:
-        return trajectories(reader)
-    finally:
-        reader.close()
+    with RunDirectory(run_dir).newest_journal() as journal:
+        return trajectories(journal)
 
 
 def held_out(run_dir: Path) -> tuple[Evaluation, Evaluation]:
@@ -73,8 +69,8 @@ def held_out(run_dir: Path) -> tuple[Evaluation, Evaluation]:
     config = compose.load_run_config(run_dir)
     base = config.model.checkpoint
     relay = open_relay(str((run_dir / "weights").resolve()))
-    with contextlib.closing(JournalReader(run_dir / "journal.sqlite")) as reader:
-        trust = Trust(run_dir.name, reader.meta()["publisher"])
+    with RunDirectory(run_dir).newest_journal() as journal:
+        trust = Trust(run_dir.name, journal.meta()["publisher"])
     last = pull(relay, trust, max(published_versions(relay))).tensors
     plan = compose.resolve(config, [], str(run_dir))
     settings = config.engine.model_copy(update={"pacing": None, "max_batch": 64, "kv_blocks": 4096})

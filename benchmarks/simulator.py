@@ -13,7 +13,7 @@ from _common import ROOT, Arguments, emit, parse_arguments
 from elastic import compose, simulation
 from elastic.config import load_config
 from elastic.core.scheduler import Scheduler
-from elastic.runtime.scribe import NullJournal
+from elastic.runtime.journal import NullJournal
 from elastic.sim.loop import EventLoop
 
 EXAMPLE = ROOT / "examples" / "frozenlake.toml"

@@ -34,7 +34,7 @@ from _live import write_policy
 
 from elastic import wire
 from elastic.machine import raise_descriptor_limit
-from elastic.runtime.journal import JournalReader
+from elastic.runtime.journal import RunDirectory
 
 DESCRIPTORS = 1024
 START_TIMEOUT_S = 90.0
@@ -122,11 +122,8 @@ class Run:
     def _joined(self) -> int:
         if not list(self._directory.glob("frozenlake-*/journal.sqlite")):
             return 0
-        reader = JournalReader(self._run_dir() / "journal.sqlite")
-        try:
-            return len(list(reader.events_of("WorkerJoined")))
-        finally:
-            reader.close()
+        with RunDirectory(self._run_dir()).newest_journal() as journal:
+            return len(list(journal.events_of("WorkerJoined")))
 
 
 def _listening(process: psutil.Process) -> list[int]:

@@ -33,7 +33,7 @@ from elastic.core.events import LeaseEnded, LeaseGranted, OfferChanged
 from elastic.core.scheduler import Scheduler
 from elastic.core.types import Account, Capabilities, EndCause, LeaseId, Offer, Plan, WorkerRole
 from elastic.envs.base import StepResult
-from elastic.runtime.journal import Journal
+from elastic.runtime.journal import RunDirectory
 from elastic.runtime.orchestrator import Orchestrator, Wiring
 from providers.base import Emit, LeaseRequest, Provider, ProviderContext, ProviderSettings
 
@@ -209,7 +209,7 @@ async def _orchestrate(pipe: multiprocessing.connection.Connection, streams: int
     welcome = wire.Welcome("", 0, 0.5, FLUSH_S, 10.0, {}, {}, "", "")
     plan = Plan(steps=1, groups=groups, group_size=GROUP_SIZE)
     with tempfile.TemporaryDirectory() as directory:
-        journal = Journal(Path(directory) / "journal.sqlite", config.journal.commit_interval_s)
+        journal = RunDirectory(Path(directory)).begin_journal(config.journal)
         orchestrator = Orchestrator(
             config,
             Scheduler(plan, compose.limits(config), compose.policies(config), 0),

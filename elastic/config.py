@@ -236,7 +236,16 @@ class RewardsConfig(_Section):
 
 
 class JournalConfig(_Section):
+    """How the journal is written. Only "power" waits for the disk at each commit, some milliseconds each."""
+
     commit_interval_s: float = Field(0.05, gt=0, description="longest an event waits to be durable")
+    durable_against: Literal["process", "power"] = Field(
+        "process",
+        description="what durable events outlive: the death of every process, or a power failure, too, which may "
+        "otherwise take the last seconds",
+    )
+    lock_timeout_s: float = Field(30.0, gt=0, description="how long another process may hold the journal's lock")
+    pending_mb: float = Field(64.0, gt=0, description="what may wait to be written, in MiB; beyond it workers wait")
 
 
 class SimulationConfig(_Section):

@@ -9,11 +9,19 @@ import msgspec
 
 from elastic import compose
 from elastic.config import Config, ConfigError, EngineConfig, validate
+from elastic.core.ids import parse_turn
 from elastic.core.scheduler import Scheduler
 from elastic.core.types import NS_PER_S, WeightMode
-from elastic.runtime.journal import Journal, JournalError, JournalReader
+from elastic.runtime.journal import (
+    DirectoryStore,
+    JournalError,
+    JournalWriter,
+    RunDirectory,
+    StoredRun,
+    TrajectoryRow,
+    TurnRow,
+)
 from elastic.runtime.sampler import Sampler
-from elastic.runtime.scribe import NullJournal
 from elastic.runtime.status import RunStatus
 from elastic.sim.performance import (
     Episode,
@@ -59,7 +67,7 @@ def settled(config: Config, experiment: Experiment) -> Experiment:
     said = config.simulation
     turns = experiment.turns or said.turns_from
     if turns and turns not in SESSIONS:
-        turns = str(compose.find_run(config.run.directory, turns).resolve())
+        turns = str(DirectoryStore(config.run.directory).find(turns).path.resolve())
     if experiment.environment_times and (not turns or turns in SESSIONS):
         raise ConfigError("--environment-times: needs --turns-from RUN, whose environments' times are to be taken")
     return msgspec.structs.replace(
@@ -172,52 +180,48 @@ def episodes_of(config: Config, experiment: Experiment) -> Episodes:
             for session in read_sessions(name)
         ]
         return DrawnEpisodes(config.run.seed, limits, sessions)
-    run_dir = compose.find_run(config.run.directory, name)
+    run = DirectoryStore(config.run.directory).find(name)
     try:
-        return RecordedEpisodes(recorded_episodes(run_dir, environment_times=experiment.environment_times), limits)
+        return RecordedEpisodes(recorded_episodes(run, environment_times=experiment.environment_times), limits)
     except (JournalError, ValueError) as error:
-        raise ConfigError(f"--turns-from: {run_dir}: {error}") from error
+        raise ConfigError(f"--turns-from: {run.path}: {error}") from error
 
 
-def recorded_episodes(run_dir: Path, *, environment_times: bool = False) -> dict[str, Episode]:
+def recorded_episodes(run: StoredRun, *, environment_times: bool = False) -> dict[str, Episode]:
     """How long each finished trajectory's turns were, and its reward; nothing else of the run, unless the times are
     wanted that its environments took before each turn."""
-    reader = JournalReader(run_dir / compose.JOURNAL)
-    try:
-        turns: dict[str, list[tuple[int, Mapping[str, int]]]] = {}
-        for row in reader.rows("turns"):
-            turns.setdefault(row["trajectory"], []).append((int(row["turn"].rpartition("/")[2]), row))
-        return {
-            row["trajectory"]: Episode(
-                _shapes(
-                    [turn for _, turn in sorted(turns[row["trajectory"]], key=lambda numbered: numbered[0])],
-                    row["started_ns"] if environment_times else None,
-                ),
-                row["reward"],
-            )
-            for row in reader.rows("trajectories")
-            if not row["cause"] and row["trajectory"] in turns
-        }
-    finally:
-        reader.close()
+    turns: dict[str, list[TurnRow]] = {}
+    with run.newest_journal() as journal:
+        for row in journal.rows(TurnRow):
+            turns.setdefault(row.trajectory, []).append(row)
+        trajectories = journal.rows(TrajectoryRow)
+    return {
+        row.trajectory: Episode(
+            _shapes(
+                sorted(turns[row.trajectory], key=lambda turn: parse_turn(turn.turn)),
+                row.started_ns if environment_times else None,
+            ),
+            row.reward,
+        )
+        for row in trajectories
+        if row.reward is not None and row.trajectory in turns
+    }
 
 
-def _shapes(rows: Sequence[Mapping[str, int]], started_ns: int | None) -> tuple[Turn, ...]:
+def _shapes(rows: Sequence[TurnRow], started_ns: int | None) -> tuple[Turn, ...]:
     """`started_ns` is when the trajectory began, None where its times do not count."""
     shapes: list[Turn] = []
     context, ended_ns = 0, started_ns
     for row in rows:
-        prompt, tokens = row["prompt_tokens"], row["tokens"]
-        latency_s = max(0, row["requested_ns"] - ended_ns) / NS_PER_S if ended_ns is not None else 0.0
+        prompt, tokens = row.prompt_tokens, row.tokens
+        latency_s = max(0, row.requested_ns - ended_ns) / NS_PER_S if ended_ns is not None else 0.0
         shapes.append(Turn(max(0, prompt - context), tokens, latency_s))
         context = prompt + tokens
-        ended_ns = None if started_ns is None else row["finished_ns"]
+        ended_ns = None if started_ns is None else row.finished_ns
     return tuple(shapes)
 
 
-def build(
-    plan: compose.RunPlan, experiment: Experiment, scheduler: Scheduler, journal: Journal | NullJournal
-) -> SimulatedRun:
+def build(plan: compose.RunPlan, experiment: Experiment, scheduler: Scheduler, journal: JournalWriter) -> SimulatedRun:
     """The run's world, ready to live. Raises `ConfigError` for what cannot be simulated."""
     config = plan.config
     devices = devices_of(plan, experiment)
@@ -299,7 +303,8 @@ def simulate(
 
     experiment = settled(config, experiment)
     scheduler = Scheduler(compose.run_plan(plan), compose.limits(config), compose.policies(config), 0)
-    journal = Journal(run_dir / compose.JOURNAL, JOURNAL_INTERVAL_S)
+    settings = config.journal.model_copy(update={"commit_interval_s": JOURNAL_INTERVAL_S})
+    journal = RunDirectory(run_dir).begin_journal(settings, waits=True)
     with compose.journaled(journal, scheduler, _meta(plan, run_dir, experiment)) as ending:
         run = build(plan, experiment, scheduler, journal)
         tell([line for name, settings in plan.providers.items() for line in doubts(name, settings)])
@@ -308,6 +313,8 @@ def simulate(
 
         def sample() -> None:
             nonlocal asked
+            if journal.failed is not None:
+                raise journal.failed
             if not asked and stopped():
                 asked = True
                 run.stop(compose.INTERRUPTED)

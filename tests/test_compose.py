@@ -1,17 +1,20 @@
 """Runs on disk: found, claimed by one process at a time, and remembered."""
 
+import errno
 import os
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from elastic import compose
 from elastic.compose import lives
-from elastic.config import Config, ConfigError
+from elastic.config import Config, ConfigError, JournalConfig
+from elastic.core.policy import StepRecord
 from elastic.core.scheduler import Scheduler
 from elastic.runtime.gateway import GatewayError
-from elastic.runtime.journal import Journal, JournalError, JournalReader
+from elastic.runtime.journal import DirectoryStore, Journal, JournalError, RunDirectory, StepRow
 
 
 @pytest.fixture
@@ -19,17 +22,23 @@ def config(tmp_path: Path) -> Config:
     return Config.model_validate({"run": {"name": "r", "directory": str(tmp_path)}, "model": {"checkpoint": "base"}})
 
 
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    return RunDirectory(tmp_path)
+
+
 def test_runs_are_found_by_name_path_or_latest(config: Config, tmp_path: Path) -> None:
     runs = [compose.new_run_dir(config) for _ in range(3)]
     for age, run in enumerate(runs):
         os.utime(run / "config.json", (age, age))
-    assert compose.list_runs(tmp_path) == runs
-    assert compose.find_run(tmp_path, "latest") == runs[-1]
-    assert compose.find_run(tmp_path, runs[0].name) == runs[0]
-    assert compose.find_run(Path("elsewhere"), str(runs[1])) == runs[1]
+    store = DirectoryStore(tmp_path)
+    assert [run.path for run in store.runs()] == runs
+    assert store.find("latest").path == runs[-1]
+    assert store.find(runs[0].name).path == runs[0]
+    assert DirectoryStore(Path("elsewhere")).find(str(runs[1])).path == runs[1]
     assert compose.load_run_config(runs[0]) == config
     with pytest.raises(ConfigError, match=f"no run 'x'.*{runs[2].name}"):
-        compose.find_run(tmp_path, "x")
+        store.find("x")
 
 
 def test_a_run_is_one_process_at_a_time(tmp_path: Path) -> None:
@@ -43,118 +52,161 @@ def test_a_run_is_one_process_at_a_time(tmp_path: Path) -> None:
         pass
 
 
-def test_past_life_is_what_the_journal_says(tmp_path: Path) -> None:
-    assert compose.past_life(tmp_path) == compose.PastLife()
-    journal = Journal(tmp_path / "journal.sqlite", 0.01)
-    journal.meta("providers", "serving,spot")
-    journal.meta("status", "finished")
-    journal.step(6, 1, {})
-    journal.close()
-    past = compose.past_life(tmp_path)
+def test_past_life_is_what_the_journal_says(run: RunDirectory) -> None:
+    assert compose.past_life(run) == compose.PastLife()
+    record = StepRecord(step=6, duration_ns=1, seeding_ns=1, rollout_ns=1, groups_trained=1, groups_dropped=0)
+    with live(run, providers="serving,spot", status="finished") as journal:
+        journal.append(StepRow(step=6, t_ns=1, record=record, success_rate=None, trainer={}))
+    past = compose.past_life(run)
     assert past == compose.PastLife(providers=("serving", "spot"), status="finished", steps_done=7)
 
 
-def test_what_hardly_began_says_nothing_of_the_past(tmp_path: Path) -> None:
-    for name, providers in (("journal-9", "spot"), ("journal-10", "serving"), ("journal", None)):
-        journal = Journal(tmp_path / f"{name}.sqlite", 0.01)
-        if providers is not None:
-            journal.meta("providers", providers)
-        journal.close()
-    assert compose.past_life(tmp_path).providers == ("serving",)
-    (tmp_path / "journal.sqlite").unlink()
-    assert compose.past_life(tmp_path).providers == ("serving",)
+def test_what_hardly_began_says_nothing_of_the_past(run: RunDirectory) -> None:
+    for said in ({"providers": "spot"}, {"providers": "serving"}, {}):
+        with live(run, **said):
+            pass
+    assert compose.past_life(run).providers == ("serving",)
+    (run.path / "journal.3.sqlite").unlink()
+    assert compose.past_life(run).providers == ("serving",)
 
 
-def test_a_simulated_run_cannot_go_on(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "journal.sqlite", 0.01)
-    journal.meta("providers", "spot")
-    journal.meta("simulated", "{}")
-    journal.close()
+def test_a_simulated_run_cannot_go_on(run: RunDirectory) -> None:
+    with live(run, providers="spot", simulated="{}"):
+        pass
     with pytest.raises(ConfigError, match=r"journal\.sqlite: a simulated run; only live ones can go on"):
-        compose.past_life(tmp_path)
+        compose.past_life(run)
 
 
-def test_a_past_that_cannot_be_read_is_not_forgotten(tmp_path: Path) -> None:
-    (tmp_path / "journal.sqlite").write_bytes(b"no database" * 1000)
+def test_a_past_that_cannot_be_read_is_not_forgotten(run: RunDirectory) -> None:
+    (run.path / "journal.sqlite").write_bytes(b"no database" * 1000)
     with pytest.raises(ConfigError, match=r"journal\.sqlite: .*moved away"):
-        compose.past_life(tmp_path)
+        compose.past_life(run)
 
 
 class TestNextLife:
     @pytest.fixture
-    def run_dir(self, config: Config) -> Path:
-        run_dir = compose.new_run_dir(config)
-        live(run_dir, "first")
-        return run_dir
+    def run(self, config: Config) -> RunDirectory:
+        run = RunDirectory(compose.new_run_dir(config))
+        with live(run, providers="spot", status="first"):
+            pass
+        return run
 
     @pytest.fixture
     def changed(self, config: Config) -> Config:
         return config.model_copy(update={"run": config.run.model_copy(update={"steps": 7})})
 
-    def test_has_room_for_its_own_journal(self, run_dir: Path, changed: Config) -> None:
+    def test_has_a_journal_of_its_own(self, run: RunDirectory, changed: Config) -> None:
         for name in ("second", "third"):
-            with lives.next_life(run_dir, changed, scheduler(changed)) as past:
-                live(run_dir, name)
+            with lives.next_life(run, changed, scheduler(changed)) as past, live(run, providers="spot", status=name):
+                pass
             assert past.providers == ("spot",)
-        assert journals(run_dir) == {
-            "journal-1.sqlite": "first",
-            "journal-2.sqlite": "second",
-            "journal.sqlite": "third",
+        assert journals(run) == {
+            "journal.sqlite": "first",
+            "journal.2.sqlite": "second",
+            "journal.3.sqlite": "third",
         }
-        assert compose.load_run_config(run_dir).run.steps == 7
+        assert compose.load_run_config(run.path).run.steps == 7
+        assert kept_in(run) == {"config.json", *journals(run)}
 
-    @pytest.mark.parametrize("came_to", ["journal.sqlite", "journal.sqlite-wal", ""])
+    @pytest.mark.parametrize("came_to", ["journal.2.sqlite", "journal.2.sqlite-wal", ""])
     def test_leaves_no_trace_if_it_cannot_begin(
-        self, run_dir: Path, config: Config, changed: Config, came_to: str
+        self, run: RunDirectory, config: Config, changed: Config, came_to: str
     ) -> None:
         def refused() -> None:
-            with lives.next_life(run_dir, changed, scheduler(changed)):
+            with lives.next_life(run, changed, scheduler(changed)):
                 if came_to:
-                    (run_dir / came_to).write_text("second")
+                    (run.path / came_to).write_text("second")
                 raise GatewayError("port in use")
 
         with pytest.raises(GatewayError):
             refused()
-        assert journals(run_dir) == {"journal.sqlite": "first"}
-        assert compose.load_run_config(run_dir) == config
+        assert journals(run) == {"journal.sqlite": "first"}
+        assert compose.load_run_config(run.path) == config
+        assert kept_in(run) == {"config.json", "journal.sqlite"}
 
-    def test_is_kept_once_it_has_begun(self, run_dir: Path, changed: Config) -> None:
+    def test_is_kept_once_it_has_begun(self, run: RunDirectory, changed: Config) -> None:
         begun = scheduler(changed)
         begun._run.version = 3
 
         def broken_off() -> None:
-            with lives.next_life(run_dir, changed, begun):
-                live(run_dir, "second")
+            with lives.next_life(run, changed, begun), live(run, providers="spot", status="second"):
                 raise JournalError("disk full")
 
         with pytest.raises(JournalError):
             broken_off()
-        assert journals(run_dir) == {"journal-1.sqlite": "first", "journal.sqlite": "second"}
+        assert journals(run) == {"journal.sqlite": "first", "journal.2.sqlite": "second"}
+        assert compose.load_run_config(run.path) == changed
+
+    def test_on_a_full_disk_the_former_configuration_stands(
+        self, run: RunDirectory, config: Config, changed: Config, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Whatever cannot be written, and whenever: the configuration is the old or the new one, and whole."""
+
+        def full(descriptor: int) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        monkeypatch.setattr(os, "fsync", full)
+
+        def resume() -> None:
+            with lives.next_life(run, changed, scheduler(changed)):
+                pass
+
+        with pytest.raises(ConfigError, match="No space left"):
+            resume()
+        assert compose.load_run_config(run.path) == config
+        assert kept_in(run) == {"config.json", "journal.sqlite"}
 
 
-def test_a_journal_moves_with_what_is_not_in_its_file_yet(tmp_path: Path) -> None:
-    for name in ("a.sqlite", "a.sqlite-wal", "b.sqlite", "b.sqlite-shm"):
-        (tmp_path / name).write_text(name)
-    lives._move_journal(tmp_path / "a.sqlite", tmp_path / "b.sqlite")
-    assert {p.name: p.read_text() for p in tmp_path.iterdir()} == {
-        "b.sqlite": "a.sqlite",
-        "b.sqlite-wal": "a.sqlite-wal",
-    }
+class TestJournalsOfARun:
+    def names(self, run: RunDirectory) -> list[str]:
+        return [path.name for path in run.journal_paths()]
+
+    def test_are_in_the_order_of_its_lives(self, run: RunDirectory) -> None:
+        for number in (1, 2, 10):
+            assert run.next_journal_path().name == ("journal.sqlite" if number == 1 else f"journal.{number}.sqlite")
+            (run.path / f"journal.{number}.sqlite".replace(".1.", ".")).touch()
+            if number == 2:
+                (run.path / "journal.9.sqlite").touch()
+        (run.path / "journal.2.sqlite-wal").touch()
+        (run.path / "journal.x.sqlite").touch()
+        assert self.names(run) == ["journal.sqlite", "journal.2.sqlite", "journal.9.sqlite", "journal.10.sqlite"]
+
+    def test_those_that_were_moved_come_first(self, run: RunDirectory) -> None:
+        for name in ("journal-10.sqlite", "journal-2.sqlite", "journal-1.sqlite", "journal.sqlite"):
+            (run.path / name).touch()
+        assert self.names(run) == ["journal-1.sqlite", "journal-2.sqlite", "journal-10.sqlite", "journal.sqlite"]
+        later = run.next_journal_path()
+        later.touch()
+        assert later.name == "journal.5.sqlite"
+        assert self.names(run)[-1] == later.name
+
+    def test_no_journal_is_named(self, run: RunDirectory) -> None:
+        with pytest.raises(JournalError, match=r"journal\.sqlite: no such journal"):
+            run.newest_journal()
+        with pytest.raises(JournalError, match=r"journal\.sqlite: no such journal"), run.journals():
+            pass
 
 
-def live(run_dir: Path, name: str) -> None:
-    journal = Journal(run_dir / "journal.sqlite", 0.01)
-    journal.meta("providers", "spot")
-    journal.meta("status", name)
-    journal.close()
+@contextmanager
+def live(run: RunDirectory, **meta: str) -> Iterator[Journal]:
+    """The run's next life, of which its journal says `meta`."""
+    journal = run.begin_journal(JournalConfig.model_validate({}))
+    try:
+        for key, value in meta.items():
+            journal.meta(key, value)
+        yield journal
+    finally:
+        journal.close()
 
 
-def journals(run_dir: Path) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for path in run_dir.glob("journal*.sqlite"):
-        with closing(JournalReader(path)) as reader:
-            found[path.name] = reader.meta()["status"]
-    return found
+def kept_in(run: RunDirectory) -> set[str]:
+    """Files of the run, without what SQLite keeps beside a journal that is read."""
+    return {path.name for path in run.path.iterdir() if not path.name.endswith(("-wal", "-shm"))}
+
+
+def journals(run: RunDirectory) -> dict[str, str]:
+    with run.journals() as journals:
+        return {journal.path.name: journal.meta()["status"] for journal in journals}
 
 
 def scheduler(config: Config) -> Scheduler:

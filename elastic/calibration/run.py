@@ -1,10 +1,9 @@
 """What a live run's journal shows: what its machine takes for everything, and how fast its engines were."""
 
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import msgspec
 import numpy as np
@@ -21,13 +20,14 @@ from elastic.calibration.numbers import (
     save,
     speeds,
 )
-from elastic.compose import INTERRUPTED, JOURNAL, RUNNING, TRAINER_PROVIDER, UNEXPECTED, find_run, is_claimed, list_runs
+from elastic.compose import INTERRUPTED, RUNNING, TRAINER_PROVIDER, UNEXPECTED, is_claimed
 from elastic.config import Config, ConfigError, PacingConfig, validate
 from elastic.core import events as e
-from elastic.core.ledger import DeviceBook
+from elastic.core.ids import group_of, parse_trajectory, parse_turn, provider_of, turn_id
 from elastic.core.types import NS_PER_S, Account, LeaseId, Nanoseconds, WorkerId
-from elastic.runtime.journal import JournalError, JournalReader
+from elastic.runtime.journal import CallRow, DirectoryStore, JournalError, JournalReader, PullRow, RunDirectory, TurnRow
 from elastic.sim.performance.profile import Number
+from functions.base import Outcome
 
 SERVING = "serving"
 LATEST = "latest"
@@ -60,7 +60,7 @@ def profile_run(
     """
     around = Base(base)
     try:
-        with closing(JournalReader(run_dir / JOURNAL)) as reader:
+        with RunDirectory(run_dir).newest_journal() as reader:
             run = RunMeasurement(run_dir, reader, around)
             measured = complete(engine or run.engine(), run.around_engine(), around, f"{run_dir.name} does not show it")
     except JournalError as error:
@@ -70,10 +70,11 @@ def profile_run(
 
 
 def find_live_run(directory: Path, name: str) -> Path:
-    """As `elastic.compose.find_run`; but `latest` passes over simulated runs. Raises `ConfigError`."""
+    """As a store finds it; but `latest` passes over simulated runs. Raises `ConfigError`."""
+    store = DirectoryStore(directory)
     if name != LATEST:
-        return find_run(directory, name)
-    live = [run_dir for run_dir in list_runs(directory) if _is_live(run_dir)]
+        return store.find(name).path
+    live = [run.path for run in store.runs() if _is_live(run)]
     if not live:
         raise ConfigError(
             f"no live run in {directory}; `elastic profile --engine CONFIG` measures an engine without one"
@@ -81,10 +82,10 @@ def find_live_run(directory: Path, name: str) -> Path:
     return live[-1]
 
 
-def _is_live(run_dir: Path) -> bool:
+def _is_live(run: RunDirectory) -> bool:
     try:
-        with closing(JournalReader(run_dir / JOURNAL)) as reader:
-            return "simulated" not in reader.meta()
+        with run.newest_journal() as journal:
+            return "simulated" not in journal.meta()
     except JournalError:
         return False
 
@@ -111,10 +112,10 @@ class RunMeasurement:
         self._config = config
         self._base = base
         self._reader = reader
-        self._books = msgspec.json.decode(meta.get("books", "[]"), type=list[DeviceBook])
-        self._turns = reader.rows("turns")
-        self._calls = reader.rows("calls")
-        self._first_pulls, self._later_pulls = _by_age(row for row in reader.rows("pulls") if not row["error"])
+        self._books = reader.books()
+        self._turns = reader.rows(TurnRow)
+        self._calls = reader.rows(CallRow)
+        self._first_pulls, self._later_pulls = _by_age(row for row in reader.rows(PullRow) if not row.error)
         kinds = ("LeaseGranted", "LeaseEnded", "WorkerJoined", "WorkerDisconnected", "WorkerReported", "OfferChanged")
         self._events = list(reader.events_of(*kinds, "GroupTrained", "WeightsPublished"))
 
@@ -235,7 +236,7 @@ class RunMeasurement:
 
     def _context_tokens(self) -> float:
         """Of one sequence, in the mean of its turns' ends."""
-        return max(1.0, _mean(row["prompt_tokens"] + row["tokens"] for row in self._turns) or 1.0)
+        return max(1.0, _mean(row.prompt_tokens + row.tokens for row in self._turns) or 1.0)
 
     # Processes
 
@@ -245,7 +246,7 @@ class RunMeasurement:
         Those beside it take longer, since all that a run has boots at once; but what they wait for is the trainer.
         """
         joined = ((t_ns, event.worker) for t_ns, event in self._events if isinstance(event, e.WorkerJoined))
-        up_ns = next((t_ns for t_ns, worker in joined if worker.rpartition("-")[0] == TRAINER_PROVIDER), 0)
+        up_ns = next((t_ns for t_ns, worker in joined if provider_of(worker) == TRAINER_PROVIDER), 0)
         return _mean(self._boots_s(since_ns=up_ns) or self._boots_s())
 
     def _boots_s(self, provider: str = "", since_ns: Nanoseconds = 0) -> list[float]:
@@ -259,7 +260,7 @@ class RunMeasurement:
             if isinstance(event, e.LeaseGranted) and t_ns >= since_ns:
                 granted |= dict.fromkeys(event.workers, t_ns)
             elif isinstance(event, e.WorkerJoined) and event.epoch == 1 and event.worker in granted:
-                name = event.worker.rpartition("-")[0]
+                name = provider_of(event.worker)
                 if name == provider or not (provider or name in (TRAINER_PROVIDER, SERVING)):
                     settings = self._config.providers.get(name, {})
                     delay_s = sum(settings.get(key, 0.0) for key in DELAYS)
@@ -291,14 +292,12 @@ class RunMeasurement:
             "link_bytes_per_s": self._free_link("link_bytes_per_s"),
             "relay_bytes_per_s": self._free_link("relay_bytes_per_s"),
             "keyframe_bytes": self._number(
-                "keyframe_bytes", _median(row["bytes"] for row in first), "median of first pulls"
+                "keyframe_bytes", _median(row.bytes for row in first), "median of first pulls"
             ),
-            "first_load_s": self._number(
-                "first_load_s", _median(row["pull_s"] for row in first), "median of first pulls"
-            ),
-            "delta_bytes": self._of_later_pulls("delta_bytes", "bytes", _median, "median"),
-            "load_s": self._of_later_pulls("load_s", "pull_s", _median, "median"),
-            "apply_s": self._of_later_pulls("apply_s", "apply_s", _quartile, "lower quartile"),
+            "first_load_s": self._number("first_load_s", _median(row.pull_s for row in first), "median of first pulls"),
+            "delta_bytes": self._of_later_pulls("delta_bytes", lambda pull: pull.bytes, _median, "median"),
+            "load_s": self._of_later_pulls("load_s", lambda pull: pull.pull_s, _median, "median"),
+            "apply_s": self._of_later_pulls("apply_s", lambda pull: pull.apply_s, _quartile, "lower quartile"),
         }
 
     def _free_link(self, key: str) -> Number:
@@ -306,14 +305,14 @@ class RunMeasurement:
         pulls = (*self._first_pulls, *self._later_pulls)
         if not pulls:
             return self._number(key, None, "times of pulls")
-        fastest = max((row["bytes"] / row["pull_s"] for row in pulls if row["pull_s"] > 0), default=0.0)
+        fastest = max((row.bytes / row.pull_s for row in pulls if row.pull_s > 0), default=0.0)
         why = "the times of pulls are measured whole, in first_load_s and load_s, to which the link adds nothing"
         return Number(FREE_BYTES_PER_S, estimate=why, low=min(fastest, FREE_BYTES_PER_S), high=FREE_BYTES_PER_S)
 
-    def _of_later_pulls(self, key: str, column: str, statistic: _Statistic, name: str) -> Number:
+    def _of_later_pulls(self, key: str, cost: Callable[[PullRow], float], statistic: _Statistic, name: str) -> Number:
         """A first pull brings all of the weights and so bounds what a later one costs."""
-        value = statistic(row[column] for row in self._later_pulls)
-        bound = statistic(row[column] for row in self._first_pulls)
+        value = statistic(cost(pull) for pull in self._later_pulls)
+        bound = statistic(cost(pull) for pull in self._first_pulls)
         if value is None and bound is not None:
             return Number(
                 bound, estimate=f"in {self._where} no worker pulled twice; as first pulls", low=0.0, high=bound
@@ -345,9 +344,9 @@ class RunMeasurement:
         trained, left_s = self._trained(), self._training_s(update_s)
         contexts: dict[str, int] = {}
         for row in self._turns:
-            if row["trajectory"].rpartition("/")[0] in trained:
-                tokens = row["prompt_tokens"] + row["tokens"]
-                contexts[row["trajectory"]] = max(contexts.get(row["trajectory"], 0), tokens)
+            if group_of(row.trajectory) in trained:
+                tokens = row.prompt_tokens + row.tokens
+                contexts[row.trajectory] = max(contexts.get(row.trajectory, 0), tokens)
         gpus = self._config.trainer.gpus
         return sum(contexts.values()) / left_s / gpus if left_s > 0 and contexts else None
 
@@ -362,26 +361,26 @@ class RunMeasurement:
 
     def _reset_s(self) -> float | None:
         """Environments are reset one after the other, and each asks for its first turn at once."""
-        by_step: dict[str, list[int]] = {}
+        by_step: dict[int, list[int]] = {}
         for row in self._turns:
-            if row["turn"].endswith("/0"):
-                by_step.setdefault(row["turn"].partition("/")[0], []).append(row["requested_ns"])
+            if parse_turn(row.turn)[1] == 0:
+                by_step.setdefault(parse_trajectory(row.trajectory).step, []).append(row.requested_ns)
         return _median((max(t) - min(t)) / (len(t) - 1) / NS_PER_S for t in by_step.values() if len(t) > 1)
 
     def _step_s(self) -> float | None:
-        ended = {row["turn"]: row["finished_ns"] for row in self._turns}
+        ended = {row.turn: row.finished_ns for row in self._turns}
         gaps: list[float] = []
         for row in self._turns:
-            trajectory, _, number = row["turn"].rpartition("/")
-            before = ended.get(f"{trajectory}/{int(number) - 1}")
+            trajectory, number = parse_turn(row.turn)
+            before = ended.get(turn_id(trajectory, number - 1))
             if before is not None:
-                gaps.append((row["requested_ns"] - before) / NS_PER_S)
+                gaps.append((row.requested_ns - before) / NS_PER_S)
         return _median(gaps)
 
     def _reward_s(self) -> Number:
         if not self._config.rewards.name:
             return FREE_REWARD_S
-        warm = (row["duration_s"] for row in self._calls if row["outcome"] == "ok" and not row["cold_start_s"])
+        warm = (row.duration_s for row in self._calls if row.outcome is Outcome.OK and not row.cold_start_s)
         return self._number("reward_s", _median(warm), "median of calls of a warm function")
 
 
@@ -405,7 +404,7 @@ def engine_samples(events: Iterable[tuple[Nanoseconds, e.Event]]) -> list[Sample
             last[event.worker] = event
             prefills = firsts.pop(event.worker, 0)
             if before is not None and (sample := _between(before, event, prefills)):
-                found[event.worker.rpartition("-")[0] == TRAINER_PROVIDER].append(sample)
+                found[provider_of(event.worker) == TRAINER_PROVIDER].append(sample)
     return found[False] or found[True]
 
 
@@ -432,10 +431,10 @@ def _busy_ns(report: e.WorkerReported) -> Nanoseconds:
     return sum(report.accounts_ns.get(account, 0) for account in BUSY)
 
 
-def _by_age(pulls: Iterable[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]:
+def _by_age(pulls: Iterable[PullRow]) -> tuple[list[PullRow], list[PullRow]]:
     """Each worker's first pull, and those after it that brought anything."""
-    first: dict[str, Mapping[str, Any]] = {}
-    later = [row for row in pulls if first.setdefault(row["worker"], row) is not row and row["bytes"]]
+    first: dict[str, PullRow] = {}
+    later = [row for row in pulls if first.setdefault(row.worker, row) is not row and row.bytes]
     return list(first.values()), later
 
 

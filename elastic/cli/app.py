@@ -119,16 +119,17 @@ def _run_settings(
     config: Path | None, providers: str | None, overrides: list[str], seed: int | None, resume: str
 ) -> tuple[Config, Path | None, list[str]]:
     """The configuration, the directory of the run to resume (if any), and the providers' names."""
-    from elastic.compose import find_run, load_run_config, past_life
+    from elastic.compose import load_run_config, past_life
+    from elastic.runtime.journal import DirectoryStore
 
     if seed is not None:
         overrides = [*overrides, f"run.seed={seed}"]
     names = [name.strip() for name in (providers or "").split(",") if name.strip()]
     if resume:
-        run_dir = find_run(_kept_in(config, overrides), resume)
+        run = DirectoryStore(_kept_in(config, overrides)).find(resume)
         if providers is None:
-            names = list(past_life(run_dir).providers)
-        return load_run_config(run_dir, overrides), run_dir, names
+            names = list(past_life(run).providers)
+        return load_run_config(run.path, overrides), run.path, names
     if config is None:
         raise ConfigError("elastic run: give a configuration file, or --resume RUN")
     return load_config(config, overrides), None, names

@@ -8,27 +8,19 @@ from rich.table import Table
 
 from elastic import compose
 from elastic.cli.app import EXIT_FAILED, emit
-from elastic.report import Summary, as_markdown, closing_table, compare, summarise, write_html
 from elastic.report import as_json as report_as_json
-from elastic.runtime.journal import JournalError, JournalReader
-
-
-def _summary(run_dir: Path) -> Summary:
-    reader = JournalReader(run_dir / "journal.sqlite")
-    try:
-        return summarise(reader)
-    finally:
-        reader.close()
+from elastic.report import as_markdown, closing_table, compare, summarise, write_html
+from elastic.runtime.journal import DirectoryStore, JournalError, RunDirectory
 
 
 def report_command(
     name: str, directory: Path, output: Path | None, other: str | None, *, markdown: bool, as_json: bool
 ) -> None:
-    run_dir = compose.find_run(directory, name)
-    other_dir = compose.find_run(directory, other) if other else None
+    store = DirectoryStore(directory)
+    run, other_run = store.find(name), store.find(other) if other else None
     try:
-        summary = _summary(run_dir)
-        comparison = compare(summary, _summary(other_dir)) if other_dir else None
+        summary = summarise(run)
+        comparison = compare(summary, summarise(other_run)) if other_run else None
     except JournalError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(EXIT_FAILED) from error
@@ -37,7 +29,7 @@ def report_command(
     elif markdown:
         typer.echo(as_markdown(summary, comparison))
     else:
-        path = output or run_dir / "report.html"
+        path = output or run.path / "report.html"
         write_html(summary, path, comparison)
         console = Console()
         console.print(closing_table(summary))
@@ -45,7 +37,7 @@ def report_command(
 
 
 def runs_command(directory: Path, *, as_json: bool) -> None:
-    rows = [_row(run_dir) for run_dir in compose.list_runs(directory)]
+    rows = [_row(run) for run in DirectoryStore(directory).runs()]
     if as_json:
         emit({"runs": rows})
         return
@@ -57,13 +49,12 @@ def runs_command(directory: Path, *, as_json: bool) -> None:
     Console().print(table if rows else f"no runs in {directory}")
 
 
-def _row(run_dir: Path) -> dict[str, str]:
+def _row(run: RunDirectory) -> dict[str, str]:
     try:
-        reader = JournalReader(run_dir / "journal.sqlite")
-        meta = reader.meta()
-        reader.close()
+        with run.newest_journal() as journal:
+            meta = journal.meta()
     except JournalError:
         meta = {"status": "no journal"}
-    if meta.get("status") == compose.RUNNING and not compose.is_claimed(run_dir):
+    if meta.get("status") == compose.RUNNING and not compose.is_claimed(run.path):
         meta["status"] = compose.UNEXPECTED
-    return {"run": run_dir.name} | {key: meta.get(key, "") for key in ("started_at", "providers", "status")}
+    return {"run": run.name} | {key: meta.get(key, "") for key in ("started_at", "providers", "status")}

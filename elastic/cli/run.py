@@ -17,7 +17,7 @@ from elastic.config import Config
 from elastic.report import as_json as report_as_json
 from elastic.report import closing_table, summarise, write_html
 from elastic.runtime.gateway import GatewayError
-from elastic.runtime.journal import JournalError, JournalReader
+from elastic.runtime.journal import JournalError, RunDirectory
 from elastic.runtime.orchestrator import Orchestrator
 from functions.base import FunctionError
 from providers.base import ProviderUnavailable
@@ -98,7 +98,7 @@ def run_command(config: Config, names: list[str], where: str, resumed: Path | No
 
 
 def _all_done(run_dir: Path, steps: int) -> bool:
-    past = compose.past_life(run_dir)
+    past = compose.past_life(RunDirectory(run_dir))
     done = past.status == "finished" and past.steps_done >= steps
     if done:
         say(f"all {past.steps_done} steps of {run_dir} are done; --set run.steps=N asks for more")
@@ -132,11 +132,7 @@ def _kill(orchestrator: Orchestrator, progress: Progress) -> None:
 
 def conclude(run_dir: Path, *, as_json: bool) -> None:
     """The closing table and the report's path; with `--json` the same as one object."""
-    reader = JournalReader(run_dir / "journal.sqlite")
-    try:
-        summary = summarise(reader)
-    finally:
-        reader.close()
+    summary = summarise(RunDirectory(run_dir))
     path = run_dir / "report.html"
     write_html(summary, path)
     if as_json:

@@ -4,7 +4,7 @@ The only room that knows everybody. Commands of the command line end here.
 """
 
 from elastic.compose.execution import INTERRUPTED, RunOutcome, execute
-from elastic.compose.lives import JOURNAL, RUNNING, UNEXPECTED, PastLife, journaled, past_life, replay
+from elastic.compose.lives import RUNNING, UNEXPECTED, PastLife, journaled, past_life, replay
 from elastic.compose.plan import (
     TRAINER_PROVIDER,
     RunPlan,
@@ -22,9 +22,7 @@ from elastic.compose.processes import run_loop, run_serving_host, run_worker
 from elastic.compose.runs import (
     claimed,
     discard_run,
-    find_run,
     is_claimed,
-    list_runs,
     load_run_config,
     new_run_dir,
     private,
@@ -34,7 +32,6 @@ from elastic.compose.scheduling import limits, policies, run_plan, short_limits
 
 __all__ = [
     "INTERRUPTED",
-    "JOURNAL",
     "RUNNING",
     "TRAINER_PROVIDER",
     "UNEXPECTED",
@@ -49,12 +46,10 @@ __all__ = [
     "discard_run",
     "engine_settings",
     "execute",
-    "find_run",
     "installed",
     "is_claimed",
     "journaled",
     "limits",
-    "list_runs",
     "load_run_config",
     "new_run_dir",
     "past_life",

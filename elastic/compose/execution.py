@@ -11,7 +11,7 @@ import msgspec
 import structlog
 
 from elastic import wire
-from elastic.compose.lives import JOURNAL, RUNNING, PastLife, journaled, next_life
+from elastic.compose.lives import RUNNING, PastLife, journaled, next_life
 from elastic.compose.plan import TRAINER_PROVIDER, RunPlan, engine_settings, read_model_config, resolve
 from elastic.compose.relay import weights_relay
 from elastic.compose.runs import claimed
@@ -20,7 +20,7 @@ from elastic.config import Config
 from elastic.core.scheduler import Scheduler
 from elastic.machine import raise_descriptor_limit
 from elastic.processes import end_recorded, records
-from elastic.runtime.journal import Journal
+from elastic.runtime.journal import RunDirectory
 from elastic.runtime.orchestrator import Orchestrator, Wiring
 from elastic.runtime.status import RunStatus
 from functions.base import FunctionPool, Meter
@@ -59,10 +59,11 @@ async def execute(
         log.warning("short limit", limit=warning)
     raise_descriptor_limit()
     scheduler = Scheduler(run_plan(plan), limits(config), policies(config), 0)
-    life = next_life(run_dir, config, scheduler) if resume else contextlib.nullcontext(PastLife())
+    run = RunDirectory(run_dir)
+    life = next_life(run, config, scheduler) if resume else contextlib.nullcontext(PastLife())
     with claimed(run_dir), life as past:
         (run_dir / "logs").mkdir(exist_ok=True)
-        journal = Journal(run_dir / JOURNAL, config.journal.commit_interval_s)
+        journal = run.begin_journal(config.journal)
         with journaled(journal, scheduler, _meta(plan, run_dir)) as ending:
             await _reconcile(plan, run_dir, [name for name in past.providers if name not in plan.providers])
             async with weights_relay(config, run_dir) as (relay, relay_rights):

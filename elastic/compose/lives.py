@@ -4,19 +4,17 @@ import contextlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import msgspec
 
 from elastic.compose.plan import resolve
-from elastic.compose.runs import save_run_config
+from elastic.compose.runs import config_replaced
 from elastic.compose.scheduling import limits, policies, run_plan
 from elastic.config import Config, ConfigError, validate
 from elastic.core.digest import digest
 from elastic.core.scheduler import Scheduler
-from elastic.runtime.journal import Journal, JournalError, JournalReader, earlier_journals, next_archive
+from elastic.runtime.journal import Journal, JournalError, JournalReader, RunDirectory, StepRow, StoredRun
 
-JOURNAL = "journal.sqlite"
 RUNNING = "running"
 UNEXPECTED = "failed: it ended unexpectedly"
 
@@ -57,75 +55,60 @@ class PastLife(msgspec.Struct, frozen=True, kw_only=True):
     steps_done: int = 0
 
 
-def past_life(run_dir: Path) -> PastLife:
+def past_life(run: RunDirectory) -> PastLife:
     """How far a run has come, by the newest of its journals that knows with which providers it began.
 
     Raises `ConfigError` for one that cannot be read, and for a run that was only simulated.
     """
-    newest = run_dir / JOURNAL
-    for path in (newest, *reversed(earlier_journals(newest))):
-        past = _told_by(path) if path.exists() else None
-        if past is not None:
-            return past
+    try:
+        for path in reversed(run.journal_paths()):
+            with JournalReader(path) as journal:
+                past = _told_by(journal)
+            if past is not None:
+                return past
+    except JournalError as error:
+        raise ConfigError(f"{error}; the run goes on without this journal once it is moved away") from error
     return PastLife()
 
 
-def _told_by(journal_path: Path) -> PastLife | None:
+def _told_by(journal: JournalReader) -> PastLife | None:
     """What one journal says of the life it is of; None if that had hardly begun."""
-    try:
-        with contextlib.closing(JournalReader(journal_path)) as reader:
-            meta, steps = reader.meta(), reader.rows("steps")
-    except JournalError as error:
-        raise ConfigError(f"{error}; the run goes on without this journal once it is moved away") from error
+    meta, steps = journal.meta(), journal.rows(StepRow)
     if "simulated" in meta:
-        raise ConfigError(f"{journal_path}: a simulated run; only live ones can go on")
+        raise ConfigError(f"{journal.path}: a simulated run; only live ones can go on")
     if "providers" not in meta:
         return None
     return PastLife(
         providers=tuple(name for name in meta["providers"].split(",") if name),
         status=meta.get("status", ""),
-        steps_done=steps[-1]["step"] + 1 if steps else 0,
+        steps_done=steps[-1].step + 1 if steps else 0,
     )
 
 
 @contextlib.contextmanager
-def next_life(run_dir: Path, config: Config, scheduler: Scheduler) -> Iterator[PastLife]:
-    """What the run did before, its journal and configuration making room for those of the life that is lived within.
+def next_life(run: RunDirectory, config: Config, scheduler: Scheduler) -> Iterator[PastLife]:
+    """What the run did before; its configuration makes room for that of the life that is lived within.
 
-    One that fails before the trainer is there leaves no trace: what made room is put back.
+    One that fails before the trainer is there leaves no trace: neither its journal nor its configuration.
     """
-    past = past_life(run_dir)
-    settings, journal = run_dir / "config.json", run_dir / JOURNAL
-    former_settings, archived = settings.read_bytes(), next_archive(journal)
-    save_run_config(run_dir, config)
-    _move_journal(journal, archived)
-    try:
-        yield past
-    except Exception:
-        if scheduler.version is None:
-            _move_journal(archived, journal)
-            settings.write_bytes(former_settings)
-        raise
+    past, journal = past_life(run), run.next_journal_path()
+    with config_replaced(run.path, config) as put_back:
+        try:
+            yield past
+        except Exception:
+            if scheduler.version is None:
+                run.discard_journal(journal)
+                put_back()
+            raise
 
 
-def _move_journal(source: Path, target: Path) -> None:
-    """Move a journal, and what SQLite keeps beside it, to where nothing is left of any other."""
-    for suffix in ("", "-wal", "-shm"):
-        target.with_name(target.name + suffix).unlink(missing_ok=True)
-        with contextlib.suppress(FileNotFoundError):
-            source.with_name(source.name + suffix).rename(target.with_name(target.name + suffix))
-
-
-def replay(run_dir: Path) -> Scheduler:
-    """The scheduler in the state to which the run's journal leads (invariant 13)."""
-    reader = JournalReader(run_dir / JOURNAL)
-    try:
-        meta = reader.meta()
-        config = validate(Config, json.loads(meta["config"]), str(reader.path))
-        plan = resolve(config, [name for name in meta["providers"].split(",") if name], str(reader.path))
+def replay(run: StoredRun) -> Scheduler:
+    """The scheduler in the state to which the newest of the run's journals leads (invariant 13)."""
+    with run.newest_journal() as journal:
+        meta, where = journal.meta(), str(journal.path)
+        config = validate(Config, json.loads(meta["config"]), where)
+        plan = resolve(config, [name for name in meta["providers"].split(",") if name], where)
         scheduler = Scheduler(run_plan(plan), limits(config), policies(config), 0)
-        for t_ns, event in reader.events():
+        for t_ns, event in journal.events():
             scheduler.handle(event, t_ns)
-    finally:
-        reader.close()
     return scheduler

@@ -1,14 +1,15 @@
-"""Runs on disk: made, found, and claimed by one process at a time."""
+"""Runs on disk: made, and claimed by one process at a time. `elastic.runtime.journal` finds them."""
 
 import contextlib
 import fcntl
 import os
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from elastic.config import Config, ConfigError, load_config
+from elastic.runtime.journal import CONFIG
 
 
 @contextlib.contextmanager
@@ -42,37 +43,51 @@ def discard_run(run_dir: Path) -> None:
     shutil.rmtree(run_dir, ignore_errors=True)
 
 
-def find_run(directory: Path, name: str) -> Path:
-    """A run by its path, its name, or `latest`. Raises `ConfigError` that names those there are."""
-    runs = list_runs(directory)
-    if name == "latest" and runs:
-        return runs[-1]
-    for candidate in (Path(name), directory / name):
-        if (candidate / "config.json").is_file():
-            return candidate
-    there = ", ".join(path.name for path in runs[-5:]) or "none"
-    raise ConfigError(f"no run {name!r} in {directory}; the latest are: {there}")
-
-
-def list_runs(directory: Path) -> list[Path]:
-    """Runs in a directory, oldest first."""
-    return sorted(
-        (p.parent for p in directory.glob("*/config.json")), key=lambda p: (p / "config.json").stat().st_mtime
-    )
-
-
 def load_run_config(run_dir: Path, overrides: Sequence[str] = ()) -> Config:
     """The resolved configuration that a run was started with."""
-    return load_config(run_dir / "config.json", overrides)
+    return load_config(run_dir / CONFIG, overrides)
 
 
 def save_run_config(run_dir: Path, config: Config) -> None:
-    """What the run's other processes, and whoever resumes it, read."""
-    path = run_dir / "config.json"
+    """What the run's other processes, and whoever resumes it, read: all of it, or what was there before."""
+    path = run_dir / CONFIG
+    beside = path.with_name(f"{CONFIG}.new")
     try:
-        path.write_text(config.model_dump_json(indent=2))
+        with beside.open("w") as file:
+            file.write(config.model_dump_json(indent=2))
+            file.flush()
+            os.fsync(file.fileno())
+        replace_durably(beside, path)
     except OSError as error:
+        beside.unlink(missing_ok=True)
         raise ConfigError(f"run.directory: {path} cannot be written ({error.strerror})") from error
+
+
+@contextlib.contextmanager
+def config_replaced(run_dir: Path, config: Config) -> Iterator[Callable[[], None]]:
+    """The run's configuration is `config`; what is yielded puts the former one back, which needs no room on disk."""
+    path = run_dir / CONFIG
+    former = path.with_name(f"{CONFIG}.former")
+    former.unlink(missing_ok=True)
+    try:
+        os.link(path, former)
+    except OSError as error:
+        raise ConfigError(f"run.directory: {former} cannot be made ({error.strerror})") from error
+    try:
+        save_run_config(run_dir, config)
+        yield lambda: replace_durably(former, path)
+    finally:
+        former.unlink(missing_ok=True)
+
+
+def replace_durably(source: Path, target: Path) -> None:
+    """Give `source`, a file that is on disk, the name of `target` beside it."""
+    source.replace(target)
+    directory = os.open(target.parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
 
 
 @contextlib.contextmanager

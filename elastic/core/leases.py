@@ -6,6 +6,7 @@ from statistics import fmean
 
 import msgspec
 
+from elastic.core.ids import lease_id, parse_lease
 from elastic.core.transitions import Story, take_transition
 from elastic.core.types import LeaseId, LeaseState, Nanoseconds, Offer, WorkerId
 
@@ -55,7 +56,7 @@ class LeaseTable:
     def request(self, provider: str, succeeds: LeaseId | None = None) -> Lease:
         number = self._issued.get(provider, 0) + 1
         self._issued[provider] = number
-        lease = Lease(f"{provider}-{number}", self.offers[provider], succeeds=succeeds)
+        lease = Lease(lease_id(provider, number), self.offers[provider], succeeds=succeeds)
         self.leases[lease.id] = lease
         self._asked[provider] += 1
         self._held[provider] += 1
@@ -88,9 +89,11 @@ class LeaseTable:
 
     def issuer(self, lease: LeaseId) -> str | None:
         """The provider that was once asked for this lease, also after its end."""
-        provider, _, number = lease.rpartition("-")
-        known = number.isdecimal() and 0 < int(number) <= self._issued.get(provider, 0)
-        return provider if known else None
+        try:
+            provider, number = parse_lease(lease)
+        except ValueError:
+            return None
+        return provider if 0 < number <= self._issued.get(provider, 0) else None
 
     def asked(self, provider: str) -> int:
         """Leases of a provider that are asked for and not yet granted."""

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from elastic.core.ids import group_id, trajectory_id
 from elastic.core.step_meter import StepMeter
 from elastic.core.transitions import Story, take_transition
 from elastic.core.types import GroupState, Nanoseconds, TrajectoryId
@@ -62,10 +63,6 @@ class Group:
             self.oldest_token = version if self.oldest_token is None else min(self.oldest_token, version)
 
 
-def trajectory_id(step: int, group: int, member: int) -> TrajectoryId:
-    return f"{step}/{group}/{member}"
-
-
 class Step:
     """The training step under way. It has `size` slots; in asynchronous training it inherits groups in play."""
 
@@ -104,7 +101,7 @@ class Step:
         """One more group, of `group_size` trajectories."""
         n, index = self.number, self.launched
         members = dict[TrajectoryId, float | str | None].fromkeys(trajectory_id(n, index, m) for m in range(group_size))
-        group = Group(f"{n}/{index}", n, index, members, version_floor)
+        group = Group(group_id(n, index), n, index, members, version_floor)
         self.launched += 1
         self._add(group)
         return group

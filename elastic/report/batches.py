@@ -3,13 +3,13 @@
 Dropping what is slow prefers what is short; the lengths beside each other show by how much (DESIGN §5, 4).
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
 
 from elastic.report.history import History
+from elastic.runtime.journal import GroupRow
 
 TRAINED = "trained"
 
@@ -36,14 +36,14 @@ class Batches(msgspec.Struct, frozen=True, kw_only=True):
 
 def batches_of(history: History) -> Batches:
     """Trained groups first, then those dropped, by how often for what."""
-    by_fate: dict[str, list[Mapping[str, Any]]] = {}
-    for row in history.rows("groups"):
-        by_fate.setdefault(row["dropped"].partition(":")[0] or TRAINED, []).append(row)
+    by_fate: dict[str, list[GroupRow]] = {}
+    for row in history.rows(GroupRow):
+        by_fate.setdefault(row.dropped.partition(":")[0] or TRAINED, []).append(row)
     fates = [_fate(name, rows) for name, rows in by_fate.items()]
     ages: dict[int, int] = {}
     for row in by_fate.get(TRAINED, []):
-        for age, tokens in row["tokens_by_age"].items():
-            ages[int(age)] = ages.get(int(age), 0) + tokens
+        for age, tokens in row.tokens_by_age.items():
+            ages[age] = ages.get(age, 0) + tokens
     return Batches(
         fates=sorted(fates, key=lambda fate: (fate.fate != TRAINED, -fate.groups, fate.fate)),
         trained_tokens=sum(ages.values()),
@@ -51,8 +51,8 @@ def batches_of(history: History) -> Batches:
     )
 
 
-def _fate(name: str, rows: Sequence[Mapping[str, Any]]) -> Fate:
-    lengths = [length for row in rows for length in row["lengths"]]
+def _fate(name: str, rows: Sequence[GroupRow]) -> Fate:
+    lengths = [length for row in rows for length in row.lengths]
     p50, p95 = (float(q) for q in np.percentile(lengths, (50, 95))) if lengths else (None, None)
     return Fate(
         fate=name.replace("_", " "),

@@ -1,11 +1,13 @@
 """What a run's functions were called for and cost. They are not leases: each call is metered (DESIGN §4)."""
 
 from itertools import groupby
-from operator import itemgetter
+from operator import attrgetter
 
 import msgspec
 
 from elastic.report.history import History
+from elastic.runtime.journal import CallRow
+from functions.base import Outcome
 
 
 class FunctionUsage(msgspec.Struct, frozen=True, kw_only=True):
@@ -21,17 +23,17 @@ class FunctionUsage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def functions_of(history: History) -> list[FunctionUsage]:
-    by_function = itemgetter("function")
+    by_function = attrgetter("function")
     return [
         FunctionUsage(
             function=function,
             calls=len(calls),
-            failed=sum(call["outcome"] != "ok" for call in calls),
-            cold_starts=sum(call["cold_start_s"] > 0 for call in calls),
-            billed_s=sum(call["cold_start_s"] + call["duration_s"] for call in calls),
-            cold_start_s=sum(call["cold_start_s"] for call in calls),
-            usd=sum(call["usd"] for call in calls),
+            failed=sum(call.outcome is not Outcome.OK for call in calls),
+            cold_starts=sum(call.cold_start_s > 0 for call in calls),
+            billed_s=sum(call.cold_start_s + call.duration_s for call in calls),
+            cold_start_s=sum(call.cold_start_s for call in calls),
+            usd=sum(call.usd for call in calls),
         )
-        for function, group in groupby(sorted(history.rows("calls"), key=by_function), by_function)
+        for function, group in groupby(sorted(history.rows(CallRow), key=by_function), by_function)
         for calls in [list(group)]
     ]

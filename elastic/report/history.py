@@ -7,23 +7,25 @@ later life did again, for want of a checkpoint, took place and was paid for, but
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
-from typing import Any
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import msgspec
 
 from elastic.core import events as e
 from elastic.core.ledger import DeviceBook
 from elastic.core.types import Account, Nanoseconds
-from elastic.runtime.journal import JournalReader, earlier_journals
+from elastic.runtime.journal import GroupRow, JournalReader, Record, SampleRow, StepRow, StoredRun, TrajectoryRow
 from elastic.runtime.status import ProviderStatus, RunStatus
+
+R = TypeVar("R", bound=Record)
 
 TIMES = (
     *("t_ns", "requested_ns", "first_token_ns", "finished_ns", "left_ns", "started_ns", "ended_ns"),
     *("opened_ns", "cursor_ns", "closed_ns", "expires_at_ns", "deadline_ns"),
 )
 NAMES = ("lease", "worker", "from_worker", "to_worker")
-RESULTS = ("steps", "groups", "trajectories")
+RESULTS = (StepRow, GroupRow, TrajectoryRow)
 
 
 class Life:
@@ -42,12 +44,12 @@ class Life:
     def meta(self) -> dict[str, str]:
         return self._journal.meta()
 
-    def rows(self, table: str) -> list[dict[str, Any]]:
-        """A table, as in `JournalReader`."""
-        rows = self._journal.rows(table)
-        for row in rows:
-            row.update(self._retold(row))
-        return [row for row in rows if row["step"] < self._undone_from] if table in RESULTS else rows
+    def rows(self, kind: type[R]) -> list[R]:
+        """Records of a kind, as in `JournalReader`."""
+        rows = self._journal.rows(kind)
+        if self.begun_ns or self.prefix:
+            rows = [msgspec.structs.replace(row, **self._retold(msgspec.structs.asdict(row))) for row in rows]
+        return [row for row in rows if not isinstance(row, RESULTS) or row.step < self._undone_from]
 
     def events_of(self, *kinds: str) -> Iterator[tuple[Nanoseconds, e.Event]]:
         """Events, as in `JournalReader`."""
@@ -58,7 +60,7 @@ class Life:
         return [dataclasses.replace(b, **self._retold(dataclasses.asdict(b))) for b in self._journal.books()]
 
     def samples(self) -> list[tuple[Nanoseconds, RunStatus]]:
-        return [(row["t_ns"], msgspec.convert(row, RunStatus)) for row in self.rows("samples")]
+        return [(row.t_ns, row.status) for row in self.rows(SampleRow)]
 
     def _retold(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """What is another in the whole."""
@@ -69,9 +71,9 @@ class Life:
 class History:
     """All lives of a run, read as if they were one. `end_ns` is the last moment that is known of it."""
 
-    def __init__(self, journals: Sequence[JournalReader]) -> None:
+    def __init__(self, name: str, journals: Sequence[JournalReader]) -> None:
         """`journals` has that of each life, the first life's first."""
-        self.name = journals[-1].path.stem
+        self.name = name
         first_steps = [_first_step(journal) for journal in journals[1:]]
         self.lives: list[Life] = []
         self.end_ns = 0
@@ -81,8 +83,8 @@ class History:
             self.lives.append(Life(journal, self.end_ns, prefix, undone_from))
             self.end_ns = self.lives[-1].end_ns
 
-    def rows(self, table: str) -> list[dict[str, Any]]:
-        return [row for life in self.lives for row in life.rows(table)]
+    def rows(self, kind: type[R]) -> list[R]:
+        return [row for life in self.lives for row in life.rows(kind)]
 
     def events_of(self, *kinds: str) -> Iterator[tuple[Nanoseconds, e.Event]]:
         return (entry for life in self.lives for entry in life.events_of(*kinds))
@@ -119,13 +121,12 @@ class History:
 
 
 @contextmanager
-def history_of(journal: JournalReader) -> Iterator[History]:
-    """The history that ends with `journal`, whose earlier lives' journals lie beside it. Raises `JournalError`."""
-    with ExitStack() as stack:
-        earlier = [stack.enter_context(closing(JournalReader(path))) for path in earlier_journals(journal.path)]
-        yield History([*earlier, journal])
+def history_of(run: StoredRun) -> Iterator[History]:
+    """The whole history of a run. Raises `JournalError` where a journal of it cannot be read."""
+    with run.journals() as journals:
+        yield History(run.name, journals)
 
 
 def _first_step(journal: JournalReader) -> float:
     """The first that a life has come to anything in."""
-    return min((row["step"] for table in ("steps", "groups") for row in journal.rows(table)), default=math.inf)
+    return min((row.step for kind in (StepRow, GroupRow) for row in journal.rows(kind)), default=math.inf)

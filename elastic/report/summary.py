@@ -23,7 +23,7 @@ from elastic.report.refusals import refused_of
 from elastic.report.timeline import Timeline, timeline
 from elastic.report.usage import LeaseEnd, Usage, lease_ends, ledger_of, unattributed_share, usage_of
 from elastic.report.weights import WeightUpdates, weights_of
-from elastic.runtime.journal import JournalReader
+from elastic.runtime.journal import MoveRow, PullRow, StepRow, StoredRun, TrajectoryRow, TurnRow
 from elastic.runtime.refusals import Refused
 from elastic.runtime.status import CPU_SATURATED_SHARE
 
@@ -151,12 +151,12 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """What its simulation had to say of its own figures."""
 
 
-def summarise(journal: JournalReader) -> Summary:
-    """Everything the report says about the run in `journal` and, if it was resumed, in those of its earlier lives.
+def summarise(run: StoredRun) -> Summary:
+    """Everything the report says about a run, over all of its lives.
 
-    Raises `JournalError` where one of them cannot be read.
+    Raises `JournalError` where a journal of one cannot be read.
     """
-    with history_of(journal) as history:
+    with history_of(run) as history:
         return _summary(history)
 
 
@@ -165,9 +165,9 @@ def _summary(history: History) -> Summary:
     meta = metas[-1]
     config = msgspec.json.decode(meta.get("config", "{}"))
     samples, books, end_ns = history.samples(), history.books(), history.end_ns
-    turns, moves = history.rows("turns"), history.rows("moves")
-    trajectories = history.rows("trajectories")
-    steps = _steps(history.rows("steps"), trajectories)
+    turns, moves = history.rows(TurnRow), history.rows(MoveRow)
+    trajectories = history.rows(TrajectoryRow)
+    steps = _steps(history.rows(StepRow), trajectories)
     ends = lease_ends(history, books)
     workers = lanes(history, books, ends, end_ns, _drain_ns(config))
     replacing = replacements(workers)
@@ -182,14 +182,17 @@ def _summary(history: History) -> Summary:
     preempted = {end.lease for end in ends if end.cause == EndCause.PREEMPTED}
     lost_workers = {book.worker for book in books if book.lease in preempted}
     trained = {event.group for _, event in history.events_of("GroupTrained") if isinstance(event, e.GroupTrained)}
-    latencies_s, first_tokens_s = _since_request(turns, "finished_ns"), _since_request(turns, "first_token_ns")
+    latencies_s, first_tokens_s = (
+        _since_request((turn, turn.finished_ns) for turn in turns),
+        _since_request((turn, turn.first_token_ns) for turn in turns),
+    )
     outcome, cause = _outcome(meta, history.lives[-1])
     total = usage_of(books, ends, replacing, end_ns, sum(tokens.values()))
     batches, functions = batches_of(history), functions_of(history)
     groups = {fate.fate: fate.groups for fate in batches.fates}
     functions_usd = sum(usage.usd for usage in functions)
     usd, on_demand_usd = total.usd + functions_usd, _on_demand_usd(total, functions_usd, config)
-    lives_s = [(row["ended_ns"] - row["started_ns"]) / NS_PER_S for row in trajectories if _scored(row)]
+    lives_s = [(row.ended_ns - row.started_ns) / NS_PER_S for row in trajectories if _scored(row)]
     rated = [step.success_rate for step in steps if step.success_rate is not None]
     return Summary(
         run=meta.get("run") or (status.run if status else history.name),
@@ -206,8 +209,8 @@ def _summary(history: History) -> Summary:
         success_first=rated[0] if rated else None,
         success_last=rated[-1] if rated else None,
         trajectories_finished=sum(_scored(row) for row in trajectories),
-        trajectories_truncated=sum(_scored(row) and bool(row.get("truncated")) for row in trajectories),
-        trajectories_failed=_counts(row["cause"] or "no finite reward" for row in trajectories if not _scored(row)),
+        trajectories_truncated=sum(_scored(row) and row.truncated for row in trajectories),
+        trajectories_failed=_counts(row.cause or "no finite reward" for row in trajectories if not _scored(row)),
         groups_trained=groups.pop(TRAINED, 0) if groups else len(trained),
         groups_dropped=groups,
         total=total,
@@ -222,13 +225,13 @@ def _summary(history: History) -> Summary:
         unattributed_share=unattributed_share(books, ends),
         lease_ends=ends,
         moves=_moves(moves),
-        preempted_moves=_moves([move for move in moves if move["from_worker"] in lost_workers]),
+        preempted_moves=_moves([move for move in moves if move.from_worker in lost_workers]),
         turns=len(turns),
         turn_latency_s=quantiles(latencies_s),
         first_token_s=quantiles(first_tokens_s),
         turn_latency=histogram(latencies_s),
         first_token=histogram(first_tokens_s),
-        pulls=_pulls(history.rows("pulls")),
+        pulls=_pulls(history.rows(PullRow)),
         weights=weights_of(history),
         cpu_saturated_share=_share(status.cpu_share > CPU_SATURATED_SHARE for _, status in samples),
         timeline=shown,
@@ -291,57 +294,58 @@ def _outcome(meta: Mapping[str, str], life: Life) -> tuple[str, str]:
     return status, cause
 
 
-def _scored(trajectory: Mapping[str, Any]) -> bool:
+def _scored(trajectory: TrajectoryRow) -> bool:
     """Whether it counts: an infrastructure failure is never a result (invariant 11)."""
-    reward = trajectory["reward"]
-    return not trajectory["cause"] and reward is not None and math.isfinite(reward)
+    reward = trajectory.reward
+    return not trajectory.cause and reward is not None and math.isfinite(reward)
 
 
-def _steps(steps: Sequence[Mapping[str, Any]], trajectories: Sequence[Mapping[str, Any]]) -> list[StepSummary]:
+def _steps(steps: Sequence[StepRow], trajectories: Sequence[TrajectoryRow]) -> list[StepSummary]:
     rewards: dict[int, list[float]] = {}
     for row in filter(_scored, trajectories):
-        rewards.setdefault(row["step"], []).append(row["reward"])
-    return [_step(row, rewards.get(row["step"], [])) for row in steps]
+        rewards.setdefault(row.step, []).append(row.reward or 0.0)
+    return [_step(row, rewards.get(row.step, [])) for row in steps]
 
 
-def _step(row: Mapping[str, Any], rewards: Sequence[float]) -> StepSummary:
+def _step(row: StepRow, rewards: Sequence[float]) -> StepSummary:
     rate = _share(reward > 0 for reward in rewards)
-    unusable = int(row["trainer"].get("groups_unusable", 0))
+    unusable = int(row.trainer.get("groups_unusable") or 0)
     return StepSummary(
-        step=row["step"],
-        at_s=row["t_ns"] / NS_PER_S,
-        duration_s=row["duration_ns"] / NS_PER_S,
-        seeding_s=row["seeding_ns"] / NS_PER_S,
-        rollout_s=row["rollout_ns"] / NS_PER_S,
-        groups_trained=row["groups_trained"] - unusable,
-        groups_dropped=row["groups_dropped"] + unusable,
+        step=row.step,
+        at_s=row.t_ns / NS_PER_S,
+        duration_s=row.record.duration_ns / NS_PER_S,
+        seeding_s=row.record.seeding_ns / NS_PER_S,
+        rollout_s=row.record.rollout_ns / NS_PER_S,
+        groups_trained=row.record.groups_trained - unusable,
+        groups_dropped=row.record.groups_dropped + unusable,
         trajectories=len(rewards),
         success_rate=rate,
         standard_error=None if rate is None else math.sqrt(rate * (1 - rate) / len(rewards)),
-        trainer=row["trainer"],
+        trainer=row.trainer,
     )
 
 
-def _since_request(turns: Sequence[Mapping[str, Any]], what: str) -> list[float]:
-    return [(turn[what] - turn["requested_ns"]) / NS_PER_S for turn in turns if turn[what] is not None]
+def _since_request(moments: Iterable[tuple[TurnRow, Nanoseconds | None]]) -> list[float]:
+    """The time from each turn's request to a moment of it, where that came."""
+    return [(at_ns - turn.requested_ns) / NS_PER_S for turn, at_ns in moments if at_ns is not None]
 
 
-def _moves(moves: Sequence[Mapping[str, Any]]) -> Moves:
+def _moves(moves: Sequence[MoveRow]) -> Moves:
     return Moves(
         turns=len(moves),
-        tokens_kept=sum(move["accepted_tokens"] for move in moves),
-        redispatch_s=quantiles((move["started_ns"] - move["left_ns"]) / NS_PER_S for move in moves),
+        tokens_kept=sum(move.accepted_tokens for move in moves),
+        redispatch_s=quantiles((move.started_ns - move.left_ns) / NS_PER_S for move in moves),
     )
 
 
-def _pulls(pulls: Sequence[Mapping[str, Any]]) -> Pulls:
-    done = [pull for pull in pulls if not pull["error"]]
+def _pulls(pulls: Sequence[PullRow]) -> Pulls:
+    done = [pull for pull in pulls if not pull.error]
     return Pulls(
         count=len(pulls),
         failed=len(pulls) - len(done),
-        bytes=sum(pull["bytes"] for pull in pulls),
-        pull_s=quantiles(pull["pull_s"] for pull in done),
-        apply_s=quantiles(pull["apply_s"] for pull in done),
+        bytes=sum(pull.bytes for pull in pulls),
+        pull_s=quantiles(pull.pull_s for pull in done),
+        apply_s=quantiles(pull.apply_s for pull in done),
     )
 
 

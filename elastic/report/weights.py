@@ -1,13 +1,13 @@
 """What weight updates cost: bytes, where the time went by version and worker, and which layers changed."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import msgspec
 
 from elastic.core import events as e
 from elastic.core.types import NS_PER_S
 from elastic.report.history import History, Life
+from elastic.runtime.journal import PullRow, StepRow, StepWeights
 
 PARTS = ("encode", "queue", "wire", "decode", "apply", "pause")
 """From the end of a training step to weights that are served, in order; in the first a worker waits for the trainer."""
@@ -76,11 +76,13 @@ class WeightUpdates(msgspec.Struct, frozen=True, kw_only=True):
 
 def weights_of(history: History) -> WeightUpdates:
     """A version that a later life made again was published in each."""
-    versions = [_version(row) for row in history.rows("steps") if row.get("weights", {}).get("changed")]
+    versions = [
+        _version(row, row.weights) for row in history.rows(StepRow) if row.weights is not None and row.weights.changed
+    ]
     return WeightUpdates(
         versions=versions,
         pulls=[pull for life in history.lives for pull in _pulls(life)],
-        refused=[refused for row in history.rows("pulls") for refused in _refused(row)],
+        refused=[refused for row in history.rows(PullRow) for refused in _refused(row)],
     )
 
 
@@ -91,42 +93,51 @@ def _pulls(life: Life) -> list[WorkerPull]:
             published_ns.setdefault(event.version, t_ns)
     seen: set[str] = set()
     pulls: list[WorkerPull] = []
-    for row in life.rows("pulls"):
-        if not row["error"] and row.get("split_s"):
-            pulls.append(_pull(row, published_ns, first=row["worker"] not in seen))
-            seen.add(row["worker"])
+    for row in life.rows(PullRow):
+        if not row.error and row.split_s:
+            pulls.append(_pull(row, published_ns, first=row.worker not in seen))
+            seen.add(row.worker)
     return pulls
 
 
-def _refused(row: Mapping[str, Any]) -> list[Refused]:
-    about = {"at_s": row["t_ns"] / NS_PER_S, "worker": row["worker"], "version": row["version"]}
-    return [Refused(**about, **refusal, replaced=not row["error"]) for refusal in row.get("refused", ())]
+def _refused(row: PullRow) -> list[Refused]:
+    return [
+        Refused(
+            at_s=row.t_ns / NS_PER_S,
+            worker=row.worker,
+            version=row.version,
+            what=refusal.what,
+            reason=refusal.reason,
+            replaced=not row.error,
+        )
+        for refusal in row.refused
+    ]
 
 
-def _version(row: Mapping[str, Any]) -> PublishedVersion:
-    figures = row["trainer"]
+def _version(row: StepRow, weights: StepWeights) -> PublishedVersion:
+    figures = {name: value or 0.0 for name, value in row.trainer.items()}
     return PublishedVersion(
-        version=row["weights"]["version"],
-        at_s=row["t_ns"] / NS_PER_S,
+        version=weights.version,
+        at_s=row.t_ns / NS_PER_S,
         bytes=round(figures["weights_bytes"]),
         over_full=figures["weights_over_full"],
         encode_s=figures["weights_encode_s"],
         changed=figures["weights_changed_share"],
-        changed_by_layer=row["weights"]["changed"],
+        changed_by_layer=weights.changed,
     )
 
 
-def _pull(row: Mapping[str, Any], published_ns: Mapping[int, int], first: bool) -> WorkerPull:
-    since_ns = None if first else published_ns.get(row["version"])
+def _pull(row: PullRow, published_ns: Mapping[int, int], first: bool) -> WorkerPull:
+    since_ns = None if first else published_ns.get(row.version)
     return WorkerPull(
-        at_s=row["t_ns"] / NS_PER_S,
-        worker=row["worker"],
-        version=row["version"],
+        at_s=row.t_ns / NS_PER_S,
+        worker=row.worker,
+        version=row.version,
         first=first,
-        bytes=row["bytes"],
-        over_full=row["bytes"] / row["full_bytes"] if row["full_bytes"] else None,
-        split_s=row["split_s"],
-        current_s=None if since_ns is None else max(0, row["t_ns"] - since_ns) / NS_PER_S,
+        bytes=row.bytes,
+        over_full=row.bytes / row.full_bytes if row.full_bytes else None,
+        split_s=dict(row.split_s.items()),
+        current_s=None if since_ns is None else max(0, row.t_ns - since_ns) / NS_PER_S,
     )
 
 

@@ -47,6 +47,10 @@ class WorkerListener(Protocol):
 
     def on_message(self, worker: WorkerId, epoch: int, message: wire.FromWorker) -> None: ...
 
+    def on_tokens(self, worker: WorkerId, epoch: int, tokens: wire.Tokens, body: memoryview) -> None:
+        """A message like others; `body` is the frame that it was decoded from."""
+        ...
+
     def on_disconnected(self, worker: WorkerId, epoch: int, goodbye: bool) -> None:
         """`goodbye` when the worker drained and said so; its Goodbye has come as a message before."""
         ...
@@ -85,6 +89,7 @@ class Gateway:
         self._strangers: dict[_Connection, None] = {}
         """In the order in which they came."""
         self.refusals = Refusals()
+        self.held = False
         self._server: asyncio.Server | None = None
         self._pulse: asyncio.Task[None] | None = None
 
@@ -156,6 +161,12 @@ class Gateway:
         if session is not None and session.connection is not None and session.epoch == epoch:
             session.connection.send(message)
 
+    def hold(self, held: bool) -> None:
+        """Read from no worker while `held`: whoever takes what they say cannot keep up. They are written to as ever."""
+        self.held = held
+        for connection in tuple(self._connections):
+            connection.hold(held)
+
     def fence(self, worker: WorkerId, reason: str = "fenced") -> None:
         """Close the worker's connection and refuse it for ever; nothing of it surfaces any more."""
         session = self._sessions.get(worker)
@@ -220,7 +231,7 @@ class Gateway:
         try:
             message = wire.decode_from_worker(body)
             session.claims.check(message, _now_s())
-            self._receive(session, message)
+            self._receive(session, message, body)
         except wire.WireError as error:
             self._bar(session, str(error))
 
@@ -231,7 +242,7 @@ class Gateway:
         session.cut(wire.Refused(session.fenced, retry=False))
         self._listener.on_barred(session.worker, session.epoch, cause)
 
-    def _receive(self, session: "_Session", message: wire.FromWorker) -> None:
+    def _receive(self, session: "_Session", message: wire.FromWorker, body: memoryview) -> None:
         greeting = isinstance(message, wire.Ready | wire.Hello)
         if session.ready is greeting or isinstance(message, wire.Hello):
             raise wire.WireError(f"{type(message).__name__} {'after' if session.ready else 'before'} Ready")
@@ -240,7 +251,10 @@ class Gateway:
             self._listener.on_ready(session.worker, session.epoch, message)
         else:
             session.said_goodbye = isinstance(message, wire.Goodbye)
-            self._listener.on_message(session.worker, session.epoch, message)
+            if isinstance(message, wire.Tokens):
+                self._listener.on_tokens(session.worker, session.epoch, message, body)
+            else:
+                self._listener.on_message(session.worker, session.epoch, message)
 
     def _end_epoch(self, session: "_Session") -> None:
         """End the session's present epoch, if there is one, and tell the listener."""
@@ -387,6 +401,16 @@ class _Connection(asyncio.Protocol):
         self.session = self._gateway._greet(self, hello)
         self._cancel_handshake()
         self._frames.max_frame_bytes = wire.MAX_WORKER_FRAME_BYTES
+        self.hold(self._gateway.held)
+
+    def hold(self, held: bool) -> None:
+        """Read nothing more of a worker, or go on; strangers have only so long to say hello, and are read."""
+        if not self._open or self.session is None or self._transport.is_reading() is not held:
+            return
+        if held:
+            self._transport.pause_reading()
+        else:
+            self._transport.resume_reading()
 
     def _flush(self) -> None:
         if not self._open or not self._outbox:

@@ -6,7 +6,7 @@ from typing import Any
 from elastic import wire
 from elastic.core import events as e
 from elastic.core.types import WorkerId
-from elastic.runtime.journal import tokens_event
+from elastic.runtime.journal import TokenFrame, tokens_event
 from elastic.runtime.run import Run
 from elastic.runtime.scribe import Scribe
 
@@ -23,7 +23,6 @@ class Listener:
         self._trust = trust
         self._hear: dict[type[Any], Callable[[WorkerId, int, Any], None]] = {
             wire.Heartbeat: self._on_heartbeat,
-            wire.Tokens: lambda w, n, m: run.feed(tokens_event(w, n, m.chunks), m.chunks),
             wire.WeightsReport: self._on_weights,
             wire.Slept: lambda w, n, _: run.feed(e.WorkerSlept(worker=w, epoch=n)),
             wire.Awoke: lambda w, n, _: run.feed(e.WorkerAwoke(worker=w, epoch=n)),
@@ -48,6 +47,9 @@ class Listener:
         hear = self._hear.get(type(message))
         if hear is not None:
             hear(worker, epoch, message)
+
+    def on_tokens(self, worker: WorkerId, epoch: int, tokens: wire.Tokens, body: memoryview) -> None:
+        self._run.feed(tokens_event(worker, epoch, tokens.chunks), TokenFrame(tokens.chunks, body))
 
     def on_disconnected(self, worker: WorkerId, epoch: int, goodbye: bool) -> None:
         self._run.feed(e.WorkerDisconnected(worker=worker, epoch=epoch, goodbye=goodbye))

@@ -12,6 +12,7 @@ from elastic import wire
 from elastic.config import Config
 from elastic.core import commands as c
 from elastic.core import events as e
+from elastic.core.ids import worker_id
 from elastic.core.scheduler import Scheduler
 from elastic.core.types import LeaseId, Nanoseconds, WeightMode, WorkerId
 from elastic.runtime.gateway import Gateway
@@ -136,7 +137,7 @@ class ProviderLeases:
         self._spawn = spawn
 
     def acquire(self, lease: LeaseId, provider: str, workers: int) -> None:
-        tickets = tuple(WorkerTicket(f"{lease}.{n}" if n else lease, secrets.token_urlsafe(32)) for n in range(workers))
+        tickets = tuple(WorkerTicket(worker_id(lease, n), secrets.token_urlsafe(32)) for n in range(workers))
         trains = provider == self._trainer_provider
         for ticket in tickets:
             relay_token = self._relay_token(ticket.worker, trains)

@@ -1,6 +1,7 @@
 """A live run's process: a `Run` with asyncio, sockets and processes behind its ports, from its begin to its end."""
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
@@ -150,6 +151,13 @@ class Orchestrator:
 
         Raises `GatewayError`, `ProviderUnavailable` or `FunctionError` when the run cannot even begin.
         """
+        loop = asyncio.get_running_loop()
+
+        def journal_changed() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(self._journal_changed)
+
+        self._journal.on_change = journal_changed
         join = await self._gateway.start(host, port)
         providers = self._leases.providers = self._wiring.make_providers(join, self.now_ns)
         try:
@@ -196,8 +204,13 @@ class Orchestrator:
         while True:
             await asyncio.sleep(SAMPLE_INTERVAL_S)
             self._sample()
-            if self._journal.failed is not None and self.scheduler.phase is not Phase.STOPPING:
-                self.stop(f"the journal cannot be written: {self._journal.failed}")
+
+    def _journal_changed(self) -> None:
+        """No worker is read from while the journal is behind; a run without a journal ends."""
+        self._gateway.hold(self._journal.behind)
+        self._run.hold(self._journal.behind)
+        if self._journal.failed is not None and self.scheduler.phase is not Phase.STOPPING:
+            self.stop(f"the journal cannot be written: {self._journal.failed}")
 
     def _sample(self) -> None:
         if refused := self._gateway.refusals.counts():

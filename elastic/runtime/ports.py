@@ -34,7 +34,7 @@ class Journal(Protocol):
         ...
 
     def decided(self, now_ns: Nanoseconds, event: e.Event, payload: Any, commands: Sequence[c.Command]) -> None:
-        """The core has been told, and these commands are about to be carried out."""
+        """The core has been told, and these commands are about to be carried out; none if it broke off."""
         ...
 
     def durable(self) -> None:

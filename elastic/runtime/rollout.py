@@ -19,8 +19,10 @@ import structlog
 from elastic import wire
 from elastic.core import commands as c
 from elastic.core import events as e
+from elastic.core.ids import parse_trajectory, turn_id
 from elastic.core.types import TrajectoryId, TurnId
 from elastic.envs.base import Environment
+from elastic.runtime.journal import TokenFrame
 from elastic.runtime.ports import Feed
 from elastic.runtime.tasks import Spawn
 from functions.base import BadResult
@@ -163,8 +165,8 @@ class Rollouts:
     def prompt(self, turn: TurnId) -> OpenTurn | None:
         return self._open_turns.get(turn)
 
-    def accept(self, event: e.TokensReceived, chunks: Sequence[int], payload: Sequence[wire.Chunk]) -> None:
-        for chunk in (payload[position] for position in chunks):
+    def accept(self, event: e.TokensReceived, chunks: Sequence[int], payload: TokenFrame) -> None:
+        for chunk in (payload.chunks[position] for position in chunks):
             if (turn := self._open_turns.get(chunk.turn)) is not None:
                 turn.accept(chunk)
 
@@ -209,7 +211,7 @@ class Rollouts:
         return sum(episode.policy_tokens for episode in finished if episode is not None)
 
     async def _run(self, trajectory: TrajectoryId) -> None:
-        step, group, _ = (int(part) for part in trajectory.split("/"))
+        step, group, _ = parse_trajectory(trajectory)
         episode = Episode(trajectory, self._clock_ns(), stable_hash(self._seed, step, group))
         try:
             async with self._environment() as environment:
@@ -224,7 +226,7 @@ class Rollouts:
         else:
             self._over(episode)
         finally:
-            self._open_turns.pop(f"{trajectory}/{episode.turns}", None)
+            self._open_turns.pop(turn_id(trajectory, episode.turns), None)
 
     @contextlib.asynccontextmanager
     async def _environment(self) -> AsyncIterator[Environment]:
@@ -251,7 +253,7 @@ class Rollouts:
 
     async def _play(self, episode: Episode, environment: Environment) -> None:
         limits = self._limits
-        step, group, member = (int(part) for part in episode.trajectory.split("/"))
+        step, group, member = parse_trajectory(episode.trajectory)
         async with asyncio.timeout(limits.environment_timeout_s):
             episode.observe(await environment.reset(episode.seed))
         episode.tag = getattr(environment, "tag", "")
@@ -278,13 +280,13 @@ class Rollouts:
         return len(episode.token_ids) + self._limits.max_tokens_per_turn <= self._limits.max_context_tokens
 
     async def _generate(self, episode: Episode, noise_seed: int) -> OpenTurn:
-        turn_id = f"{episode.trajectory}/{episode.turns}"
+        name = turn_id(episode.trajectory, episode.turns)
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        turn = OpenTurn(turn_id, episode.trajectory, list(episode.token_ids), noise_seed, done)
-        self._open_turns[turn_id] = turn
+        turn = OpenTurn(name, episode.trajectory, list(episode.token_ids), noise_seed, done)
+        self._open_turns[name] = turn
         self._feed(
             e.TurnRequested(
-                turn=turn_id,
+                turn=name,
                 trajectory=episode.trajectory,
                 prompt_tokens=len(turn.prompt),
                 max_new_tokens=self._limits.max_tokens_per_turn,

@@ -4,12 +4,13 @@ Event → core → commands → calls of ports, one event at a time, without wai
 such as threads and sockets, lies behind the ports; so the same `Run` lives in every world.
 
 Guarantees:
-- An event is journaled before the core hears it; what cannot be taken back is done once the journal is durable.
+- An event is journaled before the core hears it, a token frame before anything comes of it; what cannot be taken back
+  is done once the journal is durable.
 - No deadline passes for the process's own lateness: see `Alarm`.
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -41,6 +42,8 @@ class Alarm:
         self._due_ns: Nanoseconds | None = None
         self._set_to_ns: Nanoseconds | None = None
         self._late = 0
+        self.held = False
+        """Nobody is heard for now, so nobody is late: no deadline passes, nor one that comes meanwhile."""
 
     def event_ns(self) -> Nanoseconds:
         """When an event of now counts as having happened: before any deadline that has passed without a wake-up."""
@@ -64,6 +67,9 @@ class Alarm:
         if self._set_to_ns != set_to_ns:
             return
         now_ns = self._now_ns()
+        if self.held:
+            self._clock.at(now_ns + LATE_WAKEUP_NS // 2, partial(self._ring, set_to_ns, expected_ns))
+            return
         if now_ns - expected_ns > LATE_WAKEUP_NS and self._late < LATE_WAKEUPS_MAX:
             self._late += 1
             self._ring_at(now_ns + LATE_WAKEUP_NS // 2, set_to_ns)
@@ -146,6 +152,10 @@ class Run:
         self.close()
         self._ports.owner.ended()
 
+    def hold(self, held: bool) -> None:
+        """While `held`, workers are not read from, and no deadline passes."""
+        self._alarm.held = held
+
     def close(self) -> None:
         """Carry nothing out any more. What is fed is still journaled, and the core hears it: so are leases that end."""
         self.closed = True
@@ -154,8 +164,11 @@ class Run:
     def _handle(self, event: e.Event, payload: Any) -> None:
         now_ns = self._alarm.event_ns()
         self._append(now_ns, event, payload)
-        commands = self.scheduler.handle(event, now_ns)
-        self._decided(now_ns, event, payload, commands)
+        commands: Sequence[c.Command] = ()
+        try:
+            commands = self.scheduler.handle(event, now_ns)
+        finally:
+            self._decided(now_ns, event, payload, commands)
         for command in commands:
             if self.closed:
                 return

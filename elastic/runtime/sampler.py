@@ -3,11 +3,9 @@
 from collections import deque
 from collections.abc import Callable
 
-import msgspec
-
 from elastic.core.scheduler import Scheduler
 from elastic.core.types import Nanoseconds
-from elastic.runtime.journal import Journal
+from elastic.runtime.journal import Journal, SampleRow
 from elastic.runtime.scribe import Scribe
 from elastic.runtime.status import RunStatus, run_status, tokens_per_s, total_tokens
 
@@ -39,8 +37,8 @@ class Sampler:
     def sample(self, now_ns: Nanoseconds) -> None:
         """Journal how the run stands, with the books as they are, and show it."""
         status = self.status(now_ns)
-        self._journal.sample(now_ns, msgspec.to_builtins(status))
-        self._journal.books(self._scheduler.ledger)
+        self._journal.append(SampleRow(t_ns=now_ns, status=status))
+        self._journal.books(self._scheduler.ledger.books.values())
         self._observe(status)
 
     def status(self, now_ns: Nanoseconds) -> RunStatus:

@@ -1,5 +1,6 @@
 """A run's scribe: turns what happens into rows of the journal, and counts what the run's status shows."""
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -9,20 +10,24 @@ import msgspec
 
 from elastic.core import commands as c
 from elastic.core import events as e
+from elastic.core.ids import group_of, parse_trajectory
 from elastic.core.scheduler import Scheduler
 from elastic.core.types import EndCause, Nanoseconds, TrajectoryId, TurnId, TurnState, WorkerId
-from elastic.runtime.journal import Journal
+from elastic.runtime.journal import (
+    CallRow,
+    GroupRow,
+    JournalError,
+    JournalWriter,
+    MoveRow,
+    NullJournal,
+    PullRow,
+    StepRow,
+    StepWeights,
+    TrajectoryRow,
+    TurnRow,
+)
 from elastic.runtime.status import ProviderStatus, success_rate
 from functions.base import Call
-
-
-class NullJournal:
-    """Keeps nothing. Of a run without a journal the scribe counts tokens and leases, and no rewards."""
-
-    def _forget(self, *_: Any, **__: Any) -> None:
-        return None
-
-    event = frame = turn = move = trajectory = group = unusable = step = pull = call = _forget
 
 
 class Ended(Protocol):
@@ -70,12 +75,13 @@ class _Turn:
 class Scribe:
     """The journal of a live or a simulated run (`elastic.runtime.ports.Journal`).
 
-    Payloads: the chunks of `TokensReceived` (None where nobody knows token ids), the `WeightsReport` of
+    Payloads: the `TokenFrame` of `TokensReceived` (None where nobody knows token ids), the `WeightsReport` of
     `WeightsApplied` and `WeightsFailed`, the trainer's metrics of `WeightsPublished`, and the trajectory (`Ended`)
-    of the events that end one.
+    of the events that end one. Of a run without a journal (`NullJournal`) tokens and leases are counted, and no
+    rewards.
     """
 
-    def __init__(self, scheduler: Scheduler, journal: Journal | NullJournal) -> None:
+    def __init__(self, scheduler: Scheduler, journal: JournalWriter) -> None:
         self.counts: dict[str, ProviderStatus] = {}
         self.rewards: list[float] = []
         """Of the trajectories that have ended in this step."""
@@ -89,7 +95,9 @@ class Scribe:
         self._turns: dict[TurnId, _Turn] = {}
         self._members: dict[str, tuple[TrajectoryId, ...]] = {}
         self._steps = len(scheduler.history)
-        self._unpublished: dict[int, tuple[int, Nanoseconds, dict[str, Any]]] = {}
+        self._trained: dict[str, GroupRow] = {}
+        """The groups that the trainer was told to train on, since the step before this one, as they were journaled."""
+        self._unpublished: dict[int, StepRow] = {}
         """By version: the step that is done but for putting that on the relay, as it was journaled."""
         self._on_event: dict[type[e.Event], Callable[[Nanoseconds, Any, Any], None]] = {
             e.LeaseEnded: self._lease_ended,
@@ -116,15 +124,17 @@ class Scribe:
 
     def append(self, now_ns: Nanoseconds, event: e.Event, payload: Any) -> None:
         self.events += 1
-        if isinstance(event, e.TokensReceived) and payload is not None:
-            self._journal.frame(event.worker, event.epoch, payload, now_ns)
-            return
+        if type(event) is e.TokensReceived and payload is not None:
+            return  # What of the frame is worth keeping the core decides.
         self._journal.event(event, now_ns)
         note = self._on_event.get(type(event))
         if note is not None:
             note(now_ns, event, payload)
 
     def decided(self, now_ns: Nanoseconds, event: e.Event, payload: Any, commands: Sequence[c.Command]) -> None:
+        if type(event) is e.TokensReceived and payload is not None:
+            accepted = next((k.chunks for k in commands if type(k) is c.AcceptTokens), ())
+            self._journal.frame(event, payload.body, accepted, now_ns)
         for command in commands:
             if type(command) is c.AcceptTokens:
                 assert isinstance(event, e.TokensReceived)
@@ -135,23 +145,24 @@ class Scribe:
             self._stepped(now_ns, event.version, payload or {})
 
     def durable(self) -> None:
-        pass
+        with contextlib.suppress(JournalError):  # a run whose journal has failed ends, and gives everything back
+            self._journal.durable().result()
 
     def called(self, now_ns: Nanoseconds, call: Call) -> None:
         """A function has been called."""
         self.function_usd += call.usd
-        self._journal.call(now_ns, *msgspec.structs.astuple(call))
+        self._journal.append(CallRow.of(call, now_ns))
 
     def published(self, version: int, changed: dict[str, float], metrics: dict[str, float]) -> None:
         """Complete the account of the step that the version is of."""
         if (step := self._unpublished.pop(version, None)) is not None:
-            number, t_ns, body = step
-            weights = {"version": version, "changed": changed}
-            self._journal.step(number, t_ns, body | {"trainer": body["trainer"] | metrics, "weights": weights})
+            weights = StepWeights(version=version, changed=changed)
+            self._journal.append(msgspec.structs.replace(step, trainer=step.trainer | metrics, weights=weights))
 
     def unusable(self, group: str, reason: str) -> None:
         """The trainer got no usable gradient from a group that it was told to train on."""
-        self._journal.unusable(group, reason)
+        if (trained := self._trained.get(group)) is not None:
+            self._journal.append(msgspec.structs.replace(trained, dropped=f"unusable: {reason}"))
 
     # Events
 
@@ -170,17 +181,19 @@ class Scribe:
 
     def _weights_reported(self, now_ns: Nanoseconds, event: e.WeightsApplied | e.WeightsFailed, report: Any) -> None:
         if report is not None:
-            self._journal.pull(
-                now_ns,
-                event.worker,
-                report.version,
-                report.pulled_bytes,
-                report.pull_s,
-                report.apply_s,
-                report.error,
-                full_bytes=report.full_bytes,
-                split_s=report.split_s,
-                refused=report.refused,
+            self._journal.append(
+                PullRow(
+                    t_ns=now_ns,
+                    worker=event.worker,
+                    version=report.version,
+                    bytes=report.pulled_bytes,
+                    pull_s=report.pull_s,
+                    apply_s=report.apply_s,
+                    error=report.error,
+                    full_bytes=report.full_bytes,
+                    split_s=report.split_s,
+                    refused=report.refused,
+                )
             )
 
     def _reward_requested(self, _: Nanoseconds, event: e.RewardRequested, ended: Ended) -> None:
@@ -191,21 +204,22 @@ class Scribe:
     def _trajectory_ended(
         self, now_ns: Nanoseconds, trajectory: TrajectoryId, ended: Ended, reward: float | None, cause: str = ""
     ) -> None:
-        group = trajectory.rpartition("/")[0]
         if reward is not None:
             self.rewards.append(reward)
-        self._journal.trajectory(
-            trajectory,
-            int(group.partition("/")[0]),
-            group,
-            ended.started_ns,
-            now_ns,
-            reward,
-            cause,
-            ended.turns,
-            ended.policy_tokens,
-            msgspec.msgpack.encode(ended.token_ids),
-            truncated=ended.truncated,
+        self._journal.append(
+            TrajectoryRow(
+                trajectory=trajectory,
+                step=parse_trajectory(trajectory).step,
+                group=group_of(trajectory),
+                started_ns=ended.started_ns,
+                ended_ns=now_ns,
+                reward=reward,
+                cause=cause,
+                turns=ended.turns,
+                policy_tokens=ended.policy_tokens,
+                token_ids=msgspec.msgpack.encode(ended.token_ids),
+                truncated=ended.truncated,
+            )
         )
 
     def _stepped(self, now_ns: Nanoseconds, version: int, metrics: dict[str, float]) -> None:
@@ -214,10 +228,17 @@ class Scribe:
             return
         self._steps = len(history)
         self.last_success_rate = success_rate(self.rewards)
-        body = {key: getattr(history[-1], key) for key in history[-1].__struct_fields__}
-        body |= {"success_rate": self.last_success_rate, "trainer": metrics}
-        self._unpublished[version] = history[-1].step, now_ns, body
-        self._journal.step(*self._unpublished[version])
+        record = history[-1]
+        row = StepRow(
+            step=record.step,
+            t_ns=now_ns,
+            record=record,
+            success_rate=self.last_success_rate,
+            trainer=dict(metrics),
+        )
+        self._unpublished[version] = row
+        self._trained = {name: group for name, group in self._trained.items() if group.step >= record.step}
+        self._journal.append(row)
         self.rewards = []
 
     # Commands
@@ -227,7 +248,17 @@ class Scribe:
         if turn is None:
             return
         if turn.attempts and (left_ns := self._left_ns(turn.id)) is not None:
-            self._journal.move(turn.id, command.attempt, turn.worker, command.worker, left_ns, now_ns, command.start)
+            self._journal.append(
+                MoveRow(
+                    turn=turn.id,
+                    attempt=command.attempt,
+                    from_worker=turn.worker,
+                    to_worker=command.worker,
+                    left_ns=left_ns,
+                    started_ns=now_ns,
+                    accepted_tokens=command.start,
+                )
+            )
         turn.attempts, turn.worker = command.attempt, command.worker
 
     def _left_ns(self, turn: TurnId) -> Nanoseconds | None:
@@ -255,17 +286,19 @@ class Scribe:
     def _finish_turn(self, now_ns: Nanoseconds, command: c.FinishTurn) -> None:
         turn = self._turns.pop(command.turn, None)
         if turn is not None:
-            self._journal.turn(
-                turn.id,
-                turn.trajectory,
-                turn.requested_ns,
-                turn.first_token_ns,
-                now_ns,
-                turn.prompt_tokens,
-                turn.tokens,
-                turn.attempts,
-                turn.cached_tokens,
-                turn.worker,
+            self._journal.append(
+                TurnRow(
+                    turn=turn.id,
+                    trajectory=turn.trajectory,
+                    requested_ns=turn.requested_ns,
+                    first_token_ns=turn.first_token_ns,
+                    finished_ns=now_ns,
+                    prompt_tokens=turn.prompt_tokens,
+                    tokens=turn.tokens,
+                    attempts=turn.attempts,
+                    cached_tokens=turn.cached_tokens,
+                    worker=turn.worker,
+                )
             )
 
     def _start_group(self, _: Nanoseconds, command: c.StartGroup) -> None:
@@ -287,13 +320,22 @@ class Scribe:
         """What became of a group, with the length of each member so far and the age of its tokens."""
         version = self._scheduler.version or 0
         members = [self._trajectories[t].accepted for t in command.trajectories if t in self._trajectories]
-        lengths = [tokens.total() for tokens in members]
         ages = Counter[int]()
         for tokens in members:
             for of_version, count in tokens.items():
                 ages[version - of_version] += count
-        body = {"lengths": lengths, "tokens_by_age": ages}
-        self._journal.group(now_ns, command.group, command.step, version, dropped, body)
+        row = GroupRow(
+            group=command.group,
+            t_ns=now_ns,
+            step=command.step,
+            version=version,
+            dropped=dropped,
+            lengths=[tokens.total() for tokens in members],
+            tokens_by_age=dict(ages),
+        )
+        self._journal.append(row)
+        if not dropped:
+            self._trained[row.group] = row
         for trajectory in self._members.pop(command.group, ()):
             self._turns.pop(self._trajectories.pop(trajectory).turn or "", None)
 

@@ -6,6 +6,7 @@ from random import Random
 from typing import Protocol
 
 from elastic.core import events as e
+from elastic.core.ids import worker_id
 from elastic.core.types import EndCause, LeaseId, Nanoseconds, Offer, WorkerId, WorkerRole
 from elastic.sim.faults import Mishaps, Tally
 from elastic.sim.loop import EventLoop
@@ -208,7 +209,7 @@ class SimulatedProvider:
             return
         held.answered = True
         loop, rng, settings = self._market.loop, self._market.rng, self.settings
-        held.workers = [f"{held.id}/{n}" for n in range(settings.workers_per_lease)]
+        held.workers = [worker_id(held.id, n) for n in range(settings.workers_per_lease)]
         expires_at_ns = None if settings.life_ns is None else loop.now_ns + settings.life_ns
         for worker in held.workers:
             if self.reliable or not self._market.tally.befalls(rng, self._market.mishaps.boot_failed):

@@ -6,6 +6,7 @@ from random import Random
 from typing import Protocol
 
 from elastic.core import events as e
+from elastic.core.ids import parse_turn, turn_id
 from elastic.core.types import NS_PER_S, TrajectoryId, TurnId
 from elastic.sim.faults import Mishaps, Tally
 from elastic.sim.loop import EventLoop
@@ -69,7 +70,7 @@ class SimulatedRollouts:
         self._think(trajectory)
 
     def finish_turn(self, turn: TurnId) -> None:
-        episode = self._episodes.get(turn.partition("#")[0])
+        episode = self._episodes.get(parse_turn(turn)[0])
         if episode is not None and episode.waits_for == turn:
             self._step(episode)
 
@@ -110,7 +111,7 @@ class SimulatedRollouts:
         if self._world.tally.befalls(chance, mishaps.environment_failed):
             self.fail(trajectory, "the environment broke")
         elif episode.done < episode.turns:
-            self._ask_for(episode, f"{trajectory}#{episode.done}")
+            self._ask_for(episode, turn_id(trajectory, episode.done))
         else:
             episode.over = True
             if self._world.settings.rewards_on_functions:

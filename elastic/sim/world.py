@@ -17,6 +17,7 @@ import msgspec
 
 from elastic.core import events as e
 from elastic.core.digest import digest
+from elastic.core.ids import provider_of
 from elastic.core.types import EndCause, LeaseId, Nanoseconds, TurnId, WorkerId, WorkerRole
 from elastic.sim.faults import NO_FAULTS, Crash, Ending, Fault, FaultKind, FaultPlan, Mishaps, Tally, draw_faults
 from elastic.sim.learner import Learner
@@ -203,7 +204,7 @@ class World:
             self.workers[worker].die(noticed=noticed)
 
     def _provider_of(self, worker: SimulatedWorker) -> SimulatedProvider:
-        return self.providers[worker.lease.rpartition("-")[0]]
+        return self.providers[provider_of(worker.lease)]
 
     # Crashes
 

@@ -1,21 +1,24 @@
 """Profiles of journaled runs: what was seen is measured, what was not is an estimate that says why."""
 
 import itertools
-import json
 import random
 import tomllib
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from elastic import compose, simulation
 from elastic.calibration import CalibrationError, EngineNumbers, find_live_run, profile_run
 from elastic.config import Config, ConfigError
 from elastic.core import events as e
+from elastic.core.ids import parse_turn
+from elastic.core.ledger import DeviceBook
 from elastic.core.types import NS_PER_S, Account, Capabilities, EndCause, Offer, Progress, WorkerRole
-from elastic.runtime.journal import Journal
+from elastic.runtime.journal import CallRow, PullRow, RunDirectory, TurnRow
 from elastic.sim.performance.profile import Number, ProfileError, load_profile
+from functions.base import Outcome
 
 Timed = tuple[float, e.Event]
 RATES = {"prefill_tokens_per_s": 5000.0, 1: 0.010, 8: 0.018}
@@ -35,24 +38,24 @@ def write(tmp_path: Path) -> Callable[..., Path]:
         events: Iterable[Timed] = (),
         *,
         status: str = "finished",
-        turns: Sequence[tuple] = (),
-        pulls: Sequence[tuple] = (),
-        calls: Sequence[tuple] = (),
+        turns: Sequence[TurnRow] = (),
+        pulls: Sequence[PullRow] = (),
+        calls: Sequence[CallRow] = (),
         trained_s: float = 0.0,
         **meta: str,
     ) -> Path:
         run_dir = tmp_path / "runs" / f"run-{next(numbers)}"
         run_dir.mkdir(parents=True)
         compose.save_run_config(run_dir, config)
-        journal = Journal(run_dir / compose.JOURNAL, 0.01)
+        journal = RunDirectory(run_dir).begin_journal(config.journal)
         for t_s, event in events:
             journal.event(event, round(t_s * NS_PER_S))
-        for table, rows in ((journal.turn, turns), (journal.pull, pulls), (journal.call, calls)):
-            for row in rows:
-                table(*row)
+        for row in (*turns, *pulls, *calls):
+            journal.append(row)
         trained_ns = round(trained_s * NS_PER_S)
         book = BOOK | {"opened_ns": 0, "cursor_ns": trained_ns, "accounts_ns": {"training": trained_ns}}
-        meta |= {"config": config.model_dump_json(), "books": json.dumps([book]), "providers": "spot"}
+        journal.books([msgspec.convert(book, DeviceBook)])
+        meta |= {"config": config.model_dump_json(), "providers": "spot"}
         for key, value in (meta | {"status": status}).items():
             journal.meta(key, value)
         journal.close()
@@ -120,13 +123,32 @@ def in_order(*parts: Iterable[Timed]) -> list[Timed]:
     return sorted(itertools.chain(*parts), key=lambda timed: timed[0])
 
 
-def turn(name: str, requested_s: float, finished_s: float, prompt: int = 20, tokens: int = 8) -> tuple:
+def turn(name: str, requested_s: float, finished_s: float, prompt: int = 20, tokens: int = 8) -> TurnRow:
     requested_ns, finished_ns = round(requested_s * NS_PER_S), round(finished_s * NS_PER_S)
-    return (name, name.rpartition("/")[0], requested_ns, requested_ns, finished_ns, prompt, tokens, 1, 0, "spot-1")
+    return TurnRow(
+        turn=name,
+        trajectory=parse_turn(name)[0],
+        requested_ns=requested_ns,
+        first_token_ns=requested_ns,
+        finished_ns=finished_ns,
+        prompt_tokens=prompt,
+        tokens=tokens,
+        attempts=1,
+        cached_tokens=0,
+        worker="spot-1",
+    )
 
 
-def pull(worker: str, version: int, size_bytes: int, pull_s: float, apply_s: float) -> tuple:
-    return (version * NS_PER_S, worker, version, size_bytes, pull_s, apply_s, "")
+def pull(worker: str, version: int, size_bytes: int, pull_s: float, apply_s: float) -> PullRow:
+    return PullRow(
+        t_ns=version * NS_PER_S,
+        worker=worker,
+        version=version,
+        bytes=size_bytes,
+        pull_s=pull_s,
+        apply_s=apply_s,
+        error="",
+    )
 
 
 TURNS = [
@@ -252,9 +274,21 @@ def test_too_few_reports_ask_for_the_engine_itself(configured, write, tmp_path: 
 def test_calls_of_a_warm_function_are_measured(configured, write, tmp_path: Path) -> None:
     config = configured({"rewards": {"name": "frozenlake"}}, pacing=PACING)
     calls = [
-        (0, "frozenlake", "a", "ok", 0.0, 2.0, 9.0, 0.0),
-        (0, "frozenlake", "b", "ok", 0.0, 0.0, 0.25, 0.0),
-        (0, "frozenlake", "c", "timed out", 0.0, 0.0, 8.0, 0.0),
+        CallRow(
+            t_ns=0,
+            function="frozenlake",
+            key=key,
+            outcome=outcome,
+            queued_s=0,
+            cold_start_s=cold_s,
+            duration_s=s,
+            usd=0,
+        )
+        for key, outcome, cold_s, s in (
+            ("a", Outcome.OK, 2.0, 9.0),
+            ("b", Outcome.OK, 0.0, 0.25),
+            ("c", Outcome.TIMED_OUT, 0.0, 8.0),
+        )
     ]
     measured = profile_run(write(config, calls=calls), tmp_path / "machine.toml")
     assert measured.numbers["reward_s"].value == 0.25

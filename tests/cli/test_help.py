@@ -7,6 +7,7 @@ from typer.main import get_command
 
 from elastic.cli.app import app
 from elastic.cli.reference import reference
+from elastic.runtime.journal import DirectoryStore, RunDirectory
 
 PAGE = Path(__file__).parents[2] / "docs" / "cli.md"
 COMMANDS = sorted(get_command(app).commands)  # type: ignore[attr-defined]
@@ -25,10 +26,10 @@ def test_reference_page_is_current() -> None:
 
 
 def test_an_error_without_words_says_what_was_waited_for(elastic, monkeypatch: pytest.MonkeyPatch) -> None:
-    def hang(directory: Path) -> list[Path]:
+    def hang(store: DirectoryStore) -> list[RunDirectory]:
         raise TimeoutError
 
-    monkeypatch.setattr("elastic.compose.list_runs", hang)
+    monkeypatch.setattr(DirectoryStore, "runs", hang)
     assert elastic("runs") == (1, "", "error: TimeoutError in runs_command\n")
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from elastic import compose
 from elastic.config import load_config
-from elastic.runtime.journal import Journal
+from elastic.runtime.journal import RunDirectory
 
 
 def parsed(out: str) -> dict:
@@ -97,7 +97,7 @@ def test_no_runs_yet(elastic, tmp_path: Path) -> None:
 
 def test_a_run_whose_process_was_killed_runs_no_more(elastic, config: Path) -> None:
     run = compose.new_run_dir(load_config(config))
-    journal = Journal(run / "journal.sqlite", 0.01)
+    journal = RunDirectory(run).begin_journal(load_config(config).journal)
     journal.meta("status", compose.RUNNING)
     journal.close()
 

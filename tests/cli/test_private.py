@@ -12,8 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from elastic import compose
-from elastic.runtime.journal import JournalError, JournalReader
+from elastic.runtime.journal import DirectoryStore, JournalError, RunDirectory, StepRow
 
 TIMEOUT_S = 120
 
@@ -58,13 +57,10 @@ def until(condition: Callable[[], Any], process: "subprocess.Popen[str]") -> Any
 
 def steps_of(run_dir: Path) -> int:
     try:
-        reader = JournalReader(run_dir / "journal.sqlite")
+        with RunDirectory(run_dir).newest_journal() as journal:
+            return len(journal.rows(StepRow))
     except JournalError:
         return 0
-    try:
-        return len(reader.rows("steps"))
-    finally:
-        reader.close()
 
 
 def is_alive(pid: int) -> bool:
@@ -87,7 +83,7 @@ def test_a_run_keeps_its_secrets_and_ends_what_a_killed_one_left(
     options = [word for override in asked for word in ("--set", override)]
     process = start("run", config, *options, preexec=lambda: os.umask(0o022))
     told = json.loads(until(lambda: (site / "told").exists() and (site / "told").read_text(), process))
-    (run_dir,) = compose.list_runs(config.parent / "runs")
+    (run_dir,) = (run.path for run in DirectoryStore(config.parent / "runs").runs())
     try:
         until(lambda: steps_of(run_dir) >= 1, process)
         workers = [worker.environ() for worker in processes_of(run_dir.name)]
@@ -117,5 +113,5 @@ def test_a_simulated_run_is_private(elastic, config: Path, monkeypatch: pytest.M
         assert os.umask(0o022) == 0o022
     finally:
         os.umask(former)
-    (run_dir,) = compose.list_runs(config.parent / "runs")
+    (run_dir,) = (run.path for run in DirectoryStore(config.parent / "runs").runs())
     assert list(open_to_others(run_dir)) == []

@@ -8,7 +8,7 @@ import pytest
 
 from elastic import compose
 from elastic.config import load_config
-from elastic.runtime.journal import Journal
+from elastic.runtime.journal import RunDirectory
 
 QUICK = ("--set", "engine.pacing.decode_step_s={1=0.004}", "--set", "engine.max_batch=2")
 
@@ -63,7 +63,7 @@ def test_engines_that_are_not_there(elastic, config: Path, tmp_path: Path, overr
 def test_runs_are_told_with_their_estimates(elastic, config: Path, tmp_path: Path) -> None:
     settings = load_config(config)
     run_dir = compose.new_run_dir(settings)
-    journal = Journal(run_dir / compose.JOURNAL, 0.01)
+    journal = RunDirectory(run_dir).begin_journal(settings.journal)
     journal.meta("status", "finished")
     journal.meta("config", settings.model_dump_json())
     journal.close()

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from elastic import compose
-from elastic.runtime.journal import JournalError, JournalReader
+from elastic.runtime.journal import DirectoryStore, JournalError, RunDirectory, StepRow
 
 pytestmark = pytest.mark.slow
 
@@ -34,19 +33,16 @@ def until(condition: Callable[[], Any], within_s: float, process: "subprocess.Po
 
 
 def run_dirs(config: Path) -> list[Path]:
-    return compose.list_runs(config.parent / "runs")
+    return [run.path for run in DirectoryStore(config.parent / "runs").runs()]
 
 
 def read(run_dir: Path) -> tuple[dict[str, str], list[int]]:
     """The journal's meta, and the numbers of the steps that are done."""
     try:
-        reader = JournalReader(run_dir / "journal.sqlite")
+        with RunDirectory(run_dir).newest_journal() as journal:
+            return journal.meta(), [row.step for row in journal.rows(StepRow)]
     except JournalError:
         return {}, []
-    try:
-        return reader.meta(), [row["step"] for row in reader.rows("steps")]
-    finally:
-        reader.close()
 
 
 def nothing_left(run_dir: Path, processes_of: Any) -> bool:
@@ -82,14 +78,14 @@ def test_an_interrupted_run_goes_on_where_it_was(start, config: Path, processes_
     assert meta["status"] == "finished"
     assert meta["providers"] == "serving,spot"
     assert more == list(range(len(steps), total))
-    assert (run_dir / "journal-1.sqlite").is_file()
+    assert (run_dir / "journal.2.sqlite").is_file()
     assert nothing_left(run_dir, processes_of)
 
     process = start("run", "--resume", run_dir)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
     assert f"all {total} steps" in err
-    assert not (run_dir / "journal-2.sqlite").exists()
+    assert not (run_dir / "journal.3.sqlite").exists()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])

@@ -1,21 +1,37 @@
 """Journals as runs leave them, written with the real `Journal` and a real ledger."""
 
+import itertools
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
 
 from elastic import wire
+from elastic.config import JournalConfig
 from elastic.core import events as e
+from elastic.core.ids import group_id, trajectory_id
 from elastic.core.ledger import NANO_USD_PER_USD, Ledger
+from elastic.core.policy import StepRecord
 from elastic.core.types import NS_PER_S, Account, EndCause
 from elastic.report import Summary, summarise
-from elastic.runtime.journal import Journal, JournalReader
+from elastic.runtime.journal import (
+    CallRow,
+    GroupRow,
+    Journal,
+    MoveRow,
+    PullRow,
+    RunDirectory,
+    SampleRow,
+    StepRow,
+    StepWeights,
+    TrajectoryRow,
+    TurnRow,
+)
 from elastic.runtime.status import ProviderStatus, RunStatus
+from functions.base import Call, Outcome
 
 FULL_BYTES = 1_190_016
 
@@ -52,8 +68,7 @@ class RunWriter:
         self.journal.event(e.LeaseEnded(lease=worker, cause=cause), _ns(at_s))
 
     def books(self) -> None:
-        books = [msgspec.to_builtins(book) for book in self.ledger.books.values()]
-        self.journal.meta("books", msgspec.json.encode(books).decode())
+        self.journal.books(self.ledger.books.values())
 
     def sample(self, at_s: float, providers: Mapping[str, ProviderStatus], cpu_share: float = 0.5) -> None:
         """A sample of the run with the books as they are."""
@@ -75,49 +90,123 @@ class RunWriter:
             trainer="awake",
             providers=dict(providers),
         )
-        self.journal.sample(_ns(at_s), msgspec.to_builtins(status))
+        self.journal.append(SampleRow(t_ns=_ns(at_s), status=status))
         self.books()
 
     def turn(self, name: str, requested_s: float, first_s: float | None, finished_s: float) -> None:
         first_ns = None if first_s is None else _ns(first_s)
-        self.journal.turn(name, name, _ns(requested_s), first_ns, _ns(finished_s), 24, 5, 1, 0, "w")
+        self.journal.append(
+            TurnRow(
+                turn=name,
+                trajectory=name,
+                requested_ns=_ns(requested_s),
+                first_token_ns=first_ns,
+                finished_ns=_ns(finished_s),
+                prompt_tokens=24,
+                tokens=5,
+                attempts=1,
+                cached_tokens=0,
+                worker="w",
+            )
+        )
 
     def move(self, turn: str, worker: str, left_s: float, started_s: float, kept: int) -> None:
-        self.journal.move(turn, 2, worker, "another", _ns(left_s), _ns(started_s), kept)
+        self.journal.append(
+            MoveRow(
+                turn=turn,
+                attempt=2,
+                from_worker=worker,
+                to_worker="another",
+                left_ns=_ns(left_s),
+                started_ns=_ns(started_s),
+                accepted_tokens=kept,
+            )
+        )
 
     def call(self, at_s: float, usd: float) -> None:
-        self.journal.call(_ns(at_s), "reward", "key", "ok", 0.0, 0.0, 0.1, usd)
+        call = Call(
+            function="reward", key="key", outcome=Outcome.OK, queued_s=0.0, cold_start_s=0.0, duration_s=0.1, usd=usd
+        )
+        self.journal.append(CallRow.of(call, _ns(at_s)))
 
     def group(self, step: int, group: int, rewards: list[float | None], *, trained: bool, cause: str = "") -> None:
         """A finished group; a member without a reward failed for `cause`."""
         for n, reward in enumerate(rewards):
             why = cause if reward is None else ""
-            self.journal.trajectory(f"{step}/{group}/{n}", step, f"{step}/{group}", 0, 1, reward, why, 5, 25, b"")
+            self.trajectory(step, group, n, reward, why)
         scored = [reward for reward in rewards if reward is not None]
         dropped = "" if trained else "zero_variance" if len(scored) > 1 else "infrastructure: broken"
-        body = {"lengths": [25] * len(rewards), "tokens_by_age": {0: 20 * len(rewards), 1: 5 * len(rewards)}}
-        self.journal.group(0, f"{step}/{group}", step, step, dropped, body)
+        ages = {0: 20 * len(rewards), 1: 5 * len(rewards)}
+        self.fate(group_id(step, group), step, dropped, [25] * len(rewards), ages)
         if trained:
-            self.journal.event(e.GroupTrained(worker="trainer", epoch=1, group=f"{step}/{group}"), 0)
+            self.journal.event(e.GroupTrained(worker="trainer", epoch=1, group=group_id(step, group)), 0)
 
-    def step(self, step: int, at_s: float, duration_s: float = 1.0, **body: Any) -> None:
-        ns = {"duration_ns": _ns(duration_s), "seeding_ns": _ns(duration_s / 6), "rollout_ns": _ns(duration_s * 0.8)}
-        groups = {"groups_trained": 12, "groups_dropped": 4}
+    def fate(
+        self, group: str, step: int, dropped: str, lengths: list[int] | None = None, ages: dict[int, int] | None = None
+    ) -> None:
+        self.journal.append(
+            GroupRow(
+                group=group,
+                t_ns=0,
+                step=step,
+                version=step,
+                dropped=dropped,
+                lengths=lengths or [],
+                tokens_by_age=ages or {},
+            )
+        )
+
+    def trajectory(
+        self, step: int, group: int, member: int, reward: float | None, cause: str = "", *, truncated: bool = False
+    ) -> None:
+        self.journal.append(
+            TrajectoryRow(
+                trajectory=trajectory_id(step, group, member),
+                step=step,
+                group=group_id(step, group),
+                started_ns=0,
+                ended_ns=1,
+                reward=reward,
+                cause=cause,
+                turns=5,
+                policy_tokens=25,
+                token_ids=b"\x90",
+                truncated=truncated,
+            )
+        )
+
+    def step(
+        self,
+        step: int,
+        at_s: float,
+        duration_s: float = 1.0,
+        *,
+        groups_trained: int = 12,
+        groups_dropped: int = 4,
+        groups_unusable: int = 0,
+    ) -> None:
+        record = StepRecord(
+            step=step,
+            duration_ns=_ns(duration_s),
+            seeding_ns=_ns(duration_s / 6),
+            rollout_ns=_ns(duration_s * 0.8),
+            groups_trained=groups_trained,
+            groups_dropped=groups_dropped,
+        )
         layers = {"embedding": 0.004, **{str(n): 0.01 + 0.002 * n for n in range(12)}, "head": 0.0}
         changed = {layer: share * (1 + 0.1 * (step % 3)) for layer, share in layers.items()}
-        weights = {"version": step + 1, "changed": changed}
+        weights = StepWeights(version=step + 1, changed=changed)
         trainer = {
             "loss": 0.1,
             "clip_share": None,
+            "groups_unusable": float(groups_unusable),
             "weights_bytes": 20_000.0 + 100 * step,
             "weights_over_full": (20_000 + 100 * step) / FULL_BYTES,
             "weights_encode_s": 0.012,
             "weights_changed_share": 0.02,
         }
-        self.journal.step(
-            step,
-            _ns(at_s),
-            {"step": step, "success_rate": 0.5, "trainer": trainer, "weights": weights} | ns | groups | body,
+        self.journal.append(
+            StepRow(step=step, t_ns=_ns(at_s), record=record, success_rate=0.5, trainer=trainer, weights=weights)
         )
 
     def pull(
@@ -140,8 +229,20 @@ class RunWriter:
             "pause": apply_s,
             **further,
         }
-        row = _ns(at_s), worker, version, n_bytes, pull_s, apply_s, error
-        self.journal.pull(*row, full_bytes=FULL_BYTES, split_s={} if error else split_s, refused=refused)
+        self.journal.append(
+            PullRow(
+                t_ns=_ns(at_s),
+                worker=worker,
+                version=version,
+                bytes=n_bytes,
+                pull_s=pull_s,
+                apply_s=apply_s,
+                error=error,
+                full_bytes=FULL_BYTES,
+                split_s={} if error else split_s,
+                refused=list(refused),
+            )
+        )
 
 
 def _ns(value_s: float) -> int:
@@ -149,48 +250,26 @@ def _ns(value_s: float) -> int:
 
 
 @pytest.fixture
-def journal_of(tmp_path: Path) -> Callable[..., Path]:
-    """Has a journal filled; returns its file."""
-    count = 0
+def run_of(tmp_path: Path) -> Callable[..., RunDirectory]:
+    """A run on disk: what fills the journal of each of its lives, the first life's first."""
+    numbers = itertools.count(1)
 
-    def write(fill: Callable[[RunWriter], None], path: Path | None = None) -> Path:
-        nonlocal count
-        count += 1
-        path = path or tmp_path / f"run-{count}.db"
-        journal = Journal(path, commit_interval_s=10.0)
-        fill(RunWriter(journal))
-        journal.close()
-        return path
+    def write(*fills: Callable[[RunWriter], None]) -> RunDirectory:
+        run = RunDirectory(tmp_path / f"run-{next(numbers)}")
+        run.path.mkdir()
+        for fill in fills:
+            journal = run.begin_journal(JournalConfig.model_validate({}))
+            fill(RunWriter(journal))
+            journal.close()
+        return run
 
     return write
 
 
 @pytest.fixture
-def summary_of(journal_of) -> Callable[[Callable[[RunWriter], None]], Summary]:
-    def summary(fill: Callable[[RunWriter], None]) -> Summary:
-        reader = JournalReader(journal_of(fill))
-        try:
-            return summarise(reader)
-        finally:
-            reader.close()
-
-    return summary
-
-
-@pytest.fixture
-def summary_of_lives(journal_of, tmp_path: Path) -> Callable[..., Summary]:
-    """Of a run that was resumed: what fills the journal of each life, the first life's first."""
-
-    def summary(*fills: Callable[[RunWriter], None]) -> Summary:
-        for number, fill in enumerate(fills[:-1], 1):
-            journal_of(fill, tmp_path / f"journal-{number}.sqlite")
-        reader = JournalReader(journal_of(fills[-1], tmp_path / "journal.sqlite"))
-        try:
-            return summarise(reader)
-        finally:
-            reader.close()
-
-    return summary
+def summary_of(run_of) -> Callable[..., Summary]:
+    """As in `run_of`."""
+    return lambda *fills: summarise(run_of(*fills))
 
 
 @pytest.fixture

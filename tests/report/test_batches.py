@@ -11,7 +11,7 @@ CAPABILITIES = Capabilities(engine="torch", replayable_sampling=True, max_contex
 
 
 def group(run, name: str, dropped: str, lengths: list[int], ages: dict[int, int]) -> None:
-    run.journal.group(0, name, 0, 3, dropped, {"lengths": lengths, "tokens_by_age": ages})
+    run.fate(name, 0, dropped, lengths, ages)
 
 
 def test_lengths_of_the_dropped_stand_beside_those_of_the_trained(summary_of):

@@ -9,7 +9,7 @@ from elastic.core import events as e
 from elastic.core.types import Account, EndCause
 from elastic.report import as_markdown, summarise, tables
 from elastic.report.html import as_html
-from elastic.runtime.journal import JournalError, JournalReader
+from elastic.runtime.journal import JournalError
 from elastic.runtime.status import ProviderStatus
 
 
@@ -50,8 +50,8 @@ def resumed(run):
     run.sample(5.0, {"spot": ProviderStatus(tokens=300, usd=4.0), "serving": ProviderStatus(tokens=100)})
 
 
-def test_lives_add_up(summary_of_lives):
-    summary = summary_of_lives(killed, resumed)
+def test_lives_add_up(summary_of):
+    summary = summary_of(killed, resumed)
     assert (summary.lives, summary.outcome, summary.started_at) == (2, "finished", "2026-11-20")
     assert summary.requested_providers == ["spot", "serving"]
     assert summary.wall_s == 15.0
@@ -65,8 +65,8 @@ def test_lives_add_up(summary_of_lives):
     assert "2 lives" in tables.subtitle(summary)
 
 
-def test_one_life_follows_the_other(summary_of_lives):
-    summary = summary_of_lives(killed, resumed)
+def test_one_life_follows_the_other(summary_of):
+    summary = summary_of(killed, resumed)
     assert [(lane.worker, lane.life, lane.opened_s, lane.ready_s, lane.closed_s) for lane in summary.lanes] == [
         ("life 1: spot-1", 1, 0.0, 1.0, 10.0),
         ("spot-1", 2, 10.0, 11.0, 14.0),
@@ -87,8 +87,8 @@ def test_one_life_follows_the_other(summary_of_lives):
     assert min(tokens) >= 0.0
 
 
-def test_what_is_done_again_counts_once(summary_of_lives):
-    summary = summary_of_lives(killed, resumed)
+def test_what_is_done_again_counts_once(summary_of):
+    summary = summary_of(killed, resumed)
     assert [(step.step, step.trajectories) for step in summary.steps] == [(0, 2), (1, 2)]
     assert (summary.groups_trained, summary.groups_dropped) == (2, {})
     assert summary.trajectories_finished == 4
@@ -96,8 +96,8 @@ def test_what_is_done_again_counts_once(summary_of_lives):
     assert summary.usd_per_million_trained_tokens == pytest.approx(170_000.0)
 
 
-def test_weights_are_as_current_as_in_their_own_life(summary_of_lives):
-    weights = summary_of_lives(killed, resumed).weights
+def test_weights_are_as_current_as_in_their_own_life(summary_of):
+    weights = summary_of(killed, resumed).weights
     assert [version.version for version in weights.versions] == [1, 2]
     assert [(pull.worker, pull.first, pull.current_s) for pull in weights.pulls] == [
         ("life 1: spot-1", True, None),
@@ -106,37 +106,34 @@ def test_weights_are_as_current_as_in_their_own_life(summary_of_lives):
     ]
 
 
-def test_a_loss_is_not_made_good_by_the_next_life(summary_of_lives):
+def test_a_loss_is_not_made_good_by_the_next_life(summary_of):
     def lost(run):
         run.open("spot-1", "spot", 0.0)
         run.end("spot-1", EndCause.PREEMPTED, 4.0)
         run.books()
 
-    assert summary_of_lives(lost, resumed).providers["spot"].preempted_share == 0.0
+    assert summary_of(lost, resumed).providers["spot"].preempted_share == 0.0
 
 
-def test_every_format_has_all_lives(summary_of_lives):
-    summary = summary_of_lives(killed, killed, resumed)
+def test_every_format_has_all_lives(summary_of):
+    summary = summary_of(killed, killed, resumed)
     assert summary.lives == 3
     for text in (as_html(summary), as_markdown(summary)):
         assert "3 lives" in text
         assert "$29.00" in text
 
 
-def test_an_earlier_life_that_cannot_be_read_is_named(journal_of, tmp_path):
-    (tmp_path / "journal-1.sqlite").write_bytes(b"no database" * 1000)
-    reader = JournalReader(journal_of(resumed, tmp_path / "journal.sqlite"))
-    with pytest.raises(JournalError, match=r"journal-1\.sqlite"):
-        summarise(reader)
-    reader.close()
+def test_an_earlier_life_that_cannot_be_read_is_named(run_of):
+    run = run_of(killed, killed, resumed)
+    (run.path / "journal.2.sqlite").write_bytes(b"no database" * 1000)
+    with pytest.raises(JournalError, match=r"journal\.2\.sqlite"):
+        summarise(run)
 
 
 @settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(fills=st.lists(st.sampled_from((killed, resumed)), min_size=1, max_size=4))
-def test_any_lives_add_up(summary_of, summary_of_lives, tmp_path, fills):
-    for path in tmp_path.iterdir():
-        path.unlink()
-    whole = summary_of_lives(*fills)
+def test_any_lives_add_up(summary_of, fills):
+    whole = summary_of(*fills)
     parts = [summary_of(fill) for fill in fills]
     assert whole.lives == len(parts)
     for figure in ("usd", "wall_s", "turns", "ledger_imbalance_ns"):
@@ -146,7 +143,7 @@ def test_any_lives_add_up(summary_of, summary_of_lives, tmp_path, fills):
     assert whole.batches.trained_tokens <= sum(part.batches.trained_tokens for part in parts)
 
 
-def test_refusals_of_all_lives_are_shown_under_their_own_workers(summary_of_lives):
+def test_refusals_of_all_lives_are_shown_under_their_own_workers(summary_of):
     def refusing(count):
         def write(run):
             run.meta(run="lake", status="failed: no", started_at="2026-11-20", providers="spot", seed="7")
@@ -156,7 +153,7 @@ def test_refusals_of_all_lives_are_shown_under_their_own_workers(summary_of_live
 
         return write
 
-    summary = summary_of_lives(refusing(12), refusing(1))
+    summary = summary_of(refusing(12), refusing(1))
     warnings = tables.warnings(summary)
     assert "refused: 12 frames of worker life 1: spot-1: log-probability above 0." in warnings
     assert [r.count for r in summary.refused if not r.worker] == [6]

@@ -220,10 +220,9 @@ def test_what_was_truncated_and_what_was_of_no_use_is_counted(summary_of):
     def fill(run):
         run.group(0, 0, [1.0, 0.0, None], trained=True, cause="reset")
         run.group(0, 1, [1.0, 0.0], trained=True)
-        row = (0, "0/0", 0, 1, 0.25, "", 5, 25, b"")
-        run.journal.trajectory("0/0/3", *row, truncated=True)
-        run.journal.unusable("0/1", "gradient 3: magnitude nan")
-        run.step(0, 1.0, groups_trained=2, groups_dropped=0, trainer={"groups_unusable": 1.0}, weights={})
+        run.trajectory(0, 0, 3, 0.25, truncated=True)
+        run.fate("0/1", 0, "unusable: gradient 3: magnitude nan")
+        run.step(0, 1.0, groups_trained=2, groups_dropped=0, groups_unusable=1)
 
     summary = summary_of(fill)
     assert (summary.trajectories_finished, summary.trajectories_truncated) == (5, 1)
@@ -242,7 +241,7 @@ def test_groups_are_dropped_for_the_reason_in_the_journal(summary_of):
             ("0/5", "stale: tokens of version 0, the trainer is at 3"),
             ("0/6", "surplus: the step has its groups"),
         ):
-            run.journal.group(0, group, 0, 0, reason, {"lengths": [], "tokens_by_age": {}})
+            run.fate(group, 0, reason)
         run.step(0, 1.0)
 
     summary = summary_of(fill)

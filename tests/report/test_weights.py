@@ -1,16 +1,13 @@
 """What the report says of weight updates, from journals as runs leave them, and as runs of old left them."""
 
-import sqlite3
-
 import pytest
 
 from elastic import wire
 from elastic.core import events as e
-from elastic.report import as_json, as_markdown, summarise
+from elastic.report import as_json, as_markdown
 from elastic.report.html import as_html
 from elastic.report.tables import tables
 from elastic.report.weights import PARTS, mean_split_s
-from elastic.runtime.journal import JournalReader
 
 FULL_BYTES = 1_190_016
 
@@ -88,14 +85,3 @@ def test_every_format_has_the_section(realistic):
     assert all(f"part-{part}" in page for part in PARTS)
     assert len(plain["weights"]["versions"]) == 60
     assert {"worker", "version", "bytes", "over_full", "split_s"} <= plain["weights"]["pulls"][0].keys()
-
-
-def test_a_journal_from_before_has_no_section(journal_of):
-    path = journal_of(lambda run: None)
-    with sqlite3.connect(path) as connection:
-        connection.execute("ALTER TABLE pulls DROP COLUMN body")
-        connection.execute("INSERT INTO pulls VALUES (1, 'w', 1, 1000, 0.1, 0.1, '')")
-    connection.close()
-    reader = JournalReader(path)
-    assert summarise(reader).weights.pulls == []
-    reader.close()

@@ -25,7 +25,7 @@ from elastic.envs.base import StepResult
 from elastic.model.checkpoint import model_tensors, write_checkpoint
 from elastic.model.config import Qwen3Config
 from elastic.model.qwen3 import Qwen3
-from elastic.runtime.journal import JournalReader
+from elastic.runtime.journal import JournalReader, RunDirectory
 from elastic.runtime.orchestrator import Orchestrator
 
 TINY = Qwen3Config(
@@ -96,7 +96,7 @@ class LiveRun(msgspec.Struct):
     kills: int
 
     def journal(self) -> JournalReader:
-        return JournalReader(self.run_dir / "journal.sqlite")
+        return RunDirectory(self.run_dir).newest_journal()
 
 
 class Killer:

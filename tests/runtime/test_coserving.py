@@ -9,7 +9,7 @@ import pytest
 from elastic.core import events as e
 from elastic.core.types import EndCause
 from elastic.report import summarise
-from elastic.runtime.journal import JournalReader
+from elastic.runtime.journal import JournalReader, MoveRow, RunDirectory, TrajectoryRow
 
 pytestmark = pytest.mark.slow
 
@@ -38,18 +38,18 @@ async def test_turns_of_a_serving_host_that_crashes_go_on_elsewhere(live, config
     assert run.outcome.failed == ""
     assert run.kills == 1
     for reader in journal_of(run):
-        trajectories, moves = reader.rows("trajectories"), reader.rows("moves")
+        trajectories, moves = reader.rows(TrajectoryRow), reader.rows(MoveRow)
         ended = [event for _, event in reader.events_of("LeaseEnded") if isinstance(event, e.LeaseEnded)]
-        summary = summarise(reader)
+    summary = summarise(RunDirectory(run.run_dir))
     (crashed,) = [event for event in ended if "serving-host-0 died" in event.detail]
     assert crashed.cause is EndCause.LOST
     lost_workers = [w.worker for w in run.scheduler.ledger.books.values() if w.lease == crashed.lease]
-    assert [move for move in moves if move["from_worker"] in lost_workers]
+    assert [move for move in moves if move.from_worker in lost_workers]
     # Nothing is lost: every trajectory is whole, and none failed for the crash.
     assert len(trajectories) == 2 * 4 * 4
-    assert {row["cause"] for row in trajectories} == {""}
+    assert {row.cause for row in trajectories} == {""}
     for row in trajectories:
-        assert len(msgspec.msgpack.decode(row["token_ids"])) == 3 + row["policy_tokens"] + 2 * (row["turns"] - 1)
+        assert len(msgspec.msgpack.decode(row.token_ids)) == 3 + row.policy_tokens + 2 * (row.turns - 1)
     assert run.scheduler.ledger.imbalance_ns() == 0
     # The killed one may not have been looked at while it was lent.
     *_, other = summary.co_serving

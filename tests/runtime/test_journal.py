@@ -1,26 +1,64 @@
-"""What is written is read again in order; what cannot be written is said once, and the run told."""
+"""What is written is read again in order, and nothing is lost in between; what cannot be written is said."""
 
+import asyncio
+import math
 import sqlite3
+import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import ClassVar
 
+import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from elastic import wire
 from elastic.core import events as e
-from elastic.core.ledger import Ledger
-from elastic.core.types import EndCause, FinishReason
+from elastic.core.ledger import DeviceBook, Ledger
+from elastic.core.policy import StepRecord
+from elastic.core.types import Account, EndCause, FinishReason
 from elastic.runtime.journal import (
     SCHEMA_VERSION,
+    BookRow,
     Journal,
     JournalError,
     JournalReader,
-    earlier_journals,
-    next_archive,
+    MoveRow,
+    NoteRow,
+    PullRow,
+    SampleRow,
+    StepRow,
+    TrajectoryRow,
+    TurnRow,
     tokens_event,
 )
+from elastic.runtime.journal.records import KINDS, TABLES
+from elastic.runtime.journal.tables import ROWS_AT_ONCE, Table
+from elastic.runtime.status import RunStatus
 
 CHUNK = wire.Chunk("0/0/0/0", 1, 0, [5, 6, 7], [-0.5, -1.0, -1.5], 3, FinishReason.STOP)
+OTHER = wire.Chunk("0/0/1/0", 2, 3, [8, 9], [-0.25, -2.0], 3)
+STATUS = RunStatus(
+    run="r",
+    phase="running",
+    step=0,
+    steps=1,
+    elapsed_s=0.0,
+    success_rate=None,
+    last_success_rate=None,
+    trajectories_running=0,
+    queued_turns=0,
+    tokens_per_s=0.0,
+    preemptions=0,
+    usd=0.0,
+    cpu_share=0.0,
+    pacing_holds=True,
+    trainer="awake",
+    providers={},
+)
 
 
 def until(condition) -> None:
@@ -35,157 +73,591 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "journal.sqlite"
 
 
-def test_events_and_frames_come_back_in_order_with_their_times(path: Path) -> None:
-    ended = e.LeaseEnded(lease="spot-1", cause=EndCause.PREEMPTED, detail="gone")
-    journal = Journal(path, 0.01)
-    journal.event(e.Tick(), 1)
-    journal.frame("w", 2, [CHUNK], 2)
-    journal.event(ended, 3)
-    journal.close()
-    reader = JournalReader(path)
-    expected = [(1, e.Tick()), (2, tokens_event("w", 2, [CHUNK])), (3, ended)]
-    assert list(reader.events()) == expected
-    assert [(t, event) for t, event, _ in reader.entries()] == expected
-    assert [chunk.token_ids for _, _, chunks in reader.entries() for chunk in chunks] == [[5, 6, 7]]
-    assert list(reader.events_of("LeaseEnded")) == [(3, ended)]
-    reader.close()
+@pytest.fixture
+def journal(path: Path) -> Iterator[Journal]:
+    """Commits when it must: at its end, or when it is asked to."""
+    journal = Journal(path, 3600.0, lock_timeout_s=20.0)
+    yield journal
+    if journal.failed is None:
+        journal.close()
 
 
-def test_what_is_appended_is_durable_without_a_close(path: Path) -> None:
-    journal = Journal(path, 0.01)
-    journal.event(e.Tick(), 1)
-    reader = JournalReader(path)
-    until(lambda: list(reader.events()))
-    reader.close()
-    journal.close()
+@contextmanager
+def reading(path: Path) -> Iterator[JournalReader]:
+    with JournalReader(path) as reader:
+        yield reader
 
 
-def test_a_journal_that_goes_on_keeps_its_order(path: Path) -> None:
-    for t_ns in (1, 2):
+def turn(name: str = "0/0/0/0", finished_ns: int = 4, tokens: int = 1) -> TurnRow:
+    return TurnRow(
+        turn=name,
+        trajectory="0/0/0",
+        requested_ns=0,
+        first_token_ns=None,
+        finished_ns=finished_ns,
+        prompt_tokens=1,
+        tokens=tokens,
+        attempts=1,
+        cached_tokens=0,
+        worker="w",
+    )
+
+
+def pull(**changed: object) -> PullRow:
+    row = PullRow(t_ns=1, worker="w", version=1, bytes=1, pull_s=0.5, apply_s=0.5, error="")
+    return msgspec.structs.replace(row, **changed)
+
+
+def body_of(*chunks: wire.Chunk) -> bytes:
+    """A frame's body as it comes off the wire."""
+    (body,) = wire.FrameBuffer().feed(wire.encode(wire.Tokens(list(chunks))))
+    return bytes(body)
+
+
+class TestEvents:
+    def test_come_back_in_order_with_their_times(self, path: Path) -> None:
+        ended = e.LeaseEnded(lease="spot-1", cause=EndCause.PREEMPTED, detail="gone")
+        tokens = tokens_event("w", 2, [CHUNK])
+        journal = Journal(path)
+        journal.event(e.Tick(), 1)
+        journal.frame(tokens, body_of(CHUNK), (0,), 2)
+        journal.event(ended, 3)
+        journal.close()
+        with reading(path) as reader:
+            expected = [(1, e.Tick()), (2, tokens), (3, ended)]
+            assert list(reader.events()) == expected
+            assert [(t, event) for t, event, _ in reader.entries()] == expected
+            assert [chunks for _, _, chunks in reader.entries()] == [{}, {0: CHUNK}, {}]
+            assert list(reader.events_of("LeaseEnded")) == [(3, ended)]
+
+    @pytest.mark.parametrize("accepted", [(), (0,), (1,), (0, 1)])
+    def test_a_frame_is_kept_as_far_as_it_was_accepted(self, path: Path, accepted: tuple[int, ...]) -> None:
+        """What the core saw is whole: a replay decides the same, and what it refuses it need not have."""
+        event = tokens_event("w", 2, [CHUNK, OTHER])
+        journal = Journal(path)
+        journal.frame(event, memoryview(body_of(CHUNK, OTHER)), accepted, 1)
+        journal.close()
+        with reading(path) as reader:
+            assert list(reader.entries()) == [(1, event, {at: (CHUNK, OTHER)[at] for at in accepted})]
+
+    def test_a_frame_is_kept_as_it_came(self, path: Path) -> None:
+        """Bytes that a newer worker adds to its message stay, though nobody here knows them."""
+        body = body_of(CHUNK)
+        journal = Journal(path)
+        journal.frame(tokens_event("w", 2, [CHUNK]), body, (0,), 1)
+        journal.close()
+        with closing(sqlite3.connect(path)) as connection:
+            (stored,) = connection.execute("SELECT body FROM events").fetchone()
+        assert stored.endswith(body)
+
+    def test_a_worthless_frame_takes_no_room_for_its_tokens(self, path: Path) -> None:
+        large = wire.Chunk("0/0/0/0", 1, 0, [5] * 10_000, [-0.5] * 10_000, 3)
+        journal = Journal(path)
+        journal.frame(tokens_event("w", 2, [large]), body_of(large), (), 1)
+        journal.close()
+        with closing(sqlite3.connect(path)) as connection:
+            assert connection.execute("SELECT length(body) FROM events").fetchone()[0] < 200
+
+
+class TestRecords:
+    @pytest.mark.parametrize("rows", [1, ROWS_AT_ONCE - 1, ROWS_AT_ONCE, 2 * ROWS_AT_ONCE + 3])
+    def test_come_back_in_order(self, path: Path, rows: int) -> None:
+        moves = [
+            MoveRow(
+                turn="t",
+                attempt=n,
+                from_worker="a",
+                to_worker="b",
+                left_ns=n,
+                started_ns=n + 1,
+                accepted_tokens=2**53 - n,
+            )
+            for n in range(rows)
+        ]
+        journal = Journal(path)
+        for move in moves:
+            journal.append(move)
+        journal.close()
+        with reading(path) as reader:
+            assert reader.rows(MoveRow) == moves
+
+    def test_the_last_one_of_a_key_stands(self, path: Path) -> None:
+        journal = Journal(path)
+        for tokens in (1, 2):
+            journal.append(turn(tokens=tokens))
+            journal.meta("status", str(tokens))
+        journal.close()
+        with reading(path) as reader:
+            assert [row.tokens for row in reader.rows(TurnRow)] == [2]
+            assert reader.meta()["status"] == "2"
+
+    def test_have_what_is_no_number_or_text_as_json(self, path: Path) -> None:
+        record = StepRecord(step=3, duration_ns=1, seeding_ns=2, rollout_ns=3, groups_trained=4, groups_dropped=5)
+        step = StepRow(step=3, t_ns=9, record=record, success_rate=0.5, trainer={"loss": 0.25, "clip": None})
+        refused = pull(refused=[wire.Refusal("manifest", "signature")], split_s={"wire": 0.5})
+        journal = Journal(path)
+        journal.append(step)
+        journal.append(refused)
+        journal.append(SampleRow(t_ns=5, status=STATUS))
+        journal.close()
+        with reading(path) as reader:
+            assert reader.rows(StepRow) == [step]
+            assert reader.rows(PullRow) == [refused]
+            assert reader.rows(SampleRow) == [SampleRow(t_ns=5, status=STATUS)]
+
+    def test_are_as_they_were_when_they_were_appended(self, path: Path) -> None:
+        book = DeviceBook("spot-1", "spot-1", "spot", 1, 7, 0, 0)
+        journal = Journal(path, 3600.0)
+        journal.append(BookRow(worker="spot-1", book=book))
+        book.add(Account.DECODE, 5)
+        journal.close()
+        with reading(path) as reader:
+            assert [found.cursor_ns for found in reader.books()] == [0]
+
+    def test_each_kind_has_a_table_with_a_column_for_each_field(self, journal: Journal) -> None:
+        for kind in KINDS:
+            columns = [c[1] for c in journal._connection.execute(f"PRAGMA table_info({kind.TABLE})")]
+            assert [name for name in columns if name != "seq"] == list(kind.__struct_fields__)
+
+
+class TestBooks:
+    def books(self, reader: JournalReader) -> dict[str, DeviceBook]:
+        return {book.worker: book for book in reader.books()}
+
+    def test_closed_ones_are_written_once(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        written: list[str] = []
+        kept = Table.kept
+
+        def noted(table: Table, record: object) -> object:
+            if isinstance(record, BookRow):
+                written.append(record.worker)
+            return kept(table, record)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(Table, "kept", noted)
+        ledger = Ledger()
+        for number in (1, 2):
+            ledger.open(f"spot-{number}", f"spot-{number}", "spot", 1, 1.0, number)
+        journal = Journal(path)
+        journal.books(ledger.books.values())
+        ledger.close("spot-1", 10, clean=True)
+        for _ in range(3):
+            journal.books(ledger.books.values())
+        assert written == ["spot-1", "spot-2", "spot-1", *["spot-2"] * 3]
+        journal.close()
+        with reading(path) as reader:
+            assert self.books(reader) == ledger.books
+
+    def test_a_closed_one_that_changes_is_written_again(self, path: Path) -> None:
+        """Tokens of a worker may turn out to be lost after its lease has ended."""
+        ledger = Ledger()
+        ledger.open("spot-1", "spot-1", "spot", 1, 1.0, 0)
+        ledger.report("spot-1", {Account.DECODE: 100}, 10, 100)
+        ledger.close("spot-1", 200, clean=False)
+        journal = Journal(path)
+        journal.books(ledger.books.values())
+        ledger.lose("spot-1", 5)
+        journal.books(ledger.books.values())
+        journal.close()
+        with reading(path) as reader:
+            assert self.books(reader) == ledger.books
+
+    @given(
+        st.lists(
+            st.one_of(
+                st.tuples(st.just("open"), st.integers(0, 4)),
+                st.tuples(st.just("close"), st.integers(0, 4)),
+                st.tuples(st.just("report"), st.integers(0, 4)),
+                st.tuples(st.just("lose"), st.integers(0, 4)),
+                st.tuples(st.just("write"), st.just(0)),
+            ),
+            max_size=30,
+        )
+    )
+    def test_the_last_state_of_each_is_what_the_journal_has(self, acts: list[tuple[str, int]]) -> None:
+        """Of a ledger whose leases are never opened twice, as the core's."""
+        ledger, written = Ledger(), Written()
+        for t_ns, (act, number) in enumerate(acts, 1):
+            name = f"spot-{number}"
+            if act == "open" and name not in ledger.books:
+                ledger.open(name, name, "spot", 1, 1.0, t_ns)
+            elif act == "report":
+                ledger.report(name, {Account.DECODE: t_ns}, t_ns, t_ns)
+            elif act == "lose":
+                ledger.lose(name, 1)
+            elif act == "close":
+                ledger.close(name, t_ns, clean=True)
+            elif act == "write":
+                Journal.books(written, ledger.books.values())  # type: ignore[arg-type]
+        Journal.books(written, ledger.books.values())  # type: ignore[arg-type]
+        assert written.last == {name: msgspec.to_builtins(book) for name, book in ledger.books.items()}
+
+
+class Written:
+    """Takes books as a journal does."""
+
+    def __init__(self) -> None:
+        self._books: dict[str, tuple[int, int]] = {}
+        self.last: dict[str, object] = {}
+
+    def append(self, record: BookRow) -> None:
+        self.last[record.worker] = msgspec.to_builtins(record.book)
+
+
+class TestDurability:
+    def test_what_is_appended_is_durable_without_a_close(self, path: Path) -> None:
         journal = Journal(path, 0.01)
-        journal.event(e.Tick(), t_ns)
-        journal.close()
-    reader = JournalReader(path)
-    assert [t_ns for t_ns, _ in reader.events()] == [1, 2]
-    reader.close()
-
-
-def test_a_group_that_was_of_no_use_says_why(path: Path) -> None:
-    journal = Journal(path, 0.01)
-    for group in ("0/0", "0/1"):
-        journal.group(1, group, 0, 0, "", {"lengths": [3], "tokens_by_age": {0: 3}})
-    journal.unusable("0/1", "token 99 is not in the vocabulary of 32")
-    journal.close()
-    reader = JournalReader(path)
-    assert [row["dropped"] for row in reader.rows("groups")] == [
-        "",
-        "unusable: token 99 is not in the vocabulary of 32",
-    ]
-    reader.close()
-
-
-def test_a_disk_that_fills_up_is_the_journals_failure(path: Path) -> None:
-    journal = Journal(path, 0.01)
-    journal._connection.execute("PRAGMA max_page_count = 30")
-    for t_ns in range(2000):
-        journal.frame("w", 1, [CHUNK], t_ns)
-    until(lambda: journal.failed is not None)
-    assert str(path) in str(journal.failed)
-    assert "full" in str(journal.failed)
-    with pytest.raises(JournalError, match="full"):
+        journal.event(e.Tick(), 1)
+        with reading(path) as reader:
+            until(lambda: list(reader.events()))
         journal.close()
 
+    def test_is_waited_for_without_the_interval(self, path: Path, journal: Journal) -> None:
+        with reading(path) as reader:
+            for t_ns in range(1, 4):
+                journal.event(e.Tick(), t_ns)
+                journal.durable().result(timeout=20)
+                assert [at_ns for at_ns, _ in reader.events()] == list(range(1, t_ns + 1))
 
-def test_directory_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(JournalError, match="nosuch"):
-        Journal(tmp_path / "nosuch" / "journal.sqlite", 0.01)
+    async def test_is_awaited(self, path: Path, journal: Journal) -> None:
+        journal.event(e.Tick(), 1)
+        async with asyncio.timeout(20):
+            await asyncio.wrap_future(journal.durable())
+        with reading(path) as reader:
+            assert len(list(reader.events())) == 1
+
+    def test_of_nothing_is_at_once(self, journal: Journal) -> None:
+        journal.durable().result(timeout=20)
+
+    def test_holds_after_the_close(self, path: Path) -> None:
+        journal = Journal(path, 3600.0)
+        journal.event(e.Tick(), 1)
+        waiting = journal.durable()
+        journal.close()
+        assert waiting.result(timeout=0) is None
+        assert journal.durable().result(timeout=0) is None
+
+    @pytest.mark.parametrize(("against", "synchronous"), [("process", 1), ("power", 2)])
+    def test_is_against_a_dead_process_or_a_power_failure(self, path: Path, against: str, synchronous: int) -> None:
+        journal = Journal(path, durable_against=against)
+        assert journal._connection.execute("PRAGMA synchronous").fetchone() == (synchronous,)
+        journal.close()
+
+    def test_no_row_is_lost_between_threads(self, path: Path) -> None:
+        """Appended from several threads while the writer commits as fast as it can; each one's rows stay in order."""
+        threads, rows = 4, 3000
+        journal = Journal(path, 0.0001)
+        begin = threading.Barrier(threads)
+
+        def hammer(number: int) -> None:
+            begin.wait()
+            for count in range(rows):
+                journal.event(e.StopRequested(reason=str(number)), count)
+                journal.append(turn(f"{number}/{count}"))
+                if count % 200 == 0:
+                    journal.durable().result(timeout=60)
+
+        hammering = [threading.Thread(target=hammer, args=(number,)) for number in range(threads)]
+        for thread in hammering:
+            thread.start()
+        for thread in hammering:
+            thread.join()
+        journal.close()
+        found: dict[str, list[int]] = {}
+        with reading(path) as reader:
+            for t_ns, event in reader.events():
+                assert isinstance(event, e.StopRequested)
+                found.setdefault(event.reason, []).append(t_ns)
+            turns = {row.turn for row in reader.rows(TurnRow)}
+        assert found == {str(number): list(range(rows)) for number in range(threads)}
+        assert turns == {f"{number}/{count}" for number in range(threads) for count in range(rows)}
+
+    def test_nothing_is_lost_that_is_appended_while_the_writer_takes_what_is_there(self, path: Path) -> None:
+        """The writer takes what has gathered at the very moment between two halves of an append."""
+        journal = Journal(path, 3600.0)
+        table = TABLES[NoteRow]
+        kept = table.kept
+
+        def taken_meanwhile(record: NoteRow) -> object:
+            journal.durable().result(timeout=20)
+            return kept(record)
+
+        table.kept = taken_meanwhile  # type: ignore[method-assign]
+        try:
+            for number in range(50):
+                journal.meta(str(number), "")
+        finally:
+            del table.kept
+        journal.close()
+        with reading(path) as reader:
+            assert {str(number) for number in range(50)} <= reader.meta().keys()
+
+    def test_a_closed_journal_takes_nothing(self, path: Path) -> None:
+        journal = Journal(path)
+        journal.close()
+        with pytest.raises(JournalError, match="closed"):
+            journal.event(e.Tick(), 1)
+
+    def test_each_has_a_file_of_its_own(self, path: Path) -> None:
+        Journal(path).close()
+        with pytest.raises(JournalError, match=r"journal\.sqlite: there is a journal already"):
+            Journal(path)
+        with reading(path) as reader:
+            assert list(reader.events()) == []
 
 
-@pytest.mark.parametrize("content", [None, b"not a database, but long enough to be taken for one" * 20, b""])
-def test_what_is_no_journal_cannot_be_read(path: Path, content: bytes | None) -> None:
-    if content is not None:
-        path.write_bytes(content)
-    with pytest.raises(JournalError, match="journal"):
-        JournalReader(path)
-
-
-def test_another_schema_is_named(path: Path) -> None:
-    Journal(path, 0.01).close()
-    connection = sqlite3.connect(path)
-    connection.execute("UPDATE meta SET value = '99' WHERE key = 'schema_version'")
-    connection.commit()
-    connection.close()
-    with pytest.raises(JournalError, match=f"schema version 99; this elastic reads {SCHEMA_VERSION}"):
-        JournalReader(path)
-
-
-PAGE_BYTES = 4096
-READERS = {
-    "rows": lambda reader: reader.rows("samples"),
-    "entries": lambda reader: list(reader.entries()),
-    "events_of": lambda reader: list(reader.events_of("Tick")),
-    "last_ns": lambda reader: reader.last_ns(),
+WILD: dict[str, Callable[[Journal], None]] = {
+    "integer beyond 64 bits": lambda journal: journal.append(pull(bytes=2**63)),
+    "negative beyond 64 bits": lambda journal: journal.append(turn(tokens=-(2**63) - 1)),
+    "infinite": lambda journal: journal.append(pull(pull_s=math.inf)),
+    "minus infinite": lambda journal: journal.append(pull(apply_s=-math.inf)),
+    "not a number": lambda journal: journal.append(pull(pull_s=math.nan)),
+    "missing": lambda journal: journal.append(turn(finished_ns=None)),  # type: ignore[arg-type]
+    "a text that is none": lambda journal: journal.meta("key", "\ud800"),
+    "of no type": lambda journal: journal.append(turn(tokens=object())),  # type: ignore[arg-type]
 }
 
 
-@pytest.mark.parametrize("name", READERS)
-def test_a_damaged_journal_is_named(path: Path, name: str) -> None:
-    journal = Journal(path, 10.0)
-    for t_ns in range(3000):
-        journal.event(e.Tick(), t_ns)
-        journal.sample(t_ns, {"much": "x" * 20})
-    journal.close()
-    sound = path.read_bytes()[: 15 * PAGE_BYTES]
-    path.write_bytes(sound + b"\xff" * (path.stat().st_size - len(sound)))
-    reader = JournalReader(path)
-    with pytest.raises(JournalError, match=f"{path.name}: .*malformed"):
-        READERS[name](reader)
-    reader.close()
+class TestFailures:
+    @pytest.mark.parametrize("name", WILD)
+    def test_whatever_cannot_be_written_is_the_journals_failure(self, path: Path, name: str) -> None:
+        """What was committed stays, the rest of its batch goes with it, and nothing comes after."""
+        told = threading.Event()
+        journal = Journal(path, 3600.0)
+        journal.on_change = told.set
+        journal.event(e.Tick(), 1)
+        journal.durable().result(timeout=20)
+        journal.event(e.Tick(), 2)
+        WILD[name](journal)
+        with pytest.raises(JournalError, match=r"journal\.sqlite: ."):
+            journal.durable().result(timeout=20)
+        assert told.wait(20)
+        assert journal.failed is not None
+        journal.event(e.Tick(), 3)
+        with pytest.raises(JournalError):
+            journal.durable().result(timeout=20)
+        with pytest.raises(JournalError):
+            journal.close()
+        with reading(path) as reader:
+            assert [t_ns for t_ns, _ in reader.events()] == [1]
 
-
-@pytest.mark.parametrize(("table", "name"), [("samples", "rows"), ("events", "events_of"), ("events", "entries")])
-def test_damage_within_a_row_is_named(path: Path, table: str, name: str) -> None:
-    journal = Journal(path, 10.0)
-    journal.event(e.Tick(), 1)
-    journal.sample(1, {})
-    journal.close()
-    connection = sqlite3.connect(path)
-    connection.execute(f"UPDATE {table} SET body = CAST('damaged' AS {'BLOB' if table == 'events' else 'TEXT'})")
-    connection.commit()
-    connection.close()
-    reader = JournalReader(path)
-    with pytest.raises(JournalError, match=path.name):
-        READERS[name](reader)
-    reader.close()
-
-
-def test_earlier_journals_are_numbered(path: Path) -> None:
-    assert earlier_journals(path) == []
-    assert next_archive(path).name == "journal-1.sqlite"
-    for name in ("journal-10.sqlite", "journal-2.sqlite", "journal-2.sqlite-wal", "journal-x.sqlite", path.name):
-        path.with_name(name).touch()
-    assert [found.name for found in earlier_journals(path)] == ["journal-2.sqlite", "journal-10.sqlite"]
-    assert next_archive(path).name == "journal-11.sqlite"
-
-
-def test_the_last_moment_is_that_of_whatever_came_last(path: Path) -> None:
-    ledger = Ledger()
-    ledger.open("spot-1", "spot-1", "spot", 1, 1.0, 2)
-    journal = Journal(path, 0.01)
-    journal.close()
-    lasts = []
-    for write in (
-        lambda journal: None,
-        lambda journal: journal.event(e.Tick(), 1),
-        lambda journal: journal.books(ledger),
-        lambda journal: journal.step(0, 3, {}),
-        lambda journal: journal.turn("t", "t", 0, None, 4, 1, 1, 1, 0, "w"),
-        lambda journal: journal.sample(5, {}),
-    ):
+    def test_a_disk_that_fills_up(self, path: Path) -> None:
         journal = Journal(path, 0.01)
-        write(journal)
+        journal._connection.execute("PRAGMA max_page_count = 30")
+        for t_ns in range(2000):
+            journal.event(e.StopRequested(reason="x" * 100), t_ns)
+        until(lambda: journal.failed is not None)
+        assert str(path) in str(journal.failed)
+        assert "full" in str(journal.failed)
+        with pytest.raises(JournalError, match="full"):
+            journal.close()
+
+    def test_directory_that_is_not_there(self, tmp_path: Path) -> None:
+        with pytest.raises(JournalError, match="nosuch"):
+            Journal(tmp_path / "nosuch" / "journal.sqlite")
+
+
+class TestForeignLock:
+    @contextmanager
+    def locked(self, path: Path) -> Iterator[sqlite3.Connection]:
+        with closing(sqlite3.connect(path, isolation_level=None, check_same_thread=False)) as foreign:
+            foreign.execute("BEGIN IMMEDIATE")
+            yield foreign
+
+    def test_is_waited_for(self, path: Path, journal: Journal) -> None:
+        with self.locked(path) as foreign:
+            journal.event(e.Tick(), 1)
+            waiting = journal.durable()
+            # The writer has taken what there was, and waits for the lock.
+            until(lambda: not journal._batch.waiting)
+            assert not waiting.done()
+            foreign.execute("ROLLBACK")
+            waiting.result(timeout=20)
+        assert journal.failed is None
+
+    def test_is_not_waited_for_for_ever(self, path: Path) -> None:
+        journal = Journal(path, 3600.0, lock_timeout_s=0.05)
+        with self.locked(path):
+            journal.event(e.Tick(), 1)
+            with pytest.raises(
+                JournalError, match=r"locked by another process for 0\.05 s \(journal\.lock_timeout_s\)"
+            ):
+                journal.durable().result(timeout=20)
+            with pytest.raises(JournalError):
+                journal.close()
+
+
+class TestBehind:
+    def test_is_told_and_over_once_it_has_caught_up(self, path: Path) -> None:
+        journal = Journal(path, 3600.0, lock_timeout_s=20.0, pending_bytes=10_000)
+        told: list[bool] = []
+        caught_up = threading.Event()
+
+        def changed() -> None:
+            told.append(journal.behind)
+            if not journal.behind:
+                caught_up.set()
+
+        journal.on_change = changed
+        with TestForeignLock().locked(path) as foreign:
+            written = 0
+            while not journal.behind:
+                journal.event(e.StopRequested(reason="x" * 100), written)
+                written += 1
+                assert written < 1000
+            assert told == [True]
+            for _ in range(10):
+                journal.event(e.Tick(), written)
+            foreign.execute("ROLLBACK")
+            assert caught_up.wait(20)
+        assert told == [True, False]
         journal.close()
-        reader = JournalReader(path)
-        lasts.append(reader.last_ns())
-        reader.close()
-    assert lasts == [0, 1, 2, 3, 4, 5]
+        with reading(path) as reader:
+            assert len(list(reader.events())) == written + 10
+
+    def test_who_can_wait_is_held(self, path: Path) -> None:
+        """What waits to be written never grows beyond its bound by more than what one thread appends at once."""
+        journal = Journal(path, 3600.0, pending_bytes=10_000, waits=True)
+        most = 0
+        for t_ns in range(2000):
+            journal.event(e.StopRequested(reason="x" * 100), t_ns)
+            most = max(most, journal._committing_bytes + journal._batch.bytes)
+        assert most <= 10_000
+        journal.close()
+        with reading(path) as reader:
+            assert len(list(reader.events())) == 2000
+
+    def test_a_journal_that_fails_holds_nobody(self, path: Path) -> None:
+        journal = Journal(path, 3600.0, lock_timeout_s=0.01, pending_bytes=1000, waits=True)
+        with TestForeignLock().locked(path):
+            for t_ns in range(100):
+                journal.event(e.StopRequested(reason="x" * 100), t_ns)
+            assert journal.failed is not None
+            assert not journal.behind
+            with pytest.raises(JournalError):
+                journal.close()
+
+
+class TestReading:
+    @pytest.mark.parametrize("content", [None, b"not a database, but long enough to be taken for one" * 20, b""])
+    def test_what_is_no_journal(self, path: Path, content: bytes | None) -> None:
+        if content is not None:
+            path.write_bytes(content)
+        with pytest.raises(JournalError, match="journal"):
+            JournalReader(path)
+
+    @pytest.mark.parametrize(
+        ("version", "found"), [("99", "schema version 99, written by a newer"), ("x", "version x")]
+    )
+    def test_another_schema_is_named(self, path: Path, version: str, found: str) -> None:
+        Journal(path).close()
+        with closing(sqlite3.connect(path)) as connection:
+            connection.execute("UPDATE meta SET value = ? WHERE key = 'schema_version'", (version,))
+            connection.commit()
+        with pytest.raises(JournalError, match=f"{found}.*reads {SCHEMA_VERSION}"):
+            JournalReader(path)
+
+    def test_a_torn_tail_takes_only_what_was_not_committed_with_it(self, path: Path) -> None:
+        """As a power failure leaves it: the log of the last commits is cut anywhere."""
+        journal = Journal(path, 3600.0)
+        for t_ns in range(1, 6):
+            journal.event(e.Tick(), t_ns)
+            journal.durable().result(timeout=20)
+        log = path.with_name("journal.sqlite-wal").read_bytes()
+        sizes = range(0, len(log), 997)
+        journal.close()
+        whole = path.with_name("whole")
+        whole.mkdir()
+        lasts: list[int] = []
+        for size in sizes:
+            torn = whole / f"{size}.sqlite"
+            Journal(torn, 3600.0).close()
+            torn.with_name(f"{torn.name}-wal").write_bytes(log[:size])
+            with reading(torn) as reader:
+                times = [t_ns for t_ns, _ in reader.events()]
+            assert times == list(range(1, len(times) + 1))
+            lasts.append(len(times))
+        assert lasts == sorted(lasts)
+        assert lasts[-1] >= 3
+
+    READERS: ClassVar[dict[str, Callable[[JournalReader], object]]] = {
+        "rows": lambda reader: reader.rows(SampleRow),
+        "entries": lambda reader: list(reader.entries()),
+        "events_of": lambda reader: list(reader.events_of("Tick")),
+        "last_ns": lambda reader: reader.last_ns(),
+    }
+
+    @pytest.mark.parametrize("name", READERS)
+    def test_a_damaged_journal_is_named(self, path: Path, name: str) -> None:
+        page_bytes, sound_pages = 4096, 20
+        journal = Journal(path, 3600.0)
+        for t_ns in range(3000):
+            journal.event(e.Tick(), t_ns)
+            journal.append(SampleRow(t_ns=t_ns, status=STATUS))
+        journal.close()
+        sound = path.read_bytes()[: sound_pages * page_bytes]
+        path.write_bytes(sound + b"\xff" * (path.stat().st_size - len(sound)))
+        with reading(path) as reader, pytest.raises(JournalError, match=f"{path.name}: .*malformed"):
+            self.READERS[name](reader)
+
+    @pytest.mark.parametrize(("table", "name"), [("samples", "rows"), ("events", "events_of"), ("events", "entries")])
+    def test_damage_within_a_row_is_named(self, path: Path, table: str, name: str) -> None:
+        journal = Journal(path)
+        journal.event(e.Tick(), 1)
+        journal.append(SampleRow(t_ns=1, status=STATUS))
+        journal.close()
+        column, kind = ("body", "BLOB") if table == "events" else ("status", "TEXT")
+        with closing(sqlite3.connect(path)) as connection:
+            connection.execute(f"UPDATE {table} SET {column} = CAST('damaged' AS {kind})")
+            connection.commit()
+        with reading(path) as reader, pytest.raises(JournalError, match=path.name):
+            self.READERS[name](reader)
+
+    def test_a_number_where_a_text_belongs_is_named(self, path: Path) -> None:
+        journal = Journal(path)
+        journal.append(turn())
+        journal.close()
+        with closing(sqlite3.connect(path)) as connection:
+            connection.execute("UPDATE turns SET tokens = 'many'")
+            connection.commit()
+        with reading(path) as reader, pytest.raises(JournalError, match=path.name):
+            reader.rows(TurnRow)
+
+    def test_the_last_moment_is_that_of_whatever_came_last(self, tmp_path: Path) -> None:
+        ledger = Ledger()
+        ledger.open("spot-1", "spot-1", "spot", 1, 1.0, 2)
+        record = StepRecord(step=0, duration_ns=0, seeding_ns=0, rollout_ns=0, groups_trained=0, groups_dropped=0)
+        acts: tuple[Callable[[Journal], None], ...] = (
+            lambda journal: None,
+            lambda journal: journal.event(e.Tick(), 1),
+            lambda journal: journal.books(ledger.books.values()),
+            lambda journal: journal.append(StepRow(step=0, t_ns=3, record=record, success_rate=None, trainer={})),
+            lambda journal: journal.append(turn()),
+            lambda journal: journal.append(SampleRow(t_ns=5, status=STATUS)),
+        )
+        for count in range(len(acts)):
+            path = tmp_path / f"{count}.sqlite"
+            journal = Journal(path)
+            for act in acts[: count + 1]:
+                act(journal)
+            journal.close()
+            with reading(path) as reader:
+                assert reader.last_ns() == count
+
+    def test_reward_that_is_none(self, path: Path) -> None:
+        row = TrajectoryRow(
+            trajectory="0/0/0",
+            step=0,
+            group="0/0",
+            started_ns=0,
+            ended_ns=1,
+            reward=None,
+            cause="reset",
+            turns=0,
+            policy_tokens=0,
+            token_ids=b"\x90",
+        )
+        journal = Journal(path)
+        journal.append(row)
+        journal.close()
+        with reading(path) as reader:
+            assert reader.rows(TrajectoryRow) == [row]

@@ -11,9 +11,10 @@ from elastic import compose
 from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core.digest import digest
+from elastic.core.ids import parse_turn, provider_of
 from elastic.core.scheduler import Scheduler
 from elastic.envs.base import StepResult
-from elastic.runtime.journal import JournalReader
+from elastic.runtime.journal import GroupRow, JournalReader, MoveRow, RunDirectory, StepRow, TrajectoryRow
 
 pytestmark = pytest.mark.slow
 
@@ -42,23 +43,23 @@ class Evidence:
         self.digest = digest(scheduler)
 
 
-def evidence_of(run: Any) -> tuple[Evidence, list[dict[str, Any]]]:
+def evidence_of(run: Any) -> tuple[Evidence, list[TrajectoryRow]]:
     scheduler = run.scheduler
     fresh = Scheduler(scheduler.plan, scheduler.limits, scheduler.policies, 0)
     reader = run.journal()
     try:
-        return Evidence(reader, fresh), reader.rows("trajectories")
+        return Evidence(reader, fresh), reader.rows(TrajectoryRow)
     finally:
         reader.close()
 
 
 def policy_tokens(turns: dict[str, list[int]], trajectory: str) -> list[list[int]]:
-    own = {int(turn.rpartition("/")[2]): tokens for turn, tokens in turns.items() if turn.startswith(f"{trajectory}/")}
+    own = {parse_turn(turn)[1]: tokens for turn, tokens in turns.items() if turn.startswith(f"{trajectory}/")}
     return [own[n] for n in sorted(own)]
 
 
-def tokens_of(trajectories: list[dict[str, Any]], step: int) -> dict[str, list[int]]:
-    return {row["trajectory"]: msgspec.msgpack.decode(row["token_ids"]) for row in trajectories if row["step"] == step}
+def tokens_of(trajectories: list[TrajectoryRow], step: int) -> dict[str, list[int]]:
+    return {row.trajectory: msgspec.msgpack.decode(row.token_ids) for row in trajectories if row.step == step}
 
 
 def batches_by_provider(run: Any) -> dict[str, set[int]]:
@@ -67,7 +68,7 @@ def batches_by_provider(run: Any) -> dict[str, set[int]]:
     found: dict[str, set[int]] = {}
     try:
         for _, event in reader.events_of("WorkerJoined"):
-            found.setdefault(event.worker.rpartition("-")[0], set()).add(event.capabilities.max_batch)
+            found.setdefault(provider_of(event.worker), set()).add(event.capabilities.max_batch)
     finally:
         reader.close()
     return found
@@ -84,9 +85,9 @@ async def test_nothing_is_lost_when_workers_are_killed(live, live_config) -> Non
     proof, trajectories = evidence_of(run)
     assert len(trajectories) == 2 * 4 * 4
     for row in trajectories:
-        assert row["cause"] == ""
-        token_ids, prompt = msgspec.msgpack.decode(row["token_ids"]), 3
-        for tokens in policy_tokens(proof.accepted, row["trajectory"]):
+        assert row.cause == ""
+        token_ids, prompt = msgspec.msgpack.decode(row.token_ids), 3
+        for tokens in policy_tokens(proof.accepted, row.trajectory):
             assert token_ids[prompt : prompt + len(tokens)] == tokens
             prompt += len(tokens) + 2
         assert prompt - 2 == len(token_ids)
@@ -94,12 +95,12 @@ async def test_nothing_is_lost_when_workers_are_killed(live, live_config) -> Non
     assert set(proof.trained.values()) == {1}
 
     reader = run.journal()
-    meta, steps, moves = reader.meta(), reader.rows("steps"), reader.rows("moves")
+    meta, steps, moves = reader.meta(), reader.rows(StepRow), reader.rows(MoveRow)
     ended = [event for _, event in reader.events_of("LeaseEnded") if isinstance(event, e.LeaseEnded)]
     granted = [event for _, event in reader.events_of("LeaseGranted") if isinstance(event, e.LeaseGranted)]
     reader.close()
     assert meta["status"] == "finished"
-    assert [step["step"] for step in steps] == [0, 1]
+    assert [step.step for step in steps] == [0, 1]
     assert moves
     assert proof.digest == digest(run.scheduler) == meta["digest"]
     assert sorted(event.lease for event in granted) == sorted(event.lease for event in ended)
@@ -156,15 +157,15 @@ async def test_an_environments_faults_are_never_scored(live, live_config, parity
     run = await live(config, (), environment=faulty(parity))
     assert run.outcome.failed == ""
     proof, trajectories = evidence_of(run)
-    causes = Counter(row["cause"] for row in trajectories)
+    causes = Counter(row.cause for row in trajectories)
     assert causes == {
         "": 4,
         "the environment raised Broken: no lake today": 4,
         "the environment raised Broken: the ice broke": 4,
         "the environment did not answer within 0.5 s": 8,
     }
-    failed = {row["trajectory"] for row in trajectories if row["cause"]}
-    assert all(row["reward"] is None for row in trajectories if row["cause"])
+    failed = {row.trajectory for row in trajectories if row.cause}
+    assert all(row.reward is None for row in trajectories if row.cause)
     assert not failed & set(proof.trained)
     assert len(proof.dropped) == 5, "one member of a group is left, and it has nobody to be compared with"
     assert all("no lake today" in r or "the ice broke" in r for r in proof.dropped.values())
@@ -191,17 +192,17 @@ async def test_truncated_episodes_are_scored_and_what_cannot_be_trained_on_ends_
     run = await live(config, (), environment=endless(parity))
     assert run.outcome.failed == ""
     reader = run.journal()
-    trajectories, groups, steps = (reader.rows(table) for table in ("trajectories", "groups", "steps"))
+    trajectories, groups, steps = reader.rows(TrajectoryRow), reader.rows(GroupRow), reader.rows(StepRow)
     reader.close()
     assert len(trajectories) == 2 * 6 * 4
-    assert all(row["truncated"] for row in trajectories)
-    assert {row["reward"] for row in trajectories} == {0.0, 1.0}
-    reasons = [row["dropped"] for row in groups if row["dropped"] != "zero_variance"]
+    assert all(row.truncated for row in trajectories)
+    assert {row.reward for row in trajectories} == {0.0, 1.0}
+    reasons = [row.dropped for row in groups if row.dropped != "zero_variance"]
     assert reasons
     assert all("token 99 is not in the vocabulary of 16" in reason for reason in reasons)
-    assert sum(step["trainer"]["groups_unusable"] for step in steps) == len(reasons)
+    assert sum(step.trainer["groups_unusable"] or 0 for step in steps) == len(reasons)
 
 
 async def test_a_journal_replays_to_the_state_of_the_run(live, live_config) -> None:
     run = await live(live_config(run={"steps": 1}), ())
-    assert digest(compose.replay(run.run_dir)) == digest(run.scheduler)
+    assert digest(compose.replay(RunDirectory(run.run_dir))) == digest(run.scheduler)

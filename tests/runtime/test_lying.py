@@ -40,6 +40,9 @@ class Ear:
     def on_message(self, worker: str, epoch: int, message: wire.FromWorker) -> None:
         self._note(worker, message)
 
+    def on_tokens(self, worker: str, epoch: int, tokens: wire.Tokens, body: memoryview) -> None:
+        self._note(worker, tokens)
+
     def on_disconnected(self, worker: str, epoch: int, goodbye: bool) -> None:
         self.gone.append(worker)
         self.news.set()

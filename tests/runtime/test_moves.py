@@ -13,7 +13,7 @@ from elastic.config import Config
 from elastic.core import commands as c
 from elastic.core.scheduler import Scheduler
 from elastic.core.types import WorkerState
-from elastic.runtime.journal import JournalReader
+from elastic.runtime.journal import JournalReader, MoveRow, RunDirectory
 
 
 @pytest.mark.slow
@@ -32,15 +32,12 @@ async def test_turns_of_a_frozen_worker_are_journaled_as_moves(tmp_path: Path, c
         running.cancel()
         await asyncio.wait([running])
     assert outcome.failed == ""
-    reader = JournalReader(run_dir / "journal.sqlite")
-    try:
-        moves = reader.rows("moves")
-        again = _dispatched_again(reader, scheduler)
-    finally:
-        reader.close()
-    assert {(move["turn"], move["attempt"]) for move in moves} == again
-    assert {move["turn"] for move in moves if move["from_worker"] == frozen} & turns
-    assert all(move["left_ns"] <= move["started_ns"] for move in moves)
+    with RunDirectory(run_dir).newest_journal() as journal:
+        moves = journal.rows(MoveRow)
+        again = _dispatched_again(journal, scheduler)
+    assert {(move.turn, move.attempt) for move in moves} == again
+    assert {move.turn for move in moves if move.from_worker == frozen} & turns
+    assert all(move.left_ns <= move.started_ns for move in moves)
 
 
 def _config(directory: Path, checkpoint: Path) -> Config:

@@ -9,8 +9,8 @@ from elastic import compose, simulation
 from elastic.config import load_config
 from elastic.core.invariants import check
 from elastic.core.scheduler import Scheduler
+from elastic.runtime.journal import NullJournal
 from elastic.runtime.run import Run
-from elastic.runtime.scribe import NullJournal
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SMALL = ("run.steps=3", "rollout.groups=4", "rollout.group_size=4")

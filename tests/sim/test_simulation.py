@@ -15,7 +15,7 @@ from elastic.core import events as e
 from elastic.core.digest import digest
 from elastic.core.types import NS_PER_S, EndCause, WeightMode
 from elastic.report import as_markdown, summarise
-from elastic.runtime.journal import JournalReader
+from elastic.runtime.journal import RunDirectory, TurnRow
 from elastic.sim.performance import SimulationError
 from elastic.sim.performance.markets import ReservedMarket
 from traces import TraceError
@@ -60,25 +60,16 @@ def simulate(
 
 
 def events(run_dir: Path) -> list[tuple[int, e.Event]]:
-    reader = JournalReader(run_dir / "journal.sqlite")
-    try:
-        return list(reader.events())
-    finally:
-        reader.close()
+    with RunDirectory(run_dir).newest_journal() as journal:
+        return list(journal.events())
 
 
 def books_balance(run_dir: Path) -> bool:
-    reader = JournalReader(run_dir / "journal.sqlite")
-    try:
-        return summarise(reader).ledger_imbalance_ns == 0
-    finally:
-        reader.close()
+    return summarise(RunDirectory(run_dir)).ledger_imbalance_ns == 0
 
 
 def test_a_simulated_run_is_reported_as_one(tmp_path: Path) -> None:
-    reader = JournalReader(simulate(tmp_path) / "journal.sqlite")
-    summary = summarise(reader)
-    reader.close()
+    summary = summarise(RunDirectory(simulate(tmp_path)))
     assert summary.simulated
     assert summary.outcome == "finished"
     assert len(summary.steps) == 2
@@ -97,16 +88,15 @@ def test_same_seed_same_history(tmp_path: Path) -> None:
 
 def test_its_journal_replays_to_the_same_state(tmp_path: Path) -> None:
     run_dir = simulate(tmp_path)
-    reader = JournalReader(run_dir / "journal.sqlite")
-    wanted = reader.meta()["digest"]
-    reader.close()
-    assert digest(compose.replay(run_dir)) == wanted
+    with RunDirectory(run_dir).newest_journal() as journal:
+        wanted = journal.meta()["digest"]
+    assert digest(compose.replay(RunDirectory(run_dir))) == wanted
 
 
 def test_turn_lengths_of_another_run(tmp_path: Path) -> None:
     first = simulate(tmp_path)
     again = simulate(tmp_path, simulation.Experiment(turns=str(first)))
-    assert simulation.recorded_episodes(first) == simulation.recorded_episodes(again)
+    assert simulation.recorded_episodes(RunDirectory(first)) == simulation.recorded_episodes(RunDirectory(again))
 
 
 @pytest.mark.parametrize("mode", WeightMode)
@@ -115,7 +105,7 @@ def test_every_weight_mode_brings_the_same_tokens(tmp_path: Path, mode: WeightMo
     sections = {"weights": {"mode": mode}, "rollout": ROLLOUT | {"staleness_bound": staleness_bound}}
     run_dir = simulate(tmp_path, run={"steps": 4, "directory": str(tmp_path / "runs"), "seed": 3}, **sections)
     drawn = simulation.episodes_of(config(tmp_path), PLAIN)
-    found = simulation.recorded_episodes(run_dir)
+    found = simulation.recorded_episodes(RunDirectory(run_dir))
     assert found
     assert found == {trajectory: drawn.episode(trajectory) for trajectory in found}
 
@@ -159,11 +149,10 @@ def test_a_lease_of_several_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_cached_prefixes_are_journaled(tmp_path: Path) -> None:
-    reader = JournalReader(simulate(tmp_path, provider="reserved") / "journal.sqlite")
-    rows = list(reader.rows("turns"))
-    reader.close()
-    assert all(0 <= row["cached_tokens"] < row["prompt_tokens"] * row["attempts"] for row in rows)
-    assert sum(row["cached_tokens"] for row in rows) > 0
+    with RunDirectory(simulate(tmp_path, provider="reserved")).newest_journal() as journal:
+        rows = journal.rows(TurnRow)
+    assert all(0 <= row.cached_tokens < row.prompt_tokens * row.attempts for row in rows)
+    assert sum(row.cached_tokens for row in rows) > 0
 
 
 def test_sessions_and_computed_devices(tmp_path: Path) -> None:
@@ -171,7 +160,7 @@ def test_sessions_and_computed_devices(tmp_path: Path) -> None:
     engine = {"max_context_tokens": 65_536, "kv_blocks": 8192, "prefill_chunk_tokens": 2048}
     rollout = {"groups": 2, "group_size": 2, "max_turns": 10, "max_tokens_per_turn": 2048}
     run_dir = simulate(tmp_path, experiment, engine=engine, rollout=rollout)
-    assert simulation.recorded_episodes(run_dir)
+    assert simulation.recorded_episodes(RunDirectory(run_dir))
 
 
 @pytest.mark.parametrize(
@@ -278,11 +267,7 @@ def test_more_devices_train_faster(tmp_path: Path) -> None:
         trainer = {"updates_per_step": 1, "gpus": gpus}
         numbers = {"train_tokens_per_s": 100.0, "train_group_s": 0.0}
         run_dir = simulate(tmp_path, trainer=trainer, simulation={"numbers": numbers})
-        reader = JournalReader(run_dir / "journal.sqlite")
-        try:
-            return summarise(reader).providers["trainer"].accounts_s["training"] / gpus
-        finally:
-            reader.close()
+        return summarise(RunDirectory(run_dir)).providers["trainer"].accounts_s["training"] / gpus
 
     assert trained_s(1) > 3 * trained_s(8)
 
@@ -297,15 +282,13 @@ def test_turns_of_a_run_with_other_limits(tmp_path: Path) -> None:
     experiment = simulation.Experiment(turns=str(first))
     outcome = simulation.simulate(plan, compose.new_run_dir(settings), experiment, note=told.append)
     assert outcome.failed == ""
-    found = simulation.recorded_episodes(outcome.run_dir)
+    found = simulation.recorded_episodes(RunDirectory(outcome.run_dir))
     assert all(
         len(episode.turns) <= 2 and max(turn.tokens for turn in episode.turns) <= 8 for episode in found.values()
     )
     assert any("of 40 trajectories are longer than rollout.max_turns" in line for line in told)
     assert any("16 of 40 trajectories are not in the run" in line for line in told)
-    reader = JournalReader(outcome.run_dir / "journal.sqlite")
-    summary = summarise(reader)
-    reader.close()
+    summary = summarise(RunDirectory(outcome.run_dir))
     assert summary.notes == told
     assert all(line in as_markdown(summary).replace("\\_", "_") for line in told)
 
@@ -313,11 +296,13 @@ def test_turns_of_a_run_with_other_limits(tmp_path: Path) -> None:
 def test_environment_times_of_another_run(tmp_path: Path) -> None:
     slow = {"numbers": {"step_s": 3.0, "reset_s": 2.0, "environment_serial": 0}}
     first = simulate(tmp_path, simulation=slow)
-    timed = simulation.recorded_episodes(first, environment_times=True)
+    timed = simulation.recorded_episodes(RunDirectory(first), environment_times=True)
     assert {round(turn.latency_s, 6) for episode in timed.values() for turn in episode.turns} == {2.0, 3.0}
-    assert all(turn.latency_s == 0 for e in simulation.recorded_episodes(first).values() for turn in e.turns)
+    assert all(
+        turn.latency_s == 0 for e in simulation.recorded_episodes(RunDirectory(first)).values() for turn in e.turns
+    )
     again = simulate(tmp_path, simulation.Experiment(turns=str(first), environment_times=True))
-    assert simulation.recorded_episodes(again, environment_times=True) == timed
+    assert simulation.recorded_episodes(RunDirectory(again), environment_times=True) == timed
 
 
 def test_a_market_that_takes_its_time(tmp_path: Path) -> None:

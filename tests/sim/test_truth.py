@@ -8,7 +8,7 @@ from elastic.config import load_config
 from elastic.core import commands as c
 from elastic.core.scheduler import Scheduler
 from elastic.core.types import NS_PER_S, TurnState, WorkerState
-from elastic.runtime.scribe import NullJournal
+from elastic.runtime.journal import NullJournal
 from elastic.sim.performance import SimulatedRun
 from elastic.sim.performance.truth import Acts
 from elastic.sim.performance.worker import WorkerModel

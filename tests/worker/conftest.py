@@ -222,6 +222,9 @@ class Orchestra:
         self.heard.append((worker, epoch, message))
         self._news.set()
 
+    def on_tokens(self, worker: str, epoch: int, tokens: wire.Tokens, body: memoryview) -> None:
+        self.on_message(worker, epoch, tokens)
+
     def on_disconnected(self, worker: str, epoch: int, goodbye: bool) -> None:
         self.gone.append((worker, epoch, goodbye))
         self._news.set()

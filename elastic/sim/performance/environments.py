@@ -6,6 +6,7 @@ from functools import partial
 
 from elastic.core import commands as c
 from elastic.core import events as e
+from elastic.core.ids import turn_id
 from elastic.core.types import NS_PER_S, Nanoseconds, TrajectoryId, TurnId
 from elastic.runtime.ports import Feed
 from elastic.sim.loop import EventLoop
@@ -105,7 +106,7 @@ class Environments:
     def cancel(self, trajectory: TrajectoryId) -> None:
         running = self._running.pop(trajectory, None)
         if running is not None:
-            self._turns.pop(f"{trajectory}/{running.turns}", None)
+            self._turns.pop(turn_id(trajectory, running.turns), None)
 
     def prompt(self, turn: TurnId) -> OpenTurn | None:
         return self._turns.get(turn)
@@ -167,11 +168,11 @@ class Environments:
             return
         shape = turns[running.turns]
         running.context += shape.observation_tokens
-        turn_id = f"{trajectory}/{running.turns}"
-        self._turns[turn_id] = OpenTurn(turn_id, running, running.context, shape.tokens)
+        turn = turn_id(trajectory, running.turns)
+        self._turns[turn] = OpenTurn(turn, running, running.context, shape.tokens)
         self._feed(
             e.TurnRequested(
-                turn=turn_id,
+                turn=turn,
                 trajectory=trajectory,
                 prompt_tokens=running.context,
                 max_new_tokens=self._settings.max_tokens_per_turn,

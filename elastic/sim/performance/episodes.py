@@ -7,6 +7,7 @@ from typing import Protocol
 
 import msgspec
 
+from elastic.core.ids import group_of
 from elastic.core.types import TrajectoryId
 
 
@@ -93,7 +94,7 @@ class DrawnEpisodes:
 
     def episode(self, trajectory: TrajectoryId) -> Episode:
         """Members of a group share its difficulty: some groups all fail or all succeed, as in training."""
-        group = trajectory.rpartition("/")[0]
+        group = group_of(trajectory)
         difficulty = self._difficulties.get(group)
         if difficulty is None:
             difficulty = self._difficulties[group] = Random(f"{self._seed}/{group}").random()

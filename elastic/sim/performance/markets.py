@@ -7,6 +7,7 @@ from typing import Protocol
 
 import traces
 from elastic.core import events as e
+from elastic.core.ids import worker_id
 from elastic.core.types import NS_PER_S, EndCause, LeaseId, Nanoseconds, Offer, WorkerId, WorkerRole
 from elastic.sim.loop import EventLoop
 from elastic.sim.performance.lending import LentShare, ServingHost
@@ -117,7 +118,7 @@ class Market:
             loop.after(0, lambda: self._world.feed(refused))
             loop.after(0, self.announce)
             return
-        workers = [f"{lease}.{number}" if number else lease for number in range(self.workers_per_lease)]
+        workers = [worker_id(lease, number) for number in range(self.workers_per_lease)]
         held = self._held[lease] = Held(lease, workers)
         loop.after(round(self.queue_s() * NS_PER_S), lambda: self._grant(held, share))
 

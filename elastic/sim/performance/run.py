@@ -15,10 +15,10 @@ from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core.scheduler import Scheduler
 from elastic.core.types import NS_PER_S, LeaseId, Nanoseconds, WeightMode, WorkerId, WorkerRole
-from elastic.runtime.journal import Journal
+from elastic.runtime.journal import JournalWriter
 from elastic.runtime.ports import Ports, WorkerOrder
 from elastic.runtime.run import Run
-from elastic.runtime.scribe import NullJournal, Scribe
+from elastic.runtime.scribe import Scribe
 from elastic.sim.loop import EventLoop, VirtualClock
 from elastic.sim.performance.engine import Job
 from elastic.sim.performance.environments import Environments, EnvironmentSettings, OpenTurn, Trajectory
@@ -73,7 +73,7 @@ class SimulatedRun:
         trainer: ProviderSettings,
         providers: Mapping[str, ProviderSettings],
         episodes: Episodes,
-        journal: Journal | NullJournal,
+        journal: JournalWriter,
     ) -> None:
         self._trainer_provider = name = scheduler.plan.trainer_provider
         profile = devices[name].profile

@@ -1,0 +1,75 @@
+"""How things are named: the one place where identifiers are made of their parts and taken apart again.
+
+lease       spot-3          the third that was asked of the provider `spot`
+worker      spot-3, spot-3.1    the first and the second of that lease
+group       2/5             the group with index 5 of training step 2
+trajectory  2/5/0           its first member
+turn        2/5/0/4         the fifth turn of that
+"""
+
+from typing import NamedTuple
+
+from elastic.core.types import LeaseId, TrajectoryId, TurnId, WorkerId
+
+
+class Member(NamedTuple):
+    """Where a trajectory belongs: a training step, the index of a group in it, and its number in the group."""
+
+    step: int
+    group: int
+    member: int
+
+
+def lease_id(provider: str, number: int) -> LeaseId:
+    return f"{provider}-{number}"
+
+
+def parse_lease(lease: LeaseId) -> tuple[str, int]:
+    """The provider and the number of a lease, counted from 1. Raises `ValueError` for what is no lease's name."""
+    provider, _, number = lease.rpartition("-")
+    if not provider or not number.isdecimal():
+        raise ValueError(f"{lease!r} is not the name of a lease")
+    return provider, int(number)
+
+
+def worker_id(lease: LeaseId, number: int) -> WorkerId:
+    """The lease's worker with this number, counted from 0."""
+    return f"{lease}.{number}" if number else lease
+
+
+def lease_of(worker: WorkerId) -> LeaseId:
+    provider, dash, rest = worker.rpartition("-")
+    return provider + dash + rest.partition(".")[0]
+
+
+def provider_of(worker: WorkerId) -> str:
+    """The provider of a worker, or of a lease."""
+    return worker.rpartition("-")[0]
+
+
+def group_id(step: int, group: int) -> str:
+    return f"{step}/{group}"
+
+
+def trajectory_id(step: int, group: int, member: int) -> TrajectoryId:
+    return f"{step}/{group}/{member}"
+
+
+def parse_trajectory(trajectory: TrajectoryId) -> Member:
+    """Raises `ValueError` for what is no trajectory's name."""
+    step, group, member = trajectory.split("/")
+    return Member(int(step), int(group), int(member))
+
+
+def group_of(trajectory: TrajectoryId) -> str:
+    return trajectory.rpartition("/")[0]
+
+
+def turn_id(trajectory: TrajectoryId, number: int) -> TurnId:
+    return f"{trajectory}/{number}"
+
+
+def parse_turn(turn: TurnId) -> tuple[TrajectoryId, int]:
+    """The trajectory of a turn and the turn's number in it, counted from 0. Raises `ValueError` for what is no turn."""
+    trajectory, _, number = turn.rpartition("/")
+    return trajectory, int(number)

@@ -1,0 +1,51 @@
+"""The run's journal: every event, every token and every outcome, in one SQLite file for each incarnation of the run."""
+
+from elastic.runtime.journal.frames import TokenFrame, tokens_event
+from elastic.runtime.journal.reader import JournalReader
+from elastic.runtime.journal.records import (
+    BookRow,
+    CallRow,
+    EventRow,
+    GroupRow,
+    MoveRow,
+    NoteRow,
+    PullRow,
+    SampleRow,
+    StepRow,
+    StepWeights,
+    TrajectoryRow,
+    TurnRow,
+)
+from elastic.runtime.journal.store import CONFIG, JOURNAL, DirectoryStore, RunDirectory, RunStore, StoredRun
+from elastic.runtime.journal.tables import Record
+from elastic.runtime.journal.writer import SCHEMA_VERSION, Journal, JournalError, JournalWriter, NullJournal
+
+__all__ = [
+    "CONFIG",
+    "JOURNAL",
+    "SCHEMA_VERSION",
+    "BookRow",
+    "CallRow",
+    "DirectoryStore",
+    "EventRow",
+    "GroupRow",
+    "Journal",
+    "JournalError",
+    "JournalReader",
+    "JournalWriter",
+    "MoveRow",
+    "NoteRow",
+    "NullJournal",
+    "PullRow",
+    "Record",
+    "RunDirectory",
+    "RunStore",
+    "SampleRow",
+    "StepRow",
+    "StepWeights",
+    "StoredRun",
+    "TokenFrame",
+    "TrajectoryRow",
+    "TurnRow",
+    "tokens_event",
+]

@@ -1,0 +1,83 @@
+"""Token frames in a journal: as they came off the wire, and what the core sees of them."""
+
+from collections.abc import Collection, Mapping, Sequence
+
+import msgspec
+
+from elastic import wire
+from elastic.core import events as e
+from elastic.core.types import Progress, WorkerId
+
+FRAME = "frame"
+"""Kind of an event that is kept with the frame that it came in."""
+
+
+class TokenFrame(msgspec.Struct, frozen=True):
+    """A token frame of a worker: its chunks, and its body as it came off the wire."""
+
+    chunks: list[wire.Chunk]
+    body: bytes | memoryview
+
+
+class _Frame(msgspec.Struct, frozen=True, array_like=True):
+    """A frame of which all chunks were accepted."""
+
+    worker: WorkerId
+    epoch: int
+    message: msgspec.Raw
+
+
+class _PartialFrame(msgspec.Struct, frozen=True, array_like=True):
+    """`message` has the chunks at the `accepted` positions; `seen` is what the core saw of all."""
+
+    worker: WorkerId
+    epoch: int
+    message: wire.Tokens
+    seen: tuple[Progress, ...] = ()
+    accepted: tuple[int, ...] = ()
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode_message = msgspec.msgpack.Decoder(wire.Tokens).decode
+_decode = msgspec.msgpack.Decoder(_PartialFrame).decode
+
+
+def tokens_event(worker: WorkerId, epoch: int, chunks: Sequence[wire.Chunk]) -> e.TokensReceived:
+    """A token frame as the core sees it: positions and counts, no ids."""
+    return e.TokensReceived(
+        worker=worker,
+        epoch=epoch,
+        chunks=tuple(
+            Progress(
+                k.turn,
+                k.attempt,
+                k.start,
+                len(k.token_ids),
+                k.weights_version,
+                k.finish,
+                k.detail,
+                k.prefilled_tokens,
+                k.cached_tokens,
+            )
+            for k in chunks
+        ),
+    )
+
+
+def frame_body(event: e.TokensReceived, body: bytes | memoryview, accepted: Collection[int]) -> bytes:
+    """What is kept of the frame `body` that `event` was made of."""
+    if len(accepted) == len(event.chunks):
+        return _encode(_Frame(event.worker, event.epoch, msgspec.Raw(body)))
+    chunks = _decode_message(body).chunks
+    kept = wire.Tokens([chunks[position] for position in accepted])
+    return _encode(_PartialFrame(event.worker, event.epoch, kept, event.chunks, tuple(accepted)))
+
+
+def read_frame(body: bytes) -> tuple[e.TokensReceived, Mapping[int, wire.Chunk]]:
+    """The event of a frame, and its accepted chunks by their position."""
+    frame = _decode(body)
+    chunks = frame.message.chunks
+    if frame.seen:
+        event = e.TokensReceived(worker=frame.worker, epoch=frame.epoch, chunks=frame.seen)
+        return event, dict(zip(frame.accepted, chunks, strict=True))
+    return tokens_event(frame.worker, frame.epoch, chunks), dict(enumerate(chunks))

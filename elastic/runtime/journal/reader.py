@@ -1,0 +1,117 @@
+"""Reading a journal: its tables as records, its events as the core took them."""
+
+import sqlite3
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import msgspec
+
+from elastic import wire
+from elastic.core import events as e
+from elastic.core.ledger import DeviceBook
+from elastic.core.types import Nanoseconds
+from elastic.runtime.journal.frames import FRAME, read_frame
+from elastic.runtime.journal.migrations import MIGRATIONS, migrated
+from elastic.runtime.journal.records import TABLES, BookRow, NoteRow
+from elastic.runtime.journal.tables import R
+from elastic.runtime.journal.writer import SCHEMA_VERSION, JournalError
+
+_decode_event = msgspec.msgpack.Decoder(e.Event).decode
+
+
+class JournalReader:
+    """Read-only access to a journal, also while the run writes it. What cannot be read raises `JournalError`.
+
+    One of an earlier schema version is read as if it were of the present one.
+    """
+
+    def __init__(self, path: Path) -> None:
+        if not path.is_file():
+            raise JournalError(f"{path}: no such journal")
+        self.path = path
+        with self._reading():
+            self._connection = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
+        try:
+            self._to_present_version()
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        try:
+            yield
+        except (sqlite3.Error, msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise JournalError(f"{self.path}: {error}") from error
+
+    def _to_present_version(self) -> None:
+        found = self.meta().get("schema_version", "none")
+        if not found.isdecimal() or (int(found) < SCHEMA_VERSION and int(found) not in MIGRATIONS):
+            raise JournalError(f"{self.path}: schema version {found}; this elastic reads {SCHEMA_VERSION} and earlier")
+        if int(found) > SCHEMA_VERSION:
+            raise JournalError(
+                f"{self.path}: schema version {found}, written by a newer elastic; this one reads {SCHEMA_VERSION} "
+                "and earlier: read it with the version that wrote it, or a later one"
+            )
+        if int(found) < SCHEMA_VERSION:
+            with self._reading():
+                copy = migrated(self._connection, int(found), SCHEMA_VERSION)
+            self._connection.close()
+            self._connection = copy
+
+    def meta(self) -> dict[str, str]:
+        return {note.key: note.value for note in self.rows(NoteRow)}
+
+    def rows(self, kind: type[R]) -> list[R]:
+        """Every record of a kind, in order."""
+        with self._reading():
+            return list(TABLES[kind].read(self._connection))
+
+    def last_ns(self) -> Nanoseconds:
+        """The last moment that the journal knows of."""
+        columns = (("t_ns", "events"), ("finished_ns", "turns"), ("t_ns", "steps"), ("t_ns", "samples"))
+        with self._reading():
+            lasts = [self._connection.execute(f"SELECT MAX({c}) FROM {table}").fetchone()[0] for c, table in columns]
+        ends = [book.cursor_ns if book.closed_ns is None else book.closed_ns for book in self.books()]
+        return max((t_ns for t_ns in (*lasts, *ends) if t_ns is not None), default=0)
+
+    def books(self) -> list[DeviceBook]:
+        """The ledger's books as they were written last, in the order in which they were opened."""
+        books = [row.book for row in self.rows(BookRow)]
+        return sorted(books, key=lambda book: book.opened_ns)
+
+    def events(self) -> Iterator[tuple[Nanoseconds, e.Event]]:
+        """Every event in order, as the core took it."""
+        return ((t_ns, event) for t_ns, event, _ in self.entries())
+
+    def entries(self) -> Iterator[tuple[Nanoseconds, e.Event, Mapping[int, wire.Chunk]]]:
+        """Every event in order; a token frame's with its accepted chunks, by their position in the event."""
+        with self._reading():
+            for t_ns, kind, body in self._connection.execute("SELECT t_ns, kind, body FROM events ORDER BY seq"):
+                if kind == FRAME:
+                    event, chunks = read_frame(body)
+                    yield t_ns, event, chunks
+                else:
+                    yield t_ns, _decode_event(body), {}
+
+    def events_of(self, *kinds: str) -> Iterator[tuple[Nanoseconds, e.Event]]:
+        """Events of the named kinds, in order; token frames are not among them."""
+        marks = ", ".join("?" * len(kinds))
+        query = f"SELECT t_ns, body FROM events WHERE kind IN ({marks}) ORDER BY seq"
+        with self._reading():
+            for t_ns, body in self._connection.execute(query, kinds):
+                yield t_ns, _decode_event(body)
+
+    def close(self) -> None:
+        self._connection.close()

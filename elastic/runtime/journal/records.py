@@ -1,0 +1,202 @@
+"""What a journal keeps, one record type a table. A change of these is a new `SCHEMA_VERSION` and a migration."""
+
+from typing import ClassVar
+
+import msgspec
+
+from elastic import wire
+from elastic.core.ledger import DeviceBook
+from elastic.core.policy import StepRecord
+from elastic.core.types import Nanoseconds, TrajectoryId, TurnId, WorkerId
+from elastic.runtime.journal.tables import Record, Table
+from elastic.runtime.status import RunStatus
+from functions.base import Call, Outcome
+
+
+class NoteRow(Record, frozen=True, gc=False):
+    """A text under a key: what the run is, how it ended, what a provider has to say. The last one stands."""
+
+    TABLE: ClassVar[str] = "meta"
+    KEY: ClassVar[str] = "key"
+
+    key: str
+    value: str
+
+
+class EventRow(Record, frozen=True, gc=False):
+    """An event as the core took it: its type's name and the event itself, or `FRAME` and the frame that it was in."""
+
+    TABLE: ClassVar[str] = "events"
+
+    t_ns: Nanoseconds
+    kind: str
+    body: bytes
+
+
+class TurnRow(Record, frozen=True, gc=False):
+    """A turn that came to its end. `worker` is the last that it was on, `attempts` how many times it was begun."""
+
+    TABLE: ClassVar[str] = "turns"
+    KEY: ClassVar[str] = "turn"
+
+    turn: TurnId
+    trajectory: TrajectoryId
+    requested_ns: Nanoseconds
+    first_token_ns: Nanoseconds | None
+    finished_ns: Nanoseconds
+    prompt_tokens: int
+    tokens: int
+    attempts: int
+    cached_tokens: int
+    worker: WorkerId
+
+
+class MoveRow(Record, frozen=True, gc=False):
+    """A turn that left a worker unfinished at `left_ns` and began on the next, with what was accepted until then."""
+
+    TABLE: ClassVar[str] = "moves"
+
+    turn: TurnId
+    attempt: int
+    from_worker: WorkerId
+    to_worker: WorkerId
+    left_ns: Nanoseconds
+    started_ns: Nanoseconds
+    accepted_tokens: int
+
+
+class TrajectoryRow(Record, frozen=True, gc=False):
+    """A trajectory that is over: with its reward, or with the cause of its failure and none.
+
+    `truncated` says that a limit of turns or tokens ended it. `token_ids` is a msgpack list, empty where they
+    were only counted.
+    """
+
+    TABLE: ClassVar[str] = "trajectories"
+    KEY: ClassVar[str] = "trajectory"
+
+    trajectory: TrajectoryId
+    step: int
+    group: str
+    started_ns: Nanoseconds
+    ended_ns: Nanoseconds
+    reward: float | None
+    cause: str
+    turns: int
+    policy_tokens: int
+    token_ids: bytes
+    truncated: bool = False
+
+
+class GroupRow(Record, frozen=True):
+    """What became of a group in `step`, the trainer being at `version`: why it was `dropped`, or trained ("").
+
+    `lengths` has the policy tokens of each member so far; ages are in versions.
+    """
+
+    TABLE: ClassVar[str] = "groups"
+    KEY: ClassVar[str] = "group"
+
+    group: str
+    t_ns: Nanoseconds
+    step: int
+    version: int
+    dropped: str
+    lengths: list[int]
+    tokens_by_age: dict[int, int]
+
+
+class StepWeights(msgspec.Struct, frozen=True, kw_only=True):
+    """The version that a step published; `changed` as in `elastic.wire.Published`."""
+
+    version: int
+    changed: dict[str, float]
+
+
+class StepRow(Record, frozen=True):
+    """A finished training step: `record` is the core's account of it, `trainer` has the trainer's own figures.
+
+    `weights` is None until the version is on the relay, which is when the row is written once more.
+    """
+
+    TABLE: ClassVar[str] = "steps"
+    KEY: ClassVar[str] = "step"
+
+    step: int
+    t_ns: Nanoseconds
+    record: StepRecord
+    success_rate: float | None
+    trainer: dict[str, float | None]
+    weights: StepWeights | None = None
+
+
+class SampleRow(Record, frozen=True):
+    """How the run stood at one moment."""
+
+    TABLE: ClassVar[str] = "samples"
+    KEY: ClassVar[str] = "t_ns"
+
+    t_ns: Nanoseconds
+    status: RunStatus
+
+
+class PullRow(Record, frozen=True):
+    """A worker's report of weights that it pulled, or could not; fields as in `elastic.wire.WeightsReport`."""
+
+    TABLE: ClassVar[str] = "pulls"
+
+    t_ns: Nanoseconds
+    worker: WorkerId
+    version: int
+    bytes: int
+    pull_s: float
+    apply_s: float
+    error: str
+    full_bytes: int = 0
+    split_s: dict[wire.PullPart, float] = msgspec.field(default_factory=dict[wire.PullPart, float])
+    refused: list[wire.Refusal] = msgspec.field(default_factory=list[wire.Refusal])
+
+
+class CallRow(Record, frozen=True, gc=False):
+    """One metered call of a function; fields as in `functions.base.Call`."""
+
+    TABLE: ClassVar[str] = "calls"
+
+    t_ns: Nanoseconds
+    function: str
+    key: str
+    outcome: Outcome
+    queued_s: float
+    cold_start_s: float
+    duration_s: float
+    usd: float
+
+    @classmethod
+    def of(cls, call: Call, t_ns: Nanoseconds) -> "CallRow":
+        return cls(t_ns=t_ns, **msgspec.structs.asdict(call))
+
+
+class BookRow(Record, frozen=True):
+    """A worker's book in the ledger, as it was written last; the final one once it is closed."""
+
+    TABLE: ClassVar[str] = "books"
+    KEY: ClassVar[str] = "worker"
+
+    worker: WorkerId
+    book: DeviceBook
+
+
+KINDS: tuple[type[Record], ...] = (
+    NoteRow,
+    EventRow,
+    TurnRow,
+    MoveRow,
+    TrajectoryRow,
+    GroupRow,
+    StepRow,
+    SampleRow,
+    PullRow,
+    CallRow,
+    BookRow,
+)
+TABLES: dict[type[Record], Table] = {kind: Table(kind) for kind in KINDS}

@@ -1,0 +1,127 @@
+"""Where runs are kept, and where the journals of their incarnations are found."""
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
+from typing import Protocol
+
+from elastic.config import ConfigError, JournalConfig
+from elastic.runtime.journal.reader import JournalReader
+from elastic.runtime.journal.writer import Journal
+
+JOURNAL = "journal.sqlite"
+"""The first incarnation's journal. The second's is `journal.2.sqlite`, and so on; none is ever moved.
+
+Before schema version 2 the latest had this name, and moved to `journal-1.sqlite` and so on when the run was resumed."""
+CONFIG = "config.json"
+"""What makes a directory a run's."""
+_LATER = re.compile(r"journal\.(\d+)\.sqlite")
+_MOVED = re.compile(r"journal-(\d+)\.sqlite")
+BESIDE = ("-wal", "-shm")
+"""What SQLite keeps beside a journal while somebody has it open."""
+
+
+class StoredRun(Protocol):
+    """A run, wherever it is kept."""
+
+    @property
+    def name(self) -> str: ...
+
+    def journals(self) -> AbstractContextManager[Sequence[JournalReader]]:
+        """The journals of its incarnations, the first one's first. Raises `JournalError` where one cannot be read."""
+        ...
+
+    def newest_journal(self) -> JournalReader:
+        """The latest incarnation's. Raises `JournalError` where there is none, or it cannot be read."""
+        ...
+
+    def begin_journal(self, settings: JournalConfig, *, waits: bool = False) -> Journal:
+        """The next incarnation's; `waits` as in `Journal`. Raises `JournalError` where it cannot be written."""
+        ...
+
+
+class RunStore(Protocol):
+    """Many runs. What each of them is called is unique."""
+
+    def runs(self) -> Sequence[StoredRun]:
+        """All of them, oldest first."""
+        ...
+
+    def find(self, name: str) -> StoredRun:
+        """A run by its name, or the `latest`. Raises `ConfigError` that names those there are."""
+        ...
+
+
+class RunDirectory:
+    """A run in a directory of its own."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    def journal_paths(self) -> list[Path]:
+        """The journals of its incarnations, the first one's first."""
+        first = [self.path / JOURNAL] if (self.path / JOURNAL).exists() else []
+        return [*self._numbered(_MOVED).values(), *first, *self._numbered(_LATER).values()]
+
+    def next_journal_path(self) -> Path:
+        """Where the next incarnation's journal goes; nothing is there."""
+        numbers = list(self._numbered(_LATER))
+        if not numbers and not (self.path / JOURNAL).exists():
+            return self.path / JOURNAL
+        return self.path / f"journal.{max([len(self._numbered(_MOVED)) + 1, *numbers]) + 1}.sqlite"
+
+    @contextmanager
+    def journals(self) -> Iterator[Sequence[JournalReader]]:
+        with ExitStack() as stack:
+            paths = self.journal_paths() or [self.path / JOURNAL]
+            yield [stack.enter_context(JournalReader(path)) for path in paths]
+
+    def newest_journal(self) -> JournalReader:
+        return JournalReader((self.journal_paths() or [self.path / JOURNAL])[-1])
+
+    def begin_journal(self, settings: JournalConfig, *, waits: bool = False) -> Journal:
+        return Journal(
+            self.next_journal_path(),
+            settings.commit_interval_s,
+            durable_against=settings.durable_against,
+            lock_timeout_s=settings.lock_timeout_s,
+            pending_bytes=round(settings.pending_mb * 2**20),
+            waits=waits,
+        )
+
+    def discard_journal(self, path: Path) -> None:
+        """Remove the journal of an incarnation that came to nothing."""
+        for suffix in ("", *BESIDE):
+            path.with_name(path.name + suffix).unlink(missing_ok=True)
+
+    def _numbered(self, pattern: re.Pattern[str]) -> dict[int, Path]:
+        """Journals by the number in their names, in order."""
+        found = {int(m[1]): p for p in self.path.glob("journal*") if (m := pattern.fullmatch(p.name))}
+        return dict(sorted(found.items()))
+
+
+class DirectoryStore:
+    """Runs that are directories beside each other, each known by its configuration."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def runs(self) -> list[RunDirectory]:
+        configs = sorted(self.directory.glob(f"*/{CONFIG}"), key=lambda path: path.stat().st_mtime)
+        return [RunDirectory(path.parent) for path in configs]
+
+    def find(self, name: str) -> RunDirectory:
+        """As in `RunStore`; a run's path is also a name of it."""
+        runs = self.runs()
+        if name == "latest" and runs:
+            return runs[-1]
+        for candidate in (Path(name), self.directory / name):
+            if (candidate / CONFIG).is_file():
+                return RunDirectory(candidate)
+        there = ", ".join(run.name for run in runs[-5:]) or "none"
+        raise ConfigError(f"no run {name!r} in {self.directory}; the latest are: {there}")

@@ -1,0 +1,129 @@
+"""Tables made of record types: one column a field, its SQL type that of the field.
+
+Integers, floats, texts and bytes are stored as such, everything else as JSON. A record type with a key has one row for
+each key, and a later record replaces the earlier one; rows of the others are numbered in the order in which they came.
+"""
+
+import sqlite3
+import types
+import typing
+from collections.abc import Callable, Iterator, Sequence
+from enum import Enum
+from itertools import chain
+from typing import Any, ClassVar, Generic, TypeVar, Union
+
+import msgspec
+
+Row: typing.TypeAlias = tuple[Any, ...]
+
+ROWS_AT_ONCE = 250
+"""Rows that one statement inserts: for each statement the writer gives up the interpreter's lock once and waits for it,
+which takes longer than all else where the run is busy."""
+ROW_BYTES = 300
+"""What a row takes in memory beside its JSON and bytes."""
+FLOAT_MAX = "1.7976931348623157e308"
+_PLAIN: dict[Any, str] = {int: "INTEGER", bool: "INTEGER", str: "TEXT", bytes: "BLOB", float: "REAL"}
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True):
+    """A row of the journal's table of this name."""
+
+    TABLE: ClassVar[str]
+    KEY: ClassVar[str] = ""
+
+
+R = TypeVar("R", bound=Record)
+
+
+class Table(Generic[R]):
+    """Where records of one type are kept."""
+
+    def __init__(self, kind: type[R]) -> None:
+        self.kind = kind
+        self.name = kind.TABLE
+        self.columns = kind.__struct_fields__
+        hints = typing.get_type_hints(kind)
+        self._as_json = [index for index, name in enumerate(self.columns) if _sql_type(hints[name])[0] is None]
+        self._decoders: list[tuple[str, Callable[[str], Any]]] = [
+            (self.columns[index], msgspec.json.Decoder(hints[self.columns[index]]).decode) for index in self._as_json
+        ]
+        self._large = [index for index, name in enumerate(self.columns) if _sql_type(hints[name])[0] in (None, "BLOB")]
+        self.create = self._create(hints)
+        self._insert_one = self._insert(1)
+        self._insert_many = self._insert(ROWS_AT_ONCE)
+        self._select = f'SELECT {_names(self.columns)} FROM "{self.name}" ORDER BY rowid'
+
+    def kept(self, record: R) -> "R | Row":
+        """What to keep of a record until it is inserted: the record, or its values if it could still change."""
+        return self._row(record) if self._as_json else record
+
+    def _row(self, record: R) -> Row:
+        row = list(msgspec.structs.astuple(record))
+        for index in self._as_json:
+            if row[index] is not None:
+                row[index] = _encode_json(row[index]).decode()
+        return tuple(row)
+
+    def size_bytes(self, kept: "R | Row") -> int:
+        """About what it takes in memory."""
+        if not self._large:
+            return ROW_BYTES
+        values = kept if isinstance(kept, tuple) else msgspec.structs.astuple(kept)
+        return ROW_BYTES + sum([len(values[index] or "") for index in self._large])
+
+    def insert(self, connection: sqlite3.Connection, kept: "Sequence[R | Row]") -> None:
+        """Insert what was `kept` of records, in order."""
+        rows = [values if isinstance(values, tuple) else msgspec.structs.astuple(values) for values in kept]
+        whole = len(rows) - len(rows) % ROWS_AT_ONCE
+        for begin in range(0, whole, ROWS_AT_ONCE):
+            values = tuple(chain.from_iterable(rows[begin : begin + ROWS_AT_ONCE]))
+            connection.execute(self._insert_many, values)
+        connection.executemany(self._insert_one, rows[whole:])
+
+    def read(self, connection: sqlite3.Connection) -> Iterator[R]:
+        """Every record, in order. Raises `msgspec.ValidationError` or `msgspec.DecodeError` for a damaged one."""
+        for row in connection.execute(self._select):
+            values = dict(zip(self.columns, row, strict=True))
+            for name, decode in self._decoders:
+                if values[name] is not None:
+                    values[name] = decode(values[name])
+            yield msgspec.convert(values, self.kind, strict=False)
+
+    def _create(self, hints: dict[str, Any]) -> str:
+        columns = [_column(name, hints[name]) for name in self.columns]
+        columns = (
+            [*columns, f'PRIMARY KEY ("{self.kind.KEY}")'] if self.kind.KEY else ["seq INTEGER PRIMARY KEY", *columns]
+        )
+        return f'CREATE TABLE "{self.name}" ({", ".join(columns)})'
+
+    def _insert(self, rows: int) -> str:
+        marks = f"({', '.join('?' * len(self.columns))})"
+        verb = "INSERT OR REPLACE" if self.kind.KEY else "INSERT"
+        return f'{verb} INTO "{self.name}" ({_names(self.columns)}) VALUES {", ".join([marks] * rows)}'
+
+
+def _names(columns: Sequence[str]) -> str:
+    return ", ".join(f'"{name}"' for name in columns)
+
+
+def _column(name: str, hint: Any) -> str:
+    """A float must be finite: SQLite would keep infinity, and takes what is undefined for NULL."""
+    sql_type, optional = _sql_type(hint)
+    finite = f' CHECK (abs("{name}") <= {FLOAT_MAX})' if sql_type == "REAL" else ""
+    return f'"{name}" {sql_type or "TEXT"}{"" if optional else " NOT NULL"}{finite}'
+
+
+def _sql_type(hint: Any) -> tuple[str | None, bool]:
+    """The SQL type of a field, None for JSON, and whether it may be NULL."""
+    members = [hint]
+    if typing.get_origin(hint) in (Union, types.UnionType):
+        members = list(typing.get_args(hint))
+    optional = type(None) in members
+    kinds = [member for member in members if member is not type(None)]
+    kind = kinds[0] if len(kinds) == 1 else None
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        kind = str
+    return (_PLAIN.get(kind) if kind is not None and typing.get_origin(kind) is None else None), optional
+
+
+_encode_json = msgspec.json.Encoder().encode

@@ -1,0 +1,297 @@
+"""Appending to a journal: every event, every token and every outcome of one incarnation of a run.
+
+- Whoever appends returns at once; a thread commits what has gathered, at the latest every `commit_interval_s`.
+- Nothing that was appended is lost unless the journal fails, and then `failed` says why, and nothing more is written.
+- What waits to be written is bounded. Beyond that the journal is `behind`: whoever can slow down must.
+- Another process that holds the file's lock is waited for, up to `lock_timeout_s`.
+"""
+
+import contextlib
+import sqlite3
+import threading
+from collections.abc import Callable, Collection, Iterable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from elastic.core import events as e
+from elastic.core.ledger import DeviceBook
+from elastic.core.types import Account, Nanoseconds, WorkerId
+from elastic.runtime.journal.frames import FRAME, frame_body
+from elastic.runtime.journal.records import TABLES, BookRow, EventRow, NoteRow
+from elastic.runtime.journal.tables import ROW_BYTES, Record, Row, Table
+
+SCHEMA_VERSION = 2
+CAUGHT_UP_SHARE = 0.5
+"""A journal that is behind has caught up once no more than this share of its bound waits."""
+PENDING_BYTES = 64 * 2**20
+
+
+_EVENTS = TABLES[EventRow]
+
+
+class JournalError(Exception):
+    """The journal cannot be written or read; the message names the file and the reason."""
+
+
+class JournalWriter(Protocol):
+    """Where a run writes down what happens."""
+
+    def event(self, event: e.Event, t_ns: Nanoseconds) -> None: ...
+
+    def frame(
+        self, event: e.TokensReceived, body: bytes | memoryview, accepted: Collection[int], t_ns: Nanoseconds
+    ) -> None: ...
+
+    def append(self, record: Record) -> None: ...
+
+    def durable(self) -> "Future[None]": ...
+
+
+class NullJournal:
+    """A journal that keeps nothing."""
+
+    def event(self, event: e.Event, t_ns: Nanoseconds) -> None:
+        return None
+
+    def frame(
+        self, event: e.TokensReceived, body: bytes | memoryview, accepted: Collection[int], t_ns: Nanoseconds
+    ) -> None:
+        return None
+
+    def append(self, record: Record) -> None:
+        return None
+
+    def durable(self) -> "Future[None]":
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+
+class _Batch:
+    """Rows that are committed together, in order within each table."""
+
+    def __init__(self) -> None:
+        self.rows: dict[Table, list[Record | Row]] = {table: [] for table in TABLES.values()}
+        self.bytes = 0
+        self.waiting: list[Future[None]] = []
+
+
+class Journal:
+    """Writes the journal of one incarnation to a file that is not there yet.
+
+    `durable_against` is "process" (what is committed outlives the death of every process) or "power" (a power failure,
+    too: each commit waits for the disk). `on_change` is called whenever `behind` or `failed` changes, from any thread.
+    With `waits`, whoever appends to a journal that is behind is held until it has caught up.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        commit_interval_s: float = 0.05,
+        *,
+        durable_against: str = "process",
+        lock_timeout_s: float = 30.0,
+        pending_bytes: int = PENDING_BYTES,
+        waits: bool = False,
+    ) -> None:
+        self.path = path
+        self.failed: JournalError | None = None
+        self.behind = False
+        self.on_change: Callable[[], None] = lambda: None
+        self._interval_s = commit_interval_s
+        self._lock_timeout_s = lock_timeout_s
+        self._bound_bytes = pending_bytes
+        self._waits = waits
+        self._lock = threading.Lock()
+        self._work = threading.Condition(self._lock)
+        self._batch = _Batch()
+        self._committing_bytes = 0
+        self._hurry = False
+        self._closed = False
+        self._books: dict[WorkerId, tuple[int, int]] = {}
+        """The closed books that are written, as far as they can still change."""
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._connection = self._open(durable_against)
+        self._thread = threading.Thread(target=self._write, name="journal", daemon=True)
+        self._thread.start()
+
+    def event(self, event: e.Event, t_ns: Nanoseconds) -> None:
+        """What the core was told."""
+        body = self._encode(event)
+        self._put(_EVENTS, EventRow(t_ns=t_ns, kind=type(event).__name__, body=body), len(body) + ROW_BYTES)
+
+    def frame(
+        self, event: e.TokensReceived, body: bytes | memoryview, accepted: Collection[int], t_ns: Nanoseconds
+    ) -> None:
+        """A token frame: the event that was made of it, and of its `body` the chunks at the `accepted` positions.
+
+        `body` is the frame as the worker sent it. Where all of it was accepted it is kept as it is; of what was
+        refused only the counts are, which is what the core saw.
+        """
+        if accepted:
+            self.append(EventRow(t_ns=t_ns, kind=FRAME, body=frame_body(event, body, accepted)))
+        else:
+            self.event(event, t_ns)
+
+    def append(self, record: Record) -> None:
+        table = TABLES[type(record)]
+        kept = table.kept(record)
+        self._put(table, kept, table.size_bytes(kept))
+
+    def meta(self, key: str, value: str) -> None:
+        """A text under a key; the last one stands."""
+        self.append(NoteRow(key=key, value=value))
+
+    def books(self, books: Iterable[DeviceBook]) -> None:
+        """The ledger's books as they are now. A closed one is written again only if it changed."""
+        for book in books:
+            if book.closed_ns is None:
+                self.append(BookRow(worker=book.worker, book=book))
+                continue
+            last = book.closed_ns, book.accounts_ns.get(Account.LOST, 0)
+            if self._books.get(book.worker) != last:
+                self._books[book.worker] = last
+                self.append(BookRow(worker=book.worker, book=book))
+
+    def durable(self) -> "Future[None]":
+        """Done once all that was appended so far is on disk, which is hurried along; failed if it will never be.
+
+        Wait with `result()`, or in a coroutine with `asyncio.wrap_future`.
+        """
+        future: Future[None] = Future()
+        with self._lock:
+            if self.failed is None and not self._closed:
+                self._batch.waiting.append(future)
+                self._hurry = True
+                self._work.notify()
+                return future
+        if self.failed is not None:
+            future.set_exception(self.failed)
+        else:
+            future.set_result(None)
+        return future
+
+    def close(self) -> None:
+        """Commit what is left and close. Raises `JournalError` if anything could not be written."""
+        with self._lock:
+            self._closed = True
+            self._work.notify()
+        self._thread.join()
+        self._connection.close()
+        if self.failed is not None:
+            raise self.failed
+
+    def _put(self, table: Table, kept: Record | Row, size_bytes: int) -> None:
+        with self._lock:
+            if self._closed:
+                raise JournalError(f"{self.path}: closed")
+            if self.failed is not None:
+                return
+            batch = self._batch
+            batch.rows[table].append(kept)
+            batch.bytes += size_bytes
+            if self._committing_bytes + batch.bytes <= self._bound_bytes:
+                return
+            fell_behind, self.behind = not self.behind, True
+            self._hurry = True
+            self._work.notify()
+        if fell_behind:
+            self.on_change()
+        if self._waits:
+            with contextlib.suppress(JournalError):  # whoever appends is told by `failed`
+                self.durable().result()
+
+    # The writer's thread
+
+    def _write(self) -> None:
+        while True:
+            with self._lock:
+                if not (self._hurry or self._closed):
+                    self._work.wait(self._interval_s)
+                batch, self._batch = self._batch, _Batch()
+                self._committing_bytes = batch.bytes
+                self._hurry = False
+                last = self._closed
+            if self.failed is None:
+                try:
+                    self._commit(batch)
+                except Exception as error:
+                    self._fail(error)
+            self._done(batch)
+            if last:
+                return
+
+    def _commit(self, batch: _Batch) -> None:
+        if not batch.bytes:
+            return
+        connection = self._connection
+        try:
+            connection.execute("BEGIN IMMEDIATE")
+            for table, rows in batch.rows.items():
+                if rows:
+                    table.insert(connection, rows)
+            connection.execute("COMMIT")
+        except BaseException:
+            with contextlib.suppress(sqlite3.Error):
+                connection.rollback()
+            raise
+
+    def _fail(self, error: Exception) -> None:
+        what = str(error) or type(error).__name__
+        if isinstance(error, sqlite3.OperationalError) and "locked" in what:
+            what += f" by another process for {self._lock_timeout_s:g} s (journal.lock_timeout_s)"
+        failed = JournalError(f"{self.path}: {what}")
+        failed.__cause__ = error
+        with self._lock:
+            self.failed = failed
+            left, self._batch = self._batch, _Batch()
+            self.behind = False
+        self._tell(left)
+        self.on_change()
+
+    def _done(self, batch: _Batch) -> None:
+        with self._lock:
+            self._committing_bytes = 0
+            caught_up = self.behind and self._batch.bytes <= self._bound_bytes * CAUGHT_UP_SHARE
+            if caught_up:
+                self.behind = False
+        self._tell(batch)
+        if caught_up:
+            self.on_change()
+
+    def _tell(self, batch: _Batch) -> None:
+        for future in batch.waiting:
+            if self.failed is not None:
+                future.set_exception(self.failed)
+            else:
+                future.set_result(None)
+
+    def _open(self, durable_against: str) -> sqlite3.Connection:
+        synchronous = {"process": "NORMAL", "power": "FULL"}[durable_against]
+        try:
+            connection = sqlite3.connect(
+                self.path, check_same_thread=False, isolation_level=None, timeout=self._lock_timeout_s
+            )
+            try:
+                self._create(connection, synchronous)
+            except BaseException:
+                connection.close()
+                raise
+        except sqlite3.Error as error:
+            raise JournalError(f"{self.path}: {error}") from error
+        return connection
+
+    def _create(self, connection: sqlite3.Connection, synchronous: str) -> None:
+        connection.execute("PRAGMA journal_mode=WAL")
+        connection.execute(f"PRAGMA synchronous={synchronous}")
+        connection.execute("BEGIN IMMEDIATE")
+        if connection.execute("SELECT 1 FROM sqlite_master").fetchone():
+            raise JournalError(f"{self.path}: there is a journal already; each has a file of its own")
+        for table in TABLES.values():
+            connection.execute(table.create)
+        notes = TABLES[NoteRow]
+        notes.insert(connection, [NoteRow(key="schema_version", value=str(SCHEMA_VERSION))])
+        connection.execute("COMMIT")
