@@ -55,8 +55,13 @@ class Departures:
         if left_ns <= 0:
             self._workers.drain(worker, worker.leaves_why)
             return
-        stays_ns = [stay_ns for turn, stay_ns in self._stays(worker) if not self._moves(turn, stay_ns, worker)]
-        run.wait("departure", worker.id, min(left_ns, LOOK_NS, *stays_ns))
+        stays = self._stays(worker)
+        for turn, stay_ns in stays:
+            # While others wait for a place, it would only wait with them.
+            if stay_ns <= 0 and run.turns.head() is None:
+                self._turns.call_back_turn(turn, worker.leaves_why)
+        later_ns = [stay_ns for _, stay_ns in stays if stay_ns > 0]
+        run.wait("departure", worker.id, min(left_ns, LOOK_NS, *later_ns))
 
     def _stays(self, worker: Worker) -> list[tuple[Turn, Nanoseconds]]:
         """The turns that run there, and how much longer each is to."""
@@ -66,10 +71,3 @@ class Departures:
             return []
         stays_ns = policy.stays_ns(turns, Leaving(run, worker))
         return [(turn, stays_ns[turn.id]) for turn in turns]
-
-    def _moves(self, turn: Turn, stay_ns: Nanoseconds, worker: Worker) -> bool:
-        """Call the turn back if it is time; but while others wait for a place, it would only wait with them."""
-        if stay_ns > 0 or self._run.turns.head() is not None:
-            return False
-        self._turns.call_back_turn(turn, worker.leaves_why)
-        return True

@@ -114,6 +114,20 @@ def test_turn_that_ends_in_time_ends_where_it_is(fleet) -> None:
     assert fleet.desk.one(c.FinishTurn).turn == f"{B}#0"
 
 
+def test_nothing_moves_to_wait_with_others(fleet) -> None:
+    """Contexts take all of the notice to compute elsewhere: all but one would leave at once, were there a place."""
+    desk = fleet.desk
+    profile = desk.scheduler.profiles[desk.scheduler.fleet.workers[fleet.leaving].kind]
+    profile.note_prefill(1, 100 * NS_PER_S)
+    fleet.request(B, "long")
+    for trajectory in (C, "0/0/3", "0/0/4", "0/0/5"):
+        fleet.request(trajectory, "long")
+    assert desk.scheduler.turns.head() is not None
+    assert not aborted(fleet.notice() + fleet.go_on(20))
+    fleet.closed = False
+    assert aborted(fleet.go_on(3))
+
+
 def test_turn_that_does_not_is_called_back_late_and_in_time(fleet) -> None:
     begun_s = fleet.desk.now_s
     out = fleet.notice()
