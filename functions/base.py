@@ -1,7 +1,7 @@
 """The contract of a function pool: stateless functions, called by key, metered by the call.
 
 A function is named by its entry point (`module:attribute`); it takes one value and returns one, both of what
-msgpack knows, and keeps nothing between calls. Source: DESIGN §6, `FunctionPool`; RollArt, mechanism 3.
+msgpack knows, and keeps nothing between calls. Source: docs/design.md, `FunctionPool`; RollArt, mechanism 3.
 
     FunctionError            retry_helps
     ├── FunctionUnavailable  yes: no process ran it to its end, for a cause that is not the function's

@@ -1,4 +1,4 @@
-"""The contract of a reward: a stateless function of a finished trajectory. Source: DESIGN §6, `Reward`.
+"""The contract of a reward: a stateless function of a finished trajectory. Source: docs/design.md, `Reward`.
 
 A reward is installed under the entry point group `elastic.rewards`. It is called with a `FinishedTrajectory` as a
 mapping and returns a finite number; anything else it may return is no score.

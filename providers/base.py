@@ -1,7 +1,7 @@
 """The contract of a provider: an adapter that gets GPUs from somewhere, loses them, and gives them back.
 
 The scheduler never asks which provider it talks to; everything that differs between a spot market, a serving
-cluster and a serverless platform ends here. Source: DESIGN §6, `Provider`.
+cluster and a serverless platform ends here. Source: docs/design.md, `Provider`.
 """
 
 import time

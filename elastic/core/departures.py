@@ -1,7 +1,7 @@
 """Workers whose lease is going to end: who stays on them until when, and who may still begin there.
 
 The policy decides, on what the run has measured; what is left when the time is up is called back in any case, early
-enough to be handed over. Source: RLBoost §4.2 (migration on preemption); DESIGN §4, "A lease".
+enough to be handed over. Source: RLBoost §4.2 (migration on preemption); docs/design.md, "A lease".
 """
 
 from collections.abc import Callable, Mapping

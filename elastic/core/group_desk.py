@@ -1,6 +1,7 @@
 """Groups of trajectories: launched as far ahead as the staleness bound allows, finished, dropped or handed on.
 
-Source: ROSE §4.2 (workflow of a step), §6 (dynamic sampling); RollArt mechanism 2 (asynchrony); DESIGN §5, 4.
+Source: ROSE §4.2 (workflow of a step), §6 (dynamic sampling); RollArt mechanism 2 (asynchrony); docs/design.md,
+invariant 4.
 """
 
 import math

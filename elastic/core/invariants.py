@@ -1,4 +1,4 @@
-"""A checker that walks the scheduler's whole state (DESIGN §5). It runs after every event in tests and simulations.
+"""A checker that walks a scheduler's whole state (docs/design.md). It runs after every event in tests and worlds.
 
 What only the history can show (that a position was accepted once, that nothing of an ended lease was) is checked
 by the simulated world, which keeps its own record.
@@ -39,7 +39,7 @@ NUMBERS = {
     11: "an infrastructure failure is never scored",
     12: "nothing waits without a bound and a name",
 }
-"""The invariants of DESIGN §5 that the state alone can show."""
+"""the invariants of docs/design.md that the state alone can show."""
 
 _HOLDING = (TurnState.RUNNING, TurnState.MOVING)
 _WORKER_WAITS = frozenset({"boot", "load", "reload", "heartbeat", "stall", "resume", "drain", "rest", "departure"})
@@ -62,7 +62,7 @@ Found: TypeAlias = str | Callable[[], str]
 
 
 class InvariantViolated(AssertionError):
-    """The state is one that must not be. Names the invariant by its number in DESIGN §5, and the thing's story."""
+    """The state is one that must not be. Names the invariant by its number in docs/design.md, and the thing's story."""
 
     def __init__(self, number: int, thing: str, found: str, story: Story | None = None) -> None:
         self.number, self.thing, self.found = number, thing, found

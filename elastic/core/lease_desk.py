@@ -1,6 +1,6 @@
 """Leases: asked for while they are offered, given back when they are of no use, and repeated until confirmed.
 
-Source: DESIGN §4, "A lease".
+Source: docs/design.md, "A lease".
 """
 
 from collections.abc import Callable, Mapping

@@ -3,7 +3,7 @@
 A device's book opens when its lease is granted and closes when the lease ends. A *cursor* moves through that
 time as the worker's own reports come in; whatever lies between the last report and the end is attributed by how
 the lease ended. `OVERHEAD_ACCOUNTS` says which accounts are overhead, and why prefill that an engine repeats of its own
-accord is none. Source: DESIGN §4, "A GPU-second"; the papers' allocation overhead is that of ROSE §6.1.
+accord is none. Source: docs/design.md, "A GPU-second"; the papers' allocation overhead is that of ROSE §6.1.
 """
 
 from collections.abc import Iterable, Mapping

@@ -1,7 +1,7 @@
 """Rewards that functions compute: asked for, asked again where that can help, and given up in the end.
 
-What no function could score is unavailable, with its cause; it is never a score (DESIGN §5, 11). Source: DESIGN §6,
-`Reward`; RollArt, mechanism 3.
+What no function could score is unavailable, with its cause; it is never a score (invariant 11).
+Source: docs/design.md, `Reward`; RollArt, mechanism 3.
 """
 
 import math

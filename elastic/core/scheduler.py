@@ -2,7 +2,7 @@
 
 It composes the desks (turns, workers, leases, rewards, groups), the trainer's device and the step driver, which own
 every decision that depends on time or failure. It reads no clock and does no I/O; the same events at the same times
-always lead to the same state. Sources: DESIGN §1, §4; ROSE §4.3; RLBoost §4.1–4.3.
+always lead to the same state. Sources: docs/design.md; ROSE §4.3; RLBoost §4.1–4.3.
 """
 
 from collections.abc import Callable, Mapping

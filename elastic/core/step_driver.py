@@ -1,6 +1,6 @@
 """Steps: from launching their groups to publishing their weights, and what the trainer's device is used for.
 
-Source: ROSE §4.2 (workflow of a step); RLBoost §4.1 (seeding); DESIGN §4, "The trainer's device".
+Source: ROSE §4.2 (workflow of a step); RLBoost §4.1 (seeding); docs/design.md, "The trainer's device".
 """
 
 from collections.abc import Callable, Mapping

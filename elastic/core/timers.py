@@ -99,5 +99,5 @@ class Timers:
         return False
 
     def waits(self) -> list[Wait]:
-        """Who waits for what, since when, until when (DESIGN invariant 12)."""
+        """Who waits for what, since when, until when (invariant 12)."""
         return sorted(Wait(what, key, since, until) for (what, key), (since, until) in self._waits.items())

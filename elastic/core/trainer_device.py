@@ -1,6 +1,6 @@
 """The trainer's device: it generates awake and trains asleep, never both, and here is what it is at.
 
-Source: DESIGN §4, "The trainer's device"; RLBoost §4.1.
+Source: docs/design.md, "The trainer's device"; RLBoost §4.1.
 """
 
 from collections.abc import Callable, Mapping

@@ -1,6 +1,6 @@
 """Turns: to whom each goes, which of its tokens count, and how it comes back from a worker that cannot go on.
 
-Source: DESIGN §4, "A turn"; RLBoost §4.2 for collection by token and the continuation from accepted tokens.
+Source: docs/design.md, "A turn"; RLBoost §4.2 for collection by token and the continuation from accepted tokens.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -30,7 +30,7 @@ Speed: TypeAlias = Annotated[float, msgspec.Meta(gt=0, le=DEVICE_SPEED_MAX)]
 
 
 class Account(StrEnum):
-    """Where a GPU-nanosecond can go; each is in exactly one of these (DESIGN §4, "A GPU-second")."""
+    """Where a GPU-nanosecond can go; each is in exactly one of these (docs/design.md, "A GPU-second")."""
 
     BOOTING = "booting"
     LOADING = "loading"
@@ -128,7 +128,7 @@ class FinishReason(StrEnum):
 
 
 class WeightMode(StrEnum):
-    """What happens to running turns when new weights are applied (DESIGN §4, "A weights version")."""
+    """What happens to running turns when new weights are applied (docs/design.md, "A weights version")."""
 
     FINISH = "finish"
     RECOMPUTE = "recompute"

@@ -1,6 +1,6 @@
 """Workers: from their first words to their last, when they are believed, and which weights they serve.
 
-Source: DESIGN §4, "A lease" and "A weights version".
+Source: docs/design.md, "A lease" and "A weights version".
 """
 
 from collections.abc import Callable, Mapping

@@ -2,7 +2,7 @@
 
 An engine runs on its own thread and never touches an event loop. It calls `sink` from that thread, once an
 iteration, with every chunk of that iteration; the agent carries them over. All other methods may be called
-from any thread. Source: DESIGN §6, `RolloutEngine`.
+from any thread. Source: docs/design.md, `RolloutEngine`.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -1,6 +1,6 @@
 """An engine's account book: every nanosecond since its creation, in exactly one account.
 
-Source: DESIGN §4, "A GPU-second": a mixed iteration splits by profiled cost, and the accounts add up to the
+Source: docs/design.md, "A GPU-second": a mixed iteration splits by profiled cost, and the accounts add up to the
 engine's age to the nanosecond.
 """
 

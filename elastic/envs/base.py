@@ -1,4 +1,4 @@
-"""The contract of an environment: an episode in token ids. Source: DESIGN §6, `Environment`."""
+"""The contract of an environment: an episode in token ids. Source: docs/design.md, `Environment`."""
 
 from typing import ClassVar, Protocol
 

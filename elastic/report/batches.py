@@ -1,6 +1,6 @@
 """What groups came to: how old the trained tokens were, and whether what was dropped was longer than the rest.
 
-Dropping what is slow prefers what is short; the lengths beside each other show by how much (DESIGN §5, 4).
+Dropping what is slow prefers what is short; the lengths beside each other show by how much (invariant 4).
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What a run's functions were called for and cost. They are not leases: each call is metered (DESIGN §4)."""
+"""What a run's functions were called for and cost. They are not leases: each call is metered (docs/design.md)."""
 
 from itertools import groupby
 from operator import attrgetter

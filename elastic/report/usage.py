@@ -21,7 +21,7 @@ ORDERLY_ENDS = frozenset({EndCause.RELEASED, EndCause.EXPIRED})
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
     """What some GPUs did and cost. `accounts_s` has every account, in GPU-seconds, and sums to `gpu_s`.
 
-    `overhead_share` is DESIGN §4's: overhead accounts over all time. `preempted_share` is the papers' (ROSE §6.1):
+    `overhead_share` is docs/design.md's: overhead accounts over all time. `preempted_share` is the papers' (ROSE §6.1):
     preempted GPUs × recovery time over all time. There a lease that ends by time is preempted too, and a recovery is
     the time that the worker which came in place of a lost one spent booting and loading. `preemptions` counts the
     leases that were taken away before their time.

@@ -1,4 +1,4 @@
-"""The world's own record of what happened: what the core's state alone cannot show (DESIGN §5, 1–3, 5, 7, 8)."""
+"""The world's own record of what happened: what the core's state alone cannot show (invariants 1–3, 5, 7, 8)."""
 
 import math
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""What a serving host has to do besides rollouts: bursts of requests of its own, which come first (DESIGN §5, 8)."""
+"""What a serving host has to do besides rollouts: bursts of requests of its own, which come first (invariant 8)."""
 
 from random import Random
 from typing import Protocol

@@ -1,4 +1,7 @@
-"""The contract of a relay: a place for immutable blobs, between a trainer and its workers. Source: DESIGN §6."""
+"""The contract of a relay: a place for immutable blobs, between a trainer and its workers.
+
+Source: docs/design.md, `Relay`.
+"""
 
 import re
 from pathlib import Path

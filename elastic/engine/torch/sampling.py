@@ -1,6 +1,6 @@
 """Gumbel-max sampling whose noise is a pure function of (noise seed, position, token id).
 
-Where a token is generated, beside what and after how many interruptions does not enter. Source: DESIGN §4, "A
+Where a token is generated, beside what and after how many interruptions does not enter. Source: docs/design.md, "A
 turn"; the counter-based generator is SplitMix64's finaliser (Steele et al., OOPSLA 2014) over a Weyl sequence.
 """
 
