@@ -15,6 +15,7 @@ from msgspec import inspect
 
 from elastic import wire
 from elastic.core import events as e
+from elastic.core.ids import group_of
 from elastic.core.types import INTEGER_MAX, Account, FinishReason, LoadPhase, Progress, WorkerId
 
 KINDS: tuple[type, ...] = get_args(wire.FromWorker)
@@ -108,7 +109,7 @@ class Liar:
 def false_events(rng: Random, worker: WorkerId, epoch: int, trajectories: Sequence[str]) -> list[e.Event]:
     """Some lies of a worker, in this epoch; about its own turns only that it has them under other attempts."""
     trajectory, version = rng.choice(trajectories), rng.choice((0, 1, 2, 3, INTEGER_MAX))
-    group = trajectory.rpartition("/")[0]
+    group = group_of(trajectory)
     chunk = Progress(
         f"{trajectory}#{rng.randrange(3)}",
         rng.choice((0, INTEGER_MAX)),
