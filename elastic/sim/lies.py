@@ -15,7 +15,7 @@ from msgspec import inspect
 
 from elastic import wire
 from elastic.core import events as e
-from elastic.core.ids import group_of
+from elastic.core.ids import group_of, turn_id
 from elastic.core.types import INTEGER_MAX, Account, FinishReason, LoadPhase, Progress, WorkerId
 
 KINDS: tuple[type, ...] = get_args(wire.FromWorker)
@@ -111,7 +111,7 @@ def false_events(rng: Random, worker: WorkerId, epoch: int, trajectories: Sequen
     trajectory, version = rng.choice(trajectories), rng.choice((0, 1, 2, 3, INTEGER_MAX))
     group = group_of(trajectory)
     chunk = Progress(
-        f"{trajectory}#{rng.randrange(3)}",
+        turn_id(trajectory, rng.randrange(3)),
         rng.choice((0, INTEGER_MAX)),
         rng.choice((0, 1, INTEGER_MAX)),
         rng.choice((0, 1, 2**16)),
