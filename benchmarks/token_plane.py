@@ -1,7 +1,8 @@
 """CPU per token on the way from workers to accepted, journaled tokens, against relaying server-sent events.
 
 Ours is the orchestrator's own process: gateway, decoding, the scheduler's acceptance and the journal, fed over
-loopback by a process that streams as a worker's agent does (a frame each flush). The other side relays one
+loopback by a process that streams as workers' agents do: sixteen streams a worker, a frame each flush, which comes as
+often as it does by default. `one_connection_…`: the same with all streams on one worker. The other side relays one
 server-sent event a token from a streaming upstream to a client, with Starlette, uvicorn and aiohttp (uvloop,
 httptools), and does nothing else with it. Both carry the same streams at the same rate in one run; what counts is
 the CPU time of the process in the middle.
@@ -28,7 +29,7 @@ from starlette.responses import StreamingResponse
 from starlette.routing import Route
 
 from elastic import compose, wire
-from elastic.config import Config
+from elastic.config import Config, SchedulerConfig
 from elastic.core.events import LeaseEnded, LeaseGranted, OfferChanged
 from elastic.core.scheduler import Scheduler
 from elastic.core.types import Account, Capabilities, EndCause, LeaseId, Offer, Plan, WorkerRole
@@ -38,7 +39,8 @@ from elastic.runtime.orchestrator import Orchestrator, Wiring
 from providers.base import Emit, LeaseRequest, Provider, ProviderContext, ProviderSettings
 
 TOKENS_PER_S = 50
-FLUSH_S = 0.05
+FLUSH_S = SchedulerConfig().flush_interval_s
+STREAMS_PER_WORKER = 16
 GROUP_SIZE = 8
 WARM_UP_S = 1.5
 EVENT = (
@@ -76,7 +78,7 @@ class EndlessEnvironment:
 
 
 class StreamingWorkers:
-    """A provider whose one worker is the process at the other end of a pipe."""
+    """A provider whose workers are connections of the process at the other end of a pipe."""
 
     Settings: ClassVar[type[ProviderSettings]] = ProviderSettings
 
@@ -85,10 +87,13 @@ class StreamingWorkers:
         self.join = context.join
         self._emit: Emit | None = None
         self.pipe: multiprocessing.connection.Connection | None = None
+        self.workers = 1
 
     async def start(self, emit: Emit) -> None:
         self._emit = emit
-        emit(OfferChanged(offer=Offer(provider=self.name, role=WorkerRole.TRAINER, available=1, usd_per_gpu_hour=1.0)))
+        role = WorkerRole.TRAINER if self.name == "trainer" else WorkerRole.ELASTIC
+        offer = Offer(provider=self.name, role=role, available=self.workers, usd_per_gpu_hour=1.0)
+        emit(OfferChanged(offer=offer))
 
     async def acquire(self, request: LeaseRequest) -> None:
         assert self._emit is not None
@@ -111,13 +116,20 @@ class StreamingWorkers:
         pass
 
 
-def stream_frames(pipe: multiprocessing.connection.Connection, streams: int) -> None:
-    """The workers' side: a frame each flush, with what every running turn produced since the last."""
-    uvloop.run(_stream_frames(pipe, streams))
+def stream_frames(pipe: multiprocessing.connection.Connection, workers: int, streams: int) -> None:
+    """The workers' side: of each a frame each flush, with what every running turn produced since the last."""
+    uvloop.run(_stream_frames(pipe, workers, streams))
 
 
-async def _stream_frames(pipe: multiprocessing.connection.Connection, streams: int) -> None:
-    join, worker, token = pipe.recv()
+async def _stream_frames(pipe: multiprocessing.connection.Connection, workers: int, streams: int) -> None:
+    async with asyncio.TaskGroup() as tasks:
+        for _ in range(workers):
+            tasks.create_task(_be_worker(await asyncio.to_thread(pipe.recv), streams))
+
+
+async def _be_worker(ticket: tuple[str, str, str], streams: int) -> None:
+    """One worker, which has room for so many streams."""
+    join, worker, token = ticket
     host, _, port = join.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
 
@@ -174,21 +186,24 @@ async def _stream_frames(pipe: multiprocessing.connection.Connection, streams: i
 def orchestrate(
     pipe: multiprocessing.connection.Connection,
     results: multiprocessing.connection.Connection,
+    workers: int,
     streams: int,
     seconds: float,
 ) -> None:
     """The middle: a real orchestrator, whose CPU time is measured."""
-    results.send(uvloop.run(_orchestrate(pipe, streams, seconds)))
+    results.send(uvloop.run(_orchestrate(pipe, workers, streams, seconds)))
 
 
-async def _orchestrate(pipe: multiprocessing.connection.Connection, streams: int, seconds: float) -> tuple[float, int]:
+async def _orchestrate(
+    pipe: multiprocessing.connection.Connection, workers: int, streams: int, seconds: float
+) -> tuple[float, int]:
     groups = streams // GROUP_SIZE
     config = Config.model_validate(
         {
             "model": {"checkpoint": "."},
             "rollout": {"groups": groups, "group_size": GROUP_SIZE, "max_tokens_per_turn": 1 << 20},
             "engine": {"max_pending": streams, "max_context_tokens": 1 << 21, "kv_blocks": 1 << 17},
-            "seeding": {"window_s": 3600},
+            "seeding": {"window_s": 3600, "reserved_engines": max(1, workers - 1)},
         }
     )
 
@@ -202,9 +217,13 @@ async def _orchestrate(pipe: multiprocessing.connection.Connection, streams: int
             acquire_timeout_s=5,
             release_timeout_s=5,
         )
-        provider = StreamingWorkers("trainer", ProviderSettings.model_validate({}), context)
-        provider.pipe = pipe
-        return {"trainer": provider}
+        providers = {
+            name: StreamingWorkers(name, ProviderSettings.model_validate({}), context) for name in ("trainer", "spot")
+        }
+        for provider in providers.values():
+            provider.pipe = pipe
+        providers["spot"].workers = workers - 1
+        return providers
 
     welcome = wire.Welcome("", 0, 0.5, FLUSH_S, 10.0, {}, {}, "", "")
     plan = Plan(steps=1, groups=groups, group_size=GROUP_SIZE)
@@ -313,15 +332,15 @@ def consume(port: int, streams: int) -> None:
     uvloop.run(everything())
 
 
-def measure_frames(streams: int, seconds: float) -> tuple[float, int]:
-    """(CPU seconds, tokens) of the orchestrator."""
+def measure_frames(workers: int, streams: int, seconds: float) -> tuple[float, int]:
+    """(CPU seconds, tokens) of the orchestrator, with the streams spread over so many workers."""
     near, far = multiprocessing.Pipe()
     results, answer = multiprocessing.Pipe()
     return _with_processes(
         results,
         [
-            multiprocessing.Process(target=stream_frames, args=(far, streams)),
-            multiprocessing.Process(target=orchestrate, args=(near, answer, streams, seconds)),
+            multiprocessing.Process(target=stream_frames, args=(far, workers, -(-streams // workers))),
+            multiprocessing.Process(target=orchestrate, args=(near, answer, workers, streams, seconds)),
         ],
     )
 
@@ -356,23 +375,29 @@ def _with_processes(
 
 
 def compare(streams: int, seconds: float, rounds: int) -> dict[str, Any]:
-    """Medians over `rounds` pairs, measured in turn."""
-    pairs = [(measure_frames(streams, seconds), measure_sse(streams, seconds)) for _ in range(rounds)]
-    rows = [
-        {
-            "frame_us_per_token": f_cpu / f_tokens * 1e6,
-            "frame_tokens_per_s": f_tokens / seconds,
-            "sse_us_per_token": s_cpu / s_tokens * 1e6,
-            "sse_tokens_per_s": s_tokens / seconds,
-            "ratio": (s_cpu / s_tokens) / (f_cpu / f_tokens),
-        }
-        for (f_cpu, f_tokens), (s_cpu, s_tokens) in pairs
-    ]
-    return {key: sorted(row[key] for row in rows)[len(rows) // 2] for key in rows[0]}
+    """Medians over `rounds`, each with everything in turn."""
+    workers = -(-streams // STREAMS_PER_WORKER)
+    rows: list[dict[str, float]] = []
+    for _ in range(rounds):
+        frames_s, frames = measure_frames(workers, streams, seconds)
+        one_s, one = measure_frames(1, streams, seconds)
+        events_s, events = measure_sse(streams, seconds)
+        rows.append(
+            {
+                "frame_us_per_token": frames_s / frames * 1e6,
+                "frame_tokens_per_s": frames / seconds,
+                "sse_us_per_token": events_s / events * 1e6,
+                "sse_tokens_per_s": events / seconds,
+                "ratio": (events_s / events) / (frames_s / frames),
+                "one_connection_us_per_token": one_s / one * 1e6,
+                "one_connection_ratio": (events_s / events) / (one_s / one),
+            }
+        )
+    return {"workers": workers, **{key: sorted(row[key] for row in rows)[len(rows) // 2] for key in rows[0]}}
 
 
 def main(arguments: Arguments) -> dict[str, Any]:
-    seconds, rounds = (3.0, 1) if arguments.quick else (10.0, 3)
+    seconds, rounds = (2.0, 1) if arguments.quick else (10.0, 3)
     by_streams = {str(n): compare(n, seconds, rounds) for n in (64, 1000)}
     return {**by_streams["64"], "streams": by_streams}
 
