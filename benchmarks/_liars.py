@@ -30,10 +30,12 @@ from providers.base import Emit, LeaseRequest, Provider, ProviderSettings, Worke
 VOCABULARY = 64
 STEPS, GROUPS, GROUP_SIZE, TURNS, TOKENS_PER_TURN = 8, 3, 4, 3, 6
 HONEST = 2
-LIARS = 12
+HONEST_CREDIT, LIARS_CREDIT = 1, 6
+"""Turns that each takes at a time: few for the honest, so that liars are given some, too."""
+LIARS = 16
 """Sessions of liars at a time."""
 LIAR = "liar"
-WAIT_FOR_TURN_S = 0.05
+WAIT_FOR_TURN_S = 0.02
 """A liar that wants a turn of its own first lies without one if none comes."""
 PULLED_BYTES = 1234
 ENGINE = {"kind": "torch", "max_batch": 4, "max_pending": 2, "max_context_tokens": 512}
@@ -144,9 +146,9 @@ async def dial(join: str, ticket: WorkerTicket) -> Peer:
     return peer
 
 
-def beat(born_s: float, turns: int = 0, decoded: int = 0) -> wire.Heartbeat:
+def beat(born_s: float, capacity: int, turns: int = 0, decoded: int = 0) -> wire.Heartbeat:
     age_ns = max(1, round((asyncio.get_running_loop().time() - born_s) * 1e9))
-    return wire.Heartbeat(6, 0, turns, age_ns, {Account.DECODE: age_ns}, decoded, 0.0, 0, 0)
+    return wire.Heartbeat(capacity, 0, turns, age_ns, {Account.DECODE: age_ns}, decoded, 0.0, 0, 0)
 
 
 class HonestWorker:
@@ -168,9 +170,9 @@ class HonestWorker:
                 async for order in peer.hear():
                     if isinstance(order, wire.Welcome):
                         peer.say(wire.Ready(CAPABILITIES, 0 if self._trains else None))
-                        peer.say(beat(born_s))
+                        peer.say(beat(born_s, HONEST_CREDIT))
                     elif isinstance(order, wire.Drain):
-                        peer.say(wire.Goodbye(order.reason, beat(born_s).accounts_ns, self._decoded))
+                        peer.say(wire.Goodbye(order.reason, beat(born_s, 0).accounts_ns, self._decoded))
                         peer.finish()
                     else:
                         self._obey(peer, order)
@@ -184,7 +186,7 @@ class HonestWorker:
             if chunks:
                 peer.say(wire.Tokens(chunks))
             if number % 50 == 0 and number:
-                peer.say(beat(born_s, len(self._turns), self._decoded))
+                peer.say(beat(born_s, HONEST_CREDIT, len(self._turns), self._decoded))
             await asyncio.sleep(0.004)
 
     def _chunk(self, turn: str, most: int, finish: FinishReason | None = None) -> wire.Chunk:
@@ -256,7 +258,7 @@ class LyingWorker:
                     if isinstance(order, wire.Welcome):
                         if ready_first:
                             peer.say(wire.Ready(CAPABILITIES, self._rng.choice((0, 1, None))))
-                            peer.say(beat(born_s))
+                            peer.say(beat(born_s, LIARS_CREDIT))
                         asyncio.get_running_loop().call_later(waits_s, tell)
                     elif isinstance(order, wire.Generate):
                         own.add(order.turn)

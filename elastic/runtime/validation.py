@@ -6,6 +6,7 @@ Pure: the caller brings the time, in seconds on any clock that only goes forward
 """
 
 from collections.abc import Callable, Mapping
+from itertools import chain
 from typing import Any, NamedTuple
 
 import msgspec
@@ -83,11 +84,9 @@ class Claims:
 
     def _tokens(self, tokens: wire.Tokens, _: float) -> None:
         """Every token of a run comes through here. Positions are the core's to check: it knows what it asked for."""
-        vocab_size = self._bounds.vocab_size
-        for chunk in tokens.chunks:
-            ids = chunk.token_ids
-            if ids and max(ids) >= vocab_size:
-                raise Implausible("token id outside the vocabulary")
+        ids = chain.from_iterable([chunk.token_ids for chunk in tokens.chunks])
+        if max(ids, default=0) >= self._bounds.vocab_size:
+            raise Implausible("token id outside the vocabulary")
 
     def _heartbeat(self, beat: wire.Heartbeat, now_s: float) -> None:
         if beat.capacity_turns > self._bounds.capacity_turns:
