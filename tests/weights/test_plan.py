@@ -49,7 +49,7 @@ def test_a_merged_delta_beats_a_chain_and_a_chain_beats_a_keyframe():
 @pytest.mark.parametrize(
     ("changed", "bits", "gbps", "codec"),
     [
-        (0.01, 2.0, 0.1, "exponent_class"),
+        (0.01, 2.0, 0.03, "exponent_class"),
         (0.7, 3.0, 0.1, "exponent_class"),
         (0.01, 2.0, 400, "gap8"),
         (1.0, 16.0, 0.01, "dense"),
