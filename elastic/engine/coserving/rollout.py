@@ -79,8 +79,8 @@ class RolloutHalf(Half):
         return Iteration(work, shape_of(work)) if work else None
 
     def end_stalled(self, now_ns: Nanoseconds) -> None:
-        """Give up turns that got nothing for too long. Waiting for a place in the batch, for weights or for other
-        turns to end before new weights is no stall: nobody else would be quicker."""
+        """Give up turns that got nothing for too long. Waiting for a place in the batch, for others' prompts, for
+        weights or for other turns to end before new weights is no stall: nobody else would be quicker."""
         if not (self.active or self._loading) or self._cost is None or self._asleep:
             self._progress_ns.clear()
             return
@@ -111,11 +111,16 @@ class RolloutHalf(Half):
             self._drop_cached(most_pages)
 
     def iterate(self, iteration: Iteration) -> None:
+        prefills = any(not decodes(item.sequence) for item in iteration.work)
         super().iterate(iteration)
         now_ns = time.monotonic_ns()
-        for item in iteration.work:
-            if item.sequence.request.request_id in self._alive:
-                self._progress_ns[item.sequence.request.request_id] = now_ns
+        progressed = [item.sequence for item in iteration.work]
+        if prefills:
+            # Prompts are read one after the other: who waits behind another's is not held up by serving.
+            progressed += [sequence for sequence in self._scheduler if not decodes(sequence)]
+        for sequence in progressed:
+            if sequence.request.request_id in self._alive:
+                self._progress_ns[sequence.request.request_id] = now_ns
 
     def _load_piece(self) -> None:
         super()._load_piece()

@@ -1,6 +1,6 @@
 """The model's forward pass over a ragged batch with a paged KV cache.
 
-All tokens of an iteration, prefill and decode alike, form one matrix [N, D]. On the CPU the result of a token
+All tokens of an iteration, prefill and decode alike, form one matrix [N, D]. On one CPU thread the result of a token
 must not depend, bit for bit, on what else is computed beside it, how its context was cut into chunks, or what
 came from the cache. But BLAS kernels sum in an order that depends on the operands' shapes. So every
 multiplication has a shape that is fixed, or is a function of the token's position alone:

@@ -85,7 +85,11 @@ def runner(request):
         made.load(made.verify(tensors))
         return made
 
-    return make, model, tokens
+    # As in a replayable engine: several threads share one product out among themselves, and sum in another order.
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield make, model, tokens
+    torch.set_num_threads(threads)
 
 
 def _logits(runner: Runner, requests, chunk: int) -> list[torch.Tensor]:
