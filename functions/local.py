@@ -146,6 +146,9 @@ class _Process:
                     pass
         except TimeoutError:
             log.warning("function's processes do not die", function=self._function, pid=process.pid)
+        finally:
+            # Otherwise the pipes stay open until they have been read to their ends.
+            process._transport.close()  # type: ignore[attr-defined]
 
     @property
     def alive(self) -> bool:
