@@ -55,11 +55,12 @@ def simulate(
     config = load_config(EXAMPLE, overrides)
     plan = compose.resolve(config, providers, str(EXAMPLE))
     scheduler = Scheduler(compose.run_plan(plan), compose.limits(config), compose.policies(config), 0)
-    journal = NullJournal() if run_dir is None else RunDirectory(run_dir).begin_journal(config.journal, waits=True)
-    run = simulation.build(plan, simulation.Experiment(frame_s=frame_s), scheduler, journal)
+    journal = None if run_dir is None else RunDirectory(run_dir).begin_journal(config.journal, waits=True)
+    run = simulation.build(plan, simulation.Experiment(frame_s=frame_s), scheduler, journal or NullJournal())
     began_s = time.process_time()
     failed = run.live()
-    journal.close()
+    if journal is not None:
+        journal.close()
     cpu_s = time.process_time() - began_s
     if failed:
         raise RuntimeError(f"the simulated run failed: {failed}")

@@ -39,7 +39,7 @@ from elastic.runtime.orchestrator import Orchestrator, Wiring
 from providers.base import Emit, LeaseRequest, Provider, ProviderContext, ProviderSettings
 
 TOKENS_PER_S = 50
-FLUSH_S = SchedulerConfig().flush_interval_s
+FLUSH_S = SchedulerConfig.model_validate({}).flush_interval_s
 STREAMS_PER_WORKER = 16
 GROUP_SIZE = 8
 WARM_UP_S = 1.5
