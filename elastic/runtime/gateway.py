@@ -28,6 +28,8 @@ from elastic.runtime.validation import Claims, bounds_of
 
 log = structlog.get_logger(__name__)
 
+BACKLOG = 1024
+"""Connections that wait to be accepted. Where they do not fit, the kernel lets a worker wait a second."""
 CLOSE_GRACE_S = 1.0
 """How long a closed connection may take to deliver its last frame before it is cut."""
 
@@ -104,6 +106,7 @@ class Gateway:
                 lambda: _Connection(self, self._limits),
                 host,
                 port,
+                backlog=BACKLOG,
                 ssl=tls,
                 ssl_handshake_timeout=None if tls is None else self._limits.handshake_timeout_s,
             )
