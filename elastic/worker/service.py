@@ -14,13 +14,13 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, 
 from typing import Any, Protocol, TypeAlias
 
 import msgspec
-import psutil
 import structlog
 
 from elastic import wire
 from elastic.core.run_state import TRAINER_PATIENCE
 from elastic.core.types import NS_PER_S, Account, FinishReason, LoadPhase, WeightMode, WorkerId
 from elastic.engine.base import DeviceShare, EngineStatistics, RolloutEngine, WeightChanges
+from elastic.machine import CpuSampler
 from elastic.weights.errors import Refusal, WeightsError
 from elastic.worker.accounts import DeviceAccounts
 from elastic.worker.connection import Connection, ConnectionLost, SessionRefused, dial
@@ -160,6 +160,7 @@ class Service:
     async def run(self, accounts: DeviceAccounts, leave: asyncio.Event) -> AgentExit:
         """Work until drained, told to `leave`, refused, cut off for good, or failed."""
         self._accounts = accounts
+        self._cpu = CpuSampler()
         end = AgentExit(1, "cut short")
         try:
             async with self._tasks:
@@ -325,7 +326,7 @@ class Service:
                 prefix_hit_tokens=now.prefix_hit_tokens,
                 prompt_tokens=now.prompt_tokens,
                 pacing_held_share=now.pacing_held_share,
-                cpu_share=min(1.0, psutil.cpu_percent() / 100),
+                cpu_share=min(1.0, self._cpu.share()),
                 loading=self._loading_at(now),
                 load_progress=self._received_bytes() + now.load_progress,
             )
