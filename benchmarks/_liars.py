@@ -34,6 +34,7 @@ HONEST_CREDIT, LIARS_CREDIT = 1, 6
 """Turns that each takes at a time: few for the honest, so that liars are given some, too."""
 LIARS = 16
 """Sessions of liars at a time."""
+RUN = "lied-to"
 LIAR = "liar"
 WAIT_FOR_TURN_S = 0.02
 """A liar that wants a turn of its own first lies without one if none comes."""
@@ -142,7 +143,7 @@ class Peer:
 async def dial(join: str, ticket: WorkerTicket) -> Peer:
     host, _, port = join.rpartition(":")
     peer = Peer(*await asyncio.open_connection(host, int(port)))
-    peer.say(wire.Hello(wire.PROTOCOL_VERSION, ticket.worker, ticket.token, False, 1, "here"))
+    peer.say(wire.Hello(wire.PROTOCOL_VERSION, ticket.worker, ticket.token, False, 1, "here", RUN))
     return peer
 
 
@@ -396,7 +397,7 @@ async def play(frames: int, seed: int) -> Ended:
             )
         return cast("Mapping[str, Provider]", troupes)
 
-    welcome = wire.Welcome("", 0, 5.0, 0.03, PATIENCE_S, ENGINE, {"vocab_size": VOCABULARY}, "")
+    welcome = wire.Welcome("", 0, 5.0, 0.03, PATIENCE_S, ENGINE, {"vocab_size": VOCABULARY}, "", run=RUN)
     plan = Plan(steps=STEPS, groups=GROUPS, group_size=GROUP_SIZE)
     scheduler = Scheduler(plan, compose.limits(config), compose.policies(config), 0)
     with tempfile.TemporaryDirectory() as directory:
@@ -416,7 +417,7 @@ async def play(frames: int, seed: int) -> Ended:
         failed = await orchestrator.run()
         journal.close()
         barred = troupes[LIAR].barred if frames else 0
-        refused = sum(refused.count for refused in orchestrator._gateway.refusals.counts() if refused.worker)
+        refused = sum(refused.count for refused in orchestrator._door.refusals() if refused.worker)
         ended = Ended(failed, told.of_kind, barred, refused)
         _read(ended, stored, config, scheduler)
     return ended

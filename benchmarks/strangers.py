@@ -161,7 +161,7 @@ async def _http(port: int) -> bytes:
 
 
 def _hello() -> bytes:
-    return wire.encode(wire.Hello(wire.PROTOCOL_VERSION, "stranger", secrets.token_urlsafe(16), False, 0, ""))
+    return wire.encode(wire.Hello(wire.PROTOCOL_VERSION, "stranger", secrets.token_urlsafe(16), False, 0, "", "a-run"))
 
 
 async def _probe(target: Target, stalls: list[float]) -> None:

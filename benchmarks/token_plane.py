@@ -38,6 +38,7 @@ from elastic.runtime.journal import RunDirectory
 from elastic.runtime.orchestrator import Orchestrator, Wiring
 from providers.base import Emit, LeaseRequest, Provider, ProviderContext, ProviderSettings
 
+RUN = "bench"
 TOKENS_PER_S = 50
 FLUSH_S = SchedulerConfig.model_validate({}).flush_interval_s
 STREAMS_PER_WORKER = 16
@@ -139,7 +140,7 @@ async def _be_worker(ticket: tuple[str, str, str], streams: int) -> None:
     def send(message: wire.FromWorker) -> None:
         writer.write(wire.encode(message))
 
-    send(wire.Hello(wire.PROTOCOL_VERSION, worker, token, False, os.getpid(), socket.gethostname()))
+    send(wire.Hello(wire.PROTOCOL_VERSION, worker, token, False, os.getpid(), socket.gethostname(), RUN))
     frames = wire.FrameBuffer()
     while not any(isinstance(message, wire.Welcome) for message in await receive(frames)):
         pass
@@ -209,7 +210,7 @@ async def _orchestrate(
 
     def make_providers(join: str, now_ns: Callable[[], int]) -> Mapping[str, Provider]:
         context = ProviderContext(
-            run="bench",
+            run=RUN,
             run_dir=Path("."),
             join=join,
             worker_command=(),
@@ -225,7 +226,7 @@ async def _orchestrate(
         providers["spot"].workers = workers - 1
         return providers
 
-    welcome = wire.Welcome("", 0, 0.5, FLUSH_S, 10.0, {}, {}, "", "")
+    welcome = wire.Welcome("", 0, 0.5, FLUSH_S, 10.0, {}, {}, "", run=RUN)
     plan = Plan(steps=1, groups=groups, group_size=GROUP_SIZE)
     with tempfile.TemporaryDirectory() as directory:
         journal = RunDirectory(Path(directory)).begin_journal(config.journal)

@@ -32,7 +32,7 @@ from elastic.core.types import (
     WeightMode,
 )
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 MAX_FRAME_BYTES = 64 * 1024 * 1024
 """A group for the trainer is the largest frame; weights travel through relays, never here."""
 
@@ -95,7 +95,8 @@ class _Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Hello(_Message, frozen=True):
-    """First frame. A new worker presents its lease's one-time token; a resuming one its session key."""
+    """First frame: for which run, and as whom. A new worker presents its lease's one-time token; a resuming one its
+    session key."""
 
     protocol_version: Count
     worker: Text
@@ -103,6 +104,7 @@ class Hello(_Message, frozen=True):
     resume: bool
     pid: Count
     host: Text
+    run: Text
 
 
 class Ready(_Message, frozen=True):

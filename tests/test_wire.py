@@ -266,7 +266,7 @@ def _beyond(at: inspect.Type) -> list[object]:
 
 
 GOOD = {
-    wire.Hello: wire.Hello(wire.PROTOCOL_VERSION, "w", "s", False, 1, "h"),
+    wire.Hello: wire.Hello(wire.PROTOCOL_VERSION, "w", "s", False, 1, "h", "r"),
     wire.Ready: wire.Ready(
         Capabilities(
             engine="e",

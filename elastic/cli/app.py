@@ -321,9 +321,9 @@ def worker(
 ) -> None:
     """Serve rollout turns to a run: dial its orchestrator and generate until the lease ends.
 
-    The ticket comes from the environment, where a provider puts it: a lease's worker, and its one-time token.
+    The ticket comes from the environment, where a provider puts it: a run, a lease's worker, and its one-time token.
 
-    Example: ELASTIC_WORKER=spot-1 ELASTIC_JOIN_TOKEN=… elastic worker --join 127.0.0.1:7070
+    Example: ELASTIC_RUN=demo ELASTIC_WORKER=spot-1 ELASTIC_JOIN_TOKEN=… elastic worker --join 127.0.0.1:7070
     """
     from elastic.cli.worker import worker_command
 

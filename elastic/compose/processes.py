@@ -5,16 +5,19 @@ import os
 import time
 from collections.abc import Coroutine
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from elastic.compose.runs import load_run_config
 from elastic.config import ConfigError
 from elastic.machine import collect_between_decisions, defer_full_collections
 from providers.serving_messages import LendOrder
 
+if TYPE_CHECKING:
+    from elastic.worker.agent import Ticket
+
 T = TypeVar("T")
 
-ENVIRONMENT_VARIABLES = ("ELASTIC_JOIN", "ELASTIC_WORKER", "ELASTIC_JOIN_TOKEN")
+ENVIRONMENT_VARIABLES = ("ELASTIC_JOIN", "ELASTIC_RUN", "ELASTIC_WORKER", "ELASTIC_JOIN_TOKEN")
 
 
 def run_worker(join: str | None, trainer_run_dir: Path | None, *, resume: bool) -> NoReturn:
@@ -23,28 +26,22 @@ def run_worker(join: str | None, trainer_run_dir: Path | None, *, resume: bool) 
 
     ticket = worker_ticket(join)
     if trainer_run_dir is None:
-        leave_process(run_loop(run_agent(*ticket)))
+        leave_process(run_loop(run_agent(ticket)))
     from elastic.worker.trainer_host import run_trainer_host
 
     config = load_run_config(trainer_run_dir)
-    leave_process(run_loop(run_trainer_host(*ticket, config, trainer_run_dir, resume)))
+    leave_process(run_loop(run_trainer_host(ticket, config, trainer_run_dir, resume)))
 
 
 def run_serving_host() -> int:
     """Be a serving host until a signal, with the settings that its provider put into the environment."""
     from elastic.worker import serving_host
-    from elastic.worker.agent import run_agent
+    from elastic.worker.agent import Ticket, run_agent
     from elastic.worker.warmup import warm_up
 
     async def start_agent(order: LendOrder, share: serving_host.HostShare) -> None:
-        end = await run_agent(
-            order.join,
-            order.worker,
-            order.token,
-            share.build_engine,
-            share=share,
-            born_ns=time.monotonic_ns(),
-        )
+        ticket = Ticket(join=order.join, run=order.run, worker=order.worker, token=order.token)
+        end = await run_agent(ticket, share.build_engine, share=share, born_ns=time.monotonic_ns())
         if end.code != 0:
             raise RuntimeError(end.reason)
 
@@ -79,8 +76,10 @@ def event_loop() -> asyncio.AbstractEventLoop:
     return uvloop.new_event_loop()
 
 
-def worker_ticket(join: str | None) -> tuple[str, str, str]:
-    """Where to dial and as whom: (join, worker, token), from the environment that a provider sets."""
+def worker_ticket(join: str | None) -> "Ticket":
+    """Where to dial and as whom, from the environment that a provider sets."""
+    from elastic.worker.agent import Ticket
+
     found = {name: os.environ.get(name, "") for name in ENVIRONMENT_VARIABLES}
     if join:
         found["ELASTIC_JOIN"] = join
@@ -90,4 +89,5 @@ def worker_ticket(join: str | None) -> tuple[str, str, str]:
     host, _, port = found["ELASTIC_JOIN"].rpartition(":")
     if not (host and port.isdecimal() and 0 < int(port) < 65_536):
         raise ConfigError(f"elastic worker: --join takes HOST:PORT (found {found['ELASTIC_JOIN']!r})")
-    return found["ELASTIC_JOIN"], found["ELASTIC_WORKER"], found["ELASTIC_JOIN_TOKEN"]
+    address, run, worker, token = found.values()
+    return Ticket(join=address, run=run, worker=worker, token=token)

@@ -2,6 +2,7 @@
 
 - A worker shows its lease's one-time token and gets a session. The session's key buys the connection back, each
   time under the next epoch; whatever an older epoch still has to say is never heard.
+- Several runs share one gateway. A worker says for which it works, and comes in at that run's door.
 - A frame reaches the listener only if it can be true (`elastic.runtime.validation`). A worker that sends another
   is refused for ever.
 - Strangers are few. The oldest goes when there are too many, and what is refused is counted and logged at a
@@ -13,7 +14,6 @@ Everything runs on the event loop's thread, and the listener is called synchrono
 import asyncio
 import hashlib
 import hmac
-import secrets
 import ssl
 from collections import Counter
 from typing import Any, Protocol, cast
@@ -23,7 +23,7 @@ import structlog
 
 from elastic import wire
 from elastic.core.types import WorkerId
-from elastic.runtime.refusals import STRANGERS, Refusals
+from elastic.runtime.refusals import STRANGERS, Refusals, Refused
 from elastic.runtime.validation import Claims, bounds_of
 
 log = structlog.get_logger(__name__)
@@ -77,32 +77,24 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Gateway:
-    """TCP server for worker connections: `expect` a worker before it dials, `send` while it is connected.
+    """TCP server for the worker connections of any number of runs, each of which has a `Door` of its own."""
 
-    `welcome` says what every worker is told; its session key and epoch are filled in for each.
-    """
-
-    def __init__(self, listener: WorkerListener, welcome: wire.Welcome, limits: Limits | None = None) -> None:
-        self._listener = listener
-        self._welcome = welcome
+    def __init__(self, limits: Limits | None = None) -> None:
         self._limits = limits or Limits()
-        self._sessions: dict[WorkerId, _Session] = {}
+        self._doors: dict[str, Door] = {}
         self._connections: set[_Connection] = set()
         self._strangers: dict[_Connection, None] = {}
         """In the order in which they came."""
-        self.refusals = Refusals()
-        self.held = False
+        self._refusals = Refusals()
         self._server: asyncio.Server | None = None
-        self._pulse: asyncio.Task[None] | None = None
 
     async def start(self, host: str = "127.0.0.1", port: int = 0, tls: ssl.SSLContext | None = None) -> str:
         """Listen, on a free port if `port` is 0; returns the `host:port` that workers join.
 
         Raises `GatewayError` when the address cannot be had.
         """
-        loop = asyncio.get_running_loop()
         try:
-            self._server = await loop.create_server(
+            self._server = await asyncio.get_running_loop().create_server(
                 lambda: _Connection(self, self._limits),
                 host,
                 port,
@@ -114,82 +106,29 @@ class Gateway:
             raise GatewayError(
                 f"cannot listen for workers on {host}:{port}: {error.strerror or error}; name a free port, or 0 for any"
             ) from error
-        self._pulse = loop.create_task(self._beat(), name="gateway-pings")
         return "{}:{}".format(*self._server.sockets[0].getsockname()[:2])
 
+    def open(self, run: str, listener: WorkerListener, welcome: wire.Welcome) -> "Door":
+        """Let a run's workers in from now on, whom `listener` hears. Raises `ValueError` where it has a door already.
+
+        `welcome` says what every worker is told; its session key and epoch are filled in for each.
+        """
+        if run in self._doors:
+            raise ValueError(f"run {run!r} has a door already")
+        door = self._doors[run] = Door(self, run, listener, welcome)
+        return door
+
     async def aclose(self) -> None:
-        """Stop listening and end every connection; the listener hears nothing more. Safe to call twice."""
-        pulse, self._pulse = self._pulse, None
-        if pulse is not None:
-            pulse.cancel()
-            await asyncio.wait([pulse])
+        """Stop listening and end every connection; no listener hears anything more. Safe to call twice."""
         if self._server is not None:
             self._server.close()
             self._server = None
-        for session in self._sessions.values():
-            session.cut()
-        self._sessions.clear()
+        for door in tuple(self._doors.values()):
+            door.close()
         for connection in tuple(self._connections):
             connection.close()
         if self._connections:
             await asyncio.wait([connection.lost for connection in self._connections], timeout=2 * CLOSE_GRACE_S)
-
-    def expect(
-        self,
-        worker: WorkerId,
-        token: str,
-        engine: dict[str, Any] | None = None,
-        relay_token: str | None = None,
-        *,
-        trains: bool = False,
-    ) -> None:
-        """Let `worker` in, once, with `token`. Its `engine` settings and its `relay_token` are the welcome's unless
-        they are given.
-
-        It may say what the trainer says if it `trains`. Raises `ValueError` for a worker that is known already.
-        """
-        if worker in self._sessions:
-            raise ValueError(f"worker {worker} is already expected")
-        welcome = self._welcome
-        if engine is not None:
-            welcome = msgspec.structs.replace(welcome, engine=engine)
-        if relay_token is not None:
-            welcome = msgspec.structs.replace(welcome, relay_token=relay_token)
-        claims = Claims(bounds_of(welcome.engine, welcome.model, trains=trains))
-        self._sessions[worker] = _Session(worker, token, welcome, claims)
-
-    def send(self, worker: WorkerId, epoch: int, message: wire.FromOrchestrator) -> None:
-        """Queue a frame; those of one loop iteration go out in one write. No-op unless `epoch` is connected."""
-        session = self._sessions.get(worker)
-        if session is not None and session.connection is not None and session.epoch == epoch:
-            session.connection.send(message)
-
-    def hold(self, held: bool) -> None:
-        """Read from no worker while `held`: whoever takes what they say cannot keep up. They are written to as ever."""
-        self.held = held
-        for connection in tuple(self._connections):
-            connection.hold(held)
-
-    def fence(self, worker: WorkerId, reason: str = "fenced") -> None:
-        """Close the worker's connection and refuse it for ever; nothing of it surfaces any more."""
-        session = self._sessions.get(worker)
-        if session is not None:
-            session.fenced = session.fenced or reason
-            session.cut(wire.Refused(reason, retry=False))
-
-    def forget(self, worker: WorkerId) -> None:
-        """Drop what is known of a worker whose lease has ended. It is a stranger then, and refused as one."""
-        session = self._sessions.pop(worker, None)
-        if session is not None:
-            session.cut(wire.Refused("its lease has ended", retry=False))
-
-    async def _beat(self) -> None:
-        while True:
-            await asyncio.sleep(self._welcome.heartbeat_interval_s)
-            for session in tuple(self._sessions.values()):
-                if session.connection is not None:
-                    session.connection.send(wire.Ping())
-                    session.connection.check_reading()
 
     # What connections call.
 
@@ -209,15 +148,115 @@ class Gateway:
 
     def _refuse_stranger(self, stranger: "_Connection", reason: str, *, retry: bool = False) -> None:
         self._strangers.pop(stranger, None)
-        self.refusals.note(STRANGERS, reason, _now_s())
+        self._refusals.note(STRANGERS, reason, _now_s())
         stranger.close(wire.Refused(reason, retry=retry))
 
-    def _greet(self, connection: "_Connection", hello: wire.Hello) -> "_Session":
+    def _greet(self, connection: "_Connection", hello: wire.Hello) -> "tuple[Door, _Session]":
+        """Let a stranger that has said hello in at its run's door. Raises `_NotAdmitted`."""
+        door = self._doors.get(hello.run)
+        if door is None:
+            raise _NotAdmitted(UNKNOWN)
+        session = door._admit(connection, hello)
+        self._strangers.pop(connection, None)
+        return door, session
+
+
+class Door:
+    """One run's way through the gateway: `expect` a worker before it dials, `send` while it is connected.
+
+    Runs know nothing of each other's workers, whatever these are called. Use `Gateway.open`.
+    """
+
+    def __init__(self, gateway: Gateway, run: str, listener: WorkerListener, welcome: wire.Welcome) -> None:
+        self.held = False
+        self._gateway = gateway
+        self._run = run
+        self._listener = listener
+        self._welcome = welcome
+        self._sessions: dict[WorkerId, _Session] = {}
+        self._refusals = Refusals()
+        self._loop = asyncio.get_running_loop()
+        self._pulse = self._loop.call_later(welcome.heartbeat_interval_s, self._beat)
+
+    def close(self) -> None:
+        """End the run's connections and let nobody in any more; the listener hears nothing more. Safe to call twice."""
+        self._pulse.cancel()
+        for session in self._sessions.values():
+            session.cut()
+        self._sessions.clear()
+        self._gateway._doors.pop(self._run, None)
+
+    def expect(
+        self,
+        worker: WorkerId,
+        token: str,
+        key: str,
+        engine: dict[str, Any] | None = None,
+        relay_token: str | None = None,
+        *,
+        trains: bool = False,
+        epoch: int = 0,
+    ) -> None:
+        """Let `worker` in, once, with `token`; then it comes back with `key`. Its `engine` settings and its
+        `relay_token` are the welcome's unless they are given.
+
+        It may say what the trainer says if it `trains`. With an `epoch` that it had with an earlier process of this
+        run its token is spent. Raises `ValueError` for a worker that is known already.
+        """
+        if worker in self._sessions:
+            raise ValueError(f"worker {worker} is already expected")
+        welcome = self._welcome
+        if engine is not None:
+            welcome = msgspec.structs.replace(welcome, engine=engine)
+        if relay_token is not None:
+            welcome = msgspec.structs.replace(welcome, relay_token=relay_token)
+        claims = Claims(bounds_of(welcome.engine, welcome.model, trains=trains))
+        self._sessions[worker] = _Session(worker, token, key, epoch, welcome, claims)
+
+    def send(self, worker: WorkerId, epoch: int, message: wire.FromOrchestrator) -> None:
+        """Queue a frame; those of one loop iteration go out in one write. No-op unless `epoch` is connected."""
+        session = self._sessions.get(worker)
+        if session is not None and session.connection is not None and session.epoch == epoch:
+            session.connection.send(message)
+
+    def hold(self, held: bool) -> None:
+        """Read from no worker while `held`: whoever takes what they say cannot keep up. They are written to as ever."""
+        self.held = held
+        for session in self._sessions.values():
+            if session.connection is not None:
+                session.connection.hold(held)
+
+    def fence(self, worker: WorkerId, reason: str = "fenced") -> None:
+        """Close the worker's connection and refuse it for ever; nothing of it surfaces any more."""
+        session = self._sessions.get(worker)
+        if session is not None:
+            session.fenced = session.fenced or reason
+            session.cut(wire.Refused(reason, retry=False))
+
+    def forget(self, worker: WorkerId) -> None:
+        """Drop what is known of a worker whose lease has ended. It is a stranger then, and refused as one."""
+        session = self._sessions.pop(worker, None)
+        if session is not None:
+            session.cut(wire.Refused("its lease has ended", retry=False))
+
+    def refusals(self) -> list[Refused]:
+        """What was refused so far: of strangers, who name no run that can be believed, and of this run's workers."""
+        return [*self._gateway._refusals.counts(), *self._refusals.counts()]
+
+    def _beat(self) -> None:
+        self._pulse = self._loop.call_later(self._welcome.heartbeat_interval_s, self._beat)
+        for session in tuple(self._sessions.values()):
+            if session.connection is not None:
+                session.connection.send(wire.Ping())
+                session.connection.check_reading()
+
+    # What connections call.
+
+    def _admit(self, connection: "_Connection", hello: wire.Hello) -> "_Session":
         """Open or resume the session of a stranger that has said hello. Raises `_NotAdmitted`."""
         session = self._authenticated(hello)
         self._end_epoch(session)
         session = self._authenticated(hello)  # the listener may have fenced it just now
-        self._strangers.pop(connection, None)
         key = session.open(connection, hello)
         connection.send(msgspec.structs.replace(session.welcome, session_key=key, epoch=session.epoch))
         return session
@@ -240,7 +279,7 @@ class Gateway:
 
     def _bar(self, session: "_Session", cause: str) -> None:
         """Refuse a worker for ever for what it sent, and tell the listener."""
-        self.refusals.note(session.worker, cause, _now_s())
+        self._refusals.note(session.worker, cause, _now_s())
         session.fenced = f"what this worker sent was refused: {cause}"
         session.cut(wire.Refused(session.fenced, retry=False))
         self._listener.on_barred(session.worker, session.epoch, cause)
@@ -283,22 +322,28 @@ def _digest(secret: str) -> bytes:
 
 
 class _Session:
-    """What the gateway knows of one worker. Secrets are kept as digests only."""
+    """What the gateway knows of one worker. It keeps digests of secrets, and a key only until that is told."""
 
-    def __init__(self, worker: WorkerId, token: str, welcome: wire.Welcome, claims: Claims) -> None:
+    def __init__(
+        self, worker: WorkerId, token: str, key: str, epoch: int, welcome: wire.Welcome, claims: Claims
+    ) -> None:
         self.worker = worker
         self.welcome = welcome
         self.claims = claims
-        self.epoch = 0
+        self.epoch = epoch
         self.connection: _Connection | None = None
         self.ready = False
         self.said_goodbye = False
         self.fenced = ""
         self._token = _digest(token)
-        self._key = b""
+        self._key = _digest(key)
+        self._untold_key = "" if epoch else key
 
     def check(self, hello: wire.Hello) -> None:
-        """Raises `_NotAdmitted` unless `hello` opens or resumes this session."""
+        """Raises `_NotAdmitted` unless `hello` opens or resumes this session.
+
+        One may be resumed that this process has never opened: an earlier one did, and had no time to journal it.
+        """
         if not hmac.compare_digest(_digest(hello.secret), self._key if hello.resume else self._token):
             raise _NotAdmitted(UNKNOWN)
         if self.fenced:
@@ -308,8 +353,8 @@ class _Session:
 
     def open(self, connection: "_Connection", hello: wire.Hello) -> str:
         """Begin the next epoch on `connection`; returns the session's key, the same in every epoch."""
-        key = hello.secret if hello.resume else secrets.token_urlsafe(32)
-        self._key = _digest(key)
+        key = hello.secret if hello.resume else self._untold_key
+        self._untold_key = ""
         self.epoch += 1
         self.connection = connection
         return key
@@ -330,6 +375,8 @@ class _Connection(asyncio.Protocol):
     def __init__(self, gateway: Gateway, limits: Limits) -> None:
         self.session: _Session | None = None
         self.address = ""
+        self._door: Door
+        """Where there is a session."""
         self._gateway = gateway
         self._limits = limits
         self._loop = asyncio.get_running_loop()
@@ -361,12 +408,12 @@ class _Connection(asyncio.Protocol):
                 if not self._open:
                     return
                 if self.session is not None:
-                    self._gateway._hear(self.session, body)
+                    self._door._hear(self.session, body)
                 else:
                     self._hello(wire.decode_hello(body))
         except (wire.WireError, _NotAdmitted) as error:
             if self.session is not None:
-                self._gateway._bar(self.session, str(error))
+                self._door._bar(self.session, str(error))
             else:
                 self._gateway._refuse_stranger(self, str(error))
 
@@ -401,10 +448,10 @@ class _Connection(asyncio.Protocol):
         self._loop.call_later(CLOSE_GRACE_S, self._transport.abort)
 
     def _hello(self, hello: wire.Hello) -> None:
-        self.session = self._gateway._greet(self, hello)
+        self._door, self.session = self._gateway._greet(self, hello)
         self._cancel_handshake()
         self._frames.max_frame_bytes = wire.MAX_WORKER_FRAME_BYTES
-        self.hold(self._gateway.held)
+        self.hold(self._door.held)
 
     def hold(self, held: bool) -> None:
         """Read nothing more of a worker, or go on; strangers have only so long to say hello, and are read."""
@@ -442,7 +489,7 @@ class _Connection(asyncio.Protocol):
         """The connection is of no further use: end its epoch, unless a later one has begun."""
         self._stop()
         if self.session is not None and self.session.connection is self:
-            self._gateway._end_epoch(self.session)
+            self._door._end_epoch(self.session)
 
     def _too_late(self) -> None:
         self._gateway._refuse_stranger(self, f"no Hello within {self._limits.handshake_timeout_s} s", retry=True)

@@ -1,4 +1,4 @@
-"""The ports of a live run: orders become frames of the gateway and calls of providers."""
+"""The ports of a live run: orders become frames to workers and calls of providers."""
 
 import asyncio
 import secrets
@@ -15,7 +15,7 @@ from elastic.core import events as e
 from elastic.core.ids import worker_id
 from elastic.core.scheduler import Scheduler
 from elastic.core.types import LeaseId, Nanoseconds, WeightMode, WorkerId
-from elastic.runtime.gateway import Gateway
+from elastic.runtime.gateway import Door
 from elastic.runtime.ports import Feed, WorkerOrder
 from elastic.runtime.rollout import Episode, OpenTurn
 from elastic.runtime.tasks import Spawn
@@ -43,11 +43,11 @@ class GatewayWorkers:
     """Orders to workers, as frames. `publisher` is the public key of the trainer that is there now."""
 
     def __init__(
-        self, gateway: Gateway, config: Config, stop_token_ids: tuple[int, ...], relay_rights: RelayRights | None
+        self, door: Door, config: Config, stop_token_ids: tuple[int, ...], relay_rights: RelayRights | None
     ) -> None:
         mode = WeightMode(config.weights.mode)
         self.publisher = ""
-        self._gateway = gateway
+        self._door = door
         self._relay_rights = relay_rights
         self._rollout = config.rollout
         self._stop_token_ids = stop_token_ids
@@ -60,7 +60,7 @@ class GatewayWorkers:
         }
 
     def start_turn(self, order: c.StartTurn, prompt: OpenTurn) -> None:
-        self._gateway.send(
+        self._door.send(
             order.worker,
             order.epoch,
             wire.Generate(
@@ -77,10 +77,10 @@ class GatewayWorkers:
         )
 
     def order(self, order: WorkerOrder) -> None:
-        self._gateway.send(order.worker, order.epoch, self._frames[type(order)](order))
+        self._door.send(order.worker, order.epoch, self._frames[type(order)](order))
 
     def fence(self, worker: WorkerId, reason: str) -> None:
-        self._gateway.fence(worker, reason)
+        self._door.fence(worker, reason)
         if self._relay_rights is not None:
             self._relay_rights.revoke(worker)
 
@@ -88,8 +88,8 @@ class GatewayWorkers:
 class GatewayTrainer:
     """Orders to the trainer's process, which is a worker, too."""
 
-    def __init__(self, gateway: Gateway, scheduler: Scheduler) -> None:
-        self._gateway = gateway
+    def __init__(self, door: Door, scheduler: Scheduler) -> None:
+        self._door = door
         self._scheduler = scheduler
 
     def train(self, order: c.TrainGroup, batch: list[Episode]) -> None:
@@ -107,11 +107,11 @@ class GatewayTrainer:
     def _send(self, message: wire.FromOrchestrator) -> None:
         trainer = self._scheduler.trainer()
         if trainer is not None:
-            self._gateway.send(trainer.id, trainer.epoch, message)
+            self._door.send(trainer.id, trainer.epoch, message)
 
 
 class ProviderLeases:
-    """Leases of `providers`, whose workers the gateway is told to expect.
+    """Leases of `providers`, whose workers are expected at the run's door.
 
     `engines` has the engine settings of those providers whose workers do not get the welcome's, and `relay_rights`
     whom the weights' relay lets do what, where it can tell them apart.
@@ -119,7 +119,7 @@ class ProviderLeases:
 
     def __init__(
         self,
-        gateway: Gateway,
+        door: Door,
         config: Config,
         trainer_provider: str,
         engines: Mapping[str, dict[str, Any]],
@@ -128,7 +128,7 @@ class ProviderLeases:
         spawn: Spawn,
     ) -> None:
         self.providers: Mapping[str, Provider] = {}
-        self._gateway = gateway
+        self._door = door
         self._limits = config.scheduler
         self._trainer_provider = trainer_provider
         self._engines = engines
@@ -141,7 +141,8 @@ class ProviderLeases:
         trains = provider == self._trainer_provider
         for ticket in tickets:
             relay_token = self._relay_token(ticket.worker, trains)
-            self._gateway.expect(ticket.worker, ticket.token, self._engines.get(provider), relay_token, trains=trains)
+            key, engine = secrets.token_urlsafe(32), self._engines.get(provider)
+            self._door.expect(ticket.worker, ticket.token, key, engine, relay_token, trains=trains)
         self._spawn(self._acquire(provider, LeaseRequest(lease=lease, tickets=tickets)), f"acquire {lease}")
 
     def release(self, lease: LeaseId, provider: str) -> None:

@@ -94,7 +94,9 @@ class Orchestrator:
         config, wiring = self._config, self._wiring
         make_pool, environment = wiring.make_reward_pool, config.environment
         scoring = ScoringSettings(environment.settings, config.rewards.settings) if make_pool else None
-        self._gateway = Gateway(Listener(run, self._scribe, self._trust), wiring.welcome)
+        self._gateway = Gateway()
+        listener = Listener(run, self._scribe, self._trust)
+        self._door = self._gateway.open(wiring.welcome.run, listener, wiring.welcome)
         self._rollouts = Rollouts(
             config.run.seed,
             RolloutLimits(
@@ -111,9 +113,9 @@ class Orchestrator:
         )
         pool = make_pool(lambda call: self._scribe.called(self.now_ns(), call)) if make_pool else None
         self._rewards = RewardDispatch(pool, config.rewards.timeout_s, run.feed, self._spawn)
-        self._workers = GatewayWorkers(self._gateway, config, wiring.stop_token_ids, wiring.relay_rights)
+        self._workers = GatewayWorkers(self._door, config, wiring.stop_token_ids, wiring.relay_rights)
         self._leases = ProviderLeases(
-            self._gateway,
+            self._door,
             config,
             self.scheduler.plan.trainer_provider,
             wiring.engines,
@@ -128,7 +130,7 @@ class Orchestrator:
             leases=self._leases,
             trajectories=self._rollouts,
             rewards=self._rewards,
-            trainer=GatewayTrainer(self._gateway, self.scheduler),
+            trainer=GatewayTrainer(self._door, self.scheduler),
             owner=self,
         )
 
@@ -207,12 +209,12 @@ class Orchestrator:
 
     def _journal_changed(self) -> None:
         """No worker is read from while the journal is behind; a run without a journal ends."""
-        self._gateway.hold(self._journal.behind)
+        self._door.hold(self._journal.behind)
         self._run.hold(self._journal.behind)
         if self._journal.failed is not None and self.scheduler.phase is not Phase.STOPPING:
             self.stop(f"the journal cannot be written: {self._journal.failed}")
 
     def _sample(self) -> None:
-        if refused := self._gateway.refusals.counts():
+        if refused := self._door.refusals():
             self._journal.meta(REFUSED_NOTE, msgspec.json.encode(refused).decode())
         self._sampler.sample(self.now_ns())

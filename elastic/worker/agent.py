@@ -5,7 +5,6 @@ import contextlib
 import logging
 import os
 import signal
-import ssl
 import sys
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, NoReturn, TypeAlias, TypeVar
@@ -18,17 +17,14 @@ from elastic.core.types import Nanoseconds
 from elastic.engine import create_engine
 from elastic.engine.base import DeviceShare, RolloutEngine
 from elastic.worker.accounts import DeviceAccounts, process_start_ns
-from elastic.worker.connection import Connection, ConnectionLost, SessionRefused, dial
-from elastic.worker.service import AgentExit, Audit, Pull, Service, Ticket, Trainer
+from elastic.worker.connection import Connection, ConnectionLost, SessionRefused, Ticket, dial
+from elastic.worker.service import AgentExit, Audit, Pull, Service, Trainer
 from elastic.worker.threads import DaemonThread
 from elastic.worker.weights import WeightsPuller
 
-__all__ = ["AgentExit", "BuildEngine", "build_engine", "leave_process", "run_agent"]
+__all__ = ["AgentExit", "BuildEngine", "Ticket", "build_engine", "leave_process", "run_agent"]
 
 log = structlog.get_logger(__name__)
-
-JOIN_TIMEOUT_S = 30.0
-"""For the first welcome. A worker that nobody welcomes exits; its lease is not its own to keep."""
 
 BUILD_TIMEOUT_S = 600.0
 """For the engine to come up. The orchestrator's own limit is shorter; this one is for when it is gone."""
@@ -44,28 +40,23 @@ def build_engine(welcome: wire.Welcome, share: DeviceShare | None = None) -> Rol
 
 
 async def run_agent(
-    join: str,
-    worker: str,
-    token: str,
+    ticket: Ticket,
     build_engine: BuildEngine = build_engine,
     *,
     share: DeviceShare | None = None,
     trainer: Trainer | None = None,
     pull: Pull | None = None,
     audit: Audit | None = None,
-    tls: ssl.SSLContext | None = None,
-    join_timeout_s: float = JOIN_TIMEOUT_S,
     born_ns: Nanoseconds | None = None,
 ) -> AgentExit:
-    """Be `worker` until drained (code 0), or refused, cut off or failed (code 1).
+    """Be the ticket's worker until drained (code 0), or refused, cut off or failed (code 1).
 
-    Dials `join` (host:port) with the one-time `token`. SIGTERM and SIGINT drain in a hurry (with a `share` the
+    SIGTERM and SIGINT drain in a hurry (with a `share` the
     process is its host's, and so are its signals). A `share` bounds what the engine may use of a device that
     it shares; a `trainer` takes the orders of the trainer's worker. `pull` and `audit` stand in for a `WeightsPuller`.
-    Raises `ValueError` for a `join` that is not an address.
+    Raises `ValueError` where the ticket names no address to join.
     """
     accounts = DeviceAccounts(process_start_ns() if born_ns is None else born_ns)
-    ticket = Ticket(join, worker, token, tls)
     received_bytes: Callable[[], int] | None = None
     if pull is None:
         pull = weights = WeightsPuller()
@@ -74,7 +65,7 @@ async def run_agent(
     leave = asyncio.Event()
     try:
         with contextlib.nullcontext() if share else _on_termination(leave.set):
-            booted = await _unless(leave, _boot(ticket, build_engine, device, join_timeout_s))
+            booted = await _unless(leave, _boot(ticket, build_engine, device))
             if booted is None:
                 end = AgentExit(0, "terminated before it was ready")
             else:
@@ -84,7 +75,7 @@ async def run_agent(
         end = AgentExit(1, str(error))
     finally:
         device.stop()
-    log.log(logging.ERROR if end.code else logging.INFO, "worker ended", worker=worker, reason=end.reason)
+    log.log(logging.ERROR if end.code else logging.INFO, "worker ended", worker=ticket.worker, reason=end.reason)
     return end
 
 
@@ -100,11 +91,9 @@ def leave_process(end: AgentExit) -> NoReturn:
 
 
 async def _boot(
-    ticket: Ticket, build_engine: BuildEngine, device: DaemonThread, join_timeout_s: float
+    ticket: Ticket, build_engine: BuildEngine, device: DaemonThread
 ) -> tuple[wire.Welcome, Connection, RolloutEngine]:
-    connection, welcome = await dial(
-        ticket.join, ticket.worker, ticket.token, resume=False, within_s=join_timeout_s, tls=ticket.tls
-    )
+    connection, welcome = await dial(ticket, "", ticket.wait_s)
     try:
         return welcome, connection, await device.run(BUILD_TIMEOUT_S, build_engine, welcome)
     except BaseException as error:

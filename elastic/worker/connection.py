@@ -8,9 +8,11 @@ import ssl
 from collections.abc import Callable
 from typing import NoReturn, TypeAlias, cast
 
+import msgspec
 import tenacity
 
 from elastic import wire
+from elastic.core.types import WorkerId
 
 UNSENT_BYTES_MAX = 4 * wire.MAX_FRAME_BYTES
 """What may wait for an orchestrator that does not read; beyond it the connection counts as lost."""
@@ -23,7 +25,21 @@ CLOSE_TIMEOUT_S = 2.0
 LAST_LOOK_S = 0.1
 """After a silence: it may be this process that was held up, and what the orchestrator said waits to be read."""
 
+JOIN_TIMEOUT_S = 30.0
+"""For the first welcome, where nobody has said how long an orchestrator may be away."""
+
 Hear: TypeAlias = Callable[[list[wire.FromOrchestrator]], None]
+
+
+class Ticket(msgspec.Struct, frozen=True, kw_only=True):
+    """Which run's worker this is, and where it dials. `token` is good for one session; for that it dials `wait_s`."""
+
+    join: str
+    run: str
+    worker: WorkerId
+    token: str
+    wait_s: float = JOIN_TIMEOUT_S
+    tls: ssl.SSLContext | None = None
 
 
 class ConnectionLost(Exception):
@@ -154,21 +170,22 @@ def _silent(timeout_s: float) -> ConnectionLost:
     return ConnectionLost(f"the orchestrator was silent for {timeout_s} s")
 
 
-async def dial(
-    join: str, worker: str, secret: str, *, resume: bool, within_s: float, tls: ssl.SSLContext | None = None
-) -> tuple[Connection, wire.Welcome]:
-    """Dial `join` (host:port) until welcomed, backing off in between.
+async def dial(ticket: Ticket, key: str, within_s: float) -> tuple[Connection, wire.Welcome]:
+    """Dial until welcomed, backing off in between: with a session's `key` to resume it, else with the ticket's token.
 
-    Raises `SessionRefused`, or `ConnectionLost` when there was no welcome for `within_s`.
+    Raises `SessionRefused`, or `ConnectionLost` when there was no welcome for `within_s`, and `ValueError` where the
+    ticket names no address to join.
     """
-    hello = wire.Hello(wire.PROTOCOL_VERSION, worker, secret, resume, os.getpid(), socket.gethostname())
+    who = wire.PROTOCOL_VERSION, ticket.worker, key or ticket.token, bool(key), os.getpid(), socket.gethostname()
+    hello = wire.Hello(*who, ticket.run)
     attempts = tenacity.AsyncRetrying(
         retry=tenacity.retry_if_exception(_may_pass),
         wait=tenacity.wait_random_exponential(multiplier=0.1, max=1.0),
         stop=tenacity.stop_after_delay(within_s),
         reraise=True,
     )
-    return await attempts(_dial_once, *_address(join), hello, min(within_s, ATTEMPT_TIMEOUT_S), tls)
+    timeout_s = min(within_s, ATTEMPT_TIMEOUT_S)
+    return await attempts(_dial_once, *_address(ticket.join), hello, timeout_s, ticket.tls)
 
 
 async def _dial_once(

@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import functools
 import itertools
-import ssl
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
@@ -18,12 +17,12 @@ import structlog
 
 from elastic import wire
 from elastic.core.run_state import TRAINER_PATIENCE
-from elastic.core.types import NS_PER_S, Account, FinishReason, LoadPhase, WeightMode, WorkerId
+from elastic.core.types import NS_PER_S, Account, FinishReason, LoadPhase, WeightMode
 from elastic.engine.base import DeviceShare, EngineStatistics, RolloutEngine, WeightChanges
 from elastic.machine import CpuSampler
 from elastic.weights.errors import Refusal, WeightsError
 from elastic.worker.accounts import DeviceAccounts
-from elastic.worker.connection import Connection, ConnectionLost, SessionRefused, dial
+from elastic.worker.connection import Connection, ConnectionLost, SessionRefused, Ticket, dial
 from elastic.worker.threads import DaemonThread, run_in_thread
 from elastic.worker.token_stream import TokenStream
 
@@ -95,15 +94,6 @@ class Trainer(Protocol):
     def published(self) -> wire.Published:
         """What it took to put the last step's version on the relay, once it is there. Blocks; raises what failed."""
         ...
-
-
-class Ticket(msgspec.Struct, frozen=True):
-    """Who this worker is, and where it dials. `token` is good for one session."""
-
-    join: str
-    worker: WorkerId
-    token: str
-    tls: ssl.SSLContext | None = None
 
 
 class Service:
@@ -232,12 +222,9 @@ class Service:
             self._end(0, self._drain_reason)
             return
         log.warning("connection lost", worker=self._ticket.worker, cause=str(loss))
-        ticket, within_s = self._ticket, self._welcome.resume_timeout_s
-        key = self._welcome.session_key
+        welcome = self._welcome
         try:
-            self._connection, self._welcome = await dial(
-                ticket.join, ticket.worker, key, resume=True, within_s=within_s, tls=ticket.tls
-            )
+            self._connection, self._welcome = await dial(self._ticket, welcome.session_key, welcome.resume_timeout_s)
         except (ConnectionLost, SessionRefused) as error:
             self._end(1, f"{loss}, and the session could not be resumed: {error}")
         else:

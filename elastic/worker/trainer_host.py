@@ -27,7 +27,7 @@ from elastic.weights.publisher import Publisher, PublishSettings
 from elastic.weights.relay import open_relay
 from elastic.weights.signing import SigningKey
 from elastic.weights.versions import discard_all
-from elastic.worker.agent import AgentExit, build_engine, run_agent
+from elastic.worker.agent import AgentExit, Ticket, build_engine, run_agent
 from elastic.worker.service import TrainerOrder, TrainerReply
 
 log = structlog.get_logger(__name__)
@@ -37,9 +37,7 @@ REQUEST_POLL_S = 1.0
 """How often the relay is looked at for workers that ask for a keyframe."""
 
 
-async def run_trainer_host(
-    join: str, worker: str, token: str, config: Config, run_dir: Path, resume: bool
-) -> AgentExit:
+async def run_trainer_host(ticket: Ticket, config: Config, run_dir: Path, resume: bool) -> AgentExit:
     """Be the trainer's worker until drained (code 0), or refused, cut off or failed (code 1).
 
     Publishes the base policy as version 0 before it is ready, and version v after step v, while the device is free
@@ -48,7 +46,7 @@ async def run_trainer_host(
     published is of no use, and deleted.
     """
     host = TrainerHost(config, run_dir, resume)
-    return await run_agent(join, worker, token, host.build_engine, trainer=host)
+    return await run_agent(ticket, host.build_engine, trainer=host)
 
 
 class TrainerHost:

@@ -236,11 +236,12 @@ class TestCheckpointToResume:
 
 class TestWorker:
     def test_needs_its_ticket(self, refused, elastic, monkeypatch: pytest.MonkeyPatch) -> None:
-        for name in ("ELASTIC_JOIN", "ELASTIC_WORKER", "ELASTIC_JOIN_TOKEN"):
+        for name in ("ELASTIC_JOIN", "ELASTIC_RUN", "ELASTIC_WORKER", "ELASTIC_JOIN_TOKEN"):
             monkeypatch.delenv(name, raising=False)
-        refused(elastic("worker", "--join", "localhost:1"), "ELASTIC_WORKER, ELASTIC_JOIN_TOKEN not set")
+        refused(elastic("worker", "--join", "localhost:1"), "ELASTIC_RUN, ELASTIC_WORKER, ELASTIC_JOIN_TOKEN not set")
 
     def test_address(self, refused, elastic, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("ELASTIC_RUN", "r")
         monkeypatch.setenv("ELASTIC_WORKER", "w")
         monkeypatch.setenv("ELASTIC_JOIN_TOKEN", "t")
         for address in ("nowhere", "host:", ":1", "host:x", "host:0", "host:99999"):

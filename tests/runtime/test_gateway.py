@@ -105,7 +105,8 @@ class House:
 
     def __init__(self, limits: Limits | None = None) -> None:
         self.ear = Ear()
-        self.gateway = Gateway(self.ear, WELCOME, limits)
+        self.gateway = Gateway(limits)
+        self.door = self.gateway.open("run", self.ear, WELCOME)
         self._peers: list[Peer] = []
 
     async def __aenter__(self) -> "House":
@@ -116,6 +117,9 @@ class House:
         for peer in self._peers:
             await peer.aclose()
         await self.gateway.aclose()
+
+    def expect(self, worker: str = "w", token: str = "token", epoch: int = 0) -> None:
+        self.door.expect(worker, token, key_of(worker), epoch=epoch)
 
     async def dial(self) -> Peer:
         host, port = self.address.split(":")
@@ -131,7 +135,7 @@ class House:
         return peer, welcome
 
     async def ready(self, worker: str = "w", token: str = "token") -> tuple[Peer, wire.Welcome]:
-        self.gateway.expect(worker, token)
+        self.expect(worker, token)
         peer, welcome = await self.join(worker, token)
         peer.say(READY)
         await self.ear.until("ready", worker, welcome.epoch)
@@ -144,8 +148,14 @@ async def house() -> AsyncIterator[House]:
         yield house
 
 
-def hello(worker: str, secret: str, resume: bool = False, version: int = wire.PROTOCOL_VERSION) -> wire.Hello:
-    return wire.Hello(version, worker, secret, resume, pid=1, host="here")
+def hello(
+    worker: str, secret: str, resume: bool = False, version: int = wire.PROTOCOL_VERSION, run: str = "run"
+) -> wire.Hello:
+    return wire.Hello(version, worker, secret, resume, pid=1, host="here", run=run)
+
+
+def key_of(worker: str) -> str:
+    return f"session key of {worker}"
 
 
 def slept() -> wire.FromWorker:
@@ -159,11 +169,11 @@ def report(version: int) -> wire.WeightsReport:
 async def test_a_worker_with_its_ticket_gets_a_session_and_is_heard(house: House) -> None:
     peer, welcome = await house.ready()
     assert welcome.epoch == 1
-    assert welcome.session_key
+    assert welcome.session_key == key_of("w")
     assert msgspec.structs.replace(welcome, session_key="", epoch=0) == WELCOME
     peer.say(report(1), report(2))
     await house.ear.until("message", "w", 1, report(2))
-    house.gateway.send("w", 1, wire.Sleep())
+    house.door.send("w", 1, wire.Sleep())
     assert await peer.hear() == wire.Sleep()
     await peer.aclose()
     await house.ear.until("disconnected", "w", 1, False)
@@ -174,7 +184,7 @@ async def test_a_worker_with_its_ticket_gets_a_session_and_is_heard(house: House
 async def test_a_wrong_ticket_is_refused_without_telling_which_part_is_wrong(
     house: House, worker: str, token: str
 ) -> None:
-    house.gateway.expect("w", "token")
+    house.expect()
     peer = await house.dial()
     peer.say(hello(worker, token))
     assert await peer.hear() == wire.Refused("unknown worker or wrong token", retry=False)
@@ -191,7 +201,7 @@ async def test_a_ticket_is_spent_by_its_first_use(house: House) -> None:
 
 
 async def test_an_empty_key_resumes_nothing(house: House) -> None:
-    house.gateway.expect("w", "token")
+    house.expect()
     for secret in ("", "token"):
         peer = await house.dial()
         peer.say(hello("w", secret, resume=True))
@@ -199,7 +209,7 @@ async def test_an_empty_key_resumes_nothing(house: House) -> None:
 
 
 async def test_another_protocol_version_is_refused_by_name(house: House) -> None:
-    house.gateway.expect("w", "token")
+    house.expect()
     peer = await house.dial()
     peer.say(hello("w", "token", version=99))
     refused = await peer.hear()
@@ -220,10 +230,10 @@ async def test_a_resumed_session_begins_the_next_epoch_and_ends_the_old(house: H
         assert (again.epoch, again.session_key) == (epoch, welcome.session_key)
         assert await old.hear() is None
         assert house.ear.heard[-1] == ("disconnected", "w", epoch - 1, False)
-        house.gateway.send("w", epoch - 1, wire.Drain("for the old epoch"))
+        house.door.send("w", epoch - 1, wire.Drain("for the old epoch"))
         peer.say(READY)
         await house.ear.until("ready", "w", epoch)
-        house.gateway.send("w", epoch, wire.Wake())
+        house.door.send("w", epoch, wire.Wake())
         assert await peer.hear() == wire.Wake()
         old = peer
 
@@ -265,7 +275,7 @@ async def _old_epochs_are_mute(script: list[str]) -> None:
 
 async def test_frames_already_read_from_an_old_epoch_are_not_heard_once_it_is_fenced(house: House) -> None:
     peer, _ = await house.ready()
-    house.ear.react = lambda what: house.gateway.fence("w", "hung") if what[0] == "message" else None
+    house.ear.react = lambda what: house.door.fence("w", "hung") if what[0] == "message" else None
     peer.say(report(1), report(2), report(3))
     assert await peer.hear() == wire.Refused("hung", retry=False)
     assert await peer.hear() is None
@@ -274,14 +284,14 @@ async def test_frames_already_read_from_an_old_epoch_are_not_heard_once_it_is_fe
 
 async def test_a_fenced_worker_is_refused_for_ever(house: House) -> None:
     peer, welcome = await house.ready()
-    house.gateway.fence("w", "no heartbeat for 3 s")
-    house.gateway.send("w", 1, wire.Wake())
+    house.door.fence("w", "no heartbeat for 3 s")
+    house.door.send("w", 1, wire.Wake())
     assert await peer.hear() == wire.Refused("no heartbeat for 3 s", retry=False)
     for secret, resume in ((welcome.session_key, True), ("token", False)):
         again = await house.dial()
         again.say(hello("w", secret, resume))
         assert await again.hear() == wire.Refused("no heartbeat for 3 s", retry=False)
-    house.gateway.forget("w")
+    house.door.forget("w")
     again = await house.dial()
     again.say(hello("w", welcome.session_key, resume=True))
     assert await again.hear() == wire.Refused("unknown worker or wrong token", retry=False)
@@ -290,7 +300,7 @@ async def test_a_fenced_worker_is_refused_for_ever(house: House) -> None:
 
 async def test_a_worker_fenced_for_disconnecting_does_not_resume(house: House) -> None:
     _, welcome = await house.ready()
-    house.ear.react = lambda what: house.gateway.fence("w", "gone") if what[0] == "disconnected" else None
+    house.ear.react = lambda what: house.door.fence("w", "gone") if what[0] == "disconnected" else None
     peer = await house.dial()
     peer.say(hello("w", welcome.session_key, resume=True))
     assert await peer.hear() == wire.Refused("gone", retry=False)
@@ -304,7 +314,7 @@ async def test_a_goodbye_is_told_from_a_loss(house: House) -> None:
 
 
 async def test_a_connection_lost_before_ready_was_never_announced(house: House) -> None:
-    house.gateway.expect("w", "token")
+    house.expect()
     peer, welcome = await house.join()
     await peer.aclose()
     peer = await house.dial()
@@ -315,13 +325,104 @@ async def test_a_connection_lost_before_ready_was_never_announced(house: House) 
 
 @pytest.mark.parametrize("early", [slept(), hello("w", "token")], ids=["message", "second hello"])
 async def test_nothing_but_ready_follows_hello(house: House, early: wire.FromWorker) -> None:
-    house.gateway.expect("w", "token")
+    house.expect()
     peer, _ = await house.join()
     peer.say(early)
     refused = await peer.hear()
     assert isinstance(refused, wire.Refused)
     assert "before Ready" in refused.reason
     assert [what[:3] for what in house.ear.heard] == [("barred", "w", 1)]
+
+
+HARM: dict[str, Callable[["House", Peer], None]] = {
+    "speak": lambda house, peer: peer.say(report(7)),
+    "garbage": lambda house, peer: _garbage(peer),
+    "vanish": lambda house, peer: peer.writer.close(),
+    "hold": lambda house, peer: house.door.hold(True),
+    "fence": lambda house, peer: house.door.fence("w", "hung"),
+    "forget": lambda house, peer: house.door.forget("w"),
+    "close": lambda house, peer: house.door.close(),
+}
+
+
+def _garbage(peer: Peer) -> None:
+    if not peer.writer.is_closing():
+        peer.writer.write(b"\x00\x00\x00\x01\xc1")
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.sampled_from(sorted(HARM)), max_size=6))
+def test_runs_cannot_hear_or_harm_each_other(script: list[str]) -> None:
+    """Two runs at one gateway, each with a worker of the same name: whatever becomes of one, the other is as alone."""
+    asyncio.run(_two_runs(script))
+
+
+async def _two_runs(script: list[str]) -> None:
+    async with House() as house:
+        ear = Ear()
+        door = house.gateway.open("other", ear, WELCOME)
+        door.expect("w", "the other's token", "the other's key")
+        harmed, _ = await house.ready()
+        thief = await house.dial()
+        thief.say(hello("w", "token", run="other"))
+        assert await thief.hear() == wire.Refused("unknown worker or wrong token", retry=False)
+        other = await house.dial()
+        other.say(hello("w", "the other's token", run="other"), READY)
+        assert isinstance(await other.hear(), wire.Welcome)
+        for number, harm in enumerate(script):
+            HARM[harm](house, harmed)
+            other.say(report(number))
+            await ear.until("message", "w", 1, report(number))
+            door.send("w", 1, wire.PullWeights(number, WeightMode.FINISH))
+            assert await other.hear() == wire.PullWeights(number, WeightMode.FINISH)
+        thief = await house.dial()
+        thief.say(hello("w", key_of("w"), resume=True, run="other"))
+        assert await thief.hear() == wire.Refused("unknown worker or wrong token", retry=False)
+        said = [("message", "w", 1, report(number)) for number in range(len(script))]
+        assert ear.heard == [("ready", "w", 1), *said]
+        assert all(refused.worker == "" for refused in door.refusals())
+
+
+async def test_a_run_has_one_door_and_may_have_another_once_it_is_closed(house: House) -> None:
+    with pytest.raises(ValueError, match="run 'run' has a door already"):
+        house.gateway.open("run", house.ear, WELCOME)
+    house.door.close()
+    house.door.close()
+    house.door = house.gateway.open("run", house.ear, WELCOME)
+    await house.ready()
+
+
+async def test_a_held_run_is_not_read_from_until_it_is_let_go(house: House) -> None:
+    peer, _ = await house.ready()
+    house.door.hold(True)
+    peer.say(report(1))
+    house.expect("late")
+    late, _ = await house.join("late")
+    late.say(READY)
+    for _ in range(3):  # a whole round trip of pings each, in which anything read would have been heard
+        assert b"Ping" in await peer.reader.read(1 << 16)
+    assert [what[0] for what in house.ear.heard] == ["ready"]
+    house.door.hold(False)
+    await house.ear.until("message", "w", 1, report(1))
+    await house.ear.until("ready", "late", 1)
+
+
+@pytest.mark.parametrize("epoch", [0, 3], ids=["not journaled", "journaled"])
+async def test_a_session_of_an_earlier_process_is_resumed_under_its_next_epoch(house: House, epoch: int) -> None:
+    house.expect(epoch=epoch)
+    if epoch:
+        peer = await house.dial()
+        peer.say(hello("w", "token"))
+        assert await peer.hear() == wire.Refused("this token has been used", retry=False)
+    peer = await house.dial()
+    peer.say(hello("w", key_of("w"), resume=True), READY)
+    welcome = await peer.hear()
+    assert isinstance(welcome, wire.Welcome)
+    assert (welcome.epoch, welcome.session_key) == (epoch + 1, key_of("w"))
+    await house.ear.until("ready", "w", epoch + 1)
+    thief = await house.dial()
+    thief.say(hello("w", "token"))
+    assert await thief.hear() == wire.Refused("this token has been used", retry=False)
 
 
 @pytest.mark.parametrize("garbage", [b"GET / HTTP/1.1\r\n\r\n", b"\x00\x00\x00\x02\xc1\xc1", b"\x00\x01\x00\x00"])
@@ -357,7 +458,7 @@ async def test_a_silent_stranger_is_sent_away_in_time() -> None:
 
 async def test_the_oldest_stranger_goes_where_there_are_too_many() -> None:
     async with House(Limits(unauthenticated=2)) as house:
-        house.gateway.expect("w", "token")
+        house.expect()
         oldest, *_ = [await house.dial() for _ in range(3)]
         refused = await oldest.hear()
         assert isinstance(refused, wire.Refused)
@@ -370,7 +471,7 @@ async def test_silent_strangers_lock_no_worker_out() -> None:
     async with House() as house:
         crowd = [await house.dial() for _ in range(320)]
         for n in range(8):
-            house.gateway.expect(f"w{n}", "token")
+            house.expect(f"w{n}")
         peers = [await house.dial() for _ in range(8)]
         for n, peer in enumerate(peers):
             peer.say(hello(f"w{n}", "token"))
@@ -385,12 +486,12 @@ async def test_refused_hellos_are_counted_and_logged_at_a_bounded_rate(house: Ho
             peer = await house.dial()
             peer.say(hello("nobody", "nothing"))
             assert isinstance(await peer.hear(), wire.Refused)
-    assert house.gateway.refusals.counts() == [Refused(worker="", reason="unknown worker or wrong token", count=60)]
+    assert house.door.refusals() == [Refused(worker="", reason="unknown worker or wrong token", count=60)]
     assert 0 < len([line for line in lines if line["event"] == "refused"]) < 40
 
 
 async def test_pings_come_every_heartbeat_interval(house: House) -> None:
-    house.gateway.expect("w", "token")
+    house.expect()
     peer, _ = await house.join()
     pings = 0
     async with asyncio.timeout(PATIENCE_S):
@@ -419,7 +520,7 @@ async def test_sends_of_one_iteration_are_one_write(house: House) -> None:
     transport = CountingTransport(connection._transport)
     connection._transport = transport  # type: ignore[assignment]
     for version in range(100):
-        house.gateway.send("w", 1, wire.PullWeights(version, WeightMode.FINISH))
+        house.door.send("w", 1, wire.PullWeights(version, WeightMode.FINISH))
     assert [await peer.hear() for _ in range(100)]
     assert len([size for size in transport.write_sizes if size > 100]) == 1
 
@@ -432,7 +533,7 @@ async def test_a_peer_that_does_not_read_is_dropped_at_a_bound() -> None:
         held = 0
         async with asyncio.timeout(PATIENCE_S):
             while house.ear.heard[-1][0] != "disconnected":
-                house.gateway.send("w", 1, order)
+                house.door.send("w", 1, order)
                 await asyncio.sleep(0)
                 held = max(held, connection._transport.get_write_buffer_size())
         assert held <= 1 << 20
@@ -443,20 +544,20 @@ async def test_a_peer_that_reads_nothing_for_too_long_is_dropped() -> None:
     async with House(Limits(unread_timeout_s=0.2)) as house:
         await house.ready()
         for _ in range(200):
-            house.gateway.send("w", 1, wire.Drain("x" * 65_536))
+            house.door.send("w", 1, wire.Drain("x" * 65_536))
         await house.ear.until("disconnected", "w", 1, False)
 
 
 async def test_a_port_in_use_is_named(house: House) -> None:
     host, port = house.address.split(":")
     with pytest.raises(GatewayError, match=f"{host}:{port}: .*in use"):
-        await Gateway(Ear(), WELCOME).start(host, int(port))
+        await Gateway().start(host, int(port))
 
 
 async def test_a_worker_is_expected_once(house: House) -> None:
-    house.gateway.expect("w", "token")
+    house.expect()
     with pytest.raises(ValueError, match="w is already expected"):
-        house.gateway.expect("w", "another")
+        house.expect("w", "another")
 
 
 async def test_closing_ends_every_connection_and_is_quiet(house: House) -> None:
@@ -474,7 +575,7 @@ from elastic.core.types import Capabilities, WeightMode
 host, port = sys.argv[1].split(":")
 s = socket.create_connection((host, int(port)))
 ready = wire.Ready(Capabilities(engine="t", replayable_sampling=True, max_context_tokens=8, device="cpu"), None)
-s.sendall(wire.encode(wire.Hello(wire.PROTOCOL_VERSION, "w", os.environ["TOKEN"], False, os.getpid(), "")))
+s.sendall(wire.encode(wire.Hello(wire.PROTOCOL_VERSION, "w", os.environ["TOKEN"], False, os.getpid(), "", "run")))
 s.sendall(wire.encode(ready))
 while True:
     s.sendall(wire.encode(wire.Slept()))
@@ -483,7 +584,7 @@ while True:
 
 
 async def test_a_killed_worker_is_known_to_be_gone_at_once(house: House) -> None:
-    house.gateway.expect("w", "token")
+    house.expect()
     victim = await asyncio.create_subprocess_exec(
         sys.executable, "-c", _VICTIM, house.address, env=os.environ | {"TOKEN": "token"}
     )

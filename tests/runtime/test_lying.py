@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from elastic import wire
 from elastic.core.types import Capabilities
-from elastic.runtime.gateway import Gateway
+from elastic.runtime.gateway import Door, Gateway
 from elastic.runtime.validation import Claims, bounds_of
 from elastic.sim.lies import KINDS, Liar
 
@@ -65,11 +65,11 @@ def framed(body: bytes) -> bytes:
     return len(body).to_bytes(4) + body
 
 
-async def join(gateway: Gateway, address: str, worker: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    gateway.expect(worker, "token")
+async def join(door: Door, address: str, worker: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    door.expect(worker, "token", f"key of {worker}")
     host, _, port = address.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
-    writer.write(wire.encode(wire.Hello(wire.PROTOCOL_VERSION, worker, "token", False, 1, "here")))
+    writer.write(wire.encode(wire.Hello(wire.PROTOCOL_VERSION, worker, "token", False, 1, "here", "run")))
     assert await reader.read(1 << 16)
     writer.write(wire.encode(wire.Ready(CAPABILITIES, 0)))
     return reader, writer
@@ -89,10 +89,11 @@ async def _lie(bodies: list[bytes], between: list[int]) -> None:
     faults: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: faults.append(context))
     ear = Ear()
-    gateway = Gateway(ear, WELCOME)
+    gateway = Gateway()
+    door = gateway.open("run", ear, WELCOME)
     address = await gateway.start()
-    _, honest = await join(gateway, address, "honest")
-    reader, liar = await join(gateway, address, "liar")
+    _, honest = await join(door, address, "honest")
+    reader, liar = await join(door, address, "liar")
     said = 0
     for body, count in zip(bodies, between, strict=True):
         for _ in range(count):

@@ -23,10 +23,11 @@ from elastic.engine.base import (
 from elastic.engine.meter import AccountMeter
 from elastic.runtime.gateway import Gateway
 from elastic.weights.signing import SigningKey
-from elastic.worker.agent import AgentExit, run_agent
+from elastic.worker.agent import AgentExit, Ticket, run_agent
 from elastic.worker.service import Pulled
 
 PATIENCE_S = 20.0
+RUN = "run"
 
 
 def token_at(noise_seed: int, position: int) -> int:
@@ -208,7 +209,8 @@ class Orchestra:
             }
             | terms
         )
-        self.gateway = Gateway(self, welcome)
+        self.gateway = Gateway()
+        self.door = self.gateway.open(RUN, self, welcome)
         self.heard: list[tuple[str, int, object]] = []
         """(worker, epoch, message), where Ready stands for the epoch's beginning."""
         self.gone: list[tuple[str, int, bool]] = []
@@ -266,12 +268,18 @@ class Orchestra:
 
     def send(self, *messages: wire.FromOrchestrator, epoch: int = 1, worker: str = "w") -> None:
         for message in messages:
-            self.gateway.send(worker, epoch, message)
+            self.door.send(worker, epoch, message)
+
+    def expect(self, worker: str, trains: bool = False) -> None:
+        self.door.expect(worker, f"token of {worker}", f"key of {worker}", trains=trains)
+
+    def ticket(self, worker: str, join: str = "") -> Ticket:
+        return Ticket(join=join or self.address, run=RUN, worker=worker, token=f"token of {worker}")
 
     def employ(self, engine: object, worker: str = "w", join: str = "", **options: object) -> asyncio.Task[AgentExit]:
         """Start an agent with this engine."""
-        self.gateway.expect(worker, f"token of {worker}", trains="trainer" in options)
-        work = run_agent(join or self.address, worker, f"token of {worker}", lambda _: engine, **options)  # type: ignore[arg-type]
+        self.expect(worker, trains="trainer" in options)
+        work = run_agent(self.ticket(worker, join), lambda _: engine, **options)  # type: ignore[arg-type]
         self.agents.append(asyncio.create_task(work))
         return self.agents[-1]
 

@@ -15,7 +15,7 @@ from elastic.core.types import NS_PER_S, Account, FinishReason, LoadPhase, Weigh
 from elastic.weights.errors import Refusal, WeightsCorrupted
 from elastic.worker import connection
 from elastic.worker.accounts import process_start_ns
-from elastic.worker.agent import run_agent
+from elastic.worker.agent import Ticket, run_agent
 from elastic.worker.service import Pulled
 from tests.worker.conftest import PATIENCE_S, DeadPath, Orchestra, ScriptedEngine, generate, pulled, token_at
 
@@ -451,21 +451,21 @@ async def test_a_worker_whose_orchestrator_is_gone_exits() -> None:
 async def test_a_fenced_worker_exits_and_says_why(orchestra: Orchestra) -> None:
     agent = orchestra.employ(ScriptedEngine())
     await orchestra.first(wire.Ready)
-    orchestra.gateway.fence("w", "no heartbeat for 3 s")
+    orchestra.door.fence("w", "no heartbeat for 3 s")
     end = await asyncio.wait_for(agent, 10)
     assert end.code == 1
     assert "no heartbeat for 3 s" in end.reason
 
 
 async def test_a_refused_worker_exits_and_says_why(orchestra: Orchestra) -> None:
-    end = await run_agent(orchestra.address, "nobody", "token")
+    end = await run_agent(orchestra.ticket("nobody"))
     assert (end.code, end.reason) == (1, "unknown worker or wrong token")
 
 
 async def test_an_orchestrator_that_is_not_there_is_given_up() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = "{}:{}".format(*taken.getsockname())
-    end = await run_agent(address, "w", "token", join_timeout_s=0.3)
+    end = await run_agent(Ticket(join=address, run="run", worker="w", token="token", wait_s=0.3))
     assert end.code == 1
     assert f"{address} cannot be reached" in end.reason
 
@@ -488,16 +488,16 @@ async def test_a_worker_waits_for_an_orchestrator_that_is_late() -> None:
 @pytest.mark.parametrize("join", ["", "host", "host:", ":80", "host:http", "host:70000"])
 async def test_a_join_address_that_is_none_is_named(join: str) -> None:
     with pytest.raises(ValueError, match="expected host:port"):
-        await run_agent(join, "w", "token")
+        await run_agent(Ticket(join=join, run="run", worker="w", token="token"))
 
 
 async def test_an_engine_that_cannot_be_built_ends_the_worker(orchestra: Orchestra) -> None:
-    orchestra.gateway.expect("w", "token")
+    orchestra.expect("w")
 
     def build(_: wire.Welcome) -> ScriptedEngine:
         raise ValueError("engine.device: no CUDA here")
 
-    end = await run_agent(orchestra.address, "w", "token", build)
+    end = await run_agent(orchestra.ticket("w"), build)
     assert end.code == 1
     assert "engine.device: no CUDA here" in end.reason
 

@@ -72,8 +72,8 @@ class TrainerHouse(Orchestra):
         self.run_dir = run_dir
 
     def host(self, worker: str = "w", resume: bool = False) -> asyncio.Task[object]:
-        self.gateway.expect(worker, "token", trains=True)
-        work = run_trainer_host(self.address, worker, "token", self._config, self.run_dir, resume)
+        self.expect(worker, trains=True)
+        work = run_trainer_host(self.ticket(worker), self._config, self.run_dir, resume)
         self.agents.append(asyncio.create_task(work))
         return self.agents[-1]
 
@@ -319,9 +319,9 @@ async def test_a_resumed_host_without_a_checkpoint_begins_anew(house: TrainerHou
 async def test_a_base_policy_that_cannot_be_read_ends_the_host(
     house: TrainerHouse, config: Config, tmp_path: Path
 ) -> None:
-    house.gateway.expect("w", "token", trains=True)
+    house.expect("w", trains=True)
     missing = config.model_copy(update={"model": config.model.model_copy(update={"checkpoint": tmp_path / "none"})})
-    end = await run_trainer_host(house.address, "w", "token", missing, tmp_path, resume=False)
+    end = await run_trainer_host(house.ticket("w"), missing, tmp_path, resume=False)
     assert end.code == 1
     assert str(tmp_path / "none") in end.reason
 

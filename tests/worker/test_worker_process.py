@@ -31,9 +31,10 @@ ENGINE = EngineConfig.model_validate(
 )
 WORKER = """
 import asyncio, os, uvloop
-from elastic.worker.agent import leave_process, run_agent
+from elastic.worker.agent import Ticket, leave_process, run_agent
+worker = os.environ["WORKER"]
 with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-    end = runner.run(run_agent(os.environ["JOIN"], os.environ["WORKER"], os.environ["TOKEN"]))
+    end = runner.run(run_agent(Ticket(join=os.environ["JOIN"], run="run", worker=worker, token=f"token of {worker}")))
 print(end.reason)
 leave_process(end)
 """
@@ -56,8 +57,8 @@ class Workers(Orchestra):
         self.processes: list[asyncio.subprocess.Process] = []
 
     async def start(self, worker: str) -> asyncio.subprocess.Process:
-        self.gateway.expect(worker, "token")
-        ticket = {"JOIN": self.address, "WORKER": worker, "TOKEN": "token"}
+        self.expect(worker)
+        ticket = {"JOIN": self.address, "WORKER": worker}
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-c", WORKER, env=os.environ | ticket | {"OMP_NUM_THREADS": "1"}, stdout=-1
         )
@@ -126,7 +127,7 @@ async def test_a_frozen_worker_falls_silent_and_is_sent_away_when_it_thaws(worke
     before = len(workers.heard)
     await asyncio.sleep(5 * 0.2)  # heartbeat intervals
     assert len(workers.heard) == before
-    workers.gateway.fence("w", "silent for too long")
+    workers.door.fence("w", "silent for too long")
     process.send_signal(signal.SIGCONT)
     output, _ = await asyncio.wait_for(process.communicate(), 10)
     assert process.returncode == 1
