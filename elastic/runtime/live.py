@@ -92,6 +92,9 @@ class GatewayTrainer:
         self._door = door
         self._scheduler = scheduler
 
+    def recalled(self, order: c.TrainGroup | c.DropGroup | c.UpdateWeights) -> None:
+        pass
+
     def train(self, order: c.TrainGroup, batch: list[Episode]) -> None:
         self._send(wire.TrainGroup(order.step, order.group, order.slot, [episode.data() for episode in batch]))
 

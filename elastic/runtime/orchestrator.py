@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Coroutine, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -74,7 +75,7 @@ class Orchestrator:
         self._clock = LoopClock(clock_ns)
         self._ended = asyncio.Event()
         self._tasks: asyncio.TaskGroup | None = None
-        self._scribe = Scribe(scheduler, journal)
+        self._scribe = Scribe(scheduler, journal, self._when)
         self._sampler = Sampler(config.run.name, scheduler, self._scribe, journal, observe, CpuSampler().share)
         self._run = Run(scheduler, self._connect)
 
@@ -141,8 +142,18 @@ class Orchestrator:
     def ended(self) -> None:
         self._ended.set()
 
-    def broken(self, event: e.Event, error: Exception) -> None:
-        log.exception("internal error", event_kind=type(event).__name__)
+    def _when(self, done: "Future[None]", then: Callable[[], None]) -> None:
+        """Call `then` on the loop's thread once `done` is; calls keep their order."""
+        loop = asyncio.get_running_loop()
+
+        def call(_: "Future[None]") -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(then)
+
+        done.add_done_callback(call)
+
+    def broken(self, event: e.Event | None, error: Exception) -> None:
+        log.error("internal error", event_kind=type(event).__name__, exc_info=error)
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         assert self._tasks is not None

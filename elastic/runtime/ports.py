@@ -29,16 +29,21 @@ class Clock(Protocol):
 
 
 class Journal(Protocol):
-    def append(self, now_ns: Nanoseconds, event: e.Event, payload: Any) -> None:
-        """The core is about to be told."""
-        ...
+    """Remembers what happens. What is recorded of one event becomes durable together."""
 
-    def decided(self, now_ns: Nanoseconds, event: e.Event, payload: Any, commands: Sequence[c.Command]) -> None:
+    def record(self, now_ns: Nanoseconds, event: e.Event, payload: Any, commands: Sequence[c.Command]) -> None:
         """The core has been told, and these commands are about to be carried out; none if it broke off."""
         ...
 
-    def durable(self) -> None:
-        """Returns once everything appended so far would survive the process."""
+    def recalled(self, now_ns: Nanoseconds, event: e.Event, commands: Sequence[c.Command]) -> None:
+        """An event of a former incarnation that is recorded already, and what its core answered."""
+        ...
+
+    def durable(self, then: Callable[[], None]) -> None:
+        """Calls `then` once everything recorded so far would survive the process, or never will.
+
+        Calls are made in the order in which they were asked for.
+        """
         ...
 
 
@@ -70,10 +75,22 @@ class Trajectories(Protocol):
 
     def start(self, group: c.StartGroup) -> None: ...
 
+    def recalled(self, event: e.Event, command: c.Command | None) -> None:
+        """What a former incarnation heard, and each command that came of it but `AcceptTokens`; None for none.
+
+        Nothing is done about it before `resume`.
+        """
+        ...
+
+    def resume(self) -> None:
+        """Go on with the trajectories that were recalled and are not over: environments go through their finished
+        turns once more, and `Run.prompted` is called when one has come to a turn that was in progress."""
+        ...
+
     def cancel(self, trajectory: TrajectoryId) -> None: ...
 
     def prompt(self, turn: TurnId) -> Any:
-        """What a worker needs to generate the turn; None if nobody waits for it any more."""
+        """What a worker needs to generate the turn; None if nobody waits for it, or not yet."""
         ...
 
     def accept(self, event: e.TokensReceived, chunks: Sequence[int], payload: Any) -> None:
@@ -104,7 +121,11 @@ class Rewards(Protocol):
 
 
 class Trainer(Protocol):
-    """The trainer's process; orders are carried out one after the other."""
+    """The trainer's process; orders are carried out one after the other, and asked for once more they are no-ops."""
+
+    def recalled(self, order: c.TrainGroup | c.DropGroup | c.UpdateWeights) -> None:
+        """An order that a former incarnation gave; of groups that were dropped those that leave a slot empty."""
+        ...
 
     def train(self, order: c.TrainGroup, batch: Any) -> None: ...
 
@@ -122,7 +143,7 @@ class Owner(Protocol):
         """The run is over: its last command has been carried out, or it was killed."""
         ...
 
-    def broken(self, event: e.Event, error: Exception) -> None:
+    def broken(self, event: e.Event | None, error: Exception) -> None:
         """The core or a port has raised. Nothing more is carried out unless this raises, too."""
         ...
 

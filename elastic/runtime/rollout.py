@@ -1,6 +1,8 @@
 """Rollout loops: one task a trajectory, from its environment's reset to its reward.
 
-A loop asks for a turn and waits; which workers generate it, and how often it moves, it never learns. Its reward is
+A loop asks for a turn and waits; which workers generate it, and how often it moves, it never learns. What has been
+accepted for a running trajectory is kept turn by turn: when its process dies, the next one's environment goes through
+the finished turns once more and comes to where it was. Its reward is
 the environment's, unless a function is to compute it: then its trajectory ends once the core says so. An episode that
 a limit of turns or tokens ends is truncated, and its environment says what it is worth so far. What is not the policy's
 doing (an environment that raises or hangs, a prompt that leaves no room for a turn, a turn given up) ends the
@@ -14,15 +16,16 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import structlog
 
 from elastic import wire
 from elastic.core import commands as c
 from elastic.core import events as e
-from elastic.core.ids import parse_trajectory, turn_id
+from elastic.core.ids import parse_trajectory, parse_turn, turn_id
 from elastic.core.types import TrajectoryId, TurnId
 from elastic.envs.base import Environment
-from elastic.runtime.journal import TokenFrame
+from elastic.runtime.journal import Sampled, TokenFrame, TrajectoryRow
 from elastic.runtime.ports import Feed
 from elastic.runtime.tasks import Spawn
 from functions.base import BadResult
@@ -35,27 +38,41 @@ class TurnFailed(Exception):
     """The turn was given up for a cause that is not the policy's."""
 
 
+class Diverged(Exception):
+    """The environment has gone another way than it went in the process before this one."""
+
+
 class NoRoom(Exception):
     """The context has no room for a single turn after the prompt."""
 
 
 @dataclass(slots=True)
 class OpenTurn:
-    """A turn in progress: its context, what is accepted so far, and who waits for it."""
+    """A turn of a running trajectory: its context, and what is accepted so far.
+
+    `ended` is None while it is in progress, empty once it is finished, else the cause for which it was given up. Of a
+    turn that was recalled `prompt` and `done`, which whoever waits for it is told by, come with its environment.
+    """
 
     id: TurnId
-    trajectory: TrajectoryId
-    prompt: list[int]
-    noise_seed: int
-    done: asyncio.Future[None]
+    prompt_tokens: int
     token_ids: list[int] = field(default_factory=list[int])
     logprobs: list[float] = field(default_factory=list[float])
     versions: list[int] = field(default_factory=list[int])
+    ended: str | None = None
+    prompt: list[int] = field(default_factory=list[int])
+    noise_seed: int = 0
+    done: asyncio.Future[None] | None = None
 
     def accept(self, chunk: wire.Chunk) -> None:
         self.token_ids += chunk.token_ids
         self.logprobs += chunk.logprobs
         self.versions += [chunk.weights_version] * len(chunk.token_ids)
+
+    def end(self, cause: str) -> None:
+        self.ended = cause
+        if self.done is not None and not self.done.done():
+            self.done.set_result(None)
 
 
 @dataclass(slots=True)
@@ -93,6 +110,25 @@ class Episode:
     def policy_tokens(self) -> int:
         return sum(self.trained)
 
+    @property
+    def sampled(self) -> Sampled:
+        return Sampled(self.trained, self.logprobs, self.versions, self.reward)
+
+    @classmethod
+    def of(cls, row: TrajectoryRow) -> "Episode":
+        """A finished trajectory as it was journaled; its reward is the environment's until it is scored."""
+        sampled = msgspec.msgpack.decode(row.sampled, type=Sampled)
+        return cls(
+            row.trajectory,
+            row.started_ns,
+            0,
+            msgspec.msgpack.decode(row.token_ids, type=list[int]),
+            *(sampled.trained, sampled.logprobs, sampled.versions),
+            turns=row.turns,
+            reward=sampled.reward if row.reward is None else row.reward,
+            truncated=row.truncated,
+        )
+
     def data(self) -> wire.TrajectoryData:
         return wire.TrajectoryData(
             self.trajectory, self.token_ids, self.trained, self.logprobs, self.versions, self.reward
@@ -124,7 +160,9 @@ class ScoringSettings:
 class Rollouts:
     """The loops of the trajectories that run now (`elastic.runtime.ports.Trajectories`).
 
-    `feed` takes events to the core, `clock_ns` is the run's time. Without `scoring` the environments score.
+    `feed` takes events to the core, `clock_ns` is the run's time. Without `scoring` the environments score. `stored`
+    reads what a trajectory came to that finished in an earlier process, `prompted` is told of each turn that a
+    recalled trajectory was at, once its environment is there.
     """
 
     def __init__(
@@ -136,9 +174,13 @@ class Rollouts:
         clock_ns: Callable[[], int],
         spawn: Spawn,
         scoring: ScoringSettings | None = None,
+        stored: Callable[[TrajectoryId], TrajectoryRow] | None = None,
+        prompted: Callable[[TurnId], None] = lambda _: None,
     ) -> None:
-        self._open_turns: dict[TurnId, OpenTurn] = {}
-        self._finished: dict[TrajectoryId, Episode] = {}
+        self._running: dict[TrajectoryId, list[OpenTurn]] = {}
+        """Their turns, the one in progress last."""
+        self._finished: dict[TrajectoryId, Episode | None] = {}
+        """None for what is in the journal alone."""
         self._seed = seed
         self._limits = limits
         self._make_environment = make_environment
@@ -146,12 +188,55 @@ class Rollouts:
         self._clock_ns = clock_ns
         self._spawn = spawn
         self._scoring = scoring
+        self._stored = stored
+        self._prompted = prompted
         self._tasks: dict[TrajectoryId, asyncio.Task[None]] = {}
 
     def start(self, group: c.StartGroup) -> None:
         for trajectory in group.trajectories:
-            task = self._tasks[trajectory] = self._spawn(self._run(trajectory), f"trajectory {trajectory}")
-            task.add_done_callback(lambda _, trajectory=trajectory: self._tasks.pop(trajectory, None))
+            self._running[trajectory] = []
+            self._begin(trajectory)
+
+    def recalled(self, event: e.Event, command: c.Command | None) -> None:
+        match command:
+            case c.StartGroup():
+                self._running |= {trajectory: [] for trajectory in command.trajectories}
+            case c.FinishTurn():
+                self.finish_turn(command.turn)
+            case c.FailTurn():
+                self.fail_turn(command.turn, command.cause)
+            case c.CancelTrajectory():
+                self._running.pop(command.trajectory, None)
+            case c.RecordReward() if command.reward is None:
+                self._finished.pop(command.trajectory, None)
+            case c.TrainGroup() | c.DropGroup():
+                for trajectory in command.trajectories:
+                    self._finished.pop(trajectory, None)
+            case None:
+                self._recall_event(event)
+            case _:
+                pass
+
+    def _recall_event(self, event: e.Event) -> None:
+        match event:
+            case e.TurnRequested():
+                if (turns := self._running.get(event.trajectory)) is not None:
+                    turns.append(OpenTurn(event.turn, event.prompt_tokens))
+            case e.RewardRequested() | e.TrajectoryFinished():
+                if self._running.pop(event.trajectory, None) is not None:
+                    self._finished[event.trajectory] = None
+            case e.TrajectoryFailed():
+                self._running.pop(event.trajectory, None)
+            case _:
+                pass
+
+    def resume(self) -> None:
+        for trajectory in self._running:
+            self._begin(trajectory)
+
+    def _begin(self, trajectory: TrajectoryId) -> None:
+        task = self._tasks[trajectory] = self._spawn(self._run(trajectory), f"trajectory {trajectory}")
+        task.add_done_callback(lambda _: self._tasks.pop(trajectory, None))
 
     def cancel(self, trajectory: TrajectoryId) -> None:
         task = self._tasks.get(trajectory)
@@ -163,52 +248,66 @@ class Rollouts:
             task.cancel()
 
     def prompt(self, turn: TurnId) -> OpenTurn | None:
-        return self._open_turns.get(turn)
+        found = self._turn(turn)
+        return found if found is not None and found.done is not None else None
 
     def accept(self, event: e.TokensReceived, chunks: Sequence[int], payload: TokenFrame) -> None:
         for chunk in (payload.chunks[position] for position in chunks):
-            if (turn := self._open_turns.get(chunk.turn)) is not None:
+            if (turn := self._turn(chunk.turn)) is not None:
                 turn.accept(chunk)
 
     def finish_turn(self, turn: TurnId) -> None:
-        """Hand the turn's tokens to its loop."""
-        record = self._open_turns.pop(turn, None)
-        if record is not None and not record.done.done():
-            record.done.set_result(None)
+        """Let the turn's loop go on with its tokens."""
+        self.fail_turn(turn, "")
 
     def fail_turn(self, turn: TurnId, cause: str) -> None:
-        record = self._open_turns.pop(turn, None)
-        if record is not None and not record.done.done():
-            record.done.set_exception(TurnFailed(cause))
+        if (found := self._turn(turn)) is not None:
+            found.end(cause)
+
+    def _turn(self, turn: TurnId) -> OpenTurn | None:
+        """A turn in progress."""
+        turns = self._running.get(parse_turn(turn)[0])
+        return turns[-1] if turns and turns[-1].id == turn and turns[-1].ended is None else None
 
     def finished(self, trajectory: TrajectoryId) -> FinishedTrajectory:
         assert self._scoring is not None
-        episode = self._finished[trajectory]
+        episode = self._episode(trajectory)
+        step, group, _ = parse_trajectory(trajectory)
         return FinishedTrajectory(
             trajectory=trajectory,
             token_ids=episode.token_ids,
             trained=episode.trained,
-            seed=episode.seed,
+            seed=stable_hash(self._seed, step, group),
             environment_settings=self._scoring.environment,
             environment_reward=episode.reward,
             settings=self._scoring.reward,
             truncated=episode.truncated,
         )
 
+    def _episode(self, trajectory: TrajectoryId) -> Episode:
+        episode = self._finished[trajectory]
+        if episode is None:
+            assert self._stored is not None
+            episode = self._finished[trajectory] = Episode.of(self._stored(trajectory))
+        return episode
+
     def record_reward(self, trajectory: TrajectoryId, reward: float | None, cause: str) -> None:
         """What came of scoring it: its reward, or why it has none."""
         if reward is None:
-            del self._finished[trajectory]
+            self._finished.pop(trajectory, None)
         else:
-            self._finished[trajectory].reward = reward
+            self._episode(trajectory).reward = reward
 
     def take(self, trajectories: Sequence[TrajectoryId]) -> list[Episode]:
-        return [self._finished.pop(trajectory) for trajectory in trajectories]
+        episodes = [self._episode(trajectory) for trajectory in trajectories]
+        for trajectory in trajectories:
+            del self._finished[trajectory]
+        return episodes
 
     def drop(self, trajectories: Sequence[TrajectoryId]) -> int:
         """Returns how many tokens the policy sampled for those of them that have finished."""
-        finished = [self._finished.pop(trajectory, None) for trajectory in trajectories]
-        return sum(episode.policy_tokens for episode in finished if episode is not None)
+        finished = [trajectory for trajectory in trajectories if trajectory in self._finished]
+        return sum(episode.policy_tokens for episode in self.take(finished))
 
     async def _run(self, trajectory: TrajectoryId) -> None:
         step, group, _ = parse_trajectory(trajectory)
@@ -216,7 +315,7 @@ class Rollouts:
         try:
             async with self._environment() as environment:
                 await self._play(episode, environment)
-        except (TurnFailed, NoRoom, BadResult) as failure:
+        except (TurnFailed, Diverged, NoRoom, BadResult) as failure:
             self._failed(episode, str(failure))
         except TimeoutError:
             limit_s = self._limits.environment_timeout_s
@@ -226,7 +325,7 @@ class Rollouts:
         else:
             self._over(episode)
         finally:
-            self._open_turns.pop(turn_id(trajectory, episode.turns), None)
+            self._running.pop(trajectory, None)
 
     @contextlib.asynccontextmanager
     async def _environment(self) -> AsyncIterator[Environment]:
@@ -280,18 +379,35 @@ class Rollouts:
         return len(episode.token_ids) + self._limits.max_tokens_per_turn <= self._limits.max_context_tokens
 
     async def _generate(self, episode: Episode, noise_seed: int) -> OpenTurn:
-        name = turn_id(episode.trajectory, episode.turns)
-        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        turn = OpenTurn(name, episode.trajectory, list(episode.token_ids), noise_seed, done)
-        self._open_turns[name] = turn
+        turns, number, tokens = self._running[episode.trajectory], episode.turns, len(episode.token_ids)
+        recalled = number < len(turns)
+        if not recalled:
+            turns.append(OpenTurn(turn_id(episode.trajectory, number), tokens))
+        turn = turns[number]
+        if turn.prompt_tokens != tokens:
+            raise Diverged(
+                f"the environment did not repeat itself: {turn.id} began with {turn.prompt_tokens} tokens before the "
+                f"orchestrator was restarted, and with {tokens} after it"
+            )
+        if turn.ended is None:
+            turn.prompt, turn.noise_seed = list(episode.token_ids), noise_seed
+            turn.done = asyncio.get_running_loop().create_future()
+            if recalled:
+                self._prompted(turn.id)
+            else:
+                self._ask_for(turn, episode)
+            await turn.done
+        if turn.ended:
+            raise TurnFailed(turn.ended)
+        return turn
+
+    def _ask_for(self, turn: OpenTurn, episode: Episode) -> None:
         self._feed(
             e.TurnRequested(
-                turn=name,
+                turn=turn.id,
                 trajectory=episode.trajectory,
-                prompt_tokens=len(turn.prompt),
+                prompt_tokens=turn.prompt_tokens,
                 max_new_tokens=self._limits.max_tokens_per_turn,
                 tag=episode.tag,
             )
         )
-        await done
-        return turn

@@ -4,8 +4,9 @@ Event → core → commands → calls of ports, one event at a time, without wai
 such as threads and sockets, lies behind the ports; so the same `Run` lives in every world.
 
 Guarantees:
-- An event is journaled before the core hears it, a token frame before anything comes of it; what cannot be taken back
-  is done once the journal is durable.
+- An event is journaled before anything comes of it. What cannot be taken back (a lease's release, an order to the
+  trainer, what leaves for a function) is done once that is durable.
+- A run that is told what the journal has (`recall`) is where it was; `resume` takes up from there.
 - No deadline passes for the process's own lateness: see `Alarm`.
 """
 
@@ -17,7 +18,7 @@ from typing import Any
 from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core.scheduler import Scheduler
-from elastic.core.types import Nanoseconds
+from elastic.core.types import LeaseId, Nanoseconds, ScoringState, TurnId
 from elastic.runtime.ports import Clock, Ports
 
 LATE_WAKEUP_NS = 50_000_000
@@ -92,13 +93,15 @@ class Run:
         self.closed = False
         self._inbox: deque[tuple[e.Event, Any]] = deque()
         self._handling = False
+        self._unprompted: dict[TurnId, c.StartTurn] = {}
+        """Turns that were to start before their environments had come to them."""
         self._ports = ports = connect(self)
         self._alarm = Alarm(ports.clock, scheduler.next_wakeup_ns, lambda: self.feed(e.Tick()))
-        self._append, self._decided = ports.journal.append, ports.journal.decided
+        self._record = ports.journal.record
         workers, trajectories = ports.workers, ports.trajectories
         self._execute: dict[type[c.Command], Callable[[Any], None]] = {
             c.AcquireLease: self._acquire_lease,
-            c.ReleaseLease: self._release_lease,
+            c.ReleaseLease: lambda k: self._once_durable(ports.leases.release, k.lease, k.provider),
             c.StartTurn: self._start_turn,
             c.AbortTurn: workers.order,
             c.FinishTurn: lambda k: trajectories.finish_turn(k.turn),
@@ -111,11 +114,11 @@ class Run:
             c.BarLease: lambda k: ports.leases.bar(k.lease, k.provider),
             c.StartGroup: trajectories.start,
             c.CancelTrajectory: lambda k: trajectories.cancel(k.trajectory),
-            c.ScoreTrajectory: lambda k: ports.rewards.score(k, trajectories.finished(k.trajectory)),
+            c.ScoreTrajectory: self._score,
             c.RecordReward: lambda k: trajectories.record_reward(k.trajectory, k.reward, k.cause),
-            c.TrainGroup: lambda k: ports.trainer.train(k, trajectories.take(k.trajectories)),
+            c.TrainGroup: lambda k: self._once_durable(ports.trainer.train, k, trajectories.take(k.trajectories)),
             c.DropGroup: self._drop_group,
-            c.UpdateWeights: self._update_weights,
+            c.UpdateWeights: lambda k: self._once_durable(ports.trainer.update, k),
             c.EndRun: self._end_run,
         }
 
@@ -137,8 +140,7 @@ class Run:
         except Exception as error:
             # Whoever brought the event cannot help; a core that broke off halfway must not go on.
             self._inbox.clear()
-            self._ports.owner.broken(event, error)
-            self.kill(f"internal error: {type(error).__name__}: {error}")
+            self._break(event, error)
         finally:
             self._handling = False
 
@@ -161,14 +163,19 @@ class Run:
         self.closed = True
         self._alarm.stop()
 
+    def prompted(self, turn: TurnId) -> None:
+        """The turn's environment has come to it: whoever was to generate it is told now, if that still stands."""
+        order, live = self._unprompted.pop(turn, None), self.scheduler.turns.live.get(turn)
+        if order is not None and live is not None and (live.attempt, live.worker) == (order.attempt, order.worker):
+            self._start_turn(order)
+
     def _handle(self, event: e.Event, payload: Any) -> None:
         now_ns = self._alarm.event_ns()
-        self._append(now_ns, event, payload)
         commands: Sequence[c.Command] = ()
         try:
             commands = self.scheduler.handle(event, now_ns)
         finally:
-            self._decided(now_ns, event, payload, commands)
+            self._record(now_ns, event, payload, commands)
         for command in commands:
             if self.closed:
                 return
@@ -178,29 +185,83 @@ class Run:
             else:
                 self._execute[type(command)](command)
 
+    def _break(self, cause: e.Event | None, error: Exception) -> None:
+        self._ports.owner.broken(cause, error)
+        self.kill(f"internal error: {type(error).__name__}: {error}")
+
+    # From one incarnation to the next
+
+    def recall(self, now_ns: Nanoseconds, event: e.Event, payload: Any = None) -> None:
+        """Hear what a former incarnation heard then. Nothing is carried out; the ports remember what it meant."""
+        ports, commands = self._ports, self.scheduler.handle(event, now_ns)
+        ports.journal.recalled(now_ns, event, commands)
+        ports.trajectories.recalled(event, None)
+        for command in commands:
+            match command:
+                case c.AcceptTokens():
+                    assert isinstance(event, e.TokensReceived)
+                    ports.trajectories.accept(event, command.chunks, payload)
+                    continue
+                case c.TrainGroup() | c.UpdateWeights():
+                    ports.trainer.recalled(command)
+                case c.DropGroup() if command.slot is not None:
+                    ports.trainer.recalled(command)
+                case _:
+                    pass
+            ports.trajectories.recalled(event, command)
+
+    def resume(self) -> None:
+        """Go on from what was recalled: nobody is connected, and what was under way is taken up or asked for again."""
+        self.feed(e.Resumed())
+        for worker in list(self.scheduler.fleet.workers.values()):
+            if worker.connected:
+                self.feed(e.WorkerDisconnected(worker=worker.id, epoch=worker.epoch))
+        self._ports.trajectories.resume()
+        for scoring in list(self.scheduler.scorings.values()):
+            if scoring.state is ScoringState.RUNNING:
+                self._score(c.ScoreTrajectory(trajectory=scoring.trajectory, attempt=scoring.attempt))
+
+    def ask_again(self, lease: LeaseId) -> None:
+        """The provider has never heard of the request: it has not arrived, or the answer has not."""
+        asked = self.scheduler.leases.leases.get(lease)
+        if asked is None:
+            return
+        if asked.release_reason:
+            self.feed(e.LeaseRefused(lease=lease, reason="it was withdrawn"))
+        else:
+            self._acquire_lease(c.AcquireLease(lease=lease, provider=asked.provider))
+
     # Commands out
+
+    def _once_durable(self, action: Callable[..., None], *arguments: Any) -> None:
+        def act() -> None:
+            if self.closed:
+                return
+            try:
+                action(*arguments)
+            except Exception as error:
+                self._break(None, error)
+
+        self._ports.journal.durable(act)
 
     def _acquire_lease(self, command: c.AcquireLease) -> None:
         offer = self.scheduler.leases.offers[command.provider]
         self._ports.leases.acquire(command.lease, command.provider, offer.workers_per_lease)
 
-    def _release_lease(self, command: c.ReleaseLease) -> None:
-        self._ports.journal.durable()
-        self._ports.leases.release(command.lease, command.provider)
-
     def _start_turn(self, command: c.StartTurn) -> None:
         prompt = self._ports.trajectories.prompt(command.turn)
         if prompt is not None:
             self._ports.workers.start_turn(command, prompt)
+        else:
+            self._unprompted[command.turn] = command
+
+    def _score(self, command: c.ScoreTrajectory) -> None:
+        self._once_durable(self._ports.rewards.score, command, self._ports.trajectories.finished(command.trajectory))
 
     def _drop_group(self, command: c.DropGroup) -> None:
         dropped = self._ports.trajectories.drop(command.trajectories)
         if command.slot is not None:
-            self._ports.trainer.skip(command, dropped)
-
-    def _update_weights(self, command: c.UpdateWeights) -> None:
-        self._ports.journal.durable()
-        self._ports.trainer.update(command)
+            self._once_durable(self._ports.trainer.skip, command, dropped)
 
     def _end_run(self, command: c.EndRun) -> None:
         self.failed = command.failed

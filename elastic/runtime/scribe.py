@@ -1,8 +1,8 @@
 """A run's scribe: turns what happens into rows of the journal, and counts what the run's status shows."""
 
-import contextlib
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -10,21 +10,24 @@ import msgspec
 
 from elastic.core import commands as c
 from elastic.core import events as e
-from elastic.core.ids import group_of, parse_trajectory
+from elastic.core.ids import group_of, parse_trajectory, provider_of
 from elastic.core.scheduler import Scheduler
-from elastic.core.types import EndCause, Nanoseconds, TrajectoryId, TurnId, TurnState, WorkerId
+from elastic.core.types import EndCause, LeaseId, Nanoseconds, TrajectoryId, TurnId, TurnState, WorkerId
 from elastic.runtime.journal import (
     CallRow,
     GroupRow,
-    JournalError,
     JournalWriter,
     MoveRow,
     NullJournal,
     PullRow,
+    Record,
+    Sampled,
     StepRow,
     StepWeights,
     TrajectoryRow,
     TurnRow,
+    event_row,
+    frame_row,
 )
 from elastic.runtime.status import ProviderStatus, success_rate
 from functions.base import Call
@@ -48,6 +51,11 @@ class Ended(Protocol):
     @property
     def truncated(self) -> bool: ...
 
+    @property
+    def sampled(self) -> Sampled | None:
+        """None where tokens are only counted."""
+        ...
+
 
 @dataclass(slots=True)
 class _Trajectory:
@@ -55,13 +63,11 @@ class _Trajectory:
 
     accepted: Counter[int] = field(default_factory=Counter[int])
     turn: TurnId | None = None
-    ended: Ended | None = None
 
 
 @dataclass(slots=True)
 class _Turn:
     id: TurnId
-    of: _Trajectory
     trajectory: TrajectoryId
     requested_ns: Nanoseconds
     prompt_tokens: int
@@ -72,16 +78,28 @@ class _Turn:
     worker: WorkerId = ""
 
 
+def at_once(_: "Future[None]", then: Callable[[], None]) -> None:
+    """A run on virtual time does not wait for the disk."""
+    then()
+
+
 class Scribe:
     """The journal of a live or a simulated run (`elastic.runtime.ports.Journal`).
 
-    Payloads: the `TokenFrame` of `TokensReceived` (None where nobody knows token ids), the `WeightsReport` of
-    `WeightsApplied` and `WeightsFailed`, the trainer's metrics of `WeightsPublished`, and the trajectory (`Ended`)
-    of the events that end one. Of a run without a journal (`NullJournal`) tokens and leases are counted, and no
-    rewards.
+    `when` calls its second argument on the run's thread once its first is done, in order. `stored` reads the row of a
+    trajectory that an earlier incarnation has written. Payloads: the `TokenFrame` of `TokensReceived` (None where
+    nobody knows token ids), the `WeightsReport` of `WeightsApplied` and `WeightsFailed`, the trainer's metrics of
+    `WeightsPublished`, and the trajectory (`Ended`) of the events that end one. Of a run without a journal
+    (`NullJournal`) tokens and leases are counted, and no rewards.
     """
 
-    def __init__(self, scheduler: Scheduler, journal: JournalWriter) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        journal: JournalWriter,
+        when: "Callable[[Future[None], Callable[[], None]], None]" = at_once,
+        stored: Callable[[TrajectoryId], TrajectoryRow] | None = None,
+    ) -> None:
         self.counts: dict[str, ProviderStatus] = {}
         self.rewards: list[float] = []
         """Of the trajectories that have ended in this step."""
@@ -91,8 +109,17 @@ class Scribe:
         """That the core has been told."""
         self._scheduler = scheduler
         self._journal = journal
+        self._keeps = not isinstance(journal, NullJournal)
+        self._when = when
+        self._stored = stored
+        self._rows: list[Record] = []
+        """Of the event that is being recorded."""
+        self._recalling = False
         self._trajectories: dict[TrajectoryId, _Trajectory] = {}
         self._turns: dict[TurnId, _Turn] = {}
+        self._unscored: dict[TrajectoryId, TrajectoryRow] = {}
+        """As they were written when they ended."""
+        self._granted: set[LeaseId] = set()
         self._members: dict[str, tuple[TrajectoryId, ...]] = {}
         self._steps = len(scheduler.history)
         self._trained: dict[str, GroupRow] = {}
@@ -100,6 +127,7 @@ class Scribe:
         self._unpublished: dict[int, StepRow] = {}
         """By version: the step that is done but for putting that on the relay, as it was journaled."""
         self._on_event: dict[type[e.Event], Callable[[Nanoseconds, Any, Any], None]] = {
+            e.LeaseGranted: lambda _, k, __: self._granted.add(k.lease),
             e.LeaseEnded: self._lease_ended,
             e.TurnRequested: self._turn_requested,
             e.WeightsApplied: self._weights_reported,
@@ -118,23 +146,40 @@ class Scribe:
             c.TrainGroup: lambda t, k: self._group_over(t, k, ""),
             c.DropGroup: lambda t, k: self._group_over(t, k, k.reason),
         }
-        if isinstance(journal, NullJournal):  # Nobody reads rows: only what the status shows is kept.
-            self._on_event = {e.LeaseEnded: self._lease_ended}
+        if not self._keeps:  # Nobody reads rows: only what the status shows is kept.
+            leases = (e.LeaseGranted, e.LeaseEnded)
+            self._on_event = {kind: note for kind, note in self._on_event.items() if kind in leases}
             self._on_command = {}
 
-    def append(self, now_ns: Nanoseconds, event: e.Event, payload: Any) -> None:
-        self.events += 1
+    def record(self, now_ns: Nanoseconds, event: e.Event, payload: Any, commands: Sequence[c.Command]) -> None:
+        if self._keeps:
+            self._rows.append(self._row_of(now_ns, event, payload, commands))
+        self._follow(now_ns, event, payload, commands)
+        if self._keeps:
+            self._journal.append(*self._rows)
+            self._rows.clear()
+
+    def recalled(self, now_ns: Nanoseconds, event: e.Event, commands: Sequence[c.Command]) -> None:
+        self._recalling = True
+        self._follow(now_ns, event, None, commands)
+        self._recalling = False
+        self._rows.clear()
+
+    def durable(self, then: Callable[[], None]) -> None:
+        self._when(self._journal.durable(), then)
+
+    def _row_of(self, now_ns: Nanoseconds, event: e.Event, payload: Any, commands: Sequence[c.Command]) -> Record:
         if type(event) is e.TokensReceived and payload is not None:
-            return  # What of the frame is worth keeping the core decides.
-        self._journal.event(event, now_ns)
+            accepted = next((k.chunks for k in commands if type(k) is c.AcceptTokens), ())
+            return frame_row(event, payload.body, accepted, now_ns)
+        return event_row(event, now_ns)
+
+    def _follow(self, now_ns: Nanoseconds, event: e.Event, payload: Any, commands: Sequence[c.Command]) -> None:
+        """What the event and the commands mean, as rows and for the status."""
+        self.events += 1
         note = self._on_event.get(type(event))
         if note is not None:
             note(now_ns, event, payload)
-
-    def decided(self, now_ns: Nanoseconds, event: e.Event, payload: Any, commands: Sequence[c.Command]) -> None:
-        if type(event) is e.TokensReceived and payload is not None:
-            accepted = next((k.chunks for k in commands if type(k) is c.AcceptTokens), ())
-            self._journal.frame(event, payload.body, accepted, now_ns)
         for command in commands:
             if type(command) is c.AcceptTokens:
                 assert isinstance(event, e.TokensReceived)
@@ -143,10 +188,6 @@ class Scribe:
                 note(now_ns, command)
         if type(event) is e.WeightsPublished:
             self._stepped(now_ns, event.version, payload or {})
-
-    def durable(self) -> None:
-        with contextlib.suppress(JournalError):  # a run whose journal has failed ends, and gives everything back
-            self._journal.durable().result()
 
     def called(self, now_ns: Nanoseconds, call: Call) -> None:
         """A function has been called."""
@@ -167,9 +208,9 @@ class Scribe:
     # Events
 
     def _lease_ended(self, _: Nanoseconds, event: e.LeaseEnded, __: Any) -> None:
-        lease = self._scheduler.leases.leases.get(event.lease)
-        if lease is not None:
-            count = self._count(lease.provider)
+        if event.lease in self._granted:
+            self._granted.discard(event.lease)
+            count = self._count(provider_of(event.lease))
             count.leases_ended += 1
             count.preemptions += event.cause is EndCause.PREEMPTED
 
@@ -177,11 +218,11 @@ class Scribe:
         trajectory = self._trajectories.get(event.trajectory)
         if trajectory is not None:
             trajectory.turn = event.turn
-            self._turns[event.turn] = _Turn(event.turn, trajectory, event.trajectory, now_ns, event.prompt_tokens)
+            self._turns[event.turn] = _Turn(event.turn, event.trajectory, now_ns, event.prompt_tokens)
 
     def _weights_reported(self, now_ns: Nanoseconds, event: e.WeightsApplied | e.WeightsFailed, report: Any) -> None:
         if report is not None:
-            self._journal.append(
+            self._rows.append(
                 PullRow(
                     t_ns=now_ns,
                     worker=event.worker,
@@ -196,31 +237,19 @@ class Scribe:
                 )
             )
 
-    def _reward_requested(self, _: Nanoseconds, event: e.RewardRequested, ended: Ended) -> None:
-        trajectory = self._trajectories.get(event.trajectory)
-        if trajectory is not None:
-            trajectory.ended = ended
+    def _reward_requested(self, now_ns: Nanoseconds, event: e.RewardRequested, ended: Ended | None) -> None:
+        """It is kept before it is scored, too: whoever takes the run up has it scored by what is kept."""
+        if ended is not None and event.trajectory in self._trajectories:
+            row = self._unscored[event.trajectory] = _row(event.trajectory, now_ns, ended, None, NOT_SCORED)
+            self._rows.append(row)
 
     def _trajectory_ended(
-        self, now_ns: Nanoseconds, trajectory: TrajectoryId, ended: Ended, reward: float | None, cause: str = ""
+        self, now_ns: Nanoseconds, trajectory: TrajectoryId, ended: Ended | None, reward: float | None, cause: str = ""
     ) -> None:
         if reward is not None:
             self.rewards.append(reward)
-        self._journal.append(
-            TrajectoryRow(
-                trajectory=trajectory,
-                step=parse_trajectory(trajectory).step,
-                group=group_of(trajectory),
-                started_ns=ended.started_ns,
-                ended_ns=now_ns,
-                reward=reward,
-                cause=cause,
-                turns=ended.turns,
-                policy_tokens=ended.policy_tokens,
-                token_ids=msgspec.msgpack.encode(ended.token_ids),
-                truncated=ended.truncated,
-            )
-        )
+        if ended is not None:
+            self._rows.append(_row(trajectory, now_ns, ended, reward, cause))
 
     def _stepped(self, now_ns: Nanoseconds, version: int, metrics: dict[str, float]) -> None:
         history = self._scheduler.history
@@ -238,7 +267,7 @@ class Scribe:
         )
         self._unpublished[version] = row
         self._trained = {name: group for name, group in self._trained.items() if group.step >= record.step}
-        self._journal.append(row)
+        self._rows.append(row)
         self.rewards = []
 
     # Commands
@@ -248,7 +277,7 @@ class Scribe:
         if turn is None:
             return
         if turn.attempts and (left_ns := self._left_ns(turn.id)) is not None:
-            self._journal.append(
+            self._rows.append(
                 MoveRow(
                     turn=turn.id,
                     attempt=command.attempt,
@@ -278,7 +307,8 @@ class Scribe:
             if chunk.count:
                 turn.first_token_ns = turn.first_token_ns or now_ns
                 turn.tokens += chunk.count
-                turn.of.accepted[chunk.version] += chunk.count
+                if (of := self._trajectories.get(turn.trajectory)) is not None:
+                    of.accepted[chunk.version] += chunk.count
         worker = self._scheduler.fleet.workers.get(event.worker)
         if worker is not None:
             self._count(worker.provider).tokens += tokens
@@ -286,7 +316,7 @@ class Scribe:
     def _finish_turn(self, now_ns: Nanoseconds, command: c.FinishTurn) -> None:
         turn = self._turns.pop(command.turn, None)
         if turn is not None:
-            self._journal.append(
+            self._rows.append(
                 TurnRow(
                     turn=turn.id,
                     trajectory=turn.trajectory,
@@ -312,9 +342,13 @@ class Scribe:
             self._turns.pop(trajectory.turn, None)
 
     def _record_reward(self, now_ns: Nanoseconds, command: c.RecordReward) -> None:
-        trajectory = self._trajectories.get(command.trajectory)
-        if trajectory is not None and trajectory.ended is not None:
-            self._trajectory_ended(now_ns, command.trajectory, trajectory.ended, command.reward, command.cause)
+        if command.reward is not None:
+            self.rewards.append(command.reward)
+        row = self._unscored.pop(command.trajectory, None)
+        if row is None and self._stored is not None and not self._recalling:
+            row = self._stored(command.trajectory)
+        if row is not None:
+            self._rows.append(msgspec.structs.replace(row, ended_ns=now_ns, reward=command.reward, cause=command.cause))
 
     def _group_over(self, now_ns: Nanoseconds, command: c.TrainGroup | c.DropGroup, dropped: str) -> None:
         """What became of a group, with the length of each member so far and the age of its tokens."""
@@ -333,11 +367,36 @@ class Scribe:
             lengths=[tokens.total() for tokens in members],
             tokens_by_age=dict(ages),
         )
-        self._journal.append(row)
+        self._rows.append(row)
         if not dropped:
             self._trained[row.group] = row
         for trajectory in self._members.pop(command.group, ()):
+            self._unscored.pop(trajectory, None)
             self._turns.pop(self._trajectories.pop(trajectory).turn or "", None)
 
     def _count(self, provider: str) -> ProviderStatus:
         return self.counts.setdefault(provider, ProviderStatus())
+
+
+NOT_SCORED = "not scored"
+"""The cause of a trajectory that has no reward yet."""
+
+
+def _row(
+    trajectory: TrajectoryId, now_ns: Nanoseconds, ended: Ended, reward: float | None, cause: str
+) -> TrajectoryRow:
+    sampled = ended.sampled
+    return TrajectoryRow(
+        trajectory=trajectory,
+        step=parse_trajectory(trajectory).step,
+        group=group_of(trajectory),
+        started_ns=ended.started_ns,
+        ended_ns=now_ns,
+        reward=reward,
+        cause=cause,
+        turns=ended.turns,
+        policy_tokens=ended.policy_tokens,
+        token_ids=msgspec.msgpack.encode(ended.token_ids),
+        truncated=ended.truncated,
+        sampled=b"" if sampled is None else msgspec.msgpack.encode(sampled),
+    )

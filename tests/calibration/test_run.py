@@ -16,7 +16,7 @@ from elastic.core import events as e
 from elastic.core.ids import parse_turn
 from elastic.core.ledger import DeviceBook
 from elastic.core.types import NS_PER_S, Account, Capabilities, EndCause, Offer, Progress, WorkerRole
-from elastic.runtime.journal import CallRow, PullRow, RunDirectory, TurnRow
+from elastic.runtime.journal import CallRow, PullRow, RunDirectory, TurnRow, event_row
 from elastic.sim.performance.profile import Number, ProfileError, load_profile
 from functions.base import Outcome
 
@@ -49,7 +49,7 @@ def write(tmp_path: Path) -> Callable[..., Path]:
         compose.save_run_config(run_dir, config)
         journal = RunDirectory(run_dir).begin_journal(config.journal)
         for t_s, event in events:
-            journal.event(event, round(t_s * NS_PER_S))
+            journal.append(event_row(event, round(t_s * NS_PER_S)))
         for row in (*turns, *pulls, *calls):
             journal.append(row)
         trained_ns = round(trained_s * NS_PER_S)

@@ -29,6 +29,7 @@ from elastic.runtime.journal import (
     StepWeights,
     TrajectoryRow,
     TurnRow,
+    event_row,
 )
 from elastic.runtime.status import ProviderStatus, RunStatus
 from functions.base import Call, Outcome
@@ -58,14 +59,16 @@ class RunWriter:
     def grant(self, worker: str, provider: str, at_s: float, life_s: float) -> None:
         """Open the book of a lease that ends by time."""
         self.open(worker, provider, at_s)
-        self.journal.event(e.LeaseGranted(lease=worker, workers=(worker,), expires_at_ns=_ns(at_s + life_s)), _ns(at_s))
+        self.journal.append(
+            event_row(e.LeaseGranted(lease=worker, workers=(worker,), expires_at_ns=_ns(at_s + life_s)), _ns(at_s))
+        )
 
     def ready(self, worker: str, at_s: float) -> None:
-        self.journal.event(e.WeightsApplied(worker=worker, epoch=1, version=0), _ns(at_s))
+        self.journal.append(event_row(e.WeightsApplied(worker=worker, epoch=1, version=0), _ns(at_s)))
 
     def end(self, worker: str, cause: EndCause, at_s: float, clean: bool | None = None) -> None:
         self.ledger.close(worker, _ns(at_s), clean=cause is EndCause.RELEASED if clean is None else clean)
-        self.journal.event(e.LeaseEnded(lease=worker, cause=cause), _ns(at_s))
+        self.journal.append(event_row(e.LeaseEnded(lease=worker, cause=cause), _ns(at_s)))
 
     def books(self) -> None:
         self.journal.books(self.ledger.books.values())
@@ -139,7 +142,7 @@ class RunWriter:
         ages = {0: 20 * len(rewards), 1: 5 * len(rewards)}
         self.fate(group_id(step, group), step, dropped, [25] * len(rewards), ages)
         if trained:
-            self.journal.event(e.GroupTrained(worker="trainer", epoch=1, group=group_id(step, group)), 0)
+            self.journal.append(event_row(e.GroupTrained(worker="trainer", epoch=1, group=group_id(step, group)), 0))
 
     def fate(
         self, group: str, step: int, dropped: str, lengths: list[int] | None = None, ages: dict[int, int] | None = None
@@ -388,7 +391,7 @@ def _train(run: RunWriter, step: int, at_s: float, leases: list[Lease], rng: ran
         teaches = len(set(rewards) - {None}) > 1
         run.group(step, group, rewards, trained=teaches, cause="the environment did not answer within 30 s")
         trained += teaches
-    run.journal.event(e.WeightsPublished(worker="trainer", epoch=1, version=step + 1), _ns(at_s))
+    run.journal.append(event_row(e.WeightsPublished(worker="trainer", epoch=1, version=step + 1), _ns(at_s)))
     run.step(step, at_s, STEP_S, groups_trained=trained, groups_dropped=16 - trained)
     for lease in leases:
         if lease.provider != "trainer" and lease.opened_s <= at_s < lease.closed_s:

@@ -5,6 +5,7 @@ import pytest
 from elastic.core import events as e
 from elastic.core.types import Account, Capabilities, EndCause
 from elastic.report import as_json, as_markdown, compare
+from elastic.runtime.journal import event_row
 from elastic.runtime.status import ProviderStatus
 
 CAPABILITIES = Capabilities(engine="torch", replayable_sampling=True, max_context_tokens=64, device="cpu")
@@ -34,9 +35,9 @@ def test_a_lane_runs_from_grant_to_end(summary_of):
     def fill(run):
         run.open("a", "spot", 1.0)
         joined = e.WorkerJoined(worker="a", epoch=1, capabilities=CAPABILITIES, weights_version=None)
-        run.journal.event(joined, 2 * 10**9)
-        run.journal.event(e.WeightsApplied(worker="a", epoch=1, version=0), 3 * 10**9)
-        run.journal.event(e.LeaseNotice(lease="a", deadline_ns=9, reason="preemption"), 7 * 10**9)
+        run.journal.append(event_row(joined, 2 * 10**9))
+        run.journal.append(event_row(e.WeightsApplied(worker="a", epoch=1, version=0), 3 * 10**9))
+        run.journal.append(event_row(e.LeaseNotice(lease="a", deadline_ns=9, reason="preemption"), 7 * 10**9))
         run.end("a", EndCause.PREEMPTED, 8.0)
         run.books()
 

@@ -9,7 +9,7 @@ from elastic.core import events as e
 from elastic.core.types import Account, EndCause
 from elastic.report import as_markdown, summarise, tables
 from elastic.report.html import as_html
-from elastic.runtime.journal import JournalError
+from elastic.runtime.journal import JournalError, event_row
 from elastic.runtime.status import ProviderStatus
 
 
@@ -27,7 +27,7 @@ def killed(run):
     run.turn("1/1/0/0", 6.0, 6.5, 7.0)
     run.call(3.0, 2.0)
     run.pull(2.0, 1000, 0.1, 0.1, worker="spot-1")
-    run.journal.event(e.WeightsPublished(worker="trainer", epoch=1, version=1), 4 * 10**9)
+    run.journal.append(event_row(e.WeightsPublished(worker="trainer", epoch=1, version=1), 4 * 10**9))
     run.sample(10.0, {"spot": ProviderStatus(tokens=1000, usd=10.0, ready=1)})
 
 
@@ -44,7 +44,7 @@ def resumed(run):
     run.turn("1/0/0/0", 1.0, 1.5, 2.0)
     run.move("1/0/0/0", "spot-1", 4.0, 4.25, kept=3)
     run.call(3.0, 1.0)
-    run.journal.event(e.WeightsPublished(worker="trainer", epoch=1, version=1), 1 * 10**9)
+    run.journal.append(event_row(e.WeightsPublished(worker="trainer", epoch=1, version=1), 1 * 10**9))
     run.pull(1.5, 1000, 0.1, 0.1, worker="serving-1")
     run.pull(2.0, 500, 0.1, 0.1, worker="serving-1")
     run.sample(5.0, {"spot": ProviderStatus(tokens=300, usd=4.0), "serving": ProviderStatus(tokens=100)})

@@ -5,6 +5,7 @@ import pytest
 from elastic.core import events as e
 from elastic.core.types import Account, EndCause
 from elastic.report import compare, tables
+from elastic.runtime.journal import event_row
 from elastic.runtime.status import ProviderStatus
 
 
@@ -44,7 +45,7 @@ def test_meta_names_the_run(summary_of):
 def test_why_a_run_failed(summary_of, status, outcome, cause):
     def fill(run):
         run.meta(status=status)
-        run.journal.event(e.StopRequested(reason="interrupted"), 5)
+        run.journal.append(event_row(e.StopRequested(reason="interrupted"), 5))
 
     summary = summary_of(fill)
     assert (summary.outcome, summary.cause) == (outcome, cause)
@@ -194,7 +195,7 @@ def test_an_end_reported_twice_counts_once(summary_of):
         run.open("a", "spot", 0.0)
         run.end("a", EndCause.PREEMPTED, 10.0)
         run.end("a", EndCause.RELEASED, 11.0)
-        run.journal.event(e.LeaseEnded(lease="never billed", cause=EndCause.PREEMPTED), 5)
+        run.journal.append(event_row(e.LeaseEnded(lease="never billed", cause=EndCause.PREEMPTED), 5))
         run.books()
 
     assert [(x.lease, x.cause) for x in summary_of(fill).lease_ends] == [("a", "preempted")]
@@ -252,7 +253,7 @@ def test_groups_are_dropped_for_the_reason_in_the_journal(summary_of):
 def test_trained_groups_count_in_a_journal_without_groups(summary_of):
     assert (
         summary_of(
-            lambda run: run.journal.event(e.GroupTrained(worker="trainer", epoch=1, group="0/0"), 1)
+            lambda run: run.journal.append(event_row(e.GroupTrained(worker="trainer", epoch=1, group="0/0"), 1))
         ).groups_trained
         == 1
     )

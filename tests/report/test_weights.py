@@ -8,12 +8,13 @@ from elastic.report import as_json, as_markdown
 from elastic.report.html import as_html
 from elastic.report.tables import tables
 from elastic.report.weights import PARTS, mean_split_s
+from elastic.runtime.journal import event_row
 
 FULL_BYTES = 1_190_016
 
 
 def pulls(run):
-    run.journal.event(e.WeightsPublished(worker="trainer", epoch=1, version=2), 5_000_000_000)
+    run.journal.append(event_row(e.WeightsPublished(worker="trainer", epoch=1, version=2), 5_000_000_000))
     run.pull(1.0, FULL_BYTES, 0.4, 0.1, worker="a", version=1)
     run.pull(5.5, 11_900, 0.2, 0.1, worker="a", version=2)
     run.pull(6.0, 11_900, 0.4, 0.1, worker="b", version=2)

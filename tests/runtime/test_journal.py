@@ -33,6 +33,8 @@ from elastic.runtime.journal import (
     StepRow,
     TrajectoryRow,
     TurnRow,
+    event_row,
+    frame_row,
     tokens_event,
 )
 from elastic.runtime.journal.records import KINDS, TABLES
@@ -119,9 +121,9 @@ class TestEvents:
         ended = e.LeaseEnded(lease="spot-1", cause=EndCause.PREEMPTED, detail="gone")
         tokens = tokens_event("w", 2, [CHUNK])
         journal = Journal(path)
-        journal.event(e.Tick(), 1)
-        journal.frame(tokens, body_of(CHUNK), (0,), 2)
-        journal.event(ended, 3)
+        journal.append(event_row(e.Tick(), 1))
+        journal.append(frame_row(tokens, body_of(CHUNK), (0,), 2))
+        journal.append(event_row(ended, 3))
         journal.close()
         with reading(path) as reader:
             expected = [(1, e.Tick()), (2, tokens), (3, ended)]
@@ -135,7 +137,7 @@ class TestEvents:
         """What the core saw is whole: a replay decides the same, and what it refuses it need not have."""
         event = tokens_event("w", 2, [CHUNK, OTHER])
         journal = Journal(path)
-        journal.frame(event, memoryview(body_of(CHUNK, OTHER)), accepted, 1)
+        journal.append(frame_row(event, memoryview(body_of(CHUNK, OTHER)), accepted, 1))
         journal.close()
         with reading(path) as reader:
             assert list(reader.entries()) == [(1, event, {at: (CHUNK, OTHER)[at] for at in accepted})]
@@ -144,7 +146,7 @@ class TestEvents:
         """Bytes that a newer worker adds to its message stay, though nobody here knows them."""
         body = body_of(CHUNK)
         journal = Journal(path)
-        journal.frame(tokens_event("w", 2, [CHUNK]), body, (0,), 1)
+        journal.append(frame_row(tokens_event("w", 2, [CHUNK]), body, (0,), 1))
         journal.close()
         with closing(sqlite3.connect(path)) as connection:
             (stored,) = connection.execute("SELECT body FROM events").fetchone()
@@ -153,7 +155,7 @@ class TestEvents:
     def test_a_worthless_frame_takes_no_room_for_its_tokens(self, path: Path) -> None:
         large = wire.Chunk("0/0/0/0", 1, 0, [5] * 10_000, [-0.5] * 10_000, 3)
         journal = Journal(path)
-        journal.frame(tokens_event("w", 2, [large]), body_of(large), (), 1)
+        journal.append(frame_row(tokens_event("w", 2, [large]), body_of(large), (), 1))
         journal.close()
         with closing(sqlite3.connect(path)) as connection:
             assert connection.execute("SELECT length(body) FROM events").fetchone()[0] < 200
@@ -306,7 +308,7 @@ class Written:
 class TestDurability:
     def test_what_is_appended_is_durable_without_a_close(self, path: Path) -> None:
         journal = Journal(path, 0.01)
-        journal.event(e.Tick(), 1)
+        journal.append(event_row(e.Tick(), 1))
         with reading(path) as reader:
             until(lambda: list(reader.events()))
         journal.close()
@@ -314,12 +316,12 @@ class TestDurability:
     def test_is_waited_for_without_the_interval(self, path: Path, journal: Journal) -> None:
         with reading(path) as reader:
             for t_ns in range(1, 4):
-                journal.event(e.Tick(), t_ns)
+                journal.append(event_row(e.Tick(), t_ns))
                 journal.durable().result(timeout=20)
                 assert [at_ns for at_ns, _ in reader.events()] == list(range(1, t_ns + 1))
 
     async def test_is_awaited(self, path: Path, journal: Journal) -> None:
-        journal.event(e.Tick(), 1)
+        journal.append(event_row(e.Tick(), 1))
         async with asyncio.timeout(20):
             await asyncio.wrap_future(journal.durable())
         with reading(path) as reader:
@@ -330,7 +332,7 @@ class TestDurability:
 
     def test_holds_after_the_close(self, path: Path) -> None:
         journal = Journal(path, 3600.0)
-        journal.event(e.Tick(), 1)
+        journal.append(event_row(e.Tick(), 1))
         waiting = journal.durable()
         journal.close()
         assert waiting.result(timeout=0) is None
@@ -351,7 +353,7 @@ class TestDurability:
         def hammer(number: int) -> None:
             begin.wait()
             for count in range(rows):
-                journal.event(e.StopRequested(reason=str(number)), count)
+                journal.append(event_row(e.StopRequested(reason=str(number)), count))
                 journal.append(turn(f"{number}/{count}"))
                 if count % 200 == 0:
                     journal.durable().result(timeout=60)
@@ -395,7 +397,7 @@ class TestDurability:
         journal = Journal(path)
         journal.close()
         with pytest.raises(JournalError, match="closed"):
-            journal.event(e.Tick(), 1)
+            journal.append(event_row(e.Tick(), 1))
 
     def test_each_has_a_file_of_its_own(self, path: Path) -> None:
         Journal(path).close()
@@ -424,15 +426,15 @@ class TestFailures:
         told = threading.Event()
         journal = Journal(path, 3600.0)
         journal.on_change = told.set
-        journal.event(e.Tick(), 1)
+        journal.append(event_row(e.Tick(), 1))
         journal.durable().result(timeout=20)
-        journal.event(e.Tick(), 2)
+        journal.append(event_row(e.Tick(), 2))
         WILD[name](journal)
         with pytest.raises(JournalError, match=r"journal\.sqlite: ."):
             journal.durable().result(timeout=20)
         assert told.wait(20)
         assert journal.failed is not None
-        journal.event(e.Tick(), 3)
+        journal.append(event_row(e.Tick(), 3))
         with pytest.raises(JournalError):
             journal.durable().result(timeout=20)
         with pytest.raises(JournalError):
@@ -444,7 +446,7 @@ class TestFailures:
         journal = Journal(path, 0.01)
         journal._connection.execute("PRAGMA max_page_count = 30")
         for t_ns in range(2000):
-            journal.event(e.StopRequested(reason="x" * 100), t_ns)
+            journal.append(event_row(e.StopRequested(reason="x" * 100), t_ns))
         until(lambda: journal.failed is not None)
         assert str(path) in str(journal.failed)
         assert "full" in str(journal.failed)
@@ -465,7 +467,7 @@ class TestForeignLock:
 
     def test_is_waited_for(self, path: Path, journal: Journal) -> None:
         with self.locked(path) as foreign:
-            journal.event(e.Tick(), 1)
+            journal.append(event_row(e.Tick(), 1))
             waiting = journal.durable()
             # The writer has taken what there was, and waits for the lock.
             until(lambda: not journal._batch.waiting)
@@ -477,7 +479,7 @@ class TestForeignLock:
     def test_is_not_waited_for_for_ever(self, path: Path) -> None:
         journal = Journal(path, 3600.0, lock_timeout_s=0.05)
         with self.locked(path):
-            journal.event(e.Tick(), 1)
+            journal.append(event_row(e.Tick(), 1))
             with pytest.raises(
                 JournalError, match=r"locked by another process for 0\.05 s \(journal\.lock_timeout_s\)"
             ):
@@ -501,12 +503,12 @@ class TestBehind:
         with TestForeignLock().locked(path) as foreign:
             written = 0
             while not journal.behind:
-                journal.event(e.StopRequested(reason="x" * 100), written)
+                journal.append(event_row(e.StopRequested(reason="x" * 100), written))
                 written += 1
                 assert written < 1000
             assert told == [True]
             for _ in range(10):
-                journal.event(e.Tick(), written)
+                journal.append(event_row(e.Tick(), written))
             foreign.execute("ROLLBACK")
             assert caught_up.wait(20)
         assert told == [True, False]
@@ -519,7 +521,7 @@ class TestBehind:
         journal = Journal(path, 3600.0, pending_bytes=10_000, waits=True)
         most = 0
         for t_ns in range(2000):
-            journal.event(e.StopRequested(reason="x" * 100), t_ns)
+            journal.append(event_row(e.StopRequested(reason="x" * 100), t_ns))
             most = max(most, journal._committing_bytes + journal._batch.bytes)
         assert most <= 10_000
         journal.close()
@@ -530,7 +532,7 @@ class TestBehind:
         journal = Journal(path, 3600.0, lock_timeout_s=0.01, pending_bytes=1000, waits=True)
         with TestForeignLock().locked(path):
             for t_ns in range(100):
-                journal.event(e.StopRequested(reason="x" * 100), t_ns)
+                journal.append(event_row(e.StopRequested(reason="x" * 100), t_ns))
             assert journal.failed is not None
             assert not journal.behind
             with pytest.raises(JournalError):
@@ -560,7 +562,7 @@ class TestReading:
         """As a power failure leaves it: the log of the last commits is cut anywhere."""
         journal = Journal(path, 3600.0)
         for t_ns in range(1, 6):
-            journal.event(e.Tick(), t_ns)
+            journal.append(event_row(e.Tick(), t_ns))
             journal.durable().result(timeout=20)
         log = path.with_name("journal.sqlite-wal").read_bytes()
         sizes = range(0, len(log), 997)
@@ -591,7 +593,7 @@ class TestReading:
         page_bytes, sound_pages = 4096, 20
         journal = Journal(path, 3600.0)
         for t_ns in range(3000):
-            journal.event(e.Tick(), t_ns)
+            journal.append(event_row(e.Tick(), t_ns))
             journal.append(SampleRow(t_ns=t_ns, status=STATUS))
         journal.close()
         sound = path.read_bytes()[: sound_pages * page_bytes]
@@ -602,7 +604,7 @@ class TestReading:
     @pytest.mark.parametrize(("table", "name"), [("samples", "rows"), ("events", "events_of"), ("events", "entries")])
     def test_damage_within_a_row_is_named(self, path: Path, table: str, name: str) -> None:
         journal = Journal(path)
-        journal.event(e.Tick(), 1)
+        journal.append(event_row(e.Tick(), 1))
         journal.append(SampleRow(t_ns=1, status=STATUS))
         journal.close()
         column, kind = ("body", "BLOB") if table == "events" else ("status", "TEXT")
@@ -628,7 +630,7 @@ class TestReading:
         record = StepRecord(step=0, duration_ns=0, seeding_ns=0, rollout_ns=0, groups_trained=0, groups_dropped=0)
         acts: tuple[Callable[[Journal], None], ...] = (
             lambda journal: None,
-            lambda journal: journal.event(e.Tick(), 1),
+            lambda journal: journal.append(event_row(e.Tick(), 1)),
             lambda journal: journal.books(ledger.books.values()),
             lambda journal: journal.append(StepRow(step=0, t_ns=3, record=record, success_rate=None, trainer={})),
             lambda journal: journal.append(turn()),

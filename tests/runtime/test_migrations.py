@@ -26,6 +26,7 @@ from elastic.runtime.journal import (
     StepRow,
     TrajectoryRow,
     TurnRow,
+    event_row,
 )
 from elastic.runtime.journal.migrations import MIGRATIONS
 
@@ -97,7 +98,7 @@ def test_what_only_the_trainer_says_names_it(kept: tuple[RunDirectory, dict[str,
         for journal in journals:
             with closing(sqlite3.connect(journal.path)) as raw:
                 (version,) = raw.execute("SELECT value FROM meta WHERE key = 'schema_version'").fetchone()
-            assert version == "1"  # the file is as it was
+            assert int(version) < SCHEMA_VERSION  # the file is as it was
             bodies = journal._connection.execute("SELECT body FROM events WHERE kind = 'WeightsPublished'").fetchall()
             assert [msgspec.msgpack.decode(body)["worker"] for (body,) in bodies] == ["trainer-1"] * len(bodies)
             assert all(isinstance(event, e.WeightsPublished) for _, event in journal.events_of("WeightsPublished"))
@@ -124,7 +125,7 @@ def test_a_run_that_is_resumed_goes_on_beside_its_migrated_journals(kept: tuple[
     before = len(run.journal_paths())
     journal = Journal(run.next_journal_path())
     journal.meta("status", "finished")
-    journal.event(e.Tick(), 5 * 10**9)
+    journal.append(event_row(e.Tick(), 5 * 10**9))
     journal.close()
     summary = summarise(run)
     assert len(run.journal_paths()) == before + 1
@@ -133,6 +134,7 @@ def test_a_run_that_is_resumed_goes_on_beside_its_migrated_journals(kept: tuple[
     assert summary.wall_s == pytest.approx(expected["report"]["wall_s"] + 5.0)
 
 
+@pytest.mark.parametrize("kept", [run for run in RUNS if run.startswith("v1/")], indirect=True)
 def test_tables_and_columns_that_came_while_version_1_lasted(kept: tuple[RunDirectory, dict[str, Any]]) -> None:
     run, expected = kept
     for path in run.journal_paths():

@@ -1,6 +1,7 @@
 """`Run` with light ports: what the core commands is done in order, late clocks blame nobody, and an end is an end."""
 
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -48,6 +49,7 @@ class Scripted:
         self.heard: list[tuple[int, e.Event]] = []
         self.wakeup_ns: int | None = None
         self.failed = ""
+        self.turns = SimpleNamespace(live={})
 
     def handle(self, event: e.Event, now_ns: int) -> list[c.Command]:
         self.heard.append((now_ns, event))
@@ -84,6 +86,7 @@ class World:
         self.core = Scripted()
         self.log: list[tuple[Any, ...]] = []
         self.errors: list[Exception] = []
+        self.awaited: list[Callable[[], None]] = []
         self.run = Run(scheduler or self.core, self._connect)
 
     def _connect(self, run: Run) -> Ports:
@@ -100,35 +103,48 @@ class World:
             owner=self,
         )
 
-    def append(self, now_ns: int, event: e.Event, payload: Any) -> None:
-        self.log.append(("append", now_ns, event))
+    def record(self, now_ns: int, event: e.Event, payload: Any, commands: Sequence[c.Command]) -> None:
+        self.log.append(("record", now_ns, event))
 
-    def decided(self, now_ns: int, event: e.Event, payload: Any, commands: Sequence[c.Command]) -> None:
-        pass
+    def recalled(self, now_ns: int, event: e.Event, commands: Sequence[c.Command]) -> None:
+        self.log.append(("recalled", now_ns, event))
 
-    def durable(self) -> None:
+    def durable(self, then: Callable[[], None]) -> None:
         self.log.append(("durable",))
+        self.awaited.append(then)
+
+    def commit(self) -> None:
+        """What was recorded so far is durable now."""
+        while self.awaited:
+            self.awaited.pop(0)()
 
     def ended(self) -> None:
         self.log.append(("ended",))
 
-    def broken(self, event: e.Event, error: Exception) -> None:
+    def broken(self, event: e.Event | None, error: Exception) -> None:
         self.errors.append(error)
 
     def called(self) -> list[tuple[Any, ...]]:
         """The calls, but for the journal's."""
-        return [call for call in self.log if call[0] != "append"]
+        return [call for call in self.log if call[0] != "record"]
 
 
 JOINED = e.WorkerSlept(worker="w", epoch=1)
 BEAT = e.WorkerAwoke(worker="w", epoch=1)
 
 
-def test_an_event_is_journaled_before_the_core_hears_it() -> None:
+def test_an_event_is_recorded_before_anything_comes_of_it() -> None:
+    world = World()
+    world.core.answers = {e.WorkerAwoke: [c.FinishTurn(turn="t")]}
+    world.run.feed(BEAT)
+    assert world.log == [("record", 0, BEAT), ("finish_turn", "t")]
+
+
+def test_an_event_that_breaks_the_core_is_recorded() -> None:
     world = World()
     world.core.handle = lambda event, now_ns: 1 / 0  # type: ignore[assignment]
     world.run.feed(BEAT)
-    assert world.log[0] == ("append", 0, BEAT)
+    assert world.log[0] == ("record", 0, BEAT)
 
 
 def test_commands_are_carried_out_in_order_and_what_comes_of_them_is_heard_after_them() -> None:
@@ -154,18 +170,40 @@ def test_a_payload_goes_from_its_event_to_whom_the_accepted_chunks_belong() -> N
     assert world.called() == [("accept", frame, (0, 2), "the chunks")]
 
 
-@pytest.mark.parametrize(
-    ("command", "calls"),
-    [
-        (c.ReleaseLease(lease="spot-1", provider="spot", reason=""), [("durable",), ("release", "spot-1", "spot")]),
-        (c.UpdateWeights(step=0, version=1), [("durable",), ("update", c.UpdateWeights(step=0, version=1))]),
-    ],
-)
-def test_what_cannot_be_taken_back_waits_for_the_journal(command: c.Command, calls: list[tuple[Any, ...]]) -> None:
+TRAIN = c.TrainGroup(group="0/0", trajectories=("0/0/0",), step=0, slot=0)
+SCORE = c.ScoreTrajectory(trajectory="0/0/1", attempt=1)
+SKIP = c.DropGroup(group="0/1", trajectories=("0/1/0",), step=0, slot=1, reason="stale")
+UPDATE = c.UpdateWeights(step=0, version=1)
+RELEASE = c.ReleaseLease(lease="spot-1", provider="spot", reason="")
+FINAL: dict[c.Command, tuple[Any, ...]] = {
+    RELEASE: ("release", "spot-1", "spot"),
+    TRAIN: ("train", TRAIN, "its batch"),
+    SKIP: ("skip", SKIP, 7),
+    SCORE: ("score", SCORE, "its tokens"),
+    UPDATE: ("update", UPDATE),
+}
+"""What cannot be taken back, and the call that does it."""
+
+
+def test_what_cannot_be_taken_back_is_done_in_order_once_it_is_durable() -> None:
+    world = World()
+    fence = c.FenceWorker(worker="w", reason="late")
+    world.core.answers = {e.WorkerAwoke: [*FINAL, fence]}
+    world.run.feed(BEAT)
+    done = [call for call in world.called() if call in (*FINAL.values(), ("fence", "w", "late"))]
+    assert done == [("fence", "w", "late")], "what can be taken back does not wait"
+    world.commit()
+    assert [call for call in world.called() if call in FINAL.values()] == list(FINAL.values())
+
+
+@pytest.mark.parametrize("command", FINAL)
+def test_what_was_not_durable_when_the_run_was_closed_is_not_done(command: c.Command) -> None:
     world = World()
     world.core.answers = {e.WorkerAwoke: [command]}
     world.run.feed(BEAT)
-    assert world.called() == calls
+    world.run.close()
+    world.commit()
+    assert FINAL[command] not in world.log
 
 
 @pytest.mark.parametrize("slot", [None, 3])
@@ -174,30 +212,42 @@ def test_a_dropped_group_leaves_its_slot_empty_if_it_has_one(slot: int | None) -
     drop = c.DropGroup(group="0/0", trajectories=("0/0/0",), step=0, slot=slot, reason="stale")
     world.core.answers = {e.WorkerAwoke: [drop]}
     world.run.feed(BEAT)
-    assert world.called() == [("drop", ("0/0/0",)), ("skip", drop, 7)][: 2 if slot is not None else 1]
+    world.commit()
+    calls = [call for call in world.called() if call[0] != "durable"]
+    assert calls == [("drop", ("0/0/0",)), ("skip", drop, 7)][: 2 if slot is not None else 1]
 
 
-def test_a_turn_that_nobody_waits_for_goes_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("stands", [True, False])
+def test_a_turn_goes_to_its_worker_once_its_environment_is_there(monkeypatch: pytest.MonkeyPatch, stands: bool) -> None:
     world = World()
     start = c.StartTurn(worker="w", epoch=1, turn="t", attempt=1, start=0)
     world.core.answers = {e.WorkerAwoke: [start]}
-    world.run.feed(BEAT)
-    assert world.called() == [("prompt", "t"), ("start_turn", start, "its prompt")]
-    monkeypatch.setattr(Recorder, "result", lambda *_: None)
-    world.run.feed(BEAT)
-    assert world.called()[2:] == [("prompt", "t")]
+    with monkeypatch.context() as nobody:
+        nobody.setattr(Recorder, "result", lambda *_: None)
+        world.run.feed(BEAT)
+    assert world.called() == [("prompt", "t")]
+    world.core.turns.live["t"] = SimpleNamespace(worker="w", attempt=1 if stands else 2)
+    world.run.prompted("t")
+    world.run.prompted("t")
+    assert world.called()[1:] == [("prompt", "t"), ("start_turn", start, "its prompt")] * stands
 
 
-def test_the_groups_payload_goes_to_the_trainer_and_the_trajectorys_to_its_reward() -> None:
+# From one incarnation to the next
+
+
+def test_what_is_recalled_is_remembered_and_not_done() -> None:
     world = World()
-    train = c.TrainGroup(group="0/0", trajectories=("0/0/0",), step=0, slot=0)
-    score = c.ScoreTrajectory(trajectory="0/0/1", attempt=1)
-    world.core.answers = {e.WorkerAwoke: [train, score]}
-    world.run.feed(BEAT)
-    assert [call for call in world.called() if call[0] in ("train", "score")] == [
-        ("train", train, "its batch"),
-        ("score", score, "its tokens"),
-    ]
+    frame = e.TokensReceived(worker="w", epoch=1, chunks=())
+    group = c.StartGroup(group="0/0", step=0, index=0, trajectories=("0/0/0",))
+    world.core.answers = {e.TokensReceived: [c.AcceptTokens(chunks=(0,)), *FINAL, group]}
+    world.run.recall(5, frame, "the chunks")
+    world.commit()
+    assert world.core.heard == [(5, frame)]
+    assert {call[0] for call in world.log} == {"recalled", "accept"}
+    assert ("accept", frame, (0,), "the chunks") in world.log
+    for order in (TRAIN, SKIP, UPDATE):
+        assert ("recalled", order) in world.log, "the trainer's port knows its orders"
+    assert ("recalled", frame, group) in world.log
 
 
 # The clock
@@ -323,7 +373,7 @@ def test_a_closed_run_is_told_but_does_nothing_any_more() -> None:
     world.clock.ring(100 * MS)
     assert [event for _, event in world.core.heard] == [JOINED, BEAT]
     assert world.called() == []
-    assert world.log[-1] == ("append", 0, BEAT)
+    assert world.log[-1] == ("record", 0, BEAT)
 
 
 def test_the_end_has_the_cores_cause_and_a_kill_its_own() -> None:

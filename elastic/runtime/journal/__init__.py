@@ -1,6 +1,6 @@
 """The run's journal: every event, every token and every outcome, in one SQLite file for each incarnation of the run."""
 
-from elastic.runtime.journal.frames import TokenFrame, tokens_event
+from elastic.runtime.journal.frames import TokenFrame, event_row, frame_row, tokens_event
 from elastic.runtime.journal.reader import JournalReader
 from elastic.runtime.journal.records import (
     BookRow,
@@ -10,6 +10,7 @@ from elastic.runtime.journal.records import (
     MoveRow,
     NoteRow,
     PullRow,
+    Sampled,
     SampleRow,
     StepRow,
     StepWeights,
@@ -41,11 +42,14 @@ __all__ = [
     "RunDirectory",
     "RunStore",
     "SampleRow",
+    "Sampled",
     "StepRow",
     "StepWeights",
     "StoredRun",
     "TokenFrame",
     "TrajectoryRow",
     "TurnRow",
+    "event_row",
+    "frame_row",
     "tokens_event",
 ]

@@ -6,7 +6,8 @@ import msgspec
 
 from elastic import wire
 from elastic.core import events as e
-from elastic.core.types import Progress, WorkerId
+from elastic.core.types import Nanoseconds, Progress, WorkerId
+from elastic.runtime.journal.records import EventRow
 
 FRAME = "frame"
 """Kind of an event that is kept with the frame that it came in."""
@@ -64,13 +65,28 @@ def tokens_event(worker: WorkerId, epoch: int, chunks: Sequence[wire.Chunk]) -> 
     )
 
 
-def frame_body(event: e.TokensReceived, body: bytes | memoryview, accepted: Collection[int]) -> bytes:
-    """What is kept of the frame `body` that `event` was made of."""
+def event_row(event: e.Event, t_ns: Nanoseconds) -> EventRow:
+    """What the core was told."""
+    return EventRow(t_ns=t_ns, kind=type(event).__name__, body=_encode(event))
+
+
+def frame_row(
+    event: e.TokensReceived, body: bytes | memoryview, accepted: Collection[int], t_ns: Nanoseconds
+) -> EventRow:
+    """A token frame: the event that was made of it, and of its `body` the chunks at the `accepted` positions.
+
+    `body` is the frame as the worker sent it. Where all of it was accepted it is kept as it is; of what was refused
+    only the counts are, which is what the core saw.
+    """
+    if not accepted:
+        return event_row(event, t_ns)
     if len(accepted) == len(event.chunks):
-        return _encode(_Frame(event.worker, event.epoch, msgspec.Raw(body)))
-    chunks = _decode_message(body).chunks
-    kept = wire.Tokens([chunks[position] for position in accepted])
-    return _encode(_PartialFrame(event.worker, event.epoch, kept, event.chunks, tuple(accepted)))
+        kept = _encode(_Frame(event.worker, event.epoch, msgspec.Raw(body)))
+    else:
+        chunks = _decode_message(body).chunks
+        message = wire.Tokens([chunks[position] for position in accepted])
+        kept = _encode(_PartialFrame(event.worker, event.epoch, message, event.chunks, tuple(accepted)))
+    return EventRow(t_ns=t_ns, kind=FRAME, body=kept)
 
 
 def read_frame(body: bytes) -> tuple[e.TokensReceived, Mapping[int, wire.Chunk]]:

@@ -109,5 +109,10 @@ def _events_to_version_2(connection: sqlite3.Connection) -> None:
     connection.executemany("UPDATE events SET body = ? WHERE seq = ?", changed)
 
 
-MIGRATIONS: Mapping[int, Callable[[sqlite3.Connection], None]] = {1: _to_version_2}
+def _to_version_3(connection: sqlite3.Connection) -> None:
+    """Trajectories have what training on them once more takes."""
+    connection.execute("ALTER TABLE trajectories ADD COLUMN sampled BLOB NOT NULL DEFAULT x''")
+
+
+MIGRATIONS: Mapping[int, Callable[[sqlite3.Connection], None]] = {1: _to_version_2, 2: _to_version_3}
 """By the version that a step begins at."""

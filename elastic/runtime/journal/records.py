@@ -68,8 +68,8 @@ class MoveRow(Record, frozen=True, gc=False):
 class TrajectoryRow(Record, frozen=True, gc=False):
     """A trajectory that is over: with its reward, or with the cause of its failure and none.
 
-    `truncated` says that a limit of turns or tokens ended it. `token_ids` is a msgpack list, empty where they
-    were only counted.
+    `truncated` says that a limit of turns or tokens ended it. `token_ids` is a msgpack list and `sampled` a msgpack
+    `Sampled`, empty where tokens were only counted.
     """
 
     TABLE: ClassVar[str] = "trajectories"
@@ -86,6 +86,20 @@ class TrajectoryRow(Record, frozen=True, gc=False):
     policy_tokens: int
     token_ids: bytes
     truncated: bool = False
+    sampled: bytes = b""
+
+
+class Sampled(msgspec.Struct, frozen=True, array_like=True):
+    """What a trainer or a reward function needs of a finished trajectory besides its tokens, one value for each.
+
+    `trained` marks those that the policy sampled, `versions` has the weights that it had then. `reward` is the
+    environment's.
+    """
+
+    trained: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    reward: float
 
 
 class GroupRow(Record, frozen=True):

@@ -9,21 +9,17 @@
 import contextlib
 import sqlite3
 import threading
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Protocol
 
-import msgspec
-
-from elastic.core import events as e
 from elastic.core.ledger import DeviceBook
-from elastic.core.types import Account, Nanoseconds, WorkerId
-from elastic.runtime.journal.frames import FRAME, frame_body
+from elastic.core.types import Account, WorkerId
 from elastic.runtime.journal.records import TABLES, BookRow, EventRow, NoteRow
-from elastic.runtime.journal.tables import ROW_BYTES, Record, Row, Table
+from elastic.runtime.journal.tables import Record, Row, Table
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 CAUGHT_UP_SHARE = 0.5
 """A journal that is behind has caught up once no more than this share of its bound waits."""
 PENDING_BYTES = 64 * 2**20
@@ -39,13 +35,9 @@ class JournalError(Exception):
 class JournalWriter(Protocol):
     """Where a run writes down what happens."""
 
-    def event(self, event: e.Event, t_ns: Nanoseconds) -> None: ...
-
-    def frame(
-        self, event: e.TokensReceived, body: bytes | memoryview, accepted: Collection[int], t_ns: Nanoseconds
-    ) -> None: ...
-
-    def append(self, record: Record) -> None: ...
+    def append(self, *records: Record) -> None:
+        """All of them, or none, become durable."""
+        ...
 
     def durable(self) -> "Future[None]": ...
 
@@ -53,15 +45,7 @@ class JournalWriter(Protocol):
 class NullJournal:
     """A journal that keeps nothing."""
 
-    def event(self, event: e.Event, t_ns: Nanoseconds) -> None:
-        return None
-
-    def frame(
-        self, event: e.TokensReceived, body: bytes | memoryview, accepted: Collection[int], t_ns: Nanoseconds
-    ) -> None:
-        return None
-
-    def append(self, record: Record) -> None:
+    def append(self, *records: Record) -> None:
         return None
 
     def durable(self) -> "Future[None]":
@@ -100,6 +84,8 @@ class Journal:
         self.path = path
         self.failed: JournalError | None = None
         self.behind = False
+        self.events = 0
+        """That were appended: the last one has this sequence number."""
         self.on_change: Callable[[], None] = lambda: None
         self._interval_s = commit_interval_s
         self._lock_timeout_s = lock_timeout_s
@@ -113,33 +99,20 @@ class Journal:
         self._closed = False
         self._books: dict[WorkerId, tuple[int, int]] = {}
         """The closed books that are written, as far as they can still change."""
-        self._encode = msgspec.msgpack.Encoder().encode
         self._connection = self._open(durable_against)
         self._thread = threading.Thread(target=self._write, name="journal", daemon=True)
         self._thread.start()
 
-    def event(self, event: e.Event, t_ns: Nanoseconds) -> None:
-        """What the core was told."""
-        body = self._encode(event)
-        self._put(_EVENTS, EventRow(t_ns=t_ns, kind=type(event).__name__, body=body), len(body) + ROW_BYTES)
-
-    def frame(
-        self, event: e.TokensReceived, body: bytes | memoryview, accepted: Collection[int], t_ns: Nanoseconds
-    ) -> None:
-        """A token frame: the event that was made of it, and of its `body` the chunks at the `accepted` positions.
-
-        `body` is the frame as the worker sent it. Where all of it was accepted it is kept as it is; of what was
-        refused only the counts are, which is what the core saw.
-        """
-        if accepted:
-            self.append(EventRow(t_ns=t_ns, kind=FRAME, body=frame_body(event, body, accepted)))
-        else:
-            self.event(event, t_ns)
-
-    def append(self, record: Record) -> None:
-        table = TABLES[type(record)]
-        kept = table.kept(record)
-        self._put(table, kept, table.size_bytes(kept))
+    def append(self, *records: Record) -> None:
+        """All of them, or none, become durable."""
+        put: list[tuple[Table, Record | Row]] = []
+        size_bytes = 0
+        for record in records:
+            table = TABLES[type(record)]
+            kept = table.kept(record)
+            put.append((table, kept))
+            size_bytes += table.size_bytes(kept)
+        self._put(put, size_bytes)
 
     def meta(self, key: str, value: str) -> None:
         """A text under a key; the last one stands."""
@@ -184,14 +157,16 @@ class Journal:
         if self.failed is not None:
             raise self.failed
 
-    def _put(self, table: Table, kept: Record | Row, size_bytes: int) -> None:
+    def _put(self, put: Sequence[tuple[Table, Record | Row]], size_bytes: int) -> None:
         with self._lock:
             if self._closed:
                 raise JournalError(f"{self.path}: closed")
             if self.failed is not None:
                 return
             batch = self._batch
-            batch.rows[table].append(kept)
+            for table, kept in put:
+                batch.rows[table].append(kept)
+            self.events += sum(table is _EVENTS for table, _ in put)
             batch.bytes += size_bytes
             if self._committing_bytes + batch.bytes <= self._bound_bytes:
                 return

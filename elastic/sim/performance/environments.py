@@ -33,6 +33,10 @@ class Trajectory:
         """Nobody knows them here."""
         return []
 
+    @property
+    def sampled(self) -> None:
+        return None
+
 
 @dataclass(slots=True)
 class OpenTurn:
@@ -102,6 +106,12 @@ class Environments:
         for name in group.trajectories:
             self._running[name] = Trajectory(name, self.episodes.episode(name), group.group, self._loop.now_ns)
             self._work(self._settings.reset_s, name)
+
+    def recalled(self, event: e.Event, command: c.Command | None) -> None:
+        """Runs on virtual time have one incarnation."""
+
+    def resume(self) -> None:
+        pass
 
     def cancel(self, trajectory: TrajectoryId) -> None:
         running = self._running.pop(trajectory, None)

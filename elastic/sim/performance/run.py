@@ -213,7 +213,7 @@ class SimulatedRun:
         self._over = True
         self.loop.stop()
 
-    def broken(self, event: e.Event, error: Exception) -> None:
+    def broken(self, event: e.Event | None, error: Exception) -> None:
         raise error
 
     # What workers and providers see
@@ -260,6 +260,9 @@ class SimulatedRun:
             work_ns = round(work_s * NS_PER_S)
             self._busy(self.loop.now_ns + work_ns)
             trainer.train(work_ns, lambda: then(trainer))
+
+    def recalled(self, order: c.TrainGroup | c.DropGroup | c.UpdateWeights) -> None:
+        pass
 
     def train(self, order: c.TrainGroup, batch: Sequence[Trajectory]) -> None:
         tokens = sum(trajectory.context for trajectory in batch)
