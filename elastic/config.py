@@ -93,6 +93,9 @@ class TrainerConfig(_Section):
     threads: int = Field(1, ge=1)
     checkpoint_every_steps: int = Field(5, ge=1)
     usd_per_gpu_hour: float = Field(10.47, ge=0)
+    max_restarts: int = Field(
+        3, ge=0, description="losses of the trainer's device that a run survives: another one begins at its checkpoint"
+    )
     gpus: int = Field(1, ge=1, description="of the trainer's device; live runs have one, simulations any number")
     step_timeout_s: float = Field(300.0, gt=0, description="longest time from a step's last group to its weights")
 

@@ -70,6 +70,8 @@ def limits(config: Config) -> Limits:
         score_retry_ns=ns(config.rewards.retry_base_s),
         score_attempts_max=config.rewards.max_retries + 1,
         scorings_max=config.rewards.concurrency,
+        trainer_restarts_max=config.trainer.max_restarts,
+        catch_up_timeout_ns=ns(config.trainer.checkpoint_every_steps * config.trainer.step_timeout_s),
     )
 
 

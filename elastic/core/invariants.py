@@ -53,6 +53,7 @@ _WAITS_OF_A_PHASE = {
     "seeding": Phase.RUNNING,
     "waking": Phase.RUNNING,
     "training": Phase.RUNNING,
+    "replacement": Phase.RUNNING,
 }
 _SCORING_WAITS = {ScoringState.RUNNING: {"score"}, ScoringState.BACKING_OFF: {"score again"}}
 
@@ -327,22 +328,33 @@ def _check_trainer(s: Scheduler) -> None:
     if s.phase is not Phase.RUNNING:
         return
     mode, trainer = s.trainer_mode, s.trainer()
-    if trainer is None or mode is TrainerMode.ABSENT:
-        raise InvariantViolated(12, "the trainer's device", "is not there, and the run goes on")
+
+    def require(number: int, holds: bool, found: Found) -> None:
+        if not holds:
+            story = trainer.story if trainer is not None else None
+            raise InvariantViolated(number, "the trainer's device", _told(found), story)
+
+    coming = trainer is not None and trainer.state in (WorkerState.BOOTING, WorkerState.DETACHED)
+    replaced = s.timers.waiting("replacement", "trainer")
+    lacking = mode is TrainerMode.ABSENT and not coming
+    require(12, replaced is lacking, lambda: f"{mode}, is to be replaced: {replaced}")
     changing = mode in (TrainerMode.RESTING, TrainerMode.WAKING)
-    if changing is not s.timers.waiting("waking", "trainer"):
-        raise InvariantViolated(12, "the trainer's device", f"{mode}, deadline: {not changing}", trainer.story)
-    working = s.training is not None or (s.step is not None and s.step.updating)
-    if working and mode is not TrainerMode.ASLEEP:
-        raise InvariantViolated(3, "the trainer's device", f"{mode} while it trains {s.training}", trainer.story)
-    if working is not s.timers.waiting("training", "trainer"):
-        raise InvariantViolated(12, "the trainer's device", f"trains: {working}, without bound", trainer.story)
-    if mode is TrainerMode.ASLEEP and trainer.turns:
-        raise InvariantViolated(9, "the trainer's device", f"asleep with {list(trainer.turns)}", trainer.story)
+    require(12, changing is s.timers.waiting("waking", "trainer"), lambda: f"{mode}, deadline: {not changing}")
+    ordered, updating = s.trainer_order is not None, s.step is not None and s.step.updating
+    due = s.training is not None or updating
+    require(3, ordered is due, lambda: f"is to train or update: {due}, was told {s.trainer_order}")
+    generates = mode in (TrainerMode.AWAKE, TrainerMode.WAKING)
+    require(3, not (ordered and generates), lambda: f"{mode} while it trains {s.training}")
+    working = ordered and mode is TrainerMode.ASLEEP
+    bounded = s.timers.waiting("training", "trainer")
+    require(12, working is bounded, lambda: f"trains: {working}, until a deadline: {bounded}")
+    if mode is not TrainerMode.ASLEEP or trainer is None:
+        return
+    require(9, not trainer.turns, lambda: f"asleep with {list(trainer.turns)}")
     head = s.turns.head()
     needed = head is not None and (s.plan.staleness_bound > 0 or not s.fleet.helped(head.oldest_version))
-    if mode is TrainerMode.ASLEEP and needed and not working and not s.timers.waiting("reseed", "queue"):
-        raise InvariantViolated(9, "the trainer's device", "sleeps while nobody else can go on", trainer.story)
+    waits = working or s.timers.waiting("reseed", "queue")
+    require(9, waits or not needed, "sleeps while nobody else can go on")
 
 
 def _check_waits(s: Scheduler, waits: list[Wait]) -> None:

@@ -62,7 +62,7 @@ class LeaseDesk:
         if not run.active:
             return
         if offer.role is WorkerRole.TRAINER:
-            wanted = 1 - run.leases.held(offer.provider)
+            wanted = 0 if run.timers.waiting("back-off", offer.provider) else 1 - run.leases.held(offer.provider)
         else:
             wanted = run.policies.provisioning.leases_wanted(offer, Market(run.leases, run.timers))
         for _ in range(wanted):
@@ -102,10 +102,12 @@ class LeaseDesk:
         """Billing starts, and the workers are awaited. A worker's id is never used twice."""
         run, offer = self._run, lease.offer
         lease.workers = tuple(worker for worker in event.workers if worker not in run.ledger.books)
+        catches_up = offer.role is WorkerRole.TRAINER and run.version is not None
+        boot_ns = offer.boot_ns + catches_up * run.limits.catch_up_timeout_ns
         for worker in lease.workers:
             run.fleet.add(worker, lease.id, lease.provider, offer.role)
             run.ledger.open(lease.id, worker, lease.provider, offer.gpus_per_worker, offer.usd_per_gpu_hour, run.now_ns)
-            run.wait("boot", worker, offer.boot_ns + run.patience.limit_ns("boot", run.now_ns))
+            run.wait("boot", worker, boot_ns + run.patience.limit_ns("boot", run.now_ns))
         if event.expires_at_ns is not None:
             lease.expires_at_ns = event.expires_at_ns
             self._wait_expiry(lease, event.expires_at_ns - run.patience.leaving_most_ns)
@@ -126,7 +128,8 @@ class LeaseDesk:
         run.timers.clear("grant", lease.id)
         run.leases.move(lease, LeaseState.REFUSED, run.now_ns, reason)
         if lease.offer.role is WorkerRole.TRAINER:
-            run.fail(f"the trainer's device is not to be had: {reason}")
+            most = run.limits.trainer_restarts_max if run.version is not None else 0
+            self._lose_trainer(f"is not to be had: {reason}", most)
         self._back_off(lease.provider)
         self._retry_succession(lease.succeeds)
         self._provision()
@@ -286,6 +289,22 @@ class LeaseDesk:
             run.timers.clear(what, lease.id)
         run.leases.move(lease, LeaseState.ENDED, run.now_ns, f"{event.cause} {event.detail}".rstrip())
         if lease.offer.role is WorkerRole.TRAINER:
-            run.fail(f"the trainer's device was lost: {event.detail or event.cause}")
+            why = event.detail or lease.release_reason or event.cause
+            self._lose_trainer(f"was lost: {why}", run.limits.trainer_restarts_max)
+            self._back_off(lease.provider)
         self._retry_succession(lease.succeeds)
         self._replace(lease)
+
+    def _lose_trainer(self, what: str, most: int) -> None:
+        """Another lease is asked for after a back-off, unless that has been of no use too often."""
+        run = self._run
+        if not run.active:
+            return
+        run.trainers_lost += 1
+        if run.trainers_lost > most:
+            times = f" (after {run.trainers_lost - 1} before)" if run.trainers_lost > 1 else ""
+            run.fail(f"the trainer's device {what}{times}")
+        elif run.version is None:
+            run.wait_for_start()
+        else:
+            run.timers.clear("replacement", "trainer")  # It counts from the last attempt.

@@ -33,11 +33,12 @@ from elastic.core.types import (
 )
 
 _SPEAKING = (WorkerState.READY, WorkerState.ASLEEP, WorkerState.DRAINING, WorkerState.LOADING)
+TRAINER_AT_HAND = (WorkerState.READY, WorkerState.ASLEEP)
 
 
 TRAINER_PATIENCE = 10
-"""Times as long as another worker the trainer may be silent, or its engine stand still: fencing it early gains
-nothing, it ends the run. The trainer is as patient with the orchestrator."""
+"""Times as long as another worker the trainer may be silent, or its engine stand still: another one has to do again
+what its checkpoint does not have. The trainer is as patient with the orchestrator."""
 
 
 MAX_DOUBLINGS = 16
@@ -84,6 +85,7 @@ class RunState:
         self.ledger = Ledger()
         self.timers = Timers()
         self.vacated: dict[LeaseId, EndCause] = {}
+        self.trainers_lost = 0
         self.out: list[Command] = []
 
     @property
@@ -102,8 +104,18 @@ class RunState:
             self.over = True
             self.failed = cause
 
+    @property
+    def trainer_away(self) -> bool:
+        """Whether the trainer's device is not there: it has not come, its connection is lost, or it is gone."""
+        trainer = self.fleet.trainer
+        return trainer is None or trainer.state not in TRAINER_AT_HAND
+
     def wait(self, what: str, key: str, after_ns: Nanoseconds) -> None:
         self.timers.set(what, key, self.now_ns, after_ns)
+
+    def wait_for_start(self) -> None:
+        """Start the wait for the trainer's first words."""
+        self.wait("start", "run", self.limits.acquire_timeout_ns + self.limits.boot_timeout_ns)
 
     def back_off_ns(self, failures: int) -> Nanoseconds:
         """How long to leave somebody alone after so many failures in a row: twice as long with each."""
@@ -150,5 +162,5 @@ class RunState:
 
 
 def patience(worker: Worker) -> int:
-    """The trainer has no successor, so it is given up later than others."""
+    """The trainer has most to lose, so it is given up later than others."""
     return TRAINER_PATIENCE if worker.role is WorkerRole.TRAINER else 1

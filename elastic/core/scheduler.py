@@ -73,7 +73,7 @@ class Scheduler:
         for part in parts:
             self._handlers |= part.handlers
             self._due |= part.due
-        run.wait("start", "run", limits.acquire_timeout_ns + limits.boot_timeout_ns)
+        run.wait_for_start()
 
     def handle(self, event: e.Event, now_ns: Nanoseconds) -> list[c.Command]:
         """Take one event at a time; returns what the shell is to do, in order. Time never goes backwards."""
@@ -100,6 +100,7 @@ class Scheduler:
         if run.leases.newly_ready:
             self._lease_desk.plan_successions()
         if run.active:
+            self._device.follow()
             self._group_desk.take_rewards()
             self._lease_desk.follow_bound()
             if run.phase is Phase.RUNNING:
@@ -224,3 +225,8 @@ class Scheduler:
     def training(self) -> str | None:
         """The group that the trainer is at."""
         return self._device.training
+
+    @property
+    def trainer_order(self) -> c.TrainGroup | c.UpdateWeights | None:
+        """What the trainer was told and has not done yet, as far as has been heard."""
+        return self._device.order

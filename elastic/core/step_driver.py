@@ -71,6 +71,9 @@ class StepDriver:
             self._end_seeding_if_due(step)
         elif mode is TrainerMode.ASLEEP:
             self._use_sleeping_device(step)
+        elif mode is TrainerMode.ABSENT:
+            self._forget_reseeding()
+            self._note_end_of_seeding(step)
         self._measure(step)
 
     def _helped(self, head: Turn | None) -> bool:
@@ -153,10 +156,13 @@ class StepDriver:
         window_over = not run.timers.waiting("seeding", "trainer") and (self._synchronous or self._trainable(step))
         if not step.rollouts_done and not (window_over and self._helped(run.turns.head())):
             return
-        if step.seeding_ended_ns is None:
-            step.seeding_ended_ns = run.now_ns
-        run.timers.clear("seeding", "trainer")
+        self._note_end_of_seeding(step)
         self._device.rest("seeding ends")
+
+    def _note_end_of_seeding(self, step: Step) -> None:
+        if step.seeding_ended_ns is None:
+            step.seeding_ended_ns = self._run.now_ns
+        self._run.timers.clear("seeding", "trainer")
 
     def _needs_reseeding(self) -> bool:
         """Turns wait and nobody else can take them: the trainer's device takes them back after a short delay."""

@@ -176,6 +176,11 @@ class Step:
         group.slot = slot
 
     @property
+    def next_version(self) -> int | None:
+        """The weights version that the trainer was told to publish; None before that."""
+        return self.version + 1 if self.updating else None
+
+    @property
     def free_slots(self) -> tuple[int, ...]:
         return tuple(self._free)
 

@@ -1,5 +1,8 @@
 """The trainer's device: it generates awake and trains asleep, never both, and here is what it is at.
 
+It may lose its connection, and be lost: what it was told to train or publish stands, and it, or another one, is told so
+again. Orders are idempotent there.
+
 Source: docs/design.md, "The trainer's device"; RLBoost §4.1.
 """
 
@@ -13,11 +16,14 @@ from elastic.core.fleet import Worker
 from elastic.core.run_state import RunState
 from elastic.core.steps import Group
 from elastic.core.turn_desk import TurnDesk
-from elastic.core.types import WorkerState
+from elastic.core.types import WorkerId, WorkerState
+
+RELEASES = 3
+"""Times that a provider is asked to confirm the end of the trainer's lease until another one is given up."""
 
 
 class TrainerMode(StrEnum):
-    """What the trainer's device is doing. RESTING and WAKING are the ways between the other two."""
+    """What the trainer's device is doing. RESTING and WAKING are the ways between AWAKE and ASLEEP."""
 
     ABSENT = "absent"
     AWAKE = "awake"
@@ -31,7 +37,9 @@ class TrainerDevice:
         self._run = run
         self._turns = turns
         self._changing: TrainerMode | None = None
-        self.training: str | None = None
+        self._session: tuple[WorkerId, int] | None = None
+        self.order: c.TrainGroup | c.UpdateWeights | None = None
+        """What it was told last, as long as it has not said that it is done."""
         self.handlers: Mapping[type[e.Event], Callable[[Any], None]] = {
             e.WorkerSlept: self._on_slept,
             e.WorkerAwoke: self._on_awoke,
@@ -39,6 +47,7 @@ class TrainerDevice:
         self.due: Mapping[str, Callable[[str], None]] = {
             "training": lambda _: run.fail("the trainer did not finish in time"),
             "waking": lambda _: run.fail("the trainer's device did not change between training and generating"),
+            "replacement": lambda _: run.fail("the trainer's device was lost, and no other one came in time"),
         }
 
     @property
@@ -51,6 +60,11 @@ class TrainerDevice:
         return TrainerMode.ABSENT
 
     @property
+    def training(self) -> str | None:
+        """The group that it was told to train."""
+        return self.order.group if isinstance(self.order, c.TrainGroup) else None
+
+    @property
     def free(self) -> bool:
         """Asleep, and neither training nor about to."""
         return not self.at_work and self.mode is TrainerMode.ASLEEP
@@ -60,36 +74,67 @@ class TrainerDevice:
         """Training a group or updating the weights, or told to."""
         return self._run.timers.waiting("training", "trainer")
 
+    def follow(self) -> None:
+        """Take note that it has gone, or that it is there under another session."""
+        run, trainer = self._run, self._run.fleet.trainer
+        session = None if trainer is None or run.trainer_away else (trainer.id, trainer.epoch)
+        if session is not None and session == self._session:
+            return
+        if session != self._session:
+            self._session = session
+            self._be_heard_no_more()
+            if session is not None and run.version is not None:
+                self._put_to_sleep()
+        coming = trainer is not None and trainer.state in (WorkerState.BOOTING, WorkerState.DETACHED)
+        if session is not None or coming or run.version is None:
+            run.timers.clear("replacement", "trainer")
+        elif not run.timers.waiting("replacement", "trainer"):
+            limits = run.limits
+            giving_back_ns = limits.drain_timeout_ns + RELEASES * limits.release_timeout_ns
+            run.wait("replacement", "trainer", giving_back_ns + limits.retry_max_ns + limits.acquire_timeout_ns)
+
+    def _be_heard_no_more(self) -> None:
+        """Nothing that it was doing in its former session will be heard of."""
+        self._changing = None
+        for what in ("waking", "training"):
+            self._run.timers.clear(what, "trainer")
+
     def rest(self, reason: str) -> None:
         """Stop generating: partial responses are handed over, then the device is the trainer's."""
-        trainer = self._change(TrainerMode.RESTING)
+        trainer = self._put_to_sleep()
         self._run.fleet.move(trainer, WorkerState.ASLEEP, self._run.now_ns, reason)
         self._turns.await_handover(trainer, reason)
+
+    def _put_to_sleep(self) -> Worker:
+        trainer = self._change(TrainerMode.RESTING)
         self._run.out.append(c.SleepWorker(worker=trainer.id, epoch=trainer.epoch))
+        return trainer
 
     def wake(self) -> None:
         trainer = self._change(TrainerMode.WAKING)
         self._run.out.append(c.WakeWorker(worker=trainer.id, epoch=trainer.epoch))
 
     def train(self, step: int, group: Group, slot: int) -> None:
-        self.training = group.id
-        self._expect_training()
-        self._run.out.append(c.TrainGroup(group=group.id, trajectories=tuple(group.finished), step=step, slot=slot))
+        self._tell(c.TrainGroup(group=group.id, trajectories=tuple(group.finished), step=step, slot=slot))
 
     def update(self, step: int, version: int, empty_slots: tuple[int, ...]) -> None:
-        self._expect_training()
         pulled = self._run.fleet.loading_versions
-        self._run.out.append(c.UpdateWeights(step=step, version=version, empty_slots=empty_slots, pulled=pulled))
+        self._tell(c.UpdateWeights(step=step, version=version, empty_slots=empty_slots, pulled=pulled))
+
+    def _tell(self, order: c.TrainGroup | c.UpdateWeights) -> None:
+        self.order = order
+        self._run.wait("training", "trainer", self._run.limits.train_timeout_ns)
+        self._run.out.append(order)
 
     def done(self) -> None:
         """What it was last asked to train or update is done."""
-        self.training = None
+        self.order = None
         self._run.timers.clear("training", "trainer")
 
     def abandon(self) -> None:
         self.done()
-        self._changing = None
-        self._run.timers.clear("waking", "trainer")
+        self._be_heard_no_more()
+        self._run.timers.clear("replacement", "trainer")
 
     def _change(self, mode: TrainerMode) -> Worker:
         trainer = self._run.fleet.trainer
@@ -111,11 +156,10 @@ class TrainerDevice:
         worker = self._changed(event, TrainerMode.RESTING)
         if worker is not None:
             self._turns.take_away(worker, "seeding ended")
+            if self.order is not None:
+                self._tell(self.order)
 
     def _on_awoke(self, event: e.WorkerAwoke) -> None:
         worker = self._changed(event, TrainerMode.WAKING)
         if worker is not None:
             self._run.fleet.move(worker, WorkerState.READY, self._run.now_ns, "seeding")
-
-    def _expect_training(self) -> None:
-        self._run.wait("training", "trainer", self._run.limits.train_timeout_ns)

@@ -16,12 +16,12 @@ LEGAL: Mapping[type[StrEnum], Mapping[StrEnum, frozenset[StrEnum]]] = {
         _L.REFUSED: frozenset(),
     },
     WorkerState: {
-        _W.BOOTING: frozenset({_W.LOADING, _W.READY, _W.DRAINING, _W.GONE}),
+        _W.BOOTING: frozenset({_W.LOADING, _W.READY, _W.ASLEEP, _W.DRAINING, _W.GONE}),
         _W.LOADING: frozenset({_W.READY, _W.DRAINING, _W.DETACHED, _W.GONE}),
         _W.READY: frozenset({_W.LOADING, _W.ASLEEP, _W.DRAINING, _W.DETACHED, _W.GONE}),
-        _W.ASLEEP: frozenset({_W.READY, _W.DRAINING, _W.GONE}),
+        _W.ASLEEP: frozenset({_W.READY, _W.DRAINING, _W.DETACHED, _W.GONE}),
         _W.DRAINING: frozenset({_W.GONE}),
-        _W.DETACHED: frozenset({_W.LOADING, _W.READY, _W.DRAINING, _W.GONE}),
+        _W.DETACHED: frozenset({_W.LOADING, _W.READY, _W.ASLEEP, _W.DRAINING, _W.GONE}),
         _W.GONE: frozenset(),
     },
     TurnState: {

@@ -55,7 +55,7 @@ class TurnDesk:
     def _expect_place(self) -> None:
         """Queued turns wait for a place as long as getting one may take; with nobody to give it, not for long."""
         run = self._run
-        if not run.timers.waiting("place", "queue"):
+        if run.trainer_away or not run.timers.waiting("place", "queue"):
             run.wait("place", "queue", self._longest_ns())
         if self._somebody_could():
             run.timers.clear("capacity", "queue")
@@ -65,7 +65,7 @@ class TurnDesk:
     def _somebody_could(self) -> bool:
         """Whether there is anybody who could ever take a turn, or whom somebody was asked for, or is about to be."""
         run = self._run
-        if run.fleet.able or run.leases.coming:
+        if run.fleet.able or run.leases.coming or run.trainer_away:
             return True
         return any(run.leases.available(p) and run.timers.waiting("back-off", p) for p in run.leases.offers)
 

@@ -245,6 +245,11 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     score_attempts_max: int = 3
     scorings_max: int = 16
     """Attempts to score a trajectory that run at once: what the function pool can take."""
+    trainer_restarts_max: int = 3
+    """Losses of the trainer's device that a run survives."""
+    catch_up_timeout_ns: int = 0
+    """How much longer than its first process another one of the trainer's may take to join: it does again what its
+    checkpoint does not have."""
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,7 +10,7 @@ from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core.fleet import Worker
 from elastic.core.profiles import BatchProfile
-from elastic.core.run_state import RunState
+from elastic.core.run_state import TRAINER_AT_HAND, RunState
 from elastic.core.turn_desk import TurnDesk
 from elastic.core.types import Account, EndCause, LoadPhase, WorkerId, WorkerRole, WorkerState
 
@@ -54,7 +54,6 @@ class WorkerDesk:
         if event.epoch <= worker.epoch:
             return
         self._turns.take_away(worker, "the worker's session moved to a new connection")
-        resumed = worker.epoch > 0
         worker.epoch = event.epoch
         worker.introduce(event.capabilities)
         self._note_boot(worker)
@@ -62,12 +61,23 @@ class WorkerDesk:
         run.expect_heartbeat(worker)
         if worker.state is WorkerState.DRAINING:
             self._tell_to_drain(worker, "its lease is ending")
-        elif worker.role is not WorkerRole.TRAINER:
-            self._enter(worker, event.weights_version)
-        elif resumed or event.weights_version is None:
-            run.fail("the trainer's device lost its connection or came without weights")
+        elif worker.role is WorkerRole.TRAINER:
+            self._enter_trainer(worker, event.weights_version)
         else:
             self._enter(worker, event.weights_version)
+
+    def _enter_trainer(self, worker: Worker, version: int | None) -> None:
+        """The first that comes has the run's weights. One that comes later stands where the run does, or has made the
+        update whose answer was lost; what it was at is not known, so it counts as asleep."""
+        run, publishing = self._run, self._run.step.next_version if self._run.step else None
+        if version is None or (run.version is not None and version not in (run.version, publishing)):
+            run.fail(f"the trainer's device came with weights of version {version}, the run is at {run.version}")
+        elif run.version is None:
+            self._enter(worker, version)
+        else:
+            worker.version, worker.capacity = run.version, 0
+            if worker.state is not WorkerState.ASLEEP:
+                self._move(worker, WorkerState.ASLEEP, f"joined under epoch {worker.epoch}")
 
     def _note_boot(self, worker: Worker) -> None:
         """Remember what booting took beyond what its provider had declared."""
@@ -160,9 +170,7 @@ class WorkerDesk:
         if worker is None or worker.epoch != event.epoch or not worker.connected:
             return
         worker.said_goodbye = event.goodbye
-        if worker.role is WorkerRole.TRAINER:
-            run.fail("the trainer's connection was lost")
-        if event.goodbye or worker.state is WorkerState.DRAINING or worker.role is WorkerRole.TRAINER:
+        if event.goodbye or worker.state is WorkerState.DRAINING:
             self.lose(worker, EndCause.RELEASED if event.goodbye else EndCause.LOST)
         else:
             self._detach(worker)
@@ -183,7 +191,11 @@ class WorkerDesk:
         self._turns.take_away(worker, "connection lost")
         self._clear(worker, "heartbeat", "stall", "load", "reload")
         self._move(worker, WorkerState.DETACHED, "connection lost")
-        self._run.wait("resume", worker.id, self._run.limits.resume_timeout_ns)
+        limits = self._run.limits
+        # While it trains, the trainer may be slow to see that its connection is gone.
+        trainer_ns = limits.boot_timeout_ns + limits.train_timeout_ns
+        awaited_ns = trainer_ns if worker.role is WorkerRole.TRAINER else limits.resume_timeout_ns
+        self._run.wait("resume", worker.id, awaited_ns)
 
     def drain(self, worker: Worker, reason: str) -> None:
         """Give the worker nothing more, take its turns back with all they have, and let it say goodbye."""
@@ -196,8 +208,6 @@ class WorkerDesk:
         self._turns.call_back(worker, reason)
         if worker.epoch > 0:
             self._tell_to_drain(worker, reason)
-        if worker.role is WorkerRole.TRAINER:
-            self._run.fail(f"the trainer's device is being taken away: {reason}")
 
     def _tell_to_drain(self, worker: Worker, reason: str) -> None:
         self._run.out.append(c.DrainWorker(worker=worker.id, epoch=worker.epoch, reason=reason))
@@ -209,8 +219,6 @@ class WorkerDesk:
             return
         self.lose(worker, cause)
         self._run.out.append(c.FenceWorker(worker=worker_id, reason=cause))
-        if worker.role is WorkerRole.TRAINER:
-            self._run.fail(f"the trainer's device stopped answering ({cause})")
 
     def lose(self, worker: Worker, cause: EndCause) -> None:
         run = self._run
@@ -283,7 +291,7 @@ class WorkerDesk:
     def _move(self, worker: Worker, state: WorkerState, cause: str) -> None:
         run, first = self._run, state is WorkerState.READY and not worker.served
         run.fleet.move(worker, state, run.now_ns, cause)
-        if state is WorkerState.READY:
+        if state in TRAINER_AT_HAND:
             run.leases.failures.pop(worker.provider, None)
         if first:
             took_ns = run.now_ns - run.ledger.books[worker.id].opened_ns

@@ -94,7 +94,8 @@ def replayed(settings: WorldSettings, log: Log) -> list[str]:
 
 
 def fresh_core(settings: WorldSettings) -> Scheduler:
-    return Scheduler(settings.plan, settings.limits, policies(settings), 0)
+    limits = msgspec.structs.replace(settings.limits, trainer_restarts_max=0)
+    return Scheduler(settings.plan, limits, policies(settings), 0)
 
 
 class Outside(Protocol):

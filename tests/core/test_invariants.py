@@ -81,7 +81,8 @@ SPOILT: list[tuple[int, Callable[[Scheduler], object]]] = [
     (7, lambda s: s.leases._held.update({"spot": 1})),
     (6, lambda s: setattr(s.ledger.books[WORKER], "cursor_ns", 10**15)),
     (6, lambda s: s.ledger.books[WORKER].accounts_ns.update({Account.IDLE: -1, Account.DECODE: 1})),
-    (3, lambda s: setattr(s._device, "training", "0/0")),
+    (3, lambda s: setattr(s._device, "order", c.TrainGroup(group="0/0", trajectories=(), step=0, slot=0))),
+    (3, lambda s: setattr(s._device, "order", c.UpdateWeights(step=0, version=1))),
     (12, lambda s: s.timers.set("waking", "trainer", s.now_ns, 1)),
     (12, lambda s: s.timers.set("load", WORKER, s.now_ns, 1)),
     (12, lambda s: s.timers.set("expiry", "spot-1", s.now_ns, 1)),
@@ -263,7 +264,7 @@ def test_trainers_device_that_sleeps_while_nobody_can_go_on(desk) -> None:
     ("number", "spoil"),
     [
         (12, lambda s: s.timers.clear("training", "trainer")),
-        (3, lambda s: setattr(s._device, "training", None)),
+        (3, lambda s: setattr(s._device, "order", None)),
         (3, lambda s: s.fleet.move(s.trainer(), WorkerState.READY, s.now_ns, "test")),
         (3, lambda s: setattr(s.step.groups["0/0"], "slot", None)),
     ],

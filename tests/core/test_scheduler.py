@@ -1,7 +1,5 @@
 """Scenarios: what happens, and what the scheduler orders."""
 
-from collections.abc import Callable
-
 import pytest
 
 from elastic.core import commands as c
@@ -655,22 +653,6 @@ class TestEnd:
         out = desk.wait(20)
         (end,) = [command for command in out if isinstance(command, c.EndRun)]
         assert "trainer-1" in end.failed
-
-    @pytest.mark.parametrize(
-        "lose",
-        [
-            lambda desk: desk.lease_ended("trainer-1"),
-            lambda desk: desk.tell(e.WorkerDisconnected(worker="trainer", epoch=1)),
-            lambda desk: desk.tell(e.WorkerDisconnected(worker="trainer", epoch=1, goodbye=True)),
-            lambda desk: desk.tell(e.LeaseNotice(lease="trainer-1", deadline_ns=10**12, reason="maintenance")),
-            lambda desk: desk.join("trainer", epoch=2),
-            lambda desk: desk.wait(TRAINER_PATIENCE * 3.0 + 0.5),
-        ],
-    )
-    def test_run_does_not_outlive_its_trainers_device(self, desk, lose: Callable[..., object]) -> None:
-        desk.trainer()
-        lose(desk)
-        assert "the trainer's" in desk.scheduler.failed
 
     def test_trainer_may_be_silent_for_longer_than_others(self, desk) -> None:
         desk.trainer()
