@@ -25,7 +25,7 @@ from elastic.envs.base import Environment, StepResult
 from elastic.runtime.journal import GroupRow, PullRow, Record, RunDirectory, StepRow, TrajectoryRow, TurnRow
 from elastic.runtime.orchestrator import Orchestrator, Wiring
 from elastic.sim.lies import KINDS, Liar
-from providers.base import Emit, LeaseRequest, Provider, ProviderSettings, WorkerTicket
+from providers.base import Emit, KnownLease, LeaseRequest, Provider, ProviderSettings, WorkerTicket
 
 VOCABULARY = 64
 STEPS, GROUPS, GROUP_SIZE, TURNS, TOKENS_PER_TURN = 8, 3, 4, 3, 6
@@ -322,8 +322,8 @@ class Troupe:
     def bar(self, lease: LeaseId) -> None:
         self.barred += 1
 
-    async def reconcile(self) -> list[str]:
-        return []
+    async def adopt(self, known: Sequence[KnownLease], emit: Emit) -> list[LeaseId]:
+        return [lease.request.lease for lease in known if not lease.granted]
 
     async def aclose(self) -> None:
         self.closing = True

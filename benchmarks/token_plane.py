@@ -15,7 +15,7 @@ import os
 import socket
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -36,7 +36,7 @@ from elastic.core.types import Account, Capabilities, EndCause, LeaseId, Offer, 
 from elastic.envs.base import StepResult
 from elastic.runtime.journal import RunDirectory
 from elastic.runtime.orchestrator import Orchestrator, Wiring
-from providers.base import Emit, LeaseRequest, Provider, ProviderContext, ProviderSettings
+from providers.base import Emit, KnownLease, LeaseRequest, Provider, ProviderContext, ProviderSettings
 
 RUN = "bench"
 TOKENS_PER_S = 50
@@ -110,8 +110,8 @@ class StreamingWorkers:
     def bar(self, lease: LeaseId) -> None:
         pass
 
-    async def reconcile(self) -> list[str]:
-        return []
+    async def adopt(self, known: Sequence[KnownLease], emit: Emit) -> list[LeaseId]:
+        return [lease.request.lease for lease in known if not lease.granted]
 
     async def aclose(self) -> None:
         pass
@@ -215,6 +215,7 @@ async def _orchestrate(
             join=join,
             worker_command=(),
             host_command=(),
+            now_ns=now_ns,
             acquire_timeout_s=5,
             release_timeout_s=5,
         )

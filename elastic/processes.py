@@ -1,10 +1,10 @@
-"""Processes that a run starts on this machine: what they inherit, and how none of them outlives it.
+"""Processes that a run starts on this machine: what they inherit, how they are found again, and how they are ended.
 
 - They inherit the environment variables that are named here or by the run, and no others: no cloud keys.
 - Each is recorded, by its id and the tick of this boot at which it started, so that a clock that is set hides nothing
-  and an id that passed to another process means nothing.
-- Each carries a mark in its environment, and so does everything it starts, in whatever session or process group.
-  Whoever ends the recorded processes ends all that carry their mark; so does the run's next process, after a crash.
+  and an id that passed to another process means nothing. Whoever reads the record can watch it (`Adopted`).
+- Each carries a mark in its environment, and so does everything it starts, in whatever session or process group. The
+  record has the mark before the first of them starts, so whoever ends what is recorded ends all of it, at any time.
 """
 
 import asyncio
@@ -14,10 +14,13 @@ import functools
 import os
 import secrets
 import signal
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
+import structlog
+
+log = structlog.get_logger(__name__)
 
 RUN_VARIABLE, MARK_VARIABLE = "ELASTIC_RUN", "ELASTIC_MARK"
 POLL_S = 0.01
@@ -83,90 +86,173 @@ class _Record(msgspec.Struct, frozen=True):
     owner: str
     name: str
     mark: str
-    processes: list[Identity]
+    kept: dict[str, str] = {}
+    processes: dict[str, Identity] = {}
 
 
 class RecordedProcesses:
     """Processes that belong together: they carry one mark, stand in one record, and end together.
 
-    `directory` holds the run's records, `owner` says who in the run answers for this one. Without a `directory` there
-    is no record, and only this process can end them.
+    `directory` holds the run's records, `owner` says who in the run answers for this one, and `kept` is what else that
+    one has to know to take them over. Without a `directory` there is no record, and only this process can end them.
     """
 
-    def __init__(self, directory: Path | None, run: str, owner: str, name: str) -> None:
+    def __init__(
+        self, directory: Path | None, run: str, owner: str, name: str, kept: Mapping[str, str] | None = None
+    ) -> None:
         self._path = None if directory is None else directory / f"{name}.json"
-        self._record = _Record(run, owner, name, secrets.token_hex(16), [])
+        self._record = _Record(run, owner, name, secrets.token_hex(16), dict(kept or {}))
+
+    @classmethod
+    def found(cls, directory: Path, run: str, owner: str) -> "list[RecordedProcesses]":
+        """What earlier processes recorded for this owner in this run; files that are no records stay as they are."""
+        found: list[RecordedProcesses] = []
+        for path in sorted(directory.glob("*.json")):
+            try:
+                record = msgspec.json.decode(path.read_bytes(), type=_Record)
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                log.warning("not a record of processes; left as it is", path=str(path), error=str(error))
+                continue
+            if (record.run, record.owner) == (run, owner):
+                found.append(cls(directory, run, owner, record.name))
+                found[-1]._path, found[-1]._record = path, record
+        return found
+
+    @property
+    def name(self) -> str:
+        return self._record.name
+
+    @property
+    def kept(self) -> Mapping[str, str]:
+        return self._record.kept
+
+    @property
+    def processes(self) -> Mapping[str, Identity]:
+        """Those recorded, by their names."""
+        return self._record.processes
 
     @property
     def marks(self) -> dict[str, str]:
         """Environment variables that each of the processes has to be started with."""
         return {RUN_VARIABLE: self._record.run, MARK_VARIABLE: self._record.mark}
 
-    def add(self, pid: int) -> None:
+    def write(self) -> None:
+        """Have the record on disk. Raises `OSError`."""
+        if self._path is not None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            partial = self._path.with_suffix(".partial")
+            partial.write_bytes(msgspec.json.encode(self._record))
+            partial.replace(self._path)
+
+    def add(self, name: str, pid: int) -> None:
         """Record one more. Raises `OSError`."""
-        found = identity(pid)
-        if self._path is None or found is None:
-            return
-        self._record = msgspec.structs.replace(self._record, processes=[*self._record.processes, found])
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        partial = self._path.with_suffix(".partial")
-        partial.write_bytes(msgspec.json.encode(self._record))
-        partial.replace(self._path)
+        if (found := identity(pid)) is not None:
+            self._record = msgspec.structs.replace(self._record, processes={**self._record.processes, name: found})
+            self.write()
 
-    async def end(self) -> None:
-        """SIGKILL all that is alive and carries the mark, and forget the record; what is ours to reap we have reaped.
+    async def kill(self) -> list[int]:
+        """SIGKILL all that is alive and carries the mark, until nothing is; what is ours to reap we have reaped."""
+        killed: set[int] = set()
+        while survivors := await asyncio.to_thread(_survivors, self._record):
+            for pid in survivors:
+                _kill(self._record, pid)
+            killed.update(survivors)
+            await asyncio.sleep(POLL_S)
+        self._record = msgspec.structs.replace(self._record, processes={})
+        return sorted(killed)
 
-        When cancelled, the record stays.
-        """
-        await _end_survivors(self._record)
+    async def end(self) -> list[int]:
+        """Kill what is alive, and forget the record; which that was. When cancelled, the record stays."""
+        killed = await self.kill()
         if self._path is not None:
             self._path.unlink(missing_ok=True)
+        return killed
 
 
-async def end_recorded(directory: Path, run: str, owner: str, timeout_s: float) -> list[str]:
-    """End what an earlier process recorded for this owner in this run; returns a line about each record.
+async def end_left_over(leftovers: Iterable[RecordedProcesses], timeout_s: float) -> None:
+    """End what an earlier process left, and say so.
 
     Raises `TimeoutError` where something does not die in time; its record stays.
     """
-    lines: list[str] = []
-    for path, record in _read(directory):
-        if isinstance(record, msgspec.DecodeError):
-            lines.append(f"{path}: not a record of processes ({record}); left as it is")
-        elif (record.run, record.owner) == (run, owner):
-            async with asyncio.timeout(timeout_s):
-                killed = await _end_survivors(record)
-            path.unlink(missing_ok=True)
-            did = f"killed {', '.join(map(str, killed))}" if killed else "nothing of it was alive"
-            lines.append(f"{record.name} of {owner}: {did}")
-    return lines
+    for one in leftovers:
+        async with asyncio.timeout(timeout_s):
+            killed = await one.end()
+        log.warning("left over from an earlier process", what=one.name, killed=killed)
 
 
-def _read(directory: Path) -> list[tuple[Path, _Record | msgspec.DecodeError]]:
-    found: list[tuple[Path, _Record | msgspec.DecodeError]] = []
-    for path in sorted(directory.glob("*.json")):
+class Adopted:
+    """A process that need not be our child, watched from where an event loop runs.
+
+    It is held by a descriptor, which never comes to mean another process. How it ended is not known.
+    """
+
+    def __init__(self, process: Identity) -> None:
+        self.pid = process.pid
+        self._over = asyncio.Event()
+        self._fd: int | None = None
         try:
-            found.append((path, msgspec.json.decode(path.read_bytes(), type=_Record)))
-        except msgspec.DecodeError as error:
-            found.append((path, error))
-    return found
+            descriptor = os.pidfd_open(process.pid)
+        except ProcessLookupError:
+            self._over.set()
+            return
+        # Only now: before, the id could have passed to another one in between.
+        if identity(process.pid) != process:
+            os.close(descriptor)
+            self._over.set()
+            return
+        self._fd = descriptor
+        asyncio.get_running_loop().add_reader(descriptor, self._ended)
+
+    async def wait(self) -> None:
+        await self._over.wait()
+
+    def kill(self) -> None:
+        if self._fd is not None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._fd, signal.SIGKILL)
+
+    def close(self) -> None:
+        """Watch no longer."""
+        if self._fd is not None:
+            asyncio.get_running_loop().remove_reader(self._fd)
+            os.close(self._fd)
+            self._fd = None
+
+    def _ended(self) -> None:
+        self.close()
+        self._over.set()
 
 
-async def _end_survivors(record: _Record) -> list[int]:
-    killed: set[int] = set()
-    while survivors := await asyncio.to_thread(_survivors, record):
-        for pid in survivors:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
-        killed.update(survivors)
-        await asyncio.sleep(POLL_S)
-    return sorted(killed)
+def _kill(record: _Record, pid: int) -> None:
+    """SIGKILL a survivor, if its id means it still."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        descriptor = os.pidfd_open(pid)
+        try:
+            if _belongs(record, pid):
+                signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+        finally:
+            os.close(descriptor)
 
 
 def _survivors(record: _Record) -> list[int]:
-    """Living processes that are recorded, or carry the mark: their environment may hide it, or their parent's death."""
-    recorded = {process.pid for process in record.processes if identity(process.pid) == process and _lives(process.pid)}
-    mark = f"{MARK_VARIABLE}={record.mark}".encode()
-    return sorted(recorded | {pid for pid in _pids() if mark in _environment(pid)})
+    """Living processes that are recorded, or carry the mark."""
+    return [pid for pid in _pids() if _belongs(record, pid)]
+
+
+def _belongs(record: _Record, pid: int) -> bool:
+    """A process may hide its environment, or its parent's death; the recorded ones are known all the same."""
+    if f"{MARK_VARIABLE}={record.mark}".encode() in _environment(pid):
+        return True
+    return any(one.pid == pid and identity(pid) == one for one in record.processes.values()) and _lives(pid)
+
+
+def end_own_kin() -> None:
+    """SIGKILL whatever carries the mark that this process has, but not itself: what it has started, at its end."""
+    mark, own = os.environ.get(MARK_VARIABLE), os.getpid()
+    for pid in _pids() if mark else ():
+        if pid != own and f"{MARK_VARIABLE}={mark}".encode() in _environment(pid):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
 
 
 def _pids() -> Iterator[int]:

@@ -105,7 +105,7 @@ class _Process:
                     stderr=errors,
                     start_new_session=True,
                 )
-                self._recorded.add(self._process.pid)
+                self._recorded.add(self._function, self._process.pid)
             except OSError as error:
                 raise FunctionUnavailable(f"{self._function}: no process could be started: {error}") from error
 

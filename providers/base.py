@@ -4,8 +4,8 @@ The scheduler never asks which provider it talks to; everything that differs bet
 cluster and a serverless platform ends here. Source: docs/design.md, `Provider`.
 """
 
-import time
-from collections.abc import Callable, Mapping
+import secrets
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeAlias
 
@@ -13,7 +13,7 @@ import msgspec
 from pydantic import BaseModel, ConfigDict, Field
 
 from elastic.core.events import LeaseEnded, LeaseGranted, LeaseNotice, LeaseRefused, OfferChanged
-from elastic.core.types import LeaseId, WorkerId
+from elastic.core.types import LeaseId, Nanoseconds, WorkerId
 
 ProviderEvent: TypeAlias = OfferChanged | LeaseGranted | LeaseRefused | LeaseNotice | LeaseEnded
 Emit: TypeAlias = Callable[[ProviderEvent], None]
@@ -31,14 +31,24 @@ class LeaseRequest(msgspec.Struct, frozen=True, kw_only=True):
     tickets: tuple[WorkerTicket, ...]
 
 
+class KnownLease(msgspec.Struct, frozen=True, kw_only=True):
+    """A lease that the run has asked this provider for, and does not know to be over; see `Provider.adopt`."""
+
+    request: LeaseRequest
+    granted: bool
+    expires_at_ns: Nanoseconds | None = None
+
+
 class ProviderContext(msgspec.Struct, frozen=True, kw_only=True):
     """Where a provider's workers belong. Every resource is tagged with `run`, so that it can be found again.
 
     `join` is the orchestrator's worker endpoint (`host:port`). `worker_command` starts a worker on this
     machine; a worker's ticket reaches it through `worker_environment`, never through its arguments.
     `host_command` starts a serving host. `pass_env` names environment variables that both inherit besides those that
-    all processes of a run do. `now_ns` is the run's clock, on which events give their times. `note` keeps
-    a text under a key in the run's journal, for its report; the last one stands.
+    all processes of a run do. `now_ns` is the run's clock, on which events give their times and markets stand; it goes
+    on over the run's incarnations. `note` keeps a text under a key in the run's journal, for its report; the last one
+    stands. `secret` is the token of a host of this name, the same in each incarnation; a host that has not heard from
+    the run for `orchestrator_timeout_s` ends.
     """
 
     run: str
@@ -47,10 +57,12 @@ class ProviderContext(msgspec.Struct, frozen=True, kw_only=True):
     worker_command: tuple[str, ...]
     host_command: tuple[str, ...] = ()
     pass_env: tuple[str, ...] = ()
-    now_ns: Callable[[], int] = time.monotonic_ns
+    now_ns: Callable[[], Nanoseconds]
     note: Callable[[str, str], None] = lambda key, text: None
+    secret: Callable[[str], str] = lambda host: secrets.token_urlsafe(32)
     acquire_timeout_s: float
     release_timeout_s: float
+    orchestrator_timeout_s: float = 60.0
 
 
 class ProviderSettings(BaseModel):
@@ -80,6 +92,15 @@ class Provider(Protocol):
 
     def __init__(self, name: str, settings: ProviderSettings, context: ProviderContext) -> None: ...
 
+    async def adopt(self, known: Sequence[KnownLease], emit: Emit) -> list[LeaseId]:
+        """Take over what earlier processes of the run have left of these leases; what they left besides is ended.
+
+        To be called once, before `start`. What was granted before and is over ends by LeaseEnded with its cause. What
+        was asked for and turns out to be held is granted by LeaseGranted. Returns what was asked for and is not held:
+        it may be asked for again.
+        """
+        ...
+
     async def start(self, emit: Emit) -> None:
         """Begin to report offers. Raises `ProviderUnavailable` when nothing can ever be had (say why)."""
         ...
@@ -93,10 +114,6 @@ class Provider(Protocol):
 
         A no-op for a lease that is unknown, or has ended.
         """
-        ...
-
-    async def reconcile(self) -> list[str]:
-        """End what an earlier process of the same run left behind; returns a line about each."""
         ...
 
     async def aclose(self) -> None:

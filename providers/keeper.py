@@ -1,15 +1,15 @@
-"""What adapters have in common: each lease is one task, from `acquire` to its refusal or its end."""
+"""What adapters have in common: each lease is one task, from `acquire` or its adoption to its refusal or its end."""
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 import structlog
 
 from elastic.core.events import LeaseEnded, LeaseGranted, LeaseNotice, LeaseRefused, OfferChanged
-from elastic.core.types import NS_PER_S, EndCause, LeaseId, Offer, WorkerRole
-from providers.base import Emit, LeaseRequest, ProviderContext, ProviderEvent, ProviderSettings
+from elastic.core.types import NS_PER_S, EndCause, LeaseId, Nanoseconds, Offer, WorkerRole
+from providers.base import Emit, KnownLease, LeaseRequest, ProviderContext, ProviderEvent, ProviderSettings
 
 log = structlog.get_logger(__name__)
 
@@ -65,6 +65,7 @@ class LeaseKeeper(Generic[SettingsT]):
         self._barred: set[LeaseId] = set()
         self._offered: Offer | None = None
         self._sink: Emit | None = None
+        self._opened = False
         self._closing = False
 
     # What an adapter says
@@ -73,9 +74,16 @@ class LeaseKeeper(Generic[SettingsT]):
         """Secure what the lease stands on; whatever this raises refuses the lease. Must not leave anything then."""
         raise NotImplementedError
 
+    async def find(self, known: Mapping[LeaseId, KnownLease]) -> Mapping[LeaseId, Holding]:
+        """What is left of these leases, over or not, secured again; what is left besides is ended."""
+        return {}
+
     def free(self) -> int:
         """How many more leases could be had, were it not for `max_workers`."""
         raise NotImplementedError
+
+    def resumed(self, lease: LeaseId, holding: Holding) -> None:
+        """A lease goes on that an earlier process of the run began, and was found."""
 
     def forget(self, lease: LeaseId, *, barred: bool) -> None:
         """The lease is over, and what it stood on has been given back; if it is `barred`, not to be leased again."""
@@ -96,8 +104,25 @@ class LeaseKeeper(Generic[SettingsT]):
 
     # What the contract asks for
 
+    async def adopt(self, known: Sequence[KnownLease], emit: Emit) -> list[LeaseId]:
+        self._sink = emit
+        found = await self.find({lease.request.lease: lease for lease in known})
+        unheard: list[LeaseId] = []
+        for lease in known:
+            lease_id = lease.request.lease
+            if (holding := found.get(lease_id)) is not None:
+                self._resume(lease, holding)
+            elif lease.granted:
+                late = lease.expires_at_ns is not None and self.context.now_ns() >= lease.expires_at_ns
+                cause = EndCause.EXPIRED if late else EndCause.LOST
+                self._emit(LeaseEnded(lease=lease_id, cause=cause, detail="nothing of it was left as the run went on"))
+            else:
+                unheard.append(lease_id)
+        return unheard
+
     async def start(self, emit: Emit) -> None:
         self._sink = emit
+        self._opened = True
         self.announce()
 
     async def acquire(self, request: LeaseRequest) -> None:
@@ -105,7 +130,7 @@ class LeaseKeeper(Generic[SettingsT]):
             raise ValueError(f"lease {request.lease} is already held")
         lease = _Lease(request, asyncio.get_running_loop().create_future())
         self._leases[request.lease] = lease
-        self._own(self._lives, self._live(lease), f"{self.name}: lease {request.lease}")
+        self._own(self._lives, self._begin(lease), f"{self.name}: lease {request.lease}")
 
     async def release(self, lease: LeaseId) -> None:
         held = self._leases.get(lease)
@@ -140,7 +165,7 @@ class LeaseKeeper(Generic[SettingsT]):
             boot_s=self.boot_s(),
             expected_life_s=self.expected_life_s(),
         )
-        if (again or offer != self._offered) and not self._closing:
+        if (again or offer != self._offered) and self._opened and not self._closing:
             self._offered = offer
             self._emit(OfferChanged(offer=offer))
 
@@ -154,16 +179,13 @@ class LeaseKeeper(Generic[SettingsT]):
         if lease is not None and not lease.ending.done():
             lease.ending.set_result(ending)
 
-    def foretell(self, lease_id: LeaseId, ending: Ending, notice_s: float) -> None:
+    def foretell(self, lease_id: LeaseId, ending: Ending, deadline_ns: Nanoseconds) -> None:
         """Give notice, and end the lease when it has run out; however it ends before that, it is for this reason."""
         lease = self._leases[lease_id]
         lease.foretold = ending
-        if notice_s <= 0:
-            self.end(lease_id, ending)
-            return
-        deadline_ns = self.context.now_ns() + round(notice_s * NS_PER_S)
-        self._emit(LeaseNotice(lease=lease_id, deadline_ns=deadline_ns, reason=ending.detail))
-        lease.deadline = asyncio.get_running_loop().call_later(notice_s, self.end, lease_id, ending)
+        if deadline_ns > self.context.now_ns():
+            self._emit(LeaseNotice(lease=lease_id, deadline_ns=deadline_ns, reason=ending.detail))
+        self._end_at(lease, deadline_ns, ending)
 
     def run_in_background(self, work: Coroutine[Any, Any, None], name: str) -> None:
         """Run `work` until the provider closes."""
@@ -171,7 +193,7 @@ class LeaseKeeper(Generic[SettingsT]):
 
     # The life of a lease
 
-    async def _live(self, lease: _Lease) -> None:
+    async def _begin(self, lease: _Lease) -> None:
         lease_id = lease.request.lease
         try:
             holding = await self._take(lease)
@@ -180,11 +202,32 @@ class LeaseKeeper(Generic[SettingsT]):
             self._emit(LeaseRefused(lease=lease_id, reason=str(error) or type(error).__name__))
             self.announce()
             return
-        self._limit(lease)
+        self._grant(lease)
+        await self._live(lease, holding)
+
+    def _resume(self, known: KnownLease, holding: Holding) -> None:
+        """Go on with a lease that an earlier process began."""
+        lease_id, loop = known.request.lease, asyncio.get_running_loop()
+        lease = self._leases[lease_id] = _Lease(known.request, loop.create_future(), True, known.expires_at_ns)
+        if not known.granted:
+            self._grant(lease)
+        elif lease.expires_at_ns is not None:
+            self._end_at(lease, lease.expires_at_ns, self._expiry())
+        self.resumed(lease_id, holding)
+        self._own(self._lives, self._live(lease, holding), f"{self.name}: lease {lease_id}")
+
+    def _grant(self, lease: _Lease) -> None:
+        life_s = self.life_s()
+        if life_s is not None:
+            lease.expires_at_ns = self.context.now_ns() + round(life_s * NS_PER_S)
+            self._end_at(lease, lease.expires_at_ns, self._expiry())
         workers = tuple(ticket.worker for ticket in lease.request.tickets)
-        self._emit(LeaseGranted(lease=lease_id, workers=workers, expires_at_ns=lease.expires_at_ns))
+        self._emit(LeaseGranted(lease=lease.request.lease, workers=workers, expires_at_ns=lease.expires_at_ns))
         # Whoever asks counts what is asked for against the offer, and may now ask for the rest.
         self.announce(again=True)
+
+    async def _live(self, lease: _Lease, holding: Holding) -> None:
+        lease_id = lease.request.lease
         ending = await _over(lease, holding)
         await self._give_back(lease_id, holding)
         if lease.deadline is not None:
@@ -195,13 +238,17 @@ class LeaseKeeper(Generic[SettingsT]):
         self._emit(LeaseEnded(lease=lease_id, cause=ending.cause, detail=ending.detail))
         self.announce()
 
-    def _limit(self, lease: _Lease) -> None:
-        """Have the lease end by time, where it must."""
-        life_s = self.life_s()
-        if life_s is not None:
-            ending = Ending(EndCause.EXPIRED, f"its {life_s:g} s are over")
-            lease.expires_at_ns = self.context.now_ns() + round(life_s * NS_PER_S)
-            lease.deadline = asyncio.get_running_loop().call_later(life_s, self.end, lease.request.lease, ending)
+    def _expiry(self) -> Ending:
+        return Ending(EndCause.EXPIRED, f"its {self.life_s():g} s are over")
+
+    def _end_at(self, lease: _Lease, deadline_ns: Nanoseconds, ending: Ending) -> None:
+        left_s = (deadline_ns - self.context.now_ns()) / NS_PER_S
+        if left_s <= 0:
+            self.end(lease.request.lease, ending)
+            return
+        if lease.deadline is not None:
+            lease.deadline.cancel()
+        lease.deadline = asyncio.get_running_loop().call_later(left_s, self.end, lease.request.lease, ending)
 
     @property
     def _held(self) -> int:

@@ -1,24 +1,21 @@
 """Processes on this machine that never outlive their lease.
 
-Each runs in a session and process group of its own, with its output in `logs/`, and is killed with the process that
-started it. What survives all the same (a grandchild, or whatever a killed orchestrator left) is found by its record in
-`leases/` and its mark, as `elastic.processes` has it.
+Each runs in a session and process group of its own, with its output in `logs/`. They outlive the process that started
+them: the run's next one finds them by their record in `leases/`, and what they started by its mark, as
+`elastic.processes` has it, and takes them over or ends them.
 """
 
 import asyncio
 import contextlib
-import os
 import shutil
 import signal
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from elastic.core.types import EndCause
-from elastic.processes import RecordedProcesses, end_recorded, inherited, records
-from providers import launch
-from providers.base import LeaseRequest, ProviderContext, ProviderUnavailable, worker_environment
+from elastic.core.types import NS_PER_S, EndCause, LeaseId, Nanoseconds
+from elastic.processes import Adopted, RecordedProcesses, end_left_over, inherited, records
+from providers.base import KnownLease, LeaseRequest, ProviderContext, ProviderUnavailable, worker_environment
 from providers.keeper import Ending
 
 WORKER_VARIABLES = ("ELASTIC_WEIGHTS", "ELASTIC_WEIGHTS_GBPS", "ELASTIC_SITE", "ELASTIC_SITE_TOKEN")
@@ -26,30 +23,52 @@ WORKER_VARIABLES = ("ELASTIC_WEIGHTS", "ELASTIC_WEIGHTS_GBPS", "ELASTIC_SITE", "
 
 
 class Exit(NamedTuple):
-    """How a process ended; `status` as of `subprocess`: negative for a signal."""
+    """How a process ended; `status` as of `subprocess`: negative for a signal, None if another process started it."""
 
     name: str
-    status: int
+    status: int | None
     log: Path
 
     def __str__(self) -> str:
-        how = f"exited with status {self.status}" if self.status >= 0 else f"was killed by {_signal(-self.status)}"
+        if self.status is None:
+            how = "ended; how is not known, as an earlier process had started it"
+        elif self.status < 0:
+            how = f"was killed by {_signal(-self.status)}"
+        else:
+            how = f"exited with status {self.status}"
         return f"{self.name} {how}" if self.status == 0 else f"{self.name} {how}; its output is in {self.log}"
 
 
-class _Child(NamedTuple):
+class _Member(NamedTuple):
     name: str
-    process: asyncio.subprocess.Process
+    process: asyncio.subprocess.Process | Adopted
     log: Path
 
 
 class ProcessGroup:
-    """Processes that start, are recorded and die together: those of one lease, or a serving host's."""
+    """Processes that start, are recorded and die together: those of one lease, or a serving host's.
 
-    def __init__(self, context: ProviderContext, provider: str, name: str) -> None:
+    `kept` is what else the run's next process has to know to take them over, or `recorded` is what an earlier process
+    left, of which those that live are watched.
+    """
+
+    def __init__(
+        self,
+        context: ProviderContext,
+        provider: str,
+        name: str,
+        kept: Mapping[str, str] | None = None,
+        recorded: RecordedProcesses | None = None,
+    ) -> None:
         self._context = context
-        self._children: list[_Child] = []
-        self._recorded = RecordedProcesses(records(context.run_dir), context.run, provider, name)
+        self._recorded = recorded or RecordedProcesses(records(context.run_dir), context.run, provider, name, kept)
+        self._members = [
+            _Member(member, Adopted(process), self._log(member)) for member, process in self._recorded.processes.items()
+        ]
+
+    def record(self) -> None:
+        """Have the record on disk before anything is started. Raises `OSError`."""
+        self._recorded.write()
 
     async def start(
         self, name: str, command: Sequence[str], environment: Mapping[str, str], pass_fds: Sequence[int] = ()
@@ -69,11 +88,13 @@ class ProcessGroup:
     async def _start(
         self, name: str, command: Sequence[str], environment: Mapping[str, str], pass_fds: Sequence[int]
     ) -> None:
-        log = self._context.run_dir / "logs" / f"{name}.log"
+        if not self._members:
+            self.record()
+        log = self._log(name)
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as output:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-I", "-S", launch.__file__, str(os.getpid()), *command),
+                *command,
                 env=inherited(*WORKER_VARIABLES, *self._context.pass_env) | dict(environment) | self._recorded.marks,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
@@ -81,50 +102,75 @@ class ProcessGroup:
                 start_new_session=True,
                 pass_fds=pass_fds,
             )
-        self._children.append(_Child(name, process, log))
+        self._members.append(_Member(name, process, log))
         try:
-            self._recorded.add(process.pid)
+            self._recorded.add(name, process.pid)
         except OSError:
-            _kill_group(self._children[-1])
+            process.kill()
             await process.wait()
-            self._children.pop()
+            self._members.pop()
             raise
 
     async def wait(self) -> Exit:
         """Wait until the first of the processes has ended."""
-        waits = {asyncio.create_task(child.process.wait()): child for child in self._children}
+        waits = {asyncio.create_task(member.process.wait()): member for member in self._members}
         try:
             done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for task in waits:
                 task.cancel()
-        child = waits[done.pop()]
-        assert child.process.returncode is not None
-        return Exit(child.name, child.process.returncode, child.log)
+        first = done.pop()
+        member = waits[first]
+        return Exit(member.name, first.result(), member.log)
 
     async def kill(self) -> None:
         """SIGKILL everything, and return once it is reaped. Raises `TimeoutError` when it is not in time."""
-        children = list(self._children)
-        for child in children:
-            _kill_group(child)
+        members = list(self._members)
+        for member in members:
+            with contextlib.suppress(ProcessLookupError):
+                member.process.kill()
         async with asyncio.timeout(self._context.release_timeout_s):
-            for child in children:
-                await child.process.wait()
+            for member in members:
+                await member.process.wait()
             await self._recorded.end()
-        self._children.clear()
+        self._members.clear()
+
+    def _log(self, name: str) -> Path:
+        return self._context.run_dir / "logs" / f"{name}.log"
+
+
+BOOTS_AT = "boots_at_ns"
 
 
 class LocalWorkers:
-    """The workers of a lease as processes on this machine; they start when told, or after `boot_delay_s`."""
+    """The workers of a lease as processes on this machine; they start when told, or at `boots_at_ns` of the run.
+
+    `kept` is what the run's next process has to know besides; `recorded` is what an earlier one has left.
+    """
 
     def __init__(
-        self, context: ProviderContext, provider: str, request: LeaseRequest, boot_delay_s: float = 0.0
+        self,
+        context: ProviderContext,
+        provider: str,
+        request: LeaseRequest,
+        boot_delay_s: float = 0.0,
+        kept: Mapping[str, str] | None = None,
+        recorded: RecordedProcesses | None = None,
     ) -> None:
         self._context = context
         self._request = request
-        self._boot_delay_s = boot_delay_s
-        self._processes = ProcessGroup(context, provider, request.lease)
-        self._started = False
+        boots_at_ns = context.now_ns() + round(boot_delay_s * NS_PER_S)
+        self.kept = recorded.kept if recorded else {**(kept or {}), BOOTS_AT: str(boots_at_ns)}
+        self._processes = ProcessGroup(context, provider, request.lease, self.kept, recorded)
+        self._started = recorded is not None and len(recorded.processes) == len(request.tickets)
+
+    @property
+    def boots_at_ns(self) -> Nanoseconds:
+        return int(self.kept[BOOTS_AT])
+
+    def record(self) -> None:
+        """The lease can be taken over from now on. Raises `OSError`."""
+        self._processes.record()
 
     async def start(self) -> None:
         """Raises `OSError`, having left nothing behind."""
@@ -139,7 +185,7 @@ class LocalWorkers:
 
     async def keep(self) -> Ending:
         if not self._started:
-            await asyncio.sleep(self._boot_delay_s)
+            await asyncio.sleep((self.boots_at_ns - self._context.now_ns()) / NS_PER_S)
             try:
                 await self.start()
             except OSError as error:
@@ -158,16 +204,24 @@ def check_command(what: str, command: Sequence[str]) -> None:
         raise ProviderUnavailable(f"the command that starts {what} must be an executable file; found {found}")
 
 
-async def reconcile(context: ProviderContext, provider: str) -> list[str]:
-    """End what an earlier process left of this provider in this run; returns a line about each lease."""
-    return await end_recorded(records(context.run_dir), context.run, provider, context.release_timeout_s)
+async def adopt(
+    context: ProviderContext, provider: str, known: Mapping[LeaseId, KnownLease]
+) -> dict[LeaseId, LocalWorkers]:
+    """What an earlier process of the run has left of these leases; what it has left besides is ended.
 
-
-def _kill_group(child: _Child) -> None:
-    # Once the first process is reaped, its group's id could already be another's.
-    if child.process.returncode is None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(child.process.pid, signal.SIGKILL)
+    Workers that were being started when it died are ended, and start anew.
+    """
+    adopted: dict[LeaseId, LocalWorkers] = {}
+    for recorded in RecordedProcesses.found(records(context.run_dir), context.run, provider):
+        lease = known.get(recorded.name)
+        if lease is None:
+            await end_left_over([recorded], context.release_timeout_s)
+            continue
+        if len(recorded.processes) < len(lease.request.tickets):
+            async with asyncio.timeout(context.release_timeout_s):
+                await recorded.kill()
+        adopted[recorded.name] = LocalWorkers(context, provider, lease.request, recorded=recorded)
+    return adopted
 
 
 def _signal(number: int) -> str:

@@ -1,10 +1,11 @@
 """Machines that we own: workers start when asked for, stay, and are never preempted."""
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 from elastic.core.types import LeaseId, WorkerRole
 from providers import processes
-from providers.base import Emit, LeaseRequest, ProviderContext, ProviderSettings
+from providers.base import Emit, KnownLease, LeaseRequest, ProviderContext, ProviderSettings
 from providers.keeper import Holding, LeaseKeeper, Refusal
 
 
@@ -22,6 +23,11 @@ class ReservedProvider(LeaseKeeper[ProviderSettings]):
         super().__init__(name, settings, context)
         self._places = settings.max_workers
         self._taken: set[LeaseId] = set()
+
+    async def find(self, known: Mapping[LeaseId, KnownLease]) -> Mapping[LeaseId, Holding]:
+        found = await processes.adopt(self.context, self.name, known)
+        self._taken.update(found)
+        return found
 
     def free(self) -> int:
         return self._places - len(self._taken)
@@ -41,9 +47,6 @@ class ReservedProvider(LeaseKeeper[ProviderSettings]):
             self._taken.discard(request.lease)
             raise
         return workers
-
-    async def reconcile(self) -> list[str]:
-        return await processes.reconcile(self.context, self.name)
 
 
 class TrainerProvider(ReservedProvider):

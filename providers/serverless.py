@@ -6,13 +6,14 @@ only in place of ones that end soon, `overlap` of them, so that a successor can 
 mechanism 3; docs/design.md, "A lease".
 """
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 from pydantic import Field
 
 from elastic.core.types import LeaseId
 from providers import processes
-from providers.base import Emit, LeaseRequest, ProviderContext, ProviderSettings
+from providers.base import Emit, KnownLease, LeaseRequest, ProviderContext, ProviderSettings
 from providers.keeper import Holding, LeaseKeeper
 
 
@@ -32,6 +33,11 @@ class ServerlessProvider(LeaseKeeper[ServerlessSettings]):
     def __init__(self, name: str, settings: ServerlessSettings, context: ProviderContext) -> None:
         super().__init__(name, settings, context)
         self._calls: set[LeaseId] = set()
+
+    async def find(self, known: Mapping[LeaseId, KnownLease]) -> Mapping[LeaseId, Holding]:
+        found = await processes.adopt(self.context, self.name, known)
+        self._calls.update(found)
+        return found
 
     async def start(self, emit: Emit) -> None:
         processes.check_command("a worker", self.context.worker_command)
@@ -53,11 +59,10 @@ class ServerlessProvider(LeaseKeeper[ServerlessSettings]):
         return self.settings.lease_s
 
     async def take(self, request: LeaseRequest) -> Holding:
+        workers = processes.LocalWorkers(self.context, self.name, request, self.settings.cold_start_s)
+        workers.record()
         self._calls.add(request.lease)
-        return processes.LocalWorkers(self.context, self.name, request, self.settings.cold_start_s)
+        return workers
 
     def forget(self, lease: LeaseId, *, barred: bool) -> None:
         self._calls.remove(lease)
-
-    async def reconcile(self) -> list[str]:
-        return await processes.reconcile(self.context, self.name)

@@ -10,10 +10,9 @@ import asyncio
 import contextlib
 import ipaddress
 import os
-import secrets
 import socket
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from statistics import fmean
 from typing import Annotated, ClassVar
 
@@ -23,8 +22,9 @@ import structlog
 from pydantic import AfterValidator, Field
 
 from elastic.core.types import EndCause, LeaseId
+from elastic.processes import RecordedProcesses, end_left_over, records
 from providers import processes
-from providers.base import Emit, LeaseRequest, ProviderContext, ProviderSettings, ProviderUnavailable
+from providers.base import Emit, KnownLease, LeaseRequest, ProviderContext, ProviderSettings, ProviderUnavailable
 from providers.keeper import Ending, Holding, LeaseKeeper, Refusal
 from providers.serving_messages import (
     HOST_VARIABLE,
@@ -218,15 +218,54 @@ class ServingProvider(LeaseKeeper[ServingSettings]):
         super().__init__(name, settings, context)
         self._hosts: list[_Host] = []
 
+    async def find(self, known: Mapping[LeaseId, KnownLease]) -> Mapping[LeaseId, Holding]:
+        leases = {lease.request.tickets[0].worker: lease_id for lease_id, lease in known.items()}
+        recorded = RecordedProcesses.found(records(self.context.run_dir), self.context.run, self.name)
+        wanted = [one for one in recorded if one.name in self._host_names and one.processes]
+        await end_left_over([one for one in recorded if one not in wanted], self.context.release_timeout_s)
+        hosts = [
+            *(self._host(one.name, one.kept["url"], self.context.secret(one.name), self._group(one)) for one in wanted),
+            *self._remote_hosts(),
+        ]
+        self._hosts += [host for host in await asyncio.gather(*(self._found(host, leases) for host in hosts)) if host]
+        return {
+            host.lease: self._lent(host, known[host.lease].request.tickets[0].worker)
+            for host in self._hosts
+            if host.lease is not None
+        }
+
+    async def _found(self, host: _Host, leases: Mapping[str, LeaseId]) -> _Host | None:
+        """A host as it stands after nobody has looked at it for a while; None if it has to go.
+
+        A loan that has ended is a lease's all the same, which has yet to hear of it.
+        """
+        try:
+            report = await host.look()
+            if report.lent_run != self.context.run:
+                host.lease = leases.get(report.ended_worker)
+            elif (lease := leases.get(report.lent_worker)) is not None:
+                host.lease = lease
+            else:
+                await host.take_back(report.lent_worker, self.context.release_timeout_s)
+                log.warning("left over from an earlier process", what=report.lent_worker, host=host.name)
+        except (HostUnreachable, HostRefused) as error:
+            log.warning("host not found again", host=host.name, error=str(error))
+            if host.local is not None:
+                await host.aclose()
+                return None
+        return host
+
     async def start(self, emit: Emit) -> None:
         if not (self.settings.hosts or self.settings.urls):
             raise ProviderUnavailable(f"{self.name}: no hosts: set hosts (to start some here) or urls")
-        self._hosts += self._remote_hosts()
+        there = {host.name for host in self._hosts}
+        self._hosts += [host for host in self._remote_hosts() if host.name not in there]
         if self.settings.hosts:
             processes.check_command("a serving host", self.context.host_command)
         try:
-            for number in range(self.settings.hosts):
-                self._hosts.append(await self._start_host(number))
+            for number, name in enumerate(self._host_names):
+                if name not in there:
+                    self._hosts.append(await self._start_host(number, name))
         except OSError as error:
             await self.aclose()
             raise ProviderUnavailable(f"{self.name}: a serving host could not be started: {error}") from error
@@ -245,7 +284,7 @@ class ServingProvider(LeaseKeeper[ServingSettings]):
             raise Refusal(f"no host of {self.name} is free")
         host = min(free, key=lambda host: host.kv_used_share)
         (ticket,) = request.tickets
-        lent = _LentHost(host, ticket.worker, self.settings, self.context.release_timeout_s)
+        lent = self._lent(host, ticket.worker)
         order = LendOrder(self.context.run, self.context.join, ticket.worker, ticket.token)
         host.lease = request.lease
         try:
@@ -264,24 +303,20 @@ class ServingProvider(LeaseKeeper[ServingSettings]):
                 host.lease = None
                 host.barred = barred
 
-    async def reconcile(self) -> list[str]:
-        lines = await processes.reconcile(self.context, self.name)
-        for host in self._remote_hosts():
-            try:
-                report = await host.look()
-                if report.lent_run == self.context.run:
-                    await host.take_back(report.lent_worker, self.context.release_timeout_s)
-                    lines.append(f"{host.name}: took worker {report.lent_worker} off it")
-            except (HostUnreachable, HostRefused) as error:
-                lines.append(f"{error}; a worker of this run there would end by itself")
-            finally:
-                await host.aclose()
-        return lines
-
     async def aclose(self) -> None:
         await super().aclose()
         hosts, self._hosts = self._hosts, []
         await asyncio.gather(*(host.aclose() for host in hosts))
+
+    @property
+    def _host_names(self) -> list[str]:
+        return [f"{self.name}-host-{number}" for number in range(self.settings.hosts)]
+
+    def _lent(self, host: _Host, worker: str) -> _LentHost:
+        return _LentHost(host, worker, self.settings, self.context.release_timeout_s)
+
+    def _group(self, recorded: RecordedProcesses) -> processes.ProcessGroup:
+        return processes.ProcessGroup(self.context, self.name, recorded.name, recorded=recorded)
 
     def _remote_hosts(self) -> list[_Host]:
         variable = self.settings.token_variable
@@ -294,12 +329,12 @@ class ServingProvider(LeaseKeeper[ServingSettings]):
         looks = max(1, round(self.settings.kv_window_s / self.settings.poll_s))
         return _Host(name, url, token, local, self.settings.lost_after_s, looks, self.context.note)
 
-    async def _start_host(self, number: int) -> _Host:
+    async def _start_host(self, number: int, name: str) -> _Host:
         """Start a host on a socket that we opened, so that its address is known at once and cannot be taken."""
-        name = f"{self.name}-host-{number}"
-        token = secrets.token_urlsafe(32)
-        group = processes.ProcessGroup(self.context, self.name, name)
+        token = self.context.secret(name)
         with socket.create_server(("127.0.0.1", 0)) as listener:
+            url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+            group = processes.ProcessGroup(self.context, self.name, name, {"url": url})
             settings = HostSettings(
                 token=token,  # type: ignore[arg-type]
                 name=name,
@@ -309,6 +344,7 @@ class ServingProvider(LeaseKeeper[ServingSettings]):
                 lending=self.settings.lending,
                 executor=self.settings.executor,
                 listen_fd=listener.fileno(),
+                orchestrator_timeout_s=self.context.orchestrator_timeout_s,
             )
             environment = {HOST_VARIABLE: settings.to_json()}
             try:
@@ -316,7 +352,6 @@ class ServingProvider(LeaseKeeper[ServingSettings]):
             except BaseException:
                 await group.kill()
                 raise
-            url = f"http://127.0.0.1:{listener.getsockname()[1]}"
             return self._host(name, url, token, group)
 
     async def _watch(self, host: _Host) -> None:

@@ -4,42 +4,19 @@ An *add* of the trace makes an instance available. A lease takes the one that ha
 lease is granted, and billed, at once, and its worker starts `boot_delay_s` later. A *remove* of a leased
 instance gives notice of `notice_s`, where that is more than 0, and then kills the worker. Given back before
 that, an instance is available again. When the trace ends without `repeat`, the market stays as it is then.
+The market goes by the run's time, so it has gone on when the run does after a crash.
 """
 
 import asyncio
-import itertools
-from typing import Annotated, ClassVar
-
-from pydantic import AfterValidator, Field, model_validator
+from collections.abc import Mapping
+from typing import ClassVar
 
 import traces
-from elastic.core.types import EndCause, LeaseId
+from elastic.core.types import NS_PER_S, EndCause, LeaseId, Nanoseconds
 from providers import processes
-from providers.base import Emit, LeaseRequest, ProviderContext, ProviderSettings, ProviderUnavailable
+from providers.base import Emit, KnownLease, LeaseRequest, ProviderContext, ProviderUnavailable
 from providers.keeper import Ending, Holding, LeaseKeeper, Refusal
-from traces.spot import Change, SpotEvent, SpotTrace, read_spot_trace, replay
-
-
-def _readable(trace: str) -> str:
-    read_spot_trace(traces.find(trace))
-    return trace
-
-
-class SpotSettings(ProviderSettings):
-    trace: Annotated[str, AfterValidator(_readable)] = Field(
-        "rlboost-a", validate_default=True, description="a shipped trace's name, or a path"
-    )
-    speed: float = Field(1.0, gt=0, allow_inf_nan=False, description="seconds of the trace in a second")
-    start_s: float = Field(0.0, ge=0, allow_inf_nan=False, description="where in the trace to begin")
-    end_s: float | None = Field(None, gt=0, allow_inf_nan=False, description="where to end; else at its last event")
-    repeat: bool = Field(False, description="begin again at the end")
-    boot_delay_s: float = Field(0.0, ge=0, allow_inf_nan=False, description="from the grant to the worker's start")
-    notice_s: float = Field(0.0, ge=0, allow_inf_nan=False, description="warning before an instance is taken back")
-
-    @model_validator(mode="after")
-    def _window(self) -> "SpotSettings":
-        replay(read_spot_trace(traces.find(self.trace)), start_s=self.start_s, end_s=self.end_s)
-        return self
+from providers.markets import SpotMarket, SpotSettings, TakenBack
 
 
 class SpotProvider(LeaseKeeper[SpotSettings]):
@@ -50,11 +27,24 @@ class SpotProvider(LeaseKeeper[SpotSettings]):
     def __init__(self, name: str, settings: SpotSettings, context: ProviderContext) -> None:
         super().__init__(name, settings, context)
         try:
-            self._trace: SpotTrace = read_spot_trace(traces.find(settings.trace))
+            self._market = SpotMarket(settings)
         except traces.TraceError as error:
             raise ProviderUnavailable(f"{name}: {error}") from error
-        self._instances: dict[str, LeaseId | None] = {}
-        self._now_s = settings.start_s
+        self._taken_unheard: dict[LeaseId, TakenBack] = {}
+
+    async def find(self, known: Mapping[LeaseId, KnownLease]) -> Mapping[LeaseId, Holding]:
+        found = await processes.adopt(self.context, self.name, known)
+        taken: list[TakenBack] = []
+        for lease, workers in sorted(found.items(), key=lambda item: int(item[1].kept["at_ns"])):
+            taken += self._market.advance(int(workers.kept["at_ns"]))
+            self._market.instances[workers.kept["instance"]] = lease
+        taken += self._market.advance(self.context.now_ns())
+        self._taken_unheard = {one.lease: one for one in taken}
+        return found
+
+    def resumed(self, lease: LeaseId, holding: Holding) -> None:
+        if (taken := self._taken_unheard.pop(lease, None)) is not None:
+            self._notice(taken._replace(detail=f"{taken.detail} while nobody listened"))
 
     async def start(self, emit: Emit) -> None:
         processes.check_command("a worker", self.context.worker_command)
@@ -62,47 +52,39 @@ class SpotProvider(LeaseKeeper[SpotSettings]):
         self.run_in_background(self._follow_market(), "market")
 
     def free(self) -> int:
-        return sum(lease is None for lease in self._instances.values())
+        return self._market.free()
 
     def boot_s(self) -> float:
         return self.settings.boot_delay_s
 
     def expected_life_s(self) -> float | None:
-        life_s = self._trace.mean_life_s(self._now_s)
-        return None if life_s is None else life_s / self.settings.speed
+        return self._market.expected_life_s()
 
     async def take(self, request: LeaseRequest) -> Holding:
-        instance = next((i for i, lease in self._instances.items() if lease is None), None)
-        if instance is None:
-            raise Refusal(f"no instance of {self.name} is available")
-        self._instances[instance] = request.lease
-        return processes.LocalWorkers(self.context, self.name, request, self.settings.boot_delay_s)
+        try:
+            instance = self._market.take(request.lease)
+        except LookupError:
+            raise Refusal(f"no instance of {self.name} is available") from None
+        kept = {"instance": instance, "at_ns": str(self._market.at_ns)}
+        workers = processes.LocalWorkers(self.context, self.name, request, self.settings.boot_delay_s, kept)
+        try:
+            workers.record()
+        except OSError:
+            self._market.forget(request.lease)
+            raise
+        return workers
 
     def forget(self, lease: LeaseId, *, barred: bool) -> None:
-        for instance, holder in self._instances.items():
-            if holder == lease:
-                self._instances[instance] = lease if barred else None
-
-    async def reconcile(self) -> list[str]:
-        return await processes.reconcile(self.context, self.name)
+        self._market.forget(lease, barred=barred)
 
     async def _follow_market(self) -> None:
-        s = self.settings
-        loop = asyncio.get_running_loop()
-        opened_s = loop.time()
-        events = replay(self._trace, start_s=s.start_s, end_s=s.end_s, speed=s.speed, repeat=s.repeat)
-        for time_s, together in itertools.groupby(events, key=lambda event: event.time_s):
-            await asyncio.sleep(max(0.0, opened_s + time_s - loop.time()))
-            self._now_s = min(s.start_s + time_s * s.speed, s.end_s or self._trace.end_s)
-            for event in together:
-                self._apply(event)
+        while (next_ns := self._market.next_ns) is not None:
+            await asyncio.sleep((next_ns - self.context.now_ns()) / NS_PER_S)
+            for taken in self._market.advance(next_ns):
+                if self.holds(taken.lease):
+                    self._notice(taken)
             self.announce()
 
-    def _apply(self, event: SpotEvent) -> None:
-        if event.change is Change.ADD:
-            self._instances[event.instance] = None
-            return
-        lease = self._instances.pop(event.instance)
-        if lease is not None and self.holds(lease):
-            ending = Ending(EndCause.PREEMPTED, f"the market took instance {event.instance} back")
-            self.foretell(lease, ending, self.settings.notice_s)
+    def _notice(self, taken: TakenBack) -> None:
+        deadline_ns: Nanoseconds = taken.at_ns + round(self.settings.notice_s * NS_PER_S)
+        self.foretell(taken.lease, Ending(EndCause.PREEMPTED, taken.detail), deadline_ns)

@@ -19,7 +19,7 @@ from elastic.compose.scheduling import limits, policies, run_plan, short_limits
 from elastic.config import Config
 from elastic.core.scheduler import Scheduler
 from elastic.machine import raise_descriptor_limit
-from elastic.processes import end_recorded, records
+from elastic.processes import RecordedProcesses, end_left_over, records
 from elastic.runtime.journal import RunDirectory
 from elastic.runtime.orchestrator import Orchestrator, Wiring
 from elastic.runtime.status import RunStatus
@@ -65,7 +65,7 @@ async def execute(
         (run_dir / "logs").mkdir(exist_ok=True)
         journal = run.begin_journal(config.journal)
         with journaled(journal, scheduler, _meta(plan, run_dir)) as ending:
-            await _reconcile(plan, run_dir, [name for name in past.providers if name not in plan.providers])
+            await _end_former(plan, run_dir, [name for name in past.providers if name not in plan.providers])
             async with weights_relay(config, run_dir) as (relay, relay_rights):
                 wiring = Wiring(
                     make_providers=lambda join, now_ns: make_providers(
@@ -144,16 +144,15 @@ def make_providers(
     return providers
 
 
-async def _reconcile(plan: RunPlan, run_dir: Path, names: Sequence[str]) -> None:
+async def _end_former(plan: RunPlan, run_dir: Path, names: Sequence[str]) -> None:
     """End what the run's earlier life left of its functions, and with providers that it does not use any more."""
     former = resolve(plan.config, names, str(run_dir))
     providers = make_providers(former, run_dir, "", time.monotonic_ns, resume=True)
     timeout_s = plan.config.scheduler.release_timeout_s
-    lines = await end_recorded(records(run_dir), run_dir.name, FUNCTIONS, timeout_s)
+    await end_left_over(RecordedProcesses.found(records(run_dir), run_dir.name, FUNCTIONS), timeout_s)
     for name in names:
-        lines += await providers[name].reconcile()
-    for line in lines:
-        log.warning("left over from an earlier process", what=line)
+        await providers[name].adopt([], lambda _: None)
+        await providers[name].aclose()
 
 
 def _meta(plan: RunPlan, run_dir: Path) -> dict[str, str]:

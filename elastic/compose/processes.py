@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from elastic.compose.runs import load_run_config
 from elastic.config import ConfigError
 from elastic.machine import collect_between_decisions, defer_full_collections
+from elastic.processes import end_own_kin
 from providers.serving_messages import LendOrder
 
 if TYPE_CHECKING:
@@ -48,7 +49,10 @@ def run_serving_host() -> int:
     settings = serving_host.parse_settings(os.environ.get(serving_host.HOST_VARIABLE, ""))
     # Before anything is offered: from the order to lend on, every second of it would be the run's.
     warm_up()
-    run_loop(serving_host.serve_host(settings, start_agent))
+    try:
+        run_loop(serving_host.serve_host(settings, start_agent))
+    finally:
+        end_own_kin()
     return 0
 
 

@@ -178,8 +178,7 @@ class Orchestrator:
                 self._tasks = tasks
                 await self._rewards.start()
                 for provider in providers.values():
-                    for line in await provider.reconcile():
-                        log.warning("left over from an earlier process", what=line)
+                    await provider.adopt([], self._run.feed)
                     await provider.start(self._run.feed)
                 sampler = tasks.create_task(self._sample_forever(), name="sampler")
                 try:

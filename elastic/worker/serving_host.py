@@ -10,6 +10,8 @@ import contextlib
 import os
 import secrets
 import socket
+import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -31,6 +33,7 @@ from elastic.engine.base import DeviceShare, RolloutEngine
 from elastic.engine.coserving.front import ERROR_HANDLERS, ServingFront, openai_error
 from elastic.http_server import BodyLimits, HostCheck, server_config
 from elastic.machine import raise_descriptor_limit
+from elastic.processes import end_own_kin
 from elastic.worker.serving_device import ServingDevice
 from providers.serving_load import ServingLoad
 from providers.serving_messages import HOST_VARIABLE, HostSettings, LendOrder, LoadReport, ReturnOrder
@@ -69,6 +72,8 @@ StartAgent = Callable[[LendOrder, HostShare], Coroutine[Any, Any, None]]
 OrderT = TypeVar("OrderT", LendOrder, ReturnOrder)
 
 MAX_ORDER_BYTES = 16_384
+END_TIMEOUT_S = 20.0
+"""For a host to end that nobody speaks to, its worker included."""
 
 
 class HostError(Exception):
@@ -95,6 +100,8 @@ class ServingHost:
         self._start_agent = start_agent
         self._loan: _Loan | None = None
         self._ended = ("", "")
+        self.heard_s = time.monotonic()
+        """When somebody who shows the token has last asked or ordered anything."""
 
     def report(self) -> LoadReport:
         order = self._loan.order if self._loan else None
@@ -155,6 +162,7 @@ def create_app(
             shown = request.headers.get("authorization", "")
             if not secrets.compare_digest(shown.encode(), f"Bearer {token}".encode()):
                 return _json({"error": "the bearer token is missing or wrong"}, 401)
+            host.heard_s = time.monotonic()
             try:
                 await answer(request)
             except HostError as error:
@@ -194,7 +202,8 @@ def create_app(
 
 
 async def serve_host(settings: HostSettings, start_agent: StartAgent) -> None:
-    """Serve until told to stop by a signal; a worker that still runs then is ended first.
+    """Serve until told to stop by a signal, or nobody has shown the token for `orchestrator_timeout_s`; a worker that
+    still runs then is ended first.
 
     Raises `ConfigError` when the address cannot be listened on, or the serving model cannot be used.
     """
@@ -224,7 +233,30 @@ async def _serve(
     listener = _listen(settings)
     log.info("serving host ready", name=settings.name, address=listener.getsockname())
     raise_descriptor_limit()
-    await uvicorn.Server(server_config(app)).serve(sockets=[listener])
+    server = uvicorn.Server(server_config(app))
+    waiting = asyncio.create_task(_stop_unheard(server, host, settings.orchestrator_timeout_s), name="unheard")
+    try:
+        await server.serve(sockets=[listener])
+    finally:
+        waiting.cancel()
+
+
+async def _stop_unheard(server: uvicorn.Server, host: ServingHost, timeout_s: float | None) -> None:
+    while timeout_s is not None and not server.should_exit:
+        left_s = host.heard_s + timeout_s - time.monotonic()
+        if left_s <= 0:
+            log.warning("nobody has spoken to this host for too long; it ends", timeout_s=timeout_s)
+            server.should_exit = True
+            last_resort = threading.Timer(END_TIMEOUT_S, _leave)
+            last_resort.daemon = True
+            last_resort.start()
+        await asyncio.sleep(left_s)
+
+
+def _leave() -> None:
+    """End what nobody will end otherwise, such as a worker that does not go."""
+    end_own_kin()
+    os._exit(1)
 
 
 def parse_settings(settings_json: str) -> HostSettings:

@@ -17,7 +17,6 @@ pytestmark = pytest.mark.slow
 PROVIDERS = ("--providers", "serving,spot")
 START_TIMEOUT_S = 120
 STOP_TIMEOUT_S = 40
-DEATH_TIMEOUT_S = 15
 
 
 def until(condition: Callable[[], Any], within_s: float, process: "subprocess.Popen[str] | None" = None) -> Any:
@@ -130,13 +129,12 @@ def test_a_second_signal_kills_at_once(start, config: Path, processes_of) -> Non
     assert nothing_left(run_dir, processes_of)
 
 
-def test_nobody_outlives_an_orchestrator_that_was_killed(start, config: Path, processes_of) -> None:
+def test_what_outlives_an_orchestrator_that_was_killed_ends_with_the_next(start, config: Path, processes_of) -> None:
     process = start("run", config, *PROVIDERS, "--set", "run.steps=1000")
     (run_dir,) = until(lambda: run_dirs(config), START_TIMEOUT_S, process)
     until(lambda: read(run_dir)[1], START_TIMEOUT_S, process)
     process.kill()
     process.communicate()
-    until(lambda: not processes_of(run_dir.name), DEATH_TIMEOUT_S)
     _, steps = read(run_dir)
 
     process = start("run", "--resume", run_dir, "--set", f"run.steps={len(steps) + 1}", "--providers", "")

@@ -8,7 +8,7 @@ import msgspec
 import psutil
 import pytest
 
-from elastic.processes import end_recorded
+from elastic.processes import RecordedProcesses
 from functions.base import BadResult, Call, FunctionRaised, FunctionUnavailable
 from functions.local import FUNCTIONS
 from functions.process import ANSWER_BYTES_MAX
@@ -83,14 +83,15 @@ async def test_what_outlived_a_killed_orchestrator_ends_with_the_next(tmp_path: 
     await eventually(path.exists)
     detached = int(path.read_text())
     (record,) = records.iterdir()
-    (function,) = msgspec.json.decode(record.read_bytes())["processes"]
+    (function,) = msgspec.json.decode(record.read_bytes())["processes"].values()
     orchestrator.kill()
     await orchestrator.wait()
     await eventually(lambda: not is_alive(function["pid"]))
     assert is_alive(detached)
-    assert await end_recorded(records, "another", FUNCTIONS, TIMEOUT_S) == []
-    (line,) = await end_recorded(records, "run", FUNCTIONS, TIMEOUT_S)
-    assert line.endswith(f"of functions: killed {detached}")
+    assert RecordedProcesses.found(records, "another", FUNCTIONS) == []
+    (left,) = RecordedProcesses.found(records, "run", FUNCTIONS)
+    async with asyncio.timeout(TIMEOUT_S):
+        assert await left.end() == [detached]
     assert not is_alive(detached)
     assert list(records.iterdir()) == []
 

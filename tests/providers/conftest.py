@@ -3,9 +3,10 @@
 import asyncio
 import os
 import sys
+import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import psutil
 import pytest
@@ -15,6 +16,10 @@ from elastic.core.events import LeaseEnded, LeaseGranted, LeaseRefused, OfferCha
 from elastic.core.types import EndCause, LeaseId
 from providers.base import LeaseRequest, Provider, ProviderContext, ProviderEvent, ProviderSettings, WorkerTicket
 from providers.keeper import Ending, LeaseKeeper, Refusal
+from providers.reserved import ReservedProvider, TrainerProvider
+from providers.serverless import ServerlessProvider, ServerlessSettings
+from providers.serving import ServingProvider, ServingSettings
+from providers.spot import SpotProvider, SpotSettings
 
 E = TypeVar("E", bound=ProviderEvent)
 
@@ -101,9 +106,6 @@ class MemoryProvider(LeaseKeeper[ProviderSettings]):
     def forget(self, lease: LeaseId, *, barred: bool) -> None:
         del self.holdings[lease]
 
-    async def reconcile(self) -> list[str]:
-        return []
-
 
 def lease_request(number: int = 1) -> LeaseRequest:
     return LeaseRequest(lease=f"lease-{number}", tickets=(WorkerTicket(f"worker-{number}", f"secret-{number}"),))
@@ -136,19 +138,55 @@ def recorder() -> Recorder:
     return Recorder()
 
 
+CAPACITY = 2
+
+
+def context_of(run: str, run_dir: Path, began_ns: int, worker: str = STUB_WORKER) -> ProviderContext:
+    """The same in each process of a run, which began at `began_ns` of the machine's clock."""
+    return ProviderContext(
+        run=run,
+        run_dir=run_dir,
+        join="127.0.0.1:1",
+        worker_command=(sys.executable, "-c", worker),
+        host_command=(sys.executable, str(Path(__file__).with_name("stub_host.py"))),
+        pass_env=("ELASTIC_STUB_AGENT",),
+        now_ns=lambda: time.monotonic_ns() - began_ns,
+        secret=lambda host: f"the token of {host}",
+        acquire_timeout_s=TIMEOUT_S,
+        release_timeout_s=TIMEOUT_S,
+    )
+
+
+def provider_of(kind: str, context: ProviderContext, **more: Any) -> Any:
+    """One that offers `CAPACITY` leases and is called "provider"; `more` settings are those of its kind."""
+    settings = {"max_workers": CAPACITY, **more}
+    match kind:
+        case "reserved":
+            return ReservedProvider("provider", ProviderSettings.model_validate(settings), context)
+        case "trainer":
+            return TrainerProvider("provider", ProviderSettings.model_validate(settings), context)
+        case "serverless":
+            return ServerlessProvider(
+                "provider", ServerlessSettings.model_validate({"overlap": 0, **settings}), context
+            )
+        case "spot":
+            trace = context.run_dir / "market.csv"
+            if not trace.exists():
+                trace.write_text("0,add,a\n0,add,b\n600000,remove,a\n")
+            return SpotProvider("provider", SpotSettings.model_validate({"trace": str(trace), **settings}), context)
+        case "serving":
+            serving = ServingSettings.model_validate({"hosts": CAPACITY, "poll_s": 0.05, **settings})
+            return ServingProvider("provider", serving, context)
+        case _:
+            return MemoryProvider("provider", ProviderSettings.model_validate(settings), context)
+
+
 @pytest.fixture
 def make_context(tmp_path: Path) -> Callable[..., ProviderContext]:
+    began_ns = time.monotonic_ns()
+
     def make(run: str = "", worker: str = STUB_WORKER) -> ProviderContext:
-        return ProviderContext(
-            run=run or f"test-{os.getpid()}-{tmp_path.name}",
-            run_dir=tmp_path,
-            join="127.0.0.1:1",
-            worker_command=(sys.executable, "-c", worker),
-            host_command=(sys.executable, str(Path(__file__).with_name("stub_host.py"))),
-            pass_env=("ELASTIC_STUB_AGENT",),
-            acquire_timeout_s=TIMEOUT_S,
-            release_timeout_s=TIMEOUT_S,
-        )
+        return context_of(run or f"test-{os.getpid()}-{tmp_path.name}", tmp_path, began_ns, worker)
 
     return make
 

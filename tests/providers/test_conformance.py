@@ -12,14 +12,9 @@ import pytest
 
 from elastic.core.events import LeaseEnded, LeaseGranted, LeaseRefused, OfferChanged
 from elastic.core.types import EndCause, LeaseId
-from providers.base import Provider, ProviderContext, ProviderSettings
-from providers.reserved import ReservedProvider, TrainerProvider
-from providers.serverless import ServerlessProvider, ServerlessSettings
-from providers.serving import ServingProvider, ServingSettings
-from providers.spot import SpotProvider, SpotSettings
-from tests.providers.conftest import MemoryProvider, Recorder, eventually, lease_request, processes_with
+from providers.base import Provider, ProviderContext
+from tests.providers.conftest import CAPACITY, Recorder, eventually, lease_request, processes_with, provider_of
 
-CAPACITY = 2
 WITH_PROCESSES = ["reserved", "serverless", "spot"]
 """Whose leases are processes; a serving host's are inside a process that goes on without them."""
 
@@ -36,27 +31,8 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def make_provider(kind: str, tmp_path: Path) -> MakeProvider:
-    def make(context: ProviderContext) -> Any:
-        settings = ProviderSettings(max_workers=CAPACITY)
-        match kind:
-            case "reserved":
-                return ReservedProvider("provider", settings, context)
-            case "trainer":
-                return TrainerProvider("provider", settings, context)
-            case "serverless":
-                return ServerlessProvider("provider", ServerlessSettings(max_workers=CAPACITY, overlap=0), context)
-            case "spot":
-                trace = tmp_path / "market.csv"
-                trace.write_text("0,add,a\n0,add,b\n600000,remove,a\n")
-                return SpotProvider("provider", SpotSettings(max_workers=CAPACITY, trace=str(trace)), context)
-            case "serving":
-                serving = ServingSettings(max_workers=CAPACITY, hosts=CAPACITY, poll_s=0.05)
-                return ServingProvider("provider", serving, context)
-            case _:
-                return MemoryProvider("provider", settings, context)
-
-    return make
+def make_provider(kind: str) -> MakeProvider:
+    return lambda context: provider_of(kind, context)
 
 
 @pytest.fixture
@@ -241,29 +217,6 @@ async def test_secrets_are_not_in_any_command_line_or_record(
     written = [path for path in context.run_dir.rglob("*") if path.is_file()]
     assert recorded(context)[0] in written
     assert not any(b"secret-1" in path.read_bytes() for path in written)
-
-
-@pytest.mark.parametrize("kind", [*WITH_PROCESSES, "serving"], indirect=True)
-async def test_reconcile_ends_leftovers_of_the_same_run_only(
-    provider: Provider,
-    make_provider: MakeProvider,
-    make_context: MakeContext,
-    context: ProviderContext,
-    recorder: Recorder,
-) -> None:
-    """`provider` stands for what an earlier process left; it takes no part in its own cleaning up."""
-    await grant(provider, recorder)
-    await eventually(lambda: recorded(context))
-    stranger = make_provider(make_context(run="another run"))
-    assert await stranger.reconcile() == []
-    before = processes_with(ELASTIC_RUN=context.run)
-    assert before
-    heir = make_provider(context)
-    lines = await heir.reconcile()
-    assert lines
-    assert all("killed" in line or "nothing" in line for line in lines)
-    assert processes_with(ELASTIC_RUN=context.run) == []
-    assert (await recorder.ended("lease-1")).cause is EndCause.LOST
 
 
 @pytest.mark.parametrize("kind", WITH_PROCESSES, indirect=True)

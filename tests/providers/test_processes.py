@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,46 +10,17 @@ from typing import Any
 import msgspec
 import psutil
 import pytest
+from structlog.testing import capture_logs
 
 from elastic.core.events import LeaseRefused
-from elastic.processes import Identity, identity
+from elastic.processes import Adopted, Identity, RecordedProcesses, identity, records
 from elastic.worker import weights
 from providers.base import ProviderContext, ProviderSettings, ProviderUnavailable
-from providers.processes import WORKER_VARIABLES, ProcessGroup, reconcile
+from providers.processes import WORKER_VARIABLES, ProcessGroup
 from providers.reserved import ReservedProvider
-from tests.providers.conftest import Recorder, eventually, lease_request, processes_with
+from tests.providers.conftest import TIMEOUT_S, Recorder, eventually, lease_request, processes_with
 
 SLEEP = (sys.executable, "-c", "import time; time.sleep(600)")
-
-ORCHESTRATOR = """
-import asyncio, pathlib, sys
-from providers.base import ProviderContext
-from providers.processes import ProcessGroup
-
-async def main(run, run_dir, script):
-    context = ProviderContext(run=run, run_dir=pathlib.Path(run_dir), join="", worker_command=(),
-                              acquire_timeout_s=9, release_timeout_s=9)
-    command = (sys.executable, "-c", script)
-    await ProcessGroup(context, "provider", "lease-1").start("worker-1", command, {"ELASTIC_WORKER": "worker-1"})
-    await asyncio.sleep(600)
-
-asyncio.run(main(*sys.argv[1:]))
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="needs PR_SET_PDEATHSIG")
-async def test_a_worker_dies_with_its_orchestrator(context: ProviderContext) -> None:
-    orchestrator = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", ORCHESTRATOR, context.run, str(context.run_dir), SLEEP[-1]
-    )
-    await eventually(lambda: processes_with(ELASTIC_WORKER="worker-1", ELASTIC_RUN=context.run))
-    await eventually((context.run_dir / "leases" / "lease-1.json").exists)
-    orchestrator.kill()
-    await orchestrator.wait()
-    await eventually(lambda: not processes_with(ELASTIC_RUN=context.run))
-    assert await reconcile(context, "provider") == ["lease-1 of provider: nothing of it was alive"]
-    assert list((context.run_dir / "leases").iterdir()) == []
-
 
 SETSID = """
 import subprocess, sys, time
@@ -66,22 +38,18 @@ async def test_what_left_its_session_ends_with_its_group(context: ProviderContex
     assert processes_with(ELASTIC_RUN=context.run) == []
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="needs PR_SET_PDEATHSIG")
-async def test_what_outlived_a_killed_orchestrator_ends_with_the_next(context: ProviderContext) -> None:
-    orchestrator = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", ORCHESTRATOR, context.run, str(context.run_dir), SETSID
-    )
-    await eventually(lambda: len(processes_with(ELASTIC_RUN=context.run)) == 2)
-    orchestrator.kill()
-    await orchestrator.wait()
-    await eventually(lambda: len(processes_with(ELASTIC_RUN=context.run)) == 1)
-    (line,) = await reconcile(context, "provider")
-    assert line.startswith("lease-1 of provider: killed ")
-    await eventually(lambda: not processes_with(ELASTIC_RUN=context.run))
+def left_over(context: ProviderContext) -> list[RecordedProcesses]:
+    return RecordedProcesses.found(records(context.run_dir), context.run, "provider")
 
 
 def record_of(context: ProviderContext, *processes: Identity) -> Path:
-    body = {"run": context.run, "owner": "provider", "name": "lease-1", "mark": "of nobody", "processes": processes}
+    body = {
+        "run": context.run,
+        "owner": "provider",
+        "name": "lease-1",
+        "mark": "of nobody",
+        "processes": {f"worker-{number}": process for number, process in enumerate(processes)},
+    }
     path = context.run_dir / "leases" / "lease-1.json"
     path.parent.mkdir()
     path.write_bytes(msgspec.json.encode(body))
@@ -98,7 +66,8 @@ async def test_a_survivor_is_found_whatever_the_clock_says(
     record_of(context, found)
     monkeypatch.setattr("time.time", lambda: 0.0)
     monkeypatch.setattr("psutil.Process.create_time", lambda _: 0.0)
-    assert await reconcile(context, "provider") == [f"lease-1 of provider: killed {survivor.pid}"]
+    (left,) = left_over(context)
+    assert await left.end() == [survivor.pid]
     assert await survivor.wait() == -9
 
 
@@ -110,7 +79,11 @@ async def test_a_recycled_process_id_is_left_alone(context: ProviderContext, oth
         found = identity(stranger.pid)
         assert found is not None
         path = record_of(context, msgspec.structs.replace(found, **other))
-        assert await reconcile(context, "provider") == ["lease-1 of provider: nothing of it was alive"]
+        (left,) = left_over(context)
+        watched = Adopted(left.processes["worker-0"])
+        watched.kill()
+        await watched.wait()
+        assert await left.end() == []
         assert not path.exists()
         assert psutil.Process(stranger.pid).status() != psutil.STATUS_ZOMBIE
     finally:
@@ -146,9 +119,29 @@ async def test_a_broken_record_is_reported_and_kept(context: ProviderContext) ->
     path = context.run_dir / "leases" / "lease-1.json"
     path.parent.mkdir()
     path.write_text("{")
-    (line,) = await reconcile(context, "provider")
-    assert str(path) in line
+    with capture_logs() as logs:
+        assert left_over(context) == []
+    assert [line["path"] for line in logs] == [str(path)]
     assert path.exists()
+
+
+async def test_an_adopted_process_is_watched_and_killed(context: ProviderContext) -> None:
+    """Nobody who adopts it reaps it; its parent here does only once it has been seen to be over."""
+    child = await asyncio.to_thread(subprocess.Popen, SLEEP)
+    found = identity(child.pid)
+    assert found is not None
+    watched, closed = Adopted(found), Adopted(found)
+    closed.close()
+    waiting = asyncio.create_task(watched.wait())
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    watched.kill()
+    async with asyncio.timeout(TIMEOUT_S):
+        await waiting
+        await Adopted(found).wait()
+    assert child.wait() == -9
+    await Adopted(found).wait()
+    watched.kill()
 
 
 async def test_output_goes_to_the_log(context: ProviderContext) -> None:

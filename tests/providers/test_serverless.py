@@ -1,7 +1,6 @@
 """Serverless leases: cold at first, over by time whatever happens, and successors before that."""
 
 import asyncio
-import time
 from collections.abc import Callable
 
 import pytest
@@ -35,16 +34,16 @@ def open_provider(make_context: Callable[..., ProviderContext], opened: list[Pro
 async def test_a_lease_ends_by_time_whatever_its_worker_does(open_provider: Open, recorder: Recorder) -> None:
     provider = open_provider(lease_s=1.0)
     await provider.start(recorder.emit)
-    before_ns = time.monotonic_ns()
+    before_ns = provider.context.now_ns()
     await provider.acquire(lease_request())
     granted = await recorder.answered("lease-1")
     assert isinstance(granted, LeaseGranted)
     assert granted.expires_at_ns is not None
-    assert before_ns + NS_PER_S <= granted.expires_at_ns <= time.monotonic_ns() + NS_PER_S
+    assert before_ns + NS_PER_S <= granted.expires_at_ns <= provider.context.now_ns() + NS_PER_S
     await eventually(lambda: processes_with(ELASTIC_RUN=provider.context.run))
     ended = await recorder.ended("lease-1")
     assert (ended.cause, ended.detail) == (EndCause.EXPIRED, "its 1 s are over")
-    assert time.monotonic_ns() >= granted.expires_at_ns - 2_000_000
+    assert provider.context.now_ns() >= granted.expires_at_ns - 2_000_000
     assert processes_with(ELASTIC_RUN=provider.context.run) == []
 
 
@@ -66,7 +65,7 @@ async def test_one_that_is_given_back_too_late_has_expired(open_provider: Open, 
     assert isinstance(granted, LeaseGranted)
     assert granted.expires_at_ns is not None
     # The loop must not come to the provider's own timer first.
-    while time.monotonic_ns() <= granted.expires_at_ns:
+    while provider.context.now_ns() <= granted.expires_at_ns:
         pass
     await provider.release("lease-1")
     assert (await recorder.ended("lease-1")).cause is EndCause.EXPIRED
@@ -118,6 +117,6 @@ async def test_closing_before_the_end_releases(open_provider: Open, recorder: Re
     assert isinstance(granted, LeaseGranted)
     assert granted.expires_at_ns is not None
     await provider.aclose()
-    while time.monotonic_ns() <= granted.expires_at_ns:  # noqa: ASYNC110 - a moment is waited for, not an event
+    while provider.context.now_ns() <= granted.expires_at_ns:  # noqa: ASYNC110 - a moment is waited for, not an event
         await asyncio.sleep(0.01)
     assert len(recorder.of(LeaseEnded, "lease-1")) == 1

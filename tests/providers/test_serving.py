@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 from pydantic import ValidationError
+from structlog.testing import capture_logs
 
 from elastic.core.events import LeaseGranted, LeaseRefused
 from elastic.core.types import EndCause
@@ -144,7 +145,7 @@ async def test_a_host_whose_worker_will_not_go_is_killed(
     assert host_pids(context) == []
 
 
-async def test_hosts_that_are_there_already_are_borrowed_and_reconciled(
+async def test_hosts_that_are_there_already_are_borrowed_and_a_loan_of_nobody_is_returned(
     cluster: Callable[..., ServingProvider],
     context: ProviderContext,
     recorder: Recorder,
@@ -157,8 +158,9 @@ async def test_hosts_that_are_there_already_are_borrowed_and_reconciled(
     borrowed = {"hosts": 0, "urls": [str(owner._hosts[0]._http.base_url)]}
     borrower = cluster(**borrowed)
     await lent(borrower, recorder)
-    lines = await cluster(**borrowed).reconcile()
-    assert any("took worker worker-1" in line for line in lines)
+    with capture_logs() as logs:
+        assert await cluster(**borrowed).adopt([], recorder.emit) == []
+    assert any(line.get("what") == "worker-1" for line in logs)
     assert (await recorder.ended("lease-1")).cause is EndCause.RELEASED
     await recorder.until(lambda r: r.available == 1)
     await borrower.aclose()
@@ -172,7 +174,9 @@ async def test_a_host_that_is_not_there_is_no_capacity(
     with socket.create_server(("127.0.0.1", 0)) as closed:
         url = f"http://127.0.0.1:{closed.getsockname()[1]}"
     provider = cluster(hosts=0, urls=[url])
-    assert "would end by itself" in (await provider.reconcile())[0]
+    with capture_logs() as logs:
+        await provider.adopt([], recorder.emit)
+    assert [line["host"] for line in logs] == [url]
     await provider.start(recorder.emit)
     await provider.acquire(lease_request())
     assert isinstance(await recorder.answered("lease-1"), LeaseRefused)

@@ -77,15 +77,12 @@ async def test_notice_comes_first_and_names_its_deadline(
     market: Callable[..., SpotProvider], context: ProviderContext, recorder: Recorder
 ) -> None:
     provider = market("0,add,a", "200,remove,a", "600000,add,b", notice_s=0.3)
-    started_ns = context.now_ns()
     await provider.start(recorder.emit)
     await recorder.until(lambda r: r.available == 1)
     await provider.acquire(lease_request())
     await recorder.until(lambda r: r.of(LeaseNotice))
-    noticed_ns = context.now_ns()
     (notice,) = recorder.of(LeaseNotice)
-    # It is removed 200 ms after the start, or as soon as it is looked at after that.
-    assert started_ns + 0.5 * NS_PER_S <= notice.deadline_ns <= noticed_ns + 0.3 * NS_PER_S
+    assert notice.deadline_ns == 0.5 * NS_PER_S
     assert recorder.of(LeaseEnded) == []
     assert (await recorder.ended("lease-1")).cause is EndCause.PREEMPTED
     assert context.now_ns() >= notice.deadline_ns
@@ -131,7 +128,7 @@ async def test_an_instance_whose_worker_lied_goes_unnoticed(
     await provider.release("lease-1")
     await recorder.ended("lease-1")
     await recorder.until(lambda r: r.available == 1)
-    await eventually(lambda: "a" not in provider._instances)
+    await eventually(lambda: "a" not in provider._market.instances)
     assert recorder.available == 1
     assert len(recorder.of(LeaseEnded)) == 1
 

@@ -1,0 +1,290 @@
+"""A run's processes outlive its orchestrator, and the next one takes over what is the run's and ends the rest.
+
+The earlier orchestrator is a process that is killed (SIGKILL), wherever it is; see `first_life`.
+"""
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+import pytest
+from structlog.testing import capture_logs
+
+from elastic.core.events import LeaseEnded, LeaseGranted, LeaseNotice
+from elastic.core.types import NS_PER_S, EndCause
+from elastic.worker.serving_host import END_TIMEOUT_S
+from providers.base import KnownLease, Provider
+from tests.providers.conftest import (
+    CAPACITY,
+    TIMEOUT_S,
+    Recorder,
+    context_of,
+    eventually,
+    lease_request,
+    processes_with,
+    provider_of,
+)
+from tests.providers.first_life import DEATHS
+
+WITH_PROCESSES = ["reserved", "trainer", "serverless", "spot"]
+KINDS = [*WITH_PROCESSES, "serving"]
+
+
+class Life:
+    """A run in a directory, whose first orchestrator has died by the time that `first` returns."""
+
+    def __init__(self, kind: str, run_dir: Path, opened: list[Provider]) -> None:
+        self.kind = kind
+        self.began_ns = time.monotonic_ns()
+        self.context = context_of(f"test-{os.getpid()}-{run_dir.name}", run_dir, self.began_ns)
+        self._opened = opened
+
+    async def first(self, leases: int = 1, death: str = "none", **settings: Any) -> None:
+        """Killed once all the leases' workers run, unless it has died by itself before."""
+        told = [str(self.began_ns), str(leases), death, msgspec.json.encode(settings).decode()]
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "tests.providers.first_life", self.kind, self.context.run),
+            *(str(self.context.run_dir), *told),
+            stdout=asyncio.subprocess.PIPE,
+        )
+        assert process.stdout is not None
+        if death == "none":
+            async with asyncio.timeout(TIMEOUT_S):
+                for _ in range(leases):
+                    assert (await process.stdout.readline()).startswith(b"lease-")
+            if not (settings.get("boot_delay_s") or settings.get("cold_start_s")):
+                await eventually(lambda: all(len(self.pids(number + 1)) == self.width for number in range(leases)))
+            process.kill()
+        async with asyncio.timeout(TIMEOUT_S):
+            assert await process.wait() == -signal.SIGKILL
+
+    @property
+    def width(self) -> int:
+        """Processes of a lease: the worker and its child; a host has none for a loan."""
+        return 0 if self.kind == "serving" else 2
+
+    def pids(self, number: int = 0) -> list[int]:
+        worker = {"ELASTIC_WORKER": f"worker-{number}"} if number else {}
+        return sorted(processes_with(ELASTIC_RUN=self.context.run, **worker))
+
+    def next(self, **settings: Any) -> Any:
+        provider = provider_of(self.kind, self.context, **settings)
+        self._opened.append(provider)
+        return provider
+
+    def boots_at_ns(self) -> int:
+        record = msgspec.json.decode((self.context.run_dir / "leases" / "lease-1.json").read_bytes())
+        return int(record["kept"]["boots_at_ns"])
+
+    def left(self) -> list[str]:
+        return [path.name for path in (self.context.run_dir / "leases").glob("*")]
+
+
+def known(number: int = 1, *, granted: bool = True, expires_at_ns: int | None = None) -> KnownLease:
+    return KnownLease(request=lease_request(number), granted=granted, expires_at_ns=expires_at_ns)
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+async def life(kind: str, tmp_path: Path, opened: list[Provider]) -> AsyncIterator[Life]:
+    life = Life(kind, tmp_path, opened)
+    yield life
+    for pid in life.pids():
+        os.kill(pid, signal.SIGKILL)
+
+
+async def test_what_lives_goes_on_as_it_is_and_is_given_back_by_the_next(life: Life, recorder: Recorder) -> None:
+    await life.first(leases=2)
+    before = life.pids()
+    provider = life.next()
+    assert await provider.adopt([known(1), known(2)], recorder.emit) == []
+    await provider.start(recorder.emit)
+    assert life.pids() == before
+    for number in (1, 2):
+        assert recorder.of(LeaseEnded) == []
+        await provider.acquire(lease_request(9))
+        assert not isinstance(await recorder.answered("lease-9"), LeaseGranted)
+        recorder.events.clear()
+        await provider.release(f"lease-{number}")
+        assert (await recorder.ended(f"lease-{number}")).cause is EndCause.RELEASED
+        assert life.pids(number) == []
+        await provider.acquire(lease_request(number + 2))
+        assert isinstance(await recorder.answered(f"lease-{number + 2}"), LeaseGranted)
+        recorder.events.clear()
+    await provider.aclose()
+    assert (life.pids(), life.left()) == ([], [])
+
+
+async def test_what_the_run_does_not_know_is_ended_and_named(life: Life, recorder: Recorder) -> None:
+    await life.first(leases=2)
+    with capture_logs() as logs:
+        provider = life.next()
+        assert await provider.adopt([known(2)], recorder.emit) == []
+    named = [line["what"] for line in logs if line["event"] == "left over from an earlier process"]
+    assert named in (["lease-1"], ["worker-1"])
+    assert life.pids(1) == []
+    await provider.start(recorder.emit)
+    await recorder.until(lambda r: r.available == CAPACITY - 1)
+    assert recorder.of(LeaseEnded) == []
+
+
+async def test_another_run_and_another_provider_touch_nothing(life: Life, recorder: Recorder) -> None:
+    await life.first()
+    before = life.pids()
+    stranger = msgspec.structs.replace(life.context, run="another run")
+    await provider_of(life.kind, stranger).adopt([], recorder.emit)
+    assert life.pids() == before
+
+
+async def test_what_died_meanwhile_ends_with_its_cause(life: Life, recorder: Recorder) -> None:
+    await life.first()
+    for pid in life.pids(1) or life.pids():
+        os.kill(pid, signal.SIGKILL)
+    await eventually(lambda: not life.pids(1))
+    provider = life.next()
+    assert await provider.adopt([known()], recorder.emit) == []
+    await provider.start(recorder.emit)
+    ended = await recorder.ended("lease-1")
+    assert ended.cause is EndCause.LOST
+    assert ended.detail
+    assert "status" not in ended.detail
+    await recorder.until(lambda r: r.available == CAPACITY)
+
+
+async def test_what_dies_later_is_noticed(life: Life, recorder: Recorder) -> None:
+    await life.first()
+    provider = life.next()
+    await provider.adopt([known()], recorder.emit)
+    await provider.start(recorder.emit)
+    assert recorder.of(LeaseEnded) == []
+    for pid in life.pids(1) or life.pids():
+        os.kill(pid, signal.SIGKILL)
+    assert (await recorder.ended("lease-1")).cause is EndCause.LOST
+    assert life.pids(1) == []
+
+
+async def test_what_nothing_is_left_of_is_over_or_may_be_asked_for_again(life: Life, recorder: Recorder) -> None:
+    provider = life.next()
+    late = known(3, expires_at_ns=life.context.now_ns())
+    assert await provider.adopt([known(1), known(2, granted=False), late], recorder.emit) == ["lease-2"]
+    assert [(e.lease, e.cause) for e in recorder.of(LeaseEnded)] == [
+        ("lease-1", EndCause.LOST),
+        ("lease-3", EndCause.EXPIRED),
+    ]
+    await provider.start(recorder.emit)
+    await recorder.until(lambda r: r.available == CAPACITY)
+    await provider.acquire(lease_request(2))
+    assert isinstance(await recorder.answered("lease-2"), LeaseGranted)
+
+
+@pytest.mark.parametrize("death", DEATHS)
+async def test_wherever_it_is_killed_a_lease_is_had_once_or_not_at_all(
+    life: Life, recorder: Recorder, death: str
+) -> None:
+    await life.first(death=death)
+    provider = life.next()
+    unheard = await provider.adopt([known(granted=False)], recorder.emit)
+    await provider.start(recorder.emit)
+    if unheard:
+        assert unheard == ["lease-1"]
+        assert life.pids(1) == []
+        await recorder.until(lambda r: r.available == CAPACITY)
+        await provider.acquire(lease_request())
+    assert isinstance(await recorder.answered("lease-1"), LeaseGranted)
+    await eventually(lambda: len(life.pids(1)) == life.width)
+    assert len(recorder.of(LeaseGranted)) == 1
+    if life.kind == "serving":
+        assert len([pid for pid in life.pids() if "stub_host" in " ".join(psutil.Process(pid).cmdline())]) == CAPACITY
+    await provider.aclose()
+    assert (await recorder.ended("lease-1")).cause is EndCause.RELEASED
+    assert (life.pids(), life.left()) == ([], [])
+
+
+@pytest.mark.parametrize("kind", ["spot", "serverless"], indirect=True)
+async def test_a_worker_that_had_yet_to_boot_does_so_when_it_would_have(life: Life, recorder: Recorder) -> None:
+    delay = {"boot_delay_s" if life.kind == "spot" else "cold_start_s": 2.0}
+    await life.first(**delay)
+    assert life.pids() == []
+    boots_at_ns, died_ns = life.boots_at_ns(), life.context.now_ns()
+    assert boots_at_ns < died_ns + 2 * NS_PER_S
+    await life.next(**delay).adopt([known()], recorder.emit)
+    await eventually(lambda: len(life.pids(1)) == life.width)
+    assert life.context.now_ns() > boots_at_ns
+    assert life.boots_at_ns() == boots_at_ns
+    assert recorder.of(LeaseEnded) == []
+
+
+@pytest.mark.parametrize("kind", ["serverless"], indirect=True)
+@pytest.mark.parametrize("left_s", [-1.0, 0.2])
+async def test_a_call_ends_when_it_would_have_whoever_listens(life: Life, recorder: Recorder, left_s: float) -> None:
+    await life.first()
+    provider = life.next()
+    expires_at_ns = life.context.now_ns() + round(left_s * NS_PER_S)
+    await provider.adopt([known(expires_at_ns=expires_at_ns)], recorder.emit)
+    assert (await recorder.ended("lease-1")).cause is EndCause.EXPIRED
+    assert life.context.now_ns() >= expires_at_ns
+    assert life.pids() == []
+
+
+@pytest.mark.parametrize("kind", ["spot"], indirect=True)
+@pytest.mark.parametrize("notice_s", [0.0, 600.0])
+async def test_the_market_goes_on_without_the_run(life: Life, recorder: Recorder, notice_s: float) -> None:
+    await life.first(leases=2, notice_s=notice_s)
+    removed_ms = life.context.now_ns() * 1000 // NS_PER_S
+    # Nobody could have known before: what the earlier process read had the instance for longer.
+    market = f"0,add,a\n0,add,b\n{removed_ms},remove,a\n600000000,add,c\n"
+    (life.context.run_dir / "market.csv").write_text(market)
+    removed_ns = removed_ms * NS_PER_S // 1000
+    survivors = life.pids(2)
+    provider = life.next(notice_s=notice_s)
+    assert await provider.adopt([known(1), known(2)], recorder.emit) == []
+    await provider.start(recorder.emit)
+    if notice_s:
+        (notice,) = recorder.of(LeaseNotice)
+        assert notice.deadline_ns == removed_ns + notice_s * NS_PER_S
+        await provider.release("lease-1")
+    ended = await recorder.ended("lease-1")
+    assert ended.cause is EndCause.PREEMPTED
+    assert "instance a back while nobody listened" in ended.detail
+    assert life.pids() == survivors
+    assert recorder.available == 0
+
+
+@pytest.mark.parametrize("kind", ["serving"], indirect=True)
+async def test_a_loan_whose_worker_ended_meanwhile_has_its_own_cause(
+    life: Life, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ELASTIC_STUB_AGENT", "fail")
+    await life.first()
+    provider = life.next()
+    assert await provider.adopt([known()], recorder.emit) == []
+    assert "out of luck" in (await recorder.ended("lease-1")).detail
+
+
+@pytest.mark.parametrize("kind", ["serving"], indirect=True)
+async def test_a_host_that_nobody_speaks_to_ends_with_its_worker(life: Life) -> None:
+    await life.first(orchestrator_timeout_s=1.0)
+    await eventually(lambda: not life.pids())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["serving"], indirect=True)
+async def test_a_host_that_nobody_speaks_to_ends_even_if_its_worker_will_not(
+    life: Life, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ELASTIC_STUB_AGENT", "stubborn")
+    await life.first(orchestrator_timeout_s=1.0)
+    async with asyncio.timeout(2 * END_TIMEOUT_S):
+        while life.pids():  # noqa: ASYNC110 - processes, which cannot tell us
+            await asyncio.sleep(0.1)
