@@ -95,7 +95,7 @@ class Worker:
     def queued(self) -> int:
         """Turns on it that wait for a place in its batch or its memory: all that are not begun, where it has not
         declared how many it executes at once."""
-        if self.max_batch is None:
+        if self.max_batch is None or not self.pending:
             return self.pending
         return min(self.pending, max(self.engine_pending, len(self.turns) - self.places))
 

@@ -33,6 +33,10 @@ class Longest:
     duration_ns: Nanoseconds = 0
     before_ns: Nanoseconds = 0
 
+    def tells_nothing(self, duration_ns: Nanoseconds, now_ns: Nanoseconds) -> bool:
+        """Whether noting this would change nothing."""
+        return duration_ns <= self.duration_ns and now_ns - self.since_ns < REMEMBERED_NS
+
     def note(self, duration_ns: Nanoseconds, now_ns: Nanoseconds) -> None:
         age_ns = now_ns - self.since_ns
         if age_ns >= REMEMBERED_NS:
@@ -47,6 +51,10 @@ class Longest:
             return 0
         return self.duration_ns if age_ns >= REMEMBERED_NS else max(self.duration_ns, self.before_ns)
 
+    def changes_ns(self, now_ns: Nanoseconds) -> Nanoseconds:
+        """Until when `lately_ns` stays as it is now, if nothing is noted."""
+        return self.since_ns + (1 + (now_ns - self.since_ns) // REMEMBERED_NS) * REMEMBERED_NS
+
 
 class Patience:
     """The limits as they are now. What a wait was for has come: `note` says after how long."""
@@ -55,13 +63,17 @@ class Patience:
         self._least_ns: dict[str, Nanoseconds] = {what: getattr(limits, name) for what, name in ADAPTIVE.items()}
         self._drain_ns = limits.drain_timeout_ns
         self._longest: dict[str, Longest] = {}
+        self._known: dict[str, tuple[Nanoseconds, Nanoseconds]] = {}
+        """Limits that have been asked for, each with until when it holds: one is asked for with every token."""
         self._turns = Longest(0)
 
     def note(self, what: str, duration_ns: Nanoseconds, now_ns: Nanoseconds) -> None:
         longest = self._longest.get(what)
         if longest is None:
             longest = self._longest[what] = Longest(now_ns)
-        longest.note(duration_ns, now_ns)
+        if not longest.tells_nothing(duration_ns, now_ns):
+            longest.note(duration_ns, now_ns)
+            self._known.pop(what, None)
 
     def note_turn(self, duration_ns: Nanoseconds, now_ns: Nanoseconds) -> None:
         """A turn has ended, so long after its worker began it."""
@@ -69,10 +81,15 @@ class Patience:
 
     def limit_ns(self, what: str, now_ns: Nanoseconds) -> Nanoseconds:
         """How long to wait now for what is called so in `ADAPTIVE`."""
+        known = self._known.get(what)
+        if known is not None and now_ns < known[1]:
+            return known[0]
         least_ns, longest = self._least_ns[what], self._longest.get(what)
         if longest is None:
             return least_ns
-        return _within(least_ns, MARGIN * longest.lately_ns(now_ns))
+        limit_ns = _within(least_ns, MARGIN * longest.lately_ns(now_ns))
+        self._known[what] = limit_ns, longest.changes_ns(now_ns)
+        return limit_ns
 
     def leaving_ns(self, now_ns: Nanoseconds) -> Nanoseconds:
         """How long before a lease ends by time its workers begin to leave: so that most turns end where they are."""

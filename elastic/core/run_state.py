@@ -132,6 +132,13 @@ class RunState:
             self.patience.note(what, self.now_ns - since_ns, self.now_ns)
             self.timers.clear(what, key)
 
+    def goes_on(self, what: str, key: str) -> None:
+        """As `came`, and more of it is expected."""
+        since_ns = self.timers.since_ns(what, key)
+        if since_ns is not None:
+            self.patience.note(what, self.now_ns - since_ns, self.now_ns)
+        self.expect(what, key)
+
     def wait_anew(self) -> None:
         """Nobody could be heard for a while: whoever is waited for has all of the time once more."""
         for wait in self.timers.waits():

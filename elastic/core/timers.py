@@ -1,8 +1,9 @@
 """Named deadlines: everything that waits in the core waits here, with a reason and a bound."""
 
-import heapq
 from collections.abc import Iterator
-from typing import NamedTuple
+from dataclasses import dataclass
+from heapq import heappop, heappush, heapreplace
+from typing import NamedTuple, TypeAlias
 
 from elastic.core.types import Nanoseconds
 
@@ -16,46 +17,78 @@ class Wait(NamedTuple):
     until_ns: Nanoseconds
 
 
-LEAST_COMPACTED = 64
+LEAST_SWEPT = 64
 """Entries that the heap may have, however few waits there are."""
+SWEPT_AT_ONCE = 4
+"""Entries that go from an old heap to the new one with each that comes: the old one is empty long before the new one
+is due to be swept."""
+BROUGHT_UP_TO_DATE = 500
+"""Entries at a heap's top that one look puts right: a step's turns all begin at once, and their deadlines have all been
+put off when the first ones would have come. If that is not enough, whoever asks is asked to ask again at once."""
+
+_Name: TypeAlias = tuple[str, str]
+_Heap: TypeAlias = list[tuple[Nanoseconds, _Name]]
+
+
+@dataclass(slots=True)
+class _Span:
+    since_ns: Nanoseconds
+    until_ns: Nanoseconds
 
 
 class Timers:
-    """Deadlines by (what, key). Putting one off is a dictionary write, since that happens with every token.
+    """Deadlines by (what, key). Putting one off writes two numbers, since that happens with every token.
 
-    The heap has one true entry a name, no later than its deadline; waits that are over leave theirs behind, until
-    it comes to the top or most of the heap is like it.
+    Each name has one true entry in a heap, no later than its deadline; waits that are over leave theirs behind. Once
+    most of the heap is like that it becomes the old one, and what is true in it goes to a new one bit by bit, so that
+    nobody waits for a thorough cleaning.
     """
 
     def __init__(self) -> None:
-        self._waits: dict[tuple[str, str], tuple[Nanoseconds, Nanoseconds]] = {}
-        self._heap: list[tuple[Nanoseconds, tuple[str, str]]] = []
-        self._queued: dict[tuple[str, str], Nanoseconds] = {}
+        self._waits: dict[_Name, _Span] = {}
+        self._heap: _Heap = []
+        self._old_heap: _Heap = []
+        self._queued: dict[_Name, Nanoseconds] = {}
 
     def set(self, what: str, key: str, now_ns: Nanoseconds, after_ns: Nanoseconds) -> None:
         """(Re)start the wait: due `after_ns` from now."""
-        name = (what, key)
-        until_ns = now_ns + after_ns
-        self._waits[name] = (now_ns, until_ns)
+        name, until_ns = (what, key), now_ns + after_ns
+        wait = self._waits.get(name)
+        if wait is None:
+            self._waits[name] = _Span(now_ns, until_ns)
+        else:
+            put_off = until_ns >= wait.until_ns
+            wait.since_ns, wait.until_ns = now_ns, until_ns
+            if put_off:
+                return
         queued_ns = self._queued.get(name)
         if queued_ns is None or queued_ns > until_ns:
-            self._queued[name] = until_ns
-            heapq.heappush(self._heap, (until_ns, name))
-            if len(self._heap) > 2 * len(self._waits) + LEAST_COMPACTED:
-                self._compact()
+            self._queue(name, until_ns)
+            self._sweep()
 
-    def _compact(self) -> None:
-        self._queued = {name: at_ns for name, at_ns in self._queued.items() if name in self._waits}
-        self._heap = [(at_ns, name) for name, at_ns in self._queued.items()]
-        heapq.heapify(self._heap)
+    def _queue(self, name: _Name, at_ns: Nanoseconds) -> None:
+        self._queued[name] = at_ns
+        heappush(self._heap, (at_ns, name))
+
+    def _sweep(self) -> None:
+        old = self._old_heap
+        for _ in range(min(SWEPT_AT_ONCE, len(old))):
+            at_ns, name = old.pop()  # Without its last entry a heap is a heap.
+            if self._queued.get(name) == at_ns:
+                wait = self._waits.get(name)
+                if wait is not None:
+                    self._queue(name, wait.until_ns)
+                else:
+                    del self._queued[name]
+        if not old and len(self._heap) > 2 * len(self._waits) + LEAST_SWEPT:
+            self._heap, self._old_heap = old, self._heap
 
     def clear(self, what: str, key: str) -> None:
         self._waits.pop((what, key), None)
 
     def clear_all(self) -> None:
-        self._waits.clear()
-        self._queued.clear()
-        self._heap.clear()
+        for index in (self._waits, self._queued, self._heap, self._old_heap):
+            index.clear()
 
     def waiting(self, what: str, key: str) -> bool:
         return (what, key) in self._waits
@@ -63,41 +96,55 @@ class Timers:
     def since_ns(self, what: str, key: str) -> Nanoseconds | None:
         """Since when it is waited for; None where it is not."""
         wait = self._waits.get((what, key))
-        return None if wait is None else wait[0]
+        return None if wait is None else wait.since_ns
 
     def due(self, now_ns: Nanoseconds) -> bool:
-        if not self._heap or self._heap[0][0] > now_ns:
+        heap, old = self._heap, self._old_heap
+        if (not heap or heap[0][0] > now_ns) and (not old or old[0][0] > now_ns):
             return False  # No deadline is earlier than its entry.
-        return self._settle() and self._heap[0][0] <= now_ns
+        first = self._first()
+        return bool(first) and first[0][0] <= now_ns and self._is_true(first[0])
 
-    def pop_due(self, now_ns: Nanoseconds) -> Iterator[tuple[str, str]]:
+    def pop_due(self, now_ns: Nanoseconds) -> Iterator[_Name]:
         """Waits whose deadline has come, each removed as it is yielded, in a fixed order."""
         while self.due(now_ns):
-            _, name = heapq.heappop(self._heap)
+            _, name = heappop(self._first())
             del self._queued[name]
             del self._waits[name]
             yield name
 
     def next_ns(self) -> Nanoseconds | None:
-        return self._heap[0][0] if self._settle() else None
+        first = self._first()
+        return first[0][0] if first else None
 
-    def _settle(self) -> bool:
-        """Bring a true deadline to the top of the heap; False when there is none."""
-        while self._heap:
-            at_ns, name = self._heap[0]
+    def _first(self) -> _Heap:
+        """The heap with the earliest deadline at its top."""
+        heap, old = self._heap, self._old_heap
+        self._settle(heap)
+        self._settle(old)
+        return old if old and (not heap or old[0] < heap[0]) else heap
+
+    def _settle(self, heap: _Heap) -> None:
+        """Bring a true deadline to the top of the heap, or come closer to that."""
+        for _ in range(BROUGHT_UP_TO_DATE):
+            if not heap or self._is_true(heap[0]):
+                return
+            at_ns, name = heap[0]
             wait = self._waits.get(name)
-            if wait is not None and wait[1] == at_ns:
-                return True
             if self._queued.get(name) != at_ns:
-                heapq.heappop(self._heap)
+                heappop(heap)
             elif wait is None:
-                heapq.heappop(self._heap)
+                heappop(heap)
                 del self._queued[name]
             else:
-                heapq.heapreplace(self._heap, (wait[1], name))
-                self._queued[name] = wait[1]
-        return False
+                heapreplace(heap, (wait.until_ns, name))
+                self._queued[name] = wait.until_ns
+
+    def _is_true(self, entry: tuple[Nanoseconds, _Name]) -> bool:
+        at_ns, name = entry
+        wait = self._waits.get(name)
+        return wait is not None and wait.until_ns == at_ns
 
     def waits(self) -> list[Wait]:
         """Who waits for what, since when, until when (invariant 12)."""
-        return sorted(Wait(what, key, since, until) for (what, key), (since, until) in self._waits.items())
+        return sorted(Wait(*name, wait.since_ns, wait.until_ns) for name, wait in self._waits.items())

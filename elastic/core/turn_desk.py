@@ -157,19 +157,22 @@ class TurnDesk:
         run = self._run
         worker = run.hear(event.worker, event.epoch)
         accepted: list[int] = []
-        lost = 0
+        tokens = lost = 0
         for position, chunk in enumerate(event.chunks):
             turn = run.turns.live.get(chunk.turn)
             if turn is None or worker is None or turn.worker != worker.id or turn.attempt != chunk.attempt:
                 lost += chunk.count
             elif self._fits(turn, chunk):
                 accepted.append(position)
+                tokens += chunk.count
                 self._accept(turn, worker, chunk)
             else:
                 lost += max(0, chunk.start + chunk.count - turn.accepted)
                 self._refuse(turn, chunk)
         if accepted:
             run.out.insert(0, c.AcceptTokens(chunks=tuple(accepted)))
+        if tokens and run.timers.waiting("place", "queue"):
+            run.wait("place", "queue", self._longest_ns())
         if lost:
             run.ledger.lose(event.worker, lost)
 
@@ -180,30 +183,27 @@ class TurnDesk:
         return not chunk.count or turn.oldest_version <= chunk.version <= (self._run.version or 0)
 
     def _accept(self, turn: Turn, worker: Worker, chunk: Progress) -> None:
-        run = self._run
-        if chunk.count:
-            run.came("token", turn.id)
-        turn.accepted += chunk.count
+        run, count, finish = self._run, chunk.count, chunk.finish
+        turn.accepted += count
         turn.prefilled += chunk.prefilled
-        turn.computed = turn.computed or chunk.prefilled + chunk.count > 0
-        if chunk.prefilled or chunk.count:
+        if count or chunk.prefilled:
+            turn.computed = True
             run.fleet.begin(worker, turn.id)
-        if chunk.count:
-            run.fleet.progressed(worker, chunk.count)
-            if run.timers.waiting("place", "queue"):
-                run.wait("place", "queue", self._longest_ns())
-        conversation = run.turns.conversations[turn.trajectory]
-        if chunk.count and (conversation.oldest_token is None or chunk.version < conversation.oldest_token):
-            conversation.oldest_token = chunk.version
-        if chunk.finish in _ENDS or turn.accepted == turn.max_new_tokens:
+        if count:
+            run.fleet.progressed(worker, count)
+            run.turns.conversations[turn.trajectory].note_token(chunk.version)
+        if turn.state is TurnState.RUNNING:
+            if count:
+                run.goes_on("token", turn.id)
+            else:
+                run.expect("token", turn.id)
+        if finish in _ENDS or turn.accepted == turn.max_new_tokens:
             run.turns.served(turn, worker.id)
             run.patience.note_turn(run.now_ns - turn.started_ns, run.now_ns)
-            self._close(turn, TurnState.FINISHED, chunk.finish or FinishReason.LENGTH)
+            self._close(turn, TurnState.FINISHED, finish or FinishReason.LENGTH)
             run.out.append(c.FinishTurn(turn=turn.id))
-        elif chunk.finish is not None:
+        elif finish is not None:
             self._given_up(turn, chunk)
-        elif turn.state is TurnState.RUNNING:
-            run.expect("token", turn.id)
 
     def _given_up(self, turn: Turn, chunk: Progress) -> None:
         """The worker ends the attempt before the turn's end; what was accepted stays."""

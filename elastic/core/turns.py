@@ -81,6 +81,10 @@ class Conversation:
     oldest_token: int | None = None
     """The oldest weights version among its accepted tokens."""
 
+    def note_token(self, version: int) -> None:
+        if self.oldest_token is None or version < self.oldest_token:
+            self.oldest_token = version
+
 
 class Turns:
     """Turns that are not over yet, and those that wait for a worker, oldest request first.

@@ -132,8 +132,7 @@ class WorkerDesk:
         waits = event.loading is LoadPhase.WAITING and event.executing > 0
         run = self._run
         if (waits or loaded != worker.loaded) and run.timers.waiting("load", worker.id):
-            run.came("load", worker.id)
-            run.expect("load", worker.id)
+            run.goes_on("load", worker.id)
         worker.loaded = loaded
 
     def _profile(self, worker: Worker, event: e.WorkerReported) -> None:

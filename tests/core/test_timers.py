@@ -1,19 +1,35 @@
 """Timers against a dictionary of deadlines."""
 
+from collections.abc import Iterator
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elastic.core import timers as module
 from elastic.core.timers import Timers, Wait
 
-KEYS = st.sampled_from(["a", "b", "c"])
-ACTIONS = st.one_of(
-    st.tuples(st.just("set"), KEYS, st.integers(0, 20)),
-    st.tuples(st.just("clear"), KEYS, st.just(0)),
-    st.tuples(st.just("pass"), KEYS, st.integers(0, 15)),
+NAMES = "abcdef"
+KEYS = st.sampled_from(NAMES)
+ACTIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("set"), KEYS, st.integers(0, 20)),
+        st.tuples(st.just("clear"), KEYS, st.just(0)),
+        st.tuples(st.just("pass"), KEYS, st.integers(0, 15)),
+    ),
+    max_size=80,
 )
 
 
-@given(st.lists(ACTIONS, max_size=60))
+@pytest.fixture(autouse=True, scope="module", params=[1, 64], ids=["always sweeps", "hardly ever sweeps"])
+def least_swept(request: pytest.FixtureRequest) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "LEAST_SWEPT", request.param)
+        patch.setattr(module, "SWEPT_AT_ONCE", 1 + request.param // 16)
+        yield
+
+
+@given(ACTIONS)
 def test_every_deadline_is_met_once_and_in_order(actions: list[tuple[str, str, int]]) -> None:
     timers, model, now_ns = Timers(), dict[str, tuple[int, int]](), 0
     for action, key, ns in actions:
@@ -31,7 +47,24 @@ def test_every_deadline_is_met_once_and_in_order(actions: list[tuple[str, str, i
                 del model[key]
         assert timers.next_ns() == min((until for _, until in model.values()), default=None)
         assert timers.waits() == sorted(Wait("w", key, since, until) for key, (since, until) in model.items())
-        assert all(timers.waiting("w", key) is (key in model) for key in "abc")
+        assert all(timers.waiting("w", key) is (key in model) for key in NAMES)
+
+
+def test_many_that_were_put_off_hold_nobody_up_and_hide_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "BROUGHT_UP_TO_DATE", 3)
+    timers, met = Timers(), list[str]()
+    for number in range(20):
+        timers.set("w", f"{number:02}", 0, 10)
+    for number in range(20):
+        timers.set("w", f"{number:02}", 5, 10 + number % 7)
+    last_ns = looks = 0
+    while (next_ns := timers.next_ns()) is not None:
+        last_ns = max(last_ns, next_ns)
+        met += [f"{15 + int(key) % 7} {key}" for _, key in timers.pop_due(last_ns)]
+        assert all(int(name[:2]) == last_ns for name in met[-1:])
+        looks += 1
+    assert met == sorted(f"{15 + number % 7} {number:02}" for number in range(20))
+    assert looks <= 20
 
 
 def test_wait_that_is_cleared_while_others_fall_due_does_not_fall_due() -> None:
