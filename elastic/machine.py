@@ -20,8 +20,9 @@ def raise_descriptor_limit() -> int:
 
 
 FULL_COLLECTION_INTERVAL_S = 60.0
-YOUNG_OBJECTS, YOUNG_ROUNDS, NEVER = 700, 10, 1 << 30
-"""CPython's own thresholds for young objects; for old ones, one that is not reached."""
+YOUNG_OBJECTS, YOUNG_ROUNDS, NEVER = 300, 2, 1 << 30
+"""Young objects are looked at while they are few, sooner than CPython would: they are as many as have come, not as many
+more as have come than gone, which is what it counts. Old ones have a threshold that is not reached."""
 
 
 def defer_full_collections() -> None:

@@ -7,8 +7,7 @@ workers; and any worker below its own plateau may take what another executes abo
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from heapq import nlargest, nsmallest
-from typing import Any
+from heapq import heapify, heappop, heapreplace
 
 import msgspec
 
@@ -16,9 +15,8 @@ from elastic.core.policy import LoadView, Move
 from elastic.core.profiles import BatchProfile
 from elastic.core.types import TurnId, WorkerKind
 
-CONSIDERED = 64
-"""Workers of each kind with the most, and with the least to do, among whom one look moves turns: there is another look
-before long, and a look at a thousand workers must not hold up those who wait for a decision."""
+MOVED = 128
+"""Turns that one look moves: there is another before long, and nobody is to wait long for a decision."""
 LEAST_SAMPLES = 2
 """Batch sizes that must have been seen before any of them can be called a plateau."""
 LIKE = 2.0
@@ -38,10 +36,8 @@ class ContinuousBalancing(msgspec.Struct, frozen=True):
         if not any(load.room for load in loads):
             return ()
         if any(load.pending for load in loads):
-            return _spread(
-                [_of_pending(load) for load in _at_the_ends(loads, lambda load: (load.pending, load.executing))]
-            )
-        return _spread(self._above_plateaus(_at_the_ends(loads, lambda load: load.executing), profiles))
+            return _spread([_of_pending(load) for load in loads])
+        return _spread(self._above_plateaus(loads, profiles))
 
     def _above_plateaus(
         self, loads: Sequence[LoadView], profiles: Mapping[WorkerKind, BatchProfile]
@@ -62,7 +58,7 @@ class ContinuousBalancing(msgspec.Struct, frozen=True):
         What a batch reads grows with its contexts: one that was captured under shorter contexts is smaller now, and one
         under contexts of quite another length tells nothing.
         """
-        if profile is None or not profile.samples:
+        if profile is None or len(profile.samples) < LEAST_SAMPLES:
             return None
         context_tokens = load.context_tokens()
         samples = {
@@ -77,22 +73,6 @@ class ContinuousBalancing(msgspec.Struct, frozen=True):
         if batch > self.plateau_share * max(samples):
             return None
         return max(1, round(batch * samples[batch].context_tokens / context_tokens)) if context_tokens else batch
-
-
-def _at_the_ends(loads: Sequence[LoadView], key: Callable[[LoadView], Any]) -> Sequence[LoadView]:
-    """Of each kind those with the most and with the least, in the order of `loads`."""
-    by_kind: dict[WorkerKind, list[LoadView]] = {}
-    for load in loads:
-        by_kind.setdefault(load.kind, []).append(load)
-    if all(len(alike) <= 2 * CONSIDERED for alike in by_kind.values()):
-        return loads
-    ends = {
-        load.id
-        for alike in by_kind.values()
-        for end in (nlargest(CONSIDERED, alike, key), nsmallest(CONSIDERED, alike, key))
-        for load in end
-    }
-    return [load for load in loads if load.id in ends]
 
 
 @dataclass(slots=True)
@@ -112,16 +92,27 @@ def _of_pending(load: LoadView) -> _Balance:
 def _spread(balances: Sequence[_Balance]) -> list[Move]:
     """One turn at a time from the largest surplus to the most room, until either is used up."""
     moves: list[Move] = []
-    movable: dict[str, list[TurnId]] = {}
-    while True:
-        source = max(balances, key=lambda b: b.surplus, default=None)
-        receiver = max(balances, key=lambda b: b.free, default=None)
-        if source is None or receiver is None or source.surplus == 0 or receiver.free == 0:
-            return moves
-        turns = movable.setdefault(source.load.id, list(source.movable()))
-        if turns:
-            moves.append(Move(turn=turns.pop(0), to=receiver.load.id))
-            source.surplus -= 1
-            receiver.free -= 1
+    movable: dict[int, list[TurnId]] = {}
+    sources = [(-balance.surplus, place) for place, balance in enumerate(balances) if balance.surplus]
+    receivers = [(-balance.free, place) for place, balance in enumerate(balances) if balance.free]
+    heapify(sources)
+    heapify(receivers)
+    while sources and receivers and len(moves) < MOVED:
+        (surplus, source), (free, receiver) = sources[0], receivers[0]
+        if source not in movable:
+            movable[source] = list(balances[source].movable())[::-1]
+        if movable[source]:
+            moves.append(Move(turn=movable[source].pop(), to=balances[receiver].load.id))
+            _take_one(sources, surplus, source)
+            _take_one(receivers, free, receiver)
         else:
-            source.surplus = 0
+            heappop(sources)
+    return moves
+
+
+def _take_one(heap: list[tuple[int, int]], negative: int, place: int) -> None:
+    """The first of the heap has one less; it counts below zero, so that the largest comes first."""
+    if negative < -1:
+        heapreplace(heap, (negative + 1, place))
+    else:
+        heappop(heap)

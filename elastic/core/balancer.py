@@ -5,7 +5,7 @@ is left alone from then on until a token has come of it. Source: RLBoost §4.2.1
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from elastic.core import events as e
@@ -14,6 +14,10 @@ from elastic.core.run_state import RunState
 from elastic.core.turn_desk import TurnDesk
 from elastic.core.turns import Turn
 from elastic.core.types import TurnId, TurnState, WorkerId, WorkerKind, WorkerRole, WorkerState
+
+CONSIDERED = 64
+"""Workers of each kind with the most, and with the least to do, among whom one look moves turns: there is another look
+before long, and a look at a thousand workers must not hold up those who wait for a decision."""
 
 
 class Load:
@@ -25,13 +29,12 @@ class Load:
 
     __slots__ = ("_arriving", "_run", "_worker", "executing", "pending")
 
-    def __init__(self, run: RunState, worker: Worker, leaving: Sequence[Turn] = (), arriving: int = 0) -> None:
+    def __init__(self, run: RunState, worker: Worker, pending: int, executing: int, arriving: int = 0) -> None:
         self._run = run
         self._worker = worker
         self._arriving = arriving
-        called_back = [worker.turns[turn.id] for turn in leaving if turn.id in worker.turns]
-        self.pending = max(0, worker.queued - called_back.count(False))
-        self.executing = worker.outstanding - worker.pending - called_back.count(True) + arriving
+        self.pending = pending
+        self.executing = executing
 
     @property
     def room(self) -> int:
@@ -95,15 +98,40 @@ class Balancer:
         run, policy = self._run, self._run.policies.balancing
         if policy is None or run.turns.head() is not None:
             return
-        arriving = Counter(turn.destination for turn in run.turns.moving.values())
-        leaving: dict[WorkerId, list[Turn]] = {}
-        for turn in run.turns.moving.values():
-            if turn.worker is not None:
-                leaving.setdefault(turn.worker, []).append(turn)
-        ready = [worker for worker in run.fleet.workers.values() if worker.state is WorkerState.READY]
-        loads = [Load(run, worker, leaving.get(worker.id, ()), arriving[worker.id]) for worker in ready]
-        for move in policy.moves(loads, run.profiles):
+        for move in policy.moves(self._loads(), run.profiles):
             turn = run.turns.live[move.turn]
             may_go = not turn.avoids(move.to, run.now_ns)
             if may_go and run.fleet.with_room(move.to, turn.oldest_version) is not None:
                 self._turns.transfer(turn, move.to)
+
+    def _loads(self) -> list[Load]:
+        """Of the ready workers of each kind those with the most and with the least to do, in the fleet's order."""
+        alike: dict[tuple[int, int, WorkerKind], list[Worker]] = {}
+        arriving = Counter(turn.destination for turn in self._run.turns.moving.values())
+        leaving = self._leaving()
+        for worker in self._run.fleet.workers.values():
+            if worker.state is WorkerState.READY:
+                pending, executing = worker.queued, len(worker.turns) - worker.pending
+                if worker.id in leaving:
+                    called_back = leaving[worker.id]
+                    pending, executing = max(0, pending - called_back[False]), executing - called_back[True]
+                load = pending, executing + arriving.get(worker.id, 0), worker.kind
+                alike.setdefault(load, []).append(worker)
+        in_order = sorted(alike, key=lambda load: load[:2])
+        chosen: dict[int, Load] = {}
+        for ends in (in_order, in_order[::-1]):
+            left = dict.fromkeys((kind for *_, kind in in_order), CONSIDERED)
+            for pending, executing, kind in ends:
+                taken = alike[pending, executing, kind][: left[kind]]
+                left[kind] -= len(taken)
+                for worker in taken:
+                    chosen[worker.order] = Load(self._run, worker, pending, executing, arriving.get(worker.id, 0))
+        return [chosen[order] for order in sorted(chosen)]
+
+    def _leaving(self) -> dict[WorkerId, Counter[bool]]:
+        """How many turns each worker is called back, begun and not begun."""
+        workers, leaving = self._run.fleet.workers, dict[WorkerId, Counter[bool]]()
+        for turn in self._run.turns.moving.values():
+            if turn.worker is not None:
+                leaving.setdefault(turn.worker, Counter())[workers[turn.worker].turns[turn.id]] += 1
+        return leaving

@@ -219,7 +219,10 @@ class RoutingPolicy(Protocol):
 
 class BalancingPolicy(Protocol):
     def moves(self, loads: Sequence[LoadView], profiles: Mapping[WorkerKind, BatchProfile]) -> Sequence[Move]:
-        """What to move now. A turn that was moved is not movable again before it has got a token."""
+        """What to move now. A turn that was moved is not movable again before it has got a token.
+
+        Of a large fleet, `loads` are those workers of each kind with the most and with the least to do.
+        """
         ...
 
 

@@ -1,15 +1,19 @@
 """Balancing in the core: moves keep accepted tokens, go where they are meant to, and turns then have their peace."""
 
+from random import Random
+
 import msgspec
 import pytest
 
 from elastic.core import commands as c
 from elastic.core import events as e
-from elastic.core.balancer import Load
+from elastic.core.balancer import CONSIDERED, Load
 from elastic.core.profiles import BatchProfile
-from elastic.core.types import Account, FinishReason, Progress
+from elastic.core.types import Account, FinishReason, Progress, WorkerRole, WorkerState
 
 BATCH = 2
+ELASTIC = WorkerRole.ELASTIC
+PROVIDERS = ("spot", "serving")
 
 
 def crowded(make_desk):
@@ -39,6 +43,10 @@ def interval(desk) -> list[str]:
 def _request(desk, trajectory: str) -> list[c.StartTurn]:
     desk.request(trajectory)
     return desk.sent(c.StartTurn)
+
+
+def load_of(desk, worker: str) -> Load:
+    return next(load for load in desk.scheduler._balancer._loads() if load.id == worker)
 
 
 def introduce(desk, worker: str) -> None:
@@ -131,13 +139,32 @@ def test_profile_is_captured_from_reports(make_desk) -> None:
 
 def test_what_executes_is_what_is_not_pending(make_desk) -> None:
     desk, starts, second = crowded(make_desk)
-    workers = desk.scheduler.fleet.workers
-    full, empty = (Load(desk.scheduler._run, workers[worker]) for worker in (starts[0].worker, second))
+    full, empty = load_of(desk, starts[0].worker), load_of(desk, second)
     assert (full.executing, full.pending, full.room) == (BATCH, 2, 0)
     assert (empty.executing, empty.pending, empty.room) == (0, 0, BATCH)
     assert (full.context_tokens(), empty.context_tokens()) == ((2 * 13 + 2 * 10) / 4, 0.0)
     assert full.movable_pending() == [starts[3].turn, starts[2].turn]
     assert full.movable_executing() == [starts[0].turn, starts[1].turn]
+
+
+def test_of_a_large_fleet_those_of_each_kind_with_the_most_and_the_least_to_do_are_looked_at(make_desk) -> None:
+    desk, rng = make_desk(balancing=True), Random(1)
+    fleet = desk.scheduler.fleet
+    for number in range(5 * CONSIDERED):
+        worker = fleet.add(f"w{number}", f"l{number}", rng.choice(["spot", "spot", "spot", "serving"]), ELASTIC)
+        worker.turns = {f"{number}#{turn}": turn < BATCH for turn in range(rng.randint(0, 4 * BATCH))}
+        worker.pending = list(worker.turns.values()).count(False)
+        worker.state = WorkerState.READY
+    of_kind = {provider: [w for w in fleet.workers.values() if w.provider == provider] for provider in PROVIDERS}
+    ends = [
+        worker.id
+        for alike in of_kind.values()
+        for reverse in (False, True)
+        for worker in sorted(alike, key=lambda w: (w.pending, w.outstanding), reverse=reverse)[:CONSIDERED]
+    ]
+    loads = desk.scheduler._balancer._loads()
+    assert [load.id for load in loads] == [worker for worker in fleet.workers if worker in ends]
+    assert all(load.pending + load.executing == fleet.workers[load.id].outstanding for load in loads)
 
 
 def test_idle_reports_leave_no_trace_in_the_profile(make_desk) -> None:
@@ -200,14 +227,16 @@ def test_what_is_called_back_is_not_called_back_again_as_another(make_desk) -> N
 
 def test_no_more_turns_are_sent_than_a_worker_has_places(make_desk) -> None:
     desk, starts, second = crowded(make_desk)
-    workers = desk.scheduler.fleet.workers
-    record = workers[second]
-    assert Load(desk.scheduler._run, record).room == BATCH < record.capacity
-    assert Load(desk.scheduler._run, record, arriving=1).room == BATCH - 1
-    assert Load(desk.scheduler._run, record, arriving=1).executing == 1
-    assert Load(desk.scheduler._run, workers[starts[0].worker], arriving=1).room == 0
+    record = desk.scheduler.fleet.workers[second]
     record.declines = 1
-    assert Load(desk.scheduler._run, record).room == 1
+    assert load_of(desk, record.id).room == 1
+    record.declines = 0
+    assert load_of(desk, record.id).room == BATCH < record.capacity
+    desk.scheduler._turn_desk.transfer(desk.scheduler.turns.live[starts[3].turn], record.id)
+    assert load_of(desk, record.id).room == BATCH - 1
+    assert load_of(desk, record.id).executing == 1
+    assert load_of(desk, starts[0].worker).room == 0
+    assert load_of(desk, starts[0].worker).pending == 1
 
 
 def test_turn_is_not_called_back_for_a_worker_whose_weights_are_too_old_for_it(make_desk) -> None:
