@@ -36,6 +36,9 @@ class RunConfig(_Section):
     directory: Path = Field(Path("runs"), description="where runs keep their journal, checkpoints and report")
     host: Annotated[str, AfterValidator(_loopback)] = Field("127.0.0.1", description="address on which workers join")
     port: int = Field(0, ge=0, le=65535, description="port on which workers join; 0 takes a free one")
+    orchestrator_timeout_s: float = Field(
+        60.0, gt=0, description="how long workers and the trainer go on without their orchestrator, which may come back"
+    )
     pass_env: tuple[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*\*?$")], ...] = Field(
         (), description="environment variables, or NAME* for several, that workers and reward functions get besides"
     )

@@ -110,13 +110,16 @@ class Hello(_Message, frozen=True):
 class Ready(_Message, frozen=True):
     """The engine stands and may be told to load weights; `weights_version` is what it serves already, if any.
 
-    From the trainer also `publisher`, the public half of the key with which it signs weights, in hexadecimal: a new
-    one whenever its process starts. From anybody else it means nothing.
+    The trainer, whose `weights_version` is what it has trained to, says more, and nobody else may: `publisher`, the
+    public half of the key with which it signs weights, in hexadecimal, a new one whenever its process starts; and what
+    it was given in the step in progress: `groups` to train on, and all `slots` of groups, those that it skips, too.
     """
 
     capabilities: Capabilities
     weights_version: Count | None
     publisher: PublicKey = ""
+    groups: Annotated[list[Text], msgspec.Meta(max_length=ENTRIES_MAX)] = []
+    slots: Annotated[list[Count], msgspec.Meta(max_length=ENTRIES_MAX)] = []
 
 
 class Heartbeat(_Message, frozen=True):
@@ -256,9 +259,10 @@ class Welcome(_Message, frozen=True):
     """The session: its key buys the connection back under a later epoch while the lease lives.
 
     `engine` is `elastic.config.EngineConfig` as plain data, `model` the model's `config.json`. A worker that
-    hears nothing for `silence_timeout_s` dials again, for `resume_timeout_s` at most. With `whole_turns` it keeps
-    a turn's tokens to itself until the turn ends. `relay_token` is this worker's own: what may be done with it is the
-    trainer's to do, or a worker's.
+    hears nothing for `silence_timeout_s` dials again, for the longer of `resume_timeout_s` and
+    `orchestrator_timeout_s` at most: the orchestrator may be away, and come back as another process. With
+    `whole_turns` it keeps a turn's tokens to itself until the turn ends. `relay_token` is this worker's own: what may
+    be done with it is the trainer's to do, or a worker's.
     """
 
     session_key: str
@@ -276,6 +280,7 @@ class Welcome(_Message, frozen=True):
     drain_timeout_s: float = 5.0
     whole_turns: bool = False
     run: str = ""
+    orchestrator_timeout_s: float = 60.0
 
 
 class Refused(_Message, frozen=True):
@@ -350,6 +355,8 @@ class TrajectoryData(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TrainGroup(_Message, frozen=True):
+    """An order that the trainer has carried out already, this one or another, it only answers again."""
+
     step: int
     group: str
     index: int

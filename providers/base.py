@@ -132,4 +132,5 @@ def worker_environment(context: ProviderContext, ticket: WorkerTicket) -> Mappin
         "ELASTIC_JOIN": context.join,
         "ELASTIC_WORKER": ticket.worker,
         "ELASTIC_JOIN_TOKEN": ticket.token,
+        "ELASTIC_ORCHESTRATOR_TIMEOUT_S": str(context.orchestrator_timeout_s),
     }

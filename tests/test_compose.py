@@ -1,20 +1,26 @@
 """Runs on disk: found, claimed by one process at a time, and remembered."""
 
+import asyncio
 import errno
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
 
 from elastic import compose
 from elastic.compose import lives
+from elastic.compose.processes import worker_ticket
+from elastic.compose.relay import weights_relay
 from elastic.config import Config, ConfigError, JournalConfig
 from elastic.core.policy import StepRecord
 from elastic.core.scheduler import Scheduler
 from elastic.runtime.gateway import GatewayError
 from elastic.runtime.journal import DirectoryStore, Journal, JournalError, RunDirectory, StepRow
+from elastic.weights.relay import open_relay
+from elastic.weights.rights import RelayRights
+from providers.base import ProviderContext, WorkerTicket, worker_environment
 
 
 @pytest.fixture
@@ -212,3 +218,49 @@ def journals(run: RunDirectory) -> dict[str, str]:
 def scheduler(config: Config) -> Scheduler:
     plan = compose.resolve(config, [], "test")
     return Scheduler(compose.run_plan(plan), compose.limits(config), compose.policies(config), 0)
+
+
+async def test_a_runs_weights_are_served_again_where_they_were(tmp_path: Path, config: Config) -> None:
+    config = config.model_copy(update={"weights": config.weights.model_copy(update={"relay": "http"})})
+    async with weights_relay(config, tmp_path, rights=RelayRights("owner")) as (url, rights):
+        assert rights is not None
+        rights.issue("w", "token")
+        with closing(open_relay(url, "owner")) as relay:
+            await asyncio.to_thread(relay.put, "k", b"content")
+    address = url.removeprefix("http://")
+    async with weights_relay(config, tmp_path, address, RelayRights("owner")) as (again, rights):
+        assert again == url
+        assert rights is not None
+        rights.issue("w", "token")
+        with closing(open_relay(url, "token")) as relay:
+            assert await asyncio.to_thread(relay.get, "k") == b"content"
+        with pytest.raises(GatewayError, match=f"cannot serve weights on {address}: .*in use"):
+            async with weights_relay(config, tmp_path, address):
+                pass
+
+
+@pytest.mark.parametrize("told", ["", "soon", "-1"])
+def test_a_worker_waits_as_long_for_an_orchestrator_as_its_provider_says(
+    monkeypatch: pytest.MonkeyPatch, told: str
+) -> None:
+    context = ProviderContext(
+        run="r",
+        run_dir=Path(),
+        join="h:1",
+        worker_command=(),
+        now_ns=lambda: 0,
+        acquire_timeout_s=1,
+        release_timeout_s=1,
+        orchestrator_timeout_s=7.5,
+    )
+    given = dict(worker_environment(context, WorkerTicket("w", "token")))
+    given["ELASTIC_ORCHESTRATOR_TIMEOUT_S"] = told or given["ELASTIC_ORCHESTRATOR_TIMEOUT_S"]
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    if told:
+        with pytest.raises(ConfigError, match=f"ELASTIC_ORCHESTRATOR_TIMEOUT_S takes seconds .found '{told}'"):
+            worker_ticket("other:2")
+        return
+    ticket = worker_ticket("other:2")
+    assert (ticket.join, ticket.run, ticket.worker, ticket.token) == ("other:2", "r", "w", "token")
+    assert ticket.wait_s == 7.5

@@ -125,6 +125,7 @@ def make_providers(
             note=note,
             acquire_timeout_s=plan.config.scheduler.acquire_timeout_s,
             release_timeout_s=plan.config.scheduler.release_timeout_s,
+            orchestrator_timeout_s=plan.config.run.orchestrator_timeout_s,
         )
 
     elastic = (sys.executable, "-m", "elastic.cli")
@@ -178,6 +179,7 @@ def _welcome(config: Config, run: str, relay: str) -> wire.Welcome:
         model=read_model_config(config),
         relay=relay,
         resume_timeout_s=s.resume_timeout_s,
+        orchestrator_timeout_s=config.run.orchestrator_timeout_s,
         pull_timeout_s=config.weights.pull_timeout_s,
         load_timeout_s=s.load_timeout_s,
         drain_timeout_s=s.drain_timeout_s * WORKER_DRAIN_SHARE,

@@ -1,6 +1,8 @@
 """What runs in other processes, and the event loop that each of them runs on."""
 
 import asyncio
+import contextlib
+import math
 import os
 import time
 from collections.abc import Coroutine
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+PATIENCE_VARIABLE = "ELASTIC_ORCHESTRATOR_TIMEOUT_S"
 ENVIRONMENT_VARIABLES = ("ELASTIC_JOIN", "ELASTIC_RUN", "ELASTIC_WORKER", "ELASTIC_JOIN_TOKEN")
 
 
@@ -37,11 +40,13 @@ def run_worker(join: str | None, trainer_run_dir: Path | None, *, resume: bool) 
 def run_serving_host() -> int:
     """Be a serving host until a signal, with the settings that its provider put into the environment."""
     from elastic.worker import serving_host
-    from elastic.worker.agent import Ticket, run_agent
+    from elastic.worker.agent import run_agent
+    from elastic.worker.connection import JOIN_TIMEOUT_S, Ticket
     from elastic.worker.warmup import warm_up
 
     async def start_agent(order: LendOrder, share: serving_host.HostShare) -> None:
-        ticket = Ticket(join=order.join, run=order.run, worker=order.worker, token=order.token)
+        wait_s = settings.orchestrator_timeout_s or JOIN_TIMEOUT_S
+        ticket = Ticket(join=order.join, run=order.run, worker=order.worker, token=order.token, wait_s=wait_s)
         end = await run_agent(ticket, share.build_engine, share=share, born_ns=time.monotonic_ns())
         if end.code != 0:
             raise RuntimeError(end.reason)
@@ -82,7 +87,7 @@ def event_loop() -> asyncio.AbstractEventLoop:
 
 def worker_ticket(join: str | None) -> "Ticket":
     """Where to dial and as whom, from the environment that a provider sets."""
-    from elastic.worker.agent import Ticket
+    from elastic.worker.connection import JOIN_TIMEOUT_S, Ticket
 
     found = {name: os.environ.get(name, "") for name in ENVIRONMENT_VARIABLES}
     if join:
@@ -94,4 +99,8 @@ def worker_ticket(join: str | None) -> "Ticket":
     if not (host and port.isdecimal() and 0 < int(port) < 65_536):
         raise ConfigError(f"elastic worker: --join takes HOST:PORT (found {found['ELASTIC_JOIN']!r})")
     address, run, worker, token = found.values()
-    return Ticket(join=address, run=run, worker=worker, token=token)
+    wait_s = os.environ.get(PATIENCE_VARIABLE, str(JOIN_TIMEOUT_S))
+    with contextlib.suppress(ValueError):
+        if 0 < float(wait_s) < math.inf:
+            return Ticket(join=address, run=run, worker=worker, token=token, wait_s=float(wait_s))
+    raise ConfigError(f"elastic worker: {PATIENCE_VARIABLE} takes seconds (found {wait_s!r})")

@@ -15,10 +15,14 @@ from elastic.weights.shared_memory import in_memory
 
 
 @contextlib.asynccontextmanager
-async def weights_relay(config: Config, run_dir: Path) -> AsyncIterator[tuple[str, RelayRights | None]]:
+async def weights_relay(
+    config: Config, run_dir: Path, address: str = "", rights: RelayRights | None = None
+) -> AsyncIterator[tuple[str, RelayRights | None]]:
     """Where workers pull weights from: the run's directory, or that directory over HTTP, and who may do what there.
 
-    While the run lasts its blobs are in shared memory: workers join over loopback, so they are on this machine.
+    An earlier process of the run may have served them at an `address` (host:port), where they are still looked for, and
+    given `rights`. While the run lasts its blobs are in shared memory: workers join over loopback, so they are on this
+    machine.
     """
     directory = (run_dir / "weights").resolve()
     directory.mkdir(exist_ok=True)
@@ -26,20 +30,21 @@ async def weights_relay(config: Config, run_dir: Path) -> AsyncIterator[tuple[st
         if config.weights.relay == "directory":
             yield str(directory), None
         else:
-            async with _served(config, directory) as served:
-                yield served
+            rights = rights or RelayRights()
+            async with _served(config, directory, address or f"{config.run.host}:0", rights) as url:
+                yield url, rights
 
 
 @contextlib.asynccontextmanager
-async def _served(config: Config, directory: Path) -> AsyncIterator[tuple[str, RelayRights]]:
-    """The directory over HTTP: its URL, and whose tokens it takes."""
+async def _served(config: Config, directory: Path, address: str, rights: RelayRights) -> AsyncIterator[str]:
+    """The directory over HTTP: its URL."""
+    host, _, port = address.rpartition(":")
     try:
-        listener = socket.create_server((config.run.host, 0))
+        listener = socket.create_server((host, int(port)))
     except OSError as error:
         raise GatewayError(
-            f"cannot serve weights on {config.run.host}: {error.strerror or error}; name another run.host"
+            f"cannot serve weights on {address.removesuffix(':0')}: {error.strerror or error}; name another run.host"
         ) from error
-    rights = RelayRights()
     app = BodyLimits(relay_app(open_relay(str(directory)), rights), BLOB_BYTES_MAX)
     async with serving(app, listener, close_timeout_s=config.scheduler.release_timeout_s) as url:
-        yield url, rights
+        yield url

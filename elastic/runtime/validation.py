@@ -79,8 +79,12 @@ class Claims:
             check(message, now_s)
 
     def _ready(self, ready: wire.Ready, _: float) -> None:
-        if ready.publisher and not self._bounds.trains:
+        if self._bounds.trains:
+            return
+        if ready.publisher:
             raise Implausible("a key that signs weights, which only the trainer has")
+        if ready.groups or ready.slots:
+            raise Implausible("groups that it was given, which only the trainer is")
 
     def _tokens(self, tokens: wire.Tokens, _: float) -> None:
         """Every token of a run comes through here. Positions are the core's to check: it knows what it asked for."""

@@ -27,10 +27,11 @@ _UNFINISHED_PREFIX = ".checkpoint-"
 
 
 class Counters(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the training stands: the weights version, and the optimiser updates made so far."""
+    """Where the training stands: the weights version, the optimiser updates made so far, and what the last step was."""
 
     version: int
     updates: int
+    metrics: dict[str, float] = {}
     schema_version: int = SCHEMA_VERSION
 
 

@@ -24,13 +24,14 @@ from elastic.trainer import checkpoint
 from elastic.trainer.accumulator import GradientAccumulator, GradientOverflow
 from elastic.trainer.batches import Batch, UnusableGroup, check_group, micro_batches, policy_tokens
 from elastic.trainer.grpo import ClipSettings, clipped_policy_loss, group_advantages, sampled_distribution
-from elastic.wire import TrainGroup
+from elastic.wire import TrainGroup, finite
 
 
 class GRPOTrainer:
     """Trains `model` in place; its float32 parameters are the masters.
 
-    `version` counts steps and names the weights; `updates` counts optimiser updates. After any error other than
+    `version` counts steps and names the weights; `updates` counts optimiser updates; `metrics` are of the last step,
+    also where that was before the checkpoint that was loaded. After any error other than
     `ValueError` the step cannot be finished: load a checkpoint.
     """
 
@@ -53,6 +54,7 @@ class GRPOTrainer:
         )
         self.version = 0
         self.updates = 0
+        self.metrics: dict[str, float] = {}
         self._unusable: dict[str, str] = {}
         self._begin_step()
 
@@ -86,10 +88,10 @@ class GRPOTrainer:
         if missing:
             raise ValueError(f"update: groups neither trained nor skipped: {', '.join(map(str, missing))}")
         self._advance()
-        metrics = self._metrics()
+        self.metrics = self._metrics()
         self.version += 1
         self._begin_step()
-        return metrics
+        return self.metrics
 
     def bf16_tensors(self) -> dict[str, Tensor]:
         """What rollouts use: a rounded copy of each parameter, where that is, under its Hugging Face name."""
@@ -106,7 +108,8 @@ class GRPOTrainer:
             for name, parameter in zip(self._names, self._parameters, strict=True)
             for kind, tensor in self._state(parameter).items()
         }
-        checkpoint.write(path, tensors, checkpoint.Counters(version=self.version, updates=self.updates))
+        counters = checkpoint.Counters(version=self.version, updates=self.updates, metrics=finite(self.metrics))
+        checkpoint.write(path, tensors, counters)
 
     def load(self, path: Path) -> None:
         """Go on from a checkpoint. Raises `CheckpointError`, and changes nothing, if it does not fit the model."""
@@ -125,7 +128,7 @@ class GRPOTrainer:
                 "exp_avg": tensors[f"exp_avg.{name}"].to(self._device),
                 "exp_avg_sq": tensors[f"exp_avg_sq.{name}"].to(self._device),
             }
-        self.version, self.updates = counters.version, counters.updates
+        self.version, self.updates, self.metrics = counters.version, counters.updates, counters.metrics
 
     def _begin_step(self) -> None:
         self._seen: set[int] = set()

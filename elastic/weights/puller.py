@@ -117,6 +117,10 @@ class Puller:
         """Read off the relay by all pulls so far, manifests not counted; any thread may ask."""
         return self._received_bytes + (self._reading.size_bytes if self._reading is not None else 0)
 
+    def follow(self, relay: Relay) -> None:
+        """Read from there from now on: it has the same blobs, of the same trainer. What is held stays."""
+        self._relay = relay
+
     def pull(self, version: int, timeout_s: float = 30.0, *, follow: bool = False) -> Pulled:
         """`stage` it, and `apply` that."""
         return self.apply(self.stage(version, timeout_s, follow=follow))

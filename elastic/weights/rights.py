@@ -39,10 +39,13 @@ class RelayRights:
         self._bearers = {_digest(self.owner): Bearer("owner", owner=True)}
         self._issued: dict[str, bytes] = {}
 
-    def issue(self, worker: str) -> str:
-        """A token with which `worker` may read, and ask for keyframes. One it had before counts no more."""
+    def issue(self, worker: str, token: str = "") -> str:
+        """Let `worker` read, and ask for keyframes, with `token`, a new one unless it is given; returns that.
+
+        One it had before counts no more.
+        """
         self.revoke(worker)
-        token = secrets.token_urlsafe(32)
+        token = token or secrets.token_urlsafe(32)
         self._issued[worker] = _digest(token)
         self._bearers[_digest(token)] = Bearer(worker, owner=False)
         return token

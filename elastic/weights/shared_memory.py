@@ -27,45 +27,66 @@ _PREFIX = "elastic-relay-"
 def in_memory(root: Path, memory: Path = SHARED_MEMORY) -> Iterator[None]:
     """Have the blobs of the directory relay at `root` in `memory` where that can be, until the block is left.
 
-    Then what is left of them is on the disk. What runs left in `memory` that were killed is removed, and of the keys
-    at `root` those whose blobs went with it: they count as deleted.
+    Then what is left of them is on the disk. Blobs that a killed process of the same run had there are still there.
+    What runs left in `memory` that were killed and are not `kept_in_memory` is removed, and of the keys at `root` those
+    whose blobs went with it: they count as deleted.
     """
-    _remove_leftovers(memory)
-    _unlink_missing(root)
     with contextlib.ExitStack() as stack:
         try:
             stack.enter_context(_linked(root, memory))
         except OSError as error:
             log.info("weights on the disk", directory=str(root), reason=str(error))
+        for place in memory.glob(f"{_PREFIX}*"):
+            _remove_leftover(place)
+        _unlink_missing(root)
         yield
 
 
 @contextlib.contextmanager
+def kept_in_memory(root: Path) -> Iterator[None]:
+    """What the relay at `root` has in memory stays, also where the process that put it there is killed.
+
+    After that process, and all that keep it, nothing of it is left.
+    """
+    with _held(root / MEMORY_LINK) as place:
+        yield
+    if place is not None:
+        _remove_leftover(place)
+
+
+@contextlib.contextmanager
 def _linked(root: Path, memory: Path) -> Iterator[None]:
-    with _place_in(memory) as place:
-        (root / MEMORY_LINK).symlink_to(place)
+    link = root / MEMORY_LINK
+    with contextlib.ExitStack() as stack:
+        place = stack.enter_context(_held(link))
+        if place is None:
+            link.unlink(missing_ok=True)
+            link.symlink_to(tempfile.mkdtemp(prefix=_PREFIX, dir=memory))
+            place = stack.enter_context(_held(link))
+            if place is None:
+                raise FileNotFoundError(f"{link}: taken for a leftover")
         try:
             yield
         finally:
-            (root / MEMORY_LINK).unlink(missing_ok=True)
+            link.unlink(missing_ok=True)
             _bring_to_disk(root)
+            shutil.rmtree(place, ignore_errors=True)
 
 
 @contextlib.contextmanager
-def _place_in(memory: Path) -> Iterator[Path]:
-    """A directory that is this process's while it lives, and removed at the end."""
-    place = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=memory))
-    try:
-        with _locked(place):
-            if not place.exists():
-                raise FileNotFoundError(f"{place}: taken for a leftover")
-            yield place
-    finally:
-        shutil.rmtree(place, ignore_errors=True)
+def _held(link: Path) -> Iterator[Path | None]:
+    """The place that `link` names, which counts as no leftover meanwhile; None where there is none."""
+    with contextlib.ExitStack() as stack:
+        place = None
+        with contextlib.suppress(OSError):
+            found = link.readlink()
+            stack.enter_context(_locked(found, fcntl.LOCK_SH))
+            place = found if found.exists() else None
+        yield place
 
 
 @contextlib.contextmanager
-def _locked(place: Path, flags: int = fcntl.LOCK_EX) -> Iterator[None]:
+def _locked(place: Path, flags: int) -> Iterator[None]:
     descriptor = os.open(place, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, flags)
@@ -74,21 +95,19 @@ def _locked(place: Path, flags: int = fcntl.LOCK_EX) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _remove_leftovers(memory: Path) -> None:
-    """Of processes that are gone; others' cannot be opened, and those of the living are locked."""
-    for place in memory.glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError), _locked(place, fcntl.LOCK_EX | fcntl.LOCK_NB):
-            shutil.rmtree(place, ignore_errors=True)
+def _remove_leftover(place: Path) -> None:
+    """Unless somebody holds it; others' cannot be opened."""
+    with contextlib.suppress(OSError), _locked(place, fcntl.LOCK_EX | fcntl.LOCK_NB):
+        shutil.rmtree(place, ignore_errors=True)
 
 
 def _links(root: Path) -> list[Path]:
     """Keys whose blobs are elsewhere, manifests last."""
-    found = [Path(directory, name) for directory, _, names in os.walk(root) for name in names]
+    found = [Path(directory, name) for directory, _, names in os.walk(root) for name in names if name != MEMORY_LINK]
     return sorted((path for path in found if path.is_symlink()), key=lambda path: (path.suffix == ".json", path))
 
 
 def _unlink_missing(root: Path) -> None:
-    (root / MEMORY_LINK).unlink(missing_ok=True)
     for path in reversed(_links(root)):
         if not path.exists():
             path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Reading what a relay does not have yet, or cannot give just now, until a deadline."""
+"""Reading what a relay does not have yet, or cannot give just now, until a deadline; a relay that is asked so."""
 
 import time
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from typing import TypeVar
 from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_exponential
 
 from elastic.weights.errors import BlobNotFound, RelayUnavailable
-from elastic.weights.relay import Relay
+from elastic.weights.relay import Buffer, Relay
 
 T = TypeVar("T")
 
@@ -19,6 +19,36 @@ POLL_S, POLL_MAX_S = 0.005, 0.25
 
 POLL_SHARE = 1 / 16
 """Of the time waited so far, until one looks again: by so much at most anything is noticed late."""
+
+
+class PatientRelay:
+    """`elastic.weights.relay.Relay` that may be away for `patience_s`, and come back elsewhere."""
+
+    def __init__(self, relay: Relay, patience_s: float) -> None:
+        self._relay = relay
+        self._patience_s = patience_s
+
+    def follow(self, relay: Relay) -> None:
+        """The same blobs are there from now on. Whoever is asking the former one asks this one next."""
+        self._relay = relay
+
+    def put(self, key: str, *parts: Buffer) -> None:
+        self._ask(f"put {key}", lambda: self._relay.put(key, *parts))
+
+    def get(self, key: str, start: int = 0, length: int | None = None) -> bytes:
+        return self._ask(f"get {key}", lambda: self._relay.get(key, start, length))
+
+    def list_keys(self, prefix: str = "") -> list[str]:
+        return self._ask(f"list {prefix}", lambda: self._relay.list_keys(prefix))
+
+    def delete(self, key: str) -> None:
+        self._ask(f"delete {key}", lambda: self._relay.delete(key))
+
+    def close(self) -> None:
+        self._relay.close()
+
+    def _ask(self, what: str, ask: Callable[[], T]) -> T:
+        return patiently(time.monotonic() + self._patience_s, what, ask)
 
 
 def fetch(relay: Relay, key: str, deadline_s: float, start: int = 0, length: int | None = None) -> bytes:

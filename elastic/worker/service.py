@@ -76,6 +76,14 @@ Audit: TypeAlias = Callable[[], bool]
 """Whether what was pulled is still what it was; if not, the next pull replaces it. Blocks."""
 
 
+class Standing(msgspec.Struct, frozen=True):
+    """Where a trainer stands: at which version, and what it was given in the step that leads to the next."""
+
+    version: int
+    groups: tuple[str, ...] = ()
+    slots: frozenset[int] = frozenset()
+
+
 class Trainer(Protocol):
     """Takes the orders of the trainer's worker; see `elastic.worker.trainer_host`."""
 
@@ -87,8 +95,20 @@ class Trainer(Protocol):
         """Before the worker is ready: bring the trainer's current weights into its engine. Blocks."""
         ...
 
+    def standing(self) -> Standing:
+        """Any thread may ask, once there is an engine."""
+        ...
+
+    def has(self, order: TrainerOrder) -> bool:
+        """Whether the order was carried out before. Then it is only answered again, and needs no device."""
+        ...
+
     def carry_out(self, order: TrainerOrder) -> TrainerReply:
         """Blocks. The engine sleeps meanwhile, but for a `SkipGroup`: the device belongs to the trainer alone."""
+        ...
+
+    def follow(self, welcome: wire.Welcome) -> None:
+        """An orchestrator has come back, and its relay may be elsewhere."""
         ...
 
     def published(self) -> wire.Published:
@@ -128,6 +148,7 @@ class Service:
         self._load_phase = LoadPhase.NONE
         self._received_bytes = received_bytes or (lambda: 0)
         self._publishing: asyncio.Task[None] | None = None
+        self._training_failed: wire.TrainerFailed | None = None
         self._asleep = False
         self._drain_reason = ""
         self._announced_turns = 0
@@ -191,8 +212,11 @@ class Service:
     # The connection
 
     def _announce(self) -> None:
-        publisher = "" if self._trainer is None else self._trainer.publisher
-        self._send(wire.Ready(self._engine.capabilities, self._engine.statistics().weights_version, publisher))
+        ready = wire.Ready(self._engine.capabilities, self._engine.statistics().weights_version)
+        if self._trainer is not None:
+            stands, key = self._trainer.standing(), self._trainer.publisher
+            ready = wire.Ready(ready.capabilities, stands.version, key, list(stands.groups), sorted(stands.slots))
+        self._send(ready)
         self._heartbeat()
 
     def _send(self, message: wire.FromWorker) -> None:
@@ -223,13 +247,18 @@ class Service:
             return
         log.warning("connection lost", worker=self._ticket.worker, cause=str(loss))
         welcome = self._welcome
+        within_s = max(welcome.resume_timeout_s, welcome.orchestrator_timeout_s)
         try:
-            self._connection, self._welcome = await dial(self._ticket, welcome.session_key, welcome.resume_timeout_s)
+            self._connection, self._welcome = await dial(self._ticket, welcome.session_key, within_s)
         except (ConnectionLost, SessionRefused) as error:
-            self._end(1, f"{loss}, and the session could not be resumed: {error}")
-        else:
-            log.info("connection resumed", worker=self._ticket.worker, epoch=self._welcome.epoch)
-            self._announce()
+            self._end(1, f"{loss}, and the session could not be resumed within {within_s} s: {error}")
+            return
+        log.info("connection resumed", worker=self._ticket.worker, epoch=self._welcome.epoch)
+        if self._trainer is not None:
+            self._trainer.follow(self._welcome)
+        self._announce()
+        if self._trainer is not None and self._publishing is not None:
+            self._tell_of_publication(self._trainer)
 
     async def _leave_when(self, leave: asyncio.Event) -> None:
         """Whoever tells the process to leave has no time for its turns to finish."""
@@ -360,37 +389,53 @@ class Service:
 
     def _order_training(self, orders: Sequence[TrainerOrder]) -> None:
         for order in orders:
-            self._operations.put_nowait(functools.partial(self._train, order))
+            self._operations.put_nowait(functools.partial(self._train, order, self._connection))
 
-    async def _train(self, order: TrainerOrder) -> None:
+    async def _train(self, order: TrainerOrder, asked: Connection) -> None:
+        """Answered where it was `asked`: on another connection it is asked again if its answer was not heard."""
         if self._trainer is None:
-            self._send(wire.TrainerFailed("this worker has no trainer"))
+            asked.send(wire.TrainerFailed("this worker has no trainer"))
             return
-        if isinstance(order, wire.Update):
+        if self._training_failed is not None:
+            asked.send(self._training_failed)
+            return
+        again = self._trainer.has(order)
+        if isinstance(order, wire.Update) and not again:
             await self._published()
+        work = self._trainer.carry_out if again else functools.partial(self._carry_out, self._trainer)
         try:
-            reply = await self._device.run(self._trainer.timeout_s, self._carry_out, self._trainer, order)
+            reply = await self._device.run(self._trainer.timeout_s, work, order)
         except TimeoutError:
-            self._send(wire.TrainerFailed(f"{type(order).__name__} took longer than {self._trainer.timeout_s} s"))
+            self._fail_training(f"{type(order).__name__} took longer than {self._trainer.timeout_s} s")
         except Exception as error:
             log.exception("training failed", order=type(order).__name__)
-            self._send(wire.TrainerFailed(wire.clipped(f"{type(error).__name__}: {error}")))
+            self._fail_training(f"{type(error).__name__}: {error}")
         else:
             if reply is not None:
-                self._send(reply)
+                asked.send(reply)
             if isinstance(reply, wire.Stepped):
-                self._publishing = self._tasks.create_task(self._publish(self._trainer, reply.version))
+                self._tell_of_publication(self._trainer)
 
-    async def _publish(self, trainer: Trainer, version: int) -> None:
-        """Say what it took to put a version on the relay once it is there, while turns run already."""
+    def _tell_of_publication(self, trainer: Trainer) -> None:
+        """Of the last version's, also where it was told before: there may have been nobody to hear it."""
+        if self._publishing is None or self._publishing.done():
+            self._publishing = self._tasks.create_task(self._publish(trainer))
+
+    async def _publish(self, trainer: Trainer) -> None:
+        """Say what it took to put the version on the relay once it is there, while turns run already."""
+        version = trainer.standing().version
         try:
             self._send(await run_in_thread(trainer.timeout_s, trainer.published))
         except TimeoutError:
-            self._send(wire.TrainerFailed(f"version {version} was not published within {trainer.timeout_s} s"))
+            self._fail_training(f"version {version} was not published within {trainer.timeout_s} s")
         except Exception as error:
             log.exception("weights not published", version=version)
-            cause = f"{type(error).__name__}: {error}"
-            self._send(wire.TrainerFailed(wire.clipped(f"version {version} not published: {cause}")))
+            self._fail_training(f"version {version} not published: {type(error).__name__}: {error}")
+
+    def _fail_training(self, cause: str) -> None:
+        """Nothing can be relied on any more; whoever asks for more is told so."""
+        self._training_failed = wire.TrainerFailed(wire.clipped(cause))
+        self._send(self._training_failed)
 
     async def _published(self) -> None:
         """Once the version before is on the relay, or never will be: the next one waits for that."""

@@ -35,6 +35,7 @@ class TokenStream:
         self._send = send
         self._loop = asyncio.get_running_loop()
         self._turns: dict[str, _Turn] = {}
+        self._abandoned = 0
         self._timer: asyncio.TimerHandle | None = None
         self._idle = asyncio.Event()
         self._idle.set()
@@ -57,7 +58,7 @@ class TokenStream:
 
     def open(self, order: wire.Generate) -> GenerateRequest:
         """A turn begins; returns what the engine is to be asked."""
-        request_id = _request_id(order)
+        request_id = self._request_id(order)
         self._turns[request_id] = _Turn(order.turn, order.attempt)
         self._idle.clear()
         return GenerateRequest(
@@ -78,7 +79,7 @@ class TokenStream:
 
     def running(self, orders: Iterable[wire.Abort]) -> list[str]:
         """Request ids of those turns that still run."""
-        return [request_id for order in orders if (request_id := _request_id(order)) in self._turns]
+        return [request_id for order in orders if (request_id := self._request_id(order)) in self._turns]
 
     def all_running(self) -> list[str]:
         return list(self._turns)
@@ -90,8 +91,12 @@ class TokenStream:
         return self.all_running()
 
     def abandon(self) -> list[str]:
-        """Forget all turns, and what they produced since the last batch; returns their request ids."""
+        """Forget all turns, and what they produced since the last batch; returns their request ids.
+
+        Another orchestrator may count their attempts anew: what the engine still says of these is not for that.
+        """
         abandoned = self.all_running()
+        self._abandoned += 1
         self._turns.clear()
         self._waiting.clear()
         self._idle.set()
@@ -120,6 +125,9 @@ class TokenStream:
         if self._waiting and not self._whole_turns:
             self._arm()
         self._hand_over([chunk for chunk in known if chunk.request_id in ended])
+
+    def _request_id(self, order: wire.Generate | wire.Abort) -> str:
+        return f"{order.turn}#{order.attempt}.{self._abandoned}"
 
     def _take(self) -> list[TokenChunk]:
         with self._lock:
@@ -158,10 +166,6 @@ class TokenStream:
             sum(chunk.prefilled_tokens for chunk in run),
             wire.clipped(detail),
         )
-
-
-def _request_id(order: wire.Generate | wire.Abort) -> str:
-    return f"{order.turn}#{order.attempt}"
 
 
 def _runs(chunks: Iterable[TokenChunk]) -> list[list[TokenChunk]]:

@@ -6,6 +6,7 @@ thread takes orders one by one, and the engine sleeps through every one of the t
 
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import assert_never
@@ -25,10 +26,12 @@ from elastic.weights.layers import changed_shares
 from elastic.weights.link import BYTES_PER_S_IN_GBPS
 from elastic.weights.publisher import Publisher, PublishSettings
 from elastic.weights.relay import open_relay
+from elastic.weights.shared_memory import kept_in_memory
 from elastic.weights.signing import SigningKey
 from elastic.weights.versions import discard_all
+from elastic.weights.waiting import PatientRelay
 from elastic.worker.agent import AgentExit, Ticket, build_engine, run_agent
-from elastic.worker.service import TrainerOrder, TrainerReply
+from elastic.worker.service import Standing, TrainerOrder, TrainerReply
 
 log = structlog.get_logger(__name__)
 
@@ -44,16 +47,19 @@ async def run_trainer_host(ticket: Ticket, config: Config, run_dir: Path, resume
     for what comes next; with `resume` it goes on from the newest checkpoint in `run_dir`, under that checkpoint's
     version, where there is one. What it publishes is signed with a key of this process alone, so what an earlier one
     published is of no use, and deleted.
+    While it lives the run's weights stay in shared memory, whatever becomes of the orchestrator.
     """
     host = TrainerHost(config, run_dir, resume)
-    return await run_agent(ticket, host.build_engine, trainer=host)
+    with kept_in_memory(run_dir / "weights"):
+        return await run_agent(ticket, host.build_engine, trainer=host)
 
 
 class TrainerHost:
     """`elastic.worker.service.Trainer` over a `GRPOTrainer`; every method runs on the worker's device thread."""
 
     def __init__(self, config: Config, run_dir: Path, resume: bool) -> None:
-        self.timeout_s = config.trainer.step_timeout_s
+        # An orchestrator that is away may have taken the relay with it.
+        self.timeout_s = config.trainer.step_timeout_s + config.run.orchestrator_timeout_s
         self._config = config
         self._run = run_dir.name
         self._key = SigningKey()
@@ -61,7 +67,8 @@ class TrainerHost:
         self._checkpoints = run_dir / "checkpoints"
         self._resume = resume
         self._publishing = ThreadPoolExecutor(1, thread_name_prefix="publishing")
-        self._publication: Future[wire.Published]
+        self._publication: Future[wire.Published] = Future()
+        self._stepped: wire.Stepped | None = None
 
     def build_engine(self, welcome: wire.Welcome) -> RolloutEngine:
         """The trainer, its weights on the relay, and the engine that seeds, still without weights."""
@@ -70,14 +77,16 @@ class TrainerHost:
         rollout = self._config.rollout
         model = load_model(self._config.model.checkpoint, _device(settings.device))
         self._trainer = GRPOTrainer(self._config.trainer, model, rollout.groups, rollout.temperature)
-        relay = open_relay(welcome.relay, welcome.relay_token)
+        self._relay_at = welcome.relay, welcome.relay_token
+        self._relay = PatientRelay(open_relay(*self._relay_at), welcome.orchestrator_timeout_s)
         if self._resume:
             self._restore()
-        discard_all(relay)
+        self._standing = Standing(self._trainer.version)
+        discard_all(self._relay)
         warm_up()
         settings = _publish_settings(self._config.weights)
-        self._publisher = Publisher(relay, self._run, welcome.model, settings, key=self._key)
-        self._publisher.publish(self._trainer.version, self._trainer.bf16_tensors())
+        self._publisher = Publisher(self._relay, self._run, welcome.model, settings, key=self._key)
+        self._publication.set_result(self._publish(self._trainer.version, (), self._trainer.bf16_tensors()))
         threading.Thread(target=self._answer_requests, name="requests", daemon=True).start()
         return build_engine(welcome)
 
@@ -85,19 +94,48 @@ class TrainerHost:
         self._engine = engine
         self._apply(self._trainer.bf16_tensors())
 
-    def carry_out(self, order: TrainerOrder) -> TrainerReply:
+    def follow(self, welcome: wire.Welcome) -> None:
+        if self._relay_at != (welcome.relay, welcome.relay_token):
+            self._relay_at = welcome.relay, welcome.relay_token
+            self._relay.follow(open_relay(*self._relay_at))
+
+    def standing(self) -> Standing:
+        return self._standing
+
+    def has(self, order: TrainerOrder) -> bool:
         match order:
             case wire.TrainGroup():
-                began_s = time.monotonic()
-                self._trainer.train_group(order)
-                return wire.Trained(order.group, time.monotonic() - began_s)
+                return order.group in self._standing.groups
             case wire.SkipGroup():
-                self._trainer.skip_group(order.index, order.tokens)
-                return None
+                return order.index in self._standing.slots
             case wire.Update():
-                return self._update(order)
+                return self._stepped is not None and order.version == self._stepped.version
             case _:
                 assert_never(order)
+
+    def carry_out(self, order: TrainerOrder) -> TrainerReply:
+        began_s = time.monotonic()
+        match order:
+            case wire.TrainGroup():
+                if not self.has(order):
+                    self._given(order.index, order.group)
+                    self._trainer.train_group(order)
+                return wire.Trained(order.group, time.monotonic() - began_s)
+            case wire.SkipGroup():
+                if not self.has(order):
+                    self._given(order.index)
+                    self._trainer.skip_group(order.index, order.tokens)
+                return None
+            case wire.Update():
+                if self._stepped is None or not self.has(order):
+                    self._stepped = self._update(order)
+                return self._stepped
+            case _:
+                assert_never(order)
+
+    def _given(self, slot: int, *groups: str) -> None:
+        stands = self._standing
+        self._standing = Standing(stands.version, (*stands.groups, *groups), stands.slots | {slot})
 
     def _update(self, order: wire.Update) -> wire.Stepped:
         metrics = self._trainer.update()
@@ -106,7 +144,8 @@ class TrainerHost:
         if self._trainer.version != order.version:
             raise RuntimeError(f"the trainer stepped to version {self._trainer.version}, not {order.version}")
         tensors = self._trainer.bf16_tensors()
-        self._publication = self._publishing.submit(self._publish, order, tensors)
+        self._publication = self._publishing.submit(self._publish, order.version, order.pulled, tensors)
+        self._standing = Standing(order.version)
         began_s = time.monotonic()
         self._apply(tensors)
         applied_s = time.monotonic()
@@ -121,10 +160,10 @@ class TrainerHost:
     def published(self) -> wire.Published:
         return self._publication.result()
 
-    def _publish(self, order: wire.Update, tensors: dict[str, torch.Tensor]) -> wire.Published:
+    def _publish(self, version: int, pulled: Sequence[int], tensors: dict[str, torch.Tensor]) -> wire.Published:
         """While the engine generates with these weights already, and whoever pulls them follows."""
         began_s = time.monotonic()
-        published = self._publisher.publish(order.version, tensors, order.pulled)
+        published = self._publisher.publish(version, tensors, pulled)
         figures = {
             "publish_s": time.monotonic() - began_s,
             "weights_encode_s": published.encode_s,
@@ -134,7 +173,7 @@ class TrainerHost:
             "weights_changed_share": 2 * sum(published.changed.values()) / max(published.full_bytes, 1),
         }
         elements = {name: tensor.numel() for name, tensor in tensors.items()}
-        return wire.Published(order.version, wire.finite(figures), changed_shares(published.changed, elements))
+        return wire.Published(version, wire.finite(figures), changed_shares(published.changed, elements))
 
     def _answer_requests(self) -> None:
         """Keyframes for workers that can verify no chain, for as long as the process lives."""
@@ -162,6 +201,7 @@ class TrainerHost:
         saved = self._saved()
         if saved:
             self._trainer.load(saved[-1])
+            self._stepped = wire.Stepped(self._trainer.version, wire.finite(self._trainer.metrics))
         log.info("resuming", version=self._trainer.version, checkpoint=str(saved[-1]) if saved else "none")
 
     def _saved(self) -> list[Path]:

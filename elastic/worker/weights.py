@@ -43,8 +43,10 @@ class WeightsPuller:
         self._puller: Puller | None = None
         self._relay: Relay | None = None
         self._store: Store | None = None
-        self._source: tuple[str, str, Trust] | None = None
-        """What the puller reads, and whom it believes."""
+        self._where = "", ""
+        """What the puller reads …"""
+        self._trust: Trust | None = None
+        """… and whom it believes."""
         self._received_before = 0
         """By pullers of before this one."""
 
@@ -93,23 +95,27 @@ class WeightsPuller:
             self._lock.release()
 
     def _open(self, welcome: wire.Welcome, order: wire.PullWeights) -> "Puller":
-        """The puller of before, unless the order is to read elsewhere, or to believe somebody else."""
+        """The puller of before, which may have to read elsewhere, unless the order is to believe somebody else."""
         from elastic.weights.codecs import warm_up
         from elastic.weights.puller import Puller
         from elastic.weights.signing import Trust
         from elastic.weights.store import Store, open_store
 
-        source = welcome.relay, welcome.relay_token, Trust(welcome.run, order.publisher)
-        if self._puller is not None and source == self._source:
+        where, trust = (welcome.relay, welcome.relay_token), Trust(welcome.run, order.publisher)
+        if self._puller is not None and self._relay is not None and trust == self._trust:
+            if where != self._where:
+                self._relay.close()
+                self._relay, self._where = _relay(welcome, trust), where
+                self._puller.follow(self._relay)
             return self._puller
         if self._puller is None:
             # Deltas come after the keyframe; by then their decoders are loaded.
             threading.Thread(target=warm_up, name="warm-up", daemon=True).start()
         self.close()
         keep = os.environ.get(KEEP_VARIABLE)
-        self._relay = _relay(welcome, source[2])
-        self._store = open_store(Path(keep), source[2]) if keep else Store()
-        self._puller, self._source = Puller(self._relay, source[2], store=self._store), source
+        self._relay = _relay(welcome, trust)
+        self._store = open_store(Path(keep), trust) if keep else Store()
+        self._puller, self._where, self._trust = Puller(self._relay, trust, store=self._store), where, trust
         return self._puller
 
     def close(self) -> None:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -37,6 +38,8 @@ def chunk(**fields: Any) -> wire.Tokens:
         (wire.Published(1, {}, {}), "only the trainer"),
         (wire.TrainerFailed("no"), "only the trainer"),
         (READY, "only the trainer"),
+        (msgspec.structs.replace(READY, publisher="", groups=["0/0"]), "only the trainer"),
+        (msgspec.structs.replace(READY, publisher="", slots=[0]), "only the trainer"),
     ],
 )
 def test_a_lie_is_named(lie: wire.FromWorker, named: str) -> None:

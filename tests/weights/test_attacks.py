@@ -165,6 +165,10 @@ def test_a_token_that_was_revoked_is_a_strangers(trainer: Publisher, rights: Rel
     for offered, status in ((first, 401), (token, 200), (rights.owner, 200), ("none", 401), ("é", 401)):
         headers = {b"authorization": b"Bearer " + offered.encode()}
         assert httpx.get(f"{url}/blobs", headers=headers).status_code == status  # type: ignore[arg-type]
+    assert rights.issue("spot-1", "known beforehand") == "known beforehand"
+    for offered, status in ((token, 401), ("known beforehand", 200)):
+        assert httpx.get(f"{url}/blobs", headers={"authorization": f"Bearer {offered}"}).status_code == status
+    token = "known beforehand"
     rights.revoke("spot-1")
     rights.revoke("spot-1")
     assert httpx.get(f"{url}/blobs", headers={"authorization": f"Bearer {token}"}).status_code == 401

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from elastic.weights import directory
 from elastic.weights.directory import DirectoryRelay
 from elastic.weights.errors import BlobConflict, BlobNotFound
-from elastic.weights.shared_memory import in_memory
+from elastic.weights.shared_memory import in_memory, kept_in_memory
 
 
 @pytest.fixture
@@ -141,31 +141,84 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from elastic.weights import directory
-from elastic.weights.shared_memory import in_memory
+from elastic.weights.shared_memory import in_memory, kept_in_memory
 directory.MEMORY_LEFT = 0.0
 root, memory = map(Path, sys.argv[1:])
 with in_memory(root, memory):
-    directory.DirectoryRelay(root).put("v/1", b"lost with its run")
+    directory.DirectoryRelay(root).put("v/1", b"of a killed process")
     os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_what_a_killed_run_left_is_removed_and_counts_as_deleted(root: Path, tmp_path: Path, memory: Path):
-    relay = DirectoryRelay(root)
-    relay.put("v/0", b"on the disk")
-    killed = subprocess.run([sys.executable, "-c", KILLED, str(root), str(memory)], timeout=60)
-    assert killed.returncode == -signal.SIGKILL
-    assert contents(relay) == {"v/0": b"on the disk", "v/1": b"lost with its run"}, "until somebody comes"
+@pytest.fixture
+def killed(root: Path, memory: Path) -> DirectoryRelay:
+    """Of a run whose process was killed: version 0 is on the disk, version 1 was in memory."""
+    DirectoryRelay(root).put("v/0", b"on the disk")
+    process = subprocess.run([sys.executable, "-c", KILLED, str(root), str(memory)], timeout=60)
+    assert process.returncode == -signal.SIGKILL
+    return DirectoryRelay(root)
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Path:
+    """Of another run."""
     other = tmp_path / "other"
     other.mkdir()
+    return other
+
+
+def test_what_a_killed_run_left_is_removed_and_counts_as_deleted(
+    killed: DirectoryRelay, root: Path, other: Path, memory: Path
+):
+    assert contents(killed) == {"v/0": b"on the disk", "v/1": b"of a killed process"}, "until somebody comes"
     with in_memory(other, memory):
         assert in_files(memory) == []
-        assert relay.list_keys() == ["v/0"]
+        assert killed.list_keys() == ["v/0"]
         with pytest.raises(BlobNotFound):
-            relay.get("v/1")
+            killed.get("v/1")
         with in_memory(root, memory):
-            relay.put("v/1", b"of the resumed run")
+            killed.put("v/1", b"of the resumed run")
             DirectoryRelay(other).put("v/1", b"of the other run")
             assert in_files(memory) == [b"of the other run", b"of the resumed run"], "the living are let be"
-    assert contents(relay) == {"v/0": b"on the disk", "v/1": b"of the resumed run"}
+    assert contents(killed) == {"v/0": b"on the disk", "v/1": b"of the resumed run"}
     assert list(memory.iterdir()) == []
+
+
+def test_a_killed_runs_next_process_goes_on_with_what_is_in_memory(killed: DirectoryRelay, root: Path, memory: Path):
+    (place,) = memory.iterdir()
+    with in_memory(root, memory):
+        assert list(memory.iterdir()) == [place]
+        assert contents(killed) == {"v/0": b"on the disk", "v/1": b"of a killed process"}
+        killed.put("v/2", b"of its successor")
+        assert in_files(memory) == [b"of a killed process", b"of its successor"]
+    assert len(contents(killed)) == 3
+    assert list(memory.iterdir()) == []
+
+
+def test_what_is_kept_is_no_leftover_until_nobody_keeps_it(
+    killed: DirectoryRelay, root: Path, other: Path, memory: Path
+):
+    with kept_in_memory(root), in_memory(other, memory):
+        assert killed.get("v/1") == b"of a killed process"
+        killed.put("v/2", b"of whoever keeps it")
+        assert in_files(memory) == [b"of a killed process", b"of whoever keeps it"]
+        with kept_in_memory(root):
+            pass
+        assert killed.list_keys() == ["v/0", "v/1", "v/2"], "another one keeps it"
+    assert list(memory.iterdir()) == []
+    assert killed.list_keys() == ["v/0"]
+
+
+def test_whoever_keeps_it_takes_nothing_from_a_run_that_goes_on(killed: DirectoryRelay, root: Path, memory: Path):
+    with kept_in_memory(root), in_memory(root, memory):
+        with kept_in_memory(root):
+            pass
+        assert killed.list_keys() == ["v/0", "v/1"]
+    assert list(memory.iterdir()) == [], "a run that ends leaves nothing to keep"
+    assert killed.list_keys() == ["v/0", "v/1"]
+
+
+def test_where_nothing_is_in_memory_nothing_is_kept(root: Path):
+    with kept_in_memory(root):
+        DirectoryRelay(root).put("v/1", b"one")
+    assert DirectoryRelay(root).list_keys() == ["v/1"]

@@ -205,6 +205,7 @@ class Orchestra:
                 "model": {},
                 "relay": "",
                 "resume_timeout_s": 2.0,
+                "orchestrator_timeout_s": 2.0,
                 "drain_timeout_s": 2.0,
             }
             | terms
@@ -270,8 +271,8 @@ class Orchestra:
         for message in messages:
             self.door.send(worker, epoch, message)
 
-    def expect(self, worker: str, trains: bool = False) -> None:
-        self.door.expect(worker, f"token of {worker}", f"key of {worker}", trains=trains)
+    def expect(self, worker: str, trains: bool = False, epoch: int = 0) -> None:
+        self.door.expect(worker, f"token of {worker}", f"key of {worker}", trains=trains, epoch=epoch)
 
     def ticket(self, worker: str, join: str = "") -> Ticket:
         return Ticket(join=join or self.address, run=RUN, worker=worker, token=f"token of {worker}")
@@ -282,6 +283,11 @@ class Orchestra:
         work = run_agent(self.ticket(worker, join), lambda _: engine, **options)  # type: ignore[arg-type]
         self.agents.append(asyncio.create_task(work))
         return self.agents[-1]
+
+    def cut(self) -> None:
+        """Every connection, without a word."""
+        for connection in tuple(self.gateway._connections):
+            connection._transport.abort()
 
     async def __aenter__(self) -> "Orchestra":
         self.address = await self.gateway.start()

@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -430,12 +431,13 @@ async def test_a_cut_connection_is_resumed_at_once(orchestra: Orchestra, dead_pa
     orchestra.employ(ScriptedEngine(), join=dead_path.address)
     for epoch in (1, 2, 3):
         await orchestra.first(wire.Ready, epoch=epoch)
-        next(iter(orchestra.gateway._connections))._transport.abort()
+        orchestra.cut()
     await orchestra.first(wire.Heartbeat, epoch=4)
 
 
-async def test_a_worker_whose_orchestrator_is_gone_exits() -> None:
-    async with Orchestra(resume_timeout_s=0.3) as orchestra:
+@pytest.mark.parametrize("patience", [{"resume_timeout_s": 0.3}, {"orchestrator_timeout_s": 0.3}], ids=str)
+async def test_a_worker_whose_orchestrator_stays_away_exits(patience: dict[str, float]) -> None:
+    async with Orchestra(**{"resume_timeout_s": 0.1, "orchestrator_timeout_s": 0.1} | patience) as orchestra:
         engine = ScriptedEngine()
         agent = orchestra.employ(engine)
         await orchestra.first(wire.Ready)
@@ -444,8 +446,61 @@ async def test_a_worker_whose_orchestrator_is_gone_exits() -> None:
         await orchestra.gateway.aclose()
         end = await asyncio.wait_for(agent, 10)
         assert end.code == 1
-        assert "could not be resumed" in end.reason
+        assert "could not be resumed within 0.3 s" in end.reason
+        assert "cannot be reached" in end.reason
         assert engine._closed
+
+
+async def test_an_orchestrator_may_come_back_while_an_engine_boots() -> None:
+    building, built = threading.Event(), threading.Event()
+
+    def build(_: wire.Welcome) -> ScriptedEngine:
+        building.set()
+        assert built.wait(PATIENCE_S)
+        return ScriptedEngine()
+
+    async with Orchestra() as killed:
+        killed.expect("w")
+        agent = asyncio.create_task(run_agent(killed.ticket("w"), build))
+        await asyncio.to_thread(building.wait)
+    back = Orchestra()
+    try:
+        host, port = killed.address.split(":")
+        back.address = await back.gateway.start(host, int(port))
+        back.expect("w")
+        built.set()
+        await back.first(wire.Ready, epoch=1)
+        back.send(generate("t"))
+        await back.finished("t")
+    finally:
+        agent.cancel()
+        await asyncio.gather(agent, return_exceptions=True)
+        await back.gateway.aclose()
+
+
+async def test_a_session_follows_its_new_welcome(orchestra: Orchestra) -> None:
+    """Of an orchestrator that counts attempts anew: what the engine still says of the former's is not for it."""
+    engine = ScriptedEngine(iteration_s=0.01)
+    relays: list[str] = []
+
+    def pull(welcome: wire.Welcome, order: wire.PullWeights) -> Pulled:
+        relays.append(welcome.relay)
+        return pulled()
+
+    orchestra.employ(engine, pull=pull)
+    await orchestra.first(wire.Ready)
+    orchestra.send(generate("t", most=1_000_000))
+    await orchestra.until(lambda: orchestra.chunks("t"))
+    orchestra.door._sessions["w"].welcome = msgspec.structs.replace(orchestra.door._welcome, relay="elsewhere")
+    orchestra.heard.clear()
+    orchestra.cut()
+    await orchestra.first(wire.Ready, epoch=2)
+    before = len(orchestra.chunks("t"))
+    orchestra.send(wire.PullWeights(3, FINISH), generate("t", seed=2), epoch=2)
+    assert (await orchestra.finished("t")).finish is FinishReason.LENGTH
+    check_tokens(orchestra.chunks("t")[before:], 2)
+    await orchestra.first(wire.WeightsReport)
+    assert relays == ["elsewhere"]
 
 
 async def test_a_fenced_worker_exits_and_says_why(orchestra: Orchestra) -> None:

@@ -16,7 +16,7 @@ def order(turn: str) -> wire.Generate:
 
 
 def chunk(turn: str, start: int, count: int, finish: FinishReason | None = None) -> TokenChunk:
-    return TokenChunk(f"{turn}#1", start, list(range(count)), [0.0] * count, 0, finish)
+    return TokenChunk(f"{turn}#1.0", start, list(range(count)), [0.0] * count, 0, finish)
 
 
 async def test_turns_leave_whole() -> None:

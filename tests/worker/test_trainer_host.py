@@ -16,11 +16,14 @@ from elastic.core.types import Account, FinishReason
 from elastic.model.checkpoint import model_tensors, write_checkpoint
 from elastic.model.config import Qwen3Config
 from elastic.model.qwen3 import Qwen3
-from elastic.weights.errors import RelayError
+from elastic.trainer.trainer import GRPOTrainer
+from elastic.weights import directory
+from elastic.weights.errors import RelayError, RelayUnavailable
 from elastic.weights.manifest import version_of
 from elastic.weights.publisher import publish_keyframe
 from elastic.weights.puller import Puller, pull
 from elastic.weights.relay import Buffer, Relay, open_relay
+from elastic.weights.shared_memory import in_memory
 from elastic.weights.signing import SigningKey, Trust
 from elastic.weights.versions import published_versions
 from elastic.worker.trainer_host import run_trainer_host
@@ -59,13 +62,13 @@ async def house(config: Config, tmp_path: Path) -> AsyncIterator["TrainerHouse"]
 
 
 class TrainerHouse(Orchestra):
-    def __init__(self, config: Config, run_dir: Path) -> None:
+    def __init__(self, config: Config, run_dir: Path, **terms: float) -> None:
         relay = str(run_dir / "weights")
         super().__init__(
             engine=config.engine.model_dump(mode="json"),  # type: ignore[arg-type]
             model=MODEL.to_dict(),
             relay=relay,
-            silence_timeout_s=10.0,
+            **{"silence_timeout_s": 10.0, "orchestrator_timeout_s": PATIENCE_S} | terms,
         )
         self.relay = open_relay(relay)
         self._config = config
@@ -285,6 +288,162 @@ async def test_the_device_time_of_the_trainer_adds_up(house: TrainerHouse) -> No
         assert all(later - earlier >= -1_000_000 for earlier, later in itertools.pairwise(shares)), name
 
 
+def step_orders(version: int) -> list[wire.FromOrchestrator]:
+    groups = [train_group(version, index) for index in range(GROUPS - 1)]
+    return [*groups, wire.SkipGroup(version, "none", GROUPS - 1, "no variance", 7), wire.Update(version, version)]
+
+
+def missing(orders: list[wire.FromOrchestrator], ready: wire.Ready) -> list[wire.FromOrchestrator]:
+    """What a trainer that says this has not been given of a step's `orders`."""
+
+    def has(order: wire.FromOrchestrator) -> bool:
+        match order:
+            case wire.TrainGroup():
+                return order.group in ready.groups
+            case wire.SkipGroup():
+                return order.index in ready.slots
+            case wire.Update():
+                return False
+        raise AssertionError(order)
+
+    return [order for order in orders if not has(order)]
+
+
+@pytest.mark.parametrize("position", range(len(step_orders(1))))
+async def test_a_host_that_dials_again_in_the_middle_of_a_step_does_nothing_twice(
+    config: Config, tmp_path: Path, position: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its connection breaks while it carries out the order at `position`, which it is then given again."""
+    begun, go_on = threading.Event(), threading.Event()
+    orders = step_orders(1)
+
+    name = {wire.TrainGroup: "train_group", wire.SkipGroup: "skip_group", wire.Update: "update"}[type(orders[position])]
+    work = getattr(GRPOTrainer, name)
+
+    def hold(*given: object) -> object:
+        begun.set()
+        assert go_on.wait(PATIENCE_S)
+        return work(*given)
+
+    undisturbed, disturbed = tmp_path / "undisturbed", tmp_path / "disturbed"
+    for run_dir in (undisturbed, disturbed):
+        run_dir.mkdir()
+    async with TrainerHouse(config, undisturbed) as house:
+        house.host()
+        await house.first(wire.Ready)
+        house.send(*orders)
+        expected = await house.first(wire.Stepped)
+        await house.first(wire.Published)
+        weights = house.weights(1)
+    async with TrainerHouse(config, disturbed) as house:
+        house.host()
+        await house.first(wire.Ready)
+        house.send(*orders[:position])
+        trained = sum(isinstance(order, wire.TrainGroup) for order in orders[:position])
+        await house.until(lambda: len(house.of(wire.Trained)) == trained)
+        monkeypatch.setattr(GRPOTrainer, name, hold)
+        house.send(orders[position])
+        assert await asyncio.to_thread(begun.wait, PATIENCE_S)
+        before = len(house.heard)
+        house.cut()
+        ready = await house.first(wire.Ready, epoch=2)
+        assert isinstance(ready, wire.Ready)
+        assert ready.weights_version == 0
+        assert ready.slots == list(range(position + 1))[:GROUPS]
+        house.send(orders[position], *missing(orders[position + 1 :], ready), epoch=2)
+        go_on.set()
+        stepped = await house.first(wire.Stepped)
+        await house.first(wire.Published)
+        answered = [m.group for _, _, m in house.heard[before:] if isinstance(m, wire.Trained)]
+        assert answered == [order.group for order in orders[position:] if isinstance(order, wire.TrainGroup)]
+        assert len(house.of(wire.Stepped)) == len(house.of(wire.Published)) == 1
+        assert equal(house.weights(1), weights)
+        timeless = [{k: v for k, v in s.metrics.items() if not k.endswith("_s")} for s in (stepped, expected)]  # type: ignore[attr-defined]
+        assert timeless[0] == timeless[1]
+
+
+async def test_what_was_done_is_answered_again_and_not_done_again(house: TrainerHouse) -> None:
+    house.host()
+    await house.first(wire.Ready)
+    group, skipped, update = step_orders(1)
+    house.send(group, group, skipped, skipped, update)
+    stepped = await house.first(wire.Stepped)
+    published = await house.first(wire.Published)
+    assert [trained.group for trained in house.of(wire.Trained)] == ["s1g0", "s1g0"]  # type: ignore[attr-defined]
+    weights = house.weights(1)
+    house.cut()
+    ready = await house.first(wire.Ready, epoch=2)
+    assert (ready.weights_version, ready.groups, ready.slots) == (1, [], [])  # type: ignore[attr-defined]
+    before = len(house.heard)
+    house.send(update, epoch=2)
+    assert await house.first(wire.Stepped, epoch=2) == stepped
+    assert await house.first(wire.Published, epoch=2, after=before) == published
+    assert equal(house.weights(1), weights)
+    assert published_versions(house.relay) == [0, 1]
+
+
+async def test_a_failure_that_nobody_heard_is_told_whoever_asks_next(house: TrainerHouse) -> None:
+    house.host()
+    await house.first(wire.Ready)
+    house.send(wire.Update(1, 1))
+    failed = await house.first(wire.TrainerFailed)
+    house.cut()
+    await house.first(wire.Ready, epoch=2)
+    house.send(train_group(1, 0), epoch=2)
+    assert await house.first(wire.TrainerFailed, epoch=2) == failed
+    assert not house.of(wire.Trained)
+
+
+async def test_a_relay_that_is_away_for_a_while_fails_no_trainer(
+    house: TrainerHouse, gate: Gated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused = threading.Semaphore(0)
+    put = gate.put
+
+    def away(key: str, *parts: Buffer) -> None:
+        if not gate.opened.is_set() and version_of(key):
+            refused.release()
+            raise RelayUnavailable("nobody is there")
+        put(key, *parts)
+
+    monkeypatch.setattr(gate, "put", away)
+    house.host()
+    await house.first(wire.Ready)
+    await house.step(1)
+    for _ in range(3):
+        assert await asyncio.to_thread(refused.acquire, timeout=PATIENCE_S)
+    gate.opened.set()
+    await house.first(wire.Published)
+    assert published_versions(house.relay) == [0, 1]
+    assert not house.of(wire.TrainerFailed)
+
+
+async def test_weights_stay_in_memory_while_the_trainer_waits_for_its_orchestrator(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The place in memory is that of a process that was killed: nobody but the trainer holds it."""
+    monkeypatch.setattr(directory, "MEMORY_LEFT", 0.0)
+    weights, memory = tmp_path / "weights", tmp_path / "memory"
+    (weights / ".incoming").mkdir(parents=True)
+    place = memory / "elastic-relay-killed"
+    place.mkdir(parents=True)
+    (weights / directory.MEMORY_LINK).symlink_to(place)
+    other = tmp_path / "other"
+    other.mkdir()
+    async with TrainerHouse(config, tmp_path, orchestrator_timeout_s=1.0) as house:
+        agent = house.host()
+        await house.first(wire.Ready)
+        await house.gateway.aclose()
+        with in_memory(other, memory):
+            assert published_versions(house.relay) == [0]
+            assert any(path.is_file() for path in place.iterdir())
+        end = await agent
+        assert end.code == 1  # type: ignore[attr-defined]
+        assert "could not be resumed" in end.reason  # type: ignore[attr-defined]
+        assert list(memory.iterdir()) == []
+        assert published_versions(house.relay) == []
+
+
 async def test_a_resumed_host_goes_on_from_its_checkpoint(house: TrainerHouse) -> None:
     first = house.host("w")
     await house.first(wire.Ready)
@@ -308,6 +467,12 @@ async def test_a_resumed_host_goes_on_from_its_checkpoint(house: TrainerHouse) -
     assert equal(house.weights(2), second)
     keys = {ready.publisher for ready in house.of(wire.Ready)}  # type: ignore[attr-defined]
     assert len(keys) == 2
+    house.send(wire.Update(2, 2), worker="again")
+    stepped = await house.first(wire.Stepped, after=begin)
+    assert stepped.metrics.items() <= house.of(wire.Stepped)[1].metrics.items(), "of the process before"  # type: ignore[attr-defined]
+    assert stepped.metrics["groups"] == GROUPS  # type: ignore[attr-defined]
+    published = await house.first(wire.Published, after=begin)
+    assert published.version == 2  # type: ignore[attr-defined]
 
 
 async def test_a_resumed_host_without_a_checkpoint_begins_anew(house: TrainerHouse) -> None:

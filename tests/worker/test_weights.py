@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from elastic.core.types import WeightMode
 from elastic.weights.directory import DirectoryRelay
 from elastic.weights.errors import WeightsForged
 from elastic.weights.link import Link
-from elastic.weights.publisher import Publisher
+from elastic.weights.publisher import Publisher, publish_keyframe
 from elastic.weights.signing import SigningKey
 from elastic.weights.versions import discard_all
 from elastic.worker import weights
@@ -78,6 +79,24 @@ def test_what_an_audit_finds_wrong_is_pulled_anew(welcome: wire.Welcome):
     assert again.size_bytes >= again.full_bytes
     assert_gives(again.apply(), 2)
     assert pull.audit()
+
+
+def test_another_address_of_the_relay_costs_no_keyframe_and_another_trainer_does(welcome: wire.Welcome):
+    pull = WeightsPuller()
+    assert_gives(pull(welcome, ordered(1)).apply(), 1)
+    moved = msgspec.structs.replace(welcome, relay=f"file://{welcome.relay}", relay_token="another")
+    received_bytes = pull.received_bytes()
+    pulled = pull(moved, ordered(2))
+    assert 0 < pulled.size_bytes < pulled.full_bytes
+    assert pull.received_bytes() == received_bytes + pulled.size_bytes
+    assert_gives(pulled.apply(), 2)
+    key = SigningKey()
+    relay = DirectoryRelay(Path(welcome.relay))
+    discard_all(relay)
+    publish_keyframe(relay, "run", 3, tensors(3), {}, key)
+    pulled = pull(moved, ordered(3, key))
+    assert pulled.size_bytes >= pulled.full_bytes
+    assert_gives(pulled.apply(), 3)
 
 
 def test_a_successor_goes_on_from_what_was_kept(welcome: wire.Welcome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
