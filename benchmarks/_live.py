@@ -79,7 +79,7 @@ class LiveRun:
     def process_id(self, worker: Worker) -> int:
         """Of a worker whose lease is one local process."""
         record = json.loads((self._run_dir / "leases" / f"{worker.lease}.json").read_text())
-        return record["processes"][0]["pid"]
+        return next(iter(record["processes"].values()))["pid"]
 
 
 @contextlib.asynccontextmanager

@@ -104,7 +104,8 @@ class Run:
         """Kill the reserved worker; whether its successor has joined."""
         joined = self._joined()
         leases = sorted(self._run_dir().glob("leases/reserved-*.json"), key=lambda path: path.stat().st_mtime)
-        os.kill(json.loads(leases[-1].read_text())["processes"][0]["pid"], signal.SIGKILL)
+        (process,) = json.loads(leases[-1].read_text())["processes"].values()
+        os.kill(process["pid"], signal.SIGKILL)
         return lambda: self._joined() > joined
 
     def close(self) -> None:

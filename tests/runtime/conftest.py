@@ -121,7 +121,7 @@ class Killer:
 
     def _pid(self, lease: str) -> int:
         record = msgspec.json.decode((self._run_dir / "leases" / f"{lease}.json").read_bytes())
-        return record["processes"][0]["pid"]
+        return next(iter(record["processes"].values()))["pid"]
 
 
 class HostKiller(Killer):

@@ -62,7 +62,7 @@ async def _freeze_one(scheduler: Scheduler, run_dir: Path) -> tuple[str, set[str
         worker = max(ready, key=lambda w: w.outstanding - w.pending, default=None)
         if worker is not None and len(ready) > 1 and worker.outstanding > worker.pending:
             record = msgspec.json.decode((run_dir / "leases" / f"{worker.lease}.json").read_bytes())
-            os.kill(record["processes"][0]["pid"], signal.SIGSTOP)
+            os.kill(next(iter(record["processes"].values()))["pid"], signal.SIGSTOP)
             return worker.id, set(worker.turns)
         await asyncio.sleep(0.01)
 
