@@ -97,7 +97,10 @@ class Worker:
         declared how many it executes at once."""
         if self.max_batch is None or not self.pending:
             return self.pending
-        return min(self.pending, max(self.engine_pending, len(self.turns) - self.places))
+        waiting = len(self.turns) - self.places
+        if waiting < self.engine_pending:
+            waiting = self.engine_pending
+        return waiting if waiting < self.pending else self.pending
 
     @property
     def has_place(self) -> bool:
@@ -231,11 +234,11 @@ class Fleet:
         """As `has_room`, whether it is about to leave or not."""
         return (
             worker.state is WorkerState.READY
-            and worker.version is not None
             and len(worker.turns) < worker.capacity
+            and worker.version is not None
             and not worker.resting
             and not (worker.declines and worker.pending)
-            and ((worker.max_batch is not None and worker.has_place) or worker.queued < self._max_pending)
+            and (worker.queued < self._max_pending or (worker.max_batch is not None and worker.has_place))
         )
 
     def with_room(self, worker: WorkerId, oldest_version: int) -> Worker | None:
@@ -245,7 +248,8 @@ class Fleet:
         return record if self.has_room(record) else None
 
     def least_loaded(self, role: WorkerRole, oldest_version: int, avoided: Container[WorkerId] = ()) -> list[Worker]:
-        self._put_in_order()
+        if self._out_of_order:
+            self._put_in_order()
         places = self._loads[role]
         if not places:
             return []
@@ -291,10 +295,9 @@ class Fleet:
             self._able.pop(worker.id, None)
 
     def _put_in_order(self) -> None:
-        if self._out_of_order:
-            for worker in self._out_of_order.values():
-                self._reindex_load(worker)
-            self._out_of_order.clear()
+        for worker in self._out_of_order.values():
+            self._reindex_load(worker)
+        self._out_of_order.clear()
 
     def _reindex_load(self, worker: Worker) -> None:
         entry, wanted = self._indexed.get(worker.id), self._load_entry(worker)
@@ -316,9 +319,8 @@ class Fleet:
     def _load_entry(self, worker: Worker) -> tuple[_Place, _Load] | None:
         if worker.version is None or not self.has_room(worker):
             return None
-        held, places = len(worker.turns), worker.places
-        queue = 0 if held < places and not worker.engine_pending else 1 + worker.queued
-        share = (held + 1) / (places * worker.standing)
+        queue = 0 if worker.has_place else 1 + worker.queued
+        share = (len(worker.turns) + 1) / (worker.places * worker.standing)
         return (worker.kind, worker.version), (queue, share, worker.order, worker.id)
 
     def _reindex_help(self, worker: Worker) -> None:

@@ -33,10 +33,6 @@ class Longest:
     duration_ns: Nanoseconds = 0
     before_ns: Nanoseconds = 0
 
-    def tells_nothing(self, duration_ns: Nanoseconds, now_ns: Nanoseconds) -> bool:
-        """Whether noting this would change nothing."""
-        return duration_ns <= self.duration_ns and now_ns - self.since_ns < REMEMBERED_NS
-
     def note(self, duration_ns: Nanoseconds, now_ns: Nanoseconds) -> None:
         age_ns = now_ns - self.since_ns
         if age_ns >= REMEMBERED_NS:
@@ -71,7 +67,7 @@ class Patience:
         longest = self._longest.get(what)
         if longest is None:
             longest = self._longest[what] = Longest(now_ns)
-        if not longest.tells_nothing(duration_ns, now_ns):
+        if duration_ns > longest.duration_ns or now_ns >= longest.since_ns + REMEMBERED_NS:
             longest.note(duration_ns, now_ns)
             self._known.pop(what, None)
 

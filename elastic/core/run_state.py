@@ -123,7 +123,7 @@ class RunState:
 
     def expect(self, what: str, key: str) -> None:
         """Wait as long as the run has the patience to."""
-        self.wait(what, key, self.patience.limit_ns(what, self.now_ns))
+        self.timers.set(what, key, self.now_ns, self.patience.limit_ns(what, self.now_ns))
 
     def came(self, what: str, key: str) -> None:
         """What was waited for is there; how long that took is remembered."""
@@ -137,7 +137,7 @@ class RunState:
         since_ns = self.timers.since_ns(what, key)
         if since_ns is not None:
             self.patience.note(what, self.now_ns - since_ns, self.now_ns)
-        self.expect(what, key)
+        self.timers.set(what, key, self.now_ns, self.patience.limit_ns(what, self.now_ns))
 
     def wait_anew(self) -> None:
         """Nobody could be heard for a while: whoever is waited for has all of the time once more."""

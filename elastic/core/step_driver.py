@@ -97,7 +97,7 @@ class StepDriver:
         step.meter.look(
             run.now_ns,
             training=at_work,
-            waiting=not at_work and not step.rollouts_done and device.free,
+            waiting=not at_work and device.mode is TrainerMode.ASLEEP and not step.rollouts_done,
             workers=run.fleet.helping_workers,
         )
 

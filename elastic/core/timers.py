@@ -120,8 +120,9 @@ class Timers:
     def _first(self) -> _Heap:
         """The heap with the earliest deadline at its top."""
         heap, old = self._heap, self._old_heap
-        self._settle(heap)
-        self._settle(old)
+        for entries in (heap, old) if old else (heap,):
+            if entries and not self._is_true(entries[0]):
+                self._settle(entries)
         return old if old and (not heap or old[0] < heap[0]) else heap
 
     def _settle(self, heap: _Heap) -> None:

@@ -77,14 +77,18 @@ class TurnDesk:
         return limits.queue_timeout_ns + max(coming_ns, limits.train_timeout_ns)
 
     def _clear_queue_waits(self) -> None:
-        for what in QUEUE_WAITS:
-            self._run.timers.clear(what, "queue")
+        timers = self._run.timers
+        if timers.waiting("place", "queue"):  # Whoever waits for capacity waits for a place, too.
+            for what in QUEUE_WAITS:
+                timers.clear(what, "queue")
 
     def _match(self, heads: Sequence[Turn]) -> tuple[Turn, Worker] | None:
         """The first of these turns that somebody can take, and who."""
         run = self._run
         for turn in heads:
-            chosen = self._destination(turn) or self._leaving(turn)
+            chosen = self._destination(turn) if turn.destination is not None else None
+            if chosen is None and run.fleet.leaving:
+                chosen = self._leaving(turn)
             if chosen is None:
                 fleet = Others(run.fleet, turn.avoided) if turn.avoided else run.fleet
                 chosen = run.policies.routing.route(turn, fleet)
@@ -94,12 +98,10 @@ class TurnDesk:
 
     def _destination(self, turn: Turn) -> WorkerId | None:
         """Where the turn was on its way to, if there is still room."""
-        if turn.destination is None:
-            return None
         destination, turn.destination = turn.destination, None
-        if destination in turn.avoided or self._run.fleet.with_room(destination, turn.oldest_version) is None:
+        if destination is None or destination in turn.avoided:
             return None
-        return destination
+        return destination if self._run.fleet.with_room(destination, turn.oldest_version) is not None else None
 
     def _leaving(self, turn: Turn) -> WorkerId | None:
         """A worker that is about to leave and may have the turn until then: its time is paid for.
@@ -107,7 +109,7 @@ class TurnDesk:
         Unless another has room that holds the turn's prefix.
         """
         run, policy = self._run, self._run.policies.departure
-        if policy is None or not run.fleet.leaving:
+        if policy is None:
             return None
         holder = turn.affine_worker or ""
         if run.fleet.with_room(holder, turn.oldest_version) is not None:

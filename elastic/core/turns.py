@@ -209,11 +209,13 @@ class Turns:
         if not self._queues:
             return []
         heads: list[Turn] = []
-        for needs in list(self._queues):
+        for needs in tuple(self._queues):
             turn = self._head_of(needs)
             if turn is not None:
                 heads.append(turn)
-        return sorted(heads, key=lambda turn: turn.order) if len(heads) > 1 else heads
+        if len(heads) > 1:
+            heads.sort(key=lambda turn: turn.order)
+        return heads
 
     def _head_of(self, needs: Needs) -> Turn | None:
         queue = self._queues[needs]

@@ -610,8 +610,9 @@ class EngineModel:
             self._emit(chunks)
 
     def _release_if_idle(self) -> None:
-        running = self._span is not None or (self._lets_finish and self._started)
-        if self._held is not None and not running and not self._applying:
+        if self._held is None or self._applying:
+            return
+        if self._span is None and not (self._lets_finish and self._started):
             self._charge()
             self._applying = True
             apply, self._held = self._held, None

@@ -74,6 +74,7 @@ class Environments:
         self.episodes = episodes
         self._loop = loop
         self._settings = settings
+        self._reset_ns, self._step_ns = round(settings.reset_s * NS_PER_S), round(settings.step_s * NS_PER_S)
         self._feed = feed
         self._meter = meter
         self._busy = busy
@@ -105,7 +106,7 @@ class Environments:
     def start(self, group: c.StartGroup) -> None:
         for name in group.trajectories:
             self._running[name] = Trajectory(name, self.episodes.episode(name), group.group, self._loop.now_ns)
-            self._work(self._settings.reset_s, name)
+            self._work(self._reset_ns, name)
 
     def recalled(self, event: e.Event, command: c.Command | None) -> None:
         """Runs on virtual time have one incarnation."""
@@ -133,7 +134,7 @@ class Environments:
             running.turns += 1
             running.context += done.length
             running.policy_tokens += done.length
-            self._work(self._settings.step_s, running.id)
+            self._work(self._step_ns, running.id)
 
     def fail_turn(self, turn: TurnId, cause: str) -> None:
         failed = self._turns.pop(turn, None)
@@ -154,10 +155,9 @@ class Environments:
         for trajectory in trajectories:
             self._finished.pop(trajectory, None)
 
-    def _work(self, work_s: float, trajectory: TrajectoryId) -> None:
+    def _work(self, work_ns: Nanoseconds, trajectory: TrajectoryId) -> None:
         """The environment works, and the turn's own latency passes; then the next turn is asked for."""
         begin_ns = self._loop.now_ns
-        work_ns = round(work_s * NS_PER_S)
         if self._settings.serial:
             begin_ns = max(begin_ns, self._free_ns)
             self._free_ns = begin_ns + work_ns
