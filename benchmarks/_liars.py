@@ -22,6 +22,7 @@ from elastic.core.events import LeaseEnded, LeaseGranted, OfferChanged
 from elastic.core.scheduler import Phase, Scheduler
 from elastic.core.types import Account, Capabilities, EndCause, FinishReason, LeaseId, Offer, Plan, WorkerRole
 from elastic.envs.base import Environment, StepResult
+from elastic.run_secrets import RunSecrets
 from elastic.runtime.journal import GroupRow, PullRow, Record, RunDirectory, StepRow, TrajectoryRow, TurnRow
 from elastic.runtime.orchestrator import Orchestrator, Wiring
 from elastic.sim.lies import KINDS, Liar
@@ -412,6 +413,8 @@ async def play(frames: int, seed: int) -> Ended:
                 make_environment=lambda: cast(Environment, PacedEnvironment(told, begun)),
                 stop_token_ids=(),
                 welcome=welcome,
+                secrets=RunSecrets.of(stored.path),
+                kept=stored,
             ),
         )
         failed = await orchestrator.run()

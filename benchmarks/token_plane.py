@@ -34,6 +34,7 @@ from elastic.core.events import LeaseEnded, LeaseGranted, OfferChanged
 from elastic.core.scheduler import Scheduler
 from elastic.core.types import Account, Capabilities, EndCause, LeaseId, Offer, Plan, WorkerRole
 from elastic.envs.base import StepResult
+from elastic.run_secrets import RunSecrets
 from elastic.runtime.journal import RunDirectory
 from elastic.runtime.orchestrator import Orchestrator, Wiring
 from providers.base import Emit, KnownLease, LeaseRequest, Provider, ProviderContext, ProviderSettings
@@ -230,7 +231,8 @@ async def _orchestrate(
     welcome = wire.Welcome("", 0, 0.5, FLUSH_S, 10.0, {}, {}, "", run=RUN)
     plan = Plan(steps=1, groups=groups, group_size=GROUP_SIZE)
     with tempfile.TemporaryDirectory() as directory:
-        journal = RunDirectory(Path(directory)).begin_journal(config.journal)
+        kept = RunDirectory(Path(directory))
+        journal = kept.begin_journal(config.journal)
         orchestrator = Orchestrator(
             config,
             Scheduler(plan, compose.limits(config), compose.policies(config), 0),
@@ -240,6 +242,8 @@ async def _orchestrate(
                 make_environment=lambda: EndlessEnvironment(NoSettings()),
                 stop_token_ids=(),
                 welcome=welcome,
+                secrets=RunSecrets.of(kept.path),
+                kept=kept,
             ),
         )
         run = asyncio.create_task(orchestrator.run())

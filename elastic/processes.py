@@ -68,11 +68,12 @@ def identity(pid: int) -> Identity | None:
     except OSError:
         return None
     # The second field is the command in parentheses, which may hold spaces and parentheses; the 22nd is the start.
-    return Identity(pid, int(text.rpartition(")")[2].split()[19]), _boot())
+    return Identity(pid, int(text.rpartition(")")[2].split()[19]), boot_id())
 
 
 @functools.cache
-def _boot() -> str:
+def boot_id() -> str:
+    """Of the machine's present boot."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from elastic import compose
-from elastic.compose import lives
+from elastic.compose import incarnations
 from elastic.compose.processes import worker_ticket
 from elastic.compose.relay import weights_relay
 from elastic.config import Config, ConfigError, JournalConfig
@@ -103,7 +103,8 @@ class TestNextLife:
 
     def test_has_a_journal_of_its_own(self, run: RunDirectory, changed: Config) -> None:
         for name in ("second", "third"):
-            with lives.next_life(run, changed, scheduler(changed)) as past, live(run, providers="spot", status=name):
+            begun = incarnations.next_life(run, changed, scheduler(changed))
+            with begun as past, live(run, providers="spot", status=name):
                 pass
             assert past.providers == ("spot",)
         assert journals(run) == {
@@ -119,7 +120,7 @@ class TestNextLife:
         self, run: RunDirectory, config: Config, changed: Config, came_to: str
     ) -> None:
         def refused() -> None:
-            with lives.next_life(run, changed, scheduler(changed)):
+            with incarnations.next_life(run, changed, scheduler(changed)):
                 if came_to:
                     (run.path / came_to).write_text("second")
                 raise GatewayError("port in use")
@@ -135,7 +136,7 @@ class TestNextLife:
         begun._run.version = 3
 
         def broken_off() -> None:
-            with lives.next_life(run, changed, begun), live(run, providers="spot", status="second"):
+            with incarnations.next_life(run, changed, begun), live(run, providers="spot", status="second"):
                 raise JournalError("disk full")
 
         with pytest.raises(JournalError):
@@ -154,7 +155,7 @@ class TestNextLife:
         monkeypatch.setattr(os, "fsync", full)
 
         def resume() -> None:
-            with lives.next_life(run, changed, scheduler(changed)):
+            with incarnations.next_life(run, changed, scheduler(changed)):
                 pass
 
         with pytest.raises(ConfigError, match="No space left"):

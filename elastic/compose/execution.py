@@ -11,7 +11,7 @@ import msgspec
 import structlog
 
 from elastic import wire
-from elastic.compose.lives import RUNNING, PastLife, journaled, next_life
+from elastic.compose.incarnations import RELAY, RUNNING, Former, PastLife, former_of, journaled, next_life
 from elastic.compose.plan import TRAINER_PROVIDER, RunPlan, engine_settings, read_model_config, resolve
 from elastic.compose.relay import weights_relay
 from elastic.compose.runs import claimed
@@ -20,9 +20,11 @@ from elastic.config import Config
 from elastic.core.scheduler import Scheduler
 from elastic.machine import raise_descriptor_limit
 from elastic.processes import RecordedProcesses, end_left_over, records
+from elastic.run_secrets import RunSecrets
 from elastic.runtime.journal import RunDirectory
 from elastic.runtime.orchestrator import Orchestrator, Wiring
 from elastic.runtime.status import RunStatus
+from elastic.weights.rights import RelayRights
 from functions.base import FunctionPool, Meter
 from functions.local import FUNCTIONS, LocalFunctionPool, Prices
 from providers.base import Provider, ProviderContext
@@ -60,25 +62,32 @@ async def execute(
     raise_descriptor_limit()
     scheduler = Scheduler(run_plan(plan), limits(config), policies(config), 0)
     run = RunDirectory(run_dir)
-    life = next_life(run, config, scheduler) if resume else contextlib.nullcontext(PastLife())
-    with claimed(run_dir), life as past:
+    with contextlib.ExitStack() as claims:
+        claims.enter_context(claimed(run_dir))
+        former = former_of(run, config) if resume else Former()
+        past = claims.enter_context(next_life(run, config, scheduler)) if resume else PastLife()
         (run_dir / "logs").mkdir(exist_ok=True)
         journal = run.begin_journal(config.journal)
-        with journaled(journal, scheduler, _meta(plan, run_dir)) as ending:
+        secrets = RunSecrets.of(run_dir)
+        with journaled(journal, scheduler, _meta(plan, run_dir) | former.notes_to_keep()) as ending:
             await _end_former(plan, run_dir, [name for name in past.providers if name not in plan.providers])
-            async with weights_relay(config, run_dir) as (relay, relay_rights):
+            rights = RelayRights(secrets.relay_owner())
+            async with weights_relay(config, run_dir, former.relay, rights) as (relay, relay_rights):
+                journal.meta(RELAY, relay)
                 wiring = Wiring(
                     make_providers=lambda join, now_ns: make_providers(
-                        plan, run_dir, join, now_ns, resume=resume, note=journal.meta
+                        plan, run_dir, join, now_ns, secrets=secrets, note=journal.meta
                     ),
                     make_environment=lambda: plan.environment(plan.environment_settings),
                     stop_token_ids=plan.environment.stop_token_ids,
                     welcome=_welcome(config, run_dir.name, relay),
+                    secrets=secrets,
+                    kept=run,
                     make_reward_pool=partial(make_reward_pool, plan, run_dir) if plan.reward else None,
                     engines={name: engine_settings(config, s) for name, s in plan.providers.items() if s.engine},
                     relay_rights=relay_rights,
                 )
-                orchestrator = Orchestrator(config, scheduler, journal, wiring, observe=observe)
+                orchestrator = Orchestrator(config, scheduler, journal, wiring, former.taken_up(), observe=observe)
                 on_ready(orchestrator)
                 failed = await orchestrator.run(config.run.host, config.run.port)
             ending.conclude(failed)
@@ -106,7 +115,7 @@ def make_providers(
     join: str,
     now_ns: Callable[[], int],
     *,
-    resume: bool,
+    secrets: RunSecrets,
     note: Callable[[str, str], None] = lambda key, text: None,
 ) -> Mapping[str, Provider]:
     """The trainer's device and every chosen provider, ready to start; `note` keeps what they have to say for the
@@ -125,12 +134,13 @@ def make_providers(
             note=note,
             acquire_timeout_s=plan.config.scheduler.acquire_timeout_s,
             release_timeout_s=plan.config.scheduler.release_timeout_s,
+            secret=secrets.host_token,
             orchestrator_timeout_s=plan.config.run.orchestrator_timeout_s,
         )
 
     elastic = (sys.executable, "-m", "elastic.cli")
     trainer = plan.config.trainer
-    trainer_command = (*elastic, "worker", "--trainer", str(run_dir.resolve()), *(("--resume",) if resume else ()))
+    trainer_command = (*elastic, "worker", "--trainer", str(run_dir.resolve()), "--resume")
     providers: dict[str, Provider] = {
         TRAINER_PROVIDER: TrainerProvider(
             TRAINER_PROVIDER,
@@ -148,7 +158,7 @@ def make_providers(
 async def _end_former(plan: RunPlan, run_dir: Path, names: Sequence[str]) -> None:
     """End what the run's earlier life left of its functions, and with providers that it does not use any more."""
     former = resolve(plan.config, names, str(run_dir))
-    providers = make_providers(former, run_dir, "", time.monotonic_ns, resume=True)
+    providers = make_providers(former, run_dir, "", time.monotonic_ns, secrets=RunSecrets.of(run_dir))
     timeout_s = plan.config.scheduler.release_timeout_s
     await end_left_over(RecordedProcesses.found(records(run_dir), run_dir.name, FUNCTIONS), timeout_s)
     for name in names:

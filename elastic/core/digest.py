@@ -21,6 +21,7 @@ LEFT_OUT: Mapping[str, str] = {
     "due": "who is called for what never changes",
     "Scheduler._handlers": "who hears what never changes",
     "Scheduler._due": "who is called for what never changes",
+    "Scheduler._parts": "all of them are attributes of its own",
     "RunState.policies": "they decide, and keep nothing",
     "Fleet._loads": "an index of `workers`, brought up to date when it is asked for",
     "Fleet._indexed": "as `_loads`",

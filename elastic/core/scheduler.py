@@ -50,7 +50,7 @@ class Scheduler:
         self._driver = StepDriver(
             run, self._turn_desk, self._worker_desk, self._reward_desk, self._group_desk, self._device
         )
-        parts: tuple[Part, ...] = (
+        self._parts: tuple[Part, ...] = (
             self._turn_desk,
             self._worker_desk,
             self._balancer,
@@ -70,7 +70,7 @@ class Scheduler:
             "start": lambda _: run.fail("the trainer's device did not come in time"),
             "stop": lambda _: self._end(),
         }
-        for part in parts:
+        for part in self._parts:
             self._handlers |= part.handlers
             self._due |= part.due
         run.wait_for_start()
@@ -132,6 +132,11 @@ class Scheduler:
     def next_wakeup_ns(self) -> Nanoseconds | None:
         """When to call `handle` with a Tick if nothing else happens before."""
         return self._run.timers.next_ns()
+
+    @property
+    def pieces(self) -> tuple[RunState, tuple[Part, ...]]:
+        """What it consists of, for whoever saves its state."""
+        return self._run, self._parts
 
     def trainer(self) -> Worker | None:
         return self._run.fleet.trainer

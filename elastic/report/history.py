@@ -1,7 +1,9 @@
-"""The journals of a run as one history: a run that was resumed has one for each of its lives.
+"""The journals of a run as one history.
 
-Lives follow each other without what lay between them, and workers of different lives have different names. What a
-later life did again, for want of a checkpoint, took place and was paid for, but it is no result.
+An incarnation that went on from the journal of the one before shares a life with it: one time, one set of workers, and
+of each thing its last record counts. A run that was begun again at its trainer's checkpoint has several lives: they
+follow each other without what lay between them, and their workers have different names. What a later life did again,
+for want of a checkpoint, took place and was paid for, but it is no result.
 """
 
 import dataclasses
@@ -15,7 +17,16 @@ import msgspec
 from elastic.core import events as e
 from elastic.core.ledger import DeviceBook
 from elastic.core.types import Account, Nanoseconds
-from elastic.runtime.journal import GroupRow, JournalReader, Record, SampleRow, StepRow, StoredRun, TrajectoryRow
+from elastic.runtime.journal import (
+    CONTINUES,
+    GroupRow,
+    JournalReader,
+    Record,
+    SampleRow,
+    StepRow,
+    StoredRun,
+    TrajectoryRow,
+)
 from elastic.runtime.status import ProviderStatus, RunStatus
 
 R = TypeVar("R", bound=Record)
@@ -29,35 +40,40 @@ RESULTS = (StepRow, GroupRow, TrajectoryRow)
 
 
 class Life:
-    """One journal as a part of the whole: in the run's time, and with `prefix` before its workers' names.
+    """Journals that go on from each other as a part of the whole: in the run's time, and with `prefix` before its
+    workers' names.
 
     Of its results those of steps from `undone_from` on are left out.
     """
 
-    def __init__(self, journal: JournalReader, begun_ns: Nanoseconds, prefix: str, undone_from: float) -> None:
+    def __init__(self, journals: Sequence[JournalReader], begun_ns: Nanoseconds, prefix: str, undone_from: float):
         self.begun_ns = begun_ns
-        self.end_ns = begun_ns + journal.last_ns()
-        self._journal = journal
+        self.end_ns = begun_ns + max(journal.last_ns() for journal in journals)
+        self._journals = journals
         self.prefix = prefix
         self._undone_from = undone_from
 
     def meta(self) -> dict[str, str]:
-        return self._journal.meta()
+        return {key: value for journal in self._journals for key, value in journal.meta().items()}
 
     def rows(self, kind: type[R]) -> list[R]:
         """Records of a kind, as in `JournalReader`."""
-        rows = self._journal.rows(kind)
+        rows = [row for journal in self._journals for row in journal.rows(kind)]
+        if kind.KEY and len(self._journals) > 1:
+            rows = list({getattr(row, kind.KEY): row for row in rows}.values())
         if self.begun_ns or self.prefix:
             rows = [msgspec.structs.replace(row, **self._retold(msgspec.structs.asdict(row))) for row in rows]
         return [row for row in rows if not isinstance(row, RESULTS) or row.step < self._undone_from]
 
     def events_of(self, *kinds: str) -> Iterator[tuple[Nanoseconds, e.Event]]:
         """Events, as in `JournalReader`."""
-        for t_ns, event in self._journal.events_of(*kinds):
+        for t_ns, event in (entry for journal in self._journals for entry in journal.events_of(*kinds)):
             yield self.begun_ns + t_ns, msgspec.structs.replace(event, **self._retold(msgspec.structs.asdict(event)))
 
     def books(self) -> list[DeviceBook]:
-        return [dataclasses.replace(b, **self._retold(dataclasses.asdict(b))) for b in self._journal.books()]
+        """As they were written last."""
+        books = {book.worker: book for journal in self._journals for book in journal.books()}
+        return [dataclasses.replace(b, **self._retold(dataclasses.asdict(b))) for b in books.values()]
 
     def samples(self) -> list[tuple[Nanoseconds, RunStatus]]:
         return [(row.t_ns, row.status) for row in self.rows(SampleRow)]
@@ -72,15 +88,21 @@ class History:
     """All lives of a run, read as if they were one. `end_ns` is the last moment that is known of it."""
 
     def __init__(self, name: str, journals: Sequence[JournalReader]) -> None:
-        """`journals` has that of each life, the first life's first."""
+        """`journals` has that of each incarnation, the first one's first."""
         self.name = name
-        first_steps = [_first_step(journal) for journal in journals[1:]]
+        lives: list[list[JournalReader]] = []
+        for journal in journals:
+            if lives and journal.meta().get(CONTINUES) == lives[-1][-1].path.name:
+                lives[-1].append(journal)
+            else:
+                lives.append([journal])
+        first_steps = [min(map(_first_step, life)) for life in lives[1:]]
         self.lives: list[Life] = []
         self.end_ns = 0
-        for number, journal in enumerate(journals):
-            prefix = f"life {number + 1}: " if number + 1 < len(journals) else ""
+        for number, life in enumerate(lives):
+            prefix = f"life {number + 1}: " if number + 1 < len(lives) else ""
             undone_from = min(first_steps[number:], default=math.inf)
-            self.lives.append(Life(journal, self.end_ns, prefix, undone_from))
+            self.lives.append(Life(life, self.end_ns, prefix, undone_from))
             self.end_ns = self.lives[-1].end_ns
 
     def rows(self, kind: type[R]) -> list[R]:

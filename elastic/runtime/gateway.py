@@ -213,6 +213,9 @@ class Door:
         claims = Claims(bounds_of(welcome.engine, welcome.model, trains=trains))
         self._sessions[worker] = _Session(worker, token, key, epoch, welcome, claims)
 
+    def expects(self, worker: WorkerId) -> bool:
+        return worker in self._sessions
+
     def send(self, worker: WorkerId, epoch: int, message: wire.FromOrchestrator) -> None:
         """Queue a frame; those of one loop iteration go out in one write. No-op unless `epoch` is connected."""
         session = self._sessions.get(worker)

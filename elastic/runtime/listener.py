@@ -5,22 +5,33 @@ from typing import Any
 
 from elastic import wire
 from elastic.core import events as e
+from elastic.core.ids import provider_of
 from elastic.core.types import WorkerId
 from elastic.runtime.journal import TokenFrame, tokens_event
 from elastic.runtime.run import Run
 from elastic.runtime.scribe import Scribe
+from elastic.runtime.trainer import GatewayTrainer
 
 
 class Listener:
     """A `elastic.runtime.gateway.WorkerListener`: frames become events, with what the scribe wants of them besides.
 
-    `trust` hears the public key of each trainer that joins.
+    `trust` hears the public key of each trainer that joins, `stepped` of each version that it has stepped to.
     """
 
-    def __init__(self, run: Run, scribe: Scribe, trust: Callable[[str], None]) -> None:
+    trainer: GatewayTrainer
+
+    def __init__(
+        self,
+        run: Run,
+        scribe: Scribe,
+        trust: Callable[[str], None],
+        stepped: Callable[[int], None],
+    ) -> None:
         self._run = run
         self._scribe = scribe
         self._trust = trust
+        self._stepped = stepped
         self._hear: dict[type[Any], Callable[[WorkerId, int, Any], None]] = {
             wire.Heartbeat: self._on_heartbeat,
             wire.WeightsReport: self._on_weights,
@@ -34,18 +45,20 @@ class Listener:
         }
 
     def on_ready(self, worker: WorkerId, epoch: int, ready: wire.Ready) -> None:
-        trainer = self._run.scheduler.trainer()
-        if trainer is not None and trainer.id == worker:
-            self._trust(ready.publisher)
-        self._run.feed(
-            e.WorkerJoined(
-                worker=worker, epoch=epoch, capabilities=ready.capabilities, weights_version=ready.weights_version
+        def joined(version: int | None) -> None:
+            self._run.feed(
+                e.WorkerJoined(worker=worker, epoch=epoch, capabilities=ready.capabilities, weights_version=version)
             )
-        )
+
+        if provider_of(worker) == self._run.scheduler.plan.trainer_provider and ready.weights_version is not None:
+            self._trust(ready.publisher)
+            self.trainer.join(worker, epoch, ready, joined)
+        else:
+            joined(ready.weights_version)
 
     def on_message(self, worker: WorkerId, epoch: int, message: wire.FromWorker) -> None:
         hear = self._hear.get(type(message))
-        if hear is not None:
+        if hear is not None and not self.trainer.answered(worker, epoch, message):
             hear(worker, epoch, message)
 
     def on_tokens(self, worker: WorkerId, epoch: int, tokens: wire.Tokens, body: memoryview) -> None:
@@ -101,3 +114,4 @@ class Listener:
         self._run.feed(e.WeightsPublished(worker=worker, epoch=epoch, version=stepped.version), stepped.metrics)
         for group, reason in stepped.unusable.items():
             self._scribe.unusable(group, reason)
+        self._stepped(stepped.version)

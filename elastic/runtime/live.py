@@ -1,11 +1,11 @@
 """The ports of a live run: orders become frames to workers and calls of providers."""
 
 import asyncio
-import secrets
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import msgspec
 import structlog
 
 from elastic import wire
@@ -14,23 +14,24 @@ from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core.ids import worker_id
 from elastic.core.scheduler import Scheduler
-from elastic.core.types import LeaseId, Nanoseconds, WeightMode, WorkerId
+from elastic.core.types import EndCause, LeaseId, Nanoseconds, WeightMode, WorkerId, WorkerState
+from elastic.run_secrets import RunSecrets
 from elastic.runtime.gateway import Door
 from elastic.runtime.ports import Feed, WorkerOrder
-from elastic.runtime.rollout import Episode, OpenTurn
+from elastic.runtime.rollout import OpenTurn
 from elastic.runtime.tasks import Spawn
 from elastic.weights.rights import RelayRights
-from providers.base import LeaseRequest, Provider, WorkerTicket
+from providers.base import KnownLease, LeaseRequest, Provider, WorkerTicket
 
 log = structlog.get_logger(__name__)
 
 
 class LoopClock:
-    """Nanoseconds since the run began, and the timers of the running event loop."""
+    """Nanoseconds since the run began, `begun_ns` ago, and the timers of the running event loop."""
 
-    def __init__(self, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
+    def __init__(self, clock_ns: Callable[[], int] = time.monotonic_ns, begun_ns: Nanoseconds = 0) -> None:
         self._clock_ns = clock_ns
-        self._start_ns = clock_ns()
+        self._start_ns = clock_ns() - begun_ns
 
     def now_ns(self) -> Nanoseconds:
         return self._clock_ns() - self._start_ns
@@ -85,36 +86,8 @@ class GatewayWorkers:
             self._relay_rights.revoke(worker)
 
 
-class GatewayTrainer:
-    """Orders to the trainer's process, which is a worker, too."""
-
-    def __init__(self, door: Door, scheduler: Scheduler) -> None:
-        self._door = door
-        self._scheduler = scheduler
-
-    def recalled(self, order: c.TrainGroup | c.DropGroup | c.UpdateWeights) -> None:
-        pass
-
-    def train(self, order: c.TrainGroup, batch: list[Episode]) -> None:
-        self._send(wire.TrainGroup(order.step, order.group, order.slot, [episode.data() for episode in batch]))
-
-    def skip(self, order: c.DropGroup, dropped: int) -> None:
-        assert order.slot is not None
-        self._send(wire.SkipGroup(order.step, order.group, order.slot, order.reason, dropped))
-
-    def update(self, order: c.UpdateWeights) -> None:
-        for slot in order.empty_slots:
-            self._send(wire.SkipGroup(order.step, "", slot, "no group of use was left for it"))
-        self._send(wire.Update(order.step, order.version, list(order.pulled)))
-
-    def _send(self, message: wire.FromOrchestrator) -> None:
-        trainer = self._scheduler.trainer()
-        if trainer is not None:
-            self._door.send(trainer.id, trainer.epoch, message)
-
-
 class ProviderLeases:
-    """Leases of `providers`, whose workers are expected at the run's door.
+    """Leases of `providers`, whose workers the gateway is told to expect. What is ordered waits until these are there.
 
     `engines` has the engine settings of those providers whose workers do not get the welcome's, and `relay_rights`
     whom the weights' relay lets do what, where it can tell them apart.
@@ -124,29 +97,64 @@ class ProviderLeases:
         self,
         door: Door,
         config: Config,
-        trainer_provider: str,
+        scheduler: Scheduler,
+        secrets: RunSecrets,
         engines: Mapping[str, dict[str, Any]],
         relay_rights: RelayRights | None,
         feed: Feed,
         spawn: Spawn,
     ) -> None:
         self.providers: Mapping[str, Provider] = {}
+        self._there = asyncio.Event()
         self._door = door
         self._limits = config.scheduler
-        self._trainer_provider = trainer_provider
+        self._scheduler = scheduler
+        self._secrets = secrets
         self._engines = engines
         self._relay_rights = relay_rights
         self._feed = feed
         self._spawn = spawn
 
+    def known(self) -> dict[str, list[KnownLease]]:
+        """The leases that the core takes to be asked for or granted, by provider. Their workers are expected."""
+        core = self._scheduler
+        known: dict[str, list[KnownLease]] = {}
+        for lease in core.leases.leases.values():
+            names = lease.workers or [worker_id(lease.id, n) for n in range(lease.offer.workers_per_lease)]
+            tickets = tuple(WorkerTicket(name, self._secrets.join_token(name)) for name in names)
+            for name in names:
+                worker = core.fleet.workers.get(name)
+                if worker is None or worker.state is not WorkerState.GONE:
+                    self._expect(lease.provider, name, 0 if worker is None else worker.epoch)
+            request = LeaseRequest(lease=lease.id, tickets=tickets)
+            known.setdefault(lease.provider, []).append(
+                KnownLease(request=request, granted=lease.live, expires_at_ns=lease.expires_at_ns)
+            )
+        return known
+
+    def begin(self, providers: Mapping[str, Provider]) -> None:
+        self.providers = providers
+        self._there.set()
+
+    def forsake(self) -> None:
+        """Tell the core of providers that it knows and that are not used any more: their leases have been ended."""
+        core = self._scheduler
+        for name in [name for name in core.leases.offers if name not in self.providers]:
+            offer = msgspec.structs.replace(core.leases.offers[name], available=0, successors=0)
+            self._feed(e.OfferChanged(offer=offer))
+            for lease in [lease for lease in core.leases.leases.values() if lease.provider == name]:
+                detail = f"{name} is not used any more"
+                if lease.live:
+                    self._feed(e.LeaseEnded(lease=lease.id, cause=EndCause.RELEASED, detail=detail))
+                else:
+                    self._feed(e.LeaseRefused(lease=lease.id, reason=detail))
+
     def acquire(self, lease: LeaseId, provider: str, workers: int) -> None:
-        tickets = tuple(WorkerTicket(worker_id(lease, n), secrets.token_urlsafe(32)) for n in range(workers))
-        trains = provider == self._trainer_provider
-        for ticket in tickets:
-            relay_token = self._relay_token(ticket.worker, trains)
-            key, engine = secrets.token_urlsafe(32), self._engines.get(provider)
-            self._door.expect(ticket.worker, ticket.token, key, engine, relay_token, trains=trains)
-        self._spawn(self._acquire(provider, LeaseRequest(lease=lease, tickets=tickets)), f"acquire {lease}")
+        tickets: list[WorkerTicket] = []
+        for worker in (worker_id(lease, n) for n in range(workers)):
+            self._expect(provider, worker)
+            tickets.append(WorkerTicket(worker, self._secrets.join_token(worker)))
+        self._spawn(self._acquire(provider, LeaseRequest(lease=lease, tickets=tuple(tickets))), f"acquire {lease}")
 
     def release(self, lease: LeaseId, provider: str) -> None:
         self._spawn(self._release(provider, lease), f"release {lease}")
@@ -154,15 +162,29 @@ class ProviderLeases:
     def bar(self, lease: LeaseId, provider: str) -> None:
         self.providers[provider].bar(lease)
 
-    def _relay_token(self, worker: WorkerId, trains: bool) -> str | None:
-        """What a worker may do on the relay; the trainer's is the relay's owner."""
-        if self._relay_rights is None:
-            return None
-        return self._relay_rights.owner if trains else self._relay_rights.issue(worker)
+    def _expect(self, provider: str, worker: WorkerId, epoch: int = 0) -> None:
+        if self._door.expects(worker):
+            return
+        secrets, trains = self._secrets, provider == self._scheduler.plan.trainer_provider
+        relay_token = None
+        if self._relay_rights is not None:
+            relay_token = secrets.relay_owner() if trains else secrets.relay_token(worker)
+            if not trains:
+                self._relay_rights.issue(worker, relay_token)
+        self._door.expect(
+            worker,
+            secrets.join_token(worker),
+            secrets.session_key(worker),
+            self._engines.get(provider),
+            relay_token,
+            trains=trains,
+            epoch=epoch,
+        )
 
     async def _acquire(self, provider: str, request: LeaseRequest) -> None:
         try:
             async with asyncio.timeout(self._limits.acquire_timeout_s):
+                await self._there.wait()
                 await self.providers[provider].acquire(request)
         except Exception as error:
             self._feed(e.LeaseRefused(lease=request.lease, reason=f"{type(error).__name__}: {error}"))
@@ -170,6 +192,7 @@ class ProviderLeases:
     async def _release(self, provider: str, lease: LeaseId) -> None:
         try:
             async with asyncio.timeout(self._limits.release_timeout_s):
+                await self._there.wait()
                 await self.providers[provider].release(lease)
         except Exception as error:
             log.warning("release failed; it will be repeated", lease=lease, error=repr(error))

@@ -14,13 +14,17 @@ import structlog
 from elastic import wire
 from elastic.config import Config
 from elastic.core import events as e
+from elastic.core.digest import digest
 from elastic.core.scheduler import Phase, Scheduler
+from elastic.core.types import Nanoseconds, TrajectoryId
 from elastic.envs.base import Environment
 from elastic.machine import CpuSampler
-from elastic.runtime.gateway import Gateway
-from elastic.runtime.journal import Journal
+from elastic.run_secrets import RunSecrets
+from elastic.runtime import states
+from elastic.runtime.gateway import Gateway, GatewayError
+from elastic.runtime.journal import Journal, RunDirectory, TrajectoryRow
 from elastic.runtime.listener import Listener
-from elastic.runtime.live import GatewayTrainer, GatewayWorkers, LoopClock, ProviderLeases
+from elastic.runtime.live import GatewayWorkers, LoopClock, ProviderLeases
 from elastic.runtime.ports import Ports
 from elastic.runtime.refusals import REFUSED_NOTE
 from elastic.runtime.rewards import MakePool, RewardDispatch
@@ -29,8 +33,9 @@ from elastic.runtime.run import Run
 from elastic.runtime.sampler import Sampler
 from elastic.runtime.scribe import Scribe
 from elastic.runtime.status import RunStatus
+from elastic.runtime.trainer import GatewayTrainer, kept_steps
 from elastic.weights.rights import RelayRights
-from providers.base import Provider
+from providers.base import KnownLease, Provider
 
 log = structlog.get_logger(__name__)
 
@@ -43,20 +48,36 @@ class Wiring:
 
     `make_providers` gets the workers' endpoint and the run's clock. `engines` has the engine settings of those
     providers whose workers do not get the welcome's, `relay_rights` whom the weights' relay lets do what, where it can
-    tell them apart. Without `make_reward_pool` the environments score.
+    tell them apart. Without `make_reward_pool` the environments score. `kept` is where the run is kept.
     """
 
     make_providers: Callable[[str, Callable[[], int]], Mapping[str, Provider]]
     make_environment: Callable[[], Environment]
     stop_token_ids: tuple[int, ...]
     welcome: wire.Welcome
+    secrets: RunSecrets
+    kept: RunDirectory
     make_reward_pool: MakePool | None = None
     engines: Mapping[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
     relay_rights: RelayRights | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Former:
+    """What a new incarnation is told of the run: its `state`, the run's time now, where workers dial, and whose
+    weights they believe."""
+
+    state: bytes
+    now_ns: Nanoseconds
+    join: str
+    publisher: str
+
+
 class Orchestrator:
-    """One run. `run` returns the cause of failure, empty when the run reached its end."""
+    """One incarnation of a run. `run` returns the cause of failure, empty when the run reached its end.
+
+    With a `former` one it goes on where that was.
+    """
 
     def __init__(
         self,
@@ -64,6 +85,7 @@ class Orchestrator:
         scheduler: Scheduler,
         journal: Journal,
         wiring: Wiring,
+        former: Former | None = None,
         *,
         observe: Callable[[RunStatus], None] = lambda _: None,
         clock_ns: Callable[[], int] = time.monotonic_ns,
@@ -72,12 +94,16 @@ class Orchestrator:
         self._config = config
         self._journal = journal
         self._wiring = wiring
-        self._clock = LoopClock(clock_ns)
+        self._former = former
+        self._clock = LoopClock(clock_ns, former.now_ns if former else 0)
         self._ended = asyncio.Event()
         self._tasks: asyncio.TaskGroup | None = None
-        self._scribe = Scribe(scheduler, journal, self._when)
+        self._scribe = Scribe(scheduler, journal, self._when, self._stored)
         self._sampler = Sampler(config.run.name, scheduler, self._scribe, journal, observe, CpuSampler().share)
         self._run = Run(scheduler, self._connect)
+        if former is not None:
+            self._run.restore(former.state)
+            self._workers.publisher = former.publisher
 
     def now_ns(self) -> int:
         """Nanoseconds since the run began: the core's time."""
@@ -95,9 +121,12 @@ class Orchestrator:
         config, wiring = self._config, self._wiring
         make_pool, environment = wiring.make_reward_pool, config.environment
         scoring = ScoringSettings(environment.settings, config.rewards.settings) if make_pool else None
+        listener = Listener(run, self._scribe, self._trust, self._stepped)
         self._gateway = Gateway()
-        listener = Listener(run, self._scribe, self._trust)
         self._door = self._gateway.open(wiring.welcome.run, listener, wiring.welcome)
+        listener.trainer = GatewayTrainer(
+            self._door, self.scheduler, wiring.kept.trajectories, run.stop, kept_steps(config)
+        )
         self._rollouts = Rollouts(
             config.run.seed,
             RolloutLimits(
@@ -111,6 +140,8 @@ class Orchestrator:
             self.now_ns,
             self._spawn,
             scoring,
+            self._stored,
+            run.prompted,
         )
         pool = make_pool(lambda call: self._scribe.called(self.now_ns(), call)) if make_pool else None
         self._rewards = RewardDispatch(pool, config.rewards.timeout_s, run.feed, self._spawn)
@@ -118,7 +149,8 @@ class Orchestrator:
         self._leases = ProviderLeases(
             self._door,
             config,
-            self.scheduler.plan.trainer_provider,
+            self.scheduler,
+            wiring.secrets,
             wiring.engines,
             wiring.relay_rights,
             run.feed,
@@ -131,13 +163,38 @@ class Orchestrator:
             leases=self._leases,
             trajectories=self._rollouts,
             rewards=self._rewards,
-            trainer=GatewayTrainer(self._door, self.scheduler),
+            trainer=listener.trainer,
             owner=self,
         )
 
     def _trust(self, publisher: str) -> None:
         self._workers.publisher = publisher
         self._journal.meta("publisher", publisher)
+
+    def _stored(self, trajectory: TrajectoryId) -> TrajectoryRow:
+        return self._wiring.kept.trajectories([trajectory])[trajectory]
+
+    def _stepped(self, version: int) -> None:
+        """Beside the trainer's checkpoint there is the run's state, once all that led to it is durable."""
+        if version % self._config.trainer.checkpoint_every_steps == 0 and not self._run.closed:
+            saved = states.SavedRun(
+                journal=self._journal.path.name,
+                events=self._journal.events,
+                t_ns=self.scheduler.now_ns,
+                digest=digest(self.scheduler),
+                state=self._run.saved(),
+            )
+            self._scribe.durable(lambda: self._save(version, saved))
+
+    def _save(self, version: int, saved: states.SavedRun) -> None:
+        async def write() -> None:
+            try:
+                await asyncio.to_thread(states.write, self._wiring.kept.path / states.CHECKPOINTS, version, saved)
+            except OSError as error:
+                log.warning("state not saved; resuming reads more of the journal", version=version, error=repr(error))
+
+        if not self._run.closed:
+            self._spawn(write(), f"save state {version}")
 
     def ended(self) -> None:
         self._ended.set()
@@ -171,15 +228,23 @@ class Orchestrator:
                 loop.call_soon_threadsafe(self._journal_changed)
 
         self._journal.on_change = journal_changed
-        join = await self._gateway.start(host, port)
-        providers = self._leases.providers = self._wiring.make_providers(join, self.now_ns)
         try:
             async with asyncio.TaskGroup() as tasks:
                 self._tasks = tasks
+                known: Mapping[str, list[KnownLease]] = {}
+                if self._former is not None:
+                    known = self._leases.known()
+                    self._run.resume()
+                join = await self._listen(host, port)
+                self._journal.meta("join", join)
+                providers = self._wiring.make_providers(join, self.now_ns)
+                self._leases.begin(providers)
                 await self._rewards.start()
-                for provider in providers.values():
-                    await provider.adopt([], self._run.feed)
+                for name, provider in providers.items():
+                    for lease in await provider.adopt(known.get(name, []), self._run.feed):
+                        self._run.ask_again(lease)
                     await provider.start(self._run.feed)
+                self._leases.forsake()
                 sampler = tasks.create_task(self._sample_forever(), name="sampler")
                 try:
                     await self._ended.wait()
@@ -195,6 +260,16 @@ class Orchestrator:
             await self._close()
         self._sample()
         return self._run.failed
+
+    async def _listen(self, host: str, port: int) -> str:
+        """At the same address as the former incarnation, where its workers dial, if that is still to be had."""
+        former = self._former.join.rpartition(":") if self._former else ("", "", "")
+        if former[2] and port in (0, int(former[2])):
+            try:
+                return await self._gateway.start(host, int(former[2]))
+            except GatewayError as error:
+                log.warning("workers of the former process cannot come back", reason=str(error))
+        return await self._gateway.start(host, port)
 
     async def _close_rewards(self) -> None:
         """End the calls that still run; what they would have come to is of no use any more."""

@@ -28,7 +28,17 @@ class Clock(Protocol):
         ...
 
 
-class Journal(Protocol):
+class Remembers(Protocol):
+    """A port that has a state, which a later incarnation's takes over."""
+
+    def saved(self) -> Any:
+        """What it remembers, made of plain values and this program's data types."""
+        ...
+
+    def restore(self, saved: Any) -> None: ...
+
+
+class Journal(Remembers, Protocol):
     """Remembers what happens. What is recorded of one event becomes durable together."""
 
     def record(self, now_ns: Nanoseconds, event: e.Event, payload: Any, commands: Sequence[c.Command]) -> None:
@@ -70,7 +80,7 @@ class Leases(Protocol):
         ...
 
 
-class Trajectories(Protocol):
+class Trajectories(Remembers, Protocol):
     """The environment loops, and what their trajectories have come to."""
 
     def start(self, group: c.StartGroup) -> None: ...
@@ -120,7 +130,7 @@ class Rewards(Protocol):
     def score(self, order: c.ScoreTrajectory, finished: Any) -> None: ...
 
 
-class Trainer(Protocol):
+class Trainer(Remembers, Protocol):
     """The trainer's process; orders are carried out one after the other, and asked for once more they are no-ops."""
 
     def recalled(self, order: c.TrainGroup | c.DropGroup | c.UpdateWeights) -> None:
@@ -158,3 +168,19 @@ class Ports:
     rewards: Rewards
     trainer: Trainer
     owner: Owner
+
+
+class OneIncarnation:
+    """What a port says whose run is never taken up by another process."""
+
+    def recalled(self, *_: Any, **__: Any) -> None:
+        raise AssertionError("a run of one incarnation has nothing to recall")
+
+    def resume(self) -> None:
+        raise AssertionError("a run of one incarnation does not resume")
+
+    def saved(self) -> Any:
+        return None
+
+    def restore(self, saved: Any) -> None:
+        pass

@@ -230,6 +230,18 @@ class Rollouts:
             case _:
                 pass
 
+    def saved(self) -> object:
+        """The turns of trajectories that run, without what only this process has of them, and who has finished."""
+        turns = {
+            trajectory: [OpenTurn(t.id, t.prompt_tokens, t.token_ids, t.logprobs, t.versions, t.ended) for t in of]
+            for trajectory, of in self._running.items()
+        }
+        return turns, list(self._finished)
+
+    def restore(self, saved: tuple[dict[TrajectoryId, list[OpenTurn]], list[TrajectoryId]]) -> None:
+        self._running, finished = saved
+        self._finished = dict.fromkeys(finished)
+
     def resume(self) -> None:
         for trajectory in self._running:
             self._begin(trajectory)

@@ -17,6 +17,7 @@ from typing import Any
 
 from elastic.core import commands as c
 from elastic.core import events as e
+from elastic.core import saved_state
 from elastic.core.scheduler import Scheduler
 from elastic.core.types import LeaseId, Nanoseconds, ScoringState, TurnId
 from elastic.runtime.ports import Clock, Ports
@@ -209,6 +210,20 @@ class Run:
                 case _:
                     pass
             ports.trajectories.recalled(event, command)
+
+    def saved(self) -> bytes:
+        """The state of the core, and what the ports remember besides."""
+        ports = self._ports
+        others = (ports.journal.saved(), ports.trajectories.saved(), ports.trainer.saved())
+        return saved_state.save(self.scheduler, *others)
+
+    def restore(self, saved: bytes) -> None:
+        """Be where a run was that was saved; to be called on a fresh one. Raises `StateError`."""
+        ports = self._ports
+        journal, trajectories, trainer = saved_state.restore(self.scheduler, saved)
+        ports.journal.restore(journal)
+        ports.trajectories.restore(trajectories)
+        ports.trainer.restore(trainer)
 
     def resume(self) -> None:
         """Go on from what was recalled: nobody is connected, and what was under way is taken up or asked for again."""

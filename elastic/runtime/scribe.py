@@ -18,7 +18,6 @@ from elastic.runtime.journal import (
     GroupRow,
     JournalWriter,
     MoveRow,
-    NullJournal,
     PullRow,
     Record,
     Sampled,
@@ -31,6 +30,12 @@ from elastic.runtime.journal import (
 )
 from elastic.runtime.status import ProviderStatus, success_rate
 from functions.base import Call
+
+REMEMBERED = (
+    *("counts", "rewards", "last_success_rate", "function_usd", "events"),
+    *("_trajectories", "_turns", "_unscored", "_granted", "_members", "_steps", "_trained", "_unpublished"),
+)
+"""Attributes of a scribe that the next incarnation's goes on with."""
 
 
 class Ended(Protocol):
@@ -109,7 +114,7 @@ class Scribe:
         """That the core has been told."""
         self._scheduler = scheduler
         self._journal = journal
-        self._keeps = not isinstance(journal, NullJournal)
+        self._keeps = journal.keeps
         self._when = when
         self._stored = stored
         self._rows: list[Record] = []
@@ -164,6 +169,13 @@ class Scribe:
         self._follow(now_ns, event, None, commands)
         self._recalling = False
         self._rows.clear()
+
+    def saved(self) -> object:
+        return {name: getattr(self, name) for name in REMEMBERED}
+
+    def restore(self, saved: dict[str, Any]) -> None:
+        for name in REMEMBERED:
+            setattr(self, name, saved[name])
 
     def durable(self, then: Callable[[], None]) -> None:
         self._when(self._journal.durable(), then)

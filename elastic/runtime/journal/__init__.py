@@ -3,6 +3,7 @@
 from elastic.runtime.journal.frames import TokenFrame, event_row, frame_row, tokens_event
 from elastic.runtime.journal.reader import JournalReader
 from elastic.runtime.journal.records import (
+    CONTINUES,
     BookRow,
     CallRow,
     EventRow,
@@ -23,6 +24,7 @@ from elastic.runtime.journal.writer import SCHEMA_VERSION, Journal, JournalError
 
 __all__ = [
     "CONFIG",
+    "CONTINUES",
     "JOURNAL",
     "SCHEMA_VERSION",
     "BookRow",

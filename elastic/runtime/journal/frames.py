@@ -16,7 +16,7 @@ FRAME = "frame"
 class TokenFrame(msgspec.Struct, frozen=True):
     """A token frame of a worker: its chunks, and its body as it came off the wire."""
 
-    chunks: list[wire.Chunk]
+    chunks: Sequence[wire.Chunk] | Mapping[int, wire.Chunk]
     body: bytes | memoryview
 
 

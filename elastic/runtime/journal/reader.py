@@ -1,7 +1,7 @@
 """Reading a journal: its tables as records, its events as the core took them."""
 
 import sqlite3
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -78,6 +78,13 @@ class JournalReader:
         with self._reading():
             return list(TABLES[kind].read(self._connection))
 
+    def by_key(self, kind: type[R], keys: Sequence[str]) -> dict[str, R]:
+        """Those of a kind's records that have these keys."""
+        table = TABLES[kind]
+        with self._reading():
+            found = {key: table.find(self._connection, key) for key in keys}
+        return {key: record for key, record in found.items() if record is not None}
+
     def last_ns(self) -> Nanoseconds:
         """The last moment that the journal knows of."""
         columns = (("t_ns", "events"), ("finished_ns", "turns"), ("t_ns", "steps"), ("t_ns", "samples"))
@@ -95,10 +102,12 @@ class JournalReader:
         """Every event in order, as the core took it."""
         return ((t_ns, event) for t_ns, event, _ in self.entries())
 
-    def entries(self) -> Iterator[tuple[Nanoseconds, e.Event, Mapping[int, wire.Chunk]]]:
-        """Every event in order; a token frame's with its accepted chunks, by their position in the event."""
+    def entries(self, after: int = 0) -> Iterator[tuple[Nanoseconds, e.Event, Mapping[int, wire.Chunk]]]:
+        """Every event in order, but for the first `after`; a token frame's with its accepted chunks, by their position
+        in the event."""
+        query = "SELECT t_ns, kind, body FROM events WHERE seq > ? ORDER BY seq"
         with self._reading():
-            for t_ns, kind, body in self._connection.execute("SELECT t_ns, kind, body FROM events ORDER BY seq"):
+            for t_ns, kind, body in self._connection.execute(query, (after,)):
                 if kind == FRAME:
                     event, chunks = read_frame(body)
                     yield t_ns, event, chunks

@@ -12,6 +12,9 @@ from elastic.runtime.journal.tables import Record, Table
 from elastic.runtime.status import RunStatus
 from functions.base import Call, Outcome
 
+CONTINUES = "continues"
+"""The key under which a journal names the one that it goes on from."""
+
 
 class NoteRow(Record, frozen=True, gc=False):
     """A text under a key: what the run is, how it ended, what a provider has to say. The last one stands."""

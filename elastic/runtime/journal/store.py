@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Protocol
 
 from elastic.config import ConfigError, JournalConfig
+from elastic.core.types import TrajectoryId
 from elastic.runtime.journal.reader import JournalReader
+from elastic.runtime.journal.records import TrajectoryRow
 from elastic.runtime.journal.writer import Journal
 
 JOURNAL = "journal.sqlite"
@@ -93,6 +95,15 @@ class RunDirectory:
             pending_bytes=round(settings.pending_mb * 2**20),
             waits=waits,
         )
+
+    def trajectories(self, names: Sequence[TrajectoryId]) -> dict[TrajectoryId, TrajectoryRow]:
+        """Those of these trajectories that have ended, as the latest incarnation that knows of one has it."""
+        found: dict[TrajectoryId, TrajectoryRow] = {}
+        for path in reversed(self.journal_paths()):
+            if left := [name for name in names if name not in found]:
+                with JournalReader(path) as journal:
+                    found |= journal.by_key(TrajectoryRow, left)
+        return found
 
     def discard_journal(self, path: Path) -> None:
         """Remove the journal of an incarnation that came to nothing."""

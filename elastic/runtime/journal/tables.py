@@ -51,7 +51,7 @@ class Table(Generic[R]):
         self.create = self._create(hints)
         self._insert_one = self._insert(1)
         self._insert_many = self._insert(ROWS_AT_ONCE)
-        self._select = f'SELECT {_names(self.columns)} FROM "{self.name}" ORDER BY rowid'
+        self._select = f'SELECT {_names(self.columns)} FROM "{self.name}"'
 
     def kept(self, record: R) -> "R | Row":
         """What to keep of a record until it is inserted: the record, or its values if it could still change."""
@@ -82,12 +82,20 @@ class Table(Generic[R]):
 
     def read(self, connection: sqlite3.Connection) -> Iterator[R]:
         """Every record, in order. Raises `msgspec.ValidationError` or `msgspec.DecodeError` for a damaged one."""
-        for row in connection.execute(self._select):
-            values = dict(zip(self.columns, row, strict=True))
-            for name, decode in self._decoders:
-                if values[name] is not None:
-                    values[name] = decode(values[name])
-            yield msgspec.convert(values, self.kind, strict=False)
+        for row in connection.execute(f"{self._select} ORDER BY rowid"):
+            yield self._record(row)
+
+    def find(self, connection: sqlite3.Connection, key: str) -> R | None:
+        """The record with this key, of a kind that has keys. Raises as `read` does."""
+        row = connection.execute(f'{self._select} WHERE "{self.kind.KEY}" = ?', (key,)).fetchone()
+        return None if row is None else self._record(row)
+
+    def _record(self, row: Row) -> R:
+        values = dict(zip(self.columns, row, strict=True))
+        for name, decode in self._decoders:
+            if values[name] is not None:
+                values[name] = decode(values[name])
+        return msgspec.convert(values, self.kind, strict=False)
 
     def _create(self, hints: dict[str, Any]) -> str:
         columns = [_column(name, hints[name]) for name in self.columns]

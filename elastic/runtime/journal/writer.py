@@ -33,7 +33,9 @@ class JournalError(Exception):
 
 
 class JournalWriter(Protocol):
-    """Where a run writes down what happens."""
+    """Where a run writes down what happens. Where it `keeps` nothing, nobody need make records for it."""
+
+    keeps: bool
 
     def append(self, *records: Record) -> None:
         """All of them, or none, become durable."""
@@ -44,6 +46,8 @@ class JournalWriter(Protocol):
 
 class NullJournal:
     """A journal that keeps nothing."""
+
+    keeps = False
 
     def append(self, *records: Record) -> None:
         return None
@@ -70,6 +74,8 @@ class Journal:
     too: each commit waits for the disk). `on_change` is called whenever `behind` or `failed` changes, from any thread.
     With `waits`, whoever appends to a journal that is behind is held until it has caught up.
     """
+
+    keeps = True
 
     def __init__(
         self,

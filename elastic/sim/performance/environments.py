@@ -8,7 +8,7 @@ from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core.ids import turn_id
 from elastic.core.types import NS_PER_S, Nanoseconds, TrajectoryId, TurnId
-from elastic.runtime.ports import Feed
+from elastic.runtime.ports import Feed, OneIncarnation
 from elastic.sim.loop import EventLoop
 from elastic.sim.performance.engine import Job
 from elastic.sim.performance.episodes import Episode, Episodes
@@ -59,7 +59,7 @@ class EnvironmentSettings:
     reward_usd: float
 
 
-class Environments:
+class Environments(OneIncarnation):
     """The trajectories and rewards of a run (`elastic.runtime.ports`). `busy` hears until when one is at work."""
 
     def __init__(
@@ -107,12 +107,6 @@ class Environments:
         for name in group.trajectories:
             self._running[name] = Trajectory(name, self.episodes.episode(name), group.group, self._loop.now_ns)
             self._work(self._reset_ns, name)
-
-    def recalled(self, event: e.Event, command: c.Command | None) -> None:
-        """Runs on virtual time have one incarnation."""
-
-    def resume(self) -> None:
-        pass
 
     def cancel(self, trajectory: TrajectoryId) -> None:
         running = self._running.pop(trajectory, None)

@@ -16,7 +16,7 @@ from elastic.core import events as e
 from elastic.core.scheduler import Scheduler
 from elastic.core.types import NS_PER_S, LeaseId, Nanoseconds, WeightMode, WorkerId, WorkerRole
 from elastic.runtime.journal import JournalWriter
-from elastic.runtime.ports import Ports, WorkerOrder
+from elastic.runtime.ports import OneIncarnation, Ports, WorkerOrder
 from elastic.runtime.run import Run
 from elastic.runtime.scribe import Scribe
 from elastic.sim.loop import EventLoop, VirtualClock
@@ -58,7 +58,7 @@ class RunSettings:
     """Besides the latencies of their turns."""
 
 
-class SimulatedRun:
+class SimulatedRun(OneIncarnation):
     """`live` runs to the end. `providers` are the live ones' settings by name; `trainer` those of its device.
 
     `devices` has what the workers of each are, the trainer's among them: its profile is also that of what there is once
@@ -260,9 +260,6 @@ class SimulatedRun:
             work_ns = round(work_s * NS_PER_S)
             self._busy(self.loop.now_ns + work_ns)
             trainer.train(work_ns, lambda: then(trainer))
-
-    def recalled(self, order: c.TrainGroup | c.DropGroup | c.UpdateWeights) -> None:
-        pass
 
     def train(self, order: c.TrainGroup, batch: Sequence[Trajectory]) -> None:
         tokens = sum(trajectory.context for trajectory in batch)

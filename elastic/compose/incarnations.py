@@ -1,0 +1,311 @@
+"""A run's lives: what its journals say of those before, and how it begins another."""
+
+import contextlib
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+import msgspec
+import structlog
+
+from elastic.compose.plan import resolve
+from elastic.compose.runs import config_replaced
+from elastic.compose.scheduling import limits, policies, run_plan
+from elastic.config import Config, ConfigError, validate
+from elastic.core import saved_state
+from elastic.core.digest import digest
+from elastic.core.saved_state import StateError
+from elastic.core.scheduler import Phase, Scheduler
+from elastic.processes import boot_id
+from elastic.runtime import orchestrator, states
+from elastic.runtime.journal import CONTINUES, Journal, JournalError, JournalReader, RunDirectory, StepRow, StoredRun
+from elastic.runtime.recollection import Recollection, gone_on
+from elastic.runtime.trainer import kept_steps
+
+log = structlog.get_logger(__name__)
+
+RUNNING = "running"
+UNEXPECTED = "failed: it ended unexpectedly"
+
+
+@dataclass
+class Ending:
+    """How a life ends, as its journal says it."""
+
+    status: str = UNEXPECTED
+
+    def conclude(self, failed: str) -> None:
+        """By itself, and why it `failed` ("": it did not)."""
+        self.status = f"failed: {failed}" if failed else "finished"
+
+
+@contextlib.contextmanager
+def journaled(journal: Journal, scheduler: Scheduler, meta: Mapping[str, str]) -> Iterator[Ending]:
+    """Journal what a life is and, whatever happens within, how it ended; the journal is closed then."""
+    ending = Ending()
+    try:
+        for key, value in meta.items():
+            journal.meta(key, value)
+        yield ending
+    except Exception as error:
+        ending.status = f"failed: {error}"
+        raise
+    finally:
+        journal.meta("digest", digest(scheduler))
+        journal.meta("status", ending.status)
+        journal.close()
+
+
+class PastLife(msgspec.Struct, frozen=True, kw_only=True):
+    """What a run did before it is resumed."""
+
+    providers: tuple[str, ...] = ()
+    status: str = ""
+    steps_done: int = 0
+
+
+def past_life(run: RunDirectory) -> PastLife:
+    """How far a run has come, by the newest of its journals that knows with which providers it began.
+
+    Raises `ConfigError` for one that cannot be read, and for a run that was only simulated.
+    """
+    try:
+        for path in reversed(run.journal_paths()):
+            with JournalReader(path) as journal:
+                past = _told_by(journal)
+            if past is not None:
+                return past
+    except JournalError as error:
+        raise ConfigError(f"{error}; the run goes on without this journal once it is moved away") from error
+    return PastLife()
+
+
+def _told_by(journal: JournalReader) -> PastLife | None:
+    """What one journal says of the life it is of; None if that had hardly begun."""
+    meta, steps = journal.meta(), journal.rows(StepRow)
+    if "simulated" in meta:
+        raise ConfigError(f"{journal.path}: a simulated run; only live ones can go on")
+    if "providers" not in meta:
+        return None
+    return PastLife(
+        providers=tuple(name for name in meta["providers"].split(",") if name),
+        status=meta.get("status", ""),
+        steps_done=steps[-1].step + 1 if steps else 0,
+    )
+
+
+@contextlib.contextmanager
+def next_life(run: RunDirectory, config: Config, scheduler: Scheduler) -> Iterator[PastLife]:
+    """What the run did before; its configuration makes room for that of the life that is lived within.
+
+    One that fails before the trainer is there leaves no trace: neither its journal nor its configuration.
+    """
+    past, journal = past_life(run), run.next_journal_path()
+    with config_replaced(run.path, config) as put_back:
+        try:
+            yield past
+        except Exception:
+            if scheduler.version is None:
+                run.discard_journal(journal)
+                put_back()
+            raise
+
+
+class Began(msgspec.Struct, frozen=True):
+    """When a run's time began: by the clock of this boot, which knows of no leaps, and by the calendar."""
+
+    boot: str
+    monotonic_ns: int
+    unix_ns: int
+
+    @classmethod
+    def now(cls) -> "Began":
+        return cls(boot_id(), time.monotonic_ns(), time.time_ns())
+
+    def since_ns(self) -> int:
+        now = Began.now()
+        return now.monotonic_ns - self.monotonic_ns if now.boot == self.boot else now.unix_ns - self.unix_ns
+
+
+RESUMED, BEGAN = "resumed", "began"
+"""Notes of a journal: with which digest of the scheduler it went on, and the run's beginning."""
+JOIN, RELAY, PUBLISHER = "join", "relay", "publisher"
+"""Where workers dial and pull weights, and whose weights they believe."""
+
+
+class Former(msgspec.Struct, frozen=True, kw_only=True):
+    """The incarnation before the one that begins, as its journals tell it; `journal` is the name of its own.
+
+    `state` is None where nothing goes on: then the run begins at the trainer's newest checkpoint.
+    """
+
+    journal: str = ""
+    state: bytes | None = None
+    digest: str = ""
+    last_ns: int = 0
+    notes: Mapping[str, str] = {}
+
+    @property
+    def relay(self) -> str:
+        """The address (host:port) at which weights were served, if they were."""
+        return urlsplit(self.notes.get(RELAY, "")).netloc
+
+    def notes_to_keep(self) -> dict[str, str]:
+        """For the journal of the incarnation that begins."""
+        if self.state is None:
+            return {BEGAN: msgspec.json.encode(Began.now()).decode()}
+        kept = {key: self.notes[key] for key in (BEGAN, "started_at", PUBLISHER) if key in self.notes}
+        return kept | {CONTINUES: self.journal, RESUMED: self.digest}
+
+    def taken_up(self) -> orchestrator.Former | None:
+        """What the next orchestrator is told."""
+        if self.state is None:
+            return None
+        since_ns = msgspec.json.decode(self.notes[BEGAN], type=Began).since_ns()
+        return orchestrator.Former(
+            state=self.state,
+            now_ns=max(since_ns, self.last_ns),
+            join=self.notes.get(JOIN, ""),
+            publisher=self.notes.get(PUBLISHER, ""),
+        )
+
+
+def former_of(run: RunDirectory, config: Config) -> Former:
+    """Where the run's last incarnation has left it. Raises `ConfigError` for a configuration that it cannot go on with.
+
+    The newest state that was saved is where reading begins; the journals have what came after it.
+    """
+    with run.journals() as journals:
+        chain = _chain(journals)
+        if not chain:
+            return Former()
+        try:
+            found = _recollect(run, chain)
+        except JournalError as error:
+            raise ConfigError(
+                f"{error}; the run goes on from its checkpoint once this journal is moved away"
+            ) from error
+        notes = {key: value for journal in chain for key, value in journal.meta().items()}
+        last_ns = chain[-1].last_ns()
+    core = found.scheduler
+    if core.phase not in (Phase.STARTING, Phase.RUNNING):
+        log.info("the run had ended; it goes on from the trainer's checkpoint", failed=core.failed)
+        return Former()
+    checkpoints = sorted((run.path / states.CHECKPOINTS).glob("*.safetensors"))
+    ahead = [path for path in checkpoints if int(path.stem) > (core.version or 0) + 1]
+    if ahead:
+        log.warning("the checkpoint is newer than the journal; the run goes on from it", checkpoint=str(ahead[-1]))
+        return Former()
+    check_same(config, validate(Config, json.loads(notes["config"]), str(chain[-1].path)))
+    state = found.saved()
+    return Former(
+        journal=chain[-1].path.name, state=state, digest=digest(core), last_ns=max(last_ns, core.now_ns), notes=notes
+    )
+
+
+def _chain(journals: Sequence[JournalReader]) -> list[JournalReader]:
+    """The newest journal and those that it goes on from, the first of these first; none if one is missing."""
+    by_name = {journal.path.name: journal for journal in journals}
+    chain: list[JournalReader] = []
+    name = journals[-1].path.name if journals else ""
+    while name:
+        if name not in by_name:
+            log.warning("a journal is missing; the run goes on from the trainer's checkpoint", journal=name)
+            return []
+        chain.append(by_name[name])
+        name = by_name[name].meta().get(CONTINUES, "")
+    return chain[::-1] if BEGAN in chain[-1].meta() else []
+
+
+def _recollect(run: RunDirectory, chain: Sequence[JournalReader]) -> Recollection:
+    names = [journal.path.name for journal in chain]
+    for found in states.newest_first(run.path / states.CHECKPOINTS):
+        if found.journal in names:
+            number = names.index(found.journal)
+            try:
+                recollection = _begin(chain[number], found.state)
+            except StateError as error:
+                log.warning("saved state not used", reason=str(error))
+                continue
+            if digest(recollection.scheduler) == found.digest:
+                recollection.hear(chain[number].entries(found.events))
+                return _go_on(recollection, chain[number + 1 :])
+            log.warning("saved state not used", reason="it leads to another digest")
+    recollection = _begin(chain[0])
+    recollection.hear(chain[0].entries())
+    return _go_on(recollection, chain[1:])
+
+
+def _go_on(recollection: Recollection, later: Sequence[JournalReader]) -> Recollection:
+    for journal in later:
+        recollection = _begin(journal, recollection.saved())
+        recollection.hear(journal.entries())
+    return recollection
+
+
+def _begin(journal: JournalReader, state: bytes | None = None) -> Recollection:
+    config, scheduler = _scheduler(journal)
+    return Recollection(scheduler, kept_steps(config), state)
+
+
+def _scheduler(journal: JournalReader) -> tuple[Config, Scheduler]:
+    """A fresh one, as the incarnation that wrote this journal had it."""
+    meta, where = journal.meta(), str(journal.path)
+    config = validate(Config, json.loads(meta["config"]), where)
+    plan = resolve(config, [name for name in meta["providers"].split(",") if name], where)
+    return config, Scheduler(run_plan(plan), limits(config), policies(config), 0)
+
+
+MAY_DIFFER = frozenset(
+    {
+        *(
+            "run.name",
+            "run.directory",
+            "run.steps",
+            "run.host",
+            "run.port",
+            "run.pass_env",
+            "run.orchestrator_timeout_s",
+        ),
+        *(
+            "trainer.max_restarts",
+            "trainer.step_timeout_s",
+            "trainer.usd_per_gpu_hour",
+            "trainer.checkpoint_every_steps",
+        ),
+        *("rewards.timeout_s", "rewards.concurrency", "rewards.idle_s", "rewards.max_retries", "rewards.retry_base_s"),
+        *("providers", "scheduler", "seeding", "routing", "balancing", "provisioning", "journal", "simulation"),
+    }
+)
+"""Sections and keys that may have other values when a run goes on: nothing sampled or trained hangs on them."""
+
+
+def check_same(config: Config, former: Config) -> None:
+    """Raises `ConfigError` where a run that goes on would not be the one that it was."""
+    now, before = config.model_dump(mode="json"), former.model_dump(mode="json")
+    for section in now.keys() - MAY_DIFFER:
+        for key in now[section]:
+            name, found, was = f"{section}.{key}", now[section][key], before[section].get(key)
+            if found != was and name not in MAY_DIFFER:
+                raise ConfigError(
+                    f"--resume: {name}: found {found!r}, but the run began with {was!r}; what may differ: "
+                    f"{', '.join(sorted(MAY_DIFFER))}"
+                )
+
+
+def replay(run: StoredRun) -> Scheduler:
+    """The scheduler in the state to which the run's journals lead, where one goes on from another (invariant 13)."""
+    with run.journals() as journals:
+        chain = _chain(journals) or journals[-1:]
+        scheduler = _scheduler(chain[0])[1]
+        for number, journal in enumerate(chain):
+            if number:
+                state = saved_state.save(scheduler)
+                scheduler = _scheduler(journal)[1]
+                saved_state.restore(scheduler, state)
+            entries = journal.entries()
+            for t_ns, event, _ in entries if journal is chain[-1] else gone_on(entries):
+                scheduler.handle(event, t_ns)
+    return scheduler

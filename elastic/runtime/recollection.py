@@ -1,0 +1,77 @@
+"""A run as its journals tell it, without anything around it: what it comes to is where the next incarnation begins."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, TypeAlias
+
+from elastic import wire
+from elastic.core import events as e
+from elastic.core.scheduler import Scheduler
+from elastic.core.types import Nanoseconds
+from elastic.runtime.journal import TokenFrame
+from elastic.runtime.ports import Ports
+from elastic.runtime.rollout import Rollouts
+from elastic.runtime.run import Run
+from elastic.runtime.scribe import Scribe
+from elastic.runtime.trainer import GatewayTrainer
+
+Entry: TypeAlias = tuple[Nanoseconds, e.Event, Mapping[int, wire.Chunk]]
+
+_AFTER_A_STOP = (e.LeaseGranted, e.LeaseRefused, e.LeaseEnded, e.WorkerReported, e.WorkerDisconnected)
+
+
+def gone_on(entries: Iterable[Entry]) -> Iterator[Entry]:
+    """Of a journal that another goes on from what still holds.
+
+    If somebody had the run stop, somebody wants it to go on now: what was given back is given back, and whatever came
+    in meanwhile was not kept.
+    """
+    stopped = False
+    for entry in entries:
+        if isinstance(entry[1], e.StopRequested):
+            stopped = True
+        elif not stopped or isinstance(entry[1], _AFTER_A_STOP):
+            yield entry
+
+
+class Recollection:
+    """`keep_steps` as in `GatewayTrainer`. It begins with a `state`, or as a run does. Raises `StateError`."""
+
+    def __init__(self, scheduler: Scheduler, keep_steps: int, state: bytes | None = None) -> None:
+        self.scheduler = scheduler
+        self._keep_steps = keep_steps
+        self._run = Run(scheduler, self._connect)
+        if state is not None:
+            self._run.restore(state)
+
+    def hear(self, entries: Iterable[Entry]) -> None:
+        """What a journal has that another goes on from."""
+        for t_ns, event, chunks in gone_on(entries):
+            self._run.recall(t_ns, event, TokenFrame(chunks, b""))
+
+    def saved(self) -> bytes:
+        return self._run.saved()
+
+    def _connect(self, _: Run) -> Ports:
+        nobody: Any = _Nobody()
+        return Ports(
+            clock=nobody,
+            journal=Scribe(self.scheduler, nobody),
+            workers=nobody,
+            leases=nobody,
+            trajectories=Rollouts(0, nobody, nobody, nobody, nobody, nobody),
+            rewards=nobody,
+            trainer=GatewayTrainer(nobody, self.scheduler, nobody, nobody, self._keep_steps),
+            owner=nobody,
+        )
+
+
+class _Nobody:
+    """Stands where nothing is asked for while a run is only recalled."""
+
+    keeps = True
+
+    def __getattr__(self, name: str) -> Any:
+        def ask(*_: Any) -> None:
+            raise AssertionError(f"{name} is asked of a run that is only recalled")
+
+        return ask

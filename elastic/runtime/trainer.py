@@ -1,0 +1,217 @@
+"""The trainer's process, as a run sees it: orders to it, and how one that is behind is brought up to date.
+
+A trainer that joins says where it stands. What it lacks of its orders, since its process is a new one that began at a
+checkpoint or an order was lost with a connection, it is given once more, in their order and with what the journal has
+of the trajectories; the core hears that it has joined when it stands where the run does.
+"""
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias
+
+import structlog
+
+from elastic import wire
+from elastic.config import Config
+from elastic.core import commands as c
+from elastic.core.scheduler import Scheduler
+from elastic.core.types import TrajectoryId, WorkerId
+from elastic.runtime import states
+from elastic.runtime.gateway import Door
+from elastic.runtime.journal import TrajectoryRow
+from elastic.runtime.rollout import Episode
+
+log = structlog.get_logger(__name__)
+
+Order: TypeAlias = c.TrainGroup | c.DropGroup | c.UpdateWeights
+Stored: TypeAlias = Callable[[Sequence[TrajectoryId]], Mapping[TrajectoryId, TrajectoryRow]]
+"""What the journal has of these trajectories."""
+
+
+def kept_steps(config: Config) -> int:
+    """Of how many steps orders are kept: a checkpoint that the trainer may begin at is no older."""
+    return (states.KEEP + 1) * config.trainer.checkpoint_every_steps
+
+
+class OutOfStep(Exception):
+    """The trainer stands where none of its orders can have led it; the message says where."""
+
+
+def missing(
+    orders: Sequence[Order], outstanding: Order | None, newest: int, version: int, groups: set[str], slots: set[int]
+) -> list[Order]:
+    """What a trainer lacks of `orders` that is at `version`, and was given these groups and slots since.
+
+    The run is at version `newest`, or is about to be by the `outstanding` order, which the trainer is asked for
+    anyway. Raises `OutOfStep`.
+    """
+    ahead = isinstance(outstanding, c.UpdateWeights)
+    if version > newest + ahead:
+        raise OutOfStep(f"it is at version {version}, and the run at {newest}")
+    if version < newest and not any(isinstance(order, c.UpdateWeights) and order.step == version for order in orders):
+        raise OutOfStep(f"it is at version {version}, the run at {newest}, and what was trained between is not kept")
+    now = [order for order in orders if order.step == version]
+    if unknown := groups - {order.group for order in now if isinstance(order, c.TrainGroup)}:
+        raise OutOfStep(f"it has trained on {', '.join(sorted(unknown))} in step {version}, which it was not told to")
+
+    def lacks(order: Order) -> bool:
+        match order:
+            case c.TrainGroup():
+                return order.group not in groups
+            case c.DropGroup():
+                return order.slot not in slots
+            case c.UpdateWeights():
+                return True
+
+    later = [order for order in orders if order.step > version]
+    return [order for order in [*filter(lacks, now), *later] if order != outstanding]
+
+
+class GatewayTrainer:
+    """`elastic.runtime.ports.Trainer` over the gateway.
+
+    `stored` reads what trajectories came to, `stop` ends the run for a cause; `keep_steps` as of `kept_steps`.
+    """
+
+    def __init__(
+        self, door: Door, scheduler: Scheduler, stored: Stored, stop: Callable[[str], None], keep_steps: int
+    ) -> None:
+        self._door = door
+        self._scheduler = scheduler
+        self._stored = stored
+        self._stop = stop
+        self._keep_steps = keep_steps
+        self._orders: list[Order] = []
+        self._joining: tuple[WorkerId, int] | None = None
+        """The worker and its epoch that is being brought up to date."""
+        self._lacking: deque[Order] = deque()
+        """What it is still to be given; the first is what it is at."""
+        self._joined: Callable[[], None] = lambda: None
+
+    # What the run sees
+
+    def train(self, order: c.TrainGroup, batch: list[Episode]) -> None:
+        self.recalled(order)
+        self._tell(_train(order, batch))
+
+    def skip(self, order: c.DropGroup, dropped: int) -> None:
+        self.recalled(order)
+        self._tell(_skip(order, dropped))
+
+    def update(self, order: c.UpdateWeights) -> None:
+        self.recalled(order)
+        for message in _update(order):
+            self._tell(message)
+
+    def recalled(self, order: Order) -> None:
+        if order in self._orders:
+            return
+        self._orders.append(order)
+        if isinstance(order, c.UpdateWeights):
+            self._orders = [kept for kept in self._orders if kept.step > order.step - self._keep_steps]
+
+    def saved(self) -> object:
+        return self._orders
+
+    def restore(self, saved: list[Order]) -> None:
+        self._orders = saved
+
+    # What comes from the trainer
+
+    def join(self, worker: WorkerId, epoch: int, ready: wire.Ready, joined: Callable[[int], None]) -> None:
+        """The trainer is there at a version. `joined` is called with it once it stands where the run does."""
+        version, core = ready.weights_version, self._scheduler
+        assert version is not None
+        if core.version is None:
+            joined(version)
+            return
+        try:
+            lacking = missing(
+                self._orders, self._outstanding(), core.version, version, set(ready.groups), set(ready.slots)
+            )
+        except OutOfStep as error:
+            self._refuse(worker, f"the trainer is out of step with the journal: {error}")
+            return
+        log.info("the trainer joins", worker=worker, version=version, orders=len(lacking))
+        self._joining, self._lacking = (worker, epoch), deque(lacking)
+        stands = max(version, core.version)
+        self._joined = lambda: joined(stands)
+        self._go_on()
+
+    def answered(self, worker: WorkerId, epoch: int, message: wire.FromWorker) -> bool:
+        """Whether this is about an order of long ago, whose answer the core has had."""
+        if self._joining != (worker, epoch) or not self._lacking:
+            return False
+        match self._lacking[0], message:
+            case _, wire.TrainerFailed(error=error):
+                self._stop(f"the trainer failed: {error}")
+            case (c.TrainGroup(group=at), wire.Trained(group=done)) | (
+                c.UpdateWeights(version=at),
+                wire.Stepped(version=done),
+            ) if at == done:
+                self._lacking.popleft()
+                self._go_on()
+            case _:
+                return isinstance(message, wire.Trained | wire.Stepped)
+        return True
+
+    def _go_on(self) -> None:
+        """Give it orders up to the next that it answers: what it has not read yet is bounded."""
+        assert self._joining is not None
+        while self._lacking:
+            for message in self._again(self._lacking[0]):
+                self._door.send(*self._joining, message)
+            if not isinstance(self._lacking[0], c.DropGroup):
+                return
+            self._lacking.popleft()
+        self._joined()
+
+    def _refuse(self, worker: WorkerId, cause: str) -> None:
+        """A process of before is replaced by one that begins at the checkpoint; where that is refused nothing helps."""
+        log.warning("trainer refused", worker=worker, cause=cause)
+        self._door.fence(worker, cause)
+        known = self._scheduler.fleet.workers.get(worker)
+        if known is None or not known.epoch:
+            self._stop(cause)
+
+    def _outstanding(self) -> Order | None:
+        """The order that the core waits for, and has carried out once more when the trainer has joined."""
+        core, last = self._scheduler, next((o for o in reversed(self._orders) if not isinstance(o, c.DropGroup)), None)
+        match last:
+            case c.TrainGroup():
+                return last if last.group == core.training else None
+            case c.UpdateWeights():
+                return last if core.step is not None and core.step.updating and last.step == core.step.number else None
+            case _:
+                return None
+
+    def _again(self, order: Order) -> list[wire.FromOrchestrator]:
+        match order:
+            case c.TrainGroup():
+                rows = self._stored(order.trajectories)
+                return [_train(order, [Episode.of(rows[trajectory]) for trajectory in order.trajectories])]
+            case c.DropGroup():
+                rows = self._stored(order.trajectories)
+                return [_skip(order, sum(row.policy_tokens for row in rows.values() if row.reward is not None))]
+            case c.UpdateWeights():
+                return _update(order)
+
+    def _tell(self, message: wire.FromOrchestrator) -> None:
+        trainer = self._scheduler.trainer()
+        if trainer is not None:
+            self._door.send(trainer.id, trainer.epoch, message)
+
+
+def _train(order: c.TrainGroup, batch: Sequence[Episode]) -> wire.TrainGroup:
+    return wire.TrainGroup(order.step, order.group, order.slot, [episode.data() for episode in batch])
+
+
+def _skip(order: c.DropGroup, dropped: int) -> wire.SkipGroup:
+    assert order.slot is not None
+    return wire.SkipGroup(order.step, order.group, order.slot, order.reason, dropped)
+
+
+def _update(order: c.UpdateWeights) -> list[wire.FromOrchestrator]:
+    reason = "no group of use was left for it"
+    skipped = [wire.SkipGroup(order.step, "", slot, reason) for slot in order.empty_slots]
+    return [*skipped, wire.Update(order.step, order.version, list(order.pulled))]
