@@ -235,7 +235,7 @@ class Service:
 
     @property
     def _silence_timeout_s(self) -> float:
-        """The trainer waits longer: nothing can take its place, and its session cannot be resumed."""
+        """The trainer is as patient with the orchestrator as that is with it."""
         return self._welcome.silence_timeout_s * (1 if self._trainer is None else TRAINER_PATIENCE)
 
     async def _reconnect(self, loss: ConnectionLost) -> None:

@@ -407,6 +407,46 @@ async def test_a_held_run_is_not_read_from_until_it_is_let_go(house: House) -> N
     await house.ear.until("ready", "late", 1)
 
 
+@settings(max_examples=25, deadline=None)
+@given(
+    st.lists(st.lists(st.floats(0, 1, exclude_max=True), max_size=6), min_size=1, max_size=3),
+    st.lists(st.booleans(), max_size=8),
+    st.floats(0, 1, exclude_max=True),
+)
+def test_frames_in_pieces_are_whole_frames_and_half_a_frame_is_none(
+    cuts: list[list[float]], holds: list[bool], last: float
+) -> None:
+    """Each epoch's bytes, Hello and all, come in pieces, while the run is held now and then, and end within a frame."""
+    asyncio.run(_pieces(cuts, holds, last))
+
+
+async def _pieces(cuts: list[list[float]], holds: list[bool], last: float) -> None:
+    async with House() as house:
+        house.expect()
+        said = 0
+        for epoch, places in enumerate(cuts, 1):
+            first = hello("w", key_of("w") if epoch > 1 else "token", resume=epoch > 1)
+            words = [report(said := said + 1) for _ in range(3)]
+            whole, half = b"".join(map(wire.encode, (first, READY, *words))), wire.encode(report(0))
+            stream = whole + half[: int(last * len(half))]
+            peer = await house.dial()
+            at = 0
+            for end in (*sorted(int(place * len(stream)) for place in places), len(stream)):
+                peer.writer.write(stream[at:end])
+                await peer.writer.drain()
+                await asyncio.sleep(0)
+                if holds:
+                    house.door.hold(holds.pop())
+                at = end
+            house.door.hold(False)
+            await house.ear.until("message", "w", epoch, words[-1])
+            await peer.aclose()
+            await house.ear.until("disconnected", "w", epoch, False)
+        messages = [what[3] for what in house.ear.heard if what[0] == "message"]
+        assert messages == [report(number) for number in range(1, said + 1)]
+        assert len(house.ear.heard) == said + 2 * len(cuts)
+
+
 @pytest.mark.parametrize("epoch", [0, 3], ids=["not journaled", "journaled"])
 async def test_a_session_of_an_earlier_process_is_resumed_under_its_next_epoch(house: House, epoch: int) -> None:
     house.expect(epoch=epoch)

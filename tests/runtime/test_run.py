@@ -325,6 +325,48 @@ def test_a_process_that_is_always_late_is_overloaded_and_deadlines_pass() -> Non
     assert rings == LATE_WAKEUPS_MAX + 1
 
 
+def ticks(world: World) -> int:
+    return sum(isinstance(event, e.Tick) for _, event in world.core.heard)
+
+
+@pytest.mark.parametrize("meanwhile", [False, True], ids=["of before", "that comes meanwhile"])
+def test_no_deadline_passes_while_a_run_is_held(meanwhile: bool) -> None:
+    """However long, and though each of its wake-ups was on time."""
+    world = World()
+    world.core.wakeup_ns = 100 * MS
+    if not meanwhile:
+        world.run.feed(BEAT)
+    world.run.hold(True)
+    if meanwhile:
+        world.run.feed(BEAT)
+    for at_ms in range(100, 3000, 5):
+        world.clock.ring(at_ms * MS)
+    assert ticks(world) == 0
+    world.run.hold(False)
+    world.clock.ring(3000 * MS + LATE_WAKEUP_NS // 2)
+    assert ticks(world) == 0, "sockets are read before the deadline passes"
+    world.clock.ring(3000 * MS + LATE_WAKEUP_NS)
+    assert ticks(world) == 1
+
+
+def test_what_was_said_while_a_run_was_held_puts_its_deadline_off() -> None:
+    world = World()
+    world.core.wakeup_ns = 100 * MS
+    world.run.feed(BEAT)
+    world.run.hold(True)
+    for at_ms in range(100, 3000, 5):
+        world.clock.ring(at_ms * MS)
+    world.run.hold(False)
+    world.core.wakeup_ns = 5000 * MS
+    world.run.feed(BEAT)
+    assert world.core.heard[-1] == (100 * MS - 1, BEAT), "it counts as heard in time"
+    for at_ms in range(3000, 5000, 5):
+        world.clock.ring(at_ms * MS)
+    assert ticks(world) == 0
+    world.clock.ring(5000 * MS)
+    assert ticks(world) == 1
+
+
 def test_an_alarm_for_a_time_that_has_passed_is_not_late_by_that() -> None:
     clock, woken = ManualClock(), list[int]()
     clock.time_ns = 10 * NS_PER_S
