@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from elastic.runtime.journal import DirectoryStore, JournalError, RunDirectory, StepRow
+from elastic.weights.directory import MEMORY_LINK
 
 pytestmark = pytest.mark.slow
 
@@ -145,3 +146,20 @@ def test_what_outlives_an_orchestrator_that_was_killed_ends_with_the_next(start,
     assert more
     assert more[-1] == len(steps)
     assert nothing_left(run_dir, processes_of)
+
+
+@pytest.mark.parametrize("relay", ["directory", "http"])
+def test_what_waits_for_an_orchestrator_that_stays_away_ends_by_itself_and_leaves_nothing(
+    start, config: Path, processes_of, relay: str
+) -> None:
+    terms = ("run.steps=1000", "run.orchestrator_timeout_s=3", f"weights.relay={relay}")
+    process = start("run", config, *PROVIDERS, *(word for term in terms for word in ("--set", term)))
+    (run_dir,) = until(lambda: run_dirs(config), START_TIMEOUT_S, process)
+    until(lambda: read(run_dir)[1], START_TIMEOUT_S, process)
+    place = (run_dir / "weights" / MEMORY_LINK).readlink()
+    process.kill()
+    process.communicate()
+    assert processes_of(run_dir.name)
+    assert place.exists()
+    until(lambda: not processes_of(run_dir.name), STOP_TIMEOUT_S)
+    assert not place.exists()
