@@ -5,6 +5,7 @@ only: a receiver must be able to execute what it gets at once, so nothing goes b
 workers; and any worker below its own plateau may take what another executes above its own.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heapreplace
@@ -47,8 +48,17 @@ class ContinuousBalancing(msgspec.Struct, frozen=True):
             batch = self.plateau(profiles.get(load.kind), load)
             if batch is None:
                 continue
-            surplus, free = load.executing - batch, min(load.room, batch - load.executing)
-            balances.append(_Balance(load, max(0, surplus), max(0, free), load.movable_executing))
+            context_tokens = load.context_tokens()
+            balances.append(
+                _Balance(
+                    load,
+                    surplus=max(0, load.executing - batch),
+                    free=max(0, min(load.room, batch - load.executing)),
+                    movable=load.movable_executing,
+                    burden=load.executing * context_tokens,
+                    of_a_turn=context_tokens,
+                )
+            )
         return balances
 
     def plateau(self, profile: BatchProfile | None, load: LoadView) -> int | None:
@@ -77,42 +87,79 @@ class ContinuousBalancing(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class _Balance:
-    """What a worker has too much of, and what it can still take."""
+    """What a worker has too much of, and what it can still take.
+
+    A turn is no better off on a worker of the same kind with as much `burden`: what an iteration reads, of which each
+    turn has its part, or how few places are left.
+    """
 
     load: LoadView
     surplus: int
     free: int
     movable: Callable[[], Sequence[TurnId]]
+    burden: float
+    of_a_turn: float
 
 
 def _of_pending(load: LoadView) -> _Balance:
-    return _Balance(load, load.pending, 0 if load.pending else load.room, load.movable_pending)
+    """Whoever waits is better off wherever it does not."""
+    free = 0 if load.pending else load.room
+    return _Balance(load, load.pending, free, load.movable_pending, math.inf if load.pending else -free, 1.0)
 
 
 def _spread(balances: Sequence[_Balance]) -> list[Move]:
-    """One turn at a time from the largest surplus to the most room, until either is used up."""
+    """One turn at a time from the largest surplus to the least burdened, until either is used up."""
     moves: list[Move] = []
     movable: dict[int, list[TurnId]] = {}
     sources = [(-balance.surplus, place) for place, balance in enumerate(balances) if balance.surplus]
-    receivers = [(-balance.free, place) for place, balance in enumerate(balances) if balance.free]
     heapify(sources)
-    heapify(receivers)
-    while sources and receivers and len(moves) < MOVED:
-        (surplus, source), (free, receiver) = sources[0], receivers[0]
-        if source not in movable:
-            movable[source] = list(balances[source].movable())[::-1]
-        if movable[source]:
-            moves.append(Move(turn=movable[source].pop(), to=balances[receiver].load.id))
-            _take_one(sources, surplus, source)
-            _take_one(receivers, free, receiver)
-        else:
+    receivers = _Receivers(balances)
+    while sources and len(moves) < MOVED:
+        place = sources[0][1]
+        source = balances[place]
+        receiver = receivers.for_turn_of(source)
+        if place not in movable:
+            movable[place] = list(source.movable())[::-1]
+        if receiver is None or not movable[place] or not source.surplus:
             heappop(sources)
+            continue
+        moves.append(Move(turn=movable[place].pop(), to=receiver.load.id))
+        receivers.give(receiver, source)
+        heapreplace(sources, (-source.surplus, place))
     return moves
 
 
-def _take_one(heap: list[tuple[int, int]], negative: int, place: int) -> None:
-    """The first of the heap has one less; it counts below zero, so that the largest comes first."""
-    if negative < -1:
-        heapreplace(heap, (negative + 1, place))
-    else:
-        heappop(heap)
+class _Receivers:
+    """Those that have room, of each kind the least burdened first."""
+
+    def __init__(self, balances: Sequence[_Balance]) -> None:
+        self._of_kind: dict[WorkerKind, list[tuple[float, int, _Balance]]] = {}
+        for place, balance in enumerate(balances):
+            if balance.free:
+                self._of_kind.setdefault(balance.load.kind, []).append((balance.burden, place, balance))
+        for alike in self._of_kind.values():
+            heapify(alike)
+
+    def for_turn_of(self, source: _Balance) -> _Balance | None:
+        """Of the kinds' least burdened ones, on which a turn of this source is better off, the one with most room."""
+        found: list[tuple[int, int, _Balance]] = []
+        for kind, alike in self._of_kind.items():
+            burden, place, balance = alike[0]
+            if kind != source.load.kind or burden + source.of_a_turn <= source.burden:
+                found.append((-balance.free, place, balance))
+        return min(found)[2] if found else None
+
+    def give(self, receiver: _Balance, source: _Balance) -> None:
+        """The receiver, which is the first of its kind, gets a turn."""
+        source.surplus -= 1
+        source.burden -= source.of_a_turn
+        receiver.free -= 1
+        receiver.burden += source.of_a_turn
+        kind = receiver.load.kind
+        _, place, _ = self._of_kind[kind][0]
+        if receiver.free:
+            heapreplace(self._of_kind[kind], (receiver.burden, place, receiver))
+        else:
+            heappop(self._of_kind[kind])
+            if not self._of_kind[kind]:
+                del self._of_kind[kind]

@@ -105,6 +105,18 @@ def test_executing_turns_go_down_to_the_plateau() -> None:
     assert moves(workers, NO_GAIN_BEYOND_TWO) == []
 
 
+def test_executing_turns_go_only_where_iterations_read_less() -> None:
+    """Throughput that was seen under two lengths of context makes two plateaus; the longer one has room for more."""
+    workers = loads(4, 1)
+    found = profile({1: 1.0, 2: 2.0, 3: 2.05, 4: 2.1})
+    for batch, tokens in {8: 4.0, 16: 8.0, 24: 8.1, 32: 8.2}.items():
+        found[KIND].note(batch, round(1000 * tokens), 1000, 250.0)
+    for context, plateau, receivers in ((120.0, 2, ["w1"]), (400.0, 10, [])):
+        workers[1].context = context
+        assert ContinuousBalancing().plateau(found[KIND], workers[1]) == plateau > workers[1].executing
+        assert [move.to for move in moves(workers, found)] == receivers
+
+
 def test_memory_bound_batches_are_left_alone() -> None:
     assert moves(loads(4, 0), profile({1: 1.0, 2: 2.0, 4: 4.0})) == []
 
