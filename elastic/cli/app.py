@@ -92,10 +92,14 @@ def run(
         str,
         typer.Option(
             metavar="RUN",
-            help="Go on from the last checkpoint of a run (its name, its path or `latest`), with its configuration and "
-            "providers; CONFIG then only says where runs are kept.",
+            help="Go on with a run (its name, its path or `latest`) from its journal, or if it had ended from its last "
+            "checkpoint, with its configuration and providers; CONFIG then only says where runs are kept.",
         ),
     ] = "",
+    supervised: Annotated[
+        bool, typer.Option("--supervise", help="Start the orchestrator again when it dies, and go on with the run.")
+    ] = False,
+    max_restarts: Annotated[int, typer.Option(min=0, help="How often, with --supervise.")] = 10,
     dry_run: Annotated[
         bool,
         typer.Option("--dry-run", help="Show the resolved configuration and what would be acquired; start nothing."),
@@ -111,6 +115,12 @@ def run(
     settings, run_dir, names = _run_settings(config, providers, overrides or [], seed, resume)
     if dry_run:
         dry_run_command(settings, names, str(config or run_dir), as_json=as_json)
+    elif supervised:
+        from elastic.cli.supervise import supervise_command
+
+        changed = [*(overrides or []), *([f"run.seed={seed}"] if seed is not None else [])]
+        options = [*(word for change in changed for word in ("--set", change)), *(["--json"] if as_json else [])]
+        raise typer.Exit(supervise_command(settings, names, str(config or run_dir), run_dir, options, max_restarts))
     else:
         raise typer.Exit(run_command(settings, names, str(config or run_dir), run_dir, as_json=as_json))
 
@@ -323,7 +333,7 @@ def worker(
 
     The ticket comes from the environment, where a provider puts it: a run, a lease's worker, and its one-time token.
 
-    Example: ELASTIC_RUN=demo ELASTIC_WORKER=spot-1 ELASTIC_JOIN_TOKEN=… elastic worker --join 127.0.0.1:7070
+    Example: ELASTIC_RUN=a ELASTIC_WORKER=b ELASTIC_JOIN_TOKEN=… elastic worker --join 127.0.0.1:7070
     """
     from elastic.cli.worker import worker_command
 

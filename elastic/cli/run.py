@@ -65,11 +65,14 @@ def dry_run_command(config: Config, names: list[str], where: str, *, as_json: bo
 def run_command(config: Config, names: list[str], where: str, resumed: Path | None, *, as_json: bool) -> int:
     """Run to the end and report; returns the exit code."""
     plan = compose.resolve(config, names, where)
-    if resumed and _all_done(resumed, config.run.steps):
+    past = compose.past_life(RunDirectory(resumed)) if resumed else compose.PastLife()
+    if resumed and past.status == "finished" and past.steps_done >= config.run.steps:
+        say(f"all {past.steps_done} steps of {resumed} are done; --set run.steps=N asks for more")
         conclude(resumed, as_json=as_json)
         return 0
     compose.check_live(plan)
-    compose.check_policy(plan, resumed)
+    if past.status != compose.RUNNING:  # Of a process that died; what it began with has been checked.
+        compose.check_policy(plan, resumed)
     run_dir = resumed or compose.new_run_dir(config)
     progress = Progress(console(stderr=True))
     try:
@@ -95,14 +98,6 @@ def run_command(config: Config, names: list[str], where: str, resumed: Path | No
         say(f"hint: logs are in {run_dir / 'logs'}; {go_on}")
         return EXIT_FAILED
     return 0
-
-
-def _all_done(run_dir: Path, steps: int) -> bool:
-    past = compose.past_life(RunDirectory(run_dir))
-    done = past.status == "finished" and past.steps_done >= steps
-    if done:
-        say(f"all {past.steps_done} steps of {run_dir} are done; --set run.steps=N asks for more")
-    return done
 
 
 async def _execute(plan: compose.RunPlan, run_dir: Path, *, resume: bool, progress: Progress) -> compose.RunOutcome:

@@ -67,33 +67,24 @@ class PastLife(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def past_life(run: RunDirectory) -> PastLife:
-    """How far a run has come, by the newest of its journals that knows with which providers it began.
+    """How far a run has come; its newest journal that knows with which providers it began says how that ended.
 
-    Raises `ConfigError` for one that cannot be read, and for a run that was only simulated.
+    Raises `ConfigError` for a journal that cannot be read, and for a run that was only simulated.
     """
+    past, steps_done = PastLife(), 0
     try:
-        for path in reversed(run.journal_paths()):
+        for path in run.journal_paths():
             with JournalReader(path) as journal:
-                past = _told_by(journal)
-            if past is not None:
-                return past
+                meta = journal.meta()
+                if "simulated" in meta:
+                    raise ConfigError(f"{journal.path}: a simulated run; only live ones can go on")
+                steps_done = max([steps_done, *(row.step + 1 for row in journal.rows(StepRow))])
+                if "providers" in meta:
+                    providers = tuple(name for name in meta["providers"].split(",") if name)
+                    past = PastLife(providers=providers, status=meta.get("status", ""))
     except JournalError as error:
         raise ConfigError(f"{error}; the run goes on without this journal once it is moved away") from error
-    return PastLife()
-
-
-def _told_by(journal: JournalReader) -> PastLife | None:
-    """What one journal says of the life it is of; None if that had hardly begun."""
-    meta, steps = journal.meta(), journal.rows(StepRow)
-    if "simulated" in meta:
-        raise ConfigError(f"{journal.path}: a simulated run; only live ones can go on")
-    if "providers" not in meta:
-        return None
-    return PastLife(
-        providers=tuple(name for name in meta["providers"].split(",") if name),
-        status=meta.get("status", ""),
-        steps_done=steps[-1].step + 1 if steps else 0,
-    )
+    return msgspec.structs.replace(past, steps_done=steps_done)
 
 
 @contextlib.contextmanager
@@ -177,6 +168,8 @@ def former_of(run: RunDirectory, config: Config) -> Former:
 
     The newest state that was saved is where reading begins; the journals have what came after it.
     """
+    if not run.journal_paths():
+        return Former()
     with run.journals() as journals:
         chain = _chain(journals)
         if not chain:

@@ -1,0 +1,82 @@
+"""`elastic run --supervise`: the orchestrator in a process of its own, started again when it dies."""
+
+import contextlib
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from elastic import compose
+from elastic.cli.app import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED
+from elastic.cli.output import say
+from elastic.config import Config
+from elastic.runtime.journal import RunDirectory
+
+RETRY_BASE_S, RETRY_MAX_S = 1.0, 30.0
+SETTLED_S = 60.0
+"""A process that has lived so long did not die of how it began: the next one is started without much delay."""
+
+
+def supervise_command(
+    config: Config, names: list[str], where: str, resumed: Path | None, options: Sequence[str], restarts_max: int
+) -> int:
+    """Check what can be checked, then supervise; returns the exit code."""
+    plan = compose.resolve(config, names, where)
+    compose.check_live(plan)
+    if resumed is None:
+        compose.check_policy(plan)
+    run_dir = resumed or compose.new_run_dir(config)
+    return supervise(run_dir, ["--providers", ",".join(plan.providers), *options], restarts_max)
+
+
+def supervise(run_dir: Path, options: Sequence[str], restarts_max: int) -> int:
+    """Have the run in `run_dir` go on until it has ended; returns the exit code of its last process.
+
+    Each process is `elastic run --resume` with these `options`. One that ends without an end of the run in its journal
+    has died: the next goes on from there, at most `restarts_max` times. Signals go to the process that there is.
+    """
+    command = [sys.executable, "-m", "elastic.cli", "run", "--resume", str(run_dir), *options]
+    restarts, delay_s = 0, RETRY_BASE_S
+    while True:
+        began_s = time.monotonic()
+        with _forwarding(subprocess.Popen(command)) as process:
+            status = process.wait()
+        lived_s = time.monotonic() - began_s
+        how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
+        if not _died(run_dir, status):
+            return status
+        if restarts == restarts_max:
+            say(f"error: the orchestrator {how}; it has been started again {restarts} times, and is not any more")
+            return EXIT_FAILED
+        restarts += 1
+        if lived_s > SETTLED_S:
+            delay_s = RETRY_BASE_S
+        say(f"the orchestrator {how} after {lived_s:.0f} s; again in {delay_s:g} s ({restarts} of {restarts_max})")
+        time.sleep(delay_s)
+        delay_s = min(delay_s * 2, RETRY_MAX_S)
+
+
+def _died(run_dir: Path, status: int) -> bool:
+    """Whether the process ended without an end of the run."""
+    if status in (0, EXIT_BAD_INPUT, EXIT_INTERRUPTED):
+        return False
+    past = compose.past_life(RunDirectory(run_dir))
+    return past.status in ("", compose.RUNNING, compose.UNEXPECTED)
+
+
+@contextlib.contextmanager
+def _forwarding(process: "subprocess.Popen[bytes]") -> Iterator["subprocess.Popen[bytes]"]:
+    """A terminal's Ctrl-C reaches the process by itself; what is sent to this one alone is sent on."""
+
+    def forward(number: int, _: object) -> None:
+        process.send_signal(number)
+
+    former = {number: signal.signal(number, forward) for number in (signal.SIGTERM, signal.SIGHUP)}
+    former[signal.SIGINT] = signal.signal(signal.SIGINT, lambda *_: None)
+    try:
+        yield process
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)

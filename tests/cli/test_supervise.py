@@ -1,0 +1,94 @@
+"""`elastic run --supervise`: whatever dies, the run goes on, and what happened is said."""
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from elastic import compose
+from elastic.cli import supervise
+from elastic.runtime.journal import RunDirectory
+from tests.cli.test_signals import START_TIMEOUT_S, nothing_left, read, run_dirs, until
+
+DIES = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    return tmp_path
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervise, "RETRY_BASE_S", 0.01)
+    monkeypatch.setattr(supervise, "RETRY_MAX_S", 0.02)
+
+
+def processes(monkeypatch: pytest.MonkeyPatch, *programs: str) -> list[list[str]]:
+    """Have the orchestrator's processes be these, one after the other; the commands that started them."""
+    left, began, popen = list(programs), list[list[str]](), supervise.subprocess.Popen
+
+    def start(command: list[str]) -> object:
+        began.append(command)
+        return popen([sys.executable, "-c", left.pop(0)])
+
+    monkeypatch.setattr(supervise.subprocess, "Popen", start)
+    return began
+
+
+def test_what_dies_is_started_again_until_it_ends(
+    run_dir: Path, quick: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    began = processes(monkeypatch, DIES, "raise SystemExit(1)", DIES, "")
+    assert supervise.supervise(run_dir, ["--providers", "spot"], 5) == 0
+    assert all(command[-5:] == ["run", "--resume", str(run_dir), "--providers", "spot"] for command in began)
+    said = capsys.readouterr().err.splitlines()
+    assert [line.partition(" after")[0] for line in said] == [
+        "the orchestrator was killed by SIGKILL",
+        "the orchestrator exited with status 1",
+        "the orchestrator was killed by SIGKILL",
+    ]
+    assert said[-1].endswith("(3 of 5)")
+
+
+def test_there_is_a_limit(
+    run_dir: Path, quick: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    began = processes(monkeypatch, *[DIES] * 10)
+    assert supervise.supervise(run_dir, [], 2) == 1
+    assert len(began) == 3
+    assert "has been started again 2 times, and is not any more" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("status", [0, 2, 130])
+def test_an_end_is_an_end(run_dir: Path, quick: None, monkeypatch: pytest.MonkeyPatch, status: int) -> None:
+    began = processes(monkeypatch, f"raise SystemExit({status})")
+    assert supervise.supervise(run_dir, [], 5) == status
+    assert len(began) == 1
+
+
+def test_a_run_that_failed_is_not_begun_again(run_dir: Path, quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compose, "past_life", lambda run: compose.PastLife(status="failed: no capacity"))
+    began = processes(monkeypatch, "raise SystemExit(1)")
+    assert supervise.supervise(run_dir, [], 5) == 1
+    assert len(began) == 1
+
+
+@pytest.mark.slow
+def test_a_run_outlives_its_orchestrator(start, config: Path, processes_of) -> None:
+    process = start("run", config, "--supervise", "--providers", "spot", "--set", "run.steps=6", "--json")
+    (run_dir,) = until(lambda: run_dirs(config), START_TIMEOUT_S, process)
+    until(lambda: len(read(run_dir)[1]) >= 2, START_TIMEOUT_S, process)
+    (orchestrator,) = psutil.Process(process.pid).children()
+    workers = {worker.pid for worker in processes_of(run_dir.name)} - {orchestrator.pid}
+    os.kill(orchestrator.pid, signal.SIGKILL)
+    out, err = process.communicate(timeout=2 * START_TIMEOUT_S)
+    assert process.returncode == 0, err
+    assert "the orchestrator was killed by SIGKILL" in err
+    assert '"outcome":"finished"' in out
+    assert workers
+    assert [path.name for path in RunDirectory(run_dir).journal_paths()] == ["journal.sqlite", "journal.2.sqlite"]
+    assert nothing_left(run_dir, processes_of)
