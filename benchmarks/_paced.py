@@ -20,9 +20,10 @@ from elastic.core.policy import StepRecord
 from elastic.core.types import NS_PER_S, EndCause, WorkerRole
 from elastic.envs.base import StepResult
 from elastic.runtime.journal import RunDirectory, TrajectoryRow
+from providers import markets
 from providers.base import Provider, ProviderContext, ProviderSettings
-from providers.keeper import Ending
-from providers.reserved import ReservedProvider
+from providers.markets import Ending
+from providers.processes import LocalProvider
 
 VOCABULARY = 32
 PATIENT = {"heartbeat_timeout_s": 20.0, "stall_timeout_s": 30.0, "turn_stall_timeout_s": 60.0, "boot_timeout_s": 200.0}
@@ -103,20 +104,22 @@ class MarketSettings(ProviderSettings):
     stock: Stock
 
 
-class Market(ReservedProvider):
+class StockMarket(markets.Market[MarketSettings]):
+    def free(self) -> int:
+        return max(0, self.settings.stock.size - len(self._held))
+
+
+class Market(LocalProvider):
     """Workers on this machine that the benchmark takes away and brings back."""
 
     Settings: ClassVar[type[ProviderSettings]] = MarketSettings
-    role: ClassVar[WorkerRole] = WorkerRole.ELASTIC
+    market_type = StockMarket
 
     def __init__(self, name: str, settings: ProviderSettings, context: ProviderContext) -> None:
         assert isinstance(settings, MarketSettings)
         super().__init__(name, settings, context)
         self._stock = settings.stock
         self._stock.market = self
-
-    def free(self) -> int:
-        return max(0, self._stock.size - self._held)
 
     def reclaim(self) -> None:
         for lease in list(self._leases)[self._stock.size :]:

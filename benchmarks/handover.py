@@ -21,7 +21,8 @@ from elastic.core.types import NS_PER_S
 from elastic.envs.frozenlake import FrozenLake, FrozenLakeSettings
 from elastic.runtime.journal import JournalReader, RunDirectory
 from providers.base import Provider
-from providers.serverless import ServerlessProvider, ServerlessSettings
+from providers.markets import ServerlessSettings
+from providers.serverless import ServerlessProvider
 
 DRAIN_S = 2.0
 BEFORE_S = 4.0

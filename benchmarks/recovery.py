@@ -42,8 +42,7 @@ from elastic.core import events as e
 from elastic.core.fleet import Worker
 from elastic.core.types import NS_PER_S, Nanoseconds, TurnId, WorkerId
 from elastic.envs.base import StepResult
-from providers.base import Emit, LeaseRequest, Provider, ProviderSettings
-from providers.keeper import Holding
+from providers.base import Emit, Provider, ProviderSettings
 from providers.processes import LocalWorkers
 from providers.reserved import ReservedProvider
 
@@ -163,10 +162,17 @@ class FarSettings(ProviderSettings):
     proxy: Proxy
 
 
+class _SlowlyReclaimed(LocalWorkers):
+    async def give_back(self) -> None:
+        await asyncio.sleep(RECLAIM_DELAY_S)
+        await super().give_back()
+
+
 class FarProvider(ReservedProvider):
     """A worker behind a proxy, whose lease takes a while to end."""
 
     Settings: ClassVar[type[ProviderSettings]] = FarSettings
+    workers_type = _SlowlyReclaimed
 
     async def start(self, emit: Emit) -> None:
         assert isinstance(self.settings, FarSettings)
@@ -174,21 +180,10 @@ class FarProvider(ReservedProvider):
         self.context = msgspec.structs.replace(self.context, join=join)
         await super().start(emit)
 
-    async def take(self, request: LeaseRequest) -> Holding:
-        workers = _SlowlyReclaimed(self.context, self.name, request)
-        await workers.start()
-        return workers
-
     async def aclose(self) -> None:
         assert isinstance(self.settings, FarSettings)
         await super().aclose()
         await self.settings.proxy.aclose()
-
-
-class _SlowlyReclaimed(LocalWorkers):
-    async def give_back(self) -> None:
-        await asyncio.sleep(RECLAIM_DELAY_S)
-        await super().give_back()
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from elastic.sim.performance import (
     load_profile,
 )
 from elastic.sim.performance.episodes import DrawnEpisodes, EpisodeLimits, RecordedEpisodes
-from elastic.sim.performance.markets import doubts
+from elastic.sim.performance.launchers import doubts
 from elastic.sim.performance.profile import ComputedProfile, Device, EngineRates, Profile, with_numbers
 from elastic.sim.performance.run import RunSettings
 from providers.base import ProviderSettings
@@ -259,21 +259,22 @@ def build(plan: compose.RunPlan, experiment: Experiment, scheduler: Scheduler, j
 
 def _check_patience(config: Config, run: SimulatedRun) -> None:
     """Every lease that the core would give up before its workers can be there is a mistake of the configuration."""
-    for name, market in run.markets.items():
-        profile = market.device.profile
-        asked_s, boot_s = market.queue_s(), market.delay_s() + market.boot_s()
+    for name, launcher in run.launchers.items():
+        profile, market = launcher.device.profile, launcher.market
+        asked_s, boot_s = launcher.queue_s(), market.boot_s() + launcher.boot_s()
         if asked_s >= config.scheduler.acquire_timeout_s:
             raise ConfigError(
                 f"scheduler.acquire_timeout_s: {config.scheduler.acquire_timeout_s:g} s, but {name} grants what it is "
-                f"asked for after {asked_s:g} s (profile {profile.name}: {market.queue_key}); allowed: a longer timeout"
+                f"asked for after {asked_s:g} s (profile {profile.name}: {launcher.queue_key}); allowed: a longer "
+                f"timeout"
             )
         if boot_s + profile.message_s >= config.scheduler.boot_timeout_s:
-            delay = f" + providers.{name}.{market.delay_key}" if market.delay_s() else ""
+            delay = f" + providers.{name}.{market.delay_key}" if market.boot_s() else ""
             raise ConfigError(
                 f"scheduler.boot_timeout_s: {config.scheduler.boot_timeout_s:g} s, but workers of {name} speak "
-                f"{boot_s:g} s after their lease's grant (profile {profile.name}: {market.boot_key}{delay}); allowed: "
-                f"a longer timeout, such as --set scheduler.boot_timeout_s={math.ceil(2 * boot_s)}, or a better number "
-                f"for {market.boot_key} in simulation.numbers"
+                f"{boot_s:g} s after their lease's grant (profile {profile.name}: {launcher.boot_key}{delay}); "
+                f"allowed: a longer timeout, such as --set scheduler.boot_timeout_s={math.ceil(2 * boot_s)}, or a "
+                f"better number for {launcher.boot_key} in simulation.numbers"
             )
 
 

@@ -3,29 +3,19 @@
 import asyncio
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol
 
 import structlog
 
 from elastic.core.events import LeaseEnded, LeaseGranted, LeaseNotice, LeaseRefused, OfferChanged
-from elastic.core.types import NS_PER_S, EndCause, LeaseId, Nanoseconds, Offer, WorkerRole
-from providers.base import Emit, KnownLease, LeaseRequest, ProviderContext, ProviderEvent, ProviderSettings
+from elastic.core.types import NS_PER_S, EndCause, LeaseId, Nanoseconds
+from providers.base import Emit, KnownLease, LeaseRequest, ProviderContext, ProviderEvent
+from providers.markets import Ending, Market, Refusal, SettingsT, TakenBack
 
 log = structlog.get_logger(__name__)
 
-SettingsT = TypeVar("SettingsT", bound=ProviderSettings)
-
 RETRY_S = 1.0
 """Between two attempts to give something back: often enough for a person, rarely enough for a log."""
-
-
-class Refusal(Exception):
-    """What was asked for is not to be had now; the message says why."""
-
-
-class Ending(NamedTuple):
-    cause: EndCause
-    detail: str = ""
 
 
 class Holding(Protocol):
@@ -44,86 +34,76 @@ class Holding(Protocol):
 class _Lease:
     request: LeaseRequest
     ending: asyncio.Future[Ending]
-    counted: bool = False
     expires_at_ns: int | None = None
     foretold: Ending | None = None
     deadline: asyncio.TimerHandle | None = None
 
 
+class Found(NamedTuple):
+    """What is left of a lease that an earlier process of the run began, and where in its market, since when there."""
+
+    holding: Holding
+    place: str = ""
+    at_ns: Nanoseconds = 0
+
+
 class LeaseKeeper(Generic[SettingsT]):
-    """The part of a `Provider` that is the same for all; adapters say what a lease stands on and what is free."""
+    """The part of a `Provider` that is the same for all: it drives a market. Adapters start workers on its places."""
 
-    role: ClassVar[WorkerRole] = WorkerRole.ELASTIC
-
-    def __init__(self, name: str, settings: SettingsT, context: ProviderContext) -> None:
-        self.name = name
-        self.settings = settings
+    def __init__(self, market: Market[SettingsT], context: ProviderContext) -> None:
+        self.name = market.name
+        self.settings = market.settings
         self.context = context
+        self.market = market
         self._leases: dict[LeaseId, _Lease] = {}
         self._lives: set[asyncio.Task[None]] = set()
         self._background: set[asyncio.Task[None]] = set()
         self._barred: set[LeaseId] = set()
-        self._offered: Offer | None = None
         self._sink: Emit | None = None
         self._opened = False
         self._closing = False
 
     # What an adapter says
 
-    async def take(self, request: LeaseRequest) -> Holding:
-        """Secure what the lease stands on; whatever this raises refuses the lease. Must not leave anything then."""
+    async def launch(self, request: LeaseRequest, place: str) -> Holding:
+        """Have workers start on this place; what this raises refuses the lease. Must not leave anything then."""
         raise NotImplementedError
 
-    async def find(self, known: Mapping[LeaseId, KnownLease]) -> Mapping[LeaseId, Holding]:
-        """What is left of these leases, over or not, secured again; what is left besides is ended."""
+    async def find(self, known: Mapping[LeaseId, KnownLease]) -> Mapping[LeaseId, Found]:
+        """What is left of these leases, over or not; what is left besides is ended."""
         return {}
-
-    def free(self) -> int:
-        """How many more leases could be had, were it not for `max_workers`."""
-        raise NotImplementedError
-
-    def resumed(self, lease: LeaseId, holding: Holding) -> None:
-        """A lease goes on that an earlier process of the run began, and was found."""
-
-    def forget(self, lease: LeaseId, *, barred: bool) -> None:
-        """The lease is over, and what it stood on has been given back; if it is `barred`, not to be leased again."""
-
-    def overlap(self) -> int:
-        """How many leases may be held beyond `max_workers`, each in place of one that ends soon."""
-        return 0
-
-    def life_s(self) -> float | None:
-        """How long after its grant a lease ends, whatever happens; None where there is no such limit."""
-        return None
-
-    def boot_s(self) -> float:
-        return 0.0
-
-    def expected_life_s(self) -> float | None:
-        return None
 
     # What the contract asks for
 
     async def adopt(self, known: Sequence[KnownLease], emit: Emit) -> list[LeaseId]:
         self._sink = emit
         found = await self.find({lease.request.lease: lease for lease in known})
+        taken: list[TakenBack] = []
+        for lease_id, one in sorted(found.items(), key=lambda item: item[1].at_ns):
+            taken += self.market.advance(one.at_ns)
+            self.market.restore(lease_id, one.place)
+        taken += self.market.advance(self.context.now_ns())
         unheard: list[LeaseId] = []
         for lease in known:
             lease_id = lease.request.lease
-            if (holding := found.get(lease_id)) is not None:
-                self._resume(lease, holding)
+            if (one := found.get(lease_id)) is not None:
+                self._resume(lease, one.holding)
             elif lease.granted:
                 late = lease.expires_at_ns is not None and self.context.now_ns() >= lease.expires_at_ns
                 cause = EndCause.EXPIRED if late else EndCause.LOST
                 self._emit(LeaseEnded(lease=lease_id, cause=cause, detail="nothing of it was left as the run went on"))
             else:
                 unheard.append(lease_id)
+        for one in taken:
+            self._foretell(one._replace(ending=Ending(one.ending.cause, f"{one.ending.detail} while nobody listened")))
         return unheard
 
     async def start(self, emit: Emit) -> None:
         self._sink = emit
         self._opened = True
         self.announce()
+        if self.market.next_ns is not None:
+            self.run_in_background(self._follow_market(), "market")
 
     async def acquire(self, request: LeaseRequest) -> None:
         if request.lease in self._leases:
@@ -155,18 +135,7 @@ class LeaseKeeper(Generic[SettingsT]):
 
     def announce(self, *, again: bool = False) -> None:
         """Emit the offer if it is another than the last, or `again`."""
-        offer = Offer(
-            provider=self.name,
-            role=self.role,
-            available=max(0, min(self.free(), self.settings.max_workers - self._held)),
-            successors=max(0, self.overlap() - max(0, self._held - self.settings.max_workers)),
-            usd_per_gpu_hour=self.settings.usd_per_gpu_hour,
-            gpus_per_worker=self.settings.gpus_per_worker,
-            boot_s=self.boot_s(),
-            expected_life_s=self.expected_life_s(),
-        )
-        if (again or offer != self._offered) and self._opened and not self._closing:
-            self._offered = offer
+        if self._opened and not self._closing and (offer := self.market.news(again=again)) is not None:
             self._emit(OfferChanged(offer=offer))
 
     def holds(self, lease: LeaseId) -> bool:
@@ -179,17 +148,16 @@ class LeaseKeeper(Generic[SettingsT]):
         if lease is not None and not lease.ending.done():
             lease.ending.set_result(ending)
 
-    def foretell(self, lease_id: LeaseId, ending: Ending, deadline_ns: Nanoseconds) -> None:
-        """Give notice, and end the lease when it has run out; however it ends before that, it is for this reason."""
-        lease = self._leases[lease_id]
-        lease.foretold = ending
-        if deadline_ns > self.context.now_ns():
-            self._emit(LeaseNotice(lease=lease_id, deadline_ns=deadline_ns, reason=ending.detail))
-        self._end_at(lease, deadline_ns, ending)
-
     def run_in_background(self, work: Coroutine[Any, Any, None], name: str) -> None:
         """Run `work` until the provider closes."""
         self._own(self._background, work, f"{self.name}: {name}")
+
+    async def _follow_market(self) -> None:
+        while (next_ns := self.market.next_ns) is not None:
+            await asyncio.sleep((next_ns - self.context.now_ns()) / NS_PER_S)
+            for taken in self.market.advance(next_ns):
+                self._foretell(taken)
+            self.announce()
 
     # The life of a lease
 
@@ -199,6 +167,7 @@ class LeaseKeeper(Generic[SettingsT]):
             holding = await self._take(lease)
         except Exception as error:
             del self._leases[lease_id]
+            self.market.forget(lease_id)
             self._emit(LeaseRefused(lease=lease_id, reason=str(error) or type(error).__name__))
             self.announce()
             return
@@ -208,19 +177,18 @@ class LeaseKeeper(Generic[SettingsT]):
     def _resume(self, known: KnownLease, holding: Holding) -> None:
         """Go on with a lease that an earlier process began."""
         lease_id, loop = known.request.lease, asyncio.get_running_loop()
-        lease = self._leases[lease_id] = _Lease(known.request, loop.create_future(), True, known.expires_at_ns)
+        lease = self._leases[lease_id] = _Lease(known.request, loop.create_future(), known.expires_at_ns)
         if not known.granted:
             self._grant(lease)
         elif lease.expires_at_ns is not None:
-            self._end_at(lease, lease.expires_at_ns, self._expiry())
-        self.resumed(lease_id, holding)
+            self._end_at(lease, lease.expires_at_ns, self.market.expiry())
         self._own(self._lives, self._live(lease, holding), f"{self.name}: lease {lease_id}")
 
     def _grant(self, lease: _Lease) -> None:
-        life_s = self.life_s()
+        life_s = self.market.life_s()
         if life_s is not None:
             lease.expires_at_ns = self.context.now_ns() + round(life_s * NS_PER_S)
-            self._end_at(lease, lease.expires_at_ns, self._expiry())
+            self._end_at(lease, lease.expires_at_ns, self.market.expiry())
         workers = tuple(ticket.worker for ticket in lease.request.tickets)
         self._emit(LeaseGranted(lease=lease.request.lease, workers=workers, expires_at_ns=lease.expires_at_ns))
         # Whoever asks counts what is asked for against the offer, and may now ask for the rest.
@@ -233,13 +201,19 @@ class LeaseKeeper(Generic[SettingsT]):
         if lease.deadline is not None:
             lease.deadline.cancel()
         del self._leases[lease_id]
-        self.forget(lease_id, barred=lease_id in self._barred)
+        self.market.forget(lease_id, barred=lease_id in self._barred)
         self._barred.discard(lease_id)
         self._emit(LeaseEnded(lease=lease_id, cause=ending.cause, detail=ending.detail))
         self.announce()
 
-    def _expiry(self) -> Ending:
-        return Ending(EndCause.EXPIRED, f"its {self.life_s():g} s are over")
+    def _foretell(self, taken: TakenBack) -> None:
+        """Give notice, and end the lease when it has run out; however it ends before that, it is for this reason."""
+        lease = self._leases[taken.lease]
+        lease.foretold = taken.ending
+        if taken.deadline_ns > self.context.now_ns():
+            notice = LeaseNotice(lease=taken.lease, deadline_ns=taken.deadline_ns, reason=taken.ending.detail)
+            self._emit(notice)
+        self._end_at(lease, taken.deadline_ns, taken.ending)
 
     def _end_at(self, lease: _Lease, deadline_ns: Nanoseconds, ending: Ending) -> None:
         left_s = (deadline_ns - self.context.now_ns()) / NS_PER_S
@@ -250,21 +224,14 @@ class LeaseKeeper(Generic[SettingsT]):
             lease.deadline.cancel()
         lease.deadline = asyncio.get_running_loop().call_later(left_s, self.end, lease.request.lease, ending)
 
-    @property
-    def _held(self) -> int:
-        return sum(lease.counted for lease in self._leases.values())
-
     async def _take(self, lease: _Lease) -> Holding:
         if self._closing:
             raise Refusal(f"{self.name} is closing")
-        if self._held >= self.settings.max_workers + self.overlap():
-            besides = f" and {self.overlap()} besides" if self.overlap() else ""
-            raise Refusal(f"{self.name} holds max_workers = {self.settings.max_workers} workers{besides} already")
-        lease.counted = True
+        place = self.market.take(lease.request.lease)
         timeout_s = self.context.acquire_timeout_s
         try:
             async with asyncio.timeout(timeout_s):
-                return await self.take(lease.request)
+                return await self.launch(lease.request, place)
         except TimeoutError:
             raise Refusal(f"{self.name} gave nothing within {timeout_s:g} s") from None
 

@@ -1,13 +1,184 @@
-"""What markets have, without clock or I/O: whoever drives one tells it the time, and hears what it takes back."""
+"""What providers have to lease, and take back: the half of each that its live adapter and the simulator share.
 
-from typing import Annotated, NamedTuple
+A market has no clock and does no I/O: whoever drives it brings the time, hears what is taken back, and starts workers
+on what is leased.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Annotated, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 from pydantic import AfterValidator, Field, model_validator
 
 import traces
-from elastic.core.types import NS_PER_S, LeaseId, Nanoseconds
+from elastic.core.types import NS_PER_S, EndCause, LeaseId, Nanoseconds, Offer, WorkerRole
 from providers.base import ProviderSettings
+from providers.serving_messages import ServingSettings
 from traces.spot import Change, read_spot_trace, replay
+
+SettingsT = TypeVar("SettingsT", bound=ProviderSettings)
+
+
+class Refusal(Exception):
+    """What was asked for is not to be had now; the message says why."""
+
+
+class Ending(NamedTuple):
+    cause: EndCause
+    detail: str = ""
+
+
+class TakenBack(NamedTuple):
+    """A lease whose place is gone, or will be at `deadline_ns`."""
+
+    lease: LeaseId
+    deadline_ns: Nanoseconds
+    ending: Ending
+
+
+class Market(Generic[SettingsT]):
+    """Leases of up to `max_workers` workers in all, each of which stands on a place that has a name, if it matters.
+
+    `at_ns` is the time of what has changed last by itself.
+    """
+
+    role: ClassVar[WorkerRole] = WorkerRole.ELASTIC
+    workers_per_lease: ClassVar[int] = 1
+    delay_key: ClassVar[str] = ""
+    """What the settings call the time from a grant to the start of its workers."""
+
+    def __init__(self, name: str, settings: SettingsT) -> None:
+        self.name = name
+        self.settings = settings
+        self.at_ns: Nanoseconds = 0
+        self._held: set[LeaseId] = set()
+        self._offered: Offer | None = None
+
+    # What a kind of market says
+
+    def free(self) -> int:
+        """How many more leases could be had, were it not for `max_workers`."""
+        return self._most_leases - len(self._held)
+
+    def overlap(self) -> int:
+        """How many leases may be held beyond `max_workers`, each in place of one that ends soon."""
+        return 0
+
+    def life_s(self) -> float | None:
+        """How long after its grant a lease ends, whatever happens; None where there is no such limit."""
+        return None
+
+    def expected_life_s(self) -> float | None:
+        return self.life_s()
+
+    @property
+    def next_ns(self) -> Nanoseconds | None:
+        """When something changes next by itself; None if nothing ever does."""
+        return None
+
+    def advance(self, now_ns: Nanoseconds) -> Iterator[TakenBack]:
+        """Have all happen that does until `now_ns`: each change once what it takes back has been dealt with."""
+        return iter(())
+
+    def pick(self, lease: LeaseId) -> str:
+        """The place that the lease stands on from now on. Raises `Refusal`."""
+        if self.free() <= 0:
+            raise Refusal(f"nothing of {self.name} is left")
+        return ""
+
+    def restore(self, lease: LeaseId, place: str) -> None:
+        """The lease has stood on this place since `at_ns`."""
+        self._held.add(lease)
+
+    def forget(self, lease: LeaseId, *, barred: bool = False) -> None:
+        """The lease is over, and its place has been given back; if it is `barred`, not to be leased again."""
+        self._held.discard(lease)
+
+    # What is the same for all
+
+    def boot_s(self) -> float:
+        """From a grant to the start of its workers."""
+        return float(getattr(self.settings, self.delay_key)) if self.delay_key else 0.0
+
+    def expiry(self) -> Ending:
+        """Of a lease whose life is over."""
+        return Ending(EndCause.EXPIRED, f"its {self.life_s():g} s are over")
+
+    def take(self, lease: LeaseId) -> str:
+        """The place that the lease stands on from now on. Raises `Refusal`."""
+        if len(self._held) >= self._most_leases + self.overlap():
+            besides = f" and {self.overlap()} besides" if self.overlap() else ""
+            raise Refusal(f"{self.name} holds max_workers = {self.settings.max_workers} workers{besides} already")
+        place = self.pick(lease)
+        self._held.add(lease)
+        return place
+
+    def news(self, *, again: bool = False) -> Offer | None:
+        """The offer if it is another than the last, or `again`."""
+        held = len(self._held)
+        offer = Offer(
+            provider=self.name,
+            role=self.role,
+            available=max(0, min(self.free(), self._most_leases - held)),
+            successors=max(0, self.overlap() - max(0, held - self._most_leases)),
+            usd_per_gpu_hour=self.settings.usd_per_gpu_hour,
+            gpus_per_worker=self.settings.gpus_per_worker,
+            workers_per_lease=self.workers_per_lease,
+            boot_s=self.boot_s(),
+            expected_life_s=self.expected_life_s(),
+        )
+        if offer == self._offered and not again:
+            return None
+        self._offered = offer
+        return offer
+
+    @property
+    def _most_leases(self) -> int:
+        return self.settings.max_workers // self.workers_per_lease
+
+
+class ReservedMarket(Market[ProviderSettings]):
+    """Machines that are there for good, but for those that have been barred."""
+
+    role = WorkerRole.DEDICATED
+
+    def __init__(self, name: str, settings: ProviderSettings) -> None:
+        super().__init__(name, settings)
+        self._barred = 0
+
+    def free(self) -> int:
+        return super().free() - self._barred
+
+    def forget(self, lease: LeaseId, *, barred: bool = False) -> None:
+        super().forget(lease)
+        self._barred += barred
+
+
+class TrainerMarket(ReservedMarket):
+    role = WorkerRole.TRAINER
+    workers_per_lease = 1
+
+
+class ServerlessSettings(ProviderSettings):
+    lease_s: float = Field(300.0, gt=0, allow_inf_nan=False, description="time limit of a call; then it is killed")
+    cold_start_s: float = Field(0.0, ge=0, allow_inf_nan=False, description="from the grant to the worker's start")
+    overlap: int | None = Field(
+        None, ge=0, description="calls besides max_workers that take over from ones that end soon; else max_workers"
+    )
+
+
+class ServerlessMarket(Market[ServerlessSettings]):
+    """Calls that start cold and end by time, with successors beside those that end soon."""
+
+    delay_key = "cold_start_s"
+
+    def free(self) -> int:
+        return super().free() + self.overlap()
+
+    def overlap(self) -> int:
+        return self.settings.max_workers if self.settings.overlap is None else self.settings.overlap
+
+    def life_s(self) -> float:
+        return self.settings.lease_s
 
 
 def _readable(trace: str) -> str:
@@ -32,61 +203,104 @@ class SpotSettings(ProviderSettings):
         return self
 
 
-class TakenBack(NamedTuple):
-    lease: LeaseId
-    at_ns: Nanoseconds
-    detail: str
-
-
-class SpotMarket:
+class SpotMarket(Market[SpotSettings]):
     """Instances that come and go as in the trace; a lease takes the one that has been available longest.
 
-    `at_ns` is when what has last changed has. Raises `traces.TraceError`.
+    Raises `traces.TraceError`.
     """
 
-    def __init__(self, settings: SpotSettings, opened_ns: Nanoseconds = 0) -> None:
-        s = self._settings = settings
-        self._trace = read_spot_trace(traces.find(s.trace))
+    delay_key = "boot_delay_s"
+
+    def __init__(self, name: str, settings: SpotSettings) -> None:
+        super().__init__(name, settings)
+        self._trace = read_spot_trace(traces.find(settings.trace))
+        s = settings
         self._changes = replay(self._trace, start_s=s.start_s, end_s=s.end_s, speed=s.speed, repeat=s.repeat)
         self._next = next(self._changes, None)
-        self._opened_ns = self.at_ns = opened_ns
         self._now_s = s.start_s
-        self.instances: dict[str, LeaseId | None] = {}
+        self._instances: dict[str, LeaseId | None] = {}
+
+    def free(self) -> int:
+        return sum(lease is None for lease in self._instances.values())
+
+    def expected_life_s(self) -> float | None:
+        """The mean life that the trace has shown so far."""
+        life_s = self._trace.mean_life_s(self._now_s)
+        return None if life_s is None else life_s / self.settings.speed
 
     @property
     def next_ns(self) -> Nanoseconds | None:
-        """When something changes next; None if nothing ever does."""
-        return None if self._next is None else self._opened_ns + round(self._next.time_s * NS_PER_S)
+        return None if self._next is None else round(self._next.time_s * NS_PER_S)
 
-    def advance(self, now_ns: Nanoseconds) -> list[TakenBack]:
-        """Have all happen that does until `now_ns`."""
-        taken: list[TakenBack] = []
-        while (change := self._next) is not None and (at_ns := self.next_ns) is not None and at_ns <= now_ns:
-            s, self.at_ns = self._settings, at_ns
+    def advance(self, now_ns: Nanoseconds) -> Iterator[TakenBack]:
+        s = self.settings
+        while (change := self._next) is not None and (at_ns := round(change.time_s * NS_PER_S)) <= now_ns:
+            self._next, self.at_ns = next(self._changes, None), at_ns
             self._now_s = min(s.start_s + change.time_s * s.speed, s.end_s or self._trace.end_s)
             if change.change is Change.ADD:
-                self.instances[change.instance] = None
-            elif (lease := self.instances.pop(change.instance)) is not None:
-                taken.append(TakenBack(lease, at_ns, f"the market took instance {change.instance} back"))
-            self._next = next(self._changes, None)
-        return taken
+                self._instances[change.instance] = None
+            elif (lease := self._instances.pop(change.instance)) in self._held:
+                ending = Ending(EndCause.PREEMPTED, f"the market took instance {change.instance} back")
+                yield TakenBack(lease, at_ns + round(s.notice_s * NS_PER_S), ending)
 
-    def free(self) -> int:
-        return sum(lease is None for lease in self.instances.values())
-
-    def expected_life_s(self) -> float | None:
-        life_s = self._trace.mean_life_s(self._now_s)
-        return None if life_s is None else life_s / self._settings.speed
-
-    def take(self, lease: LeaseId) -> str:
-        """The instance that the lease now stands on. Raises `LookupError` when none is available."""
-        instance = next((i for i, holder in self.instances.items() if holder is None), None)
+    def pick(self, lease: LeaseId) -> str:
+        instance = next((i for i, holder in self._instances.items() if holder is None), None)
         if instance is None:
-            raise LookupError("no instance is available")
-        self.instances[instance] = lease
+            raise Refusal(f"no instance of {self.name} is available")
+        self._instances[instance] = lease
         return instance
 
+    def restore(self, lease: LeaseId, place: str) -> None:
+        super().restore(lease, place)
+        self._instances[place] = lease
+
     def forget(self, lease: LeaseId, *, barred: bool = False) -> None:
-        for instance, holder in self.instances.items():
-            if holder == lease:
-                self.instances[instance] = lease if barred else None
+        super().forget(lease)
+        for instance, holder in self._instances.items():
+            if holder == lease and not barred:
+                self._instances[instance] = None
+
+
+class ServingHost(Protocol):
+    """A serving host as its market sees it. `kv_used_share` is of late, and of a lendable host."""
+
+    @property
+    def lendable(self) -> bool:
+        """Whether it answers, is lent to nobody else, and is not under pressure."""
+        ...
+
+    @property
+    def kv_used_share(self) -> float: ...
+
+
+class ServingMarket(Market[ServingSettings]):
+    """Hosts with a load of their own, which go first; a lease is the loan of the one whose KV cache was used least."""
+
+    def __init__(self, name: str, settings: ServingSettings, hosts: Mapping[str, ServingHost]) -> None:
+        super().__init__(name, settings)
+        self._hosts = hosts
+        self.lent: dict[str, LeaseId] = {}
+        """By the host's name; of one that is barred, the lease that has been the last."""
+
+    def free(self) -> int:
+        return len(self._offered_hosts())
+
+    def pick(self, lease: LeaseId) -> str:
+        offered = self._offered_hosts()
+        if not offered:
+            raise Refusal(f"no host of {self.name} is free")
+        place = min(offered, key=lambda name: self._hosts[name].kv_used_share)
+        self.lent[place] = lease
+        return place
+
+    def restore(self, lease: LeaseId, place: str) -> None:
+        super().restore(lease, place)
+        self.lent[place] = lease
+
+    def forget(self, lease: LeaseId, *, barred: bool = False) -> None:
+        super().forget(lease)
+        if not barred:
+            self.lent = {place: lent for place, lent in self.lent.items() if lent != lease}
+
+    def _offered_hosts(self) -> list[str]:
+        return [name for name, host in self._hosts.items() if name not in self.lent and host.lendable]

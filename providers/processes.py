@@ -11,12 +11,22 @@ import shutil
 import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
-from elastic.core.types import NS_PER_S, EndCause, LeaseId, Nanoseconds
+import traces
+from elastic.core.types import NS_PER_S, EndCause, LeaseId
 from elastic.processes import Adopted, RecordedProcesses, end_left_over, inherited, records
-from providers.base import KnownLease, LeaseRequest, ProviderContext, ProviderUnavailable, worker_environment
-from providers.keeper import Ending
+from providers.base import (
+    Emit,
+    KnownLease,
+    LeaseRequest,
+    ProviderContext,
+    ProviderSettings,
+    ProviderUnavailable,
+    worker_environment,
+)
+from providers.keeper import Found, Holding, LeaseKeeper
+from providers.markets import Ending, Market
 
 WORKER_VARIABLES = ("ELASTIC_WEIGHTS", "ELASTIC_WEIGHTS_GBPS", "ELASTIC_SITE", "ELASTIC_SITE_TOKEN")
 """What a machine may tell its workers, besides what every process of a run inherits; see `elastic.worker.weights`."""
@@ -48,27 +58,13 @@ class _Member(NamedTuple):
 class ProcessGroup:
     """Processes that start, are recorded and die together: those of one lease, or a serving host's.
 
-    `kept` is what else the run's next process has to know to take them over, or `recorded` is what an earlier process
-    left, of which those that live are watched.
+    Those that an earlier process of the run recorded are watched.
     """
 
-    def __init__(
-        self,
-        context: ProviderContext,
-        provider: str,
-        name: str,
-        kept: Mapping[str, str] | None = None,
-        recorded: RecordedProcesses | None = None,
-    ) -> None:
+    def __init__(self, context: ProviderContext, recorded: RecordedProcesses) -> None:
         self._context = context
-        self._recorded = recorded or RecordedProcesses(records(context.run_dir), context.run, provider, name, kept)
-        self._members = [
-            _Member(member, Adopted(process), self._log(member)) for member, process in self._recorded.processes.items()
-        ]
-
-    def record(self) -> None:
-        """Have the record on disk before anything is started. Raises `OSError`."""
-        self._recorded.write()
+        self._recorded = recorded
+        self._members = [_Member(name, Adopted(one), self._log(name)) for name, one in recorded.processes.items()]
 
     async def start(
         self, name: str, command: Sequence[str], environment: Mapping[str, str], pass_fds: Sequence[int] = ()
@@ -89,7 +85,7 @@ class ProcessGroup:
         self, name: str, command: Sequence[str], environment: Mapping[str, str], pass_fds: Sequence[int]
     ) -> None:
         if not self._members:
-            self.record()
+            self._recorded.write()
         log = self._log(name)
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as output:
@@ -106,7 +102,8 @@ class ProcessGroup:
         try:
             self._recorded.add(name, process.pid)
         except OSError:
-            process.kill()
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
             await process.wait()
             self._members.pop()
             raise
@@ -120,8 +117,7 @@ class ProcessGroup:
             for task in waits:
                 task.cancel()
         first = done.pop()
-        member = waits[first]
-        return Exit(member.name, first.result(), member.log)
+        return Exit(waits[first].name, first.result(), waits[first].log)
 
     async def kill(self) -> None:
         """SIGKILL everything, and return once it is reaped. Raises `TimeoutError` when it is not in time."""
@@ -139,38 +135,19 @@ class ProcessGroup:
         return self._context.run_dir / "logs" / f"{name}.log"
 
 
-BOOTS_AT = "boots_at_ns"
+PLACE, AT, BOOTS_AT = "place", "at_ns", "boots_at_ns"
+"""What is kept of a lease: its place in the market since when, and when its workers boot, in the run's time."""
 
 
 class LocalWorkers:
-    """The workers of a lease as processes on this machine; they start when told, or at `boots_at_ns` of the run.
+    """The workers of a lease as processes on this machine; they start when told, or when they are to boot."""
 
-    `kept` is what the run's next process has to know besides; `recorded` is what an earlier one has left.
-    """
-
-    def __init__(
-        self,
-        context: ProviderContext,
-        provider: str,
-        request: LeaseRequest,
-        boot_delay_s: float = 0.0,
-        kept: Mapping[str, str] | None = None,
-        recorded: RecordedProcesses | None = None,
-    ) -> None:
+    def __init__(self, context: ProviderContext, request: LeaseRequest, recorded: RecordedProcesses) -> None:
         self._context = context
         self._request = request
-        boots_at_ns = context.now_ns() + round(boot_delay_s * NS_PER_S)
-        self.kept = recorded.kept if recorded else {**(kept or {}), BOOTS_AT: str(boots_at_ns)}
-        self._processes = ProcessGroup(context, provider, request.lease, self.kept, recorded)
-        self._started = recorded is not None and len(recorded.processes) == len(request.tickets)
-
-    @property
-    def boots_at_ns(self) -> Nanoseconds:
-        return int(self.kept[BOOTS_AT])
-
-    def record(self) -> None:
-        """The lease can be taken over from now on. Raises `OSError`."""
-        self._processes.record()
+        self._boots_at_ns = int(recorded.kept[BOOTS_AT])
+        self._processes = ProcessGroup(context, recorded)
+        self._started = len(recorded.processes) == len(request.tickets)
 
     async def start(self) -> None:
         """Raises `OSError`, having left nothing behind."""
@@ -185,7 +162,7 @@ class LocalWorkers:
 
     async def keep(self) -> Ending:
         if not self._started:
-            await asyncio.sleep((self.boots_at_ns - self._context.now_ns()) / NS_PER_S)
+            await asyncio.sleep((self._boots_at_ns - self._context.now_ns()) / NS_PER_S)
             try:
                 await self.start()
             except OSError as error:
@@ -204,24 +181,54 @@ def check_command(what: str, command: Sequence[str]) -> None:
         raise ProviderUnavailable(f"the command that starts {what} must be an executable file; found {found}")
 
 
-async def adopt(
-    context: ProviderContext, provider: str, known: Mapping[LeaseId, KnownLease]
-) -> dict[LeaseId, LocalWorkers]:
-    """What an earlier process of the run has left of these leases; what it has left besides is ended.
+def new_record(context: ProviderContext, provider: str, name: str, **kept: str) -> RecordedProcesses:
+    """Of what a provider is about to start. `kept` is what the run's next process has to know besides."""
+    return RecordedProcesses(records(context.run_dir), context.run, provider, name, kept)
 
-    Workers that were being started when it died are ended, and start anew.
-    """
-    adopted: dict[LeaseId, LocalWorkers] = {}
-    for recorded in RecordedProcesses.found(records(context.run_dir), context.run, provider):
-        lease = known.get(recorded.name)
-        if lease is None:
-            await end_left_over([recorded], context.release_timeout_s)
-            continue
-        if len(recorded.processes) < len(lease.request.tickets):
-            async with asyncio.timeout(context.release_timeout_s):
-                await recorded.kill()
-        adopted[recorded.name] = LocalWorkers(context, provider, lease.request, recorded=recorded)
-    return adopted
+
+class LocalProvider(LeaseKeeper[Any]):
+    """Workers on this machine, wherever the market says that they are."""
+
+    market_type: ClassVar[type[Market[Any]]] = Market
+    workers_type: ClassVar[type[LocalWorkers]] = LocalWorkers
+
+    def __init__(self, name: str, settings: ProviderSettings, context: ProviderContext) -> None:
+        try:
+            market = self.market_type(name, settings)
+        except traces.TraceError as error:
+            raise ProviderUnavailable(f"{name}: {error}") from error
+        super().__init__(market, context)
+
+    async def start(self, emit: Emit) -> None:
+        check_command("a worker", self.context.worker_command)
+        await super().start(emit)
+
+    async def launch(self, request: LeaseRequest, place: str) -> Holding:
+        boots_at_ns = self.context.now_ns() + round(self.market.boot_s() * NS_PER_S)
+        kept = {PLACE: place, AT: str(self.market.at_ns), BOOTS_AT: str(boots_at_ns)}
+        recorded = new_record(self.context, self.name, request.lease, **kept)
+        workers = self.workers_type(self.context, request, recorded)
+        if self.market.boot_s():
+            recorded.write()
+        else:
+            await workers.start()
+        return workers
+
+    async def find(self, known: Mapping[LeaseId, KnownLease]) -> Mapping[LeaseId, Found]:
+        """Workers that were being started when the earlier process died are ended, and start anew."""
+        found: dict[LeaseId, Found] = {}
+        timeout_s = self.context.release_timeout_s
+        for recorded in RecordedProcesses.found(records(self.context.run_dir), self.context.run, self.name):
+            lease = known.get(recorded.name)
+            if lease is None:
+                await end_left_over([recorded], timeout_s)
+                continue
+            if len(recorded.processes) < len(lease.request.tickets):
+                async with asyncio.timeout(timeout_s):
+                    await recorded.kill()
+            workers = self.workers_type(self.context, lease.request, recorded)
+            found[recorded.name] = Found(workers, recorded.kept[PLACE], int(recorded.kept[AT]))
+        return found
 
 
 def _signal(number: int) -> str:

@@ -8,70 +8,34 @@ Source: ROSE §4.
 
 import asyncio
 import contextlib
-import ipaddress
 import os
 import socket
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from statistics import fmean
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
 import httpx
 import msgspec
 import structlog
-from pydantic import AfterValidator, Field
 
-from elastic.core.types import EndCause, LeaseId
+from elastic.core.types import EndCause, LeaseId, WorkerId
 from elastic.processes import RecordedProcesses, end_left_over, records
-from providers import processes
-from providers.base import Emit, KnownLease, LeaseRequest, ProviderContext, ProviderSettings, ProviderUnavailable
-from providers.keeper import Ending, Holding, LeaseKeeper, Refusal
+from providers.base import Emit, KnownLease, LeaseRequest, ProviderContext, ProviderUnavailable
+from providers.keeper import Found, Holding, LeaseKeeper
+from providers.markets import Ending, ServingMarket
+from providers.processes import ProcessGroup, check_command, new_record
 from providers.serving_messages import (
     HOST_VARIABLE,
     SERVICE_NOTE,
-    DeviceSettings,
-    ExecutorSettings,
     HostSettings,
-    LendingSettings,
     LendOrder,
     LoadReport,
-    LoadSettings,
     ReturnOrder,
+    ServingSettings,
 )
 
 log = structlog.get_logger(__name__)
-
-
-def _safe(url: str) -> str:
-    try:
-        parsed = httpx.URL(url)
-    except httpx.InvalidURL as error:
-        raise ValueError(str(error)) from error
-    if not (parsed.host and (parsed.scheme == "https" or (parsed.scheme == "http" and _loopback(parsed.host)))):
-        raise ValueError("must begin with https://, or with http:// on this machine: tokens pass here")
-    return url
-
-
-def _loopback(host: str) -> bool:
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
-    return host == "localhost"
-
-
-class ServingSettings(ProviderSettings):
-    max_workers: int = Field(2, ge=0, le=10_000, description="most hosts to borrow at once")
-    hosts: int = Field(2, ge=0, le=64, description="hosts to start on this machine")
-    urls: tuple[Annotated[str, AfterValidator(_safe)], ...] = Field((), description="hosts that are there already")
-    token_variable: str = Field(
-        "ELASTIC_SERVING_TOKEN", min_length=1, description="environment variable with the token of the hosts at urls"
-    )
-    load: LoadSettings = Field(default_factory=LoadSettings)  # type: ignore[arg-type]
-    device: DeviceSettings = Field(default_factory=DeviceSettings)  # type: ignore[arg-type]
-    lending: LendingSettings = Field(default_factory=LendingSettings)  # type: ignore[arg-type]
-    executor: ExecutorSettings | None = Field(None, description="a real serving model on the hosts started here")
-    poll_s: float = Field(0.5, gt=0, description="time between two looks at a host")
-    kv_window_s: float = Field(30.0, gt=0, description="time over which a host's KV use decides who is borrowed")
-    lost_after_s: float = Field(3.0, gt=0, description="silence after which a lent host counts as lost")
 
 
 class HostUnreachable(Exception):
@@ -94,7 +58,7 @@ class _Host:
         name: str,
         url: str,
         token: str,
-        local: processes.ProcessGroup | None,
+        local: ProcessGroup | None,
         patience_s: float,
         looks: int,
         note: Callable[[str, str], None],
@@ -102,9 +66,6 @@ class _Host:
         self.name = name
         self._note = note
         self.local = local
-        self.lease: LeaseId | None = None
-        self.barred = False
-        """A worker on it has lied."""
         self.report: LoadReport | None = None
         self.kv_used_shares: deque[float] = deque(maxlen=looks)
         """As reported, the latest last."""
@@ -114,10 +75,8 @@ class _Host:
         )
 
     @property
-    def offered(self) -> bool:
-        report = self.report
-        free = self.lease is None and not self.barred
-        return free and report is not None and not report.lent_worker and not report.pressed
+    def lendable(self) -> bool:
+        return self.report is not None and not self.report.lent_worker and not self.report.pressed
 
     @property
     def kv_used_share(self) -> float:
@@ -215,108 +174,94 @@ class ServingProvider(LeaseKeeper[ServingSettings]):
     Settings: ClassVar[type[ServingSettings]] = ServingSettings
 
     def __init__(self, name: str, settings: ServingSettings, context: ProviderContext) -> None:
-        super().__init__(name, settings, context)
-        self._hosts: list[_Host] = []
+        self._hosts: dict[str, _Host] = {}
+        market = ServingMarket(name, settings, self._hosts)
+        self._lent = market.lent
+        super().__init__(market, context)
 
-    async def find(self, known: Mapping[LeaseId, KnownLease]) -> Mapping[LeaseId, Holding]:
-        leases = {lease.request.tickets[0].worker: lease_id for lease_id, lease in known.items()}
+    async def find(self, known: Mapping[LeaseId, KnownLease]) -> Mapping[LeaseId, Found]:
         recorded = RecordedProcesses.found(records(self.context.run_dir), self.context.run, self.name)
         wanted = [one for one in recorded if one.name in self._host_names and one.processes]
         await end_left_over([one for one in recorded if one not in wanted], self.context.release_timeout_s)
-        hosts = [
-            *(self._host(one.name, one.kept["url"], self.context.secret(one.name), self._group(one)) for one in wanted),
-            *self._remote_hosts(),
-        ]
-        self._hosts += [host for host in await asyncio.gather(*(self._found(host, leases) for host in hosts)) if host]
+        secret, context = self.context.secret, self.context
+        hosts = self._remote_hosts()
+        hosts += [self._host(h.name, h.kept["url"], secret(h.name), ProcessGroup(context, h)) for h in wanted]
+        workers = {lease.request.tickets[0].worker: lease_id for lease_id, lease in known.items()}
+        loans = await asyncio.gather(*(self._stock(host, set(workers)) for host in hosts))
         return {
-            host.lease: self._lent(host, known[host.lease].request.tickets[0].worker)
-            for host in self._hosts
-            if host.lease is not None
+            workers[worker]: Found(self._loan(host, worker), host.name)
+            for host, worker in zip(hosts, loans, strict=True)
+            if worker is not None
         }
 
-    async def _found(self, host: _Host, leases: Mapping[str, LeaseId]) -> _Host | None:
-        """A host as it stands after nobody has looked at it for a while; None if it has to go.
+    async def _stock(self, host: _Host, workers: Set[WorkerId]) -> WorkerId | None:
+        """Have a host that an earlier process borrowed from, unless it has to go; which of these workers is on it.
 
-        A loan that has ended is a lease's all the same, which has yet to hear of it.
+        One that has ended counts as well: its lease has yet to hear of it.
         """
         try:
             report = await host.look()
-            if report.lent_run != self.context.run:
-                host.lease = leases.get(report.ended_worker)
-            elif (lease := leases.get(report.lent_worker)) is not None:
-                host.lease = lease
-            else:
-                await host.take_back(report.lent_worker, self.context.release_timeout_s)
-                log.warning("left over from an earlier process", what=report.lent_worker, host=host.name)
+            ours = report.lent_run == self.context.run
+            worker = report.lent_worker if ours else report.ended_worker
+            if ours and worker not in workers:
+                await host.take_back(worker, self.context.release_timeout_s)
+                log.warning("left over from an earlier process", what=worker, host=host.name)
         except (HostUnreachable, HostRefused) as error:
             log.warning("host not found again", host=host.name, error=str(error))
             if host.local is not None:
                 await host.aclose()
                 return None
-        return host
+            worker = ""
+        self._hosts[host.name] = host
+        return worker if worker in workers else None
 
     async def start(self, emit: Emit) -> None:
         if not (self.settings.hosts or self.settings.urls):
             raise ProviderUnavailable(f"{self.name}: no hosts: set hosts (to start some here) or urls")
-        there = {host.name for host in self._hosts}
-        self._hosts += [host for host in self._remote_hosts() if host.name not in there]
+        for host in self._remote_hosts():
+            self._hosts.setdefault(host.name, host)
         if self.settings.hosts:
-            processes.check_command("a serving host", self.context.host_command)
+            check_command("a serving host", self.context.host_command)
         try:
             for number, name in enumerate(self._host_names):
-                if name not in there:
-                    self._hosts.append(await self._start_host(number, name))
+                if name not in self._hosts:
+                    self._hosts[name] = await self._start_host(number, name)
         except OSError as error:
             await self.aclose()
             raise ProviderUnavailable(f"{self.name}: a serving host could not be started: {error}") from error
         await super().start(emit)
-        for host in self._hosts:
+        for host in self._hosts.values():
             self.run_in_background(self._watch(host), f"watch {host.name}")
             if host.local is not None:
                 self.run_in_background(self._mourn(host, host.local), f"mourn {host.name}")
 
-    def free(self) -> int:
-        return sum(host.offered for host in self._hosts)
-
-    async def take(self, request: LeaseRequest) -> Holding:
-        free = [host for host in self._hosts if host.offered]
-        if not free:
-            raise Refusal(f"no host of {self.name} is free")
-        host = min(free, key=lambda host: host.kv_used_share)
+    async def launch(self, request: LeaseRequest, place: str) -> Holding:
+        host = self._hosts[place]
         (ticket,) = request.tickets
-        lent = self._lent(host, ticket.worker)
+        loan = self._loan(host, ticket.worker)
         order = LendOrder(self.context.run, self.context.join, ticket.worker, ticket.token)
-        host.lease = request.lease
         try:
             await host.lend(order, self.context.acquire_timeout_s)
-        except BaseException as error:
-            # Whether the order reached the host is not known unless it said no.
-            if not isinstance(error, HostRefused):
-                await lent.give_back()
-            self.forget(request.lease)
+        except HostRefused:
             raise
-        return lent
-
-    def forget(self, lease: LeaseId, *, barred: bool = False) -> None:
-        for host in self._hosts:
-            if host.lease == lease:
-                host.lease = None
-                host.barred = barred
+        except BaseException:
+            # Whether the order reached the host is not known.
+            await loan.give_back()
+            raise
+        return loan
 
     async def aclose(self) -> None:
         await super().aclose()
-        hosts, self._hosts = self._hosts, []
+        hosts = list(self._hosts.values())
+        self._hosts.clear()
         await asyncio.gather(*(host.aclose() for host in hosts))
 
     @property
     def _host_names(self) -> list[str]:
         return [f"{self.name}-host-{number}" for number in range(self.settings.hosts)]
 
-    def _lent(self, host: _Host, worker: str) -> _LentHost:
+    def _loan(self, host: _Host, worker: WorkerId) -> _LentHost:
         return _LentHost(host, worker, self.settings, self.context.release_timeout_s)
-
-    def _group(self, recorded: RecordedProcesses) -> processes.ProcessGroup:
-        return processes.ProcessGroup(self.context, self.name, recorded.name, recorded=recorded)
 
     def _remote_hosts(self) -> list[_Host]:
         variable = self.settings.token_variable
@@ -325,7 +270,7 @@ class ServingProvider(LeaseKeeper[ServingSettings]):
             raise ProviderUnavailable(f"{self.name}: set {variable} to the token of the hosts at urls")
         return [self._host(url, url, token, None) for url in self.settings.urls]
 
-    def _host(self, name: str, url: str, token: str, local: processes.ProcessGroup | None) -> _Host:
+    def _host(self, name: str, url: str, token: str, local: ProcessGroup | None) -> _Host:
         looks = max(1, round(self.settings.kv_window_s / self.settings.poll_s))
         return _Host(name, url, token, local, self.settings.lost_after_s, looks, self.context.note)
 
@@ -334,7 +279,7 @@ class ServingProvider(LeaseKeeper[ServingSettings]):
         token = self.context.secret(name)
         with socket.create_server(("127.0.0.1", 0)) as listener:
             url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-            group = processes.ProcessGroup(self.context, self.name, name, {"url": url})
+            group = ProcessGroup(self.context, new_record(self.context, self.name, name, url=url))
             settings = HostSettings(
                 token=token,  # type: ignore[arg-type]
                 name=name,
@@ -357,13 +302,13 @@ class ServingProvider(LeaseKeeper[ServingSettings]):
     async def _watch(self, host: _Host) -> None:
         """Keep the offer true while the host is not lent; a lent one is looked at by its lease."""
         while True:
-            if host.lease is None and not host.gone.is_set():
+            if not self.holds(self._lent.get(host.name, "")) and not host.gone.is_set():
                 with contextlib.suppress(HostUnreachable, HostRefused):
                     await host.look()
                 self.announce()
             await asyncio.sleep(self.settings.poll_s)
 
-    async def _mourn(self, host: _Host, group: processes.ProcessGroup) -> None:
+    async def _mourn(self, host: _Host, group: ProcessGroup) -> None:
         end = await group.wait()
         log.error("serving host died", host=host.name, how=str(end))
         host.report = None

@@ -15,6 +15,8 @@ from traces.serving import ServingRequest
 
 HISTORY_S = 32.0
 """How far back `busy_s` can look: past the longest `window_s`."""
+HELD_MAX_S = 0.25
+"""An engine that asks again after longer than this was idle in between, and kept serving from nothing."""
 
 
 @dataclass(slots=True)
@@ -153,6 +155,43 @@ class Lending:
         if not self.pressed:
             self.pressed, self._pressed_since_s = True, now_s
 
+    def claim(self) -> "DeviceClaim":
+        return DeviceClaim(self, self._settings.stall_s)
+
+    def owed_s(self, now_s: float, held_since_s: float, asked_s: float) -> float:
+        """How much longer serving has the device, for one who held it from `held_since_s` and asked at `asked_s`.
+
+        What fell due while rollouts held it is done now; the wait since `asked_s` counts towards it.
+        """
+        self.update(now_s)
+        due_s = self._load.busy_s(held_since_s, now_s) + max(0.0, self._load.busy_until_s - now_s)
+        return due_s - (now_s - asked_s)
+
     def credits(self, most: int) -> int:
         """Turns that rollouts may hold, of at most `most`: the credit's share, rounded to the nearest."""
         return 0 if self.pressed else math.floor(most * self._credit_share + 0.5)
+
+
+class DeviceClaim:
+    """One rollout engine's claim to the device, for which it asks before each iteration."""
+
+    def __init__(self, lending: Lending, stall_s: float) -> None:
+        self._lending = lending
+        self._stall_s = stall_s
+        self._granted_s = -HELD_MAX_S
+        self._asked_s: float | None = None
+        self._held_since_s = 0.0
+
+    def wait_s(self, now_s: float) -> float | None:
+        """How long to wait before asking again, 0 if the device may be used; None when rollouts must leave."""
+        if self._asked_s is None:
+            self._asked_s = now_s
+            self._held_since_s = self._granted_s if now_s - self._granted_s < HELD_MAX_S else now_s
+        owed_s = self._lending.owed_s(now_s, self._held_since_s, self._asked_s)
+        patience_s = self._stall_s - (now_s - self._asked_s)
+        if owed_s > 0 and patience_s > 0:
+            return min(owed_s, patience_s)
+        if owed_s > 0:
+            self._lending.press(now_s)
+        self._granted_s, self._asked_s = now_s, None
+        return None if owed_s > 0 else 0.0

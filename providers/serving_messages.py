@@ -1,12 +1,16 @@
-"""What passes between a serving host and those who borrow from it, and a host's settings."""
+"""What passes between a serving host and those who borrow from it, and the settings of both."""
 
+import contextlib
+import ipaddress
 from pathlib import Path
 from typing import Annotated
+from urllib.parse import urlsplit
 
 import msgspec
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, model_validator
 
 import traces
+from providers.base import ProviderSettings
 from traces.serving import read_serving_trace
 
 HOST_VARIABLE = "ELASTIC_SERVING_HOST"
@@ -183,3 +187,33 @@ class HostSettings(_Section):
         if self.api_key is not None:
             secrets["api_key"] = self.api_key.get_secret_value()
         return msgspec.json.encode(self.model_dump(mode="json") | secrets).decode()
+
+
+def _safe(url: str) -> str:
+    parsed = urlsplit(url)
+    host = parsed.hostname or ""
+    if not (host and (parsed.scheme == "https" or (parsed.scheme == "http" and _loopback(host)))):
+        raise ValueError("must begin with https://, or with http:// on this machine: tokens pass here")
+    return url
+
+
+def _loopback(host: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
+
+
+class ServingSettings(ProviderSettings):
+    max_workers: int = Field(2, ge=0, le=10_000, description="most hosts to borrow at once")
+    hosts: int = Field(2, ge=0, le=64, description="hosts to start on this machine")
+    urls: tuple[Annotated[str, AfterValidator(_safe)], ...] = Field((), description="hosts that are there already")
+    token_variable: str = Field(
+        "ELASTIC_SERVING_TOKEN", min_length=1, description="environment variable with the token of the hosts at urls"
+    )
+    load: LoadSettings = Field(default_factory=LoadSettings)  # type: ignore[arg-type]
+    device: DeviceSettings = Field(default_factory=DeviceSettings)  # type: ignore[arg-type]
+    lending: LendingSettings = Field(default_factory=LendingSettings)  # type: ignore[arg-type]
+    executor: ExecutorSettings | None = Field(None, description="a real serving model on the hosts started here")
+    poll_s: float = Field(0.5, gt=0, description="time between two looks at a host")
+    kv_window_s: float = Field(30.0, gt=0, description="time over which a host's KV use decides who is borrowed")
+    lost_after_s: float = Field(3.0, gt=0, description="silence after which a lent host counts as lost")

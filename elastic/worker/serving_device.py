@@ -8,11 +8,8 @@ from elastic import wire
 from elastic.core.types import NS_PER_S
 from elastic.engine.base import RolloutEngine
 from elastic.worker.agent import build_engine
-from providers.serving_load import Lending, ServingLoad
+from providers.serving_load import DeviceClaim, Lending, ServingLoad
 from providers.serving_messages import LendingSettings, LoadReport
-
-HELD_MAX_S = 0.25
-"""An engine that asks again after longer than this was idle in between, and kept serving from nothing."""
 
 
 class ServingDevice:
@@ -21,7 +18,6 @@ class ServingDevice:
     def __init__(
         self, load: ServingLoad, settings: LendingSettings, clock_ns: Callable[[], int] = time.monotonic_ns
     ) -> None:
-        self.stall_s = settings.stall_s
         self._load = load
         self._lending = Lending(load, settings)
         self._clock_ns = clock_ns
@@ -30,6 +26,9 @@ class ServingDevice:
 
     def lend(self) -> "LentShare":
         return LentShare(self)
+
+    def claim(self) -> DeviceClaim:
+        return self._lending.claim()
 
     def now_s(self) -> float:
         return (self._clock_ns() - self._start_ns) / NS_PER_S
@@ -54,19 +53,10 @@ class ServingDevice:
             self._updated()
             return self._lending.pressed
 
-    def press(self) -> None:
+    def wait_s(self, claim: DeviceClaim) -> float | None:
+        """See `DeviceClaim.wait_s`."""
         with self._lock:
-            self._lending.press(self._updated())
-
-    def owed_s(self, held_since_s: float, asked_s: float) -> float:
-        """How much longer serving has the device, for one who held it from `held_since_s` and asked at `asked_s`.
-
-        What fell due while rollouts held it is done now; the wait since `asked_s` counts towards it.
-        """
-        with self._lock:
-            now_s = self._updated()
-            due_s = self._load.busy_s(held_since_s, now_s) + max(0.0, self._load.busy_until_s - now_s)
-            return due_s - (now_s - asked_s)
+            return claim.wait_s(self.now_s())
 
     def _updated(self) -> float:
         now_s = self.now_s()
@@ -79,7 +69,7 @@ class LentShare:
 
     def __init__(self, device: ServingDevice) -> None:
         self._device = device
-        self._granted_s = -HELD_MAX_S
+        self._claim = device.claim()
         self._reclaimed = threading.Event()
 
     def build_engine(self, welcome: wire.Welcome) -> RolloutEngine:
@@ -93,15 +83,9 @@ class LentShare:
 
     def acquire_iteration(self) -> int:
         asked_s = self._device.now_s()
-        held_since_s = self._granted_s if asked_s - self._granted_s < HELD_MAX_S else asked_s
-        while (owed_s := self._device.owed_s(held_since_s, asked_s)) > 0 and not self._reclaimed.is_set():
-            patience_s = self._device.stall_s - (self._device.now_s() - asked_s)
-            if patience_s <= 0:
-                self._device.press()
-                break
-            self._reclaimed.wait(min(owed_s, patience_s))
-        self._granted_s = self._device.now_s()
-        return round((self._granted_s - asked_s) * NS_PER_S)
+        while (wait_s := self._device.wait_s(self._claim)) and not self._reclaimed.is_set():
+            self._reclaimed.wait(wait_s)
+        return round((self._device.now_s() - asked_s) * NS_PER_S)
 
     def reclaim(self) -> None:
         """Everything must leave now; whoever waits for the device is let go."""

@@ -19,7 +19,10 @@ from elastic.trainer.trainer import GRPOTrainer
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("run.nosuch=1", ("run.nosuch", "unknown key", "allowed: directory, host, name, pass_env, port, seed, steps")),
+        (
+            "run.nosuch=1",
+            ("run.nosuch", "unknown key", "allowed: directory, host, name, orchestrator_timeout_s, pass_env, port, "),
+        ),
         ("nosuch.key=1", ("nosuch", "unknown key", "engine, environment")),
         ("run.steps=many", ("run.steps", "valid integer", "'many'")),
         ("run.steps=true", ("run.steps", "valid integer", "found True")),

@@ -15,11 +15,13 @@ import uvloop
 from elastic.core.events import LeaseEnded, LeaseGranted, LeaseRefused, OfferChanged
 from elastic.core.types import EndCause, LeaseId
 from providers.base import LeaseRequest, Provider, ProviderContext, ProviderEvent, ProviderSettings, WorkerTicket
-from providers.keeper import Ending, LeaseKeeper, Refusal
+from providers.keeper import LeaseKeeper
+from providers.markets import Ending, Market, ServerlessSettings, SpotSettings
 from providers.reserved import ReservedProvider, TrainerProvider
-from providers.serverless import ServerlessProvider, ServerlessSettings
-from providers.serving import ServingProvider, ServingSettings
-from providers.spot import SpotProvider, SpotSettings
+from providers.serverless import ServerlessProvider
+from providers.serving import ServingProvider
+from providers.serving_messages import ServingSettings
+from providers.spot import SpotProvider
 
 E = TypeVar("E", bound=ProviderEvent)
 
@@ -91,20 +93,10 @@ class MemoryProvider(LeaseKeeper[ProviderSettings]):
     Settings: ClassVar[type[ProviderSettings]] = ProviderSettings
 
     def __init__(self, name: str, settings: ProviderSettings, context: ProviderContext) -> None:
-        super().__init__(name, settings, context)
-        self.holdings: dict[LeaseId, MemoryHolding] = {}
+        super().__init__(Market(name, settings), context)
 
-    def free(self) -> int:
-        return self.settings.max_workers - len(self.holdings)
-
-    async def take(self, request: LeaseRequest) -> MemoryHolding:
-        if self.free() <= 0:
-            raise Refusal("memory is full")
-        self.holdings[request.lease] = MemoryHolding()
-        return self.holdings[request.lease]
-
-    def forget(self, lease: LeaseId, *, barred: bool) -> None:
-        del self.holdings[lease]
+    async def launch(self, request: LeaseRequest, place: str) -> MemoryHolding:
+        return MemoryHolding()
 
 
 def lease_request(number: int = 1) -> LeaseRequest:

@@ -31,7 +31,7 @@ def arm(death: str, provider: Any) -> None:
     match death:
         case "before the record":
             RecordedProcesses.write = die
-            provider.take = provider.take if not isinstance(provider, ServingProvider) else die
+            provider.launch = provider.launch if not isinstance(provider, ServingProvider) else die
         case "before a process is recorded":
             RecordedProcesses.add = die
         case _:

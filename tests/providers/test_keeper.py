@@ -6,6 +6,7 @@ from elastic.core.events import LeaseEnded, LeaseGranted, LeaseRefused, OfferCha
 from elastic.core.types import EndCause
 from providers import keeper
 from providers.base import ProviderContext, ProviderSettings
+from providers.markets import Market
 from tests.providers.conftest import MemoryHolding, MemoryProvider, Recorder, lease_request
 
 
@@ -55,7 +56,7 @@ async def test_every_grant_is_followed_by_an_offer_even_if_it_is_the_same(
     provider: MemoryProvider, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who asks subtracts what is asked for from what is offered, and would otherwise never ask for the rest."""
-    monkeypatch.setattr(MemoryProvider, "free", lambda _: 1)
+    monkeypatch.setattr(Market, "free", lambda _: 1)
     for number in (1, 2):
         await provider.acquire(lease_request(number))
         await recorder.answered(f"lease-{number}")

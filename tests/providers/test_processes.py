@@ -16,11 +16,16 @@ from elastic.core.events import LeaseRefused
 from elastic.processes import Adopted, Identity, RecordedProcesses, identity, records
 from elastic.worker import weights
 from providers.base import ProviderContext, ProviderSettings, ProviderUnavailable
-from providers.processes import WORKER_VARIABLES, ProcessGroup
+from providers.processes import WORKER_VARIABLES, ProcessGroup, new_record
 from providers.reserved import ReservedProvider
 from tests.providers.conftest import TIMEOUT_S, Recorder, eventually, lease_request, processes_with
 
 SLEEP = (sys.executable, "-c", "import time; time.sleep(600)")
+
+
+def group_of(context: ProviderContext) -> ProcessGroup:
+    return ProcessGroup(context, new_record(context, "provider", "lease-1"))
+
 
 SETSID = """
 import subprocess, sys, time
@@ -31,7 +36,7 @@ time.sleep(600)
 
 
 async def test_what_left_its_session_ends_with_its_group(context: ProviderContext) -> None:
-    group = ProcessGroup(context, "provider", "lease-1")
+    group = group_of(context)
     await group.start("worker-1", (sys.executable, "-c", SETSID), {})
     await eventually(lambda: len(processes_with(ELASTIC_RUN=context.run)) == 2)
     await group.kill()
@@ -100,7 +105,7 @@ async def test_workers_inherit_what_they_need_and_no_secret(
     for name in ("LC_ALL", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", *WORKER_VARIABLES):
         monkeypatch.setenv(name, "0")
     named = msgspec.structs.replace(context, pass_env=("WANDB_API_KEY", "NAMED_*"))
-    group = ProcessGroup(named, "provider", "lease-1")
+    group = group_of(named)
     script = "import os, json; print(json.dumps(dict(os.environ)))"
     await group.start("worker-1", (sys.executable, "-c", script), {"WORD": "said"})
     found = json.loads((await group.wait()).log.read_text())
@@ -145,7 +150,7 @@ async def test_an_adopted_process_is_watched_and_killed(context: ProviderContext
 
 
 async def test_output_goes_to_the_log(context: ProviderContext) -> None:
-    group = ProcessGroup(context, "provider", "lease-1")
+    group = group_of(context)
     script = "import os; print(os.environ['WORD']); raise SystemExit(3)"
     await group.start("worker-1", (sys.executable, "-c", script), {"WORD": "said"})
     end = await group.wait()
@@ -158,7 +163,7 @@ async def test_output_goes_to_the_log(context: ProviderContext) -> None:
 async def test_what_cannot_be_recorded_does_not_run(context: ProviderContext) -> None:
     (context.run_dir / "leases").write_text("in the way")
     with pytest.raises(OSError, match="leases"):
-        await ProcessGroup(context, "provider", "lease-1").start("worker-1", SLEEP, {})
+        await group_of(context).start("worker-1", SLEEP, {})
     assert processes_with(ELASTIC_RUN=context.run) == []
 
 
@@ -184,7 +189,7 @@ async def test_a_command_that_does_not_exist_is_named(context: ProviderContext, 
 
 @pytest.mark.parametrize("ticks", range(6))
 async def test_a_start_that_is_cut_short_leaves_nothing(context: ProviderContext, ticks: int) -> None:
-    group = ProcessGroup(context, "provider", "lease-1")
+    group = group_of(context)
     starting = asyncio.create_task(group.start("worker-1", SLEEP, {}))
     for _ in range(ticks):
         await asyncio.sleep(0)

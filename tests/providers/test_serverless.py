@@ -8,7 +8,8 @@ import pytest
 from elastic.core.events import LeaseEnded, LeaseGranted, LeaseRefused, OfferChanged
 from elastic.core.types import NS_PER_S, EndCause
 from providers.base import Provider, ProviderContext
-from providers.serverless import ServerlessProvider, ServerlessSettings
+from providers.markets import ServerlessSettings
+from providers.serverless import ServerlessProvider
 from tests.providers.conftest import Recorder, eventually, lease_request, processes_with
 
 STUBBORN_WORKER = """

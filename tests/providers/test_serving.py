@@ -5,6 +5,7 @@ import signal
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -14,7 +15,8 @@ from structlog.testing import capture_logs
 from elastic.core.events import LeaseGranted, LeaseRefused
 from elastic.core.types import EndCause
 from providers.base import Provider, ProviderContext, ProviderUnavailable
-from providers.serving import ServingProvider, ServingSettings
+from providers.serving import ServingProvider
+from providers.serving_messages import ServingSettings
 from tests.providers.conftest import Recorder, eventually, lease_request, processes_with
 
 TRACE = """TIMESTAMP,ContextTokens,GeneratedTokens
@@ -37,8 +39,12 @@ def cluster(tmp_path: Path, context: ProviderContext, opened: list[Provider]) ->
     return make
 
 
+def hosts(provider: ServingProvider) -> list[Any]:
+    return list(provider._hosts.values())
+
+
 def token_of(provider: ServingProvider) -> str:
-    return provider._hosts[0]._http.headers["Authorization"].removeprefix("Bearer ")
+    return hosts(provider)[0]._http.headers["Authorization"].removeprefix("Bearer ")
 
 
 def host_pids(context: ProviderContext) -> list[int]:
@@ -62,7 +68,7 @@ async def test_lends_the_host_with_the_least_kv_in_use(
     await recorder.until(lambda r: r.available == 2)
     await provider.acquire(lease_request())
     await recorder.answered("lease-1")
-    reports = [host.report for host in provider._hosts]
+    reports = [host.report for host in hosts(provider)]
     assert all(report is not None for report in reports)
     by_use = sorted(reports, key=lambda report: report.kv_used_share)  # type: ignore[union-attr]
     assert [report.lent_worker for report in by_use] == ["worker-1", ""]  # type: ignore[union-attr]
@@ -74,12 +80,12 @@ async def test_a_host_is_chosen_by_its_use_over_a_window_and_not_by_a_moment(
     provider = cluster(hosts=2, kv_window_s=1000.0)
     await provider.start(recorder.emit)
     await recorder.until(lambda r: r.available == 2)
-    busy_of_late, idle_of_late = provider._hosts
+    busy_of_late, idle_of_late = hosts(provider)
     busy_of_late.kv_used_shares.extend([0.5] * 100 + [0.0])
     idle_of_late.kv_used_shares.extend([0.0] * 100 + [0.3])
     await provider.acquire(lease_request())
     await recorder.answered("lease-1")
-    assert (busy_of_late.lease, idle_of_late.lease) == (None, "lease-1")
+    assert provider._lent == {idle_of_late.name: "lease-1"}
 
 
 async def test_a_host_under_pressure_is_not_offered(
@@ -87,7 +93,7 @@ async def test_a_host_under_pressure_is_not_offered(
 ) -> None:
     provider = cluster(prompt=190_000, hosts=2, device={"prefill_tokens_per_s": 1e6})
     await provider.start(recorder.emit)
-    await eventually(lambda: any(host.report and host.report.pressed for host in provider._hosts))
+    await eventually(lambda: any(host.report and host.report.pressed for host in hosts(provider)))
     await recorder.until(lambda r: r.available == 1)
 
 
@@ -155,7 +161,7 @@ async def test_hosts_that_are_there_already_are_borrowed_and_a_loan_of_nobody_is
     owner = cluster(name="owner")
     await owner.start(lambda _: None)
     monkeypatch.setenv("ELASTIC_SERVING_TOKEN", token_of(owner))
-    borrowed = {"hosts": 0, "urls": [str(owner._hosts[0]._http.base_url)]}
+    borrowed = {"hosts": 0, "urls": [str(hosts(owner)[0]._http.base_url)]}
     borrower = cluster(**borrowed)
     await lent(borrower, recorder)
     with capture_logs() as logs:

@@ -137,3 +137,32 @@ def test_credits_stay_within_bounds(requests: Sequence[ServingRequest], steps_s:
         lending.update(now_s)
         assert 0 <= lending.credits(most) <= most
         assert not (lending.pressed and lending.credits(most))
+
+
+def test_what_fell_due_while_rollouts_held_the_device_is_done_then() -> None:
+    lending = Lending(load(ServingRequest(1.01, 40, 1)), LENDING)
+    assert lending.owed_s(1.0, 1.0, 1.0) == 0
+    assert lending.owed_s(1.1, 1.0, 1.1) == pytest.approx(0.04)
+    assert lending.owed_s(1.1, 1.06, 1.1) == pytest.approx(0)
+    assert lending.owed_s(1.13, 1.0, 1.1) == pytest.approx(0.01)
+
+
+@given(requests, st.lists(st.tuples(st.floats(0.001, 2), st.booleans()), max_size=40))
+def test_a_claim_waits_no_longer_than_it_may_and_then_leaves_under_pressure(
+    requests: Sequence[ServingRequest], asks: list[tuple[float, bool]]
+) -> None:
+    """Whether the engine comes back as soon as it may, or later."""
+    lending = Lending(load(*requests), LENDING)
+    claim, now_s, asked_s = lending.claim(), 0.0, None
+    for later_s, prompt in asks:
+        asked_s = now_s if asked_s is None else asked_s
+        wait_s = claim.wait_s(now_s)
+        if wait_s is None:
+            assert lending.pressed
+            assert now_s - asked_s >= LENDING.stall_s - 1e-9
+        if wait_s:
+            assert now_s + wait_s <= asked_s + LENDING.stall_s + 1e-9
+            now_s += wait_s if prompt else wait_s + later_s
+        else:
+            asked_s = None
+            now_s += later_s

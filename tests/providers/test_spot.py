@@ -11,7 +11,8 @@ from pydantic import ValidationError
 from elastic.core.events import LeaseEnded, LeaseGranted, LeaseNotice, OfferChanged
 from elastic.core.types import NS_PER_S, EndCause
 from providers.base import Provider, ProviderContext, ProviderUnavailable
-from providers.spot import SpotProvider, SpotSettings
+from providers.markets import SpotSettings
+from providers.spot import SpotProvider
 from tests.providers.conftest import Recorder, eventually, lease_request, processes_with
 
 SEGMENT_A = [0, 1, 2, 11, 12, 10, 9, 8, 9, 7, 6, 5, 0, 1, 2]
@@ -128,7 +129,7 @@ async def test_an_instance_whose_worker_lied_goes_unnoticed(
     await provider.release("lease-1")
     await recorder.ended("lease-1")
     await recorder.until(lambda r: r.available == 1)
-    await eventually(lambda: "a" not in provider._market.instances)
+    await eventually(lambda: "a" not in provider.market._instances)
     assert recorder.available == 1
     assert len(recorder.of(LeaseEnded)) == 1
 

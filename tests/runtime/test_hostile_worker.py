@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 from providers.base import ProviderContext
-from providers.spot import SpotProvider, SpotSettings
+from providers.markets import SpotSettings
+from providers.spot import SpotProvider
 
 pytestmark = pytest.mark.slow
 

@@ -17,7 +17,7 @@ from elastic.core.types import NS_PER_S, EndCause, WeightMode
 from elastic.report import as_markdown, summarise
 from elastic.runtime.journal import RunDirectory, TurnRow
 from elastic.sim.performance import SimulationError
-from elastic.sim.performance.markets import ReservedMarket
+from providers.markets import ReservedMarket
 from traces import TraceError
 from traces.sessions import read_session_trace
 

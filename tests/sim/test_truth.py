@@ -63,7 +63,7 @@ def test_a_turn_that_its_engine_holds_is_moved_without_need_unless_there_are_few
         acts.note(order, {worker.id: worker}, run.scheduler)
         assert acts.needless_moves == 1
         turn.destination = "idle"
-        idle = WorkerModel(run, "idle", worker.lease, worker.role, run.markets["reserved"].device)
+        idle = WorkerModel(run, "idle", worker.lease, worker.role, run.launchers["reserved"].device)
         acts.note(order, {worker.id: worker, "idle": idle}, run.scheduler)
         turn.destination = None
 

@@ -3,11 +3,9 @@
 import threading
 import time
 
-import pytest
-
 from elastic.engine.base import DeviceShare
-from elastic.worker.serving_device import HELD_MAX_S, LentShare, ServingDevice
-from providers.serving_load import ServingLoad
+from elastic.worker.serving_device import LentShare, ServingDevice
+from providers.serving_load import HELD_MAX_S, ServingLoad
 from providers.serving_messages import DeviceSettings, LendingSettings
 from traces.serving import ServingRequest
 
@@ -44,18 +42,6 @@ def test_an_iteration_waits_for_the_serving_iteration_in_hand() -> None:
     blocked_ns = share.acquire_iteration()
     waited_s = time.monotonic() - before_s
     assert 0.25 <= blocked_ns / 1e9 <= waited_s
-
-
-def test_what_fell_due_while_rollouts_held_the_device_is_done_then() -> None:
-    clock = Clock()
-    serving = device(ServingRequest(1.01, 40, 1), clock=clock)
-    clock.advance(1.0)
-    assert serving.owed_s(1.0, 1.0) == 0
-    clock.advance(0.1)
-    assert serving.owed_s(1.0, serving.now_s()) == pytest.approx(0.04)
-    assert serving.owed_s(1.06, serving.now_s()) == pytest.approx(0)
-    clock.advance(0.03)
-    assert serving.owed_s(1.0, 1.1) == pytest.approx(0.01)
 
 
 def test_an_engine_that_was_idle_owes_nothing() -> None:

@@ -8,13 +8,13 @@ from providers.serving_load import Lending, ServingLoad
 from providers.serving_messages import DeviceSettings, LendingSettings
 from traces.serving import ServingRequest
 
-HELD_MAX_S = 0.25
-"""As live: an engine that asks again after longer than this was idle in between."""
 WATCH_S = 0.05
 """How often a lent host is looked at; live workers look more often, which is not worth the events here."""
 
 
-class ServingHost:
+class LentHost:
+    """See `providers.markets.ServingHost`. It answers from `started_ns` on."""
+
     def __init__(
         self,
         loop: EventLoop,
@@ -23,81 +23,55 @@ class ServingHost:
         lending: LendingSettings,
         started_ns: Nanoseconds,
     ) -> None:
-        self.lease: str | None = None
-        self.stall_s = lending.stall_s
         self._loop = loop
         self._started_ns = started_ns
         self._load = ServingLoad(requests, device)
         self._lending = Lending(self._load, lending)
 
+    @property
+    def lendable(self) -> bool:
+        return self._loop.now_ns >= self._started_ns and not self.updated().pressed
+
+    @property
+    def kv_used_share(self) -> float:
+        return self._load.kv_share
+
     def now_s(self) -> float:
         return (self._loop.now_ns - self._started_ns) / NS_PER_S
 
-    def update(self) -> float:
-        now_s = self.now_s()
-        self._lending.update(now_s)
-        return now_s
-
-    @property
-    def pressed(self) -> bool:
-        return self._lending.pressed
-
-    @property
-    def kv_share(self) -> float:
-        return self._load.kv_share
-
-    def credits(self, most: int) -> int:
-        self.update()
-        return self._lending.credits(most)
-
-    def press(self) -> None:
-        self._lending.press(self.update())
-
-    def owed_s(self, held_since_s: float, asked_s: float) -> float:
-        """How much longer serving has the device; see `elastic.worker.serving_device`."""
-        now_s = self.update()
-        due_s = self._load.busy_s(held_since_s, now_s) + max(0.0, self._load.busy_until_s - now_s)
-        return due_s - (now_s - asked_s)
+    def updated(self) -> Lending:
+        self._lending.update(self.now_s())
+        return self._lending
 
 
 class LentShare:
     """One worker's share of a host, until it ends."""
 
-    def __init__(self, loop: EventLoop, host: ServingHost) -> None:
+    def __init__(self, loop: EventLoop, host: LentHost) -> None:
         self._loop = loop
         self._host = host
-        self._granted_s = -HELD_MAX_S
-        self._asked_s: float | None = None
+        self._claim = host.updated().claim()
         self._ended = False
         self._seen: tuple[bool, int] | None = None
 
     def capacity_turns(self, most: int) -> int:
-        return 0 if self._ended else self._host.credits(most)
+        return 0 if self._ended else self._host.updated().credits(most)
 
     def hold_back(self) -> bool:
-        self._host.update()
-        return self._ended or self._host.pressed
+        return self._host.updated().pressed or self._ended
 
     def acquire(self) -> Nanoseconds | None:
         """When to ask again, now if the device may be used; None when rollouts must leave."""
-        now_s = self._host.now_s()
-        if self._asked_s is None:
-            self._asked_s = now_s
-            self._held_since_s = self._granted_s if now_s - self._granted_s < HELD_MAX_S else now_s
-        owed_s = self._host.owed_s(self._held_since_s, self._asked_s)
-        patience_s = self._host.stall_s - (now_s - self._asked_s)
-        if owed_s > 0 and patience_s > 0:
-            return self._loop.now_ns + max(1, round(min(owed_s, patience_s) * NS_PER_S))
-        if owed_s > 0:
-            self._host.press()
-        self._granted_s, self._asked_s = now_s, None
-        return None if owed_s > 0 else self._loop.now_ns
+        wait_s = self._claim.wait_s(self._host.now_s())
+        if wait_s is None:
+            return None
+        return self._loop.now_ns + (max(1, round(wait_s * NS_PER_S)) if wait_s else 0)
 
     def watch(self, changed: Callable[[], None]) -> None:
         """Call `changed` whenever credit or pressure have."""
         if self._ended:
             return
-        seen = (self.hold_back(), self._host.credits(1 << 10))
+        seen = (self.hold_back(), self.capacity_turns(1 << 10))
         if seen != self._seen:
             self._seen = seen
             changed()

@@ -23,13 +23,14 @@ from elastic.sim.loop import EventLoop, VirtualClock
 from elastic.sim.performance.engine import Job
 from elastic.sim.performance.environments import Environments, EnvironmentSettings, OpenTurn, Trajectory
 from elastic.sim.performance.episodes import Episodes
+from elastic.sim.performance.launchers import Launcher, launcher_of
 from elastic.sim.performance.lending import LentShare
-from elastic.sim.performance.markets import Market, TrainerMarket, market_of
 from elastic.sim.performance.profile import Device
 from elastic.sim.performance.relay import Relay
 from elastic.sim.performance.truth import Acts
 from elastic.sim.performance.worker import WorkerModel
 from providers.base import ProviderSettings
+from providers.markets import TrainerMarket
 
 PATIENCE = 4
 """Times the longest that the core waits for anything: if nothing has come of the run by then, nothing will."""
@@ -90,7 +91,7 @@ class SimulatedRun(OneIncarnation):
         self._profile = profile
         self._train_tokens_per_s = profile.train_tokens_per_s * trainer.gpus_per_worker
         self._workers: dict[WorkerId, WorkerModel] = {}
-        self._market_of: dict[LeaseId, Market] = {}
+        self._launcher_of: dict[LeaseId, Launcher] = {}
         self._epochs: dict[WorkerId, int] = {}
         self._refused: set[WorkerId] = set()
         self._trained_version = 0
@@ -113,8 +114,8 @@ class SimulatedRun(OneIncarnation):
         self._episodes = episodes
         self._run = Run(scheduler, self._connect)
         self.feed = self._run.feed
-        self.markets: dict[str, Market] = {name: TrainerMarket(name, trainer, devices[name], self)}
-        self.markets |= {name: market_of(name, s, devices[name], self) for name, s in providers.items()}
+        self.launchers = {name: Launcher(TrainerMarket(name, trainer), devices[name], self)}
+        self.launchers |= {name: launcher_of(name, s, devices[name], self) for name, s in providers.items()}
 
     def _connect(self, run: Run) -> Ports:
         self.environments = Environments(
@@ -140,8 +141,8 @@ class SimulatedRun(OneIncarnation):
 
     def live(self, *, sample: Callable[[], None] = lambda: None, sample_ns: Nanoseconds = NS_PER_S // 2) -> str:
         """Run to the end; returns the cause of failure, empty if there is none. Raises `SimulationError`."""
-        for market in self.markets.values():
-            self.loop.after(0, market.start)
+        for launcher in self.launchers.values():
+            self.loop.after(0, launcher.start)
         self._sample_every(sample, sample_ns, 0)
         with _rare_collections():
             self.loop.run(self._settings.horizon_ns)
@@ -200,11 +201,11 @@ class SimulatedRun(OneIncarnation):
         self._refused.add(worker)
 
     def acquire(self, lease: LeaseId, provider: str, workers: int) -> None:
-        market = self._market_of[lease] = self.markets[provider]
-        market.acquire(lease)
+        launcher = self._launcher_of[lease] = self.launchers[provider]
+        launcher.acquire(lease)
 
     def release(self, lease: LeaseId, provider: str) -> None:
-        self.markets[provider].release(lease)
+        self.launchers[provider].release(lease)
 
     def bar(self, lease: LeaseId, provider: str) -> None:
         """Nobody here says what cannot be true."""
@@ -236,7 +237,7 @@ class SimulatedRun(OneIncarnation):
     def boot_worker(
         self, worker: WorkerId, lease: LeaseId, role: WorkerRole, boot_ns: Nanoseconds, share: LentShare | None
     ) -> None:
-        device = self._market_of[lease].device
+        device = self._launcher_of[lease].device
         born = self._workers[worker] = WorkerModel(self, worker, lease, role, device, share)
         version = self._trained_version if role is WorkerRole.TRAINER else None
         self.loop.after(boot_ns, lambda: born.join(version))
@@ -249,7 +250,7 @@ class SimulatedRun(OneIncarnation):
     def worker_left(self, worker: WorkerId) -> None:
         left = self._workers.pop(worker, None)
         if left is not None:
-            self._market_of[left.lease].worker_left(left.lease, worker)
+            self._launcher_of[left.lease].worker_left(left.lease, worker)
 
     # The trainer
 
