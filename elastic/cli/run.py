@@ -14,8 +14,6 @@ from elastic.cli.logs import STANDARD_ERROR, log_to
 from elastic.cli.output import console, say
 from elastic.cli.progress import Progress, bar
 from elastic.config import Config
-from elastic.report import as_json as report_as_json
-from elastic.report import closing_table, summarise, write_html
 from elastic.runtime.gateway import GatewayError
 from elastic.runtime.journal import JournalError, RunDirectory
 from elastic.runtime.orchestrator import Orchestrator
@@ -127,6 +125,10 @@ def _kill(orchestrator: Orchestrator, progress: Progress) -> None:
 
 def conclude(run_dir: Path, *, as_json: bool) -> None:
     """The closing table and the report's path; with `--json` the same as one object."""
+    # A run that is taken up is waited for, and has no report to write yet.
+    from elastic.report import as_json as report_as_json
+    from elastic.report import closing_table, summarise, write_html
+
     summary = summarise(RunDirectory(run_dir))
     path = run_dir / "report.html"
     write_html(summary, path)

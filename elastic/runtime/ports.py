@@ -118,7 +118,7 @@ class Trajectories(Remembers, Protocol):
     def record_reward(self, trajectory: TrajectoryId, reward: float | None, cause: str) -> None: ...
 
     def take(self, trajectories: Sequence[TrajectoryId]) -> Any:
-        """What the trainer needs to learn from these. They are not asked for again."""
+        """What the trainer needs to learn from these. They are asked for again where that order is given again."""
         ...
 
     def drop(self, trajectories: Sequence[TrajectoryId]) -> Any:

@@ -297,10 +297,11 @@ class Rollouts:
         )
 
     def _episode(self, trajectory: TrajectoryId) -> Episode:
-        episode = self._finished[trajectory]
+        """What it came to; from the journal where another process had it, or it was taken before."""
+        episode = self._finished.get(trajectory)
         if episode is None:
             assert self._stored is not None
-            episode = self._finished[trajectory] = Episode.of(self._stored(trajectory))
+            episode = Episode.of(self._stored(trajectory))
         return episode
 
     def record_reward(self, trajectory: TrajectoryId, reward: float | None, cause: str) -> None:
@@ -308,12 +309,13 @@ class Rollouts:
         if reward is None:
             self._finished.pop(trajectory, None)
         else:
-            self._episode(trajectory).reward = reward
+            episode = self._finished[trajectory] = self._episode(trajectory)
+            episode.reward = reward
 
     def take(self, trajectories: Sequence[TrajectoryId]) -> list[Episode]:
         episodes = [self._episode(trajectory) for trajectory in trajectories]
         for trajectory in trajectories:
-            del self._finished[trajectory]
+            self._finished.pop(trajectory, None)
         return episodes
 
     def drop(self, trajectories: Sequence[TrajectoryId]) -> int:

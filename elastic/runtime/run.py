@@ -117,7 +117,7 @@ class Run:
             c.CancelTrajectory: lambda k: trajectories.cancel(k.trajectory),
             c.ScoreTrajectory: self._score,
             c.RecordReward: lambda k: trajectories.record_reward(k.trajectory, k.reward, k.cause),
-            c.TrainGroup: lambda k: self._once_durable(ports.trainer.train, k, trajectories.take(k.trajectories)),
+            c.TrainGroup: lambda k: self._once_durable(self._train_group, k),
             c.DropGroup: self._drop_group,
             c.UpdateWeights: lambda k: self._once_durable(ports.trainer.update, k),
             c.EndRun: self._end_run,
@@ -272,6 +272,9 @@ class Run:
 
     def _score(self, command: c.ScoreTrajectory) -> None:
         self._once_durable(self._ports.rewards.score, command, self._ports.trajectories.finished(command.trajectory))
+
+    def _train_group(self, command: c.TrainGroup) -> None:
+        self._ports.trainer.train(command, self._ports.trajectories.take(command.trajectories))
 
     def _drop_group(self, command: c.DropGroup) -> None:
         dropped = self._ports.trajectories.drop(command.trajectories)

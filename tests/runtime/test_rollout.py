@@ -3,11 +3,13 @@
 import asyncio
 from typing import Any
 
+import msgspec
 import pytest
 
 from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.envs.base import StepResult
+from elastic.runtime.journal import TrajectoryRow
 from elastic.runtime.rollout import Episode, RolloutLimits, Rollouts
 
 LIMITS = RolloutLimits(max_turns=4, max_tokens_per_turn=8, max_context_tokens=64, environment_timeout_s=5.0)
@@ -53,8 +55,30 @@ class Endless(OneTurn):
         return self._reward * self._turns
 
 
+def written(episode: Episode) -> TrajectoryRow:
+    """As a journal has it."""
+    return TrajectoryRow(
+        trajectory=episode.trajectory,
+        step=0,
+        group="0/0",
+        started_ns=episode.started_ns,
+        ended_ns=0,
+        reward=episode.reward,
+        cause="",
+        turns=episode.turns,
+        policy_tokens=episode.policy_tokens,
+        token_ids=msgspec.msgpack.encode(episode.token_ids),
+        truncated=episode.truncated,
+        sampled=msgspec.msgpack.encode(episode.sampled),
+    )
+
+
 async def play(environment: OneTurn) -> tuple[list[e.Event], list[Episode]]:
     """What the core is told of one trajectory, and the episodes that came with the events that end one."""
+    return (await played(environment))[1:]
+
+
+async def played(environment: OneTurn) -> tuple[Rollouts, list[e.Event], list[Episode]]:
     heard: list[e.Event] = []
     ended: list[Episode] = []
 
@@ -70,10 +94,16 @@ async def play(environment: OneTurn) -> tuple[list[e.Event], list[Episode]]:
 
     async with asyncio.TaskGroup() as tasks:
         rollouts = Rollouts(
-            1, LIMITS, make_environment, feed, lambda: 0, lambda work, name: tasks.create_task(work, name=name)
+            1,
+            LIMITS,
+            make_environment,
+            feed,
+            lambda: 0,
+            lambda work, name: tasks.create_task(work, name=name),
+            stored=lambda name: written(next(episode for episode in ended if episode.trajectory == name)),
         )
         rollouts.start(c.StartGroup(step=0, group="0/0", index=0, trajectories=("0/0/0",)))
-    return heard, ended
+    return rollouts, heard, ended
 
 
 @pytest.mark.parametrize("reward", [1, 0.5, -2.0])
@@ -81,6 +111,14 @@ async def test_a_finite_reward_is_the_trajectorys(reward: float) -> None:
     heard, ended = await play(OneTurn(reward))
     assert heard == [e.TrajectoryFinished(trajectory="0/0/0", reward=float(reward), tokens=0)]
     assert [episode.trajectory for episode in ended] == ["0/0/0"]
+
+
+async def test_an_order_that_is_given_again_gets_the_same_episodes() -> None:
+    """Its trainer may have gone away with the first."""
+    rollouts, _, _ = await played(OneTurn(0.5))
+    (first,), (again,) = rollouts.take(["0/0/0"]), rollouts.take(["0/0/0"])
+    assert again is not first
+    assert again.data() == first.data()
 
 
 @pytest.mark.parametrize("reward", ["1", None, float("nan"), float("inf"), True, [1.0]])

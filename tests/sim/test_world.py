@@ -336,7 +336,7 @@ def _learn_anew(learner: Learner, journal: Iterable[object]) -> int:
 
 RESUMED_WRONGLY: list[tuple[type[Any], str, Callable[..., object], str]] = [
     (SimulatedProvider, "take_stock", _leave_orphans, "while there is one|still alive|given back"),
-    (RunState, "take_up", lambda run: None, "the run failed"),
+    (RunState, "wait_anew", lambda run: None, "the run failed"),
     (Learner, "restart", _learn_anew, "LearnerViolated|has not learnt|steps done"),
     (Record, "recall", lambda record, former: None, "not of this run"),
 ]
