@@ -16,6 +16,7 @@ from elastic.config import EngineConfig, validate
 from elastic.core.types import Nanoseconds
 from elastic.engine import create_engine
 from elastic.engine.base import DeviceShare, RolloutEngine
+from elastic.processes import end_own_kin
 from elastic.worker.accounts import DeviceAccounts, process_start_ns
 from elastic.worker.connection import Connection, ConnectionLost, SessionRefused, Ticket, dial
 from elastic.worker.service import AgentExit, Audit, Pull, Service, Trainer
@@ -80,13 +81,14 @@ async def run_agent(
 
 
 def leave_process(end: AgentExit) -> NoReturn:
-    """End a worker's process, at once. For its main thread, after `run_agent`.
+    """End a worker's process and whatever it has started, at once. For its main thread, after `run_agent`.
 
     Threads inside torch's C++ code cannot be unwound when the interpreter shuts down (it aborts the process
     then), and whatever they still compute belongs to a lease that is over.
     """
     sys.stdout.flush()
     sys.stderr.flush()
+    end_own_kin()
     os._exit(end.code)
 
 

@@ -130,6 +130,25 @@ def test_a_second_signal_kills_at_once(start, config: Path, processes_of) -> Non
     assert nothing_left(run_dir, processes_of)
 
 
+def test_the_next_orchestrator_goes_on_with_the_processes_of_one_that_was_killed(
+    start, config: Path, processes_of
+) -> None:
+    process = start("run", config, *PROVIDERS, "--set", "run.steps=1000")
+    (run_dir,) = until(lambda: run_dirs(config), START_TIMEOUT_S, process)
+    until(lambda: read(run_dir)[1], START_TIMEOUT_S, process)
+    for _ in range(2):
+        left = {one.pid for one in processes_of(run_dir.name)} - {process.pid}
+        done = len(read(run_dir)[1])
+        process.kill()
+        process.communicate()
+        process = start("run", "--resume", run_dir, "--set", "run.steps=1000")
+        until(lambda: len(read(run_dir)[1]) > done, START_TIMEOUT_S, process)  # noqa: B023 - called at once
+        assert {one.pid for one in processes_of(run_dir.name)} >= left
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=STOP_TIMEOUT_S)
+    assert nothing_left(run_dir, processes_of)
+
+
 def test_what_outlives_an_orchestrator_that_was_killed_ends_with_the_next(start, config: Path, processes_of) -> None:
     process = start("run", config, *PROVIDERS, "--set", "run.steps=1000")
     (run_dir,) = until(lambda: run_dirs(config), START_TIMEOUT_S, process)

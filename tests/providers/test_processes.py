@@ -43,6 +43,24 @@ async def test_what_left_its_session_ends_with_its_group(context: ProviderContex
     assert processes_with(ELASTIC_RUN=context.run) == []
 
 
+LEAVES = """
+import subprocess, sys
+from elastic.processes import end_own_kin
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+end_own_kin()
+"""
+
+
+async def test_who_leaves_by_itself_takes_along_what_it_started_and_nothing_else(context: ProviderContext) -> None:
+    bystander, group = ProcessGroup(context, new_record(context, "provider", "lease-2")), group_of(context)
+    await bystander.start("worker-2", SLEEP, {})
+    await group.start("worker-1", (sys.executable, "-c", LEAVES), {})
+    assert (await group.wait()).status == 0
+    await eventually(lambda: len(processes_with(ELASTIC_RUN=context.run)) == 1)
+    await bystander.kill()
+    await group.kill()
+
+
 def left_over(context: ProviderContext) -> list[RecordedProcesses]:
     return RecordedProcesses.found(records(context.run_dir), context.run, "provider")
 
