@@ -53,7 +53,7 @@ async def test_credit_is_announced_right_after_ready(orchestra: Orchestra) -> No
     assert beat.capacity_turns == 8
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     turns=st.lists(st.tuples(st.integers(0, 20), st.integers(1, 40), st.booleans()), min_size=1, max_size=12),
@@ -449,6 +449,74 @@ async def test_a_worker_whose_orchestrator_stays_away_exits(patience: dict[str, 
         assert "could not be resumed within 0.3 s" in end.reason
         assert "cannot be reached" in end.reason
         assert engine._closed
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.integers(0, 2**32 - 1),
+    st.lists(st.sampled_from(["cut", "kill", "kill, and forget", "turn", "weights"]), min_size=1, max_size=8),
+)
+def test_a_worker_serves_on_whatever_becomes_of_its_orchestrator(seed: int, script: list[str]) -> None:
+    """Its connection is cut, or its orchestrator killed, in the middle of anything; the next one may have forgotten the
+    last epoch, for want of time to make it durable. Every orchestrator then gets turns as if nothing had been."""
+    asyncio.run(_serve_on(seed, script))
+
+
+async def _serve_on(seed: int, script: list[str]) -> None:
+    pulls: list[int] = []
+
+    def pull(welcome: wire.Welcome, order: wire.PullWeights) -> Pulled:
+        pulls.append(order.version)
+        return pulled()
+
+    orchestra, version = Orchestra(orchestrator_timeout_s=PATIENCE_S), 0
+    await orchestra.__aenter__()
+    agent = orchestra.employ(ScriptedEngine(seed, iteration_s=0.01, version=0), pull=pull)
+    epoch = await expected(orchestra, version)
+    try:
+        for number, act in enumerate(script):
+            before = len(orchestra.heard)
+            orchestra.send(generate(f"{number}", seed=number, most=12), epoch=epoch)
+            await orchestra.first(wire.Tokens, after=before)
+            match act:
+                case "turn":
+                    await orchestra.finished(f"{number}")
+                    assert check_tokens(orchestra.chunks(f"{number}"), number) == 12
+                    continue
+                case "weights":
+                    version += 1
+                    orchestra.send(wire.PullWeights(version, FINISH), epoch=epoch)
+                    await orchestra.first(wire.WeightsReport, after=len(orchestra.heard))
+                    continue
+                case "cut":
+                    orchestra.heard.clear()
+                    orchestra.cut()
+                case _:
+                    known = epoch - (act == "kill, and forget")
+                    host, port = orchestra.address.split(":")
+                    await orchestra.gateway.aclose()
+                    orchestra = Orchestra(orchestrator_timeout_s=PATIENCE_S)
+                    orchestra.expect("w", epoch=known)
+                    orchestra.address = await orchestra.gateway.start(host, int(port))
+            epoch = await expected(orchestra, version)
+            # The same attempt of the same turn: whoever forgot an epoch has forgotten that, too.
+            orchestra.send(generate(f"{number}", seed=number + 100, most=12), epoch=epoch)
+            await orchestra.finished(f"{number}")
+            assert check_tokens(orchestra.chunks(f"{number}"), number + 100) == 12
+        assert pulls == list(range(1, version + 1))
+        assert not agent.done()
+    finally:
+        agent.cancel()
+        await asyncio.gather(agent, return_exceptions=True)
+        await orchestra.gateway.aclose()
+
+
+async def expected(orchestra: Orchestra, version: int) -> int:
+    """The worker is there with its weights; its epoch."""
+    ready = await orchestra.first(wire.Ready)
+    assert isinstance(ready, wire.Ready)
+    assert ready.weights_version == version
+    return next(epoch for _, epoch, message in orchestra.heard if message is ready)
 
 
 async def test_an_orchestrator_may_come_back_while_an_engine_boots() -> None:
