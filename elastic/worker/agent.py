@@ -19,8 +19,9 @@ from elastic.engine.base import DeviceShare, RolloutEngine
 from elastic.processes import end_own_kin
 from elastic.worker.accounts import DeviceAccounts, process_start_ns
 from elastic.worker.connection import Connection, ConnectionLost, SessionRefused, Ticket, dial
-from elastic.worker.service import AgentExit, Audit, Pull, Service, Trainer
+from elastic.worker.service import AgentExit, Audit, Pull, Service
 from elastic.worker.threads import DaemonThread
+from elastic.worker.training import Trainer
 from elastic.worker.weights import WeightsPuller
 
 __all__ = ["AgentExit", "BuildEngine", "Ticket", "build_engine", "leave_process", "run_agent"]

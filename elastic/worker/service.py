@@ -10,7 +10,7 @@ import functools
 import itertools
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 import structlog
@@ -25,6 +25,7 @@ from elastic.worker.accounts import DeviceAccounts
 from elastic.worker.connection import Connection, ConnectionLost, SessionRefused, Ticket, dial
 from elastic.worker.threads import DaemonThread, run_in_thread
 from elastic.worker.token_stream import TokenStream
+from elastic.worker.training import Trainer, TrainerOrder, Training
 
 log = structlog.get_logger(__name__)
 
@@ -41,9 +42,6 @@ AUDIT_PAUSE_S, AUDIT_TIMEOUT_S = 60.0, 3600.0
 
 SHARE_INTERVAL_S = 0.01
 """How often a co-serving worker asks whether it must hold back: well inside one decode iteration."""
-
-TrainerOrder: TypeAlias = wire.TrainGroup | wire.SkipGroup | wire.Update
-TrainerReply: TypeAlias = wire.Trained | wire.Stepped | None
 
 
 class AgentExit(msgspec.Struct, frozen=True):
@@ -74,46 +72,6 @@ Pull: TypeAlias = Callable[[wire.Welcome, wire.PullWeights], Pulled]
 
 Audit: TypeAlias = Callable[[], bool]
 """Whether what was pulled is still what it was; if not, the next pull replaces it. Blocks."""
-
-
-class Standing(msgspec.Struct, frozen=True):
-    """Where a trainer stands: at which version, and what it was given in the step that leads to the next."""
-
-    version: int
-    groups: tuple[str, ...] = ()
-    slots: frozenset[int] = frozenset()
-
-
-class Trainer(Protocol):
-    """Takes the orders of the trainer's worker; see `elastic.worker.trainer_host`."""
-
-    timeout_s: float
-    publisher: str
-    """The public key of what it publishes, once there is an engine."""
-
-    def load_policy(self, engine: RolloutEngine) -> None:
-        """Before the worker is ready: bring the trainer's current weights into its engine. Blocks."""
-        ...
-
-    def standing(self) -> Standing:
-        """Any thread may ask, once there is an engine."""
-        ...
-
-    def has(self, order: TrainerOrder) -> bool:
-        """Whether the order was carried out before. Then it is only answered again, and needs no device."""
-        ...
-
-    def carry_out(self, order: TrainerOrder) -> TrainerReply:
-        """Blocks. The engine sleeps meanwhile, but for a `SkipGroup`: the device belongs to the trainer alone."""
-        ...
-
-    def follow(self, welcome: wire.Welcome) -> None:
-        """An orchestrator has come back, and its relay may be elsewhere."""
-        ...
-
-    def published(self) -> wire.Published:
-        """What it took to put the last step's version on the relay, once it is there. Blocks; raises what failed."""
-        ...
 
 
 class Service:
@@ -147,8 +105,7 @@ class Service:
         self._loading: asyncio.Task[None] | None = None
         self._load_phase = LoadPhase.NONE
         self._received_bytes = received_bytes or (lambda: 0)
-        self._publishing: asyncio.Task[None] | None = None
-        self._training_failed: wire.TrainerFailed | None = None
+        self._training: Training | None = None
         self._asleep = False
         self._drain_reason = ""
         self._announced_turns = 0
@@ -171,6 +128,9 @@ class Service:
     async def run(self, accounts: DeviceAccounts, leave: asyncio.Event) -> AgentExit:
         """Work until drained, told to `leave`, refused, cut off for good, or failed."""
         self._accounts = accounts
+        if self._trainer is not None:
+            work = self._engine, self._device, accounts
+            self._training = Training(self._trainer, *work, self._send, self._tasks.create_task)
         self._cpu = CpuSampler()
         end = AgentExit(1, "cut short")
         try:
@@ -194,8 +154,8 @@ class Service:
         self._engine.start(self._stream.sink)
         self._name_idle_time()
         self._accounts.engine_started(self._engine.statistics().accounts_ns, time.monotonic_ns())
-        if self._trainer is not None:
-            await self._device.run(self._trainer.timeout_s, self._trainer.load_policy, self._engine)
+        if self._training is not None:
+            await self._training.begin()
             self._name_idle_time()
         self._announce()
 
@@ -212,11 +172,10 @@ class Service:
     # The connection
 
     def _announce(self) -> None:
-        ready = wire.Ready(self._engine.capabilities, self._engine.statistics().weights_version)
-        if self._trainer is not None:
-            stands, key = self._trainer.standing(), self._trainer.publisher
-            ready = wire.Ready(ready.capabilities, stands.version, key, list(stands.groups), sorted(stands.slots))
-        self._send(ready)
+        if self._training is not None:
+            self._send(self._training.ready())
+        else:
+            self._send(wire.Ready(self._engine.capabilities, self._engine.statistics().weights_version))
         self._heartbeat()
 
     def _send(self, message: wire.FromWorker) -> None:
@@ -236,7 +195,7 @@ class Service:
     @property
     def _silence_timeout_s(self) -> float:
         """The trainer is as patient with the orchestrator as that is with it."""
-        return self._welcome.silence_timeout_s * (1 if self._trainer is None else TRAINER_PATIENCE)
+        return self._welcome.silence_timeout_s * (1 if self._training is None else TRAINER_PATIENCE)
 
     async def _reconnect(self, loss: ConnectionLost) -> None:
         """Buy the session back. The orchestrator has sent the turns elsewhere by now, so they end here."""
@@ -254,11 +213,9 @@ class Service:
             self._end(1, f"{loss}, and the session could not be resumed within {within_s} s: {error}")
             return
         log.info("connection resumed", worker=self._ticket.worker, epoch=self._welcome.epoch)
-        if self._trainer is not None:
-            self._trainer.follow(self._welcome)
         self._announce()
-        if self._trainer is not None and self._publishing is not None:
-            self._tell_of_publication(self._trainer)
+        if self._training is not None:
+            self._training.resumed(self._welcome)
 
     async def _leave_when(self, leave: asyncio.Event) -> None:
         """Whoever tells the process to leave has no time for its turns to finish."""
@@ -290,7 +247,8 @@ class Service:
             async with asyncio.timeout(timeout_s):
                 await self._stream.idle()
                 await self._operations.join()
-                await self._published()
+                if self._training is not None:
+                    await self._training.published()
         except TimeoutError:
             return False
         return True
@@ -388,77 +346,11 @@ class Service:
         self._send(wire.Awoke())
 
     def _order_training(self, orders: Sequence[TrainerOrder]) -> None:
+        if self._training is None:
+            self._send(wire.TrainerFailed("this worker has no trainer"))
+            return
         for order in orders:
-            self._operations.put_nowait(functools.partial(self._train, order, self._connection))
-
-    async def _train(self, order: TrainerOrder, asked: Connection) -> None:
-        """Answered where it was `asked`: on another connection it is asked again if its answer was not heard."""
-        if self._trainer is None:
-            asked.send(wire.TrainerFailed("this worker has no trainer"))
-            return
-        if self._training_failed is not None:
-            asked.send(self._training_failed)
-            return
-        again = self._trainer.has(order)
-        if isinstance(order, wire.Update) and not again:
-            await self._published()
-        work = self._trainer.carry_out if again else functools.partial(self._carry_out, self._trainer)
-        try:
-            reply = await self._device.run(self._trainer.timeout_s, work, order)
-        except TimeoutError:
-            self._fail_training(f"{type(order).__name__} took longer than {self._trainer.timeout_s} s")
-        except Exception as error:
-            log.exception("training failed", order=type(order).__name__)
-            self._fail_training(f"{type(error).__name__}: {error}")
-        else:
-            if reply is not None:
-                asked.send(reply)
-            if isinstance(reply, wire.Stepped):
-                self._tell_of_publication(self._trainer)
-
-    def _tell_of_publication(self, trainer: Trainer) -> None:
-        """Of the last version's, also where it was told before: there may have been nobody to hear it."""
-        if self._publishing is None or self._publishing.done():
-            self._publishing = self._tasks.create_task(self._publish(trainer))
-
-    async def _publish(self, trainer: Trainer) -> None:
-        """Say what it took to put the version on the relay once it is there, while turns run already."""
-        version = trainer.standing().version
-        try:
-            self._send(await run_in_thread(trainer.timeout_s, trainer.published))
-        except TimeoutError:
-            self._fail_training(f"version {version} was not published within {trainer.timeout_s} s")
-        except Exception as error:
-            log.exception("weights not published", version=version)
-            self._fail_training(f"version {version} not published: {type(error).__name__}: {error}")
-
-    def _fail_training(self, cause: str) -> None:
-        """Nothing can be relied on any more; whoever asks for more is told so."""
-        self._training_failed = wire.TrainerFailed(wire.clipped(cause))
-        self._send(self._training_failed)
-
-    async def _published(self) -> None:
-        """Once the version before is on the relay, or never will be: the next one waits for that."""
-        if self._publishing is not None:
-            await asyncio.wait({self._publishing})
-
-    def _carry_out(self, trainer: Trainer, order: TrainerOrder) -> TrainerReply:
-        """On the device's thread: train while the engine sleeps, which the orchestrator has seen to as a rule.
-
-        A group that is skipped takes no device; turns may be running.
-        """
-        if isinstance(order, wire.SkipGroup):
-            return trainer.carry_out(order)
-        awake = not self._engine.statistics().asleep
-        if awake:
-            self._engine.sleep()
-        self._accounts.training_began(self._engine.statistics().accounts_ns)
-        try:
-            return trainer.carry_out(order)
-        finally:
-            self._accounts.training_ended(self._engine.statistics().accounts_ns)
-            if awake:
-                self._engine.wake()
+            self._operations.put_nowait(functools.partial(self._training.obey, order, self._connection))
 
     # Weights
 

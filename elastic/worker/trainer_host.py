@@ -31,7 +31,7 @@ from elastic.weights.signing import SigningKey
 from elastic.weights.versions import discard_all
 from elastic.weights.waiting import PatientRelay
 from elastic.worker.agent import AgentExit, Ticket, build_engine, run_agent
-from elastic.worker.service import Standing, TrainerOrder, TrainerReply
+from elastic.worker.training import Standing, TrainerOrder, TrainerReply
 
 log = structlog.get_logger(__name__)
 
@@ -55,7 +55,7 @@ async def run_trainer_host(ticket: Ticket, config: Config, run_dir: Path, resume
 
 
 class TrainerHost:
-    """`elastic.worker.service.Trainer` over a `GRPOTrainer`; every method runs on the worker's device thread."""
+    """`elastic.worker.training.Trainer` over a `GRPOTrainer`; every method runs on the worker's device thread."""
 
     def __init__(self, config: Config, run_dir: Path, resume: bool) -> None:
         # An orchestrator that is away may have taken the relay with it.
