@@ -82,6 +82,14 @@ def records(run_dir: Path) -> Path:
     return run_dir / "leases"
 
 
+def write_whole(path: Path, data: bytes) -> None:
+    """Have a file among the records hold this, or what it held before if we die. Raises `OSError`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    partial.write_bytes(data)
+    partial.replace(path)
+
+
 class _Record(msgspec.Struct, frozen=True):
     run: str
     owner: str
@@ -140,10 +148,7 @@ class RecordedProcesses:
     def write(self) -> None:
         """Have the record on disk. Raises `OSError`."""
         if self._path is not None:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            partial = self._path.with_suffix(".partial")
-            partial.write_bytes(msgspec.json.encode(self._record))
-            partial.replace(self._path)
+            write_whole(self._path, msgspec.json.encode(self._record))
 
     def add(self, name: str, pid: int) -> None:
         """Record one more. Raises `OSError`."""

@@ -110,7 +110,7 @@ class Provider(Protocol):
     async def release(self, lease: LeaseId) -> None: ...
 
     def bar(self, lease: LeaseId) -> None:
-        """A worker of the lease has lied: what the lease stands on is not leased again, once it has ended.
+        """A worker of the lease has lied: what it stands on is not leased again in this run, once it has ended.
 
         A no-op for a lease that is unknown, or has ended.
         """

@@ -3,12 +3,15 @@
 import asyncio
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Generic, NamedTuple, Protocol
 
+import msgspec
 import structlog
 
 from elastic.core.events import LeaseEnded, LeaseGranted, LeaseNotice, LeaseRefused, OfferChanged
 from elastic.core.types import NS_PER_S, EndCause, LeaseId, Nanoseconds
+from elastic.processes import records, write_whole
 from providers.base import Emit, KnownLease, LeaseRequest, ProviderContext, ProviderEvent
 from providers.markets import Ending, Market, Refusal, SettingsT, TakenBack
 
@@ -34,9 +37,18 @@ class Holding(Protocol):
 class _Lease:
     request: LeaseRequest
     ending: asyncio.Future[Ending]
+    place: str = ""
+    at_ns: Nanoseconds = 0
     expires_at_ns: int | None = None
     foretold: Ending | None = None
     deadline: asyncio.TimerHandle | None = None
+
+
+class _Bar(msgspec.Struct, frozen=True):
+    """What a lease of a liar stood on, and since when."""
+
+    place: str
+    at_ns: Nanoseconds
 
 
 class Found(NamedTuple):
@@ -58,7 +70,7 @@ class LeaseKeeper(Generic[SettingsT]):
         self._leases: dict[LeaseId, _Lease] = {}
         self._lives: set[asyncio.Task[None]] = set()
         self._background: set[asyncio.Task[None]] = set()
-        self._barred: set[LeaseId] = set()
+        self._bars: dict[LeaseId, _Bar] = {}
         self._sink: Emit | None = None
         self._opened = False
         self._closing = False
@@ -78,16 +90,20 @@ class LeaseKeeper(Generic[SettingsT]):
     async def adopt(self, known: Sequence[KnownLease], emit: Emit) -> list[LeaseId]:
         self._sink = emit
         found = await self.find({lease.request.lease: lease for lease in known})
+        if self._bars_path.exists():
+            self._bars = msgspec.json.decode(self._bars_path.read_bytes(), type=dict[LeaseId, _Bar])
         taken: list[TakenBack] = []
-        for lease_id, one in sorted(found.items(), key=lambda item: item[1].at_ns):
+        for lease_id, one in sorted({**self._bars, **found}.items(), key=lambda item: item[1].at_ns):
             taken += self.market.advance(one.at_ns)
             self.market.restore(lease_id, one.place)
+            if lease_id not in found:
+                self.market.forget(lease_id, barred=True)
         taken += self.market.advance(self.context.now_ns())
         unheard: list[LeaseId] = []
         for lease in known:
             lease_id = lease.request.lease
             if (one := found.get(lease_id)) is not None:
-                self._resume(lease, one.holding)
+                self._resume(lease, one)
             elif lease.granted:
                 late = lease.expires_at_ns is not None and self.context.now_ns() >= lease.expires_at_ns
                 cause = EndCause.EXPIRED if late else EndCause.LOST
@@ -118,8 +134,15 @@ class LeaseKeeper(Generic[SettingsT]):
         self.end(lease, Ending(EndCause.EXPIRED if late else EndCause.RELEASED))
 
     def bar(self, lease: LeaseId) -> None:
-        if lease in self._leases:
-            self._barred.add(lease)
+        held = self._leases.get(lease)
+        if held is None or lease in self._bars:
+            return
+        self._bars[lease] = _Bar(held.place, held.at_ns)
+        try:
+            if self.market.bars_last:
+                write_whole(self._bars_path, msgspec.json.encode(self._bars))
+        except OSError as error:
+            log.error("a bar is not known to the run's next process", lease=lease, error=str(error))
 
     async def aclose(self) -> None:
         self._closing = True
@@ -159,6 +182,10 @@ class LeaseKeeper(Generic[SettingsT]):
                 self._foretell(taken)
             self.announce()
 
+    @property
+    def _bars_path(self) -> Path:
+        return records(self.context.run_dir) / f"{self.name}.barred"
+
     # The life of a lease
 
     async def _begin(self, lease: _Lease) -> None:
@@ -174,15 +201,17 @@ class LeaseKeeper(Generic[SettingsT]):
         self._grant(lease)
         await self._live(lease, holding)
 
-    def _resume(self, known: KnownLease, holding: Holding) -> None:
+    def _resume(self, known: KnownLease, found: Found) -> None:
         """Go on with a lease that an earlier process began."""
         lease_id, loop = known.request.lease, asyncio.get_running_loop()
-        lease = self._leases[lease_id] = _Lease(known.request, loop.create_future(), known.expires_at_ns)
+        lease = self._leases[lease_id] = _Lease(
+            known.request, loop.create_future(), found.place, found.at_ns, known.expires_at_ns
+        )
         if not known.granted:
             self._grant(lease)
         elif lease.expires_at_ns is not None:
             self._end_at(lease, lease.expires_at_ns, self.market.expiry())
-        self._own(self._lives, self._live(lease, holding), f"{self.name}: lease {lease_id}")
+        self._own(self._lives, self._live(lease, found.holding), f"{self.name}: lease {lease_id}")
 
     def _grant(self, lease: _Lease) -> None:
         life_s = self.market.life_s()
@@ -201,8 +230,7 @@ class LeaseKeeper(Generic[SettingsT]):
         if lease.deadline is not None:
             lease.deadline.cancel()
         del self._leases[lease_id]
-        self.market.forget(lease_id, barred=lease_id in self._barred)
-        self._barred.discard(lease_id)
+        self.market.forget(lease_id, barred=lease_id in self._bars)
         self._emit(LeaseEnded(lease=lease_id, cause=ending.cause, detail=ending.detail))
         self.announce()
 
@@ -227,11 +255,11 @@ class LeaseKeeper(Generic[SettingsT]):
     async def _take(self, lease: _Lease) -> Holding:
         if self._closing:
             raise Refusal(f"{self.name} is closing")
-        place = self.market.take(lease.request.lease)
+        lease.place, lease.at_ns = self.market.take(lease.request.lease), self.market.at_ns
         timeout_s = self.context.acquire_timeout_s
         try:
             async with asyncio.timeout(timeout_s):
-                return await self.launch(lease.request, place)
+                return await self.launch(lease.request, lease.place)
         except TimeoutError:
             raise Refusal(f"{self.name} gave nothing within {timeout_s:g} s") from None
 

@@ -45,6 +45,8 @@ class Market(Generic[SettingsT]):
     workers_per_lease: ClassVar[int] = 1
     delay_key: ClassVar[str] = ""
     """What the settings call the time from a grant to the start of its workers."""
+    bars_last: ClassVar[bool] = True
+    """Whether what is barred stays so for the run's next process."""
 
     def __init__(self, name: str, settings: SettingsT) -> None:
         self.name = name
@@ -154,8 +156,11 @@ class ReservedMarket(Market[ProviderSettings]):
 
 
 class TrainerMarket(ReservedMarket):
+    """The run's own device: a bar ends the run, and whoever resumes it has seen why."""
+
     role = WorkerRole.TRAINER
     workers_per_lease = 1
+    bars_last = False
 
 
 class ServerlessSettings(ProviderSettings):

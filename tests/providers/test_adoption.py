@@ -211,6 +211,35 @@ async def test_wherever_it_is_killed_a_lease_is_had_once_or_not_at_all(
     assert (life.pids(), life.left()) == ([], [])
 
 
+@pytest.mark.parametrize("ended_before", [False, True])
+async def test_what_a_liar_stood_on_stays_out_for_the_next(
+    life: Life, recorder: Recorder, *, ended_before: bool
+) -> None:
+    """Whether its lease had ended, or goes on for a while. Where each lease is another machine, all is to be had, and
+    the trainer's is that of a run which somebody has resumed."""
+    first = life.next()
+    await first.start(recorder.emit)
+    await recorder.until(lambda r: r.available == CAPACITY)
+    await first.acquire(lease_request())
+    await recorder.answered("lease-1")
+    first.bar("lease-1")
+    if ended_before:
+        await first.release("lease-1")
+        await recorder.ended("lease-1")
+    provider, heard = life.next(), Recorder()
+    await provider.adopt([] if ended_before else [known()], heard.emit)
+    await provider.start(heard.emit)
+    if not ended_before:
+        await provider.release("lease-1")
+        await heard.ended("lease-1")
+    left = CAPACITY if life.kind in ("serverless", "trainer") else CAPACITY - 1
+    await heard.until(lambda r: r.available == left)
+    for number in range(2, 2 + left):
+        await provider.acquire(lease_request(number))
+        assert isinstance(await heard.answered(f"lease-{number}"), LeaseGranted)
+    assert heard.available == 0
+
+
 @pytest.mark.parametrize("kind", ["spot", "serverless"], indirect=True)
 async def test_a_worker_that_had_yet_to_boot_does_so_when_it_would_have(life: Life, recorder: Recorder) -> None:
     delay = {"boot_delay_s" if life.kind == "spot" else "cold_start_s": 2.0}
