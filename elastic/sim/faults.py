@@ -2,10 +2,13 @@
 
 from enum import StrEnum
 from random import Random
+from typing import Protocol
 
 import msgspec
 
-from elastic.core.types import NS_PER_S, Nanoseconds
+from elastic.core.types import NS_PER_S, Nanoseconds, TurnId
+from elastic.sim.loop import EventLoop
+from elastic.sim.settings import WorldSettings
 
 
 class FaultKind(StrEnum):
@@ -36,6 +39,8 @@ class FaultKind(StrEnum):
     """A provider neither hears nor says anything for a while; what it does meanwhile it says late."""
     REWARDS_DOWN = "rewards_down"
     """Every function that scores is unavailable for a while."""
+    TRAINER_KILLED = "trainer_killed"
+    """The trainer's process dies; its provider says so, or nobody does. No more often than a run survives."""
     LIE = "lie"
     """The worker says what is not true, or not its to say; then one of its lies is refused, and it with it."""
 
@@ -46,6 +51,7 @@ class Ending(StrEnum):
     COMPLETE = "complete"
     STOP = "stop"
     TRAINER_LOST = "trainer_lost"
+    """Its process dies, and every other one that is started."""
 
 
 class Fault(msgspec.Struct, frozen=True):
@@ -60,12 +66,13 @@ class Fault(msgspec.Struct, frozen=True):
 class Crash(msgspec.Struct, frozen=True):
     """The orchestrator dies at `at_ns`; `down_ns` later a new process goes on from its journal.
 
-    With the journal lost, all that is left is the trainer's checkpoint.
+    With the journal lost, all that is left is the trainer's checkpoint. The trainer's process may die with it.
     """
 
     at_ns: Nanoseconds
     down_ns: Nanoseconds
     journal_lost: bool = False
+    trainer_dies: bool = False
 
 
 class Mishaps(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,6 +111,27 @@ class Tally:
         return struck
 
 
+class Weather(Protocol):
+    """What everything in a world lives in: time, chance, and what goes wrong."""
+
+    seed: int
+    settings: WorldSettings
+    loop: EventLoop
+    rng: Random
+    tally: Tally
+
+    @property
+    def mishaps(self) -> Mishaps: ...
+
+    def rewards_down(self) -> bool:
+        """Whether no function can be had just now."""
+        ...
+
+    def turn_length(self, turn: TurnId) -> int:
+        """How many tokens the turn has, wherever it is generated."""
+        ...
+
+
 class FaultPlan(msgspec.Struct, frozen=True, kw_only=True):
     """After `end_ns` nothing goes wrong any more, and the run must reach its end."""
 
@@ -114,6 +142,10 @@ class FaultPlan(msgspec.Struct, frozen=True, kw_only=True):
     ending_at_ns: Nanoseconds = 0
     crashes: tuple[Crash, ...] = ()
 
+    @property
+    def last_crash_ns(self) -> Nanoseconds:
+        return max((crash.at_ns for crash in self.crashes), default=0)
+
 
 NO_FAULTS = FaultPlan(end_ns=0, faults=(), mishaps=Mishaps())
 LIKELIEST_MISHAP = 0.15
@@ -123,6 +155,7 @@ UNUSUAL_ENDING = 0.15
 CRASHING = 0.3
 MOST_CRASHES = 3
 JOURNAL_LOST = 1 / 3
+TRAINER_DIES = 1 / 3
 LONGEST_DOWN_NS = 5 * NS_PER_S
 
 
@@ -154,5 +187,11 @@ def _draw_crashes(rng: Random, end_ns: Nanoseconds) -> tuple[Crash, ...]:
     count = rng.randint(1, MOST_CRASHES) if rng.random() < CRASHING else 0
     times_ns = sorted(rng.randrange(end_ns) for _ in range(count))
     return tuple(
-        Crash(at_ns, rng.randrange(1, LONGEST_DOWN_NS), journal_lost=rng.random() < JOURNAL_LOST) for at_ns in times_ns
+        Crash(
+            at_ns,
+            rng.randrange(1, LONGEST_DOWN_NS),
+            journal_lost=rng.random() < JOURNAL_LOST,
+            trainer_dies=rng.random() < TRAINER_DIES,
+        )
+        for at_ns in times_ns
     )

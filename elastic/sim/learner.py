@@ -1,9 +1,11 @@
 """The trainer's weights, as that from which they have learnt: in its process, and in its newest checkpoint."""
 
-from collections.abc import Iterable
+from typing import TypeAlias
 
 from elastic.core import commands as c
 from elastic.core.types import TrajectoryId
+
+Order: TypeAlias = c.TrainGroup | c.UpdateWeights
 
 
 class LearnerViolated(AssertionError):
@@ -13,45 +15,60 @@ class LearnerViolated(AssertionError):
 class Learner:
     """Weights are `version` and, in order, the groups that they have learnt from. The same order gives the same bits.
 
-    A checkpoint outlives the trainer's process. What was trained after it is trained again in the journal's order, and
-    must lead where the process that is gone has been.
+    A checkpoint outlives the trainer's process. What was trained after it is trained again by the next process, and
+    must lead where the process that is gone has been. What it was told already is done.
     """
 
     def __init__(self) -> None:
         self.version = 0
         self.checkpoint = 0
         self._learnt: list[c.TrainGroup] = []
-        self._saved: tuple[c.TrainGroup, ...] = ()
+        self._saved: list[c.TrainGroup] = []
+        self._ever: list[c.TrainGroup] = []
+        """What any process of this run has learnt."""
 
     @property
     def trajectories(self) -> dict[TrajectoryId, int]:
         """What the weights have learnt from, and in which step."""
-        return {t: command.step for command in self._learnt for t in command.trajectories}
+        return _trajectories(self._learnt)
 
-    def learn(self, command: c.TrainGroup) -> None:
+    @property
+    def saved_trajectories(self) -> dict[TrajectoryId, int]:
+        """As `trajectories`, of the checkpoint."""
+        return _trajectories(self._saved)
+
+    def has(self, order: Order) -> bool:
+        return order in self._learnt if isinstance(order, c.TrainGroup) else order.version <= self.version
+
+    def carry_out(self, order: Order, *, save: bool) -> None:
+        """Learn from a group, or publish a version, which may be saved. Asked for a second time it is a no-op."""
+        if self.has(order):
+            return
+        if isinstance(order, c.TrainGroup):
+            self._learn(order)
+            return
+        self.version = order.version
+        if save:
+            self.checkpoint, self._saved = order.version, list(self._learnt)
+
+    def _learn(self, order: c.TrainGroup) -> None:
         known = self.trajectories
-        again = [trajectory for trajectory in command.trajectories if trajectory in known]
-        if again or command.step != self.version:
-            raise LearnerViolated(f"{command} at version {self.version}, which has learnt from {again} already")
-        self._learnt.append(command)
-
-    def publish(self, version: int, *, save: bool) -> None:
-        """Asked for a second time, after a crash, it is a no-op."""
-        if version > self.version:
-            self.version = version
-            if save:
-                self.checkpoint, self._saved = version, tuple(self._learnt)
-
-    def restart(self, journal: Iterable[c.TrainGroup | c.UpdateWeights]) -> int:
-        """Begin with the checkpoint and do again what the journal has beyond it; returns how many orders those are."""
-        before = self._learnt
-        self.version, self._learnt = self.checkpoint, list(self._saved)
-        orders = [command for command in journal if command.step >= self.checkpoint]
-        for command in orders:
-            if isinstance(command, c.TrainGroup):
-                self.learn(command)
-            else:
-                self.publish(command.version, save=False)
-        if self._learnt != before[: len(self._learnt)]:
+        again = [trajectory for trajectory in order.trajectories if trajectory in known]
+        if again or order.step != self.version:
+            raise LearnerViolated(f"{order} at version {self.version}, which has learnt from {again} already")
+        self._learnt.append(order)
+        self._ever += self._learnt[len(self._ever) :]
+        if self._learnt != self._ever[: len(self._learnt)]:
             raise LearnerViolated(f"training again from version {self.checkpoint} on leads elsewhere")
-        return len(orders)
+
+    def restart(self) -> None:
+        """A new process begins with the checkpoint."""
+        self.version, self._learnt = self.checkpoint, list(self._saved)
+
+    def begin_anew(self) -> None:
+        """Nobody knows any more what was learnt after the checkpoint."""
+        self._ever = list(self._saved)
+
+
+def _trajectories(learnt: list[c.TrainGroup]) -> dict[TrajectoryId, int]:
+    return {trajectory: order.step for order in learnt for trajectory in order.trajectories}

@@ -1,11 +1,9 @@
 """The connection between a worker and the orchestrator, as bad as the plan wants it."""
 
 from collections.abc import Callable
-from random import Random
 
 from elastic.core.types import NS_PER_S, Nanoseconds
-from elastic.sim.faults import Mishaps, Tally
-from elastic.sim.loop import EventLoop
+from elastic.sim.faults import Weather
 
 LATENCY_NS = (NS_PER_S // 1000, NS_PER_S // 100)
 LATENESS_NS = (NS_PER_S // 100, 6 * NS_PER_S)
@@ -17,13 +15,10 @@ class Link:
     While a direction is cut, what is sent waits; it arrives when the cut ends.
     """
 
-    def __init__(
-        self, loop: EventLoop, rng: Random, mishaps: Callable[[], Mishaps], tally: Tally, *, reliable: bool
-    ) -> None:
-        self._loop = loop
-        self._rng = rng
-        self._mishaps = mishaps
-        self._tally = tally
+    def __init__(self, world: Weather, *, reliable: bool) -> None:
+        self._loop = world.loop
+        self._rng = world.rng
+        self._world = world
         self._reliable = reliable
         self._up_free_ns: Nanoseconds = 0
         self._down_free_ns: Nanoseconds = 0
@@ -36,13 +31,13 @@ class Link:
 
     def up(self, deliver: Callable[[], None]) -> None:
         """A frame from the worker."""
-        mishaps = self._mishaps()
+        mishaps = self._world.mishaps
         self._up_free_ns = max(self._up_free_ns, self._loop.now_ns + self._rng.randint(*LATENCY_NS))
         self._send(self._up_free_ns, deliver, mishaps.frame_lost, mishaps.frame_late, mishaps.frame_repeated)
 
     def down(self, deliver: Callable[[], None]) -> None:
         """A frame to the worker."""
-        mishaps = self._mishaps()
+        mishaps = self._world.mishaps
         self._down_free_ns = max(self._down_free_ns, self._loop.now_ns + self._rng.randint(*LATENCY_NS))
         lost, late, repeated = mishaps.order_lost, mishaps.order_late, mishaps.order_repeated
         self._send(self._down_free_ns, deliver, lost, late, repeated)
@@ -55,4 +50,4 @@ class Link:
             self._loop.at(at_ns + self._rng.randint(*LATENESS_NS), deliver)
 
     def _befalls(self, share: float) -> bool:
-        return not self._reliable and self._tally.befalls(self._rng, share)
+        return not self._reliable and self._world.tally.befalls(self._rng, share)

@@ -2,14 +2,12 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from random import Random
 from typing import Protocol
 
 from elastic.core import events as e
 from elastic.core.ids import worker_id
 from elastic.core.types import EndCause, LeaseId, Nanoseconds, Offer, WorkerId, WorkerRole
-from elastic.sim.faults import Mishaps, Tally
-from elastic.sim.loop import EventLoop
+from elastic.sim.faults import Weather
 from elastic.sim.settings import MS, ProviderSettings
 
 ANSWER_NS = (1 * MS, 300 * MS)
@@ -35,15 +33,8 @@ class Held:
     workers: list[WorkerId] = field(default_factory=list[WorkerId])
 
 
-class Market(Protocol):
+class Market(Weather, Protocol):
     """What a provider sees of its world."""
-
-    loop: EventLoop
-    rng: Random
-    tally: Tally
-
-    @property
-    def mishaps(self) -> Mishaps: ...
 
     def listener(self) -> Callable[[e.Event], None]:
         """Where the orchestrator's process of now hears; it stays deaf once that process is gone."""

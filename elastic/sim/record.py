@@ -1,12 +1,14 @@
 """The world's own record of what happened: what the core's state alone cannot show (invariants 1–3, 5, 7, 8)."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, replace
 
 from elastic.core import commands as c
 from elastic.core import events as e
-from elastic.core.types import FinishReason, LeaseId, Nanoseconds, TrajectoryId, TurnId, WorkerId
+from elastic.core.fleet import Worker
+from elastic.core.types import FinishReason, LeaseId, Nanoseconds, TrajectoryId, TurnId, WorkerId, WorkerRole
 
 
 class RecordViolated(AssertionError):
@@ -36,6 +38,7 @@ class Record:
         self.staleness_bound = staleness_bound
         self.back_off_ns = back_off_ns
         self.version = version
+        self._order: c.TrainGroup | c.UpdateWeights | None = None
         self.oldest: dict[TrajectoryId, int] = {}
         self.accepted: dict[TurnId, int] = {}
         self.finished: set[TurnId] = set()
@@ -43,6 +46,8 @@ class Record:
         """Trajectories of which a turn has failed for good, and why."""
         self.granted: dict[LeaseId, Nanoseconds | None] = {}
         self.ended: set[LeaseId] = set()
+        self.refused: set[WorkerId] = set()
+        """Workers that were fenced."""
         self.lease_of: dict[WorkerId, LeaseId] = {}
         self.trained = dict(trained)
         self.rewards: dict[TrajectoryId, float] = {}
@@ -60,6 +65,10 @@ class Record:
     def recall(self, former: "Record") -> None:
         """What workers generated before a crash, as the former record has it; to be called before the journal is."""
         self._generated = {attempt: replace(span) for attempt, span in former._generated.items()}
+
+    def restore(self, former: "Record") -> None:
+        """Be as the former record was when the run's state was saved."""
+        vars(self).update(vars(deepcopy(former)))
 
     def settle(self) -> None:
         """The journal has been told: attempts that it does not know never were, nor have they left tokens."""
@@ -96,10 +105,11 @@ class Record:
         epoch, credit = self._credits[command.worker]
         self.require(command.epoch == epoch and holding <= credit, f"{command}: it holds {holding}, can hold {credit}")
 
-    def check_weights(self, served: Mapping[WorkerId, int], verified: Mapping[WorkerId, set[int]]) -> None:
+    def check_weights(self, workers: Iterable[Worker], verified: Mapping[WorkerId, set[int]]) -> None:
         """The core takes workers to serve versions only that they have held against the manifest (invariant 10)."""
-        wrong = [f"{w} version {v}" for w, v in served.items() if v not in verified.get(w, ())]
-        self.require(not wrong, f"not checked against the manifest: {wrong}")
+        for worker in workers:
+            checked = worker.role is WorkerRole.TRAINER or worker.version in (None, *verified.get(worker.id, ()))
+            self.require(checked, f"not checked against the manifest: {worker.id} version {worker.version}")
 
     def note_command(self, command: c.Command, event: e.Event, now_ns: Nanoseconds) -> None:
         self.require(self.run_ended is None, f"{command} after the end of the run")
@@ -116,11 +126,10 @@ class Record:
                 self.finished.add(command.turn)
             case c.FailTurn():
                 self.failed[command.turn.partition("#")[0]] = command.cause
-            case c.TrainGroup():
-                self._trained(command)
-            case c.UpdateWeights():
-                self.require(command.version == self.version + 1, f"version {command.version} after {self.version}")
-                self.version = command.version
+            case c.TrainGroup() | c.UpdateWeights():
+                self._to_the_trainer(command, again=isinstance(event, e.WorkerSlept))
+            case c.FenceWorker():
+                self.refused.add(command.worker)
             case c.EndRun():
                 self.run_ended = command.failed
             case _:
@@ -167,6 +176,17 @@ class Record:
             if chunk.count:
                 trajectory = chunk.turn.partition("#")[0]
                 self.oldest[trajectory] = min(chunk.version, self.oldest.get(trajectory, chunk.version))
+
+    def _to_the_trainer(self, command: c.TrainGroup | c.UpdateWeights, *, again: bool) -> None:
+        """Once it has come back and sleeps, the trainer is told again what it was told last."""
+        if again and command == self._order:
+            return
+        self._order = command
+        if isinstance(command, c.TrainGroup):
+            self._trained(command)
+        else:
+            self.require(command.version == self.version + 1, f"version {command.version} after {self.version}")
+            self.version = command.version
 
     def _trained(self, command: c.TrainGroup) -> None:
         self.require(command.step == self.version, f"{command.group} is trained in step {command.step}")

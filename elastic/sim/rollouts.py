@@ -1,16 +1,15 @@
 """Simulated environment loops: trajectories of random numbers of turns, turns of random lengths."""
 
-from collections.abc import Iterable, Set
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import Protocol
 
+from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core.ids import parse_turn, turn_id
 from elastic.core.types import NS_PER_S, TrajectoryId, TurnId
-from elastic.sim.faults import Mishaps, Tally
-from elastic.sim.loop import EventLoop
-from elastic.sim.settings import WorldSettings
+from elastic.sim.faults import Weather
+from elastic.sim.record import Record
 
 PROMPT_TOKENS = 20
 LATE_REWARD_NS = 3 * NS_PER_S
@@ -23,6 +22,9 @@ def turn_length(seed: int, turn: TurnId, longest: int) -> int:
     return min(longest, 1 + int(Random(f"{seed}/{turn}").expovariate(3 / longest)))
 
 
+ENDINGS = (e.RewardRequested, e.TrajectoryFinished, e.TrajectoryFailed)
+
+
 @dataclass(slots=True)
 class Episode:
     trajectory: TrajectoryId
@@ -32,42 +34,83 @@ class Episode:
     waits_for: TurnId | None = None
 
 
-class EpisodeWorld(Protocol):
-    """What environment loops see of their world."""
-
-    loop: EventLoop
-    seed: int
-    settings: WorldSettings
-    tally: Tally
-
-    @property
-    def mishaps(self) -> Mishaps: ...
-
-    def rewards_down(self) -> bool:
-        """Whether no function can be had just now."""
-        ...
-
-    def feed(self, event: e.Event) -> None: ...
-
-
 class SimulatedRollouts:
     """One episode per trajectory, each with chance of its own: what it does does not depend on when it is asked.
 
     So an environment that died with its process is begun again, and goes through the turns that have `finished` by
-    what the journal has of them.
+    what the `record` has of them. `prompted` is told of every turn, since
+    it may have been asked for before.
     """
 
-    def __init__(self, world: EpisodeWorld, finished: Set[TurnId]) -> None:
+    def __init__(
+        self, world: Weather, record: Record, feed: Callable[[e.Event], None], prompted: Callable[[TurnId], None]
+    ) -> None:
         self._world = world
-        self._finished = finished
+        self._record = record
+        self._feed = feed
+        self._prompted = prompted
         self._episodes: dict[TrajectoryId, Episode] = {}
         self._chance: dict[TrajectoryId, Random] = {}
         self._dropped: set[TrajectoryId] = set()
 
-    def start(self, trajectory: TrajectoryId) -> None:
+    def start(self, group: c.StartGroup) -> None:
+        for trajectory in group.trajectories:
+            self._create(trajectory)
+            self._think(trajectory)
+
+    def _create(self, trajectory: TrajectoryId) -> None:
         chance = self._chance[trajectory] = Random(f"{self._world.seed}/{trajectory}")
         self._episodes[trajectory] = Episode(trajectory, chance.randint(1, self._world.settings.max_turns))
-        self._think(trajectory)
+
+    def recalled(self, event: e.Event, command: c.Command | None) -> None:
+        match command:
+            case c.StartGroup():
+                for trajectory in command.trajectories:
+                    self._create(trajectory)
+            case c.CancelTrajectory():
+                self.cancel(command.trajectory)
+            case c.DropGroup():
+                self.drop(command.trajectories)
+            case None if isinstance(event, ENDINGS):
+                self.cancel(event.trajectory)
+            case _:
+                pass
+
+    def resume(self) -> None:
+        for trajectory, episode in self._episodes.items():
+            if trajectory in self._record.failed:
+                self._fail(trajectory, self._record.failed[trajectory])
+            elif not episode.over:
+                self._think(trajectory)
+
+    def saved(self) -> tuple[dict[TrajectoryId, bool], set[TrajectoryId]]:
+        return {name: episode.over for name, episode in self._episodes.items()}, self._dropped
+
+    def restore(self, saved: tuple[dict[TrajectoryId, bool], set[TrajectoryId]]) -> None:
+        episodes, self._dropped = saved
+        for trajectory, over in episodes.items():
+            self._create(trajectory)
+            self._episodes[trajectory].over = over
+
+    def prompt(self, turn: TurnId) -> TurnId | None:
+        episode = self._episodes[parse_turn(turn)[0]]
+        return turn if episode.waits_for == turn else None
+
+    def accept(self, event: e.TokensReceived, chunks: Sequence[int], payload: None) -> None:
+        """Tokens are counted by the record."""
+
+    def finished(self, trajectory: TrajectoryId) -> None:
+        self._require_kept(trajectory)
+
+    def take(self, trajectories: Sequence[TrajectoryId]) -> None:
+        for trajectory in trajectories:
+            self._require_kept(trajectory)
+
+    def record_reward(self, trajectory: TrajectoryId, reward: float | None, cause: str) -> None:
+        pass
+
+    def _require_kept(self, trajectory: TrajectoryId) -> None:
+        assert trajectory not in self._dropped, f"{trajectory} is asked for, and its group is dropped"
 
     def finish_turn(self, turn: TurnId) -> None:
         episode = self._episodes.get(parse_turn(turn)[0])
@@ -80,12 +123,15 @@ class SimulatedRollouts:
             episode.done += 1
             self._think(episode.trajectory)
 
-    def fail(self, trajectory: TrajectoryId, cause: str) -> None:
+    def fail_turn(self, turn: TurnId, cause: str) -> None:
+        self._fail(parse_turn(turn)[0], cause)
+
+    def _fail(self, trajectory: TrajectoryId, cause: str) -> None:
         episode = self._episodes.get(trajectory)
         if episode is not None and not episode.over:
             episode.over = True
             failed = e.TrajectoryFailed(trajectory=trajectory, cause=cause)
-            self._world.loop.after(0, lambda: self._world.feed(failed))
+            self._world.loop.after(0, lambda: self._feed(failed))
 
     def cancel(self, trajectory: TrajectoryId) -> None:
         if trajectory in self._episodes:
@@ -96,7 +142,7 @@ class SimulatedRollouts:
         for episode in self._episodes.values():
             episode.over = True
 
-    def drop(self, trajectories: Iterable[TrajectoryId]) -> None:
+    def drop(self, trajectories: Sequence[TrajectoryId]) -> None:
         """Their group is not trained on: nobody keeps what they have come to."""
         self._dropped.update(trajectories)
 
@@ -109,23 +155,23 @@ class SimulatedRollouts:
         if episode.over:
             return
         if self._world.tally.befalls(chance, mishaps.environment_failed):
-            self.fail(trajectory, "the environment broke")
+            self._fail(trajectory, "the environment broke")
         elif episode.done < episode.turns:
             self._ask_for(episode, turn_id(trajectory, episode.done))
         else:
             episode.over = True
             if self._world.settings.rewards_on_functions:
-                self._world.feed(e.RewardRequested(trajectory=trajectory, tokens=1))
+                self._feed(e.RewardRequested(trajectory=trajectory, tokens=1))
             else:
                 reward = self._reward(trajectory)
-                self._world.feed(e.TrajectoryFinished(trajectory=trajectory, reward=reward, tokens=1))
+                self._feed(e.TrajectoryFinished(trajectory=trajectory, reward=reward, tokens=1))
 
     def _ask_for(self, episode: Episode, turn: TurnId) -> None:
-        if turn in self._finished:
+        if turn in self._record.finished:
             self._step(episode)
             return
         episode.waits_for = turn
-        self._world.feed(
+        self._feed(
             e.TurnRequested(
                 turn=turn,
                 trajectory=episode.trajectory,
@@ -133,15 +179,16 @@ class SimulatedRollouts:
                 max_new_tokens=self._world.settings.max_new_tokens,
             )
         )
+        self._prompted(turn)
 
     def _reward(self, trajectory: TrajectoryId) -> float:
         chance = Random(f"{self._world.seed}/{trajectory}/reward")
         undefined = self._world.tally.befalls(chance, self._world.mishaps.reward_undefined)
         return float("nan") if undefined else float(chance.randint(0, 1))
 
-    def score(self, trajectory: TrajectoryId, attempt: int) -> None:
+    def score(self, order: c.ScoreTrajectory) -> None:
         """The function answers in its own time: late, not at all, or that it cannot, where the plan wants it."""
-        assert trajectory not in self._dropped, f"{trajectory} is to be scored, and its group is dropped"
+        trajectory, attempt = order.trajectory, order.attempt
         world, chance = self._world, Random(f"{self._world.seed}/{trajectory}/{attempt}")
         if world.tally.befalls(chance, world.mishaps.reward_lost):
             return
@@ -152,4 +199,4 @@ class SimulatedRollouts:
         else:
             answer = e.RewardScored(trajectory=trajectory, attempt=attempt, reward=self._reward(trajectory))
         late_ns = LATE_REWARD_NS if world.tally.befalls(chance, world.mishaps.reward_late) else 0
-        world.loop.after(chance.randrange(world.settings.reward_ns) + late_ns, lambda: world.feed(answer))
+        world.loop.after(chance.randrange(world.settings.reward_ns) + late_ns, lambda: self._feed(answer))

@@ -1,8 +1,7 @@
 """A simulated worker: an engine with a simple token rate, a heart, a process that may die and a clock of accounts."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from random import Random
 from typing import Protocol
 
 import msgspec
@@ -22,11 +21,11 @@ from elastic.core.types import (
     WorkerId,
     WorkerRole,
 )
-from elastic.sim.faults import Mishaps, Tally
+from elastic.sim.faults import Weather
+from elastic.sim.learner import Order
 from elastic.sim.lies import false_events
 from elastic.sim.link import Link
-from elastic.sim.loop import EventLoop
-from elastic.sim.settings import MS, WorldSettings
+from elastic.sim.settings import MS
 
 CAPABILITIES = Capabilities(engine="simulated", replayable_sampling=True, max_context_tokens=4096, device="none")
 KINDS = ((148.0, 4000.0), (990.0, 3350.0))
@@ -56,26 +55,18 @@ class Session(Protocol):
         """The epoch of a new connection; None when the worker is refused."""
         ...
 
+    def trainer_orders(self) -> Sequence[Order]:
+        """All that the trainer was ever told in this run."""
+        ...
+
     def note_generated(self, worker: WorkerId, turn: TurnId, attempt: int, start: int, count: int) -> None: ...
 
 
-class Surroundings(Protocol):
+class Surroundings(Weather, Protocol):
     """What a worker sees of its world."""
-
-    loop: EventLoop
-    rng: Random
-    settings: WorldSettings
-    tally: Tally
-
-    @property
-    def mishaps(self) -> Mishaps: ...
 
     def answering(self) -> Session | None:
         """Whom a worker reaches that dials; None while nobody is there."""
-        ...
-
-    def turn_length(self, turn: TurnId) -> int:
-        """How many tokens the turn has, wherever it is generated."""
         ...
 
     def note_weights(self, worker: WorkerId, version: int, *, genuine: bool) -> None:
@@ -95,7 +86,7 @@ class SimulatedWorker:
         self.version = version
         self.alive = True
         self.asleep = False
-        self.link = Link(world.loop, world.rng, lambda: world.mishaps, world.tally, reliable=role is WorkerRole.TRAINER)
+        self.link = Link(world, reliable=role is WorkerRole.TRAINER)
         self._world = world
         self._session: Session | None = None
         self.epoch = 0
@@ -138,18 +129,6 @@ class SimulatedWorker:
         """The process starts: it dials, beats and iterates from now on."""
         self._accounted_ns = self._world.loop.now_ns
         self._dial()
-        self._beat()
-        self._iterate()
-
-    def stand_in(
-        self, session: Session, epoch: int, turns: dict[TurnId, Attempt], accounts_ns: dict[Account, int], decoded: int
-    ) -> None:
-        """Begin where a former process of the same worker was: same connection, same turns, same accounts."""
-        self._session, self.epoch, self._connected = session, epoch, True
-        self._turns = turns
-        self._seen = {turn: attempt.attempt for turn, attempt in turns.items()}
-        self._accounts_ns, self._decoded = accounts_ns, decoded
-        self._accounted_ns = self._world.loop.now_ns
         self._beat()
         self._iterate()
 
@@ -256,8 +235,11 @@ class SimulatedWorker:
         if session is not self._session:
             self._forget_orders()
         self._session, self.epoch, self._connected, self._newest_order = session, epoch, True, -1
-        capabilities = self._capabilities()
-        self._say(e.WorkerJoined(worker=self.id, epoch=epoch, capabilities=capabilities, weights_version=self.version))
+        self._join()
+
+    def _join(self) -> None:
+        capabilities, version = self._capabilities(), self.version
+        self._say(e.WorkerJoined(worker=self.id, epoch=self.epoch, capabilities=capabilities, weights_version=version))
         self._report()
 
     def _forget_orders(self) -> None:

@@ -4,9 +4,9 @@ Phases: safety, in which the plan's faults strike, and liveness, in which nothin
 reach its end. After every event the core's whole state is checked, and the world's record of what has happened
 is held against what the core does. The same seed gives the same history, hash for hash.
 
-A crash ends the orchestrator's process, and the trainer's with it; providers and workers go on. The run is resumed
-from what its journal has made durable, in a new life that must be where the journal leads; or, with the journal lost,
-from the trainer's checkpoint, with nothing else left.
+A crash ends the orchestrator's process; providers, workers and, mostly, the trainer's process go on. The run is resumed
+from what its journal has made durable, in a new incarnation that must be where the journal leads; or, with the journal
+lost, from the trainer's checkpoint, with nothing else left.
 """
 
 import hashlib
@@ -20,13 +20,15 @@ from elastic.core.digest import digest
 from elastic.core.ids import provider_of
 from elastic.core.types import EndCause, LeaseId, Nanoseconds, TurnId, WorkerId, WorkerRole
 from elastic.sim.faults import NO_FAULTS, Crash, Ending, Fault, FaultKind, FaultPlan, Mishaps, Tally, draw_faults
+from elastic.sim.incarnation import Incarnation, SimulatedJournal, replayed
 from elastic.sim.learner import Learner
-from elastic.sim.life import Life, replayed
 from elastic.sim.loop import EventLoop
 from elastic.sim.provider import SimulatedProvider
+from elastic.sim.record import Record
 from elastic.sim.rollouts import turn_length
 from elastic.sim.serving import ServingLoad
 from elastic.sim.settings import MS, ProviderSettings, WorldSettings, draw_large_settings, draw_settings
+from elastic.sim.trainer import SimulatedTrainer
 from elastic.sim.worker import SLOWNESS, Session, SimulatedWorker
 
 TRAINER = ProviderSettings(name="trainer", role=WorkerRole.TRAINER, leases=1, boot_ns=400 * MS, usd_per_gpu_hour=10.0)
@@ -44,42 +46,29 @@ class WorldFailed(AssertionError):
         super().__init__(f"seed {seed}: {found}")
 
 
-class LifeLog(msgspec.Struct, frozen=True, kw_only=True):
-    """What one life's core was told and when: the first `recalled` by the journal, which had `committed` in the end.
-
-    `digests` are those after each event.
-    """
-
-    events: tuple[tuple[Nanoseconds, e.Event], ...]
-    digests: tuple[str, ...]
-    recalled: int
-    committed: int
-    checkpoint: int
-    """The version of the checkpoint that the trainer began with."""
-
-
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """`history` hashes every event and command with its time. `leases` and turns are those that the journal knows."""
+    """`history` hashes every event and command with its time. The last one's `record` is of the whole run."""
 
-    seed: int
     failed: str
     ended_ns: Nanoseconds
     history: str
     state: str
-    lives: tuple[LifeLog, ...]
+    incarnations: tuple[Incarnation, ...]
     settings: WorldSettings
-    ending: Ending
-    leases: int
-    turns_finished: int
-    redispatched: int
-    trajectories_trained: int
-    imbalance_ns: int
     faults: int
     """Single faults that struck, crashes, and mishaps that befell messages, requests, loads and turns."""
 
     @property
     def events(self) -> int:
-        return sum(len(life.events) - life.recalled for life in self.lives)
+        return sum(len(journal.events) - journal.recalled_events for journal in self.journals)
+
+    @property
+    def journals(self) -> list[SimulatedJournal]:
+        return [one.journal for one in self.incarnations]
+
+    @property
+    def record(self) -> Record:
+        return self.incarnations[-1].record
 
 
 def simulate(
@@ -117,18 +106,20 @@ class World:
         self.providers = {p.name: SimulatedProvider(self, p) for p in (TRAINER, *settings.providers)}
         self.verified: dict[WorkerId, set[int]] = {}
         """Versions that a worker has held against their manifest."""
-        self.last_crash_ns = faults.crashes[-1].at_ns if faults.crashes else 0
         self._processes: list[SimulatedWorker] = []
         """All that there ever were."""
         self._epochs: dict[WorkerId, int] = {}
         self._rewards_down_until_ns: Nanoseconds = 0
         self._history = hashlib.blake2b(digest_size=16)
-        self.life = Life(self)
-        self.lives = [self.life]
-        self._checkpoints = [0]
+        self._trainers_left = settings.limits.trainer_restarts_max
+        """How many of the trainer's processes may yet be killed."""
+        self._doomed = False
+        """Whether every one of them dies."""
+        self.run = Incarnation(self)
+        self.runs = [self.run]
 
     def live(self) -> Outcome:
-        self.loop.after(0, self.life.begin)
+        self.loop.after(0, self.run.begin)
         for fault in self.faults.faults:
             self.loop.at(fault.at_ns, lambda fault=fault: self._strike(fault))
         for crash in self.faults.crashes:
@@ -146,10 +137,6 @@ class World:
     def mishaps(self) -> Mishaps:
         return self.faults.mishaps if self.loop.now_ns < self.faults.end_ns else NO_FAULTS.mishaps
 
-    @property
-    def faultless(self) -> bool:
-        return self.faults.end_ns == 0
-
     def rewards_down(self) -> bool:
         return self.loop.now_ns < self._rewards_down_until_ns
 
@@ -159,11 +146,11 @@ class World:
     # Between workers, providers and the orchestrator
 
     def answering(self) -> Session | None:
-        return self.life if self.life.up else None
+        return self.run if self.run.up else None
 
     def listener(self) -> Callable[[e.Event], None]:
         """Nobody, while no process is up: the next one asks providers for what they have."""
-        return self.life.feed if self.life.up else lambda _: None
+        return self.run.feed
 
     def next_epoch(self, worker: WorkerId) -> int:
         """Epochs are never used twice, whatever a journal has of them."""
@@ -171,30 +158,26 @@ class World:
         return self._epochs[worker]
 
     def note_weights(self, worker: WorkerId, version: int, *, genuine: bool) -> None:
-        self.life.record.require(genuine, f"{worker} serves weights that are not those of version {version}")
+        self.run.record.require(genuine, f"{worker} serves weights that are not those of version {version}")
         self.verified.setdefault(worker, set()).add(version)
 
     def trainer(self) -> SimulatedWorker | None:
         return next((w for w in self.workers.values() if w.role is WorkerRole.TRAINER and w.alive), None)
 
-    def start_trainer(self, worker: WorkerId, lease: LeaseId) -> SimulatedWorker:
-        return self._process(SimulatedWorker(self, worker, lease, WorkerRole.TRAINER, self.learner.checkpoint))
-
     def boot_worker(self, worker: WorkerId, lease: LeaseId, role: WorkerRole, after_ns: Nanoseconds) -> None:
         if role is WorkerRole.TRAINER:
-            born = self.start_trainer(worker, lease)
+            born = SimulatedTrainer(self, worker, lease)
         else:
             self.verified.pop(worker, None)
-            born = self._process(SimulatedWorker(self, worker, lease, role, None))
+            born = SimulatedWorker(self, worker, lease, role, None)
+        self.workers[worker] = born
+        self._processes.append(born)
         self.loop.after(after_ns, lambda: self._boot(born) if born.alive else None)
-
-    def _process(self, worker: SimulatedWorker) -> SimulatedWorker:
-        self.workers[worker.id] = worker
-        self._processes.append(worker)
-        return worker
 
     def _boot(self, worker: SimulatedWorker) -> None:
         worker.boot()
+        if self._doomed and worker.role is WorkerRole.TRAINER:
+            self._provider_of(worker).end(worker.lease, EndCause.LOST)
         gap_ns = self._provider_of(worker).settings.serving_gap_ns
         if gap_ns is not None:
             ServingLoad(self, worker, gap_ns).begin()
@@ -209,35 +192,28 @@ class World:
     # Crashes
 
     def _crash(self, crash: Crash) -> None:
-        """Workers lose their connection; the trainer's process goes down with the orchestrator's."""
-        if not self.life.up:
+        """Workers lose their connection; the trainer's process may go down with the orchestrator's."""
+        if not self.run.up:
             return
         self.tally.struck += 1
-        self.life.crash()
+        self.run.crash()
+        if crash.trainer_dies:
+            self._kill_trainer(silently=False)
         for worker in self.workers.values():
-            if worker.role is WorkerRole.TRAINER:
-                worker.die(noticed=False)
-            else:
-                worker.disconnect()
-        self.loop.after(crash.down_ns, lambda: self._restart(None if crash.journal_lost else self.life))
+            worker.disconnect()
+        self.loop.after(crash.down_ns, lambda: self._resume(None if crash.journal_lost else self.run))
 
-    def _restart(self, former: Life | None) -> None:
-        """A new process reads the journal, and has the trainer learn again what its checkpoint does not have."""
-        self.life = Life(self, former)
-        self.lives.append(self.life)
-        self._checkpoints.append(self.learner.checkpoint)
-        orders = self.learner.restart(self.life.carried_out())
-        boot_ns = self.rng.randint(TRAINER.boot_ns // 2, 2 * TRAINER.boot_ns)
-        training_ns = sum(self.rng.randint(1, self.settings.train_ns) for _ in range(orders))
-        self.loop.after(boot_ns + training_ns, self._resume)
-
-    def _resume(self) -> None:
+    def _resume(self, former: Incarnation | None) -> None:
         """What a provider has is asked of it before the run goes on, however long it takes to answer."""
         silent_until_ns = max(provider.silent_until_ns for provider in self.providers.values())
         if self.loop.now_ns < silent_until_ns:
-            self.loop.at(silent_until_ns, self._resume)
-        else:
-            self.life.resume()
+            self.loop.at(silent_until_ns, lambda: self._resume(former))
+            return
+        if former is None:
+            self.learner.begin_anew()
+        self.run = Incarnation(self, former)
+        self.runs.append(self.run)
+        self.run.resume()
 
     # Faults
 
@@ -249,10 +225,27 @@ class World:
                 struck = self.settings.rewards_on_functions
             case FaultKind.BLACKOUT | FaultKind.SILENT_PROVIDER:
                 struck = self._strike_providers(fault)
+            case FaultKind.TRAINER_KILLED:
+                struck = self._kill_trainer(silently=fault.target < 1 / 2)
             case _:
-                alive = [w for w in self.workers.values() if w.alive and w.role is not WorkerRole.TRAINER]
+                alive = [w for w in self.workers.values() if w.alive and self._may_strike(fault.kind, w)]
                 struck = bool(alive) and self._strike_worker(fault, alive[int(fault.target * len(alive))])
         self.tally.struck += struck
+
+    def _may_strike(self, kind: FaultKind, worker: SimulatedWorker) -> bool:
+        """The trainer's device is the run's own: its connection may break, once it has one."""
+        return worker.role is not WorkerRole.TRAINER or (kind is FaultKind.DISCONNECT and worker.epoch > 0)
+
+    def _kill_trainer(self, *, silently: bool) -> bool:
+        trainer = self.trainer()
+        if trainer is None or not self._trainers_left:
+            return False
+        self._trainers_left -= 1
+        if silently:
+            trainer.die(noticed=False)
+        else:
+            self._provider_of(trainer).end(trainer.lease, EndCause.LOST)
+        return True
 
     def _strike_providers(self, fault: Fault) -> bool:
         elastic = [provider for provider in self.providers.values() if not provider.reliable]
@@ -295,22 +288,24 @@ class World:
 
     def _end_early(self) -> None:
         trainer = self.trainer()
-        if not self.life.up:
+        if not self.run.up:
             self.loop.after(self.settings.heartbeat_ns, self._end_early)
         elif self.faults.ending is Ending.STOP:
-            self.life.feed(e.StopRequested(reason="asked to"))
-        elif trainer is not None:
-            trainer.die(noticed=self.rng.random() < 1 / 2)
+            self.run.feed(e.StopRequested(reason="asked to"))
+        else:
+            self._doomed = True
+            if trainer is not None:
+                trainer.die(noticed=self.rng.random() < 1 / 2)
 
     # The end
 
     def _check_end(self) -> None:
-        scheduler, record = self.life.scheduler, self.life.record
+        scheduler, record = self.run.scheduler, self.run.record
         waits = [f"{w.what} of {w.key} since {w.since_ns / 1e9:.3f} s" for w in scheduler.timers.waits()]
-        record.require(self.life.ended, f"{scheduler.phase} for ever; waits for {waits}")
+        record.require(self.run.over, f"{scheduler.phase} for ever; waits for {waits}")
         if self.faults.ending is Ending.COMPLETE:
             record.require(not scheduler.failed, f"the run failed: {scheduler.failed}")
-            steps, done = self.settings.plan.steps, self.life.first_version + len(scheduler.history)
+            steps, done = self.settings.plan.steps, self.run.first_version + len(scheduler.history)
             record.require(done == steps == self.learner.checkpoint, f"{done} of {steps} steps done")
             record.require(record.trained == self.learner.trajectories, "the trainer has not learnt what it was told")
         record.require(scheduler.ledger.imbalance_ns() == 0, f"out by {scheduler.ledger.imbalance_ns()} ns")
@@ -320,34 +315,16 @@ class World:
         alive = [process.id for process in self._processes if process.alive]
         record.require(not alive, f"still alive: {alive}")
         if self.digesting:
-            same = replayed(self.settings, self.life.log) == self.life.digests
+            same = replayed(self.settings, self.run.journal.events) == self.run.journal.digests
             record.require(same, "the journal does not lead to the same states")
 
     def _outcome(self) -> Outcome:
-        scheduler, record = self.life.scheduler, self.life.record
         return Outcome(
-            seed=self.seed,
-            failed=scheduler.failed,
+            failed=self.run.scheduler.failed,
             ended_ns=self.loop.now_ns,
             history=self._history.hexdigest(),
-            state=digest(scheduler),
-            lives=tuple(_log(life, checkpoint) for life, checkpoint in zip(self.lives, self._checkpoints, strict=True)),
+            state=digest(self.run.scheduler),
+            incarnations=tuple(self.runs),
             settings=self.settings,
-            ending=self.faults.ending,
-            leases=len(record.granted),
-            turns_finished=len(record.finished),
-            redispatched=record.redispatched,
-            trajectories_trained=len(record.trained),
-            imbalance_ns=scheduler.ledger.imbalance_ns(),
             faults=self.tally.struck,
         )
-
-
-def _log(life: Life, checkpoint: int) -> LifeLog:
-    return LifeLog(
-        events=tuple(life.log),
-        digests=tuple(life.digests),
-        recalled=life.recalled,
-        committed=life.committed,
-        checkpoint=checkpoint,
-    )

@@ -23,7 +23,7 @@ from elastic.core.types import (
     Progress,
     WorkerRole,
 )
-from elastic.sim.life import policies
+from elastic.sim.incarnation import policies
 from elastic.sim.settings import SMALL_LIMITS, WorldSettings
 
 CAPABILITIES = Capabilities(engine="test", replayable_sampling=True, max_context_tokens=4096, device="none")

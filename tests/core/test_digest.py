@@ -44,9 +44,9 @@ def worlds() -> list[Scheduler]:
         rng = Random(seed)
         settings = draw_settings(rng)
         world = World(seed, settings, draw_faults(rng, settings.fault_span_ns))
-        world.loop.after(0, world.life.begin)
+        world.loop.after(0, world.run.begin)
         world.loop.run(settings.fault_span_ns // 2)
-        found.append(world.life.scheduler)
+        found.append(world.run.scheduler)
     return found
 
 

@@ -10,14 +10,14 @@ from elastic.core import saved_state
 from elastic.core.digest import digest
 from elastic.core.saved_state import StateError
 from elastic.core.scheduler import Scheduler
-from elastic.sim.life import fresh_core
+from elastic.sim.incarnation import fresh_core
 from elastic.sim.world import simulate
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_wherever_a_run_is_cut_it_goes_on_as_it_would_have(seed: int) -> None:
     outcome = simulate(seed)
-    events = max((life.events for life in outcome.lives), key=len)
+    events = max((journal.events for journal in outcome.journals), key=len)
     cut = Random(f"{seed}/cut").randrange(len(events))
     former = fresh_core(outcome.settings)
     for now_ns, event in events[:cut]:

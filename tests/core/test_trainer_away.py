@@ -26,7 +26,7 @@ from elastic.core.types import (
     WorkerRole,
     WorkerState,
 )
-from elastic.sim.life import policies
+from elastic.sim.incarnation import policies
 from elastic.sim.settings import MS, SMALL_LIMITS, WorldSettings
 
 CAPABILITIES = Capabilities(engine="test", replayable_sampling=True, max_context_tokens=64, device="none")

@@ -1,7 +1,7 @@
 """Worlds full of faults: the core keeps its invariants, and every run reaches its end."""
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from random import Random
 from typing import Any
 
@@ -22,12 +22,14 @@ from elastic.core.trainer_device import TrainerDevice
 from elastic.core.turn_desk import TurnDesk
 from elastic.core.types import NS_PER_S, EndCause, FinishReason, Plan, WorkerState
 from elastic.core.worker_desk import WorkerDesk
+from elastic.runtime.run import Run
 from elastic.sim.faults import NO_FAULTS, Crash, Ending, Fault, FaultKind, FaultPlan, Mishaps
+from elastic.sim.incarnation import TrainerOrders, replayed
 from elastic.sim.learner import Learner, LearnerViolated
-from elastic.sim.life import replayed
 from elastic.sim.provider import SimulatedProvider
 from elastic.sim.record import Record
 from elastic.sim.settings import ProviderSettings, WorldSettings, draw_large_settings, draw_settings
+from elastic.sim.trainer import SimulatedTrainer
 from elastic.sim.worker import SimulatedWorker
 from elastic.sim.world import LARGE_EVERY, Outcome, WorldFailed, simulate
 
@@ -59,17 +61,6 @@ def test_ten_million_events(first: int) -> None:
     live_through(range(first, first + NIGHTLY_BATCH))
 
 
-@pytest.mark.parametrize("seed", [9412, 12972, 13794])
-def test_a_lease_of_a_life_that_nobody_remembers_ends_late(seed: int) -> None:
-    """Its journal is lost, its successor gives the name to a lease of its own, and only then silence ends."""
-    simulate(seed)
-
-
-@pytest.mark.parametrize("seed", [40000, 40197])
-def test_a_reward_of_an_attempt_that_was_given_up_comes_late_and_counts_for_nothing(seed: int) -> None:
-    simulate(seed)
-
-
 @pytest.mark.parametrize("seed", range(6))
 def test_same_seed_gives_the_same_history(seed: int) -> None:
     one, two = simulate(seed), simulate(seed)
@@ -97,8 +88,8 @@ def test_worlds_are_small_but_for_one_in_a_hundred(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(8))
 def test_replayed_events_lead_to_the_same_state_after_each(seed: int) -> None:
     outcome = simulate(seed, digests=True)
-    for life in outcome.lives:
-        assert replayed(outcome.settings, life.events) == list(life.digests)
+    for journal in outcome.journals:
+        assert replayed(outcome.settings, journal.events) == journal.digests
 
 
 SETTINGS = WorldSettings(
@@ -125,21 +116,25 @@ def quiet(end_ns: int) -> FaultPlan:
 
 def told(outcome: Outcome, kind: type[e.Event], **fields: object) -> int:
     """How often the core has heard such an event."""
-    events = (event for _, event in outcome.lives[-1].events if isinstance(event, kind))
+    events = (event for _, event in outcome.journals[-1].events if isinstance(event, kind))
     return sum(all(getattr(event, name) == value for name, value in fields.items()) for event in events)
 
 
 def stalls(outcome: Outcome) -> int:
-    frames = [event for _, event in outcome.lives[-1].events if isinstance(event, e.TokensReceived)]
+    frames = [event for _, event in outcome.journals[-1].events if isinstance(event, e.TokensReceived)]
     return sum(chunk.finish is FinishReason.STALLED for frame in frames for chunk in frame.chunks)
 
 
+def granted(outcome: Outcome) -> list[str]:
+    return [event.lease for _, event in outcome.journals[-1].events if isinstance(event, e.LeaseGranted)]
+
+
 def _released_early(outcome: Outcome) -> int:
-    return outcome.leases
+    return len(outcome.record.granted)
 
 
 def _redispatched(outcome: Outcome) -> int:
-    return outcome.redispatched
+    return outcome.record.redispatched
 
 
 def _duration_ns(outcome: Outcome) -> int:
@@ -150,7 +145,7 @@ def _untold_ns(outcome: Outcome) -> int:
     """From the loss of each worker's connection to the word that its lease is over."""
     lost_ns: dict[str, int] = {}
     untold_ns = 0
-    for at_ns, event in outcome.lives[-1].events:
+    for at_ns, event in outcome.journals[-1].events:
         if isinstance(event, e.WorkerDisconnected):
             lost_ns[lease_of(event.worker)] = at_ns
         elif isinstance(event, e.LeaseEnded) and event.lease in lost_ns:
@@ -173,6 +168,7 @@ TRACES: dict[FaultKind, Callable[[Outcome], int]] = {
     FaultKind.BLACKOUT: lambda o: told(o, e.LeaseEnded, cause=EndCause.PREEMPTED),
     FaultKind.SILENT_PROVIDER: _untold_ns,
     FaultKind.REWARDS_DOWN: lambda o: told(o, e.RewardFailed),
+    FaultKind.TRAINER_KILLED: lambda o: sum(lease.startswith("trainer") for lease in granted(o)),
     FaultKind.LIE: lambda o: told(o, e.WorkerBarred),
 }
 """Of what there is more under a fault than without it."""
@@ -189,7 +185,7 @@ def test_storm_of_one_fault(kind: FaultKind) -> None:
         faults = msgspec.structs.replace(faults, faults=tuple(both))
     stormy = [simulate(seed, settings, faults) for seed in range(3)]
     calm = [simulate(seed, settings, without) for seed in range(3)]
-    assert all(outcome.turns_finished > 0 for outcome in stormy)
+    assert all(outcome.record.finished for outcome in stormy)
     assert all(0 < outcome.faults <= len(faults.faults) for outcome in stormy)
     assert sum(map(TRACES[kind], stormy)) > sum(map(TRACES[kind], calm))
 
@@ -210,7 +206,7 @@ def test_epidemic_of_one_mishap(mishap: str) -> None:
     settings = msgspec.structs.replace(SETTINGS, rewards_on_functions=mishap.startswith("reward"))
     sick = [simulate(seed, settings, faults) for seed in range(3)]
     sound = [simulate(seed, settings, quiet(faults.end_ns)) for seed in range(3)]
-    assert all(outcome.turns_finished > 0 for outcome in sick)
+    assert all(outcome.record.finished for outcome in sick)
     assert sum(outcome.faults for outcome in sick) > 0
     assert [outcome.history for outcome in sick] != [outcome.history for outcome in sound]
 
@@ -219,8 +215,7 @@ def test_quiet_world_moves_turns_only_at_the_end_of_seeding() -> None:
     outcome = simulate(1, SETTINGS, NO_FAULTS)
     assert outcome.failed == ""
     assert outcome.faults == 0
-    assert outcome.imbalance_ns == 0
-    assert outcome.trajectories_trained > 0
+    assert outcome.record.trained
 
 
 def test_trainers_device_goes_on_alone() -> None:
@@ -228,7 +223,7 @@ def test_trainers_device_goes_on_alone() -> None:
     blackout = Fault(3 * NS_PER_S, FaultKind.BLACKOUT, 10_000 * NS_PER_S, 0.0)
     outcome = simulate(2, SETTINGS, FaultPlan(end_ns=4 * NS_PER_S, faults=(blackout,), mishaps=Mishaps()))
     assert outcome.failed == ""
-    assert any(isinstance(event, e.WorkerAwoke) for _, event in outcome.lives[0].events)
+    assert any(isinstance(event, e.WorkerAwoke) for _, event in outcome.journals[0].events)
 
 
 @pytest.mark.parametrize("ending", [Ending.STOP, Ending.TRAINER_LOST])
@@ -240,26 +235,58 @@ def test_early_ends_give_everything_back(ending: Ending) -> None:
         assert simulate(3, SETTINGS, faults).failed or ending is Ending.TRAINER_LOST
 
 
-def crash_at(at_ns: int, down_ns: int = NS_PER_S, *, journal_lost: bool = False) -> FaultPlan:
-    crash = Crash(at_ns, down_ns, journal_lost)
+@pytest.mark.parametrize("way", [FaultKind.TRAINER_KILLED, FaultKind.DISCONNECT])
+@pytest.mark.parametrize("bound", [0, 2])
+def test_the_trainer_goes_at_any_time(bound: int, way: FaultKind) -> None:
+    """It catches up with what its checkpoint does not have, or stands where it stood, and the run goes on."""
+    plan = Plan(steps=3, groups=2, group_size=3, staleness_bound=bound)
+    settings = msgspec.structs.replace(
+        SETTINGS, plan=plan, providers=(), checkpoint_every_steps=3, train_ns=2 * NS_PER_S, tokens_per_iteration=3
+    )
+    again = 0
+    for tenths in range(5, 400, 15):
+        faults = tuple(Fault((tenths + n * 70) * NS_PER_S // 10, way, 1, 0.3 + n % 2 / 2) for n in range(3))
+        plan_of_faults = FaultPlan(end_ns=faults[-1].at_ns, faults=faults, mishaps=Mishaps())
+        outcome = simulate(tenths, settings, plan_of_faults)
+        assert outcome.failed == ""
+        again += told(outcome, e.WorkerJoined) > 1
+    assert again > 9
+
+
+def test_silence_hides_the_end_of_a_lease_that_nobody_remembers() -> None:
+    """Its journal is lost, a new incarnation gives its name to a lease of its own, and only then silence ends."""
+    for seed in range(30):
+        at_ns = (3 + seed % 7) * NS_PER_S
+        kinds = (FaultKind.SILENT_PROVIDER, FaultKind.PREEMPT, FaultKind.NOTICE)
+        faults = tuple(Fault(at_ns + n, kind, 2 * NS_PER_S, seed * 0.13 % 1) for n, kind in enumerate(kinds))
+        crash = Crash(at_ns + NS_PER_S // 4, NS_PER_S // 4, journal_lost=True)
+        plan = FaultPlan(end_ns=crash.at_ns, faults=faults, mishaps=Mishaps(), crashes=(crash,))
+        assert simulate(seed, SETTINGS, plan).failed == ""
+
+
+def crash_at(
+    at_ns: int, down_ns: int = NS_PER_S, *, journal_lost: bool = False, trainer_dies: bool = False
+) -> FaultPlan:
+    crash = Crash(at_ns, down_ns, journal_lost, trainer_dies)
     return FaultPlan(end_ns=at_ns, faults=(), mishaps=Mishaps(), crashes=(crash,))
 
 
 @pytest.mark.parametrize("bound", [0, 2])
-@pytest.mark.parametrize("checkpoint_every", [1, 3])
-def test_crashed_run_goes_on_from_its_journal(bound: int, checkpoint_every: int) -> None:
-    """Whenever the orchestrator dies, what the journal has is where the next life begins, and nothing of it is lost."""
+@pytest.mark.parametrize(("checkpoint_every", "trainer_dies"), [(1, False), (3, True)])
+def test_crashed_run_goes_on_from_its_journal(bound: int, checkpoint_every: int, trainer_dies: bool) -> None:
+    """Whenever the orchestrator dies, the next incarnation begins with what the journal has, and keeps all of it."""
     plan = Plan(steps=4, groups=2, group_size=3, staleness_bound=bound, providers=("spot", "serving"))
     settings = msgspec.structs.replace(SETTINGS, plan=plan, checkpoint_every_steps=checkpoint_every)
     checkpoints, rejoined, took_up = set[int](), 0, 0
     for tenths in range(0, 400, 25):
-        outcome = simulate(tenths, settings, crash_at(tenths * NS_PER_S // 10), digests=True)
+        crash = crash_at(tenths * NS_PER_S // 10, trainer_dies=trainer_dies)
+        outcome = simulate(tenths, settings, crash, digests=True)
         assert outcome.failed == ""
-        for before, after in itertools.pairwise(outcome.lives):
+        checkpoints |= {one.checkpoint for one in outcome.incarnations[1:]}
+        for before, after in itertools.pairwise(outcome.journals):
             had = before.committed
-            assert (after.recalled, after.events[:had]) == (had, before.events[:had])
+            assert (after.recalled_events, after.events[:had]) == (had, before.events[:had])
             assert after.digests[:had] == before.digests[:had]
-            checkpoints.add(after.checkpoint)
             fresh = after.events[had:]
             assert isinstance(fresh[0][1], e.Resumed)
             known = {event.worker for _, event in after.events[:had] if isinstance(event, e.WorkerJoined)}
@@ -277,13 +304,13 @@ def test_what_outlives_a_long_absence() -> None:
     settings = msgspec.structs.replace(SETTINGS, providers=(spot, SETTINGS.providers[1]))
     outcome = simulate(3, settings, crash_at(8 * NS_PER_S, 40 * NS_PER_S))
     assert outcome.failed == ""
-    life = outcome.lives[1]
-    resumed_ns = life.events[life.recalled][0]
-    at_once = [event for at_ns, event in life.events[life.recalled :] if at_ns == resumed_ns]
+    journal = outcome.journals[1]
+    fresh = journal.events[journal.recalled_events :]
+    at_once = [event for at_ns, event in fresh if at_ns == fresh[0][0]]
     ended = {event.lease: event.cause for event in at_once if isinstance(event, e.LeaseEnded)}
     assert EndCause.EXPIRED in ended.values()
     lasting = [worker for worker in ("serving-1",) if worker not in ended]
-    later = [event for _, event in life.events[life.recalled :] if isinstance(event, e.WorkerJoined)]
+    later = [event for _, event in fresh if isinstance(event, e.WorkerJoined)]
     assert [event.epoch for event in later if event.worker in lasting] == [2]
 
 
@@ -296,10 +323,10 @@ def test_run_without_its_journal_begins_at_the_checkpoint(checkpoint_every: int)
     for tenths in range(0, 400, 25):
         outcome = simulate(tenths, settings, crash_at(tenths * NS_PER_S // 10, journal_lost=True))
         assert outcome.failed == ""
-        for life in outcome.lives[1:]:
-            assert life.recalled == 0
-            assert life.checkpoint % checkpoint_every == 0 or life.checkpoint == settings.plan.steps
-            checkpoints.add(life.checkpoint)
+        for one in outcome.incarnations[1:]:
+            assert one.journal.recalled_events == 0
+            assert one.checkpoint % checkpoint_every == 0 or one.checkpoint == settings.plan.steps
+            checkpoints.add(one.checkpoint)
     assert len(checkpoints) > 1
 
 
@@ -321,23 +348,24 @@ def test_crash_after_crash() -> None:
     faults = FaultPlan(end_ns=20 * NS_PER_S, faults=(), mishaps=Mishaps(frame_lost=0.05), crashes=crashes)
     outcome = simulate(1, SETTINGS, faults)
     assert outcome.failed == ""
-    assert len(outcome.lives) > 3
-    assert any(life.committed < len(life.events) for life in outcome.lives[:-1])
+    assert len(outcome.incarnations) > 3
+    assert any(journal.committed < len(journal.events) for journal in outcome.journals[:-1])
 
 
 def _leave_orphans(provider: SimulatedProvider, known: Mapping[str, bool]) -> list[e.Event]:
     return [event for lease, granted in known.items() for event in provider._missed(lease, granted=granted)]
 
 
-def _learn_anew(learner: Learner, journal: Iterable[object]) -> int:
-    learner.version, learner._learnt = learner.checkpoint, list(learner._saved)
-    return 0
+def _act_at_once(run: Run, action: Callable[..., None], *arguments: object) -> None:
+    action(*arguments)
 
 
 RESUMED_WRONGLY: list[tuple[type[Any], str, Callable[..., object], str]] = [
     (SimulatedProvider, "take_stock", _leave_orphans, "while there is one|still alive|given back"),
     (RunState, "wait_anew", lambda run: None, "the run failed"),
-    (Learner, "restart", _learn_anew, "LearnerViolated|has not learnt|steps done"),
+    (SimulatedTrainer, "_join", SimulatedWorker._join, "LearnerViolated|has not learnt|came with weights"),
+    (TrainerOrders, "recalled", lambda orders, order: None, "LearnerViolated|has not learnt|came with weights"),
+    (Run, "_once_durable", _act_at_once, "before it is durable"),
     (Record, "recall", lambda record, former: None, "not of this run"),
 ]
 
@@ -356,7 +384,8 @@ def test_worlds_notice_a_run_that_is_resumed_wrongly(
 
     def live() -> None:
         for tenths in range(2, 300, 5):
-            simulate(tenths, settings, crash_at(tenths * NS_PER_S // 10, (1 + tenths % 2 * 44) * NS_PER_S))
+            down_ns = (1 + tenths % 2 * 44) * NS_PER_S
+            simulate(tenths, settings, crash_at(tenths * NS_PER_S // 10, down_ns, trainer_dies=tenths % 3 == 0))
 
     with pytest.raises(WorldFailed, match=found):
         live()
@@ -364,12 +393,31 @@ def test_worlds_notice_a_run_that_is_resumed_wrongly(
 
 def test_what_the_checkpoint_has_learnt_is_not_learnt_again() -> None:
     learner = Learner()
-    group = c.TrainGroup(group="0/0", trajectories=("0/0/0",), step=0, slot=0)
-    learner.learn(group)
-    learner.publish(1, save=True)
-    assert learner.restart([group, c.UpdateWeights(step=0, version=1)]) == 0
+    group, update = (
+        c.TrainGroup(group="0/0", trajectories=("0/0/0",), step=0, slot=0),
+        c.UpdateWeights(step=0, version=1),
+    )
+    for order in (group, group, update, update):
+        learner.carry_out(order, save=True)
+    learner.restart()
+    assert (learner.version, learner.trajectories) == (1, {"0/0/0": 0})
+    learner.carry_out(group, save=True)
+    assert learner.trajectories == {"0/0/0": 0}
     with pytest.raises(LearnerViolated, match="0/0/0"):
-        learner.learn(group)
+        learner.carry_out(c.TrainGroup(group="1/0", trajectories=("0/0/0",), step=1, slot=0), save=True)
+
+
+def test_training_again_leads_to_the_same_weights() -> None:
+    learner = Learner()
+    one, two = (c.TrainGroup(group=f"0/{n}", trajectories=(f"0/{n}/0",), step=0, slot=n) for n in range(2))
+    for order in (one, two):
+        learner.carry_out(order, save=False)
+    learner.restart()
+    with pytest.raises(LearnerViolated, match="leads elsewhere"):
+        learner.carry_out(two, save=False)
+    learner.begin_anew()
+    learner.restart()
+    learner.carry_out(two, save=False)
 
 
 def _serve_anything(worker: SimulatedWorker, genuine: bool) -> bool:
@@ -393,7 +441,7 @@ def test_weights_that_do_not_match_their_manifest_are_never_served(
     """Invariant 10, and that its check sees a worker that verifies nothing and a core that believes in it."""
     faults = FaultPlan(end_ns=20 * NS_PER_S, faults=(), mishaps=Mishaps(load_corrupted=0.5))
     outcome = simulate(1, SETTINGS, faults)
-    assert any(isinstance(x, e.WeightsFailed) and "manifest" in x.reason for _, x in outcome.lives[0].events)
+    assert any(isinstance(x, e.WeightsFailed) and "manifest" in x.reason for _, x in outcome.journals[0].events)
     monkeypatch.setattr(owner, name, broken)
     with pytest.raises(WorldFailed, match=r"weights that are not|not checked against the manifest"):
         live_through(range(8), SETTINGS, faults)
@@ -473,6 +521,8 @@ BREAKAGES: list[tuple[type[Any], str, object]] = [
     (Fleet, "reindex", _nothing),
     (TrainerDevice, "rest", _nothing),
     (TrainerDevice, "done", _nothing),
+    (TrainerDevice, "follow", _nothing),
+    (TrainerDevice, "_put_to_sleep", TrainerDevice.wake),
     (StepDriver, "_needs_reseeding", lambda driver: False),
     (Group, "finished", property(lambda group: {t: float(n) for n, t in enumerate(group.members)})),
 ]

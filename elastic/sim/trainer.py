@@ -1,0 +1,91 @@
+"""The trainer's process: a worker that learns while it sleeps, one order after the other."""
+
+from collections import deque
+from typing import Protocol
+
+from elastic.core import commands as c
+from elastic.core import events as e
+from elastic.core.types import LeaseId, Nanoseconds, WorkerId, WorkerRole
+from elastic.sim import worker
+from elastic.sim.learner import Learner, LearnerViolated, Order
+from elastic.sim.settings import MS
+from elastic.sim.worker import SimulatedWorker
+
+REPLY_NS = 50 * MS
+"""The longest that it takes from a checkpoint to the orchestrator's hearing of its version."""
+
+
+class Surroundings(worker.Surroundings, Protocol):
+    learner: Learner
+
+
+class SimulatedTrainer(SimulatedWorker):
+    """It begins with the checkpoint, and has caught up with the orders of its run before it joins.
+
+    Who comes back from a lost connection, or to another orchestrator, stands where it stands.
+    """
+
+    def __init__(self, world: Surroundings, name: WorkerId, lease: LeaseId) -> None:
+        world.learner.restart()
+        self._learner = world.learner
+        super().__init__(world, name, lease, WorkerRole.TRAINER, world.learner.version)
+        self._waiting: deque[Order] = deque()
+        self._joins_under: int | None = None
+        """The epoch of a connection under which it is to join once it has caught up."""
+
+    def be_told(self, epoch: int, order: Order) -> None:
+        """An order from the core sets out on the link."""
+        self.link.down(lambda: self._act(lambda: self._take(epoch, order)))
+
+    def _take(self, epoch: int, order: Order) -> None:
+        if epoch == self.epoch and self._connected:
+            self._queue([order])
+
+    def _join(self) -> None:
+        assert self._session is not None
+        orders = self._session.trainer_orders()
+        missing = [order for order in orders if order not in self._waiting and not self._learner.has(order)]
+        catches_up = self._joins_under is not None and bool(self._waiting)
+        if missing or catches_up:
+            self._joins_under = self.epoch
+            self._queue(missing)
+        else:
+            self._joins_under = None
+            super()._join()
+
+    def _queue(self, orders: list[Order]) -> None:
+        idle = not self._waiting
+        self._waiting.extend(orders)
+        if idle and orders:
+            self._go_on()
+
+    def _go_on(self) -> None:
+        if self._waiting:
+            settings, done = self._world.settings, self._learner.has(self._waiting[0])
+            takes_ns: Nanoseconds = 0 if done else self._world.rng.randint(1, settings.train_ns)
+            self._world.loop.after(takes_ns, lambda: self._act(self._finish))
+        elif self._joins_under == self.epoch and self._connected:
+            self._joins_under = None
+            super()._join()
+
+    def _finish(self) -> None:
+        """The checkpoint is written before anybody hears of the version that it has."""
+        order, settings = self._waiting.popleft(), self._world.settings
+        if not (self.asleep or self._joins_under is not None or self._learner.has(order)):
+            raise LearnerViolated("the trainer's device generates while it trains")
+        reply_ns: Nanoseconds = 0
+        if isinstance(order, c.UpdateWeights):
+            reply_ns = self._world.rng.randrange(REPLY_NS)
+            saves = order.version % settings.checkpoint_every_steps == 0 or order.version == settings.plan.steps
+        else:
+            saves = False
+        self._learner.carry_out(order, save=saves)
+        self.version = self._learner.version
+        self._world.loop.after(reply_ns, lambda: self._act(lambda: self._answer(order)))
+        self._go_on()
+
+    def _answer(self, order: Order) -> None:
+        if isinstance(order, c.TrainGroup):
+            self._say(e.GroupTrained(worker=self.id, epoch=self.epoch, group=order.group))
+        else:
+            self._say(e.WeightsPublished(worker=self.id, epoch=self.epoch, version=order.version))
