@@ -305,8 +305,9 @@ def simulate(
     experiment = settled(config, experiment)
     scheduler = Scheduler(compose.run_plan(plan), compose.limits(config), compose.policies(config), 0)
     settings = config.journal.model_copy(update={"commit_interval_s": JOURNAL_INTERVAL_S})
-    journal = RunDirectory(run_dir).begin_journal(settings, waits=True)
-    with compose.journaled(journal, scheduler, _meta(plan, run_dir, experiment)) as ending:
+    meta = _meta(plan, run_dir, experiment)
+    journal = RunDirectory(run_dir).begin_journal(settings, waits=True, notes=meta)
+    with compose.journaled(journal, scheduler) as ending:
         run = build(plan, experiment, scheduler, journal)
         tell([line for name, settings in plan.providers.items() for line in doubts(name, settings)])
         sampler = Sampler(config.run.name, scheduler, run.scribe, journal, observe, window=2)

@@ -67,9 +67,10 @@ async def execute(
         former = former_of(run, config) if resume else Former()
         past = claims.enter_context(next_life(run, config, scheduler)) if resume else PastLife()
         (run_dir / "logs").mkdir(exist_ok=True)
-        journal = run.begin_journal(config.journal)
+        notes = _meta(plan, run_dir) | former.notes_to_keep()
+        journal = run.begin_journal(config.journal, notes=notes)
         secrets = RunSecrets.of(run_dir)
-        with journaled(journal, scheduler, _meta(plan, run_dir) | former.notes_to_keep()) as ending:
+        with journaled(journal, scheduler) as ending:
             await _end_former(plan, run_dir, [name for name in past.providers if name not in plan.providers])
             rights = RelayRights(secrets.relay_owner())
             async with weights_relay(config, run_dir, former.relay, rights) as (relay, relay_rights):

@@ -3,21 +3,26 @@
 import contextlib
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 from urllib.parse import urlsplit
 
 import msgspec
 import structlog
 
+from elastic import wire
 from elastic.compose.plan import resolve
 from elastic.compose.runs import config_replaced
 from elastic.compose.scheduling import limits, policies, run_plan
 from elastic.config import Config, ConfigError, validate
+from elastic.core import commands as c
+from elastic.core import events as e
 from elastic.core import saved_state
 from elastic.core.digest import digest
 from elastic.core.saved_state import StateError
 from elastic.core.scheduler import Phase, Scheduler
+from elastic.core.types import Nanoseconds
 from elastic.processes import boot_id
 from elastic.runtime import orchestrator, states
 from elastic.runtime.journal import CONTINUES, Journal, JournalError, JournalReader, RunDirectory, StepRow, StoredRun
@@ -42,12 +47,10 @@ class Ending:
 
 
 @contextlib.contextmanager
-def journaled(journal: Journal, scheduler: Scheduler, meta: Mapping[str, str]) -> Iterator[Ending]:
-    """Journal what a life is and, whatever happens within, how it ended; the journal is closed then."""
+def journaled(journal: Journal, scheduler: Scheduler) -> Iterator[Ending]:
+    """Journal, whatever happens within, how a life ended; the journal is closed then."""
     ending = Ending()
     try:
-        for key, value in meta.items():
-            journal.meta(key, value)
         yield ending
     except Exception as error:
         ending.status = f"failed: {error}"
@@ -170,32 +173,45 @@ def former_of(run: RunDirectory, config: Config) -> Former:
     """
     if not run.journal_paths():
         return Former()
-    with run.journals() as journals:
-        chain = _chain(journals)
-        if not chain:
-            return Former()
-        try:
+    try:
+        with run.journals() as journals:
+            chain = _chain(journals)
+            if not chain:
+                return Former()
+            notes = _notes(run, chain)
+            check_same(config, validate(Config, json.loads(notes["config"]), str(chain[-1].path)))
             found = _recollect(run, chain)
-        except JournalError as error:
-            raise ConfigError(
-                f"{error}; the run goes on from its checkpoint once this journal is moved away"
-            ) from error
-        notes = {key: value for journal in chain for key, value in journal.meta().items()}
-        last_ns = chain[-1].last_ns()
+            last_ns = chain[-1].last_ns()
+    except JournalError as error:
+        raise ConfigError(f"{error}; the run goes on from its checkpoint once this journal is moved away") from error
     core = found.scheduler
     if core.phase not in (Phase.STARTING, Phase.RUNNING):
         log.info("the run had ended; it goes on from the trainer's checkpoint", failed=core.failed)
         return Former()
-    checkpoints = sorted((run.path / states.CHECKPOINTS).glob("*.safetensors"))
-    ahead = [path for path in checkpoints if int(path.stem) > (core.version or 0) + 1]
-    if ahead:
-        log.warning("the checkpoint is newer than the journal; the run goes on from it", checkpoint=str(ahead[-1]))
+    version = max((int(path.stem) for path in (run.path / states.CHECKPOINTS).glob("*.safetensors")), default=0)
+    if not found.leads_from(version):
+        log.warning(
+            "the journal does not lead from the newest checkpoint to where the run was; the run goes on from that",
+            checkpoint=version,
+            journal=core.version,
+        )
         return Former()
-    check_same(config, validate(Config, json.loads(notes["config"]), str(chain[-1].path)))
     state = found.saved()
     return Former(
         journal=chain[-1].path.name, state=state, digest=digest(core), last_ns=max(last_ns, core.now_ns), notes=notes
     )
+
+
+def _notes(run: RunDirectory, chain: Sequence[JournalReader]) -> dict[str, str]:
+    """What they say; where two say the same, the later. Raises `ConfigError` for a journal of another run."""
+    notes: dict[str, str] = {}
+    for journal in chain:
+        notes |= journal.meta()
+        if notes["run"] != run.name:
+            raise ConfigError(
+                f"{journal.path}: the journal of run {notes['run']!r}; this directory is run {run.name!r}"
+            )
+    return notes
 
 
 def _chain(journals: Sequence[JournalReader]) -> list[JournalReader]:
@@ -217,25 +233,38 @@ def _recollect(run: RunDirectory, chain: Sequence[JournalReader]) -> Recollectio
     for found in states.newest_first(run.path / states.CHECKPOINTS):
         if found.journal in names:
             number = names.index(found.journal)
+            if found.events > chain[number].last_event():
+                log.warning("saved state not used", reason="the journal has not kept all that led to it")
+                continue
             try:
                 recollection = _begin(chain[number], found.state)
             except StateError as error:
                 log.warning("saved state not used", reason=str(error))
                 continue
             if digest(recollection.scheduler) == found.digest:
-                recollection.hear(chain[number].entries(found.events))
+                _hear(recollection, chain[number], found.events)
                 return _go_on(recollection, chain[number + 1 :])
             log.warning("saved state not used", reason="it leads to another digest")
     recollection = _begin(chain[0])
-    recollection.hear(chain[0].entries())
+    _hear(recollection, chain[0])
     return _go_on(recollection, chain[1:])
 
 
 def _go_on(recollection: Recollection, later: Sequence[JournalReader]) -> Recollection:
     for journal in later:
         recollection = _begin(journal, recollection.saved())
-        recollection.hear(journal.entries())
+        _hear(recollection, journal)
     return recollection
+
+
+def _hear(recollection: Recollection, journal: JournalReader, after: int = 0) -> None:
+    try:
+        recollection.hear(journal.entries(after))
+    except JournalError:
+        raise
+    except Exception as error:
+        log.exception("journal not understood", journal=str(journal.path))
+        raise JournalError(f"{journal.path}: it makes no sense: {type(error).__name__}: {error}") from error
 
 
 def _begin(journal: JournalReader, state: bytes | None = None) -> Recollection:
@@ -288,7 +317,11 @@ def check_same(config: Config, former: Config) -> None:
                 )
 
 
-def replay(run: StoredRun) -> Scheduler:
+Tell: TypeAlias = Callable[[Nanoseconds, e.Event, Mapping[int, wire.Chunk], Sequence[c.Command]], None]
+"""Hears what a scheduler is told once more: when, an event, what was accepted of it, and what came of it."""
+
+
+def replay(run: StoredRun, tell: Tell = lambda *_: None) -> Scheduler:
     """The scheduler in the state to which the run's journals lead, where one goes on from another (invariant 13)."""
     with run.journals() as journals:
         chain = _chain(journals) or journals[-1:]
@@ -299,6 +332,6 @@ def replay(run: StoredRun) -> Scheduler:
                 scheduler = _scheduler(journal)[1]
                 saved_state.restore(scheduler, state)
             entries = journal.entries()
-            for t_ns, event, _ in entries if journal is chain[-1] else gone_on(entries):
-                scheduler.handle(event, t_ns)
+            for t_ns, event, chunks in entries if journal is chain[-1] else gone_on(entries):
+                tell(t_ns, event, chunks, scheduler.handle(event, t_ns))
     return scheduler

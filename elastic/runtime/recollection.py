@@ -51,8 +51,13 @@ class Recollection:
     def saved(self) -> bytes:
         return self._run.saved()
 
+    def leads_from(self, version: int) -> bool:
+        """Whether a trainer that begins at this version can be brought to where the run is."""
+        return self._trainer.reaches(version)
+
     def _connect(self, _: Run) -> Ports:
         nobody: Any = _Nobody()
+        self._trainer = GatewayTrainer(nobody, self.scheduler, nobody, nobody, self._keep_steps)
         return Ports(
             clock=nobody,
             journal=Scribe(self.scheduler, nobody),
@@ -60,7 +65,7 @@ class Recollection:
             leases=nobody,
             trajectories=Rollouts(0, nobody, nobody, nobody, nobody, nobody),
             rewards=nobody,
-            trainer=GatewayTrainer(nobody, self.scheduler, nobody, nobody, self._keep_steps),
+            trainer=self._trainer,
             owner=nobody,
         )
 

@@ -219,11 +219,9 @@ class Run:
 
     def restore(self, saved: bytes) -> None:
         """Be where a run was that was saved; to be called on a fresh one. Raises `StateError`."""
-        ports = self._ports
-        journal, trajectories, trainer = saved_state.restore(self.scheduler, saved)
-        ports.journal.restore(journal)
-        ports.trajectories.restore(trajectories)
-        ports.trainer.restore(trainer)
+        ports, others = self._ports, saved_state.restore(self.scheduler, saved)
+        for port, its_own in zip((ports.journal, ports.trajectories, ports.trainer), others, strict=True):
+            port.restore(its_own)
 
     def resume(self) -> None:
         """Go on from what was recalled: nobody is connected, and what was under way is taken up or asked for again."""

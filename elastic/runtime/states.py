@@ -3,12 +3,16 @@
 A file that is damaged, or that another version of this program has written, is as good as none: the journal has all.
 """
 
+import functools
+import hashlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import structlog
+
+import elastic
 
 log = structlog.get_logger(__name__)
 
@@ -17,6 +21,8 @@ CHECKPOINTS = "checkpoints"
 KEEP = 2
 """Of the trainer's checkpoints as many are kept."""
 _SUFFIX = ".state"
+_OWN = ("core", "runtime")
+"""Rooms whose data types states consist of."""
 
 
 class SavedRun(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,13 +38,31 @@ class SavedRun(msgspec.Struct, frozen=True, kw_only=True):
     state: bytes
 
 
+class _File(msgspec.Struct, frozen=True):
+    program: str
+    digest: bytes
+    saved: bytes
+
+
+@functools.cache
+def _program() -> str:
+    """Which version of this program this is, as far as states are concerned."""
+    sources = [path for room in _OWN for path in sorted(Path(*elastic.__path__, room).rglob("*.py"))]
+    return hashlib.blake2b(b"".join(path.read_bytes() for path in sources), digest_size=16).hexdigest()
+
+
+def _digest(saved: bytes) -> bytes:
+    return hashlib.blake2b(saved, digest_size=16).digest()
+
+
 def write(directory: Path, version: int, saved: SavedRun) -> None:
     """Keep the state of when `version` was published, and no more than `KEEP` of them."""
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"{version:08d}{_SUFFIX}"
     beside = path.with_suffix(".partial")
+    body = msgspec.msgpack.encode(saved)
     with beside.open("wb") as file:
-        file.write(msgspec.msgpack.encode(saved))
+        file.write(msgspec.msgpack.encode(_File(_program(), _digest(body), body)))
         file.flush()
         os.fsync(file.fileno())
     beside.replace(path)
@@ -47,9 +71,14 @@ def write(directory: Path, version: int, saved: SavedRun) -> None:
 
 
 def newest_first(directory: Path) -> Iterator[SavedRun]:
-    """Those that can be read."""
+    """Those that can be read, and are as this program wrote them."""
     for path in sorted(directory.glob(f"*{_SUFFIX}"), reverse=True):
         try:
-            yield msgspec.msgpack.decode(path.read_bytes(), type=SavedRun)
-        except (OSError, msgspec.DecodeError) as error:
+            file = msgspec.msgpack.decode(path.read_bytes(), type=_File)
+            if file.program != _program():
+                raise ValueError("another version of this program wrote it")
+            if file.digest != _digest(file.saved):
+                raise ValueError("it is damaged")
+            yield msgspec.msgpack.decode(file.saved, type=SavedRun)
+        except (OSError, ValueError) as error:
             log.warning("saved state not used", path=str(path), reason=str(error))

@@ -116,6 +116,15 @@ class GatewayTrainer:
     def restore(self, saved: list[Order]) -> None:
         self._orders = saved
 
+    def reaches(self, version: int) -> bool:
+        """Whether a trainer that stands at this version, between two steps, can be brought to where the run is."""
+        newest = self._scheduler.version
+        try:
+            missing(self._orders, self._outstanding(), newest or 0, version, set(), set())
+        except OutOfStep:
+            return newest is None
+        return True
+
     # What comes from the trainer
 
     def join(self, worker: WorkerId, epoch: int, ready: wire.Ready, joined: Callable[[int], None]) -> None:

@@ -85,6 +85,11 @@ class JournalReader:
             found = {key: table.find(self._connection, key) for key in keys}
         return {key: record for key, record in found.items() if record is not None}
 
+    def last_event(self) -> int:
+        """The sequence number of its last event, 0 where it has none."""
+        with self._reading():
+            return self._connection.execute("SELECT MAX(seq) FROM events").fetchone()[0] or 0
+
     def last_ns(self) -> Nanoseconds:
         """The last moment that the journal knows of."""
         columns = (("t_ns", "events"), ("finished_ns", "turns"), ("t_ns", "steps"), ("t_ns", "samples"))

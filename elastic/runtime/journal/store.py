@@ -1,7 +1,7 @@
 """Where runs are kept, and where the journals of their incarnations are found."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Protocol
@@ -38,8 +38,10 @@ class StoredRun(Protocol):
         """The latest incarnation's. Raises `JournalError` where there is none, or it cannot be read."""
         ...
 
-    def begin_journal(self, settings: JournalConfig, *, waits: bool = False) -> Journal:
-        """The next incarnation's; `waits` as in `Journal`. Raises `JournalError` where it cannot be written."""
+    def begin_journal(
+        self, settings: JournalConfig, *, waits: bool = False, notes: Mapping[str, str] | None = None
+    ) -> Journal:
+        """The next incarnation's; the rest as in `Journal`. Raises `JournalError` where it cannot be written."""
         ...
 
 
@@ -86,7 +88,9 @@ class RunDirectory:
     def newest_journal(self) -> JournalReader:
         return JournalReader((self.journal_paths() or [self.path / JOURNAL])[-1])
 
-    def begin_journal(self, settings: JournalConfig, *, waits: bool = False) -> Journal:
+    def begin_journal(
+        self, settings: JournalConfig, *, waits: bool = False, notes: Mapping[str, str] | None = None
+    ) -> Journal:
         return Journal(
             self.next_journal_path(),
             settings.commit_interval_s,
@@ -94,6 +98,7 @@ class RunDirectory:
             lock_timeout_s=settings.lock_timeout_s,
             pending_bytes=round(settings.pending_mb * 2**20),
             waits=waits,
+            notes=notes,
         )
 
     def trajectories(self, names: Sequence[TrajectoryId]) -> dict[TrajectoryId, TrajectoryRow]:

@@ -7,9 +7,10 @@
 """
 
 import contextlib
+import os
 import sqlite3
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Protocol
@@ -68,7 +69,7 @@ class _Batch:
 
 
 class Journal:
-    """Writes the journal of one incarnation to a file that is not there yet.
+    """Writes the journal of one incarnation to a file that is not there yet, and has `notes` from its first moment on.
 
     `durable_against` is "process" (what is committed outlives the death of every process) or "power" (a power failure,
     too: each commit waits for the disk). `on_change` is called whenever `behind` or `failed` changes, from any thread.
@@ -86,6 +87,7 @@ class Journal:
         lock_timeout_s: float = 30.0,
         pending_bytes: int = PENDING_BYTES,
         waits: bool = False,
+        notes: Mapping[str, str] | None = None,
     ) -> None:
         self.path = path
         self.failed: JournalError | None = None
@@ -105,7 +107,7 @@ class Journal:
         self._closed = False
         self._books: dict[WorkerId, tuple[int, int]] = {}
         """The closed books that are written, as far as they can still change."""
-        self._connection = self._open(durable_against)
+        self._connection = self._open(durable_against, notes or {})
         self._thread = threading.Thread(target=self._write, name="journal", daemon=True)
         self._thread.start()
 
@@ -250,29 +252,38 @@ class Journal:
             else:
                 future.set_result(None)
 
-    def _open(self, durable_against: str) -> sqlite3.Connection:
+    def _open(self, durable_against: str, notes: Mapping[str, str]) -> sqlite3.Connection:
         synchronous = {"process": "NORMAL", "power": "FULL"}[durable_against]
         try:
+            self._create(notes)
             connection = sqlite3.connect(
                 self.path, check_same_thread=False, isolation_level=None, timeout=self._lock_timeout_s
             )
             try:
-                self._create(connection, synchronous)
+                connection.execute("PRAGMA journal_mode=WAL")
+                connection.execute(f"PRAGMA synchronous={synchronous}")
             except BaseException:
                 connection.close()
                 raise
-        except sqlite3.Error as error:
+        except (OSError, sqlite3.Error) as error:
             raise JournalError(f"{self.path}: {error}") from error
         return connection
 
-    def _create(self, connection: sqlite3.Connection, synchronous: str) -> None:
-        connection.execute("PRAGMA journal_mode=WAL")
-        connection.execute(f"PRAGMA synchronous={synchronous}")
-        connection.execute("BEGIN IMMEDIATE")
-        if connection.execute("SELECT 1 FROM sqlite_master").fetchone():
-            raise JournalError(f"{self.path}: there is a journal already; each has a file of its own")
-        for table in TABLES.values():
-            connection.execute(table.create)
-        notes = TABLES[NoteRow]
-        notes.insert(connection, [NoteRow(key="schema_version", value=str(SCHEMA_VERSION))])
-        connection.execute("COMMIT")
+    def _create(self, notes: Mapping[str, str]) -> None:
+        """Whenever this process dies, the journal's name belongs to a whole journal, or to nothing."""
+        beside = self.path.with_name(f"{self.path.name}.new")
+        beside.unlink(missing_ok=True)
+        try:
+            with contextlib.closing(sqlite3.connect(beside, isolation_level=None)) as connection:
+                connection.execute("PRAGMA journal_mode=OFF")
+                connection.execute("BEGIN")
+                for table in TABLES.values():
+                    connection.execute(table.create)
+                all_notes = {"schema_version": str(SCHEMA_VERSION), **notes}
+                TABLES[NoteRow].insert(connection, [NoteRow(key=key, value=value) for key, value in all_notes.items()])
+                connection.execute("COMMIT")
+            os.link(beside, self.path)
+        except FileExistsError as error:
+            raise JournalError(f"{self.path}: there is a journal already; each has a file of its own") from error
+        finally:
+            beside.unlink(missing_ok=True)

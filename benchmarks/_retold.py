@@ -1,0 +1,94 @@
+"""A simulated run's journal as a live run's has it: with made-up token ids in its frames, and with saved states."""
+
+import itertools
+from collections.abc import Sequence
+
+import msgspec
+
+from elastic import compose, wire
+from elastic.compose.incarnations import BEGAN, Began
+from elastic.config import Config
+from elastic.core import commands as c
+from elastic.core import events as e
+from elastic.core.digest import digest
+from elastic.core.scheduler import Scheduler
+from elastic.runtime import states
+from elastic.runtime.journal import RunDirectory, event_row, frame_row
+from elastic.runtime.recollection import Recollection
+from elastic.runtime.trainer import kept_steps
+
+TOKEN, LOGPROB = 5, -0.5
+
+
+class _Enough(Exception):
+    pass
+
+
+def retell(config: Config, providers: Sequence[str], simulated: RunDirectory, run: RunDirectory, events: int) -> None:
+    """Write the first `events` of the simulated run as a journal of `run`, which has died then.
+
+    Beside each checkpoint that its trainer would have made there is the run's state; the checkpoints are not there.
+    """
+    compose.save_run_config(run.path, config)
+    notes = {
+        "run": run.name,
+        "config": config.model_dump_json(),
+        "providers": ",".join(providers),
+        "status": compose.RUNNING,
+        BEGAN: msgspec.json.encode(Began.now()).decode(),
+    }
+    journal = run.begin_journal(config.journal, waits=True, notes=notes)
+    stepped: list[tuple[int, int]] = []
+
+    def write(t_ns: int, event: e.Event, _: object, commands: Sequence[c.Command]) -> None:
+        if journal.events == events:
+            raise _Enough
+        accepted = next((command.chunks for command in commands if isinstance(command, c.AcceptTokens)), ())
+        if isinstance(event, e.TokensReceived) and accepted:
+            journal.append(frame_row(event, _body(event), accepted, t_ns))
+        else:
+            journal.append(event_row(event, t_ns))
+        if isinstance(event, e.WeightsPublished) and event.version % config.trainer.checkpoint_every_steps == 0:
+            stepped.append((journal.events, event.version))
+
+    try:
+        compose.replay(simulated, write)
+    except _Enough:
+        pass
+    finally:
+        journal.close()
+    if journal.events != events:
+        raise ValueError(f"the simulated run has {journal.events} events, not {events}")
+    _save_states(config, providers, run, stepped[-states.KEEP :])
+
+
+def _body(event: e.TokensReceived) -> bytes:
+    chunks = [
+        wire.Chunk(
+            *(k.turn, k.attempt, k.start, [TOKEN] * k.count, [LOGPROB] * k.count, k.version, k.finish),
+            *(k.cached, k.prefilled, k.detail),
+        )
+        for k in event.chunks
+    ]
+    return msgspec.msgpack.encode(wire.Tokens(chunks))
+
+
+def _save_states(
+    config: Config, providers: Sequence[str], run: RunDirectory, stepped: Sequence[tuple[int, int]]
+) -> None:
+    plan = compose.resolve(config, providers, str(run.path))
+    scheduler = Scheduler(compose.run_plan(plan), compose.limits(config), compose.policies(config), 0)
+    recollection, heard = Recollection(scheduler, kept_steps(config)), 0
+    with run.newest_journal() as journal:
+        entries = journal.entries()
+        for events, version in stepped:
+            recollection.hear(itertools.islice(entries, events - heard))
+            heard = events
+            saved = states.SavedRun(
+                journal=journal.path.name,
+                events=events,
+                t_ns=scheduler.now_ns,
+                digest=digest(scheduler),
+                state=recollection.saved(),
+            )
+            states.write(run.path / states.CHECKPOINTS, version, saved)

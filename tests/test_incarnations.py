@@ -1,0 +1,347 @@
+"""What a run's journals say of where it was: read whole, torn, damaged, in part, and with another configuration."""
+
+import importlib
+import itertools
+import random
+import shutil
+import sqlite3
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from elastic import compose, simulation
+from elastic.compose import incarnations
+from elastic.compose.incarnations import MAY_DIFFER, Former, check_same, former_of
+from elastic.config import Config, ConfigError, load_config
+from elastic.core.digest import digest
+from elastic.runtime import states
+from elastic.runtime.journal import CONTINUES, EventRow, JournalReader, RunDirectory, event_row
+
+BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+EXAMPLE = BENCHMARKS.parent / "examples" / "frozenlake.toml"
+PROVIDERS = ("serving", "spot")
+SETTINGS = ("run.steps=5", "rollout.groups=4", "rollout.group_size=3", "trainer.checkpoint_every_steps=2")
+SHARE = 0.9
+"""Of the run's events that are there when it dies."""
+
+
+@pytest.fixture(scope="session")
+def config() -> Config:
+    return load_config(EXAMPLE, SETTINGS)
+
+
+@pytest.fixture(scope="session")
+def died(tmp_path_factory: pytest.TempPathFactory, config: Config) -> Path:
+    """A run that was killed in its last step, with the states that it had saved and its trainer's last checkpoint."""
+    directory = tmp_path_factory.mktemp("died")
+    simulated, run = RunDirectory(directory / "simulated"), RunDirectory(directory / "run")
+    for kept in (simulated, run):
+        kept.path.mkdir()
+    simulation.simulate(compose.resolve(config, PROVIDERS, "test"), simulated.path, simulation.Experiment())
+    with simulated.newest_journal() as journal:
+        events = round(SHARE * journal.last_event())
+    sys.path.append(str(BENCHMARKS))
+    try:
+        importlib.import_module("_retold").retell(config, PROVIDERS, simulated, run, events)
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+    (run.path / "checkpoints" / "00000004.safetensors").touch()
+    assert len(list(run.path.glob("checkpoints/*.state"))) == states.KEEP
+    return run.path
+
+
+@pytest.fixture
+def run(died: Path, tmp_path: Path) -> RunDirectory:
+    return RunDirectory(Path(shutil.copytree(died, tmp_path / "run")))
+
+
+@pytest.fixture(scope="session")
+def whole(died: Path) -> str:
+    """The digest to which the journal leads."""
+    return digest(compose.replay(RunDirectory(died)))
+
+
+def events(path: Path) -> int:
+    with JournalReader(path) as journal:
+        return journal.last_event()
+
+
+def digests(run: RunDirectory) -> Iterator[str]:
+    """Of the scheduler before the first event, and after each."""
+    with run.newest_journal() as journal:
+        scheduler = incarnations._scheduler(journal)[1]
+        yield digest(scheduler)
+        for t_ns, event, _ in journal.entries():
+            scheduler.handle(event, t_ns)
+            yield digest(scheduler)
+
+
+def went_on(run: RunDirectory, former: Former, config: Config) -> None:
+    """Another incarnation takes the run up, and dies at once."""
+    run.begin_journal(config.journal, notes=_notes(run, config) | former.notes_to_keep()).close()
+
+
+def _notes(run: RunDirectory, config: Config) -> dict[str, str]:
+    return {"run": run.name, "config": config.model_dump_json(), "providers": ",".join(PROVIDERS)}
+
+
+def test_a_run_is_taken_up_where_its_journal_leads(run: RunDirectory, config: Config, whole: str) -> None:
+    former = former_of(run, config)
+    assert former.digest == whole
+    assert former.state is not None
+    for _ in range(3):
+        went_on(run, former, config)
+        former = former_of(run, config)
+        assert former.digest == whole
+        assert digest(compose.replay(run)) == whole
+    assert former.journal == "journal.4.sqlite"
+
+
+class TestSavedState:
+    """What is no use is not used: the journal has all."""
+
+    @pytest.fixture(autouse=True)
+    def begun(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """How many events were heard since what reading began with."""
+        self.heard = 0
+        hear = incarnations.Recollection.hear
+
+        def count(recollection: Any, entries: Any) -> None:
+            def counted() -> Iterator[Any]:
+                for entry in entries:
+                    self.heard += 1
+                    yield entry
+
+            hear(recollection, counted())
+
+        monkeypatch.setattr(incarnations.Recollection, "hear", count)
+
+    def states(self, run: RunDirectory) -> list[Path]:
+        return sorted(run.path.glob("checkpoints/*.state"))
+
+    def test_is_where_reading_begins(self, run: RunDirectory, config: Config, whole: str) -> None:
+        (saved, *_) = states.newest_first(run.path / "checkpoints")
+        assert former_of(run, config).digest == whole
+        assert self.heard == events(run.path / "journal.sqlite") - saved.events > 0
+
+    def test_of_an_older_checkpoint_serves_as_well(self, run: RunDirectory, config: Config, whole: str) -> None:
+        self.states(run)[-1].unlink()
+        assert former_of(run, config).digest == whole
+        assert self.heard < events(run.path / "journal.sqlite")
+
+    def spoil(self, run: RunDirectory, how: Callable[[bytes], bytes]) -> None:
+        for path in self.states(run):
+            path.write_bytes(how(path.read_bytes()))
+
+    @pytest.mark.parametrize("seed", range(20))
+    def test_that_is_damaged_anywhere(self, run: RunDirectory, config: Config, whole: str, seed: int) -> None:
+        rng = random.Random(seed)
+
+        def damage(content: bytes) -> bytes:
+            at = rng.randrange(len(content))
+            return content[:at] + bytes([content[at] ^ 1 << rng.randrange(8)]) + content[at + 1 :]
+
+        self.spoil(run, damage)
+        assert former_of(run, config).digest == whole
+        assert self.heard == events(run.path / "journal.sqlite")
+
+    @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.99])
+    def test_that_is_truncated(self, run: RunDirectory, config: Config, whole: str, share: float) -> None:
+        self.spoil(run, lambda content: content[: int(share * len(content))])
+        assert former_of(run, config).digest == whole
+        assert self.heard == events(run.path / "journal.sqlite")
+
+    def test_of_another_program(
+        self, run: RunDirectory, config: Config, whole: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(states, "_program", lambda: "another")
+        assert former_of(run, config).digest == whole
+        assert self.heard == events(run.path / "journal.sqlite")
+
+    def test_of_another_run(self, run: RunDirectory, config: Config, whole: str) -> None:
+        """It is whole, and leads elsewhere."""
+        for version, saved in zip((4, 2), list(states.newest_first(run.path / "checkpoints")), strict=True):
+            states.write(run.path / "checkpoints", version, msgspec.structs.replace(saved, digest="another"))
+        assert former_of(run, config).digest == whole
+        assert self.heard == events(run.path / "journal.sqlite")
+
+    def test_that_the_journal_has_not_kept_up_with(self, run: RunDirectory, config: Config) -> None:
+        """As after a power failure: what is not in the journal did not happen."""
+        first, second = sorted(saved.events for saved in states.newest_first(run.path / "checkpoints"))
+        last = (first + second) // 2
+        with closing(sqlite3.connect(run.path / "journal.sqlite")) as journal:
+            journal.execute("DELETE FROM events WHERE seq > ?", (last,))
+            journal.commit()
+        (run.path / "checkpoints" / "00000004.safetensors").rename(run.path / "checkpoints" / "00000002.safetensors")
+        assert former_of(run, config).digest == next(itertools.islice(digests(run), last, None))
+        assert self.heard == last - first
+
+
+class TestJournal:
+    def alter(self, run: RunDirectory, statement: str, *values: str | bytes) -> None:
+        with closing(sqlite3.connect(run.path / "journal.sqlite")) as journal:
+            assert journal.execute(statement, values).rowcount > 0
+            journal.commit()
+
+    @pytest.mark.parametrize("read", [former_of, lambda run, _: compose.past_life(run)])
+    def test_of_a_newer_program(self, run: RunDirectory, config: Config, read: Callable[..., object]) -> None:
+        self.alter(run, "UPDATE meta SET value = '99' WHERE key = 'schema_version'")
+        with pytest.raises(ConfigError, match=r"journal\.sqlite: schema version 99, written by a newer.*moved away"):
+            read(run, config)
+
+    def test_of_another_run(self, run: RunDirectory, config: Config) -> None:
+        self.alter(run, "UPDATE meta SET value = 'frozen' WHERE key = 'run'")
+        with pytest.raises(ConfigError, match=r"journal\.sqlite: .*of run 'frozen'.*this directory is run 'run'"):
+            former_of(run, config)
+
+    def test_with_a_damaged_page(self, run: RunDirectory, config: Config) -> None:
+        shutil.rmtree(run.path / "checkpoints")
+        path = run.path / "journal.sqlite"
+        content = path.read_bytes()
+        path.write_bytes(content[: len(content) // 2] + b"\xff" * 8192 + content[len(content) // 2 + 8192 :])
+        with pytest.raises(ConfigError, match=r"journal\.sqlite: .*malformed.*moved away"):
+            former_of(run, config)
+
+    def test_that_makes_no_sense(self, run: RunDirectory, config: Config) -> None:
+        """Each event can be read, but of the tokens that one brought the ids are gone."""
+        shutil.rmtree(run.path / "checkpoints")
+        with run.newest_journal() as journal:
+            told = next(event for _, event, chunks in journal.entries() if chunks)
+        row = event_row(told, 0)
+        first = "(SELECT MIN(seq) FROM events WHERE kind = 'frame')"
+        self.alter(run, f"UPDATE events SET kind = ?, body = ? WHERE seq = {first}", row.kind, row.body)
+        with pytest.raises(ConfigError, match=r"journal\.sqlite: it makes no sense: KeyError.*moved away"):
+            former_of(run, config)
+
+    @pytest.mark.parametrize("seed", range(12))
+    def test_whose_tail_is_torn_leads_to_what_is_whole(
+        self, died: Path, tmp_path: Path, config: Config, seed: int
+    ) -> None:
+        """The log of the last commits is cut at any byte, as a process that dies or a power failure leaves it."""
+        rng = random.Random(seed)
+        run = RunDirectory(tmp_path / "run")
+        run.path.mkdir()
+        journal = run.begin_journal(config.journal, notes=_notes(run, config) | Former().notes_to_keep())
+        with RunDirectory(died).newest_journal() as source:
+            rows = source.rows(EventRow)[:300]
+        for at, row in enumerate(rows):
+            journal.append(row)
+            if at % 7 == 0:
+                journal.durable().result()
+        journal.durable().result()
+        killed = RunDirectory(tmp_path / "killed" / "run")
+        killed.path.mkdir(parents=True)
+        for path in run.path.glob("journal.sqlite*"):
+            shutil.copy(path, killed.path)
+        journal.close()
+        log = killed.path / "journal.sqlite-wal"
+        log.write_bytes(log.read_bytes()[: rng.randrange(log.stat().st_size)])
+        (killed.path / "journal.sqlite-shm").unlink()
+        there = events(killed.path / "journal.sqlite")
+        expected = next(itertools.islice(digests(run), there, None))
+        assert there < len(rows)
+        assert former_of(killed, config).digest == expected
+
+    @pytest.mark.parametrize("lost", ["journal.sqlite", "journal.2.sqlite"])
+    def test_one_of_a_chain_is_missing(self, run: RunDirectory, config: Config, lost: str) -> None:
+        """What it has cannot be known, so the run goes on from the trainer's checkpoint."""
+        for _ in range(2):
+            went_on(run, former_of(run, config), config)
+        (run.path / lost).unlink()
+        assert former_of(run, config) == Former()
+
+    def test_of_a_process_that_died_as_it_began(self, run: RunDirectory, config: Config, whole: str) -> None:
+        """At whatever point: its journal is not there, or it is one that goes on from the last."""
+        former = former_of(run, config)
+        (run.path / "journal.2.sqlite.new").write_bytes(b"half of one")
+        assert former_of(run, config).digest == whole
+        journal = run.begin_journal(config.journal, notes=_notes(run, config) | former.notes_to_keep())
+        shutil.copytree(run.path, run.path.parent / "killed" / "run")
+        journal.close()
+        killed = RunDirectory(run.path.parent / "killed" / "run")
+        assert former_of(killed, config).digest == whole
+        with killed.newest_journal() as newest:
+            assert newest.meta()[CONTINUES] == "journal.sqlite"
+
+
+class TestCheckpoint:
+    def has(self, run: RunDirectory, *versions: int) -> None:
+        (run.path / "checkpoints" / "00000004.safetensors").unlink()
+        for version in versions:
+            (run.path / "checkpoints" / f"{version:08d}.safetensors").touch()
+
+    @pytest.mark.parametrize("version", [2, 4])
+    def test_that_the_journal_leads_on_from(self, run: RunDirectory, config: Config, whole: str, version: int) -> None:
+        self.has(run, version)
+        assert former_of(run, config).digest == whole
+
+    def test_newer_than_the_journal(self, run: RunDirectory, config: Config) -> None:
+        self.has(run, 2, 6)
+        assert former_of(run, config) == Former()
+
+    def test_of_the_step_that_the_journal_has_not_ordered(self, run: RunDirectory, config: Config) -> None:
+        self.has(run, 5)
+        assert former_of(run, config) == Former()
+
+    def test_there_is_none_and_the_orders_are_no_longer_kept(
+        self, run: RunDirectory, config: Config, whole: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        self.has(run)
+        assert former_of(run, config).digest == whole, "all orders since the base policy are kept"
+        shutil.rmtree(run.path / "checkpoints")
+        monkeypatch.setattr(incarnations, "kept_steps", lambda _: 2)
+        assert former_of(run, config) == Former()
+
+
+def leaves(section: str, values: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    return ((section, key) for key in values)
+
+
+ALL_KEYS = [
+    pair
+    for section, values in load_config(EXAMPLE, SETTINGS).model_dump(mode="json").items()
+    for pair in leaves(section, values)
+]
+
+
+@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")
+@pytest.mark.parametrize(("section", "key"), ALL_KEYS)
+def test_what_is_sampled_and_trained_hangs_on_stays_as_it_was(config: Config, section: str, key: str) -> None:
+    old = getattr(config, section)
+    if section == "providers":
+        changed = config.model_copy(update={"providers": {name: v for name, v in old.items() if name != key}})
+    else:
+        changed = config.model_copy(update={section: old.model_copy(update={key: "another"})})
+    if section in MAY_DIFFER or f"{section}.{key}" in MAY_DIFFER:
+        check_same(changed, config)
+        return
+    with pytest.raises(ConfigError) as refused:
+        check_same(changed, config)
+    was = config.model_dump(mode="json")[section][key]
+    for words in (f"{section}.{key}: found 'another'", f"began with {was!r}", *MAY_DIFFER):
+        assert words in str(refused.value)
+
+
+def test_nothing_may_differ_that_is_not_there() -> None:
+    known = {section for section, _ in ALL_KEYS} | {f"{section}.{key}" for section, key in ALL_KEYS}
+    assert known >= MAY_DIFFER - {"providers"}
+
+
+def test_another_configuration_is_named_before_anything_is_read(run: RunDirectory, config: Config) -> None:
+    (run.path / "checkpoints" / "00000004.safetensors").unlink()
+    other = config.model_copy(update={"run": config.run.model_copy(update={"seed": 8})})
+    with pytest.raises(ConfigError, match=r"run\.seed: found 8, but the run began with 7"):
+        former_of(run, other)
+
+
+async def test_a_run_is_taken_up_by_one_process(run: RunDirectory, config: Config) -> None:
+    plan = compose.resolve(config, PROVIDERS, "test")
+    before = sorted(run.path.rglob("*"))
+    with compose.claimed(run.path), pytest.raises(ConfigError, match="still going on in another process"):
+        await compose.execute(plan, run.path, resume=True)
+    assert sorted(run.path.rglob("*")) == sorted({*before, run.path / "lock"})
