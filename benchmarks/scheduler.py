@@ -5,8 +5,8 @@ tokens, turns that finish and are followed by the next, heartbeats) with far mor
 a hundred workers lost a second: broken connections that resume, preempted leases that are replaced, notices. Every
 call is timed by the wall clock, from the event to the list of commands; commands are answered as the world would.
 Limits and policies are those of a default configuration (continuous balancing, adaptive seeding, hardware affinity),
-workers are of three kinds of hardware, and garbage is collected as in a run. The events' own clock is virtual, so
-nothing waits; the scheduler is woken when it asked to be.
+workers are of three kinds of hardware, and garbage is collected as in a run, within the time of a decision. The events'
+own clock is virtual, so nothing waits; the scheduler is woken when it asked to be.
 """
 
 import time
@@ -33,7 +33,7 @@ from elastic.core.types import (
     WorkerRole,
     WorkerState,
 )
-from elastic.machine import defer_full_collections
+from elastic.machine import YOUNG_COLLECTION_INTERVAL_S, collect_young, defer_full_collections
 
 TURNS = 10_000
 WORKERS = 1_000
@@ -46,6 +46,7 @@ EVENT_NS = 50_000
 
 CONFIGURATION = {"model": {"checkpoint": "."}, "seeding": {"window_s": 0.0, "reserved_engines": WORKERS}}
 """The defaults, but that the trainer's device generates nothing, and that the first step may have all workers."""
+COLLECTION_NS = round(YOUNG_COLLECTION_INTERVAL_S * NS_PER_S)
 TOKENS = 3
 TURN_ENDS = 0.03
 TRAJECTORY_ENDS = 0.1
@@ -105,6 +106,8 @@ class Load:
             due_ns, at_ns = self.scheduler.next_wakeup_ns(), self.now_ns
             event = self.answers.pop() if due_ns is None or due_ns > at_ns else e.Tick()
             began_ns = time.perf_counter_ns()
+            if at_ns % COLLECTION_NS == 0:
+                collect_young()
             commands = self.scheduler.handle(event, at_ns)
             self.times_ns.append(time.perf_counter_ns() - began_ns)
             for command in commands:
