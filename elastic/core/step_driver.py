@@ -71,7 +71,7 @@ class StepDriver:
             self._end_seeding_if_due(step)
         elif mode is TrainerMode.ASLEEP:
             self._use_sleeping_device(step)
-        elif mode is TrainerMode.ABSENT:
+        elif mode is not TrainerMode.WAKING:
             self._forget_reseeding()
             self._note_end_of_seeding(step)
         self._measure(step)

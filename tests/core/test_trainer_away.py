@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from elastic.core import commands as c
@@ -360,6 +360,7 @@ def test_it_goes_in_every_mode() -> None:
 
 
 @settings(max_examples=80, deadline=None)
+@example(taken={44: "redial"}, lost={}, helpers=1, bound=1, seed=0)
 @given(
     taken=st.dictionaries(st.integers(1, 300), st.sampled_from(BLIPS), max_size=12),
     lost=st.dictionaries(st.integers(1, 300), st.sampled_from(LOSSES), max_size=SMALL_LIMITS.trainer_restarts_max),
