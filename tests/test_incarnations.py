@@ -19,6 +19,7 @@ from elastic.compose import incarnations
 from elastic.compose.incarnations import MAY_DIFFER, Former, check_same, former_of
 from elastic.config import Config, ConfigError, load_config
 from elastic.core.digest import digest
+from elastic.core.scheduler import Phase
 from elastic.runtime import states
 from elastic.runtime.journal import CONTINUES, EventRow, JournalReader, RunDirectory, event_row
 
@@ -36,20 +37,30 @@ def config() -> Config:
 
 
 @pytest.fixture(scope="session")
-def died(tmp_path_factory: pytest.TempPathFactory, config: Config) -> Path:
-    """A run that was killed in its last step, with the states that it had saved and its trainer's last checkpoint."""
-    directory = tmp_path_factory.mktemp("died")
-    simulated, run = RunDirectory(directory / "simulated"), RunDirectory(directory / "run")
-    for kept in (simulated, run):
-        kept.path.mkdir()
+def retold(tmp_path_factory: pytest.TempPathFactory, config: Config) -> Callable[[float], RunDirectory]:
+    """A run that was killed after this share of its events, with the states that it had saved."""
+    simulated = RunDirectory(tmp_path_factory.mktemp("simulated"))
     simulation.simulate(compose.resolve(config, PROVIDERS, "test"), simulated.path, simulation.Experiment())
-    with simulated.newest_journal() as journal:
-        events = round(SHARE * journal.last_event())
-    sys.path.append(str(BENCHMARKS))
-    try:
-        importlib.import_module("_retold").retell(config, PROVIDERS, simulated, run, events)
-    finally:
-        sys.path.remove(str(BENCHMARKS))
+
+    def retell(share: float) -> RunDirectory:
+        run = RunDirectory(tmp_path_factory.mktemp("died") / "run")
+        run.path.mkdir()
+        sys.path.append(str(BENCHMARKS))
+        try:
+            importlib.import_module("_retold").retell(
+                config, PROVIDERS, simulated, run, round(share * events(simulated.path / "journal.sqlite"))
+            )
+        finally:
+            sys.path.remove(str(BENCHMARKS))
+        return run
+
+    return retell
+
+
+@pytest.fixture(scope="session")
+def died(retold: Callable[[float], RunDirectory]) -> Path:
+    """In its last step, with its trainer's last checkpoint."""
+    run = retold(SHARE)
     (run.path / "checkpoints" / "00000004.safetensors").touch()
     assert len(list(run.path.glob("checkpoints/*.state"))) == states.KEEP
     return run.path
@@ -100,6 +111,23 @@ def test_a_run_is_taken_up_where_its_journal_leads(run: RunDirectory, config: Co
         assert former.digest == whole
         assert digest(compose.replay(run)) == whole
     assert former.journal == "journal.4.sqlite"
+
+
+@pytest.mark.parametrize("short_of_all", [0, 1])
+def test_a_run_that_had_done_its_steps_has_no_more_to_do_unless_more_are_wanted(
+    retold: Callable[[float], RunDirectory], config: Config, short_of_all: int
+) -> None:
+    """Its process was killed while it gave back what it had, or after that."""
+    run = retold(1.0)
+    with closing(sqlite3.connect(run.path / "journal.sqlite")) as journal:
+        last = "(SELECT MAX(seq) FROM events WHERE kind = 'LeaseEnded')"
+        journal.execute(f"DELETE FROM events WHERE seq >= {last} AND ?", (short_of_all,))
+        journal.commit()
+    core = compose.replay(run)
+    assert core.phase is (Phase.STOPPING if short_of_all else Phase.ENDED)
+    assert former_of(run, config).digest == digest(core)
+    more = config.model_copy(update={"run": config.run.model_copy(update={"steps": config.run.steps + 1})})
+    assert former_of(run, more) == Former()
 
 
 class TestSavedState:

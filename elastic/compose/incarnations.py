@@ -185,7 +185,8 @@ def former_of(run: RunDirectory, config: Config) -> Former:
     except JournalError as error:
         raise ConfigError(f"{error}; the run goes on from its checkpoint once this journal is moved away") from error
     core = found.scheduler
-    if core.phase not in (Phase.STARTING, Phase.RUNNING):
+    done = core.phase in (Phase.STOPPING, Phase.ENDED)
+    if core.failed or (done and config.run.steps > core.plan.steps):
         log.info("the run had ended; it goes on from the trainer's checkpoint", failed=core.failed)
         return Former()
     version = max((int(path.stem) for path in (run.path / states.CHECKPOINTS).glob("*.safetensors")), default=0)

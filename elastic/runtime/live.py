@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -87,7 +88,8 @@ class GatewayWorkers:
 
 
 class ProviderLeases:
-    """Leases of `providers`, whose workers the gateway is told to expect. What is ordered waits until these are there.
+    """Leases of `providers`, whose workers the gateway is told to expect. What is ordered of one waits until it is
+    `ready`.
 
     `engines` has the engine settings of those providers whose workers do not get the welcome's, and `relay_rights`
     whom the weights' relay lets do what, where it can tell them apart.
@@ -105,7 +107,7 @@ class ProviderLeases:
         spawn: Spawn,
     ) -> None:
         self.providers: Mapping[str, Provider] = {}
-        self._there = asyncio.Event()
+        self._ready: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
         self._door = door
         self._limits = config.scheduler
         self._scheduler = scheduler
@@ -132,14 +134,15 @@ class ProviderLeases:
             )
         return known
 
-    def begin(self, providers: Mapping[str, Provider]) -> None:
-        self.providers = providers
-        self._there.set()
+    def ready(self, provider: str) -> None:
+        """It has adopted what there was, and has begun."""
+        self._ready[provider].set()
 
     def forsake(self) -> None:
         """Tell the core of providers that it knows and that are not used any more: their leases have been ended."""
         core = self._scheduler
         for name in [name for name in core.leases.offers if name not in self.providers]:
+            self.ready(name)
             offer = msgspec.structs.replace(core.leases.offers[name], available=0, successors=0)
             self._feed(e.OfferChanged(offer=offer))
             for lease in [lease for lease in core.leases.leases.values() if lease.provider == name]:
@@ -184,7 +187,7 @@ class ProviderLeases:
     async def _acquire(self, provider: str, request: LeaseRequest) -> None:
         try:
             async with asyncio.timeout(self._limits.acquire_timeout_s):
-                await self._there.wait()
+                await self._ready[provider].wait()
                 await self.providers[provider].acquire(request)
         except Exception as error:
             self._feed(e.LeaseRefused(lease=request.lease, reason=f"{type(error).__name__}: {error}"))
@@ -192,7 +195,8 @@ class ProviderLeases:
     async def _release(self, provider: str, lease: LeaseId) -> None:
         try:
             async with asyncio.timeout(self._limits.release_timeout_s):
-                await self._there.wait()
-                await self.providers[provider].release(lease)
+                await self._ready[provider].wait()
+                if provider in self.providers:
+                    await self.providers[provider].release(lease)
         except Exception as error:
             log.warning("release failed; it will be repeated", lease=lease, error=repr(error))

@@ -238,12 +238,13 @@ class Orchestrator:
                 join = await self._listen(host, port)
                 self._journal.meta("join", join)
                 providers = self._wiring.make_providers(join, self.now_ns)
-                self._leases.begin(providers)
+                self._leases.providers = providers
                 await self._rewards.start()
                 for name, provider in providers.items():
                     for lease in await provider.adopt(known.get(name, []), self._run.feed):
                         self._run.ask_again(lease)
                     await provider.start(self._run.feed)
+                    self._leases.ready(name)
                 self._leases.forsake()
                 sampler = tasks.create_task(self._sample_forever(), name="sampler")
                 try:

@@ -18,8 +18,8 @@ from typing import Any
 from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core import saved_state
-from elastic.core.scheduler import Scheduler
-from elastic.core.types import LeaseId, Nanoseconds, ScoringState, TurnId
+from elastic.core.scheduler import Phase, Scheduler
+from elastic.core.types import LeaseId, LeaseState, Nanoseconds, ScoringState, TurnId
 from elastic.runtime.ports import Clock, Ports
 
 LATE_WAKEUP_NS = 50_000_000
@@ -224,11 +224,20 @@ class Run:
             port.restore(its_own)
 
     def resume(self) -> None:
-        """Go on from what was recalled: nobody is connected, and what was under way is taken up or asked for again."""
+        """Go on from what was recalled: nobody is connected, and what was under way is taken up or asked for again.
+
+        A run that had come to its end is at its end.
+        """
+        if self.scheduler.phase is Phase.ENDED:
+            self._end_run(c.EndRun(failed=self.scheduler.failed))
+            return
         self.feed(e.Resumed())
         for worker in list(self.scheduler.fleet.workers.values()):
             if worker.connected:
                 self.feed(e.WorkerDisconnected(worker=worker.id, epoch=worker.epoch))
+        for lease in list(self.scheduler.leases.leases.values()):
+            if lease.state is LeaseState.RELEASING:
+                self._once_durable(self._ports.leases.release, lease.id, lease.provider)
         self._ports.trajectories.resume()
         for scoring in list(self.scheduler.scorings.values()):
             if scoring.state is ScoringState.RUNNING:
