@@ -1,0 +1,149 @@
+"""What `kill -9` of the orchestrator and of the trainer's process costs a run: nothing but time.
+
+The example runs with small settings on serving and spot capacity, with real processes. At seeded moments, some of them
+while the run is being taken up, the orchestrator, the trainer, or both at once are killed, and `elastic run --resume`
+goes on. What the journals of all incarnations prove is counted (`_crashes.py`), and the end is compared with that of a
+run with the same seed that nobody has disturbed: `identical_share` of its trajectories are the same, with their
+log-probabilities, and `trained_twice` counts a last checkpoint that is not the same bit for bit, too.
+
+`resumed_s` runs from the start of the process that takes the run up to the first token that it accepts. Where the
+trainer was killed with it there may be nothing to generate until another trainer has booted.
+
+`long_resume_s` is how long reading takes for a journal of a million events: the simulated example's, with made-up
+token ids in its frames and the state saved beside its last checkpoint, as a live run saves it; page cache warm.
+"""
+
+import gc
+import itertools
+import random
+import tempfile
+import time
+from collections import Counter, deque
+from collections.abc import Mapping
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import msgspec
+from _common import Arguments, emit, parse_arguments
+from _crashes import CrashingRun, Victim, judge, same_episode, same_weights, trajectories
+from _retold import retell
+from _runs import EXAMPLE, prepare
+
+from elastic import compose, simulation
+from elastic.compose.incarnations import former_of
+from elastic.config import load_config
+from elastic.runtime.journal import RunDirectory
+
+SEED = 7
+VICTIMS: Mapping[Victim, int] = {"orchestrator": 66, "trainer": 17, "both": 17}
+SETTINGS = (
+    "rollout.groups=4",
+    "rollout.group_size=4",
+    "seeding.window_s=0.3",
+    "trainer.checkpoint_every_steps=2",
+    "trainer.max_restarts=1000",
+    "providers.serving={hosts=1, max_workers=1}",
+)
+VARIANTS = (("weights.relay=http",), ("rewards.name=frozenlake",), ())
+"""Runs are disturbed with these settings besides, in turn; what is sampled and trained does not hang on them."""
+FULL_STEPS, QUICK_STEPS = 16, 3
+LONG_STEPS, LONG_EVENTS = 540, 1_000_000
+
+
+def market(directory: Path) -> Path:
+    """One spot instance at a time; each is taken away after half a minute, and the next one comes soon."""
+    path = directory / "market.csv"
+    rows = [f"{30 * n},add,node{n}\n{30 * n + 28},remove,node{n}\n" for n in range(200)]
+    path.write_text("time_s,event,instance_id\n" + "".join(rows))
+    return path
+
+
+def begin(directory: Path, steps: int, *settings: str) -> CrashingRun:
+    spot = f'providers.spot={{trace="{market(directory)}", max_workers=1, boot_delay_s=0}}'
+    overrides = [f"run.steps={steps}", spot, *SETTINGS, *settings]
+    arguments = [str(EXAMPLE), "--providers", "serving,spot", "--seed", str(SEED)]
+    return CrashingRun([*arguments, *(part for key in overrides for part in ("--set", key))], directory / "runs")
+
+
+def crash(directory: Path, steps: int, victims: deque[Victim], rng: random.Random) -> dict[str, Any]:
+    """Disturb runs until there are no more victims."""
+    calm = begin(directory, steps)
+    try:
+        calm.wait()
+    finally:
+        calm.discard()
+    expected = trajectories(RunDirectory(calm.run_dir))
+    totals, kills, resumed_s = Counter[str](), Counter[str](), list[float]()
+    same = seen = 0
+    for settings in itertools.cycle(VARIANTS):
+        run = begin(directory, steps, *settings)
+        try:
+            run.disturb(rng, victims)
+            totals["leftovers"] += len(run.leftovers())
+        finally:
+            run.discard()
+        verdict = judge(run)
+        kills += run.kills
+        resumed_s += verdict.resumed_s
+        totals.update({name: value for name, value in msgspec.structs.asdict(verdict).items() if name in COUNTED})
+        totals["groups_twice"] += not same_weights(calm.run_dir, run.run_dir)
+        found = trajectories(RunDirectory(run.run_dir))
+        same += sum(same_episode(row, found.get(name)) for name, row in expected.items())
+        seen += len(expected.keys() | found.keys())
+        if not victims:
+            break
+    return {
+        "kills": kills.total(),
+        "by": {victim: kills[victim] for victim in VICTIMS},
+        "tokens_lost": totals["tokens_lost"],
+        "tokens_duplicated": totals["tokens_duplicated"],
+        "trained_twice": totals["groups_twice"],
+        "ledger_imbalance_ns": totals["ledger_imbalance_ns"],
+        "leftovers": totals["leftovers"],
+        "resumed_s_p50": median(resumed_s) if resumed_s else None,
+        "resumed_s_max": max(resumed_s, default=None),
+        "steps_repeated": totals["turns_repeated"],
+        "identical_share": same / seen,
+    }
+
+
+COUNTED = ("tokens_lost", "tokens_duplicated", "groups_twice", "turns_repeated", "ledger_imbalance_ns")
+
+
+def long_resume_s(directory: Path, steps: int, events: int) -> float:
+    simulated, run = RunDirectory(directory / "simulated"), RunDirectory(directory / "long")
+    config = load_config(EXAMPLE, [f"run.steps={steps}"])
+    plan = compose.resolve(config, ["serving", "spot"], str(EXAMPLE))
+    for kept in (simulated, run):
+        kept.path.mkdir()
+    simulation.simulate(plan, simulated.path, simulation.Experiment())
+    retell(config, list(plan.providers), simulated, run, events)
+    gc.collect()
+    began_s = time.perf_counter()
+    compose.past_life(run)
+    former = former_of(run, config)
+    took_s = time.perf_counter() - began_s
+    if former.state is None:
+        raise RuntimeError("nothing was found to go on from")
+    return took_s
+
+
+def main(arguments: Arguments) -> dict[str, Any]:
+    prepare()
+    rng = random.Random(SEED)
+    victims: list[Victim] = [victim for victim, count in VICTIMS.items() for _ in range(count)]
+    rng.shuffle(victims)
+    long_s = None
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        if arguments.quick:
+            figures = crash(directory, QUICK_STEPS, deque(["orchestrator", "both", "orchestrator"]), rng)
+        else:
+            figures = crash(directory, FULL_STEPS, deque(victims), rng)
+            long_s = long_resume_s(directory, LONG_STEPS, LONG_EVENTS)
+    return {**figures, "long_resume_s": long_s}
+
+
+if __name__ == "__main__":
+    emit(main(args := parse_arguments(__doc__)), args)
