@@ -2,10 +2,10 @@
 
 import asyncio
 import contextlib
-import queue
-import threading
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
+
+from elastic.offload import lanes
 
 LOOK_SHARE = 1 / 10
 """Of a timeout: how often progress is looked at."""
@@ -22,8 +22,7 @@ class DaemonThread:
     """
 
     def __init__(self, name: str) -> None:
-        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        threading.Thread(target=self._work, name=name, daemon=True).start()
+        self._lane = lanes.get()(name)
 
     async def run(self, timeout_s: float, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """The call's result. Raises `TimeoutError` when it is not there in time; the call itself goes on."""
@@ -68,16 +67,12 @@ class DaemonThread:
             with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody waits any more
                 loop.call_soon_threadsafe(_settle, future, result, error)
 
-        self._calls.put(call)
+        self._lane.submit(call)
         return future
 
     def stop(self) -> None:
         """End the thread after the calls it has; none may be asked for any more."""
-        self._calls.put(None)
-
-    def _work(self) -> None:
-        while (call := self._calls.get()) is not None:
-            call()
+        self._lane.stop()
 
 
 async def run_in_thread(timeout_s: float, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

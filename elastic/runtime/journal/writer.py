@@ -108,8 +108,7 @@ class Journal:
         self._books: dict[WorkerId, tuple[int, int]] = {}
         """The closed books that are written, as far as they can still change."""
         self._connection = self._open(durable_against, notes or {})
-        self._thread = threading.Thread(target=self._write, name="journal", daemon=True)
-        self._thread.start()
+        self._start()
 
     def append(self, *records: Record) -> None:
         """All of them, or none, become durable."""
@@ -160,7 +159,7 @@ class Journal:
         with self._lock:
             self._closed = True
             self._work.notify()
-        self._thread.join()
+        self._finish()
         self._connection.close()
         if self.failed is not None:
             raise self.failed
@@ -189,23 +188,35 @@ class Journal:
 
     # The writer's thread
 
+    def _start(self) -> None:
+        self._thread = threading.Thread(target=self._write, name="journal", daemon=True)
+        self._thread.start()
+
+    def _finish(self) -> None:
+        self._thread.join()
+
     def _write(self) -> None:
         while True:
             with self._lock:
                 if not (self._hurry or self._closed):
                     self._work.wait(self._interval_s)
-                batch, self._batch = self._batch, _Batch()
-                self._committing_bytes = batch.bytes
-                self._hurry = False
-                last = self._closed
-            if self.failed is None:
-                try:
-                    self._commit(batch)
-                except Exception as error:
-                    self._fail(error)
-            self._done(batch)
-            if last:
+            if self._write_once():
                 return
+
+    def _write_once(self) -> bool:
+        """Commit what has gathered; whether that was the last."""
+        with self._lock:
+            batch, self._batch = self._batch, _Batch()
+            self._committing_bytes = batch.bytes
+            self._hurry = False
+            last = self._closed
+        if self.failed is None:
+            try:
+                self._commit(batch)
+            except Exception as error:
+                self._fail(error)
+        self._done(batch)
+        return last
 
     def _commit(self, batch: _Batch) -> None:
         if not batch.bytes:

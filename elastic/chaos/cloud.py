@@ -1,0 +1,194 @@
+"""Where GPUs come from: a cloud that outlives whoever asks it, and the provider through which a process does."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from random import Random
+from typing import ClassVar
+
+from elastic.core.events import LeaseEnded, LeaseGranted, LeaseNotice, LeaseRefused, OfferChanged
+from elastic.core.types import NS_PER_S, EndCause, LeaseId, Nanoseconds, Offer, WorkerId, WorkerRole
+from providers.base import (
+    Emit,
+    KnownLease,
+    LeaseRequest,
+    ProviderContext,
+    ProviderEvent,
+    ProviderSettings,
+    WorkerTicket,
+)
+
+Boot = Callable[[str, WorkerTicket, bool], None]
+"""Starts a worker's process: where it dials, as whom, and whether it is the trainer's."""
+
+
+@dataclass
+class _Lease:
+    request: LeaseRequest
+    join: str
+    granted: bool = False
+    alive: dict[WorkerId, None] = field(default_factory=dict[WorkerId, None])
+    notice: LeaseNotice | None = None
+
+
+class Cloud:
+    """One provider's GPUs. `after` calls something later, `end` kills a worker's process."""
+
+    def __init__(
+        self,
+        name: str,
+        role: WorkerRole,
+        places: int,
+        chance: Random,
+        after: Callable[[float, Callable[[], None]], None],
+        boot: Boot,
+        end: Callable[[WorkerId], None],
+    ) -> None:
+        self.name = name
+        self.role = role
+        self.places = places
+        self.leases: dict[LeaseId, _Lease] = {}
+        self.listener: Callable[[ProviderEvent], object] | None = None
+        self._ended: dict[LeaseId, EndCause] = {}
+        self._chance = chance
+        self._after = after
+        self._boot = boot
+        self._end_process = end
+
+    def tell(self, event: ProviderEvent) -> None:
+        if self.listener is not None:
+            self.listener(event)
+
+    def offer(self) -> None:
+        offer = Offer(
+            provider=self.name,
+            role=self.role,
+            available=max(0, self.places - len(self.leases)),
+            usd_per_gpu_hour=1.0,
+        )
+        self.tell(OfferChanged(offer=offer))
+
+    def ask(self, request: LeaseRequest, join: str) -> None:
+        lease = self.leases[request.lease] = _Lease(request, join)
+        self._after(self._chance.uniform(0.001, 0.2), lambda: self._answer(lease))
+
+    def _answer(self, lease: _Lease) -> None:
+        name = lease.request.lease
+        if self.leases.get(name) is not lease:
+            return
+        if len(self.leases) > self.places:
+            del self.leases[name]
+            self.tell(LeaseRefused(lease=name, reason="no capacity"))
+            return
+        lease.granted = True
+        for ticket in lease.request.tickets:
+            lease.alive[ticket.worker] = None
+            boot_s = self._chance.uniform(0.05, 0.5)
+            self._after(boot_s, lambda ticket=ticket: self._begin(lease, ticket))
+        self.tell(LeaseGranted(lease=name, workers=tuple(ticket.worker for ticket in lease.request.tickets)))
+        self.offer()
+
+    def _begin(self, lease: _Lease, ticket: WorkerTicket) -> None:
+        if self.leases.get(lease.request.lease) is lease:
+            self._boot(lease.join, ticket, self.role is WorkerRole.TRAINER)
+
+    def give_back(self, name: LeaseId) -> None:
+        def act() -> None:
+            lease = self.leases.get(name)
+            if lease is not None and not lease.granted:
+                del self.leases[name]
+                self.tell(LeaseRefused(lease=name, reason="withdrawn"))
+            else:
+                self.end(name, EndCause.RELEASED)
+
+        self._after(self._chance.uniform(0.001, 0.1), act)
+
+    def end(self, name: LeaseId, cause: EndCause) -> None:
+        """Take the GPUs back."""
+        lease = self.leases.get(name)
+        if lease is None or not lease.granted:
+            return
+        del self.leases[name]
+        for worker in lease.alive:
+            self._end_process(worker)
+        self._ended[name] = cause
+        self.tell(LeaseEnded(lease=name, cause=cause))
+        self.offer()
+
+    def drop(self, name: LeaseId) -> None:
+        """End a lease, granted or not: nobody asks any more."""
+        lease = self.leases.pop(name)
+        for worker in lease.alive:
+            self._end_process(worker)
+        self._ended[name] = EndCause.RELEASED
+
+    def warn(self, name: LeaseId, now_ns: Nanoseconds, notice_s: float) -> None:
+        """The lease will be taken."""
+        lease = self.leases.get(name)
+        if lease is not None and lease.granted and lease.notice is None:
+            deadline_ns = now_ns + round(notice_s * NS_PER_S)
+            lease.notice = LeaseNotice(lease=name, deadline_ns=deadline_ns, reason="preemption")
+            self.tell(lease.notice)
+            self._after(notice_s, lambda: self.end(name, EndCause.PREEMPTED))
+
+    def exited(self, worker: WorkerId) -> None:
+        """A worker's process has ended by itself, or was killed."""
+        for name, lease in list(self.leases.items()):
+            if worker in lease.alive:
+                del lease.alive[worker]
+                if not lease.alive:
+                    self._after(self._chance.uniform(0.001, 0.05), lambda name=name: self.end(name, EndCause.LOST))
+
+    def take_over(self, known: Sequence[KnownLease]) -> list[LeaseId]:
+        """Another process of the run asks: tell it what it missed; returns the requests that were never heard."""
+        names = {lease.request.lease for lease in known}
+        for name in [name for name in self.leases if name not in names]:
+            lease = self.leases.pop(name)
+            for worker in lease.alive:
+                self._end_process(worker)
+        unheard: list[LeaseId] = []
+        for wanted in known:
+            name = wanted.request.lease
+            lease = self.leases.get(name)
+            if lease is None and wanted.granted:
+                self.tell(LeaseEnded(lease=name, cause=self._ended.get(name, EndCause.LOST)))
+            elif lease is None:
+                unheard.append(name)
+            elif lease.granted and not wanted.granted:
+                self.tell(LeaseGranted(lease=name, workers=tuple(t.worker for t in lease.request.tickets)))
+            if lease is not None and lease.notice is not None:
+                self.tell(lease.notice)
+        return unheard
+
+
+class CloudProvider:
+    """`providers.base.Provider` of one process, over a cloud that other processes ask, too."""
+
+    Settings: ClassVar[type[ProviderSettings]] = ProviderSettings
+
+    def __init__(self, cloud: Cloud, context: ProviderContext) -> None:
+        self.name = cloud.name
+        self._cloud = cloud
+        self._context = context
+
+    async def adopt(self, known: Sequence[KnownLease], emit: Emit) -> list[LeaseId]:
+        self._cloud.listener = partial(asyncio.get_running_loop().call_soon, emit)
+        return self._cloud.take_over(known)
+
+    async def start(self, emit: Emit) -> None:
+        self._cloud.offer()
+
+    async def acquire(self, request: LeaseRequest) -> None:
+        self._cloud.ask(request, self._context.join)
+
+    async def release(self, lease: LeaseId) -> None:
+        self._cloud.give_back(lease)
+
+    def bar(self, lease: LeaseId) -> None:
+        pass
+
+    async def aclose(self) -> None:
+        for lease in list(self._cloud.leases):
+            self._cloud.drop(lease)
+        self._cloud.listener = None

@@ -1,0 +1,282 @@
+"""What stands around the production code: an engine, a trainer's arithmetic, an environment, each exact and small."""
+
+import asyncio
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from pydantic import BaseModel
+
+from elastic import wire
+from elastic.core.types import Account, Capabilities, FinishReason, Nanoseconds, WeightMode
+from elastic.engine.base import ChunkSink, EngineStatistics, GenerateRequest, TokenChunk, WeightChanges
+from elastic.envs.base import StepResult
+from elastic.worker.service import Pulled
+from elastic.worker.training import Standing, TrainerOrder, TrainerReply
+
+STOP = 0
+VOCABULARY = 64
+MAX_BATCH = 8
+STEP_S = 0.04
+
+
+def drawn(*parts: object) -> int:
+    """64 bits that follow from these alone."""
+    return int.from_bytes(hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest(), "big")
+
+
+def turn_tokens(noise_seed: int, longest: int) -> list[int]:
+    """What a turn comes to, wherever it is generated: its stop token last, unless it is cut."""
+    length = 1 + drawn(noise_seed, "length") % longest
+    tokens = [1 + drawn(noise_seed, place) % (VOCABULARY - 1) for place in range(length)]
+    if drawn(noise_seed, "stops") % 4:
+        tokens[-1] = STOP
+        return tokens
+    return [1 + drawn(noise_seed, place) % (VOCABULARY - 1) for place in range(longest)]
+
+
+class ModelEngine:
+    """`elastic.engine.base.RolloutEngine`: a token for each running turn in each iteration."""
+
+    def __init__(self, now_ns: Callable[[], Nanoseconds]) -> None:
+        self.capabilities = Capabilities(
+            engine="model", replayable_sampling=True, max_context_tokens=4096, device="model", max_batch=MAX_BATCH
+        )
+        self._now_ns = now_ns
+        self._requests: dict[str, tuple[GenerateRequest, list[int], int]] = {}
+        """Each with its tokens and how far it has come; the first `MAX_BATCH` run."""
+        self._fresh: set[str] = set()
+        self._version: int | None = None
+        self._asleep = False
+        self._iterating: asyncio.TimerHandle | None = None
+        self._iterations = self._decoded = self._prompt = 0
+        self._accounts: dict[Account, int] = {}
+        self._account = Account.LOADING
+        self._idle = Account.LOADING
+        self._since_ns = now_ns()
+        self.closed = False
+
+    def start(self, sink: ChunkSink) -> None:
+        self._sink = sink
+        self._loop = asyncio.get_running_loop()
+
+    def submit(self, requests: Sequence[GenerateRequest]) -> None:
+        for request in requests:
+            if request.request_id not in self._requests:
+                tokens = turn_tokens(request.noise_seed, request.max_new_tokens)
+                self._requests[request.request_id] = (request, tokens, request.start)
+                self._fresh.add(request.request_id)
+        self._go_on()
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        ended = [self._requests.pop(name)[0] for name in request_ids if name in self._requests]
+        if ended:
+            self._sink([self._last(request, FinishReason.ABORTED) for request in ended])
+        self._go_on()
+
+    def _last(self, request: GenerateRequest, finish: FinishReason) -> TokenChunk:
+        self._fresh.discard(request.request_id)
+        return TokenChunk(request.request_id, request.start, [], [], -1, finish)
+
+    def load_weights(
+        self, version: int, tensors: Mapping[str, object], mode: WeightMode, changes: WeightChanges | None = None
+    ) -> None:
+        self._version = version
+
+    def sleep(self) -> None:
+        self.abort(list(self._requests))
+        self._asleep = True
+        self._go_on()
+
+    def wake(self) -> None:
+        self._asleep = False
+        self._go_on()
+
+    def set_idle_account(self, account: Account) -> None:
+        self._idle = account
+        self._go_on()
+
+    def statistics(self) -> EngineStatistics:
+        self._meter()
+        executing = 0 if self._asleep else min(MAX_BATCH, len(self._requests))
+        return EngineStatistics(
+            pending=len(self._requests) - executing,
+            executing=executing,
+            capacity_turns=0 if self._asleep else MAX_BATCH + 4,
+            kv_blocks_used=0,
+            kv_blocks_total=1,
+            prefix_hit_tokens=0,
+            prompt_tokens=self._prompt,
+            decoded_tokens=self._decoded,
+            progress=self._iterations,
+            accounts_ns=dict(self._accounts),
+            weights_version=self._version,
+            asleep=self._asleep,
+            pacing_held_share=1.0,
+        )
+
+    def close(self) -> None:
+        self.closed = True
+        if self._iterating is not None:
+            self._iterating.cancel()
+
+    def _go_on(self) -> None:
+        self._meter()
+        busy = bool(self._requests) and not self._asleep and self._version is not None
+        self._account = Account.ASLEEP if self._asleep else Account.DECODE if busy else self._idle
+        if busy and self._iterating is None and not self.closed:
+            self._iterating = self._loop.call_later(STEP_S, self._iterate)
+
+    def _meter(self) -> None:
+        now_ns = self._now_ns()
+        self._accounts[self._account] = self._accounts.get(self._account, 0) + now_ns - self._since_ns
+        self._since_ns = now_ns
+
+    def _iterate(self) -> None:
+        self._iterating = None
+        if self._asleep or self._version is None:
+            return
+        self._iterations += 1
+        chunks: list[TokenChunk] = []
+        for name, (request, tokens, at) in list(self._requests.items())[:MAX_BATCH]:
+            token, fresh = tokens[at], name in self._fresh
+            self._fresh.discard(name)
+            self._decoded += 1
+            finish = None
+            if at + 1 == len(tokens):
+                finish = FinishReason.STOP if token == STOP else FinishReason.LENGTH
+                del self._requests[name]
+            else:
+                self._requests[name] = (request, tokens, at + 1)
+            prefilled = len(request.token_ids) if fresh else 0
+            self._prompt += prefilled
+            chunks.append(TokenChunk(name, at, [token], [-0.5], self._version, finish, 0, prefilled))
+        self._sink(chunks)
+        self._go_on()
+
+
+@dataclass
+class Weights:
+    """What the trainer has learnt, in order; the same order gives the same bits."""
+
+    version: int = 0
+    learnt: list[tuple[int, str, int]] = field(default_factory=list[tuple[int, str, int]])
+    """Step, group, and a sum of what its trajectories were."""
+
+    def copy(self) -> "Weights":
+        return Weights(self.version, list(self.learnt))
+
+
+class ModelTrainer:
+    """`elastic.worker.service.Trainer`: it learns by writing down. `saved` is its newest checkpoint."""
+
+    def __init__(self, saved: Callable[[], Weights], save: Callable[[Weights], None], publish: Callable[[int], None]):
+        self.timeout_s = 60.0
+        self.publisher = ""
+        self._weights = saved()
+        self._save = save
+        self._publish = publish
+        self._groups: list[str] = []
+        self._slots: list[int] = []
+        self._stepped: wire.Stepped | None = None
+        publish(self._weights.version)
+
+    def load_policy(self, engine: Any) -> None:
+        self._engine = engine
+        engine.load_weights(self._weights.version, {}, WeightMode.KEEP)
+
+    def standing(self) -> Standing:
+        return Standing(self._weights.version, tuple(self._groups), frozenset(self._slots))
+
+    def has(self, order: TrainerOrder) -> bool:
+        match order:
+            case wire.TrainGroup():
+                return order.group in self._groups
+            case wire.SkipGroup():
+                return order.index in self._slots
+            case wire.Update():
+                return self._weights.version == order.version
+
+    def follow(self, welcome: wire.Welcome) -> None:
+        pass
+
+    def carry_out(self, order: TrainerOrder) -> TrainerReply:
+        match order:
+            case wire.TrainGroup():
+                if not self.has(order):
+                    if order.step != self._weights.version:
+                        raise AssertionError(f"{order.group} of step {order.step} at version {self._weights.version}")
+                    what = drawn(*(t for d in order.trajectories for t in (d.trajectory, *d.token_ids, d.reward)))
+                    self._weights.learnt.append((order.step, order.group, what))
+                    self._groups.append(order.group)
+                    self._slots.append(order.index)
+                return wire.Trained(order.group, 0.01)
+            case wire.SkipGroup():
+                if not self.has(order):
+                    self._slots.append(order.index)
+                return None
+            case wire.Update():
+                if not self.has(order):
+                    self._weights.version += 1
+                    if self._weights.version != order.version:
+                        raise AssertionError(f"stepped to {self._weights.version}, not to {order.version}")
+                    self._groups, self._slots = [], []
+                    self._engine.load_weights(order.version, {}, WeightMode.KEEP)
+                    self._save(self._weights.copy())
+                    self._publish(order.version)
+                return wire.Stepped(order.version, {})
+
+    def published(self) -> wire.Published:
+        return wire.Published(self._weights.version, {}, {})
+
+
+def pulled(there: Callable[[int], bool]) -> Callable[[wire.Welcome, wire.PullWeights], Pulled]:
+    """Weights off a relay that has what is `there`."""
+
+    def pull(welcome: wire.Welcome, order: wire.PullWeights) -> Pulled:
+        if not there(order.version):
+            raise RuntimeError(f"version {order.version} is not on the relay")
+        return Pulled(dict, 1)
+
+    return pull
+
+
+class NoSettings(BaseModel):
+    pass
+
+
+class ModelEnvironment:
+    """Some turns, as many as the seed says; what it answers follows from what it is told."""
+
+    Settings: ClassVar[type[BaseModel]] = NoSettings
+    vocabulary: ClassVar[tuple[str, ...]] = tuple(str(number) for number in range(VOCABULARY))
+    stop_token_ids: ClassVar[tuple[int, ...]] = (STOP,)
+
+    def __init__(self, settings: BaseModel) -> None:
+        self._told: list[int] = []
+
+    async def reset(self, seed: int) -> list[int]:
+        await asyncio.sleep(0.01)
+        return self.begin(seed)
+
+    async def step(self, token_ids: list[int]) -> StepResult:
+        await asyncio.sleep(0.005 + drawn(self._seed, len(self._told)) % 20 / 1000)
+        return self.answer(token_ids)
+
+    def begin(self, seed: int) -> list[int]:
+        self._seed, self._turns = seed, 1 + drawn(seed, "turns") % 3
+        return [1 + drawn(seed, place) % (VOCABULARY - 1) for place in range(5)]
+
+    def answer(self, token_ids: list[int]) -> StepResult:
+        self._told += token_ids
+        self._turns -= 1
+        done = self._turns == 0
+        reward = float(drawn(*self._told) % 2)
+        return StepResult([] if done else [1 + drawn(*self._told, "said") % (VOCABULARY - 1)] * 3, done, reward)
+
+    async def truncate(self) -> float:
+        return 0.0
+
+    async def aclose(self) -> None:
+        pass

@@ -1,0 +1,39 @@
+"""Where calls go that block: to a thread of their own, or wherever the world that one lives in has them made."""
+
+import queue
+import threading
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Protocol
+
+
+class Lane(Protocol):
+    """Makes calls one after the other, in the order in which they are asked for."""
+
+    def submit(self, call: Callable[[], None]) -> None: ...
+
+    def stop(self) -> None:
+        """End after the calls that it has; none may be asked for any more."""
+        ...
+
+
+class ThreadLane:
+    """On a thread that never keeps the process alive."""
+
+    def __init__(self, name: str) -> None:
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._work, name=name, daemon=True).start()
+
+    def submit(self, call: Callable[[], None]) -> None:
+        self._calls.put(call)
+
+    def stop(self) -> None:
+        self._calls.put(None)
+
+    def _work(self) -> None:
+        while (call := self._calls.get()) is not None:
+            call()
+
+
+lanes: ContextVar[Callable[[str], Lane]] = ContextVar("lanes", default=ThreadLane)
+"""What makes the lanes of the code that runs now, by their names."""
