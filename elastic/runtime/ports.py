@@ -133,8 +133,9 @@ class Rewards(Protocol):
 class Trainer(Remembers, Protocol):
     """The trainer's process; orders are carried out one after the other, and asked for once more they are no-ops."""
 
-    def recalled(self, order: c.TrainGroup | c.DropGroup | c.UpdateWeights) -> None:
-        """An order that a former incarnation gave; of groups that were dropped those that leave a slot empty."""
+    def remember(self, order: c.TrainGroup | c.DropGroup | c.UpdateWeights) -> None:
+        """An order that is about to be given, or that a former incarnation gave; of groups that were dropped those that
+        leave a slot empty."""
         ...
 
     def train(self, order: c.TrainGroup, batch: Any) -> None: ...
@@ -175,6 +176,9 @@ class OneIncarnation:
 
     def recalled(self, *_: Any, **__: Any) -> None:
         raise AssertionError("a run of one incarnation has nothing to recall")
+
+    def remember(self, *_: Any, **__: Any) -> None:
+        pass
 
     def resume(self) -> None:
         raise AssertionError("a run of one incarnation does not resume")

@@ -117,9 +117,9 @@ class Run:
             c.CancelTrajectory: lambda k: trajectories.cancel(k.trajectory),
             c.ScoreTrajectory: self._score,
             c.RecordReward: lambda k: trajectories.record_reward(k.trajectory, k.reward, k.cause),
-            c.TrainGroup: lambda k: self._once_durable(self._train_group, k),
+            c.TrainGroup: self._train_group,
             c.DropGroup: self._drop_group,
-            c.UpdateWeights: lambda k: self._once_durable(ports.trainer.update, k),
+            c.UpdateWeights: self._update_weights,
             c.EndRun: self._end_run,
         }
 
@@ -204,9 +204,9 @@ class Run:
                     ports.trajectories.accept(event, command.chunks, payload)
                     continue
                 case c.TrainGroup() | c.UpdateWeights():
-                    ports.trainer.recalled(command)
+                    ports.trainer.remember(command)
                 case c.DropGroup() if command.slot is not None:
-                    ports.trainer.recalled(command)
+                    ports.trainer.remember(command)
                 case _:
                     pass
             ports.trajectories.recalled(event, command)
@@ -281,11 +281,19 @@ class Run:
         self._once_durable(self._ports.rewards.score, command, self._ports.trajectories.finished(command.trajectory))
 
     def _train_group(self, command: c.TrainGroup) -> None:
-        self._ports.trainer.train(command, self._ports.trajectories.take(command.trajectories))
+        """What the trajectories came to may have to be read from the journal, once that has it."""
+        ports = self._ports
+        ports.trainer.remember(command)
+        self._once_durable(lambda: ports.trainer.train(command, ports.trajectories.take(command.trajectories)))
+
+    def _update_weights(self, command: c.UpdateWeights) -> None:
+        self._ports.trainer.remember(command)
+        self._once_durable(self._ports.trainer.update, command)
 
     def _drop_group(self, command: c.DropGroup) -> None:
         dropped = self._ports.trajectories.drop(command.trajectories)
         if command.slot is not None:
+            self._ports.trainer.remember(command)
             self._once_durable(self._ports.trainer.skip, command, dropped)
 
     def _end_run(self, command: c.EndRun) -> None:

@@ -53,6 +53,9 @@ def missing(
     now = [order for order in orders if order.step == version]
     if unknown := groups - {order.group for order in now if isinstance(order, c.TrainGroup)}:
         raise OutOfStep(f"it has trained on {', '.join(sorted(unknown))} in step {version}, which it was not told to")
+    empty = {slot for order in now if isinstance(order, c.UpdateWeights) for slot in order.empty_slots}
+    if strange := slots - empty - {order.slot for order in now if not isinstance(order, c.UpdateWeights)}:
+        raise OutOfStep(f"it has filled the slots {sorted(strange)} of step {version}, which it was not told to")
 
     def lacks(order: Order) -> bool:
         match order:
@@ -91,19 +94,16 @@ class GatewayTrainer:
     # What the run sees
 
     def train(self, order: c.TrainGroup, batch: list[Episode]) -> None:
-        self.recalled(order)
         self._tell(_train(order, batch))
 
     def skip(self, order: c.DropGroup, dropped: int) -> None:
-        self.recalled(order)
         self._tell(_skip(order, dropped))
 
     def update(self, order: c.UpdateWeights) -> None:
-        self.recalled(order)
         for message in _update(order):
             self._tell(message)
 
-    def recalled(self, order: Order) -> None:
+    def remember(self, order: Order) -> None:
         if order in self._orders:
             return
         self._orders.append(order)

@@ -189,12 +189,11 @@ class TrainerOrders:
         self.given: list[Order] = []
         self._tell = tell
 
-    def recalled(self, order: c.TrainGroup | c.DropGroup | c.UpdateWeights) -> None:
+    def remember(self, order: c.TrainGroup | c.DropGroup | c.UpdateWeights) -> None:
         if not isinstance(order, c.DropGroup) and order not in self.given[-1:]:
             self.given.append(order)
 
     def train(self, order: Order, batch: None = None) -> None:
-        self.recalled(order)
         self._tell(order)
 
     update = train
