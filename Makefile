@@ -17,7 +17,7 @@ run: setup
 	$(BIN)/elastic run examples/frozenlake.toml --providers serving,spot
 
 # Tests that only compute share the cores; those with processes and clocks of their own come after them, one by one.
-COMPUTING := $(addprefix tests/,core envs model policies report sim traces trainer weights)
+COMPUTING := $(addprefix tests/,chaos core envs model policies report sim traces trainer weights)
 
 test: setup check
 	$(BIN)/python -m pytest -n 2 $(COMPUTING)

@@ -88,7 +88,7 @@ def test_an_interrupted_run_goes_on_where_it_was(start, config: Path, processes_
     assert not (run_dir / "journal.3.sqlite").exists()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGHUP])
 def test_stops_when_nobody_listens_any_more(start, config: Path, processes_of, number: signal.Signals) -> None:
     """As with `2>&1 | tee` and Ctrl-C, which ends both, or a terminal that is closed."""
     process = start("run", config, "--set", "run.steps=1000", "--set", "weights.relay=http")
@@ -130,44 +130,7 @@ def test_a_second_signal_kills_at_once(start, config: Path, processes_of) -> Non
     assert nothing_left(run_dir, processes_of)
 
 
-def test_the_next_orchestrator_goes_on_with_the_processes_of_one_that_was_killed(
-    start, config: Path, processes_of
-) -> None:
-    process = start("run", config, *PROVIDERS, "--set", "run.steps=1000")
-    (run_dir,) = until(lambda: run_dirs(config), START_TIMEOUT_S, process)
-    until(lambda: read(run_dir)[1], START_TIMEOUT_S, process)
-    for _ in range(2):
-        left = {one.pid for one in processes_of(run_dir.name)} - {process.pid}
-        done = len(read(run_dir)[1])
-        process.kill()
-        process.communicate()
-        process = start("run", "--resume", run_dir, "--set", "run.steps=1000")
-        until(lambda: len(read(run_dir)[1]) > done, START_TIMEOUT_S, process)  # noqa: B023 - called at once
-        assert {one.pid for one in processes_of(run_dir.name)} >= left
-    process.send_signal(signal.SIGINT)
-    process.communicate(timeout=STOP_TIMEOUT_S)
-    assert nothing_left(run_dir, processes_of)
-
-
-def test_what_outlives_an_orchestrator_that_was_killed_ends_with_the_next(start, config: Path, processes_of) -> None:
-    process = start("run", config, *PROVIDERS, "--set", "run.steps=1000")
-    (run_dir,) = until(lambda: run_dirs(config), START_TIMEOUT_S, process)
-    until(lambda: read(run_dir)[1], START_TIMEOUT_S, process)
-    process.kill()
-    process.communicate()
-    _, steps = read(run_dir)
-
-    process = start("run", "--resume", run_dir, "--set", f"run.steps={len(steps) + 1}", "--providers", "")
-    _, err = process.communicate(timeout=START_TIMEOUT_S)
-    assert process.returncode == 0, err
-    meta, more = read(run_dir)
-    assert meta["providers"] == ""
-    assert more
-    assert more[-1] == len(steps)
-    assert nothing_left(run_dir, processes_of)
-
-
-@pytest.mark.parametrize("relay", ["directory", "http"])
+@pytest.mark.parametrize("relay", ["http"])
 def test_what_waits_for_an_orchestrator_that_stays_away_ends_by_itself_and_leaves_nothing(
     start, config: Path, processes_of, relay: str
 ) -> None:

@@ -33,6 +33,7 @@ def journal_of(run: Any) -> Iterator[JournalReader]:
     reader.close()
 
 
+@pytest.mark.nightly
 async def test_turns_of_a_serving_host_that_crashes_go_on_elsewhere(live, config, host_killer) -> None:
     run = await live(config, ("serving",), kills=1, hunter=host_killer)
     assert run.outcome.failed == ""

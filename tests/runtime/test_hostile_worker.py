@@ -81,6 +81,7 @@ def last_weights(run: Any) -> dict[str, torch.Tensor]:
     return load_file(sorted((run.run_dir / "checkpoints").glob("*.safetensors"))[-1])
 
 
+@pytest.mark.nightly
 async def test_a_worker_that_attacks_the_weights_leaves_no_trace_in_them(live, live_config, tmp_path: Path) -> None:
     market, report = hostile(tmp_path)
     calm = last_weights(await live(live_config(), ()))

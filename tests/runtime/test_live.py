@@ -58,10 +58,6 @@ def policy_tokens(turns: dict[str, list[int]], trajectory: str) -> list[list[int
     return [own[n] for n in sorted(own)]
 
 
-def tokens_of(trajectories: list[TrajectoryRow], step: int) -> dict[str, list[int]]:
-    return {row.trajectory: msgspec.msgpack.decode(row.token_ids) for row in trajectories if row.step == step}
-
-
 def batches_by_provider(run: Any) -> dict[str, set[int]]:
     """The `max_batch` that each provider's workers came with."""
     reader = run.journal()
@@ -107,17 +103,6 @@ async def test_nothing_is_lost_when_workers_are_killed(live, live_config) -> Non
     assert not run.scheduler.leases.leases
     assert all(book.closed_ns is not None for book in run.scheduler.ledger.books.values())
     assert run.scheduler.ledger.imbalance_ns() == 0
-
-
-async def test_kills_leave_no_trace_in_the_first_steps_tokens(live, live_config) -> None:
-    config = live_config(run={"steps": 1})
-    killed = await live(config, ("spot",), kills=2)
-    quiet = await live(config, ())
-    assert killed.kills == 2
-    _, with_kills = evidence_of(killed)
-    _, without = evidence_of(quiet)
-    assert tokens_of(with_kills, 0) == tokens_of(without, 0)
-    assert len(without) == 4 * 4
 
 
 class Broken(RuntimeError):

@@ -16,7 +16,7 @@ from elastic.core.types import WorkerState
 from elastic.runtime.journal import JournalReader, MoveRow, RunDirectory
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 async def test_turns_of_a_frozen_worker_are_journaled_as_moves(tmp_path: Path, checkpoint: Path) -> None:
     """It is fenced by time alone: no connection breaks, and no lease has ended yet, when its turns are moved."""
     plan = compose.resolve(_config(tmp_path, checkpoint), [], "test")
