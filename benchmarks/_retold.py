@@ -27,7 +27,7 @@ class _Enough(Exception):
 def retell(config: Config, providers: Sequence[str], simulated: RunDirectory, run: RunDirectory, events: int) -> None:
     """Write the first `events` of the simulated run as a journal of `run`, which has died then.
 
-    Beside each checkpoint that its trainer would have made there is the run's state; the checkpoints are not there.
+    Beside each checkpoint that its trainer would have kept there is the run's state; the checkpoints are empty.
     """
     compose.save_run_config(run.path, config)
     notes = {
@@ -92,3 +92,4 @@ def _save_states(
                 state=recollection.saved(),
             )
             states.write(run.path / states.CHECKPOINTS, version, saved)
+            (run.path / states.CHECKPOINTS / f"{version:08d}.safetensors").touch()

@@ -1,3 +1,6 @@
+import shutil
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -30,3 +33,16 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
         torch.manual_seed(0)
         write_checkpoint(directory, tiny, model_tensors(Qwen3(tiny)))
     return directory
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 512 KiB."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    mount = shutil.which("mount")
+    options = ("-t", "tmpfs", "-o", "size=512k", "elastic-test")
+    if mount is None or subprocess.run([mount, *options, path], capture_output=True).returncode:
+        pytest.skip("no file system can be mounted here")
+    yield path
+    subprocess.run(["umount", "--lazy", path], check=True)

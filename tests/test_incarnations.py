@@ -1,7 +1,9 @@
 """What a run's journals say of where it was: read whole, torn, damaged, in part, and with another configuration."""
 
+import contextlib
 import importlib
 import itertools
+import os
 import random
 import shutil
 import sqlite3
@@ -21,7 +23,7 @@ from elastic.config import Config, ConfigError, load_config
 from elastic.core.digest import digest
 from elastic.core.scheduler import Phase
 from elastic.runtime import states
-from elastic.runtime.journal import CONTINUES, EventRow, JournalReader, RunDirectory, event_row
+from elastic.runtime.journal import CONTINUES, EventRow, JournalError, JournalReader, RunDirectory, event_row
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 EXAMPLE = BENCHMARKS.parent / "examples" / "frozenlake.toml"
@@ -59,9 +61,8 @@ def retold(tmp_path_factory: pytest.TempPathFactory, config: Config) -> Callable
 
 @pytest.fixture(scope="session")
 def died(retold: Callable[[float], RunDirectory]) -> Path:
-    """In its last step, with its trainer's last checkpoint."""
+    """In its last step."""
     run = retold(SHARE)
-    (run.path / "checkpoints" / "00000004.safetensors").touch()
     assert len(list(run.path.glob("checkpoints/*.state"))) == states.KEEP
     return run.path
 
@@ -205,7 +206,7 @@ class TestSavedState:
         with closing(sqlite3.connect(run.path / "journal.sqlite")) as journal:
             journal.execute("DELETE FROM events WHERE seq > ?", (last,))
             journal.commit()
-        (run.path / "checkpoints" / "00000004.safetensors").rename(run.path / "checkpoints" / "00000002.safetensors")
+        (run.path / "checkpoints" / "00000004.safetensors").unlink()
         assert former_of(run, config).digest == next(itertools.islice(digests(run), last, None))
         assert self.heard == last - first
 
@@ -299,7 +300,8 @@ class TestJournal:
 
 class TestCheckpoint:
     def has(self, run: RunDirectory, *versions: int) -> None:
-        (run.path / "checkpoints" / "00000004.safetensors").unlink()
+        for path in run.path.glob("checkpoints/*.safetensors"):
+            path.unlink()
         for version in versions:
             (run.path / "checkpoints" / f"{version:08d}.safetensors").touch()
 
@@ -373,3 +375,25 @@ async def test_a_run_is_taken_up_by_one_process(run: RunDirectory, config: Confi
     with compose.claimed(run.path), pytest.raises(ConfigError, match="still going on in another process"):
         await compose.execute(plan, run.path, resume=True)
     assert sorted(run.path.rglob("*")) == sorted({*before, run.path / "lock"})
+
+
+async def test_on_a_full_disk_a_run_stays_as_it_was(died: Path, config: Config, whole: str, small_disk: Path) -> None:
+    run = RunDirectory(Path(shutil.copytree(died, small_disk / "run")))
+    ballast = small_disk / "ballast"
+    plan = compose.resolve(config, PROVIDERS, "test")
+    for spare_kib in (0, 4, 32):
+        fill(ballast, spare_kib)
+        with pytest.raises((ConfigError, JournalError), match=r"disk/run/.*(full|No space left)"):
+            await compose.execute(plan, run.path, resume=True)
+        ballast.unlink()
+        assert former_of(run, config).digest == whole
+        assert compose.load_run_config(run.path) == config
+        assert [path.name for path in run.journal_paths()] == ["journal.sqlite"]
+
+
+def fill(ballast: Path, spare_kib: int) -> None:
+    """All of the disk but so much."""
+    with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(1024))
+    os.truncate(ballast, max(0, ballast.stat().st_size - spare_kib * 1024))

@@ -1,7 +1,6 @@
 """The command line as a user has it: `elastic …` in this process, or in one of its own that can be sent signals."""
 
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -128,16 +127,3 @@ def living_processes(run: str) -> list[psutil.Process]:
 @pytest.fixture
 def processes_of() -> Callable[[str], list[psutil.Process]]:
     return living_processes
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 512 KiB."""
-    path = tmp_path / "disk"
-    path.mkdir()
-    mount = shutil.which("mount")
-    options = ("-t", "tmpfs", "-o", "size=512k", "elastic-test")
-    if mount is None or subprocess.run([mount, *options, path], capture_output=True).returncode:
-        pytest.skip("no file system can be mounted here")
-    yield path
-    subprocess.run(["umount", "--lazy", path], check=True)

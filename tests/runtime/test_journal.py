@@ -1,13 +1,18 @@
 """What is written is read again in order, and nothing is lost in between; what cannot be written is said."""
 
 import asyncio
+import contextlib
 import math
+import shutil
 import sqlite3
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
+from random import Random
 from typing import ClassVar
 
 import msgspec
@@ -29,6 +34,7 @@ from elastic.runtime.journal import (
     MoveRow,
     NoteRow,
     PullRow,
+    RunDirectory,
     SampleRow,
     StepRow,
     TrajectoryRow,
@@ -580,6 +586,49 @@ class TestReading:
             lasts.append(len(times))
         assert lasts == sorted(lasts)
         assert lasts[-1] >= 3
+
+    BEGIN_MANY: ClassVar[str] = """
+import sys
+from pathlib import Path
+from elastic.runtime.journal import Journal, RunDirectory
+print("begun", flush=True)
+while True:
+    Journal(RunDirectory(Path(sys.argv[1])).next_journal_path(), notes={"run": "r"}).close()
+"""
+
+    def test_a_process_that_is_killed_as_it_begins_one_leaves_a_whole_one_or_none(self, tmp_path: Path) -> None:
+        rng, run = Random(3), RunDirectory(tmp_path)
+        for _ in range(6):
+            process = subprocess.Popen([sys.executable, "-c", self.BEGIN_MANY, tmp_path], stdout=subprocess.PIPE)
+            assert process.stdout is not None
+            with process.stdout:
+                assert process.stdout.readline() == b"begun\n"
+                time.sleep(rng.uniform(0.0, 0.1))
+                process.kill()
+                process.wait()
+            with run.journals() as journals:
+                assert {journal.meta()["run"] for journal in journals} == {"r"}
+        assert len(run.journal_paths()) > 6
+
+    def test_without_room_for_its_index_a_sound_journal_is_not_called_damaged(
+        self, path: Path, small_disk: Path
+    ) -> None:
+        journal = Journal(path)
+        journal.meta("run", "r")
+        journal.durable().result(timeout=20)
+        killed = small_disk / path.name
+        for suffix in ("", "-wal"):
+            shutil.copy(path.with_name(path.name + suffix), killed.with_name(killed.name + suffix))
+        journal.close()
+        ballast = small_disk / "ballast"
+        with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as file:
+            while True:
+                file.write(bytes(1024))
+        with pytest.raises(OSError, match=r"No space left on device.*journal"):
+            JournalReader(killed)
+        ballast.unlink()
+        with reading(killed) as reader:
+            assert reader.meta()["run"] == "r"
 
     READERS: ClassVar[dict[str, Callable[[JournalReader], object]]] = {
         "rows": lambda reader: reader.rows(SampleRow),

@@ -1,5 +1,7 @@
 """Reading a journal: its tables as records, its events as the core took them."""
 
+import errno
+import os
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,7 +19,7 @@ from elastic.runtime.journal.frames import FRAME, read_frame
 from elastic.runtime.journal.migrations import MIGRATIONS, migrated
 from elastic.runtime.journal.records import TABLES, BookRow, NoteRow
 from elastic.runtime.journal.tables import R
-from elastic.runtime.journal.writer import SCHEMA_VERSION, JournalError
+from elastic.runtime.journal.writer import SCHEMA_VERSION, JournalError, no_room
 
 _decode_event = msgspec.msgpack.Decoder(e.Event).decode
 
@@ -25,7 +27,8 @@ _decode_event = msgspec.msgpack.Decoder(e.Event).decode
 class JournalReader:
     """Read-only access to a journal, also while the run writes it. What cannot be read raises `JournalError`.
 
-    One of an earlier schema version is read as if it were of the present one.
+    Of a journal that a killed process has left SQLite makes an index first; without room for that it is an `OSError`,
+    for the journal is sound. One of an earlier schema version is read as if it were of the present one.
     """
 
     def __init__(self, path: Path) -> None:
@@ -53,6 +56,8 @@ class JournalReader:
         try:
             yield
         except (sqlite3.Error, msgspec.DecodeError, UnicodeDecodeError) as error:
+            if isinstance(error, sqlite3.OperationalError) and no_room(self.path):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path)) from error
             raise JournalError(f"{self.path}: {error}") from error
 
     def _to_present_version(self) -> None:

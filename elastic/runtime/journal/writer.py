@@ -7,12 +7,14 @@
 """
 
 import contextlib
+import errno
 import os
 import sqlite3
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
+from shutil import disk_usage
 from typing import Protocol
 
 from elastic.core.ledger import DeviceBook
@@ -24,9 +26,17 @@ SCHEMA_VERSION = 3
 CAUGHT_UP_SHARE = 0.5
 """A journal that is behind has caught up once no more than this share of its bound waits."""
 PENDING_BYTES = 64 * 2**20
-
+BESIDE_BYTES = 2 * 32_768
+"""What SQLite needs beside a journal at least, also to read one that a killed process has left."""
 
 _EVENTS = TABLES[EventRow]
+
+
+def no_room(path: Path) -> bool:
+    """Whether the journal's disk is too full for SQLite, which then speaks of I/O errors."""
+    with contextlib.suppress(OSError):
+        return disk_usage(path.parent).free < BESIDE_BYTES
+    return False
 
 
 class JournalError(Exception):
@@ -271,22 +281,24 @@ class Journal:
                 self.path, check_same_thread=False, isolation_level=None, timeout=self._lock_timeout_s
             )
             try:
-                connection.execute("PRAGMA journal_mode=WAL")
                 connection.execute(f"PRAGMA synchronous={synchronous}")
             except BaseException:
                 connection.close()
                 raise
         except (OSError, sqlite3.Error) as error:
-            raise JournalError(f"{self.path}: {error}") from error
+            why = os.strerror(errno.ENOSPC) if no_room(self.path) else str(error)
+            raise JournalError(f"{self.path}: {why}") from error
         return connection
 
     def _create(self, notes: Mapping[str, str]) -> None:
         """Whenever this process dies, the journal's name belongs to a whole journal, or to nothing."""
         beside = self.path.with_name(f"{self.path.name}.new")
-        beside.unlink(missing_ok=True)
+        for suffix in ("", "-journal", "-wal", "-shm"):
+            beside.with_name(beside.name + suffix).unlink(missing_ok=True)
         try:
             with contextlib.closing(sqlite3.connect(beside, isolation_level=None)) as connection:
-                connection.execute("PRAGMA journal_mode=OFF")
+                # From the first moment on: whoever only reads could not repair a change of this that was broken off.
+                connection.execute("PRAGMA journal_mode=WAL")
                 connection.execute("BEGIN")
                 for table in TABLES.values():
                     connection.execute(table.create)
