@@ -118,11 +118,11 @@ class GatewayTrainer:
 
     def reaches(self, version: int) -> bool:
         """Whether a trainer that stands at this version, between two steps, can be brought to where the run is."""
-        newest = self._scheduler.version
+        core = self._scheduler
         try:
-            missing(self._orders, self._outstanding(), newest or 0, version, set(), set())
+            missing(self._orders, core.trainer_order, core.version or 0, version, set(), set())
         except OutOfStep:
-            return newest is None
+            return core.version is None
         return True
 
     # What comes from the trainer
@@ -136,7 +136,7 @@ class GatewayTrainer:
             return
         try:
             lacking = missing(
-                self._orders, self._outstanding(), core.version, version, set(ready.groups), set(ready.slots)
+                self._orders, core.trainer_order, core.version, version, set(ready.groups), set(ready.slots)
             )
         except OutOfStep as error:
             self._refuse(worker, f"the trainer is out of step with the journal: {error}")
@@ -182,17 +182,6 @@ class GatewayTrainer:
         known = self._scheduler.fleet.workers.get(worker)
         if known is None or not known.epoch:
             self._stop(cause)
-
-    def _outstanding(self) -> Order | None:
-        """The order that the core waits for, and has carried out once more when the trainer has joined."""
-        core, last = self._scheduler, next((o for o in reversed(self._orders) if not isinstance(o, c.DropGroup)), None)
-        match last:
-            case c.TrainGroup():
-                return last if last.group == core.training else None
-            case c.UpdateWeights():
-                return last if core.step is not None and core.step.updating and last.step == core.step.number else None
-            case _:
-                return None
 
     def _again(self, order: Order) -> list[wire.FromOrchestrator]:
         match order:
