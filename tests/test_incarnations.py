@@ -23,7 +23,17 @@ from elastic.config import Config, ConfigError, load_config
 from elastic.core.digest import digest
 from elastic.core.scheduler import Phase
 from elastic.runtime import states
-from elastic.runtime.journal import CONTINUES, EventRow, JournalError, JournalReader, RunDirectory, event_row
+from elastic.runtime.journal import (
+    CONTINUES,
+    EventRow,
+    JournalError,
+    JournalReader,
+    NullJournal,
+    Record,
+    RunDirectory,
+    event_row,
+)
+from elastic.runtime.scribe import Scribe
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 EXAMPLE = BENCHMARKS.parent / "examples" / "frozenlake.toml"
@@ -129,6 +139,23 @@ def test_a_run_that_had_done_its_steps_has_no_more_to_do_unless_more_are_wanted(
     assert former_of(run, config).digest == digest(core)
     more = config.model_copy(update={"run": config.run.model_copy(update={"steps": config.run.steps + 1})})
     assert former_of(run, more) == Former()
+
+
+def test_what_the_trainer_publishes_again_takes_nothing_from_the_account_of_its_step(
+    run: RunDirectory, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trainer's next process publishes the version that it begins with; of that step the row has all."""
+    appended: list[Record] = []
+    monkeypatch.setattr(NullJournal, "append", lambda _, *records: appended.extend(records))
+    monkeypatch.setattr(NullJournal, "keeps", True)
+    with run.newest_journal() as journal:
+        scheduler = incarnations._scheduler(journal)[1]
+        scribe = Scribe(scheduler, NullJournal())
+        for t_ns, event, _ in journal.entries():
+            scribe.recalled(t_ns, event, scheduler.handle(event, t_ns))
+    for version in range(1, config.run.steps):
+        scribe.published(version, {}, {"publish_s": 1.0})
+    assert appended == []
 
 
 class TestSavedState:

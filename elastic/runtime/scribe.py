@@ -277,7 +277,8 @@ class Scribe:
             success_rate=self.last_success_rate,
             trainer=dict(metrics),
         )
-        self._unpublished[version] = row
+        if not self._recalling:  # What the trainer said of the step then is in its row, and not known here.
+            self._unpublished[version] = row
         self._trained = {name: group for name, group in self._trained.items() if group.step >= record.step}
         self._rows.append(row)
         self.rewards = []
