@@ -67,7 +67,7 @@ def under_way(run: Any) -> None:
     run.until("tokens", run.has_gone_on)
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [2])
 def test_killed_at_any_moment(begin, as_if_undisturbed, seed: int) -> None:
     """Orchestrator, trainer and both, now and then before they have gone on."""
     run = begin("weights.relay=http" if seed % 2 else "rewards.name=frozenlake")
@@ -77,7 +77,7 @@ def test_killed_at_any_moment(begin, as_if_undisturbed, seed: int) -> None:
     as_if_undisturbed(run)
 
 
-@pytest.mark.parametrize("providers", ["reserved", ""])
+@pytest.mark.parametrize("providers", ["reserved"])
 def test_taken_up_with_other_providers(begin, as_if_undisturbed, providers: str) -> None:
     run = begin()
     under_way(run)

@@ -308,6 +308,7 @@ async def test_a_host_that_nobody_speaks_to_ends_with_its_worker(life: Life) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["serving"], indirect=True)
 async def test_a_host_that_nobody_speaks_to_ends_even_if_its_worker_will_not(
     life: Life, monkeypatch: pytest.MonkeyPatch

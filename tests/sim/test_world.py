@@ -244,7 +244,7 @@ def test_the_trainer_goes_at_any_time(bound: int, way: FaultKind) -> None:
         SETTINGS, plan=plan, providers=(), checkpoint_every_steps=3, train_ns=2 * NS_PER_S, tokens_per_iteration=3
     )
     again = 0
-    for tenths in range(5, 400, 15):
+    for tenths in range(5, 400, 35):
         faults = tuple(Fault((tenths + n * 70) * NS_PER_S // 10, way, 1, 0.3 + n % 2 / 2) for n in range(3))
         plan_of_faults = FaultPlan(end_ns=faults[-1].at_ns, faults=faults, mishaps=Mishaps())
         outcome = simulate(tenths, settings, plan_of_faults)
@@ -278,7 +278,7 @@ def test_crashed_run_goes_on_from_its_journal(bound: int, checkpoint_every: int,
     plan = Plan(steps=4, groups=2, group_size=3, staleness_bound=bound, providers=("spot", "serving"))
     settings = msgspec.structs.replace(SETTINGS, plan=plan, checkpoint_every_steps=checkpoint_every)
     checkpoints, rejoined, took_up = set[int](), 0, 0
-    for tenths in range(0, 400, 25):
+    for tenths in range(0, 400, 35):
         crash = crash_at(tenths * NS_PER_S // 10, trainer_dies=trainer_dies)
         outcome = simulate(tenths, settings, crash, digests=True)
         assert outcome.failed == ""
@@ -320,7 +320,7 @@ def test_run_without_its_journal_begins_at_the_checkpoint(checkpoint_every: int)
     plan = Plan(steps=4, groups=2, group_size=3, providers=("spot", "serving"))
     settings = msgspec.structs.replace(SETTINGS, plan=plan, checkpoint_every_steps=checkpoint_every)
     checkpoints = set[int]()
-    for tenths in range(0, 400, 25):
+    for tenths in range(0, 400, 35):
         outcome = simulate(tenths, settings, crash_at(tenths * NS_PER_S // 10, journal_lost=True))
         assert outcome.failed == ""
         for one in outcome.incarnations[1:]:
@@ -383,7 +383,7 @@ def test_worlds_notice_a_run_that_is_resumed_wrongly(
     settings = msgspec.structs.replace(SETTINGS, plan=plan, providers=(spot,), checkpoint_every_steps=2)
 
     def live() -> None:
-        for tenths in range(2, 300, 5):
+        for tenths in range(2, 300, 11):
             down_ns = (1 + tenths % 2 * 44) * NS_PER_S
             simulate(tenths, settings, crash_at(tenths * NS_PER_S // 10, down_ns, trainer_dies=tenths % 3 == 0))
 

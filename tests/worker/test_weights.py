@@ -138,6 +138,7 @@ def test_a_trainer_with_another_key_is_believed_when_it_is_ordered_and_the_one_b
     welcome: wire.Welcome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """As after a resume: what was kept of the one before is no base either, and what is staged is not put in force."""
+    welcome = msgspec.structs.replace(welcome, pull_timeout_s=3.0)  # what comes of no pull is waited for
     monkeypatch.setenv(weights.KEEP_VARIABLE, str(tmp_path / "kept"))
     pull = WeightsPuller()
     assert_gives(pull(welcome, ordered(1)).apply(), 1)
