@@ -1,9 +1,10 @@
 """Rollout throughput as workers are lent, and a run on borrowed capacity against the reserved trainer alone.
 
 Live: real processes, real tokens; engines are paced to a modelled device, slow enough that two cores carry four of them
-and the trainer's. All workers are taken, however much shorter they make a step. `rollout_tokens_per_s` counts accepted
-tokens over the rollout time of a step, the first step (in which workers still boot) left out. The second part runs the
-example with and without providers, same seed, and compares the time of a step.
+and the trainer's, which only trains. Trajectories are short and many, so that it is engines that limit a step, and not
+its longest trajectory. `rollout_tokens_per_s` counts accepted tokens over the rollout time of a step, `cpu_use` is the
+machine's meanwhile; the first step, in which workers still boot, is left out. The second part runs the example with and
+without providers, same seed, and compares the time of a step.
 """
 
 import statistics
@@ -17,8 +18,13 @@ from _runs import prepare, run
 from elastic.runtime.journal import RunDirectory, SampleRow, StepRow, TrajectoryRow
 
 WORKERS = (1, 2, 4)
-PACING = 'engine.pacing={prefill_tokens_per_s=1600, decode_step_s={"1"=0.075, "16"=0.15}}'
-"""A device so slow that two cores carry five of them."""
+DEVICE = [
+    'engine.pacing={prefill_tokens_per_s=1600, decode_step_s={"1"=0.05, "4"=0.075}}',
+    "engine.max_batch=4",
+]
+"""So slow that two cores carry five of them, and so small that a step's trajectories fill the largest number of workers
+several times: 64 of the quick run, four times; 192 of the full one, twelve times."""
+SHORT = "rollout.max_turns=2"
 SEED = 7
 
 
@@ -27,18 +33,21 @@ def rollout(directory: Path, workers: int, steps: int, groups: int) -> dict[str,
     settings = [
         f"run.steps={steps}",
         f"rollout.groups={groups}",
+        SHORT,
+        "seeding.policy=fixed",
         "seeding.window_s=0",
-        "seeding.bound_workers=false",
-        PACING,
+        *DEVICE,
         f"providers.reserved.max_workers={workers}",
     ]
     run_dir, _ = run(directory, "reserved", settings, SEED)
     with RunDirectory(run_dir).newest_journal() as journal:
-        times_s = {row.step: row.record.rollout_ns / 1e9 for row in journal.rows(StepRow)}
+        steps_done = list(journal.rows(StepRow))
+        times_s = {row.step: row.record.rollout_ns / 1e9 for row in steps_done}
         tokens = dict.fromkeys(times_s, 0)
         for row in journal.rows(TrajectoryRow):
             tokens[row.step] += row.policy_tokens
-        cpu = statistics.mean(row.status.cpu_share for row in journal.rows(SampleRow))
+        samples = [row for row in journal.rows(SampleRow) if steps_done[0].t_ns < row.t_ns <= steps_done[-1].t_ns]
+        cpu = statistics.mean(row.status.cpu_share for row in samples)
     rates = [tokens[step] / time_s for step, time_s in times_s.items() if step > 0]
     return {"tokens_per_s": statistics.median(rates), "cpu_use": cpu}
 
@@ -57,7 +66,7 @@ def against_reserved(directory: Path, steps: int) -> dict[str, Any]:
 
 def main(arguments: Arguments) -> dict[str, Any]:
     prepare()
-    steps, groups = (2, 6) if arguments.quick else (6, 16)
+    steps, groups = (2, 8) if arguments.quick else (6, 24)
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         measured = WORKERS[::2] if arguments.quick else WORKERS
