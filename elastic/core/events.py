@@ -234,7 +234,8 @@ class StopRequested(_Event, frozen=True):
 class Resumed(_Event, frozen=True):
     """A new process has taken the run up from its journal: nobody has been heard since the event before this one.
 
-    What it finds (connections that are gone, leases that have ended) is told by events of their own.
+    What it finds (connections that are gone, leases that have ended) is told by events of their own. The trainer has
+    all of its restarts once more.
     """
 
 

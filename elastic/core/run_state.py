@@ -139,8 +139,10 @@ class RunState:
             self.patience.note(what, self.now_ns - since_ns, self.now_ns)
         self.timers.set(what, key, self.now_ns, self.patience.limit_ns(what, self.now_ns))
 
-    def wait_anew(self) -> None:
-        """Nobody could be heard for a while: whoever is waited for has all of the time once more."""
+    def take_up(self) -> None:
+        """Nobody could be heard for a while: whoever is waited for has all of the time once more, and the trainer all
+        of its restarts."""
+        self.trainers_lost = 0
         for wait in self.timers.waits():
             if wait.what not in _AT_THEIR_TIME:
                 self.wait(wait.what, wait.key, wait.until_ns - wait.since_ns)

@@ -64,7 +64,7 @@ class Scheduler:
         self._handlers: dict[type[e.Event], Callable[[Any], None]] = {
             e.Tick: lambda _: None,
             e.StopRequested: lambda event: run.fail(event.reason),
-            e.Resumed: lambda _: run.wait_anew(),
+            e.Resumed: lambda _: run.take_up(),
         }
         self._due: dict[str, Callable[[str], None]] = {
             "start": lambda _: run.fail("the trainer's device did not come in time"),

@@ -22,13 +22,14 @@ _AFTER_A_STOP = (e.LeaseGranted, e.LeaseRefused, e.LeaseEnded, e.WorkerReported,
 def gone_on(entries: Iterable[Entry]) -> Iterator[Entry]:
     """Of a journal that another goes on from what still holds.
 
-    If somebody had the run stop, somebody wants it to go on now: what was given back is given back, and whatever came
-    in meanwhile was not kept.
+    If somebody had the run stop, somebody wants it to go on now, and it is taken up at once: what was given back after
+    that is given back, and whatever else came in was not kept.
     """
     stopped = False
     for entry in entries:
         if isinstance(entry[1], e.StopRequested):
             stopped = True
+            yield entry[0], e.Resumed(), {}
         elif not stopped or isinstance(entry[1], _AFTER_A_STOP):
             yield entry
 
