@@ -383,7 +383,7 @@ def test_worlds_notice_a_run_that_is_resumed_wrongly(
     settings = msgspec.structs.replace(SETTINGS, plan=plan, providers=(spot,), checkpoint_every_steps=2)
 
     def live() -> None:
-        for tenths in range(2, 300, 11):
+        for tenths in range(2, 300, 5):
             down_ns = (1 + tenths % 2 * 44) * NS_PER_S
             simulate(tenths, settings, crash_at(tenths * NS_PER_S // 10, down_ns, trainer_dies=tenths % 3 == 0))
 
