@@ -244,7 +244,7 @@ def test_the_trainer_goes_at_any_time(bound: int, way: FaultKind) -> None:
         SETTINGS, plan=plan, providers=(), checkpoint_every_steps=3, train_ns=2 * NS_PER_S, tokens_per_iteration=3
     )
     again = 0
-    for tenths in range(5, 400, 35):
+    for tenths in range(5, 400, 15):
         faults = tuple(Fault((tenths + n * 70) * NS_PER_S // 10, way, 1, 0.3 + n % 2 / 2) for n in range(3))
         plan_of_faults = FaultPlan(end_ns=faults[-1].at_ns, faults=faults, mishaps=Mishaps())
         outcome = simulate(tenths, settings, plan_of_faults)
