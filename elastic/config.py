@@ -101,6 +101,9 @@ class TrainerConfig(_Section):
     )
     gpus: int = Field(1, ge=1, description="of the trainer's device; live runs have one, simulations any number")
     step_timeout_s: float = Field(300.0, gt=0, description="longest time from a step's last group to its weights")
+    engine: dict[str, Any] = Field(
+        default_factory=dict, description="settings of the engine that seeds on its device that differ from [engine]"
+    )
 
 
 class SeedingConfig(_Section):
@@ -167,7 +170,14 @@ class PacingConfig(_Section):
 
 
 class EngineConfig(_Section):
-    """Settings of a rollout engine; the orchestrator sends them to each worker as it joins."""
+    """What every rollout engine has; the orchestrator sends it to each worker as it joins.
+
+    Beside its keys stand sections, named by kinds of engines, with what is an engine's own: its `Settings` say what
+    that is, and whoever is about to use them validates them (`elastic.engine`).
+    """
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, dict[str, Any]] = Field(init=False)  # type: ignore[assignment]
 
     kind: str = "torch"
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -181,6 +191,18 @@ class EngineConfig(_Section):
     pacing: PacingConfig | None = None
     tflops: float | None = Field(None, gt=0, description="what the device computes; declared, for affinity")
     memory_gb_per_s: float | None = Field(None, gt=0, description="what its memory gives; declared, for affinity")
+
+    @property
+    def sections(self) -> dict[str, dict[str, Any]]:
+        """The engines' own settings, by kind, as they were found."""
+        return self.__pydantic_extra__
+
+    def overlaid(self, over: Mapping[str, Any]) -> dict[str, Any]:
+        """These settings as plain data, with those of `over` in their place; sections are overlaid key by key."""
+        base = self.model_dump(mode="json")
+        for key, value in over.items():
+            base[key] = base[key] | value if isinstance(value, dict) and key in self.sections else value
+        return base
 
 
 class SchedulerConfig(_Section):
@@ -387,8 +409,8 @@ def _line(where: str, section: str, kind: type[BaseModel], problem: Any) -> str:
 
 def _complaint(kind: type[BaseModel], problem: Any, found: Any) -> str:
     match problem["type"]:
-        case "extra_forbidden":
-            return f"unknown key; allowed: {', '.join(_siblings(kind, problem['loc'][:-1]))}"
+        case "extra_forbidden" | "dict_type" if _is_unknown(kind, problem):
+            return f"unknown key; allowed: {', '.join(_siblings(kind, problem['loc'][:-1])) or 'none'}"
         case "missing":
             return "required but missing"
         case "model_type" | "dict_type":
@@ -399,6 +421,12 @@ def _complaint(kind: type[BaseModel], problem: Any, found: Any) -> str:
             return f"{problem['ctx']['error']} (found {found!r})"
         case _:
             return f"{problem['msg'][0].lower()}{problem['msg'][1:]} (found {found!r})"
+
+
+def _is_unknown(kind: type[BaseModel], problem: Any) -> bool:
+    """Where sections of any name are allowed, what is no section is rather a misspelt key."""
+    *path, key = problem["loc"]
+    return problem["type"] == "extra_forbidden" or bool(siblings := _siblings(kind, path)) and key not in siblings
 
 
 def _siblings(kind: type[BaseModel], path: Sequence[str | int]) -> list[str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from elastic import compose
-from elastic.config import Config, ConfigError, EngineConfig, validate
+from elastic.config import Config, ConfigError, EngineConfig
 from elastic.core.ids import parse_turn
 from elastic.core.scheduler import Scheduler
 from elastic.core.types import NS_PER_S, WeightMode
@@ -86,11 +86,10 @@ def devices_of(plan: compose.RunPlan, experiment: Experiment) -> dict[str, Devic
     for name in experiment.profiles:
         if name not in gpus:
             raise ConfigError(f"--profile {name}=…: the run has no provider {name!r}; allowed: {', '.join(gpus)}")
-    engines = {name: compose.engine_settings(config, settings) for name, settings in plan.providers.items()}
     devices: dict[str, Device] = {}
     for name, (key, count) in gpus.items():
-        where = f"providers.{name}.engine" if name in engines else "engine"
-        engine = validate(EngineConfig, engines[name], where) if name in engines else config.engine
+        where = "engine" if name == compose.TRAINER_PROVIDER else f"providers.{name}.engine"
+        engine = plan.engine(name)
         profile = _profile_of(experiment.profiles.get(name, experiment.profile), engine, key, count)
         profile = _with_numbers(profile, config.simulation.numbers)
         devices[name] = Device(profile=profile, rates=_rates_of(engine, profile, where))

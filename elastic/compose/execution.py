@@ -12,7 +12,7 @@ import structlog
 
 from elastic import wire
 from elastic.compose.incarnations import RELAY, RUNNING, Former, PastLife, former_of, journaled, next_life
-from elastic.compose.plan import TRAINER_PROVIDER, RunPlan, engine_settings, read_model_config, resolve
+from elastic.compose.plan import TRAINER_PROVIDER, RunPlan, read_model_config, resolve
 from elastic.compose.relay import weights_relay
 from elastic.compose.runs import claimed
 from elastic.compose.scheduling import limits, policies, run_plan, short_limits
@@ -85,7 +85,7 @@ async def execute(
                     secrets=secrets,
                     kept=run,
                     make_reward_pool=partial(make_reward_pool, plan, run_dir) if plan.reward else None,
-                    engines={name: engine_settings(config, s) for name, s in plan.providers.items() if s.engine},
+                    engines={n: plan.engine(n).model_dump(mode="json") for n in (TRAINER_PROVIDER, *plan.providers)},
                     relay_rights=relay_rights,
                 )
                 orchestrator = Orchestrator(config, scheduler, journal, wiring, former.taken_up(), observe=observe)

@@ -10,6 +10,7 @@ import msgspec
 from pydantic import BaseModel
 
 from elastic.config import Config, ConfigError, EngineConfig, validate
+from elastic.engine import resolve_engine
 from elastic.envs.base import Environment
 from providers.base import Provider, ProviderSettings
 
@@ -26,6 +27,12 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
     environment_settings: BaseModel
     reward: str = ""
     """The entry point of the function that computes rewards (`module:attribute`); empty: the environment does."""
+
+    def engine(self, provider: str) -> EngineConfig:
+        """Of a provider's workers, or the trainer's device: the run's, with what they have of their own."""
+        config = self.config
+        own = config.trainer.engine if provider == TRAINER_PROVIDER else self.providers[provider].engine
+        return EngineConfig.model_validate(config.engine.overlaid(own))
 
     def resolved(self) -> dict[str, Any]:
         """The configuration as it takes effect: with the providers that are used, and everybody's defaults."""
@@ -81,10 +88,10 @@ def resolve(config: Config, provider_names: Sequence[str], where: str) -> RunPla
             settings[name] = checked
     environment = _pick("environment", config.environment.name, f"{where}: environment.name").load()
     reward = config.rewards.name and _pick("reward", config.rewards.name, f"{where}: rewards.name").value
+    resolve_engine(config.engine, where)
+    _check_engine(config, config.trainer.engine, where, "trainer.engine")
     for name, chosen in settings.items():
-        engine = validate(EngineConfig, engine_settings(config, chosen), where, f"providers.{name}.engine")
-        _pick("engine", engine.kind, f"{where}: providers.{name}.engine.kind")
-    _pick("engine", config.engine.kind, f"{where}: engine.kind")
+        _check_engine(config, chosen.engine, where, f"providers.{name}.engine")
     return RunPlan(
         config=config,
         providers=settings,
@@ -95,9 +102,8 @@ def resolve(config: Config, provider_names: Sequence[str], where: str) -> RunPla
     )
 
 
-def engine_settings(config: Config, provider: ProviderSettings) -> dict[str, Any]:
-    """The run's engine settings, with what a provider's workers have of their own."""
-    return config.engine.model_dump(mode="json") | provider.engine
+def _check_engine(config: Config, own: dict[str, Any], where: str, section: str) -> None:
+    resolve_engine(validate(EngineConfig, config.engine.overlaid(own), where, section), where, section)
 
 
 def acquisitions(plan: RunPlan) -> list[Acquisition]:

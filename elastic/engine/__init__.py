@@ -4,23 +4,43 @@ from collections.abc import Mapping
 from importlib.metadata import entry_points
 from typing import Any
 
-from elastic.config import EngineConfig
-from elastic.engine.base import DeviceShare, RolloutEngine
+from elastic.config import ConfigError, EngineConfig, validate
+from elastic.engine.base import DeviceShare, EngineKind, EngineSettings, RolloutEngine
 
 ENTRY_POINTS = "elastic.engines"
 
 
 def create_engine(
-    model_config: Mapping[str, Any], settings: EngineConfig, share: DeviceShare | None = None
+    model_config: Mapping[str, Any], config: EngineConfig, share: DeviceShare | None = None
 ) -> RolloutEngine:
-    """The engine that `settings.kind` names, for the model whose `config.json` this is.
+    """The engine that `config.kind` names, for the model whose `config.json` this is.
 
-    Kinds come from the entry-point group "elastic.engines"; each names a function of the same three arguments.
-    Raises `ValueError` for a kind that is not installed.
+    Raises `ConfigError` for a kind that is not installed and settings that are not its own, else what its `create`
+    raises.
+    """
+    kind, settings = resolve_engine(config, "the engine's settings")
+    return kind.create(model_config, config, settings, share)
+
+
+def resolve_engine(
+    config: EngineConfig, where: str, section: str = "engine"
+) -> tuple[type[EngineKind], EngineSettings]:
+    """What an engine is made by, and its own settings; the sections of all others are looked at as well.
+
+    Kinds come from the entry-point group "elastic.engines"; each names an `EngineKind`.
+    Raises `ConfigError` for a kind or a section that is not installed, and for settings that are not its own.
     """
     installed = {entry.name: entry for entry in entry_points(group=ENTRY_POINTS)}
-    if settings.kind not in installed:
-        raise ValueError(
-            f"engine.kind: no engine {settings.kind!r}; installed: {', '.join(sorted(installed)) or 'none'}"
-        )
-    return installed[settings.kind].load()(model_config, settings, share)
+    names = ", ".join(sorted(installed)) or "none"
+    if config.kind not in installed:
+        raise ConfigError(f"{where}: {section}.kind: unknown engine {config.kind!r}; installed: {names}")
+    for name in config.sections:
+        if name not in installed:
+            keys = ", ".join(sorted(EngineConfig.model_fields))
+            raise ConfigError(f"{where}: {section}.{name}: unknown key; allowed: {keys}, and sections of: {names}")
+    kinds: dict[str, type[EngineKind]] = {name: installed[name].load() for name in {config.kind, *config.sections}}
+    settings = {
+        name: validate(kind.Settings, config.sections.get(name, {}), where, f"{section}.{name}")
+        for name, kind in kinds.items()
+    }
+    return kinds[config.kind], settings[config.kind]

@@ -6,10 +6,12 @@ from any thread. Source: docs/design.md, `RolloutEngine`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import msgspec
+from pydantic import BaseModel, ConfigDict
 
+from elastic.config import EngineConfig
 from elastic.core.types import Account, Capabilities, FinishReason, WeightMode
 
 NO_VERSION = -1
@@ -136,6 +138,12 @@ class RolloutEngine(Protocol):
     def close(self) -> None: ...
 
 
+class EngineSettings(BaseModel):
+    """What is an engine's own; each subclasses it. By default there is nothing."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
 class DeviceShare(Protocol):
     """A device that a rollout engine borrows from a serving engine, which always goes first.
 
@@ -159,6 +167,29 @@ class DeviceShare(Protocol):
         """Whether rollouts must leave now: running turns are given up with finish STALLED.
 
         Raises `RuntimeError` where the device is gone for good.
+        """
+        ...
+
+
+class EngineKind(Protocol):
+    """What an entry point of the group "elastic.engines" names: a class that any process can import.
+
+    An orchestrator imports it to check settings for workers elsewhere, so what the engine itself needs (torch, vLLM)
+    is imported by `create` alone.
+    """
+
+    Settings: ClassVar[type[EngineSettings]]
+
+    @staticmethod
+    def create(
+        model_config: Mapping[str, Any],
+        config: EngineConfig,
+        settings: Any,
+        share: DeviceShare | None = None,
+    ) -> RolloutEngine:
+        """An engine without weights for the model whose `config.json` this is; `settings` are of `Settings`. Blocks.
+
+        Raises `ValueError`, or a subclass, that names what does not fit, and what would mend it.
         """
         ...
 

@@ -137,7 +137,7 @@ def test_an_engine_in_its_own_process_makes_a_profile(configured, tmp_path: Path
     ("engine", "found"),
     [
         ({"max_context_tokens": 8}, "max_context_tokens: found 8, and 1024 tokens of KV cache"),
-        ({"kind": "nosuch"}, "no engine 'nosuch'"),
+        ({"kind": "nosuch"}, "unknown engine .nosuch."),
     ],
 )
 def test_engines_that_cannot_be_measured(configured, engine: dict[str, object], found: str) -> None:

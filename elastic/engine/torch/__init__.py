@@ -1,16 +1,31 @@
 """The embedded engine: continuous batching over a paged KV cache in plain torch, replayable on the CPU."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from elastic.config import EngineConfig
-from elastic.engine.base import DeviceShare
-from elastic.engine.torch.engine import TorchEngine
-from elastic.model.config import Qwen3Config
+from elastic.engine.base import DeviceShare, EngineSettings
 
-__all__ = ["TorchEngine", "create"]
+if TYPE_CHECKING:
+    from elastic.engine.torch.engine import TorchEngine
+
+__all__ = ["Torch"]
 
 
-def create(model_config: Mapping[str, Any], settings: EngineConfig, share: DeviceShare | None = None) -> TorchEngine:
-    """The entry point. Raises `ModelConfigError` for a `config.json` that is not a supported Qwen3 model."""
-    return TorchEngine(Qwen3Config.from_dict(model_config), settings, share)
+class Torch:
+    """The entry point (`elastic.engine.base.EngineKind`). What every engine has is all that it needs."""
+
+    Settings: ClassVar = EngineSettings
+
+    @staticmethod
+    def create(
+        model_config: Mapping[str, Any],
+        config: EngineConfig,
+        settings: EngineSettings,
+        share: DeviceShare | None = None,
+    ) -> "TorchEngine":
+        """Raises `ModelConfigError` for a `config.json` that is not a supported Qwen3 model."""
+        from elastic.engine.torch.engine import TorchEngine
+        from elastic.model.config import Qwen3Config
+
+        return TorchEngine(Qwen3Config.from_dict(model_config), config, share)
