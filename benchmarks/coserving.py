@@ -51,6 +51,7 @@ from _shapes import SHAPES
 from elastic.compose.processes import run_loop
 from elastic.engine.coserving.load import Record, Targets, replay, report, violated_minutes
 from elastic.engine.coserving.service import percentile
+from elastic.weights.source import TensorSource
 from policies.coexecution import ExclusiveAdmission, NoAdmission, Slo, SloAdmission
 from policies.kvmemory import FineGrainedMemory, PreemptiveMemory, StaticPartition
 from traces import data_path
@@ -204,7 +205,7 @@ class Rollouts:
     def _load(self, version: int) -> None:
         from elastic.core.types import WeightMode
 
-        self._engine.load_weights(version, self._weights, WeightMode.FINISH)
+        self._engine.load_version(TensorSource(version, self._weights), WeightMode.FINISH)
 
     async def _trajectories(self, number: int) -> None:
         random = Random(number)

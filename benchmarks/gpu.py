@@ -34,6 +34,8 @@ from typing import Any
 from _common import Arguments, emit
 from _shapes import SHAPES
 
+from elastic.weights.source import TensorSource
+
 REPETITIONS = 5
 CONTEXT = 1024
 
@@ -206,7 +208,7 @@ def _generate(
     running = TorchEngine(config, settings)
     try:
         running.start(sink)
-        running.load_weights(1, weights, WeightMode.FINISH)
+        running.load_version(TensorSource(1, weights), WeightMode.FINISH)
         taken_s = 0.0
         for attempt in range(2):
             names = [f"{attempt}.{number}" for number in range(batch)]

@@ -52,6 +52,7 @@ from elastic.envs.base import Environment, StepResult
 from elastic.envs.frozenlake import FrozenLake, FrozenLakeSettings
 from elastic.runtime.journal import RunDirectory, TrajectoryRow, TurnRow
 from elastic.runtime.rollout import stable_hash
+from elastic.weights.source import TensorSource
 
 T = TypeVar("T")
 
@@ -252,7 +253,7 @@ class InProcess:
         return range(self._rollout.groups)
 
     def _load_weights(self) -> None:
-        self._engine.load_weights(self._trainer.version, self._trainer.bf16_tensors(), WeightMode.FINISH)
+        self._engine.load_version(TensorSource(self._trainer.version, self._trainer.bf16_tensors()), WeightMode.FINISH)
 
     def _begin(self, step: int, group: int, member: int) -> Player:
         environment = self._case.task(self._case.settings)

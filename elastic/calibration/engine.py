@@ -26,6 +26,7 @@ from elastic.compose import read_model_config
 from elastic.config import Config, EngineConfig
 from elastic.core.types import WeightMode
 from elastic.sim.performance.profile import Number
+from elastic.weights.source import TensorSource
 
 START_TIMEOUT_S = 600.0
 """For the engine to be there, compiled code and weights included."""
@@ -201,7 +202,7 @@ def _probe_engine(
     try:
         probe = Probe(engine, settings, model["vocab_size"])
         engine.start(probe.sink)
-        engine.load_weights(VERSION, tensors, WeightMode.FINISH)
+        engine.load_version(TensorSource(VERSION, tensors), WeightMode.FINISH)
         probed = probe.measure(observe, repeats)
     finally:
         engine.close()

@@ -2,7 +2,7 @@
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -10,9 +10,9 @@ from pydantic import BaseModel
 
 from elastic import wire
 from elastic.core.types import Account, Capabilities, FinishReason, Nanoseconds, WeightMode
-from elastic.engine.base import ChunkSink, EngineStatistics, GenerateRequest, TokenChunk, WeightChanges
+from elastic.engine.base import ChunkSink, EngineStatistics, GenerateRequest, TokenChunk
 from elastic.envs.base import StepResult
-from elastic.worker.service import Pulled
+from elastic.weights.source import PullReport, RelaySource, TensorSource, WeightsSource
 from elastic.worker.training import Standing, TrainerOrder, TrainerReply
 
 STOP = 0
@@ -39,11 +39,13 @@ def turn_tokens(noise_seed: int, longest: int) -> list[int]:
 class ModelEngine:
     """`elastic.engine.base.RolloutEngine`: a token for each running turn in each iteration."""
 
-    def __init__(self, now_ns: Callable[[], Nanoseconds]) -> None:
+    def __init__(self, now_ns: Callable[[], Nanoseconds], there: Callable[[int], bool] = lambda version: True) -> None:
+        """`there`: which versions the relay has."""
         self.capabilities = Capabilities(
             engine="model", replayable_sampling=True, max_context_tokens=4096, device="model", max_batch=MAX_BATCH
         )
         self._now_ns = now_ns
+        self._there = there
         self._requests: dict[str, tuple[GenerateRequest, list[int], int]] = {}
         """Each with its tokens and how far it has come; the first `MAX_BATCH` run."""
         self._fresh: set[str] = set()
@@ -79,10 +81,17 @@ class ModelEngine:
         self._fresh.discard(request.request_id)
         return TokenChunk(request.request_id, request.start, [], [], -1, finish)
 
-    def load_weights(
-        self, version: int, tensors: Mapping[str, object], mode: WeightMode, changes: WeightChanges | None = None
-    ) -> None:
-        self._version = version
+    def prefetch(self, source: RelaySource, timeout_s: float) -> PullReport:
+        if not self._there(source.version):
+            raise RuntimeError(f"version {source.version} is not on the relay")
+        return PullReport(size_bytes=1, full_bytes=0)
+
+    def load_version(self, source: WeightsSource, mode: WeightMode) -> float:
+        self._version = source.version
+        return 0.0
+
+    def audit(self) -> bool:
+        return True
 
     def sleep(self) -> None:
         self.abort(list(self._requests))
@@ -184,7 +193,7 @@ class ModelTrainer:
 
     def load_policy(self, engine: Any) -> None:
         self._engine = engine
-        engine.load_weights(self._weights.version, {}, WeightMode.KEEP)
+        engine.load_version(TensorSource(self._weights.version, {}), WeightMode.KEEP)
 
     def standing(self) -> Standing:
         return Standing(self._weights.version, tuple(self._groups), frozenset(self._slots))
@@ -222,24 +231,13 @@ class ModelTrainer:
                     if self._weights.version != order.version:
                         raise AssertionError(f"stepped to {self._weights.version}, not to {order.version}")
                     self._groups, self._slots = [], []
-                    self._engine.load_weights(order.version, {}, WeightMode.KEEP)
+                    self._engine.load_version(TensorSource(order.version, {}), WeightMode.KEEP)
                     self._save(self._weights.copy())
                     self._publish(order.version)
                 return wire.Stepped(order.version, {})
 
     def published(self) -> wire.Published:
         return wire.Published(self._weights.version, {}, {})
-
-
-def pulled(there: Callable[[int], bool]) -> Callable[[wire.Welcome, wire.PullWeights], Pulled]:
-    """Weights off a relay that has what is `there`."""
-
-    def pull(welcome: wire.Welcome, order: wire.PullWeights) -> Pulled:
-        if not there(order.version):
-            raise RuntimeError(f"version {order.version} is not on the relay")
-        return Pulled(dict, 1)
-
-    return pull
 
 
 class NoSettings(BaseModel):

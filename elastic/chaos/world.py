@@ -29,7 +29,6 @@ from elastic.chaos.models import (
     ModelTrainer,
     NoSettings,
     Weights,
-    pulled,
 )
 from elastic.chaos.network import Network, NetworkLoop
 from elastic.compose.incarnations import Former, former_of, journaled
@@ -314,9 +313,8 @@ class World:
             trainer = ModelTrainer(self._saved.copy, self._save, self._published.add) if trains else None
             return run_agent(
                 Ticket(join=join, run=RUN, worker=ticket.worker, token=ticket.token, wait_s=ORCHESTRATOR_TIMEOUT_S),
-                lambda _: ModelEngine(lambda: self.clock.now_ns),
+                lambda _: ModelEngine(lambda: self.clock.now_ns, self._published.__contains__),
                 trainer=trainer,
-                pull=pulled(self._published.__contains__),
                 born_ns=self.clock.now_ns,
             )
 

@@ -1,4 +1,4 @@
-"""The contract of a rollout engine: token ids in, token chunks out, weights swapped in place.
+"""The contract of a rollout engine: token ids in, token chunks out, weights pulled by itself and swapped in place.
 
 An engine runs on its own thread and never touches an event loop. It calls `sink` from that thread, once an
 iteration, with every chunk of that iteration; the agent carries them over. All other methods may be called
@@ -6,13 +6,14 @@ from any thread. Source: docs/design.md, `RolloutEngine`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, Protocol
 
 import msgspec
 from pydantic import BaseModel, ConfigDict
 
 from elastic.config import EngineConfig
 from elastic.core.types import Account, Capabilities, FinishReason, WeightMode
+from elastic.weights.source import PullReport, RelaySource, WeightsSource
 
 NO_VERSION = -1
 """The `weights_version` of a chunk without tokens, where no weights have had a part in it."""
@@ -57,19 +58,11 @@ class TokenChunk(msgspec.Struct, frozen=True):
     detail: str = ""
 
 
-class WeightChanges(NamedTuple):
-    """Where a version differs from `base`: elements by tensor, in the order in which they came about."""
-
-    base: int
-    elements: Sequence[tuple[str, object, object]]
-    """(tensor, indices into it, flat and row-major, int64, the values there), as CPU tensors; later ones overwrite."""
-
-
 class EngineStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """A consistent snapshot. `accounts_ns` sums exactly to the engine's age; `progress` counts iterations.
 
-    `waits_to_apply`: new weights are not applied before running turns have ended. `load_progress` grows with every
-    piece of weights that is applied.
+    `waits_to_apply`: new weights are not applied before running turns have ended. `received_bytes` grows with what
+    comes off relays, `load_progress` with every piece of weights that is applied.
     """
 
     pending: int
@@ -88,6 +81,7 @@ class EngineStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """Share of iterations that took no longer than their modelled time; 1.0 without pacing."""
     waits_to_apply: bool = False
     load_progress: int = 0
+    received_bytes: int = 0
 
 
 ChunkSink = Callable[[Sequence[TokenChunk]], None]
@@ -96,8 +90,8 @@ ChunkSink = Callable[[Sequence[TokenChunk]], None]
 class RolloutEngine(Protocol):
     """What every engine offers. Methods that change its state return once the change is in force.
 
-    Errors: `load_weights` raises `WeightsMismatch` when names, shapes or dtypes differ from the model; the
-    engine then still serves the version it had.
+    Errors: `load_version` raises `WeightsMismatch` when names, shapes or dtypes differ from the model; the
+    engine then still serves the version it had. A version that does not verify is never served.
     """
 
     @property
@@ -113,13 +107,27 @@ class RolloutEngine(Protocol):
         """Each request that is still alive ends with a chunk whose finish is ABORTED, holding all it has."""
         ...
 
-    def load_weights(
-        self, version: int, tensors: Mapping[str, object], mode: WeightMode, changes: WeightChanges | None = None
-    ) -> None:
-        """Apply `tensors` (Hugging Face names → CPU tensors) as `version`, in place. Blocks the caller.
+    def prefetch(self, source: RelaySource, timeout_s: float) -> PullReport:
+        """Fetch a version and verify it, while turns go on with the one that is served. Blocks the caller.
 
-        The tensors stay as they are until it returns. An engine that serves `changes.base` may write the `changes`
-        instead, which come to the same, so that it pauses for these alone.
+        An engine of several ranks has each of them pull its own share (`elastic.weights.client.WeightsClient`).
+        Raises `WeightsError` for what cannot be had or does not verify, `TimeoutError`, and `WeightsMismatch`.
+        """
+        ...
+
+    def load_version(self, source: WeightsSource, mode: WeightMode) -> float:
+        """Put a version in force, in place: the one prefetched last, or tensors of this process. Blocks the caller.
+
+        `mode` says what becomes of running turns. Returns for how many seconds it wrote copies of its own while turns
+        went on. Raises `VersionSuperseded`, with nothing done, where `source` is not what was prefetched last.
+        An engine without access to this process's memory need take no `TensorSource`; it raises `TypeError`.
+        """
+        ...
+
+    def audit(self) -> bool:
+        """Whether the verified weights are still what they were; if not, the next `prefetch` replaces them.
+
+        Blocks its thread for as long as that takes at a small share of a core.
         """
         ...
 

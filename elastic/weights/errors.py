@@ -51,3 +51,7 @@ class WeightsCorrupted(WeightsError):
 
 class WeightsForged(WeightsCorrupted):
     """Says nothing of the weights that it was to be put over."""
+
+
+class VersionSuperseded(Exception):
+    """Another version has been staged since, or is being staged: nothing was done."""

@@ -4,7 +4,7 @@ Source: ROSE §4.2, shard-aware routing. Names are those of Hugging Face's Qwen3
 fused from `q_proj`, `k_proj`, `v_proj`, and `gate_proj`, `up_proj`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,9 @@ SPLIT_DIMENSION = {
 """Column-parallel modules and the vocabulary are split by rows of their weight, row-parallel ones by columns."""
 
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+
+EXPERTS = {"w13_weight": ("gate_proj", "up_proj"), "w2_weight": ("down_proj",)}
+"""What a mixture of experts, as vLLM keeps it, stacks for each expert: [experts, rows, columns]."""
 
 TP_PLAN_DIMENSION = {
     **dict.fromkeys(("colwise", "colwise_rep", "colwise_gather_output", "embedding_rowwise"), 0),
@@ -126,6 +129,8 @@ def inferred(shapes: Mapping[str, Shape], local: Mapping[str, Shape], rank: int,
 
 
 def _inferred(shapes: Mapping[str, Shape], name: str, local: Shape, rank: int, size: int) -> tuple[Box, ...]:
+    if (stack := name.rpartition(".")[2]) in EXPERTS and len(local) == 3:
+        return tuple(_experts(shapes, name, EXPERTS[stack], local, rank, size))
     module = _module(name)
     if module not in FUSED:
         return (_part(shapes, name, local, rank, size),)
@@ -140,6 +145,23 @@ def _inferred(shapes: Mapping[str, Shape], name: str, local: Shape, rank: int, s
     if sum(rows) != local[0] or min(rows) <= 0:
         raise ValueError(f"tensor {name}: {local[0]} rows cannot be {' + '.join(FUSED[module])} on {size} ranks")
     return tuple(_part(shapes, part, (n, *local[1:]), rank, size) for part, n in zip(parts, rows, strict=True))
+
+
+def _experts(
+    shapes: Mapping[str, Shape], name: str, parts: tuple[str, ...], local: Shape, rank: int, size: int
+) -> Iterator[Box]:
+    """Each expert's parts; expert-parallel ranks have other experts, tensor-parallel ones slices of all of them."""
+    place = name.rpartition(".")[0]
+    experts = 0
+    while f"{place}.{experts}.{parts[0]}.weight" in shapes:
+        experts += 1
+    here, rows, columns = local
+    if here not in (experts, -(-experts // size)) or rows % len(parts):
+        raise ValueError(f"tensor {name}: shape {local} is no stack of {' + '.join(parts)} of {experts} experts")
+    first = 0 if here == experts else rank * here
+    for expert in range(first, min(first + here, experts)):
+        for part in parts:
+            yield _part(shapes, f"{place}.{expert}.{part}.weight", (rows // len(parts), columns), rank, size)
 
 
 def _part(shapes: Mapping[str, Shape], name: str, local: Shape, rank: int, size: int) -> Box:

@@ -27,8 +27,9 @@ from elastic.weights.manifest import TensorEntry, decode_manifest, manifest_key,
 from elastic.weights.plan import Update, shortest_path
 from elastic.weights.reading import CHUNK_BYTES, TRANSFERS, Reading
 from elastic.weights.relay import Relay
-from elastic.weights.sharding import Shard, needed, whole
+from elastic.weights.sharding import Shard, ShardOf, needed, whole
 from elastic.weights.signing import Trust
+from elastic.weights.source import WeightChanges
 from elastic.weights.store import Store
 from elastic.weights.tensors import assemble, box_of, by_tensor, views, whole_shapes
 
@@ -87,7 +88,7 @@ class Puller:
         relay: Relay,
         trust: Trust,
         *,
-        shard: Shard | None = None,
+        shard: Shard | ShardOf | None = None,
         store: Store | None = None,
         transfers: int = TRANSFERS,
         chunk_bytes: int = CHUNK_BYTES,
@@ -145,24 +146,23 @@ class Puller:
             staged.encode_s,
         )
 
-    def changes(self, staged: StagedVersion) -> list[tuple[str, Tensor, Tensor]] | None:
+    def changes(self, staged: StagedVersion) -> WeightChanges | None:
         """What a staged version writes over the one before, for whoever has a copy of that elsewhere.
 
-        (Tensor, places in it, flat, values), in the order in which they came about: later ones overwrite. None where it
-        builds on nothing, where much of it changes, and where tensors are put together anew from cells.
+        None where it builds on nothing, and where much of it changes.
         """
         weights = staged.weights
         changed = sum(change.update.value.size for change in weights.changes)
-        much = changed > CHANGES_SHARE * weights.held.bits.size
-        if weights.base is None or much or self._layout(weights.held) is not None:
+        if weights.base is None or changed > CHANGES_SHARE * weights.held.bits.size:
             return None
+        entries, shard = list(compress(weights.held.tensors, weights.held.hosted)), self._layout(weights.held)
         found: list[tuple[str, Tensor, Tensor]] = []
         for change in weights.changes:
             if change.update.index is None:
                 return None
             place = change.update.index.astype(np.int64) + change.begin
-            found += by_tensor(weights.held.tensors, place, change.update.value)
-        return found
+            found += by_tensor(entries, place, change.update.value, shard)
+        return WeightChanges(weights.base, found)
 
     def stage(self, version: int, timeout_s: float = 30.0, *, follow: bool = False) -> StagedVersion:
         """`version`, bit for bit as published: from what is held by the shortest chain of deltas, or a keyframe.
@@ -249,16 +249,20 @@ class Puller:
 
     def _layout(self, held: Held) -> Shard | None:
         """What is put together from cells, without a shard whole tensors; None where these lie as they are."""
-        if self._shard is not None or not any(entry.begin for entry in held.tensors):
-            return self._shard
+        if (shard := self._resolved(held.tensors)) is not None or not any(entry.begin for entry in held.tensors):
+            return shard
         return whole(whole_shapes(held.tensors))
+
+    def _resolved(self, tensors: Sequence[TensorEntry]) -> Shard | None:
+        if callable(self._shard):
+            self._shard = self._shard(whole_shapes(tensors))
+        return self._shard
 
     def _hosted(self, tensors: Sequence[TensorEntry]) -> tuple[bool, ...]:
         """Which of a version's tensors or cells to hold. Raises `WeightsCorrupted` where it lacks what is hosted."""
-        if self._shard is None:
-            return (True,) * len(tensors)
         try:
-            return tuple(needed(map(box_of, tensors), self._shard))
+            shard = self._resolved(tensors)
+            return tuple(needed(map(box_of, tensors), shard)) if shard is not None else (True,) * len(tensors)
         except ValueError as error:
             raise WeightsCorrupted(str(error)) from error
 

@@ -8,7 +8,7 @@ hosts, or one trainer rank publishes, to what another does.
 """
 
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain, pairwise, product
 from math import prod
 from typing import NamedTuple
@@ -43,10 +43,20 @@ class Box(NamedTuple):
 
 
 class LocalTensor(NamedTuple):
-    """A rank's own tensor. Rows behind the last box's are padding."""
+    """A rank's own tensor, as boxes stacked along the first dimension. Rows behind the last box's are padding.
+
+    One with more dimensions than its boxes (experts) is their stack, cut into pieces of equal size.
+    """
 
     shape: Shape
     boxes: tuple[Box, ...]
+
+    @property
+    def stacked_shape(self) -> Shape:
+        """With as many dimensions as its boxes; elements lie the same."""
+        tail = self.boxes[0].shape[1:] if self.boxes else self.shape[1:]
+        extra = len(self.shape) - 1 - len(tail)
+        return (prod(self.shape[: extra + 1]), *tail) if self.shape and extra else self.shape
 
     def rows(self) -> Iterable[tuple[int, Box]]:
         """Each box with the row of this tensor at which it begins."""
@@ -58,6 +68,9 @@ class LocalTensor(NamedTuple):
 
 Shard = Mapping[str, LocalTensor]
 """A rank's own tensors, by the names it has for them."""
+
+ShardOf = Callable[[Mapping[str, Shape]], Shard]
+"""Makes a rank's shard of the shapes of the model's tensors."""
 
 
 class Cell(NamedTuple):

@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -60,6 +61,24 @@ def entries_of_boxes(boxes: Iterable[Box]) -> tuple[TensorEntry, ...]:
     return tuple(entries)
 
 
+class _Place(NamedTuple):
+    """Where a box lies: in which of a rank's tensors, from which row on, and that tensor's shape as a stack of rows."""
+
+    name: str
+    row: int
+    box: Box
+    shape: Shape
+
+
+def _places(shard: Shard) -> dict[str, list[_Place]]:
+    """By the model's tensor."""
+    places: dict[str, list[_Place]] = {}
+    for name, local in shard.items():
+        for row, box in local.rows():
+            places.setdefault(box.tensor, []).append(_Place(name, row, box, local.stacked_shape))
+    return places
+
+
 def box_of(entry: TensorEntry) -> Box:
     begin = entry.begin or (0,) * len(entry.shape)
     return Box(entry.name, begin, tuple(b + size for b, size in zip(begin, entry.shape, strict=True)))
@@ -75,18 +94,15 @@ def whole_shapes(cells: Iterable[TensorEntry]) -> dict[str, Shape]:
 
 def cut(boxes: Iterable[Box], shard: Shard, tensors: Mapping[str, Tensor]) -> Iterator[Tensor]:
     """Each of `boxes`, out of the `tensors` of who has `shard`. Raises `ValueError` for one that it does not hold."""
-    places: dict[str, list[tuple[str, int, Box]]] = {}
     for name, local in shard.items():
         if tuple(tensors[name].shape) != local.shape:
             raise ValueError(f"tensor {name}: shape {tuple(tensors[name].shape)}; its placement says {local.shape}")
-        for row, mine in local.rows():
-            places.setdefault(mine.tensor, []).append((name, row, mine))
+    places = _places(shard)
     for box in boxes:
-        found = next(((name, row, mine) for name, row, mine in places.get(box.tensor, ()) if mine.contains(box)), None)
+        found = next((place for place in places.get(box.tensor, ()) if place.box.contains(box)), None)
         if found is None:
             raise ValueError(f"tensor {box.tensor}: elements {box.begin} to {box.end} are not in this shard")
-        name, row, mine = found
-        yield tensors[name][_within(box, mine, row)]
+        yield tensors[found.name].view(found.shape)[_within(box, found.box, found.row)]
 
 
 def assemble(entries: Sequence[TensorEntry], bits: Bits, shard: Shard) -> dict[str, Tensor]:
@@ -103,7 +119,7 @@ def assemble(entries: Sequence[TensorEntry], bits: Bits, shard: Shard) -> dict[s
         for row, mine in local.rows():
             for box, content in cells.get(mine.tensor, ()):
                 if (both := box.overlap(mine)) is not None:
-                    tensors[name][_within(both, mine, row)] = content[_within(both, box, 0)]
+                    tensors[name].view(local.stacked_shape)[_within(both, mine, row)] = content[_within(both, box, 0)]
     return tensors
 
 
@@ -116,19 +132,46 @@ def _within(box: Box, outer: Box, row: int) -> tuple[slice, ...]:
 
 
 def by_tensor(
-    entries: Sequence[TensorEntry], place: npt.NDArray[np.int64], value: Bits
+    entries: Sequence[TensorEntry], place: npt.NDArray[np.int64], value: Bits, shard: Shard | None = None
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
     """New patterns at places of the flat array as (tensor, places in it, bfloat16 values).
 
+    `entries` lie in that array one after the other. With a `shard` the tensors are those of who hosts it.
     Places are in any order within a tensor; those of one tensor come before those of the next.
     """
     ends = np.cumsum([entry.size_bytes // 2 for entry in entries])
-    first = 0
-    for entry, last in zip(entries, np.searchsorted(place, ends).tolist(), strict=True):
+    mine = None if shard is None else _places(shard)
+    first, begin = 0, 0
+    for entry, last, end in zip(entries, np.searchsorted(place, ends).tolist(), ends.tolist(), strict=True):
         if last > first:
-            index = torch.from_numpy(place[first:last] - entry.offset // 2)
-            yield entry.name, index, torch.from_numpy(value[first:last].view(np.int16)).view(torch.bfloat16)
-        first = last
+            index, values = place[first:last] - begin, value[first:last]
+            for name, inside, where in _located(entry, index, mine):
+                new = torch.from_numpy(values[inside].view(np.int16)).view(torch.bfloat16)
+                yield name, torch.from_numpy(where), new
+        first, begin = last, end
+
+
+def _located(
+    entry: TensorEntry, index: npt.NDArray[np.int64], mine: Mapping[str, Sequence[_Place]] | None
+) -> Iterator[tuple[str, slice | npt.NDArray[np.bool_], npt.NDArray[np.int64]]]:
+    """Each tensor with elements of a cell: which of those at `index` it has, and where."""
+    if mine is None:
+        yield entry.name, slice(None), index
+        return
+    cell = box_of(entry)
+    for name, row, box, shape in mine.get(entry.name, ()):
+        if (both := box.overlap(cell)) is None:
+            continue
+        at = np.unravel_index(index, cell.shape) if cell.shape else ()
+        at = [part + begin for part, begin in zip(at, cell.begin, strict=True)]
+        inside = np.ones(len(index), bool)
+        for part, begin, end in zip(at, both.begin, both.end, strict=True):
+            inside &= (begin <= part) & (part < end)
+        at = [part[inside] - begin for part, begin in zip(at, box.begin, strict=True)]
+        if at:
+            at[0] += row
+        where = np.ravel_multi_index(at, shape) if at else np.full(int(inside.sum()), row)
+        yield name, inside, where.astype(np.int64)
 
 
 def views(entries: Sequence[TensorEntry], bits: Bits) -> dict[str, Tensor]:

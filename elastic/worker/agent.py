@@ -19,10 +19,9 @@ from elastic.engine.base import DeviceShare, RolloutEngine
 from elastic.processes import end_own_kin
 from elastic.worker.accounts import DeviceAccounts, process_start_ns
 from elastic.worker.connection import Connection, ConnectionLost, SessionRefused, Ticket, dial
-from elastic.worker.service import AgentExit, Audit, Pull, Service
+from elastic.worker.service import AgentExit, Service
 from elastic.worker.threads import DaemonThread
 from elastic.worker.training import Trainer
-from elastic.worker.weights import WeightsPuller
 
 __all__ = ["AgentExit", "BuildEngine", "Ticket", "build_engine", "leave_process", "run_agent"]
 
@@ -47,22 +46,16 @@ async def run_agent(
     *,
     share: DeviceShare | None = None,
     trainer: Trainer | None = None,
-    pull: Pull | None = None,
-    audit: Audit | None = None,
     born_ns: Nanoseconds | None = None,
 ) -> AgentExit:
     """Be the ticket's worker until drained (code 0), or refused, cut off or failed (code 1).
 
     SIGTERM and SIGINT drain in a hurry (with a `share` the
     process is its host's, and so are its signals). A `share` bounds what the engine may use of a device that
-    it shares; a `trainer` takes the orders of the trainer's worker. `pull` and `audit` stand in for a `WeightsPuller`.
+    it shares; a `trainer` takes the orders of the trainer's worker.
     Raises `ValueError` where the ticket names no address to join.
     """
     accounts = DeviceAccounts(process_start_ns() if born_ns is None else born_ns)
-    received_bytes: Callable[[], int] | None = None
-    if pull is None:
-        pull = weights = WeightsPuller()
-        audit, received_bytes = weights.audit, weights.received_bytes
     device = DaemonThread("device")
     leave = asyncio.Event()
     try:
@@ -71,7 +64,7 @@ async def run_agent(
             if booted is None:
                 end = AgentExit(0, "terminated before it was ready")
             else:
-                service = Service(ticket, *booted, device, pull, audit, share, trainer, received_bytes)
+                service = Service(ticket, *booted, device, share, trainer)
                 end = await service.run(accounts, leave)
     except (ConnectionLost, SessionRefused, _NotBuilt) as error:
         end = AgentExit(1, str(error))

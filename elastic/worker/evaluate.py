@@ -11,6 +11,7 @@ import msgspec
 from elastic.core.types import FinishReason, WeightMode
 from elastic.engine.base import GenerateRequest, RolloutEngine, TokenChunk
 from elastic.envs.base import Environment
+from elastic.weights.source import TensorSource
 
 
 class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,7 +37,7 @@ async def evaluate(
     players = _Players(engine, asyncio.get_running_loop())
     engine.start(players.sink)
     try:
-        await asyncio.to_thread(engine.load_weights, 0, tensors, WeightMode.FINISH)
+        await asyncio.to_thread(engine.load_version, TensorSource(0, tensors), WeightMode.FINISH)
         async with asyncio.TaskGroup() as tasks:
             episodes = [
                 tasks.create_task(

@@ -9,23 +9,25 @@ import contextlib
 import functools
 import itertools
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
+from typing import Any
 
 import msgspec
 import structlog
 
 from elastic import wire
 from elastic.core.run_state import TRAINER_PATIENCE
-from elastic.core.types import NS_PER_S, Account, FinishReason, LoadPhase, WeightMode
-from elastic.engine.base import DeviceShare, EngineStatistics, RolloutEngine, WeightChanges
+from elastic.core.types import NS_PER_S, Account, FinishReason, LoadPhase
+from elastic.engine.base import DeviceShare, EngineStatistics, RolloutEngine
 from elastic.machine import CpuSampler
-from elastic.weights.errors import Refusal, WeightsError
+from elastic.weights.errors import Refusal, VersionSuperseded, WeightsError
+from elastic.weights.source import PullReport, RelaySource
 from elastic.worker.accounts import DeviceAccounts
 from elastic.worker.connection import Connection, ConnectionLost, SessionRefused, Ticket, dial
 from elastic.worker.threads import DaemonThread, run_in_thread
 from elastic.worker.token_stream import TokenStream
 from elastic.worker.training import Trainer, TrainerOrder, Training
+from elastic.worker.weights import source_of
 
 log = structlog.get_logger(__name__)
 
@@ -51,29 +53,6 @@ class AgentExit(msgspec.Struct, frozen=True):
     reason: str
 
 
-class Pulled(msgspec.Struct, frozen=True):
-    """Weights off the relay, verified but not yet in force, and what they cost to fetch."""
-
-    apply: Callable[[], Mapping[str, object] | None]
-    """Puts them in force in the host's memory: Hugging Face names → CPU tensors, which stay as they are until the
-    next are put in force; None where a later pull has begun. Blocks."""
-    size_bytes: int
-    full_bytes: int = 0
-    encode_s: float = 0.0
-    wire_s: float = 0.0
-    decode_s: float = 0.0
-    refused: Sequence[Refusal] = ()
-    changes: WeightChanges | None = None
-    """What they are over the version before, where that is known and little."""
-
-
-Pull: TypeAlias = Callable[[wire.Welcome, wire.PullWeights], Pulled]
-"""Fetches the version that is ordered from the relay that the welcome names. Blocks."""
-
-Audit: TypeAlias = Callable[[], bool]
-"""Whether what was pulled is still what it was; if not, the next pull replaces it. Blocks."""
-
-
 class Service:
     """The worker from its engine's start to its exit, over any number of connections."""
 
@@ -84,19 +63,14 @@ class Service:
         connection: Connection,
         engine: RolloutEngine,
         device: DaemonThread,
-        pull: Pull,
-        audit: Audit | None,
         share: DeviceShare | None,
         trainer: Trainer | None,
-        received_bytes: Callable[[], int] | None = None,
     ) -> None:
         self._ticket = ticket
         self._welcome = welcome
         self._connection = connection
         self._engine = engine
         self._device = device
-        self._pull = pull
-        self._audit = audit
         self._share = share
         self._trainer = trainer
         self._stream = TokenStream(welcome.flush_interval_s, self._send, whole_turns=welcome.whole_turns)
@@ -104,7 +78,6 @@ class Service:
         self._wanted: wire.PullWeights | None = None
         self._loading: asyncio.Task[None] | None = None
         self._load_phase = LoadPhase.NONE
-        self._received_bytes = received_bytes or (lambda: 0)
         self._training: Training | None = None
         self._asleep = False
         self._drain_reason = ""
@@ -166,8 +139,7 @@ class Service:
         yield self._beat()
         if self._share is not None:
             yield self._watch(self._share)
-        if self._audit is not None:
-            yield self._check(self._audit)
+        yield self._audit()
 
     # The connection
 
@@ -302,7 +274,7 @@ class Service:
                 pacing_held_share=now.pacing_held_share,
                 cpu_share=min(1.0, self._cpu.share()),
                 loading=self._loading_at(now),
-                load_progress=self._received_bytes() + now.load_progress,
+                load_progress=now.received_bytes + now.load_progress,
             )
         )
 
@@ -361,12 +333,12 @@ class Service:
             self._loading.cancel()
         self._loading = self._tasks.create_task(self._load(order, again))
 
-    async def _check(self, audit: Audit) -> None:
+    async def _audit(self) -> None:
         """Have what was pulled looked over now and then, and what is wrong replaced at once."""
         while True:
             await asyncio.sleep(AUDIT_PAUSE_S)
             try:
-                sound = await run_in_thread(AUDIT_TIMEOUT_S, audit)
+                sound = await run_in_thread(AUDIT_TIMEOUT_S, self._engine.audit)
             except TimeoutError:
                 log.warning("weights not audited", within_s=AUDIT_TIMEOUT_S)
             else:
@@ -378,9 +350,10 @@ class Service:
             self._send(wire.WeightsReport(order.version, "", 0, 0.0, 0.0))
             return
         timeout_s, begun_s = self._welcome.pull_timeout_s, time.monotonic()
+        source = source_of(self._welcome, order)
         self._load_phase = LoadPhase.PULLING
         try:
-            pulled = await run_in_thread(timeout_s, self._pull, self._welcome, order)
+            pulled = await run_in_thread(timeout_s, self._engine.prefetch, source, timeout_s)
         except TimeoutError:
             self._report_failure(order, f"not pulled within {timeout_s} s")
         except Exception as error:
@@ -390,9 +363,11 @@ class Service:
         else:
             times_s = begun_s, time.monotonic()
             self._load_phase = LoadPhase.APPLYING
-            self._operations.put_nowait(functools.partial(self._apply, order, pulled, times_s))
+            self._operations.put_nowait(functools.partial(self._apply, order, source, pulled, times_s))
 
-    async def _apply(self, order: wire.PullWeights, pulled: Pulled, times_s: tuple[float, float]) -> None:
+    async def _apply(
+        self, order: wire.PullWeights, source: RelaySource, pulled: PullReport, times_s: tuple[float, float]
+    ) -> None:
         """`times_s`: when it was ordered and when it was pulled."""
         if order is not self._wanted:
             return
@@ -400,17 +375,17 @@ class Service:
         begun_s, paused_ns = time.monotonic(), self._paused_ns()
         try:
             written_s = await self._device.run_while(
-                self._applying, self._welcome.load_timeout_s, self._put_in_force, order.version, pulled, order.mode
+                self._applying, self._welcome.load_timeout_s, self._engine.load_version, source, order.mode
             )
         except TimeoutError:
             raise  # the engine hangs, and the worker with it
+        except VersionSuperseded:
+            return
         except Exception as error:
             log.warning("weights not applied", version=order.version, exc_info=True)
             self._report_failure(order, f"{type(error).__name__}: {error}", pulled.refused)
             self._name_idle_time()
         else:
-            if written_s is None:
-                return
             self._load_phase = LoadPhase.NONE
             self._name_idle_time()
             applied_s = time.monotonic()
@@ -435,16 +410,6 @@ class Service:
                     _told(pulled.refused),
                 )
             )
-
-    def _put_in_force(self, version: int, pulled: Pulled, mode: WeightMode) -> float | None:
-        """On the device's thread. How long it took beside the running engine; None where a later pull has begun."""
-        begun_s = time.monotonic()
-        tensors = pulled.apply()
-        if tensors is None:
-            return None
-        written_s = time.monotonic() - begun_s
-        self._engine.load_weights(version, tensors, mode, pulled.changes)
-        return written_s
 
     def _applying(self) -> tuple[int, int | None]:
         """What changes as long as weights come closer to being in force: pieces of them, or turns that go first."""

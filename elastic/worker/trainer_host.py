@@ -28,6 +28,7 @@ from elastic.weights.publisher import Publisher, PublishSettings
 from elastic.weights.relay import open_relay
 from elastic.weights.shared_memory import kept_in_memory
 from elastic.weights.signing import SigningKey
+from elastic.weights.source import TensorSource
 from elastic.weights.versions import discard_all
 from elastic.weights.waiting import PatientRelay
 from elastic.worker.agent import AgentExit, Ticket, build_engine, run_agent
@@ -185,7 +186,7 @@ class TrainerHost:
                 log.exception("requests for keyframes not answered")
 
     def _apply(self, tensors: dict[str, torch.Tensor]) -> None:
-        self._engine.load_weights(self._trainer.version, tensors, WeightMode.FINISH)
+        self._engine.load_version(TensorSource(self._trainer.version, tensors), WeightMode.FINISH)
 
     def _checkpoint_due(self) -> bool:
         version = self._trainer.version

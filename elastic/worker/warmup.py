@@ -9,6 +9,7 @@ import structlog
 from elastic.config import EngineConfig
 from elastic.core.types import WeightMode
 from elastic.engine.base import GenerateRequest, TokenChunk
+from elastic.weights.source import TensorSource
 
 log = structlog.get_logger(__name__)
 
@@ -42,7 +43,7 @@ def _say_a_token() -> None:
 
     engine.start(sink)
     try:
-        engine.load_weights(0, model_tensors(Qwen3(config)), WeightMode.FINISH)
+        engine.load_version(TensorSource(0, model_tensors(Qwen3(config))), WeightMode.FINISH)
         request = GenerateRequest(
             request_id="", token_ids=[0], start=0, max_new_tokens=1, stop_token_ids=(), temperature=1.0, noise_seed=0
         )

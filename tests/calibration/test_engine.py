@@ -19,6 +19,7 @@ from elastic.engine.base import RolloutEngine
 from elastic.engine.torch import pacing
 from elastic.model.checkpoint import read_config, read_tensors
 from elastic.sim.performance.profile import EngineRates, load_profile
+from elastic.weights.source import TensorSource
 
 PACING = {"prefill_tokens_per_s": 2000, "decode_step_s": {1: 0.02, 4: 0.04}}
 LATE = 10.0
@@ -45,7 +46,7 @@ def probing() -> Iterator[Callable[..., Probe]]:
         engine.start(found.sink)
         if loaded:
             weights = {name: (tensor * scale).to(torch.bfloat16) for name, tensor in tensors.items()}
-            engine.load_weights(0, weights, WeightMode.FINISH)
+            engine.load_version(TensorSource(0, weights), WeightMode.FINISH)
         return found
 
     yield of

@@ -25,6 +25,10 @@ from elastic.engine.kv.slab import SlabBackend
 from elastic.model.checkpoint import model_tensors
 from elastic.model.config import Qwen3Config
 from elastic.model.qwen3 import Qwen3
+from elastic.weights.directory import DirectoryRelay
+from elastic.weights.publisher import publish_keyframe
+from elastic.weights.signing import SigningKey
+from elastic.weights.source import RelaySource
 from policies.coexecution import NoAdmission
 from policies.kvmemory import PreemptiveMemory
 
@@ -60,6 +64,11 @@ class Recorder:
 
     def release(self) -> None:
         self._open.set()
+
+    def load(self, source: RelaySource, mode: WeightMode = WeightMode.FINISH) -> None:
+        """As a worker does: fetched beside whatever runs, then put in force."""
+        self.engine.prefetch(source, TIMEOUT_S)
+        self.engine.load_version(source, mode)
 
     def fail_on(self, request_id: str) -> None:
         """The sink raises whenever a chunk of this request is in what it was given."""
@@ -138,6 +147,21 @@ def weights(model):
     return lambda seed=0: model_tensors(model(seed))
 
 
+@pytest.fixture(scope="session")
+def published(weights, tmp_path_factory):
+    """Puts a version on a relay, as a keyframe of the weights of the seed of its number or of `tensors`; says where."""
+    relay, key, there = tmp_path_factory.mktemp("relay"), SigningKey(), set()
+
+    def publish(version: int, tensors=None, run: str = "run") -> RelaySource:
+        if (run, version) not in there:
+            tensors = weights(version) if tensors is None else tensors
+            publish_keyframe(DirectoryRelay(relay / run), run, version, tensors, CONFIG.to_dict(), key)
+            there.add((run, version))
+        return RelaySource(run=run, version=version, relay=str(relay / run), publisher=key.public)
+
+    return publish
+
+
 class _Sole:
     """A rollout half with which its executor ends."""
 
@@ -182,7 +206,7 @@ def lend_device(weights, cost_profiles):
 
 
 @pytest.fixture(params=["torch", "coserving"])
-def make_engine(request, weights, lend_device):
+def make_engine(request, published, lend_device):
     """Makes an engine of each kind with the weights of seed 1 as version 1 (unless `version` is None)."""
     made: list[Recorder] = []
 
@@ -193,7 +217,7 @@ def make_engine(request, weights, lend_device):
         recorder = Recorder(create(CONFIG.to_dict(), engine_settings))
         made.append(recorder)
         if version is not None:
-            recorder.engine.load_weights(version, weights(version), WeightMode.FINISH)
+            recorder.load(published(version))
         return recorder
 
     yield make

@@ -4,24 +4,31 @@ import math
 import threading
 import time
 
+import msgspec
 import pytest
 import torch
 
 from elastic.core.types import Account, FinishReason, WeightMode
 from elastic.engine.base import WeightsMismatch
+from elastic.weights.directory import DirectoryRelay
+from elastic.weights.errors import VersionSuperseded, WeightsError
+from elastic.weights.publisher import Publisher
+from elastic.weights.signing import SigningKey
+from elastic.weights.source import RelaySource
+from tests.engine.conftest import CONFIG
 
 LONG = 200
 PACED = {"pacing": {"prefill_tokens_per_s": 1e6, "decode_step_s": {1: 0.002, 16: 0.002}}}
 
 
-def test_serves_nothing_before_the_first_weights(make_engine, turn, weights):
+def test_serves_nothing_before_the_first_weights(make_engine, turn, published):
     recorder = make_engine(version=None)
     request = turn("a")
     recorder.engine.submit([request])
     before = recorder.engine.statistics()
     assert before.weights_version is None
     assert (before.pending, before.executing, before.progress) == (1, 0, 0)
-    recorder.engine.load_weights(7, weights(1), WeightMode.FINISH)
+    recorder.load(published(7))
     recorder.finish("a")
     assert recorder.versions("a") == [7] * 12
 
@@ -140,28 +147,24 @@ def _reshaped(tensors):
     tensors["model.norm.weight"] = torch.ones(64, dtype=torch.bfloat16)
 
 
-def _retyped(tensors):
-    tensors["model.norm.weight"] = tensors["model.norm.weight"].half()
-
-
-@pytest.mark.parametrize("spoil", [_renamed, _extra, _reshaped, _retyped])
-def test_weights_that_do_not_fit_are_refused_and_the_old_ones_serve_on(make_engine, turn, weights, spoil):
+@pytest.mark.parametrize("spoil", [_renamed, _extra, _reshaped])
+def test_weights_that_do_not_fit_are_refused_and_the_old_ones_serve_on(make_engine, turn, weights, published, spoil):
     recorder = make_engine()
     tensors = weights(2)
     spoil(tensors)
     with pytest.raises(WeightsMismatch, match=r"model\.(norm|extra)"):
-        recorder.engine.load_weights(2, tensors, WeightMode.FINISH)
+        recorder.load(published(2, tensors, spoil.__name__.strip("_")))
     assert recorder.engine.statistics().weights_version == 1
     (after,) = recorder.run(turn("a"))
     assert recorder.versions("a") == [1] * 12
     assert make_engine().run(turn("a")) == [after]
 
 
-def test_finish_lets_running_turns_end_and_starts_no_new_ones(make_engine, turn, weights):
+def test_finish_lets_running_turns_end_and_starts_no_new_ones(make_engine, turn, published):
     recorder = make_engine(max_batch=1, **PACED)
     recorder.engine.submit([turn("old", max_new_tokens=LONG), turn("new")])
     recorder.until_tokens("old", 1)
-    recorder.engine.load_weights(2, weights(2), WeightMode.FINISH)
+    recorder.load(published(2))
     assert len(recorder.tokens("old")) == LONG
     recorder.finish("new")
     assert set(recorder.versions("old")) == {1}
@@ -170,12 +173,12 @@ def test_finish_lets_running_turns_end_and_starts_no_new_ones(make_engine, turn,
 
 
 @pytest.mark.parametrize("mode", [WeightMode.RECOMPUTE, WeightMode.KEEP])
-def test_running_turns_go_on_under_the_new_weights(make_engine, turn, weights, mode):
+def test_running_turns_go_on_under_the_new_weights(make_engine, turn, published, mode):
     recorder = make_engine(**PACED)
     request = turn("a", max_new_tokens=LONG)
     recorder.engine.submit([request])
     recorder.until_tokens("a", 5)
-    recorder.engine.load_weights(2, weights(2), mode)
+    recorder.load(published(2), mode)
     recorder.finish("a")
     recorder.check(request)
     versions, tokens = recorder.versions("a"), recorder.tokens("a")
@@ -190,16 +193,67 @@ def test_running_turns_go_on_under_the_new_weights(make_engine, turn, weights, m
         assert same is (mode is WeightMode.RECOMPUTE)
 
 
-def test_kv_of_one_version_is_never_found_by_another(make_engine, turn, weights):
+def test_kv_of_one_version_is_never_found_by_another(make_engine, turn, published):
     recorder = make_engine(kv_block_tokens=8)
     prompt = list(range(30))
     for version, mode in ((1, WeightMode.FINISH), (2, WeightMode.KEEP), (3, WeightMode.RECOMPUTE)):
-        recorder.engine.load_weights(version, weights(version), mode)
+        recorder.load(published(version), mode)
         name = f"v{version}"
         recorder.run(turn(name, prompt=prompt))
         assert recorder.of(name)[0].cached_tokens == 0
         recorder.run(turn(name + " again", prompt=prompt))
         assert recorder.of(name + " again")[0].cached_tokens == 24
+
+
+def test_a_delta_makes_the_weights_of_its_keyframe(make_engine, turn, weights, published, tmp_path):
+    """Fetched and applied while turns run, tensor by tensor as a small step would change them."""
+    stepped = weights(1)
+    for tensor in stepped.values():
+        tensor.view(-1)[::40] += 0.25
+    key = SigningKey()
+    publisher = Publisher(DirectoryRelay(tmp_path), "run", CONFIG.to_dict(), key=key)
+    for version, tensors in enumerate((weights(1), stepped)):
+        publisher.publish(version, tensors)
+    publisher.close()
+    where = {"run": "run", "relay": str(tmp_path), "publisher": key.public}
+    recorder = make_engine(version=None)
+    recorder.load(RelaySource(version=0, **where))
+    received_bytes = recorder.engine.statistics().received_bytes
+    recorder.engine.submit([turn("running", max_new_tokens=LONG)])
+    recorder.until_tokens("running", 5)
+    report = recorder.engine.prefetch(RelaySource(version=1, **where), 30.0)
+    assert recorder.engine.statistics().weights_version == 0
+    assert 0 < report.size_bytes < report.full_bytes
+    assert recorder.engine.statistics().received_bytes == received_bytes + report.size_bytes
+    recorder.engine.load_version(RelaySource(version=1, **where), WeightMode.FINISH)
+    assert recorder.engine.audit()
+    found = recorder.run(turn("a"))
+    whole = make_engine(version=None)
+    whole.load(published(1, stepped, "stepped"))
+    assert whole.run(turn("a")) == found
+    assert whole.logprobs("a") == recorder.logprobs("a")
+
+
+def test_what_its_trainer_did_not_sign_is_never_served(make_engine, turn, published):
+    recorder, stranger = make_engine(), SigningKey().public
+    forged = msgspec.structs.replace(published(2), publisher=stranger)
+    with pytest.raises(WeightsError):
+        recorder.engine.prefetch(forged, 1.0)
+    with pytest.raises(VersionSuperseded):
+        recorder.engine.load_version(forged, WeightMode.FINISH)
+    recorder.run(turn("a"))
+    assert recorder.versions("a") == [1] * 12
+
+
+def test_only_what_was_prefetched_last_is_put_in_force(make_engine, published):
+    recorder = make_engine()
+    for version in (2, 3):
+        recorder.engine.prefetch(published(version), 30.0)
+    with pytest.raises(VersionSuperseded):
+        recorder.engine.load_version(published(2), WeightMode.FINISH)
+    assert recorder.engine.statistics().weights_version == 1
+    recorder.engine.load_version(published(3), WeightMode.FINISH)
+    assert recorder.engine.statistics().weights_version == 3
 
 
 def test_sleep_ends_what_runs_and_frees_the_cache(make_engine, turn):
@@ -225,22 +279,22 @@ def test_sleep_ends_what_runs_and_frees_the_cache(make_engine, turn):
     assert awake.accounts_ns[Account.ASLEEP] > 0
 
 
-def test_weights_can_be_loaded_asleep(make_engine, turn, weights):
+def test_weights_can_be_loaded_asleep(make_engine, turn, published):
     recorder = make_engine()
     recorder.engine.sleep()
-    recorder.engine.load_weights(2, weights(2), WeightMode.FINISH)
+    recorder.load(published(2))
     recorder.engine.sleep()
     recorder.engine.wake()
     recorder.run(turn("a"))
     assert recorder.versions("a") == [2] * 12
 
 
-def test_every_nanosecond_is_in_one_account(make_engine, turn, weights):
+def test_every_nanosecond_is_in_one_account(make_engine, turn, published):
     begun = time.monotonic_ns()
     recorder = make_engine(version=None)
     created = time.monotonic_ns()
     recorder.engine.set_idle_account(Account.LOADING)
-    recorder.engine.load_weights(1, weights(1), WeightMode.FINISH)
+    recorder.load(published(1))
     recorder.engine.set_idle_account(Account.DRAINING)
     recorder.engine.submit([turn("a", max_new_tokens=LONG), turn("b", prompt=[3] * 100, recompute=True)])
     last = {}
@@ -362,12 +416,12 @@ def test_a_paced_wait_can_be_interrupted(make_engine, turn, stop):
     assert recorder.end("a").finish is FinishReason.ABORTED
 
 
-def test_close_ends_everything(make_engine, turn, weights):
+def test_close_ends_everything(make_engine, turn, published):
     recorder = make_engine(max_batch=1, **PACED)
     threads = threading.active_count()
     recorder.engine.submit([turn("a", max_new_tokens=LONG), turn("b")])
     recorder.until_tokens("a", 1)
-    waiting = recorder.aside(recorder.engine.load_weights, 2, weights(2), WeightMode.FINISH)
+    waiting = recorder.aside(recorder.load, published(2))
     recorder.engine.close()
     recorder.engine.close()
     assert recorder.end("a").finish is recorder.end("b").finish is FinishReason.ABORTED

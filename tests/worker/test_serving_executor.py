@@ -15,6 +15,7 @@ from elastic.engine.base import GenerateRequest, TokenChunk
 from elastic.model.checkpoint import model_tensors, write_checkpoint
 from elastic.model.config import Qwen3Config
 from elastic.model.qwen3 import Qwen3
+from elastic.weights.source import TensorSource
 from elastic.worker.serving_executor import ExecutorDevice, open_device
 from providers.serving_messages import ExecutorSettings, HostSettings
 from traces.serving import ServingRequest
@@ -100,7 +101,7 @@ async def test_a_run_gets_a_part_of_the_device_and_gives_it_back(profiles: Path)
         engine.start(sink)
         torch.manual_seed(1)
         weights = model_tensors(Qwen3(POLICY))
-        await asyncio.to_thread(engine.load_weights, 1, weights, WeightMode.FINISH)
+        await asyncio.to_thread(engine.load_version, TensorSource(1, weights), WeightMode.FINISH)
         assert share.capacity_turns(engine.statistics().capacity_turns) > 0
         turn = GenerateRequest(
             request_id="t",

@@ -27,6 +27,7 @@ from elastic.engine.coserving.spec import ModelSpec
 from elastic.engine.coserving.swapping import Swapping
 from elastic.engine.coserving.usage import Usage, UsageMeter
 from elastic.engine.kv import PageBackend
+from elastic.weights.source import TensorSource
 from policies.coexecution import AdmissionPolicy
 from policies.kvmemory import Budget, MemoryPolicy
 
@@ -119,7 +120,7 @@ class CoServing:
         self._serving.start(sink)
         self._thread.start()
         try:
-            self._serving.load_weights(0, tensors, WeightMode.FINISH)
+            self._serving.load_version(TensorSource(0, tensors), WeightMode.FINISH)
         except BaseException:
             self.close()
             raise

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future
 from math import ceil
 from pathlib import Path
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from elastic.config import EngineConfig
 from elastic.core.types import NS_PER_S, Account, FinishReason, Nanoseconds, WeightMode
-from elastic.engine.base import ChunkSink, TokenChunk, WeightChanges
+from elastic.engine.base import ChunkSink, TokenChunk
 from elastic.engine.coserving.blocks import LeasedBlocks
 from elastic.engine.coserving.profile import CostModel, CostProfile, Prefill, Shape, write_profile
 from elastic.engine.coserving.profiler import device_name, kept_profile, measuring, model_name, profile_path
@@ -25,6 +25,7 @@ from elastic.engine.torch.engine import TorchEngine
 from elastic.engine.torch.pacing import Costs
 from elastic.engine.torch.scheduler import Scheduler, Work, load_of
 from elastic.engine.torch.scheduler import Sequence as Running
+from elastic.weights.source import TensorSource
 
 _log = structlog.get_logger(__name__)
 Step = Callable[[], None]
@@ -324,12 +325,11 @@ class Half(TorchEngine):
         """Name the thread that will ask for steps."""
         self._thread = thread
 
-    def load_weights(
-        self, version: int, tensors: Mapping[str, object], mode: WeightMode, changes: WeightChanges | None = None
-    ) -> None:
+    def _load(self, weights: TensorSource, mode: WeightMode) -> None:
         # A copy of its own in host memory, from which the model is activated; made on the caller's time. What of it
         # the device lacks is brought there piece by piece, between iterations.
-        super().load_weights(version, {name: self._kept(tensor) for name, tensor in tensors.items()}, mode, changes)
+        kept = {name: self._kept(tensor) for name, tensor in weights.tensors.items()}
+        super()._load(weights._replace(tensors=kept), mode)
 
     def _kept(self, tensor: object) -> object:
         if not isinstance(tensor, Tensor):

@@ -27,7 +27,6 @@ from elastic.engine.base import (
     EngineStatistics,
     GenerateRequest,
     TokenChunk,
-    WeightChanges,
 )
 from elastic.engine.meter import AccountMeter
 from elastic.engine.torch import pacing, sampling, validation
@@ -36,6 +35,8 @@ from elastic.engine.torch.runner import Patch, Runner
 from elastic.engine.torch.scheduler import Scheduler, Work, load_of
 from elastic.engine.torch.scheduler import Sequence as Running
 from elastic.model.config import Qwen3Config
+from elastic.weights.client import WeightsClient
+from elastic.weights.source import PullReport, RelaySource, TensorSource, WeightsSource
 
 CLOSE_TIMEOUT_S = 10.0
 SMALLEST_COST = 1e-9
@@ -57,14 +58,14 @@ class _WeightsOrder(NamedTuple):
 class TorchEngine:
     """`elastic.engine.base.RolloutEngine` on one device, in plain torch.
 
-    Requests wait until the first `load_weights`, and while the engine sleeps. A request whose id is still alive
+    Requests wait until the first `load_version`, and while the engine sleeps. A request whose id is still alive
     is the same one again: it is joined, not started twice. On one CPU thread the engine is replayable: a turn
     that is cut at any token and continued elsewhere gives bit-identical tokens and log-probabilities. A
     temperature of zero decodes greedily.
 
     With a `share` the engine borrows its device, and asks for it before each iteration.
 
-    `load_weights` and `sleep` wait for the engine's thread, so `sink` must not call them. Raises `ValueError`
+    `load_version` and `sleep` wait for the engine's thread, so `sink` must not call them. Raises `ValueError`
     when the KV cache cannot hold one sequence of `max_context_tokens`, or the device is not there.
     """
 
@@ -83,6 +84,7 @@ class TorchEngine:
             config, self._device, settings.max_context_tokens, settings.kv_blocks, settings.kv_block_tokens
         )
         self._scheduler = Scheduler(settings)
+        self._weights = WeightsClient()
         self._sink: ChunkSink | None = None
         self._thread: threading.Thread | None = None
         self._changed = threading.Condition()
@@ -139,13 +141,24 @@ class TorchEngine:
             self._aborting.update(request_id for request_id in request_ids if request_id in self._alive)
             self._changed.notify_all()
 
-    def load_weights(
-        self, version: int, tensors: Mapping[str, object], mode: WeightMode, changes: WeightChanges | None = None
-    ) -> None:
+    def prefetch(self, source: RelaySource, timeout_s: float) -> PullReport:
+        return self._weights.stage(source, timeout_s)
+
+    def load_version(self, source: WeightsSource, mode: WeightMode) -> float:
+        begun_s = time.monotonic()
+        weights = source if isinstance(source, TensorSource) else self._weights.apply(source)
+        written_s = time.monotonic() - begun_s
+        self._load(weights, mode)
+        return written_s
+
+    def audit(self) -> bool:
+        return self._weights.audit()
+
+    def _load(self, weights: TensorSource, mode: WeightMode) -> None:
         # Everything that can be done beforehand is done on the caller's time, while the engine goes on.
-        verified = self._runner.verify(tensors)
+        verified, changes = self._runner.verify(weights.tensors), weights.changes
         patch = self._runner.patch_of(changes) if changes is not None and changes.base == self._version else None
-        order = _WeightsOrder(version, verified, mode, Future(), patch)
+        order = _WeightsOrder(weights.version, verified, mode, Future(), patch)
         with self._changed:
             self._require_thread()
             self._refuse_closed()
@@ -196,6 +209,7 @@ class TorchEngine:
                 pacing_held_share=self._iterations_held / self._iterations if self._iterations else 1.0,
                 waits_to_apply=bool(self._orders) and not self._may_apply(self._orders[0]),
                 load_progress=self._pieces_applied,
+                received_bytes=self._weights.received_bytes,
             )
 
     def close(self) -> None:
@@ -206,6 +220,7 @@ class TorchEngine:
             self._changed.notify_all()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(CLOSE_TIMEOUT_S)
+        self._weights.close()
 
     # The engine's thread.
 

@@ -22,10 +22,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from elastic.engine.base import WeightChanges, WeightsMismatch
+from elastic.engine.base import WeightsMismatch
 from elastic.engine.torch.scheduler import Work
 from elastic.model.config import Qwen3Config
 from elastic.model.qwen3 import parameter_shapes, rotate, rotations
+from elastic.weights.source import WeightChanges
 
 ROW_TILE = 8
 QUERY_TILE = 4

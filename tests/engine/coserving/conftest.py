@@ -19,6 +19,7 @@ from elastic.engine.kv.vmm import VmmBackend
 from elastic.model.checkpoint import model_tensors
 from elastic.model.config import Qwen3Config
 from elastic.model.qwen3 import Qwen3
+from elastic.weights.source import TensorSource
 from policies.coexecution import NoAdmission
 from policies.kvmemory import PreemptiveMemory
 
@@ -78,7 +79,7 @@ class Device:
     def lend(self, version: int = 1, **settings) -> RolloutHalf:
         rollout = self.executor.attach(rollout_spec(**settings))
         rollout.start(self.rolled)
-        rollout.load_weights(version, weights_of(ROLLOUT, version), WeightMode.FINISH)
+        rollout.load_version(TensorSource(version, weights_of(ROLLOUT, version)), WeightMode.FINISH)
         return rollout
 
     def check_pages(self) -> None:

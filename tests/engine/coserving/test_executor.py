@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from elastic.core.types import Account, FinishReason, WeightMode
-from elastic.engine.base import WeightChanges, WeightsMismatch
+from elastic.engine.base import WeightsMismatch
 from elastic.engine.coserving.profile import CostModel, CostProfile, Grid, Prefill, Shape, write_profile
 from elastic.engine.coserving.swapping import Swapping
+from elastic.weights.source import TensorSource, WeightChanges
 from policies.coexecution import ExclusiveAdmission, NoAdmission, Slo, SloAdmission
 from policies.kvmemory import FineGrainedMemory, PreemptiveMemory, StaticPartition
 
@@ -88,7 +89,7 @@ def test_a_turn_that_new_weights_wait_for_stalls_like_any_other(make_device, tur
     device.rolled.until(lambda: bool(device.rolled.tokens("r")))
     device.executor._admission = NEVER
     with ThreadPoolExecutor() as threads:
-        loading = threads.submit(rollout.load_weights, 2, rollout_weights(2), WeightMode.FINISH)
+        loading = threads.submit(rollout.load_version, TensorSource(2, rollout_weights(2)), WeightMode.FINISH)
         (end,) = device.rolled.finish("r")
         assert end.finish is FinishReason.STALLED
         device.executor._admission = NoAdmission()
@@ -108,7 +109,7 @@ def test_a_turn_whose_new_weights_get_stuck_on_their_way_stalls_too(make_device,
 
     monkeypatch.setattr(rollout, "_load_piece", one_piece)
     with ThreadPoolExecutor() as threads:
-        loading = threads.submit(rollout.load_weights, 2, rollout_weights(2), WeightMode.KEEP)
+        loading = threads.submit(rollout.load_version, TensorSource(2, rollout_weights(2)), WeightMode.KEEP)
         assert device.rolled.finish("r")[0].finish is FinishReason.STALLED
         monkeypatch.setattr(rollout, "_load_piece", load_piece)
         device.executor._admission = NoAdmission()
@@ -233,7 +234,7 @@ def test_a_burst_takes_the_memory_back_and_the_turns_are_given_back_whole(make_d
         assert [chunk.start for chunk in chunks] == [0, *positions[:-1]]
     # Frozen until the next step, which a new version of the policy begins.
     assert device.executor.statistics().budget.pages == statistics.budget.pages
-    rollout.load_weights(2, device_weights(rollout), WeightMode.FINISH)
+    rollout.load_version(TensorSource(2, device_weights(rollout)), WeightMode.FINISH)
     assert not device.executor.statistics().budget.pressure
 
 
@@ -307,7 +308,7 @@ def test_a_slow_piece_of_weights_does_not_keep_the_next_ones_out(make_device, tu
     device = make_device(admission=SloAdmission(slo=LOOSE, longest_ns=5_000 * MS))
     rollout = device.lend()
     rollout._piece_ns = 10**15
-    rollout.load_weights(2, rollout_weights(2), WeightMode.FINISH)
+    rollout.load_version(TensorSource(2, rollout_weights(2)), WeightMode.FINISH)
     assert rollout.statistics().weights_version == 2
 
 
@@ -334,7 +335,7 @@ def test_the_first_piece_of_weights_is_taken_to_be_as_slow_as_servings_were(
 
 def never_loaded(rollout, weights) -> None:
     with pytest.raises(RuntimeError):
-        rollout.load_weights(1, weights, WeightMode.FINISH)
+        rollout.load_version(TensorSource(1, weights), WeightMode.FINISH)
 
 
 @pytest.mark.parametrize("longest_ms", [0.001, 10_000])
@@ -378,7 +379,7 @@ def test_measuring_costs_is_loading_and_no_pause_of_a_version(
         return forward(work)
 
     monkeypatch.setattr(rollout._runner, "forward", noted)
-    rollout.load_weights(1, rollout_weights(1), WeightMode.FINISH)
+    rollout.load_version(TensorSource(1, rollout_weights(1)), WeightMode.FINISH)
     assert charged == {Account.LOADING}
 
 
@@ -400,10 +401,10 @@ def test_of_a_new_version_only_what_changed_is_written_and_piece_by_piece(
     monkeypatch.setattr(rollout, "_load_piece", lambda: (load_piece(), pieces.append(1)))
     with monkeypatch.context() as patch:
         patch.setattr(rollout._runner, "loading", lambda _tensors: pytest.fail("everything is loaded"))
-        rollout.load_weights(2, others, WeightMode.FINISH, WeightChanges(1, changes))
+        rollout.load_version(TensorSource(2, others, WeightChanges(1, changes)), WeightMode.FINISH)
     written = sum(len(values) for _, _, values in changes)
     assert written // 128 <= len(pieces) <= written // 64 + 1
-    whole.load_weights(2, others, WeightMode.FINISH)
+    whole.load_version(TensorSource(2, others), WeightMode.FINISH)
     # Woken from host memory, it is the same.
     for wake in (False, True):
         request = turn(f"r{wake}", prompt=60)
@@ -474,7 +475,7 @@ def test_asleep_the_rollout_model_keeps_one_page_and_wakes_from_host_memory(make
     assert asleep.rollout_bytes <= RESTING_BYTES < awake.rollout_bytes
     assert asleep.free_pages >= awake.free_pages
     assert rollout._runner.weight_bytes == 0
-    rollout.load_weights(2, device_weights(rollout), WeightMode.FINISH)
+    rollout.load_version(TensorSource(2, device_weights(rollout)), WeightMode.FINISH)
     assert rollout._runner.weight_bytes == 0
     rollout.wake()
     rollout.submit([turn("b", prompt=request.token_ids, noise_seed=request.noise_seed)])
@@ -542,7 +543,7 @@ def test_weights_that_do_not_fit_are_refused_and_serving_goes_on(make_device, tu
     wrong = rollout_weights(1)
     wrong.pop("model.norm.weight")
     with pytest.raises(WeightsMismatch, match=r"model\.norm\.weight"):
-        rollout.load_weights(1, wrong, WeightMode.FINISH)
+        rollout.load_version(TensorSource(1, wrong), WeightMode.FINISH)
     device.serving.submit([turn("s")])
     assert device.served.finish("s")[0].finish is FinishReason.LENGTH
 
@@ -560,11 +561,11 @@ def test_weights_that_the_device_has_no_room_for_leave_nothing_on_it(make_device
     with monkeypatch.context() as patch:
         patch.setattr(rollout._runner, "_load_layer", no_room)
         with pytest.raises(MemoryError, match="out of memory"):
-            rollout.load_weights(2, rollout_weights(2), WeightMode.FINISH)
+            rollout.load_version(TensorSource(2, rollout_weights(2)), WeightMode.FINISH)
     assert device.executor.statistics().rollout_bytes <= RESTING_BYTES
     device.serving.submit([turn("s")])
     assert device.served.finish("s")[0].finish is FinishReason.LENGTH
-    rollout.load_weights(3, rollout_weights(3), WeightMode.FINISH)
+    rollout.load_version(TensorSource(3, rollout_weights(3)), WeightMode.FINISH)
     rollout.submit([turn("r")])
     assert device.rolled.finish("r")[0].weights_version == 3
 
@@ -580,11 +581,11 @@ def test_weights_that_cannot_be_put_in_force_are_none_at_all(make_device, turn, 
     with monkeypatch.context() as patch:
         patch.setattr(rollout._runner, "scrub_cache", broken)
         with pytest.raises(RuntimeError, match="cannot be cleared"):
-            rollout.load_weights(2, rollout_weights(2), WeightMode.FINISH)
+            rollout.load_version(TensorSource(2, rollout_weights(2)), WeightMode.FINISH)
     assert rollout.statistics().weights_version is None
     device.serving.submit([turn("s")])
     assert device.served.finish("s")[0].finish is FinishReason.LENGTH
-    rollout.load_weights(3, rollout_weights(3), WeightMode.FINISH)
+    rollout.load_version(TensorSource(3, rollout_weights(3)), WeightMode.FINISH)
     rollout.submit([turn("r")])
     assert device.rolled.finish("r")[0].weights_version == 3
 
@@ -686,7 +687,7 @@ def test_closing_while_costs_are_measured_keeps_nobody_waiting(
 
     monkeypatch.setattr(rollout, "measuring_step", measuring_for_ever)
     with ThreadPoolExecutor() as threads:
-        loading = threads.submit(rollout.load_weights, 1, rollout_weights(1), WeightMode.FINISH)
+        loading = threads.submit(rollout.load_version, TensorSource(1, rollout_weights(1)), WeightMode.FINISH)
         assert reached.wait(30)
         (device.executor if whole else rollout).close()
         with pytest.raises(RuntimeError, match="closed"):
@@ -706,11 +707,11 @@ def test_costs_that_cannot_be_measured_fail_the_load_and_not_serving(
     with monkeypatch.context() as patch:
         patch.setattr(rollout._runner, "forward", out_of_memory)
         with pytest.raises(RuntimeError, match="rollout half"):
-            rollout.load_weights(1, rollout_weights(1), WeightMode.FINISH)
+            rollout.load_version(TensorSource(1, rollout_weights(1)), WeightMode.FINISH)
     device.serving.submit([turn("s")])
     assert device.served.finish("s")[0].finish is FinishReason.LENGTH
     assert device.executor.statistics().rollout_failures == 1
-    rollout.load_weights(1, rollout_weights(1), WeightMode.FINISH)
+    rollout.load_version(TensorSource(1, rollout_weights(1)), WeightMode.FINISH)
     rollout.submit([turn("r")])
     assert device.rolled.finish("r")[0].finish is FinishReason.LENGTH
 
@@ -749,7 +750,7 @@ def test_whatever_happens_every_request_ends_once_and_no_page_is_lost(make_devic
         elif act == "load":
             base = rollout.statistics().weights_version or 0
             changes = random.choice([None, WeightChanges(base, [])])
-            rollout.load_weights(number, rollout_weights(1), random.choice(list(WeightMode)), changes)
+            rollout.load_version(TensorSource(number, rollout_weights(1), changes), random.choice(list(WeightMode)))
         elif random.random() < 0.5:
             rollout.close()
             rollout = device.lend(version=number)

@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from elastic.core.types import FinishReason, WeightMode
+from elastic.engine.base import WeightsMismatch
+from elastic.weights.source import TensorSource
 
 
 @pytest.fixture
@@ -22,14 +24,25 @@ def test_declares_itself_replayable_on_one_cpu_thread(make_torch_engine):
 def test_weights_that_diverged_end_turns_and_leave_no_trace(make_torch_engine, turn, weights, mode):
     recorder = make_torch_engine()
     broken = {name: torch.full_like(tensor, torch.nan) for name, tensor in weights(1).items()}
-    recorder.engine.load_weights(2, broken, WeightMode.FINISH)
+    recorder.engine.load_version(TensorSource(2, broken), WeightMode.FINISH)
     requests = [turn(f"broken {i}", prompt=60) for i in range(3)]
     recorder.run(*requests)
     assert {recorder.end(request.request_id).finish for request in requests} == {FinishReason.ERROR}
     assert "not finite" in recorder.end("broken 0").detail
-    recorder.engine.load_weights(3, weights(3), mode)
+    recorder.engine.load_version(TensorSource(3, weights(3)), mode)
     found = recorder.run(turn("a"), turn("b", prompt=90))
     assert found == make_torch_engine(version=3).run(turn("a"), turn("b", prompt=90))
+
+
+def test_tensors_of_another_dtype_are_refused(make_torch_engine, turn, weights):
+    recorder = make_torch_engine()
+    tensors = weights(2)
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].half()
+    with pytest.raises(WeightsMismatch, match=r"model\.norm\.weight: expected bfloat16"):
+        recorder.engine.load_version(TensorSource(2, tensors), WeightMode.FINISH)
+    (after,) = recorder.run(turn("a"))
+    assert recorder.versions("a") == [1] * 12
+    assert make_torch_engine().run(turn("a")) == [after]
 
 
 def test_a_failing_iteration_ends_its_turns_and_the_engine_serves_on(make_torch_engine, turn, monkeypatch):
@@ -51,12 +64,12 @@ def test_a_failing_iteration_ends_its_turns_and_the_engine_serves_on(make_torch_
     assert recorder.engine.statistics().kv_blocks_used == 0
 
 
-def test_waiting_for_itself_is_refused(make_torch_engine, turn, weights):
+def test_waiting_for_itself_is_refused(make_torch_engine, turn, published):
     recorder = make_torch_engine()
     errors = []
 
     def from_the_sink():
-        for call in (recorder.engine.sleep, lambda: recorder.engine.load_weights(2, weights(2), WeightMode.FINISH)):
+        for call in (recorder.engine.sleep, lambda: recorder.load(published(2))):
             try:
                 call()
             except RuntimeError as error:

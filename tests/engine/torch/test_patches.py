@@ -7,11 +7,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from elastic.core.types import WeightMode
-from elastic.engine.base import WeightChanges, WeightsMismatch
+from elastic.engine.base import WeightsMismatch
 from elastic.engine.torch.runner import Runner
 from elastic.model.checkpoint import model_tensors
 from elastic.model.config import Qwen3Config
 from elastic.model.qwen3 import Qwen3
+from elastic.weights.source import TensorSource, WeightChanges
 
 many = settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -71,13 +72,13 @@ def test_a_patch_is_the_whole_load_bit_for_bit(tied: bool, share: float, seed: i
 def test_changes_are_taken_where_they_are_from_what_is_served(make_engine, turn, weights, mode):
     others, changes = moved(weights(1), 0.01, 3)
     expected = make_engine(version=None)
-    expected.engine.load_weights(2, others, WeightMode.FINISH)
+    expected.engine.load_version(TensorSource(2, others), WeightMode.FINISH)
     wanted = expected.run(turn("a"), turn("b", prompt=90))
     for base in (0, 1):
         recorder = make_engine()
         # From another base they would make something else of it: then all of it counts.
         some = WeightChanges(base, changes if base == 1 else [])
-        recorder.engine.load_weights(2, others, mode, some)
+        recorder.engine.load_version(TensorSource(2, others, some), mode)
         assert recorder.run(turn("a"), turn("b", prompt=90)) == wanted
 
 
@@ -94,9 +95,9 @@ def test_where_much_changes_everything_is_loaded(make_engine, turn, weights):
     others, changes = moved(weights(1), 0.5, 3)
     assert runner(model_config(tied=True)).patch_of(WeightChanges(1, [])) is not None
     recorder = make_engine()
-    recorder.engine.load_weights(2, others, WeightMode.FINISH, WeightChanges(1, changes))
+    recorder.engine.load_version(TensorSource(2, others, WeightChanges(1, changes)), WeightMode.FINISH)
     expected = make_engine(version=None)
-    expected.engine.load_weights(2, others, WeightMode.FINISH)
+    expected.engine.load_version(TensorSource(2, others), WeightMode.FINISH)
     assert recorder.run(turn("a")) == expected.run(turn("a"))
 
 

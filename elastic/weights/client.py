@@ -1,0 +1,136 @@
+"""A rank's way to its weights, in any process of any engine: told where a version is, it has its share of it, verified.
+
+- What is held is served as it is while the next version is staged; `apply` alone writes over it.
+- The next version takes only what changed, as long as it is published by the same trainer.
+- A version that does not verify is an error, and what was held stays.
+"""
+
+import threading
+import time
+import uuid
+from typing import TYPE_CHECKING
+
+from elastic.weights.errors import VersionSuperseded
+from elastic.weights.relay import Relay, open_relay
+from elastic.weights.sharding import Shard, ShardOf
+from elastic.weights.signing import Trust
+from elastic.weights.source import PullReport, RelaySource, TensorSource, WeightChanges
+
+if TYPE_CHECKING:
+    from elastic.weights.puller import Puller, StagedVersion
+
+AUDIT_SHARE = 0.02
+"""Of one core, at most, for recomputing the sums of what is held."""
+
+
+class WeightsClient:
+    """Stages versions on one thread, and applies them on that or another.
+
+    With a `shard` (`elastic.weights.placements`), or a function that makes it of the shapes of the model's tensors,
+    tensors and changes are the rank's own, by its own names; without one they are the model's.
+    """
+
+    def __init__(self, shard: Shard | ShardOf | None = None) -> None:
+        self._shard = shard
+        self._lock = threading.Lock()
+        self._puller: Puller | None = None
+        self._relay: Relay | None = None
+        self._source: RelaySource | None = None
+        """What the puller reads, and whom it believes."""
+        self._staged: tuple[RelaySource, StagedVersion, WeightChanges | None] | None = None
+        self._received_before = 0
+        """By pullers of before this one."""
+
+    def stage(self, source: RelaySource, timeout_s: float) -> PullReport:
+        """Fetch and verify a version, also while its trainer is still encoding it. What is held stays in force.
+
+        Raises `WeightsError`, and `TimeoutError` where the pull before has not ended in time.
+        """
+        begun_s = time.monotonic()
+        # The pull that an order before this one began may still be under way.
+        if not self._lock.acquire(timeout=timeout_s):
+            raise TimeoutError(f"the pull before that of version {source.version} has not ended")
+        try:
+            self._staged = None
+            puller = self._open(source)
+            staged = puller.stage(source.version, timeout_s - (time.monotonic() - begun_s), follow=True)
+            self._staged = source, staged, puller.changes(staged)
+        finally:
+            self._lock.release()
+        return PullReport(
+            size_bytes=staged.size_bytes,
+            full_bytes=staged.weights.held.bits.nbytes,
+            encode_s=staged.encode_s,
+            wire_s=staged.wire_s,
+            decode_s=staged.decode_s,
+            refused=staged.refused,
+        )
+
+    def apply(self, source: RelaySource) -> TensorSource:
+        """Hold the version that was staged last, which must be that of `source`; again is a no-op.
+
+        The tensors stay as they are until the next one is applied. Raises `VersionSuperseded`.
+        """
+        # Whoever has the lock was told of a later version, and reads what this would write over.
+        if not self._lock.acquire(blocking=False):
+            raise VersionSuperseded(f"version {source.version}: another one is being staged")
+        try:
+            if self._staged is None or self._staged[0] != source or self._puller is None:
+                raise VersionSuperseded(f"version {source.version}: it is not the one that was staged last")
+            _, staged, changes = self._staged
+            return TensorSource(source.version, self._puller.apply(staged).tensors, changes)
+        finally:
+            self._lock.release()
+
+    @property
+    def received_bytes(self) -> int:
+        """What has come off relays so far; any thread may ask."""
+        puller = self._puller
+        return self._received_before + (0 if puller is None else puller.received_bytes)
+
+    def audit(self) -> bool:
+        """Whether what is held is what it should be; if not, the next `stage` replaces it. Blocks, mostly asleep."""
+        puller = self._puller
+        return puller is None or not puller.audit(rest=lambda busy_s: time.sleep(busy_s / AUDIT_SHARE))
+
+    def close(self) -> None:
+        """Give connections back, and let go of what is held."""
+        self._received_before, self._puller, self._staged = self.received_bytes, None, None
+        if self._relay is not None:
+            self._relay.close()
+
+    def _open(self, source: RelaySource) -> "Puller":
+        """The puller of before, which may have to read elsewhere, unless somebody else is to be believed."""
+        # Compiled code takes a second to import, and a process that only serves tensors of its own needs none.
+        from elastic.weights.codecs import warm_up
+        from elastic.weights.puller import Puller
+
+        before, self._source = self._source, source
+        trust = Trust(source.run, source.publisher)
+        if self._puller is not None and self._relay is not None and before is not None:
+            if trust == Trust(before.run, before.publisher):
+                if _place(source) != _place(before):
+                    self._relay.close()
+                    self._relay = _open_relay(source, trust)
+                    self._puller.follow(self._relay)
+                return self._puller
+        else:
+            # Deltas come after the keyframe; by then their decoders are loaded.
+            threading.Thread(target=warm_up, name="warm-up", daemon=True).start()
+        self.close()
+        self._relay = _open_relay(source, trust)
+        self._puller = Puller(self._relay, trust, shard=self._shard)
+        return self._puller
+
+
+def _place(source: RelaySource) -> tuple[str, str, str, str]:
+    return source.relay, source.relay_token, source.cache, source.cache_token
+
+
+def _open_relay(source: RelaySource, trust: Trust) -> Relay:
+    relay = open_relay(source.relay, source.relay_token or None)
+    if not source.cache:
+        return relay
+    from elastic.weights.site import SiteRelay
+
+    return SiteRelay(relay, open_relay(source.cache, source.cache_token or None), uuid.uuid4().hex, trust)

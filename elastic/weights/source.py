@@ -1,0 +1,82 @@
+"""What an engine is told of a version: where it is, or its tensors; and what it answers when it has fetched it.
+
+Light enough for every process: no tensor, no codec.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
+
+import msgspec
+
+from elastic.weights.errors import Refusal
+
+
+class RelaySource(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a version of a run's weights is, and whose signature counts.
+
+    It can be pickled, and sent to each rank of an engine. Its repr keeps the tokens to itself.
+    """
+
+    run: str
+    version: int
+    relay: str
+    """Directory or URL."""
+    relay_token: str = ""
+    publisher: str = ""
+    """The trainer's public key, in hexadecimal."""
+    cache: str = ""
+    """A relay that all workers of a site, or all ranks of an engine, reach fast: one copy crosses to them."""
+    cache_token: str = ""
+
+    def __repr__(self) -> str:
+        return f"RelaySource(run={self.run!r}, version={self.version}, relay={self.relay!r})"
+
+
+class WeightChanges(NamedTuple):
+    """Where a version differs from `base`: elements by tensor, in the order in which they came about."""
+
+    base: int
+    elements: Sequence[tuple[str, object, object]]
+    """(tensor, indices into it, flat and row-major, int64, the values there), as CPU tensors; later ones overwrite."""
+
+
+class TensorSource(NamedTuple):
+    """A version whose tensors are in this process: names → bfloat16 tensors that stay as they are while it is loaded.
+
+    Whoever has the weights of `changes.base` in force may write the `changes` instead, which come to the same.
+    """
+
+    version: int
+    tensors: Mapping[str, object]
+    changes: WeightChanges | None = None
+
+
+WeightsSource: TypeAlias = RelaySource | TensorSource
+
+
+class PullReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What it took to fetch a version. The times add up to that of the whole pull."""
+
+    size_bytes: int
+    """Off the relay, manifests not counted."""
+    full_bytes: int
+    """Of the weights that are held then."""
+    encode_s: float = 0.0
+    """Spent waiting for what the trainer had not put there yet."""
+    wire_s: float = 0.0
+    """Spent waiting for the relay."""
+    decode_s: float = 0.0
+    refused: tuple[Refusal, ...] = ()
+    """What did not verify on the way, or, in the audits since the pull before, of what was held."""
+
+    @classmethod
+    def of_ranks(cls, reports: Iterable["PullReport"]) -> "PullReport":
+        """Of an engine whose ranks pull at the same time: their bytes together, and the times of the slowest."""
+        each = list(reports)
+        slowest = max(each, key=lambda report: report.encode_s + report.wire_s + report.decode_s)
+        return msgspec.structs.replace(
+            slowest,
+            size_bytes=sum(report.size_bytes for report in each),
+            full_bytes=sum(report.full_bytes for report in each),
+            refused=tuple(refusal for report in each for refusal in report.refused),
+        )
