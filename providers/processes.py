@@ -28,7 +28,7 @@ from providers.base import (
 from providers.keeper import Found, Holding, LeaseKeeper
 from providers.markets import Ending, Market
 
-WORKER_VARIABLES = ("ELASTIC_WEIGHTS", "ELASTIC_WEIGHTS_GBPS", "ELASTIC_SITE", "ELASTIC_SITE_TOKEN")
+WORKER_VARIABLES = ("ELASTIC_SITE", "ELASTIC_SITE_TOKEN")
 """What a machine may tell its workers, besides what every process of a run inherits; see `elastic.worker.weights`."""
 
 

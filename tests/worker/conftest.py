@@ -17,14 +17,12 @@ from elastic.engine.base import (
     EngineStatistics,
     GenerateRequest,
     TokenChunk,
-    WeightChanges,
-    WeightsMismatch,
 )
 from elastic.engine.meter import AccountMeter
 from elastic.runtime.gateway import Gateway
 from elastic.weights.signing import SigningKey
+from elastic.weights.source import PullReport, RelaySource, WeightsSource
 from elastic.worker.agent import AgentExit, Ticket, run_agent
-from elastic.worker.service import Pulled
 
 PATIENCE_S = 20.0
 RUN = "run"
@@ -59,6 +57,9 @@ def welcome_to(relay: str, relay_token: str = "", run: str = "run") -> wire.Welc
     )
 
 
+FETCHED = PullReport(size_bytes=12, full_bytes=0)
+
+
 class ScriptedEngine:
     """An engine whose iterations come at random, and whose tokens are `token_at`. Only for the agent's own tests."""
 
@@ -78,6 +79,9 @@ class ScriptedEngine:
         self._iterations = 0
         self._decoded = 0
         self.loads: list[tuple[int, WeightMode]] = []
+        self.fetch: Callable[[RelaySource], object] = lambda source: None
+        """What takes the time of a `prefetch`, or raises; a report that it returns is the engine's."""
+        self.sound: Callable[[], bool] = lambda: True
         self.before_load: Callable[[int], None] = lambda version: None
         self.finishes_first = False
         """Whether running turns end before new weights are applied."""
@@ -98,12 +102,16 @@ class ScriptedEngine:
             self._aborting.update(self._live.keys() & set(request_ids))
             self._changed.notify_all()
 
-    def load_weights(
-        self, version: int, tensors: Mapping[str, object], mode: WeightMode, changes: WeightChanges | None = None
-    ) -> None:
+    def prefetch(self, source: RelaySource, timeout_s: float) -> PullReport:
+        found = self.fetch(source)
+        return found if isinstance(found, PullReport) else FETCHED
+
+    def audit(self) -> bool:
+        return self.sound()
+
+    def load_version(self, source: WeightsSource, mode: WeightMode) -> float:
+        version = source.version
         self.before_load(version)
-        if "mismatch" in tensors:
-            raise WeightsMismatch("mismatch: not in the model")
         with self._changed:
             self._waits_to_apply = self.finishes_first
             self._changed.wait_for(lambda: self._closed or not (self.finishes_first and self._live))
@@ -111,6 +119,7 @@ class ScriptedEngine:
             self._version = version
             self.loads.append((version, mode))
             self._changed.notify_all()
+        return 0.0
 
     def sleep(self) -> None:
         with self._changed:
@@ -350,10 +359,6 @@ class DeadPath:
 def generate(turn: str, seed: int = 1, attempt: int = 1, start: int = 0, most: int = 40) -> wire.Generate:
     prompt = [1, 2, 3] + [token_at(seed, i) for i in range(start)]
     return wire.Generate(turn, attempt, prompt, start, most, (), 1.0, seed)
-
-
-def pulled(*names: str) -> Pulled:
-    return Pulled(lambda: dict.fromkeys(names), 12)
 
 
 @pytest.hookimpl

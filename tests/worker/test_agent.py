@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 
 from elastic import wire
 from elastic.core.types import NS_PER_S, Account, FinishReason, LoadPhase, WeightMode
+from elastic.engine.base import WeightsMismatch
 from elastic.weights.errors import Refusal, WeightsCorrupted
+from elastic.weights.source import PullReport, RelaySource
 from elastic.worker import connection
 from elastic.worker.accounts import process_start_ns
 from elastic.worker.agent import Ticket, run_agent
-from elastic.worker.service import Pulled
-from tests.worker.conftest import PATIENCE_S, DeadPath, Orchestra, ScriptedEngine, generate, pulled, token_at
+from tests.worker.conftest import FETCHED, PATIENCE_S, DeadPath, Orchestra, ScriptedEngine, generate, token_at
 
 FINISH = WeightMode.FINISH
 
@@ -122,7 +123,7 @@ async def test_accounts_add_up_to_the_process_age_in_every_heartbeat(orchestra: 
         note(worker, epoch, message)
 
     orchestra.on_message = on_message  # type: ignore[method-assign]
-    agent = orchestra.employ(engine, pull=lambda _, order: pulled())
+    agent = orchestra.employ(engine)
     await orchestra.first(wire.Ready)
     orchestra.send(wire.PullWeights(1, FINISH), generate("t", most=400))
     await orchestra.finished("t")
@@ -142,7 +143,7 @@ async def test_accounts_add_up_to_the_process_age_in_every_heartbeat(orchestra: 
 
 
 async def test_time_without_weights_is_loading_and_then_idle(orchestra: Orchestra) -> None:
-    orchestra.employ(ScriptedEngine(), pull=lambda _, order: pulled())
+    orchestra.employ(ScriptedEngine())
     first = await orchestra.first(wire.Heartbeat)
     await orchestra.first(wire.Heartbeat, after=len(orchestra.heard))
     assert Account.IDLE not in first.accounts_ns  # type: ignore[attr-defined]
@@ -172,7 +173,7 @@ async def test_sleep_gives_turns_back_first_and_wake_takes_new_ones(orchestra: O
 
 async def test_weights_are_pulled_applied_and_reported(orchestra: Orchestra) -> None:
     engine = ScriptedEngine()
-    orchestra.employ(engine, pull=lambda _, order: pulled("w"))
+    orchestra.employ(engine)
     await orchestra.first(wire.Ready)
     orchestra.send(wire.PullWeights(3, WeightMode.KEEP))
     report = await orchestra.first(wire.WeightsReport)
@@ -196,13 +197,13 @@ async def test_weights_that_are_served_already_are_not_pulled_again(orchestra: O
 async def test_newer_weights_supersede_those_being_pulled(orchestra: Orchestra) -> None:
     engine, pulls, release = ScriptedEngine(), threading.Semaphore(0), threading.Event()
 
-    def pull(_: wire.Welcome, order: wire.PullWeights) -> Pulled:
+    def fetch(source: RelaySource) -> None:
         pulls.release()
-        if order.version < 3:
+        if source.version < 3:
             release.wait(10)
-        return pulled()
 
-    orchestra.employ(engine, pull=pull)
+    engine.fetch = fetch
+    orchestra.employ(engine)
     await orchestra.first(wire.Ready)
     for version in (1, 2, 3):
         orchestra.send(wire.PullWeights(version, FINISH))
@@ -218,7 +219,7 @@ async def test_newer_weights_supersede_those_being_pulled(orchestra: Orchestra) 
 async def test_weights_superseded_while_they_wait_for_the_device_are_not_applied(orchestra: Orchestra) -> None:
     engine, release = ScriptedEngine(), threading.Event()
     engine.before_load = lambda version: None if version > 1 else assert_set(release)
-    orchestra.employ(engine, pull=lambda _, order: pulled())
+    orchestra.employ(engine)
     await orchestra.first(wire.Ready)
     orchestra.send(wire.PullWeights(1, FINISH))
     for version in (2, 3):
@@ -234,22 +235,24 @@ def assert_set(event: threading.Event) -> None:
     assert event.wait(10)
 
 
-@pytest.mark.parametrize("names", [(), ("mismatch",)], ids=["relay", "mismatch"])
-async def test_weights_that_cannot_be_had_are_reported_and_not_served(
-    orchestra: Orchestra, names: tuple[str, ...]
-) -> None:
-    def pull(_: wire.Welcome, order: wire.PullWeights) -> Pulled:
-        if order.version == 1 and not names:
-            raise ConnectionError("relay is down")
-        return pulled(*(names if order.version == 1 else ()))
+@pytest.mark.parametrize("problem", ["relay is down", "mismatch"])
+async def test_weights_that_cannot_be_had_are_reported_and_not_served(orchestra: Orchestra, problem: str) -> None:
+    def fetch(source: RelaySource) -> None:
+        if source.version == 1 and problem != "mismatch":
+            raise ConnectionError(problem)
+
+    def before_load(version: int) -> None:
+        if version == 1:
+            raise WeightsMismatch("mismatch: not in the model")
 
     engine = ScriptedEngine(version=0)
-    orchestra.employ(engine, pull=pull)
+    engine.fetch, engine.before_load = fetch, before_load
+    orchestra.employ(engine)
     await orchestra.first(wire.Ready)
     orchestra.send(wire.PullWeights(1, FINISH))
     report = await orchestra.first(wire.WeightsReport)
     assert isinstance(report, wire.WeightsReport)
-    assert ("mismatch" if names else "relay is down") in report.error
+    assert problem in report.error
     assert engine.statistics().weights_version == 0
     orchestra.send(wire.PullWeights(2, FINISH))
     await orchestra.until(lambda: orchestra.of(wire.WeightsReport)[-1].version == 2)  # type: ignore[attr-defined]
@@ -262,19 +265,20 @@ async def test_weights_that_an_audit_finds_wrong_are_pulled_again_and_reported(
     engine, wrong = ScriptedEngine(), threading.Event()
     refusals: list[Refusal] = []
 
-    def audit() -> bool:
+    def sound() -> bool:
         if not wrong.is_set():
             return True
         wrong.clear()
         refusals.append(Refusal("weights held", "a tile is wrong"))
         return False
 
-    def pull(_: wire.Welcome, order: wire.PullWeights) -> Pulled:
+    def fetch(source: RelaySource) -> PullReport:
         told = tuple(refusals)
         refusals.clear()
-        return Pulled(dict, 12, refused=told)
+        return msgspec.structs.replace(FETCHED, refused=told)
 
-    orchestra.employ(engine, pull=pull, audit=audit)
+    engine.fetch, engine.sound = fetch, sound
+    orchestra.employ(engine)
     await orchestra.first(wire.Ready)
     orchestra.send(wire.PullWeights(3, FINISH))
     await orchestra.first(wire.WeightsReport)
@@ -286,12 +290,14 @@ async def test_weights_that_an_audit_finds_wrong_are_pulled_again_and_reported(
 
 
 async def test_what_a_failed_pull_refused_is_reported(orchestra: Orchestra) -> None:
-    def pull(_: wire.Welcome, order: wire.PullWeights) -> Pulled:
+    def fetch(source: RelaySource) -> None:
         error = WeightsCorrupted("nothing verifies")
         error.refused = (Refusal("keyframe of version 1", "torn"),)
         raise error
 
-    orchestra.employ(ScriptedEngine(), pull=pull)
+    engine = ScriptedEngine()
+    engine.fetch = fetch
+    orchestra.employ(engine)
     await orchestra.first(wire.Ready)
     orchestra.send(wire.PullWeights(1, FINISH))
     report = await orchestra.first(wire.WeightsReport)
@@ -302,8 +308,9 @@ async def test_what_a_failed_pull_refused_is_reported(orchestra: Orchestra) -> N
 
 async def test_a_pull_that_hangs_is_given_up() -> None:
     async with Orchestra(pull_timeout_s=0.05) as orchestra:
-        release = threading.Event()
-        orchestra.employ(ScriptedEngine(), pull=lambda _, order: release.wait(10) and pulled())
+        engine, release = ScriptedEngine(), threading.Event()
+        engine.fetch = lambda source: release.wait(10)
+        orchestra.employ(engine)
         await orchestra.first(wire.Ready)
         orchestra.send(wire.PullWeights(1, FINISH))
         report = await orchestra.first(wire.WeightsReport)
@@ -315,7 +322,7 @@ async def test_weights_wait_for_running_turns_however_long_these_are() -> None:
     async with Orchestra(load_timeout_s=0.1) as orchestra:
         engine = ScriptedEngine()
         engine.finishes_first = True
-        agent = orchestra.employ(engine, pull=lambda _, version: pulled())
+        agent = orchestra.employ(engine)
         await orchestra.first(wire.Ready)
         orchestra.send(generate("t", most=1_000_000))
         await orchestra.until(lambda: orchestra.chunks("t"))
@@ -334,7 +341,7 @@ async def test_an_engine_that_hangs_while_it_applies_weights_ends_the_worker() -
     async with Orchestra(load_timeout_s=0.1) as orchestra:
         engine, release = ScriptedEngine(), threading.Event()
         engine.before_load = lambda version: assert_set(release)
-        agent = orchestra.employ(engine, pull=lambda _, version: pulled())
+        agent = orchestra.employ(engine)
         await orchestra.first(wire.Ready)
         orchestra.send(generate("t", most=1_000_000), wire.PullWeights(1, FINISH))
         end = await asyncio.wait_for(agent, PATIENCE_S)
@@ -464,14 +471,11 @@ def test_a_worker_serves_on_whatever_becomes_of_its_orchestrator(seed: int, scri
 
 async def _serve_on(seed: int, script: list[str]) -> None:
     pulls: list[int] = []
-
-    def pull(welcome: wire.Welcome, order: wire.PullWeights) -> Pulled:
-        pulls.append(order.version)
-        return pulled()
-
+    engine = ScriptedEngine(seed, iteration_s=0.01, version=0)
+    engine.fetch = lambda source: pulls.append(source.version)
     orchestra, version = Orchestra(orchestrator_timeout_s=PATIENCE_S), 0
     await orchestra.__aenter__()
-    agent = orchestra.employ(ScriptedEngine(seed, iteration_s=0.01, version=0), pull=pull)
+    agent = orchestra.employ(engine)
     epoch = await expected(orchestra, version)
     try:
         for number, act in enumerate(script):
@@ -550,12 +554,8 @@ async def test_a_session_follows_its_new_welcome(orchestra: Orchestra) -> None:
     """Of an orchestrator that counts attempts anew: what the engine still says of the former's is not for it."""
     engine = ScriptedEngine(iteration_s=0.01)
     relays: list[str] = []
-
-    def pull(welcome: wire.Welcome, order: wire.PullWeights) -> Pulled:
-        relays.append(welcome.relay)
-        return pulled()
-
-    orchestra.employ(engine, pull=pull)
+    engine.fetch = lambda source: relays.append(source.relay)
+    orchestra.employ(engine)
     await orchestra.first(wire.Ready)
     orchestra.send(generate("t", most=1_000_000))
     await orchestra.until(lambda: orchestra.chunks("t"))
