@@ -20,29 +20,28 @@ import sys
 
 from elastic.weights import manifest
 from elastic.weights.delta import begun_key
+from elastic.weights.client import WeightsClient
 from elastic.weights.errors import RelayError
 from elastic.weights.publisher import publish_keyframe
 from elastic.weights.relay import open_relay
 from elastic.weights.signing import SigningKey
-from elastic.worker.weights import WeightsPuller
 
-report, sound = sys.argv.pop(1), WeightsPuller.__call__
+report, sound = sys.argv.pop(1), WeightsClient.stage
 
 
-def attack(self, welcome, order):
-    pulled = sound(self, welcome, order)
-    staged = pulled.apply()
-    zeros = {name: tensor * 0 for name, tensor in staged.items()}
-    relay, version = open_relay(welcome.relay, welcome.relay_token), order.version
+def attack(self, source, timeout_s):
+    pulled = sound(self, source, timeout_s)
+    zeros = {name: tensor * 0 for name, tensor in self.apply(source).tensors.items()}
+    relay, run, version = open_relay(source.relay, source.relay_token), source.run, source.version
 
     def replace_keyframe():
         for key in (manifest.manifest_key(version), manifest.keyframe_key(version)):
             relay.delete(key)
-        publish_keyframe(relay, welcome.run, version, zeros, welcome.model, SigningKey())
+        publish_keyframe(relay, run, version, zeros, {}, SigningKey())
 
     attacks = {
         "replace": replace_keyframe,
-        "put": lambda: publish_keyframe(relay, welcome.run, version + 1, zeros, welcome.model, SigningKey()),
+        "put": lambda: publish_keyframe(relay, run, version + 1, zeros, {}, SigningKey()),
         "begin": lambda: relay.put(begun_key(version + 1, version), b"junk"),
         "complete": lambda: relay.put(manifest.manifest_key(version + 2), b"junk"),
     }
@@ -57,7 +56,7 @@ def attack(self, welcome, order):
     return pulled
 
 
-WeightsPuller.__call__ = attack
+WeightsClient.stage = attack
 from elastic.cli import main
 
 main()
