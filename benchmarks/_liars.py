@@ -193,11 +193,11 @@ class HonestWorker:
 
     def _chunk(self, turn: str, most: int, finish: FinishReason | None = None) -> wire.Chunk:
         order, start = self._turns[turn], self._position[turn]
-        end = min(start + most, order.max_new_tokens)
-        ids = [token_at(order.noise_seed, position) for position in range(start, end)]
+        end = min(start + most, order.sampling.max_new_tokens)
+        ids = [token_at(order.sampling.noise_seed, position) for position in range(start, end)]
         self._position[turn] = end
         self._decoded += len(ids)
-        finish = FinishReason.LENGTH if end == order.max_new_tokens else finish
+        finish = FinishReason.LENGTH if end == order.sampling.max_new_tokens else finish
         if finish is not None:
             del self._turns[turn]
         return wire.Chunk(turn, order.attempt, start, ids, [-0.5] * len(ids), self._version, finish)

@@ -217,6 +217,7 @@ class Rollouts:
                 await asyncio.sleep(random.expovariate(1 / THINK_S))
 
     async def _turn(self, name: str, context: list[int], seed: int) -> list[int]:
+        from elastic.core.types import SamplingParameters
         from elastic.engine.base import GenerateRequest
 
         accepted: list[int] = []
@@ -229,10 +230,9 @@ class Rollouts:
                 request_id=name,
                 token_ids=context + accepted,
                 start=len(accepted),
-                max_new_tokens=TURN_TOKENS,
-                stop_token_ids=(),
-                temperature=1.0,
-                noise_seed=seed,
+                sampling=SamplingParameters(
+                    max_new_tokens=TURN_TOKENS, stop_token_ids=(), temperature=1.0, noise_seed=seed
+                ),
                 recompute=attempt > 1,
             )
             self._engine.submit([request])

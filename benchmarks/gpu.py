@@ -175,7 +175,7 @@ def _generate(
     import threading
 
     from elastic.config import EngineConfig
-    from elastic.core.types import WeightMode
+    from elastic.core.types import SamplingParameters, WeightMode
     from elastic.engine.base import GenerateRequest, TokenChunk
     from elastic.engine.torch import TorchEngine
     from elastic.model.config import Qwen3Config
@@ -221,10 +221,9 @@ def _generate(
                         request_id=name,
                         token_ids=[(7 * number + i) % config.vocab_size for i in range(scale.prompt_tokens)],
                         start=0,
-                        max_new_tokens=new_tokens,
-                        stop_token_ids=(),
-                        temperature=0.0,
-                        noise_seed=number,
+                        sampling=SamplingParameters(
+                            max_new_tokens=new_tokens, stop_token_ids=(), temperature=0.0, noise_seed=number
+                        ),
                     )
                     for number, name in enumerate(names)
                 ]

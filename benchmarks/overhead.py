@@ -46,7 +46,7 @@ from pydantic import BaseModel
 
 from elastic import wire
 from elastic.config import Config
-from elastic.core.types import WeightMode
+from elastic.core.types import SamplingParameters, WeightMode
 from elastic.engine.base import GenerateRequest, RolloutEngine, TokenChunk
 from elastic.envs.base import Environment, StepResult
 from elastic.envs.frozenlake import FrozenLake, FrozenLakeSettings
@@ -269,10 +269,12 @@ class InProcess:
             request_id=name,
             token_ids=list(player.data.token_ids),
             start=0,
-            max_new_tokens=self._rollout.max_tokens_per_turn,
-            stop_token_ids=self._case.task.stop_token_ids,
-            temperature=self._rollout.temperature,
-            noise_seed=stable_hash(SEED, *player.coordinates, player.turns),
+            sampling=SamplingParameters(
+                max_new_tokens=self._rollout.max_tokens_per_turn,
+                stop_token_ids=self._case.task.stop_token_ids,
+                temperature=self._rollout.temperature,
+                noise_seed=stable_hash(SEED, *player.coordinates, player.turns),
+            ),
         )
 
     def _take(self, chunk: TokenChunk) -> list[GenerateRequest]:

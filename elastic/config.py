@@ -426,7 +426,7 @@ def _complaint(kind: type[BaseModel], problem: Any, found: Any) -> str:
 def _is_unknown(kind: type[BaseModel], problem: Any) -> bool:
     """Where sections of any name are allowed, what is no section is rather a misspelt key."""
     *path, key = problem["loc"]
-    return problem["type"] == "extra_forbidden" or bool(siblings := _siblings(kind, path)) and key not in siblings
+    return problem["type"] == "extra_forbidden" or (bool(siblings := _siblings(kind, path)) and key not in siblings)
 
 
 def _siblings(kind: type[BaseModel], path: Sequence[str | int]) -> list[str]:

@@ -28,11 +28,12 @@ from elastic.core.types import (
     Count,
     FinishReason,
     LoadPhase,
+    SamplingParameters,
     Text,
     WeightMode,
 )
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 MAX_FRAME_BYTES = 64 * 1024 * 1024
 """A group for the trainer is the largest frame; weights travel through relays, never here."""
 
@@ -297,10 +298,7 @@ class Generate(_Message, frozen=True):
     attempt: int
     token_ids: list[int]
     start: int
-    max_new_tokens: int
-    stop_token_ids: tuple[int, ...]
-    temperature: float
-    noise_seed: int
+    sampling: SamplingParameters
     recompute: bool = False
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from msgspec import inspect
 
 from elastic import wire
-from elastic.core.types import Account, Capabilities, FinishReason, WeightMode
+from elastic.core.types import Account, Capabilities, FinishReason, SamplingParameters, WeightMode
 
 CAPABILITIES = Capabilities(engine="test", replayable_sampling=True, max_context_tokens=8, device="cpu")
 
@@ -60,10 +60,15 @@ from_orchestrator = st.one_of(
         counts,
         st.lists(counts),
         counts,
-        counts,
-        st.lists(counts).map(tuple),
-        floats,
-        st.integers(0, 2**64 - 1),
+        st.builds(
+            SamplingParameters,
+            max_new_tokens=counts,
+            noise_seed=st.integers(0, 2**64 - 1),
+            stop_token_ids=st.lists(counts).map(tuple),
+            temperature=floats,
+            top_p=shares,
+            top_k=counts,
+        ),
     ),
     st.builds(wire.PullWeights, counts, st.sampled_from(WeightMode)),
     st.just(wire.Ping()),

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from elastic.calibration.fit import Sample
 from elastic.calibration.numbers import CalibrationError
 from elastic.config import EngineConfig
-from elastic.core.types import NS_PER_S, Account, FinishReason, Nanoseconds
+from elastic.core.types import NS_PER_S, Account, FinishReason, Nanoseconds, SamplingParameters
 from elastic.engine.base import GenerateRequest, RolloutEngine, TokenChunk
 
 BUSY = (Account.PREFILL, Account.DECODE, Account.RECOMPUTE)
@@ -176,10 +176,12 @@ class Probe:
                     request_id=f"probe-{self._number}",
                     token_ids=self._random.choices(range(self._vocab_size), k=load.prompt_tokens),
                     start=0,
-                    max_new_tokens=max_new_tokens,
-                    stop_token_ids=(),
-                    temperature=TEMPERATURE,
-                    noise_seed=self._number,
+                    sampling=SamplingParameters(
+                        max_new_tokens=max_new_tokens,
+                        stop_token_ids=(),
+                        temperature=TEMPERATURE,
+                        noise_seed=self._number,
+                    ),
                 )
             )
         with self._changed:

@@ -66,7 +66,7 @@ class ModelEngine:
     def submit(self, requests: Sequence[GenerateRequest]) -> None:
         for request in requests:
             if request.request_id not in self._requests:
-                tokens = turn_tokens(request.noise_seed, request.max_new_tokens)
+                tokens = turn_tokens(request.sampling.noise_seed, request.sampling.max_new_tokens)
                 self._requests[request.request_id] = (request, tokens, request.start)
                 self._fresh.add(request.request_id)
         self._go_on()

@@ -209,6 +209,25 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     """Turns it executes at once; what it holds beyond that waits."""
 
 
+class SamplingParameters(msgspec.Struct, frozen=True, kw_only=True):
+    """How the tokens of a turn are drawn, the same in each of its attempts.
+
+    The turn ends at a token of `stop_token_ids` (which is emitted), or when it has `max_new_tokens` tokens in all,
+    accepted ones included. A token is drawn from the softmax of the logits over `temperature`, of which `top_k` (0 for
+    all) and then `top_p` leave only the likeliest; its log-probability is that of this distribution. At a temperature
+    of zero the likeliest token is taken. `noise_seed` (64 bits) stands for (run seed, step, group, member, turn): the
+    Gumbel noise
+    of a token is a pure function of (noise_seed, position in the turn, token id).
+    """
+
+    max_new_tokens: int
+    noise_seed: int
+    stop_token_ids: tuple[int, ...] = ()
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+
+
 class WorkerKind(msgspec.Struct, frozen=True):
     """What makes workers alike: where they come from, and what their devices declare."""
 

@@ -12,7 +12,7 @@ import msgspec
 from pydantic import BaseModel, ConfigDict
 
 from elastic.config import EngineConfig
-from elastic.core.types import Account, Capabilities, FinishReason, WeightMode
+from elastic.core.types import Account, Capabilities, FinishReason, SamplingParameters, WeightMode
 from elastic.weights.source import PullReport, RelaySource, WeightsSource
 
 NO_VERSION = -1
@@ -22,20 +22,14 @@ NO_VERSION = -1
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One attempt at a turn.
 
-    `token_ids` is the prompt followed by the `start` tokens of this turn that are already accepted; generation
-    goes on at position `start` and ends at a stop token (which is emitted) or when the turn has
-    `max_new_tokens` tokens in all, counting the accepted ones. `noise_seed` (64 bits) stands for (run seed,
-    step, group, member, turn): the Gumbel noise of a token is a pure function of (noise_seed, position in the
-    turn, token id). With `recompute` prefill that is not cached has been paid for before, and counts as such.
+    `token_ids` is the prompt followed by the `start` tokens of this turn that are already accepted; generation goes on
+    at position `start`. With `recompute` prefill that is not cached has been paid for before, and counts as such.
     """
 
     request_id: str
     token_ids: list[int]
     start: int
-    max_new_tokens: int
-    stop_token_ids: tuple[int, ...]
-    temperature: float
-    noise_seed: int
+    sampling: SamplingParameters
     recompute: bool = False
 
 

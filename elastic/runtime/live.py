@@ -44,15 +44,11 @@ class LoopClock:
 class GatewayWorkers:
     """Orders to workers, as frames. `publisher` is the public key of the trainer that is there now."""
 
-    def __init__(
-        self, door: Door, config: Config, stop_token_ids: tuple[int, ...], relay_rights: RelayRights | None
-    ) -> None:
+    def __init__(self, door: Door, config: Config, relay_rights: RelayRights | None) -> None:
         mode = WeightMode(config.weights.mode)
         self.publisher = ""
         self._door = door
         self._relay_rights = relay_rights
-        self._rollout = config.rollout
-        self._stop_token_ids = stop_token_ids
         self._frames: dict[type[c.Command], Callable[[Any], wire.FromOrchestrator]] = {
             c.AbortTurn: lambda k: wire.Abort(k.turn, k.attempt),
             c.LoadWeights: lambda k: wire.PullWeights(k.version, mode, self.publisher),
@@ -62,6 +58,7 @@ class GatewayWorkers:
         }
 
     def start_turn(self, order: c.StartTurn, prompt: OpenTurn) -> None:
+        assert prompt.sampling is not None
         self._door.send(
             order.worker,
             order.epoch,
@@ -70,10 +67,7 @@ class GatewayWorkers:
                 attempt=order.attempt,
                 token_ids=prompt.prompt + prompt.token_ids,
                 start=order.start,
-                max_new_tokens=self._rollout.max_tokens_per_turn,
-                stop_token_ids=self._stop_token_ids,
-                temperature=self._rollout.temperature,
-                noise_seed=prompt.noise_seed,
+                sampling=prompt.sampling,
                 recompute=order.recompute,
             ),
         )

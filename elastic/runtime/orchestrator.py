@@ -16,7 +16,7 @@ from elastic.config import Config
 from elastic.core import events as e
 from elastic.core.digest import digest
 from elastic.core.scheduler import Phase, Scheduler
-from elastic.core.types import Nanoseconds, TrajectoryId
+from elastic.core.types import Nanoseconds, SamplingParameters, TrajectoryId
 from elastic.envs.base import Environment
 from elastic.machine import CpuSampler
 from elastic.run_secrets import RunSecrets
@@ -131,9 +131,14 @@ class Orchestrator:
             config.run.seed,
             RolloutLimits(
                 config.rollout.max_turns,
-                config.rollout.max_tokens_per_turn,
                 config.engine.max_context_tokens,
                 environment.step_timeout_s,
+                SamplingParameters(
+                    max_new_tokens=config.rollout.max_tokens_per_turn,
+                    noise_seed=0,
+                    stop_token_ids=wiring.stop_token_ids,
+                    temperature=config.rollout.temperature,
+                ),
             ),
             wiring.make_environment,
             run.feed,
@@ -145,7 +150,7 @@ class Orchestrator:
         )
         pool = make_pool(lambda call: self._scribe.called(self.now_ns(), call)) if make_pool else None
         self._rewards = RewardDispatch(pool, config.rewards.timeout_s, run.feed, self._spawn)
-        self._workers = GatewayWorkers(self._door, config, wiring.stop_token_ids, wiring.relay_rights)
+        self._workers = GatewayWorkers(self._door, config, wiring.relay_rights)
         self._leases = ProviderLeases(
             self._door,
             config,

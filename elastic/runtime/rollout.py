@@ -23,7 +23,7 @@ from elastic import wire
 from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core.ids import parse_trajectory, parse_turn, turn_id
-from elastic.core.types import TrajectoryId, TurnId
+from elastic.core.types import SamplingParameters, TrajectoryId, TurnId
 from elastic.envs.base import Environment
 from elastic.runtime.journal import Sampled, TokenFrame, TrajectoryRow
 from elastic.runtime.ports import Feed
@@ -51,7 +51,8 @@ class OpenTurn:
     """A turn of a running trajectory: its context, and what is accepted so far.
 
     `ended` is None while it is in progress, empty once it is finished, else the cause for which it was given up. Of a
-    turn that was recalled `prompt` and `done`, which whoever waits for it is told by, come with its environment.
+    turn that was recalled `prompt`, `sampling` and `done`, which whoever waits for it is told by, come with its
+    environment.
     """
 
     id: TurnId
@@ -61,7 +62,7 @@ class OpenTurn:
     versions: list[int] = field(default_factory=list[int])
     ended: str | None = None
     prompt: list[int] = field(default_factory=list[int])
-    noise_seed: int = 0
+    sampling: SamplingParameters | None = None
     done: asyncio.Future[None] | None = None
 
     def accept(self, chunk: wire.Chunk) -> None:
@@ -143,10 +144,12 @@ def stable_hash(*parts: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class RolloutLimits:
+    """Of trajectories; `sampling` is that of each of their turns but for its noise."""
+
     max_turns: int
-    max_tokens_per_turn: int
     max_context_tokens: int
     environment_timeout_s: float
+    sampling: SamplingParameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -372,12 +375,12 @@ class Rollouts:
         episode.tag = getattr(environment, "tag", "")
         if not self._has_room(episode):
             raise NoRoom(
-                f"the prompt leaves no room for a turn of {limits.max_tokens_per_turn} tokens "
+                f"the prompt leaves no room for a turn of {limits.sampling.max_new_tokens} tokens "
                 f"in a context of {limits.max_context_tokens}"
             )
         while episode.turns < limits.max_turns and self._has_room(episode):
             noise_seed = stable_hash(self._seed, step, group, member, episode.turns)
-            turn = await self._generate(episode, noise_seed)
+            turn = await self._generate(episode, msgspec.structs.replace(limits.sampling, noise_seed=noise_seed))
             episode.act(turn)
             async with asyncio.timeout(limits.environment_timeout_s):
                 result = await environment.step(turn.token_ids)
@@ -390,9 +393,9 @@ class Rollouts:
             episode.reward = score(await environment.truncate())
 
     def _has_room(self, episode: Episode) -> bool:
-        return len(episode.token_ids) + self._limits.max_tokens_per_turn <= self._limits.max_context_tokens
+        return len(episode.token_ids) + self._limits.sampling.max_new_tokens <= self._limits.max_context_tokens
 
-    async def _generate(self, episode: Episode, noise_seed: int) -> OpenTurn:
+    async def _generate(self, episode: Episode, sampling: SamplingParameters) -> OpenTurn:
         turns, number, tokens = self._running[episode.trajectory], episode.turns, len(episode.token_ids)
         recalled = number < len(turns)
         if not recalled:
@@ -404,24 +407,24 @@ class Rollouts:
                 f"orchestrator was restarted, and with {tokens} after it"
             )
         if turn.ended is None:
-            turn.prompt, turn.noise_seed = list(episode.token_ids), noise_seed
+            turn.prompt, turn.sampling = list(episode.token_ids), sampling
             turn.done = asyncio.get_running_loop().create_future()
             if recalled:
                 self._prompted(turn.id)
             else:
-                self._ask_for(turn, episode)
+                self._ask_for(turn, episode, sampling)
             await turn.done
         if turn.ended:
             raise TurnFailed(turn.ended)
         return turn
 
-    def _ask_for(self, turn: OpenTurn, episode: Episode) -> None:
+    def _ask_for(self, turn: OpenTurn, episode: Episode, sampling: SamplingParameters) -> None:
         self._feed(
             e.TurnRequested(
                 turn=turn.id,
                 trajectory=episode.trajectory,
                 prompt_tokens=turn.prompt_tokens,
-                max_new_tokens=self._limits.max_tokens_per_turn,
+                max_new_tokens=sampling.max_new_tokens,
                 tag=episode.tag,
             )
         )

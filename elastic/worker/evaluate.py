@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from elastic.core.types import FinishReason, WeightMode
+from elastic.core.types import FinishReason, SamplingParameters, WeightMode
 from elastic.engine.base import GenerateRequest, RolloutEngine, TokenChunk
 from elastic.envs.base import Environment
 from elastic.weights.source import TensorSource
@@ -115,10 +115,12 @@ async def _play(
                 request_id=f"{seed}/{turn}",
                 token_ids=list(context),
                 start=0,
-                max_new_tokens=max_tokens_per_turn,
-                stop_token_ids=stop_token_ids,
-                temperature=temperature,
-                noise_seed=(seed << 8) + turn,
+                sampling=SamplingParameters(
+                    max_new_tokens=max_tokens_per_turn,
+                    stop_token_ids=stop_token_ids,
+                    temperature=temperature,
+                    noise_seed=(seed << 8) + turn,
+                ),
             )
             tokens = await players.generate(request)
             result = await environment.step(tokens)

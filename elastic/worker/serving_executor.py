@@ -20,7 +20,7 @@ import torch
 
 from elastic import wire
 from elastic.config import ConfigError, EngineConfig, validate
-from elastic.core.types import NS_PER_S, FinishReason
+from elastic.core.types import NS_PER_S, FinishReason, SamplingParameters
 from elastic.engine.base import GenerateRequest, RolloutEngine
 from elastic.engine.coserving.executor import CoServing, CoServingStatistics
 from elastic.engine.coserving.front import FrontError, ModelCard, NoTokenizer, ServingFront, Utf8Tokenizer
@@ -217,10 +217,9 @@ class ExecutorDevice:
             request_id=name,
             token_ids=[index % self._vocab_size for index in range(prompt_tokens)],
             start=0,
-            max_new_tokens=output_tokens,
-            stop_token_ids=(),
-            temperature=1.0,
-            noise_seed=secrets.randbits(63),
+            sampling=SamplingParameters(
+                max_new_tokens=output_tokens, stop_token_ids=(), temperature=1.0, noise_seed=secrets.randbits(63)
+            ),
         )
         times_s: list[float] = []
         finish, why = None, ""

@@ -65,10 +65,7 @@ class TokenStream:
             request_id=request_id,
             token_ids=order.token_ids,
             start=order.start,
-            max_new_tokens=order.max_new_tokens,
-            stop_token_ids=order.stop_token_ids,
-            temperature=order.temperature,
-            noise_seed=order.noise_seed,
+            sampling=order.sampling,
             recompute=order.recompute,
         )
 

@@ -7,7 +7,7 @@ from importlib import import_module
 import structlog
 
 from elastic.config import EngineConfig
-from elastic.core.types import WeightMode
+from elastic.core.types import SamplingParameters, WeightMode
 from elastic.engine.base import GenerateRequest, TokenChunk
 from elastic.weights.source import TensorSource
 
@@ -45,7 +45,10 @@ def _say_a_token() -> None:
     try:
         engine.load_version(TensorSource(0, model_tensors(Qwen3(config))), WeightMode.FINISH)
         request = GenerateRequest(
-            request_id="", token_ids=[0], start=0, max_new_tokens=1, stop_token_ids=(), temperature=1.0, noise_seed=0
+            request_id="",
+            token_ids=[0],
+            start=0,
+            sampling=SamplingParameters(max_new_tokens=1, stop_token_ids=(), temperature=1.0, noise_seed=0),
         )
         engine.submit([request])
         if not said.wait(TURN_TIMEOUT_S):

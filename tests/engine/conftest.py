@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from elastic.config import EngineConfig
-from elastic.core.types import WeightMode
+from elastic.core.types import SamplingParameters, WeightMode
 from elastic.engine import create_engine
 from elastic.engine.base import GenerateRequest, RolloutEngine, TokenChunk
 from elastic.engine.coserving.executor import CoServing
@@ -232,15 +232,9 @@ def turn():
     def make(name: str, prompt: int | list[int] = 20, **fields) -> GenerateRequest:
         if isinstance(prompt, int):
             prompt = [(7 * index + sum(name.encode())) % CONFIG.vocab_size for index in range(prompt)]
-        defaults = {
-            "request_id": name,
-            "token_ids": prompt,
-            "start": 0,
-            "max_new_tokens": 12,
-            "stop_token_ids": (),
-            "temperature": 1.0,
-            "noise_seed": sum(name.encode()) << 50,
-        }
+        drawn = {"max_new_tokens": 12, "noise_seed": sum(name.encode()) << 50}
+        drawn |= {field: fields.pop(field) for field in SamplingParameters.__struct_fields__ if field in fields}
+        defaults = {"request_id": name, "token_ids": prompt, "start": 0, "sampling": SamplingParameters(**drawn)}
         return GenerateRequest(**{**defaults, **fields})
 
     return make

@@ -41,12 +41,12 @@ def test_streams_are_gapless_and_end_once(make_engine, turn):
         recorder.check(request)
         end = recorder.end(request.request_id)
         assert end.finish is FinishReason.LENGTH
-        assert len(recorder.tokens(request.request_id)) == request.max_new_tokens
+        assert len(recorder.tokens(request.request_id)) == request.sampling.max_new_tokens
         first = recorder.of(request.request_id)[0]
         assert first.cached_tokens + first.prefilled_tokens == len(request.token_ids)
     after = recorder.engine.statistics()
     assert (after.pending, after.executing, after.kv_blocks_used) == (0, 0, 0)
-    assert after.decoded_tokens == sum(request.max_new_tokens for request in requests)
+    assert after.decoded_tokens == sum(request.sampling.max_new_tokens for request in requests)
 
 
 def test_a_stop_token_is_emitted_and_ends_the_turn(make_engine, turn):
@@ -111,7 +111,7 @@ def test_a_repeated_request_joins_the_living_one(make_engine, turn):
     recorder.finish("a")
     recorder.check(request)
     once = recorder.tokens("a")
-    assert recorder.run(turn("b", prompt=request.token_ids, noise_seed=request.noise_seed)) == [once]
+    assert recorder.run(turn("b", prompt=request.token_ids, noise_seed=request.sampling.noise_seed)) == [once]
 
 
 def test_abort_ends_the_living_and_only_them(make_engine, turn):
@@ -430,3 +430,21 @@ def test_close_ends_everything(make_engine, turn, published):
     with pytest.raises(RuntimeError, match="closed"):
         recorder.engine.submit([turn("c")])
     assert threading.active_count() <= threads
+
+
+@pytest.mark.parametrize("truncation", [{"top_k": 1}, {"top_p": 1e-6}, {"top_k": 5}, {"top_p": 0.4}])
+def test_what_is_cut_off_is_never_drawn(make_engine, turn, model, truncation):
+    """And log-probabilities are those of what is left: with one token left, zero."""
+    recorder = make_engine()
+    request = turn("a", prompt=20, max_new_tokens=60, **truncation)
+    (tokens,) = recorder.run(request)
+    with torch.no_grad():
+        logits = model(1)(torch.tensor([request.token_ids + tokens]))[0, 19:-1]
+    vocab_size = logits.shape[-1]
+    top_k, top_p = truncation.get("top_k", vocab_size), truncation.get("top_p", 1.0)
+    ordered = logits.softmax(-1).sort(-1, descending=True)
+    left = (torch.arange(vocab_size) < top_k) & (ordered.values.cumsum(-1) - ordered.values < top_p)
+    left[:, 0] = True
+    kept = torch.zeros_like(left).scatter(-1, ordered.indices, left)
+    expected = logits.masked_fill(~kept, -torch.inf).log_softmax(-1).gather(-1, torch.tensor(tokens)[:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(recorder.logprobs("a")), expected, atol=2e-4, rtol=0)

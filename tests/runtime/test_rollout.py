@@ -8,11 +8,17 @@ import pytest
 
 from elastic.core import commands as c
 from elastic.core import events as e
+from elastic.core.types import SamplingParameters
 from elastic.envs.base import StepResult
 from elastic.runtime.journal import TrajectoryRow
 from elastic.runtime.rollout import Episode, RolloutLimits, Rollouts
 
-LIMITS = RolloutLimits(max_turns=4, max_tokens_per_turn=8, max_context_tokens=64, environment_timeout_s=5.0)
+LIMITS = RolloutLimits(
+    max_turns=4,
+    max_context_tokens=64,
+    environment_timeout_s=5.0,
+    sampling=SamplingParameters(max_new_tokens=8, noise_seed=0),
+)
 
 
 class OneTurn:

@@ -11,7 +11,7 @@ import pytest
 import uvloop
 
 from elastic import wire
-from elastic.core.types import Account, Capabilities, FinishReason, WeightMode
+from elastic.core.types import Account, Capabilities, FinishReason, SamplingParameters, WeightMode
 from elastic.engine.base import (
     ChunkSink,
     EngineStatistics,
@@ -186,11 +186,11 @@ class ScriptedEngine:
             aborted = request_id in self._aborting
             if not aborted and (self._asleep or self._random.random() < 0.3):
                 continue
-            count = 0 if aborted else min(self._random.randint(1, 3), request.max_new_tokens - at)
+            count = 0 if aborted else min(self._random.randint(1, 3), request.sampling.max_new_tokens - at)
             finish = FinishReason.ABORTED if aborted else None
-            if at + count == request.max_new_tokens:
+            if at + count == request.sampling.max_new_tokens:
                 finish = FinishReason.LENGTH
-            tokens = [token_at(request.noise_seed, at + i) for i in range(count)]
+            tokens = [token_at(request.sampling.noise_seed, at + i) for i in range(count)]
             self._decoded += count
             self._live[request_id] = (request, at + count)
             if finish:
@@ -358,7 +358,7 @@ class DeadPath:
 
 def generate(turn: str, seed: int = 1, attempt: int = 1, start: int = 0, most: int = 40) -> wire.Generate:
     prompt = [1, 2, 3] + [token_at(seed, i) for i in range(start)]
-    return wire.Generate(turn, attempt, prompt, start, most, (), 1.0, seed)
+    return wire.Generate(turn, attempt, prompt, start, SamplingParameters(max_new_tokens=most, noise_seed=seed))
 
 
 @pytest.hookimpl

@@ -10,7 +10,7 @@ import torch
 
 from elastic import wire
 from elastic.config import ConfigError, EngineConfig
-from elastic.core.types import FinishReason, WeightMode
+from elastic.core.types import FinishReason, SamplingParameters, WeightMode
 from elastic.engine.base import GenerateRequest, TokenChunk
 from elastic.model.checkpoint import model_tensors, write_checkpoint
 from elastic.model.config import Qwen3Config
@@ -107,10 +107,7 @@ async def test_a_run_gets_a_part_of_the_device_and_gives_it_back(profiles: Path)
             request_id="t",
             token_ids=[1, 2, 3],
             start=0,
-            max_new_tokens=4,
-            stop_token_ids=(),
-            temperature=1.0,
-            noise_seed=1,
+            sampling=SamplingParameters(max_new_tokens=4, stop_token_ids=(), temperature=1.0, noise_seed=1),
         )
         engine.submit([turn])
         assert await asyncio.to_thread(ended.wait, 30)

@@ -6,13 +6,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic import wire
-from elastic.core.types import FinishReason
+from elastic.core.types import FinishReason, SamplingParameters
 from elastic.engine.base import NO_VERSION, TokenChunk
 from elastic.worker.token_stream import TokenStream
 
 
 def order(turn: str) -> wire.Generate:
-    return wire.Generate(turn, 1, [1, 2], 0, 8, (), 1.0, 0)
+    return wire.Generate(turn, 1, [1, 2], 0, SamplingParameters(max_new_tokens=8, noise_seed=0))
 
 
 def chunk(turn: str, start: int, count: int, finish: FinishReason | None = None) -> TokenChunk:

@@ -14,7 +14,7 @@ import torch
 
 from elastic import wire
 from elastic.config import EngineConfig
-from elastic.core.types import Account, FinishReason
+from elastic.core.types import Account, FinishReason, SamplingParameters
 from elastic.model.checkpoint import model_tensors
 from elastic.model.config import Qwen3Config
 from elastic.model.qwen3 import Qwen3
@@ -91,7 +91,13 @@ async def workers(tmp_path: Path) -> AsyncIterator[Workers]:
 
 
 def turn(name: str, attempt: int = 1, accepted: tuple[int, ...] = ()) -> wire.Generate:
-    return wire.Generate(name, attempt, [1, 2, 3, *accepted], len(accepted), TURN_TOKENS, (), 1.0, noise_seed=11)
+    return wire.Generate(
+        name,
+        attempt,
+        [1, 2, 3, *accepted],
+        len(accepted),
+        SamplingParameters(max_new_tokens=TURN_TOKENS, noise_seed=11),
+    )
 
 
 def tokens(chunks: list[wire.Chunk]) -> list[int]:

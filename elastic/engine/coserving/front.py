@@ -23,7 +23,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import BaseRoute, Route
 
-from elastic.core.types import FinishReason
+from elastic.core.types import FinishReason, SamplingParameters
 from elastic.engine.base import GenerateRequest, TokenChunk
 from elastic.http_server import BodyLimits, HostCheck
 
@@ -335,10 +335,12 @@ class ServingFront:
             request_id=f"{form.prefix}-{uuid4().hex}",
             token_ids=prompt,
             start=0,
-            max_new_tokens=max_tokens,
-            stop_token_ids=() if body.ignore_eos else self._card.eos_token_ids,
-            temperature=body.temperature,
-            noise_seed=secrets.randbits(64) if body.seed is None else body.seed % 2**64,
+            sampling=SamplingParameters(
+                max_new_tokens=max_tokens,
+                stop_token_ids=() if body.ignore_eos else self._card.eos_token_ids,
+                temperature=body.temperature,
+                noise_seed=secrets.randbits(64) if body.seed is None else body.seed % 2**64,
+            ),
         )
         answer = _Answer(wanted, self._card.name, body, form, self._tokenizer.decoder())
         if body.stream:

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from elastic.core.types import SamplingParameters
 from elastic.engine.base import GenerateRequest
 from elastic.engine.kv import KvLayout, PageSpace
 from elastic.engine.torch.runner import Runner
@@ -67,7 +68,10 @@ class PagedRunner(Runner):
     def made_up_sequence(self, computed: int, length: int) -> Sequence:
         """For measurements: so many tokens, all in the spare block, of which `computed` count as done."""
         request = GenerateRequest(
-            request_id="", token_ids=[], start=0, max_new_tokens=1, stop_token_ids=(), temperature=0.0, noise_seed=0
+            request_id="",
+            token_ids=[],
+            start=0,
+            sampling=SamplingParameters(max_new_tokens=1, stop_token_ids=(), temperature=0.0, noise_seed=0),
         )
         blocks = [self._spare_block] * -(-length // self._layout.block_tokens)
         return Sequence(request, [0] * length, blocks=blocks, computed=computed, prefill_end=length - 1)

@@ -98,7 +98,7 @@ class ServingHalf(Half):
         """Decode steps until a request ends whose place in the batch another waits for; 0 where none does."""
         if not self._scheduler.waiting or len(self._scheduler.running) < self._settings.max_batch:
             return 0
-        return min((sequence.request.max_new_tokens - sequence.position for sequence in decoding), default=0)
+        return min((sequence.request.sampling.max_new_tokens - sequence.position for sequence in decoding), default=0)
 
     def _next_prefills(self, prefilling: Sequence[Running]) -> list[Prefill]:
         """What the next iteration may compute of these: as much as one chunk holds."""

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from elastic.config import EngineConfig
 from elastic.core.types import NS_PER_S, Account, Capabilities, FinishReason, WeightMode
+from elastic.engine import validation
 from elastic.engine.base import (
     NO_VERSION,
     ChunkSink,
@@ -29,7 +30,7 @@ from elastic.engine.base import (
     TokenChunk,
 )
 from elastic.engine.meter import AccountMeter
-from elastic.engine.torch import pacing, sampling, validation
+from elastic.engine.torch import pacing, sampling
 from elastic.engine.torch.costs import LearnedCosts
 from elastic.engine.torch.runner import Patch, Runner
 from elastic.engine.torch.scheduler import Scheduler, Work, load_of
@@ -340,11 +341,13 @@ class TorchEngine:
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)  # nothing else waits for it, and its time is measured
             return [], []
+        wanted = [sequence.request.sampling for sequence in samplers]
         token_ids, logprobs = sampling.sample(
             logits,
-            torch.tensor([s.request.temperature for s in samplers], dtype=torch.float32, device=self._device),
-            torch.tensor([sampling.signed_seed(s.request.noise_seed) for s in samplers], device=self._device),
+            torch.tensor([s.temperature for s in wanted], dtype=torch.float32, device=self._device),
+            torch.tensor([sampling.signed_seed(s.noise_seed) for s in wanted], device=self._device),
             torch.tensor([s.position for s in samplers], device=self._device),
+            sampling.Truncation.of(wanted, self._device),
         )
         return token_ids.tolist(), logprobs.tolist()
 
@@ -376,9 +379,10 @@ class TorchEngine:
         sequence.tokens.append(token_id)
         self._decoded_tokens += 1
         finish = None
-        if token_id in request.stop_token_ids:
+        most_tokens = request.sampling.max_new_tokens
+        if token_id in request.sampling.stop_token_ids:
             finish = FinishReason.STOP
-        elif sequence.position >= request.max_new_tokens or len(sequence.tokens) >= self._settings.max_context_tokens:
+        elif sequence.position >= most_tokens or len(sequence.tokens) >= self._settings.max_context_tokens:
             finish = FinishReason.LENGTH
         elif request.request_id in self._aborting:
             finish = FinishReason.ABORTED

@@ -478,7 +478,7 @@ def test_asleep_the_rollout_model_keeps_one_page_and_wakes_from_host_memory(make
     rollout.load_version(TensorSource(2, device_weights(rollout)), WeightMode.FINISH)
     assert rollout._runner.weight_bytes == 0
     rollout.wake()
-    rollout.submit([turn("b", prompt=request.token_ids, noise_seed=request.noise_seed)])
+    rollout.submit([turn("b", prompt=request.token_ids, noise_seed=request.sampling.noise_seed)])
     device.rolled.finish("b")
     assert device.rolled.tokens("a") == device.rolled.tokens("b")
     assert rollout.statistics().accounts_ns[Account.LOADING] > 0

@@ -62,7 +62,7 @@ def test_a_cut_turn_continues_bit_for_bit(make_engine, turn, environment, cut, c
         start=cut,
         max_new_tokens=200,
         temperature=1.3,
-        noise_seed=whole.noise_seed,
+        noise_seed=whole.sampling.noise_seed,
         recompute=True,
     )
     at = len(others) // 2

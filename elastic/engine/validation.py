@@ -15,11 +15,16 @@ def refusal(request: GenerateRequest, vocab_size: int, max_context_tokens: int) 
     foreign = next((token for token in request.token_ids if not 0 <= token < vocab_size), None)
     if foreign is not None:
         return f"token id {foreign} is not in the vocabulary (0 to {vocab_size - 1})"
-    if not (math.isfinite(request.temperature) and request.temperature >= 0):
-        return f"temperature must be finite and not negative (found {request.temperature})"
+    sampling = request.sampling
+    if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0):
+        return f"temperature must be finite and not negative (found {sampling.temperature})"
+    if not 0 < sampling.top_p <= 1:
+        return f"top_p must be above 0 and at most 1 (found {sampling.top_p})"
+    if sampling.top_k < 0:
+        return f"top_k must not be negative (found {sampling.top_k})"
     return None
 
 
 def is_complete(request: GenerateRequest, max_context_tokens: int) -> bool:
     """Whether the accepted tokens already leave no room for another one."""
-    return request.start >= request.max_new_tokens or len(request.token_ids) >= max_context_tokens
+    return request.start >= request.sampling.max_new_tokens or len(request.token_ids) >= max_context_tokens
