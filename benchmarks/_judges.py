@@ -113,13 +113,13 @@ def nearest_tests(mutant: Mutant | None) -> list[str]:
 
 
 def _goes_wrong(seeds: range) -> bool:
-    from elastic.sim.world import WorldFailed, simulate
+    from elastic.sim.world import SimulatedWorldFailed, simulate
 
     for seed in seeds:
         _allow_cpu(WORLD_CPU_S)
         try:
             simulate(seed)
-        except WorldFailed:
+        except SimulatedWorldFailed:
             return True
     return False
 

@@ -23,7 +23,7 @@ from elastic.core.scheduler import Phase, Scheduler
 from elastic.core.types import Account, Capabilities, EndCause, FinishReason, LeaseId, Offer, Plan, WorkerRole
 from elastic.envs.base import Environment, StepResult
 from elastic.run_secrets import RunSecrets
-from elastic.runtime.journal import GroupRow, PullRow, Record, RunDirectory, StepRow, TrajectoryRow, TurnRow
+from elastic.runtime.journal import GroupRow, JournalRecord, PullRow, RunDirectory, StepRow, TrajectoryRow, TurnRow
 from elastic.runtime.orchestrator import Orchestrator, Wiring
 from elastic.sim.lies import KINDS, Liar
 from providers.base import Emit, KnownLease, LeaseRequest, Provider, ProviderSettings, WorkerTicket
@@ -220,13 +220,13 @@ class HonestWorker:
                 peer.say(wire.Slept())
             case wire.Wake():
                 peer.say(wire.Awoke())
-            case wire.TrainGroup(group=group, trajectories=trajectories):
+            case wire.TrainGroupFrame(group=group, trajectories=trajectories):
                 self._trained += sum(sum(t.token_ids) + 100 * t.reward for t in trajectories)
                 peer.say(wire.Trained(group, 0.0))
-            case wire.Update(version=version):
+            case wire.UpdateFrame(version=version):
                 self._version = version
                 peer.say(wire.Stepped(version, {"trained": self._trained}))
-                peer.say(wire.Published(version, {"bytes": 1.0}, {"layer": 0.5}))
+                peer.say(wire.PublishedFrame(version, {"bytes": 1.0}, {"layer": 0.5}))
             case _:
                 pass
 
@@ -252,7 +252,7 @@ class LyingWorker:
                 silent = False
                 peer.say_body(self._harmless(lie.frame(self._kind), own))
                 peer.finish()
-                self._told.tell(self._kind.__name__)
+                self._told.tell(wire.kind_of(self._kind))
 
         try:
             async with asyncio.timeout(PATIENCE_S):
@@ -436,7 +436,7 @@ def _read(ended: Ended, run: RunDirectory, config: Config, live: Scheduler) -> N
                     ended.fenced.add(command.worker)
                 elif isinstance(command, c.StartTurn):
                     ended.turns_of_liars += command.worker.startswith(LIAR)
-        rows: dict[type[Record], tuple[str, ...]] = {
+        rows: dict[type[JournalRecord], tuple[str, ...]] = {
             TrajectoryRow: ("trajectory", "step", "group", "reward", "cause", "turns", "policy_tokens", "token_ids"),
             GroupRow: ("group", "step", "version", "dropped", "lengths", "tokens_by_age"),
             TurnRow: ("turn", "trajectory", "prompt_tokens", "tokens"),

@@ -22,7 +22,7 @@ from elastic.envs.base import StepResult
 from elastic.runtime.journal import RunDirectory, TrajectoryRow
 from providers import markets
 from providers.base import Provider, ProviderContext, ProviderSettings
-from providers.markets import Ending
+from providers.markets import LeaseEnding
 from providers.processes import LocalProvider
 
 VOCABULARY = 32
@@ -123,7 +123,7 @@ class Market(LocalProvider):
 
     def reclaim(self) -> None:
         for lease in list(self._leases)[self._stock.size :]:
-            self.end(lease, Ending(EndCause.PREEMPTED, "the market shrinks"))
+            self.end(lease, LeaseEnding(EndCause.PREEMPTED, "the market shrinks"))
         self.announce()
 
 

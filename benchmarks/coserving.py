@@ -49,10 +49,10 @@ from _common import Arguments, emit
 from _shapes import SHAPES
 
 from elastic.compose.processes import run_loop
-from elastic.engine.coserving.load import Record, Targets, replay, report, violated_minutes
+from elastic.engine.coserving.load import RequestRecord, Targets, replay, report, violated_minutes
 from elastic.engine.coserving.service import percentile
 from elastic.weights.source import TensorSource
-from policies.coexecution import ExclusiveAdmission, NoAdmission, Slo, SloAdmission
+from policies.admission import ExclusiveAdmission, NoAdmission, Slo, SloAdmission
 from policies.kvmemory import FineGrainedMemory, PreemptiveMemory, StaticPartition
 from traces import data_path
 from traces.serving import ServingRequest, read_serving_trace
@@ -151,13 +151,13 @@ class LoadGenerator:
             [sys.executable, __file__, "--client"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
 
-    def run(self, url: str, requests: Sequence[ServingRequest], vocab_size: int) -> list[Record]:
+    def run(self, url: str, requests: Sequence[ServingRequest], vocab_size: int) -> list[RequestRecord]:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         job = {"url": url, "vocab_size": vocab_size, "requests": [msgspec.structs.astuple(r) for r in requests]}
         self._process.stdin.write(json.dumps(job) + "\n")
         self._process.stdin.flush()
-        return msgspec.json.decode(self._process.stdout.readline(), type=list[Record])
+        return msgspec.json.decode(self._process.stdout.readline(), type=list[RequestRecord])
 
     def close(self) -> None:
         assert self._process.stdin is not None
@@ -262,7 +262,7 @@ class Rollouts:
 class Outcome:
     """One policy on one load."""
 
-    records: list[Record]
+    records: list[RequestRecord]
     wall_s: float
     serving_busy_s: float
     rollout_busy_s: float
@@ -403,7 +403,7 @@ class Bench:
                 await asyncio.sleep(SETTLE_S)
             before, tokens = executor.statistics(), rollouts.tokens if rollouts else 0
             started_s = time.monotonic()
-            records: list[Record] = []
+            records: list[RequestRecord] = []
             if setting.serving:
                 vocab_size = self.serving.config.vocab_size
                 records = await asyncio.to_thread(self._generator.run, url, requests, vocab_size)
@@ -602,7 +602,7 @@ class Replay:
         return scaled(cut, speed=speed, length=LENGTH_SCALE, most_prompt=MOST_PROMPT, most_output=MOST_OUTPUT)
 
 
-def _limits(records: Sequence[Record]) -> Limits:
+def _limits(records: Sequence[RequestRecord]) -> Limits:
     result = report(records)
     assert result.ttft_ms.p99 is not None
     assert result.tpot_ms.p99 is not None

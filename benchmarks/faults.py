@@ -54,13 +54,13 @@ MUTATION_SEED = 1
 
 def live_through(seeds: range) -> tuple[int, int, Failures]:
     """Events, faults, and the seeds that failed, each with its error."""
-    from elastic.sim.world import WorldFailed, simulate
+    from elastic.sim.world import SimulatedWorldFailed, simulate
 
     events, faults, failures = 0, 0, Failures()
     for seed in seeds:
         try:
             outcome = simulate(seed)
-        except WorldFailed as failure:
+        except SimulatedWorldFailed as failure:
             failures.append({"seed": seed, "error": str(failure)})
         else:
             events += outcome.events

@@ -370,7 +370,7 @@ def trainer(scale: Scale) -> dict[str, Any]:
     from elastic.model.config import Qwen3Config
     from elastic.model.qwen3 import Qwen3
     from elastic.trainer.trainer import GRPOTrainer
-    from elastic.wire import TrainGroup, TrajectoryData
+    from elastic.wire import TrainGroupFrame, TrajectoryData
 
     config = Qwen3Config(**SHAPES[scale.small])
     torch.manual_seed(0)
@@ -391,7 +391,7 @@ def trainer(scale: Scale) -> dict[str, Any]:
                 trajectories.append(
                     TrajectoryData(f"{index}/{member}", ids, ours, logprobs, versions, float(member % 2))
                 )
-            made.train_group(TrainGroup(made.version, f"g{index}", index, trajectories))
+            made.train_group(TrainGroupFrame(made.version, f"g{index}", index, trajectories))
         return made.update()
 
     step_s = _median_s(step, scale.device)

@@ -29,7 +29,7 @@ from elastic.core.ledger import overhead_share
 from elastic.core.scheduler import Scheduler
 from elastic.core.types import NS_PER_S, Account, TrajectoryId
 from elastic.runtime.journal import NullJournal
-from elastic.sim.performance import Episode, Episodes, SimulatedRun, SimulationError, Turn
+from elastic.sim.performance import Episode, Episodes, EpisodeTurn, SimulatedRun, SimulationError
 from elastic.sim.performance.worker import WorkerModel
 
 H100 = "H100/Qwen3-8B"
@@ -70,7 +70,7 @@ class Task:
 
     def episode(self, trajectory: TrajectoryId) -> Episode:
         chance = Random(trajectory)
-        turns = (Turn(self.observation, self._tokens(chance)) for _ in range(self.turns))
+        turns = (EpisodeTurn(self.observation, self._tokens(chance)) for _ in range(self.turns))
         return Episode(tuple(turns), float(chance.random() < 0.5), self.tag)
 
     def _tokens(self, chance: Random) -> int:

@@ -242,7 +242,7 @@ class InProcess:
         rolled_out_s = time.process_time()
         for group, players in enumerate(episodes):
             trajectories = [player.data for player in players]
-            self._trainer.train_group(wire.TrainGroup(step, f"{step}/{group}", group, trajectories))
+            self._trainer.train_group(wire.TrainGroupFrame(step, f"{step}/{group}", group, trajectories))
         self._trainer.update()
         self._load_weights()
         cost = Cost(time.process_time() - began_s, rolled_out_s - began_s)

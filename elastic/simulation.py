@@ -26,9 +26,9 @@ from elastic.runtime.status import RunStatus
 from elastic.sim.performance import (
     Episode,
     Episodes,
+    EpisodeTurn,
     ProfileError,
     SimulatedRun,
-    Turn,
     load_profile,
 )
 from elastic.sim.performance.episodes import DrawnEpisodes, EpisodeLimits, RecordedEpisodes
@@ -175,7 +175,7 @@ def episodes_of(config: Config, experiment: Experiment) -> Episodes:
         return DrawnEpisodes(config.run.seed, limits)
     if name in SESSIONS:
         sessions = [
-            Episode(tuple(Turn(t.new_tokens, t.output_tokens, t.gap_s) for t in session), 0.0)
+            Episode(tuple(EpisodeTurn(t.new_tokens, t.output_tokens, t.gap_s) for t in session), 0.0)
             for session in read_sessions(name)
         ]
         return DrawnEpisodes(config.run.seed, limits, sessions)
@@ -207,14 +207,14 @@ def recorded_episodes(run: StoredRun, *, environment_times: bool = False) -> dic
     }
 
 
-def _shapes(rows: Sequence[TurnRow], started_ns: int | None) -> tuple[Turn, ...]:
+def _shapes(rows: Sequence[TurnRow], started_ns: int | None) -> tuple[EpisodeTurn, ...]:
     """`started_ns` is when the trajectory began, None where its times do not count."""
-    shapes: list[Turn] = []
+    shapes: list[EpisodeTurn] = []
     context, ended_ns = 0, started_ns
     for row in rows:
         prompt, tokens = row.prompt_tokens, row.tokens
         latency_s = max(0, row.requested_ns - ended_ns) / NS_PER_S if ended_ns is not None else 0.0
-        shapes.append(Turn(max(0, prompt - context), tokens, latency_s))
+        shapes.append(EpisodeTurn(max(0, prompt - context), tokens, latency_s))
         context = prompt + tokens
         ended_ns = None if started_ns is None else row.finished_ns
     return tuple(shapes)

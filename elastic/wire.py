@@ -2,12 +2,12 @@
 
 A frame is a 4-byte big-endian length and a msgpack array whose first element is the message's tag. Fields are
 only ever appended, with defaults; anything else is a new `PROTOCOL_VERSION`, and a peer of another version is
-refused by name. For that to work, `Hello` begins with its version, and `Refused` never changes, in any version.
+refused by name. For that to work, `Hello` begins with its version, and `RefusedFrame` never changes, in any version.
 
 Every field of a worker's message is bounded by its type: integers fit a database and a float, floats are finite,
 texts and lists have an end. What is outside does not decode. A sender keeps to that with `clipped` and `finite`.
 
-A connection goes: `Hello` →, ← `Welcome` or `Refused`, `Ready` →, and then any message, either way.
+A connection goes: `Hello` →, ← `Welcome` or `RefusedFrame`, `Ready` →, and then any message, either way.
 """
 
 import math
@@ -177,7 +177,7 @@ class Tokens(_Message, frozen=True):
     chunks: Annotated[list[Chunk], msgspec.Meta(max_length=CHUNKS_MAX)]
 
 
-class Refusal(msgspec.Struct, frozen=True):
+class UnverifiedWeights(msgspec.Struct, frozen=True):
     """Weights that did not verify, and why: a manifest, a bucket, or what a worker held."""
 
     what: Text
@@ -198,7 +198,7 @@ class WeightsReport(_Message, frozen=True):
     apply_s: Seconds
     full_bytes: Count = 0
     split_s: dict[PullPart, Seconds] = msgspec.field(default_factory=dict[PullPart, float])
-    refused: Annotated[list[Refusal], msgspec.Meta(max_length=REFUSALS_MAX)] = []
+    refused: Annotated[list[UnverifiedWeights], msgspec.Meta(max_length=REFUSALS_MAX)] = []
 
 
 class Slept(_Message, frozen=True):
@@ -218,7 +218,7 @@ class Goodbye(_Message, frozen=True):
 
 
 class Trained(_Message, frozen=True):
-    """A group's gradients are accumulated. Repeated when its `TrainGroup` is repeated, without training again."""
+    """A group's gradients are accumulated. Repeated when its `TrainGroupFrame` is repeated, without training again."""
 
     group: Text
     train_s: Seconds
@@ -227,8 +227,8 @@ class Trained(_Message, frozen=True):
 class Stepped(_Message, frozen=True):
     """The optimiser has stepped, `version` is in the trainer's own engine, and the relay is being given it.
 
-    A worker may pull it at once: it waits there for what is still encoded. `Published` follows. `unusable` names the
-    step's groups from which no usable gradient came, and why.
+    A worker may pull it at once: it waits there for what is still encoded. `PublishedFrame` follows. `unusable` names
+    the step's groups from which no usable gradient came, and why.
     """
 
     version: Count
@@ -236,7 +236,7 @@ class Stepped(_Message, frozen=True):
     unusable: Annotated[dict[Text, Text], msgspec.Meta(max_length=ENTRIES_MAX)] = {}
 
 
-class Published(_Message, frozen=True):
+class PublishedFrame(_Message, frozen=True, tag="Published"):
     """`version` is on the relay, and what that took.
 
     `changed` is the share of elements that differ from the version before, by layer from the input to the output.
@@ -247,7 +247,7 @@ class Published(_Message, frozen=True):
     changed: Annotated[dict[Text, Share], msgspec.Meta(max_length=ENTRIES_MAX)]
 
 
-class TrainerFailed(_Message, frozen=True):
+class TrainerFailedFrame(_Message, frozen=True, tag="TrainerFailed"):
     """An order could not be carried out; the trainer's state is not to be relied on any more."""
 
     error: Text
@@ -284,7 +284,7 @@ class Welcome(_Message, frozen=True):
     orchestrator_timeout_s: float = 60.0
 
 
-class Refused(_Message, frozen=True):
+class RefusedFrame(_Message, frozen=True, tag="Refused"):
     """No session. `retry` says whether dialling again can help."""
 
     reason: str
@@ -352,7 +352,7 @@ class TrajectoryData(msgspec.Struct, frozen=True, array_like=True):
     reward: float
 
 
-class TrainGroup(_Message, frozen=True):
+class TrainGroupFrame(_Message, frozen=True, tag="TrainGroup"):
     """An order that the trainer has carried out already, this one or another, it only answers again."""
 
     step: int
@@ -371,7 +371,7 @@ class SkipGroup(_Message, frozen=True):
     tokens: int = 0
 
 
-class Update(_Message, frozen=True):
+class UpdateFrame(_Message, frozen=True, tag="Update"):
     """The step is complete: apply the gradients, checkpoint and publish `version`; others are still `pulled`."""
 
     step: int
@@ -390,11 +390,22 @@ FromWorker: TypeAlias = (
     | Goodbye
     | Trained
     | Stepped
-    | Published
-    | TrainerFailed
+    | PublishedFrame
+    | TrainerFailedFrame
 )
 FromOrchestrator: TypeAlias = (
-    Welcome | Refused | Generate | Abort | PullWeights | Sleep | Wake | Drain | Ping | TrainGroup | SkipGroup | Update
+    Welcome
+    | RefusedFrame
+    | Generate
+    | Abort
+    | PullWeights
+    | Sleep
+    | Wake
+    | Drain
+    | Ping
+    | TrainGroupFrame
+    | SkipGroup
+    | UpdateFrame
 )
 
 _LENGTH = struct.Struct(">I")
@@ -415,6 +426,11 @@ _UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, MemoryE
 """What msgspec raises for bytes from a hostile peer: the last two for nesting and lengths beyond all reason."""
 
 
+def kind_of(message: type[FromWorker | FromOrchestrator] | FromWorker | FromOrchestrator) -> str:
+    """What a frame is called on the wire: its tag."""
+    return str(message.__struct_config__.tag)
+
+
 def clipped(text: str) -> str:
     """A text as a message may hold it."""
     return text if len(text) <= TEXT_MAX else f"{text[: TEXT_MAX - 1]}…"
@@ -431,7 +447,7 @@ def encode(message: FromWorker | FromOrchestrator) -> bytes:
     if len(body) > MAX_WORKER_FRAME_BYTES:
         most = MAX_WORKER_FRAME_BYTES if isinstance(message, FromWorker) else MAX_FRAME_BYTES
         if len(body) > most:
-            raise WireError(f"{type(message).__name__} of {len(body)} bytes; at most {most} are allowed")
+            raise WireError(f"{kind_of(message)} of {len(body)} bytes; at most {most} are allowed")
     return _LENGTH.pack(len(body)) + body
 
 
@@ -549,4 +565,4 @@ def _fields(at: inspect.Type, path: str) -> list[str]:
     return names
 
 
-_KINDS = {kind.__name__: inspect.type_info(kind) for kind in get_args(FromWorker)}
+_KINDS = {kind_of(kind): inspect.type_info(kind) for kind in get_args(FromWorker)}

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Protocol, TypeAlias
 import msgspec
 
 
-class Outcome(StrEnum):
+class CallOutcome(StrEnum):
     """How a call ended."""
 
     OK = "ok"
@@ -33,7 +33,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
 
     function: str
     key: str
-    outcome: Outcome
+    outcome: CallOutcome
     queued_s: float
     cold_start_s: float
     duration_s: float
@@ -47,12 +47,12 @@ Meter: TypeAlias = Callable[[Call], None]
 class FunctionError(Exception):
     """A call without a result. The message names the function and the cause."""
 
-    outcome: ClassVar[Outcome]
+    outcome: ClassVar[CallOutcome]
     retry_helps: ClassVar[bool]
 
 
 class FunctionUnavailable(FunctionError):
-    outcome = Outcome.UNAVAILABLE
+    outcome = CallOutcome.UNAVAILABLE
     retry_helps = True
 
 
@@ -61,17 +61,17 @@ class FunctionMissing(FunctionUnavailable):
 
 
 class FunctionTimedOut(FunctionError):
-    outcome = Outcome.TIMED_OUT
+    outcome = CallOutcome.TIMED_OUT
     retry_helps = True
 
 
 class FunctionRaised(FunctionError):
-    outcome = Outcome.RAISED
+    outcome = CallOutcome.RAISED
     retry_helps = True
 
 
 class BadResult(FunctionError):
-    outcome = Outcome.BAD_RESULT
+    outcome = CallOutcome.BAD_RESULT
     retry_helps = False
 
 

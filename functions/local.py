@@ -24,13 +24,13 @@ from elastic.processes import RecordedProcesses, inherited
 from functions.base import (
     BadResult,
     Call,
+    CallOutcome,
     FunctionError,
     FunctionMissing,
     FunctionRaised,
     FunctionTimedOut,
     FunctionUnavailable,
     Meter,
-    Outcome,
 )
 from functions.process import ANSWER_BYTES_MAX, HEADER, Answer, Loaded, Missing, Raised, Returned, Unsendable
 
@@ -204,7 +204,7 @@ class _Meterings:
         finally:
             self._cold_start_s = _now_s() - begun_s
 
-    def end(self, function: str, key: str, outcome: Outcome, prices: Prices) -> Call:
+    def end(self, function: str, key: str, outcome: CallOutcome, prices: Prices) -> Call:
         now_s = _now_s()
         placed_s = now_s if self._placed_s is None else self._placed_s
         billed_s = now_s - placed_s
@@ -291,14 +291,14 @@ class LocalFunctionPool:
 
     async def _call(self, key: str, payload: bytes, timeout_s: float) -> Any:
         times = _Meterings()
-        outcome = Outcome.UNAVAILABLE
+        outcome = CallOutcome.UNAVAILABLE
         try:
             async with asyncio.timeout(timeout_s), self._places:
                 times.placed()
                 result = await self._run(payload, times)
-            outcome = Outcome.OK
+            outcome = CallOutcome.OK
         except TimeoutError:
-            outcome = Outcome.TIMED_OUT
+            outcome = CallOutcome.TIMED_OUT
             raise self._timed_out(timeout_s) from None
         except FunctionError as error:
             outcome = error.outcome

@@ -13,16 +13,16 @@ import traces
 from elastic.core.types import NS_PER_S, EndCause, LeaseId, Nanoseconds, Offer, WorkerRole
 from providers.base import ProviderSettings
 from providers.serving_messages import ServingSettings
-from traces.spot import Change, read_spot_trace, replay
+from traces.spot import SpotChange, read_spot_trace, replay
 
 SettingsT = TypeVar("SettingsT", bound=ProviderSettings)
 
 
-class Refusal(Exception):
+class CapacityUnavailable(Exception):
     """What was asked for is not to be had now; the message says why."""
 
 
-class Ending(NamedTuple):
+class LeaseEnding(NamedTuple):
     cause: EndCause
     detail: str = ""
 
@@ -32,7 +32,7 @@ class TakenBack(NamedTuple):
 
     lease: LeaseId
     deadline_ns: Nanoseconds
-    ending: Ending
+    ending: LeaseEnding
 
 
 class Market(Generic[SettingsT]):
@@ -82,9 +82,9 @@ class Market(Generic[SettingsT]):
         return iter(())
 
     def pick(self, lease: LeaseId) -> str:
-        """The place that the lease stands on from now on. Raises `Refusal`."""
+        """The place that the lease stands on from now on. Raises `CapacityUnavailable`."""
         if self.free() <= 0:
-            raise Refusal(f"nothing of {self.name} is left")
+            raise CapacityUnavailable(f"nothing of {self.name} is left")
         return ""
 
     def restore(self, lease: LeaseId, place: str) -> None:
@@ -101,15 +101,17 @@ class Market(Generic[SettingsT]):
         """From a grant to the start of its workers."""
         return float(getattr(self.settings, self.delay_key)) if self.delay_key else 0.0
 
-    def expiry(self) -> Ending:
+    def expiry(self) -> LeaseEnding:
         """Of a lease whose life is over."""
-        return Ending(EndCause.EXPIRED, f"its {self.life_s():g} s are over")
+        return LeaseEnding(EndCause.EXPIRED, f"its {self.life_s():g} s are over")
 
     def take(self, lease: LeaseId) -> str:
-        """The place that the lease stands on from now on. Raises `Refusal`."""
+        """The place that the lease stands on from now on. Raises `CapacityUnavailable`."""
         if len(self._held) >= self._most_leases + self.overlap():
             besides = f" and {self.overlap()} besides" if self.overlap() else ""
-            raise Refusal(f"{self.name} holds max_workers = {self.settings.max_workers} workers{besides} already")
+            raise CapacityUnavailable(
+                f"{self.name} holds max_workers = {self.settings.max_workers} workers{besides} already"
+            )
         place = self.pick(lease)
         self._held.add(lease)
         return place
@@ -242,16 +244,16 @@ class SpotMarket(Market[SpotSettings]):
         while (change := self._next) is not None and (at_ns := round(change.time_s * NS_PER_S)) <= now_ns:
             self._next, self.at_ns = next(self._changes, None), at_ns
             self._now_s = min(s.start_s + change.time_s * s.speed, s.end_s or self._trace.end_s)
-            if change.change is Change.ADD:
+            if change.change is SpotChange.ADD:
                 self._instances[change.instance] = None
             elif (lease := self._instances.pop(change.instance)) in self._held:
-                ending = Ending(EndCause.PREEMPTED, f"the market took instance {change.instance} back")
+                ending = LeaseEnding(EndCause.PREEMPTED, f"the market took instance {change.instance} back")
                 yield TakenBack(lease, at_ns + round(s.notice_s * NS_PER_S), ending)
 
     def pick(self, lease: LeaseId) -> str:
         instance = next((i for i, holder in self._instances.items() if holder is None), None)
         if instance is None:
-            raise Refusal(f"no instance of {self.name} is available")
+            raise CapacityUnavailable(f"no instance of {self.name} is available")
         self._instances[instance] = lease
         return instance
 
@@ -266,7 +268,7 @@ class SpotMarket(Market[SpotSettings]):
                 self._instances[instance] = None
 
 
-class ServingHost(Protocol):
+class LendableHost(Protocol):
     """A serving host as its market sees it. `kv_used_share` is of late, and of a lendable host."""
 
     @property
@@ -281,7 +283,7 @@ class ServingHost(Protocol):
 class ServingMarket(Market[ServingSettings]):
     """Hosts with a load of their own, which go first; a lease is the loan of the one whose KV cache was used least."""
 
-    def __init__(self, name: str, settings: ServingSettings, hosts: Mapping[str, ServingHost]) -> None:
+    def __init__(self, name: str, settings: ServingSettings, hosts: Mapping[str, LendableHost]) -> None:
         super().__init__(name, settings)
         self._hosts = hosts
         self.lent: dict[str, LeaseId] = {}
@@ -293,7 +295,7 @@ class ServingMarket(Market[ServingSettings]):
     def pick(self, lease: LeaseId) -> str:
         offered = self._offered_hosts()
         if not offered:
-            raise Refusal(f"no host of {self.name} is free")
+            raise CapacityUnavailable(f"no host of {self.name} is free")
         place = min(offered, key=lambda name: self._hosts[name].kv_used_share)
         self.lent[place] = lease
         return place

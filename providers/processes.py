@@ -25,8 +25,8 @@ from providers.base import (
     ProviderUnavailable,
     worker_environment,
 )
-from providers.keeper import Found, Holding, LeaseKeeper
-from providers.markets import Ending, Market
+from providers.base_provider import BaseProvider, Found, LeaseHandle
+from providers.markets import LeaseEnding, Market
 
 WORKER_VARIABLES = ("ELASTIC_SITE", "ELASTIC_SITE_TOKEN")
 """What a machine may tell its workers, besides what every process of a run inherits; see `elastic.worker.weights`."""
@@ -160,15 +160,15 @@ class LocalWorkers:
             raise
         self._started = True
 
-    async def keep(self) -> Ending:
+    async def keep(self) -> LeaseEnding:
         if not self._started:
             await asyncio.sleep((self._boots_at_ns - self._context.now_ns()) / NS_PER_S)
             try:
                 await self.start()
             except OSError as error:
-                return Ending(EndCause.LOST, f"the worker could not be started: {error}")
+                return LeaseEnding(EndCause.LOST, f"the worker could not be started: {error}")
         end = await self._processes.wait()
-        return Ending(EndCause.RELEASED if end.status == 0 else EndCause.LOST, str(end))
+        return LeaseEnding(EndCause.RELEASED if end.status == 0 else EndCause.LOST, str(end))
 
     async def give_back(self) -> None:
         await self._processes.kill()
@@ -186,7 +186,7 @@ def new_record(context: ProviderContext, provider: str, name: str, **kept: str) 
     return RecordedProcesses(records(context.run_dir), context.run, provider, name, kept)
 
 
-class LocalProvider(LeaseKeeper[Any]):
+class LocalProvider(BaseProvider[Any]):
     """Workers on this machine, wherever the market says that they are."""
 
     market_type: ClassVar[type[Market[Any]]] = Market
@@ -203,7 +203,7 @@ class LocalProvider(LeaseKeeper[Any]):
         check_command("a worker", self.context.worker_command)
         await super().start(emit)
 
-    async def launch(self, request: LeaseRequest, place: str) -> Holding:
+    async def launch(self, request: LeaseRequest, place: str) -> LeaseHandle:
         boots_at_ns = self.context.now_ns() + round(self.market.boot_s() * NS_PER_S)
         kept = {PLACE: place, AT: str(self.market.at_ns), BOOTS_AT: str(boots_at_ns)}
         recorded = new_record(self.context, self.name, request.lease, **kept)

@@ -22,8 +22,8 @@ import structlog
 from elastic.core.types import EndCause, LeaseId, WorkerId
 from elastic.processes import RecordedProcesses, end_left_over, records
 from providers.base import Emit, KnownLease, LeaseRequest, ProviderContext, ProviderUnavailable
-from providers.keeper import Found, Holding, LeaseKeeper
-from providers.markets import Ending, ServingMarket
+from providers.base_provider import BaseProvider, Found, LeaseHandle
+from providers.markets import LeaseEnding, ServingMarket
 from providers.processes import ProcessGroup, check_command, new_record
 from providers.serving_messages import (
     HOST_VARIABLE,
@@ -121,7 +121,7 @@ class _Host:
 
 
 class _LentHost:
-    """A lease's `Holding`."""
+    """A lease's `LeaseHandle`."""
 
     def __init__(self, host: _Host, worker: str, settings: ServingSettings, release_timeout_s: float) -> None:
         self._host = host
@@ -129,7 +129,7 @@ class _LentHost:
         self._settings = settings
         self._release_timeout_s: float | None = release_timeout_s
 
-    async def keep(self) -> Ending:
+    async def keep(self) -> LeaseEnding:
         """Look at the host until its worker has ended, or the host is gone or silent for too long."""
         loop = asyncio.get_running_loop()
         heard_s = loop.time()
@@ -139,14 +139,14 @@ class _LentHost:
             except (HostUnreachable, HostRefused) as error:
                 if loop.time() - heard_s > self._settings.lost_after_s:
                     self._release_timeout_s = None  # It has been waited for; once more will do.
-                    return Ending(EndCause.LOST, str(error))
+                    return LeaseEnding(EndCause.LOST, str(error))
                 continue
             heard_s = loop.time()
             if report.lent_worker != self._worker:
                 error = report.ended_error if report.ended_worker == self._worker else "the host was lent otherwise"
                 cause = EndCause.LOST if error else EndCause.RELEASED
-                return Ending(cause, error or "the worker ended")
-        return Ending(EndCause.LOST, f"{self._host.name} died")
+                return LeaseEnding(cause, error or "the worker ended")
+        return LeaseEnding(EndCause.LOST, f"{self._host.name} died")
 
     async def give_back(self) -> None:
         """Return the host. One of ours that does not obey is killed; at another's, the worker ends by itself once
@@ -168,7 +168,7 @@ class _LentHost:
         return self._host.gone.is_set()
 
 
-class ServingProvider(LeaseKeeper[ServingSettings]):
+class ServingProvider(BaseProvider[ServingSettings]):
     """Lends the host whose KV cache was used least of late, of those that answer, are free and not under pressure."""
 
     Settings: ClassVar[type[ServingSettings]] = ServingSettings
@@ -235,7 +235,7 @@ class ServingProvider(LeaseKeeper[ServingSettings]):
             if host.local is not None:
                 self.run_in_background(self._mourn(host, host.local), f"mourn {host.name}")
 
-    async def launch(self, request: LeaseRequest, place: str) -> Holding:
+    async def launch(self, request: LeaseRequest, place: str) -> LeaseHandle:
         host = self._hosts[place]
         (ticket,) = request.tickets
         loan = self._loan(host, ticket.worker)

@@ -92,11 +92,11 @@ def _readable(trace: str) -> str:
     return trace
 
 
-class _Section(BaseModel):
+class _HostSection(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
-class LoadSettings(_Section):
+class LoadSettings(_HostSection):
     """A host's own load, replayed from a trace."""
 
     trace: Annotated[str, AfterValidator(_readable)] = Field(
@@ -107,7 +107,7 @@ class LoadSettings(_Section):
     share: float = Field(0.2, gt=0, le=1, description="the share of all requests that comes to one host")
 
 
-class DeviceSettings(_Section):
+class DeviceSettings(_HostSection):
     """The modelled device and serving model; the defaults stand for an 8B model on one H100-class GPU."""
 
     prefill_tokens_per_s: float = Field(12_000, gt=0)
@@ -117,7 +117,7 @@ class DeviceSettings(_Section):
     kv_tokens: int = Field(200_000, ge=1, description="tokens of KV cache")
 
 
-class LendingSettings(_Section):
+class LendingSettings(_HostSection):
     """When rollouts get how much (ROSE §4.1)."""
 
     window_s: float = Field(2.0, gt=0, le=30, description="time over which the device's use is averaged")
@@ -134,7 +134,7 @@ class LendingSettings(_Section):
         return self
 
 
-class ExecutorSettings(_Section):
+class ExecutorSettings(_HostSection):
     """A real serving model on the host's device instead of a modelled one: rollouts share the device by the co-serving
     executor. Then `device` does not count, and of `lending` only `window_s`, `kv_high_share` and `kv_low_share` do."""
 
@@ -160,7 +160,7 @@ class ExecutorSettings(_Section):
     profiles: Path | None = Field(None, description="directory in which cost profiles are kept")
 
 
-class HostSettings(_Section):
+class HostSettings(_HostSection):
     """A serving host. It listens on the inherited socket `listen_fd`, else on `address`."""
 
     token: SecretStr = Field(description="who shows it may order the host about, and ask its model")

@@ -17,7 +17,7 @@ from elastic.config import Config, ConfigError, JournalConfig
 from elastic.core.policy import StepRecord
 from elastic.core.scheduler import Scheduler
 from elastic.runtime.gateway import GatewayError
-from elastic.runtime.journal import DirectoryStore, Journal, JournalError, RunDirectory, StepRow
+from elastic.runtime.journal import DirectoryStore, JournalError, RunDirectory, SqliteJournal, StepRow
 from elastic.weights.relay import open_relay
 from elastic.weights.rights import RelayRights
 from providers.base import ProviderContext, WorkerTicket, worker_environment
@@ -59,12 +59,12 @@ def test_a_run_is_one_process_at_a_time(tmp_path: Path) -> None:
 
 
 def test_past_life_is_what_the_journal_says(run: RunDirectory) -> None:
-    assert compose.past_life(run) == compose.PastLife()
+    assert compose.past_life(run) == compose.PastIncarnations()
     record = StepRecord(step=6, duration_ns=1, seeding_ns=1, rollout_ns=1, groups_trained=1, groups_dropped=0)
     with live(run, providers="serving,spot", status="finished") as journal:
         journal.append(StepRow(step=6, t_ns=1, record=record, success_rate=None, trainer={}))
     past = compose.past_life(run)
-    assert past == compose.PastLife(providers=("serving", "spot"), status="finished", steps_done=7)
+    assert past == compose.PastIncarnations(providers=("serving", "spot"), status="finished", steps_done=7)
 
 
 def test_what_hardly_began_says_nothing_of_the_past(run: RunDirectory) -> None:
@@ -195,7 +195,7 @@ class TestJournalsOfARun:
 
 
 @contextmanager
-def live(run: RunDirectory, **meta: str) -> Iterator[Journal]:
+def live(run: RunDirectory, **meta: str) -> Iterator[SqliteJournal]:
     """The run's next life, of which its journal says `meta`."""
     journal = run.begin_journal(JournalConfig.model_validate({}))
     try:

@@ -18,7 +18,7 @@ import pytest
 
 from elastic import compose, simulation
 from elastic.compose import incarnations
-from elastic.compose.incarnations import MAY_DIFFER, Former, check_same, former_of
+from elastic.compose.incarnations import MAY_DIFFER, PreviousIncarnation, check_same, former_of
 from elastic.config import Config, ConfigError, load_config
 from elastic.core.digest import digest
 from elastic.core.scheduler import Phase
@@ -28,8 +28,8 @@ from elastic.runtime.journal import (
     EventRow,
     JournalError,
     JournalReader,
+    JournalRecord,
     NullJournal,
-    Record,
     RunDirectory,
     event_row,
 )
@@ -103,7 +103,7 @@ def digests(run: RunDirectory) -> Iterator[str]:
             yield digest(scheduler)
 
 
-def went_on(run: RunDirectory, former: Former, config: Config) -> None:
+def went_on(run: RunDirectory, former: PreviousIncarnation, config: Config) -> None:
     """Another incarnation takes the run up, and dies at once."""
     run.begin_journal(config.journal, notes=_notes(run, config) | former.notes_to_keep()).close()
 
@@ -138,14 +138,14 @@ def test_a_run_that_had_done_its_steps_has_no_more_to_do_unless_more_are_wanted(
     assert core.phase is (Phase.STOPPING if short_of_all else Phase.ENDED)
     assert former_of(run, config).digest == digest(core)
     more = config.model_copy(update={"run": config.run.model_copy(update={"steps": config.run.steps + 1})})
-    assert former_of(run, more) == Former()
+    assert former_of(run, more) == PreviousIncarnation()
 
 
 def test_what_the_trainer_publishes_again_takes_nothing_from_the_account_of_its_step(
     run: RunDirectory, config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A trainer's next process publishes the version that it begins with; of that step the row has all."""
-    appended: list[Record] = []
+    appended: list[JournalRecord] = []
     monkeypatch.setattr(NullJournal, "append", lambda _, *records: appended.extend(records))
     monkeypatch.setattr(NullJournal, "keeps", True)
     with run.newest_journal() as journal:
@@ -282,7 +282,7 @@ class TestJournal:
         rng = random.Random(seed)
         run = RunDirectory(tmp_path / "run")
         run.path.mkdir()
-        journal = run.begin_journal(config.journal, notes=_notes(run, config) | Former().notes_to_keep())
+        journal = run.begin_journal(config.journal, notes=_notes(run, config) | PreviousIncarnation().notes_to_keep())
         with RunDirectory(died).newest_journal() as source:
             rows = source.rows(EventRow)[:300]
         for at, row in enumerate(rows):
@@ -309,7 +309,7 @@ class TestJournal:
         for _ in range(2):
             went_on(run, former_of(run, config), config)
         (run.path / lost).unlink()
-        assert former_of(run, config) == Former()
+        assert former_of(run, config) == PreviousIncarnation()
 
     def test_of_a_process_that_died_as_it_began(self, run: RunDirectory, config: Config, whole: str) -> None:
         """At whatever point: its journal is not there, or it is one that goes on from the last."""
@@ -339,11 +339,11 @@ class TestCheckpoint:
 
     def test_newer_than_the_journal(self, run: RunDirectory, config: Config) -> None:
         self.has(run, 2, 6)
-        assert former_of(run, config) == Former()
+        assert former_of(run, config) == PreviousIncarnation()
 
     def test_of_the_step_that_the_journal_has_not_ordered(self, run: RunDirectory, config: Config) -> None:
         self.has(run, 5)
-        assert former_of(run, config) == Former()
+        assert former_of(run, config) == PreviousIncarnation()
 
     def test_there_is_none_and_the_orders_are_no_longer_kept(
         self, run: RunDirectory, config: Config, whole: str, monkeypatch: pytest.MonkeyPatch
@@ -352,7 +352,7 @@ class TestCheckpoint:
         assert former_of(run, config).digest == whole, "all orders since the base policy are kept"
         shutil.rmtree(run.path / "checkpoints")
         monkeypatch.setattr(incarnations, "kept_steps", lambda _: 2)
-        assert former_of(run, config) == Former()
+        assert former_of(run, config) == PreviousIncarnation()
 
 
 def leaves(section: str, values: dict[str, Any]) -> Iterator[tuple[str, str]]:

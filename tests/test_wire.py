@@ -48,12 +48,12 @@ from_worker = st.one_of(
     st.builds(wire.WeightsReport, counts, words, counts, seconds, seconds),
     st.builds(wire.Goodbye, words, accounts, counts),
     st.builds(wire.Stepped, counts, st.dictionaries(words, floats)),
-    st.builds(wire.Published, counts, st.dictionaries(words, floats), st.dictionaries(words, shares)),
+    st.builds(wire.PublishedFrame, counts, st.dictionaries(words, floats), st.dictionaries(words, shares)),
     st.just(wire.Slept()),
 )
 
 from_orchestrator = st.one_of(
-    st.builds(wire.Refused, words, st.booleans()),
+    st.builds(wire.RefusedFrame, words, st.booleans()),
     st.builds(
         wire.Generate,
         words,
@@ -153,7 +153,7 @@ def test_oversize_frames_are_refused_before_they_are_held() -> None:
 
 def test_a_message_too_large_to_send_is_refused_at_the_sender() -> None:
     with pytest.raises(wire.WireError, match=r"TrainerFailed of \d+ bytes"):
-        wire.encode(wire.TrainerFailed("x" * (wire.MAX_FRAME_BYTES + 1)))
+        wire.encode(wire.TrainerFailedFrame("x" * (wire.MAX_FRAME_BYTES + 1)))
 
 
 @given(st.integers(-(2**40), 2**40).filter(lambda v: v != wire.PROTOCOL_VERSION), st.lists(st.integers() | words))
@@ -164,7 +164,7 @@ def test_another_version_is_named_whatever_else_its_hello_holds(version: int, re
 
 
 def test_the_refusal_that_other_versions_read_never_changes() -> None:
-    assert msgspec.msgpack.decode(wire.encode(wire.Refused("no", retry=True))[4:]) == ["Refused", "no", True]
+    assert msgspec.msgpack.decode(wire.encode(wire.RefusedFrame("no", retry=True))[4:]) == ["Refused", "no", True]
 
 
 def test_only_a_chunk_without_tokens_has_no_weights_version() -> None:
@@ -289,14 +289,14 @@ GOOD = {
     ),
     wire.Heartbeat: wire.Heartbeat(1, 1, 1, 1, {Account.IDLE: 1}, 1, 0.5, 1, 1, 0.5, 0.5),
     wire.Tokens: wire.Tokens([wire.Chunk("t", 1, 0, [1], [-0.5], 0, FinishReason.STOP, 1, 1, "d")]),
-    wire.WeightsReport: wire.WeightsReport(1, "", 1, 0.5, 0.5, 1, {"wire": 0.5}, [wire.Refusal("a", "b")]),
+    wire.WeightsReport: wire.WeightsReport(1, "", 1, 0.5, 0.5, 1, {"wire": 0.5}, [wire.UnverifiedWeights("a", "b")]),
     wire.Slept: wire.Slept(),
     wire.Awoke: wire.Awoke(),
     wire.Goodbye: wire.Goodbye("", {Account.IDLE: 1}, 1),
     wire.Trained: wire.Trained("0/0", 0.5),
     wire.Stepped: wire.Stepped(1, {"loss": 0.5}, {"0/0": "why"}),
-    wire.Published: wire.Published(1, {"loss": 0.5}, {"layer": 0.5}),
-    wire.TrainerFailed: wire.TrainerFailed("why"),
+    wire.PublishedFrame: wire.PublishedFrame(1, {"loss": 0.5}, {"layer": 0.5}),
+    wire.TrainerFailedFrame: wire.TrainerFailedFrame("why"),
 }
 
 
@@ -325,7 +325,7 @@ def test_a_refusal_names_the_field() -> None:
 
 
 def test_texts_and_metrics_are_made_to_fit_by_their_sender() -> None:
-    failed = wire.TrainerFailed(wire.clipped("x" * 100_000))
+    failed = wire.TrainerFailedFrame(wire.clipped("x" * 100_000))
     assert wire.decode_from_worker(wire.encode(failed)[4:]) == failed
     stepped = wire.Stepped(1, wire.finite({"loss": math.nan, "kl": math.inf, "reward": 0.5}))
     assert wire.decode_from_worker(wire.encode(stepped)[4:]) == wire.Stepped(1, {"reward": 0.5})

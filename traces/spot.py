@@ -22,14 +22,14 @@ _BAMBOO_LINE = re.compile(r"\d+,[^,]*,[^,]*")
 _MS_PER_S = 1000
 
 
-class Change(StrEnum):
+class SpotChange(StrEnum):
     ADD = "add"
     REMOVE = "remove"
 
 
 class SpotEvent(msgspec.Struct, frozen=True):
     time_s: float
-    change: Change
+    change: SpotChange
     instance: str
 
 
@@ -55,7 +55,7 @@ class SpotTrace(msgspec.Struct, frozen=True):
         """Instances that are there right after what happens at `time_s`, longest there first."""
         there: dict[str, None] = {}
         for event in itertools.takewhile(lambda e: e.time_s <= time_s, self.events):
-            if event.change is Change.ADD:
+            if event.change is SpotChange.ADD:
                 there[event.instance] = None
             else:
                 del there[event.instance]
@@ -70,7 +70,7 @@ class SpotTrace(msgspec.Struct, frozen=True):
         added_s: dict[str, float] = {}
         lived_s, removals = 0.0, 0
         for event in itertools.takewhile(lambda e: e.time_s <= time_s, self.events):
-            if event.change is Change.ADD:
+            if event.change is SpotChange.ADD:
                 added_s[event.instance] = event.time_s
             else:
                 lived_s += event.time_s - added_s.pop(event.instance)
@@ -99,10 +99,10 @@ def replay(
 def _cycles(opening: tuple[str, ...], inside: list[SpotEvent], window_s: float, repeat: bool) -> Iterator[SpotEvent]:
     there: dict[str, None] = {}
     for cycle in itertools.count() if repeat and inside else range(1):
-        seam = [SpotEvent(0.0, Change.REMOVE, i) for i in there if i not in opening]
-        seam += [SpotEvent(0.0, Change.ADD, i) for i in opening if i not in there]
+        seam = [SpotEvent(0.0, SpotChange.REMOVE, i) for i in there if i not in opening]
+        seam += [SpotEvent(0.0, SpotChange.ADD, i) for i in opening if i not in there]
         for event in itertools.chain(seam, inside):
-            if event.change is Change.ADD:
+            if event.change is SpotChange.ADD:
                 there[event.instance] = None
             else:
                 del there[event.instance]
@@ -139,12 +139,12 @@ def _checked(path: Path, rows: Iterable[tuple[int, str]], columns: int, unit_per
         event = _event(path, line, fields, unit_per_s)
         if event.time_s < last_s:
             raise at_line(path, line, f"time {event.time_s:g} s", f"not before the last event's, {last_s:g} s")
-        if event.change is Change.ADD and event.instance in there:
+        if event.change is SpotChange.ADD and event.instance in there:
             raise at_line(path, line, f"a second add of {event.instance!r}", "remove it first")
-        if event.change is Change.REMOVE and event.instance not in there:
+        if event.change is SpotChange.REMOVE and event.instance not in there:
             raise at_line(path, line, f"a remove of {event.instance!r}", "instances that are there")
         last_s = event.time_s
-        (there.add if event.change is Change.ADD else there.remove)(event.instance)
+        (there.add if event.change is SpotChange.ADD else there.remove)(event.instance)
         yield event
 
 
@@ -164,4 +164,4 @@ def _event(path: Path, line: int, fields: list[str], unit_per_s: int) -> SpotEve
         raise at_line(path, line, f"kind {kind[0]!r} of an event {change!r}", ", ".join(_KINDS[change]))
     if kind == ["initial"] and time_s > 0:
         raise at_line(path, line, f"kind 'initial' at {time_s:g} s", "initial at time 0, else allocation")
-    return SpotEvent(time_s, Change(change), instance)
+    return SpotEvent(time_s, SpotChange(change), instance)

@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-from elastic.calibration.fit import FitError, Rates, Sample, fit_rates
+from elastic.calibration.fit import FitError, IterationSample, Rates, fit_rates
 from elastic.calibration.numbers import (
     DEFAULT_BASE,
     ENVIRONMENT_SERIAL,
@@ -126,7 +126,7 @@ def engine_numbers(probed: Probed, settings: EngineConfig) -> EngineNumbers:
     )
 
 
-def _context_s(rates: Rates, decodes: Sequence[Sample], how: str) -> Number:
+def _context_s(rates: Rates, decodes: Sequence[IterationSample], how: str) -> Number:
     longest = max(sample.context for sample in decodes)
     if rates.context_s > 0:
         return Number(rates.context_s, source=f"{how}; up to {longest:.0f} tokens of context in a batch")

@@ -25,7 +25,7 @@ class FitError(ValueError):
     """The samples do not tell what was asked for; the message says what."""
 
 
-class Sample(NamedTuple):
+class IterationSample(NamedTuple):
     """`seconds` that `iterations` took in all, and what each computed in the mean."""
 
     seconds: float
@@ -54,7 +54,7 @@ class Rates(NamedTuple):
     batches_hidden: frozenset[int]
 
 
-def fit_rates(samples: Sequence[Sample], batches: Sequence[int], *, context: bool, overhead: bool) -> Rates:
+def fit_rates(samples: Sequence[IterationSample], batches: Sequence[int], *, context: bool, overhead: bool) -> Rates:
     """Rates at these batch sizes, linear in between. Without `context`, or `overhead`, that rate is zero.
 
     Overhead can be told from decoding only where some iterations do not decode. Raises `FitError`.

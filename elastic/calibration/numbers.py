@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from elastic.calibration.fit import Rates, Sample
+from elastic.calibration.fit import IterationSample, Rates
 from elastic.sim.performance.profile import DATA, Number, Profile, load_profile, read_profile, write_profile
 
 UNKNOWN_FACTOR = 10.0
@@ -72,7 +72,7 @@ class Base:
         return float(getattr(self._profile, key))
 
 
-def speeds(rates: Rates, samples: Sequence[Sample], how: str) -> tuple[Number, dict[int, Number]]:
+def speeds(rates: Rates, samples: Sequence[IterationSample], how: str) -> tuple[Number, dict[int, Number]]:
     """What was fitted of prefill and decoding, `how` it says; estimates where it is hidden by how much times vary."""
     prefill, decodes = rates.prefill_tokens_per_s, rates.decode_step_s
     if rates.prefill_hidden:

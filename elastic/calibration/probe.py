@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from elastic.calibration.fit import Sample
+from elastic.calibration.fit import IterationSample
 from elastic.calibration.numbers import CalibrationError
 from elastic.config import EngineConfig
 from elastic.core.types import NS_PER_S, Account, FinishReason, Nanoseconds, SamplingParameters
@@ -31,7 +31,7 @@ Observe = Callable[[int, int, str], None]
 """Told what is done, of how much, and what comes next."""
 
 
-class Load(NamedTuple):
+class ProbeLoad(NamedTuple):
     """So many prompts of so many tokens at once; `decodes` tells whether it is their decoding that is timed."""
 
     batch: int
@@ -46,23 +46,23 @@ class Load(NamedTuple):
 class Probed(NamedTuple):
     """Medians over repeats, a sample for each load; the loads that the engine did not take as they were meant."""
 
-    samples: list[Sample]
-    left_out: list[Load]
+    samples: list[IterationSample]
+    left_out: list[ProbeLoad]
     kv_tokens: int
     engine: str
     """What was measured, in words."""
 
 
-def loads(settings: EngineConfig, kv_tokens: int) -> list[Load]:
+def loads(settings: EngineConfig, kv_tokens: int) -> list[ProbeLoad]:
     """Prefills up to the longest prompt, and decodes of one sequence up to the largest batch, with two contexts."""
     longest, chunk = settings.max_context_tokens - 1, settings.prefill_chunk_tokens
     prompts = sorted({min(longest, max(1, length)) for length in (chunk // 8, chunk // 2, chunk, 2 * chunk)})
-    found = [Load(1, length, decodes=False) for length in prompts]
+    found = [ProbeLoad(1, length, decodes=False) for length in prompts]
     batches = sorted({min(2**power, settings.max_batch) for power in range(settings.max_batch.bit_length() + 1)})
     for batch in batches:
         context = _longest_context(settings, kv_tokens, batch)
         if context >= 1:
-            found += [Load(batch, tokens, decodes=True) for tokens in sorted({max(1, context // 8), context})]
+            found += [ProbeLoad(batch, tokens, decodes=True) for tokens in sorted({max(1, context // 8), context})]
     return found
 
 
@@ -114,7 +114,7 @@ class Probe:
     def measure(self, observe: Observe, repeats: int = REPEATS) -> Probed:
         kv_tokens = self._engine.statistics().kv_blocks_total * self._settings.kv_block_tokens
         planned = loads(self._settings, kv_tokens)
-        found: dict[Load, list[Sample]] = {load: [] for load in planned}
+        found: dict[ProbeLoad, list[IterationSample]] = {load: [] for load in planned}
         for load in (planned[0], planned[-1]):  # the first of a kind is slower: memory, threads, compiled code
             self._samples_of(load)
         rounds = [load for _ in range(repeats) for load in planned]
@@ -130,10 +130,10 @@ class Probe:
             engine=f"{capabilities.engine} on {capabilities.device}",
         )
 
-    def _samples_of(self, load: Load) -> list[Sample]:
+    def _samples_of(self, load: ProbeLoad) -> list[IterationSample]:
         return self._decode(load) if load.decodes else self._prefill(load)
 
-    def _prefill(self, load: Load) -> list[Sample]:
+    def _prefill(self, load: ProbeLoad) -> list[IterationSample]:
         before = self._engine.statistics()
         self._submit(load, max_new_tokens=1)
         self._until(lambda: not self._alive, load)
@@ -143,9 +143,9 @@ class Probe:
         prefilled = sum(chunk.prefilled_tokens for _, chunks in self._calls for chunk in chunks)
         if iterations < 1 or busy_ns <= 0 or prefilled < 1:
             return []
-        return [Sample(busy_ns / NS_PER_S, iterations, batch=0, prefilled=prefilled / iterations)]
+        return [IterationSample(busy_ns / NS_PER_S, iterations, batch=0, prefilled=prefilled / iterations)]
 
-    def _decode(self, load: Load) -> list[Sample]:
+    def _decode(self, load: ProbeLoad) -> list[IterationSample]:
         self._submit(load, self._settings.max_context_tokens - load.prompt_tokens)
         self._until(lambda: self._timed, load)
         self._engine.abort(list(self._alive))
@@ -153,7 +153,7 @@ class Probe:
         steady = list(self._steady(load))
         return steady if len(steady) >= FEWEST_ITERATIONS else []
 
-    def _steady(self, load: Load) -> Iterator[Sample]:
+    def _steady(self, load: ProbeLoad) -> Iterator[IterationSample]:
         """The iterations that took every sequence of the load one token further, as the one before them did."""
         generated: dict[str, int] = {}
         before_ns: Nanoseconds | None = None
@@ -162,12 +162,12 @@ class Probe:
             decoded = len(generated) == load.batch and list(grown.values()) == [1] * load.batch
             if decoded and before_ns is not None:
                 context = load.batch * load.prompt_tokens + sum(generated.values())
-                yield Sample((now_ns - before_ns) / NS_PER_S, 1, batch=load.batch, context=context)
+                yield IterationSample((now_ns - before_ns) / NS_PER_S, 1, batch=load.batch, context=context)
             for request_id, count in grown.items():
                 generated[request_id] = generated.get(request_id, 0) + count
             before_ns = now_ns if len(generated) == load.batch else None
 
-    def _submit(self, load: Load, max_new_tokens: int) -> None:
+    def _submit(self, load: ProbeLoad, max_new_tokens: int) -> None:
         requests: list[GenerateRequest] = []
         for _ in range(load.batch):
             self._number += 1
@@ -190,7 +190,7 @@ class Probe:
             self._batch, self._full = load.batch, 0
         self._engine.submit(requests)
 
-    def _until(self, condition: Callable[[], bool], load: Load) -> None:
+    def _until(self, condition: Callable[[], bool], load: ProbeLoad) -> None:
         """Wait for it, as long as tokens come."""
         began_ns = time.monotonic_ns()
         with self._changed:
@@ -203,9 +203,9 @@ class Probe:
                 raise CalibrationError(f"{load}: the engine failed: {self._error}")
 
 
-def _median(samples: Sequence[Sample]) -> Sample:
+def _median(samples: Sequence[IterationSample]) -> IterationSample:
     """Of the seconds of an iteration; of what it computed, the mean."""
-    return Sample(
+    return IterationSample(
         seconds=statistics.median(sample.seconds / sample.iterations for sample in samples),
         iterations=1,
         batch=samples[0].batch,

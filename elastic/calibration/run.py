@@ -8,7 +8,7 @@ from typing import TypeAlias
 import msgspec
 import numpy as np
 
-from elastic.calibration.fit import FitError, Sample, fit_rates
+from elastic.calibration.fit import FitError, IterationSample, fit_rates
 from elastic.calibration.numbers import (
     DEFAULT_BASE,
     ENVIRONMENT_SERIAL,
@@ -27,7 +27,7 @@ from elastic.core.ids import group_of, parse_trajectory, parse_turn, provider_of
 from elastic.core.types import NS_PER_S, Account, LeaseId, Nanoseconds, WorkerId
 from elastic.runtime.journal import CallRow, DirectoryStore, JournalError, JournalReader, PullRow, RunDirectory, TurnRow
 from elastic.sim.performance.profile import Number
-from functions.base import Outcome
+from functions.base import CallOutcome
 
 SERVING = "serving"
 LATEST = "latest"
@@ -380,11 +380,11 @@ class RunMeasurement:
     def _reward_s(self) -> Number:
         if not self._config.rewards.name:
             return FREE_REWARD_S
-        warm = (row.duration_s for row in self._calls if row.outcome is Outcome.OK and not row.cold_start_s)
+        warm = (row.duration_s for row in self._calls if row.outcome is CallOutcome.OK and not row.cold_start_s)
         return self._number("reward_s", _median(warm), "median of calls of a warm function")
 
 
-def engine_samples(events: Iterable[tuple[Nanoseconds, e.Event]]) -> list[Sample]:
+def engine_samples(events: Iterable[tuple[Nanoseconds, e.Event]]) -> list[IterationSample]:
     """What engines did between two reports of theirs, as long as nobody else had the device.
 
     A sequence's first token comes with its prefill, so it is no decode. The trainer's engine counts only where there is
@@ -393,7 +393,7 @@ def engine_samples(events: Iterable[tuple[Nanoseconds, e.Event]]) -> list[Sample
     last: dict[WorkerId, e.WorkerReported] = {}
     firsts: dict[WorkerId, int] = {}
     begun: set[tuple[str, int]] = set()
-    found: dict[bool, list[Sample]] = {True: [], False: []}
+    found: dict[bool, list[IterationSample]] = {True: [], False: []}
     for _, event in events:
         if isinstance(event, e.TokensReceived):
             started = {(c.turn, c.attempt) for c in event.chunks if c.count} - begun
@@ -408,7 +408,7 @@ def engine_samples(events: Iterable[tuple[Nanoseconds, e.Event]]) -> list[Sample
     return found[False] or found[True]
 
 
-def _between(before: e.WorkerReported, after: e.WorkerReported, prefills: int) -> Sample | None:
+def _between(before: e.WorkerReported, after: e.WorkerReported, prefills: int) -> IterationSample | None:
     iterations = after.progress - before.progress
     busy_ns = _busy_ns(after) - _busy_ns(before)
     served_ns = after.accounts_ns.get(Account.SERVING, 0) - before.accounts_ns.get(Account.SERVING, 0)
@@ -417,10 +417,10 @@ def _between(before: e.WorkerReported, after: e.WorkerReported, prefills: int) -
     decoded = max(0, after.decoded_tokens - before.decoded_tokens - prefills)
     prompts = after.prompt_tokens - before.prompt_tokens
     prefilled = max(0, prompts - (after.prefix_hit_tokens - before.prefix_hit_tokens))
-    return Sample(busy_ns / NS_PER_S, iterations, batch=decoded / iterations, prefilled=prefilled / iterations)
+    return IterationSample(busy_ns / NS_PER_S, iterations, batch=decoded / iterations, prefilled=prefilled / iterations)
 
 
-def _batches(samples: Sequence[Sample]) -> list[int]:
+def _batches(samples: Sequence[IterationSample]) -> list[int]:
     """The sizes at which decode times are fitted: few, and within what was seen."""
     if not samples:
         return []

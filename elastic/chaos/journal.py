@@ -6,10 +6,10 @@ from concurrent.futures import Future
 from pathlib import Path
 
 from elastic.chaos.loops import ProcessLoop
-from elastic.runtime.journal import Journal
+from elastic.runtime.journal import SqliteJournal
 
 
-class SteppedJournal(Journal):
+class SteppedJournal(SqliteJournal):
     def __init__(self, path: Path, commit_interval_s: float, notes: Mapping[str, str]) -> None:
         loop = asyncio.get_running_loop()
         assert isinstance(loop, ProcessLoop)

@@ -200,11 +200,11 @@ class ModelTrainer:
 
     def has(self, order: TrainerOrder) -> bool:
         match order:
-            case wire.TrainGroup():
+            case wire.TrainGroupFrame():
                 return order.group in self._groups
             case wire.SkipGroup():
                 return order.index in self._slots
-            case wire.Update():
+            case wire.UpdateFrame():
                 return self._weights.version == order.version
 
     def follow(self, welcome: wire.Welcome) -> None:
@@ -212,7 +212,7 @@ class ModelTrainer:
 
     def carry_out(self, order: TrainerOrder) -> TrainerReply:
         match order:
-            case wire.TrainGroup():
+            case wire.TrainGroupFrame():
                 if not self.has(order):
                     if order.step != self._weights.version:
                         raise AssertionError(f"{order.group} of step {order.step} at version {self._weights.version}")
@@ -225,7 +225,7 @@ class ModelTrainer:
                 if not self.has(order):
                     self._slots.append(order.index)
                 return None
-            case wire.Update():
+            case wire.UpdateFrame():
                 if not self.has(order):
                     self._weights.version += 1
                     if self._weights.version != order.version:
@@ -236,8 +236,8 @@ class ModelTrainer:
                     self._publish(order.version)
                 return wire.Stepped(order.version, {})
 
-    def published(self) -> wire.Published:
-        return wire.Published(self._weights.version, {}, {})
+    def published(self) -> wire.PublishedFrame:
+        return wire.PublishedFrame(self._weights.version, {}, {})
 
 
 class NoSettings(BaseModel):

@@ -31,7 +31,7 @@ from elastic.chaos.models import (
     Weights,
 )
 from elastic.chaos.network import Network, NetworkLoop
-from elastic.compose.incarnations import Former, former_of, journaled
+from elastic.compose.incarnations import PreviousIncarnation, former_of, journaled
 from elastic.config import Config, validate
 from elastic.core.scheduler import Scheduler
 from elastic.core.types import NS_PER_S, Nanoseconds, WorkerId, WorkerRole
@@ -245,7 +245,7 @@ class World:
     async def _orchestrate(self) -> str:
         """As `elastic.compose.execute`, around models."""
         config, run = self.config, self.run
-        former = former_of(run, config) if self.incarnations > 1 else Former()
+        former = former_of(run, config) if self.incarnations > 1 else PreviousIncarnation()
         plan = compose.resolve(config, [ELASTIC], "chaos")
         scheduler = Scheduler(compose.run_plan(plan), compose.limits(config), compose.policies(config), 0)
         secrets = RunSecrets(b"%32d" % self.plan.seed)

@@ -8,7 +8,7 @@ import typer
 
 from elastic.cli.app import EXIT_FAILED, EXIT_INTERRUPTED, emit
 from elastic.cli.output import console, say
-from elastic.sim.world import WorldFailed, simulate
+from elastic.sim.world import SimulatedWorldFailed, simulate
 
 TOLD_EVERY_S = 2.0
 
@@ -26,7 +26,7 @@ class Seen(msgspec.Struct, kw_only=True):
     def live_through(self, seed: int) -> None:
         try:
             outcome = simulate(seed)
-        except WorldFailed as failure:
+        except SimulatedWorldFailed as failure:
             self.failed_seeds.append({"seed": seed, "error": str(failure)})
             say(f"error: {failure}")
         else:

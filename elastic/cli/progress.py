@@ -45,7 +45,7 @@ def bar(title: str) -> Iterator[Callable[[int, int, str], None]]:
         yield show
 
 
-class Progress:
+class ProgressDisplay:
     """Shows each status. Use `context` around the run; `observe` is the orchestrator's observer."""
 
     def __init__(self, console: Console) -> None:

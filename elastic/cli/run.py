@@ -12,7 +12,7 @@ from elastic import compose
 from elastic.cli.app import EXIT_FAILED, EXIT_INTERRUPTED, bad_input, emit, program
 from elastic.cli.logs import STANDARD_ERROR, log_to
 from elastic.cli.output import console, say
-from elastic.cli.progress import Progress, bar
+from elastic.cli.progress import ProgressDisplay, bar
 from elastic.config import Config
 from elastic.runtime.gateway import GatewayError
 from elastic.runtime.journal import JournalError, RunDirectory
@@ -63,7 +63,7 @@ def dry_run_command(config: Config, names: list[str], where: str, *, as_json: bo
 def run_command(config: Config, names: list[str], where: str, resumed: Path | None, *, as_json: bool) -> int:
     """Run to the end and report; returns the exit code."""
     plan = compose.resolve(config, names, where)
-    past = compose.past_life(RunDirectory(resumed)) if resumed else compose.PastLife()
+    past = compose.past_life(RunDirectory(resumed)) if resumed else compose.PastIncarnations()
     if resumed and past.status == "finished" and past.steps_done >= config.run.steps:
         say(f"all {past.steps_done} steps of {resumed} are done; --set run.steps=N asks for more")
         conclude(resumed, as_json=as_json)
@@ -72,7 +72,7 @@ def run_command(config: Config, names: list[str], where: str, resumed: Path | No
     if past.status != compose.RUNNING:  # Of a process that died; what it began with has been checked.
         compose.check_policy(plan, resumed)
     run_dir = resumed or compose.new_run_dir(config)
-    progress = Progress(console(stderr=True))
+    progress = ProgressDisplay(console(stderr=True))
     try:
         with _logging_to(run_dir / "logs" / "orchestrator.log"), progress.context:
             outcome = compose.run_loop(_execute(plan, run_dir, resume=resumed is not None, progress=progress))
@@ -98,7 +98,9 @@ def run_command(config: Config, names: list[str], where: str, resumed: Path | No
     return 0
 
 
-async def _execute(plan: compose.RunPlan, run_dir: Path, *, resume: bool, progress: Progress) -> compose.RunOutcome:
+async def _execute(
+    plan: compose.RunPlan, run_dir: Path, *, resume: bool, progress: ProgressDisplay
+) -> compose.RunOutcome:
     loop = asyncio.get_running_loop()
 
     def stop_on_signals(orchestrator: Orchestrator) -> None:
@@ -113,12 +115,12 @@ async def _execute(plan: compose.RunPlan, run_dir: Path, *, resume: bool, progre
     return await compose.execute(plan, run_dir, resume=resume, observe=progress.observe, on_ready=stop_on_signals)
 
 
-def _stop(orchestrator: Orchestrator, progress: Progress) -> None:
+def _stop(orchestrator: Orchestrator, progress: ProgressDisplay) -> None:
     orchestrator.stop(compose.INTERRUPTED)
     progress.say("stopping: workers hand over what they have; once more kills them at once")
 
 
-def _kill(orchestrator: Orchestrator, progress: Progress) -> None:
+def _kill(orchestrator: Orchestrator, progress: ProgressDisplay) -> None:
     orchestrator.kill(compose.INTERRUPTED)
     progress.say("killing everything")
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from elastic import compose, simulation
 from elastic.cli.app import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED
 from elastic.cli.output import console, say
-from elastic.cli.progress import Progress
+from elastic.cli.progress import ProgressDisplay
 from elastic.cli.run import conclude
 from elastic.config import Config, ConfigError
 from elastic.runtime.journal import JournalError
@@ -36,7 +36,7 @@ def simulate_command(
     plan = compose.resolve(config, names, where)
     experiment = simulation.settled(config, experiment)
     run_dir = compose.new_run_dir(config)
-    progress = Progress(console(stderr=True))
+    progress = ProgressDisplay(console(stderr=True))
     try:
         with compose.claimed(run_dir), _stoppable() as stopped, progress.context:
             outcome = simulation.simulate(

@@ -4,7 +4,7 @@ The only room that knows everybody. Commands of the command line end here.
 """
 
 from elastic.compose.execution import INTERRUPTED, RunOutcome, execute
-from elastic.compose.incarnations import RUNNING, UNEXPECTED, PastLife, journaled, past_life, replay
+from elastic.compose.incarnations import RUNNING, UNEXPECTED, PastIncarnations, journaled, past_life, replay
 from elastic.compose.plan import (
     TRAINER_PROVIDER,
     RunPlan,
@@ -34,7 +34,7 @@ __all__ = [
     "RUNNING",
     "TRAINER_PROVIDER",
     "UNEXPECTED",
-    "PastLife",
+    "PastIncarnations",
     "Prepared",
     "RunOutcome",
     "RunPlan",

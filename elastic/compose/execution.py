@@ -11,7 +11,15 @@ import msgspec
 import structlog
 
 from elastic import wire
-from elastic.compose.incarnations import RELAY, RUNNING, Former, PastLife, former_of, journaled, next_life
+from elastic.compose.incarnations import (
+    RELAY,
+    RUNNING,
+    PastIncarnations,
+    PreviousIncarnation,
+    former_of,
+    journaled,
+    next_life,
+)
 from elastic.compose.plan import TRAINER_PROVIDER, RunPlan, read_model_config, resolve
 from elastic.compose.relay import weights_relay
 from elastic.compose.runs import claimed
@@ -64,8 +72,8 @@ async def execute(
     run = RunDirectory(run_dir)
     with contextlib.ExitStack() as claims:
         claims.enter_context(claimed(run_dir))
-        former = former_of(run, config) if resume else Former()
-        past = claims.enter_context(next_life(run, config, scheduler)) if resume else PastLife()
+        former = former_of(run, config) if resume else PreviousIncarnation()
+        past = claims.enter_context(next_life(run, config, scheduler)) if resume else PastIncarnations()
         (run_dir / "logs").mkdir(exist_ok=True)
         notes = _meta(plan, run_dir) | former.notes_to_keep()
         journal = run.begin_journal(config.journal, notes=notes)

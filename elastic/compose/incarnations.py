@@ -25,7 +25,15 @@ from elastic.core.scheduler import Phase, Scheduler
 from elastic.core.types import Nanoseconds
 from elastic.processes import boot_id
 from elastic.runtime import orchestrator, states
-from elastic.runtime.journal import CONTINUES, Journal, JournalError, JournalReader, RunDirectory, StepRow, StoredRun
+from elastic.runtime.journal import (
+    CONTINUES,
+    JournalError,
+    JournalReader,
+    RunDirectory,
+    SqliteJournal,
+    StepRow,
+    StoredRun,
+)
 from elastic.runtime.recollection import Recollection, gone_on
 from elastic.runtime.trainer import kept_steps
 
@@ -36,7 +44,7 @@ UNEXPECTED = "failed: it ended unexpectedly"
 
 
 @dataclass
-class Ending:
+class FinalStatus:
     """How a life ends, as its journal says it."""
 
     status: str = UNEXPECTED
@@ -47,9 +55,9 @@ class Ending:
 
 
 @contextlib.contextmanager
-def journaled(journal: Journal, scheduler: Scheduler) -> Iterator[Ending]:
+def journaled(journal: SqliteJournal, scheduler: Scheduler) -> Iterator[FinalStatus]:
     """Journal, whatever happens within, how a life ended; the journal is closed then."""
-    ending = Ending()
+    ending = FinalStatus()
     try:
         yield ending
     except Exception as error:
@@ -61,7 +69,7 @@ def journaled(journal: Journal, scheduler: Scheduler) -> Iterator[Ending]:
         journal.close()
 
 
-class PastLife(msgspec.Struct, frozen=True, kw_only=True):
+class PastIncarnations(msgspec.Struct, frozen=True, kw_only=True):
     """What a run did before it is resumed."""
 
     providers: tuple[str, ...] = ()
@@ -69,12 +77,12 @@ class PastLife(msgspec.Struct, frozen=True, kw_only=True):
     steps_done: int = 0
 
 
-def past_life(run: RunDirectory) -> PastLife:
+def past_life(run: RunDirectory) -> PastIncarnations:
     """How far a run has come; its newest journal that knows with which providers it began says how that ended.
 
     Raises `ConfigError` for a journal that cannot be read, and for a run that was only simulated.
     """
-    past, steps_done = PastLife(), 0
+    past, steps_done = PastIncarnations(), 0
     try:
         for path in run.journal_paths():
             with JournalReader(path) as journal:
@@ -84,14 +92,14 @@ def past_life(run: RunDirectory) -> PastLife:
                 steps_done = max([steps_done, *(row.step + 1 for row in journal.rows(StepRow))])
                 if "providers" in meta:
                     providers = tuple(name for name in meta["providers"].split(",") if name)
-                    past = PastLife(providers=providers, status=meta.get("status", ""))
+                    past = PastIncarnations(providers=providers, status=meta.get("status", ""))
     except JournalError as error:
         raise ConfigError(f"{error}; the run goes on without this journal once it is moved away") from error
     return msgspec.structs.replace(past, steps_done=steps_done)
 
 
 @contextlib.contextmanager
-def next_life(run: RunDirectory, config: Config, scheduler: Scheduler) -> Iterator[PastLife]:
+def next_life(run: RunDirectory, config: Config, scheduler: Scheduler) -> Iterator[PastIncarnations]:
     """What the run did before; its configuration makes room for that of the life that is lived within.
 
     One that fails before the trainer is there leaves no trace: neither its journal nor its configuration.
@@ -129,7 +137,7 @@ JOIN, RELAY, PUBLISHER = "join", "relay", "publisher"
 """Where workers dial and pull weights, and whose weights they believe."""
 
 
-class Former(msgspec.Struct, frozen=True, kw_only=True):
+class PreviousIncarnation(msgspec.Struct, frozen=True, kw_only=True):
     """The incarnation before the one that begins, as its journals tell it; `journal` is the name of its own.
 
     `state` is None where nothing goes on: then the run begins at the trainer's newest checkpoint.
@@ -153,12 +161,12 @@ class Former(msgspec.Struct, frozen=True, kw_only=True):
         kept = {key: self.notes[key] for key in (BEGAN, "started_at", PUBLISHER) if key in self.notes}
         return kept | {CONTINUES: self.journal, RESUMED: self.digest}
 
-    def taken_up(self) -> orchestrator.Former | None:
+    def taken_up(self) -> orchestrator.ResumePoint | None:
         """What the next orchestrator is told."""
         if self.state is None:
             return None
         since_ns = msgspec.json.decode(self.notes[BEGAN], type=Began).since_ns()
-        return orchestrator.Former(
+        return orchestrator.ResumePoint(
             state=self.state,
             now_ns=max(since_ns, self.last_ns),
             join=self.notes.get(JOIN, ""),
@@ -166,18 +174,18 @@ class Former(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def former_of(run: RunDirectory, config: Config) -> Former:
+def former_of(run: RunDirectory, config: Config) -> PreviousIncarnation:
     """Where the run's last incarnation has left it. Raises `ConfigError` for a configuration that it cannot go on with.
 
     The newest state that was saved is where reading begins; the journals have what came after it.
     """
     if not run.journal_paths():
-        return Former()
+        return PreviousIncarnation()
     try:
         with run.journals() as journals:
             chain = _chain(journals)
             if not chain:
-                return Former()
+                return PreviousIncarnation()
             notes = _notes(run, chain)
             check_same(config, validate(Config, json.loads(notes["config"]), str(chain[-1].path)))
             found = _recollect(run, chain)
@@ -188,7 +196,7 @@ def former_of(run: RunDirectory, config: Config) -> Former:
     done = core.phase in (Phase.STOPPING, Phase.ENDED)
     if core.failed or (done and config.run.steps > core.plan.steps):
         log.info("the run had ended; it goes on from the trainer's checkpoint", failed=core.failed)
-        return Former()
+        return PreviousIncarnation()
     version = max((int(path.stem) for path in (run.path / states.CHECKPOINTS).glob("*.safetensors")), default=0)
     if not found.leads_from(version):
         log.warning(
@@ -196,9 +204,9 @@ def former_of(run: RunDirectory, config: Config) -> Former:
             checkpoint=version,
             journal=core.version,
         )
-        return Former()
+        return PreviousIncarnation()
     state = found.saved()
-    return Former(
+    return PreviousIncarnation(
         journal=chain[-1].path.name, state=state, digest=digest(core), last_ns=max(last_ns, core.now_ns), notes=notes
     )
 

@@ -7,19 +7,19 @@ from elastic.core.policy import (
     BalancingPolicy,
     Policies,
     ProvisioningPolicy,
+    ReplacementPolicy,
     RoutingPolicy,
     SeedingPolicy,
-    SuccessionPolicy,
 )
 from elastic.core.types import NS_PER_S, Limits, Plan
 from policies.balancing import ContinuousBalancing
 from policies.departure import UseNotice
 from policies.provisioning import MarginalValue, TakeWhatIsOffered
+from policies.replacement import EarlyReplacement
 from policies.routing import AffinityRouting, PinnedRouting, TurnWiseRouting
 from policies.sampling import DynamicSampling, FixedBatch
 from policies.seeding import AdaptiveWindow, FixedWindow
 from policies.selection import NonZeroVariance
-from policies.succession import EarlySuccessor
 
 SLOW_TOKENS_PER_S = 30
 """What a turn gets of a large model in a full batch, on a device that is not the fastest."""
@@ -112,9 +112,9 @@ def policies(config: Config) -> Policies:
     )
 
 
-def _succession(config: Config) -> SuccessionPolicy | None:
+def _succession(config: Config) -> ReplacementPolicy | None:
     margin = config.provisioning.successor_margin
-    return EarlySuccessor(margin) if margin > 0 else None
+    return EarlyReplacement(margin) if margin > 0 else None
 
 
 def _seeding(config: Config) -> SeedingPolicy:

@@ -11,7 +11,7 @@ from typing import Any
 from elastic.core import events as e
 from elastic.core.fleet import Worker
 from elastic.core.run_state import RunState
-from elastic.core.turn_desk import TurnDesk
+from elastic.core.turn_manager import TurnManager
 from elastic.core.turns import Turn
 from elastic.core.types import TurnId, TurnState, WorkerId, WorkerKind, WorkerRole, WorkerState
 
@@ -20,7 +20,7 @@ CONSIDERED = 64
 before long, and a look at a thousand workers must not hold up those who wait for a decision."""
 
 
-class Load:
+class WorkerLoad:
     """A worker as a balancing policy sees it (`elastic.core.policy.LoadView`); turns are looked up when asked for.
 
     What is on its way counts where it goes: turns that are being called back are none of the worker's any more, and
@@ -79,7 +79,7 @@ def _may_move(turn: Turn) -> bool:
 
 
 class Balancer:
-    def __init__(self, run: RunState, turns: TurnDesk) -> None:
+    def __init__(self, run: RunState, turns: TurnManager) -> None:
         self._run = run
         self._turns = turns
         self.handlers: Mapping[type[e.Event], Callable[[Any], None]] = {}
@@ -104,7 +104,7 @@ class Balancer:
             if may_go and run.fleet.with_room(move.to, turn.oldest_version) is not None:
                 self._turns.transfer(turn, move.to)
 
-    def _loads(self) -> list[Load]:
+    def _loads(self) -> list[WorkerLoad]:
         """Of the ready workers of each kind those with the most and with the least to do, in the fleet's order."""
         alike: dict[tuple[int, int, WorkerKind], list[Worker]] = {}
         arriving = Counter(turn.destination for turn in self._run.turns.moving.values())
@@ -118,14 +118,14 @@ class Balancer:
                 load = pending, executing + arriving.get(worker.id, 0), worker.kind
                 alike.setdefault(load, []).append(worker)
         in_order = sorted(alike, key=lambda load: load[:2])
-        chosen: dict[int, Load] = {}
+        chosen: dict[int, WorkerLoad] = {}
         for ends in (in_order, in_order[::-1]):
             left = dict.fromkeys((kind for *_, kind in in_order), CONSIDERED)
             for pending, executing, kind in ends:
                 taken = alike[pending, executing, kind][: left[kind]]
                 left[kind] -= len(taken)
                 for worker in taken:
-                    chosen[worker.order] = Load(self._run, worker, pending, executing, arriving.get(worker.id, 0))
+                    chosen[worker.order] = WorkerLoad(self._run, worker, pending, executing, arriving.get(worker.id, 0))
         return [chosen[order] for order in sorted(chosen)]
 
     def _leaving(self) -> dict[WorkerId, Counter[bool]]:

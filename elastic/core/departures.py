@@ -11,10 +11,10 @@ from elastic.core import events as e
 from elastic.core.fleet import Worker
 from elastic.core.leaving import Leaving
 from elastic.core.run_state import RunState
-from elastic.core.turn_desk import TurnDesk
+from elastic.core.turn_manager import TurnManager
 from elastic.core.turns import Turn
 from elastic.core.types import NS_PER_S, Nanoseconds, TurnState, WorkerRole, WorkerState
-from elastic.core.worker_desk import WorkerDesk
+from elastic.core.worker_manager import WorkerManager
 
 HANDOVERS = 2
 """Times the limit of a hand-over that everything is called back before a lease's end: one for the hand-over itself,
@@ -24,7 +24,7 @@ LOOK_NS = NS_PER_S
 
 
 class Departures:
-    def __init__(self, run: RunState, turns: TurnDesk, workers: WorkerDesk) -> None:
+    def __init__(self, run: RunState, turns: TurnManager, workers: WorkerManager) -> None:
         self._run = run
         self._turns = turns
         self._workers = workers

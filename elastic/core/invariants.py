@@ -10,14 +10,14 @@ from typing import TypeAlias
 from elastic.core.fleet import Worker
 from elastic.core.leases import Lease
 from elastic.core.ledger import DeviceBook
-from elastic.core.reward_desk import Scoring
+from elastic.core.reward_manager import Scoring
 from elastic.core.run_state import Phase
 from elastic.core.scheduler import Scheduler
 from elastic.core.steps import Group
 from elastic.core.timers import Wait
 from elastic.core.trainer_device import TrainerMode
 from elastic.core.transitions import Story
-from elastic.core.turn_desk import QUEUE_WAITS
+from elastic.core.turn_manager import QUEUE_WAITS
 from elastic.core.turns import Turn
 from elastic.core.types import (
     GroupState,

@@ -8,7 +8,7 @@ from elastic.core.timers import Timers
 from elastic.core.types import NS_PER_S, Offer
 
 
-class Market:
+class LeaseMarket:
     """The lease table as an `elastic.core.policy.MarketView`.
 
     With `ending` it is the market that a successor of this lease is meant for: the lease is over, like others that

@@ -255,7 +255,7 @@ class DeparturePolicy(Protocol):
         ...
 
 
-class SuccessionPolicy(Protocol):
+class ReplacementPolicy(Protocol):
     def lead_ns(self, offer: Offer, ready_ns: Nanoseconds | None) -> Nanoseconds:
         """How long before a lease's workers must drain its successor is asked for.
 
@@ -288,7 +288,7 @@ class Policies(msgspec.Struct, frozen=True, kw_only=True):
     provisioning: ProvisioningPolicy
     selection: SelectionPolicy
     sampling: SamplingPolicy
-    succession: SuccessionPolicy | None = None
+    succession: ReplacementPolicy | None = None
     """None: a lease's end is waited for, and what is offered after it is taken."""
     departure: DeparturePolicy | None = None
     """None: when the end of a lease is known, its workers drain at once."""

@@ -9,7 +9,7 @@ KEPT_SHARE = 0.8
 
 
 @dataclass(slots=True)
-class Sample:
+class DecodeSample:
     """Decoding at one batch size: tokens, the time they took, and their contexts' mean length weighted by them."""
 
     tokens: float = 0.0
@@ -25,7 +25,7 @@ class Sample:
 class BatchProfile:
     """Samples by batch size, of one kind of worker, and the tokens that it has prefilled in `prefill_ns`."""
 
-    samples: dict[int, Sample] = field(default_factory=dict[int, Sample])
+    samples: dict[int, DecodeSample] = field(default_factory=dict[int, DecodeSample])
     prefill_tokens: float = 0.0
     prefill_ns: float = 0.0
 
@@ -46,7 +46,7 @@ class BatchProfile:
         self.prefill_ns = self.prefill_ns * KEPT_SHARE + prefill_ns
 
     def note(self, batch: int, tokens: int, decode_ns: Nanoseconds, context_tokens: float) -> None:
-        sample = self.samples.setdefault(batch, Sample())
+        sample = self.samples.setdefault(batch, DecodeSample())
         kept = sample.tokens * KEPT_SHARE
         sample.context_tokens = (kept * sample.context_tokens + tokens * context_tokens) / (kept + tokens)
         sample.tokens = kept + tokens

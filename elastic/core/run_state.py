@@ -56,7 +56,7 @@ class Phase(StrEnum):
 _ACTIVE = (Phase.RUNNING, Phase.STARTING)
 
 
-class Part(Protocol):
+class SchedulerPart(Protocol):
     """What the scheduler composes: who hears which events, and who is called when which wait is over."""
 
     handlers: Mapping[type[Event], Callable[[Any], None]]

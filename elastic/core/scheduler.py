@@ -13,23 +13,23 @@ from elastic.core import events as e
 from elastic.core.balancer import Balancer
 from elastic.core.departures import Departures
 from elastic.core.fleet import Fleet, Worker
-from elastic.core.group_desk import GroupDesk
-from elastic.core.lease_desk import LeaseDesk
+from elastic.core.group_manager import GroupManager
+from elastic.core.lease_manager import LeaseManager
 from elastic.core.leases import LeaseTable
 from elastic.core.ledger import Ledger
 from elastic.core.patience import Patience
 from elastic.core.policy import Policies, SeedingPlan, StepRecord
 from elastic.core.profiles import BatchProfile
-from elastic.core.reward_desk import RewardDesk, Scoring
-from elastic.core.run_state import Part, Phase, RunState
-from elastic.core.step_driver import StepDriver
+from elastic.core.reward_manager import RewardManager, Scoring
+from elastic.core.run_state import Phase, RunState, SchedulerPart
+from elastic.core.step_controller import StepController
 from elastic.core.steps import Step
 from elastic.core.timers import Timers
 from elastic.core.trainer_device import TrainerDevice, TrainerMode
-from elastic.core.turn_desk import TurnDesk
+from elastic.core.turn_manager import TurnManager
 from elastic.core.turns import Turns
 from elastic.core.types import Limits, Nanoseconds, Plan, TrajectoryId, WorkerKind
-from elastic.core.worker_desk import WorkerDesk
+from elastic.core.worker_manager import WorkerManager
 
 __all__ = ["Phase", "Scheduler", "TrainerMode"]
 
@@ -39,26 +39,26 @@ class Scheduler:
 
     def __init__(self, plan: Plan, limits: Limits, policies: Policies, now_ns: Nanoseconds) -> None:
         self._run = run = RunState(plan, limits, policies, now_ns)
-        self._turn_desk = TurnDesk(run)
-        self._worker_desk = WorkerDesk(run, self._turn_desk)
-        self._balancer = Balancer(run, self._turn_desk)
-        self._departures = Departures(run, self._turn_desk, self._worker_desk)
-        self._lease_desk = LeaseDesk(run, self._worker_desk, self._departures)
-        self._reward_desk = RewardDesk(run)
-        self._device = TrainerDevice(run, self._turn_desk)
-        self._group_desk = GroupDesk(run, self._turn_desk, self._reward_desk)
-        self._driver = StepDriver(
-            run, self._turn_desk, self._worker_desk, self._reward_desk, self._group_desk, self._device
+        self._turn_manager = TurnManager(run)
+        self._worker_manager = WorkerManager(run, self._turn_manager)
+        self._balancer = Balancer(run, self._turn_manager)
+        self._departures = Departures(run, self._turn_manager, self._worker_manager)
+        self._lease_manager = LeaseManager(run, self._worker_manager, self._departures)
+        self._reward_manager = RewardManager(run)
+        self._device = TrainerDevice(run, self._turn_manager)
+        self._group_manager = GroupManager(run, self._turn_manager, self._reward_manager)
+        self._driver = StepController(
+            run, self._turn_manager, self._worker_manager, self._reward_manager, self._group_manager, self._device
         )
-        self._parts: tuple[Part, ...] = (
-            self._turn_desk,
-            self._worker_desk,
+        self._parts: tuple[SchedulerPart, ...] = (
+            self._turn_manager,
+            self._worker_manager,
             self._balancer,
             self._departures,
-            self._lease_desk,
-            self._reward_desk,
+            self._lease_manager,
+            self._reward_manager,
             self._device,
-            self._group_desk,
+            self._group_manager,
             self._driver,
         )
         self._handlers: dict[type[e.Event], Callable[[Any], None]] = {
@@ -96,15 +96,15 @@ class Scheduler:
         if run.phase is Phase.ENDED:
             return
         if run.vacated:
-            self._lease_desk.release_vacated()
+            self._lease_manager.release_vacated()
         if run.leases.newly_ready:
-            self._lease_desk.plan_successions()
+            self._lease_manager.plan_successions()
         if run.active:
             self._device.follow()
-            self._group_desk.take_rewards()
-            self._lease_desk.follow_bound()
+            self._group_manager.take_rewards()
+            self._lease_manager.follow_bound()
             if run.phase is Phase.RUNNING:
-                self._turn_desk.dispatch()
+                self._turn_manager.dispatch()
                 self._balancer.watch()
             self._driver.advance()
         if run.over and run.phase in (Phase.STARTING, Phase.RUNNING):
@@ -118,7 +118,7 @@ class Scheduler:
         run.phase = Phase.STOPPING
         self._balancer.stop()
         self._driver.abandon("the run is over")
-        self._lease_desk.give_back_all("the run is over")
+        self._lease_manager.give_back_all("the run is over")
         run.wait("stop", "run", run.limits.drain_timeout_ns + 3 * run.limits.release_timeout_ns)
 
     def _end(self) -> None:
@@ -134,7 +134,7 @@ class Scheduler:
         return self._run.timers.next_ns()
 
     @property
-    def pieces(self) -> tuple[RunState, tuple[Part, ...]]:
+    def pieces(self) -> tuple[RunState, tuple[SchedulerPart, ...]]:
         """What it consists of, for whoever saves its state."""
         return self._run, self._parts
 
@@ -212,7 +212,7 @@ class Scheduler:
     @property
     def scorings(self) -> dict[TrajectoryId, Scoring]:
         """Trajectories that are being scored."""
-        return self._reward_desk.scorings
+        return self._reward_manager.scorings
 
     @property
     def ledger(self) -> Ledger:

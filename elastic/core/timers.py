@@ -31,7 +31,7 @@ _Heap: TypeAlias = list[tuple[Nanoseconds, _Name]]
 
 
 @dataclass(slots=True)
-class _Span:
+class _WaitSpan:
     since_ns: Nanoseconds
     until_ns: Nanoseconds
 
@@ -45,7 +45,7 @@ class Timers:
     """
 
     def __init__(self) -> None:
-        self._waits: dict[_Name, _Span] = {}
+        self._waits: dict[_Name, _WaitSpan] = {}
         self._heap: _Heap = []
         self._old_heap: _Heap = []
         self._queued: dict[_Name, Nanoseconds] = {}
@@ -55,7 +55,7 @@ class Timers:
         name, until_ns = (what, key), now_ns + after_ns
         wait = self._waits.get(name)
         if wait is None:
-            self._waits[name] = _Span(now_ns, until_ns)
+            self._waits[name] = _WaitSpan(now_ns, until_ns)
         else:
             put_off = until_ns >= wait.until_ns
             wait.since_ns, wait.until_ns = now_ns, until_ns

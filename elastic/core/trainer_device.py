@@ -15,7 +15,7 @@ from elastic.core import events as e
 from elastic.core.fleet import Worker
 from elastic.core.run_state import RunState
 from elastic.core.steps import Group
-from elastic.core.turn_desk import TurnDesk
+from elastic.core.turn_manager import TurnManager
 from elastic.core.types import WorkerId, WorkerState
 
 RELEASES = 3
@@ -33,7 +33,7 @@ class TrainerMode(StrEnum):
 
 
 class TrainerDevice:
-    def __init__(self, run: RunState, turns: TurnDesk) -> None:
+    def __init__(self, run: RunState, turns: TurnManager) -> None:
         self._run = run
         self._turns = turns
         self._changing: TrainerMode | None = None

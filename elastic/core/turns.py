@@ -72,7 +72,7 @@ class Turn:
 
 
 @dataclass(slots=True)
-class Conversation:
+class TrajectoryState:
     """What is known of a trajectory while it lives: every turn it ever asked for, and who holds how much prefix."""
 
     turns: dict[TurnId, None] = field(default_factory=dict[TurnId, None])
@@ -96,7 +96,7 @@ class Turns:
         self.live: dict[TurnId, Turn] = {}
         self.moving: dict[TurnId, Turn] = {}
         """Those of them that are on their way from one worker to another."""
-        self.conversations: dict[TrajectoryId, Conversation] = {}
+        self.conversations: dict[TrajectoryId, TrajectoryState] = {}
         self.demands: dict[str, Demand] = {}
         self._queues: dict[Needs, list[tuple[int, TurnId]]] = {}
         self._requested = 0
@@ -113,7 +113,7 @@ class Turns:
         """Queue a new turn; None for one that its trajectory has asked for before, whatever became of it."""
         conversation = self.conversations.get(trajectory)
         if conversation is None:
-            conversation = self.conversations[trajectory] = Conversation()
+            conversation = self.conversations[trajectory] = TrajectoryState()
         if turn in conversation.turns or turn in self.live:
             return None
         conversation.turns[turn] = None

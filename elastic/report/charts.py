@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from elastic.core.types import Account, EndCause
 from elastic.report import svg, units
-from elastic.report.lanes import Lane
+from elastic.report.lanes import WorkerLane
 from elastic.report.markup import Markup, join, tag
 from elastic.report.summary import Histogram, Quantiles, Summary
 from elastic.report.usage import Usage
@@ -194,7 +194,7 @@ def lanes(summary: Summary) -> Markup | None:
     )
 
 
-def _lane(plot: svg.Panel, y: float, height: float, lane: Lane, class_: str) -> Markup:
+def _lane(plot: svg.Panel, y: float, height: float, lane: WorkerLane, class_: str) -> Markup:
     closed_s = lane.closed_s
     ready_s = min(closed_s, closed_s if lane.ready_s is None else lane.ready_s)
     notice_s = max(ready_s, closed_s if lane.notice_s is None else min(closed_s, lane.notice_s))

@@ -21,7 +21,7 @@ from elastic.runtime.journal import (
     CONTINUES,
     GroupRow,
     JournalReader,
-    Record,
+    JournalRecord,
     SampleRow,
     StepRow,
     StoredRun,
@@ -29,7 +29,7 @@ from elastic.runtime.journal import (
 )
 from elastic.runtime.status import ProviderStatus, RunStatus
 
-R = TypeVar("R", bound=Record)
+R = TypeVar("R", bound=JournalRecord)
 
 TIMES = (
     *("t_ns", "requested_ns", "first_token_ns", "finished_ns", "left_ns", "started_ns", "ended_ns"),
@@ -39,7 +39,7 @@ NAMES = ("lease", "worker", "from_worker", "to_worker")
 RESULTS = (StepRow, GroupRow, TrajectoryRow)
 
 
-class Life:
+class Segment:
     """Journals that go on from each other as a part of the whole: in the run's time, and with `prefix` before its
     workers' names.
 
@@ -97,12 +97,12 @@ class History:
             else:
                 lives.append([journal])
         first_steps = [min(map(_first_step, life)) for life in lives[1:]]
-        self.lives: list[Life] = []
+        self.lives: list[Segment] = []
         self.end_ns = 0
         for number, life in enumerate(lives):
             prefix = f"life {number + 1}: " if number + 1 < len(lives) else ""
             undone_from = min(first_steps[number:], default=math.inf)
-            self.lives.append(Life(life, self.end_ns, prefix, undone_from))
+            self.lives.append(Segment(life, self.end_ns, prefix, undone_from))
             self.end_ns = self.lives[-1].end_ns
 
     def rows(self, kind: type[R]) -> list[R]:

@@ -15,7 +15,7 @@ from elastic.report.usage import LeaseEnd
 TAKEN = frozenset({EndCause.PREEMPTED, EndCause.EXPIRED})
 
 
-class Lane(msgspec.Struct, frozen=True, kw_only=True):
+class WorkerLane(msgspec.Struct, frozen=True, kw_only=True):
     """One worker from its lease's grant on. `ready_s` is when it first had weights, `notice_s` when its end was known.
 
     `expires_s` is when its lease would have ended by time, None without such a limit, and `cause` why it ended,
@@ -46,7 +46,7 @@ class Lane(msgspec.Struct, frozen=True, kw_only=True):
         return self.closed_s if self.notice_s is None else self.notice_s
 
 
-def replacements(lanes: Sequence[Lane]) -> set[str]:
+def replacements(lanes: Sequence[WorkerLane]) -> set[str]:
     """The workers that came in place of lost ones: for each loss the provider's next, from when it was foreseen on."""
     found: set[str] = set()
     by_origin = attrgetter("life", "provider")
@@ -66,7 +66,7 @@ def lanes(
     ends: Sequence[LeaseEnd],
     end_ns: Nanoseconds,
     drain_ns: Nanoseconds,
-) -> list[Lane]:
+) -> list[WorkerLane]:
     """Workers in the order in which they came. They leave up to `drain_ns` before their lease ends by time."""
     ready: dict[str, float] = {}
     notice: dict[str, float] = {}
@@ -83,7 +83,7 @@ def lanes(
             ready.setdefault(event.worker, t_ns / NS_PER_S)
     causes = {end.lease: end.cause for end in ends}
     return [
-        Lane(
+        WorkerLane(
             worker=book.worker,
             life=history.life_at(book.opened_ns),
             provider=book.provider,

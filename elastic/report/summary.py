@@ -17,14 +17,14 @@ from elastic.core.types import NS_PER_S, EndCause, Nanoseconds
 from elastic.report.batches import TRAINED, Batches, batches_of
 from elastic.report.coserving import CoServingHost, co_serving_of
 from elastic.report.functions import FunctionUsage, functions_of
-from elastic.report.history import History, Life, history_of
-from elastic.report.lanes import Lane, lanes, replacements
+from elastic.report.history import History, Segment, history_of
+from elastic.report.lanes import WorkerLane, lanes, replacements
 from elastic.report.refusals import refused_of
 from elastic.report.timeline import Timeline, timeline
 from elastic.report.usage import LeaseEnd, Usage, lease_ends, ledger_of, unattributed_share, usage_of
 from elastic.report.weights import WeightUpdates, weights_of
 from elastic.runtime.journal import MoveRow, PullRow, StepRow, StoredRun, TrajectoryRow, TurnRow
-from elastic.runtime.refusals import Refused
+from elastic.runtime.refusals import RefusalCount
 from elastic.runtime.status import CPU_SATURATED_SHARE
 
 TRAINER = "trainer"
@@ -143,10 +143,10 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     batches: Batches
     trajectory_latency_s: Quantiles
     trajectory_latency: Histogram
-    lanes: list[Lane]
+    lanes: list[WorkerLane]
     simulated: bool = False
     """The run never happened: devices, providers and environments were models on virtual time."""
-    refused: list[Refused] = msgspec.field(default_factory=list[Refused])
+    refused: list[RefusalCount] = msgspec.field(default_factory=list[RefusalCount])
     notes: list[str] = msgspec.field(default_factory=list[str])
     """What its simulation had to say of its own figures."""
 
@@ -283,7 +283,7 @@ def histogram(values_s: Sequence[float]) -> Histogram:
     return Histogram(edges_s=edges_s.tolist(), counts=counts.tolist())
 
 
-def _outcome(meta: Mapping[str, str], life: Life) -> tuple[str, str]:
+def _outcome(meta: Mapping[str, str], life: Segment) -> tuple[str, str]:
     """How the run ended, and why it failed: as its owner wrote it, else as the core was told to stop."""
     status, _, cause = meta.get("status", "").partition(": ")
     if status not in ("finished", "failed"):

@@ -6,7 +6,7 @@ import msgspec
 
 from elastic.core import events as e
 from elastic.core.types import NS_PER_S
-from elastic.report.history import History, Life
+from elastic.report.history import History, Segment
 from elastic.runtime.journal import PullRow, StepRow, StepWeights
 
 PARTS = ("encode", "queue", "wire", "decode", "apply", "pause")
@@ -47,7 +47,7 @@ class WorkerPull(msgspec.Struct, frozen=True, kw_only=True):
     current_s: float | None
 
 
-class Refused(msgspec.Struct, frozen=True, kw_only=True):
+class VerificationFailure(msgspec.Struct, frozen=True, kw_only=True):
     """What a worker found not to verify, by the time of its next report; `replaced` by what that report is of, or not
     yet."""
 
@@ -62,7 +62,7 @@ class Refused(msgspec.Struct, frozen=True, kw_only=True):
 class WeightUpdates(msgspec.Struct, frozen=True, kw_only=True):
     versions: list[PublishedVersion]
     pulls: list[WorkerPull]
-    refused: list[Refused]
+    refused: list[VerificationFailure]
 
     @property
     def layers(self) -> list[str]:
@@ -86,7 +86,7 @@ def weights_of(history: History) -> WeightUpdates:
     )
 
 
-def _pulls(life: Life) -> list[WorkerPull]:
+def _pulls(life: Segment) -> list[WorkerPull]:
     published_ns: dict[int, int] = {}
     for t_ns, event in life.events_of("WeightsPublished"):
         if isinstance(event, e.WeightsPublished):
@@ -100,9 +100,9 @@ def _pulls(life: Life) -> list[WorkerPull]:
     return pulls
 
 
-def _refused(row: PullRow) -> list[Refused]:
+def _refused(row: PullRow) -> list[VerificationFailure]:
     return [
-        Refused(
+        VerificationFailure(
             at_s=row.t_ns / NS_PER_S,
             worker=row.worker,
             version=row.version,

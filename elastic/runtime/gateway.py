@@ -23,7 +23,7 @@ import structlog
 
 from elastic import wire
 from elastic.core.types import WorkerId
-from elastic.runtime.refusals import STRANGERS, Refusals, Refused
+from elastic.runtime.refusals import STRANGERS, RefusalCount, Refusals
 from elastic.runtime.validation import Claims, bounds_of
 
 log = structlog.get_logger(__name__)
@@ -62,7 +62,7 @@ class WorkerListener(Protocol):
         ...
 
 
-class Limits(msgspec.Struct, frozen=True, kw_only=True):
+class GatewayLimits(msgspec.Struct, frozen=True, kw_only=True):
     """What a peer may cost.
 
     It is dropped when more than `unread_bytes` wait for it, or when it has read none of what waits for
@@ -79,8 +79,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 class Gateway:
     """TCP server for the worker connections of any number of runs, each of which has a `Door` of its own."""
 
-    def __init__(self, limits: Limits | None = None) -> None:
-        self._limits = limits or Limits()
+    def __init__(self, limits: GatewayLimits | None = None) -> None:
+        self._limits = limits or GatewayLimits()
         self._doors: dict[str, Door] = {}
         self._connections: set[_Connection] = set()
         self._strangers: dict[_Connection, None] = {}
@@ -149,7 +149,7 @@ class Gateway:
     def _refuse_stranger(self, stranger: "_Connection", reason: str, *, retry: bool = False) -> None:
         self._strangers.pop(stranger, None)
         self._refusals.note(STRANGERS, reason, _now_s())
-        stranger.close(wire.Refused(reason, retry=retry))
+        stranger.close(wire.RefusedFrame(reason, retry=retry))
 
     def _greet(self, connection: "_Connection", hello: wire.Hello) -> "tuple[Door, _Session]":
         """Let a stranger that has said hello in at its run's door. Raises `_NotAdmitted`."""
@@ -234,15 +234,15 @@ class Door:
         session = self._sessions.get(worker)
         if session is not None:
             session.fenced = session.fenced or reason
-            session.cut(wire.Refused(reason, retry=False))
+            session.cut(wire.RefusedFrame(reason, retry=False))
 
     def forget(self, worker: WorkerId) -> None:
         """Drop what is known of a worker whose lease has ended. It is a stranger then, and refused as one."""
         session = self._sessions.pop(worker, None)
         if session is not None:
-            session.cut(wire.Refused("its lease has ended", retry=False))
+            session.cut(wire.RefusedFrame("its lease has ended", retry=False))
 
-    def refusals(self) -> list[Refused]:
+    def refusals(self) -> list[RefusalCount]:
         """What was refused so far: of strangers, who name no run that can be believed, and of this run's workers."""
         return [*self._gateway._refusals.counts(), *self._refusals.counts()]
 
@@ -284,13 +284,13 @@ class Door:
         """Refuse a worker for ever for what it sent, and tell the listener."""
         self._refusals.note(session.worker, cause, _now_s())
         session.fenced = f"what this worker sent was refused: {cause}"
-        session.cut(wire.Refused(session.fenced, retry=False))
+        session.cut(wire.RefusedFrame(session.fenced, retry=False))
         self._listener.on_barred(session.worker, session.epoch, cause)
 
     def _receive(self, session: "_Session", message: wire.FromWorker, body: memoryview) -> None:
         greeting = isinstance(message, wire.Ready | wire.Hello)
         if session.ready is greeting or isinstance(message, wire.Hello):
-            raise wire.WireError(f"{type(message).__name__} {'after' if session.ready else 'before'} Ready")
+            raise wire.WireError(f"{wire.kind_of(message)} {'after' if session.ready else 'before'} Ready")
         if isinstance(message, wire.Ready):
             session.ready = True
             self._listener.on_ready(session.worker, session.epoch, message)
@@ -362,7 +362,7 @@ class _Session:
         self.connection = connection
         return key
 
-    def cut(self, last: wire.Refused | None = None) -> None:
+    def cut(self, last: wire.RefusedFrame | None = None) -> None:
         """End the connection without a word to the listener."""
         connection, self.connection = self.connection, None
         self.ready = self.said_goodbye = False
@@ -375,7 +375,7 @@ class _Connection(asyncio.Protocol):
 
     _transport: asyncio.Transport
 
-    def __init__(self, gateway: Gateway, limits: Limits) -> None:
+    def __init__(self, gateway: Gateway, limits: GatewayLimits) -> None:
         self.session: _Session | None = None
         self.address = ""
         self._door: Door
@@ -439,7 +439,7 @@ class _Connection(asyncio.Protocol):
         elif self._loop.time() - self._read_at_s > self._limits.unread_timeout_s:
             self._drop(waiting_bytes)
 
-    def close(self, last: wire.Refused | None = None) -> None:
+    def close(self, last: wire.RefusedFrame | None = None) -> None:
         """Send what is queued, then `last`, and close; cut after a grace if the peer does not take it."""
         if not self._open:
             return

@@ -40,8 +40,8 @@ class Listener:
             wire.Goodbye: self._on_goodbye,
             wire.Trained: lambda w, n, m: run.feed(e.GroupTrained(worker=w, epoch=n, group=m.group)),
             wire.Stepped: self._on_stepped,
-            wire.Published: lambda w, n, m: scribe.published(m.version, m.changed, m.metrics),
-            wire.TrainerFailed: lambda w, n, m: run.feed(e.TrainerFailed(worker=w, epoch=n, error=m.error)),
+            wire.PublishedFrame: lambda w, n, m: scribe.published(m.version, m.changed, m.metrics),
+            wire.TrainerFailedFrame: lambda w, n, m: run.feed(e.TrainerFailed(worker=w, epoch=n, error=m.error)),
         }
 
     def on_ready(self, worker: WorkerId, epoch: int, ready: wire.Ready) -> None:

@@ -22,7 +22,7 @@ from elastic.machine import CpuSampler
 from elastic.run_secrets import RunSecrets
 from elastic.runtime import states
 from elastic.runtime.gateway import Gateway, GatewayError
-from elastic.runtime.journal import Journal, RunDirectory, TrajectoryRow
+from elastic.runtime.journal import RunDirectory, SqliteJournal, TrajectoryRow
 from elastic.runtime.listener import Listener
 from elastic.runtime.live import GatewayWorkers, LoopClock, ProviderLeases
 from elastic.runtime.ports import Ports
@@ -63,7 +63,7 @@ class Wiring:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Former:
+class ResumePoint:
     """What a new incarnation is told of the run: its `state`, the run's time now, where workers dial, and whose
     weights they believe."""
 
@@ -83,9 +83,9 @@ class Orchestrator:
         self,
         config: Config,
         scheduler: Scheduler,
-        journal: Journal,
+        journal: SqliteJournal,
         wiring: Wiring,
-        former: Former | None = None,
+        former: ResumePoint | None = None,
         *,
         observe: Callable[[RunStatus], None] = lambda _: None,
         clock_ns: Callable[[], int] = time.monotonic_ns,

@@ -130,7 +130,7 @@ class Rewards(Protocol):
     def score(self, order: c.ScoreTrajectory, finished: Any) -> None: ...
 
 
-class Trainer(Remembers, Protocol):
+class TrainerPort(Remembers, Protocol):
     """The trainer's process; orders are carried out one after the other, and asked for once more they are no-ops."""
 
     def remember(self, order: c.TrainGroup | c.DropGroup | c.UpdateWeights) -> None:
@@ -167,7 +167,7 @@ class Ports:
     leases: Leases
     trajectories: Trajectories
     rewards: Rewards
-    trainer: Trainer
+    trainer: TrainerPort
     owner: Owner
 
 

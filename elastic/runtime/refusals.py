@@ -8,7 +8,7 @@ log = structlog.get_logger(__name__)
 STRANGERS = ""
 """In place of a worker's name: whoever has not shown that it is one."""
 REFUSED_NOTE = "refused"
-"""The journal's note with what was refused so far, as JSON: a list of `Refused`."""
+"""The journal's note with what was refused so far, as JSON: a list of `RefusalCount`."""
 BURST_LINES = 20
 LINES_PER_S = 1.0
 KINDS_MAX = 100
@@ -18,7 +18,7 @@ REASON_MAX = 200
 OTHERS = "other reasons"
 
 
-class Refused(msgspec.Struct, frozen=True, kw_only=True):
+class RefusalCount(msgspec.Struct, frozen=True, kw_only=True):
     """`count` frames of a worker, or connections of strangers, that were refused for one reason."""
 
     worker: str
@@ -47,9 +47,11 @@ class Refusals:
         self._counts[worker, reason] = self._counts.get((worker, reason), 0) + 1
         self._log(worker, reason, now_s)
 
-    def counts(self) -> list[Refused]:
+    def counts(self) -> list[RefusalCount]:
         """In the order in which they first came."""
-        return [Refused(worker=worker, reason=reason, count=count) for (worker, reason), count in self._counts.items()]
+        return [
+            RefusalCount(worker=worker, reason=reason, count=count) for (worker, reason), count in self._counts.items()
+        ]
 
     def _log(self, worker: str, reason: str, now_s: float) -> None:
         self._lines = min(float(BURST_LINES), self._lines + (now_s - self._filled_s) * LINES_PER_S)

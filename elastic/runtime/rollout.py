@@ -77,7 +77,7 @@ class OpenTurn:
 
 
 @dataclass(slots=True)
-class Episode:
+class RolloutTrajectory:
     """A trajectory's tokens so far; `trained` marks those that the policy sampled."""
 
     trajectory: TrajectoryId
@@ -116,7 +116,7 @@ class Episode:
         return Sampled(self.trained, self.logprobs, self.versions, self.reward)
 
     @classmethod
-    def of(cls, row: TrajectoryRow) -> "Episode":
+    def of(cls, row: TrajectoryRow) -> "RolloutTrajectory":
         """A finished trajectory as it was journaled; its reward is the environment's until it is scored."""
         sampled = msgspec.msgpack.decode(row.sampled, type=Sampled)
         return cls(
@@ -182,7 +182,7 @@ class Rollouts:
     ) -> None:
         self._running: dict[TrajectoryId, list[OpenTurn]] = {}
         """Their turns, the one in progress last."""
-        self._finished: dict[TrajectoryId, Episode | None] = {}
+        self._finished: dict[TrajectoryId, RolloutTrajectory | None] = {}
         """None for what is in the journal alone."""
         self._seed = seed
         self._limits = limits
@@ -299,12 +299,12 @@ class Rollouts:
             truncated=episode.truncated,
         )
 
-    def _episode(self, trajectory: TrajectoryId) -> Episode:
+    def _episode(self, trajectory: TrajectoryId) -> RolloutTrajectory:
         """What it came to; from the journal where another process had it, or it was taken before."""
         episode = self._finished.get(trajectory)
         if episode is None:
             assert self._stored is not None
-            episode = Episode.of(self._stored(trajectory))
+            episode = RolloutTrajectory.of(self._stored(trajectory))
         return episode
 
     def record_reward(self, trajectory: TrajectoryId, reward: float | None, cause: str) -> None:
@@ -315,7 +315,7 @@ class Rollouts:
             episode = self._finished[trajectory] = self._episode(trajectory)
             episode.reward = reward
 
-    def take(self, trajectories: Sequence[TrajectoryId]) -> list[Episode]:
+    def take(self, trajectories: Sequence[TrajectoryId]) -> list[RolloutTrajectory]:
         episodes = [self._episode(trajectory) for trajectory in trajectories]
         for trajectory in trajectories:
             self._finished.pop(trajectory, None)
@@ -328,7 +328,7 @@ class Rollouts:
 
     async def _run(self, trajectory: TrajectoryId) -> None:
         step, group, _ = parse_trajectory(trajectory)
-        episode = Episode(trajectory, self._clock_ns(), stable_hash(self._seed, step, group))
+        episode = RolloutTrajectory(trajectory, self._clock_ns(), stable_hash(self._seed, step, group))
         try:
             async with self._environment() as environment:
                 await self._play(episode, environment)
@@ -356,7 +356,7 @@ class Rollouts:
             except Exception as error:  # what the episode came to stands
                 log.warning("environment not closed", error=repr(error))
 
-    def _over(self, episode: Episode) -> None:
+    def _over(self, episode: RolloutTrajectory) -> None:
         trajectory, tokens = episode.trajectory, episode.policy_tokens
         self._finished[trajectory] = episode
         if self._scoring is not None:
@@ -364,10 +364,10 @@ class Rollouts:
         else:
             self._feed(e.TrajectoryFinished(trajectory=trajectory, reward=episode.reward, tokens=tokens), episode)
 
-    def _failed(self, episode: Episode, cause: str) -> None:
+    def _failed(self, episode: RolloutTrajectory, cause: str) -> None:
         self._feed(e.TrajectoryFailed(trajectory=episode.trajectory, cause=cause), episode)
 
-    async def _play(self, episode: Episode, environment: Environment) -> None:
+    async def _play(self, episode: RolloutTrajectory, environment: Environment) -> None:
         limits = self._limits
         step, group, member = parse_trajectory(episode.trajectory)
         async with asyncio.timeout(limits.environment_timeout_s):
@@ -392,10 +392,10 @@ class Rollouts:
         async with asyncio.timeout(limits.environment_timeout_s):
             episode.reward = score(await environment.truncate())
 
-    def _has_room(self, episode: Episode) -> bool:
+    def _has_room(self, episode: RolloutTrajectory) -> bool:
         return len(episode.token_ids) + self._limits.sampling.max_new_tokens <= self._limits.max_context_tokens
 
-    async def _generate(self, episode: Episode, sampling: SamplingParameters) -> OpenTurn:
+    async def _generate(self, episode: RolloutTrajectory, sampling: SamplingParameters) -> OpenTurn:
         turns, number, tokens = self._running[episode.trajectory], episode.turns, len(episode.token_ids)
         recalled = number < len(turns)
         if not recalled:
@@ -418,7 +418,7 @@ class Rollouts:
             raise TurnFailed(turn.ended)
         return turn
 
-    def _ask_for(self, turn: OpenTurn, episode: Episode, sampling: SamplingParameters) -> None:
+    def _ask_for(self, turn: OpenTurn, episode: RolloutTrajectory, sampling: SamplingParameters) -> None:
         self._feed(
             e.TurnRequested(
                 turn=turn.id,

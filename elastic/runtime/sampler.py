@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from elastic.core.scheduler import Scheduler
 from elastic.core.types import Nanoseconds
-from elastic.runtime.journal import Journal, SampleRow
+from elastic.runtime.journal import SampleRow, SqliteJournal
 from elastic.runtime.scribe import Scribe
 from elastic.runtime.status import RunStatus, run_status, tokens_per_s, total_tokens
 
@@ -21,7 +21,7 @@ class Sampler:
         run: str,
         scheduler: Scheduler,
         scribe: Scribe,
-        journal: Journal,
+        journal: SqliteJournal,
         observe: Callable[[RunStatus], None],
         cpu_share: Callable[[], float] = lambda: 0.0,
         window: int = THROUGHPUT_WINDOW,

@@ -16,10 +16,10 @@ from elastic.core.types import EndCause, LeaseId, Nanoseconds, TrajectoryId, Tur
 from elastic.runtime.journal import (
     CallRow,
     GroupRow,
+    JournalRecord,
     JournalWriter,
     MoveRow,
     PullRow,
-    Record,
     Sampled,
     StepRow,
     StepWeights,
@@ -71,7 +71,7 @@ class _Trajectory:
 
 
 @dataclass(slots=True)
-class _Turn:
+class _TurnProgress:
     id: TurnId
     trajectory: TrajectoryId
     requested_ns: Nanoseconds
@@ -117,11 +117,11 @@ class Scribe:
         self._keeps = journal.keeps
         self._when = when
         self._stored = stored
-        self._rows: list[Record] = []
+        self._rows: list[JournalRecord] = []
         """Of the event that is being recorded."""
         self._recalling = False
         self._trajectories: dict[TrajectoryId, _Trajectory] = {}
-        self._turns: dict[TurnId, _Turn] = {}
+        self._turns: dict[TurnId, _TurnProgress] = {}
         self._unscored: dict[TrajectoryId, TrajectoryRow] = {}
         """As they were written when they ended."""
         self._granted: set[LeaseId] = set()
@@ -180,7 +180,9 @@ class Scribe:
     def durable(self, then: Callable[[], None]) -> None:
         self._when(self._journal.durable(), then)
 
-    def _row_of(self, now_ns: Nanoseconds, event: e.Event, payload: Any, commands: Sequence[c.Command]) -> Record:
+    def _row_of(
+        self, now_ns: Nanoseconds, event: e.Event, payload: Any, commands: Sequence[c.Command]
+    ) -> JournalRecord:
         if type(event) is e.TokensReceived and payload is not None:
             accepted = next((k.chunks for k in commands if type(k) is c.AcceptTokens), ())
             return frame_row(event, payload.body, accepted, now_ns)
@@ -230,7 +232,7 @@ class Scribe:
         trajectory = self._trajectories.get(event.trajectory)
         if trajectory is not None:
             trajectory.turn = event.turn
-            self._turns[event.turn] = _Turn(event.turn, event.trajectory, now_ns, event.prompt_tokens)
+            self._turns[event.turn] = _TurnProgress(event.turn, event.trajectory, now_ns, event.prompt_tokens)
 
     def _weights_reported(self, now_ns: Nanoseconds, event: e.WeightsApplied | e.WeightsFailed, report: Any) -> None:
         if report is not None:

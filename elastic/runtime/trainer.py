@@ -19,7 +19,7 @@ from elastic.core.types import TrajectoryId, WorkerId
 from elastic.runtime import states
 from elastic.runtime.gateway import Door
 from elastic.runtime.journal import TrajectoryRow
-from elastic.runtime.rollout import Episode
+from elastic.runtime.rollout import RolloutTrajectory
 
 log = structlog.get_logger(__name__)
 
@@ -71,7 +71,7 @@ def missing(
 
 
 class GatewayTrainer:
-    """`elastic.runtime.ports.Trainer` over the gateway.
+    """`elastic.runtime.ports.TrainerPort` over the gateway.
 
     `stored` reads what trajectories came to, `stop` ends the run for a cause; `keep_steps` as of `kept_steps`.
     """
@@ -93,7 +93,7 @@ class GatewayTrainer:
 
     # What the run sees
 
-    def train(self, order: c.TrainGroup, batch: list[Episode]) -> None:
+    def train(self, order: c.TrainGroup, batch: list[RolloutTrajectory]) -> None:
         self._tell(_train(order, batch))
 
     def skip(self, order: c.DropGroup, dropped: int) -> None:
@@ -152,7 +152,7 @@ class GatewayTrainer:
         if self._joining != (worker, epoch) or not self._lacking:
             return False
         match self._lacking[0], message:
-            case _, wire.TrainerFailed(error=error):
+            case _, wire.TrainerFailedFrame(error=error):
                 self._stop(f"the trainer failed: {error}")
             case (c.TrainGroup(group=at), wire.Trained(group=done)) | (
                 c.UpdateWeights(version=at),
@@ -187,7 +187,7 @@ class GatewayTrainer:
         match order:
             case c.TrainGroup():
                 rows = self._stored(order.trajectories)
-                return [_train(order, [Episode.of(rows[trajectory]) for trajectory in order.trajectories])]
+                return [_train(order, [RolloutTrajectory.of(rows[trajectory]) for trajectory in order.trajectories])]
             case c.DropGroup():
                 rows = self._stored(order.trajectories)
                 return [_skip(order, sum(row.policy_tokens for row in rows.values() if row.reward is not None))]
@@ -200,8 +200,8 @@ class GatewayTrainer:
             self._door.send(trainer.id, trainer.epoch, message)
 
 
-def _train(order: c.TrainGroup, batch: Sequence[Episode]) -> wire.TrainGroup:
-    return wire.TrainGroup(order.step, order.group, order.slot, [episode.data() for episode in batch])
+def _train(order: c.TrainGroup, batch: Sequence[RolloutTrajectory]) -> wire.TrainGroupFrame:
+    return wire.TrainGroupFrame(order.step, order.group, order.slot, [episode.data() for episode in batch])
 
 
 def _skip(order: c.DropGroup, dropped: int) -> wire.SkipGroup:
@@ -212,4 +212,4 @@ def _skip(order: c.DropGroup, dropped: int) -> wire.SkipGroup:
 def _update(order: c.UpdateWeights) -> list[wire.FromOrchestrator]:
     reason = "no group of use was left for it"
     skipped = [wire.SkipGroup(order.step, "", slot, reason) for slot in order.empty_slots]
-    return [*skipped, wire.Update(order.step, order.version, list(order.pulled))]
+    return [*skipped, wire.UpdateFrame(order.step, order.version, list(order.pulled))]

@@ -23,7 +23,7 @@ BACKWARDS_NS = NS_PER_S
 TOKENS_PER_S_MAX = 1_000_000
 """More than any one worker decodes."""
 
-_OF_TRAINER = (wire.Trained, wire.Stepped, wire.Published, wire.TrainerFailed)
+_OF_TRAINER = (wire.Trained, wire.Stepped, wire.PublishedFrame, wire.TrainerFailedFrame)
 
 
 class Implausible(wire.WireError):
@@ -73,7 +73,7 @@ class Claims:
     def check(self, message: wire.FromWorker, now_s: float) -> None:
         """Raises `Implausible`, whose message names what is wrong without its value."""
         if isinstance(message, _OF_TRAINER) and not self._bounds.trains:
-            raise Implausible(f"{type(message).__name__}, which only the trainer sends")
+            raise Implausible(f"{wire.kind_of(message)}, which only the trainer sends")
         check = self._checks.get(type(message))
         if check is not None:
             check(message, now_s)

@@ -11,7 +11,7 @@ from elastic.sim.loop import EventLoop
 from elastic.sim.settings import WorldSettings
 
 
-class FaultKind(StrEnum):
+class SimulatedFaultKind(StrEnum):
     KILL = "kill"
     """The process dies and its connection is reset."""
     VANISH = "vanish"
@@ -45,7 +45,7 @@ class FaultKind(StrEnum):
     """The worker says what is not true, or not its to say; then one of its lies is refused, and it with it."""
 
 
-class Ending(StrEnum):
+class RunEnding(StrEnum):
     """How a run is to end."""
 
     COMPLETE = "complete"
@@ -54,11 +54,11 @@ class Ending(StrEnum):
     """Its process dies, and every other one that is started."""
 
 
-class Fault(msgspec.Struct, frozen=True):
+class SimulatedFault(msgspec.Struct, frozen=True):
     """`target` picks one of the workers that are there, by its share of their number."""
 
     at_ns: Nanoseconds
-    kind: FaultKind
+    kind: SimulatedFaultKind
     duration_ns: Nanoseconds
     target: float
 
@@ -75,7 +75,7 @@ class Crash(msgspec.Struct, frozen=True):
     trainer_dies: bool = False
 
 
-class Mishaps(msgspec.Struct, frozen=True, kw_only=True):
+class FaultRates(msgspec.Struct, frozen=True, kw_only=True):
     """Probabilities, each for one message, request, load or turn. What is late is overtaken by what comes after it."""
 
     frame_lost: float = 0.0
@@ -98,7 +98,7 @@ class Mishaps(msgspec.Struct, frozen=True, kw_only=True):
     reward_lost: float = 0.0
 
 
-class Tally:
+class FaultInjector:
     """Counts what has gone wrong so far, mishaps and faults alike."""
 
     def __init__(self) -> None:
@@ -111,17 +111,17 @@ class Tally:
         return struck
 
 
-class Weather(Protocol):
+class SimulatedSurroundings(Protocol):
     """What everything in a world lives in: time, chance, and what goes wrong."""
 
     seed: int
     settings: WorldSettings
     loop: EventLoop
     rng: Random
-    tally: Tally
+    tally: FaultInjector
 
     @property
-    def mishaps(self) -> Mishaps: ...
+    def mishaps(self) -> FaultRates: ...
 
     def rewards_down(self) -> bool:
         """Whether no function can be had just now."""
@@ -136,9 +136,9 @@ class FaultPlan(msgspec.Struct, frozen=True, kw_only=True):
     """After `end_ns` nothing goes wrong any more, and the run must reach its end."""
 
     end_ns: Nanoseconds
-    faults: tuple[Fault, ...]
-    mishaps: Mishaps
-    ending: Ending = Ending.COMPLETE
+    faults: tuple[SimulatedFault, ...]
+    mishaps: FaultRates
+    ending: RunEnding = RunEnding.COMPLETE
     ending_at_ns: Nanoseconds = 0
     crashes: tuple[Crash, ...] = ()
 
@@ -147,7 +147,7 @@ class FaultPlan(msgspec.Struct, frozen=True, kw_only=True):
         return max((crash.at_ns for crash in self.crashes), default=0)
 
 
-NO_FAULTS = FaultPlan(end_ns=0, faults=(), mishaps=Mishaps())
+NO_FAULTS = FaultPlan(end_ns=0, faults=(), mishaps=FaultRates())
 LIKELIEST_MISHAP = 0.15
 MOST_FAULTS = 24
 LONGEST_FAULT_NS = 8 * NS_PER_S
@@ -165,14 +165,14 @@ def draw_faults(rng: Random, end_ns: Nanoseconds) -> FaultPlan:
     def share() -> float:
         return rng.choice((0.0, 0.0, rng.uniform(0, LIKELIEST_MISHAP)))
 
-    kinds = rng.sample(list(FaultKind), k=rng.randint(1, len(FaultKind)))
+    kinds = rng.sample(list(SimulatedFaultKind), k=rng.randint(1, len(SimulatedFaultKind)))
     faults = [
-        Fault(rng.randrange(end_ns), rng.choice(kinds), rng.randrange(1, LONGEST_FAULT_NS), rng.random())
+        SimulatedFault(rng.randrange(end_ns), rng.choice(kinds), rng.randrange(1, LONGEST_FAULT_NS), rng.random())
         for _ in range(rng.randint(0, MOST_FAULTS))
     ]
-    mishaps = Mishaps(**{name: share() for name in Mishaps.__struct_fields__})
+    mishaps = FaultRates(**{name: share() for name in FaultRates.__struct_fields__})
     unusual = rng.random() < UNUSUAL_ENDING
-    ending = rng.choice((Ending.STOP, Ending.TRAINER_LOST)) if unusual else Ending.COMPLETE
+    ending = rng.choice((RunEnding.STOP, RunEnding.TRAINER_LOST)) if unusual else RunEnding.COMPLETE
     return FaultPlan(
         end_ns=end_ns,
         faults=tuple(sorted(faults, key=lambda fault: fault.at_ns)),

@@ -21,11 +21,11 @@ from elastic.core.scheduler import Scheduler
 from elastic.core.types import EndCause, LeaseId, Nanoseconds, TurnId, WorkerId
 from elastic.runtime.ports import Ports, WorkerOrder
 from elastic.runtime.run import Run
-from elastic.sim.faults import FaultPlan, Weather
+from elastic.sim.faults import FaultPlan, SimulatedSurroundings
 from elastic.sim.learner import Learner, Order
 from elastic.sim.loop import VirtualClock
 from elastic.sim.provider import SimulatedProvider
-from elastic.sim.record import Record
+from elastic.sim.record import RunRecord
 from elastic.sim.rollouts import SimulatedRollouts
 from elastic.sim.settings import MS, WorldSettings
 from elastic.sim.trainer import SimulatedTrainer
@@ -33,11 +33,11 @@ from elastic.sim.worker import SimulatedWorker
 from policies.balancing import ContinuousBalancing
 from policies.departure import UseNotice
 from policies.provisioning import MarginalValue, TakeWhatIsOffered
+from policies.replacement import EarlyReplacement
 from policies.routing import AffinityRouting
 from policies.sampling import DynamicSampling, FixedBatch
 from policies.seeding import AdaptiveWindow, FixedWindow
 from policies.selection import NonZeroVariance
-from policies.succession import EarlySuccessor
 
 DURABLE_NS = 100 * MS
 """The longest that the journal takes until something is durable, unless it is at something else."""
@@ -58,7 +58,7 @@ def policies(settings: WorldSettings) -> Policies:
         seeding=AdaptiveWindow(window_ns, reserved_engines=RESERVED_ENGINES) if adaptive else FixedWindow(window_ns),
         provisioning=MarginalValue() if settings.marginal_provisioning else TakeWhatIsOffered(),
         selection=NonZeroVariance(),
-        succession=EarlySuccessor(),
+        succession=EarlyReplacement(),
         departure=UseNotice(),
         sampling=DynamicSampling(settings.dynamic_most) if settings.dynamic_most else FixedBatch(),
     )
@@ -78,7 +78,7 @@ def fresh_core(settings: WorldSettings) -> Scheduler:
     return Scheduler(settings.plan, settings.limits, policies(settings), 0)
 
 
-class Outside(Weather, Protocol):
+class Outside(SimulatedSurroundings, Protocol):
     """What outlives an orchestrator: time and chance, the providers and their workers, the trainer's checkpoint."""
 
     learner: Learner
@@ -183,7 +183,7 @@ class SimulatedJournal:
 
 
 class TrainerOrders:
-    """All orders for the trainer of which the journal knows (`elastic.runtime.ports.Trainer`)."""
+    """All orders for the trainer of which the journal knows (`elastic.runtime.ports.TrainerPort`)."""
 
     def __init__(self, tell: Callable[[Order], None]) -> None:
         self.given: list[Order] = []
@@ -213,7 +213,7 @@ class Saved(NamedTuple):
 
     events: int
     state: bytes
-    record: Record
+    record: RunRecord
 
 
 class Incarnation:
@@ -225,7 +225,7 @@ class Incarnation:
         self.checkpoint = outside.learner.checkpoint
         self.first_version = self.checkpoint if former is None else former.first_version
         trained = outside.learner.saved_trajectories
-        self.record = Record(
+        self.record = RunRecord(
             settings.plan.staleness_bound,
             self.first_version,
             {t: step for t, step in trained.items() if step < self.first_version},

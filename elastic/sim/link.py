@@ -3,19 +3,19 @@
 from collections.abc import Callable
 
 from elastic.core.types import NS_PER_S, Nanoseconds
-from elastic.sim.faults import Weather
+from elastic.sim.faults import SimulatedSurroundings
 
 LATENCY_NS = (NS_PER_S // 1000, NS_PER_S // 100)
 LATENESS_NS = (NS_PER_S // 100, 6 * NS_PER_S)
 
 
-class Link:
+class SimulatedLink:
     """Two directions, each in order and without loss unless a mishap befalls a message.
 
     While a direction is cut, what is sent waits; it arrives when the cut ends.
     """
 
-    def __init__(self, world: Weather, *, reliable: bool) -> None:
+    def __init__(self, world: SimulatedSurroundings, *, reliable: bool) -> None:
         self._loop = world.loop
         self._rng = world.rng
         self._world = world

@@ -7,8 +7,8 @@ from typing import Protocol
 from elastic.core import events as e
 from elastic.core.ids import worker_id
 from elastic.core.types import EndCause, LeaseId, Nanoseconds, Offer, WorkerId, WorkerRole
-from elastic.sim.faults import Weather
-from elastic.sim.settings import MS, ProviderSettings
+from elastic.sim.faults import SimulatedSurroundings
+from elastic.sim.settings import MS, SimulatedProviderSettings
 
 ANSWER_NS = (1 * MS, 300 * MS)
 LATE_END_NS = (1 * MS, 2000 * MS)
@@ -19,7 +19,7 @@ SILENCE_APART_NS = 6000 * MS
 
 
 @dataclass(slots=True)
-class Held:
+class SimulatedLease:
     """A lease as its provider knows it. `ignored` counts the releases that fell on deaf ears.
 
     `grant` is what was said when it was granted, `notice` when it was going to be taken.
@@ -33,7 +33,7 @@ class Held:
     workers: list[WorkerId] = field(default_factory=list[WorkerId])
 
 
-class Market(Weather, Protocol):
+class ProviderSurroundings(SimulatedSurroundings, Protocol):
     """What a provider sees of its world."""
 
     def listener(self) -> Callable[[e.Event], None]:
@@ -46,9 +46,9 @@ class Market(Weather, Protocol):
 
 
 class SimulatedProvider:
-    def __init__(self, market: Market, settings: ProviderSettings) -> None:
+    def __init__(self, market: ProviderSurroundings, settings: SimulatedProviderSettings) -> None:
         self.settings = settings
-        self.held: dict[LeaseId, Held] = {}
+        self.held: dict[LeaseId, SimulatedLease] = {}
         self._market = market
         self._ended: dict[LeaseId, EndCause] = {}
         self._closed_until_ns: Nanoseconds = 0
@@ -103,7 +103,7 @@ class SimulatedProvider:
 
     def acquire(self, lease: LeaseId) -> None:
         assert lease not in self.held, f"{lease} is asked for while there is one"
-        held = self.held[lease] = Held(lease)
+        held = self.held[lease] = SimulatedLease(lease)
         self._ended.pop(lease, None)
         full = (
             len(self.held) > self.settings.leases + self.settings.overlap
@@ -145,7 +145,7 @@ class SimulatedProvider:
         held = self.held.get(lease)
         return held is not None and self._end(held, cause, noticed=noticed)
 
-    def _end(self, held: Held, cause: EndCause, *, noticed: bool = True) -> bool:
+    def _end(self, held: SimulatedLease, cause: EndCause, *, noticed: bool = True) -> bool:
         if held.grant is None or self.held.get(held.id) is not held:
             return False
         self._take_back(held, noticed=noticed)
@@ -154,7 +154,7 @@ class SimulatedProvider:
         self.offer()
         return True
 
-    def _take_back(self, held: Held, *, noticed: bool) -> None:
+    def _take_back(self, held: SimulatedLease, *, noticed: bool) -> None:
         del self.held[held.id]
         for worker in held.workers:
             self._market.end_worker(worker, noticed=noticed)
@@ -189,13 +189,13 @@ class SimulatedProvider:
     def _soon(self, action: Callable[[], object]) -> None:
         self._market.loop.after(self._market.rng.randint(*ANSWER_NS), action)
 
-    def _refuse(self, held: Held) -> None:
+    def _refuse(self, held: SimulatedLease) -> None:
         if self.held.get(held.id) is held and not held.answered:
             held.answered = True
             del self.held[held.id]
             self._tell(e.LeaseRefused(lease=held.id, reason="no capacity"))
 
-    def _grant(self, held: Held) -> None:
+    def _grant(self, held: SimulatedLease) -> None:
         if held.answered or self.held.get(held.id) is not held:
             return
         held.answered = True

@@ -24,7 +24,7 @@ class Generated:
     end: int
 
 
-class Record:
+class RunRecord:
     """Accepted positions by turn, attempts as they were ordered and generated, leases, rewards and trainings.
 
     Of a run over the lives of its orchestrator, as far as its journal goes. It begins at `version`, with the
@@ -62,11 +62,11 @@ class Record:
         self._credits: dict[WorkerId, tuple[int, int]] = {}
         """Of each worker the epoch, and how many turns it last said that it can hold."""
 
-    def recall(self, former: "Record") -> None:
+    def recall(self, former: "RunRecord") -> None:
         """What workers generated before a crash, as the former record has it; to be called before the journal is."""
         self._generated = {attempt: replace(span) for attempt, span in former._generated.items()}
 
-    def restore(self, former: "Record") -> None:
+    def restore(self, former: "RunRecord") -> None:
         """Be as the former record was when the run's state was saved."""
         vars(self).update(vars(deepcopy(former)))
 

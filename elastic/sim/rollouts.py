@@ -8,8 +8,8 @@ from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core.ids import parse_turn, turn_id
 from elastic.core.types import NS_PER_S, TrajectoryId, TurnId
-from elastic.sim.faults import Weather
-from elastic.sim.record import Record
+from elastic.sim.faults import SimulatedSurroundings
+from elastic.sim.record import RunRecord
 
 PROMPT_TOKENS = 20
 LATE_REWARD_NS = 3 * NS_PER_S
@@ -26,7 +26,7 @@ ENDINGS = (e.RewardRequested, e.TrajectoryFinished, e.TrajectoryFailed)
 
 
 @dataclass(slots=True)
-class Episode:
+class SimulatedEpisode:
     trajectory: TrajectoryId
     turns: int
     done: int = 0
@@ -43,13 +43,17 @@ class SimulatedRollouts:
     """
 
     def __init__(
-        self, world: Weather, record: Record, feed: Callable[[e.Event], None], prompted: Callable[[TurnId], None]
+        self,
+        world: SimulatedSurroundings,
+        record: RunRecord,
+        feed: Callable[[e.Event], None],
+        prompted: Callable[[TurnId], None],
     ) -> None:
         self._world = world
         self._record = record
         self._feed = feed
         self._prompted = prompted
-        self._episodes: dict[TrajectoryId, Episode] = {}
+        self._episodes: dict[TrajectoryId, SimulatedEpisode] = {}
         self._chance: dict[TrajectoryId, Random] = {}
         self._dropped: set[TrajectoryId] = set()
 
@@ -60,7 +64,7 @@ class SimulatedRollouts:
 
     def _create(self, trajectory: TrajectoryId) -> None:
         chance = self._chance[trajectory] = Random(f"{self._world.seed}/{trajectory}")
-        self._episodes[trajectory] = Episode(trajectory, chance.randint(1, self._world.settings.max_turns))
+        self._episodes[trajectory] = SimulatedEpisode(trajectory, chance.randint(1, self._world.settings.max_turns))
 
     def recalled(self, event: e.Event, command: c.Command | None) -> None:
         match command:
@@ -117,7 +121,7 @@ class SimulatedRollouts:
         if episode is not None and episode.waits_for == turn:
             self._step(episode)
 
-    def _step(self, episode: Episode) -> None:
+    def _step(self, episode: SimulatedEpisode) -> None:
         episode.waits_for = None
         if not episode.over:
             episode.done += 1
@@ -166,7 +170,7 @@ class SimulatedRollouts:
                 reward = self._reward(trajectory)
                 self._feed(e.TrajectoryFinished(trajectory=trajectory, reward=reward, tokens=1))
 
-    def _ask_for(self, episode: Episode, turn: TurnId) -> None:
+    def _ask_for(self, episode: SimulatedEpisode, turn: TurnId) -> None:
         if turn in self._record.finished:
             self._step(episode)
             return

@@ -1,7 +1,7 @@
 """What a serving host has to do besides rollouts: bursts of requests of its own, which come first (invariant 8)."""
 
 from elastic.core.types import Nanoseconds
-from elastic.sim.faults import Weather
+from elastic.sim.faults import SimulatedSurroundings
 from elastic.sim.settings import MS
 from elastic.sim.worker import SimulatedWorker
 
@@ -14,13 +14,13 @@ class ServingFirstViolated(AssertionError):
     """A request has waited longer for rollouts to leave than it may."""
 
 
-class ServingLoad:
+class SimulatedServingLoad:
     """Bursts on one host, `gap_ns` apart on average. While one lasts, the host lends nothing.
 
     Requests wait for rollouts no longer than the iteration under way takes.
     """
 
-    def __init__(self, world: Weather, worker: SimulatedWorker, gap_ns: Nanoseconds) -> None:
+    def __init__(self, world: SimulatedSurroundings, worker: SimulatedWorker, gap_ns: Nanoseconds) -> None:
         self._world = world
         self._worker = worker
         self._gap_ns = gap_ns

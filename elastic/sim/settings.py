@@ -33,7 +33,7 @@ SMALL_LIMITS = Limits(
 )
 
 
-class ProviderSettings(msgspec.Struct, frozen=True, kw_only=True):
+class SimulatedProviderSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Leases live for `life_ns` where it is given, with `overlap` successors to be had besides `leases`.
 
     A notice comes `notice_ns` before a lease is taken. Requests of its hosts' own come in bursts, `serving_gap_ns`
@@ -56,7 +56,7 @@ class ProviderSettings(msgspec.Struct, frozen=True, kw_only=True):
 class WorldSettings(msgspec.Struct, frozen=True, kw_only=True):
     plan: Plan
     limits: Limits = SMALL_LIMITS
-    providers: tuple[ProviderSettings, ...] = ()
+    providers: tuple[SimulatedProviderSettings, ...] = ()
     seeding_ns: Nanoseconds = 1 * NS_PER_S
     adaptive_seeding: bool = False
     marginal_provisioning: bool = False
@@ -95,7 +95,7 @@ def draw_settings(rng: Random) -> WorldSettings:
     """A small world: a few workers, a few short trajectories, every size at random."""
     per_lease = rng.choice((1, 1, 2))
     leases = rng.randint(1, 3) if per_lease == 1 else 1
-    spot = ProviderSettings(
+    spot = SimulatedProviderSettings(
         name="spot",
         leases=leases,
         overlap=rng.randint(0, min(2, SPOT_WORKERS // per_lease - leases)),
@@ -103,7 +103,7 @@ def draw_settings(rng: Random) -> WorldSettings:
         life_ns=rng.choice((None, rng.randint(3, 20) * NS_PER_S)),
         notice_ns=rng.choice((0, 500 * MS, 1500 * MS, 4 * NS_PER_S, 12 * NS_PER_S)),
     )
-    serving = ProviderSettings(
+    serving = SimulatedProviderSettings(
         name="serving",
         leases=rng.randint(1, 2),
         boot_ns=200 * MS,
@@ -111,7 +111,7 @@ def draw_settings(rng: Random) -> WorldSettings:
         gpus_per_worker=2,
         serving_gap_ns=rng.choice((None, 2 * NS_PER_S, 6 * NS_PER_S)),
     )
-    reserved = ProviderSettings(name="reserved", role=WorkerRole.DEDICATED, leases=1)
+    reserved = SimulatedProviderSettings(name="reserved", role=WorkerRole.DEDICATED, leases=1)
     providers = tuple(provider for provider in (spot, serving, reserved) if rng.random() < 0.7)
     plan = Plan(
         steps=rng.randint(1, 4),
@@ -127,8 +127,10 @@ def draw_settings(rng: Random) -> WorldSettings:
 def draw_large_settings(rng: Random) -> WorldSettings:
     """Tens of workers and hundreds of turns, with whatever else a small world may have."""
     life_ns = rng.choice((None, rng.randint(5, 20) * NS_PER_S))
-    spot = ProviderSettings(name="spot", leases=rng.randint(6, 12), workers_per_lease=2, life_ns=life_ns, overlap=2)
-    serving = ProviderSettings(
+    spot = SimulatedProviderSettings(
+        name="spot", leases=rng.randint(6, 12), workers_per_lease=2, life_ns=life_ns, overlap=2
+    )
+    serving = SimulatedProviderSettings(
         name="serving", leases=rng.randint(4, 8), boot_ns=200 * MS, usd_per_gpu_hour=1.25, serving_gap_ns=4 * NS_PER_S
     )
     plan = Plan(
@@ -142,7 +144,9 @@ def draw_large_settings(rng: Random) -> WorldSettings:
     return _draw_weather(rng, plan, (spot, serving), most_turns=4)
 
 
-def _draw_weather(rng: Random, plan: Plan, providers: tuple[ProviderSettings, ...], most_turns: int) -> WorldSettings:
+def _draw_weather(
+    rng: Random, plan: Plan, providers: tuple[SimulatedProviderSettings, ...], most_turns: int
+) -> WorldSettings:
     return WorldSettings(
         plan=plan,
         providers=providers,

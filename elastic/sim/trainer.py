@@ -15,7 +15,7 @@ REPLY_NS = 50 * MS
 """The longest that it takes from a checkpoint to the orchestrator's hearing of its version."""
 
 
-class Surroundings(worker.Surroundings, Protocol):
+class TrainerSurroundings(worker.WorkerSurroundings, Protocol):
     learner: Learner
 
 
@@ -25,7 +25,7 @@ class SimulatedTrainer(SimulatedWorker):
     Who comes back from a lost connection, or to another orchestrator, stands where it stands.
     """
 
-    def __init__(self, world: Surroundings, name: WorkerId, lease: LeaseId) -> None:
+    def __init__(self, world: TrainerSurroundings, name: WorkerId, lease: LeaseId) -> None:
         world.learner.restart()
         self._learner = world.learner
         super().__init__(world, name, lease, WorkerRole.TRAINER, world.learner.version)

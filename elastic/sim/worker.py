@@ -21,10 +21,10 @@ from elastic.core.types import (
     WorkerId,
     WorkerRole,
 )
-from elastic.sim.faults import Weather
+from elastic.sim.faults import SimulatedSurroundings
 from elastic.sim.learner import Order
 from elastic.sim.lies import false_events
-from elastic.sim.link import Link
+from elastic.sim.link import SimulatedLink
 from elastic.sim.settings import MS
 
 CAPABILITIES = Capabilities(engine="simulated", replayable_sampling=True, max_context_tokens=4096, device="none")
@@ -62,7 +62,7 @@ class Session(Protocol):
     def note_generated(self, worker: WorkerId, turn: TurnId, attempt: int, start: int, count: int) -> None: ...
 
 
-class Surroundings(Weather, Protocol):
+class WorkerSurroundings(SimulatedSurroundings, Protocol):
     """What a worker sees of its world."""
 
     def answering(self) -> Session | None:
@@ -78,7 +78,7 @@ class SimulatedWorker:
     """Commands come in through `hear`; what it says goes through its link to the core."""
 
     def __init__(
-        self, world: Surroundings, worker: WorkerId, lease: LeaseId, role: WorkerRole, version: int | None
+        self, world: WorkerSurroundings, worker: WorkerId, lease: LeaseId, role: WorkerRole, version: int | None
     ) -> None:
         self.id = worker
         self.lease = lease
@@ -86,7 +86,7 @@ class SimulatedWorker:
         self.version = version
         self.alive = True
         self.asleep = False
-        self.link = Link(world, reliable=role is WorkerRole.TRAINER)
+        self.link = SimulatedLink(world, reliable=role is WorkerRole.TRAINER)
         self._world = world
         self._session: Session | None = None
         self.epoch = 0

@@ -19,26 +19,38 @@ from elastic.core import events as e
 from elastic.core.digest import digest
 from elastic.core.ids import provider_of
 from elastic.core.types import EndCause, LeaseId, Nanoseconds, TurnId, WorkerId, WorkerRole
-from elastic.sim.faults import NO_FAULTS, Crash, Ending, Fault, FaultKind, FaultPlan, Mishaps, Tally, draw_faults
+from elastic.sim.faults import (
+    NO_FAULTS,
+    Crash,
+    FaultInjector,
+    FaultPlan,
+    FaultRates,
+    RunEnding,
+    SimulatedFault,
+    SimulatedFaultKind,
+    draw_faults,
+)
 from elastic.sim.incarnation import Incarnation, SimulatedJournal, replayed
 from elastic.sim.learner import Learner
 from elastic.sim.loop import EventLoop
 from elastic.sim.provider import SimulatedProvider
-from elastic.sim.record import Record
+from elastic.sim.record import RunRecord
 from elastic.sim.rollouts import turn_length
-from elastic.sim.serving import ServingLoad
-from elastic.sim.settings import MS, ProviderSettings, WorldSettings, draw_large_settings, draw_settings
+from elastic.sim.serving import SimulatedServingLoad
+from elastic.sim.settings import MS, SimulatedProviderSettings, WorldSettings, draw_large_settings, draw_settings
 from elastic.sim.trainer import SimulatedTrainer
 from elastic.sim.worker import SLOWNESS, Session, SimulatedWorker
 
-TRAINER = ProviderSettings(name="trainer", role=WorkerRole.TRAINER, leases=1, boot_ns=400 * MS, usd_per_gpu_hour=10.0)
+TRAINER = SimulatedProviderSettings(
+    name="trainer", role=WorkerRole.TRAINER, leases=1, boot_ns=400 * MS, usd_per_gpu_hour=10.0
+)
 LARGE_EVERY = 100
 """The last of so many seeds in a row draws a large world."""
 REPLAYED_EVERY = 25
 """Of one in so many seeds the whole journal is replayed, and compared after every event."""
 
 
-class WorldFailed(AssertionError):
+class SimulatedWorldFailed(AssertionError):
     """A world went wrong; `seed` is all that is needed to see it again."""
 
     def __init__(self, seed: int, found: str) -> None:
@@ -46,7 +58,7 @@ class WorldFailed(AssertionError):
         super().__init__(f"seed {seed}: {found}")
 
 
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+class SimulatedOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """`history` hashes every event and command with its time. The last one's `record` is of the whole run."""
 
     failed: str
@@ -67,7 +79,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
         return [one.journal for one in self.incarnations]
 
     @property
-    def record(self) -> Record:
+    def record(self) -> RunRecord:
         return self.incarnations[-1].record
 
 
@@ -77,20 +89,22 @@ def simulate(
     faults: FaultPlan | None = None,
     *,
     digests: bool = False,
-) -> Outcome:
-    """Live through one world. What is not given is drawn from the seed. Raises `WorldFailed`."""
+) -> SimulatedOutcome:
+    """Live through one world. What is not given is drawn from the seed. Raises `SimulatedWorldFailed`."""
     rng = Random(seed)
     draw = draw_large_settings if seed % LARGE_EVERY == LARGE_EVERY - 1 else draw_settings
     digests = digests or (settings is None and seed % REPLAYED_EVERY == REPLAYED_EVERY // 2)
     settings = settings or draw(rng)
-    world = World(seed, settings, faults or draw_faults(rng, settings.fault_span_ns), digests=digests)
+    world = SimulatedWorld(seed, settings, faults or draw_faults(rng, settings.fault_span_ns), digests=digests)
     try:
         return world.live()
     except Exception as error:
-        raise WorldFailed(seed, f"at {world.loop.now_ns / 1e9:.3f} s: {type(error).__name__}: {error}") from error
+        raise SimulatedWorldFailed(
+            seed, f"at {world.loop.now_ns / 1e9:.3f} s: {type(error).__name__}: {error}"
+        ) from error
 
 
-class World:
+class SimulatedWorld:
     """What outlives the orchestrator, and what goes wrong with it."""
 
     def __init__(self, seed: int, settings: WorldSettings, faults: FaultPlan, *, digests: bool = False) -> None:
@@ -100,7 +114,7 @@ class World:
         self.digesting = digests
         self.loop = EventLoop()
         self.rng = Random(f"{seed}/world")
-        self.tally = Tally()
+        self.tally = FaultInjector()
         self.learner = Learner()
         self.workers: dict[WorkerId, SimulatedWorker] = {}
         self.providers = {p.name: SimulatedProvider(self, p) for p in (TRAINER, *settings.providers)}
@@ -118,13 +132,13 @@ class World:
         self.run = Incarnation(self)
         self.runs = [self.run]
 
-    def live(self) -> Outcome:
+    def live(self) -> SimulatedOutcome:
         self.loop.after(0, self.run.begin)
         for fault in self.faults.faults:
             self.loop.at(fault.at_ns, lambda fault=fault: self._strike(fault))
         for crash in self.faults.crashes:
             self.loop.at(crash.at_ns, lambda crash=crash: self._crash(crash))
-        if self.faults.ending is not Ending.COMPLETE:
+        if self.faults.ending is not RunEnding.COMPLETE:
             self.loop.at(self.faults.ending_at_ns, self._end_early)
         self.loop.run(self.faults.end_ns + self.settings.liveness_ns)
         self._check_end()
@@ -134,7 +148,7 @@ class World:
         self._history.update(happened)
 
     @property
-    def mishaps(self) -> Mishaps:
+    def mishaps(self) -> FaultRates:
         return self.faults.mishaps if self.loop.now_ns < self.faults.end_ns else NO_FAULTS.mishaps
 
     def rewards_down(self) -> bool:
@@ -180,7 +194,7 @@ class World:
             self._provider_of(worker).end(worker.lease, EndCause.LOST)
         gap_ns = self._provider_of(worker).settings.serving_gap_ns
         if gap_ns is not None:
-            ServingLoad(self, worker, gap_ns).begin()
+            SimulatedServingLoad(self, worker, gap_ns).begin()
 
     def end_worker(self, worker: WorkerId, *, noticed: bool) -> None:
         if worker in self.workers:
@@ -217,24 +231,24 @@ class World:
 
     # Faults
 
-    def _strike(self, fault: Fault) -> None:
+    def _strike(self, fault: SimulatedFault) -> None:
         """A fault counts if it did something."""
         match fault.kind:
-            case FaultKind.REWARDS_DOWN:
+            case SimulatedFaultKind.REWARDS_DOWN:
                 self._rewards_down_until_ns = self.loop.now_ns + fault.duration_ns
                 struck = self.settings.rewards_on_functions
-            case FaultKind.BLACKOUT | FaultKind.SILENT_PROVIDER:
+            case SimulatedFaultKind.BLACKOUT | SimulatedFaultKind.SILENT_PROVIDER:
                 struck = self._strike_providers(fault)
-            case FaultKind.TRAINER_KILLED:
+            case SimulatedFaultKind.TRAINER_KILLED:
                 struck = self._kill_trainer(silently=fault.target < 1 / 2)
             case _:
                 alive = [w for w in self.workers.values() if w.alive and self._may_strike(fault.kind, w)]
                 struck = bool(alive) and self._strike_worker(fault, alive[int(fault.target * len(alive))])
         self.tally.struck += struck
 
-    def _may_strike(self, kind: FaultKind, worker: SimulatedWorker) -> bool:
+    def _may_strike(self, kind: SimulatedFaultKind, worker: SimulatedWorker) -> bool:
         """The trainer's device is the run's own: its connection may break, once it has one."""
-        return worker.role is not WorkerRole.TRAINER or (kind is FaultKind.DISCONNECT and worker.epoch > 0)
+        return worker.role is not WorkerRole.TRAINER or (kind is SimulatedFaultKind.DISCONNECT and worker.epoch > 0)
 
     def _kill_trainer(self, *, silently: bool) -> bool:
         trainer = self.trainer()
@@ -247,40 +261,40 @@ class World:
             self._provider_of(trainer).end(trainer.lease, EndCause.LOST)
         return True
 
-    def _strike_providers(self, fault: Fault) -> bool:
+    def _strike_providers(self, fault: SimulatedFault) -> bool:
         elastic = [provider for provider in self.providers.values() if not provider.reliable]
-        if fault.kind is FaultKind.BLACKOUT:
+        if fault.kind is SimulatedFaultKind.BLACKOUT:
             for provider in elastic:
                 provider.close(fault.duration_ns)
             return bool(elastic)
         return bool(elastic) and elastic[int(fault.target * len(elastic))].fall_silent(fault.duration_ns)
 
-    def _strike_worker(self, fault: Fault, worker: SimulatedWorker) -> bool:
+    def _strike_worker(self, fault: SimulatedFault, worker: SimulatedWorker) -> bool:
         provider = self._provider_of(worker)
         match fault.kind:
-            case FaultKind.KILL:
+            case SimulatedFaultKind.KILL:
                 worker.die(noticed=True)
-            case FaultKind.VANISH:
+            case SimulatedFaultKind.VANISH:
                 worker.die(noticed=False)
-            case FaultKind.PREEMPT:
+            case SimulatedFaultKind.PREEMPT:
                 return provider.end(worker.lease, EndCause.PREEMPTED, noticed=fault.target < 1 / 2)
-            case FaultKind.NOTICE:
+            case SimulatedFaultKind.NOTICE:
                 return provider.notice(worker.lease)
-            case FaultKind.FREEZE:
+            case SimulatedFaultKind.FREEZE:
                 worker.freeze(fault.duration_ns)
-            case FaultKind.HANG:
+            case SimulatedFaultKind.HANG:
                 worker.hang(fault.duration_ns)
-            case FaultKind.SLOW:
+            case SimulatedFaultKind.SLOW:
                 worker.slow_down(SLOWNESS, fault.duration_ns)
-            case FaultKind.DISCONNECT:
+            case SimulatedFaultKind.DISCONNECT:
                 return worker.disconnect()
-            case FaultKind.CUT_UP:
+            case SimulatedFaultKind.CUT_UP:
                 worker.link.cut_up(fault.duration_ns)
-            case FaultKind.CUT_DOWN:
+            case SimulatedFaultKind.CUT_DOWN:
                 worker.link.cut_down(fault.duration_ns)
-            case FaultKind.PRESSURE:
+            case SimulatedFaultKind.PRESSURE:
                 worker.press(fault.duration_ns, told=fault.target < 1 / 2)
-            case FaultKind.LIE:
+            case SimulatedFaultKind.LIE:
                 return worker.lie()
             case _:
                 raise AssertionError(f"{fault.kind} befalls no worker")
@@ -290,7 +304,7 @@ class World:
         trainer = self.trainer()
         if not self.run.up:
             self.loop.after(self.settings.heartbeat_ns, self._end_early)
-        elif self.faults.ending is Ending.STOP:
+        elif self.faults.ending is RunEnding.STOP:
             self.run.feed(e.StopRequested(reason="asked to"))
         else:
             self._doomed = True
@@ -303,7 +317,7 @@ class World:
         scheduler, record = self.run.scheduler, self.run.record
         waits = [f"{w.what} of {w.key} since {w.since_ns / 1e9:.3f} s" for w in scheduler.timers.waits()]
         record.require(self.run.over, f"{scheduler.phase} for ever; waits for {waits}")
-        if self.faults.ending is Ending.COMPLETE:
+        if self.faults.ending is RunEnding.COMPLETE:
             record.require(not scheduler.failed, f"the run failed: {scheduler.failed}")
             steps, done = self.settings.plan.steps, self.run.first_version + len(scheduler.history)
             record.require(done == steps == self.learner.checkpoint, f"{done} of {steps} steps done")
@@ -318,8 +332,8 @@ class World:
             same = replayed(self.settings, self.run.journal.events) == self.run.journal.digests
             record.require(same, "the journal does not lead to the same states")
 
-    def _outcome(self) -> Outcome:
-        return Outcome(
+    def _outcome(self) -> SimulatedOutcome:
+        return SimulatedOutcome(
             failed=self.run.scheduler.failed,
             ended_ns=self.loop.now_ns,
             history=self._history.hexdigest(),

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from elastic.wire import TrainGroup, TrajectoryData
+from elastic.wire import TrainGroupFrame, TrajectoryData
 
 
 class Batch(NamedTuple):
@@ -62,7 +62,7 @@ class UnusableGroup(ValueError):
     """No gradient can be had from the group; the message says why."""
 
 
-def check_group(group: TrainGroup, vocabulary: int) -> None:
+def check_group(group: TrainGroupFrame, vocabulary: int) -> None:
     """Raises `UnusableGroup` for a group from which no batch can be made; tokens are below `vocabulary`."""
     if not group.trajectories:
         raise UnusableGroup("has no trajectories")
@@ -80,6 +80,6 @@ def check_group(group: TrainGroup, vocabulary: int) -> None:
             raise UnusableGroup(f"{where}: token {odd} is not in the vocabulary of {vocabulary}")
 
 
-def policy_tokens(group: TrainGroup) -> int:
+def policy_tokens(group: TrainGroupFrame) -> int:
     """How many tokens of the group the policy sampled."""
     return sum(map(bool, itertools.chain.from_iterable(trajectory.trained for trajectory in group.trajectories)))

@@ -24,7 +24,7 @@ from elastic.trainer import checkpoint
 from elastic.trainer.accumulator import GradientAccumulator, GradientOverflow
 from elastic.trainer.batches import Batch, UnusableGroup, check_group, micro_batches, policy_tokens
 from elastic.trainer.grpo import ClipSettings, clipped_policy_loss, group_advantages, sampled_distribution
-from elastic.wire import TrainGroup, finite
+from elastic.wire import TrainGroupFrame, finite
 
 
 class GRPOTrainer:
@@ -58,7 +58,7 @@ class GRPOTrainer:
         self._unusable: dict[str, str] = {}
         self._begin_step()
 
-    def train_group(self, group: TrainGroup) -> None:
+    def train_group(self, group: TrainGroupFrame) -> None:
         """Accumulate the group's gradient, now or when its mini-batch's turn comes.
 
         Raises `ValueError`, and changes nothing, for a group that is unknown or already here.
@@ -132,7 +132,7 @@ class GRPOTrainer:
 
     def _begin_step(self) -> None:
         self._seen: set[int] = set()
-        self._held: dict[int, TrainGroup | int] = {}
+        self._held: dict[int, TrainGroupFrame | int] = {}
         self._minibatch = 0
         self._outstanding = self._members(0)
         self._minibatch_tokens = 0
@@ -145,7 +145,7 @@ class GRPOTrainer:
         updates = self._settings.updates_per_step
         return {index for index in range(self._groups) if index * updates // self._groups == minibatch}
 
-    def _note(self, index: int, group: TrainGroup | int) -> None:
+    def _note(self, index: int, group: TrainGroupFrame | int) -> None:
         """`group`: to train on, or how many tokens one has that is skipped."""
         if not 0 <= index < self._groups:
             raise ValueError(f"group {index}: a step has groups 0 to {self._groups - 1}")
@@ -172,14 +172,14 @@ class GRPOTrainer:
             self._minibatch += 1
             self._outstanding = self._members(self._minibatch)
 
-    def _train(self, group: TrainGroup) -> None:
+    def _train(self, group: TrainGroupFrame) -> None:
         try:
             check_group(group, self._model.config.vocab_size)
             self._accumulate(group)
         except (UnusableGroup, GradientOverflow) as error:
             self._unusable[group.group] = str(error)
 
-    def _accumulate(self, group: TrainGroup) -> None:
+    def _accumulate(self, group: TrainGroupFrame) -> None:
         """All of the group's gradient or, where that raises `UnusableGroup` or `GradientOverflow`, nothing of it."""
         rewards = [trajectory.reward for trajectory in group.trajectories]
         statistics = _GroupStatistics(rewards)
@@ -194,7 +194,7 @@ class GRPOTrainer:
         self._minibatch_tokens += policy_tokens(group)
 
     def _gradient(
-        self, group: TrainGroup, advantages: Sequence[float], statistics: "_GroupStatistics"
+        self, group: TrainGroupFrame, advantages: Sequence[float], statistics: "_GroupStatistics"
     ) -> Sequence[Tensor]:
         """The gradient of the group's loss, a sum over its tokens."""
         total: Sequence[Tensor] = ()

@@ -92,7 +92,7 @@ class Connection(asyncio.Protocol):
         match first := self._waiting.pop(0):
             case wire.Welcome():
                 return first
-            case wire.Refused(reason=reason, retry=retry):
+            case wire.RefusedFrame(reason=reason, retry=retry):
                 raise SessionRefused(reason, retry)
             case _:
                 raise ConnectionLost(f"the orchestrator broke the protocol: {type(first).__name__} before Welcome")

@@ -91,10 +91,10 @@ class Service:
             wire.Sleep: lambda _: self._order_sleep(),
             wire.Wake: lambda _: self._order_wake(),
             wire.Drain: lambda orders: self._order_drain(orders[0].reason),
-            wire.Refused: lambda orders: self._end(1, f"the orchestrator ended the session: {orders[0].reason}"),
-            wire.TrainGroup: self._order_training,
+            wire.RefusedFrame: lambda orders: self._end(1, f"the orchestrator ended the session: {orders[0].reason}"),
+            wire.TrainGroupFrame: self._order_training,
             wire.SkipGroup: self._order_training,
-            wire.Update: self._order_training,
+            wire.UpdateFrame: self._order_training,
             wire.Ping: lambda _: None,
         }
 
@@ -319,7 +319,7 @@ class Service:
 
     def _order_training(self, orders: Sequence[TrainerOrder]) -> None:
         if self._training is None:
-            self._send(wire.TrainerFailed("this worker has no trainer"))
+            self._send(wire.TrainerFailedFrame("this worker has no trainer"))
             return
         for order in orders:
             self._operations.put_nowait(functools.partial(self._training.obey, order, self._connection))
@@ -431,9 +431,9 @@ class Service:
 HELD_BACK = "the device's owner needs it"
 
 
-def _told(refused: Iterable[Refusal]) -> list[wire.Refusal]:
+def _told(refused: Iterable[Refusal]) -> list[wire.UnverifiedWeights]:
     told = itertools.islice(refused, wire.REFUSALS_MAX)
-    return [wire.Refusal(wire.clipped(what), wire.clipped(reason)) for what, reason in told]
+    return [wire.UnverifiedWeights(wire.clipped(what), wire.clipped(reason)) for what, reason in told]
 
 
 class _Ended(Exception):

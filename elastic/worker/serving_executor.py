@@ -25,7 +25,7 @@ from elastic.engine.base import GenerateRequest, RolloutEngine
 from elastic.engine.coserving.executor import CoServing, CoServingStatistics
 from elastic.engine.coserving.front import FrontError, ModelCard, NoTokenizer, ServingFront, Utf8Tokenizer
 from elastic.engine.coserving.memory import SPARE_PAGES
-from elastic.engine.coserving.rollout import RolloutHalf
+from elastic.engine.coserving.rollout import SharedRolloutEngine
 from elastic.engine.coserving.service import ServiceLog, milliseconds
 from elastic.engine.coserving.spec import ModelSpec
 from elastic.engine.kv.backends import mappable_page_bytes, open_backend
@@ -34,7 +34,7 @@ from elastic.engine.torch.runner import dtype_on
 from elastic.model.checkpoint import CheckpointError, model_tensors, read_config, read_tensors
 from elastic.model.config import Qwen3Config
 from elastic.model.qwen3 import Qwen3
-from policies.coexecution import Slo, SloAdmission
+from policies.admission import Slo, SloAdmission
 from policies.kvmemory import PreemptiveMemory
 from providers.serving_messages import HOST_VARIABLE, ExecutorSettings, HostSettings, LoadReport, ServiceReport
 from traces.serving import ServingRequest
@@ -55,7 +55,7 @@ class ExecutorShare:
         self._reclaimed = threading.Event()
         self._building = threading.Lock()
         self._ended = False
-        self._rollouts: RolloutHalf | None = None
+        self._rollouts: SharedRolloutEngine | None = None
 
     def build_engine(self, welcome: wire.Welcome) -> RolloutEngine:
         """The rollout half for the run's model. Blocks. Raises `ValueError` where it does not fit."""

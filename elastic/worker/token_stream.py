@@ -11,7 +11,7 @@ from elastic.engine.base import NO_VERSION, GenerateRequest, TokenChunk
 
 
 @dataclass(slots=True)
-class _Turn:
+class _StreamedTurn:
     turn: str
     attempt: int
     stalled: str = ""
@@ -34,7 +34,7 @@ class TokenStream:
         self._waiting: list[TokenChunk] = []
         self._send = send
         self._loop = asyncio.get_running_loop()
-        self._turns: dict[str, _Turn] = {}
+        self._turns: dict[str, _StreamedTurn] = {}
         self._abandoned = 0
         self._timer: asyncio.TimerHandle | None = None
         self._idle = asyncio.Event()
@@ -59,7 +59,7 @@ class TokenStream:
     def open(self, order: wire.Generate) -> GenerateRequest:
         """A turn begins; returns what the engine is to be asked."""
         request_id = self._request_id(order)
-        self._turns[request_id] = _Turn(order.turn, order.attempt)
+        self._turns[request_id] = _StreamedTurn(order.turn, order.attempt)
         self._idle.clear()
         return GenerateRequest(
             request_id=request_id,

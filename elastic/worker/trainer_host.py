@@ -68,7 +68,7 @@ class TrainerHost:
         self._checkpoints = run_dir / "checkpoints"
         self._resume = resume
         self._publishing = ThreadPoolExecutor(1, thread_name_prefix="publishing")
-        self._publication: Future[wire.Published] = Future()
+        self._publication: Future[wire.PublishedFrame] = Future()
         self._stepped: wire.Stepped | None = None
 
     def build_engine(self, welcome: wire.Welcome) -> RolloutEngine:
@@ -105,11 +105,11 @@ class TrainerHost:
 
     def has(self, order: TrainerOrder) -> bool:
         match order:
-            case wire.TrainGroup():
+            case wire.TrainGroupFrame():
                 return order.group in self._standing.groups
             case wire.SkipGroup():
                 return order.index in self._standing.slots
-            case wire.Update():
+            case wire.UpdateFrame():
                 return self._stepped is not None and order.version == self._stepped.version
             case _:
                 assert_never(order)
@@ -117,7 +117,7 @@ class TrainerHost:
     def carry_out(self, order: TrainerOrder) -> TrainerReply:
         began_s = time.monotonic()
         match order:
-            case wire.TrainGroup():
+            case wire.TrainGroupFrame():
                 if not self.has(order):
                     self._given(order.index, order.group)
                     self._trainer.train_group(order)
@@ -127,7 +127,7 @@ class TrainerHost:
                     self._given(order.index)
                     self._trainer.skip_group(order.index, order.tokens)
                 return None
-            case wire.Update():
+            case wire.UpdateFrame():
                 if self._stepped is None or not self.has(order):
                     self._stepped = self._update(order)
                 return self._stepped
@@ -138,7 +138,7 @@ class TrainerHost:
         stands = self._standing
         self._standing = Standing(stands.version, (*stands.groups, *groups), stands.slots | {slot})
 
-    def _update(self, order: wire.Update) -> wire.Stepped:
+    def _update(self, order: wire.UpdateFrame) -> wire.Stepped:
         metrics = self._trainer.update()
         for group, reason in self._trainer.unusable.items():
             log.warning("group not trained on", group=group, reason=reason)
@@ -158,10 +158,10 @@ class TrainerHost:
         unusable = {group: wire.clipped(why) for group, why in self._trainer.unusable.items()}
         return wire.Stepped(order.version, wire.finite(metrics | times), unusable)
 
-    def published(self) -> wire.Published:
+    def published(self) -> wire.PublishedFrame:
         return self._publication.result()
 
-    def _publish(self, version: int, pulled: Sequence[int], tensors: dict[str, torch.Tensor]) -> wire.Published:
+    def _publish(self, version: int, pulled: Sequence[int], tensors: dict[str, torch.Tensor]) -> wire.PublishedFrame:
         """While the engine generates with these weights already, and whoever pulls them follows."""
         began_s = time.monotonic()
         published = self._publisher.publish(version, tensors, pulled)
@@ -174,7 +174,7 @@ class TrainerHost:
             "weights_changed_share": 2 * sum(published.changed.values()) / max(published.full_bytes, 1),
         }
         elements = {name: tensor.numel() for name, tensor in tensors.items()}
-        return wire.Published(version, wire.finite(figures), changed_shares(published.changed, elements))
+        return wire.PublishedFrame(version, wire.finite(figures), changed_shares(published.changed, elements))
 
     def _answer_requests(self) -> None:
         """Keyframes for workers that can verify no chain, for as long as the process lives."""

@@ -15,7 +15,7 @@ from elastic.worker.threads import DaemonThread, run_in_thread
 
 log = structlog.get_logger(__name__)
 
-TrainerOrder: TypeAlias = wire.TrainGroup | wire.SkipGroup | wire.Update
+TrainerOrder: TypeAlias = wire.TrainGroupFrame | wire.SkipGroup | wire.UpdateFrame
 TrainerReply: TypeAlias = wire.Trained | wire.Stepped | None
 
 
@@ -54,7 +54,7 @@ class Trainer(Protocol):
         """An orchestrator has come back, and its relay may be elsewhere."""
         ...
 
-    def published(self) -> wire.Published:
+    def published(self) -> wire.PublishedFrame:
         """What it took to put the last step's version on the relay, once it is there. Blocks; raises what failed."""
         ...
 
@@ -78,7 +78,7 @@ class Training:
         self._send = send
         self._spawn = spawn
         self._publishing: asyncio.Task[None] | None = None
-        self._failed: wire.TrainerFailed | None = None
+        self._failed: wire.TrainerFailedFrame | None = None
 
     async def begin(self) -> None:
         """Have the engine serve what is trained."""
@@ -100,7 +100,7 @@ class Training:
             asked.send(self._failed)
             return
         again = self._trainer.has(order)
-        if isinstance(order, wire.Update) and not again:
+        if isinstance(order, wire.UpdateFrame) and not again:
             await self.published()
         work = self._trainer.carry_out if again else self._carry_out
         try:
@@ -157,5 +157,5 @@ class Training:
 
     def _fail(self, cause: str) -> None:
         """Nothing can be relied on any more; whoever asks for more is told so."""
-        self._failed = wire.TrainerFailed(wire.clipped(cause))
+        self._failed = wire.TrainerFailedFrame(wire.clipped(cause))
         self._send(self._failed)

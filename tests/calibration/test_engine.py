@@ -101,7 +101,7 @@ def test_a_paced_engines_times_come_back(configured, probing) -> None:
     config = configured(pacing=PACING)
     found = probing(config).measure(ignore, repeats=2)
     for sample in found.samples:
-        costs = pacing.costs(pacing.Load(round(sample.batch), 0, 0), config.engine.pacing)
+        costs = pacing.costs(pacing.IterationLoad(round(sample.batch), 0, 0), config.engine.pacing)
         assert 0.999 <= sample.seconds / (sum(costs) + sample.prefilled / 2000) <= LATE
     numbers = engine_numbers(found, config.engine)
     overhead_s = numbers.overhead_s.value
@@ -168,7 +168,7 @@ def test_loads_that_were_left_out_are_named(configured) -> None:
     planned = loads(config.engine, 1024)
     rates = {0: 0.01, 1: 0.03, 2: 0.03, 4: 0.03}
     samples = [
-        probe.Sample(
+        probe.IterationSample(
             rates[load.batch if load.decodes else 0] + (0 if load.decodes else load.prompt_tokens * 1e-3),
             1,
             batch=load.batch if load.decodes else 0,

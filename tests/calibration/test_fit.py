@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from elastic.calibration.fit import FitError, Sample, fit_rates, nonnegative_least_squares
+from elastic.calibration.fit import FitError, IterationSample, fit_rates, nonnegative_least_squares
 from elastic.calibration.numbers import speeds
 from elastic.sim.performance.profile import EngineRates
 
@@ -41,13 +41,14 @@ def iteration_s(engine: EngineRates, batch: float, context: float, prefilled: fl
     return engine.overhead_s + decode_s + prefilled / engine.prefill_tokens_per_s
 
 
-def samples_of(engine: EngineRates, errors: list[float] | None = None) -> list[Sample]:
+def samples_of(engine: EngineRates, errors: list[float] | None = None) -> list[IterationSample]:
     """Of prefills alone and of decodes alone, each off by its part of `errors`."""
     what = [(0, 0, tokens) for tokens in PREFILLS]
     what += [(batch, batch * context, 0) for batch in BATCHES for context in CONTEXTS]
     errors = errors or [0.0] * len(what)
     return [
-        Sample(3 * iteration_s(engine, *load) * (1 + error), 3, *load) for load, error in zip(what, errors, strict=True)
+        IterationSample(3 * iteration_s(engine, *load) * (1 + error), 3, *load)
+        for load, error in zip(what, errors, strict=True)
     ]
 
 
@@ -75,7 +76,7 @@ def test_nothing_fits_noisy_samples_better(engine: EngineRates, errors: list[flo
     assert 0 < rates.prefill_tokens_per_s < math.inf
     assert all(step_s > 0 for step_s in rates.decode_step_s.values())
 
-    def off(sample: Sample) -> float:
+    def off(sample: IterationSample) -> float:
         decode_s = rates.decode_step_s[int(sample.batch)] + rates.context_s * sample.context if sample.batch else 0.0
         found_s = rates.overhead_s + decode_s + sample.prefilled / rates.prefill_tokens_per_s
         return found_s * sample.iterations / sample.seconds - 1
@@ -86,8 +87,8 @@ def test_nothing_fits_noisy_samples_better(engine: EngineRates, errors: list[flo
 
 def test_what_noise_hides_is_not_called_measured() -> None:
     """Prefills of any length take the same, and decoding takes no longer than they do."""
-    samples = [Sample(0.01, 1, 0, prefilled=tokens) for tokens in PREFILLS]
-    samples += [Sample(0.01, 1, batch, batch * context) for batch in BATCHES for context in CONTEXTS]
+    samples = [IterationSample(0.01, 1, 0, prefilled=tokens) for tokens in PREFILLS]
+    samples += [IterationSample(0.01, 1, batch, batch * context) for batch in BATCHES for context in CONTEXTS]
     rates = fit_rates(samples, BATCHES, context=True, overhead=True)
     assert rates.prefill_hidden
     assert rates.batches_hidden == set(BATCHES)
@@ -107,7 +108,7 @@ def test_mixed_iterations_tell_prefill_from_decode(engine: EngineRates, batches:
     engine = EngineRates(**{f: getattr(engine, f) for f in engine.__struct_fields__} | {"context_s": 0.0})
     random = np.random.default_rng(seed)
     mixed = [(batch, 0, float(random.uniform(0, 200))) for batch in (*BATCHES, *batches)]
-    samples = [Sample(20 * iteration_s(engine, *load), 20, *load) for load in mixed]
+    samples = [IterationSample(20 * iteration_s(engine, *load), 20, *load) for load in mixed]
     rates = fit_rates(samples, BATCHES, context=False, overhead=False)
     for batch in BATCHES:
         assert rates.decode_step_s[batch] == pytest.approx(engine.decode_step_s[batch] + engine.overhead_s, rel=1e-3)
@@ -122,7 +123,7 @@ def test_between_batches_times_are_those_of_the_simulated_engine(engine: EngineR
         | {"decode_step_s": {2: 0.01, 16: 0.03}, "context_s": 0.0, "overhead_s": 0.0}
     )
     loads = [(size, 0, tokens) for size in (2, 16, batch) for tokens in (0, 100)]
-    samples = [Sample(iteration_s(line, *load), 1, *load) for load in loads]
+    samples = [IterationSample(iteration_s(line, *load), 1, *load) for load in loads]
     rates = fit_rates(samples, (2, 16), context=False, overhead=False)
     assert rates.decode_step_s == pytest.approx({2: 0.01, 16: 0.03}, rel=1e-3)
     assert rates.error < 1e-3
@@ -145,13 +146,22 @@ def test_no_step_from_the_best_brings_more(matrix: np.ndarray, wanted: np.ndarra
     ("samples", "found"),
     [
         ([], "nothing to fit"),
-        ([Sample(0.0, 1, 1)], "took no time"),
-        ([Sample(0.1, 1, batch) for batch in BATCHES], "nothing was measured of: prefill"),
-        ([Sample(0.1, 1, 1, prefilled=5), Sample(0.2, 1, 2, prefilled=10)] * 9, "nothing was measured of: decoding 4"),
-        ([Sample(0.1, 1, batch, prefilled=10) for batch in BATCHES] * 3, "do not tell apart: prefill, decoding 1"),
-        ([Sample(0.1, 1, 0, prefilled=9), *(Sample(0.1, 1, b) for b in BATCHES)][:3], "3 samples do not tell|decoding"),
+        ([IterationSample(0.0, 1, 1)], "took no time"),
+        ([IterationSample(0.1, 1, batch) for batch in BATCHES], "nothing was measured of: prefill"),
+        (
+            [IterationSample(0.1, 1, 1, prefilled=5), IterationSample(0.2, 1, 2, prefilled=10)] * 9,
+            "nothing was measured of: decoding 4",
+        ),
+        (
+            [IterationSample(0.1, 1, batch, prefilled=10) for batch in BATCHES] * 3,
+            "do not tell apart: prefill, decoding 1",
+        ),
+        (
+            [IterationSample(0.1, 1, 0, prefilled=9), *(IterationSample(0.1, 1, b) for b in BATCHES)][:3],
+            "3 samples do not tell|decoding",
+        ),
     ],
 )
-def test_what_samples_do_not_tell(samples: list[Sample], found: str) -> None:
+def test_what_samples_do_not_tell(samples: list[IterationSample], found: str) -> None:
     with pytest.raises(FitError, match=found):
         fit_rates(samples, BATCHES, context=False, overhead=False)

@@ -18,7 +18,7 @@ from elastic.core.ledger import DeviceBook
 from elastic.core.types import NS_PER_S, Account, Capabilities, EndCause, Offer, Progress, WorkerRole
 from elastic.runtime.journal import CallRow, PullRow, RunDirectory, TurnRow, event_row
 from elastic.sim.performance.profile import Number, ProfileError, load_profile
-from functions.base import Outcome
+from functions.base import CallOutcome
 
 Timed = tuple[float, e.Event]
 RATES = {"prefill_tokens_per_s": 5000.0, 1: 0.010, 8: 0.018}
@@ -285,9 +285,9 @@ def test_calls_of_a_warm_function_are_measured(configured, write, tmp_path: Path
             usd=0,
         )
         for key, outcome, cold_s, s in (
-            ("a", Outcome.OK, 2.0, 9.0),
-            ("b", Outcome.OK, 0.0, 0.25),
-            ("c", Outcome.TIMED_OUT, 0.0, 8.0),
+            ("a", CallOutcome.OK, 2.0, 9.0),
+            ("b", CallOutcome.OK, 0.0, 0.25),
+            ("c", CallOutcome.TIMED_OUT, 0.0, 8.0),
         )
     ]
     measured = profile_run(write(config, calls=calls), tmp_path / "machine.toml")

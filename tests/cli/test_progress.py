@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from elastic.cli.output import console, say
-from elastic.cli.progress import Progress, line, render
+from elastic.cli.progress import ProgressDisplay, line, render
 from elastic.runtime.status import ProviderStatus, RunStatus
 
 
@@ -96,7 +96,7 @@ def test_panel_says_when_pacing_does_not_hold() -> None:
 
 def test_a_line_a_step_where_there_is_no_terminal() -> None:
     console = Console(width=80, file=io.StringIO())
-    progress = Progress(console)
+    progress = ProgressDisplay(console)
     with progress.context:
         for step in (0, 0, 1, 1, 2):
             progress.observe(status(step=step, last_success_rate=0.5 if step else None))
@@ -109,7 +109,7 @@ def test_a_line_a_step_where_there_is_no_terminal() -> None:
 
 def test_a_steps_line_has_the_rate_since_the_line_before() -> None:
     console = Console(width=120, file=io.StringIO())
-    progress = Progress(console)
+    progress = ProgressDisplay(console)
     for step, elapsed_s, tokens in ((1, 10.0, 500), (1, 12.0, 900), (2, 14.0, 900), (3, 18.0, 2900)):
         providers = {"spot": ProviderStatus(tokens=tokens - 100), "trainer": ProviderStatus(tokens=100)}
         progress.observe(status(step=step, elapsed_s=elapsed_s, tokens_per_s=0.0, providers=providers))
@@ -123,7 +123,7 @@ def test_a_run_goes_on_when_nobody_watches(monkeypatch: pytest.MonkeyPatch) -> N
     os.close(reading)
     with open(writing, "w") as gone:
         monkeypatch.setattr(sys, "stderr", gone)
-        progress = Progress(console(stderr=True))
+        progress = ProgressDisplay(console(stderr=True))
         for step in range(3):
             progress.observe(status(step=step))
         progress.say("stopping")

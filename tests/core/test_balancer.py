@@ -7,7 +7,7 @@ import pytest
 
 from elastic.core import commands as c
 from elastic.core import events as e
-from elastic.core.balancer import CONSIDERED, Load
+from elastic.core.balancer import CONSIDERED, WorkerLoad
 from elastic.core.profiles import BatchProfile
 from elastic.core.types import Account, FinishReason, Progress, WorkerRole, WorkerState
 
@@ -45,7 +45,7 @@ def _request(desk, trajectory: str) -> list[c.StartTurn]:
     return desk.sent(c.StartTurn)
 
 
-def load_of(desk, worker: str) -> Load:
+def load_of(desk, worker: str) -> WorkerLoad:
     return next(load for load in desk.scheduler._balancer._loads() if load.id == worker)
 
 
@@ -232,7 +232,7 @@ def test_no_more_turns_are_sent_than_a_worker_has_places(make_desk) -> None:
     assert load_of(desk, record.id).room == 1
     record.declines = 0
     assert load_of(desk, record.id).room == BATCH < record.capacity
-    desk.scheduler._turn_desk.transfer(desk.scheduler.turns.live[starts[3].turn], record.id)
+    desk.scheduler._turn_manager.transfer(desk.scheduler.turns.live[starts[3].turn], record.id)
     assert load_of(desk, record.id).room == BATCH - 1
     assert load_of(desk, record.id).executing == 1
     assert load_of(desk, starts[0].worker).room == 0

@@ -13,7 +13,7 @@ from elastic.core.digest import BY_KEY, LEFT_OUT, attributes, digest, left_out
 from elastic.core.scheduler import Scheduler
 from elastic.sim.faults import draw_faults
 from elastic.sim.settings import draw_settings
-from elastic.sim.world import World
+from elastic.sim.world import SimulatedWorld
 
 OTHER = "something else"
 
@@ -43,7 +43,7 @@ def worlds() -> list[Scheduler]:
     for seed in range(8):
         rng = Random(seed)
         settings = draw_settings(rng)
-        world = World(seed, settings, draw_faults(rng, settings.fault_span_ns))
+        world = SimulatedWorld(seed, settings, draw_faults(rng, settings.fault_span_ns))
         world.loop.after(0, world.run.begin)
         world.loop.run(settings.fault_span_ns // 2)
         found.append(world.run.scheduler)

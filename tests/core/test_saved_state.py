@@ -57,5 +57,5 @@ def test_what_is_damaged_or_of_another_shape_is_refused(core: Scheduler) -> None
         with pytest.raises(StateError):
             saved_state.restore(core, saved[:cut])
     core._driver.new_attribute = 1  # type: ignore[attr-defined]
-    with pytest.raises(StateError, match="StepDriver has other attributes"):
+    with pytest.raises(StateError, match="StepController has other attributes"):
         saved_state.restore(core, saved)

@@ -19,7 +19,7 @@ from elastic.engine import create_engine
 from elastic.engine.base import GenerateRequest, RolloutEngine, TokenChunk
 from elastic.engine.coserving.executor import CoServing
 from elastic.engine.coserving.memory import SPARE_PAGES
-from elastic.engine.coserving.rollout import RolloutHalf
+from elastic.engine.coserving.rollout import SharedRolloutEngine
 from elastic.engine.coserving.spec import ModelSpec
 from elastic.engine.kv.slab import SlabBackend
 from elastic.model.checkpoint import model_tensors
@@ -29,7 +29,7 @@ from elastic.weights.directory import DirectoryRelay
 from elastic.weights.publisher import publish_keyframe
 from elastic.weights.signing import SigningKey
 from elastic.weights.source import RelaySource
-from policies.coexecution import NoAdmission
+from policies.admission import NoAdmission
 from policies.kvmemory import PreemptiveMemory
 
 TIMEOUT_S = 30.0
@@ -165,7 +165,7 @@ def published(weights, tmp_path_factory):
 class _Sole:
     """A rollout half with which its executor ends."""
 
-    def __init__(self, executor: CoServing, half: RolloutHalf) -> None:
+    def __init__(self, executor: CoServing, half: SharedRolloutEngine) -> None:
         self._executor = executor
         self._half = half
 

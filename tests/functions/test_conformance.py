@@ -9,12 +9,12 @@ import pytest
 from functions.base import (
     BadResult,
     Call,
+    CallOutcome,
     FunctionError,
     FunctionMissing,
     FunctionRaised,
     FunctionTimedOut,
     FunctionUnavailable,
-    Outcome,
 )
 from functions.local import Prices
 from tests.functions.conftest import TIMEOUT_S, MakePool, eventually, function_processes
@@ -25,7 +25,7 @@ async def test_returns_what_the_function_returns(make_pool: MakePool, calls: lis
     results = await asyncio.gather(*(pool.invoke(f"key-{n}", n, TIMEOUT_S) for n in range(20)))
     assert results == [2 * n for n in range(20)]
     assert sorted(call.key for call in calls) == sorted(f"key-{n}" for n in range(20))
-    assert {call.outcome for call in calls} == {Outcome.OK}
+    assert {call.outcome for call in calls} == {CallOutcome.OK}
 
 
 async def test_a_key_runs_once_however_often_it_is_asked(
@@ -44,7 +44,7 @@ async def test_a_failed_key_may_be_asked_again(make_pool: MakePool, calls: list[
     with pytest.raises(FunctionRaised, match="ValueError: not yet"):
         await pool.invoke("key", mark, TIMEOUT_S)
     assert await pool.invoke("key", mark, TIMEOUT_S) == "well"
-    assert [call.outcome for call in calls] == [Outcome.RAISED, Outcome.OK]
+    assert [call.outcome for call in calls] == [CallOutcome.RAISED, CallOutcome.OK]
 
 
 async def test_one_that_leaves_does_not_take_the_call_from_those_who_joined(
@@ -62,18 +62,18 @@ async def test_one_that_leaves_does_not_take_the_call_from_those_who_joined(
 @pytest.mark.parametrize(
     ("function", "error", "outcome", "retry_helps"),
     [
-        ("fail", FunctionRaised, Outcome.RAISED, True),
-        ("unsendable", BadResult, Outcome.BAD_RESULT, False),
-        ("die", FunctionUnavailable, Outcome.UNAVAILABLE, True),
-        ("not_there", FunctionMissing, Outcome.UNAVAILABLE, False),
-        ("not_a_function", FunctionMissing, Outcome.UNAVAILABLE, False),
-        ("no.such.module:function", FunctionMissing, Outcome.UNAVAILABLE, False),
+        ("fail", FunctionRaised, CallOutcome.RAISED, True),
+        ("unsendable", BadResult, CallOutcome.BAD_RESULT, False),
+        ("die", FunctionUnavailable, CallOutcome.UNAVAILABLE, True),
+        ("not_there", FunctionMissing, CallOutcome.UNAVAILABLE, False),
+        ("not_a_function", FunctionMissing, CallOutcome.UNAVAILABLE, False),
+        ("no.such.module:function", FunctionMissing, CallOutcome.UNAVAILABLE, False),
     ],
 )
 async def test_each_failure_is_told_apart(
     function: str,
     error: type[FunctionError],
-    outcome: Outcome,
+    outcome: CallOutcome,
     retry_helps: bool,
     make_pool: MakePool,
     calls: list[Call],
@@ -91,7 +91,7 @@ async def test_a_call_out_of_time_takes_its_processes_along(
     with pytest.raises(FunctionTimedOut, match=r"did not answer within 1 s") as caught:
         await pool.invoke("key", str(path), 1.0)
     assert caught.value.retry_helps
-    assert calls[0].outcome is Outcome.TIMED_OUT
+    assert calls[0].outcome is CallOutcome.TIMED_OUT
     for pid in map(int, path.read_text().split()):
         await eventually(lambda pid=pid: not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie")
 
@@ -127,7 +127,7 @@ async def test_closing_ends_calls_as_unavailable_and_leaves_nothing(
         await running
     with pytest.raises(FunctionUnavailable, match="closed"):
         await pool.invoke("another", str(path), TIMEOUT_S)
-    assert [call.outcome for call in calls] == [Outcome.UNAVAILABLE]
+    assert [call.outcome for call in calls] == [CallOutcome.UNAVAILABLE]
     assert function_processes() == []
 
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic.core.leases import LeaseTable
-from elastic.core.market import Market
+from elastic.core.market import LeaseMarket
 from elastic.core.timers import Timers
 from elastic.core.types import NS_PER_S, Offer, WorkerRole
 from policies.provisioning import MarginalValue, TakeWhatIsOffered, working_usd_per_hour
@@ -38,7 +38,7 @@ def market(table: LeaseTable, backing_off: tuple[str, ...] = (), ready_s: dict[s
     for provider, times_s in (ready_s or {}).items():
         for time_s in times_s:
             table.took_to_get_ready(f"{provider}-1", provider, round(time_s * NS_PER_S))
-    return Market(table, timers)
+    return LeaseMarket(table, timers)
 
 
 def wanted(

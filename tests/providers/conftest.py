@@ -15,8 +15,8 @@ import uvloop
 from elastic.core.events import LeaseEnded, LeaseGranted, LeaseRefused, OfferChanged
 from elastic.core.types import EndCause, LeaseId
 from providers.base import LeaseRequest, Provider, ProviderContext, ProviderEvent, ProviderSettings, WorkerTicket
-from providers.keeper import LeaseKeeper
-from providers.markets import Ending, Market, ServerlessSettings, SpotSettings
+from providers.base_provider import BaseProvider
+from providers.markets import LeaseEnding, Market, ServerlessSettings, SpotSettings
 from providers.reserved import ReservedProvider, TrainerProvider
 from providers.serverless import ServerlessProvider
 from providers.serving import ServingProvider
@@ -79,15 +79,15 @@ class MemoryHolding:
     def __init__(self) -> None:
         self.lost = asyncio.Event()
 
-    async def keep(self) -> Ending:
+    async def keep(self) -> LeaseEnding:
         await self.lost.wait()
-        return Ending(EndCause.LOST, "told so by the test")
+        return LeaseEnding(EndCause.LOST, "told so by the test")
 
     async def give_back(self) -> None:
         pass
 
 
-class MemoryProvider(LeaseKeeper[ProviderSettings]):
+class MemoryProvider(BaseProvider[ProviderSettings]):
     """Capacity that is nothing but a number."""
 
     Settings: ClassVar[type[ProviderSettings]] = ProviderSettings

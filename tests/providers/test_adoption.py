@@ -31,7 +31,7 @@ from tests.providers.conftest import (
     processes_with,
     provider_of,
 )
-from tests.providers.first_life import DEATHS
+from tests.providers.first_incarnation import DEATHS
 
 WITH_PROCESSES = ["reserved", "trainer", "serverless", "spot"]
 KINDS = [*WITH_PROCESSES, "serving"]
@@ -50,7 +50,7 @@ class Life:
         """Killed once all the leases' workers run, unless it has died by itself before."""
         told = [str(self.began_ns), str(leases), death, msgspec.json.encode(settings).decode()]
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "tests.providers.first_life", self.kind, self.context.run),
+            *(sys.executable, "-m", "tests.providers.first_incarnation", self.kind, self.context.run),
             *(str(self.context.run_dir), *told),
             stdout=asyncio.subprocess.PIPE,
         )

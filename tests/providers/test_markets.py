@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from elastic.core.types import NS_PER_S, EndCause, LeaseId
 from providers.base import ProviderSettings
 from providers.markets import (
+    CapacityUnavailable,
     Market,
-    Refusal,
     ReservedMarket,
     ServerlessMarket,
     ServerlessSettings,
@@ -77,7 +77,7 @@ def test_what_is_offered_is_had_and_no_place_is_had_twice(kind: str, trace: str,
         assert market.news() is None
         if act == "take":
             if offer.available + offer.successors == 0:
-                with pytest.raises(Refusal, match="m"):
+                with pytest.raises(CapacityUnavailable, match="m"):
                     market.take(f"lease-{number}")
             else:
                 places[f"lease-{number}"] = market.take(f"lease-{number}")

@@ -1,4 +1,4 @@
-"""Journals as runs leave them, written with the real `Journal` and a real ledger."""
+"""Journals as runs leave them, written with the real `SqliteJournal` and a real ledger."""
 
 import itertools
 import math
@@ -20,11 +20,11 @@ from elastic.report import Summary, summarise
 from elastic.runtime.journal import (
     CallRow,
     GroupRow,
-    Journal,
     MoveRow,
     PullRow,
     RunDirectory,
     SampleRow,
+    SqliteJournal,
     StepRow,
     StepWeights,
     TrajectoryRow,
@@ -32,7 +32,7 @@ from elastic.runtime.journal import (
     event_row,
 )
 from elastic.runtime.status import ProviderStatus, RunStatus
-from functions.base import Call, Outcome
+from functions.base import Call, CallOutcome
 
 FULL_BYTES = 1_190_016
 
@@ -40,7 +40,7 @@ FULL_BYTES = 1_190_016
 class RunWriter:
     """Writes a journal in seconds, as the orchestrator would in nanoseconds."""
 
-    def __init__(self, journal: Journal) -> None:
+    def __init__(self, journal: SqliteJournal) -> None:
         self.journal = journal
         self.ledger = Ledger()
 
@@ -128,7 +128,13 @@ class RunWriter:
 
     def call(self, at_s: float, usd: float) -> None:
         call = Call(
-            function="reward", key="key", outcome=Outcome.OK, queued_s=0.0, cold_start_s=0.0, duration_s=0.1, usd=usd
+            function="reward",
+            key="key",
+            outcome=CallOutcome.OK,
+            queued_s=0.0,
+            cold_start_s=0.0,
+            duration_s=0.1,
+            usd=usd,
         )
         self.journal.append(CallRow.of(call, _ns(at_s)))
 
@@ -221,7 +227,7 @@ class RunWriter:
         error: str = "",
         worker: str = "w",
         version: int = 1,
-        refused: Sequence[wire.Refusal] = (),
+        refused: Sequence[wire.UnverifiedWeights] = (),
         **further: float,
     ) -> None:
         split_s = {

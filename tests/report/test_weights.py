@@ -48,8 +48,23 @@ def test_the_wait_for_the_trainer_is_part_of_a_pull(summary_of):
 def test_what_was_refused_is_counted_by_worker_with_its_reason(summary_of):
     def refusing(run):
         run.pull(1.0, FULL_BYTES, 0.4, 0.1, worker="a")
-        run.pull(2.0, FULL_BYTES, 0.4, 0.1, worker="a", refused=[wire.Refusal("weights held as version 1", "audit")])
-        run.pull(3.0, 0, 0.0, 0.0, error="torn", worker="b", refused=[wire.Refusal("keyframe of version 1", "torn")])
+        run.pull(
+            2.0,
+            FULL_BYTES,
+            0.4,
+            0.1,
+            worker="a",
+            refused=[wire.UnverifiedWeights("weights held as version 1", "audit")],
+        )
+        run.pull(
+            3.0,
+            0,
+            0.0,
+            0.0,
+            error="torn",
+            worker="b",
+            refused=[wire.UnverifiedWeights("keyframe of version 1", "torn")],
+        )
 
     summary = summary_of(refusing)
     assert [

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from elastic import wire
 from elastic.core.types import Capabilities, WeightMode
-from elastic.runtime.gateway import Gateway, GatewayError, Limits
-from elastic.runtime.refusals import Refused
+from elastic.runtime.gateway import Gateway, GatewayError, GatewayLimits
+from elastic.runtime.refusals import RefusalCount
 
 PATIENCE_S = 10.0
 READY = wire.Ready(Capabilities(engine="test", replayable_sampling=True, max_context_tokens=8, device="cpu"), None)
@@ -103,7 +103,7 @@ class Peer:
 class House:
     """A gateway, its listener and a way to dial it."""
 
-    def __init__(self, limits: Limits | None = None) -> None:
+    def __init__(self, limits: GatewayLimits | None = None) -> None:
         self.ear = Ear()
         self.gateway = Gateway(limits)
         self.door = self.gateway.open("run", self.ear, WELCOME)
@@ -187,7 +187,7 @@ async def test_a_wrong_ticket_is_refused_without_telling_which_part_is_wrong(
     house.expect()
     peer = await house.dial()
     peer.say(hello(worker, token))
-    assert await peer.hear() == wire.Refused("unknown worker or wrong token", retry=False)
+    assert await peer.hear() == wire.RefusedFrame("unknown worker or wrong token", retry=False)
     assert await peer.hear() is None
 
 
@@ -195,7 +195,7 @@ async def test_a_ticket_is_spent_by_its_first_use(house: House) -> None:
     first, _ = await house.ready()
     thief = await house.dial()
     thief.say(hello("w", "token"))
-    assert await thief.hear() == wire.Refused("this token has been used", retry=False)
+    assert await thief.hear() == wire.RefusedFrame("this token has been used", retry=False)
     first.say(slept())
     await house.ear.until("message", "w", 1, slept())
 
@@ -205,7 +205,7 @@ async def test_an_empty_key_resumes_nothing(house: House) -> None:
     for secret in ("", "token"):
         peer = await house.dial()
         peer.say(hello("w", secret, resume=True))
-        assert await peer.hear() == wire.Refused("unknown worker or wrong token", retry=False)
+        assert await peer.hear() == wire.RefusedFrame("unknown worker or wrong token", retry=False)
 
 
 async def test_another_protocol_version_is_refused_by_name(house: House) -> None:
@@ -213,7 +213,7 @@ async def test_another_protocol_version_is_refused_by_name(house: House) -> None
     peer = await house.dial()
     peer.say(hello("w", "token", version=99))
     refused = await peer.hear()
-    assert isinstance(refused, wire.Refused)
+    assert isinstance(refused, wire.RefusedFrame)
     assert "version 99" in refused.reason
     assert f"orchestrator {wire.PROTOCOL_VERSION}" in refused.reason
     assert not refused.retry
@@ -277,7 +277,7 @@ async def test_frames_already_read_from_an_old_epoch_are_not_heard_once_it_is_fe
     peer, _ = await house.ready()
     house.ear.react = lambda what: house.door.fence("w", "hung") if what[0] == "message" else None
     peer.say(report(1), report(2), report(3))
-    assert await peer.hear() == wire.Refused("hung", retry=False)
+    assert await peer.hear() == wire.RefusedFrame("hung", retry=False)
     assert await peer.hear() is None
     assert [what[0] for what in house.ear.heard] == ["ready", "message"]
 
@@ -286,15 +286,15 @@ async def test_a_fenced_worker_is_refused_for_ever(house: House) -> None:
     peer, welcome = await house.ready()
     house.door.fence("w", "no heartbeat for 3 s")
     house.door.send("w", 1, wire.Wake())
-    assert await peer.hear() == wire.Refused("no heartbeat for 3 s", retry=False)
+    assert await peer.hear() == wire.RefusedFrame("no heartbeat for 3 s", retry=False)
     for secret, resume in ((welcome.session_key, True), ("token", False)):
         again = await house.dial()
         again.say(hello("w", secret, resume))
-        assert await again.hear() == wire.Refused("no heartbeat for 3 s", retry=False)
+        assert await again.hear() == wire.RefusedFrame("no heartbeat for 3 s", retry=False)
     house.door.forget("w")
     again = await house.dial()
     again.say(hello("w", welcome.session_key, resume=True))
-    assert await again.hear() == wire.Refused("unknown worker or wrong token", retry=False)
+    assert await again.hear() == wire.RefusedFrame("unknown worker or wrong token", retry=False)
     assert [what[0] for what in house.ear.heard] == ["ready"]
 
 
@@ -303,7 +303,7 @@ async def test_a_worker_fenced_for_disconnecting_does_not_resume(house: House) -
     house.ear.react = lambda what: house.door.fence("w", "gone") if what[0] == "disconnected" else None
     peer = await house.dial()
     peer.say(hello("w", welcome.session_key, resume=True))
-    assert await peer.hear() == wire.Refused("gone", retry=False)
+    assert await peer.hear() == wire.RefusedFrame("gone", retry=False)
 
 
 async def test_a_goodbye_is_told_from_a_loss(house: House) -> None:
@@ -329,7 +329,7 @@ async def test_nothing_but_ready_follows_hello(house: House, early: wire.FromWor
     peer, _ = await house.join()
     peer.say(early)
     refused = await peer.hear()
-    assert isinstance(refused, wire.Refused)
+    assert isinstance(refused, wire.RefusedFrame)
     assert "before Ready" in refused.reason
     assert [what[:3] for what in house.ear.heard] == [("barred", "w", 1)]
 
@@ -365,7 +365,7 @@ async def _two_runs(script: list[str]) -> None:
         harmed, _ = await house.ready()
         thief = await house.dial()
         thief.say(hello("w", "token", run="other"))
-        assert await thief.hear() == wire.Refused("unknown worker or wrong token", retry=False)
+        assert await thief.hear() == wire.RefusedFrame("unknown worker or wrong token", retry=False)
         other = await house.dial()
         other.say(hello("w", "the other's token", run="other"), READY)
         assert isinstance(await other.hear(), wire.Welcome)
@@ -377,7 +377,7 @@ async def _two_runs(script: list[str]) -> None:
             assert await other.hear() == wire.PullWeights(number, WeightMode.FINISH)
         thief = await house.dial()
         thief.say(hello("w", key_of("w"), resume=True, run="other"))
-        assert await thief.hear() == wire.Refused("unknown worker or wrong token", retry=False)
+        assert await thief.hear() == wire.RefusedFrame("unknown worker or wrong token", retry=False)
         said = [("message", "w", 1, report(number)) for number in range(len(script))]
         assert ear.heard == [("ready", "w", 1), *said]
         assert all(refused.worker == "" for refused in door.refusals())
@@ -453,7 +453,7 @@ async def test_a_session_of_an_earlier_process_is_resumed_under_its_next_epoch(h
     if epoch:
         peer = await house.dial()
         peer.say(hello("w", "token"))
-        assert await peer.hear() == wire.Refused("this token has been used", retry=False)
+        assert await peer.hear() == wire.RefusedFrame("this token has been used", retry=False)
     peer = await house.dial()
     peer.say(hello("w", key_of("w"), resume=True), READY)
     welcome = await peer.hear()
@@ -462,7 +462,7 @@ async def test_a_session_of_an_earlier_process_is_resumed_under_its_next_epoch(h
     await house.ear.until("ready", "w", epoch + 1)
     thief = await house.dial()
     thief.say(hello("w", "token"))
-    assert await thief.hear() == wire.Refused("this token has been used", retry=False)
+    assert await thief.hear() == wire.RefusedFrame("this token has been used", retry=False)
 
 
 @pytest.mark.parametrize("garbage", [b"GET / HTTP/1.1\r\n\r\n", b"\x00\x00\x00\x02\xc1\xc1", b"\x00\x01\x00\x00"])
@@ -470,7 +470,7 @@ async def test_garbage_from_a_stranger_ends_only_its_connection(house: House, ga
     worker, _ = await house.ready()
     stranger = await house.dial()
     stranger.writer.write(garbage)
-    assert isinstance(await stranger.hear(), wire.Refused)
+    assert isinstance(await stranger.hear(), wire.RefusedFrame)
     assert await stranger.hear() is None
     worker.say(slept())
     await house.ear.until("message", "w", 1, slept())
@@ -480,7 +480,7 @@ async def test_a_worker_that_sends_garbage_is_barred_for_good(house: House) -> N
     peer, welcome = await house.ready()
     peer.writer.write(b"\x00\x00\x00\x01\xc1")
     refused = await peer.hear()
-    assert isinstance(refused, wire.Refused)
+    assert isinstance(refused, wire.RefusedFrame)
     assert not refused.retry
     assert await peer.hear() is None
     again = await house.dial()
@@ -490,18 +490,18 @@ async def test_a_worker_that_sends_garbage_is_barred_for_good(house: House) -> N
 
 
 async def test_a_silent_stranger_is_sent_away_in_time() -> None:
-    async with House(Limits(handshake_timeout_s=0.05)) as house:
+    async with House(GatewayLimits(handshake_timeout_s=0.05)) as house:
         peer = await house.dial()
-        assert await peer.hear() == wire.Refused("no Hello within 0.05 s", retry=True)
+        assert await peer.hear() == wire.RefusedFrame("no Hello within 0.05 s", retry=True)
         assert await peer.hear() is None
 
 
 async def test_the_oldest_stranger_goes_where_there_are_too_many() -> None:
-    async with House(Limits(unauthenticated=2)) as house:
+    async with House(GatewayLimits(unauthenticated=2)) as house:
         house.expect()
         oldest, *_ = [await house.dial() for _ in range(3)]
         refused = await oldest.hear()
-        assert isinstance(refused, wire.Refused)
+        assert isinstance(refused, wire.RefusedFrame)
         assert refused.retry
         assert await oldest.hear() is None
         await house.join()
@@ -525,8 +525,8 @@ async def test_refused_hellos_are_counted_and_logged_at_a_bounded_rate(house: Ho
         for _ in range(60):
             peer = await house.dial()
             peer.say(hello("nobody", "nothing"))
-            assert isinstance(await peer.hear(), wire.Refused)
-    assert house.door.refusals() == [Refused(worker="", reason="unknown worker or wrong token", count=60)]
+            assert isinstance(await peer.hear(), wire.RefusedFrame)
+    assert house.door.refusals() == [RefusalCount(worker="", reason="unknown worker or wrong token", count=60)]
     assert 0 < len([line for line in lines if line["event"] == "refused"]) < 40
 
 
@@ -566,7 +566,7 @@ async def test_sends_of_one_iteration_are_one_write(house: House) -> None:
 
 
 async def test_a_peer_that_does_not_read_is_dropped_at_a_bound() -> None:
-    async with House(Limits(unread_bytes=1 << 20)) as house:
+    async with House(GatewayLimits(unread_bytes=1 << 20)) as house:
         await house.ready()
         (connection,) = house.gateway._connections
         order = wire.Drain("x" * 65_536)
@@ -581,7 +581,7 @@ async def test_a_peer_that_does_not_read_is_dropped_at_a_bound() -> None:
 
 
 async def test_a_peer_that_reads_nothing_for_too_long_is_dropped() -> None:
-    async with House(Limits(unread_timeout_s=0.2)) as house:
+    async with House(GatewayLimits(unread_timeout_s=0.2)) as house:
         await house.ready()
         for _ in range(200):
             house.door.send("w", 1, wire.Drain("x" * 65_536))

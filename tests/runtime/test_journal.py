@@ -28,7 +28,6 @@ from elastic.core.types import Account, EndCause, FinishReason
 from elastic.runtime.journal import (
     SCHEMA_VERSION,
     BookRow,
-    Journal,
     JournalError,
     JournalReader,
     MoveRow,
@@ -36,6 +35,7 @@ from elastic.runtime.journal import (
     PullRow,
     RunDirectory,
     SampleRow,
+    SqliteJournal,
     StepRow,
     TrajectoryRow,
     TurnRow,
@@ -44,7 +44,7 @@ from elastic.runtime.journal import (
     tokens_event,
 )
 from elastic.runtime.journal.records import KINDS, TABLES
-from elastic.runtime.journal.tables import ROWS_AT_ONCE, Table
+from elastic.runtime.journal.tables import ROWS_AT_ONCE, JournalTable
 from elastic.runtime.status import RunStatus
 
 CHUNK = wire.Chunk("0/0/0/0", 1, 0, [5, 6, 7], [-0.5, -1.0, -1.5], 3, FinishReason.STOP)
@@ -82,9 +82,9 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def journal(path: Path) -> Iterator[Journal]:
+def journal(path: Path) -> Iterator[SqliteJournal]:
     """Commits when it must: at its end, or when it is asked to."""
-    journal = Journal(path, 3600.0, lock_timeout_s=20.0)
+    journal = SqliteJournal(path, 3600.0, lock_timeout_s=20.0)
     yield journal
     if journal.failed is None:
         journal.close()
@@ -126,7 +126,7 @@ class TestEvents:
     def test_come_back_in_order_with_their_times(self, path: Path) -> None:
         ended = e.LeaseEnded(lease="spot-1", cause=EndCause.PREEMPTED, detail="gone")
         tokens = tokens_event("w", 2, [CHUNK])
-        journal = Journal(path)
+        journal = SqliteJournal(path)
         journal.append(event_row(e.Tick(), 1))
         journal.append(frame_row(tokens, body_of(CHUNK), (0,), 2))
         journal.append(event_row(ended, 3))
@@ -142,7 +142,7 @@ class TestEvents:
     def test_a_frame_is_kept_as_far_as_it_was_accepted(self, path: Path, accepted: tuple[int, ...]) -> None:
         """What the core saw is whole: a replay decides the same, and what it refuses it need not have."""
         event = tokens_event("w", 2, [CHUNK, OTHER])
-        journal = Journal(path)
+        journal = SqliteJournal(path)
         journal.append(frame_row(event, memoryview(body_of(CHUNK, OTHER)), accepted, 1))
         journal.close()
         with reading(path) as reader:
@@ -151,7 +151,7 @@ class TestEvents:
     def test_a_frame_is_kept_as_it_came(self, path: Path) -> None:
         """Bytes that a newer worker adds to its message stay, though nobody here knows them."""
         body = body_of(CHUNK)
-        journal = Journal(path)
+        journal = SqliteJournal(path)
         journal.append(frame_row(tokens_event("w", 2, [CHUNK]), body, (0,), 1))
         journal.close()
         with closing(sqlite3.connect(path)) as connection:
@@ -160,7 +160,7 @@ class TestEvents:
 
     def test_a_worthless_frame_takes_no_room_for_its_tokens(self, path: Path) -> None:
         large = wire.Chunk("0/0/0/0", 1, 0, [5] * 10_000, [-0.5] * 10_000, 3)
-        journal = Journal(path)
+        journal = SqliteJournal(path)
         journal.append(frame_row(tokens_event("w", 2, [large]), body_of(large), (), 1))
         journal.close()
         with closing(sqlite3.connect(path)) as connection:
@@ -182,7 +182,7 @@ class TestRecords:
             )
             for n in range(rows)
         ]
-        journal = Journal(path)
+        journal = SqliteJournal(path)
         for move in moves:
             journal.append(move)
         journal.close()
@@ -190,7 +190,7 @@ class TestRecords:
             assert reader.rows(MoveRow) == moves
 
     def test_the_last_one_of_a_key_stands(self, path: Path) -> None:
-        journal = Journal(path)
+        journal = SqliteJournal(path)
         for tokens in (1, 2):
             journal.append(turn(tokens=tokens))
             journal.meta("status", str(tokens))
@@ -202,8 +202,8 @@ class TestRecords:
     def test_have_what_is_no_number_or_text_as_json(self, path: Path) -> None:
         record = StepRecord(step=3, duration_ns=1, seeding_ns=2, rollout_ns=3, groups_trained=4, groups_dropped=5)
         step = StepRow(step=3, t_ns=9, record=record, success_rate=0.5, trainer={"loss": 0.25, "clip": None})
-        refused = pull(refused=[wire.Refusal("manifest", "signature")], split_s={"wire": 0.5})
-        journal = Journal(path)
+        refused = pull(refused=[wire.UnverifiedWeights("manifest", "signature")], split_s={"wire": 0.5})
+        journal = SqliteJournal(path)
         journal.append(step)
         journal.append(refused)
         journal.append(SampleRow(t_ns=5, status=STATUS))
@@ -215,14 +215,14 @@ class TestRecords:
 
     def test_are_as_they_were_when_they_were_appended(self, path: Path) -> None:
         book = DeviceBook("spot-1", "spot-1", "spot", 1, 7, 0, 0)
-        journal = Journal(path, 3600.0)
+        journal = SqliteJournal(path, 3600.0)
         journal.append(BookRow(worker="spot-1", book=book))
         book.add(Account.DECODE, 5)
         journal.close()
         with reading(path) as reader:
             assert [found.cursor_ns for found in reader.books()] == [0]
 
-    def test_each_kind_has_a_table_with_a_column_for_each_field(self, journal: Journal) -> None:
+    def test_each_kind_has_a_table_with_a_column_for_each_field(self, journal: SqliteJournal) -> None:
         for kind in KINDS:
             columns = [c[1] for c in journal._connection.execute(f"PRAGMA table_info({kind.TABLE})")]
             assert [name for name in columns if name != "seq"] == list(kind.__struct_fields__)
@@ -234,18 +234,18 @@ class TestBooks:
 
     def test_closed_ones_are_written_once(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         written: list[str] = []
-        kept = Table.kept
+        kept = JournalTable.kept
 
-        def noted(table: Table, record: object) -> object:
+        def noted(table: JournalTable, record: object) -> object:
             if isinstance(record, BookRow):
                 written.append(record.worker)
             return kept(table, record)  # type: ignore[arg-type]
 
-        monkeypatch.setattr(Table, "kept", noted)
+        monkeypatch.setattr(JournalTable, "kept", noted)
         ledger = Ledger()
         for number in (1, 2):
             ledger.open(f"spot-{number}", f"spot-{number}", "spot", 1, 1.0, number)
-        journal = Journal(path)
+        journal = SqliteJournal(path)
         journal.books(ledger.books.values())
         ledger.close("spot-1", 10, clean=True)
         for _ in range(3):
@@ -261,7 +261,7 @@ class TestBooks:
         ledger.open("spot-1", "spot-1", "spot", 1, 1.0, 0)
         ledger.report("spot-1", {Account.DECODE: 100}, 10, 100)
         ledger.close("spot-1", 200, clean=False)
-        journal = Journal(path)
+        journal = SqliteJournal(path)
         journal.books(ledger.books.values())
         ledger.lose("spot-1", 5)
         journal.books(ledger.books.values())
@@ -295,8 +295,8 @@ class TestBooks:
             elif act == "close":
                 ledger.close(name, t_ns, clean=True)
             elif act == "write":
-                Journal.books(written, ledger.books.values())  # type: ignore[arg-type]
-        Journal.books(written, ledger.books.values())  # type: ignore[arg-type]
+                SqliteJournal.books(written, ledger.books.values())  # type: ignore[arg-type]
+        SqliteJournal.books(written, ledger.books.values())  # type: ignore[arg-type]
         assert written.last == {name: msgspec.to_builtins(book) for name, book in ledger.books.items()}
 
 
@@ -313,31 +313,31 @@ class Written:
 
 class TestDurability:
     def test_what_is_appended_is_durable_without_a_close(self, path: Path) -> None:
-        journal = Journal(path, 0.01)
+        journal = SqliteJournal(path, 0.01)
         journal.append(event_row(e.Tick(), 1))
         with reading(path) as reader:
             until(lambda: list(reader.events()))
         journal.close()
 
-    def test_is_waited_for_without_the_interval(self, path: Path, journal: Journal) -> None:
+    def test_is_waited_for_without_the_interval(self, path: Path, journal: SqliteJournal) -> None:
         with reading(path) as reader:
             for t_ns in range(1, 4):
                 journal.append(event_row(e.Tick(), t_ns))
                 journal.durable().result(timeout=20)
                 assert [at_ns for at_ns, _ in reader.events()] == list(range(1, t_ns + 1))
 
-    async def test_is_awaited(self, path: Path, journal: Journal) -> None:
+    async def test_is_awaited(self, path: Path, journal: SqliteJournal) -> None:
         journal.append(event_row(e.Tick(), 1))
         async with asyncio.timeout(20):
             await asyncio.wrap_future(journal.durable())
         with reading(path) as reader:
             assert len(list(reader.events())) == 1
 
-    def test_of_nothing_is_at_once(self, journal: Journal) -> None:
+    def test_of_nothing_is_at_once(self, journal: SqliteJournal) -> None:
         journal.durable().result(timeout=20)
 
     def test_holds_after_the_close(self, path: Path) -> None:
-        journal = Journal(path, 3600.0)
+        journal = SqliteJournal(path, 3600.0)
         journal.append(event_row(e.Tick(), 1))
         waiting = journal.durable()
         journal.close()
@@ -346,14 +346,14 @@ class TestDurability:
 
     @pytest.mark.parametrize(("against", "synchronous"), [("process", 1), ("power", 2)])
     def test_is_against_a_dead_process_or_a_power_failure(self, path: Path, against: str, synchronous: int) -> None:
-        journal = Journal(path, durable_against=against)
+        journal = SqliteJournal(path, durable_against=against)
         assert journal._connection.execute("PRAGMA synchronous").fetchone() == (synchronous,)
         journal.close()
 
     def test_no_row_is_lost_between_threads(self, path: Path) -> None:
         """Appended from several threads while the writer commits as fast as it can; each one's rows stay in order."""
         threads, rows = 4, 3000
-        journal = Journal(path, 0.0001)
+        journal = SqliteJournal(path, 0.0001)
         begin = threading.Barrier(threads)
 
         def hammer(number: int) -> None:
@@ -381,7 +381,7 @@ class TestDurability:
 
     def test_nothing_is_lost_that_is_appended_while_the_writer_takes_what_is_there(self, path: Path) -> None:
         """The writer takes what has gathered at the very moment between two halves of an append."""
-        journal = Journal(path, 3600.0)
+        journal = SqliteJournal(path, 3600.0)
         table = TABLES[NoteRow]
         kept = table.kept
 
@@ -400,20 +400,20 @@ class TestDurability:
             assert {str(number) for number in range(50)} <= reader.meta().keys()
 
     def test_a_closed_journal_takes_nothing(self, path: Path) -> None:
-        journal = Journal(path)
+        journal = SqliteJournal(path)
         journal.close()
         with pytest.raises(JournalError, match="closed"):
             journal.append(event_row(e.Tick(), 1))
 
     def test_each_has_a_file_of_its_own(self, path: Path) -> None:
-        Journal(path).close()
+        SqliteJournal(path).close()
         with pytest.raises(JournalError, match=r"journal\.sqlite: there is a journal already"):
-            Journal(path)
+            SqliteJournal(path)
         with reading(path) as reader:
             assert list(reader.events()) == []
 
 
-WILD: dict[str, Callable[[Journal], None]] = {
+WILD: dict[str, Callable[[SqliteJournal], None]] = {
     "integer beyond 64 bits": lambda journal: journal.append(pull(bytes=2**63)),
     "negative beyond 64 bits": lambda journal: journal.append(turn(tokens=-(2**63) - 1)),
     "infinite": lambda journal: journal.append(pull(pull_s=math.inf)),
@@ -430,7 +430,7 @@ class TestFailures:
     def test_whatever_cannot_be_written_is_the_journals_failure(self, path: Path, name: str) -> None:
         """What was committed stays, the rest of its batch goes with it, and nothing comes after."""
         told = threading.Event()
-        journal = Journal(path, 3600.0)
+        journal = SqliteJournal(path, 3600.0)
         journal.on_change = told.set
         journal.append(event_row(e.Tick(), 1))
         journal.durable().result(timeout=20)
@@ -449,7 +449,7 @@ class TestFailures:
             assert [t_ns for t_ns, _ in reader.events()] == [1]
 
     def test_a_disk_that_fills_up(self, path: Path) -> None:
-        journal = Journal(path, 0.01)
+        journal = SqliteJournal(path, 0.01)
         journal._connection.execute("PRAGMA max_page_count = 30")
         for t_ns in range(2000):
             journal.append(event_row(e.StopRequested(reason="x" * 100), t_ns))
@@ -461,7 +461,7 @@ class TestFailures:
 
     def test_directory_that_is_not_there(self, tmp_path: Path) -> None:
         with pytest.raises(JournalError, match="nosuch"):
-            Journal(tmp_path / "nosuch" / "journal.sqlite")
+            SqliteJournal(tmp_path / "nosuch" / "journal.sqlite")
 
 
 class TestForeignLock:
@@ -471,7 +471,7 @@ class TestForeignLock:
             foreign.execute("BEGIN IMMEDIATE")
             yield foreign
 
-    def test_is_waited_for(self, path: Path, journal: Journal) -> None:
+    def test_is_waited_for(self, path: Path, journal: SqliteJournal) -> None:
         with self.locked(path) as foreign:
             journal.append(event_row(e.Tick(), 1))
             waiting = journal.durable()
@@ -483,7 +483,7 @@ class TestForeignLock:
         assert journal.failed is None
 
     def test_is_not_waited_for_for_ever(self, path: Path) -> None:
-        journal = Journal(path, 3600.0, lock_timeout_s=0.05)
+        journal = SqliteJournal(path, 3600.0, lock_timeout_s=0.05)
         with self.locked(path):
             journal.append(event_row(e.Tick(), 1))
             with pytest.raises(
@@ -496,7 +496,7 @@ class TestForeignLock:
 
 class TestBehind:
     def test_is_told_and_over_once_it_has_caught_up(self, path: Path) -> None:
-        journal = Journal(path, 3600.0, lock_timeout_s=20.0, pending_bytes=10_000)
+        journal = SqliteJournal(path, 3600.0, lock_timeout_s=20.0, pending_bytes=10_000)
         told: list[bool] = []
         caught_up = threading.Event()
 
@@ -524,7 +524,7 @@ class TestBehind:
 
     def test_who_can_wait_is_held(self, path: Path) -> None:
         """What waits to be written never grows beyond its bound by more than what one thread appends at once."""
-        journal = Journal(path, 3600.0, pending_bytes=10_000, waits=True)
+        journal = SqliteJournal(path, 3600.0, pending_bytes=10_000, waits=True)
         most = 0
         for t_ns in range(2000):
             journal.append(event_row(e.StopRequested(reason="x" * 100), t_ns))
@@ -535,7 +535,7 @@ class TestBehind:
             assert len(list(reader.events())) == 2000
 
     def test_a_journal_that_fails_holds_nobody(self, path: Path) -> None:
-        journal = Journal(path, 3600.0, lock_timeout_s=0.01, pending_bytes=1000, waits=True)
+        journal = SqliteJournal(path, 3600.0, lock_timeout_s=0.01, pending_bytes=1000, waits=True)
         with TestForeignLock().locked(path):
             for t_ns in range(100):
                 journal.append(event_row(e.StopRequested(reason="x" * 100), t_ns))
@@ -557,7 +557,7 @@ class TestReading:
         ("version", "found"), [("99", "schema version 99, written by a newer"), ("x", "version x")]
     )
     def test_another_schema_is_named(self, path: Path, version: str, found: str) -> None:
-        Journal(path).close()
+        SqliteJournal(path).close()
         with closing(sqlite3.connect(path)) as connection:
             connection.execute("UPDATE meta SET value = ? WHERE key = 'schema_version'", (version,))
             connection.commit()
@@ -566,7 +566,7 @@ class TestReading:
 
     def test_a_torn_tail_takes_only_what_was_not_committed_with_it(self, path: Path) -> None:
         """As a power failure leaves it: the log of the last commits is cut anywhere."""
-        journal = Journal(path, 3600.0)
+        journal = SqliteJournal(path, 3600.0)
         for t_ns in range(1, 6):
             journal.append(event_row(e.Tick(), t_ns))
             journal.durable().result(timeout=20)
@@ -578,7 +578,7 @@ class TestReading:
         lasts: list[int] = []
         for size in sizes:
             torn = whole / f"{size}.sqlite"
-            Journal(torn, 3600.0).close()
+            SqliteJournal(torn, 3600.0).close()
             torn.with_name(f"{torn.name}-wal").write_bytes(log[:size])
             with reading(torn) as reader:
                 times = [t_ns for t_ns, _ in reader.events()]
@@ -613,7 +613,7 @@ while True:
     def test_without_room_for_its_index_a_sound_journal_is_not_called_damaged(
         self, path: Path, small_disk: Path
     ) -> None:
-        journal = Journal(path)
+        journal = SqliteJournal(path)
         journal.meta("run", "r")
         journal.durable().result(timeout=20)
         killed = small_disk / path.name
@@ -640,7 +640,7 @@ while True:
     @pytest.mark.parametrize("name", READERS)
     def test_a_damaged_journal_is_named(self, path: Path, name: str) -> None:
         page_bytes, sound_pages = 4096, 20
-        journal = Journal(path, 3600.0)
+        journal = SqliteJournal(path, 3600.0)
         for t_ns in range(3000):
             journal.append(event_row(e.Tick(), t_ns))
             journal.append(SampleRow(t_ns=t_ns, status=STATUS))
@@ -652,7 +652,7 @@ while True:
 
     @pytest.mark.parametrize(("table", "name"), [("samples", "rows"), ("events", "events_of"), ("events", "entries")])
     def test_damage_within_a_row_is_named(self, path: Path, table: str, name: str) -> None:
-        journal = Journal(path)
+        journal = SqliteJournal(path)
         journal.append(event_row(e.Tick(), 1))
         journal.append(SampleRow(t_ns=1, status=STATUS))
         journal.close()
@@ -664,7 +664,7 @@ while True:
             self.READERS[name](reader)
 
     def test_a_number_where_a_text_belongs_is_named(self, path: Path) -> None:
-        journal = Journal(path)
+        journal = SqliteJournal(path)
         journal.append(turn())
         journal.close()
         with closing(sqlite3.connect(path)) as connection:
@@ -677,7 +677,7 @@ while True:
         ledger = Ledger()
         ledger.open("spot-1", "spot-1", "spot", 1, 1.0, 2)
         record = StepRecord(step=0, duration_ns=0, seeding_ns=0, rollout_ns=0, groups_trained=0, groups_dropped=0)
-        acts: tuple[Callable[[Journal], None], ...] = (
+        acts: tuple[Callable[[SqliteJournal], None], ...] = (
             lambda journal: None,
             lambda journal: journal.append(event_row(e.Tick(), 1)),
             lambda journal: journal.books(ledger.books.values()),
@@ -687,7 +687,7 @@ while True:
         )
         for count in range(len(acts)):
             path = tmp_path / f"{count}.sqlite"
-            journal = Journal(path)
+            journal = SqliteJournal(path)
             for act in acts[: count + 1]:
                 act(journal)
             journal.close()
@@ -707,7 +707,7 @@ while True:
             policy_tokens=0,
             token_ids=b"\x90",
         )
-        journal = Journal(path)
+        journal = SqliteJournal(path)
         journal.append(row)
         journal.close()
         with reading(path) as reader:

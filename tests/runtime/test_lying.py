@@ -133,7 +133,7 @@ def lying(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 async def test_a_run_with_liars_is_the_run_without_them(lying) -> None:
     found = await lying.measure(frames=20 * len(KINDS), seed=3)
-    assert found["kinds"].keys() == {kind.__name__ for kind in KINDS}
+    assert found["kinds"].keys() == {wire.kind_of(kind) for kind in KINDS}
     assert min(found["kinds"].values()) >= 20
     assert (found["runs_ended"], found["cause"]) == (0, "")
     assert found["other_workers_fenced"] == 0

@@ -16,13 +16,13 @@ from elastic.runtime.journal import (
     SCHEMA_VERSION,
     CallRow,
     GroupRow,
-    Journal,
     JournalReader,
+    JournalRecord,
     MoveRow,
     PullRow,
-    Record,
     RunDirectory,
     SampleRow,
+    SqliteJournal,
     StepRow,
     TrajectoryRow,
     TurnRow,
@@ -32,7 +32,7 @@ from elastic.runtime.journal.migrations import MIGRATIONS
 
 KEPT = Path(__file__).parent / "journals"
 RUNS = sorted(path.relative_to(KEPT).as_posix() for path in KEPT.glob("v*/*") if path.is_dir())
-COUNTED: dict[str, type[Record]] = {
+COUNTED: dict[str, type[JournalRecord]] = {
     "turns": TurnRow,
     "moves": MoveRow,
     "trajectories": TrajectoryRow,
@@ -106,7 +106,7 @@ def test_what_only_the_trainer_says_names_it(kept: tuple[RunDirectory, dict[str,
 
 def test_the_migrated_have_the_tables_of_today(kept: tuple[RunDirectory, dict[str, Any]], tmp_path: Path) -> None:
     run, _ = kept
-    Journal(tmp_path / "today.sqlite").close()
+    SqliteJournal(tmp_path / "today.sqlite").close()
     with JournalReader(tmp_path / "today.sqlite") as today, run.journals() as journals:
         for journal in journals:
             assert columns(journal) == columns(today)
@@ -123,7 +123,7 @@ def columns(journal: JournalReader) -> dict[str, list[tuple[str, str]]]:
 def test_a_run_that_is_resumed_goes_on_beside_its_migrated_journals(kept: tuple[RunDirectory, dict[str, Any]]) -> None:
     run, expected = kept
     before = len(run.journal_paths())
-    journal = Journal(run.next_journal_path())
+    journal = SqliteJournal(run.next_journal_path())
     journal.meta("status", "finished")
     journal.append(event_row(e.Tick(), 5 * 10**9))
     journal.close()

@@ -4,13 +4,15 @@ import structlog
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.runtime.refusals import BURST_LINES, KINDS_MAX, LINES_PER_S, REASON_MAX, Refusals, Refused
+from elastic.runtime.refusals import BURST_LINES, KINDS_MAX, LINES_PER_S, REASON_MAX, RefusalCount, Refusals
 
 
 def test_a_refusal_is_told_in_one_line() -> None:
-    lie = Refused(worker="spot-3", reason="log-probability above 0", count=12)
+    lie = RefusalCount(worker="spot-3", reason="log-probability above 0", count=12)
     assert str(lie) == "refused: 12 frames of worker spot-3: log-probability above 0"
-    assert str(Refused(worker="", reason="wrong token", count=1)) == "refused: 1 connection of strangers: wrong token"
+    assert (
+        str(RefusalCount(worker="", reason="wrong token", count=1)) == "refused: 1 connection of strangers: wrong token"
+    )
 
 
 @given(st.lists(st.tuples(st.sampled_from(["", "w-1", "w-2"]), st.text(max_size=400), st.floats(0, 2)), max_size=200))
@@ -36,5 +38,5 @@ def test_strangers_that_always_say_something_else_take_no_room() -> None:
     refusals.note("w-1", "log-probability above 0", 0.0)
     counts = refusals.counts()
     assert len(counts) <= KINDS_MAX + 2
-    assert counts[-1] == Refused(worker="w-1", reason="log-probability above 0", count=1)
+    assert counts[-1] == RefusalCount(worker="w-1", reason="log-probability above 0", count=1)
     assert sum(c.count for c in counts) == 10 * KINDS_MAX + 1

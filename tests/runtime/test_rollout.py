@@ -11,7 +11,7 @@ from elastic.core import events as e
 from elastic.core.types import SamplingParameters
 from elastic.envs.base import StepResult
 from elastic.runtime.journal import TrajectoryRow
-from elastic.runtime.rollout import Episode, RolloutLimits, Rollouts
+from elastic.runtime.rollout import RolloutLimits, Rollouts, RolloutTrajectory
 
 LIMITS = RolloutLimits(
     max_turns=4,
@@ -61,7 +61,7 @@ class Endless(OneTurn):
         return self._reward * self._turns
 
 
-def written(episode: Episode) -> TrajectoryRow:
+def written(episode: RolloutTrajectory) -> TrajectoryRow:
     """As a journal has it."""
     return TrajectoryRow(
         trajectory=episode.trajectory,
@@ -79,14 +79,14 @@ def written(episode: Episode) -> TrajectoryRow:
     )
 
 
-async def play(environment: OneTurn) -> tuple[list[e.Event], list[Episode]]:
+async def play(environment: OneTurn) -> tuple[list[e.Event], list[RolloutTrajectory]]:
     """What the core is told of one trajectory, and the episodes that came with the events that end one."""
     return (await played(environment))[1:]
 
 
-async def played(environment: OneTurn) -> tuple[Rollouts, list[e.Event], list[Episode]]:
+async def played(environment: OneTurn) -> tuple[Rollouts, list[e.Event], list[RolloutTrajectory]]:
     heard: list[e.Event] = []
-    ended: list[Episode] = []
+    ended: list[RolloutTrajectory] = []
 
     def feed(event: e.Event, payload: Any = None) -> None:
         if isinstance(event, e.TurnRequested):

@@ -35,8 +35,8 @@ def chunk(**fields: Any) -> wire.Tokens:
         (beat({}, capacity=10**15), "credit"),
         (wire.Trained("0/0", 0.1), "only the trainer"),
         (wire.Stepped(1, {}), "only the trainer"),
-        (wire.Published(1, {}, {}), "only the trainer"),
-        (wire.TrainerFailed("no"), "only the trainer"),
+        (wire.PublishedFrame(1, {}, {}), "only the trainer"),
+        (wire.TrainerFailedFrame("no"), "only the trainer"),
         (READY, "only the trainer"),
         (msgspec.structs.replace(READY, publisher="", groups=["0/0"]), "only the trainer"),
         (msgspec.structs.replace(READY, publisher="", slots=[0]), "only the trainer"),
@@ -47,7 +47,9 @@ def test_a_lie_is_named(lie: wire.FromWorker, named: str) -> None:
         Claims(BOUNDS).check(lie, 0.0)
 
 
-@pytest.mark.parametrize("message", [wire.Trained("0/0", 0.1), wire.Stepped(1, {}), wire.TrainerFailed("no"), READY])
+@pytest.mark.parametrize(
+    "message", [wire.Trained("0/0", 0.1), wire.Stepped(1, {}), wire.TrainerFailedFrame("no"), READY]
+)
 def test_the_trainer_may_say_what_trainers_say(message: wire.FromWorker) -> None:
     Claims(TRAINER).check(message, 0.0)
 

@@ -3,14 +3,21 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.sim.performance.episodes import DrawnEpisodes, Episode, EpisodeLimits, Episodes, RecordedEpisodes, Turn
+from elastic.sim.performance.episodes import (
+    DrawnEpisodes,
+    Episode,
+    EpisodeLimits,
+    Episodes,
+    EpisodeTurn,
+    RecordedEpisodes,
+)
 
 TURNS = st.lists(st.tuples(st.integers(1, 500), st.integers(1, 300)), min_size=1, max_size=8)
 SOURCES = st.lists(TURNS, min_size=1, max_size=5)
 
 
 def episode(turns: list[tuple[int, int]]) -> Episode:
-    return Episode(tuple(Turn(observation, tokens, 1.0) for observation, tokens in turns), 1.0)
+    return Episode(tuple(EpisodeTurn(observation, tokens, 1.0) for observation, tokens in turns), 1.0)
 
 
 def within(limits: EpisodeLimits, episodes: Episodes) -> None:

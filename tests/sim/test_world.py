@@ -12,26 +12,26 @@ from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core.fleet import Fleet
 from elastic.core.ids import lease_of
-from elastic.core.lease_desk import LeaseDesk
+from elastic.core.lease_manager import LeaseManager
 from elastic.core.ledger import Ledger
-from elastic.core.reward_desk import RewardDesk
+from elastic.core.reward_manager import RewardManager
 from elastic.core.run_state import Phase, RunState
-from elastic.core.step_driver import StepDriver
+from elastic.core.step_controller import StepController
 from elastic.core.steps import Group
 from elastic.core.trainer_device import TrainerDevice
-from elastic.core.turn_desk import TurnDesk
+from elastic.core.turn_manager import TurnManager
 from elastic.core.types import NS_PER_S, EndCause, FinishReason, Plan, WorkerState
-from elastic.core.worker_desk import WorkerDesk
+from elastic.core.worker_manager import WorkerManager
 from elastic.runtime.run import Run
-from elastic.sim.faults import NO_FAULTS, Crash, Ending, Fault, FaultKind, FaultPlan, Mishaps
+from elastic.sim.faults import NO_FAULTS, Crash, FaultPlan, FaultRates, RunEnding, SimulatedFault, SimulatedFaultKind
 from elastic.sim.incarnation import TrainerOrders, replayed
 from elastic.sim.learner import Learner, LearnerViolated
 from elastic.sim.provider import SimulatedProvider
-from elastic.sim.record import Record
-from elastic.sim.settings import ProviderSettings, WorldSettings, draw_large_settings, draw_settings
+from elastic.sim.record import RunRecord
+from elastic.sim.settings import SimulatedProviderSettings, WorldSettings, draw_large_settings, draw_settings
 from elastic.sim.trainer import SimulatedTrainer
 from elastic.sim.worker import SimulatedWorker
-from elastic.sim.world import LARGE_EVERY, Outcome, WorldFailed, simulate
+from elastic.sim.world import LARGE_EVERY, SimulatedOutcome, SimulatedWorldFailed, simulate
 
 CI_SEEDS = 200
 BATCH = 20
@@ -95,8 +95,8 @@ def test_replayed_events_lead_to_the_same_state_after_each(seed: int) -> None:
 SETTINGS = WorldSettings(
     plan=Plan(steps=2, groups=2, group_size=3, providers=("spot", "serving")),
     providers=(
-        ProviderSettings(name="spot", leases=2, workers_per_lease=2),
-        ProviderSettings(name="serving", leases=1, boot_ns=NS_PER_S // 10),
+        SimulatedProviderSettings(name="spot", leases=2, workers_per_lease=2),
+        SimulatedProviderSettings(name="serving", leases=1, boot_ns=NS_PER_S // 10),
     ),
     seeding_ns=NS_PER_S,
     max_new_tokens=40,
@@ -104,44 +104,46 @@ SETTINGS = WorldSettings(
 )
 
 
-def storm(kind: FaultKind) -> FaultPlan:
+def storm(kind: SimulatedFaultKind) -> FaultPlan:
     """One kind of fault, again and again, at every worker in turn, some short and some long."""
-    faults = tuple(Fault(n * NS_PER_S, kind, (1 + n % 2 * 4) * NS_PER_S, n * 0.37 % 1) for n in range(1, 31, 3))
-    return FaultPlan(end_ns=30 * NS_PER_S, faults=faults, mishaps=Mishaps())
+    faults = tuple(
+        SimulatedFault(n * NS_PER_S, kind, (1 + n % 2 * 4) * NS_PER_S, n * 0.37 % 1) for n in range(1, 31, 3)
+    )
+    return FaultPlan(end_ns=30 * NS_PER_S, faults=faults, mishaps=FaultRates())
 
 
 def quiet(end_ns: int) -> FaultPlan:
-    return FaultPlan(end_ns=end_ns, faults=(), mishaps=Mishaps())
+    return FaultPlan(end_ns=end_ns, faults=(), mishaps=FaultRates())
 
 
-def told(outcome: Outcome, kind: type[e.Event], **fields: object) -> int:
+def told(outcome: SimulatedOutcome, kind: type[e.Event], **fields: object) -> int:
     """How often the core has heard such an event."""
     events = (event for _, event in outcome.journals[-1].events if isinstance(event, kind))
     return sum(all(getattr(event, name) == value for name, value in fields.items()) for event in events)
 
 
-def stalls(outcome: Outcome) -> int:
+def stalls(outcome: SimulatedOutcome) -> int:
     frames = [event for _, event in outcome.journals[-1].events if isinstance(event, e.TokensReceived)]
     return sum(chunk.finish is FinishReason.STALLED for frame in frames for chunk in frame.chunks)
 
 
-def granted(outcome: Outcome) -> list[str]:
+def granted(outcome: SimulatedOutcome) -> list[str]:
     return [event.lease for _, event in outcome.journals[-1].events if isinstance(event, e.LeaseGranted)]
 
 
-def _released_early(outcome: Outcome) -> int:
+def _released_early(outcome: SimulatedOutcome) -> int:
     return len(outcome.record.granted)
 
 
-def _redispatched(outcome: Outcome) -> int:
+def _redispatched(outcome: SimulatedOutcome) -> int:
     return outcome.record.redispatched
 
 
-def _duration_ns(outcome: Outcome) -> int:
+def _duration_ns(outcome: SimulatedOutcome) -> int:
     return outcome.ended_ns
 
 
-def _untold_ns(outcome: Outcome) -> int:
+def _untold_ns(outcome: SimulatedOutcome) -> int:
     """From the loss of each worker's connection to the word that its lease is over."""
     lost_ns: dict[str, int] = {}
     untold_ns = 0
@@ -153,34 +155,34 @@ def _untold_ns(outcome: Outcome) -> int:
     return untold_ns
 
 
-TRACES: dict[FaultKind, Callable[[Outcome], int]] = {
-    FaultKind.KILL: lambda o: told(o, e.WorkerDisconnected, goodbye=False),
-    FaultKind.VANISH: _released_early,
-    FaultKind.PREEMPT: lambda o: told(o, e.LeaseEnded, cause=EndCause.PREEMPTED),
-    FaultKind.NOTICE: lambda o: told(o, e.LeaseNotice),
-    FaultKind.FREEZE: _released_early,
-    FaultKind.HANG: _released_early,
-    FaultKind.SLOW: _duration_ns,
-    FaultKind.DISCONNECT: lambda o: told(o, e.WorkerJoined, epoch=2),
-    FaultKind.CUT_UP: _released_early,
-    FaultKind.CUT_DOWN: _redispatched,
-    FaultKind.PRESSURE: stalls,
-    FaultKind.BLACKOUT: lambda o: told(o, e.LeaseEnded, cause=EndCause.PREEMPTED),
-    FaultKind.SILENT_PROVIDER: _untold_ns,
-    FaultKind.REWARDS_DOWN: lambda o: told(o, e.RewardFailed),
-    FaultKind.TRAINER_KILLED: lambda o: sum(lease.startswith("trainer") for lease in granted(o)),
-    FaultKind.LIE: lambda o: told(o, e.WorkerBarred),
+TRACES: dict[SimulatedFaultKind, Callable[[SimulatedOutcome], int]] = {
+    SimulatedFaultKind.KILL: lambda o: told(o, e.WorkerDisconnected, goodbye=False),
+    SimulatedFaultKind.VANISH: _released_early,
+    SimulatedFaultKind.PREEMPT: lambda o: told(o, e.LeaseEnded, cause=EndCause.PREEMPTED),
+    SimulatedFaultKind.NOTICE: lambda o: told(o, e.LeaseNotice),
+    SimulatedFaultKind.FREEZE: _released_early,
+    SimulatedFaultKind.HANG: _released_early,
+    SimulatedFaultKind.SLOW: _duration_ns,
+    SimulatedFaultKind.DISCONNECT: lambda o: told(o, e.WorkerJoined, epoch=2),
+    SimulatedFaultKind.CUT_UP: _released_early,
+    SimulatedFaultKind.CUT_DOWN: _redispatched,
+    SimulatedFaultKind.PRESSURE: stalls,
+    SimulatedFaultKind.BLACKOUT: lambda o: told(o, e.LeaseEnded, cause=EndCause.PREEMPTED),
+    SimulatedFaultKind.SILENT_PROVIDER: _untold_ns,
+    SimulatedFaultKind.REWARDS_DOWN: lambda o: told(o, e.RewardFailed),
+    SimulatedFaultKind.TRAINER_KILLED: lambda o: sum(lease.startswith("trainer") for lease in granted(o)),
+    SimulatedFaultKind.LIE: lambda o: told(o, e.WorkerBarred),
 }
 """Of what there is more under a fault than without it."""
 
 
-@pytest.mark.parametrize("kind", FaultKind)
-def test_storm_of_one_fault(kind: FaultKind) -> None:
-    settings = msgspec.structs.replace(SETTINGS, rewards_on_functions=kind is FaultKind.REWARDS_DOWN)
+@pytest.mark.parametrize("kind", SimulatedFaultKind)
+def test_storm_of_one_fault(kind: SimulatedFaultKind) -> None:
+    settings = msgspec.structs.replace(SETTINGS, rewards_on_functions=kind is SimulatedFaultKind.REWARDS_DOWN)
     faults, without = storm(kind), quiet(30 * NS_PER_S)
-    if kind is FaultKind.SILENT_PROVIDER:
+    if kind is SimulatedFaultKind.SILENT_PROVIDER:
         # A provider with nothing to say keeps silent about nothing.
-        without = storm(FaultKind.PREEMPT)
+        without = storm(SimulatedFaultKind.PREEMPT)
         both = sorted((*faults.faults, *without.faults), key=lambda fault: fault.at_ns)
         faults = msgspec.structs.replace(faults, faults=tuple(both))
     stormy = [simulate(seed, settings, faults) for seed in range(3)]
@@ -192,17 +194,21 @@ def test_storm_of_one_fault(kind: FaultKind) -> None:
 
 def test_what_did_nothing_is_no_fault() -> None:
     """No function scores, nobody is there yet, and a silence follows another at once."""
-    rewards = simulate(1, SETTINGS, storm(FaultKind.REWARDS_DOWN))
+    rewards = simulate(1, SETTINGS, storm(SimulatedFaultKind.REWARDS_DOWN))
     assert rewards.faults == 0
-    kill = FaultPlan(end_ns=NS_PER_S, faults=(Fault(0, FaultKind.KILL, 1, 0.5),), mishaps=Mishaps())
+    kill = FaultPlan(
+        end_ns=NS_PER_S, faults=(SimulatedFault(0, SimulatedFaultKind.KILL, 1, 0.5),), mishaps=FaultRates()
+    )
     assert simulate(1, SETTINGS, kill).faults == 0
-    silences = tuple(Fault(NS_PER_S * n, FaultKind.SILENT_PROVIDER, NS_PER_S, 0.1) for n in range(1, 4))
-    assert simulate(1, SETTINGS, FaultPlan(end_ns=5 * NS_PER_S, faults=silences, mishaps=Mishaps())).faults == 1
+    silences = tuple(
+        SimulatedFault(NS_PER_S * n, SimulatedFaultKind.SILENT_PROVIDER, NS_PER_S, 0.1) for n in range(1, 4)
+    )
+    assert simulate(1, SETTINGS, FaultPlan(end_ns=5 * NS_PER_S, faults=silences, mishaps=FaultRates())).faults == 1
 
 
-@pytest.mark.parametrize("mishap", Mishaps.__struct_fields__)
+@pytest.mark.parametrize("mishap", FaultRates.__struct_fields__)
 def test_epidemic_of_one_mishap(mishap: str) -> None:
-    faults = FaultPlan(end_ns=60 * NS_PER_S, faults=(), mishaps=Mishaps(**{mishap: 0.3}))
+    faults = FaultPlan(end_ns=60 * NS_PER_S, faults=(), mishaps=FaultRates(**{mishap: 0.3}))
     settings = msgspec.structs.replace(SETTINGS, rewards_on_functions=mishap.startswith("reward"))
     sick = [simulate(seed, settings, faults) for seed in range(3)]
     sound = [simulate(seed, settings, quiet(faults.end_ns)) for seed in range(3)]
@@ -220,24 +226,24 @@ def test_quiet_world_moves_turns_only_at_the_end_of_seeding() -> None:
 
 def test_trainers_device_goes_on_alone() -> None:
     """Every elastic provider vanishes in the middle of the first step, for longer than the step takes."""
-    blackout = Fault(3 * NS_PER_S, FaultKind.BLACKOUT, 10_000 * NS_PER_S, 0.0)
-    outcome = simulate(2, SETTINGS, FaultPlan(end_ns=4 * NS_PER_S, faults=(blackout,), mishaps=Mishaps()))
+    blackout = SimulatedFault(3 * NS_PER_S, SimulatedFaultKind.BLACKOUT, 10_000 * NS_PER_S, 0.0)
+    outcome = simulate(2, SETTINGS, FaultPlan(end_ns=4 * NS_PER_S, faults=(blackout,), mishaps=FaultRates()))
     assert outcome.failed == ""
     assert any(isinstance(event, e.WorkerAwoke) for _, event in outcome.journals[0].events)
 
 
-@pytest.mark.parametrize("ending", [Ending.STOP, Ending.TRAINER_LOST])
-def test_early_ends_give_everything_back(ending: Ending) -> None:
+@pytest.mark.parametrize("ending", [RunEnding.STOP, RunEnding.TRAINER_LOST])
+def test_early_ends_give_everything_back(ending: RunEnding) -> None:
     for at_s in (0, 1, 2, 4):
         faults = FaultPlan(
-            end_ns=9 * NS_PER_S, faults=(), mishaps=Mishaps(), ending=ending, ending_at_ns=at_s * NS_PER_S
+            end_ns=9 * NS_PER_S, faults=(), mishaps=FaultRates(), ending=ending, ending_at_ns=at_s * NS_PER_S
         )
-        assert simulate(3, SETTINGS, faults).failed or ending is Ending.TRAINER_LOST
+        assert simulate(3, SETTINGS, faults).failed or ending is RunEnding.TRAINER_LOST
 
 
-@pytest.mark.parametrize("way", [FaultKind.TRAINER_KILLED, FaultKind.DISCONNECT])
+@pytest.mark.parametrize("way", [SimulatedFaultKind.TRAINER_KILLED, SimulatedFaultKind.DISCONNECT])
 @pytest.mark.parametrize("bound", [0, 2])
-def test_the_trainer_goes_at_any_time(bound: int, way: FaultKind) -> None:
+def test_the_trainer_goes_at_any_time(bound: int, way: SimulatedFaultKind) -> None:
     """It catches up with what its checkpoint does not have, or stands where it stood, and the run goes on."""
     plan = Plan(steps=3, groups=2, group_size=3, staleness_bound=bound)
     settings = msgspec.structs.replace(
@@ -245,8 +251,8 @@ def test_the_trainer_goes_at_any_time(bound: int, way: FaultKind) -> None:
     )
     again = 0
     for tenths in range(5, 400, 15):
-        faults = tuple(Fault((tenths + n * 70) * NS_PER_S // 10, way, 1, 0.3 + n % 2 / 2) for n in range(3))
-        plan_of_faults = FaultPlan(end_ns=faults[-1].at_ns, faults=faults, mishaps=Mishaps())
+        faults = tuple(SimulatedFault((tenths + n * 70) * NS_PER_S // 10, way, 1, 0.3 + n % 2 / 2) for n in range(3))
+        plan_of_faults = FaultPlan(end_ns=faults[-1].at_ns, faults=faults, mishaps=FaultRates())
         outcome = simulate(tenths, settings, plan_of_faults)
         assert outcome.failed == ""
         again += told(outcome, e.WorkerJoined) > 1
@@ -257,10 +263,10 @@ def test_silence_hides_the_end_of_a_lease_that_nobody_remembers() -> None:
     """Its journal is lost, a new incarnation gives its name to a lease of its own, and only then silence ends."""
     for seed in range(30):
         at_ns = (3 + seed % 7) * NS_PER_S
-        kinds = (FaultKind.SILENT_PROVIDER, FaultKind.PREEMPT, FaultKind.NOTICE)
-        faults = tuple(Fault(at_ns + n, kind, 2 * NS_PER_S, seed * 0.13 % 1) for n, kind in enumerate(kinds))
+        kinds = (SimulatedFaultKind.SILENT_PROVIDER, SimulatedFaultKind.PREEMPT, SimulatedFaultKind.NOTICE)
+        faults = tuple(SimulatedFault(at_ns + n, kind, 2 * NS_PER_S, seed * 0.13 % 1) for n, kind in enumerate(kinds))
         crash = Crash(at_ns + NS_PER_S // 4, NS_PER_S // 4, journal_lost=True)
-        plan = FaultPlan(end_ns=crash.at_ns, faults=faults, mishaps=Mishaps(), crashes=(crash,))
+        plan = FaultPlan(end_ns=crash.at_ns, faults=faults, mishaps=FaultRates(), crashes=(crash,))
         assert simulate(seed, SETTINGS, plan).failed == ""
 
 
@@ -268,7 +274,7 @@ def crash_at(
     at_ns: int, down_ns: int = NS_PER_S, *, journal_lost: bool = False, trainer_dies: bool = False
 ) -> FaultPlan:
     crash = Crash(at_ns, down_ns, journal_lost, trainer_dies)
-    return FaultPlan(end_ns=at_ns, faults=(), mishaps=Mishaps(), crashes=(crash,))
+    return FaultPlan(end_ns=at_ns, faults=(), mishaps=FaultRates(), crashes=(crash,))
 
 
 @pytest.mark.parametrize("bound", [0, 2])
@@ -300,7 +306,7 @@ def test_crashed_run_goes_on_from_its_journal(bound: int, checkpoint_every: int,
 
 def test_what_outlives_a_long_absence() -> None:
     """Nobody is blamed for what the orchestrator could not hear, and leases that ended meanwhile have ended."""
-    spot = ProviderSettings(name="spot", leases=2, life_ns=20 * NS_PER_S)
+    spot = SimulatedProviderSettings(name="spot", leases=2, life_ns=20 * NS_PER_S)
     settings = msgspec.structs.replace(SETTINGS, providers=(spot, SETTINGS.providers[1]))
     outcome = simulate(3, settings, crash_at(8 * NS_PER_S, 40 * NS_PER_S))
     assert outcome.failed == ""
@@ -331,7 +337,7 @@ def test_run_without_its_journal_begins_at_the_checkpoint(checkpoint_every: int)
 
 
 def test_worlds_notice_a_core_that_does_not_begin_where_the_checkpoint_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(StepDriver, "_begin", _begin_afresh)
+    monkeypatch.setattr(StepController, "_begin", _begin_afresh)
     plan = Plan(steps=4, groups=2, group_size=3, providers=("spot", "serving"))
     settings = msgspec.structs.replace(SETTINGS, plan=plan)
 
@@ -339,13 +345,13 @@ def test_worlds_notice_a_core_that_does_not_begin_where_the_checkpoint_is(monkey
         for at_s in range(10, 30, 4):
             simulate(at_s, settings, crash_at(at_s * NS_PER_S, journal_lost=True))
 
-    with pytest.raises(WorldFailed):
+    with pytest.raises(SimulatedWorldFailed):
         live()
 
 
 def test_crash_after_crash() -> None:
     crashes = tuple(Crash(n * NS_PER_S, NS_PER_S // 4, journal_lost=n % 6 == 0) for n in range(0, 20, 2))
-    faults = FaultPlan(end_ns=20 * NS_PER_S, faults=(), mishaps=Mishaps(frame_lost=0.05), crashes=crashes)
+    faults = FaultPlan(end_ns=20 * NS_PER_S, faults=(), mishaps=FaultRates(frame_lost=0.05), crashes=crashes)
     outcome = simulate(1, SETTINGS, faults)
     assert outcome.failed == ""
     assert len(outcome.incarnations) > 3
@@ -366,7 +372,7 @@ RESUMED_WRONGLY: list[tuple[type[Any], str, Callable[..., object], str]] = [
     (SimulatedTrainer, "_join", SimulatedWorker._join, "LearnerViolated|has not learnt|came with weights"),
     (TrainerOrders, "remember", lambda orders, order: None, "LearnerViolated|has not learnt|came with weights"),
     (Run, "_once_durable", _act_at_once, "before it is durable"),
-    (Record, "recall", lambda record, former: None, "not of this run"),
+    (RunRecord, "recall", lambda record, former: None, "not of this run"),
 ]
 
 
@@ -379,7 +385,7 @@ def test_worlds_notice_a_run_that_is_resumed_wrongly(
     """Crashes are worth something only if a wrong resumption shows."""
     monkeypatch.setattr(owner, name, broken)
     plan = Plan(steps=3, groups=2, group_size=3, providers=("spot",))
-    spot = ProviderSettings(name="spot", leases=2, life_ns=6 * NS_PER_S, overlap=1)
+    spot = SimulatedProviderSettings(name="spot", leases=2, life_ns=6 * NS_PER_S, overlap=1)
     settings = msgspec.structs.replace(SETTINGS, plan=plan, providers=(spot,), checkpoint_every_steps=2)
 
     def live() -> None:
@@ -387,7 +393,7 @@ def test_worlds_notice_a_run_that_is_resumed_wrongly(
             down_ns = (1 + tenths % 2 * 44) * NS_PER_S
             simulate(tenths, settings, crash_at(tenths * NS_PER_S // 10, down_ns, trainer_dies=tenths % 3 == 0))
 
-    with pytest.raises(WorldFailed, match=found):
+    with pytest.raises(SimulatedWorldFailed, match=found):
         live()
 
 
@@ -424,7 +430,7 @@ def _serve_anything(worker: SimulatedWorker, genuine: bool) -> bool:
     return True
 
 
-def _take_failed_for_applied(desk: WorkerDesk, event: e.WeightsFailed) -> None:
+def _take_failed_for_applied(desk: WorkerManager, event: e.WeightsFailed) -> None:
     desk._on_weights_applied(e.WeightsApplied(worker=event.worker, epoch=event.epoch, version=event.version))
 
 
@@ -432,18 +438,18 @@ def _take_failed_for_applied(desk: WorkerDesk, event: e.WeightsFailed) -> None:
     ("owner", "name", "broken"),
     [
         (SimulatedWorker, "_matches_manifest", _serve_anything),
-        (WorkerDesk, "_on_weights_failed", _take_failed_for_applied),
+        (WorkerManager, "_on_weights_failed", _take_failed_for_applied),
     ],
 )
 def test_weights_that_do_not_match_their_manifest_are_never_served(
     owner: type[Any], name: str, broken: Callable[..., object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Invariant 10, and that its check sees a worker that verifies nothing and a core that believes in it."""
-    faults = FaultPlan(end_ns=20 * NS_PER_S, faults=(), mishaps=Mishaps(load_corrupted=0.5))
+    faults = FaultPlan(end_ns=20 * NS_PER_S, faults=(), mishaps=FaultRates(load_corrupted=0.5))
     outcome = simulate(1, SETTINGS, faults)
     assert any(isinstance(x, e.WeightsFailed) and "manifest" in x.reason for _, x in outcome.journals[0].events)
     monkeypatch.setattr(owner, name, broken)
-    with pytest.raises(WorldFailed, match=r"weights that are not|not checked against the manifest"):
+    with pytest.raises(SimulatedWorldFailed, match=r"weights that are not|not checked against the manifest"):
         live_through(range(8), SETTINGS, faults)
 
 
@@ -462,18 +468,18 @@ def test_serving_comes_first(
     owner: type[Any], name: str, broken: Callable[..., object], found: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Invariant 8, and that its checks see a host that keeps rollouts and a core that sends more than it may."""
-    serving = ProviderSettings(name="serving", leases=2, serving_gap_ns=2 * NS_PER_S)
+    serving = SimulatedProviderSettings(name="serving", leases=2, serving_gap_ns=2 * NS_PER_S)
     plan = Plan(steps=2, groups=2, group_size=3, providers=("serving",))
     settings = msgspec.structs.replace(SETTINGS, plan=plan, providers=(serving,))
     assert stalls(simulate(1, settings, NO_FAULTS)) > 0
     monkeypatch.setattr(owner, name, broken)
-    with pytest.raises(WorldFailed, match=found):
+    with pytest.raises(SimulatedWorldFailed, match=found):
         live_through(range(8), settings, NO_FAULTS)
 
 
 def test_failure_names_its_seed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TurnDesk, "_on_tokens", _raise)
-    with pytest.raises(WorldFailed, match="seed 5: ") as caught:
+    monkeypatch.setattr(TurnManager, "_on_tokens", _raise)
+    with pytest.raises(SimulatedWorldFailed, match="seed 5: ") as caught:
         simulate(5)
     assert caught.value.seed == 5
 
@@ -488,7 +494,7 @@ def _believe_everybody(run: RunState, worker: str, epoch: int) -> object:
 
 
 def _begin_afresh(driver: Any) -> None:
-    """As `StepDriver._begin`, but the trainer's version is not taken for the number of steps that are done."""
+    """As `StepController._begin`, but the trainer's version is not taken for the number of steps that are done."""
     driver._run.phase = Phase.RUNNING
     driver._run.timers.clear("start", "run")
     driver._run.version = driver._run.fleet.trainer.version
@@ -502,28 +508,28 @@ def _nothing(*_: object, **__: object) -> None:
 
 BREAKAGES: list[tuple[type[Any], str, object]] = [
     (RunState, "hear", _believe_everybody),
-    (TurnDesk, "_fits", lambda desk, turn, chunk: True),
-    (TurnDesk, "take_away", _nothing),
-    (TurnDesk, "_expect_handover", _nothing),
-    (TurnDesk, "_token_due", _nothing),
-    (TurnDesk, "_prefer_others", _nothing),
+    (TurnManager, "_fits", lambda desk, turn, chunk: True),
+    (TurnManager, "take_away", _nothing),
+    (TurnManager, "_expect_handover", _nothing),
+    (TurnManager, "_token_due", _nothing),
+    (TurnManager, "_prefer_others", _nothing),
     (Fleet, "rested", _nothing),
-    (WorkerDesk, "_ensure_weights", _nothing),
-    (WorkerDesk, "give_up", _nothing),
-    (WorkerDesk, "drain", _nothing),
-    (LeaseDesk, "_ask_back", _nothing),
-    (LeaseDesk, "_expiry_due", _nothing),
-    (LeaseDesk, "release_vacated", _nothing),
-    (RewardDesk, "_score_due", _nothing),
-    (RewardDesk, "_score_again_due", _nothing),
-    (RewardDesk, "take_outcomes", lambda desk: []),
+    (WorkerManager, "_ensure_weights", _nothing),
+    (WorkerManager, "give_up", _nothing),
+    (WorkerManager, "drain", _nothing),
+    (LeaseManager, "_ask_back", _nothing),
+    (LeaseManager, "_expiry_due", _nothing),
+    (LeaseManager, "release_vacated", _nothing),
+    (RewardManager, "_score_due", _nothing),
+    (RewardManager, "_score_again_due", _nothing),
+    (RewardManager, "take_outcomes", lambda desk: []),
     (Ledger, "close", _nothing),
     (Fleet, "reindex", _nothing),
     (TrainerDevice, "rest", _nothing),
     (TrainerDevice, "done", _nothing),
     (TrainerDevice, "follow", _nothing),
     (TrainerDevice, "_put_to_sleep", TrainerDevice.wake),
-    (StepDriver, "_needs_reseeding", lambda driver: False),
+    (StepController, "_needs_reseeding", lambda driver: False),
     (Group, "finished", property(lambda group: {t: float(n) for n, t in enumerate(group.members)})),
 ]
 
@@ -534,5 +540,5 @@ def test_worlds_notice_a_broken_core(
 ) -> None:
     """The worlds are worth something only if they catch a core that is wrong."""
     monkeypatch.setattr(owner, name, broken)
-    with pytest.raises(WorldFailed):
+    with pytest.raises(SimulatedWorldFailed):
         live_through(range(60))

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from traces import TraceError, data_path, find, shipped
-from traces.spot import Change, SpotEvent, SpotTrace, read_spot_trace, replay
+from traces.spot import SpotChange, SpotEvent, SpotTrace, read_spot_trace, replay
 
 HEADER = "time_s,event,instance_id,kind\n"
 
@@ -28,7 +28,7 @@ def spot_traces(draw: st.DrawFn) -> SpotTrace:
     for _ in range(draw(st.integers(1, 30))):
         time_s += draw(st.integers(0, 5))
         instance = draw(st.sampled_from("abcde"))
-        change = Change.REMOVE if instance in there else Change.ADD
+        change = SpotChange.REMOVE if instance in there else SpotChange.ADD
         there ^= {instance}
         events.append(SpotEvent(time_s, change, instance))
     return SpotTrace(tuple(events))
@@ -42,13 +42,13 @@ def test_shipped_segments_have_the_papers_numbers(name: str, adds: int, removes:
     inside = [e for e in trace.events if e.time_s > 0]
     times = [0.0, *(e.time_s for e in inside), 7200.0]
     lived_s = sum((b - a) * len(trace.available(a)) for a, b in itertools.pairwise(times))
-    assert sum(e.change is Change.ADD for e in inside) == adds
-    assert sum(e.change is Change.REMOVE for e in inside) == removes
+    assert sum(e.change is SpotChange.ADD for e in inside) == adds
+    assert sum(e.change is SpotChange.REMOVE for e in inside) == removes
     assert lived_s / 7200 == pytest.approx(average, abs=0.1)
 
 
 def test_both_formats_say_the_same(tmp_path: Path) -> None:
-    expected = (SpotEvent(0, Change.ADD, "n1"), SpotEvent(1.5, Change.REMOVE, "n1"))
+    expected = (SpotEvent(0, SpotChange.ADD, "n1"), SpotEvent(1.5, SpotChange.REMOVE, "n1"))
     with_header = written(tmp_path, HEADER + "0,add,n1,initial\n1.5,remove,n1,preemption\n")
     assert read_spot_trace(with_header).events == expected
     assert read_spot_trace(written(tmp_path, "time_s,event,instance_id\n0,add,n1\n1.5,remove,n1\n")).events == expected
@@ -117,9 +117,9 @@ def test_a_repeated_replay_is_a_legal_trace_with_equal_cycles(trace: SpotTrace, 
     played = replay(trace, start_s=start_s, end_s=start_s + window_s, repeat=True)
     events = tuple(itertools.takewhile(lambda e: e.time_s <= 4 * window_s, itertools.islice(played, 500)))
     there: set[str] = set()
-    for before, event in itertools.pairwise((SpotEvent(0, Change.ADD, ""), *events)):
+    for before, event in itertools.pairwise((SpotEvent(0, SpotChange.ADD, ""), *events)):
         assert event.time_s >= before.time_s
-        assert (event.instance in there) is (event.change is Change.REMOVE)
+        assert (event.instance in there) is (event.change is SpotChange.REMOVE)
         there ^= {event.instance}
     again = SpotTrace(events)
     for offset_s in range(window_s):
@@ -128,7 +128,7 @@ def test_a_repeated_replay_is_a_legal_trace_with_equal_cycles(trace: SpotTrace, 
 
 
 def test_a_window_must_hold_time() -> None:
-    trace = SpotTrace((SpotEvent(5, Change.ADD, "n1"),))
+    trace = SpotTrace((SpotEvent(5, SpotChange.ADD, "n1"),))
     with pytest.raises(TraceError, match="start < end"):
         replay(trace, start_s=5)
 
@@ -136,10 +136,10 @@ def test_a_window_must_hold_time() -> None:
 def test_a_life_is_estimated_from_the_past_alone() -> None:
     trace = SpotTrace(
         (
-            SpotEvent(0, Change.ADD, "n1"),
-            SpotEvent(10, Change.ADD, "n2"),
-            SpotEvent(30, Change.REMOVE, "n1"),
-            SpotEvent(40, Change.REMOVE, "n2"),
+            SpotEvent(0, SpotChange.ADD, "n1"),
+            SpotEvent(10, SpotChange.ADD, "n2"),
+            SpotEvent(30, SpotChange.REMOVE, "n1"),
+            SpotEvent(40, SpotChange.REMOVE, "n2"),
         )
     )
     assert trace.mean_life_s(29) is None

@@ -8,7 +8,7 @@ from elastic.config import TrainerConfig
 from elastic.model.config import Qwen3Config
 from elastic.model.qwen3 import Qwen3
 from elastic.trainer.trainer import GRPOTrainer
-from elastic.wire import TrainGroup, TrajectoryData
+from elastic.wire import TrainGroupFrame, TrajectoryData
 
 TINY = Qwen3Config(
     hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=8
@@ -29,10 +29,10 @@ def tiny_model(seed: int = 0, config: Qwen3Config = TINY) -> Qwen3:
         return Qwen3(config)
 
 
-def random_group(index: int, rng: random.Random, rewards: list[float] | None = None) -> TrainGroup:
+def random_group(index: int, rng: random.Random, rewards: list[float] | None = None) -> TrainGroupFrame:
     """A group as rollouts would send it, with log-probabilities near those of an untrained model."""
     rewards = [float(rng.random() < 0.5) for _ in range(4)] if rewards is None else rewards
-    return TrainGroup(
+    return TrainGroupFrame(
         0, f"g{index}", index, [random_trajectory(f"g{index}.{i}", rng, r) for i, r in enumerate(rewards)]
     )
 
@@ -50,7 +50,7 @@ def model() -> Callable[..., Qwen3]:
 
 
 @pytest.fixture
-def group() -> Callable[..., TrainGroup]:
+def group() -> Callable[..., TrainGroupFrame]:
     return random_group
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from elastic.model.checkpoint import CheckpointError
 from elastic.trainer import checkpoint
 from elastic.trainer.trainer import GRPOTrainer
-from elastic.wire import TrainGroup, TrajectoryData
+from elastic.wire import TrainGroupFrame, TrajectoryData
 
 GROUPS = 6
 
@@ -29,13 +29,13 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def step(trainer: GRPOTrainer, groups: list[TrainGroup]) -> dict[str, float]:
+def step(trainer: GRPOTrainer, groups: list[TrainGroupFrame]) -> dict[str, float]:
     for group in groups:
         trainer.train_group(group)
     return trainer.update()
 
 
-def groups_of(make, seed: int, count: int = GROUPS) -> list[TrainGroup]:
+def groups_of(make, seed: int, count: int = GROUPS) -> list[TrainGroupFrame]:
     rng = random.Random(seed)
     return [make(index, rng, [1.0, 0.0, 0.0, 1.0]) for index in range(count)]
 
@@ -74,7 +74,7 @@ def test_a_later_mini_batch_is_trained_on_the_earlier_ones_weights(trainer, grou
     assert step(together, groups[::-1])["updates"] == 2
     apart = trainer(2, updates_per_step=1, warmup_updates=0, learning_rate=1e-2)
     for pair in (groups[:2], groups[2:]):
-        step(apart, [TrainGroup(g.step, g.group, index, g.trajectories) for index, g in enumerate(pair)])
+        step(apart, [TrainGroupFrame(g.step, g.group, index, g.trajectories) for index, g in enumerate(pair)])
     assert equal(together.bf16_tensors(), apart.bf16_tensors())
 
 
@@ -225,7 +225,7 @@ def test_a_group_of_no_use_is_left_out_whole_and_named(
 
 def test_a_group_without_trajectories_is_of_no_use(trainer):
     made = trainer(1, updates_per_step=1)
-    assert step(made, [TrainGroup(0, "g0", 0, [])])["groups_unusable"] == 1
+    assert step(made, [TrainGroupFrame(0, "g0", 0, [])])["groups_unusable"] == 1
     assert made.unusable == {"g0": "has no trajectories"}
 
 

@@ -285,7 +285,7 @@ async def test_weights_that_an_audit_finds_wrong_are_pulled_again_and_reported(
     wrong.set()
     await orchestra.until(lambda: len(orchestra.of(wire.WeightsReport)) == 2)
     reports = [(r.version, r.error, r.refused) for r in orchestra.of(wire.WeightsReport)]  # type: ignore[attr-defined]
-    assert reports == [(3, "", []), (3, "", [wire.Refusal("weights held", "a tile is wrong")])]
+    assert reports == [(3, "", []), (3, "", [wire.UnverifiedWeights("weights held", "a tile is wrong")])]
     assert [version for version, _ in engine.loads] == [3, 3]
 
 
@@ -303,7 +303,7 @@ async def test_what_a_failed_pull_refused_is_reported(orchestra: Orchestra) -> N
     report = await orchestra.first(wire.WeightsReport)
     assert isinstance(report, wire.WeightsReport)
     assert "nothing verifies" in report.error
-    assert report.refused == [wire.Refusal("keyframe of version 1", "torn")]
+    assert report.refused == [wire.UnverifiedWeights("keyframe of version 1", "torn")]
 
 
 async def test_a_pull_that_hangs_is_given_up() -> None:
@@ -636,7 +636,7 @@ async def test_what_an_orchestrator_does_not_read_is_bounded(monkeypatch: pytest
     server = await asyncio.start_server(ignore, "127.0.0.1", 0)
     address = server.sockets[0].getsockname()
     _, link = await asyncio.get_running_loop().create_connection(connection.Connection, *address)
-    frame = wire.TrainerFailed("x" * 65_536)
+    frame = wire.TrainerFailedFrame("x" * 65_536)
     held = 0
     for _ in range(1000):
         link.send(frame)

@@ -91,12 +91,12 @@ class TrainerHouse(Orchestra):
     async def step(self, version: int) -> wire.Stepped:
         for index in range(GROUPS):
             self.send(train_group(version, index))
-        self.send(wire.Update(version, version))
+        self.send(wire.UpdateFrame(version, version))
         await self.until(lambda: any(s.version == version for s in self.of(wire.Stepped)))  # type: ignore[attr-defined]
         return self.of(wire.Stepped)[-1]  # type: ignore[return-value]
 
 
-def train_group(step: int, index: int) -> wire.TrainGroup:
+def train_group(step: int, index: int) -> wire.TrainGroupFrame:
     """Two trajectories of which one was rewarded."""
     trajectories = [
         wire.TrajectoryData(
@@ -104,7 +104,7 @@ def train_group(step: int, index: int) -> wire.TrainGroup:
         )
         for m in range(2)
     ]
-    return wire.TrainGroup(step, f"s{step}g{index}", index, trajectories)
+    return wire.TrainGroupFrame(step, f"s{step}g{index}", index, trajectories)
 
 
 def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
@@ -132,8 +132,8 @@ async def test_a_step_is_trained_published_and_served(house: TrainerHouse) -> No
     stepped = await house.step(1)
     assert [t.group for t in house.of(wire.Trained)] == ["s1g0", "s1g1"]  # type: ignore[attr-defined]
     assert stepped.metrics["updates"] == 1
-    published = await house.first(wire.Published)
-    assert isinstance(published, wire.Published)
+    published = await house.first(wire.PublishedFrame)
+    assert isinstance(published, wire.PublishedFrame)
     assert not equal(house.weights(1), house.weights(0))
     assert list(published.changed) == ["embedding", "0", "head"]
     assert all(0 <= share <= 1 for share in published.changed.values())
@@ -176,11 +176,11 @@ async def test_the_next_rollouts_begin_while_a_version_is_encoded(house: Trainer
     await house.finished("t")
     assert {chunk.weights_version for chunk in house.chunks("t")} == {1}
     assert published_versions(house.relay) == [0]
-    assert not house.of(wire.Published)
+    assert not house.of(wire.PublishedFrame)
     with ThreadPoolExecutor(1) as executor:
         followed = executor.submit(Puller(house.relay, house.trust).pull, 1, PATIENCE_S, follow=True)
         gate.opened.set()
-        published = await house.first(wire.Published)
+        published = await house.first(wire.PublishedFrame)
         assert (published.version, list(published.changed)) == (1, ["embedding", "0", "head"])  # type: ignore[attr-defined]
         assert equal(followed.result().tensors, house.weights(1))
 
@@ -189,13 +189,13 @@ async def test_a_version_waits_for_the_one_before(house: TrainerHouse, gate: Gat
     house.host()
     await house.first(wire.Ready)
     await house.step(1)
-    house.send(*(train_group(2, index) for index in range(GROUPS)), wire.Update(2, 2))
+    house.send(*(train_group(2, index) for index in range(GROUPS)), wire.UpdateFrame(2, 2))
     await house.until(lambda: len(house.of(wire.Trained)) == 2 * GROUPS)
     assert len(house.of(wire.Stepped)) == 1
     gate.opened.set()
-    await house.until(lambda: len(house.of(wire.Published)) == 2)
-    told = [(type(m), m.version) for m in (*house.of(wire.Stepped), *house.of(wire.Published))]  # type: ignore[attr-defined]
-    assert told == [(wire.Stepped, 1), (wire.Stepped, 2), (wire.Published, 1), (wire.Published, 2)]
+    await house.until(lambda: len(house.of(wire.PublishedFrame)) == 2)
+    told = [(type(m), m.version) for m in (*house.of(wire.Stepped), *house.of(wire.PublishedFrame))]  # type: ignore[attr-defined]
+    assert told == [(wire.Stepped, 1), (wire.Stepped, 2), (wire.PublishedFrame, 1), (wire.PublishedFrame, 2)]
 
 
 async def test_the_last_version_is_there_when_its_step_is_over(config: Config, tmp_path: Path) -> None:
@@ -213,7 +213,7 @@ async def test_a_version_that_cannot_be_published_fails_the_trainer(house: Train
     gate.fault = "the disk is full"
     await house.step(1)
     gate.opened.set()
-    failed = await house.first(wire.TrainerFailed)
+    failed = await house.first(wire.TrainerFailedFrame)
     assert failed.error == "version 1 not published: RelayError: the disk is full"  # type: ignore[attr-defined]
     assert published_versions(house.relay) == [0]
 
@@ -221,7 +221,7 @@ async def test_a_version_that_cannot_be_published_fails_the_trainer(house: Train
 async def test_a_skipped_group_is_no_obstacle(house: TrainerHouse) -> None:
     house.host()
     await house.first(wire.Ready)
-    house.send(train_group(1, 0), wire.SkipGroup(1, "s1g1", 1, "no variance"), wire.Update(1, 1))
+    house.send(train_group(1, 0), wire.SkipGroup(1, "s1g1", 1, "no variance"), wire.UpdateFrame(1, 1))
     stepped = await house.first(wire.Stepped)
     assert stepped.metrics["groups"] == 1  # type: ignore[attr-defined]
 
@@ -231,7 +231,7 @@ async def test_a_group_of_no_use_is_named_and_the_step_goes_on(house: TrainerHou
     await house.first(wire.Ready)
     poisoned = train_group(1, 1)
     poisoned.trajectories[0].logprobs[2] = float("nan")
-    house.send(train_group(1, 0), poisoned, wire.Update(1, 1))
+    house.send(train_group(1, 0), poisoned, wire.UpdateFrame(1, 1))
     stepped = await house.first(wire.Stepped)
     assert isinstance(stepped, wire.Stepped)
     assert (stepped.metrics["groups"], stepped.metrics["groups_unusable"]) == (1, 1)
@@ -251,8 +251,8 @@ async def test_a_group_is_skipped_without_a_word_to_the_turns_that_run(house: Tr
 async def test_a_step_without_all_its_groups_fails_loudly(house: TrainerHouse) -> None:
     house.host()
     await house.first(wire.Ready)
-    house.send(train_group(1, 0), wire.Update(1, 1))
-    failed = await house.first(wire.TrainerFailed)
+    house.send(train_group(1, 0), wire.UpdateFrame(1, 1))
+    failed = await house.first(wire.TrainerFailedFrame)
     assert "groups neither trained nor skipped: 1" in failed.error  # type: ignore[attr-defined]
     assert published_versions(house.relay) == [0]
 
@@ -290,7 +290,7 @@ async def test_the_device_time_of_the_trainer_adds_up(house: TrainerHouse) -> No
 
 def step_orders(version: int) -> list[wire.FromOrchestrator]:
     groups = [train_group(version, index) for index in range(GROUPS - 1)]
-    return [*groups, wire.SkipGroup(version, "none", GROUPS - 1, "no variance", 7), wire.Update(version, version)]
+    return [*groups, wire.SkipGroup(version, "none", GROUPS - 1, "no variance", 7), wire.UpdateFrame(version, version)]
 
 
 def missing(orders: list[wire.FromOrchestrator], ready: wire.Ready) -> list[wire.FromOrchestrator]:
@@ -298,11 +298,11 @@ def missing(orders: list[wire.FromOrchestrator], ready: wire.Ready) -> list[wire
 
     def has(order: wire.FromOrchestrator) -> bool:
         match order:
-            case wire.TrainGroup():
+            case wire.TrainGroupFrame():
                 return order.group in ready.groups
             case wire.SkipGroup():
                 return order.index in ready.slots
-            case wire.Update():
+            case wire.UpdateFrame():
                 return False
         raise AssertionError(order)
 
@@ -317,7 +317,9 @@ async def test_a_host_that_dials_again_in_the_middle_of_a_step_does_nothing_twic
     begun, go_on = threading.Event(), threading.Event()
     orders = step_orders(1)
 
-    name = {wire.TrainGroup: "train_group", wire.SkipGroup: "skip_group", wire.Update: "update"}[type(orders[position])]
+    name = {wire.TrainGroupFrame: "train_group", wire.SkipGroup: "skip_group", wire.UpdateFrame: "update"}[
+        type(orders[position])
+    ]
     work = getattr(GRPOTrainer, name)
 
     def hold(*given: object) -> object:
@@ -333,13 +335,13 @@ async def test_a_host_that_dials_again_in_the_middle_of_a_step_does_nothing_twic
         await house.first(wire.Ready)
         house.send(*orders)
         expected = await house.first(wire.Stepped)
-        await house.first(wire.Published)
+        await house.first(wire.PublishedFrame)
         weights = house.weights(1)
     async with TrainerHouse(config, disturbed) as house:
         house.host()
         await house.first(wire.Ready)
         house.send(*orders[:position])
-        trained = sum(isinstance(order, wire.TrainGroup) for order in orders[:position])
+        trained = sum(isinstance(order, wire.TrainGroupFrame) for order in orders[:position])
         await house.until(lambda: len(house.of(wire.Trained)) == trained)
         monkeypatch.setattr(GRPOTrainer, name, hold)
         house.send(orders[position])
@@ -353,10 +355,10 @@ async def test_a_host_that_dials_again_in_the_middle_of_a_step_does_nothing_twic
         house.send(orders[position], *missing(orders[position + 1 :], ready), epoch=2)
         go_on.set()
         stepped = await house.first(wire.Stepped)
-        await house.first(wire.Published)
+        await house.first(wire.PublishedFrame)
         answered = [m.group for _, _, m in house.heard[before:] if isinstance(m, wire.Trained)]
-        assert answered == [order.group for order in orders[position:] if isinstance(order, wire.TrainGroup)]
-        assert len(house.of(wire.Stepped)) == len(house.of(wire.Published)) == 1
+        assert answered == [order.group for order in orders[position:] if isinstance(order, wire.TrainGroupFrame)]
+        assert len(house.of(wire.Stepped)) == len(house.of(wire.PublishedFrame)) == 1
         assert equal(house.weights(1), weights)
         timeless = [{k: v for k, v in s.metrics.items() if not k.endswith("_s")} for s in (stepped, expected)]  # type: ignore[attr-defined]
         assert timeless[0] == timeless[1]
@@ -368,7 +370,7 @@ async def test_what_was_done_is_answered_again_and_not_done_again(house: Trainer
     group, skipped, update = step_orders(1)
     house.send(group, group, skipped, skipped, update)
     stepped = await house.first(wire.Stepped)
-    published = await house.first(wire.Published)
+    published = await house.first(wire.PublishedFrame)
     assert [trained.group for trained in house.of(wire.Trained)] == ["s1g0", "s1g0"]  # type: ignore[attr-defined]
     weights = house.weights(1)
     house.cut()
@@ -377,7 +379,7 @@ async def test_what_was_done_is_answered_again_and_not_done_again(house: Trainer
     before = len(house.heard)
     house.send(update, epoch=2)
     assert await house.first(wire.Stepped, epoch=2) == stepped
-    assert await house.first(wire.Published, epoch=2, after=before) == published
+    assert await house.first(wire.PublishedFrame, epoch=2, after=before) == published
     assert equal(house.weights(1), weights)
     assert published_versions(house.relay) == [0, 1]
 
@@ -385,12 +387,12 @@ async def test_what_was_done_is_answered_again_and_not_done_again(house: Trainer
 async def test_a_failure_that_nobody_heard_is_told_whoever_asks_next(house: TrainerHouse) -> None:
     house.host()
     await house.first(wire.Ready)
-    house.send(wire.Update(1, 1))
-    failed = await house.first(wire.TrainerFailed)
+    house.send(wire.UpdateFrame(1, 1))
+    failed = await house.first(wire.TrainerFailedFrame)
     house.cut()
     await house.first(wire.Ready, epoch=2)
     house.send(train_group(1, 0), epoch=2)
-    assert await house.first(wire.TrainerFailed, epoch=2) == failed
+    assert await house.first(wire.TrainerFailedFrame, epoch=2) == failed
     assert not house.of(wire.Trained)
 
 
@@ -413,9 +415,9 @@ async def test_a_relay_that_is_away_for_a_while_fails_no_trainer(
     for _ in range(3):
         assert await asyncio.to_thread(refused.acquire, timeout=PATIENCE_S)
     gate.opened.set()
-    await house.first(wire.Published)
+    await house.first(wire.PublishedFrame)
     assert published_versions(house.relay) == [0, 1]
-    assert not house.of(wire.TrainerFailed)
+    assert not house.of(wire.TrainerFailedFrame)
 
 
 async def test_weights_stay_in_memory_while_the_trainer_waits_for_its_orchestrator(
@@ -450,7 +452,7 @@ async def test_a_resumed_host_goes_on_from_its_checkpoint(house: TrainerHouse) -
     house.send(wire.Sleep())
     for version in (1, 2, 3):
         await house.step(version)
-    await house.until(lambda: len(house.of(wire.Published)) == 3)
+    await house.until(lambda: len(house.of(wire.PublishedFrame)) == 3)
     second = house.weights(2)
     first.cancel()
     await asyncio.gather(first, return_exceptions=True)
@@ -467,11 +469,11 @@ async def test_a_resumed_host_goes_on_from_its_checkpoint(house: TrainerHouse) -
     assert equal(house.weights(2), second)
     keys = {ready.publisher for ready in house.of(wire.Ready)}  # type: ignore[attr-defined]
     assert len(keys) == 2
-    house.send(wire.Update(2, 2), worker="again")
+    house.send(wire.UpdateFrame(2, 2), worker="again")
     stepped = await house.first(wire.Stepped, after=begin)
     assert stepped.metrics.items() <= house.of(wire.Stepped)[1].metrics.items(), "of the process before"  # type: ignore[attr-defined]
     assert stepped.metrics["groups"] == GROUPS  # type: ignore[attr-defined]
-    published = await house.first(wire.Published, after=begin)
+    published = await house.first(wire.PublishedFrame, after=begin)
     assert published.version == 2  # type: ignore[attr-defined]
 
 
@@ -494,7 +496,7 @@ async def test_a_base_policy_that_cannot_be_read_ends_the_host(
 async def test_a_drained_host_finishes_what_is_on_the_device(house: TrainerHouse) -> None:
     agent = house.host()
     await house.first(wire.Ready)
-    house.send(*(train_group(1, index) for index in range(GROUPS)), wire.Update(1, 1), wire.Drain("interrupted"))
+    house.send(*(train_group(1, index) for index in range(GROUPS)), wire.UpdateFrame(1, 1), wire.Drain("interrupted"))
     await agent
     kinds = [type(message) for _, _, message in house.heard]
-    assert kinds.index(wire.Stepped) < kinds.index(wire.Published) < kinds.index(wire.Goodbye)
+    assert kinds.index(wire.Stepped) < kinds.index(wire.PublishedFrame) < kinds.index(wire.Goodbye)

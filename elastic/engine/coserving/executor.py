@@ -19,16 +19,16 @@ import torch
 
 from elastic.core.types import NS_PER_S, Account, Nanoseconds, WeightMode
 from elastic.engine.base import ChunkSink
-from elastic.engine.coserving.half import Half, Iteration, Step
 from elastic.engine.coserving.memory import SharedMemory
-from elastic.engine.coserving.rollout import RolloutHalf
-from elastic.engine.coserving.serving import ServingHalf
+from elastic.engine.coserving.rollout import SharedRolloutEngine
+from elastic.engine.coserving.serving import SharedServingEngine
+from elastic.engine.coserving.shared_device_engine import Iteration, SharedDeviceEngine, Step
 from elastic.engine.coserving.spec import ModelSpec
 from elastic.engine.coserving.swapping import Swapping
-from elastic.engine.coserving.usage import Usage, UsageMeter
+from elastic.engine.coserving.usage import DeviceUsage, UsageMeter
 from elastic.engine.kv import PageBackend
 from elastic.weights.source import TensorSource
-from policies.coexecution import AdmissionPolicy
+from policies.admission import AdmissionPolicy
 from policies.kvmemory import Budget, MemoryPolicy
 
 STOP_TIMEOUT_S = 10.0
@@ -52,7 +52,7 @@ class CoServingStatistics(msgspec.Struct, frozen=True, kw_only=True):
     free_pages: int
     total_pages: int
     serving_peak_pages: int
-    usage: Usage
+    usage: DeviceUsage
     reclaims_ns: tuple[Nanoseconds, ...]
     turns_aborted: int
     turns_stalled: int
@@ -93,17 +93,17 @@ class CoServing:
         """When a rollout step was last begun, or the device lent."""
         self._closed = False
         self._thread: threading.Thread | None = None
-        self._rollout: RolloutHalf | None = None
-        self._serving = ServingHalf(serving, self._memory.pages, self._memory.serving_lending(), self._changed)
+        self._rollout: SharedRolloutEngine | None = None
+        self._serving = SharedServingEngine(serving, self._memory.pages, self._memory.serving_lending(), self._changed)
         self._memory.serving = self._serving
         self._refuse_too_small(self._serving, self._memory.budget.serving_pages)
 
     @property
-    def serving(self) -> ServingHalf:
+    def serving(self) -> SharedServingEngine:
         return self._serving
 
     @property
-    def rollout(self) -> RolloutHalf | None:
+    def rollout(self) -> SharedRolloutEngine | None:
         return self._rollout
 
     @property
@@ -125,7 +125,7 @@ class CoServing:
             self.close()
             raise
 
-    def attach(self, spec: ModelSpec) -> RolloutHalf:
+    def attach(self, spec: ModelSpec) -> SharedRolloutEngine:
         """Lend the device to a run: an engine for its model, until that is closed. One at a time.
 
         Raises `ValueError` where the model's KV does not fit, `RuntimeError` while another run has the device.
@@ -135,7 +135,7 @@ class CoServing:
                 raise RuntimeError("the executor is not running")
             if self._rollout is not None:
                 raise RuntimeError("the device is lent to another run")
-            rollout = RolloutHalf(
+            rollout = SharedRolloutEngine(
                 spec,
                 self._memory.pages,
                 self._memory.rollout_lending(),
@@ -158,7 +158,7 @@ class CoServing:
             self.begin_step()
             return rollout
 
-    def _refuse_too_small(self, half: Half, most_pages: int) -> None:
+    def _refuse_too_small(self, half: SharedDeviceEngine, most_pages: int) -> None:
         tokens = half.settings.max_context_tokens
         needed = half.layout.pages_for(tokens)
         if needed > most_pages:
@@ -268,7 +268,7 @@ class CoServing:
             self._rollout.charge(Account.SERVING)
         return self._timed(self._serving, iteration)
 
-    def _rollout_step(self, rollout: RolloutHalf) -> Step | None:
+    def _rollout_step(self, rollout: SharedRolloutEngine) -> Step | None:
         now_ns = time.monotonic_ns()
         view = self._serving.view(now_ns)
         allowance_ns = self._admission.allowance_ns(view)
@@ -283,7 +283,7 @@ class CoServing:
         self._rolled_ns = now_ns
         return self._guarded(step)
 
-    def _admitted_step(self, rollout: RolloutHalf, allowance_ns: Nanoseconds, tries: bool) -> Step | None:
+    def _admitted_step(self, rollout: SharedRolloutEngine, allowance_ns: Nanoseconds, tries: bool) -> Step | None:
         """What the allowance covers or, where it covers nothing, the smallest step there is, if that `tries`."""
         if (tries or allowance_ns > rollout.piece_ns) and (step := rollout.loading_step()) is not None:
             return self._activating(rollout, step)
@@ -293,7 +293,7 @@ class CoServing:
         iteration = rollout.next_iteration(allowance_ns, tries)
         return self._timed(rollout, iteration) if iteration is not None else None
 
-    def _rollout_housekeeping(self, rollout: RolloutHalf) -> Step | None:
+    def _rollout_housekeeping(self, rollout: SharedRolloutEngine) -> Step | None:
         rollout.end_stalled(time.monotonic_ns())
         if (step := rollout.housekeeping()) is not None:
             return step
@@ -306,7 +306,7 @@ class CoServing:
         self._rollout = self._memory.rollout = None
         self._usage.lend(False, time.monotonic_ns())
 
-    def _timed(self, half: Half, iteration: Iteration) -> Step:
+    def _timed(self, half: SharedDeviceEngine, iteration: Iteration) -> Step:
         def run() -> None:
             self._hand_to(half.kind)
             try:
@@ -321,7 +321,7 @@ class CoServing:
         with self._changed:
             self._usage.hand_to(user, time.monotonic_ns())
 
-    def _activating(self, rollout: RolloutHalf, piece: Step) -> Step:
+    def _activating(self, rollout: SharedRolloutEngine, piece: Step) -> Step:
         """Note how long it takes from the first piece of weights until the model can run."""
 
         def run() -> None:
@@ -335,7 +335,7 @@ class CoServing:
 
     # Faults.
 
-    def _on_rollout(self, ask: Callable[[RolloutHalf], Step | None]) -> Step | None:
+    def _on_rollout(self, ask: Callable[[SharedRolloutEngine], Step | None]) -> Step | None:
         if self._rollout is None:
             return None
         try:
@@ -379,7 +379,7 @@ class CoServing:
         for half in self._halves():
             half.emit_outbox()
 
-    def _halves(self) -> list[Half]:
+    def _halves(self) -> list[SharedDeviceEngine]:
         return [half for half in (self._serving, self._rollout) if half is not None]
 
     def _patience_s(self, now_ns: Nanoseconds) -> float:

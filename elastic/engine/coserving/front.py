@@ -49,10 +49,10 @@ REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 class Tokenizer(Protocol):
     def encode(self, text: str) -> list[int]: ...
 
-    def decoder(self) -> "Decoder": ...
+    def decoder(self) -> "Detokenizer": ...
 
 
-class Decoder(Protocol):
+class Detokenizer(Protocol):
     def __call__(self, token_ids: Sequence[int]) -> str:
         """The text that these tokens add to those before them."""
         ...
@@ -64,7 +64,7 @@ class Utf8Tokenizer:
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
-    def decoder(self) -> Decoder:
+    def decoder(self) -> Detokenizer:
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         return lambda token_ids: decoder.decode(bytes(min(token, 255) for token in token_ids))
 
@@ -75,7 +75,7 @@ class NoTokenizer:
     def encode(self, text: str) -> list[int]:
         raise FrontError(400, "this server has no tokenizer for its model: send token ids", "prompt")
 
-    def decoder(self) -> Decoder:
+    def decoder(self) -> Detokenizer:
         return lambda token_ids: ""
 
 
@@ -399,7 +399,9 @@ class _ChatFormat:
 class _Answer:
     """One request's chunks in the shape that its client knows."""
 
-    def __init__(self, request: GenerateRequest, model: str, body: _Common, form: _Format, decoder: Decoder) -> None:
+    def __init__(
+        self, request: GenerateRequest, model: str, body: _Common, form: _Format, decoder: Detokenizer
+    ) -> None:
         self._request = request
         self._body = body
         self._form = form

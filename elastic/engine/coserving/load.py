@@ -37,7 +37,7 @@ class Targets(msgspec.Struct, frozen=True, kw_only=True):
     tpot_ms: float
 
 
-class Record(msgspec.Struct, frozen=True, kw_only=True):
+class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One request. Times count from the replay's start; `token_times_s` is empty where it failed."""
 
     arrival_s: float
@@ -86,7 +86,7 @@ class ServingReport(msgspec.Struct, frozen=True, kw_only=True):
 
 async def replay(
     base_url: str, model: str, key: str, requests: Sequence[ServingRequest], vocab_size: int, seed: int = 0
-) -> list[Record]:
+) -> list[RequestRecord]:
     """Send every request at its `arrival_s`, with made-up prompts of its length, and wait for all answers."""
     headers = {"authorization": f"Bearer {key}"}
     random = Random(seed)
@@ -105,7 +105,7 @@ async def replay(
     return [task.result() for task in sent]
 
 
-def report(records: Sequence[Record], targets: Targets | None = None) -> ServingReport:
+def report(records: Sequence[RequestRecord], targets: Targets | None = None) -> ServingReport:
     good = [record for record in records if not record.error]
     ends = [record.token_times_s[-1] for record in good]
     duration_s = max(ends, default=0.0) or 1e-9
@@ -127,9 +127,9 @@ def report(records: Sequence[Record], targets: Targets | None = None) -> Serving
     )
 
 
-def violated_minutes(records: Sequence[Record], targets: Targets, window_s: float) -> float:
+def violated_minutes(records: Sequence[RequestRecord], targets: Targets, window_s: float) -> float:
     """How long, in windows of `window_s`, the P99 of requests that arrived then was above a target."""
-    windows: dict[int, list[Record]] = {}
+    windows: dict[int, list[RequestRecord]] = {}
     for record in records:
         windows.setdefault(int(record.arrival_s / window_s), []).append(record)
     return sum(_violated(window, targets) for window in windows.values()) * window_s / 60
@@ -163,7 +163,7 @@ def table(result: ServingReport) -> str:
 
 async def _send(
     client: httpx.AsyncClient, model: str, request: ServingRequest, prompt: list[int], started_s: float
-) -> Record:
+) -> RequestRecord:
     body = {
         "model": model,
         "prompt": prompt,
@@ -186,7 +186,7 @@ async def _send(
         error = repr(failure)
     if not error and len(times) != request.output_tokens:
         error = f"{len(times)} tokens of {request.output_tokens}"
-    return Record(
+    return RequestRecord(
         arrival_s=request.arrival_s,
         prompt_tokens=request.prompt_tokens,
         token_times_s=[] if error else times,
@@ -200,7 +200,7 @@ def _tokens_in(line: str) -> int:
     return sum(len(choice["token_ids"]) for choice in json.loads(line[6:])["choices"])
 
 
-def _violated(records: Sequence[Record], targets: Targets) -> bool:
+def _violated(records: Sequence[RequestRecord], targets: Targets) -> bool:
     good = [record for record in records if not record.error]
     ttft = percentile([record.ttft_ms for record in good], 99)
     tpot = percentile([tpot for record in good if (tpot := record.tpot_ms) is not None], 99)

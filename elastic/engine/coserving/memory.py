@@ -8,7 +8,7 @@ from typing import Protocol
 
 from elastic.core.types import NS_PER_S, Nanoseconds
 from elastic.engine.coserving.blocks import LeasedBlocks
-from elastic.engine.coserving.spec import Lending
+from elastic.engine.coserving.spec import PageLending
 from elastic.engine.kv import PageBackend, PagePool
 from policies.kvmemory import MemoryPolicy
 
@@ -20,19 +20,19 @@ CARRIED_SAMPLES = 20
 """The latest count towards the next step, too, which may begin a moment later."""
 
 
-class Holder(Protocol):
+class PageHolder(Protocol):
     """A half, as far as its memory goes."""
 
     pool: LeasedBlocks
 
 
-class Owner(Holder, Protocol):
+class PageOwner(PageHolder, Protocol):
     def needed_since_ns(self) -> Nanoseconds:
         """Since when serving needs the pages that it is about to map."""
         ...
 
 
-class Borrower(Holder, Protocol):
+class PageBorrower(PageHolder, Protocol):
     def tidy(self) -> None:
         """Give back what nobody uses any more."""
         ...
@@ -53,8 +53,8 @@ class SharedMemory:
             raise ValueError(f"a device of {backend.total} pages is too small: at least {SPARE_PAGES + 1} are needed")
         self.pages = PagePool(backend)
         self.usable = backend.total - SPARE_PAGES
-        self.serving: Owner | None = None
-        self.rollout: Borrower | None = None
+        self.serving: PageOwner | None = None
+        self.rollout: PageBorrower | None = None
         self.serving_peak = 0
         self.reclaims_ns: deque[Nanoseconds] = deque(maxlen=10_000)
         """From serving's need of pages, for which rollouts gave up some, to its having them."""
@@ -77,12 +77,12 @@ class SharedMemory:
     def rollout_pages(self) -> int:
         return self.rollout.pool.pages if self.rollout is not None else 0
 
-    def serving_lending(self) -> Lending:
+    def serving_lending(self) -> PageLending:
         # Serving's KV is of no use once its request is over: prompts of different users share nothing.
-        return Lending(self._serving_growth, self._serving_growing, lease_ns=0)
+        return PageLending(self._serving_growth, self._serving_growing, lease_ns=0)
 
-    def rollout_lending(self) -> Lending:
-        return Lending(self._rollout_growth, lambda pages: nullcontext(), self._policy.lease_ns)
+    def rollout_lending(self) -> PageLending:
+        return PageLending(self._rollout_growth, lambda pages: nullcontext(), self._policy.lease_ns)
 
     def begin_step(self) -> None:
         """The budget of a new step, from serving's use since the last."""
@@ -131,7 +131,7 @@ class SharedMemory:
         self._ask_rollout(lambda rollout: rollout.give_back(self.budget.pages))
         return True
 
-    def _ask_rollout(self, act: Callable[[Borrower], None]) -> None:
+    def _ask_rollout(self, act: Callable[[PageBorrower], None]) -> None:
         """Serving must not suffer where the rollouts' part fails."""
         if self.rollout is None:
             return

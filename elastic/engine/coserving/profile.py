@@ -17,7 +17,7 @@ from elastic.core.types import Nanoseconds
 FORMAT = 1
 
 
-class ProfileError(Exception):
+class CostProfileError(Exception):
     """A profile cannot be used; the message names the file, what it is for and what was wanted."""
 
 
@@ -143,23 +143,23 @@ class Reach(NamedTuple):
 
 
 def read_profile(path: Path, model: str, device: str, reach: Reach) -> CostProfile:
-    """Raises `ProfileError` for a file that cannot be read, is of another model or device, or ends before `reach`."""
+    """Raises `CostProfileError` for a file that cannot be read, is of another model or device, or short of `reach`."""
     try:
         profile = msgspec.json.decode(path.read_bytes(), type=CostProfile)
     except OSError as error:
-        raise ProfileError(f"{path}: cannot be read ({error.strerror})") from error
+        raise CostProfileError(f"{path}: cannot be read ({error.strerror})") from error
     except msgspec.MsgspecError as error:
-        raise ProfileError(f"{path}: not a cost profile ({error})") from error
+        raise CostProfileError(f"{path}: not a cost profile ({error})") from error
     for what, found, wanted in (
         ("format", profile.format, FORMAT),
         ("model", profile.model, model),
         ("device", profile.device, device),
     ):
         if found != wanted:
-            raise ProfileError(f"{path}: profile of another {what}: found {found!r}, wanted {wanted!r}")
+            raise CostProfileError(f"{path}: profile of another {what}: found {found!r}, wanted {wanted!r}")
     measured = Reach(profile.prefill.xs[-1], profile.decode.xs[-1], profile.decode.ys[-1])
     if any(there < wanted for there, wanted in zip(measured, reach, strict=True)):
-        raise ProfileError(f"{path}: measured for smaller iterations: found {measured}, wanted {reach}")
+        raise CostProfileError(f"{path}: measured for smaller iterations: found {measured}, wanted {reach}")
     return profile
 
 

@@ -14,7 +14,7 @@ import torch
 
 from elastic.config import EngineConfig
 from elastic.core.types import NS_PER_S, Nanoseconds
-from elastic.engine.coserving.profile import CostProfile, Grid, ProfileError, Reach, read_profile
+from elastic.engine.coserving.profile import CostProfile, CostProfileError, Grid, Reach, read_profile
 from elastic.engine.coserving.runner import PagedRunner
 from elastic.engine.torch import pacing
 from elastic.engine.torch.scheduler import Work, load_of
@@ -54,7 +54,7 @@ def kept_profile(path: Path | None, model: str, device: str, settings: EngineCon
         return None
     try:
         return read_profile(path, model, device, _reach(settings))
-    except ProfileError as error:
+    except CostProfileError as error:
         _log.warning("measuring a new cost profile", reason=str(error))
         return None
 

@@ -8,9 +8,9 @@ import msgspec
 
 from elastic.core.types import FinishReason, Nanoseconds
 from elastic.engine.base import EngineStatistics
-from elastic.engine.coserving.half import Half, Iteration, Loading, decodes, shape_of
 from elastic.engine.coserving.profile import CostModel, Prefill, Shape
-from elastic.engine.coserving.spec import Lending, ModelSpec
+from elastic.engine.coserving.shared_device_engine import Iteration, Loading, SharedDeviceEngine, decodes, shape_of
+from elastic.engine.coserving.spec import ModelSpec, PageLending
 from elastic.engine.kv import PagePool
 from elastic.engine.torch.engine import CLOSE_TIMEOUT_S
 
@@ -18,7 +18,7 @@ SMALLEST_CHUNK = 16
 """Rollout prefill is not cut into pieces that are mostly overhead."""
 
 
-class RolloutHalf(Half):
+class SharedRolloutEngine(SharedDeviceEngine):
     """The rollout model's engine: `RolloutEngine` for the ordinary worker agent.
 
     Turns that lose their memory end with ABORTED, turns that make no progress for `stall_timeout_ns` with
@@ -31,7 +31,7 @@ class RolloutHalf(Half):
         self,
         spec: ModelSpec,
         pool: PagePool,
-        lending: Lending,
+        lending: PageLending,
         changed: threading.Condition,
         stall_timeout_ns: Nanoseconds,
         budget_pages: Callable[[], int],

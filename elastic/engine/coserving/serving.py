@@ -9,13 +9,13 @@ import msgspec
 
 from elastic.core.types import Nanoseconds
 from elastic.engine.base import GenerateRequest, TokenChunk
-from elastic.engine.coserving.half import Half, Iteration, decodes, shape_of
 from elastic.engine.coserving.profile import Prefill, Shape
-from elastic.engine.coserving.spec import Lending, ModelSpec
+from elastic.engine.coserving.shared_device_engine import Iteration, SharedDeviceEngine, decodes, shape_of
+from elastic.engine.coserving.spec import ModelSpec, PageLending
 from elastic.engine.kv import PagePool
 from elastic.engine.torch.scheduler import Sequence as Running
 from elastic.engine.torch.scheduler import Work
-from policies.coexecution import ArrivingPrefill, QueuedPrefill, ServingView
+from policies.admission import ArrivingPrefill, QueuedPrefill, ServingView
 
 RECENT_REQUESTS = 100
 """The next request's prompt is taken to be no longer than theirs."""
@@ -23,12 +23,12 @@ BURST_KEPT = 0.97
 """What each request leaves of the memory of the longest queue; after a hundred a twentieth."""
 
 
-class ServingHalf(Half):
+class SharedServingEngine(SharedDeviceEngine):
     """The serving model's engine; it remembers the times that its latency targets are about."""
 
     kind = "serving"
 
-    def __init__(self, spec: ModelSpec, pool: PagePool, lending: Lending, changed: threading.Condition) -> None:
+    def __init__(self, spec: ModelSpec, pool: PagePool, lending: PageLending, changed: threading.Condition) -> None:
         super().__init__(spec, pool, lending, changed)
         self._arrivals_ns: dict[str, Nanoseconds] = {}
         self._last_tokens_ns: dict[str, Nanoseconds] = {}

@@ -29,7 +29,7 @@ class ModelSpec(NamedTuple):
         )
 
 
-class Lending(NamedTuple):
+class PageLending(NamedTuple):
     """How a half gets pages: how many more it may map now, and in what context it does."""
 
     growth: Callable[[], int]

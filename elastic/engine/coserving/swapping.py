@@ -8,9 +8,9 @@ style of ServerlessLLM.
 import time
 
 from elastic.core.types import NS_PER_S, Nanoseconds
-from elastic.engine.coserving.half import Half, Step
-from elastic.engine.coserving.rollout import RolloutHalf
-from elastic.engine.coserving.serving import ServingHalf
+from elastic.engine.coserving.rollout import SharedRolloutEngine
+from elastic.engine.coserving.serving import SharedServingEngine
+from elastic.engine.coserving.shared_device_engine import SharedDeviceEngine, Step
 
 
 class Swapping:
@@ -22,7 +22,9 @@ class Swapping:
         self._boot_ns = boot_ns
         self._serving_seen_ns = 0
 
-    def step(self, serving: ServingHalf, rollout: RolloutHalf | None, now_ns: Nanoseconds) -> Step | None:
+    def step(
+        self, serving: SharedServingEngine, rollout: SharedRolloutEngine | None, now_ns: Nanoseconds
+    ) -> Step | None:
         """The change of models that is due, if any."""
         if serving.has_work:
             self._serving_seen_ns = now_ns
@@ -37,7 +39,7 @@ class Swapping:
             return lambda: self._swap(serving, rollout)
         return None
 
-    def _swap(self, leaving: Half, coming: Half) -> None:
+    def _swap(self, leaving: SharedDeviceEngine, coming: SharedDeviceEngine) -> None:
         leaving.set_aside()
         coming.bring_back()
         time.sleep(self._boot_ns / NS_PER_S)

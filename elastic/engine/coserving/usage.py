@@ -7,7 +7,7 @@ import msgspec
 from elastic.core.types import Nanoseconds
 
 
-class Usage(msgspec.Struct, frozen=True, kw_only=True):
+class DeviceUsage(msgspec.Struct, frozen=True, kw_only=True):
     """Up to now. Rollouts compute only while the device is lent; `lent_serving_ns` is serving's part of `lent_ns`."""
 
     serving_ns: Nanoseconds
@@ -35,10 +35,10 @@ class UsageMeter:
         self._settle(now_ns)
         self._lent = lent
 
-    def read(self, now_ns: Nanoseconds) -> Usage:
+    def read(self, now_ns: Nanoseconds) -> DeviceUsage:
         self._settle(now_ns)
         spent_ns = self._spent_ns
-        return Usage(
+        return DeviceUsage(
             serving_ns=spent_ns["serving", True] + spent_ns["serving", False],
             rollout_ns=spent_ns["rollout", True] + spent_ns["rollout", False],
             lent_ns=sum(ns for (_, lent), ns in spent_ns.items() if lent),

@@ -5,7 +5,7 @@ alone is learned by size from iterations that do nothing else, for neither is pr
 sequence reads the weights as decoding sixteen does.
 """
 
-from elastic.engine.torch.pacing import Costs, Load, decode_step_s
+from elastic.engine.torch.pacing import Costs, IterationLoad, decode_step_s
 
 FOLLOW = 0.1
 """How much of a newer measurement counts, once there are as many as make a mean of the same weight."""
@@ -36,7 +36,7 @@ class LearnedCosts:
     def __init__(self) -> None:
         self._decode, self._prefill = _Curve(), _Curve()
 
-    def costs(self, load: Load) -> Costs:
+    def costs(self, load: IterationLoad) -> Costs:
         """Seconds where both kinds of work are known, else tokens."""
         tokens = load.prefill + load.recompute
         if not (self._decode.known_s and self._prefill.known_s):
@@ -48,7 +48,7 @@ class LearnedCosts:
             recompute=prefill_s * load.recompute / tokens if tokens else 0.0,
         )
 
-    def observe(self, load: Load, measured_s: float) -> None:
+    def observe(self, load: IterationLoad, measured_s: float) -> None:
         """An iteration of this load took so long."""
         tokens = load.prefill + load.recompute
         if not load.decode:

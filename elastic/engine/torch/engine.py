@@ -33,7 +33,7 @@ from elastic.engine.meter import AccountMeter
 from elastic.engine.torch import pacing, sampling
 from elastic.engine.torch.costs import LearnedCosts
 from elastic.engine.torch.runner import Patch, Runner
-from elastic.engine.torch.scheduler import Scheduler, Work, load_of
+from elastic.engine.torch.scheduler import BatchScheduler, Work, load_of
 from elastic.engine.torch.scheduler import Sequence as Running
 from elastic.model.config import Qwen3Config
 from elastic.weights.client import WeightsClient
@@ -84,7 +84,7 @@ class TorchEngine:
         self._runner = Runner(
             config, self._device, settings.max_context_tokens, settings.kv_blocks, settings.kv_block_tokens
         )
-        self._scheduler = Scheduler(settings)
+        self._scheduler = BatchScheduler(settings)
         self._weights = WeightsClient()
         self._sink: ChunkSink | None = None
         self._thread: threading.Thread | None = None

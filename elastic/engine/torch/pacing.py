@@ -7,7 +7,7 @@ from typing import NamedTuple
 from elastic.config import PacingConfig
 
 
-class Load(NamedTuple):
+class IterationLoad(NamedTuple):
     """Tokens that one iteration computes. A decoding sequence feeds one; recompute is prefill paid for again."""
 
     decode: int
@@ -23,7 +23,7 @@ class Costs(NamedTuple):
     recompute: float
 
 
-def costs(load: Load, pacing: PacingConfig) -> Costs:
+def costs(load: IterationLoad, pacing: PacingConfig) -> Costs:
     return Costs(
         decode=decode_step_s(load.decode, pacing.decode_step_s),
         prefill=load.prefill / pacing.prefill_tokens_per_s,

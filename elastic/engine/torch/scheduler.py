@@ -14,7 +14,7 @@ from typing import NamedTuple
 from elastic.config import EngineConfig
 from elastic.engine.base import GenerateRequest
 from elastic.engine.torch.blocks import BlockPool, chain_digest, root_digest
-from elastic.engine.torch.pacing import Load
+from elastic.engine.torch.pacing import IterationLoad
 
 
 @dataclass(slots=True, eq=False)
@@ -57,7 +57,7 @@ class Work(NamedTuple):
         return self.sequence.computed + self.token_count == len(self.sequence.tokens)
 
 
-class Scheduler:
+class BatchScheduler:
     """Owns the sequences and the block pool."""
 
     def __init__(self, settings: EngineConfig) -> None:
@@ -203,7 +203,7 @@ class Scheduler:
             digests.append(chain_digest(parent, sequence.tokens[index * size : (index + 1) * size]))
 
 
-def load_of(work: list[Work]) -> Load:
+def load_of(work: list[Work]) -> IterationLoad:
     """How many tokens of each kind an iteration computes."""
     decode = prefill = recompute = 0
     for sequence, count in work:
@@ -213,4 +213,4 @@ def load_of(work: list[Work]) -> Load:
             recompute += count
         else:
             prefill += count
-    return Load(decode, prefill, recompute)
+    return IterationLoad(decode, prefill, recompute)

@@ -19,8 +19,8 @@ from elastic.runtime.journal.records import (
     TurnRow,
 )
 from elastic.runtime.journal.store import CONFIG, JOURNAL, DirectoryStore, RunDirectory, RunStore, StoredRun
-from elastic.runtime.journal.tables import Record
-from elastic.runtime.journal.writer import SCHEMA_VERSION, Journal, JournalError, JournalWriter, NullJournal
+from elastic.runtime.journal.tables import JournalRecord
+from elastic.runtime.journal.writer import SCHEMA_VERSION, JournalError, JournalWriter, NullJournal, SqliteJournal
 
 __all__ = [
     "CONFIG",
@@ -32,19 +32,19 @@ __all__ = [
     "DirectoryStore",
     "EventRow",
     "GroupRow",
-    "Journal",
     "JournalError",
     "JournalReader",
+    "JournalRecord",
     "JournalWriter",
     "MoveRow",
     "NoteRow",
     "NullJournal",
     "PullRow",
-    "Record",
     "RunDirectory",
     "RunStore",
     "SampleRow",
     "Sampled",
+    "SqliteJournal",
     "StepRow",
     "StepWeights",
     "StoredRun",

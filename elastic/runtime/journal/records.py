@@ -8,15 +8,15 @@ from elastic import wire
 from elastic.core.ledger import DeviceBook
 from elastic.core.policy import StepRecord
 from elastic.core.types import Nanoseconds, TrajectoryId, TurnId, WorkerId
-from elastic.runtime.journal.tables import Record, Table
+from elastic.runtime.journal.tables import JournalRecord, JournalTable
 from elastic.runtime.status import RunStatus
-from functions.base import Call, Outcome
+from functions.base import Call, CallOutcome
 
 CONTINUES = "continues"
 """The key under which a journal names the one that it goes on from."""
 
 
-class NoteRow(Record, frozen=True, gc=False):
+class NoteRow(JournalRecord, frozen=True, gc=False):
     """A text under a key: what the run is, how it ended, what a provider has to say. The last one stands."""
 
     TABLE: ClassVar[str] = "meta"
@@ -26,7 +26,7 @@ class NoteRow(Record, frozen=True, gc=False):
     value: str
 
 
-class EventRow(Record, frozen=True, gc=False):
+class EventRow(JournalRecord, frozen=True, gc=False):
     """An event as the core took it: its type's name and the event itself, or `FRAME` and the frame that it was in."""
 
     TABLE: ClassVar[str] = "events"
@@ -36,7 +36,7 @@ class EventRow(Record, frozen=True, gc=False):
     body: bytes
 
 
-class TurnRow(Record, frozen=True, gc=False):
+class TurnRow(JournalRecord, frozen=True, gc=False):
     """A turn that came to its end. `worker` is the last that it was on, `attempts` how many times it was begun."""
 
     TABLE: ClassVar[str] = "turns"
@@ -54,7 +54,7 @@ class TurnRow(Record, frozen=True, gc=False):
     worker: WorkerId
 
 
-class MoveRow(Record, frozen=True, gc=False):
+class MoveRow(JournalRecord, frozen=True, gc=False):
     """A turn that left a worker unfinished at `left_ns` and began on the next, with what was accepted until then."""
 
     TABLE: ClassVar[str] = "moves"
@@ -68,7 +68,7 @@ class MoveRow(Record, frozen=True, gc=False):
     accepted_tokens: int
 
 
-class TrajectoryRow(Record, frozen=True, gc=False):
+class TrajectoryRow(JournalRecord, frozen=True, gc=False):
     """A trajectory that is over: with its reward, or with the cause of its failure and none.
 
     `truncated` says that a limit of turns or tokens ended it. `token_ids` is a msgpack list and `sampled` a msgpack
@@ -105,7 +105,7 @@ class Sampled(msgspec.Struct, frozen=True, array_like=True):
     reward: float
 
 
-class GroupRow(Record, frozen=True):
+class GroupRow(JournalRecord, frozen=True):
     """What became of a group in `step`, the trainer being at `version`: why it was `dropped`, or trained ("").
 
     `lengths` has the policy tokens of each member so far; ages are in versions.
@@ -124,13 +124,13 @@ class GroupRow(Record, frozen=True):
 
 
 class StepWeights(msgspec.Struct, frozen=True, kw_only=True):
-    """The version that a step published; `changed` as in `elastic.wire.Published`."""
+    """The version that a step published; `changed` as in `elastic.wire.PublishedFrame`."""
 
     version: int
     changed: dict[str, float]
 
 
-class StepRow(Record, frozen=True):
+class StepRow(JournalRecord, frozen=True):
     """A finished training step: `record` is the core's account of it, `trainer` has the trainer's own figures.
 
     `weights` is None until the version is on the relay, which is when the row is written once more.
@@ -147,7 +147,7 @@ class StepRow(Record, frozen=True):
     weights: StepWeights | None = None
 
 
-class SampleRow(Record, frozen=True):
+class SampleRow(JournalRecord, frozen=True):
     """How the run stood at one moment."""
 
     TABLE: ClassVar[str] = "samples"
@@ -157,7 +157,7 @@ class SampleRow(Record, frozen=True):
     status: RunStatus
 
 
-class PullRow(Record, frozen=True):
+class PullRow(JournalRecord, frozen=True):
     """A worker's report of weights that it pulled, or could not; fields as in `elastic.wire.WeightsReport`."""
 
     TABLE: ClassVar[str] = "pulls"
@@ -171,10 +171,10 @@ class PullRow(Record, frozen=True):
     error: str
     full_bytes: int = 0
     split_s: dict[wire.PullPart, float] = msgspec.field(default_factory=dict[wire.PullPart, float])
-    refused: list[wire.Refusal] = msgspec.field(default_factory=list[wire.Refusal])
+    refused: list[wire.UnverifiedWeights] = msgspec.field(default_factory=list[wire.UnverifiedWeights])
 
 
-class CallRow(Record, frozen=True, gc=False):
+class CallRow(JournalRecord, frozen=True, gc=False):
     """One metered call of a function; fields as in `functions.base.Call`."""
 
     TABLE: ClassVar[str] = "calls"
@@ -182,7 +182,7 @@ class CallRow(Record, frozen=True, gc=False):
     t_ns: Nanoseconds
     function: str
     key: str
-    outcome: Outcome
+    outcome: CallOutcome
     queued_s: float
     cold_start_s: float
     duration_s: float
@@ -193,7 +193,7 @@ class CallRow(Record, frozen=True, gc=False):
         return cls(t_ns=t_ns, **msgspec.structs.asdict(call))
 
 
-class BookRow(Record, frozen=True):
+class BookRow(JournalRecord, frozen=True):
     """A worker's book in the ledger, as it was written last; the final one once it is closed."""
 
     TABLE: ClassVar[str] = "books"
@@ -203,7 +203,7 @@ class BookRow(Record, frozen=True):
     book: DeviceBook
 
 
-KINDS: tuple[type[Record], ...] = (
+KINDS: tuple[type[JournalRecord], ...] = (
     NoteRow,
     EventRow,
     TurnRow,
@@ -216,4 +216,4 @@ KINDS: tuple[type[Record], ...] = (
     CallRow,
     BookRow,
 )
-TABLES: dict[type[Record], Table] = {kind: Table(kind) for kind in KINDS}
+TABLES: dict[type[JournalRecord], JournalTable] = {kind: JournalTable(kind) for kind in KINDS}

@@ -10,7 +10,7 @@ from elastic.config import ConfigError, JournalConfig
 from elastic.core.types import TrajectoryId
 from elastic.runtime.journal.reader import JournalReader
 from elastic.runtime.journal.records import TrajectoryRow
-from elastic.runtime.journal.writer import Journal
+from elastic.runtime.journal.writer import SqliteJournal
 
 JOURNAL = "journal.sqlite"
 """The first incarnation's journal. The second's is `journal.2.sqlite`, and so on; none is ever moved.
@@ -40,8 +40,8 @@ class StoredRun(Protocol):
 
     def begin_journal(
         self, settings: JournalConfig, *, waits: bool = False, notes: Mapping[str, str] | None = None
-    ) -> Journal:
-        """The next incarnation's; the rest as in `Journal`. Raises `JournalError` where it cannot be written."""
+    ) -> SqliteJournal:
+        """The next incarnation's; the rest as in `SqliteJournal`. Raises `JournalError` where it cannot be written."""
         ...
 
 
@@ -90,8 +90,8 @@ class RunDirectory:
 
     def begin_journal(
         self, settings: JournalConfig, *, waits: bool = False, notes: Mapping[str, str] | None = None
-    ) -> Journal:
-        return Journal(
+    ) -> SqliteJournal:
+        return SqliteJournal(
             self.next_journal_path(),
             settings.commit_interval_s,
             durable_against=settings.durable_against,

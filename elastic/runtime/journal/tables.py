@@ -25,17 +25,17 @@ FLOAT_MAX = "1.7976931348623157e308"
 _PLAIN: dict[Any, str] = {int: "INTEGER", bool: "INTEGER", str: "TEXT", bytes: "BLOB", float: "REAL"}
 
 
-class Record(msgspec.Struct, frozen=True, kw_only=True):
+class JournalRecord(msgspec.Struct, frozen=True, kw_only=True):
     """A row of the journal's table of this name."""
 
     TABLE: ClassVar[str]
     KEY: ClassVar[str] = ""
 
 
-R = TypeVar("R", bound=Record)
+R = TypeVar("R", bound=JournalRecord)
 
 
-class Table(Generic[R]):
+class JournalTable(Generic[R]):
     """Where records of one type are kept."""
 
     def __init__(self, kind: type[R]) -> None:

@@ -20,7 +20,7 @@ from typing import Protocol
 from elastic.core.ledger import DeviceBook
 from elastic.core.types import Account, WorkerId
 from elastic.runtime.journal.records import TABLES, BookRow, EventRow, NoteRow
-from elastic.runtime.journal.tables import Record, Row, Table
+from elastic.runtime.journal.tables import JournalRecord, JournalTable, Row
 
 SCHEMA_VERSION = 3
 CAUGHT_UP_SHARE = 0.5
@@ -48,7 +48,7 @@ class JournalWriter(Protocol):
 
     keeps: bool
 
-    def append(self, *records: Record) -> None:
+    def append(self, *records: JournalRecord) -> None:
         """All of them, or none, become durable."""
         ...
 
@@ -60,7 +60,7 @@ class NullJournal:
 
     keeps = False
 
-    def append(self, *records: Record) -> None:
+    def append(self, *records: JournalRecord) -> None:
         return None
 
     def durable(self) -> "Future[None]":
@@ -73,12 +73,12 @@ class _Batch:
     """Rows that are committed together, in order within each table."""
 
     def __init__(self) -> None:
-        self.rows: dict[Table, list[Record | Row]] = {table: [] for table in TABLES.values()}
+        self.rows: dict[JournalTable, list[JournalRecord | Row]] = {table: [] for table in TABLES.values()}
         self.bytes = 0
         self.waiting: list[Future[None]] = []
 
 
-class Journal:
+class SqliteJournal:
     """Writes the journal of one incarnation to a file that is not there yet, and has `notes` from its first moment on.
 
     `durable_against` is "process" (what is committed outlives the death of every process) or "power" (a power failure,
@@ -120,9 +120,9 @@ class Journal:
         self._connection = self._open(durable_against, notes or {})
         self._start()
 
-    def append(self, *records: Record) -> None:
+    def append(self, *records: JournalRecord) -> None:
         """All of them, or none, become durable."""
-        put: list[tuple[Table, Record | Row]] = []
+        put: list[tuple[JournalTable, JournalRecord | Row]] = []
         size_bytes = 0
         for record in records:
             table = TABLES[type(record)]
@@ -174,7 +174,7 @@ class Journal:
         if self.failed is not None:
             raise self.failed
 
-    def _put(self, put: Sequence[tuple[Table, Record | Row]], size_bytes: int) -> None:
+    def _put(self, put: Sequence[tuple[JournalTable, JournalRecord | Row]], size_bytes: int) -> None:
         with self._lock:
             if self._closed:
                 raise JournalError(f"{self.path}: closed")

@@ -75,7 +75,7 @@ class Job:
         return FinishReason.LENGTH if self.truncated else FinishReason.STOP
 
 
-class Share(Protocol):
+class SharedDevice(Protocol):
     """A device that serving uses first."""
 
     def acquire(self) -> Nanoseconds | None:
@@ -87,7 +87,7 @@ _Shares = Sequence[tuple[Account, float]]
 
 
 @dataclass(slots=True)
-class _Span:
+class _IterationSpan:
     """`iterations` equal ones from `begin_ns` on, all of which take `whole_ns`; number i `first_s + i * growth_s`.
 
     Their time goes to `account`, but for the `shares` of others.
@@ -148,7 +148,7 @@ class EngineModel:
         rates: EngineRates,
         emit: Callable[[Sequence[Progress]], None],
         flush_ns: Nanoseconds,
-        share: Share | None = None,
+        share: SharedDevice | None = None,
     ) -> None:
         self.version: int | None = None
         self.asleep = False
@@ -174,7 +174,7 @@ class EngineModel:
         """Decode iterations so far: every decoding job advances by one in each."""
         self._used_tokens = 0
         self._context_tokens = 0
-        self._span: _Span | None = None
+        self._span: _IterationSpan | None = None
         self._generation = 0
         self._waits_for_device = False
         self._charged_ns = loop.now_ns
@@ -336,7 +336,7 @@ class EngineModel:
         elif not self._waits_for_device:
             self._ask_device(self._share)
 
-    def _ask_device(self, share: Share) -> None:
+    def _ask_device(self, share: SharedDevice) -> None:
         self._charge()
         self._waits_for_device = True
         until_ns = share.acquire()
@@ -376,7 +376,7 @@ class EngineModel:
         account, shares = _shares(work_s, decode_s, plain_s, again_s) if prefill else (Account.DECODE, ())
         iterations, iteration_s = self._equal_iterations(prefill, batch), work_s + rates.overhead_s
         self._charge()
-        self._run_span(_Span(self._loop.now_ns, iterations, iteration_s, growth_s, account, shares, prefill))
+        self._run_span(_IterationSpan(self._loop.now_ns, iterations, iteration_s, growth_s, account, shares, prefill))
 
     def _equal_iterations(self, prefill: list[tuple[Job, int]], batch: int) -> int:
         count = 1 << 30
@@ -392,7 +392,7 @@ class EngineModel:
             count = min(count, max(1, room // batch))
         return count
 
-    def _run_span(self, span: _Span) -> None:
+    def _run_span(self, span: _IterationSpan) -> None:
         self._span = span
         self._generation += 1
         self._loop.at(span.begin_ns + span.whole_ns, partial(self._span_over, self._generation))
@@ -438,7 +438,7 @@ class EngineModel:
             chunks.append(self._ended(job, job.finish))
         return chunks
 
-    def _prefilled(self, span: _Span, done: int) -> list[Progress]:
+    def _prefilled(self, span: _IterationSpan, done: int) -> list[Progress]:
         chunks: list[Progress] = []
         for job, count in span.prefill:
             if not job.running or job.decoding:

@@ -12,7 +12,7 @@ from elastic.runtime.ports import Feed, OneIncarnation
 from elastic.sim.loop import EventLoop
 from elastic.sim.performance.engine import Job
 from elastic.sim.performance.episodes import Episode, Episodes
-from functions.base import Call, Meter, Outcome
+from functions.base import Call, CallOutcome, Meter
 
 
 @dataclass(slots=True)
@@ -39,7 +39,7 @@ class Trajectory:
 
 
 @dataclass(slots=True)
-class OpenTurn:
+class ModelledTurn:
     id: TurnId
     of: Trajectory
     prompt: int
@@ -78,7 +78,7 @@ class Environments(OneIncarnation):
         self._feed = feed
         self._meter = meter
         self._busy = busy
-        self._turns: dict[TurnId, OpenTurn] = {}
+        self._turns: dict[TurnId, ModelledTurn] = {}
         self._running: dict[TrajectoryId, Trajectory] = {}
         self._finished: dict[TrajectoryId, Trajectory] = {}
         self._free_ns: Nanoseconds = 0
@@ -113,7 +113,7 @@ class Environments(OneIncarnation):
         if running is not None:
             self._turns.pop(turn_id(trajectory, running.turns), None)
 
-    def prompt(self, turn: TurnId) -> OpenTurn | None:
+    def prompt(self, turn: TurnId) -> ModelledTurn | None:
         return self._turns.get(turn)
 
     def accept(self, event: e.TokensReceived, chunks: Sequence[int], payload: None) -> None:
@@ -173,7 +173,7 @@ class Environments(OneIncarnation):
         shape = turns[running.turns]
         running.context += shape.observation_tokens
         turn = turn_id(trajectory, running.turns)
-        self._turns[turn] = OpenTurn(turn, running, running.context, shape.tokens)
+        self._turns[turn] = ModelledTurn(turn, running, running.context, shape.tokens)
         self._feed(
             e.TurnRequested(
                 turn=turn,
@@ -205,7 +205,7 @@ class Environments(OneIncarnation):
                 Call(
                     function="reward",
                     key=order.trajectory,
-                    outcome=Outcome.OK,
+                    outcome=CallOutcome.OK,
                     queued_s=0.0,
                     cold_start_s=0.0,
                     duration_s=took_s,

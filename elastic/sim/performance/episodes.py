@@ -11,7 +11,7 @@ from elastic.core.ids import group_of
 from elastic.core.types import TrajectoryId
 
 
-class Turn(msgspec.Struct, frozen=True):
+class EpisodeTurn(msgspec.Struct, frozen=True):
     """`observation_tokens` come to the context before it; `tokens` it generates; `latency_s` passes before it."""
 
     observation_tokens: int
@@ -22,7 +22,7 @@ class Turn(msgspec.Struct, frozen=True):
 class Episode(msgspec.Struct, frozen=True):
     """A trajectory's turns in order, and its reward. `tag` names its kind of task, as environments may."""
 
-    turns: tuple[Turn, ...]
+    turns: tuple[EpisodeTurn, ...]
     reward: float
     tag: str = ""
 
@@ -108,18 +108,18 @@ class DrawnEpisodes:
     def notes(self) -> list[str]:
         return _cut_notes(self._cut, self._taken) if self._sessions else []
 
-    def _session(self, chance: Random, group: str) -> tuple[Turn, ...]:
+    def _session(self, chance: Random, group: str) -> tuple[EpisodeTurn, ...]:
         prompt = Random(f"{self._seed}/{group}/prompt").choice(self._sessions).turns[0]
         first, *others = chance.choice(self._sessions).turns
-        return (Turn(prompt.observation_tokens, first.tokens, first.latency_s), *others)
+        return (EpisodeTurn(prompt.observation_tokens, first.tokens, first.latency_s), *others)
 
-    def _drawn(self, chance: Random) -> tuple[Turn, ...]:
+    def _drawn(self, chance: Random) -> tuple[EpisodeTurn, ...]:
         limits = self._limits
         count = chance.randint(1, limits.max_turns)
         prompt = max(1, round(limits.max_context_tokens * PROMPT_SHARE))
         median = max(1.0, limits.max_tokens_per_turn * MEDIAN_TURN_SHARE)
         return tuple(
-            Turn(
+            EpisodeTurn(
                 prompt if index == 0 else max(1, prompt // 4),
                 max(1, round(chance.lognormvariate(math.log(median), SPREAD))),
             )
@@ -127,9 +127,9 @@ class DrawnEpisodes:
         )
 
 
-def _clipped(turns: Sequence[Turn], limits: EpisodeLimits) -> tuple[Turn, ...]:
+def _clipped(turns: Sequence[EpisodeTurn], limits: EpisodeLimits) -> tuple[EpisodeTurn, ...]:
     """As many of the turns as fit, each within the limits, as a rollout loop would have it. At least one."""
-    kept: list[Turn] = []
+    kept: list[EpisodeTurn] = []
     context = 0
     for turn in turns[: limits.max_turns]:
         room = limits.max_context_tokens - limits.max_tokens_per_turn - context
@@ -137,6 +137,6 @@ def _clipped(turns: Sequence[Turn], limits: EpisodeLimits) -> tuple[Turn, ...]:
             break
         observation = min(turn.observation_tokens, room)
         tokens = max(1, min(turn.tokens, limits.max_tokens_per_turn))
-        kept.append(Turn(observation, tokens, turn.latency_s))
+        kept.append(EpisodeTurn(observation, tokens, turn.latency_s))
         context += observation + tokens
     return tuple(kept)

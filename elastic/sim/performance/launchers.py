@@ -8,13 +8,13 @@ from elastic.core import events as e
 from elastic.core.ids import worker_id
 from elastic.core.types import NS_PER_S, EndCause, LeaseId, Nanoseconds, WorkerId, WorkerRole
 from elastic.sim.loop import EventLoop
-from elastic.sim.performance.lending import LentHost, LentShare
+from elastic.sim.performance.lending import LentHostModel, LentShareModel
 from elastic.sim.performance.profile import Device
 from providers.base import ProviderSettings
 from providers.markets import (
-    Ending,
+    CapacityUnavailable,
+    LeaseEnding,
     Market,
-    Refusal,
     ReservedMarket,
     ServerlessMarket,
     ServerlessSettings,
@@ -41,14 +41,14 @@ class LaunchWorld(Protocol):
     def feed(self, event: e.Event) -> None: ...
 
     def boot_worker(
-        self, worker: WorkerId, lease: LeaseId, role: WorkerRole, boot_ns: Nanoseconds, share: LentShare | None
+        self, worker: WorkerId, lease: LeaseId, role: WorkerRole, boot_ns: Nanoseconds, share: LentShareModel | None
     ) -> None: ...
 
     def kill_worker(self, worker: WorkerId) -> None: ...
 
 
 @dataclass(slots=True)
-class Held:
+class ModelledLease:
     """A lease as its provider knows it; `foretold` is why it will end, from notice on.
 
     `workers` are those of its processes that have not ended.
@@ -58,7 +58,7 @@ class Held:
     place: str
     workers: list[WorkerId]
     granted: bool = False
-    foretold: Ending | None = None
+    foretold: LeaseEnding | None = None
 
 
 class Launcher:
@@ -70,9 +70,9 @@ class Launcher:
         self.queue_key = QUEUE_KEYS.get(type(market), "")
         self.boot_key = BOOT_KEYS.get(type(market), "boot_s")
         self._world = world
-        self._held: dict[LeaseId, Held] = {}
+        self._held: dict[LeaseId, ModelledLease] = {}
 
-    def share(self, place: str) -> LentShare | None:
+    def share(self, place: str) -> LentShareModel | None:
         """Of a borrowed device."""
         return None
 
@@ -94,18 +94,18 @@ class Launcher:
         loop = self._world.loop
         try:
             place = self.market.take(lease)
-        except Refusal as refusal:
+        except CapacityUnavailable as refusal:
             refused = e.LeaseRefused(lease=lease, reason=str(refusal))
             loop.after(0, lambda: self._world.feed(refused))
             loop.after(0, self.announce)
             return
         workers = [worker_id(lease, number) for number in range(self.market.workers_per_lease)]
-        held = self._held[lease] = Held(lease, place, workers)
+        held = self._held[lease] = ModelledLease(lease, place, workers)
         loop.after(round(self.queue_s() * NS_PER_S), lambda: self._grant(held))
 
     def release(self, lease: LeaseId) -> None:
         if lease in self._held:
-            self._world.loop.after(0, lambda: self.end(lease, Ending(EndCause.RELEASED)))
+            self._world.loop.after(0, lambda: self.end(lease, LeaseEnding(EndCause.RELEASED)))
 
     def worker_left(self, lease: LeaseId, worker: WorkerId) -> None:
         """One of the lease's processes has ended by itself; with the last one the lease does."""
@@ -113,9 +113,9 @@ class Launcher:
         if held is not None and worker in held.workers:
             held.workers.remove(worker)
             if not held.workers:
-                self.end(lease, Ending(EndCause.RELEASED, "the worker ended"))
+                self.end(lease, LeaseEnding(EndCause.RELEASED, "the worker ended"))
 
-    def end(self, lease: LeaseId, ending: Ending) -> None:
+    def end(self, lease: LeaseId, ending: LeaseEnding) -> None:
         held = self._held.pop(lease, None)
         if held is None:
             return
@@ -134,7 +134,7 @@ class Launcher:
         if (offer := self.market.news(again=again)) is not None:
             self._world.feed(e.OfferChanged(offer=offer))
 
-    def _grant(self, held: Held) -> None:
+    def _grant(self, held: ModelledLease) -> None:
         if held.id not in self._held:
             return
         held.granted = True
@@ -146,7 +146,7 @@ class Launcher:
         self.announce(again=True)
         loop.after(round(self.market.boot_s() * NS_PER_S), lambda: self._boot(held))
 
-    def _boot(self, held: Held) -> None:
+    def _boot(self, held: ModelledLease) -> None:
         boot_ns, share = round(self.boot_s() * NS_PER_S), self.share(held.place)
         for worker in held.workers if held.id in self._held else ():
             self._world.boot_worker(worker, held.id, self.market.role, boot_ns, share)
@@ -180,7 +180,7 @@ class ServingCluster(Launcher):
         self._warm_ns = world.loop.now_ns + round(device.profile.serving_start_s * NS_PER_S)
         self._poll_ns = round(settings.poll_s * NS_PER_S)
         self._hosts = {
-            str(number): LentHost(
+            str(number): LentHostModel(
                 world.loop,
                 replay_requests(trace, start_s=load.start_s, speed=load.speed, share=load.share, phase=number),
                 settings.device,
@@ -195,8 +195,8 @@ class ServingCluster(Launcher):
         super().start()
         self._world.loop.at(self._warm_ns, self._look)
 
-    def share(self, place: str) -> LentShare:
-        return LentShare(self._world.loop, self._hosts[place])
+    def share(self, place: str) -> LentShareModel:
+        return LentShareModel(self._world.loop, self._hosts[place])
 
     def _look(self) -> None:
         self.announce()

@@ -12,8 +12,8 @@ WATCH_S = 0.05
 """How often a lent host is looked at; live workers look more often, which is not worth the events here."""
 
 
-class LentHost:
-    """See `providers.markets.ServingHost`. It answers from `started_ns` on."""
+class LentHostModel:
+    """See `providers.markets.LendableHost`. It answers from `started_ns` on."""
 
     def __init__(
         self,
@@ -44,10 +44,10 @@ class LentHost:
         return self._lending
 
 
-class LentShare:
+class LentShareModel:
     """One worker's share of a host, until it ends."""
 
-    def __init__(self, loop: EventLoop, host: LentHost) -> None:
+    def __init__(self, loop: EventLoop, host: LentHostModel) -> None:
         self._loop = loop
         self._host = host
         self._claim = host.updated().claim()

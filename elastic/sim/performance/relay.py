@@ -5,7 +5,7 @@ from elastic.sim.loop import EventLoop
 from elastic.sim.performance.profile import Profile
 
 
-class Relay:
+class RelayModel:
     def __init__(self, loop: EventLoop, profile: Profile) -> None:
         self._loop = loop
         self._profile = profile

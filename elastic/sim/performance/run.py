@@ -21,12 +21,12 @@ from elastic.runtime.run import Run
 from elastic.runtime.scribe import Scribe
 from elastic.sim.loop import EventLoop, VirtualClock
 from elastic.sim.performance.engine import Job
-from elastic.sim.performance.environments import Environments, EnvironmentSettings, OpenTurn, Trajectory
+from elastic.sim.performance.environments import Environments, EnvironmentSettings, ModelledTurn, Trajectory
 from elastic.sim.performance.episodes import Episodes
 from elastic.sim.performance.launchers import Launcher, launcher_of
-from elastic.sim.performance.lending import LentShare
+from elastic.sim.performance.lending import LentShareModel
 from elastic.sim.performance.profile import Device
-from elastic.sim.performance.relay import Relay
+from elastic.sim.performance.relay import RelayModel
 from elastic.sim.performance.truth import Acts
 from elastic.sim.performance.worker import WorkerModel
 from providers.base import ProviderSettings
@@ -80,7 +80,7 @@ class SimulatedRun(OneIncarnation):
         profile = devices[name].profile
         self.loop = EventLoop()
         self.scheduler = scheduler
-        self.relay = Relay(self.loop, profile)
+        self.relay = RelayModel(self.loop, profile)
         self.heartbeat_ns = settings.heartbeat_ns
         self.flush_ns = settings.flush_ns
         self.weight_mode = settings.weight_mode
@@ -187,7 +187,7 @@ class SimulatedRun(OneIncarnation):
 
     # What the run sees: its workers, its leases, its owner
 
-    def start_turn(self, order: c.StartTurn, prompt: OpenTurn) -> None:
+    def start_turn(self, order: c.StartTurn, prompt: ModelledTurn) -> None:
         self.order(order)
 
     def order(self, order: WorkerOrder) -> None:
@@ -235,7 +235,7 @@ class SimulatedRun(OneIncarnation):
         self.loop.after(self.message_ns, partial(self.feed, event, payload))
 
     def boot_worker(
-        self, worker: WorkerId, lease: LeaseId, role: WorkerRole, boot_ns: Nanoseconds, share: LentShare | None
+        self, worker: WorkerId, lease: LeaseId, role: WorkerRole, boot_ns: Nanoseconds, share: LentShareModel | None
     ) -> None:
         device = self._launcher_of[lease].device
         born = self._workers[worker] = WorkerModel(self, worker, lease, role, device, share)

@@ -22,9 +22,9 @@ from elastic.core.types import (
 )
 from elastic.sim.loop import EventLoop
 from elastic.sim.performance.engine import EngineModel, Job
-from elastic.sim.performance.lending import LentShare
+from elastic.sim.performance.lending import LentShareModel
 from elastic.sim.performance.profile import Device
-from elastic.sim.performance.relay import Relay
+from elastic.sim.performance.relay import RelayModel
 from elastic.wire import WeightsReport
 
 NO_VERSION = -1
@@ -35,7 +35,7 @@ class WorkerWorld(Protocol):
     """What a worker sees of its world. `feed` is told what arrives; `send` adds a message's way."""
 
     loop: EventLoop
-    relay: Relay
+    relay: RelayModel
     heartbeat_ns: Nanoseconds
     flush_ns: Nanoseconds
     message_ns: Nanoseconds
@@ -64,7 +64,7 @@ class WorkerModel:
         lease: LeaseId,
         role: WorkerRole,
         device: Device,
-        share: LentShare | None = None,
+        share: LentShareModel | None = None,
     ) -> None:
         self.id = worker
         self.lease = lease

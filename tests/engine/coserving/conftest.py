@@ -11,7 +11,7 @@ from elastic.core.types import WeightMode
 from elastic.engine.base import TokenChunk
 from elastic.engine.coserving.executor import CoServing
 from elastic.engine.coserving.memory import SPARE_PAGES
-from elastic.engine.coserving.rollout import RolloutHalf
+from elastic.engine.coserving.rollout import SharedRolloutEngine
 from elastic.engine.coserving.spec import ModelSpec
 from elastic.engine.kv.backends import mappable_page_bytes, open_backend
 from elastic.engine.kv.slab import SlabBackend
@@ -20,7 +20,7 @@ from elastic.model.checkpoint import model_tensors
 from elastic.model.config import Qwen3Config
 from elastic.model.qwen3 import Qwen3
 from elastic.weights.source import TensorSource
-from policies.coexecution import NoAdmission
+from policies.admission import NoAdmission
 from policies.kvmemory import PreemptiveMemory
 
 TIMEOUT_S = 30.0
@@ -76,7 +76,7 @@ class Device:
     def serving(self):
         return self.executor.serving
 
-    def lend(self, version: int = 1, **settings) -> RolloutHalf:
+    def lend(self, version: int = 1, **settings) -> SharedRolloutEngine:
         rollout = self.executor.attach(rollout_spec(**settings))
         rollout.start(self.rolled)
         rollout.load_version(TensorSource(version, weights_of(ROLLOUT, version)), WeightMode.FINISH)

@@ -14,7 +14,7 @@ from elastic.engine.base import WeightsMismatch
 from elastic.engine.coserving.profile import CostModel, CostProfile, Grid, Prefill, Shape, write_profile
 from elastic.engine.coserving.swapping import Swapping
 from elastic.weights.source import TensorSource, WeightChanges
-from policies.coexecution import ExclusiveAdmission, NoAdmission, Slo, SloAdmission
+from policies.admission import ExclusiveAdmission, NoAdmission, Slo, SloAdmission
 from policies.kvmemory import FineGrainedMemory, PreemptiveMemory, StaticPartition
 
 MS = 1_000_000

@@ -14,7 +14,7 @@ from elastic.engine.coserving.load import Targets, main, replay, report, table
 from elastic.engine.coserving.memory import SPARE_PAGES
 from elastic.engine.kv.slab import SlabBackend
 from elastic.http_server import serving
-from policies.coexecution import NoAdmission
+from policies.admission import NoAdmission
 from policies.kvmemory import PreemptiveMemory
 from traces.serving import ServingRequest
 

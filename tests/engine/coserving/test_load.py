@@ -1,13 +1,13 @@
 import pytest
 
-from elastic.engine.coserving.load import Record, Targets, report, violated_minutes
+from elastic.engine.coserving.load import RequestRecord, Targets, report, violated_minutes
 
 TARGETS = Targets(ttft_ms=100, tpot_ms=20)
 
 
-def record(arrival_s: float, ttft_s: float, tpot_s: float, tokens: int = 5, error: str = "") -> Record:
+def record(arrival_s: float, ttft_s: float, tpot_s: float, tokens: int = 5, error: str = "") -> RequestRecord:
     times = [arrival_s + ttft_s + i * tpot_s for i in range(tokens)]
-    return Record(arrival_s=arrival_s, prompt_tokens=10, token_times_s=[] if error else times, error=error)
+    return RequestRecord(arrival_s=arrival_s, prompt_tokens=10, token_times_s=[] if error else times, error=error)
 
 
 def test_latencies_are_a_requests_own() -> None:

@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from elastic.core.types import Nanoseconds
 from elastic.engine.coserving.blocks import LeasedBlocks
 from elastic.engine.coserving.memory import SPARE_PAGES, SharedMemory
-from elastic.engine.coserving.spec import Lending
+from elastic.engine.coserving.spec import PageLending
 from elastic.engine.kv import KvLayout
 from elastic.engine.kv.slab import SlabBackend
 from policies.kvmemory import FineGrainedMemory, PreemptiveMemory, StaticPartition
@@ -100,7 +100,7 @@ def test_a_step_that_begins_a_moment_after_another_knows_what_serving_uses(memor
 class Sequences:
     """A half as the memory sees it: blocks in use by sequences, of which the newest are given up first."""
 
-    def __init__(self, memory: SharedMemory, lending: Lending) -> None:
+    def __init__(self, memory: SharedMemory, lending: PageLending) -> None:
         space = memory.pages.space()
         space.map()  # for padding
         self.pool = LeasedBlocks(

@@ -10,9 +10,9 @@ from elastic.config import EngineConfig
 from elastic.engine.coserving.profile import (
     CostModel,
     CostProfile,
+    CostProfileError,
     Grid,
     Prefill,
-    ProfileError,
     Reach,
     Shape,
     read_profile,
@@ -125,7 +125,7 @@ def test_hosts_that_start_together_may_keep_the_same_profile(tmp_path: Path) -> 
 def test_a_profile_of_another_device_is_refused(tmp_path: Path, model: str, device: str, which: str) -> None:
     path = tmp_path / "p.json"
     write_profile(path, PROFILE)
-    with pytest.raises(ProfileError, match=f"p.json: profile of another {which}: found '.', wanted 'other'"):
+    with pytest.raises(CostProfileError, match=f"p.json: profile of another {which}: found '.', wanted 'other'"):
         read_profile(path, model, device, REACH)
     assert kept_profile(path, model, device, SETTINGS) is None
 
@@ -134,9 +134,9 @@ def test_a_profile_of_another_device_is_refused(tmp_path: Path, model: str, devi
 def test_a_damaged_profile_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "p.json"
     path.write_text(text)
-    with pytest.raises(ProfileError, match=r"p\.json: not a cost profile"):
+    with pytest.raises(CostProfileError, match=r"p\.json: not a cost profile"):
         read_profile(path, "m", "d", REACH)
-    with pytest.raises(ProfileError, match="cannot be read"):
+    with pytest.raises(CostProfileError, match="cannot be read"):
         read_profile(tmp_path / "none.json", "m", "d", REACH)
 
 
@@ -144,7 +144,7 @@ def test_a_damaged_profile_is_refused(tmp_path: Path, text: str) -> None:
 def test_a_profile_that_was_measured_for_less_is_refused(tmp_path: Path, smaller: dict[str, int]) -> None:
     path = tmp_path / "p.json"
     write_profile(path, PROFILE)
-    with pytest.raises(ProfileError, match=r"p\.json: measured for smaller iterations: found Reach.* wanted Reach"):
+    with pytest.raises(CostProfileError, match=r"p\.json: measured for smaller iterations: found Reach.* wanted Reach"):
         read_profile(path, "m", "d", REACH._replace(**smaller))
     assert read_profile(path, "m", "d", REACH) == PROFILE
 
@@ -153,5 +153,5 @@ def test_a_cost_of_nothing_could_never_be_put_right(tmp_path: Path) -> None:
     path = tmp_path / "p.json"
     write_profile(path, PROFILE)
     path.write_text(path.read_text().replace("[100,200]", "[0,200]"))
-    with pytest.raises(ProfileError, match="costs must be positive"):
+    with pytest.raises(CostProfileError, match="costs must be positive"):
         read_profile(path, "m", "d", REACH)

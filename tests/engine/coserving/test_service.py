@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic.engine.coserving.service import WINDOW_S, ServiceLog, milliseconds
-from policies.coexecution import Slo
+from policies.admission import Slo
 
 MS = 1_000_000
 

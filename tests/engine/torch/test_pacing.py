@@ -1,7 +1,7 @@
 import pytest
 
 from elastic.config import PacingConfig
-from elastic.engine.torch.pacing import Load, costs, decode_step_s
+from elastic.engine.torch.pacing import IterationLoad, costs, decode_step_s
 
 
 @pytest.mark.parametrize(
@@ -21,4 +21,4 @@ def test_a_falling_profile_never_gives_negative_time():
 
 def test_modelled_costs_are_seconds():
     pacing = PacingConfig(prefill_tokens_per_s=1000, decode_step_s={4: 0.01})
-    assert costs(Load(decode=4, prefill=20, recompute=50), pacing) == pytest.approx((0.01, 0.02, 0.05))
+    assert costs(IterationLoad(decode=4, prefill=20, recompute=50), pacing) == pytest.approx((0.01, 0.02, 0.05))

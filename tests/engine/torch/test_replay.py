@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from elastic.config import EngineConfig
 from elastic.engine.torch.runner import Runner
-from elastic.engine.torch.scheduler import Scheduler
+from elastic.engine.torch.scheduler import BatchScheduler
 from elastic.model.config import Qwen3Config
 from elastic.model.qwen3 import Qwen3, parameter_shapes
 
@@ -94,7 +94,7 @@ def runner(request):
 
 def _logits(runner: Runner, requests, chunk: int) -> list[torch.Tensor]:
     """Each request's logits after its last token, all prefilled together in chunks."""
-    scheduler = Scheduler(EngineConfig(max_batch=64, prefill_chunk_tokens=chunk, kv_blocks=600, kv_block_tokens=8))
+    scheduler = BatchScheduler(EngineConfig(max_batch=64, prefill_chunk_tokens=chunk, kv_blocks=600, kv_block_tokens=8))
     order = [scheduler.add(request) for request in requests]
     found = {}
     with torch.inference_mode():

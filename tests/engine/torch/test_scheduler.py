@@ -3,8 +3,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic.config import EngineConfig
-from elastic.engine.torch.pacing import Load
-from elastic.engine.torch.scheduler import Scheduler, load_of
+from elastic.engine.torch.pacing import IterationLoad
+from elastic.engine.torch.scheduler import BatchScheduler, load_of
 
 CONTEXT = 40
 
@@ -24,7 +24,7 @@ def scenes(draw):
     return config, draw(st.lists(sizes, min_size=1, max_size=10)), draw(st.lists(st.integers(0, 9), max_size=40))
 
 
-def _check(scheduler: Scheduler, config: EngineConfig, work) -> None:
+def _check(scheduler: BatchScheduler, config: EngineConfig, work) -> None:
     scheduler.pool.check()
     assert len(scheduler.running) <= config.max_batch
     prefill = 0
@@ -48,7 +48,7 @@ def _check(scheduler: Scheduler, config: EngineConfig, work) -> None:
 @settings(deadline=None, max_examples=150)
 def test_everything_ends_whatever_the_memory(turn, scene):
     config, sizes, events = scene
-    scheduler = Scheduler(config)
+    scheduler = BatchScheduler(config)
     left = {}
     for index, (prompt, new) in enumerate(sizes):
         sequence = scheduler.add(turn(f"t{index}", prompt=[index % 2] * prompt))
@@ -84,7 +84,7 @@ def test_everything_ends_whatever_the_memory(turn, scene):
 
 
 def test_decoding_goes_on_while_a_long_prompt_is_chunked(turn):
-    scheduler = Scheduler(EngineConfig(max_batch=4, prefill_chunk_tokens=10))
+    scheduler = BatchScheduler(EngineConfig(max_batch=4, prefill_chunk_tokens=10))
     first = scheduler.add(turn("first", prompt=5))
     for item in scheduler.plan(admit_new=True):
         scheduler.commit(item)
@@ -100,7 +100,7 @@ def test_decoding_goes_on_while_a_long_prompt_is_chunked(turn):
 
 def test_the_newest_is_preempted_and_comes_back_first(turn):
     config = EngineConfig(max_batch=3, kv_block_tokens=4, kv_blocks=5, max_context_tokens=20, prefill_chunk_tokens=99)
-    scheduler = Scheduler(config)
+    scheduler = BatchScheduler(config)
     old, new = scheduler.add(turn("old", prompt=8)), scheduler.add(turn("new", prompt=12))
     for item in scheduler.plan(admit_new=True):
         scheduler.commit(item)
@@ -116,21 +116,21 @@ def test_the_newest_is_preempted_and_comes_back_first(turn):
 def test_only_a_turn_that_has_moved_pays_again(turn, moved):
     """And not one that its engine preempts itself."""
     config = EngineConfig(max_batch=2, kv_block_tokens=4, kv_blocks=5, max_context_tokens=20, prefill_chunk_tokens=99)
-    scheduler = Scheduler(config)
+    scheduler = BatchScheduler(config)
     old = scheduler.add(turn("old", prompt=8))
     new = scheduler.add(turn("new", prompt=[3] * 12, recompute=moved))
     work = scheduler.plan(admit_new=True)
-    assert load_of(work) == (Load(0, 8, 12) if moved else Load(0, 20, 0))
+    assert load_of(work) == (IterationLoad(0, 8, 12) if moved else IterationLoad(0, 20, 0))
     for item in work:
         scheduler.commit(item)
         item.sequence.tokens.append(1)
-    assert load_of(scheduler.plan(admit_new=True)) == Load(1, 0, 0)  # the cache is full
+    assert load_of(scheduler.plan(admit_new=True)) == IterationLoad(1, 0, 0)  # the cache is full
     scheduler.remove(old)
-    assert load_of(scheduler.plan(admit_new=True)) == Load(0, len(new.tokens) - new.computed, 0)
+    assert load_of(scheduler.plan(admit_new=True)) == IterationLoad(0, len(new.tokens) - new.computed, 0)
 
 
 def test_without_new_admissions_only_the_started_come_back(turn):
-    scheduler = Scheduler(EngineConfig(max_batch=3))
+    scheduler = BatchScheduler(EngineConfig(max_batch=3))
     started = scheduler.add(turn("started"))
     scheduler.plan(admit_new=True)
     waiting = scheduler.add(turn("waiting"))

@@ -10,16 +10,16 @@ from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core.departures import Departures
 from elastic.core.leases import Lease
-from elastic.core.market import Market
+from elastic.core.market import LeaseMarket
 from elastic.core.run_state import RunState
 from elastic.core.types import EndCause, LeaseId, LeaseState, Nanoseconds, Offer, WorkerRole, WorkerState
-from elastic.core.worker_desk import WorkerDesk
+from elastic.core.worker_manager import WorkerManager
 
 _FAILURES = (EndCause.BOOT_TIMEOUT, EndCause.EXPIRED, EndCause.FENCED, EndCause.LOST, EndCause.BARRED)
 
 
-class LeaseDesk:
-    def __init__(self, run: RunState, workers: WorkerDesk, departures: Departures) -> None:
+class LeaseManager:
+    def __init__(self, run: RunState, workers: WorkerManager, departures: Departures) -> None:
         self._run = run
         self._workers = workers
         self._departures = departures
@@ -64,7 +64,7 @@ class LeaseDesk:
         if offer.role is WorkerRole.TRAINER:
             wanted = 0 if run.timers.waiting("back-off", offer.provider) else 1 - run.leases.held(offer.provider)
         else:
-            wanted = run.policies.provisioning.leases_wanted(offer, Market(run.leases, run.timers))
+            wanted = run.policies.provisioning.leases_wanted(offer, LeaseMarket(run.leases, run.timers))
         for _ in range(wanted):
             self._ask_for(offer.provider)
 
@@ -164,7 +164,7 @@ class LeaseDesk:
         run, lease = self._run, self._run.leases.leases[lease_id]
         if not run.active or lease_id in run.leases.succeeded():
             return
-        offer, market = run.leases.offers[lease.provider], Market(run.leases, run.timers, ending=lease)
+        offer, market = run.leases.offers[lease.provider], LeaseMarket(run.leases, run.timers, ending=lease)
         if run.policies.provisioning.leases_wanted(offer, market) > 0:
             self._ask_for(lease.provider, succeeds=lease_id)
         else:

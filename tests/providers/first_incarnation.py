@@ -1,6 +1,6 @@
 """An earlier process of a run: takes leases, says what its provider emits, and kills itself where it is told to.
 
-`python -m tests.providers.first_life KIND RUN RUN_DIR BEGAN_NS LEASES DEATH SETTINGS`
+`python -m tests.providers.first_incarnation KIND RUN RUN_DIR BEGAN_NS LEASES DEATH SETTINGS`
 """
 
 import asyncio

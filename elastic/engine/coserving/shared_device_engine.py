@@ -19,11 +19,11 @@ from elastic.engine.coserving.blocks import LeasedBlocks
 from elastic.engine.coserving.profile import CostModel, CostProfile, Prefill, Shape, write_profile
 from elastic.engine.coserving.profiler import device_name, kept_profile, measuring, model_name, profile_path
 from elastic.engine.coserving.runner import PagedRunner
-from elastic.engine.coserving.spec import Lending, ModelSpec
+from elastic.engine.coserving.spec import ModelSpec, PageLending
 from elastic.engine.kv import PagePool
 from elastic.engine.torch.engine import TorchEngine
 from elastic.engine.torch.pacing import Costs
-from elastic.engine.torch.scheduler import Scheduler, Work, load_of
+from elastic.engine.torch.scheduler import BatchScheduler, Work, load_of
 from elastic.engine.torch.scheduler import Sequence as Running
 from elastic.weights.source import TensorSource
 
@@ -46,7 +46,7 @@ class Loading(NamedTuple):
     fail: Callable[[Exception], None]
 
 
-class _PagedScheduler(Scheduler):
+class _PagedScheduler(BatchScheduler):
     def __init__(self, settings: EngineConfig, pool: LeasedBlocks) -> None:
         super().__init__(settings)
         self.pool: LeasedBlocks = pool
@@ -65,7 +65,7 @@ class _PagedScheduler(Scheduler):
             self.placing = None
 
 
-class Half(TorchEngine):
+class SharedDeviceEngine(TorchEngine):
     """One model's engine. Its own thread is the executor's, which asks it for steps instead of waiting in it.
 
     Raises `ValueError` where a page of the pool does not suit the model's KV.
@@ -73,7 +73,7 @@ class Half(TorchEngine):
 
     kind: str
 
-    def __init__(self, spec: ModelSpec, pool: PagePool, lending: Lending, changed: threading.Condition) -> None:
+    def __init__(self, spec: ModelSpec, pool: PagePool, lending: PageLending, changed: threading.Condition) -> None:
         self.layout = spec.layout(pool.page_bytes)
         # The executor sees to it that one sequence of `max_context_tokens` fits.
         blocks = max(pool.total * self.layout.blocks_per_page, spec.settings.max_context_tokens)
@@ -184,7 +184,7 @@ class Half(TorchEngine):
         """How long the next piece of weights, or forward pass of the profile, will take, to go by the last ones."""
         return self._piece_ns
 
-    def expect_pieces_like(self, other: "Half") -> None:
+    def expect_pieces_like(self, other: "SharedDeviceEngine") -> None:
         """Take the pieces of this model's weights to be as slow, for their size, as the slowest of another one's were:
         none of its own has been measured yet."""
         size_ratio = self._runner.largest_piece_bytes / other._runner.largest_piece_bytes

@@ -20,7 +20,7 @@ QUEUE_WAITS = ("capacity", "place")
 _ENDS = (FinishReason.STOP, FinishReason.LENGTH)
 
 
-class TurnDesk:
+class TurnManager:
     def __init__(self, run: RunState) -> None:
         self._run = run
         self.handlers: Mapping[type[e.Event], Callable[[Any], None]] = {e.TokensReceived: self._on_tokens}

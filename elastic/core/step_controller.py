@@ -7,26 +7,26 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from elastic.core import events as e
-from elastic.core.group_desk import GroupDesk
+from elastic.core.group_manager import GroupManager
 from elastic.core.policy import StepRecord
-from elastic.core.reward_desk import RewardDesk
+from elastic.core.reward_manager import RewardManager
 from elastic.core.run_state import Phase, RunState
 from elastic.core.steps import Step, Taking
 from elastic.core.trainer_device import TrainerDevice, TrainerMode
-from elastic.core.turn_desk import TurnDesk
+from elastic.core.turn_manager import TurnManager
 from elastic.core.turns import Turn
 from elastic.core.types import GroupState
-from elastic.core.worker_desk import WorkerDesk
+from elastic.core.worker_manager import WorkerManager
 
 
-class StepDriver:
+class StepController:
     def __init__(
         self,
         run: RunState,
-        turns: TurnDesk,
-        workers: WorkerDesk,
-        rewards: RewardDesk,
-        groups: GroupDesk,
+        turns: TurnManager,
+        workers: WorkerManager,
+        rewards: RewardManager,
+        groups: GroupManager,
         device: TrainerDevice,
     ) -> None:
         self._run = run

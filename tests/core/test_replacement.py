@@ -9,12 +9,12 @@ from elastic.core import events as e
 from elastic.core.types import NS_PER_S, EndCause, Offer, WorkerRole
 from elastic.sim.settings import SMALL_LIMITS
 from policies.provisioning import MarginalValue
-from policies.succession import EarlySuccessor
+from policies.replacement import EarlyReplacement
 from tests.core.conftest import Desk
 
 DRAIN_S = SMALL_LIMITS.drain_timeout_ns / NS_PER_S
 BOOT_S = 2.0
-LEAD_S = EarlySuccessor().margin * BOOT_S
+LEAD_S = EarlyReplacement().margin * BOOT_S
 LIFE_S = 20.0
 
 
@@ -85,7 +85,7 @@ def test_a_lease_that_was_slow_to_get_ready_has_its_successor_the_earlier(desk: 
     desk.join("functions-2/w")
     desk.beat("functions-2/w")
     offer(desk, available=0)
-    due_s = LIFE_S - DRAIN_S - EarlySuccessor().margin * slow_s - slow_s
+    due_s = LIFE_S - DRAIN_S - EarlyReplacement().margin * slow_s - slow_s
     assert not asked(desk.wait(due_s - 0.1, ("trainer", "functions-2/w")))
     assert asked(desk.wait(0.2, ("trainer", "functions-2/w")))
 
@@ -121,7 +121,7 @@ def test_what_getting_ready_took_counts_when_it_is_longer_than_declared(desk: De
 def test_lead_is_a_margin_over_the_longer_of_declared_and_measured(ready_s: float | None, lead_s: float) -> None:
     offered = Offer(provider="p", role=WorkerRole.ELASTIC, available=0, usd_per_gpu_hour=1.0, boot_s=BOOT_S)
     ready_ns = None if ready_s is None else round(ready_s * NS_PER_S)
-    assert EarlySuccessor(1.5).lead_ns(offered, ready_ns) == round(lead_s * NS_PER_S)
+    assert EarlyReplacement(1.5).lead_ns(offered, ready_ns) == round(lead_s * NS_PER_S)
 
 
 def test_leases_too_short_to_be_of_use_are_asked_for_ever_more_rarely(desk: Desk) -> None:

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.coexecution import (
+from policies.admission import (
     UNBOUNDED_NS,
     ArrivingPrefill,
     ExclusiveAdmission,

@@ -27,7 +27,7 @@ class Scoring:
     story: Story = field(default_factory=Story)
 
 
-class RewardDesk:
+class RewardManager:
     """At most `Limits.scorings_max` attempts run at once; the others wait for their turn."""
 
     def __init__(self, run: RunState) -> None:

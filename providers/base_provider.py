@@ -13,7 +13,7 @@ from elastic.core.events import LeaseEnded, LeaseGranted, LeaseNotice, LeaseRefu
 from elastic.core.types import NS_PER_S, EndCause, LeaseId, Nanoseconds
 from elastic.processes import records, write_whole
 from providers.base import Emit, KnownLease, LeaseRequest, ProviderContext, ProviderEvent
-from providers.markets import Ending, Market, Refusal, SettingsT, TakenBack
+from providers.markets import CapacityUnavailable, LeaseEnding, Market, SettingsT, TakenBack
 
 log = structlog.get_logger(__name__)
 
@@ -21,10 +21,10 @@ RETRY_S = 1.0
 """Between two attempts to give something back: often enough for a person, rarely enough for a log."""
 
 
-class Holding(Protocol):
+class LeaseHandle(Protocol):
     """What a granted lease stands on, such as processes or a lent host."""
 
-    async def keep(self) -> Ending:
+    async def keep(self) -> LeaseEnding:
         """Return when it is over by itself. Cancelled when the lease is to end before that."""
         ...
 
@@ -34,13 +34,13 @@ class Holding(Protocol):
 
 
 @dataclass(slots=True)
-class _Lease:
+class _LeaseTask:
     request: LeaseRequest
-    ending: asyncio.Future[Ending]
+    ending: asyncio.Future[LeaseEnding]
     place: str = ""
     at_ns: Nanoseconds = 0
     expires_at_ns: int | None = None
-    foretold: Ending | None = None
+    foretold: LeaseEnding | None = None
     deadline: asyncio.TimerHandle | None = None
 
 
@@ -54,12 +54,12 @@ class _Bar(msgspec.Struct, frozen=True):
 class Found(NamedTuple):
     """What is left of a lease that an earlier process of the run began, and where in its market, since when there."""
 
-    holding: Holding
+    holding: LeaseHandle
     place: str = ""
     at_ns: Nanoseconds = 0
 
 
-class LeaseKeeper(Generic[SettingsT]):
+class BaseProvider(Generic[SettingsT]):
     """The part of a `Provider` that is the same for all: it drives a market. Adapters start workers on its places."""
 
     def __init__(self, market: Market[SettingsT], context: ProviderContext) -> None:
@@ -67,7 +67,7 @@ class LeaseKeeper(Generic[SettingsT]):
         self.settings = market.settings
         self.context = context
         self.market = market
-        self._leases: dict[LeaseId, _Lease] = {}
+        self._leases: dict[LeaseId, _LeaseTask] = {}
         self._lives: set[asyncio.Task[None]] = set()
         self._background: set[asyncio.Task[None]] = set()
         self._bars: dict[LeaseId, _Bar] = {}
@@ -77,7 +77,7 @@ class LeaseKeeper(Generic[SettingsT]):
 
     # What an adapter says
 
-    async def launch(self, request: LeaseRequest, place: str) -> Holding:
+    async def launch(self, request: LeaseRequest, place: str) -> LeaseHandle:
         """Have workers start on this place; what this raises refuses the lease. Must not leave anything then."""
         raise NotImplementedError
 
@@ -111,7 +111,9 @@ class LeaseKeeper(Generic[SettingsT]):
             else:
                 unheard.append(lease_id)
         for one in taken:
-            self._foretell(one._replace(ending=Ending(one.ending.cause, f"{one.ending.detail} while nobody listened")))
+            self._foretell(
+                one._replace(ending=LeaseEnding(one.ending.cause, f"{one.ending.detail} while nobody listened"))
+            )
         return unheard
 
     async def start(self, emit: Emit) -> None:
@@ -124,14 +126,14 @@ class LeaseKeeper(Generic[SettingsT]):
     async def acquire(self, request: LeaseRequest) -> None:
         if request.lease in self._leases:
             raise ValueError(f"lease {request.lease} is already held")
-        lease = _Lease(request, asyncio.get_running_loop().create_future())
+        lease = _LeaseTask(request, asyncio.get_running_loop().create_future())
         self._leases[request.lease] = lease
         self._own(self._lives, self._begin(lease), f"{self.name}: lease {request.lease}")
 
     async def release(self, lease: LeaseId) -> None:
         held = self._leases.get(lease)
         late = held is not None and held.expires_at_ns is not None and self.context.now_ns() >= held.expires_at_ns
-        self.end(lease, Ending(EndCause.EXPIRED if late else EndCause.RELEASED))
+        self.end(lease, LeaseEnding(EndCause.EXPIRED if late else EndCause.RELEASED))
 
     def bar(self, lease: LeaseId) -> None:
         held = self._leases.get(lease)
@@ -149,7 +151,7 @@ class LeaseKeeper(Generic[SettingsT]):
         for task in self._background:
             task.cancel()
         for lease in self._leases:
-            self.end(lease, Ending(EndCause.RELEASED, "the provider is closing"))
+            self.end(lease, LeaseEnding(EndCause.RELEASED, "the provider is closing"))
         if tasks := self._background | self._lives:
             await asyncio.wait(tasks)
         self._sink = None
@@ -165,7 +167,7 @@ class LeaseKeeper(Generic[SettingsT]):
         """Whether the lease is asked for or granted, and not over."""
         return lease in self._leases
 
-    def end(self, lease_id: LeaseId, ending: Ending) -> None:
+    def end(self, lease_id: LeaseId, ending: LeaseEnding) -> None:
         """End a lease for this reason, unless it is unknown or its end has begun."""
         lease = self._leases.get(lease_id)
         if lease is not None and not lease.ending.done():
@@ -188,7 +190,7 @@ class LeaseKeeper(Generic[SettingsT]):
 
     # The life of a lease
 
-    async def _begin(self, lease: _Lease) -> None:
+    async def _begin(self, lease: _LeaseTask) -> None:
         lease_id = lease.request.lease
         try:
             holding = await self._take(lease)
@@ -204,7 +206,7 @@ class LeaseKeeper(Generic[SettingsT]):
     def _resume(self, known: KnownLease, found: Found) -> None:
         """Go on with a lease that an earlier process began."""
         lease_id, loop = known.request.lease, asyncio.get_running_loop()
-        lease = self._leases[lease_id] = _Lease(
+        lease = self._leases[lease_id] = _LeaseTask(
             known.request, loop.create_future(), found.place, found.at_ns, known.expires_at_ns
         )
         if not known.granted:
@@ -213,7 +215,7 @@ class LeaseKeeper(Generic[SettingsT]):
             self._end_at(lease, lease.expires_at_ns, self.market.expiry())
         self._own(self._lives, self._live(lease, found.holding), f"{self.name}: lease {lease_id}")
 
-    def _grant(self, lease: _Lease) -> None:
+    def _grant(self, lease: _LeaseTask) -> None:
         life_s = self.market.life_s()
         if life_s is not None:
             lease.expires_at_ns = self.context.now_ns() + round(life_s * NS_PER_S)
@@ -223,7 +225,7 @@ class LeaseKeeper(Generic[SettingsT]):
         # Whoever asks counts what is asked for against the offer, and may now ask for the rest.
         self.announce(again=True)
 
-    async def _live(self, lease: _Lease, holding: Holding) -> None:
+    async def _live(self, lease: _LeaseTask, holding: LeaseHandle) -> None:
         lease_id = lease.request.lease
         ending = await _over(lease, holding)
         await self._give_back(lease_id, holding)
@@ -243,7 +245,7 @@ class LeaseKeeper(Generic[SettingsT]):
             self._emit(notice)
         self._end_at(lease, taken.deadline_ns, taken.ending)
 
-    def _end_at(self, lease: _Lease, deadline_ns: Nanoseconds, ending: Ending) -> None:
+    def _end_at(self, lease: _LeaseTask, deadline_ns: Nanoseconds, ending: LeaseEnding) -> None:
         left_s = (deadline_ns - self.context.now_ns()) / NS_PER_S
         if left_s <= 0:
             self.end(lease.request.lease, ending)
@@ -252,18 +254,18 @@ class LeaseKeeper(Generic[SettingsT]):
             lease.deadline.cancel()
         lease.deadline = asyncio.get_running_loop().call_later(left_s, self.end, lease.request.lease, ending)
 
-    async def _take(self, lease: _Lease) -> Holding:
+    async def _take(self, lease: _LeaseTask) -> LeaseHandle:
         if self._closing:
-            raise Refusal(f"{self.name} is closing")
+            raise CapacityUnavailable(f"{self.name} is closing")
         lease.place, lease.at_ns = self.market.take(lease.request.lease), self.market.at_ns
         timeout_s = self.context.acquire_timeout_s
         try:
             async with asyncio.timeout(timeout_s):
                 return await self.launch(lease.request, lease.place)
         except TimeoutError:
-            raise Refusal(f"{self.name} gave nothing within {timeout_s:g} s") from None
+            raise CapacityUnavailable(f"{self.name} gave nothing within {timeout_s:g} s") from None
 
-    async def _give_back(self, lease_id: LeaseId, holding: Holding) -> None:
+    async def _give_back(self, lease_id: LeaseId, holding: LeaseHandle) -> None:
         while True:
             try:
                 await holding.give_back()
@@ -287,7 +289,7 @@ class LeaseKeeper(Generic[SettingsT]):
         task.add_done_callback(finished)
 
 
-async def _over(lease: _Lease, holding: Holding) -> Ending:
+async def _over(lease: _LeaseTask, holding: LeaseHandle) -> LeaseEnding:
     """Wait until the lease is to end, or what it stands on is over by itself."""
     keep = asyncio.create_task(holding.keep(), name=f"keep {lease.request.lease}")
     try:
@@ -298,7 +300,7 @@ async def _over(lease: _Lease, holding: Holding) -> Ending:
     if lease.ending.done():
         ending = lease.ending.result()
     elif error := keep.exception():
-        ending = Ending(EndCause.LOST, repr(error))
+        ending = LeaseEnding(EndCause.LOST, repr(error))
     else:
         ending = keep.result()
     return lease.foretold or ending

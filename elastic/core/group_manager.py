@@ -11,18 +11,18 @@ from typing import Any
 from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core.policy import BatchView
-from elastic.core.reward_desk import RewardDesk
+from elastic.core.reward_manager import RewardManager
 from elastic.core.run_state import RunState
 from elastic.core.steps import Group, Step, Taking
-from elastic.core.turn_desk import TurnDesk
+from elastic.core.turn_manager import TurnManager
 from elastic.core.types import GroupState, TrajectoryId
 
 MIN_GROUP_SIZE = 2
 """An advantage is relative to the rest of the group; one trajectory alone has none (GRPO)."""
 
 
-class GroupDesk:
-    def __init__(self, run: RunState, turns: TurnDesk, rewards: RewardDesk) -> None:
+class GroupManager:
+    def __init__(self, run: RunState, turns: TurnManager, rewards: RewardManager) -> None:
         self._run = run
         self._turns = turns
         self._rewards = rewards

@@ -4,7 +4,7 @@ import pytest
 
 from elastic.core.events import LeaseEnded, LeaseGranted, LeaseRefused, OfferChanged
 from elastic.core.types import EndCause
-from providers import keeper
+from providers import base_provider
 from providers.base import ProviderContext, ProviderSettings
 from providers.markets import Market
 from tests.providers.conftest import MemoryHolding, MemoryProvider, Recorder, lease_request
@@ -30,7 +30,7 @@ async def test_giving_back_is_tried_until_it_works(
             raise TimeoutError
 
     monkeypatch.setattr(MemoryHolding, "give_back", reluctantly)
-    monkeypatch.setattr(keeper, "RETRY_S", 0.0)
+    monkeypatch.setattr(base_provider, "RETRY_S", 0.0)
     await provider.acquire(lease_request())
     await provider.release("lease-1")
     assert (await recorder.ended("lease-1")).cause is EndCause.RELEASED

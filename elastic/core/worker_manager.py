@@ -11,7 +11,7 @@ from elastic.core import events as e
 from elastic.core.fleet import Worker
 from elastic.core.profiles import BatchProfile
 from elastic.core.run_state import TRAINER_AT_HAND, RunState
-from elastic.core.turn_desk import TurnDesk
+from elastic.core.turn_manager import TurnManager
 from elastic.core.types import Account, EndCause, LoadPhase, WorkerId, WorkerRole, WorkerState
 
 _PREFILLS = (Account.PREFILL, Account.RECOMPUTE)
@@ -21,8 +21,8 @@ MAX_LOAD_FAILURES = 3
 _WAITS = ("boot", "load", "reload", "heartbeat", "stall", "resume", "drain", "rest", "departure")
 
 
-class WorkerDesk:
-    def __init__(self, run: RunState, turns: TurnDesk) -> None:
+class WorkerManager:
+    def __init__(self, run: RunState, turns: TurnManager) -> None:
         self._run = run
         self._turns = turns
         self.handlers: Mapping[type[e.Event], Callable[[Any], None]] = {
