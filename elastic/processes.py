@@ -20,6 +20,8 @@ from pathlib import Path
 import msgspec
 import structlog
 
+from elastic.files import write_whole
+
 log = structlog.get_logger(__name__)
 
 RUN_VARIABLE, MARK_VARIABLE = "ELASTIC_RUN", "ELASTIC_MARK"
@@ -82,14 +84,6 @@ def records(run_dir: Path) -> Path:
     return run_dir / "leases"
 
 
-def write_whole(path: Path, data: bytes) -> None:
-    """Have a file among the records hold this, or what it held before if we die. Raises `OSError`."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    partial.write_bytes(data)
-    partial.replace(path)
-
-
 class _Record(msgspec.Struct, frozen=True):
     run: str
     owner: str
@@ -148,7 +142,7 @@ class RecordedProcesses:
     def write(self) -> None:
         """Have the record on disk. Raises `OSError`."""
         if self._path is not None:
-            write_whole(self._path, msgspec.json.encode(self._record))
+            write_whole(self._path, msgspec.json.encode(self._record), durable=False)
 
     def add(self, name: str, pid: int) -> None:
         """Record one more. Raises `OSError`."""

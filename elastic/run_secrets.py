@@ -5,10 +5,11 @@ Nothing of them is journaled, so that a journal can be shown around.
 
 import hashlib
 import hmac
-import os
 import secrets
 from base64 import urlsafe_b64encode
 from pathlib import Path
+
+from elastic.files import write_whole
 
 FILE = "secret"
 ROOT_BYTES = 32
@@ -31,13 +32,7 @@ class RunSecrets:
             root = path.read_bytes()
         except FileNotFoundError:
             root = secrets.token_bytes(ROOT_BYTES)
-            beside = path.with_name(f"{FILE}.new")
-            beside.unlink(missing_ok=True)
-            with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-                file.write(root)
-                file.flush()
-                os.fsync(file.fileno())
-            beside.replace(path)
+            write_whole(path, root)
         if len(root) != ROOT_BYTES:
             raise ValueError(f"{path}: found {len(root)} bytes; a run's secret has {ROOT_BYTES}")
         return cls(root)

@@ -11,7 +11,8 @@ import structlog
 
 from elastic.core.events import LeaseEnded, LeaseGranted, LeaseNotice, LeaseRefused, OfferChanged
 from elastic.core.types import NS_PER_S, EndCause, LeaseId, Nanoseconds
-from elastic.processes import records, write_whole
+from elastic.files import write_whole
+from elastic.processes import records
 from providers.base import Emit, KnownLease, LeaseRequest, ProviderContext, ProviderEvent
 from providers.markets import CapacityUnavailable, LeaseEnding, Market, SettingsT, TakenBack
 
@@ -142,7 +143,7 @@ class BaseProvider(Generic[SettingsT]):
         self._bars[lease] = _Bar(held.place, held.at_ns)
         try:
             if self.market.bars_last:
-                write_whole(self._bars_path, msgspec.json.encode(self._bars))
+                write_whole(self._bars_path, msgspec.json.encode(self._bars), durable=False)
         except OSError as error:
             log.error("a bar is not known to the run's next process", lease=lease, error=str(error))
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from elastic.config import Config, ConfigError, load_config
+from elastic.files import replace_durably, write_whole
 from elastic.runtime.journal import CONFIG
 
 
@@ -51,15 +52,9 @@ def load_run_config(run_dir: Path, overrides: Sequence[str] = ()) -> Config:
 def save_run_config(run_dir: Path, config: Config) -> None:
     """What the run's other processes, and whoever resumes it, read: all of it, or what was there before."""
     path = run_dir / CONFIG
-    beside = path.with_name(f"{CONFIG}.new")
     try:
-        with beside.open("w") as file:
-            file.write(config.model_dump_json(indent=2))
-            file.flush()
-            os.fsync(file.fileno())
-        replace_durably(beside, path)
+        write_whole(path, config.model_dump_json(indent=2).encode())
     except OSError as error:
-        beside.unlink(missing_ok=True)
         raise ConfigError(f"run.directory: {path} cannot be written ({error.strerror})") from error
 
 
@@ -78,16 +73,6 @@ def config_replaced(run_dir: Path, config: Config) -> Iterator[Callable[[], None
         yield lambda: replace_durably(former, path)
     finally:
         former.unlink(missing_ok=True)
-
-
-def replace_durably(source: Path, target: Path) -> None:
-    """Give `source`, a file that is on disk, the name of `target` beside it."""
-    source.replace(target)
-    directory = os.open(target.parent, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from elastic.files import sync
 from elastic.model.config import ModelConfigError, Qwen3Config
 from elastic.model.qwen3 import Qwen3, parameter_shapes
 
@@ -88,7 +89,7 @@ def write_checkpoint(directory: Path, config: Qwen3Config, tensors: Mapping[str,
             save_file(dict(tensors), staging / WEIGHTS_FILE, metadata={"format": "pt"})
             (staging / CONFIG_FILE).write_text(json.dumps(config.to_dict(), indent=2) + "\n", encoding="utf-8")
             for name in (WEIGHTS_FILE, CONFIG_FILE):
-                _sync(staging / name)
+                sync(staging / name)
             _publish(staging, directory)
         finally:
             shutil.rmtree(staging, ignore_errors=True)
@@ -103,16 +104,8 @@ def _publish(staging: Path, directory: Path) -> None:
     else:
         for name in (WEIGHTS_FILE, CONFIG_FILE):
             os.replace(staging / name, directory / name)
-        _sync(directory)
-    _sync(directory.parent)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        sync(directory)
+    sync(directory.parent)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -5,7 +5,6 @@ A file that is damaged, or that another version of this program has written, is 
 
 import functools
 import hashlib
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import msgspec
 import structlog
 
 import elastic
+from elastic.files import write_whole
 
 log = structlog.get_logger(__name__)
 
@@ -57,15 +57,8 @@ def _digest(saved: bytes) -> bytes:
 
 def write(directory: Path, version: int, saved: SavedRun) -> None:
     """Keep the state of when `version` was published, and no more than `KEEP` of them."""
-    directory.mkdir(parents=True, exist_ok=True)
-    path = directory / f"{version:08d}{_SUFFIX}"
-    beside = path.with_suffix(".partial")
     body = msgspec.msgpack.encode(saved)
-    with beside.open("wb") as file:
-        file.write(msgspec.msgpack.encode(_File(_program(), _digest(body), body)))
-        file.flush()
-        os.fsync(file.fileno())
-    beside.replace(path)
+    write_whole(directory / f"{version:08d}{_SUFFIX}", msgspec.msgpack.encode(_File(_program(), _digest(body), body)))
     for old in sorted(directory.glob(f"*{_SUFFIX}"))[:-KEEP]:
         old.unlink(missing_ok=True)
 

@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from elastic.files import replace_durably, sync
 from elastic.model.checkpoint import CheckpointError
 
 SCHEMA_VERSION = 2
@@ -51,9 +52,8 @@ def write(path: Path, tensors: Mapping[str, Tensor], counters: Counters) -> None
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=_UNFINISHED_PREFIX) as directory:
             unfinished = Path(directory, path.name)
             save_file(contiguous, unfinished, metadata=header)
-            _sync(unfinished)
-            unfinished.replace(path)
-        _sync(path.parent)
+            sync(unfinished)
+            replace_durably(unfinished, path)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path}: cannot be written ({error})") from error
 
@@ -122,11 +122,3 @@ def _check_shapes(path: Path, tensors: Mapping[str, Tensor], expected: Mapping[s
         if tensors[name].shape != shape:
             found = tuple(tensors[name].shape)
             raise CheckpointError(f"{path}: does not fit the model: {name} has shape {found}, not {tuple(shape)}")
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

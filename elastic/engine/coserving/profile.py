@@ -4,7 +4,6 @@ Source: ROSE §4.1: T_prf(L, m), prefill by length and mode (monolithic or chunk
 size; here by context too. Pure but for reading and writing the file.
 """
 
-import secrets
 from bisect import bisect_right
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import NamedTuple
 import msgspec
 
 from elastic.core.types import Nanoseconds
+from elastic.files import write_whole
 
 FORMAT = 1
 
@@ -164,10 +164,7 @@ def read_profile(path: Path, model: str, device: str, reach: Reach) -> CostProfi
 
 
 def write_profile(path: Path, profile: CostProfile) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(f".{secrets.token_hex(4)}.part")  # hosts that start together measure the same
-    part.write_bytes(msgspec.json.encode(profile))
-    part.replace(path)
+    write_whole(path, msgspec.json.encode(profile), durable=False)
 
 
 def _between(points: Sequence[int], value: float) -> tuple[int, float]:
