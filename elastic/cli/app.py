@@ -1,16 +1,14 @@
 """Every command of `elastic`, with its options and one example each."""
 
-import shutil
 import sys
 import traceback
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated
 
-import msgspec
 import typer
 
 from elastic.cli.logs import STANDARD_ERROR, log_to
-from elastic.cli.output import say
+from elastic.cli.output import EXIT_FAILED, bad_input, say
 from elastic.config import Config, ConfigError, RunConfig, apply_override, load_config, validate
 from elastic.runtime.journal import JournalError
 
@@ -23,9 +21,6 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-EXIT_FAILED = 1
-EXIT_BAD_INPUT = 2
-EXIT_INTERRUPTED = 130
 _GIVEN = ("COMMANDLINE", "ENVIRONMENT")
 """Where the value of an option comes from that somebody gave."""
 OURS = ("elastic.", "functions.", "policies.", "providers.", "traces.")
@@ -53,26 +48,11 @@ def main() -> None:
         sys.exit(EXIT_FAILED)
 
 
-def bad_input(message: str) -> NoReturn:
-    say(f"error: {message}")
-    raise SystemExit(EXIT_BAD_INPUT)
-
-
-def program() -> str:
-    """What to type for this program: its name where a shell finds it, else its path."""
-    return "elastic" if shutil.which("elastic") else str(Path(sys.executable).with_name("elastic"))
-
-
 def _origin(error: OSError) -> str:
     """Of an error without words, as timeouts are: its type, and what of ours was waiting."""
     frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
     ours = [frame.f_code.co_qualname for frame in frames if frame.f_globals.get("__name__", "").startswith(OURS)]
     return " in ".join([type(error).__name__, *ours[-1:]])
-
-
-def emit(body: Any) -> None:
-    """One JSON object on standard output."""
-    typer.echo(msgspec.json.encode(body).decode())
 
 
 @app.command()

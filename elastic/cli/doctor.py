@@ -12,7 +12,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from elastic.cli.app import EXIT_FAILED, emit
+from elastic.cli.output import EXIT_FAILED, emit
 from elastic.compose import installed, short_limits
 from elastic.config import Config
 

@@ -6,8 +6,7 @@ from typing import Any
 import msgspec
 import typer
 
-from elastic.cli.app import EXIT_FAILED, EXIT_INTERRUPTED, emit
-from elastic.cli.output import console, say
+from elastic.cli.output import EXIT_FAILED, EXIT_INTERRUPTED, console, emit, say
 from elastic.sim.world import SimulatedWorldFailed, simulate
 
 TOLD_EVERY_S = 2.0

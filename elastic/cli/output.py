@@ -1,22 +1,45 @@
-"""What people are told, for as long as somebody reads it.
+"""What a command tells its caller: lines, one JSON object, an exit code.
 
 Terminals are closed and the readers of pipes leave while a run goes on: what is said then is lost, and nothing else.
 """
 
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import IO, Any, TextIO, cast
+from pathlib import Path
+from typing import IO, Any, NoReturn, TextIO, cast
 
+import msgspec
 import typer
 from rich.console import Console
+
+EXIT_FAILED = 1
+EXIT_BAD_INPUT = 2
+EXIT_INTERRUPTED = 130
 
 
 def say(text: str) -> None:
     """A line on standard error."""
     with _unfailing(sys.stderr):
         typer.echo(text, err=True)
+
+
+def emit(body: Any) -> None:
+    """Print one JSON object on standard output."""
+    typer.echo(msgspec.json.encode(body).decode())
+
+
+def bad_input(message: str) -> NoReturn:
+    """End the program because of what it was given."""
+    say(f"error: {message}")
+    raise SystemExit(EXIT_BAD_INPUT)
+
+
+def program() -> str:
+    """What to type for this program: its name where a shell finds it, else its path."""
+    return "elastic" if shutil.which("elastic") else str(Path(sys.executable).with_name("elastic"))
 
 
 def console(*, stderr: bool = False) -> Console:

@@ -12,8 +12,7 @@ from elastic.calibration import (
     profile_engine,
     profile_run,
 )
-from elastic.cli.app import bad_input, emit
-from elastic.cli.output import say
+from elastic.cli.output import bad_input, emit, say
 from elastic.cli.progress import bar
 from elastic.config import Config
 from elastic.sim.performance import ProfileError

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from elastic import compose
-from elastic.cli.app import EXIT_FAILED, emit
+from elastic.cli.output import EXIT_FAILED, emit
 from elastic.report import as_json as report_as_json
 from elastic.report import as_markdown, closing_table, compare, summarise, write_html
 from elastic.runtime.journal import DirectoryStore, JournalError, RunDirectory

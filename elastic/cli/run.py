@@ -9,9 +9,8 @@ from pathlib import Path
 from rich.table import Table
 
 from elastic import compose
-from elastic.cli.app import EXIT_FAILED, EXIT_INTERRUPTED, bad_input, emit, program
 from elastic.cli.logs import STANDARD_ERROR, log_to
-from elastic.cli.output import console, say
+from elastic.cli.output import EXIT_FAILED, EXIT_INTERRUPTED, bad_input, console, emit, program, say
 from elastic.cli.progress import ProgressDisplay, bar
 from elastic.config import Config
 from elastic.runtime.gateway import GatewayError

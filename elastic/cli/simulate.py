@@ -5,8 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from elastic import compose, simulation
-from elastic.cli.app import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED
-from elastic.cli.output import console, say
+from elastic.cli.output import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, console, say
 from elastic.cli.progress import ProgressDisplay
 from elastic.cli.run import conclude
 from elastic.config import Config, ConfigError
