@@ -21,6 +21,7 @@ from elastic.core.digest import digest
 from elastic.core.events import LeaseEnded, LeaseGranted, OfferChanged
 from elastic.core.scheduler import Phase, Scheduler
 from elastic.core.types import Account, Capabilities, EndCause, FinishReason, LeaseId, Offer, Plan, WorkerRole
+from elastic.endpoint import Endpoint
 from elastic.envs.base import Environment, StepResult
 from elastic.run_secrets import RunSecrets
 from elastic.runtime.journal import GroupRow, JournalRecord, PullRow, RunDirectory, StepRow, TrajectoryRow, TurnRow
@@ -388,13 +389,13 @@ async def play(frames: int, seed: int) -> Ended:
         live, fleet = list(orchestrator.scheduler.turns.live), list(orchestrator.scheduler.fleet.workers)
         return [*live[:4], *fleet[:2], "trainer-1", "0/0"]
 
-    def make_providers(join: str, now_ns: Callable[[], int]) -> Mapping[str, Provider]:
-        troupes["trainer"] = Troupe("trainer", WorkerRole.TRAINER, 1, lambda: HonestWorker(True), join)
-        troupes["spot"] = Troupe("spot", WorkerRole.ELASTIC, HONEST, lambda: HonestWorker(False), join)
+    def make_providers(endpoint: Endpoint, now_ns: Callable[[], int]) -> Mapping[str, Provider]:
+        troupes["trainer"] = Troupe("trainer", WorkerRole.TRAINER, 1, lambda: HonestWorker(True), endpoint.address)
+        troupes["spot"] = Troupe("spot", WorkerRole.ELASTIC, HONEST, lambda: HonestWorker(False), endpoint.address)
         if frames:
             kinds = itertools.cycle(KINDS)
             troupes[LIAR] = Troupe(
-                LIAR, WorkerRole.ELASTIC, LIARS, lambda: LyingWorker(next(kinds), rng, told, names), join
+                LIAR, WorkerRole.ELASTIC, LIARS, lambda: LyingWorker(next(kinds), rng, told, names), endpoint.address
             )
         return cast("Mapping[str, Provider]", troupes)
 

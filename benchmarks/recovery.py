@@ -41,6 +41,7 @@ from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core.fleet import Worker
 from elastic.core.types import NS_PER_S, Nanoseconds, TurnId, WorkerId
+from elastic.endpoint import Endpoint
 from elastic.envs.base import StepResult
 from providers.base import Emit, Provider, ProviderSettings
 from providers.processes import LocalWorkers
@@ -176,8 +177,8 @@ class FarProvider(ReservedProvider):
 
     async def start(self, emit: Emit) -> None:
         assert isinstance(self.settings, FarSettings)
-        join = await self.settings.proxy.start(self.context.join)
-        self.context = msgspec.structs.replace(self.context, join=join)
+        join = await self.settings.proxy.start(self.context.endpoint.address)
+        self.context = msgspec.structs.replace(self.context, endpoint=Endpoint(join))
         await super().start(emit)
 
     async def aclose(self) -> None:

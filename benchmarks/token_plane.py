@@ -33,6 +33,7 @@ from elastic.config import Config, SchedulerConfig
 from elastic.core.events import LeaseEnded, LeaseGranted, OfferChanged
 from elastic.core.scheduler import Scheduler
 from elastic.core.types import Account, Capabilities, EndCause, LeaseId, Offer, Plan, WorkerRole
+from elastic.endpoint import Endpoint
 from elastic.envs.base import StepResult
 from elastic.run_secrets import RunSecrets
 from elastic.runtime.journal import RunDirectory
@@ -83,10 +84,11 @@ class StreamingWorkers:
     """A provider whose workers are connections of the process at the other end of a pipe."""
 
     Settings: ClassVar[type[ProviderSettings]] = ProviderSettings
+    on_this_machine: ClassVar[bool] = False
 
     def __init__(self, name: str, settings: ProviderSettings, context: ProviderContext) -> None:
         self.name = name
-        self.join = context.join
+        self.join = context.endpoint.address
         self._emit: Emit | None = None
         self.pipe: multiprocessing.connection.Connection | None = None
         self.workers = 1
@@ -209,11 +211,11 @@ async def _orchestrate(
         }
     )
 
-    def make_providers(join: str, now_ns: Callable[[], int]) -> Mapping[str, Provider]:
+    def make_providers(endpoint: Endpoint, now_ns: Callable[[], int]) -> Mapping[str, Provider]:
         context = ProviderContext(
             run=RUN,
             run_dir=Path("."),
-            join=join,
+            endpoint=endpoint,
             worker_command=(),
             host_command=(),
             now_ns=now_ns,

@@ -1,15 +1,15 @@
 """The run's configuration: one TOML file, validated, with errors that name the key and what is allowed."""
 
-import ipaddress
 import json
 import math
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from elastic.endpoint import WILDCARDS, is_loopback
 
 T = TypeVar("T", bound=BaseModel)
 
@@ -22,11 +22,8 @@ class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-def _loopback(host: str) -> str:
-    with suppress(ValueError):
-        if host == "localhost" or ipaddress.ip_address(host).is_loopback:
-            return host
-    raise ValueError("must be a loopback address, such as 127.0.0.1: what passes there is not encrypted yet")
+FAR_RESUME_TIMEOUT_S = 30.0
+"""Beyond loopback a link may be away for as long, and its worker is waited for."""
 
 
 class RunConfig(_Section):
@@ -34,14 +31,41 @@ class RunConfig(_Section):
     seed: int = Field(0, ge=0, lt=2**63)
     steps: int = Field(60, ge=1, description="training steps")
     directory: Path = Field(Path("runs"), description="where runs keep their journal, checkpoints and report")
-    host: Annotated[str, AfterValidator(_loopback)] = Field("127.0.0.1", description="address on which workers join")
+    host: str = Field(
+        "127.0.0.1", min_length=1, description="address on which workers join; beyond loopback they speak TLS 1.3"
+    )
     port: int = Field(0, ge=0, le=65535, description="port on which workers join; 0 takes a free one")
+    advertise: str = Field(
+        "",
+        pattern=r"^((\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{1,5})?)?$",
+        description="host, or host:port, under which workers elsewhere reach `host` and `port`, if another",
+    )
+    certificate: Path | None = Field(
+        None, description="TLS certificate (PEM, followed by what it was issued by); else the run makes its own"
+    )
+    certificate_key: Path | None = Field(None, description="the certificate's private key (PEM)")
     orchestrator_timeout_s: float = Field(
         60.0, gt=0, description="how long workers and the trainer go on without their orchestrator, which may come back"
     )
     pass_env: tuple[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*\*?$")], ...] = Field(
         (), description="environment variables, or NAME* for several, that workers and reward functions get besides"
     )
+
+    @property
+    def beyond_loopback(self) -> bool:
+        """Whether workers may be on other machines: what passes is encrypted then."""
+        return not is_loopback(self.host)
+
+    @model_validator(mode="after")
+    def _reachable(self) -> "RunConfig":
+        if self.host in WILDCARDS and not self.advertise:
+            raise ValueError(
+                f"run.advertise is missing: nobody can dial run.host = {self.host}; name the address of this machine "
+                "that workers reach (--advertise HOST)"
+            )
+        if (self.certificate is None) != (self.certificate_key is None):
+            raise ValueError("run.certificate and run.certificate_key belong together; only one of them is given")
+        return self
 
 
 class ModelConfig(_Section):
@@ -217,7 +241,9 @@ class SchedulerConfig(_Section):
     acquire_timeout_s: float = Field(60.0, gt=0)
     boot_timeout_s: float = Field(300.0, gt=0, description="from a lease's grant to its workers' first words")
     load_timeout_s: float = Field(60.0, gt=0, description="from the order to load weights to their being in force")
-    resume_timeout_s: float = Field(5.0, gt=0, description="how long a disconnected worker may come back")
+    resume_timeout_s: float = Field(
+        5.0, gt=0, description="how long a disconnected worker may come back; at least 30 s beyond loopback"
+    )
     release_timeout_s: float = Field(10.0, gt=0)
     queue_timeout_s: float = Field(120.0, gt=0, description="longest a turn waits for any worker; then the run fails")
     reseed_delay_s: float = Field(
@@ -239,7 +265,15 @@ class SchedulerConfig(_Section):
 
 
 class WeightsConfig(_Section):
-    relay: Literal["directory", "http"] = "directory"
+    relay: Literal["directory", "http"] = Field(
+        "directory", description="where workers on this machine read weights; others do over HTTPS either way"
+    )
+    port: int = Field(
+        0,
+        ge=0,
+        le=65535,
+        description="of the relay over HTTP; 0: the one after run.port if that is given, or any",
+    )
     mode: Literal["finish", "recompute", "keep"] = "finish"
     pull_timeout_s: float = Field(30.0, gt=0, description="longest a pull takes, of all weights where need be")
     keep_versions: int = Field(4, ge=2)
@@ -252,6 +286,7 @@ class RewardsConfig(_Section):
     """A reward function, on processes that come when called for; without `name` rewards are the environment's own."""
 
     name: str = Field("", description="an installed reward function")
+    pool: str = Field("local", description="on which pool of functions it runs")
     settings: dict[str, Any] = Field(default_factory=dict, description="the function's own keys")
     timeout_s: float = Field(10.0, gt=0, description="longest a call takes, its cold start included; then it is killed")
     max_retries: int = Field(2, ge=0)
@@ -307,6 +342,12 @@ class Config(_Section):
     journal: JournalConfig = Field(default_factory=JournalConfig)  # type: ignore[arg-type]
     simulation: SimulationConfig = Field(default_factory=SimulationConfig)  # type: ignore[arg-type]
     providers: dict[str, dict[str, Any]] = Field(default_factory=dict)
+
+    @property
+    def resume_timeout_s(self) -> float:
+        """How long a disconnected worker may come back."""
+        least_s = FAR_RESUME_TIMEOUT_S if self.run.beyond_loopback else 0.0
+        return max(self.scheduler.resume_timeout_s, least_s)
 
     @model_validator(mode="after")
     def _fits_together(self) -> "Config":

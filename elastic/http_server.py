@@ -26,6 +26,9 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from elastic.endpoint import joined
+from elastic.tls import Certificate, TlsServer
+
 HEAD_BYTES_MAX = 16 * 1024
 """No client of ours sends a tenth of this; what is larger waits in memory before anybody may see it."""
 GRACEFUL_SHUTDOWN_S = 2
@@ -138,14 +141,30 @@ def server_config(app: ASGIApp, limits: PeerLimits | None = None, **options: Any
 
 @contextlib.asynccontextmanager
 async def serving(
-    app: ASGIApp, listener: socket.socket, limits: PeerLimits | None = None, close_timeout_s: float = 5.0
+    app: ASGIApp,
+    listener: socket.socket,
+    limits: PeerLimits | None = None,
+    close_timeout_s: float = 5.0,
+    certificate: Certificate | None = None,
 ) -> AsyncIterator[str]:
-    """Serve `app` on `listener` for a while, on the running loop; yields its URL. Signals are left to the caller."""
+    """Serve `app` on `listener` for a while, on the running loop; yields its URL. Signals are left to the caller.
+
+    With a `certificate` by HTTPS.
+    """
+    limits = limits or PeerLimits()
     server = _EmbeddedServer(server_config(app, limits))
-    task = asyncio.create_task(server.serve(sockets=[listener]), name="http server")
+    address = joined(*listener.getsockname()[:2])
+    task = asyncio.create_task(server.serve(sockets=[listener] if certificate is None else []), name="http server")
+    encrypted: TlsServer | None = None
     try:
-        yield "http://{}:{}".format(*listener.getsockname()[:2])
+        if certificate is not None:
+            await server.up
+            most, timeout_s = limits.connections_max, limits.head_timeout_s
+            encrypted = TlsServer(listener, certificate, server.protocol, most, timeout_s)
+        yield f"{'http' if certificate is None else 'https'}://{address}"
     finally:
+        if encrypted is not None:
+            encrypted.close()
         server.should_exit = True
         await asyncio.wait({task}, timeout=close_timeout_s)
         task.cancel()
@@ -153,6 +172,21 @@ async def serving(
 
 
 class _EmbeddedServer(uvicorn.Server):
+    """`up` is done once it serves. What has been accepted elsewhere gets a `protocol` of it."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.up: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.up.set_result(None)
+
+    def protocol(self) -> asyncio.Protocol:
+        config = self.config
+        make = cast(Callable[..., asyncio.Protocol], config.http_protocol_class)
+        return make(config=config, server_state=self.server_state, app_state=self.lifespan.state)
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield

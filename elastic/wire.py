@@ -97,7 +97,7 @@ class _Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 class Hello(_Message, frozen=True):
     """First frame: for which run, and as whom. A new worker presents its lease's one-time token; a resuming one its
-    session key."""
+    session key. Who comes by a `ticket` is no worker yet, and presents its token."""
 
     protocol_version: Count
     worker: Text
@@ -106,6 +106,11 @@ class Hello(_Message, frozen=True):
     pid: Count
     host: Text
     run: Text
+    ticket: Text = ""
+
+
+class StillThere(_Message, frozen=True):
+    """Answers `Waiting`. It may have been on its way when its sender was welcomed."""
 
 
 class Ready(_Message, frozen=True):
@@ -263,7 +268,8 @@ class Welcome(_Message, frozen=True):
     hears nothing for `silence_timeout_s` dials again, for the longer of `resume_timeout_s` and
     `orchestrator_timeout_s` at most: the orchestrator may be away, and come back as another process. With
     `whole_turns` it keeps a turn's tokens to itself until the turn ends. `relay_token` is this worker's own: what may
-    be done with it is the trainer's to do, or a worker's.
+    be done with it is the trainer's to do, or a worker's. A relay over HTTPS has a certificate that `relay_anchor`
+    (PEM) is, or has issued. `worker` is who the worker is, for one that came by a ticket.
     """
 
     session_key: str
@@ -282,6 +288,13 @@ class Welcome(_Message, frozen=True):
     whole_turns: bool = False
     run: str = ""
     orchestrator_timeout_s: float = 60.0
+    relay_anchor: str = ""
+    worker: str = ""
+
+
+class Waiting(_Message, frozen=True):
+    """The ticket counts, but no lease of its holder is wanted yet. Said again every heartbeat interval, and answered by
+    `StillThere`, so that both know of each other."""
 
 
 class RefusedFrame(_Message, frozen=True, tag="Refused"):
@@ -381,6 +394,7 @@ class UpdateFrame(_Message, frozen=True, tag="Update"):
 
 FromWorker: TypeAlias = (
     Hello
+    | StillThere
     | Ready
     | Heartbeat
     | Tokens
@@ -395,6 +409,7 @@ FromWorker: TypeAlias = (
 )
 FromOrchestrator: TypeAlias = (
     Welcome
+    | Waiting
     | RefusedFrame
     | Generate
     | Abort

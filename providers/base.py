@@ -1,7 +1,10 @@
 """The contract of a provider: an adapter that gets GPUs from somewhere, loses them, and gives them back.
 
 The scheduler never asks which provider it talks to; everything that differs between a spot market, a serving
-cluster and a serverless platform ends here. Source: docs/design.md, `Provider`.
+cluster and a serverless platform ends here. A kind of provider is a *market* (`providers.markets`: which capacity there
+is, when, at which price; pure, and also the simulator's) and a *launcher* (how workers are started on it, found again
+and ended: processes, hosts, actors). Kinds are entry points of the group `elastic.providers`; the section of a
+configuration says of which kind it is. Source: docs/design.md, `Provider`.
 """
 
 import secrets
@@ -14,6 +17,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from elastic.core.events import LeaseEnded, LeaseGranted, LeaseNotice, LeaseRefused, OfferChanged
 from elastic.core.types import LeaseId, Nanoseconds, WorkerId
+from elastic.endpoint import Endpoint
+from providers.waiting_room import WaitingRoom
 
 ProviderEvent: TypeAlias = OfferChanged | LeaseGranted | LeaseRefused | LeaseNotice | LeaseEnded
 Emit: TypeAlias = Callable[[ProviderEvent], None]
@@ -42,8 +47,9 @@ class KnownLease(msgspec.Struct, frozen=True, kw_only=True):
 class ProviderContext(msgspec.Struct, frozen=True, kw_only=True):
     """Where a provider's workers belong. Every resource is tagged with `run`, so that it can be found again.
 
-    `join` is the orchestrator's worker endpoint (`host:port`). `worker_command` starts a worker on this
-    machine; a worker's ticket reaches it through `worker_environment`, never through its arguments.
+    `endpoint` is where its workers dial; in the `waiting_room` are those that did so by themselves. `worker_command`
+    starts a worker on this machine; a worker's ticket reaches it through `worker_environment`, never through its
+    arguments.
     `host_command` starts a serving host. `pass_env` names environment variables that both inherit besides those that
     all processes of a run do. `now_ns` is the run's clock, on which events give their times and markets stand; it goes
     on over the run's incarnations. `note` keeps a text under a key in the run's journal, for its report; the last one
@@ -53,7 +59,7 @@ class ProviderContext(msgspec.Struct, frozen=True, kw_only=True):
 
     run: str
     run_dir: Path
-    join: str
+    endpoint: Endpoint
     worker_command: tuple[str, ...]
     host_command: tuple[str, ...] = ()
     pass_env: tuple[str, ...] = ()
@@ -63,6 +69,7 @@ class ProviderContext(msgspec.Struct, frozen=True, kw_only=True):
     acquire_timeout_s: float
     release_timeout_s: float
     orchestrator_timeout_s: float = 60.0
+    waiting_room: WaitingRoom | None = None
 
 
 class ProviderSettings(BaseModel):
@@ -70,6 +77,7 @@ class ProviderSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
+    kind: str = Field(default="", description="which provider this is; else the section's name says it")
     max_workers: int = Field(1, ge=0, le=10_000, description="most workers to hold at once")
     usd_per_gpu_hour: float = Field(0.0, ge=0, allow_inf_nan=False, description="price of one GPU for an hour")
     gpus_per_worker: int = Field(1, ge=1)
@@ -88,6 +96,8 @@ class Provider(Protocol):
     """
 
     Settings: ClassVar[type[ProviderSettings]]
+    on_this_machine: ClassVar[bool] = False
+    """Whether its workers run on the orchestrator's machine, with the run's files at hand."""
     name: str
 
     def __init__(self, name: str, settings: ProviderSettings, context: ProviderContext) -> None: ...
@@ -125,11 +135,18 @@ class ProviderUnavailable(Exception):
     """The provider cannot give anything; the message names what is wrong and what would mend it."""
 
 
-def worker_environment(context: ProviderContext, ticket: WorkerTicket) -> Mapping[str, str]:
-    """Environment variables that hand a ticket to `elastic worker`, out of sight of process lists."""
+def worker_environment(
+    context: ProviderContext, ticket: WorkerTicket, endpoint: Endpoint | None = None
+) -> Mapping[str, str]:
+    """Environment variables that hand a ticket to `elastic worker`, out of sight of process lists.
+
+    Workers dial `endpoint`, the run's unless it is given.
+    """
+    endpoint = endpoint or context.endpoint
     return {
         "ELASTIC_RUN": context.run,
-        "ELASTIC_JOIN": context.join,
+        "ELASTIC_JOIN": endpoint.address,
+        "ELASTIC_JOIN_FINGERPRINT": endpoint.fingerprint,
         "ELASTIC_WORKER": ticket.worker,
         "ELASTIC_JOIN_TOKEN": ticket.token,
         "ELASTIC_ORCHESTRATOR_TIMEOUT_S": str(context.orchestrator_timeout_s),

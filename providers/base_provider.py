@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, Protocol
+from typing import Any, ClassVar, Generic, NamedTuple, Protocol
 
 import msgspec
 import structlog
@@ -62,6 +62,8 @@ class Found(NamedTuple):
 
 class BaseProvider(Generic[SettingsT]):
     """The part of a `Provider` that is the same for all: it drives a market. Adapters start workers on its places."""
+
+    on_this_machine: ClassVar[bool] = False
 
     def __init__(self, market: Market[SettingsT], context: ProviderContext) -> None:
         self.name = market.name

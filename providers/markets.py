@@ -72,6 +72,10 @@ class Market(Generic[SettingsT]):
     def expected_life_s(self) -> float | None:
         return self.life_s()
 
+    def usd_per_gpu_hour(self) -> float:
+        """The price of what is offered now."""
+        return self.settings.usd_per_gpu_hour
+
     @property
     def next_ns(self) -> Nanoseconds | None:
         """When something changes next by itself; None if nothing ever does."""
@@ -124,7 +128,7 @@ class Market(Generic[SettingsT]):
             role=self.role,
             available=max(0, min(self.free(), self._most_leases - held)),
             successors=max(0, self.overlap() - max(0, held - self._most_leases)),
-            usd_per_gpu_hour=self.settings.usd_per_gpu_hour,
+            usd_per_gpu_hour=self.usd_per_gpu_hour(),
             gpus_per_worker=self.settings.gpus_per_worker,
             workers_per_lease=self.workers_per_lease,
             boot_s=self.boot_s(),
@@ -311,3 +315,35 @@ class ServingMarket(Market[ServingSettings]):
 
     def _offered_hosts(self) -> list[str]:
         return [name for name, host in self._hosts.items() if name not in self.lent and host.lendable]
+
+
+class JoinedSettings(ProviderSettings):
+    max_workers: int = Field(64, ge=0, le=10_000, description="most workers to take at once")
+
+
+class JoinedMarket(Market[JoinedSettings]):
+    """Machines that have come by themselves. Those of the lowest price are offered, and the rest once these are gone.
+
+    `waiting` has the price of each.
+    """
+
+    bars_last = False
+
+    def __init__(self, name: str, settings: JoinedSettings) -> None:
+        super().__init__(name, settings)
+        self.waiting: Mapping[str, float] = {}
+
+    def free(self) -> int:
+        return sum(usd == self.usd_per_gpu_hour() for usd in self.waiting.values())
+
+    def usd_per_gpu_hour(self) -> float:
+        return min(self.waiting.values(), default=self.settings.usd_per_gpu_hour)
+
+    def pick(self, lease: LeaseId) -> str:
+        """Of those whose price was offered last, which is what the lease is billed with."""
+        offered = self._offered.usd_per_gpu_hour if self._offered is not None else None
+        place = next((place for place, usd in self.waiting.items() if usd == offered), None)
+        if place is None:
+            raise CapacityUnavailable(f"nobody of {self.name} waits any more for ${offered} an hour")
+        self.waiting = {one: usd for one, usd in self.waiting.items() if one != place}
+        return place

@@ -153,7 +153,7 @@ class LocalWorkers:
         """Raises `OSError`, having left nothing behind."""
         try:
             for ticket in self._request.tickets:
-                environment = worker_environment(self._context, ticket)
+                environment = worker_environment(self._context, ticket, self._context.endpoint.here())
                 await self._processes.start(ticket.worker, self._context.worker_command, environment)
         except BaseException:
             await self._processes.kill()
@@ -189,6 +189,7 @@ def new_record(context: ProviderContext, provider: str, name: str, **kept: str) 
 class LocalProvider(BaseProvider[Any]):
     """Workers on this machine, wherever the market says that they are."""
 
+    on_this_machine: ClassVar[bool] = True
     market_type: ClassVar[type[Market[Any]]] = Market
     workers_type: ClassVar[type[LocalWorkers]] = LocalWorkers
 

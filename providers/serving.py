@@ -239,7 +239,10 @@ class ServingProvider(BaseProvider[ServingSettings]):
         host = self._hosts[place]
         (ticket,) = request.tickets
         loan = self._loan(host, ticket.worker)
-        order = LendOrder(self.context.run, self.context.join, ticket.worker, ticket.token)
+        endpoint = self.context.endpoint if host.local is None else self.context.endpoint.here()
+        order = LendOrder(
+            self.context.run, endpoint.address, ticket.worker, ticket.token, fingerprint=endpoint.fingerprint
+        )
         try:
             await host.lend(order, self.context.acquire_timeout_s)
         except HostRefused:

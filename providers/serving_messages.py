@@ -18,12 +18,16 @@ HOST_VARIABLE = "ELASTIC_SERVING_HOST"
 
 
 class LendOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`POST /lend`: start a worker for this run, which dials `join` with its one-time `token`. Never log it."""
+    """`POST /lend`: start a worker for this run, which dials `join` with its one-time `token`. Never log it.
+
+    Who answers there has the certificate of this `fingerprint`; without one it is plain TCP, on loopback.
+    """
 
     run: str
     join: str
     worker: str
     token: str
+    fingerprint: str = ""
 
 
 class ReturnOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -16,6 +16,7 @@ from elastic.compose.relay import weights_relay
 from elastic.config import Config, ConfigError, JournalConfig
 from elastic.core.policy import StepRecord
 from elastic.core.scheduler import Scheduler
+from elastic.endpoint import Endpoint
 from elastic.runtime.gateway import GatewayError
 from elastic.runtime.journal import DirectoryStore, JournalError, RunDirectory, SqliteJournal, StepRow
 from elastic.weights.relay import open_relay
@@ -223,13 +224,13 @@ def scheduler(config: Config) -> Scheduler:
 
 async def test_a_runs_weights_are_served_again_where_they_were(tmp_path: Path, config: Config) -> None:
     config = config.model_copy(update={"weights": config.weights.model_copy(update={"relay": "http"})})
-    async with weights_relay(config, tmp_path, rights=RelayRights("owner")) as (url, rights):
+    async with weights_relay(config, tmp_path, rights=RelayRights("owner")) as (url, _, rights):
         assert rights is not None
         rights.issue("w", "token")
         with closing(open_relay(url, "owner")) as relay:
             await asyncio.to_thread(relay.put, "k", b"content")
     address = url.removeprefix("http://")
-    async with weights_relay(config, tmp_path, address, RelayRights("owner")) as (again, rights):
+    async with weights_relay(config, tmp_path, address, RelayRights("owner")) as (again, _, rights):
         assert again == url
         assert rights is not None
         rights.issue("w", "token")
@@ -247,7 +248,7 @@ def test_a_worker_waits_as_long_for_an_orchestrator_as_its_provider_says(
     context = ProviderContext(
         run="r",
         run_dir=Path(),
-        join="h:1",
+        endpoint=Endpoint("h:1"),
         worker_command=(),
         now_ns=lambda: 0,
         acquire_timeout_s=1,
@@ -263,5 +264,5 @@ def test_a_worker_waits_as_long_for_an_orchestrator_as_its_provider_says(
             worker_ticket("other:2")
         return
     ticket = worker_ticket("other:2")
-    assert (ticket.join, ticket.run, ticket.worker, ticket.token) == ("other:2", "r", "w", "token")
+    assert (ticket.endpoint.address, ticket.run, ticket.worker, ticket.token) == ("other:2", "r", "w", "token")
     assert ticket.wait_s == 7.5

@@ -291,6 +291,7 @@ GOOD = {
     wire.Tokens: wire.Tokens([wire.Chunk("t", 1, 0, [1], [-0.5], 0, FinishReason.STOP, 1, 1, "d")]),
     wire.WeightsReport: wire.WeightsReport(1, "", 1, 0.5, 0.5, 1, {"wire": 0.5}, [wire.UnverifiedWeights("a", "b")]),
     wire.Slept: wire.Slept(),
+    wire.StillThere: wire.StillThere(),
     wire.Awoke: wire.Awoke(),
     wire.Goodbye: wire.Goodbye("", {Account.IDLE: 1}, 1),
     wire.Trained: wire.Trained("0/0", 0.5),

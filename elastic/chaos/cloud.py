@@ -9,6 +9,7 @@ from typing import ClassVar
 
 from elastic.core.events import LeaseEnded, LeaseGranted, LeaseNotice, LeaseRefused, OfferChanged
 from elastic.core.types import NS_PER_S, EndCause, LeaseId, Nanoseconds, Offer, WorkerId, WorkerRole
+from elastic.endpoint import Endpoint
 from providers.base import (
     Emit,
     KnownLease,
@@ -19,14 +20,14 @@ from providers.base import (
     WorkerTicket,
 )
 
-Boot = Callable[[str, WorkerTicket, bool], None]
+Boot = Callable[[Endpoint, WorkerTicket, bool], None]
 """Starts a worker's process: where it dials, as whom, and whether it is the trainer's."""
 
 
 @dataclass
 class _Lease:
     request: LeaseRequest
-    join: str
+    endpoint: Endpoint
     granted: bool = False
     alive: dict[WorkerId, None] = field(default_factory=dict[WorkerId, None])
     notice: LeaseNotice | None = None
@@ -69,8 +70,8 @@ class Cloud:
         )
         self.tell(OfferChanged(offer=offer))
 
-    def ask(self, request: LeaseRequest, join: str) -> None:
-        lease = self.leases[request.lease] = _Lease(request, join)
+    def ask(self, request: LeaseRequest, endpoint: Endpoint) -> None:
+        lease = self.leases[request.lease] = _Lease(request, endpoint)
         self._after(self._chance.uniform(0.001, 0.2), lambda: self._answer(lease))
 
     def _answer(self, lease: _Lease) -> None:
@@ -91,7 +92,7 @@ class Cloud:
 
     def _begin(self, lease: _Lease, ticket: WorkerTicket) -> None:
         if self.leases.get(lease.request.lease) is lease:
-            self._boot(lease.join, ticket, self.role is WorkerRole.TRAINER)
+            self._boot(lease.endpoint, ticket, self.role is WorkerRole.TRAINER)
 
     def give_back(self, name: LeaseId) -> None:
         def act() -> None:
@@ -180,7 +181,7 @@ class CloudProvider:
         self._cloud.offer()
 
     async def acquire(self, request: LeaseRequest) -> None:
-        self._cloud.ask(request, self._context.join)
+        self._cloud.ask(request, self._context.endpoint)
 
     async def release(self, lease: LeaseId) -> None:
         self._cloud.give_back(lease)

@@ -35,6 +35,7 @@ from elastic.compose.incarnations import PreviousIncarnation, former_of, journal
 from elastic.config import Config, validate
 from elastic.core.scheduler import Scheduler
 from elastic.core.types import NS_PER_S, Nanoseconds, WorkerId, WorkerRole
+from elastic.endpoint import Endpoint
 from elastic.offload import Lane, lanes
 from elastic.run_secrets import RunSecrets
 from elastic.runtime import states
@@ -273,16 +274,16 @@ class World:
             ending.conclude(failed)
         return failed
 
-    def _providers(self, join: str, now_ns: Callable[[], Nanoseconds]) -> Mapping[str, Provider]:
-        context = self._context(join, now_ns)
+    def _providers(self, endpoint: Endpoint, now_ns: Callable[[], Nanoseconds]) -> Mapping[str, Provider]:
+        context = self._context(endpoint, now_ns)
         found = {name: CloudProvider(cloud, context) for name, cloud in self.clouds.items()}
         return cast("Mapping[str, Provider]", found)
 
-    def _context(self, join: str, now_ns: Callable[[], Nanoseconds]) -> ProviderContext:
+    def _context(self, endpoint: Endpoint, now_ns: Callable[[], Nanoseconds]) -> ProviderContext:
         return ProviderContext(
             run=RUN,
             run_dir=self.run.path,
-            join=join,
+            endpoint=endpoint,
             worker_command=(),
             now_ns=now_ns,
             acquire_timeout_s=self.config.scheduler.acquire_timeout_s,
@@ -308,11 +309,13 @@ class World:
             orchestrator_timeout_s=ORCHESTRATOR_TIMEOUT_S,
         )
 
-    def _boot(self, join: str, ticket: WorkerTicket, trains: bool) -> None:
+    def _boot(self, endpoint: Endpoint, ticket: WorkerTicket, trains: bool) -> None:
         def work() -> Coroutine[Any, Any, Any]:
             trainer = ModelTrainer(self._saved.copy, self._save, self._published.add) if trains else None
             return run_agent(
-                Ticket(join=join, run=RUN, worker=ticket.worker, token=ticket.token, wait_s=ORCHESTRATOR_TIMEOUT_S),
+                Ticket(
+                    endpoint=endpoint, run=RUN, worker=ticket.worker, token=ticket.token, wait_s=ORCHESTRATOR_TIMEOUT_S
+                ),
                 lambda _: ModelEngine(lambda: self.clock.now_ns, self._published.__contains__),
                 trainer=trainer,
                 born_ns=self.clock.now_ns,

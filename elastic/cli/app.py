@@ -10,6 +10,7 @@ import typer
 from elastic.cli.logs import STANDARD_ERROR, log_to
 from elastic.cli.output import EXIT_FAILED, bad_input, say
 from elastic.config import Config, ConfigError, RunConfig, apply_override, load_config, validate
+from elastic.endpoint import host_and_port
 from elastic.runtime.journal import JournalError
 
 app = typer.Typer(
@@ -68,6 +69,16 @@ def run(
     ] = None,
     overrides: Overrides = None,
     seed: Annotated[int | None, typer.Option(help="Same as --set run.seed=N.")] = None,
+    listen: Annotated[
+        str,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Where workers join, such as 0.0.0.0:7433; beyond loopback by TLS, and weights by HTTPS, one port up.",
+        ),
+    ] = "",
+    advertise: Annotated[
+        str, typer.Option(metavar="HOST[:PORT]", help="Where workers elsewhere dial to get there.")
+    ] = "",
     resume: Annotated[
         str,
         typer.Option(
@@ -92,17 +103,30 @@ def run(
     """
     from elastic.cli.run import dry_run_command, run_command
 
-    settings, run_dir, names = _run_settings(config, providers, overrides or [], seed, resume)
+    overrides = [*(overrides or []), *_listening(listen, advertise)]
+    settings, run_dir, names = _run_settings(config, providers, overrides, seed, resume)
     if dry_run:
         dry_run_command(settings, names, str(config or run_dir), as_json=as_json)
     elif supervised:
         from elastic.cli.supervise import supervise_command
 
-        changed = [*(overrides or []), *([f"run.seed={seed}"] if seed is not None else [])]
+        changed = [*overrides, *([f"run.seed={seed}"] if seed is not None else [])]
         options = [*(word for change in changed for word in ("--set", change)), *(["--json"] if as_json else [])]
         raise typer.Exit(supervise_command(settings, names, str(config or run_dir), run_dir, options, max_restarts))
     else:
         raise typer.Exit(run_command(settings, names, str(config or run_dir), run_dir, as_json=as_json))
+
+
+def _listening(listen: str, advertise: str) -> list[str]:
+    """What --listen and --advertise set."""
+    found = [f"run.advertise='{advertise}'"] if advertise else []
+    if listen:
+        try:
+            host, port = host_and_port(listen)
+        except ValueError:
+            raise ConfigError(f"--listen: found {listen!r}; allowed: HOST:PORT, such as 0.0.0.0:7433") from None
+        found += [f"run.host='{host}'", f"run.port={port}"]
+    return found
 
 
 def _run_settings(
@@ -305,19 +329,64 @@ def runs(as_json: AsJson = False, directory: RunsDirectory = Path("runs")) -> No
 
 @app.command()
 def worker(
-    join: Annotated[str, typer.Option(metavar="HOST:PORT", help="The orchestrator's worker endpoint.")] = "",
+    join: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="Where to dial, if elsewhere than the ticket says.")
+    ] = "",
+    ticket_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A ticket of `elastic ticket`; else ELASTIC_TICKET holds one.")
+    ] = None,
     trainer: Annotated[Path | None, typer.Option(metavar="RUN_DIR", help="Be the run's trainer.", hidden=True)] = None,
     resume: Annotated[bool, typer.Option(hidden=True)] = False,
 ) -> None:
     """Serve rollout turns to a run: dial its orchestrator and generate until the lease ends.
 
-    The ticket comes from the environment, where a provider puts it: a run, a lease's worker, and its one-time token.
+    Three ways to start one. By hand, on any machine that can dial the run, with a ticket of `elastic ticket`:
 
-    Example: ELASTIC_RUN=a ELASTIC_WORKER=b ELASTIC_JOIN_TOKEN=… elastic worker --join 127.0.0.1:7070
+      elastic worker --ticket-file FILE
+
+    In a container, with the image of infra/worker.Dockerfile:
+
+      docker run --gpus all -e ELASTIC_TICKET="$(cat FILE)" elastic-worker
+
+    By a provider of the run, which hands over a lease's one-time token in the environment.
+
+    Example: elastic worker --join trainer.example:7433 --ticket-file FILE
     """
     from elastic.cli.worker import worker_command
 
-    worker_command(join, trainer, resume=resume)
+    worker_command(join, ticket_file, trainer, resume=resume)
+
+
+@app.command()
+def ticket(
+    name: Annotated[str, typer.Argument(metavar="RUN", help="A run's name or path, or `latest`.")],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the ticket here; else it is printed.")
+    ] = None,
+    label: Annotated[str, typer.Option(help="Whose machine it is for.")] = "",
+    usd_per_gpu_hour: Annotated[
+        float | None, typer.Option(min=0, help="What it is paid; else as the provider says whose kind is `joined`.")
+    ] = None,
+    minutes: Annotated[float, typer.Option(min=0.1, max=10_080, help="Until when it must be used.")] = 60.0,
+    revoke: Annotated[str, typer.Option(metavar="TICKET", help="Instead: have this one let nobody in any more.")] = "",
+    listed: Annotated[bool, typer.Option("--list", help="Instead: list the run's tickets.")] = False,
+    as_json: AsJson = False,
+    directory: RunsDirectory = Path("runs"),
+) -> None:
+    """Mint a ticket with which one worker joins a run that goes on, from any machine. It is shown once.
+
+    Example: elastic ticket latest -o machine.ticket --label "the lab's 4090"
+    """
+    from elastic.cli.ticket import list_tickets, mint_ticket, revoke_ticket
+    from elastic.runtime.journal import DirectoryStore
+
+    run = DirectoryStore(directory).find(name)
+    if listed:
+        list_tickets(run, as_json=as_json)
+    elif revoke:
+        revoke_ticket(run, revoke, as_json=as_json)
+    else:
+        mint_ticket(run, output, label, usd_per_gpu_hour, minutes * 60, as_json=as_json)
 
 
 @app.command("serving-host", hidden=True)

@@ -16,6 +16,7 @@ from elastic.config import Config
 from elastic.runtime.gateway import GatewayError
 from elastic.runtime.journal import JournalError, RunDirectory
 from elastic.runtime.orchestrator import Orchestrator
+from elastic.tls import TlsError
 from functions.base import FunctionError
 from providers.base import ProviderUnavailable
 
@@ -75,7 +76,7 @@ def run_command(config: Config, names: list[str], where: str, resumed: Path | No
     try:
         with _logging_to(run_dir / "logs" / "orchestrator.log"), progress.context:
             outcome = compose.run_loop(_execute(plan, run_dir, resume=resumed is not None, progress=progress))
-    except (GatewayError, ProviderUnavailable, FunctionError) as error:
+    except (GatewayError, ProviderUnavailable, FunctionError, TlsError) as error:
         if not resumed:
             compose.discard_run(run_dir)
         bad_input(str(error))

@@ -20,22 +20,26 @@ from elastic.compose.incarnations import (
     journaled,
     next_life,
 )
-from elastic.compose.plan import TRAINER_PROVIDER, RunPlan, read_model_config, resolve
+from elastic.compose.plan import TRAINER_PROVIDER, RunPlan, installed, read_model_config, resolve
 from elastic.compose.relay import weights_relay
 from elastic.compose.runs import claimed
 from elastic.compose.scheduling import limits, policies, run_plan, short_limits
 from elastic.config import Config
 from elastic.core.scheduler import Scheduler
+from elastic.endpoint import WILDCARDS, Endpoint
 from elastic.machine import raise_descriptor_limit
 from elastic.processes import RecordedProcesses, end_left_over, records
 from elastic.run_secrets import RunSecrets
 from elastic.runtime.journal import RunDirectory
 from elastic.runtime.orchestrator import Orchestrator, Wiring
 from elastic.runtime.status import RunStatus
+from elastic.ticket_book import TicketBook
+from elastic.tls import Certificate, given_certificate, run_certificate
 from elastic.weights.rights import RelayRights
 from functions.base import FunctionPool, Meter
-from functions.local import FUNCTIONS, LocalFunctionPool, Prices
+from functions.local import FUNCTIONS, Prices
 from providers.base import Provider, ProviderContext
+from providers.waiting_room import WaitingRoom
 
 log = structlog.get_logger(__name__)
 
@@ -81,31 +85,42 @@ async def execute(
         with journaled(journal, scheduler) as ending:
             await _end_former(plan, run_dir, [name for name in past.providers if name not in plan.providers])
             rights = RelayRights(secrets.relay_owner())
-            async with weights_relay(config, run_dir, former.relay, rights) as (relay, relay_rights):
-                journal.meta(RELAY, relay)
+            certificate = _certificate(config, run_dir)
+            async with weights_relay(config, run_dir, former.relay, rights, certificate) as relay:
+                journal.meta(RELAY, relay.local)
+                waiting_room = WaitingRoom(TicketBook(run_dir))
                 wiring = Wiring(
-                    make_providers=lambda join, now_ns: make_providers(
-                        plan, run_dir, join, now_ns, secrets=secrets, note=journal.meta
+                    make_providers=lambda endpoint, now_ns: make_providers(
+                        plan,
+                        run_dir,
+                        endpoint,
+                        now_ns,
+                        secrets=secrets,
+                        note=journal.meta,
+                        waiting_room=waiting_room,
                     ),
                     make_environment=lambda: plan.environment(plan.environment_settings),
                     stop_token_ids=plan.environment.stop_token_ids,
-                    welcome=_welcome(config, run_dir.name, relay),
+                    welcome=_welcome(config, run_dir.name, relay.far, certificate),
                     secrets=secrets,
                     kept=run,
                     make_reward_pool=partial(make_reward_pool, plan, run_dir) if plan.reward else None,
                     engines={n: plan.engine(n).model_dump(mode="json") for n in (TRAINER_PROVIDER, *plan.providers)},
-                    relay_rights=relay_rights,
+                    relays=dict.fromkeys(_on_this_machine(plan), relay.local),
+                    relay_rights=relay.rights,
+                    certificate=certificate,
+                    waiting_room=waiting_room,
                 )
                 orchestrator = Orchestrator(config, scheduler, journal, wiring, former.taken_up(), observe=observe)
                 on_ready(orchestrator)
-                failed = await orchestrator.run(config.run.host, config.run.port)
+                failed = await orchestrator.run()
             ending.conclude(failed)
     return RunOutcome(run_dir=run_dir, failed=failed, interrupted=failed == INTERRUPTED)
 
 
 def make_reward_pool(plan: RunPlan, run_dir: Path, meter: Meter) -> FunctionPool:
     rewards = plan.config.rewards
-    return LocalFunctionPool(
+    return installed("elastic.function_pools")[rewards.pool].load()(
         plan.reward,
         concurrency=rewards.concurrency,
         idle_s=rewards.idle_s,
@@ -121,11 +136,12 @@ def make_reward_pool(plan: RunPlan, run_dir: Path, meter: Meter) -> FunctionPool
 def make_providers(
     plan: RunPlan,
     run_dir: Path,
-    join: str,
+    endpoint: Endpoint,
     now_ns: Callable[[], int],
     *,
     secrets: RunSecrets,
     note: Callable[[str, str], None] = lambda key, text: None,
+    waiting_room: WaitingRoom | None = None,
 ) -> Mapping[str, Provider]:
     """The trainer's device and every chosen provider, ready to start; `note` keeps what they have to say for the
     run's report."""
@@ -135,7 +151,7 @@ def make_providers(
         return ProviderContext(
             run=run_dir.name,
             run_dir=run_dir.resolve(),
-            join=join,
+            endpoint=endpoint,
             worker_command=tuple(command),
             host_command=(*elastic, "serving-host"),
             pass_env=plan.config.run.pass_env,
@@ -144,6 +160,7 @@ def make_providers(
             acquire_timeout_s=plan.config.scheduler.acquire_timeout_s,
             release_timeout_s=plan.config.scheduler.release_timeout_s,
             secret=secrets.host_token,
+            waiting_room=waiting_room,
             orchestrator_timeout_s=plan.config.run.orchestrator_timeout_s,
         )
 
@@ -167,7 +184,8 @@ def make_providers(
 async def _end_former(plan: RunPlan, run_dir: Path, names: Sequence[str]) -> None:
     """End what the run's earlier life left of its functions, and with providers that it does not use any more."""
     former = resolve(plan.config, names, str(run_dir))
-    providers = make_providers(former, run_dir, "", time.monotonic_ns, secrets=RunSecrets.of(run_dir))
+    secrets, nobody = RunSecrets.of(run_dir), WaitingRoom(TicketBook(run_dir))
+    providers = make_providers(former, run_dir, Endpoint(""), time.monotonic_ns, secrets=secrets, waiting_room=nobody)
     timeout_s = plan.config.scheduler.release_timeout_s
     await end_left_over(RecordedProcesses.found(records(run_dir), run_dir.name, FUNCTIONS), timeout_s)
     for name in names:
@@ -186,7 +204,23 @@ def _meta(plan: RunPlan, run_dir: Path) -> dict[str, str]:
     }
 
 
-def _welcome(config: Config, run: str, relay: str) -> wire.Welcome:
+def _certificate(config: Config, run_dir: Path) -> Certificate | None:
+    """Of what the run serves beyond loopback. Raises `TlsError` for one that is given and of no use."""
+    run = config.run
+    if not run.beyond_loopback:
+        return None
+    if run.certificate is not None and run.certificate_key is not None:
+        return given_certificate(run.certificate, run.certificate_key)
+    names = (run.advertise.partition(":")[0], run.host, "localhost", "127.0.0.1")
+    return run_certificate(run_dir, [name for name in names if name and name not in WILDCARDS])
+
+
+def _on_this_machine(plan: RunPlan) -> list[str]:
+    """The providers whose workers can read the run's files."""
+    return [TRAINER_PROVIDER, *(name for name, kind in plan.provider_types.items() if kind.on_this_machine)]
+
+
+def _welcome(config: Config, run: str, relay: str, certificate: Certificate | None) -> wire.Welcome:
     s = config.scheduler
     return wire.Welcome(
         session_key="",
@@ -197,11 +231,12 @@ def _welcome(config: Config, run: str, relay: str) -> wire.Welcome:
         engine=config.engine.model_dump(mode="json"),
         model=read_model_config(config),
         relay=relay,
-        resume_timeout_s=s.resume_timeout_s,
+        resume_timeout_s=config.resume_timeout_s,
         orchestrator_timeout_s=config.run.orchestrator_timeout_s,
         pull_timeout_s=config.weights.pull_timeout_s,
         load_timeout_s=s.load_timeout_s,
         drain_timeout_s=s.drain_timeout_s * WORKER_DRAIN_SHARE,
         whole_turns=s.collect == "responses",
         run=run,
+        relay_anchor=certificate.anchor if certificate else "",
     )

@@ -297,6 +297,9 @@ MAY_DIFFER = frozenset(
             "run.steps",
             "run.host",
             "run.port",
+            "run.advertise",
+            "run.certificate",
+            "run.certificate_key",
             "run.pass_env",
             "run.orchestrator_timeout_s",
         ),
@@ -306,6 +309,7 @@ MAY_DIFFER = frozenset(
             "trainer.usd_per_gpu_hour",
             "trainer.checkpoint_every_steps",
         ),
+        "weights.port",
         *("rewards.timeout_s", "rewards.concurrency", "rewards.idle_s", "rewards.max_retries", "rewards.retry_base_s"),
         *("providers", "scheduler", "seeding", "routing", "balancing", "provisioning", "journal", "simulation"),
     }

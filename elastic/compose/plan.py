@@ -15,6 +15,8 @@ from elastic.envs.base import Environment
 from providers.base import Provider, ProviderSettings
 
 TRAINER_PROVIDER = "trainer"
+TRACE_PLAYERS = {name: f"{name}-replay" for name in ("serving", "serverless", "spot")}
+"""What sections of these names are whose `kind` is not given: they play traces on this machine."""
 
 
 class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,6 +63,11 @@ class RewardCalls(msgspec.Struct, frozen=True, kw_only=True):
     usd_per_call: float
 
 
+def kind_of(config: Config, name: str) -> str:
+    """Which provider a section is: as it says, or as its name does."""
+    return str(config.providers.get(name, {}).get("kind") or TRACE_PLAYERS.get(name, name))
+
+
 def installed(group: str) -> dict[str, importlib.metadata.EntryPoint]:
     """Entry points of one kind by name: ours and third parties' alike."""
     return {point.name: point for point in importlib.metadata.entry_points(group=group)}
@@ -69,7 +76,8 @@ def installed(group: str) -> dict[str, importlib.metadata.EntryPoint]:
 def _pick(kind: str, name: str, where: str) -> importlib.metadata.EntryPoint:
     points = installed(f"elastic.{kind}s")
     if name not in points:
-        raise ConfigError(f"{where}: unknown {kind} {name!r}; installed: {', '.join(sorted(points)) or 'none'}")
+        what, there = kind.replace("_", " "), ", ".join(sorted(points)) or "none"
+        raise ConfigError(f"{where}: unknown {what} {name!r}; installed: {there}")
     return points[name]
 
 
@@ -82,12 +90,15 @@ def resolve(config: Config, provider_names: Sequence[str], where: str) -> RunPla
         names.append("reserved")
     for name in (*names, *config.providers):
         source = f"{where}: providers.{name}" if name in config.providers else "--providers"
-        kind = types.setdefault(name, _pick("provider", name, source).load())
-        checked = validate(kind.Settings, config.providers.get(name, {}), where, f"providers.{name}")
+        kind = kind_of(config, name)
+        found = types.setdefault(name, _pick("provider", kind, source).load())
+        section = config.providers.get(name, {}) | {"kind": kind}
+        checked = validate(found.Settings, section, where, f"providers.{name}")
         if name in names:
             settings[name] = checked
     environment = _pick("environment", config.environment.name, f"{where}: environment.name").load()
     reward = config.rewards.name and _pick("reward", config.rewards.name, f"{where}: rewards.name").value
+    _pick("function_pool", config.rewards.pool, f"{where}: rewards.pool")
     resolve_engine(config.engine, where)
     _check_engine(config, config.trainer.engine, where, "trainer.engine")
     for name, chosen in settings.items():

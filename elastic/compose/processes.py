@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from elastic.compose.runs import load_run_config
 from elastic.config import ConfigError
+from elastic.endpoint import Endpoint, host_and_port
 from elastic.machine import collect_between_decisions, defer_full_collections
 from elastic.processes import end_own_kin
+from elastic.tickets import TicketRefused, read_ticket
 from providers.serving_messages import LendOrder
 
 if TYPE_CHECKING:
@@ -21,14 +23,16 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 PATIENCE_VARIABLE = "ELASTIC_ORCHESTRATOR_TIMEOUT_S"
+TICKET_VARIABLE = "ELASTIC_TICKET"
+FINGERPRINT_VARIABLE = "ELASTIC_JOIN_FINGERPRINT"
 ENVIRONMENT_VARIABLES = ("ELASTIC_JOIN", "ELASTIC_RUN", "ELASTIC_WORKER", "ELASTIC_JOIN_TOKEN")
 
 
-def run_worker(join: str | None, trainer_run_dir: Path | None, *, resume: bool) -> NoReturn:
+def run_worker(join: str | None, ticket_file: Path | None, trainer_run_dir: Path | None, *, resume: bool) -> NoReturn:
     """Be a worker (or, with `trainer_run_dir`, the trainer of that run) until the lease ends."""
     from elastic.worker.agent import leave_process, run_agent
 
-    ticket = worker_ticket(join)
+    ticket = joining_ticket(join, ticket_file) or worker_ticket(join)
     if trainer_run_dir is None:
         leave_process(run_loop(run_agent(ticket)))
     from elastic.worker.trainer_host import run_trainer_host
@@ -46,7 +50,8 @@ def run_serving_host() -> int:
 
     async def start_agent(order: LendOrder, share: serving_host.HostShare) -> None:
         wait_s = settings.orchestrator_timeout_s or JOIN_TIMEOUT_S
-        ticket = Ticket(join=order.join, run=order.run, worker=order.worker, token=order.token, wait_s=wait_s)
+        endpoint = Endpoint(order.join, fingerprint=order.fingerprint)
+        ticket = Ticket(endpoint=endpoint, run=order.run, worker=order.worker, token=order.token, wait_s=wait_s)
         end = await run_agent(ticket, share.build_engine, share=share, born_ns=time.monotonic_ns())
         if end.code != 0:
             raise RuntimeError(end.reason)
@@ -85,6 +90,27 @@ def event_loop() -> asyncio.AbstractEventLoop:
     return uvloop.new_event_loop()
 
 
+def joining_ticket(join: str | None, ticket_file: Path | None) -> "Ticket | None":
+    """A ticket that `elastic ticket` has minted, from a file or the environment; None where there is neither.
+
+    `join` is where to dial, if elsewhere than the ticket says.
+    """
+    from elastic.worker.connection import Ticket
+
+    where = str(ticket_file or TICKET_VARIABLE)
+    try:
+        content = ticket_file.read_bytes() if ticket_file else os.environ.get(TICKET_VARIABLE, "").encode()
+        if not content:
+            return None
+        found = read_ticket(content)
+    except OSError as error:
+        raise ConfigError(f"elastic worker: --ticket-file {where}: cannot be read ({error.strerror})") from error
+    except TicketRefused as error:
+        raise ConfigError(f"elastic worker: {where}: {error}") from error
+    endpoint = _checked(Endpoint(join or found.join, fingerprint=found.fingerprint))
+    return Ticket(endpoint=endpoint, run=found.run, worker="", token=found.token, ticket=found.ticket)
+
+
 def worker_ticket(join: str | None) -> "Ticket":
     """Where to dial and as whom, from the environment that a provider sets."""
     from elastic.worker.connection import JOIN_TIMEOUT_S, Ticket
@@ -94,13 +120,22 @@ def worker_ticket(join: str | None) -> "Ticket":
         found["ELASTIC_JOIN"] = join
     missing = [name for name, value in found.items() if not value]
     if missing:
-        raise ConfigError(f"elastic worker: {', '.join(missing)} not set; a provider hands these to its workers")
-    host, _, port = found["ELASTIC_JOIN"].rpartition(":")
-    if not (host and port.isdecimal() and 0 < int(port) < 65_536):
-        raise ConfigError(f"elastic worker: --join takes HOST:PORT (found {found['ELASTIC_JOIN']!r})")
+        raise ConfigError(
+            f"elastic worker: {', '.join(missing)} not set, which a provider hands to its workers; to join a run "
+            "from elsewhere, give the ticket that `elastic ticket RUN -o FILE` has minted there (--ticket-file FILE)"
+        )
     address, run, worker, token = found.values()
+    endpoint = _checked(Endpoint(address, fingerprint=os.environ.get(FINGERPRINT_VARIABLE, "")))
     wait_s = os.environ.get(PATIENCE_VARIABLE, str(JOIN_TIMEOUT_S))
     with contextlib.suppress(ValueError):
         if 0 < float(wait_s) < math.inf:
-            return Ticket(join=address, run=run, worker=worker, token=token, wait_s=float(wait_s))
+            return Ticket(endpoint=endpoint, run=run, worker=worker, token=token, wait_s=float(wait_s))
     raise ConfigError(f"elastic worker: {PATIENCE_VARIABLE} takes seconds (found {wait_s!r})")
+
+
+def _checked(endpoint: Endpoint) -> Endpoint:
+    try:
+        host_and_port(endpoint.address)
+    except ValueError:
+        raise ConfigError(f"elastic worker: --join takes HOST:PORT (found {endpoint.address!r})") from None
+    return endpoint

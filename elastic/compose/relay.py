@@ -1,50 +1,76 @@
 """Where a run's workers pull their weights from."""
 
 import contextlib
-import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import NamedTuple
 
 from elastic.config import Config
+from elastic.endpoint import joined, seen_as
 from elastic.http_server import BodyLimits, serving
 from elastic.runtime.gateway import GatewayError
+from elastic.tls import Certificate, listening_socket
 from elastic.weights.relay import open_relay
 from elastic.weights.rights import RelayRights
 from elastic.weights.server import BLOB_BYTES_MAX, relay_app
 from elastic.weights.shared_memory import in_memory
 
 
+class RunRelay(NamedTuple):
+    """Where workers pull weights: `local` those on this machine, `far` all others; `rights` say who may do what over
+    HTTP."""
+
+    local: str
+    far: str
+    rights: RelayRights | None
+
+
 @contextlib.asynccontextmanager
 async def weights_relay(
-    config: Config, run_dir: Path, address: str = "", rights: RelayRights | None = None
-) -> AsyncIterator[tuple[str, RelayRights | None]]:
-    """Where workers pull weights from: the run's directory, or that directory over HTTP, and who may do what there.
+    config: Config,
+    run_dir: Path,
+    address: str = "",
+    rights: RelayRights | None = None,
+    certificate: Certificate | None = None,
+) -> AsyncIterator[RunRelay]:
+    """Serves the run's weights: as its directory to this machine, and over HTTPS to others, if there is a certificate.
 
     An earlier process of the run may have served them at an `address` (host:port), where they are still looked for, and
-    given `rights`. While the run lasts its blobs are in shared memory: workers join over loopback, so they are on this
-    machine.
+    given `rights`. While the run lasts its blobs are in shared memory.
     """
     directory = (run_dir / "weights").resolve()
     directory.mkdir(exist_ok=True)
     with in_memory(directory):
-        if config.weights.relay == "directory":
-            yield str(directory), None
-        else:
-            rights = rights or RelayRights()
-            async with _served(config, directory, address or f"{config.run.host}:0", rights) as url:
-                yield url, rights
+        if config.weights.relay == "directory" and certificate is None:
+            yield RunRelay(str(directory), str(directory), None)
+            return
+        rights = rights or RelayRights()
+        port = int(address.rpartition(":")[2]) if address else _port(config)
+        async with _served(config, directory, port, rights, certificate) as listening:
+            scheme = "http" if certificate is None else "https"
+            local = f"{scheme}://{seen_as('', listening)}"
+            far = f"{scheme}://{seen_as(config.run.advertise.partition(':')[0], listening)}"
+            yield RunRelay(str(directory) if config.weights.relay == "directory" else local, far, rights)
+
+
+def _port(config: Config) -> int:
+    return config.weights.port or (config.run.port + 1 if config.run.port else 0)
 
 
 @contextlib.asynccontextmanager
-async def _served(config: Config, directory: Path, address: str, rights: RelayRights) -> AsyncIterator[str]:
-    """The directory over HTTP: its URL."""
-    host, _, port = address.rpartition(":")
+async def _served(
+    config: Config, directory: Path, port: int, rights: RelayRights, certificate: Certificate | None
+) -> AsyncIterator[str]:
+    """The directory over HTTP, or HTTPS: its address (host:port)."""
+    host = config.run.host
     try:
-        listener = socket.create_server((host, int(port)))
+        listener = listening_socket(host, port)
     except OSError as error:
         raise GatewayError(
-            f"cannot serve weights on {address.removesuffix(':0')}: {error.strerror or error}; name another run.host"
+            f"cannot serve weights on {joined(host, port).removesuffix(':0')}: {error.strerror or error}; name another "
+            "run.host or weights.port"
         ) from error
     app = BodyLimits(relay_app(open_relay(str(directory)), rights), BLOB_BYTES_MAX)
-    async with serving(app, listener, close_timeout_s=config.scheduler.release_timeout_s) as url:
-        yield url
+    close_timeout_s = config.scheduler.release_timeout_s
+    async with serving(app, listener, close_timeout_s=close_timeout_s, certificate=certificate):
+        yield joined(*listener.getsockname()[:2])

@@ -56,7 +56,7 @@ def limits(config: Config) -> Limits:
         acquire_timeout_ns=ns(s.acquire_timeout_s),
         boot_timeout_ns=ns(s.boot_timeout_s),
         load_timeout_ns=ns(s.load_timeout_s),
-        resume_timeout_ns=ns(s.resume_timeout_s),
+        resume_timeout_ns=ns(config.resume_timeout_s),
         release_timeout_ns=ns(s.release_timeout_s),
         queue_timeout_ns=ns(s.queue_timeout_s),
         train_timeout_ns=ns(config.trainer.step_timeout_s),

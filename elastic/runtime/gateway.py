@@ -5,8 +5,8 @@
 - Several runs share one gateway. A worker says for which it works, and comes in at that run's door.
 - A frame reaches the listener only if it can be true (`elastic.runtime.validation`). A worker that sends another
   is refused for ever.
-- Strangers are few. The oldest goes when there are too many, and what is refused is counted and logged at a
-  bounded rate.
+- Strangers are few, before and after they have spoken TLS. The oldest goes when there are too many, and what is
+  refused is counted and logged at a bounded rate.
 
 Everything runs on the event loop's thread, and the listener is called synchronously from it.
 """
@@ -14,8 +14,8 @@ Everything runs on the event loop's thread, and the listener is called synchrono
 import asyncio
 import hashlib
 import hmac
-import ssl
 from collections import Counter
+from collections.abc import Callable
 from typing import Any, Protocol, cast
 
 import msgspec
@@ -23,8 +23,12 @@ import structlog
 
 from elastic import wire
 from elastic.core.types import WorkerId
+from elastic.endpoint import joined
 from elastic.runtime.refusals import STRANGERS, RefusalCount, Refusals
 from elastic.runtime.validation import Claims, bounds_of
+from elastic.tickets import TicketRefused
+from elastic.tls import Certificate, TlsServer, listening_socket
+from providers.waiting_room import Applicant, WaitingRoom
 
 log = structlog.get_logger(__name__)
 
@@ -32,6 +36,8 @@ BACKLOG = 1024
 """Connections that wait to be accepted. Where they do not fit, the kernel lets a worker wait a second."""
 CLOSE_GRACE_S = 1.0
 """How long a closed connection may take to deliver its last frame before it is cut."""
+LAST_LOOK_S = 0.1
+"""After a silence: it may be this process that was held up, and what the worker said waits to be read."""
 
 
 class GatewayError(Exception):
@@ -86,36 +92,45 @@ class Gateway:
         self._strangers: dict[_Connection, None] = {}
         """In the order in which they came."""
         self._refusals = Refusals()
-        self._server: asyncio.Server | None = None
+        self._server: asyncio.Server | TlsServer | None = None
 
-    async def start(self, host: str = "127.0.0.1", port: int = 0, tls: ssl.SSLContext | None = None) -> str:
-        """Listen, on a free port if `port` is 0; returns the `host:port` that workers join.
+    async def start(self, host: str = "127.0.0.1", port: int = 0, certificate: Certificate | None = None) -> str:
+        """Listen, on a free port if `port` is 0, with TLS where there is a certificate; returns the `host:port`.
 
         Raises `GatewayError` when the address cannot be had.
         """
         try:
-            self._server = await asyncio.get_running_loop().create_server(
-                lambda: _Connection(self, self._limits),
-                host,
-                port,
-                backlog=BACKLOG,
-                ssl=tls,
-                ssl_handshake_timeout=None if tls is None else self._limits.handshake_timeout_s,
-            )
+            self._server = await self._listen(host, port, certificate)
         except OSError as error:
             raise GatewayError(
-                f"cannot listen for workers on {host}:{port}: {error.strerror or error}; name a free port, or 0 for any"
+                f"cannot listen for workers on {joined(host, port)}: {error.strerror or error}; name a free port, or 0 "
+                "for any"
             ) from error
-        return "{}:{}".format(*self._server.sockets[0].getsockname()[:2])
+        return joined(*self._server.sockets[0].getsockname()[:2])
 
-    def open(self, run: str, listener: WorkerListener, welcome: wire.Welcome) -> "Door":
+    async def _listen(self, host: str, port: int, certificate: Certificate | None) -> "asyncio.Server | TlsServer":
+        def connection() -> asyncio.Protocol:
+            return _Connection(self, self._limits)
+
+        if certificate is None:
+            return await asyncio.get_running_loop().create_server(connection, host, port, backlog=BACKLOG)
+        limits, listener = self._limits, listening_socket(host, port, BACKLOG)
+        most, timeout_s = limits.unauthenticated, limits.handshake_timeout_s
+        return TlsServer(listener, certificate, connection, most, timeout_s, self._not_encrypted)
+
+    def _not_encrypted(self, address: str, reason: str) -> None:
+        self._refusals.note(STRANGERS, reason, _now_s())
+
+    def open(self, run: str, listener: WorkerListener, welcome: wire.Welcome, *, cuts_silent: bool = False) -> "Door":
         """Let a run's workers in from now on, whom `listener` hears. Raises `ValueError` where it has a door already.
 
-        `welcome` says what every worker is told; its session key and epoch are filled in for each.
+        `welcome` says what every worker is told; its session key and epoch are filled in for each. With `cuts_silent`
+        a connection ends of which nothing was heard for the welcome's `silence_timeout_s`, as the worker's end of it
+        does: beyond this machine a link can be cut and nobody says so.
         """
         if run in self._doors:
             raise ValueError(f"run {run!r} has a door already")
-        door = self._doors[run] = Door(self, run, listener, welcome)
+        door = self._doors[run] = Door(self, run, listener, welcome, cuts_silent=cuts_silent)
         return door
 
     async def aclose(self) -> None:
@@ -151,29 +166,37 @@ class Gateway:
         self._refusals.note(STRANGERS, reason, _now_s())
         stranger.close(wire.RefusedFrame(reason, retry=retry))
 
-    def _greet(self, connection: "_Connection", hello: wire.Hello) -> "tuple[Door, _Session]":
+    def _greet(self, connection: "_Connection", hello: wire.Hello) -> None:
         """Let a stranger that has said hello in at its run's door. Raises `_NotAdmitted`."""
         door = self._doors.get(hello.run)
         if door is None:
             raise _NotAdmitted(UNKNOWN)
-        session = door._admit(connection, hello)
+        if hello.ticket:
+            door._have_wait(connection, hello)
+        else:
+            door._admit(connection, hello)
         self._strangers.pop(connection, None)
-        return door, session
 
 
 class Door:
     """One run's way through the gateway: `expect` a worker before it dials, `send` while it is connected.
 
-    Runs know nothing of each other's workers, whatever these are called. Use `Gateway.open`.
+    Runs know nothing of each other's workers, whatever these are called. Use `Gateway.open`. Who comes by a ticket
+    waits in the `waiting_room`, where there is one.
     """
 
-    def __init__(self, gateway: Gateway, run: str, listener: WorkerListener, welcome: wire.Welcome) -> None:
+    def __init__(
+        self, gateway: Gateway, run: str, listener: WorkerListener, welcome: wire.Welcome, *, cuts_silent: bool
+    ) -> None:
         self.held = False
+        self.waiting_room: WaitingRoom | None = None
+        self._cuts_silent = cuts_silent
         self._gateway = gateway
         self._run = run
         self._listener = listener
         self._welcome = welcome
         self._sessions: dict[WorkerId, _Session] = {}
+        self._waiting: set[_Connection] = set()
         self._refusals = Refusals()
         self._loop = asyncio.get_running_loop()
         self._pulse = self._loop.call_later(welcome.heartbeat_interval_s, self._beat)
@@ -184,6 +207,8 @@ class Door:
         for session in self._sessions.values():
             session.cut()
         self._sessions.clear()
+        if self.waiting_room is not None:
+            self.waiting_room.close()
         self._gateway._doors.pop(self._run, None)
 
     def expect(
@@ -193,11 +218,12 @@ class Door:
         key: str,
         engine: dict[str, Any] | None = None,
         relay_token: str | None = None,
+        relay: str | None = None,
         *,
         trains: bool = False,
         epoch: int = 0,
     ) -> None:
-        """Let `worker` in, once, with `token`; then it comes back with `key`. Its `engine` settings and its
+        """Let `worker` in, once, with `token`; then it comes back with `key`. Its `engine` settings, its `relay` and
         `relay_token` are the welcome's unless they are given.
 
         It may say what the trainer says if it `trains`. With an `epoch` that it had with an earlier process of this
@@ -210,8 +236,10 @@ class Door:
             welcome = msgspec.structs.replace(welcome, engine=engine)
         if relay_token is not None:
             welcome = msgspec.structs.replace(welcome, relay_token=relay_token)
+        if relay is not None:
+            welcome = msgspec.structs.replace(welcome, relay=relay)
         claims = Claims(bounds_of(welcome.engine, welcome.model, trains=trains))
-        self._sessions[worker] = _Session(worker, token, key, epoch, welcome, claims)
+        self._sessions[worker] = _Session(worker, token, key, epoch, welcome, claims, trains=trains)
 
     def expects(self, worker: WorkerId) -> bool:
         return worker in self._sessions
@@ -252,17 +280,55 @@ class Door:
             if session.connection is not None:
                 session.connection.send(wire.Ping())
                 session.connection.check_reading()
+                if self._cuts_silent and not self.held and not session.trains:
+                    session.connection.check_heard(self._welcome.silence_timeout_s)
+        for connection in tuple(self._waiting):
+            connection.send(wire.Waiting())
+            connection.check_heard(self._welcome.silence_timeout_s)
 
     # What connections call.
 
-    def _admit(self, connection: "_Connection", hello: wire.Hello) -> "_Session":
+    def _admit(self, connection: "_Connection", hello: wire.Hello) -> None:
         """Open or resume the session of a stranger that has said hello. Raises `_NotAdmitted`."""
         session = self._authenticated(hello)
         self._end_epoch(session)
         session = self._authenticated(hello)  # the listener may have fenced it just now
-        key = session.open(connection, hello)
-        connection.send(msgspec.structs.replace(session.welcome, session_key=key, epoch=session.epoch))
-        return session
+        self._open(session, connection, hello.secret if hello.resume else "")
+
+    def _open(self, session: "_Session", connection: "_Connection", key: str, worker: WorkerId = "") -> None:
+        """Begin the session's next epoch; its bearer is told its name where it is a `worker` that has none yet."""
+        key = session.open(connection, key)
+        connection.bear(self, session)
+        welcome = msgspec.structs.replace(session.welcome, session_key=key, epoch=session.epoch, worker=worker)
+        connection.send(welcome)
+
+    def _have_wait(self, connection: "_Connection", hello: wire.Hello) -> None:
+        """Have somebody with a ticket wait for its lease. Raises `_NotAdmitted`."""
+        room = self.waiting_room
+        if room is None:
+            raise _NotAdmitted("this run takes nobody who joins by ticket")
+        try:
+            terms = room.check(hello.ticket, hello.secret)
+        except TicketRefused as refusal:
+            raise _NotAdmitted(str(refusal)) from refusal
+
+        def left() -> None:
+            self._waiting.discard(connection)
+            room.leave(applicant)
+
+        def admit(worker: WorkerId) -> None:
+            self._waiting.discard(connection)
+            self._open(self._sessions[worker], connection, "", worker)
+
+        def turn_away(reason: str) -> None:
+            self._waiting.discard(connection)
+            connection.close(wire.RefusedFrame(reason, retry=False))
+
+        applicant = Applicant(terms, admit, turn_away)
+        connection.wait(self, left)
+        self._waiting.add(connection)
+        connection.send(wire.Waiting())
+        room.enter(applicant)
 
     def _authenticated(self, hello: wire.Hello) -> "_Session":
         session = self._sessions.get(hello.worker)
@@ -288,6 +354,8 @@ class Door:
         self._listener.on_barred(session.worker, session.epoch, cause)
 
     def _receive(self, session: "_Session", message: wire.FromWorker, body: memoryview) -> None:
+        if isinstance(message, wire.StillThere) and not session.ready:
+            return
         greeting = isinstance(message, wire.Ready | wire.Hello)
         if session.ready is greeting or isinstance(message, wire.Hello):
             raise wire.WireError(f"{wire.kind_of(message)} {'after' if session.ready else 'before'} Ready")
@@ -309,6 +377,13 @@ class Door:
             self._listener.on_disconnected(session.worker, session.epoch, goodbye)
 
 
+def _check_still_there(body: memoryview) -> None:
+    """Raises `WireError` for what somebody may not say who waits for a lease."""
+    message = wire.decode_from_worker(body)
+    if not isinstance(message, wire.StillThere):
+        raise wire.WireError(f"{type(message).__name__} of somebody who waits for a lease")
+
+
 UNKNOWN = "unknown worker or wrong token"
 
 
@@ -328,9 +403,19 @@ class _Session:
     """What the gateway knows of one worker. It keeps digests of secrets, and a key only until that is told."""
 
     def __init__(
-        self, worker: WorkerId, token: str, key: str, epoch: int, welcome: wire.Welcome, claims: Claims
+        self,
+        worker: WorkerId,
+        token: str,
+        key: str,
+        epoch: int,
+        welcome: wire.Welcome,
+        claims: Claims,
+        *,
+        trains: bool,
     ) -> None:
         self.worker = worker
+        self.trains = trains
+        """A trainer may have no time to say that it lives."""
         self.welcome = welcome
         self.claims = claims
         self.epoch = epoch
@@ -354,9 +439,10 @@ class _Session:
         if not hello.resume and self.epoch:
             raise _NotAdmitted("this token has been used")
 
-    def open(self, connection: "_Connection", hello: wire.Hello) -> str:
-        """Begin the next epoch on `connection`; returns the session's key, the same in every epoch."""
-        key = hello.secret if hello.resume else self._untold_key
+    def open(self, connection: "_Connection", key: str) -> str:
+        """Begin the next epoch on `connection`; returns the session's key, the same in every epoch, also if it is not
+        given."""
+        key = key or self._untold_key
         self._untold_key = ""
         self.epoch += 1
         self.connection = connection
@@ -379,7 +465,7 @@ class _Connection(asyncio.Protocol):
         self.session: _Session | None = None
         self.address = ""
         self._door: Door
-        """Where there is a session."""
+        """Where there is a session, or somebody who waits for one."""
         self._gateway = gateway
         self._limits = limits
         self._loop = asyncio.get_running_loop()
@@ -390,7 +476,10 @@ class _Connection(asyncio.Protocol):
         self._sent_bytes = 0
         self._read_bytes = 0
         self._read_at_s = self._loop.time()
+        self._heard_s = self._loop.time()
         self._handshake: asyncio.TimerHandle | None = None
+        self._left: Callable[[], None] | None = None
+        """Of somebody who waits: to be called when it does not any more."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is not a subclass
@@ -406,14 +495,17 @@ class _Connection(asyncio.Protocol):
         self.lost.set_result(None)
 
     def data_received(self, data: bytes) -> None:
+        self._heard_s = self._loop.time()
         try:
             for body in self._frames.feed(data):
                 if not self._open:
                     return
                 if self.session is not None:
                     self._door._hear(self.session, body)
+                elif self._left is not None:
+                    _check_still_there(body)
                 else:
-                    self._hello(wire.decode_hello(body))
+                    self._gateway._greet(self, wire.decode_hello(body))
         except (wire.WireError, _NotAdmitted) as error:
             if self.session is not None:
                 self._door._bar(self.session, str(error))
@@ -439,6 +531,18 @@ class _Connection(asyncio.Protocol):
         elif self._loop.time() - self._read_at_s > self._limits.unread_timeout_s:
             self._drop(waiting_bytes)
 
+    def check_heard(self, timeout_s: float, looked: bool = False) -> None:
+        """Drop a peer of which nothing was heard for too long, once what waits to be read has been."""
+        if not self._open or self._door.held or self._loop.time() - self._heard_s <= timeout_s:
+            return
+        if not looked:
+            self._loop.call_later(LAST_LOOK_S, self.check_heard, timeout_s, True)
+            return
+        log.warning("worker is not heard", worker=self.session and self.session.worker, silence_s=timeout_s)
+        self._stop()
+        self._transport.abort()
+        self._end()
+
     def close(self, last: wire.RefusedFrame | None = None) -> None:
         """Send what is queued, then `last`, and close; cut after a grace if the peer does not take it."""
         if not self._open:
@@ -450,11 +554,17 @@ class _Connection(asyncio.Protocol):
         self._transport.close()
         self._loop.call_later(CLOSE_GRACE_S, self._transport.abort)
 
-    def _hello(self, hello: wire.Hello) -> None:
-        self._door, self.session = self._gateway._greet(self, hello)
+    def wait(self, door: Door, left: Callable[[], None]) -> None:
+        """Its bearer is known, and waits to be let in; `left` hears if it is gone before."""
+        self._cancel_handshake()
+        self._door, self._left = door, left
+
+    def bear(self, door: Door, session: "_Session") -> None:
+        """Bear an epoch of this session from now on."""
+        self._door, self.session, self._left = door, session, None
         self._cancel_handshake()
         self._frames.max_frame_bytes = wire.MAX_WORKER_FRAME_BYTES
-        self.hold(self._door.held)
+        self.hold(door.held)
 
     def hold(self, held: bool) -> None:
         """Read nothing more of a worker, or go on; strangers have only so long to say hello, and are read."""
@@ -463,6 +573,7 @@ class _Connection(asyncio.Protocol):
         if held:
             self._transport.pause_reading()
         else:
+            self._heard_s = self._loop.time()
             self._transport.resume_reading()
 
     def _flush(self) -> None:
@@ -491,6 +602,9 @@ class _Connection(asyncio.Protocol):
     def _end(self) -> None:
         """The connection is of no further use: end its epoch, unless a later one has begun."""
         self._stop()
+        if self._left is not None:
+            self._left()
+            self._left = None
         if self.session is not None and self.session.connection is self:
             self._door._end_epoch(self.session)
 

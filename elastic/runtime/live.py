@@ -85,8 +85,8 @@ class ProviderLeases:
     """Leases of `providers`, whose workers the gateway is told to expect. What is ordered of one waits until it is
     `ready`.
 
-    `engines` has the engine settings of those providers whose workers do not get the welcome's, and `relay_rights`
-    whom the weights' relay lets do what, where it can tell them apart.
+    `engines` and `relays` have the engine settings and the relay of those providers whose workers do not get the
+    welcome's, and `relay_rights` whom the weights' relay lets do what, where it can tell them apart.
     """
 
     def __init__(
@@ -96,6 +96,7 @@ class ProviderLeases:
         scheduler: Scheduler,
         secrets: RunSecrets,
         engines: Mapping[str, dict[str, Any]],
+        relays: Mapping[str, str],
         relay_rights: RelayRights | None,
         feed: Feed,
         spawn: Spawn,
@@ -107,6 +108,7 @@ class ProviderLeases:
         self._scheduler = scheduler
         self._secrets = secrets
         self._engines = engines
+        self._relays = relays
         self._relay_rights = relay_rights
         self._feed = feed
         self._spawn = spawn
@@ -174,6 +176,7 @@ class ProviderLeases:
             secrets.session_key(worker),
             self._engines.get(provider),
             relay_token,
+            self._relays.get(provider),
             trains=trains,
             epoch=epoch,
         )

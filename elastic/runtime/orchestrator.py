@@ -17,6 +17,7 @@ from elastic.core import events as e
 from elastic.core.digest import digest
 from elastic.core.scheduler import Phase, Scheduler
 from elastic.core.types import Nanoseconds, SamplingParameters, TrajectoryId
+from elastic.endpoint import Endpoint, seen_as
 from elastic.envs.base import Environment
 from elastic.machine import CpuSampler
 from elastic.run_secrets import RunSecrets
@@ -34,8 +35,10 @@ from elastic.runtime.sampler import Sampler
 from elastic.runtime.scribe import Scribe
 from elastic.runtime.status import RunStatus
 from elastic.runtime.trainer import GatewayTrainer, kept_steps
+from elastic.tls import Certificate
 from elastic.weights.rights import RelayRights
 from providers.base import KnownLease, Provider
+from providers.waiting_room import WaitingRoom
 
 log = structlog.get_logger(__name__)
 
@@ -46,12 +49,13 @@ SAMPLE_INTERVAL_S = 0.5
 class Wiring:
     """What a live run is put together from besides its configuration.
 
-    `make_providers` gets the workers' endpoint and the run's clock. `engines` has the engine settings of those
-    providers whose workers do not get the welcome's, `relay_rights` whom the weights' relay lets do what, where it can
-    tell them apart. Without `make_reward_pool` the environments score. `kept` is where the run is kept.
+    `make_providers` gets the workers' endpoint and the run's clock. `engines` and `relays` have the engine settings and
+    the relay of those providers whose workers do not get the welcome's, `relay_rights` whom the weights' relay lets do
+    what, where it can tell them apart. With a `certificate` workers speak TLS; those that come by tickets wait in the
+    `waiting_room`. Without `make_reward_pool` the environments score. `kept` is where the run is kept.
     """
 
-    make_providers: Callable[[str, Callable[[], int]], Mapping[str, Provider]]
+    make_providers: Callable[[Endpoint, Callable[[], int]], Mapping[str, Provider]]
     make_environment: Callable[[], Environment]
     stop_token_ids: tuple[int, ...]
     welcome: wire.Welcome
@@ -59,7 +63,10 @@ class Wiring:
     kept: RunDirectory
     make_reward_pool: MakePool | None = None
     engines: Mapping[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
+    relays: Mapping[str, str] = field(default_factory=dict[str, str])
     relay_rights: RelayRights | None = None
+    certificate: Certificate | None = None
+    waiting_room: WaitingRoom | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +130,10 @@ class Orchestrator:
         scoring = ScoringSettings(environment.settings, config.rewards.settings) if make_pool else None
         listener = Listener(run, self._scribe, self._trust, self._stepped)
         self._gateway = Gateway()
-        self._door = self._gateway.open(wiring.welcome.run, listener, wiring.welcome)
+        self._door = self._gateway.open(
+            wiring.welcome.run, listener, wiring.welcome, cuts_silent=config.run.beyond_loopback
+        )
+        self._door.waiting_room = wiring.waiting_room
         listener.trainer = GatewayTrainer(
             self._door, self.scheduler, wiring.kept.trajectories, run.stop, kept_steps(config)
         )
@@ -157,6 +167,7 @@ class Orchestrator:
             self.scheduler,
             wiring.secrets,
             wiring.engines,
+            wiring.relays,
             wiring.relay_rights,
             run.feed,
             self._spawn,
@@ -221,7 +232,7 @@ class Orchestrator:
         assert self._tasks is not None
         return self._tasks.create_task(work, name=name)
 
-    async def run(self, host: str = "127.0.0.1", port: int = 0) -> str:
+    async def run(self) -> str:
         """Run to the end, give everything back, and return the cause of failure ("" if there is none).
 
         Raises `GatewayError`, `ProviderUnavailable` or `FunctionError` when the run cannot even begin.
@@ -240,9 +251,11 @@ class Orchestrator:
                 if self._former is not None:
                     known = self._leases.known()
                     self._run.resume()
-                join = await self._listen(host, port)
-                self._journal.meta("join", join)
-                providers = self._wiring.make_providers(join, self.now_ns)
+                listening = await self._listen()
+                endpoint = self._endpoint(listening)
+                self._journal.meta("join", listening)
+                self._journal.meta("endpoint", msgspec.json.encode(endpoint).decode())
+                providers = self._wiring.make_providers(endpoint, self.now_ns)
                 self._leases.providers = providers
                 await self._rewards.start()
                 for name, provider in providers.items():
@@ -267,15 +280,22 @@ class Orchestrator:
         self._sample()
         return self._run.failed
 
-    async def _listen(self, host: str, port: int) -> str:
+    async def _listen(self) -> str:
         """At the same address as the former incarnation, where its workers dial, if that is still to be had."""
+        host, port, certificate = self._config.run.host, self._config.run.port, self._wiring.certificate
         former = self._former.join.rpartition(":") if self._former else ("", "", "")
         if former[2] and port in (0, int(former[2])):
             try:
-                return await self._gateway.start(host, int(former[2]))
+                return await self._gateway.start(host, int(former[2]), certificate)
             except GatewayError as error:
                 log.warning("workers of the former process cannot come back", reason=str(error))
-        return await self._gateway.start(host, port)
+        return await self._gateway.start(host, port, certificate)
+
+    def _endpoint(self, listening: str) -> Endpoint:
+        """Where workers dial what listens there."""
+        certificate, advertised = self._wiring.certificate, self._config.run.advertise
+        fingerprint = certificate.fingerprint if certificate else ""
+        return Endpoint(seen_as(advertised, listening), seen_as("", listening), fingerprint)
 
     async def _close_rewards(self) -> None:
         """End the calls that still run; what they would have come to is of no use any more."""

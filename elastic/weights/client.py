@@ -123,12 +123,12 @@ class WeightsClient:
         return self._puller
 
 
-def _place(source: RelaySource) -> tuple[str, str, str, str]:
-    return source.relay, source.relay_token, source.cache, source.cache_token
+def _place(source: RelaySource) -> tuple[str, ...]:
+    return source.relay, source.relay_token, source.relay_anchor, source.cache, source.cache_token
 
 
 def _open_relay(source: RelaySource, trust: Trust) -> Relay:
-    relay = open_relay(source.relay, source.relay_token or None)
+    relay = open_relay(source.relay, source.relay_token or None, source.relay_anchor)
     if not source.cache:
         return relay
     from elastic.weights.site import SiteRelay

@@ -8,6 +8,7 @@ from urllib.parse import quote
 import httpx
 import msgspec
 
+from elastic.tls import anchored_context
 from elastic.weights.errors import BlobConflict, BlobNotFound, InvalidKey, RelayError, RelayUnavailable
 from elastic.weights.relay import Buffer, check_key
 
@@ -34,14 +35,18 @@ _ERRORS = {
 
 
 class HttpRelay:
-    """`elastic.weights.relay.Relay` at a URL. Threads may share it; the token is sent, never shown."""
+    """`elastic.weights.relay.Relay` at a URL. Threads may share it; the token is sent, never shown.
 
-    def __init__(self, url: str, token: str | None = None) -> None:
+    Over HTTPS the relay's certificate is `anchor` (PEM) or by it; without one it is by whom this machine trusts.
+    """
+
+    def __init__(self, url: str, token: str | None = None, anchor: str = "") -> None:
         self._url = url.rstrip("/")
         headers = {"authorization": f"Bearer {token}"} if token else {}
         timeout = httpx.Timeout(SILENCE_TIMEOUT_S, connect=CONNECT_TIMEOUT_S)
         # Proxies are for the way out; a relay is named by the run itself.
-        self._client = httpx.Client(headers=headers, timeout=timeout, trust_env=False)
+        verify = anchored_context(anchor) if anchor and url.startswith("https:") else True
+        self._client = httpx.Client(headers=headers, timeout=timeout, trust_env=False, verify=verify)
 
     def put(self, key: str, *parts: Buffer) -> None:
         size = sum(memoryview(part).nbytes for part in parts)

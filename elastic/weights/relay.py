@@ -3,6 +3,7 @@
 Source: docs/design.md, `Relay`.
 """
 
+import importlib.metadata
 import re
 from pathlib import Path
 from typing import Protocol
@@ -67,21 +68,24 @@ def claim(relay: Relay, key: str, *parts: Buffer) -> None:
         relay.put(key, *parts)
 
 
-def open_relay(url: str, token: str | None = None) -> Relay:
+def open_relay(url: str, token: str | None = None, anchor: str = "") -> Relay:
     """The relay at `url`: `http(s)://host:port[/base]` (with its bearer `token`), `file:///directory` or a path.
+
+    Over HTTPS its certificate is `anchor` (PEM), or by it; without one it is by whom this machine trusts. Other schemes
+    are entry points of the group `elastic.relays`, each called with these three.
 
     Opening touches nothing. Raises `RelayError` for another scheme.
     """
     parts = urlsplit(url)
-    if parts.scheme in ("http", "https"):
-        from elastic.weights.http import HttpRelay
-
-        return HttpRelay(url, token)
     if parts.scheme == "file" and parts.netloc in ("", "localhost"):
         return _directory(Path(unquote(parts.path)))
     if not parts.scheme:
         return _directory(Path(url))
-    raise RelayError(f"relay {url}: allowed are http://, https://, file:/// and a directory's path")
+    kinds = {point.name: point for point in importlib.metadata.entry_points(group="elastic.relays")}
+    if parts.scheme in kinds:
+        return kinds[parts.scheme].load()(url, token, anchor)
+    allowed = ", ".join(f"{scheme}://" for scheme in sorted(kinds))
+    raise RelayError(f"relay {url}: allowed are {allowed}, file:/// and a directory's path")
 
 
 def _directory(path: Path) -> Relay:

@@ -22,6 +22,8 @@ class RelaySource(msgspec.Struct, frozen=True, kw_only=True):
     relay: str
     """Directory or URL."""
     relay_token: str = ""
+    relay_anchor: str = ""
+    """What the relay's certificate is, or is issued by (PEM), over HTTPS."""
     publisher: str = ""
     """The trainer's public key, in hexadecimal."""
     cache: str = ""

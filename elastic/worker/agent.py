@@ -6,9 +6,11 @@ import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Coroutine, Iterator
-from typing import Any, NoReturn, TypeAlias, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeAlias, TypeVar
 
+import msgspec
 import structlog
 
 from elastic import wire
@@ -64,8 +66,10 @@ async def run_agent(
             if booted is None:
                 end = AgentExit(0, "terminated before it was ready")
             else:
-                service = Service(ticket, *booted, device, share, trainer)
-                end = await service.run(accounts, leave)
+                ticket, welcome, connection, engine, granted_ns = booted
+                service = Service(ticket, welcome, connection, engine, device, share, trainer)
+                # Before that the device was its owner's: it waited for a lease.
+                end = await service.run(DeviceAccounts(granted_ns) if ticket.ticket else accounts, leave)
     except (ConnectionLost, SessionRefused, _NotBuilt) as error:
         end = AgentExit(1, str(error))
     finally:
@@ -86,18 +90,28 @@ def leave_process(end: AgentExit) -> NoReturn:
     os._exit(end.code)
 
 
-async def _boot(
-    ticket: Ticket, build_engine: BuildEngine, device: DaemonThread
-) -> tuple[wire.Welcome, Connection, RolloutEngine]:
+async def _boot(ticket: Ticket, build_engine: BuildEngine, device: DaemonThread) -> "_Booted":
     connection, welcome = await dial(ticket, "", ticket.wait_s)
+    granted_ns = time.monotonic_ns()
+    if welcome.worker:
+        ticket = msgspec.structs.replace(ticket, worker=welcome.worker)
     try:
-        return welcome, connection, await device.run(BUILD_TIMEOUT_S, build_engine, welcome)
+        engine = await device.run(BUILD_TIMEOUT_S, build_engine, welcome)
+        return _Booted(ticket, welcome, connection, engine, granted_ns)
     except BaseException as error:
         connection.abort()
         if isinstance(error, Exception):
             log.exception("engine not built")
             raise _NotBuilt(f"the engine could not be built: {type(error).__name__}: {error}") from error
         raise
+
+
+class _Booted(NamedTuple):
+    ticket: Ticket
+    welcome: wire.Welcome
+    connection: Connection
+    engine: RolloutEngine
+    granted_ns: Nanoseconds
 
 
 class _NotBuilt(Exception):

@@ -9,10 +9,15 @@ from collections.abc import Callable
 from typing import NoReturn, TypeAlias, cast
 
 import msgspec
+import structlog
 import tenacity
 
 from elastic import wire
 from elastic.core.types import WorkerId
+from elastic.endpoint import Endpoint, host_and_port
+from elastic.tls import TlsError, check_pin, pinning_context
+
+log = structlog.get_logger(__name__)
 
 UNSENT_BYTES_MAX = 4 * wire.MAX_FRAME_BYTES
 """What may wait for an orchestrator that does not read; beyond it the connection counts as lost."""
@@ -34,16 +39,21 @@ Hear: TypeAlias = Callable[[list[wire.FromOrchestrator]], None]
 class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     """Which run's worker this is, and where it dials. `token` is good for one session; for that it dials `wait_s`."""
 
-    join: str
+    endpoint: Endpoint
     run: str
     worker: WorkerId
     token: str
     wait_s: float = JOIN_TIMEOUT_S
-    tls: ssl.SSLContext | None = None
+    ticket: str = ""
+    """Its name, where somebody joins by one; as which `worker`, the orchestrator says."""
 
 
 class ConnectionLost(Exception):
     """The connection is gone or dead; dialling again may help."""
+
+
+class LostInWaiting(ConnectionLost):
+    """It had been told to wait for a lease: the time for that begins anew."""
 
 
 class SessionRefused(Exception):
@@ -80,22 +90,45 @@ class Connection(asyncio.Protocol):
         if self.transport.get_write_buffer_size() > UNSENT_BYTES_MAX:
             self.abort()
 
-    async def welcome(self, timeout_s: float) -> wire.Welcome:
-        """The first message. Raises `SessionRefused` if it is a refusal, and `ConnectionLost` if there is none."""
+    async def greet(self, hello: wire.Hello, timeout_s: float) -> wire.Welcome:
+        """Say hello, and wait to be welcomed for as long as the orchestrator says within `timeout_s` that it should.
+
+        Raises `SessionRefused`, `LostInWaiting` after it was told to wait, or else `ConnectionLost`.
+        """
+        waited = False
+        self.send(hello)
+        while True:
+            try:
+                first = await self._first(timeout_s)
+            except ConnectionLost as loss:
+                raise LostInWaiting(str(loss)) if waited else loss from None
+            match first:
+                case wire.Welcome():
+                    return first
+                case wire.RefusedFrame(reason=reason, retry=retry):
+                    raise SessionRefused(reason, retry)
+                case wire.Waiting():
+                    if not waited:
+                        log.info("waiting for a lease", ticket=hello.ticket)
+                    waited = True
+                    self.send(wire.StillThere())
+                case _:
+                    raise ConnectionLost(f"the orchestrator broke the protocol: {type(first).__name__} before Welcome")
+
+    async def _first(self, timeout_s: float) -> wire.FromOrchestrator:
+        """The first message that nobody has heard. Raises `ConnectionLost` if there is none."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._stirred.wait()
         except TimeoutError as error:
             raise _silent(timeout_s) from error
-        if self._cause is not None and not self._waiting:
+        if not self._waiting:
+            assert self._cause is not None
             raise self._cause
-        match first := self._waiting.pop(0):
-            case wire.Welcome():
-                return first
-            case wire.RefusedFrame(reason=reason, retry=retry):
-                raise SessionRefused(reason, retry)
-            case _:
-                raise ConnectionLost(f"the orchestrator broke the protocol: {type(first).__name__} before Welcome")
+        first = self._waiting.pop(0)
+        if not self._waiting and self._cause is None:
+            self._stirred.clear()
+        return first
 
     async def listen(self, hear: Hear, timeout_s: float) -> NoReturn:
         """Have `hear` called with what arrives, and has arrived since the welcome, for as long as this waits.
@@ -174,10 +207,10 @@ async def dial(ticket: Ticket, key: str, within_s: float) -> tuple[Connection, w
     """Dial until welcomed, backing off in between: with a session's `key` to resume it, else with the ticket's token.
 
     Raises `SessionRefused`, or `ConnectionLost` when there was no welcome for `within_s`, and `ValueError` where the
-    ticket names no address to join.
+    ticket names no address to join. Whoever answers there is shown nothing unless it is who the ticket says.
     """
     who = wire.PROTOCOL_VERSION, ticket.worker, key or ticket.token, bool(key), os.getpid(), socket.gethostname()
-    hello = wire.Hello(*who, ticket.run)
+    hello = wire.Hello(*who, ticket.run, "" if key else ticket.ticket)
     attempts = tenacity.AsyncRetrying(
         retry=tenacity.retry_if_exception(_may_pass),
         wait=tenacity.wait_random_exponential(multiplier=0.1, max=1.0),
@@ -185,35 +218,61 @@ async def dial(ticket: Ticket, key: str, within_s: float) -> tuple[Connection, w
         reraise=True,
     )
     timeout_s = min(within_s, ATTEMPT_TIMEOUT_S)
-    return await attempts(_dial_once, *_address(ticket.join), hello, timeout_s, ticket.tls)
+    host_and_port(ticket.endpoint.address)  # of which a dial would only say that it cannot be reached
+    while True:
+        with contextlib.suppress(LostInWaiting):
+            return await attempts(_dial_once, ticket.endpoint, hello, timeout_s)
 
 
-async def _dial_once(
-    host: str, port: int, hello: wire.Hello, timeout_s: float, tls: ssl.SSLContext | None
-) -> tuple[Connection, wire.Welcome]:
-    where = f"{host}:{port}"
+async def _dial_once(endpoint: Endpoint, hello: wire.Hello, timeout_s: float) -> tuple[Connection, wire.Welcome]:
+    connection = await _connect(endpoint, timeout_s)
     try:
-        async with asyncio.timeout(timeout_s):
-            _, connection = await asyncio.get_running_loop().create_connection(Connection, host, port, ssl=tls)
-    except TimeoutError as error:
-        raise ConnectionLost(f"the orchestrator at {where} did not answer in {timeout_s} s") from error
-    except OSError as error:
-        raise ConnectionLost(f"the orchestrator at {where} cannot be reached: {error.strerror or error}") from error
-    connection.send(hello)
-    try:
-        return connection, await connection.welcome(timeout_s)
+        if endpoint.fingerprint:
+            check_pin(connection.transport, endpoint.fingerprint)
+        return connection, await connection.greet(hello, timeout_s)
+    except TlsError as error:
+        connection.abort()
+        raise SessionRefused(
+            f"the orchestrator at {endpoint.address} is not to be believed: {error}; nothing was sent to it; take a "
+            "ticket of the run that is there now",
+            retry=hello.resume,
+        ) from error
+    except ConnectionLost as error:
+        connection.abort()
+        if endpoint.fingerprint or isinstance(error, LostInWaiting):
+            raise
+        raise ConnectionLost(
+            f"{error}; this was plain text: a run beyond loopback speaks TLS, and its tickets have a fingerprint"
+        ) from error
     except BaseException:
         connection.abort()
         raise
 
 
+async def _connect(endpoint: Endpoint, timeout_s: float) -> Connection:
+    """A connection, encrypted unless there is no fingerprint; whose it is has yet to be checked."""
+    where = f"the orchestrator at {endpoint.address}"
+    tls = pinning_context() if endpoint.fingerprint else None
+    try:
+        async with asyncio.timeout(timeout_s):
+            _, connection = await asyncio.get_running_loop().create_connection(
+                Connection, *host_and_port(endpoint.address), ssl=tls
+            )
+    except TimeoutError as error:
+        raise ConnectionLost(f"{where} did not answer in {timeout_s} s") from error
+    except socket.gaierror as error:
+        raise ConnectionLost(
+            f"{where} has a name that does not resolve on {socket.gethostname()} ({error.strerror}); advertise another "
+            "(run.advertise), or name an address that reaches it (--join HOST:PORT)"
+        ) from error
+    except ssl.SSLError as error:
+        raise ConnectionLost(
+            f"{where} does not speak TLS 1.3 ({error.reason or error}); is there a run at this port?"
+        ) from error
+    except OSError as error:
+        raise ConnectionLost(f"{where} cannot be reached: {error.strerror or error}") from error
+    return connection
+
+
 def _may_pass(error: BaseException) -> bool:
     return isinstance(error, ConnectionLost) or (isinstance(error, SessionRefused) and error.retry)
-
-
-def _address(join: str) -> tuple[str, int]:
-    host, colon, port = join.rpartition(":")
-    with contextlib.suppress(ValueError):
-        if colon and host and 0 < int(port) < 65_536:
-            return host.strip("[]"), int(port)
-    raise ValueError(f"join address {join!r}: expected host:port")

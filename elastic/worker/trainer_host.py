@@ -78,7 +78,7 @@ class TrainerHost:
         rollout = self._config.rollout
         model = load_model(self._config.model.checkpoint, _device(settings.device))
         self._trainer = GRPOTrainer(self._config.trainer, model, rollout.groups, rollout.temperature)
-        self._relay_at = welcome.relay, welcome.relay_token
+        self._relay_at = welcome.relay, welcome.relay_token, welcome.relay_anchor
         self._relay = PatientRelay(open_relay(*self._relay_at), welcome.orchestrator_timeout_s)
         if self._resume:
             self._restore()
@@ -96,8 +96,8 @@ class TrainerHost:
         self._apply(self._trainer.bf16_tensors())
 
     def follow(self, welcome: wire.Welcome) -> None:
-        if self._relay_at != (welcome.relay, welcome.relay_token):
-            self._relay_at = welcome.relay, welcome.relay_token
+        if self._relay_at != (welcome.relay, welcome.relay_token, welcome.relay_anchor):
+            self._relay_at = welcome.relay, welcome.relay_token, welcome.relay_anchor
             self._relay.follow(open_relay(*self._relay_at))
 
     def standing(self) -> Standing:

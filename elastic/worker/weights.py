@@ -15,6 +15,7 @@ def source_of(welcome: wire.Welcome, order: wire.PullWeights) -> RelaySource:
         version=order.version,
         relay=welcome.relay,
         relay_token=welcome.relay_token,
+        relay_anchor=welcome.relay_anchor,
         publisher=order.publisher,
         cache=os.environ.get(SITE_VARIABLE, ""),
         cache_token=os.environ.get(SITE_TOKEN_VARIABLE, ""),

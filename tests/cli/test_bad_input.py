@@ -21,7 +21,7 @@ from elastic.trainer.trainer import GRPOTrainer
     [
         (
             "run.nosuch=1",
-            ("run.nosuch", "unknown key", "allowed: directory, host, name, orchestrator_timeout_s, pass_env, port, "),
+            ("run.nosuch", "unknown key", "allowed: advertise, certificate, certificate_key, directory, host, name, "),
         ),
         ("nosuch.key=1", ("nosuch", "unknown key", "engine, environment")),
         ("run.steps=many", ("run.steps", "valid integer", "'many'")),
@@ -32,8 +32,9 @@ from elastic.trainer.trainer import GRPOTrainer
         ("rollout.dynamic_sampling=1", ("rollout.dynamic_sampling", "valid boolean", "found 1")),
         ("providers.spot.speed=true", ("providers.spot.speed", "valid number", "found True")),
         ("environment.settings.sizes=[true]", ("environment.settings.sizes.0", "valid integer", "found True")),
-        ("run.host=0.0.0.0", ("run.host", "loopback", "127.0.0.1", "'0.0.0.0'")),
-        ("run.host=gpu-7", ("run.host", "loopback", "'gpu-7'")),
+        ("run.host=0.0.0.0", ("run.advertise is missing", "run.host = 0.0.0.0", "--advertise HOST")),
+        ("run.advertise=https://gpu-7", ("run.advertise", "pattern", "'https://gpu-7'")),
+        ("run.certificate=cert.pem", ("run.certificate and run.certificate_key belong together",)),
         ("run.steps=0", ("run.steps", "greater than or equal to 1", "found 0")),
         ("run.steps.x=1", ("steps is not a section",)),
         ("run=3", ("run: must be a section", "found 3")),
@@ -43,7 +44,10 @@ from elastic.trainer.trainer import GRPOTrainer
         ("providers.spot.usd_per_gpu_hour=-1", ("providers.spot.usd_per_gpu_hour", "found -1")),
         ("providers.spot.nosuch=1", ("providers.spot.nosuch", "unknown key", "usd_per_gpu_hour")),
         ("providers.serving.load.nosuch=1", ("providers.serving.load.nosuch", "unknown key", "speed")),
-        ("providers.nosuch.max_workers=1", ("small.toml: providers.nosuch: unknown provider", "serving, spot")),
+        (
+            "providers.nosuch.max_workers=1",
+            ("small.toml: providers.nosuch: unknown provider", "serving-replay, spot-replay"),
+        ),
         ("rewards.name=nosuch", ("small.toml: rewards.name: unknown reward 'nosuch'", "frozenlake")),
         ("providers.spot.trace=nosuch", ("providers.spot.trace", "no trace 'nosuch'", "rlboost-a")),
         ("environment.name=nosuch", ("small.toml: environment.name: unknown environment 'nosuch'", "frozenlake")),
@@ -78,7 +82,7 @@ def test_a_dry_run_promises_nothing_that_a_run_refuses(refused, elastic, config:
 
 def test_unknown_provider(refused, elastic, config: Path) -> None:
     ended = elastic("run", config, "--providers", "spot,nosuch")
-    refused(ended, "--providers: unknown provider 'nosuch'", "serving, spot")
+    refused(ended, "--providers: unknown provider 'nosuch'", "serving-replay, spot-replay")
 
 
 def test_every_problem_has_a_line(refused, elastic, config: Path) -> None:
@@ -268,8 +272,8 @@ def test_port_in_use_while_weights_are_served(refused, elastic, config: Path) ->
 
 
 def test_address_at_which_weights_cannot_be_served(refused, elastic, config: Path) -> None:
-    ended = elastic("run", config, "--set", "run.host=::1", "--set", "weights.relay=http")
-    refused(ended, "cannot serve weights on ::1", "run.host")
+    ended = elastic("run", config, "--set", "run.host=192.0.2.1")
+    refused(ended, "cannot serve weights on 192.0.2.1", "run.host")
     assert not list((config.parent / "runs").iterdir())
 
 

@@ -14,6 +14,7 @@ import uvloop
 
 from elastic.core.events import LeaseEnded, LeaseGranted, LeaseRefused, OfferChanged
 from elastic.core.types import EndCause, LeaseId
+from elastic.endpoint import Endpoint
 from providers.base import LeaseRequest, Provider, ProviderContext, ProviderEvent, ProviderSettings, WorkerTicket
 from providers.base_provider import BaseProvider
 from providers.markets import LeaseEnding, Market, ServerlessSettings, SpotSettings
@@ -138,7 +139,7 @@ def context_of(run: str, run_dir: Path, began_ns: int, worker: str = STUB_WORKER
     return ProviderContext(
         run=run,
         run_dir=run_dir,
-        join="127.0.0.1:1",
+        endpoint=Endpoint("127.0.0.1:1"),
         worker_command=(sys.executable, "-c", worker),
         host_command=(sys.executable, str(Path(__file__).with_name("stub_host.py"))),
         pass_env=("ELASTIC_STUB_AGENT",),

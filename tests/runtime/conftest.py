@@ -42,7 +42,11 @@ TINY = Qwen3Config(
 @pytest.hookimpl
 def pytest_asyncio_loop_factories(item: pytest.Item) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
     asyncio_alone: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {"asyncio": asyncio.new_event_loop}
-    return asyncio_alone | {"uvloop": uvloop.new_event_loop} if item.path.name == "test_gateway.py" else asyncio_alone
+    return (
+        asyncio_alone | {"uvloop": uvloop.new_event_loop}
+        if item.path.name in ("test_gateway.py", "test_tls.py")
+        else asyncio_alone
+    )
 
 
 class NoSettings(BaseModel):

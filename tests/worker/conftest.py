@@ -12,6 +12,7 @@ import uvloop
 
 from elastic import wire
 from elastic.core.types import Account, Capabilities, FinishReason, SamplingParameters, WeightMode
+from elastic.endpoint import Endpoint
 from elastic.engine.base import (
     ChunkSink,
     EngineStatistics,
@@ -284,7 +285,7 @@ class Orchestra:
         self.door.expect(worker, f"token of {worker}", f"key of {worker}", trains=trains, epoch=epoch)
 
     def ticket(self, worker: str, join: str = "") -> Ticket:
-        return Ticket(join=join or self.address, run=RUN, worker=worker, token=f"token of {worker}")
+        return Ticket(endpoint=Endpoint(join or self.address), run=RUN, worker=worker, token=f"token of {worker}")
 
     def employ(self, engine: object, worker: str = "w", join: str = "", **options: object) -> asyncio.Task[AgentExit]:
         """Start an agent with this engine."""

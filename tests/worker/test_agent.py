@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from elastic import wire
 from elastic.core.types import NS_PER_S, Account, FinishReason, LoadPhase, WeightMode
+from elastic.endpoint import Endpoint
 from elastic.engine.base import WeightsMismatch
 from elastic.weights.errors import Refusal, WeightsCorrupted
 from elastic.weights.source import PullReport, RelaySource
@@ -588,7 +589,7 @@ async def test_a_refused_worker_exits_and_says_why(orchestra: Orchestra) -> None
 async def test_an_orchestrator_that_is_not_there_is_given_up() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = "{}:{}".format(*taken.getsockname())
-    end = await run_agent(Ticket(join=address, run="run", worker="w", token="token", wait_s=0.3))
+    end = await run_agent(Ticket(endpoint=Endpoint(address), run="run", worker="w", token="token", wait_s=0.3))
     assert end.code == 1
     assert f"{address} cannot be reached" in end.reason
 
@@ -611,7 +612,7 @@ async def test_a_worker_waits_for_an_orchestrator_that_is_late() -> None:
 @pytest.mark.parametrize("join", ["", "host", "host:", ":80", "host:http", "host:70000"])
 async def test_a_join_address_that_is_none_is_named(join: str) -> None:
     with pytest.raises(ValueError, match="expected host:port"):
-        await run_agent(Ticket(join=join, run="run", worker="w", token="token"))
+        await run_agent(Ticket(endpoint=Endpoint(join), run="run", worker="w", token="token"))
 
 
 async def test_an_engine_that_cannot_be_built_ends_the_worker(orchestra: Orchestra) -> None:

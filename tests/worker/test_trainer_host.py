@@ -163,7 +163,7 @@ class Gated:
 @pytest.fixture
 def gate(house: TrainerHouse, monkeypatch: pytest.MonkeyPatch) -> Gated:
     gate = Gated(house.relay)
-    monkeypatch.setattr("elastic.worker.trainer_host.open_relay", lambda url, token: gate)
+    monkeypatch.setattr("elastic.worker.trainer_host.open_relay", lambda *_: gate)
     return gate
 
 

@@ -32,10 +32,12 @@ ENGINE = EngineConfig.model_validate(
 )
 WORKER = """
 import asyncio, os, uvloop
+from elastic.endpoint import Endpoint
 from elastic.worker.agent import Ticket, leave_process, run_agent
 worker = os.environ["WORKER"]
 with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-    end = runner.run(run_agent(Ticket(join=os.environ["JOIN"], run="run", worker=worker, token=f"token of {worker}")))
+    ticket = Ticket(endpoint=Endpoint(os.environ["JOIN"]), run="run", worker=worker, token=f"token of {worker}")
+    end = runner.run(run_agent(ticket))
 print(end.reason)
 leave_process(end)
 """

@@ -1,0 +1,90 @@
+"""`elastic ticket`: mints, lists and revokes the tickets with which machines join a run."""
+
+import time
+from pathlib import Path
+
+import msgspec
+import typer
+from rich.table import Table
+
+from elastic import compose
+from elastic.cli.output import bad_input, console, emit, say
+from elastic.endpoint import Endpoint
+from elastic.files import write_whole
+from elastic.runtime.journal import RunDirectory
+from elastic.ticket_book import TicketBook
+from elastic.tickets import JoinTicket, TicketRefused, TicketTerms
+
+COLUMNS = ("ticket", "label", "state", "usd_per_gpu_hour")
+
+
+def mint_ticket(
+    run: RunDirectory, output: Path | None, label: str, usd_per_gpu_hour: float | None, valid_s: float, *, as_json: bool
+) -> None:
+    endpoint = _endpoint(run)
+    terms, token = TicketBook(run.path).mint(label, usd_per_gpu_hour, valid_s)
+    minted = JoinTicket(
+        run=run.name, join=endpoint.address, fingerprint=endpoint.fingerprint, ticket=terms.ticket, token=token
+    )
+    content = msgspec.json.format(msgspec.json.encode(minted)) + b"\n"
+    if output is not None:
+        write_whole(output, content)
+    elif not as_json:
+        typer.echo(content.decode(), nl=False)
+    if as_json:
+        emit(_told(terms) | {"file": output and str(output)} | ({} if output else {"content": minted}))
+    for line in (
+        f"ticket {terms.ticket} is good for one worker within {valid_s / 60:g} min; it is not shown again",
+        f"there: elastic worker --ticket-file {output or 'FILE'}",
+    ):
+        say(line)
+    if not endpoint.fingerprint:
+        say("only workers on this machine can dial this run; others could with elastic run --listen HOST:PORT")
+
+
+def list_tickets(run: RunDirectory, *, as_json: bool) -> None:
+    rows = [_told(terms) for terms in TicketBook(run.path).all()]
+    if as_json:
+        emit({"tickets": rows})
+        return
+    table = Table(box=None, header_style="dim")
+    for column in ("ticket", "label", "state", "usd_per_gpu_hour"):
+        table.add_column(column)
+    for row in rows:
+        table.add_row(
+            *(str("" if row[key] is None else row[key]) for key in ("ticket", "label", "state", "usd_per_gpu_hour"))
+        )
+    console().print(table if rows else f"{run.name} has no tickets")
+
+
+def revoke_ticket(run: RunDirectory, ticket: str, *, as_json: bool) -> None:
+    try:
+        terms = TicketBook(run.path).revoke(ticket)
+    except TicketRefused as error:
+        bad_input(f"elastic ticket --revoke: {error}")
+    if as_json:
+        emit(_told(terms))
+    say(f"ticket {ticket} is {terms.state(time.time())}")
+
+
+def _endpoint(run: RunDirectory) -> Endpoint:
+    """Where a run that goes on hears whoever joins it."""
+    with run.newest_journal() as journal:
+        meta = journal.meta()
+    if not compose.is_claimed(run.path) or "endpoint" not in meta:
+        bad_input(f"run {run.name} does not go on now: nobody would answer whoever joins it; `elastic run` starts one")
+    config = compose.load_run_config(run.path)
+    if not any(compose.kind_of(config, name) == "joined" for name in meta.get("providers", "").split(",")):
+        bad_input(f"run {run.name} takes nobody who joins by ticket; it would with --providers joined")
+    return msgspec.json.decode(meta["endpoint"], type=Endpoint)
+
+
+def _told(terms: TicketTerms) -> dict[str, object]:
+    return {
+        "ticket": terms.ticket,
+        "label": terms.label,
+        "state": terms.state(time.time()),
+        "usd_per_gpu_hour": terms.usd_per_gpu_hour,
+        "expires_s": terms.expires_s,
+        "worker": terms.worker,
+    }

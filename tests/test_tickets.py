@@ -1,0 +1,56 @@
+"""Tickets: whom they let in, until when, and what is kept of them."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from elastic.ticket_book import TicketBook
+from elastic.tickets import TicketRefused, read_ticket
+
+
+def test_a_ticket_is_good_once_and_nothing_of_it_is_kept_that_is_good(tmp_path: Path) -> None:
+    book = TicketBook(tmp_path)
+    terms, token = book.mint("the lab", 1.5)
+    (path,) = (tmp_path / "tickets").iterdir()
+    assert token.encode() not in path.read_bytes()
+    assert path.stat().st_mode & 0o077 == 0
+    again = TicketBook(tmp_path)
+    assert again.check(terms.ticket, token) == terms
+    assert (terms.label, terms.usd_per_gpu_hour) == ("the lab", 1.5)
+    again.spend(terms.ticket, "joined-1/w")
+    with pytest.raises(TicketRefused, match=r"spent on worker joined-1/w.*mints another"):
+        book.check(terms.ticket, token)
+
+
+def test_wrong_expired_and_revoked_tickets_let_nobody_in(tmp_path: Path) -> None:
+    book = TicketBook(tmp_path)
+    valid, token = book.mint("", None)
+    expired, late = book.mint("", None, valid_s=0)
+    revoked, taken = book.mint("", None)
+    book.revoke(revoked.ticket)
+    for ticket, shown, why in (
+        (valid.ticket, "wrong", "wrong token"),
+        (valid.ticket, late, "wrong token"),
+        ("nosuch00", token, "unknown ticket"),
+        ("../../secret", token, "unknown ticket"),
+        (expired.ticket, late, "expired"),
+        (revoked.ticket, taken, "revoked"),
+    ):
+        with pytest.raises(TicketRefused, match=why):
+            book.check(ticket, shown)
+    with pytest.raises(TicketRefused, match=f"no ticket 'nosuch00'; there are: .*{valid.ticket}"):
+        book.revoke("nosuch00")
+    assert {terms.ticket for terms in book.all()} == {valid.ticket, expired.ticket, revoked.ticket}
+    assert book.check(valid.ticket, token) == valid
+
+
+@pytest.mark.parametrize("content", [b"", b"not JSON", b"{}", b'{"run": 3}', b"\xff"])
+def test_what_is_no_ticket_is_refused(content: bytes) -> None:
+    with pytest.raises(TicketRefused, match="not a ticket as `elastic ticket` writes it"):
+        read_ticket(content)
+
+
+def test_a_run_without_tickets_has_none(tmp_path: Path) -> None:
+    assert list(TicketBook(tmp_path).all()) == []
+    assert msgspec.json.encode(list(TicketBook(tmp_path).all())) == b"[]"
