@@ -22,6 +22,11 @@ class AccountMeter:
         self._settle(now_ns)
         self._costs = costs
 
+    def settle(self, now_ns: Nanoseconds, costs: Mapping[Account, float]) -> None:
+        """The time since the last reading or switch was spent on `costs`, as turns out only now."""
+        self._costs = costs
+        self._settle(now_ns)
+
     def read(self, now_ns: Nanoseconds) -> dict[Account, Nanoseconds]:
         self._settle(now_ns)
         return dict(self._accounts_ns)

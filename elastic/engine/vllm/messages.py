@@ -1,0 +1,175 @@
+"""What passes between a worker and vLLM's process, over a pair of connected sockets that only these two have."""
+
+import contextlib
+import os
+import socket
+from multiprocessing.connection import Connection
+from threading import Lock
+from typing import Any, TypeAlias
+
+import msgspec
+
+from elastic.core.types import Account, WeightMode
+from elastic.engine.base import GenerateRequest, TokenChunk
+from elastic.weights.source import PullReport, RelaySource
+
+
+class _Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    pass
+
+
+# To vLLM's process.
+
+
+class Begin(_Message, frozen=True):
+    """The first message: which model, and `arguments` of vLLM's engine."""
+
+    model_config: dict[str, Any]
+    arguments: dict[str, Any]
+    sleep_level: int
+
+
+class Submit(_Message, frozen=True):
+    requests: list[GenerateRequest]
+
+
+class Abort(_Message, frozen=True):
+    request_ids: list[str]
+
+
+class Prefetch(_Message, frozen=True):
+    call: int
+    source: RelaySource
+    timeout_s: float
+
+
+class Load(_Message, frozen=True):
+    """Put in force what was prefetched from `source`, or, as `version`, the tensors in the file `path`."""
+
+    call: int
+    version: int
+    mode: WeightMode
+    source: RelaySource | None = None
+    path: str = ""
+
+
+class Sleep(_Message, frozen=True):
+    call: int
+
+
+class Wake(_Message, frozen=True):
+    call: int
+
+
+class Audit(_Message, frozen=True):
+    call: int
+
+
+class ReadBack(_Message, frozen=True):
+    """Write the live parameters to the file `path`, by vLLM's names."""
+
+    call: int
+    path: str
+
+
+ToVllm: TypeAlias = Begin | Submit | Abort | Prefetch | Load | Sleep | Wake | Audit | ReadBack
+
+
+# From vLLM's process.
+
+
+class Up(_Message, frozen=True):
+    """The engine stands. `device` is what it computes on."""
+
+    device: str
+    max_context_tokens: int
+    kv_block_tokens: int
+    kv_blocks: int
+    vllm_version: str
+
+
+class Failed(_Message, frozen=True):
+    """The engine cannot be had; the process ends."""
+
+    reason: str
+
+
+class Queue(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """vLLM's own counts, after an iteration."""
+
+    pending: int
+    executing: int
+    kv_blocks_used: int
+    prefix_hit_tokens: int
+    prompt_tokens: int
+
+
+class Iteration(_Message, frozen=True):
+    """What came of an iteration, or of aborts alone (no `ns` then): tokens it computed, by kind, and its time."""
+
+    chunks: list[TokenChunk]
+    queue: Queue
+    ns: int = 0
+    decode: int = 0
+    prefill: int = 0
+    recompute: int = 0
+
+
+class Spends(_Message, frozen=True):
+    """From here on nothing is generated: the process does this. Ends with the reply to what it was ordered."""
+
+    account: Account
+
+
+class Progress(_Message, frozen=True):
+    """Of a prefetch: bytes that have come off relays so far."""
+
+    received_bytes: int
+
+
+class Reply(_Message, frozen=True):
+    """The answer to a call; `error` is the name of what was raised, empty where nothing was."""
+
+    call: int
+    error: str = ""
+    detail: str = ""
+    report: PullReport | None = None
+    seconds: float = 0.0
+    sound: bool = True
+
+
+FromVllm: TypeAlias = Up | Failed | Iteration | Spends | Progress | Reply
+
+_encoder = msgspec.msgpack.Encoder()
+_to_vllm = msgspec.msgpack.Decoder(ToVllm)
+_from_vllm = msgspec.msgpack.Decoder(FromVllm)
+
+
+class Line:
+    """One end of the connection. Any thread may send; one receives. Both raise `OSError` or `EOFError` at its end."""
+
+    def __init__(self, connection: Connection, decoder: msgspec.msgpack.Decoder[Any]) -> None:
+        self._connection = connection
+        self._decoder = decoder
+        self._lock = Lock()
+
+    @classmethod
+    def of_worker(cls, connection: Connection) -> "Line":
+        return cls(connection, _from_vllm)
+
+    @classmethod
+    def of_vllm(cls, connection: Connection) -> "Line":
+        return cls(connection, _to_vllm)
+
+    def send(self, message: ToVllm | FromVllm) -> None:
+        body = _encoder.encode(message)
+        with self._lock:
+            self._connection.send_bytes(body)
+
+    def receive(self) -> Any:
+        return self._decoder.decode(self._connection.recv_bytes())
+
+    def hang_up(self) -> None:
+        """End the connection for both ends, whoever waits on it."""
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as end:
+            end.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,1 @@
+"""What tests of engines need, ours and third parties'."""

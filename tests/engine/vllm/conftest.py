@@ -1,0 +1,55 @@
+"""Engines on the real vLLM: few, since each takes most of a minute to start. Without vLLM nothing here is run."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from torch import Tensor
+
+from elastic.config import EngineConfig
+from elastic.engine import create_engine
+from elastic.testing.models import TINY_MODELS
+from elastic.testing.recorder import Recorder
+from elastic.weights.directory import DirectoryRelay
+from elastic.weights.publisher import Publisher, PublishSettings
+from elastic.weights.signing import SigningKey
+from elastic.weights.source import RelaySource
+
+ROOM = {"max_context_tokens": 256, "kv_block_tokens": 32, "kv_blocks": 128}
+START_TIMEOUT_S = 600.0
+
+
+@pytest.fixture(scope="module")
+def start() -> Iterator[Callable[..., Recorder]]:
+    """Starts an engine for a tiny model; all that were started end with the module."""
+    started: list[Recorder] = []
+
+    def starting(architecture: str = "qwen3", **settings: object) -> Recorder:
+        raw = {"kind": "vllm", "vllm": {"start_timeout_s": START_TIMEOUT_S}, **ROOM, **settings}
+        config = EngineConfig.model_validate(raw)
+        started.append(Recorder(create_engine(TINY_MODELS[architecture].config, config), timeout_s=120.0))
+        return started[-1]
+
+    yield starting
+    for recorder in started:
+        recorder.close()
+
+
+class Trainer:
+    """Publishes versions of a tiny model in a directory."""
+
+    def __init__(self, directory: Path, architecture: str) -> None:
+        self.model = TINY_MODELS[architecture]
+        self.directory = directory
+        self._key = SigningKey()
+        settings = PublishSettings(keyframe_every=100, merge_every=1)
+        self._publisher = Publisher(DirectoryRelay(directory), "run", self.model.config, settings, key=self._key)
+
+    def publish(self, version: int, tensors: dict[str, Tensor]) -> RelaySource:
+        self._publisher.publish(version, tensors, [version - 1] if version else [])
+        return RelaySource(run="run", version=version, relay=str(self.directory), publisher=self._key.public)
+
+
+@pytest.fixture
+def trainer(tmp_path: Path) -> Callable[..., Trainer]:
+    return lambda architecture="qwen3": Trainer(tmp_path / "relay", architecture)
