@@ -1,4 +1,4 @@
-.PHONY: run test check bench gpu gpu-wheels lock audit setup clean
+.PHONY: run test test-netns test-ray check bench gpu gpu-wheels lock audit setup clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -22,6 +22,23 @@ COMPUTING := $(addprefix tests/,chaos core envs model policies report sim traces
 test: setup check
 	$(BIN)/python -m pytest -n 2 $(COMPUTING)
 	$(BIN)/python -m pytest $(addprefix --ignore=,$(COMPUTING))
+
+# As root: a run and its worker in two network namespaces, with a bad link between them.
+test-netns: setup
+	$(BIN)/python -m pytest -m netns tests/netns
+
+# A real cluster of several nodes on this machine. Ray has an environment of its own, which borrows everything else.
+RAY := .cache/ray/bin
+
+test-ray: setup .cache/ray/installed
+	$(RAY)/python -m pytest -W ignore -m ray tests/ray
+
+.cache/ray/installed: requirements-ray.txt
+	$(PYTHON) -m venv .cache/ray
+	$(RAY)/python -m pip install --quiet --disable-pip-version-check -r requirements-ray.txt
+	for site in .cache/ray/lib/python3*/site-packages; do \
+		echo $(CURDIR)/.venv/$${site#.cache/ray/} > $$site/elastic.pth; echo $(CURDIR) >> $$site/elastic.pth; done
+	touch $@
 
 check: setup
 	$(BIN)/ruff check .

@@ -280,7 +280,7 @@ class Door:
             if session.connection is not None:
                 session.connection.send(wire.Ping())
                 session.connection.check_reading()
-                if self._cuts_silent and not self.held and not session.trains:
+                if self._cuts_silent and session.speaks and not self.held:
                     session.connection.check_heard(self._welcome.silence_timeout_s)
         for connection in tuple(self._waiting):
             connection.send(wire.Waiting())
@@ -414,8 +414,7 @@ class _Session:
         trains: bool,
     ) -> None:
         self.worker = worker
-        self.trains = trains
-        """A trainer may have no time to say that it lives."""
+        self._trains = trains
         self.welcome = welcome
         self.claims = claims
         self.epoch = epoch
@@ -426,6 +425,11 @@ class _Session:
         self._token = _digest(token)
         self._key = _digest(key)
         self._untold_key = "" if epoch else key
+
+    @property
+    def speaks(self) -> bool:
+        """Whether it says all the time that it lives: not while it boots, and a trainer may have no time for that."""
+        return self.ready and not self._trains
 
     def check(self, hello: wire.Hello) -> None:
         """Raises `_NotAdmitted` unless `hello` opens or resumes this session.

@@ -1,0 +1,121 @@
+"""A bad link between real sockets: a TCP proxy that delays, limits, stalls, cuts and resets what goes through it."""
+
+import asyncio
+import contextlib
+from dataclasses import dataclass, field
+
+from elastic.endpoint import host_and_port, joined
+
+READ_BYTES = 1 << 16
+IN_FLIGHT_PIECES = 1024
+"""Of one direction of a connection; beyond that its sender waits."""
+
+
+@dataclass(slots=True, kw_only=True)
+class LinkQuality:
+    """`delay_s` is that of one direction, `bytes_per_s` that of all connections together in each."""
+
+    delay_s: float = 0.0
+    bytes_per_s: float | None = None
+
+
+@dataclass(slots=True)
+class _Direction:
+    free_s: float = 0.0
+    """When what has been sent so far will have crossed."""
+
+
+@dataclass(eq=False, slots=True)
+class _Connection:
+    work: asyncio.Task[None]
+    writers: list[asyncio.StreamWriter] = field(default_factory=list[asyncio.StreamWriter])
+
+
+class BadLink:
+    """Listens, and carries whatever connects to `upstream` (host:port) and back. Its `quality` may change at any time.
+
+    While it is `cut` nothing passes, and nobody is told: connections stay, and new ones get no answer.
+    """
+
+    def __init__(self, upstream: str, quality: LinkQuality | None = None) -> None:
+        self.quality = quality or LinkQuality()
+        self._upstream = host_and_port(upstream)
+        self._directions = _Direction(), _Direction()
+        self._whole = asyncio.Event()
+        self._whole.set()
+        self._connections: dict[asyncio.Task[None], _Connection] = {}
+        self._server: asyncio.Server | None = None
+
+    async def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
+        """Returns where it listens (host:port). Raises `OSError`."""
+        self._server = await asyncio.start_server(self._accept, host, port)
+        return joined(*self._server.sockets[0].getsockname()[:2])
+
+    def cut(self) -> None:
+        self._whole.clear()
+
+    def mend(self) -> None:
+        self._whole.set()
+
+    def reset(self) -> None:
+        """Break every connection, as a gateway does that has lost its tables."""
+        for connection in self._connections.values():
+            for writer in connection.writers:
+                writer.transport.abort()
+            connection.work.cancel()
+
+    async def aclose(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        tasks = list(self._connections)
+        self.reset()
+        if tasks:
+            await asyncio.wait(tasks)
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        work = asyncio.current_task()
+        assert work is not None
+        connection = self._connections[work] = _Connection(work, [writer])
+        try:
+            await self._whole.wait()
+            far_reader, far_writer = await asyncio.open_connection(*self._upstream)
+            connection.writers.append(far_writer)
+            up, down = self._directions
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._carry(reader, far_writer, up))
+                tasks.create_task(self._carry(far_reader, writer, down))
+        except* (OSError, RuntimeError):  # uvloop says the latter of a connection that is closed
+            pass
+        finally:
+            del self._connections[work]
+            for one in connection.writers:
+                one.transport.abort()
+
+    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, direction: _Direction) -> None:
+        """Until one end closes; what is under way then still arrives."""
+        under_way: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(IN_FLIGHT_PIECES)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._deliver(writer, under_way))
+            data = b"?"
+            while data:
+                data = await reader.read(READ_BYTES)
+                await under_way.put((self._arrival_s(len(data), direction), data))
+
+    def _arrival_s(self, size_bytes: int, direction: _Direction) -> float:
+        now_s = asyncio.get_running_loop().time()
+        if self.quality.bytes_per_s is not None:
+            now_s = direction.free_s = max(direction.free_s, now_s) + size_bytes / self.quality.bytes_per_s
+        return now_s + self.quality.delay_s
+
+    async def _deliver(self, writer: asyncio.StreamWriter, under_way: "asyncio.Queue[tuple[float, bytes]]") -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            arrives_s, data = await under_way.get()
+            await asyncio.sleep(arrives_s - loop.time())
+            await self._whole.wait()
+            if not data:
+                with contextlib.suppress(OSError, RuntimeError):
+                    writer.write_eof()
+                return
+            writer.write(data)
+            await writer.drain()

@@ -1,0 +1,173 @@
+"""The provider `ray` on a real cluster of this machine: a head and two nodes, of which some are killed.
+
+`make test-ray`, in an environment of its own that has Ray.
+"""
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from elastic.core.events import LeaseEnded, LeaseGranted, OfferChanged
+from elastic.core.types import EndCause
+from elastic.endpoint import Endpoint
+from providers.base import KnownLease, LeaseRequest, ProviderContext, ProviderUnavailable, WorkerTicket
+from providers.ray import RayProvider, RaySettings
+from tests.providers.conftest import Recorder, processes_with
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
+
+PATIENCE_S = 240.0
+STORE_BYTES = 80 << 20
+STUB = "import time; time.sleep(3600)"
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    cluster_utils = pytest.importorskip("ray.cluster_utils")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    head = {"num_cpus": 0, "include_dashboard": False, "ray_client_server_port": port}
+    cluster = cluster_utils.Cluster(head_node_args={**head, "object_store_memory": STORE_BYTES}, initialize_head=True)
+    cluster.client_address = f"ray://127.0.0.1:{port}"
+    for _ in range(2):
+        cluster.add_node(num_cpus=2, resources={"place": 1}, object_store_memory=STORE_BYTES)
+    yield cluster
+    cluster.shutdown()
+
+
+class House:
+    def __init__(self, cluster: Any, run_dir: Path) -> None:
+        self.recorder = Recorder()
+        self.run = f"run-{time.time_ns()}"
+        self._address, self._run_dir = cluster.client_address, run_dir
+        self._providers: list[RayProvider] = []
+
+    def provider(self, worker: str = STUB, **settings: Any) -> RayProvider:
+        context = ProviderContext(
+            run=self.run,
+            run_dir=self._run_dir,
+            endpoint=Endpoint("127.0.0.1:1"),
+            worker_command=(sys.executable, "-c", worker),
+            now_ns=time.monotonic_ns,
+            acquire_timeout_s=PATIENCE_S,
+            release_timeout_s=PATIENCE_S,
+        )
+        given = {"address": self._address, "max_workers": 2, "num_gpus": 0, "resources": {"place": 1.0}, **settings}
+        provider = RayProvider("ray", RaySettings.model_validate(given), context)
+        self._providers.append(provider)
+        return provider
+
+    async def started(self, **settings: Any) -> RayProvider:
+        provider = self.provider(**settings)
+        await provider.adopt([], self.recorder.emit)
+        await provider.start(self.recorder.emit)
+        return provider
+
+    def workers(self) -> list[int]:
+        return processes_with(ELASTIC_RUN=self.run)
+
+    async def until(self, what: str, holds: Any) -> None:
+        deadline_s = time.monotonic() + PATIENCE_S
+        while not holds():
+            assert time.monotonic() < deadline_s, (what, self.recorder.events)
+            await asyncio.sleep(0.1)
+
+    async def grant(self, provider: RayProvider, number: int) -> str:
+        lease = f"ray-{number}"
+        tickets = (WorkerTicket(f"{lease}/w", f"secret-{number}"),)
+        await provider.acquire(LeaseRequest(lease=lease, tickets=tickets))
+        await self.until("an answer", lambda: lease in str(self.recorder.events[-3:]))
+        await self.until("a grant", lambda: self.recorder.of(LeaseGranted, lease))
+        return lease
+
+    async def ended(self, lease: str) -> LeaseEnded:
+        await self.until("the lease's end", lambda: self.recorder.of(LeaseEnded, lease))
+        return self.recorder.of(LeaseEnded, lease)[0]
+
+    async def aclose(self) -> None:
+        for provider in self._providers:
+            await provider.aclose()
+        assert self.workers() == []
+
+
+@pytest.fixture
+async def house(cluster: Any, tmp_path: Path) -> AsyncIterator[House]:
+    house = House(cluster, tmp_path)
+    yield house
+    await house.aclose()
+
+
+async def test_workers_start_where_there_is_room_and_end_with_their_leases(house: House) -> None:
+    provider = await house.started()
+    leases = [await house.grant(provider, number) for number in range(2)]
+    await house.until("two workers", lambda: len(house.workers()) == 2)
+    await house.until("nothing is left to offer", lambda: house.recorder.available == 0)
+    await provider.release(leases[0])
+    assert (await house.ended(leases[0])).cause is EndCause.RELEASED
+    await house.until("one worker", lambda: len(house.workers()) == 1)
+    os.kill(house.workers()[0], signal.SIGKILL)
+    end = await house.ended(leases[1])
+    assert end.cause is EndCause.LOST
+    assert "-9" in end.detail
+    await house.until("room again", lambda: house.recorder.available == 2)
+    offers = house.recorder.of(OfferChanged)
+    assert offers[-1].offer.provider == "ray"
+
+
+async def test_a_worker_that_leaves_has_given_its_lease_back(house: House) -> None:
+    provider = await house.started(worker="pass")
+    assert (await house.ended(await house.grant(provider, 1))).cause is EndCause.RELEASED
+
+
+async def test_a_new_process_finds_its_actors_and_ends_the_others(house: House) -> None:
+    before = await house.started()
+    leases = [await house.grant(before, number) for number in range(2)]
+    await house.until("two workers", lambda: len(house.workers()) == 2)
+    before._cluster.close()  # as if its process had died
+    after, request = house.provider(), LeaseRequest(lease=leases[0], tickets=(WorkerTicket(f"{leases[0]}/w", "s"),))
+    assert await after.adopt([KnownLease(request=request, granted=True)], house.recorder.emit) == []
+    await house.until("one worker", lambda: len(house.workers()) == 1)
+    await after.start(house.recorder.emit)
+    await after.release(leases[0])
+    await house.ended(leases[0])
+    house._providers.remove(before)
+
+
+async def test_a_node_that_is_killed_takes_its_own_workers_alone(house: House, cluster: Any) -> None:
+    provider = await house.started()
+    leases = [await house.grant(provider, number) for number in range(2)]
+    await house.until("two workers", lambda: len(house.workers()) == 2)
+    node = cluster.list_all_nodes()[-1]
+    raylet = node.all_processes["raylet"][0].process.pid
+    ours = [pid for pid in house.workers() if raylet in [parent.pid for parent in psutil.Process(pid).parents()]]
+    assert len(ours) == 1
+    cluster.remove_node(node, allow_graceful=False)
+    await house.until("the end of one lease", lambda: house.recorder.of(LeaseEnded))
+    (end,) = house.recorder.of(LeaseEnded)
+    assert end.cause is EndCause.LOST
+    await house.until("one worker", lambda: len(house.workers()) == 1)
+    assert house.workers() != ours
+    cluster.add_node(num_cpus=2, resources={"place": 1}, object_store_memory=STORE_BYTES)
+    await house.until("room again", lambda: house.recorder.available == 1)
+    assert {end.lease} < set(leases)
+
+
+async def test_what_the_cluster_has_not_is_said_at_once(house: House) -> None:
+    with pytest.raises(
+        ProviderUnavailable, match=r"no node .* asks for \(CPU 1, unobtainium 3\).*its nodes have .*place 1"
+    ):
+        await house.started(resources={"unobtainium": 3.0})
+
+
+async def test_a_cluster_that_is_not_there_is_named(house: House) -> None:
+    with pytest.raises(ProviderUnavailable, match=r"ray://127.0.0.1:9 does not answer .*is its head up"):
+        await house.started(address="ray://127.0.0.1:9")
