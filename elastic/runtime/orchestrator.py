@@ -15,7 +15,7 @@ from elastic import wire
 from elastic.config import Config
 from elastic.core import events as e
 from elastic.core.digest import digest
-from elastic.core.scheduler import Phase, Scheduler
+from elastic.core.scheduler import Scheduler
 from elastic.core.types import Nanoseconds, SamplingParameters, TrajectoryId
 from elastic.endpoint import Endpoint, seen_as
 from elastic.envs.base import Environment
@@ -216,10 +216,12 @@ class Orchestrator:
         self._ended.set()
 
     def _when(self, done: "Future[None]", then: Callable[[], None]) -> None:
-        """Call `then` on the loop's thread once `done` is; calls keep their order."""
+        """Call `then` on the loop's thread once `done` is, never if it fails; calls keep their order."""
         loop = asyncio.get_running_loop()
 
         def call(_: "Future[None]") -> None:
+            if done.exception() is not None:
+                return
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(then)
 
@@ -319,11 +321,12 @@ class Orchestrator:
             self._sample()
 
     def _journal_changed(self) -> None:
-        """No worker is read from while the journal is behind; a run without a journal ends."""
+        """No worker is read from while the journal is behind. A run without a journal ends at once: nothing that it
+        still did could be known to the process that takes it up."""
         self._door.hold(self._journal.behind)
         self._run.hold(self._journal.behind)
-        if self._journal.failed is not None and self.scheduler.phase is not Phase.STOPPING:
-            self.stop(f"the journal cannot be written: {self._journal.failed}")
+        if self._journal.failed is not None:
+            self.kill(f"the journal cannot be written: {self._journal.failed}")
 
     def _sample(self) -> None:
         if refused := self._door.refusals():

@@ -50,7 +50,7 @@ class Journal(Remembers, Protocol):
         ...
 
     def durable(self, then: Callable[[], None]) -> None:
-        """Calls `then` once everything recorded so far would survive the process, or never will.
+        """Calls `then` once everything recorded so far would survive the process, and never if it will not.
 
         Calls are made in the order in which they were asked for.
         """
