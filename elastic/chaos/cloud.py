@@ -51,6 +51,9 @@ class Cloud:
         self.places = places
         self.leases: dict[LeaseId, _Lease] = {}
         self.listener: Callable[[ProviderEvent], object] | None = None
+        self.run_now_ns: Callable[[], Nanoseconds] = lambda: 0
+        """The clock of the run that asks."""
+        self._barred = 0
         self._ended: dict[LeaseId, EndCause] = {}
         self._chance = chance
         self._after = after
@@ -65,7 +68,7 @@ class Cloud:
         offer = Offer(
             provider=self.name,
             role=self.role,
-            available=max(0, self.places - len(self.leases)),
+            available=max(0, self.places - self._barred - len(self.leases)),
             usd_per_gpu_hour=1.0,
         )
         self.tell(OfferChanged(offer=offer))
@@ -78,7 +81,7 @@ class Cloud:
         name = lease.request.lease
         if self.leases.get(name) is not lease:
             return
-        if len(self.leases) > self.places:
+        if len(self.leases) > self.places - self._barred:
             del self.leases[name]
             self.tell(LeaseRefused(lease=name, reason="no capacity"))
             return
@@ -124,11 +127,19 @@ class Cloud:
             self._end_process(worker)
         self._ended[name] = EndCause.RELEASED
 
-    def warn(self, name: LeaseId, now_ns: Nanoseconds, notice_s: float) -> None:
+    def bar(self, name: LeaseId) -> None:
+        """What this lease stands on is not leased again, but for the last place: a run without any may never end."""
+        if name in self.leases or name in self._ended:
+            self._barred = min(self._barred + 1, self.places - 1)
+
+    def lease_of(self, worker: WorkerId) -> LeaseId | None:
+        return next((name for name, lease in self.leases.items() if worker in lease.alive), None)
+
+    def warn(self, name: LeaseId, notice_s: float) -> None:
         """The lease will be taken."""
         lease = self.leases.get(name)
         if lease is not None and lease.granted and lease.notice is None:
-            deadline_ns = now_ns + round(notice_s * NS_PER_S)
+            deadline_ns = self.run_now_ns() + round(notice_s * NS_PER_S)
             lease.notice = LeaseNotice(lease=name, deadline_ns=deadline_ns, reason="preemption")
             self.tell(lease.notice)
             self._after(notice_s, lambda: self.end(name, EndCause.PREEMPTED))
@@ -175,6 +186,7 @@ class CloudProvider:
 
     async def adopt(self, known: Sequence[KnownLease], emit: Emit) -> list[LeaseId]:
         self._cloud.listener = partial(asyncio.get_running_loop().call_soon, emit)
+        self._cloud.run_now_ns = self._context.now_ns
         return self._cloud.take_over(known)
 
     async def start(self, emit: Emit) -> None:
@@ -187,7 +199,7 @@ class CloudProvider:
         self._cloud.give_back(lease)
 
     def bar(self, lease: LeaseId) -> None:
-        pass
+        self._cloud.bar(lease)
 
     async def aclose(self) -> None:
         for lease in list(self._cloud.leases):

@@ -14,29 +14,65 @@ class FaultKind(StrEnum):
     KILL_TRAINER = "kill_trainer"
     KILL_ORCHESTRATOR = "kill_orchestrator"
     KILL_BOTH = "kill_both"
+    """Orchestrator and trainer."""
+    STOP = "stop"
+    """Somebody has the run stop, and resumes it."""
     FREEZE = "freeze"
+    """A worker is not run for a while; its machine may be suspended, so that no time passes there."""
     HOLD_UP = "hold_up"
     """The orchestrator itself, so that its timers are late."""
     CUT = "cut"
-    PREEMPT = "preempt"
+    STALL = "stall"
+    """Nothing passes a worker's connection for a while; then all of it does, late."""
+    REPEAT = "repeat"
+    """Frames of a worker's connection are delivered twice for a while."""
     WEATHER = "weather"
+    FLOOD = "flood"
+    """Strangers open connections, up to thousands at once."""
+    DESCRIPTORS = "descriptors"
+    """The orchestrator can accept no connection for a while."""
+    PREEMPT = "preempt"
+    TAKE = "take"
+    """The cloud takes a lease without notice."""
+    HANG = "hang"
+    """An engine stands still, its heart goes on."""
+    SLOW = "slow"
+    DECLINE = "decline"
+    """A worker declines every turn for a while; it may announce credit all the same."""
+    LIE = "lie"
+    RELAY = "relay"
+    """Weights cannot be pulled for a while."""
+    CALENDAR = "calendar"
+    """The orchestrator's calendar leaps by hours."""
+    SLOW_DISK = "slow_disk"
+    FULL_DISK = "full_disk"
+    POWER = "power"
+    """The orchestrator's machine loses power, and with it whatever its disk had not kept."""
+    ENVIRONMENT = "environment"
+    FUNCTIONS = "functions"
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
+    """`target` picks whom it befalls, `chance` how bad it is."""
+
     kind: FaultKind
     at_s: float
     target: float = 0.0
     chance: float = 0.0
     duration_s: float = 1.0
 
-    def weather(self, now: Weather) -> Weather:
+    def weather(self) -> Weather:
         """How connections are from then on."""
         bad = self.chance
         return Weather(split=self.target / 2, slow=bad / 50, slow_s=2.5 * self.target, refused=bad / 4)
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """A run's shape, and the faults in order. After `end_s` nothing goes wrong any more."""
+class WorldPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """A run's shape, and the faults in order. After `end_s` nothing goes wrong any more.
+
+    `drift` is how much faster than the world's a machine's clock goes at most. `lying_disk`: what the disk says to have
+    kept is lost with its power all the same. `scored`: functions compute the rewards.
+    """
 
     seed: int
     steps: int
@@ -44,31 +80,70 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     places: int
     staleness_bound: int
     checkpoint_every: int
+    max_batch: int = 8
+    max_pending: int = 4
+    max_tokens: int = 24
+    token_s: float = 0.04
+    drift: float = 0.0
+    durable_against: str = "process"
+    lying_disk: bool = False
+    pending_mb: float = 64.0
+    scored: bool = False
     faults: tuple[Fault, ...] = ()
     end_s: float = 0.0
+    only: tuple[FaultKind, ...] = ()
+    """The kinds that it was drawn from, where that are not all."""
+
+    def command(self) -> str:
+        """What replays its world."""
+        drawn = draw_plan(self.seed, self.only)
+        parts = [f"python -m elastic.chaos {self.seed}"]
+        if self.only:
+            parts.append(f"--only {','.join(self.only)}")
+        if self.faults != drawn.faults:
+            parts.append(f"--faults {','.join(str(drawn.faults.index(fault)) for fault in self.faults) or 'none'}")
+        return " ".join(parts)
 
 
 SPAN_S = 30.0
+LONG_SHARE = 1 / 50
+"""Of the worlds: their turns take hours."""
 
 
-def draw_plan(seed: int) -> Plan:
-    """Swarm testing: each seed has some kinds of faults and lacks others."""
+def draw_plan(seed: int, only: Sequence[FaultKind] = ()) -> WorldPlan:
+    """Swarm testing: each seed has some kinds of faults and lacks others, or has `only` some of these."""
     rng = Random(f"{seed}/plan")
-    kinds = [kind for kind in FaultKind if rng.random() < 1 / 2]
-    span_s = rng.uniform(2, SPAN_S)
-    count = rng.choice((0, 1, 2, 4, 8, 16, 32)) if kinds else 0
+    long = rng.random() < LONG_SHARE and not only
+    among = rng.choice((1 / 8, 1 / 3, 2 / 3))
+    kinds = [kind for kind in FaultKind if rng.random() < among]
+    if only:
+        kinds = [kind for kind in only if rng.random() < 2 / 3] or list(only)
+    span_s = 3600.0 if long else rng.uniform(2, SPAN_S)
+    count = rng.choice((2, 4, 8, 16) if only else (0, 2, 4, 8, 16, 32, 64, 96)) if kinds else 0
     faults = sorted((_draw(rng, rng.choice(kinds), span_s) for _ in range(count)), key=lambda fault: fault.at_s)
     calm = Fault(kind=FaultKind.WEATHER, at_s=span_s)
-    return Plan(
+    one_slot = rng.random() < 1 / 10
+    plan = WorldPlan(
         seed=seed,
         steps=rng.randint(2, 8),
         groups=rng.choice((1, 2, 4, 8)),
         places=rng.randint(0, 4),
         staleness_bound=rng.choice((0, 0, 1, 2)),
         checkpoint_every=rng.randint(1, 3),
+        max_batch=1 if one_slot else 8,
+        max_pending=0 if one_slot else 4,
+        drift=rng.choice((0.0, 0.0, 1e-5, 1e-4)),
+        durable_against=rng.choice(("process", "power")),
+        lying_disk=rng.random() < 1 / 8,
+        pending_mb=rng.choice((64.0, 64.0, 0.01)),
+        scored=rng.random() < 1 / 3,
         faults=(*faults, calm),
         end_s=span_s,
+        only=tuple(only),
     )
+    if not long:
+        return plan
+    return msgspec.structs.replace(plan, steps=1, groups=1, places=1, max_tokens=90, token_s=45.0)
 
 
 def _draw(rng: Random, kind: FaultKind, span_s: float) -> Fault:
@@ -79,8 +154,3 @@ def _draw(rng: Random, kind: FaultKind, span_s: float) -> Fault:
         chance=rng.random(),
         duration_s=rng.choice((0.05, 0.5, 2.0, 8.0)) * rng.uniform(0.5, 1.5),
     )
-
-
-def fewer(plan: Plan, kept: Sequence[int]) -> Plan:
-    """The plan with these of its faults only."""
-    return msgspec.structs.replace(plan, faults=tuple(plan.faults[number] for number in kept))

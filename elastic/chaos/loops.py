@@ -1,7 +1,8 @@
-"""Event loops of simulated processes: they never wait, a world steps them, and their time is the world's."""
+"""Event loops of simulated processes: they never wait, a world steps them, and their time is their machine's."""
 
 import asyncio
 import contextlib
+import functools
 import heapq
 import itertools
 import random
@@ -11,40 +12,96 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextvars import Context
 from typing import Any
 
+from elastic.compose import incarnations, plan
 from elastic.core.types import NS_PER_S, Nanoseconds
+from elastic.runtime import orchestrator
 
 BURIAL_STEPS = 10_000
+EPOCH_NS = 1_700_000_000 * NS_PER_S
 
 
-class Clock:
-    """What time it is, everywhere."""
+class Machine:
+    """One machine's clocks: `rate` is how much faster they go than the world's, and `ahead_ns` how far its calendar is
+    ahead.
+
+    Its monotonic clock stands still while the machine is `suspended`, and begins anew when it is `rebooted`.
+    """
+
+    def __init__(self, world: "WorldClock", rate: float = 1.0) -> None:
+        self.rate = rate
+        self.ahead_ns: Nanoseconds = 0
+        self.boots = 1
+        self._world = world
+        self._since_ns = self._at_ns = world.now_ns
+
+    def monotonic_ns(self) -> Nanoseconds:
+        passed_ns = max(0, self._world.now_ns - self._since_ns)
+        return self._at_ns + (passed_ns if self.rate == 1 else round(passed_ns * self.rate))
+
+    def unix_ns(self) -> Nanoseconds:
+        return EPOCH_NS + self._world.now_ns + self.ahead_ns
+
+    def world_ns(self, monotonic_ns: Nanoseconds) -> Nanoseconds:
+        """When its monotonic clock shows this."""
+        passed_ns = monotonic_ns - self._at_ns
+        return self._since_ns + (passed_ns if self.rate == 1 else round(passed_ns / self.rate))
+
+    def suspend(self, duration_ns: Nanoseconds) -> None:
+        until_ns = max(self._since_ns, self._world.now_ns + duration_ns)
+        self._at_ns, self._since_ns = self.monotonic_ns(), until_ns
+
+    def reboot(self) -> None:
+        self._at_ns, self._since_ns = NS_PER_S, self._world.now_ns
+        self.boots += 1
+
+
+class WorldClock:
+    """The world's time. `here` is the machine whose process is being stepped, if one is."""
 
     def __init__(self) -> None:
         self.now_ns: Nanoseconds = NS_PER_S
+        self.here: Machine | None = None
+
+    def monotonic_ns(self) -> Nanoseconds:
+        return self.now_ns if self.here is None else self.here.monotonic_ns()
+
+    def unix_ns(self) -> Nanoseconds:
+        return EPOCH_NS + self.now_ns if self.here is None else self.here.unix_ns()
+
+    def boot_id(self) -> str:
+        return "" if self.here is None else f"boot {self.here.boots}"
 
     @contextlib.contextmanager
-    def governs(self, seed: str) -> Iterator[None]:
-        """The `time` and `random` modules are the world's meanwhile: production code reads them."""
-        names = {
-            "monotonic_ns": lambda: self.now_ns,
-            "time_ns": lambda: self.now_ns,
-            "perf_counter_ns": lambda: self.now_ns,
-            "monotonic": lambda: self.now_ns / NS_PER_S,
-            "time": lambda: self.now_ns / NS_PER_S,
-            "perf_counter": lambda: self.now_ns / NS_PER_S,
-        }
-        former, chance = {name: getattr(time, name) for name in names}, random.getstate()
+    def governs(self, seed: str, sample_interval_s: float) -> Iterator[None]:
+        """Production code that reads a clock, draws a number, or asks which boot this is, gets the world's answer.
+
+        It asks once what is installed, and samples runs of hours less often: both would take most of a world's time.
+        """
+        answers: list[tuple[Any, str, Any]] = [
+            (time, "monotonic_ns", self.monotonic_ns),
+            (time, "perf_counter_ns", self.monotonic_ns),
+            (time, "time_ns", self.unix_ns),
+            (time, "monotonic", lambda: self.monotonic_ns() / NS_PER_S),
+            (time, "perf_counter", lambda: self.monotonic_ns() / NS_PER_S),
+            (time, "time", lambda: self.unix_ns() / NS_PER_S),
+            (incarnations, "boot_id", self.boot_id),
+            (plan, "installed", _installed),
+            (orchestrator, "SAMPLE_INTERVAL_S", sample_interval_s),
+        ]
+        former = [(where, name, getattr(where, name)) for where, name, _ in answers]
+        chance = random.getstate()
         random.seed(seed)
         try:
-            for name, tell in names.items():
-                setattr(time, name, tell)
+            for where, name, answer in answers:
+                setattr(where, name, answer)
             yield
         finally:
-            for name, tell in former.items():
-                setattr(time, name, tell)
+            for where, name, answer in former:
+                setattr(where, name, answer)
             random.setstate(chance)
 
 
+_installed = functools.cache(plan.installed)
 _ages = itertools.count()
 
 
@@ -73,22 +130,16 @@ class _Future(_Ordered, asyncio.Future[Any]):  # pyright: ignore[reportIncompati
     pass
 
 
-class _NoSelector:
-    def select(self, timeout: float | None) -> list[Any]:
-        return []
-
-
 class ProcessLoop(asyncio.BaseEventLoop):
-    """One process's loop; `drift` is how much faster its clock goes than the world's."""
+    """One process's loop, on a machine."""
 
-    def __init__(self, clock: Clock, drift: float = 0.0) -> None:
+    def __init__(self, clock: WorldClock, machine: Machine) -> None:
         super().__init__()
         self._inner: Any = self
         """What asyncio keeps to itself: stepping a loop is nothing that it offers."""
-        self._selector = _NoSelector()
         self._clock_resolution = 1e-7
-        self._clock = clock
-        self._rate = 1 + drift
+        self.clock = clock
+        self.machine = machine
         self.failures: list[dict[str, Any]] = []
         self.set_exception_handler(lambda _, context: self.failures.append(context))
         self._inner.set_task_factory(self._make_task)
@@ -102,33 +153,46 @@ class ProcessLoop(asyncio.BaseEventLoop):
         return _Future(loop=self)
 
     def time(self) -> float:
-        return self._clock.now_ns * self._rate / NS_PER_S
-
-    def _process_events(self, event_list: list[Any]) -> None:
-        pass
+        return self.machine.monotonic_ns() / NS_PER_S
 
     def _write_to_self(self) -> None:
         pass
 
+    def at_world(self, when_ns: Nanoseconds, callback: Callable[..., object], *arguments: Any) -> None:
+        """Call back at a time of the world's, unless the machine is suspended meanwhile."""
+        delay_ns = when_ns - self.clock.now_ns
+        self.call_later(delay_ns * self.machine.rate / NS_PER_S, callback, *arguments)
+
     def next_ns(self) -> Nanoseconds | None:
         """When it has something to do next."""
+        now_ns = self.clock.now_ns
         if self._inner._ready:
-            return self._clock.now_ns
+            return now_ns
         scheduled = self._inner._scheduled
         while scheduled and scheduled[0]._cancelled:
             heapq.heappop(scheduled)._scheduled = False
-            self._inner._timer_cancelled_count = max(0, self._inner._timer_cancelled_count - 1)
         if not scheduled:
             return None
-        return max(self._clock.now_ns, round(scheduled[0]._when / self._rate * NS_PER_S))
+        return max(now_ns, self.machine.world_ns(round(scheduled[0]._when * NS_PER_S)))
 
-    def step(self) -> None:
-        """Do what is due now."""
+    def step(self, most: int | None = None) -> None:
+        """Do what is due now, or the first callbacks of it."""
+        ready, scheduled = self._inner._ready, self._inner._scheduled
+        end_s = self.time() + self._clock_resolution
+        while scheduled and scheduled[0]._when <= end_s:
+            handle = heapq.heappop(scheduled)
+            handle._scheduled = False
+            ready.append(handle)
+        self.clock.here = self.machine
         events._set_running_loop(self)
         try:
-            self._inner._run_once()
+            for _ in range(len(ready) if most is None else min(most, len(ready))):
+                handle = ready.popleft()
+                if not handle._cancelled:
+                    handle._run()
         finally:
             events._set_running_loop(None)
+            self.clock.here = None
 
     def bury(self) -> None:
         """Let what is left of a process come to its end, when nothing that it does can matter any more."""
@@ -140,7 +204,7 @@ class ProcessLoop(asyncio.BaseEventLoop):
                 for task in tasks:
                     task.cancel()
             else:
-                self._clock.now_ns = max(self._clock.now_ns, next_ns)
+                self.clock.now_ns = max(self.clock.now_ns, next_ns)
                 self.step()
         self.close()
 

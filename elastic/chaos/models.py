@@ -4,21 +4,21 @@ import asyncio
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any, ClassVar
 
 from pydantic import BaseModel
 
 from elastic import wire
 from elastic.core.types import Account, Capabilities, FinishReason, Nanoseconds, WeightMode
-from elastic.engine.base import ChunkSink, EngineStatistics, GenerateRequest, TokenChunk
+from elastic.engine.base import NO_VERSION, ChunkSink, EngineStatistics, GenerateRequest, TokenChunk
 from elastic.envs.base import StepResult
 from elastic.weights.source import PullReport, RelaySource, TensorSource, WeightsSource
 from elastic.worker.training import Standing, TrainerOrder, TrainerReply
+from functions.base import Call, CallOutcome, FunctionRaised, FunctionTimedOut, Meter
 
 STOP = 0
 VOCABULARY = 64
-MAX_BATCH = 8
-STEP_S = 0.04
 
 
 def drawn(*parts: object) -> int:
@@ -36,18 +36,63 @@ def turn_tokens(noise_seed: int, longest: int) -> list[int]:
     return [1 + drawn(noise_seed, place) % (VOCABULARY - 1) for place in range(longest)]
 
 
-class ModelEngine:
-    """`elastic.engine.base.RolloutEngine`: a token for each running turn in each iteration."""
+@dataclass
+class ModelDevice:
+    """What ails a worker's device: until when its engine stands still, is slow, or is its owner's.
 
-    def __init__(self, now_ns: Callable[[], Nanoseconds], there: Callable[[int], bool] = lambda version: True) -> None:
-        """`there`: which versions the relay has."""
+    `now_ns` is the world's time. `honest`: it announces no credit while it is its owner's.
+    """
+
+    now_ns: Callable[[], Nanoseconds]
+    hangs_until_ns: Nanoseconds = 0
+    slow_until_ns: Nanoseconds = 0
+    slowness: float = 1.0
+    held_until_ns: Nanoseconds = 0
+    honest: bool = True
+
+    def hangs(self) -> bool:
+        return self.now_ns() < self.hangs_until_ns
+
+    def takes(self) -> float:
+        """Times as long as it should."""
+        return self.slowness if self.now_ns() < self.slow_until_ns else 1.0
+
+    # `elastic.engine.base.DeviceShare`, of a device whose owner takes it now and then
+
+    def capacity_turns(self, most: int) -> int:
+        return 0 if self.honest and self.hold_back() else most
+
+    def acquire_iteration(self) -> int:
+        return 0
+
+    def hold_back(self) -> bool:
+        return self.now_ns() < self.held_until_ns
+
+
+class ModelEngine:
+    """`elastic.engine.base.RolloutEngine`: a token for each running turn in each iteration, which takes `step_s`."""
+
+    def __init__(
+        self,
+        now_ns: Callable[[], Nanoseconds],
+        device: ModelDevice,
+        max_batch: int,
+        max_pending: int,
+        step_s: float,
+        there: Callable[[int], bool],
+    ) -> None:
+        """`there`: which versions can be had of the relay."""
         self.capabilities = Capabilities(
-            engine="model", replayable_sampling=True, max_context_tokens=4096, device="model", max_batch=MAX_BATCH
+            engine="model", replayable_sampling=True, max_context_tokens=4096, device="model", max_batch=max_batch
         )
         self._now_ns = now_ns
         self._there = there
+        self._device = device
+        self._max_batch = max_batch
+        self._max_pending = max_pending
+        self._step_s = step_s
         self._requests: dict[str, tuple[GenerateRequest, list[int], int]] = {}
-        """Each with its tokens and how far it has come; the first `MAX_BATCH` run."""
+        """Each with its tokens and how far it has come; the first `max_batch` run."""
         self._fresh: set[str] = set()
         self._version: int | None = None
         self._asleep = False
@@ -72,14 +117,14 @@ class ModelEngine:
         self._go_on()
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        ended = [self._requests.pop(name)[0] for name in request_ids if name in self._requests]
+        ended = [self._requests.pop(name) for name in request_ids if name in self._requests]
         if ended:
-            self._sink([self._last(request, FinishReason.ABORTED) for request in ended])
+            self._sink([self._last(request, at) for request, _, at in ended])
         self._go_on()
 
-    def _last(self, request: GenerateRequest, finish: FinishReason) -> TokenChunk:
+    def _last(self, request: GenerateRequest, at: int) -> TokenChunk:
         self._fresh.discard(request.request_id)
-        return TokenChunk(request.request_id, request.start, [], [], -1, finish)
+        return TokenChunk(request.request_id, at, [], [], NO_VERSION, FinishReason.ABORTED)
 
     def prefetch(self, source: RelaySource, timeout_s: float) -> PullReport:
         if not self._there(source.version):
@@ -108,11 +153,11 @@ class ModelEngine:
 
     def statistics(self) -> EngineStatistics:
         self._meter()
-        executing = 0 if self._asleep else min(MAX_BATCH, len(self._requests))
+        executing = 0 if self._asleep else min(self._max_batch, len(self._requests))
         return EngineStatistics(
             pending=len(self._requests) - executing,
             executing=executing,
-            capacity_turns=0 if self._asleep else MAX_BATCH + 4,
+            capacity_turns=0 if self._asleep else self._max_batch + self._max_pending,
             kv_blocks_used=0,
             kv_blocks_total=1,
             prefix_hit_tokens=0,
@@ -135,7 +180,7 @@ class ModelEngine:
         busy = bool(self._requests) and not self._asleep and self._version is not None
         self._account = Account.ASLEEP if self._asleep else Account.DECODE if busy else self._idle
         if busy and self._iterating is None and not self.closed:
-            self._iterating = self._loop.call_later(STEP_S, self._iterate)
+            self._iterating = self._loop.call_later(self._step_s * self._device.takes(), self._iterate)
 
     def _meter(self) -> None:
         now_ns = self._now_ns()
@@ -146,9 +191,12 @@ class ModelEngine:
         self._iterating = None
         if self._asleep or self._version is None:
             return
+        if self._device.hangs():
+            self._go_on()
+            return
         self._iterations += 1
         chunks: list[TokenChunk] = []
-        for name, (request, tokens, at) in list(self._requests.items())[:MAX_BATCH]:
+        for name, (request, tokens, at) in list(self._requests.items())[: self._max_batch]:
             token, fresh = tokens[at], name in self._fresh
             self._fresh.discard(name)
             self._decoded += 1
@@ -244,6 +292,53 @@ class NoSettings(BaseModel):
     pass
 
 
+class Mishap(Enum):
+    """What may befall an environment, or a function."""
+
+    RAISES = "raises"
+    HANGS = "hangs"
+
+
+def scored(token_ids: Sequence[int]) -> float:
+    """What a function has to say of a trajectory."""
+    return float(drawn("score", *token_ids) % 2)
+
+
+class ModelPool:
+    """`functions.base.FunctionPool`: a call takes a moment; what was answered once is answered again."""
+
+    def __init__(self, meter: Meter, mishap: Callable[[], Mishap | None]) -> None:
+        self._meter = meter
+        self._mishap = mishap
+        self._answers: dict[str, float] = {}
+
+    async def start(self) -> None:
+        pass
+
+    async def invoke(self, key: str, payload: Any, timeout_s: float) -> float:
+        began_s = asyncio.get_running_loop().time()
+        try:
+            return await self._called(key, payload, timeout_s)
+        finally:
+            took_s = asyncio.get_running_loop().time() - began_s
+            times_s = {"queued_s": 0.0, "cold_start_s": 0.0, "duration_s": took_s}
+            self._meter(Call(function="model", key=key, outcome=CallOutcome.OK, usd=0.0, **times_s))
+
+    async def _called(self, key: str, payload: Any, timeout_s: float) -> float:
+        await asyncio.sleep(0.01 + drawn(key) % 50 / 1000)
+        match self._mishap():
+            case Mishap.RAISES:
+                raise FunctionRaised(f"{key}: it is out of order")
+            case Mishap.HANGS:
+                await asyncio.sleep(timeout_s)
+                raise FunctionTimedOut(f"{key}: no answer within {timeout_s:g} s")
+            case None:
+                return self._answers.setdefault(key, scored(payload["token_ids"]))
+
+    async def aclose(self) -> None:
+        pass
+
+
 class ModelEnvironment:
     """Some turns, as many as the seed says; what it answers follows from what it is told."""
 
@@ -251,16 +346,28 @@ class ModelEnvironment:
     vocabulary: ClassVar[tuple[str, ...]] = tuple(str(number) for number in range(VOCABULARY))
     stop_token_ids: ClassVar[tuple[int, ...]] = (STOP,)
 
-    def __init__(self, settings: BaseModel) -> None:
+    def __init__(self, settings: BaseModel, mishap: "Callable[[], Mishap | None]" = lambda: None) -> None:
         self._told: list[int] = []
+        self._mishap = mishap
 
     async def reset(self, seed: int) -> list[int]:
         await asyncio.sleep(0.01)
+        await self._befall()
         return self.begin(seed)
 
     async def step(self, token_ids: list[int]) -> StepResult:
         await asyncio.sleep(0.005 + drawn(self._seed, len(self._told)) % 20 / 1000)
+        await self._befall()
         return self.answer(token_ids)
+
+    async def _befall(self) -> None:
+        match self._mishap():
+            case Mishap.RAISES:
+                raise RuntimeError("the environment is out of order")
+            case Mishap.HANGS:
+                await asyncio.get_running_loop().create_future()
+            case None:
+                pass
 
     def begin(self, seed: int) -> list[int]:
         self._seed, self._turns = seed, 1 + drawn(seed, "turns") % 3

@@ -1,16 +1,25 @@
-"""Connections in memory between simulated processes: bytes in order, late, in pieces, or not any more."""
+"""Connections in memory between simulated processes: bytes in order, late, in pieces, twice, or not any more."""
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-from elastic.chaos.loops import ProcessLoop
+import msgspec
+
+from elastic.chaos.loops import Machine, ProcessLoop, WorldClock
 from elastic.core.types import NS_PER_S, Nanoseconds
+from elastic.wire import FrameBuffer
 
 APART_NS = 1000
 """Between two pieces of a connection, so that no rounding of a loop's time turns them round."""
+RESET_S = 0.001
+ACCEPT_RETRY_S = 1.0
+"""After which a loop that could not accept a connection tries again, as asyncio's do."""
+ONCE = frozenset({"Hello", "Ready", "Goodbye", "Welcome", "Refused"})
+"""What begins and ends an epoch: a connection on which these came twice would be none of this protocol."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -26,15 +35,25 @@ class Weather:
     refused: float = 0.0
     """Connections that are not made."""
 
+    @property
+    def bad(self) -> bool:
+        return self.slow > 0 or self.refused > 0
+
 
 class Network:
-    """Who listens where. `weather` may be changed at any time."""
+    """Who listens where. `weather` may be changed at any time; `dialled` hears who has tried to connect."""
 
     def __init__(self, chance: Random) -> None:
         self.weather = Weather()
         self.chance = chance
+        self.dialled: Callable[[NetworkLoop], None] = lambda _: None
         self._listening: dict[tuple[str, int], _Server] = {}
         self._port = 40_000
+        self._addresses = 0
+
+    def address(self) -> str:
+        self._addresses += 1
+        return f"10.0.{self._addresses // 250}.{self._addresses % 250}"
 
     def listen(self, loop: "NetworkLoop", factory: Callable[[], Any], host: str, port: int) -> "_Server":
         """Raises `OSError` where somebody listens who lives."""
@@ -57,12 +76,15 @@ class Network:
 
 
 class NetworkLoop(ProcessLoop):
-    """A process's loop with sockets on the network."""
+    """A process's loop with sockets on the network. While it has `no_descriptors`, it accepts no connection."""
 
-    def __init__(self, clock: Any, network: Network, drift: float = 0.0) -> None:
-        super().__init__(clock, drift)
+    def __init__(self, clock: WorldClock, machine: Machine, network: Network) -> None:
+        super().__init__(clock, machine)
         self.network = network
+        self.address = network.address()
         self.alive = True
+        self.no_descriptors_until_ns: Nanoseconds = 0
+        self.repeats_until_ns: Nanoseconds = 0
         self.transports: dict[_Transport, None] = {}
 
     async def create_server(self, protocol_factory: Any, host: Any = None, port: Any = None, **_: Any) -> Any:
@@ -70,20 +92,27 @@ class NetworkLoop(ProcessLoop):
 
     async def create_connection(self, protocol_factory: Any, host: Any = None, port: Any = None, **_: Any) -> Any:
         network = self.network
+        network.dialled(self)
         await asyncio.sleep(network.chance.uniform(*network.weather.latency_s))
         server = network.reach(host, port)
-        here, there = protocol_factory(), None
-        near, far = _Transport(self, here), _Transport(server.loop, None)
+        here = protocol_factory()
+        near, far = _Transport(self, here, address=server.host), _Transport(server.loop, None, address=self.address)
         near.peer, far.peer = far, near
-
-        def accept() -> None:
-            nonlocal there
-            there = far.protocol = server.factory()
-            there.connection_made(far)
-
-        server.loop.call_soon(accept)
+        server.loop.call_soon(self._accepted_by, server, far)
         here.connection_made(near)
         return near, here
+
+    @staticmethod
+    def _accepted_by(server: "_Server", far: "_Transport") -> None:
+        """In the server's process. The kernel has completed the connection, whenever that comes."""
+        loop = server.loop
+        if loop.no_descriptors_until_ns > loop.clock.now_ns:
+            loop.call_later(ACCEPT_RETRY_S, loop._accepted_by, server, far)
+        elif not server.open:
+            far.abort()
+        elif not far.lost:
+            far.protocol = server.factory()
+            far.protocol.connection_made(far)
 
     def kill(self, noticed: bool) -> None:
         """The process is gone. Its peers see its connections reset if that is `noticed`, else nothing at all."""
@@ -91,7 +120,15 @@ class NetworkLoop(ProcessLoop):
         for transport in list(self.transports):
             peer = transport.peer
             if noticed and peer is not None and peer.loop.alive:
-                peer.loop.call_later(0.001, peer.lose, ConnectionResetError(104, "Connection reset by peer"))
+                reset = ConnectionResetError(104, "Connection reset by peer")
+                peer.loop.at_world(transport.opens_ns(RESET_S), peer.lose, reset)
+
+    def stall(self, until_ns: Nanoseconds) -> None:
+        """Nothing passes its connections until then, neither way."""
+        for transport in self.transports:
+            transport.stalled_until_ns = until_ns
+            if transport.peer is not None:
+                transport.peer.stalled_until_ns = until_ns
 
 
 @dataclass(eq=False)
@@ -119,11 +156,14 @@ class _Transport(asyncio.Transport):
 
     loop: NetworkLoop
     protocol: Any
+    address: str
+    """Of the other end."""
     peer: "_Transport | None" = None
-    unread: list[bytes] = field(default_factory=list[bytes])
+    unread: deque[bytes] = field(default_factory=deque[bytes])
     """That has arrived while nobody reads."""
     on_way_bytes: int = 0
     free_ns: Nanoseconds = 0
+    stalled_until_ns: Nanoseconds = 0
     reading: bool = True
     closing: bool = False
     lost: bool = False
@@ -132,27 +172,35 @@ class _Transport(asyncio.Transport):
         super().__init__()
         self.loop.transports[self] = None
 
+    def opens_ns(self, after_s: float) -> Nanoseconds:
+        """When something can reach the other end that takes so long."""
+        return max(self.stalled_until_ns, self.loop.clock.now_ns + round(after_s * NS_PER_S))
+
     def write(self, data: bytes | bytearray | memoryview) -> None:
         if self.closing or self.lost or not data:
             return
-        weather, chance = self.loop.network.weather, self.loop.network.chance
         content = bytes(data)
-        cut = chance.randrange(len(content)) if chance.random() < weather.split else 0
-        for piece in (content[:cut], content[cut:]):
-            if piece:
-                self._send(piece)
+        assert self.peer is not None
+        now_ns = self.loop.clock.now_ns
+        if max(self.loop.repeats_until_ns, self.peer.loop.repeats_until_ns) > now_ns:
+            content = _repeated(content)
+        weather, chance = self.loop.network.weather, self.loop.network.chance
+        if weather.split and chance.random() < weather.split:
+            cut = chance.randrange(len(content))
+            if cut:
+                self._send(content[:cut])
+            content = content[cut:]
+        self._send(content)
 
     def _send(self, piece: bytes) -> None:
-        weather, chance = self.loop.network.weather, self.loop.network.chance
-        delay_s = chance.uniform(*weather.latency_s)
-        if chance.random() < weather.slow:
-            delay_s += chance.uniform(0, weather.slow_s)
-        peer = self.peer
+        weather, chance, peer = self.loop.network.weather, self.loop.network.chance, self.peer
         assert peer is not None
+        delay_s = chance.uniform(*weather.latency_s)
+        if weather.slow and chance.random() < weather.slow:
+            delay_s += chance.uniform(0, weather.slow_s)
         self.on_way_bytes += len(piece)
-        now_ns = self.loop._clock.now_ns
-        self.free_ns = max(self.free_ns + APART_NS, now_ns + round(delay_s * NS_PER_S))
-        peer.loop.call_later((self.free_ns - now_ns) / NS_PER_S, peer._arrive, piece)
+        self.free_ns = max(self.free_ns + APART_NS, self.opens_ns(delay_s))
+        peer.loop.at_world(self.free_ns, peer._arrive, piece)
 
     def _arrive(self, piece: bytes) -> None:
         self.unread.append(piece)
@@ -163,7 +211,7 @@ class _Transport(asyncio.Transport):
             if self.protocol is None:
                 self.loop.call_later(0.0001, self._read)
                 return
-            piece = self.unread.pop(0)
+            piece = self.unread.popleft()
             if self.peer is not None:
                 self.peer.on_way_bytes -= len(piece)
             self.protocol.data_received(piece)
@@ -181,8 +229,7 @@ class _Transport(asyncio.Transport):
         """After what was written has left."""
         if not self.closing:
             self.closing = True
-            delay_s = max(0, self.free_ns - self.loop._clock.now_ns) / NS_PER_S + 0.0001
-            self.loop.call_later(delay_s, self._end, None)
+            self.loop.at_world(max(self.free_ns, self.loop.clock.now_ns) + 100 * APART_NS, self._end, None)
 
     def abort(self) -> None:
         self.closing = True
@@ -191,7 +238,7 @@ class _Transport(asyncio.Transport):
     def _end(self, cause: Exception | None) -> None:
         peer = self.peer
         if peer is not None and peer.loop.alive and not peer.lost:
-            peer.loop.call_later(0.001, peer.lose, None)
+            peer.loop.at_world(self.opens_ns(RESET_S), peer.lose, None)
         self.lose(None)
 
     def is_closing(self) -> bool:
@@ -211,4 +258,20 @@ class _Transport(asyncio.Transport):
         self.loop.call_soon(self._read)
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
-        return ("127.0.0.1", id(self) % 60_000) if name == "peername" else default
+        return (self.address, 1024) if name == "peername" else default
+
+
+def _repeated(content: bytes) -> bytes:
+    """Each of the frames that were written at once another time after itself, unless one of them must come once."""
+    frames: list[bytes] = []
+    for body in FrameBuffer().feed(content):
+        frame = len(body).to_bytes(4, "big") + bytes(body)
+        frames += [frame] * (1 if _kind(body) in ONCE else 2)
+    return b"".join(frames)
+
+
+def _kind(body: memoryview) -> str:
+    try:
+        return msgspec.msgpack.decode(body)[0]
+    except (msgspec.DecodeError, TypeError, IndexError):  # a liar's
+        return ""

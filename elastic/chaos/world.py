@@ -7,7 +7,7 @@ import heapq
 import itertools
 import shutil
 import tempfile
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping, MutableMapping
 from contextvars import copy_context
 from pathlib import Path
 from random import Random
@@ -18,19 +18,24 @@ import structlog
 
 from elastic import compose, wire
 from elastic.chaos.cloud import Cloud, CloudProvider
-from elastic.chaos.faults import Fault, FaultKind, Plan, draw_plan
-from elastic.chaos.journal import SteppedJournal
+from elastic.chaos.disk import Disk, SteppedJournal
+from elastic.chaos.faults import Fault, FaultKind, WorldPlan, draw_plan
 from elastic.chaos.judge import judge
-from elastic.chaos.loops import Clock
+from elastic.chaos.loops import Machine, WorldClock
 from elastic.chaos.models import (
     VOCABULARY,
+    Mishap,
+    ModelDevice,
     ModelEngine,
     ModelEnvironment,
+    ModelPool,
     ModelTrainer,
     NoSettings,
     Weights,
 )
 from elastic.chaos.network import Network, NetworkLoop
+from elastic.chaos.strikes import STOPPED, strike
+from elastic.chaos.witness import Witness
 from elastic.compose.incarnations import PreviousIncarnation, former_of, journaled
 from elastic.config import Config, validate
 from elastic.core.scheduler import Scheduler
@@ -39,7 +44,7 @@ from elastic.endpoint import Endpoint
 from elastic.offload import Lane, lanes
 from elastic.run_secrets import RunSecrets
 from elastic.runtime import states
-from elastic.runtime.journal import RunDirectory
+from elastic.runtime.journal import JournalError, RunDirectory
 from elastic.runtime.orchestrator import Orchestrator, Wiring
 from elastic.worker.agent import run_agent
 from elastic.worker.connection import Ticket
@@ -49,25 +54,28 @@ RUN = "run"
 ELASTIC = "reserved"
 ORCHESTRATOR_TIMEOUT_S = 20.0
 LIVENESS_S = 240.0
-"""For the run to end once nothing goes wrong any more."""
+"""For the run to end once nothing goes wrong any more, where turns are short."""
+TURNS_MAX = 4
 STEPS_MAX = 3_000_000
 WORK_NS = 2_000
 """What a step of a process takes at least; nothing takes no time."""
+BEGIN_AGAIN_S = 1.0
+"""After which somebody resumes a run that has ended for want of its disk."""
 
 
 class WorldFailed(AssertionError):
-    """A world went wrong; `seed` is all that is needed to see it again."""
+    """A world went wrong; its plan, which a seed draws, is all that is needed to see it again."""
 
-    def __init__(self, seed: int, found: str) -> None:
-        self.seed = seed
-        super().__init__(f"seed {seed}: {found}")
+    def __init__(self, plan: WorldPlan, found: str, cause: Exception) -> None:
+        self.plan = plan
+        self.cause = cause
+        super().__init__(f"seed {plan.seed}: {found}\nreplay it: {plan.command()}")
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """What a world came to; `history` hashes all that its run's incarnations have journaled."""
 
     seed: int
-    failed: str
     ended_s: float
     events: int
     incarnations: int
@@ -78,17 +86,37 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 class Process:
     """A simulated process: a loop, and what runs on it."""
 
-    def __init__(self, world: "World", name: str, work: Callable[[], Coroutine[Any, Any, Any]]) -> None:
+    def __init__(
+        self, name: str, loop: NetworkLoop, work: Callable[[], Coroutine[Any, Any, Any]], device: ModelDevice
+    ) -> None:
         self.name = name
+        self.loop = loop
+        self.device = device
         self.frozen_until_ns: Nanoseconds = 0
-        self.loop = NetworkLoop(world.clock, world.network)
+        self.callbacks_left: int | None = None
+        """After which it is killed."""
+        self.at_its_end: Callable[[], None] = lambda: None
         context = copy_context()
-        context.run(lanes.set, lambda _: LoopLane(self.loop))
-        self.main = self.loop.create_task(work(), context=context)
+        context.run(lanes.set, lambda _: LoopLane(loop))
+        self.main = loop.create_task(work(), context=context)
 
     @property
     def alive(self) -> bool:
         return self.loop.alive
+
+    def end_after(self, callbacks: int, then: Callable[[], None]) -> None:
+        """Let it run for so many more callbacks, wherever that is, and kill it."""
+        if self.callbacks_left is None:
+            self.callbacks_left, self.at_its_end = callbacks, then
+
+    def step(self) -> None:
+        if self.callbacks_left is None:
+            self.loop.step()
+        elif self.callbacks_left:
+            self.callbacks_left -= 1
+            self.loop.step(1)
+        else:
+            self.at_its_end()
 
 
 class LoopLane(Lane):
@@ -106,7 +134,8 @@ class LoopLane(Lane):
         pass
 
 
-def config_of(plan: Plan) -> Config:
+def config_of(plan: WorldPlan) -> Config:
+    long = plan.token_s > 1
     return validate(
         Config,
         {
@@ -120,8 +149,8 @@ def config_of(plan: Plan) -> Config:
             "rollout": {
                 "groups": plan.groups,
                 "group_size": 2,
-                "max_turns": 4,
-                "max_tokens_per_turn": 24,
+                "max_turns": 1 if long else TURNS_MAX,
+                "max_tokens_per_turn": plan.max_tokens,
                 "staleness_bound": plan.staleness_bound,
             },
             "trainer": {
@@ -130,10 +159,22 @@ def config_of(plan: Plan) -> Config:
                 "checkpoint_every_steps": plan.checkpoint_every,
                 "step_timeout_s": 30,
             },
-            "engine": {"max_context_tokens": 4096, "max_batch": 8, "max_pending": 4},
+            "engine": {"max_context_tokens": 4096, "max_batch": plan.max_batch, "max_pending": plan.max_pending},
             "seeding": {"window_s": 0.2, "reserved_engines": 2},
-            "scheduler": {"boot_timeout_s": 20, "load_timeout_s": 20, "retry_base_s": 0.2, "retry_max_s": 2},
+            "scheduler": {
+                "boot_timeout_s": 20,
+                "load_timeout_s": 20,
+                "retry_base_s": 0.2,
+                "retry_max_s": 2,
+                "heartbeat_interval_s": 5 if long else 0.5,
+                "heartbeat_timeout_s": 15 if long else 3,
+                "stall_timeout_s": 100 if long else 4,
+                "turn_stall_timeout_s": 100 if long else 20,
+            },
+            "rewards": {"timeout_s": 2, "max_retries": 8},
+            "environment": {"step_timeout_s": 3},
             "weights": {"mode": "keep", "pull_timeout_s": 10},
+            "journal": {"durable_against": plan.durable_against, "pending_mb": plan.pending_mb},
             "providers": {ELASTIC: {"max_workers": plan.places}},
         },
         "chaos",
@@ -141,21 +182,38 @@ def config_of(plan: Plan) -> Config:
 
 
 class World:
-    def __init__(self, plan: Plan) -> None:
+    """`tell` hears what its processes log, and what befalls them."""
+
+    def __init__(self, plan: WorldPlan, tell: Callable[[str], None] | None = None) -> None:
         self.plan = plan
-        self.clock = Clock()
+        self._tell = tell
+        self.clock = WorldClock()
         self.chance = Random(f"{plan.seed}/world")
         self.network = Network(Random(f"{plan.seed}/network"))
+        self.witness = Witness(lambda: self.clock.now_ns, Random(f"{plan.seed}/witness"))
+        self.network.dialled = self._dialled
+        self.disk = Disk(
+            Random(f"{plan.seed}/disk"),
+            loses_power=any(fault.kind is FaultKind.POWER for fault in plan.faults),
+            lies=plan.lying_disk,
+        )
+        self.machine = Machine(self.clock)
+        """The orchestrator's."""
         self.processes: list[Process] = []
         self.weights = Weights()
-        self.struck = 0
         self.incarnations = 0
         self.result: str | None = None
+        self.orchestrator: Process | None = None
+        self.shell: Orchestrator | None = None
+        """What runs in the orchestrator's process, or did last."""
+        self.address = ""
+        self.relay_down_until_ns = self.environments_down_until_ns = self.functions_down_until_ns = 0
+        self._alive: list[Process] = []
+        self._struck = 0
         self._saved = Weights()
         self._numbers = itertools.count()
         self._published: set[int] = set()
         self._later: list[tuple[Nanoseconds, int, Callable[[], None]]] = []
-        self._orchestrator: Process | None = None
         self._workers: dict[WorkerId, Process] = {}
         self._directory = Path(tempfile.mkdtemp(prefix="elastic-chaos-", dir=_memory()))
         self.run = RunDirectory(self._directory / RUN)
@@ -176,80 +234,152 @@ class World:
         when_ns = self.clock.now_ns + round(delay_s * NS_PER_S)
         heapq.heappush(self._later, (when_ns, next(self._numbers), action))
 
+    def until_ns(self, duration_s: float) -> Nanoseconds:
+        return self.clock.now_ns + round(duration_s * NS_PER_S)
+
     def live(self) -> Outcome:
         """Until the run has ended and nothing is left, or much too long. Raises `WorldFailed`."""
-        with self.clock.governs(f"{self.plan.seed}/code"), _silence():
+        plan = self.plan
+        longest_turn_s = plan.max_tokens * plan.token_s
+        patience_s = LIVENESS_S + 4 * plan.steps * plan.groups * TURNS_MAX * longest_turn_s
+        governed = self.clock.governs(f"{plan.seed}/code", sample_interval_s=max(0.5, longest_turn_s / 100))
+        with governed, self.witness.watches(), self._logged():
             try:
-                self._begin_orchestrator()
-                for fault in self.plan.faults:
+                self.begin_orchestrator()
+                for fault in plan.faults:
                     self.after(fault.at_s, lambda fault=fault: self._strike(fault))
-                self._go_on(self.plan.end_s + LIVENESS_S)
+                self._go_on(plan.end_s + patience_s)
                 judge(self)
                 return self._outcome()
             except Exception as error:
-                raise WorldFailed(
-                    self.plan.seed, f"at {self.clock.now_ns / NS_PER_S:.3f} s: {type(error).__name__}: {error}"
-                ) from error
+                found = f"at {self.clock.now_ns / NS_PER_S:.3f} s: {type(error).__name__}: {error}"
+                raise WorldFailed(plan, found, error) from error
             finally:
                 self._bury()
                 shutil.rmtree(self._directory, ignore_errors=True)
 
+    def _strike(self, fault: Fault) -> None:
+        struck = strike(self, fault)
+        self._struck += struck
+        if struck and self._tell is not None:
+            self._tell(f"{self.clock.now_ns / NS_PER_S:9.3f} *** {fault}")
+
+    @contextlib.contextmanager
+    def _logged(self) -> Iterator[None]:
+        def process(_: Any, level: str, event: MutableMapping[str, Any]) -> Any:
+            if self._tell is not None:
+                what = event.pop("event")
+                told = " ".join(f"{key}={value}" for key, value in event.items())
+                self._tell(f"{self.clock.now_ns / NS_PER_S:9.3f} {level} {what} {told}")
+            raise structlog.DropEvent
+
+        former = structlog.get_config()
+        structlog.configure(processors=[process])
+        try:
+            yield
+        finally:
+            structlog.configure(**former)
+
     def _go_on(self, until_s: float) -> None:
         for _ in range(STEPS_MAX):
-            if self.result is not None and not self._alive():
+            if self.result is not None and not self._alive:
                 return
-            if not self._step(until_s):
+            if not self._step(until_s * NS_PER_S):
                 break
-        alive = [process.name for process in self._alive()]
+        alive = [process.name for process in self._alive]
         raise AssertionError(f"no end: result {self.result!r}, alive {alive}")
 
-    def _alive(self) -> list[Process]:
-        return [process for process in self.processes if process.alive]
-
-    def _step(self, until_s: float) -> bool:
+    def _step(self, until_ns: float) -> bool:
         """Do what comes next, wherever that is."""
-        due: tuple[Nanoseconds, int] | None = None
+        now_ns = self.clock.now_ns
+        due_ns: float = self._later[0][0] if self._later else until_ns + 1
         chosen: Process | None = None
-        if self._later:
-            due = (self._later[0][0], -1)
-        for number, process in enumerate(self._alive()):
+        for process in self._alive:
             next_ns = process.loop.next_ns()
             if next_ns is not None:
-                at = (max(next_ns, process.frozen_until_ns), number)
-                if due is None or at < due:
-                    due, chosen = at, process
-        if due is None or due[0] > until_s * NS_PER_S:
+                if next_ns < process.frozen_until_ns:
+                    next_ns = process.frozen_until_ns
+                if next_ns < due_ns:
+                    due_ns, chosen = next_ns, process
+                    if next_ns <= now_ns:
+                        break
+        if due_ns > until_ns:
             return False
-        self.clock.now_ns = max(self.clock.now_ns, due[0])
+        self.clock.now_ns = max(now_ns, int(due_ns))
         if chosen is None:
             heapq.heappop(self._later)[2]()
-            return True
-        chosen.loop.step()
-        self.clock.now_ns += WORK_NS
-        if chosen.loop.failures:
-            raise AssertionError(f"{chosen.name}: {chosen.loop.failures[0]}")
-        if chosen.main.done():
-            self._ended(chosen)
+        else:
+            chosen.step()
+            self.clock.now_ns += WORK_NS
+            self._look_at(chosen)
         return True
+
+    def _look_at(self, process: Process) -> None:
+        if self.witness.found:
+            raise self.witness.found[0]
+        if process.loop.failures:
+            raise AssertionError(f"{process.name}: {process.loop.failures[0]}")
+        if process.alive and process.main.done():
+            self._ended(process)
 
     # Processes
 
-    def _process(self, name: str, work: Callable[[], Coroutine[Any, Any, Any]]) -> Process:
-        process = Process(self, name, work)
+    def _dialled(self, loop: NetworkLoop) -> None:
+        if any(worker.loop is loop for worker in self.workers()):
+            self.witness.dialled(loop)
+
+    def workers(self) -> list[Process]:
+        """The run's, the trainer's among them."""
+        return [process for process in self._alive if process.name in self._workers]
+
+    def begin(
+        self,
+        name: str,
+        machine: Machine,
+        work: Callable[[], Coroutine[Any, Any, Any]],
+        device: ModelDevice | None = None,
+    ) -> Process:
+        process = Process(
+            name, NetworkLoop(self.clock, machine, self.network), work, device or ModelDevice(lambda: self.clock.now_ns)
+        )
         self.processes.append(process)
+        self._alive.append(process)
         return process
 
-    def _begin_orchestrator(self) -> None:
+    def kill(self, process: Process, *, noticed: bool) -> None:
+        """It is gone. Its peers are told if that is `noticed`, and its provider is, sooner or later."""
+        if not process.alive:
+            return
+        process.loop.kill(noticed)
+        self._alive.remove(process)
+        for cloud in self.clouds.values():
+            cloud.exited(process.name)
+
+    def begin_orchestrator(self) -> None:
         self.incarnations += 1
-        self._orchestrator = self._process(f"orchestrator {self.incarnations}", self._orchestrate)
+        self.orchestrator = self.begin(f"orchestrator {self.incarnations}", self.machine, self._orchestrate)
+
+    def crash_orchestrator(self, down_s: float) -> None:
+        """Kill it; after a while there is another one."""
+        if self.orchestrator is None:
+            return
+        self.kill(self.orchestrator, noticed=True)
+        self._begin_again(down_s)
+
+    def _begin_again(self, down_s: float) -> None:
+        self.witness.all_ail(down_s)
+        self.orchestrator = None
+        for cloud in self.clouds.values():
+            cloud.listener = None
+        self.after(down_s, self.begin_orchestrator)
 
     async def _orchestrate(self) -> str:
         """As `elastic.compose.execute`, around models."""
-        config, run = self.config, self.run
+        config, run, plan = self.config, self.run, self.plan
         former = former_of(run, config) if self.incarnations > 1 else PreviousIncarnation()
-        plan = compose.resolve(config, [ELASTIC], "chaos")
-        scheduler = Scheduler(compose.run_plan(plan), compose.limits(config), compose.policies(config), 0)
-        secrets = RunSecrets(b"%32d" % self.plan.seed)
+        resolved = compose.resolve(config, [ELASTIC], "chaos")
+        scheduler = Scheduler(compose.run_plan(resolved), compose.limits(config), compose.policies(config), 0)
+        secrets = RunSecrets(b"%32d" % plan.seed)
         notes = {
             "run": RUN,
             "status": compose.RUNNING,
@@ -257,24 +387,46 @@ class World:
             "providers": ELASTIC,
             "seed": str(config.run.seed),
         } | former.notes_to_keep()
-        journal = SteppedJournal(run.next_journal_path(), config.journal.commit_interval_s, notes)
+        journal = SteppedJournal(
+            run.next_journal_path(),
+            config.journal.commit_interval_s,
+            config.journal.durable_against,
+            round(config.journal.pending_mb * 2**20),
+            notes,
+            self.disk,
+        )
+        self.witness.core = scheduler
         with journaled(journal, scheduler) as ending:
             wiring = Wiring(
                 make_providers=self._providers,
-                make_environment=lambda: ModelEnvironment(NoSettings()),
+                make_environment=lambda: ModelEnvironment(NoSettings(), self._environment_mishap),
                 stop_token_ids=ModelEnvironment.stop_token_ids,
                 welcome=self._welcome(),
                 secrets=secrets,
                 kept=run,
+                make_reward_pool=(lambda meter: ModelPool(meter, self._function_mishap)) if plan.scored else None,
             )
             orchestrator = Orchestrator(
-                config, scheduler, journal, wiring, former.taken_up(), clock_ns=lambda: self.clock.now_ns
+                config, scheduler, journal, wiring, former.taken_up(), clock_ns=self.machine.monotonic_ns
             )
+            self.shell = orchestrator
             failed = await orchestrator.run()
             ending.conclude(failed)
         return failed
 
+    def _environment_mishap(self) -> Mishap | None:
+        return self._mishap(self.environments_down_until_ns)
+
+    def _function_mishap(self) -> Mishap | None:
+        return self._mishap(self.functions_down_until_ns)
+
+    def _mishap(self, until_ns: Nanoseconds) -> Mishap | None:
+        if self.clock.now_ns >= until_ns or self.chance.random() < 2 / 3:
+            return None
+        return self.chance.choice((Mishap.RAISES, Mishap.HANGS))
+
     def _providers(self, endpoint: Endpoint, now_ns: Callable[[], Nanoseconds]) -> Mapping[str, Provider]:
+        self.address = endpoint.address
         context = self._context(endpoint, now_ns)
         found = {name: CloudProvider(cloud, context) for name, cloud in self.clouds.items()}
         return cast("Mapping[str, Provider]", found)
@@ -297,7 +449,7 @@ class World:
             epoch=0,
             heartbeat_interval_s=s.heartbeat_interval_s,
             flush_interval_s=s.flush_interval_s,
-            silence_timeout_s=2.0,
+            silence_timeout_s=s.heartbeat_timeout_s * 2 / 3,
             engine=self.config.engine.model_dump(mode="json"),
             model={"vocab_size": VOCABULARY},
             relay="",
@@ -310,18 +462,28 @@ class World:
         )
 
     def _boot(self, endpoint: Endpoint, ticket: WorkerTicket, trains: bool) -> None:
+        plan, device = self.plan, ModelDevice(lambda: self.clock.now_ns)
+        machine = Machine(self.clock, 1 + self.chance.uniform(-plan.drift, plan.drift))
+        there = self._to_be_had
+
+        def engine(_: wire.Welcome) -> ModelEngine:
+            return ModelEngine(machine.monotonic_ns, device, plan.max_batch, plan.max_pending, plan.token_s, there)
+
         def work() -> Coroutine[Any, Any, Any]:
-            trainer = ModelTrainer(self._saved.copy, self._save, self._published.add) if trains else None
             return run_agent(
                 Ticket(
                     endpoint=endpoint, run=RUN, worker=ticket.worker, token=ticket.token, wait_s=ORCHESTRATOR_TIMEOUT_S
                 ),
-                lambda _: ModelEngine(lambda: self.clock.now_ns, self._published.__contains__),
-                trainer=trainer,
-                born_ns=self.clock.now_ns,
+                engine,
+                share=None if trains else device,
+                trainer=ModelTrainer(self._saved.copy, self._save, self._published.add) if trains else None,
+                born_ns=machine.monotonic_ns(),
             )
 
-        self._workers[ticket.worker] = self._process(ticket.worker, work)
+        self._workers[ticket.worker] = self.begin(ticket.worker, machine, work, device)
+
+    def _to_be_had(self, version: int) -> bool:
+        return version in self._published and self.clock.now_ns >= self.relay_down_until_ns
 
     def _save(self, weights: Weights) -> None:
         self.weights = weights
@@ -333,61 +495,20 @@ class World:
     def _end_worker(self, worker: WorkerId) -> None:
         process = self._workers.get(worker)
         if process is not None and process.alive:
+            self.witness.ails(worker)
             process.loop.kill(noticed=True)
+            self._alive.remove(process)
 
     def _ended(self, process: Process) -> None:
         """It has come to its end by itself."""
-        process.loop.kill(noticed=True)
-        if process is self._orchestrator:
-            self.result = process.main.result()
+        self.kill(process, noticed=True)
+        if process is not self.orchestrator:
+            return
+        error = process.main.exception()
+        if isinstance(error, JournalError) or process.main.result() == STOPPED:
+            self._begin_again(BEGIN_AGAIN_S)
         else:
-            for cloud in self.clouds.values():
-                cloud.exited(process.name)
-
-    # Faults
-
-    def _strike(self, fault: Fault) -> None:
-        workers = [p for p in self._alive() if p is not self._orchestrator]
-        trainers = [p for p in workers if p.name.startswith(compose.TRAINER_PROVIDER)]
-        others = [p for p in workers if p not in trainers]
-        picked = others[int(fault.target * len(others))] if others else None
-        match fault.kind:
-            case FaultKind.KILL_WORKER if picked is not None:
-                self._kill(picked, noticed=fault.chance < 1 / 2)
-            case FaultKind.KILL_TRAINER if trainers:
-                self._kill(trainers[0], noticed=True)
-            case FaultKind.KILL_ORCHESTRATOR if self._orchestrator is not None and self.result is None:
-                self._crash(fault)
-            case FaultKind.KILL_BOTH if self._orchestrator is not None and trainers and self.result is None:
-                self._kill(trainers[0], noticed=True)
-                self._crash(fault)
-            case FaultKind.FREEZE if picked is not None:
-                picked.frozen_until_ns = self.clock.now_ns + round(fault.duration_s * NS_PER_S)
-            case FaultKind.HOLD_UP if self._orchestrator is not None:
-                self._orchestrator.frozen_until_ns = self.clock.now_ns + round(fault.duration_s * NS_PER_S)
-            case FaultKind.CUT if picked is not None:
-                for transport in list(picked.loop.transports):
-                    transport.abort()
-            case FaultKind.PREEMPT if picked is not None:
-                self.clouds[ELASTIC].warn(picked.name, self.clock.now_ns, fault.duration_s)
-            case FaultKind.WEATHER:
-                self.network.weather = fault.weather(self.network.weather)
-            case _:
-                return
-        self.struck += 1
-
-    def _kill(self, process: Process, *, noticed: bool) -> None:
-        process.loop.kill(noticed)
-        for cloud in self.clouds.values():
-            cloud.exited(process.name)
-
-    def _crash(self, fault: Fault) -> None:
-        assert self._orchestrator is not None
-        self._orchestrator.loop.kill(noticed=True)
-        self._orchestrator = None
-        for cloud in self.clouds.values():
-            cloud.listener = None
-        self.after(fault.duration_s, self._begin_orchestrator)
+            self.result = process.main.result()
 
     # The end
 
@@ -400,11 +521,10 @@ class World:
                     events += 1
         return Outcome(
             seed=self.plan.seed,
-            failed=self.result or "",
             ended_s=self.clock.now_ns / NS_PER_S,
             events=events,
             incarnations=self.incarnations,
-            faults=self.struck,
+            faults=self._struck,
             history=history.hexdigest(),
         )
 
@@ -421,21 +541,6 @@ def _memory() -> str | None:
     return "/dev/shm" if Path("/dev/shm").is_dir() else None
 
 
-@contextlib.contextmanager
-def _silence() -> Iterator[None]:
-    """What the processes log is nobody's to read."""
-    former = structlog.get_config()
-    structlog.configure(processors=[_drop])
-    try:
-        yield
-    finally:
-        structlog.configure(**former)
-
-
-def _drop(*_: Any) -> Any:
-    raise structlog.DropEvent
-
-
-def simulate(seed: int, plan: Plan | None = None) -> Outcome:
+def simulate(seed: int, plan: WorldPlan | None = None) -> Outcome:
     """Live through one world. What is not given is drawn from the seed. Raises `WorldFailed`."""
     return World(plan or draw_plan(seed)).live()

@@ -1,0 +1,170 @@
+"""The orchestrator's disk: slow, full, or without power, and then it has kept what had been synced, maybe more.
+
+The journal on it is the production one without its thread: it commits when the process's loop gets round to it.
+"""
+
+import asyncio
+import errno
+import os
+from collections.abc import Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from random import Random
+
+from elastic.chaos.loops import ProcessLoop
+from elastic.core.types import Nanoseconds
+from elastic.runtime.journal import JournalError, SqliteJournal
+
+SECTOR_BYTES = 512
+FULL = 2
+"""SQLite's name for a sync at each commit; with less it syncs where it moves the log into the database."""
+CHECKPOINT_PAGES = 60
+"""So that journals of worlds are long enough for the log to be moved into the database now and then."""
+ENDLESS_PAGES = 2**30
+
+
+class Disk:
+    """What a journal's files are kept on. `lies`: what it says to have synced it has not.
+
+    What it keeps is followed only if it `loses_power` some time.
+    """
+
+    def __init__(self, chance: Random, *, loses_power: bool, lies: bool) -> None:
+        self.slow_until_ns: Nanoseconds = 0
+        self.slow_s = 0.0
+        """What a commit takes besides meanwhile."""
+        self.full_until_ns: Nanoseconds = 0
+        self.lies = lies
+        self.forgot = False
+        """Whether something was lost with its power."""
+        self._chance = chance
+        self._loses_power = loses_power
+        self._named = False
+        """Whether the newest journal's name is in the directory for certain: once its log has been synced."""
+        self._database = self._log = b""
+        """What is certain to be in its files."""
+        self._journal: SteppedJournal | None = None
+        self._commits = 0
+
+    def begun(self, journal: "SteppedJournal") -> None:
+        """A journal has been made, and its database synced."""
+        self._journal = journal
+        if self._loses_power:
+            self._named, self._database, self._log = False, journal.path.read_bytes(), b""
+            self._commits = 0
+
+    def committed(self, path: Path, synced: bool) -> None:
+        """A transaction has been committed to the journal, and its log `synced` or not.
+
+        The log is also synced before it is moved into the database, and that after it.
+        """
+        self._commits += 1
+        if not self._loses_power or self.lies:
+            return
+        database = path.read_bytes()
+        if synced or database != self._database:
+            self._named, self._database, self._log = True, database, _log(path).read_bytes()
+
+    def lose_power(self) -> None:
+        """Leave of the newest journal what was kept, and of what was not any part."""
+        if self._journal is None:
+            return
+        path, log = self._journal.path, _log(self._journal.path)
+        database, written = path.read_bytes(), log.read_bytes()
+        self._journal.forsake()  # In this process SQLite would go on with what it knows of the files.
+        if not self._named and self._chance.random() < 1 / 4:
+            path.unlink()
+            self.forgot |= self._commits > 0
+        else:
+            left = self._mixed(self._log, written)
+            self.forgot |= left != written
+            path.write_bytes(database)
+            log.write_bytes(left)
+        self._journal = None
+
+    def _mixed(self, kept: bytes, now: bytes) -> bytes:
+        """What was written since it was synced is there up to some sector, torn there; later ones may be, too."""
+        if kept == now:
+            return now
+        sectors = range(0, len(now), SECTOR_BYTES)
+        until = self._chance.randint(0, len(sectors)) * SECTOR_BYTES
+        later = self._chance.choice((0.0, 0.5))
+        mixed = bytearray(kept.ljust(len(now), b"\0"))
+        for at in sectors:
+            if at < until or self._chance.random() < later:
+                mixed[at : at + SECTOR_BYTES] = now[at : at + SECTOR_BYTES]
+        return bytes(mixed)
+
+
+def _log(path: Path) -> Path:
+    return path.with_name(f"{path.name}-wal")
+
+
+class SteppedJournal(SqliteJournal):
+    """Its files are in memory: what a disk does to them, `disk` does."""
+
+    def __init__(
+        self,
+        path: Path,
+        commit_interval_s: float,
+        durable_against: str,
+        pending_bytes: int,
+        notes: Mapping[str, str],
+        disk: Disk,
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, ProcessLoop)
+        self._loop = loop
+        self._disk = disk
+        self._ticks = False
+        if disk.full_until_ns > loop.clock.now_ns:
+            raise JournalError(f"{path}: {os.strerror(errno.ENOSPC)}")
+        super().__init__(
+            path, commit_interval_s, durable_against=durable_against, pending_bytes=pending_bytes, notes=notes
+        )
+        (level,) = self._connection.execute("PRAGMA synchronous").fetchone()
+        self._synced = level >= FULL
+        self._connection.execute("PRAGMA synchronous=OFF")
+        self._connection.execute(f"PRAGMA wal_autocheckpoint={0 if disk.lies else CHECKPOINT_PAGES}")
+        disk.begun(self)
+
+    def durable(self) -> "Future[None]":
+        future = super().durable()
+        if not future.done():
+            self._write_after(self._loop.offload_s())
+        return future
+
+    def _put(self, put: object, size_bytes: int) -> None:
+        super()._put(put, size_bytes)  # pyright: ignore[reportArgumentType]
+        if self._hurry:
+            self._write_after(self._loop.offload_s())
+        elif not self._ticks:
+            self._ticks = True
+            self._write_after(self._interval_s)
+
+    def _write_after(self, delay_s: float) -> None:
+        if self._disk.slow_until_ns > self._loop.clock.now_ns:
+            delay_s += self._disk.slow_s
+        self._loop.call_later(delay_s, self._tick)
+
+    def _start(self) -> None:
+        pass
+
+    def _tick(self) -> None:
+        self._ticks = False
+        if not self._closed:
+            self._write_once()
+
+    def _commit(self, batch: object) -> None:
+        full = self._disk.full_until_ns > self._loop.clock.now_ns
+        pages = 1 if full else ENDLESS_PAGES  # One page is less than there are: not one more can be had.
+        self._connection.execute(f"PRAGMA max_page_count={pages}")
+        super()._commit(batch)  # pyright: ignore[reportArgumentType]
+        self._disk.committed(self.path, self._synced)
+
+    def _finish(self) -> None:
+        self._write_once()
+
+    def forsake(self) -> None:
+        """Close its files as they are, or will be: whoever has power again finds others."""
+        self._connection.close()

@@ -1,0 +1,51 @@
+"""Peers that have no business with the run: they connect, say little of use, and stay as long as they are let."""
+
+import asyncio
+from random import Random
+
+from elastic import wire
+from elastic.chaos.network import NetworkLoop
+
+STAY_S = 8.0
+
+
+class _Stranger(asyncio.Protocol):
+    """Says something, or nothing, and leaves with what it hears."""
+
+    def __init__(self, says: bytes) -> None:
+        self._says = says
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        transport.write(self._says)
+
+
+async def flood(chance: Random, count: int, address: str, run: str, worker: str) -> None:
+    """Open so many connections in a moment, and let them be."""
+    host, _, port = address.rpartition(":")
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, NetworkLoop)
+    for _ in range(count):
+        try:
+            await loop.create_connection(lambda: _Stranger(_words(chance, run, worker)), host, int(port))
+        except OSError:
+            return
+    await asyncio.sleep(STAY_S)
+    for transport in list(loop.transports):
+        transport.abort()
+
+
+def _words(chance: Random, run: str, worker: str) -> bytes:
+    """Nothing, noise, half a message, or a Hello that is not believed."""
+    version, who = wire.PROTOCOL_VERSION, "stranger"
+    hello = wire.encode(wire.Hello(version, worker, "guessed", chance.random() < 1 / 2, 1, who, run))
+    return chance.choice(
+        (
+            b"",
+            chance.randbytes(chance.randint(1, 64)),
+            hello[: chance.randrange(len(hello))],
+            hello,
+            wire.encode(wire.Hello(version, worker, "guessed", False, 1, who, "no run")),
+            (2**31).to_bytes(4, "big"),
+        )
+    )

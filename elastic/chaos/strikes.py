@@ -1,0 +1,258 @@
+"""How each fault is done to a world."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING
+
+from elastic.chaos.faults import Fault, FaultKind
+from elastic.chaos.loops import Machine
+from elastic.chaos.strangers import flood
+from elastic.compose import TRAINER_PROVIDER
+from elastic.core.types import NS_PER_S, EndCause
+from elastic.sim.lies import KINDS, Liar
+
+if TYPE_CHECKING:
+    from elastic.chaos.world import Process, World
+
+STOPPED = "somebody had it stop"
+CALLBACKS_MAX = 60
+"""That a process runs on before it is killed: so that it dies between any two of them."""
+LEAP_S = 10_000.0
+LIES = 12
+STRANGERS_MAX = 3000
+SLOWNESS_MAX = 10.0
+SLOW_COMMIT_S = 0.5
+
+
+def strike(world: "World", fault: Fault) -> bool:
+    """Have the fault befall whom it is meant for; whether there is anybody."""
+    if fault.kind in _OF_THE_RUN:
+        if world.orchestrator is None or world.result is not None:
+            return False
+        _OF_THE_RUN[fault.kind](world, world.orchestrator, fault)
+        return True
+    if fault.kind in _OF_ALL:
+        _OF_ALL[fault.kind](world, fault)
+        return True
+    picked = _picked(world, fault)
+    if picked is None:
+        return False
+    world.witness.ails(picked.name, fault.duration_s)
+    return _OF_ONE[fault.kind](world, picked, fault)
+
+
+def _picked(world: "World", fault: Fault) -> "Process | None":
+    """The trainer's worker bears connections that break, and pauses; everything else is others'."""
+    workers = world.workers()
+    trainers = [worker for worker in workers if _trains(worker)]
+    if fault.kind is FaultKind.KILL_TRAINER:
+        return trainers[0] if trainers else None
+    if fault.kind not in _OF_TRAINERS_TOO:
+        workers = [worker for worker in workers if not _trains(worker)]
+    return workers[int(fault.target * len(workers))] if workers else None
+
+
+def _trains(worker: "Process") -> bool:
+    return worker.name.startswith(TRAINER_PROVIDER)
+
+
+# What befalls one worker
+
+
+def _kill(world: "World", worker: "Process", fault: Fault) -> bool:
+    noticed = fault.chance < 1 / 2 or _trains(worker)
+    callbacks = int(fault.duration_s * CALLBACKS_MAX) % CALLBACKS_MAX
+    worker.end_after(callbacks, partial(world.kill, worker, noticed=noticed))
+    return True
+
+
+def _freeze(world: "World", worker: "Process", fault: Fault) -> bool:
+    worker.frozen_until_ns = max(worker.frozen_until_ns, world.until_ns(fault.duration_s))
+    if fault.chance < 1 / 3:
+        worker.loop.machine.suspend(round(fault.duration_s * NS_PER_S))
+    return True
+
+
+def _cut(world: "World", worker: "Process", fault: Fault) -> bool:
+    for transport in list(worker.loop.transports):
+        transport.abort()
+    return True
+
+
+def _stall(world: "World", worker: "Process", fault: Fault) -> bool:
+    worker.loop.stall(world.until_ns(fault.duration_s))
+    return True
+
+
+def _repeat(world: "World", worker: "Process", fault: Fault) -> bool:
+    worker.loop.repeats_until_ns = world.until_ns(fault.duration_s)
+    return True
+
+
+def _preempt(world: "World", worker: "Process", fault: Fault) -> bool:
+    for cloud in world.clouds.values():
+        if (lease := cloud.lease_of(worker.name)) is not None:
+            cloud.warn(lease, fault.duration_s)
+            return True
+    return False
+
+
+def _take(world: "World", worker: "Process", fault: Fault) -> bool:
+    for cloud in world.clouds.values():
+        if (lease := cloud.lease_of(worker.name)) is not None:
+            cloud.end(lease, EndCause.PREEMPTED)
+            return True
+    return False
+
+
+def _hang(world: "World", worker: "Process", fault: Fault) -> bool:
+    worker.device.hangs_until_ns = world.until_ns(fault.duration_s)
+    return True
+
+
+def _slow(world: "World", worker: "Process", fault: Fault) -> bool:
+    worker.device.slow_until_ns = world.until_ns(fault.duration_s)
+    worker.device.slowness = 1 + fault.chance * SLOWNESS_MAX
+    world.witness.ails(worker.name, fault.duration_s + worker.device.slowness * world.plan.token_s)
+    return True
+
+
+def _decline(world: "World", worker: "Process", fault: Fault) -> bool:
+    worker.device.held_until_ns = world.until_ns(fault.duration_s)
+    worker.device.honest = fault.chance < 1 / 2
+    return True
+
+
+def _lie(world: "World", worker: "Process", fault: Fault) -> bool:
+    """Frames that no truthful worker sends, between those that it does."""
+    core = world.witness.core
+    if core is None or not worker.loop.transports:
+        return False
+    world.witness.lies(worker.name)
+    liar = Liar(world.chance, lambda: [*core.turns.live, worker.name, "group", "x"])
+    for transport in list(worker.loop.transports):
+        for _ in range(world.chance.randint(1, LIES)):
+            body = liar.frame(world.chance.choice(KINDS))
+            transport.write(len(body).to_bytes(4, "big") + body)
+    return True
+
+
+# What befalls the orchestrator
+
+
+def _kill_orchestrator(world: "World", orchestrator: "Process", fault: Fault) -> None:
+    callbacks = int(fault.target * CALLBACKS_MAX)
+    orchestrator.end_after(callbacks, partial(world.crash_orchestrator, fault.duration_s))
+
+
+def _kill_both(world: "World", orchestrator: "Process", fault: Fault) -> None:
+    for worker in filter(_trains, world.workers()):
+        world.witness.ails(worker.name)
+        world.kill(worker, noticed=True)
+    _kill_orchestrator(world, orchestrator, fault)
+
+
+def _lose_power(world: "World", orchestrator: "Process", fault: Fault) -> None:
+    if fault.chance < 1 / 3:
+        for worker in filter(_trains, world.workers()):
+            world.kill(worker, noticed=True)
+    world.crash_orchestrator(fault.duration_s)
+    world.disk.lose_power()
+    world.machine.reboot()
+
+
+def _stop(world: "World", orchestrator: "Process", fault: Fault) -> None:
+    if world.shell is not None:
+        world.shell.stop(STOPPED)
+
+
+def _hold_up(world: "World", orchestrator: "Process", fault: Fault) -> None:
+    """It excuses no fence: nobody was silent but itself. Connections are another thing."""
+    world.witness.connections_ail(fault.duration_s)
+    orchestrator.frozen_until_ns = world.until_ns(fault.duration_s)
+
+
+# What befalls everybody
+
+
+def _weather(world: "World", fault: Fault) -> None:
+    was_bad = world.network.weather.bad
+    world.network.weather = fault.weather()
+    if was_bad or world.network.weather.bad:
+        following = [f.at_s for f in world.plan.faults if f.kind is FaultKind.WEATHER and f.at_s > fault.at_s]
+        world.witness.all_ail(min(following, default=fault.at_s) - fault.at_s)
+
+
+def _flood(world: "World", fault: Fault) -> None:
+    count = int(STRANGERS_MAX ** (0.4 + 0.6 * fault.chance))
+    target = next((worker.name for worker in world.workers()), "nobody")
+    coming = partial(flood, world.chance, count, world.address, world.config.run.name, target)
+    if world.address:
+        world.begin("strangers", Machine(world.clock), coming)
+
+
+def _descriptors(world: "World", fault: Fault) -> None:
+    world.witness.all_ail(fault.duration_s)
+    if world.orchestrator is not None:
+        world.orchestrator.loop.no_descriptors_until_ns = world.until_ns(fault.duration_s)
+
+
+def _relay(world: "World", fault: Fault) -> None:
+    world.witness.all_ail(fault.duration_s)
+    world.relay_down_until_ns = world.until_ns(fault.duration_s)
+
+
+def _calendar(world: "World", fault: Fault) -> None:
+    world.machine.ahead_ns += round((fault.chance - 1 / 2) * LEAP_S * NS_PER_S)
+
+
+def _slow_disk(world: "World", fault: Fault) -> None:
+    world.disk.slow_until_ns = world.until_ns(fault.duration_s)
+    world.disk.slow_s = fault.chance * SLOW_COMMIT_S
+
+
+def _full_disk(world: "World", fault: Fault) -> None:
+    world.disk.full_until_ns = world.until_ns(fault.duration_s)
+
+
+def _environment(world: "World", fault: Fault) -> None:
+    world.environments_down_until_ns = world.until_ns(fault.duration_s)
+
+
+def _functions(world: "World", fault: Fault) -> None:
+    world.functions_down_until_ns = world.until_ns(fault.duration_s)
+
+
+_OF_TRAINERS_TOO = frozenset({FaultKind.FREEZE, FaultKind.CUT, FaultKind.STALL, FaultKind.REPEAT})
+_OF_ONE: "Mapping[FaultKind, Callable[[World, Process, Fault], bool]]" = {
+    FaultKind.KILL_WORKER: _kill,
+    FaultKind.KILL_TRAINER: _kill,
+    FaultKind.FREEZE: _freeze,
+    FaultKind.CUT: _cut,
+    FaultKind.STALL: _stall,
+    FaultKind.REPEAT: _repeat,
+    FaultKind.PREEMPT: _preempt,
+    FaultKind.TAKE: _take,
+    FaultKind.HANG: _hang,
+    FaultKind.SLOW: _slow,
+    FaultKind.DECLINE: _decline,
+    FaultKind.LIE: _lie,
+}
+_OF_THE_RUN: "Mapping[FaultKind, Callable[[World, Process, Fault], None]]" = {
+    FaultKind.KILL_ORCHESTRATOR: _kill_orchestrator,
+    FaultKind.KILL_BOTH: _kill_both,
+    FaultKind.POWER: _lose_power,
+    FaultKind.STOP: _stop,
+    FaultKind.HOLD_UP: _hold_up,
+}
+_OF_ALL: "Mapping[FaultKind, Callable[[World, Fault], None]]" = {
+    FaultKind.WEATHER: _weather,
+    FaultKind.FLOOD: _flood,
+    FaultKind.DESCRIPTORS: _descriptors,
+    FaultKind.RELAY: _relay,
+    FaultKind.CALENDAR: _calendar,
+    FaultKind.SLOW_DISK: _slow_disk,
+    FaultKind.FULL_DISK: _full_disk,
+    FaultKind.ENVIRONMENT: _environment,
+    FaultKind.FUNCTIONS: _functions,
+}

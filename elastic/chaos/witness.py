@@ -1,0 +1,189 @@
+"""Sees what the core is told and what it orders, and holds it against what is true in the world.
+
+- The core's invariants hold.
+- Nothing is done without need: a worker that nothing ails is not fenced, its turns are neither moved nor sent again,
+  and whoever has failed is left alone for a while before it is tried again.
+"""
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from enum import StrEnum
+from random import Random
+
+from elastic.core import commands as c
+from elastic.core import events as e
+from elastic.core.invariants import check
+from elastic.core.scheduler import Scheduler
+from elastic.core.turns import Turn
+from elastic.core.types import NS_PER_S, EndCause, Nanoseconds, TurnId, TurnState, WorkerId
+
+CHECKED = 1 / 24
+"""Of the events: the whole state is gone through after these."""
+AFTERMATH_S = 8.0
+"""How long what has befallen somebody may still be the cause of something."""
+DIALS_MAX, DIALS_WITHIN_S = 60, 5.0
+"""More attempts to connect than these are made by nobody who backs off."""
+OF_NO_CONCERN = ("its lease ended", "it has no live lease", "expired", "lost", "released")
+"""Reasons for a fence that do not say that the worker was at fault: its lease is over, or it has gone."""
+LOSSES = ("connection lost", "session moved")
+BLAMES = (*LOSSES, "no token in time", "hand-over took too long", "expected from")
+"""What is said of a turn whose worker is at fault."""
+
+
+class Act(StrEnum):
+    """What may be done without need."""
+
+    FENCE = "fence"
+    MOVE = "move"
+    RESEND = "resend"
+    RETRY = "retry"
+
+
+class Needless(AssertionError):
+    """Something was done without need."""
+
+    def __init__(self, act: Act, found: str) -> None:
+        self.act = act
+        super().__init__(f"needless {act}: {found}")
+
+
+class Witness:
+    """Watches a `core` at a time. What is wrong is `found`, whatever becomes of it in the process that did it."""
+
+    def __init__(self, now_ns: Callable[[], Nanoseconds], chance: Random) -> None:
+        self.core: Scheduler | None = None
+        self.events = 0
+        self.found: list[AssertionError] = []
+        self._now_ns = now_ns
+        self._chance = chance
+        self._ailing_ns: dict[WorkerId, Nanoseconds] = {}
+        """Until when something may be the cause of what befalls a worker."""
+        self._all_ailing_ns: Nanoseconds = 0
+        self._connections_ailing_ns: Nanoseconds = 0
+        self._liars: dict[WorkerId, None] = {}
+        self._refused_ns: dict[str, Nanoseconds] = {}
+        self._failed_loads: dict[tuple[WorkerId, int], Nanoseconds] = {}
+        self._sent: dict[TurnId, WorkerId] = {}
+        self._dials: dict[object, deque[Nanoseconds]] = {}
+
+    @contextlib.contextmanager
+    def watches(self) -> Iterator[None]:
+        witness, handle = self, Scheduler.handle
+
+        def watched(self: Scheduler, event: e.Event, now_ns: Nanoseconds) -> list[c.Command]:
+            commands = handle(self, event, now_ns)
+            if self is witness.core:
+                try:
+                    witness._hear(self, event, commands)
+                except AssertionError as error:
+                    witness.found.append(error)
+            return commands
+
+        Scheduler.handle = watched
+        try:
+            yield
+        finally:
+            Scheduler.handle = handle
+
+    # What is true
+
+    def ails(self, worker: WorkerId, for_s: float = 0.0) -> None:
+        """Something has befallen this worker, and lasts so long."""
+        self._ailing_ns[worker] = max(self._ailing_ns.get(worker, 0), self._until_ns(for_s))
+
+    def all_ail(self, for_s: float = 0.0) -> None:
+        self._all_ailing_ns = max(self._all_ailing_ns, self._until_ns(for_s))
+
+    def connections_ail(self, for_s: float = 0.0) -> None:
+        """Something may make everybody give a connection up, which is no reason to give a worker up."""
+        self._connections_ailing_ns = max(self._connections_ailing_ns, self._until_ns(for_s))
+
+    def lies(self, worker: WorkerId) -> None:
+        self._liars[worker] = None
+
+    def has_lied(self, worker: WorkerId) -> bool:
+        return worker in self._liars
+
+    def _until_ns(self, for_s: float) -> Nanoseconds:
+        return self._now_ns() + round((for_s + AFTERMATH_S) * NS_PER_S)
+
+    def _well(self, worker: WorkerId) -> bool:
+        until_ns = max(self._all_ailing_ns, self._ailing_ns.get(worker, 0))
+        return worker not in self._liars and self._now_ns() > until_ns
+
+    # What is done
+
+    def dialled(self, who: object) -> None:
+        dials = self._dials.setdefault(who, deque())
+        dials.append(self._now_ns())
+        while dials[0] < dials[-1] - DIALS_WITHIN_S * NS_PER_S:
+            dials.popleft()
+        if len(dials) > DIALS_MAX:
+            self.found.append(Needless(Act.RETRY, f"{len(dials)} attempts to connect in {DIALS_WITHIN_S} s"))
+
+    def _hear(self, core: Scheduler, event: e.Event, commands: Sequence[c.Command]) -> None:
+        self.events += 1
+        match event:
+            case e.LeaseRefused():
+                if (lease := core.leases.leases.get(event.lease)) is not None:
+                    self._refused_ns[lease.provider] = core.now_ns
+            case e.WeightsFailed():
+                self._failed_loads[event.worker, event.version] = core.now_ns
+            case e.Resumed():
+                self._sent.clear()
+            case _:
+                pass
+        for command in commands:
+            match command:
+                case c.FenceWorker():
+                    self._fenced(core, command)
+                case c.StartTurn():
+                    self._started(core, command)
+                case c.LoadWeights():
+                    self._loads(core, command)
+                case c.AcquireLease():
+                    self._acquires(core, command)
+                case _:
+                    pass
+        if self._chance.random() < CHECKED:
+            check(core)
+
+    def _fenced(self, core: Scheduler, command: c.FenceWorker) -> None:
+        if command.reason == EndCause.BARRED:
+            needed = self.has_lied(command.worker)
+        else:
+            needed = command.reason.startswith(OF_NO_CONCERN) or not self._well(command.worker)
+        _require(needed, Act.FENCE, f"{command.worker}: {command.reason}")
+
+    def _started(self, core: Scheduler, command: c.StartTurn) -> None:
+        before, self._sent[command.turn] = self._sent.get(command.turn), command.worker
+        if before is None:
+            return
+        turn = core.turns.live.get(command.turn)
+        cause = "" if turn is None else _cause(turn)
+        excused = any(loss in cause for loss in LOSSES) and self._now_ns() <= self._connections_ailing_ns
+        needed = excused or not any(blame in cause for blame in BLAMES) or not self._well(before)
+        act = Act.RESEND if before == command.worker else Act.MOVE
+        _require(needed, act, f"{command.turn} from {before} to {command.worker}: {cause}")
+
+    def _loads(self, core: Scheduler, command: c.LoadWeights) -> None:
+        failed_ns = self._failed_loads.pop((command.worker, command.version), None)
+        late_enough = failed_ns is None or core.now_ns - failed_ns >= core.limits.retry_base_ns
+        _require(late_enough, Act.RETRY, f"{command.worker} loads {command.version} again without a back-off")
+
+    def _acquires(self, core: Scheduler, command: c.AcquireLease) -> None:
+        refused_ns = self._refused_ns.pop(command.provider, None)
+        late_enough = refused_ns is None or core.now_ns - refused_ns >= core.limits.retry_base_ns
+        _require(late_enough, Act.RETRY, f"{command.provider} is asked again without a back-off")
+
+
+def _require(needed: bool, act: Act, found: str) -> None:
+    if not needed:
+        raise Needless(act, found)
+
+
+def _cause(turn: Turn) -> str:
+    """Why it was taken off the worker that had it last."""
+    queued = (cause for _, _, finish, cause, _ in reversed(turn.story.chapters) if finish is TurnState.QUEUED)
+    return next(queued, "")

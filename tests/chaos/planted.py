@@ -1,0 +1,134 @@
+"""Plants bugs of the production shell, one at a time, and lives through worlds until one fails.
+
+Each of `bugs/*.patch` is a bug; its first line names the faults that show it best. A bug is planted in a fork, into the
+functions that are imported already, so that it costs no more than its worlds.
+
+python tests/chaos/planted.py [--seeds N] [NAME ...]     prints {name: seed or null} as JSON
+"""
+
+import argparse
+import gc
+import importlib
+import inspect
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import CodeType, FunctionType
+from typing import Any
+
+from elastic.chaos.faults import FaultKind, draw_plan
+from elastic.chaos.world import WorldFailed, simulate
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+SEEDS = 60
+WORLD_CPU_S = 30
+"""Many times what a world takes: one that needs more has hung, and is found."""
+FOUND_MAX = 250
+
+
+def names() -> list[str]:
+    return sorted(path.stem for path in (HERE / "bugs").glob("*.patch"))
+
+
+def found(bugs: list[str], seeds: int, at_once: int) -> Iterator[tuple[str, int | None]]:
+    """Each bug with the seed whose world it makes fail, as they are found; None where `seeds` of them do not."""
+    running: dict[int, str] = {}
+    waiting = bugs[::-1]
+    gc.freeze()
+    while waiting or running:
+        while waiting and len(running) < at_once:
+            name = waiting.pop()
+            running[_fork(name, seeds)] = name
+        pid, status = os.wait()
+        code = os.waitstatus_to_exitcode(status)
+        yield running.pop(pid), None if code == FOUND_MAX else max(code, 0)
+
+
+def _fork(name: str, seeds: int) -> int:
+    pid = os.fork()
+    if pid == 0:
+        code = FOUND_MAX
+        try:
+            code = _first_failure(name, seeds)
+        finally:
+            os._exit(code)
+    return pid
+
+
+def _first_failure(name: str, seeds: int) -> int:
+    kinds = plant(HERE / "bugs" / f"{name}.patch")
+    for seed in range(seeds):
+        signal.setitimer(signal.ITIMER_VIRTUAL, WORLD_CPU_S)
+        try:
+            simulate(seed, draw_plan(seed, kinds))
+        except WorldFailed:
+            return seed
+    return FOUND_MAX
+
+
+def plant(patch: Path) -> list[FaultKind]:
+    """Change the functions of this process as the patch does; returns the faults that show it."""
+    text = patch.read_text()
+    for line in text.splitlines():
+        if line.startswith("+++ b/"):
+            _replace_functions(line.removeprefix("+++ b/").strip(), patch)
+    told = text.partition("\n")[0].removeprefix("Faults: ")
+    return [] if told == "any" else [FaultKind(kind) for kind in told.split(", ")]
+
+
+def _replace_functions(path: str, patch: Path) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        copy = Path(directory, path)
+        copy.parent.mkdir(parents=True)
+        copy.write_text((ROOT / path).read_text())
+        subprocess.run(["git", "apply", "-p1", str(patch)], cwd=directory, check=True)
+        source = copy.read_text()
+    changed = {code.co_qualname: code for code in _codes(compile(source, str(ROOT / path), "exec"))}
+    module = importlib.import_module(path.removesuffix(".py").replace("/", "."))
+    for function in _functions(module, module.__name__):
+        function.__code__ = changed[function.__code__.co_qualname]
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield inner
+            yield from _codes(inner)
+
+
+def _functions(owner: Any, module: str) -> Iterator[FunctionType]:
+    """The functions that a module's source defines, and its classes' methods."""
+    for value in list(vars(owner).values()):
+        value = inspect.unwrap(getattr(value, "fget", None) or getattr(value, "__func__", value))
+        if getattr(value, "__module__", None) != module:
+            continue
+        if isinstance(value, FunctionType):
+            if value.__code__.co_filename.endswith(".py"):
+                yield value
+        elif inspect.isclass(value):
+            yield from _functions(value, module)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--seeds", type=int, default=SEEDS, help="worlds for each bug")
+    parser.add_argument("names", nargs="*", help="bugs; all where none is named")
+    given = parser.parse_args()
+    if unknown := set(given.names) - set(names()):
+        parser.error(f"unknown: {', '.join(sorted(unknown))}; there are: {', '.join(names())}")
+    verdicts = {}
+    for name, seed in found(given.names or names(), given.seeds, os.cpu_count() or 1):
+        verdicts[name] = seed
+        print(f"{name}: {'not found' if seed is None else f'seed {seed}'}", file=sys.stderr, flush=True)
+    print(json.dumps(verdicts))
+    return int(None in verdicts.values())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
