@@ -131,9 +131,8 @@ class Ready(_Message, frozen=True):
 class Heartbeat(_Message, frozen=True):
     """Engine progress and the accounts of the worker's device, in ns: they add up to its process's age.
 
-    The first one follows `Ready` at once and announces the worker's credit, `capacity_turns`. `cpu_share` is
-    the use of all the machine's processors since the last heartbeat, 0 to 1. `load_progress` grows with every byte
-    pulled and every piece of weights applied.
+    The first one follows `Ready` at once and announces the worker's credit, `capacity_turns`. `load_progress`
+    grows with every byte pulled and every piece of weights applied.
     """
 
     capacity_turns: Count
@@ -145,8 +144,6 @@ class Heartbeat(_Message, frozen=True):
     kv_used_share: Share
     prefix_hit_tokens: Count
     prompt_tokens: Count
-    pacing_held_share: Share = 1.0
-    cpu_share: Share = 0.0
     loading: LoadPhase = LoadPhase.NONE
     load_progress: Count = 0
 

@@ -287,7 +287,7 @@ GOOD = {
         ["0/0"],
         [0],
     ),
-    wire.Heartbeat: wire.Heartbeat(1, 1, 1, 1, {Account.IDLE: 1}, 1, 0.5, 1, 1, 0.5, 0.5),
+    wire.Heartbeat: wire.Heartbeat(1, 1, 1, 1, {Account.IDLE: 1}, 1, 0.5, 1, 1),
     wire.Tokens: wire.Tokens([wire.Chunk("t", 1, 0, [1], [-0.5], 0, FinishReason.STOP, 1, 1, "d")]),
     wire.WeightsReport: wire.WeightsReport(1, "", 1, 0.5, 0.5, 1, {"wire": 0.5}, [wire.UnverifiedWeights("a", "b")]),
     wire.Slept: wire.Slept(),

@@ -167,7 +167,6 @@ class ModelEngine:
             accounts_ns=dict(self._accounts),
             weights_version=self._version,
             asleep=self._asleep,
-            pacing_held_share=1.0,
         )
 
     def close(self) -> None:

@@ -36,34 +36,21 @@ def run_plan(plan: RunPlan) -> Plan:
         staleness_bound=plan.config.rollout.staleness_bound,
         minibatches=plan.config.trainer.updates_per_step,
         trainer_provider=TRAINER_PROVIDER,
-        providers=tuple(plan.providers),
     )
 
 
 def limits(config: Config) -> Limits:
-    """The configuration's times, in the core's nanoseconds."""
-    s = config.scheduler
+    """The core's limits. The times of [scheduler] have the same names there, and nanoseconds for seconds."""
+    scheduler = config.scheduler.model_dump() | {"resume_timeout_s": config.resume_timeout_s}
 
     def ns(seconds: float) -> int:
         return round(seconds * NS_PER_S)
 
+    names = {f"{key.removesuffix('_s')}_ns": key for key in scheduler if key.endswith("_s")}
     return Limits(
-        heartbeat_timeout_ns=ns(s.heartbeat_timeout_s),
-        stall_timeout_ns=ns(s.stall_timeout_s),
-        turn_stall_timeout_ns=ns(s.turn_stall_timeout_s),
-        handover_timeout_ns=ns(s.handover_timeout_s),
-        drain_timeout_ns=ns(s.drain_timeout_s),
-        acquire_timeout_ns=ns(s.acquire_timeout_s),
-        boot_timeout_ns=ns(s.boot_timeout_s),
-        load_timeout_ns=ns(s.load_timeout_s),
-        resume_timeout_ns=ns(config.resume_timeout_s),
-        release_timeout_ns=ns(s.release_timeout_s),
-        queue_timeout_ns=ns(s.queue_timeout_s),
+        **{name: ns(scheduler[key]) for name, key in names.items() if name in Limits.__struct_fields__},
         train_timeout_ns=ns(config.trainer.step_timeout_s),
-        reseed_delay_ns=ns(s.reseed_delay_s),
-        retry_base_ns=ns(s.retry_base_s),
-        retry_max_ns=ns(s.retry_max_s),
-        max_engine_errors=s.max_engine_errors,
+        max_engine_errors=config.scheduler.max_engine_errors,
         max_pending=config.engine.max_pending,
         balance_interval_ns=ns(config.balancing.interval_s),
         score_timeout_ns=ns(config.rewards.timeout_s + ANSWER_GRACE_S),

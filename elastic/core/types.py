@@ -284,4 +284,3 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     staleness_bound: int = 0
     minibatches: int = 1
     trainer_provider: str = "trainer"
-    providers: tuple[str, ...] = ()

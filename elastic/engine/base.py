@@ -71,8 +71,6 @@ class EngineStatistics(msgspec.Struct, frozen=True, kw_only=True):
     accounts_ns: Mapping[Account, int]
     weights_version: int | None
     asleep: bool
-    pacing_held_share: float
-    """Share of iterations that took no longer than their modelled time; 1.0 without pacing."""
     waits_to_apply: bool = False
     load_progress: int = 0
     received_bytes: int = 0

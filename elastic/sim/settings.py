@@ -119,7 +119,6 @@ def draw_settings(rng: Random) -> WorldSettings:
         group_size=rng.randint(2, 3),
         staleness_bound=rng.choice((0, 0, 1, 1, 2, 3)),
         minibatches=rng.randint(1, groups),
-        providers=tuple(provider.name for provider in providers),
     )
     return _draw_weather(rng, plan, providers, max(1, min(4, MOST_TURNS // (plan.steps * groups * plan.group_size))))
 
@@ -139,7 +138,6 @@ def draw_large_settings(rng: Random) -> WorldSettings:
         group_size=rng.randint(4, 8),
         staleness_bound=rng.choice((0, 1)),
         minibatches=rng.randint(1, groups),
-        providers=("spot", "serving"),
     )
     return _draw_weather(rng, plan, (spot, serving), most_turns=4)
 

@@ -19,7 +19,6 @@ from elastic import wire
 from elastic.core.run_state import TRAINER_PATIENCE
 from elastic.core.types import NS_PER_S, Account, FinishReason, LoadPhase
 from elastic.engine.base import DeviceShare, EngineStatistics, RolloutEngine
-from elastic.machine import CpuSampler
 from elastic.weights.errors import Refusal, VersionSuperseded, WeightsError
 from elastic.weights.source import PullReport, RelaySource
 from elastic.worker.accounts import DeviceAccounts
@@ -104,7 +103,6 @@ class Service:
         if self._trainer is not None:
             work = self._engine, self._device, accounts
             self._training = Training(self._trainer, *work, self._send, self._tasks.create_task)
-        self._cpu = CpuSampler()
         end = AgentExit(1, "cut short")
         try:
             async with self._tasks:
@@ -271,8 +269,6 @@ class Service:
                 kv_used_share=min(1.0, now.kv_blocks_used / max(1, now.kv_blocks_total)),
                 prefix_hit_tokens=now.prefix_hit_tokens,
                 prompt_tokens=now.prompt_tokens,
-                pacing_held_share=now.pacing_held_share,
-                cpu_share=min(1.0, self._cpu.share()),
                 loading=self._loading_at(now),
                 load_progress=now.received_bytes + now.load_progress,
             )

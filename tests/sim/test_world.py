@@ -93,7 +93,7 @@ def test_replayed_events_lead_to_the_same_state_after_each(seed: int) -> None:
 
 
 SETTINGS = WorldSettings(
-    plan=Plan(steps=2, groups=2, group_size=3, providers=("spot", "serving")),
+    plan=Plan(steps=2, groups=2, group_size=3),
     providers=(
         SimulatedProviderSettings(name="spot", leases=2, workers_per_lease=2),
         SimulatedProviderSettings(name="serving", leases=1, boot_ns=NS_PER_S // 10),
@@ -281,7 +281,7 @@ def crash_at(
 @pytest.mark.parametrize(("checkpoint_every", "trainer_dies"), [(1, False), (3, True)])
 def test_crashed_run_goes_on_from_its_journal(bound: int, checkpoint_every: int, trainer_dies: bool) -> None:
     """Whenever the orchestrator dies, the next incarnation begins with what the journal has, and keeps all of it."""
-    plan = Plan(steps=4, groups=2, group_size=3, staleness_bound=bound, providers=("spot", "serving"))
+    plan = Plan(steps=4, groups=2, group_size=3, staleness_bound=bound)
     settings = msgspec.structs.replace(SETTINGS, plan=plan, checkpoint_every_steps=checkpoint_every)
     checkpoints, rejoined, took_up = set[int](), 0, 0
     for tenths in range(0, 400, 35):
@@ -323,7 +323,7 @@ def test_what_outlives_a_long_absence() -> None:
 @pytest.mark.parametrize("checkpoint_every", [1, 3])
 def test_run_without_its_journal_begins_at_the_checkpoint(checkpoint_every: int) -> None:
     """As `elastic run --resume` does: a core that knows nothing, and whatever is still leased is given back."""
-    plan = Plan(steps=4, groups=2, group_size=3, providers=("spot", "serving"))
+    plan = Plan(steps=4, groups=2, group_size=3)
     settings = msgspec.structs.replace(SETTINGS, plan=plan, checkpoint_every_steps=checkpoint_every)
     checkpoints = set[int]()
     for tenths in range(0, 400, 35):
@@ -338,7 +338,7 @@ def test_run_without_its_journal_begins_at_the_checkpoint(checkpoint_every: int)
 
 def test_worlds_notice_a_core_that_does_not_begin_where_the_checkpoint_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StepController, "_begin", _begin_afresh)
-    plan = Plan(steps=4, groups=2, group_size=3, providers=("spot", "serving"))
+    plan = Plan(steps=4, groups=2, group_size=3)
     settings = msgspec.structs.replace(SETTINGS, plan=plan)
 
     def live() -> None:
@@ -384,7 +384,7 @@ def test_worlds_notice_a_run_that_is_resumed_wrongly(
 ) -> None:
     """Crashes are worth something only if a wrong resumption shows."""
     monkeypatch.setattr(owner, name, broken)
-    plan = Plan(steps=3, groups=2, group_size=3, providers=("spot",))
+    plan = Plan(steps=3, groups=2, group_size=3)
     spot = SimulatedProviderSettings(name="spot", leases=2, life_ns=6 * NS_PER_S, overlap=1)
     settings = msgspec.structs.replace(SETTINGS, plan=plan, providers=(spot,), checkpoint_every_steps=2)
 
@@ -469,7 +469,7 @@ def test_serving_comes_first(
 ) -> None:
     """Invariant 8, and that its checks see a host that keeps rollouts and a core that sends more than it may."""
     serving = SimulatedProviderSettings(name="serving", leases=2, serving_gap_ns=2 * NS_PER_S)
-    plan = Plan(steps=2, groups=2, group_size=3, providers=("serving",))
+    plan = Plan(steps=2, groups=2, group_size=3)
     settings = msgspec.structs.replace(SETTINGS, plan=plan, providers=(serving,))
     assert stalls(simulate(1, settings, NO_FAULTS)) > 0
     monkeypatch.setattr(owner, name, broken)

@@ -155,7 +155,6 @@ class ScriptedEngine:
                 accounts_ns=self._meter.read(time.monotonic_ns()),
                 weights_version=self._version,
                 asleep=self._asleep,
-                pacing_held_share=1.0,
                 waits_to_apply=self._waits_to_apply,
             )
 

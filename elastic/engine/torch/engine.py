@@ -103,7 +103,6 @@ class TorchEngine:
         self._learned = LearnedCosts()
         self._meter = AccountMeter(time.monotonic_ns(), Account.IDLE)
         self._iterations = 0
-        self._iterations_held = 0
         self._pieces_applied = 0
         self._decoded_tokens = 0
 
@@ -207,7 +206,6 @@ class TorchEngine:
                 accounts_ns=self._meter.read(time.monotonic_ns()),
                 weights_version=self._version,
                 asleep=self._asleep,
-                pacing_held_share=self._iterations_held / self._iterations if self._iterations else 1.0,
                 waits_to_apply=bool(self._orders) and not self._may_apply(self._orders[0]),
                 load_progress=self._pieces_applied,
                 received_bytes=self._weights.received_bytes,
@@ -317,11 +315,10 @@ class TorchEngine:
             self._emit(self._give_up(work, f"{type(error).__name__}: {error}"))
             return
         self._learned.observe(load, (time.monotonic_ns() - started_ns) / NS_PER_S)
-        held = self._pace(started_ns, modelled_s)
+        self._pace(started_ns, modelled_s)
         with self._changed:
             chunks = self._commit(work, token_ids, logprobs)
             self._iterations += 1
-            self._iterations_held += held
         self._emit(chunks)
 
     def _got_device(self) -> bool:
@@ -351,15 +348,14 @@ class TorchEngine:
         )
         return token_ids.tolist(), logprobs.tolist()
 
-    def _pace(self, started_ns: int, modelled_s: float) -> bool:
-        """Wait until the modelled time is over (or the engine is told to stop); whether it could be kept."""
+    def _pace(self, started_ns: int, modelled_s: float) -> None:
+        """Wait until the modelled time of a paced engine is over, or the engine is told to stop."""
         if self._settings.pacing is None:
-            return True
+            return
         left_s = modelled_s - (time.monotonic_ns() - started_ns) / NS_PER_S
         if left_s > 0:
             with self._changed:
                 self._changed.wait_for(lambda: self._closed or self._asleep, left_s)
-        return left_s >= 0
 
     def _commit(self, work: list[Work], token_ids: list[int], logprobs: list[float]) -> list[TokenChunk]:
         chunks: list[TokenChunk] = []
