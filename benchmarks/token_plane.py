@@ -2,7 +2,8 @@
 
 Ours is the orchestrator's own process: gateway, decoding, the scheduler's acceptance and the journal, fed over
 loopback by a process that streams as workers' agents do: sixteen streams a worker, a frame each flush, which comes as
-often as it does by default. `one_connection_…`: the same with all streams on one worker. The other side relays one
+often as it does by default. `one_connection_…`: the same with all streams on one worker; `tls_…`: over TLS, as beyond
+loopback, `tls_ratio` what that costs over plain text. The other side relays one
 server-sent event a token from a streaming upstream to a client, with Starlette, uvicorn and aiohttp (uvloop,
 httptools), and does nothing else with it. Both carry the same streams at the same rate in one run; what counts is
 the CPU time of the process in the middle.
@@ -33,11 +34,12 @@ from elastic.config import Config, SchedulerConfig
 from elastic.core.events import LeaseEnded, LeaseGranted, OfferChanged
 from elastic.core.scheduler import Scheduler
 from elastic.core.types import Account, Capabilities, EndCause, LeaseId, Offer, Plan, WorkerRole
-from elastic.endpoint import Endpoint
+from elastic.endpoint import Endpoint, host_and_port
 from elastic.envs.base import StepResult
 from elastic.run_secrets import RunSecrets
 from elastic.runtime.journal import RunDirectory
 from elastic.runtime.orchestrator import Orchestrator, Wiring
+from elastic.tls import pinning_context, run_certificate
 from providers.base import Emit, KnownLease, LeaseRequest, Provider, ProviderContext, ProviderSettings
 
 RUN = "bench"
@@ -88,7 +90,7 @@ class StreamingWorkers:
 
     def __init__(self, name: str, settings: ProviderSettings, context: ProviderContext) -> None:
         self.name = name
-        self.join = context.endpoint.address
+        self.endpoint = context.endpoint
         self._emit: Emit | None = None
         self.pipe: multiprocessing.connection.Connection | None = None
         self.workers = 1
@@ -103,7 +105,7 @@ class StreamingWorkers:
         assert self._emit is not None
         assert self.pipe is not None
         (ticket,) = request.tickets
-        self.pipe.send((self.join, ticket.worker, ticket.token))
+        self.pipe.send((self.endpoint, ticket.worker, ticket.token))
         self._emit(LeaseGranted(lease=request.lease, workers=(ticket.worker,)))
 
     async def release(self, lease: LeaseId) -> None:
@@ -131,11 +133,11 @@ async def _stream_frames(pipe: multiprocessing.connection.Connection, workers: i
             tasks.create_task(_be_worker(await asyncio.to_thread(pipe.recv), streams))
 
 
-async def _be_worker(ticket: tuple[str, str, str], streams: int) -> None:
+async def _be_worker(ticket: tuple[Endpoint, str, str], streams: int) -> None:
     """One worker, which has room for so many streams."""
-    join, worker, token = ticket
-    host, _, port = join.rpartition(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
+    endpoint, worker, token = ticket
+    tls = pinning_context() if endpoint.fingerprint else None
+    reader, writer = await asyncio.open_connection(*host_and_port(endpoint.address), ssl=tls)
 
     async def receive(frames: wire.FrameBuffer) -> list[wire.FromOrchestrator]:
         return [wire.decode_from_orchestrator(body) for body in frames.feed(await reader.read(1 << 20))]
@@ -193,13 +195,14 @@ def orchestrate(
     workers: int,
     streams: int,
     seconds: float,
+    encrypted: bool,
 ) -> None:
     """The middle: a real orchestrator, whose CPU time is measured."""
-    results.send(uvloop.run(_orchestrate(pipe, workers, streams, seconds)))
+    results.send(uvloop.run(_orchestrate(pipe, workers, streams, seconds, encrypted)))
 
 
 async def _orchestrate(
-    pipe: multiprocessing.connection.Connection, workers: int, streams: int, seconds: float
+    pipe: multiprocessing.connection.Connection, workers: int, streams: int, seconds: float, encrypted: bool
 ) -> tuple[float, int]:
     groups = streams // GROUP_SIZE
     config = Config.model_validate(
@@ -246,6 +249,7 @@ async def _orchestrate(
                 welcome=welcome,
                 secrets=RunSecrets.of(kept.path),
                 kept=kept,
+                certificate=run_certificate(kept.path, ["localhost"]) if encrypted else None,
             ),
         )
         run = asyncio.create_task(orchestrator.run())
@@ -340,7 +344,7 @@ def consume(port: int, streams: int) -> None:
     uvloop.run(everything())
 
 
-def measure_frames(workers: int, streams: int, seconds: float) -> tuple[float, int]:
+def measure_frames(workers: int, streams: int, seconds: float, *, encrypted: bool = False) -> tuple[float, int]:
     """(CPU seconds, tokens) of the orchestrator, with the streams spread over so many workers."""
     near, far = multiprocessing.Pipe()
     results, answer = multiprocessing.Pipe()
@@ -348,7 +352,7 @@ def measure_frames(workers: int, streams: int, seconds: float) -> tuple[float, i
         results,
         [
             multiprocessing.Process(target=stream_frames, args=(far, workers, -(-streams // workers))),
-            multiprocessing.Process(target=orchestrate, args=(near, answer, workers, streams, seconds)),
+            multiprocessing.Process(target=orchestrate, args=(near, answer, workers, streams, seconds, encrypted)),
         ],
     )
 
@@ -388,6 +392,7 @@ def compare(streams: int, seconds: float, rounds: int) -> dict[str, Any]:
     rows: list[dict[str, float]] = []
     for _ in range(rounds):
         frames_s, frames = measure_frames(workers, streams, seconds)
+        tls_s, over_tls = measure_frames(workers, streams, seconds, encrypted=True)
         one_s, one = measure_frames(1, streams, seconds)
         events_s, events = measure_sse(streams, seconds)
         rows.append(
@@ -397,6 +402,8 @@ def compare(streams: int, seconds: float, rounds: int) -> dict[str, Any]:
                 "sse_us_per_token": events_s / events * 1e6,
                 "sse_tokens_per_s": events / seconds,
                 "ratio": (events_s / events) / (frames_s / frames),
+                "tls_us_per_token": tls_s / over_tls * 1e6,
+                "tls_ratio": (tls_s / over_tls) / (frames_s / frames),
                 "one_connection_us_per_token": one_s / one * 1e6,
                 "one_connection_ratio": (events_s / events) / (one_s / one),
             }

@@ -10,7 +10,6 @@
 import asyncio
 import contextlib
 import ctypes
-import functools
 import importlib
 import os
 import signal
@@ -116,40 +115,36 @@ def _die_with_parent() -> None:
 
 
 class Cluster:
-    """A Ray cluster, by its client. Its calls block threads of their own, for a bounded time."""
+    """A Ray cluster, by its client. Its calls block threads of their own, for a bounded time.
+
+    Ray keeps one connection for a process, which all threads share.
+    """
 
     def __init__(self, settings: RaySettings) -> None:
+        self.connected = False
         self._settings = settings
         self._threads = ThreadPoolExecutor(CALLS, thread_name_prefix="ray")
-        self._client: Any = None
 
     async def call(self, timeout_s: float, function: Callable[..., T], *arguments: Any) -> T:
         """What `function` returns, on the cluster. Raises what it raises, and `TimeoutError`."""
-
-        def within() -> T:
-            with self._client:
-                return function(*arguments)
-
         async with asyncio.timeout(timeout_s):
-            return await asyncio.get_running_loop().run_in_executor(self._threads, within)
+            return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
 
     async def connect(self) -> None:
         """Raises `ImportError`, `RuntimeError` for another version, and `ConnectionError`."""
-        connect = functools.partial(
-            _ray().init, self._settings.address, namespace=self._settings.namespace, allow_multiple=True
-        )
-        async with asyncio.timeout(CONNECT_TIMEOUT_S):
-            self._client = await asyncio.get_running_loop().run_in_executor(self._threads, connect)
 
-    def connected(self) -> bool:
-        return self._client is not None
+        def connect() -> None:
+            _ray().init(self._settings.address, namespace=self._settings.namespace)
+
+        await self.call(CONNECT_TIMEOUT_S, connect)
+        self.connected = True
 
     def disconnect(self) -> None:
         """Actors stay."""
-        client, self._client = self._client, None
-        if client is not None:
+        if self.connected:
+            self.connected = False
             with contextlib.suppress(Exception):
-                client.disconnect()
+                _ray().shutdown()
 
     def close(self) -> None:
         self.disconnect()
@@ -276,7 +271,7 @@ class RayProvider(BaseProvider[RaySettings]):
 
     async def _connect(self) -> None:
         """Raises `ProviderUnavailable`."""
-        if self._cluster.connected():
+        if self._cluster.connected:
             return
         where = f"{self.name}: the Ray cluster at {self.settings.address}"
         try:

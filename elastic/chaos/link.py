@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from elastic.endpoint import host_and_port, joined
 
@@ -25,12 +25,6 @@ class _Direction:
     """When what has been sent so far will have crossed."""
 
 
-@dataclass(eq=False, slots=True)
-class _Connection:
-    work: asyncio.Task[None]
-    writers: list[asyncio.StreamWriter] = field(default_factory=list[asyncio.StreamWriter])
-
-
 class BadLink:
     """Listens, and carries whatever connects to `upstream` (host:port) and back. Its `quality` may change at any time.
 
@@ -43,7 +37,7 @@ class BadLink:
         self._directions = _Direction(), _Direction()
         self._whole = asyncio.Event()
         self._whole.set()
-        self._connections: dict[asyncio.Task[None], _Connection] = {}
+        self._connections: dict[asyncio.Task[None], list[asyncio.StreamWriter]] = {}
         self._server: asyncio.Server | None = None
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
@@ -59,10 +53,10 @@ class BadLink:
 
     def reset(self) -> None:
         """Break every connection, as a gateway does that has lost its tables."""
-        for connection in self._connections.values():
-            for writer in connection.writers:
+        for work, writers in tuple(self._connections.items()):
+            for writer in writers:
                 writer.transport.abort()
-            connection.work.cancel()
+            work.cancel()
 
     async def aclose(self) -> None:
         if self._server is not None:
@@ -72,24 +66,26 @@ class BadLink:
         if tasks:
             await asyncio.wait(tasks)
 
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        work = asyncio.current_task()
-        assert work is not None
-        connection = self._connections[work] = _Connection(work, [writer])
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writers = [writer]
+        work = asyncio.create_task(self._connect(reader, writers), name="bad link")
+        self._connections[work] = writers
+        work.add_done_callback(self._connections.pop)
+
+    async def _connect(self, reader: asyncio.StreamReader, writers: list[asyncio.StreamWriter]) -> None:
         try:
             await self._whole.wait()
             far_reader, far_writer = await asyncio.open_connection(*self._upstream)
-            connection.writers.append(far_writer)
+            writers.append(far_writer)
             up, down = self._directions
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._carry(reader, far_writer, up))
-                tasks.create_task(self._carry(far_reader, writer, down))
+                tasks.create_task(self._carry(far_reader, writers[0], down))
         except* (OSError, RuntimeError):  # uvloop says the latter of a connection that is closed
             pass
         finally:
-            del self._connections[work]
-            for one in connection.writers:
-                one.transport.abort()
+            for writer in writers:
+                writer.transport.abort()
 
     async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, direction: _Direction) -> None:
         """Until one end closes; what is under way then still arrives."""
