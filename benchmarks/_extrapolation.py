@@ -8,7 +8,7 @@ bucket by bucket. Latency of relays, contention of links and what GPUs take to h
 from collections.abc import Mapping
 from typing import Any
 
-from elastic.weights.link import BYTES_PER_S_IN_GBPS
+from elastic.weights.choice import BYTES_PER_S_IN_GBPS
 
 MODELS = {"Qwen3-8B": 8.19e9, "Qwen3-32B": 32.8e9}
 """Elements."""

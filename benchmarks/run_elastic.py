@@ -71,7 +71,7 @@ def held_out(run_dir: Path) -> tuple[Evaluation, Evaluation]:
     relay = open_relay(str((run_dir / "weights").resolve()))
     with RunDirectory(run_dir).newest_journal() as journal:
         trust = Trust(run_dir.name, journal.meta()["publisher"])
-    last = pull(relay, trust, max(published_versions(relay))).tensors
+    last = pull(relay, trust, max(published_versions(relay)))
     plan = compose.resolve(config, [], str(run_dir))
     settings = config.engine.model_copy(update={"pacing": None, "max_batch": 64, "kv_blocks": 4096})
 

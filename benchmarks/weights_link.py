@@ -34,20 +34,21 @@ import numpy as np
 import torch
 from _common import emit, parse_arguments
 from _coo import Coo
+from _throttle import Link, LinkedRelay
 from _updates import Snapshot, snapshots
 from torch import Tensor
 
+from elastic.weights.choice import BYTES_PER_S_IN_GBPS
 from elastic.weights.codecs import register
 from elastic.weights.codecs.base import Ends
 from elastic.weights.codecs.sums import apply_update
 from elastic.weights.directory import DirectoryRelay
 from elastic.weights.errors import RelayError
-from elastic.weights.link import BYTES_PER_S_IN_GBPS, Link, LinkedRelay
+from elastic.weights.peer_cache import PeerCacheRelay
 from elastic.weights.publisher import Publisher, PublishSettings
 from elastic.weights.puller import Puller
 from elastic.weights.relay import Buffer, Relay
 from elastic.weights.signing import SigningKey
-from elastic.weights.site import SiteRelay
 from elastic.weights.tensors import filling, flatten
 
 KEY = SigningKey()
@@ -265,9 +266,9 @@ def runs_of(old: Tensors, new: Tensors, bytes_per_s: float, codec: str | None = 
             for version in count(1):
                 tensors = new if version % 2 else old
                 begun_s, begun_cpu_s = time.monotonic(), time.process_time()
-                applied = executor.submit(puller.pull, version, TIMEOUT_S, follow=True)
+                applied = executor.submit(put_in_force, puller, version)
                 publisher.publish(version, tensors)
-                size_bytes = applied.result().size_bytes
+                size_bytes = applied.result()
                 total_s, cpu_s = time.monotonic() - begun_s, time.process_time() - begun_cpu_s
                 decode_s, decode_cpu_s = timed(partial(decoder.pull, version, TIMEOUT_S))
                 discarding.buckets.clear()
@@ -282,6 +283,13 @@ def runs_of(old: Tensors, new: Tensors, bytes_per_s: float, codec: str | None = 
                     scheduled(buckets, bytes_per_s, decode_cpu_s),
                     max(encode_cpu_s, wire_s, decode_cpu_s),
                 )
+
+
+def put_in_force(puller: Puller, version: int) -> int:
+    """The bytes that it took."""
+    staged = puller.stage(version, TIMEOUT_S, follow=True)
+    puller.apply(staged)
+    return staged.report.size_bytes
 
 
 def scheduled(buckets: list[tuple[float, int]], bytes_per_s: float, decode_s: float) -> float:
@@ -351,7 +359,8 @@ def measure_copies(pullers: int, versions: int) -> dict[str, Any]:
 
         def join(number: int) -> tuple[Puller, Life]:
             life = Life()
-            return Puller(SiteRelay(Mortal(far, life), Mortal(near, life), f"{number}", TRUST), TRUST), life
+            cache = PeerCacheRelay(Mortal(far, life), Mortal(near, life), f"{number}", TRUST)
+            return Puller(cache, TRUST, another_copy=cache.refuse), life
 
         def pull(number: int, begin_s: float) -> None:
             time.sleep(begin_s)
@@ -396,7 +405,7 @@ def times_to_current(pullers: int, versions: int, first_share: float, in_site: b
         history = SmallHistory(relay)
         links = [Switched(relay) for _ in range(pullers)]
         workers = [
-            Puller(SiteRelay(each, near, f"{number}", TRUST) if in_site else each, TRUST)
+            Puller(PeerCacheRelay(each, near, f"{number}", TRUST) if in_site else each, TRUST)
             for number, each in enumerate(links)
         ]
         if not in_site:

@@ -13,6 +13,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+BYTES_PER_S_IN_GBPS = 125e6
+
 OVERLAP = 0.25
 """What the stages that are not the slowest add to a bucket's time."""
 
@@ -31,7 +33,7 @@ class Cost(NamedTuple):
     decode_element_ns: float
     decode_change_ns: float
 
-    def stages_s(self, change: "Change") -> tuple[float, float]:
+    def stages_s(self, change: "ExpectedChange") -> tuple[float, float]:
         """What the trainer's side takes for a bucket, and what the worker's takes to decode it."""
         encode_ns = (COPY_NS + self.encode_element_ns) * change.elements + self.encode_change_ns * change.changed
         decode_ns = self.decode_element_ns * change.elements + self.decode_change_ns * change.changed
@@ -47,7 +49,7 @@ COSTS = {
 }
 
 
-class Change(NamedTuple):
+class ExpectedChange(NamedTuple):
     """What is expected of a bucket: its elements, how many differ, and the bits it takes to say by how much."""
 
     elements: int
@@ -56,7 +58,7 @@ class Change(NamedTuple):
     """Per changed element, without context; 2 for a step of AdamW at a small learning rate."""
 
 
-def estimate_change(old: npt.NDArray[np.uint16], new: npt.NDArray[np.uint16]) -> Change:
+def estimate_change(old: npt.NDArray[np.uint16], new: npt.NDArray[np.uint16]) -> ExpectedChange:
     """How much differs, from samples over the whole length."""
     starts = range(0, old.size, max(old.size // _SAMPLES, _SAMPLE))
     before, after = (
@@ -68,7 +70,7 @@ def estimate_change(old: npt.NDArray[np.uint16], new: npt.NDArray[np.uint16]) ->
     shares = counts[counts > 0] / max(octaves.size, 1)
     # Up or down, the octave of the step, and where in it.
     bits = 1 - float((shares * np.log2(shares)).sum()) + (float(octaves.mean()) if octaves.size else 0.0)
-    return Change(old.size, round(octaves.size / max(steps.size, 1) * old.size), bits)
+    return ExpectedChange(old.size, round(octaves.size / max(steps.size, 1) * old.size), bits)
 
 
 def _ordinals(bits: npt.NDArray[np.uint16]) -> npt.NDArray[np.int64]:
@@ -76,7 +78,7 @@ def _ordinals(bits: npt.NDArray[np.uint16]) -> npt.NDArray[np.int64]:
     return np.where(bits & 0x8000, ~bits, bits | 0x8000).astype(np.int64)
 
 
-def predicted_bytes(codec: str, change: Change) -> float:
+def predicted_bytes(codec: str, change: ExpectedChange) -> float:
     """What a bucket takes on the wire, good to about 10 % on RL updates."""
     elements, changed, bits = change
     positions = _entropy_bits(changed / max(elements, 1)) * elements
@@ -98,12 +100,12 @@ def _entropy_bits(share: float) -> float:
     return -sum(part * math.log2(part) for part in (share, 1 - share) if 0 < part < 1)
 
 
-def choose_codec(change: Change, link_bytes_per_s: float, codecs: Iterable[str] = COSTS) -> str:
+def choose_codec(change: ExpectedChange, link_bytes_per_s: float, codecs: Iterable[str] = COSTS) -> str:
     """The name of the fastest of `codecs` for a bucket with about this change."""
     return min(codecs, key=lambda codec: _predicted_s(codec, change, link_bytes_per_s))
 
 
-def _predicted_s(codec: str, change: Change, link_bytes_per_s: float) -> float:
+def _predicted_s(codec: str, change: ExpectedChange, link_bytes_per_s: float) -> float:
     encode_s, decode_s = COSTS[codec].stages_s(change)
     stages = sorted((encode_s, predicted_bytes(codec, change) / link_bytes_per_s, decode_s))
     return stages[2] + OVERLAP * (stages[0] + stages[1])

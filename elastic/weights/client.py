@@ -8,6 +8,7 @@
 import threading
 import time
 import uuid
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from elastic.weights.errors import VersionSuperseded
@@ -17,7 +18,8 @@ from elastic.weights.signing import Trust
 from elastic.weights.source import PullReport, RelaySource, TensorSource, WeightChanges
 
 if TYPE_CHECKING:
-    from elastic.weights.puller import Puller, StagedVersion
+    from elastic.weights.puller import Puller
+    from elastic.weights.resident import StagedVersion
 
 AUDIT_SHARE = 0.02
 """Of one core, at most, for recomputing the sums of what is held."""
@@ -57,14 +59,7 @@ class WeightsClient:
             self._staged = source, staged, puller.changes(staged)
         finally:
             self._lock.release()
-        return PullReport(
-            size_bytes=staged.size_bytes,
-            full_bytes=staged.weights.held.bits.nbytes,
-            encode_s=staged.encode_s,
-            wire_s=staged.wire_s,
-            decode_s=staged.decode_s,
-            refused=staged.refused,
-        )
+        return staged.report
 
     def apply(self, source: RelaySource) -> TensorSource:
         """Hold the version that was staged last, which must be that of `source`; again is a no-op.
@@ -78,7 +73,7 @@ class WeightsClient:
             if self._staged is None or self._staged[0] != source or self._puller is None:
                 raise VersionSuperseded(f"version {source.version}: it is not the one that was staged last")
             _, staged, changes = self._staged
-            return TensorSource(source.version, self._puller.apply(staged).tensors, changes)
+            return TensorSource(source.version, self._puller.apply(staged), changes)
         finally:
             self._lock.release()
 
@@ -96,6 +91,9 @@ class WeightsClient:
     def close(self) -> None:
         """Give connections back, and let go of what is held."""
         self._received_before, self._puller, self._staged = self.received_bytes, None, None
+        self._close_relay()
+
+    def _close_relay(self) -> None:
         if self._relay is not None:
             self._relay.close()
 
@@ -107,30 +105,32 @@ class WeightsClient:
 
         before, self._source = self._source, source
         trust = Trust(source.run, source.publisher)
-        if self._puller is not None and self._relay is not None and before is not None:
-            if trust == Trust(before.run, before.publisher):
-                if _place(source) != _place(before):
-                    self._relay.close()
-                    self._relay = _open_relay(source, trust)
-                    self._puller.follow(self._relay)
-                return self._puller
-        else:
+        if self._puller is not None and before is not None and trust == Trust(before.run, before.publisher):
+            if _place(source) != _place(before):
+                self._close_relay()
+                self._puller.follow(*self._opened(source, trust))
+            return self._puller
+        if self._puller is None:
             # Deltas come after the keyframe; by then their decoders are loaded.
             threading.Thread(target=warm_up, name="warm-up", daemon=True).start()
         self.close()
-        self._relay = _open_relay(source, trust)
-        self._puller = Puller(self._relay, trust, shard=self._shard)
+        relay, another_copy = self._opened(source, trust)
+        self._puller = Puller(relay, trust, shard=self._shard, another_copy=another_copy)
         return self._puller
+
+    def _opened(self, source: RelaySource, trust: Trust) -> tuple[Relay, Callable[[int], bool]]:
+        """The relay to read, and whether it has another copy of a version that did not verify."""
+        relay = open_relay(source.relay, source.relay_token or None, source.relay_anchor)
+        if source.cache:
+            from elastic.weights.peer_cache import PeerCacheRelay
+
+            near = open_relay(source.cache, source.cache_token or None)
+            relay = PeerCacheRelay(relay, near, uuid.uuid4().hex, trust)
+            self._relay = relay
+            return relay, relay.refuse
+        self._relay = relay
+        return relay, lambda version: False
 
 
 def _place(source: RelaySource) -> tuple[str, ...]:
     return source.relay, source.relay_token, source.relay_anchor, source.cache, source.cache_token
-
-
-def _open_relay(source: RelaySource, trust: Trust) -> Relay:
-    relay = open_relay(source.relay, source.relay_token or None, source.relay_anchor)
-    if not source.cache:
-        return relay
-    from elastic.weights.site import SiteRelay
-
-    return SiteRelay(relay, open_relay(source.cache, source.cache_token or None), uuid.uuid4().hex, trust)

@@ -60,7 +60,7 @@ class PublishSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True)
-class Share:
+class TrainerRank:
     """The part of one trainer rank in versions that several ranks publish together, or that are cut into cells.
 
     `cells` are the same for all ranks; `shard` is what this one holds. The ranks publish the same versions with the
@@ -101,7 +101,7 @@ class DeltaEncoder:
         run: str,
         model_config: Mapping[str, Any],
         settings: PublishSettings,
-        share: Share | None,
+        share: TrainerRank | None,
         key: SigningKey,
     ) -> None:
         self._relay = relay

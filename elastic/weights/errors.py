@@ -13,7 +13,7 @@ WeightsError
 from typing import NamedTuple
 
 
-class Refusal(NamedTuple):
+class WeightsRefusal(NamedTuple):
     """What did not verify, and why. Something else takes its place, in the end a keyframe."""
 
     what: str
@@ -21,7 +21,7 @@ class Refusal(NamedTuple):
 
 
 class WeightsError(Exception):
-    refused: tuple[Refusal, ...] = ()
+    refused: tuple[WeightsRefusal, ...] = ()
     """What a pull had refused before there was nothing left."""
 
 

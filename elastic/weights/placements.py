@@ -6,7 +6,6 @@ fused from `q_proj`, `k_proj`, `v_proj`, and `gate_proj`, `up_proj`.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from elastic.weights.sharding import Box, LocalTensor, Shape, Shard, whole_box
@@ -24,13 +23,6 @@ FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj
 
 EXPERTS = {"w13_weight": ("gate_proj", "up_proj"), "w2_weight": ("down_proj",)}
 """What a mixture of experts, as vLLM keeps it, stacks for each expert: [experts, rows, columns]."""
-
-TP_PLAN_DIMENSION = {
-    **dict.fromkeys(("colwise", "colwise_rep", "colwise_gather_output", "embedding_rowwise"), 0),
-    **dict.fromkeys(("rowwise", "rowwise_rep", "rowwise_split_input", "embedding_colwise"), 1),
-    **dict.fromkeys(("replicate", "replicated_with_grad_allreduce", "sequence_parallel"), None),
-}
-"""Styles of a `tp_plan` as in Hugging Face Transformers; None stands for replicated."""
 
 
 @dataclass(frozen=True)
@@ -98,24 +90,6 @@ def _split_dimension(name: str, placement: Any) -> int | None:
     if not hasattr(placement, "dim"):
         raise ValueError(f"tensor {name}: placement {placement}; allowed: Shard, Replicate")
     return placement.dim
-
-
-def from_tp_plan(shapes: Mapping[str, Shape], plan: Mapping[str, str], rank: int, size: int) -> Shard:
-    """The shard under a `tp_plan` (`{"layers.*.mlp.up_proj": "colwise", …}`); what it does not name is replicated.
-
-    Raises `ValueError` for a tensor of a style that is not one of `TP_PLAN_DIMENSION`.
-    """
-
-    def dimension(name: str) -> int | None:
-        module = name.removesuffix(".weight").removesuffix(".bias")
-        style = next((style for pattern, style in plan.items() if fnmatchcase(module, f"*{pattern}")), "replicate")
-        if style not in TP_PLAN_DIMENSION:
-            raise ValueError(f"tensor {name}: style {style!r} in the tp_plan; allowed: {', '.join(TP_PLAN_DIMENSION)}")
-        split = TP_PLAN_DIMENSION[style]
-        # A bias goes with the rows.
-        return None if split is not None and split >= len(shapes[name]) else split
-
-    return declared(shapes, {name: Placement((size,), (rank,), (dimension(name),)) for name in shapes})
 
 
 def inferred(shapes: Mapping[str, Shape], local: Mapping[str, Shape], rank: int, size: int) -> Shard:

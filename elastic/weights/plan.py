@@ -8,27 +8,27 @@ KEYFRAME_COST = 16
 """In deltas: a keyframe is some 20 to 60 times as large as one, but a chain as long would be slower to decode."""
 
 
-class Update(NamedTuple):
+class PublishedUpdate(NamedTuple):
     """A published object: what takes a worker from `base` (None: from nothing) to `version`."""
 
     version: int
     base: int | None
 
 
-def shortest_path(updates: Iterable[Update], held: int | None, wanted: int) -> list[Update] | None:
+def shortest_path(updates: Iterable[PublishedUpdate], held: int | None, wanted: int) -> list[PublishedUpdate] | None:
     """The cheapest sequence of `updates` from `held` (None for nothing) to `wanted`; None if there is none.
 
     A delta costs one, whatever it spans, so that a merged one beats those it merges; ties go to the longest first
     step. Versions may be skipped.
     """
-    by_base: dict[int | None, list[Update]] = {}
+    by_base: dict[int | None, list[PublishedUpdate]] = {}
     for update in sorted(updates, key=lambda update: -update.version):
         by_base.setdefault(update.base, []).append(update)
-    queue: list[tuple[int, int, int, list[Update]]] = []
+    queue: list[tuple[int, int, int, list[PublishedUpdate]]] = []
     settled: set[int] = set()
     number = 0
 
-    def reach(cost: int, version: int, path: list[Update]) -> None:
+    def reach(cost: int, version: int, path: list[PublishedUpdate]) -> None:
         nonlocal number
         number += 1
         heapq.heappush(queue, (cost, number, version, path))
@@ -49,7 +49,7 @@ def shortest_path(updates: Iterable[Update], held: int | None, wanted: int) -> l
     return None
 
 
-def needed_from(updates: Collection[Update], wanted: Collection[int]) -> set[int]:
+def needed_from(updates: Collection[PublishedUpdate], wanted: Collection[int]) -> set[int]:
     """Versions of which some object lies on a newcomer's path to one of `wanted`."""
     needed: set[int] = set()
     for version in wanted:

@@ -17,19 +17,19 @@ from elastic.weights.codecs.sums import tile_sums
 from elastic.weights.compact import Mirror, on_device
 from elastic.weights.delta import NOTHING, begun_key
 from elastic.weights.digest import blob_digest_of
-from elastic.weights.encoder import PART_TIMEOUT_S, DeltaEncoder, PublishSettings, Share, Version
+from elastic.weights.encoder import PART_TIMEOUT_S, DeltaEncoder, PublishSettings, TrainerRank, Version
 from elastic.weights.errors import BlobConflict, BlobNotFound, WeightsError
 from elastic.weights.layout import tile_ends
 from elastic.weights.manifest import Manifest, TensorEntry, keyframe_key, manifest_key, request_key
 from elastic.weights.memory import Memory
-from elastic.weights.plan import Update
+from elastic.weights.plan import PublishedUpdate
 from elastic.weights.relay import REQUESTS, Relay
 from elastic.weights.signing import SigningKey
 from elastic.weights.tensors import Bits, entries_of, filling, flatten, views
 from elastic.weights.versions import collect_garbage, withdraw_keyframe
 from elastic.weights.waiting import awaited, fetch
 
-__all__ = ["PublishSettings", "Published", "Publisher", "Share", "publish_keyframe"]
+__all__ = ["PublishSettings", "PublishedVersion", "Publisher", "TrainerRank", "publish_keyframe"]
 
 log = structlog.get_logger(__name__)
 
@@ -40,7 +40,7 @@ LATER_TIMEOUT_S = 600.0
 """For what is published after a version can be pulled already: a merged delta, a keyframe, garbage collection."""
 
 
-class Published(NamedTuple):
+class PublishedVersion(NamedTuple):
     """What it took to make a version available; later objects of the same version are not counted."""
 
     version: int
@@ -70,7 +70,7 @@ class Publisher:
         run: str,
         model_config: Mapping[str, Any],
         settings: PublishSettings | None = None,
-        share: Share | None = None,
+        share: TrainerRank | None = None,
         key: SigningKey | None = None,
     ) -> None:
         self._relay = relay
@@ -84,7 +84,7 @@ class Publisher:
         self._last: Version | None = None
         self._anchor: Version | None = None
         self._mirror: Mirror | None = None
-        self._updates: set[Update] = set()
+        self._updates: set[PublishedUpdate] = set()
         """What this publisher has put, and not deleted since; what else is listed is not its own."""
         self._answered = -1, 0.0
         """The version of the last keyframe on request, and when that was."""
@@ -93,7 +93,7 @@ class Publisher:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="publisher")
         self._later: Future[None] | None = None
 
-    def publish(self, version: int, tensors: Mapping[str, Tensor], pulled: Collection[int] = ()) -> Published:
+    def publish(self, version: int, tensors: Mapping[str, Tensor], pulled: Collection[int] = ()) -> PublishedVersion:
         """Put `version`: a delta from the last one published, or a keyframe where there is none that fits.
 
         `tensors` (bfloat16; with a `share` this rank's own) may be changed again as soon as it returns. Versions that
@@ -160,7 +160,7 @@ class Publisher:
         if not requests or (version == held.version and time.monotonic() < answered_s + RENEW_S):
             return False
         refused = request_key(held.version) in requests
-        asked = refused or Update(held.version, None) not in self._updates
+        asked = refused or PublishedUpdate(held.version, None) not in self._updates
         if asked:
             log.warning("keyframe on request", version=held.version, requests=len(requests))
             if self._encoder.alone:
@@ -191,14 +191,16 @@ class Publisher:
 
     def _publish_first(
         self, version: int, entries: tuple[TensorEntry, ...], bits: Bits, begun_s: float
-    ) -> tuple[Published, Version]:
+    ) -> tuple[PublishedVersion, Version]:
         if self._share is not None:
             encoded = self._encoder.put(self._encoder.nothing(entries), version, bits)
             held = Version(version, entries, bits, encoded.sums)
             self._anchor, self._keyframe_version = held, version
-            self._updates.add(Update(version, None))
+            self._updates.add(PublishedUpdate(version, None))
             encode_s = time.monotonic() - begun_s - encoded.put_s
-            return Published(version, "keyframe", encoded.size_bytes, bits.nbytes, {}, encode_s, encoded.put_s), held
+            return PublishedVersion(
+                version, "keyframe", encoded.size_bytes, bits.nbytes, {}, encode_s, encoded.put_s
+            ), held
         sums = tile_sums(bits, tile_ends(entries, self._settings.tile_elements))
         held = Version(version, entries, bits, sums)
         encoded_s = time.monotonic()
@@ -206,27 +208,27 @@ class Publisher:
         self._anchor = held
         put_s = time.monotonic() - encoded_s
         size = bits.nbytes
-        return Published(version, "keyframe", size, size, {}, encoded_s - begun_s, put_s), held
+        return PublishedVersion(version, "keyframe", size, size, {}, encoded_s - begun_s, put_s), held
 
     def _publish_delta(
         self, last: Version, version: int, bits: Bits, filled: Iterator[int], begun_s: float
-    ) -> tuple[Published, Version]:
+    ) -> tuple[PublishedVersion, Version]:
         encoded = self._encoder.put(last, version, bits, filled)
-        self._updates.add(Update(version, last.version))
+        self._updates.add(PublishedUpdate(version, last.version))
         changed = dict.fromkeys((entry.name for entry in last.tensors), 0)
         for entry, count in zip(last.tensors, encoded.changed, strict=True):
             changed[entry.name] += count
         encode_s = time.monotonic() - begun_s - encoded.put_s
         held = Version(version, last.tensors, bits, encoded.sums)
         size = encoded.size_bytes
-        return Published(version, "delta", size, bits.nbytes, changed, encode_s, encoded.put_s), held
+        return PublishedVersion(version, "delta", size, bits.nbytes, changed, encode_s, encoded.put_s), held
 
     def _publish_later(self, held: Version, last: Version | None, pulled: Collection[int]) -> None:
         settings, anchor = self._settings, self._anchor
         merge_every = settings.merge_every
         if anchor is not None and merge_every > 1 and held.version - anchor.version >= merge_every:
             self._encoder.put(anchor, held.version, held.bits)
-            self._updates.add(Update(held.version, anchor.version))
+            self._updates.add(PublishedUpdate(held.version, anchor.version))
             self._anchor = held
         if last is not None and self._is_keyframe_ordered(held, last):
             self._put_keyframe(held)
@@ -243,7 +245,7 @@ class Publisher:
             log.warning("keyframe replaced", version=held.version, reason=str(error))
             withdraw_keyframe(self._relay, held.version)
             self._put_keyframe_once(held)
-        self._updates.add(Update(held.version, None))
+        self._updates.add(PublishedUpdate(held.version, None))
         self._keyframe_version, self._keyframe_wanted = held.version, False
 
     def _put_keyframe_once(self, held: Version) -> None:

@@ -7,7 +7,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import closing, contextmanager
 from functools import partial
 from math import inf
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from elastic.weights.codecs.base import Buffer
 from elastic.weights.delta import (
@@ -22,10 +22,9 @@ from elastic.weights.delta import (
 )
 from elastic.weights.digest import ArrivingBlob, digest_of
 from elastic.weights.errors import BlobNotFound, WeightsCorrupted
-from elastic.weights.plan import Update
+from elastic.weights.plan import PublishedUpdate
 from elastic.weights.relay import Relay
 from elastic.weights.signing import Trust
-from elastic.weights.site import SiteRelay
 from elastic.weights.versions import published_updates
 from elastic.weights.waiting import awaited, fetch, look_again, patiently
 
@@ -44,13 +43,6 @@ TRANSFERS = 3
 T = TypeVar("T")
 
 
-class SignedDelta(NamedTuple):
-    """A delta's manifest, and the bytes that the trainer signed."""
-
-    manifest: DeltaManifest
-    signed: bytes
-
-
 class Reading:
     """Raises `RelayError`, and `WeightsCorrupted` for what is cut short, too long, or no manifest to `trust`."""
 
@@ -67,7 +59,7 @@ class Reading:
         self._transfers = transfers
         self._chunk_bytes = chunk_bytes
 
-    def updates(self, version: int, begun: bool) -> list[Update]:
+    def updates(self, version: int, begun: bool) -> list[PublishedUpdate]:
         """What there is on the way to `version`, with `begun` also what of that itself is still being published.
 
         Whatever was begun of an earlier version and is not there may never be.
@@ -112,24 +104,20 @@ class Reading:
                 self.size_bytes += len(memory[start : start + step])
         return blob.digest()
 
-    def another_copy(self, version: int) -> bool:
-        """Whether what did not verify may be right where the site's copy is from; then that is read from now on."""
-        return isinstance(self._relay, SiteRelay) and self._relay.refuse(version)
-
-    def delta(self, version: int, base: int) -> tuple[DeltaBegun, "SignedDelta | None"]:
+    def delta(self, version: int, base: int) -> tuple[DeltaBegun, DeltaManifest | None]:
         """What is to come, and the manifest if all of it is there."""
         try:
             signed = self.get(delta_manifest_key(version, base))
         except BlobNotFound:
             return decode_begun(self.get(begun_key(version, base)), self.trust), None
         manifest = decode_delta_manifest(signed, self.trust)
-        return begun_of(manifest), SignedDelta(manifest, signed)
+        return begun_of(manifest), manifest
 
-    def awaited_manifest(self, begun: DeltaBegun) -> "SignedDelta":
+    def awaited_manifest(self, begun: DeltaBegun) -> DeltaManifest:
         key = delta_manifest_key(begun.version, begun.base_version)
         with self._on_the_wire() as there:
             signed = awaited(self._relay, key, self.deadline_s, absent=there.not_yet)
-        return SignedDelta(decode_delta_manifest(signed, self.trust), signed)
+        return decode_delta_manifest(signed, self.trust)
 
     def buckets(self, begun: DeltaBegun, wanted: Sequence[int], there: bool) -> Iterator[tuple[int, Buffer, str]]:
         """Each `wanted` bucket's number, blob and digest, as they arrive; the next ones are on their way meanwhile.

@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeAlias
 
 import msgspec
 
-from elastic.weights.errors import Refusal
+from elastic.weights.errors import WeightsRefusal
 
 
 class RelaySource(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,7 +68,7 @@ class PullReport(msgspec.Struct, frozen=True, kw_only=True):
     wire_s: float = 0.0
     """Spent waiting for the relay."""
     decode_s: float = 0.0
-    refused: tuple[Refusal, ...] = ()
+    refused: tuple[WeightsRefusal, ...] = ()
     """What did not verify on the way, or, in the audits since the pull before, of what was held."""
 
     @classmethod

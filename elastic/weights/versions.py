@@ -4,11 +4,11 @@ from collections.abc import Callable, Collection, Iterable
 
 from elastic.weights.delta import NOTHING, base_of, begun_base_of, delta_prefix
 from elastic.weights.manifest import keyframe_key, manifest_key, version_of, version_prefix
-from elastic.weights.plan import Update, needed_from
+from elastic.weights.plan import PublishedUpdate, needed_from
 from elastic.weights.relay import Relay
 
 
-def published_updates(relay: Relay, begun: bool = False) -> list[Update]:
+def published_updates(relay: Relay, begun: bool = False) -> list[PublishedUpdate]:
     """Everything that can be pulled, by version; with `begun` also what is still being published."""
     return sorted(
         {update for key in relay.list_keys("versions/") if (update := _update_of(key, begun)) is not None},
@@ -22,7 +22,7 @@ def published_versions(relay: Relay) -> list[int]:
 
 
 def collect_garbage(
-    relay: Relay, keep_versions: int, pulled: Collection[int] = (), updates: Collection[Update] | None = None
+    relay: Relay, keep_versions: int, pulled: Collection[int] = (), updates: Collection[PublishedUpdate] | None = None
 ) -> list[int]:
     """Delete all but the newest `keep_versions`, those that are being `pulled`, and what a newcomer needs for them.
 
@@ -51,16 +51,16 @@ def withdraw_keyframe(relay: Relay, version: int) -> None:
     _delete_all(relay, (key for key in relay.list_keys(version_prefix(version)) if key.startswith(begins)))
 
 
-def _update_of(key: str, begun: bool) -> Update | None:
+def _update_of(key: str, begun: bool) -> PublishedUpdate | None:
     version = version_of(key)
     if version is None:
         return None
     if key == manifest_key(version):
-        return Update(version, None)
+        return PublishedUpdate(version, None)
     base = base_of(key)
     if base is None and begun:
         base = begun_base_of(key)
-    return None if base is None else Update(version, None if base == NOTHING else base)
+    return None if base is None else PublishedUpdate(version, None if base == NOTHING else base)
 
 
 def _delete(relay: Relay, condemned: Callable[[int], bool]) -> list[int]:

@@ -19,7 +19,7 @@ from elastic import wire
 from elastic.core.run_state import TRAINER_PATIENCE
 from elastic.core.types import NS_PER_S, Account, FinishReason, LoadPhase
 from elastic.engine.base import DeviceShare, EngineStatistics, RolloutEngine
-from elastic.weights.errors import Refusal, VersionSuperseded, WeightsError
+from elastic.weights.errors import VersionSuperseded, WeightsError, WeightsRefusal
 from elastic.weights.source import PullReport, RelaySource
 from elastic.worker.accounts import DeviceAccounts
 from elastic.worker.connection import Connection, ConnectionLost, SessionRefused, Ticket, dial
@@ -415,7 +415,7 @@ class Service:
     def _paused_ns(self) -> int:
         return self._engine.statistics().accounts_ns.get(Account.APPLYING, 0)
 
-    def _report_failure(self, order: wire.PullWeights, error: str, refused: Iterable[Refusal] = ()) -> None:
+    def _report_failure(self, order: wire.PullWeights, error: str, refused: Iterable[WeightsRefusal] = ()) -> None:
         self._load_phase = LoadPhase.NONE
         self._send(wire.WeightsReport(order.version, wire.clipped(error), 0, 0.0, 0.0, refused=_told(refused)))
 
@@ -427,7 +427,7 @@ class Service:
 HELD_BACK = "the device's owner needs it"
 
 
-def _told(refused: Iterable[Refusal]) -> list[wire.UnverifiedWeights]:
+def _told(refused: Iterable[WeightsRefusal]) -> list[wire.UnverifiedWeights]:
     told = itertools.islice(refused, wire.REFUSALS_MAX)
     return [wire.UnverifiedWeights(wire.clipped(what), wire.clipped(reason)) for what, reason in told]
 

@@ -20,10 +20,10 @@ from elastic.core.types import WeightMode
 from elastic.engine.base import RolloutEngine
 from elastic.model.checkpoint import load_model
 from elastic.trainer import checkpoint
+from elastic.trainer.layers import changed_shares
 from elastic.trainer.trainer import GRPOTrainer
+from elastic.weights.choice import BYTES_PER_S_IN_GBPS
 from elastic.weights.codecs import warm_up
-from elastic.weights.layers import changed_shares
-from elastic.weights.link import BYTES_PER_S_IN_GBPS
 from elastic.weights.publisher import Publisher, PublishSettings
 from elastic.weights.relay import open_relay
 from elastic.weights.shared_memory import kept_in_memory

@@ -13,7 +13,7 @@ from elastic.weights.source import TensorSource
 
 log = structlog.get_logger(__name__)
 
-PULLING = ("elastic.weights.puller", "elastic.weights.site", "elastic.weights.directory", "elastic.weights.http")
+PULLING = ("elastic.weights.puller", "elastic.weights.peer_cache", "elastic.weights.directory", "elastic.weights.http")
 TURN_TIMEOUT_S = 60.0
 
 

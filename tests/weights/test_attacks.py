@@ -6,7 +6,6 @@ that a worker leaves to its successor.
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from pathlib import Path
 
 import httpx
@@ -32,21 +31,18 @@ from elastic.weights.directory import DirectoryRelay
 from elastic.weights.errors import RelayError, RelayUnavailable, WeightsCorrupted, WeightsError, WeightsForged
 from elastic.weights.http import HttpRelay
 from elastic.weights.manifest import keyframe_key, manifest_key, request_key
-from elastic.weights.plan import Update
-from elastic.weights.publisher import Publisher, PublishSettings, Share, publish_keyframe
+from elastic.weights.peer_cache import PeerCacheRelay
+from elastic.weights.plan import PublishedUpdate
+from elastic.weights.publisher import Publisher, PublishSettings, TrainerRank, publish_keyframe
 from elastic.weights.puller import Puller
-from elastic.weights.redo import HeldRecord
 from elastic.weights.relay import REQUESTS, Relay
 from elastic.weights.rights import REQUESTS_OPEN, RelayRights
 from elastic.weights.server import relay_app
 from elastic.weights.sharding import cells, whole
 from elastic.weights.signing import SigningKey
-from elastic.weights.site import SiteRelay
-from elastic.weights.store import KeptStore, open_store
-from elastic.weights.tensors import views
 from elastic.weights.versions import published_versions
 from tests.weights.conftest import serve
-from tests.weights.signed import KEY, TRUST
+from tests.weights.signed import KEY, TRUST, sharing
 
 SMALL = PublishSettings(bucket_elements=64, tile_elements=16, keyframe_every=8, merge_every=99, keep_versions=4)
 MODEL = {"model_type": "qwen3"}
@@ -131,7 +127,7 @@ def test_a_workers_token_reads_and_asks_and_does_nothing_else(
             worker.delete(key)
     assert {key: directory.get(key) for key in directory.list_keys()} == before
     assert worker.list_keys("versions/") == [*before]
-    assert_sound(Puller(worker, TRUST).pull(3).tensors, 3)
+    assert_sound(Puller(worker, TRUST).pull(3), 3)
     worker.put(request_key(3), b"")
     assert directory.list_keys(REQUESTS) == [request_key(3)]
     worker.close()
@@ -212,7 +208,7 @@ def test_a_forged_keyframe_is_refused_and_a_sound_copy_taken(
     trainer: Publisher, directory: DirectoryRelay, forge: Callable[[DirectoryRelay], None]
 ):
     behind = Puller(directory, TRUST)
-    assert_sound(behind.pull(2).tensors, 2)
+    assert_sound(behind.pull(2), 2)
     forge(directory)
     directory.delete(delta_manifest_key(3, 2))
     for puller, kept in ((behind, 2), (Puller(directory, TRUST), None)):
@@ -223,7 +219,7 @@ def test_a_forged_keyframe_is_refused_and_a_sound_copy_taken(
         assert directory.list_keys(REQUESTS) == [request_key(3)]
     assert trainer.answer_requests()
     for puller in (behind, Puller(directory, TRUST)):
-        assert_sound(puller.pull(3).tensors, 3)
+        assert_sound(puller.pull(3), 3)
 
 
 @pytest.mark.parametrize("kind", ["begun", "manifest"])
@@ -237,25 +233,25 @@ def test_a_forged_delta_costs_nothing_but_itself(trainer: Publisher, directory: 
     place = delta_manifest_key(3, 0) if kind == "manifest" else begun_key(3, 0)
     directory.put(place, b"junk" if forged == "junk" else signed)
     puller = Puller(directory, TRUST)
-    assert_sound(puller.pull(0).tensors, 0)
+    assert_sound(puller.pull(0), 0)
     staged = puller.stage(3, follow=True)
-    assert_sound(puller.apply(staged).tensors, 3)
-    assert staged.path == (Update(1, 0), Update(2, 1), Update(3, 2))
+    assert_sound(puller.apply(staged), 3)
+    assert staged.path == (PublishedUpdate(1, 0), PublishedUpdate(2, 1), PublishedUpdate(3, 2))
     if kind == "manifest":
-        ((what, reason),) = staged.refused
+        ((what, reason),) = staged.report.refused
         assert what == "delta of version 3 from 0"
         assert "not signed" in reason or "it is of run another" in reason or "it is that of" in reason
 
 
 def test_a_part_that_was_swapped_between_versions_is_refused(trainer: Publisher, directory: DirectoryRelay):
     puller = Puller(directory, TRUST)
-    assert_sound(puller.pull(2).tensors, 2)
+    assert_sound(puller.pull(2), 2)
     overwrite(directory, bucket_key(3, 2, 0), directory.get(bucket_key(2, 1, 0)))
     with pytest.raises(WeightsCorrupted):
         puller.pull(3)
-    assert_sound(Puller(directory, TRUST).pull(2).tensors, 2)
+    assert_sound(Puller(directory, TRUST).pull(2), 2)
     assert trainer.answer_requests()
-    assert_sound(puller.pull(3).tensors, 3)
+    assert_sound(puller.pull(3), 3)
 
 
 @many
@@ -284,7 +280,7 @@ def test_a_changed_byte_of_any_blob_is_never_put_in_force(
     except WeightsError:
         assert puller.version == base
     else:
-        assert_sound(pulled.tensors, 2)
+        assert_sound(pulled, 2)
 
 
 def test_junk_where_the_trainer_is_about_to_publish_makes_room(trainer: Publisher, directory: DirectoryRelay):
@@ -301,10 +297,10 @@ def test_junk_where_the_trainer_is_about_to_publish_makes_room(trainer: Publishe
     trainer.request_keyframe()
     trainer.publish(4, weights(4))
     trainer.wait()
-    assert_sound(Puller(directory, TRUST).pull(4).tensors, 4)
+    assert_sound(Puller(directory, TRUST).pull(4), 4)
     behind = Puller(directory, TRUST)
     behind.pull(3)
-    assert_sound(behind.pull(4).tensors, 4)
+    assert_sound(behind.pull(4), 4)
 
 
 def test_junk_before_the_first_version_makes_room(directory: DirectoryRelay):
@@ -313,7 +309,7 @@ def test_junk_before_the_first_version_makes_room(directory: DirectoryRelay):
     publisher = Publisher(directory, "run", MODEL, SMALL, key=KEY)
     publisher.publish(0, weights(0))
     publisher.close()
-    assert_sound(Puller(directory, TRUST).pull(0).tensors, 0)
+    assert_sound(Puller(directory, TRUST).pull(0), 0)
 
 
 def test_who_follows_meets_junk_and_gets_the_version_all_the_same(trainer: Publisher, directory: DirectoryRelay):
@@ -328,7 +324,7 @@ def test_who_follows_meets_junk_and_gets_the_version_all_the_same(trainer: Publi
         trainer.wait()
         while not pulled.done():
             trainer.answer_requests()
-        assert_sound(pulled.result().tensors, 4)
+        assert_sound(pulled.result(), 4)
 
 
 def test_versions_that_nobody_published_push_none_off_the_relay(trainer: Publisher, directory: DirectoryRelay):
@@ -338,7 +334,7 @@ def test_versions_that_nobody_published_push_none_off_the_relay(trainer: Publish
     trainer.wait()
     puller = Puller(directory, TRUST)
     for version in range(5):
-        assert_sound(puller.pull(version).tensors, version)
+        assert_sound(puller.pull(version), version)
 
 
 def test_another_ranks_part_counts_only_with_the_trainers_signature(directory: DirectoryRelay):
@@ -346,7 +342,7 @@ def test_another_ranks_part_counts_only_with_the_trainers_signature(directory: D
     layout = [whole(shapes)] * 2
     plan = cells(shapes, layout, [])
     ranks = [
-        Publisher(directory, "run", MODEL, SMALL, Share(plan, shard, rank, 2), key)
+        Publisher(directory, "run", MODEL, SMALL, TrainerRank(plan, shard, rank, 2), key)
         for rank, (shard, key) in enumerate(zip(layout, (KEY, THIEF), strict=True))
     ]
     ranks[1].publish(0, weights(0))
@@ -395,196 +391,14 @@ def test_a_peer_that_serves_forged_parts_is_done_without(
     trainer: Publisher, directory: DirectoryRelay, tmp_path: Path, forge: Callable[[str, bytes], bytes]
 ):
     near = Poisoned(tmp_path / "near", forge)
-    first = SiteRelay(directory, near, "first", TRUST)
-    assert_sound(Puller(first, TRUST).pull(0).tensors, 0)
-    second = Puller(SiteRelay(directory, near, "second", TRUST), TRUST)
+    first = PeerCacheRelay(directory, near, "first", TRUST)
+    assert_sound(sharing(first).pull(0), 0)
+    second = sharing(PeerCacheRelay(directory, near, "second", TRUST))
     for version in (0, 3):
         staged = second.stage(version)
-        assert_sound(second.apply(staged).tensors, version)
-        assert len(staged.refused) <= 2 * len(staged.path) + 2
+        assert_sound(second.apply(staged), version)
+        assert len(staged.report.refused) <= 2 * len(staged.path) + 2
     assert directory.list_keys(REQUESTS) == []
-
-
-# In the files that a worker leaves.
-
-
-@pytest.fixture
-def kept(trainer: Publisher, directory: DirectoryRelay, tmp_path: Path) -> Path:
-    """What a worker left that held version 2, which it had by deltas; in `keyframe` one that held version 0."""
-    for name, version in (("kept", 2), ("keyframe", 0)):
-        with closing(open_store(tmp_path / name, TRUST)) as store:
-            puller = Puller(directory, TRUST, store=store)
-            puller.pull(0)
-            puller.pull(version)
-    return tmp_path / "kept" / "worker-0"
-
-
-def record_in(kept: Path) -> HeldRecord:
-    return msgspec.json.decode((kept / "held.json").read_bytes(), type=HeldRecord)
-
-
-def tamper(kept: Path, **change: object) -> None:
-    (kept / "held.json").write_bytes(msgspec.json.encode(msgspec.structs.replace(record_in(kept), **change)))
-
-
-def assert_not_believed(kept: Path, directory: DirectoryRelay, reason: str) -> None:
-    with closing(KeptStore(kept, TRUST)) as store:
-        assert store.held is None
-        assert reason in store.not_used
-        puller = Puller(directory, TRUST, store=store)
-        staged = puller.stage(2)
-        assert [what for what, _ in staged.refused] == ["kept weights"]
-        assert_sound(puller.apply(staged).tensors, 2)
-
-
-def test_what_is_kept_is_believed_when_the_trainer_signed_it(kept: Path, directory: DirectoryRelay):
-    for place, version in ((kept, 2), (kept.parents[1] / "keyframe" / "worker-0", 0)):
-        with closing(KeptStore(place, TRUST)) as store:
-            puller = Puller(directory, TRUST, store=store)
-            assert puller.version == version
-            pulled = puller.pull(version)
-            assert_sound(pulled.tensors, version)
-            assert pulled.size_bytes == 0
-
-
-def test_no_path_in_a_file_is_followed(kept: Path, directory: DirectoryRelay, tmp_path: Path):
-    secret = tmp_path / "secret"
-    secret.write_bytes(bytes(480))
-    for name in (str(secret), "../../secret", "held.json", "lock", "patterns-../../../secret", ""):
-        tamper(kept, patterns=name)
-        before = record_in(kept)
-        assert_not_believed(kept, directory, "which is no file of this directory")
-        assert record_in(kept) != before
-    assert secret.read_bytes() == bytes(480)
-
-
-@pytest.mark.parametrize("name", ["held.json", "staged.bin", "patterns", "lock", "held.json.new"])
-def test_no_link_is_followed(kept: Path, directory: DirectoryRelay, tmp_path: Path, name: str):
-    """Neither to read what somebody else chose, nor to write over what is somebody else's."""
-    victim = tmp_path / "victim"
-    path = kept / (record_in(kept).patterns if name == "patterns" else name)
-    victim.write_bytes(path.read_bytes() if path.exists() else b"somebody's")
-    before = victim.read_bytes()
-    path.unlink(missing_ok=True)
-    path.symlink_to(victim)
-    with closing(open_store(kept.parent, TRUST)) as store:
-        puller = Puller(directory, TRUST, store=store)
-        assert_sound(puller.pull(2).tensors, 2)
-        assert_sound(puller.pull(3).tensors, 3)
-    assert victim.read_bytes() == before
-
-
-def test_a_directory_that_others_may_write_to_is_not_used(kept: Path, directory: DirectoryRelay):
-    kept.chmod(0o777)
-    with pytest.raises(PermissionError):
-        KeptStore(kept, TRUST)
-    with closing(open_store(kept.parent, TRUST)) as store:
-        assert store.held is None
-        assert_sound(Puller(directory, TRUST, store=store).pull(3).tensors, 3)
-    kept.chmod(0o700)
-    for path in kept.iterdir():
-        assert path.stat().st_mode & 0o077 == 0
-
-
-def test_kept_weights_without_the_trainers_signature_are_not_believed(kept: Path, directory: DirectoryRelay):
-    files = {path.name: path.read_bytes() for path in kept.iterdir()}
-
-    def restore() -> None:
-        for path in kept.iterdir():
-            path.unlink()
-        for name, content in files.items():
-            (kept / name).write_bytes(content)
-
-    record = record_in(kept)
-    body = bytes(msgspec.json.decode(record.signed, type=dict[str, msgspec.Raw])["manifest"])
-    for signed in (THIEF.seal_body("delta", body), KEY.seal_body("keyframe", body), b"", b"junk"):
-        restore()
-        tamper(kept, signed=signed)
-        assert_not_believed(kept, directory, "not signed by the run's trainer")
-    restore()
-    tamper(kept, keyframe=True)
-    assert_not_believed(kept, directory, "not signed by the run's trainer")
-    restore()
-    tamper(kept, hosted=(False, True))
-    assert_not_believed(kept, directory, "the sums of")
-    restore()
-    tamper(kept, hosted=(True, False))
-    with closing(KeptStore(kept, TRUST)) as store:
-        assert_sound(Puller(directory, TRUST, store=store).pull(2).tensors, 2)
-    restore()
-    (kept / record.patterns).write_bytes(bytes(480))
-    assert_not_believed(kept, directory, "the sums of")
-    keyframe = kept.parents[1] / "keyframe" / "worker-0"
-    (keyframe / record_in(keyframe).patterns).write_bytes(bytes(480))
-    assert_not_believed(keyframe, directory, "their digest is not the manifest's")
-
-
-@many
-@given(data=st.data())
-def test_a_changed_byte_of_any_kept_file_is_never_put_in_force(
-    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
-):
-    """The log of a change that was interrupted included, indices and lengths of which are an attacker's to choose."""
-    directory = DirectoryRelay(tmp_path_factory.mktemp("relay"))
-    publisher = Publisher(directory, "run", MODEL, SMALL, key=KEY)
-    for version in range(3):
-        publisher.publish(version, weights(version))
-    publisher.close()
-    place = tmp_path_factory.mktemp("kept") / "store"
-    with closing(KeptStore(place, TRUST)) as store, pytest.MonkeyPatch.context() as patched:
-        puller = Puller(directory, TRUST, store=store)
-        puller.pull(1)
-        patched.setattr(KeptStore, "_finish", lambda _: None)
-        patched.setattr(KeptStore, "_record", lambda _: None)
-        puller.apply(puller.stage(2))
-    assert (place / "staged.bin").exists()
-    for _ in range(data.draw(st.integers(1, 4))):
-        path = data.draw(st.sampled_from(sorted(path for path in place.iterdir() if path.name != "lock")))
-        content = bytearray(path.read_bytes())
-        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
-        path.write_bytes(content)
-    with closing(KeptStore(place, TRUST)) as store:
-        if (held := store.held) is not None:
-            assert_sound(views(held.tensors, held.bits), held.version)
-        assert_sound(Puller(directory, TRUST, store=store).pull(2).tensors, 2)
-
-
-LOG_FORGERIES: dict[str, Callable[[dict], None]] = {
-    "an index beyond": lambda change: None,
-    "a place beyond": lambda change: change.__setitem__(4, 1 << 40),
-    "tiles beyond": lambda change: change.__setitem__(2, 1 << 40),
-    "ends that go down": lambda change: change[5].reverse(),
-}
-
-
-@pytest.mark.parametrize("forge", LOG_FORGERIES)
-def test_a_log_writes_nowhere_but_in_its_tiles(
-    kept: Path, directory: DirectoryRelay, monkeypatch: pytest.MonkeyPatch, forge: str
-):
-    import xxhash
-
-    with closing(KeptStore(kept, TRUST)) as store, monkeypatch.context() as patched:
-        puller = Puller(directory, TRUST, store=store)
-        patched.setattr(KeptStore, "_finish", lambda _: None)
-        patched.setattr(KeptStore, "_record", lambda _: None)
-        puller.apply(puller.stage(3))
-    content = (kept / "staged.bin").read_bytes()
-    at = 8 + int.from_bytes(content[:8], "little")
-    head = msgspec.json.decode(content[8:at])
-    tiles = len(decode_delta_manifest(directory.get(delta_manifest_key(3, 2)), TRUST).tile_sums) // 8
-    tags = content[at : at + 8 * tiles]
-    rest = bytearray(content[at + len(tags) :])
-    LOG_FORGERIES[forge](head["changes"][0])
-    if forge == "an index beyond":
-        rest[:4] = (1 << 31).to_bytes(4, "little")
-    head["checksum"] = xxhash.xxh3_128_hexdigest(bytes(rest))
-    body = msgspec.json.encode(head)
-    body += b" " * (-len(body) % 8)
-    (kept / "staged.bin").write_bytes(len(body).to_bytes(8, "little") + body + tags + rest)
-    with closing(KeptStore(kept, TRUST)) as store:
-        assert store.held is None
-        assert "log: " in store.not_used or "buffer" in store.not_used
-        assert_sound(Puller(directory, TRUST, store=store).pull(3).tensors, 3)
 
 
 def test_a_key_stays_in_its_process():

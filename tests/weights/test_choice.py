@@ -1,11 +1,10 @@
-from elastic.weights.choice import Change, choose_codec
+from elastic.weights.choice import BYTES_PER_S_IN_GBPS, ExpectedChange, choose_codec
 
 ELEMENTS = 8 << 20
-BYTES_PER_S_IN_GBPS = 125e6
 
 
 def chosen(share: float, gbps: float) -> str:
-    return choose_codec(Change(ELEMENTS, round(share * ELEMENTS)), gbps * BYTES_PER_S_IN_GBPS)
+    return choose_codec(ExpectedChange(ELEMENTS, round(share * ELEMENTS)), gbps * BYTES_PER_S_IN_GBPS)
 
 
 def test_where_the_link_is_slow_the_codec_is_the_smallest() -> None:

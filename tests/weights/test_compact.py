@@ -84,7 +84,7 @@ def test_a_mirrored_version_is_the_trainers_bit_for_bit(tmp_path_factory, device
                 continue
             rank.publish(version, tensors())
             expected = {name: tensor.cpu() for name, tensor in tensors().items()}
-            for name, tensor in puller.pull(version).tensors.items():
+            for name, tensor in puller.pull(version).items():
                 assert torch.equal(tensor.view(torch.int16), expected[name].contiguous().view(torch.int16))
         rank.close()
 

@@ -1,12 +1,9 @@
 """A chain of versions, pulled by workers that come, skip, fall behind and meet every kind of damage."""
 
-import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -18,18 +15,17 @@ from torch import Tensor
 from elastic.weights.codecs import CODECS
 from elastic.weights.delta import base_of, bucket_key, decode_delta_manifest, delta_manifest_key
 from elastic.weights.directory import DirectoryRelay
-from elastic.weights.errors import BlobNotFound, Refusal, RelayError, RelayUnavailable, WeightsCorrupted
+from elastic.weights.errors import BlobNotFound, RelayError, RelayUnavailable, WeightsCorrupted, WeightsRefusal
 from elastic.weights.manifest import keyframe_key, manifest_key
-from elastic.weights.plan import Update
+from elastic.weights.plan import PublishedUpdate
 from elastic.weights.publisher import Publisher, PublishSettings, publish_keyframe
 from elastic.weights.puller import Puller
 from elastic.weights.relay import REQUESTS, Buffer, Relay
 from elastic.weights.signing import SigningKey
-from elastic.weights.site import SiteRelay
-from elastic.weights.store import open_store
+from elastic.weights.source import WeightChanges
 from elastic.weights.versions import discard_all, published_updates, published_versions
 from elastic.weights.waiting import POLL_S
-from tests.weights.signed import KEY, TRUST
+from tests.weights.signed import KEY, TRUST, put_in_force
 
 MODEL = {"model_type": "qwen3", "hidden_size": 8}
 SMALL = PublishSettings(bucket_elements=64, tile_elements=16, keyframe_every=8, merge_every=3, keep_versions=4)
@@ -63,12 +59,12 @@ class History:
 
 
 def assert_at(puller: Puller, history: History, version: int, **options: float) -> None:
-    pulled = puller.pull(version, **options)
-    assert pulled.version == puller.version == version
-    assert list(pulled.tensors) == list(history.tensors[version])
+    pulled = puller.pull(version, **options)  # type: ignore[arg-type]
+    assert puller.version == version
+    assert list(pulled) == list(history.tensors[version])
     for name, tensor in history.tensors[version].items():
-        assert pulled.tensors[name].shape == tensor.shape
-        assert torch.equal(pulled.tensors[name].view(torch.int16), tensor.view(torch.int16))
+        assert pulled[name].shape == tensor.shape
+        assert torch.equal(pulled[name].view(torch.int16), tensor.view(torch.int16))
     assert puller.audit() == []
 
 
@@ -124,18 +120,18 @@ def test_over_every_relay_a_delta_is_what_is_pulled(relay: Relay):
     puller = Puller(relay, TRUST)
     assert_at(puller, history, 0)
     history.step()
-    pulled = puller.pull(1)
-    assert pulled.path == (Update(1, 0),)
-    assert 0 < pulled.size_bytes == decode_delta_manifest(relay.get(delta_manifest_key(1, 0)), TRUST).size_bytes
+    pulled = put_in_force(puller, 1)
+    assert pulled.path == (PublishedUpdate(1, 0),)
+    assert 0 < pulled.report.size_bytes == decode_delta_manifest(relay.get(delta_manifest_key(1, 0)), TRUST).size_bytes
     assert_at(puller, history, 1)
-    assert puller.pull(1).size_bytes == 0
+    assert puller.stage(1).report.size_bytes == 0
 
 
 def test_a_worker_that_is_behind_pulls_one_merged_delta(history: History, directory: DirectoryRelay):
-    assert Update(3, 0) in published_updates(directory)
+    assert PublishedUpdate(3, 0) in published_updates(directory)
     puller = Puller(directory, TRUST)
     assert_at(puller, history, 0)
-    assert puller.pull(3).path == (Update(3, 0),)
+    assert put_in_force(puller, 3).path == (PublishedUpdate(3, 0),)
     assert_at(puller, history, 3)
 
 
@@ -143,10 +139,10 @@ def assert_is(tensors: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert all(torch.equal(expected[n].view(torch.int16), tensor.view(torch.int16)) for n, tensor in tensors.items())
 
 
-def patched(tensors: dict[str, Tensor], changes: list[tuple[str, Tensor, Tensor]]) -> dict[str, Tensor]:
+def patched(tensors: dict[str, Tensor], changes: WeightChanges) -> dict[str, Tensor]:
     copies = {name: tensor.clone() for name, tensor in tensors.items()}
-    for name, index, values in changes:
-        copies[name].view(-1)[index] = values
+    for name, index, values in changes.elements:
+        copies[name].view(-1)[index] = values  # type: ignore[index]
     return copies
 
 
@@ -181,14 +177,14 @@ def test_a_staged_version_leaves_the_served_one_as_it_is(
     served = puller.pull(0)
     directory.delete(delta_manifest_key(3, 0))
     staged = puller.stage(3)
-    assert staged.path == (Update(1, 0), Update(2, 1), Update(3, 2))
+    assert staged.path == (PublishedUpdate(1, 0), PublishedUpdate(2, 1), PublishedUpdate(3, 2))
     assert puller.version == 0
-    assert_is(served.tensors, history.tensors[0])
+    assert_is(served, history.tensors[0])
     for _ in range(2):
         changes = puller.changes(staged)
         assert changes is not None
         assert_is(patched(history.tensors[0], changes), history.tensors[3])
-        assert_is(puller.apply(staged).tensors, history.tensors[3])
+        assert_is(puller.apply(staged), history.tensors[3])
         assert puller.version == 3
         assert puller.audit() == []
 
@@ -226,7 +222,7 @@ def test_a_missing_bucket_is_replaced_by_a_keyframe(history: History, directory:
     history.step()
     directory.delete(bucket_key(4, 3, 0))
     assert_at(puller, history, 4)
-    assert Puller(directory, TRUST).pull(4).path == (Update(4, None),)
+    assert Puller(directory, TRUST).stage(4).path == (PublishedUpdate(4, None),)
 
 
 def test_buckets_in_each_others_place_are_refused(history: History, directory: DirectoryRelay):
@@ -389,14 +385,14 @@ def test_what_was_begun_and_given_up_holds_nobody_up(tmp_path: Path):
         history.step()
     for key in (delta_manifest_key(3, 0), bucket_key(3, 0, 0)):
         directory.delete(key)
-    assert Update(3, 0) in published_updates(directory, begun=True)
+    assert PublishedUpdate(3, 0) in published_updates(directory, begun=True)
     assert [update.version for update in follower.stage(3, follow=True).path] == [1, 2, 3]
     manifest = directory.get(delta_manifest_key(3, 2))
     directory.delete(delta_manifest_key(3, 2))
     with ThreadPoolExecutor(1) as executor:
         pulled = executor.submit(follower.pull, 3, 60.0, follow=True)
         directory.put(delta_manifest_key(3, 2), manifest)
-        assert pulled.result().version == 3
+        assert_is(pulled.result(), history.tensors[3])
     history.step()
     assert_at(Puller(directory, TRUST), history, 4, follow=True)
 
@@ -407,10 +403,10 @@ def test_who_follows_what_is_damaged_waits_for_the_keyframe_that_it_asks_for(
     for base in (0, 2):
         damage(directory, bucket_key(3, base, 0), flip)
     with ThreadPoolExecutor(1) as executor:
-        pulled = executor.submit(Puller(directory, TRUST).pull, 3, 60.0, follow=True)
+        pulled = executor.submit(Puller(directory, TRUST).stage, 3, 60.0, follow=True)
         while not history.publisher.answer_requests():
             assert not pulled.done()
-        assert pulled.result().path == (Update(3, None),)
+        assert pulled.result().path == (PublishedUpdate(3, None),)
 
 
 def test_waiting_for_the_trainer_is_told_from_the_wire(history: History, directory: DirectoryRelay):
@@ -428,8 +424,8 @@ def test_waiting_for_the_trainer_is_told_from_the_wire(history: History, directo
             return directory.get(key, start, length)
 
     puller = Puller(Late(absent=4), TRUST)
-    assert puller.pull(1, follow=True).encode_s == 0
-    followed = puller.pull(2, follow=True)
+    assert put_in_force(puller, 1, follow=True).report.encode_s == 0
+    followed = puller.stage(2, follow=True).report
     assert followed.encode_s >= 3 * POLL_S, "once for what is to come, and three times for the manifest"
     assert min(followed.wire_s, followed.decode_s) > 0
 
@@ -454,7 +450,7 @@ def test_other_tensors_begin_anew_with_a_keyframe(history: History, directory: D
     puller = Puller(directory, TRUST)
     assert_at(puller, history, 3)
     assert history.publisher.publish(4, other).kind == "keyframe"
-    assert torch.equal(puller.pull(4).tensors["a"], other["a"])
+    assert torch.equal(puller.pull(4)["a"], other["a"])
 
 
 def test_a_publication_tells_what_changed(tmp_path: Path):
@@ -504,9 +500,9 @@ def test_a_version_is_followed_while_it_is_published(tmp_path: Path):
     assert_at(puller, history, 0)
     relay.asked.clear()
     with ThreadPoolExecutor(1) as executor:
-        pulled = executor.submit(puller.pull, 1, 60.0, follow=True)
+        pulled = executor.submit(put_in_force, puller, 1, 60.0, follow=True)
         history.step()
-        assert pulled.result().path == (Update(1, 0),)
+        assert pulled.result().path == (PublishedUpdate(1, 0),)
     assert_at(puller, history, 1)
 
 
@@ -527,9 +523,9 @@ def test_what_is_under_way_and_damaged_is_refused(history: History, directory: D
     assert_at(puller, history, 1)
     directory.delete(key)
     damage(directory, damaged, lambda content: content[:-12] + bytes(4) + content[-8:])
-    pulled = puller.pull(2, 60.0, follow=True)
-    assert pulled.path == (Update(2, None),), "and not what was under way"
-    assert_is(pulled.tensors, history.tensors[2])
+    staged = puller.stage(2, 60.0, follow=True)
+    assert staged.path == (PublishedUpdate(2, None),), "and not what was under way"
+    assert_is(puller.apply(staged), history.tensors[2])
 
 
 def test_a_worker_that_nothing_leads_to_a_version_is_given_a_keyframe(history: History, directory: DirectoryRelay):
@@ -573,7 +569,7 @@ def test_a_version_that_is_not_there_yet_is_no_reason_to_ask(history: History, d
 
 def test_what_an_audit_finds_wrong_is_no_base_for_another_version(history: History, directory: DirectoryRelay):
     puller = Puller(directory, TRUST)
-    tensors = puller.pull(2).tensors
+    tensors = puller.pull(2)
     assert puller.audit() == []
     tensors["embedding"].view(torch.int16)[7, 3] ^= 1
     rested: list[float] = []
@@ -581,10 +577,12 @@ def test_what_an_audit_finds_wrong_is_no_base_for_another_version(history: Histo
     assert len(rested) == len(decode_delta_manifest(directory.get(delta_manifest_key(2, 1)), TRUST).tile_sums) / 8
     staged = puller.stage(2)
     assert staged.path[0].base is None, "the same version, from a keyframe on"
-    assert staged.refused == (Refusal("weights held as version 2", "audit: 1 tiles are wrong, first tile 2"),)
+    assert staged.report.refused == (
+        WeightsRefusal("weights held as version 2", "audit: 1 tiles are wrong, first tile 2"),
+    )
     puller.apply(staged)
     assert_at(puller, history, 2)
-    assert puller.stage(3).refused == ()
+    assert puller.stage(3).report.refused == ()
     assert_at(puller, history, 3)
 
 
@@ -594,8 +592,8 @@ def test_what_is_refused_is_told_whether_anything_takes_its_place(history: Histo
     damage(directory, bucket_key(3, 2, 0), flip)
     staged = puller.stage(3)
     assert staged.path[0].base is None
-    assert {refusal.what for refusal in staged.refused} == {"delta of version 3 from 2"}
-    assert all("digest of bucket 0" in refusal.reason for refusal in staged.refused)
+    assert {refusal.what for refusal in staged.report.refused} == {"delta of version 3 from 2"}
+    assert all("digest of bucket 0" in refusal.reason for refusal in staged.report.refused)
     puller.apply(staged)
     assert_at(puller, history, 3)
     newcomer = Puller(directory, TRUST)
@@ -623,7 +621,7 @@ def test_an_audit_ends_when_another_version_is_put_in_force(history: History, di
 def test_an_audit_goes_on_where_the_one_before_ended(history: History, directory: DirectoryRelay):
     """Where versions come faster than a whole audit takes, each tile still has its turn."""
     puller = Puller(directory, TRUST)
-    tensors = puller.pull(1).tensors
+    tensors = puller.pull(1)
     history.step()
 
     def audit_one_tile(version: int, damaged: bool) -> list[int]:
@@ -636,73 +634,8 @@ def test_an_audit_goes_on_where_the_one_before_ended(history: History, directory
 
 def test_a_keyframe_is_audited_before_a_delta_comes(history: History, directory: DirectoryRelay):
     puller = Puller(directory, TRUST)
-    tensors = puller.pull(0).tensors
+    tensors = puller.pull(0)
     assert puller.audit() == []
     tensors["norm"].view(torch.int16)[6] ^= 1
     assert len(puller.audit()) == 1
     assert_at(puller, history, 0)
-
-
-KILLED_WHILE_APPLYING = """
-import os, signal, sys
-from pathlib import Path
-from elastic.weights import held, puller
-from elastic.weights.directory import DirectoryRelay
-from elastic.weights.signing import Trust
-from elastic.weights.site import SiteRelay
-from elastic.weights.store import open_store
-
-def apply_and_die(update, bits, apply=held.apply_update):
-    half = update.index.size // 2
-    bits[update.index[:half]] = update.value[:half]
-    os.kill(os.getpid(), signal.SIGKILL)
-
-far, near, kept = (Path(path) for path in sys.argv[1:4])
-trust = Trust("run", sys.argv[4])
-relay = SiteRelay(DirectoryRelay(far), DirectoryRelay(near), "killed", trust)
-worker = puller.Puller(relay, trust, store=open_store(kept, trust), chunk_bytes=40)
-worker.pull(1)
-held.apply_update = apply_and_die
-worker.pull(2)
-"""
-
-
-@pytest.fixture
-def killed_while_applying(tmp_path: Path, history: History) -> Path:
-    """What a worker kept that was killed while it went from version 1 to 2."""
-    places = [str(tmp_path / name) for name in ("relay", "near", "kept")]
-    killed = subprocess.run(
-        [sys.executable, "-c", KILLED_WHILE_APPLYING, *places, TRUST.public], check=False, timeout=120
-    )
-    assert killed.returncode == -signal.SIGKILL
-    return tmp_path / "kept"
-
-
-@pytest.mark.slow
-def test_a_worker_killed_while_applying_comes_back_at_a_whole_version(
-    history: History, directory: DirectoryRelay, tmp_path: Path, killed_while_applying: Path
-):
-    near = SiteRelay(directory, DirectoryRelay(tmp_path / "near"), "successor", TRUST)
-    with closing(open_store(killed_while_applying, TRUST)) as store:
-        successor = Puller(near, TRUST, store=store, chunk_bytes=40)
-        assert successor.version == 2
-        assert_at(successor, history, 2)
-        assert successor.pull(3).path == (Update(3, 2),)
-        assert_at(successor, history, 3)
-    # Where nothing was kept, the claims that it died with expire, and what it brought to the site is of use.
-    newcomer = Puller(near, TRUST, chunk_bytes=40)
-    assert_at(newcomer, history, 2)
-    history.step()
-    assert_at(newcomer, history, 4)
-
-
-@pytest.mark.slow
-def test_what_was_kept_is_not_taken_for_another_runs_version(tmp_path: Path, killed_while_applying: Path):
-    other = DirectoryRelay(tmp_path / "other")
-    key = SigningKey()
-    stranger = History(other, seed=1, key=key)
-    for _ in range(4):
-        stranger.step()
-    for version in (2, 3):
-        with closing(open_store(killed_while_applying, key.trust("run"))) as store:
-            assert_at(Puller(other, key.trust("run"), store=store), stranger, version)

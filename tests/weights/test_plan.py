@@ -2,18 +2,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.weights.choice import COSTS, Change, choose_codec, predicted_bytes
-from elastic.weights.plan import Update, needed_from, shortest_path
+from elastic.weights.choice import COSTS, ExpectedChange, choose_codec, predicted_bytes
+from elastic.weights.plan import PublishedUpdate, needed_from, shortest_path
 
 updates = st.sets(
     st.tuples(st.integers(0, 8), st.none() | st.integers(0, 8))
     .filter(lambda pair: pair[1] is None or pair[1] < pair[0])
-    .map(lambda pair: Update(*pair)),
+    .map(lambda pair: PublishedUpdate(*pair)),
     max_size=20,
 )
 
 
-def reachable(published: set[Update], held: int | None) -> set[int]:
+def reachable(published: set[PublishedUpdate], held: int | None) -> set[int]:
     found = {update.version for update in published if update.base is None} | ({held} - {None})
     while more := {update.version for update in published if update.base in found} - found:
         found |= more
@@ -21,7 +21,9 @@ def reachable(published: set[Update], held: int | None) -> set[int]:
 
 
 @given(updates, st.none() | st.integers(0, 8), st.integers(0, 8))
-def test_a_path_leads_from_what_is_held_to_what_is_wanted(published: set[Update], held: int | None, wanted: int):
+def test_a_path_leads_from_what_is_held_to_what_is_wanted(
+    published: set[PublishedUpdate], held: int | None, wanted: int
+):
     path = shortest_path(published, held, wanted)
     assert (path is not None) == (wanted in reachable(published, held))
     at = held
@@ -33,16 +35,16 @@ def test_a_path_leads_from_what_is_held_to_what_is_wanted(published: set[Update]
 
 
 @given(updates, st.integers(0, 8))
-def test_what_a_newcomer_needs_is_enough(published: set[Update], wanted: int):
+def test_what_a_newcomer_needs_is_enough(published: set[PublishedUpdate], wanted: int):
     kept = {update for update in published if update.version in needed_from(published, [wanted])}
     assert (shortest_path(kept, None, wanted) is None) == (shortest_path(published, None, wanted) is None)
 
 
 def test_a_merged_delta_beats_a_chain_and_a_chain_beats_a_keyframe():
-    chain = {Update(v, v - 1) for v in range(1, 5)} | {Update(0, None), Update(4, None)}
-    assert shortest_path(chain, 0, 4) == [Update(v, v - 1) for v in range(1, 5)]
-    assert shortest_path(chain | {Update(4, 0)}, 0, 4) == [Update(4, 0)]
-    assert shortest_path(chain, None, 4) == [Update(4, None)]
+    chain = {PublishedUpdate(v, v - 1) for v in range(1, 5)} | {PublishedUpdate(0, None), PublishedUpdate(4, None)}
+    assert shortest_path(chain, 0, 4) == [PublishedUpdate(v, v - 1) for v in range(1, 5)]
+    assert shortest_path(chain | {PublishedUpdate(4, 0)}, 0, 4) == [PublishedUpdate(4, 0)]
+    assert shortest_path(chain, None, 4) == [PublishedUpdate(4, None)]
     assert shortest_path(chain, 4, 4) == []
 
 
@@ -57,12 +59,12 @@ def test_a_merged_delta_beats_a_chain_and_a_chain_beats_a_keyframe():
     ],
 )
 def test_the_link_and_what_changed_decide(changed: float, bits: float, gbps: float, codec: str):
-    change = Change(1 << 25, int(changed * (1 << 25)), bits)
+    change = ExpectedChange(1 << 25, int(changed * (1 << 25)), bits)
     assert choose_codec(change, gbps * 125e6) == codec
 
 
 @given(st.integers(0, 1 << 25), st.floats(0, 16), st.floats(1e3, 1e12))
 def test_some_codec_is_chosen_for_everything(changed: int, bits: float, link_bytes_per_s: float):
-    change = Change(1 << 25, changed, bits)
+    change = ExpectedChange(1 << 25, changed, bits)
     assert choose_codec(change, link_bytes_per_s) in COSTS
     assert all(predicted_bytes(codec, change) >= 0 for codec in COSTS)

@@ -11,7 +11,7 @@ from elastic.weights.directory import DirectoryRelay
 from elastic.weights.errors import BlobConflict, BlobNotFound, RelayError, RelayUnavailable, WeightsCorrupted
 from elastic.weights.manifest import Manifest, decode_manifest, keyframe_key, manifest_key
 from elastic.weights.publisher import publish_keyframe
-from elastic.weights.puller import pull
+from elastic.weights.puller import Puller, pull
 from elastic.weights.relay import Buffer, Relay
 from elastic.weights.signing import SigningKey
 from elastic.weights.versions import collect_garbage, discard_all, published_versions
@@ -66,22 +66,24 @@ def small() -> dict[str, Tensor]:
 @given(tensors=named_tensors, version=st.integers(0, 10**9), chunk_bytes=st.integers(1, 64))
 def test_weights_arrive_bit_for_bit(relay: Relay, tensors: dict[str, Tensor], version: int, chunk_bytes: int):
     published = republish(relay, version, tensors)
-    pulled = pull(relay, TRUST, version, chunk_bytes=chunk_bytes)
+    puller = Puller(relay, TRUST, chunk_bytes=chunk_bytes)
+    staged = puller.stage(version)
     assert decode_manifest(relay.get(manifest_key(version)), TRUST) == published
-    assert (pulled.version, pulled.model, pulled.size_bytes) == (version, MODEL, published.blob_bytes)
-    assert_same(pulled.tensors, tensors)
+    assert staged.report.size_bytes == staged.report.full_bytes == published.blob_bytes
+    assert (staged.weights.version, staged.weights.model) == (version, MODEL)
+    assert_same(puller.apply(staged), tensors)
 
 
 def test_every_bit_pattern_survives(relay: Relay):
     every = {"all": from_bits((256, 256), list(range(0x10000)))}
     publish_keyframe(relay, "run", 1, every, MODEL, KEY)
-    assert_same(pull(relay, TRUST, 1).tensors, every)
+    assert_same(pull(relay, TRUST, 1), every)
 
 
 def test_a_strided_tensor_is_published_in_row_major_order(tmp_path: Path):
     tensors = {"t": small()["a"].t(), "scalar": torch.tensor(1.5, dtype=torch.bfloat16)}
     publish_keyframe(DirectoryRelay(tmp_path), "run", 1, tensors, MODEL, KEY)
-    pulled = pull(DirectoryRelay(tmp_path), TRUST, 1).tensors
+    pulled = pull(DirectoryRelay(tmp_path), TRUST, 1)
     assert torch.equal(pulled["t"], tensors["t"])
     assert pulled["scalar"].shape == ()
 
@@ -188,7 +190,7 @@ class Faulty:
 def test_a_broken_transfer_goes_on_where_it_broke(tmp_path: Path):
     relay = Faulty(DirectoryRelay(tmp_path), faults={0: 1, 16: 2, 32: 1})
     publish_keyframe(relay, "run", 1, small(), MODEL, KEY)
-    pulled = pull(relay, TRUST, 1, chunk_bytes=16).tensors
+    pulled = pull(relay, TRUST, 1, chunk_bytes=16)
     assert_same(pulled, small())
     assert sorted(start for key, start in relay.fetched if key == keyframe_key(1)) == [0, 16, 32]
 
@@ -207,7 +209,7 @@ def test_publishing_again_is_harmless_and_never_changes_a_version(relay: Relay):
     publish_keyframe(relay, "run", 1, small(), MODEL, KEY)
     with pytest.raises(BlobConflict):
         publish_keyframe(relay, "run", 1, {"a": torch.zeros(17, dtype=torch.bfloat16)}, MODEL, KEY)
-    assert_same(pull(relay, TRUST, 1).tensors, small())
+    assert_same(pull(relay, TRUST, 1), small())
 
 
 @many
@@ -226,7 +228,7 @@ def test_garbage_is_what_nobody_needs(relay: Relay, versions: set[int], keep: in
     assert published_versions(relay) == sorted(kept)
     assert len(relay.list_keys()) == 2 * len(kept)
     for version in kept:
-        assert_same(pull(relay, TRUST, version).tensors, small())
+        assert_same(pull(relay, TRUST, version), small())
 
 
 def test_garbage_includes_what_a_killed_trainer_left_but_not_what_is_being_published(relay: Relay):
@@ -252,7 +254,7 @@ def test_a_resumed_run_publishes_its_versions_anew(relay: Relay):
     resumed = SigningKey()
     for version in (2, 3):
         publish_keyframe(relay, "run", version, other, MODEL, resumed)
-        assert_same(pull(relay, resumed.trust("run"), version).tensors, other)
+        assert_same(pull(relay, resumed.trust("run"), version), other)
 
 
 def test_a_failed_publication_leaves_no_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -37,4 +37,4 @@ def test_a_keyframe_that_fails_is_due_again_and_stops_no_version(tmp_path: Path)
     publisher.close()
     assert [update.version for update in published_updates(relay) if update.base is None] == [0, 4]
     for version in range(6):
-        assert torch.equal(pull(relay, TRUST, version).tensors["a"], weights(version)["a"])
+        assert torch.equal(pull(relay, TRUST, version)["a"], weights(version)["a"])

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
@@ -26,14 +25,13 @@ from elastic.weights.delta import NOTHING, SCHEMA_VERSION, DeltaPart, delta_mani
 from elastic.weights.directory import DirectoryRelay
 from elastic.weights.errors import WeightsCorrupted
 from elastic.weights.manifest import REQUESTS
-from elastic.weights.placements import FUSED, Placement, declared, from_dtensors, from_tp_plan, inferred
-from elastic.weights.plan import Update
-from elastic.weights.publisher import Publisher, PublishSettings, Share
+from elastic.weights.placements import FUSED, Placement, declared, from_dtensors, inferred
+from elastic.weights.plan import PublishedUpdate
+from elastic.weights.publisher import Publisher, PublishSettings, TrainerRank
 from elastic.weights.puller import Puller
 from elastic.weights.sharding import Box, LocalTensor, Shard, breaks, cells, needed, owned, whole
-from elastic.weights.store import open_store
 from elastic.weights.versions import published_updates, published_versions
-from tests.weights.signed import KEY, TRUST
+from tests.weights.signed import KEY, TRUST, put_in_force
 
 many = settings(deadline=None, max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -152,7 +150,7 @@ class Trainer:
         publish = PublishSettings(**({"bucket_elements": 40, "tile_elements": 7, "merge_every": 2} | options))
         self.layout = layout
         self.publishers = [
-            Publisher(relay, "run", {}, publish, Share(self.cells, shard, rank, len(layout)), key=KEY)
+            Publisher(relay, "run", {}, publish, TrainerRank(self.cells, shard, rank, len(layout)), key=KEY)
             for rank, shard in enumerate(layout)
         ]
 
@@ -173,7 +171,7 @@ class Trainer:
 
 
 def assert_has(puller: Puller, shard: Shard, version: int, full: dict[str, Tensor]) -> None:
-    pulled, expected = puller.pull(version).tensors, local_tensors(full, shard)
+    pulled, expected = puller.pull(version), local_tensors(full, shard)
     assert pulled.keys() == expected.keys()
     for name, tensor in expected.items():
         assert pulled[name].shape == tensor.shape
@@ -235,10 +233,11 @@ def test_a_worker_pulls_what_it_hosts_and_little_more(tmp_path: Path):
     layout = qwen3_layout(shapes, tp=2, stages=1, fused=True)
     ranks = Trainer(relay, shapes, [whole(shapes)] * 2, layout, bucket_elements=1000)
     ranks.publish(0, randomly_patterned(shapes, 0))
-    sizes = [Puller(relay, TRUST, shard=shard).pull(0).size_bytes for shard in layout]
-    everything = Puller(relay, TRUST).pull(0)
-    assert max(sizes) < 0.65 * everything.size_bytes
-    assert everything.tensors.keys() == {cell.box.tensor for cell in ranks.cells}
+    sizes = [Puller(relay, TRUST, shard=shard).stage(0).report.size_bytes for shard in layout]
+    puller = Puller(relay, TRUST)
+    everything = puller.stage(0)
+    assert max(sizes) < 0.65 * everything.report.size_bytes
+    assert puller.apply(everything).keys() == {cell.box.tensor for cell in ranks.cells}
     ranks.close()
 
 
@@ -265,7 +264,7 @@ def test_ranks_agree_on_keyframes(tmp_path: Path, asked: bool):
         elif version > 1:
             assert keyframes == {0, 2}
             newcomer = Puller(relay, TRUST, shard=whole(shapes))
-            assert newcomer.pull(2).path == (Update(2, None),)
+            assert put_in_force(newcomer, 2).path == (PublishedUpdate(2, None),)
             assert_has(newcomer, whole(shapes), version, full)
     ranks.close()
 
@@ -335,7 +334,7 @@ def test_a_version_without_a_ranks_part_is_not_there(tmp_path: Path, monkeypatch
     monkeypatch.setattr("elastic.weights.encoder.PART_TIMEOUT_S", 0.05)
     shapes = {"a": (4,), "b": (4,)}
     relay = DirectoryRelay(tmp_path)
-    share = Share(cells(shapes, [whole(shapes)] * 2), whole(shapes), rank=0, ranks=2)
+    share = TrainerRank(cells(shapes, [whole(shapes)] * 2), whole(shapes), rank=0, ranks=2)
     with pytest.raises(Exception, match="part-00001"):
         Publisher(relay, "run", {}, share=share, key=KEY).publish(
             0, {n: torch.ones(4, dtype=torch.bfloat16) for n in shapes}
@@ -427,23 +426,38 @@ def test_who_has_no_shard_gets_whole_tensors_of_ranks_that_split_them(tmp_path: 
     for version in range(2):
         full = randomly_patterned(shapes, version)
         ranks.publish(version, full)
-        assert puller.changes(puller.stage(version)) is None, "they are put together anew"
         assert_has(puller, whole(shapes), version, full)
     ranks.close()
 
 
-def test_what_was_kept_of_another_shard_is_no_base(tmp_path: Path):
-    shapes = {"a": (40,), "b": (6, 3)}
-    relay = DirectoryRelay(tmp_path / "relay")
-    layout = meshes_of(shapes, 2)
-    ranks = Trainer(relay, shapes, layout, layout)
-    for version in range(2):
-        full = randomly_patterned(shapes, version)
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_changes_of_cells_are_by_a_ranks_own_tensors(tmp_path: Path, size: int):
+    """However ranks that split tensors publish them, and however the worker's split them, foreseen or not."""
+    shapes = qwen3_shapes()
+    relay = DirectoryRelay(tmp_path)
+    ranks = Trainer(relay, shapes, meshes_of(shapes, 2), meshes_of(shapes, 1), merge_every=1)
+    workers = [(shard, Puller(relay, TRUST, shard=shard)) for shard in meshes_of(shapes, size)]
+    full, live = randomly_patterned(shapes, 0), [{} for _ in workers]
+    for version in range(3):
+        if version:
+            full = {name: content.copy() for name, content in full.items()}
+            for content in full.values():
+                content.flat[version::11] += 1
         ranks.publish(version, full)
+        for (shard, puller), tensors in zip(workers, live, strict=True):
+            staged = puller.stage(version)
+            changes = puller.changes(staged)
+            if not version:
+                tensors.update({name: tensor.clone() for name, tensor in puller.apply(staged).items()})
+                continue
+            assert changes is not None
+            for name, index, values in changes.elements:
+                tensors[name].view(-1)[index] = values
+            assert_has(puller, shard, version, full)
+            assert all(
+                torch.equal(tensors[n].view(torch.int16), t.view(torch.int16)) for n, t in puller.pull(version).items()
+            )
     ranks.close()
-    for shard in layout:
-        with closing(open_store(tmp_path / "kept", TRUST)) as store:
-            assert_has(Puller(relay, TRUST, shard=shard, store=store), shard, 1, full)
 
 
 @pytest.mark.parametrize("rank", range(4))
@@ -473,28 +487,15 @@ def test_dtensors_tell_where_they_lie(rank: int):
     assert from_dtensors({"a": torch.zeros(3, 2)}) == whole({"a": (3, 2)})
 
 
-def test_an_unknown_style_of_a_plan_is_refused():
-    shapes = {"lm_head.weight": (4, 4), "model.norm.weight": (4,)}
-    with pytest.raises(ValueError, match="style 'packed_colwise' in the tp_plan; allowed: colwise, "):
-        from_tp_plan(shapes, {"lm_head": "packed_colwise"}, 0, 2)
-    plan = {"norm": "replicated_with_grad_allreduce", "no_such_module": "gather"}
-    assert from_tp_plan(shapes, plan, 0, 2) == whole(shapes)
-
-
-def test_a_declared_plan_and_the_shapes_say_the_same():
+def test_declared_placements_and_the_shapes_say_the_same():
     shapes = qwen3_shapes()
-    plan = {
-        "layers.*.self_attn.q_proj": "colwise",
-        "layers.*.self_attn.k_proj": "colwise",
-        "layers.*.self_attn.v_proj": "colwise",
-        "layers.*.self_attn.o_proj": "rowwise",
-        "layers.*.mlp.gate_proj": "colwise",
-        "layers.*.mlp.up_proj": "colwise",
-        "layers.*.mlp.down_proj": "rowwise",
-        "embed_tokens": "colwise",
-        "lm_head": "colwise_rep",
-    }
+    by_columns, whole_everywhere = ("o_proj", "down_proj"), ("layernorm", "norm")
     for rank in range(2):
-        from_plan = from_tp_plan(shapes, plan, rank, 2)
+        placements = {
+            name: Placement((2,), (rank,), (None if module.endswith(whole_everywhere) else int(module in by_columns),))
+            for name in shapes
+            for module in (name.split(".")[-2],)
+        }
         from_shapes = inferred(shapes, local_shapes(shapes, 2, 1, 0, fused=False), rank, 2)
-        assert {n: t.boxes for n, t in from_plan.items()} == {n: t.boxes for n, t in from_shapes.items()}
+        said = declared(shapes, placements)
+        assert {n: t.boxes for n, t in said.items()} == {n: t.boxes for n, t in from_shapes.items()}

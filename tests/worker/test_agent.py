@@ -15,7 +15,7 @@ from elastic import wire
 from elastic.core.types import NS_PER_S, Account, FinishReason, LoadPhase, WeightMode
 from elastic.endpoint import Endpoint
 from elastic.engine.base import WeightsMismatch
-from elastic.weights.errors import Refusal, WeightsCorrupted
+from elastic.weights.errors import WeightsCorrupted, WeightsRefusal
 from elastic.weights.source import PullReport, RelaySource
 from elastic.worker import connection
 from elastic.worker.accounts import process_start_ns
@@ -264,13 +264,13 @@ async def test_weights_that_an_audit_finds_wrong_are_pulled_again_and_reported(
 ) -> None:
     monkeypatch.setattr("elastic.worker.service.AUDIT_PAUSE_S", 0.01)
     engine, wrong = ScriptedEngine(), threading.Event()
-    refusals: list[Refusal] = []
+    refusals: list[WeightsRefusal] = []
 
     def sound() -> bool:
         if not wrong.is_set():
             return True
         wrong.clear()
-        refusals.append(Refusal("weights held", "a tile is wrong"))
+        refusals.append(WeightsRefusal("weights held", "a tile is wrong"))
         return False
 
     def fetch(source: RelaySource) -> PullReport:
@@ -293,7 +293,7 @@ async def test_weights_that_an_audit_finds_wrong_are_pulled_again_and_reported(
 async def test_what_a_failed_pull_refused_is_reported(orchestra: Orchestra) -> None:
     def fetch(source: RelaySource) -> None:
         error = WeightsCorrupted("nothing verifies")
-        error.refused = (Refusal("keyframe of version 1", "torn"),)
+        error.refused = (WeightsRefusal("keyframe of version 1", "torn"),)
         raise error
 
     engine = ScriptedEngine()

@@ -81,7 +81,7 @@ class TrainerHouse(Orchestra):
         return self.agents[-1]
 
     def weights(self, version: int) -> dict[str, torch.Tensor]:
-        return pull(self.relay, self.trust, version).tensors
+        return pull(self.relay, self.trust, version)
 
     @property
     def trust(self) -> Trust:

@@ -19,11 +19,11 @@ from elastic.model.config import Qwen3Config
 from elastic.weights.puller import Puller
 from elastic.weights.relay import open_relay
 from elastic.weights.signing import Trust
-from elastic.weights.site import SiteRelay
+from elastic.weights.peer_cache import PeerCacheRelay
 
 create_engine(msgspec.to_builtins(Qwen3Config()) | {"model_type": "qwen3"}, EngineConfig())
 trust = Trust("run", "")
-Puller(SiteRelay(open_relay("/tmp"), open_relay("/tmp"), "w", trust), trust)
+Puller(PeerCacheRelay(open_relay("/tmp"), open_relay("/tmp"), "w", trust), trust)
 print(sorted(name for name in set(sys.modules) - before if name.partition(".")[0] in ("elastic", "torch", "numba")))
 """
 

@@ -9,17 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from elastic.weights import reading, site
+from elastic.weights import peer_cache, reading
 from elastic.weights.directory import DirectoryRelay
 from elastic.weights.errors import BlobNotFound, RelayError, RelayUnavailable
-from elastic.weights.link import SLICE_BYTES_MIN, SLICE_S, Link, LinkedRelay
+from elastic.weights.peer_cache import CLAIM_S, PATIENCE_S, PeerCacheRelay
 from elastic.weights.publisher import Publisher, PublishSettings
 from elastic.weights.puller import Puller
 from elastic.weights.relay import Buffer, Relay
 from elastic.weights.signing import SigningKey, Trust
-from elastic.weights.site import CLAIM_S, PATIENCE_S, SiteRelay
 from elastic.weights.versions import discard_all
-from tests.weights.signed import KEY, TRUST
+from tests.weights.signed import KEY, TRUST, sharing
 
 BLOB = "versions/00000001/keyframe.bin"
 CONTENT = bytes(range(256)) * 40
@@ -87,13 +86,15 @@ def time() -> Time:
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(site, "PART_BYTES_MIN", 100)
+    monkeypatch.setattr(peer_cache, "PART_BYTES_MIN", 100)
 
 
-def joined(far: Relay, near: Relay, worker: str = "w", time: Time | None = None, trust: Trust = TRUST) -> SiteRelay:
+def joined(
+    far: Relay, near: Relay, worker: str = "w", time: Time | None = None, trust: Trust = TRUST
+) -> PeerCacheRelay:
     if time is None:
-        return SiteRelay(far, near, worker, trust)
-    return SiteRelay(far, near, worker, trust, clock=time, sleep=time.sleep)
+        return PeerCacheRelay(far, near, worker, trust)
+    return PeerCacheRelay(far, near, worker, trust, clock=time, sleep=time.sleep)
 
 
 def claims(near: Relay) -> list[str]:
@@ -143,7 +144,7 @@ def test_who_knows_better_waits_a_few_times_as_long_as_such_a_piece_takes(
     heir.get(BLOB, 1000, 100)
     begun_s = time.now_s
     assert heir.get(BLOB, 0, 90) == CONTENT[:90]
-    fair_s = max(site.PATIENCE * took_s, PATIENCE_S)
+    fair_s = max(peer_cache.PATIENCE * took_s, PATIENCE_S)
     assert fair_s <= time.now_s - begun_s <= 1.1 * fair_s + took_s
 
 
@@ -196,7 +197,7 @@ def test_claims_that_all_come_to_nothing_are_not_waited_for_for_ever(far: Watche
             return b"somebody" if ".claim-" in key else super().get(key, start, length)
 
     assert joined(far, Crowded(near), "w", time).get(BLOB, 0, 100) == CONTENT[:100]
-    assert time.now_s <= CLAIM_S * 2**site.CLAIMS
+    assert time.now_s <= CLAIM_S * 2**peer_cache.CLAIMS
 
 
 @pytest.mark.parametrize("start", [0, 300])
@@ -307,26 +308,26 @@ def publish(relay: Relay, values: list[float], run: str = "run", key: SigningKey
 
 
 def assert_pulls(puller: Puller, version: int, value: float) -> None:
-    assert torch.equal(puller.pull(version).tensors["w"], tensors(value)["w"])
+    assert torch.equal(puller.pull(version)["w"], tensors(value)["w"])
 
 
 def test_two_runs_share_a_site_and_get_their_own_weights(tmp_path: Path, near: DirectoryRelay):
     for run, value in (("one", 1.0), ("two", 7.0)):
         relay = published(tmp_path / f"{run}{value}", [value, value + 1], run)
         for worker in ("a", "b"):
-            puller = Puller(joined(relay, near, worker, trust=KEY.trust(run)), KEY.trust(run))
+            puller = sharing(joined(relay, near, worker, trust=KEY.trust(run)), KEY.trust(run))
             assert_pulls(puller, 0, value)
             assert_pulls(puller, 1, value + 1)
 
 
 def test_after_a_resume_the_site_gives_what_was_published_again(tmp_path: Path, near: DirectoryRelay):
     far = published(tmp_path / "far", [1.0, 2.0, 3.0])
-    assert_pulls(Puller(joined(far, near), TRUST), 2, 3.0)
+    assert_pulls(sharing(joined(far, near)), 2, 3.0)
     discard_all(far)
     resumed = SigningKey()
     publish(far, [1.0, 2.0, 5.0], key=resumed)
     trust = resumed.trust("run")
-    assert_pulls(Puller(joined(far, near, trust=trust), trust), 2, 5.0)
+    assert_pulls(sharing(joined(far, near, trust=trust), trust), 2, 5.0)
 
 
 @pytest.mark.parametrize("kind", ["keyframe.bin", "manifest.json", "delta-00000000-00002.bin", "delta-00000000.json"])
@@ -337,8 +338,8 @@ def test_a_damaged_piece_is_replaced_once_for_all(
     tmp_path: Path, near: DirectoryRelay, kind: str, damage: Callable[[bytes], bytes]
 ):
     far = Watched(published(tmp_path / "far", [1.0, 2.0]))
-    assert_pulls(Puller(SiteRelay(far, near, "first", TRUST), TRUST), 0, 1.0)
-    assert_pulls(Puller(SiteRelay(far, near, "second", TRUST), TRUST), 1, 2.0)
+    assert_pulls(sharing(PeerCacheRelay(far, near, "first", TRUST)), 0, 1.0)
+    assert_pulls(sharing(PeerCacheRelay(far, near, "second", TRUST)), 1, 2.0)
     for key in near.list_keys():
         if f"/{kind}/" in key and ".claim-" not in key:
             content = near.get(key)
@@ -346,7 +347,7 @@ def test_a_damaged_piece_is_replaced_once_for_all(
             near.put(key, damage(content))
     far.reads.clear()
     for number in range(5):
-        puller = Puller(SiteRelay(far, near, f"w{number}", TRUST), TRUST)
+        puller = sharing(PeerCacheRelay(far, near, f"w{number}", TRUST))
         assert_pulls(puller, 0, 1.0)
         assert_pulls(puller, 1, 2.0)
     assert any(key.endswith(kind) for key, _ in far.reads)
@@ -368,7 +369,7 @@ def test_workers_of_a_site_fetch_different_parts_of_a_keyframe_at_once(
 
     far = Watched(published(tmp_path / "far", [1.0]), hold)
     with ThreadPoolExecutor(4) as executor:
-        relays = [SiteRelay(far, near, f"w{number}", TRUST) for number in range(4)]
+        relays = [PeerCacheRelay(far, near, f"w{number}", TRUST) for number in range(4)]
         for relay in relays:
             relay._proven = True
         pulled = [executor.submit(Puller(relay, TRUST).pull, 0) for relay in relays]
@@ -419,8 +420,8 @@ def test_where_all_is_there_every_worker_begins_somewhere_else(tmp_path: Path):
 def test_workers_that_die_amid_a_piece_leave_the_others_what_they_claimed(
     tmp_path: Path, near: DirectoryRelay, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(site, "CLAIM_S", 0.2)
-    monkeypatch.setattr(site, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(peer_cache, "CLAIM_S", 0.2)
+    monkeypatch.setattr(peer_cache, "PATIENCE_S", 0.2)
     monkeypatch.setattr(reading, "SHARE_BYTES", 500)
     relay = published(tmp_path / "far", [1.0, 2.0])
 
@@ -436,12 +437,12 @@ def test_workers_that_die_amid_a_piece_leave_the_others_what_they_claimed(
 
     for number in range(3):
         with pytest.raises(RelayError, match="dead"):
-            Puller(SiteRelay(Watched(relay, die), Lost(near), f"dead-{number}", TRUST), TRUST).pull(0)
+            sharing(PeerCacheRelay(Watched(relay, die), Lost(near), f"dead-{number}", TRUST)).pull(0)
     left = claims(near)
     assert left
 
     def live(number: int) -> None:
-        puller = Puller(SiteRelay(relay, near, f"w{number}", TRUST), TRUST)
+        puller = sharing(PeerCacheRelay(relay, near, f"w{number}", TRUST))
         assert_pulls(puller, 0, 1.0)
         assert_pulls(puller, 1, 2.0)
 
@@ -449,33 +450,3 @@ def test_workers_that_die_amid_a_piece_leave_the_others_what_they_claimed(
         list(executor.map(live, range(6)))
     there = near.list_keys()
     assert all(claim.rpartition(".claim-")[0] in there for claim in left if "keyframe" in claim)
-
-
-def test_a_link_carries_its_rate_at_any_time_and_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    now = [50.0]
-    monkeypatch.setattr("elastic.weights.link.time.monotonic", lambda: now[0])
-    monkeypatch.setattr("elastic.weights.link.time.sleep", lambda pause_s: now.__setitem__(0, now[0] + pause_s))
-    rate, size = 4e6, 2_000_001
-    taken: list[tuple[float, int]] = []
-
-    class Taken(DirectoryRelay):
-        def get(self, key: str, start: int = 0, length: int | None = None) -> bytes:
-            content = super().get(key, start, length)
-            taken.append((now[0], len(content)))
-            return content
-
-    relay = Taken(tmp_path)
-    relay.put("blob", bytes(size))
-    linked = LinkedRelay(relay, Link(rate))
-    for length, expected in ((None, size), (size, size), (10, 10), (0, 0)):
-        begun_s = now[0]
-        taken.clear()
-        assert len(linked.get("blob", 0, length)) == expected
-        assert now[0] - begun_s == pytest.approx(expected / rate, abs=0.02)
-        for since_s, _ in taken:
-            in_a_tenth = sum(count for at_s, count in taken if since_s <= at_s < since_s + 0.1)
-            assert in_a_tenth <= 0.1 * rate + 2 * max(SLICE_S * rate, SLICE_BYTES_MIN)
-    with pytest.raises(BlobNotFound):
-        linked.get("none")
-    with pytest.raises(ValueError, match="bytes_per_s"):
-        Link(0)

@@ -5,8 +5,6 @@ import time
 
 from elastic.weights.relay import Buffer, Relay
 
-BYTES_PER_S_IN_GBPS = 125e6
-
 BURST_S = 0.01
 """What a link that was idle may send at once, in seconds of its rate."""
 

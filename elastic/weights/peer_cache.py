@@ -58,7 +58,7 @@ MEMORY = 0.8
 """Of the longest time that a piece took, from one piece to the next."""
 
 
-class SiteRelay:
+class PeerCacheRelay:
     """`elastic.weights.relay.Relay` for the workers of a site, all of which believe what `trust` says.
 
     `worker` names this one; it must be unique.
