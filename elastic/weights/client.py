@@ -73,7 +73,9 @@ class WeightsClient:
             if self._staged is None or self._staged[0] != source or self._puller is None:
                 raise VersionSuperseded(f"version {source.version}: it is not the one that was staged last")
             _, staged, changes = self._staged
-            return TensorSource(source.version, self._puller.apply(staged), changes)
+            tensors = self._puller.apply(staged)
+            self._staged = source, staged._replace(overwrites=()), None
+            return TensorSource(source.version, tensors, changes)
         finally:
             self._lock.release()
 
@@ -103,20 +105,20 @@ class WeightsClient:
         from elastic.weights.codecs import warm_up
         from elastic.weights.puller import Puller
 
-        before, self._source = self._source, source
-        trust = Trust(source.run, source.publisher)
-        if self._puller is not None and before is not None and trust == Trust(before.run, before.publisher):
+        puller, before, trust = self._puller, self._source, Trust(source.run, source.publisher)
+        if puller is not None and before is not None and trust == Trust(before.run, before.publisher):
             if _place(source) != _place(before):
                 self._close_relay()
-                self._puller.follow(*self._opened(source, trust))
-            return self._puller
-        if self._puller is None:
-            # Deltas come after the keyframe; by then their decoders are loaded.
-            threading.Thread(target=warm_up, name="warm-up", daemon=True).start()
-        self.close()
-        relay, another_copy = self._opened(source, trust)
-        self._puller = Puller(relay, trust, shard=self._shard, another_copy=another_copy)
-        return self._puller
+                puller.follow(*self._opened(source, trust))
+        else:
+            if puller is None:
+                # Deltas come after the keyframe; by then their decoders are loaded.
+                threading.Thread(target=warm_up, name="warm-up", daemon=True).start()
+            self.close()
+            relay, another_copy = self._opened(source, trust)
+            self._puller = puller = Puller(relay, trust, shard=self._shard, another_copy=another_copy)
+        self._source = source
+        return puller
 
     def _opened(self, source: RelaySource, trust: Trust) -> tuple[Relay, Callable[[int], bool]]:
         """The relay to read, and whether it has another copy of a version that did not verify."""

@@ -136,10 +136,8 @@ class Puller:
         entries, shard = list(compress(weights.tensors, weights.hosted)), self._layout(weights)
         found: list[tuple[str, Tensor, Tensor]] = []
         for elements, update in staged.overwrites:
-            if update.index is None:
-                return None
-            place = update.index.astype(np.int64) + elements.start
-            found += by_tensor(entries, place, update.value, shard)
+            index = np.arange(update.value.size) if update.index is None else update.index.astype(np.int64)
+            found += by_tensor(entries, index + elements.start, update.value, shard)
         return WeightChanges(staged.base, found)
 
     def stage(self, version: int, timeout_s: float = 30.0, *, follow: bool = False) -> StagedVersion:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from elastic.weights.client import WeightsClient
 from elastic.weights.directory import DirectoryRelay
-from elastic.weights.errors import VersionSuperseded, WeightsForged
+from elastic.weights.errors import RelayError, VersionSuperseded, WeightsForged
 from elastic.weights.placements import inferred
 from elastic.weights.publisher import Publisher, publish_keyframe
 from elastic.weights.signing import SigningKey
@@ -55,13 +55,13 @@ def test_a_version_is_in_force_when_it_is_applied_and_says_what_changed(source: 
     assert_is(first, 1)
     report = client.stage(replace(source, version=2), TIMEOUT_S)
     assert_is(first, 1)
-    for _ in range(2):
-        second = client.apply(replace(source, version=2))
-        assert second.changes is not None
-        assert second.changes.base == 1
-        ((name, index, values),) = second.changes.elements
-        assert (name, index.tolist(), values.tolist()) == ("w", [1], [2.0])  # type: ignore[attr-defined]
-        assert_is(second, 2)
+    second = client.apply(replace(source, version=2))
+    assert second.changes is not None
+    assert second.changes.base == 1
+    ((name, index, values),) = second.changes.elements
+    assert (name, index.tolist(), values.tolist()) == ("w", [1], [2.0])  # type: ignore[attr-defined]
+    assert_is(second, 2)
+    assert_is(client.apply(replace(source, version=2)), 2)
     assert 0 < report.size_bytes < report.full_bytes == 2000
 
 
@@ -130,6 +130,17 @@ def test_a_trainer_with_another_key_is_believed_when_it_is_named_and_the_one_bef
     assert client.received_bytes > received
     with pytest.raises(WeightsForged):
         client.stage(late, 1.0)
+
+
+def test_a_relay_that_cannot_be_opened_leaves_what_is_held(source: RelaySource):
+    client, moved = WeightsClient(), replace(source, version=2)
+    assert_is(loaded(client, replace(source, version=1))[1], 1)
+    for _ in range(2):
+        with pytest.raises(RelayError, match="gopher"):
+            client.stage(replace(moved, relay="gopher://somewhere"), TIMEOUT_S)
+    report, weights = loaded(client, moved)
+    assert 0 < report.size_bytes < report.full_bytes
+    assert_is(weights, 2)
 
 
 @pytest.mark.parametrize("publisher", ["", "ab", "no hexadecimal"])

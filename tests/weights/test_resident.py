@@ -23,6 +23,7 @@ from elastic.weights.resident import (
     kept_small,
     overwritten,
 )
+from elastic.weights.sharding import whole
 from elastic.weights.source import PullReport
 from tests.weights.signed import TRUST
 
@@ -109,7 +110,8 @@ def test_who_was_stopped_while_writing_goes_on_to_the_whole_version(
     tmp_path_factory, seed, codec, bucket_tiles, hosted, writes
 ):
     weights = Weights(seed, hosted)
-    puller = Puller(DirectoryRelay(tmp_path_factory.mktemp("relay")), TRUST)
+    shard = whole({entry.name: entry.shape for entry, here in zip(ENTRIES, hosted, strict=True) if here})
+    puller = Puller(DirectoryRelay(tmp_path_factory.mktemp("relay")), TRUST, shard=shard)
     first = weights.resident(0, weights.bits[0].copy())
     puller.apply(StagedVersion(first, None, (), (), NOTHING_PULLED))
     staged = weights.staged([0, 1, 2], first, codec, bucket_tiles)

@@ -435,14 +435,14 @@ def test_changes_of_cells_are_by_a_ranks_own_tensors(tmp_path: Path, size: int):
     """However ranks that split tensors publish them, and however the worker's split them, foreseen or not."""
     shapes = qwen3_shapes()
     relay = DirectoryRelay(tmp_path)
-    ranks = Trainer(relay, shapes, meshes_of(shapes, 2), meshes_of(shapes, 1), merge_every=1)
+    ranks = Trainer(relay, shapes, meshes_of(shapes, 2), meshes_of(shapes, 1), merge_every=1, bucket_elements=1000)
     workers = [(shard, Puller(relay, TRUST, shard=shard)) for shard in meshes_of(shapes, size)]
     full, live = randomly_patterned(shapes, 0), [{} for _ in workers]
     for version in range(3):
         if version:
-            full = {name: content.copy() for name, content in full.items()}
+            full = {name: content.clone() for name, content in full.items()}
             for content in full.values():
-                content.flat[version::11] += 1
+                content.view(-1)[version::20] += 1
         ranks.publish(version, full)
         for (shard, puller), tensors in zip(workers, live, strict=True):
             staged = puller.stage(version)
