@@ -378,7 +378,7 @@ def test_workers_of_a_site_fetch_different_parts_of_a_keyframe_at_once(
         opened.set()
         assert all(under_way), "each has all its transfers under way"
         assert len(set(at_first)) == len(at_first), "of different chunks"
-        assert all(torch.equal(each.result().tensors["w"], tensors(1.0)["w"]) for each in pulled)
+        assert all(torch.equal(each.result()["w"], tensors(1.0)["w"]) for each in pulled)
     assert max(Counter(far.reads).values()) == 1
 
 

@@ -182,7 +182,7 @@ async def test_the_next_rollouts_begin_while_a_version_is_encoded(house: Trainer
         gate.opened.set()
         published = await house.first(wire.PublishedFrame)
         assert (published.version, list(published.changed)) == (1, ["embedding", "0", "head"])  # type: ignore[attr-defined]
-        assert equal(followed.result().tensors, house.weights(1))
+        assert equal(followed.result(), house.weights(1))
 
 
 async def test_a_version_waits_for_the_one_before(house: TrainerHouse, gate: Gated) -> None:
