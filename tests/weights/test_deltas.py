@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from elastic.weights.codecs import CODECS
-from elastic.weights.delta import base_of, bucket_key, decode_delta_manifest, delta_manifest_key
+from elastic.weights.delta import base_of, begun_key, bucket_key, decode_delta_manifest, delta_manifest_key
 from elastic.weights.directory import DirectoryRelay
 from elastic.weights.errors import BlobNotFound, RelayError, RelayUnavailable, WeightsCorrupted, WeightsRefusal
 from elastic.weights.manifest import keyframe_key, manifest_key
@@ -388,7 +388,8 @@ def test_what_was_begun_and_given_up_holds_nobody_up(tmp_path: Path):
     assert PublishedUpdate(3, 0) in published_updates(directory, begun=True)
     assert [update.version for update in follower.stage(3, follow=True).path] == [1, 2, 3]
     manifest = directory.get(delta_manifest_key(3, 2))
-    directory.delete(delta_manifest_key(3, 2))
+    for key in (delta_manifest_key(3, 2), begun_key(3, 0)):
+        directory.delete(key)
     with ThreadPoolExecutor(1) as executor:
         pulled = executor.submit(follower.pull, 3, 60.0, follow=True)
         directory.put(delta_manifest_key(3, 2), manifest)
