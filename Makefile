@@ -16,12 +16,12 @@ run: setup
 	$(BIN)/elastic prepare examples/frozenlake.toml
 	$(BIN)/elastic run examples/frozenlake.toml --providers serving,spot
 
-# Tests that only compute share the cores; those with processes and clocks of their own come after them, one by one.
-COMPUTING := $(addprefix tests/,chaos core envs model policies report sim traces trainer weights)
+# Most tests share the cores; those that fill them, or are judged by the clock, come after them, one by one.
+ELSEWHERE := not nightly and not netns and not ray and not vllm
 
 test: setup check
-	$(BIN)/python -m pytest -n 2 $(COMPUTING)
-	$(BIN)/python -m pytest $(addprefix --ignore=,$(COMPUTING))
+	$(BIN)/python -m pytest -n 2 -m "not alone and $(ELSEWHERE)"
+	$(BIN)/python -m pytest -m "alone and $(ELSEWHERE)"
 
 # As root: a run and its worker in two network namespaces, with a bad link between them.
 test-netns: setup

@@ -21,6 +21,8 @@ from elastic.model.checkpoint import read_config, read_tensors
 from elastic.sim.performance.profile import EngineRates, load_profile
 from elastic.weights.source import TensorSource
 
+pytestmark = pytest.mark.alone
+
 PACING = {"prefill_tokens_per_s": 2000, "decode_step_s": {1: 0.02, 4: 0.04}}
 LATE = 10.0
 """Of these times a saturated machine needs no more than so many, in the median."""

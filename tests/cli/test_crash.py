@@ -15,7 +15,7 @@ import pytest
 
 from elastic.runtime.journal import RunDirectory
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.alone]
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 STEPS = 6
@@ -77,19 +77,7 @@ def test_killed_at_any_moment(begin, as_if_undisturbed, seed: int) -> None:
     as_if_undisturbed(run)
 
 
-@pytest.mark.parametrize("providers", ["reserved"])
-def test_taken_up_with_other_providers(begin, as_if_undisturbed, providers: str) -> None:
-    run = begin()
-    under_way(run)
-    run.kill("orchestrator")
-    run.resume("--providers", providers)
-    run.wait()
-    with RunDirectory(run.run_dir).newest_journal() as journal:
-        assert journal.meta()["providers"] == providers
-    as_if_undisturbed(run)
-
-
-def test_taken_up_a_week_later(begin, as_if_undisturbed, crashes) -> None:
+def test_taken_up_a_week_later_with_other_providers(begin, as_if_undisturbed, crashes) -> None:
     """Nothing of it is alive any more, nor in memory."""
     run = begin()
     under_way(run)
@@ -100,6 +88,8 @@ def test_taken_up_a_week_later(begin, as_if_undisturbed, crashes) -> None:
         for blob in place.iterdir():
             blob.unlink()
         place.rmdir()
-    run.resume()
+    run.resume("--providers", "reserved")
     run.wait()
+    with RunDirectory(run.run_dir).newest_journal() as journal:
+        assert journal.meta()["providers"] == "reserved"
     as_if_undisturbed(run)

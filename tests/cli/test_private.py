@@ -19,6 +19,8 @@ TIMEOUT_S = 120
 REWARD = """
 import json, os, pathlib, subprocess, sys
 
+pytestmark = pytest.mark.alone
+
 HERE = pathlib.Path(__file__).parent
 
 def reward(trajectory):

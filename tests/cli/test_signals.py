@@ -13,7 +13,7 @@ import pytest
 from elastic.runtime.journal import DirectoryStore, JournalError, RunDirectory, StepRow
 from elastic.weights.directory import MEMORY_LINK
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
 PROVIDERS = ("--providers", "serving,spot")
 START_TIMEOUT_S = 120

@@ -13,6 +13,8 @@ from elastic.cli import supervise
 from elastic.runtime.journal import RunDirectory
 from tests.cli.test_signals import START_TIMEOUT_S, nothing_left, read, run_dirs, until
 
+pytestmark = pytest.mark.alone
+
 DIES = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
 
 

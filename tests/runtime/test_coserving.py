@@ -11,7 +11,7 @@ from elastic.core.types import EndCause
 from elastic.report import summarise
 from elastic.runtime.journal import JournalReader, MoveRow, RunDirectory, TrajectoryRow
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
 PATIENT = {"heartbeat_timeout_s": 20.0, "stall_timeout_s": 30.0, "turn_stall_timeout_s": 60.0, "boot_timeout_s": 200.0}
 """Only the crash may end a lease, however busy the machine is."""

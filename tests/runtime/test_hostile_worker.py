@@ -13,7 +13,7 @@ from providers.base import ProviderContext
 from providers.markets import SpotSettings
 from providers.spot import SpotProvider
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
 HOSTILE_WORKER = """
 import sys

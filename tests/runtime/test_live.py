@@ -16,7 +16,7 @@ from elastic.core.scheduler import Scheduler
 from elastic.envs.base import StepResult
 from elastic.runtime.journal import GroupRow, JournalReader, MoveRow, RunDirectory, StepRow, TrajectoryRow
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
 
 class Evidence:

@@ -19,6 +19,8 @@ from elastic.runtime.gateway import Door, Gateway
 from elastic.runtime.validation import Claims, bounds_of
 from elastic.sim.lies import KINDS, Liar
 
+pytestmark = pytest.mark.alone
+
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 PATIENCE_S = 20.0
 ENGINE = {"max_batch": 4, "max_pending": 2, "max_context_tokens": 512}

@@ -20,6 +20,8 @@ from elastic.worker.serving_executor import ExecutorDevice, open_device
 from providers.serving_messages import ExecutorSettings, HostSettings
 from traces.serving import ServingRequest
 
+pytestmark = pytest.mark.alone
+
 POLICY = Qwen3Config(num_hidden_layers=2)
 SMALL = {"max_context_tokens": 128, "max_batch": 4, "kv_pages": 40, "page_kib": 64, "length_scale": 1.0}
 

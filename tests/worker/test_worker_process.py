@@ -131,6 +131,8 @@ import asyncio, sys
 from elastic import wire
 from elastic.runtime.gateway import Gateway
 
+pytestmark = pytest.mark.alone
+
 port, epoch, welcome = sys.argv[1:]
 
 def tell(epoch, message):

@@ -17,6 +17,8 @@ from elastic.weights.source import TensorSource, WeightChanges
 from policies.admission import ExclusiveAdmission, NoAdmission, Slo, SloAdmission
 from policies.kvmemory import FineGrainedMemory, PreemptiveMemory, StaticPartition
 
+pytestmark = pytest.mark.alone
+
 MS = 1_000_000
 RESTING_BYTES = 3 * 16 * 1024
 """A page for padding, and a rotation table of 256 positions."""
