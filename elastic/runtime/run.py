@@ -25,6 +25,8 @@ from elastic.runtime.ports import Clock, Ports
 LATE_WAKEUP_NS = 50_000_000
 """A timer this late means that the process was held up: what lies in its sockets is older than the deadline, so it is
 read first. Otherwise a busy orchestrator would fence workers for its own silence."""
+HELD_UP_NS = 1_000_000_000
+"""A timer this late means that deadlines would pass that what was read has put off too little: see `Alarm`."""
 LATE_WAKEUPS_MAX = 8
 """A process that stays late this often in a row is not held up but overloaded: deadlines pass then all the same."""
 
@@ -34,6 +36,10 @@ class Alarm:
 
     The clock is set anew only for an earlier time than it is set to: what the core waits for is put off with every
     token, and mostly still is when the clock rings.
+
+    What is read after the process was held up counts as having come before the first deadline, and puts others off from
+    then on only. So the core's time goes on from there, twice as fast until it has made up for the hold-up: whoever is
+    alive is heard in between.
     """
 
     def __init__(self, clock: Clock, next_ns: Callable[[], Nanoseconds | None], wake: Callable[[], None]) -> None:
@@ -44,22 +50,34 @@ class Alarm:
         self._due_ns: Nanoseconds | None = None
         self._set_to_ns: Nanoseconds | None = None
         self._late = 0
+        self._behind_ns: Nanoseconds = 0
+        self._behind_at_ns: Nanoseconds = 0
+        """How far the core's time was behind the clock, and when."""
         self.held = False
         """Nobody is heard for now, so nobody is late: no deadline passes, nor one that comes meanwhile."""
 
     def event_ns(self) -> Nanoseconds:
         """When an event of now counts as having happened: before any deadline that has passed without a wake-up."""
-        now_ns, due_ns = self._now_ns(), self._due_ns
+        now_ns, due_ns = self._core_ns(), self._due_ns
         return now_ns if due_ns is None or now_ns <= due_ns else due_ns - 1
 
     def arm(self) -> None:
         due_ns = self._due_ns = self._next_ns()
         if due_ns is not None and (self._set_to_ns is None or due_ns < self._set_to_ns):
             self._set_to_ns = due_ns
-            self._ring_at(due_ns, due_ns)
+            self._ring_at(self._clock_ns(due_ns), due_ns)
 
     def stop(self) -> None:
         self._due_ns = self._set_to_ns = None
+
+    def _core_ns(self) -> Nanoseconds:
+        now_ns = self._now_ns()
+        return now_ns - max(0, self._behind_ns - (now_ns - self._behind_at_ns))
+
+    def _clock_ns(self, core_ns: Nanoseconds) -> Nanoseconds:
+        """When it is this late for the core."""
+        catching_up_ns = (core_ns + self._behind_ns + self._behind_at_ns) // 2
+        return max(core_ns, catching_up_ns) if self._core_ns() < self._now_ns() else core_ns
 
     def _ring_at(self, when_ns: Nanoseconds, set_to_ns: Nanoseconds) -> None:
         expected_ns = max(when_ns, self._now_ns())
@@ -74,6 +92,8 @@ class Alarm:
             return
         if now_ns - expected_ns > LATE_WAKEUP_NS and self._late < LATE_WAKEUPS_MAX:
             self._late += 1
+            if now_ns - expected_ns > HELD_UP_NS:
+                self._behind_ns, self._behind_at_ns = now_ns - set_to_ns, now_ns
             self._ring_at(now_ns + LATE_WAKEUP_NS // 2, set_to_ns)
             return
         self._late, self._set_to_ns = 0, None

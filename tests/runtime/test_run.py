@@ -364,8 +364,9 @@ def test_what_was_said_while_a_run_was_held_puts_its_deadline_off() -> None:
     for at_ms in range(3000, 5000, 5):
         world.clock.ring(at_ms * MS)
     assert ticks(world) == 0
-    world.clock.ring(5000 * MS)
-    assert ticks(world) == 1
+    for at_ms in range(5000, 6000, 5):
+        world.clock.ring(at_ms * MS)
+    assert ticks(world) == 1, "once the core's time has made up for the hold"
 
 
 def test_an_alarm_for_a_time_that_has_passed_is_not_late_by_that() -> None:
