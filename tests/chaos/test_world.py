@@ -17,7 +17,7 @@ FIXED = range(40)
 """Seeds that every change is tried with."""
 BATCH = 8
 FRESH = 6
-PLANTED = ("hold_not_released", "one_look_at_the_silence", "turn_ends_unheard")
+PLANTED = ("hold_not_released", "outbox_not_emptied", "turn_ends_unheard")
 """Of the bugs: `benchmarks/faults.py` tries all."""
 
 
@@ -31,6 +31,11 @@ def test_fresh_seeds_do_too() -> None:
     first = int.from_bytes(os.urandom(3), "big")
     for seed in range(first, first + FRESH):
         simulate(seed)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_nobody_is_fenced_for_the_orchestrators_own_silence(seed: int) -> None:
+    simulate(seed, draw_plan(seed, [FaultKind.HOLD_UP]))
 
 
 def test_one_seed_gives_one_history_whatever_the_hashes() -> None:
