@@ -201,7 +201,8 @@ class VllmEngine:
             if self._broken:
                 raise RuntimeError(self._broken)
             now, before = self._queue, self._counted
-            usable = self._line is not None and not self._asleep and not self._closed
+            unarmed = self._restarts > 0 and self._version is None
+            usable = self._line is not None and not (self._asleep or self._closed or unarmed)
             return EngineStatistics(
                 pending=max(now.pending, len(self._alive) - now.executing),
                 executing=now.executing,

@@ -30,6 +30,7 @@ from elastic.weights.source import PullReport
 
 POLL_S = 0.01
 """How often jobs beside the model are asked for while nothing is generated; between iterations they always are."""
+REASON_CHARACTERS = 1000
 LOGPROB_MIN = -1000.0
 """vLLM writes -9999 where a log-probability is no number, or the token was impossible."""
 
@@ -434,7 +435,7 @@ def main(descriptor: int) -> NoReturn:
     try:
         core = build_core(begin)
     except Exception as error:
-        line.send(m.Failed(f"{type(error).__name__}: {error}"))
+        line.send(m.Failed(f"{type(error).__name__}: {' '.join(str(error).split())}"[:REASON_CHARACTERS]))
         os._exit(1)
     config = core.vllm_config
     from vllm.platforms import current_platform

@@ -27,7 +27,7 @@ def start() -> Iterator[Callable[..., Recorder]]:
     def starting(architecture: str = "qwen3", **settings: object) -> Recorder:
         raw = {"kind": "vllm", "vllm": {"start_timeout_s": START_TIMEOUT_S}, **ROOM, **settings}
         config = EngineConfig.model_validate(raw)
-        started.append(Recorder(create_engine(TINY_MODELS[architecture].config, config), timeout_s=120.0))
+        started.append(Recorder(create_engine(TINY_MODELS[architecture].config, config), timeout_s=START_TIMEOUT_S))
         return started[-1]
 
     yield starting

@@ -1,0 +1,226 @@
+"""vLLM behind the contract of engines: streams, versions, sleep, deaths, and what it refuses."""
+
+import os
+import signal
+import time
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from elastic.config import EngineConfig
+from elastic.core.types import Account, FinishReason, SamplingParameters, WeightMode
+from elastic.engine import create_engine
+from elastic.engine.base import GenerateRequest, WeightsMismatch
+from elastic.testing.models import TINY_MODELS, VOCABULARY
+from elastic.weights.source import TensorSource
+
+pytestmark = pytest.mark.timeout(1800)
+MODEL = TINY_MODELS["qwen3"]
+LONG = 200
+
+
+@pytest.fixture(scope="module")
+def vllm(start):
+    recorder = start()
+    recorder.engine.load_version(TensorSource(1, MODEL.tensors(1)), WeightMode.FINISH)
+    return recorder
+
+
+@pytest.fixture
+def version(vllm):
+    """The number of the weights of seed 1, in force as a version of their own."""
+    number = (vllm.engine.statistics().weights_version or 0) + 1
+    vllm.engine.load_version(TensorSource(number, MODEL.tensors(1)), WeightMode.FINISH)
+    return number
+
+
+def turn(name: str, prompt: int = 20, start: int = 0, accepted: tuple[int, ...] = (), **drawn) -> GenerateRequest:
+    ids = [(7 * index + prompt) % VOCABULARY for index in range(prompt)]
+    wanted = SamplingParameters(**{"max_new_tokens": 12, "noise_seed": 5, **drawn})
+    return GenerateRequest(request_id=name, token_ids=[*ids, *accepted], start=start, sampling=wanted)
+
+
+def test_streams_are_gapless_and_end_once(vllm, version):
+    requests = [turn(f"gapless{i}", prompt=5 + 9 * i, max_new_tokens=3 + i) for i in range(20)]
+    before = vllm.engine.statistics()
+    vllm.run(*requests)
+    for request in requests:
+        vllm.check(request)
+        assert len(vllm.tokens(request.request_id)) == request.sampling.max_new_tokens
+        assert set(vllm.versions(request.request_id)) == {version}
+    after = vllm.engine.statistics()
+    assert after.decoded_tokens - before.decoded_tokens == sum(r.sampling.max_new_tokens for r in requests)
+    assert after.progress > before.progress
+    assert (after.pending, after.executing, after.kv_blocks_used) == (0, 0, 0)
+
+
+def test_noise_is_a_function_of_seed_and_position(vllm, version):
+    """A turn that is cut goes on as it would have, where its logits are the same; another seed says something else."""
+    (whole,) = vllm.run(turn("whole", max_new_tokens=60))
+    for cut in (1, 17, 59):
+        moved = turn(f"cut{cut}", start=cut, accepted=tuple(whole[:cut]), max_new_tokens=60)
+        assert vllm.run(moved) == [whole[cut:]]
+    assert vllm.run(turn("other", max_new_tokens=60, noise_seed=6)) != [whole]
+
+
+@pytest.mark.parametrize("drawn", [{"top_k": 1}, {"top_p": 1e-6}])
+def test_where_one_token_is_left_it_is_certain(vllm, version, drawn):
+    name = f"certain{drawn}"
+    (tokens,) = vllm.run(turn(name, **drawn))
+    assert vllm.logprobs(name) == [0.0] * 12
+    assert vllm.run(turn(name + "greedy", temperature=0.0)) == [tokens]
+
+
+def test_a_stop_token_is_emitted_and_ends_the_turn(vllm, version):
+    (free,) = vllm.run(turn("free", max_new_tokens=30))
+    stop = free[10]
+    assert vllm.run(turn("stopped", max_new_tokens=30, stop_token_ids=(stop,))) == [free[: free.index(stop) + 1]]
+    assert vllm.end("stopped").finish is FinishReason.STOP
+
+
+def test_a_bad_request_ends_alone(vllm, version):
+    bad = turn("bad", prompt=300), turn("none", temperature=-1.0), turn("full", start=12, accepted=(0,) * 12)
+    vllm.run(*bad, turn("good"))
+    assert [vllm.end(r.request_id).finish for r in bad] == [FinishReason.ERROR, FinishReason.ERROR, FinishReason.LENGTH]
+    assert "prompt too long: 300 tokens; at most 256" in vllm.end("bad").detail
+    assert vllm.end("good").finish is FinishReason.LENGTH
+
+
+def test_a_found_prefix_is_reported_and_is_of_its_version(vllm, version):
+    prompts = [turn(f"prefix{version}{i}", prompt=100) for i in range(2)]
+    for request in prompts:
+        vllm.run(request)
+    assert [vllm.of(r.request_id)[0].cached_tokens for r in prompts] == [0, 96]
+    vllm.engine.load_version(TensorSource(version + 1, MODEL.tensors(2)), WeightMode.KEEP)
+    vllm.run(turn("prefix of the next", prompt=100))
+    assert vllm.of("prefix of the next")[0].cached_tokens == 0
+
+
+@pytest.mark.parametrize("mode", list(WeightMode))
+def test_running_turns_under_new_weights(vllm, version, mode):
+    name = f"running {mode}"
+    request = turn(name, max_new_tokens=LONG)
+    vllm.engine.submit([request])
+    vllm.until_tokens(name, 5)
+    vllm.engine.load_version(TensorSource(version + 1, MODEL.tensors(2)), mode)
+    vllm.finish(name)
+    vllm.check(request)
+    versions, tokens = vllm.versions(name), vllm.tokens(name)
+    if mode is WeightMode.FINISH:
+        assert set(versions) == {version}
+        return
+    switch = versions.index(version + 1)
+    assert versions == [version] * switch + [version + 1] * (LONG - switch)
+    moved = turn(name + " fresh", start=switch, accepted=tuple(tokens[:switch]), max_new_tokens=LONG)
+    assert (vllm.run(moved) == [tokens[switch:]]) is (mode is WeightMode.RECOMPUTE)
+
+
+def test_weights_that_do_not_fit_are_refused_and_the_old_ones_serve_on(vllm, version):
+    spoiled = [MODEL.tensors(2) for _ in range(3)]
+    spoiled[0]["model.norm.scale"] = spoiled[0].pop("model.norm.weight")
+    spoiled[1]["model.norm.weight"] = spoiled[1]["model.norm.weight"].half()
+    spoiled[2]["model.norm.weight"] = spoiled[2]["model.norm.weight"][:-1].clone()
+    (before,) = vllm.run(turn(f"before {version}"))
+    for number, tensors in enumerate(spoiled):
+        with pytest.raises(WeightsMismatch, match=r"model\.norm"):
+            vllm.engine.load_version(TensorSource(version + 1, tensors), WeightMode.FINISH)
+        assert vllm.run(turn(f"after {version} {number}")) == [before]
+        assert vllm.engine.statistics().weights_version == version
+
+
+def test_what_is_no_number_is_an_error_and_not_a_result(vllm, version):
+    """And leaves nothing behind in the KV cache for the weights that come after."""
+    (before,) = vllm.run(turn(f"finite {version}"))
+    broken = MODEL.tensors(1)
+    broken["model.norm.weight"][0] = float("nan")
+    vllm.engine.load_version(TensorSource(version + 1, broken), WeightMode.FINISH)
+    vllm.run(turn("no number"))
+    end = vllm.end("no number")
+    assert (end.finish, vllm.tokens("no number")) == (FinishReason.ERROR, [])
+    assert "logits are not finite" in end.detail
+    vllm.engine.load_version(TensorSource(version + 2, MODEL.tensors(1)), WeightMode.FINISH)
+    assert vllm.run(turn("finite again")) == [before]
+
+
+def test_abort_and_sleep_end_what_runs(vllm, version):
+    vllm.engine.submit([turn(name, max_new_tokens=LONG) for name in ("aborted", "slept")])
+    vllm.until_tokens("slept", 1)
+    vllm.engine.abort(["aborted", "unknown"])
+    vllm.finish("aborted")
+    vllm.engine.sleep()
+    assert vllm.end("aborted").finish is vllm.end("slept").finish is FinishReason.ABORTED
+    asleep = vllm.engine.statistics()
+    assert (asleep.asleep, asleep.executing, asleep.kv_blocks_used, asleep.capacity_turns) == (True, 0, 0, 0)
+    vllm.engine.submit([turn("patient")])
+    vllm.engine.load_version(TensorSource(version + 1, MODEL.tensors(2)), WeightMode.FINISH)
+    assert vllm.engine.statistics().pending == 1
+    vllm.engine.wake()
+    vllm.finish("patient")
+    assert set(vllm.versions("patient")) == {version + 1}
+
+
+def test_every_nanosecond_is_in_one_account(vllm, version):
+    first, began_ns = vllm.engine.statistics().accounts_ns, time.monotonic_ns()
+    vllm.run(turn("accounted", prompt=100, max_new_tokens=50))
+    last, ended_ns = vllm.engine.statistics().accounts_ns, time.monotonic_ns()
+    assert all(last[account] >= ns for account, ns in first.items())
+    assert sum(last.values()) - sum(first.values()) == pytest.approx(ended_ns - began_ns, abs=50_000_000)
+    assert all(last[account] > first.get(account, 0) for account in (Account.PREFILL, Account.DECODE))
+
+
+def test_a_hung_engine_makes_no_progress(vllm, version):
+    vllm.engine.submit([turn("hung", max_new_tokens=LONG)])
+    vllm.until_tokens("hung", 1)
+    os.kill(vllm.engine.process_id, signal.SIGSTOP)
+    try:
+        tokens = -1
+        while tokens != (tokens := len(vllm.tokens("hung"))):  # what was on its way
+            time.sleep(0.2)
+        hung = vllm.engine.statistics()
+        time.sleep(0.5)
+        assert vllm.engine.statistics().progress == hung.progress
+        assert hung.executing == 1
+    finally:
+        os.kill(vllm.engine.process_id, signal.SIGCONT)
+    vllm.finish("hung")
+
+
+def test_a_killed_process_gives_its_turns_back_and_is_replaced(vllm, version, trainer):
+    """By one that serves what the one before it served."""
+    source = trainer().publish(version + 1, MODEL.tensors(2))
+    vllm.load(source)
+    (before,) = vllm.run(turn("before the kill"))
+    vllm.engine.submit([turn("killed", max_new_tokens=LONG)])
+    vllm.until_tokens("killed", 3)
+    os.kill(vllm.engine.process_id, signal.SIGKILL)
+    vllm.finish("killed")
+    end = vllm.end("killed")
+    assert end.finish is FinishReason.STALLED
+    assert "SIGKILL" in end.detail
+    assert end.start == len(vllm.tokens("killed"))
+    down = vllm.engine.statistics()
+    assert (down.capacity_turns, down.weights_version) == (0, None)
+    vllm.engine.submit([turn("after the kill")])
+    vllm.finish("after the kill")
+    assert vllm.tokens("after the kill") == before
+    assert vllm.engine.statistics().weights_version == version + 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"kv_block_tokens": 16}, "block size.*engine.kv_block_tokens must be .* multiples of 32 on a CPU"),
+        ({"pacing": {"prefill_tokens_per_s": 1.0, "decode_step_s": {1: 1.0}}}, "engine.pacing: 'vllm' runs as fast as"),
+        ({"vllm": {"arguments": {"warp": 9}}}, "vLLM did not start: .*warp"),
+    ],
+)
+def test_what_it_cannot_be_is_said(start, settings, message):
+    with pytest.raises(ValueError, match=message):
+        start(**settings)
+
+
+def test_a_model_that_vllm_does_not_know_is_named():
+    config = {**MODEL.config, "architectures": ["WarpForCausalLM"], "model_type": "warp"}
+    with pytest.raises(ValueError, match=r"vLLM did not start: .*warp"):
+        create_engine(config, EngineConfig.model_validate({"kind": "vllm", "kv_block_tokens": 32}))
