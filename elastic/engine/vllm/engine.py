@@ -216,7 +216,6 @@ class VllmEngine:
                 accounts_ns=self._meter.read(time.monotonic_ns()),
                 weights_version=self._version,
                 asleep=self._asleep,
-                pacing_held_share=1.0,
                 waits_to_apply=bool(self._finishing),
                 load_progress=self._loads,
                 received_bytes=self._received_before + self._received_bytes,
