@@ -26,11 +26,16 @@ class Arguments:
     json: bool
 
 
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """With the two flags that every benchmark has."""
+    options = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--quick", action="store_true", help="under 50 s on two cores; what does not fit is null")
+    options.add_argument("--json", action="store_true", help="one JSON object as the last line of standard output")
+    return options
+
+
 def parse_arguments(description: str | None) -> Arguments:
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="under 50 s on two cores; what does not fit is null")
-    parser.add_argument("--json", action="store_true", help="one JSON object as the last line of standard output")
-    parsed = parser.parse_args()
+    parsed = parser(description).parse_args()
     return Arguments(quick=parsed.quick, json=parsed.json)
 
 

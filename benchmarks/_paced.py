@@ -4,12 +4,12 @@ What a turn says depends on its position in the run alone, so that two runs of t
 same lengths in every step, wherever those are generated; only time differs.
 """
 
+import asyncio
 import contextlib
 import random
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import mean, stdev
 from typing import Any, ClassVar
 
 from _live import LiveRun, live_run, write_policy
@@ -80,12 +80,36 @@ class LongTailedTask(FixedTask):
     stop_token_ids: ClassVar[tuple[int, ...]] = (0, 1)
 
 
+class LimitedSettings(TaskSettings):
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
+    places: asyncio.Semaphore
+    """How many episodes run at once; the others wait in `reset`."""
+
+
+class LimitedTask(FixedTask):
+    """No more turns at once than there are places."""
+
+    Settings: ClassVar[type[BaseModel]] = LimitedSettings
+    _place: asyncio.Semaphore | None = None
+
+    async def reset(self, seed: int) -> list[int]:
+        assert isinstance(self._settings, LimitedSettings)
+        await self._settings.places.acquire()
+        self._place = self._settings.places
+        return await super().reset(seed)
+
+    async def aclose(self) -> None:
+        if self._place is not None:
+            self._place.release()
+
+
 @dataclass
 class Stock:
     """How many workers a market has; what is taken away from it is killed without notice."""
 
     size: int
-    market: "Market | None" = field(default=None, repr=False)
+    market: "StockProvider | None" = field(default=None, repr=False)
 
     def shrink(self, size: int) -> None:
         self.size = size
@@ -98,25 +122,25 @@ class Stock:
         self.market.announce()
 
 
-class MarketSettings(ProviderSettings):
+class StockSettings(ProviderSettings):
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
     stock: Stock
 
 
-class StockMarket(markets.Market[MarketSettings]):
+class StockMarket(markets.Market[StockSettings]):
     def free(self) -> int:
         return max(0, self.settings.stock.size - len(self._held))
 
 
-class Market(LocalProvider):
+class StockProvider(LocalProvider):
     """Workers on this machine that the benchmark takes away and brings back."""
 
-    Settings: ClassVar[type[ProviderSettings]] = MarketSettings
+    Settings: ClassVar[type[ProviderSettings]] = StockSettings
     market_type = StockMarket
 
     def __init__(self, name: str, settings: ProviderSettings, context: ProviderContext) -> None:
-        assert isinstance(settings, MarketSettings)
+        assert isinstance(settings, StockSettings)
         super().__init__(name, settings, context)
         self._stock = settings.stock
         self._stock.market = self
@@ -199,23 +223,18 @@ async def paced_run(
     )
     stocks = {kind: Stock(some.workers) for kind, some in devices.items()}
     providers: dict[str, tuple[type[Provider], ProviderSettings]] = {
-        kind: (Market, _settings(some, stocks[kind])) for kind, some in devices.items()
+        kind: (StockProvider, _settings(some, stocks[kind])) for kind, some in devices.items()
     }
     run_dir = directory / name
     async with live_run(config, run_dir, providers, task, task_settings) as live:
         yield PacedRun(live, run_dir, stocks)
 
 
-def _settings(devices: Devices, stock: Stock) -> MarketSettings:
-    return MarketSettings(
+def _settings(devices: Devices, stock: Stock) -> StockSettings:
+    return StockSettings(
         max_workers=devices.workers,
         usd_per_gpu_hour=1.0,
         gpus_per_worker=1,
         engine=dict(devices.engine),
         stock=stock,
     )
-
-
-def spread(values: list[float]) -> dict[str, float | int | None]:
-    """Of repeated measurements."""
-    return {"mean": mean(values), "stdev": stdev(values) if len(values) > 1 else None, "runs": len(values)}

@@ -1,24 +1,22 @@
-"""Running `elastic run` as a user does, and what its journal proves afterwards."""
+"""Running `elastic run` as a user does: to its end, or in a process to watch and to disturb."""
 
+import contextlib
 import json
 import subprocess
 import sys
-from collections import Counter
-from collections.abc import Sequence
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-import msgspec
+import psutil
 from _common import ROOT
 
-from elastic import compose
-from elastic.core import commands as c
-from elastic.core import events as e
-from elastic.core.ids import lease_of, turn_id
-from elastic.core.scheduler import Scheduler
-from elastic.core.types import EndCause
-from elastic.runtime.journal import JournalReader, MoveRow, RunDirectory, TrajectoryRow
+T = TypeVar("T")
 
+POLL_S = 0.05
+TIMEOUT_S = 240.0
 EXAMPLE = ROOT / "examples" / "frozenlake.toml"
 
 
@@ -41,6 +39,11 @@ def elastic(*arguments: str, timeout_s: float = 900) -> str:
     return done.stdout
 
 
+def sets(settings: Iterable[str]) -> list[str]:
+    """Settings as arguments of a command."""
+    return [part for setting in settings for part in ("--set", setting)]
+
+
 def prepare() -> None:
     """The example's base policy, if it is not there yet."""
     elastic("prepare", str(EXAMPLE))
@@ -56,88 +59,77 @@ def run(directory: Path, providers: str, settings: Sequence[str], seed: int) -> 
         "--seed",
         str(seed),
         "--json",
-        *(part for setting in overrides for part in ("--set", setting)),
+        *sets(overrides),
     )
     summary = json.loads(out.splitlines()[-1])
     return ROOT / Path(summary["report"]).parent, summary
 
 
-class Proof(msgspec.Struct, kw_only=True):
-    """What replaying a journal shows of a run.
+class CommandRun:
+    """An `elastic run` with these arguments in a process of its own, which may be followed by others for the same run.
 
-    `kills_under_turns` counts preempted leases that held running turns. A token is lost when it was accepted
-    and is not in its trajectory, duplicated when its position was accepted before.
+    It is kept below `runs`, with the logs beside them. `limit` is called in each process before it begins.
     """
 
-    kills_under_turns: int
-    accepted_tokens_lost: int
-    tokens_duplicated: int
-    trained_twice: int
-
-
-def prove(run_dir: Path) -> Proof:
-    """Replay a run's journal through a fresh core and hold what it accepted against the trajectories."""
-    config = compose.load_run_config(run_dir)
-    with RunDirectory(run_dir).newest_journal() as reader:
-        plan = compose.resolve(config, [], str(run_dir))
-        scheduler = Scheduler(compose.run_plan(plan), compose.limits(config), compose.policies(config), 0)
-        accepted: dict[str, dict[int, int]] = {}
-        duplicated = kills = 0
-        trained: Counter[str] = Counter()
-        for t_ns, event, chunks in reader.entries():
-            if isinstance(event, e.LeaseEnded) and event.cause is EndCause.PREEMPTED:
-                kills += any(w.turns for w in scheduler.fleet.workers.values() if w.lease == event.lease)
-            for command in scheduler.handle(event, t_ns):
-                if isinstance(command, c.AcceptTokens):
-                    for chunk in (chunks[i] for i in command.chunks):
-                        tokens = accepted.setdefault(chunk.turn, {})
-                        positions = range(chunk.start, chunk.start + len(chunk.token_ids))
-                        duplicated += sum(position in tokens for position in positions)
-                        tokens.update(zip(positions, chunk.token_ids, strict=True))
-                elif isinstance(command, c.TrainGroup):
-                    trained.update(command.trajectories)
-        kills = max(kills, _killed_under_turns(reader))
-        return Proof(
-            kills_under_turns=kills,
-            accepted_tokens_lost=_lost(accepted, reader),
-            tokens_duplicated=duplicated,
-            trained_twice=sum(count - 1 for count in trained.values()),
+    def __init__(self, runs: Path, arguments: Sequence[str], limit: Callable[[], None] | None = None) -> None:
+        runs.mkdir(parents=True, exist_ok=True)
+        self._runs, self._limit = runs, limit
+        self.exec_ns: list[int] = []
+        """When each process was started."""
+        known = set(runs.iterdir())
+        self.start("run", *arguments, *sets([f"run.directory={runs}"]))
+        self.run_dir = self.until(
+            "its directory", lambda: next((p for p in runs.iterdir() if p not in known and p.is_dir()), None)
         )
 
+    def start(self, *arguments: str) -> None:
+        self.log = Path(tempfile.mkstemp(prefix="process-", suffix=".log", dir=self._runs.parent)[1])
+        with self.log.open("wb") as out:
+            self.exec_ns.append(time.monotonic_ns())
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "elastic.cli", *arguments],
+                cwd=ROOT,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=out,
+                start_new_session=True,
+                preexec_fn=self._limit,
+            )
 
-def _killed_under_turns(reader: JournalReader) -> int:
-    """A broken connection often tells of a kill before the provider does: its turns have then left already."""
-    preempted = {
-        event.lease
-        for _, event in reader.events_of("LeaseEnded")
-        if isinstance(event, e.LeaseEnded) and event.cause is EndCause.PREEMPTED
-    }
-    return len({lease_of(row.from_worker) for row in reader.rows(MoveRow)} & preempted)
+    def ended(self) -> bool:
+        """Whether the process that there is now has ended by itself, and well. Raises `RunFailed`."""
+        code = self.process.poll()
+        if code:
+            raise RunFailed(f"process {len(self.exec_ns)} ended with {code}:\n{self.log.read_text()[-3000:]}")
+        return code == 0
+
+    def until(self, what: str, condition: Callable[[], T | None], timeout_s: float = TIMEOUT_S) -> T:
+        """The first true value of `condition`. Raises `TimeoutError`, or `RunFailed` where the run ends before."""
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            ended = self.ended()
+            if found := condition():
+                return found
+            if ended:
+                raise RunFailed(f"it ended before {what}")
+            if time.monotonic() > deadline_s:
+                raise TimeoutError(f"not within {timeout_s:g} s: {what}; see {self.log}")
+            time.sleep(POLL_S)
+
+    def discard(self) -> None:
+        """End what is left of it, whatever happened."""
+        self.process.kill()
+        self.process.wait()
+        for process in processes_of(self.run_dir.name):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
 
 
-def _lost(accepted: dict[str, dict[int, int]], reader: JournalReader) -> int:
-    """Accepted tokens that are not where they belong in their trajectory."""
-    lost = 0
-    for trajectory, (token_ids, finished_turns) in trajectories(reader).items():
-        at = 0
-        for turn in range(finished_turns):
-            tokens = accepted.get(turn_id(trajectory, turn), {})
-            wanted = [tokens.get(position) for position in range(len(tokens))]
-            found = _find(token_ids, wanted, at)
-            lost += 0 if found is not None else len(tokens)
-            at = at if found is None else found + len(wanted)
-    return lost
-
-
-def _find(token_ids: list[int], wanted: Sequence[int | None], start: int) -> int | None:
-    last = len(token_ids) - len(wanted)
-    return next((at for at in range(start, last + 1) if token_ids[at : at + len(wanted)] == wanted), None)
-
-
-def trajectories(reader: JournalReader) -> dict[str, tuple[list[int], int]]:
-    """Token ids and turns of every finished trajectory."""
-    return {
-        row.trajectory: (msgspec.msgpack.decode(row.token_ids, type=list[int]), row.turns)
-        for row in reader.rows(TrajectoryRow)
-        if not row.cause
-    }
+def processes_of(run: str) -> list[psutil.Process]:
+    """Living processes that are tagged as this run's."""
+    found: list[psutil.Process] = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            if process.status() != psutil.STATUS_ZOMBIE and process.environ().get("ELASTIC_RUN") == run:
+                found.append(process)
+    return found

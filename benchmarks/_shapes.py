@@ -1,4 +1,4 @@
-"""Shapes of models with random weights: two tiny ones, which share nothing but the architecture, and Qwen3's."""
+"""Models with random weights: two tiny shapes, which share nothing but the architecture, and Qwen3's."""
 
 from typing import Any
 
@@ -43,3 +43,17 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-8b": _qwen3(hidden=4096, intermediate=12288, layers=36, heads=32, tied=False),
 }
 """Arguments of `Qwen3Config`."""
+
+
+def random_weights(shape: str, device: str) -> dict[str, Any]:
+    """Bfloat16 tensors on the host, made on the device: billions of random numbers take minutes on a core."""
+    import torch
+
+    from elastic.model.checkpoint import model_tensors
+    from elastic.model.config import Qwen3Config
+    from elastic.model.qwen3 import Qwen3
+
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = Qwen3(Qwen3Config(**SHAPES[shape]))
+    return {name: tensor.bfloat16().cpu() for name, tensor in model_tensors(model).items()}

@@ -9,14 +9,13 @@ mean over steps and runs; `ordering_holds` says whether each is no slower than t
 error. `--quick` has the first and the last arm only.
 """
 
-import itertools
-import math
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 from typing import Any
 
+from _arms import descends, in_turn, standard_error
 from _common import Arguments, emit, parse_arguments
 from _live import run_to_end
 from _paced import Devices, LongTailedTask, TaskSettings, paced_run
@@ -46,7 +45,7 @@ SEND_ALL = 64
 
 
 @dataclass(frozen=True)
-class Scale:
+class BalancingScale:
     """`workers` of each kind."""
 
     arms: tuple[str, ...]
@@ -57,12 +56,12 @@ class Scale:
     turn_tokens: int
 
 
-FULL = Scale(tuple(ARMS), seeds=3, workers=2, steps=3, turns=3, turn_tokens=48)
-QUICK = Scale(("static", "balanced"), seeds=1, workers=1, steps=1, turns=2, turn_tokens=32)
+FULL = BalancingScale(tuple(ARMS), seeds=3, workers=2, steps=3, turns=3, turn_tokens=48)
+QUICK = BalancingScale(("static", "balanced"), seeds=1, workers=1, steps=1, turns=2, turn_tokens=32)
 GROUP_SIZE = 4
 
 
-async def rollout_s(directory: Path, arm: str, seed: int, scale: Scale) -> list[float]:
+async def rollout_s(directory: Path, arm: str, seed: int, scale: BalancingScale) -> list[float]:
     """Of each step of one run."""
     pending = SEND_ALL if arm == "static" else 2
     engine = {"max_batch": MAX_BATCH, "max_pending": pending, "max_context_tokens": 640, "kv_blocks": 512}
@@ -90,20 +89,13 @@ async def rollout_s(directory: Path, arm: str, seed: int, scale: Scale) -> list[
 
 async def measure(arguments: Arguments) -> dict[str, Any]:
     scale = QUICK if arguments.quick else FULL
-    found: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as name:
-        for seed in range(scale.seeds):
-            for arm in scale.arms:
-                found.setdefault(arm, []).extend(await rollout_s(Path(name), arm, seed, scale))
-    means = {arm: mean(values) for arm, values in found.items()}
-    errors = {arm: stdev(v) / math.sqrt(len(v)) if len(v) > 1 else 0.0 for arm, v in found.items()}
+        measured = await in_turn(scale.arms, scale.seeds, lambda arm, seed: rollout_s(Path(name), arm, seed, scale))
+    found = {arm: [time_s for run in runs for time_s in run] for arm, runs in measured.items()}
     return {
-        "rollout_s": {arm: means.get(arm) for arm in ARMS},
-        "standard_error": errors if scale.seeds > 1 else None,
-        "ordering_holds": all(
-            means[later] <= means[earlier] + math.hypot(errors[later], errors[earlier])
-            for earlier, later in itertools.pairwise(scale.arms)
-        ),
+        "rollout_s": {arm: mean(found[arm]) if arm in found else None for arm in ARMS},
+        "standard_error": {arm: standard_error(v) for arm, v in found.items()} if scale.seeds > 1 else None,
+        "ordering_holds": descends(found),
         "runs": scale.seeds,
     }
 

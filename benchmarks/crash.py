@@ -2,7 +2,7 @@
 
 The example runs with small settings on serving and spot capacity, with real processes. At seeded moments, some of them
 while the run is being taken up, the orchestrator, the trainer, or both at once are killed, and `elastic run --resume`
-goes on. What the journals of all incarnations prove is counted (`_crashes.py`), and the end is compared with that of a
+goes on. What the journals of all incarnations prove is counted (`_proof.py`), and the end is compared with that of a
 run with the same seed that nobody has disturbed: `identical_share` of its trajectories are the same, with their
 log-probabilities, and `trained_twice` counts a last checkpoint that is not the same bit for bit, too.
 
@@ -26,9 +26,10 @@ from typing import Any
 
 import msgspec
 from _common import Arguments, emit, parse_arguments
-from _crashes import CrashingRun, Victim, judge, same_episode, same_weights, trajectories
+from _crashes import CrashingRun, Victim
+from _proof import judge, same_episode, same_weights, trajectories
 from _retold import retell
-from _runs import EXAMPLE, prepare
+from _runs import EXAMPLE, prepare, sets
 
 from elastic import compose, simulation
 from elastic.compose.incarnations import former_of
@@ -61,9 +62,9 @@ def market(directory: Path) -> Path:
 
 def begin(directory: Path, steps: int, *settings: str) -> CrashingRun:
     spot = f'providers.spot={{trace="{market(directory)}", max_workers=1, boot_delay_s=0}}'
-    overrides = [f"run.steps={steps}", spot, *SETTINGS, *settings]
-    arguments = [str(EXAMPLE), "--providers", "serving,spot", "--seed", str(SEED)]
-    return CrashingRun([*arguments, *(part for key in overrides for part in ("--set", key))], directory / "runs")
+    overrides = sets([f"run.steps={steps}", spot, *SETTINGS, *settings])
+    arguments = [str(EXAMPLE), "--providers", "serving,spot", "--seed", str(SEED), *overrides]
+    return CrashingRun(directory / "runs", arguments)
 
 
 def crash(directory: Path, steps: int, victims: deque[Victim], rng: random.Random) -> dict[str, Any]:
@@ -83,12 +84,12 @@ def crash(directory: Path, steps: int, victims: deque[Victim], rng: random.Rando
             totals["leftovers"] += len(run.leftovers())
         finally:
             run.discard()
-        verdict = judge(run)
+        kept = RunDirectory(run.run_dir)
         kills += run.kills
-        resumed_s += verdict.resumed_s
-        totals.update({name: value for name, value in msgspec.structs.asdict(verdict).items() if name in COUNTED})
+        resumed_s += run.resumed_s()
+        totals.update(msgspec.structs.asdict(judge(kept)))
         totals["groups_twice"] += not same_weights(calm.run_dir, run.run_dir)
-        found = trajectories(RunDirectory(run.run_dir))
+        found = trajectories(kept)
         same += sum(same_episode(row, found.get(name)) for name, row in expected.items())
         seen += len(expected.keys() | found.keys())
         if not victims:
@@ -106,9 +107,6 @@ def crash(directory: Path, steps: int, victims: deque[Victim], rng: random.Rando
         "steps_repeated": totals["turns_repeated"],
         "identical_share": same / seen,
     }
-
-
-COUNTED = ("tokens_lost", "tokens_duplicated", "groups_twice", "turns_repeated", "ledger_imbalance_ns")
 
 
 def long_resume_s(directory: Path, steps: int, events: int) -> float:

@@ -9,13 +9,14 @@ import tempfile
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from statistics import mean, median, stdev
+from statistics import mean, median
 from typing import Any, cast
 
+from _arms import by_name, in_turn
 from _common import emit, parse_arguments
 from _live import live_run, run_to_end, write_policy
 
-from elastic.config import Config, validate
+from elastic.config import Config
 from elastic.core.events import LeaseGranted, TokensReceived
 from elastic.core.types import NS_PER_S
 from elastic.envs.frozenlake import FrozenLake, FrozenLakeSettings
@@ -37,19 +38,20 @@ TIMEOUT_S = 300.0
 
 
 def configuration(checkpoint: Path, margin: float) -> Config:
-    raw: dict[str, Any] = {
-        "run": {"name": "handover", "seed": 3, "steps": 1},
-        "model": {"checkpoint": str(checkpoint)},
-        "rollout": {"groups": 96, "group_size": 8, "max_turns": 16, "max_tokens_per_turn": 16},
-        "seeding": {"policy": "fixed", "window_s": 0.0, "bound_workers": False},
-        "scheduler": {"drain_timeout_s": DRAIN_S, "reseed_delay_s": TIMEOUT_S, "queue_timeout_s": TIMEOUT_S},
-        "engine": {
-            "max_batch": 8,
-            "pacing": {"prefill_tokens_per_s": 4000, "decode_step_s": {1: 0.03, 8: 0.05}},
-        },
-        "provisioning": {"policy": "take_all", "successor_margin": margin},
-    }
-    return validate(Config, raw, "benchmark")
+    return Config.model_validate(
+        {
+            "run": {"name": "handover", "seed": 3, "steps": 1},
+            "model": {"checkpoint": str(checkpoint)},
+            "rollout": {"groups": 96, "group_size": 8, "max_turns": 16, "max_tokens_per_turn": 16},
+            "seeding": {"policy": "fixed", "window_s": 0.0, "bound_workers": False},
+            "scheduler": {"drain_timeout_s": DRAIN_S, "reseed_delay_s": TIMEOUT_S, "queue_timeout_s": TIMEOUT_S},
+            "engine": {
+                "max_batch": 8,
+                "pacing": {"prefill_tokens_per_s": 4000, "decode_step_s": {1: 0.03, 8: 0.05}},
+            },
+            "provisioning": {"policy": "take_all", "successor_margin": margin},
+        }
+    )
 
 
 async def measure(checkpoint: Path, margin: float, lease_s: float, ends: int) -> tuple[float, float]:
@@ -109,22 +111,12 @@ def rates(tokens: Sequence[tuple[float, int]], from_s: float, to_s: float) -> li
 
 
 async def compare(runs: int, lease_s: float, ends: int) -> dict[str, Any]:
-    figures: dict[str, Any] = {"dip": {}, "gap_s": {}, "dip_spread": {}, "runs": runs}
     with tempfile.TemporaryDirectory() as directory:
         checkpoint = write_policy(Path(directory))
-        for mode, margin in MODES.items():
-            found = [await measure(checkpoint, margin, lease_s, ends) for _ in range(runs)]
-            figures["dip"][mode] = mean(dip for dip, _ in found)
-            figures["gap_s"][mode] = mean(gap_s for _, gap_s in found)
-            figures["dip_spread"][mode] = stdev(dip for dip, _ in found) if runs > 1 else None
-    return figures
-
-
-def main() -> None:
-    arguments = parse_arguments(__doc__)
-    work = compare(1, 14.0, 1) if arguments.quick else compare(FULL_RUNS, 25.0, 2)
-    emit(run_to_end(work), arguments)
+        found = await in_turn(MODES, runs, lambda mode, _: measure(checkpoint, MODES[mode], lease_s, ends))
+    return by_name(found, ("dip", "gap_s"))
 
 
 if __name__ == "__main__":
-    main()
+    args = parse_arguments(__doc__)
+    emit(run_to_end(compare(1, 14.0, 1) if args.quick else compare(FULL_RUNS, 25.0, 2)), args)

@@ -24,15 +24,15 @@ from typing import Any, ClassVar
 import msgspec
 from _common import Arguments, emit, parse_arguments
 from _live import LiveRun, live_run, replay, run_to_end, write_policy
-from _paced import FixedTask, TaskSettings
-from _runs import prove
-from pydantic import BaseModel, ConfigDict
+from _paced import LimitedSettings, LimitedTask
+from _proof import judge_tokens
 
 from elastic.chaos.link import BadLink, LinkQuality
 from elastic.config import Config
 from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core.types import NS_PER_S, TurnId
+from elastic.runtime.journal import RunDirectory
 from elastic.tls import listening_socket
 from providers.base import Provider, ProviderContext, ProviderSettings
 from providers.reserved import ReservedProvider
@@ -43,29 +43,6 @@ STALL_S, CUT_S, CALM_S = 1.5, 10.0, 2.0
 POLL_S = 0.01
 TURNS = 16
 """At once, which is what one worker has room for."""
-
-
-class LimitedSettings(TaskSettings):
-    model_config = ConfigDict(arbitrary_types_allowed=True)
-
-    places: asyncio.Semaphore
-    """How many episodes run at once; the others wait in `reset`."""
-
-
-class LimitedTask(FixedTask):
-    """No more turns at once than the worker before the link has room for."""
-
-    Settings: ClassVar[type[BaseModel]] = LimitedSettings
-
-    async def reset(self, seed: int) -> list[int]:
-        assert isinstance(self._settings, LimitedSettings)
-        await self._settings.places.acquire()
-        return await super().reset(seed)
-
-    async def aclose(self) -> None:
-        if self.tag:  # it has a place
-            assert isinstance(self._settings, LimitedSettings)
-            self._settings.places.release()
 
 
 class FarProvider(ReservedProvider):
@@ -195,10 +172,10 @@ async def measure(policy: Path, directory: Path, name: str, times: int) -> dict[
                 recovered_s.append(await recovery_s(run, link, case))
     finally:
         await link.aclose()
-    proof = prove(run_dir)
+    lost, duplicated = judge_tokens(RunDirectory(run_dir))
     return {
-        "tokens_lost": proof.accepted_tokens_lost,
-        "duplicated": proof.tokens_duplicated,
+        "tokens_lost": lost,
+        "duplicated": duplicated,
         "recovered_s_p50": statistics.median(recovered_s),
         "recovered_s_max": max(recovered_s),
         "first_token_s": first_token_s(config, run_dir, run),

@@ -15,9 +15,10 @@ from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple
 
+from _arms import deviation, in_turn
 from _common import Arguments, emit, parse_arguments
 from _live import run_to_end
-from _paced import STEP_TIMEOUT_S, Devices, FixedTask, PacedRun, TaskSettings, paced_run, spread
+from _paced import STEP_TIMEOUT_S, Devices, FixedTask, PacedRun, TaskSettings, paced_run
 
 from elastic.core.types import NS_PER_S
 
@@ -29,18 +30,18 @@ TASK = TaskSettings(prompts={"": 16}, observations={"": 1})
 TURNS_PER_WORKER = 4
 
 
-class Round(NamedTuple):
+class StepTimes(NamedTuple):
     """Rollout times of two steps: an undisturbed one, and the next that all workers begin and half do not end."""
 
     calm_s: float
     disturbed_s: float
 
 
-async def one_round(run: PacedRun, share: float, workers: int) -> Round:
+async def one_round(run: PacedRun, share: float, workers: int) -> StepTimes:
     """Half of the workers are killed at a `share` of the time that the undisturbed step took."""
     await run.workers(workers)
     calm_s = (await run.steps(2))[-1].rollout_ns / NS_PER_S
-    found = Round(calm_s, await disturbed_s(run, share * calm_s, workers))
+    found = StepTimes(calm_s, await disturbed_s(run, share * calm_s, workers))
     run.stocks["spot"].grow(workers)
     return found
 
@@ -60,21 +61,20 @@ async def disturbed_s(run: PacedRun, after_s: float, workers: int) -> float:
 
 
 @dataclass(frozen=True)
-class Scale:
-    """Each moment is tried `rounds` times in each of `seeds` runs."""
+class MigrationScale:
+    """Each moment is tried once in each of `seeds` runs."""
 
     moments: tuple[str, ...]
     seeds: int
     workers: int
-    rounds: int
     turn_tokens: int
 
 
-FULL = Scale(tuple(MOMENTS), seeds=3, workers=4, rounds=1, turn_tokens=96)
-QUICK = Scale(("midway",), seeds=1, workers=2, rounds=1, turn_tokens=48)
+FULL = MigrationScale(tuple(MOMENTS), seeds=3, workers=4, turn_tokens=96)
+QUICK = MigrationScale(("midway",), seeds=1, workers=2, turn_tokens=48)
 
 
-async def rounds(directory: Path, arm: str, seed: int, scale: Scale) -> dict[str, list[Round]]:
+async def rounds(directory: Path, arm: str, seed: int, scale: MigrationScale) -> dict[str, StepTimes]:
     workers = scale.workers
     async with paced_run(
         directory,
@@ -94,34 +94,32 @@ async def rounds(directory: Path, arm: str, seed: int, scale: Scale) -> dict[str
         seeding={"policy": "fixed", "window_s": 0},
         balancing={"policy": "none"},
     ) as run:
-        return {
-            moment: [await one_round(run, MOMENTS[moment], workers) for _ in range(scale.rounds)]
-            for moment in scale.moments
-        }
-
-
-def cost_s(played: list[Round]) -> float:
-    return mean(step.disturbed_s - step.calm_s for step in played)
+        return {moment: await one_round(run, MOMENTS[moment], workers) for moment in scale.moments}
 
 
 async def measure(arguments: Arguments) -> dict[str, Any]:
     scale = QUICK if arguments.quick else FULL
-    found: dict[str, dict[str, list[list[Round]]]] = {moment: {arm: [] for arm in ARMS} for moment in scale.moments}
     with tempfile.TemporaryDirectory() as name:
-        for seed in range(scale.seeds):
-            for arm in ARMS:
-                for moment, played in (await rounds(Path(name), arm, seed, scale)).items():
-                    found[moment][arm].append(played)
-    costs = {
-        moment: {arm: [cost_s(played) for played in runs] for arm, runs in arms.items()}
-        for moment, arms in found.items()
+        found = await in_turn(ARMS, scale.seeds, lambda arm, seed: rounds(Path(name), arm, seed, scale))
+    played = {moment: {arm: [run[moment] for run in runs] for arm, runs in found.items()} for moment in scale.moments}
+    costs_s = {
+        moment: {arm: [run.disturbed_s - run.calm_s for run in runs] for arm, runs in arms.items()}
+        for moment, arms in played.items()
     }
-    means = {moment: {arm: mean(values) for arm, values in arms.items()} for moment, arms in costs.items()}
+    means = {moment: {arm: mean(values) for arm, values in arms.items()} for moment, arms in costs_s.items()}
     return {
         "overhead_s": {moment: means.get(moment) for moment in MOMENTS},
         "overhead_cut": {m: 1 - v["migrate"] / v["recompute"] for m, v in means.items() if v["recompute"]},
-        "spread": {moment: {arm: spread(values) for arm, values in arms.items()} for moment, arms in costs.items()},
-        "rounds": found,
+        "spread": {
+            moment: {
+                arm: {"mean": mean(values), "stdev": deviation(values), "runs": len(values)}
+                for arm, values in arms.items()
+            }
+            for moment, arms in costs_s.items()
+        },
+        "rounds": {
+            moment: {arm: [[run] for run in runs] for arm, runs in arms.items()} for moment, arms in played.items()
+        },
     }
 
 

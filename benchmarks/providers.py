@@ -9,12 +9,12 @@ demand. Figures are medians over the runs, with their range; the accounts that m
 GPU-seconds. Serving GPUs cost nothing here, since their cluster pays for them either way.
 """
 
-import statistics
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from _arms import median_range
 from _common import Arguments, emit, parse_arguments
 from _runs import prepare, run
 
@@ -41,18 +41,12 @@ def measure(directory: Path, seed: int, steps: int, groups: int) -> Summary:
     return summarise(RunDirectory(run_dir))
 
 
-def spread(values: Sequence[float | None]) -> dict[str, float] | None:
-    found = [value for value in values if value is not None]
-    return {"median": statistics.median(found), "min": min(found), "max": max(found)} if found else None
-
-
 def overheads(summaries: Sequence[Summary]) -> dict[str, dict[str, dict[str, float] | None]]:
-    names = list(summaries[0].providers)
-    found = {name: [s.providers[name] for s in summaries if name in s.providers] for name in names}
+    found = {name: [s.providers[name] for s in summaries if name in s.providers] for name in summaries[0].providers}
     return {
         name: {
-            "accounts": spread([usage.overhead_share for usage in usages]),
-            "preemption": spread([usage.preempted_share for usage in usages]),
+            "accounts": median_range(usage.overhead_share for usage in usages),
+            "preemption": median_range(usage.preempted_share for usage in usages),
         }
         for name, usages in found.items()
     }
@@ -67,8 +61,8 @@ def main(arguments: Arguments) -> dict[str, Any]:
     last = summaries[-1]
     return {
         "allocation_overhead": overheads(summaries),
-        "cost_per_mtoken": spread([s.usd_per_million_trained_tokens for s in summaries]),
-        "on_demand_over_cost": spread([s.on_demand_usd and s.on_demand_usd / s.usd for s in summaries]),
+        "cost_per_mtoken": median_range([s.usd_per_million_trained_tokens for s in summaries]),
+        "on_demand_over_cost": median_range([s.on_demand_usd and s.on_demand_usd / s.usd for s in summaries]),
         "accounts_gpu_s": {
             name: {account: round(spent_s, 3) for account, spent_s in usage.accounts_s.items() if spent_s}
             for name, usage in last.providers.items()
@@ -79,8 +73,8 @@ def main(arguments: Arguments) -> dict[str, Any]:
         "lease_ends": last.total.lease_ends,
         "ledger_imbalance_ns": sum(s.ledger_imbalance_ns for s in summaries),
         "runs": len(summaries),
-        "wall_s": spread([s.wall_s for s in summaries]),
-        "cpu_saturated_share": spread([s.cpu_saturated_share for s in summaries]),
+        "wall_s": median_range([s.wall_s for s in summaries]),
+        "cpu_saturated_share": median_range([s.cpu_saturated_share for s in summaries]),
     }
 
 

@@ -18,10 +18,8 @@ incidents and a watch of seconds; `false_fence_minutes` and the counts say what 
 """
 
 import asyncio
-import contextlib
 import math
 import os
-import random
 import signal
 import tempfile
 from collections.abc import Callable
@@ -34,15 +32,16 @@ import msgspec
 import psutil
 from _common import Arguments, emit, parse_arguments
 from _live import LiveRun, live_run, replay, run_to_end, write_policy
-from pydantic import BaseModel, ConfigDict
+from _paced import LimitedSettings, LimitedTask
+from pydantic import ConfigDict
 
+from elastic.chaos.link import BadLink
 from elastic.config import Config
 from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core.fleet import Worker
 from elastic.core.types import NS_PER_S, Nanoseconds, TurnId, WorkerId
 from elastic.endpoint import Endpoint
-from elastic.envs.base import StepResult
 from providers.base import Emit, Provider, ProviderSettings
 from providers.processes import LocalWorkers
 from providers.reserved import ReservedProvider
@@ -61,106 +60,11 @@ READY_TIMEOUT_S = 120.0
 FENCE_TIMEOUT_S = 30.0
 
 
-class TalkSettings(BaseModel):
-    model_config = ConfigDict(arbitrary_types_allowed=True)
-
-    places: asyncio.Semaphore
-    """How many episodes run at once; the others wait in `reset`."""
-
-
-class Talk:
-    """Long turns without end tokens, one after the other, until the context is full."""
-
-    Settings: ClassVar[type[BaseModel]] = TalkSettings
-    vocabulary: ClassVar[tuple[str, ...]] = ()
-    stop_token_ids: ClassVar[tuple[int, ...]] = ()
-
-    def __init__(self, settings: BaseModel) -> None:
-        assert isinstance(settings, TalkSettings)
-        self._places = settings.places
-        self._holds_place = False
-
-    async def reset(self, seed: int) -> list[int]:
-        await self._places.acquire()
-        self._holds_place = True
-        return random.Random(seed).choices(range(32), k=PROMPT_TOKENS)
-
-    async def step(self, token_ids: list[int]) -> StepResult:
-        return StepResult(token_ids[-OBSERVATION_TOKENS:], False)
-
-    async def truncate(self) -> float:
-        return 0.0
-
-    async def aclose(self) -> None:
-        if self._holds_place:
-            self._places.release()
-
-
-class Proxy:
-    """Forwards TCP connections; while blocked it forwards nothing, closes nothing and still accepts connections."""
-
-    def __init__(self) -> None:
-        self.bytes_up = 0
-        self._passing = asyncio.Event()
-        self._passing.set()
-        self._connections: set[asyncio.Task[None]] = set()
-        self._server: asyncio.Server | None = None
-
-    async def start(self, upstream: str) -> str:
-        """Listen for workers that would dial `upstream`; returns where."""
-        host, _, port = upstream.rpartition(":")
-
-        def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            task = asyncio.create_task(self._forward(reader, writer, host, int(port)))
-            self._connections.add(task)
-            task.add_done_callback(self._connections.discard)
-
-        self._server = await asyncio.start_server(accept, "127.0.0.1", 0)
-        return "{}:{}".format(*self._server.sockets[0].getsockname())
-
-    def block(self) -> None:
-        self._passing.clear()
-
-    def unblock(self) -> None:
-        self._passing.set()
-
-    async def aclose(self) -> None:
-        if self._server is not None:
-            self._server.close()
-        for task in self._connections:
-            task.cancel()
-        if self._connections:
-            await asyncio.wait(self._connections)
-
-    async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, host: str, port: int) -> None:
-        with contextlib.closing(writer):
-            await self._passing.wait()
-            up_reader, up_writer = await asyncio.open_connection(host, port)
-            with contextlib.closing(up_writer):
-                await asyncio.gather(self._pump(reader, up_writer, self._count), self._pump(up_reader, writer))
-
-    async def _pump(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, count: Callable[[int], None] = lambda _: None
-    ) -> None:
-        try:
-            while data := await reader.read(1 << 16):
-                await self._passing.wait()
-                count(len(data))
-                writer.write(data)
-                await writer.drain()
-            await self._passing.wait()
-            writer.write_eof()
-        except (OSError, RuntimeError):  # uvloop says the latter of a connection that we have closed
-            pass
-
-    def _count(self, size: int) -> None:
-        self.bytes_up += size
-
-
 class FarSettings(ProviderSettings):
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
-    proxy: Proxy
+    links: dict[str, BadLink]
+    """By the provider's name, once it has begun."""
 
 
 class _SlowlyReclaimed(LocalWorkers):
@@ -170,21 +74,20 @@ class _SlowlyReclaimed(LocalWorkers):
 
 
 class FarProvider(ReservedProvider):
-    """A worker behind a proxy, whose lease takes a while to end."""
+    """A worker behind a link, whose lease takes a while to end."""
 
     Settings: ClassVar[type[ProviderSettings]] = FarSettings
     workers_type = _SlowlyReclaimed
 
     async def start(self, emit: Emit) -> None:
         assert isinstance(self.settings, FarSettings)
-        join = await self.settings.proxy.start(self.context.endpoint.address)
-        self.context = msgspec.structs.replace(self.context, endpoint=Endpoint(join))
+        self._link = self.settings.links[self.name] = BadLink(self.context.endpoint.address)
+        self.context = msgspec.structs.replace(self.context, endpoint=Endpoint(await self._link.start()))
         await super().start(emit)
 
     async def aclose(self) -> None:
-        assert isinstance(self.settings, FarSettings)
         await super().aclose()
-        await self.settings.proxy.aclose()
+        await self._link.aclose()
 
 
 @dataclass(frozen=True)
@@ -214,7 +117,7 @@ class Incidents:
 
 
 @dataclass
-class Record:
+class JournaledIncidents:
     """What a replayed journal shows, up to the order to stop and (tokens of the fenced) to the very end."""
 
     starts: dict[TurnId, list[tuple[int, Nanoseconds]]] = field(default_factory=dict[TurnId, list[tuple[int, int]]])
@@ -235,8 +138,8 @@ class Record:
         return max(((at_ns - kill.at_ns) / NS_PER_S for at_ns in again if at_ns is not None), default=None)
 
 
-def read_record(config: Config, run_dir: Path, run: LiveRun) -> Record:
-    record, stopped = Record(), False
+def read_record(config: Config, run_dir: Path, run: LiveRun) -> JournaledIncidents:
+    record, stopped = JournaledIncidents(), False
     for t_ns, event, commands in replay(config, run_dir, run.orchestrator.scheduler):
         stopped |= isinstance(event, e.StopRequested)
         if isinstance(event, e.WorkerDisconnected) and not stopped:
@@ -278,6 +181,11 @@ def configuration(policy: Path, seconds: float, turns: int, *, paced: bool) -> C
     )
 
 
+def steady(places: int, turns: int) -> LimitedSettings:
+    lengths = {"prompts": {"": PROMPT_TOKENS}, "observations": {"": OBSERVATION_TOKENS}}
+    return LimitedSettings.model_validate({**lengths, "turns": turns, "places": asyncio.Semaphore(places)})
+
+
 def busy(run: LiveRun, provider: str) -> Worker | None:
     """The provider's worker with the most turns begun, if they are enough and two others could take them."""
     workers = [w for w in run.ready(provider) if w.outstanding - w.pending >= BUSY_TURNS]
@@ -296,7 +204,7 @@ async def kill_one(run: LiveRun) -> Incident:
 async def silence_one(
     run: LiveRun,
     provider: str,
-    proxy: Proxy,
+    link: BadLink,
     silence: Callable[[Worker], None],
     restore: Callable[[Worker], None],
     incidents: Incidents,
@@ -309,53 +217,57 @@ async def silence_one(
     try:
         await run.until(f"the fence of silent {worker.id}", lambda: not worker.connected, FENCE_TIMEOUT_S)
     finally:
-        heard_bytes = proxy.bytes_up
+        heard_bytes = link.carried_up_bytes
         restore(worker)
     await run.until(f"the end of fenced {worker.id}", lambda: worker.id not in fleet.workers, FENCE_TIMEOUT_S)
-    incidents.spoke_after_fence += proxy.bytes_up > heard_bytes
+    incidents.spoke_after_fence += link.carried_up_bytes > heard_bytes
     return incident
 
 
-async def disturb(policy: Path, directory: Path, kills: int, rounds: int) -> tuple[Incidents, Record]:
+async def disturb(policy: Path, directory: Path, kills: int, rounds: int) -> tuple[Incidents, JournaledIncidents]:
     config, run_dir, incidents = (
         configuration(policy, 30 + 5 * kills + 15 * rounds, turns=6, paced=True),
         directory / "disturbed",
         Incidents(),
     )
-    stopped, cut = Proxy(), Proxy()
+    far = FarSettings.model_validate({"links": {}})
     providers: dict[str, tuple[type[Provider], ProviderSettings]] = {
         "near": (ReservedProvider, ProviderSettings.model_validate({"max_workers": 3})),
-        "stopped": (FarProvider, FarSettings.model_validate({"proxy": stopped})),
-        "cut": (FarProvider, FarSettings.model_validate({"proxy": cut})),
+        "stopped": (FarProvider, far),
+        "cut": (FarProvider, far),
     }
-    async with live_run(config, run_dir, providers, Talk, TalkSettings(places=asyncio.Semaphore(40))) as run:
+    async with live_run(config, run_dir, providers, LimitedTask, steady(places=40, turns=6)) as run:
 
         def send(number: signal.Signals) -> Callable[[Worker], None]:
             return lambda worker: os.kill(run.process_id(worker), number)
 
+        cut = far.links["cut"]
         for _ in range(kills):
             incidents.kills.append(await kill_one(run))
         for _ in range(rounds):
             async with asyncio.TaskGroup() as tasks:
                 freeze = tasks.create_task(
-                    silence_one(run, "stopped", stopped, send(signal.SIGSTOP), send(signal.SIGCONT), incidents)
+                    silence_one(
+                        run, "stopped", far.links["stopped"], send(signal.SIGSTOP), send(signal.SIGCONT), incidents
+                    )
                 )
                 hole = tasks.create_task(
-                    silence_one(run, "cut", cut, lambda _: cut.block(), lambda _: cut.unblock(), incidents)
+                    silence_one(run, "cut", cut, lambda _: cut.cut(), lambda _: cut.mend(), incidents)
                 )
             incidents.freezes.append(freeze.result())
             incidents.black_holes.append(hole.result())
     return incidents, read_record(config, run_dir, run)
 
 
-async def watch(policy: Path, directory: Path, seconds: float, workers: int = 4) -> tuple[Record, float, float]:
+async def watch(
+    policy: Path, directory: Path, seconds: float, workers: int = 4
+) -> tuple[JournaledIncidents, float, float]:
     """Unpaced workers left alone: what happened, for how many minutes, and how busy the processors were."""
     config, run_dir = configuration(policy, 30 + seconds, turns=14, paced=False), directory / "watched"
     providers: dict[str, tuple[type[Provider], ProviderSettings]] = {
         "near": (ReservedProvider, ProviderSettings.model_validate({"max_workers": workers}))
     }
-    places = asyncio.Semaphore(8 * workers)
-    async with live_run(config, run_dir, providers, Talk, TalkSettings(places=places)) as run:
+    async with live_run(config, run_dir, providers, LimitedTask, steady(places=8 * workers, turns=14)) as run:
         await run.until(
             "all workers at work", lambda: sum(bool(w.turns) for w in run.ready("near")) == workers, READY_TIMEOUT_S
         )

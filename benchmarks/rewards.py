@@ -12,14 +12,14 @@ times as long as a call and comes again after every pause, and the dedicated dev
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import mean, stdev
 from typing import Any
 
+from _arms import by_name, in_turn
 from _common import emit, parse_arguments
 from _live import run_to_end, write_policy
 
 from elastic import compose
-from elastic.config import Config, validate
+from elastic.config import Config
 from elastic.core.types import NS_PER_S
 from elastic.runtime.journal import CallRow, RunDirectory, StepRow
 
@@ -33,27 +33,28 @@ FULL_RUNS = 3
 
 def configuration(checkpoint: Path, mode: str, steps: int) -> Config:
     dedicated = mode == "dedicated"
-    raw: dict[str, Any] = {
-        "run": {"name": mode, "seed": 3, "steps": steps},
-        "model": {"checkpoint": str(checkpoint)},
-        "environment": {"settings": {"sizes": [6], "hole_probability": 0.05}},
-        "rollout": {"groups": 8, "group_size": 8, "max_turns": 8, "max_tokens_per_turn": 16},
-        "rewards": {
-            "name": "frozenlake",
-            "pacing_s": REWARD_S,
-            "timeout_s": 60.0,
-            "concurrency": 1 if dedicated else FUNCTIONS,
-            "idle_s": NEVER_S if dedicated else 1.0,
-        },
-        "seeding": {"policy": "fixed", "window_s": 0.0, "bound_workers": False},
-        "engine": {
-            "max_batch": 8,
-            "pacing": {"prefill_tokens_per_s": 4000, "decode_step_s": {1: 0.02, 8: 0.03}},
-        },
-        "providers": {"reserved": {"max_workers": DEVICES - 1 if dedicated else DEVICES}},
-        "provisioning": {"policy": "take_all"},
-    }
-    return validate(Config, raw, "benchmark")
+    return Config.model_validate(
+        {
+            "run": {"name": mode, "seed": 3, "steps": steps},
+            "model": {"checkpoint": str(checkpoint)},
+            "environment": {"settings": {"sizes": [6], "hole_probability": 0.05}},
+            "rollout": {"groups": 8, "group_size": 8, "max_turns": 8, "max_tokens_per_turn": 16},
+            "rewards": {
+                "name": "frozenlake",
+                "pacing_s": REWARD_S,
+                "timeout_s": 60.0,
+                "concurrency": 1 if dedicated else FUNCTIONS,
+                "idle_s": NEVER_S if dedicated else 1.0,
+            },
+            "seeding": {"policy": "fixed", "window_s": 0.0, "bound_workers": False},
+            "engine": {
+                "max_batch": 8,
+                "pacing": {"prefill_tokens_per_s": 4000, "decode_step_s": {1: 0.02, 8: 0.03}},
+            },
+            "providers": {"reserved": {"max_workers": DEVICES - 1 if dedicated else DEVICES}},
+            "provisioning": {"policy": "take_all"},
+        }
+    )
 
 
 async def measure(checkpoint: Path, mode: str, steps: int) -> tuple[float, float]:
@@ -82,21 +83,10 @@ def last_step(step: StepRow, calls: Sequence[CallRow], mode: str) -> tuple[float
 async def compare(runs: int, steps: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as directory:
         checkpoint = write_policy(Path(directory))
-        modes = ("dedicated", "serverless")
-        found = {mode: [await measure(checkpoint, mode, steps) for _ in range(runs)] for mode in modes}
-    figures: dict[str, Any] = {"rollout_s": {}, "utilisation": {}, "rollout_s_spread": {}, "runs": runs}
-    for mode, measured in found.items():
-        figures["rollout_s"][mode] = mean(rollout_s for rollout_s, _ in measured)
-        figures["utilisation"][mode] = mean(use for _, use in measured)
-        figures["rollout_s_spread"][mode] = stdev(rollout_s for rollout_s, _ in measured) if runs > 1 else None
-    return figures
-
-
-def main() -> None:
-    arguments = parse_arguments(__doc__)
-    work = compare(1, 2) if arguments.quick else compare(FULL_RUNS, 3)
-    emit(run_to_end(work), arguments)
+        found = await in_turn(("dedicated", "serverless"), runs, lambda mode, _: measure(checkpoint, mode, steps))
+    return by_name(found, ("rollout_s", "utilisation"))
 
 
 if __name__ == "__main__":
-    main()
+    args = parse_arguments(__doc__)
+    emit(run_to_end(compare(1, 2) if args.quick else compare(FULL_RUNS, 3)), args)

@@ -6,26 +6,30 @@ rollouts, for the base policy and for the last weights. `identical_share` compar
 run whose workers are killed every few seconds with that of an undisturbed run on the trainer's device alone.
 """
 
-import asyncio
 import math
 import statistics
 import tempfile
 import time
+from functools import partial
+from operator import add
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from _common import Arguments, emit, parse_arguments
-from _runs import prepare, prove, run, trajectories
+from _episodes import EpisodePlayer, episode
+from _proof import Verdict, judge, trajectories
+from _runs import prepare, run
 
 from elastic import compose
+from elastic.core.types import WeightMode
 from elastic.engine import create_engine
 from elastic.model.checkpoint import read_config, read_tensors
 from elastic.runtime.journal import RunDirectory
 from elastic.weights.puller import pull
 from elastic.weights.relay import open_relay
 from elastic.weights.signing import Trust
+from elastic.weights.source import TensorSource
 from elastic.weights.versions import published_versions
-from elastic.worker.evaluate import Evaluation, evaluate
 
 SEEDS = (7, 8, 9)
 HELD_OUT_MAPS = 256
@@ -33,6 +37,13 @@ HELD_OUT_SEED = 10_000_000
 """Run seeds are hashed with step and group into 64 bits; these small numbers do not occur among them."""
 SLOW_PACING = 'engine.pacing={prefill_tokens_per_s=4000, decode_step_s={"1"=0.04, "16"=0.08}}'
 """Makes step one long enough for several kills."""
+
+
+class HeldOut(NamedTuple):
+    """The share of held-out maps that were solved, and its standard error."""
+
+    success: float
+    standard_error: float
 
 
 def churn_trace(path: Path) -> Path:
@@ -44,8 +55,8 @@ def churn_trace(path: Path) -> Path:
     return path
 
 
-def identical_share(directory: Path, seed: int) -> tuple[float, Any, dict[str, Any]]:
-    """Share of step-one trajectories that kills left unchanged; the disturbed run's proof and summary."""
+def identical_share(directory: Path, seed: int) -> tuple[float, Verdict, dict[str, Any]]:
+    """Share of step-one trajectories that kills left unchanged; the verdict on the disturbed run and its summary."""
     trace = churn_trace(directory / "churn.csv")
     churn = [
         "run.steps=1",
@@ -55,16 +66,14 @@ def identical_share(directory: Path, seed: int) -> tuple[float, Any, dict[str, A
     ]
     disturbed, summary = run(directory, "spot", churn, seed)
     calm, _ = run(directory, "", ["run.steps=1"], seed)
-    one, other = _trajectories(disturbed), _trajectories(calm)
-    return sum(one[t] == other.get(t) for t in one) / len(one), prove(disturbed), summary
+    one, other = (
+        {name: row.token_ids for name, row in trajectories(RunDirectory(path)).items() if not row.cause}
+        for path in (disturbed, calm)
+    )
+    return sum(one[t] == other.get(t) for t in one) / len(one), judge(RunDirectory(disturbed)), summary
 
 
-def _trajectories(run_dir: Path) -> dict[str, Any]:
-    with RunDirectory(run_dir).newest_journal() as journal:
-        return trajectories(journal)
-
-
-def held_out(run_dir: Path) -> tuple[Evaluation, Evaluation]:
+def held_out(run_dir: Path) -> tuple[HeldOut, HeldOut]:
     """The base policy and the run's last weights on the same held-out maps."""
     config = compose.load_run_config(run_dir)
     base = config.model.checkpoint
@@ -75,21 +84,21 @@ def held_out(run_dir: Path) -> tuple[Evaluation, Evaluation]:
     plan = compose.resolve(config, [], str(run_dir))
     settings = config.engine.model_copy(update={"pacing": None, "max_batch": 64, "kv_blocks": 4096})
 
-    def score(tensors: Any) -> Evaluation:
-        return asyncio.run(
-            evaluate(
-                create_engine(compose.read_model_config(config), settings),
-                tensors,
-                lambda: plan.environment(plan.environment_settings),
-                stop_token_ids=plan.environment.stop_token_ids,
-                seeds=range(HELD_OUT_SEED, HELD_OUT_SEED + HELD_OUT_MAPS),
-                max_turns=config.rollout.max_turns,
-                max_tokens_per_turn=config.rollout.max_tokens_per_turn,
-                temperature=config.rollout.temperature,
-            )
-        )
-
-    return score(read_tensors(base, read_config(base))), score(last)
+    scores: list[HeldOut] = []
+    for tensors in (read_tensors(base, read_config(base)), last):
+        engine = create_engine(compose.read_model_config(config), settings)
+        stop_token_ids = plan.environment.stop_token_ids
+        player = EpisodePlayer(engine, config.rollout, stop_token_ids, settings.max_context_tokens)
+        try:
+            engine.load_version(TensorSource(0, tensors), WeightMode.FINISH)
+            seeds = range(HELD_OUT_SEED, HELD_OUT_SEED + HELD_OUT_MAPS)
+            played = [episode(plan.environment(plan.environment_settings), s, partial(add, s << 8)) for s in seeds]
+            player.play(played)
+        finally:
+            engine.close()
+        success = statistics.mean(one.data.reward > 0 for one in played)
+        scores.append(HeldOut(success, math.sqrt(success * (1 - success) / HELD_OUT_MAPS)))
+    return scores[0], scores[1]
 
 
 def main(arguments: Arguments) -> dict[str, Any]:
@@ -97,41 +106,41 @@ def main(arguments: Arguments) -> dict[str, Any]:
     prepare()
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        share, proof, summary = identical_share(directory, SEEDS[0])
-        proofs, summaries, wall_s = [proof], [summary], [summary["wall_s"]]
-        evaluations: list[tuple[Evaluation, Evaluation]] = []
+        share, verdict, summary = identical_share(directory, SEEDS[0])
+        verdicts, summaries, wall_s = [verdict], [summary], [summary["wall_s"]]
+        evaluations: list[tuple[HeldOut, HeldOut]] = []
         by_seed: list[dict[str, Any]] = []
         if not arguments.quick:
             wall_s = []
             for seed in SEEDS:
                 run_dir, summary = run(directory, "serving,spot", [], seed)
-                proofs.append(proof := prove(run_dir))
+                verdicts.append(verdict := judge(RunDirectory(run_dir)))
                 summaries.append(summary)
                 evaluations.append(scores := held_out(run_dir))
                 wall_s.append(summary["wall_s"])
                 by_seed.append(
                     {
                         "seed": seed,
-                        "preemptions": proof.kills_under_turns,
+                        "preemptions": verdict.kills_under_turns,
                         "success_before": scores[0].success,
                         "success_after": scores[1].success,
                         "wall_s": summary["wall_s"],
                         "usd": summary["total"]["usd"],
                     }
                 )
-    full = proofs[1:] or proofs
+    full = verdicts[1:] or verdicts
     before = [one.success for one, _ in evaluations]
     after = [other.success for _, other in evaluations]
     errors = [math.hypot(one.standard_error, other.standard_error) for one, other in evaluations]
     return {
-        "preemptions": min(p.kills_under_turns for p in full),
-        "accepted_tokens_lost": sum(p.accepted_tokens_lost for p in proofs),
-        "tokens_duplicated": sum(p.tokens_duplicated for p in proofs),
-        "trained_twice": sum(p.trained_twice for p in proofs),
+        "preemptions": min(v.kills_under_turns for v in full),
+        "accepted_tokens_lost": sum(v.tokens_lost for v in verdicts),
+        "tokens_duplicated": sum(v.tokens_duplicated for v in verdicts),
+        "trained_twice": sum(v.groups_twice for v in verdicts),
         "ledger_imbalance_ns": sum(s["ledger_imbalance_ns"] for s in summaries),
         "unattributed_share": max(s["unattributed_share"] for s in summaries),
         "identical_share": share,
-        "identical_under_kills": proofs[0].kills_under_turns,
+        "identical_under_kills": verdicts[0].kills_under_turns,
         "success_before": statistics.mean(before) if before else None,
         "success_after": statistics.mean(after) if after else None,
         "standard_error": statistics.mean(errors) / math.sqrt(len(errors)) if errors else None,

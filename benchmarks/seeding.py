@@ -7,14 +7,13 @@ first loss on; all see the same turns. `ordering_holds` says whether adaptive â‰
 error. `--quick` has three workers, one loss, and leaves `no_memory` out: memory tells only when a capacity returns.
 """
 
-import itertools
-import math
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 from typing import Any
 
+from _arms import descends, in_turn, standard_error
 from _common import Arguments, emit, parse_arguments
 from _live import run_to_end
 from _paced import Devices, LongTailedTask, PacedRun, TaskSettings, paced_run
@@ -32,7 +31,7 @@ TASK = TaskSettings(prompts={"": 16}, observations={"": 1})
 
 
 @dataclass(frozen=True)
-class Scale:
+class SeedingScale:
     """Steps in each phase: `settle` with all workers, `few` after a loss, `many` after the return."""
 
     arms: tuple[str, ...]
@@ -44,11 +43,11 @@ class Scale:
     many: int
 
 
-FULL = Scale(tuple(ARMS), seeds=3, workers=6, losses=2, settle=3, few=3, many=3)
-QUICK = Scale(("adaptive", "none"), seeds=1, workers=3, losses=1, settle=1, few=2, many=1)
+FULL = SeedingScale(tuple(ARMS), seeds=3, workers=6, losses=2, settle=3, few=3, many=3)
+QUICK = SeedingScale(("adaptive", "none"), seeds=1, workers=3, losses=1, settle=1, few=2, many=1)
 
 
-async def lose_and_regain(run: PacedRun, scale: Scale) -> list[StepRecord]:
+async def lose_and_regain(run: PacedRun, scale: SeedingScale) -> list[StepRecord]:
     """The steps from the first loss on."""
     await run.workers(scale.workers)
     await run.steps(scale.settle)
@@ -62,7 +61,7 @@ async def lose_and_regain(run: PacedRun, scale: Scale) -> list[StepRecord]:
     return run.history[first:]
 
 
-async def tokens_per_s(directory: Path, arm: str, seed: int, scale: Scale) -> tuple[float, list[float]]:
+async def tokens_per_s(directory: Path, arm: str, seed: int, scale: SeedingScale) -> tuple[float, list[float]]:
     """Throughput of one run, and the seeding times of its steps in seconds."""
     async with paced_run(
         directory,
@@ -82,22 +81,14 @@ async def tokens_per_s(directory: Path, arm: str, seed: int, scale: Scale) -> tu
 
 async def measure(arguments: Arguments) -> dict[str, Any]:
     scale = QUICK if arguments.quick else FULL
-    found: dict[str, list[float]] = {}
-    windows: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as name:
-        for seed in range(scale.seeds):
-            for arm in scale.arms:
-                throughput, windows[arm] = await tokens_per_s(Path(name), arm, seed, scale)
-                found.setdefault(arm, []).append(throughput)
-    means = {arm: mean(found[arm]) if arm in found else None for arm in ARMS}
-    errors = {arm: stdev(v) / math.sqrt(len(v)) if len(v) > 1 else 0.0 for arm, v in found.items()}
-    ran = [arm for arm in ARMS if arm in found]
-    pairs = list(itertools.pairwise(ran))
+        measured = await in_turn(scale.arms, scale.seeds, lambda arm, seed: tokens_per_s(Path(name), arm, seed, scale))
+    found = {arm: [throughput for throughput, _ in runs] for arm, runs in measured.items()}
     return {
-        "throughput": means,
-        "standard_error": errors if scale.seeds > 1 else None,
-        "ordering_holds": all(mean(found[a]) >= mean(found[b]) - math.hypot(errors[a], errors[b]) for a, b in pairs),
-        "seeding_s": windows,
+        "throughput": {arm: mean(found[arm]) if arm in found else None for arm in ARMS},
+        "standard_error": {arm: standard_error(v) for arm, v in found.items()} if scale.seeds > 1 else None,
+        "ordering_holds": descends(found),
+        "seeding_s": {arm: runs[-1][1] for arm, runs in measured.items()},
         "runs": scale.seeds,
     }
 

@@ -20,7 +20,7 @@ import os
 import resource
 import secrets
 import signal
-import sys
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Coroutine, Iterator
@@ -29,15 +29,16 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from _common import ROOT, emit, parse_arguments
+from _common import emit, parse_arguments
 from _live import write_policy
+from _runs import CommandRun, RunFailed, sets
 
 from elastic import wire
 from elastic.machine import raise_descriptor_limit
 from elastic.runtime.journal import RunDirectory
 
 DESCRIPTORS = 1024
-START_TIMEOUT_S = 90.0
+START_TIMEOUT_S, END_TIMEOUT_S = 90.0, 30.0
 JOIN_TIMEOUT_S = 30.0
 """Boots and all, while strangers take their share of two cores."""
 PROBE_INTERVAL_S, PROBE_TIMEOUT_S = 0.05, 10.0
@@ -65,66 +66,48 @@ class Target:
     process: psutil.Process
 
 
-class Run:
-    """An `elastic run` in a process of its own."""
-
+class AttackedRun(CommandRun):
     def __init__(self, directory: Path) -> None:
-        overrides = (*SETTINGS, f"run.directory={directory}", f"model.checkpoint={write_policy(directory / 'policy')}")
-        command = [sys.executable, "-m", "elastic.cli", "run", "examples/frozenlake.toml"]
-        command += ["--providers", "reserved,serving", *(part for s in overrides for part in ("--set", s))]
-        self._log = (directory / "log").open("wb")
-        self.process = psutil.Popen(
-            command,
-            cwd=ROOT,
-            stdout=self._log,
-            stderr=self._log,
-            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (DESCRIPTORS, DESCRIPTORS)),
-        )
-        self._directory = directory
+        settings = sets([*SETTINGS, f"model.checkpoint={write_policy(directory / 'policy')}"])
+        example = ("examples/frozenlake.toml", "--providers", "reserved,serving")
+        super().__init__(directory / "runs", [*example, *settings], _few_descriptors)
 
-    @property
-    def ended(self) -> bool:
-        return self.process.poll() is not None
-
-    async def ready(self) -> list[Target]:
+    async def targets(self) -> list[Target]:
         """Once workers of both providers are in: what listens."""
-        await _until("workers of both providers", lambda: self._joined() >= 3, START_TIMEOUT_S, self)
-        targets = [Target(await _kind(port), port, self.process) for port in _listening(self.process)]
-        for child in self.process.children(recursive=True):
+        self.until("workers of both providers", lambda: self._joined() >= 3, START_TIMEOUT_S)
+        orchestrator = psutil.Process(self.process.pid)
+        targets = [Target(await _kind(port), port, orchestrator) for port in _listening(orchestrator)]
+        for child in orchestrator.children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):
                 targets += [Target("serving_host", port, child) for port in _listening(child)]
         if (found := sorted(target.name for target in targets)) != ["orchestrator", "relay", "serving_host"]:
             raise RuntimeError(f"the run listens as {found}")
         return targets
 
-    def last_words(self) -> str:
-        return Path(self._log.name).read_text()[-2000:]
-
     def kill_worker(self) -> Callable[[], bool]:
         """Kill the reserved worker; whether its successor has joined."""
         joined = self._joined()
-        leases = sorted(self._run_dir().glob("leases/reserved-*.json"), key=lambda path: path.stat().st_mtime)
+        leases = sorted(self.run_dir.glob("leases/reserved-*.json"), key=lambda path: path.stat().st_mtime)
         (process,) = json.loads(leases[-1].read_text())["processes"].values()
         os.kill(process["pid"], signal.SIGKILL)
         return lambda: self._joined() > joined
 
-    def close(self) -> None:
-        if not self.ended:
-            self.process.send_signal(signal.SIGINT)
-        with contextlib.suppress(psutil.TimeoutExpired):
-            self.process.wait(30)
-        if not self.ended:
-            self.process.kill()
-        self._log.close()
-
-    def _run_dir(self) -> Path:
-        return next(path for path in self._directory.glob("frozenlake-*") if path.is_dir())
+    def discard(self) -> None:
+        self.process.send_signal(signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(END_TIMEOUT_S)
+        super().discard()
 
     def _joined(self) -> int:
-        if not list(self._directory.glob("frozenlake-*/journal.sqlite")):
+        run = RunDirectory(self.run_dir)
+        if not run.journal_paths():
             return 0
-        with RunDirectory(self._run_dir()).newest_journal() as journal:
+        with run.newest_journal() as journal:
             return len(list(journal.events_of("WorkerJoined")))
+
+
+def _few_descriptors() -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (DESCRIPTORS, DESCRIPTORS))
 
 
 def _listening(process: psutil.Process) -> list[int]:
@@ -133,14 +116,6 @@ def _listening(process: psutil.Process) -> list[int]:
 
 async def _kind(port: int) -> str:
     return "relay" if (await _http(port)).startswith(b"HTTP/1.1 401") else "orchestrator"
-
-
-async def _until(what: str, condition: Callable[[], bool], timeout_s: float, run: Run) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not condition():
-            if run.ended:
-                raise RuntimeError(f"the run ended before: {what}\n{run.last_words()}")
-            await asyncio.sleep(0.1)
 
 
 # A polite client.
@@ -269,22 +244,19 @@ async def _peak_mb(target: Target, peaks: dict[str, float]) -> None:
         await asyncio.sleep(PROBE_INTERVAL_S)
 
 
-async def _measure(run: Run, attack: str, targets: list[Target], least_s: float) -> dict[str, Any]:
+async def _measure(run: AttackedRun, attack: str, targets: list[Target], least_s: float) -> dict[str, Any]:
     stalls: list[float] = []
     peaks: dict[str, float] = {}
     before = {target.name: target.process.memory_info().rss / MB for target in targets}
     locked_out = 0
     watching = [asyncio.create_task(work) for t in targets for work in (_probe(t, stalls), _peak_mb(t, peaks))]
-    with _strangers(attack, targets):
+    with _strangers(attack, targets), contextlib.suppress(RunFailed):
         ends_s = time.monotonic() + least_s
         try:
-            succeeded = run.kill_worker()
-            await _until("a successor", succeeded, JOIN_TIMEOUT_S, run)
+            await asyncio.to_thread(run.until, "a successor", run.kill_worker(), JOIN_TIMEOUT_S)
             await asyncio.sleep(max(0.0, ends_s - time.monotonic()))
         except TimeoutError:
             locked_out = 1
-        except RuntimeError:
-            pass
     for task in watching:
         task.cancel()
     await asyncio.gather(*watching, return_exceptions=True)
@@ -292,21 +264,21 @@ async def _measure(run: Run, attack: str, targets: list[Target], least_s: float)
         "rss_growth_mb": round(max(peaks[name] - before[name] for name in peaks), 1),
         "loop_stall_s_max": round(max(stalls), 3),
         "workers_locked_out": locked_out,
-        "run_ended": run.ended,
+        "run_ended": run.process.poll() is not None,
     }
 
 
 async def measure(quick: bool, directory: Path) -> dict[str, Any]:
     figures: dict[str, Any] = {}
-    run = Run(directory)
+    run = AttackedRun(directory)
     try:
-        targets = await run.ready()
+        targets = await run.targets()
         for attack in ATTACKS:
             rounds = [targets] if quick else [[target] for target in targets]
             found = [await _measure(run, attack, group, 1.0 if quick else 10.0) for group in rounds]
             figures[attack] = {key: max(one[key] for one in found) for key in found[0]}
     finally:
-        run.close()
+        run.discard()
     return figures
 
 

@@ -10,44 +10,44 @@ the CPU time of the process in the middle.
 """
 
 import asyncio
+import contextlib
 import multiprocessing
-import multiprocessing.connection
-import os
 import socket
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
+from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
-from typing import Any, ClassVar
+from statistics import median
+from typing import Any
 
 import aiohttp
 import uvicorn
 import uvloop
 from _common import Arguments, emit, parse_arguments
-from pydantic import BaseModel
+from _orchestrated import OwnWorkers, orchestrator
 from starlette.applications import Starlette
 from starlette.responses import StreamingResponse
 from starlette.routing import Route
 
 from elastic import compose, wire
-from elastic.config import Config, SchedulerConfig
-from elastic.core.events import LeaseEnded, LeaseGranted, OfferChanged
-from elastic.core.scheduler import Scheduler
-from elastic.core.types import Account, Capabilities, EndCause, LeaseId, Offer, Plan, WorkerRole
-from elastic.endpoint import Endpoint, host_and_port
-from elastic.envs.base import StepResult
-from elastic.run_secrets import RunSecrets
+from elastic.chaos.models import ModelEnvironment, NoSettings
+from elastic.config import Config
+from elastic.core.types import Account, Capabilities
 from elastic.runtime.journal import RunDirectory
-from elastic.runtime.orchestrator import Orchestrator, Wiring
-from elastic.tls import pinning_context, run_certificate
-from providers.base import Emit, KnownLease, LeaseRequest, Provider, ProviderContext, ProviderSettings
+from elastic.runtime.orchestrator import Orchestrator
+from elastic.tls import run_certificate
+from elastic.worker.connection import ConnectionLost, Ticket, dial
 
-RUN = "bench"
 TOKENS_PER_S = 50
-FLUSH_S = SchedulerConfig.model_validate({}).flush_interval_s
 STREAMS_PER_WORKER = 16
 GROUP_SIZE = 8
 WARM_UP_S = 1.5
+PATIENCE_S = 120.0
+BEAT_EVERY = 10
+"""Flushes."""
+CAPABILITIES = Capabilities(engine="stream", replayable_sampling=True, max_context_tokens=1 << 20, device="cpu")
 EVENT = (
     b'data: {"id":"cmpl-1","object":"text_completion",'
     b'"choices":[{"index":0,"text":"x","token_ids":[17],"logprob":-0.51}]}\n\n'
@@ -55,209 +55,85 @@ EVENT = (
 """One token as OpenAI-compatible servers send it, with its id and log-probability."""
 
 
-class NoSettings(BaseModel):
-    pass
-
-
-class EndlessEnvironment:
-    """Asks for one turn that never ends within the benchmark."""
-
-    Settings: ClassVar[type[BaseModel]] = NoSettings
-    vocabulary: ClassVar[tuple[str, ...]] = ()
-    stop_token_ids: ClassVar[tuple[int, ...]] = ()
-
-    def __init__(self, settings: BaseModel) -> None:
-        pass
-
-    async def reset(self, seed: int) -> list[int]:
-        return [1] * 24
-
-    async def step(self, token_ids: list[int]) -> StepResult:
-        return StepResult([], True, 0.0)
-
-    async def truncate(self) -> float:
-        return 0.0
-
-    async def aclose(self) -> None:
-        pass
-
-
-class StreamingWorkers:
-    """A provider whose workers are connections of the process at the other end of a pipe."""
-
-    Settings: ClassVar[type[ProviderSettings]] = ProviderSettings
-    on_this_machine: ClassVar[bool] = False
-
-    def __init__(self, name: str, settings: ProviderSettings, context: ProviderContext) -> None:
-        self.name = name
-        self.endpoint = context.endpoint
-        self._emit: Emit | None = None
-        self.pipe: multiprocessing.connection.Connection | None = None
-        self.workers = 1
-
-    async def start(self, emit: Emit) -> None:
-        self._emit = emit
-        role = WorkerRole.TRAINER if self.name == "trainer" else WorkerRole.ELASTIC
-        offer = Offer(provider=self.name, role=role, available=self.workers, usd_per_gpu_hour=1.0)
-        emit(OfferChanged(offer=offer))
-
-    async def acquire(self, request: LeaseRequest) -> None:
-        assert self._emit is not None
-        assert self.pipe is not None
-        (ticket,) = request.tickets
-        self.pipe.send((self.endpoint, ticket.worker, ticket.token))
-        self._emit(LeaseGranted(lease=request.lease, workers=(ticket.worker,)))
-
-    async def release(self, lease: LeaseId) -> None:
-        assert self._emit is not None
-        self._emit(LeaseEnded(lease=lease, cause=EndCause.RELEASED))
-
-    def bar(self, lease: LeaseId) -> None:
-        pass
-
-    async def adopt(self, known: Sequence[KnownLease], emit: Emit) -> list[LeaseId]:
-        return [lease.request.lease for lease in known if not lease.granted]
-
-    async def aclose(self) -> None:
-        pass
-
-
-def stream_frames(pipe: multiprocessing.connection.Connection, workers: int, streams: int) -> None:
+def stream_frames(pipe: Pipe, workers: int, streams: int) -> None:
     """The workers' side: of each a frame each flush, with what every running turn produced since the last."""
     uvloop.run(_stream_frames(pipe, workers, streams))
 
 
-async def _stream_frames(pipe: multiprocessing.connection.Connection, workers: int, streams: int) -> None:
+async def _stream_frames(pipe: Pipe, workers: int, streams: int) -> None:
     async with asyncio.TaskGroup() as tasks:
         for _ in range(workers):
             tasks.create_task(_be_worker(await asyncio.to_thread(pipe.recv), streams))
 
 
-async def _be_worker(ticket: tuple[Endpoint, str, str], streams: int) -> None:
+async def _be_worker(ticket: Ticket, streams: int) -> None:
     """One worker, which has room for so many streams."""
-    endpoint, worker, token = ticket
-    tls = pinning_context() if endpoint.fingerprint else None
-    reader, writer = await asyncio.open_connection(*host_and_port(endpoint.address), ssl=tls)
-
-    async def receive(frames: wire.FrameBuffer) -> list[wire.FromOrchestrator]:
-        return [wire.decode_from_orchestrator(body) for body in frames.feed(await reader.read(1 << 20))]
-
-    def send(message: wire.FromWorker) -> None:
-        writer.write(wire.encode(message))
-
-    send(wire.Hello(wire.PROTOCOL_VERSION, worker, token, False, os.getpid(), socket.gethostname(), RUN))
-    frames = wire.FrameBuffer()
-    while not any(isinstance(message, wire.Welcome) for message in await receive(frames)):
-        pass
-    capabilities = Capabilities(engine="stream", replayable_sampling=True, max_context_tokens=1 << 20, device="cpu")
-    send(wire.Ready(capabilities, 0))
+    connection, welcome = await dial(ticket, "", PATIENCE_S)
+    connection.send(wire.Ready(CAPABILITIES, 0))
     produced: dict[str, tuple[int, int]] = {}
     born_ns = time.monotonic_ns()
 
-    def beat() -> None:
-        age_ns = time.monotonic_ns() - born_ns
-        send(wire.Heartbeat(streams, 0, len(produced), age_ns, {Account.DECODE: age_ns}, 0, 0.0, 0, 0))
-
-    async def listen() -> None:
-        while not reader.at_eof():
-            for message in await receive(frames):
-                if isinstance(message, wire.Generate):
-                    produced[message.turn] = (message.attempt, 0)
+    def hear(orders: list[wire.FromOrchestrator]) -> None:
+        produced.update({order.turn: (order.attempt, 0) for order in orders if isinstance(order, wire.Generate)})
 
     async def speak() -> None:
         due_s = asyncio.get_running_loop().time()
-        per_flush = TOKENS_PER_S * FLUSH_S
-        for beat_number in range(1 << 30):
-            if beat_number % 10 == 0:
-                beat()
+        per_flush = TOKENS_PER_S * welcome.flush_interval_s
+        for number in range(1 << 30):
+            if number % BEAT_EVERY == 0:
+                age_ns = time.monotonic_ns() - born_ns
+                accounts_ns = {Account.DECODE: age_ns}
+                connection.send(wire.Heartbeat(streams, 0, len(produced), age_ns, accounts_ns, 0, 0.0, 0, 0))
+            count = int((number + 1) * per_flush) - int(number * per_flush)
             chunks: list[wire.Chunk] = []
             for turn, (attempt, start) in produced.items():
-                count = int((beat_number + 1) * per_flush) - int(beat_number * per_flush)
                 chunks.append(wire.Chunk(turn, attempt, start, [17] * count, [-0.51] * count, 0))
                 produced[turn] = (attempt, start + count)
             if chunks:
-                send(wire.Tokens(chunks))
-            await writer.drain()
-            due_s += FLUSH_S
+                connection.send(wire.Tokens(chunks))
+            due_s += welcome.flush_interval_s
             await asyncio.sleep(due_s - asyncio.get_running_loop().time())
 
+    speaking = asyncio.create_task(speak())
     try:
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(listen())
-            tasks.create_task(speak())
-    except* (ConnectionError, OSError):
-        pass
+        await connection.listen(hear, PATIENCE_S)
+    except ConnectionLost:
+        speaking.cancel()
 
 
-def orchestrate(
-    pipe: multiprocessing.connection.Connection,
-    results: multiprocessing.connection.Connection,
-    workers: int,
-    streams: int,
-    seconds: float,
-    encrypted: bool,
-) -> None:
+def orchestrate(pipe: Pipe, results: Pipe, workers: int, streams: int, seconds: float, encrypted: bool) -> None:
     """The middle: a real orchestrator, whose CPU time is measured."""
     results.send(uvloop.run(_orchestrate(pipe, workers, streams, seconds, encrypted)))
 
 
-async def _orchestrate(
-    pipe: multiprocessing.connection.Connection, workers: int, streams: int, seconds: float, encrypted: bool
-) -> tuple[float, int]:
-    groups = streams // GROUP_SIZE
+async def _orchestrate(pipe: Pipe, workers: int, streams: int, seconds: float, encrypted: bool) -> tuple[float, int]:
     config = Config.model_validate(
         {
             "model": {"checkpoint": "."},
-            "rollout": {"groups": groups, "group_size": GROUP_SIZE, "max_tokens_per_turn": 1 << 20},
+            "run": {"steps": 1},
+            "rollout": {"groups": streams // GROUP_SIZE, "group_size": GROUP_SIZE, "max_tokens_per_turn": 1 << 20},
+            "trainer": {"updates_per_step": 1},
             "engine": {"max_pending": streams, "max_context_tokens": 1 << 21, "kv_blocks": 1 << 17},
             "seeding": {"window_s": 3600, "reserved_engines": max(1, workers - 1)},
         }
     )
 
-    def make_providers(endpoint: Endpoint, now_ns: Callable[[], int]) -> Mapping[str, Provider]:
-        context = ProviderContext(
-            run=RUN,
-            run_dir=Path("."),
-            endpoint=endpoint,
-            worker_command=(),
-            host_command=(),
-            now_ns=now_ns,
-            acquire_timeout_s=5,
-            release_timeout_s=5,
-        )
-        providers = {
-            name: StreamingWorkers(name, ProviderSettings.model_validate({}), context) for name in ("trainer", "spot")
-        }
-        for provider in providers.values():
-            provider.pipe = pipe
-        providers["spot"].workers = workers - 1
-        return providers
+    async def elsewhere(ticket: Ticket) -> None:
+        pipe.send(ticket)
+        await asyncio.Event().wait()
 
-    welcome = wire.Welcome("", 0, 0.5, FLUSH_S, 10.0, {}, {}, "", run=RUN)
-    plan = Plan(steps=1, groups=groups, group_size=GROUP_SIZE)
+    providers = [OwnWorkers(compose.TRAINER_PROVIDER, 1, elsewhere), OwnWorkers("spot", workers - 1, elsewhere)]
     with tempfile.TemporaryDirectory() as directory:
         kept = RunDirectory(Path(directory))
         journal = kept.begin_journal(config.journal)
-        orchestrator = Orchestrator(
-            config,
-            Scheduler(plan, compose.limits(config), compose.policies(config), 0),
-            journal,
-            Wiring(
-                make_providers=make_providers,
-                make_environment=lambda: EndlessEnvironment(NoSettings()),
-                stop_token_ids=(),
-                welcome=welcome,
-                secrets=RunSecrets.of(kept.path),
-                kept=kept,
-                certificate=run_certificate(kept.path, ["localhost"]) if encrypted else None,
-            ),
-        )
-        run = asyncio.create_task(orchestrator.run())
+        certificate = run_certificate(kept.path, ["localhost"]) if encrypted else None
+        ours = orchestrator(config, kept, journal, providers, partial(ModelEnvironment, NoSettings()), certificate)
+        run = asyncio.create_task(ours.run())
         await asyncio.sleep(WARM_UP_S)
-        cpu_s, tokens = time.process_time(), accepted(orchestrator)
+        cpu_s, tokens = time.process_time(), accepted(ours)
         await asyncio.sleep(seconds)
-        cpu_s, tokens = time.process_time() - cpu_s, accepted(orchestrator) - tokens
-        orchestrator.stop("measured")
+        cpu_s, tokens = time.process_time() - cpu_s, accepted(ours) - tokens
+        ours.stop("measured")
         await run
         journal.close()
     return cpu_s, tokens
@@ -267,7 +143,7 @@ def accepted(orchestrator: Orchestrator) -> int:
     return sum(turn.accepted for turn in orchestrator.scheduler.turns.live.values())
 
 
-def upstream(ports: multiprocessing.connection.Connection) -> None:
+def upstream(ports: Pipe) -> None:
     """A streaming completion server: one event a token."""
 
     async def complete(request: Any) -> StreamingResponse:
@@ -283,39 +159,43 @@ def upstream(ports: multiprocessing.connection.Connection) -> None:
     _serve(Starlette(routes=[Route("/", complete)]), ports)
 
 
-def relay(
-    ports: multiprocessing.connection.Connection,
-    results: multiprocessing.connection.Connection,
-    port: int,
-    seconds: float,
-) -> None:
-    """The middle: relays each event as it comes, and measures its own CPU time."""
-    relayed = [0]
-    session: list[aiohttp.ClientSession] = []
+def relay(ports: Pipe, results: Pipe, port: int, streams: int, seconds: float) -> None:
+    """The middle: relays each event as it comes, and measures its own CPU time once all streams are open."""
+    relayed = opened = 0
+    measuring: asyncio.Task[None] | None = None
+    session: aiohttp.ClientSession | None = None
 
     async def complete(request: Any) -> StreamingResponse:
-        if not session:
-            connector = aiohttp.TCPConnector(limit=0)
-            session.append(aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None)))
+        nonlocal session
+        upstream = session = session or _session()
 
         async def events() -> AsyncIterator[bytes]:
-            async with session[0].get(f"http://127.0.0.1:{port}/") as answer:
+            nonlocal relayed, opened, measuring
+            async with upstream.get(f"http://127.0.0.1:{port}/") as answer:
+                opened += 1
+                if opened == streams:
+                    measuring = asyncio.create_task(measure())
                 async for chunk in answer.content.iter_any():
-                    relayed[0] += chunk.count(b"data: ")
+                    relayed += chunk.count(b"data: ")
                     yield chunk
 
         return StreamingResponse(events(), media_type="text/event-stream")
 
-    async def measure(request: Any) -> StreamingResponse:
-        cpu_s, tokens = time.process_time(), relayed[0]
+    async def measure() -> None:
+        await asyncio.sleep(WARM_UP_S)
+        cpu_s, tokens = time.process_time(), relayed
         await asyncio.sleep(seconds)
-        results.send((time.process_time() - cpu_s, relayed[0] - tokens))
-        return StreamingResponse(iter([b"done"]))
+        results.send((time.process_time() - cpu_s, relayed - tokens))
 
-    _serve(Starlette(routes=[Route("/", complete), Route("/measure", measure)]), ports)
+    _serve(Starlette(routes=[Route("/", complete)]), ports)
 
 
-def _serve(app: Starlette, ports: multiprocessing.connection.Connection) -> None:
+def _session() -> aiohttp.ClientSession:
+    timeout = aiohttp.ClientTimeout(total=None)
+    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout)
+
+
+def _serve(app: Starlette, ports: Pipe) -> None:
     listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
     ports.send(listener.getsockname()[1])
     config = uvicorn.Config(app, loop="uvloop", http="httptools", log_level="critical", access_log=False)
@@ -323,7 +203,7 @@ def _serve(app: Starlette, ports: multiprocessing.connection.Connection) -> None
 
 
 def consume(port: int, streams: int) -> None:
-    """The clients: open every stream, then ask for the measurement."""
+    """The clients, which read on for ever."""
 
     async def read(session: aiohttp.ClientSession) -> None:
         async with session.get(f"http://127.0.0.1:{port}/") as answer:
@@ -331,15 +211,9 @@ def consume(port: int, streams: int) -> None:
                 pass
 
     async def everything() -> None:
-        connector = aiohttp.TCPConnector(limit=0)
-        timeout = aiohttp.ClientTimeout(total=None)
-        async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
-            readers = [asyncio.create_task(read(session)) for _ in range(streams)]
-            await asyncio.sleep(WARM_UP_S)
-            async with session.get(f"http://127.0.0.1:{port}/measure") as answer:
-                await answer.read()
-            for reader in readers:
-                reader.cancel()
+        async with _session() as session, asyncio.TaskGroup() as readers:
+            for _ in range(streams):
+                readers.create_task(read(session))
 
     uvloop.run(everything())
 
@@ -348,42 +222,38 @@ def measure_frames(workers: int, streams: int, seconds: float, *, encrypted: boo
     """(CPU seconds, tokens) of the orchestrator, with the streams spread over so many workers."""
     near, far = multiprocessing.Pipe()
     results, answer = multiprocessing.Pipe()
-    return _with_processes(
-        results,
-        [
-            multiprocessing.Process(target=stream_frames, args=(far, workers, -(-streams // workers))),
-            multiprocessing.Process(target=orchestrate, args=(near, answer, workers, streams, seconds, encrypted)),
-        ],
-    )
+    speaking = _running(stream_frames, far, workers, -(-streams // workers))
+    with speaking, _running(orchestrate, near, answer, workers, streams, seconds, encrypted):
+        return _heard(results)
 
 
 def measure_sse(streams: int, seconds: float) -> tuple[float, int]:
     """(CPU seconds, tokens) of the relay."""
     results, answer = multiprocessing.Pipe()
     ports, tell = multiprocessing.Pipe()
-    source = multiprocessing.Process(target=upstream, args=(tell,))
-    source.start()
-    middle = multiprocessing.Process(target=relay, args=(tell, answer, ports.recv(), seconds))
-    middle.start()
-    clients = multiprocessing.Process(target=consume, args=(ports.recv(), streams))
-    return _with_processes(results, [clients], running=[source, middle])
+    with contextlib.ExitStack() as processes:
+        processes.enter_context(_running(upstream, tell))
+        processes.enter_context(_running(relay, tell, answer, _heard(ports), streams, seconds))
+        processes.enter_context(_running(consume, _heard(ports), streams))
+        return _heard(results)
 
 
-def _with_processes(
-    results: multiprocessing.connection.Connection,
-    processes: list[multiprocessing.Process],
-    running: list[multiprocessing.Process] | None = None,
-) -> tuple[float, int]:
-    for process in processes:
-        process.start()
+@contextlib.contextmanager
+def _running(work: Callable[..., None], *arguments: object) -> Iterator[None]:
+    """In a process of its own."""
+    process = multiprocessing.Process(target=work, args=arguments)
+    process.start()
     try:
-        if not results.poll(120):
-            raise TimeoutError("no measurement within 120 s")
-        return results.recv()
+        yield
     finally:
-        for process in [*processes, *(running or [])]:
-            process.kill()
-            process.join()
+        process.kill()
+        process.join()
+
+
+def _heard(pipe: Pipe) -> Any:
+    if not pipe.poll(PATIENCE_S):
+        raise TimeoutError(f"a process said nothing for {PATIENCE_S:g} s")
+    return pipe.recv()
 
 
 def compare(streams: int, seconds: float, rounds: int) -> dict[str, Any]:
@@ -408,7 +278,7 @@ def compare(streams: int, seconds: float, rounds: int) -> dict[str, Any]:
                 "one_connection_ratio": (events_s / events) / (one_s / one),
             }
         )
-    return {"workers": workers, **{key: sorted(row[key] for row in rows)[len(rows) // 2] for key in rows[0]}}
+    return {"workers": workers, **{key: median(row[key] for row in rows) for key in rows[0]}}
 
 
 def main(arguments: Arguments) -> dict[str, Any]:

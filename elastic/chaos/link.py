@@ -21,6 +21,7 @@ class LinkQuality:
 
 @dataclass(slots=True)
 class _Direction:
+    carried_bytes: int = 0
     free_s: float = 0.0
     """When what has been sent so far will have crossed."""
 
@@ -44,6 +45,11 @@ class BadLink:
         """Returns where it listens (host:port). Raises `OSError`."""
         self._server = await asyncio.start_server(self._accept, host, port)
         return joined(*self._server.sockets[0].getsockname()[:2])
+
+    @property
+    def carried_up_bytes(self) -> int:
+        """How many have come through to `upstream`."""
+        return self._directions[0].carried_bytes
 
     def cut(self) -> None:
         self._whole.clear()
@@ -91,7 +97,7 @@ class BadLink:
         """Until one end closes; what is under way then still arrives."""
         under_way: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(IN_FLIGHT_PIECES)
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._deliver(writer, under_way))
+            tasks.create_task(self._deliver(writer, under_way, direction))
             data = b"?"
             while data:
                 data = await reader.read(READ_BYTES)
@@ -103,7 +109,12 @@ class BadLink:
             now_s = direction.free_s = max(direction.free_s, now_s) + size_bytes / self.quality.bytes_per_s
         return now_s + self.quality.delay_s
 
-    async def _deliver(self, writer: asyncio.StreamWriter, under_way: "asyncio.Queue[tuple[float, bytes]]") -> None:
+    async def _deliver(
+        self,
+        writer: asyncio.StreamWriter,
+        under_way: "asyncio.Queue[tuple[float, bytes]]",
+        direction: _Direction,
+    ) -> None:
         loop = asyncio.get_running_loop()
         while True:
             arrives_s, data = await under_way.get()
@@ -113,5 +124,6 @@ class BadLink:
                 with contextlib.suppress(OSError, RuntimeError):
                     writer.write_eof()
                 return
+            direction.carried_bytes += len(data)
             writer.write(data)
             await writer.drain()

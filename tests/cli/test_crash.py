@@ -22,21 +22,24 @@ STEPS = 6
 
 
 @pytest.fixture(scope="session")
-def crashes() -> Iterator[Any]:
+def module() -> Iterator[Callable[[str], Any]]:
+    """Modules of the benchmarks."""
     sys.path.append(str(BENCHMARKS))
-    yield importlib.import_module("_crashes")
+    yield importlib.import_module
     sys.path.remove(str(BENCHMARKS))
 
 
 @pytest.fixture
-def begin(crashes: Any, config: Path) -> Iterator[Callable[..., Any]]:
+def begin(module: Callable[[str], Any], config: Path) -> Iterator[Callable[..., Any]]:
     """A run under way; whatever is left of it is ended with the test."""
     begun: list[Any] = []
 
     def run(*settings: str, providers: str = "serving,spot") -> Any:
         own = ("trainer.max_restarts=1000", "trainer.checkpoint_every_steps=2", f"run.steps={STEPS}", *settings)
         overrides = [part for setting in own for part in ("--set", setting)]
-        begun.append(crashes.CrashingRun([str(config), "--providers", providers, *overrides], config.parent / "runs"))
+        begun.append(
+            module("_crashes").CrashingRun(config.parent / "runs", [str(config), "--providers", providers, *overrides])
+        )
         return begun[-1]
 
     yield run
@@ -45,20 +48,21 @@ def begin(crashes: Any, config: Path) -> Iterator[Callable[..., Any]]:
 
 
 @pytest.fixture
-def as_if_undisturbed(crashes: Any, begin: Callable[..., Any]) -> Callable[[Any], None]:
+def as_if_undisturbed(module: Callable[[str], Any], begin: Callable[..., Any]) -> Callable[[Any], None]:
     """The run has come to what it would have come to, nothing of it was lost or done twice, and nothing is left."""
 
     def check(run: Any) -> None:
-        verdict = crashes.judge(run)
+        proof = module("_proof")
+        verdict = proof.judge(RunDirectory(run.run_dir))
         assert verdict.tokens_lost == verdict.tokens_duplicated == 0
         assert verdict.groups_twice == verdict.turns_repeated == verdict.ledger_imbalance_ns == 0
         assert run.leftovers() == []
         calm = begin(providers="")
         calm.wait()
-        expected, found = (crashes.trajectories(RunDirectory(one.run_dir)) for one in (calm, run))
+        expected, found = (proof.trajectories(RunDirectory(one.run_dir)) for one in (calm, run))
         assert expected.keys() == found.keys()
-        assert [name for name in expected if not crashes.same_episode(expected[name], found[name])] == []
-        assert crashes.same_weights(calm.run_dir, run.run_dir)
+        assert [name for name in expected if not proof.same_episode(expected[name], found[name])] == []
+        assert proof.same_weights(calm.run_dir, run.run_dir)
 
     return check
 
@@ -77,12 +81,12 @@ def test_killed_at_any_moment(begin, as_if_undisturbed, seed: int) -> None:
     as_if_undisturbed(run)
 
 
-def test_taken_up_a_week_later_with_other_providers(begin, as_if_undisturbed, crashes) -> None:
+def test_taken_up_a_week_later_with_other_providers(begin, as_if_undisturbed, module) -> None:
     """Nothing of it is alive any more, nor in memory."""
     run = begin()
     under_way(run)
     run.kill("orchestrator")
-    for process in crashes.processes_of(run.run_dir.name):
+    for process in module("_runs").processes_of(run.run_dir.name):
         process.kill()
     for place in run.memory:
         for blob in place.iterdir():

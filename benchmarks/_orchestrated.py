@@ -1,0 +1,121 @@
+"""A live run's orchestrator in this process, behind a real socket, whose workers are coroutines of the benchmark's own.
+
+It is the whole of it: gateway, core, environments' loops, journal. Only what stands beside a real worker's engine, its
+process, is missing.
+"""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from typing import Any, ClassVar, TypeAlias, cast
+
+from elastic import compose, wire
+from elastic.config import Config
+from elastic.core.events import LeaseEnded, LeaseGranted, OfferChanged
+from elastic.core.scheduler import Scheduler
+from elastic.core.types import EndCause, LeaseId, Offer, WorkerRole
+from elastic.endpoint import Endpoint
+from elastic.envs.base import Environment
+from elastic.run_secrets import RunSecrets
+from elastic.runtime.journal import RunDirectory, SqliteJournal
+from elastic.runtime.orchestrator import Orchestrator, Wiring
+from elastic.tls import Certificate
+from elastic.worker.connection import Ticket
+from providers.base import Emit, KnownLease, LeaseRequest, Provider, ProviderSettings
+
+RUN = "benchmark"
+VOCABULARY = 64
+
+Work: TypeAlias = Callable[[Ticket], Coroutine[Any, Any, object]]
+"""A worker's life, from dialling in to its end."""
+
+
+class OwnWorkers:
+    """A provider of at most `places` workers at a time, each a task that `work` makes; its end ends the lease."""
+
+    Settings: ClassVar[type[ProviderSettings]] = ProviderSettings
+    on_this_machine: ClassVar[bool] = True
+
+    def __init__(self, name: str, places: int, work: Work) -> None:
+        self.name = name
+        self.endpoint = Endpoint("")
+        self._places = places
+        self._work = work
+        self._workers: dict[LeaseId, asyncio.Task[object]] = {}
+
+    async def start(self, emit: Emit) -> None:
+        self._emit = emit
+        self._offer()
+
+    def _offer(self) -> None:
+        role = WorkerRole.TRAINER if self.name == compose.TRAINER_PROVIDER else WorkerRole.ELASTIC
+        available = self._places - len(self._workers)
+        self._emit(OfferChanged(offer=Offer(provider=self.name, role=role, available=available, usd_per_gpu_hour=1.0)))
+
+    async def acquire(self, request: LeaseRequest) -> None:
+        (ticket,) = request.tickets
+        self._emit(LeaseGranted(lease=request.lease, workers=(ticket.worker,)))
+        dialling = Ticket(endpoint=self.endpoint, run=RUN, worker=ticket.worker, token=ticket.token)
+        task = self._workers[request.lease] = asyncio.create_task(self._work(dialling))
+        task.add_done_callback(lambda _: self._ended(request.lease))
+
+    def _ended(self, lease: LeaseId) -> None:
+        del self._workers[lease]
+        self._emit(LeaseEnded(lease=lease, cause=EndCause.LOST))
+        self._offer()
+
+    async def release(self, lease: LeaseId) -> None:
+        if (task := self._workers.get(lease)) is not None:
+            task.cancel()
+
+    def bar(self, lease: LeaseId) -> None:
+        pass
+
+    async def adopt(self, known: Sequence[KnownLease], emit: Emit) -> list[LeaseId]:
+        return [lease.request.lease for lease in known if not lease.granted]
+
+    async def aclose(self) -> None:
+        self._places = 0
+        tasks = list(self._workers.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def orchestrator(
+    config: Config,
+    run: RunDirectory,
+    journal: SqliteJournal,
+    providers: Iterable[OwnWorkers],
+    make_environment: Callable[[], Environment],
+    certificate: Certificate | None = None,
+) -> Orchestrator:
+    """That of a run which has not begun; one of the `providers` is the trainer's."""
+
+    def make_providers(endpoint: Endpoint, _: object) -> Mapping[str, Provider]:
+        for provider in providers:
+            provider.endpoint = endpoint
+        return {provider.name: cast(Provider, provider) for provider in providers}
+
+    limits = config.scheduler
+    plan = compose.run_plan(compose.resolve(config, [], RUN))
+    wiring = Wiring(
+        make_providers=make_providers,
+        make_environment=make_environment,
+        stop_token_ids=(),
+        welcome=wire.Welcome(
+            session_key="",
+            epoch=0,
+            heartbeat_interval_s=limits.heartbeat_interval_s,
+            flush_interval_s=limits.flush_interval_s,
+            silence_timeout_s=limits.heartbeat_timeout_s,
+            engine=config.engine.model_dump(mode="json"),
+            model={"vocab_size": VOCABULARY},
+            relay="",
+            run=RUN,
+        ),
+        secrets=RunSecrets.of(run.path),
+        kept=run,
+        certificate=certificate,
+    )
+    scheduler = Scheduler(plan, compose.limits(config), compose.policies(config), 0)
+    return Orchestrator(config, scheduler, journal, wiring)

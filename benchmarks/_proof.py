@@ -1,0 +1,155 @@
+"""What the journals of a run prove once it is over: nothing lost, nothing twice, the bill in balance.
+
+Every incarnation's journal is replayed through a fresh core, as one history.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from elastic import compose, wire
+from elastic.core import commands as c
+from elastic.core import events as e
+from elastic.core.digest import digest
+from elastic.core.ids import lease_of, parse_turn, turn_id
+from elastic.core.types import EndCause
+from elastic.report import summarise
+from elastic.runtime.journal import MoveRow, RunDirectory, Sampled, StepRow, TrajectoryRow, TurnRow
+
+
+class Verdict(msgspec.Struct, kw_only=True):
+    """What the journals of a run's incarnations prove.
+
+    Lost are accepted tokens that are not where they belong in what their trajectory came to; a duplicate's position was
+    accepted before, or the bill has it once more. `groups_twice` counts groups that the report or the steps' records
+    have more of than the trainer was told of. Repeated is a turn that had finished and was asked for, begun or
+    generated again. `kills_under_turns` counts preempted leases that turns had to leave.
+    """
+
+    tokens_lost: int
+    tokens_duplicated: int
+    groups_twice: int
+    turns_repeated: int
+    ledger_imbalance_ns: int
+    kills_under_turns: int
+
+
+class _Witness:
+    """Hears a run once more."""
+
+    def __init__(self) -> None:
+        self.accepted: dict[str, dict[int, int]] = {}
+        """Of each turn, token ids by position."""
+        self.duplicated = self.repeated = 0
+        self.trained: set[str] = set()
+        self.preempted: set[str] = set()
+        self._finished: set[str] = set()
+        self._over: set[str] = set()
+
+    def hear(self, _: int, event: e.Event, chunks: Mapping[int, wire.Chunk], commands: Sequence[c.Command]) -> None:
+        for chunk in chunks.values():
+            tokens = self.accepted.setdefault(chunk.turn, {})
+            positions = range(chunk.start, chunk.start + len(chunk.token_ids))
+            self.duplicated += sum(position in tokens for position in positions)
+            self.repeated += chunk.turn in self._finished
+            tokens.update(zip(positions, chunk.token_ids, strict=True))
+        if isinstance(event, e.TurnRequested):
+            self.repeated += event.turn in self._finished
+        elif isinstance(event, e.TrajectoryFinished):
+            self.repeated += event.trajectory in self._over
+            self._over.add(event.trajectory)
+        elif isinstance(event, e.LeaseEnded) and event.cause is EndCause.PREEMPTED:
+            self.preempted.add(event.lease)
+        for command in commands:
+            match command:
+                case c.StartTurn():
+                    self.repeated += command.turn in self._finished
+                case c.FinishTurn():
+                    self._finished.add(command.turn)
+                case c.TrainGroup():
+                    self.trained.add(command.group)
+                case _:
+                    pass
+
+
+def judge(run: RunDirectory) -> Verdict:
+    """Raises `RuntimeError` where replaying the journals does not come to the state that the run ended in."""
+    witness = _Witness()
+    found = digest(compose.replay(run, witness.hear))
+    episodes, summary = trajectories(run), summarise(run)
+    with run.journals() as journals:
+        said = journals[-1].meta()["digest"]
+        turns = Counter(row.turn for journal in journals for row in journal.rows(TurnRow))
+        steps = {row.step: row.record for journal in journals for row in journal.rows(StepRow)}
+        left = {lease_of(row.from_worker) for journal in journals for row in journal.rows(MoveRow)}
+    if found != said:
+        raise RuntimeError(f"{run.path}: replaying the journals comes to another state than the run did")
+    trained = sum(record.groups_trained for record in steps.values())
+    tokens = sum(map(len, witness.accepted.values()))
+    return Verdict(
+        tokens_lost=_lost(witness.accepted, episodes),
+        tokens_duplicated=witness.duplicated + abs(summary.total.tokens - tokens),
+        groups_twice=abs(trained - len(witness.trained)) + abs(summary.groups_trained - len(witness.trained)),
+        turns_repeated=witness.repeated + sum(count - 1 for count in turns.values()),
+        ledger_imbalance_ns=abs(summary.ledger_imbalance_ns),
+        kills_under_turns=len(witness.preempted & left),
+    )
+
+
+def judge_tokens(run: RunDirectory) -> tuple[int, int]:
+    """Tokens lost and tokens duplicated of trajectories that have finished, whatever providers the run had."""
+    witness = _Witness()
+    with run.newest_journal() as journal:
+        for t_ns, event, chunks in journal.entries():
+            witness.hear(t_ns, event, chunks, ())
+    finished = {name: row for name, row in trajectories(run).items() if not row.cause}
+    accepted = {turn: tokens for turn, tokens in witness.accepted.items() if parse_turn(turn)[0] in finished}
+    return _lost(accepted, finished), witness.duplicated
+
+
+def trajectories(run: RunDirectory) -> dict[str, TrajectoryRow]:
+    """Every trajectory as the last incarnation has it that knows of it."""
+    with run.journals() as journals:
+        return {row.trajectory: row for journal in journals for row in journal.rows(TrajectoryRow)}
+
+
+def same_episode(one: TrajectoryRow, other: TrajectoryRow | None) -> bool:
+    """All that is trained on is the same, bit for bit."""
+    if other is None:
+        return False
+    told = ("token_ids", "sampled", "reward", "cause", "turns", "truncated")
+    return all(getattr(one, name) == getattr(other, name) for name in told)
+
+
+def same_weights(one: Path, other: Path) -> bool:
+    """Whether two runs came to the same last checkpoint: masters, moments and counters, bit for bit."""
+    import torch
+    from safetensors import safe_open
+
+    last = [max((run_dir / "checkpoints").glob("*.safetensors")) for run_dir in (one, other)]
+    with safe_open(last[0], framework="pt") as mine, safe_open(last[1], framework="pt") as others:
+        names = set(mine.keys())
+        same_header = last[0].name == last[1].name and mine.metadata() == others.metadata()
+        return same_header and all(torch.equal(mine.get_tensor(name), others.get_tensor(name)) for name in names)
+
+
+def _lost(accepted: Mapping[str, Mapping[int, int]], episodes: Mapping[str, TrajectoryRow]) -> int:
+    """A trajectory's tokens that the policy sampled are those of its turns, one after the other."""
+    turns: dict[str, list[int]] = {}
+    for turn in accepted:
+        trajectory, number = parse_turn(turn)
+        turns.setdefault(trajectory, []).append(number)
+    lost = 0
+    for trajectory, numbers in turns.items():
+        wanted = [token for n in sorted(numbers) for _, token in sorted(accepted[turn_id(trajectory, n)].items())]
+        row = episodes.get(trajectory)
+        if row is None or row.cause:
+            lost += len(wanted)
+            continue
+        token_ids = msgspec.msgpack.decode(row.token_ids, type=list[int])
+        sampled = msgspec.msgpack.decode(row.sampled, type=Sampled)
+        found = [token for token, trained in zip(token_ids, sampled.trained, strict=True) if trained]
+        lost += sum(one != other for one, other in zip(wanted, found, strict=False)) + max(0, len(wanted) - len(found))
+    return lost
