@@ -241,9 +241,9 @@ async def disturb(policy: Path, directory: Path, kills: int, rounds: int) -> tup
         def send(number: signal.Signals) -> Callable[[Worker], None]:
             return lambda worker: os.kill(run.process_id(worker), number)
 
-        cut = far.links["cut"]
         for _ in range(kills):
             incidents.kills.append(await kill_one(run))
+        cut = far.links["cut"]
         for _ in range(rounds):
             async with asyncio.TaskGroup() as tasks:
                 freeze = tasks.create_task(
