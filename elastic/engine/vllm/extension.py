@@ -50,11 +50,14 @@ class RankWeights:
         future = self._jobs[job]
         if not future.done():
             return Polled(False, None, None, self._client.received_bytes)
-        del self._jobs[job]
         error = future.exception()
         if isinstance(error, Exception):
             return Polled(True, None, error, self._client.received_bytes)
         return Polled(True, future.result(), None, self._client.received_bytes)
+
+    def forget(self, job: int) -> None:
+        """Once all ranks are done with it: each is asked until then."""
+        del self._jobs[job]
 
     def prefetch(self, source: RelaySource, timeout_s: float) -> PullReport:
         return self._client.stage(source, timeout_s)
@@ -146,6 +149,9 @@ class Extension:
 
     def elastic_poll(self, job: int) -> Polled:
         return self.elastic_weights.poll(job)
+
+    def elastic_forget(self, job: int) -> None:
+        self.elastic_weights.forget(job)
 
     def elastic_load(self, source: RelaySource) -> None:
         self.elastic_weights.put_in_force(source)

@@ -152,6 +152,7 @@ class VllmProcess:
             if not all(each.done for each in polled):
                 continue
             del self._jobs[call]
+            self._ranks("forget", call)
             error = next((each.error for each in polled if each.error is not None), None)
             results = [each.result for each in polled]
             if error is not None:
