@@ -32,7 +32,7 @@ from _retold import retell
 from _runs import EXAMPLE, prepare, sets
 
 from elastic import compose, simulation
-from elastic.compose.incarnations import former_of
+from elastic.compose.incarnations import previous_incarnation
 from elastic.config import load_config
 from elastic.runtime.journal import RunDirectory
 
@@ -119,8 +119,8 @@ def long_resume_s(directory: Path, steps: int, events: int) -> float:
     retell(config, list(plan.providers), simulated, run, events)
     gc.collect()
     began_s = time.perf_counter()
-    compose.past_life(run)
-    former = former_of(run, config)
+    compose.past_incarnations(run)
+    former = previous_incarnation(run, config)
     took_s = time.perf_counter() - began_s
     if former.state is None:
         raise RuntimeError("nothing was found to go on from")

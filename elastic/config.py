@@ -171,7 +171,7 @@ class ProvisioningConfig(_Section):
     successor_margin: float = Field(
         1.5,
         ge=0,
-        description="how early the successor of a lease that ends by time is asked for, in times of what booting and "
+        description="how early the replacement of a lease that ends by time is asked for, in times of what booting and "
         "loading take; 0: when the lease has ended",
     )
 

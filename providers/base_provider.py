@@ -41,7 +41,7 @@ class _LeaseTask:
     place: str = ""
     at_ns: Nanoseconds = 0
     expires_at_ns: int | None = None
-    foretold: LeaseEnding | None = None
+    noticed: LeaseEnding | None = None
     deadline: asyncio.TimerHandle | None = None
 
 
@@ -55,7 +55,7 @@ class _Bar(msgspec.Struct, frozen=True):
 class Found(NamedTuple):
     """What is left of a lease that an earlier process of the run began, and where in its market, since when there."""
 
-    holding: LeaseHandle
+    handle: LeaseHandle
     place: str = ""
     at_ns: Nanoseconds = 0
 
@@ -71,7 +71,7 @@ class BaseProvider(Generic[SettingsT]):
         self.context = context
         self.market = market
         self._leases: dict[LeaseId, _LeaseTask] = {}
-        self._lives: set[asyncio.Task[None]] = set()
+        self._lease_tasks: set[asyncio.Task[None]] = set()
         self._background: set[asyncio.Task[None]] = set()
         self._bars: dict[LeaseId, _Bar] = {}
         self._sink: Emit | None = None
@@ -114,7 +114,7 @@ class BaseProvider(Generic[SettingsT]):
             else:
                 unheard.append(lease_id)
         for one in taken:
-            self._foretell(
+            self._give_notice(
                 one._replace(ending=LeaseEnding(one.ending.cause, f"{one.ending.detail} while nobody listened"))
             )
         return unheard
@@ -131,7 +131,7 @@ class BaseProvider(Generic[SettingsT]):
             raise ValueError(f"lease {request.lease} is already held")
         lease = _LeaseTask(request, asyncio.get_running_loop().create_future())
         self._leases[request.lease] = lease
-        self._own(self._lives, self._begin(lease), f"{self.name}: lease {request.lease}")
+        self._own(self._lease_tasks, self._begin(lease), f"{self.name}: lease {request.lease}")
 
     async def release(self, lease: LeaseId) -> None:
         held = self._leases.get(lease)
@@ -155,7 +155,7 @@ class BaseProvider(Generic[SettingsT]):
             task.cancel()
         for lease in self._leases:
             self.end(lease, LeaseEnding(EndCause.RELEASED, "the provider is closing"))
-        if tasks := self._background | self._lives:
+        if tasks := self._background | self._lease_tasks:
             await asyncio.wait(tasks)
         self._sink = None
 
@@ -184,7 +184,7 @@ class BaseProvider(Generic[SettingsT]):
         while (next_ns := self.market.next_ns) is not None:
             await asyncio.sleep((next_ns - self.context.now_ns()) / NS_PER_S)
             for taken in self.market.advance(next_ns):
-                self._foretell(taken)
+                self._give_notice(taken)
             self.announce()
 
     @property
@@ -196,7 +196,7 @@ class BaseProvider(Generic[SettingsT]):
     async def _begin(self, lease: _LeaseTask) -> None:
         lease_id = lease.request.lease
         try:
-            holding = await self._take(lease)
+            handle = await self._take(lease)
         except Exception as error:
             del self._leases[lease_id]
             self.market.forget(lease_id)
@@ -204,7 +204,7 @@ class BaseProvider(Generic[SettingsT]):
             self.announce()
             return
         self._grant(lease)
-        await self._live(lease, holding)
+        await self._keep(lease, handle)
 
     def _resume(self, known: KnownLease, found: Found) -> None:
         """Go on with a lease that an earlier process began."""
@@ -216,7 +216,7 @@ class BaseProvider(Generic[SettingsT]):
             self._grant(lease)
         elif lease.expires_at_ns is not None:
             self._end_at(lease, lease.expires_at_ns, self.market.expiry())
-        self._own(self._lives, self._live(lease, found.holding), f"{self.name}: lease {lease_id}")
+        self._own(self._lease_tasks, self._keep(lease, found.handle), f"{self.name}: lease {lease_id}")
 
     def _grant(self, lease: _LeaseTask) -> None:
         life_s = self.market.life_s()
@@ -228,10 +228,10 @@ class BaseProvider(Generic[SettingsT]):
         # Whoever asks counts what is asked for against the offer, and may now ask for the rest.
         self.announce(again=True)
 
-    async def _live(self, lease: _LeaseTask, holding: LeaseHandle) -> None:
+    async def _keep(self, lease: _LeaseTask, handle: LeaseHandle) -> None:
         lease_id = lease.request.lease
-        ending = await _over(lease, holding)
-        await self._give_back(lease_id, holding)
+        ending = await _over(lease, handle)
+        await self._give_back(lease_id, handle)
         if lease.deadline is not None:
             lease.deadline.cancel()
         del self._leases[lease_id]
@@ -239,10 +239,10 @@ class BaseProvider(Generic[SettingsT]):
         self._emit(LeaseEnded(lease=lease_id, cause=ending.cause, detail=ending.detail))
         self.announce()
 
-    def _foretell(self, taken: TakenBack) -> None:
+    def _give_notice(self, taken: TakenBack) -> None:
         """Give notice, and end the lease when it has run out; however it ends before that, it is for this reason."""
         lease = self._leases[taken.lease]
-        lease.foretold = taken.ending
+        lease.noticed = taken.ending
         if taken.deadline_ns > self.context.now_ns():
             notice = LeaseNotice(lease=taken.lease, deadline_ns=taken.deadline_ns, reason=taken.ending.detail)
             self._emit(notice)
@@ -268,10 +268,10 @@ class BaseProvider(Generic[SettingsT]):
         except TimeoutError:
             raise CapacityUnavailable(f"{self.name} gave nothing within {timeout_s:g} s") from None
 
-    async def _give_back(self, lease_id: LeaseId, holding: LeaseHandle) -> None:
+    async def _give_back(self, lease_id: LeaseId, handle: LeaseHandle) -> None:
         while True:
             try:
-                await holding.give_back()
+                await handle.give_back()
                 return
             except Exception as error:
                 log.warning("not given back yet", provider=self.name, lease=lease_id, error=repr(error))
@@ -292,9 +292,9 @@ class BaseProvider(Generic[SettingsT]):
         task.add_done_callback(finished)
 
 
-async def _over(lease: _LeaseTask, holding: LeaseHandle) -> LeaseEnding:
+async def _over(lease: _LeaseTask, handle: LeaseHandle) -> LeaseEnding:
     """Wait until the lease is to end, or what it stands on is over by itself."""
-    keep = asyncio.create_task(holding.keep(), name=f"keep {lease.request.lease}")
+    keep = asyncio.create_task(handle.keep(), name=f"keep {lease.request.lease}")
     try:
         await asyncio.wait({keep, lease.ending}, return_when=asyncio.FIRST_COMPLETED)
     finally:
@@ -306,4 +306,4 @@ async def _over(lease: _LeaseTask, holding: LeaseHandle) -> LeaseEnding:
         ending = LeaseEnding(EndCause.LOST, repr(error))
     else:
         ending = keep.result()
-    return lease.foretold or ending
+    return lease.noticed or ending

@@ -127,7 +127,7 @@ class Market(Generic[SettingsT]):
             provider=self.name,
             role=self.role,
             available=max(0, min(self.free(), self._most_leases - held)),
-            successors=max(0, self.overlap() - max(0, held - self._most_leases)),
+            replacements=max(0, self.overlap() - max(0, held - self._most_leases)),
             usd_per_gpu_hour=self.usd_per_gpu_hour(),
             gpus_per_worker=self.settings.gpus_per_worker,
             workers_per_lease=self.workers_per_lease,
@@ -178,7 +178,7 @@ class ServerlessSettings(ProviderSettings):
 
 
 class ServerlessMarket(Market[ServerlessSettings]):
-    """Calls that start cold and end by time, with successors beside those that end soon."""
+    """Calls that start cold and end by time, with replacements beside those that end soon."""
 
     delay_key = "cold_start_s"
 

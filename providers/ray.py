@@ -200,7 +200,7 @@ class RayProvider(BaseProvider[RaySettings]):
 
     async def launch(self, request: LeaseRequest, place: str) -> LeaseHandle:
         names = [self._actor(request.lease, ticket) for ticket in request.tickets]
-        holding = _Actors(self, names)
+        handle = _Actors(self, names)
         command = self.context.worker_command[1:]
         try:
             for name, ticket in zip(names, request.tickets, strict=True):
@@ -210,14 +210,14 @@ class RayProvider(BaseProvider[RaySettings]):
                 )
         except BaseException as error:
             with contextlib.suppress(Exception):
-                await holding.give_back()
+                await handle.give_back()
             if isinstance(error, TimeoutError):
                 raise CapacityUnavailable(
                     f"the Ray cluster had no room for a worker ({_told(self.settings.asked())})"
                 ) from error
             raise
         await self._look()
-        return holding
+        return handle
 
     async def find(self, known: Mapping[LeaseId, KnownLease]) -> Mapping[LeaseId, Found]:
         await self._connect()

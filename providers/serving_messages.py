@@ -61,7 +61,7 @@ class ServiceReport(msgspec.Struct, frozen=True, kw_only=True):
     reclaim_p99_ms: float | None
 
     @property
-    def harvest_share(self) -> float | None:
+    def idle_utilisation(self) -> float | None:
         """The rollouts' part of the time that serving left them."""
         idle_s = self.lent_s - self.serving_s
         return self.rollout_s / idle_s if idle_s > 0 else None

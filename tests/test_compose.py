@@ -59,12 +59,12 @@ def test_a_run_is_one_process_at_a_time(tmp_path: Path) -> None:
         pass
 
 
-def test_past_life_is_what_the_journal_says(run: RunDirectory) -> None:
-    assert compose.past_life(run) == compose.PastIncarnations()
+def test_past_incarnations_is_what_the_journal_says(run: RunDirectory) -> None:
+    assert compose.past_incarnations(run) == compose.PastIncarnations()
     record = StepRecord(step=6, duration_ns=1, seeding_ns=1, rollout_ns=1, groups_trained=1, groups_dropped=0)
     with live(run, providers="serving,spot", status="finished") as journal:
         journal.append(StepRow(step=6, t_ns=1, record=record, success_rate=None, trainer={}))
-    past = compose.past_life(run)
+    past = compose.past_incarnations(run)
     assert past == compose.PastIncarnations(providers=("serving", "spot"), status="finished", steps_done=7)
 
 
@@ -72,22 +72,22 @@ def test_what_hardly_began_says_nothing_of_the_past(run: RunDirectory) -> None:
     for said in ({"providers": "spot"}, {"providers": "serving"}, {}):
         with live(run, **said):
             pass
-    assert compose.past_life(run).providers == ("serving",)
+    assert compose.past_incarnations(run).providers == ("serving",)
     (run.path / "journal.3.sqlite").unlink()
-    assert compose.past_life(run).providers == ("serving",)
+    assert compose.past_incarnations(run).providers == ("serving",)
 
 
 def test_a_simulated_run_cannot_go_on(run: RunDirectory) -> None:
     with live(run, providers="spot", simulated="{}"):
         pass
     with pytest.raises(ConfigError, match=r"journal\.sqlite: a simulated run; only live ones can go on"):
-        compose.past_life(run)
+        compose.past_incarnations(run)
 
 
 def test_a_past_that_cannot_be_read_is_not_forgotten(run: RunDirectory) -> None:
     (run.path / "journal.sqlite").write_bytes(b"no database" * 1000)
     with pytest.raises(ConfigError, match=r"journal\.sqlite: .*moved away"):
-        compose.past_life(run)
+        compose.past_incarnations(run)
 
 
 class TestNextLife:
@@ -104,7 +104,7 @@ class TestNextLife:
 
     def test_has_a_journal_of_its_own(self, run: RunDirectory, changed: Config) -> None:
         for name in ("second", "third"):
-            begun = incarnations.next_life(run, changed, scheduler(changed))
+            begun = incarnations.next_incarnation(run, changed, scheduler(changed))
             with begun as past, live(run, providers="spot", status=name):
                 pass
             assert past.providers == ("spot",)
@@ -121,7 +121,7 @@ class TestNextLife:
         self, run: RunDirectory, config: Config, changed: Config, came_to: str
     ) -> None:
         def refused() -> None:
-            with incarnations.next_life(run, changed, scheduler(changed)):
+            with incarnations.next_incarnation(run, changed, scheduler(changed)):
                 if came_to:
                     (run.path / came_to).write_text("second")
                 raise GatewayError("port in use")
@@ -137,7 +137,7 @@ class TestNextLife:
         begun._run.version = 3
 
         def broken_off() -> None:
-            with incarnations.next_life(run, changed, begun), live(run, providers="spot", status="second"):
+            with incarnations.next_incarnation(run, changed, begun), live(run, providers="spot", status="second"):
                 raise JournalError("disk full")
 
         with pytest.raises(JournalError):
@@ -156,7 +156,7 @@ class TestNextLife:
         monkeypatch.setattr(os, "fsync", full)
 
         def resume() -> None:
-            with incarnations.next_life(run, changed, scheduler(changed)):
+            with incarnations.next_incarnation(run, changed, scheduler(changed)):
                 pass
 
         with pytest.raises(ConfigError, match="No space left"):

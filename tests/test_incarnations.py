@@ -18,7 +18,7 @@ import pytest
 
 from elastic import compose, simulation
 from elastic.compose import incarnations
-from elastic.compose.incarnations import MAY_DIFFER, PreviousIncarnation, check_same, former_of
+from elastic.compose.incarnations import MAY_DIFFER, PreviousIncarnation, check_same, previous_incarnation
 from elastic.config import Config, ConfigError, load_config
 from elastic.core.digest import digest
 from elastic.core.scheduler import Phase
@@ -113,12 +113,12 @@ def _notes(run: RunDirectory, config: Config) -> dict[str, str]:
 
 
 def test_a_run_is_taken_up_where_its_journal_leads(run: RunDirectory, config: Config, whole: str) -> None:
-    former = former_of(run, config)
+    former = previous_incarnation(run, config)
     assert former.digest == whole
     assert former.state is not None
     for _ in range(3):
         went_on(run, former, config)
-        former = former_of(run, config)
+        former = previous_incarnation(run, config)
         assert former.digest == whole
         assert digest(compose.replay(run)) == whole
     assert former.journal == "journal.4.sqlite"
@@ -136,9 +136,9 @@ def test_a_run_that_had_done_its_steps_has_no_more_to_do_unless_more_are_wanted(
         journal.commit()
     core = compose.replay(run)
     assert core.phase is (Phase.STOPPING if short_of_all else Phase.ENDED)
-    assert former_of(run, config).digest == digest(core)
+    assert previous_incarnation(run, config).digest == digest(core)
     more = config.model_copy(update={"run": config.run.model_copy(update={"steps": config.run.steps + 1})})
-    assert former_of(run, more) == PreviousIncarnation()
+    assert previous_incarnation(run, more) == PreviousIncarnation()
 
 
 def test_what_the_trainer_publishes_again_takes_nothing_from_the_account_of_its_step(
@@ -182,12 +182,12 @@ class TestSavedState:
 
     def test_is_where_reading_begins(self, run: RunDirectory, config: Config, whole: str) -> None:
         (saved, *_) = states.newest_first(run.path / "checkpoints")
-        assert former_of(run, config).digest == whole
+        assert previous_incarnation(run, config).digest == whole
         assert self.heard == events(run.path / "journal.sqlite") - saved.events > 0
 
     def test_of_an_older_checkpoint_serves_as_well(self, run: RunDirectory, config: Config, whole: str) -> None:
         self.states(run)[-1].unlink()
-        assert former_of(run, config).digest == whole
+        assert previous_incarnation(run, config).digest == whole
         assert self.heard < events(run.path / "journal.sqlite")
 
     def spoil(self, run: RunDirectory, how: Callable[[bytes], bytes]) -> None:
@@ -203,27 +203,27 @@ class TestSavedState:
             return content[:at] + bytes([content[at] ^ 1 << rng.randrange(8)]) + content[at + 1 :]
 
         self.spoil(run, damage)
-        assert former_of(run, config).digest == whole
+        assert previous_incarnation(run, config).digest == whole
         assert self.heard == events(run.path / "journal.sqlite")
 
     @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.99])
     def test_that_is_truncated(self, run: RunDirectory, config: Config, whole: str, share: float) -> None:
         self.spoil(run, lambda content: content[: int(share * len(content))])
-        assert former_of(run, config).digest == whole
+        assert previous_incarnation(run, config).digest == whole
         assert self.heard == events(run.path / "journal.sqlite")
 
     def test_of_another_program(
         self, run: RunDirectory, config: Config, whole: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(states, "_program", lambda: "another")
-        assert former_of(run, config).digest == whole
+        assert previous_incarnation(run, config).digest == whole
         assert self.heard == events(run.path / "journal.sqlite")
 
     def test_of_another_run(self, run: RunDirectory, config: Config, whole: str) -> None:
         """It is whole, and leads elsewhere."""
         for version, saved in zip((4, 2), list(states.newest_first(run.path / "checkpoints")), strict=True):
             states.write(run.path / "checkpoints", version, msgspec.structs.replace(saved, digest="another"))
-        assert former_of(run, config).digest == whole
+        assert previous_incarnation(run, config).digest == whole
         assert self.heard == events(run.path / "journal.sqlite")
 
     def test_that_the_journal_has_not_kept_up_with(self, run: RunDirectory, config: Config) -> None:
@@ -234,7 +234,7 @@ class TestSavedState:
             journal.execute("DELETE FROM events WHERE seq > ?", (last,))
             journal.commit()
         (run.path / "checkpoints" / "00000004.safetensors").unlink()
-        assert former_of(run, config).digest == next(itertools.islice(digests(run), last, None))
+        assert previous_incarnation(run, config).digest == next(itertools.islice(digests(run), last, None))
         assert self.heard == last - first
 
 
@@ -244,7 +244,7 @@ class TestJournal:
             assert journal.execute(statement, values).rowcount > 0
             journal.commit()
 
-    @pytest.mark.parametrize("read", [former_of, lambda run, _: compose.past_life(run)])
+    @pytest.mark.parametrize("read", [previous_incarnation, lambda run, _: compose.past_incarnations(run)])
     def test_of_a_newer_program(self, run: RunDirectory, config: Config, read: Callable[..., object]) -> None:
         self.alter(run, "UPDATE meta SET value = '99' WHERE key = 'schema_version'")
         with pytest.raises(ConfigError, match=r"journal\.sqlite: schema version 99, written by a newer.*moved away"):
@@ -253,7 +253,7 @@ class TestJournal:
     def test_of_another_run(self, run: RunDirectory, config: Config) -> None:
         self.alter(run, "UPDATE meta SET value = 'frozen' WHERE key = 'run'")
         with pytest.raises(ConfigError, match=r"journal\.sqlite: .*of run 'frozen'.*this directory is run 'run'"):
-            former_of(run, config)
+            previous_incarnation(run, config)
 
     def test_with_a_damaged_page(self, run: RunDirectory, config: Config) -> None:
         shutil.rmtree(run.path / "checkpoints")
@@ -261,7 +261,7 @@ class TestJournal:
         content = path.read_bytes()
         path.write_bytes(content[: len(content) // 2] + b"\xff" * 8192 + content[len(content) // 2 + 8192 :])
         with pytest.raises(ConfigError, match=r"journal\.sqlite: .*malformed.*moved away"):
-            former_of(run, config)
+            previous_incarnation(run, config)
 
     def test_that_makes_no_sense(self, run: RunDirectory, config: Config) -> None:
         """Each event can be read, but of the tokens that one brought the ids are gone."""
@@ -272,7 +272,7 @@ class TestJournal:
         first = "(SELECT MIN(seq) FROM events WHERE kind = 'frame')"
         self.alter(run, f"UPDATE events SET kind = ?, body = ? WHERE seq = {first}", row.kind, row.body)
         with pytest.raises(ConfigError, match=r"journal\.sqlite: it makes no sense: KeyError.*moved away"):
-            former_of(run, config)
+            previous_incarnation(run, config)
 
     @pytest.mark.parametrize("seed", range(12))
     def test_whose_tail_is_torn_leads_to_what_is_whole(
@@ -301,26 +301,26 @@ class TestJournal:
         there = events(killed.path / "journal.sqlite")
         expected = next(itertools.islice(digests(run), there, None))
         assert there < len(rows)
-        assert former_of(killed, config).digest == expected
+        assert previous_incarnation(killed, config).digest == expected
 
     @pytest.mark.parametrize("lost", ["journal.sqlite", "journal.2.sqlite"])
     def test_one_of_a_chain_is_missing(self, run: RunDirectory, config: Config, lost: str) -> None:
         """What it has cannot be known, so the run goes on from the trainer's checkpoint."""
         for _ in range(2):
-            went_on(run, former_of(run, config), config)
+            went_on(run, previous_incarnation(run, config), config)
         (run.path / lost).unlink()
-        assert former_of(run, config) == PreviousIncarnation()
+        assert previous_incarnation(run, config) == PreviousIncarnation()
 
     def test_of_a_process_that_died_as_it_began(self, run: RunDirectory, config: Config, whole: str) -> None:
         """At whatever point: its journal is not there, or it is one that goes on from the last."""
-        former = former_of(run, config)
+        former = previous_incarnation(run, config)
         (run.path / "journal.2.sqlite.new").write_bytes(b"half of one")
-        assert former_of(run, config).digest == whole
+        assert previous_incarnation(run, config).digest == whole
         journal = run.begin_journal(config.journal, notes=_notes(run, config) | former.notes_to_keep())
         shutil.copytree(run.path, run.path.parent / "killed" / "run")
         journal.close()
         killed = RunDirectory(run.path.parent / "killed" / "run")
-        assert former_of(killed, config).digest == whole
+        assert previous_incarnation(killed, config).digest == whole
         with killed.newest_journal() as newest:
             assert newest.meta()[CONTINUES] == "journal.sqlite"
 
@@ -335,24 +335,24 @@ class TestCheckpoint:
     @pytest.mark.parametrize("version", [2, 4])
     def test_that_the_journal_leads_on_from(self, run: RunDirectory, config: Config, whole: str, version: int) -> None:
         self.has(run, version)
-        assert former_of(run, config).digest == whole
+        assert previous_incarnation(run, config).digest == whole
 
     def test_newer_than_the_journal(self, run: RunDirectory, config: Config) -> None:
         self.has(run, 2, 6)
-        assert former_of(run, config) == PreviousIncarnation()
+        assert previous_incarnation(run, config) == PreviousIncarnation()
 
     def test_of_the_step_that_the_journal_has_not_ordered(self, run: RunDirectory, config: Config) -> None:
         self.has(run, 5)
-        assert former_of(run, config) == PreviousIncarnation()
+        assert previous_incarnation(run, config) == PreviousIncarnation()
 
     def test_there_is_none_and_the_orders_are_no_longer_kept(
         self, run: RunDirectory, config: Config, whole: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         self.has(run)
-        assert former_of(run, config).digest == whole, "all orders since the base policy are kept"
+        assert previous_incarnation(run, config).digest == whole, "all orders since the base policy are kept"
         shutil.rmtree(run.path / "checkpoints")
         monkeypatch.setattr(incarnations, "kept_steps", lambda _: 2)
-        assert former_of(run, config) == PreviousIncarnation()
+        assert previous_incarnation(run, config) == PreviousIncarnation()
 
 
 def leaves(section: str, values: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -393,7 +393,7 @@ def test_another_configuration_is_named_before_anything_is_read(run: RunDirector
     (run.path / "checkpoints" / "00000004.safetensors").unlink()
     other = config.model_copy(update={"run": config.run.model_copy(update={"seed": 8})})
     with pytest.raises(ConfigError, match=r"run\.seed: found 8, but the run began with 7"):
-        former_of(run, other)
+        previous_incarnation(run, other)
 
 
 async def test_a_run_is_taken_up_by_one_process(run: RunDirectory, config: Config) -> None:
@@ -413,7 +413,7 @@ async def test_on_a_full_disk_a_run_stays_as_it_was(died: Path, config: Config, 
         with pytest.raises((ConfigError, JournalError), match=r"disk/run/.*(full|No space left)"):
             await compose.execute(plan, run.path, resume=True)
         ballast.unlink()
-        assert former_of(run, config).digest == whole
+        assert previous_incarnation(run, config).digest == whole
         assert compose.load_run_config(run.path) == config
         assert [path.name for path in run.journal_paths()] == ["journal.sqlite"]
 

@@ -30,7 +30,7 @@ def judge(world: "World") -> None:
     require(not any(cloud.leases for cloud in world.clouds.values()), "a lease is left")
     touched = _touched_by_liars(world)
     with history_of(world.run) as history:
-        require(forgot or len(history.lives) == 1, f"{len(history.lives)} lives")
+        require(forgot or len(history.segments) == 1, f"{len(history.segments)} segments")
         steps = [row.step for row in history.rows(StepRow)]
         groups = {row.group: row for row in history.rows(GroupRow)}
         rows = {row.trajectory: row for row in history.rows(TrajectoryRow)}

@@ -36,7 +36,7 @@ from elastic.chaos.models import (
 from elastic.chaos.network import Network, NetworkLoop
 from elastic.chaos.strikes import STOPPED, strike
 from elastic.chaos.witness import Witness
-from elastic.compose.incarnations import PreviousIncarnation, former_of, journaled
+from elastic.compose.incarnations import PreviousIncarnation, journaled, previous_incarnation
 from elastic.config import Config, validate
 from elastic.core.scheduler import Scheduler
 from elastic.core.types import NS_PER_S, Nanoseconds, WorkerId, WorkerRole
@@ -376,7 +376,7 @@ class World:
     async def _orchestrate(self) -> str:
         """As `elastic.compose.execute`, around models."""
         config, run, plan = self.config, self.run, self.plan
-        former = former_of(run, config) if self.incarnations > 1 else PreviousIncarnation()
+        former = previous_incarnation(run, config) if self.incarnations > 1 else PreviousIncarnation()
         resolved = compose.resolve(config, [ELASTIC], "chaos")
         scheduler = Scheduler(compose.run_plan(resolved), compose.limits(config), compose.policies(config), 0)
         secrets = RunSecrets(b"%32d" % plan.seed)

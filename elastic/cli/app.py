@@ -133,7 +133,7 @@ def _run_settings(
     config: Path | None, providers: str | None, overrides: list[str], seed: int | None, resume: str
 ) -> tuple[Config, Path | None, list[str]]:
     """The configuration, the directory of the run to resume (if any), and the providers' names."""
-    from elastic.compose import load_run_config, past_life
+    from elastic.compose import load_run_config, past_incarnations
     from elastic.runtime.journal import DirectoryStore
 
     if seed is not None:
@@ -142,7 +142,7 @@ def _run_settings(
     if resume:
         run = DirectoryStore(_kept_in(config, overrides)).find(resume)
         if providers is None:
-            names = list(past_life(run).providers)
+            names = list(past_incarnations(run).providers)
         return load_run_config(run.path, overrides), run.path, names
     if config is None:
         raise ConfigError("elastic run: give a configuration file, or --resume RUN")

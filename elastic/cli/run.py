@@ -63,7 +63,7 @@ def dry_run_command(config: Config, names: list[str], where: str, *, as_json: bo
 def run_command(config: Config, names: list[str], where: str, resumed: Path | None, *, as_json: bool) -> int:
     """Run to the end and report; returns the exit code."""
     plan = compose.resolve(config, names, where)
-    past = compose.past_life(RunDirectory(resumed)) if resumed else compose.PastIncarnations()
+    past = compose.past_incarnations(RunDirectory(resumed)) if resumed else compose.PastIncarnations()
     if resumed and past.status == "finished" and past.steps_done >= config.run.steps:
         say(f"all {past.steps_done} steps of {resumed} are done; --set run.steps=N asks for more")
         conclude(resumed, as_json=as_json)

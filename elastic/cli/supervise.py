@@ -61,7 +61,7 @@ def _died(run_dir: Path, status: int) -> bool:
     """Whether the process ended without an end of the run."""
     if status in (0, EXIT_BAD_INPUT, EXIT_INTERRUPTED):
         return False
-    past = compose.past_life(RunDirectory(run_dir))
+    past = compose.past_incarnations(RunDirectory(run_dir))
     return past.status in ("", compose.RUNNING, compose.UNEXPECTED)
 
 

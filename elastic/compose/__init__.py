@@ -4,7 +4,7 @@ The only room that knows everybody. Commands of the command line end here.
 """
 
 from elastic.compose.execution import INTERRUPTED, RunOutcome, execute
-from elastic.compose.incarnations import RUNNING, UNEXPECTED, PastIncarnations, journaled, past_life, replay
+from elastic.compose.incarnations import RUNNING, UNEXPECTED, PastIncarnations, journaled, past_incarnations, replay
 from elastic.compose.plan import (
     TRAINER_PROVIDER,
     RunPlan,
@@ -52,7 +52,7 @@ __all__ = [
     "limits",
     "load_run_config",
     "new_run_dir",
-    "past_life",
+    "past_incarnations",
     "policies",
     "prepare",
     "private",

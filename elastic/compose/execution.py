@@ -16,9 +16,9 @@ from elastic.compose.incarnations import (
     RUNNING,
     PastIncarnations,
     PreviousIncarnation,
-    former_of,
     journaled,
-    next_life,
+    next_incarnation,
+    previous_incarnation,
 )
 from elastic.compose.plan import TRAINER_PROVIDER, RunPlan, installed, read_model_config, resolve
 from elastic.compose.relay import weights_relay
@@ -76,8 +76,8 @@ async def execute(
     run = RunDirectory(run_dir)
     with contextlib.ExitStack() as claims:
         claims.enter_context(claimed(run_dir))
-        former = former_of(run, config) if resume else PreviousIncarnation()
-        past = claims.enter_context(next_life(run, config, scheduler)) if resume else PastIncarnations()
+        former = previous_incarnation(run, config) if resume else PreviousIncarnation()
+        past = claims.enter_context(next_incarnation(run, config, scheduler)) if resume else PastIncarnations()
         (run_dir / "logs").mkdir(exist_ok=True)
         notes = _meta(plan, run_dir) | former.notes_to_keep()
         journal = run.begin_journal(config.journal, notes=notes)

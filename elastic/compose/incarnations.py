@@ -77,7 +77,7 @@ class PastIncarnations(msgspec.Struct, frozen=True, kw_only=True):
     steps_done: int = 0
 
 
-def past_life(run: RunDirectory) -> PastIncarnations:
+def past_incarnations(run: RunDirectory) -> PastIncarnations:
     """How far a run has come; its newest journal that knows with which providers it began says how that ended.
 
     Raises `ConfigError` for a journal that cannot be read, and for a run that was only simulated.
@@ -99,12 +99,12 @@ def past_life(run: RunDirectory) -> PastIncarnations:
 
 
 @contextlib.contextmanager
-def next_life(run: RunDirectory, config: Config, scheduler: Scheduler) -> Iterator[PastIncarnations]:
+def next_incarnation(run: RunDirectory, config: Config, scheduler: Scheduler) -> Iterator[PastIncarnations]:
     """What the run did before; its configuration makes room for that of the life that is lived within.
 
     One that fails before the trainer is there leaves no trace: neither its journal nor its configuration.
     """
-    past, journal = past_life(run), run.next_journal_path()
+    past, journal = past_incarnations(run), run.next_journal_path()
     with config_replaced(run.path, config) as put_back:
         try:
             yield past
@@ -174,7 +174,7 @@ class PreviousIncarnation(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def former_of(run: RunDirectory, config: Config) -> PreviousIncarnation:
+def previous_incarnation(run: RunDirectory, config: Config) -> PreviousIncarnation:
     """Where the run's last incarnation has left it. Raises `ConfigError` for a configuration that it cannot go on with.
 
     The newest state that was saved is where reading begins; the journals have what came after it.

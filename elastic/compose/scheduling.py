@@ -93,13 +93,13 @@ def policies(config: Config) -> Policies:
         provisioning=_provisioning(config),
         selection=NonZeroVariance(config.trainer.advantage_epsilon),
         balancing=_balancing(config),
-        succession=_succession(config),
+        replacement=_replacement(config),
         departure=UseNotice(),
         sampling=DynamicSampling(rollout.dynamic_sampling_most) if rollout.dynamic_sampling else FixedBatch(),
     )
 
 
-def _succession(config: Config) -> ReplacementPolicy | None:
+def _replacement(config: Config) -> ReplacementPolicy | None:
     margin = config.provisioning.successor_margin
     return EarlyReplacement(margin) if margin > 0 else None
 

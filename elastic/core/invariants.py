@@ -43,7 +43,7 @@ NUMBERS = {
 
 _HOLDING = (TurnState.RUNNING, TurnState.MOVING)
 _WORKER_WAITS = frozenset({"boot", "load", "reload", "heartbeat", "stall", "resume", "drain", "rest", "departure"})
-_LEASE_WAITS = frozenset({"grant", "release", "expiry", "succession"})
+_LEASE_WAITS = frozenset({"grant", "release", "expiry", "early replacement"})
 _TURN_WAITS = frozenset({"token", "handover", "retry"})
 _NONE = frozenset[str]()
 _WAITS_OF_A_PHASE = {
@@ -115,8 +115,8 @@ def _check_turn(s: Scheduler, turn: Turn) -> None:
     require(1, 0 <= turn.accepted < total, lambda: f"{turn.accepted} of {turn.max_new_tokens} tokens")
     admits = s.version is not None and s.oldest_version <= turn.oldest_version <= s.version
     require(4, admits, lambda: f"admits versions from {turn.oldest_version} on, the bound is {s.oldest_version}")
-    conversation = s.turns.conversations.get(turn.trajectory)
-    require(12, conversation is not None and turn.id in conversation.turns, "its trajectory does not know it")
+    state = s.turns.trajectories.get(turn.trajectory)
+    require(12, state is not None and turn.id in state.turns, "its trajectory does not know it")
     group = s.step.group_of(turn.trajectory) if s.step else None
     outcome = group.members[turn.trajectory] if group else "unknown"
     require(12, outcome is None, lambda: f"its trajectory has ended: {outcome}")
@@ -207,7 +207,7 @@ def _check_lease(s: Scheduler, lease: Lease, waits: Set[str]) -> None:
         case _:
             require(7, any(w.state is not WorkerState.GONE for w in workers), "is held although nobody is left on it")
             expiry = {"expiry"} if lease.expires_at_ns is not None else set[str]()
-            planned = {"succession"} if expiry and not lease.leaving else set[str]()
+            planned = {"early replacement"} if expiry and not lease.leaving else set[str]()
             require(12, waiting - planned == expiry, lambda: f"waits for {sorted(waiting)}")
             ended = lease.expires_at_ns is not None and lease.expires_at_ns <= s.now_ns
             require(5, not ended, lambda: f"is believed past its end at {lease.expires_at_ns}")

@@ -35,7 +35,7 @@ class LeaseManager:
             "grant": lambda lease: self._withdraw(self._run.leases.leases[lease], "not granted in time"),
             "release": self._ask_back,
             "expiry": self._expiry_due,
-            "succession": self._succession_due,
+            "early replacement": self._replacement_due,
             "back-off": lambda _: self._provision(),
             "provision": lambda _: self._provision(),
         }
@@ -75,9 +75,9 @@ class LeaseManager:
         if run.active and not run.timers.waiting("provision", "market"):
             run.wait("provision", "market", run.limits.retry_base_ns)
 
-    def _ask_for(self, provider: str, succeeds: LeaseId | None = None) -> None:
+    def _ask_for(self, provider: str, replaces: LeaseId | None = None) -> None:
         run = self._run
-        lease = run.leases.request(provider, succeeds)
+        lease = run.leases.request(provider, replaces)
         run.wait("grant", lease.id, run.limits.acquire_timeout_ns)
         run.out.append(c.AcquireLease(lease=lease.id, provider=provider))
 
@@ -131,7 +131,7 @@ class LeaseManager:
             most = run.limits.trainer_restarts_max if run.version is not None else 0
             self._lose_trainer(f"is not to be had: {reason}", most)
         self._back_off(lease.provider)
-        self._retry_succession(lease.succeeds)
+        self._retry_replacement(lease.replaces)
         self._provision()
 
     def _back_off(self, provider: str) -> None:
@@ -150,31 +150,31 @@ class LeaseManager:
         if cause in _FAILURES and not any(worker.served for worker in self._run.fleet.of_lease(lease.id)):
             self._back_off(lease.provider)
 
-    def plan_successions(self) -> None:
-        """Have the successors of leases that are of use by now asked for in time: their turns will have to move."""
-        run, policy = self._run, self._run.policies.succession
+    def plan_replacements(self) -> None:
+        """Have the replacements of leases that are of use by now asked for in time: their turns will have to move."""
+        run, policy = self._run, self._run.policies.replacement
         ready, run.leases.newly_ready = run.leases.newly_ready, {}
         for lease in (run.leases.leases[lease_id] for lease_id in ready if lease_id in run.leases.leases):
             if policy is not None and lease.expires_at_ns is not None and not lease.leaving:
                 lead_ns = policy.lead_ns(lease.offer, run.leases.ready_ns(lease.provider))
                 asked_at_ns = lease.expires_at_ns - run.patience.leaving_ns(run.now_ns) - lead_ns
-                run.wait("succession", lease.id, max(0, asked_at_ns - run.now_ns))
+                run.wait("early replacement", lease.id, max(0, asked_at_ns - run.now_ns))
 
-    def _succession_due(self, lease_id: str) -> None:
+    def _replacement_due(self, lease_id: str) -> None:
         run, lease = self._run, self._run.leases.leases[lease_id]
-        if not run.active or lease_id in run.leases.succeeded():
+        if not run.active or lease_id in run.leases.replaced():
             return
         offer, market = run.leases.offers[lease.provider], LeaseMarket(run.leases, run.timers, ending=lease)
         if run.policies.provisioning.leases_wanted(offer, market) > 0:
-            self._ask_for(lease.provider, succeeds=lease_id)
+            self._ask_for(lease.provider, replaces=lease_id)
         else:
-            self._retry_succession(lease_id)
+            self._retry_replacement(lease_id)
 
-    def _retry_succession(self, lease_id: LeaseId | None) -> None:
-        """As long as a lease lives that has no successor yet, one may still be to be had, or become worth having."""
+    def _retry_replacement(self, lease_id: LeaseId | None) -> None:
+        """As long as a lease lives that has no replacement yet, one may still be to be had, or become worth having."""
         lease = self._run.leases.leases.get(lease_id or "")
         if lease is not None and not lease.leaving:
-            self._run.wait("succession", lease.id, self._run.limits.retry_base_ns)
+            self._run.wait("early replacement", lease.id, self._run.limits.retry_base_ns)
 
     # Giving back
 
@@ -222,14 +222,14 @@ class LeaseManager:
 
     def _empty(self, lease: Lease, reason: str) -> None:
         lease.leaving = True
-        self._run.timers.clear("succession", lease.id)
+        self._run.timers.clear("early replacement", lease.id)
         for worker in self._run.fleet.of_lease(lease.id):
             self._workers.drain(worker, reason)
 
     def _leave(self, lease: Lease, end_ns: Nanoseconds, reason: str) -> None:
         """The lease is over at `end_ns`: until then its workers are of use for what ends before, or moves in time."""
         lease.leaving = True
-        self._run.timers.clear("succession", lease.id)
+        self._run.timers.clear("early replacement", lease.id)
         for worker in self._run.fleet.of_lease(lease.id):
             self._departures.begin(worker, end_ns, reason)
 
@@ -285,14 +285,14 @@ class LeaseManager:
             run.out.append(c.FenceWorker(worker=worker.id, reason=f"its lease ended ({event.cause})"))
         self._note_failure(lease, event.cause)
         run.fleet.forget(lease.id)
-        for what in ("release", "expiry", "succession"):
+        for what in ("release", "expiry", "early replacement"):
             run.timers.clear(what, lease.id)
         run.leases.move(lease, LeaseState.ENDED, run.now_ns, f"{event.cause} {event.detail}".rstrip())
         if lease.offer.role is WorkerRole.TRAINER:
             why = event.detail or lease.release_reason or event.cause
             self._lose_trainer(f"was lost: {why}", run.limits.trainer_restarts_max)
             self._back_off(lease.provider)
-        self._retry_succession(lease.succeeds)
+        self._retry_replacement(lease.replaces)
         self._replace(lease)
 
     def _lose_trainer(self, what: str, most: int) -> None:

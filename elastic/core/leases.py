@@ -23,7 +23,7 @@ class Lease:
     workers: tuple[WorkerId, ...] = ()
     expires_at_ns: Nanoseconds | None = None
     leaving: bool = False
-    succeeds: LeaseId | None = None
+    replaces: LeaseId | None = None
     release_reason: str = ""
     story: Story = field(default_factory=Story)
 
@@ -53,10 +53,10 @@ class LeaseTable:
         self._asked: Counter[str] = Counter()
         self._held: Counter[str] = Counter()
 
-    def request(self, provider: str, succeeds: LeaseId | None = None) -> Lease:
+    def request(self, provider: str, replaces: LeaseId | None = None) -> Lease:
         number = self._issued.get(provider, 0) + 1
         self._issued[provider] = number
-        lease = Lease(lease_id(provider, number), self.offers[provider], succeeds=succeeds)
+        lease = Lease(lease_id(provider, number), self.offers[provider], replaces=replaces)
         self.leases[lease.id] = lease
         self._asked[provider] += 1
         self._held[provider] += 1
@@ -76,16 +76,16 @@ class LeaseTable:
         times_ns = self._ready_ns.get(provider)
         return fmean(times_ns) if times_ns else None
 
-    def succeeded(self) -> set[LeaseId]:
-        """Leases whose successors are asked for, or there, before they are over."""
-        return {x.succeeds for x in self.leases.values() if x.succeeds is not None and x.succeeds in self.leases}
+    def replaced(self) -> set[LeaseId]:
+        """Leases whose replacements are asked for, or there, before they are over."""
+        return {x.replaces for x in self.leases.values() if x.replaces is not None and x.replaces in self.leases}
 
-    def successors_left(self, provider: str) -> int:
-        """How many of the successors that the provider offers have not been asked for."""
+    def replacements_left(self, provider: str) -> int:
+        """How many of the replacements that the provider offers have not been asked for."""
         offer = self.offers.get(provider)
-        asked = (x for x in self.leases.values() if x.provider == provider and x.succeeds is not None)
+        asked = (x for x in self.leases.values() if x.provider == provider and x.replaces is not None)
         taken = sum(lease.state is LeaseState.REQUESTED for lease in asked)
-        return offer.successors - taken if offer is not None else 0
+        return offer.replacements - taken if offer is not None else 0
 
     def issuer(self, lease: LeaseId) -> str | None:
         """The provider that was once asked for this lease, also after its end."""
@@ -117,7 +117,7 @@ class LeaseTable:
         take_transition(lease.id, lease.state, state, lease.story, now_ns, cause)
         if lease.state is LeaseState.REQUESTED:
             self._asked[lease.provider] -= 1
-        if state is LeaseState.GRANTED and lease.succeeds is None:
+        if state is LeaseState.GRANTED and lease.replaces is None:
             offer = self.offers[lease.provider]
             self.offers[lease.provider] = msgspec.structs.replace(offer, available=offer.available - 1)
         lease.state = state

@@ -11,15 +11,15 @@ from elastic.core.types import NS_PER_S, Offer
 class LeaseMarket:
     """The lease table as an `elastic.core.policy.MarketView`.
 
-    With `ending` it is the market that a successor of this lease is meant for: the lease is over, like others that
-    have successors, and what its provider has available are successors.
+    With `ending` it is the market that a replacement of this lease is meant for: the lease is over, like others that
+    have replacements, and what its provider has available are replacements.
     """
 
     def __init__(self, table: LeaseTable, timers: Timers, ending: Lease | None = None) -> None:
         self._table = table
         self._timers = timers
         self._ending = ending
-        over = table.succeeded() | {ending.id} if ending is not None else set[str]()
+        over = table.replaced() | {ending.id} if ending is not None else set[str]()
         self._over = Counter(table.leases[lease].provider for lease in over)
 
     @property
@@ -34,7 +34,7 @@ class LeaseMarket:
         if self._timers.waiting("back-off", provider):
             return 0
         if self._ending is not None and provider == self._ending.provider:
-            return max(0, self._table.successors_left(provider))
+            return max(0, self._table.replacements_left(provider))
         return self._table.available(provider)
 
     def held(self, provider: str) -> int:

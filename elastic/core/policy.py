@@ -240,7 +240,7 @@ class ProvisioningPolicy(Protocol):
     def leases_wanted(self, offer: Offer, market: MarketView) -> int:
         """How many more leases to ask this provider for now.
 
-        Also asked of a market in which a lease is over that will end by time: whether it is to have a successor.
+        Also asked of a market in which a lease is over that will end by time: whether it is to have a replacement.
         """
         ...
 
@@ -257,7 +257,7 @@ class DeparturePolicy(Protocol):
 
 class ReplacementPolicy(Protocol):
     def lead_ns(self, offer: Offer, ready_ns: Nanoseconds | None) -> Nanoseconds:
-        """How long before a lease's workers must drain its successor is asked for.
+        """How long before a lease's workers must drain its replacement is asked for.
 
         `ready_ns` is the longest that this provider's last workers took from their grant to being ready.
         """
@@ -288,7 +288,7 @@ class Policies(msgspec.Struct, frozen=True, kw_only=True):
     provisioning: ProvisioningPolicy
     selection: SelectionPolicy
     sampling: SamplingPolicy
-    succession: ReplacementPolicy | None = None
+    replacement: ReplacementPolicy | None = None
     """None: a lease's end is waited for, and what is offered after it is taken."""
     departure: DeparturePolicy | None = None
     """None: when the end of a lease is known, its workers drain at once."""

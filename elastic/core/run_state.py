@@ -1,8 +1,8 @@
 """What the parts of the scheduler share: the tables, the time, and the commands on their way out.
 
-The parts form a ladder: turn desk, worker desk, then balancer, lease desk, reward desk and trainer device, then group
-desk, then step driver, then the scheduler. Each calls only parts below it. What a part below has to tell one above
-it leaves here (`vacated`, `over`, the tables), and whoever is concerned looks at it before `handle` returns.
+The parts form a ladder, from the bottom: turn manager; worker manager; balancer, lease manager, reward manager and
+trainer device; group manager; step controller; scheduler. A part calls only parts below it. For parts above it, it
+leaves word here (`vacated`, `over`, the tables), and they look before `handle` returns.
 """
 
 from collections.abc import Callable, Mapping
@@ -42,7 +42,7 @@ what its checkpoint does not have. The trainer is as patient with the orchestrat
 
 
 MAX_DOUBLINGS = 16
-_AT_THEIR_TIME = ("expiry", "succession", "departure")
+_AT_THEIR_TIME = ("expiry", "early replacement", "departure")
 """Waits for a time rather than for somebody."""
 
 

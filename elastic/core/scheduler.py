@@ -1,8 +1,8 @@
 """The scheduler: every event of a run goes in, commands come out, and `next_wakeup_ns` says when to ask again.
 
-It composes the desks (turns, workers, leases, rewards, groups), the trainer's device and the step driver, which own
-every decision that depends on time or failure. It reads no clock and does no I/O; the same events at the same times
-always lead to the same state. Sources: docs/design.md; ROSE §4.3; RLBoost §4.1–4.3.
+It composes the managers (of turns, workers, leases, rewards, groups), the trainer's device and the step controller.
+These own every decision that depends on time or failure. Nothing here reads a clock or does I/O, so the same events at
+the same times always lead to the same state. Sources: docs/design.md; ROSE §4.3; RLBoost §4.1–4.3.
 """
 
 from collections.abc import Callable, Mapping
@@ -98,7 +98,7 @@ class Scheduler:
         if run.vacated:
             self._lease_manager.release_vacated()
         if run.leases.newly_ready:
-            self._lease_manager.plan_successions()
+            self._lease_manager.plan_replacements()
         if run.active:
             self._device.follow()
             self._group_manager.take_rewards()

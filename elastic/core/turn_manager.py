@@ -193,7 +193,7 @@ class TurnManager:
             run.fleet.begin(worker, turn.id)
         if count:
             run.fleet.progressed(worker, count)
-            run.turns.conversations[turn.trajectory].note_token(chunk.version)
+            run.turns.trajectories[turn.trajectory].note_token(chunk.version)
         if turn.state is TurnState.RUNNING:
             if count:
                 run.goes_on("token", turn.id)
@@ -320,7 +320,7 @@ class TurnManager:
             self._clear_queue_waits()
 
     def cancel_all(self, cause: str) -> None:
-        for trajectory in list(self._run.turns.conversations):
+        for trajectory in list(self._run.turns.trajectories):
             self.cancel(trajectory, cause)
 
     def _of(self, worker: Worker) -> list[Turn]:

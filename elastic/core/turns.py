@@ -96,7 +96,7 @@ class Turns:
         self.live: dict[TurnId, Turn] = {}
         self.moving: dict[TurnId, Turn] = {}
         """Those of them that are on their way from one worker to another."""
-        self.conversations: dict[TrajectoryId, TrajectoryState] = {}
+        self.trajectories: dict[TrajectoryId, TrajectoryState] = {}
         self.demands: dict[str, Demand] = {}
         self._queues: dict[Needs, list[tuple[int, TurnId]]] = {}
         self._requested = 0
@@ -111,12 +111,12 @@ class Turns:
         tag: str = "",
     ) -> Turn | None:
         """Queue a new turn; None for one that its trajectory has asked for before, whatever became of it."""
-        conversation = self.conversations.get(trajectory)
-        if conversation is None:
-            conversation = self.conversations[trajectory] = TrajectoryState()
-        if turn in conversation.turns or turn in self.live:
+        state = self.trajectories.get(trajectory)
+        if state is None:
+            state = self.trajectories[trajectory] = TrajectoryState()
+        if turn in state.turns or turn in self.live:
             return None
-        conversation.turns[turn] = None
+        state.turns[turn] = None
         demand = self.demands.get(tag)
         if demand is None:
             demand = self.demands[tag] = Demand()
@@ -127,8 +127,8 @@ class Turns:
             max_new_tokens,
             oldest_version,
             order=self._requested,
-            affine_worker=conversation.affine_worker,
-            affine_tokens=conversation.affine_tokens,
+            affine_worker=state.affine_worker,
+            affine_tokens=state.affine_tokens,
             demand=demand,
         )
         self._requested += 1
@@ -138,17 +138,17 @@ class Turns:
 
     def served(self, turn: Turn, worker: WorkerId) -> None:
         """The worker has ended the turn: it holds the trajectory's prefix, and such turns are known better."""
-        conversation = self.conversations[turn.trajectory]
-        conversation.affine_worker = worker
-        conversation.affine_tokens = turn.context_tokens
+        state = self.trajectories[turn.trajectory]
+        state.affine_worker = worker
+        state.affine_tokens = turn.context_tokens
         turn.demand.note(turn.prefilled, turn.accepted)
 
     def note_given_back(self, turn: Turn, worker: WorkerId, until_ns: Nanoseconds) -> None:
         """The worker is not to have the turn before `until_ns`, and its prefix is not counted on any more."""
         times, _ = turn.given_back.get(worker, (0, 0))
         turn.given_back[worker] = times + 1, until_ns
-        conversation = self.conversations[turn.trajectory]
-        for holder in (turn, conversation):
+        state = self.trajectories[turn.trajectory]
+        for holder in (turn, state):
             if holder.affine_worker == worker:
                 holder.affine_worker, holder.affine_tokens = None, 0
 
@@ -160,17 +160,17 @@ class Turns:
                 self._enqueue(turn)
 
     def live_of(self, trajectory: TrajectoryId) -> list[Turn]:
-        conversation = self.conversations.get(trajectory)
-        return [self.live[turn] for turn in conversation.turns if turn in self.live] if conversation else []
+        state = self.trajectories.get(trajectory)
+        return [self.live[turn] for turn in state.turns if turn in self.live] if state else []
 
     def oldest_token(self, trajectory: TrajectoryId) -> int | None:
         """The oldest weights version among the accepted tokens of a trajectory that is not forgotten."""
-        conversation = self.conversations.get(trajectory)
-        return conversation.oldest_token if conversation else None
+        state = self.trajectories.get(trajectory)
+        return state.oldest_token if state else None
 
     def forget(self, trajectory: TrajectoryId) -> None:
         """The trajectory has ended and none of its turns is live."""
-        self.conversations.pop(trajectory, None)
+        self.trajectories.pop(trajectory, None)
 
     def move(self, turn: Turn, state: TurnState, now_ns: Nanoseconds, cause: str) -> None:
         """Change a turn's state; raises `IllegalTransition` where the table forbids it."""

@@ -159,7 +159,7 @@ class EndCause(StrEnum):
 class Offer(msgspec.Struct, frozen=True, kw_only=True):
     """What a provider can give right now, in leases; `expected_life_s` is None when unknown.
 
-    `successors` are to be had besides what is `available`, each only in place of a lease that ends soon.
+    `replacements` are to be had besides what is `available`, each only in place of a lease that ends soon.
     """
 
     provider: str
@@ -170,7 +170,7 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
     workers_per_lease: int = 1
     boot_s: float = 0.0
     expected_life_s: float | None = None
-    successors: int = 0
+    replacements: int = msgspec.field(default=0, name="successors")
 
     @property
     def boot_ns(self) -> Nanoseconds:

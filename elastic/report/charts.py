@@ -166,7 +166,7 @@ def latency(quantiles: Quantiles, values: Histogram, what: str, counted: str = "
 
 
 def lanes(summary: Summary) -> Markup | None:
-    """Every worker's life, by provider over one time axis."""
+    """Every worker's lifetime, by provider over one time axis."""
     order = list(summary.providers)
     shown = sorted(summary.lanes, key=lambda lane: order.index(lane.provider))[:MOST_LANES]
     if not shown:

@@ -1,9 +1,10 @@
 """The journals of a run as one history.
 
-An incarnation that went on from the journal of the one before shares a life with it: one time, one set of workers, and
-of each thing its last record counts. A run that was begun again at its trainer's checkpoint has several lives: they
-follow each other without what lay between them, and their workers have different names. What a later life did again,
-for want of a checkpoint, took place and was paid for, but it is no result.
+- Incarnations that go on from each other's journals form one *segment*: they share the run's time and its workers, and
+  of a thing that several recorded the last record counts.
+- A run that began again at its trainer's checkpoint has several segments. They follow each other without the time
+  between them, and the workers of all but the last carry their segment's number in their names.
+- Work that a later segment repeated took place and was paid for; only the repetition counts as a result.
 """
 
 import dataclasses
@@ -40,10 +41,10 @@ RESULTS = (StepRow, GroupRow, TrajectoryRow)
 
 
 class Segment:
-    """Journals that go on from each other as a part of the whole: in the run's time, and with `prefix` before its
-    workers' names.
+    """Journals that go on from each other, told as a part of the whole run.
 
-    Of its results those of steps from `undone_from` on are left out.
+    Times count from the run's beginning, and `prefix` stands before workers' names. Results of steps from
+    `undone_from` on are left out: a later segment did them again.
     """
 
     def __init__(self, journals: Sequence[JournalReader], begun_ns: Nanoseconds, prefix: str, undone_from: float):
@@ -79,61 +80,64 @@ class Segment:
         return [(row.t_ns, row.status) for row in self.rows(SampleRow)]
 
     def _retold(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """What is another in the whole."""
+        """The fields whose values differ in the whole."""
         times = {name: self.begun_ns + fields[name] for name in TIMES if fields.get(name) is not None}
         return times | {name: self.prefix + fields[name] for name in NAMES if name in fields}
 
 
 class History:
-    """All lives of a run, read as if they were one. `end_ns` is the last moment that is known of it."""
+    """All segments of a run as one. `end_ns` is the last moment that a journal tells of."""
 
     def __init__(self, name: str, journals: Sequence[JournalReader]) -> None:
         """`journals` has that of each incarnation, the first one's first."""
         self.name = name
-        lives: list[list[JournalReader]] = []
+        chains: list[list[JournalReader]] = []
         for journal in journals:
-            if lives and journal.meta().get(CONTINUES) == lives[-1][-1].path.name:
-                lives[-1].append(journal)
+            if chains and journal.meta().get(CONTINUES) == chains[-1][-1].path.name:
+                chains[-1].append(journal)
             else:
-                lives.append([journal])
-        first_steps = [min(map(_first_step, life)) for life in lives[1:]]
-        self.lives: list[Segment] = []
+                chains.append([journal])
+        first_steps = [min(map(_first_step, chain)) for chain in chains[1:]]
+        self.segments: list[Segment] = []
         self.end_ns = 0
-        for number, life in enumerate(lives):
-            prefix = f"life {number + 1}: " if number + 1 < len(lives) else ""
+        for number, chain in enumerate(chains):
+            prefix = f"segment {number + 1}: " if number + 1 < len(chains) else ""
             undone_from = min(first_steps[number:], default=math.inf)
-            self.lives.append(Segment(life, self.end_ns, prefix, undone_from))
-            self.end_ns = self.lives[-1].end_ns
+            self.segments.append(Segment(chain, self.end_ns, prefix, undone_from))
+            self.end_ns = self.segments[-1].end_ns
 
     def rows(self, kind: type[R]) -> list[R]:
-        return [row for life in self.lives for row in life.rows(kind)]
+        return [row for segment in self.segments for row in segment.rows(kind)]
 
     def events_of(self, *kinds: str) -> Iterator[tuple[Nanoseconds, e.Event]]:
-        return (entry for life in self.lives for entry in life.events_of(*kinds))
+        return (entry for segment in self.segments for entry in segment.events_of(*kinds))
 
-    def life_at(self, t_ns: Nanoseconds) -> int:
-        """The number, from 1 on, of the life that was lived then."""
-        return sum(life.begun_ns <= t_ns for life in self.lives)
+    def segment_at(self, t_ns: Nanoseconds) -> int:
+        """The number, from 1 on, of the segment at that time."""
+        return sum(segment.begun_ns <= t_ns for segment in self.segments)
 
     def books(self) -> list[DeviceBook]:
-        """Every life's. One that a crash left open ends with its life, and what is missing in it is unattributed."""
+        """Every segment's books.
+
+        A crash leaves books open. These end with their segment, and their last stretch is unattributed.
+        """
         books: list[DeviceBook] = []
-        for life in self.lives:
-            books += life.books()
-            if life is self.lives[-1]:
+        for segment in self.segments:
+            books += segment.books()
+            if segment is self.segments[-1]:
                 break
             for book in books:
                 if book.closed_ns is None:
-                    book.add(Account.UNATTRIBUTED, life.end_ns - book.cursor_ns)
-                    book.closed_ns = life.end_ns
+                    book.add(Account.UNATTRIBUTED, segment.end_ns - book.cursor_ns)
+                    book.closed_ns = segment.end_ns
         return books
 
     def samples(self) -> list[tuple[Nanoseconds, RunStatus]]:
-        """Every life's, with what each provider's earlier workers accepted and cost."""
+        """Every segment's samples; tokens and costs of each provider include those of earlier segments."""
         samples: list[tuple[Nanoseconds, RunStatus]] = []
-        for life in self.lives:
+        for segment in self.segments:
             before = samples[-1][1].providers if samples else {}
-            for t_ns, status in life.samples():
+            for t_ns, status in segment.samples():
                 for name, earlier in before.items():
                     provider = status.providers.setdefault(name, ProviderStatus())
                     provider.tokens += earlier.tokens
@@ -150,5 +154,5 @@ def history_of(run: StoredRun) -> Iterator[History]:
 
 
 def _first_step(journal: JournalReader) -> float:
-    """The first that a life has come to anything in."""
+    """The first step with a result."""
     return min((row.step for kind in (StepRow, GroupRow) for row in journal.rows(kind)), default=math.inf)

@@ -82,7 +82,7 @@ def _pictures(summary: Summary) -> list[Markup]:
         charts.latency(summary.first_token_s, summary.first_token, "request to first token"),
         "Logarithmic time axis; queueing included.",
     )
-    lives = _figure(
+    lifetimes = _figure(
         "Workers",
         charts.lanes(summary),
         "A lane a worker, from its lease's grant to its end. Pale: booting and loading; hatched: on notice; a triangle "
@@ -120,7 +120,7 @@ def _pictures(summary: Summary) -> list[Markup]:
         throughput,
         _pair(learning, cost),
         accounts,
-        lives,
+        lifetimes,
         _pair(turn, first),
         _pair(whole, ages),
         updates,

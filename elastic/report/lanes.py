@@ -1,4 +1,4 @@
-"""Each worker's life as a lane: booting, ready, on notice, how it ended, and who took its place."""
+"""Each worker's lifetime as a lane: booting, ready, on notice, how it ended, and who took its place."""
 
 from collections.abc import Sequence
 from itertools import groupby
@@ -19,12 +19,12 @@ class WorkerLane(msgspec.Struct, frozen=True, kw_only=True):
     """One worker from its lease's grant on. `ready_s` is when it first had weights, `notice_s` when its end was known.
 
     `expires_s` is when its lease would have ended by time, None without such a limit, and `cause` why it ended,
-    empty while it has not. `lost` workers were taken away, or left because their time was over. `life` counts the
+    empty while it has not. `lost` workers were taken away, or left because their time was over. `segment` counts the
     run's from 1 on.
     """
 
     worker: str
-    life: int
+    segment: int
     provider: str
     opened_s: float
     ready_s: float | None
@@ -38,7 +38,7 @@ class WorkerLane(msgspec.Struct, frozen=True, kw_only=True):
     def foreseen_s(self) -> float:
         """From when on another one may have come in its place, if it was lost.
 
-        The successor of a worker whose lease ends by time is asked for before that end, but not before the worker
+        The replacement of a worker whose lease ends by time is asked for before that end, but not before the worker
         was of use itself.
         """
         if self.expires_s is not None and self.ready_s is not None:
@@ -49,7 +49,7 @@ class WorkerLane(msgspec.Struct, frozen=True, kw_only=True):
 def replacements(lanes: Sequence[WorkerLane]) -> set[str]:
     """The workers that came in place of lost ones: for each loss the provider's next, from when it was foreseen on."""
     found: set[str] = set()
-    by_origin = attrgetter("life", "provider")
+    by_origin = attrgetter("segment", "provider")
     for _, owned in groupby(sorted(lanes, key=by_origin), by_origin):
         in_order = sorted(owned, key=attrgetter("opened_s"))
         losses = sorted((lane for lane in in_order if lane.lost), key=attrgetter("foreseen_s"))
@@ -85,7 +85,7 @@ def lanes(
     return [
         WorkerLane(
             worker=book.worker,
-            life=history.life_at(book.opened_ns),
+            segment=history.segment_at(book.opened_ns),
             provider=book.provider,
             opened_s=book.opened_ns / NS_PER_S,
             ready_s=ready.get(book.worker),

@@ -7,10 +7,10 @@ from elastic.runtime.refusals import REFUSED_NOTE, RefusalCount
 
 
 def refused_of(history: History) -> list[RefusalCount]:
-    """By worker and reason, over all lives; the workers of different lives have different names."""
+    """By worker and reason, over all segments; the workers of different segments have different names."""
     counts: dict[tuple[str, str], int] = {}
-    for life in history.lives:
-        for refused in msgspec.json.decode(life.meta().get(REFUSED_NOTE, "[]"), type=list[RefusalCount]):
-            key = (f"{life.prefix}{refused.worker}" if refused.worker else "", refused.reason)
+    for segment in history.segments:
+        for refused in msgspec.json.decode(segment.meta().get(REFUSED_NOTE, "[]"), type=list[RefusalCount]):
+            key = (f"{segment.prefix}{refused.worker}" if refused.worker else "", refused.reason)
             counts[key] = counts.get(key, 0) + refused.count
     return [RefusalCount(worker=worker, reason=reason, count=count) for (worker, reason), count in counts.items()]

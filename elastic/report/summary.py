@@ -92,7 +92,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """A run in numbers; shares lie in [0, 1], times are seconds since the run began.
 
     `outcome` is finished, failed or incomplete (it still goes on, or its orchestrator was killed). A run that was
-    resumed has several `lives`; figures are those of all, times leave out what lay between them. `paced` says
+    resumed has several `segments`; figures are those of all, times leave out what lay between them. `paced` says
     whether engines modelled a device's speed, None where the configuration is not known.
 
     `usd` is the whole bill, of `total` and `functions`, and what a million accepted or trained tokens cost is of it.
@@ -101,7 +101,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     run: str
-    lives: int
+    segments: int
     outcome: str
     cause: str
     started_at: str
@@ -152,7 +152,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def summarise(run: StoredRun) -> Summary:
-    """Everything the report says about a run, over all of its lives.
+    """Everything the report says about a run, over all of its segments.
 
     Raises `JournalError` where a journal of one cannot be read.
     """
@@ -161,7 +161,7 @@ def summarise(run: StoredRun) -> Summary:
 
 
 def _summary(history: History) -> Summary:
-    metas = [life.meta() for life in history.lives]
+    metas = [segment.meta() for segment in history.segments]
     meta = metas[-1]
     config = msgspec.json.decode(meta.get("config", "{}"))
     samples, books, end_ns = history.samples(), history.books(), history.end_ns
@@ -186,7 +186,7 @@ def _summary(history: History) -> Summary:
         _since_request((turn, turn.finished_ns) for turn in turns),
         _since_request((turn, turn.first_token_ns) for turn in turns),
     )
-    outcome, cause = _outcome(meta, history.lives[-1])
+    outcome, cause = _outcome(meta, history.segments[-1])
     total = usage_of(books, ends, replacing, end_ns, sum(tokens.values()))
     batches, functions = batches_of(history), functions_of(history)
     groups = {fate.fate: fate.groups for fate in batches.fates}
@@ -196,7 +196,7 @@ def _summary(history: History) -> Summary:
     rated = [step.success_rate for step in steps if step.success_rate is not None]
     return Summary(
         run=meta.get("run") or (status.run if status else history.name),
-        lives=len(history.lives),
+        segments=len(history.segments),
         outcome=outcome,
         cause=cause,
         started_at=metas[0].get("started_at", ""),
@@ -251,7 +251,7 @@ def _on_demand_usd(total: Usage, functions_usd: float, config: Mapping[str, Any]
 
 
 def _providers(metas: Iterable[Mapping[str, str]]) -> list[str]:
-    """Those that any life asked for."""
+    """Those that any segment asked for."""
     return list(dict.fromkeys(name for meta in metas for name in meta.get("providers", "").split(",") if name))
 
 
@@ -283,13 +283,13 @@ def histogram(values_s: Sequence[float]) -> Histogram:
     return Histogram(edges_s=edges_s.tolist(), counts=counts.tolist())
 
 
-def _outcome(meta: Mapping[str, str], life: Segment) -> tuple[str, str]:
+def _outcome(meta: Mapping[str, str], segment: Segment) -> tuple[str, str]:
     """How the run ended, and why it failed: as its owner wrote it, else as the core was told to stop."""
     status, _, cause = meta.get("status", "").partition(": ")
     if status not in ("finished", "failed"):
         return "incomplete", ""
     if status == "failed" and not cause:
-        stops = [event.reason for _, event in life.events_of("StopRequested") if isinstance(event, e.StopRequested)]
+        stops = [event.reason for _, event in segment.events_of("StopRequested") if isinstance(event, e.StopRequested)]
         cause = stops[0] if stops else ""
     return status, cause
 

@@ -67,7 +67,7 @@ def subtitle(summary: Summary) -> str:
     """When, with which seed and on which providers."""
     parts = [
         "simulated" if summary.simulated else "",
-        f"{summary.lives} lives" if summary.lives > 1 else "",
+        f"{summary.segments} segments" if summary.segments > 1 else "",
         _when(summary.started_at),
         f"seed {summary.seed}" if summary.seed else "",
         "providers " + ", ".join(summary.requested_providers) if summary.requested_providers else "",
@@ -207,7 +207,7 @@ def _providers(summary: Summary) -> Table:
         ],
         note="Overhead: time booting, loading, applying, recomputing, lost or unattributed, over all GPU time. "
         "Papers': preempted GPUs × recovery time, over all GPU time (ROSE §6.1); a lease that ends by time counts as "
-        "preempted, with the time that its successor took to start. The trainer's cost includes training.",
+        "preempted, with the time that its replacement took to start. The trainer's cost includes training.",
     )
 
 
@@ -255,7 +255,7 @@ def _co_serving(summary: Summary) -> Table:
             "target",
             "violated",
             "serving",
-            "harvest",
+            "idle utilisation",
             "reclaims",
             "P99",
         ],
@@ -267,7 +267,7 @@ def _co_serving(summary: Summary) -> Table:
                 *map(_milliseconds, (service.tpot_p50_ms, service.tpot_p99_ms, service.tpot_slo_ms)),
                 units.duration(60 * service.violated_minutes),
                 units.share(service.serving_s / service.lent_s if service.lent_s else None),
-                units.share(found.harvest_share),
+                units.share(found.idle_utilisation),
                 units.count(service.reclaims),
                 _milliseconds(service.reclaim_p99_ms),
             ]
@@ -275,8 +275,8 @@ def _co_serving(summary: Summary) -> Table:
             for service in [found.service]
         ],
         note="Each host's own requests: time to first token and time per output token beside their targets, and how "
-        "long a P99 was above one. Serving is its part of the lent device's time, harvest what rollouts made of the "
-        "rest. A reclaim runs from the arrival of the request that needs memory to its pages being free.",
+        "long a P99 was above one. Serving is its part of the lent device's time, idle utilisation what rollouts made "
+        "of the rest. A reclaim runs from the arrival of the request that needs memory to its pages being free.",
     )
 
 

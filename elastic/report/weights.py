@@ -75,25 +75,25 @@ class WeightUpdates(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def weights_of(history: History) -> WeightUpdates:
-    """A version that a later life made again was published in each."""
+    """A version that a later segment made again was published in each."""
     versions = [
         _version(row, row.weights) for row in history.rows(StepRow) if row.weights is not None and row.weights.changed
     ]
     return WeightUpdates(
         versions=versions,
-        pulls=[pull for life in history.lives for pull in _pulls(life)],
+        pulls=[pull for segment in history.segments for pull in _pulls(segment)],
         refused=[refused for row in history.rows(PullRow) for refused in _refused(row)],
     )
 
 
-def _pulls(life: Segment) -> list[WorkerPull]:
+def _pulls(segment: Segment) -> list[WorkerPull]:
     published_ns: dict[int, int] = {}
-    for t_ns, event in life.events_of("WeightsPublished"):
+    for t_ns, event in segment.events_of("WeightsPublished"):
         if isinstance(event, e.WeightsPublished):
             published_ns.setdefault(event.version, t_ns)
     seen: set[str] = set()
     pulls: list[WorkerPull] = []
-    for row in life.rows(PullRow):
+    for row in segment.rows(PullRow):
         if not row.error and row.split_s:
             pulls.append(_pull(row, published_ns, first=row.worker not in seen))
             seen.add(row.worker)

@@ -139,7 +139,7 @@ class ProviderLeases:
         core = self._scheduler
         for name in [name for name in core.leases.offers if name not in self.providers]:
             self.ready(name)
-            offer = msgspec.structs.replace(core.leases.offers[name], available=0, successors=0)
+            offer = msgspec.structs.replace(core.leases.offers[name], available=0, replacements=0)
             self._feed(e.OfferChanged(offer=offer))
             for lease in [lease for lease in core.leases.leases.values() if lease.provider == name]:
                 detail = f"{name} is not used any more"

@@ -1,4 +1,5 @@
-"""What goes wrong in a world, drawn from its seed: single faults at their times, and shares of mishaps."""
+"""What goes wrong in a world, drawn from its seed: single faults at their times, and rates of those that may
+strike any message, request, load or turn."""
 
 from enum import StrEnum
 from random import Random
@@ -76,7 +77,7 @@ class Crash(msgspec.Struct, frozen=True):
 
 
 class FaultRates(msgspec.Struct, frozen=True, kw_only=True):
-    """Probabilities, each for one message, request, load or turn. What is late is overtaken by what comes after it."""
+    """The probability that one message, request, load or turn fails so. Late ones are overtaken by what follows."""
 
     frame_lost: float = 0.0
     frame_repeated: float = 0.0
@@ -99,29 +100,29 @@ class FaultRates(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FaultInjector:
-    """Counts what has gone wrong so far, mishaps and faults alike."""
+    """Decides by chance which messages, requests, loads and turns fail; `struck` counts all faults so far."""
 
     def __init__(self) -> None:
         self.struck = 0
 
-    def befalls(self, rng: Random, share: float) -> bool:
-        """Whether a mishap of this probability happens now."""
-        struck = rng.random() < share
+    def injects(self, rng: Random, rate: float) -> bool:
+        """Whether a fault of this probability happens now."""
+        struck = rng.random() < rate
         self.struck += struck
         return struck
 
 
 class SimulatedSurroundings(Protocol):
-    """What everything in a world lives in: time, chance, and what goes wrong."""
+    """What every model of a world is given: time, chance, and what goes wrong."""
 
     seed: int
     settings: WorldSettings
     loop: EventLoop
     rng: Random
-    tally: FaultInjector
+    injector: FaultInjector
 
     @property
-    def mishaps(self) -> FaultRates: ...
+    def fault_rates(self) -> FaultRates: ...
 
     def rewards_down(self) -> bool:
         """Whether no function can be had just now."""
@@ -137,7 +138,7 @@ class FaultPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     end_ns: Nanoseconds
     faults: tuple[SimulatedFault, ...]
-    mishaps: FaultRates
+    fault_rates: FaultRates
     ending: RunEnding = RunEnding.COMPLETE
     ending_at_ns: Nanoseconds = 0
     crashes: tuple[Crash, ...] = ()
@@ -147,8 +148,8 @@ class FaultPlan(msgspec.Struct, frozen=True, kw_only=True):
         return max((crash.at_ns for crash in self.crashes), default=0)
 
 
-NO_FAULTS = FaultPlan(end_ns=0, faults=(), mishaps=FaultRates())
-LIKELIEST_MISHAP = 0.15
+NO_FAULTS = FaultPlan(end_ns=0, faults=(), fault_rates=FaultRates())
+FAULT_RATE_MAX = 0.15
 MOST_FAULTS = 24
 LONGEST_FAULT_NS = 8 * NS_PER_S
 UNUSUAL_ENDING = 0.15
@@ -160,23 +161,23 @@ LONGEST_DOWN_NS = 5 * NS_PER_S
 
 
 def draw_faults(rng: Random, end_ns: Nanoseconds) -> FaultPlan:
-    """Each world gets a different weather: of the kinds of mishap only some occur, and some only rarely."""
+    """Each world draws rates of its own: about two thirds of them are 0, some others small."""
 
     def share() -> float:
-        return rng.choice((0.0, 0.0, rng.uniform(0, LIKELIEST_MISHAP)))
+        return rng.choice((0.0, 0.0, rng.uniform(0, FAULT_RATE_MAX)))
 
     kinds = rng.sample(list(SimulatedFaultKind), k=rng.randint(1, len(SimulatedFaultKind)))
     faults = [
         SimulatedFault(rng.randrange(end_ns), rng.choice(kinds), rng.randrange(1, LONGEST_FAULT_NS), rng.random())
         for _ in range(rng.randint(0, MOST_FAULTS))
     ]
-    mishaps = FaultRates(**{name: share() for name in FaultRates.__struct_fields__})
+    fault_rates = FaultRates(**{name: share() for name in FaultRates.__struct_fields__})
     unusual = rng.random() < UNUSUAL_ENDING
     ending = rng.choice((RunEnding.STOP, RunEnding.TRAINER_LOST)) if unusual else RunEnding.COMPLETE
     return FaultPlan(
         end_ns=end_ns,
         faults=tuple(sorted(faults, key=lambda fault: fault.at_ns)),
-        mishaps=mishaps,
+        fault_rates=fault_rates,
         ending=ending,
         ending_at_ns=rng.randrange(end_ns),
         crashes=_draw_crashes(rng, end_ns),

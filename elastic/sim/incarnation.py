@@ -58,7 +58,7 @@ def policies(settings: WorldSettings) -> Policies:
         seeding=AdaptiveWindow(window_ns, reserved_engines=RESERVED_ENGINES) if adaptive else FixedWindow(window_ns),
         provisioning=MarginalValue() if settings.marginal_provisioning else TakeWhatIsOffered(),
         selection=NonZeroVariance(),
-        succession=EarlyReplacement(),
+        replacement=EarlyReplacement(),
         departure=UseNotice(),
         sampling=DynamicSampling(settings.dynamic_most) if settings.dynamic_most else FixedBatch(),
     )
@@ -310,7 +310,7 @@ class Incarnation:
         if not self.up:
             return
         self._run.feed(event)
-        if self._outside.tally.befalls(self._outside.rng, self._outside.mishaps.event_repeated):
+        if self._outside.injector.injects(self._outside.rng, self._outside.fault_rates.event_repeated):
             self._run.feed(event)
 
     # The judge

@@ -10,7 +10,7 @@ LATENESS_NS = (NS_PER_S // 100, 6 * NS_PER_S)
 
 
 class SimulatedLink:
-    """Two directions, each in order and without loss unless a mishap befalls a message.
+    """Two directions, each in order and without loss unless a fault strikes a message.
 
     While a direction is cut, what is sent waits; it arrives when the cut ends.
     """
@@ -31,23 +31,25 @@ class SimulatedLink:
 
     def up(self, deliver: Callable[[], None]) -> None:
         """A frame from the worker."""
-        mishaps = self._world.mishaps
+        fault_rates = self._world.fault_rates
         self._up_free_ns = max(self._up_free_ns, self._loop.now_ns + self._rng.randint(*LATENCY_NS))
-        self._send(self._up_free_ns, deliver, mishaps.frame_lost, mishaps.frame_late, mishaps.frame_repeated)
+        self._send(
+            self._up_free_ns, deliver, fault_rates.frame_lost, fault_rates.frame_late, fault_rates.frame_repeated
+        )
 
     def down(self, deliver: Callable[[], None]) -> None:
         """A frame to the worker."""
-        mishaps = self._world.mishaps
+        fault_rates = self._world.fault_rates
         self._down_free_ns = max(self._down_free_ns, self._loop.now_ns + self._rng.randint(*LATENCY_NS))
-        lost, late, repeated = mishaps.order_lost, mishaps.order_late, mishaps.order_repeated
+        lost, late, repeated = fault_rates.order_lost, fault_rates.order_late, fault_rates.order_repeated
         self._send(self._down_free_ns, deliver, lost, late, repeated)
 
     def _send(self, at_ns: Nanoseconds, deliver: Callable[[], None], lost: float, late: float, repeated: float) -> None:
-        if self._befalls(lost):
+        if self._injects(lost):
             return
-        self._loop.at(at_ns + (self._rng.randint(*LATENESS_NS) if self._befalls(late) else 0), deliver)
-        if self._befalls(repeated):
+        self._loop.at(at_ns + (self._rng.randint(*LATENESS_NS) if self._injects(late) else 0), deliver)
+        if self._injects(repeated):
             self._loop.at(at_ns + self._rng.randint(*LATENESS_NS), deliver)
 
-    def _befalls(self, share: float) -> bool:
-        return not self._reliable and self._world.tally.befalls(self._rng, share)
+    def _injects(self, share: float) -> bool:
+        return not self._reliable and self._world.injector.injects(self._rng, share)

@@ -46,10 +46,10 @@ class ProviderSurroundings(SimulatedSurroundings, Protocol):
 
 
 class SimulatedProvider:
-    def __init__(self, market: ProviderSurroundings, settings: SimulatedProviderSettings) -> None:
+    def __init__(self, world: ProviderSurroundings, settings: SimulatedProviderSettings) -> None:
         self.settings = settings
         self.held: dict[LeaseId, SimulatedLease] = {}
-        self._market = market
+        self._world = world
         self._ended: dict[LeaseId, EndCause] = {}
         self._closed_until_ns: Nanoseconds = 0
         self._silent_until_ns: Nanoseconds = -SILENCE_APART_NS
@@ -86,7 +86,7 @@ class SimulatedProvider:
 
     def offer(self) -> None:
         """Say what can be had now."""
-        open_ = self._market.loop.now_ns >= self._closed_until_ns
+        open_ = self._world.loop.now_ns >= self._closed_until_ns
         self._tell(
             e.OfferChanged(
                 offer=Offer(
@@ -94,7 +94,7 @@ class SimulatedProvider:
                     role=self.settings.role,
                     available=max(0, self.settings.leases - len(self.held)) if open_ else 0,
                     usd_per_gpu_hour=self.settings.usd_per_gpu_hour,
-                    successors=self.settings.overlap - max(0, len(self.held) - self.settings.leases) if open_ else 0,
+                    replacements=self.settings.overlap - max(0, len(self.held) - self.settings.leases) if open_ else 0,
                     gpus_per_worker=self.settings.gpus_per_worker,
                     workers_per_lease=self.settings.workers_per_lease,
                 )
@@ -107,14 +107,14 @@ class SimulatedProvider:
         self._ended.pop(lease, None)
         full = (
             len(self.held) > self.settings.leases + self.settings.overlap
-            or self._market.loop.now_ns < self._closed_until_ns
+            or self._world.loop.now_ns < self._closed_until_ns
         )
-        mishaps, rng, tally = self._market.mishaps, self._market.rng, self._market.tally
+        fault_rates, rng, injector = self._world.fault_rates, self._world.rng, self._world.injector
         if self._silent:
             return
-        if full or (not self.reliable and tally.befalls(rng, mishaps.request_refused)):
+        if full or (not self.reliable and injector.injects(rng, fault_rates.request_refused)):
             self._soon(lambda: self._refuse(held))
-        elif self.reliable or not tally.befalls(rng, mishaps.request_ignored):
+        elif self.reliable or not injector.injects(rng, fault_rates.request_ignored):
             self._soon(lambda: self._grant(held))
 
     def release(self, lease: LeaseId) -> None:
@@ -122,8 +122,8 @@ class SimulatedProvider:
         held = self.held.get(lease)
         if held is None or self._silent:
             return
-        market = self._market
-        if held.ignored == 0 and market.tally.befalls(market.rng, market.mishaps.release_ignored):
+        world = self._world
+        if held.ignored == 0 and world.injector.injects(world.rng, world.fault_rates.release_ignored):
             held.ignored += 1
         elif held.grant is not None:
             self._soon(lambda: self._end(held, EndCause.RELEASED))
@@ -132,12 +132,12 @@ class SimulatedProvider:
 
     def notice(self, lease: LeaseId) -> bool:
         """Say that the lease will be taken, and take it; False if there is none."""
-        held, deadline_ns = self.held.get(lease), self._market.loop.now_ns + self.settings.notice_ns
+        held, deadline_ns = self.held.get(lease), self._world.loop.now_ns + self.settings.notice_ns
         if held is None or held.grant is None:
             return False
         held.notice = e.LeaseNotice(lease=lease, deadline_ns=deadline_ns, reason="preemption")
         self._tell(held.notice)
-        self._market.loop.at(deadline_ns, lambda: self._end(held, EndCause.PREEMPTED))
+        self._world.loop.at(deadline_ns, lambda: self._end(held, EndCause.PREEMPTED))
         return True
 
     def end(self, lease: LeaseId, cause: EndCause, *, noticed: bool = True) -> bool:
@@ -157,19 +157,19 @@ class SimulatedProvider:
     def _take_back(self, held: SimulatedLease, *, noticed: bool) -> None:
         del self.held[held.id]
         for worker in held.workers:
-            self._market.end_worker(worker, noticed=noticed)
+            self._world.end_worker(worker, noticed=noticed)
 
     def close(self, duration_ns: Nanoseconds) -> None:
         """Take everything back, and have nothing for a while."""
-        self._closed_until_ns = self._market.loop.now_ns + duration_ns
+        self._closed_until_ns = self._world.loop.now_ns + duration_ns
         for lease in list(self.held):
             self.end(lease, EndCause.PREEMPTED)
         self.offer()
-        self._market.loop.at(self._closed_until_ns, self.offer)
+        self._world.loop.at(self._closed_until_ns, self.offer)
 
     def fall_silent(self, duration_ns: Nanoseconds) -> bool:
         """Hear and say nothing for a while, and not again soon: a run's end does not wait for its leases for ever."""
-        now_ns = self._market.loop.now_ns
+        now_ns = self._world.loop.now_ns
         if now_ns < self._silent_until_ns + SILENCE_APART_NS:
             return False
         self._silent_until_ns = now_ns + min(duration_ns, LONGEST_SILENCE_NS)
@@ -177,17 +177,17 @@ class SimulatedProvider:
 
     @property
     def _silent(self) -> bool:
-        return self._market.loop.now_ns < self._silent_until_ns
+        return self._world.loop.now_ns < self._silent_until_ns
 
     def _tell(self, event: e.Event) -> None:
-        hear = self._market.listener()
+        hear = self._world.listener()
         if self._silent:
-            self._market.loop.at(self._silent_until_ns, lambda: hear(event))
+            self._world.loop.at(self._silent_until_ns, lambda: hear(event))
         else:
             hear(event)
 
     def _soon(self, action: Callable[[], object]) -> None:
-        self._market.loop.after(self._market.rng.randint(*ANSWER_NS), action)
+        self._world.loop.after(self._world.rng.randint(*ANSWER_NS), action)
 
     def _refuse(self, held: SimulatedLease) -> None:
         if self.held.get(held.id) is held and not held.answered:
@@ -199,13 +199,13 @@ class SimulatedProvider:
         if held.answered or self.held.get(held.id) is not held:
             return
         held.answered = True
-        loop, rng, settings = self._market.loop, self._market.rng, self.settings
+        loop, rng, settings = self._world.loop, self._world.rng, self.settings
         held.workers = [worker_id(held.id, n) for n in range(settings.workers_per_lease)]
         expires_at_ns = None if settings.life_ns is None else loop.now_ns + settings.life_ns
         for worker in held.workers:
-            if self.reliable or not self._market.tally.befalls(rng, self._market.mishaps.boot_failed):
+            if self.reliable or not self._world.injector.injects(rng, self._world.fault_rates.boot_failed):
                 after_ns = rng.randint(settings.boot_ns // 2, settings.boot_ns * 2)
-                self._market.boot_worker(worker, held.id, settings.role, after_ns)
+                self._world.boot_worker(worker, held.id, settings.role, after_ns)
         held.grant = e.LeaseGranted(lease=held.id, workers=tuple(held.workers), expires_at_ns=expires_at_ns)
         self._tell(held.grant)
         self.offer()

@@ -155,10 +155,10 @@ class SimulatedRollouts:
         self._world.loop.after(delay_ns, lambda: self._go_on(trajectory))
 
     def _go_on(self, trajectory: TrajectoryId) -> None:
-        episode, chance, mishaps = self._episodes[trajectory], self._chance[trajectory], self._world.mishaps
+        episode, chance, fault_rates = self._episodes[trajectory], self._chance[trajectory], self._world.fault_rates
         if episode.over:
             return
-        if self._world.tally.befalls(chance, mishaps.environment_failed):
+        if self._world.injector.injects(chance, fault_rates.environment_failed):
             self._fail(trajectory, "the environment broke")
         elif episode.done < episode.turns:
             self._ask_for(episode, turn_id(trajectory, episode.done))
@@ -187,20 +187,20 @@ class SimulatedRollouts:
 
     def _reward(self, trajectory: TrajectoryId) -> float:
         chance = Random(f"{self._world.seed}/{trajectory}/reward")
-        undefined = self._world.tally.befalls(chance, self._world.mishaps.reward_undefined)
+        undefined = self._world.injector.injects(chance, self._world.fault_rates.reward_undefined)
         return float("nan") if undefined else float(chance.randint(0, 1))
 
     def score(self, order: c.ScoreTrajectory) -> None:
         """The function answers in its own time: late, not at all, or that it cannot, where the plan wants it."""
         trajectory, attempt = order.trajectory, order.attempt
         world, chance = self._world, Random(f"{self._world.seed}/{trajectory}/{attempt}")
-        if world.tally.befalls(chance, world.mishaps.reward_lost):
+        if world.injector.injects(chance, world.fault_rates.reward_lost):
             return
         down = world.rewards_down()
-        if down or world.tally.befalls(chance, world.mishaps.reward_refused):
+        if down or world.injector.injects(chance, world.fault_rates.reward_refused):
             helps = chance.random() < HELPFUL_RETRIES
             answer = e.RewardFailed(trajectory=trajectory, attempt=attempt, cause="no process", retry_helps=helps)
         else:
             answer = e.RewardScored(trajectory=trajectory, attempt=attempt, reward=self._reward(trajectory))
-        late_ns = LATE_REWARD_NS if world.tally.befalls(chance, world.mishaps.reward_late) else 0
+        late_ns = LATE_REWARD_NS if world.injector.injects(chance, world.fault_rates.reward_late) else 0
         world.loop.after(chance.randrange(world.settings.reward_ns) + late_ns, lambda: self._feed(answer))

@@ -34,7 +34,7 @@ SMALL_LIMITS = Limits(
 
 
 class SimulatedProviderSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Leases live for `life_ns` where it is given, with `overlap` successors to be had besides `leases`.
+    """Leases live for `life_ns` where it is given, with `overlap` replacements to be had besides `leases`.
 
     A notice comes `notice_ns` before a lease is taken. Requests of its hosts' own come in bursts, `serving_gap_ns`
     apart on average; None if its hosts serve nobody.

@@ -123,7 +123,7 @@ class SimulatedWorker:
             c.DrainWorker: self._drain,
         }
 
-    # What befalls it
+    # Faults that strike it
 
     def boot(self) -> None:
         """The process starts: it dials, beats and iterates from now on."""
@@ -403,7 +403,7 @@ class SimulatedWorker:
         """What was pulled is held against the manifest; what does not match is pulled once more, then given up."""
         if self._loading != command.version:
             return
-        genuine = not self._world.tally.befalls(self._world.rng, self._world.mishaps.load_corrupted)
+        genuine = not self._world.injector.injects(self._world.rng, self._world.fault_rates.load_corrupted)
         matches = self._matches_manifest(genuine)
         if not matches and self._world.rng.random() < PULLED_AGAIN:
             self._pull(command)
@@ -412,7 +412,7 @@ class SimulatedWorker:
         self._loading = None
         if not matches:
             self._load_failed(command, "does not match the manifest")
-        elif self._world.tally.befalls(self._world.rng, self._world.mishaps.load_failed):
+        elif self._world.injector.injects(self._world.rng, self._world.fault_rates.load_failed):
             self._load_failed(command, "simulated")
         else:
             self._applying, self._genuine = command, genuine

@@ -68,7 +68,7 @@ class SimulatedOutcome(msgspec.Struct, frozen=True, kw_only=True):
     incarnations: tuple[Incarnation, ...]
     settings: WorldSettings
     faults: int
-    """Single faults that struck, crashes, and mishaps that befell messages, requests, loads and turns."""
+    """Those that struck: single faults, crashes, and faults of messages, requests, loads and turns."""
 
     @property
     def events(self) -> int:
@@ -114,7 +114,7 @@ class SimulatedWorld:
         self.digesting = digests
         self.loop = EventLoop()
         self.rng = Random(f"{seed}/world")
-        self.tally = FaultInjector()
+        self.injector = FaultInjector()
         self.learner = Learner()
         self.workers: dict[WorkerId, SimulatedWorker] = {}
         self.providers = {p.name: SimulatedProvider(self, p) for p in (TRAINER, *settings.providers)}
@@ -148,8 +148,8 @@ class SimulatedWorld:
         self._history.update(happened)
 
     @property
-    def mishaps(self) -> FaultRates:
-        return self.faults.mishaps if self.loop.now_ns < self.faults.end_ns else NO_FAULTS.mishaps
+    def fault_rates(self) -> FaultRates:
+        return self.faults.fault_rates if self.loop.now_ns < self.faults.end_ns else NO_FAULTS.fault_rates
 
     def rewards_down(self) -> bool:
         return self.loop.now_ns < self._rewards_down_until_ns
@@ -209,7 +209,7 @@ class SimulatedWorld:
         """Workers lose their connection; the trainer's process may go down with the orchestrator's."""
         if not self.run.up:
             return
-        self.tally.struck += 1
+        self.injector.struck += 1
         self.run.crash()
         if crash.trainer_dies:
             self._kill_trainer(silently=False)
@@ -244,7 +244,7 @@ class SimulatedWorld:
             case _:
                 alive = [w for w in self.workers.values() if w.alive and self._may_strike(fault.kind, w)]
                 struck = bool(alive) and self._strike_worker(fault, alive[int(fault.target * len(alive))])
-        self.tally.struck += struck
+        self.injector.struck += struck
 
     def _may_strike(self, kind: SimulatedFaultKind, worker: SimulatedWorker) -> bool:
         """The trainer's device is the run's own: its connection may break, once it has one."""
@@ -297,7 +297,7 @@ class SimulatedWorld:
             case SimulatedFaultKind.LIE:
                 return worker.lie()
             case _:
-                raise AssertionError(f"{fault.kind} befalls no worker")
+                raise AssertionError(f"{fault.kind} strikes no worker")
         return True
 
     def _end_early(self) -> None:
@@ -340,5 +340,5 @@ class SimulatedWorld:
             state=digest(self.run.scheduler),
             incarnations=tuple(self.runs),
             settings=self.settings,
-            faults=self.tally.struck,
+            faults=self.injector.struck,
         )

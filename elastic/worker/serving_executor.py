@@ -1,7 +1,7 @@
 """A serving host's device as a real one: a serving model on the co-serving executor, with real requests.
 
 The host's trace is replayed on it, and anybody may send requests to its OpenAI-compatible endpoint. A borrowing run's
-worker gets the rollout half, so that its iterations run in serving's slack and its KV in serving's unused memory.
+worker gets the rollout engine, so that its iterations run in serving's slack and its KV in serving's unused memory.
 Source: ROSE §4.1.
 """
 
@@ -58,7 +58,7 @@ class ExecutorShare:
         self._rollouts: SharedRolloutEngine | None = None
 
     def build_engine(self, welcome: wire.Welcome) -> RolloutEngine:
-        """The rollout half for the run's model. Blocks. Raises `ValueError` where it does not fit."""
+        """The rollout engine for the run's model. Blocks. Raises `ValueError` where it does not fit."""
         settings = validate(EngineConfig, welcome.engine, "the orchestrator's welcome")
         # Both models are on the host's device, whatever the run's other workers have, and serving bears with chunks.
         device = self._executor.serving.settings.device

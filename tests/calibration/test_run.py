@@ -110,7 +110,7 @@ def report(
     )
 
 
-def life(worker: str, granted_s: float, joined_s: float, left_s: float, ended_s: float) -> list[Timed]:
+def lifetime(worker: str, granted_s: float, joined_s: float, left_s: float, ended_s: float) -> list[Timed]:
     return [
         (granted_s, e.LeaseGranted(lease=worker, workers=(worker,))),
         (joined_s, e.WorkerJoined(worker=worker, epoch=1, capabilities=CAPABILITIES, weights_version=None)),
@@ -160,9 +160,9 @@ TURNS = [
 PULLS = [pull("spot-1", 0, 1000, 0.5, 0.25), pull("spot-1", 1, 100, 0.125, 0.0625), pull("spot-2", 1, 1000, 0.75, 0.25)]
 OFFER = Offer(provider="serving", role=WorkerRole.TRAINER, available=1, usd_per_gpu_hour=0.0)
 EVERYTHING = (
-    life("trainer-1", 0.0, 5.0, 90.0, 90.5),
-    life("spot-1", 6.0, 9.0, 80.0, 80.25),
-    life("serving-1", 6.0, 6.5, 80.0, 80.25),
+    lifetime("trainer-1", 0.0, 5.0, 90.0, 90.5),
+    lifetime("spot-1", 6.0, 9.0, 80.0, 80.25),
+    lifetime("serving-1", 6.0, 6.5, 80.0, 80.25),
     [(4.0, e.OfferChanged(offer=OFFER))],
     [
         (60.0, e.GroupTrained(worker="trainer", epoch=1, group="0/0")),
@@ -209,7 +209,7 @@ def test_everything_that_a_run_shows_is_measured(configured, write, tmp_path: Pa
 def test_nothing_that_a_run_does_not_show_is_called_measured(configured, write, tmp_path: Path) -> None:
     """Neither zero nor what another provider or an earlier pull took stands in for it without a word."""
     run_dir = write(
-        configured(pacing=PACING), life("trainer-1", 0.0, 5.0, 90.0, 90.5)[:2], turns=TURNS[:1], pulls=PULLS[:1]
+        configured(pacing=PACING), lifetime("trainer-1", 0.0, 5.0, 90.0, 90.5)[:2], turns=TURNS[:1], pulls=PULLS[:1]
     )
     path = tmp_path / "machine.toml"
     measured = profile_run(run_dir, path)

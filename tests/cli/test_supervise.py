@@ -73,7 +73,9 @@ def test_an_end_is_an_end(run_dir: Path, quick: None, monkeypatch: pytest.Monkey
 
 
 def test_a_run_that_failed_is_not_begun_again(run_dir: Path, quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compose, "past_life", lambda run: compose.PastIncarnations(status="failed: no capacity"))
+    monkeypatch.setattr(
+        compose, "past_incarnations", lambda run: compose.PastIncarnations(status="failed: no capacity")
+    )
     began = processes(monkeypatch, "raise SystemExit(1)")
     assert supervise.supervise(run_dir, [], 5) == 1
     assert len(began) == 1

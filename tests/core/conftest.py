@@ -30,7 +30,7 @@ CAPABILITIES = Capabilities(engine="test", replayable_sampling=True, max_context
 K = TypeVar("K", bound=c.Command)
 
 
-class Desk:
+class CoreHarness:
     """Drives one scheduler. Times are seconds since the run began; `out` holds the last event's commands."""
 
     def __init__(
@@ -169,10 +169,10 @@ class Desk:
 
 
 @pytest.fixture
-def desk() -> Desk:
-    return Desk()
+def core() -> CoreHarness:
+    return CoreHarness()
 
 
 @pytest.fixture
-def make_desk() -> Callable[..., Desk]:
-    return Desk
+def make_core() -> Callable[..., CoreHarness]:
+    return CoreHarness

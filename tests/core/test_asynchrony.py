@@ -8,12 +8,12 @@ from elastic.core.scheduler import Phase, TrainerMode
 from elastic.core.types import FinishReason, GroupState
 
 
-def finish(desk, group: str, *rewards: float) -> list[c.Command]:
+def finish(core, group: str, *rewards: float) -> list[c.Command]:
     """A group's members end, by default with different rewards."""
     out: list[c.Command] = []
     for member, reward in enumerate(rewards or (0.0, 1.0)):
-        out += desk.tell(e.TrajectoryFinished(trajectory=f"{group}/{member}", reward=reward, tokens=1))
-    desk.out = out
+        out += core.tell(e.TrajectoryFinished(trajectory=f"{group}/{member}", reward=reward, tokens=1))
+    core.out = out
     return out
 
 
@@ -25,231 +25,231 @@ def dropped(commands: list[c.Command]) -> dict[str, str]:
     return {k.group: k.reason.partition(":")[0] for k in commands if isinstance(k, c.DropGroup)}
 
 
-def rest(desk) -> None:
+def rest(core) -> None:
     """The trainer's device has gone to sleep, as it was told."""
-    desk.tell(e.WorkerSlept(worker="trainer", epoch=1))
+    core.tell(e.WorkerSlept(worker="trainer", epoch=1))
 
 
-def train(desk) -> list[str]:
+def train(core) -> list[str]:
     """The trainer does what it is asked until it has nothing more to train; the groups, in its order."""
     order: list[str] = []
-    if desk.scheduler.trainer_mode is TrainerMode.RESTING:
-        rest(desk)
-    while desk.scheduler.training is not None:
-        order.append(desk.scheduler.training)
-        desk.tell(e.GroupTrained(worker="trainer", epoch=1, group=desk.scheduler.training))
+    if core.scheduler.trainer_mode is TrainerMode.RESTING:
+        rest(core)
+    while core.scheduler.training is not None:
+        order.append(core.scheduler.training)
+        core.tell(e.GroupTrained(worker="trainer", epoch=1, group=core.scheduler.training))
     return order
 
 
-def publish(desk) -> list[c.Command]:
-    return desk.tell(e.WeightsPublished(worker="trainer", epoch=1, version=desk.scheduler.version + 1))
+def publish(core) -> list[c.Command]:
+    return core.tell(e.WeightsPublished(worker="trainer", epoch=1, version=core.scheduler.version + 1))
 
 
 class TestLaunching:
     @pytest.mark.parametrize(("bound", "groups"), [(0, 2), (1, 4), (2, 6), (9, 8)])
-    def test_a_step_runs_ahead_as_far_as_the_bound_and_the_plan_allow(self, make_desk, bound, groups) -> None:
-        desk = make_desk(steps=4, groups=2, staleness_bound=bound)
-        assert len(launched(desk.trainer())) == groups
+    def test_a_step_runs_ahead_as_far_as_the_bound_and_the_plan_allow(self, make_core, bound, groups) -> None:
+        core = make_core(steps=4, groups=2, staleness_bound=bound)
+        assert len(launched(core.trainer())) == groups
 
-    def test_each_step_launches_what_the_one_before_has_taken(self, make_desk) -> None:
-        desk = make_desk(steps=4, groups=2, staleness_bound=1)
-        desk.trainer()
+    def test_each_step_launches_what_the_one_before_has_taken(self, make_core) -> None:
+        core = make_core(steps=4, groups=2, staleness_bound=1)
+        core.trainer()
         for group in ("0/2", "0/0"):
-            finish(desk, group)
-        assert train(desk) == ["0/0", "0/2"]
-        assert launched(publish(desk)) == ["1/0", "1/1"]
-        assert set(desk.scheduler.step.groups) == {"0/1", "0/3", "1/0", "1/1"}
+            finish(core, group)
+        assert train(core) == ["0/0", "0/2"]
+        assert launched(publish(core)) == ["1/0", "1/1"]
+        assert set(core.scheduler.step.groups) == {"0/1", "0/3", "1/0", "1/1"}
 
-    def test_the_last_step_ends_the_run_whatever_still_runs(self, make_desk) -> None:
-        desk = make_desk(steps=2, groups=1, staleness_bound=1)
-        desk.trainer()
-        finish(desk, "0/1")
-        train(desk)
-        publish(desk)
-        assert desk.scheduler.step.number == 1
-        finish(desk, "0/0")
-        train(desk)
-        publish(desk)
-        assert desk.scheduler.phase is Phase.STOPPING
-        assert desk.scheduler.failed == ""
+    def test_the_last_step_ends_the_run_whatever_still_runs(self, make_core) -> None:
+        core = make_core(steps=2, groups=1, staleness_bound=1)
+        core.trainer()
+        finish(core, "0/1")
+        train(core)
+        publish(core)
+        assert core.scheduler.step.number == 1
+        finish(core, "0/0")
+        train(core)
+        publish(core)
+        assert core.scheduler.phase is Phase.STOPPING
+        assert core.scheduler.failed == ""
 
 
 class TestStaleness:
-    def test_a_slow_group_is_overtaken_and_dropped_once_it_is_too_old(self, make_desk) -> None:
-        desk = make_desk(steps=5, groups=1, staleness_bound=1)
-        desk.trainer()
-        desk.request("0/0/0")
-        start = desk.one(c.StartTurn)
-        desk.tokens(start, 3)
-        finish(desk, "0/1")
-        train(desk)
-        assert dropped(publish(desk)) == {}
-        finish(desk, "1/0")
-        train(desk)
-        out = publish(desk)
+    def test_a_slow_group_is_overtaken_and_dropped_once_it_is_too_old(self, make_core) -> None:
+        core = make_core(steps=5, groups=1, staleness_bound=1)
+        core.trainer()
+        core.request("0/0/0")
+        start = core.one(c.StartTurn)
+        core.tokens(start, 3)
+        finish(core, "0/1")
+        train(core)
+        assert dropped(publish(core)) == {}
+        finish(core, "1/0")
+        train(core)
+        out = publish(core)
         assert dropped(out) == {"0/0": "stale"}
         assert {k.trajectory for k in out if isinstance(k, c.CancelTrajectory)} == {"0/0/0", "0/0/1"}
         assert launched(out) == ["2/0", "2/1"]
 
-    def test_a_group_without_tokens_is_never_too_old(self, make_desk) -> None:
-        desk = make_desk(steps=5, groups=1, staleness_bound=1)
-        desk.trainer()
+    def test_a_group_without_tokens_is_never_too_old(self, make_core) -> None:
+        core = make_core(steps=5, groups=1, staleness_bound=1)
+        core.trainer()
         for group in ("0/1", "1/0", "2/0"):
-            finish(desk, group)
-            train(desk)
-            assert dropped(publish(desk)) == {}
-        assert "0/0" in desk.scheduler.step.groups
+            finish(core, group)
+            train(core)
+            assert dropped(publish(core)) == {}
+        assert "0/0" in core.scheduler.step.groups
 
-    def test_groups_may_be_as_old_as_their_place_in_the_order_says(self, make_desk) -> None:
-        desk = make_desk(steps=9, groups=2, staleness_bound=2)
-        desk.trainer(version=5)
-        floors = [group.version_floor for group in desk.scheduler.step.groups.values()]
+    def test_groups_may_be_as_old_as_their_place_in_the_order_says(self, make_core) -> None:
+        core = make_core(steps=9, groups=2, staleness_bound=2)
+        core.trainer(version=5)
+        floors = [group.version_floor for group in core.scheduler.step.groups.values()]
         assert floors == [3, 3, 4, 4, 5, 5]
 
-    def test_what_is_due_sooner_may_come_from_older_weights(self, make_desk) -> None:
-        desk = make_desk(steps=5, groups=1, staleness_bound=1)
-        desk.trainer()
-        finish(desk, "0/0")
-        train(desk)
-        publish(desk)
-        floors = {name: group.version_floor for name, group in desk.scheduler.step.groups.items()}
+    def test_what_is_due_sooner_may_come_from_older_weights(self, make_core) -> None:
+        core = make_core(steps=5, groups=1, staleness_bound=1)
+        core.trainer()
+        finish(core, "0/0")
+        train(core)
+        publish(core)
+        floors = {name: group.version_floor for name, group in core.scheduler.step.groups.items()}
         assert floors == {"0/1": 0, "1/0": 1}
 
-    def test_a_turn_that_must_wait_for_weights_holds_up_no_other(self, make_desk) -> None:
-        desk = make_desk(steps=5, groups=1, staleness_bound=1)
-        desk.trainer()
-        worker = desk.worker()
-        finish(desk, "0/0")
-        train(desk)
-        publish(desk)
-        desk.request("1/0/0")
-        assert not desk.sent(c.StartTurn)
-        desk.request("0/1/0")
-        assert desk.one(c.StartTurn).worker == worker
-        assert [turn.trajectory for turn in desk.scheduler.turns.heads()] == ["1/0/0"]
-        desk.tell(e.WeightsApplied(worker=worker, epoch=1, version=1))
-        assert desk.one(c.StartTurn).turn == "1/0/0#0"
+    def test_a_turn_that_must_wait_for_weights_holds_up_no_other(self, make_core) -> None:
+        core = make_core(steps=5, groups=1, staleness_bound=1)
+        core.trainer()
+        worker = core.worker()
+        finish(core, "0/0")
+        train(core)
+        publish(core)
+        core.request("1/0/0")
+        assert not core.sent(c.StartTurn)
+        core.request("0/1/0")
+        assert core.one(c.StartTurn).worker == worker
+        assert [turn.trajectory for turn in core.scheduler.turns.heads()] == ["1/0/0"]
+        core.tell(e.WeightsApplied(worker=worker, epoch=1, version=1))
+        assert core.one(c.StartTurn).turn == "1/0/0#0"
 
-    def test_a_turn_may_span_versions_and_its_oldest_token_counts(self, make_desk) -> None:
-        desk = make_desk(steps=5, groups=1, staleness_bound=1)
-        desk.trainer()
-        worker = desk.worker()
-        finish(desk, "0/0")
-        rest(desk)
-        desk.request("0/1/0")
-        start = desk.one(c.StartTurn)
-        desk.tokens(start, 2)
-        train(desk)
-        publish(desk)
-        desk.tell(e.WeightsApplied(worker=worker, epoch=1, version=1))
-        desk.tokens(start, 2, start=2, version=1, finish=FinishReason.STOP)
-        finish(desk, "0/1")
-        assert desk.scheduler.step.groups["0/1"].oldest_token == 0
+    def test_a_turn_may_span_versions_and_its_oldest_token_counts(self, make_core) -> None:
+        core = make_core(steps=5, groups=1, staleness_bound=1)
+        core.trainer()
+        worker = core.worker()
+        finish(core, "0/0")
+        rest(core)
+        core.request("0/1/0")
+        start = core.one(c.StartTurn)
+        core.tokens(start, 2)
+        train(core)
+        publish(core)
+        core.tell(e.WeightsApplied(worker=worker, epoch=1, version=1))
+        core.tokens(start, 2, start=2, version=1, finish=FinishReason.STOP)
+        finish(core, "0/1")
+        assert core.scheduler.step.groups["0/1"].oldest_token == 0
 
 
 class TestTrainersDevice:
-    def test_it_generates_only_while_the_trainer_would_wait(self, make_desk) -> None:
-        desk = make_desk(steps=5, groups=2, staleness_bound=1)
-        desk.trainer()
-        worker = desk.worker(capacity=1)
-        assert desk.scheduler.trainer_mode is TrainerMode.AWAKE
-        finish(desk, "0/3")
-        assert desk.scheduler.trainer_mode is TrainerMode.RESTING
-        assert train(desk) == ["0/3"]
-        desk.request("0/0/0")
-        desk.request("0/0/1")
-        desk.wait(0.3, beating=("trainer", worker))
-        assert desk.scheduler.trainer_mode is TrainerMode.WAKING
-        desk.tell(e.WorkerAwoke(worker="trainer", epoch=1))
-        assert desk.scheduler.trainer_mode is TrainerMode.AWAKE
-        finish(desk, "0/1")
-        assert train(desk) == ["0/1"]
+    def test_it_generates_only_while_the_trainer_would_wait(self, make_core) -> None:
+        core = make_core(steps=5, groups=2, staleness_bound=1)
+        core.trainer()
+        worker = core.worker(capacity=1)
+        assert core.scheduler.trainer_mode is TrainerMode.AWAKE
+        finish(core, "0/3")
+        assert core.scheduler.trainer_mode is TrainerMode.RESTING
+        assert train(core) == ["0/3"]
+        core.request("0/0/0")
+        core.request("0/0/1")
+        core.wait(0.3, beating=("trainer", worker))
+        assert core.scheduler.trainer_mode is TrainerMode.WAKING
+        core.tell(e.WorkerAwoke(worker="trainer", epoch=1))
+        assert core.scheduler.trainer_mode is TrainerMode.AWAKE
+        finish(core, "0/1")
+        assert train(core) == ["0/1"]
 
-    def test_it_goes_on_generating_while_nobody_else_can(self, make_desk) -> None:
-        desk = make_desk(steps=5, groups=2, staleness_bound=1)
-        desk.trainer()
-        finish(desk, "0/3")
-        assert desk.scheduler.trainer_mode is TrainerMode.AWAKE
-        finish(desk, "0/1")
-        assert train(desk) == ["0/1", "0/3"]
+    def test_it_goes_on_generating_while_nobody_else_can(self, make_core) -> None:
+        core = make_core(steps=5, groups=2, staleness_bound=1)
+        core.trainer()
+        finish(core, "0/3")
+        assert core.scheduler.trainer_mode is TrainerMode.AWAKE
+        finish(core, "0/1")
+        assert train(core) == ["0/1", "0/3"]
 
 
 class TestDynamicSampling:
-    def test_groups_that_teach_nothing_are_made_up_for(self, make_desk) -> None:
-        desk = make_desk(dynamic_most=3.0, steps=2, groups=2)
-        desk.trainer()
-        assert launched(finish(desk, "0/0", 1.0, 1.0)) == ["0/2"]
-        assert launched(finish(desk, "0/2", 0.0, 0.0)) == ["0/3"]
+    def test_groups_that_teach_nothing_are_made_up_for(self, make_core) -> None:
+        core = make_core(dynamic_most=3.0, steps=2, groups=2)
+        core.trainer()
+        assert launched(finish(core, "0/0", 1.0, 1.0)) == ["0/2"]
+        assert launched(finish(core, "0/2", 0.0, 0.0)) == ["0/3"]
 
-    def test_no_more_are_launched_than_the_bound_and_the_step_goes_on_with_fewer(self, make_desk) -> None:
-        desk = make_desk(dynamic_most=2.0, steps=2, groups=2)
-        desk.trainer()
-        finish(desk, "0/0")
+    def test_no_more_are_launched_than_the_bound_and_the_step_goes_on_with_fewer(self, make_core) -> None:
+        core = make_core(dynamic_most=2.0, steps=2, groups=2)
+        core.trainer()
+        finish(core, "0/0")
         for group in ("0/1", "0/2"):
-            assert launched(finish(desk, group, 1.0, 1.0))
-        assert not launched(finish(desk, "0/3", 1.0, 1.0))
-        rest(desk)
-        desk.tell(e.GroupTrained(worker="trainer", epoch=1, group="0/0"))
-        assert desk.one(c.UpdateWeights).empty_slots == (1,)
+            assert launched(finish(core, group, 1.0, 1.0))
+        assert not launched(finish(core, "0/3", 1.0, 1.0))
+        rest(core)
+        core.tell(e.GroupTrained(worker="trainer", epoch=1, group="0/0"))
+        assert core.one(c.UpdateWeights).empty_slots == (1,)
 
-    def test_as_many_run_at_once_as_the_last_step_says_are_needed(self, make_desk) -> None:
-        desk = make_desk(dynamic_most=6.0, steps=2, groups=2)
-        desk.trainer()
+    def test_as_many_run_at_once_as_the_last_step_says_are_needed(self, make_core) -> None:
+        core = make_core(dynamic_most=6.0, steps=2, groups=2)
+        core.trainer()
         for group in ("0/0", "0/2"):
-            finish(desk, group, 1.0, 1.0)
+            finish(core, group, 1.0, 1.0)
         for group in ("0/1", "0/3"):
-            finish(desk, group)
-        train(desk)
-        assert len(launched(publish(desk))) == 4
+            finish(core, group)
+        train(core)
+        assert len(launched(publish(core))) == 4
 
-    def test_short_groups_are_not_preferred(self, make_desk) -> None:
-        desk = make_desk(dynamic_most=6.0, steps=2, groups=2)
-        desk.trainer()
+    def test_short_groups_are_not_preferred(self, make_core) -> None:
+        core = make_core(dynamic_most=6.0, steps=2, groups=2)
+        core.trainer()
         for group in ("0/0", "0/2"):
-            finish(desk, group, 1.0, 1.0)
+            finish(core, group, 1.0, 1.0)
         for group in ("0/1", "0/3"):
-            finish(desk, group)
-        train(desk)
-        publish(desk)
-        desk.tell(e.WorkerAwoke(worker="trainer", epoch=1))
-        finish(desk, "1/3")
-        finish(desk, "1/2")
-        assert desk.scheduler.step.next_group() is None
-        finish(desk, "1/0")
-        assert desk.scheduler.step.next_group()[0].id == "1/0"
-        out = finish(desk, "1/1")
+            finish(core, group)
+        train(core)
+        publish(core)
+        core.tell(e.WorkerAwoke(worker="trainer", epoch=1))
+        finish(core, "1/3")
+        finish(core, "1/2")
+        assert core.scheduler.step.next_group() is None
+        finish(core, "1/0")
+        assert core.scheduler.step.next_group()[0].id == "1/0"
+        out = finish(core, "1/1")
         assert dropped(out) == {"1/2": "surplus", "1/3": "surplus"}
-        assert train(desk) == ["1/0", "1/1"]
+        assert train(core) == ["1/0", "1/1"]
 
-    def test_slots_keep_to_their_mini_batch_whatever_finishes_first(self, make_desk) -> None:
-        desk = make_desk(dynamic_most=2.0, steps=1, groups=4, minibatches=2)
-        desk.trainer()
-        step = desk.scheduler.step
-        finish(desk, "0/3")
+    def test_slots_keep_to_their_mini_batch_whatever_finishes_first(self, make_core) -> None:
+        core = make_core(dynamic_most=2.0, steps=1, groups=4, minibatches=2)
+        core.trainer()
+        step = core.scheduler.step
+        finish(core, "0/3")
         assert step.next_group() is None or step.next_group()[1] in (2, 3)
-        finish(desk, "0/1")
+        finish(core, "0/1")
         group, slot = step.next_group()
         assert (group.id, slot in (0, 1)) == ("0/1", True)
 
-    def test_surplus_groups_that_run_are_cancelled(self, make_desk) -> None:
-        desk = make_desk(dynamic_most=6.0, steps=2, groups=1)
-        desk.trainer()
-        finish(desk, "0/0", 1.0, 1.0)
-        finish(desk, "0/1")
-        train(desk)
-        assert len(launched(publish(desk))) == 2
-        desk.tell(e.WorkerAwoke(worker="trainer", epoch=1))
-        out = finish(desk, "1/0")
+    def test_surplus_groups_that_run_are_cancelled(self, make_core) -> None:
+        core = make_core(dynamic_most=6.0, steps=2, groups=1)
+        core.trainer()
+        finish(core, "0/0", 1.0, 1.0)
+        finish(core, "0/1")
+        train(core)
+        assert len(launched(publish(core))) == 2
+        core.tell(e.WorkerAwoke(worker="trainer", epoch=1))
+        out = finish(core, "1/0")
         assert dropped(out) == {"1/1": "surplus"}
         assert {k.trajectory for k in out if isinstance(k, c.CancelTrajectory)} == {"1/1/0", "1/1/1"}
-        assert desk.scheduler.step.groups["1/1"].state is GroupState.DROPPED
+        assert core.scheduler.step.groups["1/1"].state is GroupState.DROPPED
 
-    def test_surplus_groups_are_the_next_steps_where_that_may_have_them(self, make_desk) -> None:
-        desk = make_desk(dynamic_most=6.0, steps=3, groups=1, staleness_bound=1)
-        desk.trainer()
-        finish(desk, "0/0", 1.0, 1.0)
-        finish(desk, "0/1")
-        train(desk)
-        assert "1/1" in launched(publish(desk))
-        assert not dropped(finish(desk, "1/0"))
-        assert desk.scheduler.step.groups["1/1"].state is GroupState.RUNNING
+    def test_surplus_groups_are_the_next_steps_where_that_may_have_them(self, make_core) -> None:
+        core = make_core(dynamic_most=6.0, steps=3, groups=1, staleness_bound=1)
+        core.trainer()
+        finish(core, "0/0", 1.0, 1.0)
+        finish(core, "0/1")
+        train(core)
+        assert "1/1" in launched(publish(core))
+        assert not dropped(finish(core, "1/0"))
+        assert core.scheduler.step.groups["1/1"].state is GroupState.RUNNING

@@ -16,130 +16,130 @@ ELASTIC = WorkerRole.ELASTIC
 PROVIDERS = ("spot", "serving")
 
 
-def crowded(make_desk):
+def crowded(make_core):
     """Four turns on one worker that executes two at once; a second worker comes, and the first reports its queue."""
-    desk = make_desk(group_size=4, balancing=True)
-    desk.trainer(capacity=0)
-    first = desk.worker("spot", capacity=BATCH + 2)
+    core = make_core(group_size=4, balancing=True)
+    core.trainer(capacity=0)
+    first = core.worker("spot", capacity=BATCH + 2)
     starts: list[c.StartTurn] = []
     for member in range(4):
-        starts += _request(desk, f"0/0/{member}")
+        starts += _request(core, f"0/0/{member}")
         if member < BATCH:
-            desk.tokens(starts[-1], 3)
+            core.tokens(starts[-1], 3)
     assert [start.worker for start in starts] == 4 * [first]
-    second = desk.worker("serving", capacity=BATCH + 2)
+    second = core.worker("serving", capacity=BATCH + 2)
     for worker in (first, second):
-        introduce(desk, worker)
-    report(desk, first, pending=2, executing=BATCH)
-    return desk, starts, second
+        introduce(core, worker)
+    report(core, first, pending=2, executing=BATCH)
+    return core, starts, second
 
 
-def interval(desk) -> list[str]:
+def interval(core) -> list[str]:
     """The turns that are called back when the loads are looked at again."""
-    desk.now_s += 0.3
-    return [command.turn for command in desk.tell(e.Tick()) if isinstance(command, c.AbortTurn)]
+    core.now_s += 0.3
+    return [command.turn for command in core.tell(e.Tick()) if isinstance(command, c.AbortTurn)]
 
 
-def _request(desk, trajectory: str) -> list[c.StartTurn]:
-    desk.request(trajectory)
-    return desk.sent(c.StartTurn)
+def _request(core, trajectory: str) -> list[c.StartTurn]:
+    core.request(trajectory)
+    return core.sent(c.StartTurn)
 
 
-def load_of(desk, worker: str) -> WorkerLoad:
-    return next(load for load in desk.scheduler._balancer._loads() if load.id == worker)
+def load_of(core, worker: str) -> WorkerLoad:
+    return next(load for load in core.scheduler._balancer._loads() if load.id == worker)
 
 
-def introduce(desk, worker: str) -> None:
-    record = desk.scheduler.fleet.workers[worker]
+def introduce(core, worker: str) -> None:
+    record = core.scheduler.fleet.workers[worker]
     record.introduce(msgspec.structs.replace(record.capabilities, max_batch=BATCH))
-    desk.scheduler.fleet.reindex(record)
+    core.scheduler.fleet.reindex(record)
 
 
 def report(
-    desk, worker: str, pending: int, executing: int, progress: int | None = None, decode_ns: int = 1, decoded: int = 0
+    core, worker: str, pending: int, executing: int, progress: int | None = None, decode_ns: int = 1, decoded: int = 0
 ) -> None:
-    desk.tell(
+    core.tell(
         e.WorkerReported(
             worker=worker,
             epoch=1,
             capacity_turns=BATCH + 2,
             pending=pending,
             executing=executing,
-            progress=round(desk.now_s * 1000) + 1 if progress is None else progress,
+            progress=round(core.now_s * 1000) + 1 if progress is None else progress,
             accounts_ns={Account.DECODE: decode_ns},
             decoded_tokens=decoded,
         )
     )
 
 
-def give_back(desk, start: c.StartTurn, accepted: int, more: int) -> None:
+def give_back(core, start: c.StartTurn, accepted: int, more: int) -> None:
     chunk = Progress(start.turn, start.attempt, accepted, more, 0, FinishReason.ABORTED)
-    desk.tell(e.TokensReceived(worker=start.worker, epoch=1, chunks=(chunk,)))
+    core.tell(e.TokensReceived(worker=start.worker, epoch=1, chunks=(chunk,)))
 
 
-def test_pending_turns_are_called_back_and_go_to_the_worker_with_room(make_desk) -> None:
-    desk, starts, second = crowded(make_desk)
-    desk.now_s += 0.3
-    aborted = [k.turn for k in desk.tell(e.Tick()) if isinstance(k, c.AbortTurn)]
+def test_pending_turns_are_called_back_and_go_to_the_worker_with_room(make_core) -> None:
+    core, starts, second = crowded(make_core)
+    core.now_s += 0.3
+    aborted = [k.turn for k in core.tell(e.Tick()) if isinstance(k, c.AbortTurn)]
     assert sorted(aborted) == sorted(start.turn for start in starts[BATCH:])
     for start in starts[BATCH:]:
-        give_back(desk, start, 0, 0)
-        again = desk.one(c.StartTurn)
+        give_back(core, start, 0, 0)
+        again = core.one(c.StartTurn)
         assert (again.worker, again.attempt, again.start) == (second, 2, 0)
 
 
-def test_what_the_source_still_has_comes_along(make_desk) -> None:
-    desk, starts, second = crowded(make_desk)
-    desk.now_s += 0.3
-    desk.tell(e.Tick())
-    give_back(desk, starts[-1], 0, 5)
-    assert (desk.one(c.StartTurn).worker, desk.one(c.StartTurn).start) == (second, 5)
+def test_what_the_source_still_has_comes_along(make_core) -> None:
+    core, starts, second = crowded(make_core)
+    core.now_s += 0.3
+    core.tell(e.Tick())
+    give_back(core, starts[-1], 0, 5)
+    assert (core.one(c.StartTurn).worker, core.one(c.StartTurn).start) == (second, 5)
 
 
 @pytest.mark.parametrize("handed_over", [0, 5])
-def test_moved_turn_is_left_alone_until_it_has_a_token(make_desk, handed_over: int) -> None:
+def test_moved_turn_is_left_alone_until_it_has_a_token(make_core, handed_over: int) -> None:
     """Tokens that its former worker still had are none."""
-    desk, starts, second = crowded(make_desk)
-    desk.now_s += 0.3
-    desk.tell(e.Tick())
+    core, starts, second = crowded(make_core)
+    core.now_s += 0.3
+    core.tell(e.Tick())
     for start in starts[BATCH:]:
-        give_back(desk, start, 0, handed_over)
-    third = desk.worker("serving", capacity=BATCH + 2)
-    introduce(desk, third)
-    report(desk, second, pending=2, executing=0)
-    desk.now_s += 0.3
-    assert not [k for k in desk.tell(e.Tick()) if isinstance(k, c.AbortTurn)]
+        give_back(core, start, 0, handed_over)
+    third = core.worker("serving", capacity=BATCH + 2)
+    introduce(core, third)
+    report(core, second, pending=2, executing=0)
+    core.now_s += 0.3
+    assert not [k for k in core.tell(e.Tick()) if isinstance(k, c.AbortTurn)]
 
 
-def test_receiver_that_is_gone_when_the_turn_comes_is_not_waited_for(make_desk) -> None:
-    desk, starts, second = crowded(make_desk)
-    desk.now_s += 0.3
-    desk.tell(e.Tick())
-    desk.lease_ended(second.partition("/")[0])
-    give_back(desk, starts[-1], 0, 0)
-    assert desk.one(c.StartTurn).worker == starts[0].worker
+def test_receiver_that_is_gone_when_the_turn_comes_is_not_waited_for(make_core) -> None:
+    core, starts, second = crowded(make_core)
+    core.now_s += 0.3
+    core.tell(e.Tick())
+    core.lease_ended(second.partition("/")[0])
+    give_back(core, starts[-1], 0, 0)
+    assert core.one(c.StartTurn).worker == starts[0].worker
 
 
-def test_profile_is_captured_from_reports(make_desk) -> None:
-    desk = make_desk(group_size=4, balancing=True)
-    desk.trainer(capacity=0)
-    worker = desk.worker("spot", capacity=4)
+def test_profile_is_captured_from_reports(make_core) -> None:
+    core = make_core(group_size=4, balancing=True)
+    core.trainer(capacity=0)
+    worker = core.worker("spot", capacity=4)
     for member in range(2):
-        for start in _request(desk, f"0/0/{member}"):
-            desk.tokens(start, 1)
+        for start in _request(core, f"0/0/{member}"):
+            core.tokens(start, 1)
     for beat in range(1, 4):
         report(
-            desk, worker, pending=0, executing=2, progress=10_000 + 10 * beat, decode_ns=1000 * beat, decoded=20 * beat
+            core, worker, pending=0, executing=2, progress=10_000 + 10 * beat, decode_ns=1000 * beat, decoded=20 * beat
         )
-    (profile,) = desk.scheduler.profiles.values()
+    (profile,) = core.scheduler.profiles.values()
     sample = profile.samples[2]
     assert round(sample.tokens_per_ns, 6) == 0.02
     assert sample.context_tokens == 11.0
 
 
-def test_what_executes_is_what_is_not_pending(make_desk) -> None:
-    desk, starts, second = crowded(make_desk)
-    full, empty = load_of(desk, starts[0].worker), load_of(desk, second)
+def test_what_executes_is_what_is_not_pending(make_core) -> None:
+    core, starts, second = crowded(make_core)
+    full, empty = load_of(core, starts[0].worker), load_of(core, second)
     assert (full.executing, full.pending, full.room) == (BATCH, 2, 0)
     assert (empty.executing, empty.pending, empty.room) == (0, 0, BATCH)
     assert (full.context_tokens(), empty.context_tokens()) == ((2 * 13 + 2 * 10) / 4, 0.0)
@@ -147,9 +147,9 @@ def test_what_executes_is_what_is_not_pending(make_desk) -> None:
     assert full.movable_executing() == [starts[0].turn, starts[1].turn]
 
 
-def test_of_a_large_fleet_those_of_each_kind_with_the_most_and_the_least_to_do_are_looked_at(make_desk) -> None:
-    desk, rng = make_desk(balancing=True), Random(1)
-    fleet = desk.scheduler.fleet
+def test_of_a_large_fleet_those_of_each_kind_with_the_most_and_the_least_to_do_are_looked_at(make_core) -> None:
+    core, rng = make_core(balancing=True), Random(1)
+    fleet = core.scheduler.fleet
     for number in range(5 * CONSIDERED):
         worker = fleet.add(f"w{number}", f"l{number}", rng.choice(["spot", "spot", "spot", "serving"]), ELASTIC)
         worker.turns = {f"{number}#{turn}": turn < BATCH for turn in range(rng.randint(0, 4 * BATCH))}
@@ -162,100 +162,100 @@ def test_of_a_large_fleet_those_of_each_kind_with_the_most_and_the_least_to_do_a
         for reverse in (False, True)
         for worker in sorted(alike, key=lambda w: (w.pending, w.outstanding), reverse=reverse)[:CONSIDERED]
     ]
-    loads = desk.scheduler._balancer._loads()
+    loads = core.scheduler._balancer._loads()
     assert [load.id for load in loads] == [worker for worker in fleet.workers if worker in ends]
     assert all(load.pending + load.executing == fleet.workers[load.id].outstanding for load in loads)
 
 
-def test_idle_reports_leave_no_trace_in_the_profile(make_desk) -> None:
-    desk = make_desk(group_size=4, balancing=True)
-    desk.trainer(capacity=0)
-    worker = desk.worker("spot", capacity=4)
-    for start in _request(desk, "0/0/0"):
-        desk.tokens(start, 1)
+def test_idle_reports_leave_no_trace_in_the_profile(make_core) -> None:
+    core = make_core(group_size=4, balancing=True)
+    core.trainer(capacity=0)
+    worker = core.worker("spot", capacity=4)
+    for start in _request(core, "0/0/0"):
+        core.tokens(start, 1)
     for progress, decoded in ((10, 10), (20, 10), (30, 10), (40, 20)):
         report(
-            desk, worker, pending=0, executing=1, progress=10_000 + progress, decode_ns=100 * decoded, decoded=decoded
+            core, worker, pending=0, executing=1, progress=10_000 + progress, decode_ns=100 * decoded, decoded=decoded
         )
-    record = desk.scheduler.fleet.workers[worker]
+    record = core.scheduler.fleet.workers[worker]
     assert (record.decoded_tokens, record.decode_ns) == (20, 2000)
-    (profile,) = desk.scheduler.profiles.values()
+    (profile,) = core.scheduler.profiles.values()
     assert [sample.tokens_per_ns for sample in profile.samples.values()] == [0.01]
 
 
-def test_engine_that_has_not_begun_yet_is_known_all_the_same(make_desk) -> None:
-    desk = make_desk(group_size=4, balancing=True)
-    desk.trainer(capacity=0)
-    worker = desk.worker("spot", capacity=4)
-    desk.beat(worker, progress=0)
-    for start in _request(desk, "0/0/0"):
-        desk.tokens(start, 1)
-    report(desk, worker, pending=0, executing=1, progress=1, decode_ns=11, decoded=1)
-    assert [list(profile.samples) for profile in desk.scheduler.profiles.values()] == [[1]]
+def test_engine_that_has_not_begun_yet_is_known_all_the_same(make_core) -> None:
+    core = make_core(group_size=4, balancing=True)
+    core.trainer(capacity=0)
+    worker = core.worker("spot", capacity=4)
+    core.beat(worker, progress=0)
+    for start in _request(core, "0/0/0"):
+        core.tokens(start, 1)
+    report(core, worker, pending=0, executing=1, progress=1, decode_ns=11, decoded=1)
+    assert [list(profile.samples) for profile in core.scheduler.profiles.values()] == [[1]]
 
 
-def test_room_is_kept_for_what_is_on_its_way(make_desk) -> None:
+def test_room_is_kept_for_what_is_on_its_way(make_core) -> None:
     """The second worker has room for one; the hand-over of that one takes several intervals."""
-    desk, starts, second = crowded(make_desk)
-    desk.beat(second, capacity=1)
-    assert interval(desk) == [starts[3].turn]
-    assert interval(desk) == []
-    give_back(desk, starts[3], 0, 0)
-    assert desk.one(c.StartTurn).worker == second
+    core, starts, second = crowded(make_core)
+    core.beat(second, capacity=1)
+    assert interval(core) == [starts[3].turn]
+    assert interval(core) == []
+    give_back(core, starts[3], 0, 0)
+    assert core.one(c.StartTurn).worker == second
 
 
-def test_what_is_called_back_is_not_called_back_again_as_another(make_desk) -> None:
+def test_what_is_called_back_is_not_called_back_again_as_another(make_core) -> None:
     """Two of four turns are too many, and a third worker with room comes while they are under way to the second."""
-    desk = make_desk(group_size=4, balancing=True)
-    desk.trainer(capacity=0)
-    first = desk.worker("spot", capacity=4)
+    core = make_core(group_size=4, balancing=True)
+    core.trainer(capacity=0)
+    first = core.worker("spot", capacity=4)
     starts: list[c.StartTurn] = []
     for member in range(4):
-        starts += _request(desk, f"0/0/{member}")
-        desk.tokens(starts[-1], 3 + member)
-    profile = desk.scheduler._run.profiles[desk.scheduler.fleet.workers[first].kind] = BatchProfile()
+        starts += _request(core, f"0/0/{member}")
+        core.tokens(starts[-1], 3 + member)
+    profile = core.scheduler._run.profiles[core.scheduler.fleet.workers[first].kind] = BatchProfile()
     profile.note(1, 10, 10, 15.0)
     profile.note(2, 20, 10, 15.0)
     profile.note(4, 21, 10, 15.0)
-    second = desk.worker("spot", capacity=4)
-    assert interval(desk) == [starts[0].turn, starts[1].turn]
-    desk.worker("spot", capacity=4)
-    assert interval(desk) == []
-    give_back(desk, starts[0], 3, 0)
-    assert desk.one(c.StartTurn).worker == second
+    second = core.worker("spot", capacity=4)
+    assert interval(core) == [starts[0].turn, starts[1].turn]
+    core.worker("spot", capacity=4)
+    assert interval(core) == []
+    give_back(core, starts[0], 3, 0)
+    assert core.one(c.StartTurn).worker == second
 
 
-def test_no_more_turns_are_sent_than_a_worker_has_places(make_desk) -> None:
-    desk, starts, second = crowded(make_desk)
-    record = desk.scheduler.fleet.workers[second]
+def test_no_more_turns_are_sent_than_a_worker_has_places(make_core) -> None:
+    core, starts, second = crowded(make_core)
+    record = core.scheduler.fleet.workers[second]
     record.declines = 1
-    assert load_of(desk, record.id).room == 1
+    assert load_of(core, record.id).room == 1
     record.declines = 0
-    assert load_of(desk, record.id).room == BATCH < record.capacity
-    desk.scheduler._turn_manager.transfer(desk.scheduler.turns.live[starts[3].turn], record.id)
-    assert load_of(desk, record.id).room == BATCH - 1
-    assert load_of(desk, record.id).executing == 1
-    assert load_of(desk, starts[0].worker).room == 0
-    assert load_of(desk, starts[0].worker).pending == 1
+    assert load_of(core, record.id).room == BATCH < record.capacity
+    core.scheduler._turn_manager.transfer(core.scheduler.turns.live[starts[3].turn], record.id)
+    assert load_of(core, record.id).room == BATCH - 1
+    assert load_of(core, record.id).executing == 1
+    assert load_of(core, starts[0].worker).room == 0
+    assert load_of(core, starts[0].worker).pending == 1
 
 
-def test_turn_is_not_called_back_for_a_worker_whose_weights_are_too_old_for_it(make_desk) -> None:
+def test_turn_is_not_called_back_for_a_worker_whose_weights_are_too_old_for_it(make_core) -> None:
     """Groups that run ahead may only have tokens of the newest version, which the second worker still loads."""
-    desk = make_desk(steps=3, staleness_bound=1, group_size=4, balancing=True)
-    desk.trainer(capacity=0, version=1)
-    first = desk.worker("spot", capacity=BATCH + 2)
-    desk.tell(e.WeightsApplied(worker=first, epoch=1, version=1))
-    second = desk.worker("serving", capacity=BATCH + 2)
+    core = make_core(steps=3, staleness_bound=1, group_size=4, balancing=True)
+    core.trainer(capacity=0, version=1)
+    first = core.worker("spot", capacity=BATCH + 2)
+    core.tell(e.WeightsApplied(worker=first, epoch=1, version=1))
+    second = core.worker("serving", capacity=BATCH + 2)
     for worker in (first, second):
-        introduce(desk, worker)
-    floors = desk.scheduler.step.groups["1/0"].version_floor, desk.scheduler.step.groups["1/1"].version_floor
+        introduce(core, worker)
+    floors = core.scheduler.step.groups["1/0"].version_floor, core.scheduler.step.groups["1/1"].version_floor
     assert floors == (0, 1)
     for member in range(4):
-        (start,) = _request(desk, f"1/1/{member}")
+        (start,) = _request(core, f"1/1/{member}")
         assert start.worker == first
         if member < BATCH:
-            desk.tokens(start, 3, version=1)
-    report(desk, first, pending=2, executing=BATCH)
-    assert interval(desk) == []
-    desk.tell(e.WeightsApplied(worker=second, epoch=1, version=1))
-    assert len(interval(desk)) == BATCH
+            core.tokens(start, 3, version=1)
+    report(core, first, pending=2, executing=BATCH)
+    assert interval(core) == []
+    core.tell(e.WeightsApplied(worker=second, epoch=1, version=1))
+    assert len(interval(core)) == BATCH

@@ -18,26 +18,26 @@ A, B, C = "0/0/0", "0/0/1", "0/0/2"
 class Fleet:
     """Two workers, on one of which turns run at `SPEED`; turns are known to have 100 tokens, or 5000."""
 
-    def __init__(self, make_desk) -> None:
-        self.desk = desk = make_desk(group_size=8)
-        desk.trainer()
-        self.leaving = desk.worker("spot", capacity=4)
-        self.other = desk.worker("serving", capacity=0)
-        desk.end_seeding()
+    def __init__(self, make_core) -> None:
+        self.core = core = make_core(group_size=8)
+        core.trainer()
+        self.leaving = core.worker("spot", capacity=4)
+        self.other = core.worker("serving", capacity=0)
+        core.end_seeding()
         self.closed = True
         """Whether the other worker takes nothing."""
         self.progress = 0
         self.starts: dict[str, c.StartTurn] = {}
         self.at: dict[str, int] = {}
         for tag, length in (("short", 100), ("long", 5000)):
-            demand = desk.scheduler.turns.demands[tag] = Demand()
+            demand = core.scheduler.turns.demands[tag] = Demand()
             demand.note(0, length)
         self.decoded = 0
         self.report(self.other, 0)
 
     def request(self, trajectory: str, tag: str) -> list[c.Command]:
         return self.take(
-            self.desk.tell(
+            self.core.tell(
                 e.TurnRequested(
                     turn=f"{trajectory}#0", trajectory=trajectory, prompt_tokens=10, max_new_tokens=6000, tag=tag
                 )
@@ -50,21 +50,21 @@ class Fleet:
                 self.starts[command.turn], self.at[command.turn] = command, command.start
             elif isinstance(command, c.AbortTurn):
                 ended = self.starts.pop(command.turn)
-                self.desk.tokens(ended, 0, start=self.at[command.turn], finish=FinishReason.ABORTED)
-                self.take(self.desk.out)
+                self.core.tokens(ended, 0, start=self.at[command.turn], finish=FinishReason.ABORTED)
+                self.take(self.core.out)
         return out
 
     def go_on(self, seconds: int, finishing: tuple[str, ...] = ()) -> list[c.Command]:
         """Every turn that runs gets its tokens, second by second."""
         out: list[c.Command] = []
         for _ in range(seconds):
-            out += self.take(self.desk.wait(1, beating=("trainer",)))
+            out += self.take(self.core.wait(1, beating=("trainer",)))
             for turn, start in list(self.starts.items()):
-                self.desk.tokens(start, SPEED, start=self.at[turn])
+                self.core.tokens(start, SPEED, start=self.at[turn])
                 self.at[turn] += SPEED
-                out += self.take(self.desk.out)
+                out += self.take(self.core.out)
             out += self.report(self.other, 0 if self.closed else 4)
-            if self.desk.scheduler.fleet.workers.get(self.leaving):
+            if self.core.scheduler.fleet.workers.get(self.leaving):
                 out += self.report(self.leaving, 4)
         return out
 
@@ -73,7 +73,7 @@ class Fleet:
         self.progress += SPEED
         self.decoded += SPEED * len(running)
         return self.take(
-            self.desk.tell(
+            self.core.tell(
                 e.WorkerReported(
                     worker=worker,
                     epoch=1,
@@ -88,13 +88,13 @@ class Fleet:
         )
 
     def notice(self, seconds: float | None = NOTICE_S) -> list[c.Command]:
-        deadline_ns = None if seconds is None else round((self.desk.now_s + seconds) * NS_PER_S)
-        return self.take(self.desk.tell(e.LeaseNotice(lease="spot-1", deadline_ns=deadline_ns, reason="preemption")))
+        deadline_ns = None if seconds is None else round((self.core.now_s + seconds) * NS_PER_S)
+        return self.take(self.core.tell(e.LeaseNotice(lease="spot-1", deadline_ns=deadline_ns, reason="preemption")))
 
 
 @pytest.fixture
-def fleet(make_desk) -> Fleet:
-    fleet = Fleet(make_desk)
+def fleet(make_core) -> Fleet:
+    fleet = Fleet(make_core)
     fleet.request(A, "long")
     fleet.go_on(3)
     return fleet
@@ -110,34 +110,34 @@ def test_turn_that_ends_in_time_ends_where_it_is(fleet) -> None:
     out = fleet.notice() + fleet.go_on(8)
     assert not aborted(out)
     start = fleet.starts.pop(f"{B}#0")
-    fleet.desk.tokens(start, SPEED, start=fleet.at[f"{B}#0"], finish=FinishReason.STOP)
-    assert fleet.desk.one(c.FinishTurn).turn == f"{B}#0"
+    fleet.core.tokens(start, SPEED, start=fleet.at[f"{B}#0"], finish=FinishReason.STOP)
+    assert fleet.core.one(c.FinishTurn).turn == f"{B}#0"
 
 
 def test_nothing_moves_to_wait_with_others(fleet) -> None:
     """Contexts take all of the notice to compute elsewhere: all but one would leave at once, were there a place."""
-    desk = fleet.desk
-    profile = desk.scheduler.profiles[desk.scheduler.fleet.workers[fleet.leaving].kind]
+    core = fleet.core
+    profile = core.scheduler.profiles[core.scheduler.fleet.workers[fleet.leaving].kind]
     profile.note_prefill(1, 100 * NS_PER_S)
     fleet.request(B, "long")
     for trajectory in (C, "0/0/3", "0/0/4", "0/0/5"):
         fleet.request(trajectory, "long")
-    assert desk.scheduler.turns.head() is not None
+    assert core.scheduler.turns.head() is not None
     assert not aborted(fleet.notice() + fleet.go_on(20))
     fleet.closed = False
     assert aborted(fleet.go_on(3))
 
 
 def test_turn_that_does_not_is_called_back_late_and_in_time(fleet) -> None:
-    begun_s = fleet.desk.now_s
+    begun_s = fleet.core.now_s
     out = fleet.notice()
     assert not aborted(out)
     while not aborted(out):
-        assert fleet.desk.now_s < begun_s + NOTICE_S
+        assert fleet.core.now_s < begun_s + NOTICE_S
         out = fleet.go_on(1)
-    left_s = begun_s + NOTICE_S - fleet.desk.now_s
+    left_s = begun_s + NOTICE_S - fleet.core.now_s
     assert MARGIN_S - 1 <= left_s <= 0.2 * NOTICE_S
-    assert fleet.desk.scheduler.turns.live[f"{A}#0"].accepted >= SPEED * (NOTICE_S - MARGIN_S - 2)
+    assert fleet.core.scheduler.turns.live[f"{A}#0"].accepted >= SPEED * (NOTICE_S - MARGIN_S - 2)
     assert any(isinstance(command, c.DrainWorker) for command in out)
 
 
@@ -158,8 +158,8 @@ def test_nothing_begins_there_at_the_end(fleet) -> None:
 def test_notice_without_an_end_moves_nothing(fleet) -> None:
     out = fleet.notice(seconds=None) + fleet.go_on(150)
     assert not aborted(out)
-    assert fleet.desk.scheduler.fleet.workers[fleet.leaving].leaves_ns is None
-    assert fleet.desk.scheduler.leases.leases["spot-1"].expires_at_ns is None
+    assert fleet.core.scheduler.fleet.workers[fleet.leaving].leaves_ns is None
+    assert fleet.core.scheduler.leases.leases["spot-1"].expires_at_ns is None
 
 
 def test_earlier_end_counts(fleet) -> None:
@@ -167,14 +167,14 @@ def test_earlier_end_counts(fleet) -> None:
     fleet.notice(seconds=30.0)
     out = fleet.go_on(30)
     assert aborted(out) == [f"{A}#0"]
-    assert fleet.desk.scheduler.turns.live[f"{A}#0"].state is TurnState.QUEUED
+    assert fleet.core.scheduler.turns.live[f"{A}#0"].state is TurnState.QUEUED
 
 
 def test_leaving_worker_that_is_cut_off_may_come_back(fleet) -> None:
     fleet.notice()
-    fleet.take(fleet.desk.tell(e.WorkerDisconnected(worker=fleet.leaving, epoch=1)))
-    fleet.desk.join(fleet.leaving, epoch=2)
-    record = fleet.desk.scheduler.fleet.workers[fleet.leaving]
+    fleet.take(fleet.core.tell(e.WorkerDisconnected(worker=fleet.leaving, epoch=1)))
+    fleet.core.join(fleet.leaving, epoch=2)
+    record = fleet.core.scheduler.fleet.workers[fleet.leaving]
     assert record.state is WorkerState.READY
     assert record.leaves_ns is not None
 
@@ -187,10 +187,10 @@ def test_without_a_leaving_worker_s_help_the_trainer_takes_turns_back(fleet) -> 
     assert any(isinstance(command, c.WakeWorker) for command in out)
 
 
-def test_lease_that_ends_by_time_is_used_to_its_end(make_desk) -> None:
-    fleet = Fleet(make_desk)
-    fleet.desk.lease_ended("spot-1", EndCause.RELEASED)
-    fleet.leaving = fleet.desk.worker("spot", expires_s=fleet.desk.now_s + 60)
+def test_lease_that_ends_by_time_is_used_to_its_end(make_core) -> None:
+    fleet = Fleet(make_core)
+    fleet.core.lease_ended("spot-1", EndCause.RELEASED)
+    fleet.leaving = fleet.core.worker("spot", expires_s=fleet.core.now_s + 60)
     assert fleet.leaving == "spot-2/w"
     out = fleet.request(A, "long") + fleet.go_on(56)
     assert not aborted(out)

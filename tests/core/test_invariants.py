@@ -70,8 +70,8 @@ SPOILT: list[tuple[int, Callable[[Scheduler], object]]] = [
     (12, lambda s: s.timers.set("boot", "nobody", s.now_ns, 1)),
     (12, lambda s: s.timers.set("back-off", "spot", 0, 0)),
     (12, lambda s: s.timers.set("training", "trainer", s.now_ns, 1)),
-    (12, lambda s: s.turns.conversations.clear()),
-    (12, lambda s: s.turns.conversations["0/0/0"].turns.clear()),
+    (12, lambda s: s.turns.trajectories.clear()),
+    (12, lambda s: s.turns.trajectories["0/0/0"].turns.clear()),
     (12, lambda s: s.step.groups["0/0"].members.update({"0/0/0": 1.0})),
     (1, lambda s: spoil_turn(s, state=TurnState.QUEUED)),
     (5, lambda s: spoil_turn(s, worker="nobody")),
@@ -91,7 +91,7 @@ SPOILT: list[tuple[int, Callable[[Scheduler], object]]] = [
 
 
 LEFT_BEHIND = (
-    *(("boot", "nobody"), ("drain", "nobody"), ("grant", "nothing"), ("succession", "nothing")),
+    *(("boot", "nobody"), ("drain", "nobody"), ("grant", "nothing"), ("early replacement", "nothing")),
     *(("token", "no turn"), ("handover", "no turn"), ("score", "nowhere"), ("score again", "nowhere")),
     *(("capacity", "queue"), ("place", "queue"), ("reseed", "queue"), ("back-off", "nobody")),
     *(("start", "run"), ("stop", "run")),
@@ -99,42 +99,42 @@ LEFT_BEHIND = (
 
 
 @pytest.mark.parametrize(("what", "key"), LEFT_BEHIND)
-def test_wait_about_nothing_is_found_out(desk, what: str, key: str) -> None:
-    working(desk)
-    desk.scheduler.timers.set(what, key, desk.scheduler.now_ns, 1)
+def test_wait_about_nothing_is_found_out(core, what: str, key: str) -> None:
+    working(core)
+    core.scheduler.timers.set(what, key, core.scheduler.now_ns, 1)
     with pytest.raises(InvariantViolated, match=f"invariant 12.*wait {what} of {key}: is left behind"):
-        check(desk.scheduler)
+        check(core.scheduler)
 
 
-def test_deadline_that_has_passed_is_found_out(desk) -> None:
-    working(desk)
-    timers = desk.scheduler.timers
-    timers.set("back-off", "spot", desk.scheduler.now_ns, 0)
-    check(desk.scheduler)
-    timers.set("back-off", "spot", desk.scheduler.now_ns - 1, 0)
+def test_deadline_that_has_passed_is_found_out(core) -> None:
+    working(core)
+    timers = core.scheduler.timers
+    timers.set("back-off", "spot", core.scheduler.now_ns, 0)
+    check(core.scheduler)
+    timers.set("back-off", "spot", core.scheduler.now_ns - 1, 0)
     with pytest.raises(InvariantViolated, match="was due"):
-        check(desk.scheduler)
+        check(core.scheduler)
 
 
 @pytest.mark.parametrize(("number", "spoil"), SPOILT)
-def test_spoilt_state_is_found_out(desk, number: int, spoil: Callable[[Scheduler], object]) -> None:
-    working(desk)
-    found_out(desk, number, spoil)
+def test_spoilt_state_is_found_out(core, number: int, spoil: Callable[[Scheduler], object]) -> None:
+    working(core)
+    found_out(core, number, spoil)
 
 
-def working(desk) -> None:
-    desk.trainer()
-    desk.worker()
-    desk.end_seeding()
-    desk.request("0/0/0")
-    assert desk.one(c.StartTurn).worker == WORKER
-    check(desk.scheduler)
+def working(core) -> None:
+    core.trainer()
+    core.worker()
+    core.end_seeding()
+    core.request("0/0/0")
+    assert core.one(c.StartTurn).worker == WORKER
+    check(core.scheduler)
 
 
-def found_out(desk, number: int, spoil: Callable[[Scheduler], object], told: str = "") -> None:
-    spoil(desk.scheduler)
+def found_out(core, number: int, spoil: Callable[[Scheduler], object], told: str = "") -> None:
+    spoil(core.scheduler)
     with pytest.raises(InvariantViolated) as caught:
-        check(desk.scheduler)
+        check(core.scheduler)
     assert caught.value.number == number, str(caught.value)
     assert NUMBERS[number] in str(caught.value)
     assert told in str(caught.value)
@@ -154,11 +154,11 @@ def lease(s: Scheduler):
         (7, lambda s: setattr(lease(s), "state", LeaseState.GRANTED)),
     ],
 )
-def test_lease_on_its_way_back(desk, number: int, spoil: Callable[[Scheduler], object]) -> None:
-    working(desk)
-    desk.tell(e.WorkerDisconnected(worker=WORKER, epoch=1, goodbye=True))
-    assert lease(desk.scheduler).state is LeaseState.RELEASING
-    found_out(desk, number, spoil)
+def test_lease_on_its_way_back(core, number: int, spoil: Callable[[Scheduler], object]) -> None:
+    working(core)
+    core.tell(e.WorkerDisconnected(worker=WORKER, epoch=1, goodbye=True))
+    assert lease(core.scheduler).state is LeaseState.RELEASING
+    found_out(core, number, spoil)
 
 
 @pytest.mark.parametrize(
@@ -170,45 +170,45 @@ def test_lease_on_its_way_back(desk, number: int, spoil: Callable[[Scheduler], o
         (12, lambda s: s.timers.clear("handover", TURN)),
         (5, lambda s: setattr(lease(s), "expires_at_ns", s.now_ns)),
         (5, lambda s: s.timers.set("token", TURN, s.now_ns, 1) or spoil_turn(s, state=TurnState.RUNNING)),
-        (12, lambda s: s.timers.set("succession", "spot-1", s.now_ns, 1)),
+        (12, lambda s: s.timers.set("early replacement", "spot-1", s.now_ns, 1)),
     ],
 )
-def test_draining_worker(desk, number: int, spoil: Callable[[Scheduler], object]) -> None:
-    working(desk)
-    desk.tell(e.LeaseNotice(lease="spot-1", deadline_ns=desk.scheduler.now_ns + 10**9, reason="preemption"))
-    assert desk.scheduler.fleet.workers[WORKER].state is WorkerState.DRAINING
-    found_out(desk, number, spoil)
+def test_draining_worker(core, number: int, spoil: Callable[[Scheduler], object]) -> None:
+    working(core)
+    core.tell(e.LeaseNotice(lease="spot-1", deadline_ns=core.scheduler.now_ns + 10**9, reason="preemption"))
+    assert core.scheduler.fleet.workers[WORKER].state is WorkerState.DRAINING
+    found_out(core, number, spoil)
 
 
-def test_every_state_of_a_worker_has_its_deadline(desk) -> None:
-    desk.trainer()
-    desk.offer("spot")
-    desk.grant("spot-1")
-    waits = [("boot", lambda: desk.join(WORKER, version=None))]
-    waits += [("load", lambda: desk.tell(e.WeightsFailed(worker=WORKER, epoch=1, version=0, reason="torn")))]
-    waits += [("reload", lambda: desk.tell(e.WorkerDisconnected(worker=WORKER, epoch=1))), ("resume", lambda: None)]
+def test_every_state_of_a_worker_has_its_deadline(core) -> None:
+    core.trainer()
+    core.offer("spot")
+    core.grant("spot-1")
+    waits = [("boot", lambda: core.join(WORKER, version=None))]
+    waits += [("load", lambda: core.tell(e.WeightsFailed(worker=WORKER, epoch=1, version=0, reason="torn")))]
+    waits += [("reload", lambda: core.tell(e.WorkerDisconnected(worker=WORKER, epoch=1))), ("resume", lambda: None)]
     for what, go_on in waits:
-        timers, now_ns = desk.scheduler.timers, desk.scheduler.now_ns
+        timers, now_ns = core.scheduler.timers, core.scheduler.now_ns
         assert timers.waiting(what, WORKER)
         timers.clear(what, WORKER)
         with pytest.raises(InvariantViolated, match="invariant 12"):
-            check(desk.scheduler)
+            check(core.scheduler)
         timers.set(what, WORKER, now_ns, 10**9)
         go_on()
 
 
-def test_a_worker_has_begun_all_its_turns_but_the_pending_ones(desk) -> None:
-    working(desk)
-    found_out(desk, 9, lambda s: spoil_worker(s, pending=7), "7 pending")
+def test_a_worker_has_begun_all_its_turns_but_the_pending_ones(core) -> None:
+    working(core)
+    found_out(core, 9, lambda s: spoil_worker(s, pending=7), "7 pending")
 
 
-def test_worker_that_serves_a_version_is_not_loading(desk) -> None:
-    desk.trainer()
-    desk.offer("spot")
-    desk.grant("spot-1")
-    desk.join(WORKER, version=None)
-    desk.scheduler.timers.clear("load", WORKER)
-    found_out(desk, 9, lambda s: spoil_worker(s, version=0, loading_version=None))
+def test_worker_that_serves_a_version_is_not_loading(core) -> None:
+    core.trainer()
+    core.offer("spot")
+    core.grant("spot-1")
+    core.join(WORKER, version=None)
+    core.scheduler.timers.clear("load", WORKER)
+    found_out(core, 9, lambda s: spoil_worker(s, version=0, loading_version=None))
 
 
 @pytest.mark.parametrize(
@@ -221,21 +221,21 @@ def test_worker_that_serves_a_version_is_not_loading(desk) -> None:
         (9, lambda s: s.timers.clear("score", "0/0/0") or setattr(s.scorings["0/0/0"], "state", ScoringState.QUEUED)),
     ],
 )
-def test_spoilt_scoring(desk, number: int, spoil: Callable[[Scheduler], object]) -> None:
-    desk.trainer()
-    desk.tell(e.RewardRequested(trajectory="0/0/0", tokens=1))
-    found_out(desk, number, spoil)
+def test_spoilt_scoring(core, number: int, spoil: Callable[[Scheduler], object]) -> None:
+    core.trainer()
+    core.tell(e.RewardRequested(trajectory="0/0/0", tokens=1))
+    found_out(core, number, spoil)
 
 
-def test_more_scorings_than_the_pool_takes(make_desk) -> None:
-    desk = make_desk(group_size=3)
-    desk.trainer()
+def test_more_scorings_than_the_pool_takes(make_core) -> None:
+    core = make_core(group_size=3)
+    core.trainer()
     for trajectory in ("0/0/0", "0/0/1", "0/0/2"):
-        desk.tell(e.RewardRequested(trajectory=trajectory, tokens=1))
-    scoring = desk.scheduler.scorings["0/0/2"]
+        core.tell(e.RewardRequested(trajectory=trajectory, tokens=1))
+    scoring = core.scheduler.scorings["0/0/2"]
     assert scoring.state is ScoringState.QUEUED
-    desk.scheduler.timers.set("score", "0/0/2", desk.scheduler.now_ns, 1)
-    found_out(desk, 9, lambda s: setattr(scoring, "state", ScoringState.RUNNING))
+    core.scheduler.timers.set("score", "0/0/2", core.scheduler.now_ns, 1)
+    found_out(core, 9, lambda s: setattr(scoring, "state", ScoringState.RUNNING))
 
 
 @pytest.mark.parametrize(
@@ -246,18 +246,18 @@ def test_more_scorings_than_the_pool_takes(make_desk) -> None:
         (12, lambda s: s.timers.clear("place", "queue")),
     ],
 )
-def test_spoilt_queue(desk, number: int, spoil: Callable[[Scheduler], object]) -> None:
-    desk.trainer(capacity=0)
+def test_spoilt_queue(core, number: int, spoil: Callable[[Scheduler], object]) -> None:
+    core.trainer(capacity=0)
     for trajectory in ("0/0/0", "0/0/1"):
-        desk.request(trajectory)
-    found_out(desk, number, spoil)
+        core.request(trajectory)
+    found_out(core, number, spoil)
 
 
-def test_trainers_device_that_sleeps_while_nobody_can_go_on(desk) -> None:
-    working(desk)
-    desk.lease_ended("spot-1")
-    assert desk.scheduler.timers.waiting("reseed", "queue")
-    found_out(desk, 9, lambda s: s.timers.clear("reseed", "queue"))
+def test_trainers_device_that_sleeps_while_nobody_can_go_on(core) -> None:
+    working(core)
+    core.lease_ended("spot-1")
+    assert core.scheduler.timers.waiting("reseed", "queue")
+    found_out(core, 9, lambda s: s.timers.clear("reseed", "queue"))
 
 
 @pytest.mark.parametrize(
@@ -269,13 +269,13 @@ def test_trainers_device_that_sleeps_while_nobody_can_go_on(desk) -> None:
         (3, lambda s: setattr(s.step.groups["0/0"], "slot", None)),
     ],
 )
-def test_spoilt_training(desk, number: int, spoil: Callable[[Scheduler], object]) -> None:
-    desk.trainer()
-    desk.tell(e.TrajectoryFinished(trajectory="0/0/0", reward=0.0, tokens=1))
-    desk.tell(e.TrajectoryFinished(trajectory="0/0/1", reward=1.0, tokens=1))
-    desk.tell(e.WorkerSlept(worker="trainer", epoch=1))
-    assert desk.sent(c.TrainGroup)
-    found_out(desk, number, spoil)
+def test_spoilt_training(core, number: int, spoil: Callable[[Scheduler], object]) -> None:
+    core.trainer()
+    core.tell(e.TrajectoryFinished(trajectory="0/0/0", reward=0.0, tokens=1))
+    core.tell(e.TrajectoryFinished(trajectory="0/0/1", reward=1.0, tokens=1))
+    core.tell(e.WorkerSlept(worker="trainer", epoch=1))
+    assert core.sent(c.TrainGroup)
+    found_out(core, number, spoil)
 
 
 @pytest.mark.parametrize(
@@ -288,44 +288,44 @@ def test_spoilt_training(desk, number: int, spoil: Callable[[Scheduler], object]
         (6, lambda s: setattr(s.ledger.books["trainer"], "closed_ns", 10**15)),
     ],
 )
-def test_spoilt_end(desk, number: int, spoil: Callable[[Scheduler], object]) -> None:
-    desk.trainer()
-    desk.offer("spot")
-    desk.tell(e.StopRequested(reason="asked to"))
-    desk.tell(e.LeaseRefused(lease="spot-1", reason="withdrawn"))
-    desk.tell(e.WorkerDisconnected(worker="trainer", epoch=1, goodbye=True))
-    desk.lease_ended("trainer-1", EndCause.RELEASED)
-    assert desk.sent(c.EndRun)
-    found_out(desk, number, spoil)
+def test_spoilt_end(core, number: int, spoil: Callable[[Scheduler], object]) -> None:
+    core.trainer()
+    core.offer("spot")
+    core.tell(e.StopRequested(reason="asked to"))
+    core.tell(e.LeaseRefused(lease="spot-1", reason="withdrawn"))
+    core.tell(e.WorkerDisconnected(worker="trainer", epoch=1, goodbye=True))
+    core.lease_ended("trainer-1", EndCause.RELEASED)
+    assert core.sent(c.EndRun)
+    found_out(core, number, spoil)
 
 
-def test_a_book_ends_where_it_was_closed(desk) -> None:
-    desk.trainer()
-    desk.tell(e.StopRequested(reason="asked to"))
-    desk.tell(e.WorkerDisconnected(worker="trainer", epoch=1, goodbye=True))
-    desk.lease_ended("trainer-1", EndCause.RELEASED)
-    found_out(desk, 6, lambda s: setattr(s.ledger.books["trainer"], "closed_ns", 10**15), "closed at 1000000000000000")
+def test_a_book_ends_where_it_was_closed(core) -> None:
+    core.trainer()
+    core.tell(e.StopRequested(reason="asked to"))
+    core.tell(e.WorkerDisconnected(worker="trainer", epoch=1, goodbye=True))
+    core.lease_ended("trainer-1", EndCause.RELEASED)
+    found_out(core, 6, lambda s: setattr(s.ledger.books["trainer"], "closed_ns", 10**15), "closed at 1000000000000000")
 
 
-def test_run_that_ends_with_leases_says_so(desk) -> None:
+def test_run_that_ends_with_leases_says_so(core) -> None:
     """Where it does, their books need not be closed."""
-    desk.trainer()
-    desk.tell(e.StopRequested(reason="asked to"))
-    desk.wait(20)
-    assert desk.scheduler.leases.leases
-    check(desk.scheduler)
+    core.trainer()
+    core.tell(e.StopRequested(reason="asked to"))
+    core.wait(20)
+    assert core.scheduler.leases.leases
+    check(core.scheduler)
 
 
-def test_nan_reward_is_found_out(desk) -> None:
-    desk.trainer()
-    desk.scheduler.step.groups["0/0"].members["0/0/0"] = float("nan")
+def test_nan_reward_is_found_out(core) -> None:
+    core.trainer()
+    core.scheduler.step.groups["0/0"].members["0/0/0"] = float("nan")
     with pytest.raises(InvariantViolated, match="invariant 11"):
-        check(desk.scheduler)
+        check(core.scheduler)
 
 
-def test_violation_tells_the_things_story(desk) -> None:
-    desk.trainer()
-    desk.worker()
-    desk.scheduler.timers.clear("heartbeat", WORKER)
+def test_violation_tells_the_things_story(core) -> None:
+    core.trainer()
+    core.worker()
+    core.scheduler.timers.clear("heartbeat", WORKER)
     with pytest.raises(InvariantViolated, match="booting → ready"):
-        check(desk.scheduler)
+        check(core.scheduler)

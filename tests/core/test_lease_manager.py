@@ -13,93 +13,93 @@ CHEAP, DEAR = "spot", "serving"
 USD = {CHEAP: 0.0, DEAR: 1.5}
 
 
-def offer(desk, provider: str, available: int = 1) -> list[str]:
+def offer(core, provider: str, available: int = 1) -> list[str]:
     """The leases that are asked for when a provider offers so many."""
     offered = Offer(
         provider=provider, role=WorkerRole.ELASTIC, available=available, usd_per_gpu_hour=USD[provider], boot_s=0.0
     )
-    return asked(desk.tell(e.OfferChanged(offer=offered)))
+    return asked(core.tell(e.OfferChanged(offer=offered)))
 
 
 def asked(out: list[c.Command]) -> list[str]:
     return [command.lease for command in out if isinstance(command, c.AcquireLease)]
 
 
-def wait(desk, seconds: float) -> list[str]:
-    return asked(desk.wait(seconds, beating=tuple(desk.scheduler.fleet.workers)))
+def wait(core, seconds: float) -> list[str]:
+    return asked(core.wait(seconds, beating=tuple(core.scheduler.fleet.workers)))
 
 
 @pytest.fixture(params=["bound", "price"])
-def desk(make_desk, request: pytest.FixtureRequest):
+def core(make_core, request: pytest.FixtureRequest):
     """One worker of the cheap provider; for one of the other's there is no room beside it, or it does not pay."""
     bounded = request.param == "bound"
-    desk = make_desk(provisioning=MarginalValue(usd_per_hour_saved=100.0 if bounded else 0.0))
-    desk.scheduler.leases.worker_bound = 1 if bounded else None
-    desk.trainer()
-    assert offer(desk, CHEAP) == ["spot-1"]
-    assert offer(desk, DEAR) == []
-    return desk
+    core = make_core(provisioning=MarginalValue(usd_per_hour_saved=100.0 if bounded else 0.0))
+    core.scheduler.leases.worker_bound = 1 if bounded else None
+    core.trainer()
+    assert offer(core, CHEAP) == ["spot-1"]
+    assert offer(core, DEAR) == []
+    return core
 
 
-def serve(desk, lease: str) -> None:
-    desk.grant(lease)
-    desk.join(f"{lease}/w")
-    desk.beat(f"{lease}/w")
+def serve(core, lease: str) -> None:
+    core.grant(lease)
+    core.join(f"{lease}/w")
+    core.beat(f"{lease}/w")
 
 
-def test_another_provider_is_asked_when_one_says_that_it_has_nothing_left(desk) -> None:
-    serve(desk, "spot-1")
-    assert offer(desk, CHEAP, 0) == []
-    assert asked(desk.lease_ended("spot-1")) == []
-    assert offer(desk, CHEAP, 0) == ["serving-1"]
+def test_another_provider_is_asked_when_one_says_that_it_has_nothing_left(core) -> None:
+    serve(core, "spot-1")
+    assert offer(core, CHEAP, 0) == []
+    assert asked(core.lease_ended("spot-1")) == []
+    assert offer(core, CHEAP, 0) == ["serving-1"]
 
 
-def test_another_provider_is_asked_when_one_says_nothing(desk) -> None:
-    serve(desk, "spot-1")
-    desk.lease_ended("spot-1")
-    assert wait(desk, RETRY_S - 0.1) == []
-    assert wait(desk, 0.2) == ["serving-1"]
+def test_another_provider_is_asked_when_one_says_nothing(core) -> None:
+    serve(core, "spot-1")
+    core.lease_ended("spot-1")
+    assert wait(core, RETRY_S - 0.1) == []
+    assert wait(core, 0.2) == ["serving-1"]
 
 
-def test_one_end_after_another_does_not_put_it_off(make_desk) -> None:
-    desk = make_desk(provisioning=MarginalValue())
-    desk.scheduler.leases.worker_bound = 2
-    desk.trainer()
-    for lease in offer(desk, CHEAP, 2):
-        serve(desk, lease)
-    assert offer(desk, DEAR) == []
-    desk.lease_ended("spot-1")
-    assert wait(desk, 0.6 * RETRY_S) == []
-    desk.lease_ended("spot-2")
-    assert wait(desk, 0.6 * RETRY_S) == ["serving-1"]
+def test_one_end_after_another_does_not_put_it_off(make_core) -> None:
+    core = make_core(provisioning=MarginalValue())
+    core.scheduler.leases.worker_bound = 2
+    core.trainer()
+    for lease in offer(core, CHEAP, 2):
+        serve(core, lease)
+    assert offer(core, DEAR) == []
+    core.lease_ended("spot-1")
+    assert wait(core, 0.6 * RETRY_S) == []
+    core.lease_ended("spot-2")
+    assert wait(core, 0.6 * RETRY_S) == ["serving-1"]
 
 
-def test_the_providers_next_lease_comes_before_anothers(desk) -> None:
-    serve(desk, "spot-1")
-    desk.lease_ended("spot-1", EndCause.EXPIRED)
-    assert offer(desk, CHEAP) == ["spot-2"]
-    assert wait(desk, 2 * RETRY_S) == []
+def test_the_providers_next_lease_comes_before_anothers(core) -> None:
+    serve(core, "spot-1")
+    core.lease_ended("spot-1", EndCause.EXPIRED)
+    assert offer(core, CHEAP) == ["spot-2"]
+    assert wait(core, 2 * RETRY_S) == []
 
 
-def test_another_provider_is_asked_at_once_when_one_refuses(desk) -> None:
-    assert asked(desk.tell(e.LeaseRefused(lease="spot-1", reason="full"))) == ["serving-1"]
+def test_another_provider_is_asked_at_once_when_one_refuses(core) -> None:
+    assert asked(core.tell(e.LeaseRefused(lease="spot-1", reason="full"))) == ["serving-1"]
 
 
-def test_who_refused_is_asked_again_if_there_is_still_something_to_ask_for(desk) -> None:
-    desk.tell(e.LeaseRefused(lease="spot-1", reason="full"))
-    assert wait(desk, RETRY_S - 0.1) == []
-    desk.tell(e.LeaseRefused(lease="serving-1", reason="full"))
-    assert wait(desk, 2 * RETRY_S) == ["spot-2"]
+def test_who_refused_is_asked_again_if_there_is_still_something_to_ask_for(core) -> None:
+    core.tell(e.LeaseRefused(lease="spot-1", reason="full"))
+    assert wait(core, RETRY_S - 0.1) == []
+    core.tell(e.LeaseRefused(lease="serving-1", reason="full"))
+    assert wait(core, 2 * RETRY_S) == ["spot-2"]
 
 
-def test_what_was_granted_is_not_asked_for_again_at_anothers_offer(desk) -> None:
-    desk.scheduler.leases.worker_bound = None
-    serve(desk, "spot-1")
-    assert not [lease for lease in offer(desk, DEAR, 0) if lease.startswith(CHEAP)]
+def test_what_was_granted_is_not_asked_for_again_at_anothers_offer(core) -> None:
+    core.scheduler.leases.worker_bound = None
+    serve(core, "spot-1")
+    assert not [lease for lease in offer(core, DEAR, 0) if lease.startswith(CHEAP)]
 
 
-def test_nobody_is_asked_once_the_run_is_over(desk) -> None:
-    serve(desk, "spot-1")
-    desk.lease_ended("spot-1")
-    desk.tell(e.StopRequested(reason="enough"))
-    assert wait(desk, 2 * RETRY_S) == []
+def test_nobody_is_asked_once_the_run_is_over(core) -> None:
+    serve(core, "spot-1")
+    core.lease_ended("spot-1")
+    core.tell(e.StopRequested(reason="enough"))
+    assert wait(core, 2 * RETRY_S) == []

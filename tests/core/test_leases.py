@@ -35,9 +35,9 @@ def test_what_is_granted_is_on_offer_no_more(table: LeaseTable) -> None:
     assert table.available("spot") == 0
 
 
-def test_successors_are_granted_besides_what_is_on_offer(table: LeaseTable) -> None:
-    successor = table.request("spot", succeeds="spot-0")
-    table.move(successor, LeaseState.GRANTED, 0, "")
+def test_replacements_are_granted_besides_what_is_on_offer(table: LeaseTable) -> None:
+    replacement = table.request("spot", replaces="spot-0")
+    table.move(replacement, LeaseState.GRANTED, 0, "")
     assert table.available("spot") == 1
 
 
@@ -51,15 +51,15 @@ def test_mean_time_to_get_ready_is_that_of_the_last_workers(table: LeaseTable) -
 
 def test_lease_is_succeeded_while_both_are_there(table: LeaseTable) -> None:
     lease = table.request("spot")
-    assert table.succeeded() == set()
-    successor = table.request("spot", succeeds=lease.id)
-    assert table.succeeded() == {lease.id}
-    table.move(successor, LeaseState.REFUSED, 0, "full")
-    assert table.succeeded() == set()
-    table.request("spot", succeeds=lease.id)
+    assert table.replaced() == set()
+    replacement = table.request("spot", replaces=lease.id)
+    assert table.replaced() == {lease.id}
+    table.move(replacement, LeaseState.REFUSED, 0, "full")
+    assert table.replaced() == set()
+    table.request("spot", replaces=lease.id)
     table.move(lease, LeaseState.GRANTED, 0, "")
     table.move(lease, LeaseState.ENDED, 0, "")
-    assert table.succeeded() == set()
+    assert table.replaced() == set()
 
 
 def test_ids_are_never_used_twice_and_name_their_provider(table: LeaseTable) -> None:
@@ -81,14 +81,14 @@ def test_lease_under_way_back_cannot_be_granted_again(table: LeaseTable) -> None
         table.move(lease, LeaseState.GRANTED, 0, "")
 
 
-def test_successors_are_those_offered_and_not_asked_for_yet(table: LeaseTable) -> None:
-    assert table.successors_left("spot") == 0
-    assert table.successors_left("nobody") == 0
+def test_replacements_are_those_offered_and_not_asked_for_yet(table: LeaseTable) -> None:
+    assert table.replacements_left("spot") == 0
+    assert table.replacements_left("nobody") == 0
     offer = table.offers["spot"]
-    table.offers["spot"] = Offer(provider="spot", role=offer.role, available=1, usd_per_gpu_hour=1.0, successors=2)
+    table.offers["spot"] = Offer(provider="spot", role=offer.role, available=1, usd_per_gpu_hour=1.0, replacements=2)
     first = table.request("spot")
-    assert table.successors_left("spot") == 2
-    successor = table.request("spot", succeeds=first.id)
-    assert table.successors_left("spot") == 1
-    table.move(successor, LeaseState.GRANTED, 0, "")
-    assert table.successors_left("spot") == 2
+    assert table.replacements_left("spot") == 2
+    replacement = table.request("spot", replaces=first.id)
+    assert table.replacements_left("spot") == 1
+    table.move(replacement, LeaseState.GRANTED, 0, "")
+    assert table.replacements_left("spot") == 2

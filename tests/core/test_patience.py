@@ -39,45 +39,45 @@ def test_what_is_long_ago_counts_no_more() -> None:
     assert patience.limit_ns("token", 2 * REMEMBERED_NS) == SMALL_LIMITS.turn_stall_timeout_ns
 
 
-def slow_turn(desk) -> c.StartTurn:
+def slow_turn(core) -> c.StartTurn:
     """On a worker whose tokens come four seconds apart, which is close to the limit of five."""
-    desk.trainer()
-    desk.worker()
-    desk.end_seeding()
-    desk.request("0/0/0")
-    start = desk.one(c.StartTurn)
+    core.trainer()
+    core.worker()
+    core.end_seeding()
+    core.request("0/0/0")
+    start = core.one(c.StartTurn)
     for token in range(3):
-        desk.wait(4, beating=("trainer", start.worker))
-        desk.tokens(start, 1, start=token)
+        core.wait(4, beating=("trainer", start.worker))
+        core.tokens(start, 1, start=token)
     return start
 
 
-def test_turn_whose_tokens_have_come_late_is_waited_for_longer(desk) -> None:
-    start = slow_turn(desk)
-    out = desk.wait(MARGIN * 4 - 0.5, beating=("trainer", start.worker))
+def test_turn_whose_tokens_have_come_late_is_waited_for_longer(core) -> None:
+    start = slow_turn(core)
+    out = core.wait(MARGIN * 4 - 0.5, beating=("trainer", start.worker))
     assert not [k for k in out if isinstance(k, c.AbortTurn)]
-    out = desk.wait(1, beating=("trainer", start.worker))
+    out = core.wait(1, beating=("trainer", start.worker))
     assert [k.turn for k in out if isinstance(k, c.AbortTurn)] == [start.turn]
 
 
-def test_what_never_came_teaches_no_patience(desk) -> None:
-    desk.trainer()
-    worker = desk.worker()
-    desk.end_seeding()
-    desk.request("0/0/0")
-    out = desk.wait(10 * TOKEN_S, beating=("trainer", worker))
+def test_what_never_came_teaches_no_patience(core) -> None:
+    core.trainer()
+    worker = core.worker()
+    core.end_seeding()
+    core.request("0/0/0")
+    out = core.wait(10 * TOKEN_S, beating=("trainer", worker))
     assert len([k for k in out if isinstance(k, c.AbortTurn)]) > 1
-    patience = desk.scheduler.patience
-    assert patience.limit_ns("token", desk.scheduler.now_ns) == SMALL_LIMITS.turn_stall_timeout_ns
+    patience = core.scheduler.patience
+    assert patience.limit_ns("token", core.scheduler.now_ns) == SMALL_LIMITS.turn_stall_timeout_ns
 
 
-def test_patience_is_part_of_the_state(make_desk) -> None:
-    one, two = make_desk(), make_desk()
+def test_patience_is_part_of_the_state(make_core) -> None:
+    one, two = make_core(), make_core()
     slow, quick = slow_turn(one), slow_turn(two)
     assert digest(one.scheduler) == digest(two.scheduler)
-    for desk, start, pause_s in ((one, slow, 4.5), (two, quick, 1.0)):
-        desk.wait(pause_s, beating=("trainer", start.worker))
-        desk.tokens(start, 1, start=3, finish=FinishReason.STOP)
-        desk.wait(5.5 - pause_s, beating=("trainer", start.worker))
-    limits = [desk.scheduler.patience.limit_ns("token", desk.scheduler.now_ns) for desk in (one, two)]
+    for core, start, pause_s in ((one, slow, 4.5), (two, quick, 1.0)):
+        core.wait(pause_s, beating=("trainer", start.worker))
+        core.tokens(start, 1, start=3, finish=FinishReason.STOP)
+        core.wait(5.5 - pause_s, beating=("trainer", start.worker))
+    limits = [core.scheduler.patience.limit_ns("token", core.scheduler.now_ns) for core in (one, two)]
     assert limits[0] > limits[1]

@@ -15,140 +15,140 @@ TOKEN_S = SMALL_LIMITS.turn_stall_timeout_ns / 1e9
 QUEUE_S = SMALL_LIMITS.queue_timeout_ns / 1e9
 
 
-def behind(make_desk) -> tuple:
+def behind(make_core) -> tuple:
     """A worker that serves version 2 with a turn on it, and loads version 3; the trainer's device sleeps."""
-    desk = make_desk(steps=9, staleness_bound=1)
-    desk.trainer(version=3)
-    lease = desk.offer("spot")[-1].lease
-    desk.grant(lease)
-    orders = desk.join(worker := f"{lease}/w", version=2)
+    core = make_core(steps=9, staleness_bound=1)
+    core.trainer(version=3)
+    lease = core.offer("spot")[-1].lease
+    core.grant(lease)
+    orders = core.join(worker := f"{lease}/w", version=2)
     assert c.LoadWeights(worker=worker, epoch=1, version=3) in orders
-    desk.beat("trainer", capacity=0)
-    desk.beat(worker, loading=LoadPhase.PULLING)
-    desk.request(A)
-    return desk, worker, desk.one(c.StartTurn)
+    core.beat("trainer", capacity=0)
+    core.beat(worker, loading=LoadPhase.PULLING)
+    core.request(A)
+    return core, worker, core.one(c.StartTurn)
 
 
-def go_on(desk, worker: str, start: c.StartTurn, seconds: float, tokens: int, **beat) -> int:
+def go_on(core, worker: str, start: c.StartTurn, seconds: float, tokens: int, **beat) -> int:
     """The turn gets a token every half second, and the worker beats; returns how many it has."""
     for _ in range(round(2 * seconds)):
-        desk.wait(0.5, beating=("trainer",))
-        desk.tokens(start, 1, start=tokens, version=2)
+        core.wait(0.5, beating=("trainer",))
+        core.tokens(start, 1, start=tokens, version=2)
         tokens += 1
-        desk.beat(worker, executing=1, **beat)
-        assert not desk.sent(c.FenceWorker)
+        core.beat(worker, executing=1, **beat)
+        assert not core.sent(c.FenceWorker)
     return tokens
 
 
 class TestLoading:
-    def test_waiting_for_a_running_turn_is_no_loading(self, make_desk) -> None:
-        desk, worker, start = behind(make_desk)
-        go_on(desk, worker, start, 5 * LOAD_S, 0, loading=LoadPhase.WAITING)
-        assert desk.scheduler.fleet.workers[worker].state is WorkerState.READY
-        assert desk.scheduler.turns.live[start.turn].attempt == 1
+    def test_waiting_for_a_running_turn_is_no_loading(self, make_core) -> None:
+        core, worker, start = behind(make_core)
+        go_on(core, worker, start, 5 * LOAD_S, 0, loading=LoadPhase.WAITING)
+        assert core.scheduler.fleet.workers[worker].state is WorkerState.READY
+        assert core.scheduler.turns.live[start.turn].attempt == 1
 
-    def test_time_to_load_counts_from_the_last_progress(self, make_desk) -> None:
-        desk, worker, start = behind(make_desk)
+    def test_time_to_load_counts_from_the_last_progress(self, make_core) -> None:
+        core, worker, start = behind(make_core)
         tokens = 0
         for pieces in range(5):
-            tokens = go_on(desk, worker, start, LOAD_S - 1, tokens, loading=LoadPhase.PULLING, load_progress=pieces)
-        assert desk.scheduler.fleet.workers[worker].state is WorkerState.READY
+            tokens = go_on(core, worker, start, LOAD_S - 1, tokens, loading=LoadPhase.PULLING, load_progress=pieces)
+        assert core.scheduler.fleet.workers[worker].state is WorkerState.READY
 
     @pytest.mark.parametrize("phase", [LoadPhase.PULLING, LoadPhase.APPLYING, LoadPhase.NONE])
-    def test_load_that_hangs_is_found_in_time_also_while_turns_run(self, make_desk, phase: LoadPhase) -> None:
-        desk, worker, start = behind(make_desk)
-        tokens = go_on(desk, worker, start, 2 * LOAD_S, 0, loading=LoadPhase.WAITING)
-        tokens = go_on(desk, worker, start, LOAD_S - 0.5, tokens, loading=phase)
-        out = desk.wait(1.1, beating=("trainer",))
+    def test_load_that_hangs_is_found_in_time_also_while_turns_run(self, make_core, phase: LoadPhase) -> None:
+        core, worker, start = behind(make_core)
+        tokens = go_on(core, worker, start, 2 * LOAD_S, 0, loading=LoadPhase.WAITING)
+        tokens = go_on(core, worker, start, LOAD_S - 0.5, tokens, loading=phase)
+        out = core.wait(1.1, beating=("trainer",))
         assert c.FenceWorker(worker=worker, reason=EndCause.FENCED) in out
 
-    def test_engine_that_waits_to_apply_with_nothing_to_wait_for_hangs(self, make_desk) -> None:
-        desk, worker, start = behind(make_desk)
-        desk.tokens(start, 1, finish=FinishReason.STOP, version=2)
+    def test_engine_that_waits_to_apply_with_nothing_to_wait_for_hangs(self, make_core) -> None:
+        core, worker, start = behind(make_core)
+        core.tokens(start, 1, finish=FinishReason.STOP, version=2)
         out: list[c.Command] = []
         for _ in range(round(2 * LOAD_S) + 2):
-            desk.beat(worker, loading=LoadPhase.WAITING)
-            out += desk.wait(0.5, beating=("trainer",))
+            core.beat(worker, loading=LoadPhase.WAITING)
+            out += core.wait(0.5, beating=("trainer",))
         assert c.FenceWorker(worker=worker, reason=EndCause.FENCED) in out
 
-    def test_engine_that_hangs_with_the_turns_that_weights_wait_for_is_found(self, make_desk) -> None:
-        desk, worker, _ = behind(make_desk)
+    def test_engine_that_hangs_with_the_turns_that_weights_wait_for_is_found(self, make_core) -> None:
+        core, worker, _ = behind(make_core)
         out: list[c.Command] = []
         for _ in range(12):
-            out += desk.beat(worker, executing=1, progress=7, loading=LoadPhase.WAITING)
-            out += desk.wait(0.5, beating=("trainer",))
+            out += core.beat(worker, executing=1, progress=7, loading=LoadPhase.WAITING)
+            out += core.wait(0.5, beating=("trainer",))
         assert c.FenceWorker(worker=worker, reason=EndCause.FENCED) in out
 
 
-def two_on_one(desk) -> tuple[c.StartTurn, c.StartTurn]:
+def two_on_one(core) -> tuple[c.StartTurn, c.StartTurn]:
     """Two turns on one worker that executes one at a time."""
-    desk.trainer()
-    worker = desk.worker()
-    desk.end_seeding()
-    desk.request("0/0/0")
-    first = desk.one(c.StartTurn)
-    desk.request("0/0/1")
-    second = desk.one(c.StartTurn)
+    core.trainer()
+    worker = core.worker()
+    core.end_seeding()
+    core.request("0/0/0")
+    first = core.one(c.StartTurn)
+    core.request("0/0/1")
+    second = core.one(c.StartTurn)
     assert first.worker == second.worker == worker
     return first, second
 
 
 class TestWaitingInAnEngine:
-    def test_turn_that_waits_in_a_full_engine_is_not_stalled(self, desk) -> None:
-        first, second = two_on_one(desk)
+    def test_turn_that_waits_in_a_full_engine_is_not_stalled(self, core) -> None:
+        first, second = two_on_one(core)
         for token in range(round(8 * TOKEN_S)):
-            desk.wait(0.5, beating=("trainer",))
-            desk.tokens(first, 1, start=token)
-            desk.beat(first.worker, executing=1, pending=1)
-            assert not desk.sent(c.AbortTurn)
-        assert desk.scheduler.turns.live[second.turn].attempt == 1
+            core.wait(0.5, beating=("trainer",))
+            core.tokens(first, 1, start=token)
+            core.beat(first.worker, executing=1, pending=1)
+            assert not core.sent(c.AbortTurn)
+        assert core.scheduler.turns.live[second.turn].attempt == 1
 
-    def test_its_limit_counts_from_when_the_engine_began_it(self, desk) -> None:
-        first, second = two_on_one(desk)
+    def test_its_limit_counts_from_when_the_engine_began_it(self, core) -> None:
+        first, second = two_on_one(core)
         for token in range(round(4 * TOKEN_S)):
-            desk.wait(0.5, beating=("trainer",))
-            desk.tokens(first, 1, start=token)
-            desk.beat(first.worker, executing=1, pending=1)
-        desk.tokens(first, 1, start=token + 1, finish=FinishReason.STOP)
-        out = desk.wait(TOKEN_S - 0.5, beating=("trainer", second.worker))
+            core.wait(0.5, beating=("trainer",))
+            core.tokens(first, 1, start=token)
+            core.beat(first.worker, executing=1, pending=1)
+        core.tokens(first, 1, start=token + 1, finish=FinishReason.STOP)
+        out = core.wait(TOKEN_S - 0.5, beating=("trainer", second.worker))
         assert not [k for k in out if isinstance(k, c.AbortTurn)]
-        out = desk.wait(1, beating=("trainer", second.worker))
+        out = core.wait(1, beating=("trainer", second.worker))
         assert [k.turn for k in out if isinstance(k, c.AbortTurn)] == [second.turn]
 
-    def test_engine_that_begins_nothing_is_not_excused(self, desk) -> None:
-        first, second = two_on_one(desk)
-        desk.tokens(first, 1, finish=FinishReason.STOP)
+    def test_engine_that_begins_nothing_is_not_excused(self, core) -> None:
+        first, second = two_on_one(core)
+        core.tokens(first, 1, finish=FinishReason.STOP)
         out: list[c.Command] = []
         for _ in range(round(2 * TOKEN_S) + 2):
-            desk.beat(first.worker, executing=0, pending=1, progress=7)
-            out += desk.wait(0.5, beating=("trainer",))
+            core.beat(first.worker, executing=0, pending=1, progress=7)
+            out += core.wait(0.5, beating=("trainer",))
         assert [k.turn for k in out if isinstance(k, c.AbortTurn)] == [second.turn]
 
-    def test_what_was_never_prefilled_is_not_paid_again(self, desk) -> None:
-        first, second = two_on_one(desk)
-        desk.tokens(first, 3)
-        desk.beat(first.worker, executing=1, pending=1)
-        desk.worker("serving")
-        desk.lease_ended("spot-1")
-        again = {k.turn: k.recompute for k in desk.sent(c.StartTurn)}
+    def test_what_was_never_prefilled_is_not_paid_again(self, core) -> None:
+        first, second = two_on_one(core)
+        core.tokens(first, 3)
+        core.beat(first.worker, executing=1, pending=1)
+        core.worker("serving")
+        core.lease_ended("spot-1")
+        again = {k.turn: k.recompute for k in core.sent(c.StartTurn)}
         assert again == {first.turn: True, second.turn: False}
 
 
 @pytest.fixture
-def busy(make_desk):
-    """A desk whose trainer's device stays awake, without credit."""
-    desk = make_desk(seeding=FixedWindow(10**15))
-    desk.trainer(capacity=0)
-    return desk
+def busy(make_core):
+    """A core whose trainer's device stays awake, without credit."""
+    core = make_core(seeding=FixedWindow(10**15))
+    core.trainer(capacity=0)
+    return core
 
 
-def pass_seconds(desk, worker: str, start: c.StartTurn, seconds: int) -> None:
+def pass_seconds(core, worker: str, start: c.StartTurn, seconds: int) -> None:
     """The worker goes on with its only turn."""
     for token in range(seconds):
-        desk.wait(1)
-        desk.beat("trainer", capacity=0)
-        desk.tokens(start, 1, start=token)
-        desk.beat(worker, capacity=1, executing=1)
+        core.wait(1)
+        core.beat("trainer", capacity=0)
+        core.tokens(start, 1, start=token)
+        core.beat(worker, capacity=1, executing=1)
 
 
 class TestSaturation:

@@ -8,39 +8,39 @@ from elastic.core.types import WorkerState
 AWAY_S = 3600.0
 
 
-def test_silent_workers_are_waited_for_once_more(desk) -> None:
-    desk.trainer()
-    worker = desk.worker()
-    desk.now_s += AWAY_S
-    desk.tell(e.Resumed())
-    desk.tell(e.WorkerDisconnected(worker=worker, epoch=1))
-    assert desk.scheduler.phase is Phase.RUNNING
-    desk.join(worker, epoch=2)
-    assert desk.scheduler.fleet.workers[worker].state is WorkerState.READY
-    assert not desk.sent(c.FenceWorker)
-    desk.wait(60.0, beating=("trainer",))
-    assert worker not in desk.scheduler.fleet.workers or desk.scheduler.fleet.workers[worker].state is WorkerState.GONE
+def test_silent_workers_are_waited_for_once_more(core) -> None:
+    core.trainer()
+    worker = core.worker()
+    core.now_s += AWAY_S
+    core.tell(e.Resumed())
+    core.tell(e.WorkerDisconnected(worker=worker, epoch=1))
+    assert core.scheduler.phase is Phase.RUNNING
+    core.join(worker, epoch=2)
+    assert core.scheduler.fleet.workers[worker].state is WorkerState.READY
+    assert not core.sent(c.FenceWorker)
+    core.wait(60.0, beating=("trainer",))
+    assert worker not in core.scheduler.fleet.workers or core.scheduler.fleet.workers[worker].state is WorkerState.GONE
 
 
-def test_turns_go_on_from_what_was_accepted(desk) -> None:
-    desk.trainer()
-    worker = desk.worker()
-    desk.end_seeding()
-    desk.request("0/0/0")
-    desk.tokens(desk.one(c.StartTurn), 5)
-    desk.now_s += AWAY_S
-    desk.tell(e.Resumed())
-    desk.tell(e.WorkerDisconnected(worker=worker, epoch=1))
-    desk.join(worker, epoch=2)
-    desk.beat(worker, epoch=2)
-    start = desk.one(c.StartTurn)
+def test_turns_go_on_from_what_was_accepted(core) -> None:
+    core.trainer()
+    worker = core.worker()
+    core.end_seeding()
+    core.request("0/0/0")
+    core.tokens(core.one(c.StartTurn), 5)
+    core.now_s += AWAY_S
+    core.tell(e.Resumed())
+    core.tell(e.WorkerDisconnected(worker=worker, epoch=1))
+    core.join(worker, epoch=2)
+    core.beat(worker, epoch=2)
+    start = core.one(c.StartTurn)
     assert (start.start, start.attempt, start.epoch) == (5, 2, 2)
 
 
-def test_leases_end_when_they_end(desk) -> None:
-    desk.trainer()
-    worker = desk.worker(expires_s=600.0)
-    desk.now_s += AWAY_S
-    desk.tell(e.Resumed())
-    assert desk.one(c.FenceWorker).worker == worker
-    assert desk.one(c.ReleaseLease).lease == "spot-1"
+def test_leases_end_when_they_end(core) -> None:
+    core.trainer()
+    worker = core.worker(expires_s=600.0)
+    core.now_s += AWAY_S
+    core.tell(e.Resumed())
+    assert core.one(c.FenceWorker).worker == worker
+    assert core.one(c.ReleaseLease).lease == "spot-1"

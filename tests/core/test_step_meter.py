@@ -18,33 +18,33 @@ def test_what_was_seen_holds_until_the_next_look() -> None:
     assert meter.worker_ns == 2 * 20 + 30
 
 
-def test_record_tells_who_waited_for_whom(make_desk) -> None:
+def test_record_tells_who_waited_for_whom(make_core) -> None:
     """The trainer waits a second for the second of two trajectories; the worker then waits for training and update."""
-    desk = make_desk()
-    desk.trainer()
-    worker = desk.worker(capacity=4)
-    desk.end_seeding()
-    began_s = desk.now_s
+    core = make_core()
+    core.trainer()
+    worker = core.worker(capacity=4)
+    core.end_seeding()
+    began_s = core.now_s
     for trajectory in ("0/0/0", "0/0/1"):
-        desk.request(trajectory)
-        desk.now_s += 0.5
-        desk.tokens(desk.one(c.StartTurn), 1, finish=FinishReason.STOP)
-        desk.tell(e.TrajectoryFinished(trajectory=trajectory, reward=float(trajectory[-1]), tokens=1))
-    desk.now_s += 0.25
-    desk.tell(e.GroupTrained(worker="trainer", epoch=1, group="0/0"))
-    desk.now_s += 0.25
-    desk.tell(e.WeightsPublished(worker="trainer", epoch=1, version=1))
-    (record,) = desk.scheduler.history
+        core.request(trajectory)
+        core.now_s += 0.5
+        core.tokens(core.one(c.StartTurn), 1, finish=FinishReason.STOP)
+        core.tell(e.TrajectoryFinished(trajectory=trajectory, reward=float(trajectory[-1]), tokens=1))
+    core.now_s += 0.25
+    core.tell(e.GroupTrained(worker="trainer", epoch=1, group="0/0"))
+    core.now_s += 0.25
+    core.tell(e.WeightsPublished(worker="trainer", epoch=1, version=1))
+    (record,) = core.scheduler.history
     assert began_s > 0
     assert record.seeding_ns == 1 * NS_PER_S
     assert record.train_wait_ns == 1 * NS_PER_S
     assert record.train_ns == NS_PER_S // 2
     assert record.remote_wait_ns == NS_PER_S // 2
     assert 0 < record.workers_mean <= record.workers_end == 1
-    assert worker in desk.scheduler.fleet.workers
+    assert worker in core.scheduler.fleet.workers
 
 
-def test_seeding_policy_sees_each_step_and_its_bound_is_kept(make_desk) -> None:
+def test_seeding_policy_sees_each_step_and_its_bound_is_kept(make_core) -> None:
     class Narrowing:
         def first(self) -> SeedingPlan:
             return SeedingPlan(window_ns=0)
@@ -52,19 +52,19 @@ def test_seeding_policy_sees_each_step_and_its_bound_is_kept(make_desk) -> None:
         def following(self, plan: SeedingPlan, record: object) -> SeedingPlan:
             return SeedingPlan(window_ns=plan.window_ns + 7, worker_bound=1)
 
-    desk = make_desk(steps=2, seeding=Narrowing())
-    desk.trainer()
-    desk.worker()
-    desk.tell(e.WorkerSlept(worker="trainer", epoch=1))
+    core = make_core(steps=2, seeding=Narrowing())
+    core.trainer()
+    core.worker()
+    core.tell(e.WorkerSlept(worker="trainer", epoch=1))
     for trajectory in ("0/0/0", "0/0/1"):
-        desk.tell(e.TrajectoryFinished(trajectory=trajectory, reward=float(trajectory[-1]), tokens=1))
-    desk.tell(e.GroupTrained(worker="trainer", epoch=1, group="0/0"))
-    desk.tell(e.WeightsPublished(worker="trainer", epoch=1, version=1))
-    assert desk.scheduler.seeding_plan == SeedingPlan(window_ns=7, worker_bound=1)
-    assert desk.scheduler.leases.worker_bound == 1
+        core.tell(e.TrajectoryFinished(trajectory=trajectory, reward=float(trajectory[-1]), tokens=1))
+    core.tell(e.GroupTrained(worker="trainer", epoch=1, group="0/0"))
+    core.tell(e.WeightsPublished(worker="trainer", epoch=1, version=1))
+    assert core.scheduler.seeding_plan == SeedingPlan(window_ns=7, worker_bound=1)
+    assert core.scheduler.leases.worker_bound == 1
 
 
-def test_providers_are_asked_again_when_more_workers_are_worth_having(make_desk) -> None:
+def test_providers_are_asked_again_when_more_workers_are_worth_having(make_core) -> None:
     class Widening:
         def first(self) -> SeedingPlan:
             return SeedingPlan(window_ns=0, worker_bound=1)
@@ -72,19 +72,19 @@ def test_providers_are_asked_again_when_more_workers_are_worth_having(make_desk)
         def following(self, plan: SeedingPlan, record: object) -> SeedingPlan:
             return SeedingPlan(window_ns=0, worker_bound=(plan.worker_bound or 0) + 1)
 
-    desk = make_desk(steps=2, seeding=Widening(), provisioning=MarginalValue())
-    desk.scheduler.leases.worker_bound = 1
-    desk.trainer()
-    desk.offer("spot", available=3)
-    assert [k.lease for k in desk.sent(c.AcquireLease)] == ["spot-1"]
-    desk.grant("spot-1")
-    desk.join("spot-1/w")
-    desk.beat("spot-1/w")
-    desk.offer("spot", available=2)
-    assert not desk.sent(c.AcquireLease)
-    desk.tell(e.WorkerSlept(worker="trainer", epoch=1))
+    core = make_core(steps=2, seeding=Widening(), provisioning=MarginalValue())
+    core.scheduler.leases.worker_bound = 1
+    core.trainer()
+    core.offer("spot", available=3)
+    assert [k.lease for k in core.sent(c.AcquireLease)] == ["spot-1"]
+    core.grant("spot-1")
+    core.join("spot-1/w")
+    core.beat("spot-1/w")
+    core.offer("spot", available=2)
+    assert not core.sent(c.AcquireLease)
+    core.tell(e.WorkerSlept(worker="trainer", epoch=1))
     for trajectory in ("0/0/0", "0/0/1"):
-        desk.tell(e.TrajectoryFinished(trajectory=trajectory, reward=float(trajectory[-1]), tokens=1))
-    desk.tell(e.GroupTrained(worker="trainer", epoch=1, group="0/0"))
-    desk.tell(e.WeightsPublished(worker="trainer", epoch=1, version=1))
-    assert [k.lease for k in desk.sent(c.AcquireLease)] == ["spot-2"]
+        core.tell(e.TrajectoryFinished(trajectory=trajectory, reward=float(trajectory[-1]), tokens=1))
+    core.tell(e.GroupTrained(worker="trainer", epoch=1, group="0/0"))
+    core.tell(e.WeightsPublished(worker="trainer", epoch=1, version=1))
+    assert [k.lease for k in core.sent(c.AcquireLease)] == ["spot-2"]

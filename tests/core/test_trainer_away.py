@@ -401,92 +401,92 @@ def test_a_trainer_lost_before_it_came_is_asked_for_again(at: int) -> None:
     assert play.scheduler.ledger.books.keys() >= {"trainer-2/w"}
 
 
-def test_time_for_its_first_words_counts_from_the_last_loss(desk) -> None:
-    desk.offer("trainer", WorkerRole.TRAINER)
-    desk.wait(3)
-    desk.grant("trainer-1", workers=("trainer",))
-    desk.wait(4.5)
-    desk.lease_ended("trainer-1", EndCause.LOST)
-    desk.wait(3)
-    assert desk.scheduler.phase is Phase.STARTING
-    desk.grant("trainer-2", workers=("another",))
-    desk.join("another")
-    assert desk.scheduler.phase is Phase.RUNNING
+def test_time_for_its_first_words_counts_from_the_last_loss(core) -> None:
+    core.offer("trainer", WorkerRole.TRAINER)
+    core.wait(3)
+    core.grant("trainer-1", workers=("trainer",))
+    core.wait(4.5)
+    core.lease_ended("trainer-1", EndCause.LOST)
+    core.wait(3)
+    assert core.scheduler.phase is Phase.STARTING
+    core.grant("trainer-2", workers=("another",))
+    core.join("another")
+    assert core.scheduler.phase is Phase.RUNNING
 
 
-def test_one_that_is_never_to_be_had_again_fails_the_run(desk) -> None:
-    desk.trainer()
-    desk.lease_ended("trainer-1", EndCause.LOST)
+def test_one_that_is_never_to_be_had_again_fails_the_run(core) -> None:
+    core.trainer()
+    core.lease_ended("trainer-1", EndCause.LOST)
     limits = SMALL_LIMITS
     most_ns = limits.drain_timeout_ns + 3 * limits.release_timeout_ns + limits.retry_max_ns + limits.acquire_timeout_ns
-    desk.wait(most_ns / NS_PER_S - 0.1)
-    assert desk.scheduler.phase is Phase.RUNNING
-    desk.wait(0.2)
-    assert desk.scheduler.failed == "the trainer's device was lost, and no other one came in time"
+    core.wait(most_ns / NS_PER_S - 0.1)
+    assert core.scheduler.phase is Phase.RUNNING
+    core.wait(0.2)
+    assert core.scheduler.failed == "the trainer's device was lost, and no other one came in time"
 
 
-def test_refusals_of_another_one_count(desk) -> None:
-    desk.trainer()
-    desk.lease_ended("trainer-1", EndCause.LOST)
+def test_refusals_of_another_one_count(core) -> None:
+    core.trainer()
+    core.lease_ended("trainer-1", EndCause.LOST)
     for n in range(2, 2 + SMALL_LIMITS.trainer_restarts_max):
-        assert desk.scheduler.phase is Phase.RUNNING
-        assert f"trainer-{n}" in [k.lease for k in desk.wait(5) if isinstance(k, c.AcquireLease)]
-        desk.tell(e.LeaseRefused(lease=f"trainer-{n}", reason="full"))
-    assert desk.scheduler.failed == "the trainer's device is not to be had: full (after 3 before)"
+        assert core.scheduler.phase is Phase.RUNNING
+        assert f"trainer-{n}" in [k.lease for k in core.wait(5) if isinstance(k, c.AcquireLease)]
+        core.tell(e.LeaseRefused(lease=f"trainer-{n}", reason="full"))
+    assert core.scheduler.failed == "the trainer's device is not to be had: full (after 3 before)"
 
 
 @pytest.mark.parametrize("version", [None, 1, 7])
-def test_one_that_stands_elsewhere_fails_the_run(desk, version: int | None) -> None:
-    desk.trainer()
-    desk.tell(e.WorkerDisconnected(worker="trainer", epoch=1))
-    desk.join("trainer", version, epoch=2)
-    assert "the trainer's device came with weights of version" in desk.scheduler.failed
+def test_one_that_stands_elsewhere_fails_the_run(core, version: int | None) -> None:
+    core.trainer()
+    core.tell(e.WorkerDisconnected(worker="trainer", epoch=1))
+    core.join("trainer", version, epoch=2)
+    assert "the trainer's device came with weights of version" in core.scheduler.failed
 
 
-def test_one_that_has_made_the_update_says_so_again(make_desk) -> None:
-    desk = make_desk(steps=2)
-    desk.trainer()
+def test_one_that_has_made_the_update_says_so_again(make_core) -> None:
+    core = make_core(steps=2)
+    core.trainer()
     for member in range(2):
-        desk.tell(e.TrajectoryFinished(trajectory=f"0/0/{member}", reward=float(member), tokens=1))
-    desk.tell(e.WorkerSlept(worker="trainer", epoch=1))
-    desk.tell(e.GroupTrained(worker="trainer", epoch=1, group="0/0"))
-    update = desk.one(c.UpdateWeights)
-    desk.tell(e.WorkerDisconnected(worker="trainer", epoch=1))
-    desk.join("trainer", version=1, epoch=2)
-    assert desk.scheduler.trainer().version == 0
-    assert desk.scheduler.trainer_mode is TrainerMode.RESTING
-    desk.tell(e.WorkerSlept(worker="trainer", epoch=2))
-    assert desk.one(c.UpdateWeights) == update
-    desk.tell(e.WeightsPublished(worker="trainer", epoch=2, version=1))
-    assert desk.scheduler.version == 1
+        core.tell(e.TrajectoryFinished(trajectory=f"0/0/{member}", reward=float(member), tokens=1))
+    core.tell(e.WorkerSlept(worker="trainer", epoch=1))
+    core.tell(e.GroupTrained(worker="trainer", epoch=1, group="0/0"))
+    update = core.one(c.UpdateWeights)
+    core.tell(e.WorkerDisconnected(worker="trainer", epoch=1))
+    core.join("trainer", version=1, epoch=2)
+    assert core.scheduler.trainer().version == 0
+    assert core.scheduler.trainer_mode is TrainerMode.RESTING
+    core.tell(e.WorkerSlept(worker="trainer", epoch=2))
+    assert core.one(c.UpdateWeights) == update
+    core.tell(e.WeightsPublished(worker="trainer", epoch=2, version=1))
+    assert core.scheduler.version == 1
 
 
-def test_time_without_the_trainer_is_no_time_of_its_own(make_desk) -> None:
-    desk = make_desk(steps=2)
-    desk.trainer()
+def test_time_without_the_trainer_is_no_time_of_its_own(make_core) -> None:
+    core = make_core(steps=2)
+    core.trainer()
     for member in range(2):
-        desk.tell(e.TrajectoryFinished(trajectory=f"0/0/{member}", reward=float(member), tokens=1))
-    desk.tell(e.WorkerSlept(worker="trainer", epoch=1))
-    desk.now_s += 1
-    desk.tell(e.WorkerDisconnected(worker="trainer", epoch=1))
-    desk.wait(7)
-    desk.join("trainer", epoch=2)
-    desk.tell(e.WorkerSlept(worker="trainer", epoch=2))
-    desk.now_s += 2
-    desk.tell(e.GroupTrained(worker="trainer", epoch=2, group="0/0"))
-    desk.tell(e.WeightsPublished(worker="trainer", epoch=2, version=1))
-    (record,) = desk.scheduler.history
+        core.tell(e.TrajectoryFinished(trajectory=f"0/0/{member}", reward=float(member), tokens=1))
+    core.tell(e.WorkerSlept(worker="trainer", epoch=1))
+    core.now_s += 1
+    core.tell(e.WorkerDisconnected(worker="trainer", epoch=1))
+    core.wait(7)
+    core.join("trainer", epoch=2)
+    core.tell(e.WorkerSlept(worker="trainer", epoch=2))
+    core.now_s += 2
+    core.tell(e.GroupTrained(worker="trainer", epoch=2, group="0/0"))
+    core.tell(e.WeightsPublished(worker="trainer", epoch=2, version=1))
+    (record,) = core.scheduler.history
     assert (record.train_ns, record.train_wait_ns) == (3 * NS_PER_S, 0)
-    assert desk.scheduler.step.count(GroupState.TRAINED) == 0
+    assert core.scheduler.step.count(GroupState.TRAINED) == 0
 
 
-def test_turns_wait_for_the_trainer_that_is_away(desk) -> None:
+def test_turns_wait_for_the_trainer_that_is_away(core) -> None:
     """It alone could take them, and its return has a limit of its own."""
-    desk.trainer()
-    desk.tell(e.WorkerDisconnected(worker="trainer", epoch=1))
-    desk.request("0/0/0")
-    desk.wait(SMALL_LIMITS.boot_timeout_ns / NS_PER_S + SMALL_LIMITS.train_timeout_ns / NS_PER_S - 1)
-    assert desk.scheduler.phase is Phase.RUNNING
-    desk.join("trainer", epoch=2)
-    desk.tell(e.WorkerSlept(worker="trainer", epoch=2))
-    assert any(isinstance(k, c.WakeWorker) for k in desk.wait(1, beating=("trainer",)))
+    core.trainer()
+    core.tell(e.WorkerDisconnected(worker="trainer", epoch=1))
+    core.request("0/0/0")
+    core.wait(SMALL_LIMITS.boot_timeout_ns / NS_PER_S + SMALL_LIMITS.train_timeout_ns / NS_PER_S - 1)
+    assert core.scheduler.phase is Phase.RUNNING
+    core.join("trainer", epoch=2)
+    core.tell(e.WorkerSlept(worker="trainer", epoch=2))
+    assert any(isinstance(k, c.WakeWorker) for k in core.wait(1, beating=("trainer",)))

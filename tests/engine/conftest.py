@@ -69,17 +69,17 @@ def published(weights, tmp_path_factory):
 
 
 class _Sole:
-    """A rollout half with which its executor ends."""
+    """A rollout engine with which its executor ends."""
 
-    def __init__(self, executor: CoServing, half: SharedRolloutEngine) -> None:
+    def __init__(self, executor: CoServing, engine: SharedRolloutEngine) -> None:
         self._executor = executor
-        self._half = half
+        self._engine = engine
 
     def __getattr__(self, name: str):
-        return getattr(self._half, name)
+        return getattr(self._engine, name)
 
     def close(self) -> None:
-        self._half.close()
+        self._engine.close()
         self._executor.close()
 
 
@@ -90,7 +90,7 @@ def cost_profiles(tmp_path_factory):
 
 @pytest.fixture
 def lend_device(weights, cost_profiles):
-    """Makes the rollout half of a device whose serving model has nothing to do."""
+    """Makes the rollout engine of a device whose serving model has nothing to do."""
     executors: list[CoServing] = []
 
     def lend(model_config, settings: EngineConfig):

@@ -76,7 +76,7 @@ class Recorder:
         return offers[-1].offer.available if offers else 0
 
 
-class MemoryHolding:
+class MemoryHandle:
     def __init__(self) -> None:
         self.lost = asyncio.Event()
 
@@ -96,8 +96,8 @@ class MemoryProvider(BaseProvider[ProviderSettings]):
     def __init__(self, name: str, settings: ProviderSettings, context: ProviderContext) -> None:
         super().__init__(Market(name, settings), context)
 
-    async def launch(self, request: LeaseRequest, place: str) -> MemoryHolding:
-        return MemoryHolding()
+    async def launch(self, request: LeaseRequest, place: str) -> MemoryHandle:
+        return MemoryHandle()
 
 
 def lease_request(number: int = 1) -> LeaseRequest:

@@ -1,6 +1,6 @@
 """A run's processes outlive its orchestrator, and the next one takes over what is the run's and ends the rest.
 
-The earlier orchestrator is a process that is killed (SIGKILL), wherever it is; see `first_life`.
+The earlier orchestrator is a process that is killed (SIGKILL), wherever it is; see `first_incarnation`.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ WITH_PROCESSES = ["reserved", "trainer", "serverless", "spot"]
 KINDS = [*WITH_PROCESSES, "serving"]
 
 
-class Life:
+class Incarnations:
     """A run in a directory, whose first orchestrator has died by the time that `first` returns."""
 
     def __init__(self, kind: str, run_dir: Path, opened: list[Provider]) -> None:
@@ -97,20 +97,22 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-async def life(kind: str, tmp_path: Path, opened: list[Provider]) -> AsyncIterator[Life]:
-    life = Life(kind, tmp_path, opened)
-    yield life
-    for pid in life.pids():
+async def incarnations(kind: str, tmp_path: Path, opened: list[Provider]) -> AsyncIterator[Incarnations]:
+    incarnations = Incarnations(kind, tmp_path, opened)
+    yield incarnations
+    for pid in incarnations.pids():
         os.kill(pid, signal.SIGKILL)
 
 
-async def test_what_lives_goes_on_as_it_is_and_is_given_back_by_the_next(life: Life, recorder: Recorder) -> None:
-    await life.first(leases=2)
-    before = life.pids()
-    provider = life.next()
+async def test_what_lives_goes_on_as_it_is_and_is_given_back_by_the_next(
+    incarnations: Incarnations, recorder: Recorder
+) -> None:
+    await incarnations.first(leases=2)
+    before = incarnations.pids()
+    provider = incarnations.next()
     assert await provider.adopt([known(1), known(2)], recorder.emit) == []
     await provider.start(recorder.emit)
-    assert life.pids() == before
+    assert incarnations.pids() == before
     for number in (1, 2):
         assert recorder.of(LeaseEnded) == []
         await provider.acquire(lease_request(9))
@@ -118,41 +120,41 @@ async def test_what_lives_goes_on_as_it_is_and_is_given_back_by_the_next(life: L
         recorder.events.clear()
         await provider.release(f"lease-{number}")
         assert (await recorder.ended(f"lease-{number}")).cause is EndCause.RELEASED
-        assert life.pids(number) == []
+        assert incarnations.pids(number) == []
         await provider.acquire(lease_request(number + 2))
         assert isinstance(await recorder.answered(f"lease-{number + 2}"), LeaseGranted)
         recorder.events.clear()
     await provider.aclose()
-    assert (life.pids(), life.left()) == ([], [])
+    assert (incarnations.pids(), incarnations.left()) == ([], [])
 
 
-async def test_what_the_run_does_not_know_is_ended_and_named(life: Life, recorder: Recorder) -> None:
-    await life.first(leases=2)
+async def test_what_the_run_does_not_know_is_ended_and_named(incarnations: Incarnations, recorder: Recorder) -> None:
+    await incarnations.first(leases=2)
     with capture_logs() as logs:
-        provider = life.next()
+        provider = incarnations.next()
         assert await provider.adopt([known(2)], recorder.emit) == []
     named = [line["what"] for line in logs if line["event"] == "left over from an earlier process"]
     assert named in (["lease-1"], ["worker-1"])
-    assert life.pids(1) == []
+    assert incarnations.pids(1) == []
     await provider.start(recorder.emit)
     await recorder.until(lambda r: r.available == CAPACITY - 1)
     assert recorder.of(LeaseEnded) == []
 
 
-async def test_another_run_and_another_provider_touch_nothing(life: Life, recorder: Recorder) -> None:
-    await life.first()
-    before = life.pids()
-    stranger = msgspec.structs.replace(life.context, run="another run")
-    await provider_of(life.kind, stranger).adopt([], recorder.emit)
-    assert life.pids() == before
+async def test_another_run_and_another_provider_touch_nothing(incarnations: Incarnations, recorder: Recorder) -> None:
+    await incarnations.first()
+    before = incarnations.pids()
+    stranger = msgspec.structs.replace(incarnations.context, run="another run")
+    await provider_of(incarnations.kind, stranger).adopt([], recorder.emit)
+    assert incarnations.pids() == before
 
 
-async def test_what_died_meanwhile_ends_with_its_cause(life: Life, recorder: Recorder) -> None:
-    await life.first()
-    for pid in life.pids(1) or life.pids():
+async def test_what_died_meanwhile_ends_with_its_cause(incarnations: Incarnations, recorder: Recorder) -> None:
+    await incarnations.first()
+    for pid in incarnations.pids(1) or incarnations.pids():
         os.kill(pid, signal.SIGKILL)
-    await eventually(lambda: not life.pids(1))
-    provider = life.next()
+    await eventually(lambda: not incarnations.pids(1))
+    provider = incarnations.next()
     assert await provider.adopt([known()], recorder.emit) == []
     await provider.start(recorder.emit)
     ended = await recorder.ended("lease-1")
@@ -162,21 +164,23 @@ async def test_what_died_meanwhile_ends_with_its_cause(life: Life, recorder: Rec
     await recorder.until(lambda r: r.available == CAPACITY)
 
 
-async def test_what_dies_later_is_noticed(life: Life, recorder: Recorder) -> None:
-    await life.first()
-    provider = life.next()
+async def test_what_dies_later_is_noticed(incarnations: Incarnations, recorder: Recorder) -> None:
+    await incarnations.first()
+    provider = incarnations.next()
     await provider.adopt([known()], recorder.emit)
     await provider.start(recorder.emit)
     assert recorder.of(LeaseEnded) == []
-    for pid in life.pids(1) or life.pids():
+    for pid in incarnations.pids(1) or incarnations.pids():
         os.kill(pid, signal.SIGKILL)
     assert (await recorder.ended("lease-1")).cause is EndCause.LOST
-    assert life.pids(1) == []
+    assert incarnations.pids(1) == []
 
 
-async def test_what_nothing_is_left_of_is_over_or_may_be_asked_for_again(life: Life, recorder: Recorder) -> None:
-    provider = life.next()
-    late = known(3, expires_at_ns=life.context.now_ns())
+async def test_what_nothing_is_left_of_is_over_or_may_be_asked_for_again(
+    incarnations: Incarnations, recorder: Recorder
+) -> None:
+    provider = incarnations.next()
+    late = known(3, expires_at_ns=incarnations.context.now_ns())
     assert await provider.adopt([known(1), known(2, granted=False), late], recorder.emit) == ["lease-2"]
     assert [(e.lease, e.cause) for e in recorder.of(LeaseEnded)] == [
         ("lease-1", EndCause.LOST),
@@ -190,34 +194,37 @@ async def test_what_nothing_is_left_of_is_over_or_may_be_asked_for_again(life: L
 
 @pytest.mark.parametrize("death", DEATHS)
 async def test_wherever_it_is_killed_a_lease_is_had_once_or_not_at_all(
-    life: Life, recorder: Recorder, death: str
+    incarnations: Incarnations, recorder: Recorder, death: str
 ) -> None:
-    await life.first(death=death)
-    provider = life.next()
+    await incarnations.first(death=death)
+    provider = incarnations.next()
     unheard = await provider.adopt([known(granted=False)], recorder.emit)
     await provider.start(recorder.emit)
     if unheard:
         assert unheard == ["lease-1"]
-        assert life.pids(1) == []
+        assert incarnations.pids(1) == []
         await recorder.until(lambda r: r.available == CAPACITY)
         await provider.acquire(lease_request())
     assert isinstance(await recorder.answered("lease-1"), LeaseGranted)
-    await eventually(lambda: len(life.pids(1)) == life.width)
+    await eventually(lambda: len(incarnations.pids(1)) == incarnations.width)
     assert len(recorder.of(LeaseGranted)) == 1
-    if life.kind == "serving":
-        assert len([pid for pid in life.pids() if "stub_host" in " ".join(psutil.Process(pid).cmdline())]) == CAPACITY
+    if incarnations.kind == "serving":
+        assert (
+            len([pid for pid in incarnations.pids() if "stub_host" in " ".join(psutil.Process(pid).cmdline())])
+            == CAPACITY
+        )
     await provider.aclose()
     assert (await recorder.ended("lease-1")).cause is EndCause.RELEASED
-    assert (life.pids(), life.left()) == ([], [])
+    assert (incarnations.pids(), incarnations.left()) == ([], [])
 
 
 @pytest.mark.parametrize("ended_before", [False, True])
 async def test_what_a_liar_stood_on_stays_out_for_the_next(
-    life: Life, recorder: Recorder, *, ended_before: bool
+    incarnations: Incarnations, recorder: Recorder, *, ended_before: bool
 ) -> None:
     """Whether its lease had ended, or goes on for a while. Where each lease is another machine, all is to be had, and
     the trainer's is that of a run which somebody has resumed."""
-    first = life.next()
+    first = incarnations.next()
     await first.start(recorder.emit)
     await recorder.until(lambda r: r.available == CAPACITY)
     await first.acquire(lease_request())
@@ -226,13 +233,13 @@ async def test_what_a_liar_stood_on_stays_out_for_the_next(
     if ended_before:
         await first.release("lease-1")
         await recorder.ended("lease-1")
-    provider, heard = life.next(), Recorder()
+    provider, heard = incarnations.next(), Recorder()
     await provider.adopt([] if ended_before else [known()], heard.emit)
     await provider.start(heard.emit)
     if not ended_before:
         await provider.release("lease-1")
         await heard.ended("lease-1")
-    left = CAPACITY if life.kind in ("serverless", "trainer") else CAPACITY - 1
+    left = CAPACITY if incarnations.kind in ("serverless", "trainer") else CAPACITY - 1
     await heard.until(lambda r: r.available == left)
     for number in range(2, 2 + left):
         await provider.acquire(lease_request(number))
@@ -241,42 +248,48 @@ async def test_what_a_liar_stood_on_stays_out_for_the_next(
 
 
 @pytest.mark.parametrize("kind", ["spot", "serverless"], indirect=True)
-async def test_a_worker_that_had_yet_to_boot_does_so_when_it_would_have(life: Life, recorder: Recorder) -> None:
-    delay = {"boot_delay_s" if life.kind == "spot" else "cold_start_s": 2.0}
-    await life.first(**delay)
-    assert life.pids() == []
-    boots_at_ns, died_ns = life.boots_at_ns(), life.context.now_ns()
+async def test_a_worker_that_had_yet_to_boot_does_so_when_it_would_have(
+    incarnations: Incarnations, recorder: Recorder
+) -> None:
+    delay = {"boot_delay_s" if incarnations.kind == "spot" else "cold_start_s": 2.0}
+    await incarnations.first(**delay)
+    assert incarnations.pids() == []
+    boots_at_ns, died_ns = incarnations.boots_at_ns(), incarnations.context.now_ns()
     assert boots_at_ns < died_ns + 2 * NS_PER_S
-    await life.next(**delay).adopt([known()], recorder.emit)
-    await eventually(lambda: len(life.pids(1)) == life.width)
-    assert life.context.now_ns() > boots_at_ns
-    assert life.boots_at_ns() == boots_at_ns
+    await incarnations.next(**delay).adopt([known()], recorder.emit)
+    await eventually(lambda: len(incarnations.pids(1)) == incarnations.width)
+    assert incarnations.context.now_ns() > boots_at_ns
+    assert incarnations.boots_at_ns() == boots_at_ns
     assert recorder.of(LeaseEnded) == []
 
 
 @pytest.mark.parametrize("kind", ["serverless"], indirect=True)
 @pytest.mark.parametrize("left_s", [-1.0, 0.2])
-async def test_a_call_ends_when_it_would_have_whoever_listens(life: Life, recorder: Recorder, left_s: float) -> None:
-    await life.first()
-    provider = life.next()
-    expires_at_ns = life.context.now_ns() + round(left_s * NS_PER_S)
+async def test_a_call_ends_when_it_would_have_whoever_listens(
+    incarnations: Incarnations, recorder: Recorder, left_s: float
+) -> None:
+    await incarnations.first()
+    provider = incarnations.next()
+    expires_at_ns = incarnations.context.now_ns() + round(left_s * NS_PER_S)
     await provider.adopt([known(expires_at_ns=expires_at_ns)], recorder.emit)
     assert (await recorder.ended("lease-1")).cause is EndCause.EXPIRED
-    assert life.context.now_ns() >= expires_at_ns
-    assert life.pids() == []
+    assert incarnations.context.now_ns() >= expires_at_ns
+    assert incarnations.pids() == []
 
 
 @pytest.mark.parametrize("kind", ["spot"], indirect=True)
 @pytest.mark.parametrize("notice_s", [0.0, 600.0])
-async def test_the_market_goes_on_without_the_run(life: Life, recorder: Recorder, notice_s: float) -> None:
-    await life.first(leases=2, notice_s=notice_s)
-    removed_ms = life.context.now_ns() * 1000 // NS_PER_S
+async def test_the_market_goes_on_without_the_run(
+    incarnations: Incarnations, recorder: Recorder, notice_s: float
+) -> None:
+    await incarnations.first(leases=2, notice_s=notice_s)
+    removed_ms = incarnations.context.now_ns() * 1000 // NS_PER_S
     # Nobody could have known before: what the earlier process read had the instance for longer.
     market = f"0,add,a\n0,add,b\n{removed_ms},remove,a\n600000000,add,c\n"
-    (life.context.run_dir / "market.csv").write_text(market)
+    (incarnations.context.run_dir / "market.csv").write_text(market)
     removed_ns = removed_ms * NS_PER_S // 1000
-    survivors = life.pids(2)
-    provider = life.next(notice_s=notice_s)
+    survivors = incarnations.pids(2)
+    provider = incarnations.next(notice_s=notice_s)
     assert await provider.adopt([known(1), known(2)], recorder.emit) == []
     await provider.start(recorder.emit)
     if notice_s:
@@ -286,35 +299,35 @@ async def test_the_market_goes_on_without_the_run(life: Life, recorder: Recorder
     ended = await recorder.ended("lease-1")
     assert ended.cause is EndCause.PREEMPTED
     assert "instance a back while nobody listened" in ended.detail
-    assert life.pids() == survivors
+    assert incarnations.pids() == survivors
     assert recorder.available == 0
 
 
 @pytest.mark.parametrize("kind", ["serving"], indirect=True)
 async def test_a_loan_whose_worker_ended_meanwhile_has_its_own_cause(
-    life: Life, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+    incarnations: Incarnations, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ELASTIC_STUB_AGENT", "fail")
-    await life.first()
-    provider = life.next()
+    await incarnations.first()
+    provider = incarnations.next()
     assert await provider.adopt([known()], recorder.emit) == []
     assert "out of luck" in (await recorder.ended("lease-1")).detail
 
 
 @pytest.mark.parametrize("kind", ["serving"], indirect=True)
-async def test_a_host_that_nobody_speaks_to_ends_with_its_worker(life: Life) -> None:
-    await life.first(orchestrator_timeout_s=1.0)
-    await eventually(lambda: not life.pids())
+async def test_a_host_that_nobody_speaks_to_ends_with_its_worker(incarnations: Incarnations) -> None:
+    await incarnations.first(orchestrator_timeout_s=1.0)
+    await eventually(lambda: not incarnations.pids())
 
 
 @pytest.mark.slow
 @pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["serving"], indirect=True)
 async def test_a_host_that_nobody_speaks_to_ends_even_if_its_worker_will_not(
-    life: Life, monkeypatch: pytest.MonkeyPatch
+    incarnations: Incarnations, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ELASTIC_STUB_AGENT", "stubborn")
-    await life.first(orchestrator_timeout_s=1.0)
+    await incarnations.first(orchestrator_timeout_s=1.0)
     async with asyncio.timeout(2 * END_TIMEOUT_S):
-        while life.pids():  # noqa: ASYNC110 - processes, which cannot tell us
+        while incarnations.pids():  # noqa: ASYNC110 - processes, which cannot tell us
             await asyncio.sleep(0.1)

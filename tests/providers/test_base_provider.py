@@ -7,7 +7,7 @@ from elastic.core.types import EndCause
 from providers import base_provider
 from providers.base import ProviderContext, ProviderSettings
 from providers.markets import Market
-from tests.providers.conftest import MemoryHolding, MemoryProvider, Recorder, lease_request
+from tests.providers.conftest import MemoryHandle, MemoryProvider, Recorder, lease_request
 
 
 @pytest.fixture
@@ -22,14 +22,14 @@ async def test_giving_back_is_tried_until_it_works(
 ) -> None:
     tries = 0
 
-    async def reluctantly(holding: MemoryHolding) -> None:
+    async def reluctantly(handle: MemoryHandle) -> None:
         nonlocal tries
         tries += 1
         assert recorder.of(LeaseEnded) == []
         if tries < 3:
             raise TimeoutError
 
-    monkeypatch.setattr(MemoryHolding, "give_back", reluctantly)
+    monkeypatch.setattr(MemoryHandle, "give_back", reluctantly)
     monkeypatch.setattr(base_provider, "RETRY_S", 0.0)
     await provider.acquire(lease_request())
     await provider.release("lease-1")
@@ -38,13 +38,13 @@ async def test_giving_back_is_tried_until_it_works(
     await provider.aclose()
 
 
-async def test_a_holding_that_breaks_is_a_lost_lease(
+async def test_a_handle_that_breaks_is_a_lost_lease(
     provider: MemoryProvider, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def broken(holding: MemoryHolding) -> None:
+    async def broken(handle: MemoryHandle) -> None:
         raise RuntimeError("out of luck")
 
-    monkeypatch.setattr(MemoryHolding, "keep", broken)
+    monkeypatch.setattr(MemoryHandle, "keep", broken)
     await provider.acquire(lease_request())
     end = await recorder.ended("lease-1")
     assert end.cause is EndCause.LOST

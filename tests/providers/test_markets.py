@@ -76,7 +76,7 @@ def test_what_is_offered_is_had_and_no_place_is_had_twice(kind: str, trace: str,
         assert 0 <= offer.available <= MOST
         assert market.news() is None
         if act == "take":
-            if offer.available + offer.successors == 0:
+            if offer.available + offer.replacements == 0:
                 with pytest.raises(CapacityUnavailable, match="m"):
                     market.take(f"lease-{number}")
             else:

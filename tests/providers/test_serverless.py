@@ -1,4 +1,4 @@
-"""Serverless leases: cold at first, over by time whatever happens, and successors before that."""
+"""Serverless leases: cold at first, over by time whatever happens, and replacements before that."""
 
 import asyncio
 from collections.abc import Callable
@@ -84,13 +84,13 @@ async def test_a_cold_start_comes_before_the_worker_and_within_the_lease(
     assert (await recorder.ended("lease-1")).cause is EndCause.EXPIRED
 
 
-async def test_successors_are_to_be_had_besides_all_others(open_provider: Open, recorder: Recorder) -> None:
+async def test_replacements_are_to_be_had_besides_all_others(open_provider: Open, recorder: Recorder) -> None:
     provider = open_provider(max_workers=2, overlap=1, lease_s=600.0)
     await provider.start(recorder.emit)
 
     def offered() -> tuple[int, int]:
         offer = recorder.of(OfferChanged)[-1].offer
-        return offer.available, offer.successors
+        return offer.available, offer.replacements
 
     assert offered() == (2, 1)
     for number in (1, 2):

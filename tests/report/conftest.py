@@ -260,7 +260,7 @@ def _ns(value_s: float) -> int:
 
 @pytest.fixture
 def run_of(tmp_path: Path) -> Callable[..., RunDirectory]:
-    """A run on disk: what fills the journal of each of its lives, the first life's first."""
+    """A run on disk: what fills the journal of each of its segments, the first segment's first."""
     numbers = itertools.count(1)
 
     def write(*fills: Callable[[RunWriter], None]) -> RunDirectory:

@@ -1,4 +1,4 @@
-"""Lengths, ages and lives as the journal has them, and runs beside each other."""
+"""Lengths, ages and segments as the journal has them, and runs beside each other."""
 
 import pytest
 

@@ -43,9 +43,9 @@ def test_what_a_host_said_last_stands_in_every_format(summary):
     ]
     assert "Co-serving" in as_html(summary)
     found = as_json(summary)["co_serving"][0]
-    assert found["harvest_share"] == pytest.approx(0.9)
+    assert found["idle_utilisation"] == pytest.approx(0.9)
     assert found["service"]["ttft_p99_ms"] == 338.0
 
 
-def test_a_host_that_was_never_lent_harvested_nothing_yet():
-    assert msgspec.structs.replace(SERVICE, lent_s=0.0, serving_s=0.0).harvest_share is None
+def test_a_host_that_was_never_lent_has_no_idle_utilisation_yet():
+    assert msgspec.structs.replace(SERVICE, lent_s=0.0, serving_s=0.0).idle_utilisation is None

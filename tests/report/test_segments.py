@@ -50,9 +50,9 @@ def resumed(run):
     run.sample(5.0, {"spot": ProviderStatus(tokens=300, usd=4.0), "serving": ProviderStatus(tokens=100)})
 
 
-def test_lives_add_up(summary_of):
+def test_segments_add_up(summary_of):
     summary = summary_of(killed, resumed)
-    assert (summary.lives, summary.outcome, summary.started_at) == (2, "finished", "2026-11-20")
+    assert (summary.segments, summary.outcome, summary.started_at) == (2, "finished", "2026-11-20")
     assert summary.requested_providers == ["spot", "serving"]
     assert summary.wall_s == 15.0
     spot = summary.providers["spot"]
@@ -62,13 +62,13 @@ def test_lives_add_up(summary_of):
     assert summary.total.tokens_per_s == pytest.approx(1400 / 15)
     assert (summary.turns, summary.moves.turns, summary.preempted_moves.turns) == (2, 1, 1)
     assert summary.ledger_imbalance_ns == 0
-    assert "2 lives" in tables.subtitle(summary)
+    assert "2 segments" in tables.subtitle(summary)
 
 
-def test_one_life_follows_the_other(summary_of):
+def test_one_segment_follows_the_other(summary_of):
     summary = summary_of(killed, resumed)
-    assert [(lane.worker, lane.life, lane.opened_s, lane.ready_s, lane.closed_s) for lane in summary.lanes] == [
-        ("life 1: spot-1", 1, 0.0, 1.0, 10.0),
+    assert [(lane.worker, lane.segment, lane.opened_s, lane.ready_s, lane.closed_s) for lane in summary.lanes] == [
+        ("segment 1: spot-1", 1, 0.0, 1.0, 10.0),
         ("spot-1", 2, 10.0, 11.0, 14.0),
         ("serving-1", 2, 11.0, None, 15.0),
     ]
@@ -96,17 +96,17 @@ def test_what_is_done_again_counts_once(summary_of):
     assert summary.usd_per_million_trained_tokens == pytest.approx(170_000.0)
 
 
-def test_weights_are_as_current_as_in_their_own_life(summary_of):
+def test_weights_are_as_current_as_in_their_own_segment(summary_of):
     weights = summary_of(killed, resumed).weights
     assert [version.version for version in weights.versions] == [1, 2]
     assert [(pull.worker, pull.first, pull.current_s) for pull in weights.pulls] == [
-        ("life 1: spot-1", True, None),
+        ("segment 1: spot-1", True, None),
         ("serving-1", True, None),
         ("serving-1", False, pytest.approx(1.0)),
     ]
 
 
-def test_a_loss_is_not_made_good_by_the_next_life(summary_of):
+def test_a_loss_is_not_made_good_by_the_next_segment(summary_of):
     def lost(run):
         run.open("spot-1", "spot", 0.0)
         run.end("spot-1", EndCause.PREEMPTED, 4.0)
@@ -115,15 +115,15 @@ def test_a_loss_is_not_made_good_by_the_next_life(summary_of):
     assert summary_of(lost, resumed).providers["spot"].preempted_share == 0.0
 
 
-def test_every_format_has_all_lives(summary_of):
+def test_every_format_has_all_segments(summary_of):
     summary = summary_of(killed, killed, resumed)
-    assert summary.lives == 3
+    assert summary.segments == 3
     for text in (as_html(summary), as_markdown(summary)):
-        assert "3 lives" in text
+        assert "3 segments" in text
         assert "$29.00" in text
 
 
-def test_an_earlier_life_that_cannot_be_read_is_named(run_of):
+def test_an_earlier_segment_that_cannot_be_read_is_named(run_of):
     run = run_of(killed, killed, resumed)
     (run.path / "journal.2.sqlite").write_bytes(b"no database" * 1000)
     with pytest.raises(JournalError, match=r"journal\.2\.sqlite"):
@@ -132,10 +132,10 @@ def test_an_earlier_life_that_cannot_be_read_is_named(run_of):
 
 @settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(fills=st.lists(st.sampled_from((killed, resumed)), min_size=1, max_size=4))
-def test_any_lives_add_up(summary_of, fills):
+def test_any_segments_add_up(summary_of, fills):
     whole = summary_of(*fills)
     parts = [summary_of(fill) for fill in fills]
-    assert whole.lives == len(parts)
+    assert whole.segments == len(parts)
     for figure in ("usd", "wall_s", "turns", "ledger_imbalance_ns"):
         assert getattr(whole, figure) == pytest.approx(sum(getattr(part, figure) for part in parts))
     for figure in ("gpu_s", "tokens", "leases", "preemptions"):
@@ -143,7 +143,7 @@ def test_any_lives_add_up(summary_of, fills):
     assert whole.batches.trained_tokens <= sum(part.batches.trained_tokens for part in parts)
 
 
-def test_refusals_of_all_lives_are_shown_under_their_own_workers(summary_of):
+def test_refusals_of_all_segments_are_shown_under_their_own_workers(summary_of):
     def refusing(count):
         def write(run):
             run.meta(run="lake", status="failed: no", started_at="2026-11-20", providers="spot", seed="7")
@@ -155,7 +155,7 @@ def test_refusals_of_all_lives_are_shown_under_their_own_workers(summary_of):
 
     summary = summary_of(refusing(12), refusing(1))
     warnings = tables.warnings(summary)
-    assert "refused: 12 frames of worker life 1: spot-1: log-probability above 0." in warnings
+    assert "refused: 12 frames of worker segment 1: spot-1: log-probability above 0." in warnings
     assert [r.count for r in summary.refused if not r.worker] == [6]
     assert len([line for line in warnings if line.startswith("refused: ")]) == 2
     text = as_markdown(summary)

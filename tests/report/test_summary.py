@@ -120,10 +120,10 @@ def serverless(run, cause=EndCause.RELEASED, lead_s=9.0, ends_s=43.0):
 @pytest.mark.parametrize(
     ("cause", "lead_s", "ends_s"),
     [
-        (EndCause.RELEASED, 9.0, 43.0),  # its worker left in time, its successor was warm
+        (EndCause.RELEASED, 9.0, 43.0),  # its worker left in time, its replacement was warm
         (EndCause.RELEASED, 0.0, 43.0),  # nobody came before its end
         (EndCause.EXPIRED, 9.0, 45.0),  # it was killed
-        (EndCause.RELEASED, 38.0, 43.0),  # of so short a life, a successor comes early
+        (EndCause.RELEASED, 38.0, 43.0),  # of so short a lifetime, a replacement comes early
     ],
 )
 def test_a_lease_that_ends_by_time_is_preempted_to_the_papers(summary_of, cause, lead_s, ends_s):

@@ -590,10 +590,10 @@ class TestReading:
     BEGIN_MANY: ClassVar[str] = """
 import sys
 from pathlib import Path
-from elastic.runtime.journal import Journal, RunDirectory
-print("begun", flush=True)
+from elastic.runtime.journal import RunDirectory, SqliteJournal
 while True:
-    Journal(RunDirectory(Path(sys.argv[1])).next_journal_path(), notes={"run": "r"}).close()
+    SqliteJournal(RunDirectory(Path(sys.argv[1])).next_journal_path(), notes={"run": "r"}).close()
+    print("begun", flush=True)
 """
 
     def test_a_process_that_is_killed_as_it_begins_one_leaves_a_whole_one_or_none(self, tmp_path: Path) -> None:

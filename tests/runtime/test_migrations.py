@@ -129,7 +129,7 @@ def test_a_run_that_is_resumed_goes_on_beside_its_migrated_journals(kept: tuple[
     journal.close()
     summary = summarise(run)
     assert len(run.journal_paths()) == before + 1
-    assert summary.lives == expected["report"]["lives"] + 1
+    assert summary.segments == expected["report"]["segments"] + 1
     assert summary.usd == pytest.approx(expected["report"]["usd"])
     assert summary.wall_s == pytest.approx(expected["report"]["wall_s"] + 5.0)
 

@@ -1,4 +1,4 @@
-"""The folded engine: whatever befalls it, every token is reported once and every nanosecond is accounted for."""
+"""The folded engine: whatever happens to it, every token is reported once and every nanosecond is accounted for."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -59,11 +59,11 @@ class Watched:
                 self.ended[chunk.turn] = (chunk.finish, self.loop.now_ns)
 
     def submit(
-        self, turn: str, prompt: int, length: int, conversation: str = "", group: str = "", shared: int = 0
+        self, turn: str, prompt: int, length: int, trajectory: str = "", group: str = "", shared: int = 0
     ) -> None:
         """The first `shared` tokens of the prompt are the group's."""
         self.tokens[turn] = 0
-        self.engine.submit(Job(turn, 1, conversation or turn, group, prompt, 0, length, LONGEST, shared))
+        self.engine.submit(Job(turn, 1, trajectory or turn, group, prompt, 0, length, LONGEST, shared))
 
     def run(self) -> None:
         self.loop.run(10_000 * NS_PER_S)
@@ -94,7 +94,7 @@ def test_context_makes_iterations_longer() -> None:
     assert watched.ended["a"][1] == pytest.approx((0.1 + grown) * NS_PER_S, rel=1e-6)
 
 
-def test_the_next_turn_of_a_conversation_finds_its_prefix() -> None:
+def test_the_next_turn_of_a_trajectory_finds_its_prefix() -> None:
     watched = Watched(rates())
     watched.submit("a", 100, 12, "talk")
     watched.run()
@@ -119,7 +119,7 @@ def test_a_prompt_that_a_group_shares_is_in_memory_once() -> None:
     watched.run()
     assert watched.engine.kv_used_share == 0
     watched.submit("g/4", prompt=1000, length=5, group="g", shared=1000)
-    watched.submit("g/0/1", prompt=1100, length=5, conversation="g/0", group="g", shared=1000)
+    watched.submit("g/0/1", prompt=1100, length=5, trajectory="g/0", group="g", shared=1000)
     watched.run()
     assert watched.engine.prefix_hit_tokens == 4 * 960 + 1040, "of 1,049 tokens with KV, whole blocks"
 

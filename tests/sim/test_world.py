@@ -109,11 +109,11 @@ def storm(kind: SimulatedFaultKind) -> FaultPlan:
     faults = tuple(
         SimulatedFault(n * NS_PER_S, kind, (1 + n % 2 * 4) * NS_PER_S, n * 0.37 % 1) for n in range(1, 31, 3)
     )
-    return FaultPlan(end_ns=30 * NS_PER_S, faults=faults, mishaps=FaultRates())
+    return FaultPlan(end_ns=30 * NS_PER_S, faults=faults, fault_rates=FaultRates())
 
 
 def quiet(end_ns: int) -> FaultPlan:
-    return FaultPlan(end_ns=end_ns, faults=(), mishaps=FaultRates())
+    return FaultPlan(end_ns=end_ns, faults=(), fault_rates=FaultRates())
 
 
 def told(outcome: SimulatedOutcome, kind: type[e.Event], **fields: object) -> int:
@@ -197,19 +197,19 @@ def test_what_did_nothing_is_no_fault() -> None:
     rewards = simulate(1, SETTINGS, storm(SimulatedFaultKind.REWARDS_DOWN))
     assert rewards.faults == 0
     kill = FaultPlan(
-        end_ns=NS_PER_S, faults=(SimulatedFault(0, SimulatedFaultKind.KILL, 1, 0.5),), mishaps=FaultRates()
+        end_ns=NS_PER_S, faults=(SimulatedFault(0, SimulatedFaultKind.KILL, 1, 0.5),), fault_rates=FaultRates()
     )
     assert simulate(1, SETTINGS, kill).faults == 0
     silences = tuple(
         SimulatedFault(NS_PER_S * n, SimulatedFaultKind.SILENT_PROVIDER, NS_PER_S, 0.1) for n in range(1, 4)
     )
-    assert simulate(1, SETTINGS, FaultPlan(end_ns=5 * NS_PER_S, faults=silences, mishaps=FaultRates())).faults == 1
+    assert simulate(1, SETTINGS, FaultPlan(end_ns=5 * NS_PER_S, faults=silences, fault_rates=FaultRates())).faults == 1
 
 
-@pytest.mark.parametrize("mishap", FaultRates.__struct_fields__)
-def test_epidemic_of_one_mishap(mishap: str) -> None:
-    faults = FaultPlan(end_ns=60 * NS_PER_S, faults=(), mishaps=FaultRates(**{mishap: 0.3}))
-    settings = msgspec.structs.replace(SETTINGS, rewards_on_functions=mishap.startswith("reward"))
+@pytest.mark.parametrize("fault", FaultRates.__struct_fields__)
+def test_epidemic_of_one_fault(fault: str) -> None:
+    faults = FaultPlan(end_ns=60 * NS_PER_S, faults=(), fault_rates=FaultRates(**{fault: 0.3}))
+    settings = msgspec.structs.replace(SETTINGS, rewards_on_functions=fault.startswith("reward"))
     sick = [simulate(seed, settings, faults) for seed in range(3)]
     sound = [simulate(seed, settings, quiet(faults.end_ns)) for seed in range(3)]
     assert all(outcome.record.finished for outcome in sick)
@@ -227,7 +227,7 @@ def test_quiet_world_moves_turns_only_at_the_end_of_seeding() -> None:
 def test_trainers_device_goes_on_alone() -> None:
     """Every elastic provider vanishes in the middle of the first step, for longer than the step takes."""
     blackout = SimulatedFault(3 * NS_PER_S, SimulatedFaultKind.BLACKOUT, 10_000 * NS_PER_S, 0.0)
-    outcome = simulate(2, SETTINGS, FaultPlan(end_ns=4 * NS_PER_S, faults=(blackout,), mishaps=FaultRates()))
+    outcome = simulate(2, SETTINGS, FaultPlan(end_ns=4 * NS_PER_S, faults=(blackout,), fault_rates=FaultRates()))
     assert outcome.failed == ""
     assert any(isinstance(event, e.WorkerAwoke) for _, event in outcome.journals[0].events)
 
@@ -236,7 +236,7 @@ def test_trainers_device_goes_on_alone() -> None:
 def test_early_ends_give_everything_back(ending: RunEnding) -> None:
     for at_s in (0, 1, 2, 4):
         faults = FaultPlan(
-            end_ns=9 * NS_PER_S, faults=(), mishaps=FaultRates(), ending=ending, ending_at_ns=at_s * NS_PER_S
+            end_ns=9 * NS_PER_S, faults=(), fault_rates=FaultRates(), ending=ending, ending_at_ns=at_s * NS_PER_S
         )
         assert simulate(3, SETTINGS, faults).failed or ending is RunEnding.TRAINER_LOST
 
@@ -252,7 +252,7 @@ def test_the_trainer_goes_at_any_time(bound: int, way: SimulatedFaultKind) -> No
     again = 0
     for tenths in range(5, 400, 15):
         faults = tuple(SimulatedFault((tenths + n * 70) * NS_PER_S // 10, way, 1, 0.3 + n % 2 / 2) for n in range(3))
-        plan_of_faults = FaultPlan(end_ns=faults[-1].at_ns, faults=faults, mishaps=FaultRates())
+        plan_of_faults = FaultPlan(end_ns=faults[-1].at_ns, faults=faults, fault_rates=FaultRates())
         outcome = simulate(tenths, settings, plan_of_faults)
         assert outcome.failed == ""
         again += told(outcome, e.WorkerJoined) > 1
@@ -266,7 +266,7 @@ def test_silence_hides_the_end_of_a_lease_that_nobody_remembers() -> None:
         kinds = (SimulatedFaultKind.SILENT_PROVIDER, SimulatedFaultKind.PREEMPT, SimulatedFaultKind.NOTICE)
         faults = tuple(SimulatedFault(at_ns + n, kind, 2 * NS_PER_S, seed * 0.13 % 1) for n, kind in enumerate(kinds))
         crash = Crash(at_ns + NS_PER_S // 4, NS_PER_S // 4, journal_lost=True)
-        plan = FaultPlan(end_ns=crash.at_ns, faults=faults, mishaps=FaultRates(), crashes=(crash,))
+        plan = FaultPlan(end_ns=crash.at_ns, faults=faults, fault_rates=FaultRates(), crashes=(crash,))
         assert simulate(seed, SETTINGS, plan).failed == ""
 
 
@@ -274,7 +274,7 @@ def crash_at(
     at_ns: int, down_ns: int = NS_PER_S, *, journal_lost: bool = False, trainer_dies: bool = False
 ) -> FaultPlan:
     crash = Crash(at_ns, down_ns, journal_lost, trainer_dies)
-    return FaultPlan(end_ns=at_ns, faults=(), mishaps=FaultRates(), crashes=(crash,))
+    return FaultPlan(end_ns=at_ns, faults=(), fault_rates=FaultRates(), crashes=(crash,))
 
 
 @pytest.mark.parametrize("bound", [0, 2])
@@ -351,7 +351,7 @@ def test_worlds_notice_a_core_that_does_not_begin_where_the_checkpoint_is(monkey
 
 def test_crash_after_crash() -> None:
     crashes = tuple(Crash(n * NS_PER_S, NS_PER_S // 4, journal_lost=n % 6 == 0) for n in range(0, 20, 2))
-    faults = FaultPlan(end_ns=20 * NS_PER_S, faults=(), mishaps=FaultRates(frame_lost=0.05), crashes=crashes)
+    faults = FaultPlan(end_ns=20 * NS_PER_S, faults=(), fault_rates=FaultRates(frame_lost=0.05), crashes=crashes)
     outcome = simulate(1, SETTINGS, faults)
     assert outcome.failed == ""
     assert len(outcome.incarnations) > 3
@@ -430,8 +430,8 @@ def _serve_anything(worker: SimulatedWorker, genuine: bool) -> bool:
     return True
 
 
-def _take_failed_for_applied(desk: WorkerManager, event: e.WeightsFailed) -> None:
-    desk._on_weights_applied(e.WeightsApplied(worker=event.worker, epoch=event.epoch, version=event.version))
+def _take_failed_for_applied(manager: WorkerManager, event: e.WeightsFailed) -> None:
+    manager._on_weights_applied(e.WeightsApplied(worker=event.worker, epoch=event.epoch, version=event.version))
 
 
 @pytest.mark.parametrize(
@@ -445,7 +445,7 @@ def test_weights_that_do_not_match_their_manifest_are_never_served(
     owner: type[Any], name: str, broken: Callable[..., object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Invariant 10, and that its check sees a worker that verifies nothing and a core that believes in it."""
-    faults = FaultPlan(end_ns=20 * NS_PER_S, faults=(), mishaps=FaultRates(load_corrupted=0.5))
+    faults = FaultPlan(end_ns=20 * NS_PER_S, faults=(), fault_rates=FaultRates(load_corrupted=0.5))
     outcome = simulate(1, SETTINGS, faults)
     assert any(isinstance(x, e.WeightsFailed) and "manifest" in x.reason for _, x in outcome.journals[0].events)
     monkeypatch.setattr(owner, name, broken)
@@ -508,7 +508,7 @@ def _nothing(*_: object, **__: object) -> None:
 
 BREAKAGES: list[tuple[type[Any], str, object]] = [
     (RunState, "hear", _believe_everybody),
-    (TurnManager, "_fits", lambda desk, turn, chunk: True),
+    (TurnManager, "_fits", lambda manager, turn, chunk: True),
     (TurnManager, "take_away", _nothing),
     (TurnManager, "_expect_handover", _nothing),
     (TurnManager, "_token_due", _nothing),
@@ -522,7 +522,7 @@ BREAKAGES: list[tuple[type[Any], str, object]] = [
     (LeaseManager, "release_vacated", _nothing),
     (RewardManager, "_score_due", _nothing),
     (RewardManager, "_score_again_due", _nothing),
-    (RewardManager, "take_outcomes", lambda desk: []),
+    (RewardManager, "take_outcomes", lambda manager: []),
     (Ledger, "close", _nothing),
     (Fleet, "reindex", _nothing),
     (TrainerDevice, "rest", _nothing),

@@ -71,7 +71,7 @@ async def test_the_hosts_trace_is_served_and_so_are_its_clients(profiles: Path) 
         assert (service.requests, service.failed, service.ttft_slo_ms) == (4, 0, 500)
         assert 0 < service.tpot_p50_ms <= service.tpot_p99_ms
         assert 0 < service.ttft_p50_ms <= service.ttft_p99_ms
-        assert (service.lent_s, service.rollout_s, service.harvest_share) == (0, 0, None)
+        assert (service.lent_s, service.rollout_s, service.idle_utilisation) == (0, 0, None)
 
 
 async def test_a_request_that_is_not_served_counts_as_failed(profiles: Path) -> None:

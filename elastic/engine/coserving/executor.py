@@ -2,7 +2,7 @@
 
 One thread owns the device. At each tick it decides what runs next: housekeeping, then serving; a rollout
 iteration only behind a serving one (or where serving has nothing to do), and only if the admission policy's
-slack covers what it is profiled to cost and the memory policy leaves it the pages. A failure of the rollout half
+slack covers what it is profiled to cost and the memory policy leaves it the pages. A failure of the rollout engine
 ends its turns and leaves serving as it was. Source: ROSE §4.1.
 """
 
@@ -62,7 +62,7 @@ class CoServingStatistics(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CoServing:
-    """Owns the device, its KV memory and the two halves. `close` ends both."""
+    """Owns the device, its KV memory and the two engines. `close` ends both."""
 
     def __init__(
         self,
@@ -158,12 +158,12 @@ class CoServing:
             self.begin_step()
             return rollout
 
-    def _refuse_too_small(self, half: SharedDeviceEngine, most_pages: int) -> None:
-        tokens = half.settings.max_context_tokens
-        needed = half.layout.pages_for(tokens)
+    def _refuse_too_small(self, engine: SharedDeviceEngine, most_pages: int) -> None:
+        tokens = engine.settings.max_context_tokens
+        needed = engine.layout.pages_for(tokens)
         if needed > most_pages:
             raise ValueError(
-                f"the {half.kind} model does not fit: {tokens} tokens of KV need {needed} pages of "
+                f"the {engine.kind} model does not fit: {tokens} tokens of KV need {needed} pages of "
                 f"{self._memory.pages.page_bytes} bytes, and it may have {most_pages} of {self._memory.usable}"
             )
 
@@ -198,11 +198,11 @@ class CoServing:
             )
 
     def close(self) -> None:
-        """End every request of both halves with ABORTED, and the thread. Safe to call twice."""
+        """End every request of both engines with ABORTED, and the thread. Safe to call twice."""
         with self._changed:
             self._closed = True
-            for half in self._halves():
-                half.end()
+            for engine in self._engines():
+                engine.end()
             self._changed.notify_all()
         if self._thread is None:
             self._memory.pages.close()
@@ -240,8 +240,8 @@ class CoServing:
                 self._memory.share(now_ns)
                 if (step := self._decide(now_ns)) is not None:
                     return step
-                for half in self._halves():
-                    half.charge_idle()
+                for engine in self._engines():
+                    engine.charge_idle()
                 self._changed.wait(self._patience_s(now_ns))
 
     def _decide(self, now_ns: Nanoseconds) -> Step | None:
@@ -306,11 +306,11 @@ class CoServing:
         self._rollout = self._memory.rollout = None
         self._usage.lend(False, time.monotonic_ns())
 
-    def _timed(self, half: SharedDeviceEngine, iteration: Iteration) -> Step:
+    def _timed(self, engine: SharedDeviceEngine, iteration: Iteration) -> Step:
         def run() -> None:
-            self._hand_to(half.kind)
+            self._hand_to(engine.kind)
             try:
-                half.iterate(iteration)
+                engine.iterate(iteration)
             finally:
                 self._hand_to(None)
 
@@ -355,32 +355,32 @@ class CoServing:
         return run
 
     def _lose_rollout(self) -> None:
-        """The rollout half failed: its turns end, its memory comes back, serving goes on."""
+        """The rollout engine failed: its turns end, its memory comes back, serving goes on."""
         rollout = self._rollout
         assert rollout is not None
         self._rollout_failures += 1
-        _log.error("the rollout half failed", trace=traceback.format_exc())
-        why = "the rollout half of the co-serving executor failed"
+        _log.error("the rollout engine failed", trace=traceback.format_exc())
+        why = "the rollout engine of the co-serving executor failed"
         try:
             rollout.fail(why)
         except Exception:
-            _log.error("the rollout half is given up", trace=traceback.format_exc())
+            _log.error("the rollout engine is given up", trace=traceback.format_exc())
             self._detach()
             rollout.abandon(why)
 
     def _end_all(self, why: str) -> None:
         with self._changed:
             self._closed = True
-            for half in self._halves():
-                half.end()
-                half.fail(why)
-                half.fail_waiting(RuntimeError(why))
+            for engine in self._engines():
+                engine.end()
+                engine.fail(why)
+                engine.fail_waiting(RuntimeError(why))
             self._changed.notify_all()
-        for half in self._halves():
-            half.emit_outbox()
+        for engine in self._engines():
+            engine.emit_outbox()
 
-    def _halves(self) -> list[SharedDeviceEngine]:
-        return [half for half in (self._serving, self._rollout) if half is not None]
+    def _engines(self) -> list[SharedDeviceEngine]:
+        return [engine for engine in (self._serving, self._rollout) if engine is not None]
 
     def _patience_s(self, now_ns: Nanoseconds) -> float:
         """How long nothing can happen by itself: a lease or a stall may end, slack may be checked again."""

@@ -1,4 +1,4 @@
-"""An OpenAI-compatible endpoint on the serving half: completions and chat, streamed or whole, and the model list.
+"""An OpenAI-compatible endpoint on the serving engine: completions and chat, streamed or whole, and the model list.
 
 Prompts are text or token ids. Like vLLM's, a request may ask to `ignore_eos` and to have its token ids returned.
 A request for what would make another answer than this server's is refused, never passed over; so is a field that

@@ -21,7 +21,7 @@ CARRIED_SAMPLES = 20
 
 
 class PageHolder(Protocol):
-    """A half, as far as its memory goes."""
+    """An engine, as far as its memory goes."""
 
     pool: LeasedBlocks
 

@@ -1,4 +1,4 @@
-"""The rollout half of a shared device."""
+"""The rollout engine of a shared device."""
 
 import threading
 import time

@@ -1,4 +1,4 @@
-"""The serving half of a shared device."""
+"""The serving engine of a shared device."""
 
 import threading
 import time

@@ -254,7 +254,7 @@ class SharedDeviceEngine(TorchEngine):
             piece()
 
     def retire(self) -> None:
-        """Leave nothing behind: the half is closed."""
+        """Leave nothing behind: the engine is closed."""
         self._deactivate()
         self._runner.unload()
         self._runner.space.close()

@@ -30,7 +30,7 @@ class ModelSpec(NamedTuple):
 
 
 class PageLending(NamedTuple):
-    """How a half gets pages: how many more it may map now, and in what context it does."""
+    """How an engine gets pages: how many more it may map now, and in what context it does."""
 
     growth: Callable[[], int]
     growing: Callable[[int], AbstractContextManager[None]]

@@ -48,7 +48,7 @@ class Job:
         self,
         turn: TurnId,
         attempt: int,
-        conversation: str,
+        trajectory: str,
         shared: str,
         prompt: int,
         start: int,
@@ -59,7 +59,7 @@ class Job:
     ) -> None:
         self.turn = turn
         self.attempt = attempt
-        self.conversation = conversation
+        self.trajectory = trajectory
         self.shared = shared
         self.shared_tokens = shared_tokens
         self.context = prompt + start
@@ -505,7 +505,7 @@ class EngineModel:
             if lacking > 0 and self.executing and lacking > cache.in_use(job.shared):
                 return
             self._waiting.popleft()
-            cached, prompt = cache.take(job.conversation, job.shared, tokens)
+            cached, prompt = cache.take(job.trajectory, job.shared, tokens)
             if prompt is not None:
                 job.prompt, job.behind = prompt, prompt.tokens
             job.running = True
@@ -570,7 +570,7 @@ class EngineModel:
             decoding = job.decoding
             self._leave(job)
             if decoding and job.cacheable:
-                self._cache.keep(job.conversation, job.context + job.position - job.start - 1, job.behind)
+                self._cache.keep(job.trajectory, job.context + job.position - job.start - 1, job.behind)
             if job.prompt is not None:
                 self._leave_prompt(job, job.prompt)
             room = self._rates.kv_tokens - self._used_tokens

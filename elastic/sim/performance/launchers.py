@@ -49,7 +49,7 @@ class LaunchWorld(Protocol):
 
 @dataclass(slots=True)
 class ModelledLease:
-    """A lease as its provider knows it; `foretold` is why it will end, from notice on.
+    """A lease as its provider knows it; `noticed` is why it will end, from notice on.
 
     `workers` are those of its processes that have not ended.
     """
@@ -58,7 +58,7 @@ class ModelledLease:
     place: str
     workers: list[WorkerId]
     granted: bool = False
-    foretold: LeaseEnding | None = None
+    noticed: LeaseEnding | None = None
 
 
 class Launcher:
@@ -123,7 +123,7 @@ class Launcher:
             self._world.kill_worker(worker)
         self.market.forget(lease)
         if held.granted:
-            cause = (held.foretold or ending).cause
+            cause = (held.noticed or ending).cause
             self._world.feed(e.LeaseEnded(lease=lease, cause=cause, detail=ending.detail))
         else:
             reason = ending.detail or f"{ending.cause} while it waited to be granted"
@@ -157,13 +157,13 @@ class Launcher:
 
     def _follow(self, now_ns: Nanoseconds) -> None:
         for taken in self.market.advance(now_ns):
-            self._foretell(taken)
+            self._give_notice(taken)
         self.announce()
         self._await_change()
 
-    def _foretell(self, taken: TakenBack) -> None:
+    def _give_notice(self, taken: TakenBack) -> None:
         held = self._held[taken.lease]
-        held.foretold = taken.ending
+        held.noticed = taken.ending
         if taken.deadline_ns <= self._world.loop.now_ns or not held.granted:
             self.end(held.id, taken.ending)
             return

@@ -1,6 +1,6 @@
-"""The prefix cache of a modelled engine: which conversation's KV is still there, and how many tokens of it.
+"""The prefix cache of a modelled engine: which trajectory's KV is still there, and how many tokens of it.
 
-Kept by conversation rather than by block: what a conversation has computed is one prefix, and the prompt that a
+Kept by trajectory rather than by block: what a trajectory has computed is one prefix, and the prompt that a
 group's members share is another, which theirs follow. The least recently used is forgotten first, from its end.
 """
 
@@ -26,7 +26,7 @@ class PrefixCache:
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens
         self._kept: OrderedDict[str, tuple[int, int]] = OrderedDict()
-        """Of conversations and prompts: tokens, and how many of a prompt stand before them."""
+        """Of trajectories and prompts: tokens, and how many of a prompt stand before them."""
         self._prompts: dict[str, Prompt] = {}
         self.tokens = 0
 
@@ -38,13 +38,13 @@ class PrefixCache:
         prompt = self._prompts.get(group)
         return prompt.tokens if prompt is not None and prompt.users else 0
 
-    def take(self, conversation: str, group: str, tokens: int) -> tuple[int, Prompt | None]:
+    def take(self, trajectory: str, group: str, tokens: int) -> tuple[int, Prompt | None]:
         """How much of a context of `tokens` is cached, and the group's prompt where it begins with that.
 
         What is found is in use from now on; a context's last token is always computed.
         """
         most = self.whole_blocks(tokens - 1)
-        own, behind = self._kept.pop(conversation, (0, 0))
+        own, behind = self._kept.pop(trajectory, (0, 0))
         self.tokens -= own
         prompt = self._prompts.get(group)
         if (own and not behind) or prompt is None or prompt.tokens > most:
@@ -81,12 +81,12 @@ class PrefixCache:
             self.tokens += prompt.tokens
         return prompt.tokens
 
-    def keep(self, conversation: str, tokens: int, behind: int = 0) -> None:
+    def keep(self, trajectory: str, tokens: int, behind: int = 0) -> None:
         """A context of `tokens`, the first `behind` of which are its group's prompt."""
         own = max(0, self.whole_blocks(tokens) - behind)
-        self.tokens += own - self._kept.pop(conversation, (0, 0))[0]
+        self.tokens += own - self._kept.pop(trajectory, (0, 0))[0]
         if own:
-            self._kept[conversation] = (own, behind)
+            self._kept[trajectory] = (own, behind)
 
     def shrink_to(self, tokens: int) -> None:
         """Forget until at most `tokens` are kept; of a prompt all or nothing."""

@@ -83,12 +83,12 @@ class Device:
         return rollout
 
     def check_pages(self) -> None:
-        """No page or block is lost or in two places, and the halves stay within their budget."""
+        """No page or block is lost or in two places, and the engines stay within their budget."""
         executor = self.executor
         with executor._changed:
             executor._memory.pages.check()
-            for half in executor._halves():
-                half.pool.check()
+            for engine in executor._engines():
+                engine.pool.check()
             statistics = executor.statistics()
         assert statistics.serving_pages + statistics.rollout_pages + statistics.free_pages >= statistics.total_pages
         assert statistics.rollout_pages <= statistics.budget.pages

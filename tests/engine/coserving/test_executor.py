@@ -1,4 +1,4 @@
-"""Two models on one device: serving first, memory that moves, and faults of one half that the other survives."""
+"""Two models on one device: serving first, memory that moves, and faults of one engine that the other survives."""
 
 import threading
 import time
@@ -131,15 +131,15 @@ def test_serving_runs_first_at_every_tick(make_device, turn):
     device = make_device()
     rollout = device.lend()
     order: list[str] = []
-    for half, name in ((device.serving, "s"), (rollout, "r")):
-        iterate = half.iterate
+    for engine, name in ((device.serving, "s"), (rollout, "r")):
+        iterate = engine.iterate
 
         def noted(iteration, iterate=iterate, name=name):
             busy = device.serving.has_work
             iterate(iteration)
             order.append(name if busy else name.upper())
 
-        half.iterate = noted
+        engine.iterate = noted
     rollout.submit([turn(f"r{i}", max_new_tokens=100) for i in range(4)])
     device.serving.submit([turn("s", max_new_tokens=40)])
     device.served.finish("s")
@@ -413,8 +413,8 @@ def test_of_a_new_version_only_what_changed_is_written_and_piece_by_piece(
         if wake:
             rollout.sleep()
             rollout.wake()
-        for half in (rollout, whole):
-            half.submit([request])
+        for engine in (rollout, whole):
+            engine.submit([request])
         patched.rolled.finish(request.request_id)
         loaded.rolled.finish(request.request_id)
         assert patched.rolled.tokens(request.request_id) == loaded.rolled.tokens(request.request_id)
@@ -592,7 +592,7 @@ def test_weights_that_cannot_be_put_in_force_are_none_at_all(make_device, turn, 
     assert device.rolled.finish("r")[0].weights_version == 3
 
 
-def test_serving_survives_a_rollout_half_that_cannot_even_be_cleared_away(make_device, turn, monkeypatch):
+def test_serving_survives_a_rollout_engine_that_cannot_even_be_cleared_away(make_device, turn, monkeypatch):
     device = make_device()
     rollout = device.lend()
     rollout.submit([turn("r", max_new_tokens=200)])
@@ -635,7 +635,7 @@ def test_a_request_longer_than_the_model_ends_alone(make_device, turn):
 
 
 @pytest.mark.parametrize("where", ["_compute", "next_iteration", "end_stalled"])
-def test_serving_survives_a_crash_of_the_rollout_half(make_device, turn, where):
+def test_serving_survives_a_crash_of_the_rollout_engine(make_device, turn, where):
     device = make_device()
     rollout = device.lend()
 
@@ -656,7 +656,7 @@ def test_serving_survives_a_crash_of_the_rollout_half(make_device, turn, where):
 
 
 @pytest.mark.parametrize("where", ["give_back", "tidy"])
-def test_serving_gets_its_memory_from_a_rollout_half_that_fails_to_give_it(make_device, turn, where):
+def test_serving_gets_its_memory_from_a_rollout_engine_that_fails_to_give_it(make_device, turn, where):
     device = make_device(pages=16, memory=PreemptiveMemory(headroom_share=0))
     rollout = device.lend()
 
@@ -674,7 +674,7 @@ def test_serving_gets_its_memory_from_a_rollout_half_that_fails_to_give_it(make_
     assert device.executor.statistics().rollout_failures >= 1
 
 
-@pytest.mark.parametrize("whole", [True, False], ids=["the device", "the half"])
+@pytest.mark.parametrize("whole", [True, False], ids=["the device", "the engine"])
 def test_closing_while_costs_are_measured_keeps_nobody_waiting(
     make_device, spec_of_rollouts, rollout_weights, whole, monkeypatch
 ):
@@ -708,7 +708,7 @@ def test_costs_that_cannot_be_measured_fail_the_load_and_not_serving(
 
     with monkeypatch.context() as patch:
         patch.setattr(rollout._runner, "forward", out_of_memory)
-        with pytest.raises(RuntimeError, match="rollout half"):
+        with pytest.raises(RuntimeError, match="rollout engine"):
             rollout.load_version(TensorSource(1, rollout_weights(1)), WeightMode.FINISH)
     device.serving.submit([turn("s")])
     assert device.served.finish("s")[0].finish is FinishReason.LENGTH
@@ -744,8 +744,8 @@ def test_whatever_happens_every_request_ends_once_and_no_page_is_lost(make_devic
             asked["r"].append(turn(name, prompt=random.randint(1, 150), max_new_tokens=random.randint(1, 40)))
             rollout.submit(asked["r"][-1:])
         elif act == "abort":
-            half, kind = random.choice([(device.serving, "s"), (rollout, "r")])
-            half.abort([random.choice(asked[kind]).request_id] if asked[kind] else [])
+            engine, kind = random.choice([(device.serving, "s"), (rollout, "r")])
+            engine.abort([random.choice(asked[kind]).request_id] if asked[kind] else [])
         elif act == "sleep":
             rollout.sleep()
             rollout.wake()

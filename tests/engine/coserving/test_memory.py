@@ -27,7 +27,7 @@ class Pages:
 
 
 @dataclass
-class Half:
+class FakeEngine:
     pool: Pages = field(default_factory=Pages)
     waited_ns: Nanoseconds = 0
 
@@ -47,7 +47,7 @@ def no_failure() -> None:
 @pytest.fixture
 def memory():
     shared = SharedMemory(SlabBackend(100 + SPARE_PAGES, 64), PreemptiveMemory(headroom_share=0.2), no_failure)
-    shared.serving, shared.rollout = Half(waited_ns=50 * MS), Half()
+    shared.serving, shared.rollout = FakeEngine(waited_ns=50 * MS), FakeEngine()
     yield shared
     shared.pages.close()
 
@@ -98,7 +98,7 @@ def test_a_step_that_begins_a_moment_after_another_knows_what_serving_uses(memor
 
 
 class Sequences:
-    """A half as the memory sees it: blocks in use by sequences, of which the newest are given up first."""
+    """An engine as the memory sees it: blocks in use by sequences, of which the newest are given up first."""
 
     def __init__(self, memory: SharedMemory, lending: PageLending) -> None:
         space = memory.pages.space()
