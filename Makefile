@@ -17,7 +17,7 @@ run: setup
 	$(BIN)/elastic run examples/frozenlake.toml --providers serving,spot
 
 # Most tests share the cores; those that fill them, or are judged by the clock, come after them, one by one.
-ELSEWHERE := not nightly and not netns and not ray and not vllm
+ELSEWHERE := not nightly and not netns and not ray
 
 test: setup check
 	$(BIN)/python -m pytest -n 2 -m "not alone and $(ELSEWHERE)"
