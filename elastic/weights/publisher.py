@@ -29,7 +29,7 @@ from elastic.weights.tensors import Bits, entries_of, filling, flatten, views
 from elastic.weights.versions import collect_garbage, withdraw_keyframe
 from elastic.weights.waiting import awaited, fetch
 
-__all__ = ["PublishSettings", "PublishedVersion", "Publisher", "TrainerRank", "publish_keyframe"]
+__all__ = ["PublishReport", "PublishSettings", "Publisher", "TrainerRank", "publish_keyframe"]
 
 log = structlog.get_logger(__name__)
 
@@ -40,7 +40,7 @@ LATER_TIMEOUT_S = 600.0
 """For what is published after a version can be pulled already: a merged delta, a keyframe, garbage collection."""
 
 
-class PublishedVersion(NamedTuple):
+class PublishReport(NamedTuple):
     """What it took to make a version available; later objects of the same version are not counted."""
 
     version: int
@@ -93,7 +93,7 @@ class Publisher:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="publisher")
         self._later: Future[None] | None = None
 
-    def publish(self, version: int, tensors: Mapping[str, Tensor], pulled: Collection[int] = ()) -> PublishedVersion:
+    def publish(self, version: int, tensors: Mapping[str, Tensor], pulled: Collection[int] = ()) -> PublishReport:
         """Put `version`: a delta from the last one published, or a keyframe where there is none that fits.
 
         `tensors` (bfloat16; with a `share` this rank's own) may be changed again as soon as it returns. Versions that
@@ -191,14 +191,14 @@ class Publisher:
 
     def _publish_first(
         self, version: int, entries: tuple[TensorEntry, ...], bits: Bits, begun_s: float
-    ) -> tuple[PublishedVersion, Version]:
+    ) -> tuple[PublishReport, Version]:
         if self._share is not None:
             encoded = self._encoder.put(self._encoder.nothing(entries), version, bits)
             held = Version(version, entries, bits, encoded.sums)
             self._anchor, self._keyframe_version = held, version
             self._updates.add(PublishedUpdate(version, None))
             encode_s = time.monotonic() - begun_s - encoded.put_s
-            return PublishedVersion(
+            return PublishReport(
                 version, "keyframe", encoded.size_bytes, bits.nbytes, {}, encode_s, encoded.put_s
             ), held
         sums = tile_sums(bits, tile_ends(entries, self._settings.tile_elements))
@@ -208,11 +208,11 @@ class Publisher:
         self._anchor = held
         put_s = time.monotonic() - encoded_s
         size = bits.nbytes
-        return PublishedVersion(version, "keyframe", size, size, {}, encoded_s - begun_s, put_s), held
+        return PublishReport(version, "keyframe", size, size, {}, encoded_s - begun_s, put_s), held
 
     def _publish_delta(
         self, last: Version, version: int, bits: Bits, filled: Iterator[int], begun_s: float
-    ) -> tuple[PublishedVersion, Version]:
+    ) -> tuple[PublishReport, Version]:
         encoded = self._encoder.put(last, version, bits, filled)
         self._updates.add(PublishedUpdate(version, last.version))
         changed = dict.fromkeys((entry.name for entry in last.tensors), 0)
@@ -221,7 +221,7 @@ class Publisher:
         encode_s = time.monotonic() - begun_s - encoded.put_s
         held = Version(version, last.tensors, bits, encoded.sums)
         size = encoded.size_bytes
-        return PublishedVersion(version, "delta", size, bits.nbytes, changed, encode_s, encoded.put_s), held
+        return PublishReport(version, "delta", size, bits.nbytes, changed, encode_s, encoded.put_s), held
 
     def _publish_later(self, held: Version, last: Version | None, pulled: Collection[int]) -> None:
         settings, anchor = self._settings, self._anchor
