@@ -111,7 +111,7 @@ class PacedEnvironment(ModelEnvironment):
         return result
 
 
-class LoopLane(Lane):
+class CallingLane(Lane):
     """Makes calls on the event loop, where models live."""
 
     def submit(self, call: Callable[[], None]) -> None:
@@ -129,7 +129,7 @@ class Honest:
         self._published: set[int] = set()
 
     async def work(self, ticket: Ticket, *, trains: bool = False) -> None:
-        lanes.set(lambda _: LoopLane())
+        lanes.set(lambda _: CallingLane())
         trainer = ModelTrainer(Weights, self._save, self._published.add) if trains else None
         now_ns, there = time.monotonic_ns, self._published.__contains__
         engine = ModelEngine(now_ns, ModelDevice(now_ns), HONEST_CREDIT, 0, TOKEN_S, there)

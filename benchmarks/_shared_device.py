@@ -161,7 +161,7 @@ SERVING_ALONE = Sharing(rollouts=False)
 ROLLOUTS_ALONE = Sharing(memory=PreemptiveMemory(headroom_share=0, lease_ns=int(LEASE_S * NS_PER_S)), serving=False)
 
 
-class SharedDevice:
+class DeviceOfTwo:
     """Two models of these shapes, whose rollouts get new weights four times a window. `generator` sends the load."""
 
     def __init__(

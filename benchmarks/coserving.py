@@ -54,8 +54,8 @@ from _shared_device import (
     PAGE_BYTES,
     ROLLOUTS_ALONE,
     SERVING_ALONE,
+    DeviceOfTwo,
     DeviceUse,
-    SharedDevice,
     Sharing,
 )
 
@@ -191,11 +191,11 @@ async def measure(plan: CoservingPlan) -> dict[str, Any]:
         tempfile.TemporaryDirectory() as profiles,
     ):
         models = plan.device, plan.serving_model, plan.rollout_model
-        device = SharedDevice(Path(profiles), generator, *models, window_s=plan.window_s, paced=plan.paced)
+        device = DeviceOfTwo(Path(profiles), generator, *models, window_s=plan.window_s, paced=plan.paced)
         return await _measure(device, plan)
 
 
-async def _measure(device: SharedDevice, plan: CoservingPlan) -> dict[str, Any]:
+async def _measure(device: DeviceOfTwo, plan: CoservingPlan) -> dict[str, Any]:
     replay = TraceReplay(plan.window_s)
     busy_share = await _calibrate(device, plan, replay)
     # With more memory than it needs: in the pool that is sized by it, serving alone does no otherwise.
@@ -252,7 +252,7 @@ async def _measure(device: SharedDevice, plan: CoservingPlan) -> dict[str, Any]:
     }
 
 
-async def _calibrate(device: SharedDevice, plan: CoservingPlan, replay: TraceReplay) -> float:
+async def _calibrate(device: DeviceOfTwo, plan: CoservingPlan, replay: TraceReplay) -> float:
     """Set the replay's speed such that serving alone is busy for `BUSY_SHARE`; how much of the time it is at that."""
     tried: list[tuple[float, float]] = []
     for _ in range(plan.calibrations):
@@ -325,7 +325,7 @@ def _reclaims(uses: Sequence[DeviceUse]) -> dict[str, Any]:
 
 
 async def _by_lease(
-    device: SharedDevice, plan: CoservingPlan, goals: ServingGoals, requests: list[ServingRequest], pages: int
+    device: DeviceOfTwo, plan: CoservingPlan, goals: ServingGoals, requests: list[ServingRequest], pages: int
 ) -> dict[str, Any]:
     """The lease sweep of ROSE's Table 4."""
     figures: dict[str, Any] = {}
@@ -337,7 +337,7 @@ async def _by_lease(
     return figures
 
 
-async def _provoked_reclaims(device: SharedDevice, goals: ServingGoals) -> list[int]:
+async def _provoked_reclaims(device: DeviceOfTwo, goals: ServingGoals) -> list[int]:
     """Where the load was too tame for any pressure: one burst on a pool that is just large enough for it. These stand
     apart, since no trace has that burst."""
     burst = [ServingRequest(0.8, MOST_PROMPT, 8) for _ in range(6)]

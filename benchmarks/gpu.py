@@ -41,7 +41,7 @@ CONTEXT = 1024
 
 
 @dataclass(frozen=True)
-class Scale:
+class GpuExtent:
     """What the parts are run with."""
 
     device: str
@@ -55,8 +55,8 @@ class Scale:
     quick_windows: bool
 
 
-GPU = Scale("cuda", "qwen3-0.6b", "qwen3-8b", 64, 256, 256, 4096, 10.0, False)
-CPU = Scale("cpu", "tiny-rollouts", "tiny-serving", 4, 16, 8, 64, 2.0, True)
+GPU = GpuExtent("cuda", "qwen3-0.6b", "qwen3-8b", 64, 256, 256, 4096, 10.0, False)
+CPU = GpuExtent("cpu", "tiny-rollouts", "tiny-serving", 4, 16, 8, 64, 2.0, True)
 
 
 def main() -> None:
@@ -84,7 +84,7 @@ def _missing() -> str:
     return "" if torch.cuda.is_available() else "torch finds no CUDA device here; --cpu tries the benchmark itself"
 
 
-def _device_name(scale: Scale) -> str:
+def _device_name(scale: GpuExtent) -> str:
     import torch
 
     return torch.cuda.get_device_name() if scale.device == "cuda" else f"cpu, torch {torch.__version__}"
@@ -144,7 +144,7 @@ def _median_s(work: Callable[[], object], device: str) -> float:
 # The parts.
 
 
-def engine(scale: Scale) -> dict[str, Any]:
+def engine(scale: GpuExtent) -> dict[str, Any]:
     weights = _weights(scale.small, scale.device)
     many, seconds, _ = _generate(scale, scale.device, weights, scale.batch, scale.new_tokens)
     few = 4
@@ -169,7 +169,7 @@ def _equal(ours: Mapping[str, list[int]], reference: Mapping[str, list[int]]) ->
 
 
 def _generate(
-    scale: Scale, device: str, weights: Mapping[str, Any], batch: int, new_tokens: int
+    scale: GpuExtent, device: str, weights: Mapping[str, Any], batch: int, new_tokens: int
 ) -> tuple[dict[str, list[int]], float, Any]:
     """Greedy tokens by request; how long that took, after a first round that is not timed."""
     import threading
@@ -236,7 +236,7 @@ def _generate(
         running.close()
 
 
-def pages(scale: Scale) -> dict[str, Any]:
+def pages(scale: GpuExtent) -> dict[str, Any]:
     import torch
 
     from elastic.engine.kv import PagePool
@@ -271,15 +271,15 @@ def pages(scale: Scale) -> dict[str, Any]:
         pool.close()
 
 
-def coserving_small(scale: Scale) -> dict[str, Any]:
+def coserving_small(scale: GpuExtent) -> dict[str, Any]:
     return _coserving(scale, serving="qwen3-1.7b", rollout=scale.small, baselines=True)
 
 
-def coserving_large(scale: Scale) -> dict[str, Any]:
+def coserving_large(scale: GpuExtent) -> dict[str, Any]:
     return _coserving(scale, serving=scale.large, rollout=scale.large, baselines=False)
 
 
-def _coserving(scale: Scale, serving: str, rollout: str, baselines: bool) -> dict[str, Any]:
+def _coserving(scale: GpuExtent, serving: str, rollout: str, baselines: bool) -> dict[str, Any]:
     command = [
         sys.executable,
         str(Path(__file__).with_name("coserving.py")),
@@ -311,7 +311,7 @@ def _coserving(scale: Scale, serving: str, rollout: str, baselines: bool) -> dic
     return {key: figures[key] for key in kept if key in figures}
 
 
-def deltas(scale: Scale) -> dict[str, Any]:
+def deltas(scale: GpuExtent) -> dict[str, Any]:
     """Where the changes are made up: 2 % of the elements, the lowest bit of their pattern."""
     import numpy as np
     import torch
@@ -363,7 +363,7 @@ def deltas(scale: Scale) -> dict[str, Any]:
     }
 
 
-def trainer(scale: Scale) -> dict[str, Any]:
+def trainer(scale: GpuExtent) -> dict[str, Any]:
     import torch
 
     from elastic.config import TrainerConfig
@@ -405,7 +405,7 @@ def trainer(scale: Scale) -> dict[str, Any]:
     }
 
 
-def activation(scale: Scale) -> dict[str, Any]:
+def activation(scale: GpuExtent) -> dict[str, Any]:
     """Into weights that stand on the device already, as a rollout model gets there that was parked in host memory."""
     import torch
 
@@ -439,7 +439,7 @@ def activation(scale: Scale) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Part:
-    run: Callable[[Scale], dict[str, Any]]
+    run: Callable[[GpuExtent], dict[str, Any]]
     timeout_s: float
 
 

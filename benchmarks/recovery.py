@@ -73,7 +73,7 @@ class _SlowlyReclaimed(LocalWorkers):
         await super().give_back()
 
 
-class FarProvider(ReservedProvider):
+class LinkedProvider(ReservedProvider):
     """A worker behind a link, whose lease takes a while to end."""
 
     Settings: ClassVar[type[ProviderSettings]] = FarSettings
@@ -233,8 +233,8 @@ async def disturb(policy: Path, directory: Path, kills: int, rounds: int) -> tup
     far = FarSettings.model_validate({"links": {}})
     providers: dict[str, tuple[type[Provider], ProviderSettings]] = {
         "near": (ReservedProvider, ProviderSettings.model_validate({"max_workers": 3})),
-        "stopped": (FarProvider, far),
-        "cut": (FarProvider, far),
+        "stopped": (LinkedProvider, far),
+        "cut": (LinkedProvider, far),
     }
     async with live_run(config, run_dir, providers, LimitedTask, steady(places=40, turns=6)) as run:
 

@@ -71,7 +71,7 @@ def hash_of(worker: str) -> int:
     return sum(worker.encode())
 
 
-class Load:
+class DrivenScheduler:
     """Feeds events, times each call, and answers what the scheduler orders."""
 
     def __init__(self, seed: int) -> None:
@@ -252,7 +252,7 @@ class Load:
 
 def main() -> None:
     arguments = parse_arguments(__doc__)
-    load = Load(seed=0)
+    load = DrivenScheduler(seed=0)
     load.set_up()
     load.times_ns.clear()
     defer_full_collections()

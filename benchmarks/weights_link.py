@@ -179,7 +179,7 @@ class Discarding(DirectoryRelay):
         return []
 
 
-class Run(NamedTuple):
+class TimedVersion(NamedTuple):
     """One version from published to applied; times in seconds, `scheduled` and `bound_cpu` from CPU times."""
 
     total_s: float
@@ -236,13 +236,15 @@ def measure_rate(old: Tensors, new: Tensors, bytes_per_s: float, quick: bool) ->
     }
 
 
-def last_run_of(old: Tensors, new: Tensors, bytes_per_s: float, codec: str) -> Run:
+def last_run_of(old: Tensors, new: Tensors, bytes_per_s: float, codec: str) -> TimedVersion:
     """The first one after those that warm up."""
     with closing(runs_of(old, new, bytes_per_s, codec)) as runs:
         return next(islice(runs, WARM_UP, None))
 
 
-def runs_of(old: Tensors, new: Tensors, bytes_per_s: float, codec: str | None = None) -> Generator[Run, None, None]:
+def runs_of(
+    old: Tensors, new: Tensors, bytes_per_s: float, codec: str | None = None
+) -> Generator[TimedVersion, None, None]:
     """To `new` and back to `old` and so on, each time with both sides at once, and then each stage alone."""
     settings = PublishSettings(
         bucket_elements=BUCKET_ELEMENTS,
@@ -276,7 +278,7 @@ def runs_of(old: Tensors, new: Tensors, bytes_per_s: float, codec: str | None = 
                 encode_s, encode_cpu_s = timed(partial(encoder.publish, version, tensors))
                 buckets = [(encoded_s - begun_cpu_s, size) for encoded_s, size in discarding.buckets]
                 wire_s = size_bytes / bytes_per_s
-                yield Run(
+                yield TimedVersion(
                     total_s,
                     cpu_s,
                     max(encode_s, wire_s, decode_s),

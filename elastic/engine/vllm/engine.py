@@ -154,7 +154,7 @@ class VllmEngine:
     def abort(self, request_ids: Sequence[str]) -> None:
         with self._changed:
             if alive := [name for name in request_ids if name in self._alive]:
-                self._tell(m.Abort(alive))
+                self._tell(m.AbortRequests(alive))
 
     def prefetch(self, source: RelaySource, timeout_s: float) -> PullReport:
         self._wanted = source
@@ -169,7 +169,7 @@ class VllmEngine:
         if isinstance(source, TensorSource):
             self._load_tensors(source, mode)
         else:
-            self._load(lambda call: m.Load(call, source.version, mode, source), source.version, mode)
+            self._load(lambda call: m.LoadVersion(call, source.version, mode, source), source.version, mode)
             with self._changed:
                 self._in_force = source
         return 0.0
@@ -180,12 +180,12 @@ class VllmEngine:
     def sleep(self) -> None:
         with self._changed:
             self._asleep = True
-        self._call(m.Sleep)
+        self._call(m.SleepNow)
         with self._changed:
             self._charge()
 
     def wake(self) -> None:
-        self._call(m.Wake)
+        self._call(m.WakeUp)
         with self._changed:
             self._asleep = False
             self._charge()
@@ -381,7 +381,7 @@ class VllmEngine:
                     _kill(process)
                     return False
                 if self._asleep:
-                    self._line.send(m.Sleep(0))
+                    self._line.send(m.SleepNow(0))
                 waiting, self._waiting = self._waiting, []
                 self._line.send(m.Submit(waiting))
                 self._charge()
@@ -422,14 +422,14 @@ class VllmEngine:
 
     def _take(self, message: m.FromVllm) -> None:
         match message:
-            case m.Iteration():
+            case m.Iterated():
                 self._emit(self._note(message))
             case m.Spends(account):
                 with self._changed:
                     self._finishing.clear()
                     self._spends = account
                     self._charge()
-            case m.Progress(received_bytes):
+            case m.PrefetchProgress(received_bytes):
                 self._received_bytes = received_bytes
             case m.Reply():
                 with self._changed:
@@ -439,7 +439,7 @@ class VllmEngine:
             case m.Up() | m.Failed():
                 pass
 
-    def _note(self, iteration: m.Iteration) -> list[TokenChunk]:
+    def _note(self, iteration: m.Iterated) -> list[TokenChunk]:
         chunks: list[TokenChunk] = []
         with self._changed:
             for chunk in iteration.chunks:
@@ -487,7 +487,7 @@ class VllmEngine:
 
     # What it is told
 
-    def _tell(self, message: m.Submit | m.Abort) -> None:
+    def _tell(self, message: m.Submit | m.AbortRequests) -> None:
         if self._line is None:
             if isinstance(message, m.Submit):
                 self._waiting += message.requests
@@ -545,7 +545,7 @@ class VllmEngine:
         with tempfile.TemporaryDirectory(prefix="elastic-weights-", dir=directory) as kept:
             path = str(Path(kept) / "weights.safetensors")
             save_file(dict(source.tensors), path)  # type: ignore[arg-type]
-            self._load(lambda call: m.Load(call, source.version, mode, None, path), source.version, mode)
+            self._load(lambda call: m.LoadVersion(call, source.version, mode, None, path), source.version, mode)
 
     def _refusal(self, request: GenerateRequest) -> TokenChunk | None:
         most = self._config.max_context_tokens

@@ -14,14 +14,14 @@ from elastic.engine.base import GenerateRequest, TokenChunk
 from elastic.weights.source import PullReport, RelaySource
 
 
-class _Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
+class _PipeMessage(msgspec.Struct, frozen=True, tag=True, array_like=True):
     pass
 
 
 # To vLLM's process.
 
 
-class Begin(_Message, frozen=True):
+class Begin(_PipeMessage, frozen=True):
     """The first message: which model, and `arguments` of vLLM's engine."""
 
     model_config: dict[str, Any]
@@ -29,21 +29,21 @@ class Begin(_Message, frozen=True):
     sleep_level: int
 
 
-class Submit(_Message, frozen=True):
+class Submit(_PipeMessage, frozen=True):
     requests: list[GenerateRequest]
 
 
-class Abort(_Message, frozen=True):
+class AbortRequests(_PipeMessage, frozen=True):
     request_ids: list[str]
 
 
-class Prefetch(_Message, frozen=True):
+class Prefetch(_PipeMessage, frozen=True):
     call: int
     source: RelaySource
     timeout_s: float
 
 
-class Load(_Message, frozen=True):
+class LoadVersion(_PipeMessage, frozen=True):
     """Put in force what was prefetched from `source`, or, as `version`, the tensors in the file `path`."""
 
     call: int
@@ -53,32 +53,32 @@ class Load(_Message, frozen=True):
     path: str = ""
 
 
-class Sleep(_Message, frozen=True):
+class SleepNow(_PipeMessage, frozen=True):
     call: int
 
 
-class Wake(_Message, frozen=True):
+class WakeUp(_PipeMessage, frozen=True):
     call: int
 
 
-class Audit(_Message, frozen=True):
+class Audit(_PipeMessage, frozen=True):
     call: int
 
 
-class ReadBack(_Message, frozen=True):
+class ReadBack(_PipeMessage, frozen=True):
     """Write the live parameters to the file `path`, by vLLM's names."""
 
     call: int
     path: str
 
 
-ToVllm: TypeAlias = Begin | Submit | Abort | Prefetch | Load | Sleep | Wake | Audit | ReadBack
+ToVllm: TypeAlias = Begin | Submit | AbortRequests | Prefetch | LoadVersion | SleepNow | WakeUp | Audit | ReadBack
 
 
 # From vLLM's process.
 
 
-class Up(_Message, frozen=True):
+class Up(_PipeMessage, frozen=True):
     """The engine stands. `device` is what it computes on."""
 
     device: str
@@ -88,7 +88,7 @@ class Up(_Message, frozen=True):
     vllm_version: str
 
 
-class Failed(_Message, frozen=True):
+class Failed(_PipeMessage, frozen=True):
     """The engine cannot be had; the process ends."""
 
     reason: str
@@ -104,7 +104,7 @@ class Queue(msgspec.Struct, frozen=True, array_like=True, gc=False):
     prompt_tokens: int
 
 
-class Iteration(_Message, frozen=True):
+class Iterated(_PipeMessage, frozen=True):
     """What came of an iteration, or of aborts alone (no `ns` then): tokens it computed, by kind, and its time."""
 
     chunks: list[TokenChunk]
@@ -115,19 +115,19 @@ class Iteration(_Message, frozen=True):
     recompute: int = 0
 
 
-class Spends(_Message, frozen=True):
+class Spends(_PipeMessage, frozen=True):
     """From here on nothing is generated: the process does this. Ends with the reply to what it was ordered."""
 
     account: Account
 
 
-class Progress(_Message, frozen=True):
+class PrefetchProgress(_PipeMessage, frozen=True):
     """Of a prefetch: bytes that have come off relays so far."""
 
     received_bytes: int
 
 
-class Reply(_Message, frozen=True):
+class Reply(_PipeMessage, frozen=True):
     """The answer to a call; `error` is the name of what was raised, empty where nothing was."""
 
     call: int
@@ -138,7 +138,7 @@ class Reply(_Message, frozen=True):
     sound: bool = True
 
 
-FromVllm: TypeAlias = Up | Failed | Iteration | Spends | Progress | Reply
+FromVllm: TypeAlias = Up | Failed | Iterated | Spends | PrefetchProgress | Reply
 
 _encoder = msgspec.msgpack.Encoder()
 _to_vllm = msgspec.msgpack.Decoder(ToVllm)

@@ -84,7 +84,7 @@ class VllmProcess:
         self._by_key: dict[str, _Turn] = {}
         self._held: dict[str, _Turn] = {}
         """Those that vLLM does not have yet, in order."""
-        self._orders: list[m.Load] = []
+        self._orders: list[m.LoadVersion] = []
         self._jobs: dict[int, float] = {}
         """Calls whose work goes on beside the model, with when it began."""
         self._asleep = False
@@ -96,12 +96,12 @@ class VllmProcess:
         self._watch_schedule()
         self._handlers: dict[type, Callable[[Any], None]] = {
             m.Submit: self._submit,
-            m.Abort: lambda message: self._abort(message.request_ids),
+            m.AbortRequests: lambda message: self._abort(message.request_ids),
             m.Prefetch: lambda message: self._begin(message.call, "prefetch", message.source, message.timeout_s),
             m.Audit: lambda message: self._begin(message.call, "audit"),
-            m.Load: self._order,
-            m.Sleep: self._sleep,
-            m.Wake: self._wake,
+            m.LoadVersion: self._order,
+            m.SleepNow: self._sleep,
+            m.WakeUp: self._wake,
             m.ReadBack: lambda message: self._answer(message.call, lambda: self._ranks("read_back", message.path)),
         }
 
@@ -165,7 +165,7 @@ class VllmProcess:
     def _note_received(self, received_bytes: int) -> None:
         if received_bytes != self._received_bytes:
             self._received_bytes = received_bytes
-            self._line.send(m.Progress(received_bytes))
+            self._line.send(m.PrefetchProgress(received_bytes))
 
     def _answer(self, call: int, work: Callable[[], object]) -> None:
         begun_s = time.monotonic()
@@ -181,22 +181,22 @@ class VllmProcess:
 
     # Weights
 
-    def _order(self, order: m.Load) -> None:
+    def _order(self, order: m.LoadVersion) -> None:
         self._orders.append(order)
         # What vLLM has not begun begins with the new weights.
         self._withdraw([turn for turn in self._by_key.values() if _is_waiting(turn)])
 
-    def _may_apply(self, order: m.Load) -> bool:
+    def _may_apply(self, order: m.LoadVersion) -> bool:
         return order.mode is not WeightMode.FINISH or not self._by_key
 
-    def _apply(self, order: m.Load) -> None:
+    def _apply(self, order: m.LoadVersion) -> None:
         """In place, between two iterations. After a failure half-way nothing is served until the next order."""
         self._line.send(m.Spends(Account.APPLYING))
         if order.mode is not WeightMode.KEEP or self._version is None:
             self._withdraw(list(self._by_key.values()))
         self._answer(order.call, lambda: self._put_in_force(order))
 
-    def _put_in_force(self, order: m.Load) -> None:
+    def _put_in_force(self, order: m.LoadVersion) -> None:
         from elastic.engine.base import WeightsMismatch
         from elastic.weights.errors import VersionSuperseded
 
@@ -231,7 +231,7 @@ class VllmProcess:
 
     # Sleep
 
-    def _sleep(self, message: m.Sleep) -> None:
+    def _sleep(self, message: m.SleepNow) -> None:
         self._answer(message.call, self._fall_asleep)
 
     def _fall_asleep(self) -> None:
@@ -246,7 +246,7 @@ class VllmProcess:
             self._core.model_executor.sleep(self._sleep_level)
         self._say([])
 
-    def _wake(self, message: m.Wake) -> None:
+    def _wake(self, message: m.WakeUp) -> None:
         self._answer(message.call, self._awake)
 
     def _awake(self) -> None:
@@ -393,7 +393,7 @@ class VllmProcess:
         running, waiting = scheduler.get_request_counts()
         used = round(scheduler.kv_cache_manager.usage * blocks)
         queued = m.Queue(waiting + len(self._held), running, used, self._prefix_hit_tokens, self._prompt_tokens)
-        self._line.send(m.Iteration(chunks, queued, ns, decode, prefill, recompute))
+        self._line.send(m.Iterated(chunks, queued, ns, decode, prefill, recompute))
 
 
 def _is_waiting(turn: _Turn) -> bool:
