@@ -53,7 +53,8 @@ def test_the_example_trains_through_kills(tmp_path):
     (run_dir,) = (path for path in tmp_path.iterdir() if path.is_dir())
     command = [sys.executable, "-m", "elastic.cli", "report", str(run_dir), "--json"]
     report = json.loads(subprocess.run(command, check=True, capture_output=True, timeout=120).stdout)
-    assert (report["steps"], report["trajectories_failed"], report["ledger_imbalance_ns"]) == (STEPS, 0, 0)
+    found = len(report["steps"]), report["trajectories_failed"], report["ledger_imbalance_ns"]
+    assert found == (STEPS, {}, 0)
     assert not [pid for pid in seen if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"]
 
 
