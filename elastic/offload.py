@@ -1,4 +1,4 @@
-"""Where calls go that block: to a thread of their own, or wherever the world that one lives in has them made."""
+"""Runs blocking calls on a thread of their own, or wherever the current world wants them run."""
 
 import queue
 import threading

@@ -344,7 +344,7 @@ class LocalFunctionPool:
             call.exception()  # whoever asked may have left: nobody else would look at it
 
     def _warm_process(self) -> _Process | None:
-        """The one that rested last, so that the others can reach their idle time."""
+        """The idle process that was used last, so that the others can reach their idle limit and end."""
         while self._idle:
             process, timer = self._idle.popitem()
             timer.cancel()

@@ -17,19 +17,16 @@ from elastic.core.profiles import BatchProfile
 from elastic.core.types import TurnId, WorkerKind
 
 MOVED = 128
-"""Turns that one look moves: there is another before long, and nobody is to wait long for a decision."""
+"""Turns that one round moves at most: the next round follows soon, and other decisions must not wait."""
 LEAST_SAMPLES = 2
-"""Batch sizes that must have been seen before any of them can be called a plateau."""
+"""Batch sizes that must have been observed before one can be called the plateau."""
 LIKE = 2.0
 """Contexts that are longer or shorter by more than this factor make another profile."""
 
 
 class ContinuousBalancing(msgspec.Struct, frozen=True):
-    """First pending turns, one at a time, from whoever has most of them to whoever can begin them at once. Once
-    nothing is pending, executing turns above the source's batching plateau, to receivers below their own.
-
-    The plateau is the smallest batch with `plateau_share` of the best throughput seen.
-    """
+    """Moves pending turns first, one at a time, from the worker with the most to any that can begin them at once.
+    Once nothing is pending, moves executing turns from workers above their batching plateau to workers below theirs."""
 
     plateau_share: float = 0.9
 
@@ -62,11 +59,10 @@ class ContinuousBalancing(msgspec.Struct, frozen=True):
         return balances
 
     def plateau(self, profile: BatchProfile | None, load: LoadView) -> int | None:
-        """Up to which batch size more turns bring more throughput; None while that is not known, as when it still rose
-        at the largest batch seen.
+        """The batch size beyond which more turns bring no more throughput; None while unknown, as when throughput still
+        rises at the largest batch observed.
 
-        What a batch reads grows with its contexts: one that was captured under shorter contexts is smaller now, and one
-        under contexts of quite another length tells nothing.
+        A batch's cost grows with its contexts, so samples with much shorter or longer contexts are left out.
         """
         if profile is None or len(profile.samples) < LEAST_SAMPLES:
             return None

@@ -1,5 +1,6 @@
-"""What to do with the time between the notice of a lease's end and the end. Source: RLBoost §4.2, and its limits:
-there everything moves as soon as notice comes, and what is left of the device's time is lost.
+"""What a worker does between the notice of its lease's end and that end. Source: RLBoost §4.2.
+
+Difference from the paper: there all turns move as soon as notice comes, and the device's remaining time is lost.
 """
 
 from bisect import bisect_right
@@ -12,12 +13,12 @@ from elastic.core.types import NS_PER_S, Nanoseconds, TurnId
 
 
 class UseNotice(msgspec.Struct, frozen=True):
-    """Turns that are likely to end in time stay to their end; the others leave one after the other, as late as can be.
+    """Turns that are likely to end in time stay to their end; the others leave one by one, as late as possible.
 
-    How likely is the share of turns of the same tag, of those that were longer than this one is by now, that would
-    have ended in the time that is left. A turn that must leave computes its context again elsewhere: there should be
-    time for one before the next comes, and the last ones are those for which staying is worth most, which is the
-    prefill that they save if they end all the same.
+    The likelihood is estimated from finished turns of the same tag that were longer than this turn is now: the share of
+    them that would have ended in the remaining time. A turn that leaves is prefilled elsewhere, so departures are
+    spaced by the prefill time. Turns leave in ascending order of what staying is worth: the prefill saved, times the
+    chance to end in time.
     """
 
     likely: float = 0.5
@@ -54,6 +55,6 @@ class UseNotice(msgspec.Struct, frozen=True):
 
 
 def _prefill_s(tokens: int, leaving: LeavingView) -> float:
-    """Nothing, where it is not known how fast that goes."""
+    """0 where the speed is unknown."""
     speed = leaving.prefill_tokens_per_s
     return max(0, tokens) / speed if speed else 0.0

@@ -6,8 +6,8 @@ from elastic.core.policy import MarketView
 from elastic.core.types import Offer, WorkerRole
 
 LEAST_WORKING_SHARE = 0.1
-"""Of its life, that a lease is thought to work for at least if others like it got ready: a bad hour makes a provider
-dear, not worthless, or nobody would find out that it is over."""
+"""The share of its expected life that a lease is assumed to work for at least, if leases of its provider ever got
+ready: a bad hour makes a provider expensive, not worthless, so that its recovery is noticed."""
 
 
 class TakeWhatIsOffered:
@@ -57,10 +57,9 @@ class MarginalValue(msgspec.Struct, frozen=True):
 
 
 def working_usd_per_hour(offer: Offer, ready_s: float | None = None) -> float | None:
-    """What an hour of a lease's work costs, boot time included; None for one that dies before it can work.
+    """Dollars for an hour of a lease's work, boot time included; None for a lease that ends before it can work.
 
-    `ready_s` is what the provider's workers took to get ready, where that has been measured; it counts instead of
-    what the offer declares.
+    `ready_s` is the measured mean time until the provider's workers are ready; it replaces the declared boot time.
     """
     usd, life_s = offer.usd_per_gpu_hour * offer.gpus_per_worker * offer.workers_per_lease, offer.expected_life_s
     if life_s is None:
@@ -70,9 +69,9 @@ def working_usd_per_hour(offer: Offer, ready_s: float | None = None) -> float | 
 
 
 def _rank(offer: Offer, market: MarketView) -> tuple[bool, float, float, str]:
-    """Lower for what is to be had first: dedicated workers, then cheaper work, then longer lives.
+    """Lower ranks are leased first: dedicated workers, then cheaper work, then longer expected lives.
 
-    What dies before it can work is to be had last, and never is.
+    Leases that would end before they can work rank last, and are never taken.
     """
     usd = working_usd_per_hour(offer, market.ready_s(offer.provider))
     usd_per_worker = float("inf") if usd is None else usd / offer.workers_per_lease

@@ -36,12 +36,12 @@ class TurnWiseRouting:
 
 
 class AffinityRouting(msgspec.Struct, frozen=True):
-    """Turn-wise, but the worker that holds the trajectory's prefix comes first, as long as the turn need not wait there
-    for a place that others have.
+    """As `TurnWiseRouting`, but the worker that caches the trajectory's prefix comes first, unless the turn would wait
+    there for a place that another worker has free.
 
-    Where workers declare compute and bandwidth, `hardware` weighs both affinities against each other: the turn goes
-    where its prefill and decoding, as turns of its tag have needed them, add least to what that device has to do. A
-    prefix counts as prefill that is not needed.
+    Where workers declare compute and bandwidth, `hardware` weighs both: the turn goes to the worker whose device gets
+    the least additional work from its prefill and decoding, as turns of its tag needed them. A cached prefix is prefill
+    saved.
     """
 
     hardware: bool = True

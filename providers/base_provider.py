@@ -1,4 +1,4 @@
-"""What adapters have in common: each lease is one task, from `acquire` or its adoption to its refusal or its end."""
+"""What all adapters share. Each lease is one task, from its request or adoption until it is refused or has ended."""
 
 import asyncio
 from collections.abc import Coroutine, Mapping, Sequence
@@ -53,7 +53,8 @@ class _Bar(msgspec.Struct, frozen=True):
 
 
 class Found(NamedTuple):
-    """What is left of a lease that an earlier process of the run began, and where in its market, since when there."""
+    """What an earlier process of the run left of a lease: its handle, its place in the market, and since when it is
+    there."""
 
     handle: LeaseHandle
     place: str = ""
@@ -85,7 +86,7 @@ class BaseProvider(Generic[SettingsT]):
         raise NotImplementedError
 
     async def find(self, known: Mapping[LeaseId, KnownLease]) -> Mapping[LeaseId, Found]:
-        """What is left of these leases, over or not; what is left besides is ended."""
+        """Find the remains of these leases, ended or not, and end everything else that is left."""
         return {}
 
     # What the contract asks for
@@ -240,7 +241,7 @@ class BaseProvider(Generic[SettingsT]):
         self.announce()
 
     def _give_notice(self, taken: TakenBack) -> None:
-        """Give notice, and end the lease when it has run out; however it ends before that, it is for this reason."""
+        """Give notice, and end the lease at its deadline. However it ends before, the noticed ending is its cause."""
         lease = self._leases[taken.lease]
         lease.noticed = taken.ending
         if taken.deadline_ns > self.context.now_ns():

@@ -36,9 +36,9 @@ class TakenBack(NamedTuple):
 
 
 class Market(Generic[SettingsT]):
-    """Leases of up to `max_workers` workers in all, each of which stands on a place that has a name, if it matters.
+    """Leases of up to `max_workers` workers in all. Each lease has a place in the market, with a name if places differ.
 
-    `at_ns` is the time of what has changed last by itself.
+    `at_ns` is the time of the market's last change by itself.
     """
 
     role: ClassVar[WorkerRole] = WorkerRole.ELASTIC
@@ -106,7 +106,7 @@ class Market(Generic[SettingsT]):
         return float(getattr(self.settings, self.delay_key)) if self.delay_key else 0.0
 
     def expiry(self) -> LeaseEnding:
-        """Of a lease whose life is over."""
+        """Why a lease ends whose time is over."""
         return LeaseEnding(EndCause.EXPIRED, f"its {self.life_s():g} s are over")
 
     def take(self, lease: LeaseId) -> str:
@@ -145,7 +145,7 @@ class Market(Generic[SettingsT]):
 
 
 class ReservedMarket(Market[ProviderSettings]):
-    """Machines that are there for good, but for those that have been barred."""
+    """Machines that are always there, except barred ones."""
 
     role = WorkerRole.DEDICATED
 

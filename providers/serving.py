@@ -195,9 +195,10 @@ class ServingProvider(BaseProvider[ServingSettings]):
         }
 
     async def _stock(self, host: _Host, workers: Set[WorkerId]) -> WorkerId | None:
-        """Have a host that an earlier process borrowed from, unless it has to go; which of these workers is on it.
+        """Take over a host that an earlier process of the run used; returns which of `workers` is, or was last, on it.
 
-        One that has ended counts as well: its lease has yet to hear of it.
+        A worker that has ended counts as well, for its lease has not been told. Returns None for a host that is given
+        up.
         """
         try:
             report = await host.look()

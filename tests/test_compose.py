@@ -197,7 +197,7 @@ class TestJournalsOfARun:
 
 @contextmanager
 def live(run: RunDirectory, **meta: str) -> Iterator[SqliteJournal]:
-    """The run's next life, of which its journal says `meta`."""
+    """The run's next incarnation, with `meta` as its journal's notes."""
     journal = run.begin_journal(JournalConfig.model_validate({}))
     try:
         for key, value in meta.items():

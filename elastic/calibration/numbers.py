@@ -50,9 +50,9 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Base:
-    """A profile whose numbers stand in for what was not measured, as estimates that say so.
+    """A profile that fills in what was not measured; its numbers are marked as estimates.
 
-    `name` is as for `elastic simulate --profile`. Raises `ProfileError` where there is no such profile.
+    `name` is as for `elastic simulate --profile`. Raises `ProfileError` for an unknown profile.
     """
 
     def __init__(self, name: str) -> None:

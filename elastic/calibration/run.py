@@ -385,10 +385,10 @@ class RunMeasurement:
 
 
 def engine_samples(events: Iterable[tuple[Nanoseconds, e.Event]]) -> list[IterationSample]:
-    """What engines did between two reports of theirs, as long as nobody else had the device.
+    """One sample for each time between two reports of a worker, while no other use had its device.
 
-    A sequence's first token comes with its prefill, so it is no decode. The trainer's engine counts only where there is
-    no other: what it has done besides is no part of it, but its device may be another kind.
+    A sequence's first token counts as prefill, not decode. Samples of the trainer's engine are used only where there
+    are no others, for its device may be of another kind.
     """
     last: dict[WorkerId, e.WorkerReported] = {}
     firsts: dict[WorkerId, int] = {}

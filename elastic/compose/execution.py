@@ -182,7 +182,7 @@ def make_providers(
 
 
 async def _end_former(plan: RunPlan, run_dir: Path, names: Sequence[str]) -> None:
-    """End what the run's earlier life left of its functions, and with providers that it does not use any more."""
+    """End what the run's earlier incarnations left of its functions, and of providers that it no longer uses."""
     former = resolve(plan.config, names, str(run_dir))
     secrets, nobody = RunSecrets.of(run_dir), WaitingRoom(TicketBook(run_dir))
     providers = make_providers(former, run_dir, Endpoint(""), time.monotonic_ns, secrets=secrets, waiting_room=nobody)

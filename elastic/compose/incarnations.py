@@ -1,4 +1,4 @@
-"""A run's lives: what its journals say of those before, and how it begins another."""
+"""A run's incarnations: what its journals tell of the past ones, and how the next one begins."""
 
 import contextlib
 import json
@@ -45,18 +45,18 @@ UNEXPECTED = "failed: it ended unexpectedly"
 
 @dataclass
 class FinalStatus:
-    """How a life ends, as its journal says it."""
+    """How an incarnation ends, for its journal."""
 
     status: str = UNEXPECTED
 
     def conclude(self, failed: str) -> None:
-        """By itself, and why it `failed` ("": it did not)."""
+        """The run has ended by itself; `failed` is the cause of failure, empty for success."""
         self.status = f"failed: {failed}" if failed else "finished"
 
 
 @contextlib.contextmanager
 def journaled(journal: SqliteJournal, scheduler: Scheduler) -> Iterator[FinalStatus]:
-    """Journal, whatever happens within, how a life ended; the journal is closed then."""
+    """Write into the journal how the incarnation ended, whatever happens within, and close it."""
     ending = FinalStatus()
     try:
         yield ending
@@ -70,7 +70,7 @@ def journaled(journal: SqliteJournal, scheduler: Scheduler) -> Iterator[FinalSta
 
 
 class PastIncarnations(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run did before it is resumed."""
+    """What a run had done before it was resumed."""
 
     providers: tuple[str, ...] = ()
     status: str = ""
@@ -78,9 +78,9 @@ class PastIncarnations(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def past_incarnations(run: RunDirectory) -> PastIncarnations:
-    """How far a run has come; its newest journal that knows with which providers it began says how that ended.
+    """How far a run has come. Its status is that of the newest journal that names the run's providers.
 
-    Raises `ConfigError` for a journal that cannot be read, and for a run that was only simulated.
+    Raises `ConfigError` for a journal that cannot be read, and for a simulated run.
     """
     past, steps_done = PastIncarnations(), 0
     try:
@@ -100,9 +100,9 @@ def past_incarnations(run: RunDirectory) -> PastIncarnations:
 
 @contextlib.contextmanager
 def next_incarnation(run: RunDirectory, config: Config, scheduler: Scheduler) -> Iterator[PastIncarnations]:
-    """What the run did before; its configuration makes room for that of the life that is lived within.
+    """Put the next incarnation's configuration in place; yields what the run had done before.
 
-    One that fails before the trainer is there leaves no trace: neither its journal nor its configuration.
+    An incarnation that fails before its trainer joined leaves neither its journal nor its configuration behind.
     """
     past, journal = past_incarnations(run), run.next_journal_path()
     with config_replaced(run.path, config) as put_back:
@@ -138,9 +138,9 @@ JOIN, RELAY, PUBLISHER = "join", "relay", "publisher"
 
 
 class PreviousIncarnation(msgspec.Struct, frozen=True, kw_only=True):
-    """The incarnation before the one that begins, as its journals tell it; `journal` is the name of its own.
+    """The incarnation that the next one continues, as the journals tell it; `journal` is the name of its journal.
 
-    `state` is None where nothing goes on: then the run begins at the trainer's newest checkpoint.
+    `state` is None where nothing can be continued: then the run begins at the trainer's newest checkpoint.
     """
 
     journal: str = ""
@@ -155,7 +155,7 @@ class PreviousIncarnation(msgspec.Struct, frozen=True, kw_only=True):
         return urlsplit(self.notes.get(RELAY, "")).netloc
 
     def notes_to_keep(self) -> dict[str, str]:
-        """For the journal of the incarnation that begins."""
+        """Notes for the next incarnation's journal."""
         if self.state is None:
             return {BEGAN: msgspec.json.encode(Began.now()).decode()}
         kept = {key: self.notes[key] for key in (BEGAN, "started_at", PUBLISHER) if key in self.notes}
@@ -175,9 +175,9 @@ class PreviousIncarnation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def previous_incarnation(run: RunDirectory, config: Config) -> PreviousIncarnation:
-    """Where the run's last incarnation has left it. Raises `ConfigError` for a configuration that it cannot go on with.
+    """The incarnation to continue. Raises `ConfigError` for a configuration that the run cannot go on with.
 
-    The newest state that was saved is where reading begins; the journals have what came after it.
+    Replay begins at the newest usable saved state, and goes on with the journals' later events.
     """
     if not run.journal_paths():
         return PreviousIncarnation()
@@ -212,7 +212,8 @@ def previous_incarnation(run: RunDirectory, config: Config) -> PreviousIncarnati
 
 
 def _notes(run: RunDirectory, chain: Sequence[JournalReader]) -> dict[str, str]:
-    """What they say; where two say the same, the later. Raises `ConfigError` for a journal of another run."""
+    """The notes of all journals; where two have the same key, the later note. Raises `ConfigError` for a journal of
+    another run."""
     notes: dict[str, str] = {}
     for journal in chain:
         notes |= journal.meta()
@@ -224,7 +225,7 @@ def _notes(run: RunDirectory, chain: Sequence[JournalReader]) -> dict[str, str]:
 
 
 def _chain(journals: Sequence[JournalReader]) -> list[JournalReader]:
-    """The newest journal and those that it goes on from, the first of these first; none if one is missing."""
+    """The newest journal and those that it continues, oldest first; empty where one of them is missing."""
     by_name = {journal.path.name: journal for journal in journals}
     chain: list[JournalReader] = []
     name = journals[-1].path.name if journals else ""
@@ -282,7 +283,7 @@ def _begin(journal: JournalReader, state: bytes | None = None) -> Recollection:
 
 
 def _scheduler(journal: JournalReader) -> tuple[Config, Scheduler]:
-    """A fresh one, as the incarnation that wrote this journal had it."""
+    """The configuration and a fresh scheduler of the incarnation that wrote this journal."""
     meta, where = journal.meta(), str(journal.path)
     config = validate(Config, json.loads(meta["config"]), where)
     plan = resolve(config, [name for name in meta["providers"].split(",") if name], where)
@@ -331,7 +332,7 @@ def check_same(config: Config, former: Config) -> None:
 
 
 Tell: TypeAlias = Callable[[Nanoseconds, e.Event, Mapping[int, wire.Chunk], Sequence[c.Command]], None]
-"""Hears what a scheduler is told once more: when, an event, what was accepted of it, and what came of it."""
+"""Called for each replayed event with its time, its accepted chunks by position, and the commands that followed."""
 
 
 def replay(run: StoredRun, tell: Tell = lambda *_: None) -> Scheduler:

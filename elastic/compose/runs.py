@@ -15,7 +15,7 @@ from elastic.runtime.journal import CONFIG
 
 @contextlib.contextmanager
 def private() -> Iterator[None]:
-    """What this process and those that it starts write meanwhile is nobody else's to read: prompts, text, weights."""
+    """Files that this process and its children create meanwhile are readable by their owner alone."""
     former = os.umask(0o077)
     try:
         yield
@@ -50,7 +50,8 @@ def load_run_config(run_dir: Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def save_run_config(run_dir: Path, config: Config) -> None:
-    """What the run's other processes, and whoever resumes it, read: all of it, or what was there before."""
+    """Write the run's configuration for its other processes and for resuming. A crash leaves the old file or the new
+    one."""
     path = run_dir / CONFIG
     try:
         write_whole(path, config.model_dump_json(indent=2).encode())

@@ -16,15 +16,14 @@ from elastic.core.turns import Turn
 from elastic.core.types import TurnId, TurnState, WorkerId, WorkerKind, WorkerRole, WorkerState
 
 CONSIDERED = 64
-"""Workers of each kind with the most, and with the least to do, among whom one look moves turns: there is another look
-before long, and a look at a thousand workers must not hold up those who wait for a decision."""
+"""Workers of each kind that one balancing round considers: so many of the most and of the least loaded. Rounds are
+frequent, and a round over a thousand workers would delay other decisions."""
 
 
 class WorkerLoad:
-    """A worker as a balancing policy sees it (`elastic.core.policy.LoadView`); turns are looked up when asked for.
+    """A worker as a balancing policy sees it (`elastic.core.policy.LoadView`); its turns are looked up on demand.
 
-    What is on its way counts where it goes: turns that are being called back are none of the worker's any more, and
-    `arriving` ones are as good as there.
+    Moving turns count at their destination: not on the worker that was asked for them, and in `arriving` on the next.
     """
 
     __slots__ = ("_arriving", "_run", "_worker", "executing", "pending")

@@ -26,22 +26,23 @@ LEAST_STANDING = 1 / 64
 STANDING_TOKENS = 1000
 """Accepted tokens that take a worker's standing from nothing to 1."""
 HOPELESS_DECLINES = 4
-"""Turns in a row that a worker declines until the trainer's device no longer counts on its help while it rests."""
+"""After so many declined turns in a row a resting worker no longer counts as help for the trainer's device."""
 
 
 @dataclass(slots=True)
 class Worker:
     """One engine instance of a lease.
 
-    - `turns` maps the turns it holds to whether it has begun them; `pending` are not begun, as far as has been heard;
-      `due_tokens` is what they were expected to decode when they were sent.
-    - What was decoded and prefilled in which time is as last reported, and so are the attempts at turns that were
-      `waiting` in its engine's queue, and how far it was with loading weights (`loaded`).
-    - `engine_pending` is the length of the engine's queue, as last reported and as it must have changed since.
-    - `standing` falls with every turn that the worker gives back, and rises with accepted tokens, up to 1.
-    - `declines` counts the turns in a row that it gave back without having begun them. After each it is `resting`; then
-      it gets one turn, until it has begun that.
-    - One whose lease is about to end has handed over what it has by `leaves_ns`.
+    - `turns` maps each turn on the worker to whether it has begun; `pending` is how many have not, as far as is known.
+      `due_tokens` is what all of them were expected to decode when they were sent.
+    - Decoded and prefilled tokens, their times, the attempts `waiting` in the engine's queue and the progress of
+      loading weights (`loaded`) are those of the last report.
+    - `engine_pending` is the length of the engine's queue: the last report's, adjusted for what was sent and ended
+      since.
+    - `standing` falls with every turn that the worker returns and rises with accepted tokens, up to 1.
+    - `declines` counts turns in a row that it returned before it began them. After each it is `resting`; then it gets a
+      single turn, until it has begun that.
+    - `leaves_ns` is when it must have handed everything over, if its lease is about to end.
     """
 
     id: WorkerId
@@ -87,14 +88,14 @@ class Worker:
 
     @property
     def places(self) -> int:
-        """Turns that it may execute at once: of its credit, what fits into its batch."""
+        """Turns that it can execute at once: its credit, or its batch size if that is smaller."""
         batch, credit = self.max_batch, self.capacity
         return credit if batch is None or credit < batch else batch
 
     @property
     def queued(self) -> int:
-        """Turns on it that wait for a place in its batch or its memory: all that are not begun, where it has not
-        declared how many it executes at once."""
+        """Turns that wait on it for room in its batch or memory; all that have not begun, where it declares no batch
+        size."""
         if self.max_batch is None or not self.pending:
             return self.pending
         waiting = len(self.turns) - self.places
@@ -227,11 +228,11 @@ class Fleet:
             self._out_of_order[worker.id] = worker
 
     def has_room(self, worker: Worker) -> bool:
-        """Whether it may be sent one more turn: to begin it at once, or as one of at most Θ that wait there."""
+        """Whether it may be sent another turn: there is a free place, or fewer than Θ turns wait there."""
         return worker.leaves_ns is None and self.may_take(worker)
 
     def may_take(self, worker: Worker) -> bool:
-        """As `has_room`, whether it is about to leave or not."""
+        """As `has_room`, but also of a worker that is about to leave."""
         return (
             worker.state is WorkerState.READY
             and len(worker.turns) < worker.capacity
@@ -363,7 +364,7 @@ class Fleet:
 
 
 class Others:
-    """The fleet as a turn sees it that some workers have given back: without these."""
+    """The fleet without the workers that a turn must avoid."""
 
     def __init__(self, fleet: Fleet, avoided: Container[WorkerId]) -> None:
         self._fleet = fleet

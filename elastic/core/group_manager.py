@@ -88,10 +88,10 @@ class GroupManager:
     # Groups
 
     def launch(self, step: Step) -> None:
-        """Launch what the sampling policy wants: for this step, and for those that may already begin.
+        """Launch as many groups as the sampling policy wants, for this step and for steps that may run ahead.
 
-        Were groups taken in launch order, each would be trained on at the version that its place in the order
-        says; its tokens may be as much older than that as the bound allows.
+        A group's place in launch order gives the version at which it would be trained; the staleness bound then gives
+        the oldest version that its tokens may have.
         """
         run = self._run
         ahead = min(run.plan.staleness_bound, run.plan.steps - 1 - step.number)

@@ -47,13 +47,13 @@ class LeaseManager:
         self._provision()
 
     def follow_bound(self) -> None:
-        """Once more workers are worth having, or fewer, ask every provider again."""
+        """Ask every provider again whenever the number of workers worth having changes."""
         if self._worker_bound != self._run.leases.worker_bound:
             self._worker_bound = self._run.leases.worker_bound
             self._provision()
 
     def _provision(self) -> None:
-        """Ask every provider for what is worth having of it: what one has no more, another may have."""
+        """Ask every provider for as many leases as are worth having, for one may have what another has run out of."""
         for offer in self._run.leases.offers.values():
             self._take_of(offer)
 
@@ -69,7 +69,8 @@ class LeaseManager:
             self._ask_for(offer.provider)
 
     def _replace(self, lease: Lease) -> None:
-        """What a lease's end leaves open is its own provider's at first, which is about to say what it has now."""
+        """Ask for capacity in place of a lease that has ended: its own provider first, the others after its next
+        offer."""
         run = self._run
         self._take_of(run.leases.offers[lease.provider])
         if run.active and not run.timers.waiting("provision", "market"):
@@ -113,7 +114,7 @@ class LeaseManager:
             self._wait_expiry(lease, event.expires_at_ns - run.patience.leaving_most_ns)
 
     def _give_back_unknown(self, lease: LeaseId) -> None:
-        """A lease that was given up for refused or ended has come all the same: it must not be left behind."""
+        """A lease that counted as refused or ended is granted after all: release it, so that nothing is left behind."""
         provider = self._run.leases.issuer(lease)
         if provider is not None:
             self._run.out.append(c.ReleaseLease(lease=lease, provider=provider, reason="no longer expected"))
@@ -146,12 +147,14 @@ class LeaseManager:
         run.wait("back-off", provider, run.back_off_ns(failures))
 
     def _note_failure(self, lease: Lease, cause: EndCause) -> None:
-        """A lease that failed before any of its workers served: the next one may well do the same."""
+        """Back off from the provider if the lease failed before any of its workers served: the next one would likely
+        fail, too."""
         if cause in _FAILURES and not any(worker.served for worker in self._run.fleet.of_lease(lease.id)):
             self._back_off(lease.provider)
 
     def plan_replacements(self) -> None:
-        """Have the replacements of leases that are of use by now asked for in time: their turns will have to move."""
+        """Schedule requests for replacements of leases that have become useful, early enough that turns move to
+        ready workers."""
         run, policy = self._run, self._run.policies.replacement
         ready, run.leases.newly_ready = run.leases.newly_ready, {}
         for lease in (run.leases.leases[lease_id] for lease_id in ready if lease_id in run.leases.leases):
@@ -171,7 +174,7 @@ class LeaseManager:
             self._retry_replacement(lease_id)
 
     def _retry_replacement(self, lease_id: LeaseId | None) -> None:
-        """As long as a lease lives that has no replacement yet, one may still be to be had, or become worth having."""
+        """Try again later, unless the lease is leaving: a replacement may become available, or worth its price."""
         lease = self._run.leases.leases.get(lease_id or "")
         if lease is not None and not lease.leaving:
             self._run.wait("early replacement", lease.id, self._run.limits.retry_base_ns)
@@ -227,7 +230,7 @@ class LeaseManager:
             self._workers.drain(worker, reason)
 
     def _leave(self, lease: Lease, end_ns: Nanoseconds, reason: str) -> None:
-        """The lease is over at `end_ns`: until then its workers are of use for what ends before, or moves in time."""
+        """Have the workers leave by `end_ns`. Until then they keep the turns that end, or can move, in time."""
         lease.leaving = True
         self._run.timers.clear("early replacement", lease.id)
         for worker in self._run.fleet.of_lease(lease.id):
@@ -257,7 +260,7 @@ class LeaseManager:
         self._run.wait("expiry", lease.id, max(0, at_ns - self._run.now_ns))
 
     def _expiry_due(self, lease_id: str) -> None:
-        """First the lease is about to expire, and its workers leave; then it has, and they are believed no more."""
+        """Called twice: first the workers leave, in time for the expiry; at the expiry they are fenced."""
         run, lease = self._run, self._run.leases.leases[lease_id]
         assert lease.expires_at_ns is not None
         leaves_ns = lease.expires_at_ns - run.patience.leaving_ns(run.now_ns)

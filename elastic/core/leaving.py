@@ -1,4 +1,4 @@
-"""A worker whose end is known, as the policy sees it that decides who is still on it until then."""
+"""What a departure policy sees of a worker that is about to leave."""
 
 from elastic.core.fleet import Worker
 from elastic.core.profiles import BatchProfile

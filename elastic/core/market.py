@@ -1,4 +1,4 @@
-"""The market as a provisioning policy sees it: what providers offer now, and what is held of it."""
+"""What a provisioning policy sees: the providers' offers, and the leases held of each."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -11,8 +11,8 @@ from elastic.core.types import NS_PER_S, Offer
 class LeaseMarket:
     """The lease table as an `elastic.core.policy.MarketView`.
 
-    With `ending` it is the market that a replacement of this lease is meant for: the lease is over, like others that
-    have replacements, and what its provider has available are replacements.
+    With `ending`, the view asks about that lease's replacement: the lease counts as over, like all leases that have a
+    replacement, and its provider offers only replacements.
     """
 
     def __init__(self, table: LeaseTable, timers: Timers, ending: Lease | None = None) -> None:

@@ -17,10 +17,10 @@ from elastic.core.types import Nanoseconds, Offer, TrajectoryId, TurnId, WorkerI
 class WorkerView(Protocol):
     """A worker as a policy sees it.
 
-    - `outstanding` turns are on it, `pending` of them not begun, as far as is known; `due_tokens` is what these turns
+    - `outstanding` turns are on it, `pending` of them not begun as far as is known; `due_tokens` is what all of them
       are expected to decode.
-    - `has_place`: it would begin one more turn at once. Elsewhere that would wait.
-    - `standing` is below 1 while it has given turns back lately.
+    - `has_place`: another turn would begin at once; without a place it would wait.
+    - `standing` is below 1 while it has recently returned turns.
     """
 
     @property
@@ -46,7 +46,8 @@ class WorkerView(Protocol):
 
 
 class FleetView(Protocol):
-    """The workers a turn may go to: ready, current enough, with credit left, and none that has lately given it back."""
+    """Workers that a turn may go to: ready, with credit, with recent enough weights, and without a back-off for this
+    turn."""
 
     def with_room(self, worker: WorkerId, oldest_version: int) -> WorkerView | None:
         """The worker, if it may take one more such turn now."""
@@ -100,11 +101,11 @@ class LoadView(Protocol):
     def kind(self) -> WorkerKind: ...
 
     def movable_pending(self) -> Sequence[TurnId]:
-        """Turns that wait on it, those that would wait longest first."""
+        """Waiting turns, the longest remaining wait first."""
         ...
 
     def movable_executing(self) -> Sequence[TurnId]:
-        """Turns that it executes, those that are cheapest to move first."""
+        """Executing turns, the cheapest to move first."""
         ...
 
     def context_tokens(self) -> float:
@@ -113,10 +114,10 @@ class LoadView(Protocol):
 
 
 class LeavingView(Protocol):
-    """A worker that is to have handed over everything in `left_ns`.
+    """A worker that must have handed over all its turns in `left_ns`.
 
-    Speeds are those of its kind, 0 where they are not known: of one turn in its batch, and of prefill. `receivers` is
-    how many workers may take what must leave.
+    Speeds are those of its kind (decoding of one turn in a batch, and prefill), 0 where unknown. `receivers` is how
+    many workers may take the turns that must leave.
     """
 
     left_ns: Nanoseconds

@@ -140,8 +140,8 @@ class RunState:
         self.timers.set(what, key, self.now_ns, self.patience.limit_ns(what, self.now_ns))
 
     def take_up(self) -> None:
-        """Nobody could be heard for a while: whoever is waited for has all of the time once more, and the trainer all
-        of its restarts."""
+        """Restart every deadline, and the trainer's count of restarts: while the orchestrator was down, nobody could
+        be heard."""
         self.trainers_lost = 0
         for wait in self.timers.waits():
             if wait.what not in _AT_THEIR_TIME:

@@ -135,7 +135,7 @@ class Scheduler:
 
     @property
     def pieces(self) -> tuple[RunState, tuple[SchedulerPart, ...]]:
-        """What it consists of, for whoever saves its state."""
+        """The scheduler's parts, for saving their state."""
         return self._run, self._parts
 
     def trainer(self) -> Worker | None:

@@ -26,10 +26,11 @@ class Taking(Enum):
 
 @dataclass(slots=True)
 class Group:
-    """Trajectories from one start. A member's entry is its reward, the cause of its failure, or None yet.
+    """Trajectories from one start. `members` maps each to its reward, to the cause of its failure, or to None before
+    its end.
 
-    `step` is the one that launched it. Its tokens are of version `version_floor` or later; the oldest accepted so
-    far of its ended members is of `oldest_token`. `slot` is its place in the batch of the step that takes it.
+    `step` launched the group. Its tokens are of version `version_floor` or later; `oldest_token` is the oldest version
+    among the accepted tokens of its ended members. `slot` is its place in the batch of the step that trains on it.
     """
 
     id: str
@@ -87,7 +88,7 @@ class Step:
         self.launched = 0
         self.rejected = 0
         self.spared = 0
-        """Groups that were worth training on, and dropped all the same."""
+        """Groups that were worth training on, but dropped."""
         self.meter = StepMeter(now_ns)
         self.groups: dict[str, Group] = {}
         self._minibatches = minibatches
@@ -127,7 +128,7 @@ class Step:
         group.drop_reason = reason
 
     def reject(self, group: Group, now_ns: Nanoseconds, reason: str) -> None:
-        """Drop a group that has finished and is of no use; unless others make up for it, its slot stays empty."""
+        """Drop a finished group that is of no use. Its slot stays empty unless another group makes up for it."""
         self.drop(group, now_ns, reason)
         self.rejected += 1
         if self.taking is Taking.ALL:
@@ -138,10 +139,11 @@ class Step:
     # The batch
 
     def next_group(self) -> tuple[Group, int] | None:
-        """The group to train on next, and its slot: the same, as far as it matters, whatever finished first.
+        """The group to train on next, and its slot. The result of the step does not depend on which groups finish
+        first.
 
-        Slots of one mini-batch are equal, since its gradients are summed; a group may be taken as soon as it is
-        certain in which mini-batch it is.
+        Gradients of a mini-batch are summed, so its slots are interchangeable; a group is taken as soon as its
+        mini-batch is certain.
         """
         ready = self._in_state[GroupState.READY]
         if not ready or not self._free:

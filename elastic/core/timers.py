@@ -37,11 +37,11 @@ class _WaitSpan:
 
 
 class Timers:
-    """Deadlines by (what, key). Putting one off writes two numbers, since that happens with every token.
+    """Deadlines by (what, key). Postponing one only writes two numbers, for it happens with every token.
 
-    Each name has one true entry in a heap, no later than its deadline; waits that are over leave theirs behind. Once
-    most of the heap is like that it becomes the old one, and what is true in it goes to a new one bit by bit, so that
-    nobody waits for a thorough cleaning.
+    Each wait has one valid heap entry, no later than its deadline; entries of ended waits stay in the heap. Once most
+    entries are stale, the heap is set aside and its valid entries move to a new one a few at a time, so that no single
+    call takes long.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
-"""The trainer's device: it generates awake and trains asleep, never both, and here is what it is at.
+"""The trainer's device: whether it generates or trains, and what it was ordered.
 
-It may lose its connection, and be lost: what it was told to train or publish stands, and it, or another one, is told so
-again. Orders are idempotent there.
+It generates while awake and trains while asleep, never both. When its connection or the device itself is lost, the
+outstanding order stands and is given again, to the same device or to its replacement; orders are idempotent.
 
 Source: docs/design.md, "The trainer's device"; RLBoost §4.1.
 """
@@ -39,7 +39,7 @@ class TrainerDevice:
         self._changing: TrainerMode | None = None
         self._session: tuple[WorkerId, int] | None = None
         self.order: c.TrainGroup | c.UpdateWeights | None = None
-        """What it was told last, as long as it has not said that it is done."""
+        """The outstanding order, None once the trainer has reported it done."""
         self.handlers: Mapping[type[e.Event], Callable[[Any], None]] = {
             e.WorkerSlept: self._on_slept,
             e.WorkerAwoke: self._on_awoke,
@@ -75,7 +75,7 @@ class TrainerDevice:
         return self._run.timers.waiting("training", "trainer")
 
     def follow(self) -> None:
-        """Take note that it has gone, or that it is there under another session."""
+        """Notice that the trainer's device is gone, or has come back under another session."""
         run, trainer = self._run, self._run.fleet.trainer
         session = None if trainer is None or run.trainer_away else (trainer.id, trainer.epoch)
         if session is not None and session == self._session:
@@ -94,7 +94,7 @@ class TrainerDevice:
             run.wait("replacement", "trainer", giving_back_ns + limits.retry_max_ns + limits.acquire_timeout_ns)
 
     def _be_heard_no_more(self) -> None:
-        """Nothing that it was doing in its former session will be heard of."""
+        """Stop waiting for changes and orders of the former session: no answer to them can come."""
         self._changing = None
         for what in ("waking", "training"):
             self._run.timers.clear(what, "trainer")
@@ -127,7 +127,7 @@ class TrainerDevice:
         self._run.out.append(order)
 
     def done(self) -> None:
-        """What it was last asked to train or update is done."""
+        """The outstanding order is carried out."""
         self.order = None
         self._run.timers.clear("training", "trainer")
 

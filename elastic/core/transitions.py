@@ -50,7 +50,7 @@ LEGAL: Mapping[type[StrEnum], Mapping[StrEnum, frozenset[StrEnum]]] = {
 """Per kind of thing, from each state, the states that may follow. (By kind: a turn's `running` equals a group's.)"""
 
 STORY_LENGTH = 24
-"""Enough to see how a thing got where it is; long lives keep their last chapters."""
+"""Enough to see how a thing came to its state; of a long story the last part is kept."""
 
 
 class IllegalTransition(AssertionError):

@@ -16,7 +16,7 @@ from elastic.core.turns import Turn
 from elastic.core.types import FinishReason, Nanoseconds, Progress, TrajectoryId, TurnState, WorkerId
 
 QUEUE_WAITS = ("capacity", "place")
-"""What queued turns wait for: that there is anybody who could ever take one, and that somebody has room."""
+"""Waits of the queue: for a worker that could ever take a turn (capacity), and for room on one (place)."""
 _ENDS = (FinishReason.STOP, FinishReason.LENGTH)
 
 
@@ -53,7 +53,8 @@ class TurnManager:
             self._expect_place()
 
     def _expect_place(self) -> None:
-        """Queued turns wait for a place as long as getting one may take; with nobody to give it, not for long."""
+        """Bound the queue's wait: for a place by the longest that a place may take to come, for capacity by a short
+        limit."""
         run = self._run
         if run.trainer_away or not run.timers.waiting("place", "queue"):
             run.wait("place", "queue", self._longest_ns())
@@ -63,14 +64,14 @@ class TurnManager:
             run.wait("capacity", "queue", run.limits.queue_timeout_ns)
 
     def _somebody_could(self) -> bool:
-        """Whether there is anybody who could ever take a turn, or whom somebody was asked for, or is about to be."""
+        """Whether a worker could take turns, or a lease is requested or about to be requested."""
         run = self._run
         if run.fleet.able or run.leases.coming or run.trainer_away:
             return True
         return any(run.leases.available(p) and run.timers.waiting("back-off", p) for p in run.leases.offers)
 
     def _longest_ns(self) -> Nanoseconds:
-        """How long a run may go without a token although somebody could take turns: each step there has its limit."""
+        """The longest wait for a place while capacity is coming: the sum of the limits of each stage on the way."""
         limits = self._run.limits
         boot_ns, load_ns = (self._run.patience.limit_ns(what, self._run.now_ns) for what in ("boot", "load"))
         coming_ns = limits.retry_max_ns + limits.acquire_timeout_ns + boot_ns + load_ns
@@ -83,7 +84,7 @@ class TurnManager:
                 timers.clear(what, "queue")
 
     def _match(self, heads: Sequence[Turn]) -> tuple[Turn, Worker] | None:
-        """The first of these turns that somebody can take, and who."""
+        """The first turn of `heads` that a worker can take, with that worker."""
         run = self._run
         for turn in heads:
             chosen = self._destination(turn) if turn.destination is not None else None
@@ -97,16 +98,16 @@ class TurnManager:
         return None
 
     def _destination(self, turn: Turn) -> WorkerId | None:
-        """Where the turn was on its way to, if there is still room."""
+        """The worker that the turn was being moved to, if it still has room."""
         destination, turn.destination = turn.destination, None
         if destination is None or destination in turn.avoided:
             return None
         return destination if self._run.fleet.with_room(destination, turn.oldest_version) is not None else None
 
     def _leaving(self, turn: Turn) -> WorkerId | None:
-        """A worker that is about to leave and may have the turn until then: its time is paid for.
+        """A worker that is about to leave and can still make use of its remaining, paid time for the turn.
 
-        Unless another has room that holds the turn's prefix.
+        None where the holder of the turn's prefix has room.
         """
         run, policy = self._run, self._run.policies.departure
         if policy is None:
@@ -229,7 +230,7 @@ class TurnManager:
             self._blame_engine(turn, found)
 
     def _blame_engine(self, turn: Turn, detail: str) -> None:
-        """Try the turn elsewhere; but one that fails everywhere fails for good."""
+        """Try the turn on another worker; after `max_engine_errors` errors it fails for good."""
         turn.engine_errors += 1
         if turn.engine_errors < self._run.limits.max_engine_errors:
             self._prefer_others(turn, declined=False)
@@ -239,10 +240,10 @@ class TurnManager:
             self._run.out.append(c.FailTurn(turn=turn.id, cause=f"engine error: {detail}"))
 
     def note_waiting(self, worker: Worker, pending: int, *, excused: bool) -> None:
-        """A worker reports that so many of its turns wait in its engine's queue.
+        """A worker reports that `pending` of its turns wait in its engine's queue.
 
-        Engines begin turns in order, and put back the newest first: so it is the last ones that wait. Where the
-        engine gets on with the others, these are `excused`: the time to their next token has not begun.
+        These are its newest turns, since engines begin turns in order and preempt the newest first. Where the engine
+        makes progress with the others (`excused`), the deadline for the waiting turns' next token starts anew.
         """
         run = self._run
         worker.waiting.clear()
@@ -256,8 +257,11 @@ class TurnManager:
     # Back from workers
 
     def _prefer_others(self, turn: Turn, *, declined: bool) -> None:
-        """Its worker gives the turn up, although nobody has called it back: it may go to anybody else at once, and to
-        this worker after a back-off. A worker that has `declined` it, of whatever sort it is, rests as long."""
+        """The worker returns the turn unasked: the turn may go to any other worker at once, and to this one after a
+        back-off.
+
+        A worker that returned the turn before it began it (`declined`) gets no turn at all during that back-off.
+        """
         run = self._run
         if turn.state is not TurnState.RUNNING or turn.worker is None:
             return
@@ -270,12 +274,12 @@ class TurnManager:
             run.wait("rest", worker.id, run.back_off_ns(worker.declines))
 
     def _begun(self, turn: Turn) -> bool:
-        """Whether anything has come of its present attempt."""
+        """Whether the worker has begun the turn's current attempt."""
         worker = self._run.fleet.workers.get(turn.worker or "")
         return worker is not None and worker.turns.get(turn.id, False)
 
     def _avoid(self, turn: Turn) -> None:
-        """Keep a queued turn from the workers whose back-off is not over, and look again when the first one's is."""
+        """Keep a queued turn from workers whose back-off still runs, and look again when the first back-off ends."""
         run = self._run
         until_ns = {worker: until for worker, (_, until) in turn.given_back.items() if until > run.now_ns}
         run.turns.avoid(turn, tuple(sorted(until_ns)))
@@ -338,7 +342,10 @@ class TurnManager:
             self._run.out.append(c.AbortTurn(worker=worker.id, epoch=worker.epoch, turn=turn.id, attempt=turn.attempt))
 
     def _requeue_unheard(self, turn: Turn, cause: str) -> None:
-        """Its worker has not said how far it came; but it may have said that it had not begun."""
+        """Queue a turn whose worker left no word of its progress.
+
+        Its prefill counts as paid, unless the worker has reported that this attempt still waited.
+        """
         worker = self._run.fleet.workers[turn.worker] if turn.worker is not None else None
         if worker is None or worker.waiting.get(turn.id) != turn.attempt:
             turn.computed = True

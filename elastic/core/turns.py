@@ -1,4 +1,4 @@
-"""The lives of turns: queued, running under an attempt, moving, finished. Positions, never token ids."""
+"""Turns and their states: queued, running under an attempt, moving, over. Token positions only, never token ids."""
 
 import heapq
 from dataclasses import dataclass, field
@@ -9,20 +9,22 @@ from elastic.core.transitions import Story, take_transition
 from elastic.core.types import Nanoseconds, TrajectoryId, TurnId, TurnState, WorkerId
 
 Needs: TypeAlias = tuple[int, tuple[WorkerId, ...]]
-"""What a queued turn asks of a worker: its oldest version of the weights, and that it is none of these workers."""
+"""A queued turn's demands on a worker: the oldest weights version allowed, and the workers excluded."""
 
 OVER = (TurnState.FINISHED, TurnState.CANCELLED, TurnState.FAILED)
 
 
 @dataclass(slots=True)
 class Turn:
-    """One generation call of a trajectory. `attempt` is the fencing number: only its chunks count.
+    """One generation call of a trajectory. `attempt` is the fencing number: only chunks of that attempt count.
 
-    `affine_worker` has served the trajectory last, and holds `affine_tokens` of its context if it still has them.
-    `demand` is what turns of its tag have cost so far. A turn that is balanced is on its way to `destination`; it had
-    `moved_at` accepted tokens when it began again after the last such move. Workers that gave it back are in
-    `given_back`, each with how often, and until when it may not go there again; `avoided` are those, in order, where it
-    may not go while it is queued now.
+    - `affine_worker` served the trajectory last, and probably still caches `affine_tokens` of its context.
+    - `demand` summarises what finished turns of the same tag have cost.
+    - `destination` is the worker that balancing moves the turn to; `moved_at` is how many tokens were accepted when
+      it began again after the last such move.
+    - `given_back` maps each worker that returned the turn to how often it did, and until when the turn may not go
+      there.
+    - `avoided` are the workers, in order, that are excluded while the turn is queued now.
     """
 
     id: TurnId
@@ -39,12 +41,12 @@ class Turn:
     accepted: int = 0
     prefilled: int = 0
     computed: bool = False
-    """Whether prefill has been paid for, or may have been where a worker went without a word."""
+    """Whether prefill was paid for, or may have been: the worker may have left without a report."""
     worker: WorkerId | None = None
     due_tokens: int = 0
-    """What it was expected to decode when it was sent to its worker."""
+    """Tokens that it was expected to decode when it was sent to its worker."""
     started_ns: Nanoseconds = 0
-    """When its worker was sent it, or last said that it waits to begin it."""
+    """When the turn was sent to its worker, or was last reported as waiting there."""
     engine_errors: int = 0
     destination: WorkerId | None = None
     moved_at: int | None = None
@@ -58,7 +60,7 @@ class Turn:
 
     @property
     def expected_tokens(self) -> float:
-        """What it is still going to decode, to go by turns of its tag; as much as it may where none has ended."""
+        """Tokens still to decode: the mean of finished turns of its tag, or the upper limit before there is one."""
         expected = self.demand.decode_tokens if self.demand.turns else self.max_new_tokens
         return max(1.0, expected - self.accepted)
 
@@ -67,13 +69,13 @@ class Turn:
         return self.oldest_version, self.avoided
 
     def avoids(self, worker: WorkerId, now_ns: Nanoseconds) -> bool:
-        """Whether the worker gave it back so lately that it may not go there yet."""
+        """Whether the back-off after this worker returned the turn still runs."""
         return worker in self.given_back and self.given_back[worker][1] > now_ns
 
 
 @dataclass(slots=True)
 class TrajectoryState:
-    """What is known of a trajectory while it lives: every turn it ever asked for, and who holds how much prefix."""
+    """A running trajectory: every turn that it requested, and which worker caches how much of its prefix."""
 
     turns: dict[TurnId, None] = field(default_factory=dict[TurnId, None])
     affine_worker: WorkerId | None = None
@@ -87,15 +89,15 @@ class TrajectoryState:
 
 
 class Turns:
-    """Turns that are not over yet, and those that wait for a worker, oldest request first.
+    """Turns that are not over, and a queue of those that wait for a worker, oldest request first.
 
-    Turns with other needs have a queue of their own: while nobody meets these, others may go on.
+    Turns with different needs have separate queues, so that a turn whose needs no worker meets does not block others.
     """
 
     def __init__(self) -> None:
         self.live: dict[TurnId, Turn] = {}
         self.moving: dict[TurnId, Turn] = {}
-        """Those of them that are on their way from one worker to another."""
+        """The live turns that are moving from one worker to another."""
         self.trajectories: dict[TrajectoryId, TrajectoryState] = {}
         self.demands: dict[str, Demand] = {}
         self._queues: dict[Needs, list[tuple[int, TurnId]]] = {}
@@ -110,7 +112,7 @@ class Turns:
         oldest_version: int,
         tag: str = "",
     ) -> Turn | None:
-        """Queue a new turn; None for one that its trajectory has asked for before, whatever became of it."""
+        """Queue a new turn; None if its trajectory has requested this turn before, whatever became of it."""
         state = self.trajectories.get(trajectory)
         if state is None:
             state = self.trajectories[trajectory] = TrajectoryState()
@@ -137,7 +139,7 @@ class Turns:
         return record
 
     def served(self, turn: Turn, worker: WorkerId) -> None:
-        """The worker has ended the turn: it holds the trajectory's prefix, and such turns are known better."""
+        """The worker has finished the turn: it caches the trajectory's prefix, and `demand` has one more sample."""
         state = self.trajectories[turn.trajectory]
         state.affine_worker = worker
         state.affine_tokens = turn.context_tokens
@@ -153,7 +155,7 @@ class Turns:
                 holder.affine_worker, holder.affine_tokens = None, 0
 
     def avoid(self, turn: Turn, workers: tuple[WorkerId, ...]) -> None:
-        """From now on it waits for anybody else than these."""
+        """Exclude exactly these workers from now on."""
         if turn.avoided != workers:
             turn.avoided = workers
             if turn.state is TurnState.QUEUED:
@@ -205,7 +207,7 @@ class Turns:
         return heads[0] if heads else None
 
     def heads(self) -> list[Turn]:
-        """Of the queued turns with the same needs the one that was requested first, the oldest of these first."""
+        """The first turn of each queue, oldest request first."""
         if not self._queues:
             return []
         heads: list[Turn] = []

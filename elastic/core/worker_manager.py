@@ -67,8 +67,11 @@ class WorkerManager:
             self._enter(worker, event.weights_version)
 
     def _enter_trainer(self, worker: Worker, version: int | None) -> None:
-        """The first that comes has the run's weights. One that comes later stands where the run does, or has made the
-        update whose answer was lost; what it was at is not known, so it counts as asleep."""
+        """The run's first trainer brings the run's weights. A later one must be at the run's version, or one update
+        ahead of it: the update whose answer was lost.
+
+        What a later one was doing is unknown, so it counts as asleep.
+        """
         run, publishing = self._run, self._run.step.next_version if self._run.step else None
         if version is None or (run.version is not None and version not in (run.version, publishing)):
             run.fail(f"the trainer's device came with weights of version {version}, the run is at {run.version}")
@@ -87,7 +90,8 @@ class WorkerManager:
             run.patience.note("boot", run.now_ns - since_ns - declared_ns, run.now_ns)
 
     def _enter(self, worker: Worker, version: int | None) -> None:
-        """The worker may work as soon as it announces credit, if it has weights that this run knows."""
+        """Ready for turns once the worker announces credit, if the run knows its weights version; else it loads
+        weights."""
         newest = self._run.version
         worker.version = version if newest is None or version is None or version <= newest else None
         worker.loading_version = None
@@ -236,8 +240,8 @@ class WorkerManager:
     def _ensure_weights(self, worker: Worker) -> None:
         """Have the worker load the run's version, unless it has it.
 
-        One that is at an older version ends that first: it is a base for what comes next, and a worker whose link is
-        slower than the steps are would else never have any.
+        A load under way is not replaced by a newer one: its result is the base of the next delta, and a worker whose
+        link is slower than the steps would otherwise never finish a load.
         """
         run, version = self._run, self._run.version
         if version is None or worker.role is WorkerRole.TRAINER:

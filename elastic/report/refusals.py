@@ -7,7 +7,7 @@ from elastic.runtime.refusals import REFUSED_NOTE, RefusalCount
 
 
 def refused_of(history: History) -> list[RefusalCount]:
-    """By worker and reason, over all segments; the workers of different segments have different names."""
+    """Refusals by worker and reason over all segments, whose workers have different names."""
     counts: dict[tuple[str, str], int] = {}
     for segment in history.segments:
         for refused in msgspec.json.decode(segment.meta().get(REFUSED_NOTE, "[]"), type=list[RefusalCount]):

@@ -251,7 +251,7 @@ def _on_demand_usd(total: Usage, functions_usd: float, config: Mapping[str, Any]
 
 
 def _providers(metas: Iterable[Mapping[str, str]]) -> list[str]:
-    """Those that any segment asked for."""
+    """Providers that any segment of the run asked for."""
     return list(dict.fromkeys(name for meta in metas for name in meta.get("providers", "").split(",") if name))
 
 

@@ -35,9 +35,9 @@ log = structlog.get_logger(__name__)
 BACKLOG = 1024
 """Connections that wait to be accepted. Where they do not fit, the kernel lets a worker wait a second."""
 CLOSE_GRACE_S = 1.0
-"""How long a closed connection may take to deliver its last frame before it is cut."""
+"""How long a closed connection may still take to deliver its last frame."""
 LAST_LOOK_S = 0.1
-"""After a silence: it may be this process that was held up, and what the worker said waits to be read."""
+"""Grace after a silence: this process may have been held up, with the worker's messages still unread."""
 
 
 class GatewayError(Exception):

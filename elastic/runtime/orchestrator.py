@@ -71,8 +71,8 @@ class Wiring:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumePoint:
-    """What a new incarnation is told of the run: its `state`, the run's time now, where workers dial, and whose
-    weights they believe."""
+    """Where a new incarnation takes the run up: its `state` and time, where workers dial (`join`), and the
+    `publisher` key that they trust."""
 
     state: bytes
     now_ns: Nanoseconds

@@ -1,4 +1,4 @@
-"""A run as its journals tell it, without anything around it: what it comes to is where the next incarnation begins."""
+"""A run rebuilt from its journals, without carrying anything out: the state where the next incarnation begins."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
@@ -20,10 +20,10 @@ _AFTER_A_STOP = (e.LeaseGranted, e.LeaseRefused, e.LeaseEnded, e.WorkerReported,
 
 
 def gone_on(entries: Iterable[Entry]) -> Iterator[Entry]:
-    """Of a journal that another goes on from what still holds.
+    """The entries of a journal that still hold for the incarnation that continues it.
 
-    If somebody had the run stop, somebody wants it to go on now, and it is taken up at once: what was given back after
-    that is given back, and whatever else came in was not kept.
+    A request to stop becomes a resumption, for somebody has resumed the run since. After it only what became of leases,
+    and what workers reported of themselves, still counts: stopping has given back everything else.
     """
     stopped = False
     for entry in entries:
@@ -45,7 +45,7 @@ class Recollection:
             self._run.restore(state)
 
     def hear(self, entries: Iterable[Entry]) -> None:
-        """What a journal has that another goes on from."""
+        """Replay a journal's entries that still hold."""
         for t_ns, event, chunks in gone_on(entries):
             self._run.recall(t_ns, event, TokenFrame(chunks, b""))
 

@@ -54,7 +54,7 @@ class Alarm:
         self._behind_at_ns: Nanoseconds = 0
         """How far the core's time was behind the clock, and when."""
         self.held = False
-        """Nobody is heard for now, so nobody is late: no deadline passes, nor one that comes meanwhile."""
+        """No messages are read for now, so no deadline passes."""
 
     def event_ns(self) -> Nanoseconds:
         """When an event of now counts as having happened: before any deadline that has passed without a wake-up."""
@@ -213,7 +213,7 @@ class Run:
     # From one incarnation to the next
 
     def recall(self, now_ns: Nanoseconds, event: e.Event, payload: Any = None) -> None:
-        """Hear what a former incarnation heard then. Nothing is carried out; the ports remember what it meant."""
+        """Replay an event of a former incarnation. Nothing is carried out; the ports remember what it led to."""
         ports, commands = self._ports, self.scheduler.handle(event, now_ns)
         ports.journal.recalled(now_ns, event, commands)
         ports.trajectories.recalled(event, None)
@@ -238,15 +238,16 @@ class Run:
         return saved_state.save(self.scheduler, *others)
 
     def restore(self, saved: bytes) -> None:
-        """Be where a run was that was saved; to be called on a fresh one. Raises `StateError`."""
+        """Take over a saved state; for a fresh run only. Raises `StateError`."""
         ports, others = self._ports, saved_state.restore(self.scheduler, saved)
         for port, its_own in zip((ports.journal, ports.trajectories, ports.trainer), others, strict=True):
             port.restore(its_own)
 
     def resume(self) -> None:
-        """Go on from what was recalled: nobody is connected, and what was under way is taken up or asked for again.
+        """Go on from the replayed state: all workers count as disconnected, and work under way is taken up or ordered
+        again.
 
-        A run that had come to its end is at its end.
+        A run that had ended stays ended.
         """
         if self.scheduler.phase is Phase.ENDED:
             self._end_run(c.EndRun(failed=self.scheduler.failed))

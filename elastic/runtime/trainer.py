@@ -1,8 +1,8 @@
-"""The trainer's process, as a run sees it: orders to it, and how one that is behind is brought up to date.
+"""The run's port to the trainer's process: gives it orders, and brings it up to date when it joins.
 
-A trainer that joins says where it stands. What it lacks of its orders, since its process is a new one that began at a
-checkpoint or an order was lost with a connection, it is given once more, in their order and with what the journal has
-of the trajectories; the core hears that it has joined when it stands where the run does.
+A joining trainer says where it stands. It may lack orders, because its process began at a checkpoint or a connection
+was lost. It then gets these orders again, in order, with trajectories from the journal; the core hears of its joining
+once it stands where the run does.
 """
 
 from collections import deque
@@ -25,11 +25,11 @@ log = structlog.get_logger(__name__)
 
 Order: TypeAlias = c.TrainGroup | c.DropGroup | c.UpdateWeights
 Stored: TypeAlias = Callable[[Sequence[TrajectoryId]], Mapping[TrajectoryId, TrajectoryRow]]
-"""What the journal has of these trajectories."""
+"""Reads these trajectories' rows from the journal."""
 
 
 def kept_steps(config: Config) -> int:
-    """Of how many steps orders are kept: a checkpoint that the trainer may begin at is no older."""
+    """How many steps' orders to keep: no checkpoint that a trainer may begin at is older."""
     return (states.KEEP + 1) * config.trainer.checkpoint_every_steps
 
 
@@ -88,7 +88,7 @@ class GatewayTrainer:
         self._joining: tuple[WorkerId, int] | None = None
         """The worker and its epoch that is being brought up to date."""
         self._lacking: deque[Order] = deque()
-        """What it is still to be given; the first is what it is at."""
+        """Orders that it still lacks; it is carrying out the first."""
         self._joined: Callable[[], None] = lambda: None
 
     # What the run sees
@@ -165,7 +165,7 @@ class GatewayTrainer:
         return True
 
     def _go_on(self) -> None:
-        """Give it orders up to the next that it answers: what it has not read yet is bounded."""
+        """Send the lacking orders up to the next one that is answered, so that unread messages stay bounded."""
         assert self._joining is not None
         while self._lacking:
             for message in self._again(self._lacking[0]):

@@ -1,8 +1,9 @@
-"""One incarnation of a run's orchestrator in a world of faults: the production `Run` among light ports, and a judge.
+"""One incarnation of a run's orchestrator in a world of faults: the production `Run` between light ports, and a judge.
 
-What comes of an order takes its time, and so does the journal until it is durable. An incarnation that has crashed
-hears nothing more, and what it had decided and not yet done is not done. The next one is told what the journal has,
-which must lead to where the former one was; then it goes on, and its providers tell it what it has missed.
+- Orders take time to have effects, and the journal takes time to be durable.
+- A crashed incarnation hears nothing more; commands that it had decided but not carried out are lost.
+- The next incarnation replays the journal and must reach the crashed one's last durable state. Then its providers tell
+  it what it has missed.
 """
 
 from collections import deque
@@ -40,13 +41,13 @@ from policies.seeding import AdaptiveWindow, FixedWindow
 from policies.selection import NonZeroVariance
 
 DURABLE_NS = 100 * MS
-"""The longest that the journal takes until something is durable, unless it is at something else."""
+"""The longest time until a write is durable, unless the journal is busy with an earlier one."""
 RESERVED_ENGINES = 3
 """So many workers may help in a first step."""
 SAVED = 1 / 4
-"""How often its state is saved when the journal is made durable."""
+"""The share of the journal's flushes at which the state is saved, too."""
 BLAMES = (EndCause.FENCED, EndCause.LOST, EndCause.BOOT_TIMEOUT, "no token in time", "hand-over took too long")
-"""What the core says of those that it takes to be hung or gone."""
+"""Causes that the core gives for workers that it takes to be hung or gone."""
 _encode = msgspec.msgpack.Encoder().encode
 
 

@@ -20,9 +20,9 @@ SILENCE_APART_NS = 6000 * MS
 
 @dataclass(slots=True)
 class SimulatedLease:
-    """A lease as its provider knows it. `ignored` counts the releases that fell on deaf ears.
+    """A lease as its provider knows it. `ignored` counts releases that the provider did not react to.
 
-    `grant` is what was said when it was granted, `notice` when it was going to be taken.
+    `grant` and `notice` are the events told when it was granted and when it was going to be taken.
     """
 
     id: LeaseId
@@ -66,9 +66,9 @@ class SimulatedProvider:
         return [lease for lease, held in self.held.items() if held.grant is not None]
 
     def take_stock(self, known: Mapping[LeaseId, bool]) -> list[e.Event]:
-        """What a new process has missed that knows these leases, and whether they were granted.
+        """The events that a new orchestrator process has missed. `known` maps its leases to whether they were granted.
 
-        Leases that it does not know are nobody's: they end here, whether granted or only asked for.
+        Leases that it does not know end here.
         """
         for lease in [lease for lease in self.held if lease not in known]:
             self._take_back(self.held[lease], noticed=False)

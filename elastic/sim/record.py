@@ -25,10 +25,11 @@ class Generated:
 
 
 class RunRecord:
-    """Accepted positions by turn, attempts as they were ordered and generated, leases, rewards and trainings.
+    """What happened in a run: accepted positions by turn, attempts ordered and generated, leases, rewards and
+    trainings.
 
-    Of a run over the lives of its orchestrator, as far as its journal goes. It begins at `version`, with the
-    trajectories that this version has learnt from, and in which step.
+    It covers all incarnations of the orchestrator, as far as their journals go. It begins at `version`; `trained` maps
+    the trajectories behind that version to their steps.
     """
 
     def __init__(

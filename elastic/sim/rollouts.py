@@ -35,11 +35,10 @@ class SimulatedEpisode:
 
 
 class SimulatedRollouts:
-    """One episode per trajectory, each with chance of its own: what it does does not depend on when it is asked.
+    """One episode per trajectory. Each draws its own chance, so its actions do not depend on when it is asked.
 
-    So an environment that died with its process is begun again, and goes through the turns that have `finished` by
-    what the `record` has of them. `prompted` is told of every turn, since
-    it may have been asked for before.
+    An environment that died with its process begins again and repeats the `finished` turns from the `record`.
+    `prompted` is told of every turn, for the turn may have been requested before.
     """
 
     def __init__(

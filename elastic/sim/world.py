@@ -105,7 +105,7 @@ def simulate(
 
 
 class SimulatedWorld:
-    """What outlives the orchestrator, and what goes wrong with it."""
+    """Everything that outlives the orchestrator (providers, workers, the trainer), and the faults that strike it."""
 
     def __init__(self, seed: int, settings: WorldSettings, faults: FaultPlan, *, digests: bool = False) -> None:
         self.seed = seed

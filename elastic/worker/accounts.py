@@ -9,7 +9,7 @@ from elastic.core.types import NS_PER_S, Account, Nanoseconds
 
 
 def process_start_ns() -> Nanoseconds:
-    """When this process started, on the monotonic clock: imports and set-up count as the worker's life.
+    """When this process started, on the monotonic clock: imports and set-up count as the worker's time.
 
     The system knows it to one of its ticks, 10 ms as a rule, and counts from its own start: no step of the wall clock
     enters.

@@ -254,7 +254,7 @@ async def _stop_unheard(server: uvicorn.Server, host: ServingHost, timeout_s: fl
 
 
 def _leave() -> None:
-    """End what nobody will end otherwise, such as a worker that does not go."""
+    """End this process and everything that it has started, such as a worker that ignored the request to end."""
     end_own_kin()
     os._exit(1)
 

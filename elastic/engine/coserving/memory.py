@@ -21,7 +21,7 @@ CARRIED_SAMPLES = 20
 
 
 class PageHolder(Protocol):
-    """An engine, as far as its memory goes."""
+    """What the shared memory needs of an engine."""
 
     pool: LeasedBlocks
 

@@ -63,7 +63,7 @@ class Prefill(msgspec.Struct, frozen=True, gc=False):
 
 
 class Shape(msgspec.Struct, frozen=True, gc=False):
-    """What an iteration computes, as far as its cost depends on it."""
+    """The parts of an iteration's work that its cost depends on."""
 
     prefills: Sequence[Prefill] = ()
     decodes: int = 0

@@ -54,8 +54,8 @@ class SharedServingEngine(SharedDeviceEngine):
         return Iteration(work, shape_of(work)) if work else None
 
     def needed_since_ns(self) -> Nanoseconds:
-        """A new request needs its pages since it arrived. What a decode is short of, and what one that lost its place
-        could have back, came about as the last iteration ended."""
+        """Since when serving needs the pages: for a new request its arrival; for a running or preempted one the end
+        of the last iteration."""
         placing = self._scheduler.placing
         if placing is None or placing.admissions:
             return self._iterated_ns
@@ -101,7 +101,7 @@ class SharedServingEngine(SharedDeviceEngine):
         return min((sequence.request.sampling.max_new_tokens - sequence.position for sequence in decoding), default=0)
 
     def _next_prefills(self, prefilling: Sequence[Running]) -> list[Prefill]:
-        """What the next iteration may compute of these: as much as one chunk holds."""
+        """The prompt tokens of these sequences that fit into one chunk."""
         pieces: list[Prefill] = []
         left = self._settings.prefill_chunk_tokens
         for sequence in prefilling:

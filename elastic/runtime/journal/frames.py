@@ -73,10 +73,10 @@ def event_row(event: e.Event, t_ns: Nanoseconds) -> EventRow:
 def frame_row(
     event: e.TokensReceived, body: bytes | memoryview, accepted: Collection[int], t_ns: Nanoseconds
 ) -> EventRow:
-    """A token frame: the event that was made of it, and of its `body` the chunks at the `accepted` positions.
+    """The journal's row of a token frame: its event, and the accepted chunks of `body`.
 
-    `body` is the frame as the worker sent it. Where all of it was accepted it is kept as it is; of what was refused
-    only the counts are, which is what the core saw.
+    `body` is the frame as it came off the wire. A frame accepted as a whole is stored unchanged; of rejected chunks
+    only the counts are stored, for the core saw no more.
     """
     if not accepted:
         return event_row(event, t_ns)

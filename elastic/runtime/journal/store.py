@@ -102,7 +102,7 @@ class RunDirectory:
         )
 
     def trajectories(self, names: Sequence[TrajectoryId]) -> dict[TrajectoryId, TrajectoryRow]:
-        """Those of these trajectories that have ended, as the latest incarnation that knows of one has it."""
+        """The rows of these trajectories, as far as they have ended; the latest incarnation's row counts."""
         found: dict[TrajectoryId, TrajectoryRow] = {}
         for path in reversed(self.journal_paths()):
             if left := [name for name in names if name not in found]:

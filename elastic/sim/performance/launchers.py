@@ -49,9 +49,9 @@ class LaunchWorld(Protocol):
 
 @dataclass(slots=True)
 class ModelledLease:
-    """A lease as its provider knows it; `noticed` is why it will end, from notice on.
+    """A lease as its provider knows it; `noticed` is the ending that notice was given of.
 
-    `workers` are those of its processes that have not ended.
+    `workers` are those whose processes have not ended.
     """
 
     id: LeaseId

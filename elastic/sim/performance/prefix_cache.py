@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 @dataclass(slots=True, eq=False)
 class Prompt:
-    """What the members of a group begin with, in memory once; `users` are those that run on it.
+    """A prompt that a group's members share, in memory once; `users` of them run on it.
 
-    It grows while the first of them computes it, until there is a second one or none.
+    It grows while its first user computes it, until a second user comes or the first ends.
     """
 
     tokens: int
@@ -21,7 +21,8 @@ class Prompt:
 
 
 class PrefixCache:
-    """Sizes in tokens, in whole blocks. Whoever runs owns its tokens; the cache holds what nobody uses."""
+    """The cache holds tokens that no running turn uses; running turns own theirs. Sizes are in tokens, in whole
+    blocks."""
 
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens
@@ -39,9 +40,9 @@ class PrefixCache:
         return prompt.tokens if prompt is not None and prompt.users else 0
 
     def take(self, trajectory: str, group: str, tokens: int) -> tuple[int, Prompt | None]:
-        """How much of a context of `tokens` is cached, and the group's prompt where it begins with that.
+        """How many of a context's `tokens` are cached, and the group's prompt if the context begins with it.
 
-        What is found is in use from now on; a context's last token is always computed.
+        The found tokens leave the cache for the turn's use. A context's last token is always computed.
         """
         most = self.whole_blocks(tokens - 1)
         own, behind = self._kept.pop(trajectory, (0, 0))
@@ -71,7 +72,7 @@ class PrefixCache:
         return prompt
 
     def leave(self, group: str, prompt: Prompt) -> int:
-        """One of its users has ended: what nobody uses any more."""
+        """A user of the prompt has ended; returns the tokens that nothing uses any more."""
         prompt.users -= 1
         prompt.grows = False
         if prompt.users:

@@ -60,10 +60,11 @@ class RunSettings:
 
 
 class SimulatedRun(OneIncarnation):
-    """`live` runs to the end. `providers` are the live ones' settings by name; `trainer` those of its device.
+    """A simulated run; `live` carries it to its end. `providers` maps names to live settings, `trainer` has its
+    device's.
 
-    `devices` has what the workers of each are, the trainer's among them: its profile is also that of what there is once
-    in a run, such as environments and the relay.
+    `devices` describes each provider's workers. The profile of the trainer's device is also that of everything that a
+    run has once, such as environments and the relay.
     """
 
     def __init__(

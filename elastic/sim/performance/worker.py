@@ -118,8 +118,8 @@ class WorkerModel:
         return self.engine is not None and self.engine.holds(turn, attempt)
 
     def decline(self, duration_ns: Nanoseconds) -> None:
-        """For so long its host needs the device: every turn goes back, at once or as it comes, whatever the credit
-        says. A co-serving executor does so until its credit has followed."""
+        """For `duration_ns` the host needs its device: return every turn, those here and those that arrive, whatever
+        credit was announced. A co-serving executor does so until its credit has followed."""
 
         def end() -> None:
             self._declining = False
