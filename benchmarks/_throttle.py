@@ -32,33 +32,47 @@ class Link:
             time.sleep(wait_s)
 
 
-class LinkedRelay:
-    """`Relay` whose `get` crosses one or more links, in sequence; the rest is as before."""
+class RelayAround:
+    """A `Relay` that is another one, which may be replaced while it is in use."""
 
-    def __init__(self, relay: Relay, *links: Link) -> None:
-        self._relay = relay
-        self._links = links
-        self._slice_bytes = max(int(min(link.bytes_per_s for link in links) * SLICE_S), SLICE_BYTES_MIN)
+    def __init__(self, relay: Relay) -> None:
+        self.relay = relay
+
+    def asked(self) -> Relay:
+        """The relay that the next request goes to."""
+        return self.relay
 
     def put(self, key: str, *parts: Buffer) -> None:
-        self._relay.put(key, *parts)
+        self.asked().put(key, *parts)
+
+    def get(self, key: str, start: int = 0, length: int | None = None) -> bytes:
+        return self.asked().get(key, start, length)
+
+    def list_keys(self, prefix: str = "") -> list[str]:
+        return self.asked().list_keys(prefix)
+
+    def delete(self, key: str) -> None:
+        self.asked().delete(key)
+
+    def close(self) -> None:
+        self.relay.close()
+
+
+class LinkedRelay(RelayAround):
+    """A relay whose `get` crosses one or more links, in sequence; the rest is as before."""
+
+    def __init__(self, relay: Relay, *links: Link) -> None:
+        super().__init__(relay)
+        self._links = links
+        self._slice_bytes = max(int(min(link.bytes_per_s for link in links) * SLICE_S), SLICE_BYTES_MIN)
 
     def get(self, key: str, start: int = 0, length: int | None = None) -> bytes:
         content = bytearray()
         while True:
             wanted = self._slice_bytes if length is None else min(length - len(content), self._slice_bytes)
-            part = self._relay.get(key, start + len(content), wanted)
+            part = self.relay.get(key, start + len(content), wanted)
             for link in self._links:
                 link.send(len(part))
             content += part
             if len(part) < wanted or len(content) == length:
                 return bytes(content)
-
-    def list_keys(self, prefix: str = "") -> list[str]:
-        return self._relay.list_keys(prefix)
-
-    def delete(self, key: str) -> None:
-        self._relay.delete(key)
-
-    def close(self) -> None:
-        self._relay.close()

@@ -25,15 +25,21 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, ClassVar
 
-from _common import Arguments, emit
-from _shapes import SHAPES
+from _common import Arguments, emit, parser
+from _episodes import EpisodePlayer, PlayedEpisode, episode
+from _shapes import SHAPES, random_weights
+from pydantic import BaseModel
 
+from elastic.config import EngineConfig, RolloutConfig
+from elastic.core.types import WeightMode
+from elastic.envs.base import StepResult
 from elastic.weights.source import TensorSource
 
 REPETITIONS = 5
@@ -60,13 +66,11 @@ CPU = GpuExtent("cpu", "tiny-rollouts", "tiny-serving", 4, 16, 8, 64, 2.0, True)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="the same: this benchmark has one length")
-    parser.add_argument("--json", action="store_true", help="one JSON object as the last line of standard output")
-    parser.add_argument("--cpu", action="store_true", help="tiny shapes on the CPU, as a test of the benchmark")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="only these")
-    parser.add_argument("--in-process", choices=PARTS, help=argparse.SUPPRESS)
-    parsed = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--cpu", action="store_true", help="tiny shapes on the CPU, as a test of the benchmark")
+    options.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="only these")
+    options.add_argument("--in-process", choices=PARTS, help=argparse.SUPPRESS)
+    parsed = options.parse_args()
     scale = CPU if parsed.cpu else GPU
     if parsed.in_process:
         print(json.dumps(PARTS[parsed.in_process].run(scale)), flush=True)
@@ -108,20 +112,6 @@ def _apart(name: str, cpu: bool) -> dict[str, Any]:
 # Shared by the parts.
 
 
-def _weights(shape: str, device: str) -> dict[str, Any]:
-    """Random bfloat16 weights on the host, made on the device: billions of random numbers take minutes on a core."""
-    import torch
-
-    from elastic.model.checkpoint import model_tensors
-    from elastic.model.config import Qwen3Config
-    from elastic.model.qwen3 import Qwen3
-
-    torch.manual_seed(0)
-    with torch.device(device):
-        model = Qwen3(Qwen3Config(**SHAPES[shape]))
-    return {name: tensor.bfloat16().cpu() for name, tensor in model_tensors(model).items()}
-
-
 def _settle(device: str) -> None:
     import torch
 
@@ -145,39 +135,53 @@ def _median_s(work: Callable[[], object], device: str) -> float:
 
 
 def engine(scale: GpuExtent) -> dict[str, Any]:
-    weights = _weights(scale.small, scale.device)
-    many, seconds, _ = _generate(scale, scale.device, weights, scale.batch, scale.new_tokens)
+    weights = random_weights(scale.small, scale.device)
+    many, seconds = _generate(scale, scale.device, weights, scale.batch, scale.new_tokens)
     few = 4
-    ours, _, _ = _generate(scale, scale.device, weights, few, min(32, scale.new_tokens))
-    reference, _, _ = _generate(scale, "cpu", weights, few, min(32, scale.new_tokens))
+    ours, _ = _generate(scale, scale.device, weights, few, min(32, scale.new_tokens))
+    reference, _ = _generate(scale, "cpu", weights, few, min(32, scale.new_tokens))
+    equal = sum(_same(*pair) for pair in zip(ours, reference, strict=True))
     return {
         "model": scale.small,
         "batch": scale.batch,
-        "tokens_per_s": sum(map(len, many.values())) / seconds,
-        "greedy_equal_share": _equal(ours, reference) / sum(map(len, reference.values())),
+        "tokens_per_s": sum(map(len, many)) / seconds,
+        "greedy_equal_share": equal / sum(map(len, reference)),
     }
 
 
-def _equal(ours: Mapping[str, list[int]], reference: Mapping[str, list[int]]) -> int:
-    count = 0
-    for name, tokens in reference.items():
-        for ours_is, theirs_is in zip(ours[name], tokens, strict=False):
-            if ours_is != theirs_is:
-                break
-            count += 1
-    return count
+def _same(one: Sequence[int], other: Sequence[int]) -> int:
+    """Tokens before the first difference."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+
+
+class OneTurn:
+    """Begins with a prompt, and ends with its answer."""
+
+    Settings: ClassVar[type[BaseModel]] = BaseModel
+    vocabulary: ClassVar[tuple[str, ...]] = ()
+    stop_token_ids: ClassVar[tuple[int, ...]] = ()
+
+    def __init__(self, settings: BaseModel, prompt: Sequence[int] = ()) -> None:
+        self._prompt = prompt
+
+    async def reset(self, seed: int) -> list[int]:
+        return list(self._prompt)
+
+    async def step(self, token_ids: list[int]) -> StepResult:
+        return StepResult([], True)
+
+    async def truncate(self) -> float:
+        return 0.0
+
+    async def aclose(self) -> None:
+        pass
 
 
 def _generate(
     scale: GpuExtent, device: str, weights: Mapping[str, Any], batch: int, new_tokens: int
-) -> tuple[dict[str, list[int]], float, Any]:
-    """Greedy tokens by request; how long that took, after a first round that is not timed."""
-    import threading
-
-    from elastic.config import EngineConfig
-    from elastic.core.types import SamplingParameters, WeightMode
-    from elastic.engine.base import GenerateRequest, TokenChunk
-    from elastic.engine.torch import TorchEngine
+) -> tuple[list[list[int]], float]:
+    """Greedy answers; how long they took, after a first round that is not timed."""
+    from elastic.engine.torch.engine import TorchEngine
     from elastic.model.config import Qwen3Config
 
     config = Qwen3Config(**SHAPES[scale.small])
@@ -192,46 +196,19 @@ def _generate(
             "threads": os.cpu_count() if device == "cpu" else 1,
         }
     )
-    told: dict[str, list[int]] = {}
-    left: set[str] = set()
-    all_done = threading.Event()
-
-    def sink(chunks: Any) -> None:
-        chunk: TokenChunk
-        for chunk in chunks:
-            told.setdefault(chunk.request_id, []).extend(chunk.token_ids)
-            if chunk.finish is not None:
-                left.discard(chunk.request_id)
-        if not left:
-            all_done.set()
-
+    prompts = [[(7 * number + i) % config.vocab_size for i in range(scale.prompt_tokens)] for number in range(batch)]
+    greedy = RolloutConfig.model_validate({"max_tokens_per_turn": new_tokens}).model_copy(update={"temperature": 0.0})
     running = TorchEngine(config, settings)
+    played, taken_s = list[PlayedEpisode](), 0.0
     try:
-        running.start(sink)
+        player = EpisodePlayer(running, greedy, (), CONTEXT)
         running.load_version(TensorSource(1, weights), WeightMode.FINISH)
-        taken_s = 0.0
-        for attempt in range(2):
-            names = [f"{attempt}.{number}" for number in range(batch)]
-            left.update(names)
-            all_done.clear()
+        for _ in range(2):
+            played = [episode(OneTurn(BaseModel(), prompt), number) for number, prompt in enumerate(prompts)]
             begun_s = time.perf_counter()
-            running.submit(
-                [
-                    GenerateRequest(
-                        request_id=name,
-                        token_ids=[(7 * number + i) % config.vocab_size for i in range(scale.prompt_tokens)],
-                        start=0,
-                        sampling=SamplingParameters(
-                            max_new_tokens=new_tokens, stop_token_ids=(), temperature=0.0, noise_seed=number
-                        ),
-                    )
-                    for number, name in enumerate(names)
-                ]
-            )
-            if not all_done.wait(600):
-                raise TimeoutError("the engine did not end its turns within 600 s")
+            player.play(played)
             taken_s = time.perf_counter() - begun_s
-        return {n.partition(".")[2]: told[n] for n in told if n.startswith("1.")}, taken_s, running.statistics()
+        return [one.data.token_ids[scale.prompt_tokens :] for one in played], taken_s
     finally:
         running.close()
 
@@ -321,7 +298,7 @@ def deltas(scale: GpuExtent) -> dict[str, Any]:
     from elastic.weights.layout import tile_ends
     from elastic.weights.tensors import entries_of
 
-    tensors = {name: tensor.to(scale.device) for name, tensor in _weights(scale.large, scale.device).items()}
+    tensors = {name: tensor.to(scale.device) for name, tensor in random_weights(scale.large, scale.device).items()}
     flat = [tensor.contiguous().view(-1).view(torch.int16) for tensor in tensors.values()]
     before = [patterns.clone() for patterns in flat]
     generator = torch.Generator(device=scale.device).manual_seed(0)
@@ -414,7 +391,7 @@ def activation(scale: GpuExtent) -> dict[str, Any]:
 
     config = Qwen3Config(**SHAPES[scale.large])
     pinned = scale.device == "cuda"
-    weights = {n: t.pin_memory() if pinned else t for n, t in _weights(scale.large, scale.device).items()}
+    weights = {n: t.pin_memory() if pinned else t for n, t in random_weights(scale.large, scale.device).items()}
     size_bytes = sum(tensor.nbytes for tensor in weights.values())
     device = torch.device(scale.device)
     with torch.inference_mode():
@@ -438,19 +415,19 @@ def activation(scale: GpuExtent) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Part:
+class GpuPart:
     run: Callable[[GpuExtent], dict[str, Any]]
     timeout_s: float
 
 
 PARTS = {
-    "engine": Part(engine, 150),
-    "pages": Part(pages, 60),
-    "deltas": Part(deltas, 150),
-    "trainer": Part(trainer, 120),
-    "activation": Part(activation, 120),
-    "coserving_small": Part(coserving_small, 300),
-    "coserving_large": Part(coserving_large, 300),
+    "engine": GpuPart(engine, 150),
+    "pages": GpuPart(pages, 60),
+    "deltas": GpuPart(deltas, 150),
+    "trainer": GpuPart(trainer, 120),
+    "activation": GpuPart(activation, 120),
+    "coserving_small": GpuPart(coserving_small, 300),
+    "coserving_large": GpuPart(coserving_large, 300),
 }
 
 

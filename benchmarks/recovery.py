@@ -60,7 +60,7 @@ READY_TIMEOUT_S = 120.0
 FENCE_TIMEOUT_S = 30.0
 
 
-class FarSettings(ProviderSettings):
+class LinkedSettings(ProviderSettings):
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
     links: dict[str, BadLink]
@@ -76,11 +76,11 @@ class _SlowlyReclaimed(LocalWorkers):
 class LinkedProvider(ReservedProvider):
     """A worker behind a link, whose lease takes a while to end."""
 
-    Settings: ClassVar[type[ProviderSettings]] = FarSettings
+    Settings: ClassVar[type[ProviderSettings]] = LinkedSettings
     workers_type = _SlowlyReclaimed
 
     async def start(self, emit: Emit) -> None:
-        assert isinstance(self.settings, FarSettings)
+        assert isinstance(self.settings, LinkedSettings)
         self._link = self.settings.links[self.name] = BadLink(self.context.endpoint.address)
         self.context = msgspec.structs.replace(self.context, endpoint=Endpoint(await self._link.start()))
         await super().start(emit)
@@ -230,7 +230,7 @@ async def disturb(policy: Path, directory: Path, kills: int, rounds: int) -> tup
         directory / "disturbed",
         Incidents(),
     )
-    far = FarSettings.model_validate({"links": {}})
+    far = LinkedSettings.model_validate({"links": {}})
     providers: dict[str, tuple[type[Provider], ProviderSettings]] = {
         "near": (ReservedProvider, ProviderSettings.model_validate({"max_workers": 3})),
         "stopped": (LinkedProvider, far),

@@ -24,6 +24,7 @@ from collections import deque
 from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import dataclass
 from functools import partial
 from itertools import count, islice, pairwise
 from pathlib import Path
@@ -34,7 +35,7 @@ import numpy as np
 import torch
 from _common import emit, parse_arguments
 from _coo import Coo
-from _throttle import Link, LinkedRelay
+from _throttle import Link, LinkedRelay, RelayAround
 from _updates import Snapshot, snapshots
 from torch import Tensor
 
@@ -94,73 +95,43 @@ def main() -> None:
     emit(figures, arguments)
 
 
-class Switched:
-    """A relay that can be replaced by another, or by one behind a link, while it is in use; counts what it gives."""
+class CountedRelay(RelayAround):
+    """Counts what it gives."""
 
     def __init__(self, relay: Relay) -> None:
-        self.relay = relay
+        super().__init__(relay)
         self._lock = threading.Lock()
         self.given_bytes = 0
         self.blobs: dict[str, int] = {}
         """Where each ends, as far as it was read."""
 
-    def put(self, key: str, *parts: Buffer) -> None:
-        self.relay.put(key, *parts)
-
     def get(self, key: str, start: int = 0, length: int | None = None) -> bytes:
-        content = self.relay.get(key, start, length)
+        content = super().get(key, start, length)
         with self._lock:
             self.given_bytes += len(content)
             self.blobs[key] = max(self.blobs.get(key, 0), start + len(content))
         return content
 
-    def list_keys(self, prefix: str = "") -> list[str]:
-        return self.relay.list_keys(prefix)
 
-    def delete(self, key: str) -> None:
-        self.relay.delete(key)
+@dataclass
+class RequestsLeft:
+    """How many more requests a puller makes, to any relay, before it leaves."""
 
-    def close(self) -> None:
-        self.relay.close()
+    left: float = math.inf
 
 
-class Life:
-    """A puller's, in requests to any relay."""
+class LeavingRelay(RelayAround):
+    """For somebody who may leave at any request, and after that not even gives back what it claimed."""
 
-    def __init__(self) -> None:
-        self.left = math.inf
+    def __init__(self, relay: Relay, requests: RequestsLeft) -> None:
+        super().__init__(relay)
+        self._requests = requests
 
-    def spend(self) -> None:
-        self.left -= 1
-        if self.left < 0:
+    def asked(self) -> Relay:
+        self._requests.left -= 1
+        if self._requests.left < 0:
             raise RelayError("left")
-
-
-class Mortal:
-    """A relay for somebody who may leave at any request, and after that not even gives back what it claimed."""
-
-    def __init__(self, relay: Relay, life: Life) -> None:
-        self._relay = relay
-        self._life = life
-
-    def put(self, key: str, *parts: Buffer) -> None:
-        self._life.spend()
-        self._relay.put(key, *parts)
-
-    def get(self, key: str, start: int = 0, length: int | None = None) -> bytes:
-        self._life.spend()
-        return self._relay.get(key, start, length)
-
-    def list_keys(self, prefix: str = "") -> list[str]:
-        self._life.spend()
-        return self._relay.list_keys(prefix)
-
-    def delete(self, key: str) -> None:
-        self._life.spend()
-        self._relay.delete(key)
-
-    def close(self) -> None:
-        self._relay.close()
+        return self.relay
 
 
 class Discarding(DirectoryRelay):
@@ -256,7 +227,7 @@ def runs_of(
     with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as directory, ThreadPoolExecutor(1) as executor:
         relay, discarding = DirectoryRelay(Path(directory)), Discarding()
         publisher, encoder = (Publisher(each, "run", {}, settings, key=KEY) for each in (relay, discarding))
-        switched = Switched(relay)
+        switched = CountedRelay(relay)
         puller, decoder = Puller(switched, TRUST, chunk_bytes=1 << 20), Puller(relay, TRUST)
         for each in (publisher, encoder):
             each.publish(0, old)
@@ -355,22 +326,22 @@ def measure_copies(pullers: int, versions: int) -> dict[str, Any]:
         ThreadPoolExecutor(pullers) as executor,
     ):
         relay = DirectoryRelay(Path(directory) / "far")
-        far = Switched(LinkedRelay(relay, Link(SMALL_LINK_BYTES_PER_S)))
+        far = CountedRelay(LinkedRelay(relay, Link(SMALL_LINK_BYTES_PER_S)))
         near = DirectoryRelay(Path(directory) / "near")
         history = SmallHistory(relay)
 
-        def join(number: int) -> tuple[Puller, Life]:
-            life = Life()
-            cache = PeerCacheRelay(Mortal(far, life), Mortal(near, life), f"{number}", TRUST)
-            return Puller(cache, TRUST, another_copy=cache.refuse), life
+        def join(number: int) -> tuple[Puller, RequestsLeft]:
+            requests = RequestsLeft()
+            cache = PeerCacheRelay(LeavingRelay(far, requests), LeavingRelay(near, requests), f"{number}", TRUST)
+            return Puller(cache, TRUST, another_copy=cache.refuse), requests
 
         def pull(number: int, begin_s: float) -> None:
             time.sleep(begin_s)
-            puller, life = site[number]
+            puller, requests = site[number]
             try:
                 puller.pull(history.version, TIMEOUT_S)
             except RelayError:
-                if life.left >= 0:
+                if requests.left >= 0:
                     raise
 
         site = [join(number) for number in range(pullers)]
@@ -405,7 +376,7 @@ def times_to_current(pullers: int, versions: int, first_share: float, in_site: b
     ):
         relay, near = (DirectoryRelay(Path(directory) / name) for name in ("far", "near"))
         history = SmallHistory(relay)
-        links = [Switched(relay) for _ in range(pullers)]
+        links = [CountedRelay(relay) for _ in range(pullers)]
         workers = [
             Puller(PeerCacheRelay(each, near, f"{number}", TRUST) if in_site else each, TRUST)
             for number, each in enumerate(links)
