@@ -30,16 +30,16 @@ from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 from statistics import median
-from typing import Any, ClassVar
+from typing import Any, cast
 
 from _common import Arguments, emit, parser
 from _episodes import EpisodePlayer, PlayedEpisode, episode
 from _shapes import SHAPES, random_weights
-from pydantic import BaseModel
 
+from elastic.chaos.models import ModelEnvironment, NoSettings
 from elastic.config import EngineConfig, RolloutConfig
 from elastic.core.types import WeightMode
-from elastic.envs.base import StepResult
+from elastic.envs.base import Environment, StepResult
 from elastic.weights.source import TensorSource
 
 REPETITIONS = 5
@@ -154,14 +154,11 @@ def _same(one: Sequence[int], other: Sequence[int]) -> int:
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
-class OneTurn:
+class OneTurn(ModelEnvironment):
     """Begins with a prompt, and ends with its answer."""
 
-    Settings: ClassVar[type[BaseModel]] = BaseModel
-    vocabulary: ClassVar[tuple[str, ...]] = ()
-    stop_token_ids: ClassVar[tuple[int, ...]] = ()
-
-    def __init__(self, settings: BaseModel, prompt: Sequence[int] = ()) -> None:
+    def __init__(self, prompt: Sequence[int]) -> None:
+        super().__init__(NoSettings())
         self._prompt = prompt
 
     async def reset(self, seed: int) -> list[int]:
@@ -169,12 +166,6 @@ class OneTurn:
 
     async def step(self, token_ids: list[int]) -> StepResult:
         return StepResult([], True)
-
-    async def truncate(self) -> float:
-        return 0.0
-
-    async def aclose(self) -> None:
-        pass
 
 
 def _generate(
@@ -204,7 +195,7 @@ def _generate(
         player = EpisodePlayer(running, greedy, (), CONTEXT)
         running.load_version(TensorSource(1, weights), WeightMode.FINISH)
         for _ in range(2):
-            played = [episode(OneTurn(BaseModel(), prompt), number) for number, prompt in enumerate(prompts)]
+            played = [episode(cast(Environment, OneTurn(prompt)), number) for number, prompt in enumerate(prompts)]
             begun_s = time.perf_counter()
             player.play(played)
             taken_s = time.perf_counter() - begun_s
