@@ -59,7 +59,7 @@ def test_a_failure_names_the_command_that_replays_it(monkeypatch: pytest.MonkeyP
     some = msgspec.structs.replace(plan, faults=plan.faults[1:])
     with pytest.raises(WorldFailed, match=r"python -m elastic\.chaos 1 --only cut --faults 1"):
         simulate(1, some)
-    assert shrunk(plan).plan.faults == ()
+    assert shrunk(msgspec.structs.replace(plan, faults=plan.faults[:2])).plan.faults == ()
 
 
 def test_planted_bugs_are_found() -> None:

@@ -14,12 +14,12 @@ import pytest
 
 from elastic.runtime.journal import DirectoryStore, JournalError, RunDirectory, StepRow
 
+pytestmark = pytest.mark.alone
+
 TIMEOUT_S = 120
 
 REWARD = """
 import json, os, pathlib, subprocess, sys
-
-pytestmark = pytest.mark.alone
 
 HERE = pathlib.Path(__file__).parent
 

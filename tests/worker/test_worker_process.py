@@ -22,6 +22,8 @@ from elastic.weights.publisher import publish_keyframe
 from elastic.weights.relay import open_relay
 from tests.worker.conftest import KEY, Orchestra, ordered
 
+pytestmark = pytest.mark.alone
+
 MODEL = Qwen3Config(num_hidden_layers=1, hidden_size=32, intermediate_size=48, initializer_range=0.2)
 ENGINE = EngineConfig.model_validate(
     {
@@ -130,8 +132,6 @@ ORCHESTRATOR = """
 import asyncio, sys
 from elastic import wire
 from elastic.runtime.gateway import Gateway
-
-pytestmark = pytest.mark.alone
 
 port, epoch, welcome = sys.argv[1:]
 

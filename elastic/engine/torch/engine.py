@@ -37,6 +37,7 @@ from elastic.engine.torch.scheduler import BatchScheduler, Work, load_of
 from elastic.engine.torch.scheduler import Sequence as Running
 from elastic.model.config import Qwen3Config
 from elastic.weights.client import WeightsClient
+from elastic.weights.errors import VersionSuperseded
 from elastic.weights.source import PullReport, RelaySource, TensorSource, WeightsSource
 
 CLOSE_TIMEOUT_S = 10.0
@@ -146,7 +147,13 @@ class TorchEngine:
 
     def load_version(self, source: WeightsSource, mode: WeightMode) -> float:
         begun_s = time.monotonic()
-        weights = source if isinstance(source, TensorSource) else self._weights.apply(source)
+        try:
+            weights = source if isinstance(source, TensorSource) else self._weights.apply(source)
+        except VersionSuperseded:
+            # What was staged goes as the engine is closed, which is what the caller is to hear.
+            with self._changed:
+                self._refuse_closed()
+            raise
         written_s = time.monotonic() - begun_s
         self._load(weights, mode)
         return written_s
