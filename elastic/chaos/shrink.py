@@ -18,7 +18,7 @@ def shrunk(plan: WorldPlan) -> WorldFailed:
         raise ValueError(f"the world of seed {plan.seed} does not fail")
     parts, tries = 2, 0
     while (faults := found.plan.faults) and tries < TRIES_MAX:
-        for kept in _without_a_part(faults, parts):
+        for kept in _without_a_part(faults, min(parts, len(faults))):
             tries += 1
             if (smaller := _failure(msgspec.structs.replace(plan, faults=kept))) is not None:
                 found, parts = smaller, max(2, parts - 1)
