@@ -1,8 +1,12 @@
-"""Worlds full of faults by the thousand, and whether they and the unit tests notice a core that is wrong.
+"""Worlds full of faults by the thousand, and whether they and the unit tests notice code that is wrong.
 
-`--quick` lives through the seeds that CI has first and judges no mutant. Without it: a million events and more, and a
-sample of mutants. `--nightly`: ten million events and a hundred thousand faults at the least. `--all-mutants` judges
-every mutant, which takes hours.
+Two kinds of worlds: `elastic.sim`'s, cheap, of the core and its `Run`; and `elastic.chaos`'s, of the production shell,
+whose keys begin with `shell_`. There `needless` counts acts without a cause in the world, `shell_coverage` is the share
+of the shell's lines that the worlds of the quick run go through, and `shell_bugs` are planted one at a time.
+
+`--quick` lives through the seeds that CI has first and judges no mutant. Without it: a million events and more of each
+kind, and a sample of mutants. `--nightly`: ten million events of the cheap worlds; of the production shell three
+million, and three hundred thousand faults. `--all-mutants` judges every mutant, which takes hours.
 """
 
 import argparse
@@ -11,14 +15,16 @@ import os
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from _common import Arguments, emit
 from _judges import judge
 from _mutants import all_mutants, sample
+from _shell import Seen, is_production_shell, live_through_shell, live_through_shell_watched, planted_bugs, shell_lines
 
-BATCH = 50
+BATCH, SHELL_BATCH = 50, 5
 FAILURES_MAX = 100
 
 
@@ -30,66 +36,99 @@ class Extent:
     events: int = 0
     faults: int = 0
 
-    def reached(self, seen: "Extent") -> bool:
+    def reached(self, seen: Seen) -> bool:
         return seen.seeds >= self.seeds and seen.events >= self.events and seen.faults >= self.faults
 
-    def batches(self, seen: "Extent", first: int, count: int) -> list[range]:
-        """The next seeds; not more than are wanted, where their number is all that is."""
-        begin = first + seen.seeds
-        end = begin + count * BATCH
+    def batches(self, begin: int, first: int, size: int, count: int) -> list[range]:
+        """The next seeds from `begin` on; not more than are wanted, where their number is all that is."""
+        end = begin + count * size
         if not (self.events or self.faults):
             end = min(end, first + self.seeds)
-        return [range(start, min(start + BATCH, end)) for start in range(begin, end, BATCH)]
+        return [range(start, min(start + size, end)) for start in range(begin, end, size)]
 
 
-Failures = list[dict[str, Any]]
-
-
-QUICK = Extent(seeds=200)
+QUICK = Extent(seeds=100)
 FULL = Extent(events=1_000_000)
 NIGHTLY = Extent(events=10_000_000, faults=100_000)
+SHELL = {QUICK: Extent(seeds=20), FULL: Extent(events=500_000), NIGHTLY: Extent(events=3_000_000, faults=300_000)}
+"""As much of the production shell; as many seeds as of the cheap worlds where their number is all that is wanted."""
+BUG_SEEDS = 20
 MUTANTS = 150
 MUTATION_SEED = 1
 
 
-def live_through(seeds: range) -> tuple[int, int, Failures]:
-    """Events, faults, and the seeds that failed, each with its error."""
+def live_through(seeds: range) -> Seen:
+    """The cheap worlds of these seeds."""
     from elastic.sim.world import SimulatedWorldFailed, simulate
 
-    events, faults, failures = 0, 0, Failures()
+    seen = Seen()
     for seed in seeds:
+        seen.seeds += 1
         try:
             outcome = simulate(seed)
         except SimulatedWorldFailed as failure:
-            failures.append({"seed": seed, "error": str(failure)})
+            seen.failed.append({"seed": seed, "error": str(failure)})
         else:
-            events += outcome.events
-            faults += outcome.faults
-    return events, faults, failures
+            seen.events += outcome.events
+            seen.faults += outcome.faults
+    return seen
+
+
+def lived(live: Callable[[range], Seen], wanted: Extent, first: int, size: int) -> tuple[Seen, float]:
+    """Live through the seeds from `first` on, on every core, and how long that took; too many failures are enough."""
+    seen = Seen()
+    began_s, cores = time.monotonic(), os.cpu_count() or 1
+    with multiprocessing.get_context("spawn").Pool(cores) as pool:
+        while not wanted.reached(seen) and len(seen.failed) < FAILURES_MAX:
+            batches = wanted.batches(first + seen.seeds, first, size, 2 * cores)
+            for found in pool.map(live, batches, chunksize=1):
+                seen.add(found)
+            told = f"{seen.seeds:,} worlds: {seen.events:,} events, {seen.faults:,} faults, {len(seen.failed)} failed"
+            print(told, file=sys.stderr, flush=True)
+    return seen, time.monotonic() - began_s
 
 
 def worlds(wanted: Extent, first: int) -> dict[str, Any]:
-    """Live through the seeds from `first` on, on every core; too many that fail are enough."""
-    seen, failures = Extent(), Failures()
-    began_s, cores = time.monotonic(), os.cpu_count() or 1
-    with multiprocessing.get_context("spawn").Pool(cores) as pool:
-        while not wanted.reached(seen) and len(failures) < FAILURES_MAX:
-            batches = wanted.batches(seen, first, 2 * cores)
-            found = pool.map(live_through, batches, chunksize=1)
-            failures += [failure for _, _, failed in found for failure in failed]
-            seen = Extent(
-                seen.seeds + sum(map(len, batches)),
-                seen.events + sum(events for events, _, _ in found),
-                seen.faults + sum(faults for _, faults, _ in found),
-            )
-            told = f"{seen.seeds:,} worlds: {seen.events:,} events, {seen.faults:,} faults, {len(failures)} failed"
-            print(told, file=sys.stderr, flush=True)
+    seen, took_s = lived(live_through, wanted, first, BATCH)
     return {
         "events": seen.events,
         "faults": seen.faults,
         "seeds": seen.seeds,
-        "failed_seeds": failures,
-        "events_per_s": seen.events / (time.monotonic() - began_s),
+        "failed_seeds": seen.failed,
+        "events_per_s": seen.events / took_s,
+    }
+
+
+def shell_worlds(wanted: Extent, first: int) -> dict[str, Any]:
+    """The first of them are watched, to see which lines of the shell they go through."""
+    watched, took_s = lived(live_through_shell_watched, Extent(seeds=SHELL[QUICK].seeds), first, SHELL_BATCH)
+    seen, lines = Seen(), shell_lines()
+    seen.add(watched)
+    if not wanted.reached(seen):
+        more, took_s = lived(live_through_shell, wanted, first + watched.seeds, SHELL_BATCH)
+        seen.add(more)
+        seeds_per_minute = more.seeds / took_s * 60
+    else:
+        seeds_per_minute = watched.seeds / took_s * 60
+    return {
+        "production_shell": is_production_shell(),
+        "shell_events": seen.events,
+        "shell_faults": seen.faults,
+        "shell_seeds": seen.seeds,
+        "shell_failed_seeds": seen.failed,
+        "seeds_per_minute": seeds_per_minute,
+        "shell_coverage": len(watched.lines & lines) / len(lines),
+        "needless": {"fences": seen.needless["fence"], "moves": seen.needless["move"]}
+        | {"resends": seen.needless["resend"], "retries": seen.needless["retry"]},
+    }
+
+
+def bugs() -> dict[str, Any]:
+    verdicts = planted_bugs(BUG_SEEDS)
+    return {
+        "shell_bugs": len(verdicts),
+        "shell_bugs_found": sum(seed is not None for seed in verdicts.values()),
+        "shell_bugs_not_found": sorted(name for name, seed in verdicts.items() if seed is None),
     }
 
 
@@ -121,7 +160,10 @@ def main(wanted: Extent, first: int, mutants: int | None, seed: int) -> dict[str
     judged: dict[str, Any] = {"mutants": None, "mutants_killed": None}
     if mutants != 0:
         judged = mutation(mutants, seed)
-    return (worlds(wanted, first) if wanted != Extent() else {}) | judged
+    if wanted == Extent():
+        return judged
+    shell = shell_worlds(SHELL.get(wanted, wanted), first)
+    return worlds(wanted, first) | shell | (bugs() if wanted in SHELL else {}) | judged
 
 
 if __name__ == "__main__":
@@ -131,7 +173,7 @@ if __name__ == "__main__":
     extent.add_argument(
         "--quick", action="store_true", help="under 50 s on two cores: a fixed set of seeds, no mutants"
     )
-    extent.add_argument("--nightly", action="store_true", help="ten million events")
+    extent.add_argument("--nightly", action="store_true", help="ten million events, three million of the shell")
     extent.add_argument("--seeds", type=int, metavar="N", help="so many worlds, and no mutants")
     extent.add_argument("--only-mutants", action="store_true", help="no worlds of their own")
     parser.add_argument("--first", type=int, default=0, help="the first world's seed")
@@ -146,4 +188,4 @@ if __name__ == "__main__":
     count = 0 if given.quick or given.seeds is not None else None if given.all_mutants else given.mutants
     figures = main(chosen, given.first, count, given.mutation_seed)
     emit(figures, Arguments(quick=given.quick, json=given.json))
-    sys.exit(bool(figures.get("failed_seeds")))
+    sys.exit(bool(figures.get("failed_seeds") or figures.get("shell_failed_seeds")))
