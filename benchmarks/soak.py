@@ -1,0 +1,88 @@
+"""What a live run keeps of workers that come and go: memory, descriptors and tasks of the orchestrator's process.
+
+The example on real processes; every few seconds a worker's process is killed, and its provider has another
+one. Growth is from the first part of the time that is measured to its last, each by its median: after a warm-up, 0 but
+for noise.
+"""
+
+import asyncio
+import os
+import signal
+import tempfile
+from itertools import cycle
+from pathlib import Path
+from statistics import median
+from typing import Any, cast
+
+import psutil
+from _common import Arguments, emit, parse_arguments
+from _live import LiveRun, live_run, run_to_end, write_policy
+
+from elastic.config import Config, validate
+from elastic.envs.frozenlake import FrozenLake, FrozenLakeSettings
+from providers.base import Provider
+from providers.reserved import ReservedProvider
+
+WORKERS = 2
+KILL_EVERY_S = 4.0
+SAMPLE_EVERY_S = 0.25
+PARTS = 3
+"""The first and the last of so many are compared."""
+READY_TIMEOUT_S = 120.0
+
+
+def configuration(checkpoint: Path) -> Config:
+    raw: dict[str, Any] = {
+        "run": {"name": "soak", "seed": 3, "steps": 100_000},
+        "model": {"checkpoint": str(checkpoint)},
+        "rollout": {"groups": 2, "group_size": 2, "max_turns": 4, "max_tokens_per_turn": 8},
+        "scheduler": {"retry_base_s": 0.2, "retry_max_s": 0.5},
+    }
+    return validate(Config, raw, "benchmark")
+
+
+async def churn(run: LiveRun) -> None:
+    """Kill a worker now and then, for ever; those of one place after the other."""
+    for number in cycle(range(WORKERS)):
+        ready = await run.until("a worker", lambda: run.ready("reserved"), READY_TIMEOUT_S)
+        os.kill(run.process_id(ready[number % len(ready)]), signal.SIGKILL)
+        await asyncio.sleep(KILL_EVERY_S)
+
+
+async def measure(warm_up_s: float, measured_s: float) -> dict[str, Any]:
+    providers = {
+        "reserved": (
+            cast("type[Provider]", ReservedProvider),
+            ReservedProvider.Settings.model_validate({"max_workers": WORKERS}),
+        ),
+    }
+    process, samples = psutil.Process(), list[tuple[float, int, int]]()
+    with tempfile.TemporaryDirectory() as directory:
+        config = configuration(write_policy(Path(directory)))
+        async with live_run(config, Path(directory) / "run", providers, FrozenLake, FrozenLakeSettings()) as run:
+            await run.until("a worker", lambda: run.ready("reserved"), READY_TIMEOUT_S)
+            churning = asyncio.create_task(churn(run))
+            await asyncio.sleep(warm_up_s)
+            known = len(run.orchestrator.scheduler.ledger.books)
+            for _ in range(round(measured_s / SAMPLE_EVERY_S)):
+                await asyncio.sleep(SAMPLE_EVERY_S)
+                samples.append((process.memory_info().rss / 1e6, process.num_fds(), len(asyncio.all_tasks())))
+            came = len(run.orchestrator.scheduler.ledger.books) - known
+            churning.cancel()
+    first, last = samples[: len(samples) // PARTS], samples[-(len(samples) // PARTS) :]
+    rss, fds, tasks = (median(s[i] for s in last) - median(s[i] for s in first) for i in range(3))
+    return {
+        "minutes": measured_s / 60,
+        "workers_that_came": came,
+        "rss_growth_mb": rss,
+        "fd_growth": fds,
+        "task_growth": tasks,
+    }
+
+
+def main(arguments: Arguments) -> dict[str, Any]:
+    return run_to_end(measure(8.0, 24.0) if arguments.quick else measure(60.0, 540.0))
+
+
+if __name__ == "__main__":
+    emit(main(args := parse_arguments(__doc__)), args)
