@@ -15,7 +15,7 @@ from _coverage import Coverage, lines_of
 PLANTED = ROOT / "tests" / "chaos" / "planted.py"
 
 
-class Seen(msgspec.Struct):
+class WorldsSeen(msgspec.Struct):
     """What some worlds have come to."""
 
     seeds: int = 0
@@ -25,7 +25,7 @@ class Seen(msgspec.Struct):
     needless: Counter[str] = msgspec.field(default_factory=Counter)
     lines: set[tuple[str, int]] = set()
 
-    def add(self, other: "Seen") -> None:
+    def add(self, other: "WorldsSeen") -> None:
         self.seeds += other.seeds
         self.events += other.events
         self.faults += other.faults
@@ -47,7 +47,7 @@ def shell_lines() -> set[tuple[str, int]]:
     return lines_of(shell_files())
 
 
-def live_through_shell_watched(seeds: Iterable[int]) -> Seen:
+def live_through_shell_watched(seeds: Iterable[int]) -> WorldsSeen:
     """As `live_through_shell`, with the lines of the shell that ran."""
     with Coverage(shell_files()) as coverage:
         seen = live_through_shell(seeds)
@@ -55,11 +55,11 @@ def live_through_shell_watched(seeds: Iterable[int]) -> Seen:
     return seen
 
 
-def live_through_shell(seeds: Iterable[int]) -> Seen:
+def live_through_shell(seeds: Iterable[int]) -> WorldsSeen:
     from elastic.chaos.witness import Needless
     from elastic.chaos.world import WorldFailed, simulate
 
-    seen = Seen()
+    seen = WorldsSeen()
     for seed in seeds:
         try:
             outcome = simulate(seed)

@@ -22,7 +22,14 @@ from typing import Any
 from _common import Arguments, emit
 from _judges import judge
 from _mutants import all_mutants, sample
-from _shell import Seen, is_production_shell, live_through_shell, live_through_shell_watched, planted_bugs, shell_lines
+from _shell import (
+    WorldsSeen,
+    is_production_shell,
+    live_through_shell,
+    live_through_shell_watched,
+    planted_bugs,
+    shell_lines,
+)
 
 BATCH, SHELL_BATCH = 50, 5
 FAILURES_MAX = 100
@@ -36,7 +43,7 @@ class Extent:
     events: int = 0
     faults: int = 0
 
-    def reached(self, seen: Seen) -> bool:
+    def reached(self, seen: WorldsSeen) -> bool:
         return seen.seeds >= self.seeds and seen.events >= self.events and seen.faults >= self.faults
 
     def batches(self, begin: int, first: int, size: int, count: int) -> list[range]:
@@ -57,11 +64,11 @@ MUTANTS = 150
 MUTATION_SEED = 1
 
 
-def live_through(seeds: range) -> Seen:
+def live_through(seeds: range) -> WorldsSeen:
     """The cheap worlds of these seeds."""
     from elastic.sim.world import SimulatedWorldFailed, simulate
 
-    seen = Seen()
+    seen = WorldsSeen()
     for seed in seeds:
         seen.seeds += 1
         try:
@@ -74,9 +81,9 @@ def live_through(seeds: range) -> Seen:
     return seen
 
 
-def lived(live: Callable[[range], Seen], wanted: Extent, first: int, size: int) -> tuple[Seen, float]:
+def lived(live: Callable[[range], WorldsSeen], wanted: Extent, first: int, size: int) -> tuple[WorldsSeen, float]:
     """Live through the seeds from `first` on, on every core, and how long that took; too many failures are enough."""
-    seen = Seen()
+    seen = WorldsSeen()
     began_s, cores = time.monotonic(), os.cpu_count() or 1
     with multiprocessing.get_context("spawn").Pool(cores) as pool:
         while not wanted.reached(seen) and len(seen.failed) < FAILURES_MAX:
@@ -102,7 +109,7 @@ def worlds(wanted: Extent, first: int) -> dict[str, Any]:
 def shell_worlds(wanted: Extent, first: int) -> dict[str, Any]:
     """The first of them are watched, to see which lines of the shell they go through."""
     watched, took_s = lived(live_through_shell_watched, Extent(seeds=SHELL[QUICK].seeds), first, SHELL_BATCH)
-    seen, lines = Seen(), shell_lines()
+    seen, lines = WorldsSeen(), shell_lines()
     seen.add(watched)
     if not wanted.reached(seen):
         more, took_s = lived(live_through_shell, wanted, first + watched.seeds, SHELL_BATCH)
