@@ -324,8 +324,10 @@ def simulate(
         failed = run.live(sample=sample)
         sample()
         tell(run.environments.episodes.notes())
-        ending.conclude(failed)
-    return compose.RunOutcome(run_dir=run_dir, failed=failed, interrupted=failed == compose.INTERRUPTED)
+        ending.conclude(failed, scheduler.stopped)
+    return compose.RunOutcome(
+        run_dir=run_dir, failed=failed, interrupted=failed == compose.INTERRUPTED, stopped=scheduler.stopped
+    )
 
 
 def _meta(plan: compose.RunPlan, run_dir: Path, experiment: Experiment) -> dict[str, str]:

@@ -32,7 +32,9 @@ from functions.base import CallOutcome
 SERVING = "serving"
 LATEST = "latest"
 FINISHED = ("finished", f"failed: {INTERRUPTED}")
-"""How a run may have ended to be measured; the rest of an interrupted one is as good as any."""
+STOPPED = "stopped: "
+"""How a run may have ended to be measured; the rest of an interrupted one, or one that was stopped, is as good as
+any."""
 MESSAGE_S = Number(0.0005, estimate="one way over loopback; a journal does not show it", low=0.0001, high=0.005)
 FREE_BYTES_PER_S = 1e12
 """Pull times are measured whole, so the link adds nothing to them."""
@@ -102,7 +104,7 @@ class RunMeasurement:
         status = meta.get("status", RUNNING)
         if status == RUNNING:  # and nobody is at it
             status = UNEXPECTED
-        if status not in FINISHED:
+        if status not in FINISHED and not status.startswith(STOPPED):
             raise CalibrationError(f"{run_dir}: {status}; only a run that went well can be measured")
         try:
             config = validate(Config, msgspec.json.decode(meta.get("config", "{}")), str(run_dir))

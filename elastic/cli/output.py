@@ -17,6 +17,7 @@ from rich.console import Console
 
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
+EXIT_STOPPED = 3
 EXIT_INTERRUPTED = 130
 
 

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from elastic import compose
 from elastic.cli.logs import STANDARD_ERROR, log_to
-from elastic.cli.output import EXIT_FAILED, EXIT_INTERRUPTED, bad_input, console, emit, program, say
+from elastic.cli.output import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED, bad_input, console, emit, program, say
 from elastic.cli.progress import ProgressDisplay, bar
 from elastic.config import Config
 from elastic.runtime.gateway import GatewayError
@@ -95,6 +95,9 @@ def run_command(config: Config, names: list[str], where: str, resumed: Path | No
         say(f"error: the run failed: {outcome.failed}")
         say(f"hint: logs are in {run_dir / 'logs'}; {go_on}")
         return EXIT_FAILED
+    if outcome.stopped:
+        say(f"stopped: {outcome.stopped}; {go_on}")
+        return EXIT_STOPPED
     return 0
 
 

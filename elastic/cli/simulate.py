@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from elastic import compose, simulation
-from elastic.cli.output import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, console, say
+from elastic.cli.output import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED, console, say
 from elastic.cli.progress import ProgressDisplay
 from elastic.cli.run import conclude
 from elastic.config import Config, ConfigError
@@ -56,6 +56,9 @@ def simulate_command(
     conclude(run_dir, as_json=as_json)
     if outcome.failed:
         say(f"error: the simulated run failed: {outcome.failed}")
+    elif outcome.stopped:
+        say(f"stopped: {outcome.stopped}")
+        return EXIT_STOPPED
     return EXIT_INTERRUPTED if outcome.interrupted else EXIT_FAILED if outcome.failed else 0
 
 

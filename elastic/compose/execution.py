@@ -54,6 +54,8 @@ class RunOutcome(msgspec.Struct, frozen=True, kw_only=True):
     run_dir: Path
     failed: str
     interrupted: bool
+    stopped: str = ""
+    """Why it was stopped before its end; empty where it was not."""
 
 
 async def execute(
@@ -114,8 +116,8 @@ async def execute(
                 orchestrator = Orchestrator(config, scheduler, journal, wiring, former.taken_up(), observe=observe)
                 on_ready(orchestrator)
                 failed = await orchestrator.run()
-            ending.conclude(failed)
-    return RunOutcome(run_dir=run_dir, failed=failed, interrupted=failed == INTERRUPTED)
+            ending.conclude(failed, scheduler.stopped)
+    return RunOutcome(run_dir=run_dir, failed=failed, interrupted=failed == INTERRUPTED, stopped=scheduler.stopped)
 
 
 def make_reward_pool(plan: RunPlan, run_dir: Path, meter: Meter) -> FunctionPool:

@@ -49,9 +49,10 @@ class FinalStatus:
 
     status: str = UNEXPECTED
 
-    def conclude(self, failed: str) -> None:
-        """The run has ended by itself; `failed` is the cause of failure, empty for success."""
-        self.status = f"failed: {failed}" if failed else "finished"
+    def conclude(self, failed: str, stopped: str = "") -> None:
+        """The run has ended by itself; `failed` is the cause of failure and `stopped` why it was stopped, both empty
+        for success."""
+        self.status = f"failed: {failed}" if failed else f"stopped: {stopped}" if stopped else "finished"
 
 
 @contextlib.contextmanager

@@ -22,6 +22,8 @@ LEFT_OUT: Mapping[str, str] = {
     "Scheduler._handlers": "who hears what never changes",
     "Scheduler._due": "who is called for what never changes",
     "Scheduler._parts": "all of them are attributes of its own",
+    "Scheduler._control_manager": "keeps nothing: what it has done is in `RunState.controls`",
+    "ControlManager._run": "as `Scheduler._control_manager`",
     "RunState.policies": "they decide, and keep nothing",
     "Fleet._loads": "an index of `workers`, brought up to date when it is asked for",
     "Fleet._indexed": "as `_loads`",
@@ -35,6 +37,11 @@ LEFT_OUT: Mapping[str, str] = {
     "Turns._queues": "an index of the turns in `live` that are queued, cleaned up when it is asked for",
 }
 """Attributes that follow from others, or hold no state: `Class.attribute`, or an attribute of any class."""
+
+WHILE_EMPTY: Mapping[str, str] = {
+    "RunState.controls": "runs that were told nothing have the digests that they had before they could be",
+}
+"""Attributes that are left out while they are false."""
 
 BY_KEY: Mapping[str, str] = {
     "Fleet._of_lease": "the workers are in `workers`",
@@ -68,6 +75,8 @@ class _Walk:
         for name in attributes(thing):
             if not left_out(kind, name):
                 value = getattr(thing, name)
+                if f"{kind}.{name}" in WHILE_EMPTY and not value:
+                    continue
                 found[name] = _keys(value) if f"{kind}.{name}" in BY_KEY else value
         return found
 

@@ -231,6 +231,42 @@ class StopRequested(_Event, frozen=True):
     reason: str
 
 
+class StopCommanded(_Event, frozen=True):
+    """Somebody has told the run to end as `stopped`. `undone`: the run was resumed since, and only the command's id
+    still matters."""
+
+    command: str
+    reason: str
+    undone: bool = False
+
+    @property
+    def words(self) -> str:
+        return f"stop: {self.reason}"
+
+
+class CapSet(_Event, frozen=True):
+    """At most `gpus` GPUs of the provider may be held from now on; None for as many as it has."""
+
+    command: str
+    provider: str
+    gpus: int | None
+
+    @property
+    def words(self) -> str:
+        return f"cap {self.provider}={'none' if self.gpus is None else self.gpus}"
+
+
+class BudgetSet(_Event, frozen=True):
+    """The run may cost `usd` in all, from its beginning to its end; None for any amount."""
+
+    command: str
+    usd: float | None
+
+    @property
+    def words(self) -> str:
+        return f"budget {'none' if self.usd is None else self.usd}"
+
+
 class Resumed(_Event, frozen=True):
     """A new process has taken the run up from its journal: nobody has been heard since the event before this one.
 
@@ -265,5 +301,11 @@ Event: TypeAlias = (
     | WeightsPublished
     | TrainerFailed
     | StopRequested
+    | StopCommanded
+    | CapSet
+    | BudgetSet
     | Resumed
 )
+
+ControlEvent: TypeAlias = StopCommanded | CapSet | BudgetSet
+"""Commands from outside, each with an id under which it is done once."""

@@ -10,6 +10,7 @@ from enum import StrEnum
 from typing import Any, Protocol
 
 from elastic.core.commands import Command
+from elastic.core.controls import Controls
 from elastic.core.events import Event
 from elastic.core.fleet import Fleet, Worker
 from elastic.core.leases import LeaseTable
@@ -86,6 +87,7 @@ class RunState:
         self.timers = Timers()
         self.vacated: dict[LeaseId, EndCause] = {}
         self.trainers_lost = 0
+        self.controls = Controls()
         self.out: list[Command] = []
 
     @property
@@ -103,6 +105,12 @@ class RunState:
         if self.active:
             self.over = True
             self.failed = cause
+
+    def stop(self, why: str) -> None:
+        """End the run in good order, to be resumed some time, unless it is ending already."""
+        if self.active:
+            self.over = True
+            self.controls.stopped = why
 
     @property
     def trainer_away(self) -> bool:

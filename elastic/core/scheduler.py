@@ -11,6 +11,8 @@ from typing import Any
 from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core.balancer import Balancer
+from elastic.core.control_manager import ControlManager
+from elastic.core.controls import Controls
 from elastic.core.departures import Departures
 from elastic.core.fleet import Fleet, Worker
 from elastic.core.group_manager import GroupManager
@@ -44,6 +46,7 @@ class Scheduler:
         self._balancer = Balancer(run, self._turn_manager)
         self._departures = Departures(run, self._turn_manager, self._worker_manager)
         self._lease_manager = LeaseManager(run, self._worker_manager, self._departures)
+        self._control_manager = ControlManager(run)
         self._reward_manager = RewardManager(run)
         self._device = TrainerDevice(run, self._turn_manager)
         self._group_manager = GroupManager(run, self._turn_manager, self._reward_manager)
@@ -56,6 +59,7 @@ class Scheduler:
             self._balancer,
             self._departures,
             self._lease_manager,
+            self._control_manager,
             self._reward_manager,
             self._device,
             self._group_manager,
@@ -170,6 +174,16 @@ class Scheduler:
     def failed(self) -> str:
         """Why the run failed; empty while it has not."""
         return self._run.failed
+
+    @property
+    def stopped(self) -> str:
+        """Why the run was stopped before its end, which is no failure; empty where it was not."""
+        return self._run.controls.stopped
+
+    @property
+    def controls(self) -> Controls:
+        """What the run was told from outside."""
+        return self._run.controls
 
     @property
     def version(self) -> int | None:

@@ -91,9 +91,9 @@ class Pulls(msgspec.Struct, frozen=True, kw_only=True):
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """A run in numbers; shares lie in [0, 1], times are seconds since the run began.
 
-    `outcome` is finished, failed or incomplete (it still goes on, or its orchestrator was killed). A run that was
-    resumed has several `segments`; figures are those of all, times leave out what lay between them. `paced` says
-    whether engines modelled a device's speed, None where the configuration is not known.
+    `outcome` is finished, failed, stopped (told to end, or out of its budget) or incomplete (it still goes on, or its
+    orchestrator was killed). A run that was resumed has several `segments`; figures are those of all, times leave out
+    what lay between them. `paced` says whether engines modelled a device's speed, None where the configuration is not known.
 
     `usd` is the whole bill, of `total` and `functions`, and what a million accepted or trained tokens cost is of it.
     `on_demand_usd` is what that bill would be with all GPU time at the trainer's price, which is on demand; None
@@ -284,9 +284,9 @@ def histogram(values_s: Sequence[float]) -> Histogram:
 
 
 def _outcome(meta: Mapping[str, str], segment: Segment) -> tuple[str, str]:
-    """How the run ended, and why it failed: as its owner wrote it, else as the core was told to stop."""
+    """How the run ended, and why it failed or was stopped: as its owner wrote it, else as the core was told to stop."""
     status, _, cause = meta.get("status", "").partition(": ")
-    if status not in ("finished", "failed"):
+    if status not in ("finished", "failed", "stopped"):
         return "incomplete", ""
     if status == "failed" and not cause:
         stops = [event.reason for _, event in segment.events_of("StopRequested") if isinstance(event, e.StopRequested)]

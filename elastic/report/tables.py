@@ -129,6 +129,8 @@ def warnings(summary: Summary) -> list[str]:
         found += [f"{note}." for note in summary.notes]
     if summary.outcome == "failed":
         found.append(f"The run failed: {summary.cause or 'no cause was recorded'}.")
+    if summary.outcome == "stopped":
+        found.append(f"The run was stopped before its end: {summary.cause}.")
     if summary.outcome == "incomplete":
         found.append("The journal has no end: the run still goes on, or its orchestrator was killed.")
     if summary.cpu_saturated_share and summary.paced is not False:

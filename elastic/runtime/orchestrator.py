@@ -22,6 +22,7 @@ from elastic.envs.base import Environment
 from elastic.machine import CpuSampler
 from elastic.run_secrets import RunSecrets
 from elastic.runtime import states
+from elastic.runtime.control import CommandDesk, ControlSocket
 from elastic.runtime.gateway import Gateway, GatewayError
 from elastic.runtime.journal import RunDirectory, SqliteJournal, TrajectoryRow
 from elastic.runtime.listener import Listener
@@ -108,6 +109,16 @@ class Orchestrator:
         self._scribe = Scribe(scheduler, journal, self._when, self._stored)
         self._sampler = Sampler(config.run.name, scheduler, self._scribe, journal, observe, CpuSampler().share)
         self._run = Run(scheduler, self._connect)
+        self._control = ControlSocket(
+            wiring.kept.path,
+            CommandDesk(
+                scheduler,
+                self._run.feed,
+                self._scribe.durable,
+                self._names,
+                lambda: self._sampler.status(self.now_ns()),
+            ),
+        )
         if former is not None:
             self._run.restore(former.state)
             self._workers.publisher = former.publisher
@@ -182,6 +193,10 @@ class Orchestrator:
             trainer=listener.trainer,
             owner=self,
         )
+
+    def _names(self) -> list[str]:
+        """Of the providers that the run uses besides its trainer's device."""
+        return [name for name in self._leases.providers if name != self.scheduler.plan.trainer_provider]
 
     def _trust(self, publisher: str) -> None:
         self._workers.publisher = publisher
@@ -259,6 +274,7 @@ class Orchestrator:
                 self._journal.meta("endpoint", msgspec.json.encode(endpoint).decode())
                 providers = self._wiring.make_providers(endpoint, self.now_ns)
                 self._leases.providers = providers
+                await self._control.start()
                 await self._rewards.start()
                 for name, provider in providers.items():
                     for lease in await provider.adopt(known.get(name, []), self._run.feed):
@@ -306,6 +322,7 @@ class Orchestrator:
 
     async def _close(self) -> None:
         """Give back what is left, whatever happened before."""
+        await self._control.aclose()
         timeout_s = self._config.scheduler.release_timeout_s
         closing = {name: asyncio.wait_for(p.aclose(), timeout_s) for name, p in self._leases.providers.items()}
         closing["functions"] = self._close_rewards()

@@ -3,6 +3,8 @@
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
 
+import msgspec
+
 from elastic import wire
 from elastic.core import events as e
 from elastic.core.scheduler import Scheduler
@@ -22,14 +24,17 @@ _AFTER_A_STOP = (e.LeaseGranted, e.LeaseRefused, e.LeaseEnded, e.WorkerReported,
 def gone_on(entries: Iterable[Entry]) -> Iterator[Entry]:
     """The entries of a journal that still hold for the incarnation that continues it.
 
-    A request to stop becomes a resumption, for somebody has resumed the run since. After it only what became of leases,
-    and what workers reported of themselves, still counts: stopping has given back everything else.
+    A request to stop becomes a resumption, for somebody has resumed the run since; of a command to stop its id is kept.
+    After it only what became of leases, and what workers reported of themselves, still counts: stopping has given back
+    everything else.
     """
     stopped = False
     for entry in entries:
-        if isinstance(entry[1], e.StopRequested):
+        if isinstance(entry[1], e.StopRequested | e.StopCommanded):
             stopped = True
             yield entry[0], e.Resumed(), {}
+            if isinstance(entry[1], e.StopCommanded):
+                yield entry[0], msgspec.structs.replace(entry[1], undone=True), {}
         elif not stopped or isinstance(entry[1], _AFTER_A_STOP):
             yield entry
 

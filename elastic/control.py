@@ -1,0 +1,216 @@
+"""Commands to a run that goes on, through the socket in its directory: stop, caps by provider, a budget, its status.
+
+- The socket (`control.sock`) belongs to the process that is at the run now, and to its user: nobody else can connect.
+- A command is acknowledged once it is durable in the run's journal, and holds for every later process of the run.
+- A command that is repeated under its id is acknowledged once more, and done once. So whoever got no answer may repeat.
+- One connection carries one request and one answer, each a line of JSON (`Request`, `Answer`).
+"""
+
+import asyncio
+import contextlib
+import os
+import pwd
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, TypeAlias, TypeVar
+
+import msgspec
+
+SOCKET = "control.sock"
+REQUEST_BYTES_MAX = 16 * 1024
+ANSWER_BYTES_MAX = 4 * 1024 * 1024
+ADDRESS_BYTES_MAX = 100
+"""The kernel takes 107 bytes for a socket's path."""
+GPUS_MAX, USD_MAX = 10_000_000, 1e9
+"""Above any fleet and any bill: what is larger is a mistake."""
+
+CommandId: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
+
+
+class _Request(msgspec.Struct, frozen=True, kw_only=True, tag_field="command", forbid_unknown_fields=True):
+    pass
+
+
+class StopRun(_Request, frozen=True, tag="stop"):
+    """Checkpoint, give everything back, and end as `stopped`; the run can be resumed."""
+
+    id: CommandId
+    reason: Annotated[str, msgspec.Meta(min_length=1, max_length=1000)]
+
+
+class CapProvider(_Request, frozen=True, tag="cap"):
+    """Hold at most `gpus` GPUs of the provider with this name; None for as many as its section allows."""
+
+    id: CommandId
+    provider: Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
+    gpus: Annotated[int, msgspec.Meta(ge=0, le=GPUS_MAX)] | None
+
+
+class SetBudget(_Request, frozen=True, tag="budget"):
+    """The run is never to cost more than `usd` in all, what it has cost so far included; None for no limit."""
+
+    id: CommandId
+    usd: Annotated[float, msgspec.Meta(ge=0, le=USD_MAX)] | None
+
+
+class AskStatus(_Request, frozen=True, tag="status"):
+    pass
+
+
+Request: TypeAlias = StopRun | CapProvider | SetBudget | AskStatus
+
+
+class _Answer(msgspec.Struct, frozen=True, kw_only=True, tag_field="answer"):
+    pass
+
+
+class Acknowledged(_Answer, frozen=True, tag="acknowledged"):
+    """The command is durable. `repeated`: it was before, and nothing was done now."""
+
+    id: str
+    repeated: bool = False
+
+
+class Refused(_Answer, frozen=True, tag="refused"):
+    """Nothing was done. `kind` is one of `invalid`, `unknown_provider`, `conflict` (the id belongs to another command)
+    and `ending` (the run is giving everything back already)."""
+
+    kind: str
+    message: str
+
+
+class RunStanding(_Answer, frozen=True, tag="status"):
+    """How the run stands: `status` as `elastic run --json` samples it, with its caps, budget and conditions."""
+
+    run: str
+    pid: int
+    status: dict[str, Any]
+
+
+Answer: TypeAlias = Acknowledged | Refused | RunStanding
+A = TypeVar("A", bound=_Answer)
+
+
+class ControlError(Exception):
+    """A run's process could not be asked.
+
+    ControlError
+    ├── RunNotThere         nothing is at this run now
+    ├── RunOfAnotherUser    somebody else's process is
+    ├── RunSilent           no answer in time; the command may have been done, and may be repeated under its id
+    └── CommandRefused      the run says no, and why
+    """
+
+
+class RunNotThere(ControlError):
+    pass
+
+
+class RunOfAnotherUser(ControlError):
+    pass
+
+
+class RunSilent(ControlError):
+    pass
+
+
+class CommandRefused(ControlError):
+    def __init__(self, refused: Refused) -> None:
+        self.kind = refused.kind
+        super().__init__(refused.message)
+
+
+def new_command_id() -> str:
+    return secrets.token_hex(16)
+
+
+class RunControl:
+    """Asks the process that is at a run. Every call raises `ControlError`, and takes at most `timeout_s`."""
+
+    def __init__(self, run_dir: Path, timeout_s: float = 10.0) -> None:
+        self._run_dir = run_dir
+        self._timeout_s = timeout_s
+
+    async def stop(self, reason: str, command: str = "") -> Acknowledged:
+        """Returns once the run is bound to stop, before it has."""
+        return await self._ask(StopRun(id=command or new_command_id(), reason=reason), Acknowledged)
+
+    async def cap(self, provider: str, gpus: int | None, command: str = "") -> Acknowledged:
+        return await self._ask(CapProvider(id=command or new_command_id(), provider=provider, gpus=gpus), Acknowledged)
+
+    async def budget(self, usd: float | None, command: str = "") -> Acknowledged:
+        return await self._ask(SetBudget(id=command or new_command_id(), usd=usd), Acknowledged)
+
+    async def status(self) -> RunStanding:
+        return await self._ask(AskStatus(), RunStanding)
+
+    async def _ask(self, request: Request, kind: type[A]) -> A:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                line = await self._exchange(msgspec.json.encode(request) + b"\n")
+        except TimeoutError:
+            raise RunSilent(f"run {self._run_dir}: its process did not answer within {self._timeout_s:g} s") from None
+        try:
+            answer = msgspec.json.decode(line, type=Answer)
+        except msgspec.DecodeError as error:
+            said = "its process ended before it had answered" if not line else f"its answer is none: {error}"
+            raise RunSilent(f"run {self._run_dir}: {said}") from error
+        if isinstance(answer, Refused):
+            raise CommandRefused(answer)
+        if not isinstance(answer, kind):
+            raise RunSilent(f"run {self._run_dir}: it answered another question ({type(answer).__name__})")
+        return answer
+
+    async def _exchange(self, line: bytes) -> bytes:
+        reader, writer = await self._connect()
+        try:
+            writer.write(line)
+            await writer.drain()
+            return await reader.readline()
+        except (ConnectionError, asyncio.LimitOverrunError, ValueError):
+            return b""
+        finally:
+            writer.close()
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()
+
+    async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        try:
+            with socket_address(self._run_dir) as address:
+                return await asyncio.open_unix_connection(address, limit=ANSWER_BYTES_MAX)
+        except PermissionError as error:
+            raise RunOfAnotherUser(
+                f"run {self._run_dir} belongs to {_owner(self._run_dir)}, and so do its commands"
+            ) from error
+        except (FileNotFoundError, NotADirectoryError, ConnectionRefusedError) as error:
+            gone = "no process is at it now" if self._run_dir.is_dir() else "there is no such run"
+            raise RunNotThere(f"run {self._run_dir}: {gone}") from error
+        except OSError as error:
+            raise RunNotThere(f"run {self._run_dir}: its control socket: {error.strerror or error}") from error
+
+
+@contextlib.contextmanager
+def socket_address(run_dir: Path) -> Iterator[str]:
+    """A path of the run's socket that the kernel takes, for as long as the context lasts, however long the directory's
+    own path is. Raises `OSError`."""
+    path = str(run_dir / SOCKET)
+    if len(os.fsencode(path)) <= ADDRESS_BYTES_MAX:
+        yield path
+        return
+    directory = os.open(run_dir, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{directory}/{SOCKET}"
+    finally:
+        os.close(directory)
+
+
+def _owner(run_dir: Path) -> str:
+    try:
+        uid = run_dir.stat().st_uid
+    except OSError:
+        return "another user"
+    try:
+        return f"user {pwd.getpwuid(uid).pw_name}"
+    except KeyError:
+        return f"user {uid}"
