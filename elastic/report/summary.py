@@ -93,7 +93,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
     `outcome` is finished, failed, stopped (told to end, or out of its budget) or incomplete (it still goes on, or its
     orchestrator was killed). A run that was resumed has several `segments`; figures are those of all, times leave out
-    what lay between them. `paced` says whether engines modelled a device's speed, None where the configuration is not known.
+    what lay between them. `paced` says whether engines modelled a device's speed, None where that is not known.
 
     `usd` is the whole bill, of `total` and `functions`, and what a million accepted or trained tokens cost is of it.
     `on_demand_usd` is what that bill would be with all GPU time at the trainer's price, which is on demand; None
