@@ -68,7 +68,12 @@ class CommandDesk:
         elif done != event.words:
             return Refused(kind="conflict", message=f"command {request.id} was another one: {done}")
         settled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._durable(lambda: settled.done() or settled.set_result(None))
+
+        def settle() -> None:
+            if not settled.done():
+                settled.set_result(None)
+
+        self._durable(settle)
         await settled
         return Acknowledged(id=request.id, repeated=done is not None)
 
