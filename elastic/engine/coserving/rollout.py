@@ -48,7 +48,7 @@ class SharedRolloutEngine(SharedDeviceEngine):
     def close(self) -> None:
         """End every live request with ABORTED, and give the device back. Safe to call twice."""
         self.end()
-        if threading.current_thread() is not self._thread:
+        if threading.current_thread() is not self._controls.thread:
             with self._changed:
                 self._changed.wait_for(lambda: self._retired, CLOSE_TIMEOUT_S)
 
@@ -56,7 +56,7 @@ class SharedRolloutEngine(SharedDeviceEngine):
         with self._changed:
             known = super().statistics()
             tokens = self._budget_pages() * self.layout.layer_slots
-            credits = min(known.capacity_turns, tokens // self._settings.max_context_tokens)
+            credits = min(known.capacity_turns, tokens // self.settings.max_context_tokens)
             blocks = self._budget_pages() * self.layout.blocks_per_page
             return msgspec.structs.replace(
                 known, capacity_turns=credits, kv_blocks_total=max(blocks, known.kv_blocks_used)
@@ -68,32 +68,32 @@ class SharedRolloutEngine(SharedDeviceEngine):
         If that `tries`, the smallest one there is may run in any case: a profile that is too gloomy could otherwise
         never be put right.
         """
-        if not (self.active and self._cost and self.has_work) or self._asleep:
+        if not (self.active and self._cost and self.has_work) or self._controls.asleep:
             return None
         chunk = self._affordable_chunk(allowance_ns, self._cost)
         if chunk is None:
             if not tries:
                 return None
             chunk = 0 if any(map(decodes, self._scheduler.running)) else SMALLEST_CHUNK
-        work = self._scheduler.plan_chunk(not self._orders, chunk)
+        work = self._scheduler.plan_chunk(not self._controls.orders, chunk)
         return Iteration(work, shape_of(work)) if work else None
 
     def end_stalled(self, now_ns: Nanoseconds) -> None:
         """Give up turns that got nothing for too long. Waiting for a place in the batch, for others' prompts, for
         weights or for other turns to end before new weights is no stall: nobody else would be quicker."""
-        if not (self.active or self._loading) or self._cost is None or self._asleep:
+        if not (self.active or self._loading) or self._cost is None or self._controls.asleep:
             self._progress_ns.clear()
             return
-        full = len(self._scheduler.running) >= self._settings.max_batch
+        full = len(self._scheduler.running) >= self.settings.max_batch
         for sequence in list(self._scheduler):
             request = sequence.request
-            if sequence not in self._scheduler.running and (full or (self._orders and not sequence.admissions)):
+            if sequence not in self._scheduler.running and (full or (self._controls.orders and not sequence.admissions)):
                 self._progress_ns[request.request_id] = now_ns
             waited_ns = now_ns - self._progress_ns.setdefault(request.request_id, now_ns)
             if waited_ns > self._stall_timeout_ns:
                 self.stalled += 1
                 why = f"no progress for {waited_ns / 1e9:.1f} s: serving holds the device"
-                self._outbox.append(self._end(request, FinishReason.STALLED, why))
+                self.end_early([sequence], FinishReason.STALLED, why)
 
     def tidy(self) -> None:
         """End leases that are over, and give back every page that holds nothing."""
@@ -105,8 +105,7 @@ class SharedRolloutEngine(SharedDeviceEngine):
         self.pool.trim()
         self._drop_cached(most_pages)
         while self.pool.pages > most_pages and self._scheduler.running:
-            newest = self._scheduler.running[-1]
-            self._outbox.append(self._end(newest.request, FinishReason.ABORTED, "serving takes its memory back"))
+            self.end_early(self._scheduler.running[-1:], FinishReason.ABORTED, "serving takes its memory back")
             self.aborted_by_pressure += 1
             self._drop_cached(most_pages)
 
@@ -119,7 +118,7 @@ class SharedRolloutEngine(SharedDeviceEngine):
             # Prompts are read one after the other: who waits behind another's is not held up by serving.
             progressed += [sequence for sequence in self._scheduler if not decodes(sequence)]
         for sequence in progressed:
-            if sequence.request.request_id in self._alive:
+            if sequence.request.request_id in self._table:
                 self._progress_ns[sequence.request.request_id] = now_ns
 
     def _load_piece(self) -> None:
@@ -135,11 +134,11 @@ class SharedRolloutEngine(SharedDeviceEngine):
         if decoding and cost.iteration_ns(shape) > allowance_ns:
             return None
         if prefilling or self._scheduler.waiting:
-            chunk = self._settings.prefill_chunk_tokens
+            chunk = self.settings.prefill_chunk_tokens
             # All but the end of what waits may be in the cache, which the end has to attend to.
             starts = [len(sequence.tokens) - chunk for sequence in self._scheduler.waiting]
             start = max(0, *starts, *(sequence.computed for sequence in prefilling))
-            while chunk >= min(SMALLEST_CHUNK, self._settings.prefill_chunk_tokens):
+            while chunk >= min(SMALLEST_CHUNK, self.settings.prefill_chunk_tokens):
                 whole = msgspec.structs.replace(shape, prefills=(Prefill(start, chunk),))
                 if cost.iteration_ns(whole) <= allowance_ns:
                     return chunk
@@ -157,6 +156,5 @@ class SharedRolloutEngine(SharedDeviceEngine):
         self._on_version()
         return super()._begin_order()
 
-    def _forget(self, request_id: str) -> None:
-        super()._forget(request_id)
+    def _forgotten(self, request_id: str) -> None:
         self._progress_ns.pop(request_id, None)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import msgspec
 
 from elastic.core.types import Nanoseconds
-from elastic.engine.base import GenerateRequest, TokenChunk
+from elastic.engine.base import GenerateRequest
 from elastic.engine.coserving.profile import Prefill, Shape
 from elastic.engine.coserving.shared_device_engine import Iteration, SharedDeviceEngine, decodes, shape_of
 from elastic.engine.coserving.spec import ModelSpec, PageLending
@@ -44,13 +44,13 @@ class SharedServingEngine(SharedDeviceEngine):
             for request in requests:
                 self._arrivals_ns.setdefault(request.request_id, now_ns)
                 self._burst_ns = int(BURST_KEPT * self._burst_ns)
-                self._recent_prompts.append(min(len(request.token_ids), self._settings.max_context_tokens))
+                self._recent_prompts.append(min(len(request.token_ids), self.settings.max_context_tokens))
             super().submit(requests)
 
     def next_iteration(self) -> Iteration | None:
         if not (self.active and self._cost and self.has_work):
             return None
-        work = self._scheduler.plan_chunk(not self._orders, self._settings.prefill_chunk_tokens)
+        work = self._scheduler.plan_chunk(not self._controls.orders, self.settings.prefill_chunk_tokens)
         return Iteration(work, shape_of(work)) if work else None
 
     def needed_since_ns(self) -> Nanoseconds:
@@ -65,7 +65,7 @@ class SharedServingEngine(SharedDeviceEngine):
         """What admission decides on."""
         if not self._cost:
             return ServingView(now_ns=now_ns)
-        cost, chunk = self._cost, self._settings.prefill_chunk_tokens
+        cost, chunk = self._cost, self.settings.prefill_chunk_tokens
         decoding = [sequence for sequence in self._scheduler.running if decodes(sequence)]
         prefilling = [sequence for sequence in self._scheduler if not decodes(sequence)]
         shared = Shape((), len(decoding), max((sequence.computed for sequence in decoding), default=0))
@@ -96,14 +96,14 @@ class SharedServingEngine(SharedDeviceEngine):
 
     def _steps_until_a_place(self, decoding: Sequence[Running]) -> int:
         """Decode steps until a request ends whose place in the batch another waits for; 0 where none does."""
-        if not self._scheduler.waiting or len(self._scheduler.running) < self._settings.max_batch:
+        if not self._scheduler.waiting or len(self._scheduler.running) < self.settings.max_batch:
             return 0
         return min((sequence.request.sampling.max_new_tokens - sequence.position for sequence in decoding), default=0)
 
     def _next_prefills(self, prefilling: Sequence[Running]) -> list[Prefill]:
         """The prompt tokens of these sequences that fit into one chunk."""
         pieces: list[Prefill] = []
-        left = self._settings.prefill_chunk_tokens
+        left = self.settings.prefill_chunk_tokens
         for sequence in prefilling:
             if not left:
                 break
@@ -111,14 +111,12 @@ class SharedServingEngine(SharedDeviceEngine):
             left -= pieces[-1].count
         return pieces
 
-    def _commit(self, work: list[Work], token_ids: list[int], logprobs: list[float]) -> list[TokenChunk]:
+    def _committed(self, work: Sequence[Work]) -> None:
         self._iterated_ns = time.monotonic_ns()
         for item in work:
             if item.samples:
                 self._last_tokens_ns[item.sequence.request.request_id] = self._iterated_ns
-        return super()._commit(work, token_ids, logprobs)
 
-    def _forget(self, request_id: str) -> None:
-        super()._forget(request_id)
+    def _forgotten(self, request_id: str) -> None:
         self._arrivals_ns.pop(request_id, None)
         self._last_tokens_ns.pop(request_id, None)

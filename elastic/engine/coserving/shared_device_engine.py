@@ -1,8 +1,8 @@
-"""What the two engines of a shared device have in common: a `TorchEngine` that the executor drives, on shared pages."""
+"""What the two engines of a shared device have in common: steps for the executor's thread, and KV on shared pages."""
 
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from math import ceil
 from pathlib import Path
@@ -13,19 +13,22 @@ import torch
 from torch import Tensor
 
 from elastic.config import EngineConfig
-from elastic.core.types import NS_PER_S, Account, FinishReason, Nanoseconds, WeightMode
-from elastic.engine.base import ChunkSink, TokenChunk
+from elastic.core.types import NS_PER_S, Account, Capabilities, FinishReason, Nanoseconds, WeightMode
+from elastic.engine.base import ChunkSink, EngineStatistics, GenerateRequest, TokenChunk
 from elastic.engine.coserving.blocks import LeasedBlocks
 from elastic.engine.coserving.profile import CostModel, CostProfile, Prefill, Shape, write_profile
 from elastic.engine.coserving.profiler import device_name, kept_profile, measuring, model_name, profile_path
 from elastic.engine.coserving.runner import PagedRunner
 from elastic.engine.coserving.spec import ModelSpec, PageLending
 from elastic.engine.kv import PagePool
-from elastic.engine.torch.engine import TorchEngine
+from elastic.engine.torch.controls import EngineControls
+from elastic.engine.torch.engine import capabilities_of, device_named
+from elastic.engine.torch.iterations import IterationRunner
 from elastic.engine.torch.pacing import Costs
+from elastic.engine.torch.requests import RequestTable
 from elastic.engine.torch.scheduler import BatchScheduler, Work, load_of
 from elastic.engine.torch.scheduler import Sequence as Running
-from elastic.weights.source import TensorSource
+from elastic.weights.source import PullReport, RelaySource, WeightsSource
 
 _log = structlog.get_logger(__name__)
 Step = Callable[[], None]
@@ -65,8 +68,8 @@ class _PagedScheduler(BatchScheduler):
             self.placing = None
 
 
-class SharedDeviceEngine(TorchEngine):
-    """One model's engine. Its own thread is the executor's, which asks it for steps instead of waiting in it.
+class SharedDeviceEngine:
+    """One model's engine: `elastic.engine.base.RolloutEngine`. Its thread is the executor's, which asks it for steps.
 
     Raises `ValueError` where a page of the pool does not suit the model's KV.
     """
@@ -77,17 +80,11 @@ class SharedDeviceEngine(TorchEngine):
         self.layout = spec.layout(pool.page_bytes)
         # The executor sees to it that one sequence of `max_context_tokens` fits.
         blocks = max(pool.total * self.layout.blocks_per_page, spec.settings.max_context_tokens)
-        settings = spec.settings.model_copy(update={"kv_blocks": blocks})
-        super().__init__(spec.config, settings)
+        self.settings = settings = spec.settings.model_copy(update={"kv_blocks": blocks})
+        self._device = device = device_named(settings.device)
         self._changed = changed
         self._runner = runner = PagedRunner(
-            spec.config,
-            self._device,
-            spec.dtype,
-            settings.max_context_tokens,
-            self.layout,
-            pool.space(),
-            pool.total,
+            spec.config, device, spec.dtype, settings.max_context_tokens, self.layout, pool.space(), pool.total
         )
         self.pool = LeasedBlocks(
             runner.space,
@@ -100,6 +97,11 @@ class SharedDeviceEngine(TorchEngine):
             runner.place_page,
         )
         self._scheduler = _PagedScheduler(settings, self.pool)
+        self._table = RequestTable(
+            self._scheduler, spec.config.vocab_size, settings, committed=self._committed, forgotten=self._forgotten
+        )
+        self._controls = EngineControls(settings, runner, self._table, changed)
+        self._iterations = IterationRunner(settings, device, runner, self._controls, profiled=self._profiled_costs)
         self._spec = spec
         self._cost: CostModel | None = None
         self._measuring: Generator[None, None, CostProfile] | None = None
@@ -113,11 +115,57 @@ class SharedDeviceEngine(TorchEngine):
         self._slowest_piece_ns = 0
         """Of all pieces of weights so far."""
 
-    # Called by the executor, on its thread and under its lock, except for the steps that are returned.
+    # Called by anybody.
 
     @property
-    def settings(self) -> EngineConfig:
-        return self._settings
+    def capabilities(self) -> Capabilities:
+        return capabilities_of(self.settings, self._device)
+
+    def start(self, sink: ChunkSink) -> None:
+        with self._changed:
+            if self._controls.sink is not None or self._controls.closed:
+                raise RuntimeError("the engine was started before")
+            self._controls.sink = sink
+            self._changed.notify_all()
+
+    def submit(self, requests: Sequence[GenerateRequest]) -> None:
+        self._controls.submit(requests)
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        self._controls.abort(request_ids)
+
+    def prefetch(self, source: RelaySource, timeout_s: float) -> PullReport:
+        return self._controls.weights.stage(source, timeout_s)
+
+    def load_version(self, source: WeightsSource, mode: WeightMode) -> float:
+        # A copy of its own in host memory, from which the model is activated; made on the caller's time. What of it
+        # the device lacks is brought there piece by piece, between iterations.
+        return self._controls.load_version(source, mode, self._kept)
+
+    def audit(self) -> bool:
+        return self._controls.weights.audit()
+
+    def sleep(self) -> None:
+        self._controls.sleep()
+
+    def wake(self) -> None:
+        self._controls.wake()
+
+    def set_idle_account(self, account: Account) -> None:
+        self._controls.set_idle_account(account)
+
+    def statistics(self) -> EngineStatistics:
+        return self._controls.statistics()
+
+    def end(self) -> None:
+        """End every live request with ABORTED, soon. The thread is the executor's and goes on."""
+        self._controls.end()
+
+    # Called by the executor, on its thread and under its lock, except for the steps that are returned.
+
+    def drive(self, thread: threading.Thread) -> None:
+        """Name the thread that will ask for steps."""
+        self._controls.thread = thread
 
     @property
     def device_bytes(self) -> int:
@@ -131,7 +179,7 @@ class SharedDeviceEngine(TorchEngine):
 
     @property
     def closed(self) -> bool:
-        return self._closed
+        return self._controls.closed
 
     @property
     def aside(self) -> bool:
@@ -140,7 +188,7 @@ class SharedDeviceEngine(TorchEngine):
     @property
     def active(self) -> bool:
         """Whether the device holds the weights, all of one version."""
-        return self._version is not None and self._runner.loaded and self._loading is None
+        return self._table.version is not None and self._runner.loaded and self._loading is None
 
     @property
     def has_work(self) -> bool:
@@ -148,17 +196,17 @@ class SharedDeviceEngine(TorchEngine):
 
     def housekeeping(self) -> Step | None:
         """What costs the device nothing: chunks to hand over, and falling asleep."""
-        if self._sink is None:
+        controls = self._controls
+        if controls.sink is None:
             return None
-        chunks, self._outbox = self._outbox + self._take_wishes(), []
+        chunks, self._outbox = self._outbox + self._table.take(), []
         if chunks:
-            return lambda: self._emit(chunks)
-        if self._closed:
+            return lambda: controls.emit(chunks)
+        if controls.closed:
             self.fail_waiting(RuntimeError("the engine is closed"))
-        if self._asleep and not self._resting:
+        if controls.asleep and not controls.resting:
             self._deactivate()
-            self._resting = True
-            self._changed.notify_all()
+            controls.rest()
         return None
 
     def fail_waiting(self, error: Exception) -> None:
@@ -166,14 +214,13 @@ class SharedDeviceEngine(TorchEngine):
         loading, self._loading = self._loading, None
         if loading is not None:
             loading.fail(error)
-        for applied in [*(order.applied for order in self._orders), *self._until_measured]:
-            applied.set_exception(error)
-        self._orders.clear()
-        self._until_measured.clear()
+        self._controls.fail_orders(error)
+        while self._until_measured:
+            self._until_measured.pop().set_exception(error)
 
     def loading_step(self) -> Step | None:
         """The next piece of weights to copy to the device, if any."""
-        if self._closed:
+        if self.closed:
             return None
         if self._loading is None:
             self._loading = self._begin_loading()
@@ -192,15 +239,14 @@ class SharedDeviceEngine(TorchEngine):
 
     def measuring_step(self, profiles: Path | None) -> Step:
         """The next forward pass of the cost profile; the profile itself where it is on disk."""
-        settings = self._settings
-        model = model_name(self._config, self._spec.dtype)
-        device = device_name(self._device, settings)
+        model = model_name(self._spec.config, self._spec.dtype)
+        device = device_name(self._device, self.settings)
         path = profile_path(profiles, model, device) if profiles is not None else None
         if self._measuring is None:
-            kept = kept_profile(path, model, device, settings)
+            kept = kept_profile(path, model, device, self.settings)
             if kept is not None:
                 return lambda: self._use_profile(kept)
-            self._measuring = measuring(self._runner, model, device, settings)
+            self._measuring = measuring(self._runner, model, device, self.settings)
         pieces = self._measuring
 
         def measure() -> None:
@@ -217,33 +263,11 @@ class SharedDeviceEngine(TorchEngine):
 
         return measure
 
-    def _keep_profile(self, path: Path, profile: CostProfile) -> None:
-        try:
-            write_profile(path, profile)
-        except OSError as error:
-            _log.warning("the cost profile is not kept", path=str(path), reason=error.strerror)
-
-    def _use_profile(self, profile: CostProfile) -> None:
-        with self._changed:
-            self._measuring = None
-            self._cost = CostModel(profile)
-            self._announce_weights()
-            self._changed.notify_all()
-
-    def _announce_weights(self) -> None:
-        """Loading is over once the weights are in force and what they cost is known."""
-        if self._cost is not None or self._asleep or self._aside:
-            for applied in self._until_measured:
-                applied.set_result(None)
-            self._until_measured.clear()
-
     def set_aside(self) -> None:
         """Leave the device altogether: everything ends with ABORTED, weights and KV go."""
         with self._changed:
             self._aside = True
-            self._outbox.extend(
-                self._end(s.request, FinishReason.ABORTED, "the model makes way") for s in list(self._scheduler)
-            )
+            self.end_early(list(self._scheduler), FinishReason.ABORTED, "the model makes way")
             self._deactivate()
 
     def bring_back(self) -> None:
@@ -263,14 +287,14 @@ class SharedDeviceEngine(TorchEngine):
 
     def emit_outbox(self) -> None:
         chunks, self._outbox = self._outbox, []
-        self._emit(chunks)
+        self._controls.emit(chunks)
 
     def charge(self, account: Account) -> None:
-        self._charge({account: 1.0})
+        self._controls.charge({account: 1.0})
 
     def charge_idle(self) -> None:
-        account = self._idle_account
-        if self._asleep:
+        account = self._controls.idle_account
+        if self._controls.asleep:
             account = Account.ASLEEP
         elif self._loading is not None or self._until_measured:
             account = Account.LOADING
@@ -280,8 +304,11 @@ class SharedDeviceEngine(TorchEngine):
         """Compute; outside of the lock."""
         assert self._cost is not None
         started_ns = time.monotonic_ns()
-        self._iterate(iteration.work)
+        self._iterations.run(iteration.work)
         self._cost.observe(iteration.shape, time.monotonic_ns() - started_ns)
+
+    def end_early(self, sequences: Iterable[Running], finish: FinishReason, why: str) -> None:
+        self._outbox.extend(self._table.end(sequence.request, finish, why) for sequence in sequences)
 
     def fail(self, why: str) -> None:
         """End everything that is alive with an error, and give the memory back.
@@ -289,11 +316,8 @@ class SharedDeviceEngine(TorchEngine):
         A model whose costs could not be measured is not tried again until it gets other weights.
         """
         # All last chunks come before any book-keeping, which may be what has failed.
-        requests = [*(sequence.request for sequence in self._alive.values() if sequence), *self._inbox]
-        self._outbox.extend(self._last_chunk(request, FinishReason.ERROR, why) for request in requests)
-        self._inbox.clear()
-        for request_id in list(self._alive):
-            self._forget(request_id)
+        self._outbox.extend(self._table.last_chunks(FinishReason.ERROR, why))
+        self._table.forget_all()
         self.pool.forget()
         self.pool.trim()
         self._measuring = None
@@ -303,69 +327,70 @@ class SharedDeviceEngine(TorchEngine):
 
     def abandon(self, why: str) -> None:
         """Leave the device without the book-keeping, where `fail` has failed too."""
-        self._alive.clear()
-        self._aborting.clear()
-        self._closed = self._retired = True
+        self._table.abandon()
+        self._controls.closed = self._retired = True
         self.emit_outbox()
         self._drop_weights()
         self.fail_waiting(RuntimeError(why))
         self._runner.space.close()
         self._changed.notify_all()
 
-    # The engine's own parts, as they differ here.
+    # What the two engines differ in.
 
-    def start(self, sink: ChunkSink) -> None:
-        with self._changed:
-            if self._sink is not None or self._closed:
-                raise RuntimeError("the engine was started before")
-            self._sink = sink
-            self._changed.notify_all()
+    def _committed(self, work: Sequence[Work]) -> None:
+        """An iteration has been computed; its chunks come next."""
 
-    def drive(self, thread: threading.Thread) -> None:
-        """Name the thread that will ask for steps."""
-        self._thread = thread
-
-    def _load(self, weights: TensorSource, mode: WeightMode) -> None:
-        # A copy of its own in host memory, from which the model is activated; made on the caller's time. What of it
-        # the device lacks is brought there piece by piece, between iterations.
-        kept = {name: self._kept(tensor) for name, tensor in weights.tensors.items()}
-        super()._load(weights._replace(tensors=kept), mode)
+    def _forgotten(self, request_id: str) -> None:
+        """A request is over."""
 
     def _kept(self, tensor: object) -> object:
         if not isinstance(tensor, Tensor):
             return tensor
         return torch.empty_like(tensor, pin_memory=self._device.type == "cuda").copy_(tensor)
 
-    def _costs(self, work: list[Work]) -> Costs:
-        if self._cost is None or self._settings.pacing is not None:
-            return super()._costs(work)
+    def _keep_profile(self, path: Path, profile: CostProfile) -> None:
+        try:
+            write_profile(path, profile)
+        except OSError as error:
+            _log.warning("the cost profile is not kept", path=str(path), reason=error.strerror)
+
+    def _use_profile(self, profile: CostProfile) -> None:
+        with self._changed:
+            self._measuring = None
+            self._cost = CostModel(profile)
+            self._announce_weights()
+            self._changed.notify_all()
+
+    def _announce_weights(self) -> None:
+        """Loading is over once the weights are in force and what they cost is known."""
+        if self._cost is not None or self._controls.asleep or self._aside:
+            for applied in self._until_measured:
+                applied.set_result(None)
+            self._until_measured.clear()
+
+    def _profiled_costs(self, work: list[Work]) -> Costs:
+        assert self._cost is not None
         load = load_of(work)
         prefill_s, decode_s = (part_ns / NS_PER_S for part_ns in self._cost.parts_ns(shape_of(work)))
         again = load.recompute / max(1, load.prefill + load.recompute)
         return Costs(decode=decode_s, prefill=(1 - again) * prefill_s, recompute=again * prefill_s)
 
-    def _require_thread(self) -> None:
-        if self._sink is None:
-            raise RuntimeError("the engine is not started")
-        super()._require_thread()
-
     def _begin_loading(self) -> Loading | None:
-        if self._orders and self._may_apply(self._orders[0]):
+        if self._controls.may_apply:
             return self._begin_order()
-        if self._host and not self._runner.loaded and not (self._asleep or self._aside):
+        if self._host and not self._runner.loaded and not (self._controls.asleep or self._aside):
             pieces = self._runner.loading(self._host)
             return Loading(Account.LOADING, pieces, lambda: None, self._activation_failed)
         return None
 
     def _begin_order(self) -> Loading | None:
-        order = self._orders.popleft()
-        keep = order.mode is WeightMode.KEEP and self._version is not None
+        order = self._controls.orders.popleft()
+        keep = self._controls.keeps_kv(order)
 
         def finish() -> None:
             self._host = order.tensors
             self._runner.scrub_cache(keep)
-            self._scheduler.use_version(order.version, keep_kv=keep)
-            self._version = order.version
+            self._table.use_version(order.version, keep)
             self._until_measured.append(order.applied)
             self._announce_weights()
 
@@ -373,13 +398,12 @@ class SharedDeviceEngine(TorchEngine):
             self._drop_weights()
             order.applied.set_exception(error)
 
-        if self._asleep or self._aside:
+        if self._controls.asleep or self._aside:
             # A deactivated model keeps nothing on the device: the new version waits in host memory.
             finish()
             return None
-        patch = order.patch
-        if patch is not None and patch.base == self._version and self._runner.loaded:
-            pieces = self._runner.applying(patch)
+        if order.patch is not None and self._controls.fits(order.patch) and self._runner.loaded:
+            pieces = self._runner.applying(order.patch)
         else:
             pieces = self._runner.loading(order.tensors)
         return Loading(Account.APPLYING, pieces, finish, fail)
@@ -406,7 +430,7 @@ class SharedDeviceEngine(TorchEngine):
         """How long the piece took."""
         took_ns = time.monotonic_ns() - started_ns
         self._piece_ns = max(self._piece_ns * 9 // 10, took_ns)  # The longest of the last ones: they differ in size.
-        self._pieces_applied += 1
+        self._controls.pieces_applied += 1
         return took_ns
 
     def _activation_failed(self, error: Exception) -> None:
@@ -415,7 +439,7 @@ class SharedDeviceEngine(TorchEngine):
 
     def _drop_weights(self) -> None:
         """Weights of which only a part has come to the device are of no use, but their memory is."""
-        self._version = None
+        self._table.version = None
         self._host = {}
         self._runner.unload()
 
@@ -430,13 +454,6 @@ class SharedDeviceEngine(TorchEngine):
         self._announce_weights()
         if self._host:
             self._runner.unload()
-
-    def end(self) -> None:
-        """End every live request with ABORTED, soon. The thread is the executor's and goes on."""
-        with self._changed:
-            self._closed = True
-            self._aborting.update(self._alive)
-            self._changed.notify_all()
 
 
 def shape_of(work: Sequence[Work]) -> Shape:

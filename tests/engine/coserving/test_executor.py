@@ -156,13 +156,13 @@ def test_admission_sees_all_that_serving_will_do_next_and_what_may_come(make_dev
     with device.executor._changed:
         assert serving.view(0).arriving.cost_ns == 0
         serving.submit([turn(f"s{i}", prompt=20) for i in range(2)])
-        serving._take_wishes()
+        serving._table.take()
         view, cost = serving.view(0), serving.costs
         both = Shape([Prefill(0, 20), Prefill(0, 20)])
         assert view.decode_ns == cost.iteration_ns(both) <= sum(q.cost_ns for q in view.queued)
         assert view.arriving.next_ns == cost.prefill_ns(0, 24, 64)
         serving.submit([turn("long", prompt=100)])
-        serving._take_wishes()
+        serving._table.take()
         view = serving.view(0)
         assert view.decode_ns == cost.iteration_ns(Shape([*both.prefills, Prefill(0, 24)]))
         assert view.arriving.cost_ns == sum(q.cost_ns for q in view.queued) > cost.prefill_ns(0, 100, 64)
@@ -177,7 +177,7 @@ def test_a_request_waits_for_a_place_as_well_as_for_its_prefill(make_device, tur
     device.served.until(lambda: bool(device.served.tokens("has the place")))
     with device.executor._changed:
         serving.submit([turn(f"s{i}", prompt=20) for i in range(2)])
-        serving._take_wishes()
+        serving._table.take()
         left = 100 - serving._scheduler.running[0].position
         first, second = serving.view(0).queued
         step_ns = serving.costs.iteration_ns(Shape((), 1, serving._scheduler.running[0].computed))
@@ -200,7 +200,7 @@ def test_the_next_burst_is_taken_to_be_as_large_as_the_largest_of_late(make_devi
     one_ns = kept_ns()
     with device.executor._changed:
         serving.submit([turn(f"b{i}", prompt=100, max_new_tokens=1) for i in range(6)])
-        serving._take_wishes()
+        serving._table.take()
         burst_ns = kept_ns()
     assert burst_ns > 5 * one_ns
     device.served.finish(*(f"b{i}" for i in range(6)))
@@ -324,7 +324,7 @@ def test_the_first_piece_of_weights_is_taken_to_be_as_slow_as_servings_were(
     rollout.start(device.rolled)
     loading = threading.Thread(target=never_loaded, args=(rollout, rollout_weights(1)))
     loading.start()
-    until(lambda: rollout._orders)
+    until(lambda: rollout._controls.orders)
     slowest_ns = executor.serving._slowest_piece_ns
     ratio = rollout._runner.largest_piece_bytes / executor.serving._runner.largest_piece_bytes
     assert slowest_ns * ratio <= rollout.piece_ns < slowest_ns * ratio + 1
@@ -377,7 +377,7 @@ def test_measuring_costs_is_loading_and_no_pause_of_a_version(
     forward = rollout._runner.forward
 
     def noted(work):
-        charged.update(rollout._meter._costs)
+        charged.update(rollout._controls.meter._costs)
         return forward(work)
 
     monkeypatch.setattr(rollout._runner, "forward", noted)
@@ -642,14 +642,15 @@ def test_serving_survives_a_crash_of_the_rollout_engine(make_device, turn, where
     def crash(*_args):
         raise ZeroDivisionError("a bug")
 
-    setattr(rollout, where, crash)
+    part = rollout._iterations if where == "_compute" else rollout
+    setattr(part, where, crash)
     rollout.submit([turn("r")])
     device.serving.submit([turn("s", max_new_tokens=50)])
     (end,) = device.served.finish("s")
     assert (end.finish, len(device.served.tokens("s"))) == (FinishReason.LENGTH, 50)
     if where != "end_stalled":
         assert device.rolled.finish("r")[0].finish is FinishReason.ERROR
-    rollout.__dict__.pop(where)
+    part.__dict__.pop(where)
     rollout.submit([turn("again")])
     assert device.rolled.finish("again")[0].finish is FinishReason.LENGTH
     device.check_pages()

@@ -239,7 +239,7 @@ async def test_what_the_engine_fails_at_is_no_fault_of_the_client(server, stream
         raise ZeroDivisionError("a bug")
 
     with monkeypatch.context() as patch:
-        patch.setattr(server.executor.serving, "_compute", crash)
+        patch.setattr(server.executor.serving._iterations, "_compute", crash)
         answer = await server.post(prompt="x", stream=stream)
     assert answer.status_code == 500
     assert answer.json()["error"]["type"] == "server_error"

@@ -1,0 +1,201 @@
+"""What callers want of an engine. They leave wishes (requests, aborts, weights, sleep) under a lock; the thread that
+computes takes them between iterations."""
+
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import NamedTuple
+
+import structlog
+from torch import Tensor
+
+from elastic.config import EngineConfig
+from elastic.core.types import Account, WeightMode
+from elastic.engine.base import ChunkSink, EngineStatistics, GenerateRequest, TokenChunk
+from elastic.engine.meter import AccountMeter
+from elastic.engine.torch.requests import RequestTable
+from elastic.engine.torch.runner import Patch, Runner
+from elastic.weights.client import WeightsClient
+from elastic.weights.errors import VersionSuperseded
+from elastic.weights.source import TensorSource, WeightsSource
+
+_log = structlog.get_logger(__name__)
+
+
+class WeightsOrder(NamedTuple):
+    """Verified weights that wait to be applied, and whoever waits for that."""
+
+    version: int
+    tensors: dict[str, Tensor]
+    mode: WeightMode
+    applied: Future[None]
+    patch: Patch | None = None
+    """What takes the weights of `patch.base` to these."""
+
+
+class EngineControls:
+    """An engine's state between its callers and the thread that computes; `changed` is its lock.
+
+    The engine that composes it sets `sink` and `thread`, and reports `resting` once it sleeps.
+    """
+
+    def __init__(
+        self, settings: EngineConfig, runner: Runner, table: RequestTable, changed: threading.Condition
+    ) -> None:
+        self.changed = changed
+        self.table = table
+        self.meter = AccountMeter(time.monotonic_ns(), Account.IDLE)
+        self.weights = WeightsClient()
+        self.sink: ChunkSink | None = None
+        self.thread: threading.Thread | None = None
+        self.orders: deque[WeightsOrder] = deque()
+        self.asleep = False
+        self.resting = False
+        self.closed = False
+        self.idle_account = Account.IDLE
+        self.iterations = 0
+        self.pieces_applied = 0
+        self._settings = settings
+        self._runner = runner
+
+    # On callers' threads.
+
+    def submit(self, requests: Iterable[GenerateRequest]) -> None:
+        with self.changed:
+            self._refuse_closed()
+            self.table.add(requests)
+            self.changed.notify_all()
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """In force at once: of each request that is still alive, the next chunk is the last."""
+        with self.changed:
+            self.table.abort(request_ids)
+            self.changed.notify_all()
+
+    def load_version(
+        self, source: WeightsSource, mode: WeightMode, kept: Callable[[object], object] | None = None
+    ) -> float:
+        """Order a version and wait until it is applied. `kept` makes the engine's own copy of a tensor."""
+        begun_s = time.monotonic()
+        try:
+            weights = source if isinstance(source, TensorSource) else self.weights.apply(source)
+        except VersionSuperseded:
+            # What was staged goes as the engine is closed, which is what the caller is to hear.
+            with self.changed:
+                self._refuse_closed()
+            raise
+        written_s = time.monotonic() - begun_s
+        # Everything that can be done beforehand is done on the caller's time, while the engine goes on.
+        tensors = weights.tensors if kept is None else {name: kept(tensor) for name, tensor in weights.tensors.items()}
+        verified, changes = self._runner.verify(tensors), weights.changes
+        applies = changes is not None and changes.base == self.table.version
+        patch = self._runner.patch_of(changes) if changes is not None and applies else None
+        order = WeightsOrder(weights.version, verified, mode, Future(), patch)
+        with self.changed:
+            self._require_thread()
+            self._refuse_closed()
+            self.orders.append(order)
+            self.changed.notify_all()
+        order.applied.result()
+        return written_s
+
+    def sleep(self) -> None:
+        with self.changed:
+            self._require_thread()
+            self._refuse_closed()
+            self.asleep = True
+            self.resting = False
+            self.table.abort_all()
+            self.changed.notify_all()
+            self.changed.wait_for(lambda: self.resting or self.closed or not self.asleep)
+
+    def wake(self) -> None:
+        with self.changed:
+            self.asleep = False
+            self.changed.notify_all()
+
+    def set_idle_account(self, account: Account) -> None:
+        with self.changed:
+            self.idle_account = account
+            self.changed.notify_all()
+            if self.thread is None:
+                self.charge({account: 1.0})
+
+    def statistics(self) -> EngineStatistics:
+        with self.changed:
+            scheduler, settings = self.table.scheduler, self._settings
+            return EngineStatistics(
+                pending=self.table.pending,
+                executing=len(scheduler.running),
+                capacity_turns=0 if self.asleep or self.closed else settings.max_batch + settings.max_pending,
+                kv_blocks_used=scheduler.pool.used,
+                kv_blocks_total=scheduler.pool.total,
+                prefix_hit_tokens=scheduler.prefix_hit_tokens,
+                prompt_tokens=scheduler.prompt_tokens,
+                decoded_tokens=self.table.decoded_tokens,
+                progress=self.iterations,
+                accounts_ns=self.meter.read(time.monotonic_ns()),
+                weights_version=self.table.version,
+                asleep=self.asleep,
+                waits_to_apply=bool(self.orders) and not self.may_apply,
+                load_progress=self.pieces_applied,
+                received_bytes=self.weights.received_bytes,
+            )
+
+    def end(self) -> None:
+        """End every live request with ABORTED, soon."""
+        with self.changed:
+            self.closed = True
+            self.table.abort_all()
+            self.changed.notify_all()
+
+    # On the thread that computes.
+
+    @property
+    def may_apply(self) -> bool:
+        """Whether the next order of weights, if there is one, is due."""
+        return bool(self.orders) and (
+            self.orders[0].mode is not WeightMode.FINISH or not self.table.scheduler.has_started
+        )
+
+    def keeps_kv(self, order: WeightsOrder) -> bool:
+        return order.mode is WeightMode.KEEP and self.table.version is not None
+
+    def fits(self, patch: Patch | None) -> bool:
+        """Whether `patch` changes the version that is served."""
+        return patch is not None and patch.base == self.table.version
+
+    def fail_orders(self, error: Exception) -> None:
+        while self.orders:
+            self.orders.popleft().applied.set_exception(error)
+
+    def rest(self) -> None:
+        """Asleep: whoever sent the engine to sleep may go on."""
+        self.resting = True
+        self.changed.notify_all()
+
+    def charge(self, costs: Mapping[Account, float]) -> None:
+        """From now on time is shared out in proportion to `costs`."""
+        self.meter.switch(time.monotonic_ns(), costs)
+
+    def emit(self, chunks: Sequence[TokenChunk]) -> None:
+        assert self.sink is not None
+        if not chunks:
+            return
+        try:
+            self.sink(chunks)
+        except Exception:
+            _log.error("the sink of an engine's chunks failed", trace=traceback.format_exc())
+
+    def _refuse_closed(self) -> None:
+        if self.closed:
+            raise RuntimeError("the engine is closed")
+
+    def _require_thread(self) -> None:
+        if self.thread is None or self.sink is None:
+            raise RuntimeError("the engine is not started")
+        if self.thread is threading.current_thread():
+            raise RuntimeError("the engine's own thread cannot wait for itself")
