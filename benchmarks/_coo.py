@@ -5,6 +5,7 @@ Where ROSE sends differences and adds them, which loses a bit here and there, th
 
 import numpy as np
 
+from elastic.weights.blobs import Buffer
 from elastic.weights.codecs.base import (
     PADDING,
     Bits,
@@ -15,7 +16,6 @@ from elastic.weights.codecs.base import (
     check_decode,
     check_encode,
 )
-from elastic.weights.relay import Buffer
 
 
 class Coo:

@@ -3,7 +3,8 @@
 import threading
 import time
 
-from elastic.weights.relay import Buffer, Relay
+from elastic.weights.blobs import Buffer
+from elastic.weights.relay import Relay
 
 BURST_S = 0.01
 """What a link that was idle may send at once, in seconds of its rate."""

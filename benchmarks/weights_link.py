@@ -39,6 +39,7 @@ from _throttle import Link, LinkedRelay, RelayAround
 from _updates import Snapshot, snapshots
 from torch import Tensor
 
+from elastic.weights.blobs import Buffer
 from elastic.weights.choice import BYTES_PER_S_IN_GBPS
 from elastic.weights.codecs import register
 from elastic.weights.codecs.base import Ends
@@ -48,7 +49,7 @@ from elastic.weights.errors import RelayError
 from elastic.weights.peer_cache import PeerCacheRelay
 from elastic.weights.publisher import Publisher, PublishSettings
 from elastic.weights.puller import Puller
-from elastic.weights.relay import Buffer, Relay
+from elastic.weights.relay import Relay
 from elastic.weights.signing import SigningKey
 from elastic.weights.tensors import filling, flatten
 

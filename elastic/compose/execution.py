@@ -12,7 +12,6 @@ import structlog
 
 from elastic import wire
 from elastic.compose.incarnations import (
-    RELAY,
     RUNNING,
     PastIncarnations,
     PreviousIncarnation,
@@ -30,7 +29,7 @@ from elastic.endpoint import WILDCARDS, Endpoint
 from elastic.machine import raise_descriptor_limit
 from elastic.processes import RecordedProcesses, end_left_over, records
 from elastic.run_secrets import RunSecrets
-from elastic.runtime.journal import RunDirectory
+from elastic.runtime.journal import RELAY, RunDirectory
 from elastic.runtime.orchestrator import Orchestrator, Wiring
 from elastic.runtime.status import RunStatus
 from elastic.ticket_book import TicketBook

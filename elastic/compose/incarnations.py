@@ -27,6 +27,9 @@ from elastic.processes import boot_id
 from elastic.runtime import orchestrator, states
 from elastic.runtime.journal import (
     CONTINUES,
+    JOIN,
+    PUBLISHER,
+    RELAY,
     JournalError,
     JournalReader,
     RunDirectory,
@@ -134,8 +137,6 @@ class Began(msgspec.Struct, frozen=True):
 
 RESUMED, BEGAN = "resumed", "began"
 """Notes of a journal: with which digest of the scheduler it went on, and the run's beginning."""
-JOIN, RELAY, PUBLISHER = "join", "relay", "publisher"
-"""Where workers dial and pull weights, and whose weights they believe."""
 
 
 class PreviousIncarnation(msgspec.Struct, frozen=True, kw_only=True):
@@ -293,27 +294,34 @@ def _scheduler(journal: JournalReader) -> tuple[Config, Scheduler]:
 
 MAY_DIFFER = frozenset(
     {
-        *(
-            "run.name",
-            "run.directory",
-            "run.steps",
-            "run.host",
-            "run.port",
-            "run.advertise",
-            "run.certificate",
-            "run.certificate_key",
-            "run.pass_env",
-            "run.orchestrator_timeout_s",
-        ),
-        *(
-            "trainer.max_restarts",
-            "trainer.step_timeout_s",
-            "trainer.usd_per_gpu_hour",
-            "trainer.checkpoint_every_steps",
-        ),
+        "run.name",
+        "run.directory",
+        "run.steps",
+        "run.host",
+        "run.port",
+        "run.advertise",
+        "run.certificate",
+        "run.certificate_key",
+        "run.pass_env",
+        "run.orchestrator_timeout_s",
+        "trainer.max_restarts",
+        "trainer.step_timeout_s",
+        "trainer.usd_per_gpu_hour",
+        "trainer.checkpoint_every_steps",
         "weights.port",
-        *("rewards.timeout_s", "rewards.concurrency", "rewards.idle_s", "rewards.max_retries", "rewards.retry_base_s"),
-        *("providers", "scheduler", "seeding", "routing", "balancing", "provisioning", "journal", "simulation"),
+        "rewards.timeout_s",
+        "rewards.concurrency",
+        "rewards.idle_s",
+        "rewards.max_retries",
+        "rewards.retry_base_s",
+        "providers",
+        "scheduler",
+        "seeding",
+        "routing",
+        "balancing",
+        "provisioning",
+        "journal",
+        "simulation",
     }
 )
 """Sections and keys that may have other values when a run goes on: nothing sampled or trained hangs on them."""

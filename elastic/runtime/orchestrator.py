@@ -24,7 +24,7 @@ from elastic.run_secrets import RunSecrets
 from elastic.runtime import states
 from elastic.runtime.control import CommandDesk, ControlSocket
 from elastic.runtime.gateway import Gateway, GatewayError
-from elastic.runtime.journal import RunDirectory, SqliteJournal, TrajectoryRow
+from elastic.runtime.journal import JOIN, PUBLISHER, RunDirectory, SqliteJournal, TrajectoryRow
 from elastic.runtime.listener import Listener
 from elastic.runtime.live import GatewayWorkers, LoopClock, ProviderLeases
 from elastic.runtime.ports import Ports
@@ -200,7 +200,7 @@ class Orchestrator:
 
     def _trust(self, publisher: str) -> None:
         self._workers.publisher = publisher
-        self._journal.meta("publisher", publisher)
+        self._journal.meta(PUBLISHER, publisher)
 
     def _stored(self, trajectory: TrajectoryId) -> TrajectoryRow:
         return self._wiring.kept.trajectories([trajectory])[trajectory]
@@ -232,15 +232,8 @@ class Orchestrator:
 
     def _when(self, done: "Future[None]", then: Callable[[], None]) -> None:
         """Call `then` on the loop's thread once `done` is, never if it fails; calls keep their order."""
-        loop = asyncio.get_running_loop()
-
-        def call(_: "Future[None]") -> None:
-            if done.exception() is not None:
-                return
-            with contextlib.suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(then)
-
-        done.add_done_callback(call)
+        soon = _on_this_loop(then)
+        done.add_done_callback(lambda _: soon() if done.exception() is None else None)
 
     def broken(self, event: e.Event | None, error: Exception) -> None:
         log.error("internal error", event_kind=type(event).__name__, exc_info=error)
@@ -254,13 +247,7 @@ class Orchestrator:
 
         Raises `GatewayError`, `ProviderUnavailable` or `FunctionError` when the run cannot even begin.
         """
-        loop = asyncio.get_running_loop()
-
-        def journal_changed() -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(self._journal_changed)
-
-        self._journal.on_change = journal_changed
+        self._journal.on_change = _on_this_loop(self._journal_changed)
         try:
             async with asyncio.TaskGroup() as tasks:
                 self._tasks = tasks
@@ -270,7 +257,7 @@ class Orchestrator:
                     self._run.resume()
                 listening = await self._listen()
                 endpoint = self._endpoint(listening)
-                self._journal.meta("join", listening)
+                self._journal.meta(JOIN, listening)
                 self._journal.meta("endpoint", msgspec.json.encode(endpoint).decode())
                 providers = self._wiring.make_providers(endpoint, self.now_ns)
                 self._leases.providers = providers
@@ -349,3 +336,14 @@ class Orchestrator:
         if refused := self._door.refusals():
             self._journal.meta(REFUSED_NOTE, msgspec.json.encode(refused).decode())
         self._sampler.sample(self.now_ns())
+
+
+def _on_this_loop(call: Callable[[], None]) -> Callable[[], None]:
+    """Any thread may call what is returned: it has this loop make the `call`, unless that is closed."""
+    loop = asyncio.get_running_loop()
+
+    def soon() -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(call)
+
+    return soon

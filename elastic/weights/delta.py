@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from elastic.weights.blobs import Buffer
 from elastic.weights.codecs import CODECS
 from elastic.weights.codecs.base import PADDING, TILE_ELEMENTS_MAX, BucketUpdate, CodecError, EncodedBucket, ascend
 from elastic.weights.errors import WeightsCorrupted
@@ -30,7 +31,6 @@ from elastic.weights.manifest import (
     count_tiles,
     version_prefix,
 )
-from elastic.weights.relay import Buffer
 from elastic.weights.signing import Trust
 
 SCHEMA_VERSION = 3

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
 
-from elastic.weights.relay import Buffer
+from elastic.weights.blobs import Buffer
 
 DIGEST_BYTES = 32
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from elastic.weights.blobs import Buffer, check_key
 from elastic.weights.errors import BlobConflict, BlobNotFound, RelayError
-from elastic.weights.relay import Buffer, check_key
 
 INCOMING, MEMORY_LINK = ".incoming", ".memory"
 """Where blobs are while they are written, and a link to where there may be room for them in shared memory

@@ -9,8 +9,8 @@ import httpx
 import msgspec
 
 from elastic.tls import anchored_context
+from elastic.weights.blobs import Buffer, check_key
 from elastic.weights.errors import BlobConflict, BlobNotFound, InvalidKey, RelayError, RelayUnavailable
-from elastic.weights.relay import Buffer, check_key
 
 CONNECT_TIMEOUT_S = 5.0
 SILENCE_TIMEOUT_S = 10.0

@@ -4,23 +4,20 @@ Source: docs/design.md, `Relay`.
 """
 
 import importlib.metadata
-import re
 from pathlib import Path
 from typing import Protocol
 from urllib.parse import unquote, urlsplit
 
 import structlog
 
-from elastic.weights.errors import BlobConflict, InvalidKey, RelayError
+from elastic.weights.blobs import Buffer
+from elastic.weights.directory import DirectoryRelay
+from elastic.weights.errors import BlobConflict, RelayError
 
 log = structlog.get_logger(__name__)
 
-Buffer = bytes | bytearray | memoryview
-
 REQUESTS = "requests/"
 """Keys of workers' requests for a keyframe begin with this. Workers put nothing else."""
-
-_SEGMENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 
 
 class Relay(Protocol):
@@ -51,13 +48,6 @@ class Relay(Protocol):
         ...
 
 
-def check_key(key: str) -> str:
-    """`key` itself; raises `InvalidKey` unless it is segments of letters, digits and `._-`, apart by `/`."""
-    if not all(_SEGMENT.fullmatch(segment) for segment in key.split("/")):
-        raise InvalidKey(f"blob key {key!r}: expected segments of letters, digits and ._- apart by /")
-    return key
-
-
 def claim(relay: Relay, key: str, *parts: Buffer) -> None:
     """`put` for the one to whom `key` belongs: other content under it is not its own, and makes room."""
     try:
@@ -78,17 +68,11 @@ def open_relay(url: str, token: str | None = None, anchor: str = "") -> Relay:
     """
     parts = urlsplit(url)
     if parts.scheme == "file" and parts.netloc in ("", "localhost"):
-        return _directory(Path(unquote(parts.path)))
+        return DirectoryRelay(Path(unquote(parts.path)))
     if not parts.scheme:
-        return _directory(Path(url))
+        return DirectoryRelay(Path(url))
     kinds = {point.name: point for point in importlib.metadata.entry_points(group="elastic.relays")}
     if parts.scheme in kinds:
         return kinds[parts.scheme].load()(url, token, anchor)
     allowed = ", ".join(f"{scheme}://" for scheme in sorted(kinds))
     raise RelayError(f"relay {url}: allowed are {allowed}, file:/// and a directory's path")
-
-
-def _directory(path: Path) -> Relay:
-    from elastic.weights.directory import DirectoryRelay
-
-    return DirectoryRelay(path)

@@ -16,8 +16,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from elastic.weights.blobs import check_key
 from elastic.weights.errors import BlobConflict, BlobNotFound, InvalidKey, RelayError, RelayUnavailable
-from elastic.weights.relay import REQUESTS, Relay, check_key
+from elastic.weights.relay import REQUESTS, Relay
 from elastic.weights.rights import REQUEST_BYTES, REQUESTS_OPEN, Bearer, RelayRights
 
 PIECE_BYTES = 8 << 20

@@ -6,8 +6,9 @@ from typing import TypeVar
 
 from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_exponential
 
+from elastic.weights.blobs import Buffer
 from elastic.weights.errors import BlobNotFound, RelayUnavailable
-from elastic.weights.relay import Buffer, Relay
+from elastic.weights.relay import Relay
 
 T = TypeVar("T")
 

@@ -87,7 +87,9 @@ class SharedRolloutEngine(SharedDeviceEngine):
         full = len(self._scheduler.running) >= self.settings.max_batch
         for sequence in list(self._scheduler):
             request = sequence.request
-            if sequence not in self._scheduler.running and (full or (self._controls.orders and not sequence.admissions)):
+            if sequence not in self._scheduler.running and (
+                full or (self._controls.orders and not sequence.admissions)
+            ):
                 self._progress_ns[request.request_id] = now_ns
             waited_ns = now_ns - self._progress_ns.setdefault(request.request_id, now_ns)
             if waited_ns > self._stall_timeout_ns:

@@ -1,4 +1,4 @@
-"""An engine's live requests: joined, refused, scheduled, and ended with their last chunk. Pure; no tensors, no clock."""
+"""An engine's live requests: joined, refused, scheduled, ended with their last chunk. Pure; no tensors, no clock."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence

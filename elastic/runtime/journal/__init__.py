@@ -4,6 +4,9 @@ from elastic.runtime.journal.frames import TokenFrame, event_row, frame_row, tok
 from elastic.runtime.journal.reader import JournalReader
 from elastic.runtime.journal.records import (
     CONTINUES,
+    JOIN,
+    PUBLISHER,
+    RELAY,
     BookRow,
     CallRow,
     EventRow,
@@ -25,7 +28,10 @@ from elastic.runtime.journal.writer import SCHEMA_VERSION, JournalError, Journal
 __all__ = [
     "CONFIG",
     "CONTINUES",
+    "JOIN",
     "JOURNAL",
+    "PUBLISHER",
+    "RELAY",
     "SCHEMA_VERSION",
     "BookRow",
     "CallRow",

@@ -14,6 +14,8 @@ from functions.base import Call, CallOutcome
 
 CONTINUES = "continues"
 """The key under which a journal names the one that it goes on from."""
+JOIN, RELAY, PUBLISHER = "join", "relay", "publisher"
+"""Keys of a journal's notes: where workers dial and pull weights, and whose weights they believe."""
 
 
 class NoteRow(JournalRecord, frozen=True, gc=False):

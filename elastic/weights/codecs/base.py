@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from elastic.weights.relay import Buffer
+from elastic.weights.blobs import Buffer
 
 Bits = npt.NDArray[np.uint16]
 Ends = npt.NDArray[np.int64]

@@ -5,6 +5,7 @@ from itertools import pairwise
 import numpy as np
 import zstandard
 
+from elastic.weights.blobs import Buffer
 from elastic.weights.codecs._zstd import LEVEL, decompress
 from elastic.weights.codecs.base import (
     PADDING,
@@ -15,7 +16,6 @@ from elastic.weights.codecs.base import (
     Ends,
     check_decode,
 )
-from elastic.weights.relay import Buffer
 
 _EXPANSION_MAX = 5
 """Bytes a changed element of the inner codec takes at most, and an unchanged one."""

@@ -9,6 +9,7 @@ from itertools import pairwise
 import numpy as np
 import zstandard
 
+from elastic.weights.blobs import Buffer
 from elastic.weights.codecs._zstd import LEVEL, decompress
 from elastic.weights.codecs.base import (
     PADDING,
@@ -21,7 +22,6 @@ from elastic.weights.codecs.base import (
     check_encode,
 )
 from elastic.weights.codecs.sums import tile_sums
-from elastic.weights.relay import Buffer
 
 
 class Raw:

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit
 
+from elastic.weights.blobs import Buffer
 from elastic.weights.codecs import _rans
 from elastic.weights.codecs._integers import (
     TOKENS,
@@ -57,7 +58,6 @@ from elastic.weights.codecs.base import (
     flat,
 )
 from elastic.weights.codecs.sums import sum_change
-from elastic.weights.relay import Buffer
 
 LEVELS = 48
 """Half octaves of mean gap, from 1 element to `TILE_ELEMENTS_MAX`."""

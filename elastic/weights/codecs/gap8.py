@@ -9,6 +9,7 @@ of 255 or more is a byte 255 and 16 bits among the wide ones.
 import numpy as np
 from numba import njit
 
+from elastic.weights.blobs import Buffer
 from elastic.weights.codecs._integers import change_of, changed
 from elastic.weights.codecs._simd import LANES, changed_mask, load_u16, lowest_bit
 from elastic.weights.codecs._varint import put_varint, take_varint
@@ -26,7 +27,6 @@ from elastic.weights.codecs.base import (
     flat,
 )
 from elastic.weights.codecs.sums import mix, sum_change
-from elastic.weights.relay import Buffer
 
 _ESCAPE = 255
 _HEADER_BYTES_MAX = 15
