@@ -30,6 +30,11 @@ class RunConfig(_Section):
     name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
     seed: int = Field(0, ge=0, lt=2**63)
     steps: int = Field(60, ge=1, description="training steps")
+    budget_usd: float | None = Field(
+        None,
+        gt=0,
+        description="what the run may cost in all, its trainer and the calls of functions included: it stops in time",
+    )
     directory: Path = Field(Path("runs"), description="where runs keep their journal, checkpoints and report")
     host: str = Field(
         "127.0.0.1", min_length=1, description="address on which workers join; beyond loopback they speak TLS 1.3"
@@ -120,6 +125,9 @@ class TrainerConfig(_Section):
     threads: int = Field(1, ge=1)
     checkpoint_every_steps: int = Field(5, ge=1)
     usd_per_gpu_hour: float = Field(10.47, ge=0)
+    billing: Literal["exact", "second", "minute", "hour"] = Field(
+        "exact", description="what is billed of its device: the time as it is, or each begun second, minute or hour"
+    )
     max_restarts: int = Field(
         3, ge=0, description="losses of the trainer's device that a run survives: another one begins at its checkpoint"
     )

@@ -238,7 +238,10 @@ def build(plan: compose.RunPlan, experiment: Experiment, scheduler: Scheduler, j
         environments_take_time=not experiment.environment_times,
     )
     trainer = ProviderSettings(
-        max_workers=1, usd_per_gpu_hour=config.trainer.usd_per_gpu_hour, gpus_per_worker=config.trainer.gpus
+        max_workers=1,
+        usd_per_gpu_hour=config.trainer.usd_per_gpu_hour,
+        gpus_per_worker=config.trainer.gpus,
+        billing=config.trainer.billing,
     )
     try:
         run = SimulatedRun(
@@ -321,7 +324,7 @@ def simulate(
                 run.stop(compose.INTERRUPTED)
             sampler.sample(run.loop.now_ns)
 
-        failed = run.live(sample=sample)
+        failed = run.live(told=compose.configured_budget(config), sample=sample)
         sample()
         tell(run.environments.episodes.notes())
         ending.conclude(failed, scheduler.stopped)

@@ -10,13 +10,13 @@ configuration says of which kind it is. Source: docs/design.md, `Provider`.
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, TypeAlias
+from typing import Any, ClassVar, Literal, Protocol, TypeAlias
 
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field
 
 from elastic.core.events import LeaseEnded, LeaseGranted, LeaseNotice, LeaseRefused, OfferChanged
-from elastic.core.types import LeaseId, Nanoseconds, WorkerId
+from elastic.core.types import NS_PER_S, LeaseId, Nanoseconds, WorkerId
 from elastic.endpoint import Endpoint
 from providers.waiting_room import WaitingRoom
 
@@ -72,6 +72,11 @@ class ProviderContext(msgspec.Struct, frozen=True, kw_only=True):
     waiting_room: WaitingRoom | None = None
 
 
+Billing: TypeAlias = Literal["exact", "second", "minute", "hour"]
+INCREMENTS_S: Mapping[Billing, int] = {"second": 1, "minute": 60, "hour": 3600}
+"""What a begun increment is, where whole ones are billed."""
+
+
 class ProviderSettings(BaseModel):
     """What the configuration of every provider has; adapters add their own keys in a subclass."""
 
@@ -80,10 +85,19 @@ class ProviderSettings(BaseModel):
     kind: str = Field(default="", description="which provider this is; else the section's name says it")
     max_workers: int = Field(1, ge=0, le=10_000, description="most workers to hold at once")
     usd_per_gpu_hour: float = Field(0.0, ge=0, allow_inf_nan=False, description="price of one GPU for an hour")
+    billing: Billing = Field(
+        default="exact",
+        description="what is billed of a lease: the time as it is, or each begun second, minute, hour",
+    )
     gpus_per_worker: int = Field(1, ge=1)
     engine: dict[str, Any] = Field(
         default_factory=dict, description="settings of its workers' engines that differ from [engine]"
     )
+
+    @property
+    def billing_ns(self) -> Nanoseconds | msgspec.UnsetType:
+        """The increment by which leases are billed, where there is one."""
+        return INCREMENTS_S[self.billing] * NS_PER_S if self.billing in INCREMENTS_S else msgspec.UNSET
 
 
 class Provider(Protocol):

@@ -133,6 +133,7 @@ class Market(Generic[SettingsT]):
             workers_per_lease=self.workers_per_lease,
             boot_s=self.boot_s(),
             expected_life_s=self.expected_life_s(),
+            billing_ns=self.settings.billing_ns,
         )
         if offer == self._offered and not again:
             return None

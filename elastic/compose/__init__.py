@@ -4,7 +4,15 @@ The only room that knows everybody. Commands of the command line end here.
 """
 
 from elastic.compose.execution import INTERRUPTED, RunOutcome, execute
-from elastic.compose.incarnations import RUNNING, UNEXPECTED, PastIncarnations, journaled, past_incarnations, replay
+from elastic.compose.incarnations import (
+    RUNNING,
+    UNEXPECTED,
+    PastIncarnations,
+    configured_budget,
+    journaled,
+    past_incarnations,
+    replay,
+)
 from elastic.compose.plan import (
     TRAINER_PROVIDER,
     RunPlan,
@@ -43,6 +51,7 @@ __all__ = [
     "check_live",
     "check_policy",
     "claimed",
+    "configured_budget",
     "discard_run",
     "execute",
     "installed",

@@ -15,6 +15,7 @@ from elastic.compose.incarnations import (
     RUNNING,
     PastIncarnations,
     PreviousIncarnation,
+    configured_budget,
     journaled,
     next_incarnation,
     previous_incarnation,
@@ -77,7 +78,7 @@ async def execute(
     run = RunDirectory(run_dir)
     with contextlib.ExitStack() as claims:
         claims.enter_context(claimed(run_dir))
-        former = previous_incarnation(run, config) if resume else PreviousIncarnation()
+        former = previous_incarnation(run, config) if resume else PreviousIncarnation(told=configured_budget(config))
         past = claims.enter_context(next_incarnation(run, config, scheduler)) if resume else PastIncarnations()
         (run_dir / "logs").mkdir(exist_ok=True)
         notes = _meta(plan, run_dir) | former.notes_to_keep()
@@ -112,7 +113,9 @@ async def execute(
                     certificate=certificate,
                     waiting_room=waiting_room,
                 )
-                orchestrator = Orchestrator(config, scheduler, journal, wiring, former.taken_up(), observe=observe)
+                orchestrator = Orchestrator(
+                    config, scheduler, journal, wiring, former.taken_up(), told=former.told, observe=observe
+                )
                 on_ready(orchestrator)
                 failed = await orchestrator.run()
             ending.conclude(failed, scheduler.stopped)
@@ -172,7 +175,10 @@ def make_providers(
         TRAINER_PROVIDER: TrainerProvider(
             TRAINER_PROVIDER,
             TrainerProvider.Settings(
-                max_workers=1, usd_per_gpu_hour=trainer.usd_per_gpu_hour, gpus_per_worker=trainer.gpus
+                max_workers=1,
+                usd_per_gpu_hour=trainer.usd_per_gpu_hour,
+                gpus_per_worker=trainer.gpus,
+                billing=trainer.billing,
             ),
             context(trainer_command),
         )

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,9 +21,10 @@ from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core import saved_state
 from elastic.core.digest import digest
+from elastic.core.ledger import NANO_USD_PER_USD
 from elastic.core.saved_state import StateError
 from elastic.core.scheduler import Phase, Scheduler
-from elastic.core.types import Nanoseconds
+from elastic.core.types import NS_PER_S, Nanoseconds
 from elastic.processes import boot_id
 from elastic.runtime import orchestrator, states
 from elastic.runtime.journal import (
@@ -30,6 +32,7 @@ from elastic.runtime.journal import (
     JOIN,
     PUBLISHER,
     RELAY,
+    CallRow,
     JournalError,
     JournalReader,
     RunDirectory,
@@ -142,7 +145,9 @@ RESUMED, BEGAN = "resumed", "began"
 class PreviousIncarnation(msgspec.Struct, frozen=True, kw_only=True):
     """The incarnation that the next one continues, as the journals tell it; `journal` is the name of its journal.
 
-    `state` is None where nothing can be continued: then the run begins at the trainer's newest checkpoint.
+    `state` is None where nothing can be continued: then the run begins at the trainer's newest checkpoint, and what
+    still holds of the former incarnations (commands, costs) is `told` to it. `functions_usd` is what functions have
+    cost since the continued part began; `budget_usd` is set where the run is given another budget than it had.
     """
 
     journal: str = ""
@@ -150,6 +155,9 @@ class PreviousIncarnation(msgspec.Struct, frozen=True, kw_only=True):
     digest: str = ""
     last_ns: int = 0
     notes: Mapping[str, str] = {}
+    told: tuple[e.Event, ...] = ()
+    functions_usd: float = 0.0
+    budget_usd: float | msgspec.UnsetType | None = msgspec.UNSET
 
     @property
     def relay(self) -> str:
@@ -173,6 +181,8 @@ class PreviousIncarnation(msgspec.Struct, frozen=True, kw_only=True):
             now_ns=max(since_ns, self.last_ns),
             join=self.notes.get(JOIN, ""),
             publisher=self.notes.get(PUBLISHER, ""),
+            functions_usd=self.functions_usd,
+            budget_usd=self.budget_usd,
         )
 
 
@@ -182,23 +192,26 @@ def previous_incarnation(run: RunDirectory, config: Config) -> PreviousIncarnati
     Replay begins at the newest usable saved state, and goes on with the journals' later events.
     """
     if not run.journal_paths():
-        return PreviousIncarnation()
+        return PreviousIncarnation(told=configured_budget(config))
     try:
         with run.journals() as journals:
+            anew = PreviousIncarnation(told=what_holds(journals, config))
             chain = _chain(journals)
             if not chain:
-                return PreviousIncarnation()
+                return anew
             notes = _notes(run, chain)
-            check_same(config, validate(Config, json.loads(notes["config"]), str(chain[-1].path)))
+            former = validate(Config, json.loads(notes["config"]), str(chain[-1].path))
+            check_same(config, former)
             found = _recollect(run, chain)
             last_ns = chain[-1].last_ns()
+            functions_usd = sum(call.usd for journal in chain for call in journal.rows(CallRow))
     except JournalError as error:
         raise ConfigError(f"{error}; the run goes on from its checkpoint once this journal is moved away") from error
     core = found.scheduler
     done = core.phase in (Phase.STOPPING, Phase.ENDED)
     if core.failed or (done and config.run.steps > core.plan.steps):
         log.info("the run had ended; it goes on from the trainer's checkpoint", failed=core.failed)
-        return PreviousIncarnation()
+        return anew
     version = max((int(path.stem) for path in (run.path / states.CHECKPOINTS).glob("*.safetensors")), default=0)
     if not found.leads_from(version):
         log.warning(
@@ -206,11 +219,66 @@ def previous_incarnation(run: RunDirectory, config: Config) -> PreviousIncarnati
             checkpoint=version,
             journal=core.version,
         )
-        return PreviousIncarnation()
+        return anew
     state = found.saved()
+    changed = config.run.budget_usd != former.run.budget_usd
     return PreviousIncarnation(
-        journal=chain[-1].path.name, state=state, digest=digest(core), last_ns=max(last_ns, core.now_ns), notes=notes
+        journal=chain[-1].path.name,
+        state=state,
+        digest=digest(core),
+        last_ns=max(last_ns, core.now_ns),
+        notes=notes,
+        functions_usd=functions_usd,
+        budget_usd=config.run.budget_usd if changed else msgspec.UNSET,
     )
+
+
+BUDGET_KEY = "run.budget_usd"
+"""The id of the command that sets the budget of the configuration."""
+
+
+def configured_budget(config: Config) -> tuple[e.Event, ...]:
+    """What a run is told of its configuration as it begins."""
+    usd = config.run.budget_usd
+    return () if usd is None else (e.BudgetSet(command=BUDGET_KEY, usd=usd),)
+
+
+def what_holds(journals: Sequence[JournalReader], config: Config) -> tuple[e.Event, ...]:
+    """What an incarnation that goes on from none of these is told, so that commands are done once, caps hold, and the
+    budget counts all that the run has cost: what was held when an incarnation died, for as long as workers outlive
+    it."""
+    told: list[e.Event] = []
+    costs_nano_usd: dict[tuple[str, int], int] = {}
+    functions_usd, budget_usd, configured = 0.0, None, None
+    for journal in journals:
+        meta = journal.meta()
+        said = validate(Config, json.loads(meta["config"]), str(journal.path)) if "config" in meta else config
+        configured = said.run.budget_usd
+        outlived_ns = journal.last_ns() + round(said.run.orchestrator_timeout_s * NS_PER_S)
+        for book in journal.books():
+            end_ns = outlived_ns if book.closed_ns is None else book.closed_ns
+            costs_nano_usd[book.worker, book.opened_ns] = book.price.most_nano_usd(end_ns - book.opened_ns)
+        functions_usd += sum(call.usd for call in journal.rows(CallRow))
+        for _, event in journal.events_of("CapSet", "BudgetSet", "StopCommanded", "Resumed"):
+            match event:
+                case e.BudgetSet():
+                    budget_usd = event.usd
+                    told.append(event)
+                case e.Resumed() if event.budget_usd is not msgspec.UNSET:
+                    budget_usd = event.budget_usd
+                case e.StopCommanded():
+                    told.append(msgspec.structs.replace(event, undone=True))
+                case e.CapSet():
+                    told.append(event)
+                case _:
+                    pass
+    if config.run.budget_usd != configured:
+        budget_usd = config.run.budget_usd
+    if not told and budget_usd is None:
+        return ()
+    cost_nano_usd = sum(costs_nano_usd.values()) + math.ceil(functions_usd * NANO_USD_PER_USD)
+    last = e.BudgetSet(command=f"{BUDGET_KEY} of process {len(journals) + 1}", usd=budget_usd)
+    return (*told, e.CostCarried(nano_usd=cost_nano_usd), last)
 
 
 def _notes(run: RunDirectory, chain: Sequence[JournalReader]) -> dict[str, str]:
@@ -297,6 +365,7 @@ MAY_DIFFER = frozenset(
         "run.name",
         "run.directory",
         "run.steps",
+        "run.budget_usd",
         "run.host",
         "run.port",
         "run.advertise",
@@ -307,6 +376,7 @@ MAY_DIFFER = frozenset(
         "trainer.max_restarts",
         "trainer.step_timeout_s",
         "trainer.usd_per_gpu_hour",
+        "trainer.billing",
         "trainer.checkpoint_every_steps",
         "weights.port",
         "rewards.timeout_s",

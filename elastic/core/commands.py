@@ -160,6 +160,12 @@ class UpdateWeights(_Command, frozen=True):
     pulled: tuple[int, ...] = ()
 
 
+class ExhaustBudget(_Command, frozen=True):
+    """The budget ends here: answer with `BudgetExhausted`, so that the journal says where the run was stopped."""
+
+    cause: str
+
+
 class EndRun(_Command, frozen=True):
     """Everything is given back; the shell may exit. `failed` names the cause where there is one."""
 
@@ -187,5 +193,6 @@ Command: TypeAlias = (
     | TrainGroup
     | DropGroup
     | UpdateWeights
+    | ExhaustBudget
     | EndRun
 )

@@ -267,12 +267,34 @@ class BudgetSet(_Event, frozen=True):
         return f"budget {'none' if self.usd is None else self.usd}"
 
 
+class BudgetExhausted(_Event, frozen=True):
+    """The budget's end has come: the core has asked to be told so, for what comes of it is to stand in the journal."""
+
+    cause: str
+
+
+class CostCarried(_Event, frozen=True):
+    """Incarnations that this one does not go on from have cost so much."""
+
+    nano_usd: int
+
+
+class FunctionsBilled(_Event, frozen=True):
+    """Calls of functions have cost `nano_usd` in all; one more costs `call_nano_usd` at the most. Told to runs that
+    have a budget."""
+
+    nano_usd: int
+    call_nano_usd: int
+
+
 class Resumed(_Event, frozen=True):
     """A new process has taken the run up from its journal: nobody has been heard since the event before this one.
 
     What it finds (connections that are gone, leases that have ended) is told by events of their own. The trainer has
-    all of its restarts once more.
+    all of its restarts once more. `budget_usd` is set where whoever resumed it has given it another budget, or none.
     """
+
+    budget_usd: float | msgspec.UnsetType | None = msgspec.UNSET
 
 
 Event: TypeAlias = (
@@ -304,6 +326,9 @@ Event: TypeAlias = (
     | StopCommanded
     | CapSet
     | BudgetSet
+    | BudgetExhausted
+    | CostCarried
+    | FunctionsBilled
     | Resumed
 )
 

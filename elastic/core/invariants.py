@@ -38,6 +38,7 @@ NUMBERS = {
     9: "progress",
     11: "an infrastructure failure is never scored",
     12: "nothing waits without a bound and a name",
+    16: "caps and budgets hold",
 }
 """the invariants of docs/design.md that the state alone can show."""
 
@@ -93,6 +94,7 @@ def check(scheduler: Scheduler) -> None:
     _check_scorings(scheduler)
     _check_index(scheduler)
     _check_ledger(scheduler)
+    _check_controls(scheduler)
     _check_queue(scheduler)
     _check_step(scheduler)
     _check_trainer(scheduler)
@@ -270,6 +272,15 @@ def _check_book(book: DeviceBook, now_ns: int) -> None:
         raise InvariantViolated(6, f"book of {book.worker}", f"kept to {book.cursor_ns}, which is to come")
 
 
+def _check_controls(s: Scheduler) -> None:
+    """Caps hold, but for what is on its way back, and a budget's end is waited for."""
+    for provider, cap in s.controls.caps.items():
+        kept = [x for x in s.leases.leases.values() if x.provider == provider and not x.goes]
+        gpus = sum(lease.offer.gpus_per_worker * lease.offer.workers_per_lease for lease in kept)
+        if gpus > cap and s.phase in (Phase.STARTING, Phase.RUNNING):
+            raise InvariantViolated(16, f"provider {provider}", f"{gpus} GPUs are held, the cap is {cap}")
+
+
 def _check_queue(s: Scheduler) -> None:
     queued = [turn for turn in s.turns.live.values() if turn.state is TurnState.QUEUED]
     head = s.turns.head()
@@ -381,7 +392,7 @@ def _known(s: Scheduler, what: str, key: str) -> bool:
         return s.turns.head() is not None
     if what == "back-off":
         return key in s.leases.offers
-    if what == "provision":
+    if what in ("provision", "budget"):
         return s.phase in (Phase.STARTING, Phase.RUNNING)
     return s.phase is _WAITS_OF_A_PHASE[what]
 

@@ -4,12 +4,15 @@ Source: docs/design.md, "A lease".
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from elastic.core import commands as c
 from elastic.core import events as e
+from elastic.core.allowance import capped_gpus, gpus_of, room
 from elastic.core.departures import Departures
 from elastic.core.leases import Lease
+from elastic.core.ledger import Price
 from elastic.core.market import LeaseMarket
 from elastic.core.run_state import RunState
 from elastic.core.types import EndCause, LeaseId, LeaseState, Nanoseconds, Offer, WorkerRole, WorkerState
@@ -36,23 +39,23 @@ class LeaseManager:
             "release": self._ask_back,
             "expiry": self._expiry_due,
             "early replacement": self._replacement_due,
-            "back-off": lambda _: self._provision(),
-            "provision": lambda _: self._provision(),
+            "back-off": lambda _: self.provision(),
+            "provision": lambda _: self.provision(),
         }
 
     # Asking
 
     def _on_offer(self, event: e.OfferChanged) -> None:
         self._run.leases.offers[event.offer.provider] = event.offer
-        self._provision()
+        self.provision()
 
     def follow_bound(self) -> None:
         """Ask every provider again whenever the number of workers worth having changes."""
         if self._worker_bound != self._run.leases.worker_bound:
             self._worker_bound = self._run.leases.worker_bound
-            self._provision()
+            self.provision()
 
-    def _provision(self) -> None:
+    def provision(self) -> None:
         """Ask every provider for as many leases as are worth having, for one may have what another has run out of."""
         for offer in self._run.leases.offers.values():
             self._take_of(offer)
@@ -63,8 +66,12 @@ class LeaseManager:
             return
         if offer.role is WorkerRole.TRAINER:
             wanted = 0 if run.timers.waiting("back-off", offer.provider) else 1 - run.leases.held(offer.provider)
+            if wanted and room(run, offer) == 0:
+                wanted = 0
+                run.count_budget()
         else:
-            wanted = run.policies.provisioning.leases_wanted(offer, LeaseMarket(run.leases, run.timers))
+            market = LeaseMarket(run.leases, run.timers, room=partial(room, run))
+            wanted = run.policies.provisioning.leases_wanted(offer, market)
         for _ in range(wanted):
             self._ask_for(offer.provider)
 
@@ -79,6 +86,7 @@ class LeaseManager:
     def _ask_for(self, provider: str, replaces: LeaseId | None = None) -> None:
         run = self._run
         lease = run.leases.request(provider, replaces)
+        run.count_budget()
         run.wait("grant", lease.id, run.limits.acquire_timeout_ns)
         run.out.append(c.AcquireLease(lease=lease.id, provider=provider))
 
@@ -103,11 +111,24 @@ class LeaseManager:
         """Billing starts, and the workers are awaited. A worker's id is never used twice."""
         run, offer = self._run, lease.offer
         lease.workers = tuple(worker for worker in event.workers if worker not in run.ledger.books)
+        run.count_budget()
+        unheard_since_ns = run.controls.unheard_since_ns.pop(lease.id, run.now_ns)
+        if unheard_since_ns < run.now_ns:
+            cost = Price.of(offer).most_nano_usd(run.now_ns - unheard_since_ns)
+            run.controls.carried_nano_usd += len(lease.workers) * cost
         catches_up = offer.role is WorkerRole.TRAINER and run.version is not None
         boot_ns = offer.boot_ns + catches_up * run.limits.catch_up_timeout_ns
         for worker in lease.workers:
             run.fleet.add(worker, lease.id, lease.provider, offer.role)
-            run.ledger.open(lease.id, worker, lease.provider, offer.gpus_per_worker, offer.usd_per_gpu_hour, run.now_ns)
+            run.ledger.open(
+                lease.id,
+                worker,
+                lease.provider,
+                offer.gpus_per_worker,
+                offer.usd_per_gpu_hour,
+                run.now_ns,
+                offer.billing_ns,
+            )
             run.wait("boot", worker, boot_ns + run.patience.limit_ns("boot", run.now_ns))
         if event.expires_at_ns is not None:
             lease.expires_at_ns = event.expires_at_ns
@@ -127,13 +148,15 @@ class LeaseManager:
     def _refused(self, lease: Lease, reason: str) -> None:
         run = self._run
         run.timers.clear("grant", lease.id)
+        run.controls.unheard_since_ns.pop(lease.id, None)
+        run.count_budget()
         run.leases.move(lease, LeaseState.REFUSED, run.now_ns, reason)
         if lease.offer.role is WorkerRole.TRAINER:
             most = run.limits.trainer_restarts_max if run.version is not None else 0
             self._lose_trainer(f"is not to be had: {reason}", most)
         self._back_off(lease.provider)
         self._retry_replacement(lease.replaces)
-        self._provision()
+        self.provision()
 
     def _back_off(self, provider: str) -> None:
         """Leave the provider alone for a while, twice as long with every failure in a row.
@@ -167,7 +190,8 @@ class LeaseManager:
         run, lease = self._run, self._run.leases.leases[lease_id]
         if not run.active or lease_id in run.leases.replaced():
             return
-        offer, market = run.leases.offers[lease.provider], LeaseMarket(run.leases, run.timers, ending=lease)
+        offer = run.leases.offers[lease.provider]
+        market = LeaseMarket(run.leases, run.timers, ending=lease, room=partial(room, run))
         if run.policies.provisioning.leases_wanted(offer, market) > 0:
             self._ask_for(lease.provider, replaces=lease_id)
         else:
@@ -205,6 +229,29 @@ class LeaseManager:
                 self._empty(lease, reason)
             else:
                 self._release(lease, reason)
+
+    def follow_cap(self, provider: str) -> None:
+        """Give back what is held beyond the provider's cap: what serves least first, with time for its turns to end or
+        move."""
+        run, cap = self._run, self._run.controls.caps.get(provider)
+        if cap is None or not run.active:
+            return
+        excess, reason = capped_gpus(run, provider) - cap, f"{provider} is capped at {cap} GPUs"
+        held = [x for x in run.leases.leases.values() if x.provider == provider and not x.goes]
+        for lease in sorted(held, key=self._usefulness):
+            if excess <= 0:
+                return
+            excess -= gpus_of(lease.offer)
+            if lease.state is LeaseState.REQUESTED:
+                self._withdraw(lease, reason)
+            else:
+                self._leave(lease, run.now_ns + run.patience.leaving_ns(run.now_ns), reason)
+
+    def _usefulness(self, lease: Lease) -> tuple[bool, bool, int]:
+        """Of a lease: whether it is granted, whether any of its workers serves, and how many turns are on them."""
+        workers = self._run.fleet.of_lease(lease.id)
+        ready = any(worker.state is WorkerState.READY for worker in workers)
+        return lease.live, ready, sum(worker.outstanding for worker in workers)
 
     def _withdraw(self, lease: Lease, reason: str) -> None:
         """Take a request back, again and again until the provider has answered it."""
@@ -290,6 +337,7 @@ class LeaseManager:
         run.fleet.forget(lease.id)
         for what in ("release", "expiry", "early replacement"):
             run.timers.clear(what, lease.id)
+        run.count_budget()
         run.leases.move(lease, LeaseState.ENDED, run.now_ns, f"{event.cause} {event.detail}".rstrip())
         if lease.offer.role is WorkerRole.TRAINER:
             why = event.detail or lease.release_reason or event.cause

@@ -35,6 +35,11 @@ class Lease:
     def live(self) -> bool:
         return self.state in LIVE
 
+    @property
+    def goes(self) -> bool:
+        """Whether it is on its way back, or will be once it is granted."""
+        return self.leaving or self.state is LeaseState.RELEASING or bool(self.release_reason)
+
 
 class LeaseTable:
     """Leases that are not over, offers by provider, and each provider's failures in a row.

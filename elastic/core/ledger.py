@@ -8,16 +8,46 @@ accord is none. Source: docs/design.md, "A GPU-second"; the papers' allocation o
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Self
 
-from elastic.core.types import NS_PER_S, OVERHEAD_ACCOUNTS, Account, LeaseId, Nanoseconds, WorkerId
+from msgspec import UNSET, UnsetType
+
+from elastic.core.types import NS_PER_S, OVERHEAD_ACCOUNTS, Account, LeaseId, Nanoseconds, Offer, WorkerId
 
 NANO_USD_PER_USD = 1_000_000_000
 NS_PER_HOUR = 3600 * NS_PER_S
+BILLING_SKEW_NS = NS_PER_S
+"""How much earlier than it was heard of a lease may have begun to be billed, where that may cost a whole increment."""
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """Of one device: an hour's price in nano-dollars, and the increment that it is billed by, 0 for none."""
+
+    nano_usd_per_hour: int
+    increment_ns: Nanoseconds = 0
+
+    @classmethod
+    def of(cls, offer: Offer) -> Self:
+        per_gpu = round(offer.usd_per_gpu_hour * NANO_USD_PER_USD)
+        return cls(per_gpu * offer.gpus_per_worker, offer.billing_ns or 0)
+
+    def billed_ns(self, duration_ns: Nanoseconds) -> Nanoseconds:
+        """The time that is paid for: begun increments count whole."""
+        if not self.increment_ns:
+            return duration_ns
+        return -(-duration_ns // self.increment_ns) * self.increment_ns
+
+    def most_nano_usd(self, duration_ns: Nanoseconds) -> int:
+        """What so long may cost at the most, wherever the provider takes it to begin."""
+        skew_ns = BILLING_SKEW_NS if self.increment_ns else 0
+        return -(-self.billed_ns(duration_ns + skew_ns) * self.nano_usd_per_hour // NS_PER_HOUR)
 
 
 @dataclass(slots=True)
 class DeviceBook:
-    """One worker's share of a lease: `gpus` GPUs from `opened_ns` to `closed_ns`."""
+    """One worker's share of a lease: `gpus` GPUs from `opened_ns` to `closed_ns`, billed by `billing_ns` if it is
+    set."""
 
     lease: LeaseId
     worker: WorkerId
@@ -31,6 +61,11 @@ class DeviceBook:
     accounts_ns: dict[Account, int] = field(default_factory=dict[Account, int])
     credited_ns: dict[Account, int] = field(default_factory=dict[Account, int])
     decoded_tokens: int = 0
+    billing_ns: Nanoseconds | UnsetType = UNSET
+
+    @property
+    def price(self) -> Price:
+        return Price(self.gpus * self.nano_usd_per_gpu_hour, self.billing_ns or 0)
 
     def add(self, account: Account, duration_ns: int) -> None:
         self.accounts_ns[account] = self.accounts_ns.get(account, 0) + duration_ns
@@ -38,14 +73,19 @@ class DeviceBook:
 
     def cost_nano_usd(self, now_ns: Nanoseconds) -> int:
         end_ns = now_ns if self.closed_ns is None else self.closed_ns
-        return (end_ns - self.opened_ns) * self.gpus * self.nano_usd_per_gpu_hour // NS_PER_HOUR
+        price = self.price
+        return price.billed_ns(end_ns - self.opened_ns) * price.nano_usd_per_hour // NS_PER_HOUR
 
 
 class Ledger:
-    """All books of a run. A book's accounts always sum to its cursor minus its opening."""
+    """All books of a run. A book's accounts always sum to its cursor minus its opening.
+
+    `closed_nano_usd_max` is what the closed ones have cost at the most.
+    """
 
     def __init__(self) -> None:
         self.books: dict[WorkerId, DeviceBook] = {}
+        self.closed_nano_usd_max = 0
 
     def open(
         self,
@@ -55,9 +95,10 @@ class Ledger:
         gpus: int,
         usd_per_gpu_hour: float,
         now_ns: Nanoseconds,
+        billing_ns: Nanoseconds | UnsetType = UNSET,
     ) -> None:
         price = round(usd_per_gpu_hour * NANO_USD_PER_USD)
-        self.books[worker] = DeviceBook(lease, worker, provider, gpus, price, now_ns, now_ns)
+        self.books[worker] = DeviceBook(lease, worker, provider, gpus, price, now_ns, now_ns, billing_ns=billing_ns)
 
     def report(
         self, worker: WorkerId, accounts_ns: Mapping[Account, int], decoded_tokens: int, now_ns: Nanoseconds
@@ -103,6 +144,7 @@ class Ledger:
         spoken = Account.DRAINING if clean else Account.UNATTRIBUTED
         book.add(spoken if book.reported else Account.BOOTING, now_ns - book.cursor_ns)
         book.closed_ns = now_ns
+        self.closed_nano_usd_max += book.price.most_nano_usd(now_ns - book.opened_ns)
 
     def imbalance_ns(self) -> int:
         """Sum over the closed books of |accounts − duration|; anything but zero is a bug."""

@@ -1,7 +1,7 @@
 """What a provisioning policy sees: the providers' offers, and the leases held of each."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from elastic.core.leases import Lease, LeaseTable
 from elastic.core.timers import Timers
@@ -13,11 +13,19 @@ class LeaseMarket:
 
     With `ending`, the view asks about that lease's replacement: the lease counts as over, like all leases that have a
     replacement, and its provider offers only replacements.
+    `room` says how many more leases of an offer the run may hold, None for any number.
     """
 
-    def __init__(self, table: LeaseTable, timers: Timers, ending: Lease | None = None) -> None:
+    def __init__(
+        self,
+        table: LeaseTable,
+        timers: Timers,
+        ending: Lease | None = None,
+        room: Callable[[Offer], int | None] = lambda _: None,
+    ) -> None:
         self._table = table
         self._timers = timers
+        self._room = room
         self._ending = ending
         over = table.replaced() | {ending.id} if ending is not None else set[str]()
         self._over = Counter(table.leases[lease].provider for lease in over)
@@ -34,8 +42,11 @@ class LeaseMarket:
         if self._timers.waiting("back-off", provider):
             return 0
         if self._ending is not None and provider == self._ending.provider:
-            return max(0, self._table.replacements_left(provider))
-        return self._table.available(provider)
+            offered = max(0, self._table.replacements_left(provider))
+        else:
+            offered = self._table.available(provider)
+        room = self._room(self._table.offers[provider]) if offered else None
+        return offered if room is None else min(offered, room)
 
     def held(self, provider: str) -> int:
         return self._table.held(provider) - self._over[provider]

@@ -9,9 +9,11 @@ from collections.abc import Callable, Mapping
 from enum import StrEnum
 from typing import Any, Protocol
 
+from msgspec import UNSET
+
 from elastic.core.commands import Command
 from elastic.core.controls import Controls
-from elastic.core.events import Event
+from elastic.core.events import Event, Resumed
 from elastic.core.fleet import Fleet, Worker
 from elastic.core.leases import LeaseTable
 from elastic.core.ledger import Ledger
@@ -24,6 +26,7 @@ from elastic.core.turns import Turns
 from elastic.core.types import (
     EndCause,
     LeaseId,
+    LeaseState,
     Limits,
     Nanoseconds,
     Plan,
@@ -43,7 +46,7 @@ what its checkpoint does not have. The trainer is as patient with the orchestrat
 
 
 MAX_DOUBLINGS = 16
-_AT_THEIR_TIME = ("expiry", "early replacement", "departure")
+_AT_THEIR_TIME = ("expiry", "early replacement", "departure", "budget")
 """Waits for a time rather than for somebody."""
 
 
@@ -147,10 +150,23 @@ class RunState:
             self.patience.note(what, self.now_ns - since_ns, self.now_ns)
         self.timers.set(what, key, self.now_ns, self.patience.limit_ns(what, self.now_ns))
 
-    def take_up(self) -> None:
+    def count_budget(self) -> None:
+        """What the run holds or owes has changed: find out anew how long its budget lasts, where it has one."""
+        if self.controls.budget_usd is not None and self.active:
+            self.wait("budget", "run", 0)
+
+    def take_up(self, event: Resumed) -> None:
         """Restart every deadline, and the trainer's count of restarts: while the orchestrator was down, nobody could
         be heard."""
         self.trainers_lost = 0
+        if event.budget_usd is not UNSET:
+            self.controls.budget_usd = event.budget_usd
+        if self.controls.budget_usd is not None:
+            for lease in self.leases.leases.values():
+                asked_ns = self.timers.since_ns("grant", lease.id)
+                if lease.state is LeaseState.REQUESTED and asked_ns is not None:
+                    self.controls.unheard_since_ns.setdefault(lease.id, asked_ns)
+            self.count_budget()
         for wait in self.timers.waits():
             if wait.what not in _AT_THEIR_TIME:
                 self.wait(wait.what, wait.key, wait.until_ns - wait.since_ns)

@@ -21,6 +21,7 @@ LEFT_OUT = ("handlers", "due", "_handlers", "_due", "plan", "limits", "policies"
 _PLAIN = {
     **{("collections", kind.__name__): kind for kind in (Counter, OrderedDict, defaultdict, deque)},
     **{("builtins", kind.__name__): kind for kind in (set, frozenset)},
+    ("msgspec._core", "UNSET"): msgspec.UNSET,
 }
 
 

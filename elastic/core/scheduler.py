@@ -10,6 +10,7 @@ from typing import Any
 
 from elastic.core import commands as c
 from elastic.core import events as e
+from elastic.core.allowance import BudgetForecast, budget_forecast
 from elastic.core.balancer import Balancer
 from elastic.core.control_manager import ControlManager
 from elastic.core.controls import Controls
@@ -46,7 +47,7 @@ class Scheduler:
         self._balancer = Balancer(run, self._turn_manager)
         self._departures = Departures(run, self._turn_manager, self._worker_manager)
         self._lease_manager = LeaseManager(run, self._worker_manager, self._departures)
-        self._control_manager = ControlManager(run)
+        self._control_manager = ControlManager(run, self._lease_manager)
         self._reward_manager = RewardManager(run)
         self._device = TrainerDevice(run, self._turn_manager)
         self._group_manager = GroupManager(run, self._turn_manager, self._reward_manager)
@@ -68,7 +69,7 @@ class Scheduler:
         self._handlers: dict[type[e.Event], Callable[[Any], None]] = {
             e.Tick: lambda _: None,
             e.StopRequested: lambda event: run.fail(event.reason),
-            e.Resumed: lambda _: run.take_up(),
+            e.Resumed: run.take_up,
         }
         self._due: dict[str, Callable[[str], None]] = {
             "start": lambda _: run.fail("the trainer's device did not come in time"),
@@ -120,6 +121,7 @@ class Scheduler:
         """Nothing new begins, and everything is given back."""
         run = self._run
         run.phase = Phase.STOPPING
+        run.timers.clear("budget", "run")
         self._balancer.stop()
         self._driver.abandon("the run is over")
         self._lease_manager.give_back_all("the run is over")
@@ -184,6 +186,11 @@ class Scheduler:
     def controls(self) -> Controls:
         """What the run was told from outside."""
         return self._run.controls
+
+    @property
+    def budget(self) -> BudgetForecast | None:
+        """How the run's budget stands, and when it ends; None for a run without one."""
+        return budget_forecast(self._run, self._run.now_ns)
 
     @property
     def version(self) -> int | None:

@@ -171,6 +171,8 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
     boot_s: float = 0.0
     expected_life_s: float | None = None
     replacements: int = msgspec.field(default=0, name="successors")
+    billing_ns: Nanoseconds | msgspec.UnsetType = msgspec.UNSET
+    """What is billed is so much time at once, begun increments whole; unset where it is billed to the nanosecond."""
 
     @property
     def boot_ns(self) -> Nanoseconds:

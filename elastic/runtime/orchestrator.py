@@ -2,8 +2,9 @@
 
 import asyncio
 import contextlib
+import math
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,8 +16,9 @@ from elastic import wire
 from elastic.config import Config
 from elastic.core import events as e
 from elastic.core.digest import digest
+from elastic.core.ledger import NANO_USD_PER_USD
 from elastic.core.scheduler import Scheduler
-from elastic.core.types import Nanoseconds, SamplingParameters, TrajectoryId
+from elastic.core.types import NS_PER_S, Nanoseconds, SamplingParameters, TrajectoryId
 from elastic.endpoint import Endpoint, seen_as
 from elastic.envs.base import Environment
 from elastic.machine import CpuSampler
@@ -38,6 +40,7 @@ from elastic.runtime.status import RunStatus
 from elastic.runtime.trainer import GatewayTrainer, kept_steps
 from elastic.tls import Certificate
 from elastic.weights.rights import RelayRights
+from functions.base import Call
 from providers.base import KnownLease, Provider
 from providers.waiting_room import WaitingRoom
 
@@ -73,18 +76,23 @@ class Wiring:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumePoint:
     """Where a new incarnation takes the run up: its `state` and time, where workers dial (`join`), and the
-    `publisher` key that they trust."""
+    `publisher` key that they trust.
+
+    Functions have cost `functions_usd`. `budget_usd` is set where the run gets another budget.
+    """
 
     state: bytes
     now_ns: Nanoseconds
     join: str
     publisher: str
+    functions_usd: float = 0.0
+    budget_usd: float | msgspec.UnsetType | None = msgspec.UNSET
 
 
 class Orchestrator:
     """One incarnation of a run. `run` returns the cause of failure, empty when the run reached its end.
 
-    With a `former` one it goes on where that was.
+    With a `former` one it goes on where that was, else it is `told` these events first.
     """
 
     def __init__(
@@ -95,6 +103,7 @@ class Orchestrator:
         wiring: Wiring,
         former: ResumePoint | None = None,
         *,
+        told: Sequence[e.Event] = (),
         observe: Callable[[RunStatus], None] = lambda _: None,
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
@@ -103,6 +112,8 @@ class Orchestrator:
         self._journal = journal
         self._wiring = wiring
         self._former = former
+        self._told = told
+        self._warned = False
         self._clock = LoopClock(clock_ns, former.now_ns if former else 0)
         self._ended = asyncio.Event()
         self._tasks: asyncio.TaskGroup | None = None
@@ -113,7 +124,7 @@ class Orchestrator:
             wiring.kept.path,
             CommandDesk(
                 scheduler,
-                self._run.feed,
+                self._command,
                 self._scribe.durable,
                 self._names,
                 lambda: self._sampler.status(self.now_ns()),
@@ -122,6 +133,7 @@ class Orchestrator:
         if former is not None:
             self._run.restore(former.state)
             self._workers.publisher = former.publisher
+            self._scribe.function_usd = max(self._scribe.function_usd, former.functions_usd)
 
     def now_ns(self) -> int:
         """Nanoseconds since the run began: the core's time."""
@@ -169,7 +181,7 @@ class Orchestrator:
             self._stored,
             run.prompted,
         )
-        pool = make_pool(lambda call: self._scribe.called(self.now_ns(), call)) if make_pool else None
+        pool = make_pool(self._called) if make_pool else None
         self._rewards = RewardDispatch(pool, config.rewards.timeout_s, run.feed, self._spawn)
         self._workers = GatewayWorkers(self._door, config, wiring.relay_rights)
         self._leases = ProviderLeases(
@@ -193,6 +205,29 @@ class Orchestrator:
             trainer=listener.trainer,
             owner=self,
         )
+
+    def _command(self, event: e.Event) -> None:
+        """With a new budget the core has to know what functions have cost."""
+        self._run.feed(event)
+        self._bill_functions()
+
+    def _called(self, call: Call) -> None:
+        self._scribe.called(self.now_ns(), call)
+        self._bill_functions()
+
+    def _bill_functions(self) -> None:
+        rewards = self._config.rewards
+        if self.scheduler.controls.budget_usd is None or self._wiring.make_reward_pool is None or self._run.closed:
+            return
+        longest_s = self.scheduler.limits.score_timeout_ns / NS_PER_S
+        call_usd = rewards.usd_per_call + rewards.usd_per_s * longest_s
+        if call_usd:
+            self._run.feed(
+                e.FunctionsBilled(
+                    nano_usd=math.ceil(self._scribe.function_usd * NANO_USD_PER_USD),
+                    call_nano_usd=math.ceil(call_usd * NANO_USD_PER_USD),
+                )
+            )
 
     def _names(self) -> list[str]:
         """Of the providers that the run uses besides its trainer's device."""
@@ -254,7 +289,10 @@ class Orchestrator:
                 known: Mapping[str, list[KnownLease]] = {}
                 if self._former is not None:
                     known = self._leases.known()
-                    self._run.resume()
+                    self._run.resume(self._former.budget_usd)
+                for event in self._told if self._former is None else ():
+                    self._run.feed(event)
+                self._bill_functions()
                 listening = await self._listen()
                 endpoint = self._endpoint(listening)
                 self._journal.meta(JOIN, listening)
@@ -336,6 +374,20 @@ class Orchestrator:
         if refused := self._door.refusals():
             self._journal.meta(REFUSED_NOTE, msgspec.json.encode(refused).decode())
         self._sampler.sample(self.now_ns())
+        self._warn()
+
+    def _warn(self) -> None:
+        """Once for each budget that is nearly used up."""
+        budget = self.scheduler.budget
+        warned = budget is not None and budget.warned
+        if budget is not None and warned and not self._warned:
+            log.warning(
+                "the budget is nearly used",
+                budget_usd=budget.budget_usd,
+                committed_usd=budget.committed_usd,
+                ends_in_s=budget.ends_in_s,
+            )
+        self._warned = warned
 
 
 def _on_this_loop(call: Callable[[], None]) -> Callable[[], None]:

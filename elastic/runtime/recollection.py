@@ -18,19 +18,23 @@ from elastic.runtime.trainer import GatewayTrainer
 
 Entry: TypeAlias = tuple[Nanoseconds, e.Event, Mapping[int, wire.Chunk]]
 
-_AFTER_A_STOP = (e.LeaseGranted, e.LeaseRefused, e.LeaseEnded, e.WorkerReported, e.WorkerDisconnected)
+_AFTER_A_STOP = (
+    *(e.CapSet, e.BudgetSet, e.StopCommanded, e.FunctionsBilled),
+    *(e.LeaseGranted, e.LeaseRefused, e.LeaseEnded, e.WorkerReported, e.WorkerDisconnected),
+)
 
 
 def gone_on(entries: Iterable[Entry]) -> Iterator[Entry]:
     """The entries of a journal that still hold for the incarnation that continues it.
 
-    A request to stop becomes a resumption, for somebody has resumed the run since; of a command to stop its id is kept.
+    A stop, for whatever reason, becomes a resumption, for somebody has resumed the run since; of a command to stop its
+    id is kept, and commands that came after it still hold.
     After it only what became of leases, and what workers reported of themselves, still counts: stopping has given back
     everything else.
     """
     stopped = False
     for entry in entries:
-        if isinstance(entry[1], e.StopRequested | e.StopCommanded):
+        if isinstance(entry[1], e.StopRequested | e.StopCommanded | e.BudgetExhausted):
             stopped = True
             yield entry[0], e.Resumed(), {}
             if isinstance(entry[1], e.StopCommanded):

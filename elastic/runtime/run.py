@@ -15,6 +15,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from msgspec import UNSET, UnsetType
+
 from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core import saved_state
@@ -140,6 +142,7 @@ class Run:
             c.TrainGroup: self._train_group,
             c.DropGroup: self._drop_group,
             c.UpdateWeights: self._update_weights,
+            c.ExhaustBudget: lambda k: self.feed(e.BudgetExhausted(cause=k.cause)),
             c.EndRun: self._end_run,
         }
 
@@ -243,16 +246,16 @@ class Run:
         for port, its_own in zip((ports.journal, ports.trajectories, ports.trainer), others, strict=True):
             port.restore(its_own)
 
-    def resume(self) -> None:
+    def resume(self, budget_usd: float | UnsetType | None = UNSET) -> None:
         """Go on from the replayed state: all workers count as disconnected, and work under way is taken up or ordered
-        again.
+        again. A budget that is given replaces the one that the run had.
 
         A run that had ended stays ended.
         """
         if self.scheduler.phase is Phase.ENDED:
             self._end_run(c.EndRun(failed=self.scheduler.failed))
             return
-        self.feed(e.Resumed())
+        self.feed(e.Resumed(budget_usd=budget_usd))
         for worker in list(self.scheduler.fleet.workers.values()):
             if worker.connected:
                 self.feed(e.WorkerDisconnected(worker=worker.id, epoch=worker.epoch))

@@ -5,6 +5,8 @@ from typing import Protocol
 
 import msgspec
 
+from elastic.core.allowance import BudgetForecast, budget_forecast, capped_gpus
+from elastic.core.controls import BUDGET_EXHAUSTED
 from elastic.core.fleet import Worker
 from elastic.core.ledger import NANO_USD_PER_USD
 from elastic.core.scheduler import Scheduler
@@ -24,6 +26,14 @@ class ProviderStatus(msgspec.Struct, kw_only=True):
     preemptions: int = 0
     usd: float = 0.0
     usd_per_hour: float = 0.0
+
+
+class RunCondition(msgspec.Struct, frozen=True, kw_only=True):
+    """What is true of the run now and keeps it from doing all that it could: its kind, why (one word), and in words."""
+
+    type: str
+    reason: str
+    message: str
 
 
 class RunStatus(msgspec.Struct, kw_only=True):
@@ -49,6 +59,10 @@ class RunStatus(msgspec.Struct, kw_only=True):
     pacing_holds: bool
     trainer: str
     providers: dict[str, ProviderStatus]
+    caps: dict[str, int] = {}
+    """The most GPUs that may be held, by provider, where that is limited."""
+    budget: BudgetForecast | None = None
+    conditions: list[RunCondition] = []
 
 
 CPU_SATURATED_SHARE = 0.85
@@ -95,7 +109,30 @@ def run_status(
         pacing_holds=cpu_share < CPU_SATURATED_SHARE,
         trainer=scheduler.trainer_mode,
         providers=providers,
+        caps=dict(scheduler.controls.caps),
+        budget=budget_forecast(scheduler.pieces[0], now_ns),
+        conditions=conditions(scheduler, now_ns),
     )
+
+
+def conditions(scheduler: Scheduler, now_ns: Nanoseconds) -> list[RunCondition]:
+    """Caps, a budget that is nearly used, and why the run ends."""
+    run, controls = scheduler.pieces[0], scheduler.controls
+    found: list[RunCondition] = []
+    for provider, cap in sorted(controls.caps.items()):
+        message = f"{provider} is capped at {cap} GPUs, and has {capped_gpus(run, provider)}"
+        found.append(RunCondition(type="Capped", reason="CapSet", message=message))
+    budget = budget_forecast(run, now_ns)
+    if budget is not None and budget.warned:
+        message = f"${budget.committed_usd:.2f} of the budget of ${budget.budget_usd:.2f} are spent or committed"
+        if budget.ends_in_s is not None:
+            message += f"; it ends in {budget.ends_in_s:.0f} s with what is held"
+        found.append(RunCondition(type="BudgetWarning", reason="BudgetNearlyUsed", message=message))
+    if scheduler.stopped:
+        exhausted = scheduler.stopped.startswith(BUDGET_EXHAUSTED)
+        reason = BUDGET_EXHAUSTED if exhausted else "StopRequested"
+        found.append(RunCondition(type="Stopping", reason=reason, message=scheduler.stopped))
+    return found
 
 
 def success_rate(rewards: Sequence[float]) -> float | None:

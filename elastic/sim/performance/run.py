@@ -6,6 +6,7 @@ as events when its time has passed. Nothing here decides anything that the core 
 
 import contextlib
 import gc
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,6 +14,7 @@ from typing import Any
 
 from elastic.core import commands as c
 from elastic.core import events as e
+from elastic.core.ledger import NANO_USD_PER_USD
 from elastic.core.scheduler import Scheduler
 from elastic.core.types import NS_PER_S, LeaseId, Nanoseconds, WeightMode, WorkerId, WorkerRole
 from elastic.runtime.journal import JournalWriter
@@ -29,6 +31,7 @@ from elastic.sim.performance.profile import Device
 from elastic.sim.performance.relay import RelayModel
 from elastic.sim.performance.truth import Acts
 from elastic.sim.performance.worker import WorkerModel
+from functions.base import Call
 from providers.base import ProviderSettings
 from providers.markets import TrainerMarket
 
@@ -124,7 +127,7 @@ class SimulatedRun(OneIncarnation):
             self._environment_settings,
             self._episodes,
             run.feed,
-            lambda call: self.scribe.called(self.loop.now_ns, call),
+            self._called,
             self._busy,
         )
         return Ports(
@@ -140,8 +143,20 @@ class SimulatedRun(OneIncarnation):
 
     # The whole
 
-    def live(self, *, sample: Callable[[], None] = lambda: None, sample_ns: Nanoseconds = NS_PER_S // 2) -> str:
-        """Run to the end; returns the cause of failure, empty if there is none. Raises `SimulationError`."""
+    def live(
+        self,
+        *,
+        told: Sequence[e.Event] = (),
+        sample: Callable[[], None] = lambda: None,
+        sample_ns: Nanoseconds = NS_PER_S // 2,
+    ) -> str:
+        """Run to the end, `told` these events first; returns the cause of failure, empty if there is none.
+
+        Raises `SimulationError`.
+        """
+        for event in told:
+            self.feed(event)
+        self._bill_functions()
         for launcher in self.launchers.values():
             self.loop.after(0, launcher.start)
         self._sample_every(sample, sample_ns, 0)
@@ -166,6 +181,19 @@ class SimulatedRun(OneIncarnation):
     def _busy(self, until_ns: Nanoseconds) -> None:
         if until_ns > self._busy_until_ns:
             self._busy_until_ns = until_ns
+
+    def _called(self, call: Call) -> None:
+        self.scribe.called(self.loop.now_ns, call)
+        self._bill_functions()
+
+    def _bill_functions(self) -> None:
+        if self.scheduler.controls.budget_usd is not None and self._settings.reward_usd:
+            self.feed(
+                e.FunctionsBilled(
+                    nano_usd=math.ceil(self.scribe.function_usd * NANO_USD_PER_USD),
+                    call_nano_usd=math.ceil(self._settings.reward_usd * NANO_USD_PER_USD),
+                )
+            )
 
     def stop(self, reason: str) -> None:
         """From within `sample`: give everything back and end."""

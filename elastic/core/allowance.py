@@ -1,0 +1,153 @@
+"""What a run may still acquire, and how long it may go on: caps by provider, and the promise of a budget.
+
+The promise: cost so far, plus the billing increments that what is held is committed to, plus the time that stopping
+takes of all that is held, never exceed the budget. Pure functions of the run's state; `ControlManager` acts on them.
+
+A provider bills a lease from when it grants it to when it has the GPUs back, rounded up to its increment. Requests that
+are out count as if they were granted now, for they may be at any moment.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import msgspec
+
+from elastic.core.ledger import NANO_USD_PER_USD, Price
+from elastic.core.run_state import RunState
+from elastic.core.types import NS_PER_S, LeaseState, Nanoseconds, Offer, WorkerRole
+
+SLACK_NS = NS_PER_S
+"""For what lies between a decision and its effect: durable writes, messages, a late wake-up."""
+WARNED_SHARE = 0.8
+"""Of a budget: once so much of it is committed, the run warns."""
+FOREVER_NS = 100 * 365 * 24 * 3600 * NS_PER_S
+
+
+class BudgetForecast(msgspec.Struct, frozen=True, kw_only=True):
+    """How a budget stands. `committed_usd` is what the run costs if it is stopped now; `ends_in_s` is when it will be
+    with what it holds, None where that is never."""
+
+    budget_usd: float
+    committed_usd: float
+    used_share: float
+    warned: bool
+    ends_in_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Billed:
+    """Devices that are billed alike since the same time."""
+
+    price: Price
+    workers: int
+    since_ns: Nanoseconds
+
+    def nano_usd(self, end_ns: Nanoseconds) -> int:
+        return self.workers * self.price.most_nano_usd(max(0, end_ns - self.since_ns))
+
+
+def gpus_of(offer: Offer) -> int:
+    """GPUs of one lease."""
+    return offer.gpus_per_worker * offer.workers_per_lease
+
+
+def stopping_ns(run: RunState) -> Nanoseconds:
+    """The longest time from the decision to stop until everything is given back: a drain, in which the trainer writes
+    its checkpoint, and the release."""
+    return run.limits.drain_timeout_ns + run.limits.release_timeout_ns + SLACK_NS
+
+
+def capped_gpus(run: RunState, provider: str) -> int:
+    """GPUs of the provider that count against its cap: all that is asked for or held, unless it is on its way back."""
+    kept = (lease for lease in run.leases.leases.values() if lease.provider == provider)
+    return sum(gpus_of(lease.offer) for lease in kept if not lease.goes)
+
+
+def room(run: RunState, offer: Offer) -> int | None:
+    """How many more leases of this offer caps and budget allow now; None for any number."""
+    rooms = [n for n in (_cap_room(run, offer), _budget_room(run, offer)) if n is not None]
+    return min(rooms, default=None)
+
+
+def _cap_room(run: RunState, offer: Offer) -> int | None:
+    cap = run.controls.caps.get(offer.provider)
+    if cap is None or offer.role is WorkerRole.TRAINER:
+        return None
+    held = sum(gpus_of(lease.offer) for lease in run.leases.leases.values() if lease.provider == offer.provider)
+    return max(0, cap - held) // gpus_of(offer)
+
+
+def _budget_room(run: RunState, offer: Offer) -> int | None:
+    """A lease is worth asking for only if the run can go on until it has booted, and its first increment is over."""
+    budget = budget_nano_usd(run)
+    if budget is None:
+        return None
+    price = Price.of(offer)
+    end_ns = run.now_ns + stopping_ns(run) + max(offer.boot_ns, price.increment_ns)
+    one = _Billed(price, offer.workers_per_lease, run.now_ns).nano_usd(end_ns)
+    left = budget - committed_nano_usd(run, end_ns)
+    return None if not one and left >= 0 else max(0, left) // max(1, one)
+
+
+def budget_nano_usd(run: RunState) -> int | None:
+    usd = run.controls.budget_usd
+    return None if usd is None else int(usd * NANO_USD_PER_USD)
+
+
+def committed_nano_usd(run: RunState, end_ns: Nanoseconds) -> int:
+    """The run's cost if everything is given back at `end_ns`, at the most."""
+    return _fixed_nano_usd(run) + sum(billed.nano_usd(end_ns) for billed in _held(run))
+
+
+def last_end_ns(run: RunState) -> Nanoseconds | None:
+    """The latest time by which everything must be given back for the budget to suffice, before now where it does not
+    suffice as it is; None for a run that can go on for ever."""
+    budget = budget_nano_usd(run)
+    if budget is None:
+        return None
+    left, held = budget - _fixed_nano_usd(run), list(_held(run))
+    first_ns, last_ns = run.now_ns - 1, run.now_ns + FOREVER_NS
+    if sum(billed.nano_usd(last_ns) for billed in held) <= left:
+        return None
+    while last_ns - first_ns > 1:
+        middle_ns = (first_ns + last_ns) // 2
+        if sum(billed.nano_usd(middle_ns) for billed in held) <= left:
+            first_ns = middle_ns
+        else:
+            last_ns = middle_ns
+    return first_ns
+
+
+def budget_forecast(run: RunState, now_ns: Nanoseconds) -> BudgetForecast | None:
+    """None for a run without a budget. `now_ns` may be later than the core's last event."""
+    usd = run.controls.budget_usd
+    if usd is None:
+        return None
+    stopped_ns = now_ns + stopping_ns(run)
+    committed_usd = committed_nano_usd(run, stopped_ns) / NANO_USD_PER_USD
+    end_ns = last_end_ns(run)
+    return BudgetForecast(
+        budget_usd=usd,
+        committed_usd=committed_usd,
+        used_share=committed_usd / usd if usd else 1.0,
+        warned=committed_usd >= WARNED_SHARE * usd,
+        ends_in_s=None if end_ns is None else max(0, end_ns - stopped_ns) / NS_PER_S,
+    )
+
+
+def _fixed_nano_usd(run: RunState) -> int:
+    """What is owed whenever the run ends: leases that are over, and functions, calls that may be out included."""
+    told = run.controls
+    calls = run.limits.scorings_max * told.call_nano_usd
+    return run.ledger.closed_nano_usd_max + told.carried_nano_usd + told.functions_nano_usd + calls
+
+
+def _held(run: RunState) -> Iterable[_Billed]:
+    books = run.ledger.books
+    for lease in run.leases.leases.values():
+        if lease.state is LeaseState.REQUESTED:
+            since_ns = run.controls.unheard_since_ns.get(lease.id, run.now_ns)
+            yield _Billed(Price.of(lease.offer), lease.offer.workers_per_lease, since_ns)
+        else:
+            for book in (books[worker] for worker in lease.workers):
+                yield _Billed(book.price, 1, book.opened_ns)
