@@ -61,6 +61,16 @@ class ModelledLease:
     noticed: LeaseEnding | None = None
 
 
+@dataclass(slots=True)
+class BilledSpan:
+    """What a provider would put on its bill: so many devices of a lease from their grant to their end, None before."""
+
+    lease: LeaseId
+    workers: int
+    began_ns: Nanoseconds
+    ended_ns: Nanoseconds | None = None
+
+
 class Launcher:
     """Drives a market, and has workers boot on what it leases, as fast as their device's profile says."""
 
@@ -70,6 +80,8 @@ class Launcher:
         self.queue_key = QUEUE_KEYS.get(type(market), "")
         self.boot_key = BOOT_KEYS.get(type(market), "boot_s")
         self._world = world
+        self.spans: dict[LeaseId, BilledSpan] = {}
+        """Of every lease that was ever granted."""
         self._held: dict[LeaseId, ModelledLease] = {}
 
     def share(self, place: str) -> LentShareModel | None:
@@ -123,6 +135,7 @@ class Launcher:
             self._world.kill_worker(worker)
         self.market.forget(lease)
         if held.granted:
+            self.spans[lease].ended_ns = self._world.loop.now_ns
             cause = (held.noticed or ending).cause
             self._world.feed(e.LeaseEnded(lease=lease, cause=cause, detail=ending.detail))
         else:
@@ -138,6 +151,7 @@ class Launcher:
         if held.id not in self._held:
             return
         held.granted = True
+        self.spans[held.id] = BilledSpan(held.id, len(held.workers), self._world.loop.now_ns)
         loop, life_s = self._world.loop, self.market.life_s()
         expires_at_ns = None if life_s is None else loop.now_ns + round(life_s * NS_PER_S)
         if expires_at_ns is not None:
