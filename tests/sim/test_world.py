@@ -33,9 +33,8 @@ from elastic.sim.trainer import SimulatedTrainer
 from elastic.sim.worker import SimulatedWorker
 from elastic.sim.world import LARGE_EVERY, SimulatedOutcome, SimulatedWorldFailed, simulate
 
-CI_SEEDS = 200
+CI_SEEDS = 120
 BATCH = 20
-ALL_SEEDS = 650
 NIGHTLY_SEEDS = 25_000
 NIGHTLY_BATCH = 250
 
@@ -50,13 +49,8 @@ def test_small_worlds(first: int) -> None:
     live_through(range(first, first + BATCH))
 
 
-@pytest.mark.slow
-def test_many_more_worlds() -> None:
-    live_through(range(CI_SEEDS, ALL_SEEDS))
-
-
 @pytest.mark.nightly
-@pytest.mark.parametrize("first", range(ALL_SEEDS, NIGHTLY_SEEDS, NIGHTLY_BATCH))
+@pytest.mark.parametrize("first", range(CI_SEEDS, NIGHTLY_SEEDS, NIGHTLY_BATCH))
 def test_ten_million_events(first: int) -> None:
     live_through(range(first, first + NIGHTLY_BATCH))
 
@@ -68,21 +62,20 @@ def test_same_seed_gives_the_same_history(seed: int) -> None:
     assert one.history != simulate(seed + 100).history
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_worlds_are_small_but_for_one_in_a_hundred(seed: int) -> None:
+def test_worlds_are_small_but_for_one_in_a_hundred() -> None:
     def workers(settings: WorldSettings) -> int:
         return 1 + sum((p.leases + p.overlap) * p.workers_per_lease for p in settings.providers)
 
     def turns(settings: WorldSettings) -> int:
         return settings.plan.steps * settings.plan.groups * settings.plan.group_size * settings.max_turns
 
-    small = [draw_settings(Random(seed * 200 + n)) for n in range(200)]
-    large = [draw_large_settings(Random(seed * 20 + n)) for n in range(20)]
+    small = [draw_settings(Random(seed)) for seed in range(200)]
+    large = [draw_large_settings(Random(seed)) for seed in range(20)]
     assert max(map(workers, small)) == 8
     assert max(map(turns, small)) <= 64
     assert min(map(workers, large)) > 20
     assert max(map(turns, large)) > 300
-    assert len(simulate(LARGE_EVERY * (seed + 1) - 1).settings.providers) == 2
+    assert len(simulate(LARGE_EVERY - 1).settings.providers) == 2
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -185,8 +178,8 @@ def test_storm_of_one_fault(kind: SimulatedFaultKind) -> None:
         without = storm(SimulatedFaultKind.PREEMPT)
         both = sorted((*faults.faults, *without.faults), key=lambda fault: fault.at_ns)
         faults = msgspec.structs.replace(faults, faults=tuple(both))
-    stormy = [simulate(seed, settings, faults) for seed in range(3)]
-    calm = [simulate(seed, settings, without) for seed in range(3)]
+    stormy = [simulate(seed, settings, faults) for seed in range(2)]
+    calm = [simulate(seed, settings, without) for seed in range(2)]
     assert all(outcome.record.finished for outcome in stormy)
     assert all(0 < outcome.faults <= len(faults.faults) for outcome in stormy)
     assert sum(map(TRACES[kind], stormy)) > sum(map(TRACES[kind], calm))
@@ -210,8 +203,8 @@ def test_what_did_nothing_is_no_fault() -> None:
 def test_epidemic_of_one_fault(fault: str) -> None:
     faults = FaultPlan(end_ns=60 * NS_PER_S, faults=(), fault_rates=FaultRates(**{fault: 0.3}))
     settings = msgspec.structs.replace(SETTINGS, rewards_on_functions=fault.startswith("reward"))
-    sick = [simulate(seed, settings, faults) for seed in range(3)]
-    sound = [simulate(seed, settings, quiet(faults.end_ns)) for seed in range(3)]
+    sick = [simulate(seed, settings, faults) for seed in range(2)]
+    sound = [simulate(seed, settings, quiet(faults.end_ns)) for seed in range(2)]
     assert all(outcome.record.finished for outcome in sick)
     assert sum(outcome.faults for outcome in sick) > 0
     assert [outcome.history for outcome in sick] != [outcome.history for outcome in sound]
@@ -261,7 +254,7 @@ def test_the_trainer_goes_at_any_time(bound: int, way: SimulatedFaultKind) -> No
 
 def test_silence_hides_the_end_of_a_lease_that_nobody_remembers() -> None:
     """Its journal is lost, a new incarnation gives its name to a lease of its own, and only then silence ends."""
-    for seed in range(30):
+    for seed in range(10):
         at_ns = (3 + seed % 7) * NS_PER_S
         kinds = (SimulatedFaultKind.SILENT_PROVIDER, SimulatedFaultKind.PREEMPT, SimulatedFaultKind.NOTICE)
         faults = tuple(SimulatedFault(at_ns + n, kind, 2 * NS_PER_S, seed * 0.13 % 1) for n, kind in enumerate(kinds))
@@ -277,14 +270,13 @@ def crash_at(
     return FaultPlan(end_ns=at_ns, faults=(), fault_rates=FaultRates(), crashes=(crash,))
 
 
-@pytest.mark.parametrize("bound", [0, 2])
-@pytest.mark.parametrize(("checkpoint_every", "trainer_dies"), [(1, False), (3, True)])
+@pytest.mark.parametrize(("bound", "checkpoint_every", "trainer_dies"), [(0, 1, False), (2, 3, True)])
 def test_crashed_run_goes_on_from_its_journal(bound: int, checkpoint_every: int, trainer_dies: bool) -> None:
     """Whenever the orchestrator dies, the next incarnation begins with what the journal has, and keeps all of it."""
     plan = Plan(steps=4, groups=2, group_size=3, staleness_bound=bound)
     settings = msgspec.structs.replace(SETTINGS, plan=plan, checkpoint_every_steps=checkpoint_every)
     checkpoints, rejoined, took_up = set[int](), 0, 0
-    for tenths in range(0, 400, 35):
+    for tenths in range(0, 400, 80):
         crash = crash_at(tenths * NS_PER_S // 10, trainer_dies=trainer_dies)
         outcome = simulate(tenths, settings, crash, digests=True)
         assert outcome.failed == ""
@@ -300,8 +292,8 @@ def test_crashed_run_goes_on_from_its_journal(bound: int, checkpoint_every: int,
             chunks = [chunk for _, event in fresh if isinstance(event, e.TokensReceived) for chunk in event.chunks]
             took_up += any(chunk.start > 0 and chunk.attempt > 1 for chunk in chunks)
     assert len(checkpoints) > 1
-    assert rejoined > 3
-    assert took_up > 3
+    assert rejoined > 1
+    assert took_up > 1
 
 
 def test_what_outlives_a_long_absence() -> None:
@@ -326,7 +318,7 @@ def test_run_without_its_journal_begins_at_the_checkpoint(checkpoint_every: int)
     plan = Plan(steps=4, groups=2, group_size=3)
     settings = msgspec.structs.replace(SETTINGS, plan=plan, checkpoint_every_steps=checkpoint_every)
     checkpoints = set[int]()
-    for tenths in range(0, 400, 35):
+    for tenths in range(0, 400, 80):
         outcome = simulate(tenths, settings, crash_at(tenths * NS_PER_S // 10, journal_lost=True))
         assert outcome.failed == ""
         for one in outcome.incarnations[1:]:
