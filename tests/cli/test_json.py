@@ -108,28 +108,3 @@ def test_a_run_whose_process_was_killed_runs_no_more(elastic, config: Path) -> N
     with compose.claimed(run):
         assert status() == "running"
     assert status() == "failed: it ended unexpectedly"
-
-
-@pytest.mark.slow
-def test_run_and_what_tells_of_it(start, elastic, config: Path) -> None:
-    process = start("run", config, "--json")
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 0, err
-    body = parsed(out)
-    assert Path(body["report"]).is_file()
-    assert "step 2/2" in err
-
-    directory = config.parent / "runs"
-    code, out, err = elastic("report", "--directory", directory, "--json")
-    assert (code, err) == (0, "")
-    assert parsed(out).items() <= body.items()
-
-    code, out, err = elastic("runs", "--directory", directory, "--json")
-    assert (code, err) == (0, "")
-    (row,) = parsed(out)["runs"]
-    assert row["status"] == "finished"
-    assert row["run"] == Path(body["report"]).parent.name
-
-    code, out, _ = elastic("report", "--directory", directory, "--md")
-    assert code == 0
-    assert out.startswith("#")

@@ -1,5 +1,6 @@
 """Runs that are interrupted, killed and resumed, with providers and real processes."""
 
+import json
 import os
 import signal
 import subprocess
@@ -49,8 +50,8 @@ def nothing_left(run_dir: Path, processes_of: Any) -> bool:
     return not processes_of(run_dir.name) and not list((run_dir / "leases").glob("*.json"))
 
 
-def test_an_interrupted_run_goes_on_where_it_was(start, config: Path, processes_of) -> None:
-    process = start("run", config, *PROVIDERS, "--set", "run.steps=1000")
+def test_an_interrupted_run_goes_on_where_it_was_and_is_told_of(start, elastic, config: Path, processes_of) -> None:
+    process = start("run", config, *PROVIDERS, "--set", "run.steps=1000", "--set", "weights.relay=http")
     (run_dir,) = until(lambda: run_dirs(config), START_TIMEOUT_S, process)
     until(lambda: len(read(run_dir)[1]) >= 2, START_TIMEOUT_S, process)
     assert len(processes_of(run_dir.name)) >= 2
@@ -63,6 +64,9 @@ def test_an_interrupted_run_goes_on_where_it_was(start, config: Path, processes_
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=STOP_TIMEOUT_S)
     assert process.returncode == 130, err
+    assert err.count("stopping: ") == 1
+    assert "killing" not in err
+    assert "Traceback" not in err
     assert f"elastic run --resume {run_dir}" in err
     assert "report" in out
     assert nothing_left(run_dir, processes_of)
@@ -71,21 +75,39 @@ def test_an_interrupted_run_goes_on_where_it_was(start, config: Path, processes_
     assert steps == list(range(len(steps)))
 
     total = len(steps) + 2
-    process = start("run", "--resume", run_dir, "--set", f"run.steps={total}")
+    process = start("run", "--resume", run_dir, "--set", f"run.steps={total}", "--json")
     out, err = process.communicate(timeout=START_TIMEOUT_S)
     assert process.returncode == 0, err
+    assert f"step {total}/{total}" in err
     meta, more = read(run_dir)
     assert meta["status"] == "finished"
     assert meta["providers"] == "serving,spot"
     assert more == list(range(len(steps), total))
     assert (run_dir / "journal.2.sqlite").is_file()
     assert nothing_left(run_dir, processes_of)
+    is_told(elastic, run_dir, json.loads(out))
 
     process = start("run", "--resume", run_dir)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
     assert f"all {total} steps" in err
     assert not (run_dir / "journal.3.sqlite").exists()
+
+
+def is_told(elastic: Any, run_dir: Path, told: dict[str, Any]) -> None:
+    """What the finished run printed is what its report says, in each of its shapes."""
+    assert Path(told["report"]) == run_dir / "report.html"
+    assert Path(told["report"]).is_file()
+    code, out, err = elastic("report", "--directory", run_dir.parent, "--json")
+    assert (code, err) == (0, "")
+    assert json.loads(out).items() <= told.items()
+    code, out, err = elastic("runs", "--directory", run_dir.parent, "--json")
+    assert (code, err) == (0, "")
+    (row,) = json.loads(out)["runs"]
+    assert (row["run"], row["status"]) == (run_dir.name, "finished")
+    code, out, _ = elastic("report", "--directory", run_dir.parent, "--md")
+    assert code == 0
+    assert out.startswith("#")
 
 
 @pytest.mark.parametrize("number", [signal.SIGHUP])
@@ -99,19 +121,6 @@ def test_stops_when_nobody_listens_any_more(start, config: Path, processes_of, n
     process.send_signal(number)
     assert process.wait(STOP_TIMEOUT_S) == 130
     assert read(run_dir)[0]["status"] == "failed: interrupted"
-    assert nothing_left(run_dir, processes_of)
-
-
-def test_one_signal_is_one_while_weights_are_served(start, config: Path, processes_of) -> None:
-    process = start("run", config, "--providers", "spot", "--set", "run.steps=1000", "--set", "weights.relay=http")
-    (run_dir,) = until(lambda: run_dirs(config), START_TIMEOUT_S, process)
-    until(lambda: read(run_dir)[1], START_TIMEOUT_S, process)
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=STOP_TIMEOUT_S)
-    assert process.returncode == 130, err
-    assert err.count("stopping: ") == 1
-    assert "killing" not in err
-    assert "Traceback" not in err
     assert nothing_left(run_dir, processes_of)
 
 

@@ -107,7 +107,7 @@ class Page(HTMLParser):
             self.words.append(data)
 
 
-ODD = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+ODD = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @ODD

@@ -130,7 +130,7 @@ def test_an_earlier_segment_that_cannot_be_read_is_named(run_of):
         summarise(run)
 
 
-@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(fills=st.lists(st.sampled_from((killed, resumed)), min_size=1, max_size=4))
 def test_any_segments_add_up(summary_of, fills):
     whole = summary_of(*fills)

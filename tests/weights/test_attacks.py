@@ -48,7 +48,7 @@ SMALL = PublishSettings(bucket_elements=64, tile_elements=16, keyframe_every=8, 
 MODEL = {"model_type": "qwen3"}
 THIEF = SigningKey()
 
-many = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)
+many = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30, deadline=None)
 
 
 def weights(version: int) -> dict[str, Tensor]:

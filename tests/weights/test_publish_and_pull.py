@@ -19,7 +19,7 @@ from tests.weights.signed import KEY, TRUST
 
 MODEL = {"model_type": "qwen3", "hidden_size": 8}
 
-many = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
+many = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=20)
 
 
 def bits(tensor: Tensor) -> Tensor:

@@ -55,7 +55,7 @@ async def test_credit_is_announced_right_after_ready(orchestra: Orchestra) -> No
     assert beat.capacity_turns == 8
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     turns=st.lists(st.tuples(st.integers(0, 20), st.integers(1, 40), st.booleans()), min_size=1, max_size=12),
@@ -459,7 +459,7 @@ async def test_a_worker_whose_orchestrator_stays_away_exits(patience: dict[str, 
         assert engine._closed
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     st.integers(0, 2**32 - 1),
     st.lists(st.sampled_from(["cut", "kill", "kill, and forget", "turn", "weights"]), min_size=1, max_size=8),

@@ -45,7 +45,7 @@ def environments(draw):
     companions=st.lists(st.tuples(st.integers(1, 230), st.integers(1, 60)), max_size=8),
     found=st.integers(0, 150),
 )
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_cut_turn_continues_bit_for_bit(make_engine, turn, environment, cut, companions, found):
     whole = turn("whole", prompt=40, max_new_tokens=200, temperature=1.3)
     reference = make_engine()
@@ -117,7 +117,7 @@ def _logits(runner: Runner, requests, chunk: int) -> list[torch.Tensor]:
     chunk=st.sampled_from([5, 17, 64, 100, 256, 1000]),
     data=st.data(),
 )
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_logits_do_not_depend_on_batch_or_chunks(runner, turn, lengths, chunk, data):
     make, _, tokens = runner
     chosen = data.draw(st.integers(0, len(lengths) - 1))
