@@ -33,7 +33,7 @@ from elastic.sim.trainer import SimulatedTrainer
 from elastic.sim.worker import SimulatedWorker
 from elastic.sim.world import LARGE_EVERY, SimulatedOutcome, SimulatedWorldFailed, simulate
 
-CI_SEEDS = 120
+CI_SEEDS = 80
 BATCH = 20
 NIGHTLY_SEEDS = 25_000
 NIGHTLY_BATCH = 250
@@ -203,11 +203,10 @@ def test_what_did_nothing_is_no_fault() -> None:
 def test_epidemic_of_one_fault(fault: str) -> None:
     faults = FaultPlan(end_ns=60 * NS_PER_S, faults=(), fault_rates=FaultRates(**{fault: 0.3}))
     settings = msgspec.structs.replace(SETTINGS, rewards_on_functions=fault.startswith("reward"))
-    sick = [simulate(seed, settings, faults) for seed in range(2)]
-    sound = [simulate(seed, settings, quiet(faults.end_ns)) for seed in range(2)]
-    assert all(outcome.record.finished for outcome in sick)
-    assert sum(outcome.faults for outcome in sick) > 0
-    assert [outcome.history for outcome in sick] != [outcome.history for outcome in sound]
+    sick, sound = simulate(0, settings, faults), simulate(0, settings, quiet(faults.end_ns))
+    assert sick.record.finished
+    assert sick.faults > 0
+    assert sick.history != sound.history
 
 
 def test_quiet_world_moves_turns_only_at_the_end_of_seeding() -> None:
@@ -364,7 +363,7 @@ RESUMED_WRONGLY: list[tuple[type[Any], str, Callable[..., object], str]] = [
     (SimulatedTrainer, "_join", SimulatedWorker._join, "LearnerViolated|has not learnt|came with weights"),
     (TrainerOrders, "remember", lambda orders, order: None, "LearnerViolated|has not learnt|came with weights"),
     (Run, "_once_durable", _act_at_once, "before it is durable"),
-    (RunRecord, "recall", lambda record, former: None, "not of this run"),
+    (RunRecord, "recall", lambda record, former: None, "not of this run|was not generated"),
 ]
 
 
@@ -381,7 +380,8 @@ def test_worlds_notice_a_run_that_is_resumed_wrongly(
     settings = msgspec.structs.replace(SETTINGS, plan=plan, providers=(spot,), checkpoint_every_steps=2)
 
     def live() -> None:
-        for tenths in range(2, 300, 5):
+        for n in range(60):
+            tenths = 2 + n * 37 % 60 * 5
             down_ns = (1 + tenths % 2 * 44) * NS_PER_S
             simulate(tenths, settings, crash_at(tenths * NS_PER_S // 10, down_ns, trainer_dies=tenths % 3 == 0))
 
@@ -524,9 +524,17 @@ BREAKAGES: list[tuple[type[Any], str, object]] = [
     (StepController, "_needs_reseeding", lambda driver: False),
     (Group, "finished", property(lambda group: {t: float(n) for n, t in enumerate(group.members)})),
 ]
+NEVER_END = ("rest", "take_outcomes")
+"""Broken so, a world shows it only by going on for hours of its time."""
 
 
-@pytest.mark.parametrize(("owner", "name", "broken"), BREAKAGES, ids=[name for _, name, _ in BREAKAGES])
+@pytest.mark.parametrize(
+    ("owner", "name", "broken"),
+    [
+        pytest.param(*each, id=each[1], marks=[pytest.mark.nightly] if each[1] in NEVER_END else [])
+        for each in BREAKAGES
+    ],
+)
 def test_worlds_notice_a_broken_core(
     owner: type[Any], name: str, broken: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
