@@ -206,10 +206,17 @@ class Adopted:
     async def wait(self) -> None:
         await self._over.wait()
 
+    @property
+    def over(self) -> bool:
+        return self._over.is_set()
+
     def kill(self) -> None:
+        self.send(signal.SIGKILL)
+
+    def send(self, number: signal.Signals) -> None:
         if self._fd is not None:
             with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._fd, signal.SIGKILL)
+                signal.pidfd_send_signal(self._fd, number)
 
     def close(self) -> None:
         """Watch no longer."""
@@ -232,6 +239,14 @@ def _kill(record: _Record, pid: int) -> None:
                 signal.pidfd_send_signal(descriptor, signal.SIGKILL)
         finally:
             os.close(descriptor)
+
+
+def marked(variable: str, value: str) -> Identity | None:
+    """A living process of ours that was started with this environment variable."""
+    for pid in _pids():
+        if f"{variable}={value}".encode() in _environment(pid) and _lives(pid):
+            return identity(pid)
+    return None
 
 
 def _survivors(record: _Record) -> list[int]:

@@ -19,7 +19,7 @@ ASKED = [
     for texts in (
         PROJECT["build-system"]["requires"],
         PROJECT["project"]["dependencies"],
-        *(PROJECT["project"]["optional-dependencies"][extra] for extra in ("train", "dev")),
+        *(PROJECT["project"]["optional-dependencies"][extra] for extra in ("train", "server", "dev")),
     )
     for text in texts
 ]

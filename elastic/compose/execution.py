@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from secrets import token_hex
 
 import msgspec
 import structlog
@@ -203,6 +204,7 @@ async def _end_former(plan: RunPlan, run_dir: Path, names: Sequence[str]) -> Non
 def _meta(plan: RunPlan, run_dir: Path) -> dict[str, str]:
     return {
         "run": run_dir.name,
+        "incarnation": token_hex(8),
         "status": RUNNING,
         "config": plan.config.model_dump_json(),
         "providers": ",".join(plan.providers),

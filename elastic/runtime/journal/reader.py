@@ -3,7 +3,7 @@
 import errno
 import os
 import sqlite3
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -83,6 +83,11 @@ class JournalReader:
         with self._reading():
             return list(TABLES[kind].read(self._connection))
 
+    def last(self, kind: type[R]) -> R | None:
+        """The record of a kind that was written last."""
+        with self._reading():
+            return TABLES[kind].last(self._connection)
+
     def by_key(self, kind: type[R], keys: Sequence[str]) -> dict[str, R]:
         """Those of a kind's records that have these keys."""
         table = TABLES[kind]
@@ -123,6 +128,18 @@ class JournalReader:
                     yield t_ns, event, chunks
                 else:
                     yield t_ns, _decode_event(body), {}
+
+    def scan(self, after: int, limit: int, unread: Collection[str]) -> Iterator[tuple[int, Nanoseconds, e.Event | None]]:
+        """Up to `limit` events behind number `after`, each with its own; token frames and `unread` kinds as None."""
+        skipped = (FRAME, *unread)
+        marks = ", ".join("?" * len(skipped))
+        query = (
+            f"SELECT seq, t_ns, CASE WHEN kind IN ({marks}) THEN NULL ELSE body END FROM events "
+            "WHERE seq > ? ORDER BY seq LIMIT ?"
+        )
+        with self._reading():
+            for seq, t_ns, body in self._connection.execute(query, (*skipped, after, limit)):
+                yield seq, t_ns, None if body is None else _decode_event(body)
 
     def events_of(self, *kinds: str) -> Iterator[tuple[Nanoseconds, e.Event]]:
         """Events of the named kinds, in order; token frames are not among them."""

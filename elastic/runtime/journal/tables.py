@@ -85,6 +85,11 @@ class JournalTable(Generic[R]):
         for row in connection.execute(f"{self._select} ORDER BY rowid"):
             yield self._record(row)
 
+    def last(self, connection: sqlite3.Connection) -> R | None:
+        """The record that was written last. Raises as `read` does."""
+        row = connection.execute(f"{self._select} ORDER BY rowid DESC LIMIT 1").fetchone()
+        return None if row is None else self._record(row)
+
     def find(self, connection: sqlite3.Connection, key: str) -> R | None:
         """The record with this key, of a kind that has keys. Raises as `read` does."""
         row = connection.execute(f'{self._select} WHERE "{self.kind.KEY}" = ?', (key,)).fetchone()

@@ -1,0 +1,422 @@
+"""The resources of the hosted control API, as the server sends them and the client reads them.
+
+Money is in dollars, times are RFC 3339 in UTC, durations are in seconds. The client ignores unknown fields, so that an
+older one reads what a newer server sends.
+"""
+
+from enum import StrEnum
+from typing import Annotated, Any, Generic, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field
+
+T = TypeVar("T")
+
+NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
+Name = Annotated[str, Field(pattern=NAME)]
+
+
+class _Resource(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+
+
+class _Request(BaseModel):
+    """A body that somebody sends: unknown keys are refused, so that a misspelt one is not ignored."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class AccessRole(StrEnum):
+    """What a member may do in a project; each may do all that the one before may."""
+
+    VIEWER = "viewer"
+    RUNNER = "runner"
+    ADMIN = "admin"
+
+
+class RunPhase(StrEnum):
+    """A summary of a hosted run's conditions."""
+
+    PENDING = "pending"
+    STARTING = "starting"
+    RUNNING = "running"
+    RESTARTING = "restarting"
+    STOPPING = "stopping"
+    STOPPED = "stopped"
+    FINISHED = "finished"
+    FAILED = "failed"
+
+
+ENDED = frozenset({RunPhase.STOPPED, RunPhase.FINISHED, RunPhase.FAILED})
+"""Phases that a run leaves only by being resumed."""
+
+
+class Condition(_Resource):
+    """One thing that holds of a run, does not, or is not known. `reason` is for programs, `message` for people."""
+
+    type: str
+    status: Literal["True", "False", "Unknown"]
+    reason: str
+    message: str
+    lastTransitionTime: str
+    observedGeneration: int
+
+
+class ProviderFigures(_Resource):
+    """One provider's part of a run right now."""
+
+    ready: int = 0
+    booting: int = 0
+    running_turns: int = 0
+    capacity_turns: int = 0
+    tokens: int = 0
+    preemptions: int = 0
+    usd: float = 0.0
+    usd_per_hour: float = 0.0
+
+
+class RunFigures(_Resource):
+    """How far a run is: the newest sample of its journal."""
+
+    step: int = 0
+    steps: int = 0
+    elapsed_s: float = 0.0
+    success_rate: float | None = None
+    last_success_rate: float | None = None
+    tokens_per_s: float = 0.0
+    preemptions: int = 0
+    usd: float = 0.0
+    trajectories_running: int = 0
+    queued_turns: int = 0
+    trainer: str = ""
+    phase: str = ""
+    cpu_share: float = 0.0
+    pacing_holds: bool = True
+    providers: dict[str, ProviderFigures] = {}
+
+
+class HostedRun(_Resource):
+    """A run on the server. `generation` counts changes of what is wanted of it; conditions name the one they saw."""
+
+    id: str
+    object: Literal["run"] = "run"
+    project: str
+    name: str
+    phase: RunPhase
+    conditions: list[Condition]
+    generation: int
+    providers: list[str]
+    figures: RunFigures
+    budget_usd: float | None = None
+    caps: dict[str, int] = {}
+    labels: dict[str, str] = {}
+    restarts: int
+    max_restarts: int
+    cause: str = ""
+    created_at: str
+    created_by: str
+    started_at: str | None = None
+    ended_at: str | None = None
+
+
+class HostedRunDetail(HostedRun):
+    """A run with its whole configuration."""
+
+    config: dict[str, Any]
+
+
+class Submission(_Request):
+    """A run to be started: the sections of a configuration file, and the providers to use of it."""
+
+    config: dict[str, Any]
+    providers: list[Name] = Field(default=[], max_length=32)
+    project: str | None = Field(default=None, description="for keys of no project: where the run belongs")
+    max_restarts: int = Field(default=10, ge=0, le=1000, description="times that its process may die and be resumed")
+    budget_usd: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    caps: dict[Name, Annotated[int, Field(ge=0, le=1_000_000)]] = Field(
+        default={}, description="most workers at once, by provider"
+    )
+    labels: dict[Name, Annotated[str, Field(max_length=256)]] = Field(default={}, max_length=32)
+
+
+class WouldAcquire(_Resource):
+    """What a run would hold of one provider at most, and what that costs."""
+
+    provider: str
+    max_workers: int
+    gpus_per_worker: int
+    usd_per_gpu_hour: float
+    usd_per_hour_max: float
+
+
+class DryRun(_Resource):
+    """What would be run, and at which price: nothing has been started or kept."""
+
+    object: Literal["dry_run"] = "dry_run"
+    config: dict[str, Any]
+    would_acquire: list[WouldAcquire]
+    would_call: dict[str, Any] | None
+    usd_per_hour_max: float
+    warnings: list[str]
+
+
+class RunChange(_Request):
+    """What of a run may be edited; what is left out stays."""
+
+    budget_usd: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    caps: dict[Name, Annotated[int, Field(ge=0, le=1_000_000)]] | None = None
+    labels: dict[Name, Annotated[str, Field(max_length=256)]] | None = Field(default=None, max_length=32)
+
+
+class StopRequest(_Request):
+    """How a run is to be stopped: after a checkpoint, or with `force` at once."""
+
+    force: bool = False
+
+
+class ResumeRequest(_Request):
+    """With what a run is to go on."""
+
+    budget_usd: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    steps: int | None = Field(default=None, ge=1, le=2**31, description="train up to this many steps")
+
+
+class RunBudget(_Resource):
+    """What a run may cost, what it has cost, and when the rest is gone at the present price."""
+
+    object: Literal["budget"] = "budget"
+    run: str
+    budget_usd: float | None
+    usd: float
+    usd_per_hour: float
+    ends_in_s: float | None
+
+
+class Listed(_Resource, Generic[T]):
+    """A page of a list, newest first. The next one begins `starting_after` the id of the last entry."""
+
+    object: Literal["list"] = "list"
+    url: str
+    data: list[T]
+    has_more: bool
+
+
+class RunEvent(_Resource):
+    """Something that happened in a run. `id` is its place, after which a stream can be taken up again."""
+
+    id: str
+    type: str
+    at_s: float
+    data: dict[str, Any]
+
+
+class LogLine(_Resource):
+    """A line of a run's logs; `id` is where it ends in its file."""
+
+    id: str
+    line: str
+
+
+class StepMetrics(_Resource):
+    """One finished training step."""
+
+    step: int
+    at_s: float
+    duration_s: float
+    success_rate: float | None
+    groups_trained: int
+    groups_dropped: int
+    trainer: dict[str, float | None]
+
+
+class Metrics(_Resource):
+    """A run's series: finished steps, and how it stood at moments in between."""
+
+    object: Literal["metrics"] = "metrics"
+    run: str
+    steps: list[StepMetrics]
+    samples: list[RunFigures]
+
+
+class HostedTrajectory(_Resource):
+    """A trajectory that is over: its reward, or the cause of its failure."""
+
+    id: str
+    object: Literal["trajectory"] = "trajectory"
+    step: int
+    group: str
+    reward: float | None
+    cause: str
+    turns: int
+    policy_tokens: int
+    truncated: bool
+    started_s: float
+    ended_s: float
+
+
+class HostedTrajectoryDetail(HostedTrajectory):
+    """A trajectory with what was said. `trained` marks the policy's own tokens."""
+
+    token_ids: list[int]
+    trained: list[bool]
+    logprobs: list[float]
+    versions: list[int]
+    text: str | None
+
+
+class Checkpoint(_Resource):
+    """A checkpoint of the trainer."""
+
+    id: str
+    object: Literal["checkpoint"] = "checkpoint"
+    version: int
+    bytes: int
+    created_at: str
+
+
+class HostedWorker(_Resource):
+    """A worker that a run has, or had, with its GPU time by account."""
+
+    id: str
+    object: Literal["worker"] = "worker"
+    lease: str
+    provider: str
+    gpus: int
+    usd_per_gpu_hour: float
+    opened_s: float
+    closed_s: float | None
+    accounts_s: dict[str, float]
+
+
+class HostedLease(_Resource):
+    """A lease that a run has, or had: its workers, its time and what it cost."""
+
+    id: str
+    object: Literal["lease"] = "lease"
+    provider: str
+    workers: list[str]
+    gpus: int
+    opened_s: float
+    closed_s: float | None
+    usd: float
+    cause: str
+
+
+class ProviderKind(_Resource):
+    """A kind of provider that is installed, and how it is doing in the runs that go on."""
+
+    id: str
+    object: Literal["provider"] = "provider"
+    settings: dict[str, Any] = Field(description="JSON schema of what a configuration may say of it")
+    runs: int
+    ready: int
+    booting: int
+    preemptions: int
+    usd_per_hour: float
+
+
+class Project(_Resource):
+    """What runs, keys and files belong to; one sees nothing of another."""
+
+    id: str
+    object: Literal["project"] = "project"
+    name: str
+    unix_user: str | None
+    created_at: str
+
+
+class NewProject(_Request):
+    name: Name
+    unix_user: Annotated[str, Field(pattern=r"^[a-z_][a-z0-9_-]{0,31}$")] | None = Field(
+        default=None, description="whose processes its runs are; needs a runner that is root"
+    )
+
+
+class ProjectChange(_Request):
+    name: Name | None = None
+    unix_user: Annotated[str, Field(pattern=r"^[a-z_][a-z0-9_-]{0,31}$")] | None = None
+
+
+class ApiKey(_Resource):
+    """A key, without its secret. One of no project may do what it may in all of them."""
+
+    id: str
+    object: Literal["key"] = "key"
+    name: str
+    project: str | None
+    role: AccessRole
+    scopes: list[str]
+    hint: str
+    created_at: str
+    expires_at: str | None
+    revoked_at: str | None
+
+
+class CreatedKey(ApiKey):
+    """A key just made. `secret` is shown this once; a repeated request is answered without it."""
+
+    secret: str | None
+
+
+class NewKey(_Request):
+    name: Name
+    role: AccessRole = AccessRole.RUNNER
+    project: str | None = Field(default=None, description="for keys of no project: where the new one belongs")
+    server_wide: bool = Field(default=False, description="of no project; only such a key may make one")
+    scopes: list[str] = Field(
+        default=[], max_length=64, description="actions it is limited to; all of its role's unless given"
+    )
+    expires_in_s: int | None = Field(default=None, ge=1, le=10 * 366 * 86_400)
+
+
+class AuditEntry(_Resource):
+    """Who did what, and whether it was let."""
+
+    id: str
+    object: Literal["audit_entry"] = "audit_entry"
+    at: str
+    actor: str
+    action: str
+    resource: str
+    project: str | None
+    status: int
+    request_id: str
+
+
+class Me(_Resource):
+    """Who a request comes from."""
+
+    object: Literal["me"] = "me"
+    key: str
+    name: str
+    project: str | None
+    role: AccessRole
+    actions: list[str]
+
+
+class ServerInfo(_Resource):
+    """What this server is."""
+
+    object: Literal["server"] = "server"
+    version: str
+    api: Literal["v1"] = "v1"
+
+
+class ProblemError(_Resource):
+    """One fault of a request, and where in its body it lies (a JSON pointer)."""
+
+    pointer: str
+    detail: str
+
+
+class Problem(_Resource):
+    """Why a request came to nothing (RFC 9457). `type` is what programs look at; docs/server.md lists them all."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str
+    title: str
+    status: int
+    detail: str
+    instance: str
+    request_id: str = ""
+    errors: list[ProblemError] | None = None

@@ -1,0 +1,104 @@
+"""A run's conditions: what holds of it, with a reason for programs and a message for people. Pure."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+from elastic.resources import ENDED, Condition, RunFigures, RunPhase
+from elastic.server.clock import rfc3339
+from elastic.server.store.runs import RunRecord
+
+Truth = Literal["True", "False", "Unknown"]
+BUDGET_WARNING_SHARE = 0.8
+
+
+class Finding(NamedTuple):
+    """What a condition is to say now."""
+
+    type: str
+    status: Truth
+    reason: str
+    message: str
+
+
+SUBMITTED = Finding("Accepted", "True", "Submitted", "the server has the run, and will start it")
+_PROCESS: Mapping[RunPhase, tuple[Truth, str, str]] = {
+    RunPhase.PENDING: ("False", "NotStarted", "its process has not begun yet"),
+    RunPhase.STARTING: ("True", "Starting", "its process has begun; the trainer is not ready yet"),
+    RunPhase.RUNNING: ("True", "Running", "its process lives"),
+    RunPhase.RESTARTING: ("False", "Restarting", "its process died; another one goes on from the journal"),
+    RunPhase.STOPPING: ("True", "Stopping", "its process has been told to stop"),
+}
+_ENDINGS: Mapping[RunPhase, tuple[str, str]] = {
+    RunPhase.FINISHED: ("Finished", "all steps are done"),
+    RunPhase.STOPPED: ("Stopped", "stopped; it can be resumed"),
+    RunPhase.FAILED: ("Failed", "failed"),
+}
+
+
+def findings(run: RunRecord, phase: RunPhase, cause: str, figures: RunFigures) -> list[Finding]:
+    """What holds of a run in this phase, with these figures."""
+    found = [SUBMITTED, _process(phase, cause, run)]
+    if phase is RunPhase.RUNNING:
+        found.append(_capacity(run, figures))
+    if run.budget_usd is not None:
+        found.append(_budget(run.budget_usd, figures.usd))
+    found.append(_ended(phase, cause))
+    return found
+
+
+def updated(
+    former: Sequence[Mapping[str, Any]], found: Sequence[Finding], now_us: int, generation: int
+) -> list[Condition]:
+    """The conditions as they are now: a transition is when a status changes, not when its words do."""
+    since = {one["type"]: (one["status"], one["lastTransitionTime"]) for one in former}
+    now = rfc3339(now_us) or ""
+    made: list[Condition] = []
+    for one in found:
+        status, at = since.get(one.type, ("", now))
+        made.append(
+            Condition(
+                **one._asdict(),
+                lastTransitionTime=at if status == one.status else now,
+                observedGeneration=generation,
+            )
+        )
+    return made
+
+
+def _process(phase: RunPhase, cause: str, run: RunRecord) -> Finding:
+    if phase in ENDED:
+        return Finding("ProcessAlive", "False", "Ended", "its process has ended")
+    status, reason, message = _PROCESS[phase]
+    if phase is RunPhase.RESTARTING:
+        message = f"{cause or 'its process died'}; restart {run.restarts} of at most {run.max_restarts}"
+    return Finding("ProcessAlive", status, reason, message)
+
+
+def _capacity(run: RunRecord, figures: RunFigures) -> Finding:
+    elastic = {name: figures.providers[name] for name in run.providers if name in figures.providers}
+    ready, booting = (sum(getattr(one, key) for one in elastic.values()) for key in ("ready", "booting"))
+    if not run.providers:
+        return Finding("CapacityAvailable", "True", "TrainerOnly", "the trainer's own device does all")
+    if ready:
+        return Finding("CapacityAvailable", "True", "WorkersReady", "workers of its providers are ready")
+    if booting:
+        return Finding("CapacityAvailable", "False", "Booting", "workers are on their way")
+    if sum(one.preemptions for one in elastic.values()):
+        return Finding("CapacityAvailable", "False", "Preempted", "its workers were taken away; the trainer goes on alone")
+    return Finding("CapacityAvailable", "False", "NoCapacity", "its providers have nothing; the trainer goes on alone")
+
+
+def _budget(budget_usd: float, usd: float) -> Finding:
+    words = f"${usd:.2f} of ${budget_usd:.2f}"
+    if usd >= budget_usd:
+        return Finding("WithinBudget", "False", "BudgetExhausted", words)
+    if usd >= BUDGET_WARNING_SHARE * budget_usd:
+        return Finding("WithinBudget", "True", "BudgetWarning", f"{words}: more than {BUDGET_WARNING_SHARE:.0%}")
+    return Finding("WithinBudget", "True", "BudgetLeft", "less than its warning share is used")
+
+
+def _ended(phase: RunPhase, cause: str) -> Finding:
+    if phase not in ENDED:
+        return Finding("Ended", "False", "GoingOn", "it has not ended")
+    reason, message = _ENDINGS[phase]
+    return Finding("Ended", "True", reason, cause or message)

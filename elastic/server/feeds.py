@@ -1,0 +1,112 @@
+"""Runs' events for whoever follows them. However many follow a run, its journal is looked at once.
+
+Each follower pulls at its own pace: one that reads slowly holds nothing back and costs no memory.
+"""
+
+import asyncio
+import bisect
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import structlog
+
+from elastic.resources import RunEvent
+from elastic.runtime.journal import JournalError
+from elastic.server.journal_events import EventLog, Position
+
+log = structlog.get_logger(__name__)
+
+KEPT_EVENTS = 2_000
+"""The newest events that are served from memory."""
+
+
+class Feed:
+    """One run's newest events. `ended` asks whether the run is over; it is asked whenever nothing is new."""
+
+    def __init__(self, run_dir: Path, interval_s: float, ended: Callable[[], Awaitable[bool]]) -> None:
+        self.log = EventLog(run_dir)
+        self.followers = 0
+        self.over = False
+        """Nothing more will come."""
+        self._interval_s = interval_s
+        self._ended = ended
+        self._positions: list[Position] = []
+        self._events: list[RunEvent] = []
+        self._floor: Position | None = None
+        """What stands behind this is in memory."""
+        self._changed = asyncio.Condition()
+
+    async def run(self) -> None:
+        """Look at the journal until it is over, or cancelled."""
+        position = await self._reading(self.log.end)
+        self._floor = position
+        while True:
+            batch = await self._reading(lambda at=position: self.log.read(at))
+            position = batch.position
+            if batch.events:
+                self._keep(batch.events)
+            elif batch.whole and await self._ended() and not (await self._reading(lambda: self.log.read(position))).events:
+                self.over = True
+            if batch.events or self.over:
+                async with self._changed:
+                    self._changed.notify_all()
+            if self.over:
+                return
+            if batch.whole:
+                await asyncio.sleep(self._interval_s)
+
+    async def after(self, position: Position) -> tuple[list[tuple[Position, RunEvent]], Position, bool]:
+        """What stands behind a position now, how far that reaches, and whether it was all."""
+        if self._floor is not None and position >= self._floor:
+            begin = bisect.bisect_right(self._positions, position)
+            found = list(zip(self._positions[begin:], self._events[begin:], strict=True))
+            return found, found[-1][0] if found else position, True
+        return await self._reading(lambda: self.log.read(position))
+
+    async def change(self, timeout_s: float) -> None:
+        """Wait until something is new, or for as long."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s), self._changed:
+                await self._changed.wait()
+
+    def _keep(self, events: list[tuple[Position, RunEvent]]) -> None:
+        self._positions += [position for position, _ in events]
+        self._events += [event for _, event in events]
+        if (excess := len(self._events) - KEPT_EVENTS) > 0:
+            self._floor = self._positions[excess - 1]
+            del self._positions[:excess], self._events[:excess]
+
+    async def _reading(self, read):  # noqa: ANN001, ANN202 - as `read`
+        """What `read` returns, in a thread; a journal that cannot be read now is tried again."""
+        while True:
+            try:
+                return await asyncio.to_thread(read)
+            except (JournalError, OSError) as error:
+                log.warning("a journal cannot be read now", error=str(error))
+                await asyncio.sleep(10 * self._interval_s)
+
+
+class Feeds:
+    """A feed for each run that somebody follows."""
+
+    def __init__(self, interval_s: float) -> None:
+        self._interval_s = interval_s
+        self._feeds: dict[str, tuple[Feed, asyncio.Task[None]]] = {}
+
+    @contextlib.asynccontextmanager
+    async def following(self, run: str, run_dir: Path, ended: Callable[[], Awaitable[bool]]) -> AsyncIterator[Feed]:
+        """The run's feed, for as long as somebody follows it."""
+        if run not in self._feeds or self._feeds[run][0].over:
+            feed = Feed(run_dir, self._interval_s, ended)
+            self._feeds[run] = feed, asyncio.create_task(feed.run(), name=f"feed {run}")
+        feed, task = self._feeds[run]
+        feed.followers += 1
+        try:
+            yield feed
+        finally:
+            feed.followers -= 1
+            if not feed.followers and self._feeds.get(run, (None, None))[0] is feed:
+                del self._feeds[run]
+                task.cancel()
+                await asyncio.wait({task}, timeout=1.0)

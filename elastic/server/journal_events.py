@@ -1,0 +1,119 @@
+"""A run's journal as a stream of events that can be taken up after any of them.
+
+An event's id names the journal that it stands in and its number there. A journal that was discarded, for its process came
+to nothing, has a name that never returns: whoever had read it begins again.
+"""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from elastic.core import events as e
+from elastic.core.types import NS_PER_S
+from elastic.resources import RunEvent
+from elastic.runtime.journal import JournalReader, RunDirectory
+
+INCARNATION = "incarnation"
+"""The note under which a journal has its own name."""
+UNREAD = ("Tick", "WorkerReported", "TokensReceived", "TurnRequested", "RewardRequested", "RewardScored")
+"""Kinds that are too many to tell: heartbeats and single turns."""
+SCANNED_AT_ONCE = 2_000
+
+
+class Position(NamedTuple):
+    """Behind the event of this number in the journal of this place in the run's list."""
+
+    journal: int
+    number: int
+
+
+class EventsGone(Exception):
+    """The journal that an event's id names is not there any more."""
+
+
+class Batch(NamedTuple):
+    """Events, each with its position; how far the journals have been read; whether that was all."""
+
+    events: list[tuple[Position, RunEvent]]
+    position: Position
+    whole: bool
+
+
+class EventLog:
+    """The events of one run, read as they are asked for. Its list of journals only grows."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._directory = RunDirectory(run_dir)
+        self._journals: list[tuple[str, Path]] = []
+
+    def after(self, event: str) -> Position:
+        """The position behind the event of this id; the beginning for "". Raises `EventsGone`."""
+        if not event:
+            return Position(0, 0)
+        self.refresh()
+        name, dash, number = event.rpartition("-")
+        names = [known for known, _ in self._journals]
+        if not dash or not number.isdecimal() or len(number) > 18 or name not in names:
+            raise EventsGone(event)
+        return Position(names.index(name), int(number))
+
+    def refresh(self) -> None:
+        """Look for journals that have come. Raises `JournalError`."""
+        known = {name for name, _ in self._journals}
+        for path in self._directory.journal_paths():
+            with JournalReader(path) as journal:
+                name = _name(journal)
+            if name not in known:
+                self._journals.append((name, path))
+
+    def end(self) -> Position:
+        """Behind all that is there now."""
+        self.refresh()
+        if not self._journals:
+            return Position(0, 0)
+        name, path = self._journals[-1]
+        with JournalReader(path) as journal:
+            last = journal.last_event() if _name(journal) == name else 0
+        return Position(len(self._journals) - 1, last)
+
+    def read(self, position: Position) -> Batch:
+        """What stands behind a position, up to a bound. Raises `JournalError`."""
+        if position.journal >= len(self._journals) - 1:
+            self.refresh()
+        place, number = position
+        if place >= len(self._journals):
+            return Batch([], position, True)
+        name, path = self._journals[place]
+        scanned: list[tuple[int, int, e.Event | None]] = []
+        if path.exists():
+            with JournalReader(path) as journal:
+                if _name(journal) == name:
+                    scanned = list(journal.scan(number, SCANNED_AT_ONCE, UNREAD))
+        found = [
+            (Position(place, seq), _told(name, seq, t_ns, event)) for seq, t_ns, event in scanned if event is not None
+        ]
+        whole = len(scanned) < SCANNED_AT_ONCE
+        if whole and place < len(self._journals) - 1:
+            return Batch(found, Position(place + 1, 0), False)
+        return Batch(found, Position(place, scanned[-1][0] if scanned else number), whole)
+
+
+def _name(journal: JournalReader) -> str:
+    return journal.meta().get(INCARNATION, journal.path.stem.replace("-", "."))
+
+
+def _told(name: str, seq: int, t_ns: int, event: e.Event) -> RunEvent:
+    data: dict[str, Any] = msgspec.to_builtins(event, str_keys=True)
+    data.pop("type", None)
+    return RunEvent(id=f"{name}-{seq}", type=event_type(event), at_s=t_ns / NS_PER_S, data=data)
+
+
+def event_type(event: e.Event) -> str:
+    """`LeaseGranted` is told as `lease.granted`; a lease's end by its cause."""
+    if isinstance(event, e.LeaseEnded):
+        return f"lease.{event.cause}"
+    words: Sequence[str] = re.findall(r"[A-Z][a-z0-9]*", type(event).__name__)
+    return ".".join(word.lower() for word in (words if len(words) > 1 else ("Run", *words)))

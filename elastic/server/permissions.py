@@ -1,0 +1,54 @@
+"""Who may do what: roles and the actions that they allow. Pure."""
+
+from collections.abc import Collection
+from enum import StrEnum
+
+from elastic.resources import AccessRole
+
+
+class Action(StrEnum):
+    """What a request does. A key's scopes are names of these."""
+
+    RUNS_READ = "runs:read"
+    RUNS_WRITE = "runs:write"
+    PROJECTS_READ = "projects:read"
+    PROJECTS_WRITE = "projects:write"
+    KEYS_READ = "keys:read"
+    KEYS_WRITE = "keys:write"
+    AUDIT_READ = "audit:read"
+    SERVER_WRITE = "server:write"
+
+
+_LEAST_ROLE = {
+    Action.RUNS_READ: AccessRole.VIEWER,
+    Action.PROJECTS_READ: AccessRole.VIEWER,
+    Action.RUNS_WRITE: AccessRole.RUNNER,
+    Action.KEYS_READ: AccessRole.ADMIN,
+    Action.KEYS_WRITE: AccessRole.ADMIN,
+    Action.PROJECTS_WRITE: AccessRole.ADMIN,
+    Action.AUDIT_READ: AccessRole.ADMIN,
+    Action.SERVER_WRITE: AccessRole.ADMIN,
+}
+"""The least role that an action takes."""
+SERVER_WIDE = frozenset({Action.SERVER_WRITE})
+"""What only keys of no project may do."""
+_RANKS = {role: rank for rank, role in enumerate(AccessRole)}
+
+
+def allows(role: AccessRole, action: Action) -> bool:
+    """Whether the role may do this in its project."""
+    return _RANKS[role] >= _RANKS[_LEAST_ROLE[action]]
+
+
+def may_grant(role: AccessRole, granted: AccessRole) -> bool:
+    """Nobody makes a key that may do more than they may."""
+    return _RANKS[role] >= _RANKS[granted]
+
+
+def actions_of(role: AccessRole, scopes: Collection[str], *, server_wide: bool) -> list[Action]:
+    """All that a key may do: what its role allows, within its scopes if it has any."""
+    return [
+        action
+        for action in Action
+        if allows(role, action) and (not scopes or action in scopes) and (server_wide or action not in SERVER_WIDE)
+    ]

@@ -1,0 +1,141 @@
+"""Why requests come to nothing: one documented type for each cause, as problem+json (RFC 9457)."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from fastapi import FastAPI, Request
+from fastapi.encoders import jsonable_encoder
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+from starlette.exceptions import HTTPException
+
+from elastic.resources import Problem, ProblemError
+from elastic.server.store import StoreUnavailable
+
+MEDIA_TYPE = "application/problem+json"
+RETRY_AFTER_S = 2
+
+
+class ProblemType(NamedTuple):
+    """A kind of problem. `advice` is what to do about it, for the documentation."""
+
+    status: int
+    title: str
+    advice: str
+
+
+TYPES: Mapping[str, ProblemType] = {
+    "invalid-request": ProblemType(400, "The request is not valid", "`errors` points to each fault of it."),
+    "invalid-configuration": ProblemType(
+        400, "The configuration is not valid", "`errors` has all of its faults, each with a pointer."
+    ),
+    "invalid-cursor": ProblemType(400, "The cursor is of no entry of this list", "Begin the list again."),
+    "unauthenticated": ProblemType(
+        401, "No valid key", "Send `Authorization: Bearer KEY` with a key that is neither expired nor revoked."
+    ),
+    "forbidden": ProblemType(403, "The key does not allow this", "Ask an admin for a key with this role and scope."),
+    "not-found": ProblemType(404, "There is no such thing", "Of other projects' things nothing is said either."),
+    "method-not-allowed": ProblemType(405, "This cannot be done here", "The `allow` header has what can."),
+    "request-timeout": ProblemType(408, "The body did not come in time", "Send it faster, or less of it."),
+    "name-taken": ProblemType(409, "The name is taken", "Choose another."),
+    "run-finished": ProblemType(409, "Run has finished", "Resume it with more steps, or leave it."),
+    "run-stopped": ProblemType(409, "Run is stopped already", "Resume it to go on."),
+    "run-active": ProblemType(409, "Run is still going on", "Stop it first, and wait until it has ended."),
+    "untrusted-neighbours": ProblemType(
+        409,
+        "Projects' processes would not be apart",
+        "Give the project a `unix_user`, or start the server with --shared-trust.",
+    ),
+    "events-gone": ProblemType(410, "These events are gone", "Begin the stream again, without Last-Event-ID."),
+    "precondition-failed": ProblemType(412, "It has changed meanwhile", "Read it again, and use its new ETag."),
+    "too-large": ProblemType(413, "The body is too large", "Send less."),
+    "unsupported-media-type": ProblemType(415, "The body is of another type", "Send application/json."),
+    "misdirected": ProblemType(421, "This server has another name", "Use its address, or add the name by --host-name."),
+    "idempotency-mismatch": ProblemType(
+        422, "The Idempotency-Key was used for another request", "Use a key once for each thing to be done."
+    ),
+    "precondition-required": ProblemType(428, "If-Match is missing", "Send the ETag of what you have read."),
+    "internal": ProblemType(500, "The server failed", "The server's log has the cause, under the request's id."),
+    "unavailable": ProblemType(503, "The store does not answer now", "Try again after `retry-after` seconds."),
+}
+_BY_STATUS = {
+    400: "invalid-request",
+    404: "not-found",
+    405: "method-not-allowed",
+    408: "request-timeout",
+    413: "too-large",
+    415: "unsupported-media-type",
+}
+
+
+class ApiProblem(Exception):
+    """Ends a request. `kind` is one of `TYPES`; `further` are members of the body besides."""
+
+    def __init__(
+        self, kind: str, detail: str, errors: list[ProblemError] | None = None, headers: Mapping[str, str] | None = None,
+        **further: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(detail)
+        self.kind = kind
+        self.detail = detail
+        self.errors = errors
+        self.headers = dict(headers or {})
+        self.further = further
+
+
+def not_found(what: str, name: str) -> ApiProblem:
+    return ApiProblem("not-found", f"no {what} {name[:100]!r}")
+
+
+def problem_response(request: Request, problem: ApiProblem) -> Response:
+    """The answer to a request that came to nothing."""
+    kind = TYPES[problem.kind]
+    body = Problem(
+        type=f"/problems/{problem.kind}",
+        title=kind.title,
+        status=kind.status,
+        detail=problem.detail,
+        instance=request.url.path,
+        request_id=getattr(request.state, "request_id", ""),
+        errors=problem.errors,
+        **problem.further,
+    )
+    headers = dict(problem.headers)
+    if kind.status == 401:
+        headers["www-authenticate"] = "Bearer"
+    if kind.status == 503:
+        headers["retry-after"] = str(RETRY_AFTER_S)
+    return JSONResponse(
+        jsonable_encoder(body, exclude_none=True), status_code=kind.status, headers=headers, media_type=MEDIA_TYPE
+    )
+
+
+def install(app: FastAPI) -> None:
+    """Have every error of the application answered as a problem."""
+
+    @app.exception_handler(ApiProblem)
+    def _ours(request: Request, error: ApiProblem) -> Response:  # pyright: ignore[reportUnusedFunction]
+        return problem_response(request, error)
+
+    @app.exception_handler(StoreUnavailable)
+    def _store(request: Request, error: StoreUnavailable) -> Response:  # pyright: ignore[reportUnusedFunction]
+        return problem_response(request, ApiProblem("unavailable", f"the database: {error}"))
+
+    @app.exception_handler(RequestValidationError)
+    def _invalid(request: Request, error: RequestValidationError) -> Response:  # pyright: ignore[reportUnusedFunction]
+        errors = [ProblemError(pointer=_pointer(one["loc"]), detail=one["msg"]) for one in error.errors()]
+        detail = "; ".join(f"{one.pointer}: {one.detail}" for one in errors[:3])
+        return problem_response(request, ApiProblem("invalid-request", detail, errors))
+
+    @app.exception_handler(HTTPException)
+    def _http(request: Request, error: HTTPException) -> Response:  # pyright: ignore[reportUnusedFunction]
+        kind = _BY_STATUS.get(error.status_code, "internal" if error.status_code >= 500 else "invalid-request")
+        return problem_response(request, ApiProblem(kind, str(error.detail), headers=error.headers))
+
+
+def _pointer(location: tuple[int | str, ...]) -> str:
+    """Where a fault lies: in the body by a JSON pointer, else the kind and name of the parameter."""
+    first, *rest = location
+    if first == "body":
+        return "#" + "".join(f"/{str(part).replace('~', '~0').replace('/', '~1')}" for part in rest)
+    return "/".join(map(str, location))

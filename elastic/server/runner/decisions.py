@@ -1,0 +1,111 @@
+"""What to do about a run next: a pure function of what is wanted of it and what was seen.
+
+- A process is begun only where none was seen alive.
+- A process that died without an end of its run in the journal is followed by another, up to `max_restarts` times; where
+  the whole machine or container went down with it, that does not count.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from elastic.resources import RunPhase
+from elastic.server.store import runs
+from elastic.server.store.runs import RunRecord
+
+FINISHED, FAILED, INTERRUPTED, BAD_INPUT, DIED = "finished", "failed", "interrupted", "bad input", "died"
+"""How a process ended: the first three as its journal says, the others without an end of the run."""
+MAX_DOUBLINGS = 16
+
+
+class Step(StrEnum):
+    """What the runner does about a run."""
+
+    NOTHING = "nothing"
+    START = "start"
+    STOP = "stop"
+    KILL = "kill"
+    BECOME = "become"
+    SETTLE = "settle"
+    REMOVE = "remove"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ending:
+    """How a run's last process ended; `with_world` where machine or container went down, too."""
+
+    how: str
+    cause: str = ""
+    with_world: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """A run's process, right now. `ending` of one that was begun and is gone."""
+
+    alive: bool
+    signalled: bool = False
+    killed: bool = False
+    ending: Ending | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """A step, and for BECOME the phase that the run is in from now on."""
+
+    step: Step
+    phase: RunPhase = RunPhase.PENDING
+    cause: str = ""
+    counts: bool = False
+    """Whether the next process is one of the `max_restarts`."""
+    not_before_us: int = 0
+
+
+NOTHING = Decision(step=Step.NOTHING)
+
+
+def decide(run: RunRecord, seen: Seen, now_us: int, base_s: float, max_s: float) -> Decision:
+    """The next step. `base_s` is the first back-off after a death, doubled each time up to `max_s`."""
+    if seen.alive:
+        return _living(run, seen)
+    if run.wanted == runs.DELETE:
+        return Decision(step=Step.REMOVE)
+    if run.phase in (RunPhase.STARTING, RunPhase.RUNNING, RunPhase.STOPPING):
+        return _gone(run, seen.ending or Ending(how=DIED), now_us, base_s, max_s)
+    if run.ended:
+        return Decision(step=Step.SETTLE)
+    if run.wanted == runs.STOP:
+        return Decision(step=Step.BECOME, phase=RunPhase.STOPPED, cause=run.cause)
+    return Decision(step=Step.START) if now_us >= run.not_before_us else NOTHING
+
+
+def _living(run: RunRecord, seen: Seen) -> Decision:
+    if run.wanted == runs.RUN:
+        return NOTHING
+    if (run.force or run.wanted == runs.DELETE) and not seen.killed:
+        return Decision(step=Step.KILL)
+    return NOTHING if seen.signalled else Decision(step=Step.STOP)
+
+
+def _gone(run: RunRecord, ending: Ending, now_us: int, base_s: float, max_s: float) -> Decision:
+    cause = ending.cause
+    if ending.how == FINISHED:
+        return Decision(step=Step.BECOME, phase=RunPhase.FINISHED)
+    if ending.how in (FAILED, BAD_INPUT):
+        return Decision(step=Step.BECOME, phase=RunPhase.FAILED, cause=cause)
+    if run.wanted == runs.STOP:
+        return Decision(step=Step.BECOME, phase=RunPhase.STOPPED)
+    if ending.how == INTERRUPTED:
+        return Decision(step=Step.BECOME, phase=RunPhase.STOPPED, cause=cause or "interrupted from outside the server")
+    if ending.with_world:
+        return Decision(step=Step.BECOME, phase=RunPhase.RESTARTING, cause=cause)
+    if run.restarts >= run.max_restarts:
+        given_up = f"{cause}; it has been started again {run.restarts} times, and is not any more"
+        return Decision(step=Step.BECOME, phase=RunPhase.FAILED, cause=given_up)
+    delay_s = min(base_s * 2 ** min(run.restarts, MAX_DOUBLINGS), max_s)
+    return Decision(
+        step=Step.BECOME,
+        phase=RunPhase.RESTARTING,
+        cause=cause,
+        counts=True,
+        not_before_us=now_us + round(delay_s * 1e6),
+    )

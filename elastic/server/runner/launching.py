@@ -1,0 +1,162 @@
+"""Runs' processes: begun, found again, and judged when they are gone."""
+
+import contextlib
+import json
+import os
+import pwd
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from elastic import compose
+from elastic.config import Config, ConfigError, validate
+from elastic.processes import Adopted, Identity, boot_id, identity, inherited, marked
+from elastic.runtime.journal import CONFIG, JournalError, RunDirectory
+from elastic.server.runner.decisions import BAD_INPUT, DIED, FAILED, FINISHED, INTERRUPTED, Ending
+from elastic.server.settings import ServerSettings
+from elastic.server.store.runs import RunRecord
+
+SERVED_VARIABLE = "ELASTIC_SERVED"
+"""Names the hosted run in the environment of its process, and of none of that one's children."""
+LOG = Path("logs") / "process.log"
+EXIT_BAD_INPUT = 2
+CAUSE_CHARACTERS = 2_000
+_LOG_TAIL_BYTES = 16_384
+
+
+@dataclass
+class HeldProcess:
+    """A run's process. `child` where this very server began it: only then its exit status is known."""
+
+    watched: Adopted
+    child: "subprocess.Popen[bytes] | None" = None
+    stopped: bool = False
+    killed: bool = False
+
+    def stop(self) -> None:
+        """Once: it checkpoints and gives everything back. Once more: it kills all that it has."""
+        self.killed, self.stopped = self.stopped, True
+        self.watched.send(signal.SIGTERM)
+
+    @property
+    def status(self) -> int | None:
+        """Its exit status once it is over, if that is known."""
+        return None if self.child is None else self.child.wait()
+
+
+def world() -> str:
+    """What goes down with a machine or a container: its boot, and the first process of this namespace."""
+    first = identity(1)
+    return f"{boot_id()}:{first.start_ticks if first else 0}"
+
+
+def prepare(settings: ServerSettings, run: RunRecord) -> None:
+    """Have the run's directory, its configuration and its project's storage on disk, once. Raises `OSError`."""
+    path, storage = settings.run_dir(run.id), settings.storage(run.project)
+    for directory in (storage, path, path / LOG.parent):
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not (path / CONFIG).exists():
+        compose.save_run_config(path, validate(Config, json.loads(run.config), "the submission"))
+
+
+def begin(settings: ServerSettings, run: RunRecord, user: str | None) -> tuple["subprocess.Popen[bytes]", dict[str, Any]]:
+    """Start a process that goes on with the run; returns it and what the store keeps of it. Raises `OSError`."""
+    path, storage = settings.run_dir(run.id).resolve(), settings.storage(run.project).resolve()
+    journals = len(RunDirectory(path).journal_paths())
+    steps = json.loads(run.config).get("run", {}).get("steps")
+    command = [*(settings.command or (sys.executable, "-P", "-m", "elastic.cli", "run")), "--resume", str(path)]
+    command += ["--providers", ",".join(run.providers), *(["--set", f"run.steps={steps}"] if steps else [])]
+    # The project's files are no place to import from.
+    environment = {**inherited(), **settings.environment, SERVED_VARIABLE: run.id, "PYTHONSAFEPATH": "1"}
+    as_user: dict[str, Any] = {}
+    if user is not None:
+        account = pwd.getpwnam(user)
+        environment |= {"HOME": account.pw_dir, "USER": user, "LOGNAME": user}
+        as_user = {"user": account.pw_uid, "group": account.pw_gid, "extra_groups": []}
+        _hand_over((path, storage), account.pw_uid, account.pw_gid)
+    with (path / LOG).open("ab") as log:
+        child = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            cwd=storage,
+            env=environment,
+            start_new_session=True,
+            umask=0o077,
+            **as_user,
+        )
+    found = identity(child.pid)
+    assert found is not None, "a child that nobody has waited for is there, if only as a zombie"
+    return child, kept(found, journals)
+
+
+def kept(process: Identity, journals: int) -> dict[str, Any]:
+    """What the store keeps of a process. `journals` is how many the run had before it."""
+    return {"identity": {key: getattr(process, key) for key in process.__struct_fields__}, "world": world()} | {
+        "journals": journals
+    }
+
+
+def living(run: RunRecord) -> Identity | None:
+    """The run's process, begun by whatever server, if it lives."""
+    known = run.identity
+    if known is not None and identity(known.pid) == known:
+        return known
+    return marked(SERVED_VARIABLE, run.id)
+
+
+def ending(settings: ServerSettings, run: RunRecord, status: int | None) -> Ending:
+    """How the run's last process ended: as it wrote into a journal of its own, else as its exit status says."""
+    directory = RunDirectory(settings.run_dir(run.id))
+    process = run.process or {"world": world(), "journals": 0}
+    with_world = process["world"] != world()
+    how = ""
+    if len(directory.journal_paths()) > process["journals"]:
+        with contextlib.suppress(JournalError, OSError), directory.newest_journal() as journal:
+            how = journal.meta().get("status", "")
+    if how == "finished":
+        return Ending(how=FINISHED)
+    if how == f"failed: {compose.INTERRUPTED}":
+        return Ending(how=INTERRUPTED)
+    if how and how not in (compose.RUNNING, compose.UNEXPECTED):
+        return Ending(how=FAILED, cause=how.removeprefix("failed: ")[:CAUSE_CHARACTERS])
+    if status == EXIT_BAD_INPUT and not compose.is_claimed(directory.path):
+        return Ending(how=BAD_INPUT, cause=_last_words(directory.path))
+    if status == 0 and not how:
+        return Ending(how=FINISHED)
+    return Ending(how=DIED, cause=_death(status, with_world, directory.path), with_world=with_world)
+
+
+def _death(status: int | None, with_world: bool, path: Path) -> str:
+    if with_world:
+        return "its machine or container went down"
+    if status is None:
+        return "its process died"
+    if status < 0:
+        return f"its process was killed by {signal.Signals(-status).name}"
+    words = _last_words(path)
+    return f"its process exited with status {status}{f': {words}' if words else ''}"
+
+
+def _last_words(path: Path) -> str:
+    """What the process said last of its failure."""
+    with contextlib.suppress(OSError), (path / LOG).open("rb") as log:
+        log.seek(max(0, os.fstat(log.fileno()).st_size - _LOG_TAIL_BYTES))
+        lines = log.read().decode(errors="replace").splitlines()
+        begins = [number for number, line in enumerate(lines) if line.startswith("error: ")]
+        if begins:
+            return "\n".join(lines[begins[-1] :]).removeprefix("error: ")[:CAUSE_CHARACTERS]
+    return ""
+
+
+def _hand_over(paths: tuple[Path, ...], uid: int, gid: int) -> None:
+    """Give directories that the server has just made to the project's user."""
+    for top in paths:
+        if top.stat().st_uid != uid:
+            for path in (top, *top.rglob("*")):
+                os.chown(path, uid, gid, follow_symlinks=False)
+

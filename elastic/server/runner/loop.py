@@ -1,0 +1,305 @@
+"""The runner's loop: looks at what is wanted of every run and at its process, and does what is to be done.
+
+- One runner at a time has a server's home: it holds `runner.lock`.
+- Whatever it does about a run is in the store before (it begins a process) or after (it saw one end), so that another
+  runner may take over at any point; a process that is there already is adopted, by its id and start or by the mark in
+  its environment, and never begun twice.
+- A database that does not answer, or a full disk, is waited for; runs go on meanwhile.
+"""
+
+import asyncio
+import contextlib
+import fcntl
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import structlog
+
+from elastic.config import ConfigError
+from elastic.resources import ENDED, RunFigures, RunPhase
+from elastic.runtime.journal import JournalError
+from elastic.server import conditions
+from elastic.server.journals import figures_of
+from elastic.server.runner import decisions, launching
+from elastic.server.runner.control import Control, NoControl
+from elastic.server.runner.decisions import Decision, Ending, Seen, Step
+from elastic.server.runner.launching import HeldProcess
+from elastic.server.settings import ServerSettings
+from elastic.server.store import Store, StoreUnavailable, people, runs
+from elastic.server.store.database import now_us
+from elastic.server.store.runs import RunRecord
+
+log = structlog.get_logger(__name__)
+
+LOCK = "runner.lock"
+FORGET_ANSWERS_S = 24 * 3600
+HOUSEKEEPING_S = 600.0
+
+
+class RunnerBusy(Exception):
+    """Another runner is at this server's home; the message says which process."""
+
+
+class Runner:
+    """Everything that is done about runs. `wake` may be called from any thread."""
+
+    def __init__(self, store: Store, settings: ServerSettings, control: Control | None = None) -> None:
+        self._store = store
+        self._settings = settings
+        self._control = control or NoControl()
+        self._held: dict[str, HeldProcess] = {}
+        self._woken = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._observed_s: dict[str, float] = {}
+        self._housekept_s = 0.0
+        self.ticked_s = time.monotonic()
+        """When it last looked at everything: its health."""
+
+    def wake(self) -> None:
+        """Something else is wanted of a run: look now."""
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # The loop has been closed: whoever comes next will look.
+                self._loop.call_soon_threadsafe(self._woken.set)
+
+    async def run(self) -> None:
+        """Go on until cancelled. Runs are left as they are. Raises `RunnerBusy`."""
+        self._loop = asyncio.get_running_loop()
+        with claimed_home(self._settings.home):
+            try:
+                while True:
+                    self._woken.clear()
+                    try:
+                        await self.tick()
+                    except StoreUnavailable as error:
+                        log.warning("the database does not answer; runs go on", error=str(error))
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(self._settings.tick_s):
+                            await self._woken.wait()
+            finally:
+                for held in self._held.values():
+                    held.watched.close()
+
+    async def tick(self) -> None:
+        """Look at every run once. Raises `StoreUnavailable`."""
+        records = await asyncio.to_thread(self._managed)
+        for run in records:
+            try:
+                await self._attend(run)
+            except (OSError, ConfigError, JournalError) as error:
+                log.error("a run cannot be attended to now", run=run.id, error=str(error))
+        for gone in self._held.keys() - {run.id for run in records}:
+            self._held.pop(gone).watched.close()
+        await self._housekeep()
+        self.ticked_s = time.monotonic()
+
+    async def _attend(self, run: RunRecord) -> None:
+        seen = await self._look(run)
+        settings = self._settings
+        decision = decisions.decide(run, seen, now_us(), settings.restart_base_s, settings.restart_max_s)
+        if decision.step is Step.NOTHING:
+            if seen.alive:
+                await self._observe(run)
+        elif decision.step is Step.START:
+            await self._start(run)
+        elif decision.step is Step.BECOME:
+            await asyncio.to_thread(self._become, run, decision)
+        elif decision.step is Step.SETTLE:
+            await asyncio.to_thread(self._settle, run)
+        elif decision.step is Step.REMOVE:
+            await asyncio.to_thread(self._remove, run)
+        else:
+            await self._stop(run, decision.step)
+
+    async def _look(self, run: RunRecord) -> Seen:
+        """The run's process, adopted if another server began it."""
+        held = self._held.get(run.id)
+        began = run.phase in (RunPhase.STARTING, RunPhase.RUNNING, RunPhase.STOPPING)
+        if held is None:
+            found = await asyncio.to_thread(launching.living, run) if began or run.attempt else None
+            if found is not None:
+                held = self._held[run.id] = HeldProcess(launching.Adopted(found))
+                log.info("adopted", run=run.id, pid=found.pid)
+                await asyncio.to_thread(self._adopted, run, held, found)
+        if held is not None and not held.watched.over:
+            return Seen(alive=True, signalled=held.stopped, killed=held.killed)
+        status = None
+        if held is not None:
+            status = await asyncio.to_thread(lambda: held.status)
+            held.watched.close()
+            del self._held[run.id]
+        if not began:
+            return Seen(alive=False)
+        ending = await asyncio.to_thread(launching.ending, self._settings, run, status)
+        log.info("a run's process has ended", run=run.id, how=ending.how, cause=ending.cause)
+        return Seen(alive=False, ending=ending)
+
+    def _adopted(self, run: RunRecord, held: HeldProcess, found: launching.Identity) -> None:
+        if run.identity == found:
+            return
+        # Its server died after it had begun it, and before it had said so.
+        journals = run.process["journals"] if run.process else 0
+        with self._store.writing() as tx:
+            runs.observe(tx, run.id, process=launching.kept(found, journals), phase=_while_alive(run).value)
+
+    async def _start(self, run: RunRecord) -> None:
+        """Begin a process. First the store says that one is begun, then it is, then the store says which."""
+        user = await asyncio.to_thread(self._announce, run)
+        try:
+            child, kept = await asyncio.to_thread(self._begin, run, user)
+        except (OSError, ConfigError, KeyError) as error:
+            log.error("a run's process cannot be begun", run=run.id, error=str(error))
+            ending = Ending(how=decisions.DIED, cause=f"its process could not be begun: {error}")
+            begun, seen = replace(run, phase=RunPhase.STARTING), Seen(alive=False, ending=ending)
+            base_s, max_s = self._settings.restart_base_s, self._settings.restart_max_s
+            later = decisions.decide(begun, seen, now_us(), base_s, max_s)
+            await asyncio.to_thread(self._become, run, later)
+            return
+        held = HeldProcess(launching.Adopted(launching.Identity(**kept["identity"])), child)
+        self._held[run.id] = held
+        asyncio.create_task(self._wake_at_end(held), name=f"watch {run.id}")  # noqa: RUF006 - ends with its process
+        log.info("begun", run=run.id, pid=child.pid, attempt=run.attempt + 1)
+        await asyncio.to_thread(self._write, run.id, process=kept)
+
+    async def _wake_at_end(self, held: HeldProcess) -> None:
+        await held.watched.wait()
+        self._woken.set()
+
+    def _announce(self, run: RunRecord) -> str | None:
+        with self._store.writing() as tx:
+            project = people.project(tx, run.project)
+            phase, figures = RunPhase.STARTING, RunFigures.model_validate(run.figures)
+            runs.observe(
+                tx,
+                run.id,
+                phase=phase.value,
+                process=None,
+                attempt=run.attempt + 1,
+                started_us=run.started_us or now_us(),
+                conditions=self._conditions(run, phase, run.cause, figures),
+            )
+        return project["unix_user"] if project is not None else None
+
+    def _begin(self, run: RunRecord, user: str | None):  # noqa: ANN202 - as `launching.begin`
+        launching.prepare(self._settings, run)
+        return launching.begin(self._settings, run, user)
+
+    async def _stop(self, run: RunRecord, step: Step) -> None:
+        held = self._held[run.id]
+        heard = step is Step.STOP and await self._control.stop(self._settings.run_dir(run.id))
+        if heard:
+            held.stopped = True
+        else:
+            held.stop()
+            if step is Step.KILL and not held.killed:
+                held.stop()
+        if run.phase is not RunPhase.STOPPING:
+            figures = RunFigures.model_validate(run.figures)
+            found = self._conditions(run, RunPhase.STOPPING, run.cause, figures)
+            await asyncio.to_thread(self._write, run.id, phase=RunPhase.STOPPING.value, conditions=found)
+
+    async def _observe(self, run: RunRecord) -> None:
+        """Write down how a living run stands, and tell it what is newly wanted of it."""
+        now_s = time.monotonic()
+        if now_s - self._observed_s.get(run.id, 0.0) < self._settings.observe_s:
+            return
+        self._observed_s[run.id] = now_s
+        former = run.process["journals"] if run.process else 0
+        figures = await asyncio.to_thread(figures_of, self._settings.run_dir(run.id), former)
+        if run.observed_generation != run.generation:
+            await self._tell(run)
+        phase = _while_alive(run) if figures is None else RunPhase.RUNNING
+        if run.phase is RunPhase.STOPPING:
+            phase = run.phase
+        now = figures or RunFigures.model_validate(run.figures)
+        found = self._conditions(run, phase, run.cause, now)
+        seen = {"phase": phase.value, "figures": now.model_dump(), "conditions": found}
+        if seen != {"phase": run.phase.value, "figures": run.figures, "conditions": run.conditions}:
+            await asyncio.to_thread(self._write, run.id, **seen)
+
+    async def _tell(self, run: RunRecord) -> None:
+        run_dir = self._settings.run_dir(run.id)
+        heard = await self._control.set_caps(run_dir, run.caps) and await self._control.set_budget(
+            run_dir, run.budget_usd
+        )
+        if heard or not (run.caps or run.budget_usd):
+            await asyncio.to_thread(self._write, run.id, observed_generation=run.generation)
+
+    def _become(self, run: RunRecord, decision: Decision) -> None:
+        """The run is in another phase now, and the store says so."""
+        figures = figures_of(self._settings.run_dir(run.id)) or RunFigures.model_validate(run.figures)
+        phase = decision.phase
+        counted = run.restarts + decision.counts
+        with self._store.writing() as tx:
+            runs.observe(
+                tx,
+                run.id,
+                phase=phase.value,
+                cause=decision.cause,
+                restarts=counted,
+                not_before_us=decision.not_before_us,
+                figures=figures.model_dump(),
+                conditions=self._conditions(run, phase, decision.cause, figures),
+                ended_us=now_us() if phase in ENDED else None,
+            )
+            if phase in ENDED:
+                runs.settle(tx, run.id, run.generation)
+
+    def _settle(self, run: RunRecord) -> None:
+        with self._store.writing() as tx:
+            runs.settle(tx, run.id, run.generation)
+
+    def _remove(self, run: RunRecord) -> None:
+        shutil.rmtree(self._settings.run_dir(run.id), ignore_errors=True)
+        with self._store.writing() as tx:
+            runs.remove(tx, run.id)
+        log.info("removed", run=run.id)
+
+    async def _housekeep(self) -> None:
+        if time.monotonic() - self._housekept_s > HOUSEKEEPING_S:
+            await asyncio.to_thread(self._forget)
+            self._housekept_s = time.monotonic()
+
+    def _forget(self) -> None:
+        with self._store.writing() as tx:
+            runs.forget_answers(tx, now_us() - FORGET_ANSWERS_S * 1_000_000)
+
+    def _managed(self) -> list[RunRecord]:
+        with self._store.reading() as connection:
+            return runs.managed(connection)
+
+    def _write(self, id_: str, **seen: object) -> None:
+        with self._store.writing() as tx:
+            runs.observe(tx, id_, **seen)
+
+    def _conditions(self, run: RunRecord, phase: RunPhase, cause: str, figures: RunFigures) -> list[dict[str, object]]:
+        found = conditions.findings(run, phase, cause, figures)
+        return [one.model_dump() for one in conditions.updated(run.conditions, found, now_us(), run.generation)]
+
+
+def _while_alive(run: RunRecord) -> RunPhase:
+    """The phase of a run whose process lives and has said nothing new."""
+    alive = (RunPhase.STARTING, RunPhase.RUNNING, RunPhase.STOPPING)
+    return run.phase if run.phase in alive else RunPhase.STARTING
+
+
+@contextlib.contextmanager
+def claimed_home(home: Path) -> Iterator[None]:
+    """This process alone attends to the runs in `home`. Raises `RunnerBusy`; a dead one's claim is void."""
+    home.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with (home / LOCK).open("a+") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.seek(0)
+            raise RunnerBusy(
+                f"{home}: process {lock.read().strip() or '?'} attends to its runs already; stop that server or runner "
+                "first, or start this server with --no-runner"
+            ) from None
+        lock.truncate(0)
+        lock.write(str(os.getpid()))
+        lock.flush()
+        yield

@@ -1,0 +1,50 @@
+"""How the server is set up: what `elastic serve` is given."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSettings:
+    """`home` holds all that the server keeps on disk; `models` are directories with base policies for every project.
+
+    `host_names` are names, besides addresses, under which browsers and clients may reach it. With `shared_trust`
+    several projects' runs may be processes of one Unix user.
+    """
+
+    home: Path
+    database: str = ""
+    models: tuple[Path, ...] = ()
+    host_names: tuple[str, ...] = ()
+    shared_trust: bool = False
+    tick_s: float = 0.25
+    """How often the runner looks at what is wanted and at what its runs do."""
+    observe_s: float = 1.0
+    """How often it writes down how a run stands."""
+    feed_interval_s: float = 0.1
+    """How often a followed journal is looked at."""
+    ping_s: float = 15.0
+    """A stream in which nothing happens says so, lest somebody in between cut it."""
+    body_bytes_max: int = 4 * 2**20
+    restart_base_s: float = 1.0
+    restart_max_s: float = 30.0
+    command: tuple[str, ...] = ()
+    """How a run's process begins; unless set, this interpreter's `elastic run`."""
+    environment: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Variables that runs' processes get besides those that all processes of runs inherit."""
+
+    @property
+    def database_url(self) -> str:
+        return self.database or f"sqlite:///{self.home.resolve() / 'elastic.sqlite'}"
+
+    @property
+    def runs(self) -> Path:
+        return self.home / "runs"
+
+    def run_dir(self, run: str) -> Path:
+        return self.runs / run
+
+    def storage(self, project: str) -> Path:
+        """A project's own files: what its submissions may name."""
+        return self.home / "projects" / project

@@ -1,0 +1,27 @@
+"""What requests share: the store, the settings, the runner to wake, the feeds of runs' events."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import cast
+
+from fastapi import Request
+
+from elastic.server.feeds import Feeds
+from elastic.server.settings import ServerSettings
+from elastic.server.store import Store
+
+
+@dataclass
+class ServerState:
+    """Of one application. `wake` tells the runner, where it is in this process, that something is wanted."""
+
+    store: Store
+    settings: ServerSettings
+    feeds: Feeds
+    wake: Callable[[], None] = lambda: None
+    ready: Callable[[], list[str]] = field(default=lambda: [])
+    """What keeps the server from doing its work; nothing, if it does."""
+
+
+def state_of(request: Request) -> ServerState:
+    return cast(ServerState, request.app.state.server)

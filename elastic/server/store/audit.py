@@ -1,0 +1,41 @@
+"""Who did what: one entry for each request that changes something, and for each that was not let."""
+
+import sqlalchemy as sa
+
+from elastic.resources import AuditEntry
+from elastic.server import ids
+from elastic.server.clock import rfc3339
+from elastic.server.store.database import now_us
+from elastic.server.store.tables import audit
+
+RESOURCE_CHARACTERS = 200
+
+
+def write(
+    tx: sa.Connection, *, actor: str, action: str, resource: str, project: str | None, status: int, request_id: str
+) -> None:
+    tx.execute(
+        sa.insert(audit).values(
+            id=ids.new_id(ids.AUDIT),
+            at_us=now_us(),
+            actor=actor,
+            action=action,
+            resource=resource[:RESOURCE_CHARACTERS],
+            project=project,
+            status=status,
+            request_id=request_id,
+        )
+    )
+
+
+def as_entry(row: sa.RowMapping) -> AuditEntry:
+    return AuditEntry(
+        id=row["id"],
+        at=rfc3339(row["at_us"]) or "",
+        actor=row["actor"],
+        action=row["action"],
+        resource=row["resource"],
+        project=row["project"],
+        status=row["status"],
+        request_id=row["request_id"],
+    )

@@ -1,0 +1,174 @@
+"""Hosted runs in the store: what is wanted of each, and what its runner has seen of it."""
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+import sqlalchemy as sa
+
+from elastic.processes import Identity
+from elastic.resources import ENDED, Condition, HostedRun, HostedRunDetail, RunFigures, RunPhase
+from elastic.server import ids
+from elastic.server.clock import rfc3339
+from elastic.server.store.database import now_us
+from elastic.server.store.tables import idempotency, runs
+
+RUN, STOP, DELETE = "run", "stop", "delete"
+"""What may be wanted of a run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """A row of the runs' table; fields as there."""
+
+    id: str
+    project: str
+    name: str
+    config: str
+    providers: list[str]
+    labels: dict[str, str]
+    wanted: str
+    force: bool
+    budget_usd: float | None
+    caps: dict[str, int]
+    max_restarts: int
+    generation: int
+    created_by: str
+    created_us: int
+    managed: bool
+    observed_generation: int
+    phase: RunPhase
+    cause: str
+    conditions: list[dict[str, Any]]
+    figures: dict[str, Any]
+    process: dict[str, Any] | None
+    attempt: int
+    restarts: int
+    not_before_us: int
+    started_us: int | None
+    ended_us: int | None
+
+    @property
+    def ended(self) -> bool:
+        return self.phase in ENDED
+
+    @property
+    def identity(self) -> Identity | None:
+        """The run's process, if one was seen."""
+        return None if self.process is None else Identity(**self.process["identity"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class NewRun:
+    """A submission that has been checked."""
+
+    project: str
+    name: str
+    config: dict[str, Any]
+    providers: list[str]
+    labels: dict[str, str] = field(default_factory=dict[str, str])
+    budget_usd: float | None = None
+    caps: dict[str, int] = field(default_factory=dict[str, int])
+    max_restarts: int = 10
+
+
+def _record(row: sa.RowMapping) -> RunRecord:
+    return RunRecord(**{**row, "phase": RunPhase(row["phase"])})
+
+
+def insert(tx: sa.Connection, new: NewRun, created_by: str, conditions: list[Condition]) -> RunRecord:
+    row = {
+        "id": ids.new_id(ids.RUN),
+        "project": new.project,
+        "name": new.name,
+        "config": json.dumps(new.config),
+        "providers": new.providers,
+        "labels": new.labels,
+        "wanted": RUN,
+        "budget_usd": new.budget_usd,
+        "caps": new.caps,
+        "max_restarts": new.max_restarts,
+        "created_by": created_by,
+        "created_us": now_us(),
+        "phase": RunPhase.PENDING.value,
+        "conditions": [one.model_dump() for one in conditions],
+        "figures": {"steps": new.config.get("run", {}).get("steps", 0)},
+    }
+    tx.execute(sa.insert(runs).values(**row))
+    made = find(tx, row["id"])
+    assert made is not None
+    return made
+
+
+def find(connection: sa.Connection, id_: str) -> RunRecord | None:
+    """A run by its id, unless it is being deleted."""
+    row = connection.execute(sa.select(runs).where(runs.c.id == id_, runs.c.wanted != DELETE)).mappings().first()
+    return None if row is None else _record(row)
+
+
+def listed(row: sa.RowMapping) -> RunRecord:
+    """A row of a page of runs."""
+    return _record(row)
+
+
+def managed(connection: sa.Connection) -> list[RunRecord]:
+    """The runs that the runner has to do with, oldest first."""
+    rows = connection.execute(sa.select(runs).where(runs.c.managed).order_by(runs.c.id)).mappings()
+    return [_record(row) for row in rows]
+
+
+def want(tx: sa.Connection, id_: str, **changes: Any) -> None:
+    """Change what is wanted of a run; the runner sees to it."""
+    tx.execute(
+        sa.update(runs).where(runs.c.id == id_).values(**changes, managed=True, generation=runs.c.generation + 1)
+    )
+
+
+def observe(tx: sa.Connection, id_: str, **seen: Any) -> None:
+    """Write down what the runner has seen or done."""
+    tx.execute(sa.update(runs).where(runs.c.id == id_).values(**seen))
+
+
+def settle(tx: sa.Connection, id_: str, generation: int) -> None:
+    """Nothing is left to do or to watch of a run, unless something else is wanted of it meanwhile."""
+    tx.execute(sa.update(runs).where(runs.c.id == id_, runs.c.generation == generation).values(managed=False))
+
+
+def remove(tx: sa.Connection, id_: str) -> None:
+    tx.execute(sa.delete(runs).where(runs.c.id == id_))
+
+
+def forget_answers(tx: sa.Connection, before_us: int) -> None:
+    """Drop recorded answers to requests of before then."""
+    tx.execute(sa.delete(idempotency).where(idempotency.c.created_us < before_us))
+
+
+def as_run(record: RunRecord) -> HostedRun:
+    return HostedRun(**_fields(record))
+
+
+def as_run_detail(record: RunRecord) -> HostedRunDetail:
+    return HostedRunDetail(**_fields(record), config=json.loads(record.config))
+
+
+def _fields(record: RunRecord) -> dict[str, Any]:
+    return {
+        "id": record.id,
+        "project": record.project,
+        "name": record.name,
+        "phase": record.phase,
+        "conditions": record.conditions,
+        "generation": record.generation,
+        "providers": record.providers,
+        "figures": RunFigures.model_validate(record.figures),
+        "budget_usd": record.budget_usd,
+        "caps": record.caps,
+        "labels": record.labels,
+        "restarts": record.restarts,
+        "max_restarts": record.max_restarts,
+        "cause": record.cause,
+        "created_at": rfc3339(record.created_us),
+        "created_by": record.created_by,
+        "started_at": rfc3339(record.started_us),
+        "ended_at": rfc3339(record.ended_us),
+    }

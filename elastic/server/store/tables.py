@@ -1,0 +1,127 @@
+"""The store's tables. A change of these is a new revision in `migrations/versions`.
+
+Times are microseconds since 1970, so that they sort, compare and fit both databases alike.
+"""
+
+from sqlalchemy import (
+    JSON,
+    BigInteger,
+    Boolean,
+    Column,
+    Float,
+    ForeignKey,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    String,
+    Table,
+    Text,
+)
+
+metadata = MetaData(
+    naming_convention={
+        "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+        "uq": "uq_%(table_name)s_%(column_0_N_name)s",
+        "fk": "fk_%(table_name)s_%(column_0_name)s",
+        "pk": "pk_%(table_name)s",
+    }
+)
+_ID = String(40)
+
+server = Table(
+    "server",
+    metadata,
+    Column("key", String(64), primary_key=True),
+    Column("value", Text, nullable=False),
+    comment="what holds of the whole installation, such as where its runs are kept",
+)
+
+projects = Table(
+    "projects",
+    metadata,
+    Column("id", _ID, primary_key=True),
+    Column("name", String(64), nullable=False, unique=True),
+    Column("unix_user", String(32)),
+    Column("created_us", BigInteger, nullable=False),
+    Column("version", Integer, nullable=False, default=1),
+)
+
+keys = Table(
+    "keys",
+    metadata,
+    Column("id", _ID, primary_key=True),
+    Column("project", _ID, ForeignKey("projects.id")),
+    Column("name", String(64), nullable=False),
+    Column("role", String(16), nullable=False),
+    Column("scopes", JSON, nullable=False),
+    Column("hash", LargeBinary(32), nullable=False, unique=True),
+    Column("hint", String(16), nullable=False),
+    Column("created_us", BigInteger, nullable=False),
+    Column("expires_us", BigInteger),
+    Column("revoked_us", BigInteger),
+    Index(None, "project", "id"),
+)
+
+runs = Table(
+    "runs",
+    metadata,
+    Column("id", _ID, primary_key=True),
+    Column("project", _ID, ForeignKey("projects.id"), nullable=False),
+    Column("name", String(64), nullable=False),
+    # What is wanted
+    Column("config", Text, nullable=False),
+    Column("providers", JSON, nullable=False),
+    Column("labels", JSON, nullable=False),
+    Column("wanted", String(16), nullable=False),
+    Column("force", Boolean, nullable=False, default=False),
+    Column("budget_usd", Float),
+    Column("caps", JSON, nullable=False),
+    Column("max_restarts", Integer, nullable=False),
+    Column("generation", Integer, nullable=False, default=1),
+    Column("created_by", _ID, nullable=False),
+    Column("created_us", BigInteger, nullable=False),
+    # What the runner has seen
+    Column(
+        "managed", Boolean, nullable=False, default=True, comment="whether the runner has anything to do or to watch"
+    ),
+    Column("observed_generation", Integer, nullable=False, default=0),
+    Column("phase", String(16), nullable=False),
+    Column("cause", Text, nullable=False, default=""),
+    Column("conditions", JSON, nullable=False),
+    Column("figures", JSON, nullable=False),
+    Column("process", JSON, comment="the run's process: id, start, boot; null while there is none"),
+    Column("attempt", Integer, nullable=False, default=0, comment="times that a process was begun"),
+    Column("restarts", Integer, nullable=False, default=0),
+    Column("not_before_us", BigInteger, nullable=False, default=0, comment="when the next process may begin"),
+    Column("started_us", BigInteger),
+    Column("ended_us", BigInteger),
+    Index(None, "project", "id"),
+    Index(None, "managed"),
+)
+
+idempotency = Table(
+    "idempotency",
+    metadata,
+    Column("actor", _ID, primary_key=True),
+    Column("key", String(255), primary_key=True),
+    Column("fingerprint", String(64), nullable=False),
+    Column("status", Integer, nullable=False),
+    Column("headers", JSON, nullable=False),
+    Column("body", LargeBinary, nullable=False),
+    Column("created_us", BigInteger, nullable=False, index=True),
+)
+
+audit = Table(
+    "audit",
+    metadata,
+    Column("id", _ID, primary_key=True),
+    Column("at_us", BigInteger, nullable=False),
+    Column("actor", _ID, nullable=False),
+    Column("action", String(64), nullable=False),
+    Column("resource", String(200), nullable=False),
+    Column("project", _ID),
+    Column("status", Integer, nullable=False),
+    Column("request_id", _ID, nullable=False),
+    Index(None, "project", "id"),
+)
