@@ -1,4 +1,4 @@
-.PHONY: run test test-netns test-ray test-vllm check bench gpu gpu-wheels lock audit setup clean
+.PHONY: run serve test test-netns test-ray test-vllm check bench gpu gpu-wheels lock audit setup clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -15,6 +15,10 @@ setup: .venv/installed
 run: setup
 	$(BIN)/elastic prepare examples/frozenlake.toml
 	$(BIN)/elastic run examples/frozenlake.toml --providers serving,spot
+
+serve: setup
+	$(BIN)/elastic prepare examples/frozenlake.toml
+	$(BIN)/elastic serve
 
 # Most tests share the cores; those that fill them, or are judged by the clock, come after them, one by one.
 ELSEWHERE := not nightly and not netns and not ray

@@ -133,7 +133,7 @@ class Submission(_Request):
     max_restarts: int = Field(default=10, ge=0, le=1000, description="times that its process may die and be resumed")
     budget_usd: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     caps: dict[Name, Annotated[int, Field(ge=0, le=1_000_000)]] = Field(
-        default={}, description="most workers at once, by provider"
+        default={}, description="most GPUs at once, by provider"
     )
     labels: dict[Name, Annotated[str, Field(max_length=256)]] = Field(default={}, max_length=32)
 

@@ -1,4 +1,4 @@
-"""The command line: `elastic run, report, runs, prepare, worker, doctor`. Parsing and display only."""
+"""The command line: `elastic run, report, runs, serve, prepare, worker, doctor`. Parsing and display only."""
 
 from elastic.cli.app import app, main
 

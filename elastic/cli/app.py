@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from elastic.cli import hosted
 from elastic.cli.logs import STANDARD_ERROR, log_to
 from elastic.cli.output import EXIT_FAILED, bad_input, say
 from elastic.config import Config, ConfigError, RunConfig, apply_override, load_config, validate
@@ -31,7 +32,16 @@ Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key, such as run.steps=10.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
+Remote = Annotated[bool, typer.Option("--remote", help="On the server of `elastic api login`.")]
 RunsDirectory = Annotated[Path, typer.Option("--directory", help="Where runs are kept.")]
+
+
+app.add_typer(hosted.runs)
+app.add_typer(hosted.api)
+app.command()(hosted.logs)
+app.command()(hosted.stop)
+app.command()(hosted.serve)
+app.command()(hosted.runner)
 
 
 def main() -> None:
@@ -58,6 +68,7 @@ def _origin(error: OSError) -> str:
 
 @app.command()
 def run(
+    context: typer.Context,
     config: Annotated[
         Path | None, typer.Argument(metavar="CONFIG", help="The run's TOML file.", show_default=False)
     ] = None,
@@ -95,6 +106,10 @@ def run(
         bool,
         typer.Option("--dry-run", help="Show the resolved configuration and what would be acquired; start nothing."),
     ] = False,
+    remote: Annotated[
+        bool, typer.Option("--remote", help="Run on the server of `elastic api login`, and follow it; Ctrl-C detaches.")
+    ] = False,
+    detach: Annotated[bool, typer.Option("--detach", "-d", help="With --remote: submit, and do not follow.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Train a policy, with rollouts on borrowed and preemptible capacity.
@@ -103,6 +118,10 @@ def run(
     """
     from elastic.cli.run import dry_run_command, run_command
 
+    if remote:
+        raise typer.Exit(_submit(context, config, providers, overrides or [], seed, dry_run, detach, as_json))
+    if detach:
+        raise ConfigError("elastic run: --detach is for --remote")
     overrides = [*(overrides or []), *_listening(listen, advertise)]
     settings, run_dir, names = _run_settings(config, providers, overrides, seed, resume)
     if dry_run:
@@ -115,6 +134,32 @@ def run(
         raise typer.Exit(supervise_command(settings, names, str(config or run_dir), run_dir, options, max_restarts))
     else:
         raise typer.Exit(run_command(settings, names, str(config or run_dir), run_dir, as_json=as_json))
+
+
+def _submit(
+    context: typer.Context,
+    config: Path | None,
+    providers: str | None,
+    overrides: list[str],
+    seed: int | None,
+    dry_run: bool,
+    detach: bool,
+    as_json: bool,
+) -> int:
+    """`elastic run --remote`; returns the exit code."""
+    from elastic.cli.remote import submit_command
+
+    _refuse_all_but(context, "--remote", "CONFIG", "--providers", "--set", "--seed", "--dry-run", "--detach", "--json")
+    if config is None:
+        raise ConfigError(
+            "elastic run --remote: give a configuration file; `elastic runs resume RUN` goes on with a run"
+        )
+    changed = [*overrides, *([f"run.seed={seed}"] if seed is not None else [])]
+    return submit_command(config, _names(providers), changed, dry_run=dry_run, detach=detach, as_json=as_json)
+
+
+def _names(providers: str | None) -> list[str]:
+    return [name.strip() for name in (providers or "").split(",") if name.strip()]
 
 
 def _listening(listen: str, advertise: str) -> list[str]:
@@ -138,7 +183,7 @@ def _run_settings(
 
     if seed is not None:
         overrides = [*overrides, f"run.seed={seed}"]
-    names = [name.strip() for name in (providers or "").split(",") if name.strip()]
+    names = _names(providers)
     if resume:
         run = DirectoryStore(_kept_in(config, overrides)).find(resume)
         if providers is None:
@@ -297,6 +342,7 @@ def prepare(
 
 @app.command()
 def report(
+    context: typer.Context,
     name: Annotated[str, typer.Argument(metavar="RUN", help="A run's name or path, or `latest`.")] = "latest",
     output: Annotated[Path | None, typer.Option(help="Write the HTML here instead of into the run.")] = None,
     compare: Annotated[
@@ -304,6 +350,7 @@ def report(
         typer.Option(metavar="RUN", help="A run to hold it against, as a rule of the same seed without providers."),
     ] = None,
     markdown: Annotated[bool, typer.Option("--md", help="Print Markdown instead.")] = False,
+    remote: Remote = False,
     as_json: AsJson = False,
     directory: RunsDirectory = Path("runs"),
 ) -> None:
@@ -311,20 +358,15 @@ def report(
 
     Example: elastic report latest --compare frozenlake-20260101-120000
     """
+    from elastic.cli.remote import is_hosted
+    from elastic.cli.remote import report_command as hosted_report_command
     from elastic.cli.report import report_command
 
+    if remote or is_hosted(name):
+        _refuse_all_but(context, "--remote", "RUN", "--output", "--md", "--json", "NAME")
+        hosted_report_command(name, output, markdown=markdown, as_json=as_json)
+        return
     report_command(name, directory, output, compare, markdown=markdown, as_json=as_json)
-
-
-@app.command()
-def runs(as_json: AsJson = False, directory: RunsDirectory = Path("runs")) -> None:
-    """List the runs there are, oldest first.
-
-    Example: elastic runs --json
-    """
-    from elastic.cli.report import runs_command
-
-    runs_command(directory, as_json=as_json)
 
 
 @app.command()

@@ -28,6 +28,9 @@ def reference() -> str:
         if not command.hidden:
             context = typer.Context(command, info_name=name, parent=top, terminal_width=WIDTH)
             sections.append(f"## elastic {name}\n\n{_block(command.get_help(context))}")
+            for inner in getattr(command, "commands", {}):
+                below = typer.Context(command.commands[inner], info_name=inner, parent=context, terminal_width=WIDTH)
+                sections.append(f"## elastic {name} {inner}\n\n{_block(below.command.get_help(below))}")
     return "\n".join(sections)
 
 

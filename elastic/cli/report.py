@@ -38,6 +38,11 @@ def report_command(
 
 def runs_command(directory: Path, *, as_json: bool) -> None:
     rows = [_row(run) for run in DirectoryStore(directory).runs()]
+    show_rows(rows, f"no runs in {directory}", as_json=as_json)
+
+
+def show_rows(rows: list[dict[str, str]], nothing: str, *, as_json: bool) -> None:
+    """A list of runs, on disk or on a server."""
     if as_json:
         emit({"runs": rows})
         return
@@ -46,7 +51,7 @@ def runs_command(directory: Path, *, as_json: bool) -> None:
         table.add_column(column)
     for row in rows:
         table.add_row(row["run"], row["started_at"], row["providers"] or "–", row["status"])
-    Console().print(table if rows else f"no runs in {directory}")
+    Console().print(table if rows else nothing)
 
 
 def _row(run: RunDirectory) -> dict[str, str]:

@@ -5,6 +5,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from rich.table import Table
 
@@ -35,11 +36,23 @@ def dry_run_command(config: Config, names: list[str], where: str, *, as_json: bo
     warnings = compose.short_limits(config)
     for warning in warnings:
         say(f"warning: {warning}")
+    show_plan(plan.resolved(), rows, calls, warnings, as_json=as_json)
+
+
+def show_plan(
+    resolved: dict[str, Any],
+    rows: list[compose.Acquisition],
+    calls: compose.RewardCalls | None,
+    warnings: list[str],
+    *,
+    as_json: bool,
+) -> None:
+    """What a run would be, and what it would hold and cost at most."""
     if as_json:
-        emit({"config": plan.resolved(), "would_acquire": rows, "would_call": calls, "warnings": warnings})
+        emit({"config": resolved, "would_acquire": rows, "would_call": calls, "warnings": warnings})
         return
     shown = console()
-    shown.print_json(data=plan.resolved())
+    shown.print_json(data=resolved)
     table = Table(title="would acquire, at most", title_justify="left", box=None, header_style="dim")
     for column in ("provider", "workers", "GPUs each", "$/GPU-hour", "$/hour"):
         table.add_column(column, justify="left" if column == "provider" else "right")

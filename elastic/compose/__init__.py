@@ -14,7 +14,10 @@ from elastic.compose.incarnations import (
     replay,
 )
 from elastic.compose.plan import (
+    TRACE_PLAYERS,
     TRAINER_PROVIDER,
+    Acquisition,
+    RewardCalls,
     RunPlan,
     acquisitions,
     check_live,
@@ -41,10 +44,13 @@ from elastic.compose.scheduling import limits, policies, run_plan, short_limits
 __all__ = [
     "INTERRUPTED",
     "RUNNING",
+    "TRACE_PLAYERS",
     "TRAINER_PROVIDER",
     "UNEXPECTED",
+    "Acquisition",
     "PastIncarnations",
     "Prepared",
+    "RewardCalls",
     "RunOutcome",
     "RunPlan",
     "acquisitions",

@@ -1,8 +1,18 @@
 """What a run came to: its journal summarised, as a page, a terminal table, Markdown or JSON."""
 
 from elastic.report.comparison import Comparison, compare
-from elastic.report.html import write_html
+from elastic.report.html import as_html, write_html
 from elastic.report.summary import Summary, summarise
 from elastic.report.text import as_json, as_markdown, closing_table
 
-__all__ = ["Comparison", "Summary", "as_json", "as_markdown", "closing_table", "compare", "summarise", "write_html"]
+__all__ = [
+    "Comparison",
+    "Summary",
+    "as_html",
+    "as_json",
+    "as_markdown",
+    "closing_table",
+    "compare",
+    "summarise",
+    "write_html",
+]

@@ -84,7 +84,9 @@ def _capacity(run: RunRecord, figures: RunFigures) -> Finding:
     if booting:
         return Finding("CapacityAvailable", "False", "Booting", "workers are on their way")
     if sum(one.preemptions for one in elastic.values()):
-        return Finding("CapacityAvailable", "False", "Preempted", "its workers were taken away; the trainer goes on alone")
+        return Finding(
+            "CapacityAvailable", "False", "Preempted", "its workers were taken away; the trainer goes on alone"
+        )
     return Finding("CapacityAvailable", "False", "NoCapacity", "its providers have nothing; the trainer goes on alone")
 
 

@@ -46,8 +46,12 @@ class Feed:
             position = batch.position
             if batch.events:
                 self._keep(batch.events)
-            elif batch.whole and await self._ended() and not (await self._reading(lambda: self.log.read(position))).events:
-                self.over = True
+            elif batch.whole and await self._ended():
+                # What was written between the last look and the end of the run comes first.
+                batch = await self._reading(lambda at=position: self.log.read(at))
+                position = batch.position
+                self._keep(batch.events)
+                self.over = batch.whole
             if batch.events or self.over:
                 async with self._changed:
                     self._changed.notify_all()
@@ -64,11 +68,16 @@ class Feed:
             return found, found[-1][0] if found else position, True
         return await self._reading(lambda: self.log.read(position))
 
-    async def change(self, timeout_s: float) -> None:
-        """Wait until something is new, or for as long."""
+    async def changed_behind(self, position: Position, timeout_s: float) -> bool:
+        """Whether something stands behind the position, or nothing more will come, at the latest after that time."""
+
+        def changed() -> bool:
+            return self.over or bool(self._positions and self._positions[-1] > position)
+
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s), self._changed:
-                await self._changed.wait()
+                await self._changed.wait_for(changed)
+        return changed()
 
     def _keep(self, events: list[tuple[Position, RunEvent]]) -> None:
         self._positions += [position for position, _ in events]
@@ -77,7 +86,7 @@ class Feed:
             self._floor = self._positions[excess - 1]
             del self._positions[:excess], self._events[:excess]
 
-    async def _reading(self, read):  # noqa: ANN001, ANN202 - as `read`
+    async def _reading(self, read):
         """What `read` returns, in a thread; a journal that cannot be read now is tried again."""
         while True:
             try:

@@ -1,10 +1,11 @@
 """A run's journal as a stream of events that can be taken up after any of them.
 
-An event's id names the journal that it stands in and its number there. A journal that was discarded, for its process came
-to nothing, has a name that never returns: whoever had read it begins again.
+An event's id names the journal that it stands in and its number there. A journal is discarded when its process came to
+nothing; its name never returns, and whoever had read it begins again.
 """
 
 import re
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,11 +44,13 @@ class Batch(NamedTuple):
 
 
 class EventLog:
-    """The events of one run, read as they are asked for. Its list of journals only grows."""
+    """The events of one run, read as they are asked for, by any thread. Positions are those of this very log: its list
+    of journals only grows, also when one is discarded."""
 
     def __init__(self, run_dir: Path) -> None:
         self._directory = RunDirectory(run_dir)
         self._journals: list[tuple[str, Path]] = []
+        self._lock = threading.Lock()
 
     def after(self, event: str) -> Position:
         """The position behind the event of this id; the beginning for "". Raises `EventsGone`."""
@@ -62,12 +65,13 @@ class EventLog:
 
     def refresh(self) -> None:
         """Look for journals that have come. Raises `JournalError`."""
-        known = {name for name, _ in self._journals}
-        for path in self._directory.journal_paths():
-            with JournalReader(path) as journal:
-                name = _name(journal)
-            if name not in known:
-                self._journals.append((name, path))
+        with self._lock:
+            known = {name for name, _ in self._journals}
+            for path in self._directory.journal_paths():
+                with JournalReader(path) as journal:
+                    name = _name(journal)
+                if name not in known:
+                    self._journals.append((name, path))
 
     def end(self) -> Position:
         """Behind all that is there now."""

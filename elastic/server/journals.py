@@ -1,20 +1,227 @@
 """What a run's journals say of it: figures, series, trajectories, workers, leases. Reads only, also while it runs."""
 
 import contextlib
+import importlib.metadata
+import json
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import msgspec
 
-from elastic.resources import RunFigures
-from elastic.runtime.journal import JournalError, JournalReader, RunDirectory, SampleRow
+from elastic.core.ledger import NANO_USD_PER_USD, DeviceBook
+from elastic.core.types import NS_PER_S
+from elastic.report.history import History, history_of
+from elastic.report.usage import lease_ends
+from elastic.resources import (
+    Checkpoint,
+    HostedLease,
+    HostedTrajectory,
+    HostedTrajectoryDetail,
+    HostedWorker,
+    Metrics,
+    RunFigures,
+    StepMetrics,
+)
+from elastic.runtime.journal import (
+    CONTINUES,
+    JournalError,
+    JournalReader,
+    RunDirectory,
+    Sampled,
+    SampleRow,
+    StepRow,
+    TrajectoryRow,
+)
+from elastic.runtime.status import RunStatus
+from elastic.server.clock import rfc3339
+
+CHECKPOINTS = "checkpoints"
 
 
 def figures_of(run_dir: Path, former: int = 0) -> RunFigures | None:
-    """How the run stood last, as its journals but for the `former` oldest say; None where they say nothing yet."""
-    for path in reversed(RunDirectory(run_dir).journal_paths()[former:]):
-        with contextlib.suppress(JournalError, OSError):
-            with JournalReader(path) as journal:
-                sample = journal.last(SampleRow)
+    """How the run stood last, as its journals but for the `former` oldest say; None where they say nothing yet.
+
+    What a run has cost and generated includes what it had when it was begun again at a checkpoint.
+    """
+    paths = RunDirectory(run_dir).journal_paths()
+    newest: RunFigures | None = None
+    continued = False
+    for number in reversed(range(len(paths))):
+        with contextlib.suppress(JournalError, OSError), JournalReader(paths[number]) as journal:
+            if newest is None and number < former:
+                return None
+            sample = None if continued else journal.last(SampleRow)
             if sample is not None:
-                return RunFigures.model_validate(msgspec.to_builtins(sample.status))
+                earlier = RunFigures.model_validate(msgspec.to_builtins(sample.status))
+                newest = earlier if newest is None else _with_earlier(newest, earlier)
+            continued = newest is not None and CONTINUES in journal.meta()
+    return newest
+
+
+def _with_earlier(figures: RunFigures, earlier: RunFigures) -> RunFigures:
+    providers = dict(figures.providers)
+    for name, before in earlier.providers.items():
+        now = providers.get(name)
+        providers[name] = (
+            before.model_copy(update={"ready": 0, "booting": 0, "running_turns": 0, "usd_per_hour": 0.0})
+            if now is None
+            else now.model_copy(update={"tokens": now.tokens + before.tokens, "usd": now.usd + before.usd})
+        )
+    return figures.model_copy(update={"usd": figures.usd + earlier.usd, "providers": providers})
+
+
+def metrics_of(run: str, run_dir: Path, samples_max: int) -> Metrics:
+    """The run's series. Of more than `samples_max` samples every so-manieth is told. Raises `JournalError`."""
+    with _history(run_dir) as history:
+        steps = [_step(row) for row in history.rows(StepRow)]
+        samples = [status for _, status in history.samples()]
+    return Metrics(run=run, steps=steps, samples=[_figures(status) for status in _thinned(samples, samples_max)])
+
+
+def _thinned(samples: Sequence[RunStatus], most: int) -> Iterable[RunStatus]:
+    stride = -(-len(samples) // most) if samples else 1
+    return [*samples[:-1][::stride], *samples[-1:]]
+
+
+def _figures(status: RunStatus) -> RunFigures:
+    return RunFigures.model_validate(msgspec.to_builtins(status))
+
+
+def _step(row: StepRow) -> StepMetrics:
+    return StepMetrics(
+        step=row.step,
+        at_s=row.t_ns / NS_PER_S,
+        duration_s=row.record.duration_ns / NS_PER_S,
+        success_rate=row.success_rate,
+        groups_trained=row.record.groups_trained,
+        groups_dropped=row.record.groups_dropped,
+        trainer=row.trainer,
+    )
+
+
+def trajectories_of(run_dir: Path) -> list[HostedTrajectory]:
+    """Every trajectory that is over, the newest first. Raises `JournalError`."""
+    with _history(run_dir) as history:
+        rows = history.rows(TrajectoryRow)
+    return [_trajectory(row) for row in reversed(rows)]
+
+
+def trajectory_of(run_dir: Path, name: str, environment: str) -> HostedTrajectoryDetail | None:
+    """One of them, with what was said. Raises `JournalError`."""
+    row = RunDirectory(run_dir).trajectories([name]).get(name)
+    if row is None:
+        return None
+    token_ids = msgspec.msgpack.decode(row.token_ids, type=list[int]) if row.token_ids else []
+    sampled = msgspec.msgpack.decode(row.sampled, type=Sampled) if row.sampled else Sampled([], [], [], 0.0)
+    return HostedTrajectoryDetail(
+        **_trajectory(row).model_dump(),
+        token_ids=token_ids,
+        trained=[bool(mark) for mark in sampled.trained],
+        logprobs=sampled.logprobs,
+        versions=sampled.versions,
+        text=_text(token_ids, environment),
+    )
+
+
+def _text(token_ids: Sequence[int], environment: str) -> str | None:
+    """The tokens in the environment's words; None where its words are not known."""
+    points = importlib.metadata.entry_points(group="elastic.environments", name=environment)
+    for point in points:
+        words: Sequence[str] = point.load().vocabulary
+        if all(token_id < len(words) for token_id in token_ids):
+            return "".join(words[token_id] for token_id in token_ids)
     return None
+
+
+def _trajectory(row: TrajectoryRow) -> HostedTrajectory:
+    return HostedTrajectory(
+        id=row.trajectory,
+        step=row.step,
+        group=row.group,
+        reward=row.reward,
+        cause=row.cause,
+        turns=row.turns,
+        policy_tokens=row.policy_tokens,
+        truncated=row.truncated,
+        started_s=row.started_ns / NS_PER_S,
+        ended_s=row.ended_ns / NS_PER_S,
+    )
+
+
+def workers_of(run_dir: Path) -> list[HostedWorker]:
+    """Every worker that the run has or had, the newest first. Raises `JournalError`."""
+    with _history(run_dir) as history:
+        books = history.books()
+    return [_worker(book) for book in reversed(books)]
+
+
+def _worker(book: DeviceBook) -> HostedWorker:
+    return HostedWorker(
+        id=book.worker,
+        lease=book.lease,
+        provider=book.provider,
+        gpus=book.gpus,
+        usd_per_gpu_hour=book.nano_usd_per_gpu_hour / NANO_USD_PER_USD,
+        opened_s=book.opened_ns / NS_PER_S,
+        closed_s=None if book.closed_ns is None else book.closed_ns / NS_PER_S,
+        accounts_s={str(account): ns / NS_PER_S for account, ns in book.accounts_ns.items()},
+    )
+
+
+def leases_of(run_dir: Path) -> list[HostedLease]:
+    """Every lease that the run has or had, the newest first. Raises `JournalError`."""
+    with _history(run_dir) as history:
+        books, end_ns = history.books(), history.end_ns
+        causes = {end.lease: end.cause for end in lease_ends(history, books)}
+    by_lease: dict[str, list[DeviceBook]] = {}
+    for book in books:
+        by_lease.setdefault(book.lease, []).append(book)
+    return [_lease(lease, its, causes.get(lease, ""), end_ns) for lease, its in reversed(by_lease.items())]
+
+
+def _lease(lease: str, books: Sequence[DeviceBook], cause: str, end_ns: int) -> HostedLease:
+    closed = [book.closed_ns for book in books]
+    ended_ns = None if None in closed else max(ns for ns in closed if ns is not None)
+    return HostedLease(
+        id=lease,
+        provider=books[0].provider,
+        workers=[book.worker for book in books],
+        gpus=sum(book.gpus for book in books),
+        opened_s=min(book.opened_ns for book in books) / NS_PER_S,
+        closed_s=None if ended_ns is None else ended_ns / NS_PER_S,
+        usd=sum(book.cost_nano_usd(end_ns) for book in books) / NANO_USD_PER_USD,
+        cause=cause,
+    )
+
+
+def checkpoints_of(run_dir: Path) -> list[Checkpoint]:
+    """The trainer's checkpoints, the newest first."""
+    found: list[Checkpoint] = []
+    for path in sorted((run_dir / CHECKPOINTS).glob("*.safetensors"), reverse=True):
+        with contextlib.suppress(OSError, ValueError):  # It is replaced by a newer one meanwhile.
+            stat = path.stat()
+            found.append(
+                Checkpoint(
+                    id=path.stem,
+                    version=int(path.stem),
+                    bytes=stat.st_size,
+                    created_at=rfc3339(stat.st_mtime_ns // 1_000) or "",
+                )
+            )
+    return found
+
+
+def environment_of(config: str) -> str:
+    """The name of the environment in a run's configuration."""
+    return json.loads(config).get("environment", {}).get("name", "frozenlake")
+
+
+@contextlib.contextmanager
+def _history(run_dir: Path):
+    """The run's history; an empty one before it has a journal. Raises `JournalError`."""
+    directory = RunDirectory(run_dir)
+    if not directory.journal_paths():
+        yield History(directory.name, [])
+        return
+    with history_of(directory) as history:
+        yield history

@@ -72,9 +72,13 @@ class ApiProblem(Exception):
     """Ends a request. `kind` is one of `TYPES`; `further` are members of the body besides."""
 
     def __init__(
-        self, kind: str, detail: str, errors: list[ProblemError] | None = None, headers: Mapping[str, str] | None = None,
+        self,
+        kind: str,
+        detail: str,
+        errors: list[ProblemError] | None = None,
+        headers: Mapping[str, str] | None = None,
         **further: Any,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(detail)
         self.kind = kind
         self.detail = detail
@@ -123,6 +127,10 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     def _invalid(request: Request, error: RequestValidationError) -> Response:  # pyright: ignore[reportUnusedFunction]
+        media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if media_type != "application/json" and any(one["loc"] == ("body",) for one in error.errors()):
+            said = f"content-type: found {media_type or 'none'!r}; allowed: application/json"
+            return problem_response(request, ApiProblem("unsupported-media-type", said))
         errors = [ProblemError(pointer=_pointer(one["loc"]), detail=one["msg"]) for one in error.errors()]
         detail = "; ".join(f"{one.pointer}: {one.detail}" for one in errors[:3])
         return problem_response(request, ApiProblem("invalid-request", detail, errors))

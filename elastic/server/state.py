@@ -19,7 +19,7 @@ class ServerState:
     settings: ServerSettings
     feeds: Feeds
     wake: Callable[[], None] = lambda: None
-    ready: Callable[[], list[str]] = field(default=lambda: [])
+    ready: Callable[[], list[str]] = field(default=list)
     """What keeps the server from doing its work; nothing, if it does."""
 
 

@@ -1,4 +1,4 @@
-"""Requests that change something: each is carried out whole, once for an Idempotency-Key, and noted in the audit log."""
+"""Requests that change something: carried out whole, once for an Idempotency-Key, and noted in the audit log."""
 
 import hashlib
 import json
@@ -24,7 +24,7 @@ REPLAYED = "idempotent-replayed"
 
 
 @dataclass(frozen=True)
-class Answer:
+class WriteResult:
     """What a request came to. `kept` is what a repetition is answered with, if not the same."""
 
     status: int
@@ -41,7 +41,7 @@ def carry_out(
     caller: Caller,
     action: Action,
     body: BaseModel | None,
-    work: Callable[[sa.Connection], Answer],
+    work: Callable[[sa.Connection], WriteResult],
 ) -> Response:
     """Do `work` in one transaction with the record of its answer: both are durable, or neither is.
 
@@ -67,7 +67,7 @@ def _once(
     action: Action,
     key: str,
     fingerprint: str,
-    work: Callable[[sa.Connection], Answer],
+    work: Callable[[sa.Connection], WriteResult],
 ) -> Response:
     with state.store.writing() as tx:
         if key and (former := _recalled(tx, caller.key, key)) is not None:

@@ -129,7 +129,9 @@ class JournalReader:
                 else:
                     yield t_ns, _decode_event(body), {}
 
-    def scan(self, after: int, limit: int, unread: Collection[str]) -> Iterator[tuple[int, Nanoseconds, e.Event | None]]:
+    def scan(
+        self, after: int, limit: int, unread: Collection[str]
+    ) -> Iterator[tuple[int, Nanoseconds, e.Event | None]]:
         """Up to `limit` events behind number `after`, each with its own; token frames and `unread` kinds as None."""
         skipped = (FRAME, *unread)
         marks = ", ".join("?" * len(skipped))

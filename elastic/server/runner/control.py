@@ -1,34 +1,43 @@
-"""What a run's process can be told while it lives."""
+"""Commands from the runner to a run's process, through the socket in the run's directory.
 
-from collections.abc import Mapping
+Each has an id that is made of the run and the generation that it came with: however often it is repeated, by whatever
+runner, it is done once.
+"""
+
 from pathlib import Path
-from typing import Protocol
+
+import structlog
+
+from elastic.control import CommandRefused, ControlError, RunControl
+from elastic.server.store.runs import RunRecord
+
+log = structlog.get_logger(__name__)
+
+TIMEOUT_S = 5.0
+STOPPED_BY_SERVER = "stopped through the server"
 
 
-class Control(Protocol):
-    """Commands to a run. Each is durable in the run's journal once this returns, and returns False where nobody hears."""
-
-    async def stop(self, run_dir: Path) -> bool:
-        """Checkpoint, give everything back and end."""
-        ...
-
-    async def set_caps(self, run_dir: Path, caps: Mapping[str, int]) -> bool:
-        """Hold no more workers than this of each provider; excess drains."""
-        ...
-
-    async def set_budget(self, run_dir: Path, budget_usd: float | None) -> bool:
-        """Cost no more than this in all."""
-        ...
-
-
-class NoControl:
-    """Nobody can be told anything: runs are stopped by signals."""
-
-    async def stop(self, run_dir: Path) -> bool:
+async def told_to_stop(run_dir: Path, run: RunRecord) -> bool:
+    """Whether the run's process has it in its journal that it is to stop."""
+    try:
+        await RunControl(run_dir, TIMEOUT_S).stop(STOPPED_BY_SERVER, f"{run.id}:{run.generation}:stop")
+    except CommandRefused:
+        return True  # It is ending already.
+    except ControlError as error:
+        log.info("the run cannot be told to stop; it is sent a signal", run=run.id, error=str(error))
         return False
+    return True
 
-    async def set_caps(self, run_dir: Path, caps: Mapping[str, int]) -> bool:
-        return False
 
-    async def set_budget(self, run_dir: Path, budget_usd: float | None) -> bool:
+async def told_its_limits(run_dir: Path, run: RunRecord) -> bool:
+    """Whether the run's process has its caps and its budget in its journal. One that it does not know is left out."""
+    control, prefix = RunControl(run_dir, TIMEOUT_S), f"{run.id}:{run.generation}"
+    try:
+        for provider in run.providers:
+            await control.cap(provider, run.caps.get(provider), f"{prefix}:cap:{provider}")
+        await control.budget(run.budget_usd, f"{prefix}:budget")
+    except CommandRefused as error:
+        log.warning("the run does not take its limits", run=run.id, error=str(error))
+    except ControlError:
         return False
+    return True

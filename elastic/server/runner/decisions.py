@@ -12,8 +12,10 @@ from elastic.resources import RunPhase
 from elastic.server.store import runs
 from elastic.server.store.runs import RunRecord
 
-FINISHED, FAILED, INTERRUPTED, BAD_INPUT, DIED = "finished", "failed", "interrupted", "bad input", "died"
-"""How a process ended: the first three as its journal says, the others without an end of the run."""
+FINISHED, FAILED, STOPPED, INTERRUPTED = "finished", "failed", "stopped", "interrupted"
+"""How a process ended, as its journal says."""
+BAD_INPUT, DIED = "bad input", "died"
+"""How one ended without an end of the run in its journal."""
 MAX_DOUBLINGS = 16
 
 
@@ -94,6 +96,8 @@ def _gone(run: RunRecord, ending: Ending, now_us: int, base_s: float, max_s: flo
         return Decision(step=Step.BECOME, phase=RunPhase.FAILED, cause=cause)
     if run.wanted == runs.STOP:
         return Decision(step=Step.BECOME, phase=RunPhase.STOPPED)
+    if ending.how == STOPPED:
+        return Decision(step=Step.BECOME, phase=RunPhase.STOPPED, cause=cause)
     if ending.how == INTERRUPTED:
         return Decision(step=Step.BECOME, phase=RunPhase.STOPPED, cause=cause or "interrupted from outside the server")
     if ending.with_world:

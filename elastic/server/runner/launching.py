@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from elastic import compose
-from elastic.config import Config, ConfigError, validate
+from elastic.config import Config, validate
 from elastic.processes import Adopted, Identity, boot_id, identity, inherited, marked
 from elastic.runtime.journal import CONFIG, JournalError, RunDirectory
-from elastic.server.runner.decisions import BAD_INPUT, DIED, FAILED, FINISHED, INTERRUPTED, Ending
+from elastic.server.runner.decisions import BAD_INPUT, DIED, FAILED, FINISHED, INTERRUPTED, STOPPED, Ending
 from elastic.server.settings import ServerSettings
 from elastic.server.store.runs import RunRecord
 
@@ -62,7 +62,9 @@ def prepare(settings: ServerSettings, run: RunRecord) -> None:
         compose.save_run_config(path, validate(Config, json.loads(run.config), "the submission"))
 
 
-def begin(settings: ServerSettings, run: RunRecord, user: str | None) -> tuple["subprocess.Popen[bytes]", dict[str, Any]]:
+def begin(
+    settings: ServerSettings, run: RunRecord, user: str | None
+) -> tuple["subprocess.Popen[bytes]", dict[str, Any]]:
     """Start a process that goes on with the run; returns it and what the store keeps of it. Raises `OSError`."""
     path, storage = settings.run_dir(run.id).resolve(), settings.storage(run.project).resolve()
     journals = len(RunDirectory(path).journal_paths())
@@ -78,10 +80,10 @@ def begin(settings: ServerSettings, run: RunRecord, user: str | None) -> tuple["
         as_user = {"user": account.pw_uid, "group": account.pw_gid, "extra_groups": []}
         _hand_over((path, storage), account.pw_uid, account.pw_gid)
     with (path / LOG).open("ab") as log:
-        child = subprocess.Popen(
+        child: subprocess.Popen[bytes] = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
-            stdout=log,
+            stdout=subprocess.DEVNULL,  # Its report, which is made whenever it is asked for.
             stderr=log,
             cwd=storage,
             env=environment,
@@ -120,6 +122,8 @@ def ending(settings: ServerSettings, run: RunRecord, status: int | None) -> Endi
             how = journal.meta().get("status", "")
     if how == "finished":
         return Ending(how=FINISHED)
+    if how.startswith("stopped"):
+        return Ending(how=STOPPED, cause=how.partition(": ")[2][:CAUSE_CHARACTERS])
     if how == f"failed: {compose.INTERRUPTED}":
         return Ending(how=INTERRUPTED)
     if how and how not in (compose.RUNNING, compose.UNEXPECTED):
@@ -159,4 +163,3 @@ def _hand_over(paths: tuple[Path, ...], uid: int, gid: int) -> None:
         if top.stat().st_uid != uid:
             for path in (top, *top.rglob("*")):
                 os.chown(path, uid, gid, follow_symlinks=False)
-

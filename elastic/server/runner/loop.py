@@ -25,7 +25,7 @@ from elastic.runtime.journal import JournalError
 from elastic.server import conditions
 from elastic.server.journals import figures_of
 from elastic.server.runner import decisions, launching
-from elastic.server.runner.control import Control, NoControl
+from elastic.server.runner.control import told_its_limits, told_to_stop
 from elastic.server.runner.decisions import Decision, Ending, Seen, Step
 from elastic.server.runner.launching import HeldProcess
 from elastic.server.settings import ServerSettings
@@ -47,10 +47,9 @@ class RunnerBusy(Exception):
 class Runner:
     """Everything that is done about runs. `wake` may be called from any thread."""
 
-    def __init__(self, store: Store, settings: ServerSettings, control: Control | None = None) -> None:
+    def __init__(self, store: Store, settings: ServerSettings) -> None:
         self._store = store
         self._settings = settings
-        self._control = control or NoControl()
         self._held: dict[str, HeldProcess] = {}
         self._woken = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -183,14 +182,13 @@ class Runner:
             )
         return project["unix_user"] if project is not None else None
 
-    def _begin(self, run: RunRecord, user: str | None):  # noqa: ANN202 - as `launching.begin`
+    def _begin(self, run: RunRecord, user: str | None):
         launching.prepare(self._settings, run)
         return launching.begin(self._settings, run, user)
 
     async def _stop(self, run: RunRecord, step: Step) -> None:
         held = self._held[run.id]
-        heard = step is Step.STOP and await self._control.stop(self._settings.run_dir(run.id))
-        if heard:
+        if step is Step.STOP and await told_to_stop(self._settings.run_dir(run.id), run):
             held.stopped = True
         else:
             held.stop()
@@ -209,8 +207,11 @@ class Runner:
         self._observed_s[run.id] = now_s
         former = run.process["journals"] if run.process else 0
         figures = await asyncio.to_thread(figures_of, self._settings.run_dir(run.id), former)
-        if run.observed_generation != run.generation:
-            await self._tell(run)
+        limited = bool(run.caps) or run.budget_usd is not None or run.observed_generation > 0
+        if run.observed_generation != run.generation and (
+            not limited or await told_its_limits(self._settings.run_dir(run.id), run)
+        ):
+            await asyncio.to_thread(self._write, run.id, observed_generation=run.generation)
         phase = _while_alive(run) if figures is None else RunPhase.RUNNING
         if run.phase is RunPhase.STOPPING:
             phase = run.phase
@@ -219,14 +220,6 @@ class Runner:
         seen = {"phase": phase.value, "figures": now.model_dump(), "conditions": found}
         if seen != {"phase": run.phase.value, "figures": run.figures, "conditions": run.conditions}:
             await asyncio.to_thread(self._write, run.id, **seen)
-
-    async def _tell(self, run: RunRecord) -> None:
-        run_dir = self._settings.run_dir(run.id)
-        heard = await self._control.set_caps(run_dir, run.caps) and await self._control.set_budget(
-            run_dir, run.budget_usd
-        )
-        if heard or not (run.caps or run.budget_usd):
-            await asyncio.to_thread(self._write, run.id, observed_generation=run.generation)
 
     def _become(self, run: RunRecord, decision: Decision) -> None:
         """The run is in another phase now, and the store says so."""

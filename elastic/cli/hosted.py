@@ -1,0 +1,271 @@
+"""Commands around the hosted control API, with options and one example each: `api, logs, runner, runs, serve, stop`.
+
+A run whose name begins with `run_` is the server's; others are on disk, unless `--remote` is given.
+"""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from elastic.config import ConfigError
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
+Remote = Annotated[bool, typer.Option("--remote", help="On the server of `elastic api login`.")]
+RunsDirectory = Annotated[Path, typer.Option("--directory", help="Where runs are kept.")]
+HostedName = Annotated[str, typer.Argument(metavar="RUN", help="A run's id on the server, or `latest`.")]
+Follow = Annotated[bool, typer.Option("--follow", "-f", help="Wait for more until the run ends; Ctrl-C detaches.")]
+Home = Annotated[Path, typer.Option(help="Where the server keeps runs, projects' files and its database.")]
+Database = Annotated[
+    str, typer.Option(metavar="URL", help="postgresql://USER@HOST/NAME; else SQLite in the server's home.")
+]
+
+api = typer.Typer(name="api", help="Log in to a server.", no_args_is_help=True, rich_markup_mode=None)
+runs = typer.Typer(name="runs", help="List runs, and look after those on a server.", rich_markup_mode=None)
+
+
+@api.command()
+def login(url: Annotated[str, typer.Argument(metavar="URL", help="Such as http://127.0.0.1:7430.")]) -> None:
+    """Log in with a key, which is asked for, or taken from ELASTIC_API_KEY, and kept for this user alone.
+
+    Example: elastic api login http://127.0.0.1:7430
+    """
+    from elastic.cli.remote import login_command
+
+    login_command(url)
+
+
+@api.command()
+def logout() -> None:
+    """Forget the key.
+
+    Example: elastic api logout
+    """
+    from elastic.cli.remote import logout_command
+
+    logout_command()
+
+
+@api.command()
+def info(as_json: AsJson = False) -> None:
+    """Show which server this is, and what the key may do.
+
+    Example: elastic api info --json
+    """
+    from elastic.cli.remote import info_command
+
+    info_command(as_json=as_json)
+
+
+@runs.callback(invoke_without_command=True)
+def list_runs(
+    context: typer.Context,
+    remote: Remote = False,
+    as_json: AsJson = False,
+    directory: RunsDirectory = Path("runs"),
+) -> None:
+    """List the runs there are, oldest first; with --remote those on the server.
+
+    Example: elastic runs --json
+    """
+    if context.invoked_subcommand is not None:
+        return
+    if remote:
+        from elastic.cli.remote import list_command
+
+        list_command(as_json=as_json)
+    else:
+        from elastic.cli.report import runs_command
+
+        runs_command(directory, as_json=as_json)
+
+
+@runs.command()
+def show(name: HostedName = "latest", as_json: AsJson = False) -> None:
+    """Show a run on the server: its phase, figures and conditions.
+
+    Example: elastic runs show latest
+    """
+    from elastic.cli.remote import show_command
+
+    show_command(name, as_json=as_json)
+
+
+@runs.command()
+def resume(
+    name: HostedName,
+    steps: Annotated[int | None, typer.Option(min=1, help="Train up to this many steps.")] = None,
+    budget_usd: Annotated[float | None, typer.Option(min=0, help="What it may cost in all from now on.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Go on with a run on the server that has ended.
+
+    Example: elastic runs resume latest --steps 200
+    """
+    from elastic.cli.remote import resume_command
+
+    resume_command(name, steps, budget_usd, as_json=as_json)
+
+
+@runs.command()
+def delete(name: Annotated[str, typer.Argument(metavar="RUN", help="A run's id on the server.")]) -> None:
+    """Delete a run on the server that has ended, with its journal and checkpoints.
+
+    Example: elastic runs delete run_01JD3K5T7WQ8M2N4P6R8S0V2X4
+    """
+    from elastic.cli.remote import delete_command
+
+    delete_command(name)
+
+
+@runs.command()
+def events(
+    name: HostedName = "latest",
+    follow: Follow = False,
+    after: Annotated[str, typer.Option(metavar="ID", help="Begin behind the event with this id.")] = "",
+) -> None:
+    """Print what happens in a run on the server, one JSON object a line.
+
+    Example: elastic runs events latest -f
+    """
+    from elastic.cli.remote import events_command
+
+    events_command(name, after, follow=follow)
+
+
+@runs.command()
+def trajectories(name: HostedName = "latest") -> None:
+    """Print a run's trajectories, the best rewarded first, one JSON object a line.
+
+    Example: elastic runs trajectories latest | head
+    """
+    from elastic.cli.remote import lines_command
+
+    lines_command(lambda client, run: client.trajectories(run, order="reward"), name)
+
+
+@runs.command()
+def checkpoints(name: HostedName = "latest") -> None:
+    """Print a run's checkpoints, one JSON object a line.
+
+    Example: elastic runs checkpoints latest
+    """
+    from elastic.cli.remote import lines_command
+
+    lines_command(lambda client, run: client.checkpoints(run), name)
+
+
+@runs.command()
+def leases(name: HostedName = "latest") -> None:
+    """Print a run's leases, past and present, one JSON object a line.
+
+    Example: elastic runs leases latest
+    """
+    from elastic.cli.remote import lines_command
+
+    lines_command(lambda client, run: client.leases(run), name)
+
+
+@runs.command()
+def metrics(name: HostedName = "latest") -> None:
+    """Print a run's finished steps, one JSON object a line.
+
+    Example: elastic runs metrics latest
+    """
+    from elastic.cli.remote import lines_command
+
+    lines_command(lambda client, run: client.metrics(run).steps, name)
+
+
+def logs(
+    name: Annotated[str, typer.Argument(metavar="RUN", help="A run's name or path, its id, or `latest`.")] = "latest",
+    follow: Follow = False,
+    source: Annotated[str, typer.Option(help="Whose: `process`, `orchestrator`, a worker's name, …")] = "",
+    tail: Annotated[int | None, typer.Option("--tail", "-n", min=0, help="Only the last lines.")] = None,
+    remote: Remote = False,
+    directory: RunsDirectory = Path("runs"),
+) -> None:
+    """Print a run's log.
+
+    Example: elastic logs latest -f
+    """
+    from elastic.cli.remote import is_hosted, logs_command
+
+    if remote or is_hosted(name):
+        logs_command(name, source or "process", tail, follow=follow)
+    else:
+        from elastic.cli.disk_logs import disk_logs_command
+
+        disk_logs_command(name, directory, source or "orchestrator", tail, follow=follow)
+
+
+def stop(
+    name: Annotated[str, typer.Argument(metavar="RUN", help="A run's name or path, its id, or `latest`.")],
+    force: Annotated[
+        bool, typer.Option("--force", help="On a server: kill what it has, without a checkpoint.")
+    ] = False,
+    remote: Remote = False,
+    as_json: AsJson = False,
+    directory: RunsDirectory = Path("runs"),
+) -> None:
+    """Stop a run: it makes a checkpoint, gives everything back and ends; it can be resumed.
+
+    Example: elastic stop latest
+    """
+    from elastic.cli.remote import is_hosted, stop_command
+
+    if remote or is_hosted(name):
+        stop_command(name, force=force, as_json=as_json)
+        return
+    if force:
+        raise ConfigError("elastic stop: --force is for runs on a server")
+    from elastic.cli.disk_logs import disk_stop_command
+
+    disk_stop_command(name, directory, as_json=as_json)
+
+
+def serve(
+    host: Annotated[str, typer.Option(help="Address to listen on; beyond loopback put TLS in front.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 7430,
+    home: Home = Path("elastic-server"),
+    database: Database = "",
+    models: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="DIR", help="Base policies that every project may start from; .cache unless given."),
+    ] = None,
+    host_name: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="A name, besides addresses, that this server goes by.")
+    ] = None,
+    runner: Annotated[bool, typer.Option(help="Look after the runs too, or leave it to `elastic runner`.")] = True,
+    shared_trust: Annotated[
+        bool, typer.Option("--shared-trust", help="Let several projects' runs be processes of one Unix user.")
+    ] = False,
+) -> None:
+    """Serve the control API: many runs, many people. Runs outlive it; a server that is started again finds them.
+
+    On a fresh home it makes a project and prints the first admin key, once.
+
+    Example: elastic serve --home /var/lib/elastic
+    """
+    from elastic.cli.serve import serve_command
+
+    serve_command(
+        host,
+        port,
+        home,
+        database,
+        models or [Path(".cache")],
+        host_name or [],
+        runner=runner,
+        shared_trust=shared_trust,
+    )
+
+
+def runner(home: Home = Path("elastic-server"), database: Database = "") -> None:
+    """Look after a server's runs in a process of its own, beside `elastic serve --no-runner`.
+
+    Example: elastic runner --home /var/lib/elastic
+    """
+    from elastic.cli.serve import runner_command
+
+    runner_command(home, database)

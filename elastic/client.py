@@ -1,0 +1,334 @@
+"""The hosted control API's client: typed, synchronous, on httpx. Needs no part of the server.
+
+    with Client("http://127.0.0.1:7430", key) as api:
+        run = api.submit(config, providers=["spot"])
+        for event in api.events(run.id):
+            print(event.type, event.data)
+
+- Reads are repeated when the connection fails; a submission too, for it has an Idempotency-Key.
+- Streams go on behind the last event that was received, however often the connection is lost.
+- What the server refuses raises `ApiError`, with the problem that it named.
+"""
+
+import json
+import secrets
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import httpx
+from pydantic import BaseModel, ValidationError
+
+from elastic.resources import (
+    ApiKey,
+    AuditEntry,
+    Checkpoint,
+    CreatedKey,
+    DryRun,
+    HostedLease,
+    HostedRun,
+    HostedRunDetail,
+    HostedTrajectory,
+    HostedTrajectoryDetail,
+    HostedWorker,
+    Listed,
+    LogLine,
+    Me,
+    Metrics,
+    NewKey,
+    NewProject,
+    Problem,
+    Project,
+    ProviderKind,
+    ResumeRequest,
+    RunBudget,
+    RunChange,
+    RunEvent,
+    ServerInfo,
+    StopRequest,
+    Submission,
+)
+
+R = TypeVar("R", bound=BaseModel)
+
+CONNECT_TIMEOUT_S = 5.0
+READ_TIMEOUT_S = 60.0
+STREAM_SILENCE_S = 45.0
+"""Three times what the server lets pass between two pings: then the connection is taken for lost."""
+ATTEMPTS = 5
+RETRY_BASE_S, RETRY_MAX_S = 0.2, 5.0
+_AGAIN = (502, 503, 504)
+PAGE = 100
+
+
+class ClientError(Exception):
+    """The server could not be asked.
+
+    ClientError
+    ├── ServerUnreachable   no answer
+    └── ApiError            the server says no, and why
+    """
+
+
+class ServerUnreachable(ClientError):
+    pass
+
+
+class ApiError(ClientError):
+    """`problem.type` says what happened: `/problems/not-found`, and so on."""
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem.detail or problem.title)
+        self.problem = problem
+
+    @property
+    def kind(self) -> str:
+        return self.problem.type.rpartition("/")[2]
+
+
+class Client:
+    """One server, as one key sees it. Threads may share it."""
+
+    def __init__(self, url: str, key: str, *, transport: httpx.BaseTransport | None = None) -> None:
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        timeout = httpx.Timeout(READ_TIMEOUT_S, connect=CONNECT_TIMEOUT_S)
+        self.url = url.rstrip("/")
+        self._http = httpx.Client(base_url=self.url, headers=headers, timeout=timeout, transport=transport)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._http.close()
+
+    # The server
+
+    def info(self) -> ServerInfo:
+        return self._get("/v1", ServerInfo)
+
+    def me(self) -> Me:
+        return self._get("/v1/me", Me)
+
+    def providers(self) -> list[ProviderKind]:
+        return self._get("/v1/providers", Listed[ProviderKind]).data
+
+    # Runs
+
+    def submit(
+        self,
+        config: Mapping[str, Any],
+        providers: Sequence[str] = (),
+        *,
+        idempotency_key: str = "",
+        **options: Any,
+    ) -> HostedRun:
+        """Submit a run; `options` are the other fields of a `Submission`. Once this returns, the run is never lost."""
+        body = Submission(config=dict(config), providers=list(providers), **options)
+        return self._post("/v1/runs", HostedRun, body, idempotency_key)
+
+    def dry_run(self, config: Mapping[str, Any], providers: Sequence[str] = (), **options: Any) -> DryRun:
+        return self._post(
+            "/v1/runs/dry-run", DryRun, Submission(config=dict(config), providers=list(providers), **options)
+        )
+
+    def runs(self, **filters: str) -> Iterator[HostedRun]:
+        """Every run, newest first; `filters` are `phase` and `project`."""
+        return self._pages("/v1/runs", HostedRun, filters)
+
+    def run(self, run: str) -> HostedRunDetail:
+        return self._get(f"/v1/runs/{run}", HostedRunDetail)
+
+    def change(self, run: str, change: RunChange) -> HostedRun:
+        """Edit what is there now, whatever it is."""
+        etag = self._request("GET", f"/v1/runs/{run}").headers["etag"]
+        content = change.model_dump_json(exclude_unset=True)
+        answer = self._request("PATCH", f"/v1/runs/{run}", content, {"if-match": etag})
+        return HostedRun.model_validate_json(answer.content)
+
+    def stop(self, run: str, *, force: bool = False) -> HostedRun:
+        return self._post(f"/v1/runs/{run}/stop", HostedRun, StopRequest(force=force))
+
+    def resume(self, run: str, *, steps: int | None = None, budget_usd: float | None = None) -> HostedRun:
+        return self._post(f"/v1/runs/{run}/resume", HostedRun, ResumeRequest(steps=steps, budget_usd=budget_usd))
+
+    def delete(self, run: str) -> None:
+        self._request("DELETE", f"/v1/runs/{run}")
+
+    def budget(self, run: str) -> RunBudget:
+        return self._get(f"/v1/runs/{run}/budget", RunBudget)
+
+    # What they come to
+
+    def metrics(self, run: str) -> Metrics:
+        return self._get(f"/v1/runs/{run}/metrics", Metrics)
+
+    def trajectories(self, run: str, **filters: Any) -> Iterator[HostedTrajectory]:
+        """Those that are over; `filters` are `step`, `reward_min`, `reward_max` and `order`."""
+        return self._pages(f"/v1/runs/{run}/trajectories", HostedTrajectory, filters)
+
+    def trajectory(self, run: str, trajectory: str) -> HostedTrajectoryDetail:
+        return self._get(f"/v1/runs/{run}/trajectories/{trajectory}", HostedTrajectoryDetail)
+
+    def workers(self, run: str) -> Iterator[HostedWorker]:
+        return self._pages(f"/v1/runs/{run}/workers", HostedWorker, {})
+
+    def leases(self, run: str) -> Iterator[HostedLease]:
+        return self._pages(f"/v1/runs/{run}/leases", HostedLease, {})
+
+    def checkpoints(self, run: str) -> Iterator[Checkpoint]:
+        return self._pages(f"/v1/runs/{run}/checkpoints", Checkpoint, {})
+
+    def report(self, run: str) -> dict[str, Any]:
+        return self._request("GET", f"/v1/runs/{run}/report").json()
+
+    def report_text(self, run: str, format: str) -> str:
+        """The report as `html` or `markdown`."""
+        return self._request("GET", f"/v1/runs/{run}/report?format={format}").text
+
+    # Streams
+
+    def events(self, run: str, after: str = "", *, follow: bool = True) -> Iterator[RunEvent]:
+        """What happens in a run, behind the event of this id; until the run is over, or all that is there now."""
+        for id_, kind, data in self._stream(f"/v1/runs/{run}/events", after, {"follow": _flag(follow)}):
+            yield RunEvent(id=id_, type=kind, at_s=float(data.pop("at_s", 0.0)), data=data)
+
+    def logs(
+        self, run: str, after: str = "", *, source: str = "process", tail: int | None = None, follow: bool = True
+    ) -> Iterator[LogLine]:
+        """A log's lines; until the run is over, or all that is there now."""
+        asked = {"follow": _flag(follow), "source": source, **({"tail": str(tail)} if tail is not None else {})}
+        for id_, _, data in self._stream(f"/v1/runs/{run}/logs", after, asked):
+            yield LogLine(id=id_, line=data["line"])
+
+    # Projects, keys, the audit log
+
+    def projects(self) -> list[Project]:
+        return self._get("/v1/projects", Listed[Project]).data
+
+    def create_project(self, name: str, unix_user: str | None = None) -> Project:
+        return self._post("/v1/projects", Project, NewProject(name=name, unix_user=unix_user))
+
+    def keys(self) -> Iterator[ApiKey]:
+        return self._pages("/v1/keys", ApiKey, {})
+
+    def create_key(self, key: NewKey) -> CreatedKey:
+        """The key's secret is in this answer and nowhere else."""
+        return self._post("/v1/keys", CreatedKey, key)
+
+    def revoke_key(self, key: str) -> None:
+        self._request("DELETE", f"/v1/keys/{key}")
+
+    def audit(self) -> Iterator[AuditEntry]:
+        return self._pages("/v1/audit", AuditEntry, {})
+
+    # How it is asked
+
+    def _get(self, path: str, kind: type[R]) -> R:
+        return _read(kind, self._request("GET", path))
+
+    def _post(self, path: str, kind: type[R], body: BaseModel, idempotency_key: str = "") -> R:
+        headers = {"idempotency-key": idempotency_key or secrets.token_hex(16)}
+        return _read(kind, self._request("POST", path, body.model_dump_json(exclude_unset=True), headers))
+
+    def _pages(self, path: str, kind: type[R], filters: Mapping[str, Any]) -> Iterator[R]:
+        after = ""
+        while True:
+            asked = {"limit": PAGE, **filters, **({"starting_after": after} if after else {})}
+            page = _read(Listed[kind], self._request("GET", f"{path}?{httpx.QueryParams(asked)}"))
+            yield from page.data
+            if not page.has_more or not page.data:
+                return
+            after = str(getattr(page.data[-1], "id"))  # noqa: B009 - every resource on a page has one
+
+    def _request(
+        self, method: str, path: str, content: str | None = None, headers: Mapping[str, str] | None = None
+    ) -> httpx.Response:
+        """Ask until there is an answer, a few times. Raises `ClientError`."""
+        said = {**(headers or {}), **({"content-type": "application/json"} if content is not None else {})}
+        for attempt in range(ATTEMPTS):
+            last = attempt + 1 == ATTEMPTS
+            try:
+                answer = self._http.request(method, path, content=content, headers=said)
+            except httpx.HTTPError as error:
+                if last or (method == "PATCH" and not isinstance(error, httpx.ConnectError)):
+                    raise ServerUnreachable(f"{self.url}: {error or type(error).__name__}") from error
+            else:
+                if answer.status_code not in _AGAIN or last:
+                    return _checked(answer)
+            time.sleep(min(RETRY_BASE_S * 2**attempt, RETRY_MAX_S))
+        raise AssertionError("unreachable")
+
+    def _stream(self, path: str, after: str, asked: Mapping[str, str]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+        """The events of a stream: id, type, data. A connection that is lost is made again, behind the last event."""
+        failures, asking = 0, dict(asked)
+        timeout = httpx.Timeout(STREAM_SILENCE_S, connect=CONNECT_TIMEOUT_S)
+        while True:
+            headers = {"last-event-id": after} if after else {}
+            try:
+                with self._http.stream("GET", path, params=asking, headers=headers, timeout=timeout) as answer:
+                    if answer.status_code == 204:
+                        return
+                    if answer.status_code not in _AGAIN:
+                        if answer.status_code != 200:
+                            answer.read()
+                        _checked(answer)
+                        for id_, kind, data in _sse(answer.iter_lines()):
+                            failures, after = 0, id_ or after
+                            if after:
+                                asking.pop("tail", None)
+                            yield id_, kind, data
+                        return
+            except httpx.HTTPError as error:
+                if failures + 1 >= ATTEMPTS:
+                    raise ServerUnreachable(f"{self.url}: {error or type(error).__name__}") from error
+            failures += 1
+            time.sleep(min(RETRY_BASE_S * 2**failures, RETRY_MAX_S))
+
+
+def _flag(value: bool) -> str:
+    return "true" if value else "false"
+
+
+def _sse(lines: Iterator[str]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Server-sent events out of their lines; one that was cut is left out."""
+    fields: dict[str, str] = {}
+    for line in lines:
+        if line:
+            name, _, value = line.partition(":")
+            if name:
+                fields[name] = value.removeprefix(" ")
+            continue
+        if "data" in fields:
+            yield fields.get("id", ""), fields.get("event", "message"), json.loads(fields["data"])
+        fields = {}
+
+
+def _checked(answer: httpx.Response) -> httpx.Response:
+    if answer.is_success:
+        return answer
+    try:
+        problem = Problem.model_validate_json(answer.content)
+    except ValidationError:
+        problem = Problem(
+            type="about:blank",
+            title=answer.reason_phrase,
+            status=answer.status_code,
+            detail=f"{answer.request.url}: HTTP {answer.status_code} {answer.reason_phrase}",
+            instance=answer.request.url.path,
+        )
+    raise ApiError(problem)
+
+
+def _read(kind: type[R], answer: httpx.Response) -> R:
+    try:
+        return kind.model_validate_json(answer.content)
+    except ValidationError as error:
+        raise ServerUnreachable(
+            f"{answer.request.url} is no elastic server: its answer is none of the API's"
+        ) from error

@@ -1,0 +1,69 @@
+"""Whether the server lives and can do its work, what it is, who asks, and its metrics."""
+
+import importlib.metadata
+
+from fastapi import APIRouter
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
+
+from elastic.resources import Me, ServerInfo
+from elastic.server.metrics import exposition
+from elastic.server.permissions import Action
+from elastic.server.routes.common import CallerDep, StateDep, problem_responses, rules
+
+router = APIRouter(tags=["server"])
+
+
+@router.get("/healthz", response_class=PlainTextResponse, openapi_extra={"security": []})
+async def health() -> str:
+    """Say that the process lives."""
+    return "ok\n"
+
+
+@router.get(
+    "/readyz",
+    response_class=JSONResponse,
+    responses={
+        200: {"content": {"application/json": {"example": {"ready": True, "reasons": []}}}},
+        503: {
+            "description": "not now, and why",
+            "content": {"application/json": {"example": {"ready": False, "reasons": ["the database does not answer"]}}},
+        },
+    },
+    openapi_extra={"security": []},
+)
+def readiness(state: StateDep) -> Response:
+    """Say whether the database answers and the runner looks after its runs."""
+    reasons = state.ready()
+    return JSONResponse({"ready": not reasons, "reasons": reasons}, status_code=503 if reasons else 200)
+
+
+@router.get(
+    "/v1",
+    responses=problem_responses("internal"),
+    openapi_extra={"security": []},
+)
+async def info() -> ServerInfo:
+    """Say which version of the server this is."""
+    return ServerInfo(version=importlib.metadata.version("elastic-rl"))
+
+
+@router.get("/v1/me", **rules(Action.RUNS_READ))
+def me(caller: CallerDep) -> Me:
+    """Show which key this is, and what it may do."""
+    return Me(
+        key=caller.key,
+        name=caller.name,
+        project=caller.project,
+        role=caller.role,
+        actions=sorted(action.value for action in caller.actions),
+    )
+
+
+@router.get(
+    "/metrics",
+    response_class=PlainTextResponse,
+    **rules(Action.RUNS_READ),
+)
+def metrics(caller: CallerDep, state: StateDep) -> Response:
+    """Expose metrics for Prometheus: of the server, and of the runs that the key may see."""
+    return Response(exposition(state.store, caller.project), media_type="text/plain; version=0.0.4")

@@ -1,0 +1,74 @@
+"""Providers: which kinds are installed, what can be said of them, and how they do in the runs that go on."""
+
+import json
+from typing import Any
+
+import sqlalchemy as sa
+from fastapi import APIRouter, Request
+
+from elastic import compose
+from elastic.resources import ENDED, Listed, ProviderFigures, ProviderKind, RunFigures
+from elastic.server.permissions import Action
+from elastic.server.problems import not_found
+from elastic.server.routes.common import CallerDep, StateDep, rules
+from elastic.server.store.tables import runs
+
+router = APIRouter(prefix="/v1/providers", tags=["providers"])
+
+
+@router.get("", **rules(Action.RUNS_READ))
+def list_providers(request: Request, caller: CallerDep, state: StateDep) -> Listed[ProviderKind]:
+    """List the kinds of providers that are installed, with what the caller's living runs have of each."""
+    return Listed(url=request.url.path, data=_kinds(caller, state), has_more=False)
+
+
+@router.get("/{provider}", **rules(Action.RUNS_READ, "not-found"))
+def show(provider: str, caller: CallerDep, state: StateDep) -> ProviderKind:
+    """Show one kind of provider."""
+    for kind in _kinds(caller, state):
+        if kind.id == provider:
+            return kind
+    raise not_found("provider", provider)
+
+
+def _kinds(caller: CallerDep, state: StateDep) -> list[ProviderKind]:
+    living = sa.select(runs.c.config, runs.c.figures).where(runs.c.phase.not_in([phase.value for phase in ENDED]))
+    if caller.project is not None:
+        living = living.where(runs.c.project == caller.project)
+    with state.store.reading() as connection:
+        rows = list(connection.execute(living))
+    held: dict[str, list[ProviderFigures]] = {}
+    for config, figures in rows:
+        sections = _providers(config)
+        for name, one in RunFigures.model_validate(figures).providers.items():
+            kind = str(sections.get(name, {}).get("kind") or compose.TRACE_PLAYERS.get(name, name))
+            held.setdefault(kind, []).append(one)
+    return [_kind(name, _settings(point), held.get(name, [])) for name, point in sorted(_installed().items())]
+
+
+def _installed() -> dict[str, Any]:
+    return compose.installed("elastic.providers")
+
+
+def _providers(config: str) -> dict[str, dict[str, Any]]:
+    return json.loads(config).get("providers", {})
+
+
+def _settings(point: Any) -> dict[str, Any]:
+    """The JSON schema of its settings; empty where what it needs is not installed here."""
+    try:
+        return point.load().Settings.model_json_schema()
+    except ImportError:
+        return {}
+
+
+def _kind(name: str, settings: dict[str, Any], held: list[ProviderFigures]) -> ProviderKind:
+    return ProviderKind(
+        id=name,
+        settings=settings,
+        runs=len(held),
+        ready=sum(one.ready for one in held),
+        booting=sum(one.booting for one in held),
+        preemptions=sum(one.preemptions for one in held),
+        usd_per_hour=sum(one.usd_per_hour for one in held),
+    )

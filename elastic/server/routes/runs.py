@@ -1,0 +1,245 @@
+"""Runs: submitted, listed, shown, edited, stopped, resumed, deleted."""
+
+import json
+from typing import Annotated
+
+import sqlalchemy as sa
+from fastapi import APIRouter, Depends, Path, Query, Request, Response
+
+from elastic.resources import (
+    DryRun,
+    HostedRun,
+    HostedRunDetail,
+    Listed,
+    ResumeRequest,
+    RunBudget,
+    RunChange,
+    RunFigures,
+    RunPhase,
+    StopRequest,
+    Submission,
+)
+from elastic.server import conditions, ids, submissions
+from elastic.server.permissions import Action
+from elastic.server.problems import ApiProblem
+from elastic.server.routes.common import (
+    CallerDep,
+    Cursor,
+    IdempotencyKey,
+    IfMatch,
+    RunDep,
+    StateDep,
+    check_etag,
+    cursor_of,
+    etag_of,
+    listing,
+    project_of,
+    rules,
+    run_of,
+)
+from elastic.server.store import runs
+from elastic.server.store.database import now_us
+from elastic.server.store.tables import runs as runs_table
+from elastic.server.writes import WriteResult, carry_out
+
+router = APIRouter(prefix="/v1/runs", tags=["runs"])
+RunId = Annotated[str, Path(max_length=64)]
+
+
+@router.post(
+    "",
+    status_code=201,
+    response_model=HostedRun,
+    **rules(Action.RUNS_WRITE, "invalid-configuration", "not-found", "idempotency-mismatch"),
+)
+def submit(
+    request: Request, body: Submission, caller: CallerDep, state: StateDep, idempotency_key: IdempotencyKey = None
+) -> Response:
+    """Submit a run. Once this is answered, the run is never lost; the runner starts it soon after."""
+    with state.store.reading() as connection:
+        project = project_of(connection, caller, body.project)
+    new, _ = submissions.check(state.settings, body, project)
+
+    def work(tx: sa.Connection) -> WriteResult:
+        first = conditions.updated([], [conditions.SUBMITTED], now_us(), 1)
+        run = runs.insert(tx, new, caller.key, first)
+        place = f"{router.prefix}/{run.id}"
+        headers = {"location": place, "etag": etag_of(run.generation)}
+        return WriteResult(201, runs.as_run(run), headers, resource=place, project=project)
+
+    return carry_out(request, state, caller, Action.RUNS_WRITE, body, work)
+
+
+@router.post("/dry-run", response_model=DryRun, **rules(Action.RUNS_WRITE, "invalid-configuration", "not-found"))
+def dry_run(body: Submission, caller: CallerDep, state: StateDep) -> DryRun:
+    """Check a submission and say what it would hold and cost at most; nothing is started or kept."""
+    with state.store.reading() as connection:
+        project = project_of(connection, caller, body.project)
+    _, plan = submissions.check(state.settings, body, project)
+    return submissions.dry_run(plan)
+
+
+@router.get("", **rules(Action.RUNS_READ, "invalid-cursor", "not-found"))
+def list_runs(
+    request: Request,
+    caller: CallerDep,
+    state: StateDep,
+    cursor: Annotated[Cursor, Depends(cursor_of(ids.RUN))],
+    phase: Annotated[RunPhase | None, Query(description="only runs in this phase")] = None,
+    project: Annotated[str | None, Query(max_length=64, description="for keys of no project: only of this one")] = None,
+) -> Listed[HostedRun]:
+    """List runs, newest first."""
+    with state.store.reading() as connection:
+        where: list[sa.ColumnElement[bool]] = [runs_table.c.wanted != runs.DELETE]
+        if caller.project is not None or project is not None:
+            where.append(runs_table.c.project == project_of(connection, caller, project))
+        if phase is not None:
+            where.append(runs_table.c.phase == phase.value)
+        return listing(request, connection, runs_table, where, cursor, lambda row: runs.as_run(runs.listed(row)))
+
+
+@router.get("/{run}", **rules(Action.RUNS_READ, "not-found"))
+def show(run: RunId, found: RunDep, response: Response) -> HostedRunDetail:
+    """Show a run: its phase, conditions, figures and configuration."""
+    response.headers["etag"] = etag_of(found.generation)
+    return runs.as_run_detail(found)
+
+
+@router.patch(
+    "/{run}",
+    response_model=HostedRun,
+    **rules(Action.RUNS_WRITE, "not-found", "invalid-configuration", "precondition-failed", "precondition-required"),
+)
+def change(
+    run: RunId, request: Request, body: RunChange, caller: CallerDep, state: StateDep, if_match: IfMatch = None
+) -> Response:
+    """Edit a run's budget, caps or labels. A living run hears of it at once, a stopped one when it is resumed."""
+
+    def work(tx: sa.Connection) -> WriteResult:
+        found = run_of(tx, caller, run)
+        check_etag(if_match, etag_of(found.generation))
+        if unknown := sorted((body.caps or {}).keys() - set(found.providers)):
+            allowed = ", ".join(found.providers) or "none"
+            raise ApiProblem(
+                "invalid-configuration", f"caps: {unknown[0]!r} is no provider of the run; allowed: {allowed}"
+            )
+        runs.want(tx, run, **body.model_dump(exclude_unset=True, exclude_none=True))
+        return _changed(tx, caller, run)
+
+    return carry_out(request, state, caller, Action.RUNS_WRITE, body, work)
+
+
+@router.post(
+    "/{run}/stop",
+    response_model=HostedRun,
+    **rules(Action.RUNS_WRITE, "not-found", "run-finished", "run-stopped", "idempotency-mismatch"),
+)
+def stop(
+    run: RunId,
+    request: Request,
+    caller: CallerDep,
+    state: StateDep,
+    body: StopRequest | None = None,
+    idempotency_key: IdempotencyKey = None,
+) -> Response:
+    """Stop a run: it makes a checkpoint, gives everything back and ends. It can be resumed."""
+    force = body is not None and body.force
+
+    def work(tx: sa.Connection) -> WriteResult:
+        found = run_of(tx, caller, run)
+        _refuse_ended(found)
+        if found.wanted != runs.STOP or (force and not found.force):
+            runs.want(tx, run, wanted=runs.STOP, force=force)
+        return _changed(tx, caller, run)
+
+    return carry_out(request, state, caller, Action.RUNS_WRITE, body, work)
+
+
+@router.post(
+    "/{run}/resume",
+    response_model=HostedRun,
+    **rules(Action.RUNS_WRITE, "not-found", "run-active", "run-finished", "idempotency-mismatch"),
+)
+def resume(
+    run: RunId,
+    request: Request,
+    caller: CallerDep,
+    state: StateDep,
+    body: ResumeRequest | None = None,
+    idempotency_key: IdempotencyKey = None,
+) -> Response:
+    """Go on with a run that has ended, from its journal or its last checkpoint; a finished one with more steps."""
+    asked = body or ResumeRequest()
+
+    def work(tx: sa.Connection) -> WriteResult:
+        found = run_of(tx, caller, run)
+        if not found.ended:
+            raise ApiProblem("run-active", f"{run} is {found.phase}", run=run)
+        config = json.loads(found.config)
+        steps = RunFigures.model_validate(found.figures).steps
+        if found.phase is RunPhase.FINISHED and (asked.steps is None or asked.steps <= steps):
+            raise ApiProblem("run-finished", f"{run} finished its {steps} steps; `steps` asks for more", run=run)
+        if asked.steps is not None:
+            config.setdefault("run", {})["steps"] = asked.steps
+        pending = conditions.findings(found, RunPhase.PENDING, "", RunFigures.model_validate(found.figures))
+        runs.want(
+            tx,
+            run,
+            wanted=runs.RUN,
+            force=False,
+            config=json.dumps(config),
+            budget_usd=found.budget_usd if asked.budget_usd is None else asked.budget_usd,
+            phase=RunPhase.PENDING.value,
+            cause="",
+            restarts=0,
+            not_before_us=0,
+            ended_us=None,
+            conditions=[
+                one.model_dump()
+                for one in conditions.updated(found.conditions, pending, now_us(), found.generation + 1)
+            ],
+        )
+        return _changed(tx, caller, run)
+
+    return carry_out(request, state, caller, Action.RUNS_WRITE, body, work)
+
+
+@router.delete("/{run}", status_code=204, **rules(Action.RUNS_WRITE, "not-found", "run-active"))
+def delete(run: RunId, request: Request, caller: CallerDep, state: StateDep) -> Response:
+    """Delete a run that has ended: its journal, checkpoints and report are gone."""
+
+    def work(tx: sa.Connection) -> WriteResult:
+        found = run_of(tx, caller, run)
+        if not found.ended:
+            raise ApiProblem("run-active", f"{run} is {found.phase}", run=run)
+        runs.want(tx, run, wanted=runs.DELETE)
+        return WriteResult(204, project=found.project)
+
+    return carry_out(request, state, caller, Action.RUNS_WRITE, None, work)
+
+
+@router.get("/{run}/budget", **rules(Action.RUNS_READ, "not-found"))
+def budget(run: RunId, found: RunDep) -> RunBudget:
+    """Show what a run may cost, what it has cost, and when the rest is gone at the present price."""
+    figures = RunFigures.model_validate(found.figures)
+    usd_per_hour = 0.0 if found.ended else sum(one.usd_per_hour for one in figures.providers.values())
+    ends_in_s = None
+    if found.budget_usd is not None and usd_per_hour > 0:
+        ends_in_s = max(0.0, found.budget_usd - figures.usd) / usd_per_hour * 3600
+    return RunBudget(
+        run=found.id, budget_usd=found.budget_usd, usd=figures.usd, usd_per_hour=usd_per_hour, ends_in_s=ends_in_s
+    )
+
+
+def _refuse_ended(found: runs.RunRecord) -> None:
+    if not found.ended:
+        return
+    figures = RunFigures.model_validate(found.figures)
+    if found.phase is RunPhase.STOPPED:
+        raise ApiProblem("run-stopped", f"{found.id} is stopped at step {figures.step}", run=found.id)
+    raise ApiProblem("run-finished", f"{found.id} {found.phase} at step {figures.step}", run=found.id)
+
+
+def _changed(tx: sa.Connection, caller: CallerDep, run: str) -> WriteResult:
+    now = run_of(tx, caller, run)
+    return WriteResult(200, runs.as_run(now), {"etag": etag_of(now.generation)}, project=now.project)

@@ -1,0 +1,115 @@
+"""`elastic serve` and `elastic runner`: the API and the runner, in one process or in two."""
+
+import asyncio
+import contextlib
+import signal
+import socket
+import time
+from collections.abc import Callable
+
+import sqlalchemy as sa
+import structlog
+
+from elastic.endpoint import joined
+from elastic.http_server import serving
+from elastic.resources import AccessRole
+from elastic.server.app import create_app
+from elastic.server.runner import Runner
+from elastic.server.settings import ServerSettings
+from elastic.server.store import Store, StoreError, migrate, people
+from elastic.server.store.tables import server
+
+log = structlog.get_logger(__name__)
+
+LAG_S = 10.0
+"""A runner that has not looked at its runs for so long is not ready."""
+HOME = "home"
+
+
+def open_store(settings: ServerSettings) -> Store:
+    """The store, with this version's tables. Raises `StoreError` for one that is another server's."""
+    settings.home.mkdir(mode=0o700, parents=True, exist_ok=True)
+    settings.runs.mkdir(mode=0o711, exist_ok=True)
+    store = Store(settings.database_url)
+    migrate(store)
+    home = str(settings.home.resolve())
+    with store.writing() as tx:
+        found = tx.execute(sa.select(server.c.value).where(server.c.key == HOME)).scalar()
+        if found is None:
+            tx.execute(sa.insert(server).values(key=HOME, value=home))
+        elif found != home:
+            raise StoreError(f"--home: found {home}; the runs of this database are in {found}")
+    return store
+
+
+def first_key(store: Store) -> str | None:
+    """On a fresh store: makes the first project and an admin's key of no project; returns its secret."""
+    with store.writing() as tx:
+        if people.any_key(tx):
+            return None
+        if people.project(tx, people.DEFAULT_PROJECT) is None:
+            people.new_project(tx, people.DEFAULT_PROJECT, None)
+        _, secret = people.new_key(
+            tx, project=None, name="first-admin", role=AccessRole.ADMIN, scopes=[], expires_us=None
+        )
+    return secret
+
+
+async def serve(
+    store: Store,
+    settings: ServerSettings,
+    listener: socket.socket,
+    *,
+    with_runner: bool,
+    on_ready: Callable[[str], None] = lambda _: None,
+) -> None:
+    """Serve the API, and look after runs, until a signal comes. Runs go on without it.
+
+    Raises `RunnerBusy` where another process looks after these runs.
+    """
+    runner = Runner(store, settings) if with_runner else None
+
+    def lags() -> list[str]:
+        if runner is None or time.monotonic() - runner.ticked_s < LAG_S:
+            return []
+        return [f"the runner has not looked at its runs for {time.monotonic() - runner.ticked_s:.0f} s"]
+
+    app = create_app(store, settings, runner.wake if runner else lambda: None, lags)
+    stopped = _signalled()
+    async with asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(runner.run(), name="runner") if runner else None
+        async with serving(app, listener) as url:
+            on_ready(url)
+            waiting = tasks.create_task(stopped.wait(), name="signals")
+            await asyncio.wait([waiting, *([running] if running else [])], return_when=asyncio.FIRST_COMPLETED)
+        for task in (waiting, running):
+            if task is not None:
+                task.cancel()
+
+
+async def run_runner(store: Store, settings: ServerSettings) -> None:
+    """Look after runs until a signal comes. Raises `RunnerBusy`."""
+    stopped = _signalled()
+    async with asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(Runner(store, settings).run(), name="runner")
+        waiting = tasks.create_task(stopped.wait(), name="signals")
+        await asyncio.wait([waiting, running], return_when=asyncio.FIRST_COMPLETED)
+        waiting.cancel()
+        running.cancel()
+
+
+def _signalled() -> asyncio.Event:
+    """Set once the process is told to end."""
+    event, loop = asyncio.Event(), asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        with contextlib.suppress(NotImplementedError, RuntimeError):
+            loop.add_signal_handler(number, event.set)
+    return event
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Raises `OSError`."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.create_server((host, port), family=family, backlog=512)
+    log.info("listening", at=joined(*listener.getsockname()[:2]))
+    return listener

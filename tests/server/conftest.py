@@ -1,0 +1,109 @@
+"""A server's application over a store of its own, with two projects and a key for every role in each."""
+
+import tomllib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+
+from elastic.resources import AccessRole
+from elastic.server.app import create_app
+from elastic.server.serving import first_key, open_store
+from elastic.server.settings import ServerSettings
+from elastic.server.store import Store, people
+
+CONFIG = """
+[run]
+name = "small"
+steps = 2
+[model]
+checkpoint = "policy"
+[rollout]
+groups = 2
+group_size = 4
+max_turns = 3
+max_tokens_per_turn = 8
+[trainer]
+updates_per_step = 1
+checkpoint_every_steps = 1
+[seeding]
+window_s = 0.2
+reserved_engines = 2
+[engine]
+max_batch = 4
+max_context_tokens = 192
+[engine.pacing]
+prefill_tokens_per_s = 8000
+decode_step_s = { 1 = 0.02 }
+[providers.spot]
+trace = "rlboost-a"
+max_workers = 1
+"""
+
+
+@dataclass
+class Site:
+    """A server without a runner: what is asked of it stays as it was acknowledged."""
+
+    settings: ServerSettings
+    store: Store
+    app: Any
+    admin: str
+    projects: dict[str, str]
+    keys: dict[tuple[str, AccessRole], str]
+
+    def client(self, key: str = "") -> TestClient:
+        """A client that shows this key; the server-wide admin's unless given."""
+        headers = {"authorization": f"Bearer {key or self.admin}"}
+        return TestClient(self.app, base_url="http://127.0.0.1", headers=headers, raise_server_exceptions=False)
+
+    def key(self, project: str, role: AccessRole) -> str:
+        return self.keys[project, role]
+
+
+def make_site(home: Path) -> Site:
+    models = home / "models"
+    (models / "policy").mkdir(parents=True)
+    settings = ServerSettings(home=home / "server", models=(models,), shared_trust=True, feed_interval_s=0.01)
+    store = open_store(settings)
+    admin = first_key(store)
+    assert admin is not None
+    projects: dict[str, str] = {}
+    keys: dict[tuple[str, AccessRole], str] = {}
+    with store.writing() as tx:
+        for name in ("ours", "theirs"):
+            projects[name] = people.new_project(tx, name, None)["id"]
+            for role in AccessRole:
+                _, secret = people.new_key(
+                    tx, project=projects[name], name=f"{name}-{role}", role=role, scopes=[], expires_us=None
+                )
+                keys[name, role] = secret
+    return Site(settings, store, create_app(store, settings), admin, projects, keys)
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[Site]:
+    made = make_site(tmp_path)
+    yield made
+    made.store.close()
+
+
+@pytest.fixture(scope="module")
+def shared_site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    """One for all tests of a module: each brings what it looks at."""
+    made = make_site(tmp_path_factory.mktemp("site"))
+    yield made
+    made.store.close()
+
+
+@pytest.fixture
+def submission() -> Callable[..., dict[str, Any]]:
+    """The body of a submission, with these fields besides."""
+
+    def make(**fields: Any) -> dict[str, Any]:
+        return {"config": tomllib.loads(CONFIG), "providers": ["spot"], **fields}
+
+    return make

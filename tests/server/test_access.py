@@ -1,0 +1,143 @@
+"""Who may do what: every route of the API's description, for every role, on their own things and on others'."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from elastic.resources import AccessRole
+from elastic.server import ids
+from elastic.server.permissions import SERVER_WIDE, Action, allows
+from tests.server.conftest import Site
+
+BODIES = {
+    "/v1/projects": {"name": "new"},
+    "/v1/keys": {"name": "new", "role": "viewer"},
+    "/v1/runs/{run}": {"labels": {"a": "b"}},
+    "/v1/projects/{project}": {"name": "renamed"},
+}
+OPEN = {"/healthz", "/readyz", "/v1"}
+
+
+def operations(site: Site) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    for path, methods in site.app.openapi()["paths"].items():
+        for method, operation in methods.items():
+            yield method, path, operation
+
+
+def test_every_route_says_who_may(shared_site: Site) -> None:
+    for method, path, operation in operations(shared_site):
+        action = operation.get("x-action")
+        assert (action is None) == (path in OPEN), (method, path)
+        assert bool(operation.get("security")) == (action is not None), (method, path)
+
+
+def test_nobody_gets_in_without_a_key(shared_site: Site) -> None:
+    for key in ("elastic_nothing", "x" * 10_000):
+        client = shared_site.client(key)
+        for method, path, _ in operations(shared_site):
+            answer = client.request(method, filled(path, {}), params={"follow": "false"}, json={})
+            assert answer.status_code == (200 if path in OPEN else 401), (method, path)
+
+
+@pytest.mark.parametrize("role", list(AccessRole))
+def test_roles_and_owners(shared_site: Site, submission: Callable[..., dict[str, Any]], role: AccessRole) -> None:
+    """What a role allows is allowed in one's own project. Of another's, whoever asks hears that there is nothing."""
+    client = shared_site.client(shared_site.key("ours", role))
+    own, others = (things(shared_site, submission, project) for project in ("ours", "theirs"))
+    for method, path, operation in operations(shared_site):
+        if path in OPEN:
+            continue
+        action = Action(operation["x-action"])
+        may = allows(role, action) and action not in SERVER_WIDE
+        for owner, names in (("ours", own), ("theirs", others)):
+            body = BODIES.get(path, submission() if method == "post" and path.startswith("/v1/runs") else None)
+            body = submission() if path in ("/v1/runs", "/v1/runs/dry-run") else body
+            if method == "post" and path.endswith(("/stop", "/resume")):
+                body = {}
+            answer = client.request(
+                method, filled(path, names), json=body, params={"follow": "false"}, headers={"if-match": '"0"'}
+            )
+            where = (role, method, path, owner, answer.status_code, answer.text[:200])
+            if not may:
+                assert answer.status_code == 403, where
+            elif owner == "theirs" and "{" in path and "{provider}" not in path:
+                assert answer.status_code == 404, where
+                assert "theirs" not in answer.text, where
+            else:
+                assert answer.status_code not in (401, 403, 422), where
+                assert answer.status_code < 500, where
+                if "{" in path and "{provider}" not in path:
+                    assert answer.status_code != 404 or path.endswith(("{trajectory}", "{checkpoint}", "report")), where
+
+
+def test_lists_have_only_ones_own(shared_site: Site, submission: Callable[..., dict[str, Any]]) -> None:
+    things(shared_site, submission, "theirs")
+    client = shared_site.client(shared_site.key("ours", AccessRole.ADMIN))
+    audit = client.get("/v1/audit", params={"limit": 100}).json()["data"]
+    assert {entry["project"] for entry in audit} <= {shared_site.projects["ours"]}
+    for path in ("/v1/runs", "/v1/keys", "/v1/projects", "/v1/providers", "/metrics"):
+        assert shared_site.projects["theirs"] not in client.get(path).text
+        assert "theirs" not in client.get(path).text
+    assert client.get("/v1/runs", params={"project": "theirs"}).status_code == 404
+    assert client.post("/v1/runs", json=submission(project="theirs")).status_code == 404
+    assert client.post("/v1/keys", json={"name": "k", "project": "theirs"}).status_code == 404
+
+
+def test_nobody_hands_on_more_than_they_have(shared_site: Site) -> None:
+    client = shared_site.client(shared_site.key("ours", AccessRole.ADMIN))
+    assert client.post("/v1/keys", json={"name": "k", "server_wide": True}).status_code == 403
+    limited = client.post("/v1/keys", json={"name": "l", "role": "admin", "scopes": ["keys:write", "keys:read"]}).json()
+    narrow = shared_site.client(limited["secret"])
+    assert narrow.get("/v1/runs").status_code == 403
+    assert narrow.post("/v1/keys", json={"name": "m", "role": "runner"}).status_code == 403
+    assert narrow.post("/v1/keys", json={"name": "m", "role": "admin", "scopes": ["keys:read"]}).status_code == 201
+    refused = client.post("/v1/keys", json={"name": "k", "role": "viewer", "scopes": ["runs:write"]})
+    assert (refused.status_code, refused.json()["errors"][0]["pointer"]) == (400, "#/scopes")
+
+
+def test_keys_end(shared_site: Site) -> None:
+    admin = shared_site.client()
+    made = admin.post("/v1/keys", json={"name": "k", "project": "ours"}).json()
+    client = shared_site.client(made["secret"])
+    assert client.get("/v1/me").json()["project"] == shared_site.projects["ours"]
+    assert made["secret"] not in admin.get("/v1/keys", params={"limit": 100}).text
+    assert admin.delete(f"/v1/keys/{made['id']}").status_code == 204
+    assert client.get("/v1/me").status_code == 401
+    assert admin.get(f"/v1/keys/{made['id']}").json()["revoked_at"] is not None
+    for shown in ({"x-api-key": made["secret"]}, {"authorization": "Basic !"}, {}):
+        fresh = shared_site.client()
+        del fresh.headers["authorization"]
+        assert fresh.get("/v1/me", headers=shown).status_code == 401
+
+
+def test_a_key_is_shown_in_any_of_three_ways(shared_site: Site) -> None:
+    client = shared_site.client()
+    del client.headers["authorization"]
+    assert client.get("/v1/me", headers={"x-api-key": shared_site.admin}).status_code == 200
+    assert client.get("/v1/me", auth=("anybody", shared_site.admin)).status_code == 200
+    assert client.get("/v1/me", headers={"authorization": f"bearer {shared_site.admin}"}).status_code == 200
+
+
+def test_refusals_are_in_the_audit_log(shared_site: Site) -> None:
+    viewer = shared_site.client(shared_site.key("ours", AccessRole.VIEWER))
+    refused = viewer.post("/v1/projects", json={"name": "x"})
+    assert refused.json()["action"] == Action.SERVER_WRITE
+    entries = shared_site.client().get("/v1/audit", params={"limit": 100}).json()["data"]
+    assert [e for e in entries if e["request_id"] == refused.json()["request_id"] and e["status"] == 403]
+
+
+def things(site: Site, submission: Callable[..., dict[str, Any]], project: str) -> dict[str, str]:
+    """One of each in a project, by what paths call it."""
+    admin = site.client()
+    run = admin.post("/v1/runs", json=submission(project=project)).json()["id"]
+    key = admin.post("/v1/keys", json={"name": "k", "project": project}).json()["id"]
+    return {"run": run, "key": key, "project": site.projects[project]}
+
+
+def filled(path: str, names: dict[str, str]) -> str:
+    known = {"run": ids.new_id(ids.RUN), "key": ids.new_id(ids.KEY), "project": ids.new_id(ids.PROJECT)}
+    known |= {"provider": "spot-replay", "trajectory": "none", "checkpoint": "1"} | names
+    for name, value in known.items():
+        path = path.replace(f"{{{name}}}", value)
+    return path

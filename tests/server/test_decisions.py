@@ -1,0 +1,114 @@
+"""What the runner does next: whatever is wanted and whatever was seen, no process is begun beside another."""
+
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic.resources import ENDED, RunFigures, RunPhase
+from elastic.server import conditions
+from elastic.server.runner import decisions
+from elastic.server.runner.decisions import Decision, Ending, Seen, Step, decide
+from elastic.server.store import runs
+from elastic.server.store.runs import RunRecord
+
+NOW_US, BASE_S, MAX_S = 10**15, 1.0, 30.0
+
+
+def record(**fields: Any) -> RunRecord:
+    plain: dict[str, Any] = dict.fromkeys(RunRecord.__dataclass_fields__)
+    given = {
+        "id": "run_1",
+        "wanted": runs.RUN,
+        "force": False,
+        "phase": RunPhase.PENDING,
+        "cause": "",
+        "restarts": 0,
+        "max_restarts": 3,
+        "not_before_us": 0,
+        "generation": 1,
+        "providers": ["spot"],
+        "conditions": [],
+        "figures": {},
+    }
+    return RunRecord(**plain | given | fields)
+
+
+records = st.builds(
+    record,
+    wanted=st.sampled_from([runs.RUN, runs.STOP, runs.DELETE]),
+    force=st.booleans(),
+    phase=st.sampled_from(RunPhase),
+    restarts=st.integers(0, 5),
+    max_restarts=st.integers(0, 5),
+    not_before_us=st.sampled_from([0, NOW_US - 1, NOW_US + 1]),
+)
+hows = [
+    decisions.FINISHED,
+    decisions.FAILED,
+    decisions.STOPPED,
+    decisions.INTERRUPTED,
+    decisions.BAD_INPUT,
+    decisions.DIED,
+]
+endings = st.none() | st.builds(Ending, how=st.sampled_from(hows), cause=st.just("why"), with_world=st.booleans())
+sights = st.builds(Seen, alive=st.booleans(), signalled=st.booleans(), killed=st.booleans(), ending=endings)
+
+
+def next_step(run: RunRecord, seen: Seen) -> Decision:
+    return decide(run, seen, NOW_US, BASE_S, MAX_S)
+
+
+@given(run=records, seen=sights)
+def test_whatever_happens(run: RunRecord, seen: Seen) -> None:
+    made = next_step(run, seen)
+    if seen.alive:
+        assert made.step in (Step.NOTHING, Step.STOP, Step.KILL)
+        assert (made.step is Step.NOTHING) or run.wanted != runs.RUN
+    if made.step is Step.START:
+        assert run.wanted == runs.RUN
+        assert run.phase in (RunPhase.PENDING, RunPhase.RESTARTING)
+        assert run.not_before_us <= NOW_US
+    if made.step is Step.REMOVE:
+        assert run.wanted == runs.DELETE
+    if made.step is Step.BECOME:
+        assert made.phase in ENDED or (made.phase is RunPhase.RESTARTING and run.wanted == runs.RUN)
+        assert not (made.phase is RunPhase.RESTARTING and made.counts and run.restarts >= run.max_restarts)
+        assert made.not_before_us <= NOW_US + MAX_S * 1e6
+
+
+@given(with_world=st.lists(st.booleans(), max_size=12), max_restarts=st.integers(0, 4))
+def test_deaths_are_survived_as_often_as_was_said(with_world: list[bool], max_restarts: int) -> None:
+    """Those with the whole machine do not count."""
+    run, deaths = record(max_restarts=max_restarts), 0
+    for down in with_world:
+        assert next_step(run, Seen(alive=False)).step is Step.START
+        died = Seen(alive=False, ending=Ending(how=decisions.DIED, cause="killed", with_world=down))
+        made = next_step(record(max_restarts=max_restarts, restarts=run.restarts, phase=RunPhase.RUNNING), died)
+        deaths += not down
+        if deaths > max_restarts:
+            assert made.phase is RunPhase.FAILED
+            assert "killed" in made.cause
+            return
+        assert made.phase is RunPhase.RESTARTING
+        run = record(max_restarts=max_restarts, restarts=run.restarts + made.counts, phase=made.phase)
+    assert run.restarts == deaths
+
+
+@given(phases=st.lists(st.sampled_from(RunPhase), min_size=1, max_size=6), ready=st.integers(0, 2))
+def test_conditions_change_their_time_with_their_status_only(phases: list[RunPhase], ready: int) -> None:
+    run, former = record(budget_usd=2.0), list[dict[str, Any]]()
+    figures = RunFigures.model_validate({"usd": 1.7, "providers": {"spot": {"ready": ready, "preemptions": 1}}})
+    for number, phase in enumerate(phases):
+        found = conditions.findings(run, phase, "", figures)
+        now = [one.model_dump() for one in conditions.updated(former, found, number * 10**6, 1)]
+        assert len({one["type"] for one in now}) == len(now)
+        before = {one["type"]: one for one in former}
+        for one in now:
+            then = before.get(one["type"])
+            kept = then is not None and then["status"] == one["status"]
+            assert not kept or then["lastTransitionTime"] == one["lastTransitionTime"]
+        reasons = {one["type"]: one["reason"] for one in now}
+        assert reasons["WithinBudget"] == "BudgetWarning"
+        assert (reasons["Ended"] == "GoingOn") == (phase not in ENDED)
+        former = now

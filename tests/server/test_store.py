@@ -1,0 +1,76 @@
+"""The store: the tables are those of the migrations, and a transaction is whole or nothing."""
+
+import re
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+from alembic.autogenerate import compare_metadata
+from alembic.runtime.migration import MigrationContext
+
+from elastic.server.serving import first_key, open_store
+from elastic.server.settings import ServerSettings
+from elastic.server.store import Store, StoreError, StoreUnavailable, migrate, people
+from elastic.server.store.tables import metadata
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    made = Store(f"sqlite:///{tmp_path / 'store.sqlite'}")
+    migrate(made)
+    return made
+
+
+def test_migrations_make_the_tables_that_are_used(store: Store) -> None:
+    with store.reading() as connection:
+        assert compare_metadata(MigrationContext.configure(connection), metadata) == []
+    migrate(store)
+
+
+def test_a_database_of_a_newer_version_is_refused(store: Store) -> None:
+    with store.writing() as tx:
+        tx.execute(sa.text("UPDATE alembic_version SET version_num = '9999'"))
+    with pytest.raises(StoreError, match=re.escape("revision 9999, which a newer elastic made")):
+        migrate(store)
+
+
+def test_a_database_of_another_home_is_refused(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'store.sqlite'}"
+    open_store(ServerSettings(home=tmp_path / "a", database=url)).close()
+    with pytest.raises(StoreError, match="the runs of this database are in"):
+        open_store(ServerSettings(home=tmp_path / "b", database=url))
+
+
+@pytest.mark.parametrize("url", ["mysql://x/y", "not a url", ""])
+def test_other_databases_are_refused(url: str) -> None:
+    with pytest.raises(StoreError, match="--database"):
+        Store(url)
+
+
+def test_what_fails_leaves_nothing(store: Store) -> None:
+    def half() -> None:
+        with store.writing() as tx:
+            people.new_project(tx, "half", None)
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        half()
+    with store.reading() as connection:
+        assert people.project(connection, "half") is None
+
+
+def test_the_first_key_is_made_once(store: Store) -> None:
+    secret = first_key(store)
+    assert secret is not None
+    assert first_key(store) is None
+    with store.reading() as connection:
+        kept = connection.execute(sa.text("SELECT * FROM keys")).mappings().one()
+        assert secret not in str(dict(kept))
+        assert people.key_of_secret(connection, secret) is not None
+        assert people.key_of_secret(connection, secret + "x") is None
+
+
+def test_a_database_that_is_gone_is_unavailable(tmp_path: Path) -> None:
+    store = Store(f"sqlite:///{tmp_path / 'nowhere' / 'store.sqlite'}")
+    with pytest.raises(StoreUnavailable), store.reading():
+        pass

@@ -1,0 +1,188 @@
+"""Streams: whoever goes on behind any event gets exactly what follows, in order, live or not."""
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic.config import JournalConfig
+from elastic.core import events as e
+from elastic.log_files import LogFollower, LogGone
+from elastic.resources import RunPhase
+from elastic.runtime.journal import RunDirectory, SqliteJournal, event_row
+from elastic.server.feeds import Feeds
+from elastic.server.journal_events import EventLog, EventsGone, Position
+from elastic.server.store.tables import runs
+from tests.server.conftest import Site
+
+QUIET = e.Tick()
+
+
+def journal_of(run_dir: Path, name: str) -> SqliteJournal:
+    run_dir.mkdir(parents=True, exist_ok=True)
+    return RunDirectory(run_dir).begin_journal(JournalConfig(), notes={"incarnation": name, "run": run_dir.name})  # type: ignore[call-arg]
+
+
+def write(journal: SqliteJournal, *names: str) -> None:
+    """An event for each name, with a quiet one before it."""
+    for name in names:
+        journal.append(event_row(QUIET, 1), event_row(e.StopRequested(reason=name), 2))
+    journal.durable().result()
+
+
+def read_all(log: EventLog, after: str) -> list[str]:
+    position, told, whole = log.after(after), list[str](), False
+    while not whole:
+        found, position, whole = log.read(position)
+        told += [event.data["reason"] for _, event in found]
+    return told
+
+
+def test_after_any_event_comes_what_follows(tmp_path: Path) -> None:
+    names = [f"{journal}{number}" for journal in "abc" for number in range(4)]
+    for begin in range(0, 12, 4):
+        with_name = journal_of(tmp_path, names[begin])
+        write(with_name, *names[begin : begin + 4])
+        with_name.close()
+    ids, position, whole, log = [""], Position(0, 0), False, EventLog(tmp_path)
+    while not whole:
+        found, position, whole = log.read(position)
+        ids += [event.id for _, event in found]
+    assert [read_all(EventLog(tmp_path), after) for after in ids] == [names[n:] for n in range(13)]
+
+
+@pytest.mark.parametrize("id_", ["x", "a-", "-1", "b-1", "a-1e3", "a-" + "9" * 30, "🙂-1"])
+def test_what_is_no_place_is_gone(tmp_path: Path, id_: str) -> None:
+    journal = journal_of(tmp_path, "a")
+    write(journal, "one")
+    journal.close()
+    with pytest.raises(EventsGone):
+        EventLog(tmp_path).after(id_)
+
+
+def test_a_journal_that_came_to_nothing_is_not_taken_for_the_next(tmp_path: Path) -> None:
+    journal_of(tmp_path, "a").close()
+    discarded = journal_of(tmp_path, "b")
+    write(discarded, "lost", "lost")
+    discarded.close()
+    log = EventLog(tmp_path)
+    assert read_all(log, "") == ["lost", "lost"]
+    RunDirectory(tmp_path).discard_journal(discarded.path)
+    kept = journal_of(tmp_path, "c")
+    assert kept.path == discarded.path
+    write(kept, "kept")
+    kept.close()
+    assert read_all(log, "b-2") == ["kept"]
+    with pytest.raises(EventsGone):
+        EventLog(tmp_path).after("b-2")
+
+
+async def test_followers_of_any_pace_get_all_in_order(tmp_path: Path) -> None:
+    journal = journal_of(tmp_path, "a")
+    over = asyncio.Event()
+    feeds = Feeds(0.005)
+
+    async def ended() -> bool:
+        return over.is_set()
+
+    async def follow(after: str, pause_s: float) -> list[str]:
+        told: list[str] = []
+        async with feeds.following("run", tmp_path, ended) as feed:
+            position = await asyncio.to_thread(feed.log.after, after)
+            while True:
+                last = feed.over
+                found, position, whole = await feed.after(position)
+                told += [event.data["reason"] for _, event in found]
+                if not found and whole:
+                    if last:
+                        return told
+                    await feed.changed_behind(position, 5.0)
+                await asyncio.sleep(pause_s)
+
+    names = [str(number) for number in range(60)]
+    write(journal, *names[:20])
+    followers = [asyncio.create_task(follow("", pause_s)) for pause_s in (0, 0.001, 0.02)]
+    late = asyncio.create_task(follow("a-20", 0))
+    for begin in range(20, 60, 10):
+        await asyncio.to_thread(write, journal, *names[begin : begin + 10])
+    over.set()
+    assert await asyncio.gather(*followers) == [names] * 3
+    assert await late == names[10:]
+    journal.close()
+
+
+def sse(text: str) -> list[dict[str, str]]:
+    """Events by their fields; comments are none."""
+    blocks = [dict(line.split(": ", 1) for line in block.split("\n")) for block in text.split("\n\n") if block]
+    return [block for block in blocks if "data" in block]
+
+
+@pytest.fixture
+def ended_run(site: Site, submission: Callable[..., dict[str, Any]]) -> str:
+    run = site.client().post("/v1/runs", json=submission()).json()["id"]
+    journal = journal_of(site.settings.run_dir(run), "a")
+    write(journal, "one", "two")
+    journal.close()
+    logs = site.settings.run_dir(run) / "logs"
+    logs.mkdir()
+    (logs / "process.log").write_text("first\nsecond\nthird\nhalf")
+    with site.store.writing() as tx:
+        tx.execute(sa.update(runs).values(phase=RunPhase.FINISHED.value, managed=False))
+    return run
+
+
+def test_streams_over_http(site: Site, ended_run: str) -> None:
+    client, place = site.client(), f"/v1/runs/{ended_run}"
+    for follow in ("true", "false"):
+        told = sse(client.get(f"{place}/events", params={"follow": follow}).text)
+        assert [json.loads(one["data"]).get("reason") for one in told if "id" in one] == ["one", "two"]
+        assert [one["event"] for one in told][:2] == ["stop.requested", "stop.requested"]
+        assert (told[-1]["event"] == "run.ended") == (follow == "true")
+    first = told[0]["id"]
+    for sent in ({"headers": {"last-event-id": first}}, {"params": {"after": first}}):
+        (rest, _) = sse(client.get(f"{place}/events", **sent).text)
+        assert rest["id"] == told[1]["id"]
+    assert client.get(f"{place}/events", headers={"last-event-id": told[1]["id"]}).status_code == 204
+    assert client.get(f"{place}/events", headers={"last-event-id": "b-1"}).json()["type"] == "/problems/events-gone"
+
+
+def test_logs_over_http(site: Site, ended_run: str) -> None:
+    client, place = site.client(), f"/v1/runs/{ended_run}/logs"
+    told = sse(client.get(place).text)
+    assert [json.loads(one["data"])["line"] for one in told] == ["first", "second", "third"]
+    assert [json.loads(one["data"])["line"] for one in sse(client.get(place, params={"tail": 1}).text)] == ["third"]
+    again = sse(client.get(place, headers={"last-event-id": told[0]["id"]}).text)
+    assert again == told[1:]
+    assert client.get(place, headers={"last-event-id": "process:999999"}).status_code == 410
+    assert client.get(place, params={"source": "../process"}).status_code == 400
+    assert client.get(place, params={"source": "nobody"}).status_code == 404
+
+
+@given(
+    lines=st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\n\r\0"), max_size=8), max_size=12),
+    tail=st.integers(0, 14),
+    resumed=st.integers(0, 12),
+)
+def test_lines_of_a_log(tmp_path_factory: pytest.TempPathFactory, lines: list[str], tail: int, resumed: int) -> None:
+    path = tmp_path_factory.mktemp("log") / "x.log"
+    path.write_text("".join(f"{line}\n" for line in lines) + "unfinished", encoding="utf-8", newline="")
+    follower = LogFollower("x", path)
+    told = follower.read()
+    assert [one.line for one in told] == lines
+    assert follower.read() == []
+    if resumed < len(told):
+        again = LogFollower("x", path)
+        again.seek(told[resumed].id, None)
+        assert [one.line for one in again.read()] == lines[resumed + 1 :]
+    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8", newline="")
+    last = LogFollower("x", path)
+    last.seek("", tail)
+    assert [one.line for one in last.read()] == (lines[-tail:] if tail else [])
+    with pytest.raises(LogGone):
+        last.seek("y:0", None)

@@ -1,0 +1,101 @@
+"""Submissions: all faults at once, each with its place; only installed components and the project's own files."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic.resources import AccessRole
+from tests.server.conftest import Site
+
+Submission = Callable[..., dict[str, Any]]
+
+
+def pointers(site: Site, body: dict[str, Any]) -> dict[str, str]:
+    answer = site.client().post("/v1/runs/dry-run", json=body)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["type"] == "/problems/invalid-configuration"
+    assert site.client().post("/v1/runs", json=body).status_code == 400
+    return {one["pointer"]: one["detail"] for one in answer.json()["errors"]}
+
+
+def test_all_faults_at_once(shared_site: Site, submission: Submission) -> None:
+    body = submission(caps={"nobody": 1})
+    body["config"]["run"] |= {"steps": 0, "host": "0.0.0.0"}
+    body["config"]["trainer"]["learning_rate"] = "fast"
+    body["config"]["nonsense"] = 1
+    found = pointers(shared_site, body)
+    for place in ("run/steps", "run/host", "trainer/learning_rate", "nonsense"):
+        assert f"#/config/{place}" in found
+    assert "#/caps/nobody" in found
+
+
+def test_unknown_components(shared_site: Site, submission: Submission) -> None:
+    assert "installed:" in str(pointers(shared_site, submission(providers=["moon"])))
+    for section, name in (("environment", "os.path:join"), ("rewards", "os:system"), ("engine", None)):
+        body = submission()
+        body["config"].setdefault(section, {}).update({"name": name} if name else {"kind": "os:system"})
+        assert "unknown" in str(pointers(shared_site, body)), section
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value"),
+    [
+        ("model", "checkpoint", "/etc"),
+        ("model", "checkpoint", "../server"),
+        ("model", "checkpoint", "policy/../../server/elastic.sqlite"),
+        ("model", "checkpoint", "."),
+        ("model", "checkpoint", ""),
+        ("model", "checkpoint", "a\0b"),
+        ("run", "certificate", "/etc/passwd"),
+        ("run", "pass_env", ["HOME"]),
+        ("run", "directory", "elsewhere"),
+        ("run", "port", 22),
+        ("providers.spot", "trace", "/etc/passwd"),
+        ("providers.spot", "trace", "../theirs/trace.csv"),
+        ("providers.spot", "trace", "pyproject.toml"),
+        ("providers.spot", "address", "ray://10.0.0.1:10001"),
+        ("providers.spot", "engine", {"vllm": {"arguments": {"worker_cls": "os.system"}}}),
+        ("engine", "vllm", {"arguments": {"worker_cls": "os.system"}}),
+    ],
+)
+def test_no_file_host_or_import_path_of_anybody_else(
+    shared_site: Site, submission: Submission, section: str, key: str, value: Any
+) -> None:
+    body = submission()
+    table = body["config"]
+    for part in section.split("."):
+        table = table[part]
+    table[key] = value
+    found = pointers(shared_site, body)
+    assert any(pointer.startswith(f"#/config/{section.replace('.', '/')}/{key}") for pointer in found), found
+
+
+def test_a_projects_own_files(site: Site, submission: Submission, tmp_path: Path) -> None:
+    storage = site.settings.storage(site.projects["ours"])
+    storage.mkdir(parents=True)
+    (storage / "base").mkdir()
+    (storage / "market.csv").write_text("time_s,event,instance_id\n0,add,a\n9,remove,a\n")
+    (storage / "link").symlink_to(tmp_path)
+    body = submission()
+    body["config"]["model"]["checkpoint"] = "base"
+    body["config"]["providers"]["spot"]["trace"] = "market.csv"
+    ours, theirs = (site.client(site.key(project, AccessRole.RUNNER)) for project in ("ours", "theirs"))
+    made = ours.post("/v1/runs", json=body)
+    assert made.status_code == 201, made.text
+    config = ours.get(made.headers["location"]).json()["config"]
+    assert config["model"]["checkpoint"] == str(storage.resolve() / "base")
+    assert config["providers"]["spot"]["trace"] == str(storage.resolve() / "market.csv")
+    assert theirs.post("/v1/runs", json=body).status_code == 400
+    body["config"]["model"]["checkpoint"] = "link/server"
+    assert ours.post("/v1/runs", json=body).status_code == 400
+
+
+def test_a_dry_run_has_prices_and_keeps_nothing(shared_site: Site, submission: Submission) -> None:
+    client = shared_site.client()
+    before = client.get("/v1/runs").json()
+    shown = client.post("/v1/runs/dry-run", json=submission()).json()
+    assert {row["provider"] for row in shown["would_acquire"]} == {"trainer", "spot"}
+    assert shown["usd_per_hour_max"] == pytest.approx(sum(row["usd_per_hour_max"] for row in shown["would_acquire"]))
+    assert client.get("/v1/runs").json() == before
