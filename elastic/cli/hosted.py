@@ -20,8 +20,13 @@ Database = Annotated[
     str, typer.Option(metavar="URL", help="postgresql://USER@HOST/NAME; else SQLite in the server's home.")
 ]
 
-api = typer.Typer(name="api", help="Log in to a server.", no_args_is_help=True, rich_markup_mode=None)
-runs = typer.Typer(name="runs", help="List runs, and look after those on a server.", rich_markup_mode=None)
+_API_HELP = """Log in to a server.
+
+Example: elastic api login http://127.0.0.1:7430
+"""
+
+api = typer.Typer(name="api", help=_API_HELP, no_args_is_help=True, rich_markup_mode=None)
+runs = typer.Typer(name="runs", rich_markup_mode=None)
 
 
 @api.command()
