@@ -12,7 +12,7 @@ from elastic.files import write_whole
 URL_VARIABLE, KEY_VARIABLE = "ELASTIC_API_URL", "ELASTIC_API_KEY"
 
 
-class Account(msgspec.Struct, frozen=True):
+class Login(msgspec.Struct, frozen=True):
     """A server and a key of it."""
 
     url: str
@@ -24,7 +24,7 @@ def account_path() -> Path:
     return Path(base) / "elastic" / "api.json"
 
 
-def save_account(account: Account) -> Path:
+def save_account(account: Login) -> Path:
     """Keep it for this user alone. Raises `OSError`."""
     path = account_path()
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -39,20 +39,20 @@ def forget_account() -> bool:
     return found
 
 
-def account() -> Account:
+def account() -> Login:
     """Raises `ConfigError` where nobody is logged in."""
     url, key = os.environ.get(URL_VARIABLE, ""), os.environ.get(KEY_VARIABLE, "")
     if url and key:
-        return Account(url, key)
+        return Login(url, key)
     try:
-        kept = msgspec.json.decode(account_path().read_bytes(), type=Account)
+        kept = msgspec.json.decode(account_path().read_bytes(), type=Login)
     except FileNotFoundError:
         raise ConfigError(
             f"not logged in to a server; `elastic api login URL`, or {URL_VARIABLE} and {KEY_VARIABLE}"
         ) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{account_path()}: {error}; `elastic api login URL` writes it anew") from error
-    return Account(url or kept.url, key or kept.key)
+    return Login(url or kept.url, key or kept.key)
 
 
 def connected() -> Client:

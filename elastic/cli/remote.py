@@ -15,7 +15,7 @@ import typer
 from rich.table import Table
 
 from elastic import compose
-from elastic.cli.account import KEY_VARIABLE, Account, account_path, connected, forget_account, save_account
+from elastic.cli.account import KEY_VARIABLE, Login, account_path, connected, forget_account, save_account
 from elastic.cli.output import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED, bad_input, console, emit, say
 from elastic.cli.report import show_rows
 from elastic.cli.run import show_plan
@@ -77,7 +77,7 @@ def login_command(url: str) -> None:
         except ClientError as error:
             say(f"error: {error}")
             raise SystemExit(EXIT_FAILED) from None
-        path = save_account(Account(client.url, key.strip()))
+        path = save_account(Login(client.url, key.strip()))
     say(f"logged in to {client.url} as {me.name!r}, {me.role} of {me.project or 'all projects'}; kept in {path}")
 
 

@@ -5,13 +5,13 @@ from typing import Any, Literal, NamedTuple
 
 from elastic.resources import ENDED, Condition, RunFigures, RunPhase
 from elastic.server.clock import rfc3339
-from elastic.server.store.runs import RunRecord
+from elastic.server.store.runs import HostedRunRow
 
 Truth = Literal["True", "False", "Unknown"]
 BUDGET_WARNING_SHARE = 0.8
 
 
-class Finding(NamedTuple):
+class ConditionFinding(NamedTuple):
     """What a condition is to say now."""
 
     type: str
@@ -20,7 +20,7 @@ class Finding(NamedTuple):
     message: str
 
 
-SUBMITTED = Finding("Accepted", "True", "Submitted", "the server has the run, and will start it")
+SUBMITTED = ConditionFinding("Accepted", "True", "Submitted", "the server has the run, and will start it")
 _PROCESS: Mapping[RunPhase, tuple[Truth, str, str]] = {
     RunPhase.PENDING: ("False", "NotStarted", "its process has not begun yet"),
     RunPhase.STARTING: ("True", "Starting", "its process has begun; the trainer is not ready yet"),
@@ -35,7 +35,7 @@ _ENDINGS: Mapping[RunPhase, tuple[str, str]] = {
 }
 
 
-def findings(run: RunRecord, phase: RunPhase, cause: str, figures: RunFigures) -> list[Finding]:
+def findings(run: HostedRunRow, phase: RunPhase, cause: str, figures: RunFigures) -> list[ConditionFinding]:
     """What holds of a run in this phase, with these figures."""
     found = [SUBMITTED, _process(phase, cause, run)]
     if phase is RunPhase.RUNNING:
@@ -47,7 +47,7 @@ def findings(run: RunRecord, phase: RunPhase, cause: str, figures: RunFigures) -
 
 
 def updated(
-    former: Sequence[Mapping[str, Any]], found: Sequence[Finding], now_us: int, generation: int
+    former: Sequence[Mapping[str, Any]], found: Sequence[ConditionFinding], now_us: int, generation: int
 ) -> list[Condition]:
     """The conditions as they are now: a transition is when a status changes, not when its words do."""
     since = {one["type"]: (one["status"], one["lastTransitionTime"]) for one in former}
@@ -65,42 +65,46 @@ def updated(
     return made
 
 
-def _process(phase: RunPhase, cause: str, run: RunRecord) -> Finding:
+def _process(phase: RunPhase, cause: str, run: HostedRunRow) -> ConditionFinding:
     if phase in ENDED:
-        return Finding("ProcessAlive", "False", "Ended", "its process has ended")
+        return ConditionFinding("ProcessAlive", "False", "Ended", "its process has ended")
     status, reason, message = _PROCESS[phase]
     if phase is RunPhase.RESTARTING:
         message = f"{cause or 'its process died'}; restart {run.restarts} of at most {run.max_restarts}"
-    return Finding("ProcessAlive", status, reason, message)
+    return ConditionFinding("ProcessAlive", status, reason, message)
 
 
-def _capacity(run: RunRecord, figures: RunFigures) -> Finding:
+def _capacity(run: HostedRunRow, figures: RunFigures) -> ConditionFinding:
     elastic = {name: figures.providers[name] for name in run.providers if name in figures.providers}
     ready, booting = (sum(getattr(one, key) for one in elastic.values()) for key in ("ready", "booting"))
     if not run.providers:
-        return Finding("CapacityAvailable", "True", "TrainerOnly", "the trainer's own device does all")
+        return ConditionFinding("CapacityAvailable", "True", "TrainerOnly", "the trainer's own device does all")
     if ready:
-        return Finding("CapacityAvailable", "True", "WorkersReady", "workers of its providers are ready")
+        return ConditionFinding("CapacityAvailable", "True", "WorkersReady", "workers of its providers are ready")
     if booting:
-        return Finding("CapacityAvailable", "False", "Booting", "workers are on their way")
+        return ConditionFinding("CapacityAvailable", "False", "Booting", "workers are on their way")
     if sum(one.preemptions for one in elastic.values()):
-        return Finding(
+        return ConditionFinding(
             "CapacityAvailable", "False", "Preempted", "its workers were taken away; the trainer goes on alone"
         )
-    return Finding("CapacityAvailable", "False", "NoCapacity", "its providers have nothing; the trainer goes on alone")
+    return ConditionFinding(
+        "CapacityAvailable", "False", "NoCapacity", "its providers have nothing; the trainer goes on alone"
+    )
 
 
-def _budget(budget_usd: float, usd: float) -> Finding:
+def _budget(budget_usd: float, usd: float) -> ConditionFinding:
     words = f"${usd:.2f} of ${budget_usd:.2f}"
     if usd >= budget_usd:
-        return Finding("WithinBudget", "False", "BudgetExhausted", words)
+        return ConditionFinding("WithinBudget", "False", "BudgetExhausted", words)
     if usd >= BUDGET_WARNING_SHARE * budget_usd:
-        return Finding("WithinBudget", "True", "BudgetWarning", f"{words}: more than {BUDGET_WARNING_SHARE:.0%}")
-    return Finding("WithinBudget", "True", "BudgetLeft", "less than its warning share is used")
+        return ConditionFinding(
+            "WithinBudget", "True", "BudgetWarning", f"{words}: more than {BUDGET_WARNING_SHARE:.0%}"
+        )
+    return ConditionFinding("WithinBudget", "True", "BudgetLeft", "less than its warning share is used")
 
 
-def _ended(phase: RunPhase, cause: str) -> Finding:
+def _ended(phase: RunPhase, cause: str) -> ConditionFinding:
     if phase not in ENDED:
-        return Finding("Ended", "False", "GoingOn", "it has not ended")
+        return ConditionFinding("Ended", "False", "GoingOn", "it has not ended")
     reason, message = _ENDINGS[phase]
-    return Finding("Ended", "True", reason, cause or message)
+    return ConditionFinding("Ended", "True", reason, cause or message)

@@ -21,7 +21,7 @@ KEPT_EVENTS = 2_000
 """The newest events that are served from memory."""
 
 
-class Feed:
+class RunFeed:
     """One run's newest events. `ended` asks whether the run is over; it is asked whenever nothing is new."""
 
     def __init__(self, run_dir: Path, interval_s: float, ended: Callable[[], Awaitable[bool]]) -> None:
@@ -101,13 +101,13 @@ class Feeds:
 
     def __init__(self, interval_s: float) -> None:
         self._interval_s = interval_s
-        self._feeds: dict[str, tuple[Feed, asyncio.Task[None]]] = {}
+        self._feeds: dict[str, tuple[RunFeed, asyncio.Task[None]]] = {}
 
     @contextlib.asynccontextmanager
-    async def following(self, run: str, run_dir: Path, ended: Callable[[], Awaitable[bool]]) -> AsyncIterator[Feed]:
+    async def following(self, run: str, run_dir: Path, ended: Callable[[], Awaitable[bool]]) -> AsyncIterator[RunFeed]:
         """The run's feed, for as long as somebody follows it."""
         if run not in self._feeds or self._feeds[run][0].over:
-            feed = Feed(run_dir, self._interval_s, ended)
+            feed = RunFeed(run_dir, self._interval_s, ended)
             self._feeds[run] = feed, asyncio.create_task(feed.run(), name=f"feed {run}")
         feed, task = self._feeds[run]
         feed.followers += 1

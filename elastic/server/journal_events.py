@@ -35,7 +35,7 @@ class EventsGone(Exception):
     """The journal that an event's id names is not there any more."""
 
 
-class Batch(NamedTuple):
+class EventBatch(NamedTuple):
     """Events, each with its position; how far the journals have been read; whether that was all."""
 
     events: list[tuple[Position, RunEvent]]
@@ -83,13 +83,13 @@ class EventLog:
             last = journal.last_event() if _name(journal) == name else 0
         return Position(len(self._journals) - 1, last)
 
-    def read(self, position: Position) -> Batch:
+    def read(self, position: Position) -> EventBatch:
         """What stands behind a position, up to a bound. Raises `JournalError`."""
         if position.journal >= len(self._journals) - 1:
             self.refresh()
         place, number = position
         if place >= len(self._journals):
-            return Batch([], position, True)
+            return EventBatch([], position, True)
         name, path = self._journals[place]
         scanned: list[tuple[int, int, e.Event | None]] = []
         if path.exists():
@@ -101,8 +101,8 @@ class EventLog:
         ]
         whole = len(scanned) < SCANNED_AT_ONCE
         if whole and place < len(self._journals) - 1:
-            return Batch(found, Position(place + 1, 0), False)
-        return Batch(found, Position(place, scanned[-1][0] if scanned else number), whole)
+            return EventBatch(found, Position(place + 1, 0), False)
+        return EventBatch(found, Position(place, scanned[-1][0] if scanned else number), whole)
 
 
 def _name(journal: JournalReader) -> str:

@@ -14,7 +14,7 @@ from elastic.endpoint import joined
 from elastic.http_server import serving
 from elastic.resources import AccessRole
 from elastic.server.app import create_app
-from elastic.server.runner import Runner
+from elastic.server.runner import RunnerLoop
 from elastic.server.settings import ServerSettings
 from elastic.server.store import Store, StoreError, migrate, people
 from elastic.server.store.tables import server
@@ -67,7 +67,7 @@ async def serve(
 
     Raises `RunnerBusy` where another process looks after these runs.
     """
-    runner = Runner(store, settings) if with_runner else None
+    runner = RunnerLoop(store, settings) if with_runner else None
 
     def lags() -> list[str]:
         if runner is None or time.monotonic() - runner.ticked_s < LAG_S:
@@ -91,7 +91,7 @@ async def run_runner(store: Store, settings: ServerSettings) -> None:
     """Look after runs until a signal comes. Raises `RunnerBusy`."""
     stopped = _signalled()
     async with asyncio.TaskGroup() as tasks:
-        running = tasks.create_task(Runner(store, settings).run(), name="runner")
+        running = tasks.create_task(RunnerLoop(store, settings).run(), name="runner")
         waiting = tasks.create_task(stopped.wait(), name="signals")
         await asyncio.wait([waiting, running], return_when=asyncio.FIRST_COMPLETED)
         waiting.cancel()

@@ -8,15 +8,15 @@ from hypothesis import strategies as st
 from elastic.resources import ENDED, RunFigures, RunPhase
 from elastic.server import conditions
 from elastic.server.runner import decisions
-from elastic.server.runner.decisions import Decision, Ending, Seen, Step, decide
+from elastic.server.runner.decisions import Decision, Ending, ProcessSeen, NextStep, decide
 from elastic.server.store import runs
-from elastic.server.store.runs import RunRecord
+from elastic.server.store.runs import HostedRunRow
 
 NOW_US, BASE_S, MAX_S = 10**15, 1.0, 30.0
 
 
-def record(**fields: Any) -> RunRecord:
-    plain: dict[str, Any] = dict.fromkeys(RunRecord.__dataclass_fields__)
+def record(**fields: Any) -> HostedRunRow:
+    plain: dict[str, Any] = dict.fromkeys(HostedRunRow.__dataclass_fields__)
     given = {
         "id": "run_1",
         "wanted": runs.RUN,
@@ -31,7 +31,7 @@ def record(**fields: Any) -> RunRecord:
         "conditions": [],
         "figures": {},
     }
-    return RunRecord(**plain | given | fields)
+    return HostedRunRow(**plain | given | fields)
 
 
 records = st.builds(
@@ -52,26 +52,26 @@ hows = [
     decisions.DIED,
 ]
 endings = st.none() | st.builds(Ending, how=st.sampled_from(hows), cause=st.just("why"), with_world=st.booleans())
-sights = st.builds(Seen, alive=st.booleans(), signalled=st.booleans(), killed=st.booleans(), ending=endings)
+sights = st.builds(ProcessSeen, alive=st.booleans(), signalled=st.booleans(), killed=st.booleans(), ending=endings)
 
 
-def next_step(run: RunRecord, seen: Seen) -> Decision:
+def next_step(run: HostedRunRow, seen: ProcessSeen) -> Decision:
     return decide(run, seen, NOW_US, BASE_S, MAX_S)
 
 
 @given(run=records, seen=sights)
-def test_whatever_happens(run: RunRecord, seen: Seen) -> None:
+def test_whatever_happens(run: HostedRunRow, seen: ProcessSeen) -> None:
     made = next_step(run, seen)
     if seen.alive:
-        assert made.step in (Step.NOTHING, Step.STOP, Step.KILL)
-        assert (made.step is Step.NOTHING) or run.wanted != runs.RUN
-    if made.step is Step.START:
+        assert made.step in (NextStep.NOTHING, NextStep.STOP, NextStep.KILL)
+        assert (made.step is NextStep.NOTHING) or run.wanted != runs.RUN
+    if made.step is NextStep.START:
         assert run.wanted == runs.RUN
         assert run.phase in (RunPhase.PENDING, RunPhase.RESTARTING)
         assert run.not_before_us <= NOW_US
-    if made.step is Step.REMOVE:
+    if made.step is NextStep.REMOVE:
         assert run.wanted == runs.DELETE
-    if made.step is Step.BECOME:
+    if made.step is NextStep.BECOME:
         assert made.phase in ENDED or (made.phase is RunPhase.RESTARTING and run.wanted == runs.RUN)
         assert not (made.phase is RunPhase.RESTARTING and made.counts and run.restarts >= run.max_restarts)
         assert made.not_before_us <= NOW_US + MAX_S * 1e6
@@ -82,8 +82,8 @@ def test_deaths_are_survived_as_often_as_was_said(with_world: list[bool], max_re
     """Those with the whole machine do not count."""
     run, deaths = record(max_restarts=max_restarts), 0
     for down in with_world:
-        assert next_step(run, Seen(alive=False)).step is Step.START
-        died = Seen(alive=False, ending=Ending(how=decisions.DIED, cause="killed", with_world=down))
+        assert next_step(run, ProcessSeen(alive=False)).step is NextStep.START
+        died = ProcessSeen(alive=False, ending=Ending(how=decisions.DIED, cause="killed", with_world=down))
         made = next_step(record(max_restarts=max_restarts, restarts=run.restarts, phase=RunPhase.RUNNING), died)
         deaths += not down
         if deaths > max_restarts:

@@ -15,7 +15,7 @@ from elastic.server.problems import MEDIA_TYPE, TYPES, ApiProblem, not_found
 from elastic.server.state import ServerState, state_of
 from elastic.server.store import people, runs
 from elastic.server.store.pages import LIMIT, LIMIT_MAX, Cursor, page
-from elastic.server.store.runs import RunRecord
+from elastic.server.store.runs import HostedRunRow
 
 R = TypeVar("R", bound=BaseModel)
 
@@ -94,7 +94,7 @@ def listing(
     return Listed(url=request.url.path, data=[resource(row) for row in rows], has_more=has_more)
 
 
-def run_of(connection: sa.Connection, caller: Caller, run: str) -> RunRecord:
+def run_of(connection: sa.Connection, caller: Caller, run: str) -> HostedRunRow:
     """The run with this id, if the caller sees it. Raises `ApiProblem`."""
     found = runs.find(connection, run)
     if found is None or not caller.sees(found.project):
@@ -102,13 +102,13 @@ def run_of(connection: sa.Connection, caller: Caller, run: str) -> RunRecord:
     return found
 
 
-def seen_run(run: str, caller: CallerDep, state: StateDep) -> RunRecord:
+def seen_run(run: str, caller: CallerDep, state: StateDep) -> HostedRunRow:
     """The run that the path names. Raises `ApiProblem` where the caller sees no such run."""
     with state.store.reading() as connection:
         return run_of(connection, caller, run)
 
 
-RunDep = Annotated[RunRecord, Depends(seen_run)]
+RunDep = Annotated[HostedRunRow, Depends(seen_run)]
 
 
 def project_of(connection: sa.Connection, caller: Caller, wanted: str | None) -> str:

@@ -231,7 +231,7 @@ def budget(run: RunId, found: RunDep) -> RunBudget:
     )
 
 
-def _refuse_ended(found: runs.RunRecord) -> None:
+def _refuse_ended(found: runs.HostedRunRow) -> None:
     if not found.ended:
         return
     figures = RunFigures.model_validate(found.figures)

@@ -9,7 +9,7 @@ from pathlib import Path
 import structlog
 
 from elastic.control import CommandRefused, ControlError, RunControl
-from elastic.server.store.runs import RunRecord
+from elastic.server.store.runs import HostedRunRow
 
 log = structlog.get_logger(__name__)
 
@@ -17,7 +17,7 @@ TIMEOUT_S = 5.0
 STOPPED_BY_SERVER = "stopped through the server"
 
 
-async def told_to_stop(run_dir: Path, run: RunRecord) -> bool:
+async def told_to_stop(run_dir: Path, run: HostedRunRow) -> bool:
     """Whether the run's process has it in its journal that it is to stop."""
     try:
         await RunControl(run_dir, TIMEOUT_S).stop(STOPPED_BY_SERVER, f"{run.id}:{run.generation}:stop")
@@ -29,7 +29,7 @@ async def told_to_stop(run_dir: Path, run: RunRecord) -> bool:
     return True
 
 
-async def told_its_limits(run_dir: Path, run: RunRecord) -> bool:
+async def told_its_limits(run_dir: Path, run: HostedRunRow) -> bool:
     """Whether the run's process has its caps and its budget in its journal. One that it does not know is left out."""
     control, prefix = RunControl(run_dir, TIMEOUT_S), f"{run.id}:{run.generation}"
     try:

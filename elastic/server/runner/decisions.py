@@ -10,7 +10,7 @@ from enum import StrEnum
 
 from elastic.resources import RunPhase
 from elastic.server.store import runs
-from elastic.server.store.runs import RunRecord
+from elastic.server.store.runs import HostedRunRow
 
 FINISHED, FAILED, STOPPED, INTERRUPTED = "finished", "failed", "stopped", "interrupted"
 """How a process ended, as its journal says."""
@@ -19,7 +19,7 @@ BAD_INPUT, DIED = "bad input", "died"
 MAX_DOUBLINGS = 16
 
 
-class Step(StrEnum):
+class NextStep(StrEnum):
     """What the runner does about a run."""
 
     NOTHING = "nothing"
@@ -41,7 +41,7 @@ class Ending:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seen:
+class ProcessSeen:
     """A run's process, right now. `ending` of one that was begun and is gone."""
 
     alive: bool
@@ -54,7 +54,7 @@ class Seen:
 class Decision:
     """A step, and for BECOME the phase that the run is in from now on."""
 
-    step: Step
+    step: NextStep
     phase: RunPhase = RunPhase.PENDING
     cause: str = ""
     counts: bool = False
@@ -62,52 +62,54 @@ class Decision:
     not_before_us: int = 0
 
 
-NOTHING = Decision(step=Step.NOTHING)
+NOTHING = Decision(step=NextStep.NOTHING)
 
 
-def decide(run: RunRecord, seen: Seen, now_us: int, base_s: float, max_s: float) -> Decision:
+def decide(run: HostedRunRow, seen: ProcessSeen, now_us: int, base_s: float, max_s: float) -> Decision:
     """The next step. `base_s` is the first back-off after a death, doubled each time up to `max_s`."""
     if seen.alive:
         return _living(run, seen)
     if run.wanted == runs.DELETE:
-        return Decision(step=Step.REMOVE)
+        return Decision(step=NextStep.REMOVE)
     if run.phase in (RunPhase.STARTING, RunPhase.RUNNING, RunPhase.STOPPING):
         return _gone(run, seen.ending or Ending(how=DIED), now_us, base_s, max_s)
     if run.ended:
-        return Decision(step=Step.SETTLE)
+        return Decision(step=NextStep.SETTLE)
     if run.wanted == runs.STOP:
-        return Decision(step=Step.BECOME, phase=RunPhase.STOPPED, cause=run.cause)
-    return Decision(step=Step.START) if now_us >= run.not_before_us else NOTHING
+        return Decision(step=NextStep.BECOME, phase=RunPhase.STOPPED, cause=run.cause)
+    return Decision(step=NextStep.START) if now_us >= run.not_before_us else NOTHING
 
 
-def _living(run: RunRecord, seen: Seen) -> Decision:
+def _living(run: HostedRunRow, seen: ProcessSeen) -> Decision:
     if run.wanted == runs.RUN:
         return NOTHING
     if (run.force or run.wanted == runs.DELETE) and not seen.killed:
-        return Decision(step=Step.KILL)
-    return NOTHING if seen.signalled else Decision(step=Step.STOP)
+        return Decision(step=NextStep.KILL)
+    return NOTHING if seen.signalled else Decision(step=NextStep.STOP)
 
 
-def _gone(run: RunRecord, ending: Ending, now_us: int, base_s: float, max_s: float) -> Decision:
+def _gone(run: HostedRunRow, ending: Ending, now_us: int, base_s: float, max_s: float) -> Decision:
     cause = ending.cause
     if ending.how == FINISHED:
-        return Decision(step=Step.BECOME, phase=RunPhase.FINISHED)
+        return Decision(step=NextStep.BECOME, phase=RunPhase.FINISHED)
     if ending.how in (FAILED, BAD_INPUT):
-        return Decision(step=Step.BECOME, phase=RunPhase.FAILED, cause=cause)
+        return Decision(step=NextStep.BECOME, phase=RunPhase.FAILED, cause=cause)
     if run.wanted == runs.STOP:
-        return Decision(step=Step.BECOME, phase=RunPhase.STOPPED)
+        return Decision(step=NextStep.BECOME, phase=RunPhase.STOPPED)
     if ending.how == STOPPED:
-        return Decision(step=Step.BECOME, phase=RunPhase.STOPPED, cause=cause)
+        return Decision(step=NextStep.BECOME, phase=RunPhase.STOPPED, cause=cause)
     if ending.how == INTERRUPTED:
-        return Decision(step=Step.BECOME, phase=RunPhase.STOPPED, cause=cause or "interrupted from outside the server")
+        return Decision(
+            step=NextStep.BECOME, phase=RunPhase.STOPPED, cause=cause or "interrupted from outside the server"
+        )
     if ending.with_world:
-        return Decision(step=Step.BECOME, phase=RunPhase.RESTARTING, cause=cause)
+        return Decision(step=NextStep.BECOME, phase=RunPhase.RESTARTING, cause=cause)
     if run.restarts >= run.max_restarts:
         given_up = f"{cause}; it has been started again {run.restarts} times, and is not any more"
-        return Decision(step=Step.BECOME, phase=RunPhase.FAILED, cause=given_up)
+        return Decision(step=NextStep.BECOME, phase=RunPhase.FAILED, cause=given_up)
     delay_s = min(base_s * 2 ** min(run.restarts, MAX_DOUBLINGS), max_s)
     return Decision(
-        step=Step.BECOME,
+        step=NextStep.BECOME,
         phase=RunPhase.RESTARTING,
         cause=cause,
         counts=True,

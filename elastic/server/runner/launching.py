@@ -17,7 +17,7 @@ from elastic.processes import Adopted, Identity, boot_id, identity, inherited, m
 from elastic.runtime.journal import CONFIG, JournalError, RunDirectory
 from elastic.server.runner.decisions import BAD_INPUT, DIED, FAILED, FINISHED, INTERRUPTED, STOPPED, Ending
 from elastic.server.settings import ServerSettings
-from elastic.server.store.runs import RunRecord
+from elastic.server.store.runs import HostedRunRow
 
 SERVED_VARIABLE = "ELASTIC_SERVED"
 """Names the hosted run in the environment of its process, and of none of that one's children."""
@@ -53,7 +53,7 @@ def world() -> str:
     return f"{boot_id()}:{first.start_ticks if first else 0}"
 
 
-def prepare(settings: ServerSettings, run: RunRecord) -> None:
+def prepare(settings: ServerSettings, run: HostedRunRow) -> None:
     """Have the run's directory, its configuration and its project's storage on disk, once. Raises `OSError`."""
     path, storage = settings.run_dir(run.id), settings.storage(run.project)
     for directory in (storage, path, path / LOG.parent):
@@ -63,7 +63,7 @@ def prepare(settings: ServerSettings, run: RunRecord) -> None:
 
 
 def begin(
-    settings: ServerSettings, run: RunRecord, user: str | None
+    settings: ServerSettings, run: HostedRunRow, user: str | None
 ) -> tuple["subprocess.Popen[bytes]", dict[str, Any]]:
     """Start a process that goes on with the run; returns it and what the store keeps of it. Raises `OSError`."""
     path, storage = settings.run_dir(run.id).resolve(), settings.storage(run.project).resolve()
@@ -103,7 +103,7 @@ def kept(process: Identity, journals: int) -> dict[str, Any]:
     }
 
 
-def living(run: RunRecord) -> Identity | None:
+def living(run: HostedRunRow) -> Identity | None:
     """The run's process, begun by whatever server, if it lives."""
     known = run.identity
     if known is not None and identity(known.pid) == known:
@@ -111,7 +111,7 @@ def living(run: RunRecord) -> Identity | None:
     return marked(SERVED_VARIABLE, run.id)
 
 
-def ending(settings: ServerSettings, run: RunRecord, status: int | None) -> Ending:
+def ending(settings: ServerSettings, run: HostedRunRow, status: int | None) -> Ending:
     """How the run's last process ended: as it wrote into a journal of its own, else as its exit status says."""
     directory = RunDirectory(settings.run_dir(run.id))
     process = run.process or {"world": world(), "journals": 0}

@@ -26,12 +26,12 @@ from elastic.server import conditions
 from elastic.server.journals import figures_of
 from elastic.server.runner import decisions, launching
 from elastic.server.runner.control import told_its_limits, told_to_stop
-from elastic.server.runner.decisions import Decision, Ending, Seen, Step
+from elastic.server.runner.decisions import Decision, Ending, ProcessSeen, NextStep
 from elastic.server.runner.launching import HeldProcess
 from elastic.server.settings import ServerSettings
 from elastic.server.store import Store, StoreUnavailable, people, runs
 from elastic.server.store.database import now_us
-from elastic.server.store.runs import RunRecord
+from elastic.server.store.runs import HostedRunRow
 
 log = structlog.get_logger(__name__)
 
@@ -44,7 +44,7 @@ class RunnerBusy(Exception):
     """Another runner is at this server's home; the message says which process."""
 
 
-class Runner:
+class RunnerLoop:
     """Everything that is done about runs. `wake` may be called from any thread."""
 
     def __init__(self, store: Store, settings: ServerSettings) -> None:
@@ -95,25 +95,25 @@ class Runner:
         await self._housekeep()
         self.ticked_s = time.monotonic()
 
-    async def _attend(self, run: RunRecord) -> None:
+    async def _attend(self, run: HostedRunRow) -> None:
         seen = await self._look(run)
         settings = self._settings
         decision = decisions.decide(run, seen, now_us(), settings.restart_base_s, settings.restart_max_s)
-        if decision.step is Step.NOTHING:
+        if decision.step is NextStep.NOTHING:
             if seen.alive:
                 await self._observe(run)
-        elif decision.step is Step.START:
+        elif decision.step is NextStep.START:
             await self._start(run)
-        elif decision.step is Step.BECOME:
+        elif decision.step is NextStep.BECOME:
             await asyncio.to_thread(self._become, run, decision)
-        elif decision.step is Step.SETTLE:
+        elif decision.step is NextStep.SETTLE:
             await asyncio.to_thread(self._settle, run)
-        elif decision.step is Step.REMOVE:
+        elif decision.step is NextStep.REMOVE:
             await asyncio.to_thread(self._remove, run)
         else:
             await self._stop(run, decision.step)
 
-    async def _look(self, run: RunRecord) -> Seen:
+    async def _look(self, run: HostedRunRow) -> ProcessSeen:
         """The run's process, adopted if another server began it."""
         held = self._held.get(run.id)
         began = run.phase in (RunPhase.STARTING, RunPhase.RUNNING, RunPhase.STOPPING)
@@ -124,19 +124,19 @@ class Runner:
                 log.info("adopted", run=run.id, pid=found.pid)
                 await asyncio.to_thread(self._adopted, run, held, found)
         if held is not None and not held.watched.over:
-            return Seen(alive=True, signalled=held.stopped, killed=held.killed)
+            return ProcessSeen(alive=True, signalled=held.stopped, killed=held.killed)
         status = None
         if held is not None:
             status = await asyncio.to_thread(lambda: held.status)
             held.watched.close()
             del self._held[run.id]
         if not began:
-            return Seen(alive=False)
+            return ProcessSeen(alive=False)
         ending = await asyncio.to_thread(launching.ending, self._settings, run, status)
         log.info("a run's process has ended", run=run.id, how=ending.how, cause=ending.cause)
-        return Seen(alive=False, ending=ending)
+        return ProcessSeen(alive=False, ending=ending)
 
-    def _adopted(self, run: RunRecord, held: HeldProcess, found: launching.Identity) -> None:
+    def _adopted(self, run: HostedRunRow, held: HeldProcess, found: launching.Identity) -> None:
         if run.identity == found:
             return
         # Its server died after it had begun it, and before it had said so.
@@ -144,7 +144,7 @@ class Runner:
         with self._store.writing() as tx:
             runs.observe(tx, run.id, process=launching.kept(found, journals), phase=_while_alive(run).value)
 
-    async def _start(self, run: RunRecord) -> None:
+    async def _start(self, run: HostedRunRow) -> None:
         """Begin a process. First the store says that one is begun, then it is, then the store says which."""
         user = await asyncio.to_thread(self._announce, run)
         try:
@@ -152,7 +152,7 @@ class Runner:
         except (OSError, ConfigError, KeyError) as error:
             log.error("a run's process cannot be begun", run=run.id, error=str(error))
             ending = Ending(how=decisions.DIED, cause=f"its process could not be begun: {error}")
-            begun, seen = replace(run, phase=RunPhase.STARTING), Seen(alive=False, ending=ending)
+            begun, seen = replace(run, phase=RunPhase.STARTING), ProcessSeen(alive=False, ending=ending)
             base_s, max_s = self._settings.restart_base_s, self._settings.restart_max_s
             later = decisions.decide(begun, seen, now_us(), base_s, max_s)
             await asyncio.to_thread(self._become, run, later)
@@ -167,7 +167,7 @@ class Runner:
         await held.watched.wait()
         self._woken.set()
 
-    def _announce(self, run: RunRecord) -> str | None:
+    def _announce(self, run: HostedRunRow) -> str | None:
         with self._store.writing() as tx:
             project = people.project(tx, run.project)
             phase, figures = RunPhase.STARTING, RunFigures.model_validate(run.figures)
@@ -182,24 +182,24 @@ class Runner:
             )
         return project["unix_user"] if project is not None else None
 
-    def _begin(self, run: RunRecord, user: str | None):
+    def _begin(self, run: HostedRunRow, user: str | None):
         launching.prepare(self._settings, run)
         return launching.begin(self._settings, run, user)
 
-    async def _stop(self, run: RunRecord, step: Step) -> None:
+    async def _stop(self, run: HostedRunRow, step: NextStep) -> None:
         held = self._held[run.id]
-        if step is Step.STOP and await told_to_stop(self._settings.run_dir(run.id), run):
+        if step is NextStep.STOP and await told_to_stop(self._settings.run_dir(run.id), run):
             held.stopped = True
         else:
             held.stop()
-            if step is Step.KILL and not held.killed:
+            if step is NextStep.KILL and not held.killed:
                 held.stop()
         if run.phase is not RunPhase.STOPPING:
             figures = RunFigures.model_validate(run.figures)
             found = self._conditions(run, RunPhase.STOPPING, run.cause, figures)
             await asyncio.to_thread(self._write, run.id, phase=RunPhase.STOPPING.value, conditions=found)
 
-    async def _observe(self, run: RunRecord) -> None:
+    async def _observe(self, run: HostedRunRow) -> None:
         """Write down how a living run stands, and tell it what is newly wanted of it."""
         now_s = time.monotonic()
         if now_s - self._observed_s.get(run.id, 0.0) < self._settings.observe_s:
@@ -221,7 +221,7 @@ class Runner:
         if seen != {"phase": run.phase.value, "figures": run.figures, "conditions": run.conditions}:
             await asyncio.to_thread(self._write, run.id, **seen)
 
-    def _become(self, run: RunRecord, decision: Decision) -> None:
+    def _become(self, run: HostedRunRow, decision: Decision) -> None:
         """The run is in another phase now, and the store says so."""
         figures = figures_of(self._settings.run_dir(run.id)) or RunFigures.model_validate(run.figures)
         phase = decision.phase
@@ -241,11 +241,11 @@ class Runner:
             if phase in ENDED:
                 runs.settle(tx, run.id, run.generation)
 
-    def _settle(self, run: RunRecord) -> None:
+    def _settle(self, run: HostedRunRow) -> None:
         with self._store.writing() as tx:
             runs.settle(tx, run.id, run.generation)
 
-    def _remove(self, run: RunRecord) -> None:
+    def _remove(self, run: HostedRunRow) -> None:
         shutil.rmtree(self._settings.run_dir(run.id), ignore_errors=True)
         with self._store.writing() as tx:
             runs.remove(tx, run.id)
@@ -260,7 +260,7 @@ class Runner:
         with self._store.writing() as tx:
             runs.forget_answers(tx, now_us() - FORGET_ANSWERS_S * 1_000_000)
 
-    def _managed(self) -> list[RunRecord]:
+    def _managed(self) -> list[HostedRunRow]:
         with self._store.reading() as connection:
             return runs.managed(connection)
 
@@ -268,12 +268,14 @@ class Runner:
         with self._store.writing() as tx:
             runs.observe(tx, id_, **seen)
 
-    def _conditions(self, run: RunRecord, phase: RunPhase, cause: str, figures: RunFigures) -> list[dict[str, object]]:
+    def _conditions(
+        self, run: HostedRunRow, phase: RunPhase, cause: str, figures: RunFigures
+    ) -> list[dict[str, object]]:
         found = conditions.findings(run, phase, cause, figures)
         return [one.model_dump() for one in conditions.updated(run.conditions, found, now_us(), run.generation)]
 
 
-def _while_alive(run: RunRecord) -> RunPhase:
+def _while_alive(run: HostedRunRow) -> RunPhase:
     """The phase of a run whose process lives and has said nothing new."""
     alive = (RunPhase.STARTING, RunPhase.RUNNING, RunPhase.STOPPING)
     return run.phase if run.phase in alive else RunPhase.STARTING

@@ -18,7 +18,7 @@ RUN, STOP, DELETE = "run", "stop", "delete"
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunRecord:
+class HostedRunRow:
     """A row of the runs' table; fields as there."""
 
     id: str
@@ -72,11 +72,11 @@ class NewRun:
     max_restarts: int = 10
 
 
-def _record(row: sa.RowMapping) -> RunRecord:
-    return RunRecord(**{**row, "phase": RunPhase(row["phase"])})
+def _record(row: sa.RowMapping) -> HostedRunRow:
+    return HostedRunRow(**{**row, "phase": RunPhase(row["phase"])})
 
 
-def insert(tx: sa.Connection, new: NewRun, created_by: str, conditions: list[Condition]) -> RunRecord:
+def insert(tx: sa.Connection, new: NewRun, created_by: str, conditions: list[Condition]) -> HostedRunRow:
     row = {
         "id": ids.new_id(ids.RUN),
         "project": new.project,
@@ -100,18 +100,18 @@ def insert(tx: sa.Connection, new: NewRun, created_by: str, conditions: list[Con
     return made
 
 
-def find(connection: sa.Connection, id_: str) -> RunRecord | None:
+def find(connection: sa.Connection, id_: str) -> HostedRunRow | None:
     """A run by its id, unless it is being deleted."""
     row = connection.execute(sa.select(runs).where(runs.c.id == id_, runs.c.wanted != DELETE)).mappings().first()
     return None if row is None else _record(row)
 
 
-def listed(row: sa.RowMapping) -> RunRecord:
+def listed(row: sa.RowMapping) -> HostedRunRow:
     """A row of a page of runs."""
     return _record(row)
 
 
-def managed(connection: sa.Connection) -> list[RunRecord]:
+def managed(connection: sa.Connection) -> list[HostedRunRow]:
     """The runs that the runner has to do with, oldest first."""
     rows = connection.execute(sa.select(runs).where(runs.c.managed).order_by(runs.c.id)).mappings()
     return [_record(row) for row in rows]
@@ -143,15 +143,15 @@ def forget_answers(tx: sa.Connection, before_us: int) -> None:
     tx.execute(sa.delete(idempotency).where(idempotency.c.created_us < before_us))
 
 
-def as_run(record: RunRecord) -> HostedRun:
+def as_run(record: HostedRunRow) -> HostedRun:
     return HostedRun(**_fields(record))
 
 
-def as_run_detail(record: RunRecord) -> HostedRunDetail:
+def as_run_detail(record: HostedRunRow) -> HostedRunDetail:
     return HostedRunDetail(**_fields(record), config=json.loads(record.config))
 
 
-def _fields(record: RunRecord) -> dict[str, Any]:
+def _fields(record: HostedRunRow) -> dict[str, Any]:
     return {
         "id": record.id,
         "project": record.project,
