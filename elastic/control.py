@@ -28,18 +28,18 @@ GPUS_MAX, USD_MAX = 10_000_000, 1e9
 CommandId: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
 
 
-class _Request(msgspec.Struct, frozen=True, kw_only=True, tag_field="command", forbid_unknown_fields=True):
+class _Command(msgspec.Struct, frozen=True, kw_only=True, tag_field="command", forbid_unknown_fields=True):
     pass
 
 
-class StopRun(_Request, frozen=True, tag="stop"):
+class StopRun(_Command, frozen=True, tag="stop"):
     """Checkpoint, give everything back, and end as `stopped`; the run can be resumed."""
 
     id: CommandId
     reason: Annotated[str, msgspec.Meta(min_length=1, max_length=1000)]
 
 
-class CapProvider(_Request, frozen=True, tag="cap"):
+class CapProvider(_Command, frozen=True, tag="cap"):
     """Hold at most `gpus` GPUs of the provider with this name; None for as many as its section allows."""
 
     id: CommandId
@@ -47,32 +47,32 @@ class CapProvider(_Request, frozen=True, tag="cap"):
     gpus: Annotated[int, msgspec.Meta(ge=0, le=GPUS_MAX)] | None
 
 
-class SetBudget(_Request, frozen=True, tag="budget"):
+class SetBudget(_Command, frozen=True, tag="budget"):
     """The run is never to cost more than `usd` in all, what it has cost so far included; None for no limit."""
 
     id: CommandId
     usd: Annotated[float, msgspec.Meta(ge=0, le=USD_MAX)] | None
 
 
-class AskStatus(_Request, frozen=True, tag="status"):
+class AskStatus(_Command, frozen=True, tag="status"):
     pass
 
 
 Request: TypeAlias = StopRun | CapProvider | SetBudget | AskStatus
 
 
-class _Answer(msgspec.Struct, frozen=True, kw_only=True, tag_field="answer"):
+class _Reply(msgspec.Struct, frozen=True, kw_only=True, tag_field="answer"):
     pass
 
 
-class Acknowledged(_Answer, frozen=True, tag="acknowledged"):
+class Acknowledged(_Reply, frozen=True, tag="acknowledged"):
     """The command is durable. `repeated`: it was before, and nothing was done now."""
 
     id: str
     repeated: bool = False
 
 
-class Refused(_Answer, frozen=True, tag="refused"):
+class Refused(_Reply, frozen=True, tag="refused"):
     """Nothing was done. `kind` is one of `invalid`, `unknown_provider`, `conflict` (the id belongs to another command)
     and `ending` (the run is giving everything back already)."""
 
@@ -80,7 +80,7 @@ class Refused(_Answer, frozen=True, tag="refused"):
     message: str
 
 
-class RunStanding(_Answer, frozen=True, tag="status"):
+class RunStanding(_Reply, frozen=True, tag="status"):
     """How the run stands: `status` as `elastic run --json` samples it, with its caps, budget and conditions."""
 
     run: str
@@ -89,7 +89,7 @@ class RunStanding(_Answer, frozen=True, tag="status"):
 
 
 Answer: TypeAlias = Acknowledged | Refused | RunStanding
-A = TypeVar("A", bound=_Answer)
+A = TypeVar("A", bound=_Reply)
 
 
 class ControlError(Exception):

@@ -19,7 +19,7 @@ class _Resource(BaseModel):
     model_config = ConfigDict(extra="ignore")
 
 
-class _Body(BaseModel):
+class _RequestBody(BaseModel):
     """A body that somebody sends: unknown keys are refused, so that a misspelt one is not ignored."""
 
     model_config = ConfigDict(extra="forbid")
@@ -124,7 +124,7 @@ class HostedRunDetail(HostedRun):
     config: dict[str, Any]
 
 
-class Submission(_Body):
+class Submission(_RequestBody):
     """A run to be started: the sections of a configuration file, and the providers to use of it."""
 
     config: dict[str, Any]
@@ -159,7 +159,7 @@ class DryRun(_Resource):
     warnings: list[str]
 
 
-class RunChange(_Body):
+class RunChange(_RequestBody):
     """What of a run may be edited; what is left out stays."""
 
     budget_usd: float | None = Field(default=None, gt=0, allow_inf_nan=False)
@@ -167,13 +167,13 @@ class RunChange(_Body):
     labels: dict[Name, Annotated[str, Field(max_length=256)]] | None = Field(default=None, max_length=32)
 
 
-class StopRequest(_Body):
+class StopRequest(_RequestBody):
     """How a run is to be stopped: after a checkpoint, or with `force` at once."""
 
     force: bool = False
 
 
-class ResumeRequest(_Body):
+class ResumeRequest(_RequestBody):
     """With what a run is to go on."""
 
     budget_usd: float | None = Field(default=None, gt=0, allow_inf_nan=False)
@@ -324,14 +324,14 @@ class Project(_Resource):
     created_at: str
 
 
-class NewProject(_Body):
+class NewProject(_RequestBody):
     name: Name
     unix_user: Annotated[str, Field(pattern=r"^[a-z_][a-z0-9_-]{0,31}$")] | None = Field(
         default=None, description="whose processes its runs are; needs a runner that is root"
     )
 
 
-class ProjectChange(_Body):
+class ProjectChange(_RequestBody):
     name: Name | None = None
     unix_user: Annotated[str, Field(pattern=r"^[a-z_][a-z0-9_-]{0,31}$")] | None = None
 
@@ -357,7 +357,7 @@ class CreatedKey(ApiKey):
     secret: str | None
 
 
-class NewKey(_Body):
+class NewKey(_RequestBody):
     name: Name
     role: AccessRole = AccessRole.RUNNER
     project: str | None = Field(default=None, description="for keys of no project: where the new one belongs")

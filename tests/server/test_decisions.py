@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from elastic.resources import ENDED, RunFigures, RunPhase
 from elastic.server import conditions
 from elastic.server.runner import decisions
-from elastic.server.runner.decisions import Decision, Ending, ProcessSeen, NextStep, decide
+from elastic.server.runner.decisions import Decision, Ending, NextStep, ProcessSeen, decide
 from elastic.server.store import runs
 from elastic.server.store.runs import HostedRunRow
 

@@ -26,7 +26,7 @@ from elastic.server import conditions
 from elastic.server.journals import figures_of
 from elastic.server.runner import decisions, launching
 from elastic.server.runner.control import told_its_limits, told_to_stop
-from elastic.server.runner.decisions import Decision, Ending, ProcessSeen, NextStep
+from elastic.server.runner.decisions import Decision, Ending, NextStep, ProcessSeen
 from elastic.server.runner.launching import HeldProcess
 from elastic.server.settings import ServerSettings
 from elastic.server.store import Store, StoreUnavailable, people, runs
