@@ -28,18 +28,18 @@ GPUS_MAX, USD_MAX = 10_000_000, 1e9
 CommandId: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
 
 
-class _Command(msgspec.Struct, frozen=True, kw_only=True, tag_field="command", forbid_unknown_fields=True):
+class _ControlRequest(msgspec.Struct, frozen=True, kw_only=True, tag_field="command", forbid_unknown_fields=True):
     pass
 
 
-class StopRun(_Command, frozen=True, tag="stop"):
+class StopRun(_ControlRequest, frozen=True, tag="stop"):
     """Checkpoint, give everything back, and end as `stopped`; the run can be resumed."""
 
     id: CommandId
     reason: Annotated[str, msgspec.Meta(min_length=1, max_length=1000)]
 
 
-class CapProvider(_Command, frozen=True, tag="cap"):
+class CapProvider(_ControlRequest, frozen=True, tag="cap"):
     """Hold at most `gpus` GPUs of the provider with this name; None for as many as its section allows."""
 
     id: CommandId
@@ -47,14 +47,14 @@ class CapProvider(_Command, frozen=True, tag="cap"):
     gpus: Annotated[int, msgspec.Meta(ge=0, le=GPUS_MAX)] | None
 
 
-class SetBudget(_Command, frozen=True, tag="budget"):
+class SetBudget(_ControlRequest, frozen=True, tag="budget"):
     """The run is never to cost more than `usd` in all, what it has cost so far included; None for no limit."""
 
     id: CommandId
     usd: Annotated[float, msgspec.Meta(ge=0, le=USD_MAX)] | None
 
 
-class AskStatus(_Command, frozen=True, tag="status"):
+class AskStatus(_ControlRequest, frozen=True, tag="status"):
     pass
 
 

@@ -145,8 +145,8 @@ def test_streams_over_http(site: Site, ended_run: str) -> None:
         assert [one["event"] for one in told][:2] == ["stop.requested", "stop.requested"]
         assert (told[-1]["event"] == "run.ended") == (follow == "true")
     first = told[0]["id"]
-    for sent in ({"headers": {"last-event-id": first}}, {"params": {"after": first}}):
-        (rest, _) = sse(client.get(f"{place}/events", **sent).text)
+    for headers, params in (({"last-event-id": first}, {}), ({}, {"after": first})):
+        (rest, _) = sse(client.get(f"{place}/events", headers=headers, params=params).text)
         assert rest["id"] == told[1]["id"]
     assert client.get(f"{place}/events", headers={"last-event-id": told[1]["id"]}).status_code == 204
     assert client.get(f"{place}/events", headers={"last-event-id": "b-1"}).json()["type"] == "/problems/events-gone"

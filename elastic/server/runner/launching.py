@@ -73,14 +73,15 @@ def begin(
     command += ["--providers", ",".join(run.providers), *(["--set", f"run.steps={steps}"] if steps else [])]
     # The project's files are no place to import from.
     environment = {**inherited(), **settings.environment, SERVED_VARIABLE: run.id, "PYTHONSAFEPATH": "1"}
-    as_user: dict[str, Any] = {}
+    uid: int | None = None
+    gid: int | None = None
     if user is not None:
         account = pwd.getpwnam(user)
         environment |= {"HOME": account.pw_dir, "USER": user, "LOGNAME": user}
-        as_user = {"user": account.pw_uid, "group": account.pw_gid, "extra_groups": []}
-        _hand_over((path, storage), account.pw_uid, account.pw_gid)
+        uid, gid = account.pw_uid, account.pw_gid
+        _hand_over((path, storage), uid, gid)
     with (path / LOG).open("ab") as log:
-        child: subprocess.Popen[bytes] = subprocess.Popen(
+        child = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,  # Its report, which is made whenever it is asked for.
@@ -89,7 +90,9 @@ def begin(
             env=environment,
             start_new_session=True,
             umask=0o077,
-            **as_user,
+            user=uid,
+            group=gid,
+            extra_groups=None if uid is None else [],
         )
     found = identity(child.pid)
     assert found is not None, "a child that nobody has waited for is there, if only as a zombie"
