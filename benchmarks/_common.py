@@ -1,6 +1,7 @@
 """What every benchmark shares: its two flags, and how it prints."""
 
 import argparse
+import importlib.util
 import json
 import os
 import platform
@@ -37,6 +38,14 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 def parse_arguments(description: str | None) -> Arguments:
     parsed = parser(description).parse_args()
     return Arguments(quick=parsed.quick, json=parsed.json)
+
+
+def skipped_without_vllm() -> str:
+    """Why what needs vLLM is skipped; empty where vLLM is installed. `benchmarks/vllm.py` is not it."""
+    found = importlib.util.find_spec("vllm")
+    if found is not None and Path(found.origin or HERE).parent != HERE:
+        return ""
+    return "vLLM is not installed here: `make test-vllm` sets up an environment that has it"
 
 
 def emit(figures: Mapping[str, Any], arguments: Arguments) -> None:

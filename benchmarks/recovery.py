@@ -13,6 +13,12 @@ core; the state that the replay ends in must be the run's own.
 - False fences: unpaced workers compete for all the processors for ten minutes, and nobody disturbs them. A worker
   of any run that is fenced without having been disturbed counts, `false_disconnects` are broken connections.
 
+`--engine vllm` has kills alone, of workers that are vLLMs: of the worker, of vLLM's process beside it, and of the
+engine core in that process (which then ends by a fault of its own, SIGSEGV). `…_redispatch_s` are as above;
+`…_elsewhere_s_p50` runs from the signal to a turn's first token from elsewhere, the median of all turns that moved.
+`lost_turns` neither ended nor went on, `lost_tokens` were accepted and generated again. Where vLLM is not installed:
+`skipped_because`.
+
 Everything shares this machine's processors, so a time here holds the machine's own delays too. `--quick` has fewer
 incidents and a watch of seconds; `false_fence_minutes` and the counts say what was measured.
 """
@@ -22,6 +28,7 @@ import math
 import os
 import signal
 import tempfile
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,7 +37,7 @@ from typing import Any, ClassVar
 
 import msgspec
 import psutil
-from _common import Arguments, emit, parse_arguments
+from _common import Arguments, emit, parser, skipped_without_vllm
 from _live import LiveRun, live_run, replay, run_to_end, write_policy
 from _paced import LimitedSettings, LimitedTask
 from pydantic import ConfigDict
@@ -125,6 +132,27 @@ class JournaledIncidents:
     fences: dict[WorkerId, Nanoseconds] = field(default_factory=dict[WorkerId, int])
     disconnects: list[WorkerId] = field(default_factory=list[WorkerId])
     accepted_after_fence: int = 0
+    finished: set[TurnId] = field(default_factory=set[TurnId])
+    first_tokens: dict[tuple[TurnId, int], Nanoseconds] = field(default_factory=dict[tuple[TurnId, int], int])
+    """When an attempt's first token was accepted."""
+    lost_tokens: int = 0
+    """Accepted ones that a later attempt began before."""
+    failures: int = 0
+
+    def elsewhere_s(self, kill: Incident) -> list[float]:
+        """From the kill until each of its turns had a token from elsewhere."""
+        firsts = [
+            min(
+                (t_ns for (name, attempt), t_ns in self.first_tokens.items() if name == turn and attempt > held),
+                default=0,
+            )
+            for turn, held in kill.turns.items()
+        ]
+        return [(t_ns - kill.at_ns) / NS_PER_S for t_ns in firsts if t_ns]
+
+    def lost_turns(self, kill: Incident) -> int:
+        again = {turn for turn, held in kill.turns.items() if any(n > held for n, _ in self.starts[turn])}
+        return len(kill.turns.keys() - again - self.finished)
 
     def fenced_s(self, incidents: list[Incident]) -> float | None:
         return max(((self.fences[i.worker] - i.at_ns) / NS_PER_S for i in incidents), default=None)
@@ -140,18 +168,27 @@ class JournaledIncidents:
 
 def read_record(config: Config, run_dir: Path, run: LiveRun) -> JournaledIncidents:
     record, stopped = JournaledIncidents(), False
+    accepted: Counter[TurnId] = Counter()
     for t_ns, event, commands in replay(config, run_dir, run.orchestrator.scheduler):
         stopped |= isinstance(event, e.StopRequested)
+        record.failures += isinstance(event, e.TrajectoryFailed) and not stopped
         if isinstance(event, e.WorkerDisconnected) and not stopped:
             record.disconnects.append(event.worker)
         for command in commands:
+            if isinstance(command, c.FinishTurn):
+                record.finished.add(command.turn)
             if isinstance(command, c.AcceptTokens) and isinstance(event, e.TokensReceived):
+                for chunk in (event.chunks[i] for i in command.chunks):
+                    accepted[chunk.turn] += chunk.count
+                    if chunk.count:
+                        record.first_tokens.setdefault((chunk.turn, chunk.attempt), t_ns)
                 if event.worker in record.fences:
                     record.accepted_after_fence += sum(event.chunks[i].count for i in command.chunks)
             elif stopped:
                 continue
             elif isinstance(command, c.StartTurn):
                 record.starts.setdefault(command.turn, []).append((command.attempt, t_ns))
+                record.lost_tokens += accepted[command.turn] - command.start
             elif isinstance(command, c.FenceWorker):
                 record.fences.setdefault(command.worker, t_ns)
     return record
@@ -303,9 +340,111 @@ async def measure(kills: int, rounds: int, watch_s: float) -> dict[str, Any]:
     }
 
 
-def main(arguments: Arguments) -> dict[str, Any]:
-    return run_to_end(measure(5, 1, 8.0) if arguments.quick else measure(50, 5, 600.0))
+VLLM_WORKERS = 3
+VLLM_START_TIMEOUT_S = 900.0
+VLLM_PARTS = ("worker", "vllm_process", "engine_core")
+VLLM_ENGINE: dict[str, Any] = {
+    "kind": "vllm",
+    "max_pending": 4,
+    "max_batch": 8,
+    "kv_block_tokens": 32,
+    "kv_blocks": 256,
+    "vllm": {"start_timeout_s": VLLM_START_TIMEOUT_S, "max_restarts": 1000, "restart_max_s": 1.0},
+}
+VLLM_PATIENCE = {
+    "boot_timeout_s": VLLM_START_TIMEOUT_S,
+    "queue_timeout_s": VLLM_START_TIMEOUT_S,
+    "load_timeout_s": VLLM_START_TIMEOUT_S,
+    "heartbeat_timeout_s": 30.0,
+    "stall_timeout_s": 60.0,
+    "turn_stall_timeout_s": 120.0,
+}
+
+
+def busy_beside_others(run: LiveRun) -> Worker | None:
+    """The worker with the most turns begun, if they are enough and another has turns as well."""
+    workers = sorted(run.ready("near"), key=lambda worker: worker.outstanding - worker.pending)
+    begun = [worker.outstanding - worker.pending for worker in workers]
+    return workers[-1] if len(workers) > 1 and begun[-1] >= BUSY_TURNS and begun[-2] else None
+
+
+async def kill_part(run: LiveRun, part: str) -> Incident:
+    worker = await run.until("two workers with running turns", lambda: busy_beside_others(run), VLLM_START_TIMEOUT_S)
+    process_id = run.process_id(worker)
+    if part != "worker":
+        (process_id,) = (
+            child.pid
+            for child in psutil.Process(process_id).children()
+            if "elastic.engine.vllm.process" in child.cmdline()
+        )
+    incident = Incident.now(run, worker)
+    os.kill(process_id, signal.SIGSEGV if part == "engine_core" else signal.SIGKILL)
+    live = run.orchestrator.scheduler.turns.live
+    await run.until(
+        f"the turns of a killed {part} elsewhere",
+        lambda: all(live[turn].attempt > held for turn, held in incident.turns.items() if turn in live),
+        READY_TIMEOUT_S,
+    )
+    return incident
+
+
+async def measure_vllm(kills: int, within_s: float) -> dict[str, Any]:
+    """As many rounds of one kill of each part as there shall be, and can be begun in time."""
+    incidents: dict[str, list[Incident]] = {part: [] for part in VLLM_PARTS}
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        raw = configuration(write_policy(directory / "policy"), within_s, turns=6, paced=False).model_dump()
+        raw |= {"engine": raw["engine"] | VLLM_ENGINE, "scheduler": VLLM_PATIENCE}
+        raw["trainer"]["engine"] = {"kind": "torch"}
+        config = Config.model_validate(raw)
+        providers: dict[str, tuple[type[Provider], ProviderSettings]] = {
+            "near": (ReservedProvider, ProviderSettings.model_validate({"max_workers": VLLM_WORKERS}))
+        }
+        settings = steady(places=8 * VLLM_WORKERS, turns=6)
+        async with live_run(config, directory / "run", providers, LimitedTask, settings) as run:
+            await run.until("all workers ready", lambda: len(run.ready("near")) == VLLM_WORKERS, VLLM_START_TIMEOUT_S)
+            begun_ns = run.orchestrator.now_ns()
+            for _ in range(kills):
+                if (run.orchestrator.now_ns() - begun_ns) / NS_PER_S > within_s:
+                    break
+                for part in VLLM_PARTS:
+                    incidents[part].append(await kill_part(run, part))
+        record = read_record(config, directory / "run", run)
+    figures: dict[str, Any] = {"engine": "vllm"}
+    for part, killed in incidents.items():
+        times_s = [time_s for kill in killed if (time_s := record.redispatch_s(kill)) is not None]
+        elsewhere_s = [time_s for kill in killed for time_s in record.elsewhere_s(kill)]
+        figures |= {
+            f"{part}_kills": len(killed),
+            f"{part}_turns_moved": len(elsewhere_s),
+            f"{part}_redispatch_s_p50": median(times_s) if times_s else None,
+            f"{part}_redispatch_s_max": max(times_s, default=None),
+            f"{part}_elsewhere_s_p50": median(elsewhere_s) if elsewhere_s else None,
+        }
+    every = [kill for killed in incidents.values() for kill in killed]
+    killed_workers = {kill.worker for kill in every}
+    return figures | {
+        "lost_turns": sum(record.lost_turns(kill) for kill in every),
+        "lost_tokens": record.lost_tokens,
+        "failed_trajectories": record.failures,
+        "false_fences": len(record.fences.keys() - killed_workers),
+        "cpu_load": os.getloadavg()[0],
+    }
+
+
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument("--engine", choices=("torch", "vllm"), default="torch", help="of the workers that are killed")
+    options.add_argument("--within-s", type=float, default=1800.0, help="with vLLM: begin no kill after so long")
+    parsed = options.parse_args()
+    arguments = Arguments(quick=parsed.quick, json=parsed.json)
+    if parsed.engine == "vllm" and (why := skipped_without_vllm()):
+        emit({"skipped_because": why}, arguments)
+    elif parsed.engine == "vllm":
+        emit(run_to_end(measure_vllm(1 if parsed.quick else 20, parsed.within_s)), arguments)
+    else:
+        emit(run_to_end(measure(5, 1, 8.0) if parsed.quick else measure(50, 5, 600.0)), arguments)
 
 
 if __name__ == "__main__":
-    emit(main(args := parse_arguments(__doc__)), args)
+    main()

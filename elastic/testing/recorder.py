@@ -101,6 +101,20 @@ class Recorder:
         assert [chunk.finish is not None for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
         assert not any(chunk.cached_tokens or chunk.prefilled_tokens for chunk in chunks[1:])
 
+    def rest(self) -> bool:
+        """Leave the engine to whoever comes next, with nothing alive and awake. False where it is of no more use."""
+        self.release()
+        self._failing = None
+        self.on_chunks = lambda: None
+        try:
+            self.engine.sleep()
+            self.engine.wake()
+        except RuntimeError:
+            return False
+        with self._changed:
+            self.chunks.clear()
+        return True
+
     def close(self) -> None:
         self.release()
         self.engine.close()

@@ -1,71 +1,39 @@
-"""What a `RolloutEngine` needs to be tested: a factory to parametrise by, weights, and a recording sink; and this
-machine's own memory management in the place of a CUDA driver's."""
+"""Which engines are tested: all that are installed, and that of a co-served device; and this machine's own memory
+management in the place of a CUDA driver's."""
 
 import ctypes
 import mmap
 import os
 from enum import IntEnum
+from importlib.util import find_spec
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from elastic.config import EngineConfig
-from elastic.core.types import SamplingParameters
-from elastic.engine import create_engine
-from elastic.engine.base import GenerateRequest
 from elastic.engine.coserving.executor import CoServing
 from elastic.engine.coserving.memory import SPARE_PAGES
 from elastic.engine.coserving.rollout import SharedRolloutEngine
 from elastic.engine.coserving.spec import ModelSpec
 from elastic.engine.kv.slab import SlabBackend
-from elastic.model.checkpoint import model_tensors
 from elastic.model.config import Qwen3Config
-from elastic.model.qwen3 import Qwen3
-from elastic.testing.recorder import Recorder
-from elastic.weights.directory import DirectoryRelay
-from elastic.weights.publisher import publish_keyframe
-from elastic.weights.signing import SigningKey
-from elastic.weights.source import RelaySource
+from elastic.testing.engines import *  # noqa: F403
+from elastic.testing.engines import CONFIG, EngineUnderTest, installed_engines
 from policies.admission import NoAdmission
 from policies.kvmemory import PreemptiveMemory
 
-CONFIG = Qwen3Config(num_hidden_layers=2, initializer_range=0.15)
-
-
-@pytest.fixture(scope="session")
-def model():
-    """A small model by seed, the same for the same seed."""
-    made: dict[int, Qwen3] = {}
-
-    def of(seed: int = 0) -> Qwen3:
-        if seed not in made:
-            torch.manual_seed(seed)
-            made[seed] = Qwen3(CONFIG)
-            made[seed].load_state_dict({name: t.bfloat16() for name, t in made[seed].state_dict().items()})
-        return made[seed]
-
-    return of
-
-
-@pytest.fixture(scope="session")
-def weights(model):
-    return lambda seed=0: model_tensors(model(seed))
-
-
-@pytest.fixture(scope="session")
-def published(weights, tmp_path_factory):
-    """Puts a version on a relay, as a keyframe of the weights of the seed of its number or of `tensors`; says where."""
-    relay, key, there = tmp_path_factory.mktemp("relay"), SigningKey(), set()
-
-    def publish(version: int, tensors=None, run: str = "run") -> RelaySource:
-        if (run, version) not in there:
-            tensors = weights(version) if tensors is None else tensors
-            publish_keyframe(DirectoryRelay(relay / run), run, version, tensors, CONFIG.to_dict(), key)
-            there.add((run, version))
-        return RelaySource(run=run, version=version, relay=str(relay / run), publisher=key.public)
-
-    return publish
+VLLM_IS_HERE = find_spec("vllm") is not None
+VLLM = EngineUnderTest(
+    "vllm",
+    # In float32, as the model that it is compared with; on a CPU blocks are multiples of 32.
+    {"kv_block_tokens": 32, "vllm": {"start_timeout_s": 600.0, "arguments": {"dtype": "float32"}}},
+    kept=True,
+    timeout_s=600.0,
+    block_tokens=32,
+    has_pacing=False,
+    waits_for_sink=False,
+)
 
 
 class _Sole:
@@ -111,39 +79,12 @@ def lend_device(weights, cost_profiles):
         executor.close()
 
 
-@pytest.fixture(params=["torch", "coserving"])
-def make_engine(request, published, lend_device):
-    """Makes an engine of each kind with the weights of seed 1 as version 1 (unless `version` is None)."""
-    made: list[Recorder] = []
-
-    def make(version: int | None = 1, **settings) -> Recorder:
-        settings = {"kind": request.param, "device": "cpu", "max_context_tokens": 256, **settings}
-        engine_settings = EngineConfig.model_validate(settings)
-        create = lend_device if request.param == "coserving" else create_engine
-        recorder = Recorder(create(CONFIG.to_dict(), engine_settings))
-        made.append(recorder)
-        if version is not None:
-            recorder.load(published(version))
-        return recorder
-
-    yield make
-    for recorder in made:
-        recorder.close()
-
-
-@pytest.fixture(scope="session")
-def turn():
-    """A request with the test's own fields over defaults; its prompt is a function of its name."""
-
-    def make(name: str, prompt: int | list[int] = 20, **fields) -> GenerateRequest:
-        if isinstance(prompt, int):
-            prompt = [(7 * index + sum(name.encode())) % CONFIG.vocab_size for index in range(prompt)]
-        drawn = {"max_new_tokens": 12, "noise_seed": sum(name.encode()) << 50}
-        drawn |= {field: fields.pop(field) for field in SamplingParameters.__struct_fields__ if field in fields}
-        defaults = {"request_id": name, "token_ids": prompt, "start": 0, "sampling": SamplingParameters(**drawn)}
-        return GenerateRequest(**{**defaults, **fields})
-
-    return make
+@pytest.fixture(params=[*(kind for kind in installed_engines() if kind != "vllm" or VLLM_IS_HERE), "coserving"])
+def engine_under_test(request) -> EngineUnderTest:
+    """Every engine that is installed, and that of a co-served device."""
+    if request.param == "coserving":
+        return EngineUnderTest("torch", create=request.getfixturevalue("lend_device"))
+    return VLLM if request.param == "vllm" else EngineUnderTest(request.param)
 
 
 _libc = ctypes.CDLL(None, use_errno=True)

@@ -73,6 +73,7 @@ class VllmDied(RuntimeError):
 class _Live:
     request: GenerateRequest
     position: int
+    served: bool = False
 
 
 class VllmEngine:
@@ -89,8 +90,9 @@ class VllmEngine:
         self._vocab_size = _vocab_size(model_config)
         self._changed = threading.Condition()
         self._sink: ChunkSink | None = None
+        self._served_sink: ChunkSink | None = None
         self._alive: dict[str, _Live] = {}
-        self._waiting: list[GenerateRequest] = []
+        self._waiting: list[m.Submit] = []
         """What came while there was no process."""
         self._asleep = False
         self._closed = False
@@ -114,6 +116,7 @@ class VllmEngine:
         """Loads that wait for running turns."""
         self._restarts = 0
         self._starting: subprocess.Popen[bytes] | None = None
+        self._watching: threading.Thread | None = None
         self._up, self._process, self._line = self._start()
 
     @property
@@ -132,9 +135,20 @@ class VllmEngine:
         if self._sink is not None or self._closed:
             raise RuntimeError("the engine was started before")
         self._sink = sink
-        threading.Thread(target=self._watch, name="vllm", daemon=True).start()
+        self._watching = threading.Thread(target=self._watch, name="vllm", daemon=True)
+        self._watching.start()
 
     def submit(self, requests: Sequence[GenerateRequest]) -> None:
+        self._submit(requests, served=False)
+
+    def serve(self, sink: ChunkSink) -> "VllmServing":
+        """The base's side of the engine; `sink` gets what is generated for its users. Raises `ValueError`."""
+        if self._settings.base is None:
+            raise ValueError("engine.vllm.base: there is none, so the engine has nothing to serve")
+        self._served_sink = sink
+        return VllmServing(self)
+
+    def _submit(self, requests: Sequence[GenerateRequest], *, served: bool) -> None:
         ended: list[TokenChunk] = []
         with self._changed:
             self._refuse_closed()
@@ -145,11 +159,11 @@ class VllmEngine:
                 if (end := self._refusal(request)) is not None:
                     ended.append(end)
                     continue
-                self._alive[request.request_id] = _Live(request, request.start)
+                self._alive[request.request_id] = _Live(request, request.start, served)
                 begun.append(request)
             self._charge()
-            self._tell(m.Submit(begun))
-        self._emit(ended)
+            self._tell(m.Submit(begun, served))
+        self._emit(ended, served=served)
 
     def abort(self, request_ids: Sequence[str]) -> None:
         with self._changed:
@@ -204,7 +218,7 @@ class VllmEngine:
             unarmed = self._restarts > 0 and self._version is None
             usable = self._line is not None and not (self._asleep or self._closed or unarmed)
             return EngineStatistics(
-                pending=max(now.pending, len(self._alive) - now.executing),
+                pending=max(now.pending, len(self._turns_alive) - now.executing),
                 executing=now.executing,
                 capacity_turns=self._config.max_batch + self._config.max_pending if usable else 0,
                 kv_blocks_used=now.kv_blocks_used,
@@ -221,9 +235,18 @@ class VllmEngine:
                 received_bytes=self._received_before + self._received_bytes,
             )
 
+    @property
+    def _turns_alive(self) -> list[_Live]:
+        return [live for live in self._alive.values() if not live.served]
+
     def read_back(self, path: Path) -> None:
         """Write the live parameters of each rank to `path` with the rank's number behind it."""
         self._call(lambda call: m.ReadBack(call, str(path)))
+
+    @property
+    def closed(self) -> bool:
+        """Whether it is of no further use."""
+        return self._closed or bool(self._broken)
 
     @property
     def process_id(self) -> int:
@@ -243,6 +266,8 @@ class VllmEngine:
             _kill(self._starting)
         self._end_process()
         self._lose(FinishReason.ABORTED, "the engine is closed")
+        if self._watching not in (None, threading.current_thread()):
+            self._watching.join(self._settings.stop_timeout_s)
 
     # vLLM's process
 
@@ -294,6 +319,20 @@ class VllmEngine:
             if settings.gpu_memory_utilization is None
             else {"gpu_memory_utilization": settings.gpu_memory_utilization}
         )
+        shared: dict[str, Any] = (
+            {}
+            if settings.base is None
+            else {
+                "model": str(settings.base),
+                "load_format": "safetensors",
+                "enable_lora": True,
+                # The last place stays empty: on a CPU vLLM computes what has no adapter with that one.
+                "max_loras": 2,
+                "max_lora_rank": settings.adapter_rank,
+                "scheduler_cls": "elastic.engine.vllm.scheduler.ServingFirst",
+                "additional_config": {"rollout_kv_share": settings.rollout_kv_share},
+            }
+        )
         return {
             "load_format": "dummy",
             "skip_tokenizer_init": True,
@@ -314,6 +353,7 @@ class VllmEngine:
             "worker_extension_cls": "elastic.engine.vllm.extension.Extension",
             "logits_processors": ["elastic.engine.vllm.sampling:NoiseRows"],
             **memory,
+            **shared,
             **settings.arguments,
         }
 
@@ -383,7 +423,8 @@ class VllmEngine:
                 if self._asleep:
                     self._line.send(m.SleepNow(0))
                 waiting, self._waiting = self._waiting, []
-                self._line.send(m.Submit(waiting))
+                for submitted in waiting:
+                    self._line.send(submitted)
                 self._charge()
             threading.Thread(target=self._restore, name="restore", daemon=True).start()
             return True
@@ -414,7 +455,9 @@ class VllmEngine:
             self._waiting.clear()
             if self._closed:
                 self._charge()
-        self._emit([self._end(live.request, finish, detail, live.position) for live in lost])
+        for served in (False, True):
+            ends = [self._end(live.request, finish, detail, live.position) for live in lost if live.served is served]
+            self._emit(ends, served=served)
         for answer in answers:
             answer.set_exception(RuntimeError(detail) if self._closed else VllmDied(detail))
 
@@ -423,7 +466,9 @@ class VllmEngine:
     def _take(self, message: m.FromVllm) -> None:
         match message:
             case m.Iterated():
-                self._emit(self._note(message))
+                chunks, served = self._note(message)
+                self._emit(chunks)
+                self._emit(served, served=True)
             case m.Spends(account):
                 with self._changed:
                     self._finishing.clear()
@@ -439,8 +484,10 @@ class VllmEngine:
             case m.Up() | m.Failed():
                 pass
 
-    def _note(self, iteration: m.Iterated) -> list[TokenChunk]:
+    def _note(self, iteration: m.Iterated) -> tuple[list[TokenChunk], list[TokenChunk]]:
+        """The iteration's chunks: those of turns, and those of serving's requests."""
         chunks: list[TokenChunk] = []
+        served: list[TokenChunk] = []
         with self._changed:
             for chunk in iteration.chunks:
                 live = self._alive.get(chunk.request_id)
@@ -449,6 +496,9 @@ class VllmEngine:
                 live.position = chunk.start + len(chunk.token_ids)
                 if chunk.finish is not None:
                     del self._alive[chunk.request_id]
+                if live.served:
+                    served.append(chunk)
+                    continue
                 self._decoded_tokens += len(chunk.token_ids)
                 chunks.append(chunk)
             self._queue = iteration.queue
@@ -459,17 +509,23 @@ class VllmEngine:
                     (Account.DECODE, Account.PREFILL, Account.RECOMPUTE), load, self._learned.costs(load), strict=True
                 )
                 spent = {account: max(cost, SMALLEST_COST) for account, tokens, cost in costs if tokens}
+                if iteration.served:
+                    # By tokens: what serving's own would have cost alone is not known.
+                    rolled = sum(load)
+                    spent[Account.SERVING] = sum(spent.values()) * iteration.served / rolled if rolled else 1.0
                 if spent:
                     self._meter.settle(time.monotonic_ns(), spent)
-                    self._learned.observe(load, iteration.ns / 1e9)
+                    if not iteration.served:
+                        self._learned.observe(load, iteration.ns / 1e9)
             self._charge()
-        return chunks
+        return chunks, served
 
-    def _emit(self, chunks: list[TokenChunk]) -> None:
-        if not chunks or self._sink is None:
+    def _emit(self, chunks: list[TokenChunk], *, served: bool = False) -> None:
+        sink = self._served_sink if served else self._sink
+        if not chunks or sink is None:
             return
         try:
-            self._sink(chunks)
+            sink(chunks)
         except Exception:
             _log.exception("the sink of an engine's chunks failed")
 
@@ -481,6 +537,8 @@ class VllmEngine:
             account = self._spends
         elif self._asleep:
             account = Account.ASLEEP
+        elif any(live.served for live in self._alive.values()):
+            account = Account.SERVING
         else:
             account = Account.DECODE if self._alive and self._version is not None else self._idle_account
         self._meter.switch(time.monotonic_ns(), {account: 1.0})
@@ -490,7 +548,7 @@ class VllmEngine:
     def _tell(self, message: m.Submit | m.AbortRequests) -> None:
         if self._line is None:
             if isinstance(message, m.Submit):
-                self._waiting += message.requests
+                self._waiting.append(message)
             return
         with contextlib.suppress(OSError):  # the watching thread finds out
             self._line.send(message)
@@ -523,7 +581,7 @@ class VllmEngine:
     def _load(self, message: Any, version: int, mode: WeightMode) -> None:
         mark = next(self._calls)
         with self._changed:
-            if mode is WeightMode.FINISH and self._alive:
+            if mode is WeightMode.FINISH and self._turns_alive:
                 self._finishing.add(mark)
         try:
             self._call(message)
@@ -562,6 +620,23 @@ class VllmEngine:
     def _refuse_closed(self) -> None:
         if self._closed:
             raise RuntimeError("the engine is closed")
+
+
+class VllmServing:
+    """The users' side of an engine whose base is served: no weights, no sleep, and before all turns."""
+
+    def __init__(self, engine: VllmEngine) -> None:
+        self._engine = engine
+
+    @property
+    def closed(self) -> bool:
+        return self._engine.closed
+
+    def submit(self, requests: Sequence[GenerateRequest]) -> None:
+        self._engine._submit(requests, served=True)
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        self._engine.abort(request_ids)
 
 
 def _vocab_size(model_config: Mapping[str, Any]) -> int:

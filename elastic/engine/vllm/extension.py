@@ -8,7 +8,9 @@ leaves the model alone runs on a thread beside the model: `elastic_begin` starts
 
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from json import dumps
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +20,9 @@ from elastic.engine.base import WeightsMismatch
 from elastic.weights.client import WeightsClient
 from elastic.weights.source import PullReport, RelaySource
 
+ADAPTER_NAME, ADAPTER_ID = "policy", 1
+"""Rollouts have one adapter; each version takes the place of the one before."""
+MEMORY_DIRECTORY = "/dev/shm"
 JOBS_AT_ONCE = 2
 """A pull, and an audit, which takes its time."""
 
@@ -29,6 +34,13 @@ class Polled(NamedTuple):
     result: Any
     error: Exception | None
     received_bytes: int
+
+
+def adapter(path: str = ADAPTER_NAME) -> Any:
+    """The policy's adapter, as vLLM wants to be asked for it; to be loaded, from the directory `path`."""
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(ADAPTER_NAME, ADAPTER_ID, path, load_inplace=path != ADAPTER_NAME)
 
 
 class RankWeights:
@@ -93,6 +105,10 @@ class RankWeights:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
         self._verify(tensors)
+        if self._worker.vllm_config.lora_config is not None:
+            self._write_adapter(tensors)
+            self._shapes = {name: tensor.shape for name, tensor in tensors.items()}
+            return
         runner = self._worker.model_runner
         model = runner.get_model()
         wanted = {name for name, _ in model.named_parameters()}
@@ -108,6 +124,25 @@ class RankWeights:
             raise WeightsMismatch(f"tensors for {missing[0]} are missing" + _and_more(missing))
         self._shapes = {name: tensor.shape for name, tensor in tensors.items()}
         self._written = tensors
+
+    def _write_adapter(self, tensors: Mapping[str, Tensor]) -> None:
+        """As a directory in memory, in the form of PEFT: vLLM reads adapters from disks. Their scale is 1."""
+        from safetensors.torch import save_file
+
+        ranks = {tensor.shape[0] for name, tensor in tensors.items() if name.endswith("lora_A.weight")}
+        if len(ranks) != 1:
+            raise WeightsMismatch(f"an adapter has tensors named ….lora_A.weight of one rank; found: {sorted(ranks)}")
+        rank = ranks.pop()
+        modules = sorted({name.split(".")[-3] for name in tensors})
+        about = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": modules, "bias": "none"}
+        memory = MEMORY_DIRECTORY if Path(MEMORY_DIRECTORY).is_dir() else None
+        with TemporaryDirectory(prefix="elastic-adapter-", dir=memory) as directory:
+            save_file(dict(tensors), Path(directory) / "adapter_model.safetensors")
+            (Path(directory) / "adapter_config.json").write_text(dumps(about))
+            try:
+                self._worker.add_lora(adapter(directory))
+            except (KeyError, ValueError, AssertionError, RuntimeError) as error:
+                raise WeightsMismatch(f"vLLM does not take the adapter: {error!r}") from error
 
     def _verify(self, tensors: Mapping[str, Tensor]) -> None:
         for name, tensor in tensors.items():
@@ -134,6 +169,7 @@ class Extension:
 
     model_runner: Any
     device: torch.device
+    vllm_config: Any
 
     def vllm_device(self) -> torch.device:
         return self.device

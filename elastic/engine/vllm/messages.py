@@ -30,7 +30,10 @@ class Begin(_PipeMessage, frozen=True):
 
 
 class Submit(_PipeMessage, frozen=True):
+    """Turns; or, where the base is `served`, its users' requests, which go first."""
+
     requests: list[GenerateRequest]
+    served: bool = False
 
 
 class AbortRequests(_PipeMessage, frozen=True):
@@ -95,7 +98,7 @@ class Failed(_PipeMessage, frozen=True):
 
 
 class Queue(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """vLLM's own counts, after an iteration."""
+    """vLLM's own counts, after an iteration; what serving has running or waiting is not in the first two."""
 
     pending: int
     executing: int
@@ -113,6 +116,7 @@ class Iterated(_PipeMessage, frozen=True):
     decode: int = 0
     prefill: int = 0
     recompute: int = 0
+    served: int = 0
 
 
 class Spends(_PipeMessage, frozen=True):

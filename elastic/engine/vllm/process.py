@@ -5,6 +5,7 @@
 - Requests wait here, not in vLLM, while they may not begin: before the first weights, asleep, and while new weights
   wait for running turns.
 - A request's cache salt is the version that it begins with, so the KV of one version is never found by another.
+- Where a base is served, its users' requests go to vLLM at once and before all turns, whatever becomes of the policy.
 """
 
 # pyright: reportMissingImports=false
@@ -25,6 +26,7 @@ from typing import Any, NoReturn
 from elastic.core.types import Account, FinishReason, WeightMode
 from elastic.engine.base import NO_VERSION, GenerateRequest, TokenChunk
 from elastic.engine.vllm import messages as m
+from elastic.engine.vllm.extension import adapter
 from elastic.engine.vllm.sampling import ARGUMENT
 from elastic.weights.source import PullReport
 
@@ -41,6 +43,8 @@ class _Turn:
 
     request: GenerateRequest
     position: int
+    served: bool = False
+    """It is a user's, and of the base."""
     generated: list[int] = field(default_factory=list)
     key: str = ""
     core: Any = None
@@ -77,6 +81,8 @@ class VllmProcess:
 
     def __init__(self, core: Any, line: m.Line, inbox: Inbox, sleep_level: int) -> None:
         self._core = core
+        self._adapts = core.vllm_config.lora_config is not None
+        """Versions are adapters to the base."""
         self._line = line
         self._inbox = inbox
         self._sleep_level = sleep_level
@@ -129,7 +135,7 @@ class VllmProcess:
 
     def _submit(self, message: m.Submit) -> None:
         for request in message.requests:
-            turn = _Turn(request, request.start)
+            turn = _Turn(request, request.start, message.served)
             self._turns[request.request_id] = self._held[request.request_id] = turn
 
     def _abort(self, request_ids: Sequence[str]) -> None:
@@ -181,19 +187,24 @@ class VllmProcess:
 
     # Weights
 
+    @property
+    def _begun(self) -> list[_Turn]:
+        """The policy's turns that vLLM has."""
+        return [turn for turn in self._by_key.values() if not turn.served]
+
     def _order(self, order: m.LoadVersion) -> None:
         self._orders.append(order)
         # What vLLM has not begun begins with the new weights.
-        self._withdraw([turn for turn in self._by_key.values() if _is_waiting(turn)])
+        self._withdraw([turn for turn in self._begun if _is_waiting(turn)])
 
     def _may_apply(self, order: m.LoadVersion) -> bool:
-        return order.mode is not WeightMode.FINISH or not self._by_key
+        return order.mode is not WeightMode.FINISH or not self._begun
 
     def _apply(self, order: m.LoadVersion) -> None:
         """In place, between two iterations. After a failure half-way nothing is served until the next order."""
         self._line.send(m.Spends(Account.APPLYING))
         if order.mode is not WeightMode.KEEP or self._version is None:
-            self._withdraw(list(self._by_key.values()))
+            self._withdraw(self._begun)
         self._answer(order.call, lambda: self._put_in_force(order))
 
     def _put_in_force(self, order: m.LoadVersion) -> None:
@@ -216,8 +227,8 @@ class VllmProcess:
             if asleep:
                 self._core.model_executor.sleep(self._sleep_level)
         self._version = order.version
-        # No salt leads to it any more; what running turns hold stays.
-        if not self._by_key:
+        # No salt leads to it any more; what running turns hold stays, and a served base's.
+        if not self._by_key and not self._adapts:
             self._core.reset_prefix_cache()
 
     def _withdraw(self, turns: Sequence[_Turn]) -> None:
@@ -238,10 +249,14 @@ class VllmProcess:
         if self._asleep:
             return
         self._asleep = True
-        self._abort(list(self._turns))
-        while self._core.scheduler.has_requests():  # vLLM lets go of aborted ones in its next iteration
+        self._abort([name for name, turn in self._turns.items() if not turn.served])
+        # vLLM lets go of aborted ones in its next iteration.
+        if self._by_key:
             self._iterate()
-        self._core.reset_prefix_cache()
+        else:
+            while self._core.scheduler.has_requests():
+                self._iterate()
+            self._core.reset_prefix_cache()
         if self._sleep_level:
             self._core.model_executor.sleep(self._sleep_level)
         self._say([])
@@ -259,11 +274,12 @@ class VllmProcess:
     # Turns
 
     def _admit(self) -> None:
-        if self._asleep or self._version is None or self._orders:
+        if not self._held:
             return
-        for turn in self._held.values():
+        may_begin = not (self._asleep or self._version is None or self._orders)
+        for turn in [turn for turn in self._held.values() if turn.served or may_begin]:
+            del self._held[turn.request.request_id]
             self._give(turn)
-        self._held.clear()
 
     def _give(self, turn: _Turn) -> None:
         from vllm.sampling_params import SamplingParams
@@ -291,11 +307,11 @@ class VllmProcess:
             sampling_params=drawn,
             pooling_params=None,
             arrival_time=time.time(),
-            lora_request=None,
-            cache_salt=str(self._version),
+            lora_request=adapter() if self._adapts and not turn.served else None,
+            cache_salt=None if turn.served else str(self._version),
             data_parallel_rank=None,
             # A turn that has moved has waited before.
-            priority=0 if request.recompute or turn.generated else 1,
+            priority=0 if turn.served else 1 if request.recompute or turn.generated else 2,
         )
         turn.core = Request.from_engine_core_request(asked, self._core.request_block_hasher)
         self._by_key[turn.key] = turn
@@ -306,12 +322,12 @@ class VllmProcess:
         self._planned = None
         outputs, ran = self._core.step_fn()
         self._core.post_step(ran)
-        decode, prefill, recompute = self._computed()
+        decode, prefill, recompute, served = self._computed()
         chunks: list[TokenChunk] = []
         for each in outputs.values():
             self._note_queue(each.scheduler_stats)
             chunks += [self._chunk(turn, out) for out in each.outputs if (turn := self._by_key.get(out.request_id))]
-        self._say(chunks, time.monotonic_ns() - begun_ns if ran else 0, decode, prefill, recompute)
+        self._say(chunks, time.monotonic_ns() - begun_ns if ran else 0, decode, prefill, recompute, served)
 
     def _chunk(self, turn: _Turn, output: Any) -> TokenChunk:
         token_ids: list[int] = output.new_token_ids
@@ -361,13 +377,16 @@ class VllmProcess:
 
         self._core.scheduler.schedule = watched
 
-    def _computed(self) -> tuple[int, int, int]:
-        """Tokens of the iteration: decoded, prefilled, and prefilled again because their turn had moved."""
-        decode = prefill = recompute = 0
+    def _computed(self) -> tuple[int, int, int, int]:
+        """Tokens of the iteration: decoded, prefilled, prefilled again because their turn had moved, and serving's."""
+        decode = prefill = recompute = served = 0
         scheduled = self._planned.num_scheduled_tokens if self._planned is not None else {}
         for key, count in scheduled.items():
             turn = self._by_key.get(key)
             if turn is None:
+                continue
+            if turn.served:
+                served += count
                 continue
             begin = turn.core.num_computed_tokens - count
             if count == 1 and begin >= turn.core.num_prompt_tokens:
@@ -377,7 +396,7 @@ class VllmProcess:
             else:
                 prefill += count
             turn.prefilled_once |= turn.core.num_computed_tokens >= turn.core.num_prompt_tokens
-        return decode, prefill, recompute
+        return decode, prefill, recompute, served
 
     def _note_queue(self, stats: Any) -> None:
         if stats is None or stats.prefix_cache_stats is None:
@@ -387,13 +406,23 @@ class VllmProcess:
         self._prompt_tokens += cache.queries + cache.preempted_queries
 
     def _say(
-        self, chunks: list[TokenChunk], ns: int = 0, decode: int = 0, prefill: int = 0, recompute: int = 0
+        self,
+        chunks: list[TokenChunk],
+        ns: int = 0,
+        decode: int = 0,
+        prefill: int = 0,
+        recompute: int = 0,
+        served: int = 0,
     ) -> None:
         scheduler, blocks = self._core.scheduler, self._core.vllm_config.cache_config.num_gpu_blocks
         running, waiting = scheduler.get_request_counts()
+        if self._adapts:
+            begun = self._begun
+            running = sum(turn.core in scheduler.running for turn in begun)
+            waiting = len(begun) - running
         used = round(scheduler.kv_cache_manager.usage * blocks)
         queued = m.Queue(waiting + len(self._held), running, used, self._prefix_hit_tokens, self._prompt_tokens)
-        self._line.send(m.Iterated(chunks, queued, ns, decode, prefill, recompute))
+        self._line.send(m.Iterated(chunks, queued, ns, decode, prefill, recompute, served))
 
 
 def _is_waiting(turn: _Turn) -> bool:
@@ -417,14 +446,14 @@ def _failure(call: int, error: Exception) -> m.Reply:
 
 
 def build_core(begin: m.Begin) -> Any:
-    """vLLM's engine core for the model, with weights that mean nothing yet."""
+    """vLLM's engine core for the model, with weights that mean nothing yet, or for the base that is served."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.executor import Executor
 
     with tempfile.TemporaryDirectory(prefix="elastic-model-") as directory:
         (Path(directory) / "config.json").write_text(dumps(begin.model_config))
-        config = EngineArgs(model=directory, **begin.arguments).create_engine_config()
+        config = EngineArgs(**{"model": directory, **begin.arguments}).create_engine_config()
         return EngineCore(config, Executor.get_class(config), log_stats=True)
 
 
