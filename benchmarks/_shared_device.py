@@ -246,7 +246,7 @@ class DeviceOfTwo:
             records: list[RequestRecord] = []
             if sharing.serving:
                 vocab_size = self.serving.config.vocab_size
-                records = await loop.run_in_executor(self._generator, _replayed, url, requests, vocab_size)
+                records = await loop.run_in_executor(self._generator, replayed, url, requests, vocab_size)
             await asyncio.sleep(max(0.0, started_s + wall_s - time.monotonic()))
             elapsed_s = time.monotonic() - started_s
             after = executor.statistics()
@@ -286,6 +286,6 @@ class DeviceOfTwo:
                 await asyncio.to_thread(executor.close)
 
 
-def _replayed(url: str, requests: Sequence[ServingRequest], vocab_size: int) -> list[RequestRecord]:
+def replayed(url: str, requests: Sequence[ServingRequest], vocab_size: int) -> list[RequestRecord]:
     """In the load generator's process."""
     return run_loop(replay(url, MODEL, KEY, requests, vocab_size))

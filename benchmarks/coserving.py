@@ -19,6 +19,11 @@ again; above it where turns that wait for serving make fuller batches. `time` is
 batches, which rollouts make fuller and so quicker; of a device of their own, rollouts use `time_alone`: the rest are
 the executor's decisions and environments that all rest at once.
 
+`--arm vllm` has one vLLM in the executor's place, in the environment of `make test-vllm`: it serves a base, rollouts
+are an adapter to it, and the same front, load and loop are on the other core. Its scale is its own (speed, targets and
+rollouts alone), since vLLM computes by other kernels: only shares compare. `vllm` is with `ServingFirst`,
+`vllm_priority` with priorities alone. Where vLLM is not installed: `skipped_because`.
+
 `--device cuda` shares a GPU between models of Qwen3's shapes with random weights, for the same requests; this mode has
 never been run.
 
@@ -26,6 +31,7 @@ The full mode takes 2.8 hours; `--window-s 15` has all of it in some 30 minutes.
 """
 
 import argparse
+import asyncio
 import contextlib
 import json
 import multiprocessing
@@ -44,7 +50,7 @@ from typing import Any
 
 import msgspec
 import torch
-from _common import Arguments, emit, parser
+from _common import Arguments, emit, parser, skipped_without_vllm
 from _shapes import SHAPES
 from _shared_device import (
     CONTEXT,
@@ -195,6 +201,58 @@ async def measure(plan: CoservingPlan) -> dict[str, Any]:
         return await _measure(device, plan)
 
 
+async def measure_vllm(plan: CoservingPlan) -> dict[str, Any]:
+    """The arm `vllm`: the same windows and densities on one vLLM."""
+    from _vllm_device import VllmDevice
+
+    if OTHER_CORE in CORES:
+        os.sched_setaffinity(0, {OTHER_CORE})
+    plain = {"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"}
+    figures: dict[str, Any] = {}
+    with (
+        ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as generator,
+        tempfile.TemporaryDirectory() as directory,
+    ):
+        replay, alone = TraceReplay(plan.window_s), list[DeviceUse]()
+        for arm, arguments in (("vllm", {}), ("vllm_priority", plain)):
+            device = await asyncio.to_thread(VllmDevice, Path(directory), generator, plan.window_s, arguments)
+            try:
+                if not alone:
+                    figures["busy_share"] = await _calibrate(device, plan, replay)
+                    for window in plan.windows:
+                        alone.append(await device.use(SERVING_ALONE, replay.requests(window, 1.0), 0, plan.window_s))
+                targets = ServingGoals.of([record for use in alone for record in use.records]).targets
+                figures[arm] = {
+                    f"{density:g}": await _on_vllm(device, plan, replay, density, targets) for density in plan.densities
+                }
+            finally:
+                device.close()
+        figures["slo"] = {"ttft_p99_ms": targets.ttft_ms, "tpot_p99_ms": targets.tpot_ms}
+        figures["cpu_load"] = os.getloadavg()[0]
+    return {"vllm": figures}
+
+
+async def _on_vllm(
+    device: Any, plan: CoservingPlan, replay: TraceReplay, density: float, targets: Targets
+) -> dict[str, Any]:
+    uses: dict[str, list[DeviceUse]] = {"serving_alone": [], "shared": [], "rollouts_alone": []}
+    for window in plan.windows:
+        requests = replay.requests(window, density)
+        uses["serving_alone"].append(await device.use(SERVING_ALONE, requests, 0, plan.window_s))
+        uses["rollouts_alone"].append(await device.use(ROLLOUTS_ALONE, [], 0, plan.alone_s))
+        uses["shared"].append(await device.use(Sharing(), requests, 0, plan.window_s))
+    outcomes = zip(uses["shared"], uses["serving_alone"], uses["rollouts_alone"], strict=True)
+    harvests = [_harvest(*each) for each in outcomes if each[-1].rollout_rate]
+    _say(f"density {density:g}: {json.dumps(_policy(uses['shared'], targets))}")
+    return {
+        "policies": {name: _policy(uses[name], targets) for name in ("serving_alone", "shared")},
+        "harvest_share": min((harvest["share"] for harvest in harvests), default=None),
+        "harvest_by_window": harvests,
+        "serving_alone_busy_share": [use.serving_busy_share for use in uses["serving_alone"]],
+        "rollout_alone_tokens_per_s": [use.rollout_rate for use in uses["rollouts_alone"]],
+    }
+
+
 async def _measure(device: DeviceOfTwo, plan: CoservingPlan) -> dict[str, Any]:
     replay = TraceReplay(plan.window_s)
     busy_share = await _calibrate(device, plan, replay)
@@ -252,7 +310,7 @@ async def _measure(device: DeviceOfTwo, plan: CoservingPlan) -> dict[str, Any]:
     }
 
 
-async def _calibrate(device: DeviceOfTwo, plan: CoservingPlan, replay: TraceReplay) -> float:
+async def _calibrate(device: Any, plan: CoservingPlan, replay: TraceReplay) -> float:
     """Set the replay's speed such that serving alone is busy for `BUSY_SHARE`; how much of the time it is at that."""
     tried: list[tuple[float, float]] = []
     for _ in range(plan.calibrations):
@@ -446,13 +504,17 @@ def main() -> None:
     add("--no-extras", action="store_true", help="without the kinds of cuts and the lease sweep")
     add("--paced", action="store_true", help="a modelled device: iterations take at least its time")
     add("--device", choices=PAGE_BYTES, default="cpu")
+    add("--arm", choices=("executor", "vllm"), default="executor", help="what serves and rolls out")
     for model in ("serving", "rollout"):
         add(f"--{model}-model", choices=SHAPES, help="its shape (default: tiny; on a GPU Qwen3's)")
     parsed = options.parse_args()
     if parsed.device == "cuda" and not torch.cuda.is_available():
         options.error("--device: cuda: there is none here")
-    figures = run_loop(measure(replaced(QUICK if parsed.quick else FULL, parsed)))
-    emit(figures, Arguments(quick=parsed.quick, json=parsed.json))
+    arguments, plan = Arguments(parsed.quick, parsed.json), replaced(QUICK if parsed.quick else FULL, parsed)
+    if parsed.arm == "vllm" and (why := skipped_without_vllm()):
+        emit({"skipped_because": why}, arguments)
+        return
+    emit(run_loop(measure_vllm(plan) if parsed.arm == "vllm" else measure(plan)), arguments)
 
 
 if __name__ == "__main__":

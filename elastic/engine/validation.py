@@ -1,8 +1,12 @@
 """What a request must satisfy; one that does not ends by itself, with a detail that says why."""
 
 import math
+from collections.abc import Iterable
 
 from elastic.engine.base import GenerateRequest
+
+LOGPROB_MIN = -1000.0
+"""vLLM writes -9999 where a log-probability is no number, or the token was impossible."""
 
 
 def refusal(request: GenerateRequest, vocab_size: int, max_context_tokens: int) -> str | None:
@@ -28,3 +32,8 @@ def refusal(request: GenerateRequest, vocab_size: int, max_context_tokens: int) 
 def is_complete(request: GenerateRequest, max_context_tokens: int) -> bool:
     """Whether the accepted tokens already leave no room for another one."""
     return request.start >= request.sampling.max_new_tokens or len(request.token_ids) >= max_context_tokens
+
+
+def unsound_logprob(logprobs: Iterable[float]) -> float | None:
+    """The first that no token that was drawn can have."""
+    return next((value for value in logprobs if not (math.isfinite(value) and value > LOGPROB_MIN)), None)

@@ -6,6 +6,7 @@ import pytest
 
 from elastic.config import ConfigError, EngineConfig
 from elastic.engine import create_engine, resolve_engine
+from elastic.engine.validation import unsound_logprob
 
 
 def _config(**settings: object) -> EngineConfig:
@@ -37,3 +38,9 @@ def test_settings_are_checked_without_vllm() -> None:
         resolve_engine(_config(vllm={"tensor_paralel": 2}), "run.toml")
     with pytest.raises(ConfigError, match=r"engine\.vllm\.sleep_level: .*less than or equal to 2"):
         resolve_engine(_config(vllm={"sleep_level": 3}), "run.toml")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), -9999.0])
+def test_a_log_probability_that_no_drawn_token_has_is_found(value: float) -> None:
+    assert unsound_logprob([-0.5, value]) in (value, pytest.approx(value, nan_ok=True))
+    assert unsound_logprob([0.0, -0.5, -999.0]) is None

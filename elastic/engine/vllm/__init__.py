@@ -73,10 +73,24 @@ class Vllm:
             raise ValueError(
                 "engine.pacing: 'vllm' runs as fast as its device; allowed: none, or engine.kind = 'torch'"
             )
+        _require_context(model_config, config.max_context_tokens)
+        if settings.base is not None and not (settings.base / "config.json").is_file():
+            raise ValueError(f"engine.vllm.base: {settings.base} has no config.json; allowed: a checkpoint's directory")
         _require_vllm()
         from elastic.engine.vllm.engine import VllmEngine
 
         return VllmEngine(model_config, config, settings)
+
+
+def _require_context(model_config: Mapping[str, Any], tokens: int) -> None:
+    text: Mapping[str, Any] = model_config.get("text_config") or model_config
+    rope: Mapping[str, Any] = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    most = text.get("max_position_embeddings")
+    # Scaled rotations reach further, and how far is vLLM's to say.
+    if isinstance(most, int) and tokens > most and rope.get("rope_type", "default") == "default":
+        raise ValueError(
+            f"engine.max_context_tokens: {tokens} exceeds the model's max_position_embeddings; allowed: up to {most}"
+        )
 
 
 def _require_vllm() -> None:

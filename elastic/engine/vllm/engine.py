@@ -296,12 +296,14 @@ class VllmEngine:
             line.send(m.Begin(self._model_config, self._arguments(), self._settings.sleep_level))
             if not connection.poll(self._settings.start_timeout_s):
                 raise ValueError(
-                    f"engine.vllm.start_timeout_s: vLLM did not start in {self._settings.start_timeout_s:g} s"
+                    f"engine.vllm.start_timeout_s: vLLM did not start in {self._settings.start_timeout_s:g} s; "
+                    "on an idle machine it takes up to 60 s, and longer where several start at once"
                 )
             up = line.receive()
         except (OSError, EOFError):
             line.hang_up()
-            raise ValueError(f"engine.kind: vLLM's process ended as it started: {_how(process)}") from None
+            how = _how(process)
+            raise ValueError(f"engine.kind: vLLM's process ended as it started: {how}{_remedy(how)}") from None
         except BaseException:
             line.hang_up()
             _kill(process)
@@ -672,4 +674,6 @@ def _remedy(reason: str) -> str:
         return (
             "; engine.kv_block_tokens must be one that its attention can have: multiples of 32 on a CPU, of 16 on a GPU"
         )
+    if "rchitecture" in reason or "model type" in reason:
+        return "; model.checkpoint must be of an architecture that this vLLM knows"
     return ""

@@ -18,13 +18,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from json import dumps
-from math import isfinite
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
 
 from elastic.core.types import Account, FinishReason, WeightMode
 from elastic.engine.base import NO_VERSION, GenerateRequest, TokenChunk
+from elastic.engine.validation import unsound_logprob
 from elastic.engine.vllm import messages as m
 from elastic.engine.vllm.extension import adapter
 from elastic.engine.vllm.sampling import ARGUMENT
@@ -33,8 +33,6 @@ from elastic.weights.source import PullReport
 POLL_S = 0.01
 """How often jobs beside the model are asked for while nothing is generated; between iterations they always are."""
 REASON_CHARACTERS = 1000
-LOGPROB_MIN = -1000.0
-"""vLLM writes -9999 where a log-probability is no number, or the token was impossible."""
 
 
 @dataclass(slots=True, eq=False)
@@ -333,7 +331,7 @@ class VllmProcess:
         token_ids: list[int] = output.new_token_ids
         logprobs = [float(row[0]) for row in output.new_logprobs.logprobs] if token_ids else []
         finish, detail = _finish(output), ""
-        if wrong := next((value for value in logprobs if not (isfinite(value) and value > LOGPROB_MIN)), None):
+        if (wrong := unsound_logprob(logprobs)) is not None:
             detail = f"vLLM gave a token the log-probability {wrong:g}: the model's logits are not finite"
             token_ids, logprobs, finish = [], [], FinishReason.ERROR
         stats = None if turn.reported else output.prefill_stats

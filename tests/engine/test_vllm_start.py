@@ -1,0 +1,107 @@
+"""What becomes of a vLLM that does not start, or dies: each message names the part and what would mend it, and nothing
+is left behind. In the place of vLLM's process stands a stub."""
+
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from elastic.config import EngineConfig
+from elastic.core.types import FinishReason
+from elastic.engine.vllm import Vllm, VllmSettings
+from elastic.engine.vllm.engine import VllmEngine
+from elastic.testing.recorder import Recorder
+
+MODEL = {"vocab_size": 64, "max_position_embeddings": 4096}
+STUB = Path(__file__).with_name("vllm_stub.py")
+
+
+@pytest.fixture
+def start(tmp_path, monkeypatch):
+    """Starts an engine whose vLLM does so; whatever it leaves running is a failure."""
+    interpreter = tmp_path / "python"
+    interpreter.write_text(f"#!/bin/sh\nexec {sys.executable} {STUB}\n")
+    interpreter.chmod(0o755)
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    started: list[VllmEngine] = []
+
+    def starting(does: str, **settings: object) -> VllmEngine:
+        monkeypatch.setenv("STUB", does)
+        monkeypatch.setattr(sys, "executable", str(interpreter))
+        own = VllmSettings.model_validate({"restart_base_s": 0.01, **settings})
+        started.append(VllmEngine(MODEL, EngineConfig(kind="vllm"), own))
+        return started[-1]
+
+    yield starting
+    for engine in started:
+        engine.close()
+    assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
+
+
+@pytest.mark.parametrize(
+    ("does", "message"),
+    [
+        (
+            "killed",
+            r"vLLM's process ended as it started: signal SIGKILL \(by the system, .*memory.*fewer engine.kv_blocks",
+        ),
+        (
+            "fails:ValueError: No available memory for the cache blocks",
+            r"vLLM did not start: .*; fewer engine.kv_blocks",
+        ),
+        (
+            "fails:ValueError: Model architectures ['Warp'] are not supported",
+            r"Warp.*; model\.checkpoint must be of an",
+        ),
+        ("fails:ValueError: block size 16", r"block size 16; engine\.kv_block_tokens must be"),
+    ],
+)
+def test_a_start_that_fails_says_what_would_mend_it(start, does, message):
+    with pytest.raises(ValueError, match=message):
+        start(does)
+
+
+def test_a_start_that_hangs_is_given_up(start):
+    with pytest.raises(ValueError, match=r"engine\.vllm\.start_timeout_s: vLLM did not start in 0\.5 s; .* up to 60 s"):
+        start("hangs", start_timeout_s=0.5)
+
+
+def test_one_death_too_many_ends_the_engine_and_every_turn_says_why(start, turn):
+    recorder = Recorder(start("dies", max_restarts=1))
+    for number in range(2):
+        recorder.run(turn(f"turn {number}"))
+        end = recorder.end(f"turn {number}")
+        assert (end.finish, end.token_ids) == (FinishReason.STALLED, [])
+        assert "vLLM's process ended: exit code 3" in end.detail
+
+    recorder.engine._watching.join(30.0)
+    with pytest.raises(RuntimeError, match=r"has ended 2 times, more than engine\.vllm\.max_restarts = 1 allows"):
+        recorder.engine.statistics()
+    assert recorder.engine.closed
+
+
+@pytest.mark.parametrize(
+    ("config", "settings", "message"),
+    [
+        ({"max_context_tokens": 5000}, {}, r"engine\.max_context_tokens: 5000 exceeds .*; allowed: up to 4096"),
+        (
+            {},
+            {"base": "/nowhere"},
+            r"engine\.vllm\.base: /nowhere has no config\.json; allowed: a checkpoint's directory",
+        ),
+    ],
+)
+def test_what_cannot_be_is_said_before_anything_starts(config, settings, message):
+    with pytest.raises(ValueError, match=message):
+        Vllm.create(MODEL, EngineConfig(kind="vllm", **config), VllmSettings.model_validate(settings))
+
+
+def test_a_base_that_is_served_does_not_sleep():
+    with pytest.raises(ValueError, match=r"sleep_level = 1 takes the weights from the base that is served; allowed: 0"):
+        VllmSettings.model_validate({"base": "base", "sleep_level": 1})
+
+
+def test_an_engine_without_a_base_serves_nobody(start):
+    with pytest.raises(ValueError, match=r"engine\.vllm\.base: there is none"):
+        start("dies").serve(lambda chunks: None)
