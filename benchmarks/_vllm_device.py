@@ -117,7 +117,7 @@ class VllmDevice:
             for task in Path(f"/proc/{engine.process_id}/task").iterdir():
                 os.sched_setaffinity(int(task.name), {EXECUTOR_CORE})
         self._engine = engine
-        self._turns = _Turns(engine)
+        self._turns: Any = _Turns(engine)
 
     def close(self) -> None:
         self._engine.close()

@@ -212,6 +212,7 @@ async def measure_pairs(pairs: int) -> dict[str, Any]:
                     same = await asyncio.to_thread(_bench, url, policy, result, prompts, AS_MUCH)
                     others = [[(token + 1) % VOCABULARY for token in prompt] for prompt in prompts]  # none is cached
                     less = await asyncio.to_thread(_bench, url, policy, result, others, {})
+                    print(f"pair {pair}: {figures} {same} {less}", file=sys.stderr, flush=True)
                     if pair:  # the first of each warms up
                         ours.append(figures)
                         theirs.append(same)

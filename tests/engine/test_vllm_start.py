@@ -3,6 +3,7 @@ is left behind. In the place of vLLM's process stands a stub."""
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -30,7 +31,7 @@ def start(tmp_path, monkeypatch):
         monkeypatch.setenv("STUB", does)
         monkeypatch.setattr(sys, "executable", str(interpreter))
         own = VllmSettings.model_validate({"restart_base_s": 0.01, **settings})
-        started.append(VllmEngine(MODEL, EngineConfig(kind="vllm"), own))
+        started.append(VllmEngine(MODEL, EngineConfig.model_validate({"kind": "vllm"}), own))
         return started[-1]
 
     yield starting
@@ -68,14 +69,14 @@ def test_a_start_that_hangs_is_given_up(start):
 
 
 def test_one_death_too_many_ends_the_engine_and_every_turn_says_why(start, turn):
-    recorder = Recorder(start("dies", max_restarts=1))
+    recorder: Any = Recorder(start("dies", max_restarts=1), timeout_s=120.0)
     for number in range(2):
         recorder.run(turn(f"turn {number}"))
         end = recorder.end(f"turn {number}")
         assert (end.finish, end.token_ids) == (FinishReason.STALLED, [])
         assert "vLLM's process ended: exit code 3" in end.detail
 
-    recorder.engine._watching.join(30.0)
+    recorder.engine._watching.join(120.0)
     with pytest.raises(RuntimeError, match=r"has ended 2 times, more than engine\.vllm\.max_restarts = 1 allows"):
         recorder.engine.statistics()
     assert recorder.engine.closed
@@ -94,7 +95,9 @@ def test_one_death_too_many_ends_the_engine_and_every_turn_says_why(start, turn)
 )
 def test_what_cannot_be_is_said_before_anything_starts(config, settings, message):
     with pytest.raises(ValueError, match=message):
-        Vllm.create(MODEL, EngineConfig(kind="vllm", **config), VllmSettings.model_validate(settings))
+        Vllm.create(
+            MODEL, EngineConfig.model_validate({"kind": "vllm", **config}), VllmSettings.model_validate(settings)
+        )
 
 
 def test_a_base_that_is_served_does_not_sleep():

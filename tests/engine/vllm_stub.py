@@ -1,4 +1,4 @@
-"""In the place of vLLM's process: the other end of the socket, which does as `STUB` says."""
+"""In the place of vLLM's process: the other end of the socket, which does as `STUB` says. Imports little."""
 
 import os
 import signal
@@ -6,19 +6,26 @@ import sys
 import time
 from multiprocessing.connection import Connection
 
-from elastic.engine.vllm import messages as m
+import msgspec
 
-line = m.Line.of_vllm(Connection(int(os.environ["ELASTIC_VLLM_SOCKET"])))
+line = Connection(int(os.environ["ELASTIC_VLLM_SOCKET"]))
+
+
+def send(*message: object) -> None:
+    """As `elastic.engine.vllm.messages` has it: the message's name, and its fields."""
+    line.send_bytes(msgspec.msgpack.encode(message))
+
+
 does, _, words = os.environ["STUB"].partition(":")
-line.receive()
+line.recv_bytes()
 if does == "fails":
-    line.send(m.Failed(words))
+    send("Failed", words)
     sys.exit(1)
 if does == "killed":
     os.kill(os.getpid(), signal.SIGKILL)
 if does == "hangs":
     time.sleep(600)
-line.send(m.Up("cpu", 256, 32, 64, "0.32.0"))
-while not isinstance(line.receive(), m.Submit):
+send("Up", "cpu", 256, 32, 64, "0.32.0")
+while msgspec.msgpack.decode(line.recv_bytes())[0] != "Submit":
     pass
 sys.exit(3)

@@ -236,6 +236,12 @@ class VllmEngine:
             )
 
     @property
+    def served_alive(self) -> int:
+        """How many of the base's users' requests have not ended."""
+        with self._changed:
+            return sum(live.served for live in self._alive.values())
+
+    @property
     def _turns_alive(self) -> list[_Live]:
         return [live for live in self._alive.values() if not live.served]
 
@@ -633,6 +639,11 @@ class VllmServing:
     @property
     def closed(self) -> bool:
         return self._engine.closed
+
+    @property
+    def load(self) -> int:
+        """Requests that have not ended."""
+        return self._engine.served_alive
 
     def submit(self, requests: Sequence[GenerateRequest]) -> None:
         self._engine._submit(requests, served=True)

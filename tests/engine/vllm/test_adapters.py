@@ -1,5 +1,7 @@
 """A base that is served, and the policy as an adapter to it, in one engine: versions, and who goes first."""
 
+from typing import Any
+
 import pytest
 
 pytest.importorskip("vllm")
@@ -38,7 +40,8 @@ def adapter(seed: int, size: float = 0.2, rank: int = RANK) -> dict[str, torch.T
 def reference(changed: dict[str, torch.Tensor] | None) -> Qwen3:
     """The base in float32, with an adapter added to its matrices."""
     tensors = {name: tensor.float() for name, tensor in MODEL.tensors(1).items()}
-    for name, down in (changed or {}).items():
+    changed = changed or {}
+    for name, down in changed.items():
         if name.endswith("lora_A.weight"):
             at = name.removeprefix("base_model.model.").replace("lora_A.", "")
             tensors[at] += changed[name.replace("lora_A", "lora_B")].float() @ down.float()
@@ -60,7 +63,8 @@ def served(start, tmp_path_factory):
         "arguments": {"dtype": "float32"},
     }
     recorder = start(vllm=own, kv_blocks=17, max_batch=4)
-    return recorder, Recorder(Users(recorder.engine), 600.0)
+    users: Any = Users(recorder.engine)
+    return recorder, Recorder(users, 600.0)
 
 
 class Users:
@@ -82,7 +86,7 @@ def turn(name: str, prompt: int = 20, **drawn) -> GenerateRequest:
     return GenerateRequest(request_id=name, token_ids=ids, start=0, sampling=wanted)
 
 
-def assert_said_by(model: Qwen3, recorder: Recorder, request: GenerateRequest) -> None:
+def assert_said_by(model: Qwen3, recorder, request: GenerateRequest) -> None:
     tokens = recorder.tokens(request.request_id)
     with torch.no_grad():
         logits = model(torch.tensor([request.token_ids + tokens]))[0, len(request.token_ids) - 1 : -1]
