@@ -33,6 +33,15 @@ Overrides = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
 Remote = Annotated[bool, typer.Option("--remote", help="On the server of `elastic api login`.")]
+RunName = Annotated[str, typer.Argument(metavar="RUN", help="A run's name or path, or `latest`.")]
+BudgetOption = Annotated[
+    float | None,
+    typer.Option(
+        "--budget-usd",
+        metavar="USD",
+        help="What the run may cost in all, its trainer and functions included: it stops in time (run.budget_usd).",
+    ),
+]
 RunsDirectory = Annotated[Path, typer.Option("--directory", help="Where runs are kept.")]
 
 
@@ -102,6 +111,7 @@ def run(
         bool, typer.Option("--supervise", help="Start the orchestrator again when it dies, and go on with the run.")
     ] = False,
     max_restarts: Annotated[int, typer.Option(min=0, help="How often, with --supervise.")] = 10,
+    budget_usd: BudgetOption = None,
     dry_run: Annotated[
         bool,
         typer.Option("--dry-run", help="Show the resolved configuration and what would be acquired; start nothing."),
@@ -119,10 +129,14 @@ def run(
     from elastic.cli.run import dry_run_command, run_command
 
     if remote:
-        raise typer.Exit(_submit(context, config, providers, overrides or [], seed, dry_run, detach, as_json))
+        raise typer.Exit(
+            _submit(
+                context, config, providers, [*(overrides or []), *_budget(budget_usd)], seed, dry_run, detach, as_json
+            )
+        )
     if detach:
         raise ConfigError("elastic run: --detach is for --remote")
-    overrides = [*(overrides or []), *_listening(listen, advertise)]
+    overrides = [*(overrides or []), *_listening(listen, advertise), *_budget(budget_usd)]
     settings, run_dir, names = _run_settings(config, providers, overrides, seed, resume)
     if dry_run:
         dry_run_command(settings, names, str(config or run_dir), as_json=as_json)
@@ -149,7 +163,18 @@ def _submit(
     """`elastic run --remote`; returns the exit code."""
     from elastic.cli.remote import submit_command
 
-    _refuse_all_but(context, "--remote", "CONFIG", "--providers", "--set", "--seed", "--dry-run", "--detach", "--json")
+    _refuse_all_but(
+        context,
+        "--remote",
+        "CONFIG",
+        "--providers",
+        "--set",
+        "--seed",
+        "--budget-usd",
+        "--dry-run",
+        "--detach",
+        "--json",
+    )
     if config is None:
         raise ConfigError(
             "elastic run --remote: give a configuration file; `elastic runs resume RUN` goes on with a run"
@@ -160,6 +185,11 @@ def _submit(
 
 def _names(providers: str | None) -> list[str]:
     return [name.strip() for name in (providers or "").split(",") if name.strip()]
+
+
+def _budget(usd: float | None) -> list[str]:
+    """What --budget-usd sets."""
+    return [] if usd is None else [f"run.budget_usd={usd}"]
 
 
 def _listening(listen: str, advertise: str) -> list[str]:
@@ -231,6 +261,7 @@ def simulate(
     environment_times: Annotated[
         bool, typer.Option("--environment-times", help="With --turns-from RUN: environments take as long as there.")
     ] = False,
+    budget_usd: BudgetOption = None,
     frame_s: Annotated[float | None, typer.Option(help="Longest that tokens wait to be sent.", hidden=True)] = None,
     hours: Annotated[float, typer.Option(help="Virtual time after which a run that has no end is given up.")] = 2160.0,
     faults: Annotated[
@@ -256,7 +287,7 @@ def simulate(
         raise ConfigError("elastic simulate: give a configuration file, or --faults")
     if worlds != 1:
         raise ConfigError("elastic simulate: --worlds is for --faults")
-    settings, _, names = _run_settings(config, providers, overrides or [], seed, "")
+    settings, _, names = _run_settings(config, providers, [*(overrides or []), *_budget(budget_usd)], seed, "")
     if providers is None:
         names = list(settings.simulation.providers)
     default, by_provider = split_profiles(profile or [])
@@ -367,6 +398,46 @@ def report(
         hosted_report_command(name, output, markdown=markdown, as_json=as_json)
         return
     report_command(name, directory, output, compare, markdown=markdown, as_json=as_json)
+
+
+@app.command()
+def cap(
+    name: RunName,
+    provider: Annotated[
+        str, typer.Argument(metavar="PROVIDER=GPUS", help="Such as spot=8, or spot=none to lift the cap.")
+    ],
+    command_id: hosted.CommandIdOption = "",
+    as_json: AsJson = False,
+    directory: RunsDirectory = Path("runs"),
+) -> None:
+    """Limit how many GPUs of a provider a run holds from now on: what exceeds that drains, and no token is lost.
+
+    Example: elastic cap latest spot=8
+    """
+    from elastic.cli.control import cap_command
+    from elastic.runtime.journal import DirectoryStore
+
+    raise typer.Exit(cap_command(DirectoryStore(directory).find(name), provider, command_id, as_json=as_json))
+
+
+@app.command()
+def budget(
+    name: RunName,
+    usd: Annotated[
+        str, typer.Argument(metavar="USD", help="In dollars, all that the run has cost included; `none` for no limit.")
+    ],
+    command_id: hosted.CommandIdOption = "",
+    as_json: AsJson = False,
+    directory: RunsDirectory = Path("runs"),
+) -> None:
+    """Set what a run may cost in all: it stops in time, and can be resumed with more.
+
+    Example: elastic budget latest 25
+    """
+    from elastic.cli.control import budget_command
+    from elastic.runtime.journal import DirectoryStore
+
+    raise typer.Exit(budget_command(DirectoryStore(directory).find(name), usd, command_id, as_json=as_json))
 
 
 @app.command()

@@ -1,14 +1,12 @@
-"""`elastic logs` and `elastic stop` for runs on disk."""
+"""`elastic logs` for runs on disk."""
 
-import asyncio
 import time
 from pathlib import Path
 
 import typer
 
 from elastic import compose
-from elastic.cli.output import EXIT_FAILED, bad_input, emit, program, say
-from elastic.control import CommandRefused, ControlError, RunControl, RunNotThere
+from elastic.cli.output import bad_input
 from elastic.log_files import LogFollower, log_files
 from elastic.runtime.journal import DirectoryStore
 
@@ -32,18 +30,3 @@ def disk_logs_command(name: str, directory: Path, source: str, tail: int | None,
             if not goes_on:
                 return
             time.sleep(POLL_S)
-
-
-def disk_stop_command(name: str, directory: Path, *, as_json: bool) -> None:
-    run = DirectoryStore(directory).find(name)
-    try:
-        asyncio.run(RunControl(run.path).stop("stopped from the command line"))
-    except (RunNotThere, CommandRefused) as error:
-        bad_input(str(error))
-    except ControlError as error:
-        say(f"error: {error}")
-        raise typer.Exit(EXIT_FAILED) from error
-    if as_json:
-        emit({"run": run.name, "phase": "stopping"})
-    else:
-        say(f"{run.name} is stopping; go on with: {program()} run --resume {run.path}")

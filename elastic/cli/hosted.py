@@ -182,6 +182,16 @@ def metrics(name: HostedName = "latest") -> None:
     lines_command(lambda client, run: client.metrics(run).steps, name)
 
 
+CommandIdOption = Annotated[
+    str,
+    typer.Option(
+        "--id",
+        metavar="ID",
+        help="Of a run on disk: the command's id, under which it is done once.",
+    ),
+]
+
+
 def logs(
     name: Annotated[str, typer.Argument(metavar="RUN", help="A run's name or path, its id, or `latest`.")] = "latest",
     follow: Follow = False,
@@ -209,13 +219,17 @@ def stop(
     force: Annotated[
         bool, typer.Option("--force", help="On a server: kill what it has, without a checkpoint.")
     ] = False,
+    reason: Annotated[
+        str, typer.Option(help="Of a run on disk: why; it stands in its report.")
+    ] = "stopped from the command line",
+    command_id: CommandIdOption = "",
     remote: Remote = False,
     as_json: AsJson = False,
     directory: RunsDirectory = Path("runs"),
 ) -> None:
     """Stop a run: it makes a checkpoint, gives everything back and ends; it can be resumed.
 
-    Example: elastic stop latest
+    Example: elastic stop latest --reason "the GPUs are needed"
     """
     from elastic.cli.remote import is_hosted, stop_command
 
@@ -224,9 +238,10 @@ def stop(
         return
     if force:
         raise ConfigError("elastic stop: --force is for runs on a server")
-    from elastic.cli.disk_logs import disk_stop_command
+    from elastic.cli.control import disk_stop_command
+    from elastic.runtime.journal import DirectoryStore
 
-    disk_stop_command(name, directory, as_json=as_json)
+    raise typer.Exit(disk_stop_command(DirectoryStore(directory).find(name), reason, command_id, as_json=as_json))
 
 
 def serve(

@@ -10,9 +10,14 @@ from elastic.cli.app import app
 WIDTH = 100
 HEAD = """# Command line
 
-Every command takes `--help`. Bad input ends with exit code 2 and one message; a run that failed with 1; an
-interrupted one with 130, and `elastic run --resume RUN` goes on. With `--json`, standard output has one JSON
-object and nothing else; progress and messages go to standard error.
+Every command takes `--help`. Bad input ends with exit code 2 and one message; a run that failed with 1; one
+that was stopped, by `elastic stop` or for its budget, with 3; an interrupted one with 130. `elastic run --resume RUN`
+goes on. With `--json`, standard output has one JSON object and nothing else; progress and messages go to standard
+error.
+
+`elastic stop`, `cap` and `budget` speak to the run's process through the socket in its directory (`control.sock`),
+which only the run's user can open. They return once the run's journal has the command, so that it also holds for the
+next process that takes the run up; where no answer came, a command can be repeated under its id and is done once.
 
 <!-- Made by `python -m elastic.cli.reference > docs/cli.md`. -->
 """
