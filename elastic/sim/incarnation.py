@@ -314,6 +314,10 @@ class Incarnation:
         if self._outside.injector.injects(self._outside.rng, self._outside.fault_rates.event_repeated):
             self._run.feed(event)
 
+    def durable(self, then: Callable[[], None]) -> None:
+        """As `elastic.sim.commands.CommandedRun` has it."""
+        self.journal.durable(then)
+
     # The judge
 
     def _judge(self, now_ns: Nanoseconds, event: e.Event, commands: Sequence[c.Command]) -> None:
@@ -325,6 +329,9 @@ class Incarnation:
                 case c.StartTurn():
                     record.check_credits(command, self.scheduler.fleet.workers[command.worker].outstanding)
                     self._check_need(command.turn, str(self.scheduler.turns.live[command.turn].story))
+                case c.AcquireLease(provider=provider):
+                    offer = self.scheduler.leases.offers[provider]
+                    record.check_cap(provider, offer.gpus_per_worker * offer.workers_per_lease)
                 case c.FenceWorker():
                     self._check_need(command.worker, command.reason)
                 case c.FinishTurn():

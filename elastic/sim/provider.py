@@ -7,6 +7,7 @@ from typing import Protocol
 from elastic.core import events as e
 from elastic.core.ids import worker_id
 from elastic.core.types import EndCause, LeaseId, Nanoseconds, Offer, WorkerId, WorkerRole
+from elastic.sim.commands import Interval, LeaseTime
 from elastic.sim.faults import SimulatedSurroundings
 from elastic.sim.settings import MS, SimulatedProviderSettings
 
@@ -31,6 +32,7 @@ class SimulatedLease:
     answered: bool = False
     ignored: int = 0
     workers: list[WorkerId] = field(default_factory=list[WorkerId])
+    granted_ns: Nanoseconds = 0
 
 
 class ProviderSurroundings(SimulatedSurroundings, Protocol):
@@ -49,6 +51,11 @@ class SimulatedProvider:
     def __init__(self, world: ProviderSurroundings, settings: SimulatedProviderSettings) -> None:
         self.settings = settings
         self.held: dict[LeaseId, SimulatedLease] = {}
+        self.billed: list[LeaseTime] = []
+        """Of leases that are over."""
+        self.asked_back_ns: dict[LeaseId, Nanoseconds] = {}
+        """When each lease was asked back first, whether that was heard or not."""
+        self.silences: list[Interval] = []
         self._world = world
         self._ended: dict[LeaseId, EndCause] = {}
         self._closed_until_ns: Nanoseconds = 0
@@ -120,6 +127,7 @@ class SimulatedProvider:
     def release(self, lease: LeaseId) -> None:
         """Of an unknown lease a no-op; of one not granted yet a refusal; deaf at most once to any."""
         held = self.held.get(lease)
+        self.asked_back_ns.setdefault(lease, self._world.loop.now_ns)
         if held is None or self._silent:
             return
         world = self._world
@@ -156,6 +164,8 @@ class SimulatedProvider:
 
     def _take_back(self, held: SimulatedLease, *, noticed: bool) -> None:
         del self.held[held.id]
+        if held.grant is not None:
+            self.billed.append(LeaseTime(held.id, len(held.workers), held.granted_ns, self._world.loop.now_ns))
         for worker in held.workers:
             self._world.end_worker(worker, noticed=noticed)
 
@@ -173,6 +183,7 @@ class SimulatedProvider:
         if now_ns < self._silent_until_ns + SILENCE_APART_NS:
             return False
         self._silent_until_ns = now_ns + min(duration_ns, LONGEST_SILENCE_NS)
+        self.silences.append((now_ns, self._silent_until_ns))
         return True
 
     @property
@@ -199,6 +210,7 @@ class SimulatedProvider:
         if held.answered or self.held.get(held.id) is not held:
             return
         held.answered = True
+        held.granted_ns = self._world.loop.now_ns
         loop, rng, settings = self._world.loop, self._world.rng, self.settings
         held.workers = [worker_id(held.id, n) for n in range(settings.workers_per_lease)]
         expires_at_ns = None if settings.life_ns is None else loop.now_ns + settings.life_ns

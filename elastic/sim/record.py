@@ -54,6 +54,10 @@ class RunRecord:
         self.rewards: dict[TrajectoryId, float] = {}
         self.run_ended: str | None = None
         self.redispatched = 0
+        self._commands: set[str] = set()
+        self._caps: dict[str, int | None] = {}
+        self._asked: dict[LeaseId, str] = {}
+        """Leases that are asked for or held, by what the run was told of them, with their providers."""
         self._ordered: dict[tuple[TurnId, int], tuple[WorkerId, int]] = {}
         self._attempts: dict[TurnId, int] = {}
         self._generated: dict[tuple[TurnId, int], Generated] = {}
@@ -93,6 +97,12 @@ class RunRecord:
             self.lease_of |= dict.fromkeys(event.workers, event.lease)
         elif isinstance(event, e.LeaseEnded):
             self.ended.add(event.lease)
+            self._asked.pop(event.lease, None)
+        elif isinstance(event, e.LeaseRefused) and event.lease not in self.granted:
+            self._asked.pop(event.lease, None)
+        elif isinstance(event, e.CapSet) and event.command not in self._commands:
+            self._commands.add(event.command)
+            self._caps[event.provider] = event.gpus
         elif isinstance(event, e.TrajectoryFinished | e.RewardScored):
             if math.isfinite(event.reward):  # Another may come late, of an attempt that was given up.
                 self.rewards.setdefault(event.trajectory, event.reward)
@@ -100,6 +110,12 @@ class RunRecord:
             self._credits[event.worker] = (event.epoch, 0)
         elif isinstance(event, e.WorkerReported) and event.epoch == self._credits.get(event.worker, (0, 0))[0]:
             self._credits[event.worker] = (event.epoch, event.capacity_turns)
+
+    def check_cap(self, provider: str, gpus_per_lease: int) -> None:
+        """Another lease was asked for: with it, no more GPUs are held than the cap that is known (invariant 16)."""
+        cap = self._caps.get(provider)
+        gpus = gpus_per_lease * sum(of == provider for of in self._asked.values())
+        self.require(cap is None or gpus <= cap, f"{gpus} GPUs of {provider} with what was asked for, capped at {cap}")
 
     def check_credits(self, command: c.StartTurn, holding: int) -> None:
         """A worker that holds so many turns is given no more than it has said that it can take (invariant 8)."""
@@ -115,6 +131,8 @@ class RunRecord:
     def note_command(self, command: c.Command, event: e.Event, now_ns: Nanoseconds) -> None:
         self.require(self.run_ended is None, f"{command} after the end of the run")
         match command:
+            case c.AcquireLease():
+                self._asked[command.lease] = command.provider
             case c.StartTurn():
                 self._started(command, now_ns)
             case c.AcceptTokens():

@@ -10,7 +10,7 @@ lost, from the trainer's checkpoint, with nothing else left.
 """
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from random import Random
 
 import msgspec
@@ -19,6 +19,7 @@ from elastic.core import events as e
 from elastic.core.digest import digest
 from elastic.core.ids import provider_of
 from elastic.core.types import EndCause, LeaseId, Nanoseconds, TurnId, WorkerId, WorkerRole
+from elastic.sim.commands import Commander, Interval, TimedCommand, billed_usd, draw_commands
 from elastic.sim.faults import (
     NO_FAULTS,
     Crash,
@@ -89,13 +90,21 @@ def simulate(
     faults: FaultPlan | None = None,
     *,
     digests: bool = False,
+    commanded: bool = False,
 ) -> SimulatedOutcome:
-    """Live through one world. What is not given is drawn from the seed. Raises `SimulatedWorldFailed`."""
+    """Live through one world. What is not given is drawn from the seed; if it is `commanded`, the run is given caps and
+    a budget, and no crash loses its journal. Raises `SimulatedWorldFailed`."""
     rng = Random(seed)
     draw = draw_large_settings if seed % LARGE_EVERY == LARGE_EVERY - 1 else draw_settings
     digests = digests or (settings is None and seed % REPLAYED_EVERY == REPLAYED_EVERY // 2)
     settings = settings or draw(rng)
-    world = SimulatedWorld(seed, settings, faults or draw_faults(rng, settings.fault_span_ns), digests=digests)
+    faults = faults or draw_faults(rng, settings.fault_span_ns)
+    commands: Sequence[TimedCommand] = ()
+    if commanded:
+        crashes = tuple(msgspec.structs.replace(crash, journal_lost=False) for crash in faults.crashes)
+        faults = msgspec.structs.replace(faults, crashes=crashes)
+        commands = draw_commands(seed, settings, settings.fault_span_ns)
+    world = SimulatedWorld(seed, settings, faults, commands, digests=digests)
     try:
         return world.live()
     except Exception as error:
@@ -107,7 +116,15 @@ def simulate(
 class SimulatedWorld:
     """Everything that outlives the orchestrator (providers, workers, the trainer), and the faults that strike it."""
 
-    def __init__(self, seed: int, settings: WorldSettings, faults: FaultPlan, *, digests: bool = False) -> None:
+    def __init__(
+        self,
+        seed: int,
+        settings: WorldSettings,
+        faults: FaultPlan,
+        commands: Sequence[TimedCommand] = (),
+        *,
+        digests: bool = False,
+    ) -> None:
         self.seed = seed
         self.settings = settings
         self.faults = faults
@@ -131,9 +148,12 @@ class SimulatedWorld:
         """Whether every one of them dies."""
         self.run = Incarnation(self)
         self.runs = [self.run]
+        self._commander = Commander(self.loop, lambda: self.run, commands)
+        self._downtimes: list[Interval] = []
 
     def live(self) -> SimulatedOutcome:
         self.loop.after(0, self.run.begin)
+        self._commander.begin()
         for fault in self.faults.faults:
             self.loop.at(fault.at_ns, lambda fault=fault: self._strike(fault))
         for crash in self.faults.crashes:
@@ -210,6 +230,7 @@ class SimulatedWorld:
         if not self.run.up:
             return
         self.injector.struck += 1
+        self._crashed_ns = self.loop.now_ns
         self.run.crash()
         if crash.trainer_dies:
             self._kill_trainer(silently=False)
@@ -225,8 +246,10 @@ class SimulatedWorld:
             return
         if former is None:
             self.learner.begin_anew()
+        self._downtimes.append((self._crashed_ns, self.loop.now_ns))
         self.run = Incarnation(self, former)
         self.runs.append(self.run)
+        self.run.record.require(not self._commander.forgotten(), f"commands forgotten: {self._commander.forgotten()}")
         self.run.resume()
 
     # Faults
@@ -317,7 +340,8 @@ class SimulatedWorld:
         scheduler, record = self.run.scheduler, self.run.record
         waits = [f"{w.what} of {w.key} since {w.since_ns / 1e9:.3f} s" for w in scheduler.timers.waits()]
         record.require(self.run.over, f"{scheduler.phase} for ever; waits for {waits}")
-        if self.faults.ending is RunEnding.COMPLETE:
+        self._check_commands()
+        if self.faults.ending is RunEnding.COMPLETE and not scheduler.stopped:
             record.require(not scheduler.failed, f"the run failed: {scheduler.failed}")
             steps, done = self.settings.plan.steps, self.run.first_version + len(scheduler.history)
             record.require(done == steps == self.learner.checkpoint, f"{done} of {steps} steps done")
@@ -331,6 +355,19 @@ class SimulatedWorld:
         if self.digesting:
             same = replayed(self.settings, self.run.journal.events) == self.run.journal.digests
             record.require(same, "the journal does not lead to the same states")
+
+    def _check_commands(self) -> None:
+        record, forgotten = self.run.record, self._commander.forgotten()
+        record.require(not forgotten, f"commands forgotten: {forgotten}")
+        budget_usd, usd = self._commander.budget_usd, 0.0
+        if budget_usd is None:
+            return
+        for provider in self.providers.values():
+            known = [time for time in provider.billed if time.lease in record.granted]
+            excused = [*self._downtimes, *provider.silences]
+            limit_ns = self.settings.limits.release_timeout_ns
+            usd += billed_usd(provider.settings, known, provider.asked_back_ns, limit_ns, excused)
+        record.require(usd <= budget_usd, f"${usd:.4f} are billed, the budget was ${budget_usd:.4f}")
 
     def _outcome(self) -> SimulatedOutcome:
         return SimulatedOutcome(
