@@ -219,6 +219,7 @@ class Service:
                 await self._operations.join()
                 if self._training is not None:
                     await self._training.published()
+                    await self._training.checkpointed()
         except TimeoutError:
             return False
         return True

@@ -158,6 +158,11 @@ class TrainerHost:
         unusable = {group: wire.clipped(why) for group, why in self._trainer.unusable.items()}
         return wire.Stepped(order.version, wire.finite(metrics | times), unusable)
 
+    def checkpoint(self) -> None:
+        path, stands = self._checkpoint_path, self._standing
+        if stands.version and not stands.groups and not stands.slots and not path.exists():
+            self._save()
+
     def published(self) -> wire.PublishedFrame:
         return self._publication.result()
 
@@ -192,8 +197,12 @@ class TrainerHost:
         version = self._trainer.version
         return version % self._config.trainer.checkpoint_every_steps == 0 or version == self._config.run.steps
 
+    @property
+    def _checkpoint_path(self) -> Path:
+        return self._checkpoints / f"{self._trainer.version:08d}.safetensors"
+
     def _save(self) -> None:
-        self._trainer.save(self._checkpoints / f"{self._trainer.version:08d}.safetensors")
+        self._trainer.save(self._checkpoint_path)
         for old in self._saved()[:-KEEP_CHECKPOINTS]:
             old.unlink(missing_ok=True)
 

@@ -54,6 +54,11 @@ class Trainer(Protocol):
         """An orchestrator has come back, and its relay may be elsewhere."""
         ...
 
+    def checkpoint(self) -> None:
+        """The device is about to be given back: keep what was trained, unless it is kept or a step is under way. Blocks;
+        raises what failed."""
+        ...
+
     def published(self) -> wire.PublishedFrame:
         """What it took to put the last step's version on the relay, once it is there. Blocks; raises what failed."""
         ...
@@ -120,6 +125,15 @@ class Training:
         """Once the version before is on the relay, or never will be: the next one waits for that."""
         if self._publishing is not None:
             await asyncio.wait({self._publishing})
+
+    async def checkpointed(self) -> None:
+        """Have the trainer keep what it has trained; without that the next one trains it once more."""
+        try:
+            await self._device.run(self._trainer.timeout_s, self._trainer.checkpoint)
+        except TimeoutError:
+            raise
+        except Exception as error:
+            log.warning("no checkpoint before the device is given back", error=repr(error))
 
     def _carry_out(self, order: TrainerOrder) -> TrainerReply:
         """On the device's thread: train while the engine sleeps, which the orchestrator has seen to as a rule.
