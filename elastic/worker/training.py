@@ -55,8 +55,10 @@ class Trainer(Protocol):
         ...
 
     def checkpoint(self) -> None:
-        """The device is about to be given back: keep what was trained, unless it is kept or a step is under way. Blocks;
-        raises what failed."""
+        """The device is about to be given back: keep what was trained, unless it is kept or a step is under way.
+
+        Blocks; raises what failed.
+        """
         ...
 
     def published(self) -> wire.PublishedFrame:
