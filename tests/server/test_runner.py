@@ -1,0 +1,277 @@
+"""The runner, on processes as simple as can be: adopted, never begun twice, followed by others when they die."""
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+
+from elastic.processes import identity
+from elastic.resources import RunPhase
+from elastic.server.runner import RunnerBusy, RunnerLoop
+from elastic.server.settings import ServerSettings
+from elastic.server.store import runs, tables
+from elastic.server.store.runs import HostedRunRow
+from tests.server.conftest import Site
+
+# A runner that is gone leaves its processes behind, as it should.
+pytestmark = pytest.mark.filterwarnings("ignore:subprocess .* is still running:ResourceWarning")
+
+PROCESS = """
+import fcntl, os, signal, sqlite3, sys
+from pathlib import Path
+run = Path(sys.argv[sys.argv.index("--resume") + 1])
+lock = (run / "lock").open("w")
+try:
+    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+except BlockingIOError:
+    (run / "twice").touch()
+    sys.exit(2)
+if (run.parent.parent / "refuse").exists():
+    print("error: the configuration is no good", file=sys.stderr)
+    sys.exit(2)
+number = len(list(run.glob("journal*.sqlite"))) + 1
+path = run / ("journal.sqlite" if number == 1 else f"journal.{number}.sqlite")
+with sqlite3.connect(path) as journal:
+    journal.execute("CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL)")
+    journal.execute("CREATE TABLE samples (t_ns INTEGER PRIMARY KEY, status TEXT NOT NULL)")
+    journal.executemany("INSERT INTO meta VALUES (?, ?)", [("schema_version", "SCHEMA"), ("status", "running")])
+def end(status, code):
+    def act(*_):
+        with sqlite3.connect(path) as journal:
+            journal.execute("UPDATE meta SET value = ? WHERE key = 'status'", (status,))
+        os._exit(code)
+    return act
+signal.signal(signal.SIGTERM, end("failed: interrupted", 130))
+signal.signal(signal.SIGUSR1, end("finished", 0))
+signal.signal(signal.SIGUSR2, end("failed: no capacity", 1))
+(run / "pid").write_text(str(os.getpid()))
+while True:
+    signal.pause()
+"""
+WAIT_S = 60.0
+
+
+@pytest.fixture
+def quick(site: Site, tmp_path: Path) -> ServerSettings:
+    from elastic.runtime.journal import SCHEMA_VERSION
+
+    script = tmp_path / "process.py"
+    script.write_text(PROCESS.replace("SCHEMA", str(SCHEMA_VERSION)))
+    return dataclasses.replace(
+        site.settings, command=(sys.executable, str(script)), tick_s=0.02, observe_s=0.05, restart_base_s=0.01
+    )
+
+
+@contextlib.asynccontextmanager
+async def running(site: Site, settings: ServerSettings) -> AsyncIterator[RunnerLoop]:
+    """A runner, for a while; what it began goes on."""
+    runner = RunnerLoop(site.store, settings)
+    task = asyncio.create_task(runner.run())
+    try:
+        yield runner
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+def row(site: Site, run: str) -> HostedRunRow:
+    with site.store.reading() as connection:
+        found = runs.find(connection, run)
+    assert found is not None
+    return found
+
+
+def all_rows(site: Site) -> list[Any]:
+    with site.store.reading() as connection:
+        return list(connection.execute(sa.select(tables.runs.c.id)))
+
+
+async def until(holds: Callable[[], Any]) -> Any:
+    async with asyncio.timeout(WAIT_S):
+        while not (found := holds()):  # noqa: ASYNC110 - other processes are waited for
+            await asyncio.sleep(0.01)
+        return found
+
+
+async def process_of(site: Site, settings: ServerSettings, run: str, other_than: int = 0) -> int:
+    """The id of the run's process, once it is up and the store knows it."""
+
+    def up() -> int:
+        with contextlib.suppress(OSError, ValueError):
+            pid = int((settings.run_dir(run) / "pid").read_text())
+            known = row(site, run).identity
+            if pid != other_than and known is not None and known.pid == pid:
+                return pid
+        return 0
+
+    return await until(up)
+
+
+async def killed(pid: int) -> None:
+    """Kill what an earlier runner began, and bury it: the parent of both is this process."""
+    os.kill(pid, signal.SIGKILL)
+    await asyncio.to_thread(os.waitpid, pid, 0)
+
+
+@pytest.fixture
+def submitted(site: Site, submission: Callable[..., dict[str, Any]]) -> Any:
+    made: list[str] = []
+
+    def submit(**fields: Any) -> str:
+        made.append(site.client().post("/v1/runs", json=submission(**fields)).json()["id"])
+        return made[-1]
+
+    yield submit
+    for run in made:
+        with contextlib.suppress(OSError, ValueError):
+            pid = int((site.settings.run_dir(run) / "pid").read_text())
+            if identity(pid) is not None:
+                os.kill(pid, signal.SIGKILL)
+
+
+async def test_what_lives_is_adopted_and_never_begun_twice(site: Site, quick: ServerSettings, submitted: Any) -> None:
+    run = submitted()
+    async with running(site, quick):
+        pid = await process_of(site, quick, run)
+    for forgotten in (False, True, False):
+        if forgotten:  # The former runner died right after it had begun the process.
+            with site.store.writing() as tx:
+                runs.observe(tx, run, process=None, phase=RunPhase.STARTING.value)
+        async with running(site, quick) as runner:
+            began_s = runner.ticked_s
+            await until(lambda: runner.ticked_s > began_s)  # noqa: B023 - is awaited here
+            assert await process_of(site, quick, run) == pid
+    async with running(site, quick):
+        os.kill(pid, signal.SIGUSR1)
+        await until(lambda: row(site, run).phase is RunPhase.FINISHED)
+    assert row(site, run).attempt == 1
+    assert not row(site, run).managed
+    assert not (quick.run_dir(run) / "twice").exists()
+
+
+async def test_what_dies_is_followed_until_it_is_enough(site: Site, quick: ServerSettings, submitted: Any) -> None:
+    run, pid = submitted(max_restarts=2), 0
+    async with running(site, quick):
+        for restarts in range(3):
+            pid = await process_of(site, quick, run, other_than=pid)
+            assert row(site, run).restarts == restarts
+            os.kill(pid, signal.SIGKILL)
+        await until(lambda: row(site, run).ended)
+    ended = site.client().get(f"/v1/runs/{run}").json()
+    assert (ended["phase"], ended["restarts"]) == ("failed", 2)
+    assert "killed by SIGKILL; it has been started again 2 times" in ended["cause"]
+    assert {one["type"]: one["reason"] for one in ended["conditions"]}["Ended"] == "Failed"
+
+
+async def test_what_dies_while_nobody_looks_is_followed(site: Site, quick: ServerSettings, submitted: Any) -> None:
+    run = submitted()
+    async with running(site, quick):
+        pid = await process_of(site, quick, run)
+    await killed(pid)
+    async with running(site, quick):
+        await process_of(site, quick, run, other_than=pid)
+    assert row(site, run).restarts == 1
+
+
+async def test_what_goes_down_with_its_machine_does_not_count(
+    site: Site, quick: ServerSettings, submitted: Any
+) -> None:
+    run = submitted(max_restarts=0)
+    async with running(site, quick):
+        pid = await process_of(site, quick, run)
+    await killed(pid)
+    process = row(site, run).process
+    assert process is not None
+    with site.store.writing() as tx:
+        runs.observe(tx, run, process={**process, "world": "an earlier boot"})
+    async with running(site, quick):
+        await process_of(site, quick, run, other_than=pid)
+    assert (row(site, run).restarts, row(site, run).cause) == (0, "its machine or container went down")
+
+
+async def test_a_life(site: Site, quick: ServerSettings, submitted: Any) -> None:
+    """Stopped, resumed, failed, resumed, finished, deleted; and stopped before it began."""
+    run, client = submitted(), site.client()
+    place = f"/v1/runs/{run}"
+    async with running(site, quick) as runner:
+        pid = await process_of(site, quick, run)
+        assert client.delete(place).json()["type"] == "/problems/run-active"
+        client.post(f"{place}/stop")
+        runner.wake()
+        await until(lambda: row(site, run).phase is RunPhase.STOPPED)
+        assert client.post(f"{place}/stop").json()["type"] == "/problems/run-stopped"
+        client.post(f"{place}/resume")
+        pid = await process_of(site, quick, run, other_than=pid)
+        os.kill(pid, signal.SIGUSR2)
+        await until(lambda: row(site, run).phase is RunPhase.FAILED)
+        assert row(site, run).cause == "no capacity"
+        client.post(f"{place}/resume")
+        pid = await process_of(site, quick, run, other_than=pid)
+        os.kill(pid, signal.SIGUSR1)
+        await until(lambda: row(site, run).phase is RunPhase.FINISHED)
+        assert client.post(f"{place}/resume").json()["type"] == "/problems/run-finished"
+        assert client.post(f"{place}/stop").json()["type"] == "/problems/run-finished"
+        assert client.delete(place).status_code == 204
+        assert client.get(place).status_code == 404
+        await until(lambda: not quick.run_dir(run).exists())
+        await until(lambda: not all_rows(site))
+    early = submitted()
+    client.post(f"/v1/runs/{early}/stop")
+    async with running(site, quick):
+        await until(lambda: row(site, early).phase is RunPhase.STOPPED)
+    assert row(site, early).attempt == 0
+    assert not quick.run_dir(early).exists()
+
+
+async def test_bad_input_is_no_reason_to_try_again(site: Site, quick: ServerSettings, submitted: Any) -> None:
+    (quick.home / "refuse").touch()
+    run = submitted()
+    async with running(site, quick):
+        await until(lambda: row(site, run).ended)
+    assert (row(site, run).phase, row(site, run).cause) == (RunPhase.FAILED, "the configuration is no good")
+    assert row(site, run).attempt == 1
+
+
+async def test_a_home_has_one_runner(site: Site, quick: ServerSettings) -> None:
+    async with running(site, quick) as runner:
+        began_s = runner.ticked_s
+        await until(lambda: runner.ticked_s > began_s)
+        with pytest.raises(RunnerBusy, match=f"process {os.getpid()} attends to its runs already"):
+            await RunnerLoop(site.store, quick).run()
+    async with running(site, quick) as runner:
+        began_s = runner.ticked_s
+        await until(lambda: runner.ticked_s > began_s)
+
+
+async def test_a_database_that_goes_away_and_comes_back(site: Site, quick: ServerSettings, submitted: Any) -> None:
+    """Runs go on meanwhile, and what was acknowledged before is done afterwards."""
+    run = submitted()
+    path = quick.home / "elastic.sqlite"
+    async with running(site, quick):
+        pid = await process_of(site, quick, run)
+        site.client().post(f"/v1/runs/{run}/stop")
+        site.store.close()
+        path.chmod(0)
+        for part in path.parent.glob("elastic.sqlite*"):
+            part.rename(part.with_name(f"away-{part.name}"))
+        path.mkdir()
+        answer = await asyncio.to_thread(lambda: site.client().get("/v1/runs"))
+        assert (answer.status_code, answer.json()["type"]) == (503, "/problems/unavailable")
+        assert answer.headers["retry-after"]
+        assert not (await asyncio.to_thread(lambda: site.client().get("/readyz"))).json()["ready"]
+        path.rmdir()
+        for part in path.parent.glob("away-elastic.sqlite*"):
+            part.rename(part.with_name(part.name.removeprefix("away-")))
+        path.chmod(0o600)
+        site.store.close()
+        await until(lambda: row(site, run).phase is RunPhase.STOPPED)
+    assert identity(pid) is None
