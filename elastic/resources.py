@@ -74,6 +74,16 @@ class ProviderFigures(_Resource):
     usd_per_hour: float = 0.0
 
 
+class BudgetFigures(_Resource):
+    """How a run's budget stands, as its core says. `committed_usd` is what the run costs if it is stopped now."""
+
+    budget_usd: float
+    committed_usd: float
+    used_share: float
+    warned: bool
+    ends_in_s: float | None
+
+
 class RunFigures(_Resource):
     """How far a run is: the newest sample of its journal."""
 
@@ -92,6 +102,7 @@ class RunFigures(_Resource):
     cpu_share: float = 0.0
     pacing_holds: bool = True
     providers: dict[str, ProviderFigures] = {}
+    budget: BudgetFigures | None = None
 
 
 class HostedRun(_Resource):
@@ -181,13 +192,18 @@ class ResumeRequest(_RequestBody):
 
 
 class RunBudget(_Resource):
-    """What a run may cost, what it has cost, and when the rest is gone at the present price."""
+    """What a run may cost, what it has cost, and when the rest is gone with what it holds.
+
+    `committed_usd` is what it costs if it is stopped now; unknown without a budget, and before the run has begun.
+    """
 
     object: Literal["budget"] = "budget"
     run: str
     budget_usd: float | None
     usd: float
     usd_per_hour: float
+    committed_usd: float | None
+    warned: bool
     ends_in_s: float | None
 
 

@@ -3,12 +3,12 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
+from elastic.core.controls import BUDGET_EXHAUSTED
 from elastic.resources import ENDED, Condition, RunFigures, RunPhase
 from elastic.server.clock import rfc3339
 from elastic.server.store.runs import HostedRunRow
 
 Truth = Literal["True", "False", "Unknown"]
-BUDGET_WARNING_SHARE = 0.8
 
 
 class ConditionFinding(NamedTuple):
@@ -41,7 +41,7 @@ def findings(run: HostedRunRow, phase: RunPhase, cause: str, figures: RunFigures
     if phase is RunPhase.RUNNING:
         found.append(_capacity(run, figures))
     if run.budget_usd is not None:
-        found.append(_budget(run.budget_usd, figures.usd))
+        found.append(_budget(run.budget_usd, cause, figures))
     found.append(_ended(phase, cause))
     return found
 
@@ -92,19 +92,19 @@ def _capacity(run: HostedRunRow, figures: RunFigures) -> ConditionFinding:
     )
 
 
-def _budget(budget_usd: float, usd: float) -> ConditionFinding:
-    words = f"${usd:.2f} of ${budget_usd:.2f}"
-    if usd >= budget_usd:
-        return ConditionFinding("WithinBudget", "False", "BudgetExhausted", words)
-    if usd >= BUDGET_WARNING_SHARE * budget_usd:
-        return ConditionFinding(
-            "WithinBudget", "True", "BudgetWarning", f"{words}: more than {BUDGET_WARNING_SHARE:.0%}"
-        )
-    return ConditionFinding("WithinBudget", "True", "BudgetLeft", "less than its warning share is used")
+def _budget(budget_usd: float, cause: str, figures: RunFigures) -> ConditionFinding:
+    words = f"${figures.usd:.2f} of ${budget_usd:.2f}"
+    if cause.startswith(BUDGET_EXHAUSTED):
+        return ConditionFinding("WithinBudget", "False", BUDGET_EXHAUSTED, f"{words}; it can be resumed with more")
+    if figures.budget is not None and figures.budget.warned:
+        return ConditionFinding("WithinBudget", "True", "BudgetWarning", f"{words}: it is nearly used")
+    return ConditionFinding("WithinBudget", "True", "BudgetLeft", f"the budget is ${budget_usd:.2f}")
 
 
 def _ended(phase: RunPhase, cause: str) -> ConditionFinding:
     if phase not in ENDED:
         return ConditionFinding("Ended", "False", "GoingOn", "it has not ended")
     reason, message = _ENDINGS[phase]
+    if cause.startswith(BUDGET_EXHAUSTED):
+        reason = BUDGET_EXHAUSTED
     return ConditionFinding("Ended", "True", reason, cause or message)

@@ -137,6 +137,8 @@ EXAMPLES: Mapping[str, Any] = {
         "budget_usd": 5.0,
         "usd": 0.71,
         "usd_per_hour": 15.79,
+        "committed_usd": 0.95,
+        "warned": False,
         "ends_in_s": 978.0,
     },
     "Metrics": {

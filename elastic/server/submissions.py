@@ -50,13 +50,14 @@ def check(settings: ServerSettings, submission: Submission, project: str) -> tup
     if errors or plan is None:
         detail = "; ".join(f"{one.pointer}: {one.detail}" for one in errors)
         raise ApiProblem("invalid-configuration", detail, errors)
+    own = raw.get("run", {}).pop("budget_usd", None)
     run = NewRun(
         project=project,
         name=plan.config.run.name,
         config=raw,
         providers=list(plan.providers),
         labels=submission.labels,
-        budget_usd=submission.budget_usd,
+        budget_usd=own if submission.budget_usd is None else submission.budget_usd,
         caps=submission.caps,
         max_restarts=submission.max_restarts,
     )

@@ -12,6 +12,7 @@ from elastic.server.runner.decisions import Decision, Ending, NextStep, ProcessS
 from elastic.server.store import runs
 from elastic.server.store.runs import HostedRunRow
 
+BUDGET = {"budget_usd": 2.0, "committed_usd": 1.8, "used_share": 0.9, "warned": True, "ends_in_s": None}
 NOW_US, BASE_S, MAX_S = 10**15, 1.0, 30.0
 
 
@@ -98,7 +99,8 @@ def test_deaths_are_survived_as_often_as_was_said(with_world: list[bool], max_re
 @given(phases=st.lists(st.sampled_from(RunPhase), min_size=1, max_size=6), ready=st.integers(0, 2))
 def test_conditions_change_their_time_with_their_status_only(phases: list[RunPhase], ready: int) -> None:
     run, former = record(budget_usd=2.0), list[dict[str, Any]]()
-    figures = RunFigures.model_validate({"usd": 1.7, "providers": {"spot": {"ready": ready, "preemptions": 1}}})
+    providers = {"spot": {"ready": ready, "preemptions": 1}}
+    figures = RunFigures.model_validate({"usd": 1.7, "budget": BUDGET, "providers": providers})
     for number, phase in enumerate(phases):
         found = conditions.findings(run, phase, "", figures)
         now = [one.model_dump() for one in conditions.updated(former, found, number * 10**6, 1)]

@@ -220,14 +220,17 @@ def delete(run: RunId, request: Request, caller: CallerDep, state: StateDep) -> 
 
 @router.get("/{run}/budget", **rules(Action.RUNS_READ, "not-found"))
 def budget(run: RunId, found: RunDep) -> RunBudget:
-    """Show what a run may cost, what it has cost, and when the rest is gone at the present price."""
+    """Show what a run may cost, what it has cost, and when the rest is gone with what it holds."""
     figures = RunFigures.model_validate(found.figures)
-    usd_per_hour = 0.0 if found.ended else sum(one.usd_per_hour for one in figures.providers.values())
-    ends_in_s = None
-    if found.budget_usd is not None and usd_per_hour > 0:
-        ends_in_s = max(0.0, found.budget_usd - figures.usd) / usd_per_hour * 3600
+    stands = figures.budget if found.budget_usd is not None else None
     return RunBudget(
-        run=found.id, budget_usd=found.budget_usd, usd=figures.usd, usd_per_hour=usd_per_hour, ends_in_s=ends_in_s
+        run=found.id,
+        budget_usd=found.budget_usd,
+        usd=figures.usd,
+        usd_per_hour=0.0 if found.ended else sum(one.usd_per_hour for one in figures.providers.values()),
+        committed_usd=None if stands is None else stands.committed_usd,
+        warned=stands is not None and stands.warned,
+        ends_in_s=None if stands is None or found.ended else stands.ends_in_s,
     )
 
 

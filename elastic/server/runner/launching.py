@@ -69,8 +69,11 @@ def begin(
     path, storage = settings.run_dir(run.id).resolve(), settings.storage(run.project).resolve()
     journals = len(RunDirectory(path).journal_paths())
     steps = json.loads(run.config).get("run", {}).get("steps")
+    given = {"run.steps": steps, "run.budget_usd": run.budget_usd}
     command = [*(settings.command or (sys.executable, "-P", "-m", "elastic.cli", "run")), "--resume", str(path)]
-    command += ["--providers", ",".join(run.providers), *(["--set", f"run.steps={steps}"] if steps else [])]
+    command += ["--providers", ",".join(run.providers)]
+    for key, value in given.items():
+        command += ["--set", f"{key}={value}"] if value is not None else []
     # The project's files are no place to import from.
     environment = {**inherited(), **settings.environment, SERVED_VARIABLE: run.id, "PYTHONSAFEPATH": "1"}
     uid: int | None = None
