@@ -1,7 +1,6 @@
 """Simulated runs, put together: the configuration, policies and journal of live ones around modelled devices."""
 
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -307,8 +306,8 @@ def simulate(
     experiment = settled(config, experiment)
     scheduler = Scheduler(compose.run_plan(plan), compose.limits(config), compose.policies(config), 0)
     settings = config.journal.model_copy(update={"commit_interval_s": JOURNAL_INTERVAL_S})
-    meta = _meta(plan, run_dir, experiment)
-    journal = RunDirectory(run_dir).begin_journal(settings, waits=True, notes=meta)
+    told = compose.notes_of(plan, run_dir) | {"simulated": msgspec.json.encode(experiment).decode()}
+    journal = RunDirectory(run_dir).begin_journal(settings, waits=True, notes=told)
     with compose.journaled(journal, scheduler) as ending:
         run = build(plan, experiment, scheduler, journal)
         tell([line for name, settings in plan.providers.items() for line in doubts(name, settings)])
@@ -331,15 +330,3 @@ def simulate(
     return compose.RunOutcome(
         run_dir=run_dir, failed=failed, interrupted=failed == compose.INTERRUPTED, stopped=scheduler.stopped
     )
-
-
-def _meta(plan: compose.RunPlan, run_dir: Path, experiment: Experiment) -> dict[str, str]:
-    return {
-        "run": run_dir.name,
-        "status": compose.RUNNING,
-        "simulated": msgspec.json.encode(experiment).decode(),
-        "config": plan.config.model_dump_json(),
-        "providers": ",".join(plan.providers),
-        "seed": str(plan.config.run.seed),
-        "started_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-    }

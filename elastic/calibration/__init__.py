@@ -3,15 +3,3 @@
 from elastic.calibration.engine import measure_engine, profile_engine
 from elastic.calibration.numbers import DEFAULT_BASE, Base, CalibrationError, EngineNumbers, Measured
 from elastic.calibration.run import find_live_run, profile_run
-
-__all__ = [
-    "DEFAULT_BASE",
-    "Base",
-    "CalibrationError",
-    "EngineNumbers",
-    "Measured",
-    "find_live_run",
-    "measure_engine",
-    "profile_engine",
-    "profile_run",
-]

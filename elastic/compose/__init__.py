@@ -3,7 +3,7 @@
 The only room that knows everybody. Commands of the command line end here.
 """
 
-from elastic.compose.execution import INTERRUPTED, RunOutcome, execute
+from elastic.compose.execution import INTERRUPTED, RunOutcome, execute, notes_of
 from elastic.compose.incarnations import (
     RUNNING,
     UNEXPECTED,
@@ -40,45 +40,3 @@ from elastic.compose.runs import (
     save_run_config,
 )
 from elastic.compose.scheduling import limits, policies, run_plan, short_limits
-
-__all__ = [
-    "INTERRUPTED",
-    "RUNNING",
-    "TRACE_PLAYERS",
-    "TRAINER_PROVIDER",
-    "UNEXPECTED",
-    "Acquisition",
-    "PastIncarnations",
-    "Prepared",
-    "RewardCalls",
-    "RunOutcome",
-    "RunPlan",
-    "acquisitions",
-    "check_live",
-    "check_policy",
-    "claimed",
-    "configured_budget",
-    "discard_run",
-    "execute",
-    "installed",
-    "is_claimed",
-    "journaled",
-    "kind_of",
-    "limits",
-    "load_run_config",
-    "new_run_dir",
-    "past_incarnations",
-    "policies",
-    "prepare",
-    "private",
-    "read_model_config",
-    "replay",
-    "resolve",
-    "reward_calls",
-    "run_loop",
-    "run_plan",
-    "run_serving_host",
-    "run_worker",
-    "save_run_config",
-    "short_limits",
-]

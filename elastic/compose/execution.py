@@ -82,7 +82,7 @@ async def execute(
         former = previous_incarnation(run, config) if resume else PreviousIncarnation(told=configured_budget(config))
         past = claims.enter_context(next_incarnation(run, config, scheduler)) if resume else PastIncarnations()
         (run_dir / "logs").mkdir(exist_ok=True)
-        notes = _meta(plan, run_dir) | former.notes_to_keep()
+        notes = notes_of(plan, run_dir) | former.notes_to_keep()
         journal = run.begin_journal(config.journal, notes=notes)
         secrets = RunSecrets.of(run_dir)
         with journaled(journal, scheduler) as ending:
@@ -201,7 +201,8 @@ async def _end_former(plan: RunPlan, run_dir: Path, names: Sequence[str]) -> Non
         await providers[name].aclose()
 
 
-def _meta(plan: RunPlan, run_dir: Path) -> dict[str, str]:
+def notes_of(plan: RunPlan, run_dir: Path) -> dict[str, str]:
+    """What the journal of a run that begins says of it."""
     return {
         "run": run_dir.name,
         "incarnation": token_hex(8),

@@ -1,5 +1,7 @@
 """How fast workers of a kind decode at which batch size, captured from what they report. Source: RLBoost §4.2.1."""
 
+from bisect import bisect_left
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from elastic.core.types import NS_PER_S, Nanoseconds
@@ -51,3 +53,17 @@ class BatchProfile:
         sample.context_tokens = (kept * sample.context_tokens + tokens * context_tokens) / (kept + tokens)
         sample.tokens = kept + tokens
         sample.decode_ns = sample.decode_ns * KEPT_SHARE + decode_ns
+
+
+def decode_step_s(batch: int, measured_s: Mapping[int, float]) -> float:
+    """Time of one decode iteration: linear between measured batch sizes and beyond the last two, flat before the
+    first."""
+    if batch == 0:
+        return 0.0
+    sizes = sorted(measured_s)
+    if batch <= sizes[0] or len(sizes) == 1:
+        return measured_s[sizes[0]]
+    upper = min(bisect_left(sizes, batch), len(sizes) - 1)
+    low, high = sizes[upper - 1], sizes[upper]
+    slope = (measured_s[high] - measured_s[low]) / (high - low)
+    return max(0.0, measured_s[low] + slope * (batch - low))

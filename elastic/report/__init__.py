@@ -4,15 +4,3 @@ from elastic.report.comparison import Comparison, compare
 from elastic.report.html import as_html, write_html
 from elastic.report.summary import Summary, summarise
 from elastic.report.text import as_json, as_markdown, closing_table
-
-__all__ = [
-    "Comparison",
-    "Summary",
-    "as_html",
-    "as_json",
-    "as_markdown",
-    "closing_table",
-    "compare",
-    "summarise",
-    "write_html",
-]

@@ -2,5 +2,3 @@
 
 from elastic.engine.kv.layout import KvLayout
 from elastic.engine.kv.pages import OutOfPages, PageBackend, PagePool, PageSpace
-
-__all__ = ["KvLayout", "OutOfPages", "PageBackend", "PagePool", "PageSpace"]

@@ -5,7 +5,8 @@ alone is learned by size from iterations that do nothing else, for neither is pr
 sequence reads the weights as decoding sixteen does.
 """
 
-from elastic.engine.torch.pacing import Costs, IterationLoad, decode_step_s
+from elastic.core.profiles import decode_step_s
+from elastic.engine.torch.pacing import Costs, IterationLoad
 
 FOLLOW = 0.1
 """How much of a newer measurement counts, once there are as many as make a mean of the same weight."""

@@ -3,15 +3,3 @@
 from elastic.sim.performance.episodes import Episode, Episodes, EpisodeTurn
 from elastic.sim.performance.profile import Profile, ProfileError, load_profile, profile_names
 from elastic.sim.performance.run import SimulatedRun, SimulationError
-
-__all__ = [
-    "Episode",
-    "EpisodeTurn",
-    "Episodes",
-    "Profile",
-    "ProfileError",
-    "SimulatedRun",
-    "SimulationError",
-    "load_profile",
-    "profile_names",
-]

@@ -9,7 +9,7 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
@@ -22,57 +22,48 @@ CREEP = 1e-12
 """Context costs per iteration below this many seconds count as none."""
 
 
+@dataclass(slots=True, eq=False)
 class Job:
     """One attempt at a turn of `length` tokens in all, `start` of which are accepted already.
 
-    The first `shared_tokens` of its context are the same for everybody whose `shared` is this.
+    Jobs with the same `shared` have the same first `shared_tokens` of context.
     """
 
-    admissions = 0
-    cached = 0
+    turn: TurnId
+    attempt: int
+    trajectory: str
+    shared: str
+    context: int
+    """Tokens of the prompt and those accepted already."""
+    start: int
+    length: int
+    longest: int
+    shared_tokens: int = 0
+    recompute: bool = False
+    position: int = field(init=False)
+    reported: int = field(init=False)
+    admissions: int = 0
+    cached: int = 0
     """What its first admission found in the prefix cache."""
-    cacheable = True
-    decoding = False
-    joined = 0
+    cacheable: bool = True
+    decoding: bool = False
+    joined: int = 0
     """While it decodes: its position is the engine's clock minus this."""
-    prefill_left = 0
-    prefilled = 0
+    prefill_left: int = 0
+    prefilled: int = 0
     prompt: Prompt | None = None
     """While it runs: what it shares, which counts once for all."""
-    behind = 0
+    behind: int = 0
     """How many of its tokens are in there."""
-    running = False
-    told = False
+    running: bool = False
+    told: bool = False
 
-    def __init__(
-        self,
-        turn: TurnId,
-        attempt: int,
-        trajectory: str,
-        shared: str,
-        prompt: int,
-        start: int,
-        length: int,
-        longest: int,
-        shared_tokens: int = 0,
-        recompute: bool = False,
-    ) -> None:
-        self.turn = turn
-        self.attempt = attempt
-        self.trajectory = trajectory
-        self.shared = shared
-        self.shared_tokens = shared_tokens
-        self.context = prompt + start
-        self.start = start
-        self.length = length
-        self.truncated = length >= longest
-        self.position = start
-        self.reported = start
-        self.recompute = recompute
+    def __post_init__(self) -> None:
+        self.position = self.reported = self.start
 
     @property
     def finish(self) -> FinishReason:
-        return FinishReason.LENGTH if self.truncated else FinishReason.STOP
+        return FinishReason.LENGTH if self.length >= self.longest else FinishReason.STOP
 
 
 class SharedDevice(Protocol):

@@ -93,7 +93,7 @@ class Environments(OneIncarnation):
             command.attempt,
             turn.of.id,
             turn.of.group,
-            turn.prompt,
+            turn.prompt + command.start,
             command.start,
             turn.length,
             self._settings.max_tokens_per_turn,

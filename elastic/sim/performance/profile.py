@@ -8,7 +8,6 @@ that it is an estimate and within which bounds.
 import math
 import re
 import tomllib
-from bisect import bisect_left
 from collections.abc import Mapping
 from functools import cached_property
 from importlib import resources
@@ -16,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+
+from elastic.core.profiles import decode_step_s
 
 DATA = Path(str(resources.files("elastic.sim") / "data"))
 HARDWARE, MODELS, EFFICIENCY = "hardware.toml", "models.toml", "efficiency.toml"
@@ -67,17 +68,8 @@ class EngineRates(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         """One iteration's time at a batch size, without its context."""
         known_s = self._known_decode_s.get(batch)
         if known_s is None:
-            known_s = self._known_decode_s[batch] = self._interpolated_s(batch)
+            known_s = self._known_decode_s[batch] = decode_step_s(batch, self.decode_step_s)
         return known_s
-
-    def _interpolated_s(self, batch: int) -> float:
-        sizes = sorted(self.decode_step_s)
-        if batch <= sizes[0] or len(sizes) == 1:
-            return self.decode_step_s[sizes[0]]
-        upper = min(bisect_left(sizes, batch), len(sizes) - 1)
-        low, high = sizes[upper - 1], sizes[upper]
-        at_low, at_high = self.decode_step_s[low], self.decode_step_s[high]
-        return max(0.0, at_low + (at_high - at_low) / (high - low) * (batch - low))
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True):
