@@ -30,6 +30,7 @@ from elastic.sim.performance import (
     SimulatedRun,
     load_profile,
 )
+from elastic.sim.performance.environments import EnvironmentSettings
 from elastic.sim.performance.episodes import DrawnEpisodes, EpisodeLimits, RecordedEpisodes
 from elastic.sim.performance.launchers import doubts
 from elastic.sim.performance.profile import ComputedProfile, Device, EngineRates, Profile, with_numbers
@@ -228,13 +229,15 @@ def build(plan: compose.RunPlan, experiment: Experiment, scheduler: Scheduler, j
     settings = RunSettings(
         heartbeat_ns=round(config.scheduler.heartbeat_interval_s * NS_PER_S),
         flush_ns=round((experiment.frame_s or config.scheduler.flush_interval_s) * NS_PER_S),
-        max_tokens_per_turn=config.rollout.max_tokens_per_turn,
         horizon_ns=round(experiment.horizon_s * NS_PER_S),
+        environments=EnvironmentSettings(
+            max_tokens_per_turn=config.rollout.max_tokens_per_turn,
+            scored_by_function=bool(plan.reward),
+            reward_s=reward_s,
+            reward_usd=rewards.usd_per_call + rewards.usd_per_s * reward_s,
+            take_time=not experiment.environment_times,
+        ),
         weight_mode=WeightMode(config.weights.mode),
-        scored_by_function=bool(plan.reward),
-        reward_s=reward_s,
-        reward_usd=rewards.usd_per_call + rewards.usd_per_s * reward_s,
-        environments_take_time=not experiment.environment_times,
     )
     trainer = ProviderSettings(
         max_workers=1,
@@ -243,15 +246,8 @@ def build(plan: compose.RunPlan, experiment: Experiment, scheduler: Scheduler, j
         billing=config.trainer.billing,
     )
     try:
-        run = SimulatedRun(
-            scheduler,
-            settings,
-            devices,
-            trainer,
-            plan.providers,
-            episodes_of(config, experiment),
-            journal,
-        )
+        episodes = episodes_of(config, experiment)
+        run = SimulatedRun(scheduler, settings, devices, trainer, plan.providers, episodes, journal)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     _check_patience(config, run)

@@ -13,22 +13,22 @@ import torch
 from torch import Tensor
 
 from elastic.config import EngineConfig
-from elastic.core.types import NS_PER_S, Account, Capabilities, FinishReason, Nanoseconds, WeightMode
-from elastic.engine.base import ChunkSink, EngineStatistics, GenerateRequest, TokenChunk
+from elastic.core.types import NS_PER_S, Account, FinishReason, Nanoseconds, WeightMode
+from elastic.engine.base import ChunkSink, TokenChunk
 from elastic.engine.coserving.blocks import LeasedBlocks
 from elastic.engine.coserving.profile import CostModel, CostProfile, Prefill, Shape, write_profile
 from elastic.engine.coserving.profiler import device_name, kept_profile, measuring, model_name, profile_path
 from elastic.engine.coserving.runner import PagedRunner
 from elastic.engine.coserving.spec import ModelSpec, PageLending
 from elastic.engine.kv import PagePool
-from elastic.engine.torch.controls import EngineControls
-from elastic.engine.torch.engine import capabilities_of, device_named
+from elastic.engine.torch.controls import ControlledEngine, EngineControls
+from elastic.engine.torch.engine import device_named
 from elastic.engine.torch.iterations import IterationRunner
 from elastic.engine.torch.pacing import Costs
 from elastic.engine.torch.requests import RequestTable
 from elastic.engine.torch.scheduler import BatchScheduler, Work, load_of
 from elastic.engine.torch.scheduler import Sequence as Running
-from elastic.weights.source import PullReport, RelaySource, WeightsSource
+from elastic.weights.source import WeightsSource
 
 _log = structlog.get_logger(__name__)
 Step = Callable[[], None]
@@ -68,7 +68,7 @@ class _PagedScheduler(BatchScheduler):
             self.placing = None
 
 
-class SharedDeviceEngine:
+class SharedDeviceEngine(ControlledEngine):
     """One model's engine: `elastic.engine.base.RolloutEngine`. Its thread is the executor's, which asks it for steps.
 
     Raises `ValueError` where a page of the pool does not suit the model's KV.
@@ -100,7 +100,7 @@ class SharedDeviceEngine:
         self._table = RequestTable(
             self._scheduler, spec.config.vocab_size, settings, committed=self._committed, forgotten=self._forgotten
         )
-        self._controls = EngineControls(settings, runner, self._table, changed)
+        super().__init__(EngineControls(settings, device, runner, self._table, changed))
         self._iterations = IterationRunner(settings, device, runner, self._controls, profiled=self._profiled_costs)
         self._spec = spec
         self._cost: CostModel | None = None
@@ -117,10 +117,6 @@ class SharedDeviceEngine:
 
     # Called by anybody.
 
-    @property
-    def capabilities(self) -> Capabilities:
-        return capabilities_of(self.settings, self._device)
-
     def start(self, sink: ChunkSink) -> None:
         with self._changed:
             if self._controls.sink is not None or self._controls.closed:
@@ -128,34 +124,10 @@ class SharedDeviceEngine:
             self._controls.sink = sink
             self._changed.notify_all()
 
-    def submit(self, requests: Sequence[GenerateRequest]) -> None:
-        self._controls.submit(requests)
-
-    def abort(self, request_ids: Sequence[str]) -> None:
-        self._controls.abort(request_ids)
-
-    def prefetch(self, source: RelaySource, timeout_s: float) -> PullReport:
-        return self._controls.weights.stage(source, timeout_s)
-
     def load_version(self, source: WeightsSource, mode: WeightMode) -> float:
         # A copy of its own in host memory, from which the model is activated; made on the caller's time. What of it
         # the device lacks is brought there piece by piece, between iterations.
         return self._controls.load_version(source, mode, self._kept)
-
-    def audit(self) -> bool:
-        return self._controls.weights.audit()
-
-    def sleep(self) -> None:
-        self._controls.sleep()
-
-    def wake(self) -> None:
-        self._controls.wake()
-
-    def set_idle_account(self, account: Account) -> None:
-        self._controls.set_idle_account(account)
-
-    def statistics(self) -> EngineStatistics:
-        return self._controls.statistics()
 
     def end(self) -> None:
         """End every live request with ABORTED, soon. The thread is the executor's and goes on."""

@@ -43,11 +43,6 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
     def layer_slots(self) -> int:
         return self.blocks_per_page * self.block_tokens
 
-    @property
-    def waste_share(self) -> float:
-        """The part of a page that no block fits into."""
-        return 1 - self.blocks_per_page * self.block_bytes / self.page_bytes
-
     def origin(self, page: int, block: int) -> int:
         """The first slot in layer 0 of a page's block."""
         return page * self.page_slots + block * self.block_tokens

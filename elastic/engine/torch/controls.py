@@ -10,17 +10,18 @@ from concurrent.futures import Future
 from typing import NamedTuple
 
 import structlog
+import torch
 from torch import Tensor
 
 from elastic.config import EngineConfig
-from elastic.core.types import Account, WeightMode
+from elastic.core.types import Account, Capabilities, WeightMode
 from elastic.engine.base import ChunkSink, EngineStatistics, GenerateRequest, TokenChunk
 from elastic.engine.meter import AccountMeter
 from elastic.engine.torch.requests import RequestTable
 from elastic.engine.torch.runner import Patch, Runner
 from elastic.weights.client import WeightsClient
 from elastic.weights.errors import VersionSuperseded
-from elastic.weights.source import TensorSource, WeightsSource
+from elastic.weights.source import PullReport, RelaySource, TensorSource, WeightsSource
 
 _log = structlog.get_logger(__name__)
 
@@ -43,7 +44,12 @@ class EngineControls:
     """
 
     def __init__(
-        self, settings: EngineConfig, runner: Runner, table: RequestTable, changed: threading.Condition
+        self,
+        settings: EngineConfig,
+        device: torch.device,
+        runner: Runner,
+        table: RequestTable,
+        changed: threading.Condition,
     ) -> None:
         self.changed = changed
         self.table = table
@@ -58,6 +64,16 @@ class EngineControls:
         self.idle_account = Account.IDLE
         self.iterations = 0
         self.pieces_applied = 0
+        self.capabilities = Capabilities(
+            engine="torch",
+            # Several threads cut element-wise work at places that depend on its size.
+            replayable_sampling=device.type == "cpu" and settings.threads == 1,
+            max_context_tokens=settings.max_context_tokens,
+            device=str(device),
+            tflops=settings.tflops,
+            memory_gb_per_s=settings.memory_gb_per_s,
+            max_batch=settings.max_batch,
+        )
         self._settings = settings
         self._runner = runner
 
@@ -199,3 +215,46 @@ class EngineControls:
             raise RuntimeError("the engine is not started")
         if self.thread is threading.current_thread():
             raise RuntimeError("the engine's own thread cannot wait for itself")
+
+
+class ControlledEngine:
+    """The methods of `elastic.engine.base.RolloutEngine` that leave a wish with an engine's controls, or look at them.
+
+    Requests wait until the first `load_version`, and while the engine sleeps. A request whose id is still alive is the
+    same one again: it is joined, not started twice. `load_version` and `sleep` wait for the thread that computes, so
+    the sink must not call them.
+    """
+
+    def __init__(self, controls: EngineControls) -> None:
+        self._controls = controls
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._controls.capabilities
+
+    def submit(self, requests: Sequence[GenerateRequest]) -> None:
+        self._controls.submit(requests)
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        self._controls.abort(request_ids)
+
+    def prefetch(self, source: RelaySource, timeout_s: float) -> PullReport:
+        return self._controls.weights.stage(source, timeout_s)
+
+    def load_version(self, source: WeightsSource, mode: WeightMode) -> float:
+        return self._controls.load_version(source, mode)
+
+    def audit(self) -> bool:
+        return self._controls.weights.audit()
+
+    def sleep(self) -> None:
+        self._controls.sleep()
+
+    def wake(self) -> None:
+        self._controls.wake()
+
+    def set_idle_account(self, account: Account) -> None:
+        self._controls.set_idle_account(account)
+
+    def statistics(self) -> EngineStatistics:
+        return self._controls.statistics()

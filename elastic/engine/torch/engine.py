@@ -4,39 +4,35 @@
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 import torch
 
 from elastic.config import EngineConfig
-from elastic.core.types import Account, Capabilities, WeightMode
-from elastic.engine.base import ChunkSink, DeviceShare, EngineStatistics, GenerateRequest
-from elastic.engine.torch.controls import EngineControls, WeightsOrder
+from elastic.core.types import Account
+from elastic.engine.base import ChunkSink, DeviceShare
+from elastic.engine.torch.controls import ControlledEngine, EngineControls, WeightsOrder
 from elastic.engine.torch.iterations import IterationRunner
 from elastic.engine.torch.requests import RequestTable
 from elastic.engine.torch.runner import Runner
 from elastic.engine.torch.scheduler import BatchScheduler, Work
 from elastic.model.config import Qwen3Config
-from elastic.weights.source import PullReport, RelaySource, WeightsSource
 
 CLOSE_TIMEOUT_S = 10.0
 
 _Step = Callable[[], None]
 
 
-class TorchEngine:
+class TorchEngine(ControlledEngine):
     """`elastic.engine.base.RolloutEngine` on one device, in plain torch.
 
-    Requests wait until the first `load_version`, and while the engine sleeps. A request whose id is still alive
-    is the same one again: it is joined, not started twice. On one CPU thread the engine is replayable: a turn
-    that is cut at any token and continued elsewhere gives bit-identical tokens and log-probabilities. A
-    temperature of zero decodes greedily.
+    On one CPU thread the engine is replayable: a turn that is cut at any token and continued elsewhere gives
+    bit-identical tokens and log-probabilities. A temperature of zero decodes greedily.
 
     With a `share` the engine borrows its device, and asks for it before each iteration.
 
-    `load_version` and `sleep` wait for the engine's thread, so `sink` must not call them. Raises `ValueError`
-    when the KV cache cannot hold one sequence of `max_context_tokens`, or the device is not there.
+    Raises `ValueError` when the KV cache cannot hold one sequence of `max_context_tokens`, or the device is not there.
     """
 
     def __init__(self, config: Qwen3Config, settings: EngineConfig, share: DeviceShare | None = None) -> None:
@@ -48,17 +44,13 @@ class TorchEngine:
             )
         self._settings = settings
         self._share = share
-        self._device = device = device_named(settings.device)
+        device = device_named(settings.device)
         self._runner = Runner(config, device, settings.max_context_tokens, settings.kv_blocks, settings.kv_block_tokens)
         self._scheduler = BatchScheduler(settings)
         self._table = RequestTable(self._scheduler, config.vocab_size, settings)
         self._changed = threading.Condition()
-        self._controls = EngineControls(settings, self._runner, self._table, self._changed)
+        super().__init__(EngineControls(settings, device, self._runner, self._table, self._changed))
         self._iterations = IterationRunner(settings, device, self._runner, self._controls)
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return capabilities_of(self._settings, self._device)
 
     def start(self, sink: ChunkSink) -> None:
         controls = self._controls
@@ -67,33 +59,6 @@ class TorchEngine:
         controls.sink = sink
         controls.thread = threading.Thread(target=self._run, name="torch-engine", daemon=True)
         controls.thread.start()
-
-    def submit(self, requests: Sequence[GenerateRequest]) -> None:
-        self._controls.submit(requests)
-
-    def abort(self, request_ids: Sequence[str]) -> None:
-        self._controls.abort(request_ids)
-
-    def prefetch(self, source: RelaySource, timeout_s: float) -> PullReport:
-        return self._controls.weights.stage(source, timeout_s)
-
-    def load_version(self, source: WeightsSource, mode: WeightMode) -> float:
-        return self._controls.load_version(source, mode)
-
-    def audit(self) -> bool:
-        return self._controls.weights.audit()
-
-    def sleep(self) -> None:
-        self._controls.sleep()
-
-    def wake(self) -> None:
-        self._controls.wake()
-
-    def set_idle_account(self, account: Account) -> None:
-        self._controls.set_idle_account(account)
-
-    def statistics(self) -> EngineStatistics:
-        return self._controls.statistics()
 
     def close(self) -> None:
         """End every live request with ABORTED, and the thread. Safe to call twice."""
@@ -174,19 +139,6 @@ class TorchEngine:
             self._controls.charge({Account.SERVING: 1.0})
         self._share.acquire_iteration()
         return not self._share.hold_back()
-
-
-def capabilities_of(settings: EngineConfig, device: torch.device) -> Capabilities:
-    return Capabilities(
-        engine="torch",
-        # Several threads cut element-wise work at places that depend on its size.
-        replayable_sampling=device.type == "cpu" and settings.threads == 1,
-        max_context_tokens=settings.max_context_tokens,
-        device=str(device),
-        tflops=settings.tflops,
-        memory_gb_per_s=settings.memory_gb_per_s,
-        max_batch=settings.max_batch,
-    )
 
 
 def device_named(name: str) -> torch.device:

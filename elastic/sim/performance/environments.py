@@ -12,6 +12,7 @@ from elastic.runtime.ports import Feed, OneIncarnation
 from elastic.sim.loop import EventLoop
 from elastic.sim.performance.engine import Job
 from elastic.sim.performance.episodes import Episode, Episodes
+from elastic.sim.performance.profile import Profile
 from functions.base import Call, CallOutcome, Meter
 
 
@@ -48,15 +49,16 @@ class ModelledTurn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentSettings:
-    """Times of environments and of the function that scores, if one does; `serial` where they share an event loop."""
+    """What turns may have, and what the function that scores takes, if one does.
+
+    Environments `take_time` as the profile says, besides the latencies of their turns.
+    """
 
     max_tokens_per_turn: int
-    reset_s: float
-    step_s: float
-    serial: bool
-    scored_by_function: bool
-    reward_s: float
-    reward_usd: float
+    scored_by_function: bool = False
+    reward_s: float = 0.0
+    reward_usd: float = 0.0
+    take_time: bool = True
 
 
 class Environments(OneIncarnation):
@@ -66,6 +68,7 @@ class Environments(OneIncarnation):
         self,
         loop: EventLoop,
         settings: EnvironmentSettings,
+        profile: Profile,
         episodes: Episodes,
         feed: Feed,
         meter: Meter,
@@ -74,7 +77,10 @@ class Environments(OneIncarnation):
         self.episodes = episodes
         self._loop = loop
         self._settings = settings
-        self._reset_ns, self._step_ns = round(settings.reset_s * NS_PER_S), round(settings.step_s * NS_PER_S)
+        self._reset_ns, self._step_ns = (
+            round(time_s * NS_PER_S) if settings.take_time else 0 for time_s in (profile.reset_s, profile.step_s)
+        )
+        self._serial = bool(profile.environment_serial)
         self._feed = feed
         self._meter = meter
         self._busy = busy
@@ -152,7 +158,7 @@ class Environments(OneIncarnation):
     def _work(self, work_ns: Nanoseconds, trajectory: TrajectoryId) -> None:
         """The environment works, and the turn's own latency passes; then the next turn is asked for."""
         begin_ns = self._loop.now_ns
-        if self._settings.serial:
+        if self._serial:
             begin_ns = max(begin_ns, self._free_ns)
             self._free_ns = begin_ns + work_ns
         running = self._running[trajectory]

@@ -289,30 +289,7 @@ def _computed(name: str, device_name: str, model_name: str, gpus: int) -> Comput
         delta_bytes=weights_bytes * share["delta_share"],
         train_tokens_per_s=flops_per_s / gpus * share["training_flops_share"] / (3 * token_flops),
         apply_s=weights_bytes * 2 / bytes_per_s,
-        **{
-            key: share[key]
-            for key in (
-                "message_s",
-                "spot_queue_s",
-                "reserved_queue_s",
-                "serverless_queue_s",
-                "boot_s",
-                "serving_start_s",
-                "serving_boot_s",
-                "trainer_boot_s",
-                "exit_s",
-                "link_bytes_per_s",
-                "relay_bytes_per_s",
-                "first_load_s",
-                "load_s",
-                "train_group_s",
-                "update_s",
-                "reset_s",
-                "step_s",
-                "environment_serial",
-                "reward_s",
-            )
-        },
+        **{key: share[key] for key in _KEYS if key in share},
     )
 
 

@@ -52,14 +52,9 @@ class RunSettings:
 
     heartbeat_ns: Nanoseconds
     flush_ns: Nanoseconds
-    max_tokens_per_turn: int
     horizon_ns: Nanoseconds
+    environments: EnvironmentSettings
     weight_mode: WeightMode = WeightMode.FINISH
-    scored_by_function: bool = False
-    reward_s: float = 0.0
-    reward_usd: float = 0.0
-    environments_take_time: bool = True
-    """Besides the latencies of their turns."""
 
 
 class SimulatedRun(OneIncarnation):
@@ -80,7 +75,7 @@ class SimulatedRun(OneIncarnation):
         episodes: Episodes,
         journal: JournalWriter,
     ) -> None:
-        self._trainer_provider = name = scheduler.plan.trainer_provider
+        name = scheduler.plan.trainer_provider
         profile = devices[name].profile
         self.loop = EventLoop()
         self.scheduler = scheduler
@@ -105,16 +100,6 @@ class SimulatedRun(OneIncarnation):
         self._patience_ns = PATIENCE * max(
             getattr(scheduler.limits, limit) for limit in scheduler.limits.__struct_fields__ if limit.endswith("_ns")
         )
-        own = settings.environments_take_time
-        self._environment_settings = EnvironmentSettings(
-            max_tokens_per_turn=settings.max_tokens_per_turn,
-            reset_s=profile.reset_s if own else 0.0,
-            step_s=profile.step_s if own else 0.0,
-            serial=bool(profile.environment_serial),
-            scored_by_function=settings.scored_by_function,
-            reward_s=settings.reward_s,
-            reward_usd=settings.reward_usd,
-        )
         self._episodes = episodes
         self._run = Run(scheduler, self._connect)
         self.feed = self._run.feed
@@ -124,7 +109,8 @@ class SimulatedRun(OneIncarnation):
     def _connect(self, run: Run) -> Ports:
         self.environments = Environments(
             self.loop,
-            self._environment_settings,
+            self._settings.environments,
+            self._profile,
             self._episodes,
             run.feed,
             self._called,

@@ -34,7 +34,7 @@ def test_layers_and_blocks_of_a_layout_never_overlap(layout: KvLayout, pages: in
     ]
     assert len(set(slots)) == len(slots)
     assert max(slots) < pages * layout.page_slots
-    assert 0 <= layout.waste_share < 1
+    assert 0 <= layout.page_bytes - layout.blocks_per_page * layout.block_bytes < layout.page_bytes
 
 
 def test_a_page_must_hold_a_block() -> None:
