@@ -173,11 +173,11 @@ class SimulatedRun(OneIncarnation):
         self._bill_functions()
 
     def _bill_functions(self) -> None:
-        if self.scheduler.controls.budget_usd is not None and self._settings.reward_usd:
+        if self.scheduler.controls.budget_usd is not None and self._settings.environments.reward_usd:
             self.feed(
                 e.FunctionsBilled(
                     nano_usd=math.ceil(self.scribe.function_usd * NANO_USD_PER_USD),
-                    call_nano_usd=math.ceil(self._settings.reward_usd * NANO_USD_PER_USD),
+                    call_nano_usd=math.ceil(self._settings.environments.reward_usd * NANO_USD_PER_USD),
                 )
             )
 
