@@ -20,11 +20,14 @@ from elastic import compose, simulation
 from elastic.compose import incarnations
 from elastic.compose.incarnations import MAY_DIFFER, PreviousIncarnation, check_same, previous_incarnation
 from elastic.config import Config, ConfigError, load_config
+from elastic.core import commands as c
+from elastic.core import events as e
 from elastic.core.digest import digest
-from elastic.core.scheduler import Phase
+from elastic.core.scheduler import Phase, Scheduler
 from elastic.runtime import states
 from elastic.runtime.journal import (
     CONTINUES,
+    BookRow,
     EventRow,
     JournalError,
     JournalReader,
@@ -33,6 +36,9 @@ from elastic.runtime.journal import (
     RunDirectory,
     event_row,
 )
+from elastic.runtime.journal.records import TABLES
+from elastic.runtime.ports import Ports
+from elastic.runtime.run import Run
 from elastic.runtime.scribe import Scribe
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
@@ -424,3 +430,80 @@ def fill(ballast: Path, spare_kib: int) -> None:
         while True:
             file.write(bytes(1024))
     os.truncate(ballast, max(0, ballast.stat().st_size - spare_kib * 1024))
+
+
+class TestCommands:
+    """What a run was told from outside holds for whoever takes it up."""
+
+    CAP = e.CapSet(command="cap", provider="spot", gpus=1)
+    STOP = e.StopCommanded(command="stop", reason="enough")
+
+    @staticmethod
+    def tell(run: RunDirectory, *told: e.Event) -> None:
+        """The journal ends with these events."""
+        with run.newest_journal() as journal:
+            last_ns = journal.last_ns()
+        rows = [event_row(event, last_ns + number) for number, event in enumerate(told)]
+        with closing(sqlite3.connect(run.path / "journal.sqlite")) as journal:
+            journal.executemany(
+                "INSERT INTO events (t_ns, kind, body) VALUES (?, ?, ?)", [(r.t_ns, r.kind, r.body) for r in rows]
+            )
+            journal.commit()
+
+    @staticmethod
+    def core_of(former: PreviousIncarnation, run: RunDirectory) -> Scheduler:
+        assert former.state is not None
+        with run.newest_journal() as journal:
+            scheduler = incarnations._scheduler(journal)[1]
+        Run(scheduler, lambda _: Ports(**dict.fromkeys(Ports.__slots__, Anything()))).restore(former.state)
+        return scheduler
+
+    def test_of_a_stop_only_its_id_is_left(self, run: RunDirectory, config: Config) -> None:
+        after = e.CapSet(command="after", provider="serving", gpus=2)
+        self.tell(run, self.CAP, self.STOP, after)
+        core = self.core_of(previous_incarnation(run, config), run)
+        assert (core.phase, core.stopped, core.failed) == (Phase.RUNNING, "", "")
+        assert list(core.controls.commands) == ["cap", "stop", "after"]
+        assert core.controls.caps == {"spot": 1, "serving": 2}
+
+    def test_a_run_whose_budget_was_exhausted_goes_on_with_more(self, run: RunDirectory, config: Config) -> None:
+        self.tell(run, e.BudgetSet(command="budget", usd=1e-6), e.Tick(), e.BudgetExhausted(cause="spent"))
+        former = previous_incarnation(run, config)
+        assert former.budget_usd is msgspec.UNSET
+        core = self.core_of(former, run)
+        assert (core.phase, core.stopped) == (Phase.RUNNING, "")
+        more = config.model_copy(update={"run": config.run.model_copy(update={"budget_usd": 1e6})})
+        assert previous_incarnation(run, more).budget_usd == 1e6
+        now_ns = core.now_ns + 1
+        out = core.handle(e.Resumed(budget_usd=1e6), now_ns) + core.handle(e.Tick(), now_ns + 1)
+        assert not any(isinstance(command, c.ExhaustBudget) for command in out)
+        again = core.handle(e.BudgetSet(command="less", usd=1e-6), now_ns + 2) + core.handle(e.Tick(), now_ns + 3)
+        assert any(isinstance(command, c.ExhaustBudget) for command in again)
+
+    def test_who_begins_anew_is_told_what_holds_and_what_was_paid(self, run: RunDirectory, config: Config) -> None:
+        self.tell(run, e.BudgetSet(command="budget", usd=5.0), self.CAP, self.STOP)
+        books = TABLES[BookRow]
+        with closing(sqlite3.connect(run.path / "journal.sqlite")) as journal:
+            held = compose.replay(run).ledger.books.values()
+            books.insert(journal, [books.kept(BookRow(worker=book.worker, book=book)) for book in held])
+            journal.commit()
+        with run.journals() as journals:
+            told = incarnations.what_holds(journals, config)
+            bill = sum(book.cost_nano_usd(journals[-1].last_ns()) for book in journals[-1].books())
+        *commands, carried, last = told
+        undone = msgspec.structs.replace(self.STOP, undone=True)
+        assert commands == [e.BudgetSet(command="budget", usd=5.0), self.CAP, undone]
+        assert isinstance(carried, e.CostCarried)
+        assert carried.nano_usd >= bill > 0
+        assert last == e.BudgetSet(command="run.budget_usd of process 2", usd=5.0)
+
+    def test_a_run_that_was_told_nothing_is_told_nothing(self, run: RunDirectory, config: Config) -> None:
+        with run.journals() as journals:
+            assert incarnations.what_holds(journals, config) == ()
+
+
+class Anything:
+    """Stands for ports of which nothing matters here."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: None

@@ -14,6 +14,7 @@ from elastic.cli.logs import STANDARD_ERROR, log_to
 from elastic.cli.output import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED, bad_input, console, emit, program, say
 from elastic.cli.progress import ProgressDisplay, bar
 from elastic.config import Config
+from elastic.core.controls import BUDGET_EXHAUSTED
 from elastic.runtime.gateway import GatewayError
 from elastic.runtime.journal import JournalError, RunDirectory
 from elastic.runtime.orchestrator import Orchestrator
@@ -109,7 +110,8 @@ def run_command(config: Config, names: list[str], where: str, resumed: Path | No
         say(f"hint: logs are in {run_dir / 'logs'}; {go_on}")
         return EXIT_FAILED
     if outcome.stopped:
-        say(f"stopped: {outcome.stopped}; {go_on}")
+        more = " --budget-usd USD" if outcome.stopped.startswith(BUDGET_EXHAUSTED) else ""
+        say(f"stopped: {outcome.stopped}; {go_on}{more}")
         return EXIT_STOPPED
     return 0
 

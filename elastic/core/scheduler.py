@@ -130,7 +130,8 @@ class Scheduler:
     def _end(self) -> None:
         run = self._run
         if run.leases.leases and not run.failed:
-            run.failed = f"leases not confirmed as ended: {', '.join(sorted(run.leases.leases))}"
+            beyond = "; what they still cost is beyond the budget" if run.controls.budget_usd is not None else ""
+            run.failed = f"leases not confirmed as ended: {', '.join(sorted(run.leases.leases))}{beyond}"
         run.phase = Phase.ENDED
         run.timers.clear_all()
         run.out.append(c.EndRun(failed=run.failed))

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 
 from elastic.core import events as e
+from elastic.core.allowance import BudgetForecast
 from elastic.core.types import NS_PER_S, EndCause, Nanoseconds
 from elastic.report.batches import TRAINED, Batches, batches_of
 from elastic.report.coserving import CoServingHost, co_serving_of
@@ -147,6 +148,9 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     simulated: bool = False
     """The run never happened: devices, providers and environments were models on virtual time."""
     refused: list[RefusalCount] = msgspec.field(default_factory=list[RefusalCount])
+    caps: dict[str, int] = msgspec.field(default_factory=dict[str, int])
+    budget: BudgetForecast | None = None
+    """As they stood last."""
     notes: list[str] = msgspec.field(default_factory=list[str])
     """What its simulation had to say of its own figures."""
 
@@ -233,6 +237,8 @@ def _summary(history: History) -> Summary:
         first_token=histogram(first_tokens_s),
         pulls=_pulls(history.rows(PullRow)),
         weights=weights_of(history),
+        caps=status.caps if status else {},
+        budget=status.budget if status else None,
         cpu_saturated_share=_share(status.cpu_share > CPU_SATURATED_SHARE for _, status in samples),
         timeline=shown,
         batches=batches,

@@ -6,6 +6,7 @@ from datetime import datetime
 
 import msgspec
 
+from elastic.core.allowance import BudgetForecast
 from elastic.core.types import Account
 from elastic.report import units
 from elastic.report.batches import TRAINED
@@ -133,6 +134,9 @@ def warnings(summary: Summary) -> list[str]:
         found.append(f"The run was stopped before its end: {summary.cause}.")
     if summary.outcome == "incomplete":
         found.append("The journal has no end: the run still goes on, or its orchestrator was killed.")
+    if (budget := summary.budget) is not None:
+        found.append(_budget_words(budget, goes_on=summary.outcome == "incomplete"))
+    found += [f"{provider} is capped at {gpus} GPUs." for provider, gpus in summary.caps.items()]
     if summary.cpu_saturated_share and summary.paced is not False:
         found.append(
             f"CPU use was above {100 * CPU_SATURATED_SHARE:.0f} % in {units.share(summary.cpu_saturated_share)} of "
@@ -149,6 +153,14 @@ def warnings(summary: Summary) -> list[str]:
             "Its log says what it was at; start its machine from a clean image, with the orchestrator's version."
         )
     return found
+
+
+def _budget_words(budget: BudgetForecast, *, goes_on: bool) -> str:
+    spent = "spent or committed" if goes_on else "spent"
+    words = f"Of a budget of {units.usd(budget.budget_usd)} are {units.usd(budget.committed_usd)} {spent}"
+    if goes_on and budget.ends_in_s is not None:
+        words += f"; with what is held it ends in {units.duration(budget.ends_in_s)}"
+    return f"{words}."
 
 
 def tables(summary: Summary, comparison: Comparison | None = None) -> list[Table]:
