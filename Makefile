@@ -1,4 +1,4 @@
-.PHONY: run serve test test-netns test-ray test-vllm check bench gpu gpu-wheels lock audit setup clean
+.PHONY: run serve test test-netns test-ray test-dashboard test-vllm check bench gpu gpu-wheels lock audit setup clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -21,7 +21,7 @@ serve: setup
 	$(BIN)/elastic serve
 
 # Most tests share the cores; those that fill them, or are judged by the clock, come after them, one by one.
-ELSEWHERE := not nightly and not netns and not ray
+ELSEWHERE := not nightly and not netns and not ray and not dashboard
 
 test: setup check
 	$(BIN)/python -m pytest -n 2 -m "not alone and $(ELSEWHERE)"
@@ -42,6 +42,20 @@ test-ray: setup .cache/ray/installed
 	$(RAY)/python -m pip install --quiet --disable-pip-version-check -r requirements-ray.txt
 	for site in .cache/ray/lib/python3*/site-packages; do \
 		echo $(CURDIR)/.venv/$${site#.cache/ray/} > $$site/elastic.pth; echo $(CURDIR) >> $$site/elastic.pth; done
+	touch $@
+
+# The server's page in Debian's Chromium. Playwright has an environment of its own, which borrows everything else.
+DASHBOARD := .cache/dashboard/bin
+
+test-dashboard: setup .cache/dashboard/installed
+	$(DASHBOARD)/python -m pytest -m dashboard tests/dashboard
+
+.cache/dashboard/installed: requirements-dashboard.txt
+	which chromium || apt-get install --yes --no-install-recommends chromium fonts-dejavu-core
+	$(PYTHON) -m venv .cache/dashboard
+	$(DASHBOARD)/python -m pip install --quiet --disable-pip-version-check -r requirements-dashboard.txt
+	for site in .cache/dashboard/lib/python3*/site-packages; do \
+		echo $(CURDIR)/.venv/$${site#.cache/dashboard/} > $$site/elastic.pth; echo $(CURDIR) >> $$site/elastic.pth; done
 	touch $@
 
 # The real vLLM, built for CPUs, in an environment of its own: its pins are not ours. Takes 4 GB of disk, 8 GB of memory

@@ -407,6 +407,9 @@ class Me(_Resource):
     project: str | None
     role: AccessRole
     actions: list[str]
+    csrf_token: str | None = Field(
+        default=None, description="of a signed-in browser: what its writes carry as `x-csrf-token`"
+    )
 
 
 class ServerInfo(_Resource):

@@ -226,6 +226,7 @@ EXAMPLES: Mapping[str, Any] = {
         "project": PROJECT_ID,
         "role": "runner",
         "actions": ["projects:read", "runs:read", "runs:write"],
+        "csrf_token": None,
     },
     "ServerInfo": {"object": "server", "version": "0.1.0", "api": "v1"},
 }

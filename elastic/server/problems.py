@@ -34,6 +34,7 @@ TYPES: Mapping[str, ProblemType] = {
         401, "No valid key", "Send `Authorization: Bearer KEY` with a key that is neither expired nor revoked."
     ),
     "forbidden": ProblemType(403, "The key does not allow this", "Ask an admin for a key with this role and scope."),
+    "stale-page": ProblemType(403, "The page is stale", "Reload it: a write needs the `csrf_token` of its session."),
     "not-found": ProblemType(404, "There is no such thing", "Of other projects' things nothing is said either."),
     "method-not-allowed": ProblemType(405, "This cannot be done here", "The `allow` header has what can."),
     "request-timeout": ProblemType(408, "The body did not come in time", "Send it faster, or less of it."),

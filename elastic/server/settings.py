@@ -27,6 +27,8 @@ class ServerSettings:
     ping_s: float = 15.0
     """A stream in which nothing happens says so, lest somebody in between cut it."""
     body_bytes_max: int = 4 * 2**20
+    session_s: float = 12 * 3600.0
+    """How long a browser stays signed in."""
     restart_base_s: float = 1.0
     restart_max_s: float = 30.0
     command: tuple[str, ...] = ()

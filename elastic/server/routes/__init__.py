@@ -2,9 +2,21 @@
 
 from fastapi import FastAPI
 
-from elastic.server.routes import audit, events, health, keys, projects, providers, results, runs
+from elastic.server.routes import (
+    audit,
+    events,
+    figures,
+    health,
+    keys,
+    page,
+    projects,
+    providers,
+    results,
+    runs,
+    session,
+)
 
 
 def include(app: FastAPI) -> None:
-    for module in (health, projects, keys, runs, events, results, providers, audit):
+    for module in (page, health, session, projects, keys, runs, events, figures, results, providers, audit):
         app.include_router(module.router)

@@ -26,7 +26,15 @@ IdempotencyKey = Annotated[
 ]
 IfMatch = Annotated[str | None, Header(description="the ETag of what is edited")]
 ALWAYS = (
-    *("invalid-request", "unauthenticated", "forbidden", "request-timeout", "too-large", "unsupported-media-type"),
+    *(
+        "invalid-request",
+        "unauthenticated",
+        "forbidden",
+        "stale-page",
+        "request-timeout",
+        "too-large",
+        "unsupported-media-type",
+    ),
     *("misdirected", "internal", "unavailable"),
 )
 

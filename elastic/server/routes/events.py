@@ -38,7 +38,7 @@ STREAM: dict[str, Any] = {
 }
 
 
-def _stream_rules(example: str, *problems: str) -> dict[str, Any]:
+def stream_rules(example: str, *problems: str) -> dict[str, Any]:
     said = rules(Action.RUNS_READ, "not-found", *problems)
     content = {"text/event-stream": {"schema": {"type": "string"}, "example": example}}
     responses = said["responses"] | STREAM["responses"]
@@ -53,7 +53,7 @@ def _with_example(example: Any, said: dict[str, Any]) -> dict[str, Any]:
 
 @router.get(
     "/{run}/events",
-    **_stream_rules('id: 5f0c-4712\nevent: lease.preempted\ndata: {"lease":"l-9","detail":""}\n\n', "events-gone"),
+    **stream_rules('id: 5f0c-4712\nevent: lease.preempted\ndata: {"lease":"l-9","detail":""}\n\n', "events-gone"),
 )
 async def events(
     run: RunId,
@@ -136,7 +136,7 @@ def _event(event: RunEvent) -> bytes:
 
 
 @router.get(
-    "/{run}/logs", **_stream_rules('id: process:118\ndata: {"line":"step 1/100  success  35%"}\n\n', "events-gone")
+    "/{run}/logs", **stream_rules('id: process:118\ndata: {"line":"step 1/100  success  35%"}\n\n', "events-gone")
 )
 async def logs(
     run: RunId,

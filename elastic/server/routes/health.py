@@ -56,6 +56,7 @@ def me(caller: CallerDep) -> Me:
         project=caller.project,
         role=caller.role,
         actions=sorted(action.value for action in caller.actions),
+        csrf_token=caller.csrf_token,
     )
 
 

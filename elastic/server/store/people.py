@@ -57,10 +57,13 @@ def key(connection: sa.Connection, id_: str) -> sa.RowMapping | None:
 def key_of_secret(connection: sa.Connection, secret: str) -> sa.RowMapping | None:
     """The key with this secret, if it is neither expired nor revoked."""
     found = connection.execute(sa.select(keys).where(keys.c.hash == hash_of(secret))).mappings().first()
-    if found is None or found["revoked_us"] is not None:
-        return None
-    expires_us = found["expires_us"]
-    return None if expires_us is not None and expires_us <= now_us() else found
+    return found if found is not None and usable(found) else None
+
+
+def usable(key: sa.RowMapping) -> bool:
+    """Whether a key is neither expired nor revoked."""
+    expires_us = key["expires_us"]
+    return key["revoked_us"] is None and (expires_us is None or expires_us > now_us())
 
 
 def revoke(tx: sa.Connection, id_: str) -> None:

@@ -63,6 +63,15 @@ keys = Table(
     Index(None, "project", "id"),
 )
 
+sessions = Table(
+    "sessions",
+    metadata,
+    Column("hash", LargeBinary(32), primary_key=True),
+    Column("key", _ID, ForeignKey("keys.id"), nullable=False),
+    Column("created_us", BigInteger, nullable=False),
+    Column("expires_us", BigInteger, nullable=False, index=True),
+)
+
 runs = Table(
     "runs",
     metadata,

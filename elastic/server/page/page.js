@@ -1,0 +1,370 @@
+// The page of the control API: no library, no build. Everything shown is text; nothing that the server sends is markup.
+"use strict";
+
+const VERSION = document.querySelector('meta[name="elastic-version"]').content;
+const LIST_EVERY_MS = 2000;
+const ENDED = new Set(["stopped", "finished", "failed"]);
+const main = document.getElementById("main");
+const notice = document.getElementById("notice");
+let me = null;
+let leave = () => {};
+
+function el(tag, properties = {}, ...children) {
+  const made = document.createElement(tag);
+  for (const [name, value] of Object.entries(properties)) made[name] = value;
+  made.append(...children.filter((child) => child !== null && child !== undefined));
+  return made;
+}
+
+function say(text, action = null) {
+  notice.replaceChildren(text, ...(action ? [" ", action] : []));
+  notice.hidden = !text;
+}
+
+function sayStale(text) {
+  say(text, el("button", { textContent: "Reload", onclick: () => location.reload() }));
+}
+
+class Refused extends Error {
+  constructor(problem) {
+    super(problem.detail || problem.title || "the server refused");
+    this.problem = problem;
+  }
+}
+
+async function ask(method, path, { body, key } = {}) {
+  const headers = {};
+  if (body !== undefined) headers["content-type"] = "application/json";
+  if (key) headers.authorization = `Bearer ${key}`;
+  else if (method !== "GET" && me) headers["x-csrf-token"] = me.csrf_token;
+  if (method === "POST") headers["idempotency-key"] = randomKey();
+  let answer;
+  try {
+    answer = await fetch(path, { method, headers, body: body === undefined ? undefined : JSON.stringify(body) });
+  } catch {
+    throw new Refused({ type: "unreachable", detail: "The server does not answer. Runs go on; this page tries again." });
+  }
+  if (answer.ok) return answer.status === 204 ? null : answer.json();
+  const problem = await answer.json().catch(() => ({ type: "", detail: `status ${answer.status}` }));
+  throw new Refused(problem);
+}
+
+function randomKey() {
+  return Array.from(crypto.getRandomValues(new Uint8Array(16)), (byte) => byte.toString(16).padStart(2, "0")).join("");
+}
+
+// What went wrong, told once. True where the page cannot go on as it is.
+function tell(error) {
+  if (!(error instanceof Refused)) throw error;
+  const type = error.problem.type;
+  if (type === "/problems/unauthenticated") {
+    me = null;
+    showSignIn("Your session is over. Sign in again.");
+    return true;
+  }
+  if (type === "/problems/stale-page") sayStale("This page is stale: it was opened before you signed in anew. Nothing was changed.");
+  else say([error.message, ...(error.problem.errors || []).map((one) => `${one.pointer}: ${one.detail}`)].join("\n"));
+  return false;
+}
+
+async function checkVersion() {
+  const info = await ask("GET", "/v1");
+  if (info.version !== VERSION) sayStale(`The server is now of version ${info.version}; this page is of ${VERSION}.`);
+}
+
+const percent = (share) => (share === null || share === undefined ? "–" : `${(100 * share).toFixed(0)} %`);
+const dollars = (usd) => `$${usd.toFixed(usd < 100 ? 2 : 0)}`;
+const count = (number) => Math.round(number).toLocaleString("en");
+const workers = (figures) => Object.values(figures.providers).reduce((sum, one) => sum + one.ready, 0);
+const phaseOf = (run) => el("span", { className: `phase ${run.phase}`, textContent: run.phase });
+const success = (figures) => percent(figures.last_success_rate ?? figures.success_rate);
+
+function showSignIn(text = "") {
+  leave();
+  leave = () => {};
+  document.getElementById("sign-out").hidden = true;
+  document.getElementById("who").textContent = "";
+  say(text);
+  const input = el("input", { type: "password", id: "key", placeholder: "elastic_…", autocomplete: "off", required: true });
+  input.setAttribute("aria-label", "Key");
+  const form = el("form", { id: "sign-in" }, input, el("button", { className: "first", textContent: "Sign in" }));
+  form.onsubmit = async (event) => {
+    event.preventDefault();
+    try {
+      me = await ask("POST", "/v1/session", { key: input.value.trim() });
+    } catch (error) {
+      say(error.message);
+      return;
+    }
+    input.value = "";
+    say("");
+    signedIn();
+  };
+  main.replaceChildren(
+    el("h1", { textContent: "Sign in" }),
+    form,
+    el("p", { className: "soft", textContent: "With a key: the one that elastic serve printed once, or one that an admin made." }),
+  );
+  input.focus();
+}
+
+function signedIn() {
+  document.getElementById("who").textContent = `${me.name}, ${me.role}`;
+  document.getElementById("sign-out").hidden = false;
+  route();
+}
+
+document.getElementById("sign-out").onclick = async () => {
+  try {
+    await ask("DELETE", "/v1/session");
+    me = null;
+    showSignIn("You have signed out.");
+  } catch (error) {
+    tell(error);
+  }
+};
+
+function route() {
+  leave();
+  leave = () => {};
+  if (!me) return;
+  const run = /^#\/runs\/(run_[0-9A-Z]+)$/.exec(location.hash);
+  if (run) showRun(run[1]);
+  else showRuns();
+}
+
+function showRuns() {
+  const heads = ["Run", "Phase", "Step", "Success", "Tokens/s", "Cost", "Workers", "Begun"];
+  const body = el("tbody");
+  const table = el(
+    "table",
+    { id: "runs" },
+    el("thead", {}, el("tr", {}, ...heads.map((head, n) => el("th", { textContent: head, className: n > 1 && n < 7 ? "number" : "" })))),
+    body,
+  );
+  const empty = el("p", { className: "soft", textContent: "No runs yet. Submit one: elastic run CONFIG --providers … --remote", hidden: true });
+  const more = el("button", { textContent: "Older runs", hidden: true });
+  main.replaceChildren(el("h1", { textContent: "Runs" }), table, empty, el("p", {}, more));
+  let limit = 25;
+  let timer = 0;
+  let left = false;
+  const number = (text) => el("td", { className: "number", textContent: text });
+  async function refresh() {
+    clearTimeout(timer);
+    try {
+      const page = await ask("GET", `/v1/runs?limit=${limit}`);
+      if (left) return;
+      body.replaceChildren(
+        ...page.data.map((run) =>
+          el(
+            "tr",
+            {},
+            el("td", {}, el("a", { href: `#/runs/${run.id}`, textContent: run.name }), " ", el("span", { className: "soft", textContent: `…${run.id.slice(-6)}` })),
+            el("td", {}, phaseOf(run)),
+            number(`${run.figures.step}/${run.figures.steps}`),
+            number(success(run.figures)),
+            number(count(ENDED.has(run.phase) ? 0 : run.figures.tokens_per_s)),
+            number(dollars(run.figures.usd)),
+            number(String(ENDED.has(run.phase) ? 0 : workers(run.figures))),
+            el("td", { textContent: run.started_at ?? "–" }),
+          ),
+        ),
+      );
+      empty.hidden = page.data.length > 0;
+      more.hidden = !page.has_more || limit >= 100;
+      if (notice.dataset.kind === "lost") say("");
+      notice.dataset.kind = "";
+    } catch (error) {
+      if (left || tell(error)) return;
+      notice.dataset.kind = "lost";
+    }
+    timer = setTimeout(refresh, LIST_EVERY_MS);
+  }
+  more.onclick = () => {
+    limit = 100;
+    refresh();
+  };
+  leave = () => {
+    left = true;
+    clearTimeout(timer);
+  };
+  refresh();
+}
+
+function chart(title) {
+  const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
+  const line = document.createElementNS("http://www.w3.org/2000/svg", "polyline");
+  svg.setAttribute("class", "chart");
+  svg.setAttribute("viewBox", "0 0 100 100");
+  svg.setAttribute("preserveAspectRatio", "none");
+  svg.setAttribute("role", "img");
+  svg.setAttribute("aria-label", title);
+  svg.append(line);
+  const range = el("span");
+  const figure = el("figure", {}, el("figcaption", {}, el("span", { textContent: title }), range), svg);
+  function draw(values, top, text) {
+    const points = values.filter((value) => value !== null);
+    const highest = top ?? Math.max(1e-9, ...points);
+    const step = points.length > 1 ? 98 / (points.length - 1) : 0;
+    line.setAttribute("points", points.map((value, n) => `${(1 + n * step).toFixed(2)},${(97 - (94 * value) / highest).toFixed(2)}`).join(" "));
+    range.textContent = points.length ? text(points) : "";
+  }
+  return { figure, draw };
+}
+
+function tile(label) {
+  const value = el("div", { className: "value", textContent: "–" });
+  return { node: el("div", { className: "tile" }, el("div", { className: "label", textContent: label }), value), value };
+}
+
+function showRun(id) {
+  const title = el("span", { textContent: id });
+  const phase = el("span");
+  const act = (text, what) => {
+    const button = el("button", { textContent: text, hidden: true });
+    button.onclick = async () => {
+      button.disabled = true;
+      try {
+        await what();
+        say("");
+      } catch (error) {
+        tell(error);
+      }
+      button.disabled = false;
+    };
+    return button;
+  };
+  const place = `/v1/runs/${id}`;
+  const stop = act("Stop", () => ask("POST", `${place}/stop`, { body: {} }).then(show));
+  const resume = act("Resume", () => ask("POST", `${place}/resume`, { body: {} }).then(follow));
+  const remove = act("Delete", async () => {
+    if (!confirm(`Delete ${id} with its journal, checkpoints and report?`)) return;
+    await ask("DELETE", place);
+    location.hash = "#/";
+  });
+  const report = el("a", { textContent: "Report", href: `${place}/report?format=html`, target: "_blank", rel: "noopener" });
+  const tiles = Object.fromEntries(["Step", "Success", "Tokens/s", "Cost", "Workers", "Preemptions", "Queued turns"].map((label) => [label, tile(label)]));
+  const rates = chart("Success by step");
+  const speed = chart("Tokens/s");
+  const cause = el("p", { className: "soft" });
+  const conditions = el("tbody");
+  const providers = el("tbody");
+  const checkpoints = el("ol", { className: "listed", id: "checkpoints" });
+  const heads = (...names) => el("thead", {}, el("tr", {}, ...names.map((name) => el("th", { textContent: name }))));
+  main.replaceChildren(
+    el("h1", {}, title, phase, stop, resume, remove, report),
+    cause,
+    el("div", { className: "tiles", id: "figures" }, ...Object.values(tiles).map((one) => one.node)),
+    el("div", { className: "charts" }, rates.figure, speed.figure),
+    el("h2", { textContent: "Providers" }),
+    el("table", {}, heads("Provider", "Ready", "Booting", "Running turns", "Preemptions", "Cost", "$/hour"), providers),
+    el("h2", { textContent: "Conditions" }),
+    el("table", {}, heads("Condition", "Status", "Reason", "Message"), conditions),
+    el("h2", { textContent: "Newest checkpoints" }),
+    checkpoints,
+  );
+  let stream = null;
+  let left = false;
+  let drawnStep = -1;
+
+  function show(run) {
+    const figures = run.figures;
+    const over = ENDED.has(run.phase);
+    const may = me.actions.includes("runs:write");
+    title.textContent = run.name;
+    title.title = run.id;
+    phase.replaceChildren(phaseOf(run));
+    stop.hidden = !may || over || run.phase === "stopping";
+    resume.hidden = !may || !over || run.phase === "finished";
+    remove.hidden = !may || !over;
+    cause.textContent = run.cause;
+    const shown = {
+      Step: `${figures.step}/${figures.steps}`,
+      Success: success(figures),
+      "Tokens/s": count(over ? 0 : figures.tokens_per_s),
+      Cost: dollars(figures.usd) + (run.budget_usd === null ? "" : ` of ${dollars(run.budget_usd)}`),
+      Workers: String(over ? 0 : workers(figures)),
+      Preemptions: String(figures.preemptions),
+      "Queued turns": String(figures.queued_turns),
+    };
+    for (const [label, text] of Object.entries(shown)) tiles[label].value.textContent = text;
+    const cells = (...texts) => el("tr", {}, ...texts.map((text) => el("td", { className: "wide", textContent: String(text) })));
+    providers.replaceChildren(
+      ...Object.entries(figures.providers).map(([name, one]) =>
+        cells(name, one.ready, one.booting, one.running_turns, one.preemptions, dollars(one.usd), one.usd_per_hour.toFixed(2)),
+      ),
+    );
+    conditions.replaceChildren(...run.conditions.map((one) => cells(one.type, one.status, one.reason, one.message)));
+    if (figures.step !== drawnStep) {
+      drawnStep = figures.step;
+      drawSeries();
+    }
+  }
+
+  async function drawSeries() {
+    try {
+      const [series, kept] = await Promise.all([ask("GET", `${place}/metrics?samples=300`), ask("GET", `${place}/checkpoints?limit=5`)]);
+      if (left) return;
+      rates.draw(series.steps.map((one) => one.success_rate), 1, (points) => percent(points.at(-1)));
+      speed.draw(series.samples.map((one) => one.tokens_per_s), null, (points) => `up to ${count(Math.max(...points))}`);
+      checkpoints.replaceChildren(...kept.data.map((one) => el("li", { textContent: `${one.created_at}  version ${one.version}  ${count(one.bytes / 1e6)} MB` })));
+    } catch (error) {
+      if (!(error instanceof Refused)) throw error; // A run that has not begun has no series yet.
+    }
+  }
+
+  function follow() {
+    if (stream) stream.close();
+    stream = new EventSource(`${place}/figures`);
+    stream.addEventListener("run", (event) => {
+      if (notice.dataset.kind === "lost") say("");
+      notice.dataset.kind = "";
+      if (event.data) show(JSON.parse(event.data));
+    });
+    stream.addEventListener("run.ended", () => {
+      stream.close();
+      drawSeries();
+    });
+    stream.onerror = async () => {
+      if (left) return;
+      try {
+        await ask("GET", place); // Says why: no session, no such run; or the server is away, and the stream tries again.
+        if (stream.readyState === EventSource.CLOSED) setTimeout(() => left || follow(), LIST_EVERY_MS);
+      } catch (error) {
+        if (left || tell(error)) return;
+        notice.dataset.kind = "lost";
+        if (error.problem.type === "/problems/not-found") stream.close();
+        else if (stream.readyState === EventSource.CLOSED) setTimeout(() => left || follow(), LIST_EVERY_MS);
+      }
+    };
+  }
+  leave = () => {
+    left = true;
+    if (stream) stream.close();
+  };
+  ask("GET", place).then((run) => {
+    if (left) return;
+    show(run);
+    follow();
+  }, tell);
+}
+
+window.addEventListener("hashchange", () => {
+  say("");
+  route();
+});
+document.addEventListener("visibilitychange", () => {
+  if (!document.hidden) checkVersion().catch(() => {});
+});
+
+(async () => {
+  try {
+    await checkVersion();
+    me = await ask("GET", "/v1/me");
+    if (!me.csrf_token) showSignIn();
+    else signedIn();
+  } catch (error) {
+    if (error.problem?.type === "/problems/unauthenticated") showSignIn();
+    else tell(error);
+  }
+})();

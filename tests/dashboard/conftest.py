@@ -1,0 +1,78 @@
+"""A server on a port of its own, and a Chromium that looks at it."""
+
+import asyncio
+import shutil
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic.http_server import serving
+from elastic.server.serving import listen
+from tests.server.conftest import Site, make_site, submission
+
+__all__ = ["submission"]
+sync_api = pytest.importorskip("playwright.sync_api", reason="`make test-dashboard` brings Playwright")
+CHROMIUM = shutil.which("chromium")
+
+
+@dataclass
+class Served:
+    url: str
+    site: Site
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[Served]:
+    site = make_site(tmp_path)
+    urls: list[str] = []
+    up, loop = threading.Event(), asyncio.new_event_loop()
+    over = asyncio.Event()
+
+    async def serve() -> None:
+        with listen("127.0.0.1", 0) as listener:
+            async with serving(site.app, listener) as url:
+                urls.append(url)
+                up.set()
+                await over.wait()
+
+    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
+    thread.start()
+    assert up.wait(30)
+    yield Served(urls[0], site)
+    loop.call_soon_threadsafe(over.set)
+    thread.join(30)
+    loop.close()
+    site.store.close()
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    if CHROMIUM is None:
+        pytest.skip("there is no chromium: apt install chromium")
+    with sync_api.sync_playwright() as playwright:
+        # Chromium's sandbox cannot be had by root.
+        found = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield found
+        found.close()
+
+
+@pytest.fixture
+def faults() -> list[str]:
+    """What a page failed at, or its policy forbade."""
+    return []
+
+
+@pytest.fixture
+def tab(browser: Any, faults: list[str]) -> Iterator[Any]:
+    """A tab of a fresh profile, whose faults fail the test."""
+    context = browser.new_context(viewport={"width": 1200, "height": 900})
+    page = context.new_page()
+    page.on("pageerror", lambda error: faults.append(str(error)))
+    page.on("console", lambda message: faults.append(message.text) if "Content Security" in message.text else None)
+    yield page
+    context.close()
+    assert faults == []

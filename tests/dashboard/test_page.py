@@ -1,0 +1,140 @@
+"""The page in Chromium: what is shown is what holds, a write needs its session, and nothing foreign is run."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+
+from elastic.resources import AccessRole, ProviderFigures, RunFigures, RunPhase
+from elastic.server.store import runs as runs_store
+from elastic.server.store.tables import runs
+from tests.dashboard.conftest import Served
+
+pytestmark = pytest.mark.dashboard
+Submission = Callable[..., dict[str, Any]]
+
+
+def submitted(served: Served, body: dict[str, Any], project: str = "ours") -> str:
+    client = served.site.client(served.site.key(project, AccessRole.RUNNER))
+    return client.post("/v1/runs", json=body).json()["id"]
+
+
+def seen(served: Served, run: str, phase: RunPhase, *, cause: str = "", **figures: Any) -> None:
+    """What a runner would write down."""
+    told = RunFigures(steps=100, providers={"spot": ProviderFigures(ready=3, usd=1.5)}, **figures).model_dump()
+    with served.site.store.writing() as tx:
+        tx.execute(sa.update(runs).where(runs.c.id == run).values(phase=phase.value, cause=cause, figures=told))
+
+
+def wanted(served: Served, run: str) -> str:
+    with served.site.store.reading() as connection:
+        found = runs_store.find(connection, run)
+    assert found is not None
+    return found.wanted
+
+
+def sign_in(tab: Any, served: Served, role: AccessRole = AccessRole.RUNNER, at: str = "/") -> None:
+    tab.goto(served.url + at)
+    tab.fill("#key", served.site.key("ours", role))
+    tab.click("text=Sign in >> nth=-1")
+    tab.wait_for_selector("#sign-out:visible")
+
+
+def test_signing_in_and_out(tab: Any, served: Served, submission: Submission) -> None:
+    submitted(served, submission(), "theirs")
+    run = submitted(served, submission())
+    tab.goto(served.url)
+    tab.fill("#key", "elastic_nothing")
+    tab.click("text=Sign in >> nth=-1")
+    tab.wait_for_selector("text=the key is not valid")
+    sign_in(tab, served)
+    tab.wait_for_selector(f"a[href='#/runs/{run}']")
+    assert tab.locator("#runs tbody tr").count() == 1, "only one's own project's runs"
+    (cookie,) = tab.context.cookies()
+    assert (cookie["httpOnly"], cookie["sameSite"]) == (True, "Strict")
+    assert tab.evaluate("document.cookie") == ""
+    tab.reload()
+    tab.wait_for_selector(f"a[href='#/runs/{run}']")
+    tab.click("#sign-out")
+    tab.wait_for_selector("text=You have signed out.")
+    tab.context.add_cookies([cookie])
+    tab.reload()
+    tab.wait_for_selector("#key")
+
+
+def test_a_run_is_live(tab: Any, served: Served, submission: Submission, tmp_path: Path) -> None:
+    run = submitted(served, submission())
+    seen(served, run, RunPhase.RUNNING, step=3, usd=1.5, tokens_per_s=812.4, last_success_rate=0.25)
+    sign_in(tab, served)
+    row = tab.locator("#runs tbody tr")
+    row.get_by_text("3/100").wait_for()
+    assert row.inner_text().split("\t")[1:7] == ["running", "3/100", "25 %", "812", "$1.50", "3"]
+    tab.click(f"a[href='#/runs/{run}']")
+    tab.wait_for_selector("#figures >> text=3/100")
+    seen(served, run, RunPhase.RUNNING, step=4, usd=1.75, tokens_per_s=900, last_success_rate=0.5)
+    tab.wait_for_selector("#figures >> text=4/100")
+    tab.wait_for_selector("#figures >> text=50 %")
+    tab.screenshot(path=str(tmp_path / "run.png"), full_page=True)
+    tab.click("text=Stop")
+    tab.wait_for_selector("text=Stop", state="visible")
+    tab.wait_for_function("() => document.getElementById('notice').hidden")
+    with tab.expect_response("**/figures") as again:
+        tab.reload()
+    assert again.value.status == 200
+    assert wanted(served, run) == runs_store.STOP
+
+
+def test_what_the_server_tells_is_text(tab: Any, served: Served, submission: Submission, faults: list[str]) -> None:
+    run = submitted(served, submission())
+    markup = "<img src=x onerror=document.title='run'><script>document.title='run'</script>"
+    seen(served, run, RunPhase.FAILED, cause=markup)
+    sign_in(tab, served, at=f"/#/runs/{run}")
+    tab.wait_for_selector("text=onerror=document")
+    assert tab.title() == "Elastic"
+    assert faults == []
+    for code in ("document.body.innerHTML = '<b>x</b>'", "document.createElement('script').text = '1'"):
+        assert tab.evaluate(f"() => {{ try {{ {code}; return 'ran' }} catch {{ return 'refused' }} }}") == "refused"
+    tab.evaluate("() => document.body.setAttribute('style', 'color: red')")
+    assert len(faults) == 1
+    faults.clear()
+
+
+def test_a_stale_page_says_so_and_changes_nothing(tab: Any, served: Served, submission: Submission) -> None:
+    run = submitted(served, submission())
+    seen(served, run, RunPhase.RUNNING, step=1)
+    sign_in(tab, served, at=f"/#/runs/{run}")
+    tab.wait_for_selector("text=Stop")
+    key = served.site.key("ours", AccessRole.RUNNER)
+    other = tab.context.new_page()
+    other.goto(served.url)
+    headers = json.dumps({"authorization": f"Bearer {key}"})
+    assert other.evaluate(f"fetch('/v1/session', {{method: 'POST', headers: {headers}}}).then(a => a.status)") == 201
+    tab.click("text=Stop")
+    tab.wait_for_selector("text=This page is stale")
+    assert wanted(served, run) == runs_store.RUN
+    tab.click("text=Reload")
+    tab.click("text=Stop")
+    tab.wait_for_function("() => document.getElementById('notice').hidden")
+    tab.reload()
+    assert wanted(served, run) == runs_store.STOP
+
+
+def test_a_page_of_an_older_server_says_so(tab: Any, served: Served) -> None:
+    tab.route("**/v1", lambda route: route.fulfill(json={"object": "server", "version": "99", "api": "v1"}))
+    tab.goto(served.url)
+    tab.wait_for_selector("text=The server is now of version 99")
+
+
+def test_a_viewer_has_no_buttons_and_a_revoked_key_no_page(tab: Any, served: Served, submission: Submission) -> None:
+    run = submitted(served, submission())
+    sign_in(tab, served, AccessRole.VIEWER, at=f"/#/runs/{run}")
+    tab.wait_for_selector("#figures")
+    assert not tab.locator("text=Stop").is_visible()
+    admin = served.site.client()
+    viewers = [one["id"] for one in admin.get("/v1/keys?limit=100").json()["data"] if one["name"] == "ours-viewer"]
+    assert admin.delete(f"/v1/keys/{viewers[0]}").status_code == 204
+    tab.goto(served.url + "/#/")
+    tab.wait_for_selector("text=Your session is over")
