@@ -1,4 +1,4 @@
-.PHONY: run serve test test-netns test-ray test-dashboard test-vllm check bench gpu gpu-wheels lock audit setup clean
+.PHONY: run serve test test-netns test-postgres test-ray test-dashboard test-vllm check bench gpu gpu-wheels lock audit setup clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -21,7 +21,7 @@ serve: setup
 	$(BIN)/elastic serve
 
 # Most tests share the cores; those that fill them, or are judged by the clock, come after them, one by one.
-ELSEWHERE := not nightly and not netns and not ray and not dashboard
+ELSEWHERE := not nightly and not netns and not ray and not dashboard and not postgres
 
 test: setup check
 	$(BIN)/python -m pytest -n 2 -m "not alone and $(ELSEWHERE)"
@@ -30,6 +30,10 @@ test: setup check
 # As root: a run and its worker in two network namespaces, with a bad link between them.
 test-netns: setup
 	$(BIN)/python -m pytest -m netns tests/netns
+
+# The server's tests once more, on a PostgreSQL that they start themselves (apt-get install postgresql).
+test-postgres: setup
+	$(BIN)/python -m pytest -m postgres tests/server
 
 # A real cluster of several nodes on this machine. Ray has an environment of its own, which borrows everything else.
 RAY := .cache/ray/bin

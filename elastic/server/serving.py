@@ -31,15 +31,22 @@ def open_store(settings: ServerSettings) -> Store:
     settings.home.mkdir(mode=0o700, parents=True, exist_ok=True)
     settings.runs.mkdir(mode=0o711, exist_ok=True)
     store = Store(settings.database_url)
-    migrate(store)
-    home = str(settings.home.resolve())
+    try:
+        migrate(store)
+        _claim(store, str(settings.home.resolve()))
+    except BaseException:
+        store.close()
+        raise
+    return store
+
+
+def _claim(store: Store, home: str) -> None:
     with store.writing() as tx:
         found = tx.execute(sa.select(server.c.value).where(server.c.key == HOME)).scalar()
         if found is None:
             tx.execute(sa.insert(server).values(key=HOME, value=home))
         elif found != home:
             raise StoreError(f"--home: found {home}; the runs of this database are in {found}")
-    return store
 
 
 def first_key(store: Store) -> str | None:

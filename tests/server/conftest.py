@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
+from benchmarks._postgres import Cluster
+from benchmarks._postgres import cluster as postgresql_cluster
 from elastic.resources import AccessRole
 from elastic.server.app import create_app
 from elastic.server.serving import first_key, open_store
@@ -64,10 +66,32 @@ class Site:
         return self.keys[project, role]
 
 
-def make_site(home: Path) -> Site:
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Cluster]:
+    """A PostgreSQL for the tests that want one, with many databases."""
+    with postgresql_cluster() as made:
+        yield made
+
+
+BOTH = ["sqlite", pytest.param("postgresql", marks=pytest.mark.postgres)]
+
+
+@pytest.fixture(scope="session", params=BOTH)
+def new_database(request: pytest.FixtureRequest) -> Callable[[Path], str]:
+    """Makes URLs of new databases, for SQLite in a directory: every test is about both kinds."""
+    if request.param == "sqlite":
+        return lambda directory: f"sqlite:///{directory / 'elastic.sqlite'}"
+    cluster = request.getfixturevalue("cluster")
+    return lambda _: cluster.new_database()
+
+
+def make_site(home: Path, database: str = "") -> Site:
     models = home / "models"
     (models / "policy").mkdir(parents=True)
-    settings = ServerSettings(home=home / "server", models=(models,), shared_trust=True, feed_interval_s=0.01)
+    (home / "server").mkdir()
+    settings = ServerSettings(
+        home=home / "server", database=database, models=(models,), shared_trust=True, feed_interval_s=0.01
+    )
     store = open_store(settings)
     admin = first_key(store)
     assert admin is not None
@@ -85,16 +109,17 @@ def make_site(home: Path) -> Site:
 
 
 @pytest.fixture
-def site(tmp_path: Path) -> Iterator[Site]:
-    made = make_site(tmp_path)
+def site(tmp_path: Path, new_database: Callable[[Path], str]) -> Iterator[Site]:
+    made = make_site(tmp_path, new_database(tmp_path))
     yield made
     made.store.close()
 
 
 @pytest.fixture(scope="module")
-def shared_site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+def shared_site(tmp_path_factory: pytest.TempPathFactory, new_database: Callable[[Path], str]) -> Iterator[Site]:
     """One for all tests of a module: each brings what it looks at."""
-    made = make_site(tmp_path_factory.mktemp("site"))
+    home = tmp_path_factory.mktemp("site")
+    made = make_site(home, new_database(home))
     yield made
     made.store.close()
 

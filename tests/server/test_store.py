@@ -1,6 +1,8 @@
 """The store: the tables are those of the migrations, and a transaction is whole or nothing."""
 
 import re
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,10 +17,11 @@ from elastic.server.store.tables import metadata
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Store:
-    made = Store(f"sqlite:///{tmp_path / 'store.sqlite'}")
+def store(tmp_path: Path, new_database: Callable[[Path], str]) -> Iterator[Store]:
+    made = Store(new_database(tmp_path))
     migrate(made)
-    return made
+    yield made
+    made.close()
 
 
 def test_migrations_make_the_tables_that_are_used(store: Store) -> None:
@@ -34,8 +37,8 @@ def test_a_database_of_a_newer_version_is_refused(store: Store) -> None:
         migrate(store)
 
 
-def test_a_database_of_another_home_is_refused(tmp_path: Path) -> None:
-    url = f"sqlite:///{tmp_path / 'store.sqlite'}"
+def test_a_database_of_another_home_is_refused(tmp_path: Path, new_database: Callable[[Path], str]) -> None:
+    url = new_database(tmp_path)
     open_store(ServerSettings(home=tmp_path / "a", database=url)).close()
     with pytest.raises(StoreError, match="the runs of this database are in"):
         open_store(ServerSettings(home=tmp_path / "b", database=url))
@@ -74,3 +77,23 @@ def test_a_database_that_is_gone_is_unavailable(tmp_path: Path) -> None:
     store = Store(f"sqlite:///{tmp_path / 'nowhere' / 'store.sqlite'}")
     with pytest.raises(StoreUnavailable), store.reading():
         pass
+
+
+def test_transactions_that_write_come_one_after_the_other(store: Store) -> None:
+    """What one has read still holds when it writes."""
+    names = [f"project-{number}" for number in range(8)]
+
+    def add(name: str) -> None:
+        with store.writing() as tx:
+            before = len(people.all_projects(tx))
+            made = people.new_project(tx, name, None)
+            people.change_project(tx, made["id"], {"unix_user": f"u{before}"})
+
+    threads = [threading.Thread(target=add, args=(name,)) for name in names]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    with store.reading() as connection:
+        seen = sorted(row["unix_user"] for row in people.all_projects(connection))
+    assert seen == [f"u{number}" for number in range(8)]

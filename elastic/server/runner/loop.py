@@ -1,6 +1,7 @@
 """The runner's loop: looks at what is wanted of every run and at its process, and does what is to be done.
 
-- One runner at a time has a server's home: it holds `runner.lock`.
+- One runner at a time has a server's home: it holds `runner.lock`. One at a time has a database, too, on whatever
+  machine it is; one that has lost the database leaves runs alone until it leads again.
 - Whatever it does about a run is in the store before (it begins a process) or after (it saw one end), so that another
   runner may take over at any point; a process that is there already is adopted, by its id and start or by the mark in
   its environment, and never begun twice.
@@ -30,7 +31,7 @@ from elastic.server.runner.decisions import Decision, Ending, NextStep, ProcessS
 from elastic.server.runner.launching import HeldProcess
 from elastic.server.settings import ServerSettings
 from elastic.server.store import Store, StoreUnavailable, people, runs
-from elastic.server.store.database import now_us
+from elastic.server.store.database import Leadership, now_us
 from elastic.server.store.runs import HostedRunRow
 
 log = structlog.get_logger(__name__)
@@ -38,10 +39,12 @@ log = structlog.get_logger(__name__)
 LOCK = "runner.lock"
 FORGET_ANSWERS_S = 24 * 3600
 HOUSEKEEPING_S = 600.0
+LEADER_TIMEOUT_S = 10.0
+"""How long a database whose leader was killed may take to notice."""
 
 
 class RunnerBusy(Exception):
-    """Another runner is at this server's home; the message says which process."""
+    """Another runner is at this server's home, or database; the message says which."""
 
 
 class RunnerLoop:
@@ -67,12 +70,16 @@ class RunnerLoop:
     async def run(self) -> None:
         """Go on until cancelled. Runs are left as they are. Raises `RunnerBusy`."""
         self._loop = asyncio.get_running_loop()
-        with claimed_home(self._settings.home):
+        with claimed_home(self._settings.home), self._store.leading() as leadership:
             try:
+                await self._lead(leadership)
                 while True:
                     self._woken.clear()
                     try:
-                        await self.tick()
+                        if await asyncio.to_thread(leadership.holds):
+                            await self.tick()
+                        else:
+                            log.warning("another runner attends to this database; waiting")
                     except StoreUnavailable as error:
                         log.warning("the database does not answer; runs go on", error=str(error))
                     with contextlib.suppress(TimeoutError):
@@ -81,6 +88,22 @@ class RunnerLoop:
             finally:
                 for held in self._held.values():
                     held.watched.close()
+
+    async def _lead(self, leadership: Leadership) -> None:
+        """Wait until this is the database's only runner. Raises `RunnerBusy`."""
+        until_s = time.monotonic() + LEADER_TIMEOUT_S
+        while True:
+            try:
+                if await asyncio.to_thread(leadership.holds):
+                    return
+                if time.monotonic() > until_s:
+                    raise RunnerBusy(
+                        "--database: another server or runner attends to its runs already; stop that one first, or "
+                        "start this server with --no-runner"
+                    )
+            except StoreUnavailable as error:
+                log.warning("the database does not answer; runs go on", error=str(error))
+            await asyncio.sleep(self._settings.tick_s)
 
     async def tick(self) -> None:
         """Look at every run once. Raises `StoreUnavailable`."""

@@ -1,6 +1,7 @@
 """The store's connections: transactions that are whole or nothing, and errors in our own words."""
 
 import contextlib
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,10 @@ POOL = 20
 """Connections that are kept; beyond these a request waits for one."""
 POOL_TIMEOUT_S = 5.0
 CONNECT_TIMEOUT_S = 5
+STATEMENT_TIMEOUT_S = 15
+"""On PostgreSQL, a statement that takes longer is given up, and so is a connection that is silent for so long."""
+WRITERS_LOCK, LEADERS_LOCK = 0x656C6173_00000001, 0x656C6173_00000002
+"""Numbers of PostgreSQL's advisory locks: who writes, and who attends to the runs of this database."""
 DIALECTS = ("sqlite", "postgresql")
 _WRITES = "elastic_writes"
 
@@ -52,6 +57,7 @@ class Store:
     def writing(self) -> Iterator[sa.Connection]:
         """One transaction, durable once this is left without an error, else without any effect.
 
+        Transactions that write come one after the other, on both databases: what one has read is so until it ends.
         Raises `StoreUnavailable`.
         """
         with (
@@ -59,14 +65,84 @@ class Store:
             self.engine.connect().execution_options(**{_WRITES: True}) as connection,
             connection.begin(),
         ):
+            if not self.is_sqlite:
+                connection.execute(sa.select(sa.func.pg_advisory_xact_lock(WRITERS_LOCK)))
             yield connection
+
+    @contextlib.contextmanager
+    def leading(self) -> Iterator["Leadership"]:
+        """Ask to be the one process that attends to the runs of this database."""
+        leadership = Leadership(self.engine)
+        try:
+            yield leadership
+        finally:
+            leadership.close()
 
     def close(self) -> None:
         self.engine.dispose()
 
 
-def migrate(store: Store) -> None:
-    """Bring the database's tables to this version's. Raises `StoreError` for those of a newer one."""
+class Leadership:
+    """A process's claim to be the only one that attends to a database's runs, whatever machine it is on.
+
+    On PostgreSQL it holds as long as its connection does. A SQLite file's is the lock in the server's home.
+    """
+
+    def __init__(self, engine: sa.Engine) -> None:
+        self._engine = engine
+        self._connection: sa.Connection | None = None
+        self._closed = False
+        self._lock = threading.Lock()
+
+    def holds(self) -> bool:
+        """Whether this process leads, from now on if nobody else did. Raises `StoreUnavailable`."""
+        if self._engine.dialect.name == "sqlite":
+            return True
+        if self._connection is not None:
+            try:
+                with _translated():
+                    self._connection.execute(sa.select(1))
+                return True
+            except StoreUnavailable:
+                with self._lock:
+                    self._give_up()
+                raise
+        with _translated():
+            connection = self._engine.connect()
+            try:
+                connection.execution_options(isolation_level="AUTOCOMMIT")
+                leads = bool(connection.scalar(sa.select(sa.func.pg_try_advisory_lock(LEADERS_LOCK))))
+            except BaseException:
+                connection.close()
+                raise
+        with self._lock:
+            if leads and not self._closed:
+                self._connection = connection
+                return True
+        _cut(connection)
+        return False
+
+    def close(self) -> None:
+        """Lead no more. Also while another thread asks."""
+        with self._lock:
+            self._closed = True
+            self._give_up()
+
+    def _give_up(self) -> None:
+        if self._connection is not None:
+            _cut(self._connection)
+            self._connection = None
+
+
+def _cut(connection: sa.Connection) -> None:
+    """Close a connection that does not go back to the pool: its locks end with it."""
+    connection.invalidate()
+    connection.close()
+
+
+def migrate(store: Store, revision: str = "head") -> None:
+    """Bring the database's tables to this version's, or an earlier revision. Raises `StoreError` for those of a newer
+    version."""
     from alembic import command
     from alembic.config import Config as AlembicConfig
     from alembic.runtime.migration import MigrationContext
@@ -81,8 +157,10 @@ def migrate(store: Store) -> None:
             raise StoreError(
                 f"the database is of revision {found}, which a newer elastic made; this one knows {max(known)}"
             )
+        if not store.is_sqlite:
+            connection.execute(sa.text("SET LOCAL statement_timeout = 0"))
         config.attributes["connection"] = connection
-        command.upgrade(config, "head")
+        command.upgrade(config, revision)
 
 
 def _engine(url: str) -> sa.Engine:
@@ -104,7 +182,11 @@ def _engine(url: str) -> sa.Engine:
             max_overflow=0,
             pool_timeout=POOL_TIMEOUT_S,
             pool_pre_ping=True,
-            connect_args={"connect_timeout": CONNECT_TIMEOUT_S},
+            connect_args={
+                "connect_timeout": CONNECT_TIMEOUT_S,
+                "tcp_user_timeout": STATEMENT_TIMEOUT_S * 1_000,
+                "options": f"-c statement_timeout={STATEMENT_TIMEOUT_S}s -c lock_timeout={BUSY_TIMEOUT_S:g}s",
+            },
         )
     except (ModuleNotFoundError, NoSuchModuleError) as error:
         raise StoreError(f"--database: {error}; `pip install elastic-rl[server]` brings what is needed") from None

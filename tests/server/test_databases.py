@@ -1,0 +1,151 @@
+"""Databases go away and come back, are of older versions, and have one runner at a time."""
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+
+from benchmarks._postgres import Cluster, cluster
+from elastic.server.runner import RunnerBusy, RunnerLoop, loop
+from elastic.server.store import Store, StoreUnavailable, migrate, people, runs
+from tests.server.conftest import Site, make_site
+
+OLD_RUN = {
+    "id": "run_01JD3K5T7WQ8M2N4P6R8S0V2X4",
+    "project": "prj_01JD3K5T7WQ8M2N4P6R8S0V2X4",
+    "name": "old",
+    "config": "{}",
+    "providers": '["spot"]',
+    "labels": '{"team": "a"}',
+    "wanted": "run",
+    "force": False,
+    "caps": '{"spot": 3}',
+    "max_restarts": 10,
+    "generation": 4,
+    "created_by": "key_1",
+    "created_us": 1_790_000_000_000_000,
+    "managed": True,
+    "observed_generation": 3,
+    "phase": "running",
+    "cause": "",
+    "conditions": "[]",
+    "figures": '{"step": 7}',
+    "attempt": 2,
+    "restarts": 1,
+    "not_before_us": 0,
+}
+"""A row of the runs' table as the first version wrote it."""
+
+
+async def test_tables_of_the_first_version_go_forward(tmp_path: Path, new_database: Callable[[Path], str]) -> None:
+    store = Store(new_database(tmp_path))
+    migrate(store, "0001")
+    columns, values = ", ".join(OLD_RUN), ", ".join(f":{name}" for name in OLD_RUN)
+    with store.writing() as tx:
+        added = "INSERT INTO projects (id, name, created_us, version) VALUES (:id, 'old', 1, 1)"
+        tx.execute(sa.text(added), {"id": OLD_RUN["project"]})
+        tx.execute(sa.text(f"INSERT INTO runs ({columns}) VALUES ({values})"), OLD_RUN)
+    migrate(store)
+    with store.reading() as connection:
+        (found,) = runs.managed(connection)
+        assert people.project(connection, "old") is not None
+    store.close()
+    assert (found.id, found.generation, found.attempt, found.restarts) == (OLD_RUN["id"], 4, 2, 1)
+    assert (found.providers, found.caps, found.labels, found.figures["step"]) == (
+        ["spot"],
+        {"spot": 3},
+        {"team": "a"},
+        7,
+    )
+
+
+@pytest.fixture
+def fragile() -> Iterator[Cluster]:
+    """A PostgreSQL that may go down."""
+    with cluster() as made:
+        yield made
+
+
+@contextlib.asynccontextmanager
+async def running(site: Site) -> AsyncIterator[tuple[RunnerLoop, "asyncio.Task[None]"]]:
+    runner = RunnerLoop(site.store, dataclasses.replace(site.settings, tick_s=0.02))
+    asyncio.get_running_loop().set_default_executor(threads := ThreadPoolExecutor())
+    task = asyncio.create_task(runner.run())
+    try:
+        yield runner, task
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError, RunnerBusy):
+            await task
+        threads.shutdown()  # What a cancelled call still does, it does before the store is closed.
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor())
+
+
+async def looked(runner: RunnerLoop) -> None:
+    """Until the runner has looked at everything once more."""
+    async with asyncio.timeout(60):
+        began_s = runner.ticked_s
+        while runner.ticked_s <= began_s:  # noqa: ASYNC110 - a thread and a database are waited for
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.postgres
+async def test_what_was_acknowledged_outlives_a_crash_of_the_database(
+    tmp_path: Path, fragile: Cluster, submission: Callable[..., dict[str, Any]]
+) -> None:
+    site = make_site(tmp_path, fragile.new_database())
+    with contextlib.closing(site.store), site.client() as client:
+        run = (await asyncio.to_thread(lambda: client.post("/v1/runs", json=submission()))).json()["id"]
+        await asyncio.to_thread(client.post, f"/v1/runs/{run}/stop")
+        async with running(site) as (runner, _):
+            await looked(runner)
+            await asyncio.to_thread(fragile.stop)
+            for answer in [await asyncio.to_thread(client.get, "/v1/runs") for _ in range(2)]:
+                assert (answer.status_code, answer.json()["type"]) == (503, "/problems/unavailable")
+            assert (await asyncio.to_thread(client.get, "/readyz")).status_code == 503
+            await asyncio.to_thread(fragile.start)
+            await looked(runner)
+            assert (await asyncio.to_thread(client.get, f"/v1/runs/{run}")).json()["phase"] == "stopped"
+            assert (await asyncio.to_thread(client.get, "/readyz")).status_code == 200
+
+
+@pytest.mark.postgres
+async def test_a_database_has_one_runner_on_all_machines(
+    tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second one with the same path as its home, on another machine, where the lock in the home is another."""
+    monkeypatch.setattr(loop, "LEADER_TIMEOUT_S", 0.1)
+    site = make_site(tmp_path, cluster.new_database())
+    with contextlib.closing(site.store):
+        async with running(site) as (runner, first):
+            await looked(runner)
+            os.rename(site.settings.home / loop.LOCK, tmp_path / "lock of another machine")
+            with pytest.raises(RunnerBusy, match="another server or runner attends to its runs already"):
+                await RunnerLoop(site.store, site.settings).run()
+            await looked(runner)
+            assert not first.done()
+        async with running(site) as (runner, _):
+            await looked(runner)
+
+
+@pytest.mark.postgres
+def test_who_has_lost_the_database_does_not_lead(tmp_path: Path, fragile: Cluster) -> None:
+    url = fragile.new_database()
+    first, second = Store(url), Store(url)
+    with contextlib.closing(first), contextlib.closing(second), first.leading() as one, second.leading() as other:
+        assert one.holds()
+        assert not other.holds()
+        fragile.stop()
+        for claim in (one, other):
+            with pytest.raises(StoreUnavailable):
+                claim.holds()
+        fragile.start()
+        assert other.holds()
+        assert not one.holds()
