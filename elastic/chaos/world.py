@@ -405,6 +405,7 @@ class World:
                 secrets=secrets,
                 kept=run,
                 make_reward_pool=(lambda meter: ModelPool(meter, self._function_mishap)) if plan.scored else None,
+                control_socket=False,
             )
             orchestrator = Orchestrator(
                 config, scheduler, journal, wiring, former.taken_up(), clock_ns=self.machine.monotonic_ns

@@ -71,6 +71,8 @@ class Wiring:
     relay_rights: RelayRights | None = None
     certificate: Certificate | None = None
     waiting_room: WaitingRoom | None = None
+    control_socket: bool = True
+    """Whether commands come through a socket in the run's directory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -299,7 +301,8 @@ class Orchestrator:
                 self._journal.meta("endpoint", msgspec.json.encode(endpoint).decode())
                 providers = self._wiring.make_providers(endpoint, self.now_ns)
                 self._leases.providers = providers
-                await self._control.start()
+                if self._wiring.control_socket:
+                    await self._control.start()
                 await self._rewards.start()
                 for name, provider in providers.items():
                     for lease in await provider.adopt(known.get(name, []), self._run.feed):
