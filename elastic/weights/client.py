@@ -25,6 +25,14 @@ AUDIT_SHARE = 0.02
 """Of one core, at most, for recomputing the sums of what is held."""
 
 
+AUDIT_REST_MAX_S = 5.0
+"""A tile takes milliseconds; the first one waits for code to be compiled, which is no reason to rest for minutes."""
+
+
+def _rest(busy_s: float) -> None:
+    time.sleep(min(AUDIT_REST_MAX_S, busy_s / AUDIT_SHARE))
+
+
 class WeightsClient:
     """Stages versions on one thread, and applies them on that or another.
 
@@ -88,7 +96,7 @@ class WeightsClient:
     def audit(self) -> bool:
         """Whether what is held is what it should be; if not, the next `stage` replaces it. Blocks, mostly asleep."""
         puller = self._puller
-        return puller is None or not puller.audit(rest=lambda busy_s: time.sleep(busy_s / AUDIT_SHARE))
+        return puller is None or not puller.audit(rest=_rest)
 
     def close(self) -> None:
         """Give connections back, and let go of what is held."""

@@ -196,10 +196,10 @@ class Puller:
 
         They are refused: the next pull, of the same version or another, begins with a keyframe. Any thread may audit,
         beside everything else; it ends when another version is put in force. After each tile it takes a `rest`, given
-        the seconds that took.
+        the processor's seconds that took.
         """
         wrong: list[int] = []
-        begun_s = time.monotonic()
+        begun_s = time.thread_time()
         held = None if self._writing is not None else self._resident
         for tile, right in held.audited(self._audited) if held else ():
             if self._writing is not None or self._resident is not held:
@@ -207,8 +207,8 @@ class Puller:
             self._audited = tile + 1
             if not right:
                 wrong.append(tile)
-            rest(time.monotonic() - begun_s)
-            begun_s = time.monotonic()
+            rest(time.thread_time() - begun_s)
+            begun_s = time.thread_time()
         if held and wrong:
             self._distrusted = True
             self._refuse(

@@ -16,7 +16,7 @@ from elastic.weights.signing import SigningKey
 from elastic.weights.source import RelaySource
 
 ROOM = {"max_context_tokens": 256, "kv_block_tokens": 32, "kv_blocks": 128}
-START_TIMEOUT_S = 600.0
+START_TIMEOUT_S = 1200.0
 
 
 @pytest.fixture(scope="module")
