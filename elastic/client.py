@@ -195,7 +195,8 @@ class Client:
 
     def events(self, run: str, after: str = "", *, follow: bool = True) -> Iterator[RunEvent]:
         """What happens in a run, behind the event of this id; until the run is over, or all that is there now."""
-        for id_, kind, data in self._stream(f"/v1/runs/{run}/events", after, {"follow": _flag(follow)}):
+        final = "run.ended" if follow else ""
+        for id_, kind, data in self._stream(f"/v1/runs/{run}/events", after, {"follow": _flag(follow)}, final):
             yield RunEvent(id=id_, type=kind, at_s=float(data.pop("at_s", 0.0)), data=data)
 
     def logs(
@@ -203,8 +204,9 @@ class Client:
     ) -> Iterator[LogLine]:
         """A log's lines; until the run is over, or all that is there now."""
         asked = {"follow": _flag(follow), "source": source, **({"tail": str(tail)} if tail is not None else {})}
-        for id_, _, data in self._stream(f"/v1/runs/{run}/logs", after, asked):
-            yield LogLine(id=id_, line=data["line"])
+        for id_, _, data in self._stream(f"/v1/runs/{run}/logs", after, asked, "log.ended" if follow else ""):
+            if "line" in data:
+                yield LogLine(id=id_, line=data["line"])
 
     # Projects, keys, the audit log
 
@@ -264,8 +266,11 @@ class Client:
             time.sleep(min(RETRY_BASE_S * 2**attempt, RETRY_MAX_S))
         raise AssertionError("unreachable")
 
-    def _stream(self, path: str, after: str, asked: Mapping[str, str]) -> Iterator[tuple[str, str, dict[str, Any]]]:
-        """The events of a stream: id, type, data. A connection that is lost is made again, behind the last event."""
+    def _stream(
+        self, path: str, after: str, asked: Mapping[str, str], final: str
+    ) -> Iterator[tuple[str, str, dict[str, Any]]]:
+        """The events of a stream: id, type, data. A connection that is lost is made again, behind the last event; so is
+        one that ends before the `final` type of event, if there is one."""
         failures, asking = 0, dict(asked)
         timeout = httpx.Timeout(STREAM_SILENCE_S, connect=CONNECT_TIMEOUT_S)
         while True:
@@ -283,11 +288,16 @@ class Client:
                             if after:
                                 asking.pop("tail", None)
                             yield id_, kind, data
-                        return
+                            if kind == final:
+                                return
+                        if not final:
+                            return
             except httpx.HTTPError as error:
                 if failures + 1 >= ATTEMPTS:
                     raise ServerUnreachable(f"{self.url}: {error or type(error).__name__}") from error
             failures += 1
+            if failures >= ATTEMPTS:
+                raise ServerUnreachable(f"{self.url}: {path} ends again and again before its end")
             time.sleep(min(RETRY_BASE_S * 2**failures, RETRY_MAX_S))
 
 

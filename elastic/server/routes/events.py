@@ -150,7 +150,10 @@ async def logs(
     ] = "process",
     tail: Annotated[int | None, Query(ge=0, le=100_000, description="begin with the last lines only")] = None,
 ) -> Response:
-    """Stream a run's log, line by line: `process` has its progress and what it says of failures."""
+    """Stream a run's log, line by line: `process` has its progress and what it says of failures.
+
+    A `log.ended` event without an id ends the log of a run that is over.
+    """
     path = state.settings.run_dir(run) / "logs" / f"{source}.log"
     if source != "process" and not path.is_file():
         raise not_found("log", source)
@@ -180,6 +183,8 @@ async def _lines(state: ServerState, run: str, follower: LogFollower, *, follow:
                 for one in lines
             )
         elif over:
+            if follow:
+                yield b"event: log.ended\ndata: {}\n\n"
             return
         else:
             quiet_s += interval_s

@@ -1,0 +1,156 @@
+"""The client over a real socket and a bad line: nothing is done twice, nothing is missed, refusals say why."""
+
+import asyncio
+import random
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+import sqlalchemy as sa
+
+from elastic import client as client_module
+from elastic.client import ApiError, Client, ServerUnreachable
+from elastic.http_server import serving
+from elastic.resources import AccessRole, NewKey, RunChange, RunPhase
+from elastic.server.store.tables import runs
+from tests.server.conftest import Site
+from tests.server.test_streams import journal_of, write
+
+
+@pytest.fixture
+def url(site: Site) -> Iterator[str]:
+    """The server, on a loop and a thread of its own."""
+    loop, ready, over = asyncio.new_event_loop(), threading.Event(), asyncio.Event()
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    async def serve() -> None:
+        async with serving(site.app, listener):
+            ready.set()
+            await over.wait()
+
+    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
+    thread.start()
+    ready.wait(30)
+    yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    loop.call_soon_threadsafe(over.set)
+    thread.join(30)
+    loop.close()
+    listener.close()
+
+
+class BadLine(httpx.BaseTransport):
+    """Loses requests, answers, and the rest of streams, as its dice say; every so often all goes well."""
+
+    def __init__(self, seed: int) -> None:
+        self._real = httpx.HTTPTransport()
+        self._dice = random.Random(seed)
+        self._failed = 0
+        self.losses = 0
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        fate = self._dice.choice(["fine", "no request", "no answer", "cut"]) if self._failed < 3 else "fine"
+        self._failed = self._failed + 1 if fate in ("no request", "no answer") else 0
+        self.losses += fate != "fine"
+        if fate == "no request":
+            raise httpx.ConnectError("lost", request=request)
+        answer = self._real.handle_request(request)
+        if fate == "no answer":
+            answer.close()
+            raise httpx.ReadError("lost", request=request)
+        if fate == "cut" and answer.headers["content-type"].startswith("text/event-stream"):
+            return httpx.Response(200, headers=answer.headers, stream=_Cut(answer, self._dice.randint(20, 400)))
+        return answer
+
+    def close(self) -> None:
+        self._real.close()
+
+
+class _Cut(httpx.SyncByteStream):
+    def __init__(self, answer: httpx.Response, size: int) -> None:
+        self._answer = answer
+        self._left = size
+
+    def __iter__(self) -> Iterator[bytes]:
+        for part in self._answer.iter_raw():
+            yield part[: self._left]
+            self._left -= len(part)
+            if self._left <= 0:
+                self._answer.close()
+                raise httpx.ReadError("cut")
+
+    def close(self) -> None:
+        self._answer.close()
+
+
+@pytest.fixture
+def bad_line(url: str, site: Site, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Client, BadLine]]:
+    monkeypatch.setattr(client_module, "RETRY_BASE_S", 0.001)
+    line = BadLine(7)
+    with Client(url, site.admin, transport=line) as client:
+        yield client, line
+
+
+def test_submissions_over_a_bad_line_are_made_once(
+    bad_line: tuple[Client, BadLine], submission: Callable[..., dict[str, Any]]
+) -> None:
+    client, line = bad_line
+    made = [client.submit(submission()["config"], ["spot"]).id for _ in range(12)]
+    assert line.losses > 4
+    assert [run.id for run in client.runs()] == sorted(made, reverse=True)
+
+
+def test_streams_over_a_bad_line_are_whole(
+    bad_line: tuple[Client, BadLine], site: Site, submission: Callable[..., dict[str, Any]]
+) -> None:
+    client, line = bad_line
+    run = client.submit(submission()["config"], ["spot"]).id
+    journal = journal_of(site.settings.run_dir(run), "a")
+    names = [str(number) for number in range(200)]
+    write(journal, *names)
+    journal.close()
+    logs = site.settings.run_dir(run) / "logs"
+    logs.mkdir()
+    (logs / "process.log").write_text("".join(f"{name}\n" for name in names))
+    with site.store.writing() as tx:
+        tx.execute(sa.update(runs).values(phase=RunPhase.STOPPED.value, managed=False))
+    for follow in (True, False):
+        told = list(client.events(run, follow=follow))
+        assert [event.data["reason"] for event in told if event.id] == names
+        assert [one.line for one in client.logs(run, follow=follow)] == names
+    assert [event.data["reason"] for event in client.events(run, told[99].id) if event.id] == names[100:]
+    assert [one.line for one in client.logs(run, tail=3, follow=False)] == names[-3:]
+    assert line.losses > 3
+
+
+def test_what_is_refused_says_why(url: str, site: Site, submission: Callable[..., dict[str, Any]]) -> None:
+    with Client(url, site.key("ours", AccessRole.VIEWER)) as viewer, Client(url, site.admin) as admin:
+        with pytest.raises(ApiError, match="runs:write is not allowed") as refused:
+            viewer.submit(submission()["config"])
+        assert refused.value.kind == "forbidden"
+        with pytest.raises(ApiError, match="no run 'run_x'"):
+            admin.run("run_x")
+        run = admin.submit(submission()["config"], ["spot"], labels={"team": "a"}).id
+        assert admin.change(run, RunChange(budget_usd=3.0)).budget_usd == 3.0
+        assert admin.budget(run).budget_usd == 3.0
+        assert admin.run(run).labels == {"team": "a"}
+        made = admin.create_key(NewKey(name="k", project="ours", role=AccessRole.VIEWER))
+        assert made.secret
+        admin.revoke_key(made.id)
+        with Client(url, made.secret) as revoked, pytest.raises(ApiError) as gone:
+            revoked.me()
+        assert gone.value.kind == "unauthenticated"
+
+
+def test_what_is_no_server_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "RETRY_BASE_S", 0.001)
+    with Client("http://127.0.0.1:1", "k") as nobody, pytest.raises(ServerUnreachable, match=r"127\.0\.0\.1:1"):
+        nobody.me()
+    page = httpx.MockTransport(lambda _: httpx.Response(200, html="<p>another site</p>"))
+    with (
+        Client("http://other", "k", transport=page) as other,
+        pytest.raises(ServerUnreachable, match="no elastic server"),
+    ):
+        other.me()
