@@ -159,6 +159,10 @@ def _provider_statuses(
     }
     for provider, nano_usd in scheduler.ledger.bill_nano_usd(now_ns).items():
         statuses.setdefault(provider, ProviderStatus()).usd = nano_usd / NANO_USD_PER_USD
+    for book in scheduler.ledger.books.values():
+        if book.closed_ns is None:
+            nano_usd_per_hour = book.price.nano_usd_per_hour
+            statuses.setdefault(book.provider, ProviderStatus()).usd_per_hour += nano_usd_per_hour / NANO_USD_PER_USD
     _count_workers(statuses, scheduler.fleet.workers.values())
     return dict(sorted(statuses.items()))
 
