@@ -56,8 +56,8 @@ def live_through_shell_watched(seeds: Iterable[int]) -> WorldsSeen:
 
 
 def live_through_shell(seeds: Iterable[int]) -> WorldsSeen:
+    from elastic.chaos.simulate import WorldFailed, simulate
     from elastic.chaos.witness import Needless
-    from elastic.chaos.world import WorldFailed, simulate
 
     seen = WorldsSeen()
     for seed in seeds:
@@ -76,14 +76,14 @@ def live_through_shell(seeds: Iterable[int]) -> WorldsSeen:
 
 def is_production_shell() -> bool:
     """Whether a world's run, gateway, journal, rollout loops and workers are of the classes that a live run has."""
-    from elastic.chaos import world
+    from elastic.chaos import simulate, world
     from elastic.chaos.faults import draw_plan
     from elastic.compose import execution
     from elastic.runtime import gateway, journal, orchestrator, rollout, run
     from elastic.worker import agent, service
 
     lived = world.World(draw_plan(0))
-    lived.live()
+    simulate.live(lived)
     shell = lived.shell
     return (
         shell is not None

@@ -10,7 +10,7 @@ import msgspec
 
 from elastic.chaos.faults import Fault, FaultKind, WorldPlan, draw_plan
 from elastic.chaos.shrink import shrunk
-from elastic.chaos.world import World, WorldFailed
+from elastic.chaos.simulate import WorldFailed, simulate
 
 
 def main() -> int:
@@ -26,7 +26,7 @@ def main() -> int:
         plan = msgspec.structs.replace(plan, faults=_picked(parser, plan, given.faults))
     tell = print if given.log else None
     try:
-        print(World(plan, tell).live())
+        print(simulate(plan.seed, plan, tell))
     except WorldFailed as failure:
         print(failure, file=sys.stderr)
         if given.shrink:

@@ -119,7 +119,7 @@ def draw_plan(seed: int, only: Sequence[FaultKind] = ()) -> WorldPlan:
     if only:
         kinds = [kind for kind in only if rng.random() < 2 / 3] or list(only)
     span_s = 3600.0 if long else rng.uniform(2, SPAN_S)
-    count = rng.choice((2, 4, 8, 16) if only else (0, 2, 4, 8, 16, 32, 64, 96)) if kinds else 0
+    count = rng.choice((2, 4, 8, 16) if only else (0, 4, 16, 32, 64, 96, 128, 160)) if kinds else 0
     faults = sorted((_draw(rng, rng.choice(kinds), span_s) for _ in range(count)), key=lambda fault: fault.at_s)
     calm = Fault(kind=FaultKind.WEATHER, at_s=span_s)
     one_slot = rng.random() < 1 / 10

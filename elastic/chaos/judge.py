@@ -4,11 +4,10 @@ Where a disk has forgotten what it was to keep, the run may have gone on from an
 the trainer has learnt in the end.
 """
 
-from typing import TYPE_CHECKING
-
 import msgspec
 
 from elastic.chaos.models import ModelEnvironment, NoSettings, drawn, scored, turn_tokens
+from elastic.chaos.world import World
 from elastic.compose import replay
 from elastic.core import events as e
 from elastic.core.ids import parse_trajectory, parse_turn
@@ -17,11 +16,8 @@ from elastic.report.history import history_of
 from elastic.runtime.journal import GroupRow, StepRow, TrajectoryRow
 from elastic.runtime.rollout import stable_hash
 
-if TYPE_CHECKING:
-    from elastic.chaos.world import World
 
-
-def judge(world: "World") -> None:
+def judge(world: World) -> None:
     """Raises `AssertionError` that names what is wrong."""
     plan, forgot = world.plan, world.disk.forgot
     require(world.result == "", f"the run failed: {world.result}")
@@ -34,8 +30,10 @@ def judge(world: "World") -> None:
         steps = [row.step for row in history.rows(StepRow)]
         groups = {row.group: row for row in history.rows(GroupRow)}
         rows = {row.trajectory: row for row in history.rows(TrajectoryRow)}
-    begun = steps[0] if forgot and steps else 0
-    require(steps == list(range(begun, plan.steps)), f"steps {steps}")
+    if forgot:
+        require(steps == sorted(set(steps)) and steps[-1:] == [plan.steps - 1], f"steps {steps}")
+    else:
+        require(steps == list(range(plan.steps)), f"steps {steps}")
     require(world.weights.version == plan.steps, f"weights of version {world.weights.version}")
     learnt = [(step, group) for step, group, _ in world.weights.learnt]
     require(len(set(learnt)) == len(learnt), "a group is trained twice")
@@ -58,7 +56,7 @@ def require(holds: bool, found: str) -> None:
         raise AssertionError(found)
 
 
-def _touched_by_liars(world: "World") -> set[TrajectoryId]:
+def _touched_by_liars(world: World) -> set[TrajectoryId]:
     """Trajectories with tokens of a worker that lies: these harm its own turns, and nothing else.
 
     Replays the run for that, which has to come to the same ledger, without a gap.
@@ -74,7 +72,7 @@ def _touched_by_liars(world: "World") -> set[TrajectoryId]:
     return touched
 
 
-def _check_trajectory(world: "World", row: TrajectoryRow) -> None:
+def _check_trajectory(world: World, row: TrajectoryRow) -> None:
     """Every token is the one that the seed has for its place, and the reward follows from them."""
     seed, (step, group, member) = world.config.run.seed, parse_trajectory(row.trajectory)
     environment, tokens = ModelEnvironment(NoSettings()), list[int]()

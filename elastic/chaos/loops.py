@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import functools
 import heapq
+import importlib.metadata
 import itertools
 import random
 import time
@@ -12,9 +13,10 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextvars import Context
 from typing import Any
 
-from elastic.compose import incarnations, plan
+from elastic.compose import incarnations
 from elastic.core.types import NS_PER_S, Nanoseconds
 from elastic.runtime import orchestrator
+from elastic.worker import service
 
 BURIAL_STEPS = 10_000
 EPOCH_NS = 1_700_000_000 * NS_PER_S
@@ -32,10 +34,10 @@ class Machine:
         self.ahead_ns: Nanoseconds = 0
         self.boots = 1
         self._world = world
-        self._since_ns = self._at_ns = world.now_ns
+        self.since_ns = self._at_ns = world.now_ns
 
     def monotonic_ns(self) -> Nanoseconds:
-        passed_ns = max(0, self._world.now_ns - self._since_ns)
+        passed_ns = max(0, self._world.now_ns - self.since_ns)
         return self._at_ns + (passed_ns if self.rate == 1 else round(passed_ns * self.rate))
 
     def unix_ns(self) -> Nanoseconds:
@@ -44,14 +46,14 @@ class Machine:
     def world_ns(self, monotonic_ns: Nanoseconds) -> Nanoseconds:
         """When its monotonic clock shows this."""
         passed_ns = monotonic_ns - self._at_ns
-        return self._since_ns + (passed_ns if self.rate == 1 else round(passed_ns / self.rate))
+        return self.since_ns + (passed_ns if self.rate == 1 else round(passed_ns / self.rate))
 
     def suspend(self, duration_ns: Nanoseconds) -> None:
-        until_ns = max(self._since_ns, self._world.now_ns + duration_ns)
-        self._at_ns, self._since_ns = self.monotonic_ns(), until_ns
+        until_ns = max(self.since_ns, self._world.now_ns + duration_ns)
+        self._at_ns, self.since_ns = self.monotonic_ns(), until_ns
 
     def reboot(self) -> None:
-        self._at_ns, self._since_ns = NS_PER_S, self._world.now_ns
+        self._at_ns, self.since_ns = NS_PER_S, self._world.now_ns
         self.boots += 1
 
 
@@ -72,10 +74,11 @@ class WorldClock:
         return "" if self.here is None else f"boot {self.here.boots}"
 
     @contextlib.contextmanager
-    def governs(self, seed: str, sample_interval_s: float) -> Iterator[None]:
+    def governs(self, seed: str, longest_turn_s: float) -> Iterator[None]:
         """Production code that reads a clock, draws a number, or asks which boot this is, gets the world's answer.
 
-        It asks once what is installed, and samples runs of hours less often: both would take most of a world's time.
+        It asks once what is installed, and looks less often at what may have changed, above all in runs of hours: both
+        would take most of a world's time.
         """
         answers: list[tuple[Any, str, Any]] = [
             (time, "monotonic_ns", self.monotonic_ns),
@@ -85,8 +88,9 @@ class WorldClock:
             (time, "perf_counter", lambda: self.monotonic_ns() / NS_PER_S),
             (time, "time", lambda: self.unix_ns() / NS_PER_S),
             (incarnations, "boot_id", self.boot_id),
-            (plan, "installed", _installed),
-            (orchestrator, "SAMPLE_INTERVAL_S", sample_interval_s),
+            (importlib.metadata, "entry_points", _entry_points),
+            (orchestrator, "SAMPLE_INTERVAL_S", max(0.5, longest_turn_s / 100)),
+            (service, "SHARE_INTERVAL_S", max(0.05, longest_turn_s / 1000)),
         ]
         former = [(where, name, getattr(where, name)) for where, name, _ in answers]
         chance = random.getstate()
@@ -101,7 +105,7 @@ class WorldClock:
             random.setstate(chance)
 
 
-_installed = functools.cache(plan.installed)
+_entry_points = functools.cache(importlib.metadata.entry_points)
 _ages = itertools.count()
 
 
@@ -141,6 +145,9 @@ class ProcessLoop(asyncio.BaseEventLoop):
         self.clock = clock
         self.machine = machine
         self.failures: list[dict[str, Any]] = []
+        self._head: Any = None
+        """What comes first of what is scheduled, at `_head_ns` as long as its machine's clock goes on."""
+        self._head_ns = self._head_since_ns = 0
         self.set_exception_handler(lambda _, context: self.failures.append(context))
         self._inner.set_task_factory(self._make_task)
 
@@ -173,7 +180,11 @@ class ProcessLoop(asyncio.BaseEventLoop):
             heapq.heappop(scheduled)._scheduled = False
         if not scheduled:
             return None
-        return max(now_ns, self.machine.world_ns(round(scheduled[0]._when * NS_PER_S)))
+        head, since_ns = scheduled[0], self.machine.since_ns
+        if head is not self._head or since_ns != self._head_since_ns:
+            self._head, self._head_since_ns = head, since_ns
+            self._head_ns = self.machine.world_ns(round(head._when * NS_PER_S))
+        return self._head_ns if self._head_ns > now_ns else now_ns
 
     def step(self, most: int | None = None) -> None:
         """Do what is due now, or the first callbacks of it."""

@@ -273,5 +273,5 @@ def _repeated(content: bytes) -> bytes:
 def _kind(body: memoryview) -> str:
     try:
         return msgspec.msgpack.decode(body)[0]
-    except (msgspec.DecodeError, TypeError, IndexError):  # a liar's
+    except (msgspec.DecodeError, UnicodeDecodeError, TypeError, IndexError):  # a liar's
         return ""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import msgspec
 
 from elastic.chaos.faults import Fault, WorldPlan
-from elastic.chaos.world import World, WorldFailed
+from elastic.chaos.simulate import WorldFailed, simulate
 
 TRIES_MAX = 400
 
@@ -37,7 +37,7 @@ def _without_a_part(faults: Sequence[Fault], parts: int) -> list[tuple[Fault, ..
 
 def _failure(plan: WorldPlan) -> WorldFailed | None:
     try:
-        World(plan).live()
+        simulate(plan.seed, plan)
     except WorldFailed as failure:
         return failure
     return None

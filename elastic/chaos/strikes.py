@@ -2,19 +2,16 @@
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING
 
 from elastic.chaos.faults import Fault, FaultKind
 from elastic.chaos.loops import Machine
+from elastic.chaos.process import Process
 from elastic.chaos.strangers import flood
+from elastic.chaos.world import STOPPED, World
 from elastic.compose import TRAINER_PROVIDER
 from elastic.core.types import NS_PER_S, EndCause
 from elastic.sim.lies import KINDS, Liar
 
-if TYPE_CHECKING:
-    from elastic.chaos.world import Process, World
-
-STOPPED = "somebody had it stop"
 CALLBACKS_MAX = 60
 """That a process runs on before it is killed: so that it dies between any two of them."""
 LEAP_S = 10_000.0
@@ -22,9 +19,11 @@ LIES = 12
 STRANGERS_MAX = 3000
 SLOWNESS_MAX = 10.0
 SLOW_COMMIT_S = 0.5
+FOR_EVER_S = 1e6
+"""Weather that nothing follows, where only some of the drawn faults come."""
 
 
-def strike(world: "World", fault: Fault) -> bool:
+def strike(world: World, fault: Fault) -> bool:
     """Have the fault befall whom it is meant for; whether there is anybody."""
     if fault.kind in _OF_THE_RUN:
         if world.orchestrator is None or world.result is not None:
@@ -41,7 +40,7 @@ def strike(world: "World", fault: Fault) -> bool:
     return _OF_ONE[fault.kind](world, picked, fault)
 
 
-def _picked(world: "World", fault: Fault) -> "Process | None":
+def _picked(world: World, fault: Fault) -> Process | None:
     """The trainer's worker bears connections that break, and pauses; everything else is others'."""
     workers = world.workers()
     trainers = [worker for worker in workers if _trains(worker)]
@@ -52,44 +51,44 @@ def _picked(world: "World", fault: Fault) -> "Process | None":
     return workers[int(fault.target * len(workers))] if workers else None
 
 
-def _trains(worker: "Process") -> bool:
+def _trains(worker: Process) -> bool:
     return worker.name.startswith(TRAINER_PROVIDER)
 
 
 # What befalls one worker
 
 
-def _kill(world: "World", worker: "Process", fault: Fault) -> bool:
+def _kill(world: World, worker: Process, fault: Fault) -> bool:
     noticed = fault.chance < 1 / 2 or _trains(worker)
     callbacks = int(fault.duration_s * CALLBACKS_MAX) % CALLBACKS_MAX
     worker.end_after(callbacks, partial(world.kill, worker, noticed=noticed))
     return True
 
 
-def _freeze(world: "World", worker: "Process", fault: Fault) -> bool:
+def _freeze(world: World, worker: Process, fault: Fault) -> bool:
     worker.frozen_until_ns = max(worker.frozen_until_ns, world.until_ns(fault.duration_s))
     if fault.chance < 1 / 3:
         worker.loop.machine.suspend(round(fault.duration_s * NS_PER_S))
     return True
 
 
-def _cut(world: "World", worker: "Process", fault: Fault) -> bool:
+def _cut(world: World, worker: Process, fault: Fault) -> bool:
     for transport in list(worker.loop.transports):
         transport.abort()
     return True
 
 
-def _stall(world: "World", worker: "Process", fault: Fault) -> bool:
+def _stall(world: World, worker: Process, fault: Fault) -> bool:
     worker.loop.stall(world.until_ns(fault.duration_s))
     return True
 
 
-def _repeat(world: "World", worker: "Process", fault: Fault) -> bool:
+def _repeat(world: World, worker: Process, fault: Fault) -> bool:
     worker.loop.repeats_until_ns = world.until_ns(fault.duration_s)
     return True
 
 
-def _preempt(world: "World", worker: "Process", fault: Fault) -> bool:
+def _preempt(world: World, worker: Process, fault: Fault) -> bool:
     for cloud in world.clouds.values():
         if (lease := cloud.lease_of(worker.name)) is not None:
             cloud.warn(lease, fault.duration_s)
@@ -97,7 +96,7 @@ def _preempt(world: "World", worker: "Process", fault: Fault) -> bool:
     return False
 
 
-def _take(world: "World", worker: "Process", fault: Fault) -> bool:
+def _take(world: World, worker: Process, fault: Fault) -> bool:
     for cloud in world.clouds.values():
         if (lease := cloud.lease_of(worker.name)) is not None:
             cloud.end(lease, EndCause.PREEMPTED)
@@ -105,25 +104,25 @@ def _take(world: "World", worker: "Process", fault: Fault) -> bool:
     return False
 
 
-def _hang(world: "World", worker: "Process", fault: Fault) -> bool:
+def _hang(world: World, worker: Process, fault: Fault) -> bool:
     worker.device.hangs_until_ns = world.until_ns(fault.duration_s)
     return True
 
 
-def _slow(world: "World", worker: "Process", fault: Fault) -> bool:
+def _slow(world: World, worker: Process, fault: Fault) -> bool:
     worker.device.slow_until_ns = world.until_ns(fault.duration_s)
     worker.device.slowness = 1 + fault.chance * SLOWNESS_MAX
     world.witness.ails(worker.name, fault.duration_s + worker.device.slowness * world.plan.token_s)
     return True
 
 
-def _decline(world: "World", worker: "Process", fault: Fault) -> bool:
+def _decline(world: World, worker: Process, fault: Fault) -> bool:
     worker.device.held_until_ns = world.until_ns(fault.duration_s)
     worker.device.honest = fault.chance < 1 / 2
     return True
 
 
-def _lie(world: "World", worker: "Process", fault: Fault) -> bool:
+def _lie(world: World, worker: Process, fault: Fault) -> bool:
     """Frames that no truthful worker sends, between those that it does."""
     core = world.witness.core
     if core is None or not worker.loop.transports:
@@ -140,19 +139,19 @@ def _lie(world: "World", worker: "Process", fault: Fault) -> bool:
 # What befalls the orchestrator
 
 
-def _kill_orchestrator(world: "World", orchestrator: "Process", fault: Fault) -> None:
+def _kill_orchestrator(world: World, orchestrator: Process, fault: Fault) -> None:
     callbacks = int(fault.target * CALLBACKS_MAX)
     orchestrator.end_after(callbacks, partial(world.crash_orchestrator, fault.duration_s))
 
 
-def _kill_both(world: "World", orchestrator: "Process", fault: Fault) -> None:
+def _kill_both(world: World, orchestrator: Process, fault: Fault) -> None:
     for worker in filter(_trains, world.workers()):
         world.witness.ails(worker.name)
         world.kill(worker, noticed=True)
     _kill_orchestrator(world, orchestrator, fault)
 
 
-def _lose_power(world: "World", orchestrator: "Process", fault: Fault) -> None:
+def _lose_power(world: World, orchestrator: Process, fault: Fault) -> None:
     if fault.chance < 1 / 3:
         for worker in filter(_trains, world.workers()):
             world.kill(worker, noticed=True)
@@ -161,12 +160,12 @@ def _lose_power(world: "World", orchestrator: "Process", fault: Fault) -> None:
     world.machine.reboot()
 
 
-def _stop(world: "World", orchestrator: "Process", fault: Fault) -> None:
+def _stop(world: World, orchestrator: Process, fault: Fault) -> None:
     if world.shell is not None:
         world.shell.stop(STOPPED)
 
 
-def _hold_up(world: "World", orchestrator: "Process", fault: Fault) -> None:
+def _hold_up(world: World, orchestrator: Process, fault: Fault) -> None:
     """It excuses no fence: nobody was silent but itself. Connections are another thing."""
     world.witness.connections_ail(fault.duration_s)
     orchestrator.frozen_until_ns = world.until_ns(fault.duration_s)
@@ -175,15 +174,15 @@ def _hold_up(world: "World", orchestrator: "Process", fault: Fault) -> None:
 # What befalls everybody
 
 
-def _weather(world: "World", fault: Fault) -> None:
+def _weather(world: World, fault: Fault) -> None:
     was_bad = world.network.weather.bad
     world.network.weather = fault.weather()
     if was_bad or world.network.weather.bad:
         following = [f.at_s for f in world.plan.faults if f.kind is FaultKind.WEATHER and f.at_s > fault.at_s]
-        world.witness.all_ail(min(following, default=fault.at_s) - fault.at_s)
+        world.witness.all_ail(min(following, default=fault.at_s + FOR_EVER_S) - fault.at_s)
 
 
-def _flood(world: "World", fault: Fault) -> None:
+def _flood(world: World, fault: Fault) -> None:
     count = int(STRANGERS_MAX ** (0.4 + 0.6 * fault.chance))
     target = next((worker.name for worker in world.workers()), "nobody")
     coming = partial(flood, world.chance, count, world.address, world.config.run.name, target)
@@ -191,40 +190,40 @@ def _flood(world: "World", fault: Fault) -> None:
         world.begin("strangers", Machine(world.clock), coming)
 
 
-def _descriptors(world: "World", fault: Fault) -> None:
+def _descriptors(world: World, fault: Fault) -> None:
     world.witness.all_ail(fault.duration_s)
     if world.orchestrator is not None:
         world.orchestrator.loop.no_descriptors_until_ns = world.until_ns(fault.duration_s)
 
 
-def _relay(world: "World", fault: Fault) -> None:
+def _relay(world: World, fault: Fault) -> None:
     world.witness.all_ail(fault.duration_s)
     world.relay_down_until_ns = world.until_ns(fault.duration_s)
 
 
-def _calendar(world: "World", fault: Fault) -> None:
+def _calendar(world: World, fault: Fault) -> None:
     world.machine.ahead_ns += round((fault.chance - 1 / 2) * LEAP_S * NS_PER_S)
 
 
-def _slow_disk(world: "World", fault: Fault) -> None:
+def _slow_disk(world: World, fault: Fault) -> None:
     world.disk.slow_until_ns = world.until_ns(fault.duration_s)
     world.disk.slow_s = fault.chance * SLOW_COMMIT_S
 
 
-def _full_disk(world: "World", fault: Fault) -> None:
+def _full_disk(world: World, fault: Fault) -> None:
     world.disk.full_until_ns = world.until_ns(fault.duration_s)
 
 
-def _environment(world: "World", fault: Fault) -> None:
+def _environment(world: World, fault: Fault) -> None:
     world.environments_down_until_ns = world.until_ns(fault.duration_s)
 
 
-def _functions(world: "World", fault: Fault) -> None:
+def _functions(world: World, fault: Fault) -> None:
     world.functions_down_until_ns = world.until_ns(fault.duration_s)
 
 
 _OF_TRAINERS_TOO = frozenset({FaultKind.FREEZE, FaultKind.CUT, FaultKind.STALL, FaultKind.REPEAT})
-_OF_ONE: "Mapping[FaultKind, Callable[[World, Process, Fault], bool]]" = {
+_OF_ONE: Mapping[FaultKind, Callable[[World, Process, Fault], bool]] = {
     FaultKind.KILL_WORKER: _kill,
     FaultKind.KILL_TRAINER: _kill,
     FaultKind.FREEZE: _freeze,
@@ -238,14 +237,14 @@ _OF_ONE: "Mapping[FaultKind, Callable[[World, Process, Fault], bool]]" = {
     FaultKind.DECLINE: _decline,
     FaultKind.LIE: _lie,
 }
-_OF_THE_RUN: "Mapping[FaultKind, Callable[[World, Process, Fault], None]]" = {
+_OF_THE_RUN: Mapping[FaultKind, Callable[[World, Process, Fault], None]] = {
     FaultKind.KILL_ORCHESTRATOR: _kill_orchestrator,
     FaultKind.KILL_BOTH: _kill_both,
     FaultKind.POWER: _lose_power,
     FaultKind.STOP: _stop,
     FaultKind.HOLD_UP: _hold_up,
 }
-_OF_ALL: "Mapping[FaultKind, Callable[[World, Fault], None]]" = {
+_OF_ALL: Mapping[FaultKind, Callable[[World, Fault], None]] = {
     FaultKind.WEATHER: _weather,
     FaultKind.FLOOD: _flood,
     FaultKind.DESCRIPTORS: _descriptors,

@@ -63,9 +63,16 @@ class Witness:
         self._connections_ailing_ns: Nanoseconds = 0
         self._liars: dict[WorkerId, None] = {}
         self._refused_ns: dict[str, Nanoseconds] = {}
-        self._failed_loads: dict[tuple[WorkerId, int], Nanoseconds] = {}
+        self._failed_loads: dict[tuple[WorkerId, int, int], Nanoseconds] = {}
+        """By worker, epoch and version: who comes back is ordered at once what it lacks."""
         self._sent: dict[TurnId, WorkerId] = {}
         self._dials: dict[object, deque[Nanoseconds]] = {}
+
+    def follow(self, core: Scheduler) -> None:
+        """Watch the core of another incarnation, which need not know what the one before has seen last."""
+        self.core = core
+        for known in (self._refused_ns, self._failed_loads, self._sent):
+            known.clear()
 
     @contextlib.contextmanager
     def watches(self) -> Iterator[None]:
@@ -129,9 +136,7 @@ class Witness:
                 if (lease := core.leases.leases.get(event.lease)) is not None:
                     self._refused_ns[lease.provider] = core.now_ns
             case e.WeightsFailed():
-                self._failed_loads[event.worker, event.version] = core.now_ns
-            case e.Resumed():
-                self._sent.clear()
+                self._failed_loads[event.worker, event.epoch, event.version] = core.now_ns
             case _:
                 pass
         for command in commands:
@@ -168,7 +173,7 @@ class Witness:
         _require(needed, act, f"{command.turn} from {before} to {command.worker}: {cause}")
 
     def _loads(self, core: Scheduler, command: c.LoadWeights) -> None:
-        failed_ns = self._failed_loads.pop((command.worker, command.version), None)
+        failed_ns = self._failed_loads.pop((command.worker, command.epoch, command.version), None)
         late_enough = failed_ns is None or core.now_ns - failed_ns >= core.limits.retry_base_ns
         _require(late_enough, Act.RETRY, f"{command.worker} loads {command.version} again without a back-off")
 

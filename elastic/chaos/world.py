@@ -8,7 +8,6 @@ import itertools
 import shutil
 import tempfile
 from collections.abc import Callable, Coroutine, Iterator, Mapping, MutableMapping
-from contextvars import copy_context
 from pathlib import Path
 from random import Random
 from typing import Any, cast
@@ -19,8 +18,7 @@ import structlog
 from elastic import compose, wire
 from elastic.chaos.cloud import Cloud, CloudProvider
 from elastic.chaos.disk import Disk, SteppedJournal
-from elastic.chaos.faults import Fault, FaultKind, WorldPlan, draw_plan
-from elastic.chaos.judge import judge
+from elastic.chaos.faults import Fault, FaultKind, WorldPlan
 from elastic.chaos.loops import Machine, WorldClock
 from elastic.chaos.models import (
     VOCABULARY,
@@ -34,14 +32,13 @@ from elastic.chaos.models import (
     Weights,
 )
 from elastic.chaos.network import Network, NetworkLoop
-from elastic.chaos.strikes import STOPPED, strike
+from elastic.chaos.process import Process
 from elastic.chaos.witness import Witness
 from elastic.compose.incarnations import PreviousIncarnation, journaled, previous_incarnation
 from elastic.config import Config, validate
 from elastic.core.scheduler import Scheduler
 from elastic.core.types import NS_PER_S, Nanoseconds, WorkerId, WorkerRole
 from elastic.endpoint import Endpoint
-from elastic.offload import Lane, lanes
 from elastic.run_secrets import RunSecrets
 from elastic.runtime import states
 from elastic.runtime.journal import JournalError, RunDirectory
@@ -59,17 +56,10 @@ TURNS_MAX = 4
 STEPS_MAX = 3_000_000
 WORK_NS = 2_000
 """What a step of a process takes at least; nothing takes no time."""
+STOPPED = "somebody had it stop"
+"""Why a run ends that is resumed."""
 BEGIN_AGAIN_S = 1.0
 """After which somebody resumes a run that has ended for want of its disk."""
-
-
-class WorldFailed(AssertionError):
-    """A world went wrong; its plan, which a seed draws, is all that is needed to see it again."""
-
-    def __init__(self, plan: WorldPlan, found: str, cause: Exception) -> None:
-        self.plan = plan
-        self.cause = cause
-        super().__init__(f"seed {plan.seed}: {found}\nreplay it: {plan.command()}")
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,57 +71,6 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     incarnations: int
     faults: int
     history: str
-
-
-class Process:
-    """A simulated process: a loop, and what runs on it."""
-
-    def __init__(
-        self, name: str, loop: NetworkLoop, work: Callable[[], Coroutine[Any, Any, Any]], device: ModelDevice
-    ) -> None:
-        self.name = name
-        self.loop = loop
-        self.device = device
-        self.frozen_until_ns: Nanoseconds = 0
-        self.callbacks_left: int | None = None
-        """After which it is killed."""
-        self.at_its_end: Callable[[], None] = lambda: None
-        context = copy_context()
-        context.run(lanes.set, lambda _: LoopLane(loop))
-        self.main = loop.create_task(work(), context=context)
-
-    @property
-    def alive(self) -> bool:
-        return self.loop.alive
-
-    def end_after(self, callbacks: int, then: Callable[[], None]) -> None:
-        """Let it run for so many more callbacks, wherever that is, and kill it."""
-        if self.callbacks_left is None:
-            self.callbacks_left, self.at_its_end = callbacks, then
-
-    def step(self) -> None:
-        if self.callbacks_left is None:
-            self.loop.step()
-        elif self.callbacks_left:
-            self.callbacks_left -= 1
-            self.loop.step(1)
-        else:
-            self.at_its_end()
-
-
-class LoopLane(Lane):
-    """`elastic.offload.Lane`: each call takes a drawn time, and is made at its end."""
-
-    def __init__(self, loop: NetworkLoop) -> None:
-        self._loop = loop
-        self._free_s = 0.0
-
-    def submit(self, call: Callable[[], None]) -> None:
-        self._free_s = max(self._free_s, self._loop.time()) + self._loop.offload_s()
-        self._loop.call_at(self._free_s, call)
-
-    def stop(self) -> None:
-        pass
 
 
 def config_of(plan: WorldPlan) -> Config:
@@ -237,31 +176,23 @@ class World:
     def until_ns(self, duration_s: float) -> Nanoseconds:
         return self.clock.now_ns + round(duration_s * NS_PER_S)
 
-    def live(self) -> Outcome:
-        """Until the run has ended and nothing is left, or much too long. Raises `WorldFailed`."""
-        plan = self.plan
-        longest_turn_s = plan.max_tokens * plan.token_s
-        patience_s = LIVENESS_S + 4 * plan.steps * plan.groups * TURNS_MAX * longest_turn_s
-        governed = self.clock.governs(f"{plan.seed}/code", sample_interval_s=max(0.5, longest_turn_s / 100))
+    @contextlib.contextmanager
+    def begins(self) -> Iterator[None]:
+        """Govern what production code asks of this process, and take everything apart in the end."""
+        longest_turn_s = self.plan.max_tokens * self.plan.token_s
+        governed = self.clock.governs(f"{self.plan.seed}/code", longest_turn_s)
         with governed, self.witness.watches(), self._logged():
             try:
                 self.begin_orchestrator()
-                for fault in plan.faults:
-                    self.after(fault.at_s, lambda fault=fault: self._strike(fault))
-                self._go_on(plan.end_s + patience_s)
-                judge(self)
-                return self._outcome()
-            except Exception as error:
-                found = f"at {self.clock.now_ns / NS_PER_S:.3f} s: {type(error).__name__}: {error}"
-                raise WorldFailed(plan, found, error) from error
+                yield
             finally:
                 self._bury()
                 shutil.rmtree(self._directory, ignore_errors=True)
 
-    def _strike(self, fault: Fault) -> None:
-        struck = strike(self, fault)
-        self._struck += struck
-        if struck and self._tell is not None:
+    def befalls(self, fault: Fault, done: bool) -> None:
+        """A fault has come, and was `done` to somebody if there was anybody."""
+        self._struck += done
+        if done and self._tell is not None:
             self._tell(f"{self.clock.now_ns / NS_PER_S:9.3f} *** {fault}")
 
     @contextlib.contextmanager
@@ -280,7 +211,11 @@ class World:
         finally:
             structlog.configure(**former)
 
-    def _go_on(self, until_s: float) -> None:
+    def go_on(self) -> None:
+        """Until the run has ended and nothing is left. Raises `AssertionError` after much too long."""
+        plan = self.plan
+        turns = plan.steps * plan.groups * TURNS_MAX
+        until_s = plan.end_s + LIVENESS_S + 4 * turns * plan.max_tokens * plan.token_s
         for _ in range(STEPS_MAX):
             if self.result is not None and not self._alive:
                 return
@@ -395,7 +330,7 @@ class World:
             notes,
             self.disk,
         )
-        self.witness.core = scheduler
+        self.witness.follow(scheduler)
         with journaled(journal, scheduler) as ending:
             wiring = Wiring(
                 make_providers=self._providers,
@@ -513,7 +448,7 @@ class World:
 
     # The end
 
-    def _outcome(self) -> Outcome:
+    def outcome(self) -> Outcome:
         history, events = hashlib.blake2b(digest_size=16), 0
         with self.run.journals() as journals:
             for journal in journals:
@@ -540,8 +475,3 @@ class World:
 
 def _memory() -> str | None:
     return "/dev/shm" if Path("/dev/shm").is_dir() else None
-
-
-def simulate(seed: int, plan: WorldPlan | None = None) -> Outcome:
-    """Live through one world. What is not given is drawn from the seed. Raises `WorldFailed`."""
-    return World(plan or draw_plan(seed)).live()

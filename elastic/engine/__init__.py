@@ -1,7 +1,7 @@
 """Rollout engines behind one protocol. An engine's own imports (torch, vLLM) happen only when it is created."""
 
+import importlib.metadata
 from collections.abc import Mapping
-from importlib.metadata import entry_points
 from typing import Any
 
 from elastic.config import ConfigError, EngineConfig, validate
@@ -30,7 +30,7 @@ def resolve_engine(
     Kinds come from the entry-point group "elastic.engines"; each names an `EngineKind`.
     Raises `ConfigError` for a kind or a section that is not installed, and for settings that are not its own.
     """
-    installed = {entry.name: entry for entry in entry_points(group=ENTRY_POINTS)}
+    installed = {entry.name: entry for entry in importlib.metadata.entry_points(group=ENTRY_POINTS)}
     names = ", ".join(sorted(installed)) or "none"
     if config.kind not in installed:
         raise ConfigError(f"{where}: {section}.kind: unknown engine {config.kind!r}; installed: {names}")

@@ -22,7 +22,7 @@ from types import CodeType, FunctionType
 from typing import Any
 
 from elastic.chaos.faults import FaultKind, draw_plan
-from elastic.chaos.world import WorldFailed, simulate
+from elastic.chaos.simulate import WorldFailed, simulate
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent

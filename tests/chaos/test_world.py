@@ -10,7 +10,7 @@ import pytest
 
 from elastic.chaos.faults import FaultKind, draw_plan
 from elastic.chaos.shrink import shrunk
-from elastic.chaos.world import WorldFailed, simulate
+from elastic.chaos.simulate import WorldFailed, simulate
 from elastic.runtime.rollout import OpenTurn
 
 FIXED = range(40)
@@ -39,7 +39,7 @@ def test_nobody_is_fenced_for_the_orchestrators_own_silence(seed: int) -> None:
 
 
 def test_one_seed_gives_one_history_whatever_the_hashes() -> None:
-    program = "from elastic.chaos.world import simulate; print([simulate(seed).history for seed in (3, 9)])"
+    program = "from elastic.chaos.simulate import simulate; print([simulate(seed).history for seed in (3, 9)])"
     found = {
         subprocess.run(
             [sys.executable, "-c", program],
