@@ -97,7 +97,7 @@ def is_production_shell() -> bool:
     )
 
 
-def planted_bugs(seeds: int) -> dict[str, int | None]:
-    """Every planted bug with the seed that shows it, None where none of the first `seeds` does."""
-    told = subprocess.run([sys.executable, PLANTED, "--seeds", str(seeds)], stdout=subprocess.PIPE, check=False)
+def planted_bugs(*which: str) -> dict[str, int | None]:
+    """Every planted bug with the seed that shows it, None where none does of `which` seeds are asked for."""
+    told = subprocess.run([sys.executable, PLANTED, *which], stdout=subprocess.PIPE, check=False)
     return json.loads(told.stdout)

@@ -30,7 +30,7 @@ class FaultKind(StrEnum):
     FLOOD = "flood"
     """Strangers open connections, up to thousands at once."""
     DESCRIPTORS = "descriptors"
-    """The orchestrator can accept no connection for a while."""
+    """The orchestrator, or some workers, can open no connection and no file for a while."""
     PREEMPT = "preempt"
     TAKE = "take"
     """The cloud takes a lease without notice."""

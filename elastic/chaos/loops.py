@@ -7,12 +7,14 @@ import heapq
 import importlib.metadata
 import itertools
 import random
+import sqlite3
 import time
 from asyncio import events
 from collections.abc import Callable, Coroutine, Iterator
-from contextvars import Context
+from contextvars import Context, copy_context
 from typing import Any
 
+from elastic import machine
 from elastic.compose import incarnations
 from elastic.core.types import NS_PER_S, Nanoseconds
 from elastic.runtime import orchestrator
@@ -33,6 +35,7 @@ class Machine:
         self.rate = rate
         self.ahead_ns: Nanoseconds = 0
         self.boots = 1
+        self.no_descriptors_until_ns: Nanoseconds = 0
         self._world = world
         self.since_ns = self._at_ns = world.now_ns
 
@@ -47,6 +50,9 @@ class Machine:
         """When its monotonic clock shows this."""
         passed_ns = monotonic_ns - self._at_ns
         return self.since_ns + (passed_ns if self.rate == 1 else round(passed_ns / self.rate))
+
+    def is_out_of_descriptors(self) -> bool:
+        return self.no_descriptors_until_ns > self._world.now_ns
 
     def suspend(self, duration_ns: Nanoseconds) -> None:
         until_ns = max(self.since_ns, self._world.now_ns + duration_ns)
@@ -73,9 +79,18 @@ class WorldClock:
     def boot_id(self) -> str:
         return "" if self.here is None else f"boot {self.here.boots}"
 
+    def _out_of_descriptors(self) -> bool:
+        return self.here is not None and self.here.is_out_of_descriptors()
+
+    def _connect(self, *arguments: Any, **options: Any) -> sqlite3.Connection:
+        if self._out_of_descriptors():
+            raise sqlite3.OperationalError("unable to open database file")
+        return _connect(*arguments, **options)
+
     @contextlib.contextmanager
     def governs(self, seed: str, longest_turn_s: float) -> Iterator[None]:
-        """Production code that reads a clock, draws a number, or asks which boot this is, gets the world's answer.
+        """Production code that reads a clock, draws a number, opens a journal, or asks which boot this is, gets the
+        world's answer.
 
         It asks once what is installed, and looks less often at what may have changed, above all in runs of hours: both
         would take most of a world's time.
@@ -89,6 +104,8 @@ class WorldClock:
             (time, "time", lambda: self.unix_ns() / NS_PER_S),
             (incarnations, "boot_id", self.boot_id),
             (importlib.metadata, "entry_points", _entry_points),
+            (sqlite3, "connect", self._connect),
+            (machine, "out_of_descriptors", self._out_of_descriptors),
             (orchestrator, "SAMPLE_INTERVAL_S", max(0.5, longest_turn_s / 100)),
             (service, "SHARE_INTERVAL_S", max(0.05, longest_turn_s / 1000)),
         ]
@@ -105,6 +122,7 @@ class WorldClock:
             random.setstate(chance)
 
 
+_connect = sqlite3.connect
 _entry_points = functools.cache(importlib.metadata.entry_points)
 _ages = itertools.count()
 
@@ -144,6 +162,8 @@ class ProcessLoop(asyncio.BaseEventLoop):
         self._clock_resolution = 1e-7
         self.clock = clock
         self.machine = machine
+        self.context = copy_context()
+        """Of what others have it call: theirs is of another process."""
         self.failures: list[dict[str, Any]] = []
         self._head: Any = None
         """What comes first of what is scheduled, at `_head_ns` as long as its machine's clock goes on."""
@@ -161,6 +181,17 @@ class ProcessLoop(asyncio.BaseEventLoop):
 
     def time(self) -> float:
         return self.machine.monotonic_ns() / NS_PER_S
+
+    def call_soon(self, callback: Callable[..., object], *args: Any, context: Context | None = None) -> asyncio.Handle:
+        return super().call_soon(callback, *args, context=context or self._context())
+
+    def call_at(
+        self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        return super().call_at(when, callback, *args, context=context or self._context())
+
+    def _context(self) -> Context | None:
+        return None if events._get_running_loop() is self else self.context
 
     def _write_to_self(self) -> None:
         pass

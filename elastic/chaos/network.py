@@ -1,6 +1,8 @@
 """Connections in memory between simulated processes: bytes in order, late, in pieces, twice, or not any more."""
 
 import asyncio
+import errno
+import os
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -76,14 +78,16 @@ class Network:
 
 
 class NetworkLoop(ProcessLoop):
-    """A process's loop with sockets on the network. While it has `no_descriptors`, it accepts no connection."""
+    """A process's loop with sockets on the network.
+
+    While its machine is out of descriptors it accepts no connection, and makes none.
+    """
 
     def __init__(self, clock: WorldClock, machine: Machine, network: Network) -> None:
         super().__init__(clock, machine)
         self.network = network
         self.address = network.address()
         self.alive = True
-        self.no_descriptors_until_ns: Nanoseconds = 0
         self.repeats_until_ns: Nanoseconds = 0
         self.transports: dict[_Transport, None] = {}
 
@@ -93,6 +97,8 @@ class NetworkLoop(ProcessLoop):
     async def create_connection(self, protocol_factory: Any, host: Any = None, port: Any = None, **_: Any) -> Any:
         network = self.network
         network.dialled(self)
+        if self.machine.is_out_of_descriptors():
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         await asyncio.sleep(network.chance.uniform(*network.weather.latency_s))
         server = network.reach(host, port)
         here = protocol_factory()
@@ -106,7 +112,7 @@ class NetworkLoop(ProcessLoop):
     def _accepted_by(server: "_Server", far: "_Transport") -> None:
         """In the server's process. The kernel has completed the connection, whenever that comes."""
         loop = server.loop
-        if loop.no_descriptors_until_ns > loop.clock.now_ns:
+        if loop.machine.is_out_of_descriptors():
             loop.call_later(ACCEPT_RETRY_S, loop._accepted_by, server, far)
         elif not server.open:
             far.abort()

@@ -1,7 +1,6 @@
 """Simulated processes: each has a loop of its own, and lanes for the calls that block."""
 
 from collections.abc import Callable, Coroutine
-from contextvars import copy_context
 from typing import Any
 
 from elastic.chaos.models import ModelDevice
@@ -23,9 +22,8 @@ class Process:
         self.callbacks_left: int | None = None
         """After which it is killed."""
         self.at_its_end: Callable[[], None] = lambda: None
-        context = copy_context()
-        context.run(lanes.set, lambda _: LoopLane(loop))
-        self.main = loop.create_task(work(), context=context)
+        loop.context.run(lanes.set, lambda _: LoopLane(loop))
+        self.main = loop.create_task(work(), context=loop.context)
 
     @property
     def alive(self) -> bool:

@@ -191,9 +191,11 @@ def _flood(world: World, fault: Fault) -> None:
 
 
 def _descriptors(world: World, fault: Fault) -> None:
+    """Of the orchestrator's machine, or of some workers', whose journals and connections are opened there."""
     world.witness.all_ail(fault.duration_s)
-    if world.orchestrator is not None:
-        world.orchestrator.loop.no_descriptors_until_ns = world.until_ns(fault.duration_s)
+    machines = [worker.loop.machine for worker in world.workers() if world.chance.random() < fault.chance]
+    for machine in machines if fault.target < 1 / 2 else [world.machine]:
+        machine.no_descriptors_until_ns = world.until_ns(fault.duration_s)
 
 
 def _relay(world: World, fault: Fault) -> None:

@@ -1,8 +1,8 @@
 """Sees what the core is told and what it orders, and holds it against what is true in the world.
 
 - The core's invariants hold.
-- Nothing is done without need: a worker that nothing ails is not fenced, its turns are neither moved nor sent again,
-  and whoever has failed is left alone for a while before it is tried again.
+- Nothing is done without need: a worker that nothing ails is not fenced, does not leave and need not dial again, its
+  turns are neither moved nor sent again, and whoever has failed is left alone for a while before it is tried again.
 """
 
 import contextlib
@@ -16,7 +16,8 @@ from elastic.core import events as e
 from elastic.core.invariants import check
 from elastic.core.scheduler import Scheduler
 from elastic.core.turns import Turn
-from elastic.core.types import NS_PER_S, EndCause, Nanoseconds, TurnId, TurnState, WorkerId
+from elastic.core.types import NS_PER_S, EndCause, Nanoseconds, TurnId, TurnState, WorkerId, WorkerState
+from elastic.worker.service import AgentExit
 
 CHECKED = 1 / 24
 """Of the events: the whole state is gone through after these."""
@@ -26,6 +27,7 @@ DIALS_MAX, DIALS_WITHIN_S = 60, 5.0
 """More attempts to connect than these are made by nobody who backs off."""
 OF_NO_CONCERN = ("its lease ended", "it has no live lease", "expired", "lost", "released")
 """Reasons for a fence that do not say that the worker was at fault: its lease is over, or it has gone."""
+AT_WORK = (WorkerState.LOADING, WorkerState.READY, WorkerState.ASLEEP)
 LOSSES = ("connection lost", "session moved")
 BLAMES = (*LOSSES, "no token in time", "hand-over took too long", "expected from")
 """What is said of a turn whose worker is at fault."""
@@ -129,6 +131,12 @@ class Witness:
         if len(dials) > DIALS_MAX:
             self.found.append(Needless(Act.RETRY, f"{len(dials)} attempts to connect in {DIALS_WITHIN_S} s"))
 
+    def left(self, worker: WorkerId, end: AgentExit) -> None:
+        """A worker's process has ended by itself, which it does for a fault only where something is wrong with it."""
+        known = self.core and self.core.fleet.workers.get(worker)
+        if end.code and known and known.state in AT_WORK and self._well(worker):
+            self.found.append(Needless(Act.FENCE, f"{worker} has left: {end.reason}"))
+
     def _hear(self, core: Scheduler, event: e.Event, commands: Sequence[c.Command]) -> None:
         self.events += 1
         match event:
@@ -137,6 +145,8 @@ class Witness:
                     self._refused_ns[lease.provider] = core.now_ns
             case e.WeightsFailed():
                 self._failed_loads[event.worker, event.epoch, event.version] = core.now_ns
+            case e.WorkerDisconnected():
+                self._disconnected(event)
             case _:
                 pass
         for command in commands:
@@ -153,6 +163,10 @@ class Witness:
                     pass
         if self._chance.random() < CHECKED:
             check(core)
+
+    def _disconnected(self, event: e.WorkerDisconnected) -> None:
+        needed = event.goodbye or not self._well(event.worker) or self._now_ns() <= self._connections_ailing_ns
+        _require(needed, Act.RETRY, f"{event.worker} has to dial again")
 
     def _fenced(self, core: Scheduler, command: c.FenceWorker) -> None:
         if command.reason == EndCause.BARRED:

@@ -58,8 +58,9 @@ WORK_NS = 2_000
 """What a step of a process takes at least; nothing takes no time."""
 STOPPED = "somebody had it stop"
 """Why a run ends that is resumed."""
+OUT_OF_STEP = "out of step with the journal"
 BEGIN_AGAIN_S = 1.0
-"""After which somebody resumes a run that has ended for want of its disk."""
+"""After which somebody resumes a run that has ended for want of its disk, or of descriptors."""
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -438,10 +439,14 @@ class World:
     def _ended(self, process: Process) -> None:
         """It has come to its end by itself."""
         self.kill(process, noticed=True)
+        if process.name in self._workers:
+            self.witness.left(process.name, process.main.result())
         if process is not self.orchestrator:
             return
         error = process.main.exception()
-        if isinstance(error, JournalError) or process.main.result() == STOPPED:
+        # Where the disk has forgotten orders, the trainer that has carried them out is refused, and the run ends.
+        refused = error is None and self.disk.forgot and OUT_OF_STEP in process.main.result()
+        if isinstance(error, JournalError | OSError) or refused or process.main.result() == STOPPED:
             self._begin_again(BEGIN_AGAIN_S)
         else:
             self.result = process.main.result()

@@ -1,9 +1,9 @@
 """Plants bugs of the production shell, one at a time, and lives through worlds until one fails.
 
-Each of `bugs/*.patch` is a bug; its first line names the faults that show it best. A bug is planted in a fork, into the
-functions that are imported already, so that it costs no more than its worlds.
+Each of `bugs/*.patch` is a bug; its first line names the faults that show it best, its second a seed that does. A bug
+is planted in a fork, into the functions that are imported already, so that it costs no more than its worlds.
 
-python tests/chaos/planted.py [--seeds N] [NAME ...]     prints {name: seed or null} as JSON
+python tests/chaos/planted.py [--known | --first N --seeds N] [NAME ...]     prints {name: seed or null} as JSON
 """
 
 import argparse
@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
@@ -27,6 +27,8 @@ from elastic.chaos.simulate import WorldFailed, simulate
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 SEEDS = 60
+KNOWN_SEEDS = 3
+"""From the one on that is known to show a bug: a change elsewhere may move it a little."""
 WORLD_CPU_S = 30
 """Many times what a world takes: one that needs more has hung, and is found."""
 FOUND_MAX = 250
@@ -36,21 +38,27 @@ def names() -> list[str]:
     return sorted(path.stem for path in (HERE / "bugs").glob("*.patch"))
 
 
-def found(bugs: list[str], seeds: int, at_once: int) -> Iterator[tuple[str, int | None]]:
-    """Each bug with the seed whose world it makes fail, as they are found; None where `seeds` of them do not."""
+def known_seed(name: str) -> int:
+    """A seed whose world the bug has made fail."""
+    return int((HERE / "bugs" / f"{name}.patch").read_text().splitlines()[1].removeprefix("Seed: "))
+
+
+def found(seeds: Mapping[str, range], at_once: int) -> Iterator[tuple[str, int | None]]:
+    """Each bug with the first of its seeds whose world it makes fail, as they are found; None where none does."""
     running: dict[int, str] = {}
-    waiting = bugs[::-1]
+    waiting = [*seeds][::-1]
     gc.freeze()
     while waiting or running:
         while waiting and len(running) < at_once:
             name = waiting.pop()
-            running[_fork(name, seeds)] = name
+            running[_fork(name, seeds[name])] = name
         pid, status = os.wait()
         code = os.waitstatus_to_exitcode(status)
-        yield running.pop(pid), None if code == FOUND_MAX else max(code, 0)
+        name = running.pop(pid)
+        yield name, None if code == FOUND_MAX else seeds[name].start + max(code, 0)
 
 
-def _fork(name: str, seeds: int) -> int:
+def _fork(name: str, seeds: range) -> int:
     pid = os.fork()
     if pid == 0:
         code = FOUND_MAX
@@ -61,14 +69,15 @@ def _fork(name: str, seeds: int) -> int:
     return pid
 
 
-def _first_failure(name: str, seeds: int) -> int:
+def _first_failure(name: str, seeds: range) -> int:
+    """How many worlds do not fail before one does."""
     kinds = plant(HERE / "bugs" / f"{name}.patch")
-    for seed in range(seeds):
+    for number, seed in enumerate(seeds):
         signal.setitimer(signal.ITIMER_VIRTUAL, WORLD_CPU_S)
         try:
             simulate(seed, draw_plan(seed, kinds))
         except WorldFailed:
-            return seed
+            return number
     return FOUND_MAX
 
 
@@ -118,12 +127,17 @@ def _functions(owner: Any, module: str) -> Iterator[FunctionType]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seeds", type=int, default=SEEDS, help="worlds for each bug")
+    parser.add_argument("--first", type=int, default=0, help="the first world's seed")
+    parser.add_argument("--known", action="store_true", help="begin where a bug is known to show, and end soon")
     parser.add_argument("names", nargs="*", help="bugs; all where none is named")
     given = parser.parse_args()
     if unknown := set(given.names) - set(names()):
         parser.error(f"unknown: {', '.join(sorted(unknown))}; there are: {', '.join(names())}")
     verdicts = {}
-    for name, seed in found(given.names or names(), given.seeds, os.cpu_count() or 1):
+    worlds = {name: range(given.first, given.first + given.seeds) for name in given.names or names()}
+    if given.known:
+        worlds = {name: range(seed := known_seed(name), seed + KNOWN_SEEDS) for name in worlds}
+    for name, seed in found(worlds, os.cpu_count() or 1):
         verdicts[name] = seed
         print(f"{name}: {'not found' if seed is None else f'seed {seed}'}", file=sys.stderr, flush=True)
     print(json.dumps(verdicts))

@@ -2,7 +2,10 @@
 
 import asyncio
 import contextlib
+import errno
 import math
+import os
+import resource
 import shutil
 import sqlite3
 import subprocess
@@ -25,6 +28,7 @@ from elastic.core import events as e
 from elastic.core.ledger import DeviceBook, Ledger
 from elastic.core.policy import StepRecord
 from elastic.core.types import Account, EndCause, FinishReason
+from elastic.machine import out_of_descriptors
 from elastic.runtime.journal import (
     SCHEMA_VERSION,
     BookRow,
@@ -712,3 +716,18 @@ while True:
         journal.close()
         with reading(path) as reader:
             assert reader.rows(TrajectoryRow) == [row]
+
+
+def test_a_sound_journal_is_not_blamed_for_descriptors_that_have_run_out(path: Path) -> None:
+    SqliteJournal(path, 0.1).close()
+    used, (soft, hard) = len(list(Path("/proc/self/fd").iterdir())), resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used, hard))
+    try:
+        with contextlib.ExitStack() as opened:
+            while not out_of_descriptors():
+                opened.enter_context(Path("/dev/null").open())
+            with pytest.raises(OSError, match=os.strerror(errno.EMFILE)):
+                JournalReader(path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    JournalReader(path).close()

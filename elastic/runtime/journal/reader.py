@@ -11,7 +11,7 @@ from typing import Self
 
 import msgspec
 
-from elastic import wire
+from elastic import machine, wire
 from elastic.core import events as e
 from elastic.core.ledger import DeviceBook
 from elastic.core.types import Nanoseconds
@@ -27,8 +27,9 @@ _decode_event = msgspec.msgpack.Decoder(e.Event).decode
 class JournalReader:
     """Read-only access to a journal, also while the run writes it. What cannot be read raises `JournalError`.
 
-    Of a journal that a killed process has left SQLite makes an index first; without room for that it is an `OSError`,
-    for the journal is sound. One of an earlier schema version is read as if it were of the present one.
+    Of a journal that a killed process has left SQLite makes an index first; without room for that, or without
+    descriptors, it is an `OSError`, for the journal is sound. One of an earlier schema version is read as if it were of
+    the present one.
     """
 
     def __init__(self, path: Path) -> None:
@@ -58,6 +59,8 @@ class JournalReader:
         except (sqlite3.Error, msgspec.DecodeError, UnicodeDecodeError) as error:
             if isinstance(error, sqlite3.OperationalError) and no_room(self.path):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path)) from error
+            if isinstance(error, sqlite3.OperationalError) and machine.out_of_descriptors():
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(self.path)) from error
             raise JournalError(f"{self.path}: {error}") from error
 
     def _to_present_version(self) -> None:
