@@ -384,6 +384,60 @@ class NewKey(_RequestBody):
     expires_in_s: int | None = Field(default=None, ge=1, le=10 * 366 * 86_400)
 
 
+WEBHOOK_EVENTS = ("run.running", "run.restarting", "run.stopped", "run.finished", "run.failed")
+"""What a webhook may be told: a run has come into another phase."""
+WebhookEvent = Literal["run.running", "run.restarting", "run.stopped", "run.finished", "run.failed"]
+WebhookUrl = Annotated[str, Field(min_length=8, max_length=2_000)]
+WebhookEvents = Annotated[list[WebhookEvent], Field(min_length=1, max_length=len(WEBHOOK_EVENTS))]
+
+
+class Webhook(_Resource):
+    """A URL that is told what becomes of a project's runs, without the secret that messages are signed with."""
+
+    id: str
+    object: Literal["webhook"] = "webhook"
+    project: str
+    url: str
+    events: list[str]
+    enabled: bool
+    disabled_because: str
+    created_at: str
+
+
+class CreatedWebhook(Webhook):
+    """A webhook just made. `secret` is shown this once; a repeated request is answered without it."""
+
+    secret: str | None
+
+
+class NewWebhook(_RequestBody):
+    url: WebhookUrl
+    events: WebhookEvents = ["run.stopped", "run.finished", "run.failed"]
+    project: str | None = Field(default=None, description="for keys of no project: whose runs it is told of")
+
+
+class WebhookChange(_RequestBody):
+    """What of a webhook may be edited; what is left out stays."""
+
+    url: WebhookUrl | None = None
+    events: WebhookEvents | None = None
+    enabled: bool | None = None
+
+
+class WebhookDelivery(_Resource):
+    """A message to a webhook: its `id` is the same for each repetition, and its receiver's idempotency key."""
+
+    id: str
+    object: Literal["webhook_delivery"] = "webhook_delivery"
+    webhook: str
+    type: str
+    state: Literal["waiting", "delivered", "failed"]
+    attempts: int
+    answer: str
+    next_at: str | None
+    created_at: str
+
+
 class AuditEntry(_Resource):
     """Who did what, and whether it was let."""
 

@@ -260,6 +260,9 @@ def serve(
     shared_trust: Annotated[
         bool, typer.Option("--shared-trust", help="Let several projects' runs be processes of one Unix user.")
     ] = False,
+    webhook_network: Annotated[
+        list[str] | None, typer.Option(metavar="CIDR", help="A private network that webhooks may lead into.")
+    ] = None,
 ) -> None:
     """Serve the control API: many runs, many people. Runs outlive it; a server that is started again finds them.
 
@@ -278,6 +281,7 @@ def serve(
         host_name or [],
         runner=runner,
         shared_trust=shared_trust,
+        webhook_networks=webhook_network or [],
     )
 
 

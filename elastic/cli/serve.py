@@ -1,6 +1,7 @@
 """`elastic serve` and `elastic runner`."""
 
 import asyncio
+from ipaddress import IPv4Network, IPv6Network, ip_network
 from pathlib import Path
 
 from elastic.cli.output import bad_input, console, say
@@ -20,6 +21,7 @@ def serve_command(
     *,
     runner: bool,
     shared_trust: bool,
+    webhook_networks: list[str],
 ) -> None:
     """Serve until a signal comes; runs go on."""
     try:
@@ -31,7 +33,12 @@ def serve_command(
         raise ConfigError(f"{error}; {MISSING}") from error
 
     settings = ServerSettings(
-        home=home, database=database, models=tuple(models), host_names=tuple(host_names), shared_trust=shared_trust
+        home=home,
+        database=database,
+        models=tuple(models),
+        host_names=tuple(host_names),
+        shared_trust=shared_trust,
+        webhook_networks=tuple(_network(text) for text in webhook_networks),
     )
     try:
         listener = listen(host, port)
@@ -56,6 +63,13 @@ def serve_command(
         bad_input(str(group.exceptions[0]))
     except* StoreUnavailable as group:
         bad_input(f"--database: {group.exceptions[0]}")
+
+
+def _network(text: str) -> IPv4Network | IPv6Network:
+    try:
+        return ip_network(text)
+    except ValueError as error:
+        bad_input(f"--webhook-network: {error}; allowed: such as 10.1.0.0/16")
 
 
 def runner_command(home: Path, database: str) -> None:

@@ -79,6 +79,16 @@ _KEY = {
     "expires_at": None,
     "revoked_at": None,
 }
+_WEBHOOK = {
+    "id": "hook_01JD3K5T7WQ8M2N4P6R8S0V2X4",
+    "object": "webhook",
+    "project": PROJECT_ID,
+    "url": "https://example.com/elastic",
+    "events": ["run.finished", "run.failed"],
+    "enabled": True,
+    "disabled_because": "",
+    "created_at": _AT,
+}
 _TRAJECTORY = {
     "id": "s41g3m2",
     "object": "trajectory",
@@ -208,6 +218,21 @@ EXAMPLES: Mapping[str, Any] = {
     "ApiKey": _KEY,
     "CreatedKey": {**_KEY, "secret": "elastic_3f9a…"},
     "NewKey": {"name": "laptop", "role": "runner", "expires_in_s": 7_776_000},
+    "Webhook": _WEBHOOK,
+    "CreatedWebhook": {**_WEBHOOK, "secret": "whsec_C2FVsBQIhrscChlQIMV+b5sSYspob7oD"},
+    "NewWebhook": {"url": "https://example.com/elastic", "events": ["run.finished", "run.failed"]},
+    "WebhookChange": {"enabled": False},
+    "WebhookDelivery": {
+        "id": "msg_01JD3K5T7WQ8M2N4P6R8S0V2X4",
+        "object": "webhook_delivery",
+        "webhook": "hook_01JD3K5T7WQ8M2N4P6R8S0V2X4",
+        "type": "run.failed",
+        "state": "delivered",
+        "attempts": 1,
+        "answer": "status 200",
+        "next_at": None,
+        "created_at": _AT,
+    },
     "AuditEntry": {
         "id": "aud_01JD3K5T7WQ8M2N4P6R8S0V2X4",
         "object": "audit_entry",

@@ -15,6 +15,8 @@ class Action(StrEnum):
     PROJECTS_WRITE = "projects:write"
     KEYS_READ = "keys:read"
     KEYS_WRITE = "keys:write"
+    WEBHOOKS_READ = "webhooks:read"
+    WEBHOOKS_WRITE = "webhooks:write"
     AUDIT_READ = "audit:read"
     SERVER_WRITE = "server:write"
 
@@ -26,6 +28,8 @@ _LEAST_ROLE = {
     Action.KEYS_READ: AccessRole.ADMIN,
     Action.KEYS_WRITE: AccessRole.ADMIN,
     Action.PROJECTS_WRITE: AccessRole.ADMIN,
+    Action.WEBHOOKS_READ: AccessRole.ADMIN,
+    Action.WEBHOOKS_WRITE: AccessRole.ADMIN,
     Action.AUDIT_READ: AccessRole.ADMIN,
     Action.SERVER_WRITE: AccessRole.ADMIN,
 }

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import structlog
 from fastapi import FastAPI, Request
 from fastapi.encoders import jsonable_encoder
 from fastapi.exceptions import RequestValidationError
@@ -11,6 +12,9 @@ from starlette.exceptions import HTTPException
 
 from elastic.resources import Problem, ProblemError
 from elastic.server.store import StoreUnavailable
+from elastic.server.vault import VaultError
+
+log = structlog.get_logger(__name__)
 
 MEDIA_TYPE = "application/problem+json"
 RETRY_AFTER_S = 2
@@ -121,6 +125,11 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(ApiProblem)
     def _ours(request: Request, error: ApiProblem) -> Response:  # pyright: ignore[reportUnusedFunction]
         return problem_response(request, error)
+
+    @app.exception_handler(VaultError)
+    def _vault(request: Request, error: VaultError) -> Response:  # pyright: ignore[reportUnusedFunction]
+        log.error("the key of the server's secrets cannot be used", error=str(error))
+        return problem_response(request, ApiProblem("internal", "the server cannot keep secrets; its log says why"))
 
     @app.exception_handler(StoreUnavailable)
     def _store(request: Request, error: StoreUnavailable) -> Response:  # pyright: ignore[reportUnusedFunction]

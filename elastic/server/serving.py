@@ -18,6 +18,7 @@ from elastic.server.runner import RunnerLoop
 from elastic.server.settings import ServerSettings
 from elastic.server.store import Store, StoreError, migrate, people
 from elastic.server.store.tables import server
+from elastic.server.webhooks import DeliveryLoop
 
 log = structlog.get_logger(__name__)
 
@@ -81,15 +82,17 @@ async def serve(
             return []
         return [f"the runner has not looked at its runs for {time.monotonic() - runner.ticked_s:.0f} s"]
 
+    deliveries = DeliveryLoop(store, settings)
     app = create_app(store, settings, runner.wake if runner else lambda: None, lags)
     stopped = _signalled()
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(runner.run(), name="runner") if runner else None
+        telling = tasks.create_task(deliveries.run(), name="webhooks")
         async with serving(app, listener) as url:
             on_ready(url)
             waiting = tasks.create_task(stopped.wait(), name="signals")
             await asyncio.wait([waiting, *([running] if running else [])], return_when=asyncio.FIRST_COMPLETED)
-        for task in (waiting, running):
+        for task in (waiting, running, telling):
             if task is not None:
                 task.cancel()
 

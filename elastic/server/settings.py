@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from ipaddress import IPv4Network, IPv6Network
 from pathlib import Path
 
 
@@ -18,6 +19,10 @@ class ServerSettings:
     models: tuple[Path, ...] = ()
     host_names: tuple[str, ...] = ()
     shared_trust: bool = False
+    webhook_networks: tuple[IPv4Network | IPv6Network, ...] = ()
+    """Private networks that webhooks may lead into."""
+    webhook_tick_s: float = 1.0
+    """How often somebody looks at what webhooks are to be told."""
     tick_s: float = 0.25
     """How often the runner looks at what is wanted and at what its runs do."""
     observe_s: float = 1.0

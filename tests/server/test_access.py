@@ -13,6 +13,8 @@ from tests.server.conftest import Site
 BODIES = {
     "/v1/projects": {"name": "new"},
     "/v1/keys": {"name": "new", "role": "viewer"},
+    "/v1/webhooks": {"url": "https://example.com/hook"},
+    "/v1/webhooks/{webhook}": {"enabled": False},
     "/v1/runs/{run}": {"labels": {"a": "b"}},
     "/v1/projects/{project}": {"name": "renamed"},
 }
@@ -132,12 +134,14 @@ def things(site: Site, submission: Callable[..., dict[str, Any]], project: str) 
     admin = site.client()
     run = admin.post("/v1/runs", json=submission(project=project)).json()["id"]
     key = admin.post("/v1/keys", json={"name": "k", "project": project}).json()["id"]
-    return {"run": run, "key": key, "project": site.projects[project]}
+    hook = admin.post("/v1/webhooks", json={"url": "https://example.com/", "project": project}).json()["id"]
+    return {"run": run, "key": key, "project": site.projects[project], "webhook": hook}
 
 
 def filled(path: str, names: dict[str, str]) -> str:
     known = {"run": ids.new_id(ids.RUN), "key": ids.new_id(ids.KEY), "project": ids.new_id(ids.PROJECT)}
-    known |= {"provider": "spot-replay", "trajectory": "none", "checkpoint": "1"} | names
+    known |= {"provider": "spot-replay", "trajectory": "none", "checkpoint": "1"}
+    known |= {"webhook": ids.new_id(ids.WEBHOOK)} | names
     for name, value in known.items():
         path = path.replace(f"{{{name}}}", value)
     return path

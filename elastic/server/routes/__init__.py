@@ -14,9 +14,10 @@ from elastic.server.routes import (
     results,
     runs,
     session,
+    webhooks,
 )
 
 
 def include(app: FastAPI) -> None:
-    for module in (page, health, session, projects, keys, runs, events, figures, results, providers, audit):
+    for module in (page, health, session, projects, keys, runs, events, figures, results, providers, webhooks, audit):
         app.include_router(module.router)

@@ -10,6 +10,7 @@ from elastic.processes import Identity
 from elastic.resources import ENDED, Condition, HostedRun, HostedRunDetail, RunFigures, RunPhase
 from elastic.server import ids
 from elastic.server.clock import rfc3339
+from elastic.server.store import webhooks
 from elastic.server.store.database import now_us
 from elastic.server.store.tables import idempotency, runs
 
@@ -125,7 +126,12 @@ def want(tx: sa.Connection, id_: str, **changes: Any) -> None:
 
 
 def observe(tx: sa.Connection, id_: str, **seen: Any) -> None:
-    """Write down what the runner has seen or done."""
+    """Write down what the runner has seen or done; who wants to be told of another phase will be."""
+    if "phase" in seen:
+        former = tx.execute(sa.select(runs.c.project, runs.c.name, runs.c.phase).where(runs.c.id == id_)).first()
+        if former is not None and former.phase != seen["phase"]:
+            told = {"run": id_, "name": former.name, "phase": seen["phase"], "cause": seen.get("cause", "")}
+            webhooks.announce(tx, former.project, f"run.{seen['phase']}", told)
     tx.execute(sa.update(runs).where(runs.c.id == id_).values(**seen))
 
 

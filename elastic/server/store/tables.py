@@ -109,6 +109,36 @@ runs = Table(
     Index(None, "managed"),
 )
 
+webhooks = Table(
+    "webhooks",
+    metadata,
+    Column("id", _ID, primary_key=True),
+    Column("project", _ID, ForeignKey("projects.id"), nullable=False),
+    Column("url", Text, nullable=False),
+    Column("events", JSON, nullable=False),
+    Column("secret", LargeBinary, nullable=False, comment="encrypted by the server's vault"),
+    Column("disabled", Text, comment="why nothing is sent; null while it is"),
+    Column("version", Integer, nullable=False, default=1),
+    Column("created_us", BigInteger, nullable=False),
+    Index(None, "project", "id"),
+)
+
+deliveries = Table(
+    "deliveries",
+    metadata,
+    Column("id", _ID, primary_key=True),
+    Column("webhook", _ID, ForeignKey("webhooks.id"), nullable=False),
+    Column("type", String(64), nullable=False),
+    Column("body", Text, nullable=False),
+    Column("state", String(16), nullable=False),
+    Column("attempts", Integer, nullable=False, default=0),
+    Column("not_before_us", BigInteger, nullable=False, default=0),
+    Column("answer", Text, nullable=False, default=""),
+    Column("created_us", BigInteger, nullable=False),
+    Index(None, "webhook", "id"),
+    Index(None, "state", "not_before_us"),
+)
+
 idempotency = Table(
     "idempotency",
     metadata,

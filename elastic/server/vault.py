@@ -1,0 +1,50 @@
+"""What is kept encrypted in the store: by a key that lies in a file of the server's home, for its owner alone.
+
+Who has the database, or a copy of it, has none of these secrets without that file.
+"""
+
+import contextlib
+import os
+from pathlib import Path
+
+from cryptography.fernet import Fernet, InvalidToken
+
+KEY_FILE = "vault.key"
+
+
+class VaultError(Exception):
+    """A secret cannot be read: the key file is missing, or another one's."""
+
+
+class Vault:
+    """Encrypts and decrypts with the key in `home`, which is made when it is first needed."""
+
+    def __init__(self, home: Path) -> None:
+        self._path = home / KEY_FILE
+
+    def sealed(self, secret: str) -> bytes:
+        """Raises `VaultError`."""
+        return self._fernet(make=True).encrypt(secret.encode())
+
+    def opened(self, sealed: bytes) -> str:
+        """Raises `VaultError`."""
+        try:
+            return self._fernet(make=False).decrypt(sealed).decode()
+        except InvalidToken:
+            raise VaultError(f"{self._path}: is not the key that this secret was kept under") from None
+
+    def _fernet(self, *, make: bool) -> Fernet:
+        if make and not self._path.exists():
+            # Whole or not there, and never another's: whoever is second uses the first one's.
+            draft = self._path.with_name(f"{KEY_FILE}.{os.getpid()}.{id(self)}")
+            with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+                file.write(Fernet.generate_key())
+                file.flush()
+                os.fsync(file.fileno())
+            with contextlib.suppress(FileExistsError):
+                os.link(draft, self._path)
+            draft.unlink()
+        try:
+            return Fernet(self._path.read_bytes())
+        except (OSError, ValueError) as error:
+            raise VaultError(f"{self._path}: cannot be read as the key of the server's secrets ({error})") from error
