@@ -56,7 +56,7 @@ async def resolved(url: str, allowed: Sequence[Network]) -> Target:
     """What to connect to for this URL now. Raises `UnsafeTarget`, `OSError`."""
     scheme, host, port = checked(url, allowed)
     found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    addresses = [ipaddress.ip_address(sockaddr[0].partition("%")[0]) for *_, sockaddr in found]
+    addresses = [ipaddress.ip_address(str(sockaddr[0]).partition("%")[0]) for *_, sockaddr in found]
     if not addresses:
         raise UnsafeTarget("its host has no address")
     for address in addresses:
