@@ -21,7 +21,11 @@ from elastic.trainer.trainer import GRPOTrainer
     [
         (
             "run.nosuch=1",
-            ("run.nosuch", "unknown key", "allowed: advertise, certificate, certificate_key, directory, host, name, "),
+            (
+                "run.nosuch",
+                "unknown key",
+                "allowed: advertise, budget_usd, certificate, certificate_key, directory, host, name, ",
+            ),
         ),
         ("nosuch.key=1", ("nosuch", "unknown key", "engine, environment")),
         ("run.steps=many", ("run.steps", "valid integer", "'many'")),
