@@ -7,7 +7,7 @@ older one reads what a newer server sends.
 from enum import StrEnum
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
 T = TypeVar("T")
 
@@ -382,6 +382,19 @@ class NewKey(_RequestBody):
         default=[], max_length=64, description="actions it is limited to; all of its role's unless given"
     )
     expires_in_s: int | None = Field(default=None, ge=1, le=10 * 366 * 86_400)
+
+
+class ProjectSecret(_Resource):
+    """A secret of a project, without its value: its `id` is the variable that runs have it in."""
+
+    id: str
+    object: Literal["secret"] = "secret"
+    project: str
+    updated_at: str
+
+
+class SecretValue(_RequestBody):
+    value: SecretStr = Field(min_length=1, max_length=32_768)
 
 
 WEBHOOK_EVENTS = ("run.running", "run.restarting", "run.stopped", "run.finished", "run.failed")

@@ -218,6 +218,8 @@ EXAMPLES: Mapping[str, Any] = {
     "ApiKey": _KEY,
     "CreatedKey": {**_KEY, "secret": "elastic_3f9a…"},
     "NewKey": {"name": "laptop", "role": "runner", "expires_in_s": 7_776_000},
+    "ProjectSecret": {"id": "HF_TOKEN", "object": "secret", "project": PROJECT_ID, "updated_at": _AT},
+    "SecretValue": {"value": "**********"},
     "Webhook": _WEBHOOK,
     "CreatedWebhook": {**_WEBHOOK, "secret": "whsec_C2FVsBQIhrscChlQIMV+b5sSYspob7oD"},
     "NewWebhook": {"url": "https://example.com/elastic", "events": ["run.finished", "run.failed"]},

@@ -15,6 +15,8 @@ class Action(StrEnum):
     PROJECTS_WRITE = "projects:write"
     KEYS_READ = "keys:read"
     KEYS_WRITE = "keys:write"
+    SECRETS_READ = "secrets:read"
+    SECRETS_WRITE = "secrets:write"
     WEBHOOKS_READ = "webhooks:read"
     WEBHOOKS_WRITE = "webhooks:write"
     AUDIT_READ = "audit:read"
@@ -28,6 +30,8 @@ _LEAST_ROLE = {
     Action.KEYS_READ: AccessRole.ADMIN,
     Action.KEYS_WRITE: AccessRole.ADMIN,
     Action.PROJECTS_WRITE: AccessRole.ADMIN,
+    Action.SECRETS_READ: AccessRole.RUNNER,
+    Action.SECRETS_WRITE: AccessRole.ADMIN,
     Action.WEBHOOKS_READ: AccessRole.ADMIN,
     Action.WEBHOOKS_WRITE: AccessRole.ADMIN,
     Action.AUDIT_READ: AccessRole.ADMIN,

@@ -13,6 +13,7 @@ from tests.server.conftest import Site
 BODIES = {
     "/v1/projects": {"name": "new"},
     "/v1/keys": {"name": "new", "role": "viewer"},
+    "/v1/projects/{project}/secrets/{secret}": {"value": "shh"},
     "/v1/webhooks": {"url": "https://example.com/hook"},
     "/v1/webhooks/{webhook}": {"enabled": False},
     "/v1/runs/{run}": {"labels": {"a": "b"}},
@@ -136,13 +137,15 @@ def things(site: Site, submission: Callable[..., dict[str, Any]], project: str) 
     run = admin.post("/v1/runs", json=submission(project=project)).json()["id"]
     key = admin.post("/v1/keys", json={"name": "k", "project": project}).json()["id"]
     hook = admin.post("/v1/webhooks", json={"url": "https://example.com/", "project": project}).json()["id"]
+    place = f"/v1/projects/{site.projects[project]}/secrets/HF_TOKEN"
+    assert admin.put(place, json={"value": "shh"}).status_code == 200
     return {"run": run, "key": key, "project": site.projects[project], "webhook": hook}
 
 
 def filled(path: str, names: dict[str, str]) -> str:
     known = {"run": ids.new_id(ids.RUN), "key": ids.new_id(ids.KEY), "project": ids.new_id(ids.PROJECT)}
     known |= {"provider": "spot-replay", "trajectory": "none", "checkpoint": "1"}
-    known |= {"webhook": ids.new_id(ids.WEBHOOK)} | names
+    known |= {"webhook": ids.new_id(ids.WEBHOOK), "secret": "HF_TOKEN"} | names
     for name, value in known.items():
         path = path.replace(f"{{{name}}}", value)
     return path

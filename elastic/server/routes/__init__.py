@@ -13,11 +13,26 @@ from elastic.server.routes import (
     providers,
     results,
     runs,
+    secrets,
     session,
     webhooks,
 )
 
 
 def include(app: FastAPI) -> None:
-    for module in (page, health, session, projects, keys, runs, events, figures, results, providers, webhooks, audit):
+    for module in (
+        page,
+        health,
+        session,
+        projects,
+        secrets,
+        keys,
+        runs,
+        events,
+        figures,
+        results,
+        providers,
+        webhooks,
+        audit,
+    ):
         app.include_router(module.router)

@@ -7,6 +7,7 @@ import pwd
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,19 +64,24 @@ def prepare(settings: ServerSettings, run: HostedRunRow) -> None:
 
 
 def begin(
-    settings: ServerSettings, run: HostedRunRow, user: str | None
+    settings: ServerSettings, run: HostedRunRow, user: str | None, secrets: Mapping[str, str]
 ) -> tuple["subprocess.Popen[bytes]", dict[str, Any]]:
-    """Start a process that goes on with the run; returns it and what the store keeps of it. Raises `OSError`."""
+    """Start a process that goes on with the run; returns it and what the store keeps of it. Raises `OSError`.
+
+    Its workers and reward functions get the project's `secrets` as variables, as it does.
+    """
     path, storage = settings.run_dir(run.id).resolve(), settings.storage(run.project).resolve()
     journals = len(RunDirectory(path).journal_paths())
     steps = json.loads(run.config).get("run", {}).get("steps")
     given = {"run.steps": steps, "run.budget_usd": run.budget_usd}
+    if secrets:
+        given["run.pass_env"] = json.dumps(sorted(secrets))
     command = [*(settings.command or (sys.executable, "-P", "-m", "elastic.cli", "run")), "--resume", str(path)]
     command += ["--providers", ",".join(run.providers)]
     for key, value in given.items():
         command += ["--set", f"{key}={value}"] if value is not None else []
     # The project's files are no place to import from.
-    environment = {**inherited(), **settings.environment, SERVED_VARIABLE: run.id, "PYTHONSAFEPATH": "1"}
+    environment = {**secrets, **inherited(), **settings.environment, SERVED_VARIABLE: run.id, "PYTHONSAFEPATH": "1"}
     uid: int | None = None
     gid: int | None = None
     if user is not None:

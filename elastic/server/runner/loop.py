@@ -30,9 +30,10 @@ from elastic.server.runner.control import told_its_limits, told_to_stop
 from elastic.server.runner.decisions import Decision, Ending, NextStep, ProcessSeen
 from elastic.server.runner.launching import HeldProcess
 from elastic.server.settings import ServerSettings
-from elastic.server.store import Store, StoreUnavailable, people, runs
+from elastic.server.store import Store, StoreUnavailable, people, runs, secrets
 from elastic.server.store.database import Leadership, now_us
 from elastic.server.store.runs import HostedRunRow
+from elastic.server.vault import Vault, VaultError
 
 log = structlog.get_logger(__name__)
 
@@ -169,10 +170,10 @@ class RunnerLoop:
 
     async def _start(self, run: HostedRunRow) -> None:
         """Begin a process. First the store says that one is begun, then it is, then the store says which."""
-        user = await asyncio.to_thread(self._announce, run)
+        user, sealed = await asyncio.to_thread(self._announce, run)
         try:
-            child, kept = await asyncio.to_thread(self._begin, run, user)
-        except (OSError, ConfigError, KeyError) as error:
+            child, kept = await asyncio.to_thread(self._begin, run, user, sealed)
+        except (OSError, ConfigError, KeyError, VaultError) as error:
             log.error("a run's process cannot be begun", run=run.id, error=str(error))
             ending = Ending(how=decisions.DIED, cause=f"its process could not be begun: {error}")
             begun, seen = replace(run, phase=RunPhase.STARTING), ProcessSeen(alive=False, ending=ending)
@@ -190,7 +191,8 @@ class RunnerLoop:
         await held.watched.wait()
         self._woken.set()
 
-    def _announce(self, run: HostedRunRow) -> str | None:
+    def _announce(self, run: HostedRunRow) -> tuple[str | None, dict[str, bytes]]:
+        """Returns the user that the process is to be of, and its project's secrets, encrypted."""
         with self._store.writing() as tx:
             project = people.project(tx, run.project)
             phase, figures = RunPhase.STARTING, RunFigures.model_validate(run.figures)
@@ -203,11 +205,14 @@ class RunnerLoop:
                 started_us=run.started_us or now_us(),
                 conditions=self._conditions(run, phase, run.cause, figures),
             )
-        return project["unix_user"] if project is not None else None
+            sealed = {row["name"]: row["sealed"] for row in secrets.all_of(tx, run.project)}
+        return (project["unix_user"] if project is not None else None), sealed
 
-    def _begin(self, run: HostedRunRow, user: str | None):
+    def _begin(self, run: HostedRunRow, user: str | None, sealed: dict[str, bytes]):
+        vault = Vault(self._settings.home)
+        opened = {name: vault.opened(value) for name, value in sealed.items()}
         launching.prepare(self._settings, run)
-        return launching.begin(self._settings, run, user)
+        return launching.begin(self._settings, run, user, opened)
 
     async def _stop(self, run: HostedRunRow, step: NextStep) -> None:
         held = self._held[run.id]

@@ -109,6 +109,15 @@ runs = Table(
     Index(None, "managed"),
 )
 
+secrets = Table(
+    "secrets",
+    metadata,
+    Column("project", _ID, ForeignKey("projects.id"), primary_key=True),
+    Column("name", String(64), primary_key=True),
+    Column("sealed", LargeBinary, nullable=False, comment="encrypted by the server's vault"),
+    Column("updated_us", BigInteger, nullable=False),
+)
+
 webhooks = Table(
     "webhooks",
     metadata,

@@ -22,7 +22,7 @@ class UnsafeTarget(ValueError):
     """A webhook's URL leads where it may not; the message says why."""
 
 
-class Target(NamedTuple):
+class PinnedTarget(NamedTuple):
     """Whom to connect to for a URL, and under which name."""
 
     url: str
@@ -52,7 +52,7 @@ def checked(url: str, allowed: Sequence[Network]) -> tuple[str, str, int]:
     return parts.scheme, host, port or SCHEMES[parts.scheme]
 
 
-async def resolved(url: str, allowed: Sequence[Network]) -> Target:
+async def resolved(url: str, allowed: Sequence[Network]) -> PinnedTarget:
     """What to connect to for this URL now. Raises `UnsafeTarget`, `OSError`."""
     scheme, host, port = checked(url, allowed)
     found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -66,7 +66,7 @@ async def resolved(url: str, allowed: Sequence[Network]) -> Target:
     at = f"[{first}]" if first.version == 6 else str(first)
     pinned = parts._replace(netloc=f"{at}:{port}").geturl()
     shown = f"[{host}]" if ":" in host else host
-    return Target(pinned, shown if port == SCHEMES[scheme] else f"{shown}:{port}", host)
+    return PinnedTarget(pinned, shown if port == SCHEMES[scheme] else f"{shown}:{port}", host)
 
 
 def _refuse(address: Address, allowed: Sequence[Network]) -> None:

@@ -1,0 +1,29 @@
+"""Projects' secrets in the store: encrypted, and read by nobody but who begins a run's process."""
+
+import sqlalchemy as sa
+
+from elastic.resources import ProjectSecret
+from elastic.server.clock import rfc3339
+from elastic.server.store.database import now_us
+from elastic.server.store.tables import secrets
+
+
+def put(tx: sa.Connection, project: str, name: str, sealed: bytes) -> None:
+    """Keep a secret, in the place of the one that had its name."""
+    remove(tx, project, name)
+    tx.execute(sa.insert(secrets).values(project=project, name=name, sealed=sealed, updated_us=now_us()))
+
+
+def remove(tx: sa.Connection, project: str, name: str) -> bool:
+    """Whether there was such a secret."""
+    gone = sa.delete(secrets).where(secrets.c.project == project, secrets.c.name == name)
+    return tx.execute(gone).rowcount > 0
+
+
+def all_of(connection: sa.Connection, project: str) -> list[sa.RowMapping]:
+    wanted = sa.select(secrets).where(secrets.c.project == project).order_by(secrets.c.name)
+    return list(connection.execute(wanted).mappings())
+
+
+def as_secret(row: sa.RowMapping) -> ProjectSecret:
+    return ProjectSecret(id=row["name"], project=row["project"], updated_at=rfc3339(row["updated_us"]) or "")
