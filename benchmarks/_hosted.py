@@ -1,0 +1,198 @@
+"""A server of the control API and its runner as processes that can be killed, and jobs as cheap as processes can be.
+
+Both are forked from a process that has imported what they need: an interpreter's start, which is no part of what they
+do, would take most of their time.
+"""
+
+import asyncio
+import functools
+import json
+import multiprocessing
+import os
+import socket
+import sqlite3
+import sys
+import time
+import tomllib
+from dataclasses import dataclass, field
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+from _common import HERE, ROOT
+
+Part: TypeAlias = Literal["api", "runner"]
+
+CONFIG = tomllib.loads("""
+[run]
+name = "job"
+steps = 2
+[model]
+checkpoint = "policy"
+[rollout]
+groups = 2
+group_size = 4
+[providers.spot]
+trace = "rlboost-a"
+max_workers = 1
+""")
+JOB = """
+import fcntl, os, random, shutil, signal, sqlite3, sys, time
+from pathlib import Path
+
+run = Path(sys.argv[sys.argv.index("--resume") + 1])
+with (run / "begun").open("a") as begun:
+    begun.write(f"{os.getpid()}\\n")
+lock = (run / "lock").open("w")
+fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+begins = len(list(run.glob("journal*.sqlite"))) + 1
+path = run / ("journal.sqlite" if begins == 1 else f"journal.{begins}.sqlite")
+shutil.copy(Path(__file__).with_name("template.sqlite"), run / "copy")
+with sqlite3.connect(run / "copy") as journal:
+    columns = ", ".join(f'"{row[1]}"' for row in journal.execute("PRAGMA table_info(events)") if row[1] != "seq")
+    journal.execute("INSERT OR REPLACE INTO meta VALUES ('incarnation', ?)", (f"{run.name}.{begins}",))
+    journal.execute("INSERT OR REPLACE INTO meta VALUES ('status', 'running')")
+journal.close()
+os.rename(run / "copy", path)
+journal = sqlite3.connect(path, timeout=60)
+copy = f"INSERT INTO events ({columns}) SELECT {columns} FROM events WHERE seq = 1"
+stopped = []
+signal.signal(signal.SIGTERM, lambda *_: stopped.append(1))
+end_s = time.monotonic() + random.Random(run.name).uniform(FROM_S, TO_S)
+while time.monotonic() < end_s and not stopped:
+    with journal:
+        journal.execute(copy)
+    time.sleep(EVERY_S)
+with journal:
+    said = "stopped: told to" if stopped else "finished"
+    journal.execute("INSERT OR REPLACE INTO meta VALUES ('status', ?)", (said,))
+"""
+UP_TIMEOUT_S = 60.0
+
+
+def write_job(directory: Path, from_s: float, to_s: float, every_s: float) -> Path:
+    """A job's program, and the journal that it begins with. It takes a while and makes an event every so often."""
+    from elastic.config import JournalConfig
+    from elastic.core import events as e
+    from elastic.runtime.journal import RunDirectory, event_row
+
+    directory.mkdir()
+    made = RunDirectory(directory).begin_journal(JournalConfig(), notes={"run": "job"})
+    made.append(event_row(e.StopRequested(reason="a job's event"), 1))
+    made.durable().result()
+    made.close()
+    (path,) = RunDirectory(directory).journal_paths()
+    with sqlite3.connect(path) as journal:
+        journal.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    journal.close()
+    path.rename(directory / "template.sqlite")
+    job = directory / "job.py"
+    text = JOB
+    for name, value in (("FROM_S", from_s), ("TO_S", to_s), ("EVERY_S", every_s)):
+        text = text.replace(name, str(value))
+    job.write_text(text)
+    return job
+
+
+@dataclass
+class HostedSite:
+    """A server's home, with the two processes that look after it."""
+
+    home: Path
+    job: Path
+    database: str = ""
+    port: int = 0
+    secret: str = ""
+    processes: dict[Part, ForkServerProcess] = field(default_factory=dict[Part, ForkServerProcess])
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def server_home(self) -> Path:
+        return self.home / "server"
+
+    def log(self, part: Part) -> Path:
+        return self.home / f"{part}.log"
+
+    def prepare(self) -> None:
+        """Make the store and its first key, and find a port."""
+        from elastic.server.serving import first_key, open_store
+
+        (self.home / "models" / "policy").mkdir(parents=True)
+        store = open_store(_settings(self.home, self.database, self.job))
+        self.secret = first_key(store) or ""
+        store.close()
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            self.port = listener.getsockname()[1]
+
+    def start(self, part: Part) -> None:
+        arguments = (part, self.home, self.database, self.port, self.job, self.log(part))
+        self.processes[part] = process = _forks().Process(target=_main, args=arguments)
+        process.start()
+
+    def kill(self, part: Part) -> None:
+        self.processes[part].kill()
+        self.processes[part].join()
+
+    def end(self) -> None:
+        for process in self.processes.values():
+            process.terminate()
+        for process in self.processes.values():
+            process.join(10)
+            process.kill()
+            process.join()
+
+    def wait_up(self) -> None:
+        """Until the API answers. Raises `TimeoutError`."""
+        end_s = time.monotonic() + UP_TIMEOUT_S
+        while time.monotonic() < end_s:
+            try:
+                socket.create_connection(("127.0.0.1", self.port), timeout=1).close()
+            except OSError:
+                time.sleep(0.05)
+            else:
+                return
+        raise TimeoutError(f"{self.url} is not up after {UP_TIMEOUT_S:g} s: {self.log('api').read_text()[-2000:]}")
+
+    def logged(self, part: Part) -> list[dict[str, Any]]:
+        """What a part has logged as JSON."""
+        lines = self.log(part).read_text(errors="replace").splitlines()
+        return [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
+
+
+def _settings(home: Path, database: str, job: Path):
+    from elastic.server.settings import ServerSettings
+
+    return ServerSettings(
+        home=home / "server",
+        database=database,
+        models=(home / "models",),
+        command=(sys.executable, "-S", str(job)),
+        environment={"PYTHONDONTWRITEBYTECODE": "1"},
+    )
+
+
+@functools.cache
+def _forks() -> ForkServerContext:
+    os.environ["PYTHONPATH"] = f"{ROOT}{os.pathsep}{HERE}"
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["elastic.cli.logs", "elastic.server.serving", "alembic.command", "psycopg"])
+    return context
+
+
+def _main(part: Part, home: Path, database: str, port: int, job: Path, log: Path) -> None:
+    from elastic.cli.logs import STANDARD_ERROR, log_to
+    from elastic.server.serving import listen, open_store, run_runner, serve
+
+    os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), STANDARD_ERROR)
+    log_to(STANDARD_ERROR)
+    settings = _settings(home, database, job)
+    store = open_store(settings)
+    if part == "runner":
+        asyncio.run(run_runner(store, settings))
+    else:
+        with listen("127.0.0.1", port) as listener:
+            asyncio.run(serve(store, settings, listener, with_runner=False))
+    store.close()
