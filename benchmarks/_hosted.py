@@ -21,6 +21,8 @@ from typing import Any, Literal, TypeAlias
 
 from _common import HERE, ROOT
 
+from elastic.server.settings import ServerSettings
+
 Part: TypeAlias = Literal["api", "runner"]
 
 CONFIG = tomllib.loads("""
@@ -55,13 +57,14 @@ with sqlite3.connect(run / "copy") as journal:
 journal.close()
 os.rename(run / "copy", path)
 journal = sqlite3.connect(path, timeout=60)
-copy = f"INSERT INTO events ({columns}) SELECT {columns} FROM events WHERE seq = 1"
+values = columns.replace('"t_ns"', "?")
+copy = f"INSERT INTO events ({columns}) SELECT {values} FROM events WHERE seq = 1"
 stopped = []
 signal.signal(signal.SIGTERM, lambda *_: stopped.append(1))
 end_s = time.monotonic() + random.Random(run.name).uniform(FROM_S, TO_S)
 while time.monotonic() < end_s and not stopped:
     with journal:
-        journal.execute(copy)
+        journal.execute(copy, (time.time_ns(),))
     time.sleep(EVERY_S)
 with journal:
     said = "stopped: told to" if stopped else "finished"
@@ -72,12 +75,12 @@ UP_TIMEOUT_S = 60.0
 
 def write_job(directory: Path, from_s: float, to_s: float, every_s: float) -> Path:
     """A job's program, and the journal that it begins with. It takes a while and makes an event every so often."""
-    from elastic.config import JournalConfig
+    from elastic.config import JournalConfig, validate
     from elastic.core import events as e
     from elastic.runtime.journal import RunDirectory, event_row
 
     directory.mkdir()
-    made = RunDirectory(directory).begin_journal(JournalConfig(), notes={"run": "job"})
+    made = RunDirectory(directory).begin_journal(validate(JournalConfig, {}, "a job"), notes={"run": "job"})
     made.append(event_row(e.StopRequested(reason="a job's event"), 1))
     made.durable().result()
     made.close()
@@ -113,6 +116,10 @@ class HostedSite:
     def server_home(self) -> Path:
         return self.home / "server"
 
+    @property
+    def settings(self) -> ServerSettings:
+        return _settings(self.home, self.database, self.job)
+
     def log(self, part: Part) -> Path:
         return self.home / f"{part}.log"
 
@@ -121,7 +128,7 @@ class HostedSite:
         from elastic.server.serving import first_key, open_store
 
         (self.home / "models" / "policy").mkdir(parents=True)
-        store = open_store(_settings(self.home, self.database, self.job))
+        store = open_store(self.settings)
         self.secret = first_key(store) or ""
         store.close()
         with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -162,9 +169,7 @@ class HostedSite:
         return [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
 
 
-def _settings(home: Path, database: str, job: Path):
-    from elastic.server.settings import ServerSettings
-
+def _settings(home: Path, database: str, job: Path) -> ServerSettings:
     return ServerSettings(
         home=home / "server",
         database=database,
