@@ -361,15 +361,17 @@ VLLM_PATIENCE = {
 }
 
 
-def busy_beside_others(run: LiveRun) -> Worker | None:
-    """The worker with the most turns begun, if they are enough and another has turns as well."""
-    workers = sorted(run.ready("near"), key=lambda worker: worker.outstanding - worker.pending)
-    begun = [worker.outstanding - worker.pending for worker in workers]
-    return workers[-1] if len(workers) > 1 and begun[-1] >= BUSY_TURNS and begun[-2] else None
+def busy_among_all(run: LiveRun) -> Worker | None:
+    """The worker with the most turns begun, if they are enough and all others are at work as well."""
+    begun = {worker.id: worker.outstanding - worker.pending for worker in run.ready("near")}
+    if len(begun) < VLLM_WORKERS or not all(begun.values()):
+        return None
+    worker = max(run.ready("near"), key=lambda worker: begun[worker.id])
+    return worker if begun[worker.id] >= BUSY_TURNS else None
 
 
 async def kill_part(run: LiveRun, part: str) -> Incident:
-    worker = await run.until("two workers with running turns", lambda: busy_beside_others(run), VLLM_START_TIMEOUT_S)
+    worker = await run.until("all workers with running turns", lambda: busy_among_all(run), VLLM_START_TIMEOUT_S)
     process_id = run.process_id(worker)
     if part != "worker":
         (process_id,) = (
@@ -400,7 +402,8 @@ async def measure_vllm(kills: int, within_s: float) -> dict[str, Any]:
         providers: dict[str, tuple[type[Provider], ProviderSettings]] = {
             "near": (ReservedProvider, ProviderSettings.model_validate({"max_workers": VLLM_WORKERS}))
         }
-        settings = steady(places=8 * VLLM_WORKERS, turns=6)
+        # As many turns as the others have room for.
+        settings = steady(places=VLLM_ENGINE["max_batch"] * (VLLM_WORKERS - 1), turns=6)
         async with live_run(config, directory / "run", providers, LimitedTask, settings) as run:
             await run.until("all workers ready", lambda: len(run.ready("near")) == VLLM_WORKERS, VLLM_START_TIMEOUT_S)
             begun_ns = run.orchestrator.now_ns()
