@@ -20,6 +20,8 @@ from elastic.weights.signing import SigningKey
 from elastic.weights.source import RelaySource
 
 LONG = 200
+EXACT = 1e-3
+"""A tolerance below which two models cut off the same tokens."""
 PACED = {"pacing": {"prefill_tokens_per_s": 1e6, "decode_step_s": {1: 0.002, 16: 0.002}}}
 
 
@@ -367,30 +369,32 @@ def test_noise_is_a_function_of_the_seed(make_engine, turn):
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_logprobs_are_those_of_the_distribution_sampled_from(make_engine, turn, model, temperature):
+def test_logprobs_are_those_of_the_distribution_sampled_from(make_engine, turn, model, temperature, engine_under_test):
     recorder = make_engine(prefill_chunk_tokens=16)
     request = turn("a", prompt=50, temperature=temperature, max_new_tokens=100)
     (tokens,) = recorder.run(request)
     with torch.no_grad():
         logits = model(1)(torch.tensor([request.token_ids + tokens]))[0, 49:-1]
     expected = (logits / temperature).log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
-    torch.testing.assert_close(torch.tensor(recorder.logprobs("a")), expected, atol=2e-4, rtol=0)
+    torch.testing.assert_close(torch.tensor(recorder.logprobs("a")), expected, atol=engine_under_test.tolerance, rtol=0)
 
 
-def test_temperature_zero_is_greedy(make_engine, turn, model):
+def test_temperature_zero_is_greedy(make_engine, turn, model, engine_under_test):
     recorder = make_engine(prefill_chunk_tokens=16)
     request = turn("a", prompt=50, temperature=0.0, max_new_tokens=60)
     (tokens,) = recorder.run(request)
     with torch.no_grad():
         logits = model(1)(torch.tensor([request.token_ids + tokens]))[0, 49:-1]
-    assert tokens == logits.argmax(-1).tolist()
+    likeliest, taken = logits.max(-1).values, logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+    torch.testing.assert_close(taken, likeliest, atol=engine_under_test.tolerance, rtol=0)
 
 
 def test_too_little_memory_slows_down_but_loses_nothing(make_engine, turn, engine_under_test):
     block_tokens = engine_under_test.block_tokens
+    blocks = 256 // block_tokens + engine_under_test.spare_blocks
     requests = [turn(f"t{i}", prompt=40 + i, max_new_tokens=60) for i in range(6)]
     roomy = make_engine(max_batch=6)
-    tight = make_engine(max_batch=6, kv_block_tokens=block_tokens, kv_blocks=256 // block_tokens)
+    tight = make_engine(max_batch=6, kv_block_tokens=block_tokens, kv_blocks=blocks)
     before = tight.engine.statistics()
     expected, found = roomy.run(*requests), tight.run(*requests)
     for request in requests:
@@ -449,8 +453,10 @@ def test_close_ends_everything(make_engine, turn, published):
 
 
 @pytest.mark.parametrize("truncation", [{"top_k": 1}, {"top_p": 1e-6}, {"top_k": 5}, {"top_p": 0.4}])
-def test_what_is_cut_off_is_never_drawn(make_engine, turn, model, truncation):
+def test_what_is_cut_off_is_never_drawn(make_engine, turn, model, truncation, engine_under_test):
     """And log-probabilities are those of what is left: with one token left, zero."""
+    if engine_under_test.tolerance > EXACT:
+        pytest.skip(f"{engine_under_test.kind!r} computes too coarsely to tell which tokens are cut off")
     recorder = make_engine()
     request = turn("a", prompt=20, max_new_tokens=60, **truncation)
     (tokens,) = recorder.run(request)
@@ -463,4 +469,4 @@ def test_what_is_cut_off_is_never_drawn(make_engine, turn, model, truncation):
     left[:, 0] = True
     kept = torch.zeros_like(left).scatter(-1, ordered.indices, left)
     expected = logits.masked_fill(~kept, -torch.inf).log_softmax(-1).gather(-1, torch.tensor(tokens)[:, None])[:, 0]
-    torch.testing.assert_close(torch.tensor(recorder.logprobs("a")), expected, atol=2e-4, rtol=0)
+    torch.testing.assert_close(torch.tensor(recorder.logprobs("a")), expected, atol=engine_under_test.tolerance, rtol=0)

@@ -66,6 +66,10 @@ class EngineUnderTest:
     timeout_s: float = 30.0
     block_tokens: int = 8
     """A size of KV blocks that it can have."""
+    spare_blocks: int = 0
+    """Of its KV blocks, those that it never gives to a turn."""
+    tolerance: float = 2e-4
+    """How far a log-probability may be from that of the same model in float32."""
     has_pacing: bool = True
     waits_for_sink: bool = True
     """It generates nothing before the sink has returned; else what it goes on with is given to the sink later."""

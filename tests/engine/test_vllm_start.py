@@ -82,6 +82,11 @@ def test_one_death_too_many_ends_the_engine_and_every_turn_says_why(start, turn)
     assert recorder.engine.closed
 
 
+def test_a_cpu_takes_new_weights_in_bfloat16_alone(start):
+    with pytest.raises(ValueError, match=r"engine\.vllm\.arguments\.dtype: .*in 'float32'; allowed: 'bfloat16'"):
+        start("dies", arguments={"dtype": "float32"})
+
+
 @pytest.mark.parametrize(
     ("config", "settings", "message"),
     [

@@ -318,6 +318,14 @@ class VllmEngine:
             line.hang_up()
             _kill(process)
             raise ValueError(f"engine.kind: vLLM did not start: {up.reason}{_remedy(up.reason)}")
+        dtype = self._settings.arguments.get("dtype", "bfloat16")
+        if up.device == "cpu" and self._settings.base is None and dtype != "bfloat16":
+            line.hang_up()
+            _kill(process)
+            raise ValueError(
+                f"engine.vllm.arguments.dtype: on a CPU vLLM does not compute with new weights in {dtype!r}; "
+                "allowed: 'bfloat16'"
+            )
         return up, process, line
 
     def _arguments(self) -> dict[str, Any]:
