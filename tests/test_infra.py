@@ -1,0 +1,71 @@
+"""What is deployed by: every file that is named exists, and units and compose file say what they must."""
+
+import configparser
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from elastic.cli import main
+
+ROOT = Path(__file__).parents[1]
+INFRA = ROOT / "infra"
+UNITS = sorted((INFRA / "systemd").glob("*.service"))
+
+
+def parsed(unit: Path) -> configparser.ConfigParser:
+    parser = configparser.ConfigParser(strict=False, interpolation=None)
+    parser.optionxform = str  # type: ignore[method-assign,assignment]
+    parser.read(unit)
+    return parser
+
+
+def test_every_file_that_is_named_exists() -> None:
+    named: set[Path] = set()
+    for path in INFRA.rglob("*"):
+        if path.is_file():
+            text = path.read_text()
+            named |= {ROOT / found for found in re.findall(r"\binfra/[\w./-]*\w", text)}
+            if path.suffix == ".md":
+                named |= {
+                    INFRA / found
+                    for found in re.findall(r"`((?:systemd/)?[\w-]+\.(?:service|py|yaml|Dockerfile))`", text)
+                }
+            if path.suffix == ".Dockerfile":
+                for line in re.findall(r"^COPY (?!--from)(.*) \S+$", text, re.MULTILINE):
+                    named |= {ROOT / found for found in line.split()}
+    assert len(named) > 10
+    assert [str(path) for path in named if not path.exists()] == []
+
+
+@pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.stem)
+def test_units_parse_and_start_what_there_is(unit: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    found = parsed(unit)
+    assert {"Unit", "Service", "Install"} <= set(found.sections())
+    command, part, *options = found["Service"]["ExecStart"].split()
+    assert command == "/opt/elastic/bin/elastic"
+    monkeypatch.setattr("sys.argv", ["elastic", part, "--help"])
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit):
+        main()
+    help_ = capsys.readouterr().out
+    assert [option for option in options if option.startswith("--") and option not in help_] == []
+    defined = dict(pair.split("=", 1) for pair in found["Service"]["Environment"].split())
+    assert set(re.findall(r"\$\{(\w+)\}", " ".join(options))) == set(defined)
+
+
+def test_no_run_is_killed_with_its_runner() -> None:
+    service = parsed(INFRA / "systemd" / "elastic-runner.service")["Service"]
+    assert (service["KillMode"], service["SendSIGKILL"]) == ("process", "no")
+
+
+def test_the_containers_share_a_home_and_wait_for_the_database() -> None:
+    composed = yaml.safe_load((INFRA / "compose.yaml").read_text())
+    services = composed["services"]
+    assert (INFRA / services["server"]["build"]["context"]).resolve() == ROOT
+    for name in ("server", "runner"):
+        assert services[name]["volumes"] == ["home:/var/lib/elastic"]
+        assert services[name]["depends_on"] == {"database": {"condition": "service_healthy"}}
+    assert "--no-runner" in services["server"]["command"]
