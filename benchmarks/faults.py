@@ -2,7 +2,8 @@
 
 Two kinds of worlds: `elastic.sim`'s, cheap, of the core and its `Run`; and `elastic.chaos`'s, of the production shell,
 whose keys begin with `shell_`. There `needless` counts acts without a cause in the world, `shell_coverage` is the share
-of the shell's lines that the worlds of the quick run go through, and `shell_bugs` are planted one at a time.
+of the shell's lines that its first worlds go through (twelve in the quick run, at most a hundred in others), and `shell_bugs` are
+planted one at a time.
 
 `--quick` lives through the seeds that CI has first and judges no mutant. Without it: a million events and more of each
 kind, and a sample of mutants. `--nightly`: ten million events of the cheap worlds; of the production shell three
@@ -59,6 +60,8 @@ FULL = Extent(events=1_000_000)
 NIGHTLY = Extent(events=10_000_000, faults=100_000)
 SHELL = {QUICK: Extent(seeds=12), FULL: Extent(events=500_000), NIGHTLY: Extent(events=3_000_000, faults=300_000)}
 """As much of the production shell; as many seeds as of the cheap worlds where their number is all that is wanted."""
+WATCHED = 100
+"""Worlds whose lines are seen, where these are not all."""
 BUG_SEEDS = 60
 MUTANTS = 150
 MUTATION_SEED = 1
@@ -108,7 +111,8 @@ def worlds(wanted: Extent, first: int) -> dict[str, Any]:
 
 def shell_worlds(wanted: Extent, first: int) -> dict[str, Any]:
     """The first of them are watched, to see which lines of the shell they go through."""
-    watched, took_s = lived(live_through_shell_watched, Extent(seeds=SHELL[QUICK].seeds), first, SHELL_BATCH)
+    looked_at = Extent(seeds=min(wanted.seeds or WATCHED, WATCHED))
+    watched, took_s = lived(live_through_shell_watched, looked_at, first, SHELL_BATCH)
     seen, lines = WorldsSeen(), shell_lines()
     seen.add(watched)
     if not wanted.reached(seen):
