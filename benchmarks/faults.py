@@ -2,8 +2,8 @@
 
 Two kinds of worlds: `elastic.sim`'s, cheap, of the core and its `Run`; and `elastic.chaos`'s, of the production shell,
 whose keys begin with `shell_`. There `needless` counts acts without a cause in the world, `shell_coverage` is the share
-of the shell's lines that its first worlds go through (twelve in the quick run, at most a hundred in others), and `shell_bugs` are
-planted one at a time.
+of the shell's lines that its first worlds go through (twelve in the quick run, at most a hundred in others), and
+`shell_bugs` are planted one at a time.
 
 `--quick` lives through the seeds that CI has first and judges no mutant. Without it: a million events and more of each
 kind, and a sample of mutants. `--nightly`: ten million events of the cheap worlds; of the production shell three
