@@ -32,9 +32,9 @@ from elastic.server.runner.loop import LOCK
 
 SEED = 18
 KILLS, KILLS_QUICK = 100, 20
-QUICK_S = 20.0
+QUICK_S = 15.0
 """How long kills go on at most with `--quick`."""
-JOB_S, JOB_QUICK_S = (5.0, 40.0), (3.0, 10.0)
+JOB_S, JOB_QUICK_S = (5.0, 40.0), (2.0, 6.0)
 EVERY_S = 0.1
 RUNS_AT_ONCE = 12
 SUBMITTERS = 4
@@ -59,10 +59,15 @@ class Submitter:
     given_up: threading.Event = field(default_factory=threading.Event)
     numbers: Iterator[int] = field(default_factory=itertools.count)
 
+    @property
+    def following(self) -> int:
+        """Runs whose streams have not ended."""
+        return sum(thread.is_alive() for thread in self.threads)
+
     def run(self) -> None:
         with Client(self.site.url, self.site.secret) as client:
             while not self.over.is_set():
-                if sum(thread.is_alive() for thread in self.threads) >= RUNS_AT_ONCE:
+                if self.following >= RUNS_AT_ONCE:
                     time.sleep(0.05)
                     continue
                 label = f"submission-{next(self.numbers)}"
@@ -119,8 +124,7 @@ def main() -> None:
         while len(kills) < wanted and not (arguments.quick and time.monotonic() - began_s > QUICK_S):
             parts: list[Part] = chance.choice((["api"], ["runner"], ["runner"], ["api", "runner"]))
             if chance.random() > ON_THE_WAY_UP:
-                site.wait_up()
-                _wait_looked_after(site)
+                _wait_for_work(site, submitter)
             time.sleep(WAIT_S * chance.random())
             for part in parts:
                 kills.append((time.time(), part))
@@ -140,11 +144,14 @@ def main() -> None:
     emit(figures, arguments)
 
 
-def _wait_looked_after(site: HostedSite) -> None:
-    """Until the runner has claimed the runs."""
-    lock, pid = site.server_home / LOCK, str(site.processes["runner"].pid)
+def _wait_for_work(site: HostedSite, submitter: Submitter) -> None:
+    """Until the runner has claimed the runs, and the API has acknowledged a submission or has as many as it may."""
+    lock, pid, before = site.server_home / LOCK, str(site.processes["runner"].pid), len(submitter.acknowledged)
     end_s = time.monotonic() + END_TIMEOUT_S
-    while time.monotonic() < end_s and (not lock.exists() or lock.read_text() != pid):
+    while time.monotonic() < end_s:
+        accepted = len(submitter.acknowledged) > before or submitter.following >= RUNS_AT_ONCE
+        if accepted and lock.exists() and lock.read_text() == pid:
+            return
         time.sleep(0.02)
 
 
