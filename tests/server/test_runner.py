@@ -252,6 +252,7 @@ async def test_a_home_has_one_runner(site: Site, quick: ServerSettings) -> None:
         await until(lambda: runner.ticked_s > began_s)
 
 
+@pytest.mark.parametrize("new_database", ["sqlite"], indirect=True)
 async def test_a_database_that_goes_away_and_comes_back(site: Site, quick: ServerSettings, submitted: Any) -> None:
     """Runs go on meanwhile, and what was acknowledged before is done afterwards."""
     if not site.store.is_sqlite:
