@@ -27,7 +27,7 @@ def _programs() -> Path | None:
     return found[-1].parent if found else None
 
 
-class Cluster:
+class PostgresCluster:
     """A server of databases, down until started."""
 
     def __init__(self, directory: Path, programs: Path) -> None:
@@ -71,7 +71,7 @@ class Cluster:
 
 
 @contextlib.contextmanager
-def cluster() -> Iterator[Cluster]:
+def cluster() -> Iterator[PostgresCluster]:
     """A cluster that runs. Raises `RuntimeError` where PostgreSQL is missing."""
     programs = _programs()
     if programs is None:
@@ -82,7 +82,7 @@ def cluster() -> Iterator[Cluster]:
         if os.getuid() == 0:
             account = pwd.getpwnam(USER)
             os.chown(directory, account.pw_uid, account.pw_gid)
-        made = Cluster(directory, programs)
+        made = PostgresCluster(directory, programs)
         made.create()
         made.start()
         try:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
-from benchmarks._postgres import Cluster
+from benchmarks._postgres import PostgresCluster
 from benchmarks._postgres import cluster as postgresql_cluster
 from elastic.resources import AccessRole
 from elastic.server.app import create_app
@@ -67,7 +67,7 @@ class Site:
 
 
 @pytest.fixture(scope="session")
-def cluster() -> Iterator[Cluster]:
+def cluster() -> Iterator[PostgresCluster]:
     """A PostgreSQL for the tests that want one, with many databases."""
     with postgresql_cluster() as made:
         yield made

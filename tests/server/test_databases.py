@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from benchmarks._postgres import Cluster, cluster
+from benchmarks._postgres import PostgresCluster, cluster
 from elastic.server.runner import RunnerBusy, RunnerLoop, loop
 from elastic.server.store import Store, StoreUnavailable, migrate, people, runs
 from tests.server.conftest import Site, make_site
@@ -67,7 +67,7 @@ async def test_tables_of_the_first_version_go_forward(tmp_path: Path, new_databa
 
 
 @pytest.fixture
-def fragile() -> Iterator[Cluster]:
+def fragile() -> Iterator[PostgresCluster]:
     """A PostgreSQL that may go down."""
     with cluster() as made:
         yield made
@@ -98,7 +98,7 @@ async def looked(runner: RunnerLoop) -> None:
 
 @pytest.mark.postgres
 async def test_what_was_acknowledged_outlives_a_crash_of_the_database(
-    tmp_path: Path, fragile: Cluster, submission: Callable[..., dict[str, Any]]
+    tmp_path: Path, fragile: PostgresCluster, submission: Callable[..., dict[str, Any]]
 ) -> None:
     site = make_site(tmp_path, fragile.new_database())
     with contextlib.closing(site.store), site.client() as client:
@@ -118,7 +118,7 @@ async def test_what_was_acknowledged_outlives_a_crash_of_the_database(
 
 @pytest.mark.postgres
 async def test_a_database_has_one_runner_on_all_machines(
-    tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, cluster: PostgresCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A second one with the same path as its home, on another machine, where the lock in the home is another."""
     monkeypatch.setattr(loop, "LEADER_TIMEOUT_S", 0.1)
@@ -136,7 +136,7 @@ async def test_a_database_has_one_runner_on_all_machines(
 
 
 @pytest.mark.postgres
-def test_who_has_lost_the_database_does_not_lead(tmp_path: Path, fragile: Cluster) -> None:
+def test_who_has_lost_the_database_does_not_lead(tmp_path: Path, fragile: PostgresCluster) -> None:
     url = fragile.new_database()
     first, second = Store(url), Store(url)
     with contextlib.closing(first), contextlib.closing(second), first.leading() as one, second.leading() as other:

@@ -359,7 +359,7 @@ def _act_at_once(run: Run, action: Callable[..., None], *arguments: object) -> N
 
 RESUMED_WRONGLY: list[tuple[type[Any], str, Callable[..., object], str]] = [
     (SimulatedProvider, "take_stock", _leave_orphans, "while there is one|still alive|given back"),
-    (RunState, "take_up", lambda run: None, "the run failed"),
+    (RunState, "take_up", lambda run, *_: None, "the run failed"),
     (SimulatedTrainer, "_join", SimulatedWorker._join, "LearnerViolated|has not learnt|came with weights"),
     (TrainerOrders, "remember", lambda orders, order: None, "LearnerViolated|has not learnt|came with weights"),
     (Run, "_once_durable", _act_at_once, "before it is durable"),
