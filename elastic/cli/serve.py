@@ -4,6 +4,7 @@ import asyncio
 from ipaddress import IPv4Network, IPv6Network, ip_network
 from pathlib import Path
 
+from elastic import compose
 from elastic.cli.output import bad_input, console, say
 from elastic.config import ConfigError
 from elastic.endpoint import is_loopback
@@ -11,6 +12,7 @@ from elastic.endpoint import is_loopback
 MISSING = "this needs the server's packages: pip install 'elastic-rl[server]'"
 
 
+@compose.private()
 def serve_command(
     host: str,
     port: int,
@@ -72,6 +74,7 @@ def _network(text: str) -> IPv4Network | IPv6Network:
         bad_input(f"--webhook-network: {error}; allowed: such as 10.1.0.0/16")
 
 
+@compose.private()
 def runner_command(home: Path, database: str) -> None:
     """Look after runs until a signal comes; they go on."""
     try:

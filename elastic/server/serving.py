@@ -25,12 +25,15 @@ log = structlog.get_logger(__name__)
 LAG_S = 10.0
 """A runner that has not looked at its runs for so long is not ready."""
 HOME = "home"
+THROUGH = 0o711
+"""Projects' users pass through such directories to what is theirs; the server's own files are its user's alone."""
 
 
 def open_store(settings: ServerSettings) -> Store:
     """The store, with this version's tables. Raises `StoreError` for one that is another server's."""
-    settings.home.mkdir(mode=0o700, parents=True, exist_ok=True)
-    settings.runs.mkdir(mode=0o711, exist_ok=True)
+    for directory in (settings.home, settings.runs, settings.projects):
+        directory.mkdir(parents=True, exist_ok=True)
+        directory.chmod(THROUGH)
     store = Store(settings.database_url)
     try:
         migrate(store)

@@ -52,6 +52,10 @@ class ServerSettings:
     def run_dir(self, run: str) -> Path:
         return self.runs / run
 
+    @property
+    def projects(self) -> Path:
+        return self.home / "projects"
+
     def storage(self, project: str) -> Path:
         """A project's own files: what its submissions may name."""
-        return self.home / "projects" / project
+        return self.projects / project

@@ -6,20 +6,22 @@ import dataclasses
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable
+import tempfile
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import sqlalchemy as sa
 
+from elastic import compose
 from elastic.processes import identity
 from elastic.resources import RunPhase
 from elastic.server.runner import RunnerBusy, RunnerLoop
 from elastic.server.settings import ServerSettings
-from elastic.server.store import runs, tables
+from elastic.server.store import people, runs, tables
 from elastic.server.store.runs import HostedRunRow
-from tests.server.conftest import Site
+from tests.server.conftest import Site, make_site
 
 # A runner that is gone leaves its processes behind, as it should.
 pytestmark = pytest.mark.filterwarnings("ignore:subprocess .* is still running:ResourceWarning")
@@ -285,3 +287,31 @@ def bring_back(database: Path) -> None:
     database.rmdir()
     for part in list(database.parent.glob("away-*")):
         part.rename(part.with_name(part.name.removeprefix("away-")))
+
+
+@pytest.fixture
+def open_site() -> Iterator[Site]:
+    """A server whose home lies where everybody may go, as in /var/lib."""
+    with tempfile.TemporaryDirectory() as place, compose.private():
+        Path(place).chmod(0o711)
+        made = make_site(Path(place))
+        yield made
+        made.store.close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root begins processes of other users")
+async def test_a_projects_processes_are_its_users_and_cannot_read_the_servers_files(
+    open_site: Site, submission: Callable[..., dict[str, Any]]
+) -> None:
+    home = open_site.settings.home.resolve()
+    script = 'id -un > "$2/user"; cat "$0/elastic.sqlite" > "$2/stolen"; ls "$0" > "$2/seen"; exit 2'
+    settings = dataclasses.replace(open_site.settings, command=("/bin/sh", "-c", script, str(home)), tick_s=0.02)
+    with open_site.store.writing() as tx:
+        people.change_project(tx, open_site.projects["ours"], {"unix_user": "nobody"})
+    run = open_site.client().post("/v1/runs", json=submission(project=open_site.projects["ours"])).json()["id"]
+    async with running(open_site, settings):
+        await until(lambda: row(open_site, run).ended)
+    found = settings.run_dir(run)
+    assert (found / "user").read_text().strip() == "nobody"
+    assert (found / "stolen").read_bytes() == (found / "seen").read_bytes() == b""
+    assert [path.name for path in home.iterdir() if path.is_file() and path.stat().st_mode & 0o077] == []

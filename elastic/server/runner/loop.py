@@ -312,7 +312,7 @@ def _while_alive(run: HostedRunRow) -> RunPhase:
 @contextlib.contextmanager
 def claimed_home(home: Path) -> Iterator[None]:
     """This process alone attends to the runs in `home`. Raises `RunnerBusy`; a dead one's claim is void."""
-    home.mkdir(mode=0o700, parents=True, exist_ok=True)
+    home.mkdir(parents=True, exist_ok=True)
     with (home / LOCK).open("a+") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
