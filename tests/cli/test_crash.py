@@ -15,7 +15,7 @@ import pytest
 
 from elastic.runtime.journal import RunDirectory
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.alone]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.alone, pytest.mark.nightly]
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 STEPS = 6
@@ -81,7 +81,6 @@ def test_killed_at_any_moment(begin, as_if_undisturbed, seed: int) -> None:
     as_if_undisturbed(run)
 
 
-@pytest.mark.nightly
 def test_taken_up_a_week_later_with_other_providers(begin, as_if_undisturbed, module) -> None:
     """Nothing of it is alive any more, nor in memory."""
     run = begin()

@@ -80,7 +80,7 @@ def test_runs_are_told_with_their_estimates(elastic, config: Path, tmp_path: Pat
     assert "no profile 'nosuch'" in err
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_live_unpaced_run_and_its_engine_make_a_profile(start, elastic, config: Path, tmp_path: Path) -> None:
     """Which simulates what could not be simulated without one."""
     paced, _, rest = config.read_text().partition("[engine.pacing]")

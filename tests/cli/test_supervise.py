@@ -81,7 +81,7 @@ def test_a_run_that_failed_is_not_begun_again(run_dir: Path, quick: None, monkey
     assert len(began) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_outlives_its_orchestrator(start, config: Path, processes_of) -> None:
     process = start("run", config, "--supervise", "--providers", "spot", "--set", "run.steps=6", "--json")
     (run_dir,) = until(lambda: run_dirs(config), START_TIMEOUT_S, process)

@@ -20,7 +20,7 @@ from elastic.runtime.journal import RunDirectory, SampleRow
 from elastic.runtime.orchestrator import Orchestrator
 from tests.runtime.conftest import NoSettings, Parity
 
-pytestmark = [pytest.mark.slow, pytest.mark.alone]
+pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.nightly]
 
 
 @asynccontextmanager

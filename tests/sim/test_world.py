@@ -33,7 +33,7 @@ from elastic.sim.trainer import SimulatedTrainer
 from elastic.sim.worker import SimulatedWorker
 from elastic.sim.world import LARGE_EVERY, SimulatedOutcome, SimulatedWorldFailed, simulate
 
-CI_SEEDS = 80
+CI_SEEDS = 60
 BATCH = 20
 NIGHTLY_SEEDS = 25_000
 NIGHTLY_BATCH = 250

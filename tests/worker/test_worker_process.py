@@ -193,7 +193,7 @@ class KilledOrchestrator(Workers):
         await self.hearing
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 async def test_a_worker_outlives_its_orchestrator_with_its_weights_and_its_kv(workers: Workers, tmp_path: Path) -> None:
     async with KilledOrchestrator(tmp_path) as orchestra:
         await orchestra.rise()
@@ -223,7 +223,7 @@ async def test_a_worker_outlives_its_orchestrator_with_its_weights_and_its_kv(wo
         assert "could not be resumed within 5.0 s" in output.decode()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 async def test_a_frozen_worker_falls_silent_and_is_sent_away_when_it_thaws(workers: Workers) -> None:
     process = await workers.spawn("w")
     workers.send(turn("t"))
