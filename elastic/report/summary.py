@@ -22,7 +22,16 @@ from elastic.report.history import History, Segment, history_of
 from elastic.report.lanes import WorkerLane, lanes, replacements
 from elastic.report.refusals import refused_of
 from elastic.report.timeline import Timeline, timeline
-from elastic.report.usage import LeaseEnd, Usage, lease_ends, ledger_of, unattributed_share, usage_of
+from elastic.report.usage import (
+    JoinedUsage,
+    LeaseEnd,
+    Usage,
+    joined_usage,
+    lease_ends,
+    ledger_of,
+    unattributed_share,
+    usage_of,
+)
 from elastic.report.weights import WeightUpdates, weights_of
 from elastic.runtime.journal import MoveRow, PullRow, StepRow, StoredRun, TrajectoryRow, TurnRow
 from elastic.runtime.refusals import RefusalCount
@@ -153,6 +162,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """As they stood last."""
     notes: list[str] = msgspec.field(default_factory=list[str])
     """What its simulation had to say of its own figures."""
+    joined: list[JoinedUsage] = msgspec.field(default_factory=list[JoinedUsage])
 
 
 def summarise(run: StoredRun) -> Summary:
@@ -248,6 +258,7 @@ def _summary(history: History) -> Summary:
         simulated="simulated" in meta,
         refused=refused_of(history),
         notes=msgspec.json.decode(meta.get("notes", "[]"), type=list[str]),
+        joined=joined_usage(history, books),
     )
 
 

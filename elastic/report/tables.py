@@ -167,6 +167,7 @@ def tables(summary: Summary, comparison: Comparison | None = None) -> list[Table
     """All tables that have a row, in the order in which they are read."""
     found = [
         _providers(summary),
+        _joined(summary),
         _accounts(summary),
         _functions(summary),
         _co_serving(summary),
@@ -222,6 +223,24 @@ def _providers(summary: Summary) -> Table:
         note="Overhead: time booting, loading, applying, recomputing, lost or unattributed, over all GPU time. "
         "Papers': preempted GPUs × recovery time, over all GPU time (ROSE §6.1); a lease that ends by time counts as "
         "preempted, with the time that its replacement took to start. The trainer's cost includes training.",
+    )
+
+
+def _joined(summary: Summary) -> Table:
+    return Table(
+        title="Machines that joined",
+        header=["label", "leases", "GPU time", "$/GPU-hour", "cost"],
+        rows=[
+            [
+                one.label or "no label",
+                units.count(one.leases),
+                units.duration(one.gpu_s),
+                units.usd(one.usd_per_gpu_hour),
+                units.usd(one.usd),
+            ]
+            for one in summary.joined
+        ],
+        note="By the label and the price of the tickets that they came by.",
     )
 
 

@@ -13,6 +13,7 @@ from elastic.core import events as e
 from elastic.core.ledger import NANO_USD_PER_USD, DeviceBook, Ledger, overhead_share
 from elastic.core.types import NS_PER_S, Account, EndCause, Nanoseconds
 from elastic.report.history import History
+from providers.joined import LABEL_NOTE
 
 ORDERLY_ENDS = frozenset({EndCause.RELEASED, EndCause.EXPIRED})
 """Ends after which no time should be missing from a lease's books: nothing was taken away or given up."""
@@ -38,6 +39,16 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     leases: int
     lease_ends: dict[str, int]
     preemptions: int
+
+
+class JoinedUsage(msgspec.Struct, frozen=True, kw_only=True):
+    """What came of machines that joined by tickets with one label and one price."""
+
+    label: str
+    usd_per_gpu_hour: float
+    leases: int
+    gpu_s: float
+    usd: float
 
 
 class LeaseEnd(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,6 +99,30 @@ def usage_of(
         lease_ends=causes,
         preemptions=causes.get(EndCause.PREEMPTED, 0),
     )
+
+
+def joined_usage(history: History, books: Sequence[DeviceBook]) -> list[JoinedUsage]:
+    """By the label and the price of the tickets, in that order."""
+    labels = {
+        segment.prefix + key.removeprefix(LABEL_NOTE): label
+        for segment in history.segments
+        for key, label in segment.meta().items()
+        if key.startswith(LABEL_NOTE)
+    }
+    grouped: dict[tuple[str, int], list[DeviceBook]] = {}
+    for book in books:
+        if book.lease in labels:
+            grouped.setdefault((labels[book.lease], book.nano_usd_per_gpu_hour), []).append(book)
+    return [
+        JoinedUsage(
+            label=label,
+            usd_per_gpu_hour=price / NANO_USD_PER_USD,
+            leases=len({book.lease for book in group}),
+            gpu_s=sum(_accounts_ns(group, history.end_ns).values()) / NS_PER_S,
+            usd=sum(book.cost_nano_usd(history.end_ns) for book in group) / NANO_USD_PER_USD,
+        )
+        for (label, price), group in sorted(grouped.items(), key=lambda entry: entry[0])
+    ]
 
 
 def unattributed_share(books: Sequence[DeviceBook], ends: Sequence[LeaseEnd]) -> float | None:

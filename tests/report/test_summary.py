@@ -76,6 +76,26 @@ def test_gpu_time_cost_and_overhead_are_the_books(summary_of):
     assert summary.unattributed_share == 0.0
 
 
+def test_machines_that_joined_have_their_tickets_label_and_price(summary_of):
+    def fill(run):
+        for number, (label, usd) in enumerate([("the lab's 4090", 0.4), ("", 0.0), ("the lab's 4090", 0.4)]):
+            run.meta(**{f"joined:joined-{number}": label})
+            run.open(f"joined-{number}", "joined", 0.0, usd_per_gpu_hour=usd)
+            run.end(f"joined-{number}", EndCause.RELEASED, 3600.0)
+        run.open("spot-1", "spot", 0.0, usd_per_gpu_hour=9.0)
+        run.end("spot-1", EndCause.RELEASED, 3600.0)
+        run.books()
+
+    summary = summary_of(fill)
+    (table,) = [table for table in tables.tables(summary) if table.title == "Machines that joined"]
+    assert [(row[0], row[1], row[-1]) for row in table.rows] == [
+        ("no label", "1", "$0.00"),
+        ("the lab's 4090", "2", "$0.800"),
+    ]
+    assert [one.usd_per_gpu_hour for one in summary.joined] == [0.0, 0.4]
+    assert sum(one.usd for one in summary.joined) == pytest.approx(summary.providers["joined"].usd)
+
+
 def test_a_killed_orchestrator_leaves_time_unattributed(summary_of):
     def fill(run):
         run.open("a", "spot", 0.0, usd_per_gpu_hour=3600.0)
