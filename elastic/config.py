@@ -273,8 +273,11 @@ class SchedulerConfig(_Section):
 
 
 class WeightsConfig(_Section):
-    relay: Literal["directory", "http"] = Field(
-        "directory", description="where workers on this machine read weights; others do over HTTPS either way"
+    relay: str = Field(
+        "directory",
+        pattern=r"^(directory|http|[a-z][a-z0-9+.-]*://\S+)$",
+        description="where workers on this machine read weights: directory or http, others over HTTPS either way; or "
+        "the URL of a relay elsewhere, for all of them",
     )
     port: int = Field(
         0,

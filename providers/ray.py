@@ -37,6 +37,7 @@ from providers.base import (
 )
 from providers.base_provider import BaseProvider, Found, LeaseHandle
 from providers.markets import CapacityUnavailable, LeaseEnding, Market
+from providers.ray_relay import NODE_VARIABLE, told
 
 log = structlog.get_logger(__name__)
 T = TypeVar("T")
@@ -98,10 +99,13 @@ class WorkerActor:
         return self._status
 
     def _work(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        cluster = _ray().get_runtime_context().gcs_address
         # Of this thread's death its child is told, and it lives as long as the actor does.
         with contextlib.suppress(OSError):
             process = subprocess.Popen(
-                [sys.executable, *command], env={**os.environ, **environment}, preexec_fn=_die_with_parent
+                [sys.executable, *command],
+                env={**os.environ, **environment, NODE_VARIABLE: cluster},
+                preexec_fn=_die_with_parent,
             )
             self._status = process.wait()
         self._ended.set()
@@ -282,12 +286,11 @@ class RayProvider(BaseProvider[RaySettings]):
             ) from error
         except (ConnectionError, TimeoutError) as error:
             raise ProviderUnavailable(
-                f"{where} does not answer ({str(error) or 'no answer in time'}); is its head up, and its client port "
-                "open to this machine?"
+                f"{where} does not answer ({told(error)}); is its head up, and its client port open to this machine?"
             ) from error
         except RuntimeError as error:
             raise ProviderUnavailable(
-                f"{where} does not take this client: {error}; install its versions of Ray and Python here"
+                f"{where} does not take this client: {told(error)}; install its versions of Ray and Python here"
             ) from error
 
     async def _look(self) -> None:

@@ -241,6 +241,28 @@ async def test_a_runs_weights_are_served_again_where_they_were(tmp_path: Path, c
                 pass
 
 
+def with_relay(config: Config, relay: str) -> Config:
+    return Config.model_validate(config.model_dump() | {"weights": {"relay": relay}})
+
+
+async def test_a_run_leaves_nothing_on_a_relay_elsewhere(tmp_path: Path, config: Config) -> None:
+    shared, run_dir = tmp_path / "shared", tmp_path / "lake-1"
+    for _ in range(2):
+        async with weights_relay(with_relay(config, shared.as_uri()), run_dir) as (local, far, rights):
+            assert (local, far, rights) == (f"{shared.as_uri()}/lake-1", local, None)
+            with closing(open_relay(local)) as relay:
+                await asyncio.to_thread(relay.put, "versions/1/blob", b"content")
+        assert not [path for path in shared.rglob("*") if path.is_file()]
+
+
+async def test_a_relay_of_no_kind_that_is_there_is_named(tmp_path: Path, config: Config) -> None:
+    with pytest.raises(GatewayError, match=r"weights.relay: relay s3://bucket/.*: allowed are .*ray://"):
+        async with weights_relay(with_relay(config, "s3://bucket"), tmp_path):
+            pass
+    with pytest.raises(ValueError, match=r"relay"):
+        with_relay(config, "carrier pigeon")
+
+
 @pytest.mark.parametrize("told", ["", "soon", "-1"])
 def test_a_worker_waits_as_long_for_an_orchestrator_as_its_provider_says(
     monkeypatch: pytest.MonkeyPatch, told: str

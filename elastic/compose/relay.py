@@ -1,19 +1,25 @@
 """Where a run's workers pull their weights from."""
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import NamedTuple
+
+import structlog
 
 from elastic.config import Config
 from elastic.endpoint import joined, seen_as
 from elastic.http_server import BodyLimits, serving
 from elastic.runtime.gateway import GatewayError
 from elastic.tls import Certificate, listening_socket
+from elastic.weights.errors import RelayError
 from elastic.weights.relay import open_relay
 from elastic.weights.rights import RelayRights
 from elastic.weights.server import BLOB_BYTES_MAX, relay_app
 from elastic.weights.shared_memory import in_memory
+
+log = structlog.get_logger(__name__)
 
 
 class RunRelay(NamedTuple):
@@ -36,8 +42,12 @@ async def weights_relay(
     """Serves the run's weights: as its directory to this machine, and over HTTPS to others, if there is a certificate.
 
     An earlier process of the run may have served them at an `address` (host:port), where they are still looked for, and
-    given `rights`. While the run lasts its blobs are in shared memory.
+    given `rights`. While the run lasts its blobs are in shared memory. A relay elsewhere has them below the run's name.
     """
+    if "://" in config.weights.relay:
+        async with _elsewhere(f"{config.weights.relay.rstrip('/')}/{run_dir.name}") as url:
+            yield RunRelay(url, url, None)
+        return
     directory = (run_dir / "weights").resolve()
     directory.mkdir(exist_ok=True)
     with in_memory(directory):
@@ -55,6 +65,30 @@ async def weights_relay(
 
 def _port(config: Config) -> int:
     return config.weights.port or (config.run.port + 1 if config.run.port else 0)
+
+
+@contextlib.asynccontextmanager
+async def _elsewhere(url: str) -> AsyncIterator[str]:
+    """A relay that does not end with the run: of the run nothing stays there. Raises `GatewayError`."""
+
+    def look(clear: bool) -> None:
+        with contextlib.closing(open_relay(url)) as relay:
+            for key in relay.list_keys():
+                if clear:
+                    relay.delete(key)
+
+    try:
+        # What is there may be of a trainer that has outlived an earlier process of the run.
+        await asyncio.to_thread(look, clear=False)
+    except RelayError as error:
+        raise GatewayError(f"weights.relay: {error}") from error
+    try:
+        yield url
+    finally:
+        try:
+            await asyncio.to_thread(look, clear=True)
+        except RelayError as error:
+            log.warning("weights are left on the relay", relay=url, reason=str(error))
 
 
 @contextlib.asynccontextmanager

@@ -6,42 +6,30 @@
 import asyncio
 import os
 import signal
-import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+import structlog
 
 from elastic.core.events import LeaseEnded, LeaseGranted, OfferChanged
 from elastic.core.types import EndCause
 from elastic.endpoint import Endpoint
+from elastic.weights.errors import RelayError
+from elastic.weights.relay import open_relay
 from providers.base import KnownLease, LeaseRequest, ProviderContext, ProviderUnavailable, WorkerTicket
 from providers.ray import RayProvider, RaySettings
 from tests.providers.conftest import Recorder, processes_with
+from tests.ray.conftest import STORE_BYTES, ray_cluster
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 
 PATIENCE_S = 240.0
-STORE_BYTES = 80 << 20
 STUB = "import time; time.sleep(3600)"
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Any]:
-    cluster_utils = pytest.importorskip("ray.cluster_utils")
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    head = {"num_cpus": 0, "include_dashboard": False, "ray_client_server_port": port}
-    cluster = cluster_utils.Cluster(head_node_args={**head, "object_store_memory": STORE_BYTES}, initialize_head=True)
-    cluster.client_address = f"ray://127.0.0.1:{port}"
-    for _ in range(2):
-        cluster.add_node(num_cpus=2, resources={"place": 1}, object_store_memory=STORE_BYTES)
-    yield cluster
-    cluster.shutdown()
 
 
 class House:
@@ -171,3 +159,44 @@ async def test_what_the_cluster_has_not_is_said_at_once(house: House) -> None:
 async def test_a_cluster_that_is_not_there_is_named(house: House) -> None:
     with pytest.raises(ProviderUnavailable, match=r"ray://127.0.0.1:9 does not answer .*is its head up"):
         await house.started(address="ray://127.0.0.1:9")
+
+
+@pytest.mark.parametrize(("part", "versions"), [("Ray: 1.0.0", ("1.0.0", None)), ("Python: 3.1.4", (None, "3.1.4"))])
+async def test_another_version_is_named(
+    house: House, monkeypatch: pytest.MonkeyPatch, part: str, versions: tuple[str | None, str | None]
+) -> None:
+    utils = pytest.importorskip("ray._private.utils")
+    ours = utils.compute_version_info()
+    told = tuple(other or own for other, own in zip(versions, ours, strict=True))
+    monkeypatch.setattr(utils, "compute_version_info", lambda: told)
+    with pytest.raises(ProviderUnavailable) as caught:
+        await house.started()
+    words = str(caught.value)
+    assert "does not take this client" in words
+    assert part in words
+    assert f"The cluster was started with: Ray: {ours[0]} Python: {ours[1]}" in words
+    assert "install its versions of Ray and Python here" in words
+
+
+async def test_a_lost_head_offers_nothing_and_is_named(tmp_path: Path) -> None:
+    with ray_cluster(nodes=1) as cluster:
+        house = House(cluster, tmp_path)
+        provider = await house.started(max_workers=1)
+        lease = await house.grant(provider, 1)
+        relay = open_relay(f"{cluster.client_address}/{house.run}")
+        await asyncio.to_thread(relay.put, "k", b"content")
+        with structlog.testing.capture_logs() as logged:
+            cluster.head_node.kill_all_processes(check_alive=False, allow_graceful=False)
+            await house.until(
+                "a warning", lambda: any("the Ray cluster cannot be asked" in entry["event"] for entry in logged)
+            )
+        (warning,) = [entry for entry in logged if "cannot be asked" in entry["event"]]
+        assert warning["address"] == cluster.client_address
+        await house.until("nothing is offered", lambda: house.recorder.available == 0)
+        assert not house.recorder.of(LeaseEnded, lease)
+        with pytest.raises(RelayError, match=rf"{cluster.client_address}/.*does not answer"):
+            await asyncio.to_thread(relay.get, "k")
+        with pytest.raises(ProviderUnavailable, match=r"does not answer .*is its head up"):
+            await house.started()
+    await house.until("its nodes end their workers", lambda: not house.workers())
+    await house.aclose()

@@ -1,0 +1,206 @@
+"""A relay inside a Ray cluster: blobs are objects of its store, which its nodes hand on to each other.
+
+- A detached actor on the head knows the blobs and owns them. The first `put` makes it; it ends some seconds after the
+  last blob is deleted.
+- Workers on the cluster's nodes read from the store of their node. All others, the trainer among them, go by the Ray
+  Client.
+- Who may use the cluster may read and write: tokens and certificates are of no use here. Workers believe what the
+  trainer has signed.
+"""
+
+import contextlib
+import importlib
+import os
+import threading
+import time
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+
+from elastic.weights.blobs import Buffer, check_key
+from elastic.weights.errors import BlobConflict, BlobNotFound, RelayError, RelayUnavailable
+
+NODE_VARIABLE = "ELASTIC_RAY_CLUSTER"
+"""What a worker on a node of a cluster is told of it: the address by which a process of that node takes part in it."""
+
+NAMESPACE = "elastic-relays"
+HEAD = "node:__internal_head__"
+"""A resource that Ray gives to the head alone."""
+
+ANSWER_TIMEOUT_S = 60.0
+EMPTY_S = 10.0
+"""So long an index without a blob waits for one."""
+ATTEMPTS, RETRY_S = 5, 0.2
+"""An index that ends because it is empty may be asked just then."""
+
+TOLD_CHARACTERS = 400
+_connecting = threading.Lock()
+
+
+class BlobIndex:
+    """An actor: the blobs of a relay. One call at a time."""
+
+    def __init__(self) -> None:
+        self._blobs: dict[str, Any] = {}
+        self._asked_s = time.monotonic()
+        threading.Thread(target=self._end_when_unused, daemon=True).start()
+
+    def put(self, key: str, content: bytes) -> bool:
+        """Whether the blob is there now; it is not where there is another."""
+        self._asked_s = time.monotonic()
+        if key not in self._blobs:
+            self._blobs[key] = _ray().put(np.frombuffer(content, np.uint8))
+            return True
+        return memoryview(_ray().get(self._blobs[key])) == content
+
+    def find(self, key: str) -> list[Any]:
+        """The blob's object, if there is one: in a list, so that it is not sent along."""
+        self._asked_s = time.monotonic()
+        return [self._blobs[key]] if key in self._blobs else []
+
+    def read(self, key: str, start: int, length: int | None) -> bytes | None:
+        """For those who are on no node of the cluster."""
+        return next((_slice(_ray().get(blob), start, length) for blob in self.find(key)), None)
+
+    def list_keys(self, prefix: str) -> list[str]:
+        self._asked_s = time.monotonic()
+        return sorted(key for key in self._blobs if key.startswith(prefix))
+
+    def delete(self, key: str) -> None:
+        self._asked_s = time.monotonic()
+        self._blobs.pop(key, None)
+
+    def _end_when_unused(self) -> None:
+        while self._blobs or time.monotonic() - self._asked_s < EMPTY_S:
+            time.sleep(EMPTY_S / 10)
+        os._exit(0)
+
+
+class RayRelay:
+    """`elastic.weights.relay.Relay` at `ray://HOST:PORT/NAME`: the client server of a cluster, and the relay there.
+
+    All of a process share its one connection to Ray; whoever has made it ends it.
+    """
+
+    def __init__(self, url: str, token: str | None = None, anchor: str = "") -> None:
+        parts = urlsplit(url)
+        self._url, self._client = url, f"ray://{parts.netloc}"
+        self._name = parts.path.strip("/") or "elastic"
+        self._node = os.environ.get(NODE_VARIABLE, "")
+        self._connected = False
+
+    def put(self, key: str, *parts: Buffer) -> None:
+        check_key(key)
+        if not self._ask("put", key, b"".join(parts), make=True):
+            raise BlobConflict(f"{self._url}: {key} holds other content already; blobs are immutable")
+
+    def get(self, key: str, start: int = 0, length: int | None = None) -> bytes:
+        check_key(key)
+        if not self._node:
+            content = self._ask("read", key, start, length)
+        else:
+            found = self._ask("find", key)
+            content = (
+                _slice(self._called(_ray().get, found[0], timeout=ANSWER_TIMEOUT_S), start, length) if found else None
+            )
+        if content is None:
+            raise BlobNotFound(f"{self._url}: {key}: no such blob")
+        return content
+
+    def list_keys(self, prefix: str = "") -> list[str]:
+        return self._ask("list_keys", prefix) or []
+
+    def delete(self, key: str) -> None:
+        self._ask("delete", check_key(key))
+
+    def close(self) -> None:
+        with _connecting:
+            if self._connected:
+                self._connected = False
+                with contextlib.suppress(Exception):
+                    _ray().shutdown()
+
+    def _ask(self, what: str, *arguments: Any, make: bool = False) -> Any:
+        """The index's answer; None if there is no index, unless it is to `make` one."""
+        self._connect()
+        ray = _ray()
+        for attempt in range(ATTEMPTS):
+            index = self._called(self._made if make else self._found)
+            if index is None:
+                return None
+            try:
+                return self._called(ray.get, getattr(index, what).remote(*arguments), timeout=ANSWER_TIMEOUT_S)
+            except ray.exceptions.RayActorError as error:
+                if attempt == ATTEMPTS - 1:
+                    raise RelayUnavailable(f"{self._url}: its actor has ended: {told(error)}") from error
+                time.sleep(RETRY_S)
+        raise AssertionError
+
+    def _called(self, function: Any, *arguments: Any, **options: Any) -> Any:
+        """What `function` returns; what Ray raises is a relay's error, but for an actor's end."""
+        exceptions = _ray().exceptions
+        try:
+            return function(*arguments, **options)
+        except exceptions.RayActorError:
+            raise
+        except exceptions.ObjectLostError as error:
+            raise BlobNotFound(f"{self._url}: its blob is lost with its node: {told(error)}") from error
+        except exceptions.OutOfMemoryError as error:
+            raise RelayError(f"{self._url}: no room: {told(error)}") from error
+        except (exceptions.RayError, ConnectionError, RuntimeError) as error:
+            raise RelayUnavailable(f"{self._url}: the Ray cluster does not answer: {told(error)}") from error
+
+    def _found(self) -> Any:
+        try:
+            return _ray().get_actor(self._name, namespace=NAMESPACE)
+        except ValueError:
+            return None
+
+    def _made(self) -> Any:
+        index: Any = _ray().remote(BlobIndex)
+        return index.options(
+            name=self._name,
+            namespace=NAMESPACE,
+            get_if_exists=True,
+            lifetime="detached",
+            num_cpus=0,
+            resources={HEAD: 0.001},
+            max_restarts=0,
+        ).remote()
+
+    def _connect(self) -> None:
+        try:
+            ray = _ray()
+        except ImportError as error:
+            raise RelayError(f"{self._url}: Ray is not installed here; pip install 'elastic-rl[ray]'") from error
+        with _connecting:
+            if ray.is_initialized():
+                return
+            try:
+                ray.init(self._node or self._client, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
+            except (ConnectionError, TimeoutError) as error:
+                raise RelayUnavailable(
+                    f"{self._url}: the Ray cluster does not answer ({told(error)}); is its head up, and its "
+                    "client port open to this machine?"
+                ) from error
+            except RuntimeError as error:
+                raise RelayError(
+                    f"{self._url}: the Ray cluster does not take this client: {told(error)}; install its "
+                    "versions of Ray and Python here"
+                ) from error
+            self._connected = True
+
+
+def _ray() -> Any:
+    """An extra, which types need not know."""
+    return importlib.import_module("ray")
+
+
+def _slice(content: Any, start: int, length: int | None) -> bytes:
+    return content[start : None if length is None else start + length].tobytes()
+
+
+def told(error: BaseException) -> str:
+    """What Ray says, on one line."""
+    return " ".join(str(error).split())[:TOLD_CHARACTERS] or type(error).__name__

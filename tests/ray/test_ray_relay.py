@@ -1,0 +1,90 @@
+"""The relay `ray` on a real cluster: the conformance suite of relays, by the client and from a node."""
+
+import contextlib
+import itertools
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from elastic.weights.errors import RelayError
+from elastic.weights.relay import Relay, open_relay
+from providers import ray_relay
+from providers.ray_relay import NAMESPACE, NODE_VARIABLE, RayRelay
+from tests.weights.test_relay import (  # noqa: F401
+    test_a_blob_does_not_change,
+    test_a_blob_is_read_back_whole,
+    test_a_deleted_blob_is_gone_and_its_key_free,
+    test_a_key_cannot_leave_the_relay,
+    test_a_range_is_a_slice,
+    test_an_empty_blob_is_a_blob,
+    test_keys_are_listed_by_prefix_and_sorted,
+    test_of_concurrent_writers_one_wins_whole,
+    test_what_is_not_a_blob_is_not_found,
+)
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
+
+PATIENCE_S = 120.0
+_numbers = itertools.count()
+
+
+def opened(cluster: Any) -> Relay:
+    """One that nobody has used yet."""
+    return open_relay(f"{cluster.client_address}/test-{os.getpid()}-{next(_numbers)}")
+
+
+@pytest.fixture(params=["client", "node"])
+def relay(request: pytest.FixtureRequest, cluster: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Relay]:
+    if request.param == "node":
+        monkeypatch.setenv(NODE_VARIABLE, cluster.address)
+    relay = opened(cluster)
+    yield relay
+    for key in relay.list_keys():
+        relay.delete(key)
+    relay.close()
+    relay.close()
+
+
+def test_what_the_client_puts_a_node_reads(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = os.urandom(3 << 20)
+    with contextlib.closing(opened(cluster)) as far:
+        far.put("versions/1/blob", content[:100], content[100:])
+    assert isinstance(far, RayRelay)
+    monkeypatch.setenv(NODE_VARIABLE, cluster.address)
+    with contextlib.closing(open_relay(far._url)) as near:
+        assert near.get("versions/1/blob") == content
+        assert near.get("versions/1/blob", 5000, 70) == content[5000:5070]
+        near.delete("versions/1/blob")
+
+
+def test_a_relay_without_blobs_leaves_no_actor(cluster: Any) -> None:
+    with contextlib.closing(opened(cluster)) as relay:
+        assert relay.list_keys() == []
+        relay.put("k", b"one")
+        assert isinstance(relay, RayRelay)
+
+        def stands() -> bool:
+            named = ray_relay._ray().util.list_named_actors(all_namespaces=True)
+            return {"name": relay._name, "namespace": NAMESPACE} in named
+
+        assert stands()
+        relay.delete("k")
+        deadline_s = time.monotonic() + PATIENCE_S
+        while stands():
+            assert time.monotonic() < deadline_s
+            time.sleep(0.2)
+        assert relay.list_keys() == []
+        relay.put("k", b"two")
+        assert relay.get("k") == b"two"
+        relay.delete("k")
+
+
+def test_a_cluster_that_is_not_there_is_named() -> None:
+    with (
+        contextlib.closing(open_relay("ray://127.0.0.1:9/x")) as relay,
+        pytest.raises(RelayError, match=r"ray://127.0.0.1:9/x: the Ray cluster does not answer .*is its head up"),
+    ):
+        relay.list_keys()
