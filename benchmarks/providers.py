@@ -7,20 +7,31 @@ the papers', preempted GPUs × recovery time, where a call that ends by its time
 `cost_per_mtoken` is the run's cost per million trained tokens, beside it what the same GPU time would have cost on
 demand. Figures are medians over the runs, with their range; the accounts that make up the last run are given in
 GPU-seconds. Serving GPUs cost nothing here, since their cluster pays for them either way.
+
+`ray` is another run, on a real Ray cluster of this machine (a head and three raylets) whose nodes are killed under its
+workers, with a relay in the cluster: twenty kills, or as many as a quick run has time for. `accounts` has each
+account's share of its workers' time, `tokens_lost` is judged by replaying the journal, `actors_left` counts actors
+that have a name after the run's end. `--only ray` measures nothing else. Where Ray is missing: `skipped_because`.
 """
 
+import math
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from _arms import median_range
-from _common import Arguments, emit, parse_arguments
+from _common import Arguments, emit, parser
+from _live import run_to_end
+from _ray_nodes import LEFT_S, kill_nodes, why_not
 from _runs import prepare, run
 
 from elastic.report import Summary, summarise
 from elastic.runtime.journal import RunDirectory
 
+KILLS = 20
+QUICK_S, RAY_BOOT_S = 50.0, 15.0
 PROVIDERS = ("serving", "spot", "serverless")
 SEEDS = (7, 8, 9)
 DEVICES = [
@@ -52,7 +63,17 @@ def overheads(summaries: Sequence[Summary]) -> dict[str, dict[str, dict[str, flo
     }
 
 
-def main(arguments: Arguments) -> dict[str, Any]:
+def on_ray(quick: bool, began_s: float) -> dict[str, Any]:
+    if why := why_not():
+        return {"skipped_because": why}
+    until_s = began_s + QUICK_S - LEFT_S if quick else math.inf
+    if until_s - time.monotonic() < RAY_BOOT_S:
+        return {"skipped_because": "a quick run has no time left for it: --only ray"}
+    with tempfile.TemporaryDirectory() as name:
+        return run_to_end(kill_nodes(Path(name), KILLS, until_s))
+
+
+def replayed(arguments: Arguments) -> dict[str, Any]:
     prepare()
     seeds = SEEDS[:1] if arguments.quick else SEEDS
     steps, groups = (2, 8) if arguments.quick else (20, 16)
@@ -78,5 +99,16 @@ def main(arguments: Arguments) -> dict[str, Any]:
     }
 
 
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument("--only", choices=["replayed", "ray"], help="measure one of the two alone")
+    parsed, began_s = options.parse_args(), time.monotonic()
+    arguments = Arguments(quick=parsed.quick, json=parsed.json)
+    figures = {} if parsed.only == "ray" else replayed(arguments)
+    if parsed.only != "replayed":
+        figures["ray"] = on_ray(arguments.quick, began_s)
+    emit(figures, arguments)
+
+
 if __name__ == "__main__":
-    emit(main(args := parse_arguments(__doc__)), args)
+    main()

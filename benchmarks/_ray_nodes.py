@@ -1,0 +1,182 @@
+"""A real run on a real Ray cluster of this machine, whose nodes are killed one after the other."""
+
+import asyncio
+import contextlib
+import importlib
+import importlib.util
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+from _live import LiveRun, live_run, write_policy
+from _paced import LimitedSettings, LimitedTask
+from _proof import judge_tokens
+from _runs import processes_of
+
+from elastic.config import Config
+from elastic.report import summarise
+from elastic.runtime.journal import RunDirectory
+from elastic.tls import listening_socket
+from providers.base import Provider, ProviderSettings
+from providers.ray import RayProvider, RaySettings
+from providers.reserved import ReservedProvider
+
+NODES, WORKERS = 3, 2
+STORE_BYTES = 80 << 20
+TURNS = 8
+READY_TIMEOUT_S, GONE_TIMEOUT_S = 120.0, 60.0
+LEFT_S = 15.0
+"""What a run takes to end, with all its actors."""
+
+
+def why_not() -> str:
+    """Why this cannot be measured here; empty where it can."""
+    if importlib.util.find_spec("ray") is not None:
+        return ""
+    return "Ray is not installed here: `make test-ray` sets up an environment that has it"
+
+
+class RayNodes:
+    """A head, on which nothing runs, and nodes with room for one worker each."""
+
+    def __init__(self) -> None:
+        cluster_utils: Any = importlib.import_module("ray.cluster_utils")
+        with listening_socket("127.0.0.1", 0) as listener:
+            port = listener.getsockname()[1]
+        head = {"num_cpus": 0, "include_dashboard": False, "ray_client_server_port": port}
+        self.cluster = cluster_utils.Cluster(
+            initialize_head=True, head_node_args={**head, "object_store_memory": STORE_BYTES}
+        )
+        self.address = f"ray://127.0.0.1:{port}"
+        for _ in range(NODES):
+            self.add()
+
+    def add(self) -> None:
+        self.cluster.add_node(wait=False, num_cpus=1, resources={"place": 1}, object_store_memory=STORE_BYTES)
+
+    def with_worker(self, run: str) -> list[Any]:
+        """Nodes that have a worker of this run."""
+        ancestors = {parent.pid for process in processes_of(run) for parent in _parents(process)}
+        return [node for node in self.cluster.worker_nodes if _raylet(node) in ancestors]
+
+    def kill(self, node: Any) -> None:
+        """All of its processes at once, as when a machine is gone."""
+        raylet = psutil.Process(_raylet(node))
+        for process in [raylet, *raylet.children(recursive=True)]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        self.cluster.remove_node(node, allow_graceful=False)
+
+    def actors_left(self) -> list[dict[str, str]]:
+        """All that have a name, in any namespace, and do not end in time."""
+        ray: Any = importlib.import_module("ray")
+        ray.init(self.cluster.address, log_to_driver=False, logging_level="ERROR")
+        try:
+            deadline_s = time.monotonic() + GONE_TIMEOUT_S
+            while (left := ray.util.list_named_actors(all_namespaces=True)) and time.monotonic() < deadline_s:
+                time.sleep(0.5)
+            return left
+        finally:
+            ray.shutdown()
+
+
+@contextlib.contextmanager
+def ray_nodes() -> Iterator[RayNodes]:
+    nodes = RayNodes()
+    try:
+        yield nodes
+    finally:
+        nodes.cluster.shutdown()
+
+
+async def kill_nodes(directory: Path, kills: int, until_s: float) -> dict[str, Any]:
+    """As many kills, if there is time for them until `until_s` (monotonic)."""
+    policy = write_policy(directory / "ray-policy")
+    run_dir = directory / f"ray-{time.time_ns()}"
+    with ray_nodes() as nodes:
+        config = configuration(policy, nodes.address)
+        given = {"address": nodes.address, "max_workers": WORKERS, "num_gpus": 0, "resources": {"place": 1.0}}
+        providers: dict[str, tuple[type[Provider], ProviderSettings]] = {
+            "ray": (RayProvider, RaySettings.model_validate(given)),
+            "near": (ReservedProvider, ProviderSettings.model_validate({"max_workers": 1})),
+        }
+        places = asyncio.Semaphore(TURNS * WORKERS)
+        task = LimitedSettings(prompts={"a": 24}, turns=4, observations={"a": 4}, places=places)
+        killed, under_turns = 0, 0
+        chosen = random.Random(7)
+        async with live_run(config, run_dir, providers, LimitedTask, task) as run:
+            while killed < kills:
+                if not await _at_work(run, run_dir.name, nodes, min(READY_TIMEOUT_S, until_s - time.monotonic())):
+                    break
+                held = sum(len(worker.turns) for worker in run.ready("ray"))
+                await asyncio.to_thread(nodes.kill, chosen.choice(nodes.with_worker(run_dir.name)))
+                await asyncio.to_thread(nodes.add)
+                killed += 1
+                under_turns += held > 0
+        left = await asyncio.to_thread(nodes.actors_left)
+        processes_left = len(processes_of(run_dir.name))
+    lost, duplicated = judge_tokens(RunDirectory(run_dir))
+    summary = summarise(RunDirectory(run_dir))
+    usage = summary.providers["ray"]
+    return {
+        "node_kills": killed,
+        "kills_under_turns": under_turns,
+        "tokens_lost": lost,
+        "tokens_duplicated": duplicated,
+        "trajectories_failed": sum(summary.trajectories_failed.values()),
+        "actors_left": len(left),
+        "processes_left": processes_left,
+        "ledger_imbalance_ns": summary.ledger_imbalance_ns,
+        "allocation_overhead": usage.overhead_share,
+        "accounts": {
+            account: spent_s / usage.gpu_s for account, spent_s in usage.accounts_s.items() if spent_s and usage.gpu_s
+        },
+        "leases": usage.leases,
+        "lease_ends": usage.lease_ends,
+        "tokens": usage.tokens,
+        "wall_s": summary.wall_s,
+    }
+
+
+def configuration(policy: Path, relay: str) -> Config:
+    return Config.model_validate(
+        {
+            "model": {"checkpoint": policy},
+            "environment": {"step_timeout_s": 86_400},
+            "rollout": {"groups": 500, "group_size": 8, "max_turns": 4, "max_tokens_per_turn": 64},
+            "engine": {
+                "max_batch": TURNS,
+                "max_pending": TURNS,
+                "max_context_tokens": 512,
+                "pacing": {"prefill_tokens_per_s": 8000, "decode_step_s": {1: 0.03, 16: 0.04}},
+            },
+            "scheduler": {"boot_timeout_s": 240.0},
+            "seeding": {"window_s": 0},
+            "weights": {"relay": relay, "pull_timeout_s": 60},
+        }
+    )
+
+
+async def _at_work(run: LiveRun, name: str, nodes: RayNodes, timeout_s: float) -> bool:
+    """Whether a worker of Ray has turns and a node, in time."""
+
+    def at_work() -> bool:
+        return any(worker.turns for worker in run.ready("ray")) and bool(nodes.with_worker(name))
+
+    try:
+        return await run.until("turns on Ray's workers", at_work, max(timeout_s, 0.1))
+    except TimeoutError:
+        return False
+
+
+def _raylet(node: Any) -> int:
+    return node.all_processes["raylet"][0].process.pid
+
+
+def _parents(process: psutil.Process) -> list[psutil.Process]:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.parents()
+    return []
