@@ -8,7 +8,7 @@ import random
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import psutil
 from _live import LiveRun, live_run, write_policy
@@ -100,7 +100,7 @@ async def kill_nodes(directory: Path, kills: int, until_s: float) -> dict[str, A
         config = configuration(policy, nodes.address)
         given = {"address": nodes.address, "max_workers": WORKERS, "num_gpus": 0, "resources": {"place": 1.0}}
         providers: dict[str, tuple[type[Provider], ProviderSettings]] = {
-            "ray": (RayProvider, RaySettings.model_validate(given)),
+            "ray": (cast(type[Provider], RayProvider), RaySettings.model_validate(given)),
             "near": (ReservedProvider, ProviderSettings.model_validate({"max_workers": 1})),
         }
         places = asyncio.Semaphore(TURNS * WORKERS)

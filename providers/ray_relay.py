@@ -13,6 +13,7 @@ import importlib
 import os
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -32,7 +33,7 @@ ANSWER_TIMEOUT_S = 60.0
 EMPTY_S = 10.0
 """So long an index without a blob waits for one."""
 ATTEMPTS, RETRY_S = 5, 0.2
-"""An index that ends because it is empty may be asked just then."""
+"""An index that ends because it is empty may be asked just then, and two may be made at once."""
 
 TOLD_CHARACTERS = 400
 _connecting = threading.Lock()
@@ -126,23 +127,26 @@ class RayRelay:
         self._connect()
         ray = _ray()
         for attempt in range(ATTEMPTS):
-            index = self._called(self._made if make else self._found)
-            if index is None:
-                return None
             try:
-                return self._called(ray.get, getattr(index, what).remote(*arguments), timeout=ANSWER_TIMEOUT_S)
-            except ray.exceptions.RayActorError as error:
+                return self._called(self._answer, what, arguments, make)
+            except (ray.exceptions.RayActorError, ray.exceptions.ActorAlreadyExistsError) as error:
                 if attempt == ATTEMPTS - 1:
                     raise RelayUnavailable(f"{self._url}: its actor has ended: {told(error)}") from error
                 time.sleep(RETRY_S)
         raise AssertionError
 
+    def _answer(self, what: str, arguments: Sequence[Any], make: bool) -> Any:
+        index = self._made() if make else self._found()
+        if index is None:
+            return None
+        return _ray().get(getattr(index, what).remote(*arguments), timeout=ANSWER_TIMEOUT_S)
+
     def _called(self, function: Any, *arguments: Any, **options: Any) -> Any:
-        """What `function` returns; what Ray raises is a relay's error, but for an actor's end."""
+        """What `function` returns; what Ray raises is a relay's error, but for an actor's end or its being there."""
         exceptions = _ray().exceptions
         try:
             return function(*arguments, **options)
-        except exceptions.RayActorError:
+        except (exceptions.RayActorError, exceptions.ActorAlreadyExistsError):
             raise
         except exceptions.ObjectLostError as error:
             raise BlobNotFound(f"{self._url}: its blob is lost with its node: {told(error)}") from error
