@@ -24,7 +24,7 @@ serve: setup
 ELSEWHERE := not nightly and not netns and not ray and not dashboard and not postgres
 
 test: setup check
-	$(BIN)/python -m pytest -n 4 --dist worksteal -m "not alone and $(ELSEWHERE)"
+	$(BIN)/python -m pytest -n 3 --dist worksteal -m "not alone and $(ELSEWHERE)"
 	$(BIN)/python -m pytest -m "alone and $(ELSEWHERE)"
 
 # As root: a run and its worker in two network namespaces, with a bad link between them.
