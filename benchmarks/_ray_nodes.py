@@ -48,7 +48,7 @@ class RayNodes:
             port = listener.getsockname()[1]
         head = {"num_cpus": 0, "include_dashboard": False, "ray_client_server_port": port}
         self.cluster = cluster_utils.Cluster(
-            initialize_head=True, head_node_args={**head, "object_store_memory": STORE_BYTES}
+            initialize_head=True, shutdown_at_exit=False, head_node_args={**head, "object_store_memory": STORE_BYTES}
         )
         self.address = f"ray://127.0.0.1:{port}"
         for _ in range(NODES):
