@@ -14,17 +14,14 @@ from typing import Any
 
 import psutil
 import pytest
-import structlog
 
 from elastic.core.events import LeaseEnded, LeaseGranted, OfferChanged
 from elastic.core.types import EndCause
 from elastic.endpoint import Endpoint
-from elastic.weights.errors import RelayError
-from elastic.weights.relay import open_relay
 from providers.base import KnownLease, LeaseRequest, ProviderContext, ProviderUnavailable, WorkerTicket
 from providers.ray import RayProvider, RaySettings
 from tests.providers.conftest import Recorder, processes_with
-from tests.ray.conftest import STORE_BYTES, ray_cluster
+from tests.ray.conftest import STORE_BYTES
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 
@@ -176,27 +173,3 @@ async def test_another_version_is_named(
     assert part in words
     assert f"The cluster was started with: Ray: {ours[0]} Python: {ours[1]}" in words
     assert "install its versions of Ray and Python here" in words
-
-
-async def test_a_lost_head_offers_nothing_and_is_named(tmp_path: Path) -> None:
-    with ray_cluster(nodes=1) as cluster:
-        house = House(cluster, tmp_path)
-        provider = await house.started(max_workers=1)
-        lease = await house.grant(provider, 1)
-        relay = open_relay(f"{cluster.client_address}/{house.run}")
-        await asyncio.to_thread(relay.put, "k", b"content")
-        with structlog.testing.capture_logs() as logged:
-            cluster.head_node.kill_all_processes(check_alive=False, allow_graceful=False)
-            await house.until(
-                "a warning", lambda: any("the Ray cluster cannot be asked" in entry["event"] for entry in logged)
-            )
-        (warning,) = [entry for entry in logged if "cannot be asked" in entry["event"]]
-        assert warning["address"] == cluster.client_address
-        await house.until("nothing is offered", lambda: house.recorder.available == 0)
-        assert not house.recorder.of(LeaseEnded, lease)
-        with pytest.raises(RelayError, match=rf"{cluster.client_address}/.*does not answer"):
-            await asyncio.to_thread(relay.get, "k")
-        with pytest.raises(ProviderUnavailable, match=r"does not answer .*is its head up"):
-            await house.started()
-    await house.until("its nodes end their workers", lambda: not house.workers())
-    await house.aclose()
