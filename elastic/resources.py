@@ -48,6 +48,8 @@ class RunPhase(StrEnum):
 
 ENDED = frozenset({RunPhase.STOPPED, RunPhase.FINISHED, RunPhase.FAILED})
 """Phases that a run leaves only by being resumed."""
+ALIVE = frozenset({RunPhase.STARTING, RunPhase.RUNNING, RunPhase.STOPPING})
+"""Phases in which a run has a process."""
 
 
 class Condition(_Resource):

@@ -74,7 +74,7 @@ def _endpoint(run: RunDirectory) -> Endpoint:
     if not compose.is_claimed(run.path) or "endpoint" not in meta:
         bad_input(f"run {run.name} does not go on now: nobody would answer whoever joins it; `elastic run` starts one")
     config = compose.load_run_config(run.path)
-    if not any(compose.kind_of(config, name) == "joined" for name in meta.get("providers", "").split(",")):
+    if not any(compose.kind_of(config.providers, name) == "joined" for name in meta.get("providers", "").split(",")):
         bad_input(f"run {run.name} takes nobody who joins by ticket; it would with --providers joined")
     return msgspec.json.decode(meta["endpoint"], type=Endpoint)
 

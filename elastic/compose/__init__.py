@@ -14,7 +14,6 @@ from elastic.compose.incarnations import (
     replay,
 )
 from elastic.compose.plan import (
-    TRACE_PLAYERS,
     TRAINER_PROVIDER,
     Acquisition,
     RewardCalls,

@@ -2,7 +2,7 @@
 
 import importlib.metadata
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,9 +63,9 @@ class RewardCalls(msgspec.Struct, frozen=True, kw_only=True):
     usd_per_call: float
 
 
-def kind_of(config: Config, name: str) -> str:
+def kind_of(sections: Mapping[str, Mapping[str, Any]], name: str) -> str:
     """Which provider a section is: as it says, or as its name does."""
-    return str(config.providers.get(name, {}).get("kind") or TRACE_PLAYERS.get(name, name))
+    return str(sections.get(name, {}).get("kind") or TRACE_PLAYERS.get(name, name))
 
 
 def installed(group: str) -> dict[str, importlib.metadata.EntryPoint]:
@@ -90,7 +90,7 @@ def resolve(config: Config, provider_names: Sequence[str], where: str) -> RunPla
         names.append("reserved")
     for name in (*names, *config.providers):
         source = f"{where}: providers.{name}" if name in config.providers else "--providers"
-        kind = kind_of(config, name)
+        kind = kind_of(config.providers, name)
         found = types.setdefault(name, _pick("provider", kind, source).load())
         section = config.providers.get(name, {}) | {"kind": kind}
         checked = validate(found.Settings, section, where, f"providers.{name}")

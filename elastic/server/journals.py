@@ -1,13 +1,13 @@
 """What a run's journals say of it: figures, series, trajectories, workers, leases. Reads only, also while it runs."""
 
 import contextlib
-import importlib.metadata
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import msgspec
 
+from elastic import compose
 from elastic.core.ledger import NANO_USD_PER_USD, DeviceBook
 from elastic.core.types import NS_PER_S
 from elastic.report.history import History, history_of
@@ -125,12 +125,12 @@ def trajectory_of(run_dir: Path, name: str, environment: str) -> HostedTrajector
 
 def _text(token_ids: Sequence[int], environment: str) -> str | None:
     """The tokens in the environment's words; None where its words are not known."""
-    points = importlib.metadata.entry_points(group="elastic.environments", name=environment)
-    for point in points:
-        words: Sequence[str] = point.load().vocabulary
-        if all(token_id < len(words) for token_id in token_ids):
-            return "".join(words[token_id] for token_id in token_ids)
-    return None
+    point = compose.installed("elastic.environments").get(environment)
+    if point is None:
+        return None
+    words: Sequence[str] = point.load().vocabulary
+    known = all(token_id < len(words) for token_id in token_ids)
+    return "".join(words[token_id] for token_id in token_ids) if known else None
 
 
 def _trajectory(row: TrajectoryRow) -> HostedTrajectory:

@@ -30,7 +30,7 @@ def record(**fields: Any) -> HostedRunRow:
         "generation": 1,
         "providers": ["spot"],
         "conditions": [],
-        "figures": {},
+        "figures": RunFigures(),
     }
     return HostedRunRow(**plain | given | fields)
 

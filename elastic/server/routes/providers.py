@@ -37,17 +37,13 @@ def _kinds(caller: CallerDep, state: StateDep) -> list[ProviderKind]:
         living = living.where(runs.c.project == caller.project)
     with state.store.reading() as connection:
         rows = list(connection.execute(living))
+    points = sorted(compose.installed("elastic.providers").items())
     held: dict[str, list[ProviderFigures]] = {}
     for config, figures in rows:
         sections = _providers(config)
         for name, one in RunFigures.model_validate(figures).providers.items():
-            kind = str(sections.get(name, {}).get("kind") or compose.TRACE_PLAYERS.get(name, name))
-            held.setdefault(kind, []).append(one)
-    return [_kind(name, _settings(point), held.get(name, [])) for name, point in sorted(_installed().items())]
-
-
-def _installed() -> dict[str, Any]:
-    return compose.installed("elastic.providers")
+            held.setdefault(compose.kind_of(sections, name), []).append(one)
+    return [_kind(name, _settings(point), held.get(name, [])) for name, point in points]
 
 
 def _providers(config: str) -> dict[str, dict[str, Any]]:

@@ -14,7 +14,6 @@ from elastic.resources import (
     ResumeRequest,
     RunBudget,
     RunChange,
-    RunFigures,
     RunPhase,
     StopRequest,
     Submission,
@@ -176,12 +175,12 @@ def resume(
         if not found.ended:
             raise ApiProblem("run-active", f"{run} is {found.phase}", run=run)
         config = json.loads(found.config)
-        steps = RunFigures.model_validate(found.figures).steps
+        steps = found.figures.steps
         if found.phase is RunPhase.FINISHED and (asked.steps is None or asked.steps <= steps):
             raise ApiProblem("run-finished", f"{run} finished its {steps} steps; `steps` asks for more", run=run)
         if asked.steps is not None:
             config.setdefault("run", {})["steps"] = asked.steps
-        pending = conditions.findings(found, RunPhase.PENDING, "", RunFigures.model_validate(found.figures))
+        pending = conditions.findings(found, RunPhase.PENDING, "", found.figures)
         runs.want(
             tx,
             run,
@@ -221,7 +220,7 @@ def delete(run: RunId, request: Request, caller: CallerDep, state: StateDep) -> 
 @router.get("/{run}/budget", **rules(Action.RUNS_READ, "not-found"))
 def budget(run: RunId, found: RunDep) -> RunBudget:
     """Show what a run may cost, what it has cost, and when the rest is gone with what it holds."""
-    figures = RunFigures.model_validate(found.figures)
+    figures = found.figures
     stands = figures.budget if found.budget_usd is not None else None
     return RunBudget(
         run=found.id,
@@ -237,7 +236,7 @@ def budget(run: RunId, found: RunDep) -> RunBudget:
 def _refuse_ended(found: runs.HostedRunRow) -> None:
     if not found.ended:
         return
-    figures = RunFigures.model_validate(found.figures)
+    figures = found.figures
     if found.phase is RunPhase.STOPPED:
         raise ApiProblem("run-stopped", f"{found.id} is stopped at step {figures.step}", run=found.id)
     raise ApiProblem("run-finished", f"{found.id} {found.phase} at step {figures.step}", run=found.id)

@@ -8,7 +8,7 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
-from elastic.resources import RunPhase
+from elastic.resources import ALIVE, RunPhase
 from elastic.server.store import runs
 from elastic.server.store.runs import HostedRunRow
 
@@ -71,7 +71,7 @@ def decide(run: HostedRunRow, seen: ProcessSeen, now_us: int, base_s: float, max
         return _living(run, seen)
     if run.wanted == runs.DELETE:
         return Decision(step=NextStep.REMOVE)
-    if run.phase in (RunPhase.STARTING, RunPhase.RUNNING, RunPhase.STOPPING):
+    if run.phase in ALIVE:
         return _gone(run, seen.ending or Ending(how=DIED), now_us, base_s, max_s)
     if run.ended:
         return Decision(step=NextStep.SETTLE)

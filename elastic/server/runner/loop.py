@@ -21,7 +21,7 @@ from pathlib import Path
 import structlog
 
 from elastic.config import ConfigError
-from elastic.resources import ENDED, RunFigures, RunPhase
+from elastic.resources import ALIVE, ENDED, RunFigures, RunPhase
 from elastic.runtime.journal import JournalError
 from elastic.server import conditions
 from elastic.server.journals import figures_of
@@ -140,7 +140,7 @@ class RunnerLoop:
     async def _look(self, run: HostedRunRow) -> ProcessSeen:
         """The run's process, adopted if another server began it."""
         held = self._held.get(run.id)
-        began = run.phase in (RunPhase.STARTING, RunPhase.RUNNING, RunPhase.STOPPING)
+        began = run.phase in ALIVE
         if held is None:
             found = await asyncio.to_thread(launching.living, run) if began or run.attempt else None
             if found is not None:
@@ -195,7 +195,7 @@ class RunnerLoop:
         """Returns the user that the process is to be of, and its project's secrets, encrypted."""
         with self._store.writing() as tx:
             project = people.project(tx, run.project)
-            phase, figures = RunPhase.STARTING, RunFigures.model_validate(run.figures)
+            phase = RunPhase.STARTING
             runs.observe(
                 tx,
                 run.id,
@@ -203,7 +203,7 @@ class RunnerLoop:
                 process=None,
                 attempt=run.attempt + 1,
                 started_us=run.started_us or now_us(),
-                conditions=self._conditions(run, phase, run.cause, figures),
+                conditions=self._conditions(run, phase, run.cause, run.figures),
             )
             sealed = {row["name"]: row["sealed"] for row in secrets.all_of(tx, run.project)}
         return (project["unix_user"] if project is not None else None), sealed
@@ -223,8 +223,7 @@ class RunnerLoop:
             if step is NextStep.KILL and not held.killed:
                 held.stop()
         if run.phase is not RunPhase.STOPPING:
-            figures = RunFigures.model_validate(run.figures)
-            found = self._conditions(run, RunPhase.STOPPING, run.cause, figures)
+            found = self._conditions(run, RunPhase.STOPPING, run.cause, run.figures)
             await asyncio.to_thread(self._write, run.id, phase=RunPhase.STOPPING.value, conditions=found)
 
     async def _observe(self, run: HostedRunRow) -> None:
@@ -243,15 +242,15 @@ class RunnerLoop:
         phase = _while_alive(run) if figures is None else RunPhase.RUNNING
         if run.phase is RunPhase.STOPPING:
             phase = run.phase
-        now = figures or RunFigures.model_validate(run.figures)
+        now = figures or run.figures
         found = self._conditions(run, phase, run.cause, now)
         seen = {"phase": phase.value, "figures": now.model_dump(), "conditions": found}
-        if seen != {"phase": run.phase.value, "figures": run.figures, "conditions": run.conditions}:
+        if seen != {"phase": run.phase.value, "figures": run.figures.model_dump(), "conditions": run.conditions}:
             await asyncio.to_thread(self._write, run.id, **seen)
 
     def _become(self, run: HostedRunRow, decision: Decision) -> None:
         """The run is in another phase now, and the store says so."""
-        figures = figures_of(self._settings.run_dir(run.id)) or RunFigures.model_validate(run.figures)
+        figures = figures_of(self._settings.run_dir(run.id)) or run.figures
         phase = decision.phase
         counted = run.restarts + decision.counts
         with self._store.writing() as tx:
@@ -305,8 +304,7 @@ class RunnerLoop:
 
 def _while_alive(run: HostedRunRow) -> RunPhase:
     """The phase of a run whose process lives and has said nothing new."""
-    alive = (RunPhase.STARTING, RunPhase.RUNNING, RunPhase.STOPPING)
-    return run.phase if run.phase in alive else RunPhase.STARTING
+    return run.phase if run.phase in ALIVE else RunPhase.STARTING
 
 
 @contextlib.contextmanager

@@ -41,7 +41,7 @@ class HostedRunRow:
     phase: RunPhase
     cause: str
     conditions: list[dict[str, Any]]
-    figures: dict[str, Any]
+    figures: RunFigures
     process: dict[str, Any] | None
     attempt: int
     restarts: int
@@ -74,7 +74,8 @@ class NewRun:
 
 
 def _record(row: sa.RowMapping) -> HostedRunRow:
-    return HostedRunRow(**{**row, "phase": RunPhase(row["phase"])})
+    typed = {"phase": RunPhase(row["phase"]), "figures": RunFigures.model_validate(row["figures"])}
+    return HostedRunRow(**{**row, **typed})
 
 
 def insert(tx: sa.Connection, new: NewRun, created_by: str, conditions: list[Condition]) -> HostedRunRow:
@@ -166,7 +167,7 @@ def _fields(record: HostedRunRow) -> dict[str, Any]:
         "conditions": record.conditions,
         "generation": record.generation,
         "providers": record.providers,
-        "figures": RunFigures.model_validate(record.figures),
+        "figures": record.figures,
         "budget_usd": record.budget_usd,
         "caps": record.caps,
         "labels": record.labels,
