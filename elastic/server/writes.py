@@ -42,15 +42,17 @@ def carry_out(
     action: Action,
     body: BaseModel | None,
     work: Callable[[sa.Connection], WriteResult],
+    mark: str = "",
 ) -> Response:
     """Do `work` in one transaction with the record of its answer: both are durable, or neither is.
 
-    Raises what `work` raises, and then nothing is kept.
+    `mark` tells apart what the body does not show of itself, as secrets. Raises what `work` raises, and then nothing
+    is kept.
     """
     key = request.headers.get("idempotency-key", "")
     if len(key) > KEY_CHARACTERS:
         raise ApiProblem("invalid-request", f"Idempotency-Key has {len(key)} characters; allowed: {KEY_CHARACTERS}")
-    fingerprint = _fingerprint(request, body)
+    fingerprint = _fingerprint(request, body, mark)
     try:
         response = _once(request, state, caller, action, key, fingerprint, work)
     except IntegrityError:
@@ -106,8 +108,9 @@ def _recalled(tx: sa.Connection, actor: str, key: str) -> sa.RowMapping | None:
     return tx.execute(found).mappings().first()
 
 
-def _fingerprint(request: Request, body: BaseModel | None) -> str:
+def _fingerprint(request: Request, body: BaseModel | None, mark: str) -> str:
     said = [request.method, request.url.path, request.url.query, None if body is None else body.model_dump(mode="json")]
+    said += [mark] if mark else []
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
 
 

@@ -83,3 +83,12 @@ def test_who_has_the_database_alone_has_no_secret(shared_site: Site, tmp_path: P
     with pytest.raises(VaultError):
         Vault(tmp_path / "nowhere").opened(sealed[0])
     assert (shared_site.settings.home / KEY_FILE).stat().st_mode & 0o777 == 0o600
+
+
+def test_a_repetition_is_told_from_another_value(shared_site: Site) -> None:
+    """Although no record of what was asked has the value."""
+    client, headers = shared_site.client(), {"idempotency-key": "k"}
+    asked = [client.put(place(shared_site, "D_TOKEN"), json={"value": one}, headers=headers) for one in "aab"]
+    assert [one.status_code for one in asked] == [200, 200, 422]
+    assert asked[1].headers["idempotent-replayed"] == "true"
+    assert asked[1].text == asked[0].text

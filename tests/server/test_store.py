@@ -13,7 +13,10 @@ from alembic.runtime.migration import MigrationContext
 from elastic.server.serving import first_key, open_store
 from elastic.server.settings import ServerSettings
 from elastic.server.store import Store, StoreError, StoreUnavailable, migrate, people
+from elastic.server.store.migrations import versions
 from elastic.server.store.tables import metadata
+
+CHAIN = re.compile(r'^revision = "(\d+)"\ndown_revision = (.*)$', re.MULTILINE)
 
 
 @pytest.fixture
@@ -28,6 +31,15 @@ def test_migrations_make_the_tables_that_are_used(store: Store) -> None:
     with store.reading() as connection:
         assert compare_metadata(MigrationContext.configure(connection), metadata) == []
     migrate(store)
+
+
+def test_revisions_are_one_chain() -> None:
+    """Each follows the one whose number is before its own, so that whoever adds one sees who else did."""
+    files = sorted(Path(versions.__file__).parent.glob("0*.py"))
+    said = [(one[1], one[2]) for one in (CHAIN.search(file.read_text()) for file in files) if one is not None]
+    numbers = [f"{number:04}" for number in range(1, len(files) + 1)]
+    assert [file.name[:4] for file in files] == numbers
+    assert said == list(zip(numbers, ["None", *(f'"{one}"' for one in numbers)], strict=False))
 
 
 def test_a_database_of_a_newer_version_is_refused(store: Store) -> None:

@@ -13,7 +13,7 @@ from elastic.processes import INHERITED
 from elastic.resources import Listed, ProblemError, ProjectSecret, SecretValue
 from elastic.server.permissions import Action
 from elastic.server.problems import ApiProblem, not_found
-from elastic.server.routes.common import CallerDep, StateDep, project_of, rules
+from elastic.server.routes.common import CallerDep, IdempotencyKey, StateDep, project_of, rules
 from elastic.server.store import secrets
 from elastic.server.vault import Vault
 from elastic.server.writes import WriteResult, carry_out
@@ -47,10 +47,16 @@ _SYSTEMS_OWN = (
 @router.put(
     "/{secret}",
     response_model=ProjectSecret,
-    **rules(Action.SECRETS_WRITE, "not-found"),
+    **rules(Action.SECRETS_WRITE, "not-found", "idempotency-mismatch"),
 )
 def put(
-    project: str, secret: SecretName, request: Request, body: SecretValue, caller: CallerDep, state: StateDep
+    project: str,
+    secret: SecretName,
+    request: Request,
+    body: SecretValue,
+    caller: CallerDep,
+    state: StateDep,
+    idempotency_key: IdempotencyKey = None,
 ) -> Response:
     """Keep a secret, or give it another value. Processes of runs that begin from now on have it as a variable."""
     if any(fnmatch.fnmatchcase(secret, pattern) for pattern in _SYSTEMS_OWN):
@@ -61,16 +67,18 @@ def put(
         errors = [ProblemError(pointer="#/value", detail="has a zero byte, which no variable can have")]
         raise ApiProblem("invalid-request", "value: has a zero byte, which no variable can have", errors)
 
+    vault = Vault(state.settings.home)
+
     def work(tx: sa.Connection) -> WriteResult:
         found = project_of(tx, caller, project)
         kept = secrets.all_of(tx, found)
         if len(kept) >= PER_PROJECT and secret not in {row["name"] for row in kept}:
             raise ApiProblem("invalid-request", f"the project has {len(kept)} secrets; allowed: {PER_PROJECT}")
-        secrets.put(tx, found, secret, Vault(state.settings.home).sealed(value))
+        secrets.put(tx, found, secret, vault.sealed(value))
         (row,) = (row for row in secrets.all_of(tx, found) if row["name"] == secret)
         return WriteResult(200, secrets.as_secret(row), project=found)
 
-    return carry_out(request, state, caller, Action.SECRETS_WRITE, body, work)
+    return carry_out(request, state, caller, Action.SECRETS_WRITE, body, work, mark=vault.mark(value))
 
 
 @router.get("", **rules(Action.SECRETS_READ, "not-found"))
