@@ -82,6 +82,14 @@ def test_one_death_too_many_ends_the_engine_and_every_turn_says_why(start, turn)
     assert recorder.engine.closed
 
 
+def test_deaths_long_ago_are_forgotten(start, turn):
+    recorder: Any = Recorder(start("dies", max_restarts=1, restart_reset_s=0.001), timeout_s=120.0)
+    for number in range(3):
+        recorder.run(turn(f"turn {number}"))
+        assert recorder.end(f"turn {number}").finish is FinishReason.STALLED
+    assert not recorder.engine.closed
+
+
 def test_a_cpu_takes_new_weights_in_bfloat16_alone(start):
     with pytest.raises(ValueError, match=r"engine\.vllm\.arguments\.dtype: .*in 'float32'; allowed: 'bfloat16'"):
         start("dies", arguments={"dtype": "float32"})

@@ -115,9 +115,11 @@ class VllmEngine:
         self._finishing: set[int] = set()
         """Loads that wait for running turns."""
         self._restarts = 0
+        """Deaths of vLLM's process that count towards `max_restarts`."""
         self._starting: subprocess.Popen[bytes] | None = None
         self._watching: threading.Thread | None = None
         self._up, self._process, self._line = self._start()
+        self._up_since_s = time.monotonic()
 
     @property
     def capabilities(self) -> Capabilities:
@@ -410,6 +412,8 @@ class VllmEngine:
 
     def _start_again(self) -> bool:
         settings, why = self._settings, ""
+        if time.monotonic() - self._up_since_s >= settings.restart_reset_s:
+            self._restarts = 0
         while not self._closed:
             self._restarts += 1
             if self._restarts > settings.max_restarts:
@@ -431,6 +435,7 @@ class VllmEngine:
                 continue
             with self._changed:
                 self._up, self._process, self._line = up, process, line
+                self._up_since_s = time.monotonic()
                 self._changed.notify_all()
                 if self._closed:
                     line.hang_up()

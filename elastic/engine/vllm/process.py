@@ -10,8 +10,10 @@
 
 # pyright: reportMissingImports=false
 
+import faulthandler
 import os
 import queue
+import signal
 import tempfile
 import threading
 import time
@@ -455,6 +457,16 @@ def build_core(begin: m.Begin) -> Any:
         return EngineCore(config, Executor.get_class(config), log_stats=True)
 
 
+def _die_at_once() -> None:
+    """After a fault write Python's stacks, and no more.
+
+    Libraries of vLLM would look up their own symbols first: seconds in which its turns wait for its end.
+    """
+    for number in (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGABRT, signal.SIGILL):
+        signal.signal(number, signal.SIG_DFL)
+    faulthandler.enable()
+
+
 def main(descriptor: int) -> NoReturn:
     """Serve the worker at the other end of the socket."""
     line = m.Line.of_vllm(Connection(descriptor))
@@ -465,6 +477,7 @@ def main(descriptor: int) -> NoReturn:
     except Exception as error:
         line.send(m.Failed(f"{type(error).__name__}: {' '.join(str(error).split())}"[:REASON_CHARACTERS]))
         os._exit(1)
+    _die_at_once()
     config = core.vllm_config
     from vllm.platforms import current_platform
     from vllm.version import __version__
