@@ -16,11 +16,13 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
+from urllib.parse import quote
 
 import httpx
 from pydantic import BaseModel, ValidationError
 
 from elastic.resources import (
+    AccessRole,
     ApiKey,
     AuditEntry,
     Checkpoint,
@@ -35,11 +37,14 @@ from elastic.resources import (
     Listed,
     LogLine,
     Me,
+    MemberChange,
     Metrics,
     NewKey,
+    NewMember,
     NewProject,
     Problem,
     Project,
+    ProjectMember,
     ProviderKind,
     ResumeRequest,
     RunBudget,
@@ -216,6 +221,22 @@ class Client:
     def create_project(self, name: str, unix_user: str | None = None) -> Project:
         return self._post("/v1/projects", Project, NewProject(name=name, unix_user=unix_user))
 
+    def members(self, project: str) -> Iterator[ProjectMember]:
+        return self._pages(f"/v1/projects/{_part(project)}/members", ProjectMember, {})
+
+    def add_member(self, project: str, email: str, role: AccessRole) -> ProjectMember:
+        return self._post(f"/v1/projects/{_part(project)}/members", ProjectMember, NewMember(email=email, role=role))
+
+    def change_member(self, project: str, member: str, role: AccessRole) -> ProjectMember:
+        """Give a member another role, whatever theirs is now."""
+        path = f"/v1/projects/{_part(project)}/members/{_part(member)}"
+        etag = self._request("GET", path).headers["etag"]
+        answer = self._request("PATCH", path, MemberChange(role=role).model_dump_json(), {"if-match": etag})
+        return ProjectMember.model_validate_json(answer.content)
+
+    def remove_member(self, project: str, member: str) -> None:
+        self._request("DELETE", f"/v1/projects/{_part(project)}/members/{_part(member)}")
+
     def keys(self) -> Iterator[ApiKey]:
         return self._pages("/v1/keys", ApiKey, {})
 
@@ -299,6 +320,11 @@ class Client:
             if failures >= ATTEMPTS:
                 raise ServerUnreachable(f"{self.url}: {path} ends again and again before its end")
             time.sleep(min(RETRY_BASE_S * 2**failures, RETRY_MAX_S))
+
+
+def _part(name: str) -> str:
+    """A name as one part of a path, whatever is in it."""
+    return quote(name, safe="")
 
 
 def _flag(value: bool) -> str:

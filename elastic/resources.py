@@ -354,13 +354,42 @@ class ProjectChange(_RequestBody):
     unix_user: Annotated[str, Field(pattern=r"^[a-z_][a-z0-9_-]{0,31}$")] | None = None
 
 
+Email = Annotated[str, Field(pattern=r"^[!-?A-~]{1,64}@[A-Za-z0-9.-]{1,180}$")]
+
+
+class ProjectMember(_Resource):
+    """A person in a project. `source` says whether an admin made them a member, or a claim as they signed in."""
+
+    id: str
+    object: Literal["member"] = "member"
+    project: str
+    email: str | None
+    name: str
+    role: AccessRole
+    source: Literal["given", "sign-in"]
+    created_at: str
+
+
+class NewMember(_RequestBody):
+    email: Email
+    role: AccessRole = AccessRole.RUNNER
+
+
+class MemberChange(_RequestBody):
+    role: AccessRole
+
+
 class ApiKey(_Resource):
-    """A key, without its secret. One of no project may do what it may in all of them."""
+    """A key, without its secret. One of no project may do what it may in all of them.
+
+    One of a `member` is a person's, and never does more than their role allows by now.
+    """
 
     id: str
     object: Literal["key"] = "key"
     name: str
     project: str | None
+    member: str | None = None
     role: AccessRole
     scopes: list[str]
     hint: str
@@ -384,6 +413,18 @@ class NewKey(_RequestBody):
         default=[], max_length=64, description="actions it is limited to; all of its role's unless given"
     )
     expires_in_s: int | None = Field(default=None, ge=1, le=10 * 366 * 86_400)
+
+
+class NewOwnKey(_RequestBody):
+    """A person's key for the project that they are signed in to."""
+
+    name: Name
+    role: AccessRole | None = Field(default=None, description="one's own unless given; never more")
+    scopes: list[str] = Field(default=[], max_length=64, description="actions it is limited to")
+    expires_in_s: int = Field(default=90 * 86_400, ge=1, le=366 * 86_400)
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = Field(
+        default=None, description="of a secret that somebody has made already, so that no answer has to bring it"
+    )
 
 
 class ProjectSecret(_Resource):
@@ -467,15 +508,30 @@ class AuditEntry(_Resource):
     request_id: str
 
 
+class Membership(_Resource):
+    """One of the projects that a person is a member of."""
+
+    member: str
+    project: str
+    project_name: str
+    role: AccessRole
+
+
+class SessionChange(_RequestBody):
+    project: str = Field(max_length=64, description="its id or its name")
+
+
 class Me(_Resource):
-    """Who a request comes from."""
+    """Who a request comes from: a key, a person's key, or a person who has signed in."""
 
     object: Literal["me"] = "me"
-    key: str
+    key: str | None
+    member: str | None = None
     name: str
     project: str | None
     role: AccessRole
     actions: list[str]
+    memberships: list[Membership] = Field(default=[], description="of the person, if it is one")
     csrf_token: str | None = Field(
         default=None, description="of a signed-in browser: what its writes carry as `x-csrf-token`"
     )

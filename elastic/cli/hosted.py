@@ -1,4 +1,5 @@
-"""Commands around the hosted control API, with options and one example each: `api, logs, runner, runs, serve, stop`.
+"""Commands around the hosted control API, with options and one example each:
+`api, logs, projects, runner, runs, serve, stop`.
 
 A run whose name begins with `run_` is the server's; others are on disk, unless `--remote` is given.
 """
@@ -180,6 +181,107 @@ def metrics(name: HostedName = "latest") -> None:
     from elastic.cli.remote import lines_command
 
     lines_command(lambda client, run: client.metrics(run).steps, name)
+
+
+_PROJECTS_HELP = """List, make and share projects on a server.
+
+Example: elastic projects members add ada@example.com --role runner
+"""
+_MEMBERS_HELP = """Who may do what in a project.
+
+Example: elastic projects members list
+"""
+
+projects = typer.Typer(name="projects", help=_PROJECTS_HELP, no_args_is_help=True, rich_markup_mode=None)
+members = typer.Typer(name="members", help=_MEMBERS_HELP, no_args_is_help=True, rich_markup_mode=None)
+projects.add_typer(members)
+ProjectOption = Annotated[
+    str, typer.Option("--project", metavar="NAME", help="Its name or id; the key's own unless given.")
+]
+RoleOption = Annotated[str, typer.Option(help="viewer, runner or admin.")]
+MemberName = Annotated[str, typer.Argument(metavar="MEMBER", help="An e-mail address, or a member's id.")]
+
+
+@projects.command("list")
+def list_projects(as_json: AsJson = False) -> None:
+    """List the projects that the key sees.
+
+    Example: elastic projects list
+    """
+    from elastic.cli.tenancy import projects_command
+
+    projects_command(as_json=as_json)
+
+
+@projects.command("create")
+def create_project(
+    name: Annotated[str, typer.Argument(metavar="NAME")],
+    unix_user: Annotated[
+        str | None, typer.Option(metavar="USER", help="Whose processes its runs are; needs a runner that is root.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Make a project; only a key of no project may.
+
+    Example: elastic projects create agents --unix-user elastic-agents
+    """
+    from elastic.cli.tenancy import create_project_command
+
+    create_project_command(name, unix_user, as_json=as_json)
+
+
+@members.command("list")
+def list_members(project: ProjectOption = "", as_json: AsJson = False) -> None:
+    """List a project's members.
+
+    Example: elastic projects members list --json
+    """
+    from elastic.cli.tenancy import members_command
+
+    members_command(project, as_json=as_json)
+
+
+@members.command("add")
+def add_member(
+    email: Annotated[str, typer.Argument(metavar="EMAIL")],
+    role: RoleOption = "runner",
+    project: ProjectOption = "",
+    as_json: AsJson = False,
+) -> None:
+    """Make somebody a member, by the address that they sign in with, now or later.
+
+    Example: elastic projects members add ada@example.com --role runner
+    """
+    from elastic.cli.tenancy import add_member_command
+
+    add_member_command(email, role, project, as_json=as_json)
+
+
+@members.command("set")
+def set_member(
+    name: MemberName,
+    role: Annotated[str, typer.Argument(metavar="ROLE", help="viewer, runner or admin.")],
+    project: ProjectOption = "",
+    as_json: AsJson = False,
+) -> None:
+    """Give a member another role; their keys do no more than it allows from then on.
+
+    Example: elastic projects members set ada@example.com viewer
+    """
+    from elastic.cli.tenancy import set_member_command
+
+    set_member_command(name, role, project, as_json=as_json)
+
+
+@members.command("remove")
+def remove_member(name: MemberName, project: ProjectOption = "") -> None:
+    """End a membership, with its keys and sessions; runs go on.
+
+    Example: elastic projects members remove ada@example.com
+    """
+    from elastic.cli.tenancy import remove_member_command
+
+    remove_member_command(name, project)
 
 
 CommandIdOption = Annotated[

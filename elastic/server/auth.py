@@ -14,7 +14,7 @@ from elastic.resources import AccessRole
 from elastic.server.permissions import Action, actions_of
 from elastic.server.problems import ApiProblem
 from elastic.server.state import ServerState, state_of
-from elastic.server.store import audit, people, sessions
+from elastic.server.store import audit, members, people, sessions
 
 KEY_CHARACTERS_MAX = 256
 COOKIE = "elastic_session"
@@ -24,9 +24,14 @@ _SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
 
 @dataclass(frozen=True)
 class Caller:
-    """The key that a request came with, or its browser was signed in by. One of no project stands above all of them."""
+    """The key that a request came with, or the key or member that its browser was signed in by.
 
-    key: str
+    A key of no project stands above all of them. `actor` is the key, or without one the member.
+    """
+
+    actor: str
+    key: str | None
+    member: str | None
     name: str
     project: str | None
     role: AccessRole
@@ -71,19 +76,31 @@ def caller_of(request: Request, state: Annotated[ServerState, Depends(state_of)]
 def _signed_in(request: Request, state: ServerState, session: str) -> Caller:
     """Who a browser was signed in as. Its writes show that they come from a page of that session."""
     with state.store.reading() as connection:
-        found = sessions.key_of_session(connection, session) if len(session) <= KEY_CHARACTERS_MAX else None
-    if found is None:
+        found = sessions.find(connection, session) if len(session) <= KEY_CHARACTERS_MAX else None
+        key = people.key(connection, found["key"]) if found is not None and found["key"] else None
+        member = members.find(connection, found["member"]) if found is not None and found["member"] else None
+    if member is None and (key is None or not people.usable(key)):
         raise ApiProblem("unauthenticated", "the session is over: sign in again")
     token = sessions.csrf_token(session)
     if request.method not in _SAFE and not hmac.compare_digest(request.headers.get(CSRF_HEADER, ""), token):
         raise ApiProblem("stale-page", "this page is of another session, or was open since before: reload it")
-    return _caller(found, token)
+    if member is not None:
+        return _member_caller(member, token)
+    assert key is not None
+    return _caller(key, token)
 
 
-def _caller(row: sa.RowMapping, csrf_token: str | None = None) -> Caller:
-    role, project = AccessRole(row["role"]), row["project"]
-    actions = actions_of(role, row["scopes"], server_wide=project is None)
-    return Caller(row["id"], row["name"], project, role, frozenset(actions), csrf_token)
+def _caller(key: sa.RowMapping, csrf_token: str | None = None) -> Caller:
+    role, project = people.role_of(key), key["project"]
+    actions = actions_of(role, key["scopes"], server_wide=project is None)
+    return Caller(key["id"], key["id"], key["member"], key["name"], project, role, frozenset(actions), csrf_token)
+
+
+def _member_caller(member: sa.RowMapping, csrf_token: str) -> Caller:
+    """A person in the project that their session is in."""
+    role, name = AccessRole(member["role"]), member["email"] or member["person_name"] or "somebody"
+    actions = frozenset(actions_of(role, [], server_wide=False))
+    return Caller(member["id"], None, member["id"], name, member["project"], role, actions, csrf_token)
 
 
 CallerDep = Annotated[Caller, Depends(caller_of)]
@@ -98,13 +115,13 @@ def requires(action: Action) -> Callable[..., None]:
         with state.store.writing() as tx:
             audit.write(
                 tx,
-                actor=caller.key,
+                actor=caller.actor,
                 action=action,
                 resource=request.url.path,
                 project=caller.project,
                 status=403,
                 request_id=request.state.request_id,
             )
-        raise ApiProblem("forbidden", f"{action} is not allowed to key {caller.name!r}, a {caller.role}", action=action)
+        raise ApiProblem("forbidden", f"{action} is not allowed to {caller.name!r}, a {caller.role}", action=action)
 
     return check

@@ -8,6 +8,7 @@ RUN_ID, PROJECT_ID, KEY_ID = (
     "proj_01JD3K5T7WQ8M2N4P6R8S0V2X4",
     "key_01JD3K5T7WQ8M2N4P6R8S0V2X4",
 )
+MEMBER_ID = "mem_01JD3K5T7WQ8M2N4P6R8S0V2X4"
 _AT = "2026-11-22T08:00:00Z"
 _CONDITION = {
     "type": "CapacityAvailable",
@@ -72,6 +73,7 @@ _KEY = {
     "object": "key",
     "name": "laptop",
     "project": PROJECT_ID,
+    "member": None,
     "role": "runner",
     "scopes": [],
     "hint": "elastic_3f9a…",
@@ -215,6 +217,20 @@ EXAMPLES: Mapping[str, Any] = {
     },
     "NewProject": {"name": "agents", "unix_user": "elastic-agents"},
     "ProjectChange": {"name": "agents-2"},
+    "ProjectMember": {
+        "id": MEMBER_ID,
+        "object": "member",
+        "project": PROJECT_ID,
+        "email": "ada@example.com",
+        "name": "Ada",
+        "role": "runner",
+        "source": "given",
+        "created_at": _AT,
+    },
+    "NewMember": {"email": "ada@example.com", "role": "runner"},
+    "MemberChange": {"role": "admin"},
+    "SessionChange": {"project": "agents"},
+    "NewOwnKey": {"name": "laptop", "expires_in_s": 7_776_000},
     "ApiKey": _KEY,
     "CreatedKey": {**_KEY, "secret": "elastic_3f9a…"},
     "NewKey": {"name": "laptop", "role": "runner", "expires_in_s": 7_776_000},
@@ -249,10 +265,12 @@ EXAMPLES: Mapping[str, Any] = {
     "Me": {
         "object": "me",
         "key": KEY_ID,
+        "member": None,
         "name": "laptop",
         "project": PROJECT_ID,
         "role": "runner",
         "actions": ["projects:read", "runs:read", "runs:write"],
+        "memberships": [],
         "csrf_token": None,
     },
     "ServerInfo": {"object": "server", "version": "0.1.0", "api": "v1"},

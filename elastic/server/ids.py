@@ -8,6 +8,7 @@ _ALPHABET = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
 _TIME_CHARACTERS, _RANDOM_CHARACTERS = 10, 16
 RUN, PROJECT, KEY, AUDIT, REQUEST = "run", "proj", "key", "aud", "req"
 WEBHOOK, DELIVERY = "hook", "msg"
+USER, MEMBER, UPLOAD = "user", "mem", "upl"
 
 
 def new_id(prefix: str, unix_ms: int | None = None) -> str:

@@ -13,8 +13,11 @@ class Action(StrEnum):
     RUNS_WRITE = "runs:write"
     PROJECTS_READ = "projects:read"
     PROJECTS_WRITE = "projects:write"
+    MEMBERS_READ = "members:read"
+    MEMBERS_WRITE = "members:write"
     KEYS_READ = "keys:read"
     KEYS_WRITE = "keys:write"
+    ME_WRITE = "me:write"
     SECRETS_READ = "secrets:read"
     SECRETS_WRITE = "secrets:write"
     WEBHOOKS_READ = "webhooks:read"
@@ -26,7 +29,10 @@ class Action(StrEnum):
 _LEAST_ROLE = {
     Action.RUNS_READ: AccessRole.VIEWER,
     Action.PROJECTS_READ: AccessRole.VIEWER,
+    Action.MEMBERS_READ: AccessRole.VIEWER,
+    Action.ME_WRITE: AccessRole.VIEWER,
     Action.RUNS_WRITE: AccessRole.RUNNER,
+    Action.MEMBERS_WRITE: AccessRole.ADMIN,
     Action.KEYS_READ: AccessRole.ADMIN,
     Action.KEYS_WRITE: AccessRole.ADMIN,
     Action.PROJECTS_WRITE: AccessRole.ADMIN,
@@ -51,6 +57,11 @@ def allows(role: AccessRole, action: Action) -> bool:
 def may_grant(role: AccessRole, granted: AccessRole) -> bool:
     """Nobody makes a key that may do more than they may."""
     return _RANKS[role] >= _RANKS[granted]
+
+
+def lesser(role: AccessRole, other: AccessRole) -> AccessRole:
+    """Of two roles the one that may do less."""
+    return min(role, other, key=_RANKS.__getitem__)
 
 
 def actions_of(role: AccessRole, scopes: Collection[str], *, server_wide: bool) -> list[Action]:

@@ -46,6 +46,8 @@ TYPES: Mapping[str, ProblemType] = {
     "run-finished": ProblemType(409, "Run has finished", "Resume it with more steps, or leave it."),
     "run-stopped": ProblemType(409, "Run is stopped already", "Resume it to go on."),
     "run-active": ProblemType(409, "Run is still going on", "Stop it first, and wait until it has ended."),
+    "last-admin": ProblemType(409, "The project would have no admin", "Make another member admin first."),
+    "not-a-person": ProblemType(409, "The key is of no person", "Sign in as somebody, or use a person's own key."),
     "untrusted-neighbours": ProblemType(
         409,
         "Projects' processes would not be apart",

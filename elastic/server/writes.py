@@ -72,7 +72,7 @@ def _once(
     work: Callable[[sa.Connection], WriteResult],
 ) -> Response:
     with state.store.writing() as tx:
-        if key and (former := _recalled(tx, caller.key, key)) is not None:
+        if key and (former := _recalled(tx, caller.actor, key)) is not None:
             if former["fingerprint"] != fingerprint:
                 raise ApiProblem("idempotency-mismatch", f"Idempotency-Key {key!r} came with another request before")
             headers = {**former["headers"], REPLAYED: "true"}
@@ -82,7 +82,7 @@ def _once(
         if key:
             tx.execute(
                 sa.insert(idempotency).values(
-                    actor=caller.key,
+                    actor=caller.actor,
                     key=key,
                     fingerprint=fingerprint,
                     status=answer.status,
@@ -93,7 +93,7 @@ def _once(
             )
         audit.write(
             tx,
-            actor=caller.key,
+            actor=caller.actor,
             action=action,
             resource=answer.resource or request.url.path,
             project=answer.project or caller.project,

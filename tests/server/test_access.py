@@ -8,6 +8,7 @@ import pytest
 from elastic.resources import AccessRole
 from elastic.server import ids
 from elastic.server.permissions import SERVER_WIDE, Action, allows
+from elastic.server.store import members
 from tests.server.conftest import Site
 
 BODIES = {
@@ -18,6 +19,9 @@ BODIES = {
     "/v1/webhooks/{webhook}": {"enabled": False},
     "/v1/runs/{run}": {"labels": {"a": "b"}},
     "/v1/projects/{project}": {"name": "renamed"},
+    "/v1/projects/{project}/members/{member}": {"role": "viewer"},
+    "/v1/me/keys": {"name": "mine"},
+    "/v1/session": {"project": "ours"},
 }
 OPEN = {"/healthz", "/readyz", "/v1"}
 
@@ -56,6 +60,8 @@ def test_roles_and_owners(shared_site: Site, submission: Callable[..., dict[str,
         may = allows(role, action) and action not in SERVER_WIDE
         for owner, names in (("ours", own), ("theirs", others)):
             body = BODIES.get(path, submission() if method == "post" and path.startswith("/v1/runs") else None)
+            if path.endswith("/members"):
+                body = {"email": f"{role}@example.com", "role": "viewer"}
             body = submission() if path in ("/v1/runs", "/v1/runs/dry-run") else body
             if method == "post" and path.endswith(("/stop", "/resume")):
                 body = {}
@@ -137,15 +143,19 @@ def things(site: Site, submission: Callable[..., dict[str, Any]], project: str) 
     run = admin.post("/v1/runs", json=submission(project=project)).json()["id"]
     key = admin.post("/v1/keys", json={"name": "k", "project": project}).json()["id"]
     hook = admin.post("/v1/webhooks", json={"url": "https://example.com/", "project": project}).json()["id"]
+    with site.store.writing() as tx:
+        person = members.person_of_email(tx, f"{ids.new_id(ids.USER)}@example.com")
+        member = members.add(tx, site.projects[project], person, AccessRole.ADMIN, members.GIVEN)["id"]
     place = f"/v1/projects/{site.projects[project]}/secrets/HF_TOKEN"
     assert admin.put(place, json={"value": "shh"}).status_code == 200
-    return {"run": run, "key": key, "project": site.projects[project], "webhook": hook}
+    return {"run": run, "key": key, "project": site.projects[project], "webhook": hook, "member": member}
 
 
 def filled(path: str, names: dict[str, str]) -> str:
     known = {"run": ids.new_id(ids.RUN), "key": ids.new_id(ids.KEY), "project": ids.new_id(ids.PROJECT)}
     known |= {"provider": "spot-replay", "trajectory": "none", "checkpoint": "1"}
-    known |= {"webhook": ids.new_id(ids.WEBHOOK), "secret": "HF_TOKEN"} | names
+    known |= {"webhook": ids.new_id(ids.WEBHOOK), "secret": "HF_TOKEN"}
+    known |= {"member": ids.new_id(ids.MEMBER)} | names
     for name, value in known.items():
         path = path.replace(f"{{{name}}}", value)
     return path

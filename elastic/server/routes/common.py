@@ -93,7 +93,7 @@ def cursor_of(prefix: str) -> Callable[..., Cursor]:
 def listing(
     request: Request,
     connection: sa.Connection,
-    table: sa.Table,
+    table: sa.FromClause,
     where: Sequence[sa.ColumnElement[bool]],
     cursor: Cursor,
     resource: Callable[[sa.RowMapping], R],

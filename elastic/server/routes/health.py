@@ -1,11 +1,11 @@
-"""Whether the server lives and can do its work, what it is, who asks, and its metrics."""
+"""Whether the server lives and can do its work, what it is, and its metrics."""
 
 import importlib.metadata
 
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
-from elastic.resources import Me, ServerInfo
+from elastic.resources import ServerInfo
 from elastic.server.metrics import exposition
 from elastic.server.permissions import Action
 from elastic.server.routes.common import CallerDep, StateDep, problem_responses, rules
@@ -45,19 +45,6 @@ def readiness(state: StateDep) -> Response:
 async def info() -> ServerInfo:
     """Say which version of the server this is."""
     return ServerInfo(version=importlib.metadata.version("elastic-rl"))
-
-
-@router.get("/v1/me", **rules(Action.RUNS_READ))
-def me(caller: CallerDep) -> Me:
-    """Show which key this is, and what it may do."""
-    return Me(
-        key=caller.key,
-        name=caller.name,
-        project=caller.project,
-        role=caller.role,
-        actions=sorted(action.value for action in caller.actions),
-        csrf_token=caller.csrf_token,
-    )
 
 
 @router.get(

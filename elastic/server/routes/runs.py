@@ -61,7 +61,7 @@ def submit(
 
     def work(tx: sa.Connection) -> WriteResult:
         first = conditions.updated([], [conditions.SUBMITTED], now_us(), 1)
-        run = runs.insert(tx, new, caller.key, first)
+        run = runs.insert(tx, new, caller.actor, first)
         place = f"{router.prefix}/{run.id}"
         headers = {"location": place, "etag": etag_of(run.generation)}
         return WriteResult(201, runs.as_run(run), headers, resource=place, project=project)

@@ -20,10 +20,10 @@ class Cursor:
 
 
 def page(
-    connection: sa.Connection, table: sa.Table, where: Sequence[sa.ColumnElement[bool]], cursor: Cursor
+    connection: sa.Connection, table: sa.FromClause, where: Sequence[sa.ColumnElement[bool]], cursor: Cursor
 ) -> tuple[list[sa.RowMapping], bool]:
     """The entries of a table that are wanted, newest first, and whether there are more in that direction."""
-    id_: sa.Column[Any] = table.c.id
+    id_: sa.ColumnElement[Any] = table.c.id
     chosen = sa.select(table).where(*where)
     if cursor.ending_before:
         chosen = chosen.where(id_ > cursor.ending_before).order_by(id_.asc())

@@ -9,12 +9,21 @@ import sqlalchemy as sa
 from elastic.resources import AccessRole, ApiKey, Project
 from elastic.server import ids
 from elastic.server.clock import rfc3339
+from elastic.server.permissions import lesser
 from elastic.server.store.database import now_us
-from elastic.server.store.tables import keys, projects
+from elastic.server.store.tables import keys, members, projects
 
 SECRET_PREFIX = "elastic_"
 _HINT_CHARACTERS = 12
 DEFAULT_PROJECT = "default"
+
+
+_keys = sa.select(keys, members.c.role.label("member_role"), members.c.removed_us.label("member_removed_us")).outerjoin(
+    members, members.c.id == keys.c.member
+)
+
+keys_seen = _keys.subquery("keys_seen")
+"""Keys, each with what its person may do by now."""
 
 
 def hash_of(secret: str) -> bytes:
@@ -30,17 +39,23 @@ def new_key(
     role: AccessRole,
     scopes: list[str],
     expires_us: int | None,
-) -> tuple[sa.RowMapping, str]:
-    """Make a key; returns it and its secret, which is kept nowhere."""
-    secret = SECRET_PREFIX + secrets.token_urlsafe(32)
+    member: str | None = None,
+    sha256: str | None = None,
+) -> tuple[sa.RowMapping, str | None]:
+    """Make a key, of a member or of the project itself; returns it and its secret, which is kept nowhere.
+
+    With `sha256` the secret is somebody else's, who told this of it and has it already.
+    """
+    secret = None if sha256 else SECRET_PREFIX + secrets.token_urlsafe(32)
     row = {
         "id": ids.new_id(ids.KEY),
         "project": project,
         "name": name,
         "role": role.value,
         "scopes": scopes,
-        "hash": hash_of(secret),
-        "hint": secret[:_HINT_CHARACTERS] + "…",
+        "member": member,
+        "hash": hash_of(secret) if secret else bytes.fromhex(sha256 or ""),
+        "hint": secret[:_HINT_CHARACTERS] + "…" if secret else "",
         "created_us": now_us(),
         "expires_us": expires_us,
     }
@@ -51,19 +66,30 @@ def new_key(
 
 
 def key(connection: sa.Connection, id_: str) -> sa.RowMapping | None:
-    return connection.execute(sa.select(keys).where(keys.c.id == id_)).mappings().first()
+    return connection.execute(_keys.where(keys.c.id == id_)).mappings().first()
 
 
 def key_of_secret(connection: sa.Connection, secret: str) -> sa.RowMapping | None:
     """The key with this secret, if it is neither expired nor revoked."""
-    found = connection.execute(sa.select(keys).where(keys.c.hash == hash_of(secret))).mappings().first()
+    found = key_of_hash(connection, hash_of(secret))
     return found if found is not None and usable(found) else None
 
 
+def key_of_hash(connection: sa.Connection, digest: bytes) -> sa.RowMapping | None:
+    return connection.execute(_keys.where(keys.c.hash == digest)).mappings().first()
+
+
+def role_of(row: sa.RowMapping) -> AccessRole:
+    """The role of a member, or of a key: a person's key does no more than the person may by now."""
+    role = AccessRole(row["role"])
+    return lesser(role, AccessRole(row["member_role"])) if row.get("member_role") else role
+
+
 def usable(key: sa.RowMapping) -> bool:
-    """Whether a key is neither expired nor revoked."""
+    """Whether a key is neither expired nor revoked, and its person still a member."""
     expires_us = key["expires_us"]
-    return key["revoked_us"] is None and (expires_us is None or expires_us > now_us())
+    ended = key["revoked_us"] is not None or key["member_removed_us"] is not None
+    return not ended and (expires_us is None or expires_us > now_us())
 
 
 def revoke(tx: sa.Connection, id_: str) -> None:
@@ -115,7 +141,8 @@ def as_key(row: sa.RowMapping) -> ApiKey:
         id=row["id"],
         name=row["name"],
         project=row["project"],
-        role=AccessRole(row["role"]),
+        member=row["member"],
+        role=role_of(row),
         scopes=row["scopes"],
         hint=row["hint"],
         created_at=rfc3339(row["created_us"]) or "",

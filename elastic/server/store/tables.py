@@ -47,6 +47,33 @@ projects = Table(
     Column("version", Integer, nullable=False, default=1),
 )
 
+users = Table(
+    "users",
+    metadata,
+    Column("id", _ID, primary_key=True),
+    Column("email", String(254), unique=True, comment="in lower case; one that an admin gave, or an issuer verified"),
+    Column("issuer", String(255), comment="who says who this is; null until the first sign-in"),
+    Column("subject", String(255), comment="what the issuer calls this person"),
+    Column("name", String(200), nullable=False, default=""),
+    Column("created_us", BigInteger, nullable=False),
+    Index(None, "issuer", "subject", unique=True),
+)
+
+members = Table(
+    "members",
+    metadata,
+    Column("id", _ID, primary_key=True),
+    Column("project", _ID, ForeignKey("projects.id"), nullable=False),
+    Column("user", _ID, ForeignKey("users.id"), nullable=False),
+    Column("role", String(16), nullable=False),
+    Column("source", String(16), nullable=False, comment="given by an admin, or mapped from a claim at sign-in"),
+    Column("version", Integer, nullable=False, default=1),
+    Column("created_us", BigInteger, nullable=False),
+    Column("removed_us", BigInteger, comment="null while this is a membership"),
+    Index(None, "project", "user", unique=True),
+    Index(None, "user"),
+)
+
 keys = Table(
     "keys",
     metadata,
@@ -60,14 +87,17 @@ keys = Table(
     Column("created_us", BigInteger, nullable=False),
     Column("expires_us", BigInteger),
     Column("revoked_us", BigInteger),
+    Column("member", _ID, ForeignKey("members.id"), comment="whose it is; null for a key of the project itself"),
     Index(None, "project", "id"),
+    Index(None, "member"),
 )
 
 sessions = Table(
     "sessions",
     metadata,
     Column("hash", LargeBinary(32), primary_key=True),
-    Column("key", _ID, ForeignKey("keys.id"), nullable=False),
+    Column("key", _ID, ForeignKey("keys.id"), comment="that signed in; else a member did"),
+    Column("member", _ID, ForeignKey("members.id"), index=True),
     Column("created_us", BigInteger, nullable=False),
     Column("expires_us", BigInteger, nullable=False, index=True),
 )
