@@ -1,8 +1,11 @@
 """Workers as actors of a Ray cluster that is there already, placed by the resources that they need.
 
-- The cluster is reached by the Ray Client (`ray://`): when its head is lost, calls fail, and the run goes on.
-- Actors are detached and have names: they outlive the run's process, and its next one finds them. Those of no lease
-  are ended. An actor ends with its worker's process, and that process with its actor.
+- The cluster is reached by the Ray Client (`ray://`). When its head is lost, calls fail or run out of time, nothing is
+  offered, and workers go on by their own connections.
+- Actors are detached and have names: they outlive the run's process, and its next one finds them. An actor ends with
+  its worker's process, and that process with its actor.
+- One look at the cluster, every `poll_s`, tells what is free and how each actor is, and ends actors of this run that
+  belong to no lease, however they came to be left.
 - Ray takes some fifteen seconds to see that a node is gone. A worker's connection tells it within three, so turns go
   on elsewhere before that; whether an actor still stands is asked for the sake of its lease alone.
 """
@@ -10,16 +13,14 @@
 import asyncio
 import contextlib
 import ctypes
-import importlib
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Annotated, Any, ClassVar, TypeVar
+from collections.abc import Callable, Mapping, Sequence, Set
+from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar
 
 import structlog
 from pydantic import Field
@@ -37,16 +38,16 @@ from providers.base import (
 )
 from providers.base_provider import BaseProvider, Found, LeaseHandle
 from providers.markets import CapacityUnavailable, LeaseEnding, Market
-from providers.ray_relay import NODE_VARIABLE, told
+from providers.ray_connection import RayConnection, call, ray, told
+from providers.ray_relay import NODE_VARIABLE
 
 log = structlog.get_logger(__name__)
 T = TypeVar("T")
 
-CONNECT_TIMEOUT_S = 60.0
-LINGER_S = 5.0
-"""For an actor whose worker has ended to say how."""
-CALLS = 8
-"""To the cluster at once; each has a thread while it lasts."""
+LINGER_S = 60.0
+"""For an actor whose worker has ended to say how, until it is asked or ended."""
+CLOSING_SHARE = 0.5
+"""Of the time that a provider has to close, what ending an actor may take; the rest is for the connection."""
 
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
@@ -58,6 +59,7 @@ class RaySettings(ProviderSettings):
     num_gpus: Amount | None = Field(None, description="… of which Ray counts as many as gpus_per_worker, unless set")
     resources: dict[str, Amount] = Field(default_factory=dict, description="… and what Ray calls custom resources")
     poll_s: float = Field(2.0, gt=0, description="time between two looks at the cluster")
+    answer_timeout_s: float = Field(60.0, gt=0, description="longest time that the cluster's head may take to answer")
 
     def asked(self) -> dict[str, float]:
         """What one worker takes, in Ray's names."""
@@ -82,24 +84,26 @@ def places(available: Mapping[str, float], asked: Mapping[str, float]) -> int:
     return int(min((available.get(name, 0.0) / amount for name, amount in asked.items()), default=0))
 
 
+class Said(NamedTuple):
+    """What an actor says of its worker's process: its exit status once it is over, None if it could not be started."""
+
+    runs: bool
+    status: int | None = None
+
+
 class WorkerActor:
     """An actor: a worker's process on a node, from its start to its end."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        self._status: int | None = None
-        self._ended = threading.Event()
+        self._said = Said(runs=True)
         threading.Thread(target=self._work, args=(command, environment), daemon=True).start()
 
-    def ready(self) -> None:
-        """Answers once it stands."""
-
-    def join(self) -> int | None:
-        """Wait for the process's end; its status, None if it could not be started."""
-        self._ended.wait()
-        return self._status
+    def said(self) -> "Said":
+        return self._said
 
     def _work(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        cluster = _ray().get_runtime_context().gcs_address
+        cluster = ray().get_runtime_context().gcs_address
+        status: int | None = None
         # Of this thread's death its child is told, and it lives as long as the actor does.
         with contextlib.suppress(OSError):
             process = subprocess.Popen(
@@ -107,8 +111,8 @@ class WorkerActor:
                 env={**os.environ, **environment, NODE_VARIABLE: cluster},
                 preexec_fn=_die_with_parent,
             )
-            self._status = process.wait()
-        self._ended.set()
+            status = process.wait()
+        self._said = Said(runs=False, status=status)
         time.sleep(LINGER_S)
         os._exit(0)
 
@@ -118,41 +122,16 @@ def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
-class Cluster:
-    """A Ray cluster, by its client. Its calls block threads of their own, for a bounded time.
+class Look(NamedTuple):
+    """What the cluster says: resources that are free, actors that have a name, and how those asked for are.
 
-    Ray keeps one connection for a process, which all threads share.
+    Of an actor that is `gone` there is Ray's reason; of one that does not answer at the moment, nothing.
     """
 
-    def __init__(self, settings: RaySettings) -> None:
-        self.connected = False
-        self._settings = settings
-        self._threads = ThreadPoolExecutor(CALLS, thread_name_prefix="ray")
-
-    async def call(self, timeout_s: float, function: Callable[..., T], *arguments: Any) -> T:
-        """What `function` returns, on the cluster. Raises what it raises, and `TimeoutError`."""
-        async with asyncio.timeout(timeout_s):
-            return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
-
-    async def connect(self) -> None:
-        """Raises `ImportError`, `RuntimeError` for another version, and `ConnectionError`."""
-
-        def connect() -> None:
-            _ray().init(self._settings.address, namespace=self._settings.namespace)
-
-        await self.call(CONNECT_TIMEOUT_S, connect)
-        self.connected = True
-
-    def disconnect(self) -> None:
-        """Actors stay."""
-        if self.connected:
-            self.connected = False
-            with contextlib.suppress(Exception):
-                _ray().shutdown()
-
-    def close(self) -> None:
-        self.disconnect()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+    free: Mapping[str, float]
+    named: frozenset[str]
+    said: Mapping[str, Said]
+    gone: Mapping[str, str]
 
 
 class _Actors:
@@ -160,20 +139,15 @@ class _Actors:
 
     def __init__(self, provider: "RayProvider", names: Sequence[str]) -> None:
         self._provider = provider
-        self._names = names
+        self._ends = {name: provider.watch_for_end(name) for name in names}
 
     async def keep(self) -> LeaseEnding:
         """Until an actor has ended. While the cluster cannot be asked, the workers' connections say how they are."""
-        waits = [asyncio.create_task(self._provider.end_of(name), name=f"actor {name}") for name in self._names]
-        try:
-            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for wait in waits:
-                wait.cancel()
+        done, _ = await asyncio.wait(self._ends.values(), return_when=asyncio.FIRST_COMPLETED)
         return done.pop().result()
 
     async def give_back(self) -> None:
-        for name in self._names:
+        for name in self._ends:
             await self._provider.end_actor(name)
 
 
@@ -185,13 +159,21 @@ class RayProvider(BaseProvider[RaySettings]):
     def __init__(self, name: str, settings: RaySettings, context: ProviderContext) -> None:
         self._ray_market = RayMarket(name, settings)
         super().__init__(self._ray_market, context)
-        self._cluster = Cluster(settings)
+        self._connection = RayConnection(settings.address)
         self._prefix = f"elastic/{context.run}/{name}/"
+        self._ends: dict[str, asyncio.Future[LeaseEnding]] = {}
+        """Of all actors that this run holds or is starting, by their names."""
+        self._standing: set[str] = set()
+        """Those that have been started."""
+        self._questions: dict[str, Any] = {}
+        """Asked of actors that have not answered yet; only a look changes them."""
+        self._lost_s: float | None = None
+        """Since when the cluster cannot be asked."""
 
     async def start(self, emit: Emit) -> None:
         await self._connect()
         asked = self.settings.asked()
-        nodes = await self._cluster.call(CONNECT_TIMEOUT_S, _nodes)
+        nodes = await self._call(_nodes)
         if not any(places(node, asked) for node in nodes):
             there = "; ".join(sorted({_told(node) for node in nodes})) or "no node"
             raise ProviderUnavailable(
@@ -205,81 +187,81 @@ class RayProvider(BaseProvider[RaySettings]):
     async def launch(self, request: LeaseRequest, place: str) -> LeaseHandle:
         names = [self._actor(request.lease, ticket) for ticket in request.tickets]
         handle = _Actors(self, names)
-        command = self.context.worker_command[1:]
+        command, timeout_s = self.context.worker_command[1:], self.context.acquire_timeout_s
         try:
             for name, ticket in zip(names, request.tickets, strict=True):
                 environment = dict(worker_environment(self.context, ticket))
-                await self._cluster.call(
-                    self.context.acquire_timeout_s, _start, name, self.settings, command, environment
-                )
+                await call(timeout_s, _start, name, self.settings, command, environment, timeout_s)
         except BaseException as error:
             with contextlib.suppress(Exception):
                 await handle.give_back()
+            for name in names:  # What could not be ended belongs to no lease now: the next look ends it.
+                self._ends.pop(name, None)
             if isinstance(error, TimeoutError):
                 raise CapacityUnavailable(
-                    f"the Ray cluster had no room for a worker ({_told(self.settings.asked())})"
+                    f"the Ray cluster had no room for a worker within {timeout_s:g} s ({_told(self.settings.asked())})"
                 ) from error
             raise
-        await self._look()
+        self._standing.update(names)
         return handle
 
     async def find(self, known: Mapping[LeaseId, KnownLease]) -> Mapping[LeaseId, Found]:
         await self._connect()
-        wanted = {
-            self._actor(lease_id, ticket): lease_id for lease_id, one in known.items() for ticket in one.request.tickets
-        }
-        there = await self._cluster.call(CONNECT_TIMEOUT_S, _named, self._prefix)
-        for name in there:
-            if name not in wanted:
-                log.warning("left over from an earlier process", what=name)
-                await self.end_actor(name)
-        whole = {
+        there = await self._call(_named, self.settings.namespace, self._prefix)
+        names = {
             lease_id: [self._actor(lease_id, ticket) for ticket in one.request.tickets]
             for lease_id, one in known.items()
         }
-        return {lease_id: Found(_Actors(self, names)) for lease_id, names in whole.items() if set(names) <= set(there)}
+        found = {lease_id: Found(_Actors(self, own)) for lease_id, own in names.items() if there.issuperset(own)}
+        self._standing.update(self._ends)
+        await self._end_left_over(there)
+        return found
 
     async def aclose(self) -> None:
-        await super().aclose()
-        self._cluster.close()
+        try:
+            await super().aclose()
+        finally:
+            with contextlib.suppress(Exception):
+                await call(self.context.release_timeout_s * CLOSING_SHARE, self._connection.close)
 
-    async def end_of(self, name: str) -> LeaseEnding:
-        """When an actor is over, and how."""
-        while True:
-            try:
-                status = await self._cluster.call(
-                    self.settings.poll_s + CONNECT_TIMEOUT_S, _status, name, self.settings.poll_s
-                )
-            except _Gone as gone:
-                return LeaseEnding(EndCause.LOST, f"Ray says of actor {name}: {gone}")
-            except Exception as error:
-                log.debug("an actor could not be asked", actor=name, error=repr(error))
-                await asyncio.sleep(self.settings.poll_s)
-                continue
-            match status:
-                case "runs":
-                    pass
-                case 0:
-                    return LeaseEnding(EndCause.RELEASED, "the worker ended")
-                case _:
-                    return LeaseEnding(
-                        EndCause.LOST, f"actor {name}'s worker ended with status {status}; see Ray's logs of it"
-                    )
+    def watch_for_end(self, name: str) -> "asyncio.Future[LeaseEnding]":
+        return self._ends.setdefault(name, asyncio.get_running_loop().create_future())
 
     async def end_actor(self, name: str) -> None:
-        """Returns once Ray says that it is no more. Raises `TimeoutError`, and what the cluster raises."""
-        await self._cluster.call(self.context.release_timeout_s, _end, name)
+        """Returns once Ray says that it is no more, and without its word if Ray cannot be asked for long.
+
+        A worker whose lease is over, or whose run is, ends by itself then, and its actor with it. Raises what the
+        cluster raises.
+        """
+        timeout_s = self.context.release_timeout_s * CLOSING_SHARE
+        try:
+            await call(timeout_s, _end, name, self.settings.namespace, timeout_s)
+        except Exception as error:
+            if not (self._closing or self._lost_for_s() > self.context.orchestrator_timeout_s):
+                raise
+            log.warning(
+                "the Ray cluster cannot be asked to end an actor: its worker ends by itself within the timeout",
+                actor=name,
+                timeout_s=self.context.orchestrator_timeout_s,
+                address=self.settings.address,
+                error=told(error),
+            )
+        self._ends.pop(name, None)
+        self._standing.discard(name)
+
+    async def _end_left_over(self, there: Set[str]) -> None:
+        for name in sorted(there - self._ends.keys()):
+            log.warning("an actor of no lease is ended", actor=name)
+            await self.end_actor(name)
 
     def _actor(self, lease: LeaseId, ticket: WorkerTicket) -> str:
         return f"{self._prefix}{lease}/{ticket.worker}"
 
     async def _connect(self) -> None:
         """Raises `ProviderUnavailable`."""
-        if self._cluster.connected:
-            return
         where = f"{self.name}: the Ray cluster at {self.settings.address}"
         try:
-            await self._cluster.connect()
+            await self._call(self._connection.open)
         except ImportError as error:
             raise ProviderUnavailable(
                 f"{self.name}: Ray is not installed here; pip install 'elastic-rl[ray]'"
@@ -293,94 +275,143 @@ class RayProvider(BaseProvider[RaySettings]):
                 f"{where} does not take this client: {told(error)}; install its versions of Ray and Python here"
             ) from error
 
-    async def _look(self) -> None:
-        available = await self._cluster.call(CONNECT_TIMEOUT_S, _available)
-        self._ray_market.places = places(available, self.settings.asked())
+    async def _call(self, function: Callable[..., T], *arguments: Any) -> T:
+        return await call(self.settings.answer_timeout_s, function, *arguments)
+
+    async def _look(self) -> set[str]:
+        """Returns the actors that belong to no lease."""
+        known = set(self._ends)
+        look = await self._call(_look, self.settings, self._prefix, sorted(self._standing), self._questions)
+        self._ray_market.places = places(look.free, self.settings.asked())
+        for name, said in look.said.items():
+            if not said.runs:
+                self._over(name, said.status)
+        for name, reason in look.gone.items():
+            self._ended(name, LeaseEnding(EndCause.LOST, f"Ray says of actor {name}: {reason}"))
+        return set(look.named - known)
+
+    def _over(self, name: str, status: int | None) -> None:
+        if status == 0:
+            self._ended(name, LeaseEnding(EndCause.RELEASED, "the worker ended"))
+            return
+        how = "could not be started" if status is None else f"ended with status {status}"
+        self._ended(name, LeaseEnding(EndCause.LOST, f"actor {name}'s worker {how}; see Ray's logs of it"))
+
+    def _ended(self, name: str, ending: LeaseEnding) -> None:
+        end = self._ends.get(name)
+        if end is not None and not end.done():
+            end.set_result(ending)
+
+    def _lost_for_s(self) -> float:
+        return 0.0 if self._lost_s is None else time.monotonic() - self._lost_s
 
     async def _watch(self) -> None:
         """Keep the offer true; while the cluster cannot be asked, nothing is offered."""
-        lost = False
         while True:
             await asyncio.sleep(self.settings.poll_s)
             try:
-                if lost:
+                if self._lost_s is not None:
                     await self._connect()
-                await self._look()
-                lost = False
+                left_over = await self._look()
             except Exception as error:
-                if not lost:
-                    log.warning(
-                        "the Ray cluster cannot be asked: workers go on, and none is asked for until it answers",
-                        address=self.settings.address,
-                        error=repr(error),
-                    )
-                lost, self._ray_market.places = True, 0
-                self._cluster.disconnect()
+                await self._give_up(error)
+            else:
+                if self._lost_s is not None:
+                    log.info("the Ray cluster answers again", address=self.settings.address)
+                self._lost_s = None
+                with contextlib.suppress(Exception):  # The next look finds what is left then.
+                    await self._end_left_over(left_over)
             self.announce()
 
-
-class _Gone(Exception):
-    """The actor is no more, or its node."""
+    async def _give_up(self, error: Exception) -> None:
+        """Nothing is offered until a new connection stands."""
+        if self._lost_s is None:
+            self._lost_s = time.monotonic()
+            log.warning(
+                "the Ray cluster cannot be asked: workers go on, and none is asked for until it answers",
+                address=self.settings.address,
+                tried=f"a look every {self.settings.poll_s:g} s, each for {self.settings.answer_timeout_s:g} s",
+                mend="start its head again, or open its client port to this machine",
+                error=told(error),
+            )
+        self._ray_market.places = 0
+        self._questions = {}
+        with contextlib.suppress(Exception):
+            await self._call(self._connection.reset)
 
 
 # What is called on the cluster, by the client's threads.
 
 
-def _ray() -> Any:
-    """An extra, which types need not know."""
-    return importlib.import_module("ray")
-
-
 def _nodes() -> list[dict[str, float]]:
-    return [node["Resources"] for node in _ray().nodes() if node["Alive"]]
+    return [node["Resources"] for node in ray().nodes() if node["Alive"]]
 
 
-def _available() -> dict[str, float]:
-    return _ray().available_resources()
+def _named(namespace: str, prefix: str) -> frozenset[str]:
+    named = ray().util.list_named_actors(all_namespaces=True)
+    return frozenset(one["name"] for one in named if one["namespace"] == namespace and one["name"].startswith(prefix))
 
 
-def _named(prefix: str) -> list[str]:
-    return [name for name in _ray().util.list_named_actors() if str(name).startswith(prefix)]
+def _look(settings: RaySettings, prefix: str, standing: Sequence[str], questions: dict[str, Any]) -> Look:
+    """An actor is asked again only once it has answered, for one on a lost node does not until Ray knows of that."""
+    exceptions = ray().exceptions
+    said: dict[str, Said] = {}
+    gone: dict[str, str] = {}
+    for name in questions.keys() - set(standing):
+        del questions[name]
+    for name in standing:
+        try:
+            if name not in questions:
+                questions[name] = ray().get_actor(name, namespace=settings.namespace).said.remote()
+        except ValueError:
+            gone[name] = "no actor has this name any more"
+    asked = {reference: name for name, reference in questions.items()}
+    answered = ray().wait(list(asked), num_returns=len(asked), timeout=settings.poll_s)[0] if asked else []
+    for reference in answered:
+        name = asked[reference]
+        del questions[name]
+        try:
+            said[name] = ray().get(reference, timeout=settings.poll_s)
+        except exceptions.ActorUnavailableError as error:
+            log.debug("an actor does not answer", actor=name, error=told(error))
+        except exceptions.RayActorError as error:
+            gone[name] = str(error).partition("\n")[0]
+    return Look(ray().available_resources(), _named(settings.namespace, prefix), said, gone)
 
 
-def _start(name: str, settings: RaySettings, command: Sequence[str], environment: Mapping[str, str]) -> None:
-    ray = _ray()
+def _start(
+    name: str, settings: RaySettings, command: Sequence[str], environment: Mapping[str, str], timeout_s: float
+) -> None:
+    """Returns once the actor stands. Raises `TimeoutError`."""
     gpus = settings.gpus_per_worker if settings.num_gpus is None else settings.num_gpus
-    actor: Any = ray.remote(WorkerActor).options(
-        name=name,
-        namespace=settings.namespace,
-        lifetime="detached",
-        num_cpus=settings.num_cpus,
-        num_gpus=gpus,
-        resources=settings.resources,
-        max_restarts=0,
-        max_concurrency=4,
-        scheduling_strategy="SPREAD",
+    actor: Any = (
+        ray()
+        .remote(WorkerActor)
+        .options(
+            name=name,
+            namespace=settings.namespace,
+            lifetime="detached",
+            num_cpus=settings.num_cpus,
+            num_gpus=gpus,
+            resources=settings.resources,
+            max_restarts=0,
+            scheduling_strategy="SPREAD",
+        )
     )
     handle = actor.remote(list(command), dict(environment))
-    ray.get(handle.ready.remote())
+    ray().get(handle.said.remote(), timeout=timeout_s)
 
 
-def _status(name: str, wait_s: float) -> Any:
-    """The exit status of an actor's worker, or "runs"."""
-    ray = _ray()
-    gone = ray.exceptions.RayActorError, ValueError  # the latter: no actor has this name
-    try:
-        return ray.get(ray.get_actor(name).join.remote(), timeout=wait_s)
-    except ray.exceptions.GetTimeoutError:
-        return "runs"
-    except gone as error:
-        raise _Gone(str(error).partition("\n")[0]) from error
-
-
-def _end(name: str) -> None:
-    ray = _ray()
-    while True:
+def _end(name: str, namespace: str, timeout_s: float) -> None:
+    """Returns once no actor has this name. Raises `TimeoutError`."""
+    deadline_s = time.monotonic() + timeout_s
+    while time.monotonic() < deadline_s:
         try:
-            ray.kill(ray.get_actor(name), no_restart=True)
+            ray().kill(ray().get_actor(name, namespace=namespace), no_restart=True)
         except ValueError:
             return
         time.sleep(0.1)
+    raise TimeoutError(f"Ray still knows actor {name} after {timeout_s:g} s")
 
 
 def _told(resources: Mapping[str, float]) -> str:

@@ -1,7 +1,7 @@
 """A relay inside a Ray cluster: blobs are objects of its store, which its nodes hand on to each other.
 
-- A detached actor on the head knows the blobs and owns them. The first `put` makes it; it ends some seconds after the
-  last blob is deleted.
+- A detached actor on the head knows the blobs and owns them. The first `put` makes it. It ends some seconds after the
+  last blob is deleted, and with its blobs once nobody has asked it for hours: a run was killed and not taken up again.
 - Workers on the cluster's nodes read from the store of their node. All others, the trainer among them, go by the Ray
   Client.
 - Who may use the cluster may read and write: tokens and certificates are of no use here. Workers believe what the
@@ -9,7 +9,6 @@
 """
 
 import contextlib
-import importlib
 import os
 import threading
 import time
@@ -21,28 +20,26 @@ import numpy as np
 
 from elastic.weights.blobs import Buffer, check_key
 from elastic.weights.errors import BlobConflict, BlobNotFound, RelayError, RelayUnavailable
+from providers.ray_connection import NAMESPACE, RayConnection, called, ray, told
 
 NODE_VARIABLE = "ELASTIC_RAY_CLUSTER"
 """What a worker on a node of a cluster is told of it: the address by which a process of that node takes part in it."""
 
-NAMESPACE = "elastic-relays"
 HEAD = "node:__internal_head__"
 """A resource that Ray gives to the head alone."""
 
 ANSWER_TIMEOUT_S = 60.0
-EMPTY_S = 10.0
-"""So long an index without a blob waits for one."""
+EMPTY_S, UNUSED_S = 10.0, 6 * 3600.0
+"""So long an index waits without a blob, and with blobs that nobody asks for: a run's trainer asks at each version."""
 ATTEMPTS, RETRY_S = 5, 0.2
 """An index that ends because it is empty may be asked just then, and two may be made at once."""
-
-TOLD_CHARACTERS = 400
-_connecting = threading.Lock()
 
 
 class BlobIndex:
     """An actor: the blobs of a relay. One call at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, empty_s: float, unused_s: float) -> None:
+        self._limits_s = empty_s, unused_s
         self._blobs: dict[str, Any] = {}
         self._asked_s = time.monotonic()
         threading.Thread(target=self._end_when_unused, daemon=True).start()
@@ -51,9 +48,9 @@ class BlobIndex:
         """Whether the blob is there now; it is not where there is another."""
         self._asked_s = time.monotonic()
         if key not in self._blobs:
-            self._blobs[key] = _ray().put(np.frombuffer(content, np.uint8))
+            self._blobs[key] = ray().put(np.frombuffer(content, np.uint8))
             return True
-        return memoryview(_ray().get(self._blobs[key])) == content
+        return memoryview(ray().get(self._blobs[key])) == content
 
     def find(self, key: str) -> list[Any]:
         """The blob's object, if there is one: in a list, so that it is not sent along."""
@@ -62,7 +59,7 @@ class BlobIndex:
 
     def read(self, key: str, start: int, length: int | None) -> bytes | None:
         """For those who are on no node of the cluster."""
-        return next((_slice(_ray().get(blob), start, length) for blob in self.find(key)), None)
+        return next((_slice(ray().get(blob), start, length) for blob in self.find(key)), None)
 
     def list_keys(self, prefix: str) -> list[str]:
         self._asked_s = time.monotonic()
@@ -73,23 +70,21 @@ class BlobIndex:
         self._blobs.pop(key, None)
 
     def _end_when_unused(self) -> None:
-        while self._blobs or time.monotonic() - self._asked_s < EMPTY_S:
-            time.sleep(EMPTY_S / 10)
+        empty_s, unused_s = self._limits_s
+        while time.monotonic() - self._asked_s < (unused_s if self._blobs else empty_s):
+            time.sleep(min(empty_s, unused_s) / 10)
         os._exit(0)
 
 
 class RayRelay:
-    """`elastic.weights.relay.Relay` at `ray://HOST:PORT/NAME`: the client server of a cluster, and the relay there.
-
-    All of a process share its one connection to Ray; whoever has made it ends it.
-    """
+    """`elastic.weights.relay.Relay` at `ray://HOST:PORT/NAME`: the client server of a cluster, and the relay there."""
 
     def __init__(self, url: str, token: str | None = None, anchor: str = "") -> None:
         parts = urlsplit(url)
-        self._url, self._client = url, f"ray://{parts.netloc}"
+        self._url = url
         self._name = parts.path.strip("/") or "elastic"
         self._node = os.environ.get(NODE_VARIABLE, "")
-        self._connected = False
+        self._connection = RayConnection(self._node or f"ray://{parts.netloc}")
 
     def put(self, key: str, *parts: Buffer) -> None:
         check_key(key)
@@ -98,13 +93,7 @@ class RayRelay:
 
     def get(self, key: str, start: int = 0, length: int | None = None) -> bytes:
         check_key(key)
-        if not self._node:
-            content = self._ask("read", key, start, length)
-        else:
-            found = self._ask("find", key)
-            content = (
-                _slice(self._called(_ray().get, found[0], timeout=ANSWER_TIMEOUT_S), start, length) if found else None
-            )
+        content = self._ask("read", key, start, length)
         if content is None:
             raise BlobNotFound(f"{self._url}: {key}: no such blob")
         return content
@@ -116,53 +105,46 @@ class RayRelay:
         self._ask("delete", check_key(key))
 
     def close(self) -> None:
-        with _connecting:
-            if self._connected:
-                self._connected = False
-                with contextlib.suppress(Exception):
-                    _ray().shutdown()
+        with contextlib.suppress(Exception):
+            called(ANSWER_TIMEOUT_S, self._connection.close)
 
     def _ask(self, what: str, *arguments: Any, make: bool = False) -> Any:
         """The index's answer; None if there is no index, unless it is to `make` one."""
         self._connect()
-        ray = _ray()
+        exceptions = ray().exceptions
         for attempt in range(ATTEMPTS):
             try:
-                return self._called(self._answer, what, arguments, make)
-            except (ray.exceptions.RayActorError, ray.exceptions.ActorAlreadyExistsError) as error:
+                return called(ANSWER_TIMEOUT_S, self._answer, what, arguments, make)
+            except (exceptions.RayActorError, exceptions.ActorAlreadyExistsError) as error:
                 if attempt == ATTEMPTS - 1:
                     raise RelayUnavailable(f"{self._url}: its actor has ended: {told(error)}") from error
                 time.sleep(RETRY_S)
+            except exceptions.ObjectLostError as error:
+                raise BlobNotFound(f"{self._url}: its blob is lost with its node: {told(error)}") from error
+            except exceptions.OutOfMemoryError as error:
+                raise RelayError(f"{self._url}: no room: {told(error)}") from error
+            except (exceptions.RayError, ConnectionError, TimeoutError, RuntimeError) as error:
+                raise RelayUnavailable(f"{self._url}: the Ray cluster does not answer: {told(error)}") from error
         raise AssertionError
 
     def _answer(self, what: str, arguments: Sequence[Any], make: bool) -> Any:
         index = self._made() if make else self._found()
         if index is None:
             return None
-        return _ray().get(getattr(index, what).remote(*arguments), timeout=ANSWER_TIMEOUT_S)
-
-    def _called(self, function: Any, *arguments: Any, **options: Any) -> Any:
-        """What `function` returns; what Ray raises is a relay's error, but for an actor's end or its being there."""
-        exceptions = _ray().exceptions
-        try:
-            return function(*arguments, **options)
-        except (exceptions.RayActorError, exceptions.ActorAlreadyExistsError):
-            raise
-        except exceptions.ObjectLostError as error:
-            raise BlobNotFound(f"{self._url}: its blob is lost with its node: {told(error)}") from error
-        except exceptions.OutOfMemoryError as error:
-            raise RelayError(f"{self._url}: no room: {told(error)}") from error
-        except (exceptions.RayError, ConnectionError, RuntimeError) as error:
-            raise RelayUnavailable(f"{self._url}: the Ray cluster does not answer: {told(error)}") from error
+        if what != "read" or not self._node:
+            return _got(getattr(index, what).remote(*arguments))
+        key, start, length = arguments
+        found = _got(index.find.remote(key))
+        return _slice(_got(found[0]), start, length) if found else None
 
     def _found(self) -> Any:
         try:
-            return _ray().get_actor(self._name, namespace=NAMESPACE)
+            return ray().get_actor(self._name, namespace=NAMESPACE)
         except ValueError:
             return None
 
     def _made(self) -> Any:
-        index: Any = _ray().remote(BlobIndex)
+        index: Any = ray().remote(BlobIndex)
         return index.options(
             name=self._name,
             namespace=NAMESPACE,
@@ -171,40 +153,28 @@ class RayRelay:
             num_cpus=0,
             resources={HEAD: 0.001},
             max_restarts=0,
-        ).remote()
+        ).remote(EMPTY_S, UNUSED_S)
 
     def _connect(self) -> None:
         try:
-            ray = _ray()
+            called(ANSWER_TIMEOUT_S, self._connection.open)
         except ImportError as error:
             raise RelayError(f"{self._url}: Ray is not installed here; pip install 'elastic-rl[ray]'") from error
-        with _connecting:
-            if ray.is_initialized():
-                return
-            try:
-                ray.init(self._node or self._client, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
-            except (ConnectionError, TimeoutError) as error:
-                raise RelayUnavailable(
-                    f"{self._url}: the Ray cluster does not answer ({told(error)}); is its head up, and its "
-                    "client port open to this machine?"
-                ) from error
-            except RuntimeError as error:
-                raise RelayError(
-                    f"{self._url}: the Ray cluster does not take this client: {told(error)}; install its "
-                    "versions of Ray and Python here"
-                ) from error
-            self._connected = True
+        except (ConnectionError, TimeoutError) as error:
+            raise RelayUnavailable(
+                f"{self._url}: the Ray cluster does not answer ({told(error)}); is its head up, and its "
+                "client port open to this machine?"
+            ) from error
+        except RuntimeError as error:
+            raise RelayError(
+                f"{self._url}: the Ray cluster does not take this client: {told(error)}; install its "
+                "versions of Ray and Python here"
+            ) from error
 
 
-def _ray() -> Any:
-    """An extra, which types need not know."""
-    return importlib.import_module("ray")
+def _got(reference: Any) -> Any:
+    return ray().get(reference, timeout=ANSWER_TIMEOUT_S)
 
 
 def _slice(content: Any, start: int, length: int | None) -> bytes:
     return content[start : None if length is None else start + length].tobytes()
-
-
-def told(error: BaseException) -> str:
-    """What Ray says, on one line."""
-    return " ".join(str(error).split())[:TOLD_CHARACTERS] or type(error).__name__

@@ -70,23 +70,23 @@ def _port(config: Config) -> int:
 @contextlib.asynccontextmanager
 async def _elsewhere(url: str) -> AsyncIterator[str]:
     """A relay that does not end with the run: of the run nothing stays there. Raises `GatewayError`."""
-
-    def look(clear: bool) -> None:
-        with contextlib.closing(open_relay(url)) as relay:
-            for key in relay.list_keys():
-                if clear:
-                    relay.delete(key)
-
     try:
+        relay = open_relay(url)
         # What is there may be of a trainer that has outlived an earlier process of the run.
-        await asyncio.to_thread(look, clear=False)
+        await asyncio.to_thread(relay.list_keys)
     except RelayError as error:
         raise GatewayError(f"weights.relay: {error}") from error
+
+    def clear() -> None:
+        with contextlib.closing(relay):
+            for key in relay.list_keys():
+                relay.delete(key)
+
     try:
         yield url
     finally:
         try:
-            await asyncio.to_thread(look, clear=True)
+            await asyncio.to_thread(clear)
         except RelayError as error:
             log.warning("weights are left on the relay", relay=url, reason=str(error))
 

@@ -117,7 +117,9 @@ async def test_a_new_process_finds_its_actors_and_ends_the_others(house: House) 
     before = await house.started()
     leases = [await house.grant(before, number) for number in range(2)]
     await house.until("two workers", lambda: len(house.workers()) == 2)
-    before._cluster.close()  # as if its process had died
+    for task in (*before._background, *before._lease_tasks):  # as if its process had died
+        task.cancel()
+    before._connection.close()
     after, request = house.provider(), LeaseRequest(lease=leases[0], tickets=(WorkerTicket(f"{leases[0]}/w", "s"),))
     assert await after.adopt([KnownLease(request=request, granted=True)], house.recorder.emit) == []
     await house.until("one worker", lambda: len(house.workers()) == 1)
