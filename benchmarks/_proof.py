@@ -3,6 +3,7 @@
 Every incarnation's journal is replayed through a fresh core, as one history.
 """
 
+import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -101,8 +102,8 @@ def judge(run: RunDirectory) -> Verdict:
 def judge_tokens(run: RunDirectory) -> tuple[int, int]:
     """Tokens lost and tokens duplicated of trajectories that have finished, whatever providers the run had."""
     witness = _Witness()
-    with run.newest_journal() as journal:
-        for t_ns, event, chunks in journal.entries():
+    with run.journals() as journals:
+        for t_ns, event, chunks in itertools.chain.from_iterable(journal.entries() for journal in journals):
             witness.hear(t_ns, event, chunks, ())
     finished = {name: row for name, row in trajectories(run).items() if not row.cause}
     accepted = {turn: tokens for turn, tokens in witness.accepted.items() if parse_turn(turn)[0] in finished}
