@@ -51,6 +51,26 @@ def write_policy(directory: Path) -> Path:
     return directory
 
 
+def endless(policy: Path, turns: int, **sections: Any) -> Config:
+    """A run that goes on until it is ended: workers take `turns` at once, paced to a modelled device; `sections` beside."""
+    return Config.model_validate(
+        {
+            "model": {"checkpoint": policy},
+            "environment": {"step_timeout_s": 86_400},
+            "rollout": {"groups": 500, "group_size": 8, "max_turns": 4, "max_tokens_per_turn": 64},
+            "engine": {
+                "max_batch": turns,
+                "max_pending": turns,
+                "max_context_tokens": 512,
+                "pacing": {"prefill_tokens_per_s": 8000, "decode_step_s": {1: 0.03, 16: 0.04}},
+            },
+            "scheduler": {"boot_timeout_s": 240.0},
+            "seeding": {"window_s": 0},
+            **sections,
+        }
+    )
+
+
 class LiveRun:
     """A run under way. `now_ns` of its orchestrator is the clock of its journal."""
 

@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any, cast
 
 import psutil
-from _live import LiveRun, live_run, write_policy
+from _live import LiveRun, endless, live_run, write_policy
 from _paced import LimitedSettings, LimitedTask
 from _proof import judge_tokens
 from _runs import processes_of
 
-from elastic.config import Config
 from elastic.report import summarise
 from elastic.runtime.journal import RunDirectory
 from elastic.tls import listening_socket
@@ -97,7 +96,7 @@ async def kill_nodes(directory: Path, kills: int, until_s: float) -> dict[str, A
     policy = write_policy(directory / "ray-policy")
     run_dir = directory / f"ray-{time.time_ns()}"
     with ray_nodes() as nodes:
-        config = configuration(policy, nodes.address)
+        config = endless(policy, TURNS, weights={"relay": nodes.address, "pull_timeout_s": 60})
         given = {"address": nodes.address, "max_workers": WORKERS, "num_gpus": 0, "resources": {"place": 1.0}}
         providers: dict[str, tuple[type[Provider], ProviderSettings]] = {
             "ray": (cast(type[Provider], RayProvider), RaySettings.model_validate(given)),
@@ -139,25 +138,6 @@ async def kill_nodes(directory: Path, kills: int, until_s: float) -> dict[str, A
         "tokens": usage.tokens,
         "wall_s": summary.wall_s,
     }
-
-
-def configuration(policy: Path, relay: str) -> Config:
-    return Config.model_validate(
-        {
-            "model": {"checkpoint": policy},
-            "environment": {"step_timeout_s": 86_400},
-            "rollout": {"groups": 500, "group_size": 8, "max_turns": 4, "max_tokens_per_turn": 64},
-            "engine": {
-                "max_batch": TURNS,
-                "max_pending": TURNS,
-                "max_context_tokens": 512,
-                "pacing": {"prefill_tokens_per_s": 8000, "decode_step_s": {1: 0.03, 16: 0.04}},
-            },
-            "scheduler": {"boot_timeout_s": 240.0},
-            "seeding": {"window_s": 0},
-            "weights": {"relay": relay, "pull_timeout_s": 60},
-        }
-    )
 
 
 async def _at_work(run: LiveRun, name: str, nodes: RayNodes, timeout_s: float) -> bool:

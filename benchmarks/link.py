@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 
 import msgspec
 from _common import Arguments, emit, parse_arguments
-from _live import LiveRun, live_run, replay, run_to_end, write_policy
+from _live import LiveRun, endless, live_run, replay, run_to_end, write_policy
 from _paced import LimitedSettings, LimitedTask
 from _proof import judge_tokens
 
@@ -88,25 +88,6 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-def configuration(policy: Path, port: int, advertise: str) -> Config:
-    return Config.model_validate(
-        {
-            "run": {"host": "0.0.0.0", "port": port, "advertise": advertise},
-            "model": {"checkpoint": policy},
-            "environment": {"step_timeout_s": 86_400},
-            "rollout": {"groups": 500, "group_size": 8, "max_turns": 4, "max_tokens_per_turn": 64},
-            "engine": {
-                "max_batch": TURNS,
-                "max_pending": TURNS,
-                "max_context_tokens": 512,
-                "pacing": {"prefill_tokens_per_s": 8000, "decode_step_s": {1: 0.03, 16: 0.04}},
-            },
-            "scheduler": {"boot_timeout_s": 240.0},
-            "seeding": {"window_s": 0},
-        }
-    )
-
-
 def behind(run: LiveRun) -> dict[TurnId, int]:
     """The turns that run behind the link, and how many tokens of each have been accepted."""
     live = run.orchestrator.scheduler.turns.live
@@ -157,7 +138,8 @@ def first_token_s(config: Config, run_dir: Path, run: LiveRun) -> float | None:
 async def measure(policy: Path, directory: Path, name: str, times: int) -> dict[str, Any]:
     case, run_dir, port = LINKS[name], directory / name, free_port()
     link = BadLink(f"127.0.0.1:{port}", case.quality)
-    config = configuration(policy, port, await link.start())
+    listen = {"host": "0.0.0.0", "port": port, "advertise": await link.start()}
+    config = endless(policy, TURNS, run=listen)
     providers: dict[str, tuple[type[Provider], ProviderSettings]] = {
         "far": (FarProvider, ProviderSettings.model_validate({"max_workers": FAR_WORKERS})),
         "near": (ReservedProvider, ProviderSettings.model_validate({"max_workers": NEAR_WORKERS})),
