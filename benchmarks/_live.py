@@ -52,7 +52,7 @@ def write_policy(directory: Path) -> Path:
 
 
 def endless(policy: Path, turns: int, **sections: Any) -> Config:
-    """A run that goes on until it is ended: workers take `turns` at once, paced to a modelled device; `sections` beside."""
+    """A run that goes on until it is ended, with these `sections` besides; its workers take `turns` at once, paced."""
     return Config.model_validate(
         {
             "model": {"checkpoint": policy},
