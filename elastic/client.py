@@ -10,10 +10,12 @@
 - What the server refuses raises `ApiError`, with the problem that it named.
 """
 
+import hashlib
 import json
 import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 from urllib.parse import quote
@@ -42,6 +44,7 @@ from elastic.resources import (
     NewKey,
     NewMember,
     NewProject,
+    NewUpload,
     Problem,
     Project,
     ProjectMember,
@@ -53,6 +56,8 @@ from elastic.resources import (
     ServerInfo,
     StopRequest,
     Submission,
+    Upload,
+    UploadFile,
 )
 
 R = TypeVar("R", bound=BaseModel)
@@ -213,6 +218,76 @@ class Client:
             if "line" in data:
                 yield LogLine(id=id_, line=data["line"])
 
+    # Uploads
+
+    def uploads(self) -> Iterator[Upload]:
+        return self._pages("/v1/uploads", Upload, {})
+
+    def upload(self, source: Path, name: str, project: str | None = None) -> Upload:
+        """Send a file, or a directory's files. Repeated within a day, it goes on with what is missing.
+
+        Raises `ValueError` for names that no upload has, and `OSError`.
+        """
+        found = upload_files(source)
+        new = NewUpload(name=name, project=project, files=[file for file, _ in found])
+        again = hashlib.sha256(new.model_dump_json().encode()).hexdigest()
+        made = self._post("/v1/uploads", Upload, new, again)
+        try:
+            made = self._get(f"/v1/uploads/{made.id}", Upload)
+        except ApiError as error:
+            if error.kind != "not-found":
+                raise
+            made = self._post("/v1/uploads", Upload, new)  # What was made under that key is deleted by now.
+        paths = {file.sha256: path for file, path in found}
+        for digest in made.missing:
+            made = self._send(f"/v1/uploads/{made.id}/files/{digest}", paths[digest])
+        return made
+
+    def fetch_upload(self, upload: str, target: Path) -> list[Path]:
+        """Write an upload's files below a directory, whole and checked. Raises `OSError`."""
+        written: list[Path] = []
+        for file in self._get(f"/v1/uploads/{_part(upload)}", Upload).files:
+            path = target / file.path
+            path.parent.mkdir(parents=True, exist_ok=True)
+            draft, seen = path.with_name(f".{path.name}.{secrets.token_hex(4)}"), hashlib.sha256()
+            try:
+                with self._http.stream("GET", f"/v1/uploads/{_part(upload)}/files/{file.sha256}") as answer:
+                    if not answer.is_success:
+                        answer.read()
+                    _checked(answer)
+                    with draft.open("xb") as output:
+                        for chunk in answer.iter_bytes():
+                            seen.update(chunk)
+                            output.write(chunk)
+                if seen.hexdigest() != file.sha256:
+                    raise ServerUnreachable(f"{self.url}: {file.path} did not come whole")
+                draft.replace(path)
+            except httpx.HTTPError as error:
+                raise ServerUnreachable(f"{self.url}: {error or type(error).__name__}") from error
+            finally:
+                draft.unlink(missing_ok=True)
+            written.append(path)
+        return written
+
+    def delete_upload(self, upload: str) -> None:
+        self._request("DELETE", f"/v1/uploads/{_part(upload)}")
+
+    def _send(self, path: str, file: Path) -> Upload:
+        for attempt in range(ATTEMPTS):
+            last = attempt + 1 == ATTEMPTS
+            try:
+                with file.open("rb") as content:
+                    size = {"content-length": str(file.stat().st_size), "content-type": "application/octet-stream"}
+                    answer = self._http.put(path, content=content, headers=size)
+            except httpx.HTTPError as error:
+                if last:
+                    raise ServerUnreachable(f"{self.url}: {error or type(error).__name__}") from error
+            else:
+                if answer.status_code not in _AGAIN or last:
+                    return _read(Upload, _checked(answer))
+            time.sleep(min(RETRY_BASE_S * 2**attempt, RETRY_MAX_S))
+        raise AssertionError("unreachable")
+
     # Projects, keys, the audit log
 
     def projects(self) -> list[Project]:
@@ -320,6 +395,27 @@ class Client:
             if failures >= ATTEMPTS:
                 raise ServerUnreachable(f"{self.url}: {path} ends again and again before its end")
             time.sleep(min(RETRY_BASE_S * 2**failures, RETRY_MAX_S))
+
+
+def upload_files(source: Path) -> list[tuple[UploadFile, Path]]:
+    """What of a file or a directory is sent, each with its checksum; hidden files are not. Raises `OSError`, and
+    `ValueError` for a name that no upload has."""
+    if source.is_file():
+        paths = {source.name: source}
+    else:
+        every = (path.relative_to(source) for path in sorted(source.rglob("*")) if path.is_file())
+        paths = {path.as_posix(): source / path for path in every if not any(p.startswith(".") for p in path.parts)}
+    if not paths:
+        raise ValueError(f"{source}: has no files")
+    found: list[tuple[UploadFile, Path]] = []
+    for name, path in paths.items():
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        try:
+            found.append((UploadFile(path=name, bytes=path.stat().st_size, sha256=digest), path))
+        except ValidationError:
+            raise ValueError(f"{path}: a name in an upload has letters, digits, '.', '_', '+', '-'") from None
+    return found
 
 
 def _part(name: str) -> str:

@@ -48,15 +48,22 @@ class PeerLimits(msgspec.Struct, frozen=True, kw_only=True):
 class BodyLimits:
     """ASGI middleware: bounds every request's body, in bytes and in time.
 
+    `bytes_max_of` a method and a path is what its bodies may have, where that is not `bytes_max`.
     The body may take `timeout_s` and a second more for each `bytes_per_s_min` bytes of it. Starlette's own handlers
     turn what is raised (`HTTPException`: 413, 408) into the application's kind of answer.
     """
 
     def __init__(
-        self, app: ASGIApp, bytes_max: int, timeout_s: float = 10.0, bytes_per_s_min: float = 16 * 1024
+        self,
+        app: ASGIApp,
+        bytes_max: int,
+        timeout_s: float = 10.0,
+        bytes_per_s_min: float = 16 * 1024,
+        bytes_max_of: Callable[[str, str], int | None] = lambda method, path: None,
     ) -> None:
         self._app = app
         self._bytes_max = bytes_max
+        self._bytes_max_of = bytes_max_of
         self._timeout_s = timeout_s
         self._bytes_per_s_min = bytes_per_s_min
 
@@ -64,9 +71,11 @@ class BodyLimits:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        await self._app(scope, self._bounded(Headers(scope=scope), receive), send)
+        bytes_max = self._bytes_max_of(scope["method"], scope["path"])
+        bytes_max = self._bytes_max if bytes_max is None else bytes_max
+        await self._app(scope, self._bounded(Headers(scope=scope), receive, bytes_max), send)
 
-    def _bounded(self, headers: Headers, receive: Receive) -> Receive:
+    def _bounded(self, headers: Headers, receive: Receive, bytes_max: int) -> Receive:
         declared = headers.get("content-length", "0")
         started_s = time.monotonic()
         received, whole = 0, False
@@ -76,7 +85,7 @@ class BodyLimits:
             if whole:
                 return await receive()
             # h11 has refused every length that is not a number.
-            self._check(int(declared))
+            _check_size(int(declared), bytes_max)
             left_s = started_s + self._timeout_s + received / self._bytes_per_s_min - time.monotonic()
             try:
                 async with asyncio.timeout(left_s):
@@ -84,15 +93,16 @@ class BodyLimits:
             except TimeoutError:
                 raise HTTPException(408, f"the body did not come in time: {received} bytes so far") from None
             received += len(message.get("body", b""))
-            self._check(received)
+            _check_size(received, bytes_max)
             whole = not message.get("more_body", False)
             return message
 
         return bounded
 
-    def _check(self, size_bytes: int) -> None:
-        if size_bytes > self._bytes_max:
-            raise HTTPException(413, f"the body has {size_bytes} bytes or more; at most {self._bytes_max} are read")
+
+def _check_size(size_bytes: int, bytes_max: int) -> None:
+    if size_bytes > bytes_max:
+        raise HTTPException(413, f"the body has {size_bytes} bytes or more; at most {bytes_max} are read")
 
 
 class HostCheck:

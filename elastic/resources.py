@@ -440,6 +440,46 @@ class SecretValue(_RequestBody):
     value: SecretStr = Field(min_length=1, max_length=32_768)
 
 
+UploadPath = Annotated[
+    str,
+    Field(
+        pattern=r"^[A-Za-z0-9_][A-Za-z0-9._+-]{0,99}(/[A-Za-z0-9_][A-Za-z0-9._+-]{0,99}){0,7}$",
+        description="where in the upload it lies",
+    ),
+]
+
+
+class UploadFile(_RequestBody):
+    """A file of an upload, with the size and the SHA-256 that it must have."""
+
+    path: UploadPath
+    bytes: int = Field(ge=0, le=2**44)
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+
+
+class Upload(_Resource):
+    """Files in a project's storage. `missing` are the checksums of those still to come; then it is ready, for good."""
+
+    id: str
+    object: Literal["upload"] = "upload"
+    project: str
+    name: str
+    state: Literal["open", "ready"]
+    bytes: int
+    files: list[UploadFile]
+    missing: list[str]
+    created_by: str
+    created_at: str
+
+
+class NewUpload(_RequestBody):
+    """An upload to come: a checkpoint, or data."""
+
+    name: Name
+    files: list[UploadFile] = Field(min_length=1, max_length=2_000)
+    project: str | None = Field(default=None, description="for keys of no project: where it belongs")
+
+
 WEBHOOK_EVENTS = ("run.running", "run.restarting", "run.stopped", "run.finished", "run.failed")
 """What a webhook may be told: a run has come into another phase."""
 WebhookEvent = Literal["run.running", "run.restarting", "run.stopped", "run.finished", "run.failed"]

@@ -48,6 +48,7 @@ RunsDirectory = Annotated[Path, typer.Option("--directory", help="Where runs are
 app.add_typer(hosted.runs)
 app.add_typer(hosted.api)
 app.add_typer(hosted.projects)
+app.add_typer(hosted.uploads)
 app.command()(hosted.logs)
 app.command()(hosted.stop)
 app.command()(hosted.serve)

@@ -1,5 +1,5 @@
 """Commands around the hosted control API, with options and one example each:
-`api, logs, projects, runner, runs, serve, stop`.
+`api, logs, projects, runner, runs, serve, stop, uploads`.
 
 A run whose name begins with `run_` is the server's; others are on disk, unless `--remote` is given.
 """
@@ -284,6 +284,67 @@ def remove_member(name: MemberName, project: ProjectOption = "") -> None:
     remove_member_command(name, project)
 
 
+_UPLOADS_HELP = """Checkpoints and data in a project's storage on a server.
+
+Example: elastic uploads put .cache/frozenlake-base
+"""
+
+uploads = typer.Typer(name="uploads", help=_UPLOADS_HELP, no_args_is_help=True, rich_markup_mode=None)
+UploadName = Annotated[str, typer.Argument(metavar="UPLOAD", help="An upload's id.")]
+
+
+@uploads.command("put")
+def put_upload(
+    source: Annotated[Path, typer.Argument(metavar="PATH", help="A file, or a directory with files.")],
+    name: Annotated[str, typer.Option(help="What lists call it; else the file's own name.")] = "",
+    project: ProjectOption = "",
+    as_json: AsJson = False,
+) -> None:
+    """Send a file or a directory. Repeated after a failure, it goes on with what is missing.
+
+    Example: elastic uploads put .cache/frozenlake-base
+    """
+    from elastic.cli.uploads import put_command
+
+    put_command(source, name, project, as_json=as_json)
+
+
+@uploads.command("list")
+def list_uploads(as_json: AsJson = False) -> None:
+    """List the uploads there are, the newest first.
+
+    Example: elastic uploads list
+    """
+    from elastic.cli.uploads import list_command
+
+    list_command(as_json=as_json)
+
+
+@uploads.command("get")
+def get_upload(
+    upload: UploadName,
+    target: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="Where to write its files.")] = Path(),
+) -> None:
+    """Fetch an upload's files.
+
+    Example: elastic uploads get upl_01JD3K5T7WQ8M2N4P6R8S0V2X4 -o base
+    """
+    from elastic.cli.uploads import get_command
+
+    get_command(upload, target)
+
+
+@uploads.command("delete")
+def delete_upload(upload: UploadName) -> None:
+    """Delete an upload that no run which goes on names.
+
+    Example: elastic uploads delete upl_01JD3K5T7WQ8M2N4P6R8S0V2X4
+    """
+    from elastic.cli.uploads import delete_upload_command
+
+    delete_upload_command(upload)
+
+
 CommandIdOption = Annotated[
     str,
     typer.Option(
@@ -362,6 +423,7 @@ def serve(
     shared_trust: Annotated[
         bool, typer.Option("--shared-trust", help="Let several projects' runs be processes of one Unix user.")
     ] = False,
+    uploads_gb: Annotated[int, typer.Option(min=0, help="What a project's uploads may take of the disk.")] = 256,
     webhook_network: Annotated[
         list[str] | None, typer.Option(metavar="CIDR", help="A private network that webhooks may lead into.")
     ] = None,
@@ -384,6 +446,7 @@ def serve(
         runner=runner,
         shared_trust=shared_trust,
         webhook_networks=webhook_network or [],
+        uploads_gb=uploads_gb,
     )
 
 

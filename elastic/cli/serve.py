@@ -24,6 +24,7 @@ def serve_command(
     runner: bool,
     shared_trust: bool,
     webhook_networks: list[str],
+    uploads_gb: int,
 ) -> None:
     """Serve until a signal comes; runs go on."""
     try:
@@ -41,6 +42,7 @@ def serve_command(
         host_names=tuple(host_names),
         shared_trust=shared_trust,
         webhook_networks=tuple(_network(text) for text in webhook_networks),
+        project_uploads_bytes_max=uploads_gb * 2**30,
     )
     try:
         listener = listen(host, port)

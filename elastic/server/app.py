@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib.metadata
+import re
 import time
 from collections.abc import AsyncIterator, Callable
 
@@ -22,6 +23,7 @@ from elastic.server.store import Store, StoreUnavailable
 log = structlog.get_logger(__name__)
 
 REQUEST_ID = "x-request-id"
+_FILE_OF_UPLOAD = re.compile(r"/v1/uploads/[^/]+/files/[^/]+")
 
 
 def create_app(
@@ -57,10 +59,19 @@ def create_app(
     routes.include(app)
     problems.install(app)
     openapi.install(app)
-    app.add_middleware(BodyLimits, bytes_max=settings.body_bytes_max)
+    app.add_middleware(BodyLimits, bytes_max=settings.body_bytes_max, bytes_max_of=_upload_limit(settings))
     app.add_middleware(HostCheck, names=settings.host_names, refuse=_misdirected)
     app.add_middleware(RequestLog)
     return app
+
+
+def _upload_limit(settings: ServerSettings) -> Callable[[str, str], int | None]:
+    """Files of uploads go to disk as they come, and may be as large as their project's room."""
+
+    def bytes_max(method: str, path: str) -> int | None:
+        return settings.project_uploads_bytes_max if method == "PUT" and _FILE_OF_UPLOAD.fullmatch(path) else None
+
+    return bytes_max
 
 
 def _misdirected(_: int, detail: str) -> Response:

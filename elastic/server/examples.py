@@ -81,6 +81,11 @@ _KEY = {
     "expires_at": None,
     "revoked_at": None,
 }
+_FILE: dict[str, Any] = {
+    "path": "model.safetensors",
+    "bytes": 7_340_032,
+    "sha256": "9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08",
+}
 _WEBHOOK = {
     "id": "hook_01JD3K5T7WQ8M2N4P6R8S0V2X4",
     "object": "webhook",
@@ -236,6 +241,19 @@ EXAMPLES: Mapping[str, Any] = {
     "NewKey": {"name": "laptop", "role": "runner", "expires_in_s": 7_776_000},
     "ProjectSecret": {"id": "HF_TOKEN", "object": "secret", "project": PROJECT_ID, "updated_at": _AT},
     "SecretValue": {"value": "**********"},
+    "Upload": {
+        "id": "upl_01JD3K5T7WQ8M2N4P6R8S0V2X4",
+        "object": "upload",
+        "project": PROJECT_ID,
+        "name": "base",
+        "state": "open",
+        "bytes": 7_340_032,
+        "files": [_FILE],
+        "missing": [_FILE["sha256"]],
+        "created_by": KEY_ID,
+        "created_at": _AT,
+    },
+    "NewUpload": {"name": "base", "files": [_FILE]},
     "Webhook": _WEBHOOK,
     "CreatedWebhook": {**_WEBHOOK, "secret": "whsec_C2FVsBQIhrscChlQIMV+b5sSYspob7oD"},
     "NewWebhook": {"url": "https://example.com/elastic", "events": ["run.finished", "run.failed"]},

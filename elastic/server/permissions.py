@@ -20,6 +20,8 @@ class Action(StrEnum):
     ME_WRITE = "me:write"
     SECRETS_READ = "secrets:read"
     SECRETS_WRITE = "secrets:write"
+    UPLOADS_READ = "uploads:read"
+    UPLOADS_WRITE = "uploads:write"
     WEBHOOKS_READ = "webhooks:read"
     WEBHOOKS_WRITE = "webhooks:write"
     AUDIT_READ = "audit:read"
@@ -31,7 +33,9 @@ _LEAST_ROLE = {
     Action.PROJECTS_READ: AccessRole.VIEWER,
     Action.MEMBERS_READ: AccessRole.VIEWER,
     Action.ME_WRITE: AccessRole.VIEWER,
+    Action.UPLOADS_READ: AccessRole.VIEWER,
     Action.RUNS_WRITE: AccessRole.RUNNER,
+    Action.UPLOADS_WRITE: AccessRole.RUNNER,
     Action.MEMBERS_WRITE: AccessRole.ADMIN,
     Action.KEYS_READ: AccessRole.ADMIN,
     Action.KEYS_WRITE: AccessRole.ADMIN,

@@ -34,6 +34,7 @@ TYPES: Mapping[str, ProblemType] = {
         400, "The configuration is not valid", "`errors` has all of its faults, each with a pointer."
     ),
     "invalid-cursor": ProblemType(400, "The cursor is of no entry of this list", "Begin the list again."),
+    "checksum-mismatch": ProblemType(400, "It is not what was announced", "Send the file again."),
     "unauthenticated": ProblemType(
         401, "No valid key", "Send `Authorization: Bearer KEY` with a key that is neither expired nor revoked."
     ),
@@ -46,6 +47,7 @@ TYPES: Mapping[str, ProblemType] = {
     "run-finished": ProblemType(409, "Run has finished", "Resume it with more steps, or leave it."),
     "run-stopped": ProblemType(409, "Run is stopped already", "Resume it to go on."),
     "run-active": ProblemType(409, "Run is still going on", "Stop it first, and wait until it has ended."),
+    "upload-in-use": ProblemType(409, "A run uses it", "Wait until that run has ended, or stop it."),
     "last-admin": ProblemType(409, "The project would have no admin", "Make another member admin first."),
     "not-a-person": ProblemType(409, "The key is of no person", "Sign in as somebody, or use a person's own key."),
     "untrusted-neighbours": ProblemType(
@@ -64,6 +66,7 @@ TYPES: Mapping[str, ProblemType] = {
     "precondition-required": ProblemType(428, "If-Match is missing", "Send the ETag of what you have read."),
     "internal": ProblemType(500, "The server failed", "The server's log has the cause, under the request's id."),
     "unavailable": ProblemType(503, "The store does not answer now", "Try again after `retry-after` seconds."),
+    "storage-full": ProblemType(507, "There is no room", "Delete uploads, or have more room made."),
 }
 _BY_STATUS = {
     400: "invalid-request",

@@ -16,8 +16,9 @@ from elastic.resources import AccessRole
 from elastic.server.app import create_app
 from elastic.server.runner import RunnerLoop
 from elastic.server.settings import ServerSettings
-from elastic.server.store import Store, StoreError, migrate, people
+from elastic.server.store import Store, StoreError, migrate, people, uploads
 from elastic.server.store.tables import server
+from elastic.server.upload_files import UploadStorage
 from elastic.server.webhooks import DeliveryLoop
 
 log = structlog.get_logger(__name__)
@@ -31,7 +32,7 @@ THROUGH = 0o711
 
 def open_store(settings: ServerSettings) -> Store:
     """The store, with this version's tables. Raises `StoreError` for one that is another server's."""
-    for directory in (settings.home, settings.runs, settings.projects):
+    for directory in (settings.home, settings.runs, settings.projects, settings.all_uploads):
         directory.mkdir(parents=True, exist_ok=True)
         directory.chmod(THROUGH)
     store = Store(settings.database_url)
@@ -85,6 +86,8 @@ async def serve(
             return []
         return [f"the runner has not looked at its runs for {time.monotonic() - runner.ticked_s:.0f} s"]
 
+    with store.reading() as connection:
+        UploadStorage(settings).sweep(uploads.all_of(connection))
     deliveries = DeliveryLoop(store, settings)
     app = create_app(store, settings, runner.wake if runner else lambda: None, lags)
     stopped = _signalled()

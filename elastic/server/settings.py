@@ -32,6 +32,8 @@ class ServerSettings:
     ping_s: float = 15.0
     """A stream in which nothing happens says so, lest somebody in between cut it."""
     body_bytes_max: int = 4 * 2**20
+    project_uploads_bytes_max: int = 256 * 2**30
+    """What a project's uploads may take of the disk."""
     session_s: float = 12 * 3600.0
     """How long a browser stays signed in."""
     restart_base_s: float = 1.0
@@ -55,6 +57,19 @@ class ServerSettings:
     @property
     def projects(self) -> Path:
         return self.home / "projects"
+
+    @property
+    def all_uploads(self) -> Path:
+        return self.home / "uploads"
+
+    @property
+    def incoming(self) -> Path:
+        """Uploads that are not complete."""
+        return self.home / "incoming"
+
+    def uploads(self, project: str) -> Path:
+        """A project's uploads, which its runs read and do not change."""
+        return self.all_uploads / project
 
     def storage(self, project: str) -> Path:
         """A project's own files: what its submissions may name."""

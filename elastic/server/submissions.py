@@ -14,6 +14,7 @@ from elastic.resources import DryRun, ProblemError, Submission, WouldAcquire
 from elastic.server.problems import ApiProblem
 from elastic.server.settings import ServerSettings
 from elastic.server.store.runs import NewRun
+from elastic.server.upload_files import SCHEME, named
 
 _WHERE = "config"
 _SERVERS_OWN = (
@@ -93,6 +94,14 @@ def _settle_paths(raw: dict[str, Any], settings: ServerSettings, project: str) -
     storage = settings.storage(project).resolve()
     for path, value in list(_leaves({k: v for k, v in raw.items() if k not in _NO_PATHS_IN}, ())):
         is_checkpoint = ".".join(path) == CHECKPOINT
+        if isinstance(value, str) and value.startswith(SCHEME):
+            found = named(settings, project, value)
+            if found is None:
+                detail = f"no complete upload {value!r} in the project; allowed: upload:ID, upload:ID/FILE"
+                yield ProblemError(pointer=_pointer(path), detail=detail)
+            else:
+                _put(raw, path, str(found))
+            continue
         if not isinstance(value, str) or not (is_checkpoint or _could_be_a_path(value)):
             continue
         roots = (storage, *(settings.models if is_checkpoint else ()))

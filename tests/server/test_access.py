@@ -1,5 +1,6 @@
 """Who may do what: every route of the API's description, for every role, on their own things and on others'."""
 
+import hashlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ from elastic.server.permissions import SERVER_WIDE, Action, allows
 from elastic.server.store import members
 from tests.server.conftest import Site
 
+EMPTY = hashlib.sha256().hexdigest()
 BODIES = {
     "/v1/projects": {"name": "new"},
     "/v1/keys": {"name": "new", "role": "viewer"},
@@ -20,6 +22,7 @@ BODIES = {
     "/v1/runs/{run}": {"labels": {"a": "b"}},
     "/v1/projects/{project}": {"name": "renamed"},
     "/v1/projects/{project}/members/{member}": {"role": "viewer"},
+    "/v1/uploads": {"name": "new", "files": [{"path": "a", "bytes": 0, "sha256": EMPTY}]},
     "/v1/me/keys": {"name": "mine"},
     "/v1/session": {"project": "ours"},
 }
@@ -146,16 +149,25 @@ def things(site: Site, submission: Callable[..., dict[str, Any]], project: str) 
     with site.store.writing() as tx:
         person = members.person_of_email(tx, f"{ids.new_id(ids.USER)}@example.com")
         member = members.add(tx, site.projects[project], person, AccessRole.ADMIN, members.GIVEN)["id"]
+    upload = admin.post("/v1/uploads", json={**BODIES["/v1/uploads"], "project": project}).json()["id"]
+    assert admin.put(f"/v1/uploads/{upload}/files/{EMPTY}").json()["state"] == "ready"
     place = f"/v1/projects/{site.projects[project]}/secrets/HF_TOKEN"
     assert admin.put(place, json={"value": "shh"}).status_code == 200
-    return {"run": run, "key": key, "project": site.projects[project], "webhook": hook, "member": member}
+    return {
+        "run": run,
+        "key": key,
+        "project": site.projects[project],
+        "webhook": hook,
+        "member": member,
+        "upload": upload,
+    }
 
 
 def filled(path: str, names: dict[str, str]) -> str:
     known = {"run": ids.new_id(ids.RUN), "key": ids.new_id(ids.KEY), "project": ids.new_id(ids.PROJECT)}
     known |= {"provider": "spot-replay", "trajectory": "none", "checkpoint": "1"}
     known |= {"webhook": ids.new_id(ids.WEBHOOK), "secret": "HF_TOKEN"}
-    known |= {"member": ids.new_id(ids.MEMBER)} | names
+    known |= {"member": ids.new_id(ids.MEMBER), "upload": ids.new_id(ids.UPLOAD), "digest": EMPTY} | names
     for name, value in known.items():
         path = path.replace(f"{{{name}}}", value)
     return path

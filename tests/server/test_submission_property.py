@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from elastic import compose
 from elastic.config import Config
 from elastic.resources import Submission
-from elastic.server import submissions
+from elastic.server import ids, submissions
 from elastic.server.problems import ApiProblem
 from tests.server.conftest import CONFIG, Site
 
 Place = tuple[str, ...]
+OUR_UPLOAD, THEIR_UPLOAD = ids.new_id(ids.UPLOAD), ids.new_id(ids.UPLOAD)
 FREE_TEXT = {("run", "name")}
 """What is only ever shown."""
 
@@ -89,6 +90,10 @@ def site_with_files(shared_site: Site, tmp_path_factory: pytest.TempPathFactory)
         storage = shared_site.settings.storage(shared_site.projects[project])
         storage.mkdir(parents=True, exist_ok=True)
         (storage / "market.csv").write_text("time_s,event,instance_id\n0,add,a\n9,remove,a\n")
+    for project, upload in (("ours", OUR_UPLOAD), ("theirs", THEIR_UPLOAD)):
+        place = shared_site.settings.uploads(shared_site.projects[project]) / upload
+        place.mkdir(parents=True)
+        (place / "market.csv").write_text("time_s,event,instance_id\n0,add,a\n9,remove,a\n")
     (outside / "market.csv").write_text("time_s,event,instance_id\n0,add,a\n9,remove,a\n")
     (shared_site.settings.storage(shared_site.projects["ours"]) / "link").symlink_to(outside)
     return shared_site
@@ -102,6 +107,13 @@ def foreign(site: Site) -> list[str]:
         *(f"{home}/projects/{theirs}/market.csv", f"../{theirs}/market.csv", f"market.csv/../../{theirs}/market.csv"),
         *(f"{home}/elastic.sqlite", "link/market.csv", "link", "pyproject.toml", "..", ".", "./../.."),
         *("ray://10.0.0.1:10001", "http://169.254.169.254/latest", "//host/share", "10.0.0.1:22"),
+        *(
+            f"upload:{THEIR_UPLOAD}",
+            f"upload:{THEIR_UPLOAD}/market.csv",
+            f"upload:../{theirs}/{THEIR_UPLOAD}",
+            "upload:",
+        ),
+        *(f"{home}/uploads/{theirs}/{THEIR_UPLOAD}", f"upload:{OUR_UPLOAD}/../../{theirs}/{THEIR_UPLOAD}/market.csv"),
         *("os:system", "os.path:join", "elastic.server.auth:Caller", "$HOME/x", "${HF_TOKEN}", "%(HOME)s/x"),
     ]
 

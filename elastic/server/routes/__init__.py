@@ -17,6 +17,7 @@ from elastic.server.routes import (
     runs,
     secrets,
     session,
+    uploads,
     webhooks,
 )
 
@@ -30,6 +31,7 @@ def include(app: FastAPI) -> None:
         projects,
         members,
         secrets,
+        uploads,
         keys,
         runs,
         events,

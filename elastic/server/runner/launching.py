@@ -89,6 +89,7 @@ def begin(
         environment |= {"HOME": account.pw_dir, "USER": user, "LOGNAME": user}
         uid, gid = account.pw_uid, account.pw_gid
         _hand_over((path, storage), uid, gid)
+        _lend(settings.uploads(run.project), gid)
     with (path / LOG).open("ab") as log:
         child = subprocess.Popen(
             command,
@@ -167,6 +168,15 @@ def _last_words(path: Path) -> str:
         if begins:
             return "\n".join(lines[begins[-1] :]).removeprefix("error: ")[:CAUSE_CHARACTERS]
     return ""
+
+
+def _lend(uploads: Path, gid: int) -> None:
+    """Let the project's user read its uploads, and not change them."""
+    for upload in uploads.iterdir() if uploads.is_dir() else ():
+        if upload.stat().st_gid != gid:
+            for path in (*upload.rglob("*"), upload):  # The directory last: by its group one sees that all is done.
+                os.chown(path, -1, gid, follow_symlinks=False)
+                path.chmod(0o750 if path.is_dir() else 0o640)
 
 
 def _hand_over(paths: tuple[Path, ...], uid: int, gid: int) -> None:

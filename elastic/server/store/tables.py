@@ -148,6 +148,19 @@ secrets = Table(
     Column("updated_us", BigInteger, nullable=False),
 )
 
+uploads = Table(
+    "uploads",
+    metadata,
+    Column("id", _ID, primary_key=True),
+    Column("project", _ID, ForeignKey("projects.id"), nullable=False),
+    Column("name", String(64), nullable=False),
+    Column("files", JSON, nullable=False, comment="which it is to have; which it has is seen on disk"),
+    Column("bytes", BigInteger, nullable=False),
+    Column("created_by", _ID, nullable=False),
+    Column("created_us", BigInteger, nullable=False),
+    Index(None, "project", "id"),
+)
+
 webhooks = Table(
     "webhooks",
     metadata,

@@ -1,0 +1,75 @@
+"""Uploads in the store: whose each is, and which files it is to have."""
+
+import sqlalchemy as sa
+
+from elastic.resources import Upload, UploadFile
+from elastic.server import ids
+from elastic.server.clock import rfc3339
+from elastic.server.store.database import now_us
+from elastic.server.store.runs import DELETE
+from elastic.server.store.tables import runs, uploads
+
+
+def insert(tx: sa.Connection, project: str, name: str, files: list[UploadFile], created_by: str) -> sa.RowMapping:
+    row = {
+        "id": ids.new_id(ids.UPLOAD),
+        "project": project,
+        "name": name,
+        "files": [file.model_dump() for file in files],
+        "bytes": sum(file.bytes for file in files),
+        "created_by": created_by,
+        "created_us": now_us(),
+    }
+    tx.execute(sa.insert(uploads).values(**row))
+    made = find(tx, row["id"])
+    assert made is not None
+    return made
+
+
+def find(connection: sa.Connection, id_: str) -> sa.RowMapping | None:
+    return connection.execute(sa.select(uploads).where(uploads.c.id == id_)).mappings().first()
+
+
+def remove(tx: sa.Connection, id_: str) -> None:
+    tx.execute(sa.delete(uploads).where(uploads.c.id == id_))
+
+
+def bytes_of(connection: sa.Connection, project: str) -> int:
+    """What a project's uploads take, those included that are still to come."""
+    total = sa.select(sa.func.coalesce(sa.func.sum(uploads.c.bytes), 0)).where(uploads.c.project == project)
+    return int(connection.execute(total).scalar_one())
+
+
+def all_of(connection: sa.Connection) -> list[tuple[str, str]]:
+    """Every upload's project and id."""
+    return [(row[0], row[1]) for row in connection.execute(sa.select(uploads.c.project, uploads.c.id))]
+
+
+def user_of(connection: sa.Connection, project: str, id_: str) -> str | None:
+    """A run that goes on, or may, and that names this upload."""
+    naming = sa.select(runs.c.id).where(
+        runs.c.project == project,
+        runs.c.wanted != DELETE,
+        runs.c.ended_us.is_(None),
+        runs.c.config.contains(id_, autoescape=True),
+    )
+    return connection.execute(naming.limit(1)).scalar()
+
+
+def files_of(row: sa.RowMapping) -> list[UploadFile]:
+    return [UploadFile(**file) for file in row["files"]]
+
+
+def as_upload(row: sa.RowMapping, *, ready: bool, received: set[str]) -> Upload:
+    files = files_of(row)
+    return Upload(
+        id=row["id"],
+        project=row["project"],
+        name=row["name"],
+        state="ready" if ready else "open",
+        bytes=row["bytes"],
+        files=files,
+        missing=[] if ready else sorted({file.sha256 for file in files} - received),
+        created_by=row["created_by"],
+        created_at=rfc3339(row["created_us"]) or "",
+    )
