@@ -37,12 +37,14 @@ class RayConnection:
         """Raises `ImportError`, `RuntimeError` for another version, and `ConnectionError`."""
         with _changing:
             if not ray().is_initialized():
+                if _users:  # Ray's client has given this connection up, but makes no other before it is ended.
+                    _users.clear()
+                    ray().shutdown()
                 os.environ.setdefault(GRACE_VARIABLE, str(GRACE_S))
                 try:
                     self._init()
                 except ConnectionAbortedError:  # The head was too busy to start this client's process in its time.
                     self._init()
-                _users.clear()
                 _users.add(self)
             elif _users:  # Else it is somebody else's, who ends it.
                 _users.add(self)
