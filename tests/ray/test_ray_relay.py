@@ -12,7 +12,8 @@ import pytest
 from elastic.weights.errors import RelayError
 from elastic.weights.relay import Relay, open_relay
 from providers import ray_relay
-from providers.ray_relay import NAMESPACE, NODE_VARIABLE, RayRelay
+from providers.ray_connection import NAMESPACE, ray
+from providers.ray_relay import NODE_VARIABLE, RayRelay
 from tests.weights.test_relay import (  # noqa: F401
     test_a_blob_does_not_change,
     test_a_blob_is_read_back_whole,
@@ -60,26 +61,38 @@ def test_what_the_client_puts_a_node_reads(cluster: Any, monkeypatch: pytest.Mon
         near.delete("versions/1/blob")
 
 
+def until_no_actor_stands(relay: Relay) -> None:
+    assert isinstance(relay, RayRelay)
+    deadline_s = time.monotonic() + PATIENCE_S
+    while stands(relay):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.2)
+
+
+def stands(relay: RayRelay) -> bool:
+    return {"name": relay._name, "namespace": NAMESPACE} in ray().util.list_named_actors(all_namespaces=True)
+
+
 def test_a_relay_without_blobs_leaves_no_actor(cluster: Any) -> None:
     with contextlib.closing(opened(cluster)) as relay:
         assert relay.list_keys() == []
         relay.put("k", b"one")
         assert isinstance(relay, RayRelay)
-
-        def stands() -> bool:
-            named = ray_relay._ray().util.list_named_actors(all_namespaces=True)
-            return {"name": relay._name, "namespace": NAMESPACE} in named
-
-        assert stands()
+        assert stands(relay)
         relay.delete("k")
-        deadline_s = time.monotonic() + PATIENCE_S
-        while stands():
-            assert time.monotonic() < deadline_s
-            time.sleep(0.2)
+        until_no_actor_stands(relay)
         assert relay.list_keys() == []
         relay.put("k", b"two")
         assert relay.get("k") == b"two"
         relay.delete("k")
+
+
+def test_blobs_of_a_run_that_never_comes_back_do_not_stay(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_relay, "UNUSED_S", 2.0)
+    with contextlib.closing(opened(cluster)) as relay:
+        relay.put("k", b"one")
+        until_no_actor_stands(relay)
+        assert relay.list_keys() == []
 
 
 def test_a_cluster_that_is_not_there_is_named() -> None:
