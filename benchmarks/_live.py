@@ -65,10 +65,8 @@ def endless(policy: Path, turns: int, **sections: Any) -> Config:
                 "pacing": {"prefill_tokens_per_s": 8000, "decode_step_s": {1: 0.03, 16: 0.04}},
             },
             "scheduler": {"boot_timeout_s": 240.0},
-            "seeding": {
-                "window_s": 0,
-                "bound_workers": False,
-            },  # No step ends that could tell how many are worth having.
+            # No step ends that could tell how many workers are worth having.
+            "seeding": {"window_s": 0, "bound_workers": False},
             **sections,
         }
     )

@@ -102,7 +102,7 @@ async def kill_nodes(directory: Path, kills: int, until_s: float) -> dict[str, A
             "ray": (cast(type[Provider], RayProvider), RaySettings.model_validate(given)),
             "near": (ReservedProvider, ProviderSettings.model_validate({"max_workers": 1})),
         }
-        places = asyncio.Semaphore(TURNS * WORKERS)
+        places = asyncio.Semaphore(TURNS * (WORKERS + 1))
         task = LimitedSettings(prompts={"a": 24}, turns=4, observations={"a": 4}, places=places)
         killed, under_turns = 0, 0
         chosen = random.Random(7)
