@@ -1,5 +1,6 @@
 """Worlds full of faults: the core keeps its invariants, and every run reaches its end."""
 
+import functools
 import itertools
 from collections.abc import Callable, Mapping
 from random import Random
@@ -33,7 +34,7 @@ from elastic.sim.trainer import SimulatedTrainer
 from elastic.sim.worker import SimulatedWorker
 from elastic.sim.world import LARGE_EVERY, SimulatedOutcome, SimulatedWorldFailed, simulate
 
-CI_SEEDS = 60
+CI_SEEDS = 40
 BATCH = 20
 NIGHTLY_SEEDS = 25_000
 NIGHTLY_BATCH = 250
@@ -55,7 +56,7 @@ def test_ten_million_events(first: int) -> None:
     live_through(range(first, first + NIGHTLY_BATCH))
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_same_seed_gives_the_same_history(seed: int) -> None:
     one, two = simulate(seed), simulate(seed)
     assert (one.history, one.state) == (two.history, two.state)
@@ -107,6 +108,12 @@ def storm(kind: SimulatedFaultKind) -> FaultPlan:
 
 def quiet(end_ns: int) -> FaultPlan:
     return FaultPlan(end_ns=end_ns, faults=(), fault_rates=FaultRates())
+
+
+@functools.cache
+def calm(seed: int, rewards_on_functions: bool, faults: FaultPlan) -> SimulatedOutcome:
+    """What several tests compare a world full of faults with."""
+    return simulate(seed, msgspec.structs.replace(SETTINGS, rewards_on_functions=rewards_on_functions), faults)
 
 
 def told(outcome: SimulatedOutcome, kind: type[e.Event], **fields: object) -> int:
@@ -179,10 +186,10 @@ def test_storm_of_one_fault(kind: SimulatedFaultKind) -> None:
         both = sorted((*faults.faults, *without.faults), key=lambda fault: fault.at_ns)
         faults = msgspec.structs.replace(faults, faults=tuple(both))
     stormy = [simulate(seed, settings, faults) for seed in range(2)]
-    calm = [simulate(seed, settings, without) for seed in range(2)]
+    without_it = [calm(seed, settings.rewards_on_functions, without) for seed in range(2)]
     assert all(outcome.record.finished for outcome in stormy)
     assert all(0 < outcome.faults <= len(faults.faults) for outcome in stormy)
-    assert sum(map(TRACES[kind], stormy)) > sum(map(TRACES[kind], calm))
+    assert sum(map(TRACES[kind], stormy)) > sum(map(TRACES[kind], without_it))
 
 
 def test_what_did_nothing_is_no_fault() -> None:
@@ -203,7 +210,7 @@ def test_what_did_nothing_is_no_fault() -> None:
 def test_epidemic_of_one_fault(fault: str) -> None:
     faults = FaultPlan(end_ns=60 * NS_PER_S, faults=(), fault_rates=FaultRates(**{fault: 0.3}))
     settings = msgspec.structs.replace(SETTINGS, rewards_on_functions=fault.startswith("reward"))
-    sick, sound = simulate(0, settings, faults), simulate(0, settings, quiet(faults.end_ns))
+    sick, sound = simulate(0, settings, faults), calm(0, settings.rewards_on_functions, quiet(faults.end_ns))
     assert sick.record.finished
     assert sick.faults > 0
     assert sick.history != sound.history
@@ -253,7 +260,7 @@ def test_the_trainer_goes_at_any_time(bound: int, way: SimulatedFaultKind) -> No
 
 def test_silence_hides_the_end_of_a_lease_that_nobody_remembers() -> None:
     """Its journal is lost, a new incarnation gives its name to a lease of its own, and only then silence ends."""
-    for seed in range(10):
+    for seed in range(5):
         at_ns = (3 + seed % 7) * NS_PER_S
         kinds = (SimulatedFaultKind.SILENT_PROVIDER, SimulatedFaultKind.PREEMPT, SimulatedFaultKind.NOTICE)
         faults = tuple(SimulatedFault(at_ns + n, kind, 2 * NS_PER_S, seed * 0.13 % 1) for n, kind in enumerate(kinds))
@@ -357,31 +364,35 @@ def _act_at_once(run: Run, action: Callable[..., None], *arguments: object) -> N
     action(*arguments)
 
 
-RESUMED_WRONGLY: list[tuple[type[Any], str, Callable[..., object], str]] = [
-    (SimulatedProvider, "take_stock", _leave_orphans, "while there is one|still alive|given back"),
-    (RunState, "take_up", lambda run, *_: None, "the run failed"),
-    (SimulatedTrainer, "_join", SimulatedWorker._join, "LearnerViolated|has not learnt|came with weights"),
-    (TrainerOrders, "remember", lambda orders, order: None, "LearnerViolated|has not learnt|came with weights"),
-    (Run, "_once_durable", _act_at_once, "before it is durable"),
-    (RunRecord, "recall", lambda record, former: None, "not of this run|was not generated"),
+RESUMED_WRONGLY: list[tuple[type[Any], str, Callable[..., object], str, int]] = [
+    (SimulatedProvider, "take_stock", _leave_orphans, "while there is one|still alive|given back", 102),
+    (RunState, "take_up", lambda run, *_: None, "the run failed", 7),
+    (SimulatedTrainer, "_join", SimulatedWorker._join, "LearnerViolated|has not learnt|came with weights", 282),
+    (TrainerOrders, "remember", lambda orders, order: None, "LearnerViolated|has not learnt|came with weights", 282),
+    (Run, "_once_durable", _act_at_once, "before it is durable", 2),
+    (RunRecord, "recall", lambda record, former: None, "not of this run|was not generated", 187),
 ]
 
 
 @pytest.mark.parametrize(
-    ("owner", "name", "broken", "found"), RESUMED_WRONGLY, ids=[name for _, name, _, _ in RESUMED_WRONGLY]
+    ("owner", "name", "broken", "found", "first_tenths"), RESUMED_WRONGLY, ids=[each[1] for each in RESUMED_WRONGLY]
 )
 def test_worlds_notice_a_run_that_is_resumed_wrongly(
-    owner: type[Any], name: str, broken: Callable[..., object], found: str, monkeypatch: pytest.MonkeyPatch
+    owner: type[Any],
+    name: str,
+    broken: Callable[..., object],
+    found: str,
+    first_tenths: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Crashes are worth something only if a wrong resumption shows."""
+    """Crashes are worth something only if a wrong resumption shows; the first is one in which it has shown before."""
     monkeypatch.setattr(owner, name, broken)
     plan = Plan(steps=3, groups=2, group_size=3)
     spot = SimulatedProviderSettings(name="spot", leases=2, life_ns=6 * NS_PER_S, overlap=1)
     settings = msgspec.structs.replace(SETTINGS, plan=plan, providers=(spot,), checkpoint_every_steps=2)
 
     def live() -> None:
-        for n in range(60):
-            tenths = 2 + n * 37 % 60 * 5
+        for tenths in (first_tenths, *range(2, 302, 5)):
             down_ns = (1 + tenths % 2 * 44) * NS_PER_S
             simulate(tenths, settings, crash_at(tenths * NS_PER_S // 10, down_ns, trainer_dies=tenths % 3 == 0))
 
