@@ -58,7 +58,7 @@ async def test_tables_of_the_first_version_go_forward(tmp_path: Path, new_databa
         assert people.project(connection, "old") is not None
     store.close()
     assert (found.id, found.generation, found.attempt, found.restarts) == (OLD_RUN["id"], 4, 2, 1)
-    assert (found.providers, found.caps, found.labels, found.figures["step"]) == (
+    assert (found.providers, found.caps, found.labels, found.figures.step) == (
         ["spot"],
         {"spot": 3},
         {"team": "a"},
