@@ -48,8 +48,14 @@ from elastic.resources import (
     Problem,
     Project,
     ProjectMember,
+    ProjectQuota,
+    ProviderChange,
     ProviderKind,
+    QuotaChange,
     ResumeRequest,
+    RetentionChange,
+    RetentionPlan,
+    RetentionPolicy,
     RunBudget,
     RunChange,
     RunEvent,
@@ -128,6 +134,9 @@ class Client:
     def providers(self) -> list[ProviderKind]:
         return self._get("/v1/providers", Listed[ProviderKind]).data
 
+    def change_provider(self, provider: str, change: ProviderChange) -> ProviderKind:
+        return self._edit(f"/v1/providers/{provider}", ProviderKind, change)
+
     # Runs
 
     def submit(
@@ -155,11 +164,7 @@ class Client:
         return self._get(f"/v1/runs/{run}", HostedRunDetail)
 
     def change(self, run: str, change: RunChange) -> HostedRun:
-        """Edit what is there now, whatever it is."""
-        etag = self._request("GET", f"/v1/runs/{run}").headers["etag"]
-        content = change.model_dump_json(exclude_unset=True)
-        answer = self._request("PATCH", f"/v1/runs/{run}", content, {"if-match": etag})
-        return HostedRun.model_validate_json(answer.content)
+        return self._edit(f"/v1/runs/{run}", HostedRun, change)
 
     def stop(self, run: str, *, force: bool = False) -> HostedRun:
         return self._post(f"/v1/runs/{run}/stop", HostedRun, StopRequest(force=force))
@@ -305,12 +310,27 @@ class Client:
     def change_member(self, project: str, member: str, role: AccessRole) -> ProjectMember:
         """Give a member another role, whatever theirs is now."""
         path = f"/v1/projects/{_part(project)}/members/{_part(member)}"
-        etag = self._request("GET", path).headers["etag"]
-        answer = self._request("PATCH", path, MemberChange(role=role).model_dump_json(), {"if-match": etag})
-        return ProjectMember.model_validate_json(answer.content)
+        return self._edit(path, ProjectMember, MemberChange(role=role))
 
     def remove_member(self, project: str, member: str) -> None:
         self._request("DELETE", f"/v1/projects/{_part(project)}/members/{_part(member)}")
+
+    def quota(self, project: str) -> ProjectQuota:
+        return self._get(f"/v1/projects/{_part(project)}/quota", ProjectQuota)
+
+    def change_quota(self, project: str, change: QuotaChange) -> ProjectQuota:
+        return self._edit(f"/v1/projects/{_part(project)}/quota", ProjectQuota, change)
+
+    def retention(self, project: str | None) -> RetentionPolicy:
+        """A project's policy, or the server's."""
+        return self._get(_retention(project), RetentionPolicy)
+
+    def change_retention(self, project: str | None, change: RetentionChange) -> RetentionPolicy:
+        return self._edit(_retention(project), RetentionPolicy, change)
+
+    def retention_plan(self, project: str | None) -> RetentionPlan:
+        """What would go now."""
+        return self._get(f"{_retention(project)}/dry-run", RetentionPlan)
 
     def keys(self) -> Iterator[ApiKey]:
         return self._pages("/v1/keys", ApiKey, {})
@@ -333,6 +353,11 @@ class Client:
     def _post(self, path: str, kind: type[R], body: BaseModel, idempotency_key: str = "") -> R:
         headers = {"idempotency-key": idempotency_key or secrets.token_hex(16)}
         return _read(kind, self._request("POST", path, body.model_dump_json(exclude_unset=True), headers))
+
+    def _edit(self, path: str, kind: type[R], change: BaseModel) -> R:
+        """Edit what is there now, whatever it is."""
+        etag = self._request("GET", path).headers["etag"]
+        return _read(kind, self._request("PATCH", path, change.model_dump_json(exclude_unset=True), {"if-match": etag}))
 
     def _pages(self, path: str, kind: type[R], filters: Mapping[str, Any]) -> Iterator[R]:
         after = ""
@@ -421,6 +446,10 @@ def upload_files(source: Path) -> list[tuple[UploadFile, Path]]:
 def _part(name: str) -> str:
     """A name as one part of a path, whatever is in it."""
     return quote(name, safe="")
+
+
+def _retention(project: str | None) -> str:
+    return "/v1/retention" if project is None else f"/v1/projects/{_part(project)}/retention"
 
 
 def _flag(value: bool) -> str:

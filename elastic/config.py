@@ -35,6 +35,9 @@ class RunConfig(_Section):
         gt=0,
         description="what the run may cost in all, its trainer and the calls of functions included: it stops in time",
     )
+    caps: dict[str, Annotated[int, Field(ge=0, le=1_000_000)]] = Field(
+        {}, description="most GPUs to hold at once as the run begins, by provider; `elastic cap` sets others later"
+    )
     directory: Path = Field(Path("runs"), description="where runs keep their journal, checkpoints and report")
     host: str = Field(
         "127.0.0.1", min_length=1, description="address on which workers join; beyond loopback they speak TLS 1.3"

@@ -64,10 +64,11 @@ class Condition(_Resource):
 
 
 class ProviderFigures(_Resource):
-    """One provider's part of a run right now."""
+    """One provider's part of a run right now. `gpus` are all that it holds or has asked for."""
 
     ready: int = 0
     booting: int = 0
+    gpus: int = 0
     running_turns: int = 0
     capacity_turns: int = 0
     tokens: int = 0
@@ -202,6 +203,7 @@ class RunBudget(_Resource):
     object: Literal["budget"] = "budget"
     run: str
     budget_usd: float | None
+    allotted_usd: float | None = Field(default=None, description="of its project's budget, so far; null without one")
     usd: float
     usd_per_hour: float
     committed_usd: float | None
@@ -325,6 +327,7 @@ class ProviderKind(_Resource):
     id: str
     object: Literal["provider"] = "provider"
     settings: dict[str, Any] = Field(description="JSON schema of what a configuration may say of it")
+    gpus: int | None = Field(default=None, description="that all runs share by their projects' weights, where limited")
     runs: int
     ready: int
     booting: int
@@ -340,6 +343,109 @@ class Project(_Resource):
     name: str
     unix_user: str | None
     created_at: str
+
+
+Gpus = Annotated[int, Field(ge=0, le=1_000_000)]
+Usd = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
+
+
+class QuotaUse(_Resource):
+    """What a project uses of its quota. `allotted_usd` is what its runs have cost and may spend without asking again.
+
+    `usd_per_hour` is what was spent over the last hour; at this rate the budget, and what may be spent today, end in
+    so many seconds."""
+
+    runs: int
+    gpus: dict[str, int]
+    usd: float
+    allotted_usd: float
+    usd_today: float
+    allotted_today_usd: float
+    usd_per_hour: float
+    budget_ends_in_s: float | None
+    day_ends_in_s: float | None
+    warned: list[str]
+
+
+class ProjectQuota(_Resource):
+    """What a project may have at once, and may spend. What is null, or of a provider that is not named, has no limit.
+
+    `gpus` is by kind of provider; `trainer` stands for the devices of its runs' trainers."""
+
+    object: Literal["quota"] = "quota"
+    project: str
+    gpus: dict[str, int]
+    runs: int | None
+    usd_per_day: float | None
+    budget_usd: float | None
+    weight: float
+    use: QuotaUse
+
+
+class QuotaChange(_RequestBody):
+    """What of a quota may be edited; what is left out stays, null lifts a limit."""
+
+    gpus: dict[Name, Gpus] | None = Field(
+        default=None, max_length=64, description="all of them: a provider that is left out has no limit"
+    )
+    runs: Annotated[int, Field(ge=0, le=100_000)] | None = Field(default=None, description="runs at once")
+    usd_per_day: Usd | None = Field(default=None, description="from midnight to midnight, in UTC")
+    budget_usd: Usd | None = Field(default=None, description="in all, what its runs have cost so far included")
+    weight: Annotated[float, Field(gt=0, le=1_000, allow_inf_nan=False)] | None = Field(
+        default=None, description="its part of capacity that is shared, beside other projects' weights"
+    )
+
+
+class ProviderChange(_RequestBody):
+    """How many GPUs of this kind there are for all runs of the server together; null where nobody need share."""
+
+    gpus: Gpus | None
+
+
+Days = Annotated[int, Field(ge=0, le=36_500)]
+
+
+class RetentionPolicy(_Resource):
+    """For how many days after a run's end what it leaves is kept: the whole run, and parts of it apart.
+
+    Null is for ever, and in a project's policy as the server's says. Without its checkpoints, or its trajectories, a
+    run cannot go on; its report stays."""
+
+    object: Literal["retention"] = "retention"
+    scope: str
+    runs_days: int | None
+    trajectories_days: int | None
+    checkpoints_days: int | None
+    logs_days: int | None
+
+
+class RetentionChange(_RequestBody):
+    """What of a policy may be edited; what is left out stays."""
+
+    runs_days: Days | None = None
+    trajectories_days: Days | None = None
+    checkpoints_days: Days | None = None
+    logs_days: Days | None = None
+
+
+class RetentionItem(_Resource):
+    """What of one run would go."""
+
+    run: str
+    name: str
+    project: str
+    ended_at: str
+    removes: list[str]
+    bytes: int
+
+
+class RetentionPlan(_Resource):
+    """What would go now, the oldest first. `runs` counts all of them, `bytes` is of those that are named."""
+
+    object: Literal["retention_plan"] = "retention_plan"
+    runs: int
+    bytes: int
+    items: list[RetentionItem]
 
 
 class NewProject(_RequestBody):
@@ -480,9 +586,20 @@ class NewUpload(_RequestBody):
     project: str | None = Field(default=None, description="for keys of no project: where it belongs")
 
 
-WEBHOOK_EVENTS = ("run.running", "run.restarting", "run.stopped", "run.finished", "run.failed")
-"""What a webhook may be told: a run has come into another phase."""
-WebhookEvent = Literal["run.running", "run.restarting", "run.stopped", "run.finished", "run.failed"]
+WEBHOOK_EVENTS = (
+    *("run.running", "run.restarting", "run.stopped", "run.finished", "run.failed"),
+    *("run.budget_warning", "project.budget_warning"),
+)
+"""What a webhook may be told: a run has come into another phase, or most of a budget is used."""
+WebhookEvent = Literal[
+    "run.running",
+    "run.restarting",
+    "run.stopped",
+    "run.finished",
+    "run.failed",
+    "run.budget_warning",
+    "project.budget_warning",
+]
 WebhookUrl = Annotated[str, Field(min_length=8, max_length=2_000)]
 WebhookEvents = Annotated[list[WebhookEvent], Field(min_length=1, max_length=len(WEBHOOK_EVENTS))]
 

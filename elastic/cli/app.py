@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from elastic.cli import hosted
+from elastic.cli import hosted, quotas
 from elastic.cli.logs import STANDARD_ERROR, log_to
 from elastic.cli.output import EXIT_FAILED, bad_input, say
 from elastic.config import Config, ConfigError, RunConfig, apply_override, load_config, validate
@@ -49,6 +49,7 @@ app.add_typer(hosted.runs)
 app.add_typer(hosted.api)
 app.add_typer(hosted.projects)
 app.add_typer(hosted.uploads)
+app.add_typer(quotas.providers)
 app.command()(hosted.logs)
 app.command()(hosted.stop)
 app.command()(hosted.serve)

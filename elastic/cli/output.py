@@ -75,3 +75,12 @@ def _unfailing(stream: TextIO) -> Iterator[None]:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())
         os.close(nowhere)
+
+
+def duration(seconds: float) -> str:
+    """Such as 3 d 4 h, or 12 min."""
+    minutes = round(seconds / 60)
+    days, hours = divmod(minutes // 60, 24)
+    if days:
+        return f"{days} d {hours} h"
+    return f"{hours} h {minutes % 60} min" if hours else f"{minutes} min"

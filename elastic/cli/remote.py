@@ -16,13 +16,13 @@ from rich.table import Table
 
 from elastic import compose
 from elastic.cli.account import KEY_VARIABLE, Login, account_path, connected, forget_account, save_account
-from elastic.cli.output import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED, bad_input, console, emit, say
+from elastic.cli.output import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED, bad_input, console, duration, emit, say
 from elastic.cli.report import show_rows
 from elastic.cli.run import show_plan
 from elastic.client import ApiError, Client, ClientError
 from elastic.config import ConfigError, apply_override
 from elastic.report import Summary, as_markdown, closing_table
-from elastic.resources import ENDED, HostedRun, RunPhase
+from elastic.resources import ENDED, HostedRun, RunBudget, RunPhase
 
 _OURS_ALONE = ("directory",)
 """Keys of [run] that say where this machine keeps its runs, and mean nothing to a server."""
@@ -227,8 +227,9 @@ def _row(run: HostedRun) -> dict[str, str]:
 def show_command(name: str, *, as_json: bool) -> None:
     with server() as client:
         run = client.run(latest(client, name))
+        budget = client.budget(run.id)
     if as_json:
-        emit(run.model_dump(mode="json"))
+        emit(run.model_dump(mode="json") | {"budget": budget.model_dump(mode="json", exclude={"object", "run"})})
         return
     shown, figures = console(), run.figures
     shown.print(f"{run.id}  {run.name}  {run.phase}{f': {run.cause}' if run.cause else ''}", highlight=False)
@@ -237,12 +238,26 @@ def show_command(name: str, *, as_json: bool) -> None:
         f"preemptions {figures.preemptions}  restarts {run.restarts}",
         highlight=False,
     )
+    if budget.budget_usd is not None or budget.allotted_usd is not None:
+        shown.print(_budget_words(budget), highlight=False)
     table = Table(box=None, header_style="dim")
     for column in ("condition", "status", "reason", "since", "message"):
         table.add_column(column)
     for one in run.conditions:
         table.add_row(one.type, one.status, one.reason, one.lastTransitionTime, one.message)
     shown.print(table)
+
+
+def _budget_words(budget: RunBudget) -> str:
+    words = [f"${budget.usd:.2f} spent"]
+    if budget.committed_usd is not None:
+        words.append(f"${budget.committed_usd:.2f} if it is stopped now")
+    words.append("no budget of its own" if budget.budget_usd is None else f"budget ${budget.budget_usd:.2f}")
+    if budget.allotted_usd is not None:
+        words.append(f"${budget.allotted_usd:.2f} allotted by its project")
+    if budget.ends_in_s is not None:
+        words.append(f"ends in {duration(budget.ends_in_s)} with what it holds")
+    return "  ".join(words)
 
 
 def logs_command(name: str, source: str, tail: int | None, *, follow: bool) -> None:

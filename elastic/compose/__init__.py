@@ -9,6 +9,7 @@ from elastic.compose.incarnations import (
     UNEXPECTED,
     PastIncarnations,
     configured_budget,
+    cost_nano_usd,
     journaled,
     past_incarnations,
     replay,

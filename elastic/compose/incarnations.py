@@ -233,14 +233,15 @@ def previous_incarnation(run: RunDirectory, config: Config) -> PreviousIncarnati
     )
 
 
-BUDGET_KEY = "run.budget_usd"
-"""The id of the command that sets the budget of the configuration."""
+BUDGET_KEY, CAPS_KEY = "run.budget_usd", "run.caps"
+"""The ids of the commands that set the configuration's budget, and with a provider's name its caps."""
 
 
 def configured_budget(config: Config) -> tuple[e.Event, ...]:
     """What a run is told of its configuration as it begins."""
     usd = config.run.budget_usd
-    return () if usd is None else (e.BudgetSet(command=BUDGET_KEY, usd=usd),)
+    caps = [e.CapSet(command=f"{CAPS_KEY}.{name}", provider=name, gpus=gpus) for name, gpus in config.run.caps.items()]
+    return (*caps, *(() if usd is None else (e.BudgetSet(command=BUDGET_KEY, usd=usd),)))
 
 
 def what_holds(journals: Sequence[JournalReader], config: Config) -> tuple[e.Event, ...]:
@@ -248,17 +249,11 @@ def what_holds(journals: Sequence[JournalReader], config: Config) -> tuple[e.Eve
     budget counts all that the run has cost: what was held when an incarnation died, for as long as workers outlive
     it."""
     told: list[e.Event] = []
-    costs_nano_usd: dict[tuple[str, int], int] = {}
-    functions_usd, budget_usd, configured = 0.0, None, None
+    budget_usd, configured = None, None
     for journal in journals:
         meta = journal.meta()
         said = validate(Config, json.loads(meta["config"]), str(journal.path)) if "config" in meta else config
         configured = said.run.budget_usd
-        outlived_ns = journal.last_ns() + round(said.run.orchestrator_timeout_s * NS_PER_S)
-        for book in journal.books():
-            end_ns = outlived_ns if book.closed_ns is None else book.closed_ns
-            costs_nano_usd[book.worker, book.opened_ns] = book.price.most_nano_usd(end_ns - book.opened_ns)
-        functions_usd += sum(call.usd for call in journal.rows(CallRow))
         for _, event in journal.events_of("CapSet", "BudgetSet", "StopCommanded", "Resumed"):
             match event:
                 case e.BudgetSet():
@@ -276,9 +271,34 @@ def what_holds(journals: Sequence[JournalReader], config: Config) -> tuple[e.Eve
         budget_usd = config.run.budget_usd
     if not told and budget_usd is None:
         return ()
-    cost_nano_usd = sum(costs_nano_usd.values()) + math.ceil(functions_usd * NANO_USD_PER_USD)
     last = e.BudgetSet(command=f"{BUDGET_KEY} of process {len(journals) + 1}", usd=budget_usd)
-    return (*told, e.CostCarried(nano_usd=cost_nano_usd), last)
+    return (*told, e.CostCarried(nano_usd=_cost_nano_usd(journals, config)), last)
+
+
+def cost_nano_usd(run: RunDirectory) -> int:
+    """The most that a run can have cost: what was held when a process of it died, for as long as workers outlive it.
+
+    Raises `JournalError`, or `ConfigError` for a configuration that is none.
+    """
+    if not run.journal_paths():
+        return 0
+    with run.journals() as journals:
+        return _cost_nano_usd(journals, None)
+
+
+def _cost_nano_usd(journals: Sequence[JournalReader], config: Config | None) -> int:
+    costs: dict[tuple[str, int], int] = {}
+    functions_usd = 0.0
+    for journal in journals:
+        meta = journal.meta()
+        said = validate(Config, json.loads(meta["config"]), str(journal.path)) if "config" in meta else config
+        outlives_s = 0.0 if said is None else said.run.orchestrator_timeout_s
+        outlived_ns = journal.last_ns() + round(outlives_s * NS_PER_S)
+        for book in journal.books():
+            end_ns = outlived_ns if book.closed_ns is None else book.closed_ns
+            costs[book.worker, book.opened_ns] = book.price.most_nano_usd(end_ns - book.opened_ns)
+        functions_usd += sum(call.usd for call in journal.rows(CallRow))
+    return sum(costs.values()) + math.ceil(functions_usd * NANO_USD_PER_USD)
 
 
 def _notes(run: RunDirectory, chain: Sequence[JournalReader]) -> dict[str, str]:
@@ -366,6 +386,7 @@ MAY_DIFFER = frozenset(
         "run.directory",
         "run.steps",
         "run.budget_usd",
+        "run.caps",
         "run.host",
         "run.port",
         "run.advertise",

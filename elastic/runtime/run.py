@@ -292,7 +292,8 @@ class Run:
 
     def _acquire_lease(self, command: c.AcquireLease) -> None:
         offer = self.scheduler.leases.offers[command.provider]
-        self._ports.leases.acquire(command.lease, command.provider, offer.workers_per_lease)
+        # The next process has to know of all that was ever asked for, and what it may cost.
+        self._once_durable(self._ports.leases.acquire, command.lease, command.provider, offer.workers_per_lease)
 
     def _start_turn(self, command: c.StartTurn) -> None:
         prompt = self._ports.trajectories.prompt(command.turn)

@@ -5,7 +5,7 @@ from typing import Protocol
 
 import msgspec
 
-from elastic.core.allowance import BudgetForecast, budget_forecast, capped_gpus
+from elastic.core.allowance import BudgetForecast, budget_forecast, capped_gpus, gpus_of
 from elastic.core.controls import BUDGET_EXHAUSTED
 from elastic.core.fleet import Worker
 from elastic.core.ledger import NANO_USD_PER_USD
@@ -14,11 +14,13 @@ from elastic.core.types import NS_PER_S, Nanoseconds, WorkerState
 
 
 class ProviderStatus(msgspec.Struct, kw_only=True):
-    """One provider at one moment. `tokens` counts accepted tokens since the run began."""
+    """One provider at one moment. `tokens` counts accepted tokens since the run began; `gpus` are all that is asked for
+    or held, what is on its way back included."""
 
     ready: int = 0
     booting: int = 0
     other: int = 0
+    gpus: int = 0
     capacity_turns: int = 0
     running_turns: int = 0
     tokens: int = 0
@@ -163,6 +165,8 @@ def _provider_statuses(
         if book.closed_ns is None:
             nano_usd_per_hour = book.price.nano_usd_per_hour
             statuses.setdefault(book.provider, ProviderStatus()).usd_per_hour += nano_usd_per_hour / NANO_USD_PER_USD
+    for lease in scheduler.leases.leases.values():
+        statuses.setdefault(lease.provider, ProviderStatus()).gpus += gpus_of(lease.offer)
     _count_workers(statuses, scheduler.fleet.workers.values())
     return dict(sorted(statuses.items()))
 

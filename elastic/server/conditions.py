@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
+from elastic.core.allowance import WARNED_SHARE
 from elastic.core.controls import BUDGET_EXHAUSTED
 from elastic.resources import ENDED, Condition, RunFigures, RunPhase
 from elastic.server.clock import rfc3339
@@ -38,6 +39,8 @@ _ENDINGS: Mapping[RunPhase, tuple[str, str]] = {
 def findings(run: HostedRunRow, phase: RunPhase, cause: str, figures: RunFigures) -> list[ConditionFinding]:
     """What holds of a run in this phase, with these figures."""
     found = [SUBMITTED, _process(phase, cause, run)]
+    if phase is RunPhase.PENDING and run.waits is not None:
+        found.append(ConditionFinding("QuotaAvailable", "False", run.waits["reason"], run.waits["message"]))
     if phase is RunPhase.RUNNING:
         found.append(_capacity(run, figures))
     if run.budget_usd is not None:
@@ -81,6 +84,10 @@ def _capacity(run: HostedRunRow, figures: RunFigures) -> ConditionFinding:
         return ConditionFinding("CapacityAvailable", "True", "TrainerOnly", "the trainer's own device does all")
     if ready:
         return ConditionFinding("CapacityAvailable", "True", "WorkersReady", "workers of its providers are ready")
+    none_now = [name for name, share in (run.shares or {}).items() if not share["gpus"]]
+    if none_now and not booting:
+        words = f"of {', '.join(none_now)} other runs have all that there is now; its turn comes"
+        return ConditionFinding("CapacityAvailable", "False", "FairShare", words)
     if booting:
         return ConditionFinding("CapacityAvailable", "False", "Booting", "workers are on their way")
     if sum(one.preemptions for one in elastic.values()):
@@ -96,9 +103,15 @@ def _budget(budget_usd: float, cause: str, figures: RunFigures) -> ConditionFind
     words = f"${figures.usd:.2f} of ${budget_usd:.2f}"
     if cause.startswith(BUDGET_EXHAUSTED):
         return ConditionFinding("WithinBudget", "False", BUDGET_EXHAUSTED, f"{words}; it can be resumed with more")
-    if figures.budget is not None and figures.budget.warned:
+    if budget_nearly_used(budget_usd, figures):
         return ConditionFinding("WithinBudget", "True", "BudgetWarning", f"{words}: it is nearly used")
     return ConditionFinding("WithinBudget", "True", "BudgetLeft", f"the budget is ${budget_usd:.2f}")
+
+
+def budget_nearly_used(budget_usd: float | None, figures: RunFigures) -> bool:
+    """Whether most of a run's own budget is spent or committed; its core may have been given less of it so far."""
+    stands = figures.budget
+    return budget_usd is not None and stands is not None and stands.committed_usd >= WARNED_SHARE * budget_usd
 
 
 def _ended(phase: RunPhase, cause: str) -> ConditionFinding:

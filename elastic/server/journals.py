@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 
 from elastic import compose
+from elastic.config import ConfigError
 from elastic.core.ledger import NANO_USD_PER_USD, DeviceBook
 from elastic.core.types import NS_PER_S
 from elastic.report.history import History, history_of
@@ -56,6 +57,13 @@ def figures_of(run_dir: Path, former: int = 0) -> RunFigures | None:
                 newest = earlier if newest is None else _with_earlier(newest, earlier)
             continued = newest is not None and CONTINUES in journal.meta()
     return newest
+
+
+def cost_nano_usd(run_dir: Path) -> int:
+    """The most that a run can have cost, as all of its journals say; 0 where they cannot be read."""
+    with contextlib.suppress(JournalError, ConfigError, OSError):
+        return compose.cost_nano_usd(RunDirectory(run_dir))
+    return 0
 
 
 def _with_earlier(figures: RunFigures, earlier: RunFigures) -> RunFigures:

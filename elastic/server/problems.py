@@ -50,6 +50,12 @@ TYPES: Mapping[str, ProblemType] = {
     "upload-in-use": ProblemType(409, "A run uses it", "Wait until that run has ended, or stop it."),
     "last-admin": ProblemType(409, "The project would have no admin", "Make another member admin first."),
     "not-a-person": ProblemType(409, "The key is of no person", "Sign in as somebody, or use a person's own key."),
+    "run-retired": ProblemType(
+        409, "What the run would need is kept no longer", "Submit it anew; its report and figures are still there."
+    ),
+    "quota-exceeded": ProblemType(
+        409, "The project's quota never allows this", "Ask for less, or ask an admin of the server for more."
+    ),
     "untrusted-neighbours": ProblemType(
         409,
         "Projects' processes would not be apart",

@@ -36,6 +36,12 @@ class ServerSettings:
     """What a project's uploads may take of the disk."""
     session_s: float = 12 * 3600.0
     """How long a browser stays signed in."""
+    housekeeping_s: float = 600.0
+    """How often the runner removes what is kept no longer."""
+    fair_share_period_s: float = 600.0
+    """Within this, each run that wants some of a provider that is shared gets a lease of it."""
+    stop_patience_s: float = 30.0
+    """How long a run's process may take until it hears commands; before that no signal would find it ready."""
     restart_base_s: float = 1.0
     restart_max_s: float = 30.0
     command: tuple[str, ...] = ()

@@ -11,8 +11,10 @@ import msgspec
 from elastic import compose
 from elastic.config import Config, ConfigError, validate
 from elastic.resources import DryRun, ProblemError, Submission, WouldAcquire
+from elastic.server.needs import RunNeeds, needs_of
 from elastic.server.problems import ApiProblem
 from elastic.server.settings import ServerSettings
+from elastic.server.store.quotas import TRAINER, QuotaRow
 from elastic.server.store.runs import NewRun
 from elastic.server.upload_files import SCHEME, named
 
@@ -45,13 +47,14 @@ def check(settings: ServerSettings, submission: Submission, project: str) -> tup
         errors += [_fault(line) for line in str(error).splitlines()]
     errors += [
         ProblemError(pointer=f"#/caps/{name}", detail=f"names no provider of this run; allowed: {', '.join(names)}")
-        for name in submission.caps
+        for name in {**_caps_in(raw), **submission.caps}
         if name not in names
     ]
     if errors or plan is None:
         detail = "; ".join(f"{one.pointer}: {one.detail}" for one in errors)
         raise ApiProblem("invalid-configuration", detail, errors)
     own = raw.get("run", {}).pop("budget_usd", None)
+    own_caps = raw.get("run", {}).pop("caps", {})
     run = NewRun(
         project=project,
         name=plan.config.run.name,
@@ -59,8 +62,9 @@ def check(settings: ServerSettings, submission: Submission, project: str) -> tup
         providers=list(plan.providers),
         labels=submission.labels,
         budget_usd=own if submission.budget_usd is None else submission.budget_usd,
-        caps=submission.caps,
+        caps={**own_caps, **submission.caps},
         max_restarts=submission.max_restarts,
+        needs=needs_of(plan),
     )
     return run, plan
 
@@ -76,6 +80,30 @@ def dry_run(plan: compose.RunPlan) -> DryRun:
         usd_per_hour_max=sum(row.usd_per_hour_max for row in rows),
         warnings=compose.short_limits(plan.config),
     )
+
+
+def _caps_in(raw: Mapping[str, Any]) -> dict[str, Any]:
+    section = raw.get("run")
+    caps = section.get("caps") if isinstance(section, dict) else None
+    return caps if isinstance(caps, dict) else {}
+
+
+def refuse_beyond(quota: QuotaRow, needs: RunNeeds) -> None:
+    """Raises `ApiProblem` for a run that could never begin, or never have what it names, under this quota."""
+    faults: list[ProblemError] = []
+    if quota.runs_max == 0:
+        faults.append(ProblemError(pointer="#/project", detail="the project may have no runs"))
+    trainers = quota.gpus.get(TRAINER, needs.trainer_gpus)
+    if needs.trainer_gpus > trainers:
+        words = f"its trainer takes {needs.trainer_gpus} GPUs; the project may have {trainers} in trainers"
+        faults.append(ProblemError(pointer="#/config/trainer/gpus", detail=words))
+    for name, one in needs.providers.items():
+        allowed = quota.gpus.get(one.kind, one.unit)
+        if one.gpus > 0 and allowed < one.unit:
+            words = f"a lease has {one.unit} GPUs of {one.kind}; the project may have {allowed}"
+            faults.append(ProblemError(pointer=f"#/config/providers/{name}", detail=words))
+    if faults:
+        raise ApiProblem("quota-exceeded", "; ".join(one.detail for one in faults), faults)
 
 
 def _forbidden(raw: Mapping[str, Any]) -> Iterator[ProblemError]:

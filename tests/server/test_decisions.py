@@ -53,7 +53,14 @@ hows = [
     decisions.DIED,
 ]
 endings = st.none() | st.builds(Ending, how=st.sampled_from(hows), cause=st.just("why"), with_world=st.booleans())
-sights = st.builds(ProcessSeen, alive=st.booleans(), signalled=st.booleans(), killed=st.booleans(), ending=endings)
+sights = st.builds(
+    ProcessSeen,
+    alive=st.booleans(),
+    signalled=st.booleans(),
+    killed=st.booleans(),
+    ending=endings,
+    leaves=st.booleans(),
+)
 
 
 def next_step(run: HostedRunRow, seen: ProcessSeen) -> Decision:
@@ -67,13 +74,16 @@ def test_whatever_happens(run: HostedRunRow, seen: ProcessSeen) -> None:
         assert made.step in (NextStep.NOTHING, NextStep.STOP, NextStep.KILL)
         assert (made.step is NextStep.NOTHING) or run.wanted != runs.RUN
     if made.step is NextStep.START:
-        assert run.wanted == runs.RUN
         assert run.phase in (RunPhase.PENDING, RunPhase.RESTARTING)
-        assert run.not_before_us <= NOW_US
+        if run.wanted == runs.RUN:
+            assert run.not_before_us <= NOW_US
+        else:  # It is taken up to give back what it holds.
+            assert (run.wanted, run.phase, run.force, seen.leaves) == (runs.STOP, RunPhase.RESTARTING, False, True)
     if made.step is NextStep.REMOVE:
         assert run.wanted == runs.DELETE
     if made.step is NextStep.BECOME:
-        assert made.phase in ENDED or (made.phase is RunPhase.RESTARTING and run.wanted == runs.RUN)
+        goes_on = run.wanted == runs.RUN or (run.wanted == runs.STOP and not run.force and seen.leaves)
+        assert made.phase in ENDED or (made.phase is RunPhase.RESTARTING and goes_on)
         assert not (made.phase is RunPhase.RESTARTING and made.counts and run.restarts >= run.max_restarts)
         assert made.not_before_us <= NOW_US + MAX_S * 1e6
 

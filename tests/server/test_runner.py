@@ -68,7 +68,12 @@ def quick(site: Site, tmp_path: Path) -> ServerSettings:
     script = tmp_path / "process.py"
     script.write_text(PROCESS.replace("SCHEMA", str(SCHEMA_VERSION)))
     return dataclasses.replace(
-        site.settings, command=(sys.executable, str(script)), tick_s=0.02, observe_s=0.05, restart_base_s=0.01
+        site.settings,
+        command=(sys.executable, str(script)),
+        tick_s=0.02,
+        observe_s=0.05,
+        restart_base_s=0.01,
+        stop_patience_s=0.0,
     )
 
 

@@ -4,14 +4,16 @@ import json
 from typing import Any
 
 import sqlalchemy as sa
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Request, Response
 
 from elastic import compose
-from elastic.resources import ENDED, Listed, ProviderFigures, ProviderKind, RunFigures
+from elastic.resources import ENDED, Listed, ProviderChange, ProviderFigures, ProviderKind, RunFigures
 from elastic.server.permissions import Action
 from elastic.server.problems import not_found
-from elastic.server.routes.common import CallerDep, StateDep, rules
+from elastic.server.routes.common import CallerDep, IfMatch, StateDep, check_etag, etag_of, rules
+from elastic.server.store import quotas
 from elastic.server.store.tables import runs
+from elastic.server.writes import WriteResult, carry_out
 
 router = APIRouter(prefix="/v1/providers", tags=["providers"])
 
@@ -23,12 +25,34 @@ def list_providers(request: Request, caller: CallerDep, state: StateDep) -> List
 
 
 @router.get("/{provider}", **rules(Action.RUNS_READ, "not-found"))
-def show(provider: str, caller: CallerDep, state: StateDep) -> ProviderKind:
+def show(provider: str, caller: CallerDep, state: StateDep, response: Response) -> ProviderKind:
     """Show one kind of provider."""
+    with state.store.reading() as connection:
+        response.headers["etag"] = etag_of(quotas.capacity(connection, provider)[1])
     for kind in _kinds(caller, state):
         if kind.id == provider:
             return kind
     raise not_found("provider", provider)
+
+
+@router.patch(
+    "/{provider}",
+    response_model=ProviderKind,
+    **rules(Action.SERVER_WRITE, "not-found", "precondition-failed", "precondition-required"),
+)
+def change(
+    provider: str, request: Request, body: ProviderChange, caller: CallerDep, state: StateDep, if_match: IfMatch = None
+) -> Response:
+    """Say how many GPUs of this kind there are for all runs together; they share them by their projects' weights."""
+    kind = show(provider, caller, state, Response())
+
+    def work(tx: sa.Connection) -> WriteResult:
+        check_etag(if_match, etag_of(quotas.capacity(tx, provider)[1]))
+        quotas.change_capacity(tx, provider, body.gpus)
+        version = quotas.capacity(tx, provider)[1]
+        return WriteResult(200, kind.model_copy(update={"gpus": body.gpus}), {"etag": etag_of(version)})
+
+    return carry_out(request, state, caller, Action.SERVER_WRITE, body, work)
 
 
 def _kinds(caller: CallerDep, state: StateDep) -> list[ProviderKind]:
@@ -37,13 +61,14 @@ def _kinds(caller: CallerDep, state: StateDep) -> list[ProviderKind]:
         living = living.where(runs.c.project == caller.project)
     with state.store.reading() as connection:
         rows = list(connection.execute(living))
+        shared = quotas.all_capacities(connection)
     points = sorted(compose.installed("elastic.providers").items())
     held: dict[str, list[ProviderFigures]] = {}
     for config, figures in rows:
         sections = _providers(config)
         for name, one in RunFigures.model_validate(figures).providers.items():
             held.setdefault(compose.kind_of(sections, name), []).append(one)
-    return [_kind(name, _settings(point), held.get(name, [])) for name, point in points]
+    return [_kind(name, _settings(point), shared.get(name), held.get(name, [])) for name, point in points]
 
 
 def _providers(config: str) -> dict[str, dict[str, Any]]:
@@ -58,10 +83,11 @@ def _settings(point: Any) -> dict[str, Any]:
         return {}
 
 
-def _kind(name: str, settings: dict[str, Any], held: list[ProviderFigures]) -> ProviderKind:
+def _kind(name: str, settings: dict[str, Any], gpus: int | None, held: list[ProviderFigures]) -> ProviderKind:
     return ProviderKind(
         id=name,
         settings=settings,
+        gpus=gpus,
         runs=len(held),
         ready=sum(one.ready for one in held),
         booting=sum(one.booting for one in held),

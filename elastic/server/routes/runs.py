@@ -6,6 +6,7 @@ from typing import Annotated
 import sqlalchemy as sa
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
 
+from elastic.core.ledger import NANO_USD_PER_USD
 from elastic.resources import (
     DryRun,
     HostedRun,
@@ -18,9 +19,10 @@ from elastic.resources import (
     StopRequest,
     Submission,
 )
-from elastic.server import conditions, ids, submissions
+from elastic.server import budgets, conditions, ids, submissions
 from elastic.server.permissions import Action
 from elastic.server.problems import ApiProblem
+from elastic.server.retention import UNRESUMABLE
 from elastic.server.routes.common import (
     CallerDep,
     Cursor,
@@ -36,7 +38,7 @@ from elastic.server.routes.common import (
     rules,
     run_of,
 )
-from elastic.server.store import runs
+from elastic.server.store import quotas, runs
 from elastic.server.store.database import now_us
 from elastic.server.store.tables import runs as runs_table
 from elastic.server.writes import WriteResult, carry_out
@@ -49,7 +51,7 @@ RunId = Annotated[str, Path(max_length=64)]
     "",
     status_code=201,
     response_model=HostedRun,
-    **rules(Action.RUNS_WRITE, "invalid-configuration", "not-found", "idempotency-mismatch"),
+    **rules(Action.RUNS_WRITE, "invalid-configuration", "not-found", "quota-exceeded", "idempotency-mismatch"),
 )
 def submit(
     request: Request, body: Submission, caller: CallerDep, state: StateDep, idempotency_key: IdempotencyKey = None
@@ -60,6 +62,7 @@ def submit(
     new, _ = submissions.check(state.settings, body, project)
 
     def work(tx: sa.Connection) -> WriteResult:
+        submissions.refuse_beyond(quotas.quota(tx, project), new.needs)
         first = conditions.updated([], [conditions.SUBMITTED], now_us(), 1)
         run = runs.insert(tx, new, caller.actor, first)
         place = f"{router.prefix}/{run.id}"
@@ -69,12 +72,18 @@ def submit(
     return carry_out(request, state, caller, Action.RUNS_WRITE, body, work)
 
 
-@router.post("/dry-run", response_model=DryRun, **rules(Action.RUNS_WRITE, "invalid-configuration", "not-found"))
+@router.post(
+    "/dry-run",
+    response_model=DryRun,
+    **rules(Action.RUNS_WRITE, "invalid-configuration", "not-found", "quota-exceeded"),
+)
 def dry_run(body: Submission, caller: CallerDep, state: StateDep) -> DryRun:
     """Check a submission and say what it would hold and cost at most; nothing is started or kept."""
     with state.store.reading() as connection:
         project = project_of(connection, caller, body.project)
-    _, plan = submissions.check(state.settings, body, project)
+    new, plan = submissions.check(state.settings, body, project)
+    with state.store.reading() as connection:
+        submissions.refuse_beyond(quotas.quota(connection, project), new.needs)
     return submissions.dry_run(plan)
 
 
@@ -157,7 +166,7 @@ def stop(
 @router.post(
     "/{run}/resume",
     response_model=HostedRun,
-    **rules(Action.RUNS_WRITE, "not-found", "run-active", "run-finished", "idempotency-mismatch"),
+    **rules(Action.RUNS_WRITE, "not-found", "run-active", "run-finished", "run-retired", "idempotency-mismatch"),
 )
 def resume(
     run: RunId,
@@ -174,6 +183,8 @@ def resume(
         found = run_of(tx, caller, run)
         if not found.ended:
             raise ApiProblem("run-active", f"{run} is {found.phase}", run=run)
+        if gone := [part for part in UNRESUMABLE if part in (found.retired or {})]:
+            raise ApiProblem("run-retired", f"{run} has no {' and '.join(gone)} any more", run=run)
         config = json.loads(found.config)
         steps = found.figures.steps
         if found.phase is RunPhase.FINISHED and (asked.steps is None or asked.steps <= steps):
@@ -220,16 +231,22 @@ def delete(run: RunId, request: Request, caller: CallerDep, state: StateDep) -> 
 @router.get("/{run}/budget", **rules(Action.RUNS_READ, "not-found"))
 def budget(run: RunId, found: RunDep) -> RunBudget:
     """Show what a run may cost, what it has cost, and when the rest is gone with what it holds."""
-    figures = found.figures
-    stands = figures.budget if found.budget_usd is not None else None
+    figures, own = found.figures, found.budget_usd
+    stands, allotted = figures.budget, found.allotted_nano_usd
+    rate = 0.0 if found.ended else sum(one.usd_per_hour for one in figures.providers.values())
+    ends_in_s = None if stands is None or found.ended or own is None else stands.ends_in_s
+    if ends_in_s is not None and own is not None and stands is not None and stands.budget_usd < own:
+        # Its core knows no more than its slices.
+        ends_in_s = budgets.ends_in_s(own, stands.committed_usd, rate)
     return RunBudget(
         run=found.id,
         budget_usd=found.budget_usd,
         usd=figures.usd,
-        usd_per_hour=0.0 if found.ended else sum(one.usd_per_hour for one in figures.providers.values()),
+        allotted_usd=None if allotted is None else allotted / NANO_USD_PER_USD,
+        usd_per_hour=rate,
         committed_usd=None if stands is None else stands.committed_usd,
-        warned=stands is not None and stands.warned,
-        ends_in_s=None if stands is None or found.ended else stands.ends_in_s,
+        warned=conditions.budget_nearly_used(own, figures),
+        ends_in_s=ends_in_s,
     )
 
 

@@ -1,10 +1,11 @@
 """Commands from the runner to a run's process, through the socket in the run's directory.
 
-Each has an id that is made of the run and the generation that it came with: however often it is repeated, by whatever
-runner, it is done once.
+Each has an id that is made of the run and the number of what it says: however often it is repeated, by whatever runner,
+it is done once.
 """
 
 from pathlib import Path
+from typing import Any
 
 import structlog
 
@@ -14,6 +15,7 @@ from elastic.server.store.runs import HostedRunRow
 log = structlog.get_logger(__name__)
 
 TIMEOUT_S = 5.0
+NO_LIMITS: dict[str, Any] = {"caps": {}, "budget_usd": None}
 STOPPED_BY_SERVER = "stopped through the server"
 
 
@@ -30,12 +32,17 @@ async def told_to_stop(run_dir: Path, run: HostedRunRow) -> bool:
 
 
 async def told_its_limits(run_dir: Path, run: HostedRunRow) -> bool:
-    """Whether the run's process has its caps and its budget in its journal. One that it does not know is left out."""
-    control, prefix = RunControl(run_dir, TIMEOUT_S), f"{run.id}:{run.generation}"
+    """Whether the run's process has its caps and its budget in its journal. Those that it was told before are not
+    repeated, and one that it does not know is left out."""
+    control, prefix = RunControl(run_dir, TIMEOUT_S), f"{run.id}:limits:{run.limits_number}"
+    limits, told = run.limits or NO_LIMITS, run.told
     try:
         for provider in run.providers:
-            await control.cap(provider, run.caps.get(provider), f"{prefix}:cap:{provider}")
-        await control.budget(run.budget_usd, f"{prefix}:budget")
+            cap = limits["caps"].get(provider)
+            if told is None or told["caps"].get(provider) != cap:
+                await control.cap(provider, cap, f"{prefix}:cap:{provider}")
+        if told is None or told["budget_usd"] != limits["budget_usd"]:
+            await control.budget(limits["budget_usd"], f"{prefix}:budget")
     except CommandRefused as error:
         log.warning("the run does not take its limits", run=run.id, error=str(error))
     except ControlError:

@@ -3,11 +3,15 @@
 - A process is begun only where none was seen alive.
 - A process that died without an end of its run in the journal is followed by another, up to `max_restarts` times; where
   the whole machine or container went down with it, that does not count.
+- A run that is to stop while its process is down is taken up once more, to give back what it holds.
+- A run that stopped because its project's budget had no slice for it waits for the next one.
 """
 
 from dataclasses import dataclass
 from enum import StrEnum
 
+from elastic.core.controls import BUDGET_EXHAUSTED
+from elastic.core.ledger import NANO_USD_PER_USD
 from elastic.resources import ALIVE, RunPhase
 from elastic.server.store import runs
 from elastic.server.store.runs import HostedRunRow
@@ -47,6 +51,8 @@ class ProcessSeen:
     alive: bool
     signalled: bool = False
     killed: bool = False
+    leaves: bool = False
+    """Whether its journal may know of something that nobody has given back yet."""
     ending: Ending | None = None
 
 
@@ -72,12 +78,21 @@ def decide(run: HostedRunRow, seen: ProcessSeen, now_us: int, base_s: float, max
     if run.wanted == runs.DELETE:
         return Decision(step=NextStep.REMOVE)
     if run.phase in ALIVE:
-        return _gone(run, seen.ending or Ending(how=DIED), now_us, base_s, max_s)
+        return _gone(run, seen, now_us, base_s, max_s)
     if run.ended:
         return Decision(step=NextStep.SETTLE)
     if run.wanted == runs.STOP:
+        if run.phase is RunPhase.RESTARTING and seen.leaves and not run.force:
+            return Decision(step=NextStep.START)
         return Decision(step=NextStep.BECOME, phase=RunPhase.STOPPED, cause=run.cause)
     return Decision(step=NextStep.START) if now_us >= run.not_before_us else NOTHING
+
+
+def short_of_slice(run: HostedRunRow) -> bool:
+    """Whether it had to stop for its project's budget, not for its own."""
+    if run.allotted_nano_usd is None:
+        return False
+    return run.budget_usd is None or run.allotted_nano_usd < int(run.budget_usd * NANO_USD_PER_USD)
 
 
 def _living(run: HostedRunRow, seen: ProcessSeen) -> Decision:
@@ -88,14 +103,17 @@ def _living(run: HostedRunRow, seen: ProcessSeen) -> Decision:
     return NOTHING if seen.signalled else Decision(step=NextStep.STOP)
 
 
-def _gone(run: HostedRunRow, ending: Ending, now_us: int, base_s: float, max_s: float) -> Decision:
+def _gone(run: HostedRunRow, seen: ProcessSeen, now_us: int, base_s: float, max_s: float) -> Decision:
+    ending = seen.ending or Ending(how=DIED)
     cause = ending.cause
     if ending.how == FINISHED:
         return Decision(step=NextStep.BECOME, phase=RunPhase.FINISHED)
     if ending.how in (FAILED, BAD_INPUT):
         return Decision(step=NextStep.BECOME, phase=RunPhase.FAILED, cause=cause)
-    if run.wanted == runs.STOP:
+    if run.wanted == runs.STOP and (run.force or ending.how != DIED or not seen.leaves):
         return Decision(step=NextStep.BECOME, phase=RunPhase.STOPPED)
+    if ending.how == STOPPED and cause.startswith(BUDGET_EXHAUSTED) and short_of_slice(run):
+        return Decision(step=NextStep.BECOME, phase=RunPhase.PENDING)
     if ending.how == STOPPED:
         return Decision(step=NextStep.BECOME, phase=RunPhase.STOPPED, cause=cause)
     if ending.how == INTERRUPTED:
@@ -104,6 +122,9 @@ def _gone(run: HostedRunRow, ending: Ending, now_us: int, base_s: float, max_s: 
         )
     if ending.with_world:
         return Decision(step=NextStep.BECOME, phase=RunPhase.RESTARTING, cause=cause)
+    if run.restarts >= run.max_restarts and run.wanted == runs.STOP:
+        left = f"{cause}; it could not give back what it had"
+        return Decision(step=NextStep.BECOME, phase=RunPhase.STOPPED, cause=left)
     if run.restarts >= run.max_restarts:
         given_up = f"{cause}; it has been started again {run.restarts} times, and is not any more"
         return Decision(step=NextStep.BECOME, phase=RunPhase.FAILED, cause=given_up)

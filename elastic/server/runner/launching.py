@@ -7,8 +7,9 @@ import pwd
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from elastic import compose
 from elastic.config import Config, validate
 from elastic.processes import Adopted, Identity, boot_id, identity, inherited, marked
 from elastic.runtime.journal import CONFIG, JournalError, RunDirectory
+from elastic.server.runner.control import NO_LIMITS
 from elastic.server.runner.decisions import BAD_INPUT, DIED, FAILED, FINISHED, INTERRUPTED, STOPPED, Ending
 from elastic.server.settings import ServerSettings
 from elastic.server.store.runs import HostedRunRow
@@ -34,6 +36,7 @@ class HeldProcess:
 
     watched: Adopted
     child: "subprocess.Popen[bytes] | None" = None
+    since_s: float = field(default_factory=time.monotonic)
     stopped: bool = False
     killed: bool = False
 
@@ -73,7 +76,10 @@ def begin(
     path, storage = settings.run_dir(run.id).resolve(), settings.storage(run.project).resolve()
     journals = len(RunDirectory(path).journal_paths())
     steps = json.loads(run.config).get("run", {}).get("steps")
-    given = {"run.steps": steps, "run.budget_usd": run.budget_usd}
+    limits = run.limits or NO_LIMITS
+    given = {"run.steps": steps, "run.budget_usd": limits["budget_usd"]}
+    if limits["caps"]:
+        given["run.caps"] = "{" + ", ".join(f"{json.dumps(k)} = {n}" for k, n in limits["caps"].items()) + "}"
     if secrets:
         given["run.pass_env"] = json.dumps(sorted(secrets))
     command = [*(settings.command or (sys.executable, "-P", "-m", "elastic.cli", "run")), "--resume", str(path)]

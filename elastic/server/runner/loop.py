@@ -14,7 +14,7 @@ import fcntl
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,15 +22,18 @@ import structlog
 
 from elastic.config import ConfigError
 from elastic.resources import ALIVE, ENDED, RunFigures, RunPhase
-from elastic.runtime.journal import JournalError
+from elastic.runtime.journal import JournalError, RunDirectory
 from elastic.server import conditions
-from elastic.server.journals import figures_of
+from elastic.server.budgets import day_of
+from elastic.server.journals import cost_nano_usd, figures_of
 from elastic.server.runner import decisions, launching
+from elastic.server.runner.allotting import allotted
 from elastic.server.runner.control import told_its_limits, told_to_stop
 from elastic.server.runner.decisions import Decision, Ending, NextStep, ProcessSeen
 from elastic.server.runner.launching import HeldProcess
+from elastic.server.runner.retiring import retire
 from elastic.server.settings import ServerSettings
-from elastic.server.store import Store, StoreUnavailable, people, runs, secrets
+from elastic.server.store import Store, StoreUnavailable, people, quotas, runs, secrets
 from elastic.server.store.database import Leadership, now_us
 from elastic.server.store.runs import HostedRunRow
 from elastic.server.vault import Vault, VaultError
@@ -39,7 +42,6 @@ log = structlog.get_logger(__name__)
 
 LOCK = "runner.lock"
 FORGET_ANSWERS_S = 24 * 3600
-HOUSEKEEPING_S = 600.0
 LEADER_TIMEOUT_S = 10.0
 """How long a database whose leader was killed may take to notice."""
 
@@ -58,7 +60,8 @@ class RunnerLoop:
         self._woken = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._observed_s: dict[str, float] = {}
-        self._housekept_s = 0.0
+        self._housekept_s = float("-inf")
+        self._allotted_s = float("-inf")
         self.ticked_s = time.monotonic()
         """When it last looked at everything: its health."""
 
@@ -109,6 +112,10 @@ class RunnerLoop:
     async def tick(self) -> None:
         """Look at every run once. Raises `StoreUnavailable`."""
         records = await asyncio.to_thread(self._managed)
+        if time.monotonic() - self._allotted_s >= self._settings.observe_s or self._wants_more(records):
+            await allotted(self._store, self._settings, records)
+            self._allotted_s = time.monotonic()
+            records = await asyncio.to_thread(self._managed)
         for run in records:
             try:
                 await self._attend(run)
@@ -119,6 +126,10 @@ class RunnerLoop:
         await self._housekeep()
         self.ticked_s = time.monotonic()
 
+    def _wants_more(self, records: Sequence[HostedRunRow]) -> bool:
+        """Whether there is a run of which nobody has decided yet what it may have."""
+        return any(run.phase is RunPhase.PENDING and run.limits is None for run in records)
+
     async def _attend(self, run: HostedRunRow) -> None:
         seen = await self._look(run)
         settings = self._settings
@@ -127,7 +138,10 @@ class RunnerLoop:
             if seen.alive:
                 await self._observe(run)
         elif decision.step is NextStep.START:
-            await self._start(run)
+            if run.limits is None or (run.phase is RunPhase.PENDING and run.waits is not None):
+                await self._wait(run)
+            else:
+                await self._start(run)
         elif decision.step is NextStep.BECOME:
             await asyncio.to_thread(self._become, run, decision)
         elif decision.step is NextStep.SETTLE:
@@ -154,11 +168,12 @@ class RunnerLoop:
             status = await asyncio.to_thread(lambda: held.status)
             held.watched.close()
             del self._held[run.id]
+        leaves = bool(RunDirectory(self._settings.run_dir(run.id)).journal_paths())
         if not began:
-            return ProcessSeen(alive=False)
+            return ProcessSeen(alive=False, leaves=leaves)
         ending = await asyncio.to_thread(launching.ending, self._settings, run, status)
         log.info("a run's process has ended", run=run.id, how=ending.how, cause=ending.cause)
-        return ProcessSeen(alive=False, ending=ending)
+        return ProcessSeen(alive=False, ending=ending, leaves=leaves)
 
     def _adopted(self, run: HostedRunRow, held: HeldProcess, found: launching.Identity) -> None:
         if run.identity == found:
@@ -203,6 +218,7 @@ class RunnerLoop:
                 process=None,
                 attempt=run.attempt + 1,
                 started_us=run.started_us or now_us(),
+                told=run.told if run.attempt else run.limits,
                 conditions=self._conditions(run, phase, run.cause, run.figures),
             )
             sealed = {row["name"]: row["sealed"] for row in secrets.all_of(tx, run.project)}
@@ -214,11 +230,17 @@ class RunnerLoop:
         launching.prepare(self._settings, run)
         return launching.begin(self._settings, run, user, opened)
 
+    async def _wait(self, run: HostedRunRow) -> None:
+        """It does not begin yet; its conditions say why."""
+        found = self._conditions(run, run.phase, run.cause, run.figures)
+        if found != run.conditions:
+            await asyncio.to_thread(self._write, run.id, conditions=found)
+
     async def _stop(self, run: HostedRunRow, step: NextStep) -> None:
         held = self._held[run.id]
         if step is NextStep.STOP and await told_to_stop(self._settings.run_dir(run.id), run):
             held.stopped = True
-        else:
+        elif step is NextStep.KILL or time.monotonic() - held.since_s >= self._settings.stop_patience_s:
             held.stop()
             if step is NextStep.KILL and not held.killed:
                 held.stop()
@@ -234,24 +256,28 @@ class RunnerLoop:
         self._observed_s[run.id] = now_s
         former = run.process["journals"] if run.process else 0
         figures = await asyncio.to_thread(figures_of, self._settings.run_dir(run.id), former)
-        limited = bool(run.caps) or run.budget_usd is not None or run.observed_generation > 0
-        if run.observed_generation != run.generation and (
-            not limited or await told_its_limits(self._settings.run_dir(run.id), run)
-        ):
+        if run.told != run.limits and await told_its_limits(self._settings.run_dir(run.id), run):
+            run = replace(run, told=run.limits)
+            await asyncio.to_thread(self._write, run.id, told=run.told)
+        if run.observed_generation != run.generation and run.told == run.limits:
             await asyncio.to_thread(self._write, run.id, observed_generation=run.generation)
         phase = _while_alive(run) if figures is None else RunPhase.RUNNING
         if run.phase is RunPhase.STOPPING:
             phase = run.phase
         now = figures or run.figures
         found = self._conditions(run, phase, run.cause, now)
-        seen = {"phase": phase.value, "figures": now.model_dump(), "conditions": found}
-        if seen != {"phase": run.phase.value, "figures": run.figures.model_dump(), "conditions": run.conditions}:
+        warned = conditions.budget_nearly_used(run.budget_usd, now)
+        seen = {"phase": phase.value, "figures": now.model_dump(), "conditions": found, "warned": warned}
+        known = {"figures": run.figures.model_dump(), "conditions": run.conditions, "warned": run.warned}
+        if seen != {"phase": run.phase.value, **known}:
             await asyncio.to_thread(self._write, run.id, **seen)
 
     def _become(self, run: HostedRunRow, decision: Decision) -> None:
         """The run is in another phase now, and the store says so."""
         figures = figures_of(self._settings.run_dir(run.id)) or run.figures
         phase = decision.phase
+        cost = cost_nano_usd(self._settings.run_dir(run.id)) or run.seen_nano_usd
+        returns = phase in ENDED or phase is RunPhase.PENDING
         counted = run.restarts + decision.counts
         with self._store.writing() as tx:
             runs.observe(
@@ -264,6 +290,8 @@ class RunnerLoop:
                 figures=figures.model_dump(),
                 conditions=self._conditions(run, phase, decision.cause, figures),
                 ended_us=now_us() if phase in ENDED else None,
+                cost_nano_usd=cost,
+                allotted_nano_usd=cost if returns and run.allotted_nano_usd is not None else run.allotted_nano_usd,
             )
             if phase in ENDED:
                 runs.settle(tx, run.id, run.generation)
@@ -273,15 +301,19 @@ class RunnerLoop:
             runs.settle(tx, run.id, run.generation)
 
     def _remove(self, run: HostedRunRow) -> None:
-        shutil.rmtree(self._settings.run_dir(run.id), ignore_errors=True)
+        with contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(self._settings.run_dir(run.id))
+        cost = run.seen_nano_usd
         with self._store.writing() as tx:
+            quotas.deleted(tx, run.project, cost, cost - run.base_nano_usd(day_of(now_us())))
             runs.remove(tx, run.id)
         log.info("removed", run=run.id)
 
     async def _housekeep(self) -> None:
-        if time.monotonic() - self._housekept_s > HOUSEKEEPING_S:
+        if time.monotonic() - self._housekept_s > self._settings.housekeeping_s:
             await asyncio.to_thread(self._forget)
-            self._housekept_s = time.monotonic()
+            more = await asyncio.to_thread(retire, self._store, self._settings)
+            self._housekept_s = float("-inf") if more else time.monotonic()
 
     def _forget(self) -> None:
         with self._store.writing() as tx:

@@ -4,12 +4,15 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import sqlalchemy as sa
 
+from elastic.core.ledger import NANO_USD_PER_USD
 from elastic.processes import Identity
 from elastic.resources import ENDED, Condition, HostedRun, HostedRunDetail, RunFigures, RunPhase
 from elastic.server import ids
 from elastic.server.clock import rfc3339
+from elastic.server.needs import RunNeeds, needs_of_config
 from elastic.server.store import webhooks
 from elastic.server.store.database import now_us
 from elastic.server.store.tables import idempotency, runs
@@ -48,6 +51,33 @@ class HostedRunRow:
     not_before_us: int
     started_us: int | None
     ended_us: int | None
+    needs: dict[str, Any] | None = None
+    shares: dict[str, Any] | None = None
+    limits: dict[str, Any] | None = None
+    told: dict[str, Any] | None = None
+    limits_number: int = 0
+    allotted_nano_usd: int | None = None
+    cost_nano_usd: int = 0
+    day: int = 0
+    day_base_nano_usd: int = 0
+    warned: bool = False
+    waits: dict[str, str] | None = None
+    retired: dict[str, str] | None = None
+
+    @property
+    def needed(self) -> RunNeeds:
+        if self.needs is None:
+            return needs_of_config(self.config, self.providers)
+        return msgspec.convert(self.needs, RunNeeds)
+
+    @property
+    def seen_nano_usd(self) -> int:
+        """What it has cost, as far as anybody has seen."""
+        return max(self.cost_nano_usd, round(self.figures.usd * NANO_USD_PER_USD))
+
+    def base_nano_usd(self, day: int) -> int:
+        """What it had cost as this day began."""
+        return self.day_base_nano_usd if self.day == day else self.seen_nano_usd
 
     @property
     def ended(self) -> bool:
@@ -71,6 +101,7 @@ class NewRun:
     budget_usd: float | None = None
     caps: dict[str, int] = field(default_factory=dict[str, int])
     max_restarts: int = 10
+    needs: RunNeeds = field(default_factory=RunNeeds)
 
 
 def _record(row: sa.RowMapping) -> HostedRunRow:
@@ -95,6 +126,7 @@ def insert(tx: sa.Connection, new: NewRun, created_by: str, conditions: list[Con
         "phase": RunPhase.PENDING.value,
         "conditions": [one.model_dump() for one in conditions],
         "figures": {"steps": new.config.get("run", {}).get("steps", 0)},
+        "needs": msgspec.to_builtins(new.needs),
     }
     tx.execute(sa.insert(runs).values(**row))
     made = find(tx, row["id"])
@@ -113,9 +145,12 @@ def listed(row: sa.RowMapping) -> HostedRunRow:
     return _record(row)
 
 
-def managed(connection: sa.Connection) -> list[HostedRunRow]:
-    """The runs that the runner has to do with, oldest first."""
-    rows = connection.execute(sa.select(runs).where(runs.c.managed).order_by(runs.c.id)).mappings()
+def managed(connection: sa.Connection, project: str | None = None) -> list[HostedRunRow]:
+    """The runs that the runner has to do with, of one project or all, oldest first."""
+    wanted = sa.select(runs).where(runs.c.managed).order_by(runs.c.id)
+    if project is not None:
+        wanted = wanted.where(runs.c.project == project)
+    rows = connection.execute(wanted).mappings()
     return [_record(row) for row in rows]
 
 
@@ -127,12 +162,19 @@ def want(tx: sa.Connection, id_: str, **changes: Any) -> None:
 
 
 def observe(tx: sa.Connection, id_: str, **seen: Any) -> None:
-    """Write down what the runner has seen or done; who wants to be told of another phase will be."""
+    """Write down what the runner has seen or done; who wants to be told of another phase, or of a budget that is nearly
+    used, will be."""
     if "phase" in seen:
         former = tx.execute(sa.select(runs.c.project, runs.c.name, runs.c.phase).where(runs.c.id == id_)).first()
         if former is not None and former.phase != seen["phase"]:
             told = {"run": id_, "name": former.name, "phase": seen["phase"], "cause": seen.get("cause", "")}
             webhooks.announce(tx, former.project, f"run.{seen['phase']}", told)
+    if seen.get("warned"):
+        of = (runs.c.project, runs.c.name, runs.c.budget_usd, runs.c.warned)
+        former = tx.execute(sa.select(*of).where(runs.c.id == id_)).first()
+        if former is not None and not former.warned:
+            told = {"run": id_, "name": former.name, "budget_usd": former.budget_usd}
+            webhooks.announce(tx, former.project, "run.budget_warning", told)
     tx.execute(sa.update(runs).where(runs.c.id == id_).values(**seen))
 
 

@@ -135,8 +135,63 @@ runs = Table(
     Column("not_before_us", BigInteger, nullable=False, default=0, comment="when the next process may begin"),
     Column("started_us", BigInteger),
     Column("ended_us", BigInteger),
+    # What quotas and budgets allow it
+    Column("needs", JSON, comment="what it asks of quotas; null where nobody has looked yet"),
+    Column("shares", JSON, comment="its share of capacity that is shared, by provider"),
+    Column("limits", JSON, comment="the caps and budget that its process is to have"),
+    Column("told", JSON, comment="those that its process has in its journal"),
+    Column("limits_number", Integer, nullable=False, default=0),
+    Column("allotted_nano_usd", BigInteger, comment="the sum of its slices; null where it needs none"),
+    Column("cost_nano_usd", BigInteger, nullable=False, default=0),
+    Column("day", Integer, nullable=False, default=0),
+    Column("day_base_nano_usd", BigInteger, nullable=False, default=0),
+    Column("warned", Boolean, nullable=False, default=False),
+    Column("waits", JSON, comment="why it does not begin yet: a reason and a message"),
+    Column("retired", JSON, comment="what retention has removed, or is about to; the run stays"),
     Index(None, "project", "id"),
     Index(None, "managed"),
+)
+
+quotas = Table(
+    "quotas",
+    metadata,
+    Column("project", _ID, ForeignKey("projects.id"), primary_key=True),
+    Column("gpus", JSON, nullable=False),
+    Column("runs_max", Integer),
+    Column("usd_per_day", Float),
+    Column("budget_usd", Float),
+    Column("weight", Float, nullable=False),
+    Column("version", Integer, nullable=False),
+)
+
+accounts = Table(
+    "accounts",
+    metadata,
+    Column("project", _ID, ForeignKey("projects.id"), primary_key=True),
+    Column("deleted_nano_usd", BigInteger, nullable=False, comment="what runs cost that are deleted"),
+    Column("day", Integer, nullable=False, comment="days since 1970, in UTC"),
+    Column("deleted_today_nano_usd", BigInteger, nullable=False),
+    Column("marks", JSON, nullable=False, comment="pairs of a time and what was spent until then"),
+    Column("warned", JSON, nullable=False, comment="of which limits it was said that they are nearly used"),
+)
+
+capacities = Table(
+    "capacities",
+    metadata,
+    Column("provider", String(64), primary_key=True),
+    Column("gpus", Integer),
+    Column("version", Integer, nullable=False),
+)
+
+retention = Table(
+    "retention",
+    metadata,
+    Column("scope", _ID, primary_key=True, comment="a project, or `server` for all others"),
+    Column("runs_days", Integer),
+    Column("trajectories_days", Integer),
+    Column("checkpoints_days", Integer),
+    Column("logs_days", Integer),
+    Column("version", Integer, nullable=False),
 )
 
 secrets = Table(

@@ -1,0 +1,132 @@
+"""`elastic projects` and `elastic providers`: what projects may have and spend, and what they share."""
+
+import math
+from typing import Annotated, Any
+
+import typer
+
+from elastic.cli.hosted import AsJson, projects
+from elastic.config import ConfigError
+
+NONE = "none"
+"""Lifts a limit."""
+
+_PROVIDERS_HELP = """List the kinds of providers on the server, and what its runs have of each.
+
+Example: elastic providers
+"""
+
+providers = typer.Typer(name="providers", rich_markup_mode=None)
+DaysOption = Annotated[str | None, typer.Option(metavar="DAYS", help="Days, or `none`.")]
+ProjectName = Annotated[str, typer.Argument(metavar="PROJECT", help="A project's name or id.")]
+
+
+@projects.command()
+def quota(
+    project: ProjectName = "default",
+    gpus: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KIND=GPUS", help="GPUs at once of a kind of provider, or of `trainer`; `none` lifts it."),
+    ] = None,
+    runs: Annotated[str | None, typer.Option(metavar="RUNS", help="Runs at once, or `none`.")] = None,
+    usd_per_day: Annotated[str | None, typer.Option(metavar="USD", help="Dollars a day (UTC), or `none`.")] = None,
+    budget_usd: Annotated[str | None, typer.Option(metavar="USD", help="Dollars in all, or `none`.")] = None,
+    weight: Annotated[
+        float | None, typer.Option(min=0.001, max=1000, help="Its part of what projects share, beside their weights.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show what a project may have at once and spend, and what it uses of that; with options, set it.
+
+    Example: elastic projects quota agents --gpus spot-replay=8 --runs 4 --usd-per-day 100
+    """
+    from elastic.cli.remote_quotas import quota_command
+
+    changes: dict[str, Any] = {}
+    if runs is not None:
+        changes["runs"] = _whole("--runs", runs)
+    if usd_per_day is not None:
+        changes["usd_per_day"] = _dollars("--usd-per-day", usd_per_day)
+    if budget_usd is not None:
+        changes["budget_usd"] = _dollars("--budget-usd", budget_usd)
+    if weight is not None:
+        changes["weight"] = weight
+    quota_command(project, changes, dict(_pair("--gpus", one) for one in gpus or ()), as_json=as_json)
+
+
+@projects.command()
+def retention(
+    project: ProjectName = "default",
+    server: Annotated[bool, typer.Option("--server", help="The server's, where projects say nothing else.")] = False,
+    runs_days: DaysOption = None,
+    trajectories_days: DaysOption = None,
+    checkpoints_days: DaysOption = None,
+    logs_days: DaysOption = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go now; nothing is removed.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show for how many days after its end what a run leaves is kept; with options, set it.
+
+    Example: elastic projects retention agents --checkpoints-days 30 --logs-days 14
+    """
+    from elastic.cli.remote_quotas import retention_command
+
+    said = {
+        "runs_days": runs_days,
+        "trajectories_days": trajectories_days,
+        "checkpoints_days": checkpoints_days,
+        "logs_days": logs_days,
+    }
+    changes = {name: _whole(f"--{name.replace('_', '-')}", days) for name, days in said.items() if days is not None}
+    retention_command(None if server else project, changes, dry_run=dry_run, as_json=as_json)
+
+
+@providers.callback(invoke_without_command=True, help=_PROVIDERS_HELP)
+def list_providers(context: typer.Context, as_json: AsJson = False) -> None:
+    if context.invoked_subcommand is None:
+        from elastic.cli.remote_quotas import providers_command
+
+        providers_command(as_json=as_json)
+
+
+@providers.command()
+def capacity(
+    kind: Annotated[
+        str, typer.Argument(metavar="KIND=GPUS", help="Such as spot-replay=16, or spot-replay=none: nobody need share.")
+    ],
+    as_json: AsJson = False,
+) -> None:
+    """Say how many GPUs of a kind there are for all runs of the server: they share them by their projects' weights.
+
+    Example: elastic providers capacity spot-replay=16
+    """
+    from elastic.cli.remote_quotas import capacity_command
+
+    capacity_command(*_pair("elastic providers capacity", kind), as_json=as_json)
+
+
+def _pair(what: str, said: str) -> tuple[str, int | None]:
+    kind, equals, gpus = said.partition("=")
+    if not kind or not equals:
+        raise ConfigError(f"{what}: found {said!r}; allowed: KIND=GPUS with a whole number or {NONE}: spot-replay=8")
+    return kind, _whole(what, gpus)
+
+
+def _whole(what: str, said: str) -> int | None:
+    if said == NONE:
+        return None
+    if not (said.isdecimal() and said.isascii()):
+        raise ConfigError(f"{what}: found {said!r}; allowed: a whole number, or {NONE}")
+    return int(said)
+
+
+def _dollars(what: str, said: str) -> float | None:
+    if said == NONE:
+        return None
+    try:
+        usd = float(said.removeprefix("$"))
+    except ValueError:
+        usd = math.nan
+    if not 0 <= usd <= 1e9:
+        raise ConfigError(f"{what}: found {said!r}; allowed: dollars such as 12.50, or {NONE}")
+    return usd

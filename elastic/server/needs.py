@@ -1,0 +1,60 @@
+"""What a run asks of quotas and budgets: its GPUs by provider, and how much money it takes to get on. Pure."""
+
+import json
+
+import msgspec
+
+from elastic import compose
+from elastic.config import Config, ConfigError, validate
+from elastic.core.ledger import NANO_USD_PER_USD
+from providers.base import INCREMENTS_S, Billing
+
+SLICE_S = 900.0
+"""How long a slice of a project's budget lasts at the least, with all that the run may hold."""
+
+
+class ProviderNeeds(msgspec.Struct, frozen=True):
+    """Of one section: which provider it is, the most GPUs that it may hold, and how many a lease has."""
+
+    kind: str
+    gpus: int
+    unit: int
+
+
+class RunNeeds(msgspec.Struct, frozen=True):
+    """A run's trainer's GPUs, its other providers by the names of their sections, and one slice of its budget."""
+
+    trainer_gpus: int = 1
+    slice_nano_usd: int = 0
+    providers: dict[str, ProviderNeeds] = {}
+
+
+def needs_of(plan: compose.RunPlan) -> RunNeeds:
+    """A slice lasts long enough to begin whatever increments are billed, and to stop."""
+    config = plan.config
+    billings: list[Billing] = [config.trainer.billing, *(settings.billing for settings in plan.providers.values())]
+    stopping_s = config.scheduler.drain_timeout_s + config.scheduler.release_timeout_s
+    slice_s = max(SLICE_S, 2 * (max(INCREMENTS_S.get(billing, 0) for billing in billings) + stopping_s))
+    usd = sum(row.usd_per_hour_max for row in compose.acquisitions(plan)) * slice_s / 3600
+    if (calls := compose.reward_calls(plan)) is not None:
+        usd += calls.concurrency * (calls.usd_per_call + calls.usd_per_s * slice_s)
+    return RunNeeds(
+        trainer_gpus=config.trainer.gpus,
+        slice_nano_usd=round(usd * NANO_USD_PER_USD),
+        providers={
+            name: ProviderNeeds(
+                compose.kind_of(config.providers, name),
+                settings.max_workers * settings.gpus_per_worker,
+                settings.gpus_per_worker,
+            )
+            for name, settings in plan.providers.items()
+        },
+    )
+
+
+def needs_of_config(config: str, providers: list[str]) -> RunNeeds:
+    """Of a configuration as the store has it; of one that is not valid any more, a trainer's."""
+    try:
+        return needs_of(compose.resolve(validate(Config, json.loads(config), "config"), providers, "config"))
+    except ConfigError:
+        return RunNeeds()

@@ -1,0 +1,72 @@
+"""The runner's part of retention: removes what is kept no longer, and finishes what another has begun."""
+
+import structlog
+
+from elastic.server import ids
+from elastic.server.permissions import Action
+from elastic.server.retention import REMOVED, REMOVING, RUN, due, needed_by, remove
+from elastic.server.settings import ServerSettings
+from elastic.server.store import Store, audit, retention, runs
+from elastic.server.store.database import now_us
+from elastic.server.store.runs import HostedRunRow
+
+log = structlog.get_logger(__name__)
+
+ACTOR = "retention"
+AT_ONCE = 100
+"""Runs that are looked after before the runner turns to its others again."""
+
+
+def retire(store: Store, settings: ServerSettings) -> bool:
+    """Remove what is over of a few runs; whether there is more. Raises `StoreUnavailable`."""
+    with store.reading() as connection:
+        begun = retention.half_removed(connection)
+    for run in begun:
+        _finish(store, settings, run)
+    with store.reading() as connection:
+        found = [run.id for run, _ in retention.over(connection, None, now_us())]
+    for id_ in found[:AT_ONCE]:
+        run = _begin(store, id_)
+        if run is not None:
+            _finish(store, settings, run)
+    return len(found) > AT_ONCE
+
+
+def _begin(store: Store, id_: str) -> HostedRunRow | None:
+    """Say what goes before anything does; None where nothing does any more, or the runner deletes the whole run."""
+    with store.writing() as tx:
+        run = runs.find(tx, id_)
+        if run is None:
+            return None
+        own, server = retention.policy(tx, run.project), retention.policy(tx, retention.SERVER)
+        parts = due(run, own, server, now_us())
+        if not parts or needed_by(run, runs.managed(tx)) is not None:
+            return None
+        audit.write(
+            tx,
+            actor=ACTOR,
+            action=Action.RUNS_WRITE,
+            resource=f"/v1/runs/{id_}: {', '.join(parts)}",
+            project=run.project,
+            status=204,
+            request_id=ids.new_id(ids.REQUEST),
+        )
+        log.info("kept no longer", run=id_, parts=parts)
+        if RUN in parts:
+            runs.want(tx, id_, wanted=runs.DELETE)
+            return None
+        runs.observe(tx, id_, retired={**(run.retired or {}), **dict.fromkeys(parts, REMOVING)})
+        return runs.find(tx, id_)
+
+
+def _finish(store: Store, settings: ServerSettings, run: HostedRunRow) -> None:
+    retired = dict(run.retired or {})
+    for part in [part for part, state in retired.items() if state == REMOVING]:
+        try:
+            remove(settings.run_dir(run.id), part)
+        except OSError as error:
+            log.error("cannot be removed now", run=run.id, part=part, error=str(error))
+            continue
+        retired[part] = REMOVED
+    with store.writing() as tx:
+        runs.observe(tx, run.id, retired=retired)

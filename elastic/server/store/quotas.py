@@ -1,0 +1,122 @@
+"""Projects' quotas, capacity that is shared, and what projects have spent, in the store."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import sqlalchemy as sa
+
+from elastic.core.ledger import NANO_USD_PER_USD
+from elastic.server.budgets import SpendingLimits, day_of
+from elastic.server.store.database import now_us
+from elastic.server.store.tables import accounts, capacities, quotas, runs
+
+TRAINER = "trainer"
+"""What quotas call the GPUs of trainers' devices."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuotaRow:
+    """What a project may have. `gpus` limits by kind of provider; None is no limit."""
+
+    project: str
+    gpus: Mapping[str, int] = field(default_factory=dict[str, int])
+    runs_max: int | None = None
+    usd_per_day: float | None = None
+    budget_usd: float | None = None
+    weight: float = 1.0
+    version: int = 0
+
+    @property
+    def spending(self) -> SpendingLimits:
+        return SpendingLimits(budget_nano_usd=_nano(self.budget_usd), day_nano_usd=_nano(self.usd_per_day))
+
+
+@dataclass(frozen=True, kw_only=True)
+class AccountRow:
+    """What a project's deleted runs cost, in all and on `day`, and how its spending went on lately."""
+
+    project: str
+    deleted_nano_usd: int = 0
+    day: int = 0
+    deleted_today_nano_usd: int = 0
+    marks: list[list[int]] = field(default_factory=list[list[int]])
+    warned: list[str] = field(default_factory=list[str])
+
+
+def _nano(usd: float | None) -> int | None:
+    return None if usd is None else int(usd * NANO_USD_PER_USD)
+
+
+def quota(connection: sa.Connection, project: str) -> QuotaRow:
+    """A project's quota; one without limits where none was ever set."""
+    row = connection.execute(sa.select(quotas).where(quotas.c.project == project)).mappings().first()
+    return QuotaRow(project=project) if row is None else QuotaRow(**row)
+
+
+def all_quotas(connection: sa.Connection) -> dict[str, QuotaRow]:
+    return {row["project"]: QuotaRow(**row) for row in connection.execute(sa.select(quotas)).mappings()}
+
+
+def change_quota(tx: sa.Connection, project: str, changes: Mapping[str, Any]) -> None:
+    if quota(tx, project).version:
+        what = sa.update(quotas).where(quotas.c.project == project)
+        tx.execute(what.values(**changes, version=quotas.c.version + 1))
+    else:
+        first = {"gpus": {}, "weight": 1.0, "version": 1, **changes}
+        tx.execute(sa.insert(quotas).values(project=project, **first))
+
+
+def capacity(connection: sa.Connection, provider: str) -> tuple[int | None, int]:
+    """How many GPUs all runs may hold of a kind of provider, None for any number; and the version of that."""
+    row = connection.execute(sa.select(capacities).where(capacities.c.provider == provider)).mappings().first()
+    return (None, 0) if row is None else (row["gpus"], row["version"])
+
+
+def all_capacities(connection: sa.Connection) -> dict[str, int]:
+    """Of the kinds of providers where it is limited."""
+    rows = connection.execute(sa.select(capacities).where(capacities.c.gpus.is_not(None))).mappings()
+    return {row["provider"]: row["gpus"] for row in rows}
+
+
+def change_capacity(tx: sa.Connection, provider: str, gpus: int | None) -> None:
+    if capacity(tx, provider)[1]:
+        what = sa.update(capacities).where(capacities.c.provider == provider)
+        tx.execute(what.values(gpus=gpus, version=capacities.c.version + 1))
+    else:
+        tx.execute(sa.insert(capacities).values(provider=provider, gpus=gpus, version=1))
+
+
+def account(connection: sa.Connection, project: str) -> AccountRow:
+    row = connection.execute(sa.select(accounts).where(accounts.c.project == project)).mappings().first()
+    return AccountRow(project=project) if row is None else AccountRow(**row)
+
+
+def change_account(tx: sa.Connection, project: str, **changes: Any) -> None:
+    if tx.execute(sa.update(accounts).where(accounts.c.project == project).values(**changes)).rowcount:
+        return
+    first = {"deleted_nano_usd": 0, "day": 0, "deleted_today_nano_usd": 0, "marks": [], "warned": []}
+    tx.execute(sa.insert(accounts).values(project=project, **first | changes))
+
+
+def deleted(tx: sa.Connection, project: str, cost_nano_usd: int, today_nano_usd: int) -> None:
+    """A run is deleted: what it cost stays the project's."""
+    found, day = account(tx, project), day_of(now_us())
+    before = found.deleted_today_nano_usd if found.day == day else 0
+    change_account(
+        tx,
+        project,
+        deleted_nano_usd=found.deleted_nano_usd + cost_nano_usd,
+        day=day,
+        deleted_today_nano_usd=before + today_nano_usd,
+    )
+
+
+def settled_nano_usd(connection: sa.Connection, project: str, day: int) -> tuple[int, int]:
+    """What a project's runs cost that are over, in all and on this day: those that are deleted, too."""
+    today = sa.case((runs.c.day == day, runs.c.cost_nano_usd - runs.c.day_base_nano_usd), else_=0)
+    total = sa.select(sa.func.coalesce(sa.func.sum(runs.c.cost_nano_usd), 0), sa.func.coalesce(sa.func.sum(today), 0))
+    row = connection.execute(total.where(runs.c.project == project, ~runs.c.managed)).one()
+    gone = account(connection, project)
+    gone_today = gone.deleted_today_nano_usd if gone.day == day else 0
+    return int(row[0]) + gone.deleted_nano_usd, int(row[1]) + gone_today

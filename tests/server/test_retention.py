@@ -1,0 +1,149 @@
+"""What is kept no longer goes, the rest of it too after a crash, and nothing else; a dry run changes nothing."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic.resources import AccessRole, RunPhase
+from elastic.runtime.journal import RunDirectory, SqliteJournal
+from elastic.runtime.journal.records import EventRow, TrajectoryRow
+from elastic.server import retention
+from elastic.server.budgets import US_PER_DAY
+from elastic.server.runner import retiring
+from elastic.server.runner.retiring import retire
+from elastic.server.store import runs
+from elastic.server.store.database import now_us
+from elastic.server.store.runs import HostedRunRow
+from tests.server.conftest import Site
+
+
+def row(site: Site, run: str) -> HostedRunRow:
+    with site.store.reading() as connection:
+        found = runs.find(connection, run)
+    assert found is not None
+    return found
+
+
+@pytest.fixture
+def ended(site: Site, submission: Callable[..., dict[str, Any]]) -> Callable[..., str]:
+    """A run that ended so many days ago, with something of everything."""
+
+    def make(days: float, project: str = "ours", phase: RunPhase = RunPhase.STOPPED) -> str:
+        run = site.client().post("/v1/runs", json=submission(project=project)).json()["id"]
+        path = site.settings.run_dir(run)
+        for name in ("logs/process.log", "checkpoints/00000001.safetensors", "weights/blob"):
+            (path / name).parent.mkdir(parents=True, exist_ok=True)
+            (path / name).write_bytes(b"x" * 1000)
+        journal = SqliteJournal(path / "journal.sqlite", 0.01)
+        journal.append(EventRow(t_ns=1, kind="frame", body=b"f" * 500))
+        journal.append(EventRow(t_ns=2, kind="other", body=b"{}"))
+        journal.append(TrajectoryRow("t1", 0, "g", 0, 1, 1.0, "", 1, 3, token_ids=b"t" * 300, sampled=b"s" * 200))
+        journal.close()
+        with site.store.writing() as tx:
+            at_us = now_us() - round(days * US_PER_DAY)
+            runs.observe(tx, run, phase=phase.value, managed=False, ended_us=at_us)
+        return run
+
+    return make
+
+
+def left(site: Site, run: str) -> set[str]:
+    path = site.settings.run_dir(run)
+    return {found.name for found in path.iterdir()} if path.exists() else set()
+
+
+def said(site: Site, run: str) -> list[bytes]:
+    (trajectory,) = RunDirectory(site.settings.run_dir(run)).trajectories(["t1"]).values()
+    return [trajectory.token_ids, trajectory.sampled]
+
+
+def keep(site: Site, where: str, **days: int) -> None:
+    client = site.client()
+    etag = client.get(where).headers["etag"]
+    assert client.patch(where, json=days, headers={"if-match": etag}).status_code == 200
+
+
+def test_parts_go_apart_and_what_goes_on_is_left(site: Site, ended: Callable[..., str]) -> None:
+    old, young, theirs = ended(40), ended(3), ended(40, project="theirs")
+    going = ended(40)
+    with site.store.writing() as tx:
+        runs.observe(tx, going, phase=RunPhase.RUNNING.value, managed=True)
+    ours = f"/v1/projects/{site.projects['ours']}/retention"
+    keep(site, ours, checkpoints_days=30, trajectories_days=30)
+    keep(site, "/v1/retention", logs_days=2)
+    plan = site.client().get("/v1/retention/dry-run").json()
+    assert {item["run"]: item["removes"] for item in plan["items"]} == {
+        old: ["trajectories", "checkpoints", "logs"],
+        young: ["logs"],
+        theirs: ["logs"],
+    }
+    assert {item["run"]: item["bytes"] for item in plan["items"]} == {old: 4000, young: 1000, theirs: 1000}
+    own = site.client(site.key("ours", AccessRole.VIEWER)).get(f"{ours}/dry-run").json()
+    assert (own["runs"], {item["run"] for item in own["items"]}) == (2, {old, young})
+    everything = {"logs", "checkpoints", "weights", "journal.sqlite"}
+    assert left(site, old) >= everything
+    assert not retire(site.store, site.settings)
+    assert left(site, old) & everything == {"journal.sqlite"}
+    assert left(site, young) & everything == everything - {"logs"}
+    assert left(site, going) >= everything
+    assert said(site, old) == [b"", b""]
+    assert said(site, young) == [b"t" * 300, b"s" * 200]
+    assert site.client().get("/v1/retention/dry-run").json()["items"] == []
+    refused = site.client().post(f"/v1/runs/{old}/resume").json()
+    assert (refused["type"], refused["status"]) == ("/problems/run-retired", 409)
+    assert site.client().post(f"/v1/runs/{young}/resume").status_code == 200
+    told = [
+        e for e in site.client().get("/v1/audit", params={"limit": 100}).json()["data"] if e["actor"] == "retention"
+    ]
+    assert sorted(e["resource"].rpartition("/")[2] for e in told) == sorted(
+        [f"{old}: trajectories, checkpoints, logs", f"{young}: logs", f"{theirs}: logs"]
+    )
+
+
+def test_what_is_half_removed_goes_the_rest_of_the_way(
+    site: Site, ended: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = ended(40)
+    keep(site, "/v1/retention", checkpoints_days=1, logs_days=1)
+
+    class Killed(BaseException):
+        pass
+
+    def die(path: Path, part: str) -> None:
+        if part == retention.LOGS:
+            raise Killed
+        retention.remove(path, part)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(retiring, "remove", die)
+        with pytest.raises(Killed):
+            retire(site.store, site.settings)
+    assert "logs" in left(site, run)
+    assert site.client().post(f"/v1/runs/{run}/resume").json()["type"] == "/problems/run-retired"
+    keep(site, "/v1/retention", checkpoints_days=1000, logs_days=1000)
+    retire(site.store, site.settings)
+    assert not left(site, run) & {"logs", "checkpoints", "weights"}
+    assert row(site, run).retired == {"checkpoints": "removed", "logs": "removed"}
+    once = [e for e in site.client().get("/v1/audit").json()["data"] if e["actor"] == "retention"]
+    assert len(once) == 1
+
+
+def test_a_whole_run_goes_unless_another_needs_it(
+    site: Site, ended: Callable[..., str], submission: Callable[..., dict[str, Any]]
+) -> None:
+    parent, other = ended(40), ended(40)
+    going = site.client().post("/v1/runs", json=submission(project="ours")).json()["id"]
+    with site.store.writing() as tx:
+        config = json.loads(row(site, going).config)
+        config["model"]["checkpoint"] = str(site.settings.run_dir(parent) / "checkpoints")
+        runs.want(tx, going, config=json.dumps(config))
+    keep(site, "/v1/retention", runs_days=30)
+    retire(site.store, site.settings)
+    assert row(site, parent).wanted != runs.DELETE
+    assert site.client().get(f"/v1/runs/{other}").status_code == 404
+    with site.store.reading() as connection:
+        (gone,) = [run for run in runs.managed(connection) if run.id == other]
+    assert gone.wanted == runs.DELETE
