@@ -1,8 +1,7 @@
 """The production shell under faults: its worlds, how much of its code they go through, and the bugs that they find."""
 
-import json
-import subprocess
-import sys
+import importlib.util
+import os
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -32,6 +31,15 @@ class WorldsSeen(msgspec.Struct):
         self.failed = self.failed + other.failed
         self.needless = self.needless + other.needless
         self.lines = self.lines | other.lines
+
+
+def import_shell() -> None:
+    """Once, before processes are forked that live through its worlds."""
+    import elastic.chaos.simulate
+    from elastic.weights import codecs
+
+    assert elastic.chaos.simulate
+    codecs.warm_up()
 
 
 def shell_files() -> list[Path]:
@@ -75,14 +83,16 @@ def live_through_shell(seeds: Iterable[int]) -> WorldsSeen:
 
 
 def is_production_shell() -> bool:
-    """Whether a world's run, gateway, journal, rollout loops and workers are of the classes that a live run has."""
-    from elastic.chaos import simulate, world
+    """Whether a world's run, gateway, journal, rollout loops, workers, trainer's host and relay client are of the
+    classes that a live run has."""
+    from elastic.chaos import models, relay, simulate, world
     from elastic.chaos.faults import draw_plan
     from elastic.compose import execution
     from elastic.runtime import gateway, journal, orchestrator, rollout, run
-    from elastic.worker import agent, service
+    from elastic.weights import client, http
+    from elastic.worker import agent, service, trainer_host
 
-    lived = world.World(draw_plan(0))
+    lived = world.World(msgspec.structs.replace(draw_plan(0), steps=1, groups=1, faults=(), end_s=0.0))
     simulate.live(lived)
     shell = lived.shell
     return (
@@ -94,10 +104,19 @@ def is_production_shell() -> bool:
         and isinstance(shell._journal, journal.SqliteJournal)
         and world.run_agent is agent.run_agent
         and agent.Service is service.Service
+        and world.TrainerHost is trainer_host.TrainerHost
+        and models.WeightsClient is client.WeightsClient
+        and relay.HttpRelay is http.HttpRelay
     )
 
 
-def planted_bugs(*which: str) -> dict[str, int | None]:
-    """Every planted bug with the seed that shows it, None where none does of `which` seeds are asked for."""
-    told = subprocess.run([sys.executable, PLANTED, *which], stdout=subprocess.PIPE, check=False)
-    return json.loads(told.stdout)
+def planted_bugs(seeds: range | None) -> dict[str, int | None]:
+    """Every planted bug with the seed that shows it, None where none does of these, or of those where it is known to
+    show."""
+    spec = importlib.util.spec_from_file_location("planted", PLANTED)
+    assert spec is not None
+    assert spec.loader is not None
+    planted: Any = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(planted)
+    worlds = planted.known_worlds() if seeds is None else dict.fromkeys(planted.names(), seeds)
+    return dict(planted.found(worlds, os.cpu_count() or 1))

@@ -25,6 +25,7 @@ from _judges import judge
 from _mutants import all_mutants, sample
 from _shell import (
     WorldsSeen,
+    import_shell,
     is_production_shell,
     live_through_shell,
     live_through_shell_watched,
@@ -33,6 +34,8 @@ from _shell import (
 )
 
 BATCH, SHELL_BATCH = 50, 5
+ROUND = 6
+"""Batches for each core at a time; after them it is seen whether that is enough."""
 FAILURES_MAX = 100
 
 
@@ -85,12 +88,17 @@ def live_through(seeds: range) -> WorldsSeen:
 
 
 def lived(live: Callable[[range], WorldsSeen], wanted: Extent, first: int, size: int) -> tuple[WorldsSeen, float]:
-    """Live through the seeds from `first` on, on every core, and how long that took; too many failures are enough."""
+    """Live through the seeds from `first` on, on every core, and how long that took; too many failures are enough.
+
+    In forks, which have imported already what this process has.
+    """
     seen = WorldsSeen()
     began_s, cores = time.monotonic(), os.cpu_count() or 1
-    with multiprocessing.get_context("spawn").Pool(cores) as pool:
+    if wanted.seeds:
+        size = max(1, min(size, wanted.seeds // (ROUND * cores)))
+    with multiprocessing.get_context("fork").Pool(cores) as pool:
         while not wanted.reached(seen) and len(seen.failed) < FAILURES_MAX:
-            batches = wanted.batches(first + seen.seeds, first, size, 2 * cores)
+            batches = wanted.batches(first + seen.seeds, first, size, ROUND * cores)
             for found in pool.map(live, batches, chunksize=1):
                 seen.add(found)
             told = f"{seen.seeds:,} worlds: {seen.events:,} events, {seen.faults:,} faults, {len(seen.failed)} failed"
@@ -111,6 +119,7 @@ def worlds(wanted: Extent, first: int) -> dict[str, Any]:
 
 def shell_worlds(wanted: Extent, first: int) -> dict[str, Any]:
     """The first of them are watched, to see which lines of the shell they go through."""
+    import_shell()
     looked_at = Extent(seeds=min(wanted.seeds or WATCHED, WATCHED))
     watched, took_s = lived(live_through_shell_watched, looked_at, first, SHELL_BATCH)
     seen, lines = WorldsSeen(), shell_lines()
@@ -136,8 +145,8 @@ def shell_worlds(wanted: Extent, first: int) -> dict[str, Any]:
 
 def bugs(quick: bool) -> dict[str, Any]:
     """In the quick run each is looked for where it is known to show, in others with fresh seeds."""
-    fresh = "--first", str(int.from_bytes(os.urandom(3), "big")), "--seeds", str(BUG_SEEDS)
-    verdicts = planted_bugs("--known") if quick else planted_bugs(*fresh)
+    first = int.from_bytes(os.urandom(3), "big")
+    verdicts = planted_bugs(None if quick else range(first, first + BUG_SEEDS))
     return {
         "shell_bugs": len(verdicts),
         "shell_bugs_found": sum(seed is not None for seed in verdicts.values()),

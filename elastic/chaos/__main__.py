@@ -1,6 +1,6 @@
 """Replays the world of a seed, and finds how few of its faults make it fail.
 
-python -m elastic.chaos SEED [--only cut,lie] [--faults 0,3,7] [--shrink] [--log]
+python -m elastic.chaos SEED [--only cut,lie] [--faults 0,3,7] [--shrink [--shrink-within 60]] [--log]
 """
 
 import argparse
@@ -9,7 +9,7 @@ import sys
 import msgspec
 
 from elastic.chaos.faults import Fault, FaultKind, WorldPlan, draw_plan
-from elastic.chaos.shrink import shrunk
+from elastic.chaos.shrink import SHRINK_S, shrunk
 from elastic.chaos.simulate import WorldFailed, simulate
 
 
@@ -19,6 +19,9 @@ def main() -> int:
     parser.add_argument("--only", metavar="KINDS", default="", help="draw only faults of these kinds")
     parser.add_argument("--faults", metavar="NUMBERS", help="of those drawn only these; `none` for none")
     parser.add_argument("--shrink", action="store_true", help="leave out what the failure does not need")
+    parser.add_argument(
+        "--shrink-within", type=float, metavar="SECONDS", default=SHRINK_S, help="for --shrink; %(default)g by default"
+    )
     parser.add_argument("--log", action="store_true", help="print what the processes log")
     given = parser.parse_args()
     plan = draw_plan(given.seed, _kinds(parser, given.only))
@@ -30,7 +33,7 @@ def main() -> int:
     except WorldFailed as failure:
         print(failure, file=sys.stderr)
         if given.shrink:
-            found = shrunk(plan)
+            found = shrunk(plan, given.shrink_within)
             print(f"{len(found.plan.faults)} of {len(plan.faults)} faults do: {found}", file=sys.stderr)
         return 1
     return 0

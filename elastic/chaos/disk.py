@@ -1,19 +1,18 @@
 """The orchestrator's disk: slow, full, or without power, and then it has kept what had been synced, maybe more.
 
-The journal on it is the production one without its thread: it commits when the process's loop gets round to it.
+The journal on it is the production one, on a thread of its process.
 """
 
-import asyncio
 import errno
 import os
 from collections.abc import Mapping
-from concurrent.futures import Future
 from pathlib import Path
 from random import Random
 
 from elastic.chaos.loops import ProcessLoop
+from elastic.chaos.threads import SimulatedThread, sleep
 from elastic.core.types import Nanoseconds
-from elastic.runtime.journal import JournalError, SqliteJournal
+from elastic.runtime.journal import SqliteJournal
 
 SECTOR_BYTES = 512
 FULL = 2
@@ -43,10 +42,10 @@ class Disk:
         """Whether the newest journal's name is in the directory for certain: once its log has been synced."""
         self._database = self._log = b""
         """What is certain to be in its files."""
-        self._journal: SteppedJournal | None = None
+        self._journal: ModelledJournal | None = None
         self._commits = 0
 
-    def begun(self, journal: "SteppedJournal") -> None:
+    def begun(self, journal: "ModelledJournal") -> None:
         """A journal has been made, and its database synced."""
         self._journal = journal
         if self._loses_power:
@@ -100,7 +99,7 @@ def _log(path: Path) -> Path:
     return path.with_name(f"{path.name}-wal")
 
 
-class SteppedJournal(SqliteJournal):
+class ModelledJournal(SqliteJournal):
     """Its files are in memory: what a disk does to them, `disk` does."""
 
     def __init__(
@@ -112,13 +111,8 @@ class SteppedJournal(SqliteJournal):
         notes: Mapping[str, str],
         disk: Disk,
     ) -> None:
-        loop = asyncio.get_running_loop()
-        assert isinstance(loop, ProcessLoop)
-        self._loop = loop
+        self._loop = ProcessLoop.here()
         self._disk = disk
-        self._ticks = False
-        if disk.full_until_ns > loop.clock.now_ns:
-            raise JournalError(f"{path}: {os.strerror(errno.ENOSPC)}")
         super().__init__(
             path, commit_interval_s, durable_against=durable_against, pending_bytes=pending_bytes, notes=notes
         )
@@ -128,41 +122,29 @@ class SteppedJournal(SqliteJournal):
         self._connection.execute(f"PRAGMA wal_autocheckpoint={0 if disk.lies else CHECKPOINT_PAGES}")
         disk.begun(self)
 
-    def durable(self) -> "Future[None]":
-        future = super().durable()
-        if not future.done():
-            self._write_after(self._loop.offload_s())
-        return future
+    @property
+    def _is_full(self) -> bool:
+        return self._disk.full_until_ns > self._loop.clock.now_ns
 
-    def _put(self, put: object, size_bytes: int) -> None:
-        super()._put(put, size_bytes)  # pyright: ignore[reportArgumentType]
-        if self._hurry:
-            self._write_after(self._loop.offload_s())
-        elif not self._ticks:
-            self._ticks = True
-            self._write_after(self._interval_s)
+    def _create(self, notes: Mapping[str, str]) -> None:
+        if self._is_full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        super()._create(notes)
 
-    def _write_after(self, delay_s: float) -> None:
-        if self._disk.slow_until_ns > self._loop.clock.now_ns:
-            delay_s += self._disk.slow_s
-        self._loop.call_later(delay_s, self._tick)
-
-    def _start(self) -> None:
-        pass
-
-    def _tick(self) -> None:
-        self._ticks = False
-        if not self._closed:
-            self._write_once()
+    def _write_once(self) -> bool:
+        if SimulatedThread.running is not None and (self._batch.bytes or self._batch.waiting):
+            slow = self._disk.slow_until_ns > self._loop.clock.now_ns
+            sleep(self._loop.offload_s() + (self._disk.slow_s if slow else 0.0))
+        return super()._write_once()
 
     def _commit(self, batch: object) -> None:
-        full = self._disk.full_until_ns > self._loop.clock.now_ns
-        pages = 1 if full else ENDLESS_PAGES  # One page is less than there are: not one more can be had.
+        pages = 1 if self._is_full else ENDLESS_PAGES  # One page is less than there are: not one more can be had.
         self._connection.execute(f"PRAGMA max_page_count={pages}")
         super()._commit(batch)  # pyright: ignore[reportArgumentType]
         self._disk.committed(self.path, self._synced)
 
     def _finish(self) -> None:
+        """The loop cannot wait for a thread that it has to step; what is left is little."""
         self._write_once()
 
     def forsake(self) -> None:

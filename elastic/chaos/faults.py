@@ -17,6 +17,8 @@ class FaultKind(StrEnum):
     """Orchestrator and trainer."""
     STOP = "stop"
     """Somebody has the run stop, and resumes it."""
+    COMMAND = "command"
+    """Somebody caps a provider, or sets a budget that is enough."""
     FREEZE = "freeze"
     """A worker is not run for a while; its machine may be suspended, so that no time passes there."""
     HOLD_UP = "hold_up"
@@ -37,11 +39,19 @@ class FaultKind(StrEnum):
     HANG = "hang"
     """An engine stands still, its heart goes on."""
     SLOW = "slow"
+    FAIL = "fail"
+    """A device fails when it is asked to load weights, to sleep or to wake."""
+    ROT = "rot"
+    """A bit of the weights that a worker serves with changes by itself."""
+    TERMINATE = "terminate"
+    """Somebody has a worker's process leave, by a signal."""
     DECLINE = "decline"
     """A worker declines every turn for a while; it may announce credit all the same."""
     LIE = "lie"
     RELAY = "relay"
-    """Weights cannot be pulled for a while."""
+    """It answers late, with errors, in part, or not at all for a while."""
+    TAMPER = "tamper"
+    """What workers read of the relay is short or wrong for a while."""
     CALENDAR = "calendar"
     """The orchestrator's calendar leaps by hours."""
     SLOW_DISK = "slow_disk"
@@ -71,7 +81,8 @@ class WorldPlan(msgspec.Struct, frozen=True, kw_only=True):
     """A run's shape, and the faults in order. After `end_s` nothing goes wrong any more.
 
     `drift` is how much faster than the world's a machine's clock goes at most. `lying_disk`: what the disk says to have
-    kept is lost with its power all the same. `scored`: functions compute the rewards.
+    kept is lost with its power all the same. `scored`: functions compute the rewards. So many `machines` join with
+    tickets. `far`: workers may be on other machines.
     """
 
     seed: int
@@ -89,6 +100,11 @@ class WorldPlan(msgspec.Struct, frozen=True, kw_only=True):
     lying_disk: bool = False
     pending_mb: float = 64.0
     scored: bool = False
+    machines: int = 0
+    far: bool = False
+    max_turns: int = 4
+    keyframe_every: int = 16
+    merge_every: int = 4
     faults: tuple[Fault, ...] = ()
     end_s: float = 0.0
     only: tuple[FaultKind, ...] = ()
@@ -137,6 +153,11 @@ def draw_plan(seed: int, only: Sequence[FaultKind] = ()) -> WorldPlan:
         lying_disk=rng.random() < 1 / 8,
         pending_mb=rng.choice((64.0, 64.0, 0.01)),
         scored=rng.random() < 1 / 3,
+        keyframe_every=rng.choice((2, 16)),
+        merge_every=rng.choice((1, 2, 3)),
+        machines=rng.choice((0, 0, 2)),
+        far=rng.random() < 1 / 2,
+        max_turns=rng.choice((2, 4)),
         faults=(*faults, calm),
         end_s=span_s,
         only=tuple(only),

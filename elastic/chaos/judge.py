@@ -11,6 +11,7 @@ from elastic.chaos.world import World
 from elastic.compose import replay
 from elastic.core import events as e
 from elastic.core.ids import parse_trajectory, parse_turn
+from elastic.core.scheduler import Scheduler
 from elastic.core.types import TrajectoryId
 from elastic.report.history import history_of
 from elastic.runtime.journal import GroupRow, StepRow, TrajectoryRow
@@ -24,7 +25,9 @@ def judge(world: World) -> None:
     may_forget = plan.durable_against == "process" or plan.lying_disk
     require(may_forget or not forgot, "something final was lost with the power")
     require(not any(cloud.leases for cloud in world.clouds.values()), "a lease is left")
-    touched = _touched_by_liars(world)
+    touched, core = _touched_by_liars(world)
+    lost = set(world.acknowledged) - core.controls.commands.keys()
+    require(forgot or not lost, f"commands were acknowledged and are not known: {sorted(lost)}")
     with history_of(world.run) as history:
         require(forgot or len(history.segments) == 1, f"{len(history.segments)} segments")
         steps = [row.step for row in history.rows(StepRow)]
@@ -56,8 +59,8 @@ def require(holds: bool, found: str) -> None:
         raise AssertionError(found)
 
 
-def _touched_by_liars(world: World) -> set[TrajectoryId]:
-    """Trajectories with tokens of a worker that lies: these harm its own turns, and nothing else.
+def _touched_by_liars(world: World) -> tuple[set[TrajectoryId], Scheduler]:
+    """Trajectories with tokens of a worker that lies, which harm its own turns, and nothing else; and the core.
 
     Replays the run for that, which has to come to the same ledger, without a gap.
     """
@@ -69,7 +72,7 @@ def _touched_by_liars(world: World) -> set[TrajectoryId]:
 
     scheduler = replay(world.run, tell)
     require(scheduler.ledger.imbalance_ns() == 0, f"out by {scheduler.ledger.imbalance_ns()} ns")
-    return touched
+    return touched, scheduler
 
 
 def _check_trajectory(world: World, row: TrajectoryRow) -> None:

@@ -1,24 +1,19 @@
 """Event loops of simulated processes: they never wait, a world steps them, and their time is their machine's."""
 
 import asyncio
-import contextlib
-import functools
 import heapq
-import importlib.metadata
 import itertools
 import random
 import sqlite3
-import time
 from asyncio import events
 from collections.abc import Callable, Coroutine, Iterator
 from contextvars import Context, copy_context
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from elastic import machine
-from elastic.compose import incarnations
 from elastic.core.types import NS_PER_S, Nanoseconds
-from elastic.runtime import orchestrator
-from elastic.worker import service
+
+if TYPE_CHECKING:
+    from elastic.chaos.threads import SimulatedThread
 
 BURIAL_STEPS = 10_000
 EPOCH_NS = 1_700_000_000 * NS_PER_S
@@ -79,76 +74,42 @@ class WorldClock:
     def boot_id(self) -> str:
         return "" if self.here is None else f"boot {self.here.boots}"
 
-    def _out_of_descriptors(self) -> bool:
+    def out_of_descriptors(self) -> bool:
         return self.here is not None and self.here.is_out_of_descriptors()
 
-    def _connect(self, *arguments: Any, **options: Any) -> sqlite3.Connection:
-        if self._out_of_descriptors():
+    def connect(self, *arguments: Any, **options: Any) -> sqlite3.Connection:
+        if self.out_of_descriptors():
             raise sqlite3.OperationalError("unable to open database file")
         return _connect(*arguments, **options)
 
-    @contextlib.contextmanager
-    def governs(self, seed: str, longest_turn_s: float) -> Iterator[None]:
-        """Production code that reads a clock, draws a number, opens a journal, or asks which boot this is, gets the
-        world's answer.
-
-        It asks once what is installed, and looks less often at what may have changed, above all in runs of hours: both
-        would take most of a world's time.
-        """
-        answers: list[tuple[Any, str, Any]] = [
-            (time, "monotonic_ns", self.monotonic_ns),
-            (time, "perf_counter_ns", self.monotonic_ns),
-            (time, "time_ns", self.unix_ns),
-            (time, "monotonic", lambda: self.monotonic_ns() / NS_PER_S),
-            (time, "perf_counter", lambda: self.monotonic_ns() / NS_PER_S),
-            (time, "time", lambda: self.unix_ns() / NS_PER_S),
-            (incarnations, "boot_id", self.boot_id),
-            (importlib.metadata, "entry_points", _entry_points),
-            (sqlite3, "connect", self._connect),
-            (machine, "out_of_descriptors", self._out_of_descriptors),
-            (orchestrator, "SAMPLE_INTERVAL_S", max(0.5, longest_turn_s / 100)),
-            (service, "SHARE_INTERVAL_S", max(0.05, longest_turn_s / 1000)),
-        ]
-        former = [(where, name, getattr(where, name)) for where, name, _ in answers]
-        chance = random.getstate()
-        random.seed(seed)
-        try:
-            for where, name, answer in answers:
-                setattr(where, name, answer)
-            yield
-        finally:
-            for where, name, answer in former:
-                setattr(where, name, answer)
-            random.setstate(chance)
-
 
 _connect = sqlite3.connect
-_entry_points = functools.cache(importlib.metadata.entry_points)
-_ages = itertools.count()
 
 
-class _Ordered:
+class Ordered:
     """Hashes by age and not by address, so that sets of them are gone through in one order in every process."""
 
     __slots__ = ()
+    ages: ClassVar[Iterator[int]] = itertools.count()
+    """Of one world: where a set's members are depends on more than their order."""
     _age: int
 
     def __hash__(self) -> int:
         try:
             return self._age
         except AttributeError:
-            self._age = next(_ages)
+            self._age = next(Ordered.ages)
             return self._age
 
     def __eq__(self, other: object) -> bool:
         return self is other
 
 
-class _Task(_Ordered, asyncio.Task[Any]):  # pyright: ignore[reportIncompatibleMethodOverride]
+class _Task(Ordered, asyncio.Task[Any]):  # pyright: ignore[reportIncompatibleMethodOverride]
     pass
 
 
-class _Future(_Ordered, asyncio.Future[Any]):  # pyright: ignore[reportIncompatibleMethodOverride]
+class _Future(Ordered, asyncio.Future[Any]):  # pyright: ignore[reportIncompatibleMethodOverride]
     pass
 
 
@@ -162,14 +123,23 @@ class ProcessLoop(asyncio.BaseEventLoop):
         self._clock_resolution = 1e-7
         self.clock = clock
         self.machine = machine
+        self.alive = True
         self.context = copy_context()
         """Of what others have it call: theirs is of another process."""
         self.failures: list[dict[str, Any]] = []
+        self.threads: dict[SimulatedThread, None] = {}
         self._head: Any = None
         """What comes first of what is scheduled, at `_head_ns` as long as its machine's clock goes on."""
         self._head_ns = self._head_since_ns = 0
         self.set_exception_handler(lambda _, context: self.failures.append(context))
         self._inner.set_task_factory(self._make_task)
+
+    @classmethod
+    def here(cls) -> "ProcessLoop":
+        """That of the process which is being stepped."""
+        loop = events._get_running_loop()
+        assert isinstance(loop, cls)
+        return loop
 
     def _make_task(
         self, loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, Any], context: Context | None = None
@@ -238,12 +208,16 @@ class ProcessLoop(asyncio.BaseEventLoop):
 
     def bury(self) -> None:
         """Let what is left of a process come to its end, when nothing that it does can matter any more."""
+        for thread in list(self.threads):
+            thread.bury()
+        tasks = asyncio.all_tasks(self)
         for _ in range(BURIAL_STEPS):
-            if not (tasks := asyncio.all_tasks(self)):
+            tasks = {task for task in tasks if not task.done()} or asyncio.all_tasks(self)
+            if not tasks:
                 break
             next_ns = self.next_ns()
             if next_ns is None:
-                for task in tasks:
+                for task in asyncio.all_tasks(self):
                     task.cancel()
             else:
                 self.clock.now_ns = max(self.clock.now_ns, next_ns)

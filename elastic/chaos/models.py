@@ -2,19 +2,25 @@
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 from typing import Any, ClassVar
 
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import torch
 from pydantic import BaseModel
 
 from elastic import wire
 from elastic.core.types import Account, Capabilities, FinishReason, Nanoseconds, WeightMode
 from elastic.engine.base import NO_VERSION, ChunkSink, EngineStatistics, GenerateRequest, TokenChunk
 from elastic.envs.base import StepResult
-from elastic.weights.source import PullReport, RelaySource, TensorSource, WeightsSource
-from elastic.worker.training import Standing, TrainerOrder, TrainerReply
+from elastic.weights.client import WeightsClient
+from elastic.weights.source import PullReport, RelaySource, WeightsSource
 from functions.base import Call, CallOutcome, FunctionRaised, FunctionTimedOut, Meter
 
 STOP = 0
@@ -48,10 +54,18 @@ class ModelDevice:
     slow_until_ns: Nanoseconds = 0
     slowness: float = 1.0
     held_until_ns: Nanoseconds = 0
+    fails_until_ns: Nanoseconds = 0
+    rots: bool = False
+    """A bit of the weights is about to change."""
     honest: bool = True
 
     def hangs(self) -> bool:
         return self.now_ns() < self.hangs_until_ns
+
+    def works(self) -> None:
+        """Raises what becomes of a call to the device as a whole."""
+        if self.now_ns() < self.fails_until_ns:
+            raise RuntimeError("the device fails")
 
     def takes(self) -> float:
         """Times as long as it should."""
@@ -79,14 +93,18 @@ class ModelEngine:
         max_batch: int,
         max_pending: int,
         step_s: float,
-        there: Callable[[int], bool],
+        applied: Callable[[RelaySource, bytes], None],
     ) -> None:
-        """`there`: which versions can be had of the relay."""
+        """`applied` hears which bits it has put in force as what it was told to pull."""
         self.capabilities = Capabilities(
             engine="model", replayable_sampling=True, max_context_tokens=4096, device="model", max_batch=max_batch
         )
         self._now_ns = now_ns
-        self._there = there
+        self._applied = applied
+        self._client = WeightsClient()
+        self._tensors: Mapping[str, object] = {}
+        self._rotten = False
+        """Whether some of them are not what was pulled, and nobody has found that yet."""
         self._device = device
         self._max_batch = max_batch
         self._max_pending = max_pending
@@ -127,23 +145,38 @@ class ModelEngine:
         return TokenChunk(request.request_id, at, [], [], NO_VERSION, FinishReason.ABORTED)
 
     def prefetch(self, source: RelaySource, timeout_s: float) -> PullReport:
-        if not self._there(source.version):
-            raise RuntimeError(f"version {source.version} is not on the relay")
-        return PullReport(size_bytes=1, full_bytes=0)
+        self._rot()
+        return self._client.stage(source, timeout_s)
 
     def load_version(self, source: WeightsSource, mode: WeightMode) -> float:
+        self._device.works()
+        if isinstance(source, RelaySource):
+            self._tensors = self._client.apply(source).tensors
+            if not self._rotten:
+                self._applied(source, bits_of(self._tensors))
         self._version = source.version
         return 0.0
 
     def audit(self) -> bool:
-        return True
+        self._rot()
+        sound = self._client.audit()
+        self._rotten &= sound  # What is found is replaced by the next pull.
+        return sound
+
+    def _rot(self) -> None:
+        if self._device.rots and self._tensors:
+            self._device.rots, self._rotten = False, True
+            tensor: Any = next(iter(self._tensors.values()))
+            tensor.view(torch.int16)[0] ^= 1
 
     def sleep(self) -> None:
+        self._device.works()
         self.abort(list(self._requests))
         self._asleep = True
         self._go_on()
 
     def wake(self) -> None:
+        self._device.works()
         self._asleep = False
         self._go_on()
 
@@ -167,10 +200,12 @@ class ModelEngine:
             accounts_ns=dict(self._accounts),
             weights_version=self._version,
             asleep=self._asleep,
+            received_bytes=self._client.received_bytes,
         )
 
     def close(self) -> None:
         self.closed = True
+        self._client.close()
         if self._iterating is not None:
             self._iterating.cancel()
 
@@ -212,82 +247,81 @@ class ModelEngine:
         self._go_on()
 
 
-@dataclass
-class Weights:
+SHAPES = {"model.embed_tokens.weight": (16, 16), "model.layers.0.weight": (16, 24), "model.norm.weight": (9,)}
+ELEMENTS = sum(math.prod(shape) for shape in SHAPES.values())
+
+
+class Weights(msgspec.Struct):
     """What the trainer has learnt, in order; the same order gives the same bits."""
 
     version: int = 0
-    learnt: list[tuple[int, str, int]] = field(default_factory=list[tuple[int, str, int]])
+    learnt: list[tuple[int, str, int]] = []
     """Step, group, and a sum of what its trajectories were."""
 
     def copy(self) -> "Weights":
         return Weights(self.version, list(self.learnt))
 
+    def bits(self) -> npt.NDArray[np.uint16]:
+        """The patterns of version 0, and over them some for every group that was learnt."""
+        bits = (np.arange(ELEMENTS) * 2654435761 >> 7).astype(np.uint16)
+        for step, _, what in self.learnt:
+            if step < self.version:
+                drawn_bits = np.frombuffer(hashlib.blake2b(b"%d" % what).digest(), np.uint16)
+                bits[drawn_bits[:16] % ELEMENTS] = drawn_bits[16:]
+        return bits
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        flat = torch.from_numpy(self.bits().view(np.int16)).view(torch.bfloat16)
+        parts = flat.split([math.prod(shape) for shape in SHAPES.values()])
+        return {name: part.view(shape) for (name, shape), part in zip(SHAPES.items(), parts, strict=True)}
+
+
+def bits_of(tensors: Mapping[str, Any]) -> bytes:
+    """The patterns of all of them."""
+    return b"".join(tensors[name].contiguous().view(torch.int16).numpy().tobytes() for name in SHAPES)
+
 
 class ModelTrainer:
-    """`elastic.worker.service.Trainer`: it learns by writing down. `saved` is its newest checkpoint."""
+    """`elastic.worker.trainer_host.PolicyTrainer`: it learns by writing down. `stepped` hears what it has learnt,
+    `has` what the weights of a version are."""
 
-    def __init__(self, saved: Callable[[], Weights], save: Callable[[Weights], None], publish: Callable[[int], None]):
-        self.timeout_s = 60.0
-        self.publisher = ""
-        self._weights = saved()
-        self._save = save
-        self._publish = publish
-        self._groups: list[str] = []
-        self._slots: list[int] = []
-        self._stepped: wire.Stepped | None = None
-        publish(self._weights.version)
+    metrics: ClassVar[dict[str, float]] = {}
+    unusable: ClassVar[Mapping[str, str]] = {}
 
-    def load_policy(self, engine: Any) -> None:
-        self._engine = engine
-        engine.load_version(TensorSource(self._weights.version, {}), WeightMode.KEEP)
+    def __init__(self, stepped: Callable[[Weights], None], has: Callable[[int, bytes], None]) -> None:
+        self._weights = Weights()
+        self._stepped = stepped
+        self._has = has
 
-    def standing(self) -> Standing:
-        return Standing(self._weights.version, tuple(self._groups), frozenset(self._slots))
+    @property
+    def version(self) -> int:
+        return self._weights.version
 
-    def has(self, order: TrainerOrder) -> bool:
-        match order:
-            case wire.TrainGroupFrame():
-                return order.group in self._groups
-            case wire.SkipGroup():
-                return order.index in self._slots
-            case wire.UpdateFrame():
-                return self._weights.version == order.version
+    def train_group(self, group: wire.TrainGroupFrame) -> None:
+        if group.step != self.version:
+            raise AssertionError(f"{group.group} of step {group.step} at version {self.version}")
+        what = drawn(*(t for d in group.trajectories for t in (d.trajectory, *d.token_ids, d.reward)))
+        self._weights.learnt.append((group.step, group.group, what))
 
-    def follow(self, welcome: wire.Welcome) -> None:
+    def skip_group(self, index: int, tokens: int = 0) -> None:
         pass
 
-    def carry_out(self, order: TrainerOrder) -> TrainerReply:
-        match order:
-            case wire.TrainGroupFrame():
-                if not self.has(order):
-                    if order.step != self._weights.version:
-                        raise AssertionError(f"{order.group} of step {order.step} at version {self._weights.version}")
-                    what = drawn(*(t for d in order.trajectories for t in (d.trajectory, *d.token_ids, d.reward)))
-                    self._weights.learnt.append((order.step, order.group, what))
-                    self._groups.append(order.group)
-                    self._slots.append(order.index)
-                return wire.Trained(order.group, 0.01)
-            case wire.SkipGroup():
-                if not self.has(order):
-                    self._slots.append(order.index)
-                return None
-            case wire.UpdateFrame():
-                if not self.has(order):
-                    self._weights.version += 1
-                    if self._weights.version != order.version:
-                        raise AssertionError(f"stepped to {self._weights.version}, not to {order.version}")
-                    self._groups, self._slots = [], []
-                    self._engine.load_version(TensorSource(order.version, {}), WeightMode.KEEP)
-                    self._save(self._weights.copy())
-                    self._publish(order.version)
-                return wire.Stepped(order.version, {})
+    def update(self) -> dict[str, float]:
+        self._weights.version += 1
+        self._stepped(self._weights.copy())
+        return {}
 
-    def checkpoint(self) -> None:
-        """Every version is kept as it comes."""
+    def bf16_tensors(self) -> dict[str, torch.Tensor]:
+        tensors = self._weights.tensors()
+        self._has(self.version, bits_of(tensors))
+        return tensors
 
-    def published(self) -> wire.PublishedFrame:
-        return wire.PublishedFrame(self._weights.version, {}, {})
+    def save(self, path: Path) -> None:
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(msgspec.msgpack.encode(self._weights))
+
+    def load(self, path: Path) -> None:
+        self._weights = msgspec.msgpack.decode(path.read_bytes(), type=Weights)
 
 
 class NoSettings(BaseModel):

@@ -6,6 +6,7 @@ import os
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -87,9 +88,15 @@ class NetworkLoop(ProcessLoop):
         super().__init__(clock, machine)
         self.network = network
         self.address = network.address()
-        self.alive = True
         self.repeats_until_ns: Nanoseconds = 0
         self.transports: dict[_Transport, None] = {}
+        self.signal_handlers: dict[int, Callable[[], object]] = {}
+
+    def add_signal_handler(self, sig: int, callback: Callable[..., object], *args: Any) -> None:
+        self.signal_handlers[sig] = partial(callback, *args)
+
+    def remove_signal_handler(self, sig: int) -> bool:
+        return self.signal_handlers.pop(sig, None) is not None
 
     async def create_server(self, protocol_factory: Any, host: Any = None, port: Any = None, **_: Any) -> Any:
         return self.network.listen(self, protocol_factory, host, port or 0)
@@ -119,6 +126,7 @@ class NetworkLoop(ProcessLoop):
         elif not far.lost:
             far.protocol = server.factory()
             far.protocol.connection_made(far)
+            far._read()
 
     def kill(self, noticed: bool) -> None:
         """The process is gone. Its peers see its connections reset if that is `noticed`, else nothing at all."""
@@ -213,10 +221,7 @@ class _Transport(asyncio.Transport):
         self._read()
 
     def _read(self) -> None:
-        while self.reading and self.unread and not self.lost:
-            if self.protocol is None:
-                self.loop.call_later(0.0001, self._read)
-                return
+        while self.reading and self.unread and not self.lost and self.protocol is not None:
             piece = self.unread.popleft()
             if self.peer is not None:
                 self.peer.on_way_bytes -= len(piece)

@@ -5,8 +5,9 @@ from typing import Any
 
 from elastic.chaos.models import ModelDevice
 from elastic.chaos.network import NetworkLoop
+from elastic.chaos.threads import SimulatedLane
 from elastic.core.types import Nanoseconds
-from elastic.offload import Lane, lanes
+from elastic.offload import lanes
 
 
 class Process:
@@ -22,7 +23,7 @@ class Process:
         self.callbacks_left: int | None = None
         """After which it is killed."""
         self.at_its_end: Callable[[], None] = lambda: None
-        loop.context.run(lanes.set, lambda _: LoopLane(loop))
+        loop.context.run(lanes.set, lambda _: SimulatedLane(loop))
         self.main = loop.create_task(work(), context=loop.context)
 
     @property
@@ -42,18 +43,3 @@ class Process:
             self.loop.step(1)
         else:
             self.at_its_end()
-
-
-class LoopLane(Lane):
-    """`elastic.offload.Lane`: each call takes a drawn time, and is made at its end."""
-
-    def __init__(self, loop: NetworkLoop) -> None:
-        self._loop = loop
-        self._free_s = 0.0
-
-    def submit(self, call: Callable[[], None]) -> None:
-        self._free_s = max(self._free_s, self._loop.time()) + self._loop.offload_s()
-        self._loop.call_at(self._free_s, call)
-
-    def stop(self) -> None:
-        pass

@@ -1,6 +1,8 @@
 """How few of a plan's faults make its world fail: delta debugging (Zeller, Hildebrandt 2002)."""
 
+import contextlib
 import itertools
+import time
 from collections.abc import Sequence
 
 import msgspec
@@ -8,25 +10,32 @@ import msgspec
 from elastic.chaos.faults import Fault, WorldPlan
 from elastic.chaos.simulate import WorldFailed, simulate
 
-TRIES_MAX = 400
+SHRINK_S = 300.0
 
 
-def shrunk(plan: WorldPlan) -> WorldFailed:
-    """The failure with the fewest faults that was found; any will do. Raises `ValueError` where there is none."""
+def shrunk(plan: WorldPlan, limit_s: float = SHRINK_S) -> WorldFailed:
+    """The failure with the fewest faults that was found in time, or until somebody interrupts it; any failure
+    will do.
+
+    Raises `ValueError` where there is none.
+    """
+    until_s = time.monotonic() + limit_s
     found = _failure(plan)
     if found is None:
         raise ValueError(f"the world of seed {plan.seed} does not fail")
-    parts, tries = 2, 0
-    while (faults := found.plan.faults) and tries < TRIES_MAX:
-        for kept in _without_a_part(faults, min(parts, len(faults))):
-            tries += 1
-            if (smaller := _failure(msgspec.structs.replace(plan, faults=kept))) is not None:
-                found, parts = smaller, max(2, parts - 1)
-                break
-        else:
-            if parts >= len(faults):
-                break
-            parts = min(len(faults), 2 * parts)
+    parts = 2
+    with contextlib.suppress(KeyboardInterrupt):
+        while (faults := found.plan.faults) and time.monotonic() < until_s:
+            for kept in _without_a_part(faults, min(parts, len(faults))):
+                if time.monotonic() >= until_s:
+                    break
+                if (smaller := _failure(msgspec.structs.replace(plan, faults=kept))) is not None:
+                    found, parts = smaller, max(2, parts - 1)
+                    break
+            else:
+                if parts >= len(faults):
+                    break
+                parts = min(len(faults), 2 * parts)
     return found
 
 

@@ -46,6 +46,7 @@ def _words(chance: Random, run: str, worker: str) -> bytes:
             hello[: chance.randrange(len(hello))],
             hello,
             wire.encode(wire.Hello(version, worker, "guessed", False, 1, who, "no run")),
+            wire.encode(wire.Hello(version, "", "guessed", False, 1, who, run, "abcdefgh")),
             (2**31).to_bytes(4, "big"),
         )
     )

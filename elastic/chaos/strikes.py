@@ -1,22 +1,29 @@
 """How each fault is done to a world."""
 
+import signal
 from collections.abc import Callable, Mapping
 from functools import partial
 
 from elastic.chaos.faults import Fault, FaultKind
 from elastic.chaos.loops import Machine
 from elastic.chaos.process import Process
+from elastic.chaos.relay import OF_THE_BYTES, OF_THE_LINK
 from elastic.chaos.strangers import flood
-from elastic.chaos.world import STOPPED, World
+from elastic.chaos.world import ELASTIC, STOPPED, World
 from elastic.compose import TRAINER_PROVIDER
+from elastic.control import CapProvider, SetBudget
 from elastic.core.types import NS_PER_S, EndCause
 from elastic.sim.lies import KINDS, Liar
 
 CALLBACKS_MAX = 60
 """That a process runs on before it is killed: so that it dies between any two of them."""
+ENOUGH_USD = 1000.0
+LIMITED = 0.9
+"""Of the caps; the others lift one."""
 LEAP_S = 10_000.0
 LIES = 12
-STRANGERS_MAX = 3000
+STRANGERS_MIN, STRANGERS_MAX = 270, 3000
+"""More than may wait to be let in; seldom many more."""
 SLOWNESS_MAX = 10.0
 SLOW_COMMIT_S = 0.5
 FOR_EVER_S = 1e6
@@ -28,8 +35,7 @@ def strike(world: World, fault: Fault) -> bool:
     if fault.kind in _OF_THE_RUN:
         if world.orchestrator is None or world.result is not None:
             return False
-        _OF_THE_RUN[fault.kind](world, world.orchestrator, fault)
-        return True
+        return _OF_THE_RUN[fault.kind](world, world.orchestrator, fault) is not False
     if fault.kind in _OF_ALL:
         _OF_ALL[fault.kind](world, fault)
         return True
@@ -37,6 +43,8 @@ def strike(world: World, fault: Fault) -> bool:
     if picked is None:
         return False
     world.witness.ails(picked.name, fault.duration_s)
+    if _trains(picked):
+        world.witness.weights_ail(fault.duration_s)
     return _OF_ONE[fault.kind](world, picked, fault)
 
 
@@ -116,6 +124,24 @@ def _slow(world: World, worker: Process, fault: Fault) -> bool:
     return True
 
 
+def _fail(world: World, worker: Process, fault: Fault) -> bool:
+    worker.device.fails_until_ns = world.until_ns(fault.duration_s)
+    return True
+
+
+def _rot(world: World, worker: Process, fault: Fault) -> bool:
+    worker.device.rots = True
+    return True
+
+
+def _terminate(world: World, worker: Process, fault: Fault) -> bool:
+    handler = worker.loop.signal_handlers.get(signal.SIGTERM)
+    if handler is None:
+        return False
+    worker.loop.call_soon(handler)
+    return True
+
+
 def _decline(world: World, worker: Process, fault: Fault) -> bool:
     worker.device.held_until_ns = world.until_ns(fault.duration_s)
     worker.device.honest = fault.chance < 1 / 2
@@ -147,6 +173,7 @@ def _kill_orchestrator(world: World, orchestrator: Process, fault: Fault) -> Non
 def _kill_both(world: World, orchestrator: Process, fault: Fault) -> None:
     for worker in filter(_trains, world.workers()):
         world.witness.ails(worker.name)
+        world.witness.weights_ail()
         world.kill(worker, noticed=True)
     _kill_orchestrator(world, orchestrator, fault)
 
@@ -154,6 +181,7 @@ def _kill_both(world: World, orchestrator: Process, fault: Fault) -> None:
 def _lose_power(world: World, orchestrator: Process, fault: Fault) -> None:
     if fault.chance < 1 / 3:
         for worker in filter(_trains, world.workers()):
+            world.witness.weights_ail()
             world.kill(worker, noticed=True)
     world.crash_orchestrator(fault.duration_s)
     world.disk.lose_power()
@@ -165,9 +193,18 @@ def _stop(world: World, orchestrator: Process, fault: Fault) -> None:
         world.shell.stop(STOPPED)
 
 
+def _command(world: World, orchestrator: Process, fault: Fault) -> bool:
+    usd = fault.duration_s * ENOUGH_USD if fault.target < 3 / 4 else None
+    gpus = int(fault.target * (world.plan.places + 1)) if fault.chance < LIMITED else None
+    if fault.chance < 1 / 3:
+        return world.command(lambda name: SetBudget(id=name, usd=usd))
+    return world.command(lambda name: CapProvider(id=name, provider=ELASTIC, gpus=gpus))
+
+
 def _hold_up(world: World, orchestrator: Process, fault: Fault) -> None:
     """It excuses no fence: nobody was silent but itself. Connections are another thing."""
     world.witness.connections_ail(fault.duration_s)
+    world.witness.weights_ail(fault.duration_s)
     orchestrator.frozen_until_ns = world.until_ns(fault.duration_s)
 
 
@@ -183,7 +220,7 @@ def _weather(world: World, fault: Fault) -> None:
 
 
 def _flood(world: World, fault: Fault) -> None:
-    count = int(STRANGERS_MAX ** (0.4 + 0.6 * fault.chance))
+    count = STRANGERS_MIN + int(fault.chance**6 * (STRANGERS_MAX - STRANGERS_MIN))
     target = next((worker.name for worker in world.workers()), "nobody")
     coming = partial(flood, world.chance, count, world.address, world.config.run.name, target)
     if world.address:
@@ -200,7 +237,12 @@ def _descriptors(world: World, fault: Fault) -> None:
 
 def _relay(world: World, fault: Fault) -> None:
     world.witness.all_ail(fault.duration_s)
-    world.relay_down_until_ns = world.until_ns(fault.duration_s)
+    world.relay.ails(OF_THE_LINK[int(fault.chance * len(OF_THE_LINK))], fault.duration_s)
+
+
+def _tamper(world: World, fault: Fault) -> None:
+    world.witness.all_ail(fault.duration_s)
+    world.relay.ails(OF_THE_BYTES[int(fault.chance * len(OF_THE_BYTES))], fault.duration_s)
 
 
 def _calendar(world: World, fault: Fault) -> None:
@@ -224,7 +266,7 @@ def _functions(world: World, fault: Fault) -> None:
     world.functions_down_until_ns = world.until_ns(fault.duration_s)
 
 
-_OF_TRAINERS_TOO = frozenset({FaultKind.FREEZE, FaultKind.CUT, FaultKind.STALL, FaultKind.REPEAT})
+_OF_TRAINERS_TOO = frozenset({FaultKind.FREEZE, FaultKind.CUT, FaultKind.STALL, FaultKind.REPEAT, FaultKind.TERMINATE})
 _OF_ONE: Mapping[FaultKind, Callable[[World, Process, Fault], bool]] = {
     FaultKind.KILL_WORKER: _kill,
     FaultKind.KILL_TRAINER: _kill,
@@ -236,10 +278,14 @@ _OF_ONE: Mapping[FaultKind, Callable[[World, Process, Fault], bool]] = {
     FaultKind.TAKE: _take,
     FaultKind.HANG: _hang,
     FaultKind.SLOW: _slow,
+    FaultKind.FAIL: _fail,
+    FaultKind.ROT: _rot,
+    FaultKind.TERMINATE: _terminate,
     FaultKind.DECLINE: _decline,
     FaultKind.LIE: _lie,
 }
-_OF_THE_RUN: Mapping[FaultKind, Callable[[World, Process, Fault], None]] = {
+_OF_THE_RUN: Mapping[FaultKind, Callable[[World, Process, Fault], bool | None]] = {
+    FaultKind.COMMAND: _command,
     FaultKind.KILL_ORCHESTRATOR: _kill_orchestrator,
     FaultKind.KILL_BOTH: _kill_both,
     FaultKind.POWER: _lose_power,
@@ -251,6 +297,7 @@ _OF_ALL: Mapping[FaultKind, Callable[[World, Fault], None]] = {
     FaultKind.FLOOD: _flood,
     FaultKind.DESCRIPTORS: _descriptors,
     FaultKind.RELAY: _relay,
+    FaultKind.TAMPER: _tamper,
     FaultKind.CALENDAR: _calendar,
     FaultKind.SLOW_DISK: _slow_disk,
     FaultKind.FULL_DISK: _full_disk,

@@ -1,8 +1,9 @@
 """Sees what the core is told and what it orders, and holds it against what is true in the world.
 
 - The core's invariants hold.
-- Nothing is done without need: a worker that nothing ails is not fenced, does not leave and need not dial again, its
-  turns are neither moved nor sent again, and whoever has failed is left alone for a while before it is tried again.
+- Nothing is done without need: a worker that nothing ails is not fenced, does not leave, need not dial again and gets
+  the weights that it is told to load, its turns are neither moved nor sent again, and whoever has failed is left alone
+  for a while before it is tried again.
 """
 
 import contextlib
@@ -23,6 +24,8 @@ CHECKED = 1 / 24
 """Of the events: the whole state is gone through after these."""
 AFTERMATH_S = 8.0
 """How long what has befallen somebody may still be the cause of something."""
+LOAD_S = 12.0
+"""How long it may take that a load fails which began while something was wrong."""
 DIALS_MAX, DIALS_WITHIN_S = 60, 5.0
 """More attempts to connect than these are made by nobody who backs off."""
 OF_NO_CONCERN = ("its lease ended", "it has no live lease", "expired", "lost", "released")
@@ -63,6 +66,7 @@ class Witness:
         """Until when something may be the cause of what befalls a worker."""
         self._all_ailing_ns: Nanoseconds = 0
         self._connections_ailing_ns: Nanoseconds = 0
+        self._weights_ailing_ns: Nanoseconds = 0
         self._liars: dict[WorkerId, None] = {}
         self._refused_ns: dict[str, Nanoseconds] = {}
         self._failed_loads: dict[tuple[WorkerId, int, int], Nanoseconds] = {}
@@ -108,6 +112,10 @@ class Witness:
         """Something may make everybody give a connection up, which is no reason to give a worker up."""
         self._connections_ailing_ns = max(self._connections_ailing_ns, self._until_ns(for_s))
 
+    def weights_ail(self, for_s: float = 0.0) -> None:
+        """What workers are told to load may be late, or never come."""
+        self._weights_ailing_ns = max(self._weights_ailing_ns, self._until_ns(for_s + LOAD_S))
+
     def lies(self, worker: WorkerId) -> None:
         self._liars[worker] = None
 
@@ -117,8 +125,9 @@ class Witness:
     def _until_ns(self, for_s: float) -> Nanoseconds:
         return self._now_ns() + round((for_s + AFTERMATH_S) * NS_PER_S)
 
-    def _well(self, worker: WorkerId) -> bool:
-        until_ns = max(self._all_ailing_ns, self._ailing_ns.get(worker, 0))
+    def _well(self, worker: WorkerId, for_s: float = 0.0) -> bool:
+        """Whether nothing ails it, and has not for so long."""
+        until_ns = max(self._all_ailing_ns, self._ailing_ns.get(worker, 0)) + round(for_s * NS_PER_S)
         return worker not in self._liars and self._now_ns() > until_ns
 
     # What is done
@@ -145,6 +154,8 @@ class Witness:
                     self._refused_ns[lease.provider] = core.now_ns
             case e.WeightsFailed():
                 self._failed_loads[event.worker, event.epoch, event.version] = core.now_ns
+                well = self._well(event.worker, LOAD_S) and self._now_ns() > self._weights_ailing_ns
+                _require(not well, Act.RETRY, f"{event.worker}: {event.reason}")
             case e.WorkerDisconnected():
                 self._disconnected(event)
             case _:

@@ -8,6 +8,7 @@ import itertools
 import shutil
 import tempfile
 from collections.abc import Callable, Coroutine, Iterator, Mapping, MutableMapping
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any, cast
@@ -16,8 +17,9 @@ import msgspec
 import structlog
 
 from elastic import compose, wire
+from elastic.chaos.answers import governs
 from elastic.chaos.cloud import Cloud, CloudProvider
-from elastic.chaos.disk import Disk, SteppedJournal
+from elastic.chaos.disk import Disk, ModelledJournal
 from elastic.chaos.faults import Fault, FaultKind, WorldPlan
 from elastic.chaos.loops import Machine, WorldClock
 from elastic.chaos.models import (
@@ -33,23 +35,38 @@ from elastic.chaos.models import (
 )
 from elastic.chaos.network import Network, NetworkLoop
 from elastic.chaos.process import Process
+from elastic.chaos.relay import RelayStore
 from elastic.chaos.witness import Witness
 from elastic.compose.incarnations import PreviousIncarnation, journaled, previous_incarnation
 from elastic.config import Config, validate
+from elastic.control import Acknowledged, CapProvider, SetBudget
 from elastic.core.scheduler import Scheduler
 from elastic.core.types import NS_PER_S, Nanoseconds, WorkerId, WorkerRole
 from elastic.endpoint import Endpoint
 from elastic.run_secrets import RunSecrets
-from elastic.runtime import states
 from elastic.runtime.journal import JournalError, RunDirectory
 from elastic.runtime.orchestrator import Orchestrator, Wiring
-from elastic.worker.agent import run_agent
+from elastic.ticket_book import TicketBook
+from elastic.weights.rights import RelayRights
+from elastic.weights.source import RelaySource
+from elastic.worker.agent import AgentExit, BuildEngine, run_agent
 from elastic.worker.connection import Ticket
+from elastic.worker.trainer_host import TrainerHost
 from providers.base import Provider, ProviderContext, WorkerTicket
+from providers.joined import JoinedProvider
+from providers.markets import JoinedSettings
+from providers.waiting_room import WaitingRoom
 
 RUN = "run"
+ADDRESS = "10.0.0.1"
+"""The orchestrator's, for other machines."""
+RELAY_PORT = 50_000
+MOVES = 1 / 3
+"""Of the incarnations: they serve the relay at another port than the one before."""
 ELASTIC = "reserved"
+JOINED = "joined"
 ORCHESTRATOR_TIMEOUT_S = 20.0
+PULL_TIMEOUT_S = 10.0
 LIVENESS_S = 240.0
 """For the run to end once nothing goes wrong any more, where turns are short."""
 TURNS_MAX = 4
@@ -59,6 +76,10 @@ WORK_NS = 2_000
 STOPPED = "somebody had it stop"
 """Why a run ends that is resumed."""
 OUT_OF_STEP = "out of step with the journal"
+COMMANDED = 2
+"""How often the same is commanded; the second time it is only acknowledged."""
+NEVER_S = 1e9
+"""Until a machine's ticket is of no use: the calendar may leap."""
 BEGIN_AGAIN_S = 1.0
 """After which somebody resumes a run that has ended for want of its disk, or of descriptors."""
 
@@ -84,12 +105,13 @@ def config_of(plan: WorldPlan) -> Config:
                 "seed": plan.seed,
                 "steps": plan.steps,
                 "orchestrator_timeout_s": ORCHESTRATOR_TIMEOUT_S,
+                "host": ADDRESS if plan.far else "127.0.0.1",
             },
             "model": {"checkpoint": "none"},
             "rollout": {
                 "groups": plan.groups,
                 "group_size": 2,
-                "max_turns": 1 if long else TURNS_MAX,
+                "max_turns": 1 if long else plan.max_turns,
                 "max_tokens_per_turn": plan.max_tokens,
                 "staleness_bound": plan.staleness_bound,
             },
@@ -113,9 +135,19 @@ def config_of(plan: WorldPlan) -> Config:
             },
             "rewards": {"timeout_s": 2, "max_retries": 8},
             "environment": {"step_timeout_s": 3},
-            "weights": {"mode": "keep", "pull_timeout_s": 10},
-            "journal": {"durable_against": plan.durable_against, "pending_mb": plan.pending_mb},
-            "providers": {ELASTIC: {"max_workers": plan.places}},
+            "weights": {
+                "mode": "keep",
+                "pull_timeout_s": PULL_TIMEOUT_S,
+                "keyframe_every": plan.keyframe_every,
+                "merge_every": plan.merge_every,
+                "keep_versions": 2,
+            },
+            "journal": {
+                "durable_against": plan.durable_against,
+                "pending_mb": plan.pending_mb,
+                "commit_interval_s": 5 if long else 0.1,
+            },
+            "providers": {ELASTIC: {"max_workers": plan.places}, JOINED: {}},
         },
         "chaos",
     )
@@ -145,19 +177,26 @@ class World:
         self.result: str | None = None
         self.orchestrator: Process | None = None
         self.shell: Orchestrator | None = None
-        """What runs in the orchestrator's process, or did last."""
+        """What runs in the orchestrator's process."""
+        self.acknowledged: list[str] = []
+        """Commands that were said to be durable, by their ids."""
         self.address = ""
-        self.relay_down_until_ns = self.environments_down_until_ns = self.functions_down_until_ns = 0
+        self.relay = RelayStore(Random(f"{plan.seed}/relay"), lambda: self.clock.now_ns)
+        self.environments_down_until_ns = self.functions_down_until_ns = 0
         self._alive: list[Process] = []
         self._struck = 0
-        self._saved = Weights()
+        self._relay_port = RELAY_PORT
         self._numbers = itertools.count()
-        self._published: set[int] = set()
+        self._weights_of: dict[tuple[str, int], bytes] = {}
+        """The bits that a trainer's process, known by its key, has as a version."""
         self._later: list[tuple[Nanoseconds, int, Callable[[], None]]] = []
         self._workers: dict[WorkerId, Process] = {}
+        self._machines: dict[str, Process] = {}
+        """Those that come by themselves, by their tickets."""
         self._directory = Path(tempfile.mkdtemp(prefix="elastic-chaos-", dir=_memory()))
         self.run = RunDirectory(self._directory / RUN)
         self.run.path.mkdir()
+        self._tickets = _Tickets(self.run.path, self._spent)
         self.config = config_of(plan)
         make = lambda name, role, places: Cloud(  # noqa: E731
             name, role, places, Random(f"{plan.seed}/{name}"), self.after, self._boot, self._end_worker
@@ -181,10 +220,12 @@ class World:
     def begins(self) -> Iterator[None]:
         """Govern what production code asks of this process, and take everything apart in the end."""
         longest_turn_s = self.plan.max_tokens * self.plan.token_s
-        governed = self.clock.governs(f"{self.plan.seed}/code", longest_turn_s)
+        governed = governs(self.clock, f"{self.plan.seed}/code", longest_turn_s, self.relay.open)
         with governed, self.witness.watches(), self._logged():
             try:
                 self.begin_orchestrator()
+                for _ in range(self.plan.machines):
+                    self.after(self.chance.uniform(0, 5), self._join)
                 yield
             finally:
                 self._bury()
@@ -290,6 +331,23 @@ class World:
         self._alive.remove(process)
         for cloud in self.clouds.values():
             cloud.exited(process.name)
+        if process in self._machines.values():
+            self.after(self.chance.uniform(0.1, 10), self._join)
+
+    def command(self, make: Callable[[str], CapProvider | SetBudget]) -> bool:
+        """Somebody commands the run, under a new id; whether there is anybody who hears it."""
+        orchestrator, shell = self.orchestrator, self.shell
+        if orchestrator is None or shell is None or not self.address:
+            return False
+        request = make(f"command-{next(self._numbers)}")
+
+        async def ask() -> None:
+            for _ in range(COMMANDED):
+                if isinstance(await shell.desk.answer(request), Acknowledged):
+                    self.acknowledged.append(request.id)
+
+        orchestrator.loop.create_task(ask(), context=orchestrator.loop.context)
+        return True
 
     def begin_orchestrator(self) -> None:
         self.incarnations += 1
@@ -304,7 +362,8 @@ class World:
 
     def _begin_again(self, down_s: float) -> None:
         self.witness.all_ail(down_s)
-        self.orchestrator = None
+        self.orchestrator = self.shell = None
+        self.address = self.relay.url = ""
         for cloud in self.clouds.values():
             cloud.listener = None
         self.after(down_s, self.begin_orchestrator)
@@ -313,7 +372,8 @@ class World:
         """As `elastic.compose.execute`, around models."""
         config, run, plan = self.config, self.run, self.plan
         former = previous_incarnation(run, config) if self.incarnations > 1 else PreviousIncarnation()
-        resolved = compose.resolve(config, [ELASTIC], "chaos")
+        resolved = compose.resolve(config, [ELASTIC, JOINED] if plan.machines else [ELASTIC], "chaos")
+        waiting_room = WaitingRoom(self._tickets)
         scheduler = Scheduler(compose.run_plan(resolved), compose.limits(config), compose.policies(config), 0)
         secrets = RunSecrets(b"%32d" % plan.seed)
         notes = {
@@ -323,7 +383,7 @@ class World:
             "providers": ELASTIC,
             "seed": str(config.run.seed),
         } | former.notes_to_keep()
-        journal = SteppedJournal(
+        journal = ModelledJournal(
             run.next_journal_path(),
             config.journal.commit_interval_s,
             config.journal.durable_against,
@@ -332,15 +392,20 @@ class World:
             self.disk,
         )
         self.witness.follow(scheduler)
+        self._serve_relay(RelayRights(secrets.relay_owner()))
         with journaled(journal, scheduler) as ending:
             wiring = Wiring(
-                make_providers=self._providers,
+                make_providers=partial(self._providers, waiting_room),
                 make_environment=lambda: ModelEnvironment(NoSettings(), self._environment_mishap),
                 stop_token_ids=ModelEnvironment.stop_token_ids,
                 welcome=self._welcome(),
                 secrets=secrets,
                 kept=run,
                 make_reward_pool=(lambda meter: ModelPool(meter, self._function_mishap)) if plan.scored else None,
+                engines={name: config.engine.model_dump(mode="json") for name in self.clouds},
+                relays={compose.TRAINER_PROVIDER: self.relay.url},
+                relay_rights=self.relay.rights,
+                waiting_room=waiting_room if plan.machines else None,
                 control_socket=False,
             )
             orchestrator = Orchestrator(
@@ -350,6 +415,12 @@ class World:
             failed = await orchestrator.run()
             ending.conclude(failed)
         return failed
+
+    def _serve_relay(self, rights: RelayRights) -> None:
+        """Where it was, unless that port is taken."""
+        elsewhere = self.incarnations > 1 and self.chance.random() < MOVES
+        self._relay_port += elsewhere
+        self.relay.url, self.relay.rights = f"http://{ADDRESS}:{self._relay_port}", rights
 
     def _environment_mishap(self) -> Mishap | None:
         return self._mishap(self.environments_down_until_ns)
@@ -362,18 +433,25 @@ class World:
             return None
         return self.chance.choice((Mishap.RAISES, Mishap.HANGS))
 
-    def _providers(self, endpoint: Endpoint, now_ns: Callable[[], Nanoseconds]) -> Mapping[str, Provider]:
+    def _providers(
+        self, waiting_room: WaitingRoom, endpoint: Endpoint, now_ns: Callable[[], Nanoseconds]
+    ) -> Mapping[str, Provider]:
         self.address = endpoint.address
-        context = self._context(endpoint, now_ns)
-        found = {name: CloudProvider(cloud, context) for name, cloud in self.clouds.items()}
+        context = self._context(waiting_room, endpoint, now_ns)
+        found: dict[str, Any] = {name: CloudProvider(cloud, context) for name, cloud in self.clouds.items()}
+        if self.plan.machines:
+            found[JOINED] = JoinedProvider(JOINED, JoinedSettings(), context)
         return cast("Mapping[str, Provider]", found)
 
-    def _context(self, endpoint: Endpoint, now_ns: Callable[[], Nanoseconds]) -> ProviderContext:
+    def _context(
+        self, waiting_room: WaitingRoom, endpoint: Endpoint, now_ns: Callable[[], Nanoseconds]
+    ) -> ProviderContext:
         return ProviderContext(
             run=RUN,
             run_dir=self.run.path,
             endpoint=endpoint,
             worker_command=(),
+            waiting_room=waiting_room,
             now_ns=now_ns,
             acquire_timeout_s=self.config.scheduler.acquire_timeout_s,
             release_timeout_s=self.config.scheduler.release_timeout_s,
@@ -389,8 +467,8 @@ class World:
             silence_timeout_s=s.heartbeat_timeout_s * 2 / 3,
             engine=self.config.engine.model_dump(mode="json"),
             model={"vocab_size": VOCABULARY},
-            relay="",
-            resume_timeout_s=s.resume_timeout_s,
+            relay=self.relay.url,
+            resume_timeout_s=self.config.resume_timeout_s,
             pull_timeout_s=self.config.weights.pull_timeout_s,
             load_timeout_s=s.load_timeout_s,
             drain_timeout_s=4.0,
@@ -399,35 +477,69 @@ class World:
         )
 
     def _boot(self, endpoint: Endpoint, ticket: WorkerTicket, trains: bool) -> None:
+        bought = Ticket(
+            endpoint=endpoint, run=RUN, worker=ticket.worker, token=ticket.token, wait_s=ORCHESTRATOR_TIMEOUT_S
+        )
+        self._workers[ticket.worker] = self._begin_worker(ticket.worker, bought, trains)
+
+    def _join(self) -> None:
+        """Somebody starts a worker on a machine, with a ticket: as which worker it comes in is not known yet."""
+        if self.result is not None:
+            return
+        if not self.address:
+            self.after(BEGIN_AGAIN_S, self._join)
+            return
+        terms, token = self._tickets.mint("", None, NEVER_S)
+        bought = Ticket(
+            endpoint=Endpoint(self.address),
+            run=RUN,
+            worker="",
+            token=token,
+            wait_s=ORCHESTRATOR_TIMEOUT_S,
+            ticket=terms.ticket,
+        )
+        self._machines[terms.ticket] = self._begin_worker(terms.ticket, bought, False)
+
+    def _spent(self, ticket: str, worker: WorkerId) -> None:
+        process = self._machines[ticket]
+        process.name, self._workers[worker] = worker, process
+
+    def _begin_worker(self, name: str, bought: Ticket, trains: bool) -> Process:
+        """Where a provider has started it, its device is shared with whoever lends it."""
         plan, device = self.plan, ModelDevice(lambda: self.clock.now_ns)
         machine = Machine(self.clock, 1 + self.chance.uniform(-plan.drift, plan.drift))
-        there = self._to_be_had
 
         def engine(_: wire.Welcome) -> ModelEngine:
-            return ModelEngine(machine.monotonic_ns, device, plan.max_batch, plan.max_pending, plan.token_s, there)
-
-        def work() -> Coroutine[Any, Any, Any]:
-            return run_agent(
-                Ticket(
-                    endpoint=endpoint, run=RUN, worker=ticket.worker, token=ticket.token, wait_s=ORCHESTRATOR_TIMEOUT_S
-                ),
-                engine,
-                share=None if trains else device,
-                trainer=ModelTrainer(self._saved.copy, self._save, self._published.add) if trains else None,
-                born_ns=machine.monotonic_ns(),
+            return ModelEngine(
+                machine.monotonic_ns, device, plan.max_batch, plan.max_pending, plan.token_s, self._applied
             )
 
-        self._workers[ticket.worker] = self.begin(ticket.worker, machine, work, device)
+        async def work() -> AgentExit:
+            born_ns = machine.monotonic_ns()
+            if not trains:
+                return await run_agent(bought, engine, share=None if bought.ticket else device, born_ns=born_ns)
+            host = self._trainer_host(engine)
+            return await run_agent(bought, host.build_engine, trainer=host, born_ns=born_ns)
 
-    def _to_be_had(self, version: int) -> bool:
-        return version in self._published and self.clock.now_ns >= self.relay_down_until_ns
+        return self.begin(name, machine, work, device)
 
-    def _save(self, weights: Weights) -> None:
+    def _trainer_host(self, engine: BuildEngine) -> TrainerHost:
+        def has(version: int, bits: bytes) -> None:
+            self._weights_of[host.publisher, version] = bits
+
+        def trainer(config: Config, device: str) -> ModelTrainer:
+            return ModelTrainer(self._learnt, has)
+
+        host = TrainerHost(self.config, self.run.path, True, trainer, engine)
+        return host
+
+    def _learnt(self, weights: Weights) -> None:
         self.weights = weights
-        if weights.version % self.plan.checkpoint_every == 0 or weights.version == self.plan.steps:
-            self._saved = weights.copy()
-            (self.run.path / states.CHECKPOINTS).mkdir(exist_ok=True)
-            (self.run.path / states.CHECKPOINTS / f"{weights.version:08d}.safetensors").touch()
+
+    def _applied(self, source: RelaySource, bits: bytes) -> None:
+        """A worker serves with these as the version that it was told to pull."""
+        if bits != self._weights_of.get((source.publisher, source.version)):
+            self.witness.found.append(AssertionError(f"weights served that are not those of version {source.version}"))
 
     def _end_worker(self, worker: WorkerId) -> None:
         process = self._workers.get(worker)
@@ -440,7 +552,10 @@ class World:
         """It has come to its end by itself."""
         self.kill(process, noticed=True)
         if process.name in self._workers:
-            self.witness.left(process.name, process.main.result())
+            end = process.main.result()
+            self.witness.left(process.name, end)
+            if OUT_OF_STEP in end.reason and not self.disk.forgot:
+                self.witness.found.append(AssertionError(f"{process.name} has left: {end.reason}"))
         if process is not self.orchestrator:
             return
         error = process.main.exception()
@@ -476,6 +591,18 @@ class World:
             for task in asyncio.all_tasks(process.loop):
                 task.cancel()
             process.loop.bury()
+
+
+class _Tickets(TicketBook):
+    """`spent` hears which machine comes in as which worker."""
+
+    def __init__(self, run_dir: Path, spent: Callable[[str, WorkerId], None]) -> None:
+        super().__init__(run_dir)
+        self._spent = spent
+
+    def spend(self, ticket: str, worker: WorkerId) -> None:
+        super().spend(ticket, worker)
+        self._spent(ticket, worker)
 
 
 def _memory() -> str | None:

@@ -264,12 +264,6 @@ class Door:
             session.fenced = session.fenced or reason
             session.cut(wire.RefusedFrame(reason, retry=False))
 
-    def forget(self, worker: WorkerId) -> None:
-        """Drop what is known of a worker whose lease has ended. It is a stranger then, and refused as one."""
-        session = self._sessions.pop(worker, None)
-        if session is not None:
-            session.cut(wire.RefusedFrame("its lease has ended", retry=False))
-
     def refusals(self) -> list[RefusalCount]:
         """What was refused so far: of strangers, who name no run that can be believed, and of this run's workers."""
         return [*self._gateway._refusals.counts(), *self._refusals.counts()]

@@ -122,16 +122,14 @@ class Orchestrator:
         self._scribe = Scribe(scheduler, journal, self._when, self._stored)
         self._sampler = Sampler(config.run.name, scheduler, self._scribe, journal, observe, CpuSampler().share)
         self._run = Run(scheduler, self._connect)
-        self._control = ControlSocket(
-            wiring.kept.path,
-            CommandDesk(
-                scheduler,
-                self._command,
-                self._scribe.durable,
-                self._names,
-                lambda: self._sampler.status(self.now_ns()),
-            ),
+        self.desk = CommandDesk(
+            scheduler,
+            self._command,
+            self._scribe.durable,
+            self._names,
+            lambda: self._sampler.status(self.now_ns()),
         )
+        self._control = ControlSocket(wiring.kept.path, self.desk)
         if former is not None:
             self._run.restore(former.state)
             self._workers.publisher = former.publisher

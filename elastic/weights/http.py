@@ -38,15 +38,20 @@ class HttpRelay:
     """`elastic.weights.relay.Relay` at a URL. Threads may share it; the token is sent, never shown.
 
     Over HTTPS the relay's certificate is `anchor` (PEM) or by it; without one it is by whom this machine trusts.
+    Another `transport` than the network's carries the requests where it is given.
     """
 
-    def __init__(self, url: str, token: str | None = None, anchor: str = "") -> None:
+    def __init__(
+        self, url: str, token: str | None = None, anchor: str = "", transport: httpx.BaseTransport | None = None
+    ) -> None:
         self._url = url.rstrip("/")
         headers = {"authorization": f"Bearer {token}"} if token else {}
         timeout = httpx.Timeout(SILENCE_TIMEOUT_S, connect=CONNECT_TIMEOUT_S)
         # Proxies are for the way out; a relay is named by the run itself.
         verify = anchored_context(anchor) if anchor and url.startswith("https:") else True
-        self._client = httpx.Client(headers=headers, timeout=timeout, trust_env=False, verify=verify)
+        self._client = httpx.Client(
+            headers=headers, timeout=timeout, trust_env=False, verify=verify, transport=transport
+        )
 
     def put(self, key: str, *parts: Buffer) -> None:
         size = sum(memoryview(part).nbytes for part in parts)

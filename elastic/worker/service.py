@@ -328,7 +328,7 @@ class Service:
         self._wanted = order
         if self._loading is not None:
             self._loading.cancel()
-        self._loading = self._tasks.create_task(self._load(order, again))
+        self._loading = self._tasks.create_task(self._load(order, self._connection, again))
 
     async def _audit(self) -> None:
         """Have what was pulled looked over now and then, and what is wrong replaced at once."""
@@ -342,7 +342,7 @@ class Service:
                 if not sound and self._wanted is not None and (self._loading is None or self._loading.done()):
                     self._order_weights(self._wanted, again=True)
 
-    async def _load(self, order: wire.PullWeights, again: bool) -> None:
+    async def _load(self, order: wire.PullWeights, asked: Connection, again: bool) -> None:
         if not again and self._engine.statistics().weights_version == order.version:
             self._send(wire.WeightsReport(order.version, "", 0, 0.0, 0.0))
             return
@@ -352,18 +352,23 @@ class Service:
         try:
             pulled = await run_in_thread(timeout_s, self._engine.prefetch, source, timeout_s)
         except TimeoutError:
-            self._report_failure(order, f"not pulled within {timeout_s} s")
+            self._report_failure(order, asked, f"not pulled within {timeout_s} s")
         except Exception as error:
             log.warning("weights not pulled", version=order.version, exc_info=True)
             refused = error.refused if isinstance(error, WeightsError) else ()
-            self._report_failure(order, f"{type(error).__name__}: {error}", refused)
+            self._report_failure(order, asked, f"{type(error).__name__}: {error}", refused)
         else:
             times_s = begun_s, time.monotonic()
             self._load_phase = LoadPhase.APPLYING
-            self._operations.put_nowait(functools.partial(self._apply, order, source, pulled, times_s))
+            self._operations.put_nowait(functools.partial(self._apply, order, asked, source, pulled, times_s))
 
     async def _apply(
-        self, order: wire.PullWeights, source: RelaySource, pulled: PullReport, times_s: tuple[float, float]
+        self,
+        order: wire.PullWeights,
+        asked: Connection,
+        source: RelaySource,
+        pulled: PullReport,
+        times_s: tuple[float, float],
     ) -> None:
         """`times_s`: when it was ordered and when it was pulled."""
         if order is not self._wanted:
@@ -380,7 +385,7 @@ class Service:
             return
         except Exception as error:
             log.warning("weights not applied", version=order.version, exc_info=True)
-            self._report_failure(order, f"{type(error).__name__}: {error}", pulled.refused)
+            self._report_failure(order, asked, f"{type(error).__name__}: {error}", pulled.refused)
             self._name_idle_time()
         else:
             self._load_phase = LoadPhase.NONE
@@ -416,9 +421,12 @@ class Service:
     def _paused_ns(self) -> int:
         return self._engine.statistics().accounts_ns.get(Account.APPLYING, 0)
 
-    def _report_failure(self, order: wire.PullWeights, error: str, refused: Iterable[WeightsRefusal] = ()) -> None:
+    def _report_failure(
+        self, order: wire.PullWeights, asked: Connection, error: str, refused: Iterable[WeightsRefusal] = ()
+    ) -> None:
+        """Where it was `asked`: on another connection the weights are ordered again, and that order has not failed."""
         self._load_phase = LoadPhase.NONE
-        self._send(wire.WeightsReport(order.version, wire.clipped(error), 0, 0.0, 0.0, refused=_told(refused)))
+        asked.send(wire.WeightsReport(order.version, wire.clipped(error), 0, 0.0, 0.0, refused=_told(refused)))
 
     def _end(self, code: int, reason: str) -> None:
         if not self._exit.done():

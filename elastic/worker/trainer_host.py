@@ -6,10 +6,10 @@ thread takes orders one by one, and the engine sleeps through every one of the t
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import assert_never
+from typing import Protocol, assert_never
 
 import structlog
 import torch
@@ -31,7 +31,7 @@ from elastic.weights.signing import SigningKey
 from elastic.weights.source import TensorSource
 from elastic.weights.versions import discard_all
 from elastic.weights.waiting import PatientRelay
-from elastic.worker.agent import AgentExit, Ticket, build_engine, run_agent
+from elastic.worker.agent import AgentExit, BuildEngine, Ticket, build_engine, run_agent
 from elastic.worker.training import Standing, TrainerOrder, TrainerReply
 
 log = structlog.get_logger(__name__)
@@ -55,13 +55,63 @@ async def run_trainer_host(ticket: Ticket, config: Config, run_dir: Path, resume
         return await run_agent(ticket, host.build_engine, trainer=host)
 
 
-class TrainerHost:
-    """`elastic.worker.training.Trainer` over a `GRPOTrainer`; every method runs on the worker's device thread."""
+class PolicyTrainer(Protocol):
+    """What learns: `elastic.trainer.trainer.GRPOTrainer`, say."""
 
-    def __init__(self, config: Config, run_dir: Path, resume: bool) -> None:
+    @property
+    def version(self) -> int: ...
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Of the last update."""
+        ...
+
+    @property
+    def unusable(self) -> Mapping[str, str]:
+        """Groups of the last update that were not trained on, and why."""
+        ...
+
+    def train_group(self, group: wire.TrainGroupFrame) -> None: ...
+
+    def skip_group(self, index: int, tokens: int = 0) -> None: ...
+
+    def update(self) -> dict[str, float]:
+        """Step to the next version; returns the step's metrics."""
+        ...
+
+    def bf16_tensors(self) -> dict[str, torch.Tensor]: ...
+
+    def save(self, path: Path) -> None: ...
+
+    def load(self, path: Path) -> None: ...
+
+
+MakeTrainer = Callable[[Config, str], PolicyTrainer]
+"""Of the run's configuration and the device's name."""
+
+
+def grpo_trainer(config: Config, device: str) -> PolicyTrainer:
+    torch.set_num_threads(config.trainer.threads)
+    model = load_model(config.model.checkpoint, _device(device))
+    return GRPOTrainer(config.trainer, model, config.rollout.groups, config.rollout.temperature)
+
+
+class TrainerHost:
+    """`elastic.worker.training.Trainer` over a `PolicyTrainer`; every method runs on the worker's device thread."""
+
+    def __init__(
+        self,
+        config: Config,
+        run_dir: Path,
+        resume: bool,
+        make_trainer: MakeTrainer = grpo_trainer,
+        make_engine: BuildEngine = build_engine,
+    ) -> None:
         # An orchestrator that is away may have taken the relay with it.
         self.timeout_s = config.trainer.step_timeout_s + config.run.orchestrator_timeout_s
         self._config = config
+        self._make_trainer = make_trainer
+        self._make_engine = make_engine
         self._run = run_dir.name
         self._key = SigningKey()
         self.publisher = self._key.public
@@ -73,11 +123,8 @@ class TrainerHost:
 
     def build_engine(self, welcome: wire.Welcome) -> RolloutEngine:
         """The trainer, its weights on the relay, and the engine that seeds, still without weights."""
-        torch.set_num_threads(self._config.trainer.threads)
         settings = validate(EngineConfig, welcome.engine, "the orchestrator's welcome")
-        rollout = self._config.rollout
-        model = load_model(self._config.model.checkpoint, _device(settings.device))
-        self._trainer = GRPOTrainer(self._config.trainer, model, rollout.groups, rollout.temperature)
+        self._trainer = self._make_trainer(self._config, settings.device)
         self._relay_at = welcome.relay, welcome.relay_token, welcome.relay_anchor
         self._relay = PatientRelay(open_relay(*self._relay_at), welcome.orchestrator_timeout_s)
         if self._resume:
@@ -89,7 +136,7 @@ class TrainerHost:
         self._publisher = Publisher(self._relay, self._run, welcome.model, settings, key=self._key)
         self._publication.set_result(self._publish(self._trainer.version, (), self._trainer.bf16_tensors()))
         threading.Thread(target=self._answer_requests, name="requests", daemon=True).start()
-        return build_engine(welcome)
+        return self._make_engine(welcome)
 
     def load_policy(self, engine: RolloutEngine) -> None:
         self._engine = engine

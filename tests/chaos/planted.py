@@ -23,6 +23,7 @@ from typing import Any
 
 from elastic.chaos.faults import FaultKind, draw_plan
 from elastic.chaos.simulate import WorldFailed, simulate
+from elastic.weights import codecs
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
@@ -43,10 +44,16 @@ def known_seed(name: str) -> int:
     return int((HERE / "bugs" / f"{name}.patch").read_text().splitlines()[1].removeprefix("Seed: "))
 
 
+def known_worlds(*which: str) -> dict[str, range]:
+    """Those bugs, or all, with the seeds where they are known to show."""
+    return {name: range(seed := known_seed(name), seed + KNOWN_SEEDS) for name in which or names()}
+
+
 def found(seeds: Mapping[str, range], at_once: int) -> Iterator[tuple[str, int | None]]:
     """Each bug with the first of its seeds whose world it makes fail, as they are found; None where none does."""
     running: dict[int, str] = {}
     waiting = [*seeds][::-1]
+    codecs.warm_up()
     gc.freeze()
     while waiting or running:
         while waiting and len(running) < at_once:
@@ -136,7 +143,7 @@ def main() -> int:
     verdicts = {}
     worlds = {name: range(given.first, given.first + given.seeds) for name in given.names or names()}
     if given.known:
-        worlds = {name: range(seed := known_seed(name), seed + KNOWN_SEEDS) for name in worlds}
+        worlds = known_worlds(*worlds)
     for name, seed in found(worlds, os.cpu_count() or 1):
         verdicts[name] = seed
         print(f"{name}: {'not found' if seed is None else f'seed {seed}'}", file=sys.stderr, flush=True)

@@ -291,10 +291,6 @@ async def test_a_fenced_worker_is_refused_for_ever(house: House) -> None:
         again = await house.dial()
         again.say(hello("w", secret, resume))
         assert await again.hear() == wire.RefusedFrame("no heartbeat for 3 s", retry=False)
-    house.door.forget("w")
-    again = await house.dial()
-    again.say(hello("w", welcome.session_key, resume=True))
-    assert await again.hear() == wire.RefusedFrame("unknown worker or wrong token", retry=False)
     assert [what[0] for what in house.ear.heard] == ["ready"]
 
 
@@ -340,7 +336,6 @@ HARM: dict[str, Callable[["House", Peer], None]] = {
     "vanish": lambda house, peer: peer.writer.close(),
     "hold": lambda house, peer: house.door.hold(True),
     "fence": lambda house, peer: house.door.fence("w", "hung"),
-    "forget": lambda house, peer: house.door.forget("w"),
     "close": lambda house, peer: house.door.close(),
 }
 
