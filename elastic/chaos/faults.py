@@ -40,7 +40,7 @@ class FaultKind(StrEnum):
     """An engine stands still, its heart goes on."""
     SLOW = "slow"
     FAIL = "fail"
-    """A device fails when it is asked to load weights, to sleep or to wake."""
+    """A device fails when weights are put in force there next."""
     ROT = "rot"
     """A bit of the weights that a worker serves with changes by itself."""
     TERMINATE = "terminate"
@@ -56,6 +56,8 @@ class FaultKind(StrEnum):
     """The orchestrator's calendar leaps by hours."""
     SLOW_DISK = "slow_disk"
     FULL_DISK = "full_disk"
+    PORT = "port"
+    """The orchestrator is killed, and its port is somebody else's when it is back."""
     POWER = "power"
     """The orchestrator's machine loses power, and with it whatever its disk had not kept."""
     ENVIRONMENT = "environment"
@@ -130,10 +132,9 @@ def draw_plan(seed: int, only: Sequence[FaultKind] = ()) -> WorldPlan:
     """Swarm testing: each seed has some kinds of faults and lacks others, or has `only` some of these."""
     rng = Random(f"{seed}/plan")
     long = rng.random() < LONG_SHARE and not only
-    among = rng.choice((1 / 8, 1 / 3, 2 / 3))
-    kinds = [kind for kind in FaultKind if rng.random() < among]
-    if only:
-        kinds = [kind for kind in only if rng.random() < 2 / 3] or list(only)
+    among = 2 / 3 if only else rng.choice((1 / 8, 1 / 3, 2 / 3))
+    drawn = Random(f"{seed}/kinds")
+    kinds = [kind for kind in only or FaultKind if drawn.random() < among] or list(only)
     span_s = 3600.0 if long else rng.uniform(2, SPAN_S)
     count = rng.choice((2, 4, 8, 16) if only else (0, 4, 16, 32, 64, 96, 128, 160)) if kinds else 0
     faults = sorted((_draw(rng, rng.choice(kinds), span_s) for _ in range(count)), key=lambda fault: fault.at_s)

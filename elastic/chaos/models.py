@@ -54,7 +54,8 @@ class ModelDevice:
     slow_until_ns: Nanoseconds = 0
     slowness: float = 1.0
     held_until_ns: Nanoseconds = 0
-    fails_until_ns: Nanoseconds = 0
+    fails: type[Exception] | None = None
+    """What its next load of weights raises."""
     rots: bool = False
     """A bit of the weights is about to change."""
     honest: bool = True
@@ -62,10 +63,11 @@ class ModelDevice:
     def hangs(self) -> bool:
         return self.now_ns() < self.hangs_until_ns
 
-    def works(self) -> None:
-        """Raises what becomes of a call to the device as a whole."""
-        if self.now_ns() < self.fails_until_ns:
-            raise RuntimeError("the device fails")
+    def load(self) -> None:
+        """Raises what becomes of it."""
+        fails, self.fails = self.fails, None
+        if fails is not None:
+            raise fails("the device fails")
 
     def takes(self) -> float:
         """Times as long as it should."""
@@ -149,7 +151,7 @@ class ModelEngine:
         return self._client.stage(source, timeout_s)
 
     def load_version(self, source: WeightsSource, mode: WeightMode) -> float:
-        self._device.works()
+        self._device.load()
         if isinstance(source, RelaySource):
             self._tensors = self._client.apply(source).tensors
             if not self._rotten:
@@ -170,13 +172,11 @@ class ModelEngine:
             tensor.view(torch.int16)[0] ^= 1
 
     def sleep(self) -> None:
-        self._device.works()
         self.abort(list(self._requests))
         self._asleep = True
         self._go_on()
 
     def wake(self) -> None:
-        self._device.works()
         self._asleep = False
         self._go_on()
 
@@ -285,10 +285,9 @@ class ModelTrainer:
     """`elastic.worker.trainer_host.PolicyTrainer`: it learns by writing down. `stepped` hears what it has learnt,
     `has` what the weights of a version are."""
 
-    metrics: ClassVar[dict[str, float]] = {}
-    unusable: ClassVar[Mapping[str, str]] = {}
-
     def __init__(self, stepped: Callable[[Weights], None], has: Callable[[int, bytes], None]) -> None:
+        self.metrics: dict[str, float] = {}
+        self.unusable: Mapping[str, str] = {}
         self._weights = Weights()
         self._stepped = stepped
         self._has = has
@@ -420,4 +419,5 @@ class ModelEnvironment:
         return 0.0
 
     async def aclose(self) -> None:
-        pass
+        if self._mishap() is Mishap.RAISES:
+            raise RuntimeError("the environment is out of order")

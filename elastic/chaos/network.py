@@ -51,6 +51,7 @@ class Network:
         self.chance = chance
         self.dialled: Callable[[NetworkLoop], None] = lambda _: None
         self._listening: dict[tuple[str, int], _Server] = {}
+        self._taken: set[tuple[str, int]] = set()
         self._port = 40_000
         self._addresses = 0
 
@@ -64,10 +65,15 @@ class Network:
             self._port += 1
             port = self._port
         there = self._listening.get((host, port))
-        if there is not None and there.open and there.loop.alive:
+        if (host, port) in self._taken or (there is not None and there.open and there.loop.alive):
             raise OSError(98, "Address already in use")
         server = self._listening[host, port] = _Server(loop, factory, host, port)
         return server
+
+    def take(self, address: str) -> None:
+        """Somebody else listens there from now on, who is of no concern."""
+        host, _, port = address.rpartition(":")
+        self._taken.add((host, int(port)))
 
     def reach(self, host: str, port: int) -> "_Server":
         """Raises `ConnectionRefusedError` where nobody listens."""

@@ -1,6 +1,7 @@
 """Peers that have no business with the run: they connect, say little of use, and stay as long as they are let."""
 
 import asyncio
+from functools import partial
 from random import Random
 
 from elastic import wire
@@ -20,14 +21,15 @@ class _Stranger(asyncio.Protocol):
         transport.write(self._says)
 
 
-async def flood(chance: Random, count: int, address: str, run: str, worker: str) -> None:
-    """Open so many connections in a moment, and let them be."""
+async def flood(chance: Random, count: int, address: str, run: str, worker: str, silent: bool) -> None:
+    """Open so many connections in a moment, say something or nothing, and let them be."""
     host, _, port = address.rpartition(":")
     loop = asyncio.get_running_loop()
     assert isinstance(loop, NetworkLoop)
     for _ in range(count):
         try:
-            await loop.create_connection(lambda: _Stranger(_words(chance, run, worker)), host, int(port))
+            says = b"" if silent else _words(chance, run, worker)
+            await loop.create_connection(partial(_Stranger, says), host, int(port))
         except OSError:
             return
     await asyncio.sleep(STAY_S)

@@ -9,7 +9,7 @@ from elastic.chaos.loops import Machine
 from elastic.chaos.process import Process
 from elastic.chaos.relay import OF_THE_BYTES, OF_THE_LINK
 from elastic.chaos.strangers import flood
-from elastic.chaos.world import ELASTIC, STOPPED, World
+from elastic.chaos.world import ELASTIC, ORCHESTRATOR_TIMEOUT_S, STOPPED, World
 from elastic.compose import TRAINER_PROVIDER
 from elastic.control import CapProvider, SetBudget
 from elastic.core.types import NS_PER_S, EndCause
@@ -125,7 +125,8 @@ def _slow(world: World, worker: Process, fault: Fault) -> bool:
 
 
 def _fail(world: World, worker: Process, fault: Fault) -> bool:
-    worker.device.fails_until_ns = world.until_ns(fault.duration_s)
+    worker.device.fails = RuntimeError if fault.chance < 1 / 2 else TimeoutError
+    world.witness.ails(worker.name, FOR_EVER_S)
     return True
 
 
@@ -178,6 +179,14 @@ def _kill_both(world: World, orchestrator: Process, fault: Fault) -> None:
     _kill_orchestrator(world, orchestrator, fault)
 
 
+def _take_port(world: World, orchestrator: Process, fault: Fault) -> None:
+    """Whoever works for it dials in vain, and leaves."""
+    if world.address:
+        world.network.take(world.address)
+    world.crash_orchestrator(fault.duration_s)
+    world.witness.all_ail(fault.duration_s + world.config.resume_timeout_s + ORCHESTRATOR_TIMEOUT_S)
+
+
 def _lose_power(world: World, orchestrator: Process, fault: Fault) -> None:
     if fault.chance < 1 / 3:
         for worker in filter(_trains, world.workers()):
@@ -222,7 +231,8 @@ def _weather(world: World, fault: Fault) -> None:
 def _flood(world: World, fault: Fault) -> None:
     count = STRANGERS_MIN + int(fault.chance**6 * (STRANGERS_MAX - STRANGERS_MIN))
     target = next((worker.name for worker in world.workers()), "nobody")
-    coming = partial(flood, world.chance, count, world.address, world.config.run.name, target)
+    silent = fault.target < 1 / 2
+    coming = partial(flood, world.chance, count, world.address, world.config.run.name, target, silent)
     if world.address:
         world.begin("strangers", Machine(world.clock), coming)
 
@@ -288,6 +298,7 @@ _OF_THE_RUN: Mapping[FaultKind, Callable[[World, Process, Fault], bool | None]] 
     FaultKind.COMMAND: _command,
     FaultKind.KILL_ORCHESTRATOR: _kill_orchestrator,
     FaultKind.KILL_BOTH: _kill_both,
+    FaultKind.PORT: _take_port,
     FaultKind.POWER: _lose_power,
     FaultKind.STOP: _stop,
     FaultKind.HOLD_UP: _hold_up,

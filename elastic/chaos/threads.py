@@ -7,6 +7,7 @@ the thread of a process that is killed never goes on, and one seed gives one his
 import _thread
 import contextlib
 import os
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -33,6 +34,8 @@ class SimulatedThread(Ordered):
         self.loop = loop
         self._call = call
         self._context = loop.context.copy()
+        self._trace = sys.gettrace()
+        """Whoever looks at the lines that the loop's thread goes through sees these, too."""
         self._carrier: _Carrier | None = None
         self._waits = 0
         """How often it has waited: what wakes it is meant for one of these times."""
@@ -78,6 +81,7 @@ class SimulatedThread(Ordered):
         SimulatedThread.running = before
 
     def _work(self) -> None:
+        sys.settrace(self._trace)
         try:
             self._context.run(self._call)
         except ThreadBuried:

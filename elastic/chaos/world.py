@@ -2,9 +2,11 @@
 
 import asyncio
 import contextlib
+import errno
 import hashlib
 import heapq
 import itertools
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Coroutine, Iterator, Mapping, MutableMapping
@@ -76,10 +78,13 @@ WORK_NS = 2_000
 STOPPED = "somebody had it stop"
 """Why a run ends that is resumed."""
 OUT_OF_STEP = "out of step with the journal"
+SINCE_BEFORE_S = 12.0
+"""What may have befallen a machine before it was a worker lasts no longer."""
 COMMANDED = 2
 """How often the same is commanded; the second time it is only acknowledged."""
 NEVER_S = 1e9
 """Until a machine's ticket is of no use: the calendar may leap."""
+NO_DESCRIPTORS = os.strerror(errno.EMFILE)
 BEGIN_AGAIN_S = 1.0
 """After which somebody resumes a run that has ended for want of its disk, or of descriptors."""
 
@@ -306,8 +311,9 @@ class World:
             self.witness.dialled(loop)
 
     def workers(self) -> list[Process]:
-        """The run's, the trainer's among them."""
-        return [process for process in self._alive if process.name in self._workers]
+        """The run's, the trainer's among them, and machines that would be."""
+        machines = self._machines.values()
+        return [process for process in self._alive if process.name in self._workers or process in machines]
 
     def begin(
         self,
@@ -440,7 +446,7 @@ class World:
         context = self._context(waiting_room, endpoint, now_ns)
         found: dict[str, Any] = {name: CloudProvider(cloud, context) for name, cloud in self.clouds.items()}
         if self.plan.machines:
-            found[JOINED] = JoinedProvider(JOINED, JoinedSettings(), context)
+            found[JOINED] = JoinedProvider(JOINED, JoinedSettings.model_validate({}), context)
         return cast("Mapping[str, Provider]", found)
 
     def _context(
@@ -503,6 +509,9 @@ class World:
     def _spent(self, ticket: str, worker: WorkerId) -> None:
         process = self._machines[ticket]
         process.name, self._workers[worker] = worker, process
+        self.witness.ails(worker, SINCE_BEFORE_S)
+        if self.witness.has_lied(ticket):
+            self.witness.lies(worker)
 
     def _begin_worker(self, name: str, bought: Ticket, trains: bool) -> Process:
         """Where a provider has started it, its device is shared with whoever lends it."""
@@ -559,9 +568,11 @@ class World:
         if process is not self.orchestrator:
             return
         error = process.main.exception()
+        result = "" if error else process.main.result()
         # Where the disk has forgotten orders, the trainer that has carried them out is refused, and the run ends.
-        refused = error is None and self.disk.forgot and OUT_OF_STEP in process.main.result()
-        if isinstance(error, JournalError | OSError) or refused or process.main.result() == STOPPED:
+        refused = self.disk.forgot and OUT_OF_STEP in result
+        wants = isinstance(error, JournalError | OSError) or NO_DESCRIPTORS in result
+        if wants or refused or result == STOPPED:
             self._begin_again(BEGIN_AGAIN_S)
         else:
             self.result = process.main.result()
