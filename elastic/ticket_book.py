@@ -59,6 +59,10 @@ class TicketBook:
         assert terms is not None
         self._write(msgspec.structs.replace(terms, worker=worker))
 
+    def is_spent_on(self, worker: str) -> bool:
+        """Whether some ticket has bought this worker's session."""
+        return any(terms.worker == worker for terms in self.all())
+
     def revoke(self, ticket: str) -> TicketTerms:
         """Have a ticket let nobody in any more; who came in by it stays. Raises `TicketRefused` if there is none."""
         terms = self._read(ticket)

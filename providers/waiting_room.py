@@ -30,6 +30,8 @@ class Tickets(Protocol):
 
     def spend(self, ticket: str, worker: WorkerId) -> None: ...
 
+    def is_spent_on(self, worker: WorkerId) -> bool: ...
+
 
 class WaitingRoom:
     """A run's applicants by their tickets. `on_change` hears who comes and goes; before that nobody is let in."""
@@ -59,7 +61,13 @@ class WaitingRoom:
             self._changed()
 
     def admit(self, ticket: str, worker: WorkerId) -> TicketTerms:
-        """Let an applicant in as this worker; its ticket is spent. Raises `LookupError` where it is gone."""
+        """Let an applicant in as this worker; its ticket is spent.
+
+        Raises `LookupError` where it is gone, and where somebody was let in as this worker before: by a process of the
+        run that died before its journal knew. That one has the session's key, and may come back with it.
+        """
+        if self._tickets.is_spent_on(worker):
+            raise LookupError(f"{worker} was somebody else already")
         applicant = self.applicants.pop(ticket, None)
         if applicant is None:
             raise LookupError(f"whoever came with ticket {ticket} has gone again")

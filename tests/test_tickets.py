@@ -7,6 +7,7 @@ import pytest
 
 from elastic.ticket_book import TicketBook
 from elastic.tickets import TicketRefused, read_ticket
+from providers.waiting_room import Applicant, WaitingRoom
 
 
 def test_a_ticket_is_good_once_and_nothing_of_it_is_kept_that_is_good(tmp_path: Path) -> None:
@@ -54,3 +55,17 @@ def test_what_is_no_ticket_is_refused(content: bytes) -> None:
 def test_a_run_without_tickets_has_none(tmp_path: Path) -> None:
     assert list(TicketBook(tmp_path).all()) == []
     assert msgspec.json.encode(list(TicketBook(tmp_path).all())) == b"[]"
+
+
+def test_nobody_is_let_in_as_a_worker_that_somebody_was_before(tmp_path: Path) -> None:
+    """An earlier process of the run let one in, and died before its journal knew: that one may come back."""
+    book, let_in = TicketBook(tmp_path), list[str]()
+    (first, _), (second, token) = book.mint("", None), book.mint("", None)
+    book.spend(first.ticket, "joined-1/w")
+    room = WaitingRoom(TicketBook(tmp_path))
+    room.on_change = lambda: None
+    room.enter(Applicant(room.check(second.ticket, token), let_in.append, lambda _: None))
+    with pytest.raises(LookupError, match="somebody else"):
+        room.admit(second.ticket, "joined-1/w")
+    room.admit(second.ticket, "joined-2/w")
+    assert let_in == ["joined-2/w"]

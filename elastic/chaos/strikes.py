@@ -69,7 +69,14 @@ def _trains(worker: Process) -> bool:
 def _kill(world: World, worker: Process, fault: Fault) -> bool:
     noticed = fault.chance < 1 / 2 or _trains(worker)
     callbacks = int(fault.duration_s * CALLBACKS_MAX) % CALLBACKS_MAX
-    worker.end_after(callbacks, partial(world.kill, worker, noticed=noticed))
+
+    def end() -> None:
+        world.witness.ails(worker.name)
+        if _trains(worker):
+            world.witness.weights_ail()
+        world.kill(worker, noticed=noticed)
+
+    worker.end_after(callbacks, end)
     return True
 
 
