@@ -319,6 +319,29 @@ async def test_a_pull_that_hangs_is_given_up() -> None:
         assert "not pulled within" in report.error  # type: ignore[attr-defined]
 
 
+async def test_a_pull_that_fails_is_told_where_it_was_ordered(orchestra: Orchestra) -> None:
+    """On the next connection the weights are ordered again, and that order has not failed."""
+    engine, release = ScriptedEngine(), threading.Event()
+
+    def fetch(source: RelaySource) -> object:
+        release.wait(10)
+        raise WeightsCorrupted("torn")
+
+    def beats(epoch: int, phase: LoadPhase) -> bool:
+        return any(e == epoch and isinstance(m, wire.Heartbeat) and m.loading is phase for _, e, m in orchestra.heard)
+
+    engine.fetch = fetch
+    orchestra.employ(engine)
+    await orchestra.first(wire.Ready)
+    orchestra.send(wire.PullWeights(1, FINISH))
+    await orchestra.until(lambda: beats(1, LoadPhase.PULLING))
+    orchestra.cut()
+    await orchestra.first(wire.Ready, epoch=2)
+    release.set()
+    await orchestra.until(lambda: beats(2, LoadPhase.NONE))
+    assert not orchestra.of(wire.WeightsReport)
+
+
 async def test_weights_wait_for_running_turns_however_long_these_are() -> None:
     async with Orchestra(load_timeout_s=0.1) as orchestra:
         engine = ScriptedEngine()
