@@ -9,9 +9,10 @@ demand. Figures are medians over the runs, with their range; the accounts that m
 GPU-seconds. Serving GPUs cost nothing here, since their cluster pays for them either way.
 
 `ray` is another run, on a real Ray cluster of this machine (a head and three raylets) whose nodes are killed under its
-workers, with a relay in the cluster: twenty kills, or as many as a quick run, or `--within-s`, has time for. `accounts` has each
-account's share of its workers' time, `tokens_lost` is judged by replaying the journal, `actors_left` counts actors
-that have a name after the run's end. `--only ray` measures nothing else. Where Ray is missing: `skipped_because`.
+workers, with a relay in the cluster: twenty kills, or as many as a quick run, or `--within-s`, has time for. `accounts`
+has each account's share of its workers' time, `tokens_lost` is judged by replaying the journal, `actors_left` counts
+actors that have a name after the run's end. `--only ray` measures nothing else. Where Ray is missing:
+`skipped_because`.
 """
 
 import math
