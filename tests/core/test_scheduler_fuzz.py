@@ -211,4 +211,6 @@ def test_monkeys_see_every_phase() -> None:
         monkey = Monkey(seed)
         monkey.run()
         seen |= monkey.seen
-    assert seen >= {*Phase, "step 0", "step 3"}
+        if seen >= {*Phase, "step 0", "step 3"}:
+            return
+    pytest.fail(f"they saw {seen} alone")

@@ -109,9 +109,9 @@ async def test_records_go_with_their_processes(make_pool: MakePool, tmp_path: Pa
     ("function", "size", "error", "says"),
     [
         ("large", ANSWER_BYTES_MAX, BadResult, "at most 1048576 can be sent"),
-        ("forge", 2**28, BadResult, "an answer of 268435456 bytes; at most 1048576 are taken"),
+        ("forge", 2**26, BadResult, "an answer of 67108864 bytes; at most 1048576 are taken"),
         ("forge_nested", 2**19, FunctionUnavailable, "answered nonsense"),
-        ("fail_at_length", 2**28, FunctionRaised, "xxx…"),
+        ("fail_at_length", 2**26, FunctionRaised, "xxx…"),
     ],
 )
 async def test_an_answer_costs_the_pool_no_memory(

@@ -107,12 +107,9 @@ class Page(HTMLParser):
             self.words.append(data)
 
 
-ODD = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-
-
-@ODD
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(fill=odd_runs())
-def test_the_summary_adds_up(summary_of, fill):
+def test_the_summary_adds_up_and_every_format_can_be_read(summary_of, fill):
     books = []
 
     def filling(run):
@@ -120,7 +117,12 @@ def test_the_summary_adds_up(summary_of, fill):
         books.append(run.ledger)
 
     summary = summary_of(filling)
-    ledger = books[0]
+    adds_up(summary, books[0])
+    page_is_well_formed_and_stands_alone(as_html(summary))
+    texts_can_be_read(summary)
+
+
+def adds_up(summary, ledger):
     end_ns = round(summary.wall_s * NS_PER_S)
     assert summary.ledger_imbalance_ns == ledger.imbalance_ns() == 0
     bill = ledger.bill_nano_usd(end_ns)
@@ -144,11 +146,7 @@ def test_the_summary_adds_up(summary_of, fill):
         assert len(series.up_workers) == len(series.usd) == len(summary.timeline.edges_s) - 1
 
 
-@ODD
-@given(fill=odd_runs())
-def test_the_page_is_well_formed_and_stands_alone(summary_of, fill):
-    summary = summary_of(fill)
-    page = as_html(summary)
+def page_is_well_formed_and_stands_alone(page):
     ElementTree.fromstring(page.removeprefix("<!DOCTYPE html>"))
     found = Page(page)
     assert not found.elements & {"script", "link", "img", "iframe", "object", "image", "use"}
@@ -159,10 +157,7 @@ def test_the_page_is_well_formed_and_stands_alone(summary_of, fill):
     assert not NOT_A_NUMBER.search(" ".join(re.findall(r' d="[^"]*"| [xy12]+="[^"]*"', page)))
 
 
-@ODD
-@given(fill=odd_runs())
-def test_every_text_format_can_be_read(summary_of, fill):
-    summary = summary_of(fill)
+def texts_can_be_read(summary):
     assert json.loads(json.dumps(as_json(summary), allow_nan=False))["total"]["tokens"] == summary.total.tokens
 
     markdown = as_markdown(summary)

@@ -7,7 +7,7 @@ from elastic.core.control_manager import ControlManager
 from elastic.core.controls import BUDGET_EXHAUSTED
 from elastic.sim.world import SimulatedOutcome, SimulatedWorldFailed, simulate
 
-SEEDS = 20
+SEEDS = 10
 
 
 def live(seed: int, *, digests: bool = False) -> SimulatedOutcome:

@@ -9,7 +9,7 @@ from elastic.sim.faults import NO_FAULTS
 from elastic.sim.settings import draw_settings
 from elastic.sim.world import simulate
 
-SEEDS = (1, 3, 5, 8, 12, 16, 20, 24, 116, 130)
+SEEDS = (1, 8, 16, 20, 116)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
