@@ -16,6 +16,12 @@ Remote = Annotated[bool, typer.Option("--remote", help="On the server of `elasti
 RunsDirectory = Annotated[Path, typer.Option("--directory", help="Where runs are kept.")]
 HostedName = Annotated[str, typer.Argument(metavar="RUN", help="A run's id on the server, or `latest`.")]
 Follow = Annotated[bool, typer.Option("--follow", "-f", help="Wait for more until the run ends; Ctrl-C detaches.")]
+FairSharePeriod = Annotated[
+    float,
+    typer.Option(
+        "--fair-share-period-s", min=1, help="Within it each run gets a lease of what is scarce: more runs take turns."
+    ),
+]
 Home = Annotated[Path, typer.Option(help="Where the server keeps runs, projects' files and its database.")]
 Database = Annotated[
     str, typer.Option(metavar="URL", help="postgresql://USER@HOST/NAME; else SQLite in the server's home.")
@@ -427,6 +433,7 @@ def serve(
     webhook_network: Annotated[
         list[str] | None, typer.Option(metavar="CIDR", help="A private network that webhooks may lead into.")
     ] = None,
+    fair_share_period_s: FairSharePeriod = 600.0,
 ) -> None:
     """Serve the control API: many runs, many people. Runs outlive it; a server that is started again finds them.
 
@@ -447,14 +454,17 @@ def serve(
         shared_trust=shared_trust,
         webhook_networks=webhook_network or [],
         uploads_gb=uploads_gb,
+        fair_share_period_s=fair_share_period_s,
     )
 
 
-def runner(home: Home = Path("elastic-server"), database: Database = "") -> None:
+def runner(
+    home: Home = Path("elastic-server"), database: Database = "", fair_share_period_s: FairSharePeriod = 600.0
+) -> None:
     """Look after a server's runs in a process of its own, beside `elastic serve --no-runner`.
 
     Example: elastic runner --home /var/lib/elastic
     """
     from elastic.cli.serve import runner_command
 
-    runner_command(home, database)
+    runner_command(home, database, fair_share_period_s)

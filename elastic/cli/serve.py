@@ -25,6 +25,7 @@ def serve_command(
     shared_trust: bool,
     webhook_networks: list[str],
     uploads_gb: int,
+    fair_share_period_s: float,
 ) -> None:
     """Serve until a signal comes; runs go on."""
     try:
@@ -43,6 +44,7 @@ def serve_command(
         shared_trust=shared_trust,
         webhook_networks=tuple(_network(text) for text in webhook_networks),
         project_uploads_bytes_max=uploads_gb * 2**30,
+        fair_share_period_s=fair_share_period_s,
     )
     try:
         listener = listen(host, port)
@@ -77,7 +79,7 @@ def _network(text: str) -> IPv4Network | IPv6Network:
 
 
 @compose.private()
-def runner_command(home: Path, database: str) -> None:
+def runner_command(home: Path, database: str, fair_share_period_s: float) -> None:
     """Look after runs until a signal comes; they go on."""
     try:
         from elastic.server.runner import RunnerBusy
@@ -87,7 +89,7 @@ def runner_command(home: Path, database: str) -> None:
     except ModuleNotFoundError as error:
         raise ConfigError(f"{error}; {MISSING}") from error
 
-    settings = ServerSettings(home=home, database=database)
+    settings = ServerSettings(home=home, database=database, fair_share_period_s=fair_share_period_s)
     try:
         store = open_store(settings)
         say(f"the runner looks after the runs in {home}")

@@ -96,6 +96,9 @@ def resolve(config: Config, provider_names: Sequence[str], where: str) -> RunPla
         checked = validate(found.Settings, section, where, f"providers.{name}")
         if name in names:
             settings[name] = checked
+    if unknown := sorted(config.run.caps.keys() - {*names, *config.providers}):
+        allowed = ", ".join(sorted({*names, *config.providers})) or "none"
+        raise ConfigError(f"{where}: run.caps.{unknown[0]}: names no provider; allowed: {allowed}")
     environment = _pick("environment", config.environment.name, f"{where}: environment.name").load()
     reward = config.rewards.name and _pick("reward", config.rewards.name, f"{where}: rewards.name").value
     _pick("function_pool", config.rewards.pool, f"{where}: rewards.pool")

@@ -199,6 +199,7 @@ def resume(
             force=False,
             config=json.dumps(config),
             budget_usd=found.budget_usd if asked.budget_usd is None else asked.budget_usd,
+            limits=None,
             phase=RunPhase.PENDING.value,
             cause="",
             restarts=0,

@@ -278,6 +278,8 @@ class RunnerLoop:
         phase = decision.phase
         cost = cost_nano_usd(self._settings.run_dir(run.id)) or run.seen_nano_usd
         returns = phase in ENDED or phase is RunPhase.PENDING
+        # One that waits again begins with what is decided then.
+        limits = None if phase is RunPhase.PENDING else run.limits
         counted = run.restarts + decision.counts
         with self._store.writing() as tx:
             runs.observe(
@@ -291,6 +293,7 @@ class RunnerLoop:
                 conditions=self._conditions(run, phase, decision.cause, figures),
                 ended_us=now_us() if phase in ENDED else None,
                 cost_nano_usd=cost,
+                limits=limits,
                 allotted_nano_usd=cost if returns and run.allotted_nano_usd is not None else run.allotted_nano_usd,
             )
             if phase in ENDED:
