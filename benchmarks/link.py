@@ -97,8 +97,12 @@ def behind(run: LiveRun) -> dict[TurnId, int]:
 async def recovery_s(run: LiveRun, link: BadLink, case: LinkCase) -> float:
     """Disturb the link under load; how long it took until each turn that was open behind it had its next token."""
 
+    seen: dict[TurnId, int] = {}
+
     def at_work() -> bool:
-        return len(run.ready("far")) == FAR_WORKERS and sum(had > 0 for had in behind(run).values()) >= FAR_WORKERS
+        """Whether turns have grown behind the link: those that have moved there bring tokens along."""
+        grown = sum(had > seen.setdefault(turn, had) for turn, had in behind(run).items())
+        return len(run.ready("far")) == FAR_WORKERS and grown >= FAR_WORKERS
 
     await run.until("turns under way behind the link", at_work, READY_TIMEOUT_S)
     live, loop = run.orchestrator.scheduler.turns.live, asyncio.get_running_loop()
