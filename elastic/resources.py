@@ -700,6 +700,7 @@ class ServerInfo(_Resource):
     object: Literal["server"] = "server"
     version: str
     api: Literal["v1"] = "v1"
+    sign_in: str | None = Field(default=None, description="whom people sign in with, if with anybody")
 
 
 class ProblemError(_Resource):

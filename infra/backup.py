@@ -18,6 +18,8 @@ from pathlib import Path
 
 SQLITE, POSTGRESQL = "elastic.sqlite", "database.dump"
 BESIDE = ("-wal", "-shm", "-journal")
+DATA = ("uploads", "incoming", "projects")
+"""What people have put there: whatever it is called, it is copied as it is, and links lead nowhere."""
 LEFT_OUT = ("runner.lock", "control.sock")
 
 
@@ -31,6 +33,11 @@ def save(home: Path, database: str, copy: Path) -> None:
         _copy_sqlite(home / SQLITE, copy / SQLITE)
     for path in sorted(home.rglob("*")):
         place = copy / "home" / path.relative_to(home)
+        if path.relative_to(home).parts[0] in DATA and not path.is_dir():
+            place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with contextlib.suppress(FileNotFoundError):  # It was deleted meanwhile.
+                shutil.copy2(path, place, follow_symlinks=False)
+            continue
         if path.name in LEFT_OUT or path.name.endswith(BESIDE) or path == home / SQLITE:
             continue
         if path.is_dir():
@@ -47,7 +54,7 @@ def save(home: Path, database: str, copy: Path) -> None:
 def restore(home: Path, database: str, copy: Path) -> None:
     if home.exists() and any(home.iterdir()):
         sys.exit(f"--home: {home} is not empty; move it away first")
-    shutil.copytree(copy / "home", home, dirs_exist_ok=True)
+    shutil.copytree(copy / "home", home, symlinks=True, dirs_exist_ok=True)
     if database:
         restored = ("--clean", "--if-exists", "--no-owner", "--single-transaction", f"--dbname={database}")
         subprocess.run(["pg_restore", *restored, str(copy / POSTGRESQL)], check=True)

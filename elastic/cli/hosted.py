@@ -37,14 +37,20 @@ runs = typer.Typer(name="runs", rich_markup_mode=None)
 
 
 @api.command()
-def login(url: Annotated[str, typer.Argument(metavar="URL", help="Such as http://127.0.0.1:7430.")]) -> None:
-    """Log in with a key, which is asked for, or taken from ELASTIC_API_KEY, and kept for this user alone.
+def login(
+    url: Annotated[str, typer.Argument(metavar="URL", help="Such as http://127.0.0.1:7430.")],
+    with_key: Annotated[bool, typer.Option("--key", help="Ask for a key, although people can sign in.")] = False,
+) -> None:
+    """Log in, and keep a key for this user alone.
+
+    Where people sign in with an identity provider: prints a page to open, in a browser on whatever machine. Else a key
+    is asked for, or taken from ELASTIC_API_KEY.
 
     Example: elastic api login http://127.0.0.1:7430
     """
     from elastic.cli.remote import login_command
 
-    login_command(url)
+    login_command(url, with_key=with_key)
 
 
 @api.command()
@@ -430,6 +436,27 @@ def serve(
         bool, typer.Option("--shared-trust", help="Let several projects' runs be processes of one Unix user.")
     ] = False,
     uploads_gb: Annotated[int, typer.Option(min=0, help="What a project's uploads may take of the disk.")] = 256,
+    oidc_issuer: Annotated[
+        str, typer.Option(metavar="URL", help="People sign in with this OpenID Connect provider.")
+    ] = "",
+    oidc_client_id: Annotated[str, typer.Option(metavar="ID", help="What the provider calls this server.")] = "",
+    oidc_client_secret_file: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Has the client's secret; else ELASTIC_OIDC_CLIENT_SECRET, or there is none."
+        ),
+    ] = None,
+    oidc_member: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="CLAIM=VALUE:PROJECT:ROLE",
+            help="Who is a member by what the provider says, such as groups=rl:agents:runner.",
+        ),
+    ] = None,
+    oidc_scope: Annotated[
+        list[str] | None, typer.Option(metavar="SCOPE", help="To ask for besides openid, email, profile: groups.")
+    ] = None,
+    oidc_name: Annotated[str, typer.Option(metavar="NAME", help="What the page calls the provider.")] = "",
     webhook_network: Annotated[
         list[str] | None, typer.Option(metavar="CIDR", help="A private network that webhooks may lead into.")
     ] = None,
@@ -441,7 +468,7 @@ def serve(
 
     Example: elastic serve --home /var/lib/elastic
     """
-    from elastic.cli.serve import serve_command
+    from elastic.cli.serve import OidcOptions, serve_command
 
     serve_command(
         host,
@@ -453,6 +480,9 @@ def serve(
         runner=runner,
         shared_trust=shared_trust,
         webhook_networks=webhook_network or [],
+        oidc=OidcOptions(
+            oidc_issuer, oidc_client_id, oidc_client_secret_file, oidc_member or [], oidc_scope or [], oidc_name
+        ),
         uploads_gb=uploads_gb,
         fair_share_period_s=fair_share_period_s,
     )

@@ -1,8 +1,13 @@
 """Runs on a server: the same commands, and the same output, as for runs on disk."""
 
+import hashlib
 import json
 import os
+import re
+import secrets
 import signal
+import socket
+import time
 import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,6 +31,8 @@ from elastic.resources import ENDED, HostedRun, RunBudget, RunPhase
 
 _OURS_ALONE = ("directory",)
 """Keys of [run] that say where this machine keeps its runs, and mean nothing to a server."""
+SECRET_PREFIX = "elastic_"
+LOGIN_POLL_S, LOGIN_TIMEOUT_S = 2.0, 600.0
 _BAD_INPUT = (400, 404, 409, 412, 422)
 
 
@@ -66,10 +73,14 @@ def _key(pointer: str) -> str:
 # elastic api
 
 
-def login_command(url: str) -> None:
-    """Ask for a key, try it, and keep it."""
-    key = os.environ.get(KEY_VARIABLE) or typer.prompt("key", hide_input=True, err=True)
-    with Client(url if "://" in url else f"http://{url}", key.strip()) as client:
+def login_command(url: str, *, with_key: bool) -> None:
+    """Have somebody sign in, or ask for a key; try it, and keep it."""
+    url = url if "://" in url else f"http://{url}"
+    key = os.environ.get(KEY_VARIABLE, "")
+    if not key:
+        key = "" if with_key else _signed_in_key(url)
+    key = key or typer.prompt("key", hide_input=True, err=True)
+    with Client(url, key.strip()) as client:
         try:
             me = client.me()
         except ApiError as error:
@@ -79,6 +90,54 @@ def login_command(url: str) -> None:
             raise SystemExit(EXIT_FAILED) from None
         path = save_account(Login(client.url, key.strip()))
     say(f"logged in to {client.url} as {me.name!r}, {me.role} of {me.project or 'all projects'}; kept in {path}")
+
+
+def _signed_in_key(url: str) -> str:
+    """A key of whoever signs in on the server's page; empty where nobody can.
+
+    It is made here, and the page is told its hash alone: its secret crosses nobody's hands, and the browser may be on
+    another machine.
+    """
+    key = SECRET_PREFIX + secrets.token_urlsafe(32)
+    digest = hashlib.sha256(key.encode()).hexdigest()
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", socket.gethostname())[:40].strip("-._") or "terminal"
+    try:
+        with Client(url, "") as client:
+            if client.info().sign_in is None:
+                return ""
+        say(f"open {url.rstrip('/')}/#/login/{digest}/{name}")
+        say(f"and confirm the code {code_of(digest)}; Ctrl-C gives up")
+        ends_s = time.monotonic() + LOGIN_TIMEOUT_S
+        with Client(url, key) as client:
+            while not _lets_in(client):
+                if time.monotonic() > ends_s:
+                    bad_input(f"{url}: nobody confirmed within {LOGIN_TIMEOUT_S / 60:.0f} minutes")
+                time.sleep(LOGIN_POLL_S)
+            return key
+    except KeyboardInterrupt:
+        say("nobody was logged in")
+        raise SystemExit(EXIT_INTERRUPTED) from None
+    except ApiError as error:
+        bad_input(f"{url}: {error}")
+    except ClientError as error:
+        say(f"error: {error}")
+        raise SystemExit(EXIT_FAILED) from None
+
+
+def _lets_in(client: Client) -> bool:
+    """Whether the server knows the key by now."""
+    try:
+        client.me()
+    except ApiError as error:
+        if error.kind != "unauthenticated":
+            raise
+        return False
+    return True
+
+
+def code_of(digest: str) -> str:
+    """What a terminal and the page both show, for people to compare."""
+    return f"{digest[:4]}-{digest[4:8]}".upper()
 
 
 def logout_command() -> None:

@@ -1,15 +1,35 @@
 """`elastic serve` and `elastic runner`."""
 
 import asyncio
+import importlib.util
+import os
 from ipaddress import IPv4Network, IPv6Network, ip_network
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+from urllib.parse import urlsplit
 
 from elastic import compose
 from elastic.cli.output import bad_input, console, say
 from elastic.config import ConfigError
 from elastic.endpoint import is_loopback
+from elastic.resources import AccessRole
 
+if TYPE_CHECKING:
+    from elastic.server.settings import ClaimMapping, OidcSettings
+
+OIDC_SECRET_VARIABLE = "ELASTIC_OIDC_CLIENT_SECRET"
 MISSING = "this needs the server's packages: pip install 'elastic-rl[server]'"
+
+
+class OidcOptions(NamedTuple):
+    """What `elastic serve` is told of the identity provider."""
+
+    issuer: str
+    client_id: str
+    secret_file: Path | None
+    members: list[str]
+    scopes: list[str]
+    name: str
 
 
 @compose.private()
@@ -24,6 +44,7 @@ def serve_command(
     runner: bool,
     shared_trust: bool,
     webhook_networks: list[str],
+    oidc: OidcOptions,
     uploads_gb: int,
     fair_share_period_s: float,
 ) -> None:
@@ -43,6 +64,7 @@ def serve_command(
         host_names=tuple(host_names),
         shared_trust=shared_trust,
         webhook_networks=tuple(_network(text) for text in webhook_networks),
+        oidc=_oidc(oidc),
         project_uploads_bytes_max=uploads_gb * 2**30,
         fair_share_period_s=fair_share_period_s,
     )
@@ -69,6 +91,52 @@ def serve_command(
         bad_input(str(group.exceptions[0]))
     except* StoreUnavailable as group:
         bad_input(f"--database: {group.exceptions[0]}")
+
+
+def _oidc(said: OidcOptions) -> "OidcSettings | None":
+    """The identity provider, if there is to be one."""
+    from elastic.server.oidc import is_safe
+    from elastic.server.settings import OidcSettings
+
+    if not said.issuer:
+        if any(said):
+            bad_input("--oidc-issuer: give it, or none of the other --oidc options")
+        return None
+    if importlib.util.find_spec("joserfc") is None:
+        raise ConfigError(f"--oidc-issuer: no joserfc; {MISSING}")
+    if not is_safe(said.issuer):
+        bad_input(f"--oidc-issuer: found {said.issuer!r}; allowed: an https URL, or http on this machine")
+    if not said.client_id:
+        bad_input("--oidc-client-id: give what the provider calls this server")
+    secret = os.environ.get(OIDC_SECRET_VARIABLE, "")
+    if said.secret_file is not None:
+        try:
+            secret = said.secret_file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            bad_input(f"--oidc-client-secret-file: {said.secret_file} cannot be read ({error})")
+    scopes = dict.fromkeys([*OidcSettings.scopes, *said.scopes])
+    return OidcSettings(
+        issuer=said.issuer,
+        client_id=said.client_id,
+        client_secret=secret.strip(),
+        name=said.name or urlsplit(said.issuer).hostname or said.issuer,
+        scopes=tuple(scopes),
+        mappings=tuple(_mapping(text) for text in said.members),
+    )
+
+
+def _mapping(text: str) -> "ClaimMapping":
+    from elastic.server.settings import ClaimMapping
+
+    claim, equals, rest = text.partition("=")
+    value, _, last = rest.rpartition(":")
+    value, _, project = value.rpartition(":")
+    if not (claim and equals and value and project) or last not in list(AccessRole):
+        bad_input(
+            f"--oidc-member: found {text!r}; allowed: CLAIM=VALUE:PROJECT:ROLE, such as groups=rl:agents:runner; "
+            f"roles: {', '.join(AccessRole)}"
+        )
+    return ClaimMapping(claim=claim, value=value, project=project, role=AccessRole(last))
 
 
 def _network(text: str) -> IPv4Network | IPv6Network:

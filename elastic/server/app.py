@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from elastic.http_server import BodyLimits, HostCheck
 from elastic.server import ids, openapi, problems, routes
 from elastic.server.feeds import Feeds
+from elastic.server.oidc import IdentityProvider
 from elastic.server.problems import MEDIA_TYPE
 from elastic.server.settings import ServerSettings
 from elastic.server.state import ServerState
@@ -55,7 +56,8 @@ def create_app(
         redoc_url=None,
         separate_input_output_schemas=False,
     )
-    app.state.server = ServerState(store, settings, Feeds(settings.feed_interval_s), wake, ready)
+    provider = None if settings.oidc is None else IdentityProvider(settings.oidc)
+    app.state.server = ServerState(store, settings, Feeds(settings.feed_interval_s), wake, provider, ready)
     routes.include(app)
     problems.install(app)
     openapi.install(app)

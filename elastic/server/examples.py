@@ -340,5 +340,5 @@ EXAMPLES: Mapping[str, Any] = {
         "memberships": [],
         "csrf_token": None,
     },
-    "ServerInfo": {"object": "server", "version": "0.1.0", "api": "v1"},
+    "ServerInfo": {"object": "server", "version": "0.1.0", "api": "v1", "sign_in": "Example"},
 }

@@ -40,6 +40,8 @@ TYPES: Mapping[str, ProblemType] = {
     ),
     "forbidden": ProblemType(403, "The key does not allow this", "Ask an admin for a key with this role and scope."),
     "stale-page": ProblemType(403, "The page is stale", "Reload it: a write needs the `csrf_token` of its session."),
+    "sign-in-refused": ProblemType(403, "The sign-in does not hold", "Sign in again, in one browser."),
+    "no-membership": ProblemType(403, "A member of no project", "Ask a project's admin to add you."),
     "not-found": ProblemType(404, "There is no such thing", "Of other projects' things nothing is said either."),
     "method-not-allowed": ProblemType(405, "This cannot be done here", "The `allow` header has what can."),
     "request-timeout": ProblemType(408, "The body did not come in time", "Send it faster, or less of it."),
@@ -72,6 +74,9 @@ TYPES: Mapping[str, ProblemType] = {
     "precondition-required": ProblemType(428, "If-Match is missing", "Send the ETag of what you have read."),
     "internal": ProblemType(500, "The server failed", "The server's log has the cause, under the request's id."),
     "unavailable": ProblemType(503, "The store does not answer now", "Try again after `retry-after` seconds."),
+    "issuer-unavailable": ProblemType(
+        503, "The identity provider does not answer", "Try again, or sign in with a key."
+    ),
     "storage-full": ProblemType(507, "There is no room", "Delete uploads, or have more room made."),
 }
 _BY_STATUS = {

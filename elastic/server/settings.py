@@ -5,6 +5,35 @@ from dataclasses import dataclass, field
 from ipaddress import IPv4Network, IPv6Network
 from pathlib import Path
 
+from elastic.resources import AccessRole
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClaimMapping:
+    """Who has this value of a claim is a member of the project. Of `email`, a value may be such as `*@example.com`."""
+
+    claim: str
+    value: str
+    project: str
+    role: AccessRole
+
+
+@dataclass(frozen=True, kw_only=True)
+class OidcSettings:
+    """An identity provider that people sign in with. Without a `client_secret` this server is a public client."""
+
+    issuer: str
+    client_id: str
+    client_secret: str = field(default="", repr=False)
+    name: str = "your organization"
+    scopes: tuple[str, ...] = ("openid", "email", "profile")
+    mappings: tuple[ClaimMapping, ...] = ()
+    leeway_s: int = 60
+    """How far clocks may be apart."""
+    timeout_s: float = 5.0
+    refresh_s: float = 3600.0
+    """For so long the issuer's description and keys hold, unless a token needs newer keys."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
@@ -34,6 +63,7 @@ class ServerSettings:
     body_bytes_max: int = 4 * 2**20
     project_uploads_bytes_max: int = 256 * 2**30
     """What a project's uploads may take of the disk."""
+    oidc: OidcSettings | None = None
     session_s: float = 12 * 3600.0
     """How long a browser stays signed in."""
     housekeeping_s: float = 600.0

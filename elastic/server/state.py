@@ -7,6 +7,7 @@ from typing import cast
 from fastapi import Request
 
 from elastic.server.feeds import Feeds
+from elastic.server.oidc import IdentityProvider
 from elastic.server.settings import ServerSettings
 from elastic.server.store import Store
 
@@ -19,6 +20,8 @@ class ServerState:
     settings: ServerSettings
     feeds: Feeds
     wake: Callable[[], None] = lambda: None
+    provider: IdentityProvider | None = None
+    """Whom people sign in with, if with anybody."""
     ready: Callable[[], list[str]] = field(default=list)
     """What keeps the server from doing its work; nothing, if it does."""
 

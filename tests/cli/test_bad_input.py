@@ -297,3 +297,26 @@ def test_full_disk(start, config: Path, small_disk: Path, processes_of) -> None:
     (run_dir,) = (path.parent for path in small_disk.glob("*/config.json"))
     assert not processes_of(run_dir.name)
     assert not list((run_dir / "leases").glob("*.json"))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--oidc-client-id", "x"], ("--oidc-issuer", "give it")),
+        (["--oidc-issuer", "https://id.example.com"], ("--oidc-client-id",)),
+        (
+            ["--oidc-issuer", "http://id.example.com", "--oidc-client-id", "x"],
+            ("--oidc-issuer", "allowed: an https URL"),
+        ),
+        (["--oidc-issuer", "id.example.com", "--oidc-client-id", "x"], ("--oidc-issuer", "'id.example.com'")),
+        (["--oidc-client-secret-file", "nosuch"], ("--oidc-client-secret-file: nosuch", "No such file")),
+        (["--oidc-member", "groups=rl:agents"], ("--oidc-member", "CLAIM=VALUE:PROJECT:ROLE")),
+        (["--oidc-member", "groups=rl:agents:owner"], ("--oidc-member", "viewer, runner, admin")),
+        (["--oidc-member", "=rl:agents:admin"], ("--oidc-member",)),
+    ],
+)
+def test_identity_providers(refused, elastic, tmp_path: Path, options: list[str], words: tuple[str, ...]) -> None:
+    if not {"--oidc-issuer", "--oidc-client-id"} & set(options):
+        options = ["--oidc-issuer", "https://id.example.com", "--oidc-client-id", "x", *options]
+    refused(elastic("serve", "--home", tmp_path / "home", "--port", "0", *options), *words)
+    assert not (tmp_path / "home").exists()

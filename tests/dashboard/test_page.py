@@ -1,17 +1,23 @@
 """The page in Chromium: what is shown is what holds, a write needs its session, and nothing foreign is run."""
 
+import hashlib
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import sqlalchemy as sa
 
+from elastic.cli.remote import code_of
 from elastic.resources import AccessRole, ProviderFigures, RunFigures, RunPhase
+from elastic.server.oidc import IdentityProvider
+from elastic.server.settings import ClaimMapping, OidcSettings
 from elastic.server.store import runs as runs_store
 from elastic.server.store.tables import runs
 from tests.dashboard.conftest import Served
+from tests.server.issuer import CLIENT_ID, CLIENT_SECRET, serving_issuer
 
 pytestmark = pytest.mark.dashboard
 Submission = Callable[..., dict[str, Any]]
@@ -138,3 +144,33 @@ def test_a_viewer_has_no_buttons_and_a_revoked_key_no_page(tab: Any, served: Ser
     assert admin.delete(f"/v1/keys/{viewers[0]}").status_code == 204
     tab.goto(served.url + "/#/")
     tab.wait_for_selector("text=Your session is over")
+
+
+def test_people_sign_in_with_a_provider_and_let_a_terminal_in(tab: Any, served: Served) -> None:
+    """From another site and back: the session's cookie is Strict, and the page has it nevertheless."""
+    state, secret = served.site.app.state.server, "elastic_made-by-a-terminal"
+    digest = hashlib.sha256(secret.encode()).hexdigest()
+    with serving_issuer("localhost") as issuer:
+        mapping = ClaimMapping(claim="email", value="*@example.com", project="ours", role=AccessRole.RUNNER)
+        settings = OidcSettings(
+            issuer=issuer.url, client_id=CLIENT_ID, client_secret=CLIENT_SECRET, name="Tests", mappings=(mapping,)
+        )
+        state.settings, state.provider = replace(state.settings, oidc=settings), IdentityProvider(settings)
+        tab.goto(f"{served.url}/#/login/{digest}/laptop")
+        tab.click("text=Sign in with Tests")
+        tab.click("#go")
+        tab.wait_for_selector(f"#code >> text={code_of(digest)}")
+        assert tab.inner_text("#who") == "ada@example.com, runner"
+        (cookie,) = tab.context.cookies()
+        assert (cookie["httpOnly"], cookie["sameSite"]) == (True, "Strict")
+        assert served.site.client(secret).get("/v1/me").status_code == 401
+        tab.click("#allow")
+        tab.wait_for_selector("text=The terminal is logged in")
+        assert served.site.client(secret).get("/v1/me").json()["name"] == "laptop"
+        tab.reload()
+        tab.wait_for_selector("#sign-out:visible")
+        tab.click("#sign-out")
+        issuer.broken = True
+        state.provider = IdentityProvider(settings)
+        tab.click("text=Sign in with Tests")
+        tab.wait_for_selector("text=The identity provider does not answer")

@@ -1,5 +1,9 @@
 """A server's application over a store of its own, with two projects and a key for every role in each."""
 
+import asyncio
+import contextlib
+import socket
+import threading
 import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -11,6 +15,7 @@ from fastapi.testclient import TestClient
 
 from benchmarks._postgres import PostgresCluster
 from benchmarks._postgres import cluster as postgresql_cluster
+from elastic.http_server import serving
 from elastic.resources import AccessRole
 from elastic.server.app import create_app
 from elastic.server.serving import first_key, open_store
@@ -64,6 +69,29 @@ class Site:
 
     def key(self, project: str, role: AccessRole) -> str:
         return self.keys[project, role]
+
+
+@contextlib.contextmanager
+def served(app: Any) -> Iterator[str]:
+    """The application at a URL, on a loop and a thread of its own."""
+    loop, ready, over = asyncio.new_event_loop(), threading.Event(), asyncio.Event()
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    async def serve() -> None:
+        async with serving(app, listener):
+            ready.set()
+            await over.wait()
+
+    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
+    thread.start()
+    assert ready.wait(30)
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        loop.call_soon_threadsafe(over.set)
+        thread.join(30)
+        loop.close()
+        listener.close()
 
 
 @pytest.fixture(scope="session")

@@ -26,6 +26,12 @@ def test_what_was_saved_is_restored(
     home = site.settings.home
     with site.client() as client:
         run = client.post("/v1/runs", json=submission()).json()["id"]
+        uploads = [site.settings.uploads("proj_x") / "upl_x" / name for name in ("no.sqlite", "no-wal", "runner.lock")]
+        uploads[0].parent.mkdir(parents=True)
+        for path in uploads:
+            path.write_text("no database")
+        (link := site.settings.storage("proj_x") / "link").parent.mkdir(parents=True)
+        link.symlink_to(BACKUP)
         journal = site.settings.run_dir(run) / "journal.sqlite"
         journal.parent.mkdir()
         with sqlite3.connect(journal) as writer:
@@ -51,6 +57,8 @@ def test_what_was_saved_is_restored(
         assert [found.id for found in runs.managed(connection)] == [run]
         assert people.key_of_secret(connection, site.admin) is not None
     store.close()
+    assert [path.read_text() for path in uploads] == ["no database"] * 3
+    assert link.is_symlink()
     with sqlite3.connect(journal) as reader:
         assert reader.execute("SELECT seq FROM events").fetchall() == [(7,)]
     reader.close()

@@ -1,9 +1,6 @@
 """The client over a real socket and a bad line: nothing is done twice, nothing is missed, refusals say why."""
 
-import asyncio
 import random
-import socket
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,32 +10,16 @@ import sqlalchemy as sa
 
 from elastic import client as client_module
 from elastic.client import ApiError, Client, ServerUnreachable
-from elastic.http_server import serving
 from elastic.resources import AccessRole, NewKey, RunChange, RunPhase
 from elastic.server.store.tables import runs
-from tests.server.conftest import Site
+from tests.server.conftest import Site, served
 from tests.server.test_streams import journal_of, write
 
 
 @pytest.fixture
 def url(site: Site) -> Iterator[str]:
-    """The server, on a loop and a thread of its own."""
-    loop, ready, over = asyncio.new_event_loop(), threading.Event(), asyncio.Event()
-    listener = socket.create_server(("127.0.0.1", 0))
-
-    async def serve() -> None:
-        async with serving(site.app, listener):
-            ready.set()
-            await over.wait()
-
-    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
-    thread.start()
-    ready.wait(30)
-    yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-    loop.call_soon_threadsafe(over.set)
-    thread.join(30)
-    loop.close()
-    listener.close()
+    with served(site.app) as address:
+        yield address
 
 
 class BadLine(httpx.BaseTransport):

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import hashlib
 import os
 import signal
 import sys
@@ -16,7 +17,7 @@ import sqlalchemy as sa
 
 from elastic import compose
 from elastic.processes import identity
-from elastic.resources import RunPhase
+from elastic.resources import AccessRole, RunPhase
 from elastic.server.runner import RunnerBusy, RunnerLoop
 from elastic.server.settings import ServerSettings
 from elastic.server.store import people, runs, tables
@@ -309,7 +310,14 @@ async def test_a_projects_processes_are_its_users_and_cannot_read_the_servers_fi
     open_site: Site, submission: Callable[..., dict[str, Any]]
 ) -> None:
     home = open_site.settings.home.resolve()
-    script = 'id -un > "$2/user"; cat "$0/elastic.sqlite" > "$2/stolen"; ls "$0" > "$2/seen"; exit 2'
+    own, others = (
+        uploaded(open_site, open_site.client(open_site.key(project, AccessRole.RUNNER)))
+        for project in ("ours", "theirs")
+    )
+    script = 'id -un > "$2/user"; cat "$0/elastic.sqlite" > "$2/stolen"; ls "$0" > "$2/seen"; '
+    script += (
+        f'cat {own} > "$2/own"; cat {others} > "$2/others"; echo more >> {own}; echo new > {own.parent}/new; exit 2'
+    )
     settings = dataclasses.replace(open_site.settings, command=("/bin/sh", "-c", script, str(home)), tick_s=0.02)
     with open_site.store.writing() as tx:
         people.change_project(tx, open_site.projects["ours"], {"unix_user": "nobody"})
@@ -319,4 +327,14 @@ async def test_a_projects_processes_are_its_users_and_cannot_read_the_servers_fi
     found = settings.run_dir(run)
     assert (found / "user").read_text().strip() == "nobody"
     assert (found / "stolen").read_bytes() == (found / "seen").read_bytes() == b""
+    assert ((found / "own").read_bytes(), (found / "others").read_bytes()) == (b"data", b"")
+    assert [path.read_bytes() for path in own.parent.iterdir()] == [b"data"]
     assert [path.name for path in home.iterdir() if path.is_file() and path.stat().st_mode & 0o077] == []
+
+
+def uploaded(site: Site, client: Any) -> Path:
+    """A file of an upload, where it lies."""
+    file = {"path": "a", "bytes": 4, "sha256": hashlib.sha256(b"data").hexdigest()}
+    upload = client.post("/v1/uploads", json={"name": "u", "files": [file]}).json()
+    assert client.put(f"/v1/uploads/{upload['id']}/files/{file['sha256']}", content=b"data").status_code == 200
+    return site.settings.uploads(upload["project"]).resolve() / upload["id"] / "a"

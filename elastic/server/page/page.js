@@ -7,6 +7,12 @@ const ENDED = new Set(["stopped", "finished", "failed"]);
 const main = document.getElementById("main");
 const notice = document.getElementById("notice");
 let me = null;
+let provider = null;
+const REFUSED = {
+  "sign-in-refused": "The sign-in did not hold. Sign in again, in one browser and within ten minutes.",
+  "no-membership": "You are a member of no project yet. Ask a project's admin to add you.",
+  "issuer-unavailable": "The identity provider does not answer. Try again, or sign in with a key.",
+};
 let leave = () => {};
 
 function el(tag, properties = {}, ...children) {
@@ -69,6 +75,7 @@ function tell(error) {
 
 async function checkVersion() {
   const info = await ask("GET", "/v1");
+  provider = info.sign_in ?? null;
   if (info.version !== VERSION) sayStale(`The server is now of version ${info.version}; this page is of ${VERSION}.`);
 }
 
@@ -84,6 +91,7 @@ function showSignIn(text = "") {
   leave = () => {};
   document.getElementById("sign-out").hidden = true;
   document.getElementById("who").textContent = "";
+  project.hidden = true;
   say(text);
   const input = el("input", { type: "password", id: "key", placeholder: "elastic_…", autocomplete: "off", required: true });
   input.setAttribute("aria-label", "Key");
@@ -100,8 +108,13 @@ function showSignIn(text = "") {
     say("");
     signedIn();
   };
+  const refused = /^#\/refused\/([a-z-]+)$/.exec(location.hash);
+  if (refused && !text) say(REFUSED[refused[1]] ?? "The sign-in came to nothing.");
+  const back = refused ? "" : location.hash.slice(1);
+  const link = provider && el("a", { id: "sign-in-with", href: `/v1/session/oidc?next=${encodeURIComponent(back)}`, textContent: `Sign in with ${provider}` });
   main.replaceChildren(
     el("h1", { textContent: "Sign in" }),
+    ...(link ? [el("p", {}, link)] : []),
     form,
     el("p", { className: "soft", textContent: "With a key: the one that elastic serve printed once, or one that an admin made." }),
   );
@@ -110,9 +123,21 @@ function showSignIn(text = "") {
 
 function signedIn() {
   document.getElementById("who").textContent = `${me.name}, ${me.role}`;
+  project.replaceChildren(...me.memberships.map((one) => el("option", { value: one.project, textContent: one.project_name, selected: one.project === me.project })));
+  project.hidden = me.key !== null || me.memberships.length < 2;
   document.getElementById("sign-out").hidden = false;
   route();
 }
+
+const project = document.getElementById("project");
+project.onchange = async () => {
+  try {
+    me = await ask("PUT", "/v1/session", { body: { project: project.value } });
+    signedIn();
+  } catch (error) {
+    tell(error);
+  }
+};
 
 document.getElementById("sign-out").onclick = async () => {
   try {
@@ -129,8 +154,31 @@ function route() {
   leave = () => {};
   if (!me) return;
   const run = /^#\/runs\/(run_[0-9A-Z]+)$/.exec(location.hash);
+  const login = /^#\/login\/([0-9a-f]{64})\/([A-Za-z0-9][A-Za-z0-9._-]{0,63})$/.exec(location.hash);
   if (run) showRun(run[1]);
+  else if (login) showLogin(login[1], login[2]);
   else showRuns();
+}
+
+// A terminal that waits for a key: it has made the secret, and lets in whoever confirms here.
+function showLogin(digest, name) {
+  const allow = el("button", { id: "allow", className: "first", textContent: "Allow" });
+  allow.onclick = async () => {
+    allow.disabled = true;
+    try {
+      await ask("POST", "/v1/me/keys", { body: { name, sha256: digest } });
+      main.replaceChildren(el("h1", { textContent: "The terminal is logged in" }), el("p", { textContent: "Its key ends after 90 days, or with your membership." }));
+    } catch (error) {
+      tell(error);
+      allow.disabled = false;
+    }
+  };
+  main.replaceChildren(
+    el("h1", { textContent: "Log a terminal in?" }),
+    el("p", {}, "A terminal on ", el("b", { textContent: name }), " asks to act as ", el("b", { textContent: me.name }), ". It must show the code"),
+    el("p", { id: "code", className: "value", textContent: `${digest.slice(0, 4)}-${digest.slice(4, 8)}`.toUpperCase() }),
+    el("p", {}, "Allow it only if you have begun this yourself. ", allow),
+  );
 }
 
 function showRuns() {

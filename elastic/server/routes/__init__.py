@@ -19,6 +19,7 @@ from elastic.server.routes import (
     runs,
     secrets,
     session,
+    sign_in,
     uploads,
     webhooks,
 )
@@ -29,6 +30,7 @@ def include(app: FastAPI) -> None:
         page,
         health,
         session,
+        sign_in,
         me,
         projects,
         members,

@@ -42,9 +42,10 @@ def readiness(state: StateDep) -> Response:
     responses=problem_responses("internal"),
     openapi_extra={"security": []},
 )
-async def info() -> ServerInfo:
-    """Say which version of the server this is."""
-    return ServerInfo(version=importlib.metadata.version("elastic-rl"))
+async def info(state: StateDep) -> ServerInfo:
+    """Say which version of the server this is, and whom people sign in with."""
+    oidc = state.settings.oidc
+    return ServerInfo(version=importlib.metadata.version("elastic-rl"), sign_in=None if oidc is None else oidc.name)
 
 
 @router.get(

@@ -127,6 +127,12 @@ def memberships(connection: sa.Connection, member: str) -> list[Membership]:
     ]
 
 
+def first_of(connection: sa.Connection, person: str) -> sa.RowMapping | None:
+    """A membership of a person's: the oldest."""
+    found = sa.select(members).where(members.c.user == person, members.c.removed_us.is_(None)).order_by(members.c.id)
+    return connection.execute(found.limit(1)).mappings().first()
+
+
 def map_claims(tx: sa.Connection, person: str, mapped: dict[str, AccessRole]) -> None:
     """Have the memberships that claims give be these, by project. What an admin has given stays as it is."""
     now = sa.select(members).where(members.c.user == person, members.c.removed_us.is_(None))

@@ -7,7 +7,7 @@ import sqlalchemy as sa
 
 from elastic.server.store.database import now_us
 from elastic.server.store.people import hash_of
-from elastic.server.store.tables import sessions
+from elastic.server.store.tables import sessions, used_nonces
 
 
 def begin(tx: sa.Connection, lasts_s: float, *, key: str | None = None, member: str | None = None) -> str:
@@ -17,6 +17,16 @@ def begin(tx: sa.Connection, lasts_s: float, *, key: str | None = None, member: 
     row = {"hash": hash_of(secret), "key": key, "member": member}
     tx.execute(sa.insert(sessions).values(**row, created_us=at_us, expires_us=at_us + int(lasts_s * 1e6)))
     return secret
+
+
+def use_nonce(tx: sa.Connection, nonce: str, lasts_s: float) -> bool:
+    """Whether a sign-in's nonce comes for the first time; it does not from now on. Old ones are dropped."""
+    at_us, digest = now_us(), hash_of(nonce)
+    tx.execute(sa.delete(used_nonces).where(used_nonces.c.expires_us <= at_us))
+    if tx.execute(sa.select(used_nonces.c.hash).where(used_nonces.c.hash == digest)).first() is not None:
+        return False
+    tx.execute(sa.insert(used_nonces).values(hash=digest, expires_us=at_us + int(lasts_s * 1e6)))
+    return True
 
 
 def end(tx: sa.Connection, secret: str) -> None:

@@ -102,6 +102,14 @@ sessions = Table(
     Column("expires_us", BigInteger, nullable=False, index=True),
 )
 
+used_nonces = Table(
+    "used_nonces",
+    metadata,
+    Column("hash", LargeBinary(32), primary_key=True),
+    Column("expires_us", BigInteger, nullable=False, index=True),
+    comment="of sign-ins that were finished",
+)
+
 runs = Table(
     "runs",
     metadata,

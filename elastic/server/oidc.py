@@ -1,0 +1,259 @@
+"""Sign-in by OpenID Connect: the authorization code flow with PKCE, state and nonce, and ID tokens held against them.
+
+Nothing of what the issuer sends is kept but who somebody is: no token of theirs is stored or used again.
+"""
+
+import base64
+import fnmatch
+import hashlib
+import re
+import secrets
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from urllib.parse import quote_plus, urlencode
+
+import httpx
+import msgspec
+
+from elastic.resources import AccessRole
+from elastic.server.permissions import lesser
+from elastic.server.settings import ClaimMapping, OidcSettings
+
+if TYPE_CHECKING:  # Only servers whose people sign in need it, and load it.
+    from joserfc import jwt
+    from joserfc.jwk import KeySet
+
+ALGORITHMS = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA")
+"""Signatures by a private key of the issuer's: never by a shared secret, and never none."""
+_KEY_TYPES = ("RSA", "EC", "OKP")
+JWKS_AGAIN_S = 5.0
+"""An unknown key has the issuer's keys fetched anew, but no more often than this."""
+SUBJECT_CHARACTERS, NAME_CHARACTERS, EMAIL_CHARACTERS = 255, 200, 254
+
+
+class SignInRefused(Exception):
+    """Whoever came back from the issuer is not let in; the message says why."""
+
+
+class IssuerUnavailable(Exception):
+    """The issuer does not answer, or not as one."""
+
+
+class SignInAttempt(msgspec.Struct, frozen=True):
+    """A sign-in that a browser has begun. It keeps this, sealed, until it is back."""
+
+    state: str
+    nonce: str
+    verifier: str
+    redirect_uri: str
+    next: str
+    expires_s: float
+
+
+class SignedIn(NamedTuple):
+    """Who the issuer says somebody is. `email` only if it has verified it."""
+
+    subject: str
+    email: str | None
+    name: str
+    claims: Mapping[str, Any]
+
+
+class IdentityProvider:
+    """The issuer, as this server's client. Threads may share it."""
+
+    def __init__(self, settings: OidcSettings) -> None:
+        self.settings = settings
+        self._lock = threading.Lock()
+        self._metadata: tuple[float, dict[str, Any]] | None = None
+        self._keys: tuple[float, KeySet] | None = None
+
+    def begin(self, redirect_uri: str, next_: str, lasts_s: float) -> tuple[str, SignInAttempt]:
+        """Where to send a browser, and what it is to bring back. Raises `IssuerUnavailable`."""
+        state, nonce, verifier = (secrets.token_urlsafe(32) for _ in range(3))
+        challenge = base64.urlsafe_b64encode(hashlib.sha256(verifier.encode()).digest()).rstrip(b"=").decode()
+        asked = {
+            "response_type": "code",
+            "client_id": self.settings.client_id,
+            "redirect_uri": redirect_uri,
+            "scope": " ".join(self.settings.scopes),
+            "state": state,
+            "nonce": nonce,
+            "code_challenge": challenge,
+            "code_challenge_method": "S256",
+        }
+        place = self._endpoint("authorization_endpoint")
+        url = f"{place}{'&' if '?' in place else '?'}{urlencode(asked)}"
+        return url, SignInAttempt(state, nonce, verifier, redirect_uri, next_, time.time() + lasts_s)
+
+    def finish(self, attempt: SignInAttempt, code: str) -> SignedIn:
+        """Who it is that came back with this code. Raises `SignInRefused` and `IssuerUnavailable`."""
+        answer = self._exchange(attempt, code)
+        token = answer.get("id_token")
+        if not isinstance(token, str):
+            raise SignInRefused("the issuer gave no ID token")
+        claims = self._verified(token, attempt.nonce)
+        if "email" not in claims and "userinfo_endpoint" in self._discovered():
+            claims = {**self._userinfo(answer.get("access_token"), claims["sub"]), **claims}
+        email = claims.get("email")
+        verified = claims.get("email_verified") is True and isinstance(email, str)
+        name = claims.get("name")
+        return SignedIn(
+            claims["sub"],
+            email.lower() if verified and isinstance(email, str) and len(email) <= EMAIL_CHARACTERS else None,
+            name[:NAME_CHARACTERS] if isinstance(name, str) else "",
+            claims,
+        )
+
+    def _exchange(self, attempt: SignInAttempt, code: str) -> dict[str, Any]:
+        said = {
+            "grant_type": "authorization_code",
+            "code": code,
+            "redirect_uri": attempt.redirect_uri,
+            "code_verifier": attempt.verifier,
+        }
+        id_, secret = self.settings.client_id, self.settings.client_secret
+        auth: httpx.BasicAuth | None = None
+        if secret and "client_secret_basic" in self._discovered().get(
+            "token_endpoint_auth_methods_supported", ["client_secret_basic"]
+        ):
+            auth = httpx.BasicAuth(quote_plus(id_), quote_plus(secret))
+        else:
+            said |= {"client_id": id_, **({"client_secret": secret} if secret else {})}
+        return self._json("POST", self._endpoint("token_endpoint"), data=said, auth=auth)
+
+    def _verified(self, token: str, nonce: str) -> dict[str, Any]:
+        """The claims of an ID token that this issuer has made, for us, in answer to this sign-in, not long ago."""
+        from joserfc import jwt
+        from joserfc.errors import JoseError
+
+        settings = self.settings
+        wanted = jwt.JWTClaimsRegistry(
+            leeway=settings.leeway_s,
+            iss={"essential": True, "value": settings.issuer},
+            aud={"essential": True, "value": settings.client_id},
+            sub={"essential": True},
+            exp={"essential": True},
+            iat={"essential": True},
+            nonce={"essential": True, "value": nonce},
+        )
+        try:
+            claims = self._decoded(token).claims
+            wanted.validate(claims)
+        except (JoseError, ValueError, KeyError, TypeError) as error:
+            raise SignInRefused(f"the ID token does not hold: {error}") from None
+        audience, party = claims["aud"], claims.get("azp")
+        if (isinstance(audience, list) and len(audience) > 1 and party is None) or party not in (
+            None,
+            settings.client_id,
+        ):
+            raise SignInRefused("the ID token does not hold: it was made for another party")
+        if len(claims["sub"]) > SUBJECT_CHARACTERS:
+            raise SignInRefused(f"the ID token does not hold: sub has more than {SUBJECT_CHARACTERS} characters")
+        return claims
+
+    def _decoded(self, token: str) -> "jwt.Token":
+        """With the keys that are known, or if they do not fit, with those that the issuer has by now."""
+        from joserfc import jwt
+        from joserfc.errors import BadSignatureError, InvalidKeyIdError
+
+        known = self._signing_keys(time.monotonic() - self.settings.refresh_s)
+        try:
+            return jwt.decode(token, known, algorithms=ALGORITHMS)
+        except (InvalidKeyIdError, BadSignatureError):
+            fresh = self._signing_keys(time.monotonic() - JWKS_AGAIN_S)
+            if fresh is known:
+                raise
+            return jwt.decode(token, fresh, algorithms=ALGORITHMS)
+
+    def _userinfo(self, access_token: Any, subject: str) -> dict[str, Any]:
+        if not isinstance(access_token, str):
+            return {}
+        headers = {"authorization": f"Bearer {access_token}"}
+        found = self._json("GET", self._endpoint("userinfo_endpoint"), headers=headers)
+        return found if found.get("sub") == subject else {}
+
+    def _signing_keys(self, not_before_s: float) -> "KeySet":
+        """The issuer's keys, fetched after then. Raises `IssuerUnavailable`."""
+        from joserfc.errors import JoseError
+        from joserfc.jwk import KeySet
+
+        place = self._endpoint("jwks_uri")
+        with self._lock:
+            if self._keys is None or self._keys[0] < not_before_s:
+                found = self._json("GET", place).get("keys")
+                listed = [key for key in cast(list[Any], found if isinstance(found, list) else []) if _is_public(key)]
+                try:
+                    self._keys = time.monotonic(), KeySet.import_key_set({"keys": listed})
+                except (JoseError, ValueError, KeyError, TypeError) as error:
+                    raise IssuerUnavailable(f"{place}: no keys to be read ({error})") from None
+            return self._keys[1]
+
+    def _discovered(self) -> dict[str, Any]:
+        """What the issuer says of itself; for a while what it has said. Raises `IssuerUnavailable`."""
+        issuer = self.settings.issuer
+        with self._lock:
+            known = self._metadata
+            if known is not None and time.monotonic() - known[0] < self.settings.refresh_s:
+                return known[1]
+            try:
+                found = self._json("GET", issuer.rstrip("/") + "/.well-known/openid-configuration")
+            except IssuerUnavailable:
+                if known is None:
+                    raise
+                return known[1]
+            if found.get("issuer") != issuer:
+                raise IssuerUnavailable(f"{issuer} says that it is {str(found.get('issuer'))[:200]!r}: give that one")
+            self._metadata = time.monotonic(), found
+            return found
+
+    def _endpoint(self, name: str) -> str:
+        place = self._discovered().get(name)
+        if not isinstance(place, str) or not is_safe(place):
+            raise IssuerUnavailable(f"{self.settings.issuer}: {name} is no URL with https")
+        return place
+
+    def _json(self, method: str, url: str, **options: Any) -> dict[str, Any]:
+        try:
+            answer = httpx.request(method, url, timeout=self.settings.timeout_s, **options)
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise IssuerUnavailable(f"{url}: {error or type(error).__name__}") from None
+        if method == "POST" and 400 <= answer.status_code < 500:
+            raise SignInRefused(f"the issuer does not take the code back (status {answer.status_code})")
+        try:
+            body = answer.json() if answer.status_code == 200 else None
+        except ValueError:
+            body = None
+        if not isinstance(body, dict):
+            raise IssuerUnavailable(f"{url}: status {answer.status_code}, and no JSON object")
+        return cast(dict[str, Any], body)
+
+
+def is_safe(url: str) -> bool:
+    """Whether what is said there is between us and them: by HTTPS, or on this machine."""
+    parsed = httpx.URL(url) if re.fullmatch(r"https?://[^\s]+", url) else None
+    return parsed is not None and (parsed.scheme == "https" or parsed.host in ("localhost", "127.0.0.1", "::1"))
+
+
+def mapped_roles(mappings: Iterable[ClaimMapping], who: SignedIn) -> dict[str, AccessRole]:
+    """The role in each project, by the name that the mapping has for it, that claims give: the highest."""
+    roles: dict[str, AccessRole] = {}
+    for one in mappings:
+        said: Any = who.email if one.claim == "email" else who.claims.get(one.claim)
+        values = cast(Sequence[Any], said if isinstance(said, list) else [said])
+        matches = any(isinstance(value, str) and _matches(one, value) for value in values)
+        if matches and (one.project not in roles or lesser(roles[one.project], one.role) != one.role):
+            roles[one.project] = one.role
+    return roles
+
+
+def _matches(mapping: ClaimMapping, value: str) -> bool:
+    if mapping.claim == "email":
+        return fnmatch.fnmatchcase(value, mapping.value.lower())
+    return value == mapping.value
+
+
+def _is_public(key: Any) -> bool:
+    return isinstance(key, dict) and cast(dict[str, Any], key).get("kty") in _KEY_TYPES
