@@ -1,0 +1,87 @@
+"""Where every node's time went, and who pays for it.
+
+Each nanosecond of a node is in one account. A group's cost since its membership last changed is divided among its
+members by the charging policy; what they do not owe, and nodes of no group, is the pool's own. All sums are whole
+numbers, in nano-dollars times nanoseconds per hour, so that bills add up exactly.
+"""
+
+from elastic.cluster.policy import BillShare, ChargingPolicy
+from elastic.cluster.state import ClusterState, NodeRecord
+from elastic.cluster.types import NS_PER_HOUR, DeviceAccount, GroupName, JobId, Nanoseconds, PhaseKind, PoolSpec
+
+
+def nano_usd(exact: int) -> int:
+    """In whole nano-dollars, rounded down."""
+    return exact // NS_PER_HOUR
+
+
+class Books:
+    def __init__(self, state: ClusterState, spec: PoolSpec, charging: ChargingPolicy) -> None:
+        self._state = state
+        self._price = {phase: spec.kind(phase).nano_usd_per_hour for phase in PhaseKind}
+        self._charging = charging
+
+    def settle(self, node: NodeRecord, now_ns: Nanoseconds) -> None:
+        """Bring the node's account up to now."""
+        passed_ns = now_ns - node.settled_ns
+        if passed_ns > 0:
+            node.accounts_ns[node.account] = node.accounts_ns.get(node.account, 0) + passed_ns
+            node.settled_ns = now_ns
+            if node.user is not None:
+                node.used_ns[node.user] = node.used_ns.get(node.user, 0) + passed_ns
+
+    def turn_to(self, node: NodeRecord, account: DeviceAccount, now_ns: Nanoseconds, user: JobId | None = None) -> None:
+        """From now on the node's time goes elsewhere."""
+        self.settle(node, now_ns)
+        node.account, node.user = account, user
+
+    def switched(self, node: NodeRecord, switch_ns: Nanoseconds) -> None:
+        """So much of a slice was switching."""
+        moved_ns = min(switch_ns, node.accounts_ns.get(DeviceAccount.SLICE, 0))
+        if moved_ns > 0:
+            node.accounts_ns[DeviceAccount.SLICE] -= moved_ns
+            node.accounts_ns[DeviceAccount.SWITCHING] = node.accounts_ns.get(DeviceAccount.SWITCHING, 0) + moved_ns
+
+    def bill(self, name: GroupName, now_ns: Nanoseconds) -> None:
+        """Divide what the group cost since its last bill. Its membership and nodes must not have changed since."""
+        state = self._state
+        group, since_ns = state.groups[name], state.billed_ns[name]
+        state.billed_ns[name] = now_ns
+        if now_ns <= since_ns:
+            return
+        cost, used = 0, dict.fromkeys(group.members, 0)
+        for node_id in (*group.rollout, *group.train):
+            node = state.nodes[node_id]
+            self.settle(node, now_ns)
+            price = self._price[node.phase]
+            cost += price * (now_ns - since_ns)
+            for job, used_ns in node.used_ns.items():
+                if job in used:
+                    used[job] += price * used_ns
+            node.used_ns = {}
+        bills = self._charging.bills(
+            [BillShare(job=job, used=used[job], alone=self.alone_price(job) * (now_ns - since_ns)) for job in used],
+            cost,
+        )
+        for job, owed in bills.items():
+            state.jobs[job].billed += owed
+        state.pool_billed += cost - sum(bills.values())
+
+    def alone_price(self, job: JobId) -> int:
+        """What an hour of the nodes that the job asked for costs."""
+        request = self._state.jobs[job].request
+        return (
+            request.rollout_nodes * self._price[PhaseKind.ROLLOUT] + request.train_nodes * self._price[PhaseKind.TRAIN]
+        )
+
+    def own(self, node: NodeRecord, since_ns: Nanoseconds, now_ns: Nanoseconds) -> None:
+        """A node's time outside of any group is the pool's own."""
+        self._state.pool_billed += self._price[node.phase] * (now_ns - since_ns)
+
+    def paid(self, now_ns: Nanoseconds) -> int:
+        """What the pool has paid for all nodes until now, in nano-dollars times nanoseconds per hour."""
+        nodes = self._state.nodes.values()
+        return self._state.lost_cost + sum(self._price[node.phase] * (now_ns - node.opened_ns) for node in nodes)
+
+    def lost(self, node: NodeRecord, now_ns: Nanoseconds) -> None:
+        self._state.lost_cost += self._price[node.phase] * (now_ns - node.opened_ns)

@@ -1,0 +1,138 @@
+"""Everything that a cluster remembers, as plain records: what is hashed, and what a replay must come to again."""
+
+from collections.abc import Mapping
+
+import msgspec
+
+from elastic.cluster.groups import JobGroup
+from elastic.cluster.types import (
+    DeviceAccount,
+    GroupName,
+    JobId,
+    JobRequest,
+    JobState,
+    Nanoseconds,
+    NodeId,
+    Permit,
+    PhaseKind,
+    Seat,
+)
+
+_S = JobState
+
+LEGAL_NEXT: Mapping[JobState, frozenset[JobState]] = {
+    _S.SUBMITTED: frozenset({_S.PROFILING, _S.QUEUED, _S.PLACED, _S.REJECTED, _S.CANCELLED}),
+    _S.PROFILING: frozenset({_S.QUEUED, _S.PLACED, _S.REJECTED, _S.FAILED, _S.CANCELLED}),
+    _S.QUEUED: frozenset({_S.PLACED, _S.REJECTED, _S.CANCELLED}),
+    _S.PLACED: frozenset({_S.RUNNING, _S.SUBMITTED, _S.FAILED, _S.CANCELLED}),
+    _S.RUNNING: frozenset({_S.PLACED, _S.SUBMITTED, _S.FINISHED, _S.FAILED, _S.CANCELLED}),
+    _S.FAILED: frozenset({_S.SUBMITTED}),
+    _S.FINISHED: frozenset(),
+    _S.CANCELLED: frozenset(),
+    _S.REJECTED: frozenset(),
+}
+STORY_LENGTH_MAX = 24
+"""Enough to see how a job came to its state; of a long story the last part is kept."""
+
+
+class JobChapter(msgspec.Struct, frozen=True):
+    at_ns: Nanoseconds
+    state: JobState
+    cause: str
+
+
+class IllegalJobTransition(AssertionError):
+    """The cluster tried to take a job where it may not go: always a bug of ours, never bad input."""
+
+
+class JobRecord(msgspec.Struct, kw_only=True):
+    """A job's whole story here.
+
+    - `reserved`: where it moves to, once it has stopped. `placement`: the number of its last start.
+    - `accepted_ns`, `accepted_steps`: when its SLO began to count, and what was done by then.
+    - `turns`: how many turns of each phase it has had or let pass; empty while it takes no part in its group's cycle.
+    - `measured_ns`: how long its phases have lately taken, switching left out.
+    - `billed`: what it owes, in nano-dollars times nanoseconds per hour.
+    """
+
+    request: JobRequest
+    state: JobState = JobState.SUBMITTED
+    reason: str = ""
+    story: list[JobChapter] = []
+    seat: Seat | None = None
+    reserved: Seat | None = None
+    reserved_limit_ns: Nanoseconds = 0
+    placement: int = 0
+    stopping: bool = False
+    steps_done: int = 0
+    accepted_ns: Nanoseconds = 0
+    accepted_steps: int = 0
+    how: str = ""
+    moves: int = 0
+    resubmissions: int = 0
+    turns: dict[PhaseKind, int] = {}
+    asked: PhaseKind | None = None
+    permit: int | None = None
+    measured_ns: dict[PhaseKind, Nanoseconds] = {}
+    phase_ns: Nanoseconds = 0
+    billed: int = 0
+
+    @property
+    def steps_left(self) -> int:
+        return max(1, self.request.steps - self.steps_done)
+
+    @property
+    def ended(self) -> bool:
+        return not LEGAL_NEXT[self.state]
+
+    def to(self, state: JobState, now_ns: Nanoseconds, cause: str) -> None:
+        """Enter a transition into the job's story; raises `IllegalJobTransition` unless `state` may follow."""
+        if state not in LEGAL_NEXT[self.state]:
+            told = "; ".join(f"{chapter.at_ns / 1e9:.3f} s {chapter.state} ({chapter.cause})" for chapter in self.story)
+            raise IllegalJobTransition(f"job {self.request.id}: {self.state} → {state} ({cause}); before: {told}")
+        self.state, self.reason = state, cause
+        self.story.append(JobChapter(now_ns, state, cause))
+        del self.story[:-STORY_LENGTH_MAX]
+
+
+class NodeRecord(msgspec.Struct, kw_only=True):
+    """A node: whose it is, who computes on it, and where its time went.
+
+    - `accounts_ns` sum to the time from `opened_ns` to `settled_ns`; `account` is what the time since then is.
+    - `used_ns`: what members have used since their group's bill was last settled.
+    - `own_since_ns`: since when it is the pool's own, while it is of no group.
+    - `residents`: host memory by job, as declared or, where that is more, as measured.
+    """
+
+    id: NodeId
+    phase: PhaseKind
+    opened_ns: Nanoseconds
+    settled_ns: Nanoseconds
+    account: DeviceAccount = DeviceAccount.IDLE
+    accounts_ns: dict[DeviceAccount, Nanoseconds] = {}
+    used_ns: dict[JobId, Nanoseconds] = {}
+    group: GroupName | None = None
+    own_since_ns: Nanoseconds = 0
+    permit: int | None = None
+    user: JobId | None = None
+    residents: dict[JobId, int] = {}
+
+
+class ClusterState(msgspec.Struct, kw_only=True):
+    """`free` holds the nodes of no group, by phase, in the order in which they became free."""
+
+    jobs: dict[JobId, JobRecord] = {}
+    groups: dict[GroupName, JobGroup] = {}
+    nodes: dict[NodeId, NodeRecord] = {}
+    free: dict[PhaseKind, dict[NodeId, None]] = {}
+    permits: dict[int, Permit] = {}
+    billed_ns: dict[GroupName, Nanoseconds] = {}
+    """Until when each group's bills are settled."""
+    permit_numbers: int = 0
+    placements: int = 0
+    group_numbers: int = 0
+    pool_billed: int = 0
+    """What groups cost beyond what their members owe, and nodes of no group, in nano-dollars times nanoseconds per
+    hour."""
+    lost_cost: int = 0
+    """What nodes that are gone have cost, in the same unit."""

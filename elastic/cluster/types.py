@@ -1,0 +1,199 @@
+"""What a cluster is made of: nodes, jobs and what they ask for, permits, and the limits of waiting.
+
+Times are nanoseconds, prices nano-dollars per hour, so that sums are exact.
+"""
+
+from enum import StrEnum
+from typing import TypeAlias
+
+import msgspec
+
+JobId: TypeAlias = str
+GroupName: TypeAlias = str
+NodeId: TypeAlias = str
+Nanoseconds: TypeAlias = int
+
+NS_PER_HOUR = 3_600_000_000_000
+
+
+class ClusterError(ValueError):
+    """A pool, a job or a demand that cannot be; the message names it, what was found and what is allowed."""
+
+
+class PhaseKind(StrEnum):
+    """The two phases of a step that hold devices. Between them, weights are synchronised."""
+
+    ROLLOUT = "rollout"
+    TRAIN = "train"
+
+
+class JobState(StrEnum):
+    SUBMITTED = "submitted"
+    PROFILING = "profiling"
+    QUEUED = "queued"
+    PLACED = "placed"
+    RUNNING = "running"
+    FINISHED = "finished"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    REJECTED = "rejected"
+
+
+class DeviceAccount(StrEnum):
+    """Where a node's time goes; every nanosecond of it is in one of these."""
+
+    SLICE = "slice"
+    SWITCHING = "switching"
+    IDLE = "idle"
+    DOWN = "down"
+
+
+class PhasePlan(msgspec.Struct, frozen=True, kw_only=True):
+    """How long a job's phases last on the nodes that it asks for, as planned: at its token limit, or at a quantile.
+
+    `sync_ns` holds no node. The two `switch_ns` are what resuming and parking take, before and after every phase.
+    """
+
+    rollout_ns: Nanoseconds
+    train_ns: Nanoseconds
+    sync_ns: Nanoseconds = 0
+    rollout_switch_ns: Nanoseconds = 0
+    train_switch_ns: Nanoseconds = 0
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            value = getattr(self, name)
+            least = 1 if name in ("rollout_ns", "train_ns") else 0
+            if value < least:
+                raise ClusterError(f"a phase plan's {name}: found {value}; allowed: at least {least}")
+
+    @property
+    def solo_ns(self) -> Nanoseconds:
+        """A step of the job alone on what it asks for, where nothing is ever parked."""
+        return self.rollout_ns + self.train_ns + self.sync_ns
+
+
+class JobRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """What a job asks for: nodes, host memory on each of them, and the largest slowdown that it accepts.
+
+    `plan` is None until a step of the job has been timed. `steps` tells how long the job goes on. `train_efficiency`
+    is the share of each further training node that makes the job faster. `restart_ns` is what moving it costs.
+    """
+
+    id: JobId
+    slo: float
+    plan: PhasePlan | None = None
+    steps: int = 1
+    rollout_nodes: int = 1
+    train_nodes: int = 1
+    rollout_bytes: int = 0
+    train_bytes: int = 0
+    train_efficiency: float = 1.0
+    restart_ns: Nanoseconds = 0
+    max_resubmissions: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.slo >= 1.0:
+            raise ClusterError(
+                f"job {self.id}: slo: found {self.slo}; allowed: at least 1, a step's time over that alone"
+            )
+        for name in ("steps", "rollout_nodes", "train_nodes"):
+            if getattr(self, name) < 1:
+                raise ClusterError(f"job {self.id}: {name}: found {getattr(self, name)}; allowed: at least 1")
+        for name in ("rollout_bytes", "train_bytes", "restart_ns", "max_resubmissions"):
+            if getattr(self, name) < 0:
+                raise ClusterError(f"job {self.id}: {name}: found {getattr(self, name)}; allowed: at least 0")
+        if not 0.0 <= self.train_efficiency <= 1.0:
+            raise ClusterError(f"job {self.id}: train_efficiency: found {self.train_efficiency}; allowed: from 0 to 1")
+
+    def train_ns(self, nodes: int) -> Nanoseconds:
+        """A training phase on so many nodes. Fewer than asked for make it longer in proportion; more make it shorter
+        by the declared efficiency."""
+        assert self.plan is not None
+        if nodes <= self.train_nodes:
+            return -(-self.plan.train_ns * self.train_nodes // nodes)
+        return round(self.plan.train_ns / (1.0 + (nodes / self.train_nodes - 1.0) * self.train_efficiency))
+
+    @property
+    def limit_ns(self) -> Nanoseconds:
+        """The longest step that it accepts."""
+        assert self.plan is not None
+        return int(self.slo * self.plan.solo_ns)
+
+    @property
+    def alone_ns(self) -> Nanoseconds:
+        """A step of the job alone in a group, switching included."""
+        assert self.plan is not None
+        return self.plan.solo_ns + self.plan.rollout_switch_ns + self.plan.train_switch_ns
+
+
+class NodeKind(msgspec.Struct, frozen=True, kw_only=True):
+    """All nodes of a pool for one phase are of one kind."""
+
+    gpus: int
+    memory_bytes: int
+    nano_usd_per_hour: int
+
+    def __post_init__(self) -> None:
+        if self.gpus < 1:
+            raise ClusterError(f"a node's gpus: found {self.gpus}; allowed: at least 1")
+        for name in ("memory_bytes", "nano_usd_per_hour"):
+            if getattr(self, name) < 0:
+                raise ClusterError(f"a node's {name}: found {getattr(self, name)}; allowed: at least 0")
+
+
+class PoolSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Two kinds of nodes, and how many of each there are at first."""
+
+    rollout: NodeKind
+    train: NodeKind
+    rollout_nodes: int
+    train_nodes: int
+
+    def __post_init__(self) -> None:
+        for name in ("rollout_nodes", "train_nodes"):
+            if getattr(self, name) < 1:
+                raise ClusterError(f"a pool's {name}: found {getattr(self, name)}; allowed: at least 1")
+
+    def kind(self, phase: PhaseKind) -> NodeKind:
+        return self.rollout if phase is PhaseKind.ROLLOUT else self.train
+
+
+class WaitLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """How long the cluster waits for what, and what it leaves a phase beyond its plan.
+
+    - A phase gives way `overrun_share` of its planned time after that time; `notice_ns` later its residents are killed.
+    - Who is late for a turn that others want is waited for `late_share` of its planned step, then passed over once.
+    """
+
+    profile_ns: Nanoseconds = 1_800_000_000_000
+    queue_ns: Nanoseconds = 7 * 24 * NS_PER_HOUR
+    start_ns: Nanoseconds = 1_800_000_000_000
+    stop_ns: Nanoseconds = 300_000_000_000
+    notice_ns: Nanoseconds = 10_000_000_000
+    overrun_share: float = 0.1
+    late_share: float = 0.1
+
+
+class Seat(msgspec.Struct, frozen=True):
+    """Where a job is pinned: the group and its rollout nodes there. All of a group's training nodes are its own too."""
+
+    group: GroupName
+    rollout: tuple[NodeId, ...]
+
+
+class Permit(msgspec.Struct, kw_only=True):
+    """The right of one job to compute on some nodes in one phase until `deadline_ns`.
+
+    `number` only grows in a cluster: whatever comes under an older one counts for nothing.
+    """
+
+    number: int
+    job: JobId
+    phase: PhaseKind
+    nodes: tuple[NodeId, ...]
+    since_ns: Nanoseconds
+    deadline_ns: Nanoseconds
+    recalled: bool = False
+    tail_nodes: tuple[NodeId, ...] = ()
+    """Where the phase's tail was told to move; empty while it was not."""

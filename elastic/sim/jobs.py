@@ -1,0 +1,455 @@
+"""Many jobs on one pool on virtual time, at the grain of phases: the real `Cluster`, jobs that are drawn durations.
+
+A job's script is that of every run: its residents start, then rollout, training and synchronisation follow one another
+until all steps are done. With `JobFaults` residents and jobs die, phases hang and overrun, nodes go, messages come
+twice or late, and the cluster is replaced by its replay; after every event all invariants are checked.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from heapq import heappop, heappush
+from random import Random
+
+import msgspec
+
+from elastic.cluster import Cluster, ClusterPolicies, JobRequest, NodeKind, PhasePlan, PoolSpec, WaitLimits
+from elastic.cluster import commands as c
+from elastic.cluster import events as e
+from elastic.cluster.history import ClusterEntry, ClusterOpening, cluster_digest, encode, replay
+from elastic.cluster.invariants import check
+from elastic.cluster.types import JobId, JobState, Nanoseconds, NodeId, PhaseKind
+
+S = 1_000_000_000
+_ROLLOUT, _TRAIN = PhaseKind.ROLLOUT, PhaseKind.TRAIN
+
+
+class JobsWorldFailed(AssertionError):
+    """An invariant did not hold, or the world came to no end; the message begins with the seed."""
+
+
+class Arrival(msgspec.Struct, frozen=True, kw_only=True):
+    """A job that comes at a time. Its phases last `shortest` to 1 of what is planned, drawn anew for every step."""
+
+    at_ns: Nanoseconds
+    request: JobRequest
+    shortest: float = 1.0
+    profile: PhasePlan | None = None
+    """What a timed step shows, for a request without a plan."""
+
+
+class JobFaults(msgspec.Struct, frozen=True, kw_only=True):
+    """How likely each fault is after an event."""
+
+    share: float = 0.0
+    late_share: float = 0.0
+    """Messages that come late."""
+    overrun_share: float = 0.0
+    """Phases that last longer than planned; some hang."""
+
+
+class StepTaken(msgspec.Struct, frozen=True):
+    job: JobId
+    begun_ns: Nanoseconds
+    ended_ns: Nanoseconds
+
+
+class SliceSeen(msgspec.Struct, frozen=True):
+    node: NodeId
+    job: JobId
+    phase: PhaseKind
+    begun_ns: Nanoseconds
+    ended_ns: Nanoseconds
+
+
+class _SimulatedJob:
+    """The process of one job: what it is at, and what of a phase is left to do."""
+
+    def __init__(self, arrival: Arrival) -> None:
+        self.arrival = arrival
+        self.life = 0
+        self.steps_done = 0
+        self.phase = _ROLLOUT
+        self.left_ns: Nanoseconds | None = None
+        self.permit: int | None = None
+        self.began_ns = 0
+        self.nodes: tuple[NodeId, ...] = ()
+        self.stopping = False
+        self.step_began_ns: Nanoseconds | None = None
+        self.hangs = False
+        self.syncing = False
+
+
+class JobsWorld:
+    """One world. `run` lives through it; what it has seen may be read afterwards."""
+
+    def __init__(
+        self,
+        spec: PoolSpec,
+        policies: ClusterPolicies,
+        arrivals: Sequence[Arrival],
+        *,
+        limits: WaitLimits | None = None,
+        seed: int = 0,
+        faults: JobFaults | None = None,
+        checked: bool = False,
+        keeps_slos: bool = True,
+    ) -> None:
+        self.limits = limits or WaitLimits()
+        self.cluster = Cluster(spec, policies, self.limits, 0)
+        self._policies, self._rng, self._seed = policies, Random(seed), seed
+        self._faults, self._checked, self._keeps_slos = faults or JobFaults(), checked, keeps_slos
+        self._journal: list[bytes] = [encode(ClusterOpening(0, spec, self.limits))]
+        self._heap: list[tuple[Nanoseconds, int, Callable[[], None]]] = []
+        self._sequence = 0
+        self._jobs = {arrival.request.id: _SimulatedJob(arrival) for arrival in arrivals}
+        self.now_ns = 0
+        self.events = 0
+        self.faults: Counter[str] = Counter()
+        self.steps: list[StepTaken] = []
+        self.slices: list[SliceSeen] = []
+        self.cost_ns: int = 0
+        self._gone: list[tuple[NodeId, PhaseKind]] = []
+        for arrival in arrivals:
+            self._at(arrival.at_ns, self._teller(e.JobSubmitted(request=arrival.request)))
+
+    @property
+    def journal(self) -> Sequence[bytes]:
+        return self._journal
+
+    def run(self, horizon_ns: Nanoseconds = 10**19) -> None:
+        """Until nothing happens any more. Raises `JobsWorldFailed`."""
+        while True:
+            wakeup_ns = self.cluster.next_wakeup_ns()
+            at_ns = self._heap[0][0] if self._heap else None
+            if at_ns is None and wakeup_ns is None:
+                break
+            if at_ns is None or (wakeup_ns is not None and wakeup_ns <= at_ns):
+                assert wakeup_ns is not None
+                self.now_ns = max(self.now_ns, wakeup_ns)
+                self.tell(e.TimePassed())
+            else:
+                self.now_ns, _, act = heappop(self._heap)
+                act()
+            if self.now_ns > horizon_ns:
+                raise JobsWorldFailed(f"seed {self._seed}: not over after {horizon_ns / S} s: {self.cluster.waits[:5]}")
+        left = [
+            job for job, record in self.cluster.jobs.items() if not record.ended and record.state != JobState.FAILED
+        ]
+        if left:
+            raise JobsWorldFailed(f"seed {self._seed}: nothing happens any more, and {', '.join(left)} have not ended")
+        if self.cluster.groups or self.cluster.permits:
+            raise JobsWorldFailed(f"seed {self._seed}: all jobs have ended, and not everything was given back")
+
+    def tell(self, event: e.ClusterEvent) -> None:
+        """Journal the event, tell the cluster, carry out what it wants."""
+        self._journal.append(encode(ClusterEntry(self.now_ns, event)))
+        self.events += 1
+        commands = self.cluster.handle(event, self.now_ns)
+        if self._checked:
+            try:
+                check(self.cluster, slos=self._keeps_slos)
+            except AssertionError as error:
+                raise JobsWorldFailed(f"seed {self._seed}: after {self.events} events: {event}: {error}") from error
+        for command in commands:
+            self._carry_out(command)
+        if self._faults.share and self._rng.random() < self._faults.share:
+            self._strike()
+
+    def _at(self, at_ns: Nanoseconds, act: Callable[[], None]) -> None:
+        self._sequence += 1
+        heappush(self._heap, (at_ns, self._sequence, act))
+
+    def _teller(self, event: e.ClusterEvent) -> Callable[[], None]:
+        return lambda: self.tell(event)
+
+    def _send(self, event: e.ClusterEvent, after_ns: Nanoseconds = 0) -> None:
+        """A message to the cluster; some come late, some twice."""
+        if self._faults.late_share and self._rng.random() < self._faults.late_share:
+            self.faults["late message"] += 1
+            after_ns += self._rng.randrange(30 * S)
+            if self._rng.random() < 0.3:
+                self.faults["repeated message"] += 1
+                self._at(self.now_ns + after_ns + self._rng.randrange(60 * S), self._teller(event))
+        self._at(self.now_ns + after_ns, self._teller(event))
+
+    # What the cluster wants.
+
+    def _carry_out(self, command: c.ClusterCommand) -> None:
+        job = self._jobs[command.job]
+        match command:
+            case c.ProfileJob():
+                assert job.arrival.profile is not None
+                self._send(e.JobProfiled(job=command.job, plan=job.arrival.profile), job.arrival.profile.solo_ns)
+            case c.StartJob():
+                self._start(command.job, command.placement, restart=command.restart)
+            case c.StopJob():
+                job.stopping = True
+                if job.permit is None and job.step_began_ns is None:
+                    self._stop(command.job)
+            case c.EndJob():
+                self._close_slices(command.job)
+                job.life += 1
+                job.permit, job.left_ns, job.stopping, job.step_began_ns = None, None, False, None
+                job.phase = _ROLLOUT
+            case c.GrantPermit():
+                self._granted(command.job, command)
+            case c.RecallPermit():
+                self._recalled(command.job, command)
+            case c.MoveTail():
+                self._send(e.TailMoved(job=command.job, permit=command.permit), S)
+            case c.KillResident():
+                if job.permit is not None and command.node in job.nodes:
+                    self._close_slices(command.job)
+                    job.permit, job.hangs = None, False
+            case c.StartResident():
+                self._later(command.job, 30 * S, self._ask)
+            case c.RejectJob():
+                pass
+
+    def _later(self, job: JobId, after_ns: Nanoseconds, act: Callable[[JobId], None]) -> None:
+        """Only if the process lives that long."""
+        life = self._jobs[job].life
+
+        def do() -> None:
+            if self._jobs[job].life == life:
+                act(job)
+
+        self._at(self.now_ns + after_ns, do)
+
+    def _start(self, job: JobId, placement: int, *, restart: bool) -> None:
+        state = self._jobs[job]
+        state.life += 1
+        state.permit, state.left_ns, state.stopping, state.hangs, state.phase = None, None, False, False, _ROLLOUT
+        state.step_began_ns = None
+        after_ns = state.arrival.request.restart_ns if restart else 0
+
+        def up(job: JobId) -> None:
+            self._send(e.JobStarted(job=job, placement=placement))
+            self._begin_step(job)
+
+        self._later(job, after_ns, up)
+
+    def _begin_step(self, job: JobId) -> None:
+        self._jobs[job].step_began_ns = self.now_ns
+        self._jobs[job].phase, self._jobs[job].syncing = _ROLLOUT, False
+        self._ask(job)
+
+    def _ask(self, job: JobId) -> None:
+        state = self._jobs[job]
+        if state.permit is None and state.step_began_ns is not None and not state.syncing:
+            record = self.cluster.jobs[job]
+            self._send(e.PhaseAsked(job=job, phase=state.phase))
+            if self._faults.share or record.state is not JobState.RUNNING:
+                self._later(job, 60 * S, self._ask)  # Asked again until it is heard.
+
+    def _granted(self, job: JobId, grant: c.GrantPermit) -> None:
+        state = self._jobs[job]
+        if state.permit == grant.permit:
+            self._close_slices(job)
+            state.nodes, state.began_ns = grant.nodes, self.now_ns
+            return
+        request = self.cluster.request(job)
+        assert request.plan is not None
+        switch_ns = request.plan.rollout_switch_ns if grant.phase is _ROLLOUT else request.plan.train_switch_ns
+        if state.step_began_ns is None or state.syncing or state.phase is not grant.phase:
+            # It has changed its mind meanwhile: a late message had asked.
+            self._send(e.PermitYielded(job=job, permit=grant.permit, finished=False))
+            return
+        if state.left_ns is None:
+            state.left_ns = self._drawn_ns(job, grant.phase)
+        state.permit, state.nodes, state.began_ns = grant.permit, grant.nodes, self.now_ns
+        permit, ends_ns = grant.permit, switch_ns + state.left_ns
+        if state.hangs:
+            return
+
+        def over(job: JobId) -> None:
+            if self._jobs[job].permit == permit:
+                self._yield(job, switch_ns, finished=True)
+
+        self._later(job, ends_ns, over)
+
+    def _drawn_ns(self, job: JobId, phase: PhaseKind) -> Nanoseconds:
+        state = self._jobs[job]
+        record = self.cluster.jobs[job]
+        request, plan = record.request, record.request.plan
+        assert plan is not None
+        assert record.seat is not None
+        train = len(self.cluster.groups[record.seat.group].train)
+        planned_ns = plan.rollout_ns if phase is _ROLLOUT else request.train_ns(train)
+        shortest = state.arrival.shortest
+        drawn = shortest + (1.0 - shortest) * self._rng.random() ** 0.5 if shortest < 1.0 else 1.0
+        if self._faults.overrun_share and self._rng.random() < self._faults.overrun_share:
+            self.faults["overrun"] += 1
+            drawn *= 1.0 + self._rng.random()
+            if self._rng.random() < 0.2:
+                self.faults["hang"] += 1
+                state.hangs = True
+        return max(1, int(planned_ns * drawn))
+
+    def _recalled(self, job: JobId, recall: c.RecallPermit) -> None:
+        state = self._jobs[job]
+        if state.permit != recall.permit or state.hangs:
+            return
+        assert state.left_ns is not None
+        state.left_ns = max(1, state.left_ns - (self.now_ns - state.began_ns))
+        self._yield(job, 0, finished=False)
+
+    def _yield(self, job: JobId, switch_ns: Nanoseconds, *, finished: bool) -> None:
+        state = self._jobs[job]
+        assert state.permit is not None
+        self._close_slices(job)
+        permit, state.permit = state.permit, None
+        self._send(e.PermitYielded(job=job, permit=permit, finished=finished, switch_ns=switch_ns))
+        if not finished:
+            self._ask(job)
+            return
+        state.left_ns = None
+        if state.phase is _ROLLOUT:
+            state.phase = _TRAIN
+            self._ask(job)
+            return
+        plan = self.cluster.request(job).plan
+        assert plan is not None
+        state.syncing = True
+        self._later(job, plan.sync_ns, self._end_step)
+
+    def _end_step(self, job: JobId) -> None:
+        state = self._jobs[job]
+        assert state.step_began_ns is not None
+        self.steps.append(StepTaken(job, state.step_began_ns, self.now_ns))
+        state.steps_done += 1
+        state.step_began_ns = None
+        self._send(e.JobProgressed(job=job, steps_done=state.steps_done))
+        if state.steps_done >= self.cluster.request(job).steps:
+            self._finish(job)
+        elif state.stopping:
+            self._stop(job)
+        else:
+            self._begin_step(job)
+
+    def _finish(self, job: JobId) -> None:
+        """Told until it is heard."""
+        self._send(e.JobFinished(job=job))
+        self._later(job, 60 * S, lambda job: None if self.cluster.jobs[job].ended else self._finish(job))
+
+    def _stop(self, job: JobId) -> None:
+        self._send(e.JobStopped(job=job, steps_done=self._jobs[job].steps_done))
+
+    def _close_slices(self, job: JobId) -> None:
+        state = self._jobs[job]
+        if state.permit is not None and not self._checked:
+            for node in state.nodes:
+                self.slices.append(SliceSeen(node, job, state.phase, state.began_ns, self.now_ns))
+
+    # Faults.
+
+    def _strike(self) -> None:
+        rng, cluster = self._rng, self.cluster
+        running = [job for job, record in cluster.jobs.items() if record.state is JobState.RUNNING]
+        kind = rng.choice(("resident", "job", "node", "cancel", "replay", "residency", "stale"))
+        if kind == "replay":
+            before = cluster_digest(cluster)
+            self.cluster = replay(self._journal, self._policies)
+            if cluster_digest(self.cluster) != before:
+                raise JobsWorldFailed(f"seed {self._seed}: a replay of {self.events} events came to another state")
+        elif kind == "node":
+            self._strike_node()
+        elif not running:
+            return
+        else:
+            job = rng.choice(running)
+            self._strike_job(kind, job)
+        self.faults[kind] += 1
+
+    def _strike_node(self) -> None:
+        nodes = list(self.cluster.state.nodes.values())
+        if self._gone and (len(nodes) < 4 or self._rng.random() < 0.5):
+            node, phase = self._gone.pop()
+            self._send(e.NodeJoined(node=node, phase=phase))
+        elif len(nodes) > 3:
+            lost = self._rng.choice(nodes)
+            self._gone.append((lost.id, lost.phase))
+            self._send(e.NodeLost(node=lost.id))
+            if len(self._gone) > 2:
+                node, phase = self._gone.pop(0)
+                self._send(e.NodeJoined(node=node, phase=phase), self._rng.randrange(600 * S))
+
+    def _strike_job(self, kind: str, job: JobId) -> None:
+        state, record = self._jobs[job], self.cluster.jobs[job]
+        assert record.seat is not None
+        if kind == "cancel":
+            if self._rng.random() < 0.2:
+                self._send(e.CancelRequested(job=job))
+        elif kind == "job":
+            self._close_slices(job)
+            state.life += 1
+            state.permit, state.left_ns, state.step_began_ns = None, None, None
+            self._send(e.JobFailed(job=job, cause="killed"))
+        elif kind == "stale":
+            number = self._rng.randrange(1 + self.cluster.state.permit_numbers)
+            if number not in self.cluster.permits:
+                self._send(e.PermitYielded(job=job, permit=number, finished=True))
+        else:
+            node = self._rng.choice(record.seat.rollout)
+            if kind == "residency":
+                self._send(e.ResidencyMeasured(job=job, node=node, host_bytes=record.request.rollout_bytes + 1))
+                return
+            if state.permit is not None and node in state.nodes:
+                self._close_slices(job)
+                permit, state.permit = state.permit, None
+                self._send(e.PermitYielded(job=job, permit=permit, finished=False))
+                self._ask(job)
+            self._send(e.ResidentLost(job=job, node=node, cause="killed"))
+
+
+def worlds_of_jobs(policies: Mapping[str, ClusterPolicies], seed: int) -> JobsWorld:
+    """A small world full of faults, all of it drawn from the seed."""
+    rng = Random(seed)
+    names = sorted(policies)
+    name = names[rng.randrange(len(names))]
+    memory = rng.randrange(2, 6)
+    spec = PoolSpec(
+        rollout=NodeKind(
+            gpus=8, memory_bytes=memory, nano_usd_per_hour=rng.randrange(1, 20) * 10**9 + rng.randrange(99)
+        ),
+        train=NodeKind(gpus=8, memory_bytes=memory, nano_usd_per_hour=rng.randrange(1, 50) * 10**9 + rng.randrange(99)),
+        rollout_nodes=rng.randrange(2, 8),
+        train_nodes=rng.randrange(2, 6),
+    )
+    arrivals: list[Arrival] = []
+    for number in range(rng.randrange(2, 9)):
+        switch_ns = rng.choice((0, S, 3 * S))
+        plan = PhasePlan(
+            rollout_ns=rng.randrange(20 * S, 600 * S),
+            train_ns=rng.randrange(20 * S, 600 * S),
+            sync_ns=rng.choice((0, 0, 5 * S)),
+            rollout_switch_ns=switch_ns,
+            train_switch_ns=switch_ns,
+        )
+        timed_first = rng.random() < 0.2
+        request = JobRequest(
+            id=f"job-{number}",
+            slo=rng.choice((1.05, 1.2, 1.5, 2.0, 3.0)),
+            plan=None if timed_first else plan,
+            steps=rng.randrange(3, 25),
+            rollout_nodes=rng.choice((1, 1, 1, 2)),
+            train_nodes=rng.choice((1, 1, 1, 2)),
+            rollout_bytes=1,
+            train_bytes=1,
+            train_efficiency=rng.choice((1.0, 0.8)),
+            restart_ns=rng.choice((0, 30 * S, 300 * S)),
+            max_resubmissions=rng.randrange(4),
+        )
+        arrivals.append(
+            Arrival(at_ns=rng.randrange(3600 * S), request=request, shortest=rng.choice((0.2, 0.5, 1.0)), profile=plan)
+        )
+    return JobsWorld(
+        spec,
+        policies[name],
+        arrivals,
+        limits=WaitLimits(queue_ns=20 * 3600 * S),
+        seed=seed,
+        faults=JobFaults(share=0.04, late_share=0.05, overrun_share=0.05),
+        checked=True,
+        keeps_slos=name in ("weave", "ours", "solo", "ours_without_moves"),
+    )

@@ -1,0 +1,49 @@
+"""Which job no longer fits where it was placed."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from elastic.cluster.cycle import cycle_ns
+from elastic.cluster.groups import JobGroup, PlannedMember
+from elastic.cluster.types import JobId, Nanoseconds
+
+
+@dataclass(frozen=True, slots=True)
+class NoDrift:
+    """Everybody stays where he was placed."""
+
+    def strays(self, group: JobGroup, measured: Mapping[JobId, tuple[Nanoseconds, Nanoseconds]]) -> JobId | None:
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class SloAtStake:
+    """A job goes if, at the phases that were measured, the group's cycle is longer than a member bears: the one whose
+    phases have grown most. Whoever has not been measured counts as planned. Source: Weave §5.3."""
+
+    def strays(self, group: JobGroup, measured: Mapping[JobId, tuple[Nanoseconds, Nanoseconds]]) -> JobId | None:
+        if len(group.members) < 2:
+            return None
+        as_measured = [_as_measured(member, measured.get(member.job)) for member in group.members.values()]
+        if cycle_ns(as_measured) <= group.limit_ns:
+            return None
+        grown = {now.job: now.alone_ns - group.members[now.job].alone_ns for now in as_measured}
+        job = max(grown, key=lambda job: grown[job])
+        return job if grown[job] > 0 else None
+
+
+def _as_measured(member: PlannedMember, phases: tuple[Nanoseconds, Nanoseconds] | None) -> PlannedMember:
+    if phases is None:
+        return member
+    rollout_ns, train_ns = phases
+    return PlannedMember(
+        job=member.job,
+        rollout_ns=rollout_ns,
+        train_ns=train_ns,
+        sync_ns=member.sync_ns,
+        solo_ns=member.solo_ns,
+        limit_ns=member.limit_ns,
+        nodes=member.nodes,
+        rollout_bytes=member.rollout_bytes,
+        train_bytes=member.train_bytes,
+    )

@@ -1,0 +1,257 @@
+"""Which group a job joins, on which nodes, and which running jobs move: compositions of small rules.
+
+`Packing` is all of them. Its fields tell what a group must keep (saturation, SLOs), how long a group's cycle lasts, who
+is chosen among what is possible, and whether jobs move; `PLACEMENTS` names the compositions.
+
+- `weave`: Weave, Algorithm 1, as printed.
+- `ours`: without the saturation test; among equals the fullest place that ends no later; jobs come together when others
+  leave, where that pays for the restart.
+- `solo`: everybody alone. `gavel`: jobs take turns by whole steps (Gavel's fractions, under SLOs).
+- `random`, `most_idle`: as the papers describe them; "can accommodate" is taken to mean host memory alone.
+- `naive`: into the first group with memory, without a plan.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from elastic.cluster.cycle import cycle_ns, whole_jobs_ns
+from elastic.cluster.groups import CycleModel, JobGroup, PlannedMember, planned
+from elastic.cluster.policy import PlacementChoice, PlacementRefusal, PoolView, Relocation
+from elastic.cluster.types import GroupName, JobRequest, Nanoseconds, NodeId
+from policies.regrouping import GrowingView, Newcomer, brought_together
+
+Chooser: TypeAlias = Callable[[Iterator[PlacementChoice], PoolView, JobRequest], PlacementChoice | None]
+
+
+def first_cheapest(choices: Iterator[PlacementChoice], pool: PoolView, request: JobRequest) -> PlacementChoice | None:
+    """The least marginal cost; the first of equals, as Algorithm 1 has it. Nothing is cheaper than free."""
+    best: PlacementChoice | None = None
+    for choice in choices:
+        if best is None or choice.marginal_nano_usd_per_hour < best.marginal_nano_usd_per_hour:
+            best = choice
+            if best.marginal_nano_usd_per_hour == 0:
+                break
+    return best
+
+
+def tightest(choices: Iterator[PlacementChoice], pool: PoolView, request: JobRequest) -> PlacementChoice | None:
+    """The least marginal cost; among equals the group that lives longest anyway, then the one with the least slack."""
+    best: PlacementChoice | None = None
+    best_key: tuple[int, int, int] | None = None
+    for choice in choices:
+        if best_key is not None and choice.marginal_nano_usd_per_hour > best_key[0]:
+            continue
+        key = (choice.marginal_nano_usd_per_hour, *_extension_and_slack(choice, pool, request))
+        if best_key is None or key < best_key:
+            best, best_key = choice, key
+    return best
+
+
+def _extension_and_slack(choice: PlacementChoice, pool: PoolView, request: JobRequest) -> tuple[int, int]:
+    if choice.group is None:
+        return 0, 0
+    group = pool.groups[choice.group]
+    lasts_ns = max(pool.remaining_ns(job) for job in group.members)
+    own_ns = request.steps * choice.cycle_ns
+    return max(0, own_ns - lasts_ns), group.limit_ns - choice.cycle_ns
+
+
+def drawn(choices: Iterator[PlacementChoice], pool: PoolView, request: JobRequest) -> PlacementChoice | None:
+    """Any of them, by a draw that the number of arrivals fixes."""
+    possible = list(choices)
+    if not possible:
+        return None
+    by_group: dict[str, list[PlacementChoice]] = {}
+    for choice in possible:
+        by_group.setdefault(choice.group or "", []).append(choice)
+    groups = list(by_group.values())
+    draw = scrambled(pool.arrivals)
+    return (places := groups[draw % len(groups)])[scrambled(draw) % len(places)]
+
+
+def idlest(choices: Iterator[PlacementChoice], pool: PoolView, request: JobRequest) -> PlacementChoice | None:
+    """The group with the largest share of idle time, there its idlest nodes; a new one where there is no other."""
+
+    def busy(choice: PlacementChoice) -> tuple[float, int]:
+        if choice.group is None:
+            return 2.0, 0
+        group = pool.groups[choice.group]
+        nodes = len(group.rollout) + len(group.train)
+        used_ns = sum(group.rollout_ns.values()) + group.train_ns * len(group.train)
+        return used_ns / (nodes * group.cycle_ns), sum(group.rollout_ns[node] for node in choice.rollout)
+
+    return min(choices, key=busy, default=None)
+
+
+def scrambled(number: int) -> int:
+    """A fixed number that looks drawn (splitmix64)."""
+    number = (number + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
+    number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+    number = ((number ^ (number >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+    return number ^ (number >> 31)
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """A placement policy.
+
+    - `shares`: jobs may join others at all. `saturation`: no group that is saturated takes another (Weave §4.2).
+    - `keeps_slos`: no planned cycle may be longer than a member bears. `scales`: a group may grow by rollout nodes.
+    - `fullest_first`: among a group's rollout nodes the fullest that will do is tried first, else the first.
+    - `moves`: running jobs are brought together, where that pays within the time that they still have.
+    """
+
+    choose: Chooser = first_cheapest
+    cycle: CycleModel = cycle_ns
+    shares: bool = True
+    saturation: bool = False
+    keeps_slos: bool = True
+    scales: bool = True
+    fullest_first: bool = False
+    moves: bool = False
+
+    def place(self, request: JobRequest, pool: PoolView) -> PlacementChoice | None:
+        return self.choose(self._choices(request, pool), pool, request)
+
+    def refusals(self, request: JobRequest, pool: PoolView) -> list[PlacementRefusal]:
+        newcomer = Newcomer(request)
+        return [
+            self._refusal(request, group, pool)
+            for group in pool.groups.values()
+            if not self.shares or next(self.ways_into(group, newcomer, pool), None) is None
+        ]
+
+    def relocations(self, pool: PoolView, changed: Sequence[GroupName]) -> Sequence[Relocation]:
+        return brought_together(self, pool, changed) if self.moves else ()
+
+    def _choices(self, request: JobRequest, pool: PoolView) -> Iterator[PlacementChoice]:
+        if self.shares:
+            newcomer = Newcomer(request)
+            for group in pool.groups.values():
+                yield from self.ways_into(group, newcomer, pool)
+        alone = self.alone(request, pool)
+        if alone is not None:
+            yield alone
+
+    def alone(self, request: JobRequest, pool: PoolView) -> PlacementChoice | None:
+        if pool.free_rollout < request.rollout_nodes or pool.free_train < request.train_nodes:
+            return None
+        spec = pool.spec
+        return PlacementChoice(
+            group=None,
+            new_rollout=request.rollout_nodes,
+            new_train=request.train_nodes,
+            marginal_nano_usd_per_hour=request.rollout_nodes * spec.rollout.nano_usd_per_hour
+            + request.train_nodes * spec.train.nano_usd_per_hour,
+            cycle_ns=request.alone_ns,
+        )
+
+    def ways_into(self, group: JobGroup, newcomer: Newcomer, pool: GrowingView) -> Iterator[PlacementChoice]:
+        """Placements in the group that keep what must be kept: direct packing, else with just enough new nodes."""
+        if not group.members or (self.keeps_slos and group.cycle_ns > newcomer.limit_ns):
+            return
+        member, alone_ns = newcomer.planned(len(group.train))
+        bound_ns = min(group.limit_ns, newcomer.limit_ns)
+        if self.keeps_slos and (group.train_ns + member.train_ns > bound_ns or alone_ns > bound_ns):
+            return
+        if group.train_bytes + member.train_bytes > pool.spec.train.memory_bytes:
+            return
+        if self.saturation and group.saturated:
+            return
+        if group.single and newcomer.rollout_nodes == 1 and not member.sync_ns and self.cycle is cycle_ns:
+            yield from self._single(group, member, pool, bound_ns)
+        else:
+            yield from self._several(group, member, newcomer.rollout_nodes, pool, bound_ns)
+
+    def _single(
+        self, group: JobGroup, member: PlannedMember, pool: GrowingView, bound_ns: Nanoseconds
+    ) -> Iterator[PlacementChoice]:
+        """One rollout node for each: a cycle is the largest of the sums."""
+        least_ns = max(group.cycle_ns, member.alone_ns, group.train_ns + member.train_ns)
+        memory, found = pool.spec.rollout.memory_bytes - member.rollout_bytes, False
+        for node in self._nodes(group):
+            lasts_ns = max(least_ns, group.rollout_ns[node] + member.rollout_ns)
+            if group.rollout_bytes[node] <= memory and (lasts_ns <= bound_ns or not self.keeps_slos):
+                found = True
+                yield PlacementChoice(group=group.name, rollout=(node,), cycle_ns=lasts_ns)
+        if self.scales and (not found or not self.keeps_slos) and pool.free_rollout >= 1:
+            price = pool.spec.rollout.nano_usd_per_hour
+            yield PlacementChoice(group=group.name, new_rollout=1, marginal_nano_usd_per_hour=price, cycle_ns=least_ns)
+
+    def _several(
+        self, group: JobGroup, member: PlannedMember, wanted: int, pool: GrowingView, bound_ns: Nanoseconds
+    ) -> Iterator[PlacementChoice]:
+        """The idlest of the group's nodes with memory for it, and as many new ones as it takes, from none on."""
+        memory = pool.spec.rollout.memory_bytes - member.rollout_bytes
+        with_memory = [node for node in group.rollout if group.rollout_bytes[node] <= memory]
+        with_memory.sort(key=lambda node: group.rollout_ns[node])
+        for new in range(max(0, wanted - len(with_memory)), wanted + 1 if self.scales else 1):
+            if new > pool.free_rollout:
+                return
+            kept = tuple(with_memory[: wanted - new])
+            member.nodes = (*kept, *(f"new-{i}" for i in range(new)))
+            lasts_ns = group.cycle_with(member, self.cycle)
+            if lasts_ns <= bound_ns or not self.keeps_slos:
+                price = new * pool.spec.rollout.nano_usd_per_hour
+                yield PlacementChoice(
+                    group=group.name,
+                    rollout=kept,
+                    new_rollout=new,
+                    marginal_nano_usd_per_hour=price,
+                    cycle_ns=lasts_ns,
+                )
+                return
+
+    def _nodes(self, group: JobGroup) -> Sequence[NodeId]:
+        if not self.fullest_first or len(group.rollout) == 1:
+            return group.rollout
+        return sorted(group.rollout, key=lambda node: -group.rollout_ns[node])
+
+    def _refusal(self, request: JobRequest, group: JobGroup, pool: PoolView) -> PlacementRefusal:
+        """The first thing that stands in the way."""
+        member, spec = planned(request, len(group.train), ()), pool.spec
+        bound_ns = min(group.limit_ns, member.limit_ns)
+        tests = (
+            ("it is saturated: load, s", group.load_ns / 1e9, group.longest_ns / 1e9, self.saturation),
+            (
+                "host memory of a training node, bytes",
+                group.train_bytes + member.train_bytes,
+                spec.train.memory_bytes,
+                True,
+            ),
+            ("its cycle is longer than the job bears, s", group.cycle_ns / 1e9, member.limit_ns / 1e9, self.keeps_slos),
+            (
+                "the job's own step is longer than a member bears, s",
+                member.alone_ns / 1e9,
+                group.limit_ns / 1e9,
+                self.keeps_slos,
+            ),
+            ("training in a cycle, s", (group.train_ns + member.train_ns) / 1e9, bound_ns / 1e9, self.keeps_slos),
+            (
+                "host memory of its emptiest rollout node, bytes",
+                min(group.rollout_bytes.values(), default=0) + member.rollout_bytes,
+                spec.rollout.memory_bytes,
+                not self.scales,
+            ),
+        )
+        for reason, needed, allowed, counts in tests:
+            if counts and (needed >= allowed if "saturated" in reason else needed > allowed):
+                return PlacementRefusal(group.name, reason, needed, allowed)
+        if not self.shares:
+            return PlacementRefusal(group.name, "jobs share nothing, members", len(group.members) + 1, 1)
+        return PlacementRefusal(
+            group.name, "rollout nodes, with the free ones", request.rollout_nodes, pool.free_rollout
+        )
+
+
+PLACEMENTS: Mapping[str, Packing] = {
+    "solo": Packing(shares=False),
+    "gavel": Packing(cycle=whole_jobs_ns, scales=False),
+    "naive": Packing(keeps_slos=False, scales=False),
+    "random": Packing(choose=drawn, keeps_slos=False),
+    "most_idle": Packing(choose=idlest, keeps_slos=False),
+    "weave": Packing(saturation=True),
+    "ours": Packing(choose=tightest, fullest_first=True, moves=True),
+    "ours_without_moves": Packing(choose=tightest, fullest_first=True),
+}

@@ -1,0 +1,154 @@
+"""Bringing running jobs together, so that nodes are given back, at the price of restarts.
+
+A move pays if what is given back, for as long as it would have been needed, costs more than the moved jobs' own nodes
+while they restart, and than the longer lives of the groups that take them. Only jobs move whose remaining steps make up
+for the restart within their SLO.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+from elastic.cluster.groups import CycleModel, JobGroup, PlannedMember, planned
+from elastic.cluster.policy import PlacementChoice, PoolView, Relocation
+from elastic.cluster.types import GroupName, JobRequest, Nanoseconds, NodeId, PoolSpec
+
+LOOKED_AT = 24
+"""Groups that are looked at after one change; after the next change there is another look."""
+TAKERS = 64
+"""Groups that may take a moved job, those that live longest: where there are more, one of these will do."""
+
+
+class GrowingView(Protocol):
+    """What a way into a group depends on."""
+
+    @property
+    def spec(self) -> PoolSpec: ...
+    @property
+    def free_rollout(self) -> int: ...
+
+
+class Newcomer:
+    """A job on its way into a group; how it would be planned depends only on the group's number of training nodes."""
+
+    __slots__ = ("_planned", "limit_ns", "request", "rollout_nodes")
+
+    def __init__(self, request: JobRequest, limit_ns: Nanoseconds | None = None) -> None:
+        self.request = request
+        self.limit_ns = request.limit_ns if limit_ns is None else limit_ns
+        self.rollout_nodes = request.rollout_nodes
+        self._planned: dict[int, tuple[PlannedMember, Nanoseconds]] = {}
+
+    def planned(self, train_nodes: int) -> tuple[PlannedMember, Nanoseconds]:
+        """The member without its nodes, and how long its own step takes, switching included."""
+        found = self._planned.get(train_nodes)
+        if found is None:
+            member = planned(self.request, train_nodes, (), self.limit_ns)
+            found = self._planned[train_nodes] = member, member.alone_ns
+        return found
+
+
+class WaysInto(Protocol):
+    """The rules by which jobs join groups."""
+
+    @property
+    def cycle(self) -> CycleModel: ...
+    def ways_into(self, group: JobGroup, newcomer: Newcomer, pool: GrowingView) -> Iterator[PlacementChoice]: ...
+
+
+def brought_together(rules: WaysInto, pool: PoolView, changed: Sequence[GroupName]) -> list[Relocation]:
+    """The moves that save most: all members of one group into others, so that the group's nodes are given back."""
+    best_saved, best = 0, list[Relocation]()
+    takers = _takers(pool)
+    for name in _worth_a_look(pool, changed):
+        found = _dissolved(rules, pool, pool.groups[name], takers)
+        if found is not None and found[0] > best_saved:
+            best_saved, best = found
+    return best
+
+
+def _worth_a_look(pool: PoolView, changed: Sequence[GroupName]) -> list[GroupName]:
+    """Groups that may dissolve: those that changed, then the smallest others."""
+    there = [name for name in changed if name in pool.groups][:LOOKED_AT]
+    others = [group for name, group in pool.groups.items() if name not in set(there)]
+    others.sort(key=lambda group: (len(group.members), group.train_ns))
+    return [*there, *(group.name for group in others[: LOOKED_AT - len(there)])]
+
+
+def _takers(pool: PoolView) -> list[tuple[JobGroup, Nanoseconds]]:
+    """Groups with how long they live, the longest lives first."""
+    found = [
+        (group, max(pool.remaining_ns(job) for job in group.members)) for group in pool.groups.values() if group.members
+    ]
+    found.sort(key=lambda each: -each[1])
+    return found[:TAKERS]
+
+
+def _dissolved(
+    rules: WaysInto, pool: PoolView, group: JobGroup, takers: Sequence[tuple[JobGroup, Nanoseconds]]
+) -> tuple[int, list[Relocation]] | None:
+    """What dissolving the group saves, in nano-dollars times nanoseconds an hour, and the moves; None if it cannot."""
+    if not group.members or not all(pool.movable(job) for job in group.members):
+        return None
+    lives_ns = max(pool.remaining_ns(job) for job in group.members)
+    after = _After(pool, group.name, takers)
+    saved = after.price(group) * lives_ns
+    moves: list[Relocation] = []
+    for member in sorted(group.members.values(), key=lambda member: -member.rollout_ns):
+        newcomer = Newcomer(pool.request(member.job), pool.limit_after_restart_ns(member.job))
+        best = after.cheapest(rules, newcomer, pool.remaining_ns(member.job))
+        if best is None or best[0] >= saved:
+            return None
+        saved -= best[0]
+        after.join(newcomer, best[1], rules.cycle)
+        moves.append(Relocation(member.job, best[1], f"the nodes of {group.name} are given back"))
+    return saved, moves
+
+
+class _After:
+    """The groups as they would be once some jobs have moved."""
+
+    def __init__(self, pool: PoolView, without: GroupName, takers: Sequence[tuple[JobGroup, Nanoseconds]]) -> None:
+        self.spec, self.free_rollout = pool.spec, pool.free_rollout
+        self._groups = {group.name: (group, lives_ns) for group, lives_ns in takers if group.name != without}
+
+    def price(self, group: JobGroup) -> int:
+        return group.price(self.spec.rollout.nano_usd_per_hour, self.spec.train.nano_usd_per_hour)
+
+    def cheapest(
+        self, rules: WaysInto, newcomer: Newcomer, remaining_ns: Nanoseconds
+    ) -> tuple[int, PlacementChoice] | None:
+        """Where the job costs least until it ends: new nodes, a longer life of its group, and its own nodes' time while
+        it restarts."""
+        request = newcomer.request
+        own = request.rollout_nodes * self.spec.rollout.nano_usd_per_hour
+        restart = (own + request.train_nodes * self.spec.train.nano_usd_per_hour) * request.restart_ns
+        ends_ns = remaining_ns + request.restart_ns
+        best: tuple[int, PlacementChoice] | None = None
+        for group, lives_ns in self._groups.values():
+            longer = self.price(group) * max(0, ends_ns - lives_ns)
+            if best is not None and longer + restart >= best[0]:
+                continue
+            for choice in rules.ways_into(group, newcomer, self):
+                cost = restart + longer + choice.marginal_nano_usd_per_hour * max(ends_ns, lives_ns)
+                if best is None or cost < best[0]:
+                    best = cost, choice
+        return best
+
+    def join(self, newcomer: Newcomer, choice: PlacementChoice, cycle: CycleModel) -> None:
+        """The job takes its place. New nodes have no name yet, so nobody else may be put there."""
+        assert choice.group is not None
+        group, lives_ns = self._groups[choice.group]
+        new: tuple[NodeId, ...] = tuple(f"{newcomer.request.id}-new-{i}" for i in range(choice.new_rollout))
+        member, _ = newcomer.planned(len(group.train))
+        grown = JobGroup(
+            name=group.name,
+            train=group.train,
+            rollout=(*group.rollout, *new),
+            members=group.members
+            | {member.job: planned(newcomer.request, len(group.train), (*choice.rollout, *new), newcomer.limit_ns)},
+        )
+        grown.follow(cycle)
+        for node in new:
+            grown.rollout_bytes[node] = self.spec.rollout.memory_bytes + 1
+        self.free_rollout -= choice.new_rollout
+        self._groups[group.name] = grown, lives_ns
