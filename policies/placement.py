@@ -1,7 +1,7 @@
 """Which group a job joins, on which nodes, and which running jobs move: compositions of small rules.
 
-`Packing` is all of them. Its fields tell what a group must keep (saturation, SLOs), how long a group's cycle lasts, who
-is chosen among what is possible, and whether jobs move; `PLACEMENTS` names the compositions.
+`PlacementRules` is all of them. Its fields tell what a group must keep (saturation, SLOs), how long a group's cycle
+lasts, who is chosen among what is possible, and whether jobs move; `PLACEMENTS` names the compositions.
 
 - `weave`: Weave, Algorithm 1, as printed.
 - `ours`: without the saturation test; among equals the fullest place that ends no later; jobs come together when others
@@ -93,7 +93,7 @@ def scrambled(number: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Packing:
+class PlacementRules:
     """A placement policy.
 
     - `shares`: jobs may join others at all. `saturation`: no group that is saturated takes another (Weave §4.2).
@@ -245,13 +245,13 @@ class Packing:
         )
 
 
-PLACEMENTS: Mapping[str, Packing] = {
-    "solo": Packing(shares=False),
-    "gavel": Packing(cycle=whole_jobs_ns, scales=False),
-    "naive": Packing(keeps_slos=False, scales=False),
-    "random": Packing(choose=drawn, keeps_slos=False),
-    "most_idle": Packing(choose=idlest, keeps_slos=False),
-    "weave": Packing(saturation=True),
-    "ours": Packing(choose=tightest, fullest_first=True, moves=True),
-    "ours_without_moves": Packing(choose=tightest, fullest_first=True),
+PLACEMENTS: Mapping[str, PlacementRules] = {
+    "solo": PlacementRules(shares=False),
+    "gavel": PlacementRules(cycle=whole_jobs_ns, scales=False),
+    "naive": PlacementRules(keeps_slos=False, scales=False),
+    "random": PlacementRules(choose=drawn, keeps_slos=False),
+    "most_idle": PlacementRules(choose=idlest, keeps_slos=False),
+    "weave": PlacementRules(saturation=True),
+    "ours": PlacementRules(choose=tightest, fullest_first=True, moves=True),
+    "ours_without_moves": PlacementRules(choose=tightest, fullest_first=True),
 }

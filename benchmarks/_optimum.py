@@ -1,0 +1,155 @@
+"""The least-cost partition of jobs into groups, proved by a solver, and a lower bound where that is too much.
+
+For jobs that ask for one rollout and one training node each, without synchronisation: a group's cycle is then the
+largest of a few sums, and its cost its training node and the fewest rollout nodes into which its rollouts fit.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from itertools import combinations
+
+import highspy
+import msgspec
+
+from elastic.cluster import JobRequest, PoolSpec
+from elastic.cluster.types import JobId
+
+
+class Optimum(msgspec.Struct, frozen=True):
+    """What an hour of the best groups costs. Not `proven`: a lower bound, which is never called an optimum."""
+
+    nano_usd_per_hour: int
+    proven: bool
+
+
+class Optimiser:
+    """Partitions of one workload's jobs. `saturation`: groups only whose cycle is their longest member's own step."""
+
+    def __init__(self, jobs: Mapping[JobId, JobRequest], spec: PoolSpec, *, saturation: bool, jobs_max: int) -> None:
+        self._jobs, self._spec, self._saturation, self._jobs_max = jobs, spec, saturation, jobs_max
+        self._costs: dict[tuple[JobId, ...], int | None] = {}
+        self._known: dict[frozenset[JobId], Optimum] = {}
+        for request in jobs.values():
+            assert request.rollout_nodes == request.train_nodes == 1
+            assert request.plan is not None
+            assert not request.plan.sync_ns
+
+    def of(self, active: frozenset[JobId]) -> Optimum:
+        found = self._known.get(active)
+        if found is None:
+            if len(active) > self._jobs_max:
+                found = Optimum(self.bound(active), proven=False)
+            else:
+                found = self._solved(sorted(active))
+            self._known[active] = found
+        return found
+
+    def cost(self, group: tuple[JobId, ...]) -> int | None:
+        """Of an hour of a group with these members; None where a member's SLO or a node's memory forbids it."""
+        if group not in self._costs:
+            self._costs[group] = self._cost(group)
+        return self._costs[group]
+
+    def _cost(self, group: tuple[JobId, ...]) -> int | None:
+        requests = [self._jobs[job] for job in group]
+        spec = self._spec
+        longest_ns = max(request.alone_ns for request in requests)
+        limit_ns = min(request.limit_ns for request in requests)
+        capacity_ns = longest_ns if self._saturation else limit_ns
+        if longest_ns > limit_ns or sum(map(_train_ns, requests)) > capacity_ns:
+            return None
+        if sum(request.train_bytes for request in requests) > spec.train.memory_bytes:
+            return None
+        items = sorted(((_rollout_ns(request), request.rollout_bytes) for request in requests), reverse=True)
+        nodes = fewest_nodes(tuple(items), capacity_ns, spec.rollout.memory_bytes)
+        return spec.train.nano_usd_per_hour + nodes * spec.rollout.nano_usd_per_hour
+
+    def groups(self, active: Sequence[JobId]) -> list[tuple[tuple[JobId, ...], int]]:
+        """Every group that may be. A group that may not be has no larger one: each job only adds."""
+        found: list[tuple[tuple[JobId, ...], int]] = []
+        smaller: list[tuple[JobId, ...]] = [()]
+        while smaller:
+            larger: list[tuple[JobId, ...]] = []
+            for group in smaller:
+                first = active.index(group[-1]) + 1 if group else 0
+                for job in active[first:]:
+                    grown = (*group, job)
+                    if (cost := self.cost(grown)) is not None:
+                        found.append((grown, cost))
+                    if cost is not None or self._saturation:
+                        larger.append(grown)
+            smaller = larger if not smaller[0] or len(smaller[0]) + 1 < self._spec.train.memory_bytes else []
+        return found
+
+    def _solved(self, active: Sequence[JobId]) -> Optimum:
+        if not active:
+            return Optimum(0, proven=True)
+        groups = self.groups(active)
+        solver = highspy.Highs()
+        solver.setOptionValue("output_flag", False)
+        solver.setOptionValue("mip_rel_gap", 0.0)
+        chosen = [solver.addBinary(obj=cost / 1e9) for _, cost in groups]
+        for job in active:
+            solver.addConstr(sum(var for var, (group, _) in zip(chosen, groups, strict=True) if job in group) == 1)
+        solver.minimize()
+        proven = solver.getModelStatus() == highspy.HighsModelStatus.kOptimal
+        if not proven:
+            return Optimum(self.bound(active), proven=False)
+        values = solver.getSolution().col_value
+        return Optimum(sum(cost for value, (_, cost) in zip(values, groups, strict=True) if value > 0.5), proven=True)
+
+    def bound(self, active: Iterable[JobId]) -> int:
+        """No partition costs less: whoever keeps its SLO needs so much of a node's time, and nodes are whole."""
+        rollout = train = 0.0
+        for job in active:
+            request = self._jobs[job]
+            rollout += _rollout_ns(request) / request.limit_ns
+            train += _train_ns(request) / request.limit_ns
+        whole = (-int(-share // 1) for share in (rollout - 1e-9, train - 1e-9))
+        prices = (self._spec.rollout.nano_usd_per_hour, self._spec.train.nano_usd_per_hour)
+        return sum(max(1, nodes) * price for nodes, price in zip(whole, prices, strict=True))
+
+    def enumerated(self, active: Sequence[JobId]) -> int:
+        """The same by looking at every partition: for a few jobs, to check the solver by."""
+
+        @cache
+        def least(left: tuple[JobId, ...]) -> float:
+            if not left:
+                return 0
+            best, rest = float("inf"), left[1:]
+            for size in range(len(rest) + 1):
+                for others in combinations(rest, size):
+                    cost = self.cost(tuple(sorted((left[0], *others))))
+                    if cost is not None:
+                        best = min(best, cost + least(tuple(job for job in rest if job not in others)))
+            return best
+
+        return int(least(tuple(sorted(active))))
+
+
+def fewest_nodes(items: tuple[tuple[int, int], ...], capacity_ns: int, memory_bytes: int) -> int:
+    """Nodes into which rollouts fit by time and memory, the longest first; every way of packing them is tried."""
+
+    def packed(at: int, nodes: tuple[tuple[int, int], ...], best: int) -> int:
+        if len(nodes) >= best:
+            return best
+        if at == len(items):
+            return len(nodes)
+        ns, host_bytes = items[at]
+        for i, (used_ns, used_bytes) in enumerate(nodes):
+            if nodes[i] not in nodes[:i] and used_ns + ns <= capacity_ns and used_bytes + host_bytes <= memory_bytes:
+                grown = (*nodes[:i], (used_ns + ns, used_bytes + host_bytes), *nodes[i + 1 :])
+                best = packed(at + 1, grown, best)
+        return packed(at + 1, (*nodes, (ns, host_bytes)), best)
+
+    return packed(0, (), len(items) + 1)
+
+
+def _rollout_ns(request: JobRequest) -> int:
+    assert request.plan is not None
+    return request.plan.rollout_ns + request.plan.rollout_switch_ns
+
+
+def _train_ns(request: JobRequest) -> int:
+    assert request.plan is not None
+    return request.plan.train_ns + request.plan.train_switch_ns

@@ -1,0 +1,206 @@
+"""What hundreds of jobs on shared pools cost, by policy, beside the least that they could. Simulated as plans.
+
+Arrivals and durations are two windows of the Philly trace (`traces/data`); phases are those of Weave's Table 6, prices
+those of its Table 1, SLOs between 1 and 2, at most five jobs in a group, one node of eight GPUs of each kind for a job.
+The real `Cluster` places, moves and bills; jobs go on at the planned cycle, moves take 308 s; switching is not
+charged.
+
+- `over_optimum`: a policy's cost over that of the least-cost partition of its active jobs that keeps all SLOs, moves
+  free, while at most so many are active that the solver proves it (13; quick 9: `optimum_proven_share`).
+  `over_optimum_unsaturated`: of groups within their cycle only. `over_bound`: over a lower bound, all of the time.
+- `slo_planned`: the share of jobs within their SLO, restarts included; a rejected one that could run alone is missed.
+  `slo_actual`: the same if each job's phases take the share of their plan that its responses are long (drawn between a
+  half and all of it), against its own solo time.
+- `admissions`: packed, scaled, new. `peak_gpus`, `idle_share`: of the groups' nodes. `moves` are a job.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from random import Random
+from statistics import mean, pstdev
+from typing import Any
+
+import msgspec
+from _common import emit, parse_arguments
+from _optimum import Optimiser
+
+from elastic.cluster.types import JobState
+from elastic.sim.job_plans import NS_PER_H, PlanWorld
+from elastic.sim.job_workloads import GPUS, H800_NANO_USD, from_trace, pool_of, production
+from elastic.sim.jobs import Arrival
+from policies.clusters import CLUSTER_POLICIES
+from traces import data_path
+from traces.jobs import read_jobs
+
+WINDOWS = ("philly-ed69ec", "philly-ee9e8c")
+POLICIES = ("solo", "gavel", "random", "most_idle", "weave", "ours_without_moves", "ours")
+SEEDS, QUICK_SEEDS = (1, 2, 3), (1,)
+PROVEN_MAX, QUICK_PROVEN_MAX = 13, 9
+RESIDENTS = 5
+SLO = (1.0, 2.0)
+THEIRS = {
+    "production": {"usd_per_hour": 510, "solo_over": 1.84, "colocated_over": 1.38, "slo": 1.0, "peak_gpus": [216, 152]},
+    "production_admissions": {"packed": 0.605, "scaled": 0.15, "new": 0.245},
+    "mixed": {"weave": [1.06, 1.0], "random": [1.97, 0.6], "most_idle": [1.66, 0.62]},
+    "workloads": {"weave": [1.01, 1.12], "random": [1.72, 2.0], "most_idle": [1.38, 1.89]},
+    "slo": {"random_at_1.2": 0.38, "most_idle_at_1.2": 0.43, "random_at_2": 0.71, "most_idle_at_2": 0.73},
+    "residency": {"random_and_most_idle": [1.59, 2.15], "slo": [0.48, 0.61]},
+    "drift": {"static_over_regrouping": {"up": 1.11, "down": 1.10, "mixed": 1.08}},
+}
+"""Weave's printed figures: §6.4, Figs. 14, 15, 17 and 20."""
+
+
+def lived(policy: str, arrivals: Sequence[Arrival], residents: int) -> PlanWorld:
+    return PlanWorld(pool_of(residents), CLUSTER_POLICIES[policy], arrivals).run()
+
+
+def figures(world: PlanWorld, arrivals: Sequence[Arrival], residents: int, proven_max: int) -> dict[str, Any]:
+    """Everything about one policy's world; costs are in dollars an hour of the time in which there are jobs."""
+    requests = {arrival.request.id: arrival.request for arrival in arrivals}
+    optimisers = [
+        Optimiser(requests, pool_of(residents), saturation=saturation, jobs_max=proven_max)
+        for saturation in (False, True)
+    ]
+    paid = [0.0, 0.0]
+    least = [0.0, 0.0]
+    cost = bound = proven_ns = active_ns = 0.0
+    busy, there = [0.0, 0.0], [0.0, 0.0]
+    for stretch in world.stretches:
+        length_ns = stretch.ended_ns - stretch.begun_ns
+        if not stretch.jobs:
+            continue
+        active_ns += length_ns
+        cost += stretch.nano_usd_per_hour * length_ns
+        bound += optimisers[0].bound(stretch.jobs) * length_ns
+        for i, (used, nodes) in enumerate(
+            ((stretch.rollout_busy, stretch.rollout_nodes), (stretch.train_busy, stretch.train_nodes))
+        ):
+            busy[i] += used * length_ns
+            there[i] += nodes * length_ns
+        for i, optimiser in enumerate(optimisers):
+            found = optimiser.of(stretch.jobs)
+            if found.proven:
+                proven_ns += length_ns if i == 0 else 0
+                paid[i] += stretch.nano_usd_per_hour * length_ns
+                least[i] += found.nano_usd_per_hour * length_ns
+    outcomes = world.outcomes()
+    hows = Counter(outcome.how for outcome in outcomes if outcome.how)
+    return {
+        "usd_per_hour": cost / active_ns / 1e9,
+        "usd": cost / NS_PER_H / 1e9,
+        "over_optimum": paid[0] / least[0],
+        "over_optimum_unsaturated": paid[1] / least[1],
+        "over_bound": cost / bound,
+        "optimum_proven_share": proven_ns / active_ns,
+        "slo_planned": mean(outcome.met for outcome in outcomes),
+        "rejected": sum(outcome.state is JobState.REJECTED for outcome in outcomes),
+        "peak_gpus": {
+            "rollout": GPUS * max(stretch.rollout_nodes for stretch in world.stretches),
+            "train": GPUS * max(stretch.train_nodes for stretch in world.stretches),
+        },
+        "admissions": {how: hows[how] / len(outcomes) for how in ("packed", "scaled", "new")},
+        "moves": sum(outcome.moves for outcome in outcomes) / len(outcomes),
+        "idle_share": {"rollout": 1 - busy[0] / there[0], "train": 1 - busy[1] / there[1]},
+    }
+
+
+def slo_actual(policy: str, arrivals: Sequence[Arrival], residents: int, seed: int) -> float:
+    """The share of jobs within their SLO by their own solo time, where responses are shorter than planned."""
+    rng = Random(seed)
+    shorter = [msgspec.structs.replace(arrival, shortest=rng.uniform(0.5, 1.0)) for arrival in arrivals]
+    world = PlanWorld(pool_of(residents), CLUSTER_POLICIES[policy], shorter, actual=True).run()
+    return mean(outcome.met for outcome in world.outcomes())
+
+
+def merged(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The mean over seeds of every figure."""
+    merged_figures: dict[str, Any] = {}
+    for key, value in found[0].items():
+        if isinstance(value, dict):
+            merged_figures[key] = merged([each[key] for each in found])
+        else:
+            merged_figures[key] = None if value is None else mean(each[key] for each in found)
+    return merged_figures
+
+
+def by_key(by_policy: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """From figures by policy to policies by figure."""
+    keys = next(iter(by_policy.values()))
+    return {key: {policy: found[key] for policy, found in by_policy.items()} for key in keys}
+
+
+def compared(
+    window: str, profile: str, slo: tuple[float, float], residents: int, seeds: Sequence[int], proven_max: int
+) -> tuple[dict[str, Any], dict[str, float]]:
+    """All policies on one window, and how much the seeds differ in `over_optimum`."""
+    trace = read_jobs(data_path(window))
+    by_policy: dict[str, dict[str, Any]] = {}
+    spread: dict[str, float] = {}
+    for policy in POLICIES:
+        found: list[dict[str, Any]] = []
+        for seed in seeds:
+            arrivals = from_trace(trace, profile, slo, seed)
+            figure = figures(lived(policy, arrivals, residents), arrivals, residents, proven_max)
+            found.append(figure | {"slo_actual": slo_actual(policy, arrivals, residents, seed)})
+        by_policy[policy] = merged(found)
+        spread[policy] = pstdev(each["over_optimum"] for each in found)
+    return by_key(by_policy), spread
+
+
+def produced(seeds: Sequence[int], proven_max: int) -> dict[str, Any]:
+    """The production workload from its marginals; `colocated` runs both phases on training nodes alone."""
+    by_policy: dict[str, dict[str, Any]] = {}
+    colocated: list[float] = []
+    for policy in POLICIES:
+        found: list[dict[str, Any]] = []
+        for seed in seeds:
+            arrivals = production(seed)
+            world = lived(policy, arrivals, RESIDENTS)
+            found.append(figures(world, arrivals, RESIDENTS, proven_max))
+            if policy == "solo":
+                hours = sum(
+                    len(stretch.jobs) * (stretch.ended_ns - stretch.begun_ns) / NS_PER_H for stretch in world.stretches
+                )
+                whole = sum(s.ended_ns - s.begun_ns for s in world.stretches if s.jobs) / NS_PER_H
+                colocated.append(hours * GPUS * H800_NANO_USD / 1e9 / whole)
+        by_policy[policy] = merged(found)
+    return by_key(by_policy) | {"colocated_usd_per_hour": mean(colocated)}
+
+
+def sensitivity(seeds: Sequence[int], proven_max: int) -> dict[str, Any]:
+    """One parameter at a time, on the first window; cost over the optimum and planned SLOs by policy."""
+
+    def short(profile: str, slo: tuple[float, float], residents: int) -> dict[str, Any]:
+        found, _ = compared(WINDOWS[0], profile, slo, residents, seeds, proven_max)
+        return {key: found[key] for key in ("over_optimum", "slo_planned", "rejected", "moves")}
+
+    return {
+        "workload": {
+            profile: short(profile, SLO, RESIDENTS) for profile in ("balanced", "rollout_heavy", "train_heavy")
+        },
+        "slo": {str(slo): short("mixed", (slo, slo), RESIDENTS) for slo in (1.2, 1.5, 2.0)},
+        "residency": {str(residents): short("mixed", SLO, residents) for residents in (2, 3, 4)},
+    }
+
+
+def main(quick: bool) -> dict[str, Any]:
+    seeds, proven_max = (QUICK_SEEDS, QUICK_PROVEN_MAX) if quick else (SEEDS, PROVEN_MAX)
+    windows: dict[str, Any] = {}
+    spread: dict[str, Any] = {}
+    for window in WINDOWS:
+        windows[window], spread[window] = compared(window, "mixed", SLO, RESIDENTS, seeds, proven_max)
+    return {
+        "grain": "simulated by plans",
+        "windows": windows,
+        "sensitivity": None if quick else sensitivity(seeds, proven_max),
+        "production": None if quick else produced(seeds, QUICK_PROVEN_MAX),
+        "drift": None,
+        "seeds": len(seeds),
+        "spread": spread,
+        "theirs": THEIRS,
+    }
+
+
+if __name__ == "__main__":
+    arguments = parse_arguments(__doc__)
+    emit(main(arguments.quick), arguments)

@@ -1,0 +1,212 @@
+"""Many jobs on one pool for weeks of virtual time: the real `Cluster` places and moves them, and each goes on at the
+pace of its group's planned cycle.
+
+It is the grain of plans: costs, admissions and planned slowdowns of weeks in seconds. Whose turn it is does not show;
+that is `elastic.sim.jobs`, whose steps last as long on average.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from heapq import heappop, heappush
+from itertools import count
+
+import msgspec
+
+from elastic.cluster import Cluster, ClusterPolicies, PoolSpec, WaitLimits
+from elastic.cluster import commands as c
+from elastic.cluster import events as e
+from elastic.cluster.types import JobId, JobState, Nanoseconds
+from elastic.sim.jobs import Arrival
+
+NS_PER_H = 3_600_000_000_000
+
+
+class PlanStretch(msgspec.Struct, frozen=True):
+    """A time in which nothing changed: who was active, and what an hour of the groups cost then."""
+
+    begun_ns: Nanoseconds
+    ended_ns: Nanoseconds
+    jobs: frozenset[JobId]
+    nano_usd_per_hour: int
+    rollout_nodes: int
+    train_nodes: int
+    rollout_busy: float
+    train_busy: float
+    """Node-equivalents that compute, on average over a cycle."""
+
+
+class JobOutcome(msgspec.Struct, frozen=True):
+    """How a job fared. `slowdown` is its time from placement to end over that of its steps alone, restarts included;
+    None for a job that did not finish."""
+
+    job: JobId
+    state: JobState
+    slo: float
+    slowdown: float | None
+    how: str
+    moves: int
+    usd: float
+    queued_s: float
+
+    @property
+    def met(self) -> bool:
+        return self.slowdown is not None and self.slowdown <= self.slo * (1 + 1e-6)
+
+
+class PlanWorld:
+    """One policy and one workload, from the first arrival until everything has ended.
+
+    With `actual` every job's phases take the `shortest` share of their plan that its arrival tells, and its slowdown is
+    over what its steps alone would so have taken.
+    """
+
+    def __init__(
+        self,
+        spec: PoolSpec,
+        policies: ClusterPolicies,
+        arrivals: Sequence[Arrival],
+        limits: WaitLimits | None = None,
+        *,
+        actual: bool = False,
+    ) -> None:
+        self._actual = actual
+        self._actual_ns: dict[tuple[JobId, ...], Nanoseconds] = {}
+        self.cluster = Cluster(spec, policies, limits or WaitLimits(), 0)
+        self._arrivals = {arrival.request.id: arrival for arrival in arrivals}
+        self._heap: list[tuple[Nanoseconds, int, Callable[[], None]]] = []
+        self._numbers = count()
+        self._now_ns = 0
+        self._steps: dict[JobId, float] = {}
+        """Steps done by those that run, parts of steps included."""
+        self._kept: dict[JobId, float] = {}
+        """The same of those that restart elsewhere."""
+        self._ended_ns: dict[JobId, Nanoseconds] = {}
+        self._accepted_ns: dict[JobId, Nanoseconds] = {}
+        self.stretches: list[PlanStretch] = []
+        self.commands: Counter[str] = Counter()
+        for arrival in arrivals:
+            self._at(arrival.at_ns, lambda arrival=arrival: self._tell(e.JobSubmitted(request=arrival.request)))
+
+    def run(self) -> "PlanWorld":
+        while True:
+            next_ns = self._next_ns()
+            if next_ns is None:
+                return self
+            self._pass(next_ns)
+            for job in [job for job, done in self._steps.items() if done >= self.cluster.request(job).steps - 1e-6]:
+                del self._steps[job]
+                self._ended_ns[job] = self._now_ns
+                self._tell(e.JobFinished(job=job))
+            wakeup_ns = self.cluster.next_wakeup_ns()
+            if wakeup_ns is not None and wakeup_ns <= self._now_ns:
+                self._tell_progress()
+                self._tell(e.TimePassed())
+            while self._heap and self._heap[0][0] <= self._now_ns:
+                self._tell_progress()
+                heappop(self._heap)[2]()
+
+    def outcomes(self) -> list[JobOutcome]:
+        found: list[JobOutcome] = []
+        for job, record in self.cluster.jobs.items():
+            slowdown = None
+            if record.state is JobState.FINISHED:
+                plan = record.request.plan
+                assert plan is not None
+                took_ns = self._ended_ns[job] - self._accepted_ns[job]
+                share = self._arrivals[job].shortest if self._actual else 1.0
+                slowdown = took_ns / (plan.solo_ns * share * record.request.steps)
+            queued_ns = self._accepted_ns.get(job, self._now_ns) - self._arrivals[job].at_ns
+            found.append(
+                JobOutcome(
+                    job=job,
+                    state=record.state,
+                    slo=record.request.slo,
+                    slowdown=slowdown,
+                    how=record.how,
+                    moves=record.moves,
+                    usd=record.billed / NS_PER_H / 1e9,
+                    queued_s=queued_ns / 1e9,
+                )
+            )
+        return found
+
+    def _at(self, at_ns: Nanoseconds, act: Callable[[], None]) -> None:
+        heappush(self._heap, (at_ns, next(self._numbers), act))
+
+    def _cycle_ns(self, job: JobId) -> Nanoseconds:
+        seat = self.cluster.jobs[job].seat
+        assert seat is not None
+        group = self.cluster.groups[seat.group]
+        if not self._actual:
+            return group.cycle_ns
+        key = (seat.group, *group.members)
+        if key not in self._actual_ns:
+            shorter = [
+                msgspec.structs.replace(
+                    member,
+                    rollout_ns=max(1, int(member.rollout_ns * self._arrivals[member.job].shortest)),
+                    train_ns=max(1, int(member.train_ns * self._arrivals[member.job].shortest)),
+                )
+                for member in group.members.values()
+            ]
+            self._actual_ns[key] = self.cluster.policies.placement.cycle(shorter)
+        return self._actual_ns[key]
+
+    def _next_ns(self) -> Nanoseconds | None:
+        times = [self._heap[0][0]] if self._heap else []
+        wakeup_ns = self.cluster.next_wakeup_ns()
+        if wakeup_ns is not None:
+            times.append(wakeup_ns)
+        for job, done in self._steps.items():
+            left = max(0.0, self.cluster.request(job).steps - done)
+            times.append(self._now_ns + int(left * self._cycle_ns(job)) + 1)
+        return max(self._now_ns, min(times)) if times else None
+
+    def _pass(self, until_ns: Nanoseconds) -> None:
+        passed_ns = until_ns - self._now_ns
+        if passed_ns > 0:
+            self._note(until_ns)
+            for job in self._steps:
+                self._steps[job] += passed_ns / self._cycle_ns(job)
+            self._now_ns = until_ns
+
+    def _note(self, until_ns: Nanoseconds) -> None:
+        groups = self.cluster.groups.values()
+        self.stretches.append(
+            PlanStretch(
+                self._now_ns,
+                until_ns,
+                frozenset(job for group in groups for job in group.members),
+                self.cluster.price_per_hour(),
+                sum(len(group.rollout) for group in groups),
+                sum(len(group.train) for group in groups),
+                sum(sum(group.rollout_ns.values()) / group.cycle_ns for group in groups),
+                sum(len(group.train) * group.train_ns / group.cycle_ns for group in groups),
+            )
+        )
+
+    def _tell_progress(self) -> None:
+        for job, done in self._steps.items():
+            # At the time that the cluster knows, so that nothing falls due by it.
+            self.cluster.handle(e.JobProgressed(job=job, steps_done=int(done)), self.cluster.now_ns)
+
+    def _tell(self, event: e.ClusterEvent) -> None:
+        for command in self.cluster.handle(event, self._now_ns):
+            self.commands[type(command).__name__] += 1
+            match command:
+                case c.StartJob(job=job, placement=placement, restart=restart):
+                    self._accepted_ns.setdefault(job, self._now_ns)
+                    after_ns = self.cluster.request(job).restart_ns if restart else 0
+                    self._at(self._now_ns + after_ns, lambda job=job, number=placement: self._started(job, number))
+                case c.StopJob(job=job):
+                    self._at(self._now_ns, lambda job=job: self._stopped(job))
+                case _:
+                    pass
+
+    def _started(self, job: JobId, placement: int) -> None:
+        self._tell(e.JobStarted(job=job, placement=placement))
+        self._steps[job] = max(float(self.cluster.jobs[job].steps_done), self._kept.pop(job, 0.0))
+
+    def _stopped(self, job: JobId) -> None:
+        self._kept[job] = self._steps.pop(job)
+        self._tell(e.JobStopped(job=job, steps_done=int(self._kept[job])))

@@ -1,0 +1,95 @@
+"""Weeks of many jobs as plans: nobody beyond its SLO, moves that save, and pools that pay what is billed."""
+
+import sys
+from pathlib import Path
+from statistics import mean
+
+import pytest
+
+from elastic.cluster.invariants import check
+from elastic.cluster.types import JobState
+from elastic.sim.job_plans import NS_PER_H, PlanWorld
+from elastic.sim.job_workloads import from_trace, pool_of, production
+from elastic.sim.jobs import JobsWorld
+from policies.clusters import CLUSTER_POLICIES
+from traces import data_path
+from traces.jobs import TracedJob, read_jobs
+
+BENCHMARKS = str(Path(__file__).parents[2] / "benchmarks")
+
+
+def usd_per_hour(world: PlanWorld) -> float:
+    paid = sum(stretch.nano_usd_per_hour * (stretch.ended_ns - stretch.begun_ns) for stretch in world.stretches)
+    return paid / sum(stretch.ended_ns - stretch.begun_ns for stretch in world.stretches if stretch.jobs) / 1e9
+
+
+def test_everybody_keeps_its_slo_and_ours_costs_less_than_weave_and_that_less_than_alone() -> None:
+    arrivals = from_trace(read_jobs(data_path("philly-ee9e8c"))[:120], "mixed", (1.0, 2.0), 1)
+    cost: dict[str, float] = {}
+    for policy in ("ours", "weave", "solo"):
+        world = PlanWorld(pool_of(5), CLUSTER_POLICIES[policy], arrivals).run()
+        check(world.cluster)
+        assert all(outcome.met for outcome in world.outcomes())
+        billed = sum(outcome.usd for outcome in world.outcomes())
+        own = sum(node.settled_ns - node.opened_ns for node in world.cluster.state.nodes.values())
+        assert own >= 0
+        cost[policy] = usd_per_hour(world)
+        hours = sum(stretch.ended_ns - stretch.begun_ns for stretch in world.stretches if stretch.jobs) / NS_PER_H
+        assert billed == pytest.approx(cost[policy] * hours, rel=1e-6)
+    assert cost["ours"] < cost["weave"] < cost["solo"]
+
+
+def test_nobody_pays_more_than_alone() -> None:
+    arrivals = from_trace(read_jobs(data_path("philly-ee9e8c"))[:60], "mixed", (1.0, 2.0), 2)
+    world = PlanWorld(pool_of(5), CLUSTER_POLICIES["ours"], arrivals).run()
+    for arrival, outcome in zip(arrivals, world.outcomes(), strict=True):
+        plan, slowdown = arrival.request.plan, outcome.slowdown
+        assert plan is not None
+        assert slowdown is not None
+        held_h = slowdown * plan.solo_ns * arrival.request.steps / NS_PER_H
+        assert outcome.usd <= held_h * 8 * (1.85 + 5.28) * (1 + 1e-9)
+
+
+def test_the_production_workload_has_the_published_marginals() -> None:
+    arrivals = production(1)
+    assert len(arrivals) == 200
+    hours = [arrival.request.steps * plan.solo_ns / NS_PER_H for arrival in arrivals if (plan := arrival.request.plan)]
+    assert mean(hours) == pytest.approx(27.9, rel=0.01)
+    assert all(1 <= arrival.request.slo <= 2 for arrival in arrivals)
+
+
+def test_both_grains_give_steps_of_the_same_length() -> None:
+    trace = [TracedJob(0.0, 20_000.0), TracedJob(1.0, 20_000.0), TracedJob(2.0, 20_000.0)]
+    arrivals = from_trace(trace, "balanced", (1.6, 1.6), 4)
+    spec = pool_of(5, nodes=8)
+    phases = JobsWorld(spec, CLUSTER_POLICIES["ours_without_moves"], arrivals, checked=True)
+    phases.run()
+    plans = PlanWorld(spec, CLUSTER_POLICIES["ours_without_moves"], arrivals).run()
+    for outcome in plans.outcomes():
+        assert outcome.state is JobState.FINISHED
+        ends = [step.ended_ns for step in phases.steps if step.job == outcome.job]
+        begun = next(step.begun_ns for step in phases.steps if step.job == outcome.job)
+        plan = phases.cluster.request(outcome.job).plan
+        assert plan is not None
+        assert outcome.slowdown == pytest.approx((ends[-1] - begun) / len(ends) / plan.solo_ns, rel=0.03)
+
+
+def test_the_solver_agrees_with_plain_enumeration(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    from _optimum import Optimiser  # pyright: ignore[reportMissingImports]
+
+    for seed in range(3):
+        jobs = 6 + seed
+        requests = {
+            arrival.request.id: arrival.request
+            for arrival in from_trace([TracedJob(0.0, 5e4)] * jobs, "mixed", (1.0, 2.0), seed)
+        }
+        for saturation in (False, True):
+            optimiser = Optimiser(requests, pool_of(5), saturation=saturation, jobs_max=jobs)
+            found = optimiser.of(frozenset(requests))
+            assert found.proven
+            assert found.nano_usd_per_hour == optimiser.enumerated(list(requests))
+            assert optimiser.bound(requests) <= found.nano_usd_per_hour
+        fewer = Optimiser(requests, pool_of(5), saturation=False, jobs_max=jobs - 1).of(frozenset(requests))
+        assert not fewer.proven
+    sys.modules.pop("_optimum", None)
