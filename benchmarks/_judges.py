@@ -21,6 +21,9 @@ from _common import ROOT
 from _mutants import Mutant
 
 TESTS = ("tests/core", "tests/policies")
+CLUSTER_TESTS = ("tests/cluster",)
+JOBS_POLICIES = ("placement", "regrouping", "charging", "tails", "drift", "clusters")
+"""What decides about many jobs: judged by its own tests and worlds."""
 FEW_WORLDS = range(8)
 MORE_WORLDS = range(8, 60)
 WORLD_CPU_S = 10
@@ -89,9 +92,9 @@ def _verdict(mutant: Mutant | None) -> int:
         sys.meta_path.insert(0, _Mutated(mutant))
     judges = (
         lambda: _fails(nearest_tests(mutant)),
-        lambda: _goes_wrong(FEW_WORLDS),
-        lambda: _fails(TESTS),
-        lambda: _goes_wrong(MORE_WORLDS),
+        lambda: _goes_wrong(FEW_WORLDS, mutant),
+        lambda: _fails(CLUSTER_TESTS if of_many_jobs(mutant) else TESTS),
+        lambda: _goes_wrong(MORE_WORLDS, mutant),
     )
     for number, notices in enumerate(judges, start=1):
         try:
@@ -102,17 +105,29 @@ def _verdict(mutant: Mutant | None) -> int:
     return 0
 
 
+def of_many_jobs(mutant: Mutant | None) -> bool:
+    return mutant is not None and (
+        mutant.module.startswith("elastic.cluster.") or mutant.module in {f"policies.{name}" for name in JOBS_POLICIES}
+    )
+
+
 def nearest_tests(mutant: Mutant | None) -> list[str]:
     """Files of unit tests named after the module, then those that name it."""
     if mutant is None:
         return []
     named = ROOT / "tests" / mutant.path.relative_to(ROOT).parent.name / f"test_{mutant.path.stem}.py"
-    files = [path for folder in TESTS for path in sorted((ROOT / folder).glob("test_*.py"))]
+    files = [
+        path
+        for folder in (CLUSTER_TESTS if of_many_jobs(mutant) else TESTS)
+        for path in sorted((ROOT / folder).glob("test_*.py"))
+    ]
     found = [path for path in files if path != named and mutant.module in path.read_text()]
     return [str(path) for path in ([named] if named.exists() else []) + found]
 
 
-def _goes_wrong(seeds: range) -> bool:
+def _goes_wrong(seeds: range, mutant: Mutant | None) -> bool:
+    if of_many_jobs(mutant):
+        return _goes_wrong_with_jobs(seeds)
     from elastic.sim.world import SimulatedWorldFailed, simulate
 
     for seed in seeds:
@@ -120,6 +135,19 @@ def _goes_wrong(seeds: range) -> bool:
         try:
             simulate(seed)
         except SimulatedWorldFailed:
+            return True
+    return False
+
+
+def _goes_wrong_with_jobs(seeds: range) -> bool:
+    from elastic.sim.jobs import JobsWorldFailed, worlds_of_jobs
+    from policies.clusters import CLUSTER_POLICIES
+
+    for seed in seeds:
+        _allow_cpu(WORLD_CPU_S)
+        try:
+            worlds_of_jobs(CLUSTER_POLICIES, seed).run()
+        except JobsWorldFailed:
             return True
     return False
 

@@ -10,6 +10,7 @@ from itertools import combinations
 
 import highspy
 import msgspec
+import numpy as np
 
 from elastic.cluster import JobRequest, PoolSpec
 from elastic.cluster.types import JobId
@@ -88,9 +89,11 @@ class Optimiser:
         solver = highspy.Highs()
         solver.setOptionValue("output_flag", False)
         solver.setOptionValue("mip_rel_gap", 0.0)
-        chosen = [solver.addBinary(obj=cost / 1e9) for _, cost in groups]
+        for _, cost in groups:
+            solver.addBinary(obj=cost / 1e9)
         for job in active:
-            solver.addConstr(sum(var for var, (group, _) in zip(chosen, groups, strict=True) if job in group) == 1)
+            columns = np.array([i for i, (group, _) in enumerate(groups) if job in group], dtype=np.int32)
+            solver.addRow(1.0, 1.0, len(columns), columns, np.ones(len(columns)))
         solver.minimize()
         proven = solver.getModelStatus() == highspy.HighsModelStatus.kOptimal
         if not proven:

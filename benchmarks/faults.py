@@ -1,9 +1,9 @@
 """Worlds full of faults by the thousand, and whether they and the unit tests notice code that is wrong.
 
-Two kinds of worlds: `elastic.sim`'s, cheap, of the core and its `Run`; and `elastic.chaos`'s, of the production shell,
-whose keys begin with `shell_`. There `needless` counts acts without a cause in the world, `shell_coverage` is the share
-of the shell's lines that its first worlds go through (eight in the quick run, at most a hundred in others), and
-`shell_bugs` are planted one at a time.
+Three kinds of worlds: `elastic.sim`'s, cheap, of the core and its `Run`; those of many jobs on one pool, under `jobs`;
+and `elastic.chaos`'s, of the production shell, whose keys begin with `shell_`. There `needless` counts acts without a
+cause in the world, `shell_coverage` is the share of the shell's lines that its first worlds go through (eight in the
+quick run, at most a hundred in others), and `shell_bugs` are planted one at a time.
 
 `--quick` lives through the seeds that CI has first and judges no mutant. Without it: a million events and more of each
 kind, and a sample of mutants. `--nightly`: ten million events of the cheap worlds; of the production shell three
@@ -63,6 +63,8 @@ FULL = Extent(events=1_000_000)
 NIGHTLY = Extent(events=10_000_000, faults=100_000)
 SHELL = {QUICK: Extent(seeds=8), FULL: Extent(events=500_000), NIGHTLY: Extent(events=3_000_000, faults=300_000)}
 """As much of the production shell; as many seeds as of the cheap worlds where their number is all that is wanted."""
+JOBS = {QUICK: Extent(seeds=24), FULL: Extent(events=100_000), NIGHTLY: Extent(events=1_000_000, faults=10_000)}
+"""The same of worlds of many jobs."""
 WATCHED = 100
 """Worlds whose lines are seen, where these are not all."""
 BUG_SEEDS = 60
@@ -87,6 +89,25 @@ def live_through(seeds: range) -> WorldsSeen:
     return seen
 
 
+def live_through_jobs(seeds: range) -> WorldsSeen:
+    """The worlds of many jobs of these seeds."""
+    from elastic.sim.jobs import JobsWorldFailed, worlds_of_jobs
+    from policies.clusters import CLUSTER_POLICIES
+
+    seen = WorldsSeen()
+    for seed in seeds:
+        seen.seeds += 1
+        world = worlds_of_jobs(CLUSTER_POLICIES, seed)
+        try:
+            world.run()
+        except JobsWorldFailed as failure:
+            seen.failed.append({"seed": seed, "error": str(failure)})
+        else:
+            seen.events += world.events
+            seen.faults += world.faults.total()
+    return seen
+
+
 def lived(live: Callable[[range], WorldsSeen], wanted: Extent, first: int, size: int) -> tuple[WorldsSeen, float]:
     """Live through the seeds from `first` on, on every core, and how long that took; too many failures are enough.
 
@@ -106,8 +127,8 @@ def lived(live: Callable[[range], WorldsSeen], wanted: Extent, first: int, size:
     return seen, time.monotonic() - began_s
 
 
-def worlds(wanted: Extent, first: int) -> dict[str, Any]:
-    seen, took_s = lived(live_through, wanted, first, BATCH)
+def worlds(live: Callable[[range], WorldsSeen], wanted: Extent, first: int, batch: int) -> dict[str, Any]:
+    seen, took_s = lived(live, wanted, first, batch)
     return {
         "events": seen.events,
         "faults": seen.faults,
@@ -185,7 +206,14 @@ def main(wanted: Extent, first: int, mutants: int | None, seed: int) -> dict[str
     if wanted == Extent():
         return judged
     shell = shell_worlds(SHELL.get(wanted, wanted), first)
-    return worlds(wanted, first) | shell | (bugs(wanted == QUICK) if wanted in SHELL else {}) | judged
+    jobs = {"jobs": worlds(live_through_jobs, JOBS.get(wanted, wanted), first, SHELL_BATCH)}
+    return (
+        worlds(live_through, wanted, first, BATCH)
+        | jobs
+        | shell
+        | (bugs(wanted == QUICK) if wanted in SHELL else {})
+        | judged
+    )
 
 
 if __name__ == "__main__":
@@ -210,4 +238,5 @@ if __name__ == "__main__":
     count = 0 if given.quick or given.seeds is not None else None if given.all_mutants else given.mutants
     figures = main(chosen, given.first, count, given.mutation_seed)
     emit(figures, Arguments(quick=given.quick, json=given.json))
-    sys.exit(bool(figures.get("failed_seeds") or figures.get("shell_failed_seeds")))
+    jobs_failed = (figures.get("jobs") or {}).get("failed_seeds")
+    sys.exit(bool(figures.get("failed_seeds") or figures.get("shell_failed_seeds") or jobs_failed))

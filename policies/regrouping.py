@@ -56,14 +56,28 @@ class WaysInto(Protocol):
 
 
 def brought_together(rules: WaysInto, pool: PoolView, changed: Sequence[GroupName]) -> list[Relocation]:
-    """The moves that save most: all members of one group into others, so that the group's nodes are given back."""
+    """The moves that save most: all members of one group, or of one of its rollout nodes, into other groups, so that
+    these nodes are given back."""
     best_saved, best = 0, list[Relocation]()
     takers = _takers(pool)
     for name in _worth_a_look(pool, changed):
-        found = _dissolved(rules, pool, pool.groups[name], takers)
-        if found is not None and found[0] > best_saved:
-            best_saved, best = found
+        group = pool.groups[name]
+        for members, nano_usd_per_hour in _what_may_be_given_back(group, pool.spec):
+            found = _moved(rules, pool, group, members, nano_usd_per_hour, takers)
+            if found is not None and found[0] > best_saved:
+                best_saved, best = found
     return best
+
+
+def _what_may_be_given_back(group: JobGroup, spec: PoolSpec) -> Iterator[tuple[list[PlannedMember], int]]:
+    """Members that would have to leave, and the price of the nodes that nobody would need then."""
+    members, rollout = list(group.members.values()), spec.rollout.nano_usd_per_hour
+    yield members, group.price(rollout, spec.train.nano_usd_per_hour)
+    if len(group.rollout) > 1:
+        for node in group.rollout:
+            pinned = [member for member in members if node in member.nodes]
+            if len(pinned) < len(members) and all(len(member.nodes) == 1 for member in pinned):
+                yield pinned, rollout
 
 
 def _worth_a_look(pool: PoolView, changed: Sequence[GroupName]) -> list[GroupName]:
@@ -83,24 +97,29 @@ def _takers(pool: PoolView) -> list[tuple[JobGroup, Nanoseconds]]:
     return found[:TAKERS]
 
 
-def _dissolved(
-    rules: WaysInto, pool: PoolView, group: JobGroup, takers: Sequence[tuple[JobGroup, Nanoseconds]]
+def _moved(
+    rules: WaysInto,
+    pool: PoolView,
+    group: JobGroup,
+    members: Sequence[PlannedMember],
+    nano_usd_per_hour: int,
+    takers: Sequence[tuple[JobGroup, Nanoseconds]],
 ) -> tuple[int, list[Relocation]] | None:
-    """What dissolving the group saves, in nano-dollars times nanoseconds an hour, and the moves; None if it cannot."""
-    if not group.members or not all(pool.movable(job) for job in group.members):
+    """What it saves that these members leave the group, in nano-dollars times nanoseconds an hour, and the moves; None
+    if they cannot."""
+    if not members or not all(pool.movable(member.job) for member in members):
         return None
-    lives_ns = max(pool.remaining_ns(job) for job in group.members)
-    after = _After(pool, group.name, takers)
-    saved = after.price(group) * lives_ns
+    saved = nano_usd_per_hour * max(pool.remaining_ns(member.job) for member in members)
     moves: list[Relocation] = []
-    for member in sorted(group.members.values(), key=lambda member: -member.rollout_ns):
+    after = _After(pool, group.name, takers)
+    for member in sorted(members, key=lambda member: -member.rollout_ns):
         newcomer = Newcomer(pool.request(member.job), pool.limit_after_restart_ns(member.job))
         best = after.cheapest(rules, newcomer, pool.remaining_ns(member.job))
         if best is None or best[0] >= saved:
             return None
         saved -= best[0]
         after.join(newcomer, best[1], rules.cycle)
-        moves.append(Relocation(member.job, best[1], f"the nodes of {group.name} are given back"))
+        moves.append(Relocation(member.job, best[1], f"nodes of {group.name} are given back"))
     return saved, moves
 
 

@@ -271,12 +271,37 @@ def simulate(
         bool, typer.Option(help="Instead of CONFIG: small worlds full of faults drawn from seeds.")
     ] = False,
     worlds: Annotated[int, typer.Option(min=1, help="With --faults: how many seeds, from --seed on.")] = 1,
+    jobs: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="WORKLOAD",
+            help="Instead of CONFIG: many jobs on one pool, as a TOML file says.",
+            show_default=False,
+        ),
+    ] = None,
+    policy: Annotated[
+        str, typer.Option(metavar="NAME", help="With --jobs: ours, weave, solo, gavel, random, most_idle, naive.")
+    ] = "ours",
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="With --jobs: the page to write, an HTML file.", show_default=False),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """What a run would cost and how fast it would be: the same scheduler on virtual time, with modelled devices.
 
     Example: elastic simulate examples/frozenlake.toml --providers serving,spot
+    Example: elastic simulate --jobs examples/jobs.toml --policy ours
     """
+    if jobs is not None:
+        from elastic.cli.job_simulation import simulate_jobs_command
+
+        _refuse_all_but(context, "--jobs", "--policy", "--output", "--json")
+        raise typer.Exit(simulate_jobs_command(jobs, policy, output, as_json=as_json))
+    for option in ("policy", "output"):
+        source = context.get_parameter_source(option)
+        if source is not None and source.name in _GIVEN:
+            raise ConfigError(f"elastic simulate: --{option} is for --jobs")
     if faults:
         from elastic.cli.faults import faults_command
 

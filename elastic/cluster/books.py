@@ -76,6 +76,7 @@ class Books:
 
     def own(self, node: NodeRecord, since_ns: Nanoseconds, now_ns: Nanoseconds) -> None:
         """A node's time outside of any group is the pool's own."""
+        node.own_ns += now_ns - since_ns
         self._state.pool_billed += self._price[node.phase] * (now_ns - since_ns)
 
     def paid(self, now_ns: Nanoseconds) -> int:

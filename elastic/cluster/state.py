@@ -100,7 +100,7 @@ class NodeRecord(msgspec.Struct, kw_only=True):
 
     - `accounts_ns` sum to the time from `opened_ns` to `settled_ns`; `account` is what the time since then is.
     - `used_ns`: what members have used since their group's bill was last settled.
-    - `own_since_ns`: since when it is the pool's own, while it is of no group.
+    - `own_since_ns`: since when it is the pool's own, while it is of no group; `own_ns`: how long it was before.
     - `residents`: host memory by job, as declared or, where that is more, as measured.
     """
 
@@ -113,6 +113,7 @@ class NodeRecord(msgspec.Struct, kw_only=True):
     used_ns: dict[JobId, Nanoseconds] = {}
     group: GroupName | None = None
     own_since_ns: Nanoseconds = 0
+    own_ns: Nanoseconds = 0
     permit: int | None = None
     user: JobId | None = None
     residents: dict[JobId, int] = {}

@@ -107,10 +107,24 @@ class JobsWorld:
         self.faults: Counter[str] = Counter()
         self.steps: list[StepTaken] = []
         self.slices: list[SliceSeen] = []
-        self.cost_ns: int = 0
+        self.taken: dict[JobId, StepTaken] = {}
+        """Each job's time from its first step's begin to its last one's end."""
+        self.alone_ns: Counter[JobId] = Counter()
+        """How long each job's steps would have taken alone."""
+        self.cycles: list[dict[str, float | str]] = []
+        """The groups as they were when the last job had joined."""
         self._gone: list[tuple[NodeId, PhaseKind]] = []
         for arrival in arrivals:
             self._at(arrival.at_ns, self._teller(e.JobSubmitted(request=arrival.request)))
+
+    @property
+    def grouped_ns(self) -> dict[NodeId, Nanoseconds]:
+        """How long each node was of a group."""
+        found: dict[NodeId, Nanoseconds] = {}
+        for name, node in self.cluster.state.nodes.items():
+            own_ns = node.own_ns + (self.now_ns - node.own_since_ns if node.group is None else 0)
+            found[name] = self.now_ns - node.opened_ns - own_ns
+        return found
 
     @property
     def journal(self) -> Sequence[bytes]:
@@ -228,6 +242,15 @@ class JobsWorld:
             self._begin_step(job)
 
         self._later(job, after_ns, up)
+        self.cycles = [
+            {
+                "group": group.name,
+                "cycle_s": group.cycle_ns / S,
+                "limit_s": group.limit_ns / S,
+                "members": ", ".join(group.members),
+            }
+            for group in self.cluster.groups.values()
+        ]
 
     def _begin_step(self, job: JobId) -> None:
         self._jobs[job].step_began_ns = self.now_ns
@@ -284,6 +307,8 @@ class JobsWorld:
             if self._rng.random() < 0.2:
                 self.faults["hang"] += 1
                 state.hangs = True
+        own_ns = planned_ns if phase is _ROLLOUT else plan.train_ns
+        self.alone_ns[job] += int(own_ns * drawn)
         return max(1, int(planned_ns * drawn))
 
     def _recalled(self, job: JobId, recall: c.RecallPermit) -> None:
@@ -317,6 +342,10 @@ class JobsWorld:
         state = self._jobs[job]
         assert state.step_began_ns is not None
         self.steps.append(StepTaken(job, state.step_began_ns, self.now_ns))
+        first = self.taken.get(job, self.steps[-1])
+        self.taken[job] = StepTaken(job, first.begun_ns, self.now_ns)
+        plan = self.cluster.request(job).plan
+        self.alone_ns[job] += 0 if plan is None else plan.sync_ns
         state.steps_done += 1
         state.step_began_ns = None
         self._send(e.JobProgressed(job=job, steps_done=state.steps_done))

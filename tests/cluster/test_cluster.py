@@ -280,8 +280,8 @@ def test_jobs_come_together_when_others_leave_where_that_pays() -> None:
     pool.tell(e.JobFinished(job="b"), 100)
     told = pool.tick(100.000000001)
     assert [(command.job, command.reason) for command in told if isinstance(command, c.StopJob)] in (
-        [("c", "the nodes of group-2 are given back")],
-        [("a", "the nodes of group-1 are given back")],
+        [("c", "nodes of group-2 are given back")],
+        [("a", "nodes of group-1 are given back")],
     )
 
 

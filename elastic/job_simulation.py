@@ -1,0 +1,263 @@
+"""Simulated pools of many jobs: a workload file in, a report out. The same `Cluster` as live, on virtual time."""
+
+import tomllib
+from collections import Counter
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from pydantic import BaseModel, ConfigDict, Field
+
+from elastic.cluster import ClusterError, JobRequest, NodeKind, PhasePlan, PoolSpec, WaitLimits
+from elastic.cluster.types import DeviceAccount, JobState, PhaseKind
+from elastic.config import ConfigError, validate
+from elastic.report.jobs import NodeSlice, PooledJob, PooledNode, PoolReport, shares
+from elastic.sim.job_workloads import PROFILES, RESTART_S, from_trace
+from elastic.sim.jobs import Arrival, JobsWorld, S
+from policies.clusters import CLUSTER_POLICIES
+from traces import TraceError, find
+from traces.jobs import read_jobs
+
+GB = 1_000_000_000
+NS_PER_H = 3600 * S
+
+Seconds = Annotated[float, Field(ge=0)]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class PoolNodes(_Part):
+    """`usd_per_gpu_hour` defaults in neither kind: a bill is made of it."""
+
+    nodes: int
+    gpus: int = 8
+    memory_gb: float = 1000.0
+    usd_per_gpu_hour: float
+
+    def kind(self) -> NodeKind:
+        return NodeKind(
+            gpus=self.gpus,
+            memory_bytes=round(self.memory_gb * GB),
+            nano_usd_per_hour=round(self.gpus * self.usd_per_gpu_hour * 1e9),
+        )
+
+
+class WorkloadPool(_Part):
+    rollout: PoolNodes
+    train: PoolNodes
+
+
+class WorkloadJob(_Part):
+    """One job; times in seconds, planned at its token limit. Its phases last `shortest` to 1 of that."""
+
+    name: str
+    at_s: float = 0.0
+    slo: float
+    steps: int
+    rollout_s: float
+    train_s: float
+    sync_s: Seconds = 0.0
+    rollout_switch_s: Seconds = 0.0
+    train_switch_s: Seconds = 0.0
+    rollout_nodes: int = 1
+    train_nodes: int = 1
+    rollout_gb: float = 0.0
+    train_gb: float = 0.0
+    train_efficiency: float = 1.0
+    restart_s: Seconds = float(RESTART_S)
+    shortest: Annotated[float, Field(gt=0, le=1)] = 1.0
+
+
+class WorkloadTrace(_Part):
+    """Jobs from a trace's arrivals and durations, one node of each kind for each; `residents` fit on a node."""
+
+    name: str
+    profile: str = "mixed"
+    slo: tuple[float, float] = (1.0, 2.0)
+    jobs: Annotated[int, Field(ge=1)] = 300
+    residents: Annotated[int, Field(ge=1)] = 5
+    shortest: Annotated[float, Field(gt=0, le=1)] = 1.0
+
+
+class Workload(_Part):
+    seed: int = 0
+    pool: WorkloadPool
+    jobs: list[WorkloadJob] = []
+    trace: WorkloadTrace | None = None
+
+
+def load_workload(path: Path) -> Workload:
+    """Raises `ConfigError` that names the file, the key, what was found and what is allowed."""
+    try:
+        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+    workload = validate(Workload, raw, str(path))
+    if bool(workload.jobs) == (workload.trace is not None):
+        raise ConfigError(
+            f"{path}: found {'both' if workload.jobs else 'neither'} jobs and a trace; allowed: one of them"
+        )
+    return workload
+
+
+def arrivals_of(workload: Workload, where: str) -> list[Arrival]:
+    """Raises `ConfigError` for jobs that cannot be, disorder and negative times."""
+    try:
+        if workload.trace is not None:
+            return _traced(workload.trace, workload.seed)
+        names = Counter(job.name for job in workload.jobs)
+        for name, times in names.items():
+            if times > 1:
+                raise ClusterError(f"job {name}: found {times} of that name; allowed: one")
+        earliest_s = 0.0
+        for job in workload.jobs:
+            if job.at_s < earliest_s:
+                raise ClusterError(
+                    f"job {job.name}: at_s: found {job.at_s:g}; allowed: at least {earliest_s:g}, in order"
+                )
+            earliest_s = job.at_s
+        return [_arrival(job) for job in workload.jobs]
+    except (ClusterError, TraceError) as error:
+        raise ConfigError(f"{where}: {error}") from error
+
+
+def _traced(trace: WorkloadTrace, seed: int) -> list[Arrival]:
+    if not 1 <= trace.slo[0] <= trace.slo[1]:
+        raise ClusterError(f"trace.slo: found {list(trace.slo)}; allowed: two bounds in order, at least 1")
+    if trace.profile not in PROFILES:
+        raise ClusterError(f"trace.profile: found {trace.profile!r}; allowed: {', '.join(PROFILES)}")
+    jobs = read_jobs(find(trace.name))[: trace.jobs]
+    return [
+        msgspec.structs.replace(arrival, shortest=trace.shortest)
+        for arrival in from_trace(jobs, trace.profile, trace.slo, seed)
+    ]
+
+
+def _arrival(job: WorkloadJob) -> Arrival:
+    plan = PhasePlan(
+        rollout_ns=round(job.rollout_s * S),
+        train_ns=round(job.train_s * S),
+        sync_ns=round(job.sync_s * S),
+        rollout_switch_ns=round(job.rollout_switch_s * S),
+        train_switch_ns=round(job.train_switch_s * S),
+    )
+    request = JobRequest(
+        id=job.name,
+        slo=job.slo,
+        plan=plan,
+        steps=job.steps,
+        rollout_nodes=job.rollout_nodes,
+        train_nodes=job.train_nodes,
+        rollout_bytes=round(job.rollout_gb * GB),
+        train_bytes=round(job.train_gb * GB),
+        train_efficiency=job.train_efficiency,
+        restart_ns=round(job.restart_s * S),
+    )
+    return Arrival(at_ns=round(job.at_s * S), request=request, shortest=job.shortest)
+
+
+def spec_of(workload: Workload, where: str) -> PoolSpec:
+    pool = workload.pool
+    try:
+        rollout, train = pool.rollout.kind(), pool.train.kind()
+        if workload.trace is not None:
+            # A trace's jobs take one share each, so that so many fit.
+            residents = workload.trace.residents
+            rollout, train = (msgspec.structs.replace(kind, memory_bytes=residents) for kind in (rollout, train))
+        return PoolSpec(rollout=rollout, train=train, rollout_nodes=pool.rollout.nodes, train_nodes=pool.train.nodes)
+    except ClusterError as error:
+        raise ConfigError(f"{where}: {error}") from error
+
+
+def simulate_jobs(workload: Workload, policy: str, where: str) -> tuple[PoolReport, list[NodeSlice]]:
+    """Live through the workload under the named policy. Raises `ConfigError`, also for a job that no pool can take."""
+    if policy not in CLUSTER_POLICIES:
+        raise ConfigError(f"--policy: found {policy!r}; allowed: {', '.join(CLUSTER_POLICIES)}")
+    spec, arrivals = spec_of(workload, where), arrivals_of(workload, where)
+    world = JobsWorld(spec, CLUSTER_POLICIES[policy], arrivals, limits=WaitLimits(), seed=workload.seed)
+    for arrival in arrivals:
+        if workload.trace is None:
+            try:
+                world.cluster.dry_run(arrival.request)
+            except ClusterError as error:
+                raise ConfigError(f"{where}: {error}") from error
+    world.run()
+    return report_of(world, policy), [
+        NodeSlice(each.node, each.job, each.begun_ns / S, each.ended_ns / S) for each in world.slices
+    ]
+
+
+def report_of(world: JobsWorld, policy: str) -> PoolReport:
+    cluster, now_ns = world.cluster, world.now_ns
+    jobs = [_job(world, name) for name in cluster.jobs]
+    grouped_ns = {node: length_ns for node, length_ns in world.grouped_ns.items() if length_ns}
+    nodes: list[PooledNode] = []
+    spent = {phase: [0, 0] for phase in PhaseKind}
+    for name, whole_ns in sorted(grouped_ns.items()):
+        node = cluster.state.nodes[name]
+        used_ns = sum(length for account, length in node.accounts_ns.items() if account is not DeviceAccount.IDLE)
+        accounts = dict(node.accounts_ns) | {DeviceAccount.IDLE: max(0, whole_ns - used_ns)}
+        found = shares(accounts, whole_ns)
+        spent[node.phase][0] += accounts[DeviceAccount.IDLE]
+        spent[node.phase][1] += whole_ns
+        nodes.append(
+            PooledNode(
+                name=name,
+                phase=node.phase.value,
+                slice_share=found["slice"],
+                switching_share=found["switching"],
+                idle_share=found["idle"],
+                down_share=found["down"],
+            )
+        )
+    cost = sum(
+        length_ns * cluster.spec.kind(cluster.state.nodes[name].phase).nano_usd_per_hour
+        for name, length_ns in grouped_ns.items()
+    )
+    usd = cost / NS_PER_H / 1e9
+    hours = now_ns / NS_PER_H
+    return PoolReport(
+        policy=policy,
+        hours=hours,
+        usd=usd,
+        usd_per_hour=usd / hours if hours else 0.0,
+        usd_unbilled=usd - sum(job.usd for job in jobs),
+        usd_alone=sum(job.usd_alone for job in jobs),
+        slo_met_share=sum(job.met for job in jobs) / len(jobs),
+        rejected=sum(job.state == JobState.REJECTED for job in jobs),
+        moves=sum(job.moves for job in jobs),
+        idle_share={phase.value: idle / whole if whole else 0.0 for phase, (idle, whole) in spent.items()},
+        admissions=dict(Counter(job.how for job in jobs if job.how)),
+        cycles=world.cycles,
+        jobs=jobs,
+        nodes=nodes,
+    )
+
+
+def _job(world: JobsWorld, name: str) -> PooledJob:
+    record = world.cluster.jobs[name]
+    request, plan = record.request, record.request.plan
+    assert plan is not None
+    steps, planned, actual = record.steps_done, None, None
+    taken = world.taken.get(name)
+    if taken is not None and steps:
+        planned = (taken.ended_ns - taken.begun_ns) / (steps * plan.solo_ns)
+        actual = (taken.ended_ns - taken.begun_ns) / world.alone_ns[name]
+    prices = world.cluster.spec.rollout.nano_usd_per_hour, world.cluster.spec.train.nano_usd_per_hour
+    per_hour = request.rollout_nodes * prices[0] + request.train_nodes * prices[1]
+    return PooledJob(
+        name=name,
+        state=record.state.value,
+        reason=record.reason,
+        how=record.how,
+        steps=steps,
+        slo=request.slo,
+        planned_slowdown=planned,
+        slowdown=actual,
+        met=planned is not None and record.state is JobState.FINISHED and planned <= request.slo * (1 + 1e-9),
+        moves=record.moves,
+        usd=record.billed / NS_PER_H / 1e9,
+        usd_alone=world.alone_ns[name] * per_hour / NS_PER_H / 1e9,
+    )
