@@ -11,22 +11,26 @@ charged.
 - `slo_planned`: the share of jobs within their SLO, restarts included; a rejected one that could run alone is missed.
   `slo_actual`: the same if each job's phases take the share of their plan that its responses are long (drawn between a
   half and all of it), against its own solo time.
+- `drift` is not simulated yet.
 - `admissions`: packed, scaled, new. `peak_gpus`, `idle_share`: of the groups' nodes. `moves` are a job.
 """
 
+import multiprocessing
+import os
 from collections import Counter
 from collections.abc import Sequence
+from multiprocessing.pool import Pool
 from random import Random
 from statistics import mean, pstdev
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
-from _common import emit, parse_arguments
+from _common import Arguments, emit, parser
 from _optimum import Optimiser
 
 from elastic.cluster.types import JobState
 from elastic.sim.job_plans import NS_PER_H, PlanWorld
-from elastic.sim.job_workloads import GPUS, H800_NANO_USD, from_trace, pool_of, production
+from elastic.sim.job_workloads import GPUS, H800_NANO_USD, RESTART_S, from_trace, pool_of, production
 from elastic.sim.jobs import Arrival
 from policies.clusters import CLUSTER_POLICIES
 from traces import data_path
@@ -34,6 +38,7 @@ from traces.jobs import read_jobs
 
 WINDOWS = ("philly-ed69ec", "philly-ee9e8c")
 POLICIES = ("solo", "gavel", "random", "most_idle", "weave", "ours_without_moves", "ours")
+SHARING = ("random", "most_idle", "weave", "ours")
 SEEDS, QUICK_SEEDS = (1, 2, 3), (1,)
 PROVEN_MAX, QUICK_PROVEN_MAX = 13, 9
 RESIDENTS = 5
@@ -129,78 +134,115 @@ def by_key(by_policy: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return {key: {policy: found[key] for policy, found in by_policy.items()} for key in keys}
 
 
+class Task(NamedTuple):
+    """One policy's world; `workload` is a window's name or `production`."""
+
+    workload: str
+    policy: str
+    profile: str
+    slo: tuple[float, float]
+    residents: int
+    seed: int
+    proven_max: int
+    restart_s: float
+
+
+def done(task: Task) -> dict[str, Any]:
+    if task.workload == "production":
+        arrivals = production(task.seed)
+    else:
+        arrivals = from_trace(read_jobs(data_path(task.workload)), task.profile, task.slo, task.seed, task.restart_s)
+    world = lived(task.policy, arrivals, task.residents)
+    found = figures(world, arrivals, task.residents, task.proven_max)
+    found["slo_actual"] = slo_actual(task.policy, arrivals, task.residents, task.seed)
+    return found | {"job_hours_per_hour": job_hours(world)}
+
+
+def job_hours(world: PlanWorld) -> float:
+    """Jobs that are active on average, while there are any."""
+    stretches = [stretch for stretch in world.stretches if stretch.jobs]
+    whole_ns = sum(stretch.ended_ns - stretch.begun_ns for stretch in stretches)
+    return sum(len(stretch.jobs) * (stretch.ended_ns - stretch.begun_ns) for stretch in stretches) / whole_ns
+
+
 def compared(
-    window: str, profile: str, slo: tuple[float, float], residents: int, seeds: Sequence[int], proven_max: int
+    pool: Pool,
+    workload: str,
+    seeds: Sequence[int],
+    proven_max: int,
+    *,
+    profile: str = "mixed",
+    slo: tuple[float, float] = SLO,
+    residents: int = RESIDENTS,
+    policies: Sequence[str] = POLICIES,
+    restart_s: float = RESTART_S,
 ) -> tuple[dict[str, Any], dict[str, float]]:
-    """All policies on one window, and how much the seeds differ in `over_optimum`."""
-    trace = read_jobs(data_path(window))
+    """The policies on one workload, and how much the seeds differ in `over_optimum`."""
+    tasks = [
+        Task(workload, policy, profile, slo, residents, seed, proven_max, restart_s)
+        for policy in policies
+        for seed in seeds
+    ]
+    found = pool.map(done, tasks, chunksize=1)
     by_policy: dict[str, dict[str, Any]] = {}
     spread: dict[str, float] = {}
-    for policy in POLICIES:
-        found: list[dict[str, Any]] = []
-        for seed in seeds:
-            arrivals = from_trace(trace, profile, slo, seed)
-            figure = figures(lived(policy, arrivals, residents), arrivals, residents, proven_max)
-            found.append(figure | {"slo_actual": slo_actual(policy, arrivals, residents, seed)})
-        by_policy[policy] = merged(found)
-        spread[policy] = pstdev(each["over_optimum"] for each in found)
+    for i, policy in enumerate(policies):
+        own = found[i * len(seeds) : (i + 1) * len(seeds)]
+        by_policy[policy] = merged(own)
+        spread[policy] = pstdev(each["over_optimum"] for each in own)
     return by_key(by_policy), spread
 
 
-def produced(seeds: Sequence[int], proven_max: int) -> dict[str, Any]:
-    """The production workload from its marginals; `colocated` runs both phases on training nodes alone."""
-    by_policy: dict[str, dict[str, Any]] = {}
-    colocated: list[float] = []
-    for policy in POLICIES:
-        found: list[dict[str, Any]] = []
-        for seed in seeds:
-            arrivals = production(seed)
-            world = lived(policy, arrivals, RESIDENTS)
-            found.append(figures(world, arrivals, RESIDENTS, proven_max))
-            if policy == "solo":
-                hours = sum(
-                    len(stretch.jobs) * (stretch.ended_ns - stretch.begun_ns) / NS_PER_H for stretch in world.stretches
-                )
-                whole = sum(s.ended_ns - s.begun_ns for s in world.stretches if s.jobs) / NS_PER_H
-                colocated.append(hours * GPUS * H800_NANO_USD / 1e9 / whole)
-        by_policy[policy] = merged(found)
-    return by_key(by_policy) | {"colocated_usd_per_hour": mean(colocated)}
+def produced(pool: Pool, seeds: Sequence[int], proven_max: int) -> dict[str, Any]:
+    """The production workload from its marginals. `colocated` runs both phases on training nodes alone, in the same
+    time: what `solo` pays without its rollout nodes."""
+    found, _ = compared(pool, "production", seeds, proven_max)
+    return found | {"colocated_usd_per_hour": found["job_hours_per_hour"]["solo"] * GPUS * H800_NANO_USD / 1e9}
 
 
-def sensitivity(seeds: Sequence[int], proven_max: int) -> dict[str, Any]:
-    """One parameter at a time, on the first window; cost over the optimum and planned SLOs by policy."""
+def sensitivity(pool: Pool, seeds: Sequence[int], proven_max: int) -> dict[str, Any]:
+    """One parameter at a time, on the first window; cost over the optimum and planned SLOs by policy. `moves`: what
+    `ours` costs and how often it moves a job, by how long a move takes, in seconds."""
 
-    def short(profile: str, slo: tuple[float, float], residents: int) -> dict[str, Any]:
-        found, _ = compared(WINDOWS[0], profile, slo, residents, seeds, proven_max)
-        return {key: found[key] for key in ("over_optimum", "slo_planned", "rejected", "moves")}
+    def short(**changed: Any) -> dict[str, Any]:
+        found, _ = compared(pool, WINDOWS[0], seeds, proven_max, policies=SHARING, **changed)
+        return {key: found[key] for key in ("over_optimum", "slo_planned", "slo_actual", "rejected", "moves")}
 
+    moves: dict[str, Any] = {}
+    for restart_s in (30.0, 120.0, 308.0, 900.0, 3600.0):
+        found, _ = compared(pool, WINDOWS[0], seeds, proven_max, policies=("ours",), restart_s=restart_s)
+        moves[f"{restart_s:g}"] = {key: found[key]["ours"] for key in ("usd_per_hour", "over_optimum", "moves")}
     return {
-        "workload": {
-            profile: short(profile, SLO, RESIDENTS) for profile in ("balanced", "rollout_heavy", "train_heavy")
-        },
-        "slo": {str(slo): short("mixed", (slo, slo), RESIDENTS) for slo in (1.2, 1.5, 2.0)},
-        "residency": {str(residents): short("mixed", SLO, residents) for residents in (2, 3, 4)},
+        "moves": moves,
+        "workload": {profile: short(profile=profile) for profile in ("balanced", "rollout_heavy", "train_heavy")},
+        "slo": {str(slo): short(slo=(slo, slo)) for slo in (1.2, 1.5, 2.0)},
+        "residency": {str(residents): short(residents=residents) for residents in (2, 3, 4)},
     }
 
 
-def main(quick: bool) -> dict[str, Any]:
-    seeds, proven_max = (QUICK_SEEDS, QUICK_PROVEN_MAX) if quick else (SEEDS, PROVEN_MAX)
+def main(quick: bool, proven_max: int) -> dict[str, Any]:
+    seeds = QUICK_SEEDS if quick else SEEDS
     windows: dict[str, Any] = {}
     spread: dict[str, Any] = {}
-    for window in WINDOWS:
-        windows[window], spread[window] = compared(window, "mixed", SLO, RESIDENTS, seeds, proven_max)
-    return {
-        "grain": "simulated by plans",
-        "windows": windows,
-        "sensitivity": None if quick else sensitivity(seeds, proven_max),
-        "production": None if quick else produced(seeds, QUICK_PROVEN_MAX),
-        "drift": None,
-        "seeds": len(seeds),
-        "spread": spread,
-        "theirs": THEIRS,
-    }
+    with multiprocessing.get_context("spawn").Pool(os.cpu_count() or 1) as pool:
+        for window in WINDOWS:
+            windows[window], spread[window] = compared(pool, window, seeds, proven_max)
+        return {
+            "grain": "simulated by plans",
+            "proven_max": proven_max,
+            "windows": windows,
+            "sensitivity": None if quick else sensitivity(pool, seeds, QUICK_PROVEN_MAX),
+            "production": None if quick else produced(pool, seeds, QUICK_PROVEN_MAX),
+            "drift": None,
+            "seeds": len(seeds),
+            "spread": spread,
+            "theirs": THEIRS,
+        }
 
 
 if __name__ == "__main__":
-    arguments = parse_arguments(__doc__)
-    emit(main(arguments.quick), arguments)
+    options = parser(__doc__)
+    options.add_argument("--proven-max", type=int, metavar="N", help="prove optima of at most so many jobs")
+    given = options.parse_args()
+    proven = given.proven_max or (QUICK_PROVEN_MAX if given.quick else PROVEN_MAX)
+    emit(main(given.quick, proven), Arguments(quick=given.quick, json=given.json))
