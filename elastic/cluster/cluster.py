@@ -364,7 +364,9 @@ class Cluster:
 
     def _asked(self, event: e.PhaseAsked) -> None:
         record = self.state.jobs.get(event.job)
-        if record is not None and record.state is JobState.RUNNING:
+        if record is None or not self._is_current(event.job, event.placement):
+            return
+        if record.state is JobState.RUNNING:
             self._rotation.ask(event.job, event.phase, self.now_ns)
 
     def _yielded(self, event: e.PermitYielded) -> None:
@@ -450,7 +452,13 @@ class Cluster:
     # Jobs leave.
 
     def _failed(self, event: e.JobFailed) -> None:
-        self._fail(event.job, event.cause)
+        if self._is_current(event.job, event.placement):
+            self._fail(event.job, event.cause)
+
+    def _is_current(self, job: JobId, placement: int | None) -> bool:
+        """Whether a message is from the job's last start."""
+        record = self.state.jobs.get(job)
+        return record is not None and placement in (None, record.placement)
 
     def _fail(self, job: JobId, cause: str) -> None:
         record = self.state.jobs.get(job)

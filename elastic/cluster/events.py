@@ -56,8 +56,11 @@ class JobFinished(_ClusterEvent, frozen=True):
 
 
 class JobFailed(_ClusterEvent, frozen=True):
+    """`placement` is the number of the start that failed: an older one's failure is no news. None for none."""
+
     job: JobId
     cause: str
+    placement: int | None = None
 
 
 class CancelRequested(_ClusterEvent, frozen=True):
@@ -78,10 +81,11 @@ class JobStopped(_ClusterEvent, frozen=True):
 
 
 class PhaseAsked(_ClusterEvent, frozen=True):
-    """The job could begin this phase now."""
+    """The job could begin this phase now. `placement` is the number of its start, where that is known."""
 
     job: JobId
     phase: PhaseKind
+    placement: int | None = None
 
 
 class PermitYielded(_ClusterEvent, frozen=True):

@@ -77,6 +77,7 @@ class _SimulatedJob:
         self.step_began_ns: Nanoseconds | None = None
         self.hangs = False
         self.syncing = False
+        self.placement = 0
 
 
 class JobsWorld:
@@ -233,6 +234,7 @@ class JobsWorld:
     def _start(self, job: JobId, placement: int, *, restart: bool) -> None:
         state = self._jobs[job]
         state.life += 1
+        state.placement = placement
         state.permit, state.left_ns, state.stopping, state.hangs, state.phase = None, None, False, False, _ROLLOUT
         state.step_began_ns = None
         after_ns = state.arrival.request.restart_ns if restart else 0
@@ -261,7 +263,7 @@ class JobsWorld:
         state = self._jobs[job]
         if state.permit is None and state.step_began_ns is not None and not state.syncing:
             record = self.cluster.jobs[job]
-            self._send(e.PhaseAsked(job=job, phase=state.phase))
+            self._send(e.PhaseAsked(job=job, phase=state.phase, placement=state.placement))
             if self._faults.share or record.state is not JobState.RUNNING:
                 self._later(job, 60 * S, self._ask)  # Asked again until it is heard.
 
@@ -413,7 +415,7 @@ class JobsWorld:
             self._close_slices(job)
             state.life += 1
             state.permit, state.left_ns, state.step_began_ns = None, None, None
-            self._send(e.JobFailed(job=job, cause="killed"))
+            self._send(e.JobFailed(job=job, cause="killed", placement=state.placement))
         elif kind == "stale":
             number = self._rng.randrange(1 + self.cluster.state.permit_numbers)
             if number not in self.cluster.permits:

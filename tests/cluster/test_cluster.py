@@ -245,7 +245,10 @@ def test_a_failed_job_is_resubmitted_as_a_new_arrival_and_goes_on_from_its_check
     assert [type(command) for command in told] == [c.EndJob, c.StartJob]
     assert told[1].restart  # type: ignore[union-attr]
     assert pool.cluster.jobs["a"].steps_done == 4
-    pool.tell(e.JobFailed(job="a", cause="killed"), 70)
+    # The same failure, told once more: it is not the second start's.
+    assert pool.tell(e.JobFailed(job="a", cause="killed", placement=told[1].placement - 1), 65) == []  # type: ignore[union-attr]
+    assert pool.cluster.jobs["a"].state is JobState.PLACED
+    pool.tell(e.JobFailed(job="a", cause="killed", placement=told[1].placement), 70)  # type: ignore[union-attr]
     assert pool.cluster.jobs["a"].state is JobState.FAILED
     told = pool.tell(e.ResubmitRequested(job="a"), 80)
     assert [type(command) for command in told] == [c.StartJob]
