@@ -128,6 +128,7 @@ class _After:
 
     def __init__(self, pool: PoolView, without: GroupName, takers: Sequence[tuple[JobGroup, Nanoseconds]]) -> None:
         self.spec, self.free_rollout = pool.spec, pool.free_rollout
+        self._new: set[NodeId] = set()
         self._groups = {group.name: (group, lives_ns) for group, lives_ns in takers if group.name != without}
 
     def price(self, group: JobGroup) -> int:
@@ -167,7 +168,8 @@ class _After:
             | {member.job: planned(newcomer.request, len(group.train), (*choice.rollout, *new), newcomer.limit_ns)},
         )
         grown.follow(cycle)
-        for node in new:
+        self._new.update(new)
+        for node in self._new.intersection(grown.rollout):
             grown.rollout_bytes[node] = self.spec.rollout.memory_bytes + 1
         self.free_rollout -= choice.new_rollout
         self._groups[group.name] = grown, lives_ns

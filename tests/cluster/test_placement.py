@@ -150,3 +150,17 @@ def test_who_has_grown_most_strays_once_an_slo_is_at_stake() -> None:
     assert SloAtStake().strays(shared, {"b": (150, 80)}) == "b"
     assert SloAtStake().strays(group("h", 1, (a, ("n1",))), {"a": (500, 500)}) is None
     assert NoDrift().strays(shared, {"b": (500, 80)}) is None
+
+
+def test_jobs_that_move_into_one_group_each_get_a_node_that_will_be_there() -> None:
+    x, y, z = (job(name, rollout, 10, slo=3.0, steps=50) for name, rollout in (("x", 110), ("y", 100), ("z", 80)))
+    host = job("host", 180, 20, slo=1.0, steps=50)
+    pool = view(
+        group("g", 1, (x, ("n1",)), (y, ("n2",)), (z, ("n3",))),
+        group("h", 1, (host, ("n4",))),
+        requests=(x, y, z, host),
+    )
+    moves = PLACEMENTS["ours"].relocations(pool, ["g"])
+    assert [move.job for move in moves] == ["x", "y", "z"]
+    # z would fit beside y on the node that y brings, which has no name yet.
+    assert [(move.to.group, move.to.rollout, move.to.new_rollout) for move in moves] == [("h", (), 1)] * 3
