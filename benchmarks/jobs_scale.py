@@ -134,7 +134,7 @@ def by_key(by_policy: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return {key: {policy: found[key] for policy, found in by_policy.items()} for key in keys}
 
 
-class Task(NamedTuple):
+class ScaleTask(NamedTuple):
     """One policy's world; `workload` is a window's name or `production`."""
 
     workload: str
@@ -147,7 +147,7 @@ class Task(NamedTuple):
     restart_s: float
 
 
-def done(task: Task) -> dict[str, Any]:
+def done(task: ScaleTask) -> dict[str, Any]:
     if task.workload == "production":
         arrivals = production(task.seed)
     else:
@@ -179,7 +179,7 @@ def compared(
 ) -> tuple[dict[str, Any], dict[str, float]]:
     """The policies on one workload, and how much the seeds differ in `over_optimum`."""
     tasks = [
-        Task(workload, policy, profile, slo, residents, seed, proven_max, restart_s)
+        ScaleTask(workload, policy, profile, slo, residents, seed, proven_max, restart_s)
         for policy in policies
         for seed in seeds
     ]
