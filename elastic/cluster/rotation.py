@@ -51,7 +51,6 @@ class Rotation:
         if record.permit is not None:
             self._end(self._state.permits[record.permit], now_ns)
         record.turns, record.asked = {}, None
-        self._timers.clear("turn", job)
 
     def ask(self, job: JobId, phase: PhaseKind, now_ns: Nanoseconds) -> None:
         """A job that trains again lets its next rollout pass, and the other way round: a cycle has one of each."""

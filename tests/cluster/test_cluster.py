@@ -237,6 +237,43 @@ def test_what_a_job_held_is_given_back_and_bills_add_up_to_the_nano_dollar() -> 
     assert pool.cluster.books.paid(200 * S) == 3 * 7 * S * 200 * S
 
 
+def test_a_bill_is_slices_and_a_part_of_the_idle_time_exactly() -> None:
+    pool = Driver()
+    pool.run(job("a", rollout_nodes=2), job("b"))
+    pool.ask("a", ROLLOUT, 0)
+    pool.end("a", 100)
+    pool.ask("a", TRAIN, 100)
+    pool.end("a", 160)
+    pool.tell(e.JobFinished(job="a"), 200)
+    billed = {name: record.billed // (S * S) for name, record in pool.cluster.jobs.items()}
+    # The group has two rollout nodes and one to train on: 9 $/h for 200 s. a used 4 × 100 + 5 × 60 = 700 and would have
+    # paid 9 × 200 = 1800 alone, 1100 of it for idle time; b used nothing and would have paid 7 × 200 = 1400.
+    assert billed == {"a": 700 + 1100 * 1100 // 2500, "b": 1100 * 1400 // 2500}
+    assert pool.cluster.jobs["a"].billed + pool.cluster.jobs["b"].billed == 9 * S * 200 * S
+    assert pool.cluster.state.nodes["rollout-3"].own_ns == 0
+    assert pool.cluster.state.nodes["rollout-1"].accounts_ns == {
+        DeviceAccount.SLICE: 100 * S,
+        DeviceAccount.IDLE: 100 * S,
+    }
+
+
+def test_who_is_late_to_train_is_passed_over_there_too() -> None:
+    pool = Driver()
+    pool.run(job("a"), job("b", 20, 100, slo=3.0))
+    pool.ask("a", ROLLOUT, 0)
+    pool.end("a", 100)
+    pool.ask("b", ROLLOUT, 100)
+    pool.end("b", 120)
+    # a has rolled out and does not come to train.
+    assert pool.ask("b", TRAIN, 120) == []
+    assert who(grants(pool.tick(140))) == [("b", "train")]
+    assert pool.cluster.jobs["a"].turns == {ROLLOUT: 1, TRAIN: 1}
+    # It trains in the next cycle, and lets its rollout there pass.
+    assert pool.ask("a", TRAIN, 150) == []
+    assert pool.cluster.jobs["a"].turns == {ROLLOUT: 2, TRAIN: 1}
+    assert who(pool.end("b", 240)) == [("a", "train")]
+
+
 def test_a_failed_job_is_resubmitted_as_a_new_arrival_and_goes_on_from_its_checkpoint() -> None:
     pool = Driver()
     pool.run(job("a", max_resubmissions=1))
@@ -282,6 +319,13 @@ def test_jobs_come_together_when_others_leave_where_that_pays() -> None:
     pool.end("c", 100)
     pool.tell(e.JobFinished(job="b"), 100)
     told = pool.tick(100.000000001)
+    for command in told:
+        assert isinstance(command, c.StopJob)
+        started = pool.tell(e.JobStopped(job=command.job, steps_done=1), 101)
+        assert [(type(start), start.job) for start in started] == [(c.StartJob, command.job)]
+        assert started[0].restart  # type: ignore[union-attr]
+        assert len(pool.cluster.groups) == 1
+        assert pool.cluster.jobs[command.job].moves == 1
     assert [(command.job, command.reason) for command in told if isinstance(command, c.StopJob)] in (
         [("c", "nodes of group-2 are given back")],
         [("a", "nodes of group-1 are given back")],

@@ -64,7 +64,14 @@ def test_both_grains_give_steps_of_the_same_length() -> None:
     spec = pool_of(5, nodes=8)
     phases = JobsWorld(spec, CLUSTER_POLICIES["ours_without_moves"], arrivals, checked=True)
     phases.run()
+    grouped = sum(phases.grouped_ns.values())
+    assert 0 < grouped < 16 * phases.now_ns
     plans = PlanWorld(spec, CLUSTER_POLICIES["ours_without_moves"], arrivals).run()
+    held = sum(
+        (stretch.rollout_nodes + stretch.train_nodes) * (stretch.ended_ns - stretch.begun_ns)
+        for stretch in plans.stretches
+    )
+    assert grouped == pytest.approx(held, rel=0.03)
     for outcome in plans.outcomes():
         assert outcome.state is JobState.FINISHED
         ends = [step.ended_ns for step in phases.steps if step.job == outcome.job]
