@@ -17,7 +17,7 @@ FIXED = range(24)
 """Seeds that every change is tried with."""
 BATCH = 8
 FRESH = 6
-PLANTED = ("digest_not_checked", "outbox_not_emptied", "turn_ends_unheard")
+PLANTED = ("outbox_not_emptied", "relay_not_waited_for", "turn_ends_unheard")
 """Of the bugs: `benchmarks/faults.py` tries all."""
 
 
