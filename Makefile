@@ -1,4 +1,4 @@
-.PHONY: run serve test test-netns test-postgres test-ray test-dashboard test-vllm check bench gpu gpu-wheels lock audit setup clean
+.PHONY: run serve test test-netns test-postgres test-ray test-dashboard test-vllm fuzz check bench gpu gpu-wheels lock audit setup clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -60,6 +60,15 @@ test-dashboard: setup .cache/dashboard/installed
 	$(DASHBOARD)/python -m pip install --quiet --disable-pip-version-check -r requirements-dashboard.txt
 	for site in .cache/dashboard/lib/python3*/site-packages; do \
 		echo $(CURDIR)/.venv/$${site#.cache/dashboard/} > $$site/elastic.pth; echo $(CURDIR) >> $$site/elastic.pth; done
+	touch $@
+
+# Requests that schemathesis makes up from the server's OpenAPI. It has an environment of its own: its pins are not ours.
+fuzz: setup .cache/fuzz/installed
+	$(BIN)/python benchmarks/api_fuzz.py
+
+.cache/fuzz/installed: requirements-fuzz.txt
+	$(PYTHON) -m venv .cache/fuzz
+	.cache/fuzz/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-fuzz.txt
 	touch $@
 
 # The real vLLM, built for CPUs, in an environment of its own: its pins are not ours. Takes 4 GB of disk, 8 GB of memory

@@ -174,6 +174,7 @@ def _settings(home: Path, database: str, job: Path) -> ServerSettings:
         home=home / "server",
         database=database,
         models=(home / "models",),
+        shared_trust=True,
         command=(sys.executable, "-S", str(job)),
         environment={"PYTHONDONTWRITEBYTECODE": "1"},
     )

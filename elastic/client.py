@@ -5,7 +5,8 @@
         for event in api.events(run.id):
             print(event.type, event.data)
 
-- Reads are repeated when the connection fails; a submission too, for it has an Idempotency-Key.
+- A server that does not answer, or says that it cannot now, is asked again for `patience_s`, no sooner than it says
+  (`Retry-After`). Submissions too, for they have an Idempotency-Key.
 - Streams go on behind the last event that was received, however often the connection is lost.
 - What the server refuses raises `ApiError`, with the problem that it named.
 """
@@ -14,7 +15,7 @@ import hashlib
 import json
 import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -72,7 +73,8 @@ CONNECT_TIMEOUT_S = 5.0
 READ_TIMEOUT_S = 60.0
 STREAM_SILENCE_S = 45.0
 """Three times what the server lets pass between two pings: then the connection is taken for lost."""
-ATTEMPTS = 5
+PATIENCE_S = 60.0
+"""How long a server that does not answer is asked again: longer than one takes to start anew."""
 RETRY_BASE_S, RETRY_MAX_S = 0.2, 5.0
 _AGAIN = (502, 503, 504)
 PAGE = 100
@@ -104,12 +106,25 @@ class ApiError(ClientError):
 
 
 class Client:
-    """One server, as one key sees it. Threads may share it."""
+    """One server, as one key sees it. Threads may share it.
 
-    def __init__(self, url: str, key: str, *, transport: httpx.BaseTransport | None = None) -> None:
+    `on_wait` is told why, whenever something is to be asked again.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        key: str,
+        *,
+        patience_s: float = PATIENCE_S,
+        on_wait: Callable[[str], None] = lambda _: None,
+        transport: httpx.BaseTransport | None = None,
+    ) -> None:
         headers = {"authorization": f"Bearer {key}"} if key else {}
         timeout = httpx.Timeout(READ_TIMEOUT_S, connect=CONNECT_TIMEOUT_S)
         self.url = url.rstrip("/")
+        self._patience_s = patience_s
+        self._on_wait = on_wait
         self._http = httpx.Client(base_url=self.url, headers=headers, timeout=timeout, transport=transport)
 
     def __enter__(self) -> Self:
@@ -278,20 +293,12 @@ class Client:
         self._request("DELETE", f"/v1/uploads/{_part(upload)}")
 
     def _send(self, path: str, file: Path) -> Upload:
-        for attempt in range(ATTEMPTS):
-            last = attempt + 1 == ATTEMPTS
-            try:
-                with file.open("rb") as content:
-                    size = {"content-length": str(file.stat().st_size), "content-type": "application/octet-stream"}
-                    answer = self._http.put(path, content=content, headers=size)
-            except httpx.HTTPError as error:
-                if last:
-                    raise ServerUnreachable(f"{self.url}: {error or type(error).__name__}") from error
-            else:
-                if answer.status_code not in _AGAIN or last:
-                    return _read(Upload, _checked(answer))
-            time.sleep(min(RETRY_BASE_S * 2**attempt, RETRY_MAX_S))
-        raise AssertionError("unreachable")
+        def sent() -> httpx.Response:
+            with file.open("rb") as content:
+                size = {"content-length": str(file.stat().st_size), "content-type": "application/octet-stream"}
+                return self._http.put(path, content=content, headers=size)
+
+        return _read(Upload, self._asked(sent))
 
     # Projects, keys, the audit log
 
@@ -372,40 +379,54 @@ class Client:
     def _request(
         self, method: str, path: str, content: str | None = None, headers: Mapping[str, str] | None = None
     ) -> httpx.Response:
-        """Ask until there is an answer, a few times. Raises `ClientError`."""
+        """Raises `ClientError`."""
         said = {**(headers or {}), **({"content-type": "application/json"} if content is not None else {})}
-        for attempt in range(ATTEMPTS):
-            last = attempt + 1 == ATTEMPTS
+        return self._asked(
+            lambda: self._http.request(method, path, content=content, headers=said), repeatable=method != "PATCH"
+        )
+
+    def _asked(self, ask: Callable[[], httpx.Response], *, repeatable: bool = True) -> httpx.Response:
+        """Ask until there is an answer, or patience ends. What is not repeatable is, where it never arrived.
+
+        Raises `ClientError`.
+        """
+        patience = _Patience(self._patience_s, self._on_wait)
+        while True:
             try:
-                answer = self._http.request(method, path, content=content, headers=said)
+                answer = ask()
             except httpx.HTTPError as error:
-                if last or (method == "PATCH" and not isinstance(error, httpx.ConnectError)):
-                    raise ServerUnreachable(f"{self.url}: {error or type(error).__name__}") from error
+                again = repeatable or isinstance(error, httpx.ConnectError)
+                if not again or not patience.wait(f"{self.url}: {_words(error)}"):
+                    raise ServerUnreachable(f"{self.url}: {_words(error)}") from error
             else:
-                if answer.status_code not in _AGAIN or last:
+                later = answer.status_code in _AGAIN or (answer.status_code == 429 and "retry-after" in answer.headers)
+                if not later or not patience.wait(f"{self.url}: HTTP {answer.status_code}", _retry_after_s(answer)):
                     return _checked(answer)
-            time.sleep(min(RETRY_BASE_S * 2**attempt, RETRY_MAX_S))
-        raise AssertionError("unreachable")
 
     def _stream(
         self, path: str, after: str, asked: Mapping[str, str], final: str
     ) -> Iterator[tuple[str, str, dict[str, Any]]]:
         """The events of a stream: id, type, data. A connection that is lost is made again, behind the last event; so is
         one that ends before the `final` type of event, if there is one."""
-        failures, asking = 0, dict(asked)
+        patience, asking = _Patience(self._patience_s, self._on_wait), dict(asked)
         timeout = httpx.Timeout(STREAM_SILENCE_S, connect=CONNECT_TIMEOUT_S)
         while True:
             headers = {"last-event-id": after} if after else {}
+            lost, wait_s = f"{self.url}: {path} ends again and again before its end", 0.0
+            began_s = time.monotonic()
             try:
                 with self._http.stream("GET", path, params=asking, headers=headers, timeout=timeout) as answer:
                     if answer.status_code == 204:
                         return
-                    if answer.status_code not in _AGAIN:
+                    if answer.status_code in _AGAIN:
+                        lost, wait_s = f"{self.url}: HTTP {answer.status_code}", _retry_after_s(answer)
+                    else:
                         if answer.status_code != 200:
                             answer.read()
                         _checked(answer)
                         for id_, kind, data in _sse(answer.iter_lines()):
-                            failures, after = 0, id_ or after
+                            patience.begin()
+                            after = id_ or after
                             if after:
                                 asking.pop("tail", None)
                             yield id_, kind, data
@@ -414,12 +435,47 @@ class Client:
                         if not final:
                             return
             except httpx.HTTPError as error:
-                if failures + 1 >= ATTEMPTS:
-                    raise ServerUnreachable(f"{self.url}: {error or type(error).__name__}") from error
-            failures += 1
-            if failures >= ATTEMPTS:
-                raise ServerUnreachable(f"{self.url}: {path} ends again and again before its end")
-            time.sleep(min(RETRY_BASE_S * 2**failures, RETRY_MAX_S))
+                lost = f"{self.url}: {_words(error)}"
+            if time.monotonic() - began_s > RETRY_MAX_S:
+                patience.begin()
+            if not patience.wait(lost, wait_s):
+                raise ServerUnreachable(lost)
+
+
+class _Patience:
+    """How long a server is asked again that does not answer, with growing waits."""
+
+    def __init__(self, patience_s: float, on_wait: Callable[[str], None]) -> None:
+        self._patience_s = patience_s
+        self._on_wait = on_wait
+        self.begin()
+
+    def begin(self) -> None:
+        """It has answered."""
+        self._failures = 0
+        self._until_s: float | None = None
+
+    def wait(self, why: str, least_s: float = 0.0) -> bool:
+        """Wait until it is time to ask again; at once False where patience ends before that."""
+        wait_s = max(least_s, min(RETRY_BASE_S * 2**self._failures, RETRY_MAX_S))
+        if self._until_s is None:
+            self._until_s = time.monotonic() + self._patience_s
+        if time.monotonic() + wait_s > self._until_s:
+            return False
+        self._failures += 1
+        self._on_wait(why)
+        time.sleep(wait_s)
+        return True
+
+
+def _words(error: httpx.HTTPError) -> str:
+    return str(error) or type(error).__name__
+
+
+def _retry_after_s(answer: httpx.Response) -> float:
+    """How long the server asks to be left alone. A date is left to the growing waits."""
+    said = answer.headers.get("retry-after", "")
+    return float(said) if said.isdecimal() and len(said) < 6 else 0.0
 
 
 def upload_files(source: Path) -> list[tuple[UploadFile, Path]]:

@@ -15,6 +15,12 @@ NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 Name = Annotated[str, Field(pattern=NAME)]
 
 
+Whole = Annotated[int, Field(strict=True)]
+Number = Annotated[float, Field(strict=True)]
+YesNo = Annotated[bool, Field(strict=True)]
+"""What bodies have: JSON's own kinds, so that `true` is no number, and `"1"` neither."""
+
+
 class _Resource(BaseModel):
     model_config = ConfigDict(extra="ignore")
 
@@ -144,9 +150,9 @@ class Submission(_RequestBody):
     config: dict[str, Any]
     providers: list[Name] = Field(default=[], max_length=32)
     project: str | None = Field(default=None, description="for keys of no project: where the run belongs")
-    max_restarts: int = Field(default=10, ge=0, le=1000, description="times that its process may die and be resumed")
-    budget_usd: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    caps: dict[Name, Annotated[int, Field(ge=0, le=1_000_000)]] = Field(
+    max_restarts: Whole = Field(default=10, ge=0, le=1000, description="times that its process may die and be resumed")
+    budget_usd: Number | None = Field(default=None, gt=0, allow_inf_nan=False)
+    caps: dict[Name, Annotated[int, Field(strict=True, ge=0, le=1_000_000)]] = Field(
         default={}, description="most GPUs at once, by provider"
     )
     labels: dict[Name, Annotated[str, Field(max_length=256)]] = Field(default={}, max_length=32)
@@ -176,22 +182,22 @@ class DryRun(_Resource):
 class RunChange(_RequestBody):
     """What of a run may be edited; what is left out stays."""
 
-    budget_usd: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    caps: dict[Name, Annotated[int, Field(ge=0, le=1_000_000)]] | None = None
+    budget_usd: Number | None = Field(default=None, gt=0, allow_inf_nan=False)
+    caps: dict[Name, Annotated[int, Field(strict=True, ge=0, le=1_000_000)]] | None = None
     labels: dict[Name, Annotated[str, Field(max_length=256)]] | None = Field(default=None, max_length=32)
 
 
 class StopRequest(_RequestBody):
     """How a run is to be stopped: after a checkpoint, or with `force` at once."""
 
-    force: bool = False
+    force: YesNo = False
 
 
 class ResumeRequest(_RequestBody):
     """With what a run is to go on."""
 
-    budget_usd: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    steps: int | None = Field(default=None, ge=1, le=2**31, description="train up to this many steps")
+    budget_usd: Number | None = Field(default=None, gt=0, allow_inf_nan=False)
+    steps: Whole | None = Field(default=None, ge=1, le=2**31, description="train up to this many steps")
 
 
 class RunBudget(_Resource):
@@ -514,11 +520,11 @@ class NewKey(_RequestBody):
     name: Name
     role: AccessRole = AccessRole.RUNNER
     project: str | None = Field(default=None, description="for keys of no project: where the new one belongs")
-    server_wide: bool = Field(default=False, description="of no project; only such a key may make one")
+    server_wide: YesNo = Field(default=False, description="of no project; only such a key may make one")
     scopes: list[str] = Field(
         default=[], max_length=64, description="actions it is limited to; all of its role's unless given"
     )
-    expires_in_s: int | None = Field(default=None, ge=1, le=10 * 366 * 86_400)
+    expires_in_s: Whole | None = Field(default=None, ge=1, le=10 * 366 * 86_400)
 
 
 class NewOwnKey(_RequestBody):
@@ -527,7 +533,7 @@ class NewOwnKey(_RequestBody):
     name: Name
     role: AccessRole | None = Field(default=None, description="one's own unless given; never more")
     scopes: list[str] = Field(default=[], max_length=64, description="actions it is limited to")
-    expires_in_s: int = Field(default=90 * 86_400, ge=1, le=366 * 86_400)
+    expires_in_s: Whole = Field(default=90 * 86_400, ge=1, le=366 * 86_400)
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = Field(
         default=None, description="of a secret that somebody has made already, so that no answer has to bring it"
     )
@@ -559,7 +565,7 @@ class UploadFile(_RequestBody):
     """A file of an upload, with the size and the SHA-256 that it must have."""
 
     path: UploadPath
-    bytes: int = Field(ge=0, le=2**44)
+    bytes: Whole = Field(ge=0, le=2**44)
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
 
 
@@ -634,7 +640,7 @@ class WebhookChange(_RequestBody):
 
     url: WebhookUrl | None = None
     events: WebhookEvents | None = None
-    enabled: bool | None = None
+    enabled: YesNo | None = None
 
 
 class WebhookDelivery(_Resource):

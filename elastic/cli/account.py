@@ -5,11 +5,13 @@ from pathlib import Path
 
 import msgspec
 
-from elastic.client import Client
+from elastic.cli.output import say
+from elastic.client import PATIENCE_S, Client
 from elastic.config import ConfigError
 from elastic.files import write_whole
 
 URL_VARIABLE, KEY_VARIABLE = "ELASTIC_API_URL", "ELASTIC_API_KEY"
+PATIENCE_VARIABLE = "ELASTIC_API_PATIENCE_S"
 
 
 class Login(msgspec.Struct, frozen=True):
@@ -57,5 +59,24 @@ def account() -> Login:
 
 def connected() -> Client:
     """The server that this user is logged in to. Raises `ConfigError`."""
-    found = account()
-    return Client(found.url, found.key)
+    found, told = account(), list[str]()
+
+    def waits(why: str) -> None:
+        if not told:
+            told.append(why)
+            say(f"{why}; asking again for up to {patience_s:g} s")
+
+    patience_s = patience()
+    return Client(found.url, found.key, patience_s=patience_s, on_wait=waits)
+
+
+def patience() -> float:
+    """How long a server that does not answer is asked again. Raises `ConfigError`."""
+    text = os.environ.get(PATIENCE_VARIABLE, "")
+    try:
+        found = float(text) if text else PATIENCE_S
+    except ValueError:
+        found = -1.0
+    if not 0.0 <= found < float("inf"):
+        raise ConfigError(f"{PATIENCE_VARIABLE}: found {text!r}; allowed: seconds, such as {PATIENCE_S:g}")
+    return found

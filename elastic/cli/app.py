@@ -54,6 +54,7 @@ app.command()(hosted.logs)
 app.command()(hosted.stop)
 app.command()(hosted.serve)
 app.command()(hosted.runner)
+app.command()(hosted.support_bundle)
 
 
 def main() -> None:

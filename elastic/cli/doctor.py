@@ -35,8 +35,7 @@ class Finding(msgspec.Struct, frozen=True):
 
 def doctor_command(config: Config | None, *, as_json: bool) -> int:
     """Returns the exit code. With a configuration its limits are looked at too."""
-    findings = [_python(), *_packages(), _device(), _cores(), _room(), *_entry_points()]
-    findings += _limits(config) if config is not None else []
+    findings = findings_of(config)
     healthy = all(finding.ok for finding in findings)
     if as_json:
         emit({"healthy": healthy, "findings": findings})
@@ -48,6 +47,12 @@ def doctor_command(config: Config | None, *, as_json: bool) -> int:
             table.add_row(judged, finding.what, finding.found, hint)
         Console().print(table)
     return 0 if healthy else EXIT_FAILED
+
+
+def findings_of(config: Config | None) -> list[Finding]:
+    """What is looked at, and what was found."""
+    findings = [_python(), *_packages(), _device(), _cores(), _room(), *_entry_points()]
+    return findings + (_limits(config) if config is not None else [])
 
 
 def _limits(config: Config) -> list[Finding]:

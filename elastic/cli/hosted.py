@@ -498,3 +498,23 @@ def runner(
     from elastic.cli.serve import runner_command
 
     runner_command(home, database, fair_share_period_s)
+
+
+def support_bundle(
+    home: Home = Path("elastic-server"),
+    database: Database = "",
+    url: Annotated[str, typer.Option(help="Where the server listens: asks whether it is ready.")] = "",
+    log: Annotated[
+        list[Path] | None, typer.Option(metavar="FILE", help="The server's or the runner's own log; its end is taken.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Where to; a new file here unless given.")
+    ] = None,
+) -> None:
+    """Gather what somebody needs who is to help with a server: versions, health, runs' conditions, logs; no secrets.
+
+    Example: elastic support-bundle --home /var/lib/elastic --log /var/log/elastic.log
+    """
+    from elastic.cli.serve import support_command
+
+    support_command(home, database, url, log or [], output)

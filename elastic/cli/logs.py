@@ -29,6 +29,7 @@ def log_to(descriptor: int) -> None:
     """Structured logs of this process go to an open file from now on."""
     structlog.configure(
         processors=[
+            structlog.contextvars.merge_contextvars,
             structlog.processors.TimeStamper(fmt="iso"),
             structlog.processors.add_log_level,
             structlog.processors.format_exc_info,

@@ -72,6 +72,9 @@ def _key(pointer: str) -> str:
 
 # elastic api
 
+LOGIN_PATIENCE_S = 3.0
+"""A URL that was mistyped is to be said soon."""
+
 
 def login_command(url: str, *, with_key: bool) -> None:
     """Have somebody sign in, or ask for a key; try it, and keep it."""
@@ -80,7 +83,7 @@ def login_command(url: str, *, with_key: bool) -> None:
     if not key:
         key = "" if with_key else _signed_in_key(url)
     key = key or typer.prompt("key", hide_input=True, err=True)
-    with Client(url, key.strip()) as client:
+    with Client(url, key.strip(), patience_s=LOGIN_PATIENCE_S) as client:
         try:
             me = client.me()
         except ApiError as error:

@@ -3,10 +3,13 @@
 import asyncio
 import importlib.util
 import os
+import time
 from ipaddress import IPv4Network, IPv6Network, ip_network
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import urlsplit
+
+import msgspec
 
 from elastic import compose
 from elastic.cli.output import bad_input, console, say
@@ -167,3 +170,26 @@ def runner_command(home: Path, database: str, fair_share_period_s: float) -> Non
         bad_input(str(group.exceptions[0]))
     except* StoreUnavailable as group:
         bad_input(f"--database: {group.exceptions[0]}")
+
+
+@compose.private()
+def support_command(home: Path, database: str, url: str, logs: list[Path], output: Path | None) -> None:
+    """Write a bundle, and say what could not be had of it."""
+    try:
+        from elastic.server.settings import ServerSettings
+        from elastic.server.support import write_bundle
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"{error}; {MISSING}") from error
+    from elastic.cli.doctor import findings_of
+
+    path = output or Path(time.strftime("elastic-support-%Y%m%d-%H%M%S.tar.gz"))
+    doctor = msgspec.to_builtins(findings_of(None))
+    if not home.is_dir():
+        bad_input(f"--home: {home}: no such directory; allowed: that of a server")
+    try:
+        missing = write_bundle(path, ServerSettings(home=home, database=database), doctor, logs, url)
+    except OSError as error:
+        bad_input(f"--output: {path} cannot be written ({error.strerror})")
+    for one in missing:
+        say(f"not in the bundle: {one}")
+    say(f"wrote {path}; look into it before you send it: it has logs, and paths of this machine")

@@ -8,6 +8,7 @@
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -49,35 +50,42 @@ class Segment:
 
     def __init__(self, journals: Sequence[JournalReader], begun_ns: Nanoseconds, prefix: str, undone_from: float):
         self.begun_ns = begun_ns
-        self.end_ns = begun_ns + max(journal.last_ns() for journal in journals)
-        self._journals = journals
+        self.journals = journals
         self.prefix = prefix
-        self._undone_from = undone_from
+        self.undone_from = undone_from
+
+    @functools.cached_property
+    def end_ns(self) -> Nanoseconds:
+        return self.begun_ns + max(journal.last_ns() for journal in self.journals)
 
     def meta(self) -> dict[str, str]:
-        return {key: value for journal in self._journals for key, value in journal.meta().items()}
+        return {key: value for journal in self.journals for key, value in journal.meta().items()}
 
     def rows(self, kind: type[R]) -> list[R]:
         """Records of a kind, as in `JournalReader`."""
-        rows = [row for journal in self._journals for row in journal.rows(kind)]
-        if kind.KEY and len(self._journals) > 1:
+        rows = [row for journal in self.journals for row in journal.rows(kind)]
+        if kind.KEY and len(self.journals) > 1:
             rows = list({getattr(row, kind.KEY): row for row in rows}.values())
         if self.begun_ns or self.prefix:
             rows = [msgspec.structs.replace(row, **self._retold(msgspec.structs.asdict(row))) for row in rows]
-        return [row for row in rows if not isinstance(row, RESULTS) or row.step < self._undone_from]
+        return [row for row in rows if not isinstance(row, RESULTS) or row.step < self.undone_from]
 
     def events_of(self, *kinds: str) -> Iterator[tuple[Nanoseconds, e.Event]]:
         """Events, as in `JournalReader`."""
-        for t_ns, event in (entry for journal in self._journals for entry in journal.events_of(*kinds)):
+        for t_ns, event in (entry for journal in self.journals for entry in journal.events_of(*kinds)):
             yield self.begun_ns + t_ns, msgspec.structs.replace(event, **self._retold(msgspec.structs.asdict(event)))
 
     def books(self) -> list[DeviceBook]:
         """As they were written last."""
-        books = {book.worker: book for journal in self._journals for book in journal.books()}
+        books = {book.worker: book for journal in self.journals for book in journal.books()}
         return [dataclasses.replace(b, **self._retold(dataclasses.asdict(b))) for b in books.values()]
 
-    def samples(self) -> list[tuple[Nanoseconds, RunStatus]]:
-        return [(row.t_ns, row.status) for row in self.rows(SampleRow)]
+    def samples(self, most: int | None = None) -> list[tuple[Nanoseconds, RunStatus]]:
+        """Each with its time; of more than `most` in a journal every so-manieth."""
+        if most is None:
+            return [(row.t_ns, row.status) for row in self.rows(SampleRow)]
+        rows = {row.t_ns: row.status for journal in self.journals for row in journal.thinned(SampleRow, most)}
+        return [(self.begun_ns + t_ns, status) for t_ns, status in rows.items()]
 
     def _retold(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """The fields whose values differ in the whole."""
@@ -97,14 +105,16 @@ class History:
                 chains[-1].append(journal)
             else:
                 chains.append([journal])
-        first_steps = [min(map(_first_step, chain)) for chain in chains[1:]]
+        first_steps = [min(journal.first_step() for journal in chain) for chain in chains[1:]]
         self.segments: list[Segment] = []
-        self.end_ns = 0
         for number, chain in enumerate(chains):
             prefix = f"segment {number + 1}: " if number + 1 < len(chains) else ""
             undone_from = min(first_steps[number:], default=math.inf)
             self.segments.append(Segment(chain, self.end_ns, prefix, undone_from))
-            self.end_ns = self.segments[-1].end_ns
+
+    @property
+    def end_ns(self) -> Nanoseconds:
+        return self.segments[-1].end_ns if self.segments else 0
 
     def rows(self, kind: type[R]) -> list[R]:
         return [row for segment in self.segments for row in segment.rows(kind)]
@@ -132,12 +142,13 @@ class History:
                     book.closed_ns = segment.end_ns
         return books
 
-    def samples(self) -> list[tuple[Nanoseconds, RunStatus]]:
-        """Every segment's samples; tokens and costs of each provider include those of earlier segments."""
+    def samples(self, most: int | None = None) -> list[tuple[Nanoseconds, RunStatus]]:
+        """Every segment's samples; tokens and costs of each provider include those of earlier segments. `most` as in
+        `Segment`."""
         samples: list[tuple[Nanoseconds, RunStatus]] = []
         for segment in self.segments:
             before = samples[-1][1].providers if samples else {}
-            for t_ns, status in segment.samples():
+            for t_ns, status in segment.samples(most):
                 for name, earlier in before.items():
                     provider = status.providers.setdefault(name, ProviderStatus())
                     provider.tokens += earlier.tokens
@@ -151,8 +162,3 @@ def history_of(run: StoredRun) -> Iterator[History]:
     """The whole history of a run. Raises `JournalError` where a journal of it cannot be read."""
     with run.journals() as journals:
         yield History(run.name, journals)
-
-
-def _first_step(journal: JournalReader) -> float:
-    """The first step with a result."""
-    return min((row.step for kind in (StepRow, GroupRow) for row in journal.rows(kind)), default=math.inf)

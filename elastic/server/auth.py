@@ -3,12 +3,13 @@
 import base64
 import binascii
 import hmac
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Annotated
 
 import sqlalchemy as sa
 from fastapi import Depends, Request
+from fastapi.concurrency import run_in_threadpool
 
 from elastic.resources import AccessRole
 from elastic.server.permissions import Action, actions_of
@@ -106,12 +107,14 @@ def _member_caller(member: sa.RowMapping, csrf_token: str) -> Caller:
 CallerDep = Annotated[Caller, Depends(caller_of)]
 
 
-def requires(action: Action) -> Callable[..., None]:
+def requires(action: Action) -> Callable[..., Awaitable[None]]:
     """A dependency that lets pass only who may do this; whoever else is noted in the audit log."""
 
-    def check(request: Request, caller: CallerDep, state: Annotated[ServerState, Depends(state_of)]) -> None:
-        if action in caller.actions:
-            return
+    async def check(request: Request, caller: CallerDep, state: Annotated[ServerState, Depends(state_of)]) -> None:
+        if action not in caller.actions:
+            await run_in_threadpool(refuse, request, caller, state)
+
+    def refuse(request: Request, caller: Caller, state: ServerState) -> None:
         with state.store.writing() as tx:
             audit.write(
                 tx,

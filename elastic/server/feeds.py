@@ -6,6 +6,7 @@ Each follower pulls at its own pace: one that reads slowly holds nothing back an
 import asyncio
 import bisect
 import contextlib
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
@@ -13,12 +14,15 @@ import structlog
 
 from elastic.resources import RunEvent
 from elastic.runtime.journal import JournalError
-from elastic.server.journal_events import EventLog, Position
+from elastic.server.journal_events import EventBatch, EventLog, Position
+from elastic.server.journals import Version, version_of
 
 log = structlog.get_logger(__name__)
 
 KEPT_EVENTS = 2_000
 """The newest events that are served from memory."""
+ASK_EVERY = 5
+"""Looks at a journal for each time that the store is asked whether its run is over."""
 
 
 class RunFeed:
@@ -26,6 +30,7 @@ class RunFeed:
 
     def __init__(self, run_dir: Path, interval_s: float, ended: Callable[[], Awaitable[bool]]) -> None:
         self.log = EventLog(run_dir)
+        self._run_dir = run_dir
         self.followers = 0
         self.over = False
         """Nothing more will come."""
@@ -41,17 +46,26 @@ class RunFeed:
         """Look at the journal until it is over, or cancelled."""
         position = await self._reading(self.log.end)
         self._floor = position
+        version: Version | None = None
+        asked_s = 0.0
         while True:
-            batch = await self._reading(lambda at=position: self.log.read(at))
+            now_version = await self._reading(lambda: version_of(self._run_dir))
+            if now_version is not None and now_version == version:
+                batch = EventBatch([], position, True)
+            else:
+                batch = await self._reading(lambda at=position: self.log.read(at))
+                version = now_version if batch.whole else None
             position = batch.position
             if batch.events:
                 self._keep(batch.events)
-            elif batch.whole and await self._ended():
-                # What was written between the last look and the end of the run comes first.
-                batch = await self._reading(lambda at=position: self.log.read(at))
-                position = batch.position
-                self._keep(batch.events)
-                self.over = batch.whole
+            elif batch.whole and time.monotonic() - asked_s > ASK_EVERY * self._interval_s:
+                asked_s = time.monotonic()
+                if await self._ended():
+                    # What was written between the last look and the end of the run comes first.
+                    batch = await self._reading(lambda at=position: self.log.read(at))
+                    position = batch.position
+                    self._keep(batch.events)
+                    self.over = batch.whole
             if batch.events or self.over:
                 async with self._changed:
                     self._changed.notify_all()

@@ -2,7 +2,8 @@
 
 import contextlib
 import json
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -16,8 +17,6 @@ from elastic.report.usage import lease_ends
 from elastic.resources import (
     Checkpoint,
     HostedLease,
-    HostedTrajectory,
-    HostedTrajectoryDetail,
     HostedWorker,
     Metrics,
     RunFigures,
@@ -28,15 +27,31 @@ from elastic.runtime.journal import (
     JournalError,
     JournalReader,
     RunDirectory,
-    Sampled,
     SampleRow,
     StepRow,
-    TrajectoryRow,
 )
 from elastic.runtime.status import RunStatus
 from elastic.server.clock import rfc3339
 
 CHECKPOINTS = "checkpoints"
+WRITTEN = ("", "-wal")
+"""What SQLite writes of a journal, by the ends of the names."""
+SETTLED_S = 0.1
+"""Files' times are no finer than some milliseconds: of what was written just now, more may follow under one time."""
+
+Version = tuple[tuple[str, int, int], ...]
+
+
+def version_of(run_dir: Path) -> Version | None:
+    """Another one whenever something was written to the run's journals; None for what was written just now."""
+    found: list[tuple[str, int, int]] = []
+    for path in RunDirectory(run_dir).journal_paths():
+        for suffix in WRITTEN:
+            with contextlib.suppress(FileNotFoundError):
+                stat = path.with_name(path.name + suffix).stat()
+                found.append((path.name + suffix, stat.st_size, stat.st_mtime_ns))
+    newest_ns = max((mtime_ns for *_, mtime_ns in found), default=0)
+    return None if time.time_ns() - newest_ns < SETTLED_S * NS_PER_S else tuple(found)
 
 
 def figures_of(run_dir: Path, former: int = 0) -> RunFigures | None:
@@ -80,9 +95,9 @@ def _with_earlier(figures: RunFigures, earlier: RunFigures) -> RunFigures:
 
 def metrics_of(run: str, run_dir: Path, samples_max: int) -> Metrics:
     """The run's series. Of more than `samples_max` samples every so-manieth is told. Raises `JournalError`."""
-    with _history(run_dir) as history:
+    with history_in(run_dir) as history:
         steps = [_step(row) for row in history.rows(StepRow)]
-        samples = [status for _, status in history.samples()]
+        samples = [status for _, status in history.samples(samples_max)]
     return Metrics(run=run, steps=steps, samples=[_figures(status) for status in _thinned(samples, samples_max)])
 
 
@@ -107,58 +122,9 @@ def _step(row: StepRow) -> StepMetrics:
     )
 
 
-def trajectories_of(run_dir: Path) -> list[HostedTrajectory]:
-    """Every trajectory that is over, the newest first. Raises `JournalError`."""
-    with _history(run_dir) as history:
-        rows = history.rows(TrajectoryRow)
-    return [_trajectory(row) for row in reversed(rows)]
-
-
-def trajectory_of(run_dir: Path, name: str, environment: str) -> HostedTrajectoryDetail | None:
-    """One of them, with what was said. Raises `JournalError`."""
-    row = RunDirectory(run_dir).trajectories([name]).get(name)
-    if row is None:
-        return None
-    token_ids = msgspec.msgpack.decode(row.token_ids, type=list[int]) if row.token_ids else []
-    sampled = msgspec.msgpack.decode(row.sampled, type=Sampled) if row.sampled else Sampled([], [], [], 0.0)
-    return HostedTrajectoryDetail(
-        **_trajectory(row).model_dump(),
-        token_ids=token_ids,
-        trained=[bool(mark) for mark in sampled.trained],
-        logprobs=sampled.logprobs,
-        versions=sampled.versions,
-        text=_text(token_ids, environment),
-    )
-
-
-def _text(token_ids: Sequence[int], environment: str) -> str | None:
-    """The tokens in the environment's words; None where its words are not known."""
-    point = compose.installed("elastic.environments").get(environment)
-    if point is None:
-        return None
-    words: Sequence[str] = point.load().vocabulary
-    known = all(token_id < len(words) for token_id in token_ids)
-    return "".join(words[token_id] for token_id in token_ids) if known else None
-
-
-def _trajectory(row: TrajectoryRow) -> HostedTrajectory:
-    return HostedTrajectory(
-        id=row.trajectory,
-        step=row.step,
-        group=row.group,
-        reward=row.reward,
-        cause=row.cause,
-        turns=row.turns,
-        policy_tokens=row.policy_tokens,
-        truncated=row.truncated,
-        started_s=row.started_ns / NS_PER_S,
-        ended_s=row.ended_ns / NS_PER_S,
-    )
-
-
 def workers_of(run_dir: Path) -> list[HostedWorker]:
     """Every worker that the run has or had, the newest first. Raises `JournalError`."""
-    with _history(run_dir) as history:
+    with history_in(run_dir) as history:
         books = history.books()
     return [_worker(book) for book in reversed(books)]
 
@@ -178,7 +144,7 @@ def _worker(book: DeviceBook) -> HostedWorker:
 
 def leases_of(run_dir: Path) -> list[HostedLease]:
     """Every lease that the run has or had, the newest first. Raises `JournalError`."""
-    with _history(run_dir) as history:
+    with history_in(run_dir) as history:
         books, end_ns = history.books(), history.end_ns
         causes = {end.lease: end.cause for end in lease_ends(history, books)}
     by_lease: dict[str, list[DeviceBook]] = {}
@@ -225,7 +191,7 @@ def environment_of(config: str) -> str:
 
 
 @contextlib.contextmanager
-def _history(run_dir: Path):
+def history_in(run_dir: Path) -> Iterator[History]:
     """The run's history; an empty one before it has a journal. Raises `JournalError`."""
     directory = RunDirectory(run_dir)
     if not directory.journal_paths():

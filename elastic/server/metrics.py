@@ -1,4 +1,8 @@
-"""Metrics in Prometheus' text format. Labels have few values: projects, phases, providers, and runs while they live."""
+"""Metrics in Prometheus' text format. Labels have few values: projects, phases, providers, and runs while they live.
+
+What is known of runs' engines stands a second time under vLLM's names, for boards and controllers that look for these:
+a run's workers of one provider are one engine, and the run's name is the model's.
+"""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -22,6 +26,10 @@ _PROVIDER_GAUGES: Mapping[str, tuple[str, str]] = {
     "elastic_provider_workers_booting": ("booting", "workers on their way"),
     "elastic_provider_cost_dollars": ("usd", "what its leases have cost"),
     "elastic_provider_dollars_per_hour": ("usd_per_hour", "price of what is held now"),
+}
+_VLLM: Mapping[str, tuple[str, str, str]] = {
+    "vllm:num_requests_running": ("gauge", "running_turns", "turns in execution"),
+    "vllm:generation_tokens_total": ("counter", "tokens", "accepted tokens"),
 }
 
 
@@ -60,16 +68,30 @@ def exposition(store: Store, project: str | None) -> str:
             for provider, one in figures.providers.items()
         )
         lines += _family(name, words, by_provider)
-    return "\n".join(lines) + "\n"
+    for name, (kind, field, words) in _VLLM.items():
+        by_engine = (
+            (_engine(row, provider), getattr(one, field))
+            for row, figures in read
+            for provider, one in figures.providers.items()
+        )
+        lines += _family(name, words, by_engine, kind)
+    waiting = ((_engine(row, "queue"), figures.queued_turns) for row, figures in read)
+    lines += _family("vllm:num_requests_waiting", "turns that wait for a worker", waiting)
+    return "".join(f"{line}\n" for line in lines)
 
 
 def _labels(row: sa.RowMapping) -> str:
     return f'project="{_escaped(row["project"])}",run="{row["id"]}",name="{_escaped(row["name"])}"'
 
 
-def _family(name: str, words: str, values: Iterable[tuple[str, float | None]]) -> Iterable[str]:
-    told = [f"{name}{{{labels}}} {value:g}" for labels, value in values if value is not None]
-    return [f"# HELP {name} {words}", f"# TYPE {name} gauge", *told] if told else []
+def _engine(row: sa.RowMapping, engine: str) -> str:
+    model, run = _escaped(row["name"]), row["id"]
+    return f'model_name="{model}",engine="{_escaped(engine)}",run="{run}"'
+
+
+def _family(name: str, words: str, values: Iterable[tuple[str, float | None]], kind: str = "gauge") -> Iterable[str]:
+    told = [f"{name}{{{labels}}} {value:.15g}" for labels, value in values if value is not None]
+    return [f"# HELP {name} {words}", f"# TYPE {name} {kind}", *told] if told else []
 
 
 def _escaped(value: str) -> str:

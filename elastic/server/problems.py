@@ -9,6 +9,7 @@ from fastapi.encoders import jsonable_encoder
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
+from starlette.routing import compile_path
 
 from elastic.resources import Problem, ProblemError
 from elastic.server.store import StoreUnavailable
@@ -164,7 +165,17 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     def _http(request: Request, error: HTTPException) -> Response:  # pyright: ignore[reportUnusedFunction]
         kind = _BY_STATUS.get(error.status_code, "internal" if error.status_code >= 500 else "invalid-request")
-        return problem_response(request, ApiProblem(kind, str(error.detail), headers=error.headers))
+        headers = {name.lower(): value for name, value in (error.headers or {}).items()}
+        if error.status_code == 405 and (allowed := _allowed(request)):
+            headers["allow"] = allowed
+        return problem_response(request, ApiProblem(kind, str(error.detail), headers=headers))
+
+
+def _allowed(request: Request) -> str:
+    """What can be done at this path: each route knows its own methods only."""
+    described = request.app.openapi()["paths"].items()
+    matching = (item for path, item in described if compile_path(path)[0].match(request.url.path))
+    return ", ".join(sorted({method.upper() for item in matching for method in item}))
 
 
 def _pointer(location: tuple[int | str, ...]) -> str:

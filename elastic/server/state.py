@@ -6,8 +6,10 @@ from typing import cast
 
 from fastapi import Request
 
+from elastic.server.answers import KeptAnswers
 from elastic.server.feeds import Feeds
 from elastic.server.oidc import IdentityProvider
+from elastic.server.request_log import RequestFigures
 from elastic.server.settings import ServerSettings
 from elastic.server.store import Store
 
@@ -24,7 +26,10 @@ class ServerState:
     """Whom people sign in with, if with anybody."""
     ready: Callable[[], list[str]] = field(default=list)
     """What keeps the server from doing its work; nothing, if it does."""
+    requests: RequestFigures = field(default_factory=RequestFigures)
+    answers: KeptAnswers = field(default_factory=KeptAnswers)
 
 
-def state_of(request: Request) -> ServerState:
+async def state_of(request: Request) -> ServerState:
+    """No thread is needed for this."""
     return cast(ServerState, request.app.state.server)

@@ -127,7 +127,8 @@ def test_what_is_refused_says_why(url: str, site: Site, submission: Callable[...
 
 def test_what_is_no_server_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_module, "RETRY_BASE_S", 0.001)
-    with Client("http://127.0.0.1:1", "k") as nobody, pytest.raises(ServerUnreachable, match=r"127\.0\.0\.1:1"):
+    nobody = Client("http://127.0.0.1:1", "k", patience_s=0.02)
+    with nobody, pytest.raises(ServerUnreachable, match=r"127\.0\.0\.1:1"):
         nobody.me()
     page = httpx.MockTransport(lambda _: httpx.Response(200, html="<p>another site</p>"))
     with (
@@ -135,3 +136,51 @@ def test_what_is_no_server_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.raises(ServerUnreachable, match="no elastic server"),
     ):
         other.me()
+
+
+def test_a_server_that_starts_anew_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By time, not by count; no sooner than it says; and not for ever."""
+    slept: list[float] = []
+    now_s = [0.0]
+
+    def sleep(for_s: float) -> None:
+        slept.append(for_s)
+        now_s[0] += for_s
+
+    monkeypatch.setattr(client_module.time, "sleep", sleep)
+    monkeypatch.setattr(client_module.time, "monotonic", lambda: now_s[0])
+    waits: list[str] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if now_s[0] < 20:
+            raise httpx.ConnectError("refused", request=request)
+        if now_s[0] < 45:
+            return httpx.Response(503, headers={"retry-after": "7"})
+        return httpx.Response(200, json={"version": "1"})
+
+    starting = Client("http://starting", "k", transport=httpx.MockTransport(answer), on_wait=waits.append)
+    with starting:
+        assert starting.info().version == "1"
+    assert len(slept) > 5, "five refusals in a row are no reason to give up"
+    assert slept[-1] == 7
+    assert waits[0] == "http://starting: refused"
+    assert len(waits) == len(slept)
+    now_s[0], slept[:] = -1_000.0, []
+    with (
+        Client("http://starting", "k", transport=httpx.MockTransport(answer), patience_s=30) as impatient,
+        pytest.raises(ServerUnreachable, match="refused"),
+    ):
+        impatient.info()
+    assert sum(slept) <= 30 < sum(slept) + client_module.RETRY_MAX_S
+
+
+def test_what_is_refused_for_good_is_asked_once() -> None:
+    asked: list[str] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append(request.method)
+        return httpx.Response(429, json={})
+
+    with Client("http://full", "k", transport=httpx.MockTransport(answer)) as client, pytest.raises(ApiError):
+        client.info()
+    assert asked == ["GET"]

@@ -122,3 +122,8 @@ def test_another_name_is_not_this_server(shared_site: Site) -> None:
 
 def all_runs(client: Any) -> list[dict[str, Any]]:
     return client.get("/v1/runs", params={"limit": 100}).json()["data"]
+
+
+def test_what_can_be_done_is_said(shared_site: Site) -> None:
+    answer = shared_site.client().request("OPTIONS", "/v1/keys/key_x")
+    assert (answer.status_code, answer.headers["allow"]) == (405, "DELETE, GET")

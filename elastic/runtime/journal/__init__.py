@@ -18,6 +18,8 @@ from elastic.runtime.journal.records import (
     SampleRow,
     StepRow,
     StepWeights,
+    TrajectoryFilter,
+    TrajectoryPlace,
     TrajectoryRow,
     TurnRow,
 )

@@ -1,6 +1,7 @@
 """Reading a journal: its tables as records, its events as the core took them."""
 
 import errno
+import math
 import os
 import sqlite3
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -17,7 +18,7 @@ from elastic.core.ledger import DeviceBook
 from elastic.core.types import Nanoseconds
 from elastic.runtime.journal.frames import FRAME, read_frame
 from elastic.runtime.journal.migrations import MIGRATIONS, migrated
-from elastic.runtime.journal.records import TABLES, BookRow, NoteRow
+from elastic.runtime.journal.records import TABLES, BookRow, NoteRow, TrajectoryFilter, TrajectoryPlace, TrajectoryRow
 from elastic.runtime.journal.tables import R
 from elastic.runtime.journal.writer import SCHEMA_VERSION, JournalError, no_room
 
@@ -90,6 +91,43 @@ class JournalReader:
         """The record of a kind that was written last."""
         with self._reading():
             return TABLES[kind].last(self._connection)
+
+    def thinned(self, kind: type[R], most: int) -> list[R]:
+        """Of more than `most` records of a kind every so-manieth, and always the last. Only these are read."""
+        table = TABLES[kind]
+        with self._reading():
+            rows = [row for (row,) in self._connection.execute(f'SELECT rowid FROM "{table.name}" ORDER BY rowid')]
+            stride = max(1, -(-len(rows) // most))
+            return list(table.read_at(self._connection, [*rows[:-1][::stride], *rows[-1:]]))
+
+    def first_step(self) -> float:
+        """The first step with a result, infinity where none has any."""
+        query = "SELECT MIN(step) FROM (SELECT step FROM steps UNION ALL SELECT step FROM groups)"
+        with self._reading():
+            found = self._connection.execute(query).fetchone()[0]
+        return math.inf if found is None else found
+
+    def trajectory_places(
+        self, wanted: TrajectoryFilter, behind: TrajectoryPlace | None, limit: int
+    ) -> list[TrajectoryPlace]:
+        """Where the wanted trajectories stand, in their order, behind a place of that order."""
+        where, values = wanted.clauses(behind)
+        query = f"SELECT {wanted.rank}, rowid FROM trajectories WHERE {where} ORDER BY 1 DESC, 2 DESC LIMIT ?"
+        with self._reading():
+            return [TrajectoryPlace(*row) for row in self._connection.execute(query, (*values, limit))]
+
+    def trajectory_place(self, wanted: TrajectoryFilter, trajectory: str) -> TrajectoryPlace | None:
+        """Where a trajectory stands in the order of those wanted, itself wanted or not."""
+        query = f"SELECT {wanted.rank}, rowid FROM trajectories WHERE trajectory = ?"
+        with self._reading():
+            row = self._connection.execute(query, (trajectory,)).fetchone()
+        return None if row is None else TrajectoryPlace(*row)
+
+    def trajectories_at(self, places: Sequence[TrajectoryPlace]) -> list[TrajectoryRow]:
+        """The trajectories that stand there, without their tokens."""
+        with self._reading():
+            rows = [place.row for place in places]
+            return list(TABLES[TrajectoryRow].read_at(self._connection, rows, without=("token_ids", "sampled")))
 
     def by_key(self, kind: type[R], keys: Sequence[str]) -> dict[str, R]:
         """Those of a kind's records that have these keys."""

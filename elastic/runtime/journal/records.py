@@ -1,6 +1,7 @@
 """What a journal keeps, one record type a table. A change of these is a new `SCHEMA_VERSION` and a migration."""
 
-from typing import ClassVar
+import math
+from typing import ClassVar, NamedTuple
 
 import msgspec
 
@@ -8,7 +9,7 @@ from elastic import wire
 from elastic.core.ledger import DeviceBook
 from elastic.core.policy import StepRecord
 from elastic.core.types import Nanoseconds, TrajectoryId, TurnId, WorkerId
-from elastic.runtime.journal.tables import JournalRecord, JournalTable
+from elastic.runtime.journal.tables import FLOAT_MAX, JournalRecord, JournalTable
 from elastic.runtime.status import RunStatus
 from functions.base import Call, CallOutcome
 
@@ -92,6 +93,45 @@ class TrajectoryRow(JournalRecord, frozen=True, gc=False):
     token_ids: bytes
     truncated: bool = False
     sampled: bytes = b""
+
+
+class TrajectoryPlace(NamedTuple):
+    """Where a trajectory stands in an order of a journal's: the highest rank first, of equal ones the newest."""
+
+    rank: float
+    row: int
+
+
+class TrajectoryFilter(msgspec.Struct, frozen=True, kw_only=True):
+    """Which trajectories are wanted, the newest first, or those of the highest reward: then unrewarded ones are last.
+
+    Only those of `step`, of steps before `step_end`, and with a reward within the bounds that are set.
+    """
+
+    step: int | None = None
+    step_end: float = math.inf
+    reward_min: float | None = None
+    reward_max: float | None = None
+    by_reward: bool = False
+
+    @property
+    def rank(self) -> str:
+        return f"ifnull(reward, -{FLOAT_MAX})" if self.by_reward else "0.0"
+
+    def clauses(self, behind: TrajectoryPlace | None) -> tuple[str, list[float]]:
+        """The condition, in SQL, and its values."""
+        asked: list[tuple[str, float | None]] = [
+            ("step = ?", self.step),
+            ("step < ?", None if self.step_end == math.inf else self.step_end),
+            ("reward >= ?", self.reward_min),
+            ("reward <= ?", self.reward_max),
+        ]
+        found = [(clause, value) for clause, value in asked if value is not None]
+        clauses, values = [clause for clause, _ in found], [value for _, value in found]
+        if behind is not None:
+            clauses.append(f"({self.rank}, rowid) < (?, ?)" if self.by_reward else "rowid < ?")
+            values += [*([behind.rank] if self.by_reward else []), behind.row]
+        return " AND ".join(clauses) or "1", values
 
 
 class Sampled(msgspec.Struct, frozen=True, array_like=True):

@@ -1,6 +1,6 @@
 """What routes have in common: who calls, which page, what can go wrong, which ETag."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Annotated, Any, TypeVar
 
 import sqlalchemy as sa
@@ -72,10 +72,10 @@ def problem_responses(*kinds: str) -> dict[int | str, dict[str, Any]]:
     return by_status
 
 
-def cursor_of(prefix: str) -> Callable[..., Cursor]:
+def cursor_of(prefix: str) -> Callable[..., Awaitable[Cursor]]:
     """A dependency: the page of a list of things whose ids have this prefix. Raises `ApiProblem`."""
 
-    def cursor(
+    async def cursor(
         limit: Annotated[int, Query(ge=1, le=LIMIT_MAX)] = LIMIT,
         starting_after: Annotated[str | None, Query(max_length=64, description="an entry's id: older ones")] = None,
         ending_before: Annotated[str | None, Query(max_length=64, description="an entry's id: newer ones")] = None,

@@ -27,11 +27,16 @@ HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 LastEventId = Annotated[str | None, Header(max_length=200, description="the id of the last event that was received")]
 After = Annotated[str | None, Query(max_length=200, description="as Last-Event-ID, for who cannot send headers")]
 Follow = Annotated[bool, Query(description="wait for more; with false the stream ends at what is there now")]
+EVENT: dict[str, Any] = {
+    "type": "object",
+    "properties": {"id": {"type": "string"}, "event": {"type": "string"}, "data": {"type": "string"}},
+    "required": ["data"],
+}
 STREAM: dict[str, Any] = {
     "responses": {
         200: {
             "description": "server-sent events; a comment whenever nothing else was sent for 15 s",
-            "content": {"text/event-stream": {"schema": {"type": "string"}}},
+            "content": {"text/event-stream": {"itemSchema": EVENT}},
         },
         204: {"description": "the run has ended, and nothing follows: do not connect again"},
     }
@@ -40,7 +45,7 @@ STREAM: dict[str, Any] = {
 
 def stream_rules(example: str, *problems: str) -> dict[str, Any]:
     said = rules(Action.RUNS_READ, "not-found", *problems)
-    content = {"text/event-stream": {"schema": {"type": "string"}, "example": example}}
+    content = {"text/event-stream": {"itemSchema": EVENT, "example": example}}
     responses = said["responses"] | STREAM["responses"]
     responses[200] = {**responses[200], "content": content}
     return {**said, "responses": responses, "response_class": StreamingResponse}

@@ -55,4 +55,7 @@ async def info(state: StateDep) -> ServerInfo:
 )
 def metrics(caller: CallerDep, state: StateDep) -> Response:
     """Expose metrics for Prometheus: of the server, and of the runs that the key may see."""
-    return Response(exposition(state.store, caller.project), media_type="text/plain; version=0.0.4")
+    # What others ask for is nothing that a project's key sees.
+    requests = [] if caller.project is not None else state.requests.exposition()
+    text = exposition(state.store, caller.project) + "".join(f"{line}\n" for line in requests)
+    return Response(text, media_type="text/plain; version=0.0.4")

@@ -1,6 +1,8 @@
 """What a run has come to: metrics, trajectories, checkpoints, workers, leases, reports."""
 
+import json
 from collections.abc import Callable, Sequence
+from pathlib import Path as FilePath
 from typing import Annotated, Literal, TypeVar
 
 from fastapi import APIRouter, Depends, Path, Query, Request
@@ -16,15 +18,18 @@ from elastic.resources import (
     Listed,
     Metrics,
 )
-from elastic.runtime.journal import JournalError, RunDirectory
+from elastic.runtime.journal import JournalError, RunDirectory, TrajectoryFilter
 from elastic.server import journals
+from elastic.server.answers import Entries
 from elastic.server.permissions import Action
 from elastic.server.problems import ApiProblem, not_found
 from elastic.server.routes.common import RunDep, StateDep, rules
 from elastic.server.routes.runs import RunId
+from elastic.server.state import ServerState
 from elastic.server.store.pages import LIMIT, LIMIT_MAX, Cursor
+from elastic.server.trajectories import NoSuchTrajectory, trajectories_of, trajectory_of
 
-R = TypeVar("R", HostedTrajectory, HostedWorker, HostedLease, Checkpoint)
+R = TypeVar("R", HostedWorker, HostedLease, Checkpoint)
 T = TypeVar("T")
 SAMPLES = 1_000
 
@@ -32,7 +37,7 @@ router = APIRouter(prefix="/v1/runs", tags=["results"])
 CheckpointId = Annotated[str, Path(pattern=r"^[0-9]{1,12}$")]
 
 
-def cursor(
+async def cursor(
     limit: Annotated[int, Query(ge=1, le=LIMIT_MAX)] = LIMIT,
     starting_after: Annotated[str | None, Query(max_length=200, description="an entry's id: what follows it")] = None,
 ) -> Cursor:
@@ -42,12 +47,18 @@ def cursor(
 PageDep = Annotated[Cursor, Depends(cursor)]
 
 
-@router.get("/{run}/metrics", **rules(Action.RUNS_READ, "not-found"))
+@router.get("/{run}/metrics", response_model=Metrics, **rules(Action.RUNS_READ, "not-found"))
 def metrics(
     run: RunId, found: RunDep, state: StateDep, samples: Annotated[int, Query(ge=1, le=SAMPLES)] = SAMPLES
-) -> Metrics:
+) -> Response:
     """Show a run's series: every finished step, and how it stood at up to `samples` moments."""
-    return _read(lambda: journals.metrics_of(run, state.settings.run_dir(run), samples))
+    run_dir = state.settings.run_dir(run)
+
+    def make() -> Entries:
+        return [("", journals.metrics_of(run, run_dir, samples).model_dump_json().encode())]
+
+    ((_, content),) = _read(lambda: state.answers.get(run_dir, f"metrics {samples}", make))
+    return Response(content, media_type="application/json")
 
 
 @router.get("/{run}/trajectories", **rules(Action.RUNS_READ, "not-found", "invalid-cursor"))
@@ -63,11 +74,14 @@ def trajectories(
     order: Annotated[Literal["newest", "reward"], Query(description="`reward`: the highest first")] = "newest",
 ) -> Listed[HostedTrajectory]:
     """Browse what the policy has done, by step and reward."""
-    rows = _read(lambda: journals.trajectories_of(state.settings.run_dir(run)))
-    rows = [row for row in rows if _wanted(row, step, reward_min, reward_max)]
-    if order == "reward":
-        rows.sort(key=lambda row: float("-inf") if row.reward is None else row.reward, reverse=True)
-    return _listed(request, rows, page)
+    by_reward = order == "reward"
+    wanted = TrajectoryFilter(step=step, reward_min=reward_min, reward_max=reward_max, by_reward=by_reward)
+    run_dir = state.settings.run_dir(run)
+    try:
+        data, has_more = _read(lambda: trajectories_of(run_dir, wanted, page.starting_after, page.limit))
+    except NoSuchTrajectory:
+        raise _no_entry(page) from None
+    return Listed(url=request.url.path, data=data, has_more=has_more)
 
 
 @router.get("/{run}/trajectories/{trajectory}", **rules(Action.RUNS_READ, "not-found"))
@@ -76,28 +90,34 @@ def trajectory(
 ) -> HostedTrajectoryDetail:
     """Show a trajectory with its tokens, and its text where the environment has words for them."""
     run_dir, environment = state.settings.run_dir(run), journals.environment_of(found.config)
-    shown = _read(lambda: journals.trajectory_of(run_dir, trajectory, environment))
+    shown = _read(lambda: trajectory_of(run_dir, trajectory, environment))
     if shown is None:
         raise not_found("trajectory", trajectory)
     return shown
 
 
-@router.get("/{run}/workers", **rules(Action.RUNS_READ, "not-found", "invalid-cursor"))
-def workers(run: RunId, request: Request, found: RunDep, state: StateDep, page: PageDep) -> Listed[HostedWorker]:
+@router.get(
+    "/{run}/workers", response_model=Listed[HostedWorker], **rules(Action.RUNS_READ, "not-found", "invalid-cursor")
+)
+def workers(run: RunId, request: Request, found: RunDep, state: StateDep, page: PageDep) -> Response:
     """List a run's workers, past and present, with their GPU time by account."""
-    return _listed(request, _read(lambda: journals.workers_of(state.settings.run_dir(run))), page)
+    return _listed(request, _entries(state, run, "workers", journals.workers_of), page)
 
 
-@router.get("/{run}/leases", **rules(Action.RUNS_READ, "not-found", "invalid-cursor"))
-def leases(run: RunId, request: Request, found: RunDep, state: StateDep, page: PageDep) -> Listed[HostedLease]:
+@router.get(
+    "/{run}/leases", response_model=Listed[HostedLease], **rules(Action.RUNS_READ, "not-found", "invalid-cursor")
+)
+def leases(run: RunId, request: Request, found: RunDep, state: StateDep, page: PageDep) -> Response:
     """List a run's leases, past and present, with what they cost and why they ended."""
-    return _listed(request, _read(lambda: journals.leases_of(state.settings.run_dir(run))), page)
+    return _listed(request, _entries(state, run, "leases", journals.leases_of), page)
 
 
-@router.get("/{run}/checkpoints", **rules(Action.RUNS_READ, "not-found", "invalid-cursor"))
-def checkpoints(run: RunId, request: Request, found: RunDep, state: StateDep, page: PageDep) -> Listed[Checkpoint]:
+@router.get(
+    "/{run}/checkpoints", response_model=Listed[Checkpoint], **rules(Action.RUNS_READ, "not-found", "invalid-cursor")
+)
+def checkpoints(run: RunId, request: Request, found: RunDep, state: StateDep, page: PageDep) -> Response:
     """List the trainer's checkpoints."""
-    return _listed(request, journals.checkpoints_of(state.settings.run_dir(run)), page)
+    return _listed(request, _as_entries(journals.checkpoints_of(state.settings.run_dir(run))), page)
 
 
 @router.get(
@@ -113,11 +133,17 @@ def checkpoint(run: RunId, checkpoint: CheckpointId, found: RunDep, state: State
     return FileResponse(path, media_type="application/octet-stream", filename=f"{run}-{path.name}")
 
 
-@router.get(
-    "/{run}/report",
-    response_class=JSONResponse,
-    **rules(Action.RUNS_READ, "not-found"),
-)
+_REPORT = rules(Action.RUNS_READ, "not-found")
+_REPORT["responses"][200] = {
+    "content": {
+        "application/json": {"example": {"run": "run_01JD3K5T7WQ8M2N4P6R8S0V2X4", "outcome": "finished"}},
+        "text/html": {"schema": {"type": "string"}, "example": "<!doctype html>"},
+        "text/markdown": {"schema": {"type": "string"}, "example": "# frozenlake"},
+    }
+}
+
+
+@router.get("/{run}/report", response_class=JSONResponse, **_REPORT)
 def show_report(
     run: RunId,
     found: RunDep,
@@ -128,35 +154,45 @@ def show_report(
     directory = RunDirectory(state.settings.run_dir(run))
     if not directory.journal_paths():
         raise ApiProblem("not-found", f"{run} has no report yet: its process has not begun")
-    summary = _read(lambda: report.summarise(directory))
+
+    def make() -> Entries:
+        summary = report.summarise(directory)
+        if as_ == "json":
+            return [("", bytes(JSONResponse(report.as_json(summary)).body))]
+        return [("", (report.as_html(summary) if as_ == "html" else report.as_markdown(summary)).encode())]
+
+    ((_, content),) = _read(lambda: state.answers.get(directory.path, f"report {as_}", make))
     if as_ == "html":
         policy = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
-        return HTMLResponse(report.as_html(summary), headers={"content-security-policy": policy})
-    if as_ == "markdown":
-        return Response(report.as_markdown(summary), media_type="text/markdown")
-    return JSONResponse(report.as_json(summary))
+        return HTMLResponse(content, headers={"content-security-policy": policy})
+    return Response(content, media_type="text/markdown" if as_ == "markdown" else "application/json")
 
 
-def _wanted(row: HostedTrajectory, step: int | None, reward_min: float | None, reward_max: float | None) -> bool:
-    if step is not None and row.step != step:
-        return False
-    if reward_min is None and reward_max is None:
-        return True
-    if row.reward is None:
-        return False
-    return (reward_min is None or row.reward >= reward_min) and (reward_max is None or row.reward <= reward_max)
+def _entries(state: ServerState, run: str, what: str, read: Callable[[FilePath], Sequence[R]]) -> Entries:
+    run_dir = state.settings.run_dir(run)
+    return _read(lambda: state.answers.get(run_dir, what, lambda: _as_entries(read(run_dir))))
 
 
-def _listed(request: Request, rows: Sequence[R], page: Cursor) -> Listed[R]:
+def _as_entries(rows: Sequence[R]) -> Entries:
+    return [(row.id, row.model_dump_json().encode()) for row in rows]
+
+
+def _listed(request: Request, entries: Entries, page: Cursor) -> Response:
     """A page of a list that is read whole. Raises `ApiProblem` for a cursor that is not of it."""
     begin = 0
     if page.starting_after:
-        places = {row.id: place for place, row in enumerate(rows)}
-        if page.starting_after not in places:
-            raise ApiProblem("invalid-cursor", f"starting_after: {page.starting_after!r} is of no entry of this list")
-        begin = places[page.starting_after] + 1
+        begin = next((place for place, (id_, _) in enumerate(entries, 1) if id_ == page.starting_after), 0)
+        if not begin:
+            raise _no_entry(page)
     end = begin + page.limit
-    return Listed(url=request.url.path, data=list(rows[begin:end]), has_more=end < len(rows))
+    data = b",".join(content for _, content in entries[begin:end])
+    url, has_more = json.dumps(request.url.path).encode(), b"true" if end < len(entries) else b"false"
+    content = b'{"object":"list","url":%s,"data":[%s],"has_more":%s}' % (url, data, has_more)
+    return Response(content, media_type="application/json")
+
+
+def _no_entry(page: Cursor) -> ApiProblem:
+    return ApiProblem("invalid-cursor", f"starting_after: {page.starting_after!r} is of no entry of this list")
 
 
 def _read(read: Callable[[], T]) -> T:

@@ -107,7 +107,7 @@ def list_runs(
 
 
 @router.get("/{run}", **rules(Action.RUNS_READ, "not-found"))
-def show(run: RunId, found: RunDep, response: Response) -> HostedRunDetail:
+async def show(run: RunId, found: RunDep, response: Response) -> HostedRunDetail:
     """Show a run: its phase, conditions, figures and configuration."""
     response.headers["etag"] = etag_of(found.generation)
     return runs.as_run_detail(found)
@@ -230,7 +230,7 @@ def delete(run: RunId, request: Request, caller: CallerDep, state: StateDep) -> 
 
 
 @router.get("/{run}/budget", **rules(Action.RUNS_READ, "not-found"))
-def budget(run: RunId, found: RunDep) -> RunBudget:
+async def budget(run: RunId, found: RunDep) -> RunBudget:
     """Show what a run may cost, what it has cost, and when the rest is gone with what it holds."""
     figures, own = found.figures, found.budget_usd
     stands, allotted = figures.budget, found.allotted_nano_usd

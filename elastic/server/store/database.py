@@ -21,6 +21,7 @@ STATEMENT_TIMEOUT_S = 15
 """On PostgreSQL, a statement that takes longer is given up, and so is a connection that is silent for so long."""
 WRITERS_LOCK, LEADERS_LOCK = 0x656C6173_00000001, 0x656C6173_00000002
 """Numbers of PostgreSQL's advisory locks: who writes, and who attends to the runs of this database."""
+MIGRATIONS = str(Path(__file__).parent / "migrations")
 DIALECTS = ("sqlite", "postgresql")
 _WRITES = "elastic_writes"
 
@@ -149,7 +150,7 @@ def migrate(store: Store, revision: str = "head") -> None:
     from alembic.script import ScriptDirectory
 
     config = AlembicConfig()
-    config.set_main_option("script_location", str(Path(__file__).parent / "migrations"))
+    config.set_main_option("script_location", MIGRATIONS)
     known = {revision.revision for revision in ScriptDirectory.from_config(config).walk_revisions()}
     with store.writing() as connection:
         found = MigrationContext.configure(connection).get_current_revision()
@@ -161,6 +162,14 @@ def migrate(store: Store, revision: str = "head") -> None:
             connection.execute(sa.text("SET LOCAL statement_timeout = 0"))
         config.attributes["connection"] = connection
         command.upgrade(config, revision)
+
+
+def revisions(connection: sa.Connection) -> tuple[str | None, str | None]:
+    """The revision that the database is of, and this version's."""
+    from alembic.runtime.migration import MigrationContext
+    from alembic.script import ScriptDirectory
+
+    return MigrationContext.configure(connection).get_current_revision(), ScriptDirectory(MIGRATIONS).get_current_head()
 
 
 def _engine(url: str) -> sa.Engine:

@@ -134,9 +134,12 @@ def insert(tx: sa.Connection, new: NewRun, created_by: str, conditions: list[Con
     return made
 
 
+_FIND = sa.select(runs).where(runs.c.id == sa.bindparam("run"), runs.c.wanted != DELETE)
+
+
 def find(connection: sa.Connection, id_: str) -> HostedRunRow | None:
     """A run by its id, unless it is being deleted."""
-    row = connection.execute(sa.select(runs).where(runs.c.id == id_, runs.c.wanted != DELETE)).mappings().first()
+    row = connection.execute(_FIND, {"run": id_}).mappings().first()
     return None if row is None else _record(row)
 
 

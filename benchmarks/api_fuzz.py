@@ -1,0 +1,136 @@
+"""The whole control API, as its OpenAPI describes it, under requests that schemathesis makes up.
+
+A server with its runner, and a project with runs that end by themselves, a webhook, a secret and further keys. All
+phases (examples, coverage, fuzzing, stateful), with all default checks: no 5xx, no answer that the description does not
+have, no authentication that is ignored, what is valid accepted, what is not refused. Schemathesis has an environment of
+its own (`make fuzz`).
+
+What is well formed and still names what is not there, or may not be, is answered 400, and counts as accepted.
+
+- `requests`: that the server answered; `operations`: of the description, tested.
+- `failures`: kinds of failures by operation, and errors of the fuzzer; `server_errors`: answers 5xx, as logged.
+"""
+
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import httpx
+from _common import HERE, ROOT, Arguments, emit, parser
+from _hosted import CONFIG, HostedSite, write_job
+
+FUZZER = ROOT / ".cache" / "fuzz" / "bin" / "schemathesis"
+REQUESTS = 20_000
+EXAMPLES, EXAMPLES_QUICK = 60, 4
+"""Generated for each operation, at least one more in each phase."""
+QUICK_S = 25
+TIMEOUT_S = 3 * 3600.0
+REQUEST_TIMEOUT_S = 15.0
+JOB_S = 0.5
+SEED = 18
+RUNS = 3
+
+
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument("--within-s", type=int, default=0, help="stop after so long, however few requests there were")
+    options.add_argument("--keep", type=Path, help="keep the fuzzer's report and the server's log here")
+    parsed = options.parse_args()
+    arguments = Arguments(quick=parsed.quick, json=parsed.json)
+    if not FUZZER.exists():
+        emit({"skipped_because": "schemathesis is not installed here: `make fuzz` sets up an environment"}, arguments)
+        return
+    home = Path(tempfile.mkdtemp(prefix="elastic-fuzz-"))
+    site = HostedSite(home, write_job(home / "job", JOB_S, JOB_S, JOB_S))
+    figures: dict[str, Any] = {"requests": 0, "operations": 0, "failures": 0, "server_errors": 0}
+    found: Counter[str] = Counter()
+    try:
+        site.prepare()
+        site.start("api")
+        site.start("runner")
+        site.wait_up()
+        known = _populate(site)
+        for number in range(100):
+            report = _fuzz(site, known, number, quick=arguments.quick, within_s=parsed.within_s)
+            figures["requests"] = _answered(site)
+            figures["operations"] = max(figures["operations"], (report["operations"] or {}).get("tested", 0))
+            for failure in (*report["failures"], *report["errors"]):
+                found[f"{failure['title']}: {', '.join(failure.get('operations', []))}"] += failure["count"]
+            if arguments.quick or parsed.within_s or figures["requests"] >= REQUESTS:
+                break
+        figures["failures"] = len(found)
+        figures["server_errors"] = sum(line["status"] >= 500 for line in _requests(site))
+        if parsed.keep:
+            parsed.keep.mkdir(parents=True, exist_ok=True)
+            for path in (*home.glob("*.log"), *home.glob("fuzz-*")):
+                shutil.copy(path, parsed.keep)
+    finally:
+        site.end()
+        shutil.rmtree(home, ignore_errors=True)
+    for failure, count in found.most_common():
+        print(f"{count} x {failure}", file=sys.stderr)
+    emit(figures, arguments)
+
+
+def _populate(site: HostedSite) -> dict[str, list[str]]:
+    """Things for requests to be about: values of path parameters."""
+    headers = {"authorization": f"Bearer {site.secret}"}
+    with httpx.Client(base_url=site.url, headers=headers, timeout=REQUEST_TIMEOUT_S) as client:
+
+        def post(path: str, body: dict[str, Any]) -> str:
+            return client.post(path, json=body).raise_for_status().json()["id"]
+
+        runs = [post("/v1/runs", {"config": CONFIG, "providers": ["spot"]}) for _ in range(RUNS)]
+        project = post("/v1/projects", {"name": "fuzzed"})
+        return {
+            "run": runs,
+            "project": [project, "default"],
+            "key": [post("/v1/keys", {"name": f"key-{number}", "role": "viewer"}) for number in range(RUNS)],
+            "webhook": [post("/v1/webhooks", {"url": "https://example.com/x", "events": ["run.finished"]})],
+        }
+
+
+def _fuzz(site: HostedSite, known: dict[str, list[str]], number: int, *, quick: bool, within_s: int) -> dict[str, Any]:
+    """One run of the fuzzer, and its report."""
+    config, report, output = (site.home / f"fuzz-{number}.{suffix}" for suffix in ("toml", "json", "txt"))
+    config.write_text(_config(known, site.secret))
+    limit_s = QUICK_S if quick else within_s
+    command = [str(FUZZER), "--config-file", str(config), "run", f"{site.url}/openapi.json"]
+    command += ["--report", "json", "--report-json-path", str(report)]
+    command += ["--seed", str(SEED + number), "-n", str(EXAMPLES_QUICK if quick else EXAMPLES), "--continue-on-failure"]
+    command += ["--request-timeout", str(REQUEST_TIMEOUT_S), "--warnings", "off", "--no-shrink"]
+    command += ["--max-time", str(limit_s)] if limit_s else []
+    with output.open("w") as said:
+        subprocess.run(command, stdout=said, stderr=said, cwd=site.home, timeout=TIMEOUT_S, check=False)
+    if not report.exists():
+        raise RuntimeError(f"schemathesis made no report: {output.read_text()[-2000:]}")
+    return json.loads(report.read_text())
+
+
+def _config(known: dict[str, list[str]], key: str) -> str:
+    lines = [f"hooks = {json.dumps(str(HERE / '_fuzz_hooks.py'))}"]
+    for name, values in known.items():
+        lines += [f"[dictionaries.{name}]", f"values = {json.dumps(values)}"]
+    lines += ["[auth.openapi.key]", f"bearer = {json.dumps(key)}", "[parameters]"]
+    lines += [f'"path.{name}" = {{ dictionary = "{name}", probability = 0.7 }}' for name in known]
+    # What a request says may be well formed and still name what is not there, or may not be: a model, a host, a cursor.
+    lines += ["[checks.positive_data_acceptance]"]
+    lines += ['expected-statuses = ["2xx", "400", "401", "403", "404", "409", "410", "412", "422", "428"]']
+    return "\n".join(lines) + "\n"
+
+
+def _requests(site: HostedSite) -> list[dict[str, Any]]:
+    return [line for line in site.logged("api") if line["event"] == "request"]
+
+
+def _answered(site: HostedSite) -> int:
+    return len(_requests(site))
+
+
+if __name__ == "__main__":
+    main()

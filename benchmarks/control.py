@@ -1,0 +1,323 @@
+"""The control API under load: reads at a rate that does not wait for answers, streams, and many runs in the store.
+
+For each database a server of its own, and its runner. `RUNS` runs are in the store, one of them with a long history;
+`SSE_CLIENTS` streams over one shared client follow the events of the jobs that go on. Reads come at `READS_PER_S`:
+mostly single runs and pages of them, some of what is in journals (trajectories, workers, metrics, a report). The load
+comes from a process of its own, and each read counts from the moment at which it was due: what a slow answer holds up
+counts as slow, too.
+
+- `p50_ms`, `p99_ms`: until a read is answered whole; `late_ms_p99` of that is the load's own, from due to sent.
+- `event_delay_ms_p99`: from the moment at which a job made an event until a client has read it.
+- `rss_mb_warm`, `rss_mb_end`: the server's memory after the first part of the load, and at its end.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import json
+import random
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import httpx
+import msgspec
+import numpy as np
+import psutil
+import sqlalchemy as sa
+from _common import emit, parse_arguments
+from _hosted import CONFIG, HostedSite, write_job
+from _postgres import cluster, skipped_without_postgresql
+
+from elastic.config import JournalConfig, validate
+from elastic.core import events as e
+from elastic.core.ledger import DeviceBook
+from elastic.core.policy import StepRecord
+from elastic.core.types import NS_PER_S, Account, EndCause
+from elastic.resources import RunPhase
+from elastic.runtime.journal import BookRow, RunDirectory, SampleRow, StepRow, TrajectoryRow, event_row
+from elastic.runtime.status import ProviderStatus, RunStatus
+from elastic.server.serving import open_store
+from elastic.server.store import people, runs
+from elastic.server.store.tables import runs as table
+
+RUNS = 10_000
+SSE_CLIENTS = 200
+JOBS = 10
+EVERY_S = 0.5
+"""Between two events of a job."""
+READS_PER_S = 200.0
+CONNECTIONS = 40
+LOAD_S, LOAD_QUICK_S = 600.0, 10.0
+"""For each database; the quick one's two together take 20 s."""
+WARM_SHARE = 0.25
+"""The part of the load before `rss_mb_warm`, in which the server uses everything for the first time."""
+READ_TIMEOUT_S = 30.0
+UP_S = 60.0
+SEED = 18
+STEPS, TRAJECTORIES_A_STEP, SAMPLES, WORKERS = 200, 32, 2_000, 60
+"""Of the long history."""
+
+
+@dataclass
+class LoadMeasured:
+    """What the clients saw."""
+
+    answers_ms: list[float] = field(default_factory=list[float])
+    late_ms: list[float] = field(default_factory=list[float])
+    delays_ms: list[float] = field(default_factory=list[float])
+    failures: int = 0
+    rss_mb_warm: float = 0.0
+    rss_mb_end: float = 0.0
+    load_s: float = 0.0
+
+
+def main() -> None:
+    arguments = parse_arguments(__doc__)
+    load_s = LOAD_QUICK_S if arguments.quick else LOAD_S
+    figures: dict[str, Any] = {"sqlite": measure("", load_s)}
+    if skipped := skipped_without_postgresql():
+        figures["postgresql"] = {"skipped_because": skipped}
+    else:
+        with cluster() as servers:
+            figures["postgresql"] = measure(servers.new_database(), load_s)
+    emit(figures, arguments)
+
+
+def measure(database: str, load_s: float) -> dict[str, Any]:
+    home = Path(tempfile.mkdtemp(prefix="elastic-control-"))
+    outlasts_s = 4 * UP_S + 2 * load_s
+    site = HostedSite(home, write_job(home / "job", outlasts_s, outlasts_s, EVERY_S), database)
+    try:
+        site.prepare()
+        long_run = fill(site)
+        site.start("api")
+        site.start("runner")
+        site.wait_up()
+        with httpx.Client(base_url=site.url, headers=_headers(site), timeout=UP_S) as client:
+            jobs = [_begun(client) for _ in range(JOBS)]
+            measured = asyncio.run(load(site, jobs, long_run, load_s))
+            listed = sum(1 for _ in _listed(client))
+            for job in jobs:
+                client.post(f"/v1/runs/{job}/stop").raise_for_status()
+            _wait(lambda: all(client.get(f"/v1/runs/{job}").json()["phase"] == RunPhase.STOPPED for job in jobs))
+    finally:
+        site.end()
+        shutil.rmtree(home, ignore_errors=True)
+    answers, late, delays = (np.array(one) for one in (measured.answers_ms, measured.late_ms, measured.delays_ms))
+    return {
+        "requests_per_s": len(answers) / measured.load_s,
+        "failures": measured.failures,
+        "p50_ms": float(np.percentile(answers, 50)),
+        "p99_ms": float(np.percentile(answers, 99)),
+        "late_ms_p99": float(np.percentile(late, 99)),
+        "sse_clients": SSE_CLIENTS,
+        "events": len(delays),
+        "event_delay_ms_p99": float(np.percentile(delays, 99)) if len(delays) else None,
+        "runs_listed": listed,
+        "rss_mb_warm": measured.rss_mb_warm,
+        "rss_mb_end": measured.rss_mb_end,
+    }
+
+
+def fill(site: HostedSite) -> str:
+    """Put runs that are over into the store, one of them with a long history: its id."""
+    store = open_store(site.settings)
+    long_run = ""
+    with store.writing() as tx:
+        project = people.project(tx, people.DEFAULT_PROJECT)
+        assert project is not None
+        for number in range(RUNS):
+            labels = {"n": str(number)}
+            old = runs.NewRun(project=project["id"], name="old", config=CONFIG, providers=["spot"], labels=labels)
+            long_run = runs.insert(tx, old, "nobody", []).id
+        tx.execute(sa.update(table).values(phase=RunPhase.FINISHED.value, managed=False))
+    store.close()
+    write_history(site.settings.run_dir(long_run))
+    return long_run
+
+
+def write_history(run_dir: Path) -> None:
+    """The journal of a run that trained for a while."""
+    run_dir.mkdir(parents=True)
+    journal = RunDirectory(run_dir).begin_journal(validate(JournalConfig, {}, "a job"), notes={"run": run_dir.name})
+    token_ids = msgspec.msgpack.encode(list(range(500)))
+    end_ns = STEPS * 10 * NS_PER_S
+    for step in range(STEPS):
+        t_ns = (step + 1) * 10 * NS_PER_S
+        record = StepRecord(
+            step=step,
+            duration_ns=10 * NS_PER_S,
+            seeding_ns=NS_PER_S,
+            rollout_ns=8 * NS_PER_S,
+            groups_trained=4,
+            groups_dropped=0,
+        )
+        journal.append(
+            StepRow(step=step, t_ns=t_ns, record=record, success_rate=0.5, trainer={"loss": 0.1}),
+            *(
+                TrajectoryRow(
+                    trajectory=f"{step}.{number}",
+                    step=step,
+                    group=f"{step}.{number // 8}",
+                    started_ns=t_ns - 9 * NS_PER_S,
+                    ended_ns=t_ns - NS_PER_S,
+                    reward=float(number % 3),
+                    cause="",
+                    turns=3,
+                    policy_tokens=500,
+                    token_ids=token_ids,
+                )
+                for number in range(TRAJECTORIES_A_STEP)
+            ),
+        )
+    for number in range(SAMPLES):
+        status = RunStatus(
+            run=run_dir.name,
+            phase="rollout",
+            step=number * STEPS // SAMPLES,
+            steps=STEPS,
+            elapsed_s=float(number),
+            success_rate=0.5,
+            last_success_rate=0.5,
+            trajectories_running=32,
+            queued_turns=0,
+            tokens_per_s=1000.0,
+            preemptions=0,
+            usd=number * 0.01,
+            cpu_share=0.5,
+            pacing_holds=True,
+            trainer="training",
+            providers={"spot": ProviderStatus(ready=4, tokens=1000 * number)},
+        )
+        journal.append(SampleRow(t_ns=number * NS_PER_S, status=status))
+    for number in range(WORKERS):
+        opened_ns = number * 30 * NS_PER_S
+        closed_ns = min(end_ns, opened_ns + 300 * NS_PER_S)
+        book = DeviceBook(
+            lease=f"l{number}",
+            worker=f"w{number}",
+            provider="spot",
+            gpus=1,
+            nano_usd_per_gpu_hour=2 * 10**9,
+            opened_ns=opened_ns,
+            cursor_ns=opened_ns,
+        )
+        book.add(Account.DECODE, closed_ns - opened_ns)
+        book.closed_ns = closed_ns
+        ended = e.LeaseEnded(lease=book.lease, cause=EndCause.PREEMPTED)
+        journal.append(BookRow(worker=book.worker, book=book), event_row(ended, closed_ns))
+    journal.durable().result()
+    journal.close()
+
+
+def _headers(site: HostedSite) -> dict[str, str]:
+    return {"authorization": f"Bearer {site.secret}"}
+
+
+def _begun(client: httpx.Client) -> str:
+    """A job that goes on."""
+    run = client.post("/v1/runs", json={"config": CONFIG, "providers": ["spot"]}).raise_for_status().json()["id"]
+    _wait(lambda: client.get(f"/v1/runs/{run}").json()["phase"] != RunPhase.PENDING)
+    return run
+
+
+def _wait(holds: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + UP_S
+    while not holds():
+        if time.monotonic() > end_s:
+            raise TimeoutError("the server does not do what it was asked to")
+        time.sleep(0.1)
+
+
+def _listed(client: httpx.Client) -> Iterator[dict[str, Any]]:
+    after = ""
+    while True:
+        page = client.get("/v1/runs", params={"limit": 100, **({"starting_after": after} if after else {})}).json()
+        yield from page["data"]
+        if not page["has_more"]:
+            return
+        after = page["data"][-1]["id"]
+
+
+def _paths(jobs: list[str], long_run: str) -> list[str]:
+    """What is read, each as often as any other."""
+    whole = ["/v1/runs?limit=20", "/v1/me", "/v1/runs?phase=running", *(f"/v1/runs/{job}" for job in jobs)]
+    some = random.Random(SEED).sample(jobs, 2)
+    parts = [
+        *("trajectories?limit=20", "trajectories?limit=20&order=reward", f"trajectories?step={STEPS // 2}"),
+        *("workers?limit=20", "leases?limit=20", "metrics?samples=100", "report"),
+    ]
+    histories = [f"/v1/runs/{long_run}/{part}" for part in parts]
+    return [*whole, *whole, *histories, *(f"/v1/runs/{run}/{part}" for run in some for part in ("workers", "metrics"))]
+
+
+async def load(site: HostedSite, jobs: list[str], long_run: str, load_s: float) -> LoadMeasured:
+    """Streams and reads, for a while."""
+    measured, server = LoadMeasured(), psutil.Process(site.processes["api"].pid)
+    timeout, patient = aiohttp.ClientTimeout(READ_TIMEOUT_S), aiohttp.ClientTimeout(None)
+    options: dict[str, Any] = {"base_url": site.url, "headers": _headers(site)}
+    async with (
+        aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=CONNECTIONS), timeout=timeout, **options) as reads,
+        aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=patient, **options) as streams,
+        asyncio.TaskGroup() as tasks,
+    ):
+        up = [asyncio.Event() for _ in range(SSE_CLIENTS)]
+        followers = [
+            tasks.create_task(_follow(streams, job, measured, one))
+            for job, one in zip(itertools.cycle(jobs), up, strict=False)
+        ]
+        async with asyncio.timeout(UP_S):
+            for one in up:
+                await one.wait()
+        paths = _paths(jobs, long_run)
+        for share in (WARM_SHARE, 1.0 - WARM_SHARE):
+            for kept in (measured.answers_ms, measured.late_ms, measured.delays_ms):
+                kept.clear()
+            began_s = time.monotonic()
+            await _read_openly(reads, paths, measured, share * load_s)
+            measured.load_s = time.monotonic() - began_s
+            measured.rss_mb_warm, measured.rss_mb_end = measured.rss_mb_end, server.memory_info().rss / 2**20
+        for follower in followers:
+            follower.cancel()
+    return measured
+
+
+async def _read_openly(client: aiohttp.ClientSession, paths: list[str], measured: LoadMeasured, for_s: float) -> None:
+    """Reads at their times, whether or not others have been answered."""
+    chance = random.Random(SEED)
+    began_s = time.monotonic()
+
+    async def read(path: str, due_s: float) -> None:
+        measured.late_ms.append(1e3 * (time.monotonic() - due_s))
+        try:
+            async with client.get(path) as answer:
+                await answer.read()
+                measured.failures += answer.status != 200
+        except (aiohttp.ClientError, TimeoutError):
+            measured.failures += 1
+        measured.answers_ms.append(1e3 * (time.monotonic() - due_s))
+
+    async with asyncio.TaskGroup() as tasks:
+        for number in range(round(READS_PER_S * for_s)):
+            due_s = began_s + number / READS_PER_S
+            await asyncio.sleep(max(0.0, due_s - time.monotonic()))
+            tasks.create_task(read(chance.choice(paths), due_s))
+
+
+async def _follow(client: aiohttp.ClientSession, job: str, measured: LoadMeasured, up: asyncio.Event) -> None:
+    with contextlib.suppress(aiohttp.ClientPayloadError):
+        async with client.get(f"/v1/runs/{job}/events") as answer:
+            async for line in answer.content:
+                if line.startswith(b"data: "):
+                    up.set()
+                    measured.delays_ms.append(1e3 * (time.time() - json.loads(line[6:])["at_s"]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,194 @@
+"""What is in journals, a page at a time: exactly what the whole history has, in its order, for any filter and page."""
+
+import os
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elastic.config import JournalConfig
+from elastic.core.policy import StepRecord
+from elastic.report.history import history_of
+from elastic.runtime.journal import CONTINUES, RunDirectory, SampleRow, StepRow, TrajectoryFilter, TrajectoryRow
+from elastic.runtime.status import RunStatus
+from elastic.server.answers import ENTRY_BYTES, KeptAnswers
+from elastic.server.journals import SETTLED_S, metrics_of, version_of
+from elastic.server.trajectories import NoSuchTrajectory, trajectories_of
+
+REWARDS = st.one_of(st.none(), st.sampled_from([0.0, -1.0, 0.5, 1.0]))
+TRAJECTORIES = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 3), REWARDS), max_size=12)
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> list[tuple[bool, list[tuple[int, int, float | None]]]]:
+    """Journals: whether each goes on from the one before, and its trajectories by number, step and reward."""
+    return draw(st.lists(st.tuples(st.booleans(), TRAJECTORIES), min_size=1, max_size=3))
+
+
+def row(name: str, step: int, reward: float | None) -> TrajectoryRow:
+    return TrajectoryRow(
+        trajectory=name,
+        step=step,
+        group="g",
+        started_ns=1,
+        ended_ns=2,
+        reward=reward,
+        cause="",
+        turns=1,
+        policy_tokens=3,
+        token_ids=b"x" * 9,
+        truncated=True,
+        sampled=b"y",
+    )
+
+
+def written(run_dir: Path, journals: list[tuple[bool, list[tuple[int, int, float | None]]]]) -> RunDirectory:
+    run_dir.mkdir()
+    directory = RunDirectory(run_dir)
+    segment = 0
+    for number, (goes_on, trajectories) in enumerate(journals):
+        notes = {"run": run_dir.name}
+        if goes_on and number:
+            notes[CONTINUES] = directory.journal_paths()[-1].name
+        else:
+            segment += 1
+        journal = directory.begin_journal(JournalConfig(commit_interval_s=0.001), notes=notes)  # type: ignore[call-arg]
+        for name, step, reward in trajectories:
+            journal.append(row(f"{segment}.{name}", step, reward))
+        if number:
+            record = StepRecord(step=2, duration_ns=1, seeding_ns=0, rollout_ns=1, groups_trained=0, groups_dropped=0)
+            journal.append(StepRow(step=2, t_ns=1, record=record, success_rate=None, trainer={}))
+        journal.durable().result()
+        journal.close()
+    return directory
+
+
+def expected(directory: RunDirectory, wanted: TrajectoryFilter) -> set[tuple[str, int, float | None]]:
+    with history_of(directory) as history:
+        found = [(one.trajectory, one.step, one.reward) for one in history.rows(TrajectoryRow)]
+    least = -float("inf") if wanted.reward_min is None else wanted.reward_min
+    bounded = wanted.reward_min is not None
+    return {
+        one
+        for one in found
+        if (wanted.step is None or one[1] == wanted.step) and (not bounded or (one[2] is not None and one[2] >= least))
+    }
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    journals=runs(),
+    step=st.none() | st.integers(0, 3),
+    reward_min=st.none() | st.sampled_from([-1.0, 0.5]),
+    by_reward=st.booleans(),
+    limit=st.integers(1, 5),
+)
+def test_pages_of_trajectories_are_the_whole(
+    tmp_path_factory: pytest.TempPathFactory,
+    journals: list[tuple[bool, list[tuple[int, int, float | None]]]],
+    step: int | None,
+    reward_min: float | None,
+    by_reward: bool,
+    limit: int,
+) -> None:
+    directory = written(tmp_path_factory.mktemp("run") / "run", journals)
+    wanted = TrajectoryFilter(step=step, reward_min=reward_min, by_reward=by_reward)
+    whole, _ = trajectories_of(directory.path, wanted, "", 1_000)
+    told, after, has_more = list(whole[:0]), "", True
+    while has_more:
+        page, has_more = trajectories_of(directory.path, wanted, after, limit)
+        assert len(page) == limit if has_more else len(page) <= limit
+        told += page
+        after = page[-1].id if page else ""
+    assert told == whole
+    assert {(one.id, one.step, one.reward) for one in told} == expected(directory, wanted)
+    assert len({one.id for one in told}) == len(told)
+    if by_reward:
+        ranks = [-float("inf") if one.reward is None else one.reward for one in told]
+        assert ranks == sorted(ranks, reverse=True)
+    with pytest.raises(NoSuchTrajectory):
+        trajectories_of(directory.path, wanted, "nobody", limit)
+
+
+def status(at_s: int) -> RunStatus:
+    return RunStatus(
+        run="run",
+        phase="rollout",
+        step=0,
+        steps=1,
+        elapsed_s=float(at_s),
+        success_rate=None,
+        last_success_rate=None,
+        trajectories_running=0,
+        queued_turns=0,
+        tokens_per_s=0.0,
+        preemptions=0,
+        usd=0.0,
+        cpu_share=0.0,
+        pacing_holds=True,
+        trainer="",
+        providers={},
+    )
+
+
+@pytest.mark.parametrize("most", [1, 3, 100, 1_000])
+def test_a_long_series_is_thinned_and_ends_where_the_run_does(tmp_path: Path, most: int) -> None:
+    directory = RunDirectory(tmp_path)
+    journal = directory.begin_journal(JournalConfig(), notes={"run": "run"})  # type: ignore[call-arg]
+    journal.append(*(SampleRow(t_ns=number, status=status(number)) for number in range(250)))
+    journal.durable().result()
+    told = [one.elapsed_s for one in metrics_of("run", tmp_path, most).samples]
+    journal.close()
+    assert told[-1] == 249
+    assert told == sorted(set(told))
+    assert len(told) <= most + 1
+    assert len(told) == 250 or len(told) > most // 2
+
+
+def settled(run_dir: Path) -> None:
+    """What was written there was written a while ago."""
+    past_ns = time.time_ns() - round(2e9 * SETTLED_S)
+    for path in run_dir.iterdir():
+        os.utime(path, ns=(past_ns, past_ns))
+
+
+def test_an_answer_is_kept_while_nothing_is_written(tmp_path: Path) -> None:
+    journal = RunDirectory(tmp_path).begin_journal(JournalConfig(), notes={"run": "run"})  # type: ignore[call-arg]
+    journal.durable().result()
+    answers, made = KeptAnswers(), list[int]()
+
+    def make() -> list[tuple[str, bytes]]:
+        made.append(len(made))
+        return [("", b"%d" % made[-1])]
+
+    assert version_of(tmp_path) is None, "what was written this moment may go on"
+    settled(tmp_path)
+    assert [answers.get(tmp_path, "x", make)[0][1] for _ in range(3)] == [b"0"] * 3
+    assert answers.get(tmp_path, "y", make)[0][1] == b"1"
+    journal.append(row("1", 1, None))
+    journal.durable().result()
+    assert answers.get(tmp_path, "x", make)[0][1] == b"2"
+    journal.close()
+
+
+def test_answers_take_a_bounded_memory(tmp_path: Path) -> None:
+    bytes_max = 10 * (ENTRY_BYTES + 1_000)
+    answers = KeptAnswers(bytes_max)
+    for number in range(100):
+        run_dir = tmp_path / str(number % 30)
+        run_dir.mkdir(exist_ok=True)
+        entries = answers.get(run_dir, "x", lambda: [("", bytes(1_000))])
+        assert len(entries[0][1]) == 1_000
+        assert answers.size_bytes <= bytes_max
+    assert answers.get(tmp_path / "0", "huge", lambda: [("", bytes(2 * bytes_max))])
+    assert answers.size_bytes <= bytes_max
+
+
+def test_a_fault_is_not_kept(tmp_path: Path) -> None:
+    answers = KeptAnswers()
+    with pytest.raises(OSError, match="once"):
+        answers.get(tmp_path, "x", lambda: (_ for _ in ()).throw(OSError("once")))
+    assert answers.get(tmp_path, "x", lambda: [("", msgspec.json.encode(1))])[0][1] == b"1"
