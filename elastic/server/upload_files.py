@@ -62,7 +62,8 @@ class UploadStorage:
             return True
         if {one.sha256 for one in files} - self.received(upload):
             return False
-        place.parent.mkdir(mode=0o711, parents=True, exist_ok=True)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.parent.chmod(0o711)  # Whatever the umask: the project's user passes through to what is lent to it.
         assembled = incoming / f"assembled.{secrets.token_hex(4)}"
         for one in files:
             target = assembled / one.path
