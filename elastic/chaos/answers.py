@@ -59,10 +59,7 @@ def governs(clock: WorldClock, seed: str, longest_turn_s: float, open_relay: Ope
         (threading, "_time", lambda: clock.monotonic_ns() / NS_PER_S),
         (threading.Condition, "wait", threads.wait_on),
         *((module, "threading", threads.THREADING) for module in THREADED),
-        *(
-            (module, "ThreadPoolExecutor", threads.SimulatedPool)
-            for module in (digest, publisher, reading, trainer_host)
-        ),
+        *((module, "ThreadPoolExecutor", threads.SimulatedPool) for module in POOLED),
         (signing, "Ed25519PrivateKey", SimpleNamespace(generate=_private_key)),
         (ticket_book, "secrets", _Secrets),
         (incarnations, "boot_id", clock.boot_id),
