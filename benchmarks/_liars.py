@@ -14,7 +14,7 @@ from random import Random
 from typing import Any, cast
 
 from _live import replay
-from _orchestrated import OwnWorkers, orchestrator
+from _orchestrated import RUN, OwnWorkers, orchestrator
 
 from elastic import compose, wire
 from elastic.chaos.models import ModelDevice, ModelEngine, ModelEnvironment, ModelTrainer, NoSettings, Weights
@@ -29,6 +29,7 @@ from elastic.runtime.journal import GroupRow, JournalRecord, PullRow, RunDirecto
 from elastic.sim.lies import KINDS, Liar
 from elastic.worker.agent import run_agent
 from elastic.worker.connection import Connection, ConnectionLost, Ticket, dial
+from elastic.worker.trainer_host import TrainerHost
 
 STEPS, GROUPS, GROUP_SIZE, TURNS, TOKENS_PER_TURN = 8, 3, 4, 3, 6
 HONEST = 2
@@ -122,20 +123,29 @@ class CallingLane(Lane):
 
 
 class Honest:
-    """Workers that do what they are told, and what their trainer has learnt and published."""
+    """Workers that do what they are told, and what their trainer has learnt."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: Config, run_dir: Path) -> None:
         self.weights = Weights()
-        self._published: set[int] = set()
+        self._config = config
+        self._run_dir = run_dir
 
     async def work(self, ticket: Ticket, *, trains: bool = False) -> None:
         lanes.set(lambda _: CallingLane())
-        trainer = ModelTrainer(Weights, self._save, self._published.add) if trains else None
-        now_ns, there = time.monotonic_ns, self._published.__contains__
-        engine = ModelEngine(now_ns, ModelDevice(now_ns), HONEST_CREDIT, 0, TOKEN_S, there)
-        await run_agent(ticket, lambda _: engine, trainer=trainer, born_ns=now_ns())
+        build_engine, trainer = self._build_engine, None
+        if trains:
+            trainer = TrainerHost(self._config, self._run_dir, False, self._make_trainer, self._build_engine)
+            build_engine = trainer.build_engine
+        await run_agent(ticket, build_engine, trainer=trainer, born_ns=time.monotonic_ns())
 
-    def _save(self, weights: Weights) -> None:
+    def _build_engine(self, _: wire.Welcome) -> ModelEngine:
+        now_ns = time.monotonic_ns
+        return ModelEngine(now_ns, ModelDevice(now_ns), HONEST_CREDIT, 0, TOKEN_S, lambda source, bits: None)
+
+    def _make_trainer(self, config: Config, device: str) -> ModelTrainer:
+        return ModelTrainer(self._stepped, lambda version, bits: None)
+
+    def _stepped(self, weights: Weights) -> None:
         self.weights = weights
 
 
@@ -209,22 +219,28 @@ class PlayedRun:
 
 async def play(frames: int, seed: int) -> PlayedRun:
     """One run; with `frames` lies, each over a session of its own, or with none."""
-    config, told, honest, numbers = Config.model_validate(CONFIGURATION), ToldLies(frames), Honest(), itertools.count()
+    config, told, numbers = Config.model_validate(CONFIGURATION), ToldLies(frames), itertools.count()
 
     def names() -> list[str]:
         """Turns and workers that there are: those of others."""
         live, fleet = list(run.scheduler.turns.live), list(run.scheduler.fleet.workers)
         return [*live[:4], *fleet[:2], "trainer-1", "0/0"]
 
-    providers = [
-        OwnWorkers(compose.TRAINER_PROVIDER, 1, partial(honest.work, trains=True)),
-        OwnWorkers("spot", HONEST, honest.work),
-        *([OwnWorkers(LIAR, LIARS, Liars(told, Random(seed), names).work)] if frames else []),
-    ]
-    with tempfile.TemporaryDirectory() as directory:
-        kept = RunDirectory(Path(directory))
+    def environment() -> Environment:
+        return cast(Environment, PacedEnvironment(told, numbers))
+
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        kept = RunDirectory(directory / RUN)
+        kept.path.mkdir()
+        honest = Honest(config, kept.path)
+        providers = [
+            OwnWorkers(compose.TRAINER_PROVIDER, 1, partial(honest.work, trains=True)),
+            OwnWorkers("spot", HONEST, honest.work),
+            *([OwnWorkers(LIAR, LIARS, Liars(told, Random(seed), names).work)] if frames else []),
+        ]
         journal = kept.begin_journal(config.journal)
-        run = orchestrator(config, kept, journal, providers, lambda: cast(Environment, PacedEnvironment(told, numbers)))
+        run = orchestrator(config, kept, journal, providers, environment, relay=str(directory / "relay"))
         failed = await run.run()
         journal.close()
         played = PlayedRun(
@@ -239,9 +255,10 @@ COMPARED: dict[type[JournalRecord], tuple[str, ...]] = {
     TrajectoryRow: ("trajectory", "step", "group", "reward", "cause", "turns", "policy_tokens", "token_ids"),
     GroupRow: ("group", "step", "version", "dropped", "lengths", "tokens_by_age"),
     TurnRow: ("turn", "trajectory", "prompt_tokens", "tokens"),
-    StepRow: ("step", "success_rate", "trainer", "weights"),
+    StepRow: ("step", "success_rate"),
 }
-"""Of each table, its key and the columns in which nobody's lies may be seen."""
+"""Of each table, its key and the columns in which nobody's lies may be seen. Groups are trained in the order in which
+they end, so bits of a version may differ."""
 
 
 def _read(played: PlayedRun, kept: RunDirectory, config: Config, live: Scheduler) -> None:

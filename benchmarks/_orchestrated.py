@@ -88,6 +88,7 @@ def orchestrator(
     providers: Iterable[OwnWorkers],
     make_environment: Callable[[], Environment],
     certificate: Certificate | None = None,
+    relay: str = "",
 ) -> Orchestrator:
     """That of a run which has not begun; one of the `providers` is the trainer's."""
 
@@ -110,7 +111,7 @@ def orchestrator(
             silence_timeout_s=limits.heartbeat_timeout_s,
             engine=config.engine.model_dump(mode="json"),
             model={"vocab_size": VOCABULARY},
-            relay="",
+            relay=relay,
             run=RUN,
         ),
         secrets=RunSecrets.of(run.path),
