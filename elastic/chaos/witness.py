@@ -191,9 +191,10 @@ class Witness:
         if before is None:
             return
         turn = core.turns.live.get(command.turn)
-        cause = "" if turn is None else _cause(turn)
-        excused = any(loss in cause for loss in LOSSES) and self._now_ns() <= self._connections_ailing_ns
-        needed = excused or not any(blame in cause for blame in BLAMES) or not self._well(before)
+        taken_ns, cause = (core.now_ns, "") if turn is None else _taken_off(turn)
+        waited_ns = core.now_ns - taken_ns
+        excused = any(loss in cause for loss in LOSSES) and self._now_ns() <= self._connections_ailing_ns + waited_ns
+        needed = excused or not any(blame in cause for blame in BLAMES) or not self._well(before, waited_ns / NS_PER_S)
         act = Act.RESEND if before == command.worker else Act.MOVE
         _require(needed, act, f"{command.turn} from {before} to {command.worker}: {cause}")
 
@@ -213,7 +214,9 @@ def _require(needed: bool, act: Act, found: str) -> None:
         raise Needless(act, found)
 
 
-def _cause(turn: Turn) -> str:
-    """Why it was taken off the worker that had it last."""
-    queued = (cause for _, _, finish, cause, _ in reversed(turn.story.chapters) if finish is TurnState.QUEUED)
-    return next(queued, "")
+def _taken_off(turn: Turn) -> tuple[Nanoseconds, str]:
+    """When, and why, it was taken off the worker that had it last."""
+    queued = (
+        (at_ns, cause) for at_ns, _, finish, cause, _ in reversed(turn.story.chapters) if finish is TurnState.QUEUED
+    )
+    return next(queued, (0, ""))

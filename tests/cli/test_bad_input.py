@@ -24,7 +24,7 @@ from elastic.trainer.trainer import GRPOTrainer
             (
                 "run.nosuch",
                 "unknown key",
-                "allowed: advertise, budget_usd, certificate, certificate_key, directory, host, name, ",
+                "allowed: advertise, budget_usd, caps, certificate, certificate_key, directory, host, name, ",
             ),
         ),
         ("nosuch.key=1", ("nosuch", "unknown key", "engine, environment")),
