@@ -7,7 +7,7 @@ import pytest
 from hypothesis import settings
 
 # How long an example takes depends on what else the machine does; pytest's timeout bounds the whole test.
-settings.register_profile("elastic", deadline=None, max_examples=50)
+settings.register_profile("elastic", deadline=None, max_examples=25)
 settings.load_profile("elastic")
 
 

@@ -13,10 +13,10 @@ from elastic.chaos.shrink import shrunk
 from elastic.chaos.simulate import WorldFailed, simulate
 from elastic.runtime.rollout import OpenTurn
 
-FIXED = range(24)
+FIXED = range(16)
 """Seeds that every change is tried with."""
-BATCH = 8
-FRESH = 6
+BATCH = 4
+FRESH = 4
 PLANTED = ("outbox_not_emptied", "relay_not_waited_for", "turn_ends_unheard")
 """Of the bugs: `benchmarks/faults.py` tries all."""
 

@@ -140,6 +140,7 @@ def test_a_second_signal_kills_at_once(start, config: Path, processes_of) -> Non
 
 
 @pytest.mark.parametrize("relay", ["http"])
+@pytest.mark.nightly
 def test_what_waits_for_an_orchestrator_that_stays_away_ends_by_itself_and_leaves_nothing(
     start, config: Path, processes_of, relay: str
 ) -> None:

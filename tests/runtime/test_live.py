@@ -70,6 +70,7 @@ def batches_by_provider(run: Any) -> dict[str, set[int]]:
     return found
 
 
+@pytest.mark.nightly
 async def test_nothing_is_lost_when_workers_are_killed(live, live_config) -> None:
     config = live_config()
     config.providers["spot"]["engine"] = {"max_batch": 3}

@@ -122,7 +122,7 @@ def foreign(site: Site) -> list[str]:
 PLACES = [place for place in all_places() if place[0] != "simulation"]
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=200, deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=100, deadline=None)
 @given(data=st.data())
 def test_nothing_foreign_is_ever_accepted(site_with_files: Site, data: st.DataObject) -> None:
     site = site_with_files

@@ -15,7 +15,7 @@ from tests.server.conftest import Site
 Submission = Callable[..., dict[str, Any]]
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=15)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=8)
 @given(asked=st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 2)), min_size=1, max_size=8))
 def test_a_key_is_good_for_one_thing(site: Site, submission: Submission, asked: list[tuple[str, int]]) -> None:
     """Whatever is repeated in whatever order, there is one run for each key, and each repetition has its answer."""

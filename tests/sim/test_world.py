@@ -34,8 +34,8 @@ from elastic.sim.trainer import SimulatedTrainer
 from elastic.sim.worker import SimulatedWorker
 from elastic.sim.world import LARGE_EVERY, SimulatedOutcome, SimulatedWorldFailed, simulate
 
-CI_SEEDS = 40
-BATCH = 20
+CI_SEEDS = 20
+BATCH = 10
 NIGHTLY_SEEDS = 25_000
 NIGHTLY_BATCH = 250
 
@@ -276,7 +276,9 @@ def crash_at(
     return FaultPlan(end_ns=at_ns, faults=(), fault_rates=FaultRates(), crashes=(crash,))
 
 
-@pytest.mark.parametrize(("bound", "checkpoint_every", "trainer_dies"), [(0, 1, False), (2, 3, True)])
+@pytest.mark.parametrize(
+    ("bound", "checkpoint_every", "trainer_dies"), [pytest.param(0, 1, False, marks=pytest.mark.nightly), (2, 3, True)]
+)
 def test_crashed_run_goes_on_from_its_journal(bound: int, checkpoint_every: int, trainer_dies: bool) -> None:
     """Whenever the orchestrator dies, the next incarnation begins with what the journal has, and keeps all of it."""
     plan = Plan(steps=4, groups=2, group_size=3, staleness_bound=bound)
@@ -318,7 +320,7 @@ def test_what_outlives_a_long_absence() -> None:
     assert [event.epoch for event in later if event.worker in lasting] == [2]
 
 
-@pytest.mark.parametrize("checkpoint_every", [1, 3])
+@pytest.mark.parametrize("checkpoint_every", [pytest.param(1, marks=pytest.mark.nightly), 3])
 def test_run_without_its_journal_begins_at_the_checkpoint(checkpoint_every: int) -> None:
     """As `elastic run --resume` does: a core that knows nothing, and whatever is still leased is given back."""
     plan = Plan(steps=4, groups=2, group_size=3)

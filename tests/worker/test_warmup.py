@@ -28,7 +28,7 @@ print(sorted(name for name in set(sys.modules) - before if name.partition(".")[0
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_loan_finds_everything_imported() -> None:
     done = subprocess.run([sys.executable, "-c", LEND], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
