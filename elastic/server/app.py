@@ -13,7 +13,6 @@ from elastic.http_server import BodyLimits, HostCheck
 from elastic.server import openapi, problems, routes
 from elastic.server.feeds import Feeds
 from elastic.server.oidc import IdentityProvider
-from elastic.server.problems import MEDIA_TYPE
 from elastic.server.request_log import RequestFigures, RequestLog
 from elastic.server.settings import ServerSettings
 from elastic.server.state import ServerState
@@ -76,12 +75,4 @@ def _upload_limit(settings: ServerSettings) -> Callable[[str, str], int | None]:
 
 
 def _misdirected(_: int, detail: str) -> Response:
-    kind = problems.TYPES["misdirected"]
-    body = {
-        "type": "/problems/misdirected",
-        "title": kind.title,
-        "status": kind.status,
-        "detail": detail,
-        "instance": "",
-    }
-    return problems.JSONResponse(body, kind.status, media_type=MEDIA_TYPE)
+    return problems.early_response("misdirected", detail)

@@ -136,6 +136,13 @@ def problem_response(request: Request, problem: ApiProblem) -> Response:
     )
 
 
+def early_response(kind: str, detail: str, instance: str = "", **further: str) -> JSONResponse:
+    """The answer to a request that never came to the application, or that it failed at."""
+    type_ = TYPES[kind]
+    body = {"type": f"/problems/{kind}", "title": type_.title, "status": type_.status, "detail": detail}
+    return JSONResponse(body | {"instance": instance} | further, type_.status, media_type=MEDIA_TYPE)
+
+
 def install(app: FastAPI) -> None:
     """Have every error of the application answered as a problem."""
 

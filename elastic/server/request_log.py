@@ -102,7 +102,8 @@ class RequestLog:
                 log.exception("request failed", method=scope["method"], path=scope["path"], **_run_of(scope))
                 if answer.status:
                     raise
-                await _failed(request_id, scope["path"])(scope, receive, answer.send)
+                failed = problems.early_response("internal", "the server failed", scope["path"], request_id=request_id)
+                await failed(scope, receive, answer.send)
             finally:
                 self._figures.under_way -= 1
                 self._figures.streams -= answer.streams
@@ -143,19 +144,6 @@ class _SentAnswer:
             self.streams = headers.get("content-type", "").startswith("text/event-stream")
             self._figures.streams += self.streams
         await self._send(message)
-
-
-def _failed(request_id: str, path: str) -> ASGIApp:
-    kind = problems.TYPES["internal"]
-    body = {
-        "type": "/problems/internal",
-        "title": kind.title,
-        "status": kind.status,
-        "detail": "the server failed",
-        "instance": path,
-        "request_id": request_id,
-    }
-    return problems.JSONResponse(body, kind.status, media_type=problems.MEDIA_TYPE)
 
 
 def _kind(scope: Scope, status: int) -> RequestKind:

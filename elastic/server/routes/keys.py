@@ -48,18 +48,19 @@ def create(
         row, secret = people.new_key(
             tx, project=project, name=body.name, role=body.role, scopes=body.scopes, expires_us=expires_us
         )
-        made = people.as_key(row).model_dump()
-        place = f"{router.prefix}/{row['id']}"
-        return WriteResult(
-            201,
-            CreatedKey(**made, secret=secret),
-            {"location": place},
-            kept=CreatedKey(**made, secret=None),
-            resource=place,
-            project=project,
-        )
+        return key_made(row, secret, router.prefix, project)
 
     return carry_out(request, state, caller, Action.KEYS_WRITE, body, work)
+
+
+def key_made(row: sa.RowMapping, secret: str | None, prefix: str, project: str | None = None) -> WriteResult:
+    """The answer with a new key: its secret is in this one, and in none that repeats it."""
+    made = people.as_key(row).model_dump()
+    place = f"{prefix}/{row['id']}"
+    kept = CreatedKey(**made, secret=None)
+    return WriteResult(
+        201, CreatedKey(**made, secret=secret), {"location": place}, kept=kept, resource=place, project=project
+    )
 
 
 @router.get("", **rules(Action.KEYS_READ, "invalid-cursor"))

@@ -11,7 +11,7 @@ from elastic.server.auth import Caller
 from elastic.server.permissions import Action
 from elastic.server.problems import ApiProblem, not_found
 from elastic.server.routes.common import CallerDep, Cursor, IdempotencyKey, StateDep, cursor_of, listing, rules
-from elastic.server.routes.keys import KeyId, key_of, refuse_more
+from elastic.server.routes.keys import KeyId, key_made, key_of, refuse_more
 from elastic.server.store import members, people
 from elastic.server.store.database import now_us
 from elastic.server.writes import WriteResult, carry_out
@@ -65,15 +65,7 @@ def create(
             member=member,
             sha256=body.sha256,
         )
-        made = people.as_key(row).model_dump()
-        place = f"{router.prefix}/keys/{row['id']}"
-        return WriteResult(
-            201,
-            CreatedKey(**made, secret=secret),
-            {"location": place},
-            kept=CreatedKey(**made, secret=None),
-            resource=place,
-        )
+        return key_made(row, secret, f"{router.prefix}/keys")
 
     return carry_out(request, state, caller, Action.ME_WRITE, body, work)
 

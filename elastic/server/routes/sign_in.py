@@ -44,15 +44,16 @@ _PROBLEMS = problem_responses(
     *("internal", "unavailable"),
 )
 _REDIRECTS: dict[int | str, dict[str, Any]] = {303: {"description": "where the browser goes next"}}
+_FOR_BROWSERS: dict[str, Any] = {
+    "status_code": 303,
+    "response_class": RedirectResponse,
+    "responses": _PROBLEMS | _REDIRECTS,
+    "openapi_extra": {"security": []},
+}
+"""What a route has to which a browser comes from elsewhere, without a key."""
 
 
-@router.get(
-    "",
-    status_code=303,
-    response_class=RedirectResponse,
-    responses=_PROBLEMS | _REDIRECTS,
-    openapi_extra={"security": []},
-)
+@router.get("", **_FOR_BROWSERS)
 def begin(
     request: Request,
     state: StateDep,
@@ -74,13 +75,7 @@ def begin(
     return answer
 
 
-@router.get(
-    "/callback",
-    status_code=303,
-    response_class=RedirectResponse,
-    responses=_PROBLEMS | _REDIRECTS,
-    openapi_extra={"security": []},
-)
+@router.get("/callback", **_FOR_BROWSERS)
 def finish(
     request: Request,
     state: StateDep,
