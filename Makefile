@@ -1,4 +1,4 @@
-.PHONY: run serve test test-netns test-postgres test-ray test-dashboard test-vllm fuzz check bench gpu gpu-wheels lock audit setup clean
+.PHONY: run serve test test-netns test-postgres test-ray test-clouds test-dashboard test-vllm fuzz check bench gpu gpu-wheels lock audit setup clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -21,7 +21,7 @@ serve: setup
 	$(BIN)/elastic serve
 
 # Most tests share the cores; those that fill them, or are judged by the clock, come after them, one by one.
-ELSEWHERE := not nightly and not netns and not ray and not dashboard and not postgres
+ELSEWHERE := not nightly and not netns and not ray and not clouds and not dashboard and not postgres
 
 test: setup check
 	$(BIN)/python -m pytest -n 3 --dist worksteal -m "not alone and $(ELSEWHERE)"
@@ -46,6 +46,20 @@ test-ray: setup .cache/ray/installed
 	$(RAY)/python -m pip install --quiet --disable-pip-version-check -r requirements-ray.txt
 	for site in .cache/ray/lib/python3*/site-packages; do \
 		echo $(CURDIR)/.venv/$${site#.cache/ray/} > $$site/elastic.pth; echo $(CURDIR) >> $$site/elastic.pth; done
+	touch $@
+
+# Providers of clouds, by their vendors' own clients, against servers on this machine that speak the vendors' protocols.
+# The clients and servers have an environment of their own, which borrows everything else.
+CLOUDS := .cache/clouds/bin
+
+test-clouds: setup .cache/clouds/installed
+	$(CLOUDS)/python -m pytest -m clouds tests/clouds
+
+.cache/clouds/installed: requirements-clouds.txt
+	$(PYTHON) -m venv .cache/clouds
+	$(CLOUDS)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-clouds.txt
+	for site in .cache/clouds/lib/python3*/site-packages; do \
+		echo $(CURDIR)/.venv/$${site#.cache/clouds/} > $$site/elastic.pth; echo $(CURDIR) >> $$site/elastic.pth; done
 	touch $@
 
 # The server's page in Debian's Chromium. Playwright has an environment of its own, which borrows everything else.
