@@ -29,8 +29,11 @@ class LeaseHandle(Protocol):
         """Return when it is over by itself. Cancelled when the lease is to end before that."""
         ...
 
-    async def give_back(self) -> None:
-        """Once this has returned, none of its processes is alive. What it raises is logged, and it is called again."""
+    async def give_back(self) -> Nanoseconds | None:
+        """Once this has returned, none of its processes is alive. What it raises is logged, and it is called again.
+
+        Returns how long the provider charges for it by its own account, where it says so.
+        """
         ...
 
 
@@ -232,12 +235,13 @@ class BaseProvider(Generic[SettingsT]):
     async def _keep(self, lease: _LeaseTask, handle: LeaseHandle) -> None:
         lease_id = lease.request.lease
         ending = await _over(lease, handle)
-        await self._give_back(lease_id, handle)
+        billed_ns = await self._give_back(lease_id, handle)
         if lease.deadline is not None:
             lease.deadline.cancel()
         del self._leases[lease_id]
         self.market.forget(lease_id, barred=lease_id in self._bars)
-        self._emit(LeaseEnded(lease=lease_id, cause=ending.cause, detail=ending.detail))
+        billed = msgspec.UNSET if billed_ns is None else billed_ns
+        self._emit(LeaseEnded(lease=lease_id, cause=ending.cause, detail=ending.detail, billed_ns=billed))
         self.announce()
 
     def _give_notice(self, taken: TakenBack) -> None:
@@ -269,11 +273,10 @@ class BaseProvider(Generic[SettingsT]):
         except TimeoutError:
             raise CapacityUnavailable(f"{self.name} gave nothing within {timeout_s:g} s") from None
 
-    async def _give_back(self, lease_id: LeaseId, handle: LeaseHandle) -> None:
+    async def _give_back(self, lease_id: LeaseId, handle: LeaseHandle) -> Nanoseconds | None:
         while True:
             try:
-                await handle.give_back()
-                return
+                return await handle.give_back()
             except Exception as error:
                 log.warning("not given back yet", provider=self.name, lease=lease_id, error=repr(error))
             await asyncio.sleep(RETRY_S)

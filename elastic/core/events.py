@@ -58,11 +58,16 @@ class LeaseNotice(_Event, frozen=True):
 
 
 class LeaseEnded(_Event, frozen=True):
-    """The provider has the GPUs back. Billing stops; nothing of the lease is believed any more."""
+    """The provider has the GPUs back. Billing stops; nothing of the lease is believed any more.
+
+    `billed_ns` is the time of each worker that the provider charges by its own account, where it says so; else what is
+    billed is the time from the grant to this end.
+    """
 
     lease: LeaseId
     cause: EndCause
     detail: str = ""
+    billed_ns: Nanoseconds | msgspec.UnsetType = msgspec.UNSET
 
 
 class WorkerJoined(_Event, frozen=True):

@@ -331,7 +331,7 @@ class LeaseManager:
         for worker in run.fleet.of_lease(lease.id):
             if worker.state is not WorkerState.GONE:
                 self._workers.lose(worker, event.cause)
-            run.ledger.close(worker.id, run.now_ns, clean=worker.said_goodbye)
+            run.ledger.close(worker.id, run.now_ns, clean=worker.said_goodbye, charged_ns=event.billed_ns)
             run.out.append(c.FenceWorker(worker=worker.id, reason=f"its lease ended ({event.cause})"))
         self._note_failure(lease, event.cause)
         run.fleet.forget(lease.id)

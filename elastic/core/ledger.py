@@ -47,7 +47,7 @@ class Price:
 @dataclass(slots=True)
 class DeviceBook:
     """One worker's share of a lease: `gpus` GPUs from `opened_ns` to `closed_ns`, billed by `billing_ns` if it is
-    set."""
+    set. `charged_ns` is what the provider charges for by its own account, if it has said so."""
 
     lease: LeaseId
     worker: WorkerId
@@ -62,6 +62,7 @@ class DeviceBook:
     credited_ns: dict[Account, int] = field(default_factory=dict[Account, int])
     decoded_tokens: int = 0
     billing_ns: Nanoseconds | UnsetType = UNSET
+    charged_ns: Nanoseconds | UnsetType = UNSET
 
     @property
     def price(self) -> Price:
@@ -73,8 +74,9 @@ class DeviceBook:
 
     def cost_nano_usd(self, now_ns: Nanoseconds) -> int:
         end_ns = now_ns if self.closed_ns is None else self.closed_ns
+        duration_ns = end_ns - self.opened_ns if self.charged_ns is UNSET else self.charged_ns
         price = self.price
-        return price.billed_ns(end_ns - self.opened_ns) * price.nano_usd_per_hour // NS_PER_HOUR
+        return price.billed_ns(duration_ns) * price.nano_usd_per_hour // NS_PER_HOUR
 
 
 class Ledger:
@@ -136,15 +138,18 @@ class Ledger:
             book.accounts_ns[Account.DECODE] -= moved_ns
             book.accounts_ns[Account.LOST] = book.accounts_ns.get(Account.LOST, 0) + moved_ns
 
-    def close(self, worker: WorkerId, now_ns: Nanoseconds, *, clean: bool) -> None:
+    def close(
+        self, worker: WorkerId, now_ns: Nanoseconds, *, clean: bool, charged_ns: Nanoseconds | UnsetType = UNSET
+    ) -> None:
         """The lease is over; what is left was draining (after a goodbye), booting (never spoke) or is unattributed."""
         book = self.books.get(worker)
         if book is None or book.closed_ns is not None:
             return
         spoken = Account.DRAINING if clean else Account.UNATTRIBUTED
         book.add(spoken if book.reported else Account.BOOTING, now_ns - book.cursor_ns)
-        book.closed_ns = now_ns
-        self.closed_nano_usd_max += book.price.most_nano_usd(now_ns - book.opened_ns)
+        book.closed_ns, book.charged_ns = now_ns, charged_ns
+        duration_ns = now_ns - book.opened_ns if charged_ns is UNSET else charged_ns
+        self.closed_nano_usd_max += book.price.most_nano_usd(duration_ns)
 
     def imbalance_ns(self) -> int:
         """Sum over the closed books of |accounts − duration|; anything but zero is a bug."""

@@ -97,6 +97,15 @@ def test_bill_is_price_times_gpus_times_time() -> None:
     assert ledger.bill_nano_usd(2 * NS_PER_HOUR) == {"spot": (2 * 3 + 2) * NANO_USD_PER_USD}
 
 
+def test_what_a_provider_says_it_charges_is_the_bill_and_the_accounts_stay() -> None:
+    ledger = Ledger()
+    ledger.open("a", "w", "modal", 2, 3.0, 0)
+    ledger.close("w", NS_PER_HOUR, clean=True, charged_ns=2 * NS_PER_HOUR)
+    assert ledger.bill_nano_usd(5 * NS_PER_HOUR) == {"modal": 2 * 2 * 3 * NANO_USD_PER_USD}
+    assert ledger.closed_nano_usd_max == 2 * 2 * 3 * NANO_USD_PER_USD
+    assert ledger.imbalance_ns() == 0
+
+
 def test_overhead_is_what_a_fixed_device_would_not_have_spent() -> None:
     assert overhead_share({}) == 0.0
     assert overhead_share({Account.DECODE: 3, Account.BOOTING: 1}) == 0.25
