@@ -3,7 +3,7 @@
 Decided for all runs together. What comes of it is in the store before any process is told.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -24,6 +24,15 @@ class QuotaWait(NamedTuple):
     message: str
 
 
+class ProjectSpending(NamedTuple):
+    """What a project's runs have cost, and may cost without asking again, in nano-dollars: in all, and of this day."""
+
+    total: int
+    today: int
+    allotted: int
+    allotted_today: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class ProjectStanding:
     """A project: its quota, and what its runs cost that are over, in all and today."""
@@ -31,6 +40,17 @@ class ProjectStanding:
     quota: QuotaRow
     settled_nano_usd: int = 0
     settled_today_nano_usd: int = 0
+
+    def spending(self, its: Iterable[HostedRunRow], day: int) -> ProjectSpending:
+        """With what its runs have cost that are not over."""
+        total = allotted = self.settled_nano_usd
+        today = allotted_today = self.settled_today_nano_usd
+        for run in its:
+            cost, base = run.seen_nano_usd, run.base_nano_usd(day)
+            may = cost if run.allotted_nano_usd is None else max(cost, run.allotted_nano_usd)
+            total, today = total + cost, today + cost - base
+            allotted, allotted_today = allotted + may, allotted_today + may - base
+        return ProjectSpending(total, today, allotted, allotted_today)
 
 
 @dataclass(kw_only=True)
@@ -80,6 +100,7 @@ def allot(
     _share(records, projects, capacities, held, made, now_us, period_us)
     for project, standing in projects.items():
         its = [run for run in records if run.project == project]
+        _make_room(its, standing.quota, made)
         beginning = _admit(its, standing.quota, made, now_us)
         _spend(its, standing, made, beginning)
     return made
@@ -144,6 +165,22 @@ def _known_cap(run: HostedRunRow, name: str, most: int) -> int:
 # Runs at once
 
 
+def _make_room(records: Sequence[HostedRunRow], quota: QuotaRow, made: Mapping[str, RunAllotment]) -> None:
+    """Of more runs than there may be by now, the last ones submitted are stopped, and wait."""
+    staying = [run for run in records if going(run) and run.wanted == runs.RUN]
+    count, trainers = len(staying), sum(run.needed.trainer_gpus for run in staying)
+    for run in reversed(staying):
+        gpus = run.needed.trainer_gpus
+        if quota.runs_max is not None and count > quota.runs_max:
+            made[run.id].waits = QuotaWait("RunsAtOnce", f"the project may have {quota.runs_max} runs at once by now")
+        elif gpus and trainers > quota.gpus.get(TRAINER, trainers):
+            words = f"the project may have {quota.gpus[TRAINER]} GPUs in trainers by now"
+            made[run.id].waits = QuotaWait("TrainerGpus", words)
+        else:
+            continue
+        count, trainers = count - 1, trainers - gpus
+
+
 def _admit(
     records: Sequence[HostedRunRow], quota: QuotaRow, made: Mapping[str, RunAllotment], now_us: int
 ) -> list[HostedRunRow]:
@@ -185,9 +222,10 @@ def _spend(
     account = ProjectAccount(
         runs=accounts, gone_nano_usd=standing.settled_nano_usd, gone_today_nano_usd=standing.settled_today_nano_usd
     )
-    given = budgets.slices(account, limits)
+    given, taken = budgets.slices(account, limits), budgets.taken_back(account, limits)
     for run, before in zip(records, accounts, strict=True):
-        made[run.id].allotted_nano_usd = before.allotted_nano_usd + given.get(run.id, 0)
+        change = given.get(run.id, 0) - taken.get(run.id, 0)
+        made[run.id].allotted_nano_usd = before.allotted_nano_usd + change
         if before.begins and run.id not in given:
             made[run.id].waits = _unfunded(account, standing.quota, before)
 
@@ -209,11 +247,18 @@ def _account(run: HostedRunRow, allotment: RunAllotment, begins: bool) -> RunAcc
         allotted_nano_usd=allotted,
         day_base_nano_usd=allotment.day_base_nano_usd,
         committed_nano_usd=committed,
+        known_nano_usd=_known_budget(run) if going(run) else 0,
         own_nano_usd=own,
         slice_nano_usd=run.needed.slice_nano_usd,
         alive=going(run) and run.wanted == runs.RUN,
         begins=begins and unfunded,
     )
+
+
+def _known_budget(run: HostedRunRow) -> int:
+    """The highest budget that its process may know: what it was told, or is about to be."""
+    known = [said["budget_usd"] for said in (run.told, run.limits) if said is not None]
+    return max((int(usd * NANO_USD_PER_USD) for usd in known if usd is not None), default=0)
 
 
 def _unfunded(account: ProjectAccount, quota: QuotaRow, run: RunAccount) -> QuotaWait:

@@ -4,6 +4,8 @@
   those that have ended did not use, never exceeds the project's budget, nor within a day what it may spend in a day.
 - A run gets its next slice while half of one is left. Where there is none any more, it stops by itself in time, and
   waits.
+- A limit that is lowered takes back what was allotted and is neither spent nor committed, of the last runs first. What
+  a run's process may not have heard of yet counts until it has.
 - What is allotted today counts today, until the day ends; then what is not used of it counts for the next day.
 """
 
@@ -36,14 +38,15 @@ class SpendingLimits:
 class RunAccount:
     """One run: what it was allotted, or what it cost once it has ended, and what it had cost as the day began.
 
-    `committed_nano_usd` is what it costs if it is stopped now, `own_nano_usd` its own budget, if it has one. One that
-    goes on is `alive`; one that is about to begin `begins`.
+    `committed_nano_usd` is what it costs if it is stopped now, `known_nano_usd` what its process may believe it may
+    cost, `own_nano_usd` its own budget, if it has one. One that goes on is `alive`; one about to begin `begins`.
     """
 
     run: str
     allotted_nano_usd: int
     day_base_nano_usd: int = 0
     committed_nano_usd: int = 0
+    known_nano_usd: int = 0
     own_nano_usd: int | None = None
     slice_nano_usd: int = 0
     alive: bool = False
@@ -54,8 +57,13 @@ class RunAccount:
         return max(LEAST_SLICE_NANO_USD, self.slice_nano_usd)
 
     @property
+    def may_nano_usd(self) -> int:
+        """What it may come to spend, as far as its process knows."""
+        return max(self.allotted_nano_usd, self.known_nano_usd)
+
+    @property
     def today_nano_usd(self) -> int:
-        return max(0, self.allotted_nano_usd - self.day_base_nano_usd)
+        return max(0, self.may_nano_usd - self.day_base_nano_usd)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +77,7 @@ class ProjectAccount:
     @property
     def total_nano_usd(self) -> int:
         """Spent, or allotted to be spent."""
-        return self.gone_nano_usd + sum(run.allotted_nano_usd for run in self.runs)
+        return self.gone_nano_usd + sum(run.may_nano_usd for run in self.runs)
 
     @property
     def today_nano_usd(self) -> int:
@@ -100,6 +108,18 @@ def slices(account: ProjectAccount, limits: SpendingLimits) -> dict[str, int]:
             given[run.run] = _wanted(run)
             left -= given[run.run]
     return given
+
+
+def taken_back(account: ProjectAccount, limits: SpendingLimits) -> dict[str, int]:
+    """What runs may spend no more, in nano-dollars by run, as their project may spend less: what is free, of the last
+    ones first, and first of those whose process has not begun."""
+    coming = sum(run.may_nano_usd - run.allotted_nano_usd for run in account.runs)
+    over, taken = -(account.left_nano_usd(limits) + coming), dict[str, int]()
+    last_first = account.runs[::-1]
+    for run in sorted(last_first, key=lambda run: run.alive):
+        if over > 0 and (usd := min(_free(run), over)) > 0:
+            taken[run.run], over = usd, over - usd
+    return taken
 
 
 def _free(run: RunAccount) -> int:

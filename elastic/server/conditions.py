@@ -39,7 +39,7 @@ _ENDINGS: Mapping[RunPhase, tuple[str, str]] = {
 def findings(run: HostedRunRow, phase: RunPhase, cause: str, figures: RunFigures) -> list[ConditionFinding]:
     """What holds of a run in this phase, with these figures."""
     found = [SUBMITTED, _process(phase, cause, run)]
-    if phase is RunPhase.PENDING and run.waits is not None:
+    if phase not in ENDED and run.waits is not None:
         found.append(ConditionFinding("QuotaAvailable", "False", run.waits["reason"], run.waits["message"]))
     if phase is RunPhase.RUNNING:
         found.append(_capacity(run, figures))

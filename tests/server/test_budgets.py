@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from elastic.core.ledger import NANO_USD_PER_USD
 from elastic.server import budgets
-from elastic.server.budgets import ProjectAccount, RunAccount, SpendingLimits, returned, slices
+from elastic.server.budgets import ProjectAccount, RunAccount, SpendingLimits, returned, slices, taken_back
 
 USD = NANO_USD_PER_USD
 
@@ -18,12 +18,16 @@ class Project(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.limits = SpendingLimits(budget_nano_usd=100 * USD, day_nano_usd=30 * USD)
+        self.total_usd, self.day_usd = 100 * USD, 30 * USD
         self.runs: dict[str, RunAccount] = {}
         self.spent: dict[str, int] = {}
         self.base: dict[str, int] = {}
         self.gone = self.gone_today = 0
         self.number = 0
+
+    @property
+    def limits(self) -> SpendingLimits:
+        return SpendingLimits(budget_nano_usd=self.total_usd, day_nano_usd=self.day_usd)
 
     def account(self) -> ProjectAccount:
         runs = list(self.runs.values())
@@ -44,17 +48,37 @@ class Project(RuleBasedStateMachine):
 
     @rule()
     def given(self) -> None:
-        for name, usd in slices(self.account(), self.limits).items():
+        account = self.account()
+        for name, usd in taken_back(account, self.limits).items():
+            run = self.runs[name]
+            assert usd > 0
+            self.runs[name] = replace(run, allotted_nano_usd=run.allotted_nano_usd - usd)
+        for name, usd in slices(account, self.limits).items():
             run = self.runs[name]
             assert usd > 0
             self.runs[name] = replace(run, allotted_nano_usd=run.allotted_nano_usd + usd, alive=True, begins=False)
+            self.hears(name)
+
+    @rule(total=st.floats(0.1, 1), day=st.floats(0.1, 1))
+    def lowered(self, total: float, day: float) -> None:
+        self.total_usd, self.day_usd = int(total * self.total_usd), int(day * self.day_usd)
+
+    @precondition(lambda self: self.runs)
+    @rule(data=st.data())
+    def is_told(self, data: st.DataObject) -> None:
+        self.hears(data.draw(st.sampled_from(sorted(self.runs))))
+
+    def hears(self, name: str) -> None:
+        """A run stops at what it has committed where that is more than it may have by now."""
+        run = self.runs[name]
+        self.runs[name] = replace(run, known_nano_usd=max(run.allotted_nano_usd, run.committed_nano_usd))
 
     @precondition(lambda self: self.runs)
     @rule(data=st.data(), share=st.floats(0, 1))
     def spends(self, data: st.DataObject, share: float) -> None:
         name = data.draw(st.sampled_from(sorted(self.runs)))
         run = self.runs[name]
-        self.spent[name] += int(share * (run.allotted_nano_usd - self.spent[name]))
+        self.spent[name] += int(share * max(0, run.known_nano_usd - self.spent[name]))
         self.runs[name] = replace(run, committed_nano_usd=self.spent[name])
 
     @precondition(lambda self: self.runs)
@@ -85,6 +109,17 @@ class Project(RuleBasedStateMachine):
         assert self.gone + sum(self.spent[name] for name in self.runs) <= 100 * USD
         for run in self.runs.values():
             assert run.own_nano_usd is None or run.allotted_nano_usd <= run.own_nano_usd
+
+    def teardown(self) -> None:
+        """Once all have heard what they may have, nothing is left beyond the limits that was not spent before."""
+        for _ in range(3):
+            self.given()
+            for name in self.runs:
+                self.hears(name)
+        account = self.account()
+        free = sum(run.may_nano_usd - self.spent[run.run] for run in account.runs)
+        over = account.total_nano_usd > self.total_usd or account.today_nano_usd > self.day_usd
+        assert not over or free == 0
 
 
 Project.TestCase.settings = settings(max_examples=40, stateful_step_count=30)

@@ -43,6 +43,7 @@ records = st.builds(
     restarts=st.integers(0, 5),
     max_restarts=st.integers(0, 5),
     not_before_us=st.sampled_from([0, NOW_US - 1, NOW_US + 1]),
+    waits=st.none() | st.just({"reason": "RunsAtOnce", "message": "the project may have 1 runs at once by now"}),
 )
 hows = [
     decisions.FINISHED,
@@ -52,7 +53,8 @@ hows = [
     decisions.BAD_INPUT,
     decisions.DIED,
 ]
-endings = st.none() | st.builds(Ending, how=st.sampled_from(hows), cause=st.just("why"), with_world=st.booleans())
+causes = st.sampled_from(["why", f"{decisions.QUOTA_LOWERED}: why"])
+endings = st.none() | st.builds(Ending, how=st.sampled_from(hows), cause=causes, with_world=st.booleans())
 sights = st.builds(
     ProcessSeen,
     alive=st.booleans(),
@@ -72,18 +74,19 @@ def test_whatever_happens(run: HostedRunRow, seen: ProcessSeen) -> None:
     made = next_step(run, seen)
     if seen.alive:
         assert made.step in (NextStep.NOTHING, NextStep.STOP, NextStep.KILL)
-        assert (made.step is NextStep.NOTHING) or run.wanted != runs.RUN
+        assert made.step is NextStep.NOTHING or run.wanted != runs.RUN or run.waits is not None
+        assert made.step is not NextStep.KILL or run.wanted != runs.RUN
     if made.step is NextStep.START:
         assert run.phase in (RunPhase.PENDING, RunPhase.RESTARTING)
-        if run.wanted == runs.RUN:
-            assert run.not_before_us <= NOW_US
-        else:  # It is taken up to give back what it holds.
+        assert run.not_before_us <= NOW_US
+        if run.wanted != runs.RUN:  # It is taken up to give back what it holds.
             assert (run.wanted, run.phase, run.force, seen.leaves) == (runs.STOP, RunPhase.RESTARTING, False, True)
     if made.step is NextStep.REMOVE:
         assert run.wanted == runs.DELETE
     if made.step is NextStep.BECOME:
         goes_on = run.wanted == runs.RUN or (run.wanted == runs.STOP and not run.force and seen.leaves)
-        assert made.phase in ENDED or (made.phase is RunPhase.RESTARTING and goes_on)
+        makes_room = run.wanted == runs.RUN and seen.ending is not None and made.phase is RunPhase.PENDING
+        assert made.phase in ENDED or (made.phase is RunPhase.RESTARTING and goes_on) or makes_room
         assert not (made.phase is RunPhase.RESTARTING and made.counts and run.restarts >= run.max_restarts)
         assert made.not_before_us <= NOW_US + MAX_S * 1e6
 

@@ -82,7 +82,9 @@ def test_who_is_removed_is_out_at_once_and_their_keys_do_not_come_back(site: Sit
     )
     assert again.status_code == 201
     assert [one.get("/v1/me").status_code for one in (key, by_key, person.browser)] == [401] * 3
-    assert admin.get("/v1/audit", params={"limit": 100}).text.count("/members") >= 2
+    noted = admin.get("/v1/audit", params={"limit": 100}).json()["data"]
+    assert sum("/members" in one["resource"] for one in noted) >= 2
+    assert any(one["resource"] == "/v1/session" and one["status"] == 200 for one in noted)
 
 
 def test_the_last_admin_stays(site: Site) -> None:

@@ -106,6 +106,30 @@ async def test_runs_beyond_the_quota_wait(
         await until(lambda: "QuotaAvailable" not in conditions(site, second))
 
 
+@pytest.mark.parametrize("limits", [{"runs": 1}, {"gpus": {"trainer": 1}}])
+async def test_a_quota_that_is_lowered_has_the_last_runs_make_room(
+    site: Site, quick: ServerSettings, submitted: Any, limits: dict[str, Any]
+) -> None:
+    first, second, third = (submitted(project="ours") for _ in range(3))
+    async with running(site, quick):
+        pids = [await process_of(site, quick, run) for run in (first, second, third)]
+        allow(site, **limits)
+        await until(lambda: all(row(site, run).phase is RunPhase.PENDING for run in (second, third)))
+        assert conditions(site, third)["QuotaAvailable"] in ("RunsAtOnce", "TrainerGpus")
+        assert row(site, second).wanted == runs.RUN
+        os.kill(pids[0], signal.SIGUSR1)
+        again = await process_of(site, quick, second, other_than=pids[1])
+        assert row(site, third).phase is RunPhase.PENDING
+    async with running(site, quick):
+        lifted: dict[str, Any] = dict.fromkeys(limits)
+        allow(site, **lifted)
+        await process_of(site, quick, third, other_than=pids[2])
+        known = row(site, second).identity
+        assert known is not None
+        assert known.pid == again
+    assert row(site, second).restarts == row(site, third).restarts == 0
+
+
 async def test_a_run_waits_for_its_slice_and_no_more_than_there_is_is_given(
     site: Site, quick: ServerSettings, submitted: Any
 ) -> None:

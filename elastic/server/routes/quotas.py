@@ -5,8 +5,9 @@ from fastapi import APIRouter, Request, Response
 
 from elastic import compose
 from elastic.core.ledger import NANO_USD_PER_USD
-from elastic.resources import ALIVE, ProblemError, ProjectQuota, QuotaChange, QuotaUse, RunPhase
+from elastic.resources import ProblemError, ProjectQuota, QuotaChange, QuotaUse
 from elastic.server import budgets
+from elastic.server.allotment import ProjectStanding, going
 from elastic.server.permissions import Action
 from elastic.server.problems import ApiProblem
 from elastic.server.routes.common import CallerDep, IfMatch, StateDep, check_etag, etag_of, project_of, rules
@@ -64,21 +65,17 @@ def as_quota(connection: sa.Connection, row: quotas.QuotaRow) -> ProjectQuota:
     at_us = now_us()
     day = budgets.day_of(at_us)
     settled, settled_today = quotas.settled_nano_usd(connection, row.project, day)
-    spent = allotted = settled
-    spent_today = allotted_today = settled_today
-    going, gpus = 0, dict[str, int]()
-    for run in runs.managed(connection, row.project):
-        cost, base = run.seen_nano_usd, run.base_nano_usd(day)
-        may = cost if run.allotted_nano_usd is None else max(cost, run.allotted_nano_usd)
-        spent, allotted = spent + cost, allotted + may
-        spent_today, allotted_today = spent_today + cost - base, allotted_today + may - base
-        if run.phase in ALIVE or run.phase is RunPhase.RESTARTING:
-            going += 1
-            for kind, held in gpus_of(run).items():
-                gpus[kind] = gpus.get(kind, 0) + held
+    standing = ProjectStanding(quota=row, settled_nano_usd=settled, settled_today_nano_usd=settled_today)
+    its = runs.managed(connection, row.project)
+    spent = standing.spending(its, day)
+    live = [run for run in its if going(run)]
+    gpus: dict[str, int] = {}
+    for run in live:
+        for kind, held in gpus_of(run).items():
+            gpus[kind] = gpus.get(kind, 0) + held
     account = quotas.account(connection, row.project)
-    rate = budgets.usd_per_hour(account.marks, at_us, spent)
-    usd, usd_today = spent / NANO_USD_PER_USD, spent_today / NANO_USD_PER_USD
+    rate = budgets.usd_per_hour(account.marks, at_us, spent.total)
+    usd, usd_today = spent.total / NANO_USD_PER_USD, spent.today / NANO_USD_PER_USD
     return ProjectQuota(
         project=row.project,
         gpus=dict(row.gpus),
@@ -87,12 +84,12 @@ def as_quota(connection: sa.Connection, row: quotas.QuotaRow) -> ProjectQuota:
         budget_usd=row.budget_usd,
         weight=row.weight,
         use=QuotaUse(
-            runs=going,
+            runs=len(live),
             gpus=gpus,
             usd=usd,
-            allotted_usd=allotted / NANO_USD_PER_USD,
+            allotted_usd=spent.allotted / NANO_USD_PER_USD,
             usd_today=usd_today,
-            allotted_today_usd=allotted_today / NANO_USD_PER_USD,
+            allotted_today_usd=spent.allotted_today / NANO_USD_PER_USD,
             usd_per_hour=rate,
             budget_ends_in_s=budgets.ends_in_s(row.budget_usd, usd, rate),
             day_ends_in_s=budgets.ends_in_s(row.usd_per_day, usd_today, rate),

@@ -157,7 +157,8 @@ def stop(
         found = run_of(tx, caller, run)
         _refuse_ended(found)
         if found.wanted != runs.STOP or (force and not found.force):
-            runs.want(tx, run, wanted=runs.STOP, force=force)
+            # Whatever it was waiting for before it went on: it is stopped at once.
+            runs.want(tx, run, wanted=runs.STOP, force=force, not_before_us=0)
         return _changed(tx, caller, run)
 
     return carry_out(request, state, caller, Action.RUNS_WRITE, body, work)

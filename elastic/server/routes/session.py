@@ -22,7 +22,7 @@ def sign_in(request: Request, caller: CallerDep, state: StateDep, response: Resp
         raise ApiProblem("unauthenticated", "sign in with a key; a session makes no other one")
     with state.store.writing() as tx:
         secret = sessions.begin(tx, state.settings.session_s, key=caller.key)
-        _note(tx, request, caller, 201)
+        _note(tx, request, caller, 201, caller.project)
     hand_cookie(request, response, state, secret)
     return me(caller, state).model_copy(update={"csrf_token": sessions.csrf_token(secret)})
 
@@ -38,6 +38,7 @@ def change(request: Request, body: SessionChange, caller: CallerDep, state: Stat
         if wanted is None:
             raise not_found("project", body.project)
         sessions.change_member(tx, request.cookies.get(COOKIE, ""), wanted.member)
+        _note(tx, request, caller, 200, wanted.project)
     return me(caller_of(request, state), state)
 
 
@@ -46,7 +47,7 @@ def sign_out(request: Request, caller: CallerDep, state: StateDep) -> Response:
     """Sign the browser out: its cookie is worth nothing from now on."""
     with state.store.writing() as tx:
         sessions.end(tx, request.cookies.get(COOKIE, ""))
-        _note(tx, request, caller, 204)
+        _note(tx, request, caller, 204, caller.project)
     response = Response(status_code=204)
     response.delete_cookie(COOKIE, httponly=True, samesite="strict")
     return response
@@ -63,13 +64,13 @@ def is_https(request: Request) -> bool:
     return request.url.scheme == "https" or request.headers.get("x-forwarded-proto") == "https"
 
 
-def _note(tx: sa.Connection, request: Request, caller: CallerDep, status: int) -> None:
+def _note(tx: sa.Connection, request: Request, caller: CallerDep, status: int, project: str | None) -> None:
     audit.write(
         tx,
         actor=caller.actor,
         action=Action.RUNS_READ,
         resource=request.url.path,
-        project=caller.project,
+        project=project,
         status=status,
         request_id=request.state.request_id,
     )

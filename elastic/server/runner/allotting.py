@@ -110,17 +110,15 @@ def _account_changes(
 ) -> dict[str, Any]:
     """The next mark of what was spent, and which limits are nearly used."""
     quota, day = standing.quota, budgets.day_of(at_us)
-    its = [run for run in records if run.project == quota.project]
-    spent = standing.settled_nano_usd + sum(run.seen_nano_usd for run in its)
-    today = standing.settled_today_nano_usd + sum(run.seen_nano_usd - run.base_nano_usd(day) for run in its)
-    uses = {"budget_usd": (spent, quota.budget_usd), "usd_per_day": (today, quota.usd_per_day)}
+    spent = standing.spending((run for run in records if run.project == quota.project), day)
+    uses = {"budget_usd": (spent.total, quota.budget_usd), "usd_per_day": (spent.today, quota.usd_per_day)}
     warned = [
         name
         for name, (nano_usd, limit_usd) in uses.items()
         if limit_usd is not None and nano_usd >= budgets.WARNED_SHARE * limit_usd * NANO_USD_PER_USD
     ]
     changes: dict[str, Any] = {}
-    if (marks := budgets.marked(account.marks, at_us, spent)) is not None:
+    if (marks := budgets.marked(account.marks, at_us, spent.total)) is not None:
         changes["marks"] = marks
     if warned != account.warned:
         changes["warned"] = warned

@@ -10,6 +10,8 @@ from typing import Any
 import structlog
 
 from elastic.control import CommandRefused, ControlError, RunControl
+from elastic.server.runner.decisions import QUOTA_LOWERED
+from elastic.server.store import runs
 from elastic.server.store.runs import HostedRunRow
 
 log = structlog.get_logger(__name__)
@@ -21,8 +23,11 @@ STOPPED_BY_SERVER = "stopped through the server"
 
 async def told_to_stop(run_dir: Path, run: HostedRunRow) -> bool:
     """Whether the run's process has it in its journal that it is to stop."""
+    reason, command = STOPPED_BY_SERVER, f"{run.id}:{run.generation}:stop"
+    if run.wanted == runs.RUN:
+        reason, command = f"{QUOTA_LOWERED}: {(run.waits or {}).get('message', '')}", f"{run.id}:{run.attempt}:pause"
     try:
-        await RunControl(run_dir, TIMEOUT_S).stop(STOPPED_BY_SERVER, f"{run.id}:{run.generation}:stop")
+        await RunControl(run_dir, TIMEOUT_S).stop(reason, command)
     except CommandRefused:
         return True  # It is ending already.
     except ControlError as error:

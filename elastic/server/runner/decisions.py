@@ -3,8 +3,9 @@
 - A process is begun only where none was seen alive.
 - A process that died without an end of its run in the journal is followed by another, up to `max_restarts` times; where
   the whole machine or container went down with it, that does not count.
-- A run that is to stop while its process is down is taken up once more, to give back what it holds.
-- A run that stopped because its project's budget had no slice for it waits for the next one.
+- A run that is to stop while its process is down is taken up once more, after its back-off, to give back what it holds.
+- A run that stopped because its project's budget had no slice for it waits for the next one; one that had to make room,
+  because its project may have less now, waits until there is room again.
 """
 
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ FINISHED, FAILED, STOPPED, INTERRUPTED = "finished", "failed", "stopped", "inter
 """How a process ended, as its journal says."""
 BAD_INPUT, DIED = "bad input", "died"
 """How one ended without an end of the run in its journal."""
+QUOTA_LOWERED = "QuotaLowered"
+"""How the reason begins for which a run is stopped that has to make room."""
 MAX_DOUBLINGS = 16
 
 
@@ -83,7 +86,7 @@ def decide(run: HostedRunRow, seen: ProcessSeen, now_us: int, base_s: float, max
         return Decision(step=NextStep.SETTLE)
     if run.wanted == runs.STOP:
         if run.phase is RunPhase.RESTARTING and seen.leaves and not run.force:
-            return Decision(step=NextStep.START)
+            return Decision(step=NextStep.START) if now_us >= run.not_before_us else NOTHING
         return Decision(step=NextStep.BECOME, phase=RunPhase.STOPPED, cause=run.cause)
     return Decision(step=NextStep.START) if now_us >= run.not_before_us else NOTHING
 
@@ -97,7 +100,8 @@ def short_of_slice(run: HostedRunRow) -> bool:
 
 def _living(run: HostedRunRow, seen: ProcessSeen) -> Decision:
     if run.wanted == runs.RUN:
-        return NOTHING
+        makes_room = run.waits is not None and not seen.signalled
+        return Decision(step=NextStep.STOP) if makes_room else NOTHING
     if (run.force or run.wanted == runs.DELETE) and not seen.killed:
         return Decision(step=NextStep.KILL)
     return NOTHING if seen.signalled else Decision(step=NextStep.STOP)
@@ -113,6 +117,8 @@ def _gone(run: HostedRunRow, seen: ProcessSeen, now_us: int, base_s: float, max_
     if run.wanted == runs.STOP and (run.force or ending.how != DIED or not seen.leaves):
         return Decision(step=NextStep.BECOME, phase=RunPhase.STOPPED)
     if ending.how == STOPPED and cause.startswith(BUDGET_EXHAUSTED) and short_of_slice(run):
+        return Decision(step=NextStep.BECOME, phase=RunPhase.PENDING)
+    if (ending.how == STOPPED and cause.startswith(QUOTA_LOWERED)) or (ending.how == INTERRUPTED and seen.signalled):
         return Decision(step=NextStep.BECOME, phase=RunPhase.PENDING)
     if ending.how == STOPPED:
         return Decision(step=NextStep.BECOME, phase=RunPhase.STOPPED, cause=cause)

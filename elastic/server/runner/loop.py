@@ -163,7 +163,7 @@ class RunnerLoop:
                 await asyncio.to_thread(self._adopted, run, held, found)
         if held is not None and not held.watched.over:
             return ProcessSeen(alive=True, signalled=held.stopped, killed=held.killed)
-        status = None
+        status, signalled = None, held is not None and held.stopped
         if held is not None:
             status = await asyncio.to_thread(lambda: held.status)
             held.watched.close()
@@ -173,7 +173,7 @@ class RunnerLoop:
             return ProcessSeen(alive=False, leaves=leaves)
         ending = await asyncio.to_thread(launching.ending, self._settings, run, status)
         log.info("a run's process has ended", run=run.id, how=ending.how, cause=ending.cause)
-        return ProcessSeen(alive=False, ending=ending, leaves=leaves)
+        return ProcessSeen(alive=False, signalled=signalled, ending=ending, leaves=leaves)
 
     def _adopted(self, run: HostedRunRow, held: HeldProcess, found: launching.Identity) -> None:
         if run.identity == found:
@@ -262,7 +262,7 @@ class RunnerLoop:
         if run.observed_generation != run.generation and run.told == run.limits:
             await asyncio.to_thread(self._write, run.id, observed_generation=run.generation)
         phase = _while_alive(run) if figures is None else RunPhase.RUNNING
-        if run.phase is RunPhase.STOPPING:
+        if run.phase is RunPhase.STOPPING and (run.wanted != runs.RUN or self._held[run.id].stopped):
             phase = run.phase
         now = figures or run.figures
         found = self._conditions(run, phase, run.cause, now)
@@ -339,7 +339,7 @@ class RunnerLoop:
 
 def _while_alive(run: HostedRunRow) -> RunPhase:
     """The phase of a run whose process lives and has said nothing new."""
-    return run.phase if run.phase in ALIVE else RunPhase.STARTING
+    return run.phase if run.phase in ALIVE and run.phase is not RunPhase.STOPPING else RunPhase.STARTING
 
 
 @contextlib.contextmanager
