@@ -22,7 +22,7 @@ from _mutants import Mutant
 
 TESTS = ("tests/core", "tests/policies")
 CLUSTER_TESTS = ("tests/cluster",)
-JOBS_POLICIES = ("placement", "regrouping", "charging", "tails", "drift", "clusters")
+JOBS_POLICIES = ("placement", "regrouping", "repartitioning", "charging", "tails", "drift", "clusters")
 """What decides about many jobs: judged by its own tests and worlds."""
 FEW_WORLDS = range(8)
 MORE_WORLDS = range(8, 60)

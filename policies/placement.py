@@ -20,6 +20,7 @@ from elastic.cluster.groups import CycleModel, JobGroup, PlannedMember, planned
 from elastic.cluster.policy import PlacementChoice, PlacementRefusal, PoolView, Relocation
 from elastic.cluster.types import GroupName, JobRequest, Nanoseconds, NodeId
 from policies.regrouping import GrowingView, Newcomer, brought_together
+from policies.repartitioning import formed_anew
 
 Chooser: TypeAlias = Callable[[Iterator[PlacementChoice], PoolView, JobRequest], PlacementChoice | None]
 
@@ -123,7 +124,9 @@ class PlacementRules:
         ]
 
     def relocations(self, pool: PoolView, changed: Sequence[GroupName]) -> Sequence[Relocation]:
-        return brought_together(self, pool, changed) if self.moves else ()
+        if not self.moves:
+            return ()
+        return formed_anew(self, pool, changed) or brought_together(self, pool, changed)
 
     def _choices(self, request: JobRequest, pool: PoolView) -> Iterator[PlacementChoice]:
         if self.shares:

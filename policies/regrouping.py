@@ -111,7 +111,7 @@ def _moved(
         return None
     saved = nano_usd_per_hour * max(pool.remaining_ns(member.job) for member in members)
     moves: list[Relocation] = []
-    after = _After(pool, group.name, takers)
+    after = GroupsAfter(pool, group.name, takers)
     for member in sorted(members, key=lambda member: -member.rollout_ns):
         newcomer = Newcomer(pool.request(member.job), pool.limit_after_restart_ns(member.job))
         best = after.cheapest(rules, newcomer, pool.remaining_ns(member.job))
@@ -123,10 +123,12 @@ def _moved(
     return saved, moves
 
 
-class _After:
+class GroupsAfter:
     """The groups as they would be once some jobs have moved."""
 
-    def __init__(self, pool: PoolView, without: GroupName, takers: Sequence[tuple[JobGroup, Nanoseconds]]) -> None:
+    def __init__(
+        self, pool: PoolView, without: GroupName | None, takers: Sequence[tuple[JobGroup, Nanoseconds]]
+    ) -> None:
         self.spec, self.free_rollout = pool.spec, pool.free_rollout
         self._new: set[NodeId] = set()
         self._groups = {group.name: (group, lives_ns) for group, lives_ns in takers if group.name != without}
@@ -153,6 +155,11 @@ class _After:
                 if best is None or cost < best[0]:
                     best = cost, choice
         return best
+
+    def into(self, name: GroupName, rules: WaysInto, newcomer: Newcomer, *, new_rollout: int) -> PlacementChoice | None:
+        """The way into this group that takes fewest new rollout nodes, at most so many."""
+        ways = (way for way in rules.ways_into(self._groups[name][0], newcomer, self) if way.new_rollout <= new_rollout)
+        return min(ways, key=lambda way: way.new_rollout, default=None)
 
     def join(self, newcomer: Newcomer, choice: PlacementChoice, cycle: CycleModel) -> None:
         """The job takes its place. New nodes have no name yet, so nobody else may be put there."""

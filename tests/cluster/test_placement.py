@@ -1,68 +1,15 @@
 """Ways into groups: just enough nodes, matched training pools, and the composition that each policy is."""
 
-from typing import NamedTuple
-
 import msgspec
 import pytest
 
-from elastic.cluster import JobRequest, NodeKind, PhasePlan, PoolSpec
-from elastic.cluster.cycle import cycle_ns
-from elastic.cluster.groups import JobGroup, planned
+from elastic.cluster.groups import planned
 from elastic.cluster.policy import SliceView
 from policies.drift import NoDrift, SloAtStake
 from policies.placement import PLACEMENTS
+from policies.regrouping import brought_together
 from policies.tails import LongTail, NoTails
-
-SPEC = PoolSpec(
-    rollout=NodeKind(gpus=8, memory_bytes=3, nano_usd_per_hour=10),
-    train=NodeKind(gpus=8, memory_bytes=5, nano_usd_per_hour=30),
-    rollout_nodes=9,
-    train_nodes=9,
-)
-
-
-def job(name: str, rollout: int, train: int, slo: float = 2.0, **more: object) -> JobRequest:
-    plan = PhasePlan(rollout_ns=rollout, train_ns=train)
-    return msgspec.structs.replace(JobRequest(id=name, slo=slo, plan=plan, rollout_bytes=1, train_bytes=1), **more)
-
-
-class View(NamedTuple):
-    """A pool as a policy sees it, without a cluster."""
-
-    groups: dict[str, JobGroup]
-    requests: dict[str, JobRequest]
-    spec: PoolSpec = SPEC
-    free_rollout: int = 9
-    free_train: int = 9
-    arrivals: int = 1
-
-    def request(self, job: str) -> JobRequest:
-        return self.requests[job]
-
-    def remaining_ns(self, job: str) -> int:
-        return self.requests[job].steps * 100
-
-    def limit_after_restart_ns(self, job: str) -> int:
-        return self.requests[job].limit_ns
-
-    def movable(self, job: str) -> bool:
-        return True
-
-
-def group(name: str, train: int, *pinned: tuple[JobRequest, tuple[str, ...]]) -> JobGroup:
-    nodes = tuple(dict.fromkeys(node for _, its in pinned for node in its))
-    made = JobGroup(
-        name=name,
-        train=tuple(f"{name}-t{i}" for i in range(train)),
-        rollout=nodes,
-        members={request.id: planned(request, train, its) for request, its in pinned},
-    )
-    made.follow(cycle_ns)
-    return made
-
-
-def view(*groups: JobGroup, requests: tuple[JobRequest, ...] = ()) -> View:
-    return View({each.name: each for each in groups}, {request.id: request for request in requests})
+from tests.cluster.conftest import group, job, view
 
 
 def test_rollout_scaling_takes_just_enough_nodes() -> None:
@@ -160,7 +107,7 @@ def test_jobs_that_move_into_one_group_each_get_a_node_that_will_be_there() -> N
         group("h", 1, (host, ("n4",))),
         requests=(x, y, z, host),
     )
-    moves = PLACEMENTS["ours"].relocations(pool, ["g"])
+    moves = brought_together(PLACEMENTS["ours"], pool, ["g"])
     assert [move.job for move in moves] == ["x", "y", "z"]
     # z would fit beside y on the node that y brings, which has no name yet.
     assert [(move.to.group, move.to.rollout, move.to.new_rollout) for move in moves] == [("h", (), 1)] * 3

@@ -1,0 +1,158 @@
+"""Groups formed anew: what no single move can do, what stands in the way, and against plain enumeration."""
+
+from collections.abc import Iterator, Sequence
+
+import msgspec
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elastic.cluster import JobRequest
+from elastic.cluster.policy import Relocation
+from policies.placement import PLACEMENTS, PlacementRules
+from policies.regrouping import brought_together
+from policies.repartitioning import formed_anew
+from tests.cluster.conftest import SPEC, View, group, job, view
+
+OURS = PLACEMENTS["ours"]
+
+
+def trains(name: str, train: int, **more: object) -> JobRequest:
+    """It bears a cycle of 100, and has so little to roll out that one node will do for a group."""
+    return job(name, 1, train, slo=100.5 / (1 + train), **more)
+
+
+P = trains("p", 60, restart_ns=1000)
+"""Moving it never pays."""
+Q, R, S, T = (trains(name, train) for name, train in zip("qrst", (30, 50, 20, 40), strict=True))
+FIVE = msgspec.structs.replace(SPEC, rollout=msgspec.structs.replace(SPEC.rollout, memory_bytes=5))
+"""So many states fit on a node of either kind."""
+
+
+def pool_of(*groups: Sequence[JobRequest]) -> View:
+    made = [group(f"g{i}", 1, *((each, (f"n{i}",)) for each in members)) for i, members in enumerate(groups)]
+    return view(*made, requests=tuple(each for members in groups for each in members))._replace(spec=FIVE)
+
+
+def told(moves: Sequence[Relocation]) -> list[tuple[str, str | None, tuple[str, ...]]]:
+    return [(move.job, move.to.group, move.to.rollout) for move in moves]
+
+
+def test_a_group_is_given_back_by_an_exchange_that_no_single_move_could_begin() -> None:
+    # t trains for 40 and fits neither beside p and q (90) nor beside r and s (70), until q goes there.
+    pool = pool_of((P, Q), (R, S), (T,))
+    assert brought_together(OURS, pool, ["g2"]) == []
+    assert told(formed_anew(OURS, pool, ["g2"])) == [("q", "g1", ("n1",))]
+    # t had to wait for q to leave.
+    assert told(formed_anew(OURS, pool_of((P,), (R, S, Q), (T,)), ["g0", "g1"])) == [("t", "g0", ("n0",))]
+    assert formed_anew(OURS, pool_of((P, T), (R, S, Q)), ["g0"]) == []
+
+
+class Held(View):
+    """A pool in which one job cannot move, or bears no restart."""
+
+    held = "t"
+
+    def movable(self, job: str) -> bool:
+        return job != self.held
+
+
+class Tight(View):
+    def limit_after_restart_ns(self, job: str) -> int:
+        return 99 if job == "q" else 100
+
+
+def test_who_cannot_move_or_would_miss_its_slo_stays() -> None:
+    groups = pool_of((P, Q), (R, S), (T,))
+    assert formed_anew(OURS, Held(*groups), ["g2"]) == []
+    # With q the second group would take 100, and q bears 99 after its restart.
+    assert formed_anew(OURS, Tight(*groups), ["g2"]) == []
+
+
+def test_what_a_move_costs_must_be_saved_within_the_time_that_is_left() -> None:
+    # The first group's nodes cost 40 an hour, for the 100 ns that t goes on; q and t cost as much while they restart.
+    cheap, dear = (msgspec.structs.replace(Q, restart_ns=ns) for ns in (98, 100))
+    assert told(formed_anew(OURS, pool_of((P, cheap), (R, S), (T,)), ["g2"])) == [("q", "g1", ("n1",))]
+    assert formed_anew(OURS, pool_of((P, dear), (R, S), (T,)), ["g2"]) == []
+
+
+def test_others_than_single_rollout_nodes_are_left_alone() -> None:
+    synced = job("y", 1, 30, slo=100.5 / 31, rollout_nodes=2)
+    two = group("g0", 1, (P, ("n0",)), (synced, ("n0", "m0")))
+    rest = pool_of((), (R, S), (T,)).groups
+    pool = view(two, rest["g1"], rest["g2"], requests=(P, synced, R, S, T))
+    assert formed_anew(OURS, pool, ["g2"]) == []
+    wide = group("g2", 2, (T, ("n2",)))
+    pool = view(pool_of((P, Q)).groups["g0"], rest["g1"], wide, requests=(P, Q, R, S, T))
+    # g2 trains on two nodes: it is no neighbour of the others.
+    assert formed_anew(OURS, pool, ["g2"]) == []
+
+
+def priced(groups: Sequence[Sequence[JobRequest]]) -> int:
+    """Of an hour of groups that need one rollout node each."""
+    return (FIVE.rollout.nano_usd_per_hour + FIVE.train.nano_usd_per_hour) * len(groups)
+
+
+def partitions(jobs: Sequence[JobRequest]) -> Iterator[list[list[JobRequest]]]:
+    if not jobs:
+        yield []
+        return
+    for rest in partitions(jobs[1:]):
+        yield [[jobs[0]], *rest]
+        for i, block in enumerate(rest):
+            yield [*rest[:i], [jobs[0], *block], *rest[i + 1 :]]
+
+
+def bears(block: Sequence[JobRequest]) -> bool:
+    return sum(each.plan.train_ns for each in block if each.plan) <= 100 and len(block) <= 5
+
+
+def settled(pool: View) -> list[list[JobRequest]]:
+    """The groups once nothing moves any more."""
+    for _ in range(30):
+        moves = formed_anew(OURS, pool, list(pool.groups))
+        if not moves:
+            return [[pool.requests[name] for name in each.members] for each in pool.groups.values()]
+        pool = moved(pool, moves)
+    raise AssertionError("moves without an end")
+
+
+def moved(pool: View, moves: Sequence[Relocation]) -> View:
+    where = {name: each.name for each in pool.groups.values() for name in each.members}
+    where |= {move.job: move.to.group or "" for move in moves}
+    groups: dict[str, list[JobRequest]] = {}
+    for name, home in where.items():
+        groups.setdefault(home, []).append(pool.requests[name])
+    return pool_of(*groups.values())
+
+
+@given(st.lists(st.lists(st.integers(5, 90), min_size=1, max_size=3), min_size=2, max_size=4))
+@settings(max_examples=30, deadline=None)
+def test_moves_come_to_an_end_and_never_to_dearer_groups(lengths: list[list[int]]) -> None:
+    groups = [[trains(f"{i}-{j}", ns) for j, ns in enumerate(each)] for i, each in enumerate(lengths)]
+    groups = [each for each in groups if bears(each)]
+    after = settled(pool_of(*groups))
+    assert all(bears(each) for each in after)
+    assert priced(after) <= priced(groups)
+
+
+@given(st.lists(st.integers(5, 90), min_size=2, max_size=6))
+@settings(max_examples=25, deadline=None)
+def test_jobs_that_are_all_alone_come_together_as_cheaply_as_can_be(lengths: list[int]) -> None:
+    jobs = [trains(f"j{i}", ns) for i, ns in enumerate(lengths)]
+    after = settled(pool_of(*([each] for each in jobs)))
+    least = min(priced(each) for each in partitions(jobs) if all(bears(block) for block in each))
+    assert priced(after) == least
+
+
+def test_at_most_so_many_neighbours_are_looked_at() -> None:
+    singles = [trains(f"j{i:02}", 30) for i in range(14)]
+    pool = pool_of(*([each] for each in singles))
+    moves = formed_anew(OURS, pool, ["g13"])
+    groups = {name for name in pool.groups if name in {move.to.group for move in moves}}
+    assert 0 < len(moves) <= 11
+    assert groups <= set(pool.groups)
+
+
+def test_only_where_a_cycle_is_one_of_turns() -> None:
+    rules = PlacementRules(cycle=PLACEMENTS["gavel"].cycle, moves=True)
+    assert formed_anew(rules, pool_of((P, Q), (R, S), (T,)), ["g2"]) == []
