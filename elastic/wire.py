@@ -33,7 +33,7 @@ from elastic.core.types import (
     WeightMode,
 )
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 MAX_FRAME_BYTES = 64 * 1024 * 1024
 """A group for the trainer is the largest frame; weights travel through relays, never here."""
 
@@ -209,6 +209,13 @@ class Slept(_Message, frozen=True):
 
 class Awoke(_Message, frozen=True):
     pass
+
+
+class Notice(_Message, frozen=True):
+    """What the worker stands on will be taken away in `left_s`, or is only likelier to be than before (None)."""
+
+    left_s: Seconds | None
+    reason: Text
 
 
 class Goodbye(_Message, frozen=True):
@@ -398,6 +405,7 @@ FromWorker: TypeAlias = (
     | WeightsReport
     | Slept
     | Awoke
+    | Notice
     | Goodbye
     | Trained
     | Stepped

@@ -38,8 +38,9 @@ from providers.base import (
 )
 from providers.base_provider import BaseProvider, Found, LeaseHandle
 from providers.markets import CapacityUnavailable, LeaseEnding, Market
-from providers.ray_connection import RayConnection, call, ray, told
+from providers.ray_connection import RayConnection, ray
 from providers.ray_relay import NODE_VARIABLE
+from providers.vendor_calls import call, told
 
 log = structlog.get_logger(__name__)
 T = TypeVar("T")

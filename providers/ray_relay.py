@@ -20,7 +20,8 @@ import numpy as np
 
 from elastic.weights.blobs import Buffer, check_key
 from elastic.weights.errors import BlobConflict, BlobNotFound, RelayError, RelayUnavailable
-from providers.ray_connection import NAMESPACE, RayConnection, called, ray, told
+from providers.ray_connection import NAMESPACE, RayConnection, ray
+from providers.vendor_calls import called, told
 
 NODE_VARIABLE = "ELASTIC_RAY_CLUSTER"
 """What a worker on a node of a cluster is told of it: the address by which a process of that node takes part in it."""

@@ -5,8 +5,8 @@ from typing import Any
 
 from elastic import wire
 from elastic.core import events as e
-from elastic.core.ids import provider_of
-from elastic.core.types import WorkerId
+from elastic.core.ids import lease_of, provider_of
+from elastic.core.types import NS_PER_S, Nanoseconds, WorkerId
 from elastic.runtime.journal import TokenFrame, tokens_event
 from elastic.runtime.run import Run
 from elastic.runtime.scribe import Scribe
@@ -25,11 +25,13 @@ class Listener:
         self,
         run: Run,
         scribe: Scribe,
+        now_ns: Callable[[], Nanoseconds],
         trust: Callable[[str], None],
         stepped: Callable[[int], None],
     ) -> None:
         self._run = run
         self._scribe = scribe
+        self._now_ns = now_ns
         self._trust = trust
         self._stepped = stepped
         self._hear: dict[type[Any], Callable[[WorkerId, int, Any], None]] = {
@@ -37,6 +39,7 @@ class Listener:
             wire.WeightsReport: self._on_weights,
             wire.Slept: lambda w, n, _: run.feed(e.WorkerSlept(worker=w, epoch=n)),
             wire.Awoke: lambda w, n, _: run.feed(e.WorkerAwoke(worker=w, epoch=n)),
+            wire.Notice: self._on_notice,
             wire.Goodbye: self._on_goodbye,
             wire.Trained: lambda w, n, m: run.feed(e.GroupTrained(worker=w, epoch=n, group=m.group)),
             wire.Stepped: self._on_stepped,
@@ -88,6 +91,12 @@ class Listener:
                 load_progress=beat.load_progress,
             )
         )
+
+    def _on_notice(self, worker: WorkerId, _: int, notice: wire.Notice) -> None:
+        """Of what its own lease stands on; a worker can end none but that."""
+        left_s = notice.left_s
+        deadline_ns = None if left_s is None else self._now_ns() + round(left_s * NS_PER_S)
+        self._run.feed(e.LeaseNotice(lease=lease_of(worker), deadline_ns=deadline_ns, reason=notice.reason))
 
     def _on_goodbye(self, worker: WorkerId, epoch: int, goodbye: wire.Goodbye) -> None:
         self._run.feed(

@@ -151,7 +151,7 @@ class Orchestrator:
         config, wiring = self._config, self._wiring
         make_pool, environment = wiring.make_reward_pool, config.environment
         scoring = ScoringSettings(environment.settings, config.rewards.settings) if make_pool else None
-        listener = Listener(run, self._scribe, self._trust, self._stepped)
+        listener = Listener(run, self._scribe, self.now_ns, self._trust, self._stepped)
         self._gateway = Gateway()
         self._door = self._gateway.open(
             wiring.welcome.run, listener, wiring.welcome, cuts_silent=config.run.beyond_loopback

@@ -23,6 +23,7 @@ from elastic.weights.errors import VersionSuperseded, WeightsError, WeightsRefus
 from elastic.weights.source import PullReport, RelaySource
 from elastic.worker.accounts import DeviceAccounts
 from elastic.worker.connection import Connection, ConnectionLost, SessionRefused, Ticket, dial
+from elastic.worker.notices import watch_instance
 from elastic.worker.threads import DaemonThread, run_in_thread
 from elastic.worker.token_stream import TokenStream
 from elastic.worker.training import Trainer, TrainerOrder, Training
@@ -138,6 +139,7 @@ class Service:
         if self._share is not None:
             yield self._watch(self._share)
         yield self._audit()
+        yield watch_instance(lambda left_s, reason: self._send(wire.Notice(left_s, wire.clipped(reason))))
 
     # The connection
 

@@ -1,0 +1,42 @@
+"""What the machine under a worker says of its own end, told to the orchestrator."""
+
+import asyncio
+import os
+from collections.abc import Callable
+from typing import TypeAlias
+
+import structlog
+
+from providers.ec2_metadata import InstanceMetadata, MetadataError
+
+log = structlog.get_logger(__name__)
+
+NOTICES_VARIABLE = "ELASTIC_NOTICES"
+"""Who gives notice where this worker runs: "ec2", or nobody."""
+POLL_S = 2.0
+"""EC2 asks for five seconds at the most; a notice is two minutes."""
+
+Tell: TypeAlias = Callable[[float | None, str], None]
+"""Called with the seconds that are left (None: it is only likelier to end) and the reason."""
+
+
+async def watch_instance(tell: Tell, poll_s: float = POLL_S) -> None:
+    """Tell of each notice once, for as long as the worker lives. A service that does not answer is asked again."""
+    if os.environ.get(NOTICES_VARIABLE) != "ec2":
+        return
+    silent, told = False, set[str]()
+    async with InstanceMetadata.of_environment() as metadata:
+        while True:
+            try:
+                notices = await metadata.notices()
+            except MetadataError as error:
+                if not silent:
+                    log.warning("no notice of this instance's end can be read", error=str(error))
+                silent = True
+            else:
+                silent = False
+                for notice in notices:
+                    if notice.key not in told:
+                        told.add(notice.key)
+                        tell(notice.left_s, notice.reason)
+            await asyncio.sleep(poll_s)

@@ -1,0 +1,56 @@
+"""Calls of vendors' clients, which block, and some of which outlast the time that they are given.
+
+Each is made on a thread of its own, which never keeps the process, and is waited for until a deadline.
+"""
+
+import asyncio
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+TOLD_CHARACTERS = 400
+
+
+async def call(timeout_s: float, function: Callable[..., T], *arguments: Any) -> T:
+    """What `function` returns. Raises what it raises, and `TimeoutError`."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await asyncio.wrap_future(_begun(function, *arguments))
+    except TimeoutError as error:
+        raise _late(error, timeout_s) from error
+
+
+def called(timeout_s: float, function: Callable[..., T], *arguments: Any) -> T:
+    """As `call`, for threads."""
+    try:
+        return _begun(function, *arguments).result(timeout_s)
+    except TimeoutError as error:
+        raise _late(error, timeout_s) from error
+
+
+def told(error: BaseException) -> str:
+    """What a vendor says, on one line."""
+    return " ".join(str(error).split())[:TOLD_CHARACTERS] or type(error).__name__
+
+
+def _begun(function: Callable[..., T], *arguments: Any) -> Future[T]:
+    future: Future[T] = Future()
+
+    def work() -> None:
+        future.set_running_or_notify_cancel()
+        try:
+            result = function(*arguments)
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+    threading.Thread(target=work, name=f"vendor: {function.__name__}", daemon=True).start()
+    return future
+
+
+def _late(error: TimeoutError, timeout_s: float) -> TimeoutError:
+    return error if str(error) else TimeoutError(f"no answer within {timeout_s:g} s")
