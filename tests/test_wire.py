@@ -4,7 +4,7 @@ import math
 import struct
 import sys
 from collections.abc import Callable, Iterator
-from typing import get_args
+from typing import Any, get_args
 
 import msgspec
 import pytest
@@ -217,8 +217,8 @@ def test_every_field_that_a_worker_fills_has_bounds(kind: type) -> None:
 
 
 def _parts(
-    at: inspect.Type, good: object, rebuild: Callable[[object], object]
-) -> Iterator[tuple[inspect.Type, object]]:
+    at: inspect.Type, good: Any, rebuild: Callable[[object], object]
+) -> Iterator[tuple[inspect.Type, Callable[[object], object]]]:
     """Every value inside `good`, a plain message of type `at`, with the whole message in which something is in its
     place: (type, whole message by what is put there)."""
     match at:
@@ -249,19 +249,19 @@ def _parts(
             pass
 
 
-def _beyond(at: inspect.Type) -> list[object]:
+def _beyond(at: inspect.Type) -> list[Any]:
     """What a field of this type must not hold."""
     match at:
-        case inspect.IntType(ge=least, le=most):
+        case inspect.IntType(ge=int() as least, le=int() as most):
             return [least - 1, most + 1, 2**53, 2**63, 2**64 - 1, -(2**63), 1.5, math.nan, "1", [], {}]
-        case inspect.FloatType(le=most):
+        case inspect.FloatType(le=int() | float() as most):
             over = [] if most == sys.float_info.max else [math.nextafter(most, math.inf)]
             return [math.nan, math.inf, -math.inf, *over, "1", [], {}]
-        case inspect.StrType(max_length=most):
+        case inspect.StrType(max_length=int() as most):
             return ["x" * (most + 1), 1, [], {}]
         case inspect.EnumType() | inspect.LiteralType():
             return ["no such thing", "", 1, []]
-        case inspect.ListType(max_length=most):
+        case inspect.ListType(max_length=int() as most):
             return [[None] * (most + 1), 1, "x", {}]
         case inspect.DictType():
             return [{"no such key": None}, 1, "x", []]
