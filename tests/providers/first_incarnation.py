@@ -1,21 +1,23 @@
-"""An earlier process of a run: takes leases, says what its provider emits, and kills itself where it is told to.
+"""An earlier process of a run: takes leases, tells which were granted, and kills itself where it is told to.
 
-`python -m tests.providers.first_incarnation KIND RUN RUN_DIR BEGAN_NS LEASES DEATH SETTINGS`
+Each is forked from a server that has imported all it needs: an interpreter's start would take most of its time.
 """
 
 import asyncio
+import functools
+import multiprocessing
 import os
 import signal
-import sys
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
 from typing import Any
 
 import msgspec
 
 from elastic.core.events import LeaseGranted
 from elastic.processes import RecordedProcesses
-from providers.base import ProviderEvent
+from providers.base import ProviderContext, ProviderEvent
 from providers.serving import ServingProvider
 from tests.providers.conftest import CAPACITY, Recorder, context_of, lease_request, provider_of
 
@@ -38,18 +40,15 @@ def arm(death: str, provider: Any) -> None:
             pass
 
 
-async def main(kind: str, run: str, run_dir: str, began_ns: str, leases: str, death: str, settings: str) -> None:
-    more = msgspec.json.decode(settings)
-    context = context_of(run, Path(run_dir), int(began_ns))
-    timeout_s = more.pop("orchestrator_timeout_s", context.orchestrator_timeout_s)
-    provider = provider_of(kind, msgspec.structs.replace(context, orchestrator_timeout_s=timeout_s), **more)
+async def _live(kind: str, context: ProviderContext, leases: int, death: str, told: Connection, **more: Any) -> None:
+    provider = provider_of(kind, context, **more)
     seen = Recorder()
 
     def emit(event: ProviderEvent) -> None:
         if isinstance(event, LeaseGranted):
             if death == "before the grant is told":
                 die()
-            print(event.lease, event.expires_at_ns, flush=True)
+            told.send(event.lease)
         seen.emit(event)
 
     begin: Callable[[], None] = lambda: arm(death, provider)  # noqa: E731
@@ -58,10 +57,30 @@ async def main(kind: str, run: str, run_dir: str, began_ns: str, leases: str, de
     await provider.start(emit)
     begin()
     await seen.until(lambda r: r.available == CAPACITY)
-    for number in range(1, int(leases) + 1):
+    for number in range(1, leases + 1):
         await provider.acquire(lease_request(number))
     await asyncio.sleep(600)
 
 
-if __name__ == "__main__":
-    asyncio.run(main(*sys.argv[1:]))
+def main(
+    *run: Any,
+    kind: str,
+    leases: int,
+    death: str,
+    settings: dict[str, Any],
+    variables: Mapping[str, str],
+    told: Connection,
+) -> None:
+    """`run` are arguments of `context_of`; `variables` are added to the environment."""
+    os.environ.update(variables)
+    context = context_of(*run)
+    timeout_s = settings.pop("orchestrator_timeout_s", context.orchestrator_timeout_s)
+    context = msgspec.structs.replace(context, orchestrator_timeout_s=timeout_s)
+    asyncio.run(_live(kind, context, leases, death, told, **settings))
+
+
+@functools.cache
+def forks() -> ForkServerContext:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    return context

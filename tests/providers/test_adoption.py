@@ -6,7 +6,6 @@ The earlier orchestrator is a process that is killed (SIGKILL), wherever it is; 
 import asyncio
 import os
 import signal
-import sys
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -31,7 +30,7 @@ from tests.providers.conftest import (
     processes_with,
     provider_of,
 )
-from tests.providers.first_incarnation import DEATHS
+from tests.providers.first_incarnation import DEATHS, forks, main
 
 WITH_PROCESSES = ["reserved", "trainer", "serverless", "spot"]
 KINDS = [*WITH_PROCESSES, "serving"]
@@ -48,22 +47,33 @@ class Incarnations:
 
     async def first(self, leases: int = 1, death: str = "none", **settings: Any) -> None:
         """Killed once all the leases' workers run, unless it has died by itself before."""
-        told = [str(self.began_ns), str(leases), death, msgspec.json.encode(settings).decode()]
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "tests.providers.first_incarnation", self.kind, self.context.run),
-            *(str(self.context.run_dir), *told),
-            stdout=asyncio.subprocess.PIPE,
+        heard, told = forks().Pipe(duplex=False)
+        process = forks().Process(
+            target=main,
+            daemon=True,
+            args=(self.context.run, self.context.run_dir, self.began_ns),
+            kwargs={
+                "kind": self.kind,
+                "leases": leases,
+                "death": death,
+                "settings": settings,
+                "variables": {name: value for name, value in os.environ.items() if name.startswith("ELASTIC_")},
+                "told": told,
+            },
         )
-        assert process.stdout is not None
+        process.start()
+        told.close()
         if death == "none":
-            async with asyncio.timeout(TIMEOUT_S):
-                for _ in range(leases):
-                    assert (await process.stdout.readline()).startswith(b"lease-")
+            for _ in range(leases):
+                assert await asyncio.to_thread(heard.poll, TIMEOUT_S)
+                assert heard.recv().startswith("lease-")
             if not (settings.get("boot_delay_s") or settings.get("cold_start_s")):
                 await eventually(lambda: all(len(self.pids(number + 1)) == self.width for number in range(leases)))
             process.kill()
-        async with asyncio.timeout(TIMEOUT_S):
-            assert await process.wait() == -signal.SIGKILL
+        await asyncio.to_thread(process.join, TIMEOUT_S)
+        assert process.exitcode == -signal.SIGKILL
+        process.close()
+        heard.close()
 
     @property
     def width(self) -> int:
