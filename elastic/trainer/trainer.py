@@ -22,6 +22,7 @@ from elastic.config import TrainerConfig
 from elastic.model.qwen3 import Qwen3
 from elastic.trainer import checkpoint
 from elastic.trainer.accumulator import GradientAccumulator, GradientOverflow
+from elastic.trainer.adamw import AdamW
 from elastic.trainer.batches import Batch, UnusableGroup, check_group, micro_batches, policy_tokens
 from elastic.trainer.grpo import ClipSettings, clipped_policy_loss, group_advantages, sampled_distribution
 from elastic.wire import TrainGroupFrame, finite
@@ -49,9 +50,8 @@ class GRPOTrainer:
         self._parameters = list(model.parameters())
         self._device = self._parameters[0].device
         self._accumulator = GradientAccumulator(self._parameters)
-        self._optimizer = torch.optim.AdamW(
-            self._parameters, betas=settings.betas, eps=settings.adam_epsilon, weight_decay=settings.weight_decay
-        )
+        self._optimizer = AdamW(self._parameters, settings.betas, settings.adam_epsilon, settings.weight_decay)
+        self._rate = 0.0
         self.version = 0
         self.updates = 0
         self.metrics: dict[str, float] = {}
@@ -103,31 +103,17 @@ class GRPOTrainer:
     def save(self, path: Path) -> None:
         """Write masters, optimiser state and counters to the file `path`, all or nothing; between steps only."""
         self._check_between_steps("save")
-        tensors = {
-            f"{kind}.{name}": tensor
-            for name, parameter in zip(self._names, self._parameters, strict=True)
-            for kind, tensor in self._state(parameter).items()
-        }
         counters = checkpoint.Counters(version=self.version, updates=self.updates, metrics=finite(self.metrics))
-        checkpoint.write(path, tensors, counters)
+        checkpoint.write(path, self._state(), counters)
 
     def load(self, path: Path) -> None:
         """Go on from a checkpoint. Raises `CheckpointError`, and changes nothing, if it does not fit the model."""
         self._check_between_steps("load")
-        expected = {
-            f"{kind}.{name}": parameter.shape
-            for name, parameter in zip(self._names, self._parameters, strict=True)
-            for kind in _STATE_KINDS
-        }
-        tensors, counters = checkpoint.read(path, expected)
-        for name, parameter in zip(self._names, self._parameters, strict=True):
-            with torch.no_grad():
-                parameter.copy_(tensors[f"master.{name}"])
-            self._optimizer.state[parameter] = {
-                "step": torch.tensor(float(counters.updates)),
-                "exp_avg": tensors[f"exp_avg.{name}"].to(self._device),
-                "exp_avg_sq": tensors[f"exp_avg_sq.{name}"].to(self._device),
-            }
+        state = self._state()
+        tensors, counters = checkpoint.read(path, {name: tensor.shape for name, tensor in state.items()})
+        for name, tensor in state.items():
+            tensor.copy_(tensors[name])
+        self._optimizer.begin_at(counters.updates)
         self.version, self.updates, self.metrics = counters.version, counters.updates, counters.metrics
 
     def _begin_step(self) -> None:
@@ -229,12 +215,8 @@ class GRPOTrainer:
         norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(gradient) for gradient in gradients]))
         self._gradient_norms.append(norm.item())
         scale = min(1.0, self._settings.gradient_clip / max(norm.item(), 1e-12))
-        for parameter, gradient in zip(self._parameters, gradients, strict=True):
-            parameter.grad = gradient * scale
-        for options in self._optimizer.param_groups:
-            options["lr"] = self._learning_rate()
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+        self._rate = self._learning_rate()
+        self._optimizer.step([gradient * scale for gradient in gradients], self._rate)
         self.updates += 1
 
     def _learning_rate(self) -> float:
@@ -259,24 +241,26 @@ class GRPOTrainer:
             "groups_with_signal": float(sum(group.tokens > 0 for group in groups)),
             "groups_unusable": float(len(self._unusable)),
             "reward_mean": math.fsum(rewards) / max(1, len(rewards)),
-            "learning_rate": self._optimizer.param_groups[0]["lr"] if self._gradient_norms else 0.0,
+            "learning_rate": self._rate if self._gradient_norms else 0.0,
             "updates": float(len(self._gradient_norms)),
         }
 
-    def _state(self, parameter: Tensor) -> dict[str, Tensor]:
-        moments = self._optimizer.state.get(parameter, {})
+    def _state(self) -> dict[str, Tensor]:
+        """All that learning goes on from, as it stands in the checkpoint."""
+        kinds = {
+            "master": self._parameters,
+            "exp_avg": self._optimizer.exp_avg,
+            "exp_avg_sq": self._optimizer.exp_avg_sq,
+        }
         return {
-            "master": parameter.detach(),
-            "exp_avg": moments.get("exp_avg", torch.zeros_like(parameter)),
-            "exp_avg_sq": moments.get("exp_avg_sq", torch.zeros_like(parameter)),
+            f"{kind}.{name}": tensor.detach()
+            for kind, tensors in kinds.items()
+            for name, tensor in zip(self._names, tensors, strict=True)
         }
 
     def _check_between_steps(self, action: str) -> None:
         if self._seen:
             raise ValueError(f"{action}: a step is under way ({len(self._seen)} of {self._groups} groups are here)")
-
-
-_STATE_KINDS = ("master", "exp_avg", "exp_avg_sq")
 
 
 class _GroupStatistics:

@@ -18,6 +18,7 @@ from elastic.envs.frozenlake_demonstrations import Demonstration, DemonstrationS
 from elastic.model.checkpoint import model_tensors, write_checkpoint
 from elastic.model.config import Qwen3Config
 from elastic.model.qwen3 import Qwen3
+from elastic.trainer.adamw import AdamW
 
 RECIPE_VERSION = 1
 """To be raised when the same settings would give other weights, so that no cache keeps the old ones."""
@@ -56,15 +57,14 @@ def warm_up(settings: WarmupSettings, model_config: Qwen3Config, directory: Path
     """
     with _seeded(settings.seed, settings.threads):
         model = Qwen3(model_config)
-        optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0)
+        optimizer = AdamW(model.parameters())
         for step, batch in enumerate(_batches(settings)):
-            for options in optimizer.param_groups:
-                options["lr"] = _learning_rate(settings, step)
             loss = imitation_loss(model, batch)
-            optimizer.zero_grad()
+            model.zero_grad()
             loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), settings.gradient_clip)
-            optimizer.step()
+            torch.nn.utils.clip_grad_norm_(optimizer.parameters, settings.gradient_clip)
+            gradients = [parameter.grad for parameter in optimizer.parameters if parameter.grad is not None]
+            optimizer.step(gradients, _learning_rate(settings, step))
             progress(step + 1, settings.steps, loss.item())
     write_checkpoint(directory, model_config, model_tensors(model))
 
