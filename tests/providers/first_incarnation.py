@@ -30,12 +30,14 @@ def die(*_: Any) -> Any:
 
 def arm(death: str, provider: Any) -> None:
     """Have this process end at a point of a lease's beginning."""
+    recorded: Any = RecordedProcesses
     match death:
         case "before the record":
-            RecordedProcesses.write = die
-            provider.launch = provider.launch if not isinstance(provider, ServingProvider) else die
+            recorded.write = die
+            if isinstance(provider, ServingProvider):
+                provider.__dict__["launch"] = die
         case "before a process is recorded":
-            RecordedProcesses.add = die
+            recorded.add = die
         case _:
             pass
 

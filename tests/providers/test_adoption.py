@@ -261,7 +261,7 @@ async def test_what_a_liar_stood_on_stays_out_for_the_next(
 async def test_a_worker_that_had_yet_to_boot_does_so_when_it_would_have(
     incarnations: Incarnations, recorder: Recorder
 ) -> None:
-    delay = {"boot_delay_s" if incarnations.kind == "spot" else "cold_start_s": 2.0}
+    delay: dict[str, Any] = {"boot_delay_s" if incarnations.kind == "spot" else "cold_start_s": 2.0}
     await incarnations.first(**delay)
     assert incarnations.pids() == []
     boots_at_ns, died_ns = incarnations.boots_at_ns(), incarnations.context.now_ns()
