@@ -457,6 +457,12 @@ def serve(
         list[str] | None, typer.Option(metavar="SCOPE", help="To ask for besides openid, email, profile: groups.")
     ] = None,
     oidc_name: Annotated[str, typer.Option(metavar="NAME", help="What the page calls the provider.")] = "",
+    oidc_sign_in_hours: Annotated[
+        float, typer.Option(min=0.1, max=8760, help="After so long people sign in again, unless it has said so since.")
+    ] = 24.0,
+    oidc_recheck_minutes: Annotated[
+        float, typer.Option(min=0.1, max=1440, help="How often it is asked again, where it gives refresh tokens.")
+    ] = 15.0,
     webhook_network: Annotated[
         list[str] | None, typer.Option(metavar="CIDR", help="A private network that webhooks may lead into.")
     ] = None,
@@ -481,7 +487,14 @@ def serve(
         shared_trust=shared_trust,
         webhook_networks=webhook_network or [],
         oidc=OidcOptions(
-            oidc_issuer, oidc_client_id, oidc_client_secret_file, oidc_member or [], oidc_scope or [], oidc_name
+            oidc_issuer,
+            oidc_client_id,
+            oidc_client_secret_file,
+            oidc_member or [],
+            oidc_scope or [],
+            oidc_name,
+            oidc_sign_in_hours * 3600,
+            oidc_recheck_minutes * 60,
         ),
         uploads_gb=uploads_gb,
         fair_share_period_s=fair_share_period_s,

@@ -33,6 +33,8 @@ class OidcOptions(NamedTuple):
     members: list[str]
     scopes: list[str]
     name: str
+    sign_in_s: float
+    recheck_s: float
 
 
 @compose.private()
@@ -102,7 +104,7 @@ def _oidc(said: OidcOptions) -> "OidcSettings | None":
     from elastic.server.settings import OidcSettings
 
     if not said.issuer:
-        if any(said):
+        if said.client_id or said.secret_file or said.members or said.scopes or said.name:
             bad_input("--oidc-issuer: give it, or none of the other --oidc options")
         return None
     if importlib.util.find_spec("joserfc") is None:
@@ -125,6 +127,8 @@ def _oidc(said: OidcOptions) -> "OidcSettings | None":
         name=said.name or urlsplit(said.issuer).hostname or said.issuer,
         scopes=tuple(scopes),
         mappings=tuple(_mapping(text) for text in said.members),
+        sign_in_s=said.sign_in_s,
+        recheck_s=said.recheck_s,
     )
 
 

@@ -69,7 +69,10 @@ def caller_of(request: Request, state: Annotated[ServerState, Depends(state_of)]
             found = people.key_of_secret(connection, secret)
     if found is None:
         raise ApiProblem(
-            "unauthenticated", "the key is not valid, expired or revoked" if secret else "the request has no key"
+            "unauthenticated",
+            "the key is not valid, expired or revoked, or its person has to sign in again"
+            if secret
+            else "the request has no key",
         )
     return _caller(found)
 
@@ -80,6 +83,8 @@ def _signed_in(request: Request, state: ServerState, session: str) -> Caller:
         found = sessions.find(connection, session) if len(session) <= KEY_CHARACTERS_MAX else None
         key = people.key(connection, found["key"]) if found is not None and found["key"] else None
         member = members.find(connection, found["member"]) if found is not None and found["member"] else None
+    if member is not None and people.lapsed(member):
+        member = None
     if member is None and (key is None or not people.usable(key)):
         raise ApiProblem("unauthenticated", "the session is over: sign in again")
     token = sessions.csrf_token(session)

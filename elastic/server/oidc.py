@@ -1,6 +1,7 @@
 """Sign-in by OpenID Connect: the authorization code flow with PKCE, state and nonce, and ID tokens held against them.
 
-Nothing of what the issuer sends is kept but who somebody is: no token of theirs is stored or used again.
+Nothing of what the issuer sends is kept but who somebody is, and a refresh token if it gives any: by that it is asked
+again, as long as somebody stays, whether it would still let them in.
 """
 
 import base64
@@ -37,6 +38,10 @@ class SignInRefused(Exception):
     """Whoever came back from the issuer is not let in; the message says why."""
 
 
+class GrantEnded(Exception):
+    """The issuer lets somebody in no more; the message says what it answered."""
+
+
 class IssuerUnavailable(Exception):
     """The issuer does not answer, or not as one."""
 
@@ -59,6 +64,7 @@ class SignedIn(NamedTuple):
     email: str | None
     name: str
     claims: Mapping[str, Any]
+    refresh_token: str = ""
 
 
 class IdentityProvider:
@@ -90,30 +96,57 @@ class IdentityProvider:
 
     def finish(self, attempt: SignInAttempt, code: str) -> SignedIn:
         """Who it is that came back with this code. Raises `SignInRefused` and `IssuerUnavailable`."""
-        answer = self._exchange(attempt, code)
-        token = answer.get("id_token")
-        if not isinstance(token, str):
-            raise SignInRefused("the issuer gave no ID token")
-        claims = self._verified(token, attempt.nonce)
-        if "email" not in claims and "userinfo_endpoint" in self._discovered():
-            claims = {**self._userinfo(answer.get("access_token"), claims["sub"]), **claims}
-        email = claims.get("email")
-        verified = claims.get("email_verified") is True and isinstance(email, str)
-        name = claims.get("name")
-        return SignedIn(
-            claims["sub"],
-            email.lower() if verified and isinstance(email, str) and len(email) <= EMAIL_CHARACTERS else None,
-            name[:NAME_CHARACTERS] if isinstance(name, str) else "",
-            claims,
-        )
-
-    def _exchange(self, attempt: SignInAttempt, code: str) -> dict[str, Any]:
         said = {
             "grant_type": "authorization_code",
             "code": code,
             "redirect_uri": attempt.redirect_uri,
             "code_verifier": attempt.verifier,
         }
+        status, answer = self._token_endpoint(said)
+        if 400 <= status < 500:
+            raise SignInRefused(f"the issuer does not take the code back (status {status})")
+        if not isinstance(answer.get("id_token"), str):
+            raise SignInRefused("the issuer gave no ID token")
+        return self._who(answer, self._verified(answer["id_token"], attempt.nonce))
+
+    def again(self, refresh_token: str, subject: str) -> SignedIn:
+        """Who somebody is by now. Raises `GrantEnded` where the issuer says nothing of them any more, and
+        `IssuerUnavailable`."""
+        status, answer = self._token_endpoint({"grant_type": "refresh_token", "refresh_token": refresh_token})
+        if answer.get("error") == "invalid_grant":
+            raise GrantEnded(f"status {status}, invalid_grant")
+        if 400 <= status < 500:
+            raise IssuerUnavailable(f"status {status} for a refresh token, {str(answer.get('error'))[:60]!r}")
+        token = answer.get("id_token")
+        try:
+            claims = (
+                self._verified(token, None)
+                if isinstance(token, str)
+                else self._userinfo(answer.get("access_token"), subject)
+            )
+        except SignInRefused as error:
+            raise IssuerUnavailable(str(error)) from None
+        if claims.get("sub") != subject:
+            raise IssuerUnavailable("for a refresh token it says nothing of whom it is about, or of somebody else")
+        who = self._who(answer, claims)
+        return who if who.refresh_token else who._replace(refresh_token=refresh_token)
+
+    def _who(self, answer: dict[str, Any], claims: dict[str, Any]) -> SignedIn:
+        if "email" not in claims and "userinfo_endpoint" in self._discovered():
+            claims = {**self._userinfo(answer.get("access_token"), claims["sub"]), **claims}
+        email = claims.get("email")
+        verified = claims.get("email_verified") is True and isinstance(email, str)
+        name, refresh_token = claims.get("name"), answer.get("refresh_token")
+        return SignedIn(
+            claims["sub"],
+            email.lower() if verified and isinstance(email, str) and len(email) <= EMAIL_CHARACTERS else None,
+            name[:NAME_CHARACTERS] if isinstance(name, str) else "",
+            claims,
+            refresh_token if isinstance(refresh_token, str) else "",
+        )
+
+    def _token_endpoint(self, said: dict[str, str]) -> tuple[int, dict[str, Any]]:
+        """Ask for tokens, as this client; returns the status, of 200 or 4xx, and the answer."""
         id_, secret = self.settings.client_id, self.settings.client_secret
         auth: httpx.BasicAuth | None = None
         if secret and "client_secret_basic" in self._discovered().get(
@@ -122,10 +155,11 @@ class IdentityProvider:
             auth = httpx.BasicAuth(quote_plus(id_), quote_plus(secret))
         else:
             said |= {"client_id": id_, **({"client_secret": secret} if secret else {})}
-        return self._json("POST", self._endpoint("token_endpoint"), data=said, auth=auth)
+        return self._answer("POST", self._endpoint("token_endpoint"), data=said, auth=auth)
 
-    def _verified(self, token: str, nonce: str) -> dict[str, Any]:
-        """The claims of an ID token that this issuer has made, for us, in answer to this sign-in, not long ago."""
+    def _verified(self, token: str, nonce: str | None) -> dict[str, Any]:
+        """The claims of an ID token that this issuer has made, for us, not long ago; with a nonce in answer to that
+        sign-in, else to a refresh token."""
         from joserfc import jwt
         from joserfc.errors import JoseError
 
@@ -137,7 +171,7 @@ class IdentityProvider:
             sub={"essential": True},
             exp={"essential": True},
             iat={"essential": True},
-            nonce={"essential": True, "value": nonce},
+            nonce={"essential": True, "value": nonce} if nonce is not None else {},
         )
         try:
             claims = self._decoded(token).claims
@@ -216,19 +250,27 @@ class IdentityProvider:
         return place
 
     def _json(self, method: str, url: str, **options: Any) -> dict[str, Any]:
+        status, body = self._answer(method, url, **options)
+        if status != 200:
+            raise IssuerUnavailable(f"{url}: status {status}")
+        return body
+
+    def _answer(self, method: str, url: str, **options: Any) -> tuple[int, dict[str, Any]]:
+        """The status, and the JSON object; of a refusal nothing where it is none. Raises `IssuerUnavailable`."""
         try:
             answer = httpx.request(method, url, timeout=self.settings.timeout_s, **options)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise IssuerUnavailable(f"{url}: {error or type(error).__name__}") from None
-        if method == "POST" and 400 <= answer.status_code < 500:
-            raise SignInRefused(f"the issuer does not take the code back (status {answer.status_code})")
+        refused = 400 <= answer.status_code < 500
         try:
-            body = answer.json() if answer.status_code == 200 else None
+            body = answer.json() if answer.status_code == 200 or refused else None
         except ValueError:
             body = None
         if not isinstance(body, dict):
+            if refused:
+                return answer.status_code, {}
             raise IssuerUnavailable(f"{url}: status {answer.status_code}, and no JSON object")
-        return cast(dict[str, Any], body)
+        return answer.status_code, cast(dict[str, Any], body)
 
 
 def is_safe(url: str) -> bool:

@@ -16,6 +16,7 @@ from elastic.resources import AccessRole
 from elastic.server.app import create_app
 from elastic.server.runner import RunnerLoop
 from elastic.server.settings import ServerSettings
+from elastic.server.sign_ins import SignInChecks
 from elastic.server.store import Store, StoreError, migrate, people, uploads
 from elastic.server.store.tables import server
 from elastic.server.upload_files import UploadStorage
@@ -90,15 +91,18 @@ async def serve(
         UploadStorage(settings).sweep(uploads.all_of(connection))
     deliveries = DeliveryLoop(store, settings)
     app = create_app(store, settings, runner.wake if runner else lambda: None, lags)
+    provider = app.state.server.provider
+    checks = None if provider is None else SignInChecks(store, settings, provider)
     stopped = _signalled()
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(runner.run(), name="runner") if runner else None
+        looking = tasks.create_task(checks.run(), name="sign-ins") if checks else None
         telling = tasks.create_task(deliveries.run(), name="webhooks")
         async with serving(app, listener) as url:
             on_ready(url)
             waiting = tasks.create_task(stopped.wait(), name="signals")
             await asyncio.wait([waiting, *([running] if running else [])], return_when=asyncio.FIRST_COMPLETED)
-        for task in (waiting, running, telling):
+        for task in (waiting, running, telling, looking):
             if task is not None:
                 task.cancel()
 

@@ -33,6 +33,10 @@ class OidcSettings:
     timeout_s: float = 5.0
     refresh_s: float = 3600.0
     """For so long the issuer's description and keys hold, unless a token needs newer keys."""
+    sign_in_s: float = 24 * 3600.0
+    """For so long it holds what the issuer has said of somebody: then their sessions end, and their keys rest."""
+    recheck_s: float = 900.0
+    """How often the issuer is asked again of people for whom it has given a refresh token."""
 
 
 @dataclass(frozen=True, kw_only=True)

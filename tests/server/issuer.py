@@ -34,12 +34,17 @@ class Issuer:
         self.algorithm = "RS256"
         self.asked: list[str] = []
         self.broken = False
+        self.refreshes = False
+        """Whether it gives refresh tokens, each for one use."""
+        self.refused: dict[str, Any] | None = None
+        """What it answers to refresh tokens instead of honouring them."""
+        self.refresh_tokens: list[str] = []
         self._codes: dict[str, dict[str, str]] = {}
 
     def rotate(self) -> None:
         self.keys = [RSAKey.generate_key(2048, {"kid": secrets.token_hex(4)}, auto_kid=False)]
 
-    def token(self, nonce: str) -> str:
+    def token(self, nonce: str | None) -> str:
         now = int(time.time())
         claims: dict[str, Any] = {
             "iss": self.url,
@@ -69,8 +74,14 @@ class Issuer:
         return f"{query['redirect_uri']}?{urlencode({'code': code, 'state': query['state']})}"
 
     def exchange(self, form: dict[str, str], authorization: str) -> tuple[int, dict[str, Any]]:
-        asked = self._codes.pop(form.get("code", ""), None)
         basic = base64.b64encode(f"{CLIENT_ID}:{'s3cr3t+of+the+client%27s'}".encode()).decode()
+        if form["grant_type"] == "refresh_token":
+            if self.refused is not None:
+                return 400, self.refused
+            if authorization != f"Basic {basic}" or self.refresh_tokens[-1:] != [form["refresh_token"]]:
+                return 400, {"error": "invalid_grant"}
+            return 200, self._tokens(None)
+        asked = self._codes.pop(form.get("code", ""), None)
         challenge = base64.urlsafe_b64encode(hashlib.sha256(form.get("code_verifier", "").encode()).digest())
         if (
             asked is None
@@ -80,7 +91,14 @@ class Issuer:
             or challenge.rstrip(b"=").decode() != asked["code_challenge"]
         ):
             return 400, {"error": "invalid_grant"}
-        return 200, {"access_token": "a", "token_type": "Bearer", "id_token": self.token(asked["nonce"])}
+        return 200, self._tokens(asked["nonce"])
+
+    def _tokens(self, nonce: str | None) -> dict[str, Any]:
+        made = {"access_token": "a", "token_type": "Bearer", "id_token": self.token(nonce)}
+        if self.refreshes:
+            self.refresh_tokens.append(secrets.token_urlsafe(16))
+            made["refresh_token"] = self.refresh_tokens[-1]
+        return made
 
     def document(self, path: str) -> dict[str, Any] | None:
         return {

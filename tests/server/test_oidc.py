@@ -20,10 +20,12 @@ from elastic.server import oidc
 from elastic.server.app import create_app
 from elastic.server.auth import COOKIE as SESSION
 from elastic.server.auth import CSRF_HEADER
-from elastic.server.oidc import SignedIn, mapped_roles
+from elastic.server.oidc import IdentityProvider, SignedIn, mapped_roles
 from elastic.server.routes.sign_in import COOKIE
 from elastic.server.settings import ClaimMapping, OidcSettings
-from elastic.server.store.tables import sessions
+from elastic.server.sign_ins import SignInChecks
+from elastic.server.store.database import now_us
+from elastic.server.store.tables import refresh_tokens, sessions, users
 from tests.server.conftest import Site, served
 from tests.server.issuer import CLIENT_ID, CLIENT_SECRET, Issuer, serving_issuer
 
@@ -277,6 +279,113 @@ def test_claims_give_and_take(people: Site, issuer: Issuer) -> None:
     assert sign_in(people)[1].status_code == 403
     assert people.client(key).get("/v1/me").status_code == 401
     assert client.get("/v1/me").status_code == 401
+
+
+def looked_at(people: Site, recheck_s: float = 0.0) -> None:
+    """The server looks again at whoever has signed in."""
+    settings = people.settings.oidc
+    assert settings is not None
+    provider = IdentityProvider(replace(settings, recheck_s=recheck_s))
+    SignInChecks(people.store, people.settings, provider).look()
+
+
+def test_what_the_issuer_said_holds_for_so_long(people: Site, issuer: Issuer) -> None:
+    """Without a refresh token: then sessions end, and keys rest until the next sign-in."""
+    client, _ = sign_in(people)
+    token = client.get("/v1/me").json()["csrf_token"]
+    key = client.post("/v1/me/keys", json={"name": "k"}, headers={CSRF_HEADER: token}).json()["secret"]
+    by_key = browser(people)
+    by_key.post("/v1/session", headers={"authorization": f"Bearer {key}"})
+    looked_at(people)
+    assert issuer.asked.count("/token") == 1, "there is nothing to ask by"
+    with people.store.writing() as tx:
+        tx.execute(sa.update(users).values(vouched_until_us=now_us() - 1))
+    program = people.client(people.key("ours", AccessRole.VIEWER))
+    assert [one.get("/v1/me").status_code for one in (client, people.client(key), by_key, program)] == [401] * 3 + [200]
+    sign_in(people)
+    assert [one.get("/v1/me").status_code for one in (people.client(key), by_key, program)] == [200] * 3
+    with people.store.reading() as connection:
+        until_us = connection.execute(sa.select(users.c.vouched_until_us)).scalar_one()
+    assert 23.9 * 3600e6 < until_us - now_us() <= 24 * 3600e6
+
+
+def test_the_issuer_is_asked_again(people: Site, issuer: Issuer) -> None:
+    """What claims give they take while somebody stays; each refresh token is used once, and lies encrypted."""
+    issuer.refreshes, issuer.claims = True, {"groups": ["rl"]}
+    client, _ = sign_in(people)
+    me = client.get("/v1/me").json()
+    key = client.post("/v1/me/keys", json={"name": "k"}, headers={CSRF_HEADER: me["csrf_token"]}).json()["secret"]
+    looked_at(people, recheck_s=60.0)
+    assert len(issuer.refresh_tokens) == 1, "not yet"
+    with people.store.writing() as tx:
+        tx.execute(sa.update(users).values(vouched_until_us=now_us() - 1))
+    issuer.claims = {}
+    looked_at(people)
+    assert people.client(key).get("/v1/me").json()["role"] == client.get("/v1/me").json()["role"] == "viewer"
+    for _ in range(3):
+        looked_at(people)
+    assert len(issuer.refresh_tokens) == 5
+    with people.store.reading() as connection:
+        (sealed,) = connection.execute(sa.select(refresh_tokens.c.sealed)).scalars()
+    assert issuer.refresh_tokens[-1].encode() not in sealed
+
+
+@pytest.mark.parametrize("groups", [[], None])
+def test_who_is_in_no_group_any_more_is_out(people: Site, issuer: Issuer, groups: list[str] | None) -> None:
+    issuer.refreshes, issuer.email, issuer.claims = True, "ada@elsewhere.example", {"groups": ["rl"]}
+    client, _ = sign_in(people)
+    assert client.get("/v1/me").json()["role"] == "runner"
+    issuer.claims = {"groups": groups}
+    looked_at(people)
+    assert client.get("/v1/me").status_code == 401
+
+
+def test_who_is_removed_at_the_issuer_is_out(people: Site, issuer: Issuer) -> None:
+    """Although an admin has made them a member; an issuer that is down, or broken, removes nobody."""
+    issuer.refreshes = True
+    client, _ = sign_in(people)
+    me = client.get("/v1/me").json()
+    key = client.post("/v1/me/keys", json={"name": "k"}, headers={CSRF_HEADER: me["csrf_token"]}).json()["secret"]
+    admin = people.client(people.key("ours", AccessRole.ADMIN))
+    place = f"/v1/projects/{people.projects['ours']}/members/{me['member']}"
+    etag = admin.get(place).headers["etag"]
+    assert admin.patch(place, json={"role": "runner"}, headers={"if-match": etag}).status_code == 200
+    issuer.broken = True
+    looked_at(people)
+    issuer.broken = False
+    for refused in ({"error": "invalid_client"}, {"error": "temporarily_unavailable"}, {}):
+        issuer.refused = refused
+        looked_at(people)
+    issuer.refused, issuer.subject = None, "eve"
+    looked_at(people)
+    issuer.subject = "ada"
+    assert [one.get("/v1/me").status_code for one in (client, people.client(key))] == [200, 200]
+    issuer.refused = {"error": "invalid_grant"}
+    looked_at(people)
+    assert [one.get("/v1/me").status_code for one in (client, people.client(key))] == [401, 401]
+    assert sessions_of(people) == 0
+    noted = people.client().get("/v1/audit", params={"limit": 1}).json()["data"]
+    assert (noted[0]["actor"], noted[0]["status"]) == ("identity provider", 403)
+    asked = issuer.asked.count("/token")
+    looked_at(people)
+    assert issuer.asked.count("/token") == asked
+    issuer.refused = None
+    again, _ = sign_in(people)
+    assert [one.get("/v1/me").json()["role"] for one in (again, people.client(key))] == ["runner", "viewer"]
+
+
+def test_two_servers_ask_once(people: Site, issuer: Issuer) -> None:
+    issuer.refreshes = True
+    client, _ = sign_in(people)
+    with people.store.writing() as tx:
+        tx.execute(sa.update(refresh_tokens).values(checked_us=0))
+    both = [threading.Thread(target=looked_at, args=(people, 60.0)) for _ in range(2)]
+    for thread in both:
+        thread.start()
+    for thread in both:
+        thread.join(30)
+    assert len(issuer.refresh_tokens) == 2
+    assert client.get("/v1/me").status_code == 200
 
 
 def test_the_highest_role_counts() -> None:

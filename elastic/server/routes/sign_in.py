@@ -15,21 +15,20 @@ import structlog
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import RedirectResponse
 
-from elastic.resources import AccessRole
 from elastic.server.oidc import (
     IdentityProvider,
     IssuerUnavailable,
     SignedIn,
     SignInAttempt,
     SignInRefused,
-    mapped_roles,
 )
 from elastic.server.permissions import Action
 from elastic.server.problems import ApiProblem, not_found, problem_response
 from elastic.server.routes.common import StateDep, problem_responses
 from elastic.server.routes.session import hand_cookie, is_https
+from elastic.server.sign_ins import admitted
 from elastic.server.state import ServerState
-from elastic.server.store import audit, members, people, sessions
+from elastic.server.store import audit, members, sessions
 from elastic.server.vault import Vault, VaultError
 
 log = structlog.get_logger(__name__)
@@ -114,19 +113,10 @@ def _session(
 ) -> str:
     """Begin a session of whoever signed in; returns its secret. Raises `SignInRefused`, and `ApiProblem` for who is a
     member of nothing."""
-    issuer = provider.settings.issuer
     with state.store.writing() as tx:
         if not sessions.use_nonce(tx, attempt.nonce, 2 * LASTS_S):
             raise SignInRefused("this sign-in was finished before")
-        person = members.person_of_sign_in(tx, issuer=issuer, subject=who.subject, email=who.email, name=who.name)
-        roles: dict[str, AccessRole] = {}
-        for name, role in mapped_roles(provider.settings.mappings, who).items():
-            project = people.project(tx, name)
-            if project is None:
-                log.warning("a claim is mapped to a project that is not there", project=name)
-            else:
-                roles[project["id"]] = role
-        members.map_claims(tx, person, roles)
+        person = admitted(tx, provider.settings, Vault(state.settings.home), who)
         member = members.first_of(tx, person)
         secret = None if member is None else sessions.begin(tx, state.settings.session_s, member=member["id"])
         audit.write(

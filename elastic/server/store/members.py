@@ -17,7 +17,7 @@ GIVEN, MAPPED = "given", "sign-in"
 """Where a membership is from: an admin, or a claim as the person signed in."""
 
 with_person = (
-    sa.select(members, users.c.email, users.c.name.label("person_name"))
+    sa.select(members, users.c.email, users.c.name.label("person_name"), users.c.vouched_until_us)
     .join(users, users.c.id == members.c.user)
     .where(members.c.removed_us.is_(None))
     .subquery("with_person")

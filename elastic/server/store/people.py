@@ -11,15 +11,22 @@ from elastic.server import ids
 from elastic.server.clock import rfc3339
 from elastic.server.permissions import lesser
 from elastic.server.store.database import now_us
-from elastic.server.store.tables import keys, members, projects
+from elastic.server.store.tables import keys, members, projects, users
 
 SECRET_PREFIX = "elastic_"
 _HINT_CHARACTERS = 12
 DEFAULT_PROJECT = "default"
 
 
-_keys = sa.select(keys, members.c.role.label("member_role"), members.c.removed_us.label("member_removed_us")).outerjoin(
-    members, members.c.id == keys.c.member
+_keys = (
+    sa.select(
+        keys,
+        members.c.role.label("member_role"),
+        members.c.removed_us.label("member_removed_us"),
+        users.c.vouched_until_us,
+    )
+    .outerjoin(members, members.c.id == keys.c.member)
+    .outerjoin(users, users.c.id == members.c.user)
 )
 
 keys_seen = _keys.subquery("keys_seen")
@@ -86,10 +93,15 @@ def role_of(row: sa.RowMapping) -> AccessRole:
 
 
 def usable(key: sa.RowMapping) -> bool:
-    """Whether a key is neither expired nor revoked, and its person still a member."""
+    """Whether a key is neither expired nor revoked, and its person still a member whom their issuer stands by."""
     expires_us = key["expires_us"]
-    ended = key["revoked_us"] is not None or key["member_removed_us"] is not None
+    ended = key["revoked_us"] is not None or key["member_removed_us"] is not None or lapsed(key)
     return not ended and (expires_us is None or expires_us > now_us())
+
+
+def lapsed(person: sa.RowMapping) -> bool:
+    """Whether it is too long ago that an identity provider has said who this is."""
+    return person["vouched_until_us"] is not None and person["vouched_until_us"] <= now_us()
 
 
 def revoke(tx: sa.Connection, id_: str) -> None:

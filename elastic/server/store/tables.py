@@ -56,7 +56,17 @@ users = Table(
     Column("subject", String(255), comment="what the issuer calls this person"),
     Column("name", String(200), nullable=False, default=""),
     Column("created_us", BigInteger, nullable=False),
+    Column("vouched_until_us", BigInteger, comment="until then holds what their issuer has said of them"),
     Index(None, "issuer", "subject", unique=True),
+)
+
+refresh_tokens = Table(
+    "refresh_tokens",
+    metadata,
+    Column("person", _ID, ForeignKey("users.id"), primary_key=True),
+    Column("sealed", LargeBinary, nullable=False, comment="encrypted by the server's vault"),
+    Column("checked_us", BigInteger, nullable=False),
+    comment="by which the identity provider is asked again",
 )
 
 members = Table(
