@@ -301,6 +301,7 @@ class RewardsConfig(_Section):
 
     name: str = Field("", description="an installed reward function")
     pool: str = Field("local", description="on which pool of functions it runs")
+    pool_settings: dict[str, Any] = Field(default_factory=dict, description="the pool's own keys")
     settings: dict[str, Any] = Field(default_factory=dict, description="the function's own keys")
     timeout_s: float = Field(10.0, gt=0, description="longest a call takes, its cold start included; then it is killed")
     max_retries: int = Field(2, ge=0)

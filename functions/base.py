@@ -29,7 +29,8 @@ class CallOutcome(StrEnum):
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):
-    """One metered call. `queued_s` is not billed; `cold_start_s` (0 on a warm process) and `duration_s` are."""
+    """One metered call. `queued_s` is not billed; `cold_start_s` (0 on a warm process) and `duration_s` are, and so is
+    `idle_s` where a platform bills the time that a process is kept between calls."""
 
     function: str
     key: str
@@ -38,6 +39,11 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     cold_start_s: float
     duration_s: float
     usd: float
+    idle_s: float = 0.0
+
+    @property
+    def billed_s(self) -> float:
+        return self.cold_start_s + self.duration_s + self.idle_s
 
 
 Meter: TypeAlias = Callable[[Call], None]
@@ -91,6 +97,10 @@ class FunctionPool(Protocol):
 
         Raises `FunctionError`.
         """
+        ...
+
+    def most_usd(self, timeout_s: float) -> float:
+        """What a call that may take `timeout_s` costs at the most."""
         ...
 
     async def aclose(self) -> None:

@@ -13,7 +13,7 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,6 +32,7 @@ from functions.base import (
     FunctionUnavailable,
     Meter,
 )
+from functions.keyed import KeyedPool
 from functions.process import ANSWER_BYTES_MAX, HEADER, Answer, Loaded, Missing, Raised, Returned, Unsendable
 
 log = structlog.get_logger(__name__)
@@ -42,8 +43,6 @@ END_TIMEOUT_S = 10.0
 """For a killed process and what it started to be gone; its record stays where that takes longer."""
 START_TIMEOUT_S = 60.0
 """For the start before the first call; later ones have the time of the call that waits for them."""
-RECORDED_MAX = 100_000
-"""Results kept by key, the oldest forgotten first; more than any run has under way at once."""
 
 _decode_answer = msgspec.msgpack.Decoder(Answer).decode
 _UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
@@ -219,7 +218,7 @@ class _Meterings:
         )
 
 
-class LocalFunctionPool:
+class LocalFunctionPool(KeyedPool):
     """`functions.base.FunctionPool` over processes; at most `concurrency` of them, none after `idle_s` without a call.
 
     `log` takes what the function prints, `records` the record of each process of the `run`; `pass_env` names
@@ -239,17 +238,12 @@ class LocalFunctionPool:
         records: Path | None = None,
         pass_env: Sequence[str] = (),
     ) -> None:
-        self.function = function
+        super().__init__(function, meter)
         self._idle_s = idle_s
         self._prices = prices
         self._place = Place(log, run, records, pass_env)
-        self._meter = meter
         self._places = asyncio.Semaphore(concurrency)
         self._idle: dict[_Process, asyncio.TimerHandle] = {}
-        self._calls: dict[str, asyncio.Task[Any]] = {}
-        self._recorded: dict[str, Any] = {}
-        self._tasks: set[asyncio.Task[Any]] = set()
-        self._closed = False
 
     async def start(self) -> None:
         process = _Process(self.function, self._place)
@@ -264,30 +258,14 @@ class LocalFunctionPool:
             raise
         self._rest(process)
 
-    async def invoke(self, key: str, payload: Any, timeout_s: float) -> Any:
-        if key in self._recorded:
-            return self._recorded[key]
-        if self._closed:
-            raise FunctionUnavailable(f"{self.function}: its pool is closed")
-        if (running := self._calls.get(key)) is not None:
-            await asyncio.wait({running}, timeout=timeout_s)
-            if not running.done():
-                raise self._timed_out(timeout_s)
-            return self._result_of(running)
-        call = self._own(self._call(key, msgspec.msgpack.encode(payload), timeout_s), f"{self.function} of {key}")
-        self._calls[key] = call
-        call.add_done_callback(lambda call: self._ended(key, call))
-        await asyncio.wait({call})
-        return self._result_of(call)
+    def most_usd(self, timeout_s: float) -> float:
+        return self._prices.usd_per_call + self._prices.usd_per_s * timeout_s
 
     async def aclose(self) -> None:
         self._closed = True
-        for call in self._calls.values():
-            call.cancel()
         for process in list(self._idle):
             self._retire(process)
-        while self._tasks:
-            await asyncio.wait(self._tasks)
+        await self._end_calls()
 
     async def _call(self, key: str, payload: bytes, timeout_s: float) -> Any:
         times = _Meterings()
@@ -305,7 +283,6 @@ class LocalFunctionPool:
             raise
         finally:
             self._meter(times.end(self.function, key, outcome, self._prices))
-        self._record(key, result)
         return result
 
     async def _run(self, payload: bytes, times: _Meterings) -> Any:
@@ -333,16 +310,6 @@ class LocalFunctionPool:
             elif process is not None:
                 await asyncio.shield(self._own(process.kill(), "kill"))
 
-    def _result_of(self, call: asyncio.Task[Any]) -> Any:
-        if call.cancelled():
-            raise FunctionUnavailable(f"{self.function}: its pool was closed")
-        return call.result()
-
-    def _ended(self, key: str, call: asyncio.Task[Any]) -> None:
-        del self._calls[key]
-        if not call.cancelled():
-            call.exception()  # whoever asked may have left: nobody else would look at it
-
     def _warm_process(self) -> _Process | None:
         """The idle process that was used last, so that the others can reach their idle limit and end."""
         while self._idle:
@@ -359,20 +326,6 @@ class LocalFunctionPool:
     def _retire(self, process: _Process) -> None:
         self._idle.pop(process).cancel()
         self._own(process.kill(), "scale down")
-
-    def _record(self, key: str, result: Any) -> None:
-        self._recorded[key] = result
-        if len(self._recorded) > RECORDED_MAX:
-            del self._recorded[next(iter(self._recorded))]
-
-    def _timed_out(self, timeout_s: float) -> FunctionTimedOut:
-        return FunctionTimedOut(f"{self.function} did not answer within {timeout_s:g} s")
-
-    def _own(self, work: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
-        task = asyncio.create_task(work, name=name)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
 
 
 def _now_s() -> float:

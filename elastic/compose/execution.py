@@ -125,6 +125,7 @@ async def execute(
 
 def make_reward_pool(plan: RunPlan, run_dir: Path, meter: Meter) -> FunctionPool:
     rewards = plan.config.rewards
+    own = {"settings": rewards.pool_settings} if rewards.pool_settings else {}
     return installed("elastic.function_pools")[rewards.pool].load()(
         plan.reward,
         concurrency=rewards.concurrency,
@@ -135,6 +136,7 @@ def make_reward_pool(plan: RunPlan, run_dir: Path, meter: Meter) -> FunctionPool
         run=run_dir.name,
         records=records(run_dir),
         pass_env=plan.config.run.pass_env,
+        **own,
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 from pydantic import BaseModel
 
-from elastic.config import Config, ConfigError, EngineConfig, validate
+from elastic.config import Config, ConfigError, EngineConfig, RewardsConfig, validate
 from elastic.engine import resolve_engine
 from elastic.envs.base import Environment
 from providers.base import Provider, ProviderSettings
@@ -101,7 +101,7 @@ def resolve(config: Config, provider_names: Sequence[str], where: str) -> RunPla
         raise ConfigError(f"{where}: run.caps.{unknown[0]}: names no provider; allowed: {allowed}")
     environment = _pick("environment", config.environment.name, f"{where}: environment.name").load()
     reward = config.rewards.name and _pick("reward", config.rewards.name, f"{where}: rewards.name").value
-    _pick("function_pool", config.rewards.pool, f"{where}: rewards.pool")
+    _check_pool(config.rewards, where)
     resolve_engine(config.engine, where)
     _check_engine(config, config.trainer.engine, where, "trainer.engine")
     for name, chosen in settings.items():
@@ -114,6 +114,15 @@ def resolve(config: Config, provider_names: Sequence[str], where: str) -> RunPla
         environment_settings=validate(environment.Settings, config.environment.settings, where, "environment.settings"),
         reward=reward,
     )
+
+
+def _check_pool(rewards: RewardsConfig, where: str) -> None:
+    pool = _pick("function_pool", rewards.pool, f"{where}: rewards.pool").load()
+    settings = getattr(pool, "Settings", None)
+    if settings is not None:
+        validate(settings, rewards.pool_settings, where, "rewards.pool_settings")
+    elif rewards.pool_settings:
+        raise ConfigError(f"{where}: rewards.pool_settings: pool {rewards.pool!r} takes none")
 
 
 def _check_engine(config: Config, own: dict[str, Any], where: str, section: str) -> None:

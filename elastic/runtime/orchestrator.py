@@ -181,7 +181,7 @@ class Orchestrator:
             self._stored,
             run.prompted,
         )
-        pool = make_pool(self._called) if make_pool else None
+        pool = self._pool = make_pool(self._called) if make_pool else None
         self._rewards = RewardDispatch(pool, config.rewards.timeout_s, run.feed, self._spawn)
         self._workers = GatewayWorkers(self._door, config, wiring.relay_rights)
         self._leases = ProviderLeases(
@@ -216,11 +216,9 @@ class Orchestrator:
         self._bill_functions()
 
     def _bill_functions(self) -> None:
-        rewards = self._config.rewards
-        if self.scheduler.controls.budget_usd is None or self._wiring.make_reward_pool is None or self._run.closed:
+        if self.scheduler.controls.budget_usd is None or self._pool is None or self._run.closed:
             return
-        longest_s = self.scheduler.limits.score_timeout_ns / NS_PER_S
-        call_usd = rewards.usd_per_call + rewards.usd_per_s * longest_s
+        call_usd = self._pool.most_usd(self.scheduler.limits.score_timeout_ns / NS_PER_S)
         if call_usd:
             self._run.feed(
                 e.FunctionsBilled(

@@ -27,14 +27,20 @@ def calls() -> list[Call]:
     return []
 
 
-@pytest.fixture(params=["local"])
-async def make_pool(request: pytest.FixtureRequest, calls: list[Call], tmp_path: Path) -> AsyncIterator[MakePool]:
+@pytest.fixture
+def pool_type() -> Callable[..., FunctionPool]:
+    return LocalFunctionPool
+
+
+@pytest.fixture
+async def make_pool(
+    pool_type: Callable[..., FunctionPool], calls: list[Call], tmp_path: Path
+) -> AsyncIterator[MakePool]:
     pools: list[FunctionPool] = []
 
     def make(function: str = "double", **settings: Any) -> FunctionPool:
-        assert request.param == "local"
         reference = function if ":" in function else f"tests.functions.samples:{function}"
-        pools.append(LocalFunctionPool(reference, log=tmp_path / "functions.log", meter=calls.append, **settings))
+        pools.append(pool_type(reference, log=tmp_path / "functions.log", meter=calls.append, **settings))
         return pools[-1]
 
     yield make
@@ -49,13 +55,13 @@ def prices() -> Prices:
 
 
 def function_processes() -> list[psutil.Process]:
-    """Our living children that run functions."""
+    """Our living children that run functions, here or in a container."""
     return [child for child in psutil.Process().children(recursive=True) if _runs_functions(child)]
 
 
 def _runs_functions(process: psutil.Process) -> bool:
     try:
-        return "functions.process" in process.cmdline()
+        return bool({"functions.process", "modal._container_entrypoint"} & set(process.cmdline()))
     except (psutil.NoSuchProcess, psutil.ZombieProcess):  # it may die at any moment
         return False
 

@@ -88,6 +88,7 @@ async def test_a_call_out_of_time_takes_its_processes_along(
     make_pool: MakePool, calls: list[Call], tmp_path: Path
 ) -> None:
     pool, path = make_pool("hang"), tmp_path / "pids"
+    await pool.start()
     with pytest.raises(FunctionTimedOut, match=r"did not answer within 1 s") as caught:
         await pool.invoke("key", str(path), 1.0)
     assert caught.value.retry_helps
@@ -140,8 +141,7 @@ async def test_calls_are_metered(make_pool: MakePool, calls: list[Call], prices:
     assert min(cold.duration_s, warm.duration_s) >= 0.099  # a loop's clock may be a millisecond off
     assert warm.queued_s >= cold.duration_s > cold.queued_s
     for call in calls:
-        billed_s = call.cold_start_s + call.duration_s
-        assert call.usd == pytest.approx(prices.usd_per_call + billed_s * prices.usd_per_s)
+        assert call.usd == pytest.approx(prices.usd_per_call + call.billed_s * prices.usd_per_s)
 
 
 async def test_a_call_that_found_no_place_in_time_costs_nothing(

@@ -217,7 +217,7 @@ class PullRow(JournalRecord, frozen=True):
 
 
 class CallRow(JournalRecord, frozen=True, gc=False):
-    """One metered call of a function; fields as in `functions.base.Call`."""
+    """One metered call of a function; fields as in `functions.base.Call`, with the billed idle time in `duration_s`."""
 
     TABLE: ClassVar[str] = "calls"
 
@@ -232,7 +232,9 @@ class CallRow(JournalRecord, frozen=True, gc=False):
 
     @classmethod
     def of(cls, call: Call, t_ns: Nanoseconds) -> "CallRow":
-        return cls(t_ns=t_ns, **msgspec.structs.asdict(call))
+        fields = msgspec.structs.asdict(call)
+        fields["duration_s"] += fields.pop("idle_s")
+        return cls(t_ns=t_ns, **fields)
 
 
 class BookRow(JournalRecord, frozen=True):

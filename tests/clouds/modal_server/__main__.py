@@ -27,7 +27,7 @@ REQUEST_BYTES_MAX = 1 << 30
 
 
 class BenchSide:
-    """What a test or benchmark asks of the server, beside the protocol; and the blobs, which the client puts by HTTP."""
+    """What a test or benchmark asks of the server, beside the protocol; and blobs, which the client puts by HTTP."""
 
     def __init__(self, platform: Platform) -> None:
         self._platform = platform

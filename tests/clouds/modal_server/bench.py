@@ -24,10 +24,10 @@ def client_environment(url: str) -> dict[str, str]:
 class Bench:
     """A server that runs. `url` is where clients dial."""
 
-    def __init__(self, url: str, bench_url: str, directory: Path) -> None:
+    def __init__(self, url: str, http: httpx.Client, directory: Path) -> None:
         self.url = url
         self.directory = directory
-        self._http = httpx.Client(base_url=bench_url, timeout=ANSWER_TIMEOUT_S)
+        self._http = http
 
     @property
     def environment(self) -> Mapping[str, str]:
@@ -40,9 +40,7 @@ class Bench:
     def running(self, run: str | None = None) -> list[dict[str, Any]]:
         """The containers that live, of one run's rollouts or of all."""
         record = self.record()
-        return [
-            one for one in record["containers"] if one["task"] in record["running"] and run in (None, one["run"])
-        ]
+        return [one for one in record["containers"] if one["task"] in record["running"] and run in (None, one["run"])]
 
     def faults(self, **faults: Any) -> None:
         self._http.put("/faults", json=faults).raise_for_status()
@@ -82,7 +80,8 @@ def bench(directory: Path, *, site: tuple[str, ...] = (str(ROOT),)) -> Iterator[
     assert server.stdout is not None
     try:
         where = json.loads(server.stdout.readline())
-        yield Bench(where["url"], where["bench"], directory)
+        with httpx.Client(base_url=where["bench"], timeout=ANSWER_TIMEOUT_S) as http:
+            yield Bench(where["url"], http, directory)
     finally:
         server.stdin.close()
         try:

@@ -407,9 +407,7 @@ class Platform:
         objects: set[str] = set()
         for function_id in app.function_ids.values():
             objects |= {one.object_id for one in self.functions[function_id].definition.object_dependencies}
-            layout.objects.add(
-                object_id=function_id, function_handle_metadata=self.functions[function_id].metadata()
-            )
+            layout.objects.add(object_id=function_id, function_handle_metadata=self.functions[function_id].metadata())
         for object_id in sorted(objects):
             layout.objects.add(object_id=object_id)
         for name, class_id in app.class_ids.items():
@@ -418,9 +416,7 @@ class Platform:
 
     def class_metadata(self, app: App, name: str) -> api_pb2.ClassHandleMetadata:
         function = self.functions[app.function_ids[f"{name}.*"]]
-        return api_pb2.ClassHandleMetadata(
-            class_function_id=function.id, class_function_metadata=function.metadata()
-        )
+        return api_pb2.ClassHandleMetadata(class_function_id=function.id, class_function_metadata=function.metadata())
 
     def _parameters(self, function: Function) -> Mapping[str, str]:
         if not function.serialized_params:
@@ -469,7 +465,7 @@ class Platform:
         for container in list(self.containers.values()):
             self.end(container, "the server closes")
         async with asyncio.timeout(END_TIMEOUT_S):
-            while self.containers:
-                await asyncio.sleep(0.01)
+            for container in list(self.containers.values()):
+                await container.gone.wait()
         for task in list(self._tasks):
             task.cancel()

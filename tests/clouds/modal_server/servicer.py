@@ -23,7 +23,7 @@ REMEMBERED = 4096
 
 
 class Servicer:
-    """`calls` counts what was asked for, by name. Answers are kept by idempotency key: who asks again hears the same."""
+    """`calls` counts what was asked for, by name. Torn answers are kept by their keys: who asks again hears them."""
 
     def __init__(self, platform: Platform, blob_url: str) -> None:
         self._platform = platform
@@ -203,16 +203,15 @@ class Servicer:
         function_id = self._deployed(request.app_name).function_ids.get(request.object_tag)
         if function_id is None:
             raise GRPCError(
-                Status.NOT_FOUND, f"Lookup failed: Function {request.object_tag!r} not found in App {request.app_name!r}"
+                Status.NOT_FOUND,
+                f"Lookup failed: Function {request.object_tag!r} not found in App {request.app_name!r}",
             )
         function = self._platform.functions[function_id]
         data = api_pb2.FunctionData(
             module_name=function.definition.module_name, function_name=function.definition.function_name
         )
         data.ranked_functions.add(rank=0, function=function.definition)
-        return api_pb2.FunctionGetResponse(
-            function_id=function_id, handle_metadata=function.metadata(), function=data
-        )
+        return api_pb2.FunctionGetResponse(function_id=function_id, handle_metadata=function.metadata(), function=data)
 
     async def do_ClassGet(self, stream: Any, request: Any) -> Any:
         app = self._deployed(request.app_name)
@@ -225,9 +224,7 @@ class Servicer:
 
     async def do_FunctionBindParams(self, stream: Any, request: Any) -> Any:
         variant = self._platform.variant(self._platform.functions[request.function_id], request)
-        return api_pb2.FunctionBindParamsResponse(
-            bound_function_id=variant.id, handle_metadata=variant.metadata()
-        )
+        return api_pb2.FunctionBindParamsResponse(bound_function_id=variant.id, handle_metadata=variant.metadata())
 
     # Calls
 

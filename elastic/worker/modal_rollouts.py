@@ -1,0 +1,1 @@
+"""Rollout workers in Modal's containers: one call is one lease."""
