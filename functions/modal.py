@@ -68,7 +68,7 @@ class ModalPoolSettings(BaseModel):
     batch_wait_s: float = Field(0.02, ge=0, le=600, description="how long it waits for more of them")
 
 
-class _Billed(NamedTuple):
+class _Charged(NamedTuple):
     """What of a container's life calls have been billed for: until `until_s`, and its last idle time if `parted`."""
 
     until_s: float
@@ -107,7 +107,7 @@ class ModalFunctionPool(KeyedPool):
         self._places = asyncio.Semaphore(concurrency)
         self._environment = {name: os.environ[name] for name in pass_env if name in os.environ}
         self._remote: Any = None
-        self._containers: dict[str, _Billed] = {}
+        self._containers: dict[str, _Charged] = {}
 
     async def start(self) -> None:
         await self._look_up()
@@ -117,7 +117,7 @@ class ModalFunctionPool(KeyedPool):
                 found = await self._answered(await self._spawned(order))
         except TimeoutError:
             raise FunctionTimedOut(f"{self.function}: not loaded on Modal within {START_TIMEOUT_S:g} s") from None
-        self._note(found.container, _Billed(found.born_s, parted=False))
+        self._note(found.container, _Charged(found.born_s, parted=False))
         self._result(found)
 
     def most_usd(self, timeout_s: float) -> float:
@@ -136,7 +136,7 @@ class ModalFunctionPool(KeyedPool):
         self._containers.clear()
 
     async def _call(self, key: str, payload: bytes, timeout_s: float) -> Any:
-        times = _Times()
+        times = _Asked()
         outcome = CallOutcome.UNAVAILABLE
         call: Any = None
         found: RemoteAnswer | None = None
@@ -231,7 +231,7 @@ class ModalFunctionPool(KeyedPool):
             case Loaded():
                 return None
 
-    async def _give_up(self, key: str, outcome: CallOutcome, times: "_Times", call: Any) -> None:
+    async def _give_up(self, key: str, outcome: CallOutcome, times: "_Asked", call: Any) -> None:
         """End a call without an answer, and bill what Modal says of its container."""
         lives: dict[str, modal_platform.Life] = {}
         if call is not None:
@@ -260,7 +260,7 @@ class ModalFunctionPool(KeyedPool):
             )
         )
 
-    def _billed(self, key: str, outcome: CallOutcome, times: "_Times", found: RemoteAnswer) -> Call:
+    def _billed(self, key: str, outcome: CallOutcome, times: "_Asked", found: RemoteAnswer) -> Call:
         """A call that was answered. All that a container has lived since its last answer is on this one's bill."""
         known = self._containers.get(found.container)
         cold_start_s = max(0.0, found.begun_s - found.born_s) if known is None else 0.0
@@ -270,7 +270,7 @@ class ModalFunctionPool(KeyedPool):
         idle_s = max(0.0, lived_s - duration_s - cold_start_s)
         if known is None or not known.parted:
             idle_s += self._idle_s
-        self._note(found.container, _Billed(max(found.ended_s, since_s), parted=True))
+        self._note(found.container, _Charged(max(found.ended_s, since_s), parted=True))
         billed_s = cold_start_s + duration_s + idle_s
         return Call(
             function=self.function,
@@ -283,14 +283,14 @@ class ModalFunctionPool(KeyedPool):
             idle_s=idle_s,
         )
 
-    def _note(self, container: str, billed: _Billed) -> None:
+    def _note(self, container: str, billed: _Charged) -> None:
         self._containers.pop(container, None)
         self._containers[container] = billed
         if len(self._containers) > CONTAINERS_REMEMBERED:
             del self._containers[next(iter(self._containers))]
 
 
-class _Times:
+class _Asked:
     def __init__(self) -> None:
         self._asked_s = time.monotonic()
 
