@@ -14,7 +14,7 @@ from elastic.http_server import BodyLimits, serving
 from elastic.runtime.gateway import GatewayError
 from elastic.tls import Certificate, listening_socket
 from elastic.weights.errors import RelayError
-from elastic.weights.relay import open_relay
+from elastic.weights.relay import below, open_relay
 from elastic.weights.rights import RelayRights
 from elastic.weights.server import BLOB_BYTES_MAX, relay_app
 from elastic.weights.shared_memory import in_memory
@@ -45,7 +45,7 @@ async def weights_relay(
     given `rights`. While the run lasts its blobs are in shared memory. A relay elsewhere has them below the run's name.
     """
     if "://" in config.weights.relay:
-        async with _elsewhere(f"{config.weights.relay.rstrip('/')}/{run_dir.name}") as url:
+        async with _elsewhere(below(config.weights.relay, run_dir.name)) as url:
             yield RunRelay(url, url, None)
         return
     directory = (run_dir / "weights").resolve()

@@ -49,6 +49,8 @@ class PublishSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Versions between keyframes; the first version is one."""
     merge_every: int = 4
     """Versions that a merged delta spans; every so many versions there is one. 1 for none."""
+    keyframe_in_buckets: bool = False
+    """Objects of their own, which workers pull while others are still put: for relays with a slow way there."""
     keep_versions: int = 4
     bucket_elements: int = 32 << 20
     """64 MiB of weights."""

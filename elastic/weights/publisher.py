@@ -78,7 +78,7 @@ class Publisher:
         self._key = key or SigningKey()
         self._model_config = model_config
         self._settings = settings or PublishSettings()
-        self._share = share
+        self._in_buckets = share is not None or self._settings.keyframe_in_buckets
         self._memory = Memory()
         self._encoder = DeltaEncoder(relay, run, model_config, self._settings, share, self._key)
         self._last: Version | None = None
@@ -192,7 +192,7 @@ class Publisher:
     def _publish_first(
         self, version: int, entries: tuple[TensorEntry, ...], bits: Bits, begun_s: float
     ) -> tuple[PublishReport, Version]:
-        if self._share is not None:
+        if self._in_buckets:
             encoded = self._encoder.put(self._encoder.nothing(entries), version, bits)
             held = Version(version, entries, bits, encoded.sums)
             self._anchor, self._keyframe_version = held, version
@@ -249,7 +249,7 @@ class Publisher:
         self._keyframe_version, self._keyframe_wanted = held.version, False
 
     def _put_keyframe_once(self, held: Version) -> None:
-        if self._share is not None:
+        if self._in_buckets:
             self._encoder.put(self._encoder.nothing(held.tensors), held.version, held.bits)
         else:
             tensors = views(held.tensors, held.bits)

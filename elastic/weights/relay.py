@@ -6,7 +6,7 @@ Source: docs/design.md, `Relay`.
 import importlib.metadata
 from pathlib import Path
 from typing import Protocol
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote, urlsplit, urlunsplit
 
 import structlog
 
@@ -76,3 +76,9 @@ def open_relay(url: str, token: str | None = None, anchor: str = "") -> Relay:
         return kinds[parts.scheme].load()(url, token, anchor)
     allowed = ", ".join(f"{scheme}://" for scheme in sorted(kinds))
     raise RelayError(f"relay {url}: allowed are {allowed}, file:/// and a directory's path")
+
+
+def below(url: str, name: str) -> str:
+    """The URL of the relay `name` within that at `url`."""
+    parts = urlsplit(url)
+    return urlunsplit(parts._replace(path=f"{parts.path.rstrip('/')}/{name}"))

@@ -269,6 +269,7 @@ def _publish_settings(config: WeightsConfig) -> PublishSettings:
     return PublishSettings(
         keyframe_every=config.keyframe_every,
         merge_every=config.merge_every,
+        keyframe_in_buckets="://" in config.relay,
         keep_versions=config.keep_versions,
         link_bytes_per_s=config.link_gbps * BYTES_PER_S_IN_GBPS,
     )

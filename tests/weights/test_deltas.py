@@ -101,6 +101,7 @@ def test_every_path_ends_at_the_trainers_bits(tmp_path_factory: pytest.TempPathF
         tile_elements=data.draw(st.sampled_from([1, 7, 64, 1000])),
         keyframe_every=data.draw(st.integers(1, 5)),
         merge_every=data.draw(st.integers(1, 4)),
+        keyframe_in_buckets=data.draw(st.booleans()),
         keep_versions=data.draw(st.integers(1, 6)),
         codec=codec,
     )

@@ -114,7 +114,7 @@ def test_open_relay_reads_the_scheme(tmp_path: Path, relay_url: str, token: str)
         relay.close()
 
 
-@pytest.mark.parametrize("url", ["s3://bucket", "file://host/share", "ftp://x"])
+@pytest.mark.parametrize("url", ["gs://bucket", "file://host/share", "ftp://x"])
 def test_open_relay_names_what_is_allowed(url: str):
     with pytest.raises(RelayError, match="allowed are"):
         open_relay(url)
