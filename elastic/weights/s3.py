@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
+from itertools import chain
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
@@ -195,15 +196,11 @@ class S3Relay:
         """Raises `BlobConflict` where the object holds anything but `parts`."""
         begin = 0
         with self._translated("GetObject", key):
-            for piece in _pieces(parts):
-                found, total = self._range(name, begin, len(piece))
-                begin += len(piece)
+            for piece in chain(_pieces(parts), (b"",)):  # At last: nothing may be left.
+                found, _ = self._range(name, begin, max(len(piece), 1))
                 if found != piece:
                     raise BlobConflict(f"{self._url}: {key} holds other content already; blobs are immutable")
-            if not begin:
-                _, total = self._range(name, 0, 1)
-            if total != begin:
-                raise BlobConflict(f"{self._url}: {key} holds other content already; blobs are immutable")
+                begin += len(piece)
 
     def _range(self, name: str, start: int, length: int) -> tuple[bytes, int]:
         """The bytes that there are, and the object's size. Beyond its end that is `start`."""
