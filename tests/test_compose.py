@@ -256,8 +256,8 @@ async def test_a_run_leaves_nothing_on_a_relay_elsewhere(tmp_path: Path, config:
 
 
 async def test_a_relay_of_no_kind_that_is_there_is_named(tmp_path: Path, config: Config) -> None:
-    with pytest.raises(GatewayError, match=r"weights.relay: relay s3://bucket/.*: allowed are .*ray://"):
-        async with weights_relay(with_relay(config, "s3://bucket"), tmp_path):
+    with pytest.raises(GatewayError, match=r"weights.relay: relay gs://bucket/.*: allowed are .*ray://"):
+        async with weights_relay(with_relay(config, "gs://bucket"), tmp_path):
             pass
     with pytest.raises(ValueError, match=r"relay"):
         with_relay(config, "carrier pigeon")
