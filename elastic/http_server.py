@@ -215,6 +215,7 @@ class _BoundedProtocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        _send_at_once(transport)
         self._idle[self] = None
         self._owe(self._limits.head_timeout_s)
         if len(self.connections) > self._limits.connections_max:
@@ -274,6 +275,17 @@ class _BoundedProtocol(H11Protocol):
 
     def _cut(self) -> None:
         self.transport.abort()
+
+
+def _send_at_once(transport: asyncio.Transport) -> None:
+    """Have the kernel hold nothing back.
+
+    asyncio asks for that itself, but not on what a listener of `socket.create_server` accepts (its protocol number is
+    0): there an answer in two pieces waits for the peer's delayed acknowledgement, 40 ms.
+    """
+    peer = transport.get_extra_info("socket")
+    if peer is not None and peer.family in (socket.AF_INET, socket.AF_INET6):
+        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
 def _is_address(name: str) -> bool:

@@ -2,11 +2,13 @@
 
 import asyncio
 import contextlib
+import os
 import resource
 import socket
 from collections.abc import AsyncIterator, Callable
 
 import httpx
+import psutil
 import pytest
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -206,6 +208,21 @@ async def test_a_crowd_of_silent_strangers_keeps_nobody_out(target: Open) -> Non
         assert (await server.client.get("/echo")).text == "0"
         server.released.set()
         assert (await waiting).text == "at last"
+
+
+async def test_no_piece_of_an_answer_waits_for_an_acknowledgement(target: Open) -> None:
+    async with target(PATIENT) as server:
+        peer = await server.peer(b"GET /echo HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert (await peer.reader.readline()).startswith(b"HTTP/1.1 200")
+        (accepted,) = sockets_to(peer.writer.get_extra_info("sockname"))
+        with accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
+def sockets_to(address: tuple[str, int]) -> list[socket.socket]:
+    """This process' sockets whose peer is at an address."""
+    known = [one for one in psutil.Process().net_connections() if one.raddr == address]
+    return [socket.socket(fileno=os.dup(one.fd)) for one in known]
 
 
 def test_as_many_descriptors_as_may_be() -> None:
