@@ -46,6 +46,7 @@ def create_app(
     app = FastAPI(
         title="Elastic",
         version=importlib.metadata.version("elastic-rl"),
+        routes=routes.all_routes(),
         lifespan=lifespan,
         redirect_slashes=False,
         docs_url=None,
@@ -56,7 +57,6 @@ def create_app(
     provider = None if settings.oidc is None else IdentityProvider(settings.oidc)
     feeds = Feeds(settings.feed_interval_s)
     app.state.server = ServerState(store, settings, feeds, wake, provider, ready, requests)
-    routes.include(app)
     problems.install(app)
     openapi.install(app)
     app.add_middleware(BodyLimits, bytes_max=settings.body_bytes_max, bytes_max_of=_upload_limit(settings))

@@ -15,7 +15,8 @@ from elastic.resources import AccessRole
 from elastic.server.permissions import Action, actions_of
 from elastic.server.problems import ApiProblem
 from elastic.server.state import ServerState, state_of
-from elastic.server.store import audit, members, people, sessions
+from elastic.server.store import audit, members, people, runs, sessions
+from elastic.server.store.runs import HostedRunRow
 
 KEY_CHARACTERS_MAX = 256
 COOKIE = "elastic_session"
@@ -58,15 +59,42 @@ def presented_key(request: Request) -> str:
     return request.headers.get("x-api-key", "")
 
 
-def caller_of(request: Request, state: Annotated[ServerState, Depends(state_of)]) -> Caller:
-    """Raises `ApiProblem` for who shows no valid key, and is signed in by none."""
+@dataclass(frozen=True)
+class Asking:
+    """Who a request comes from, and the run that its path names, where they see one of that id."""
+
+    caller: Caller
+    run: HostedRunRow | None
+
+
+async def asking(request: Request) -> Asking:
+    """What almost every request begins with, read in one go. Raises `ApiProblem` for who shows no valid key."""
+    return await run_in_threadpool(_asking, request, await state_of(request))
+
+
+def _asking(request: Request, state: ServerState) -> Asking:
+    run = request.path_params.get("run")
+    with state.store.reading() as connection:
+        caller = authenticated(connection, request)
+        found = None if run is None else runs.find(connection, run)
+    return Asking(caller, found if found is not None and caller.sees(found.project) else None)
+
+
+AskingDep = Annotated[Asking, Depends(asking)]
+
+
+async def caller_of(asking: AskingDep) -> Caller:
+    """Whoever is let in."""
+    return asking.caller
+
+
+def authenticated(connection: sa.Connection, request: Request) -> Caller:
+    """Who shows a key, or was signed in by one. Raises `ApiProblem` for anybody else."""
     secret, session = presented_key(request), request.cookies.get(COOKIE, "")
     if not secret and session:
-        return _signed_in(request, state, session)
-    found = None
-    if secret and len(secret) <= KEY_CHARACTERS_MAX:
-        with state.store.reading() as connection:
-            found = people.key_of_secret(connection, secret)
+        return _signed_in(connection, request, session)
+    known = secret and len(secret) <= KEY_CHARACTERS_MAX
+    found = people.key_of_secret(connection, secret) if known else None
     if found is None:
         raise ApiProblem(
             "unauthenticated",
@@ -77,12 +105,11 @@ def caller_of(request: Request, state: Annotated[ServerState, Depends(state_of)]
     return _caller(found)
 
 
-def _signed_in(request: Request, state: ServerState, session: str) -> Caller:
+def _signed_in(connection: sa.Connection, request: Request, session: str) -> Caller:
     """Who a browser was signed in as. Its writes show that they come from a page of that session."""
-    with state.store.reading() as connection:
-        found = sessions.find(connection, session) if len(session) <= KEY_CHARACTERS_MAX else None
-        key = people.key(connection, found["key"]) if found is not None and found["key"] else None
-        member = members.find(connection, found["member"]) if found is not None and found["member"] else None
+    found = sessions.find(connection, session) if len(session) <= KEY_CHARACTERS_MAX else None
+    key = people.key(connection, found["key"]) if found is not None and found["key"] else None
+    member = members.find(connection, found["member"]) if found is not None and found["member"] else None
     if member is not None and people.lapsed(member):
         member = None
     if member is None and (key is None or not people.usable(key)):
@@ -115,9 +142,9 @@ CallerDep = Annotated[Caller, Depends(caller_of)]
 def requires(action: Action) -> Callable[..., Awaitable[None]]:
     """A dependency that lets pass only who may do this; whoever else is noted in the audit log."""
 
-    async def check(request: Request, caller: CallerDep, state: Annotated[ServerState, Depends(state_of)]) -> None:
-        if action not in caller.actions:
-            await run_in_threadpool(refuse, request, caller, state)
+    async def check(request: Request, asking: AskingDep) -> None:
+        if action not in asking.caller.actions:
+            await run_in_threadpool(refuse, request, asking.caller, await state_of(request))
 
     def refuse(request: Request, caller: Caller, state: ServerState) -> None:
         with state.store.writing() as tx:

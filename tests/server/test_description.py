@@ -5,13 +5,22 @@ import re
 from pathlib import Path
 from typing import Any
 
+from fastapi.routing import APIRoute
+from starlette.routing import Route
+
 import elastic.resources
 from elastic.server.examples import EXAMPLES
 from elastic.server.problems import MEDIA_TYPE, TYPES
+from elastic.server.routes.model_route import ModelRoute
 from tests.server.conftest import Site
 from tests.server.test_access import OPEN, SIGN_IN, operations
 
 PAGE = Path(__file__).parents[2] / "docs" / "server.md"
+
+
+def test_routes_are_built_before_the_first_request(shared_site: Site) -> None:
+    """What `include_router` adds is built by the first request, which others wait for."""
+    assert {type(route) for route in shared_site.app.routes} == {APIRoute, ModelRoute, Route}
 
 
 def test_examples_are_what_their_models_allow() -> None:

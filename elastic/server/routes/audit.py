@@ -8,10 +8,11 @@ from elastic.resources import AuditEntry, Listed
 from elastic.server import ids
 from elastic.server.permissions import Action
 from elastic.server.routes.common import CallerDep, Cursor, StateDep, cursor_of, listing, rules
+from elastic.server.routes.model_route import ModelRoute
 from elastic.server.store import audit
 from elastic.server.store.tables import audit as audit_table
 
-router = APIRouter(prefix="/v1/audit", tags=["audit"])
+router = APIRouter(prefix="/v1/audit", tags=["audit"], route_class=ModelRoute)
 
 
 @router.get("", **rules(Action.AUDIT_READ, "invalid-cursor"))

@@ -9,7 +9,7 @@ from pydantic import BaseModel
 
 from elastic.resources import Listed, Problem
 from elastic.server import ids
-from elastic.server.auth import Caller, CallerDep, requires
+from elastic.server.auth import AskingDep, Caller, CallerDep, requires
 from elastic.server.permissions import Action
 from elastic.server.problems import MEDIA_TYPE, TYPES, ApiProblem, not_found
 from elastic.server.state import ServerState, state_of
@@ -97,8 +97,9 @@ def listing(
     where: Sequence[sa.ColumnElement[bool]],
     cursor: Cursor,
     resource: Callable[[sa.RowMapping], R],
+    columns: Sequence[sa.ColumnElement[Any]] = (),
 ) -> Listed[R]:
-    rows, has_more = page(connection, table, where, cursor)
+    rows, has_more = page(connection, table, where, cursor, columns)
     return Listed(url=request.url.path, data=[resource(row) for row in rows], has_more=has_more)
 
 
@@ -110,10 +111,11 @@ def run_of(connection: sa.Connection, caller: Caller, run: str) -> HostedRunRow:
     return found
 
 
-def seen_run(run: str, caller: CallerDep, state: StateDep) -> HostedRunRow:
+async def seen_run(run: str, asking: AskingDep) -> HostedRunRow:
     """The run that the path names. Raises `ApiProblem` where the caller sees no such run."""
-    with state.store.reading() as connection:
-        return run_of(connection, caller, run)
+    if asking.run is None:
+        raise not_found("run", run)
+    return asking.run
 
 
 RunDep = Annotated[HostedRunRow, Depends(seen_run)]

@@ -17,11 +17,12 @@ from elastic.server.journal_events import EventLog, EventsGone, Position
 from elastic.server.permissions import Action
 from elastic.server.problems import ApiProblem, not_found
 from elastic.server.routes.common import RunDep, StateDep, rules
+from elastic.server.routes.model_route import ModelRoute
 from elastic.server.routes.runs import RunId
 from elastic.server.state import ServerState
 from elastic.server.store import runs
 
-router = APIRouter(prefix="/v1/runs", tags=["streams"])
+router = APIRouter(prefix="/v1/runs", tags=["streams"], route_class=ModelRoute)
 
 HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 LastEventId = Annotated[str | None, Header(max_length=200, description="the id of the last event that was received")]

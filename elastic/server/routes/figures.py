@@ -10,11 +10,12 @@ from fastapi.responses import StreamingResponse
 from elastic.resources import HostedRun
 from elastic.server.routes.common import RunDep, StateDep
 from elastic.server.routes.events import HEADERS, Follow, stream_rules
+from elastic.server.routes.model_route import ModelRoute
 from elastic.server.routes.runs import RunId
 from elastic.server.state import ServerState
 from elastic.server.store import runs
 
-router = APIRouter(prefix="/v1/runs", tags=["streams"])
+router = APIRouter(prefix="/v1/runs", tags=["streams"], route_class=ModelRoute)
 _EXAMPLE = 'event: run\ndata: {"id":"run_01JD3K5T7WQ8M2N4P6R8S0V2X4","phase":"running","figures":{"step":41}}\n\n'
 _RULES: dict[str, Any] = stream_rules(_EXAMPLE)
 

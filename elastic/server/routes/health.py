@@ -9,8 +9,9 @@ from elastic.resources import ServerInfo
 from elastic.server.metrics import exposition
 from elastic.server.permissions import Action
 from elastic.server.routes.common import CallerDep, StateDep, problem_responses, rules
+from elastic.server.routes.model_route import ModelRoute
 
-router = APIRouter(tags=["server"])
+router = APIRouter(tags=["server"], route_class=ModelRoute)
 
 
 @router.get("/healthz", response_class=PlainTextResponse, openapi_extra={"security": []})

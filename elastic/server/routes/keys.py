@@ -20,11 +20,12 @@ from elastic.server.routes.common import (
     project_of,
     rules,
 )
+from elastic.server.routes.model_route import ModelRoute
 from elastic.server.store import people
 from elastic.server.store.database import now_us
 from elastic.server.writes import WriteResult, carry_out
 
-router = APIRouter(prefix="/v1/keys", tags=["keys"])
+router = APIRouter(prefix="/v1/keys", tags=["keys"], route_class=ModelRoute)
 KeyId = Annotated[str, Path(max_length=64)]
 
 

@@ -12,11 +12,12 @@ from elastic.server.permissions import Action
 from elastic.server.problems import ApiProblem, not_found
 from elastic.server.routes.common import CallerDep, Cursor, IdempotencyKey, StateDep, cursor_of, listing, rules
 from elastic.server.routes.keys import KeyId, key_made, key_of, refuse_more
+from elastic.server.routes.model_route import ModelRoute
 from elastic.server.store import members, people
 from elastic.server.store.database import now_us
 from elastic.server.writes import WriteResult, carry_out
 
-router = APIRouter(prefix="/v1/me", tags=["me"])
+router = APIRouter(prefix="/v1/me", tags=["me"], route_class=ModelRoute)
 
 
 @router.get("", **rules(Action.RUNS_READ))

@@ -23,10 +23,11 @@ from elastic.server.routes.common import (
     project_of,
     rules,
 )
+from elastic.server.routes.model_route import ModelRoute
 from elastic.server.store import members
 from elastic.server.writes import WriteResult, carry_out
 
-router = APIRouter(prefix="/v1/projects/{project}/members", tags=["members"])
+router = APIRouter(prefix="/v1/projects/{project}/members", tags=["members"], route_class=ModelRoute)
 MemberId = Annotated[str, Path(max_length=64)]
 
 

@@ -16,10 +16,11 @@ from elastic.server.routes.common import (
     project_of,
     rules,
 )
+from elastic.server.routes.model_route import ModelRoute
 from elastic.server.store import people
 from elastic.server.writes import WriteResult, carry_out
 
-router = APIRouter(prefix="/v1/projects", tags=["projects"])
+router = APIRouter(prefix="/v1/projects", tags=["projects"], route_class=ModelRoute)
 
 
 @router.post(

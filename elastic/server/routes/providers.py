@@ -11,11 +11,12 @@ from elastic.resources import ENDED, Listed, ProviderChange, ProviderFigures, Pr
 from elastic.server.permissions import Action
 from elastic.server.problems import not_found
 from elastic.server.routes.common import CallerDep, IfMatch, StateDep, check_etag, etag_of, rules
+from elastic.server.routes.model_route import ModelRoute
 from elastic.server.store import quotas
 from elastic.server.store.tables import runs
 from elastic.server.writes import WriteResult, carry_out
 
-router = APIRouter(prefix="/v1/providers", tags=["providers"])
+router = APIRouter(prefix="/v1/providers", tags=["providers"], route_class=ModelRoute)
 
 
 @router.get("", **rules(Action.RUNS_READ))

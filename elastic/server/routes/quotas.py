@@ -11,12 +11,13 @@ from elastic.server.allotment import ProjectStanding, going
 from elastic.server.permissions import Action
 from elastic.server.problems import ApiProblem
 from elastic.server.routes.common import CallerDep, IfMatch, StateDep, check_etag, etag_of, project_of, rules
+from elastic.server.routes.model_route import ModelRoute
 from elastic.server.store import quotas, runs
 from elastic.server.store.database import now_us
 from elastic.server.store.quotas import TRAINER
 from elastic.server.writes import WriteResult, carry_out
 
-router = APIRouter(prefix="/v1/projects/{project}/quota", tags=["projects"])
+router = APIRouter(prefix="/v1/projects/{project}/quota", tags=["projects"], route_class=ModelRoute)
 
 
 @router.get("", **rules(Action.PROJECTS_READ, "not-found"))

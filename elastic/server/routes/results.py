@@ -24,6 +24,7 @@ from elastic.server.answers import Entries
 from elastic.server.permissions import Action
 from elastic.server.problems import ApiProblem, not_found
 from elastic.server.routes.common import RunDep, StateDep, rules
+from elastic.server.routes.model_route import ModelRoute
 from elastic.server.routes.runs import RunId
 from elastic.server.state import ServerState
 from elastic.server.store.pages import LIMIT, LIMIT_MAX, Cursor
@@ -33,7 +34,7 @@ R = TypeVar("R", HostedWorker, HostedLease, Checkpoint)
 T = TypeVar("T")
 SAMPLES = 1_000
 
-router = APIRouter(prefix="/v1/runs", tags=["results"])
+router = APIRouter(prefix="/v1/runs", tags=["results"], route_class=ModelRoute)
 CheckpointId = Annotated[str, Path(pattern=r"^[0-9]{1,12}$")]
 
 

@@ -10,12 +10,13 @@ from elastic.server.clock import rfc3339
 from elastic.server.permissions import Action
 from elastic.server.retention import RetentionRow, bytes_of
 from elastic.server.routes.common import CallerDep, IfMatch, StateDep, check_etag, etag_of, project_of, rules
+from elastic.server.routes.model_route import ModelRoute
 from elastic.server.state import ServerState
 from elastic.server.store import retention
 from elastic.server.store.database import now_us
 from elastic.server.writes import WriteResult, carry_out
 
-router = APIRouter(prefix="/v1", tags=["retention"])
+router = APIRouter(prefix="/v1", tags=["retention"], route_class=ModelRoute)
 ITEMS = 1_000
 Limit = Annotated[int, Query(ge=1, le=ITEMS, description="most runs to name; the sums are of these")]
 _EDITS = ("precondition-failed", "precondition-required")

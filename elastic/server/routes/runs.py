@@ -38,12 +38,13 @@ from elastic.server.routes.common import (
     rules,
     run_of,
 )
+from elastic.server.routes.model_route import ModelRoute
 from elastic.server.store import quotas, runs
 from elastic.server.store.database import now_us
 from elastic.server.store.tables import runs as runs_table
 from elastic.server.writes import WriteResult, carry_out
 
-router = APIRouter(prefix="/v1/runs", tags=["runs"])
+router = APIRouter(prefix="/v1/runs", tags=["runs"], route_class=ModelRoute)
 RunId = Annotated[str, Path(max_length=64)]
 
 
@@ -103,7 +104,7 @@ def list_runs(
             where.append(runs_table.c.project == project_of(connection, caller, project))
         if phase is not None:
             where.append(runs_table.c.phase == phase.value)
-        return listing(request, connection, runs_table, where, cursor, lambda row: runs.as_run(runs.listed(row)))
+        return listing(request, connection, runs_table, where, cursor, runs.as_listed_run, runs.LISTED)
 
 
 @router.get("/{run}", **rules(Action.RUNS_READ, "not-found"))

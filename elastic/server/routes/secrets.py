@@ -14,11 +14,12 @@ from elastic.resources import Listed, ProblemError, ProjectSecret, SecretValue
 from elastic.server.permissions import Action
 from elastic.server.problems import ApiProblem, not_found
 from elastic.server.routes.common import CallerDep, IdempotencyKey, StateDep, project_of, rules
+from elastic.server.routes.model_route import ModelRoute
 from elastic.server.store import secrets
 from elastic.server.vault import Vault
 from elastic.server.writes import WriteResult, carry_out
 
-router = APIRouter(prefix="/v1/projects/{project}/secrets", tags=["secrets"])
+router = APIRouter(prefix="/v1/projects/{project}/secrets", tags=["secrets"], route_class=ModelRoute)
 SecretName = Annotated[str, Path(pattern=r"^[A-Z][A-Z0-9_]{0,63}$")]
 PER_PROJECT = 64
 _SYSTEMS_OWN = (

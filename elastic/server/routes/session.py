@@ -4,15 +4,16 @@ import sqlalchemy as sa
 from fastapi import APIRouter, Request, Response
 
 from elastic.resources import Me, SessionChange
-from elastic.server.auth import COOKIE, caller_of, presented_key
+from elastic.server.auth import COOKIE, authenticated, presented_key
 from elastic.server.permissions import Action
 from elastic.server.problems import ApiProblem, not_found
 from elastic.server.routes.common import CallerDep, StateDep, rules
 from elastic.server.routes.me import me
+from elastic.server.routes.model_route import ModelRoute
 from elastic.server.state import ServerState
 from elastic.server.store import audit, members, sessions
 
-router = APIRouter(prefix="/v1/session", tags=["session"])
+router = APIRouter(prefix="/v1/session", tags=["session"], route_class=ModelRoute)
 
 
 @router.post("", status_code=201, **rules(Action.RUNS_READ))
@@ -39,7 +40,8 @@ def change(request: Request, body: SessionChange, caller: CallerDep, state: Stat
             raise not_found("project", body.project)
         sessions.change_member(tx, request.cookies.get(COOKIE, ""), wanted.member)
         _note(tx, request, caller, 200, wanted.project)
-    return me(caller_of(request, state), state)
+        changed = authenticated(tx, request)
+    return me(changed, state)
 
 
 @router.delete("", status_code=204, **rules(Action.RUNS_READ))

@@ -25,6 +25,7 @@ from elastic.server.oidc import (
 from elastic.server.permissions import Action
 from elastic.server.problems import ApiProblem, not_found, problem_response
 from elastic.server.routes.common import StateDep, problem_responses
+from elastic.server.routes.model_route import ModelRoute
 from elastic.server.routes.session import hand_cookie, is_https
 from elastic.server.sign_ins import admitted
 from elastic.server.state import ServerState
@@ -33,7 +34,7 @@ from elastic.server.vault import Vault, VaultError
 
 log = structlog.get_logger(__name__)
 
-router = APIRouter(prefix="/v1/session/oidc", tags=["session"])
+router = APIRouter(prefix="/v1/session/oidc", tags=["session"], route_class=ModelRoute)
 COOKIE = "elastic_sign_in"
 LASTS_S = 600
 """For so long somebody may be with the issuer."""

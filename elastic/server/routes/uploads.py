@@ -30,13 +30,14 @@ from elastic.server.routes.common import (
     project_of,
     rules,
 )
+from elastic.server.routes.model_route import ModelRoute
 from elastic.server.state import ServerState
 from elastic.server.store import uploads
 from elastic.server.store.tables import uploads as uploads_table
 from elastic.server.upload_files import ChecksumMismatch, Receiving, UploadStorage
 from elastic.server.writes import WriteResult, carry_out
 
-router = APIRouter(prefix="/v1/uploads", tags=["uploads"])
+router = APIRouter(prefix="/v1/uploads", tags=["uploads"], route_class=ModelRoute)
 UploadId = Annotated[str, Path(max_length=64)]
 Digest = Annotated[str, Path(pattern=r"^[0-9a-f]{64}$", description="the file's SHA-256")]
 WRITE_BYTES = 1 << 20

@@ -31,6 +31,7 @@ from elastic.server.routes.common import (
     project_of,
     rules,
 )
+from elastic.server.routes.model_route import ModelRoute
 from elastic.server.settings import ServerSettings
 from elastic.server.store import webhooks
 from elastic.server.store.tables import deliveries as deliveries_table
@@ -40,7 +41,7 @@ from elastic.server.webhooks import new_secret
 from elastic.server.webhooks.addresses import UnsafeTarget, checked
 from elastic.server.writes import WriteResult, carry_out
 
-router = APIRouter(prefix="/v1/webhooks", tags=["webhooks"])
+router = APIRouter(prefix="/v1/webhooks", tags=["webhooks"], route_class=ModelRoute)
 WebhookId = Annotated[str, Path(max_length=64)]
 
 

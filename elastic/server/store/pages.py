@@ -20,11 +20,16 @@ class Cursor:
 
 
 def page(
-    connection: sa.Connection, table: sa.FromClause, where: Sequence[sa.ColumnElement[bool]], cursor: Cursor
+    connection: sa.Connection,
+    table: sa.FromClause,
+    where: Sequence[sa.ColumnElement[bool]],
+    cursor: Cursor,
+    columns: Sequence[sa.ColumnElement[Any]] = (),
 ) -> tuple[list[sa.RowMapping], bool]:
-    """The entries of a table that are wanted, newest first, and whether there are more in that direction."""
+    """The entries of a table that are wanted, newest first, and whether there are more in that direction. Of each its
+    `columns`, or all of them."""
     id_: sa.ColumnElement[Any] = table.c.id
-    chosen = sa.select(table).where(*where)
+    chosen = sa.select(*(columns or table.c)).where(*where)
     if cursor.ending_before:
         chosen = chosen.where(id_ > cursor.ending_before).order_by(id_.asc())
     else:

@@ -44,7 +44,7 @@ def over(connection: sa.Connection, project: str | None, now_us: int) -> Iterato
     if project is not None:
         ended = ended.where(runs_table.c.project == project)
     for row in connection.execute(ended).mappings():
-        run = runs.listed(row)
+        run = runs.as_record(row)
         parts = due(run, policies.get(run.project, RetentionRow(scope=run.project)), server, now_us)
         if parts and needed_by(run, going) is None:
             yield run, parts
@@ -53,4 +53,4 @@ def over(connection: sa.Connection, project: str | None, now_us: int) -> Iterato
 def half_removed(connection: sa.Connection) -> list[HostedRunRow]:
     """Runs of which the removal of something has begun."""
     begun = sa.select(runs_table).where(sa.cast(runs_table.c.retired, sa.Text).like(f"%{REMOVING}%"))
-    return [runs.listed(row) for row in connection.execute(begun).mappings()]
+    return [runs.as_record(row) for row in connection.execute(begun).mappings()]

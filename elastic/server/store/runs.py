@@ -1,6 +1,7 @@
 """Hosted runs in the store: what is wanted of each, and what its runner has seen of it."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -104,7 +105,8 @@ class NewRun:
     needs: RunNeeds = field(default_factory=RunNeeds)
 
 
-def _record(row: sa.RowMapping) -> HostedRunRow:
+def as_record(row: sa.RowMapping) -> HostedRunRow:
+    """A run by all columns of its row."""
     typed = {"phase": RunPhase(row["phase"]), "figures": RunFigures.model_validate(row["figures"])}
     return HostedRunRow(**{**row, **typed})
 
@@ -140,12 +142,7 @@ _FIND = sa.select(runs).where(runs.c.id == sa.bindparam("run"), runs.c.wanted !=
 def find(connection: sa.Connection, id_: str) -> HostedRunRow | None:
     """A run by its id, unless it is being deleted."""
     row = connection.execute(_FIND, {"run": id_}).mappings().first()
-    return None if row is None else _record(row)
-
-
-def listed(row: sa.RowMapping) -> HostedRunRow:
-    """A row of a page of runs."""
-    return _record(row)
+    return None if row is None else as_record(row)
 
 
 def managed(connection: sa.Connection, project: str | None = None) -> list[HostedRunRow]:
@@ -154,7 +151,7 @@ def managed(connection: sa.Connection, project: str | None = None) -> list[Hoste
     if project is not None:
         wanted = wanted.where(runs.c.project == project)
     rows = connection.execute(wanted).mappings()
-    return [_record(row) for row in rows]
+    return [as_record(row) for row in rows]
 
 
 def want(tx: sa.Connection, id_: str, **changes: Any) -> None:
@@ -195,32 +192,28 @@ def forget_answers(tx: sa.Connection, before_us: int) -> None:
     tx.execute(sa.delete(idempotency).where(idempotency.c.created_us < before_us))
 
 
+_SHOWN = (
+    *("id", "project", "name", "phase", "conditions", "generation", "providers", "figures", "budget_usd", "caps"),
+    *("labels", "restarts", "max_restarts", "cause", "created_by"),
+)
+_SHOWN_TIMES = {"created_at": "created_us", "started_at": "started_us", "ended_at": "ended_us"}
+LISTED = [runs.c[name] for name in (*_SHOWN, *_SHOWN_TIMES.values())]
+"""What of a row is shown of a run in a list."""
+
+
 def as_run(record: HostedRunRow) -> HostedRun:
-    return HostedRun(**_fields(record))
+    return HostedRun(**_shown(vars(record)))
 
 
 def as_run_detail(record: HostedRunRow) -> HostedRunDetail:
-    return HostedRunDetail(**_fields(record), config=json.loads(record.config))
+    return HostedRunDetail(**_shown(vars(record)), config=json.loads(record.config))
 
 
-def _fields(record: HostedRunRow) -> dict[str, Any]:
-    return {
-        "id": record.id,
-        "project": record.project,
-        "name": record.name,
-        "phase": record.phase,
-        "conditions": record.conditions,
-        "generation": record.generation,
-        "providers": record.providers,
-        "figures": record.figures,
-        "budget_usd": record.budget_usd,
-        "caps": record.caps,
-        "labels": record.labels,
-        "restarts": record.restarts,
-        "max_restarts": record.max_restarts,
-        "cause": record.cause,
-        "created_at": rfc3339(record.created_us),
-        "created_by": record.created_by,
-        "started_at": rfc3339(record.started_us),
-        "ended_at": rfc3339(record.ended_us),
-    }
+def as_listed_run(row: sa.RowMapping) -> HostedRun:
+    """A run by the columns of `LISTED`."""
+    return HostedRun(**_shown(row))
+
+
+def _shown(row: Mapping[Any, Any]) -> dict[str, Any]:
+    times = {name: rfc3339(row[column]) for name, column in _SHOWN_TIMES.items()}
+    return {name: row[name] for name in _SHOWN} | times

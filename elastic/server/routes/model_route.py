@@ -1,0 +1,48 @@
+"""How routes answer with models: as JSON, made where the endpoint made the model.
+
+FastAPI would validate what the endpoint has returned once more, for plain functions in another thread. Models of ours
+were validated as they were made; what a route declares is there for the API's description and for the type checker.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from inspect import iscoroutinefunction
+from typing import Any
+
+from fastapi.responses import Response
+from fastapi.routing import APIRoute
+from pydantic import BaseModel
+
+
+class ModelRoute(APIRoute):
+    """A route whose endpoint returns a model, or anything else that FastAPI knows how to answer with."""
+
+    def __init__(self, path: str, endpoint: Callable[..., Any], **options: Any) -> None:
+        super().__init__(path, _answering(endpoint, options.get("status_code") or 200), **options)
+
+
+def _answering(endpoint: Callable[..., Any], status: int) -> Callable[..., Any]:
+    if iscoroutinefunction(endpoint):
+
+        @functools.wraps(endpoint)
+        async def answer_soon(**values: Any) -> Any:
+            return _answer(await endpoint(**values), status, values)
+
+        return answer_soon
+
+    @functools.wraps(endpoint)
+    def answer(**values: Any) -> Any:
+        return _answer(endpoint(**values), status, values)
+
+    return answer
+
+
+def _answer(said: Any, status: int, values: Mapping[str, Any]) -> Any:
+    if not isinstance(said, BaseModel):
+        return said
+    answer = Response(said.model_dump_json(), status, media_type="application/json")
+    for value in values.values():
+        if isinstance(value, Response):
+            # An endpoint that takes a response has set headers on it, such as an ETag.
+            answer.headers.raw.extend(value.headers.raw)
+    return answer
