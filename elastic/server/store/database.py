@@ -9,7 +9,7 @@ from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy import event
-from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, NoSuchModuleError
+from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, InvalidatePoolError, NoSuchModuleError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
 BUSY_TIMEOUT_S = 5.0
@@ -23,7 +23,8 @@ WRITERS_LOCK, LEADERS_LOCK = 0x656C6173_00000001, 0x656C6173_00000002
 """Numbers of PostgreSQL's advisory locks: who writes, and who attends to the runs of this database."""
 MIGRATIONS = str(Path(__file__).parent / "migrations")
 DIALECTS = ("sqlite", "postgresql")
-_WRITES = "elastic_writes"
+CHECKED_AFTER_S = 1.0
+_WRITES, _USED_S = "elastic_writes", "elastic_used_s"
 
 
 class StoreError(ValueError):
@@ -43,6 +44,10 @@ class Store:
 
     def __init__(self, url: str) -> None:
         self.engine = _engine(url)
+        self._readers = self.engine
+        if not self.is_sqlite:
+            # Its transactions see what each statement finds: to begin and end one would be two more round trips.
+            self._readers = self.engine.execution_options(isolation_level="AUTOCOMMIT")
 
     @property
     def is_sqlite(self) -> bool:
@@ -50,8 +55,9 @@ class Store:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[sa.Connection]:
-        """A view of one moment. Raises `StoreUnavailable`."""
-        with _translated(), self.engine.connect() as connection:
+        """A view of one moment on SQLite, and of one moment for each statement on PostgreSQL. Raises
+        `StoreUnavailable`."""
+        with _translated(), self._readers.connect() as connection:
             yield connection
 
     @contextlib.contextmanager
@@ -185,12 +191,11 @@ def _engine(url: str) -> sa.Engine:
     if parsed.drivername == "postgresql":
         parsed = parsed.set(drivername="postgresql+psycopg")
     try:
-        return sa.create_engine(
+        engine = sa.create_engine(
             parsed,
             pool_size=POOL,
             max_overflow=0,
             pool_timeout=POOL_TIMEOUT_S,
-            pool_pre_ping=True,
             connect_args={
                 "connect_timeout": CONNECT_TIMEOUT_S,
                 "tcp_user_timeout": STATEMENT_TIMEOUT_S * 1_000,
@@ -199,6 +204,27 @@ def _engine(url: str) -> sa.Engine:
         )
     except (ModuleNotFoundError, NoSuchModuleError) as error:
         raise StoreError(f"--database: {error}; `pip install elastic-rl[server]` brings what is needed") from None
+    _check_idle(engine)
+    return engine
+
+
+def _check_idle(engine: sa.Engine) -> None:
+    """Ask connections that were idle whether they still stand. To ask each time would be another round trip for every
+    request; one that breaks while in use takes the others out of the pool with it."""
+
+    @event.listens_for(engine, "checkout")
+    def _checked_out(connection: Any, record: Any, _: Any) -> None:  # pyright: ignore[reportUnusedFunction]
+        used_s = record.info.get(_USED_S)
+        if used_s is None or time.monotonic() - used_s < CHECKED_AFTER_S:
+            return
+        try:
+            engine.dialect.do_ping(connection)
+        except engine.dialect.loaded_dbapi.Error as error:
+            raise InvalidatePoolError from error
+
+    @event.listens_for(engine, "checkin")
+    def _checked_in(_: Any, record: Any) -> None:  # pyright: ignore[reportUnusedFunction]
+        record.info[_USED_S] = time.monotonic()
 
 
 def _sqlite(url: sa.URL) -> sa.Engine:

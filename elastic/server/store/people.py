@@ -29,6 +29,7 @@ _keys = (
     .outerjoin(users, users.c.id == members.c.user)
 )
 
+_KEY_OF_HASH = _keys.where(keys.c.hash == sa.bindparam("digest"))
 keys_seen = _keys.subquery("keys_seen")
 """Keys, each with what its person may do by now."""
 
@@ -83,7 +84,7 @@ def key_of_secret(connection: sa.Connection, secret: str) -> sa.RowMapping | Non
 
 
 def key_of_hash(connection: sa.Connection, digest: bytes) -> sa.RowMapping | None:
-    return connection.execute(_keys.where(keys.c.hash == digest)).mappings().first()
+    return connection.execute(_KEY_OF_HASH, {"digest": digest}).mappings().first()
 
 
 def role_of(row: sa.RowMapping) -> AccessRole:

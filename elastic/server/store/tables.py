@@ -167,6 +167,7 @@ runs = Table(
     Column("waits", JSON, comment="why it does not begin yet: a reason and a message"),
     Column("retired", JSON, comment="what retention has removed, or is about to; the run stays"),
     Index(None, "project", "id"),
+    Index(None, "phase", "id"),
     Index(None, "managed"),
 )
 
