@@ -4,7 +4,6 @@ Both are forked from a process that has imported what they need: an interpreter'
 do, would take most of their time.
 """
 
-import asyncio
 import functools
 import json
 import multiprocessing
@@ -25,6 +24,7 @@ from elastic.server.settings import ServerSettings
 
 Part: TypeAlias = Literal["api", "runner"]
 
+HOST = "127.0.0.1"
 CONFIG = tomllib.loads("""
 [run]
 name = "job"
@@ -110,7 +110,7 @@ class HostedSite:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{HOST}:{self.port}"
 
     @property
     def server_home(self) -> Path:
@@ -131,7 +131,7 @@ class HostedSite:
         store = open_store(self.settings)
         self.secret = first_key(store) or ""
         store.close()
-        with socket.create_server(("127.0.0.1", 0)) as listener:
+        with socket.create_server((HOST, 0)) as listener:
             self.port = listener.getsockname()[1]
 
     def start(self, part: Part) -> None:
@@ -156,7 +156,7 @@ class HostedSite:
         end_s = time.monotonic() + UP_TIMEOUT_S
         while time.monotonic() < end_s:
             try:
-                socket.create_connection(("127.0.0.1", self.port), timeout=1).close()
+                socket.create_connection((HOST, self.port), timeout=1).close()
             except OSError:
                 time.sleep(0.05)
             else:
@@ -189,6 +189,7 @@ def _forks() -> ForkServerContext:
 
 
 def _main(part: Part, home: Path, database: str, port: int, job: Path, log: Path) -> None:
+    from elastic import compose
     from elastic.cli.logs import STANDARD_ERROR, log_to
     from elastic.server.serving import listen, open_store, run_runner, serve
 
@@ -197,8 +198,8 @@ def _main(part: Part, home: Path, database: str, port: int, job: Path, log: Path
     settings = _settings(home, database, job)
     store = open_store(settings)
     if part == "runner":
-        asyncio.run(run_runner(store, settings))
+        compose.run_loop(run_runner(store, settings))
     else:
-        with listen("127.0.0.1", port) as listener:
-            asyncio.run(serve(store, settings, listener, with_runner=False))
+        with listen(HOST, port) as listener:
+            compose.run_loop(serve(store, settings, listener, with_runner=False))
     store.close()

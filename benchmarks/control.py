@@ -8,32 +8,33 @@ counts as slow, too.
 
 - `p50_ms`, `p99_ms`: until a read is answered whole; `late_ms_p99` of that is the load's own, from due to sent.
 - `event_delay_ms_p99`: from the moment at which a job made an event until a client has read it.
+- `server_cores`, `load_cores`: processors that the server, and the load itself, kept busy on average.
 - `rss_mb_warm`, `rss_mb_end`: the server's memory after the first part of the load, and at its end.
 """
 
 import asyncio
-import contextlib
 import itertools
-import json
 import random
 import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import httpx
 import msgspec
 import numpy as np
 import psutil
 import sqlalchemy as sa
 from _common import emit, parse_arguments
-from _hosted import CONFIG, HostedSite, write_job
+from _hosted import CONFIG, HOST, HostedSite, write_job
+from _http_load import EventStream, LoadError, ReadPool, request
 from _postgres import cluster, skipped_without_postgresql
 
+from elastic import compose
 from elastic.config import JournalConfig, validate
 from elastic.core import events as e
 from elastic.core.ledger import DeviceBook
@@ -75,6 +76,18 @@ class LoadMeasured:
     rss_mb_warm: float = 0.0
     rss_mb_end: float = 0.0
     load_s: float = 0.0
+    server_cpu_s: float = 0.0
+    load_cpu_s: float = 0.0
+    streams_lost: int = 0
+
+
+class ToldEvent(msgspec.Struct):
+    """When a job made an event, of all that is told of it."""
+
+    at_s: float
+
+
+decode = msgspec.json.Decoder(ToldEvent).decode
 
 
 def main() -> None:
@@ -101,7 +114,7 @@ def measure(database: str, load_s: float) -> dict[str, Any]:
         site.wait_up()
         with httpx.Client(base_url=site.url, headers=_headers(site), timeout=UP_S) as client:
             jobs = [_begun(client) for _ in range(JOBS)]
-            measured = asyncio.run(load(site, jobs, long_run, load_s))
+            measured = compose.run_loop(load(site, jobs, long_run, load_s))
             listed = sum(1 for _ in _listed(client))
             for job in jobs:
                 client.post(f"/v1/runs/{job}/stop").raise_for_status()
@@ -113,10 +126,12 @@ def measure(database: str, load_s: float) -> dict[str, Any]:
     return {
         "requests_per_s": len(answers) / measured.load_s,
         "failures": measured.failures,
+        "server_cores": measured.server_cpu_s / measured.load_s,
+        "load_cores": measured.load_cpu_s / measured.load_s,
         "p50_ms": float(np.percentile(answers, 50)),
         "p99_ms": float(np.percentile(answers, 99)),
         "late_ms_p99": float(np.percentile(late, 99)),
-        "sse_clients": SSE_CLIENTS,
+        "sse_clients": SSE_CLIENTS - measured.streams_lost,
         "events": len(delays),
         "event_delay_ms_p99": float(np.percentile(delays, 99)) if len(delays) else None,
         "runs_listed": listed,
@@ -260,46 +275,55 @@ def _paths(jobs: list[str], long_run: str) -> list[str]:
 async def load(site: HostedSite, jobs: list[str], long_run: str, load_s: float) -> LoadMeasured:
     """Streams and reads, for a while."""
     measured, server = LoadMeasured(), psutil.Process(site.processes["api"].pid)
-    timeout, patient = aiohttp.ClientTimeout(READ_TIMEOUT_S), aiohttp.ClientTimeout(None)
-    options: dict[str, Any] = {"base_url": site.url, "headers": _headers(site)}
-    async with (
-        aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=CONNECTIONS), timeout=timeout, **options) as reads,
-        aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=patient, **options) as streams,
-        asyncio.TaskGroup() as tasks,
-    ):
-        up = [asyncio.Event() for _ in range(SSE_CLIENTS)]
-        followers = [
-            tasks.create_task(_follow(streams, job, measured, one))
-            for job, one in zip(itertools.cycle(jobs), up, strict=False)
-        ]
-        async with asyncio.timeout(UP_S):
-            for one in up:
-                await one.wait()
-        paths = _paths(jobs, long_run)
+    host, loop = f"{HOST}:{site.port}", asyncio.get_running_loop()
+    up = [asyncio.Event() for _ in range(SSE_CLIENTS)]
+
+    def follower(job: str, up: asyncio.Event) -> EventStream:
+        def told(data: bytes) -> None:
+            up.set()
+            measured.delays_ms.append(1e3 * (time.time() - decode(data).at_s))
+
+        return EventStream(request(f"/v1/runs/{job}/events", host, site.secret), told)
+
+    streams = [
+        await loop.create_connection(partial(follower, job, one), HOST, site.port)
+        for job, one in zip(itertools.cycle(jobs), up, strict=False)
+    ]
+    async with asyncio.timeout(UP_S):
+        for one in up:
+            await one.wait()
+    pool = ReadPool(HOST, site.port)
+    reads = [request(path, host, site.secret) for path in _paths(jobs, long_run)]
+    async with pool.opened(CONNECTIONS):
         for share in (WARM_SHARE, 1.0 - WARM_SHARE):
             for kept in (measured.answers_ms, measured.late_ms, measured.delays_ms):
                 kept.clear()
-            began_s = time.monotonic()
-            await _read_openly(reads, paths, measured, share * load_s)
+            began_s, used_s, own_s = time.monotonic(), _cpu_s(server), time.process_time()
+            await _read_openly(pool, reads, measured, share * load_s)
             measured.load_s = time.monotonic() - began_s
+            measured.server_cpu_s, measured.load_cpu_s = _cpu_s(server) - used_s, time.process_time() - own_s
             measured.rss_mb_warm, measured.rss_mb_end = measured.rss_mb_end, server.memory_info().rss / 2**20
-        for follower in followers:
-            follower.cancel()
+    measured.streams_lost = sum(stream.over for _, stream in streams)
+    for transport, _ in streams:
+        transport.abort()
     return measured
 
 
-async def _read_openly(client: aiohttp.ClientSession, paths: list[str], measured: LoadMeasured, for_s: float) -> None:
+def _cpu_s(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return times.user + times.system
+
+
+async def _read_openly(pool: ReadPool, reads: list[bytes], measured: LoadMeasured, for_s: float) -> None:
     """Reads at their times, whether or not others have been answered."""
     chance = random.Random(SEED)
     began_s = time.monotonic()
 
-    async def read(path: str, due_s: float) -> None:
+    async def read(request: bytes, due_s: float) -> None:
         measured.late_ms.append(1e3 * (time.monotonic() - due_s))
         try:
-            async with client.get(path) as answer:
-                await answer.read()
-                measured.failures += answer.status != 200
-        except (aiohttp.ClientError, TimeoutError):
+            measured.failures += await pool.get(request, READ_TIMEOUT_S) != 200
+        except (LoadError, TimeoutError, OSError):
             measured.failures += 1
         measured.answers_ms.append(1e3 * (time.monotonic() - due_s))
 
@@ -307,16 +331,7 @@ async def _read_openly(client: aiohttp.ClientSession, paths: list[str], measured
         for number in range(round(READS_PER_S * for_s)):
             due_s = began_s + number / READS_PER_S
             await asyncio.sleep(max(0.0, due_s - time.monotonic()))
-            tasks.create_task(read(chance.choice(paths), due_s))
-
-
-async def _follow(client: aiohttp.ClientSession, job: str, measured: LoadMeasured, up: asyncio.Event) -> None:
-    with contextlib.suppress(aiohttp.ClientPayloadError):
-        async with client.get(f"/v1/runs/{job}/events") as answer:
-            async for line in answer.content:
-                if line.startswith(b"data: "):
-                    up.set()
-                    measured.delays_ms.append(1e3 * (time.time() - json.loads(line[6:])["at_s"]))
+            tasks.create_task(read(chance.choice(reads), due_s))
 
 
 if __name__ == "__main__":

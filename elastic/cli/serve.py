@@ -1,6 +1,5 @@
 """`elastic serve` and `elastic runner`."""
 
-import asyncio
 import importlib.util
 import os
 import time
@@ -90,7 +89,7 @@ def serve_command(
         with listener:
             store = open_store(settings)
             secret = first_key(store)
-            asyncio.run(serve(store, settings, listener, with_runner=runner, on_ready=ready))
+            compose.run_loop(serve(store, settings, listener, with_runner=runner, on_ready=ready))
             store.close()
     except* (StoreError, RunnerBusy) as group:
         bad_input(str(group.exceptions[0]))
@@ -168,7 +167,7 @@ def runner_command(home: Path, database: str, fair_share_period_s: float) -> Non
     try:
         store = open_store(settings)
         say(f"the runner looks after the runs in {home}")
-        asyncio.run(run_runner(store, settings))
+        compose.run_loop(run_runner(store, settings))
         store.close()
     except* (StoreError, RunnerBusy) as group:
         bad_input(str(group.exceptions[0]))
