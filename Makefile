@@ -3,6 +3,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 export PYTHONUNBUFFERED := 1
+# Many processes import the same: it is compiled once, wherever else that is switched off.
+export PYTHONDONTWRITEBYTECODE :=
 
 setup: .venv/installed
 

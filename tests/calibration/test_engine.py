@@ -21,8 +21,6 @@ from elastic.model.checkpoint import read_config, read_tensors
 from elastic.sim.performance.profile import EngineRates, load_profile
 from elastic.weights.source import TensorSource
 
-pytestmark = pytest.mark.alone
-
 PACING = {"prefill_tokens_per_s": 2000, "decode_step_s": {1: 0.02, 4: 0.04}}
 LATE = 10.0
 """Of these times a saturated machine needs no more than so many, in the median."""
@@ -98,6 +96,7 @@ def test_each_load_is_what_was_asked_for(configured, probing) -> None:
             assert sample.prefilled == pytest.approx(load.prompt_tokens / chunks)
 
 
+@pytest.mark.alone
 def test_a_paced_engines_times_come_back(configured, probing) -> None:
     """A pacing is kept from below: no iteration is shorter. From above the median of some tells."""
     config = configured(pacing=PACING)

@@ -11,8 +11,6 @@ import pytest
 
 from providers.serving_messages import HOST_VARIABLE, HostSettings, LendOrder, LoadReport
 
-pytestmark = pytest.mark.alone
-
 START_TIMEOUT_S = 60
 
 

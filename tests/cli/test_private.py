@@ -14,8 +14,6 @@ import pytest
 
 from elastic.runtime.journal import DirectoryStore, JournalError, RunDirectory, StepRow
 
-pytestmark = pytest.mark.alone
-
 TIMEOUT_S = 120
 
 REWARD = """

@@ -10,8 +10,6 @@ from elastic import compose
 from elastic.config import load_config
 from elastic.runtime.journal import RunDirectory
 
-pytestmark = pytest.mark.alone
-
 QUICK = ("--set", "engine.pacing.decode_step_s={1=0.004}", "--set", "engine.max_batch=2")
 
 

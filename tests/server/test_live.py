@@ -19,7 +19,7 @@ from elastic.resources import ENDED
 from elastic.runtime.journal import RunDirectory
 from tests.server.conftest import CONFIG
 
-pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 WAIT_S = 180.0
 
 

@@ -11,8 +11,6 @@ from elastic.engine.torch.scheduler import BatchScheduler
 from elastic.model.config import Qwen3Config
 from elastic.model.qwen3 import Qwen3, parameter_shapes
 
-pytestmark = pytest.mark.alone
-
 POLICY = Qwen3Config(initializer_range=0.15)
 ODD = Qwen3Config(
     vocab_size=25,
