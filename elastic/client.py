@@ -30,6 +30,7 @@ from elastic.resources import (
     AuditEntry,
     Checkpoint,
     CreatedKey,
+    CreatedWebhook,
     DryRun,
     HostedLease,
     HostedRun,
@@ -44,12 +45,16 @@ from elastic.resources import (
     Metrics,
     NewKey,
     NewMember,
+    NewOwnKey,
     NewProject,
     NewUpload,
+    NewWebhook,
     Problem,
     Project,
+    ProjectChange,
     ProjectMember,
     ProjectQuota,
+    ProjectSecret,
     ProviderChange,
     ProviderKind,
     QuotaChange,
@@ -60,11 +65,15 @@ from elastic.resources import (
     RunBudget,
     RunChange,
     RunEvent,
+    SecretValue,
     ServerInfo,
     StopRequest,
     Submission,
     Upload,
     UploadFile,
+    Webhook,
+    WebhookChange,
+    WebhookDelivery,
 )
 
 R = TypeVar("R", bound=BaseModel)
@@ -300,13 +309,16 @@ class Client:
 
         return _read(Upload, self._asked(sent))
 
-    # Projects, keys, the audit log
+    # Projects, keys
 
     def projects(self) -> list[Project]:
         return self._get("/v1/projects", Listed[Project]).data
 
     def create_project(self, name: str, unix_user: str | None = None) -> Project:
         return self._post("/v1/projects", Project, NewProject(name=name, unix_user=unix_user))
+
+    def change_project(self, project: str, change: ProjectChange) -> Project:
+        return self._edit(f"/v1/projects/{_part(project)}", Project, change)
 
     def members(self, project: str) -> Iterator[ProjectMember]:
         return self._pages(f"/v1/projects/{_part(project)}/members", ProjectMember, {})
@@ -347,7 +359,53 @@ class Client:
         return self._post("/v1/keys", CreatedKey, key)
 
     def revoke_key(self, key: str) -> None:
-        self._request("DELETE", f"/v1/keys/{key}")
+        self._request("DELETE", f"/v1/keys/{_part(key)}")
+
+    def own_keys(self) -> Iterator[ApiKey]:
+        """Of the person who asks, in the project that they are in."""
+        return self._pages("/v1/me/keys", ApiKey, {})
+
+    def create_own_key(self, key: NewOwnKey) -> CreatedKey:
+        return self._post("/v1/me/keys", CreatedKey, key)
+
+    def revoke_own_key(self, key: str) -> None:
+        self._request("DELETE", f"/v1/me/keys/{_part(key)}")
+
+    # Secrets, webhooks
+
+    def secrets(self, project: str) -> list[ProjectSecret]:
+        """Without their values."""
+        return self._get(f"/v1/projects/{_part(project)}/secrets", Listed[ProjectSecret]).data
+
+    def put_secret(self, project: str, name: str, value: SecretValue) -> ProjectSecret:
+        said = json.dumps({"value": value.value.get_secret_value()})
+        path = f"/v1/projects/{_part(project)}/secrets/{_part(name)}"
+        return _read(ProjectSecret, self._request("PUT", path, said))
+
+    def delete_secret(self, project: str, name: str) -> None:
+        self._request("DELETE", f"/v1/projects/{_part(project)}/secrets/{_part(name)}")
+
+    def webhooks(self) -> Iterator[Webhook]:
+        return self._pages("/v1/webhooks", Webhook, {})
+
+    def create_webhook(self, webhook: NewWebhook) -> CreatedWebhook:
+        """The secret of its signatures is in this answer and nowhere else."""
+        return self._post("/v1/webhooks", CreatedWebhook, webhook)
+
+    def change_webhook(self, webhook: str, change: WebhookChange) -> Webhook:
+        return self._edit(f"/v1/webhooks/{_part(webhook)}", Webhook, change)
+
+    def try_webhook(self, webhook: str) -> WebhookDelivery:
+        headers = {"idempotency-key": secrets.token_hex(16)}
+        return _read(WebhookDelivery, self._request("POST", f"/v1/webhooks/{_part(webhook)}/test", headers=headers))
+
+    def deliveries(self, webhook: str) -> Iterator[WebhookDelivery]:
+        return self._pages(f"/v1/webhooks/{_part(webhook)}/deliveries", WebhookDelivery, {})
+
+    def delete_webhook(self, webhook: str) -> None:
+        self._request("DELETE", f"/v1/webhooks/{_part(webhook)}")
+
+    # The audit log
 
     def audit(self) -> Iterator[AuditEntry]:
         return self._pages("/v1/audit", AuditEntry, {})

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from elastic.cli import hosted, quotas
+from elastic.cli import access, hosted, quotas
 from elastic.cli.logs import STANDARD_ERROR, log_to
 from elastic.cli.output import EXIT_FAILED, bad_input, say
 from elastic.config import Config, ConfigError, RunConfig, apply_override, load_config, validate
@@ -50,6 +50,10 @@ app.add_typer(hosted.api)
 app.add_typer(hosted.projects)
 app.add_typer(hosted.uploads)
 app.add_typer(quotas.providers)
+app.add_typer(access.keys)
+app.add_typer(access.secrets)
+app.add_typer(access.webhooks)
+app.command()(access.audit)
 app.command()(hosted.logs)
 app.command()(hosted.stop)
 app.command()(hosted.serve)
@@ -436,6 +440,7 @@ def cap(
         str, typer.Argument(metavar="PROVIDER=GPUS", help="Such as spot=8, or spot=none to lift the cap.")
     ],
     command_id: hosted.CommandIdOption = "",
+    remote: Remote = False,
     as_json: AsJson = False,
     directory: RunsDirectory = Path("runs"),
 ) -> None:
@@ -444,8 +449,12 @@ def cap(
     Example: elastic cap latest spot=8
     """
     from elastic.cli.control import cap_command
+    from elastic.cli.remote import cap_hosted_command, is_hosted
     from elastic.runtime.journal import DirectoryStore
 
+    if remote or is_hosted(name):
+        cap_hosted_command(name, provider, as_json=as_json)
+        return
     raise typer.Exit(cap_command(DirectoryStore(directory).find(name), provider, command_id, as_json=as_json))
 
 
@@ -456,6 +465,7 @@ def budget(
         str, typer.Argument(metavar="USD", help="In dollars, all that the run has cost included; `none` for no limit.")
     ],
     command_id: hosted.CommandIdOption = "",
+    remote: Remote = False,
     as_json: AsJson = False,
     directory: RunsDirectory = Path("runs"),
 ) -> None:
@@ -464,8 +474,12 @@ def budget(
     Example: elastic budget latest 25
     """
     from elastic.cli.control import budget_command
+    from elastic.cli.remote import budget_hosted_command, is_hosted
     from elastic.runtime.journal import DirectoryStore
 
+    if remote or is_hosted(name):
+        budget_hosted_command(name, usd, as_json=as_json)
+        return
     raise typer.Exit(budget_command(DirectoryStore(directory).find(name), usd, command_id, as_json=as_json))
 
 

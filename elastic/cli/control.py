@@ -38,18 +38,27 @@ def disk_stop_command(run: RunDirectory, reason: str, command_id: str, *, as_jso
     )
 
 
-def cap_command(run: RunDirectory, cap: str, command_id: str, *, as_json: bool) -> int:
+def cap_of(cap: str) -> tuple[str, int | None]:
+    """The provider, and its cap or None for no more of it. Raises `ConfigError`."""
     provider, equals, said = cap.partition("=")
     gpus = None if said == NONE else int(said) if said.isdecimal() and said.isascii() else -1
     if not provider or not equals or (gpus is not None and not 0 <= gpus <= GPUS_MAX):
         raise ConfigError(f"elastic cap: found {cap!r}; allowed: PROVIDER=GPUS with a whole number or {NONE}: spot=8")
-    words = f"at most {gpus} GPUs" if gpus is not None else "as many GPUs as its section allows"
+    return provider, gpus
+
+
+def cap_words(gpus: int | None) -> str:
+    return f"at most {gpus} GPUs" if gpus is not None else "as many GPUs as its section allows"
+
+
+def cap_command(run: RunDirectory, cap: str, command_id: str, *, as_json: bool) -> int:
+    provider, gpus = cap_of(cap)
     return _done(
         run,
         command_id,
         lambda control, command: control.cap(provider, gpus, command),
         {"command": "cap", "provider": provider, "gpus": gpus},
-        f"run {run.name} holds {words} of {provider}; what exceeds that drains",
+        f"run {run.name} holds {cap_words(gpus)} of {provider}; what exceeds that drains",
         as_json=as_json,
     )
 

@@ -98,6 +98,21 @@ def list_runs(
         runs_command(directory, as_json=as_json)
 
 
+@runs.command("list")
+def list_hosted_runs(
+    phase: Annotated[str, typer.Option(help="Only those in this phase, such as running.")] = "",
+    project: Annotated[str, typer.Option(metavar="NAME", help="Only this project's.")] = "",
+    as_json: AsJson = False,
+) -> None:
+    """List the runs on the server, oldest first.
+
+    Example: elastic runs list --phase running --json
+    """
+    from elastic.cli.remote import list_command
+
+    list_command(phase, project, as_json=as_json)
+
+
 @runs.command()
 def show(name: HostedName = "latest", as_json: AsJson = False) -> None:
     """Show a run on the server: its phase, figures and conditions.
@@ -152,14 +167,49 @@ def events(
 
 
 @runs.command()
-def trajectories(name: HostedName = "latest") -> None:
+def trajectories(
+    name: HostedName = "latest",
+    step: Annotated[int | None, typer.Option(min=0, help="Only those of this training step.")] = None,
+    reward_min: Annotated[float | None, typer.Option(help="Only those with this reward or more.")] = None,
+    reward_max: Annotated[float | None, typer.Option(help="Only those with this reward or less.")] = None,
+) -> None:
     """Print a run's trajectories, the best rewarded first, one JSON object a line.
 
-    Example: elastic runs trajectories latest | head
+    Example: elastic runs trajectories latest --step 3 | head
     """
     from elastic.cli.remote import lines_command
 
-    lines_command(lambda client, run: client.trajectories(run, order="reward"), name)
+    asked = {"step": step, "reward_min": reward_min, "reward_max": reward_max}
+    filters = {key: value for key, value in asked.items() if value is not None}
+    lines_command(lambda client, run: client.trajectories(run, order="reward", **filters), name)
+
+
+@runs.command()
+def trajectory(
+    name: HostedName,
+    trajectory: Annotated[
+        str, typer.Argument(metavar="TRAJECTORY", help="Its id, as `elastic runs trajectories` has it.")
+    ],
+    as_json: AsJson = False,
+) -> None:
+    """Print what was said in a trajectory.
+
+    Example: elastic runs trajectory latest 3/0/2
+    """
+    from elastic.cli.remote import trajectory_command
+
+    trajectory_command(name, trajectory, as_json=as_json)
+
+
+@runs.command()
+def workers(name: HostedName = "latest") -> None:
+    """Print a run's workers, past and present, with their GPU time by account, one JSON object a line.
+
+    Example: elastic runs workers latest
+    """
+    from elastic.cli.remote import lines_command
+
+    lines_command(lambda client, run: client.workers(run), name)
 
 
 @runs.command()
@@ -240,6 +290,22 @@ def create_project(
     from elastic.cli.tenancy import create_project_command
 
     create_project_command(name, unix_user, as_json=as_json)
+
+
+@projects.command("set")
+def set_project(
+    project: Annotated[str, typer.Argument(metavar="PROJECT", help="Its name or id.")],
+    name: Annotated[str | None, typer.Option(help="What it is called from now on.")] = None,
+    unix_user: Annotated[str | None, typer.Option(metavar="USER", help="Whose processes its runs are.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Rename a project, or give it a Unix user; only a key of no project may.
+
+    Example: elastic projects set agents --unix-user elastic-agents
+    """
+    from elastic.cli.tenancy import change_project_command
+
+    change_project_command(project, name, unix_user, as_json=as_json)
 
 
 @members.command("list")
@@ -531,3 +597,8 @@ def support_bundle(
     from elastic.cli.serve import support_command
 
     support_command(home, database, url, log or [], output)
+
+
+# Under `elastic runs`, too, where some look for them.
+runs.command()(logs)
+runs.command()(stop)

@@ -1,6 +1,8 @@
 """The reference page of the command line, as `--help` says it: `python -m elastic.cli.reference > docs/cli.md`."""
 
 import sys
+from collections.abc import Iterator
+from typing import Any
 
 import typer
 from typer.main import get_command
@@ -29,14 +31,18 @@ def reference() -> str:
     top = typer.Context(group, info_name="elastic", terminal_width=WIDTH)
     sections = [HEAD, _block(group.get_help(top))]
     for name in group.list_commands(top):  # type: ignore[attr-defined]
-        command = group.get_command(top, name)  # type: ignore[attr-defined]
-        if not command.hidden:
-            context = typer.Context(command, info_name=name, parent=top, terminal_width=WIDTH)
-            sections.append(f"## elastic {name}\n\n{_block(command.get_help(context))}")
-            for inner in getattr(command, "commands", {}):
-                below = typer.Context(command.commands[inner], info_name=inner, parent=context, terminal_width=WIDTH)
-                sections.append(f"## elastic {name} {inner}\n\n{_block(below.command.get_help(below))}")
+        sections += _sections(group.get_command(top, name), name, top)  # type: ignore[attr-defined]
     return "\n".join(sections)
+
+
+def _sections(command: Any, name: str, above: typer.Context) -> Iterator[str]:
+    """A command, and those below it."""
+    if command.hidden:
+        return
+    context = typer.Context(command, info_name=name, parent=above, terminal_width=WIDTH)
+    yield f"## {context.command_path}\n\n{_block(command.get_help(context))}"
+    for inner, below in getattr(command, "commands", {}).items():
+        yield from _sections(below, inner, context)
 
 
 def _block(text: str) -> str:

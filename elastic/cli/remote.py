@@ -21,13 +21,14 @@ from rich.table import Table
 
 from elastic import compose
 from elastic.cli.account import KEY_VARIABLE, Login, account_path, connected, forget_account, save_account
+from elastic.cli.control import cap_of, cap_words, dollars
 from elastic.cli.output import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED, bad_input, console, duration, emit, say
 from elastic.cli.report import show_rows
 from elastic.cli.run import show_plan
 from elastic.client import ApiError, Client, ClientError
 from elastic.config import ConfigError, apply_override
 from elastic.report import Summary, as_markdown, closing_table
-from elastic.resources import ENDED, HostedRun, RunBudget, RunPhase
+from elastic.resources import ENDED, HostedRun, RunBudget, RunChange, RunPhase
 
 _OURS_ALONE = ("directory",)
 """Keys of [run] that say where this machine keeps its runs, and mean nothing to a server."""
@@ -270,9 +271,10 @@ def latest(client: Client, name: str) -> str:
     raise ConfigError(f"no run 'latest' on {client.url}; there are none")
 
 
-def list_command(*, as_json: bool) -> None:
+def list_command(phase: str = "", project: str = "", *, as_json: bool) -> None:
+    filters = {key: value for key, value in (("phase", phase), ("project", project)) if value}
     with server() as client:
-        rows = [_row(run) for run in client.runs()][::-1]
+        rows = [_row(run) for run in client.runs(**filters)][::-1]
     show_rows(rows, f"no runs on {client.url}", as_json=as_json)
 
 
@@ -339,6 +341,30 @@ def stop_command(name: str, *, force: bool, as_json: bool) -> None:
         say(f"{run.id} is stopping; go on with: elastic runs resume {run.id}")
 
 
+def cap_hosted_command(name: str, cap: str, *, as_json: bool) -> None:
+    provider, gpus = cap_of(cap)
+    with server() as client:
+        run = client.run(latest(client, name))
+        kept = {key: most for key, most in run.caps.items() if key != provider}
+        changed = client.change(run.id, RunChange(caps=kept if gpus is None else {**kept, provider: gpus}))
+    if as_json:
+        emit(changed.model_dump(mode="json"))
+    else:
+        say(f"run {changed.id} holds {cap_words(gpus)} of {provider}; what exceeds that drains")
+
+
+def budget_hosted_command(name: str, budget: str, *, as_json: bool) -> None:
+    usd = dollars(budget)
+    if not usd:
+        raise ConfigError(f"elastic budget: found {budget!r}; allowed on a server: more than 0 dollars")
+    with server() as client:
+        changed = client.change(latest(client, name), RunChange(budget_usd=usd))
+    if as_json:
+        emit(changed.model_dump(mode="json"))
+    else:
+        say(f"run {changed.id} never costs more than ${usd:.2f} in all")
+
+
 def resume_command(name: str, steps: int | None, budget_usd: float | None, *, as_json: bool) -> None:
     with server() as client:
         run = client.resume(latest(client, name), steps=steps, budget_usd=budget_usd)
@@ -368,6 +394,17 @@ def lines_command(what: Callable[[Client, str], Any], name: str) -> None:
     with server() as client:
         for one in what(client, latest(client, name)):
             typer.echo(one.model_dump_json())
+
+
+def trajectory_command(name: str, trajectory: str, *, as_json: bool) -> None:
+    with server() as client:
+        found = client.trajectory(latest(client, name), trajectory)
+    if as_json:
+        emit(found.model_dump(mode="json"))
+        return
+    ended = f"reward {found.reward:g}" if found.reward is not None else found.cause
+    say(f"{found.id}  step {found.step}  {ended}  {found.turns} turns  {found.policy_tokens} tokens of the policy's")
+    typer.echo(found.text if found.text is not None else " ".join(map(str, found.token_ids)))
 
 
 def report_command(name: str, output: Path | None, *, markdown: bool, as_json: bool) -> None:

@@ -1,20 +1,21 @@
 """Projects and their members on the server of `elastic api login`."""
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+from pydantic import BaseModel, ValidationError
 from rich.table import Table
 
 from elastic.cli.output import bad_input, console, emit, say
 from elastic.cli.remote import server
 from elastic.client import Client
-from elastic.resources import AccessRole, ProjectMember
+from elastic.resources import AccessRole, ProjectChange, ProjectMember
 
 
 def projects_command(*, as_json: bool) -> None:
     with server() as client:
         projects = client.projects()
-    rows = [project.model_dump(mode="json") for project in projects]
-    _show(rows, ["id", "name", "unix_user", "created_at"], as_json=as_json)
+    show_objects(projects, ("id", "name", "unix_user", "created_at"), as_json=as_json)
 
 
 def create_project_command(name: str, unix_user: str | None, *, as_json: bool) -> None:
@@ -26,33 +27,51 @@ def create_project_command(name: str, unix_user: str | None, *, as_json: bool) -
         say(f"made project {project.name!r}, {project.id}")
 
 
+def change_project_command(project: str, name: str | None, unix_user: str | None, *, as_json: bool) -> None:
+    said = {key: value for key, value in (("name", name), ("unix_user", unix_user)) if value is not None}
+    if not said:
+        bad_input("elastic projects set: say what to change: --name, --unix-user")
+    try:
+        change = ProjectChange(**said)
+    except ValidationError as error:
+        first = error.errors(include_input=False)[0]
+        bad_input(f"--{str(first['loc'][0]).replace('_', '-')}: {first['msg']}")
+    with server() as client:
+        made = client.change_project(project, change)
+    if as_json:
+        emit(made.model_dump(mode="json"))
+    else:
+        user = made.unix_user or "the runner's own user"
+        say(f"project {made.name!r}, {made.id}: its runs are processes of {user}")
+
+
 def members_command(project: str, *, as_json: bool) -> None:
     with server() as client:
-        rows = [one.model_dump(mode="json") for one in client.members(_project(client, project))]
-    _show(rows, ["id", "email", "name", "role", "source", "created_at"], as_json=as_json)
+        found = list(client.members(own_project(client, project)))
+    show_objects(found, ("id", "email", "name", "role", "source", "created_at"), as_json=as_json)
 
 
 def add_member_command(email: str, role: str, project: str, *, as_json: bool) -> None:
     with server() as client:
-        member = client.add_member(_project(client, project), email, _role(role))
+        member = client.add_member(own_project(client, project), email, role_of(role))
     _told(member, f"{member.email} is {member.role} from their next sign-in on", as_json=as_json)
 
 
 def set_member_command(name: str, role: str, project: str, *, as_json: bool) -> None:
     with server() as client:
-        project = _project(client, project)
-        member = client.change_member(project, _member(client, project, name), _role(role))
+        project = own_project(client, project)
+        member = client.change_member(project, _member(client, project, name), role_of(role))
     _told(member, f"{member.email or member.name} is now {member.role}", as_json=as_json)
 
 
 def remove_member_command(name: str, project: str) -> None:
     with server() as client:
-        project = _project(client, project)
+        project = own_project(client, project)
         client.remove_member(project, _member(client, project, name))
     say(f"{name} is no member any more; their keys and sessions have ended")
 
 
-def _project(client: Client, wanted: str) -> str:
+def own_project(client: Client, wanted: str) -> str:
     """The project that is meant: the one named, else the key's own."""
     own = wanted or client.me().project
     if own is None:
@@ -70,7 +89,7 @@ def _member(client: Client, project: str, name: str) -> str:
     return found
 
 
-def _role(text: str) -> AccessRole:
+def role_of(text: str) -> AccessRole:
     try:
         return AccessRole(text)
     except ValueError:
@@ -84,11 +103,17 @@ def _told(member: ProjectMember, words: str, *, as_json: bool) -> None:
         say(words)
 
 
-def _show(rows: list[dict[str, Any]], columns: list[str], *, as_json: bool) -> None:
+def show_objects(found: Iterable[BaseModel], columns: Sequence[str], *, as_json: bool) -> None:
+    """A table of some of their fields, or all of them as JSON."""
+    rows = [one.model_dump(mode="json") for one in found]
     if as_json:
         emit(rows)
         return
     table = Table(*columns, box=None, pad_edge=False)
     for row in rows:
-        table.add_row(*(str(row[column] if row[column] is not None else "-") for column in columns))
+        table.add_row(*(_cell(row[column]) for column in columns))
     console().print(table)
+
+
+def _cell(value: Any) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, list) else "-" if value in (None, "") else str(value)

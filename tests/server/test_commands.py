@@ -1,0 +1,114 @@
+"""The command line on a server: whatever can be made, seen and taken away has its command; secrets are told once."""
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.main import get_command
+
+from elastic.cli.app import app, main
+from elastic.resources import AccessRole
+from tests.server.conftest import Site, served
+
+Elastic = Callable[..., str]
+NO_RUN = "run_01JD3K5T7WQ8M2N4P6R8S0V2X4"
+
+
+@pytest.fixture
+def elastic(
+    site: Site, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> Iterator[Elastic]:
+    """`elastic` with these arguments, as the server's first admin: what it printed on standard output."""
+    monkeypatch.setenv("COLUMNS", "300")
+    with served(site.app) as url:
+        monkeypatch.setenv("ELASTIC_API_URL", url)
+        monkeypatch.setenv("ELASTIC_API_KEY", site.admin)
+
+        def run(*arguments: object, code: int = 0) -> str:
+            monkeypatch.setattr(sys, "argv", ["elastic", *map(str, arguments)])
+            with pytest.raises(SystemExit) as exit_:
+                main()
+            out, err = capsys.readouterr()
+            assert (exit_.value.code or 0) == code, err
+            return out if not code else err
+
+        yield run
+
+
+def commands(command: Any, name: str = "elastic") -> Iterator[tuple[str, Any]]:
+    yield name, command
+    for inner, below in getattr(command, "commands", {}).items():
+        yield from commands(below, f"{name} {inner}")
+
+
+def test_every_command_shows_an_example_of_itself() -> None:
+    """Groups that list something show one of theirs in their own help, and a few commands have two names."""
+    for name, command in commands(get_command(app)):
+        shown = (command.help or "").partition("Example: ")[2]
+        assert command.hidden or name == "elastic" or name.partition("elastic ")[2].split()[-1] in shown, name
+
+
+def test_a_key_from_making_to_revoking(elastic: Elastic, site: Site) -> None:
+    secret = elastic(
+        "keys", "create", "nightly", "--project", "ours", "--role", "viewer", "--scope", "runs:read"
+    ).strip()
+    assert site.client(secret).get("/v1/me").json()["actions"] == ["runs:read"]
+    (found,) = [key for key in json.loads(elastic("keys", "list", "--json")) if key["name"] == "nightly"]
+    assert (found["project"], found["role"]) == (site.projects["ours"], "viewer")
+    assert secret not in elastic("keys", "list")
+    other = json.loads(elastic("keys", "create", "other", "--server-wide", "--expires-days", 1, "--json"))
+    assert (other["project"], other["secret"] is None, other["expires_at"] is None) == (None, False, False)
+    elastic("keys", "revoke", "nightly")
+    assert site.client(secret).get("/v1/me").status_code == 401
+    assert "0 keys are called 'nightly'" in elastic("keys", "revoke", "nightly", code=2)
+    elastic("keys", "revoke", other["id"])
+    assert "role: found 'boss'" in elastic("keys", "create", "x", "--role", "boss", code=2)
+    assert "--mine" in elastic("keys", "create", "x", "--mine", "--project", "ours", code=2)
+    assert "of no person" in elastic("keys", "list", "--mine", code=2)
+
+
+def test_secrets_and_webhooks(elastic: Elastic, tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("s3cr3t\n")
+    elastic("secrets", "set", "HF_TOKEN", "--from-file", tmp_path / "token", "--project", "ours")
+    assert [one["id"] for one in json.loads(elastic("secrets", "list", "--project", "ours", "--json"))] == ["HF_TOKEN"]
+    assert "path" in elastic("secrets", "set", "PATH", "--from-file", tmp_path / "token", "--project", "ours", code=2)
+    elastic("secrets", "delete", "HF_TOKEN", "--project", "ours")
+    assert json.loads(elastic("secrets", "list", "--project", "ours", "--json")) == []
+    url = "https://example.com/elastic"
+    made = json.loads(elastic("webhooks", "add", url, "--event", "run.failed", "--project", "ours", "--json"))
+    assert made["secret"].startswith("whsec_")
+    assert made["secret"] not in elastic("webhooks", "list", "--json")
+    assert json.loads(elastic("webhooks", "disable", made["id"], "--json"))["enabled"] is False
+    assert json.loads(elastic("webhooks", "enable", made["id"], "--json"))["enabled"] is True
+    sent = json.loads(elastic("webhooks", "test", made["id"], "--json"))
+    assert [one["id"] for one in json.loads(elastic("webhooks", "deliveries", made["id"], "--json"))] == [sent["id"]]
+    elastic("webhooks", "delete", made["id"])
+    assert "events" in elastic("webhooks", "add", url, "--event", "run.nothing", code=2)
+
+
+def test_the_audit_log_and_projects(elastic: Elastic) -> None:
+    elastic("projects", "set", "ours", "--name", "agents")
+    assert "agents" in elastic("projects", "list")
+    assert "--unix-user" in elastic("projects", "set", "agents", "--unix-user", "Not A User", code=2)
+    (entry,) = json.loads(elastic("audit", "-n", 1, "--json"))
+    assert (entry["action"], entry["status"]) == ("server:write", 200)
+
+
+def test_runs_under_their_names(elastic: Elastic, site: Site, submission: Callable[..., dict[str, Any]]) -> None:
+    client = site.client(site.key("ours", AccessRole.RUNNER))
+    run = client.post("/v1/runs", json=submission()).json()["id"]
+    assert run in elastic("runs", "list", "--phase", "pending", "--project", "ours")
+    assert run not in elastic("runs", "list", "--phase", "running")
+    elastic("cap", run, "spot=0")
+    elastic("budget", run, "12.50")
+    shown = client.get(f"/v1/runs/{run}").json()
+    assert (shown["caps"], shown["budget_usd"]) == ({"spot": 0}, 12.5)
+    elastic("cap", "latest", "spot=none", "--remote")
+    assert client.get(f"/v1/runs/{run}").json()["caps"] == {}
+    assert "no provider of the run" in elastic("cap", run, "serving=1", code=2)
+    assert json.loads(elastic("runs", "stop", run, "--json"))["id"] == run
+    for what in ("workers", "leases", "trajectories"):
+        elastic("runs", what, NO_RUN, code=2)
