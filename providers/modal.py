@@ -1,0 +1,473 @@
+"""Workers in Modal's containers. A lease is one call of the deployed app's class, which ends by its timeout.
+
+- A call starts when it is spawned, and its lease is granted once its container says that it has begun; from there on it
+  lives `lease_s`. Modal's own time limit stands somewhat beyond that, and holds where nobody ends the call.
+- Modal starts a preempted call again, in another container. That container asks for a ticket: its former lease ends as
+  preempted, and the next lease that the run wants goes to it.
+- A lease's bill is its containers' lives by Modal's own record.
+- The run's calls are those of its own variant of the class, which Modal lists; what belongs to no lease is cancelled,
+  at the start, at the end and every `reconcile_s`.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import math
+import signal
+from collections import deque
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import msgspec
+import structlog
+from pydantic import Field
+
+from elastic import modal_platform
+from elastic.core.types import NS_PER_S, EndCause, LeaseId, Nanoseconds
+from elastic.modal_platform import ModalUnusable, told
+from elastic.processes import RecordedProcesses, records
+from providers.base import (
+    Emit,
+    KnownLease,
+    LeaseRequest,
+    ProviderContext,
+    ProviderUnavailable,
+    worker_environment,
+)
+from providers.base_provider import RETRY_S, BaseProvider, Found, LeaseHandle
+from providers.markets import CapacityUnavailable, LeaseEnding, ServerlessMarket, ServerlessSettings
+from providers.modal_messages import ContainerSays, NewTicket, RolloutEnd, RolloutOrder
+
+log = structlog.get_logger(__name__)
+
+CLASS, METHOD = "Rollout", "work"
+"""What the deployed app calls them."""
+CALL = "call"
+"""What is kept of a lease: its call, once Modal has told it."""
+LISTEN_S, MESSAGES_MAX = 30.0, 100
+SITE_VARIABLE = "ELASTIC_SITE"
+
+_decode_says = msgspec.msgpack.Decoder(ContainerSays).decode
+_decode_end = msgspec.msgpack.Decoder(RolloutEnd).decode
+
+
+class ModalSettings(ServerlessSettings):
+    app: str = Field(modal_platform.APP, min_length=1, description="as it was deployed")
+    environment: str = Field("", description="Modal's environment of the app; else the profile's")
+    gpu: str = Field(
+        "", description="kind of GPU, as Modal calls it, such as H100; of which gpus_per_worker; else none"
+    )
+    cores: float = Field(2.0, ge=0.125, le=64, description="physical CPU cores of a container")
+    memory_mb: int = Field(8192, ge=128, le=2**21, description="memory of a container, in MiB")
+    region: str = Field("", description="where containers run; else anywhere, which is the cheapest")
+    lease_s: float = Field(3600.0, gt=0, le=85000, description="time limit of a call; then it is ended")
+    cold_start_s: float = Field(30.0, ge=0, allow_inf_nan=False, description="what a container's start takes, roughly")
+    usd_per_gpu_hour: float | None = Field(  # type: ignore[assignment]
+        None,
+        ge=0,
+        allow_inf_nan=False,
+        description="price of one GPU for an hour; else Modal's, CPU and memory included",
+    )
+    volume: str = Field("", description="a Modal volume that keeps weights near the containers; else none")
+    volume_path: str = Field("/weights", pattern="^/", description="where it is mounted")
+    ask_s: float = Field(30.0, gt=0, description="how long a restarted container waits for another lease")
+    reconcile_s: float = Field(120.0, gt=0, description="time between two looks for calls that belong to no lease")
+    answer_timeout_s: float = Field(60.0, gt=0, description="longest time that Modal may take to answer")
+
+    def hour_usd(self) -> float:
+        """Of one GPU. Raises `ModalUnusable`."""
+        if self.usd_per_gpu_hour is not None:
+            return self.usd_per_gpu_hour
+        gpus = self.gpus_per_worker
+        return modal_platform.usd_per_s(self.cores, self.memory_mb, self.gpu, gpus) * 3600 / gpus
+
+
+class ModalMarket(ServerlessMarket):
+    """As many calls as may be held, and others that take over; at Modal's price."""
+
+    def usd_per_gpu_hour(self) -> float:
+        assert isinstance(self.settings, ModalSettings)
+        return self.settings.hour_usd()
+
+
+class _RolloutCall:
+    """A call on Modal: which lease has it, and which containers of it that lease has had."""
+
+    def __init__(self, call: Any, lease: LeaseId) -> None:
+        self.call = call
+        self.id = str(call.object_id)
+        self.lease = lease
+        self.containers: list[str] = []
+        self.began = asyncio.Event()
+
+
+class _CallHandle:
+    """A lease's `LeaseHandle`: its call until that is over, or the call's container was preempted."""
+
+    def __init__(self, provider: "ModalProvider", rollout: _RolloutCall, recorded: RecordedProcesses) -> None:
+        self._provider = provider
+        self._rollout = rollout
+        self._recorded = recorded
+        self.containers = rollout.containers
+        self.preempted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def keep(self) -> LeaseEnding:
+        over = asyncio.create_task(self._provider.over(self._rollout))
+        try:
+            await asyncio.wait({over, self.preempted}, return_when=asyncio.FIRST_COMPLETED)
+            if self.preempted.done():
+                return LeaseEnding(EndCause.PREEMPTED, "Modal took its container back, and started the call again")
+            return over.result()
+        finally:
+            over.cancel()
+            await asyncio.gather(over, return_exceptions=True)
+
+    async def give_back(self) -> Nanoseconds | None:
+        if not self.preempted.done():
+            await self._provider.cancel(self._rollout)
+        charged_s = await self._provider.charged_s(self.containers)
+        await self._recorded.end()
+        self._provider.forget(self)
+        return round(charged_s * NS_PER_S)
+
+
+class ModalProvider(BaseProvider[Any]):
+    """Leases one worker each, of which none outlives `lease_s`."""
+
+    Settings: ClassVar[type[ModalSettings]] = ModalSettings
+
+    def __init__(self, name: str, settings: ModalSettings, context: ProviderContext) -> None:
+        try:
+            settings.hour_usd()
+        except ModalUnusable as error:
+            raise ProviderUnavailable(f"{name}: {error} (providers.{name}.usd_per_gpu_hour)") from error
+        super().__init__(ModalMarket(name, settings), context)
+        self._modal_settings = settings
+        self._where = f"providers.{name}"
+        digest = hashlib.blake2b(f"{context.run}/{name}".encode(), digest_size=12).hexdigest()
+        self._queue_name = f"elastic-{digest}"
+        self._run_name = f"{context.run}/{name}"
+        self._queue: Any = None
+        self._work: Any = None
+        self._rollouts: dict[str, _RolloutCall] = {}
+        """Calls that are a lease's, or wait for one, by their ids."""
+        self._handles: dict[LeaseId, _CallHandle] = {}
+        self._waiting: deque[_RolloutCall] = deque()
+        """Calls whose containers have asked for a ticket."""
+        self._heard: dict[LeaseId, ContainerSays] = {}
+        """What was said of leases that nothing is known of yet."""
+        self._spawning = 0
+
+    # What the contract asks for
+
+    async def start(self, emit: Emit) -> None:
+        await self._connect()
+        await super().start(emit)
+        self.run_in_background(self._listen(), "listen")
+        self.run_in_background(self._reconcile_now_and_then(), "reconcile")
+
+    async def launch(self, request: LeaseRequest, place: str) -> LeaseHandle:
+        environment = self._worker_environment(request)
+        if self._waiting:
+            rollout = self._waiting.popleft()
+            rollout.lease = request.lease
+            recorded = self._record(request.lease, rollout.id)
+            await self._answer(rollout, NewTicket(lease=request.lease, environment=environment))
+            return self._held(rollout, recorded)
+        order = RolloutOrder(
+            lease=request.lease,
+            queue=self._queue_name,
+            command=tuple(self.context.worker_command[1:]),
+            environment=environment,
+            ask_s=self._modal_settings.ask_s,
+        )
+        recorded = self._record(request.lease, "")
+        rollout: _RolloutCall | None = None
+        try:
+            rollout = await self._spawned(request.lease, order)
+            recorded = self._record(request.lease, rollout.id)
+            await self._begun(rollout)
+        except BaseException as error:
+            await asyncio.shield(self._withdraw(rollout, recorded))
+            if isinstance(error, TimeoutError | asyncio.CancelledError) and rollout is not None:
+                log.warning("a call on Modal did not begin in time", provider=self.name, lease=request.lease)
+            raise
+        return self._held(rollout, recorded)
+
+    async def find(self, known: Mapping[LeaseId, KnownLease]) -> Mapping[LeaseId, Found]:
+        await self._connect()
+        pending = {call for call, left in (await self._calls()).items() if left}
+        await self._hear(block=False)
+        recorded = {
+            one.name: one for one in RecordedProcesses.found(records(self.context.run_dir), self.context.run, self.name)
+        }
+        found: dict[LeaseId, Found] = {}
+        for lease_id in known:
+            record, heard = recorded.pop(lease_id, None), self._heard.get(lease_id)
+            call_id = (record.kept.get(CALL, "") if record else "") or (heard.call if heard else "")
+            if not call_id or (call_id not in pending and not known[lease_id].granted):
+                if record is not None:
+                    await record.end()
+                continue
+            rollout = _RolloutCall(self._call_of(call_id), lease_id)
+            rollout.containers += await modal_platform.containers_of(rollout.call)
+            self._rollouts[call_id] = rollout
+            found[lease_id] = Found(self._held(rollout, self._record(lease_id, call_id)))
+        for record in recorded.values():
+            await record.end()
+        self._heard.clear()
+        await self._cancel_strangers(pending)
+        return found
+
+    async def aclose(self) -> None:
+        await super().aclose()
+        if self._work is None:
+            return
+        with contextlib.suppress(Exception):
+            async with asyncio.timeout(self.context.release_timeout_s):
+                while self._waiting:
+                    await self.cancel(self._waiting.popleft())
+                pending = {call for call, left in (await self._calls()).items() if left}
+                await self._cancel_strangers(pending)
+                await modal_platform.modal().Queue.objects.delete.aio(
+                    self._queue_name, allow_missing=True, environment_name=self._modal_settings.environment or None
+                )
+        self._work = None
+
+    # What a lease's handle asks for
+
+    async def over(self, rollout: _RolloutCall) -> LeaseEnding:
+        """How the call ended, once it has."""
+        exceptions = modal_platform.modal().exception
+        while True:
+            try:
+                end = _decode_end(await rollout.call.get.aio())
+            except exceptions.FunctionTimeoutError:
+                return LeaseEnding(EndCause.EXPIRED, f"Modal ended call {rollout.id}: its time was over")
+            except (exceptions.RemoteError, exceptions.InternalFailure, exceptions.OutputExpiredError) as error:
+                return LeaseEnding(EndCause.LOST, f"call {rollout.id} on Modal ended: {told(error)}")
+            except (msgspec.DecodeError, TypeError) as error:
+                return LeaseEnding(EndCause.LOST, f"call {rollout.id} on Modal answered nonsense: {error}")
+            except exceptions.NotFoundError as error:
+                return LeaseEnding(EndCause.LOST, f"Modal knows call {rollout.id} no more: {told(error)}")
+            except (exceptions.Error, OSError) as error:
+                log.warning("a call on Modal cannot be asked after", call=rollout.id, error=told(error))
+                await asyncio.sleep(RETRY_S)
+                continue
+            if end.status == 0:
+                return LeaseEnding(EndCause.RELEASED, "the worker ended")
+            how = f"was killed by {_signal(-end.status)}" if end.status < 0 else f"exited with status {end.status}"
+            return LeaseEnding(
+                EndCause.LOST,
+                f"the worker of call {rollout.id} {how}; `modal app logs {self.settings.app}` has its log",
+            )
+
+    async def cancel(self, rollout: _RolloutCall) -> None:
+        """End a call and its containers. Raises what Modal says, unless it knows the call no more."""
+        async with asyncio.timeout(self._modal_settings.answer_timeout_s):
+            try:
+                await rollout.call.cancel.aio(terminate_containers=True)
+                for container in await modal_platform.containers_of(rollout.call):
+                    if container not in rollout.containers:
+                        rollout.containers.append(container)
+            except modal_platform.modal().exception.NotFoundError as error:
+                log.warning("Modal knows a call no more", call=rollout.id, error=told(error))
+        self._rollouts.pop(rollout.id, None)
+
+    async def charged_s(self, containers: list[str]) -> float:
+        """What Modal charges for these containers, once all are gone. Raises `TimeoutError`."""
+        charged_s = 0.0
+        for container in containers:
+            life = await modal_platform.gone(container, self._modal_settings.answer_timeout_s)
+            charged_s += max(0.0, life.finished_s - life.started_s) if life.started_s else 0.0
+        return charged_s
+
+    def forget(self, handle: _CallHandle) -> None:
+        """Its lease is over."""
+        self._handles = {lease: one for lease, one in self._handles.items() if one is not handle}
+
+    # Calls
+
+    async def _spawned(self, lease: LeaseId, order: RolloutOrder) -> _RolloutCall:
+        """A call that Modal has; cut short, what may have been spawned is cancelled."""
+        spawning = asyncio.create_task(self._spawn(lease, order))
+        try:
+            return await asyncio.shield(spawning)
+        except asyncio.CancelledError:
+            with contextlib.suppress(Exception):
+                await self.cancel(await spawning)
+            raise
+
+    async def _spawn(self, lease: LeaseId, order: RolloutOrder) -> _RolloutCall:
+        self._spawning += 1
+        try:
+            async with asyncio.timeout(self._modal_settings.answer_timeout_s):
+                rollout = _RolloutCall(await self._work.spawn.aio(msgspec.msgpack.encode(order)), lease)
+            self._rollouts[rollout.id] = rollout
+        except modal_platform.modal().exception.Error as error:
+            raise CapacityUnavailable(f"Modal did not take the call: {told(error)}") from error
+        finally:
+            self._spawning -= 1
+        if (heard := self._heard.pop(lease, None)) is not None:
+            self._hear_of(rollout, heard)
+        return rollout
+
+    async def _begun(self, rollout: _RolloutCall) -> None:
+        """Returns once a container of the call has begun. Raises `CapacityUnavailable` if none ever does."""
+        over, began = asyncio.create_task(self.over(rollout)), asyncio.create_task(rollout.began.wait())
+        try:
+            await asyncio.wait({over, began}, return_when=asyncio.FIRST_COMPLETED)
+            if not rollout.began.is_set():
+                raise CapacityUnavailable(over.result().detail)
+        finally:
+            for task in (over, began):
+                task.cancel()
+            await asyncio.gather(over, began, return_exceptions=True)
+
+    async def _withdraw(self, rollout: _RolloutCall | None, recorded: RecordedProcesses) -> None:
+        """A call that was not to be a lease. What cannot be ended now belongs to no lease: the next look ends it."""
+        with contextlib.suppress(Exception):
+            if rollout is not None:
+                self._rollouts.pop(rollout.id, None)
+                await self.cancel(rollout)
+        await recorded.end()
+
+    def _held(self, rollout: _RolloutCall, recorded: RecordedProcesses) -> _CallHandle:
+        handle = self._handles[rollout.lease] = _CallHandle(self, rollout, recorded)
+        return handle
+
+    def _record(self, lease: LeaseId, call: str) -> RecordedProcesses:
+        record = RecordedProcesses(records(self.context.run_dir), self.context.run, self.name, lease, {CALL: call})
+        record.write()
+        return record
+
+    def _worker_environment(self, request: LeaseRequest) -> Mapping[str, str]:
+        (ticket,) = request.tickets
+        settings = self._modal_settings
+        site = {SITE_VARIABLE: settings.volume_path} if settings.volume else {}
+        return {**worker_environment(self.context, ticket), **site}
+
+    # What containers say
+
+    async def _listen(self) -> None:
+        while True:
+            try:
+                await self._hear(block=True)
+            except Exception as error:
+                log.warning("Modal's queue cannot be read", provider=self.name, error=told(error))
+                await asyncio.sleep(RETRY_S)
+
+    async def _hear(self, *, block: bool) -> None:
+        timeout_s = LISTEN_S if block else None
+        for message in await self._queue.get_many.aio(MESSAGES_MAX, block=block, timeout=timeout_s) or ():
+            try:
+                says = _decode_says(message)
+            except (msgspec.DecodeError, TypeError) as error:
+                log.warning("nonsense in the run's queue on Modal", provider=self.name, error=str(error))
+                continue
+            rollout = self._rollouts.get(says.call)
+            if rollout is None:
+                self._heard[says.lease] = says
+            else:
+                self._hear_of(rollout, says)
+
+    def _hear_of(self, rollout: _RolloutCall, says: ContainerSays) -> None:
+        if says.container not in rollout.containers:
+            rollout.containers.append(says.container)
+        rollout.began.set()
+        if not says.asks:
+            return
+        handle = self._handles.get(rollout.lease)
+        former = says.lease != rollout.lease
+        if handle is None or handle.preempted.done() or former or says.container == rollout.containers[0]:
+            self.run_in_background(self._answer(rollout, NewTicket()), f"answer to {says.container}")
+            return
+        # Its former containers stay the lease's; this one is the next lease's, or nobody's before long.
+        rollout.containers = [says.container]
+        handle.containers = [name for name in handle.containers if name != says.container]
+        self._waiting.append(rollout)
+        handle.preempted.set_result(None)
+        self.run_in_background(self._end_if_unwanted(rollout), f"patience with {rollout.id}")
+
+    async def _end_if_unwanted(self, rollout: _RolloutCall) -> None:
+        await asyncio.sleep(self._modal_settings.ask_s / 2)
+        if rollout in self._waiting:
+            self._waiting.remove(rollout)
+            await self.cancel(rollout)
+
+    async def _answer(self, rollout: _RolloutCall, ticket: NewTicket) -> None:
+        async with asyncio.timeout(self._modal_settings.answer_timeout_s):
+            await self._queue.put.aio(msgspec.msgpack.encode(ticket), partition=rollout.containers[-1])
+
+    # Order
+
+    async def _connect(self) -> None:
+        """Raises `ProviderUnavailable`."""
+        if self._work is not None:
+            return
+        settings = self._modal_settings
+        environment = settings.environment or None
+        try:
+            await modal_platform.check_deployment(settings.app, settings.environment, settings.answer_timeout_s)
+            modal = modal_platform.modal()
+            queue = modal.Queue.from_name(self._queue_name, create_if_missing=True, environment_name=environment)
+            found = modal.Cls.from_name(settings.app, CLASS, environment_name=environment)
+            work = getattr(found.with_options(**self._options(modal))(run=self._run_name), METHOD)
+            async with asyncio.timeout(settings.answer_timeout_s):
+                await queue.hydrate.aio()
+                await work.hydrate.aio()
+        except ModalUnusable as error:
+            raise ProviderUnavailable(f"{self.name}: {error}") from error
+        except Exception as error:
+            raise ProviderUnavailable(
+                f"{self.name}: Modal does not give what {self._where} asks for: {told(error)}"
+            ) from error
+        self._queue, self._work = queue, work
+
+    def _options(self, modal: Any) -> dict[str, Any]:
+        settings = self._modal_settings
+        options: dict[str, Any] = {
+            "cpu": settings.cores,
+            "memory": settings.memory_mb,
+            # Beyond a lease's own end: that of the run's comes first, unless the run is gone.
+            "timeout": math.ceil(settings.lease_s + settings.ask_s),
+        }
+        if settings.gpu:
+            options["gpu"] = f"{settings.gpu}:{settings.gpus_per_worker}"
+        if settings.region:
+            options["region"] = settings.region
+        if settings.volume:
+            volume = modal.Volume.from_name(
+                settings.volume, create_if_missing=True, environment_name=settings.environment or None
+            )
+            options["volumes"] = {settings.volume_path: volume}
+        return options
+
+    async def _calls(self) -> dict[str, bool]:
+        async with asyncio.timeout(self._modal_settings.answer_timeout_s):
+            return await modal_platform.calls_of(self._work.object_id)
+
+    def _call_of(self, call_id: str) -> Any:
+        return modal_platform.modal().FunctionCall.from_id(call_id)
+
+    async def _reconcile_now_and_then(self) -> None:
+        while True:
+            await asyncio.sleep(self._modal_settings.reconcile_s)
+            try:
+                pending = {call for call, left in (await self._calls()).items() if left}
+                if not self._spawning:
+                    await self._cancel_strangers(pending)
+            except Exception as error:
+                log.warning("Modal cannot be asked for the run's calls", provider=self.name, error=told(error))
+
+    async def _cancel_strangers(self, pending: set[str]) -> None:
+        for call_id in sorted(pending - self._rollouts.keys()):
+            log.warning("a call on Modal that belongs to no lease is cancelled", provider=self.name, call=call_id)
+            await self.cancel(_RolloutCall(self._call_of(call_id), ""))
+
+
+def _signal(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,34 @@
+"""The suite that every provider passes, on Modal's client and containers."""
+
+from typing import Any
+
+import pytest
+
+from providers.base import ProviderContext
+from providers.modal import ModalProvider, ModalSettings
+from tests.clouds.modal_server import Bench
+from tests.providers.conftest import CAPACITY, context, make_context, opened, recorder
+from tests.providers.test_conformance import *  # noqa: F403
+from tests.providers.test_conformance import MakeProvider, provider
+
+__all__ = ["context", "make_context", "opened", "provider", "recorder"]
+
+pytestmark = [pytest.mark.clouds]
+
+SMALL = {"max_workers": CAPACITY, "overlap": 0, "cores": 0.125, "memory_mb": 256, "answer_timeout_s": 20.0}
+
+
+def modal_provider(context: ProviderContext, **settings: Any) -> ModalProvider:
+    return ModalProvider("provider", ModalSettings.model_validate({**SMALL, **settings}), context)
+
+
+@pytest.fixture
+def kind(request: pytest.FixtureRequest) -> str:
+    if getattr(request, "param", "reserved") != "reserved":
+        pytest.skip("the same again, for a provider of the suite's own")
+    return "modal"
+
+
+@pytest.fixture
+def make_provider(kind: str, platform: Bench) -> MakeProvider:
+    return modal_provider
