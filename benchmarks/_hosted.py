@@ -184,13 +184,13 @@ def _settings(home: Path, database: str, job: Path) -> ServerSettings:
 def _forks() -> ForkServerContext:
     os.environ["PYTHONPATH"] = f"{ROOT}{os.pathsep}{HERE}"
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["elastic.cli.logs", "elastic.server.serving", "alembic.command", "psycopg"])
+    context.set_forkserver_preload(["elastic.logs", "elastic.server.serving", "alembic.command", "psycopg"])
     return context
 
 
 def _main(part: Part, home: Path, database: str, port: int, job: Path, log: Path) -> None:
     from elastic import compose
-    from elastic.cli.logs import STANDARD_ERROR, log_to
+    from elastic.logs import STANDARD_ERROR, log_to
     from elastic.server.serving import listen, open_store, run_runner, serve
 
     os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), STANDARD_ERROR)

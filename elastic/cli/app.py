@@ -8,10 +8,10 @@ from typing import Annotated
 import typer
 
 from elastic.cli import access, hosted, quotas
-from elastic.cli.logs import STANDARD_ERROR, log_to
 from elastic.cli.output import EXIT_FAILED, bad_input, say
 from elastic.config import Config, ConfigError, RunConfig, apply_override, load_config, validate
 from elastic.endpoint import host_and_port
+from elastic.logs import STANDARD_ERROR, log_to
 from elastic.runtime.journal import JournalError
 
 app = typer.Typer(

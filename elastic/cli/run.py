@@ -10,11 +10,11 @@ from typing import Any
 from rich.table import Table
 
 from elastic import compose
-from elastic.cli.logs import STANDARD_ERROR, log_to
 from elastic.cli.output import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED, bad_input, console, emit, program, say
 from elastic.cli.progress import ProgressDisplay, bar
 from elastic.config import Config
 from elastic.core.controls import BUDGET_EXHAUSTED
+from elastic.logs import STANDARD_ERROR, log_to
 from elastic.runtime.gateway import GatewayError
 from elastic.runtime.journal import JournalError, RunDirectory
 from elastic.runtime.orchestrator import Orchestrator

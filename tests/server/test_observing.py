@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ import pytest
 import sqlalchemy as sa
 import structlog
 
-from elastic.cli.logs import log_to
+from elastic.logs import log_to
 from elastic.resources import AccessRole, RunPhase
 from elastic.server.request_log import BUCKETS_S
 from elastic.server.store.tables import runs
@@ -22,9 +24,10 @@ def logged(tmp_path: Path) -> Iterator[Callable[[], list[dict[str, Any]]]]:
     """What has been logged, line by line."""
     path = tmp_path / "server.log"
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    former = structlog.get_config()
     log_to(descriptor)
     yield lambda: [json.loads(line) for line in path.read_text().splitlines()]
-    structlog.reset_defaults()
+    structlog.configure(**former)
     os.close(descriptor)
 
 
@@ -48,6 +51,37 @@ def test_a_request_is_found_by_its_id(
     assert (line["run"], line["status"], line["path"]) == (run, 200, f"/v1/runs/{run}")
     assert by_id[missing.headers["x-request-id"]]["status"] == 404
     assert site.admin not in json.dumps(logged())
+
+
+def test_what_fails_is_logged_without_what_it_knew(site: Site, logged: Callable[[], list[dict[str, Any]]]) -> None:
+    def ready() -> list[str]:
+        key = site.admin
+        raise RuntimeError(f"a secret of {len(key)} characters")
+
+    site.app.state.server.ready = ready
+    assert site.client().get("/readyz").status_code == 500
+    (failed,) = [line for line in logged() if line["event"] == "request failed"]
+    assert "Traceback" in failed["exception"]
+    assert f"a secret of {len(site.admin)} characters" in failed["exception"]
+    assert site.admin not in json.dumps(logged())
+
+
+def test_nor_is_anything_told_where_nobody_set_up_logs() -> None:
+    program = """
+import structlog
+import elastic.server
+
+def fails(key):
+    try:
+        raise RuntimeError("with a local variable")
+    except RuntimeError:
+        structlog.get_logger().exception("failed")
+
+fails("elastic_" + "s3cret")
+"""
+    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert "RuntimeError: with a local variable" in told.stdout
+    assert "s3cret" not in told.stdout + told.stderr
 
 
 def test_requests_are_counted_by_route_and_class(site: Site) -> None:

@@ -1,6 +1,7 @@
 """The logs of all our processes: one JSON object a line, tracebacks as Python prints them.
 
-structlog's own default shows the local variables of every frame, and tokens and session keys are among them.
+structlog's own default shows the local variables of every frame, and tokens and session keys are among them. So that is
+left behind also where nobody has said where logs go: in somebody else's process, and in tests.
 """
 
 import logging
@@ -23,6 +24,15 @@ class _LogFile:
             os.write(self._descriptor, f"{line}\n".encode())
 
     debug = info = warning = error = critical = msg
+
+
+def show_no_locals() -> None:
+    """Tracebacks tell no local variables, wherever logs go by structlog's own default."""
+    if structlog.is_configured():
+        return
+    *processors, _ = structlog.get_config()["processors"]
+    renderer = structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
+    structlog.configure(processors=[*processors, renderer])
 
 
 def log_to(descriptor: int) -> None:
