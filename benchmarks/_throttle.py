@@ -1,7 +1,9 @@
-"""A bound on bandwidth: a token bucket, and a relay whose reads go through it."""
+"""A bound on bandwidth: a token bucket, and a relay whose reads, or a port whose bytes, go through it."""
 
+import socket
 import threading
 import time
+from contextlib import suppress
 
 from elastic.weights.blobs import Buffer
 from elastic.weights.relay import Relay
@@ -77,3 +79,36 @@ class LinkedRelay(RelayAround):
             content += part
             if len(part) < wanted or len(content) == length:
                 return bytes(content)
+
+
+class LinkedPort:
+    """A TCP port before another one on this machine, with a link of its own for each direction."""
+
+    def __init__(self, port: int, bytes_per_s: float) -> None:
+        self._target = port
+        self._up, self._down = Link(bytes_per_s), Link(bytes_per_s)
+        self._chunk_bytes = max(int(bytes_per_s * SLICE_S / 8), SLICE_BYTES_MIN)
+        self._listener = socket.create_server(("127.0.0.1", 0), backlog=64)
+        self.port: int = self._listener.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def close(self) -> None:
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                near, _ = self._listener.accept()
+            except OSError:
+                return
+            far = socket.create_connection(("127.0.0.1", self._target))
+            for link, source, sink in ((self._up, near, far), (self._down, far, near)):
+                threading.Thread(target=self._pump, args=(link, source, sink), daemon=True).start()
+
+    def _pump(self, link: Link, source: socket.socket, sink: socket.socket) -> None:
+        with suppress(OSError):
+            while chunk := source.recv(self._chunk_bytes):
+                link.send(len(chunk))
+                sink.sendall(chunk)
+        with suppress(OSError):
+            sink.shutdown(socket.SHUT_WR)

@@ -13,6 +13,8 @@ while others pull, and leave at any of their requests, with what they had claime
 expired. `others_slowdown`: p99 of the time from published to current with one puller's link throttled to 1 %, for the
 others, over the same without; every puller has a link of its own there. `others_slowdown_in_site`: the same where they
 share what they fetch, the first keyframe too. Everything shares this machine's cores.
+
+`s3`: a keyframe over an object store behind shaped links (`_object_store`), where boto3 and moto are installed.
 """
 
 import math
@@ -35,6 +37,7 @@ import numpy as np
 import torch
 from _common import emit, parse_arguments
 from _coo import Coo
+from _object_store import measure_object_store
 from _throttle import Link, LinkedRelay, RelayAround
 from _updates import Snapshot, snapshots
 from torch import Tensor
@@ -89,6 +92,7 @@ def main() -> None:
         gbps[str(rate)] = measure_rate(old, new, rate * BYTES_PER_S_IN_GBPS, arguments.quick)
     figures = {
         "gbps": gbps,
+        "s3": measure_object_store(old, arguments.quick),
         **measure_copies(pullers, versions=4 if arguments.quick else 12),
         "others_slowdown": None if arguments.quick else measure_slowdown(pullers, versions=12, in_site=False),
         "others_slowdown_in_site": None if arguments.quick else measure_slowdown(pullers, versions=12, in_site=True),

@@ -3,6 +3,8 @@
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -11,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from elastic.weights.blobs import Buffer
 from elastic.weights.choice import COSTS, choose_codec, estimate_change
 from elastic.weights.codecs import CODECS
 from elastic.weights.codecs.base import TILE_ELEMENTS, EncodedBucket
@@ -51,6 +54,8 @@ class PublishSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Versions that a merged delta spans; every so many versions there is one. 1 for none."""
     keyframe_in_buckets: bool = False
     """Objects of their own, which workers pull while others are still put: for relays with a slow way there."""
+    puts_at_once: int = 1
+    """Buckets under way to the relay. With more than one, encoding does not wait for the last one to arrive."""
     keep_versions: int = 4
     bucket_elements: int = 32 << 20
     """64 MiB of weights."""
@@ -148,16 +153,16 @@ class DeltaEncoder:
         sums, changed = base.sums.copy(), np.zeros(len(ends), np.int64)
         begun = self.begin(base, version)
         buckets: list[BucketEntry] = []
-        put_s = 0.0
-        for number, tiles, codec, encoded in self._encode(base, begun, ends, own, bits, filled):
-            sums[tiles] += encoded.sum_changes
-            changed[tiles] = encoded.changed
-            parts = encode_bucket(codec, encoded)
-            begun_s = time.monotonic()
-            claim(self._relay, bucket_key(version, base.version, number), *parts)
-            put_s += time.monotonic() - begun_s
-            size = sum(map(len, parts))
-            buckets.append(BucketEntry(tiles.start, tiles.stop - tiles.start, codec, size, digest_of(*parts)))
+        with closing(_Puts(self._relay, self._settings.puts_at_once)) as puts:
+            for number, tiles, codec, encoded in self._encode(base, begun, ends, own, bits, filled):
+                sums[tiles] += encoded.sum_changes
+                changed[tiles] = encoded.changed
+                parts = encode_bucket(codec, encoded)
+                puts.put(bucket_key(version, base.version, number), parts)
+                size = sum(map(len, parts))
+                buckets.append(BucketEntry(tiles.start, tiles.stop - tiles.start, codec, size, digest_of(*parts)))
+            puts.finish()
+            put_s = puts.waited_s
         begun_s = time.monotonic()
         if self.leads:
             buckets += self._parts(base, begun, ends, sums, changed)
@@ -274,6 +279,39 @@ class DeltaEncoder:
         own = range(len(entries)) if share is None else owned(share.cells, share.rank if rank is None else rank)
         offsets = [*(entry.offset // 2 for entry in entries), sum(entry.size_bytes for entry in entries) // 2]
         return offsets[own.start], offsets[own.stop]
+
+
+class _Puts:
+    """Blobs on their way to a relay: so many `at_once` that only the next one waits for the first of them."""
+
+    def __init__(self, relay: Relay, at_once: int) -> None:
+        self._relay = relay
+        self._executor = ThreadPoolExecutor(at_once, thread_name_prefix="puts") if at_once > 1 else None
+        self._at_once = at_once
+        self._pending: deque[Future[None]] = deque()
+        self.waited_s = 0.0
+
+    def put(self, key: str, parts: Sequence[Buffer]) -> None:
+        """`claim` it. Raises what one before it came to."""
+        begun_s = time.monotonic()
+        if self._executor is None:
+            claim(self._relay, key, *parts)
+        else:
+            if len(self._pending) == self._at_once:
+                self._pending.popleft().result()
+            self._pending.append(self._executor.submit(claim, self._relay, key, *parts))
+        self.waited_s += time.monotonic() - begun_s
+
+    def finish(self) -> None:
+        """All are there."""
+        begun_s = time.monotonic()
+        while self._pending:
+            self._pending.popleft().result()
+        self.waited_s += time.monotonic() - begun_s
+
+    def close(self) -> None:
+        if self._executor is not None:
+            self._executor.shutdown(cancel_futures=True)
 
 
 def _manifest(

@@ -108,8 +108,7 @@ class Publisher:
         last = self._last
         if last is None or last.tensors != entries or last.version >= version:
             mirror, last = (Mirror(parts) if on_device(parts) else None), None
-            deque(filling(bits, parts), maxlen=0)
-            published, held = self._publish_first(version, entries, bits, begun_s)
+            published, held = self._publish_first(version, entries, bits, filling(bits, parts), begun_s)
         else:
             # Until this is over it mirrors no version, so that a failure is followed by a copy of everything.
             mirror, self._mirror = self._mirror, None
@@ -190,10 +189,10 @@ class Publisher:
         self._executor.shutdown(wait=True)
 
     def _publish_first(
-        self, version: int, entries: tuple[TensorEntry, ...], bits: Bits, begun_s: float
+        self, version: int, entries: tuple[TensorEntry, ...], bits: Bits, filled: Iterator[int], begun_s: float
     ) -> tuple[PublishReport, Version]:
         if self._in_buckets:
-            encoded = self._encoder.put(self._encoder.nothing(entries), version, bits)
+            encoded = self._encoder.put(self._encoder.nothing(entries), version, bits, filled)
             held = Version(version, entries, bits, encoded.sums)
             self._anchor, self._keyframe_version = held, version
             self._updates.add(PublishedUpdate(version, None))
@@ -201,6 +200,7 @@ class Publisher:
             return PublishReport(
                 version, "keyframe", encoded.size_bytes, bits.nbytes, {}, encode_s, encoded.put_s
             ), held
+        deque(filled, maxlen=0)
         sums = tile_sums(bits, tile_ends(entries, self._settings.tile_elements))
         held = Version(version, entries, bits, sums)
         encoded_s = time.monotonic()

@@ -39,6 +39,8 @@ log = structlog.get_logger(__name__)
 KEEP_CHECKPOINTS = 2
 REQUEST_POLL_S = 1.0
 """How often the relay is looked at for workers that ask for a keyframe."""
+PUTS_AT_ONCE = 2
+"""Buckets under way to a relay elsewhere."""
 
 
 async def run_trainer_host(ticket: Ticket, config: Config, run_dir: Path, resume: bool) -> AgentExit:
@@ -266,10 +268,12 @@ class TrainerHost:
 
 
 def _publish_settings(config: WeightsConfig) -> PublishSettings:
+    elsewhere = "://" in config.relay
     return PublishSettings(
         keyframe_every=config.keyframe_every,
         merge_every=config.merge_every,
-        keyframe_in_buckets="://" in config.relay,
+        keyframe_in_buckets=elsewhere,
+        puts_at_once=PUTS_AT_ONCE if elsewhere else 1,
         keep_versions=config.keep_versions,
         link_bytes_per_s=config.link_gbps * BYTES_PER_S_IN_GBPS,
     )

@@ -102,6 +102,7 @@ def test_every_path_ends_at_the_trainers_bits(tmp_path_factory: pytest.TempPathF
         keyframe_every=data.draw(st.integers(1, 5)),
         merge_every=data.draw(st.integers(1, 4)),
         keyframe_in_buckets=data.draw(st.booleans()),
+        puts_at_once=data.draw(st.integers(1, 3)),
         keep_versions=data.draw(st.integers(1, 6)),
         codec=codec,
     )
