@@ -6,9 +6,7 @@ that is `elastic.sim.jobs`, whose steps last as long on average.
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from heapq import heappop, heappush
-from itertools import count
+from collections.abc import Sequence
 
 import msgspec
 
@@ -17,6 +15,7 @@ from elastic.cluster import commands as c
 from elastic.cluster import events as e
 from elastic.cluster.types import JobId, JobState, Nanoseconds
 from elastic.sim.jobs import Arrival
+from elastic.sim.loop import EventLoop
 
 NS_PER_H = 3_600_000_000_000
 
@@ -73,9 +72,7 @@ class PlanWorld:
         self._actual_ns: dict[tuple[JobId, ...], Nanoseconds] = {}
         self.cluster = Cluster(spec, policies, limits or WaitLimits(), 0)
         self._arrivals = {arrival.request.id: arrival for arrival in arrivals}
-        self._heap: list[tuple[Nanoseconds, int, Callable[[], None]]] = []
-        self._numbers = count()
-        self._now_ns = 0
+        self._loop = EventLoop()
         self._steps: dict[JobId, float] = {}
         """Steps done by those that run, parts of steps included."""
         self._kept: dict[JobId, float] = {}
@@ -85,7 +82,7 @@ class PlanWorld:
         self.stretches: list[PlanStretch] = []
         self.commands: Counter[str] = Counter()
         for arrival in arrivals:
-            self._at(arrival.at_ns, lambda arrival=arrival: self._tell(e.JobSubmitted(request=arrival.request)))
+            self._loop.at(arrival.at_ns, lambda arrival=arrival: self._tell(e.JobSubmitted(request=arrival.request)))
 
     def run(self) -> "PlanWorld":
         while True:
@@ -101,9 +98,9 @@ class PlanWorld:
             if wakeup_ns is not None and wakeup_ns <= self._now_ns:
                 self._tell_progress()
                 self._tell(e.TimePassed())
-            while self._heap and self._heap[0][0] <= self._now_ns:
+            while (at_ns := self._loop.next_ns()) is not None and at_ns <= self._now_ns:
                 self._tell_progress()
-                heappop(self._heap)[2]()
+                self._loop.step()
 
     def outcomes(self) -> list[JobOutcome]:
         found: list[JobOutcome] = []
@@ -130,8 +127,9 @@ class PlanWorld:
             )
         return found
 
-    def _at(self, at_ns: Nanoseconds, act: Callable[[], None]) -> None:
-        heappush(self._heap, (at_ns, next(self._numbers), act))
+    @property
+    def _now_ns(self) -> Nanoseconds:
+        return self._loop.now_ns
 
     def _cycle_ns(self, job: JobId) -> Nanoseconds:
         seat = self.cluster.jobs[job].seat
@@ -153,10 +151,7 @@ class PlanWorld:
         return self._actual_ns[key]
 
     def _next_ns(self) -> Nanoseconds | None:
-        times = [self._heap[0][0]] if self._heap else []
-        wakeup_ns = self.cluster.next_wakeup_ns()
-        if wakeup_ns is not None:
-            times.append(wakeup_ns)
+        times = [ns for ns in (self._loop.next_ns(), self.cluster.next_wakeup_ns()) if ns is not None]
         for job, done in self._steps.items():
             left = max(0.0, self.cluster.request(job).steps - done)
             times.append(self._now_ns + int(left * self._cycle_ns(job)) + 1)
@@ -168,7 +163,7 @@ class PlanWorld:
             self._note(until_ns)
             for job in self._steps:
                 self._steps[job] += passed_ns / self._cycle_ns(job)
-            self._now_ns = until_ns
+            self._loop.pass_to(until_ns)
 
     def _note(self, until_ns: Nanoseconds) -> None:
         groups = self.cluster.groups.values()
@@ -197,9 +192,9 @@ class PlanWorld:
                 case c.StartJob(job=job, placement=placement, restart=restart):
                     self._accepted_ns.setdefault(job, self._now_ns)
                     after_ns = self.cluster.request(job).restart_ns if restart else 0
-                    self._at(self._now_ns + after_ns, lambda job=job, number=placement: self._started(job, number))
+                    self._loop.after(after_ns, lambda job=job, number=placement: self._started(job, number))
                 case c.StopJob(job=job):
-                    self._at(self._now_ns, lambda job=job: self._stopped(job))
+                    self._loop.after(0, lambda job=job: self._stopped(job))
                 case _:
                     pass
 

@@ -7,7 +7,6 @@ twice or late, and the cluster is replaced by its replay; after every event all 
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from heapq import heappop, heappush
 from random import Random
 
 import msgspec
@@ -18,6 +17,7 @@ from elastic.cluster import events as e
 from elastic.cluster.history import ClusterEntry, ClusterOpening, cluster_digest, encode, replay
 from elastic.cluster.invariants import check
 from elastic.cluster.types import JobId, JobState, Nanoseconds, NodeId, PhaseKind
+from elastic.sim.loop import EventLoop
 
 S = 1_000_000_000
 _ROLLOUT, _TRAIN = PhaseKind.ROLLOUT, PhaseKind.TRAIN
@@ -100,10 +100,8 @@ class JobsWorld:
         self._policies, self._rng, self._seed = policies, Random(seed), seed
         self._faults, self._checked, self._keeps_slos = faults or JobFaults(), checked, keeps_slos
         self._journal: list[bytes] = [encode(ClusterOpening(0, spec, self.limits))]
-        self._heap: list[tuple[Nanoseconds, int, Callable[[], None]]] = []
-        self._sequence = 0
+        self._loop = EventLoop()
         self._jobs = {arrival.request.id: _SimulatedJob(arrival) for arrival in arrivals}
-        self.now_ns = 0
         self.events = 0
         self.faults: Counter[str] = Counter()
         self.steps: list[StepTaken] = []
@@ -116,7 +114,11 @@ class JobsWorld:
         """The groups as they were when the last job had joined."""
         self._gone: list[tuple[NodeId, PhaseKind]] = []
         for arrival in arrivals:
-            self._at(arrival.at_ns, self._teller(e.JobSubmitted(request=arrival.request)))
+            self._loop.at(arrival.at_ns, self._teller(e.JobSubmitted(request=arrival.request)))
+
+    @property
+    def now_ns(self) -> Nanoseconds:
+        return self._loop.now_ns
 
     @property
     def grouped_ns(self) -> dict[NodeId, Nanoseconds]:
@@ -132,19 +134,16 @@ class JobsWorld:
         return self._journal
 
     def run(self, horizon_ns: Nanoseconds = 10**19) -> None:
-        """Until nothing happens any more. Raises `JobsWorldFailed`."""
+        """Until nothing happens any more. A wake-up comes before what happens at its time. Raises `JobsWorldFailed`."""
         while True:
-            wakeup_ns = self.cluster.next_wakeup_ns()
-            at_ns = self._heap[0][0] if self._heap else None
-            if at_ns is None and wakeup_ns is None:
-                break
-            if at_ns is None or (wakeup_ns is not None and wakeup_ns <= at_ns):
-                assert wakeup_ns is not None
-                self.now_ns = max(self.now_ns, wakeup_ns)
+            wakeup_ns, at_ns = self.cluster.next_wakeup_ns(), self._loop.next_ns()
+            if wakeup_ns is not None and (at_ns is None or wakeup_ns <= at_ns):
+                self._loop.pass_to(wakeup_ns)
                 self.tell(e.TimePassed())
+            elif at_ns is not None:
+                self._loop.step()
             else:
-                self.now_ns, _, act = heappop(self._heap)
-                act()
+                break
             if self.now_ns > horizon_ns:
                 raise JobsWorldFailed(f"seed {self._seed}: not over after {horizon_ns / S} s: {self.cluster.waits[:5]}")
         left = [
@@ -170,10 +169,6 @@ class JobsWorld:
         if self._faults.share and self._rng.random() < self._faults.share:
             self._strike()
 
-    def _at(self, at_ns: Nanoseconds, act: Callable[[], None]) -> None:
-        self._sequence += 1
-        heappush(self._heap, (at_ns, self._sequence, act))
-
     def _teller(self, event: e.ClusterEvent) -> Callable[[], None]:
         return lambda: self.tell(event)
 
@@ -184,8 +179,8 @@ class JobsWorld:
             after_ns += self._rng.randrange(30 * S)
             if self._rng.random() < 0.3:
                 self.faults["repeated message"] += 1
-                self._at(self.now_ns + after_ns + self._rng.randrange(60 * S), self._teller(event))
-        self._at(self.now_ns + after_ns, self._teller(event))
+                self._loop.after(after_ns + self._rng.randrange(60 * S), self._teller(event))
+        self._loop.after(after_ns, self._teller(event))
 
     # What the cluster wants.
 
@@ -229,7 +224,7 @@ class JobsWorld:
             if self._jobs[job].life == life:
                 act(job)
 
-        self._at(self.now_ns + after_ns, do)
+        self._loop.after(after_ns, do)
 
     def _start(self, job: JobId, placement: int, *, restart: bool) -> None:
         state = self._jobs[job]

@@ -15,7 +15,7 @@ class Priority(IntEnum):
 
 
 class EventLoop:
-    """A discrete-event loop. Nothing but its actions moves time."""
+    """A discrete-event loop. Nothing but its actions and `pass_to` moves time."""
 
     def __init__(self) -> None:
         self.now_ns: Nanoseconds = 0
@@ -32,6 +32,19 @@ class EventLoop:
     def after(self, delay_ns: Nanoseconds, action: Callable[[], object]) -> None:
         self.at(self.now_ns + delay_ns, action)
 
+    def next_ns(self) -> Nanoseconds | None:
+        """When the next action is due; None if none is left."""
+        return self._heap[0][0] if self._heap else None
+
+    def step(self) -> None:
+        """Take the next action."""
+        self.now_ns, _, _, action = heapq.heappop(self._heap)
+        action()
+
+    def pass_to(self, when_ns: Nanoseconds) -> None:
+        """Time passes without an action, for worlds that also wake by other clocks. It never goes backwards."""
+        self.now_ns = max(self.now_ns, when_ns)
+
     def stop(self) -> None:
         """No action after this one."""
         self._stopped = True
@@ -40,8 +53,7 @@ class EventLoop:
         """Take actions until one calls `stop`, until none is left, or until time would pass `until_ns`."""
         heap = self._heap
         while not self._stopped and heap and heap[0][0] <= until_ns:
-            self.now_ns, _, _, action = heapq.heappop(heap)
-            action()
+            self.step()
 
 
 class VirtualClock:
