@@ -403,8 +403,6 @@ class Cluster:
         record.stopping = True
         wait_ns = self.limits.stop_ns + 2 * record.request.limit_ns
         self.timers.set("stop", job, self.now_ns, wait_ns)
-        if record.asked is not None:
-            record.asked = None  # It ends at this step.
         self._tell(c.StopJob(job=job, reason=reason))
 
     def _stop_overdue(self, job: JobId) -> None:

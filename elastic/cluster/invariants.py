@@ -4,8 +4,10 @@ from collections.abc import Iterator
 
 from elastic.cluster.cluster import Cluster
 from elastic.cluster.types import JobState, PhaseKind
+from elastic.core.timers import Wait
 
 HOLDING = (JobState.PLACED, JobState.RUNNING)
+NAMED_WAITS = {"profile": JobState.PROFILING, "queue": JobState.QUEUED, "start": JobState.PLACED}
 
 
 class ClusterInvariantBroken(AssertionError):
@@ -106,15 +108,14 @@ def _seats(cluster: Cluster) -> Iterator[str]:
 def _waits(cluster: Cluster) -> Iterator[str]:
     """Nobody waits without a name and a bound; who waits for a turn waits for somebody who is bounded."""
     for job, record in cluster.state.jobs.items():
-        named = {
-            JobState.PROFILING: "profile",
-            JobState.QUEUED: "queue",
-            JobState.PLACED: "start",
-        }.get(record.state)
-        if named is not None and not cluster.timers.waiting(named, job):
-            yield f"job {job} is {record.state} without a deadline"
+        for what, state in NAMED_WAITS.items():
+            if record.state is state and not cluster.timers.waiting(what, job):
+                yield f"job {job} is {state} without a deadline"
         if record.stopping and not cluster.timers.waiting("stop", job):
             yield f"job {job} is to stop without a deadline"
+    for wait in cluster.timers.waits():
+        if not _is_true(cluster, wait):
+            yield f"{wait.key} is waited for ({wait.what}), and nobody needs it"
     for group in cluster.state.groups.values():
         there = [
             (job, record)
@@ -125,6 +126,21 @@ def _waits(cluster: Cluster) -> Iterator[str]:
         moving = any(record.permit is not None or cluster.timers.waiting("turn", job) for job, record in there)
         if asking and not moving:
             yield f"{', '.join(asking)} in {group.name} wait for a turn that nobody has"
+
+
+def _is_true(cluster: Cluster, wait: Wait) -> bool:
+    """Whether that which is waited for has not come yet."""
+    if wait.what == "regroup":
+        return True
+    if wait.what in ("permit", "yield"):
+        permit = cluster.state.permits.get(int(wait.key))
+        return permit is not None and permit.recalled == (wait.what == "yield")
+    record = cluster.state.jobs[wait.key]
+    if wait.what == "turn":
+        return bool(record.turns) and record.permit is None and record.asked is None
+    if wait.what == "stop":
+        return record.stopping
+    return record.state is NAMED_WAITS[wait.what]
 
 
 def _books(cluster: Cluster) -> Iterator[str]:

@@ -55,7 +55,7 @@ class Rotation:
     def ask(self, job: JobId, phase: PhaseKind, now_ns: Nanoseconds) -> None:
         """A job that trains again lets its next rollout pass, and the other way round: a cycle has one of each."""
         record = self._state.jobs[job]
-        if not record.turns or record.permit is not None or record.stopping:
+        if not record.turns or record.permit is not None:
             return
         record.asked = phase
         turns = record.turns

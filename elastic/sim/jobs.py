@@ -21,6 +21,7 @@ from elastic.sim.loop import EventLoop
 
 S = 1_000_000_000
 _ROLLOUT, _TRAIN = PhaseKind.ROLLOUT, PhaseKind.TRAIN
+KILLED = "killed"
 
 
 class JobsWorldFailed(AssertionError):
@@ -79,6 +80,12 @@ class _SimulatedJob:
         self.syncing = False
         self.placement = 0
 
+    @property
+    def between_steps(self) -> bool:
+        """Nothing of a step has been done yet."""
+        begun = self.permit is not None or self.left_ns is not None or self.phase is _TRAIN or self.syncing
+        return self.step_began_ns is None or not begun
+
 
 class JobsWorld:
     """One world. `run` lives through it; what it has seen may be read afterwards."""
@@ -113,6 +120,7 @@ class JobsWorld:
         self.cycles: list[dict[str, float | str]] = []
         """The groups as they were when the last job had joined."""
         self._gone: list[tuple[NodeId, PhaseKind]] = []
+        self._cancelled: set[JobId] = set()
         for arrival in arrivals:
             self._loop.at(arrival.at_ns, self._teller(e.JobSubmitted(request=arrival.request)))
 
@@ -151,8 +159,17 @@ class JobsWorld:
         ]
         if left:
             raise JobsWorldFailed(f"seed {self._seed}: nothing happens any more, and {', '.join(left)} have not ended")
-        if self.cluster.groups or self.cluster.permits:
+        if self.cluster.groups or self.cluster.permits or self.cluster.waits:
             raise JobsWorldFailed(f"seed {self._seed}: all jobs have ended, and not everything was given back")
+        for job, record in self.cluster.jobs.items():
+            # A world in which nobody was cancelled, killed or turned away for good has only finished jobs.
+            done, cause = self._jobs[job].steps_done, record.reason
+            if record.state is JobState.FINISHED and done < record.request.steps:
+                raise JobsWorldFailed(f"seed {self._seed}: {job} is finished after {done} of its steps")
+            if record.state is JobState.FAILED and cause != KILLED:
+                raise JobsWorldFailed(f"seed {self._seed}: {job} failed, and nobody had killed it: {cause}")
+            if record.state is JobState.CANCELLED and job not in self._cancelled:
+                raise JobsWorldFailed(f"seed {self._seed}: {job} is cancelled, and nobody wanted that")
 
     def tell(self, event: e.ClusterEvent) -> None:
         """Journal the event, tell the cluster, carry out what it wants."""
@@ -194,7 +211,8 @@ class JobsWorld:
                 self._start(command.job, command.placement, restart=command.restart)
             case c.StopJob():
                 job.stopping = True
-                if job.permit is None and job.step_began_ns is None:
+                if job.between_steps:
+                    job.step_began_ns = None
                     self._stop(command.job)
             case c.EndJob():
                 self._close_slices(command.job)
@@ -405,12 +423,13 @@ class JobsWorld:
         assert record.seat is not None
         if kind == "cancel":
             if self._rng.random() < 0.2:
+                self._cancelled.add(job)
                 self._send(e.CancelRequested(job=job))
         elif kind == "job":
             self._close_slices(job)
             state.life += 1
             state.permit, state.left_ns, state.step_began_ns = None, None, None
-            self._send(e.JobFailed(job=job, cause="killed", placement=state.placement))
+            self._send(e.JobFailed(job=job, cause=KILLED, placement=state.placement))
         elif kind == "stale":
             number = self._rng.randrange(1 + self.cluster.state.permit_numbers)
             if number not in self.cluster.permits:
@@ -425,7 +444,7 @@ class JobsWorld:
                 permit, state.permit = state.permit, None
                 self._send(e.PermitYielded(job=job, permit=permit, finished=False))
                 self._ask(job)
-            self._send(e.ResidentLost(job=job, node=node, cause="killed"))
+            self._send(e.ResidentLost(job=job, node=node, cause=KILLED))
 
 
 def worlds_of_jobs(policies: Mapping[str, ClusterPolicies], seed: int) -> JobsWorld:

@@ -1,12 +1,17 @@
-"""Pools as a policy sees them, built by hand."""
+"""Pools as a policy sees them, built by hand, and a cluster that is told one event after the other."""
 
 from typing import NamedTuple
 
 import msgspec
 
-from elastic.cluster import JobRequest, NodeKind, PhasePlan, PoolSpec
+from elastic.cluster import Cluster, JobRequest, NodeKind, PhasePlan, PoolSpec, WaitLimits
+from elastic.cluster import commands as c
+from elastic.cluster import events as e
 from elastic.cluster.cycle import cycle_ns
 from elastic.cluster.groups import JobGroup, planned
+from elastic.cluster.invariants import check
+from elastic.cluster.types import PhaseKind
+from policies.clusters import CLUSTER_POLICIES
 
 SPEC = PoolSpec(
     rollout=NodeKind(gpus=8, memory_bytes=3, nano_usd_per_hour=10),
@@ -58,3 +63,51 @@ def group(name: str, train: int, *pinned: tuple[JobRequest, tuple[str, ...]]) ->
 
 def view(*groups: JobGroup, requests: tuple[JobRequest, ...] = ()) -> View:
     return View({each.name: each for each in groups}, {request.id: request for request in requests})
+
+
+S = 1_000_000_000
+THREE_OF_EACH = PoolSpec(
+    rollout=NodeKind(gpus=8, memory_bytes=5, nano_usd_per_hour=2 * S),
+    train=NodeKind(gpus=8, memory_bytes=5, nano_usd_per_hour=5 * S),
+    rollout_nodes=3,
+    train_nodes=3,
+)
+
+
+def timed_job(name: str, rollout_s: float = 100, train_s: float = 100, slo: float = 1.5, **more: object) -> JobRequest:
+    plan = PhasePlan(rollout_ns=int(rollout_s * S), train_ns=int(train_s * S))
+    request = JobRequest(id=name, slo=slo, plan=plan, steps=10, rollout_bytes=1, train_bytes=1)
+    return msgspec.structs.replace(request, **more)
+
+
+class Driver:
+    """Tells the cluster one event after the other and checks everything after each."""
+
+    def __init__(self, policy: str = "ours", spec: PoolSpec = THREE_OF_EACH) -> None:
+        self.cluster = Cluster(spec, CLUSTER_POLICIES[policy], WaitLimits(), 0)
+
+    def tell(self, event: e.ClusterEvent, at_s: float = 0.0) -> list[c.ClusterCommand]:
+        out = self.cluster.handle(event, int(at_s * S))
+        check(self.cluster)
+        return out
+
+    def run(self, *requests: JobRequest, at_s: float = 0.0) -> None:
+        for request in requests:
+            for command in self.tell(e.JobSubmitted(request=request), at_s):
+                if isinstance(command, c.StartJob):
+                    self.tell(e.JobStarted(job=command.job, placement=command.placement), at_s)
+
+    def ask(self, name: str, phase: PhaseKind, at_s: float) -> list[c.GrantPermit]:
+        return grants(self.tell(e.PhaseAsked(job=name, phase=phase), at_s))
+
+    def end(self, name: str, at_s: float, *, finished: bool = True) -> list[c.GrantPermit]:
+        permit = self.cluster.jobs[name].permit
+        assert permit is not None
+        return grants(self.tell(e.PermitYielded(job=name, permit=permit, finished=finished), at_s))
+
+    def tick(self, at_s: float) -> list[c.ClusterCommand]:
+        return self.tell(e.TimePassed(), at_s)
+
+
+def grants(commands: list[c.ClusterCommand]) -> list[c.GrantPermit]:
+    return [command for command in commands if isinstance(command, c.GrantPermit)]

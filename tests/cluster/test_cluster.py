@@ -3,59 +3,12 @@
 import msgspec
 import pytest
 
-from elastic.cluster import Cluster, ClusterError, JobRequest, NodeKind, PhasePlan, PoolSpec, WaitLimits
+from elastic.cluster import ClusterError, NodeKind, PhasePlan
 from elastic.cluster import commands as c
 from elastic.cluster import events as e
-from elastic.cluster.invariants import check
 from elastic.cluster.types import DeviceAccount, JobState, PhaseKind
-from policies.clusters import CLUSTER_POLICIES
-
-S = 1_000_000_000
-SPEC = PoolSpec(
-    rollout=NodeKind(gpus=8, memory_bytes=5, nano_usd_per_hour=2 * S),
-    train=NodeKind(gpus=8, memory_bytes=5, nano_usd_per_hour=5 * S),
-    rollout_nodes=3,
-    train_nodes=3,
-)
-
-
-def job(name: str, rollout_s: float = 100, train_s: float = 100, slo: float = 1.5, **more: object) -> JobRequest:
-    plan = PhasePlan(rollout_ns=int(rollout_s * S), train_ns=int(train_s * S))
-    request = JobRequest(id=name, slo=slo, plan=plan, steps=10, rollout_bytes=1, train_bytes=1)
-    return msgspec.structs.replace(request, **more)
-
-
-class Driver:
-    """Tells the cluster one event after the other and checks everything after each."""
-
-    def __init__(self, policy: str = "ours", spec: PoolSpec = SPEC) -> None:
-        self.cluster = Cluster(spec, CLUSTER_POLICIES[policy], WaitLimits(), 0)
-
-    def tell(self, event: e.ClusterEvent, at_s: float = 0.0) -> list[c.ClusterCommand]:
-        out = self.cluster.handle(event, int(at_s * S))
-        check(self.cluster)
-        return out
-
-    def run(self, *requests: JobRequest, at_s: float = 0.0) -> None:
-        for request in requests:
-            for command in self.tell(e.JobSubmitted(request=request), at_s):
-                if isinstance(command, c.StartJob):
-                    self.tell(e.JobStarted(job=command.job, placement=command.placement), at_s)
-
-    def ask(self, name: str, phase: PhaseKind, at_s: float) -> list[c.GrantPermit]:
-        return grants(self.tell(e.PhaseAsked(job=name, phase=phase), at_s))
-
-    def end(self, name: str, at_s: float, *, finished: bool = True) -> list[c.GrantPermit]:
-        permit = self.cluster.jobs[name].permit
-        assert permit is not None
-        return grants(self.tell(e.PermitYielded(job=name, permit=permit, finished=finished), at_s))
-
-    def tick(self, at_s: float) -> list[c.ClusterCommand]:
-        return self.tell(e.TimePassed(), at_s)
-
-
-def grants(commands: list[c.ClusterCommand]) -> list[c.GrantPermit]:
-    return [command for command in commands if isinstance(command, c.GrantPermit)]
+from tests.cluster.conftest import THREE_OF_EACH, Driver, S, grants
+from tests.cluster.conftest import timed_job as job
 
 
 def who(given: list[c.GrantPermit]) -> list[tuple[str, str]]:
@@ -180,7 +133,7 @@ def test_rejected_with_numbers() -> None:
         (lambda: PhasePlan(rollout_ns=0, train_ns=1), "rollout_ns: found 0"),
         (lambda: NodeKind(gpus=1, memory_bytes=-1, nano_usd_per_hour=1), "memory_bytes: found -1"),
         (lambda: NodeKind(gpus=1, memory_bytes=1, nano_usd_per_hour=-1), "nano_usd_per_hour: found -1"),
-        (lambda: msgspec.structs.replace(SPEC, train_nodes=0), "train_nodes: found 0; allowed: at least 1"),
+        (lambda: msgspec.structs.replace(THREE_OF_EACH, train_nodes=0), "train_nodes: found 0; allowed: at least 1"),
     ],
 )
 def test_bad_input_says_what_was_found_and_what_is_allowed(what: object, words: str) -> None:

@@ -1,9 +1,13 @@
 """Small worlds of many jobs full of faults: every invariant after every event, replays, and the same seed again."""
 
+from random import Random
+
 import pytest
 
+from elastic.cluster import JobRequest, NodeKind, PhasePlan, PoolSpec
 from elastic.cluster.history import cluster_digest, replay
-from elastic.sim.jobs import worlds_of_jobs
+from elastic.cluster.types import JobState
+from elastic.sim.jobs import Arrival, JobsWorld, S, worlds_of_jobs
 from policies.clusters import CLUSTER_POLICIES
 
 
@@ -20,3 +24,37 @@ def test_the_same_seed_gives_the_same_history_and_a_replay_the_same_state() -> N
     assert list(one.journal) == list(other.journal)
     assert cluster_digest(one.cluster) == cluster_digest(other.cluster)
     assert cluster_digest(replay(one.journal, one.cluster.policies)) == cluster_digest(one.cluster)
+
+
+@pytest.mark.parametrize("policy", ["ours_without_moves", "weave", "gavel"])
+def test_steps_last_as_long_as_was_planned_and_no_longer(policy: str) -> None:
+    """Where nothing goes wrong: on average over its steps a job's cycle is at most the one that it bears."""
+    for seed in range(12):
+        rng = Random(seed)
+        arrivals: list[Arrival] = []
+        for number in range(rng.randrange(2, 7)):
+            plan = PhasePlan(
+                rollout_ns=rng.randrange(20 * S, 300 * S),
+                train_ns=rng.randrange(20 * S, 300 * S),
+                sync_ns=rng.choice((0, 5 * S)),
+                rollout_switch_ns=S,
+                train_switch_ns=2 * S,
+            )
+            request = JobRequest(
+                id=f"job-{number}",
+                slo=rng.choice((1.2, 1.5, 2.5)),
+                plan=plan,
+                steps=30,
+                rollout_nodes=rng.choice((1, 1, 2)),
+            )
+            arrivals.append(Arrival(at_ns=0, request=request, shortest=rng.choice((0.5, 1.0))))
+        kind = NodeKind(gpus=8, memory_bytes=0, nano_usd_per_hour=S)
+        spec = PoolSpec(rollout=kind, train=kind, rollout_nodes=20, train_nodes=20)
+        world = JobsWorld(spec, CLUSTER_POLICIES[policy], arrivals, seed=seed, checked=True)
+        world.run()
+        for job, record in world.cluster.jobs.items():
+            assert record.state is JobState.FINISHED
+            took_ns = world.taken[job].ended_ns - world.taken[job].begun_ns
+            # The first step waits for its turn at most a cycle.
+            assert took_ns <= 31 * record.request.limit_ns
+            assert [step.job for step in world.steps].count(job) == 30
