@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 
-from _common import emit, parse_arguments
+from _common import Arguments, emit, parser
 from _hosted import CONFIG, HostedSite, Part, write_job
 
 from elastic.client import ApiError, Client, ClientError
@@ -105,8 +105,12 @@ class Submitter:
 
 
 def main() -> None:
-    arguments = parse_arguments(__doc__)
-    chance = random.Random(SEED)
+    options = parser(__doc__)
+    options.add_argument("--seed", type=int, default=SEED, help="of when what is killed")
+    options.add_argument("--kills", type=int, default=KILLS, help="without --quick")
+    parsed = options.parse_args()
+    arguments = Arguments(quick=parsed.quick, json=parsed.json)
+    chance = random.Random(parsed.seed)
     home = Path(tempfile.mkdtemp(prefix="elastic-faults-"))
     site = HostedSite(home, write_job(home / "job", *(JOB_QUICK_S if arguments.quick else JOB_S), EVERY_S))
     submitter = Submitter(site)
@@ -120,7 +124,7 @@ def main() -> None:
         for thread in submitting:
             thread.start()
         began_s = time.monotonic()
-        wanted = KILLS_QUICK if arguments.quick else KILLS
+        wanted = KILLS_QUICK if arguments.quick else parsed.kills
         while len(kills) < wanted and not (arguments.quick and time.monotonic() - began_s > QUICK_S):
             parts: list[Part] = chance.choice((["api"], ["runner"], ["runner"], ["api", "runner"]))
             if chance.random() > ON_THE_WAY_UP:

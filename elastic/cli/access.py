@@ -147,7 +147,7 @@ def list_webhooks(as_json: AsJson = False) -> None:
 def try_webhook(webhook: WebhookName, as_json: AsJson = False) -> None:
     """Send a message of type `webhook.test`.
 
-    Example: elastic webhooks test wh_01JD3K5T7WQ8M2N4P6R8S0V2X4
+    Example: elastic webhooks test hook_01JD3K5T7WQ8M2N4P6R8S0V2X4
     """
     from elastic.cli.remote_access import try_webhook_command
 
@@ -158,7 +158,7 @@ def try_webhook(webhook: WebhookName, as_json: AsJson = False) -> None:
 def list_deliveries(webhook: WebhookName, as_json: AsJson = False) -> None:
     """List what a webhook was told in the last 30 days, or is still to be told.
 
-    Example: elastic webhooks deliveries wh_01JD3K5T7WQ8M2N4P6R8S0V2X4
+    Example: elastic webhooks deliveries hook_01JD3K5T7WQ8M2N4P6R8S0V2X4
     """
     from elastic.cli.remote_access import deliveries_command
 
@@ -169,7 +169,7 @@ def list_deliveries(webhook: WebhookName, as_json: AsJson = False) -> None:
 def enable_webhook(webhook: WebhookName, as_json: AsJson = False) -> None:
     """Go on telling it; what happened meanwhile is not told later.
 
-    Example: elastic webhooks enable wh_01JD3K5T7WQ8M2N4P6R8S0V2X4
+    Example: elastic webhooks enable hook_01JD3K5T7WQ8M2N4P6R8S0V2X4
     """
     from elastic.cli.remote_access import switch_webhook_command
 
@@ -180,7 +180,7 @@ def enable_webhook(webhook: WebhookName, as_json: AsJson = False) -> None:
 def disable_webhook(webhook: WebhookName, as_json: AsJson = False) -> None:
     """Tell it nothing for now.
 
-    Example: elastic webhooks disable wh_01JD3K5T7WQ8M2N4P6R8S0V2X4
+    Example: elastic webhooks disable hook_01JD3K5T7WQ8M2N4P6R8S0V2X4
     """
     from elastic.cli.remote_access import switch_webhook_command
 
@@ -191,7 +191,7 @@ def disable_webhook(webhook: WebhookName, as_json: AsJson = False) -> None:
 def delete_webhook(webhook: WebhookName) -> None:
     """Remove a webhook, with what it was still to be told.
 
-    Example: elastic webhooks delete wh_01JD3K5T7WQ8M2N4P6R8S0V2X4
+    Example: elastic webhooks delete hook_01JD3K5T7WQ8M2N4P6R8S0V2X4
     """
     from elastic.cli.remote_access import delete_webhook_command
 
