@@ -412,7 +412,8 @@ Days = Annotated[int, Field(ge=0, le=36_500)]
 
 
 class RetentionPolicy(_Resource):
-    """For how many days after a run's end what it leaves is kept: the whole run, and parts of it apart.
+    """For how many days after a run's end what it leaves is kept: the whole run, and parts of it apart. Uploads go
+    so long after a run has last used them.
 
     Null is for ever, and in a project's policy as the server's says. Without its checkpoints, or its trajectories, a
     run cannot go on; its report stays."""
@@ -423,6 +424,7 @@ class RetentionPolicy(_Resource):
     trajectories_days: int | None
     checkpoints_days: int | None
     logs_days: int | None
+    uploads_days: int | None
 
 
 class RetentionChange(_RequestBody):
@@ -432,6 +434,7 @@ class RetentionChange(_RequestBody):
     trajectories_days: Days | None = None
     checkpoints_days: Days | None = None
     logs_days: Days | None = None
+    uploads_days: Days | None = None
 
 
 class RetentionItem(_Resource):
@@ -445,13 +448,25 @@ class RetentionItem(_Resource):
     bytes: int
 
 
+class RetentionUpload(_Resource):
+    """An upload that would go, since nobody has used it, or nothing has come of it, for long."""
+
+    upload: str
+    name: str
+    project: str
+    state: Literal["open", "ready"]
+    last_used_at: str
+    bytes: int
+
+
 class RetentionPlan(_Resource):
-    """What would go now, the oldest first. `runs` counts all of them, `bytes` is of those that are named."""
+    """What would go now, the oldest first. `runs` counts all of them, `bytes` is of what is named."""
 
     object: Literal["retention_plan"] = "retention_plan"
     runs: int
     bytes: int
     items: list[RetentionItem]
+    uploads: list[RetentionUpload] = []
 
 
 class NewProject(_RequestBody):

@@ -62,6 +62,7 @@ def retention(
     trajectories_days: DaysOption = None,
     checkpoints_days: DaysOption = None,
     logs_days: DaysOption = None,
+    uploads_days: DaysOption = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go now; nothing is removed.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -76,6 +77,7 @@ def retention(
         "trajectories_days": trajectories_days,
         "checkpoints_days": checkpoints_days,
         "logs_days": logs_days,
+        "uploads_days": uploads_days,
     }
     changes = {name: _whole(f"--{name.replace('_', '-')}", days) for name, days in said.items() if days is not None}
     retention_command(None if server else project, changes, dry_run=dry_run, as_json=as_json)

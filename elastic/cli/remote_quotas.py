@@ -98,4 +98,8 @@ def retention_command(project: str | None, changes: Mapping[str, Any], *, dry_ru
     else:
         rows = [(one.run, one.name, one.ended_at, ", ".join(one.removes), f"{one.bytes:,}") for one in plan.items]
         _show(("run", "name", "ended", "removes", "bytes"), rows, plan.items, as_json=False)
-        console().print(f"{plan.runs} runs, {plan.bytes:,} bytes; nothing was removed", highlight=False)
+        if plan.uploads:
+            rows = [(one.upload, one.name, one.last_used_at, one.state, f"{one.bytes:,}") for one in plan.uploads]
+            _show(("upload", "name", "last used", "state", "bytes"), rows, plan.uploads, as_json=False)
+        words = f"{plan.runs} runs and {len(plan.uploads)} uploads, {plan.bytes:,} bytes"
+        console().print(f"{words}; nothing was removed", highlight=False)

@@ -250,6 +250,7 @@ EXAMPLES: Mapping[str, Any] = {
         "trajectories_days": 90,
         "checkpoints_days": 30,
         "logs_days": 14,
+        "uploads_days": 60,
     },
     "RetentionChange": {"checkpoints_days": 30, "logs_days": 14},
     "RetentionPlan": {

@@ -28,13 +28,15 @@ _LOCK_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class RetentionRow:
-    """Days for which each is kept after a run's end; None where the server's policy says, or for ever."""
+    """Days for which each is kept after a run's end, uploads after they were last used; None where the server's policy
+    says, or for ever."""
 
     scope: str
     runs_days: int | None = None
     trajectories_days: int | None = None
     checkpoints_days: int | None = None
     logs_days: int | None = None
+    uploads_days: int | None = None
     version: int = 0
 
     def days(self, part: str) -> int | None:
@@ -58,6 +60,15 @@ def due(run: HostedRunRow, own: RetentionRow, server: RetentionRow, now_us: int)
     if RUN in over:
         return [RUN]
     return [part for part in over if part not in (run.retired or {})]
+
+
+def upload_is_over(
+    *, ready: bool, last_us: int, own: RetentionRow, server: RetentionRow, open_days: int, now_us: int
+) -> bool:
+    """Whether an upload is kept no longer of which nothing has come, or that nobody has used, since `last_us`."""
+    kept = server.uploads_days if own.uploads_days is None else own.uploads_days
+    days = kept if ready else open_days
+    return days is not None and now_us - last_us >= days * US_PER_DAY
 
 
 def needed_by(run: HostedRunRow, going: Iterable[HostedRunRow]) -> str | None:

@@ -67,6 +67,8 @@ class ServerSettings:
     body_bytes_max: int = 4 * 2**20
     project_uploads_bytes_max: int = 256 * 2**30
     """What a project's uploads may take of the disk."""
+    open_upload_days: int = 7
+    """An upload that is not complete is given up once nothing has come of it for so long."""
     oidc: OidcSettings | None = None
     session_s: float = 12 * 3600.0
     """How long a browser stays signed in."""

@@ -9,11 +9,12 @@ import hashlib
 import os
 import secrets
 import shutil
+import stat
 import time
 from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import NamedTuple, Self
 
 from elastic.files import sync
 from elastic.resources import UploadFile
@@ -29,6 +30,14 @@ class ChecksumMismatch(Exception):
     """What came is not what was announced."""
 
 
+class UploadStanding(NamedTuple):
+    """An upload on disk: whether it is complete, how much there is of it, and when something last came."""
+
+    ready: bool
+    bytes: int
+    touched_us: int
+
+
 class UploadStorage:
     """The uploads of all projects of one server."""
 
@@ -41,6 +50,18 @@ class UploadStorage:
 
     def is_ready(self, project: str, upload: str) -> bool:
         return self.place(project, upload).is_dir()
+
+    def standing(self, project: str, upload: str) -> UploadStanding:
+        place, incoming = self.place(project, upload), self._incoming(upload)
+        top = place if (ready := place.is_dir()) else incoming
+        paths = [top, *top.rglob("*")]
+        touched_ns = size = 0
+        for path in paths:
+            with contextlib.suppress(OSError):  # It comes or goes meanwhile, or nothing has come yet.
+                found = path.lstat()
+                touched_ns = max(touched_ns, found.st_mtime_ns)
+                size += found.st_size if stat.S_ISREG(found.st_mode) else 0
+        return UploadStanding(ready, size, touched_ns // 1_000)
 
     def received(self, upload: str) -> set[str]:
         """The digests of what has come of an upload that is not complete yet."""

@@ -1,6 +1,9 @@
 """What is kept no longer goes, the rest of it too after a crash, and nothing else; a dry run changes nothing."""
 
+import hashlib
 import json
+import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,9 @@ from elastic.server.runner.retiring import retire
 from elastic.server.store import runs
 from elastic.server.store.database import now_us
 from elastic.server.store.runs import HostedRunRow
+from elastic.server.store.tables import runs as runs_table
+from elastic.server.store.tables import uploads
+from elastic.server.upload_files import UploadStorage
 from tests.server.conftest import Site
 
 
@@ -147,3 +153,60 @@ def test_a_whole_run_goes_unless_another_needs_it(
     with site.store.reading() as connection:
         (gone,) = [run for run in runs.managed(connection) if run.id == other]
     assert gone.wanted == runs.DELETE
+
+
+def test_uploads_that_nobody_completes_or_uses_go(site: Site, submission: Callable[..., dict[str, Any]]) -> None:
+    """The dry run names them first; what a run names that may go on is kept, and days count from a run's last use."""
+    client, project = site.client(site.key("ours", AccessRole.RUNNER)), site.projects["ours"]
+    storage = UploadStorage(site.settings)
+
+    def upload(content: bytes, *, complete: bool = True, days: float = 0.0) -> str:
+        file = {"path": "a", "bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        other = {"path": "b", "bytes": 1, "sha256": hashlib.sha256(b"b").hexdigest()}
+        body = {"name": "base", "files": [file] if complete else [file, other]}
+        made = client.post("/v1/uploads", json=body).json()["id"]
+        assert client.put(f"/v1/uploads/{made}/files/{file['sha256']}", content=content).status_code == 200
+        at_s = time.time() - days * 86_400
+        top = storage.place(project, made) if complete else site.settings.incoming / made
+        for path in (*top.rglob("*"), top):
+            os.utime(path, (at_s, at_s))
+        with site.store.writing() as tx:
+            tx.execute(uploads.update().where(uploads.c.id == made).values(created_us=int(at_s * 1e6)))
+        return made
+
+    def plan() -> dict[str, str]:
+        found = client.get("/v1/projects/ours/retention/dry-run").json()["uploads"]
+        return {one["upload"]: one["state"] for one in found}
+
+    def there() -> set[str]:
+        return {one["id"] for one in client.get("/v1/uploads").json()["data"]}
+
+    never, fresh = upload(b"1", complete=False, days=8), upload(b"2", complete=False, days=6)
+    unused, used, once = upload(b"3", days=90), upload(b"4", days=90), upload(b"5", days=90)
+    young = upload(b"6", days=1)
+    assert plan() == {never: "open"}
+    runs_of: list[str] = []
+    for one in (used, once):
+        run = client.post("/v1/runs", json=submission()).json()["id"]
+        runs_of.append(run)
+        with site.store.writing() as tx:
+            tx.execute(
+                runs_table.update().where(runs_table.c.id == run).values(config=json.dumps({"x": f"upload:{one}"}))
+            )
+    with site.store.writing() as tx:
+        ended_us = now_us() - 50 * US_PER_DAY
+        runs.observe(tx, runs_of[1], phase=RunPhase.STOPPED.value, managed=False, ended_us=ended_us)
+    keep(site, "/v1/retention", uploads_days=60)
+    assert plan() == {never: "open", unused: "ready"}
+    assert there() == {never, fresh, unused, used, once, young}
+    retire(site.store, site.settings)
+    assert there() == {fresh, used, once, young}
+    assert not storage.place(project, unused).exists()
+    assert not (site.settings.incoming / never).exists()
+    keep(site, "/v1/projects/ours/retention", uploads_days=40)
+    retire(site.store, site.settings)
+    assert there() == {fresh, used, young}
+    noted = site.client().get("/v1/audit", params={"limit": 100}).json()["data"]
+    assert {one["resource"] for one in noted if one["actor"] == "retention"} == {
+        f"/v1/uploads/{one}" for one in (never, unused, once)
+    }

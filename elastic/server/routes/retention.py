@@ -1,11 +1,12 @@
 """Retention: for how long what runs leave is kept, and what would go now."""
 
+import itertools
 from typing import Annotated
 
 import sqlalchemy as sa
 from fastapi import APIRouter, Query, Request, Response
 
-from elastic.resources import RetentionChange, RetentionItem, RetentionPlan, RetentionPolicy
+from elastic.resources import RetentionChange, RetentionItem, RetentionPlan, RetentionPolicy, RetentionUpload
 from elastic.server.clock import rfc3339
 from elastic.server.permissions import Action
 from elastic.server.retention import RetentionRow, bytes_of
@@ -14,11 +15,12 @@ from elastic.server.routes.model_route import ModelRoute
 from elastic.server.state import ServerState
 from elastic.server.store import retention
 from elastic.server.store.database import now_us
+from elastic.server.upload_files import UploadStorage
 from elastic.server.writes import WriteResult, carry_out
 
 router = APIRouter(prefix="/v1", tags=["retention"], route_class=ModelRoute)
 ITEMS = 1_000
-Limit = Annotated[int, Query(ge=1, le=ITEMS, description="most runs to name; the sums are of these")]
+Limit = Annotated[int, Query(ge=1, le=ITEMS, description="most runs, and uploads, to name; the sums are of these")]
 _EDITS = ("precondition-failed", "precondition-required")
 
 
@@ -102,12 +104,26 @@ def _policy(row: RetentionRow) -> RetentionPolicy:
         trajectories_days=row.trajectories_days,
         checkpoints_days=row.checkpoints_days,
         logs_days=row.logs_days,
+        uploads_days=row.uploads_days,
     )
 
 
 def _plan(state: ServerState, project: str | None, limit: int) -> RetentionPlan:
     with state.store.reading() as connection:
         found = list(retention.over(connection, project, now_us()))
+        standing = UploadStorage(state.settings).standing
+        unused = retention.uploads_over(connection, project, standing, state.settings.open_upload_days)
+        uploads = [
+            RetentionUpload(
+                upload=row["id"],
+                name=row["name"],
+                project=row["project"],
+                state="ready" if stands.ready else "open",
+                last_used_at=rfc3339(last_us) or "",
+                bytes=stands.bytes,
+            )
+            for row, stands, last_us in itertools.islice(unused, limit)
+        ]
     items = [
         RetentionItem(
             run=run.id,
@@ -119,4 +135,5 @@ def _plan(state: ServerState, project: str | None, limit: int) -> RetentionPlan:
         )
         for run, parts in found[:limit]
     ]
-    return RetentionPlan(items=items, runs=len(found), bytes=sum(item.bytes for item in items))
+    freed = sum(one.bytes for one in (*items, *uploads))
+    return RetentionPlan(items=items, uploads=uploads, runs=len(found), bytes=freed)

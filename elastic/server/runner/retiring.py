@@ -1,14 +1,16 @@
 """The runner's part of retention: removes what is kept no longer, and finishes what another has begun."""
 
+import sqlalchemy as sa
 import structlog
 
 from elastic.server import ids
 from elastic.server.permissions import Action
 from elastic.server.retention import REMOVED, REMOVING, RUN, due, needed_by, remove
 from elastic.server.settings import ServerSettings
-from elastic.server.store import Store, audit, retention, runs
+from elastic.server.store import Store, audit, retention, runs, uploads
 from elastic.server.store.database import now_us
 from elastic.server.store.runs import HostedRunRow
+from elastic.server.upload_files import UploadStorage
 
 log = structlog.get_logger(__name__)
 
@@ -18,7 +20,7 @@ AT_ONCE = 100
 
 
 def retire(store: Store, settings: ServerSettings) -> bool:
-    """Remove what is over of a few runs; whether there is more. Raises `StoreUnavailable`."""
+    """Remove what is over of a few runs and uploads; whether there is more. Raises `StoreUnavailable`."""
     with store.reading() as connection:
         begun = retention.half_removed(connection)
     for run in begun:
@@ -29,7 +31,37 @@ def retire(store: Store, settings: ServerSettings) -> bool:
         run = _begin(store, id_)
         if run is not None:
             _finish(store, settings, run)
+    _retire_uploads(store, settings)
     return len(found) > AT_ONCE
+
+
+def _retire_uploads(store: Store, settings: ServerSettings) -> None:
+    """Remove uploads that were never completed, or that nobody uses. What a runner that dies leaves of their files is
+    swept by the next server."""
+    storage = UploadStorage(settings)
+
+    def over(connection: sa.Connection, project: str | None = None) -> list[sa.RowMapping]:
+        found = retention.uploads_over(connection, project, storage.standing, settings.open_upload_days)
+        return [row for row, _, _ in found]
+
+    with store.reading() as connection:
+        found = over(connection)
+    for row in found[:AT_ONCE]:
+        with store.writing() as tx:
+            if row["id"] not in {one["id"] for one in over(tx, row["project"])}:
+                continue  # Somebody has begun to use it meanwhile.
+            audit.write(
+                tx,
+                actor=ACTOR,
+                action=Action.UPLOADS_WRITE,
+                resource=f"/v1/uploads/{row['id']}",
+                project=row["project"],
+                status=204,
+                request_id=ids.new_id(ids.REQUEST),
+            )
+            uploads.remove(tx, row["id"])
+        log.info("an upload is kept no longer", upload=row["id"], project=row["project"])
+        storage.discard(row["project"], row["id"])
 
 
 def _begin(store: Store, id_: str) -> HostedRunRow | None:

@@ -210,6 +210,7 @@ retention = Table(
     Column("trajectories_days", Integer),
     Column("checkpoints_days", Integer),
     Column("logs_days", Integer),
+    Column("uploads_days", Integer),
     Column("version", Integer, nullable=False),
 )
 

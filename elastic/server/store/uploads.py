@@ -56,6 +56,14 @@ def user_of(connection: sa.Connection, project: str, id_: str) -> str | None:
     return connection.execute(naming.limit(1)).scalar()
 
 
+def last_use_us(connection: sa.Connection, project: str, id_: str) -> int:
+    """When the last run ended that named this upload, of those that are still there; 0 for none."""
+    ended = sa.select(sa.func.max(runs.c.ended_us)).where(
+        runs.c.project == project, runs.c.config.contains(id_, autoescape=True)
+    )
+    return connection.execute(ended).scalar() or 0
+
+
 def files_of(row: sa.RowMapping) -> list[UploadFile]:
     return [UploadFile(**file) for file in row["files"]]
 
