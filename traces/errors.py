@@ -1,4 +1,4 @@
-"""What is wrong with a trace, and where."""
+"""Errors in traces."""
 
 import contextlib
 import gzip
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 class TraceError(ValueError):
-    """A trace cannot be used; the message names file, line, what was found and what is allowed."""
+    """A trace cannot be used; the message names the file, the line, what was found and what is allowed."""
 
 
 def at_line(path: Path, line: int, found: str, allowed: str) -> TraceError:

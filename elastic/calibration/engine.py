@@ -1,4 +1,4 @@
-"""Measures the configured engine, in a process of its own: what it holds is given back whatever happens."""
+"""Measures the configured engine in a process of its own, whose end frees the device in any case."""
 
 import multiprocessing
 import os
@@ -100,7 +100,7 @@ def _drive(config: Config, observe: Observe, repeats: int) -> _Outcome:
 
 
 def engine_numbers(probed: Probed, settings: EngineConfig) -> EngineNumbers:
-    """What fits the probe's samples best. Raises `CalibrationError`."""
+    """The coefficients that fit the probe's samples best. Raises `CalibrationError`."""
     decodes = [sample for sample in probed.samples if sample.batch]
     if not decodes or len(decodes) == len(probed.samples):
         raise CalibrationError(

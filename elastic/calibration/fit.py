@@ -22,7 +22,7 @@ DISTINCT = 1e-3
 
 
 class FitError(ValueError):
-    """The samples do not tell what was asked for; the message says what."""
+    """The samples do not determine the coefficients; the message says what is missing."""
 
 
 class IterationSample(NamedTuple):

@@ -1,4 +1,4 @@
-"""The numbers of a profile: what was measured, and what had to be taken from another profile instead."""
+"""The numbers of a profile: measured ones, and estimates from another profile for those that were not measured."""
 
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ ENVIRONMENT_SERIAL = Number(1.0, source="elastic.runtime.rollout: all environmen
 
 
 class CalibrationError(Exception):
-    """What was measured does not show what a profile needs; the message names it."""
+    """The measurement lacks a number that a profile needs; the message names the number."""
 
 
 class EngineNumbers(msgspec.Struct, frozen=True, kw_only=True):

@@ -28,7 +28,7 @@ WAIT_S = 60.0
 TEMPERATURE = 1.0
 
 Observe = Callable[[int, int, str], None]
-"""Told what is done, of how much, and what comes next."""
+"""Called with (loads done, loads in all, the next load in words)."""
 
 
 class ProbeLoad(NamedTuple):
@@ -50,7 +50,7 @@ class Probed(NamedTuple):
     left_out: list[ProbeLoad]
     kv_tokens: int
     engine: str
-    """What was measured, in words."""
+    """The measured engine, in words."""
 
 
 def loads(settings: EngineConfig, kv_tokens: int) -> list[ProbeLoad]:
@@ -67,7 +67,10 @@ def loads(settings: EngineConfig, kv_tokens: int) -> list[ProbeLoad]:
 
 
 def _longest_context(settings: EngineConfig, kv_tokens: int, batch: int) -> int:
-    """With room for what is timed, and for what the first generate while the last are still prefilled."""
+    """The longest context that still leaves room for the iterations that are timed.
+
+    The first sequences generate while the last ones are still prefilled: their tokens need room, too.
+    """
     each = min(settings.max_context_tokens, kv_tokens // batch - settings.kv_block_tokens)
     return int((each - 2 * ITERATIONS) / (1 + batch / settings.prefill_chunk_tokens))
 

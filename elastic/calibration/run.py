@@ -1,4 +1,4 @@
-"""What a live run's journal shows: what its machine takes for everything, and how fast its engines were."""
+"""Measures a live run by its journal: how long its machine takes for each activity, and how fast its engines were."""
 
 import statistics
 from collections.abc import Callable, Iterable, Sequence
@@ -434,7 +434,7 @@ def _busy_ns(report: e.WorkerReported) -> Nanoseconds:
 
 
 def _by_age(pulls: Iterable[PullRow]) -> tuple[list[PullRow], list[PullRow]]:
-    """Each worker's first pull, and those after it that brought anything."""
+    """Splits pulls into each worker's first one and later ones that transferred bytes."""
     first: dict[str, PullRow] = {}
     later = [row for row in pulls if first.setdefault(row.worker, row) is not row and row.bytes]
     return list(first.values()), later

@@ -77,7 +77,7 @@ def journaled(journal: SqliteJournal, scheduler: Scheduler) -> Iterator[FinalSta
 
 
 class PastIncarnations(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run had done before it was resumed."""
+    """The history of a run up to its resumption."""
 
     providers: tuple[str, ...] = ()
     status: str = ""
@@ -172,7 +172,7 @@ class PreviousIncarnation(msgspec.Struct, frozen=True, kw_only=True):
         return kept | {CONTINUES: self.journal, RESUMED: self.digest}
 
     def taken_up(self) -> orchestrator.ResumePoint | None:
-        """What the next orchestrator is told."""
+        """The saved state that the next orchestrator starts from; None if it begins anew."""
         if self.state is None:
             return None
         since_ns = msgspec.json.decode(self.notes[BEGAN], type=Began).since_ns()
@@ -238,7 +238,7 @@ BUDGET_KEY, CAPS_KEY = "run.budget_usd", "run.caps"
 
 
 def configured_budget(config: Config) -> tuple[e.Event, ...]:
-    """What a run is told of its configuration as it begins."""
+    """The events by which a run learns its configured budget as it begins."""
     usd = config.run.budget_usd
     caps = [e.CapSet(command=f"{CAPS_KEY}.{name}", provider=name, gpus=gpus) for name, gpus in config.run.caps.items()]
     return (*caps, *(() if usd is None else (e.BudgetSet(command=BUDGET_KEY, usd=usd),)))

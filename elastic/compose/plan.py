@@ -45,7 +45,7 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Acquisition(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run would acquire from one provider, and what that costs at most."""
+    """The most that a run would acquire from one provider, and the most that it would cost."""
 
     provider: str
     max_workers: int
@@ -55,7 +55,7 @@ class Acquisition(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RewardCalls(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run would call for its rewards, and what that costs."""
+    """The function that a run would call for its rewards, and the price of its calls."""
 
     function: str
     concurrency: int
@@ -174,7 +174,7 @@ def read_model_config(config: Config) -> dict[str, Any]:
 
 
 def check_live(plan: RunPlan) -> None:
-    """Raises `ConfigError` for what only simulations can do yet."""
+    """Raises `ConfigError` for settings that only simulations support so far."""
     gpus = plan.config.trainer.gpus
     if gpus != 1:
         raise ConfigError(

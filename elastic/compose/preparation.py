@@ -12,7 +12,7 @@ RECIPE_FILE = "recipe"
 
 
 class Prepared(Enum):
-    """What came of preparing a base policy."""
+    """The result of preparing a base policy."""
 
     MADE = "made"
     THERE = "there"

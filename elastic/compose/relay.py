@@ -23,8 +23,9 @@ log = structlog.get_logger(__name__)
 
 
 class RunRelay(NamedTuple):
-    """Where workers pull weights: `local` those on this machine, `far` all others; `rights` say who may do what over
-    HTTP."""
+    """Where workers pull weights: `local` for those on this machine, `far` for all others. `rights` are what each token
+    may do over HTTP.
+    """
 
     local: str
     far: str

@@ -10,7 +10,9 @@ ARCHITECTURE = "Qwen3ForCausalLM"
 
 
 class ModelConfigError(ValueError):
-    """A `config.json` that this implementation cannot run; names the field, what was found, what is allowed."""
+    """This implementation cannot run this `config.json`. The message names the field, what was found and what is
+    allowed.
+    """
 
 
 class Qwen3Config(msgspec.Struct, frozen=True, kw_only=True):

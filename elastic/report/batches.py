@@ -1,6 +1,6 @@
-"""What groups came to: how old the trained tokens were, and whether what was dropped was longer than the rest.
+"""What became of groups: ages of trained tokens, and lengths of dropped groups beside those of trained ones.
 
-Dropping what is slow prefers what is short; the lengths beside each other show by how much (invariant 4).
+Dropping slow groups prefers short ones; the two lengths show by how much (invariant 4).
 """
 
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ class Batches(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def batches_of(history: History) -> Batches:
-    """Trained groups first, then those dropped, by how often for what."""
+    """Returns the trained groups' figures first, then those of dropped groups by reason, the most frequent first."""
     by_fate: dict[str, list[GroupRow]] = {}
     for row in history.rows(GroupRow):
         by_fate.setdefault(row.dropped.partition(":")[0] or TRAINED, []).append(row)

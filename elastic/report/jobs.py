@@ -51,8 +51,9 @@ class NodeSlice(msgspec.Struct, frozen=True):
 
 
 class PoolReport(msgspec.Struct, frozen=True, kw_only=True):
-    """`usd` is what all groups' nodes cost, `usd_unbilled` what of it nobody owes; `cycles` are those of the groups
-    as they were planned when the last job joined."""
+    """`usd` is the cost of all groups' nodes, `usd_unbilled` the part of it that no job is billed. `cycles` are those
+    of the groups as planned when the last job joined.
+    """
 
     policy: str
     hours: float

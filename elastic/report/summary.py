@@ -161,7 +161,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     budget: BudgetForecast | None = None
     """As they stood last."""
     notes: list[str] = msgspec.field(default_factory=list[str])
-    """What its simulation had to say of its own figures."""
+    """The simulation's remarks on its own figures."""
     joined: list[JoinedUsage] = msgspec.field(default_factory=list[JoinedUsage])
 
 

@@ -55,7 +55,7 @@ def logarithmic(scale: Scale) -> Scale:
 
 
 def drawing(width: float, height: float, label: str, *children: Markup) -> Markup:
-    """The picture; `label` is what a screen reader says."""
+    """An SVG picture. Screen readers read `label`."""
     return tag("svg", *children, viewBox=f"0 0 {width:g} {height:g}", role="img", aria_label=label)
 
 

@@ -33,7 +33,7 @@ class Table(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Figure(msgspec.Struct, frozen=True, kw_only=True):
-    """One headline number and what stands beside it."""
+    """One headline number with its label and its explanation."""
 
     name: str
     value: str
@@ -123,7 +123,7 @@ def headline(summary: Summary) -> list[Figure]:
 
 
 def warnings(summary: Summary) -> list[str]:
-    """What a reader must know before trusting the figures."""
+    """Warnings that a reader needs before trusting the figures."""
     found: list[str] = []
     if summary.simulated:
         found.append("Simulated: devices, providers and environments are models, and times are virtual.")

@@ -41,7 +41,7 @@ class LeaseTime(NamedTuple):
 
 
 class CommandedRun(Protocol):
-    """What is at the run now: an incarnation."""
+    """The run's present incarnation, as commands need it."""
 
     up: bool
     over: bool
@@ -112,7 +112,7 @@ def billed_usd(
     release_timeout_ns: Nanoseconds,
     excused: Sequence[Interval],
 ) -> float:
-    """What the provider bills, without the `excused` time and what comes after a release's limit."""
+    """The provider's bill, without `excused` time and without the time after a release's limit."""
     usd_per_ns = provider.usd_per_gpu_hour * provider.gpus_per_worker / NS_PER_HOUR
     counted_ns = 0
     for time in times:

@@ -37,7 +37,7 @@ class SimulatedFaultKind(StrEnum):
     BLACKOUT = "blackout"
     """Every elastic provider takes everything at once and has nothing for a while."""
     SILENT_PROVIDER = "silent_provider"
-    """A provider neither hears nor says anything for a while; what it does meanwhile it says late."""
+    """A provider is cut off for a while: it hears nothing, and its events arrive late."""
     REWARDS_DOWN = "rewards_down"
     """Every function that scores is unavailable for a while."""
     TRAINER_KILLED = "trainer_killed"
@@ -113,7 +113,7 @@ class FaultInjector:
 
 
 class SimulatedSurroundings(Protocol):
-    """What every model of a world is given: time, chance, and what goes wrong."""
+    """The part of a world that every model uses: its clock, its random numbers and its faults."""
 
     seed: int
     settings: WorldSettings

@@ -63,7 +63,7 @@ class SliceSeen(msgspec.Struct, frozen=True):
 
 
 class _SimulatedJob:
-    """The process of one job: what it is at, and what of a phase is left to do."""
+    """The process of one job: its present phase, and how much of that is left."""
 
     def __init__(self, arrival: Arrival) -> None:
         self.arrival = arrival

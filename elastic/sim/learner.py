@@ -9,7 +9,7 @@ Order: TypeAlias = c.TrainGroup | c.UpdateWeights
 
 
 class LearnerViolated(AssertionError):
-    """The trainer was told to learn what it may not."""
+    """The trainer was ordered to train a group that it must not train."""
 
 
 class Learner:
@@ -25,7 +25,7 @@ class Learner:
         self._learnt: list[c.TrainGroup] = []
         self._saved: list[c.TrainGroup] = []
         self._ever: list[c.TrainGroup] = []
-        """What any process of this run has learnt."""
+        """Groups that any incarnation of this run has trained."""
 
     @property
     def trajectories(self) -> dict[TrajectoryId, int]:
@@ -66,7 +66,7 @@ class Learner:
         self.version, self._learnt = self.checkpoint, list(self._saved)
 
     def begin_anew(self) -> None:
-        """Nobody knows any more what was learnt after the checkpoint."""
+        """Forgets what was learnt after the last checkpoint, as a trainer does that starts from it."""
         self._ever = list(self._saved)
 
 

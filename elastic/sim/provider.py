@@ -36,7 +36,7 @@ class SimulatedLease:
 
 
 class ProviderSurroundings(SimulatedSurroundings, Protocol):
-    """What a provider sees of its world."""
+    """The part of the world that a provider's model uses."""
 
     def listener(self) -> Callable[[e.Event], None]:
         """Where the orchestrator's process of now hears; it stays deaf once that process is gone."""
@@ -92,7 +92,7 @@ class SimulatedProvider:
         return [e.LeaseEnded(lease=lease, cause=cause, detail="while nobody listened")]
 
     def offer(self) -> None:
-        """Say what can be had now."""
+        """Announces the provider's free capacity."""
         open_ = self._world.loop.now_ns >= self._closed_until_ns
         self._tell(
             e.OfferChanged(

@@ -12,7 +12,7 @@ from elastic.core.types import FinishReason, LeaseId, Nanoseconds, TrajectoryId,
 
 
 class RecordViolated(AssertionError):
-    """What the core did contradicts what has happened."""
+    """A command of the core contradicts the world's own record of what has happened."""
 
 
 @dataclass(slots=True)

@@ -146,7 +146,7 @@ class SimulatedRollouts:
             episode.over = True
 
     def drop(self, trajectories: Sequence[TrajectoryId]) -> None:
-        """Their group is not trained on: nobody keeps what they have come to."""
+        """Notes that these trajectories' group is not trained on. Their results are not kept."""
         self._dropped.update(trajectories)
 
     def _think(self, trajectory: TrajectoryId) -> None:

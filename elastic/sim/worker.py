@@ -63,10 +63,10 @@ class Session(Protocol):
 
 
 class WorkerSurroundings(SimulatedSurroundings, Protocol):
-    """What a worker sees of its world."""
+    """The part of the world that a worker's model uses."""
 
     def answering(self) -> Session | None:
-        """Whom a worker reaches that dials; None while nobody is there."""
+        """The orchestrator's end of a new connection; None while no orchestrator runs."""
         ...
 
     def note_weights(self, worker: WorkerId, version: int, *, genuine: bool) -> None:
@@ -157,7 +157,7 @@ class SimulatedWorker:
         self._act(self._report)
 
     def lie(self) -> bool:
-        """Say what is not true until the gateway refuses it."""
+        """Sends lies until the gateway refuses the worker."""
         if not self._connected or not self.alive or self.frozen:
             return False
         plan = self._world.settings.plan

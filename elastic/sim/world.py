@@ -183,7 +183,9 @@ class SimulatedWorld:
         return self.run if self.run.up else None
 
     def listener(self) -> Callable[[e.Event], None]:
-        """Nobody, while no process is up: the next one asks providers for what they have."""
+        """Where a provider's events go. While no orchestrator runs they are lost: the next one asks providers for their
+        state.
+        """
         return self.run.feed
 
     def next_epoch(self, worker: WorkerId) -> int:

@@ -1,1 +1,1 @@
-"""What tests of engines need, ours and third parties'."""
+"""Helpers for tests of engines, of this distribution and of others."""

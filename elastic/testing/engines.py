@@ -67,7 +67,7 @@ class EngineUnderTest:
     block_tokens: int = 8
     """A size of KV blocks that it can have."""
     spare_blocks: int = 0
-    """Of its KV blocks, those that it never gives to a turn."""
+    """KV blocks that the engine never gives to a turn."""
     tolerance: float = 2e-4
     """How far a log-probability may be from that of the same model in float32."""
     has_pacing: bool = True

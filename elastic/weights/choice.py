@@ -34,7 +34,7 @@ class Cost(NamedTuple):
     decode_change_ns: float
 
     def stages_s(self, change: "ExpectedChange") -> tuple[float, float]:
-        """What the trainer's side takes for a bucket, and what the worker's takes to decode it."""
+        """Seconds that the trainer takes to encode a bucket, and that a worker takes to decode and apply it."""
         encode_ns = (COPY_NS + self.encode_element_ns) * change.elements + self.encode_change_ns * change.changed
         decode_ns = self.decode_element_ns * change.elements + self.decode_change_ns * change.changed
         return encode_ns / 1e9, decode_ns / 1e9

@@ -46,7 +46,7 @@ class WeightsClient:
         self._puller: Puller | None = None
         self._relay: Relay | None = None
         self._source: RelaySource | None = None
-        """What the puller reads, and whom it believes."""
+        """The relay that the puller reads, and the key whose signatures it accepts."""
         self._staged: tuple[RelaySource, StagedVersion, WeightChanges | None] | None = None
         self._received_before = 0
         """By pullers of before this one."""
@@ -94,7 +94,7 @@ class WeightsClient:
         return self._received_before + (0 if puller is None else puller.received_bytes)
 
     def audit(self) -> bool:
-        """Whether what is held is what it should be; if not, the next `stage` replaces it. Blocks, mostly asleep."""
+        """Returns whether the held weights verify; if not, the next `stage` replaces them. Blocks, mostly asleep."""
         puller = self._puller
         return puller is None or not puller.audit(rest=_rest)
 

@@ -106,7 +106,7 @@ class DeltaBegun(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PartOf(msgspec.Struct, frozen=True, kw_only=True):
-    """What a part belongs to."""
+    """Identifies the delta and the rank that a part belongs to."""
 
     run: str
     version: Natural

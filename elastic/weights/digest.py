@@ -18,7 +18,7 @@ PIECE_BYTES = 4 << 20
 """Of a keyframe. Part of the format: another size gives other digests."""
 
 THREADS = min(4, os.cpu_count() or 1)
-"""That hash what is in memory already."""
+"""Threads that hash pieces which are in memory already."""
 
 
 def digest_of(*parts: Buffer) -> str:

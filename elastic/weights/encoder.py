@@ -221,7 +221,9 @@ class DeltaEncoder:
         claim(self._relay, part_key(begun.version, begun.base_version, self._share.rank), self._key.seal(part))
 
     def begin(self, base: Version, version: int) -> DeltaBegun:
-        """What the delta will be; the first rank tells everybody."""
+        """Returns the delta's layout, without its content. The first rank also puts it on the relay, for workers that
+        follow.
+        """
         ends = tile_ends(base.tensors, self._settings.tile_elements)
         spans = bucket_tiles(ends, self._settings.bucket_elements, breaks(self._share.cells) if self._share else ())
         begun = DeltaBegun(

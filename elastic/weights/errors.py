@@ -46,7 +46,7 @@ class RelayUnavailable(RelayError):
 
 
 class WeightsCorrupted(WeightsError):
-    """Never served; the message says what was found and what was expected."""
+    """Weights did not verify, and are never served. The message says what was found and what was expected."""
 
 
 class WeightsForged(WeightsCorrupted):

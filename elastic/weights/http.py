@@ -19,7 +19,7 @@ ANSWER_TIMEOUT_S = 60.0
 """Longest time for an answer's body, however steadily it trickles."""
 
 CHUNK_BYTES = 1 << 20
-"""What is copied at once of what is sent."""
+"""Bytes of a request's body that are copied at a time."""
 
 _ERRORS = {
     400: InvalidKey,

@@ -55,7 +55,7 @@ def bucket_tiles(
 def changed_by_tensor(
     tensors: Sequence[TensorEntry], ends: npt.NDArray[np.int64], changed: npt.NDArray[np.int64]
 ) -> tuple[int, ...]:
-    """Changed elements of each tensor, from those of each tile."""
+    """Sums the changed elements of tiles to those of tensors."""
     tensor_ends = np.cumsum([math.prod(tensor.shape) for tensor in tensors], dtype=np.int64)
     last_tiles = np.searchsorted(ends, tensor_ends, side="right")
     totals = np.concatenate([[0], np.cumsum(changed)])

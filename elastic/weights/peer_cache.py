@@ -90,7 +90,8 @@ class PeerCacheRelay:
         self._lock = threading.Lock()
         self._fetching = 0
         self._proven = self._overtaken = False
-        """Whether nobody was faster at the last piece, and whether somebody was."""
+        """Whether the last piece came from the far relay by this worker's own request, and whether another worker was
+        faster."""
         self._without_until_s = 0.0
 
     def get(self, key: str, start: int = 0, length: int | None = None) -> bytes:
@@ -221,13 +222,13 @@ class PeerCacheRelay:
         return bytes(content)
 
     def _faster(self, piece: str) -> bytes | None:
-        """What somebody else brought meanwhile."""
+        """Returns the piece if another worker has put it into the site's cache by now."""
         with suppress(RelayError):
             return self._found(piece)
         return None
 
     def _give_up(self, claim: str | None) -> None:
-        """Whoever waits for the piece is to fetch it now."""
+        """Withdraws the claim: workers that wait for the piece fetch it now."""
         if claim is not None:
             with suppress(RelayError):
                 self._near.delete(claim)

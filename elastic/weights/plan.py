@@ -1,4 +1,4 @@
-"""Which objects a worker pulls to get from what it holds to what it is to serve. Pure."""
+"""Plans a pull: the objects that lead from the version a worker holds to the one it is to serve. Pure."""
 
 import heapq
 from collections.abc import Collection, Iterable

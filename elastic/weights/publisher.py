@@ -85,7 +85,7 @@ class Publisher:
         self._anchor: Version | None = None
         self._mirror: Mirror | None = None
         self._updates: set[PublishedUpdate] = set()
-        """What this publisher has put, and not deleted since; what else is listed is not its own."""
+        """Updates that this publisher has put and not deleted. Anything else on the relay is not its own."""
         self._answered = -1, 0.0
         """The version of the last keyframe on request, and when that was."""
         self._keyframe_version = 0
@@ -178,14 +178,16 @@ class Publisher:
             later.result(LATER_TIMEOUT_S)
 
     def _end_background(self) -> None:
-        """What is done there is for newcomers and the disk; what failed is due again with this version."""
+        """Waits for the background. Its failures are logged only: merged deltas and keyframes are due again with this
+        version.
+        """
         try:
             self.wait()
         except WeightsError:
             log.warning("merged delta, keyframe or collection of garbage failed", exc_info=True)
 
     def close(self) -> None:
-        """Finish what is under way, whatever becomes of it."""
+        """Waits for background work to end. Its errors are ignored."""
         self._executor.shutdown(wait=True)
 
     def _publish_first(
@@ -238,7 +240,9 @@ class Publisher:
             self._updates.difference_update(update for update in own if update.version in deleted)
 
     def _put_keyframe(self, held: Version) -> None:
-        """A relay leaves alone what is there already and right, so that nobody who pulls it is interrupted."""
+        """Puts a keyframe of the held version. One that lies there already and is right stays, so that pulls of it go
+        on.
+        """
         try:
             self._put_keyframe_once(held)
         except BlobConflict as error:

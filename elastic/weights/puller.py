@@ -85,7 +85,7 @@ class Puller:
 
     @property
     def resident(self) -> ResidentWeights | None:
-        """What is held: always one whole version, since what was begun is finished first."""
+        """The version held, always a whole one: a version that is half written is completed first."""
         if (staged := self._writing) is not None:
             staged.write()
             self._resident, self._writing = staged.weights, None
@@ -221,7 +221,7 @@ class Puller:
         self._refused.append(WeightsRefusal(what, reason))
 
     def _refusals(self) -> tuple[WeightsRefusal, ...]:
-        """Those that nobody was told of yet; any thread may add to them."""
+        """Returns the refusals since the last call, and forgets them. Any thread may add refusals meanwhile."""
         told = tuple(self._refused)
         del self._refused[: len(told)]
         return told
@@ -332,7 +332,11 @@ class Puller:
     def _pull_delta(
         self, base: ResidentWeights, update: PublishedUpdate, reading: Reading, overwrites: list[Overwrite] | None
     ) -> ResidentWeights:
-        """What `update` makes of `base` after `overwrites`, to which it adds its own; without those it writes now."""
+        """Applies the delta `update` to `base`, changed by `overwrites`.
+
+        With `overwrites` the new patterns are added to them and `base` stays as it is; with None they are written at
+        once.
+        """
         assert update.base is not None
         key = delta_manifest_key(update.version, update.base)
         begun, found = reading.delta(update.version, update.base)
@@ -386,7 +390,7 @@ def _named(update: PublishedUpdate) -> str:
 def pull(
     relay: Relay, trust: Trust, version: int, *, timeout_s: float = 30.0, chunk_bytes: int = CHUNK_BYTES
 ) -> dict[str, Tensor]:
-    """`version` for somebody who holds nothing; see `Puller.pull`. Blocks the caller's thread."""
+    """Pulls `version` from a keyframe on, holding nothing before; see `Puller.pull`. Blocks the caller's thread."""
     return Puller(relay, trust, chunk_bytes=chunk_bytes).pull(version, timeout_s)
 
 

@@ -195,6 +195,6 @@ class _There:
 
 
 def _from_anywhere(order: Sequence[int]) -> list[int]:
-    """The same, beginning somewhere else each time: of those who fetch the same, each then fetches another part."""
+    """The order, rotated at random: workers of one site that fetch the same blob then begin with different pieces."""
     first = random.randrange(len(order)) if order else 0
     return [*order[first:], *order[:first]]

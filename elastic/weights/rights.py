@@ -16,12 +16,12 @@ REQUESTS_OPEN = 8
 """A worker's requests that the trainer has not answered yet; an honest one has one or two."""
 
 REQUEST_BYTES = 256
-"""The largest request. Those of today are empty."""
+"""The largest request in bytes. Requests are empty so far."""
 
 
 @dataclass
 class Bearer:
-    """Who bears a token, and what it has asked for that is not answered yet."""
+    """The holder of a token, with its requests that are not answered yet."""
 
     name: str
     owner: bool

@@ -34,7 +34,10 @@ _Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 def relay_app(relay: Relay, rights: RelayRights, blob_bytes_max: int = BLOB_BYTES_MAX) -> Starlette:
-    """An ASGI application for `relay`, for whom it has `rights`: 401 for strangers, 403 for what one may not do."""
+    """An ASGI application that serves `relay` to holders of tokens, as `rights` says.
+
+    Answers 401 to unknown tokens, and 403 to requests that a token does not allow.
+    """
 
     async def list_keys(request: Request, bearer: Bearer) -> Response:
         return JSONResponse(await run_in_threadpool(relay.list_keys, request.query_params.get("prefix", "")))

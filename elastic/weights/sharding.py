@@ -35,7 +35,7 @@ class Box(NamedTuple):
         return self.tensor == other.tensor and self.overlap(other) == other
 
     def overlap(self, other: "Box") -> "Box | None":
-        """What both have, None if nothing."""
+        """The common part of two boxes; None where they do not meet."""
         begin = tuple(map(max, self.begin, other.begin))
         end = tuple(map(min, self.end, other.end))
         apart = self.tensor != other.tensor or any(b >= e for b, e in zip(begin, end, strict=True))
@@ -82,7 +82,7 @@ class Cell(NamedTuple):
 
 
 def whole(shapes: Mapping[str, Shape]) -> Shard:
-    """The shard of who holds everything."""
+    """The shard that holds every tensor whole."""
     return {name: LocalTensor(shape, (whole_box(name, shape),)) for name, shape in shapes.items()}
 
 
@@ -145,9 +145,9 @@ def _check_boxes(shapes: Mapping[str, Shape], ranks: Iterable[Mapping[str, Seque
 
 
 def needed(boxes: Iterable[Box], shard: Shard) -> list[bool]:
-    """Which of `boxes`, a version's cells, somebody with `shard` has to pull: those that overlap what it hosts.
+    """Returns for each of `boxes`, a version's cells, whether `shard` overlaps it and so needs it.
 
-    Raises `ValueError` for something that it hosts and that is not in them.
+    Raises `ValueError` where the cells do not cover the shard.
     """
     hosted = _boxes_by_tensor(shard)
     missing = {mine: mine.elements for several in hosted.values() for mine in several}

@@ -96,7 +96,7 @@ def _locked(place: Path, flags: int) -> Iterator[None]:
 
 
 def _remove_leftover(place: Path) -> None:
-    """Unless somebody holds it; others' cannot be opened."""
+    """Removes the place unless a process holds its lock. Places of other users cannot be opened and stay."""
     with contextlib.suppress(OSError), _locked(place, fcntl.LOCK_EX | fcntl.LOCK_NB):
         shutil.rmtree(place, ignore_errors=True)
 

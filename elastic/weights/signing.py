@@ -53,7 +53,7 @@ class SigningKey:
     def __init__(self) -> None:
         self._private = Ed25519PrivateKey.generate()
         self.public = self._private.public_key().public_bytes_raw().hex()
-        """What workers need to verify, in hexadecimal."""
+        """The public key, in hexadecimal: workers verify signatures with it."""
 
     def seal(self, record: Signable) -> bytes:
         return self.seal_body(record.signed_as, msgspec.json.encode(record))

@@ -41,7 +41,7 @@ def collect_garbage(
 
 
 def discard_all(relay: Relay) -> list[int]:
-    """Delete every version, complete or not: nobody believes any more what a trainer published that is gone."""
+    """Deletes every version, complete or not: its trainer is gone, and workers no longer accept its signature."""
     return _delete(relay, lambda version: True)
 
 

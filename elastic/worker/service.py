@@ -333,7 +333,7 @@ class Service:
         self._loading = self._tasks.create_task(self._load(order, self._connection, again))
 
     async def _audit(self) -> None:
-        """Have what was pulled looked over now and then, and what is wrong replaced at once."""
+        """Audits the held weights now and then, and has wrong ones replaced at once."""
         while True:
             await asyncio.sleep(AUDIT_PAUSE_S)
             try:

@@ -101,7 +101,7 @@ class ServingHost:
         self._loan: _Loan | None = None
         self._ended = ("", "")
         self.heard_s = time.monotonic()
-        """When somebody who shows the token has last asked or ordered anything."""
+        """When a request with the right token came last (monotonic)."""
 
     def report(self) -> LoadReport:
         order = self._loan.order if self._loan else None

@@ -75,7 +75,7 @@ class TokenStream:
         self._send(wire.Tokens(declined))
 
     def running(self, orders: Iterable[wire.Abort]) -> list[str]:
-        """Request ids of those turns that still run."""
+        """The engine's request ids of these turns, of those that still run."""
         return [request_id for order in orders if (request_id := self._request_id(order)) in self._turns]
 
     def all_running(self) -> list[str]:
@@ -104,7 +104,7 @@ class TokenStream:
         await self._idle.wait()
 
     def flush(self) -> None:
-        """Hand over what there is."""
+        """Hands over all tokens that are waiting."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -58,7 +58,7 @@ async def run_trainer_host(ticket: Ticket, config: Config, run_dir: Path, resume
 
 
 class PolicyTrainer(Protocol):
-    """What learns: `elastic.trainer.trainer.GRPOTrainer`, say."""
+    """The learning algorithm, such as `elastic.trainer.trainer.GRPOTrainer`."""
 
     @property
     def version(self) -> int: ...

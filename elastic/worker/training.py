@@ -32,7 +32,7 @@ class Trainer(Protocol):
 
     timeout_s: float
     publisher: str
-    """The public key of what it publishes, once there is an engine."""
+    """The public key that its versions are signed with, once there is an engine."""
 
     def load_policy(self, engine: RolloutEngine) -> None:
         """Before the worker is ready: bring the trainer's current weights into its engine. Blocks."""
@@ -62,12 +62,12 @@ class Trainer(Protocol):
         ...
 
     def published(self) -> wire.PublishedFrame:
-        """What it took to put the last step's version on the relay, once it is there. Blocks; raises what failed."""
+        """Waits until the last step's version is on the relay, and returns what that took. Raises what failed."""
         ...
 
 
 class Training:
-    """A trainer at work. What it does itself is said with `send`; its tasks are the caller's, who makes them."""
+    """Runs a trainer's orders. Messages of its own go through `send`; the caller owns its tasks."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class Training:
         self._failed: wire.TrainerFailedFrame | None = None
 
     async def begin(self) -> None:
-        """Have the engine serve what is trained."""
+        """Loads the policy in the trainer and in its engine."""
         await self._device.run(self._trainer.timeout_s, self._trainer.load_policy, self._engine)
 
     def ready(self) -> wire.Ready:
@@ -96,7 +96,7 @@ class Training:
         return wire.Ready(self._engine.capabilities, stands.version, key, list(stands.groups), sorted(stands.slots))
 
     def resumed(self, welcome: wire.Welcome) -> None:
-        """Another connection has been announced: nobody may have heard what was said last on the one before."""
+        """Repeats the last announcements on a new connection: they may have been lost with the old one."""
         self._trainer.follow(welcome)
         if self._publishing is not None:
             self._tell_of_publication()

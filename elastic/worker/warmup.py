@@ -1,4 +1,6 @@
-"""What a process needs before it can be a worker: imported, compiled and run once while nobody pays for it."""
+"""Prepares a process for its work as a worker, before its lease costs anything: imports, compiles and runs everything
+once.
+"""
 
 import threading
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Where a worker gets its weights: what the orchestrator says, by way of what its host is said to have."""
+"""Completes the orchestrator's weights source with the machine's own cache (`ELASTIC_SITE`)."""
 
 import os
 

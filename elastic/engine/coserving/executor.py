@@ -317,7 +317,7 @@ class CoServing:
         return run
 
     def _hand_to(self, user: str | None) -> None:
-        """Who computes from now on."""
+        """Gives the device to "serving" or "rollout", or takes it from both (None)."""
         with self._changed:
             self._usage.hand_to(user, time.monotonic_ns())
 

@@ -54,7 +54,7 @@ class Tokenizer(Protocol):
 
 class Detokenizer(Protocol):
     def __call__(self, token_ids: Sequence[int]) -> str:
-        """The text that these tokens add to those before them."""
+        """The text that these tokens add to that of the tokens before them."""
         ...
 
 
@@ -80,7 +80,7 @@ class NoTokenizer:
 
 
 class Generator(Protocol):
-    """What the front needs of an engine."""
+    """The part of an engine that the front uses."""
 
     @property
     def closed(self) -> bool: ...
@@ -91,7 +91,7 @@ class Generator(Protocol):
 
 
 class ModelCard(BaseModel):
-    """What the endpoint serves."""
+    """The model that the endpoint serves, and its limits."""
 
     model_config = ConfigDict(frozen=True)
 

@@ -1,4 +1,6 @@
-"""The shared KV memory: one pool, the memory policy's budget, and who has to make room for whom."""
+"""The KV memory that two models share: one pool of pages, divided by the memory policy. Serving takes pages back from
+rollouts.
+"""
 
 import time
 from collections import deque
@@ -21,7 +23,7 @@ CARRIED_SAMPLES = 20
 
 
 class PageHolder(Protocol):
-    """What the shared memory needs of an engine."""
+    """The part of an engine that the shared memory uses."""
 
     pool: LeasedBlocks
 
@@ -34,7 +36,7 @@ class PageOwner(PageHolder, Protocol):
 
 class PageBorrower(PageHolder, Protocol):
     def tidy(self) -> None:
-        """Give back what nobody uses any more."""
+        """Returns unused pages to the pool."""
         ...
 
     def give_back(self, most_pages: int) -> None:
@@ -66,7 +68,7 @@ class SharedMemory:
 
     @property
     def most_rollout_pages(self) -> int:
-        """What rollouts may have while serving needs nothing."""
+        """The most pages that rollouts may have, which is while serving needs none."""
         return self._policy.begin_step(self.usable, ()).pages
 
     @property
@@ -92,7 +94,7 @@ class SharedMemory:
         self._recent.extend(latest)
 
     def share(self, now_ns: Nanoseconds) -> None:
-        """Take back what nobody uses, look at serving's use, and let the policy act on it."""
+        """Returns unused pages, and lets the memory policy share the pool anew by serving's present use."""
         if self.serving is not None:
             self.serving.pool.trim()
         self._ask_rollout(lambda rollout: rollout.tidy())
@@ -115,7 +117,10 @@ class SharedMemory:
 
     @contextmanager
     def _serving_growing(self, pages: int) -> Iterator[None]:
-        """Around serving's mapping of so many pages: rollouts give up what it lacks, and what its new use forbids."""
+        """Makes room before serving maps so many pages, and applies the policy to its new use afterwards.
+
+        Rollouts give up what is lacking.
+        """
         assert self.serving is not None
         needed_since_ns = self.serving.needed_since_ns()
         gave_back = pages > self._free and self._observe(pages)

@@ -18,7 +18,7 @@ FORMAT = 1
 
 
 class CostProfileError(Exception):
-    """A profile cannot be used; the message names the file, what it is for and what was wanted."""
+    """A profile cannot be used; the message names the file, its device and models, and those that were wanted."""
 
 
 class Grid(msgspec.Struct, frozen=True):
@@ -94,7 +94,7 @@ class CostModel:
         return int(sum(self.parts_ns(shape)))
 
     def parts_ns(self, shape: Shape) -> tuple[float, float]:
-        """Of the iteration, what prefill takes and what decoding takes."""
+        """How long the iteration's prefill takes, and how long its decoding."""
         prefill, decode = self._profiled(shape)
         return prefill * self.prefill_factor, decode * self.decode_factor
 

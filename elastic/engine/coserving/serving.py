@@ -62,7 +62,7 @@ class SharedServingEngine(SharedDeviceEngine):
         return self._arrivals_ns[placing.request.request_id]
 
     def view(self, now_ns: Nanoseconds) -> ServingView:
-        """What admission decides on."""
+        """The state of serving that an admission policy decides on."""
         if not self._cost:
             return ServingView(now_ns=now_ns)
         cost, chunk = self._cost, self.settings.prefill_chunk_tokens

@@ -141,7 +141,7 @@ class SharedDeviceEngine(ControlledEngine):
 
     @property
     def device_bytes(self) -> int:
-        """What the model holds of the device's memory."""
+        """Bytes of the device's memory that the model holds."""
         return self._runner.device_bytes
 
     @property
@@ -429,7 +429,7 @@ class SharedDeviceEngine(ControlledEngine):
 
 
 def shape_of(work: Sequence[Work]) -> Shape:
-    """What an iteration costs, before it is committed."""
+    """The shape of an iteration that is not committed yet: from it its cost is estimated."""
     prefills = [Prefill(item.sequence.computed, item.token_count) for item in work if not decodes(item.sequence)]
     contexts = [item.sequence.computed for item in work if decodes(item.sequence)]
     return Shape(prefills, len(contexts), max(contexts, default=0))

@@ -1,4 +1,4 @@
-"""What a model on a shared device is, and what it may hold."""
+"""A model that shares a device with another one: its architecture, its settings, and how much memory it may hold."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager

@@ -26,7 +26,7 @@ class UsageMeter:
         self._spent_ns: Counter[tuple[str | None, bool]] = Counter()
 
     def hand_to(self, user: str | None, now_ns: Nanoseconds) -> None:
-        """From now on "serving" or "rollout" computes, or nobody."""
+        """Counts time from `now_ns` on for "serving", for "rollout", or for neither (None)."""
         self._settle(now_ns)
         self._user = user
 

@@ -107,7 +107,7 @@ class PageSpace:
         self._unmapped = list(range(pool.total))
         heapify(self._unmapped)
         self.physical: dict[int, int] = {}
-        """Virtual page → physical page, for what is mapped."""
+        """Physical page of each mapped virtual page."""
 
     def __len__(self) -> int:
         """How many pages are mapped."""

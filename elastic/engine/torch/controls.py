@@ -34,7 +34,7 @@ class WeightsOrder(NamedTuple):
     mode: WeightMode
     applied: Future[None]
     patch: Patch | None = None
-    """What takes the weights of `patch.base` to these."""
+    """The change from the weights of `patch.base` to these."""
 
 
 class EngineControls:

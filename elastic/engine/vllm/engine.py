@@ -93,7 +93,7 @@ class VllmEngine:
         self._served_sink: ChunkSink | None = None
         self._alive: dict[str, _Live] = {}
         self._waiting: list[m.Submit] = []
-        """What came while there was no process."""
+        """Requests that came while no vLLM process was there."""
         self._asleep = False
         self._closed = False
         self._broken = ""
@@ -280,7 +280,7 @@ class VllmEngine:
     # vLLM's process
 
     def _start(self) -> tuple[m.Up, "subprocess.Popen[bytes]", m.Line]:
-        """Raises `ValueError` that says what vLLM says."""
+        """Starts vLLM's process. Raises `ValueError` with vLLM's own message."""
         ours, theirs = socket.socketpair()
         environment = {
             **_DEFAULTS,
@@ -376,7 +376,7 @@ class VllmEngine:
         }
 
     def _watch(self) -> None:
-        """Take what vLLM says, from one process after the other."""
+        """Reads messages of vLLM's process; when it dies, of its successor."""
         while not self._closed:
             line = self._line
             if line is not None:
@@ -506,7 +506,7 @@ class VllmEngine:
                 pass
 
     def _note(self, iteration: m.Iterated) -> tuple[list[TokenChunk], list[TokenChunk]]:
-        """The iteration's chunks: those of turns, and those of serving's requests."""
+        """Splits the iteration's chunks into those of rollout turns and those of serving's requests."""
         chunks: list[TokenChunk] = []
         served: list[TokenChunk] = []
         with self._changed:
@@ -691,7 +691,7 @@ def _how(process: "subprocess.Popen[bytes]") -> str:
 
 
 def _remedy(reason: str) -> str:
-    """What would mend it, where that is known."""
+    """A hint for the user, for reasons that are known; else empty."""
     if "memory" in reason.lower():
         return "; fewer engine.kv_blocks or a smaller engine.vllm.gpu_memory_utilization take less"
     if "block size" in reason:

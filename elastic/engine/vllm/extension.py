@@ -86,7 +86,7 @@ class RankWeights:
         self._write(load_file(path))
 
     def rewrite(self) -> None:
-        """What is held, into a model whose weights were freed."""
+        """Writes the held weights again, into a model whose weights were freed."""
         if self._written is not None:
             self._write(self._written)
 

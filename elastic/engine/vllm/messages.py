@@ -82,7 +82,7 @@ ToVllm: TypeAlias = Begin | Submit | AbortRequests | Prefetch | LoadVersion | Sl
 
 
 class Up(_PipeMessage, frozen=True):
-    """The engine stands. `device` is what it computes on."""
+    """vLLM is up. `device` is the name of the device that it computes on."""
 
     device: str
     max_context_tokens: int
@@ -174,6 +174,6 @@ class Line:
         return self._decoder.decode(self._connection.recv_bytes())
 
     def hang_up(self) -> None:
-        """End the connection for both ends, whoever waits on it."""
+        """Ends the connection. A thread at either end that waits on it wakes with an error."""
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as end:
             end.shutdown(socket.SHUT_RDWR)

@@ -89,7 +89,7 @@ class VllmProcess:
         self._turns: dict[str, _Turn] = {}
         self._by_key: dict[str, _Turn] = {}
         self._held: dict[str, _Turn] = {}
-        """Those that vLLM does not have yet, in order."""
+        """Turns that vLLM does not have yet, in order."""
         self._orders: list[m.LoadVersion] = []
         self._jobs: dict[int, float] = {}
         """Calls whose work goes on beside the model, with when it began."""
@@ -368,7 +368,7 @@ class VllmProcess:
         self._by_key.pop(turn.key, None)
 
     def _watch_schedule(self) -> None:
-        """vLLM's step does not say what it computed; what its scheduler planned does."""
+        """Notes what vLLM's scheduler plans for each step: the step's own result does not say what it computed."""
         schedule = self._core.scheduler.schedule
 
         def watched(*arguments: Any) -> Any:

@@ -27,7 +27,7 @@ class _Row(NamedTuple):
     signed_seed: int
     start: int
     output: list[int]
-    """vLLM's own list of what it has generated, which grows."""
+    """vLLM's own list of generated tokens, which grows."""
 
 
 class NoiseRows(LogitsProcessor):

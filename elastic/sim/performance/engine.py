@@ -34,7 +34,7 @@ class Job:
     trajectory: str
     shared: str
     context: int
-    """Tokens of the prompt and those accepted already."""
+    """Tokens of the prompt and of the answer, as far as it was accepted."""
     start: int
     length: int
     longest: int
@@ -44,7 +44,7 @@ class Job:
     reported: int = field(init=False)
     admissions: int = 0
     cached: int = 0
-    """What its first admission found in the prefix cache."""
+    """Tokens that its first admission found in the prefix cache."""
     cacheable: bool = True
     decoding: bool = False
     joined: int = 0
@@ -52,7 +52,7 @@ class Job:
     prefill_left: int = 0
     prefilled: int = 0
     prompt: Prompt | None = None
-    """While it runs: what it shares, which counts once for all."""
+    """The prompt that it shares with others while it runs; its KV memory counts once for all of them."""
     behind: int = 0
     """How many of its tokens are in there."""
     running: bool = False
@@ -278,7 +278,7 @@ class EngineModel:
         self._charge()
 
     def flush(self, unsent_ns: Nanoseconds = 0) -> None:
-        """Send what there is; with `unsent_ns` without what was generated within that last time."""
+        """Sends all generated tokens; with `unsent_ns`, without those of that last stretch of time."""
         self._settle()
         held = 0
         if unsent_ns and self._span is not None and self._span.first_s > 0:

@@ -31,7 +31,7 @@ class Trajectory:
 
     @property
     def token_ids(self) -> list[int]:
-        """Nobody knows them here."""
+        """Always empty: performance worlds count tokens and have no ids."""
         return []
 
     @property
@@ -49,7 +49,7 @@ class ModelledTurn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentSettings:
-    """What turns may have, and what the function that scores takes, if one does.
+    """Limits of turns, and the reward function if there is one.
 
     Environments `take_time` as the profile says, besides the latencies of their turns.
     """
@@ -90,7 +90,7 @@ class Environments(OneIncarnation):
         self._free_ns: Nanoseconds = 0
 
     def job(self, command: c.StartTurn) -> Job | None:
-        """What a worker does that is told so now; None if nobody waits for the turn any more."""
+        """The job of a worker that gets this command now; None if the turn has ended."""
         turn = self._turns.get(command.turn)
         if turn is None:
             return None

@@ -34,7 +34,7 @@ BOOT_KEYS = {TrainerMarket: "trainer_boot_s", ServingMarket: "serving_boot_s"}
 
 
 class LaunchWorld(Protocol):
-    """What a provider sees of its world."""
+    """The part of the world that a launcher uses."""
 
     loop: EventLoop
 

@@ -123,7 +123,7 @@ class ComputedProfile(Profile, frozen=True, kw_only=True):
 
 
 class Device(msgspec.Struct, frozen=True, kw_only=True):
-    """What the workers of one provider are."""
+    """The hardware of one provider's workers."""
 
     profile: Profile
     rates: EngineRates
@@ -178,7 +178,7 @@ def read_profile(path: Path) -> Profile:
 
 
 def with_numbers(profile: Profile, numbers: Mapping[str, float]) -> Profile:
-    """The profile with what is known better. Raises `ProfileError`."""
+    """The profile with these numbers in the place of its own. Raises `ProfileError`."""
     for key, value in numbers.items():
         if key not in _KEYS:
             raise ProfileError(f"{key}: unknown key; allowed: {', '.join(_KEYS)}")

@@ -223,7 +223,7 @@ class SimulatedRun(OneIncarnation):
         self.launchers[provider].release(lease)
 
     def bar(self, lease: LeaseId, provider: str) -> None:
-        """Nobody here says what cannot be true."""
+        """Does nothing: workers of performance worlds never lie."""
 
     def ended(self) -> None:
         self._over = True

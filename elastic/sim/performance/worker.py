@@ -32,7 +32,9 @@ NO_VERSION = -1
 
 
 class WorkerWorld(Protocol):
-    """What a worker sees of its world. `feed` is told what arrives; `send` adds a message's way."""
+    """The part of the world that a worker uses. `feed` takes arriving messages; `send` delivers one after its way's
+    delay.
+    """
 
     loop: EventLoop
     relay: RelayModel
@@ -118,8 +120,11 @@ class WorkerModel:
         return self.engine is not None and self.engine.holds(turn, attempt)
 
     def decline(self, duration_ns: Nanoseconds) -> None:
-        """For `duration_ns` the host needs its device: return every turn, those here and those that arrive, whatever
-        credit was announced. A co-serving executor does so until its credit has followed."""
+        """The host takes its device back for `duration_ns`.
+
+        Until then the worker returns every turn, running or arriving, though it has announced credit. A co-serving
+        executor does so until its credit has followed.
+        """
 
         def end() -> None:
             self._declining = False
@@ -160,7 +165,7 @@ class WorkerModel:
             self.share.watch(self._share_changed)
 
     def die(self) -> None:
-        """Killed: what it has sent arrives, what it has not is gone."""
+        """The worker is killed. Messages that it has sent still arrive; unsent tokens are lost."""
         if not self.alive:
             return
         self.alive = False
@@ -242,7 +247,7 @@ class WorkerModel:
         return total
 
     def _share_changed(self) -> None:
-        """The device's owner has changed its mind about what it lends."""
+        """Follows a change of the share that the device's owner lends."""
         if not self.alive or self.share is None:
             return
         if self.share.hold_back():

@@ -21,7 +21,7 @@ TILE_ELEMENTS = 1 << 20
 """Large enough that a tile's own header is below 1 % of its delta, small enough to be decoded in cache."""
 
 TILE_ELEMENTS_MAX = 1 << 24
-"""What encoders and decoders accept."""
+"""The largest tile that encoders and decoders accept."""
 
 BUCKET_ELEMENTS_MAX = 1 << 31
 
@@ -42,7 +42,7 @@ class EncodedBucket(NamedTuple):
     changed: Ends
     """Changed elements of each tile."""
     sum_changes: npt.NDArray[np.uint64]
-    """What each tile's sum (`elastic.weights.codecs.sums`) changes by, mod 2^64."""
+    """The change of each tile's sum (`elastic.weights.codecs.sums`), mod 2^64."""
 
     @property
     def size_bytes(self) -> int:
