@@ -23,7 +23,7 @@ from _mutants import Mutant
 TESTS = ("tests/core", "tests/policies")
 CLUSTER_TESTS = ("tests/cluster",)
 JOBS_POLICIES = ("placement", "regrouping", "repartitioning", "charging", "tails", "drift", "clusters")
-"""What decides about many jobs: judged by its own tests and worlds."""
+"""Modules that decide about many jobs: their own tests and worlds judge them."""
 FEW_WORLDS = range(8)
 MORE_WORLDS = range(8, 60)
 WORLD_CPU_S = 10

@@ -153,7 +153,7 @@ class StockProvider(LocalProvider):
 
 @dataclass(frozen=True)
 class Devices:
-    """`workers` of one kind. `engine` holds what differs from the run's engine settings."""
+    """Workers of one kind. `engine` has their settings that differ from the run's."""
 
     workers: int
     engine: Mapping[str, Any] = field(default_factory=dict)
@@ -170,7 +170,7 @@ class PacedRun:
         return self.live.orchestrator.scheduler.history
 
     async def workers(self, count: int) -> None:
-        """Until so many workers are ready besides the trainer's device."""
+        """Waits until `count` workers are ready beside the trainer's device."""
         await self.live.until(f"{count} workers ready", lambda: len(self._helpers()) >= count, READY_TIMEOUT_S)
 
     def now_s(self) -> float:

@@ -137,7 +137,10 @@ def same_weights(one: Path, other: Path) -> bool:
 
 
 def _lost(accepted: Mapping[str, Mapping[int, int]], episodes: Mapping[str, TrajectoryRow]) -> int:
-    """A trajectory's tokens that the policy sampled are those of its turns, one after the other."""
+    """Counts accepted tokens that are missing or wrong in their trajectories.
+
+    A trajectory's sampled tokens must be those of its turns, in order.
+    """
     turns: dict[str, list[int]] = {}
     for turn in accepted:
         trajectory, number = parse_turn(turn)

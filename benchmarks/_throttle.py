@@ -9,7 +9,7 @@ from elastic.weights.blobs import Buffer
 from elastic.weights.relay import Relay
 
 BURST_S = 0.01
-"""What a link that was idle may send at once, in seconds of its rate."""
+"""How much an idle link may send at once, in seconds of its rate."""
 
 SLICE_S, SLICE_BYTES_MIN = 0.05, 64 << 10
 """A `get` takes no more than this at once, in seconds of the slowest link's rate, lest only its mean be capped."""

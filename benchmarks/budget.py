@@ -77,7 +77,7 @@ def stopped_run(config: Config) -> SimulatedRun:
 
 
 def billed_usd(run: SimulatedRun, increment_s: int) -> float:
-    """What the providers' records of starts and ends come to."""
+    """The bill by the providers' records of starts and ends."""
     usd = 0.0
     for launcher in run.launchers.values():
         settings = launcher.market.settings

@@ -25,7 +25,8 @@ from elastic.core.types import NS_PER_S
 ARMS = {"migrate": "tokens", "recompute": "responses"}
 MOMENTS = {"early": 0.2, "midway": 0.6}
 PACING = {"prefill_tokens_per_s": 4000, "decode_step_s": {1: 0.04, 16: 0.04}}
-"""Decoding takes as long whatever the batch: how turns are spread makes no difference, only what is done again."""
+"""Decoding takes equally long for every batch: only work that is done again makes a difference, not how turns are
+spread."""
 TASK = TaskSettings(prompts={"": 16}, observations={"": 1})
 TURNS_PER_WORKER = 4
 

@@ -90,7 +90,7 @@ class StoppingTask(FixedTask):
 
 
 class OverheadCase(NamedTuple):
-    """What is played, and how long a turn may get."""
+    """An environment, and the longest turn."""
 
     task: Task
     settings: BaseModel

@@ -42,7 +42,7 @@ def configuration(checkpoint: Path) -> Config:
 
 
 async def churn(run: LiveRun) -> None:
-    """Kill a worker now and then, for ever; those of one place after the other."""
+    """Kills workers for ever, one every few seconds, of each place in turn."""
     for number in cycle(range(WORKERS)):
         ready = await run.until("a worker", lambda: run.ready("reserved"), READY_TIMEOUT_S)
         os.kill(run.process_id(ready[number % len(ready)]), signal.SIGKILL)

@@ -252,7 +252,7 @@ async def measure_pairs(pairs: int) -> dict[str, Any]:
 
 
 async def _quiet() -> None:
-    """Until what a step leaves to do (training, publishing, applying) is done."""
+    """Waits until the work after a step is done: training, publishing, applying."""
     calm = 0
     while calm < 3:
         before_s = _cpu_s(lambda command: True)

@@ -26,7 +26,7 @@ class FitError(ValueError):
 
 
 class IterationSample(NamedTuple):
-    """`seconds` that `iterations` took in all, and what each computed in the mean."""
+    """Iterations that were timed together: their `seconds` in all, and the mean sizes of one."""
 
     seconds: float
     iterations: float

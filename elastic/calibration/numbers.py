@@ -44,7 +44,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def estimates(self) -> dict[str, Number]:
-        """What was not measured, by the key that it has in the file."""
+        """Numbers that were not measured, by their keys in the file."""
         steps = {f"{TABLE}.{batch}": number for batch, number in self.decode_step_s.items()}
         return {key: number for key, number in (self.numbers | steps).items() if number.estimate}
 

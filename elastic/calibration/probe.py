@@ -207,7 +207,7 @@ class Probe:
 
 
 def _median(samples: Sequence[IterationSample]) -> IterationSample:
-    """Of the seconds of an iteration; of what it computed, the mean."""
+    """Summarises samples: the median of an iteration's seconds, the mean of its sizes."""
     return IterationSample(
         seconds=statistics.median(sample.seconds / sample.iterations for sample in samples),
         iterations=1,

@@ -204,7 +204,7 @@ async def _end_former(plan: RunPlan, run_dir: Path, names: Sequence[str]) -> Non
 
 
 def notes_of(plan: RunPlan, run_dir: Path) -> dict[str, str]:
-    """What the journal of a run that begins says of it."""
+    """The notes that a new journal begins with."""
     return {
         "run": run_dir.name,
         "incarnation": token_hex(8),

@@ -63,7 +63,7 @@ class FinalStatus:
 
 @contextlib.contextmanager
 def journaled(journal: SqliteJournal, scheduler: Scheduler) -> Iterator[FinalStatus]:
-    """Write into the journal how the incarnation ended, whatever happens within, and close it."""
+    """Writes into the journal how the incarnation ended, in any case, and closes it."""
     ending = FinalStatus()
     try:
         yield ending
@@ -315,7 +315,7 @@ def _notes(run: RunDirectory, chain: Sequence[JournalReader]) -> dict[str, str]:
 
 
 def _chain(journals: Sequence[JournalReader]) -> list[JournalReader]:
-    """The newest journal and those that it continues, oldest first; empty where one of them is missing."""
+    """The newest journal and its predecessors, oldest first; empty where a predecessor is missing."""
     by_name = {journal.path.name: journal for journal in journals}
     chain: list[JournalReader] = []
     name = journals[-1].path.name if journals else ""

@@ -1,4 +1,4 @@
-"""What a run is to be: its configuration resolved, and checked before a process starts."""
+"""A run's plan: its configuration, resolved and checked before a process starts."""
 
 import importlib.metadata
 import json
@@ -37,7 +37,7 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
         return EngineConfig.model_validate(config.engine.overlaid(own))
 
     def resolved(self) -> dict[str, Any]:
-        """The configuration as it takes effect: with the providers that are used, and everybody's defaults."""
+        """The configuration as it takes effect: with the providers in use, and with every default."""
         body = self.config.model_dump(mode="json")
         body["environment"]["settings"] = self.environment_settings.model_dump(mode="json")
         body["providers"] = {name: settings.model_dump(mode="json") for name, settings in self.providers.items()}
@@ -130,7 +130,7 @@ def _check_engine(config: Config, own: dict[str, Any], where: str, section: str)
 
 
 def acquisitions(plan: RunPlan) -> list[Acquisition]:
-    """The trainer's device and what each provider would be asked for."""
+    """The trainer's device, and the most that each provider would be asked for."""
     trainer = plan.config.trainer
     rows = [(TRAINER_PROVIDER, 1, trainer.gpus, trainer.usd_per_gpu_hour)]
     rows += [(name, s.max_workers, s.gpus_per_worker, s.usd_per_gpu_hour) for name, s in plan.providers.items()]
@@ -147,7 +147,7 @@ def acquisitions(plan: RunPlan) -> list[Acquisition]:
 
 
 def reward_calls(plan: RunPlan) -> RewardCalls | None:
-    """What would be called for rewards; None where the environment has them."""
+    """The calls that rewards would take; None where the environment gives them itself."""
     rewards = plan.config.rewards
     if not plan.reward:
         return None

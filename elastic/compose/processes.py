@@ -1,4 +1,4 @@
-"""What runs in other processes, and the event loop that each of them runs on."""
+"""Entry points of a run's other processes, and the event loop that each runs on."""
 
 import asyncio
 import contextlib

@@ -15,7 +15,7 @@ from elastic.runtime.journal import CONFIG
 
 @contextlib.contextmanager
 def private() -> Iterator[None]:
-    """Files that this process and its children create meanwhile are readable by their owner alone."""
+    """Within it, files that this process and its children create are readable by their owner alone."""
     former = os.umask(0o077)
     try:
         yield

@@ -1,4 +1,4 @@
-"""What the scheduler is given: the run's plan, its limits and its policies."""
+"""Makes the scheduler's inputs: the run's plan, its limits and its policies."""
 
 from elastic.compose.plan import TRAINER_PROVIDER, RunPlan
 from elastic.config import Config

@@ -113,7 +113,7 @@ class FrozenLake:
         return StepResult(encode(observation), done, reward)
 
     async def truncate(self) -> float:
-        """Nothing: whoever is still on its way has not reached the goal."""
+        """Scores 0: the goal was not reached."""
         self._lake = None
         return 0.0
 

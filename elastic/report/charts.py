@@ -14,7 +14,7 @@ FULL_WIDTH = 984
 HALF_WIDTH = 476
 LEFT = 52
 KNOWN_PROVIDERS = ("trainer", "reserved", "serving", "spot", "serverless", "ray")
-"""These keep their colour in every report; others take what is left."""
+"""Providers with the same colour in every report; others take the colours that remain."""
 COLOURS = 9
 MOST_LANES = 80
 ACCOUNT_FAMILIES: Mapping[str, tuple[Account, ...]] = {
@@ -326,7 +326,7 @@ def _peak(layers: Sequence[Sequence[float]]) -> float:
 def _stack(
     plot: svg.Panel, edges: Sequence[float], layers: Sequence[Sequence[float]], classes: Sequence[str]
 ) -> Markup:
-    """Layers one upon the other; those that are zero throughout are left out."""
+    """Stacks layers; those that are zero throughout are left out."""
     areas: list[Markup] = []
     low = [0.0] * (len(edges) - 1)
     for values, class_ in zip(layers, classes, strict=True):

@@ -1,4 +1,4 @@
-"""How serving hosts fared while a run borrowed them, by what they said last."""
+"""Serving hosts while a run borrowed them, by their last reports."""
 
 import msgspec
 

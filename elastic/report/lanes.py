@@ -1,4 +1,4 @@
-"""Each worker's lifetime as a lane: booting, ready, on notice, how it ended, and who took its place."""
+"""Draws each worker's lifetime as a lane: booting, ready, on notice, its end, and its replacement."""
 
 from collections.abc import Sequence
 from itertools import groupby

@@ -1,7 +1,7 @@
-"""What a run came to: one struct, computed from its journal, that every format of the report is written from.
+"""A run's results as one struct, computed from its journal; every format of the report is written from it.
 
-It works on whatever the journal holds: a finished run, a failed one, one still going, or one whose orchestrator
-was killed.
+It works on any journal: of a finished run, of a failed one, of one still going, or of one whose orchestrator was
+killed.
 """
 
 import math

@@ -41,7 +41,7 @@ class Figure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Bill(msgspec.Struct, frozen=True, kw_only=True):
-    """What one provider, the functions (which have no `usage` of devices) or all of them cost."""
+    """The costs of one provider, of the functions (without `usage` of devices), or of all together."""
 
     name: str
     usage: Usage | None

@@ -42,7 +42,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class JoinedUsage(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of machines that joined by tickets with one label and one price."""
+    """Use of machines that joined by tickets with one label and one price."""
 
     label: str
     usd_per_gpu_hour: float

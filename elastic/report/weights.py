@@ -48,8 +48,9 @@ class WorkerPull(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class VerificationFailure(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker found not to verify, by the time of its next report; `replaced` by what that report is of, or not
-    yet."""
+    """An object that a worker refused, at the time of its next report. `replaced`: whether that report's pull brought
+    another one.
+    """
 
     at_s: float
     worker: str

@@ -16,7 +16,7 @@ class SimulatedFaultKind(StrEnum):
     KILL = "kill"
     """The process dies and its connection is reset."""
     VANISH = "vanish"
-    """The machine is gone without a word; nobody is told."""
+    """The machine disappears without any event."""
     PREEMPT = "preempt"
     """The provider takes the lease, without notice."""
     NOTICE = "notice"
@@ -43,7 +43,7 @@ class SimulatedFaultKind(StrEnum):
     TRAINER_KILLED = "trainer_killed"
     """The trainer's process dies; its provider says so, or nobody does. No more often than a run survives."""
     LIE = "lie"
-    """The worker says what is not true, or not its to say; then one of its lies is refused, and it with it."""
+    """The worker lies. One of its lies is refused, and the worker is barred."""
 
 
 class RunEnding(StrEnum):

@@ -210,7 +210,7 @@ class TrainerOrders:
 
 
 class Saved(NamedTuple):
-    """A run's state after so many events, and what its record was then."""
+    """A run's state after so many events, and its record at that time."""
 
     events: int
     state: bytes
@@ -218,7 +218,9 @@ class Saved(NamedTuple):
 
 
 class Incarnation:
-    """Begins with what the journal has of the `former` one, or, without one, at the trainer's checkpoint."""
+    """A process of the run's orchestrator. It begins with the journal of the `former` one, or without one at the
+    trainer's checkpoint.
+    """
 
     def __init__(self, outside: Outside, former: "Incarnation | None" = None) -> None:
         settings = outside.settings
@@ -291,7 +293,7 @@ class Incarnation:
         self.record.require(found == journal.committed_digest, "the journal leads to another state")
 
     def resume(self) -> None:
-        """Workers are disconnected until they dial; a lease is what its provider says it is."""
+        """Goes on: workers count as disconnected until they dial, and leases are as their providers say."""
         self.up = True
         leases, providers = list(self.scheduler.leases.leases.values()), self._outside.providers
         missed: list[e.Event] = []

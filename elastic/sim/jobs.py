@@ -172,7 +172,7 @@ class JobsWorld:
                 raise JobsWorldFailed(f"seed {self._seed}: {job} is cancelled, and nobody wanted that")
 
     def tell(self, event: e.ClusterEvent) -> None:
-        """Journal the event, tell the cluster, carry out what it wants."""
+        """Journals the event, hands it to the cluster, and carries out the cluster's commands."""
         self._journal.append(encode(ClusterEntry(self.now_ns, event)))
         self.events += 1
         commands = self.cluster.handle(event, self.now_ns)

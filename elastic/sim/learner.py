@@ -29,7 +29,7 @@ class Learner:
 
     @property
     def trajectories(self) -> dict[TrajectoryId, int]:
-        """What the weights have learnt from, and in which step."""
+        """The trajectories that the weights have learnt from, with the step of each."""
         return _trajectories(self._learnt)
 
     @property

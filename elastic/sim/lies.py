@@ -1,8 +1,8 @@
-"""What a lying worker says.
+"""Lies of workers.
 
 - A `Liar`'s frames are of every type, with extreme and random values, drawn from the wire's own types: a new field is
   lied about without a change here.
-- `false_events` are what the core would hear of one if nobody checked frames, and what it hears all the same.
+- `false_events` are lies as events: the core is tested with them although the gateway would refuse the frames.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""The world's own record of what happened: what the core's state alone cannot show (invariants 1–3, 5, 7, 8)."""
+"""The world's own record of what happened. It shows what the core's state alone cannot (invariants 1–3, 5, 7, 8)."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -197,7 +197,7 @@ class RunRecord:
                 self.oldest[trajectory] = min(chunk.version, self.oldest.get(trajectory, chunk.version))
 
     def _to_the_trainer(self, command: c.TrainGroup | c.UpdateWeights, *, again: bool) -> None:
-        """Once it has come back and sleeps, the trainer is told again what it was told last."""
+        """Checks orders to the trainer; one that has come back gets its last order again."""
         if again and command == self._order:
             return
         self._order = command

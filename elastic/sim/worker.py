@@ -75,7 +75,7 @@ class WorkerSurroundings(SimulatedSurroundings, Protocol):
 
 
 class SimulatedWorker:
-    """Commands come in through `hear`; what it says goes through its link to the core."""
+    """A worker's model. Commands come in through `hear`; its messages go through its link to the core."""
 
     def __init__(
         self, world: WorkerSurroundings, worker: WorkerId, lease: LeaseId, role: WorkerRole, version: int | None
@@ -105,7 +105,7 @@ class SimulatedWorker:
         """Turns that begin under the weights that wait for the running ones to finish."""
         self._applying: c.LoadWeights | None = None
         self._genuine = True
-        """Whether the weights to be applied are those that the manifest is of: nobody looks at this to serve."""
+        """Whether the weights to be applied match their manifest. Serving does not look at this."""
         self._loading: int | None = None
         self._newest_order = -1
         self._seen: dict[TurnId, int] = {}
@@ -149,8 +149,11 @@ class SimulatedWorker:
         self._world.loop.after(duration_ns, lambda: setattr(self, "_slowness", 1))
 
     def press(self, duration_ns: Nanoseconds, *, told: bool = True) -> None:
-        """The host needs its device for a while: after the iteration what runs is given up, and what comes is declined.
-        Unless that is `told`, it goes on announcing credit."""
+        """The host takes its device back for a while: running turns are given up after the iteration, and new ones are
+        declined.
+
+        Unless the worker is `told`, it goes on announcing credit.
+        """
         self._credit_told = told
         self._pressed_until_ns = max(self._pressed_until_ns, self._world.loop.now_ns + duration_ns)
         self._wanted_back = True
@@ -290,7 +293,7 @@ class SimulatedWorker:
         return 0 if pressed or self._draining else self._world.settings.capacity_turns
 
     def _account(self) -> None:
-        """Everything since the last look goes to what the device was at."""
+        """Charges the time since the last call to the device's present activity."""
         now_ns = self._world.loop.now_ns
         if self.asleep:
             account = Account.ASLEEP
@@ -400,7 +403,7 @@ class SimulatedWorker:
         self._world.loop.after(self._world.settings.load_ns, lambda: self._act(lambda: self._loaded(command)))
 
     def _loaded(self, command: c.LoadWeights) -> None:
-        """What was pulled is held against the manifest; what does not match is pulled once more, then given up."""
+        """Checks pulled weights against the manifest. A mismatch is pulled once more, then given up."""
         if self._loading != command.version:
             return
         genuine = not self._world.injector.injects(self._world.rng, self._world.fault_rates.load_corrupted)

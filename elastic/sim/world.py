@@ -189,7 +189,7 @@ class SimulatedWorld:
         return self.run.feed
 
     def next_epoch(self, worker: WorkerId) -> int:
-        """Epochs are never used twice, whatever a journal has of them."""
+        """Returns an epoch that this worker never had, even where a lost journal knows fewer."""
         self._epochs[worker] = self._epochs.get(worker, 0) + 1
         return self._epochs[worker]
 

@@ -44,12 +44,12 @@ class Recorder:
         self._open.set()
 
     def load(self, source: RelaySource, mode: WeightMode = WeightMode.FINISH) -> None:
-        """As a worker does: fetched beside whatever runs, then put in force."""
+        """Loads a version as a worker does: fetches it beside running turns, then puts it in force."""
         self.engine.prefetch(source, self._timeout_s)
         self.engine.load_version(source, mode)
 
     def fail_on(self, request_id: str) -> None:
-        """The sink raises whenever a chunk of this request is in what it was given."""
+        """Makes the sink raise for every batch with a chunk of this request."""
         self._failing = request_id
 
     def until(self, condition: Callable[[], bool]) -> None:
@@ -70,7 +70,7 @@ class Recorder:
         return [self.tokens(request.request_id) for request in requests]
 
     def aside(self, call: Callable[..., T], *args: Any) -> Callable[[], T]:
-        """Run a blocking call of the engine on another thread; what is returned waits for its result."""
+        """Runs a blocking call of the engine on another thread. The function that is returned waits for its result."""
         future = self._threads.submit(call, *args)
         return lambda: future.result(self._timeout_s)
 

@@ -1,4 +1,4 @@
-"""What a relay holds: blobs, and the keys that they lie under."""
+"""Blobs on a relay, and their keys."""
 
 import re
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from elastic.weights.resident import StagedVersion
 
 AUDIT_SHARE = 0.02
-"""Of one core, at most, for recomputing the sums of what is held."""
+"""Largest share of one core that audits of the held weights take."""
 
 
 AUDIT_REST_MAX_S = 5.0
@@ -89,7 +89,7 @@ class WeightsClient:
 
     @property
     def received_bytes(self) -> int:
-        """What has come off relays so far; any thread may ask."""
+        """Bytes read off relays so far; any thread may ask."""
         puller = self._puller
         return self._received_before + (0 if puller is None else puller.received_bytes)
 
@@ -99,7 +99,7 @@ class WeightsClient:
         return puller is None or not puller.audit(rest=_rest)
 
     def close(self) -> None:
-        """Give connections back, and let go of what is held."""
+        """Closes connections and frees the held weights."""
         self._received_before, self._puller, self._staged = self.received_bytes, None, None
         self._close_relay()
 

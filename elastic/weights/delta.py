@@ -119,7 +119,7 @@ class PartOf(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DeltaPart(msgspec.Struct, frozen=True, kw_only=True):
-    """What one of several trainer ranks has put of a delta."""
+    """One trainer rank's part of a delta, of several."""
 
     signed_as: ClassVar[str] = "part"
 
@@ -288,7 +288,7 @@ def decode_delta_manifest(data: bytes, trust: Trust) -> DeltaManifest:
 
 
 def _check_tiles(begun: DeltaBegun) -> int:
-    """How many tiles there are: those of the tensors, in buckets that follow each other."""
+    """Returns the number of tiles. Raises unless the buckets hold the tensors' tiles one after the other."""
     check_tensors(begun.tensors)
     tiles = count_tiles(begun.tensors, begun.tile_elements)
     if tiles > TILES_MAX or begun.tile_elements > TILE_ELEMENTS_MAX:

@@ -27,7 +27,7 @@ def digest_of(*parts: Buffer) -> str:
 
 
 def blob_digest_of(parts: Sequence[Buffer]) -> str:
-    """The digest by pieces of their concatenation. hashlib lets other threads run meanwhile."""
+    """Digest, by pieces, of the parts' concatenation. Other threads run meanwhile."""
     with ThreadPoolExecutor(THREADS, thread_name_prefix="digest") as executor:
         return digest_of(*executor.map(_hashed, _pieces(parts)))
 

@@ -146,7 +146,9 @@ def _place(link: Callable[[Path, Path], None], blob: Path, path: Path) -> bool:
 
 
 def _remove_unfinished(incoming: Path) -> None:
-    """What writers that were killed left. One that has not locked its blob yet finds it missing, and begins again."""
+    """Removes files that killed writers left. A living writer that has not locked its file yet finds it missing, and
+    begins again.
+    """
     for path in incoming.glob(f"{_UNFINISHED}*"):
         with suppress(OSError), path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

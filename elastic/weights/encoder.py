@@ -90,7 +90,7 @@ class Version(NamedTuple):
 
 
 class Encoded(NamedTuple):
-    """What a delta, or a rank's part of it, came to."""
+    """A delta as it was encoded, or a rank's part of it."""
 
     sums: npt.NDArray[np.uint64]
     changed: tuple[int, ...]
@@ -100,7 +100,9 @@ class Encoded(NamedTuple):
 
 
 class DeltaEncoder:
-    """Keeps nothing between deltas; `bits` are always those that this rank publishes."""
+    """Encodes deltas and puts them on the relay. Stateless between deltas; `bits` are always those that this rank
+    publishes.
+    """
 
     def __init__(
         self,
@@ -128,7 +130,7 @@ class DeltaEncoder:
         return self._share is None or self._share.ranks == 1
 
     def laid_out(self, tensors: Mapping[str, Tensor]) -> tuple[tuple[TensorEntry, ...], list[Tensor]]:
-        """How a version lies, and what this rank publishes of it, in that order."""
+        """The version's layout, and the tensors that this rank publishes, in that order."""
         entries = entries_of(tensors)
         share = self._share
         if share is None:

@@ -22,7 +22,7 @@ class WeightsRefusal(NamedTuple):
 
 class WeightsError(Exception):
     refused: tuple[WeightsRefusal, ...] = ()
-    """What a pull had refused before there was nothing left."""
+    """Objects that the pull had refused before it gave up."""
 
 
 class RelayError(WeightsError):

@@ -50,7 +50,8 @@ CLAIMS = 6
 """On a piece; when all of them came to nothing one fetches it for oneself."""
 
 PART_S, PART_BYTES_MIN = 0.25, 64 << 10
-"""What is fetched of a claimed piece before one looks whether somebody else was faster: about so long at a time."""
+"""A claimed piece is fetched in parts of about this time, none smaller than this, to see in between whether another
+worker was faster."""
 
 _NAME = 32
 """Characters of a digest or a key that are enough to name it by."""
@@ -238,7 +239,7 @@ class PeerCacheRelay:
         self._without_until_s = self._clock() + CLAIM_S
 
     def _forget(self) -> None:
-        """Delete pieces of versions that the far relay no longer has, and of those who published this run before."""
+        """Deletes pieces of versions that the far relay no longer has, and of this run's former publishers."""
         there = {version_of(key) or 0 for key in self.list_keys("versions/")}
         for key in self._near.list_keys(self._run_place):
             version = version_of("/".join(key.removeprefix(self._place).split("/")[:3]))

@@ -22,7 +22,7 @@ SPLIT_DIMENSION = {
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 EXPERTS = {"w13_weight": ("gate_proj", "up_proj"), "w2_weight": ("down_proj",)}
-"""What a mixture of experts, as vLLM keeps it, stacks for each expert: [experts, rows, columns]."""
+"""Parts that vLLM stacks for each expert of a mixture: [experts, rows, columns]."""
 
 
 @dataclass(frozen=True)

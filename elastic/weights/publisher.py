@@ -172,7 +172,7 @@ class Publisher:
         return asked
 
     def wait(self) -> None:
-        """Until the background is done. Raises what went wrong there."""
+        """Waits for the background's work. Raises its error."""
         later, self._later = self._later, None
         if later is not None:
             later.result(LATER_TIMEOUT_S)

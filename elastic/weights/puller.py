@@ -125,9 +125,8 @@ class Puller:
         return self._tensors(self.resident)
 
     def changes(self, staged: StagedVersion) -> WeightChanges | None:
-        """What a staged version writes over the one before, for whoever has a copy of that elsewhere.
-
-        None where it builds on nothing, and where much of it changes.
+        """The elements that a staged version changes, for an engine with a copy of its own. None for a keyframe, and
+        where much changes.
         """
         weights = staged.weights
         changed = sum(update.value.size for _, update in staged.overwrites)
@@ -257,7 +256,9 @@ class Puller:
         reading: Reading,
         follow: bool,
     ) -> list[PublishedUpdate] | None:
-        """The cheapest one there is. With `follow` one that ends with what is under way, once there is either."""
+        """The cheapest path to `version`. With `follow`, waits until there is one, which may end with an update under
+        way.
+        """
         held = base.version if base else None
         if held == version:
             return []
@@ -275,7 +276,7 @@ class Puller:
                 return None
 
     def _ask_for_keyframe(self, version: int) -> None:
-        """Nothing on the relay leads to `version`; its trainer can put what does."""
+        """Asks the trainer for a keyframe of `version`, since nothing on the relay leads to it."""
         try:
             self._relay.put(request_key(version), b"")
         except RelayError as error:
@@ -284,7 +285,10 @@ class Puller:
     def _follow(
         self, path: Iterable[PublishedUpdate], base: ResidentWeights | None, reading: Reading
     ) -> tuple[ResidentWeights, list[Overwrite] | None]:
-        """What the path leads to, and what is to be written over `base` for that; None where it builds on nothing."""
+        """Pulls every update on the path; returns the resulting weights, and the overwrites that make them from `base`.
+
+        The latter are None where the path begins with a keyframe.
+        """
         held = base
         overwrites: list[Overwrite] | None = None if base is None else []
         for update in path:

@@ -54,15 +54,16 @@ class Reading:
         self.wire_s = 0.0
         """Spent waiting for the relay."""
         self.encode_s = 0.0
-        """Spent waiting for what the trainer had not put there yet."""
+        """Seconds spent waiting for objects that the trainer had not put yet."""
         self._relay = relay
         self._transfers = transfers
         self._chunk_bytes = chunk_bytes
 
     def updates(self, version: int, begun: bool) -> list[PublishedUpdate]:
-        """What there is on the way to `version`, with `begun` also what of that itself is still being published.
+        """Lists the relay's updates.
 
-        Whatever was begun of an earlier version and is not there may never be.
+        With `begun` also those of `version` itself that are still being published. An unfinished update of an earlier
+        version is left out: it may never be finished.
         """
         ask = f"list for version {version}"
         with self._on_the_wire():
@@ -163,7 +164,7 @@ class Reading:
     def _landed(
         self, arriving: "Iterator[tuple[int, Future[tuple[Buffer, str, _There]]]]"
     ) -> tuple[int, Buffer, str] | None:
-        """The next one, if there is another."""
+        """The next bucket that arrives; None after the last one."""
         with self._on_the_wire() as there:
             number, bucket = next(arriving, (0, None))
             if bucket is None:

@@ -49,7 +49,7 @@ class Relay(Protocol):
 
 
 def claim(relay: Relay, key: str, *parts: Buffer) -> None:
-    """`put` for the one to whom `key` belongs: other content under it is not its own, and makes room."""
+    """Puts content under a key that belongs to the caller: other content there is forged, and is replaced."""
     try:
         relay.put(key, *parts)
     except BlobConflict as error:

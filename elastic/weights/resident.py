@@ -20,7 +20,7 @@ from elastic.weights.source import PullReport
 from elastic.weights.tensors import Bits
 
 Overwrite: TypeAlias = tuple[slice, BucketUpdate]
-"""Consecutive elements of what is held, and their new patterns."""
+"""Consecutive elements of the held weights, and their new patterns."""
 
 
 class Tiles:

@@ -1,10 +1,10 @@
-"""Who may do what on a relay over HTTP.
+"""Rights on a relay over HTTP.
 
 - The trainer's token reads, writes and deletes.
-- A worker's token, of which each has its own, reads, and asks for keyframes: so what was abused can be revoked.
-- Nobody else may do anything.
+- Each worker has a token of its own, which reads and asks for keyframes. It can be revoked.
+- Other requests are refused.
 
-A directory knows no tokens: who can write to its files can put anything there. That is what signatures are for
+A directory knows no tokens: a process that can write its files can put anything there. Signatures are for that
 (`elastic.weights.signing`).
 """
 

@@ -22,7 +22,7 @@ from elastic.weights.relay import REQUESTS, Relay
 from elastic.weights.rights import REQUEST_BYTES, REQUESTS_OPEN, Bearer, RelayRights
 
 PIECE_BYTES = 8 << 20
-"""What a request holds in memory of the blob it reads or writes; the rest of what it writes waits in a file."""
+"""Bytes of a blob that a request holds in memory. The rest of an upload waits in a file."""
 
 BLOB_BYTES_MAX = 64 * 2**30
 

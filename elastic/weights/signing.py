@@ -24,7 +24,7 @@ _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 class Signable(Protocol):
-    """A record that says what it is of. `signed_as` tells its kind from all others."""
+    """A record that can be signed. `signed_as` tells its kind from all others."""
 
     signed_as: ClassVar[str]
 

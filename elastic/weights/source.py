@@ -1,4 +1,4 @@
-"""What an engine is told of a version: where it is, or its tensors; and what it answers when it has fetched it.
+"""A version for an engine: its place on a relay, or its tensors; and the engine's report of having fetched it.
 
 Light enough for every process: no tensor, no codec.
 """
@@ -23,7 +23,7 @@ class RelaySource(msgspec.Struct, frozen=True, kw_only=True):
     """Directory or URL."""
     relay_token: str = ""
     relay_anchor: str = ""
-    """What the relay's certificate is, or is issued by (PEM), over HTTPS."""
+    """The relay's certificate or that of its issuer (PEM), over HTTPS."""
     publisher: str = ""
     """The trainer's public key, in hexadecimal."""
     cache: str = ""
@@ -64,12 +64,12 @@ class PullReport(msgspec.Struct, frozen=True, kw_only=True):
     full_bytes: int
     """Of the weights that are held then."""
     encode_s: float = 0.0
-    """Spent waiting for what the trainer had not put there yet."""
+    """Seconds spent waiting for objects that the trainer had not put yet."""
     wire_s: float = 0.0
     """Spent waiting for the relay."""
     decode_s: float = 0.0
     refused: tuple[WeightsRefusal, ...] = ()
-    """What did not verify on the way, or, in the audits since the pull before, of what was held."""
+    """Objects that did not verify during this pull, and tiles that audits since the pull before found wrong."""
 
     @classmethod
     def of_ranks(cls, reports: Iterable["PullReport"]) -> "PullReport":

@@ -134,10 +134,10 @@ def _within(box: Box, outer: Box, row: int) -> tuple[slice, ...]:
 def by_tensor(
     entries: Sequence[TensorEntry], place: npt.NDArray[np.int64], value: Bits, shard: Shard | None = None
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """New patterns at places of the flat array as (tensor, places in it, bfloat16 values).
+    """Turns places of the flat array and their new patterns into (tensor, places in it, bfloat16 values).
 
-    `entries` lie in that array one after the other. With a `shard` the tensors are those of who hosts it.
-    Places are in any order within a tensor; those of one tensor come before those of the next.
+    `entries` lie in that array one after the other. With a `shard` the tensors are the shard's. Places are in any order
+    within a tensor; those of one tensor come before those of the next.
     """
     ends = np.cumsum([entry.size_bytes // 2 for entry in entries])
     mine = None if shard is None else _places(shard)
@@ -154,7 +154,9 @@ def by_tensor(
 def _located(
     entry: TensorEntry, index: npt.NDArray[np.int64], mine: Mapping[str, Sequence[_Place]] | None
 ) -> Iterator[tuple[str, slice | npt.NDArray[np.bool_], npt.NDArray[np.int64]]]:
-    """Each tensor with elements of a cell: which of those at `index` it has, and where."""
+    """Yields every tensor that has elements of a cell, with the positions in `index` that it has and their places in
+    it.
+    """
     if mine is None:
         yield entry.name, slice(None), index
         return

@@ -24,10 +24,11 @@ def published_versions(relay: Relay) -> list[int]:
 def collect_garbage(
     relay: Relay, keep_versions: int, pulled: Collection[int] = (), updates: Collection[PublishedUpdate] | None = None
 ) -> list[int]:
-    """Delete all but the newest `keep_versions`, those that are being `pulled`, and what a newcomer needs for them.
+    """Deletes old versions, and returns them.
 
-    `updates` are what counts as published: what the relay lists, unless its publisher knows better. Returns the
-    deleted versions. A worker whose path from its own version is cut pulls a keyframe instead.
+    Kept are the newest `keep_versions`, the ones being `pulled`, and all that a newcomer needs for them. `updates` are
+    the published updates: those that the relay lists, unless the publisher passes its own. A worker whose path from its
+    own version is cut pulls a keyframe instead.
     """
     if keep_versions < 1:
         raise ValueError(f"keep_versions: must be at least 1 (found {keep_versions})")

@@ -45,7 +45,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     token: str
     wait_s: float = JOIN_TIMEOUT_S
     ticket: str = ""
-    """Its name, where somebody joins by one; as which `worker`, the orchestrator says."""
+    """The name of the ticket, for workers that join by one. The orchestrator tells them their `worker`."""
 
 
 class ConnectionLost(Exception):
@@ -116,7 +116,7 @@ class Connection(asyncio.Protocol):
                     raise ConnectionLost(f"the orchestrator broke the protocol: {type(first).__name__} before Welcome")
 
     async def _first(self, timeout_s: float) -> wire.FromOrchestrator:
-        """The first message that nobody has heard. Raises `ConnectionLost` if there is none."""
+        """Returns the first message. Raises `ConnectionLost` if there is none."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._stirred.wait()
@@ -163,7 +163,7 @@ class Connection(asyncio.Protocol):
         self.transport.abort()
 
     async def aclose(self) -> None:
-        """Send what is queued and close, or cut it when that takes too long."""
+        """Sends what is queued and closes. Cuts the connection where that takes too long."""
         self.transport.close()
         try:
             async with asyncio.timeout(CLOSE_TIMEOUT_S):

@@ -190,7 +190,7 @@ class Service:
             self._training.resumed(self._welcome)
 
     async def _leave_when(self, leave: asyncio.Event) -> None:
-        """Whoever tells the process to leave has no time for its turns to finish."""
+        """Leaves as soon as `leave` is set: there is no time for turns to finish."""
         await leave.wait()
         self._order_drain("terminated")
         self._engine.abort(self._stream.all_running())

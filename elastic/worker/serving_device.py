@@ -88,7 +88,7 @@ class LentShare:
         return round((self._device.now_s() - asked_s) * NS_PER_S)
 
     def reclaim(self) -> None:
-        """Everything must leave now; whoever waits for the device is let go."""
+        """Takes the device back at once; calls that wait for it return."""
         self._reclaimed.set()
 
     def end(self) -> None:

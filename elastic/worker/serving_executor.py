@@ -71,7 +71,7 @@ class ExecutorShare:
             return self._rollouts
 
     def capacity_turns(self, most: int) -> int:
-        """None while turns would be declined, so that nobody sends any."""
+        """0 while turns would be declined, so that none are sent."""
         return 0 if self._reclaimed.is_set() or self._pressed() else most
 
     def acquire_iteration(self) -> int:

@@ -54,12 +54,12 @@ class HostShare(DeviceShare, Protocol):
         ...
 
     def end(self) -> None:
-        """The worker is over, whatever became of its engine; nothing of it may stay."""
+        """Ends the worker's part of the device, even where its engine failed."""
         ...
 
 
 class HostDevice(Protocol):
-    """What a host lends parts of: modelled (`ServingDevice`) or real (`ExecutorDevice`)."""
+    """The device that a host lends parts of: modelled (`ServingDevice`) or real (`ExecutorDevice`)."""
 
     def report(self) -> LoadReport: ...
 
@@ -73,7 +73,7 @@ OrderT = TypeVar("OrderT", LendOrder, ReturnOrder)
 
 MAX_ORDER_BYTES = 16_384
 END_TIMEOUT_S = 20.0
-"""For a host to end that nobody speaks to, its worker included."""
+"""Longest time that an abandoned host takes to end, its worker included."""
 
 
 class HostError(Exception):

@@ -57,7 +57,7 @@ class TokenStream:
             self._loop.call_soon_threadsafe(self._arm)
 
     def open(self, order: wire.Generate) -> GenerateRequest:
-        """A turn begins; returns what the engine is to be asked."""
+        """Begins a turn; returns the request for the engine."""
         request_id = self._request_id(order)
         self._turns[request_id] = _StreamedTurn(order.turn, order.attempt)
         self._idle.clear()

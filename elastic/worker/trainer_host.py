@@ -216,7 +216,7 @@ class TrainerHost:
         return self._publication.result()
 
     def _publish(self, version: int, pulled: Sequence[int], tensors: dict[str, torch.Tensor]) -> wire.PublishedFrame:
-        """While the engine generates with these weights already, and whoever pulls them follows."""
+        """Publishes the version while the engine generates with it already and workers follow it bucket by bucket."""
         began_s = time.monotonic()
         published = self._publisher.publish(version, tensors, pulled)
         figures = {

@@ -55,7 +55,7 @@ class Trainer(Protocol):
         ...
 
     def checkpoint(self) -> None:
-        """The device is about to be given back: keep what was trained, unless it is kept or a step is under way.
+        """Saves what was trained before the device is given back, unless it is saved or a step is under way.
 
         Blocks; raises what failed.
         """
@@ -129,7 +129,7 @@ class Training:
             await asyncio.wait({self._publishing})
 
     async def checkpointed(self) -> None:
-        """Have the trainer keep what it has trained; without that the next one trains it once more."""
+        """Has the trainer save its step so far; without that its successor trains those groups once more."""
         try:
             await self._device.run(self._trainer.timeout_s, self._trainer.checkpoint)
         except TimeoutError:

@@ -228,7 +228,7 @@ class CoServing:
             self._memory.pages.close()
 
     def _next_step(self) -> Step | None:
-        """Wait until there is something to do, and say what; None at the end."""
+        """Waits for work and returns it; None at the end."""
         with self._changed:
             while True:
                 step = self._serving.housekeeping() or self._on_rollout(self._rollout_housekeeping)
@@ -284,7 +284,7 @@ class CoServing:
         return self._guarded(step)
 
     def _admitted_step(self, rollout: SharedRolloutEngine, allowance_ns: Nanoseconds, tries: bool) -> Step | None:
-        """What the allowance covers or, where it covers nothing, the smallest step there is, if that `tries`."""
+        """The step that the allowance covers; where it covers none and the executor `tries`, the smallest step."""
         if (tries or allowance_ns > rollout.piece_ns) and (step := rollout.loading_step()) is not None:
             return self._activating(rollout, step)
         if rollout.active and rollout.costs is None:

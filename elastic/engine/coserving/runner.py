@@ -89,7 +89,7 @@ class PagedRunner(Runner):
                 page.zero_()
 
     def free_cache(self) -> None:
-        """Nothing to do: pages are given back by whoever holds their blocks."""
+        """Does nothing: sequences return their own pages."""
 
     def _pages(self) -> Iterator[Tensor]:
         cache = self._flat().split(self._layout.page_slots)

@@ -146,7 +146,7 @@ class SharedDeviceEngine(ControlledEngine):
 
     @property
     def costs(self) -> CostModel | None:
-        """What an iteration costs; nothing is computed before it is known."""
+        """The model's costs by iteration. Nothing is computed before they are known."""
         return self._cost
 
     @property
@@ -167,7 +167,7 @@ class SharedDeviceEngine(ControlledEngine):
         return bool(self._scheduler.running or self._scheduler.waiting)
 
     def housekeeping(self) -> Step | None:
-        """What costs the device nothing: chunks to hand over, and falling asleep."""
+        """Work that does not occupy the device: handing over chunks, and falling asleep."""
         controls = self._controls
         if controls.sink is None:
             return None
@@ -182,7 +182,7 @@ class SharedDeviceEngine(ControlledEngine):
         return None
 
     def fail_waiting(self, error: Exception) -> None:
-        """Whoever waits for weights to be loaded waits in vain."""
+        """Fails the load that is waited for."""
         loading, self._loading = self._loading, None
         if loading is not None:
             loading.fail(error)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 class VmmUnavailable(RuntimeError):
-    """There is no CUDA virtual memory management here; the message says what is missing."""
+    """CUDA's virtual memory management is not available here; the message says what is missing."""
 
 
 class VmmError(RuntimeError):
@@ -123,7 +123,7 @@ def page_granularity_bytes(device: torch.device | str = "cuda") -> int:
 
 
 def _on_device(driver: Any, device: torch.device) -> Any:
-    """What a physical page on this device is to the driver."""
+    """The driver's properties of a physical page on this device."""
     supported = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
     ordinal = device.index or 0
     if not _call(driver.cuDeviceGetAttribute, supported, _call(driver.cuDeviceGet, ordinal)):

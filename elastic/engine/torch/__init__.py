@@ -13,7 +13,7 @@ __all__ = ["Torch"]
 
 
 class Torch:
-    """The entry point (`elastic.engine.base.EngineKind`). What every engine has is all that it needs."""
+    """The entry point (`elastic.engine.base.EngineKind`). It has no settings beside those of every engine."""
 
     Settings: ClassVar = EngineSettings
 

@@ -64,7 +64,7 @@ class BlockPool:
         return blocks
 
     def release(self, blocks: Sequence[int]) -> None:
-        """One user fewer. Give a sequence's blocks in order: its tail is forgotten before what it builds on."""
+        """Removes one user of each block. `blocks` are in a sequence's order: its tail is evicted first."""
         for block in reversed(blocks):
             if self._users[block] < 1:
                 raise ValueError(f"block {block} is not in use")

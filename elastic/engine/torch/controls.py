@@ -27,7 +27,7 @@ _log = structlog.get_logger(__name__)
 
 
 class WeightsOrder(NamedTuple):
-    """Verified weights that wait to be applied, and whoever waits for that."""
+    """Verified weights that wait to be applied, with the call that waits for them."""
 
     version: int
     tensors: dict[str, Tensor]
@@ -189,7 +189,7 @@ class EngineControls:
             self.orders.popleft().applied.set_exception(error)
 
     def rest(self) -> None:
-        """Asleep: whoever sent the engine to sleep may go on."""
+        """Marks the engine as asleep, and lets the caller of `sleep` go on."""
         self.resting = True
         self.changed.notify_all()
 

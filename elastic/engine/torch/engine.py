@@ -78,7 +78,7 @@ class TorchEngine(ControlledEngine):
         self._runner.free_cache()
 
     def _next_step(self) -> _Step | None:
-        """Wait until there is something to do, charge its account, and say what; None at the end."""
+        """Waits for work, charges the wait to its account, and returns the work; None at the end."""
         controls = self._controls
         with self._changed:
             while True:
@@ -132,7 +132,7 @@ class TorchEngine(ControlledEngine):
             self._iterations.run(work)
 
     def _got_device(self) -> bool:
-        """Wait for a borrowed device; False where whoever lends it still needs it."""
+        """Waits for a borrowed device. False where its owner still needs it."""
         if self._share is None:
             return True
         with self._changed:

@@ -19,8 +19,9 @@ _MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 
 
 class Truncation(NamedTuple):
-    """What rows leave of their distributions: the `top_k` likeliest tokens [S] int64, and of those as few as have
-    `top_p` of the probability [S] float32."""
+    """Truncation of each row's distribution: the `top_k` likeliest tokens [S] int64, and of those as few as have
+    `top_p` of the probability [S] float32.
+    """
 
     top_k: Tensor
     top_p: Tensor

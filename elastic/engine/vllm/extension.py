@@ -91,7 +91,9 @@ class RankWeights:
             self._write(self._written)
 
     def read_back(self, path: str) -> None:
-        """The live parameters, by vLLM's names; where the device keeps them packed, what it has beside that."""
+        """Writes the live parameters to a file, by vLLM's names, with further tensors where the device keeps them
+        packed.
+        """
         from safetensors.torch import save_file
 
         model = self._worker.model_runner.get_model()

@@ -82,6 +82,6 @@ def sampled_alone(logprobs: Tensor, num_logprobs: int, token_ids: Tensor) -> Log
 
 
 def install(sampler: Any) -> None:
-    """Have vLLM's `Sampler` draw so, and say the log-probability of what it drew."""
+    """Makes vLLM's `Sampler` draw with our noise, and report the log-probability of the token drawn."""
     sampler.topk_topp_sampler = NoisySampler()
     sampler.gather_logprobs = sampled_alone

@@ -22,7 +22,7 @@ DEFAULT_SHARE = 0.5
 
 
 class ServingFirst(Scheduler):
-    """Before each iteration, rollouts make room for what serving waits for (`elastic.engine.vllm.sharing`)."""
+    """vLLM's scheduler; rollouts make room for serving before each iteration (`elastic.engine.vllm.sharing`)."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)

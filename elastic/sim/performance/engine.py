@@ -530,7 +530,7 @@ class EngineModel:
         return work
 
     def _preempt(self, job: Job) -> None:
-        """Back to the front of the queue: what it had is computed again."""
+        """Puts the job back to the front of the queue; its KV is computed again."""
         self._leave(job)
         if job.prompt is not None:
             self._leave_prompt(job, job.prompt)
@@ -635,7 +635,7 @@ class EngineModel:
 
 
 def _shares(work_s: float, decode_s: float, plain_s: float, again_s: float) -> tuple[Account, _Shares]:
-    """How accounts divide the time of a mixed iteration, by what each part costs: one of them, and others' shares."""
+    """Divides a mixed iteration's time by the costs of its parts: an account, and the shares of the others."""
     costs = ((Account.DECODE, decode_s), (Account.PREFILL, plain_s), (Account.RECOMPUTE, again_s))
     *others, (account, _) = [(account, cost_s) for account, cost_s in costs if cost_s]
     return account, [(other, cost_s / work_s) for other, cost_s in others]

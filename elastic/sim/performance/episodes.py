@@ -37,12 +37,14 @@ class Episodes(Protocol):
     def episode(self, trajectory: TrajectoryId) -> Episode: ...
 
     def notes(self) -> list[str]:
-        """What was not as its source has it, of the episodes so far."""
+        """Remarks on episodes that had to differ from their source."""
         ...
 
 
 class RecordedEpisodes:
-    """Those of a live run, within the limits of this one. A trajectory that it has not finished is like another one."""
+    """Episodes of a live run, within the limits of this one. A trajectory that the live run has not finished takes
+    another one's place.
+    """
 
     def __init__(self, recorded: Mapping[TrajectoryId, Episode], limits: EpisodeLimits) -> None:
         if not recorded:
