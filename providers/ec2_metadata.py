@@ -15,6 +15,8 @@ import httpx
 ENDPOINT_VARIABLE = "AWS_EC2_METADATA_SERVICE_ENDPOINT"
 """As all of AWS's own clients read it."""
 ENDPOINT = "http://169.254.169.254"
+NOTICES_VARIABLE = "ELASTIC_NOTICES"
+"""Who gives notice where a worker runs: "ec2", or nobody."""
 TOKEN_TTL_S = 21_600
 ANSWER_TIMEOUT_S = 2.0
 NOTICE_S_MAX = 120.0

@@ -7,12 +7,10 @@ from typing import TypeAlias
 
 import structlog
 
-from providers.ec2_metadata import InstanceMetadata, MetadataError
+from providers.ec2_metadata import NOTICES_VARIABLE, InstanceMetadata, MetadataError
 
 log = structlog.get_logger(__name__)
 
-NOTICES_VARIABLE = "ELASTIC_NOTICES"
-"""Who gives notice where this worker runs: "ec2", or nobody."""
 POLL_S = 2.0
 """EC2 asks for five seconds at the most; a notice is two minutes."""
 

@@ -1,0 +1,449 @@
+"""Spot instances of EC2, one for each lease: ordered by fleets, found again by their tags, ended by their own script.
+
+- An order carries the lease's client token: however often it is sent, by whichever process of the run, there is one
+  instance.
+- Instances bear the run's tags. A search for those of no lease is made as the run starts, goes on and ends; what it
+  finds is ended. An instance whose run is gone ends by itself (`providers.ec2_user_data`).
+- Notices come two ways: the worker reads its instance's metadata, and this provider a queue that EventBridge fills.
+  What comes of a notice is seen by looking at the instance.
+- A lease is billed what EC2 bills for its instance (`providers.ec2_market`), by EC2's own times and prices.
+
+Sources: RLBoost §3 and §5; EC2 User Guide, "EC2 Fleet", "Spot Instance interruption notices".
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, TypeVar
+
+import structlog
+
+from elastic.core.events import LeaseNotice
+from elastic.core.types import NS_PER_S, EndCause, LeaseId, Nanoseconds
+from providers.base import (
+    Emit,
+    KnownLease,
+    LeaseRequest,
+    ProviderContext,
+    ProviderUnavailable,
+    worker_environment,
+)
+from providers.base_provider import BaseProvider, Found, LeaseHandle
+from providers.ec2_api import Ec2Api, Ec2Error, Instance, Launch, NoAccess, Notice, installed, of_leases
+from providers.ec2_market import HOUR_S, NOTICE_S, Ec2Market, Ec2Settings, Pool, bill_usd
+from providers.ec2_user_data import UserDataTooLarge, user_data
+from providers.markets import CapacityUnavailable, LeaseEnding
+from providers.vendor_calls import call
+
+log = structlog.get_logger(__name__)
+T = TypeVar("T")
+
+UNSEEN_S = 60.0
+"""For a new instance to appear where EC2 lists them."""
+SETTLING_S = 20.0
+"""For an order whose answer nobody got to show what came of it."""
+LOOK_AGAIN_S = 0.5
+QUEUE_WAIT_S = 10
+"""Of one long poll of the queue."""
+CAP_NOTICE_S = 30.0
+"""Before the spending cap is reached: turns end or move in this time."""
+
+INTERRUPTION = "EC2 Spot Instance Interruption Warning"
+REBALANCE = "EC2 Instance Rebalance Recommendation"
+
+
+class _Leased:
+    """A lease's `LeaseHandle`: an instance."""
+
+    def __init__(self, provider: "Ec2Provider", lease: LeaseId, instance: str, usd_per_gpu_hour: float) -> None:
+        self.lease, self.instance, self.usd_per_gpu_hour = lease, instance, usd_per_gpu_hour
+        self.over: asyncio.Future[LeaseEnding] = asyncio.get_running_loop().create_future()
+        self.since_s = time.monotonic()
+        self.advised = False
+        self._provider = provider
+
+    async def keep(self) -> LeaseEnding:
+        return await asyncio.shield(self.over)
+
+    async def give_back(self) -> Nanoseconds | None:
+        return await self._provider.end_instance(self)
+
+    def ended(self, ending: LeaseEnding) -> None:
+        if not self.over.done():
+            self.over.set_result(ending)
+
+
+class Ec2Provider(BaseProvider[Ec2Settings]):
+    """Leases one instance each, which is one worker."""
+
+    Settings: ClassVar[type[Ec2Settings]] = Ec2Settings
+
+    def __init__(self, name: str, settings: Ec2Settings, context: ProviderContext) -> None:
+        self._ec2 = Ec2Market(name, settings)
+        super().__init__(self._ec2, context)
+        # Another run of the same name, anywhere, must not end this one's instances.
+        tag = f"{context.run}-{hashlib.sha256(context.secret(f'ec2 {name}').encode()).hexdigest()[:8]}"
+        self._api = Ec2Api(settings, tag, name)
+        self._held: dict[LeaseId, _Leased] = {}
+        self._ordering: set[LeaseId] = set()
+        self._unsettled: dict[LeaseId, float] = {}
+        """Orders whose answers nobody got, and until when (monotonic) they may still show what came of them."""
+        self._usd: dict[LeaseId, float] = {}
+        """At which price of a GPU's hour a lease was asked for."""
+        self._strays: set[str] = set()
+        self._bill_running: dict[str, float] = {}
+        self._cap_told = False
+        self._used = False
+        self._silent_s: float | None = None
+
+    # The contract
+
+    async def start(self, emit: Emit) -> None:
+        installed()
+        self._used = True
+        try:
+            await self._call(self._api.check)
+            await self._call(self._api.make_template)
+            self._ec2.priced(await self._call(self._api.prices))
+        except (Ec2Error, TimeoutError) as error:
+            raise ProviderUnavailable(f"{self.name}: {error}") from error
+        self._ec2.scores = await self._call(self._api.scores)
+        if not self._ec2.pools():
+            raise ProviderUnavailable(f"{self.name}: {self._ec2.why_nothing()}; see providers.{self.name}.zones")
+        tuple(self._ec2.advance(self.context.now_ns()))
+        await super().start(emit)
+        self.run_in_background(self._watch(), "watch")
+        self.run_in_background(self._follow_prices(), "prices")
+        if self.settings.queue:
+            self.run_in_background(self._hear(), "notices")
+
+    async def acquire(self, request: LeaseRequest) -> None:
+        # Whoever asks has read the last offer, and books the lease at its price.
+        self._usd[request.lease] = self._offered_usd
+        await super().acquire(request)
+
+    async def launch(self, request: LeaseRequest, place: str) -> LeaseHandle:
+        (ticket,) = request.tickets
+        lease, s = request.lease, self.settings
+        environment = worker_environment(self.context, ticket)
+        secret = self._api.secret_name(lease) if s.secret_prefix else ""
+        try:
+            script = user_data(environment, s.install, s.max_life_s, secret=secret, region=s.region)
+        except UserDataTooLarge as error:
+            raise CapacityUnavailable(f"{self.name}: {error}") from error
+        tuple(self._ec2.advance(self.context.now_ns()))
+        pools = self._ec2.usable()
+        if not pools:
+            raise CapacityUnavailable(f"{self.name}: {self._ec2.why_nothing()}")
+        self._ordering.add(lease)
+        try:
+            if secret:
+                await self._call(self._api.put_secret, lease, ticket.token)
+            launch = await self._order(lease, pools, script)
+        except NoAccess as error:
+            self._ec2.closed = str(error)
+            raise CapacityUnavailable(str(error)) from error
+        except BaseException:
+            self._unsettled[lease] = time.monotonic() + SETTLING_S
+            raise
+        finally:
+            self._ordering.discard(lease)
+        for refusal in launch.refusals:
+            self._ec2.failed(refusal.pool, refusal.code, refusal.message)
+        if launch.instance is None or launch.pool is None:
+            told = {f"{r.pool}: {r.code} ({r.message})" for r in launch.refusals}
+            tried = "; ".join(sorted(told)) or "EC2 gave no reason"
+            raise CapacityUnavailable(f"{self.name}: {self._api.where} launched nothing: {tried}")
+        self._ec2.launched(launch.pool)
+        return self._hold(lease, launch.instance, self._usd[lease])
+
+    async def find(self, known: Mapping[LeaseId, KnownLease]) -> Mapping[LeaseId, Found]:
+        installed()
+        self._used = True
+        try:
+            there = of_leases(await self._call(self._api.instances))
+        except (Ec2Error, TimeoutError) as error:
+            raise ProviderUnavailable(f"{self.name}: {error}") from error
+        found: dict[LeaseId, Found] = {}
+        for lease, instances in there.items():
+            wanted = known.get(lease)
+            living = [instance for instance in instances if instance.lives]
+            if wanted is not None and (living or wanted.granted):
+                kept = (living or instances)[0]
+                living = [instance for instance in living if instance is not kept]
+                handle = self._hold(lease, kept.id, kept.usd_per_gpu_hour)
+                if not kept.lives:
+                    handle.ended(self._ending(kept))
+                found[lease] = Found(handle)
+            await self._end_strays(living)
+        return found
+
+    async def aclose(self) -> None:
+        await super().aclose()
+        if not self._used:
+            return
+        self._used = False
+        timeout_s = max(self.context.release_timeout_s, SETTLING_S)
+        try:
+            async with asyncio.timeout(timeout_s + SETTLING_S):
+                await self._sweep()
+                await self._call(self._api.delete_template)
+        except (Ec2Error, TimeoutError) as error:
+            log.error(
+                "what is left of this run at EC2 is not known: instances end by themselves",
+                provider=self.name,
+                within_s=self.context.orchestrator_timeout_s,
+                at_the_latest_s=self.settings.max_life_s,
+                look=self._look_command(),
+                error=str(error),
+            )
+
+    # An instance
+
+    async def end_instance(self, leased: _Leased) -> Nanoseconds | None:
+        """Terminate it; returns what is charged. Raises what EC2 raises, unless the run cannot wait for it."""
+        began_s = time.monotonic()
+        while True:
+            try:
+                await self._call(self._api.terminate, [leased.instance])
+                seen = await self._ended(leased)
+                break
+            except (Ec2Error, TimeoutError) as error:
+                if not self._closing:
+                    raise
+                if time.monotonic() - began_s > self.context.release_timeout_s:
+                    log.error(
+                        "an instance could not be ended: it ends by itself, as its worker hears nobody",
+                        instance=leased.instance,
+                        within_s=self.context.orchestrator_timeout_s,
+                        look=self._look_command(),
+                        error=str(error),
+                    )
+                    seen = None
+                    break
+            await asyncio.sleep(LOOK_AGAIN_S)
+        self._held.pop(leased.lease, None)
+        self._bill_running.pop(leased.instance, None)
+        if self.settings.secret_prefix:
+            with contextlib.suppress(Ec2Error, TimeoutError):
+                await self._call(self._api.delete_secret, leased.lease)
+        if seen is None or seen.ended_s is None:
+            return None
+        self._ec2.held(seen.pool, seen.ended_s - seen.began_s, interrupted=seen.taken)
+        usd = await self._bill(seen)
+        self._ec2.spent_usd += usd
+        per_hour = (leased.usd_per_gpu_hour or seen.usd_per_gpu_hour) * self.settings.gpus
+        return round(usd / per_hour * HOUR_S * NS_PER_S) if per_hour else None
+
+    async def _ended(self, leased: _Leased) -> Instance | None:
+        """As EC2 describes it once it has ended; None where EC2 has forgotten it."""
+        async with asyncio.timeout(self.context.release_timeout_s):
+            while True:
+                found = [i for i in await self._call(self._api.instances, leased.lease) if i.id == leased.instance]
+                if not found or not found[0].lives:
+                    return found[0] if found else None
+                await asyncio.sleep(LOOK_AGAIN_S)
+
+    async def _bill(self, instance: Instance) -> float:
+        """By the prices of all of its time."""
+        if not instance.taken:
+            with contextlib.suppress(Ec2Error, TimeoutError):
+                self._ec2.priced(await self._call(self._api.prices, instance.began_s))
+        ended_s = time.time() if instance.ended_s is None else instance.ended_s
+        points = self._ec2.prices.get(instance.pool, ())
+        return bill_usd(instance.began_s, ended_s, points, interrupted=instance.taken)
+
+    async def _order(self, lease: LeaseId, pools: Sequence[Pool], script: str) -> Launch:
+        """Asked until EC2 answers, for the same instance: the time for a lease ends it."""
+        while True:
+            try:
+                return await self._call(self._api.launch, lease, pools, script, self._usd[lease])
+            except NoAccess:
+                raise
+            except (Ec2Error, TimeoutError) as error:
+                if getattr(error, "code", "") == "IdempotentParameterMismatch":
+                    # An earlier process of the run has ordered it otherwise: its order stands.
+                    there = [i for i in await self._call(self._api.instances, lease) if i.lives]
+                    if there:
+                        return Launch(there[0].id, there[0].pool)
+                if isinstance(error, Ec2Error) and error.passing is False:
+                    raise CapacityUnavailable(str(error)) from error
+                log.warning("an order of an instance is repeated", lease=lease, error=str(error))
+            await asyncio.sleep(LOOK_AGAIN_S)
+
+    def _hold(self, lease: LeaseId, instance: str, usd_per_gpu_hour: float) -> _Leased:
+        leased = self._held[lease] = _Leased(self, lease, instance, usd_per_gpu_hour)
+        return leased
+
+    def _ending(self, instance: Instance) -> LeaseEnding:
+        if instance.taken:
+            return LeaseEnding(EndCause.PREEMPTED, f"EC2 took {instance.id} back ({instance.pool}): {instance.reason}")
+        why = instance.said or instance.reason or instance.state
+        return LeaseEnding(
+            EndCause.LOST,
+            f"instance {instance.id} ended ({why}); `aws ec2 get-console-output --region {self.settings.region} "
+            f"--instance-id {instance.id}` has what its worker said",
+        )
+
+    # What goes on beside
+
+    async def _watch(self) -> None:
+        """Look at the instances; end those of no lease now and then; keep the offer true."""
+        reconciled_s = 0.0
+        while True:
+            await asyncio.sleep(self.settings.poll_s)
+            try:
+                seen = await self._call(self._api.instances)
+            except (Ec2Error, TimeoutError) as error:
+                self._give_up(error)
+            else:
+                if self._silent_s is not None:
+                    log.info("EC2 answers again", provider=self.name)
+                self._silent_s, self._ec2.closed = None, ""
+                self._look_at(seen)
+                if time.monotonic() - reconciled_s >= self.settings.reconcile_s:
+                    reconciled_s = time.monotonic()
+                    with contextlib.suppress(Ec2Error, TimeoutError):  # The next search finds it again.
+                        await self._end_strays(self._of_no_lease(seen))
+                self._mind_the_cap(seen)
+            tuple(self._ec2.advance(self.context.now_ns()))
+            self.announce()
+
+    def _look_at(self, seen: Sequence[Instance]) -> None:
+        by_id = {instance.id: instance for instance in seen}
+        for leased in tuple(self._held.values()):
+            instance = by_id.get(leased.instance)
+            if instance is not None and not instance.lives:
+                leased.ended(self._ending(instance))
+            elif instance is None and time.monotonic() - leased.since_s > UNSEEN_S:
+                leased.ended(LeaseEnding(EndCause.LOST, f"EC2 knows no instance {leased.instance}"))
+        now_s = time.time() + self._api.skew_s
+        self._bill_running = {
+            i.id: bill_usd(i.began_s, now_s, self._ec2.prices.get(i.pool, ()), interrupted=False)
+            for i in seen
+            if i.lives
+        }
+        self._ec2.running_usd = sum(self._bill_running.values())
+
+    def _mind_the_cap(self, seen: Sequence[Instance]) -> None:
+        """Give everything back in time, so that `usd_max` is not exceeded."""
+        per_hour = sum(self._ec2.usd_now(i.pool) for i in seen if i.lives and i.pool in self._ec2.prices)
+        left_s = self._ec2.budget_left_s(per_hour)
+        notice_s = CAP_NOTICE_S + self.settings.poll_s
+        if left_s is None or left_s > notice_s or self._cap_told:
+            return
+        self._cap_told = True
+        reason = f"usd_max = ${self.settings.usd_max:g} is about to be spent"
+        log.warning("the spending cap ends this provider's leases", provider=self.name, usd_max=self.settings.usd_max)
+        for lease in tuple(self._held):
+            self._expect_end(lease, max(0.0, left_s - self.settings.poll_s), LeaseEnding(EndCause.RELEASED, reason))
+
+    def _expect_end(self, lease: LeaseId, left_s: float, ending: LeaseEnding) -> None:
+        held = self._leases.get(lease)
+        if held is None or held.noticed is not None or held.ending.done():
+            return
+        deadline_ns = self.context.now_ns() + round(left_s * NS_PER_S)
+        if ending.cause is not EndCause.PREEMPTED:
+            self._end_at(held, deadline_ns, ending)
+        held.noticed = ending
+        self._emit(LeaseNotice(lease=lease, deadline_ns=deadline_ns, reason=ending.detail))
+
+    def _give_up(self, error: Exception) -> None:
+        """Nothing is offered until EC2 answers again."""
+        self._ec2.closed = str(error)
+        if self._silent_s is None:
+            self._silent_s = time.monotonic()
+            log.warning(
+                "EC2 cannot be asked: workers go on, and none is asked for until it answers",
+                provider=self.name,
+                tried=f"a look every {self.settings.poll_s:g} s, each for {self.settings.answer_timeout_s:g} s",
+                error=str(error),
+            )
+
+    async def _follow_prices(self) -> None:
+        while True:
+            await asyncio.sleep(self.settings.price_s)
+            with contextlib.suppress(Ec2Error, TimeoutError):  # The prices known stand until the next look.
+                self._ec2.priced(await self._call(self._api.prices))
+                self._ec2.scores = await self._call(self._api.scores)
+            self.announce()
+
+    async def _hear(self) -> None:
+        """Read what EventBridge sends. What is of other instances is left to their runs' own queues."""
+        told = False
+        while True:
+            try:
+                notices, receipts = await call(
+                    QUEUE_WAIT_S + self.settings.answer_timeout_s, self._api.notices, QUEUE_WAIT_S
+                )
+                for notice in notices:
+                    self._on_notice(notice)
+                await self._call(self._api.discard, receipts)
+                told = False
+            except (Ec2Error, TimeoutError) as error:
+                if not told:
+                    log.warning("no notices can be read: workers read their instances' own", error=str(error))
+                told = True
+                await asyncio.sleep(self.settings.poll_s)
+
+    def _on_notice(self, notice: Notice) -> None:
+        leased = next((one for one in self._held.values() if one.instance == notice.instance), None)
+        if leased is None:
+            return
+        if notice.kind == INTERRUPTION:
+            left_s = min(NOTICE_S, max(0.0, notice.at_s + NOTICE_S - (time.time() + self._api.skew_s)))
+            why = f"EC2 takes {notice.instance} back"
+            self._expect_end(leased.lease, left_s, LeaseEnding(EndCause.PREEMPTED, why))
+        elif notice.kind == REBALANCE and not leased.advised:
+            leased.advised = True
+            reason = f"EC2 recommends to rebalance {notice.instance}: it is likelier to be taken back"
+            self._emit(LeaseNotice(lease=leased.lease, deadline_ns=None, reason=reason))
+
+    # Instances of no lease
+
+    def _of_no_lease(self, seen: Sequence[Instance]) -> list[Instance]:
+        """Those that live of leases that are not held, nor ordered; and of one lease all but its own."""
+        ours = {leased.instance for leased in self._held.values()}
+        return [i for i in seen if i.lives and i.id not in ours and i.lease not in self._ordering]
+
+    async def _end_strays(self, strays: Sequence[Instance]) -> None:
+        if not strays:
+            return
+        for stray in strays:
+            if stray.id not in self._strays:
+                self._strays.add(stray.id)
+                log.warning("an instance of no lease is ended", instance=stray.id, lease=stray.lease)
+                self.context.note(f"stray:{stray.id}", f"instance of no lease, ordered for {stray.lease}, was ended")
+                self._ec2.spent_usd += bill_usd(
+                    stray.began_s, time.time(), self._ec2.prices.get(stray.pool, ()), interrupted=False
+                )
+        await self._call(self._api.terminate, [stray.id for stray in strays])
+
+    async def _sweep(self) -> None:
+        """Returns once EC2 knows of no living instance of this run, and no order is open of which one may come."""
+        while True:
+            seen = await self._call(self._api.instances)
+            left = self._of_no_lease(seen)
+            await self._end_strays(left)
+            now_s = time.monotonic()
+            self._unsettled = {lease: until_s for lease, until_s in self._unsettled.items() if until_s > now_s}
+            if not left and not self._unsettled:
+                return
+            await asyncio.sleep(LOOK_AGAIN_S)
+
+    # How it is asked
+
+    @property
+    def _offered_usd(self) -> float:
+        return self._ec2.offered_usd_per_gpu_hour
+
+    def _look_command(self) -> str:
+        return (
+            f"aws ec2 describe-instances --region {self.settings.region} --filters "
+            f"'Name=tag:elastic:run,Values={self._api.run}' 'Name=instance-state-name,Values=pending,running'"
+        )
+
+    async def _call(self, function: Callable[..., T], *arguments: Any) -> T:
+        return await call(self.settings.answer_timeout_s, function, *arguments)

@@ -1,0 +1,305 @@
+"""The spot market of EC2 as a run sees it: pools with prices, and what has failed or was taken back in them. Pure.
+
+- A *pool* is an instance type in a zone. It is used unless its price is above the limit, or it failed lately: each
+  failure doubles a pool's back-off, and a launch there ends it.
+- Pools are asked for in the order of what an hour of work costs in them: a pool whose instances are taken back soon is
+  dearer than its price says, by the time that each instance boots.
+- The bill is EC2's: seconds, a minute at the least, each hour at the price that stood when it began, and nothing where
+  EC2 itself ended the instance in its first hour.
+
+Sources: EC2 User Guide, "Spot Instances" (pricing, billing for interrupted instances); RLBoost §3, ROSE §5.
+"""
+
+import itertools
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+from pydantic import Field, model_validator
+
+from elastic.core.types import NS_PER_S, LeaseId, Nanoseconds
+from providers.base import ProviderSettings
+from providers.markets import CapacityUnavailable, Market, TakenBack
+
+HOUR_S = 3600
+LEAST_BILLED_S = 60
+NOTICE_S = 120.0
+"""What EC2 gives of notice, where it gives any."""
+REBALANCE_PAUSE_S = 600.0
+"""How long a pool is left alone in which EC2 has advised to rebalance, unless no other is left."""
+
+QUOTA_CODES = frozenset({"MaxSpotInstanceCountExceeded", "VcpuLimitExceeded", "InstanceLimitExceeded"})
+"""Of the account, in whatever pool."""
+
+
+class Ec2Settings(ProviderSettings):
+    region: str = Field("us-east-1", pattern=r"^[a-z]{2}(-[a-z]+)+-\d$", description="where to ask for instances")
+    profile: str = Field("", description="of the shared AWS configuration; else the usual chain finds credentials")
+    endpoint_url: str = Field("", description="of an EC2 that is not AWS's own; all services are asked there")
+    instance_types: tuple[str, ...] = Field(
+        ("g5.xlarge",), min_length=1, max_length=20, description="what a worker may run on; gpus_per_worker is theirs"
+    )
+    zones: tuple[str, ...] = Field((), description="availability zones; else all of the region that have these types")
+    subnets: dict[str, str] = Field(default_factory=dict, description="by zone, where it is not the default one")
+    image: str = Field("", pattern=r"^(ami-[0-9a-f]{8,17})?$", description="AMI that workers boot; or …")
+    launch_template: str = Field(
+        "",
+        pattern=r"^(lt-[0-9a-f]{8,17}(:(\d+|\$Default|\$Latest))?)?$",
+        description="… launch template, or its version",
+    )
+    security_groups: tuple[str, ...] = Field((), description="of instances from an AMI; they need no way in")
+    instance_profile: str = Field("", description="of instances from an AMI")
+    install: tuple[str, ...] = Field(
+        (), max_length=50, description="shell commands that bring `elastic` onto an image that does not have it"
+    )
+    secret_prefix: str = Field(
+        "",
+        pattern=r"^[A-Za-z0-9/_+=.@-]*$",
+        description="tickets go through Secrets Manager under this name; without it, through user data",
+    )
+    queue: str = Field(
+        "", description="URL of the SQS queue to which EventBridge sends EC2's notices; else none is read"
+    )
+    usd_per_gpu_hour_max: float | None = Field(None, gt=0, description="pools that are dearer are not used")
+    usd_max: float | None = Field(None, gt=0, description="what this provider's instances may cost in all")
+    boot_s: float = Field(90.0, ge=0, allow_inf_nan=False, description="from the grant to the worker's first word")
+    max_life_s: float = Field(
+        86_400.0, ge=300, le=30 * 86_400, description="after this an instance ends itself, whoever has forgotten it"
+    )
+    retry_s: float = Field(15.0, gt=0, description="first back-off of a pool that has no capacity; it doubles …")
+    retry_max_s: float = Field(900.0, gt=0, description="… up to this")
+    poll_s: float = Field(5.0, gt=0, description="time between two looks at this run's instances")
+    price_s: float = Field(300.0, gt=0, description="time between two looks at the prices")
+    reconcile_s: float = Field(120.0, gt=0, description="time between two searches for instances of no lease")
+    answer_timeout_s: float = Field(20.0, gt=0, description="longest time that one call may take, its repeats included")
+
+    @model_validator(mode="after")
+    def _belongs_together(self) -> "Ec2Settings":
+        if bool(self.image) == bool(self.launch_template):
+            found = "both" if self.image else "neither"
+            raise ValueError(f"image or launch_template must be given, and one of them alone; found {found}")
+        if self.launch_template and (self.security_groups or self.instance_profile):
+            raise ValueError("security_groups and instance_profile are the launch template's, where there is one")
+        if self.secret_prefix and self.image and not self.instance_profile:
+            raise ValueError("secret_prefix needs instance_profile: without it no instance may read its secret")
+        return self
+
+    @property
+    def gpus(self) -> int:
+        """Of one instance, which is one worker."""
+        return self.gpus_per_worker
+
+
+class Pool(NamedTuple):
+    instance_type: str
+    zone: str
+
+    def __str__(self) -> str:
+        return f"{self.instance_type} in {self.zone}"
+
+
+class PricePoint(NamedTuple):
+    """From `at_s` (Unix time) on an instance costs so much an hour."""
+
+    at_s: float
+    usd_per_hour: float
+
+
+class PoolHistory(msgspec.Struct):
+    """What the run has seen of a pool: instance time, and how often EC2 has taken one back."""
+
+    held_s: float = 0.0
+    interruptions: int = 0
+
+    @property
+    def life_s(self) -> float | None:
+        """Mean life of an instance; None before the first was taken back."""
+        return self.held_s / self.interruptions if self.interruptions else None
+
+
+class Failure(NamedTuple):
+    code: str
+    message: str
+    times: int
+    until_ns: Nanoseconds
+
+
+class Ec2Market(Market[Ec2Settings]):
+    """Whoever drives it tells prices, scores, failures and interruptions, and the time with each."""
+
+    delay_key = "boot_s"
+    bars_last = False
+
+    def __init__(self, name: str, settings: Ec2Settings) -> None:
+        super().__init__(name, settings)
+        self.prices: dict[Pool, tuple[PricePoint, ...]] = {}
+        self.scores: dict[str, int] = {}
+        """Placement scores by zone, 1 to 10, where EC2 tells them."""
+        self.history: dict[Pool, PoolHistory] = {}
+        self.failures: dict[Pool, Failure] = {}
+        self.spent_usd = 0.0
+        """What instances have cost that are over."""
+        self.running_usd = 0.0
+        """What those that are held have cost so far."""
+        self.closed = ""
+        """Why nothing can be had at all; empty where it can."""
+
+    # What others tell
+
+    def priced(self, prices: Mapping[Pool, Sequence[PricePoint]]) -> None:
+        """Newer prices; what is known of the past stays."""
+        for pool, points in prices.items():
+            known = {*self.prices.get(pool, ()), *points}
+            self.prices[pool] = tuple(sorted(known))
+
+    def failed(self, pool: Pool, code: str, message: str) -> None:
+        """Nothing was launched in a pool. A quota is the account's: all of the type's pools wait."""
+        hit = [p for p in self.pools() if p.instance_type == pool.instance_type] if code in QUOTA_CODES else [pool]
+        for one in {*hit, pool}:
+            before = self.failures.get(one)
+            if before is not None and before.until_ns > self.at_ns and before.code == code:
+                continue  # Told of the same moment by another request.
+            times = before.times + 1 if before else 1
+            pause_s = min(self.settings.retry_max_s, self.settings.retry_s * 2 ** (times - 1))
+            self.failures[one] = Failure(code, message, times, self.at_ns + round(pause_s * NS_PER_S))
+
+    def launched(self, pool: Pool) -> None:
+        self.failures.pop(pool, None)
+
+    def advised_against(self, pool: Pool) -> None:
+        """EC2 recommends to rebalance what is in the pool."""
+        until_ns = self.at_ns + round(REBALANCE_PAUSE_S * NS_PER_S)
+        self.failures[pool] = Failure("RebalanceRecommendation", "its instances are likelier to be taken", 1, until_ns)
+
+    def held(self, pool: Pool, held_s: float, *, interrupted: bool) -> None:
+        """An instance is over."""
+        seen = self.history.setdefault(pool, PoolHistory())
+        seen.held_s += held_s
+        seen.interruptions += interrupted
+
+    # What the run asks
+
+    def advance(self, now_ns: Nanoseconds) -> Iterator[TakenBack]:
+        self.at_ns = max(self.at_ns, now_ns)
+        return iter(())
+
+    def pools(self) -> list[Pool]:
+        """All that the settings allow and that have a price."""
+        s = self.settings
+        return [p for p in self.prices if p.instance_type in s.instance_types and (not s.zones or p.zone in s.zones)]
+
+    def usable(self) -> list[Pool]:
+        """Pools to ask for, the best first."""
+        fitting = [pool for pool in self.pools() if self._fits(pool)]
+        waiting = [pool for pool in fitting if (f := self.failures.get(pool)) is not None and f.until_ns > self.at_ns]
+        advised = [pool for pool in waiting if self.failures[pool].code == "RebalanceRecommendation"]
+        free = [pool for pool in fitting if pool not in waiting] or advised
+        return sorted(free, key=lambda pool: (self._working_usd(pool), -self.scores.get(pool.zone, 0), pool))
+
+    def why_nothing(self) -> str:
+        """Why no pool can be used now, pool by pool, and when the next one is tried."""
+        if self.closed:
+            return self.closed
+        if self._over_budget():
+            return f"usd_max = ${self.settings.usd_max:g} is spent: ${self.spent_usd + self.running_usd:.2f}"
+        if not self.pools():
+            s = self.settings
+            zones = ", ".join(s.zones) or f"any zone of {s.region}"
+            return f"no spot price of {', '.join(s.instance_types)} in {zones}: is it offered there?"
+        dear = [pool for pool in self.pools() if not self._fits(pool)]
+        told = [f"{pool}: ${self.usd_now(pool):.2f} an hour, above usd_per_gpu_hour_max" for pool in dear]
+        left = {pool: f for pool, f in self.failures.items() if f.until_ns > self.at_ns and pool not in dear}
+        told += [f"{pool}: {f.code} ({f.message})" for pool, f in sorted(left.items())]
+        if left:
+            wait_s = (min(f.until_ns for f in left.values()) - self.at_ns) / NS_PER_S
+            told.append(f"the next is tried in {wait_s:.0f} s")
+        return "; ".join(told)
+
+    def usd_now(self, pool: Pool) -> float:
+        """Of an instance for an hour."""
+        return self.prices[pool][-1].usd_per_hour
+
+    def usd_per_gpu_hour(self) -> float:
+        """Of the pool that is asked for first, or would be."""
+        pools = self.usable() or self.pools()
+        return self.usd_now(pools[0]) / self.settings.gpus if pools else self.settings.usd_per_gpu_hour
+
+    @property
+    def offered_usd_per_gpu_hour(self) -> float:
+        """Of the last offer, at which leases are booked."""
+        return self.usd_per_gpu_hour() if self._offered is None else self._offered.usd_per_gpu_hour
+
+    def expected_life_s(self) -> float | None:
+        """Of an instance in the pool that is asked for first."""
+        pools = self.usable()
+        return self._life_s(pools[0]) if pools else None
+
+    def free(self) -> int:
+        if self.closed or self._over_budget() or not self.usable():
+            return 0
+        return super().free()
+
+    def pick(self, lease: LeaseId) -> str:
+        if self.free() <= 0:
+            raise CapacityUnavailable(
+                f"{self.name}: nothing is to be had in {self.settings.region}: {self.why_nothing()}"
+            )
+        return ""
+
+    def budget_left_s(self, usd_per_hour: float) -> float | None:
+        """How long all that is held can go on at this price of an hour before `usd_max` is spent; None for ever."""
+        limit = self.settings.usd_max
+        if limit is None or usd_per_hour <= 0:
+            return None
+        return max(0.0, (limit - self.spent_usd - self.running_usd) * HOUR_S / usd_per_hour)
+
+    def _over_budget(self) -> bool:
+        """Whether another instance, which costs a minute at the least, is too much."""
+        limit = self.settings.usd_max
+        if limit is None:
+            return False
+        dearest = max((self.usd_now(pool) for pool in self.pools()), default=0.0)
+        return self.spent_usd + self.running_usd + dearest * LEAST_BILLED_S / HOUR_S > limit
+
+    def _fits(self, pool: Pool) -> bool:
+        limit = self.settings.usd_per_gpu_hour_max
+        return limit is None or self.usd_now(pool) <= limit * self.settings.gpus
+
+    def _life_s(self, pool: Pool) -> float | None:
+        """Its own, or that of all pools where it has none."""
+        own = self.history.get(pool)
+        if own is not None and own.life_s is not None:
+            return own.life_s
+        held_s = sum(seen.held_s for seen in self.history.values())
+        return PoolHistory(held_s, sum(seen.interruptions for seen in self.history.values())).life_s
+
+    def _working_usd(self, pool: Pool) -> float:
+        usd, life_s, boot_s = self.usd_now(pool), self._life_s(pool), self.settings.boot_s
+        if life_s is None:
+            return usd
+        return usd * life_s / max(life_s - boot_s, 0.1 * life_s) if life_s else usd
+
+
+def bill_usd(began_s: float, ended_s: float, prices: Iterable[PricePoint], *, interrupted: bool) -> float:
+    """What EC2 bills for an instance that ran between these times. `interrupted`: EC2 has ended it itself."""
+    duration_s = max(0.0, ended_s - began_s)
+    if interrupted and duration_s < HOUR_S:
+        return 0.0
+    billed_s = max(LEAST_BILLED_S, duration_s)
+    points = sorted(prices)
+    usd = 0.0
+    for hour in itertools.count():
+        from_s = hour * HOUR_S
+        if from_s >= billed_s:
+            return usd
+        usd += usd_at(points, began_s + from_s) * min(HOUR_S, billed_s - from_s) / HOUR_S
+    raise AssertionError
+
+
+def usd_at(points: Sequence[PricePoint], at_s: float) -> float:
+    """The price of an hour that stood then: the last one told before, or else the first."""
+    if not points:
+        return 0.0
+    index = bisect_right([point.at_s for point in points], at_s)
+    return points[max(0, index - 1)].usd_per_hour

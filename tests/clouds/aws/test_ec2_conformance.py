@@ -1,0 +1,63 @@
+"""The provider `ec2` passes the suite that every provider passes, over HTTP and on a bad day."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from providers.base import ProviderContext
+from providers.ec2 import Ec2Provider
+from providers.ec2_market import Ec2Settings
+from tests.clouds.aws_server.cloud import Cloud
+from tests.clouds.aws_server.proxy import Faults
+from tests.providers.conftest import CAPACITY, context, make_context, opened, recorder
+from tests.providers.test_conformance import (
+    provider,
+    test_a_release_before_the_grant_is_not_forgotten,
+    test_a_released_lease_ends_once_however_often_it_is_released,
+    test_any_interleaving_answers_each_request_once_and_ends_each_grant_once,
+    test_closing_at_once_leaves_nothing,
+    test_closing_ends_everything,
+    test_closing_one_that_never_started_is_harmless,
+    test_offers_what_is_left,
+    test_refuses_what_it_does_not_have,
+    test_what_a_liar_stood_on_is_not_leased_again_and_the_rest_is,
+)
+
+pytestmark = pytest.mark.clouds
+
+__all__ = [
+    "context",
+    "make_context",
+    "opened",
+    "provider",
+    "recorder",
+    "test_a_release_before_the_grant_is_not_forgotten",
+    "test_a_released_lease_ends_once_however_often_it_is_released",
+    "test_any_interleaving_answers_each_request_once_and_ends_each_grant_once",
+    "test_closing_at_once_leaves_nothing",
+    "test_closing_ends_everything",
+    "test_closing_one_that_never_started_is_harmless",
+    "test_offers_what_is_left",
+    "test_refuses_what_it_does_not_have",
+    "test_what_a_liar_stood_on_is_not_leased_again_and_the_rest_is",
+]
+
+
+@pytest.fixture(params=["ec2", "ec2 on a bad day"])
+def kind(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def make_provider(kind: str, aws: Cloud) -> Iterator[Callable[[ProviderContext], Any]]:
+    if kind == "ec2 on a bad day":
+        aws.proxy.faults = Faults(error=0.05, throttled=0.03, torn_before=0.03, torn_after=0.03, late=0.05)
+
+    def make(context: ProviderContext) -> Ec2Provider:
+        settings = Ec2Settings.model_validate(aws.settings(max_workers=CAPACITY))
+        return Ec2Provider("provider", settings, context)
+
+    yield make
+    left = [one for one in aws.living() if one.tags.get("elastic:provider") == "provider"]
+    assert left == [], "an orphan, by the server's record"
