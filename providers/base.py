@@ -145,6 +145,38 @@ class Provider(Protocol):
         ...
 
 
+class VendorFinding(msgspec.Struct, frozen=True, kw_only=True):
+    """Something that was looked at, what was found, and what would mend it where it is not `ok`."""
+
+    what: str
+    ok: bool
+    found: str
+    mend: str = ""
+
+
+class CapacityNow(msgspec.Struct, frozen=True, kw_only=True):
+    """What could be had somewhere now; `why` nothing can, where it cannot. `score` is the vendor's, 1 to 10."""
+
+    place: str
+    usd_per_gpu_hour: float
+    gpus_per_worker: int
+    usable: bool
+    why: str = ""
+    score: int | None = None
+    since: str = ""
+    """Since when the price stands (UTC)."""
+
+
+class Examination(msgspec.Struct, frozen=True, kw_only=True):
+    """What a provider's own `examine(name, settings)` tells, which is a class method and may block for some seconds.
+
+    Kinds of providers that have none are on this machine, or somebody else's to ask.
+    """
+
+    findings: tuple[VendorFinding, ...] = ()
+    capacity: tuple[CapacityNow, ...] = ()
+
+
 class ProviderUnavailable(Exception):
     """The provider cannot give anything; the message names what is wrong and what would mend it."""
 

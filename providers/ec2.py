@@ -24,6 +24,7 @@ from elastic.core.events import LeaseNotice
 from elastic.core.types import NS_PER_S, EndCause, LeaseId, Nanoseconds
 from providers.base import (
     Emit,
+    Examination,
     KnownLease,
     LeaseRequest,
     ProviderContext,
@@ -31,7 +32,8 @@ from providers.base import (
     worker_environment,
 )
 from providers.base_provider import BaseProvider, Found, LeaseHandle
-from providers.ec2_api import Ec2Api, Ec2Error, Instance, Launch, NoAccess, Notice, installed, of_leases
+from providers.ec2_api import Ec2Api, Ec2Error, Instance, Launch, NoAccess, QueueNotice, installed, of_leases
+from providers.ec2_examination import examine
 from providers.ec2_market import HOUR_S, NOTICE_S, Ec2Market, Ec2Settings, Pool, bill_usd
 from providers.ec2_user_data import UserDataTooLarge, user_data
 from providers.markets import CapacityUnavailable, LeaseEnding
@@ -97,6 +99,11 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
         self._cap_told = False
         self._used = False
         self._silent_s: float | None = None
+
+    @classmethod
+    def examine(cls, name: str, settings: Ec2Settings) -> Examination:
+        """Credentials, quotas, reach, and what could be had now. Blocks."""
+        return examine(name, settings)
 
     # The contract
 
@@ -388,7 +395,7 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
                 told = True
                 await asyncio.sleep(self.settings.poll_s)
 
-    def _on_notice(self, notice: Notice) -> None:
+    def _on_notice(self, notice: QueueNotice) -> None:
         leased = next((one for one in self._held.values() if one.instance == notice.instance), None)
         if leased is None:
             return

@@ -144,7 +144,7 @@ class Launch(NamedTuple):
     refusals: tuple[Refusal, ...] = ()
 
 
-class Notice(NamedTuple):
+class QueueNotice(NamedTuple):
     """Of an instance, by EventBridge; `at_s` is when EC2 sent it."""
 
     kind: str
@@ -158,7 +158,7 @@ class _Detail(msgspec.Struct, rename="kebab"):
     state: str = ""
 
 
-class _Message(msgspec.Struct, rename="kebab"):
+class _EventBody(msgspec.Struct, rename="kebab"):
     """What EventBridge sends, as far as it is read here."""
 
     detail_type: str
@@ -392,7 +392,7 @@ class Ec2Api:
 
     # Notices
 
-    def notices(self, wait_s: int) -> tuple[list[Notice], list[str]]:
+    def notices(self, wait_s: int) -> tuple[list[QueueNotice], list[str]]:
         """What EventBridge has sent to the queue, and the receipts of what was read. Raises `Ec2Error`."""
         answer = self._call(
             "sqs",
@@ -402,16 +402,16 @@ class Ec2Api:
             WaitTimeSeconds=wait_s,
             AttributeNames=["SentTimestamp"],
         )
-        read: list[Notice] = []
+        read: list[QueueNotice] = []
         receipts: list[str] = []
         for message in answer.get("Messages", ()):
             receipts.append(message["ReceiptHandle"])
             try:
-                event = msgspec.json.decode(message["Body"], type=_Message)
+                event = msgspec.json.decode(message["Body"], type=_EventBody)
             except msgspec.DecodeError:
                 continue  # Not EC2's, or not for us: nobody would read it.
             at = event.time if event.time.tzinfo else event.time.replace(tzinfo=UTC)
-            read.append(Notice(event.detail_type, event.detail.instance_id, at.timestamp(), event.detail.state))
+            read.append(QueueNotice(event.detail_type, event.detail.instance_id, at.timestamp(), event.detail.state))
         return read, receipts
 
     def discard(self, receipts: Sequence[str]) -> None:

@@ -564,7 +564,7 @@ def doctor(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check what this machine has: Python, packages, devices, providers, room for runs.
+    """Check what this machine has, and with CONFIG what the clouds of its providers say: credentials, quotas, reach.
 
     Example: elastic doctor examples/frozenlake.toml
     """

@@ -12,6 +12,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
+from elastic.cli.capacity import examined, plan_of
 from elastic.cli.output import EXIT_FAILED, emit
 from elastic.compose import installed, short_limits
 from elastic.config import Config
@@ -52,7 +53,14 @@ def doctor_command(config: Config | None, *, as_json: bool) -> int:
 def findings_of(config: Config | None) -> list[Finding]:
     """What is looked at, and what was found."""
     findings = [_python(), *_packages(), _device(), _cores(), _room(), *_entry_points()]
-    return findings + (_limits(config) if config is not None else [])
+    return findings + ([*_limits(config), *_clouds(config)] if config is not None else [])
+
+
+def _clouds(config: Config) -> list[Finding]:
+    """Credentials, quotas and reach of each provider that has a vendor to ask."""
+    plan = plan_of(config, [], "the configuration")
+    found = [finding for _, examination in examined(plan) for finding in examination.findings]
+    return [Finding(one.what, one.ok, one.found, one.mend, "wrong") for one in found]
 
 
 def _limits(config: Config) -> list[Finding]:

@@ -1,6 +1,7 @@
 """`elastic projects` and `elastic providers`: what projects may have and spend, and what they share."""
 
 import math
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -89,6 +90,53 @@ def list_providers(context: typer.Context, as_json: AsJson = False) -> None:
         from elastic.cli.remote_quotas import providers_command
 
         providers_command(as_json=as_json)
+
+
+ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="A run's TOML file.")]
+Names = Annotated[
+    str, typer.Option("--providers", metavar="NAMES", help="Comma-separated; without any, all that have a section.")
+]
+
+
+def _plan(config: Path, names: str) -> Any:
+    from elastic.cli.capacity import plan_of
+    from elastic.config import load_config
+
+    wanted = [name.strip() for name in names.split(",") if name.strip()]
+    return plan_of(load_config(config), wanted, str(config))
+
+
+@providers.command("list")
+def list_sections(config: ConfigFile, names: Names = "", as_json: AsJson = False) -> None:
+    """List a configuration's providers: their kinds, and what they may hold at once.
+
+    Example: elastic providers list examples/frozenlake.toml
+    """
+    from elastic.cli.capacity import list_command
+
+    list_command(_plan(config, names), as_json=as_json)
+
+
+@providers.command()
+def offers(config: ConfigFile, names: Names = "", as_json: AsJson = False) -> None:
+    """Ask the clouds of a configuration what could be had now, the best first. Nothing is ordered.
+
+    Example: elastic providers offers clouds.toml --providers ec2
+    """
+    from elastic.cli.capacity import offers_command
+
+    raise typer.Exit(offers_command(_plan(config, names), prices=False, as_json=as_json))
+
+
+@providers.command()
+def prices(config: ConfigFile, names: Names = "", as_json: AsJson = False) -> None:
+    """Ask the clouds of a configuration for their prices now, those above its limits too.
+
+    Example: elastic providers prices clouds.toml --providers ec2
+    """
+    from elastic.cli.capacity import offers_command
+
+    raise typer.Exit(offers_command(_plan(config, names), prices=True, as_json=as_json))
 
 
 @providers.command()

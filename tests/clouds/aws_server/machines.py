@@ -11,7 +11,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -42,8 +41,9 @@ class Machines:
         self._directory, self._port, self.boot_s = directory, port, boot_s
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._gone: set[str] = set()
+        self.began_ns: dict[str, int] = {}
+        """When each instance began with its user data, on this machine's monotonic clock."""
         self._lock = threading.Lock()
-        self.install: Callable[[str], None] = lambda instance: None
         bin_dir = directory / "bin"
         bin_dir.mkdir(parents=True)
         python = sys.executable
@@ -75,6 +75,7 @@ class Machines:
         with self._lock, (self._directory / f"{one.id}.log").open("ab") as output:
             if one.id in self._gone:
                 return
+            self.began_ns[one.id] = time.monotonic_ns()
             self._processes[one.id] = subprocess.Popen(
                 ["bash", str(script)],
                 env=environment,

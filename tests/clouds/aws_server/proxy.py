@@ -78,7 +78,7 @@ class Proxy:
         self.unseen_s = 0.0
         """How long an instance is not listed yet."""
         self.hold: Callable[[str], Awaitable[None]] | None = None
-        """Called with each action once it is done, before it is answered."""
+        """Called with each action once it is done, before it is answered; a ConnectionResetError loses the answer."""
         self.account_scores = True
         self.denied: set[str] = set()
         self.templates: dict[str, Mapping[str, str]] = {}
@@ -126,7 +126,10 @@ class Proxy:
         if fault == "late":
             await asyncio.sleep(self.faults.late_s)
         if self.hold is not None:
-            await self.hold(action)
+            try:
+                await self.hold(action)
+            except ConnectionResetError:
+                return self._tear(request)
         return self._tear(request) if fault == "torn_after" else answer
 
     def _tear(self, request: web.Request) -> web.StreamResponse:
@@ -246,7 +249,7 @@ class Proxy:
         user_data: str,
         errors: list[tuple[dict[str, str], str, str]],
     ) -> bytes:
-        asked_s = time.time()
+        asked_ns = time.monotonic_ns()
         config = "LaunchTemplateConfigs.1.Overrides."
         one = {k: v for k, v in form.items() if not k.startswith(config)}
         one |= {
@@ -265,7 +268,7 @@ class Proxy:
             user_data=user_data,
             began_s=int(time.time()),
             visible_s=time.time() + self.unseen_s,
-            asked_s=asked_s,
+            asked_ns=asked_ns,
         )
         with self.books.lock:
             self.books.rented[instance] = rented

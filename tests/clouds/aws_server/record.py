@@ -45,8 +45,8 @@ class Rented:
     action_s: float | None = None
     """When it will be taken back, once that is said."""
     advised_s: float | None = None
-    asked_s: float = 0.0
-    """When its order came in, for how long a boot takes."""
+    asked_ns: int = 0
+    """When its order came in, on this machine's monotonic clock."""
 
     @property
     def lives(self) -> bool:

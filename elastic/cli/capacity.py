@@ -1,0 +1,81 @@
+"""`elastic providers list`, `offers` and `prices`: what a configuration's providers are, and what could be had now."""
+
+from collections.abc import Iterator
+
+import msgspec
+from rich.table import Table
+
+from elastic.cli.output import EXIT_FAILED, console, emit
+from elastic.compose import resolve
+from elastic.compose.plan import RunPlan
+from elastic.config import Config
+from providers.base import CapacityNow, Examination
+
+
+class Section(msgspec.Struct, frozen=True, kw_only=True):
+    """A section of the configuration."""
+
+    provider: str
+    kind: str
+    max_workers: int
+    gpus_per_worker: int
+    usd_per_gpu_hour: float
+    asks_a_vendor: bool
+
+
+def plan_of(config: Config, names: list[str], where: str) -> RunPlan:
+    """Of these providers, or of all that have a section. Raises `ConfigError`."""
+    return resolve(config, names or list(config.providers), where)
+
+
+def examined(plan: RunPlan) -> Iterator[tuple[str, Examination]]:
+    """Asks each provider that has somebody to ask. Blocks for some seconds each."""
+    for name, settings in plan.providers.items():
+        examine = getattr(plan.provider_types[name], "examine", None)
+        if examine is not None:
+            yield name, examine(name, settings)
+
+
+def list_command(plan: RunPlan, *, as_json: bool) -> None:
+    sections = [
+        Section(
+            provider=name,
+            kind=s.kind,
+            max_workers=s.max_workers,
+            gpus_per_worker=s.gpus_per_worker,
+            usd_per_gpu_hour=s.usd_per_gpu_hour,
+            asks_a_vendor=hasattr(plan.provider_types[name], "examine"),
+        )
+        for name, s in plan.providers.items()
+    ]
+    if as_json:
+        emit({"providers": sections})
+        return
+    table = Table("provider", "kind", "workers", "GPUs each", "$ per GPU and hour", box=None)
+    for one in sections:
+        usd = "asked: elastic providers prices" if one.asks_a_vendor else f"{one.usd_per_gpu_hour:g}"
+        table.add_row(one.provider, one.kind, str(one.max_workers), str(one.gpus_per_worker), usd)
+    console().print(table)
+
+
+def offers_command(plan: RunPlan, *, prices: bool, as_json: bool) -> int:
+    """What could be had now, the best first; with `prices` all places that have one. Returns the exit code."""
+    found = dict(examined(plan))
+    if as_json:
+        emit({name: {"capacity": _shown(e, prices), "findings": e.findings} for name, e in found.items()})
+    else:
+        head = ("provider", "place", "$ per GPU and hour", "score", "since (UTC)", "")
+        table = Table(*head, box=None)
+        for name, examination in found.items():
+            for one in _shown(examination, prices):
+                score = "" if one.score is None else str(one.score)
+                table.add_row(name, one.place, f"{one.usd_per_gpu_hour:.3f}", score, one.since, one.why)
+            for finding in examination.findings:
+                if not finding.ok:
+                    table.add_row(name, f"{finding.what}: {finding.found}", "", "", "", f"hint: {finding.mend}")
+        console().print(table)
+    return EXIT_FAILED if any(not f.ok for e in found.values() for f in e.findings) else 0
+
+
+def _shown(examination: Examination, prices: bool) -> list[CapacityNow]:
+    return [one for one in examination.capacity if prices or one.usable]

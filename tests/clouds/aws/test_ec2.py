@@ -1,0 +1,305 @@
+"""What becomes of instances and leases when AWS, the network, the run or the configuration fails: judged by the books
+of the stand-in, which nobody else writes."""
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic.core.events import LeaseEnded, LeaseGranted, LeaseNotice, LeaseRefused, OfferChanged
+from elastic.core.types import EndCause
+from providers.base import KnownLease, ProviderContext, ProviderUnavailable
+from providers.ec2 import Ec2Provider
+from providers.ec2_examination import examine
+from providers.ec2_market import Ec2Settings
+from tests.clouds.aws_server.cloud import Cloud
+from tests.clouds.aws_server.proxy import Faults
+from tests.clouds.aws_server.record import BY_ITSELF
+from tests.providers.conftest import Recorder, context_of, lease_request
+
+pytestmark = [pytest.mark.clouds, pytest.mark.timeout(240)]
+
+ZONES = ("us-east-1a", "us-east-1b")
+A, B = (("g5.xlarge", zone) for zone in ZONES)
+
+
+def usd_of(house: "House") -> float:
+    """The price of every offer so far: prices are still here."""
+    (usd,) = {event.offer.usd_per_gpu_hour for event in house.recorder.of(OfferChanged)}
+    return usd
+
+
+class House:
+    """A run's provider on the stand-in, and what it emits."""
+
+    def __init__(self, aws: Cloud, run_dir: Path) -> None:
+        self.aws, self._run_dir = aws, run_dir
+        self.recorder = Recorder()
+        self.began_ns = time.monotonic_ns()
+        self.notes: dict[str, str] = {}
+        self._providers: list[Ec2Provider] = []
+
+    def provider(self, worker: str = "", **settings: Any) -> Ec2Provider:
+        context = context_of(f"run-{os.getpid()}-{self._run_dir.name}", self._run_dir, self.began_ns)
+        context = ProviderContext(
+            **{
+                **{field: getattr(context, field) for field in context.__struct_fields__},
+                "note": self.notes.__setitem__,
+            }
+        )
+        given = self.aws.settings(**{"max_workers": 3, **settings})
+        made = Ec2Provider("ec2", Ec2Settings.model_validate(given), context)
+        self._providers.append(made)
+        return made
+
+    async def started(self, **settings: Any) -> Ec2Provider:
+        made = self.provider(**settings)
+        await made.adopt([], self.recorder.emit)
+        await made.start(self.recorder.emit)
+        return made
+
+    async def grant(self, provider: Ec2Provider, number: int = 1) -> str:
+        request = lease_request(number)
+        await provider.acquire(request)
+        answer = await self.recorder.answered(request.lease)
+        assert isinstance(answer, LeaseGranted), answer
+        return request.lease
+
+    async def refusal(self, provider: Ec2Provider, number: int = 1) -> str:
+        request = lease_request(number)
+        await provider.acquire(request)
+        answer = await self.recorder.answered(request.lease)
+        assert isinstance(answer, LeaseRefused), answer
+        return answer.reason
+
+    def instance(self, lease: str) -> str:
+        (one,) = [one for one in self.aws.living() if one.tags["elastic:lease"] == lease]
+        return one.id
+
+    async def until(self, condition: Callable[[], object], timeout_s: float = 30.0) -> None:
+        deadline_s = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < deadline_s
+            await asyncio.sleep(0.02)
+
+    async def close(self) -> None:
+        for provider in self._providers:
+            await provider.aclose()
+
+
+@pytest.fixture
+async def house(aws: Cloud, tmp_path: Path) -> AsyncIterator[House]:
+    made = House(aws, tmp_path)
+    yield made
+    aws.proxy.faults = Faults()
+    aws.proxy.keys = None
+    await made.close()
+    assert aws.living() == [], "orphans, by the server's own record"
+
+
+async def test_an_order_whose_answer_is_torn_is_carried_out_once(house: House) -> None:
+    provider = await house.started()
+    torn = 0
+
+    async def tear(action: str) -> None:
+        nonlocal torn
+        if action == "CreateFleet" and torn < 2:
+            torn += 1
+            raise ConnectionResetError
+
+    house.aws.proxy.hold = tear
+    await house.grant(provider)
+    assert torn == 2
+    assert len(house.aws.living()) == 1
+
+
+async def test_what_fails_in_one_pool_is_had_in_another_and_each_refusal_says_why(house: House) -> None:
+    house.aws.books.capacity = {A: 0, B: 1}
+    provider = await house.started()
+    await house.grant(provider, 1)
+    assert house.aws.living()[0].pool == B
+    reason = await house.refusal(provider, 2)
+    for word in ("ec2", "g5.xlarge in us-east-1a: InsufficientInstanceCapacity", "us-east-1b", "EC2 in us-east-1"):
+        assert word in reason, reason
+    house.aws.books.capacity = {A: 1, B: 1}
+    await house.until(lambda: house.recorder.available > 0)
+    await house.grant(provider, 3)
+
+
+async def test_a_quota_is_named(house: House) -> None:
+    house.aws.books.quota = 0
+    reason = await house.refusal(await house.started())
+    assert "MaxSpotInstanceCountExceeded" in reason
+
+
+async def test_both_notices_come_and_what_was_taken_is_preempted_and_free_in_its_first_hour(house: House) -> None:
+    provider = await house.started()
+    lease = await house.grant(provider)
+    instance = house.instance(lease)
+    await asyncio.to_thread(house.aws.advise, instance)
+    await house.recorder.until(lambda r: r.of(LeaseNotice, lease))
+    assert house.recorder.of(LeaseNotice, lease)[0].deadline_ns is None
+    await asyncio.to_thread(house.aws.warn, instance, 120.0)
+    await house.recorder.until(lambda r: len(r.of(LeaseNotice, lease)) == 2)
+    deadline_ns = house.recorder.of(LeaseNotice, lease)[1].deadline_ns
+    assert deadline_ns is not None
+    left_s = (deadline_ns - (time.monotonic_ns() - house.began_ns)) / 1e9
+    assert 100 < left_s <= 121
+    await asyncio.to_thread(house.aws.take, instance)
+    end = await house.recorder.ended(lease)
+    assert (end.cause, end.billed_ns) == (EndCause.PREEMPTED, 0)
+    assert house.aws.books.usd() == pytest.approx(0.0)
+
+
+async def test_an_end_without_notice_and_one_by_the_instance_itself_are_told_apart(house: House) -> None:
+    provider = await house.started()
+    first, second = [await house.grant(provider, number) for number in (1, 2)]
+    await asyncio.to_thread(house.aws.take, house.instance(first))
+    own = house.instance(second)
+    asyncio.run_coroutine_threadsafe(house.aws.proxy.end(own, BY_ITSELF), house.aws._loop)
+    assert (await house.recorder.ended(first)).cause is EndCause.PREEMPTED
+    end = await house.recorder.ended(second)
+    assert end.cause is EndCause.LOST
+    assert "get-console-output" in end.detail
+
+
+async def test_a_lease_costs_what_the_server_bills(house: House) -> None:
+    before = house.aws.books.usd()
+    provider = await house.started()
+    leases = [await house.grant(provider, number) for number in range(3)]
+    await asyncio.sleep(1.5)
+    for lease in leases:
+        await provider.release(lease)
+    usd = 0.0
+    for lease in leases:
+        end = await house.recorder.ended(lease)
+        assert isinstance(end.billed_ns, int)
+        usd += end.billed_ns / 3.6e12 * usd_of(house)
+    assert usd == pytest.approx(house.aws.books.usd() - before, rel=1e-3)
+
+
+async def test_the_next_process_takes_over_what_was_ordered_and_ends_what_nobody_wants(house: House) -> None:
+    former = await house.started()
+    kept = await house.grant(former, 1)
+    await house.grant(former, 2)
+    house._providers.clear()  # As if its process had been killed: nobody closes it.
+    for task in tuple(former._background | former._lease_tasks):
+        task.cancel()
+    successor, recorder = house.provider(), Recorder()
+    known = [
+        KnownLease(request=lease_request(1), granted=False),
+        KnownLease(request=lease_request(3), granted=False),
+    ]
+    assert await successor.adopt(known, recorder.emit) == ["lease-3"]
+    await successor.start(recorder.emit)
+    assert isinstance(await recorder.answered(kept), LeaseGranted)
+    assert [one.tags["elastic:lease"] for one in house.aws.living()] == [kept]
+    await successor.release(kept)
+    end = await recorder.ended(kept)
+    assert end.billed_ns
+
+
+async def test_what_is_not_listed_yet_is_found_by_its_order(house: House) -> None:
+    house.aws.proxy.unseen_s = 1.5
+    provider = await house.started()
+    lease = await house.grant(provider)
+    await asyncio.sleep(1.0)
+    assert not house.recorder.of(LeaseEnded, lease)
+    await provider.aclose()
+    assert house.aws.living() == []
+
+
+async def test_instances_of_no_lease_are_ended_and_those_of_other_runs_are_not(house: House) -> None:
+    provider = await house.started(reconcile_s=0.2)
+    stray = await house.grant(provider, 1)
+    other = await house.grant(provider, 2)
+    tags = house.aws.client("ec2").create_tags
+    await asyncio.to_thread(tags, Resources=[house.instance(other)], Tags=[{"Key": "elastic:run", "Value": "another"}])
+    leased = provider._held.pop(stray)
+    await house.until(lambda: leased.instance not in {one.id for one in house.aws.living()})
+    assert [one.tags["elastic:lease"] for one in house.aws.living()] == [other]
+    assert any(key.startswith("stray:") for key in house.notes)
+
+
+async def test_the_cap_ends_leases_in_time(house: House) -> None:
+    provider = await house.started(usd_max=0.02, poll_s=0.1)
+    lease = await house.grant(provider)
+    await house.recorder.until(lambda r: r.of(LeaseNotice, lease))
+    assert "usd_max = $0.02" in house.recorder.of(LeaseNotice, lease)[0].reason
+    assert house.recorder.available == 0
+
+
+async def test_while_ec2_cannot_be_asked_nothing_is_offered_and_nothing_is_lost(house: House) -> None:
+    provider = await house.started(answer_timeout_s=2.0)
+    lease = await house.grant(provider)
+    house.aws.proxy.faults = Faults(torn_before=1.0)
+    await house.recorder.until(lambda r: r.available == 0)
+    assert not house.recorder.of(LeaseEnded, lease)
+    house.aws.proxy.faults = Faults()
+    await house.recorder.until(lambda r: r.available == 2)
+
+
+async def test_tickets_by_secrets_manager_are_in_no_user_data_and_gone_with_the_lease(house: House) -> None:
+    provider = await house.started(secret_prefix="elastic/", instance_profile="worker")
+    lease = await house.grant(provider)
+    (one,) = house.aws.living()
+    assert "secret-1" not in one.user_data
+    secrets = house.aws.client("secretsmanager")
+    held = await asyncio.to_thread(secrets.list_secrets)
+    assert [s["Name"].rpartition("/")[2] for s in held["SecretList"]] == [lease]
+    await provider.release(lease)
+    await house.recorder.ended(lease)
+    held = await asyncio.to_thread(secrets.list_secrets)
+    assert held["SecretList"] == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"image": "ami-00000000"}, ("ami-00000000", "providers.ec2.image")),
+        ({"instance_types": ["x9.mega"]}, ("InvalidInstanceType", "providers.ec2.instance_types")),
+        ({"launch_template": "lt-00000000", "image": ""}, ("launch_template", "providers.ec2.launch_template")),
+        ({"zones": ["us-east-1z"]}, ("no spot price", "providers.ec2.zones")),
+        ({"gpus_per_worker": 4}, ("1 GPUs", "gpus_per_worker is 4")),
+        ({"endpoint_url": "http://127.0.0.1:9", "answer_timeout_s": 5.0}, ("ec2", "http://127.0.0.1:9")),
+        ({"profile": "nobody"}, ("ProfileNotFound", "providers.ec2.profile")),
+        ({"queue": "http://127.0.0.1:9/1/none"}, ("NonExistentQueue", "providers.ec2.queue")),
+    ],
+)
+async def test_what_can_never_work_is_said_at_the_start(
+    house: House, settings: dict[str, Any], words: tuple[str, ...]
+) -> None:
+    with pytest.raises(ProviderUnavailable) as refused:
+        await house.started(**settings)
+    for word in ("ec2", *words):
+        assert word in str(refused.value)
+
+
+async def test_wrong_credentials_are_named_at_the_start_and_later(house: House) -> None:
+    house.aws.proxy.keys = {"another"}
+    with pytest.raises(ProviderUnavailable, match=r"AuthFailure.*aws configure"):
+        await house.started()
+    house.aws.proxy.keys = None
+    provider = await house.started()
+    house.aws.proxy.denied = {"CreateFleet"}
+    assert "the role lacks this action" in await house.refusal(provider)
+
+
+async def test_user_data_that_is_too_large_refuses_the_lease(house: House) -> None:
+    provider = await house.started(install=["x" * 1000] * 20)
+    assert "16384" in await house.refusal(provider)
+
+
+async def test_an_examination_says_what_could_be_had_and_orders_nothing(house: House) -> None:
+    found = await asyncio.to_thread(examine, "ec2", Ec2Settings.model_validate(house.aws.settings()))
+    assert all(finding.ok for finding in found.findings), found
+    assert [one.place for one in found.capacity] == ["g5.xlarge in us-east-1a", "g5.xlarge in us-east-1b"]
+    assert found.capacity[0].score == 9
+    house.aws.proxy.denied = {"DescribeSpotPriceHistory"}
+    found = await asyncio.to_thread(examine, "ec2", Ec2Settings.model_validate(house.aws.settings()))
+    assert [finding.ok for finding in found.findings] == [True, True, False, True]
+    assert house.aws.living() == []
