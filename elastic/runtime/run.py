@@ -22,6 +22,7 @@ from elastic.core import events as e
 from elastic.core import saved_state
 from elastic.core.scheduler import Phase, Scheduler
 from elastic.core.types import LeaseId, LeaseState, Nanoseconds, ScoringState, TurnId
+from elastic.runtime.journal import why_unreadable
 from elastic.runtime.ports import Clock, Ports
 
 LATE_WAKEUP_NS = 50_000_000
@@ -210,6 +211,9 @@ class Run:
                 self._execute[type(command)](command)
 
     def _break(self, cause: e.Event | None, error: Exception) -> None:
+        if unreadable := why_unreadable(error):
+            self.kill(unreadable)
+            return
         self._ports.owner.broken(cause, error)
         self.kill(f"internal error: {type(error).__name__}: {error}")
 

@@ -18,7 +18,7 @@ from elastic.core.scheduler import Scheduler
 from elastic.core.types import TrajectoryId, WorkerId
 from elastic.runtime import states
 from elastic.runtime.gateway import Door
-from elastic.runtime.journal import TrajectoryRow
+from elastic.runtime.journal import JournalError, TrajectoryRow, why_unreadable
 from elastic.runtime.rollout import RolloutTrajectory
 
 log = structlog.get_logger(__name__)
@@ -168,7 +168,12 @@ class GatewayTrainer:
         """Send the lacking orders up to the next one that is answered, so that unread messages stay bounded."""
         assert self._joining is not None
         while self._lacking:
-            for message in self._again(self._lacking[0]):
+            try:
+                messages = self._again(self._lacking[0])
+            except (JournalError, OSError) as error:
+                self._stop(why_unreadable(error) or f"the journal could not be read: {error}")
+                return
+            for message in messages:
                 self._door.send(*self._joining, message)
             if not isinstance(self._lacking[0], c.DropGroup):
                 return

@@ -1,5 +1,8 @@
 """`Run` with light ports: what the core commands is done in order, late clocks blame nobody, and an end is an end."""
 
+import errno
+import os
+import re
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -392,6 +395,24 @@ def test_a_core_that_breaks_ends_the_run_with_its_cause() -> None:
     world.core.answers = {e.WorkerAwoke: [c.AbortTurn(worker="v", epoch=1, turn="t", attempt=1)]}
     world.run.feed(BEAT)
     assert world.called() == [("ended",)], "nothing more is carried out"
+
+
+@pytest.mark.parametrize(
+    ("code", "says"), [(errno.EMFILE, "no file descriptor was left.*ulimit -n"), (errno.ENOSPC, "make room")]
+)
+def test_a_run_without_means_to_read_its_journal_says_which(code: int, says: str) -> None:
+    """It is no internal error: once there are more it can be resumed."""
+    world = World()
+    world.core.answers = {e.WorkerAwoke: [c.FinishTurn(turn="t")]}
+
+    def read(_: c.FinishTurn) -> None:
+        raise OSError(code, os.strerror(code), "/runs/r/journal.sqlite")
+
+    world.run._execute[c.FinishTurn] = read
+    world.run.feed(BEAT)
+    assert re.search(f"/runs/r/journal.sqlite could not be read.*{says}", world.run.failed)
+    assert not world.errors
+    assert world.called() == [("ended",)]
 
 
 def test_a_broken_run_raises_where_its_owner_wants_it_to(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 import errno
 import math
 import os
+import resource
 import sqlite3
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,6 +24,20 @@ from elastic.runtime.journal.tables import R
 from elastic.runtime.journal.writer import SCHEMA_VERSION, JournalError, no_room
 
 _decode_event = msgspec.msgpack.Decoder(e.Event).decode
+
+
+def why_unreadable(error: Exception) -> str:
+    """Why a journal that a run needs could not be read, and what to do before the run is resumed; empty for an error
+    of another kind than `JournalReader` raises."""
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return (
+            f"the journal {error.filename} could not be read, because no file descriptor was left: the process may "
+            f"have {allowed}; raise that limit (`ulimit -n`, `LimitNOFILE=`) and resume the run"
+        )
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        return f"the journal {error.filename} could not be read, because its disk is full: make room and resume the run"
+    return f"the journal could not be read: {error}" if isinstance(error, JournalError) else ""
 
 
 class JournalReader:
