@@ -38,6 +38,7 @@ from elastic.runtime.journal import (
 )
 from elastic.runtime.journal.records import TABLES
 from elastic.runtime.ports import Ports
+from elastic.runtime.recollection import gone_on
 from elastic.runtime.run import Run
 from elastic.runtime.scribe import Scribe
 
@@ -457,6 +458,13 @@ class TestCommands:
             scheduler = incarnations._scheduler(journal)[1]
         Run(scheduler, lambda _: Ports(**dict.fromkeys(Ports.__slots__, Anything()))).restore(former.state)
         return scheduler
+
+    def test_a_run_that_was_stopped_before_it_had_a_trainer_goes_on(self) -> None:
+        """That its request was withdrawn then is no reason to give up."""
+        lease = "trainer-1"
+        said = [e.StopRequested(reason="Ctrl-C"), e.LeaseRefused(lease=lease, reason="withdrawn")]
+        left = [event for _, event, _ in gone_on([(0, event, {}) for event in said])]
+        assert left == [e.Resumed(), e.LeaseRefused(lease=lease, reason="withdrawn", withdrawn=True)]
 
     def test_of_a_stop_only_its_id_is_left(self, run: RunDirectory, config: Config) -> None:
         after = e.CapSet(command="after", provider="serving", gpus=2)

@@ -42,8 +42,11 @@ class LeaseGranted(_Event, frozen=True):
 
 
 class LeaseRefused(_Event, frozen=True):
+    """`withdrawn`: the run had been stopped and took its request back, which says nothing of the provider."""
+
     lease: LeaseId
     reason: str
+    withdrawn: bool = False
 
 
 class LeaseNotice(_Event, frozen=True):

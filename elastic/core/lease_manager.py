@@ -143,16 +143,16 @@ class LeaseManager:
     def _on_refused(self, event: e.LeaseRefused) -> None:
         lease = self._run.leases.leases.get(event.lease)
         if lease is not None and lease.state is LeaseState.REQUESTED:
-            self._refused(lease, event.reason)
+            self._refused(lease, event.reason, event.withdrawn)
 
-    def _refused(self, lease: Lease, reason: str) -> None:
+    def _refused(self, lease: Lease, reason: str, withdrawn: bool = False) -> None:
         run = self._run
         run.timers.clear("grant", lease.id)
         run.controls.unheard_since_ns.pop(lease.id, None)
         run.count_budget()
         run.leases.move(lease, LeaseState.REFUSED, run.now_ns, reason)
         if lease.offer.role is WorkerRole.TRAINER:
-            most = run.limits.trainer_restarts_max if run.version is not None else 0
+            most = run.limits.trainer_restarts_max if run.version is not None or withdrawn else 0
             self._lose_trainer(f"is not to be had: {reason}", most)
         self._back_off(lease.provider)
         self._retry_replacement(lease.replaces)
@@ -326,7 +326,8 @@ class LeaseManager:
         if lease is None:
             return
         if lease.state is LeaseState.REQUESTED:
-            self._refused(lease, f"it ended before it was granted ({event.cause})")
+            withdrawn = event.cause is EndCause.RELEASED
+            self._refused(lease, f"it ended before it was granted ({event.cause})", withdrawn)
             return
         for worker in run.fleet.of_lease(lease.id):
             if worker.state is not WorkerState.GONE:

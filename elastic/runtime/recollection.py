@@ -39,6 +39,8 @@ def gone_on(entries: Iterable[Entry]) -> Iterator[Entry]:
             yield entry[0], e.Resumed(), {}
             if isinstance(entry[1], e.StopCommanded):
                 yield entry[0], msgspec.structs.replace(entry[1], undone=True), {}
+        elif stopped and isinstance(entry[1], e.LeaseRefused):
+            yield entry[0], msgspec.structs.replace(entry[1], withdrawn=True), {}
         elif not stopped or isinstance(entry[1], _AFTER_A_STOP):
             yield entry
 

@@ -437,6 +437,22 @@ def test_refusals_of_another_one_count(core) -> None:
     assert core.scheduler.failed == "the trainer's device is not to be had: full (after 3 before)"
 
 
+@pytest.mark.parametrize(
+    "answer",
+    [
+        e.LeaseRefused(lease="trainer-1", reason="withdrawn", withdrawn=True),
+        e.LeaseEnded(lease="trainer-1", cause=EndCause.RELEASED),
+    ],
+    ids=["refused", "ended"],
+)
+def test_a_request_that_the_run_took_back_counts_for_nothing(core, answer: e.Event) -> None:
+    """It was stopped before it had a trainer, and goes on."""
+    core.offer("trainer", WorkerRole.TRAINER)
+    core.tell(answer)
+    assert core.scheduler.failed == ""
+    assert "trainer-2" in [k.lease for k in core.wait(5) if isinstance(k, c.AcquireLease)]
+
+
 @pytest.mark.parametrize("version", [None, 1, 7])
 def test_one_that_stands_elsewhere_fails_the_run(core, version: int | None) -> None:
     core.trainer()
