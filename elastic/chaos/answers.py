@@ -33,6 +33,9 @@ AUDIT_PAUSE_S = 8.0
 SHARE_BYTES = 256
 """Of a keyframe: small ones are read in several ranges, too."""
 
+COLLECTS = 20_000, 20, 100
+"""Garbage is looked for more seldom than by default: what a world leaves behind is gone with it."""
+
 POOLED = digest, publisher, reading, trainer_host
 THREADED = client, trainer_host, writer
 
@@ -75,8 +78,9 @@ def governs(clock: WorldClock, seed: str, longest_turn_s: float, open_relay: Ope
         (trainer_host, "warm_up", _warm),
     ]
     former = [(where, name, getattr(where, name)) for where, name, _ in answers]
-    chance = random.getstate()
+    chance, collects = random.getstate(), gc.get_threshold()
     random.seed(seed)
+    gc.set_threshold(*COLLECTS)
     Ordered.ages = itertools.count()
     try:
         for where, name, answer in answers:
@@ -86,6 +90,7 @@ def governs(clock: WorldClock, seed: str, longest_turn_s: float, open_relay: Ope
         for where, name, answer in former:
             setattr(where, name, answer)
         random.setstate(chance)
+        gc.set_threshold(*collects)
 
 
 _installed = functools.cache(importlib.metadata.entry_points)

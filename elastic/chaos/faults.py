@@ -16,7 +16,7 @@ class FaultKind(StrEnum):
     KILL_BOTH = "kill_both"
     """Orchestrator and trainer."""
     STOP = "stop"
-    """Somebody has the run stop, and resumes it."""
+    """Somebody has the run stop, by a signal or a command, and resumes it."""
     COMMAND = "command"
     """Somebody caps a provider, or sets a budget that is enough."""
     FREEZE = "freeze"
@@ -40,7 +40,7 @@ class FaultKind(StrEnum):
     """An engine stands still, its heart goes on."""
     SLOW = "slow"
     FAIL = "fail"
-    """A device fails when weights are put in force there next."""
+    """A device fails while weights are put in force there next."""
     ROT = "rot"
     """A bit of the weights that a worker serves with changes by itself."""
     TERMINATE = "terminate"
@@ -62,6 +62,8 @@ class FaultKind(StrEnum):
     """The orchestrator's machine loses power, and with it whatever its disk had not kept."""
     ENVIRONMENT = "environment"
     FUNCTIONS = "functions"
+    KILL_COMMANDED = "kill_commanded"
+    """Somebody commands the run, and its orchestrator is killed about when it answers."""
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True):

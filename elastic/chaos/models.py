@@ -3,11 +3,14 @@
 import asyncio
 import hashlib
 import math
+import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import msgspec
 import numpy as np
@@ -20,6 +23,7 @@ from elastic.core.types import Account, Capabilities, FinishReason, Nanoseconds,
 from elastic.engine.base import NO_VERSION, ChunkSink, EngineStatistics, GenerateRequest, TokenChunk
 from elastic.envs.base import StepResult
 from elastic.weights.client import WeightsClient
+from elastic.weights.errors import VersionSuperseded
 from elastic.weights.source import PullReport, RelaySource, WeightsSource
 from functions.base import Call, CallOutcome, FunctionRaised, FunctionTimedOut, Meter
 
@@ -55,7 +59,8 @@ class ModelDevice:
     slowness: float = 1.0
     held_until_ns: Nanoseconds = 0
     fails: type[Exception] | None = None
-    """What its next load of weights raises."""
+    """What its next load of weights raises, after a while."""
+    fails_after_s: float = 0.0
     rots: bool = False
     """A bit of the weights is about to change."""
     honest: bool = True
@@ -67,6 +72,7 @@ class ModelDevice:
         """Raises what becomes of it."""
         fails, self.fails = self.fails, None
         if fails is not None:
+            time.sleep(self.fails_after_s)
             raise fails("the device fails")
 
     def takes(self) -> float:
@@ -85,6 +91,30 @@ class ModelDevice:
         return self.now_ns() < self.held_until_ns
 
 
+class LoadWatch(Protocol):
+    """Sees how a worker's engine comes to its weights."""
+
+    def pulls(self, source: RelaySource) -> AbstractContextManager[None]:
+        """As long as the context lasts it pulls what it was told to."""
+        ...
+
+    def applied(self, source: RelaySource, bits: bytes) -> None:
+        """These bits are in force as what it was told to pull."""
+        ...
+
+    def unsound(self) -> None:
+        """It has found that what it serves with has changed by itself, and will pull it anew."""
+        ...
+
+    def failed(self, began_ns: Nanoseconds) -> None:
+        """A load has failed that began then, by the world's time."""
+        ...
+
+
+LOADS_MAX = 8
+"""Under way at a time, or just over, in one worker."""
+
+
 class ModelEngine:
     """`elastic.engine.base.RolloutEngine`: a token for each running turn in each iteration, which takes `step_s`."""
 
@@ -95,14 +125,15 @@ class ModelEngine:
         max_batch: int,
         max_pending: int,
         step_s: float,
-        applied: Callable[[RelaySource, bytes], None],
+        watch: LoadWatch,
     ) -> None:
-        """`applied` hears which bits it has put in force as what it was told to pull."""
         self.capabilities = Capabilities(
             engine="model", replayable_sampling=True, max_context_tokens=4096, device="model", max_batch=max_batch
         )
         self._now_ns = now_ns
-        self._applied = applied
+        self._watch = watch
+        self._began: deque[tuple[RelaySource, Nanoseconds]] = deque(maxlen=LOADS_MAX)
+        """Loads, and when, by the world's time."""
         self._client = WeightsClient()
         self._tensors: Mapping[str, object] = {}
         self._rotten = False
@@ -148,21 +179,40 @@ class ModelEngine:
 
     def prefetch(self, source: RelaySource, timeout_s: float) -> PullReport:
         self._rot()
-        return self._client.stage(source, timeout_s)
+        self._began.append((source, self._device.now_ns()))
+        try:
+            with self._watch.pulls(source):
+                return self._client.stage(source, timeout_s)
+        except Exception:
+            self._failed(source)
+            raise
 
     def load_version(self, source: WeightsSource, mode: WeightMode) -> float:
-        self._device.load()
-        if isinstance(source, RelaySource):
-            self._tensors = self._client.apply(source).tensors
-            if not self._rotten:
-                self._applied(source, bits_of(self._tensors))
+        try:
+            self._device.load()
+            if isinstance(source, RelaySource):
+                self._tensors = self._client.apply(source).tensors
+                if not self._rotten:
+                    self._watch.applied(source, bits_of(self._tensors))
+        except VersionSuperseded:
+            raise
+        except Exception:
+            self._failed(source)
+            raise
         self._version = source.version
         return 0.0
+
+    def _failed(self, source: WeightsSource) -> None:
+        for load, began_ns in self._began:
+            if load is source:
+                self._watch.failed(began_ns)
 
     def audit(self) -> bool:
         self._rot()
         sound = self._client.audit()
         self._rotten &= sound  # What is found is replaced by the next pull.
+        if not sound:
+            self._watch.unsound()
         return sound
 
     def _rot(self) -> None:

@@ -40,13 +40,14 @@ OF_THE_BYTES = tuple(RelayTrouble)[5:]
 class RelayStore:
     """Blobs in memory. It is reached at `url`, which is empty while nobody serves it; `rights` are the server's.
 
-    `troubles` may befall every other request until their time is over.
+    `troubles` may befall every other request until their time is over. `asked` hears where somebody asks for something.
     """
 
     def __init__(self, chance: Random, now_ns: Callable[[], Nanoseconds]) -> None:
         self.url = ""
         self.rights = RelayRights("nobody's")
         self.chance = chance
+        self.asked: Callable[[str], None] = lambda _: None
         self._blobs: dict[str, bytes] = {}
         self._now_ns = now_ns
         self._troubles: dict[RelayTrouble, Nanoseconds] = {}
@@ -112,6 +113,7 @@ class _ModelTransport(httpx.BaseTransport):
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
         store, chance = self._store, self._store.chance
+        store.asked(self._url)
         time.sleep(chance.uniform(0.0005, 0.004))
         trouble = store.trouble()
         if store.url != self._url or trouble is RelayTrouble.REFUSES:

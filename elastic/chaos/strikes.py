@@ -4,6 +4,8 @@ import signal
 from collections.abc import Callable, Mapping
 from functools import partial
 
+import msgspec
+
 from elastic.chaos.faults import Fault, FaultKind
 from elastic.chaos.loops import Machine
 from elastic.chaos.process import Process
@@ -11,7 +13,7 @@ from elastic.chaos.relay import OF_THE_BYTES, OF_THE_LINK
 from elastic.chaos.strangers import flood
 from elastic.chaos.world import ELASTIC, ORCHESTRATOR_TIMEOUT_S, STOPPED, World
 from elastic.compose import TRAINER_PROVIDER
-from elastic.control import CapProvider, SetBudget
+from elastic.control import CapProvider, SetBudget, StopRun
 from elastic.core.types import NS_PER_S, EndCause
 from elastic.sim.lies import KINDS, Liar
 
@@ -133,6 +135,7 @@ def _slow(world: World, worker: Process, fault: Fault) -> bool:
 
 def _fail(world: World, worker: Process, fault: Fault) -> bool:
     worker.device.fails = RuntimeError if fault.chance < 1 / 2 else TimeoutError
+    worker.device.fails_after_s = fault.duration_s
     world.witness.ails(worker.name, FOR_EVER_S)
     return True
 
@@ -204,9 +207,12 @@ def _lose_power(world: World, orchestrator: Process, fault: Fault) -> None:
     world.machine.reboot()
 
 
-def _stop(world: World, orchestrator: Process, fault: Fault) -> None:
+def _stop(world: World, orchestrator: Process, fault: Fault) -> bool:
+    if fault.chance < 1 / 2:
+        return world.command(lambda name: StopRun(id=name, reason=STOPPED))
     if world.shell is not None:
         world.shell.stop(STOPPED)
+    return world.shell is not None
 
 
 def _command(world: World, orchestrator: Process, fault: Fault) -> bool:
@@ -215,6 +221,16 @@ def _command(world: World, orchestrator: Process, fault: Fault) -> bool:
     if fault.chance < 1 / 3:
         return world.command(lambda name: SetBudget(id=name, usd=usd))
     return world.command(lambda name: CapProvider(id=name, provider=ELASTIC, gpus=gpus))
+
+
+def _kill_commanded(world: World, orchestrator: Process, fault: Fault) -> bool:
+    """A command has just been heard, or is being committed, or was acknowledged a moment ago."""
+    command = _stop if fault.target < 1 / 4 else _command
+    if not command(world, orchestrator, msgspec.structs.replace(fault, chance=fault.chance / 2)):
+        return False
+    callbacks = int(fault.duration_s * CALLBACKS_MAX) % CALLBACKS_MAX
+    orchestrator.end_after(callbacks, partial(world.crash_orchestrator, fault.duration_s))
+    return True
 
 
 def _hold_up(world: World, orchestrator: Process, fault: Fault) -> None:
@@ -303,6 +319,7 @@ _OF_ONE: Mapping[FaultKind, Callable[[World, Process, Fault], bool]] = {
 }
 _OF_THE_RUN: Mapping[FaultKind, Callable[[World, Process, Fault], bool | None]] = {
     FaultKind.COMMAND: _command,
+    FaultKind.KILL_COMMANDED: _kill_commanded,
     FaultKind.KILL_ORCHESTRATOR: _kill_orchestrator,
     FaultKind.KILL_BOTH: _kill_both,
     FaultKind.PORT: _take_port,

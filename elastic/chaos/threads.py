@@ -160,7 +160,7 @@ class SimulatedPool(Executor):
     """`concurrent.futures.ThreadPoolExecutor` of the process that runs now."""
 
     def __init__(self, max_workers: int, thread_name_prefix: str = "") -> None:
-        self._loop = _loop_here()
+        self._loop = loop_here()
         self._most = max_workers
         self._calls: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
         self._busy = 0
@@ -202,7 +202,7 @@ class _Thread:
         self._target = target
 
     def start(self) -> None:
-        SimulatedThread(_loop_here(), self._target)
+        SimulatedThread(loop_here(), self._target)
 
 
 THREADING = SimpleNamespace(Thread=_Thread, Lock=threading.Semaphore, Condition=threading.Condition)
@@ -237,7 +237,8 @@ def wait_on(condition: threading.Condition, timeout: float | None = None) -> boo
 _wait = threading.Condition.wait
 
 
-def _loop_here() -> ProcessLoop:
+def loop_here() -> ProcessLoop:
+    """That of the process which runs now, on whichever of its threads."""
     if SimulatedThread.running is not None:
         return SimulatedThread.running.loop
     return ProcessLoop.here()

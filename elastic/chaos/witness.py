@@ -1,14 +1,18 @@
 """Sees what the core is told and what it orders, and holds it against what is true in the world.
 
 - The core's invariants hold.
+- Whoever pulls asks the relay that it was told of, and a load that has failed is told on the connection on which it was
+  ordered.
 - Nothing is done without need: a worker that nothing ails is not fenced, does not leave, need not dial again and gets
   the weights that it is told to load, its turns are neither moved nor sent again, and whoever has failed is left alone
   for a while before it is tried again.
 """
 
 import contextlib
+import re
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 from random import Random
 
@@ -26,6 +30,11 @@ AFTERMATH_S = 8.0
 """How long what has befallen somebody may still be the cause of something."""
 LOAD_S = 12.0
 """How long it may take that a load fails which began while something was wrong."""
+LATE_LOAD = re.compile(r"not pulled within ([\d.]+) s")
+LOADS_MAX = 8
+"""Failed loads of a worker that are remembered until it tells of them."""
+DRIFT_MAX = 1e-3
+"""Of any worker's clock."""
 DIALS_MAX, DIALS_WITHIN_S = 60, 5.0
 """More attempts to connect than these are made by nobody who backs off."""
 OF_NO_CONCERN = ("its lease ended", "it has no live lease", "expired", "lost", "released")
@@ -53,6 +62,14 @@ class Needless(AssertionError):
         super().__init__(f"needless {act}: {found}")
 
 
+@dataclass
+class _Pull:
+    """`asked`: the relays that its process has asked meanwhile; `alone`: for no other pull."""
+
+    alone: bool
+    asked: set[str] = field(default_factory=set[str])
+
+
 class Witness:
     """Watches a `core` at a time. What is wrong is `found`, whatever becomes of it in the process that did it."""
 
@@ -72,6 +89,11 @@ class Witness:
         self._failed_loads: dict[tuple[WorkerId, int, int], Nanoseconds] = {}
         """By worker, epoch and version: who comes back is ordered at once what it lacks."""
         self._sent: dict[TurnId, WorkerId] = {}
+        self._lost_ns: dict[WorkerId, Nanoseconds] = {}
+        """When the core last heard that a worker's connection is gone."""
+        self._loads_failed: dict[WorkerId, deque[Nanoseconds]] = {}
+        """When the loads began that have failed in a worker, as far as it has not told of them."""
+        self._pulls: dict[object, list[_Pull]] = {}
         self._dials: dict[object, deque[Nanoseconds]] = {}
 
     def follow(self, core: Scheduler) -> None:
@@ -140,11 +162,39 @@ class Witness:
         if len(dials) > DIALS_MAX:
             self.found.append(Needless(Act.RETRY, f"{len(dials)} attempts to connect in {DIALS_WITHIN_S} s"))
 
+    @contextlib.contextmanager
+    def pulls(self, who: object, relay: str) -> Iterator[None]:
+        """As long as the context lasts, a process pulls weights that it was told to pull from a relay."""
+        others = self._pulls.setdefault(who, [])
+        pull = _Pull(alone=not others)
+        for other in others:
+            other.alone = False
+        others.append(pull)
+        try:
+            yield
+        finally:
+            others.remove(pull)
+            if pull.alone and pull.asked and relay not in pull.asked:
+                self.found.append(AssertionError(f"told to pull from {relay}, it asked {sorted(pull.asked)}"))
+
+    def asks(self, who: object, relay: str) -> None:
+        for pull in self._pulls.get(who, ()):
+            pull.asked.add(relay)
+
+    def load_failed(self, worker: WorkerId, began_ns: Nanoseconds) -> None:
+        """In the worker itself; whether it tells of it is another thing."""
+        self._loads_failed.setdefault(worker, deque(maxlen=LOADS_MAX)).append(began_ns)
+
     def left(self, worker: WorkerId, end: AgentExit) -> None:
         """A worker's process has ended by itself, which it does for a fault only where something is wrong with it."""
         known = self.core and self.core.fleet.workers.get(worker)
         if end.code and known and known.state in AT_WORK and self._well(worker):
             self.found.append(Needless(Act.FENCE, f"{worker} has left: {end.reason}"))
+
+    def left_behind(self, worker: WorkerId, what: str) -> None:
+        """A worker that nothing ails has left in good order, without this."""
+        if self._well(worker, LOAD_S):
+            self.found.append(AssertionError(f"{worker} has left with {what}"))
 
     def _hear(self, core: Scheduler, event: e.Event, commands: Sequence[c.Command]) -> None:
         self.events += 1
@@ -154,6 +204,7 @@ class Witness:
                     self._refused_ns[lease.provider] = core.now_ns
             case e.WeightsFailed():
                 self._failed_loads[event.worker, event.epoch, event.version] = core.now_ns
+                self._load_told(event)
                 well = self._well(event.worker, LOAD_S) and self._now_ns() > self._weights_ailing_ns
                 _require(not well, Act.RETRY, f"{event.worker}: {event.reason}")
             case e.WorkerDisconnected():
@@ -175,7 +226,25 @@ class Witness:
         if self._chance.random() < CHECKED:
             check(core)
 
+    def _load_told(self, event: e.WeightsFailed) -> None:
+        """An epoch's connection is closed before the next one's begins: a load that began before was not ordered on
+        the one on which it is told."""
+        if event.worker in self._liars:
+            return
+        since_ns, failed = self._lost_ns.get(event.worker, 0), self._loads_failed.get(event.worker, deque())
+        if late := LATE_LOAD.match(event.reason):
+            told_rightly = self._now_ns() - since_ns >= float(late[1]) * (1 - DRIFT_MAX) * NS_PER_S
+        else:
+            began_ns = next((began_ns for began_ns in failed if began_ns >= since_ns), None)
+            told_rightly = began_ns is not None
+            if began_ns is not None:
+                failed.remove(began_ns)
+        if not told_rightly:
+            why = f"{event.worker} under epoch {event.epoch}: {event.reason}"
+            raise AssertionError(f"a load is told on another connection than it was ordered on: {why}")
+
     def _disconnected(self, event: e.WorkerDisconnected) -> None:
+        self._lost_ns[event.worker] = self._now_ns()
         needed = event.goodbye or not self._well(event.worker) or self._now_ns() <= self._connections_ailing_ns
         _require(needed, Act.RETRY, f"{event.worker} has to dial again")
 

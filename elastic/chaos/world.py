@@ -2,11 +2,9 @@
 
 import asyncio
 import contextlib
-import errno
 import hashlib
 import heapq
 import itertools
-import os
 import shutil
 import tempfile
 from collections.abc import Callable, Coroutine, Iterator, Mapping, MutableMapping
@@ -38,10 +36,11 @@ from elastic.chaos.models import (
 from elastic.chaos.network import Network, NetworkLoop
 from elastic.chaos.process import Process
 from elastic.chaos.relay import RelayStore
+from elastic.chaos.threads import loop_here
 from elastic.chaos.witness import Witness
 from elastic.compose.incarnations import PreviousIncarnation, journaled, previous_incarnation
 from elastic.config import Config, validate
-from elastic.control import Acknowledged, CapProvider, SetBudget
+from elastic.control import Acknowledged, CapProvider, SetBudget, StopRun
 from elastic.core.scheduler import Scheduler
 from elastic.core.types import NS_PER_S, Nanoseconds, WorkerId, WorkerRole
 from elastic.endpoint import Endpoint
@@ -49,6 +48,7 @@ from elastic.run_secrets import RunSecrets
 from elastic.runtime.journal import JournalError, RunDirectory
 from elastic.runtime.orchestrator import Orchestrator, Wiring
 from elastic.ticket_book import TicketBook
+from elastic.trainer import checkpoint
 from elastic.weights.rights import RelayRights
 from elastic.weights.source import RelaySource
 from elastic.worker.agent import AgentExit, BuildEngine, run_agent
@@ -84,7 +84,8 @@ COMMANDED = 2
 """How often the same is commanded; the second time it is only acknowledged."""
 NEVER_S = 1e9
 """Until a machine's ticket is of no use: the calendar may leap."""
-NO_DESCRIPTORS = os.strerror(errno.EMFILE)
+NO_DESCRIPTORS = "no file descriptor was left"
+"""Why a run ends that cannot read its journal for want of them."""
 BEGIN_AGAIN_S = 1.0
 """After which somebody resumes a run that has ended for want of its disk, or of descriptors."""
 
@@ -138,6 +139,8 @@ def config_of(plan: WorldPlan) -> Config:
                 "stall_timeout_s": 100 if long else 4,
                 "turn_stall_timeout_s": 100 if long else 20,
             },
+            # Of turns that take hours, a second tells nothing.
+            **({"balancing": {"interval_s": 10}} if long else {}),
             "rewards": {"timeout_s": 2, "max_retries": 8},
             "environment": {"step_timeout_s": 3},
             "weights": {
@@ -187,6 +190,7 @@ class World:
         """Commands that were said to be durable, by their ids."""
         self.address = ""
         self.relay = RelayStore(Random(f"{plan.seed}/relay"), lambda: self.clock.now_ns)
+        self.relay.asked = lambda url: self.witness.asks(loop_here(), url)
         self.environments_down_until_ns = self.functions_down_until_ns = 0
         self._alive: list[Process] = []
         self._struck = 0
@@ -196,6 +200,8 @@ class World:
         """The bits that a trainer's process, known by its key, has as a version."""
         self._later: list[tuple[Nanoseconds, int, Callable[[], None]]] = []
         self._workers: dict[WorkerId, Process] = {}
+        self._hosts: dict[WorkerId, TrainerHost] = {}
+        """The trainers' that have weights, by their workers."""
         self._machines: dict[str, Process] = {}
         """Those that come by themselves, by their tickets."""
         self._directory = Path(tempfile.mkdtemp(prefix="elastic-chaos-", dir=_memory()))
@@ -340,7 +346,7 @@ class World:
         if process in self._machines.values():
             self.after(self.chance.uniform(0.1, 10), self._join)
 
-    def command(self, make: Callable[[str], CapProvider | SetBudget]) -> bool:
+    def command(self, make: Callable[[str], CapProvider | SetBudget | StopRun]) -> bool:
         """Somebody commands the run, under a new id; whether there is anybody who hears it."""
         orchestrator, shell = self.orchestrator, self.shell
         if orchestrator is None or shell is None or not self.address:
@@ -415,12 +421,18 @@ class World:
                 control_socket=False,
             )
             orchestrator = Orchestrator(
-                config, scheduler, journal, wiring, former.taken_up(), clock_ns=self.machine.monotonic_ns
+                config,
+                scheduler,
+                journal,
+                wiring,
+                former.taken_up(),
+                told=former.told,
+                clock_ns=self.machine.monotonic_ns,
             )
             self.shell = orchestrator
             failed = await orchestrator.run()
-            ending.conclude(failed)
-        return failed
+            ending.conclude(failed, scheduler.stopped)
+        return failed or scheduler.stopped
 
     def _serve_relay(self, rights: RelayRights) -> None:
         """Where it was, unless that port is taken."""
@@ -519,21 +531,22 @@ class World:
         machine = Machine(self.clock, 1 + self.chance.uniform(-plan.drift, plan.drift))
 
         def engine(_: wire.Welcome) -> ModelEngine:
-            return ModelEngine(
-                machine.monotonic_ns, device, plan.max_batch, plan.max_pending, plan.token_s, self._applied
-            )
+            watch = _Watch(self, process)
+            return ModelEngine(machine.monotonic_ns, device, plan.max_batch, plan.max_pending, plan.token_s, watch)
 
         async def work() -> AgentExit:
             born_ns = machine.monotonic_ns()
             if not trains:
                 return await run_agent(bought, engine, share=None if bought.ticket else device, born_ns=born_ns)
-            host = self._trainer_host(engine)
+            host = self._trainer_host(name, engine)
             return await run_agent(bought, host.build_engine, trainer=host, born_ns=born_ns)
 
-        return self.begin(name, machine, work, device)
+        process = self.begin(name, machine, work, device)
+        return process
 
-    def _trainer_host(self, engine: BuildEngine) -> TrainerHost:
+    def _trainer_host(self, worker: WorkerId, engine: BuildEngine) -> TrainerHost:
         def has(version: int, bits: bytes) -> None:
+            self._hosts[worker] = host
             self._weights_of[host.publisher, version] = bits
 
         def trainer(config: Config, device: str) -> ModelTrainer:
@@ -545,7 +558,7 @@ class World:
     def _learnt(self, weights: Weights) -> None:
         self.weights = weights
 
-    def _applied(self, source: RelaySource, bits: bytes) -> None:
+    def applied(self, source: RelaySource, bits: bytes) -> None:
         """A worker serves with these as the version that it was told to pull."""
         if bits != self._weights_of.get((source.publisher, source.version)):
             self.witness.found.append(AssertionError(f"weights served that are not those of version {source.version}"))
@@ -565,6 +578,8 @@ class World:
             self.witness.left(process.name, end)
             if OUT_OF_STEP in end.reason and not self.disk.forgot:
                 self.witness.found.append(AssertionError(f"{process.name} has left: {end.reason}"))
+            if not end.code and process.name in self._hosts:
+                self._kept(process.name, self._hosts[process.name])
         if process is not self.orchestrator:
             return
         error = process.main.exception()
@@ -576,6 +591,13 @@ class World:
             self._begin_again(BEGIN_AGAIN_S)
         else:
             self.result = process.main.result()
+
+    def _kept(self, trainer: WorkerId, host: TrainerHost) -> None:
+        """A trainer that leaves in good order between two steps has kept what it has trained."""
+        stands = host.standing()
+        kept = {int(path.stem) for path in checkpoint.saved(self.run.path / "checkpoints")}
+        if stands.version and not stands.groups and not stands.slots and stands.version not in kept:
+            self.witness.left_behind(trainer, f"no checkpoint of version {stands.version}")
 
     # The end
 
@@ -602,6 +624,24 @@ class World:
             for task in asyncio.all_tasks(process.loop):
                 task.cancel()
             process.loop.bury()
+
+
+class _Watch:
+    """`elastic.chaos.models.LoadWatch` of one worker's process."""
+
+    def __init__(self, world: World, process: Process) -> None:
+        self._world = world
+        self._process = process
+        self.applied = world.applied
+
+    def pulls(self, source: RelaySource) -> contextlib.AbstractContextManager[None]:
+        return self._world.witness.pulls(self._process.loop, source.relay)
+
+    def unsound(self) -> None:
+        self._world.witness.ails(self._process.name)
+
+    def failed(self, began_ns: Nanoseconds) -> None:
+        self._world.witness.load_failed(self._process.name, began_ns)
 
 
 class _Tickets(TicketBook):
