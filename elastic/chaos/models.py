@@ -420,6 +420,9 @@ class ModelPool:
             case None:
                 return self._answers.setdefault(key, scored(payload["token_ids"]))
 
+    def most_usd(self, timeout_s: float) -> float:
+        return 0.0
+
     async def aclose(self) -> None:
         pass
 
