@@ -11,8 +11,8 @@ from collections.abc import AsyncIterator, Callable
 from typing import cast
 
 
-class LoadError(Exception):
-    """The server has closed a connection that an answer was due on, or sent something else than one."""
+class ConnectionLost(Exception):
+    """The server has closed the connection."""
 
 
 class ReadConnection(asyncio.Protocol):
@@ -29,9 +29,9 @@ class ReadConnection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
 
     async def get(self, request: bytes, timeout_s: float) -> int:
-        """The answer's status, once it is there whole. Raises `LoadError`, `TimeoutError`."""
+        """The answer's status, once it is there whole. Raises `ConnectionLost`, `TimeoutError`."""
         if self._transport is None or self._transport.is_closing():
-            raise LoadError("the connection is closed")
+            raise ConnectionLost
         self._answer = asyncio.get_running_loop().create_future()
         self._transport.write(request)
         async with asyncio.timeout(timeout_s):
@@ -53,7 +53,7 @@ class ReadConnection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._answer is not None and not self._answer.done():
-            self._answer.set_exception(LoadError("the server has closed the connection"))
+            self._answer.set_exception(ConnectionLost())
 
     def close(self) -> None:
         if self._transport is not None:
@@ -77,13 +77,17 @@ class ReadPool:
             self._idle.get_nowait().close()
 
     async def get(self, request: bytes, timeout_s: float) -> int:
-        """The answer's status. Raises `LoadError`, `TimeoutError`."""
+        """The answer's status. Raises `ConnectionLost`, `OSError`, `TimeoutError`."""
         connection = await self._idle.get()
         try:
-            return await connection.get(request, timeout_s)
-        except (LoadError, TimeoutError):
+            try:
+                return await connection.get(request, timeout_s)
+            except ConnectionLost:
+                # The server ends connections that were idle for a while: as any client does, begin a new one.
+                connection = await self._connect()
+                return await connection.get(request, timeout_s)
+        except TimeoutError:
             connection.close()
-            connection = await self._connect()
             raise
         finally:
             self._idle.put_nowait(connection)
@@ -116,7 +120,7 @@ class EventStream(asyncio.Protocol):
                 return
             status, headers = _head(bytes(self._received[:end]))
             if status != 200 or headers.get(b"transfer-encoding") != b"chunked":
-                raise LoadError(f"the stream is answered with {status}")
+                raise ConnectionError(f"the stream is answered with {status}")
             del self._received[: end + 4]
             self._headed = True
         for chunk in self._chunks():

@@ -8,12 +8,12 @@
 
 import asyncio
 import contextlib
+import functools
 import ipaddress
 import socket
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Collection, Iterator
-from functools import partial
 from typing import Any, cast
 from urllib.parse import urlsplit
 
@@ -29,8 +29,11 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from elastic.endpoint import joined
 from elastic.tls import Certificate, TlsServer
 
+HOSTS_KEPT = 64
+"""Names that clients call a server by, of which it is known whether they are its own."""
 HEAD_BYTES_MAX = 16 * 1024
 """No client of ours sends a tenth of this; what is larger waits in memory before anybody may see it."""
+GATHERED_BYTES_MAX = 64 * 1024
 GRACEFUL_SHUTDOWN_S = 2
 """For requests in work when the server ends."""
 
@@ -115,6 +118,7 @@ class HostCheck:
         self._app = app
         self._names = {"localhost", *(name.lower() for name in names)}
         self._refuse = refuse
+        self._known = functools.lru_cache(HOSTS_KEPT)(self._find_known)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
@@ -125,7 +129,7 @@ class HostCheck:
                 return
         await self._app(scope, receive, send)
 
-    def _known(self, host: str) -> bool:
+    def _find_known(self, host: str) -> bool:
         try:
             name = urlsplit(f"//{host}").hostname or ""
         except ValueError:
@@ -135,7 +139,7 @@ class HostCheck:
 
 def server_config(app: ASGIApp, limits: PeerLimits | None = None, **options: Any) -> uvicorn.Config:
     """A uvicorn configuration with these limits; `options` are uvicorn's other ones."""
-    protocol = partial(_BoundedProtocol, limits=limits or PeerLimits(), peers=OrderedDict())
+    protocol = functools.partial(_BoundedProtocol, limits=limits or PeerLimits(), peers=OrderedDict())
     return uvicorn.Config(
         app,
         # uvicorn calls this as it would a class; httptools bounds no head.
@@ -202,6 +206,42 @@ class _EmbeddedServer(uvicorn.Server):
         yield
 
 
+class _GatheringTransport:
+    """Writes what comes at once in one go: an answer's head and its body are one packet, and one system call.
+
+    What has been gathered is written once the loop comes around, and before it is more than `GATHERED_BYTES_MAX`.
+    """
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport = transport
+        self._loop = loop
+        self._pieces: list[bytes] = []
+        self._size_bytes = 0
+
+    def write(self, piece: bytes) -> None:
+        if not piece:
+            return
+        if not self._pieces:
+            self._loop.call_soon(self._flush)
+        self._pieces.append(piece)
+        self._size_bytes += len(piece)
+        if self._size_bytes > GATHERED_BYTES_MAX:
+            self._flush()
+
+    def close(self) -> None:
+        self._flush()
+        self._transport.close()
+
+    def _flush(self) -> None:
+        if self._pieces:
+            gathered = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
+            self._pieces, self._size_bytes = [], 0
+            self._transport.write(gathered)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+
 class _BoundedProtocol(H11Protocol):
     """One connection. `peers` has the server's connections that have no request in work, the oldest first."""
 
@@ -214,8 +254,8 @@ class _BoundedProtocol(H11Protocol):
         self._unread: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
         _send_at_once(transport)
+        super().connection_made(cast(asyncio.Transport, _GatheringTransport(transport, self.loop)))
         self._idle[self] = None
         self._owe(self._limits.head_timeout_s)
         if len(self.connections) > self._limits.connections_max:

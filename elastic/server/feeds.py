@@ -49,12 +49,7 @@ class RunFeed:
         version: Version | None = None
         asked_s = 0.0
         while True:
-            now_version = await self._reading(lambda: version_of(self._run_dir))
-            if now_version is not None and now_version == version:
-                batch = EventBatch([], position, True)
-            else:
-                batch = await self._reading(lambda at=position: self.log.read(at))
-                version = now_version if batch.whole else None
+            batch, version = await self._reading(lambda at=position, known=version: self._look(at, known))
             position = batch.position
             if batch.events:
                 self._keep(batch.events)
@@ -92,6 +87,15 @@ class RunFeed:
             async with asyncio.timeout(timeout_s), self._changed:
                 await self._changed.wait_for(changed)
         return changed()
+
+    def _look(self, position: Position, known: Version | None) -> tuple[EventBatch, Version | None]:
+        """What is new behind a position, and of which version of the journals that is all; read only if there is
+        another one than the one `known`."""
+        version = version_of(self._run_dir)
+        if version is not None and version == known:
+            return EventBatch([], position, True), known
+        batch = self.log.read(position)
+        return batch, version if batch.whole else None
 
     def _keep(self, events: list[tuple[Position, RunEvent]]) -> None:
         self._positions += [position for position, _ in events]
