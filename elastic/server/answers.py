@@ -44,6 +44,9 @@ class KeptAnswers:
         self._lock = threading.Lock()
         self.size_bytes = 0
 
+    def __len__(self) -> int:
+        return len(self._kept)
+
     def get(self, run_dir: Path, what: str, make: Callable[[], Entries]) -> Entries:
         """The entries that `make` makes of the run's journals, or made before. Raises what `make` raises."""
         key = (run_dir, what)
@@ -57,12 +60,24 @@ class KeptAnswers:
             ):
                 return kept.entries
             began_s = time.monotonic()
-            entries = make()
+            try:
+                entries = make()
+            except BaseException:
+                self._forget(key, kept)
+                raise
             taken_s = time.monotonic() - began_s
             patience_s = PATIENCE * taken_s if taken_s > AT_ONCE_S else 0.0
             kept.entries, kept.version, kept.until_s = entries, version, began_s + taken_s + patience_s
             self._weigh(key, kept, sum(ENTRY_BYTES + len(id_) + len(content) for id_, content in entries))
             return entries
+
+    def _forget(self, key: tuple[Path, str], kept: _Kept) -> None:
+        """Nothing stays of an answer that cannot be made: anything may be asked for."""
+        with self._lock:
+            if self._kept.get(key) is kept:
+                del self._kept[key]
+                self.size_bytes -= kept.size_bytes
+                kept.size_bytes = 0
 
     def _weigh(self, key: tuple[Path, str], kept: _Kept, size_bytes: int) -> None:
         with self._lock:

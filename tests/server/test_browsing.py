@@ -191,4 +191,5 @@ def test_a_fault_is_not_kept(tmp_path: Path) -> None:
     answers = KeptAnswers()
     with pytest.raises(OSError, match="once"):
         answers.get(tmp_path, "x", lambda: (_ for _ in ()).throw(OSError("once")))
+    assert not answers, "whoever asks for what there is not takes no memory"
     assert answers.get(tmp_path, "x", lambda: [("", msgspec.json.encode(1))])[0][1] == b"1"

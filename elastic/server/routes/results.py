@@ -62,7 +62,11 @@ def metrics(
     return Response(content, media_type="application/json")
 
 
-@router.get("/{run}/trajectories", **rules(Action.RUNS_READ, "not-found", "invalid-cursor"))
+@router.get(
+    "/{run}/trajectories",
+    response_model=Listed[HostedTrajectory],
+    **rules(Action.RUNS_READ, "not-found", "invalid-cursor"),
+)
 def trajectories(
     run: RunId,
     request: Request,
@@ -73,16 +77,21 @@ def trajectories(
     reward_min: Annotated[float | None, Query(allow_inf_nan=False)] = None,
     reward_max: Annotated[float | None, Query(allow_inf_nan=False)] = None,
     order: Annotated[Literal["newest", "reward"], Query(description="`reward`: the highest first")] = "newest",
-) -> Listed[HostedTrajectory]:
+) -> Response:
     """Browse what the policy has done, by step and reward."""
     by_reward = order == "reward"
     wanted = TrajectoryFilter(step=step, reward_min=reward_min, reward_max=reward_max, by_reward=by_reward)
     run_dir = state.settings.run_dir(run)
+
+    def make() -> Entries:
+        data, has_more = trajectories_of(run_dir, wanted, page.starting_after, page.limit)
+        return [("", Listed(url=request.url.path, data=data, has_more=has_more).model_dump_json().encode())]
+
     try:
-        data, has_more = _read(lambda: trajectories_of(run_dir, wanted, page.starting_after, page.limit))
+        ((_, content),) = _read(lambda: state.answers.get(run_dir, f"trajectories {wanted} {page}", make))
     except NoSuchTrajectory:
         raise _no_entry(page) from None
-    return Listed(url=request.url.path, data=data, has_more=has_more)
+    return Response(content, media_type="application/json")
 
 
 @router.get("/{run}/trajectories/{trajectory}", **rules(Action.RUNS_READ, "not-found"))

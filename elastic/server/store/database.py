@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import sqlalchemy as sa
 from sqlalchemy import event
@@ -247,8 +247,11 @@ def _sqlite(url: sa.URL) -> sa.Engine:
     @event.listens_for(engine, "begin")
     def _begins(connection: sa.Connection) -> None:  # pyright: ignore[reportUnusedFunction]
         # Who writes says so at once: a transaction that has read first could not wait for another's end.
-        writes = connection.get_execution_options().get(_WRITES, False)
-        connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
+        if connection.get_execution_options().get(_WRITES, False):
+            connection.exec_driver_sql("BEGIN IMMEDIATE")
+        else:
+            # By the driver itself, for this is half of what a read takes; it waits for nobody and cannot fail.
+            cast(Any, connection.connection.dbapi_connection).execute("BEGIN")
 
     return engine
 
