@@ -40,6 +40,7 @@ def main() -> None:
     options = parser(__doc__)
     options.add_argument("--within-s", type=int, default=0, help="stop after so long, however few requests there were")
     options.add_argument("--keep", type=Path, help="keep the fuzzer's report and the server's log here")
+    options.add_argument("--seed", type=int, default=SEED, help="of what is made up first")
     parsed = options.parse_args()
     arguments = Arguments(quick=parsed.quick, json=parsed.json)
     if not FUZZER.exists():
@@ -56,7 +57,7 @@ def main() -> None:
         site.wait_up()
         known = _populate(site)
         for number in range(100):
-            report = _fuzz(site, known, number, quick=arguments.quick, within_s=parsed.within_s)
+            report = _fuzz(site, known, parsed.seed + number, quick=arguments.quick, within_s=parsed.within_s)
             figures["requests"] = _answered(site)
             figures["operations"] = max(figures["operations"], (report["operations"] or {}).get("tested", 0))
             for failure in (*report["failures"], *report["errors"]):
@@ -95,14 +96,14 @@ def _populate(site: HostedSite) -> dict[str, list[str]]:
         }
 
 
-def _fuzz(site: HostedSite, known: dict[str, list[str]], number: int, *, quick: bool, within_s: int) -> dict[str, Any]:
+def _fuzz(site: HostedSite, known: dict[str, list[str]], seed: int, *, quick: bool, within_s: int) -> dict[str, Any]:
     """One run of the fuzzer, and its report."""
-    config, report, output = (site.home / f"fuzz-{number}.{suffix}" for suffix in ("toml", "json", "txt"))
+    config, report, output = (site.home / f"fuzz-{seed}.{suffix}" for suffix in ("toml", "json", "txt"))
     config.write_text(_config(known, site.secret))
     limit_s = QUICK_S if quick else within_s
     command = [str(FUZZER), "--config-file", str(config), "run", f"{site.url}/openapi.json"]
     command += ["--report", "json", "--report-json-path", str(report)]
-    command += ["--seed", str(SEED + number), "-n", str(EXAMPLES_QUICK if quick else EXAMPLES), "--continue-on-failure"]
+    command += ["--seed", str(seed), "-n", str(EXAMPLES_QUICK if quick else EXAMPLES), "--continue-on-failure"]
     command += ["--request-timeout", str(REQUEST_TIMEOUT_S), "--warnings", "off", "--no-shrink"]
     command += ["--max-time", str(limit_s)] if limit_s else []
     with output.open("w") as said:

@@ -2,6 +2,8 @@
 
 import configparser
 import re
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +56,16 @@ def test_units_parse_and_start_what_there_is(unit: Path, monkeypatch: pytest.Mon
     assert [option for option in options if option.startswith("--") and option not in help_] == []
     defined = dict(pair.split("=", 1) for pair in found["Service"]["Environment"].split())
     assert set(re.findall(r"\$\{(\w+)\}", " ".join(options))) == set(defined)
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="there is no systemd: apt-get install systemd")
+def test_systemd_takes_the_units(tmp_path: Path) -> None:
+    """With a command that is there."""
+    for unit in UNITS:
+        (tmp_path / unit.name).write_text(unit.read_text().replace("/opt/elastic/bin/elastic", "/bin/true"))
+    paths = [str(tmp_path / unit.name) for unit in UNITS]
+    found = subprocess.run(["systemd-analyze", "verify", *paths], capture_output=True, text=True, timeout=60)
+    assert (found.returncode, found.stderr) == (0, "")
 
 
 def test_no_run_is_killed_with_its_runner() -> None:

@@ -126,3 +126,19 @@ def test_conditions_change_their_time_with_their_status_only(phases: list[RunPha
         assert reasons["WithinBudget"] == "BudgetWarning"
         assert (reasons["Ended"] == "GoingOn") == (phase not in ENDED)
         former = now
+
+
+def test_no_capacity_is_said_with_its_reason() -> None:
+    def reason(share: int | None = None, **figures: int) -> str:
+        shares = None if share is None else {"spot": {"gpus": share, "since_us": 0}}
+        seen = RunFigures.model_validate({"providers": {"spot": figures}})
+        found = conditions.findings(record(shares=shares), RunPhase.RUNNING, "", seen)
+        (one,) = (one for one in found if one.type == "CapacityAvailable")
+        assert (one.status == "True") == bool(figures.get("ready"))
+        return one.reason
+
+    assert reason() == "NoCapacity"
+    assert reason(preemptions=2) == "Preempted"
+    assert reason(share=0, preemptions=2) == "FairShare"
+    assert reason(share=0, booting=1) == reason(booting=1) == "Booting"
+    assert reason(ready=1, preemptions=2) == "WorkersReady"

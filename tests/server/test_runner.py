@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import errno
 import hashlib
 import os
 import signal
@@ -18,7 +19,7 @@ import sqlalchemy as sa
 from elastic import compose
 from elastic.processes import identity
 from elastic.resources import AccessRole, RunPhase
-from elastic.server.runner import RunnerBusy, RunnerLoop
+from elastic.server.runner import RunnerBusy, RunnerLoop, launching
 from elastic.server.settings import ServerSettings
 from elastic.server.store import people, runs, tables
 from elastic.server.store.runs import HostedRunRow
@@ -188,6 +189,28 @@ async def test_what_dies_while_nobody_looks_is_followed(site: Site, quick: Serve
     async with running(site, quick):
         await process_of(site, quick, run, other_than=pid)
     assert row(site, run).restarts == 1
+
+
+async def test_a_full_disk_is_waited_for(
+    site: Site, quick: ServerSettings, submitted: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long: no restart counts, and the run begins once there is room."""
+    attempts = list[str]()
+
+    def full(settings: ServerSettings, run: HostedRunRow) -> None:
+        attempts.append(run.id)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    run = submitted(max_restarts=1)
+    prepare = launching.prepare
+    monkeypatch.setattr(launching, "prepare", full)
+    async with running(site, dataclasses.replace(quick, restart_max_s=0.05)):
+        await until(lambda: len(attempts) >= 4)
+        waiting = row(site, run)
+        assert (waiting.restarts, waiting.ended) == (0, False)
+        assert "No space left" in waiting.cause
+        monkeypatch.setattr(launching, "prepare", prepare)
+        await process_of(site, quick, run)
 
 
 async def test_what_goes_down_with_its_machine_does_not_count(

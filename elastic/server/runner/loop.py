@@ -10,6 +10,7 @@
 
 import asyncio
 import contextlib
+import errno
 import fcntl
 import os
 import shutil
@@ -41,6 +42,7 @@ from elastic.server.vault import Vault, VaultError
 log = structlog.get_logger(__name__)
 
 LOCK = "runner.lock"
+FULL = (errno.ENOSPC, errno.EDQUOT)
 FORGET_ANSWERS_S = 24 * 3600
 LEADER_TIMEOUT_S = 10.0
 """How long a database whose leader was killed may take to notice."""
@@ -190,10 +192,14 @@ class RunnerLoop:
             child, kept = await asyncio.to_thread(self._begin, run, user, sealed)
         except (OSError, ConfigError, KeyError, VaultError) as error:
             log.error("a run's process cannot be begun", run=run.id, error=str(error))
-            ending = Ending(how=decisions.DIED, cause=f"its process could not be begun: {error}")
+            full = isinstance(error, OSError) and error.errno in FULL
+            # Room may come, and no attempt of the run's own has failed.
+            ending = Ending(how=decisions.DIED, cause=f"its process could not be begun: {error}", with_world=full)
             begun, seen = replace(run, phase=RunPhase.STARTING), ProcessSeen(alive=False, ending=ending)
             base_s, max_s = self._settings.restart_base_s, self._settings.restart_max_s
             later = decisions.decide(begun, seen, now_us(), base_s, max_s)
+            if full:
+                later = replace(later, not_before_us=now_us() + round(max_s * 1e6))
             await asyncio.to_thread(self._become, run, later)
             return
         held = HeldProcess(launching.Adopted(launching.Identity(**kept["identity"])), child)
