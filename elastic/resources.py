@@ -7,7 +7,7 @@ older one reads what a newer server sends.
 from enum import StrEnum
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr
 
 T = TypeVar("T")
 
@@ -15,7 +15,12 @@ NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 Name = Annotated[str, Field(pattern=NAME)]
 
 
-Whole = Annotated[int, Field(strict=True)]
+def _integral(value: object) -> object:
+    """To JSON 1.0 is an integer."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Whole = Annotated[int, BeforeValidator(_integral), Field(strict=True)]
 Number = Annotated[float, Field(strict=True)]
 YesNo = Annotated[bool, Field(strict=True)]
 """What bodies have: JSON's own kinds, so that `true` is no number, and `"1"` neither."""
@@ -152,7 +157,7 @@ class Submission(_RequestBody):
     project: str | None = Field(default=None, description="for keys of no project: where the run belongs")
     max_restarts: Whole = Field(default=10, ge=0, le=1000, description="times that its process may die and be resumed")
     budget_usd: Number | None = Field(default=None, gt=0, allow_inf_nan=False)
-    caps: dict[Name, Annotated[int, Field(strict=True, ge=0, le=1_000_000)]] = Field(
+    caps: dict[Name, Annotated[Whole, Field(ge=0, le=1_000_000)]] = Field(
         default={}, description="most GPUs at once, by provider"
     )
     labels: dict[Name, Annotated[str, Field(max_length=256)]] = Field(default={}, max_length=32)
@@ -183,7 +188,7 @@ class RunChange(_RequestBody):
     """What of a run may be edited; what is left out stays."""
 
     budget_usd: Number | None = Field(default=None, gt=0, allow_inf_nan=False)
-    caps: dict[Name, Annotated[int, Field(strict=True, ge=0, le=1_000_000)]] | None = None
+    caps: dict[Name, Annotated[Whole, Field(ge=0, le=1_000_000)]] | None = None
     labels: dict[Name, Annotated[str, Field(max_length=256)]] | None = Field(default=None, max_length=32)
 
 
@@ -351,8 +356,8 @@ class Project(_Resource):
     created_at: str
 
 
-Gpus = Annotated[int, Field(ge=0, le=1_000_000)]
-Usd = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
+Gpus = Annotated[Whole, Field(ge=0, le=1_000_000)]
+Usd = Annotated[Number, Field(ge=0, le=1e9, allow_inf_nan=False)]
 
 
 class QuotaUse(_Resource):
@@ -394,10 +399,10 @@ class QuotaChange(_RequestBody):
     gpus: dict[Name, Gpus] | None = Field(
         default=None, max_length=64, description="all of them: a provider that is left out has no limit"
     )
-    runs: Annotated[int, Field(ge=0, le=100_000)] | None = Field(default=None, description="runs at once")
+    runs: Annotated[Whole, Field(ge=0, le=100_000)] | None = Field(default=None, description="runs at once")
     usd_per_day: Usd | None = Field(default=None, description="from midnight to midnight, in UTC")
     budget_usd: Usd | None = Field(default=None, description="in all, what its runs have cost so far included")
-    weight: Annotated[float, Field(gt=0, le=1_000, allow_inf_nan=False)] | None = Field(
+    weight: Annotated[Number, Field(gt=0, le=1_000, allow_inf_nan=False)] | None = Field(
         default=None, description="its part of capacity that is shared, beside other projects' weights"
     )
 
@@ -408,7 +413,7 @@ class ProviderChange(_RequestBody):
     gpus: Gpus | None
 
 
-Days = Annotated[int, Field(ge=0, le=36_500)]
+Days = Annotated[Whole, Field(ge=0, le=36_500)]
 
 
 class RetentionPolicy(_Resource):

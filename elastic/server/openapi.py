@@ -6,6 +6,7 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
+from elastic.server.auth import COOKIE, CSRF_HEADER
 from elastic.server.examples import EXAMPLES
 from elastic.server.problems import MEDIA_TYPE
 
@@ -18,6 +19,12 @@ repeated.
 SCHEMES = {
     "key": {"type": "http", "scheme": "bearer", "description": "a key, such as `elastic_3f9a…`"},
     "header": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+    "session": {
+        "type": "apiKey",
+        "in": "cookie",
+        "name": COOKIE,
+        "description": f"of a browser that has signed in; its writes carry the session's token as `{CSRF_HEADER}`",
+    },
 }
 
 
@@ -51,7 +58,11 @@ def _polish(operation: dict[str, Any]) -> None:
     if "HTTPValidationError" in str(responses.get("422", "")):
         del responses["422"]
     if operation.get("security"):
-        operation["security"] = [{"key": []}, {"header": []}]
+        operation["security"] = [{"key": []}, {"header": []}, {"session": []}]
+    for parameter in operation.get("parameters", ()):
+        # Who leaves it out is told so (428), with the tag that there is.
+        if parameter["name"] == "if-match":
+            parameter |= {"required": True, "schema": {"type": "string"}}
     for response in responses.values():
         content = response.get("content", {})
         if MEDIA_TYPE in content and (plain := content.pop("application/json", None)) is not None:

@@ -180,9 +180,14 @@ def install(app: FastAPI) -> None:
 
 def _allowed(request: Request) -> str:
     """What can be done at this path: each route knows its own methods only."""
-    described = request.app.openapi()["paths"].items()
-    matching = (item for path, item in described if compile_path(path)[0].match(request.url.path))
+    described: dict[str, dict[str, Any]] = request.app.openapi()["paths"]
+    exact = described.get(request.url.path)
+    matching = [exact] if exact else [one for path, one in described.items() if _matches(path, request.url.path)]
     return ", ".join(sorted({method.upper() for item in matching for method in item}))
+
+
+def _matches(described: str, path: str) -> bool:
+    return compile_path(described)[0].match(path) is not None
 
 
 def _pointer(location: tuple[int | str, ...]) -> str:

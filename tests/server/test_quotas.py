@@ -89,6 +89,15 @@ def test_what_could_never_begin_is_refused(
     assert site.client().post("/v1/runs", json=submission(project="theirs")).status_code == 201
 
 
+@pytest.mark.parametrize(
+    "limits", [{"budget_usd": False}, {"runs": True}, {"gpus": {"trainer": False}}, {"weight": "1"}]
+)
+def test_a_limit_is_a_number(site: Site, limits: dict[str, Any]) -> None:
+    refused = site.client().patch(place(site), json=limits, headers={"if-match": "*"})
+    assert (refused.status_code, refused.json()["type"]) == (400, "/problems/invalid-request")
+    assert site.client().patch(place(site), json={"runs": 1.0}, headers={"if-match": "*"}).json()["runs"] == 1
+
+
 @pytest.mark.parametrize("limits", [{"runs": 1}, {"gpus": {"trainer": 1}}])
 async def test_runs_beyond_the_quota_wait(
     site: Site, quick: ServerSettings, submitted: Any, limits: dict[str, Any]

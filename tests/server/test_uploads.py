@@ -124,7 +124,7 @@ def test_a_project_has_so_much_room(site: Site) -> None:
     client = type(client)(app, base_url="http://127.0.0.1", headers=client.headers)
     first = announce(client, a=b"123456")["id"]
     full = client.post("/v1/uploads", json={"name": "b", "files": told(b=b"12345")})
-    assert (full.status_code, full.json()["type"]) == (507, "/problems/storage-full")
+    assert (full.status_code, full.json()["type"]) == (409, "/problems/quota-exceeded")
     assert client.delete(f"/v1/uploads/{first}").status_code == 204
     announce(client, b=b"12345")
 

@@ -49,7 +49,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     "",
     status_code=201,
     response_model=Upload,
-    **rules(Action.UPLOADS_WRITE, "not-found", "storage-full", "idempotency-mismatch"),
+    **rules(Action.UPLOADS_WRITE, "not-found", "quota-exceeded", "idempotency-mismatch"),
 )
 def create(
     request: Request, body: NewUpload, caller: CallerDep, state: StateDep, idempotency_key: IdempotencyKey = None
@@ -63,7 +63,7 @@ def create(
         most = state.settings.project_uploads_bytes_max
         if taken + wanted > most:
             raise ApiProblem(
-                "storage-full", f"the project's uploads have {taken} bytes; with these {wanted} more than {most}"
+                "quota-exceeded", f"the project's uploads have {taken} bytes; with these {wanted} more than {most}"
             )
         row = uploads.insert(tx, project, body.name, body.files, caller.actor)
         place = f"{router.prefix}/{row['id']}"
