@@ -236,6 +236,7 @@ class BaseProvider(Generic[SettingsT]):
         lease_id = lease.request.lease
         ending = await _over(lease, handle)
         billed_ns = await self._give_back(lease_id, handle)
+        ending = lease.noticed or ending
         if lease.deadline is not None:
             lease.deadline.cancel()
         del self._leases[lease_id]

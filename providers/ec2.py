@@ -49,6 +49,8 @@ SETTLING_S = 20.0
 LOOK_AGAIN_S = 0.5
 QUEUE_WAIT_S = 10
 """Of one long poll of the queue."""
+PUT_BACK_S = 2
+"""Until another reader of the queue sees a notice that is none of ours."""
 CAP_NOTICE_S = 30.0
 """Before the spending cap is reached: turns end or move in this time."""
 
@@ -59,8 +61,10 @@ REBALANCE = "EC2 Instance Rebalance Recommendation"
 class _Leased:
     """A lease's `LeaseHandle`: an instance."""
 
-    def __init__(self, provider: "Ec2Provider", lease: LeaseId, instance: str, usd_per_gpu_hour: float) -> None:
-        self.lease, self.instance, self.usd_per_gpu_hour = lease, instance, usd_per_gpu_hour
+    def __init__(
+        self, provider: "Ec2Provider", lease: LeaseId, instance: str, pool: Pool, usd_per_gpu_hour: float
+    ) -> None:
+        self.lease, self.instance, self.pool, self.usd_per_gpu_hour = lease, instance, pool, usd_per_gpu_hour
         self.over: asyncio.Future[LeaseEnding] = asyncio.get_running_loop().create_future()
         self.since_s = time.monotonic()
         self.advised = False
@@ -115,7 +119,7 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
             await self._call(self._api.make_template)
             self._ec2.priced(await self._call(self._api.prices))
         except (Ec2Error, TimeoutError) as error:
-            raise ProviderUnavailable(f"{self.name}: {error}") from error
+            raise ProviderUnavailable(self._told(error)) from error
         self._ec2.scores = await self._call(self._api.scores)
         if not self._ec2.pools():
             raise ProviderUnavailable(f"{self.name}: {self._ec2.why_nothing()}; see providers.{self.name}.zones")
@@ -164,7 +168,7 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
             tried = "; ".join(sorted(told)) or "EC2 gave no reason"
             raise CapacityUnavailable(f"{self.name}: {self._api.where} launched nothing: {tried}")
         self._ec2.launched(launch.pool)
-        return self._hold(lease, launch.instance, self._usd[lease])
+        return self._hold(lease, launch.instance, launch.pool, self._usd[lease])
 
     async def find(self, known: Mapping[LeaseId, KnownLease]) -> Mapping[LeaseId, Found]:
         installed()
@@ -172,7 +176,7 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
         try:
             there = of_leases(await self._call(self._api.instances))
         except (Ec2Error, TimeoutError) as error:
-            raise ProviderUnavailable(f"{self.name}: {error}") from error
+            raise ProviderUnavailable(self._told(error)) from error
         found: dict[LeaseId, Found] = {}
         for lease, instances in there.items():
             wanted = known.get(lease)
@@ -180,14 +184,16 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
             if wanted is not None and (living or wanted.granted):
                 kept = (living or instances)[0]
                 living = [instance for instance in living if instance is not kept]
-                handle = self._hold(lease, kept.id, kept.usd_per_gpu_hour)
+                handle = self._hold(lease, kept.id, kept.pool, kept.usd_per_gpu_hour)
                 if not kept.lives:
                     handle.ended(self._ending(kept))
                 found[lease] = Found(handle)
-            await self._end_strays(living)
+            with contextlib.suppress(Ec2Error, TimeoutError):  # The next search finds them again.
+                await self._end_strays(living)
         return found
 
     async def aclose(self) -> None:
+        self._api.closed = True
         await super().aclose()
         if not self._used:
             return
@@ -197,6 +203,8 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
             async with asyncio.timeout(timeout_s + SETTLING_S):
                 await self._sweep()
                 await self._call(self._api.delete_template)
+                if self.settings.secret_prefix:
+                    await self._call(self._api.delete_secrets)
         except (Ec2Error, TimeoutError) as error:
             log.error(
                 "what is left of this run at EC2 is not known: instances end by themselves",
@@ -232,12 +240,15 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
                     break
             await asyncio.sleep(LOOK_AGAIN_S)
         self._held.pop(leased.lease, None)
+        self._usd.pop(leased.lease, None)
         self._bill_running.pop(leased.instance, None)
         if self.settings.secret_prefix:
             with contextlib.suppress(Ec2Error, TimeoutError):
                 await self._call(self._api.delete_secret, leased.lease)
         if seen is None or seen.ended_s is None:
             return None
+        if seen.taken and (held := self._leases.get(leased.lease)) is not None:
+            held.noticed = self._ending(seen)
         self._ec2.held(seen.pool, seen.ended_s - seen.began_s, interrupted=seen.taken)
         usd = await self._bill(seen)
         self._ec2.spent_usd += usd
@@ -280,8 +291,8 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
                 log.warning("an order of an instance is repeated", lease=lease, error=str(error))
             await asyncio.sleep(LOOK_AGAIN_S)
 
-    def _hold(self, lease: LeaseId, instance: str, usd_per_gpu_hour: float) -> _Leased:
-        leased = self._held[lease] = _Leased(self, lease, instance, usd_per_gpu_hour)
+    def _hold(self, lease: LeaseId, instance: str, pool: Pool, usd_per_gpu_hour: float) -> _Leased:
+        leased = self._held[lease] = _Leased(self, lease, instance, pool, usd_per_gpu_hour)
         return leased
 
     def _ending(self, instance: Instance) -> LeaseEnding:
@@ -378,16 +389,14 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
             self.announce()
 
     async def _hear(self) -> None:
-        """Read what EventBridge sends. What is of other instances is left to their runs' own queues."""
-        told = False
+        """Read what EventBridge sends; what is of other instances is put back for their runs, until it is too old."""
+        told, wait_s = False, min(QUEUE_WAIT_S, int(self.settings.answer_timeout_s / 2))
         while True:
             try:
-                notices, receipts = await call(
-                    QUEUE_WAIT_S + self.settings.answer_timeout_s, self._api.notices, QUEUE_WAIT_S
-                )
-                for notice in notices:
-                    self._on_notice(notice)
-                await self._call(self._api.discard, receipts)
+                notices = await call(wait_s + self.settings.answer_timeout_s, self._api.notices, wait_s)
+                ours = [notice for notice in notices if self._on_notice(notice) or self._is_old(notice)]
+                await self._call(self._api.discard, ours)
+                await self._call(self._api.put_back, [one for one in notices if one not in ours], PUT_BACK_S)
                 told = False
             except (Ec2Error, TimeoutError) as error:
                 if not told:
@@ -395,18 +404,24 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
                 told = True
                 await asyncio.sleep(self.settings.poll_s)
 
-    def _on_notice(self, notice: QueueNotice) -> None:
+    def _is_old(self, notice: QueueNotice) -> bool:
+        return not notice.kind or time.time() + self._api.skew_s - notice.at_s > NOTICE_S
+
+    def _on_notice(self, notice: QueueNotice) -> bool:
+        """Whether it is of an instance of this run."""
         leased = next((one for one in self._held.values() if one.instance == notice.instance), None)
         if leased is None:
-            return
+            return False
         if notice.kind == INTERRUPTION:
             left_s = min(NOTICE_S, max(0.0, notice.at_s + NOTICE_S - (time.time() + self._api.skew_s)))
             why = f"EC2 takes {notice.instance} back"
             self._expect_end(leased.lease, left_s, LeaseEnding(EndCause.PREEMPTED, why))
         elif notice.kind == REBALANCE and not leased.advised:
             leased.advised = True
+            self._ec2.advised_against(leased.pool)
             reason = f"EC2 recommends to rebalance {notice.instance}: it is likelier to be taken back"
             self._emit(LeaseNotice(lease=leased.lease, deadline_ns=None, reason=reason))
+        return True
 
     # Instances of no lease
 
@@ -441,6 +456,10 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
             await asyncio.sleep(LOOK_AGAIN_S)
 
     # How it is asked
+
+    def _told(self, error: Exception) -> str:
+        """With this provider's name, which `Ec2Error` has already."""
+        return str(error) if isinstance(error, Ec2Error) else f"{self.name}: {self._api.where}: {error}"
 
     @property
     def _offered_usd(self) -> float:

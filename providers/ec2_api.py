@@ -76,6 +76,7 @@ _MENDS = {
     "MaxSpotInstanceCountExceeded": "ask AWS for a higher spot quota, or lower max_workers",
     "VcpuLimitExceeded": "ask AWS for a higher quota, or lower max_workers",
     "AWS.SimpleQueueService.NonExistentQueue": "providers.ec2.queue is no queue of this region",
+    "QueueDoesNotExist": "providers.ec2.queue is no queue of this region",
 }
 _PASSING = frozenset(
     {
@@ -145,17 +146,16 @@ class Launch(NamedTuple):
 
 
 class QueueNotice(NamedTuple):
-    """Of an instance, by EventBridge; `at_s` is when EC2 sent it."""
+    """Of an instance, by EventBridge; `at_s` is when EC2 sent it. `kind` is empty for what is no notice."""
 
+    receipt: str
     kind: str
     instance: str
     at_s: float
-    state: str = ""
 
 
 class _Detail(msgspec.Struct, rename="kebab"):
     instance_id: str = ""
-    state: str = ""
 
 
 class _EventBody(msgspec.Struct, rename="kebab"):
@@ -181,6 +181,8 @@ class Ec2Api:
         self._making = threading.Lock()
         self._template = ""
         self.skew_s = 0.0
+        self.closed = False
+        """Nobody reads notices any more: what a call that is still open brings is put back."""
 
     @property
     def where(self) -> str:
@@ -319,6 +321,14 @@ class Ec2Api:
             if error.code != "ResourceNotFoundException":
                 raise
 
+    def delete_secrets(self) -> None:
+        """All of this run and provider."""
+        filters = [{"Key": "tag-value", "Values": [self.run]}]
+        for secret in self._call("secretsmanager", "list_secrets", Filters=filters).get("SecretList", ()):
+            name = secret["Name"]
+            if name.startswith(self.secret_name("")):
+                self._call("secretsmanager", "delete_secret", SecretId=name, ForceDeleteWithoutRecovery=True)
+
     # What could be had
 
     def prices(self, since_s: float | None = None) -> dict[Pool, list[PricePoint]]:
@@ -392,32 +402,42 @@ class Ec2Api:
 
     # Notices
 
-    def notices(self, wait_s: int) -> tuple[list[QueueNotice], list[str]]:
-        """What EventBridge has sent to the queue, and the receipts of what was read. Raises `Ec2Error`."""
+    def notices(self, wait_s: int) -> list[QueueNotice]:
+        """What EventBridge has sent to the queue. Each is to be discarded or put back. Raises `Ec2Error`."""
         answer = self._call(
             "sqs",
             "receive_message",
             QueueUrl=self._settings.queue,
             MaxNumberOfMessages=10,
             WaitTimeSeconds=wait_s,
-            AttributeNames=["SentTimestamp"],
         )
         read: list[QueueNotice] = []
-        receipts: list[str] = []
         for message in answer.get("Messages", ()):
-            receipts.append(message["ReceiptHandle"])
+            receipt = message["ReceiptHandle"]
             try:
                 event = msgspec.json.decode(message["Body"], type=_EventBody)
             except msgspec.DecodeError:
-                continue  # Not EC2's, or not for us: nobody would read it.
+                read.append(QueueNotice(receipt, "", "", 0.0))  # Not EC2's: nobody would read it.
+                continue
             at = event.time if event.time.tzinfo else event.time.replace(tzinfo=UTC)
-            read.append(QueueNotice(event.detail_type, event.detail.instance_id, at.timestamp(), event.detail.state))
-        return read, receipts
+            read.append(QueueNotice(receipt, event.detail_type, event.detail.instance_id, at.timestamp()))
+        if self.closed:
+            self.put_back(read, 0)
+            return []
+        return read
 
-    def discard(self, receipts: Sequence[str]) -> None:
-        entries = [{"Id": str(n), "ReceiptHandle": receipt} for n, receipt in enumerate(receipts)]
+    def discard(self, notices: Sequence[QueueNotice]) -> None:
+        entries = [{"Id": str(n), "ReceiptHandle": one.receipt} for n, one in enumerate(notices)]
         if entries:
             self._call("sqs", "delete_message_batch", QueueUrl=self._settings.queue, Entries=entries)
+
+    def put_back(self, notices: Sequence[QueueNotice], after_s: int) -> None:
+        """For whoever else reads the queue, after so long."""
+        entries = [
+            {"Id": str(n), "ReceiptHandle": one.receipt, "VisibilityTimeout": after_s} for n, one in enumerate(notices)
+        ]
+        if entries:
+            self._call("sqs", "change_message_visibility_batch", QueueUrl=self._settings.queue, Entries=entries)
 
     # How it is asked
 

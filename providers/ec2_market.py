@@ -230,10 +230,15 @@ class Ec2Market(Market[Ec2Settings]):
         """Of the last offer, at which leases are booked."""
         return self.usd_per_gpu_hour() if self._offered is None else self._offered.usd_per_gpu_hour
 
-    def expected_life_s(self) -> float | None:
+    def life_s(self) -> float:
+        """After that an instance ends itself."""
+        return self.settings.max_life_s
+
+    def expected_life_s(self) -> float:
         """Of an instance in the pool that is asked for first."""
         pools = self.usable()
-        return self._life_s(pools[0]) if pools else None
+        life_s = self._life_s(pools[0]) if pools else None
+        return self.life_s() if life_s is None else min(life_s, self.life_s())
 
     def free(self) -> int:
         if self.closed or self._over_budget() or not self.usable():

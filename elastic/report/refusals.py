@@ -1,7 +1,12 @@
-"""What was refused at the door: frames that cannot be true, and strangers."""
+"""What was refused: at the door, frames that cannot be true, and strangers; by providers, leases."""
+
+import re
+from collections import Counter
 
 import msgspec
 
+from elastic.core import events as e
+from elastic.core.ids import provider_of
 from elastic.report.history import History
 from elastic.runtime.refusals import REFUSED_NOTE, RefusalCount
 
@@ -14,3 +19,26 @@ def refused_of(history: History) -> list[RefusalCount]:
             key = (f"{segment.prefix}{refused.worker}" if refused.worker else "", refused.reason)
             counts[key] = counts.get(key, 0) + refused.count
     return [RefusalCount(worker=worker, reason=reason, count=count) for (worker, reason), count in counts.items()]
+
+
+class LeaseRefusals(msgspec.Struct, frozen=True, kw_only=True):
+    """How often a provider has refused leases for a reason."""
+
+    provider: str
+    reason: str
+    count: int
+
+
+_TIMES = re.compile(r"\b\d+(\.\d+)? s\b")
+
+
+def refused_leases_of(history: History) -> list[LeaseRefusals]:
+    """The commonest first. Reasons that differ in a time alone are one, with the first one's words."""
+    counts: Counter[tuple[str, str]] = Counter()
+    words: dict[tuple[str, str], str] = {}
+    for _, event in history.events_of("LeaseRefused"):
+        if isinstance(event, e.LeaseRefused):
+            key = provider_of(event.lease), _TIMES.sub("", event.reason)
+            counts[key] += 1
+            words.setdefault(key, event.reason)
+    return [LeaseRefusals(provider=key[0], reason=words[key], count=count) for key, count in counts.most_common()]

@@ -183,6 +183,7 @@ def tables(summary: Summary, comparison: Comparison | None = None) -> list[Table
         _weights_by_version(summary),
         _refused_weights(summary),
         _refused(summary),
+        _refused_leases(summary),
         _integrity(summary),
         _steps(summary),
     ]
@@ -533,6 +534,17 @@ def _refused(summary: Summary) -> Table:
             for r in sorted(summary.refused, key=lambda r: -r.count)[:MOST_REFUSED]
         ],
         note="Frames of workers, and connections of strangers. A worker's first refused frame is its last.",
+    )
+
+
+def _refused_leases(summary: Summary) -> Table:
+    hidden = len(summary.refused_leases) - MOST_REFUSED
+    return Table(
+        title="Refused leases",
+        header=["provider", "count", "why"],
+        rows=[[r.provider, units.count(r.count), r.reason] for r in summary.refused_leases[:MOST_REFUSED]],
+        note="What was asked of a provider and not to be had; it is asked again after a back-off."
+        + (f" {hidden:,} more reasons are in the JSON." if hidden > 0 else ""),
     )
 
 

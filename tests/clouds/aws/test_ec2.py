@@ -226,10 +226,10 @@ async def test_instances_of_no_lease_are_ended_and_those_of_other_runs_are_not(h
 
 
 async def test_the_cap_ends_leases_in_time(house: House) -> None:
-    provider = await house.started(usd_max=0.02, poll_s=0.1)
+    provider = await house.started(usd_max=0.0125, poll_s=0.1)
     lease = await house.grant(provider)
     await house.recorder.until(lambda r: r.of(LeaseNotice, lease))
-    assert "usd_max = $0.02" in house.recorder.of(LeaseNotice, lease)[0].reason
+    assert "usd_max = $0.0125" in house.recorder.of(LeaseNotice, lease)[0].reason
     assert house.recorder.available == 0
 
 
@@ -267,7 +267,7 @@ async def test_tickets_by_secrets_manager_are_in_no_user_data_and_gone_with_the_
         ({"gpus_per_worker": 4}, ("1 GPUs", "gpus_per_worker is 4")),
         ({"endpoint_url": "http://127.0.0.1:9", "answer_timeout_s": 5.0}, ("ec2", "http://127.0.0.1:9")),
         ({"profile": "nobody"}, ("ProfileNotFound", "providers.ec2.profile")),
-        ({"queue": "http://127.0.0.1:9/1/none"}, ("NonExistentQueue", "providers.ec2.queue")),
+        ({"queue": "http://127.0.0.1:9/1/none"}, ("QueueDoesNotExist", "providers.ec2.queue")),
     ],
 )
 async def test_what_can_never_work_is_said_at_the_start(

@@ -50,14 +50,21 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def make_provider(kind: str, aws: Cloud) -> Iterator[Callable[[ProviderContext], Any]]:
-    if kind == "ec2 on a bad day":
+def make_provider(
+    kind: str, aws: Cloud | None, real: dict[str, Any] | None
+) -> Iterator[Callable[[ProviderContext], Any]]:
+    made: list[Ec2Provider] = []
+    if aws is not None and kind == "ec2 on a bad day":
         aws.proxy.faults = Faults(error=0.05, throttled=0.03, torn_before=0.03, torn_after=0.03, late=0.05)
 
     def make(context: ProviderContext) -> Ec2Provider:
-        settings = Ec2Settings.model_validate(aws.settings(max_workers=CAPACITY))
-        return Ec2Provider("provider", settings, context)
+        given = {**(real or {}), "max_workers": CAPACITY} if aws is None else aws.settings(max_workers=CAPACITY)
+        made.append(Ec2Provider("provider", Ec2Settings.model_validate(given), context))
+        return made[-1]
 
     yield make
-    left = [one for one in aws.living() if one.tags.get("elastic:provider") == "provider"]
-    assert left == [], "an orphan, by the server's record"
+    if aws is None:
+        left = [one for provider in made for one in provider._api.instances() if one.lives]
+    else:
+        left = [one for one in aws.living() if one.tags.get("elastic:provider") == "provider"]
+    assert left == [], "an orphan, by the cloud's own record"

@@ -64,6 +64,8 @@ class Cloud:
         self.proxy.images.add(self.image)
         subnets = ec2.describe_subnets()["Subnets"]
         self.proxy.subnets.update({one["AvailabilityZone"]: one["SubnetId"] for one in subnets})
+        zones = ec2.describe_availability_zones()["AvailabilityZones"]
+        self.proxy.zone_ids.update({one["ZoneName"]: one["ZoneId"] for one in zones})
         sqs, events = self.client("sqs"), self.client("events")
         self.queue = sqs.create_queue(QueueName="elastic-notices")["QueueUrl"].replace(self._moto_url, self.url)
         arn = sqs.get_queue_attributes(QueueUrl=self.queue, AttributeNames=["QueueArn"])["Attributes"]["QueueArn"]

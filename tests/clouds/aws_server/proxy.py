@@ -28,11 +28,8 @@ from aiohttp import web
 from tests.clouds.aws_server.record import BY_ITSELF, MESSAGES, ORDERED, TAKEN, USD_ON_DEMAND, Books, Rented
 
 NAMESPACE = "http://ec2.amazonaws.com/doc/2016-11-15/"
-_NS = {"e": NAMESPACE}
 USER_DATA_BYTES = 16_384
 PASSING_HEADERS = ("authorization", "content-type", "x-amz-target", "x-amz-date", "x-amz-security-token", "user-agent")
-
-ElementTree.register_namespace("", NAMESPACE)
 
 
 @dataclass
@@ -73,6 +70,7 @@ class Proxy:
         self.calls: Counter[str] = Counter()
         self.images: set[str] = set()
         self.subnets: dict[str, str] = {}
+        self.zone_ids: dict[str, str] = {}
         self.keys: set[str] | None = None
         """Access keys that are known; None for any."""
         self.unseen_s = 0.0
@@ -278,13 +276,13 @@ class Proxy:
     # What is told
 
     def _described(self, answer: bytes) -> bytes:
-        root = ElementTree.fromstring(answer)
-        for reservation in root.findall("e:reservationSet/e:item", _NS):
-            instances = reservation.find("e:instancesSet", _NS)
+        root = ElementTree.fromstring(re.sub(rb' xmlns="[^"]*"', b"", answer, count=1))
+        for reservation in root.findall("reservationSet/item"):
+            instances = reservation.find("instancesSet")
             if instances is None:
                 continue
             for item in list(instances):
-                one = self.books.rented.get(item.findtext("e:instanceId", "", _NS))
+                one = self.books.rented.get(item.findtext("instanceId", ""))
                 if one is None:
                     continue
                 if time.time() < one.visible_s:
@@ -304,6 +302,7 @@ class Proxy:
                 else:
                     _put(item, "instanceState/code", "16")
                     _put(item, "instanceState/name", "running")
+        root.set("xmlns", NAMESPACE)
         return ElementTree.tostring(root)
 
     def _price_history(self, form: Mapping[str, str]) -> str:
@@ -326,11 +325,10 @@ class Proxy:
     def _scores(self, form: Mapping[str, str]) -> str:
         if not self.account_scores:
             raise Refused("UnauthorizedOperation", "You are not authorized to perform this operation.", 403)
-        zones = sorted(self.subnets)
         items = [
-            f"<item><region>us-east-1</region><availabilityZoneId>use1-az{n + 1}</availabilityZoneId>"
+            f"<item><region>us-east-1</region><availabilityZoneId>{self.zone_ids[zone]}</availabilityZoneId>"
             f"<score>{9 - n}</score></item>"
-            for n in range(len(zones))
+            for n, zone in enumerate(sorted(self.zone_ids))
         ]
         return _told("GetSpotPlacementScores", f"<spotPlacementScoreSet>{''.join(items)}</spotPlacementScoreSet>")
 
@@ -383,8 +381,8 @@ def _iso(at_s: float) -> str:
 def _put(item: ElementTree.Element, path: str, text: str) -> None:
     at = item
     for name in path.split("/"):
-        below = at.find(f"e:{name}", _NS)
-        at = ElementTree.SubElement(at, f"{{{NAMESPACE}}}{name}") if below is None else below
+        below = at.find(name)
+        at = ElementTree.SubElement(at, name) if below is None else below
     at.text = text
 
 
