@@ -304,3 +304,37 @@ async def test_an_examination_says_what_could_be_had_and_orders_nothing(house: H
     found = await asyncio.to_thread(examine, "ec2", Ec2Settings.model_validate(house.aws.settings()))
     assert [finding.ok for finding in found.findings] == [True, True, False, True]
     assert house.aws.living() == []
+
+
+@pytest.mark.timeout(600)
+async def test_thousands_of_calls_on_bad_days_leave_nothing_and_cost_what_is_billed(house: House) -> None:
+    """Leases come and go eight at a time, while one call in seven or so goes wrong in some way."""
+    aws, at_once, rounds = house.aws, 8, 45
+    aws.books.capacity = {A: 5, B: 5}
+    usd_before, calls_before, rented_before = aws.books.usd(), aws.proxy.calls.total(), len(aws.books.rented)
+    provider = await house.started(max_workers=at_once, reconcile_s=1.0, retry_s=0.1, retry_max_s=0.2)
+    aws.proxy.faults = Faults(error=0.05, throttled=0.002, torn_before=0.03, torn_after=0.03, late=0.04, late_s=0.1)
+    usd = granted = 0.0
+    for number in range(rounds):
+        leases = [f"lease-{number * at_once + n}" for n in range(at_once)]
+        for n in range(at_once):
+            await provider.acquire(lease_request(number * at_once + n))
+        for lease in leases:
+            async with asyncio.timeout(60):
+                answer = await house.recorder.answered(lease)
+            if isinstance(answer, LeaseGranted):
+                granted += 1
+                await provider.release(lease)
+        for lease in leases:
+            if house.recorder.of(LeaseGranted, lease):
+                end = await house.recorder.ended(lease)
+                assert isinstance(end.billed_ns, int)
+                usd += end.billed_ns / 3.6e12 * usd_of(house)
+    aws.proxy.faults = Faults()
+    await provider.aclose()
+    assert granted > 0.9 * rounds * at_once
+    assert aws.proxy.calls.total() - calls_before > 2000
+    rented = list(aws.books.rented.values())[rented_before:]
+    assert len({one.tags["elastic:lease"] for one in rented}) == len(rented), "two instances of one order"
+    assert aws.living() == []
+    assert usd == pytest.approx(aws.books.usd() - usd_before, rel=1e-3)
