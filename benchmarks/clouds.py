@@ -17,9 +17,10 @@ from collections.abc import Callable
 from typing import Any
 
 import _clouds_ec2
+import _clouds_modal
 from _common import Arguments, emit, parser
 
-PROVIDERS: dict[str, Callable[[bool], dict[str, Any]]] = {"ec2": _clouds_ec2.measure}
+PROVIDERS: dict[str, Callable[[bool], dict[str, Any]]] = {"ec2": _clouds_ec2.measure, "modal": _clouds_modal.measure}
 """Each is told whether it is to be quick."""
 
 

@@ -20,18 +20,21 @@ from typing import Any, ClassVar
 
 import msgspec
 import structlog
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from elastic import modal_platform
 from elastic.core.types import NS_PER_S, EndCause, LeaseId, Nanoseconds
 from elastic.modal_platform import ModalUnusable, told
 from elastic.processes import RecordedProcesses, records
 from providers.base import (
+    CapacityNow,
     Emit,
+    Examination,
     KnownLease,
     LeaseRequest,
     ProviderContext,
     ProviderUnavailable,
+    VendorFinding,
     worker_environment,
 )
 from providers.base_provider import RETRY_S, BaseProvider, Found, LeaseHandle
@@ -74,28 +77,29 @@ class ModalSettings(ServerlessSettings):
     reconcile_s: float = Field(120.0, gt=0, description="time between two looks for calls that belong to no lease")
     answer_timeout_s: float = Field(60.0, gt=0, description="longest time that Modal may take to answer")
 
-    def hour_usd(self) -> float:
-        """Of one GPU. Raises `ModalUnusable`."""
-        if self.usd_per_gpu_hour is not None:
-            return self.usd_per_gpu_hour
-        gpus = self.gpus_per_worker
-        return modal_platform.usd_per_s(self.cores, self.memory_mb, self.gpu, gpus) * 3600 / gpus
-
-
-class ModalMarket(ServerlessMarket):
-    """As many calls as may be held, and others that take over; at Modal's price."""
-
-    def usd_per_gpu_hour(self) -> float:
-        assert isinstance(self.settings, ModalSettings)
-        return self.settings.hour_usd()
+    @model_validator(mode="before")
+    @classmethod
+    def _priced(cls, values: Any) -> Any:
+        """Without a price it is Modal's for what a container reserves."""
+        if not isinstance(values, dict) or values.get("usd_per_gpu_hour") is not None:
+            return values
+        given = {name: values.get(name, cls.model_fields[name].default) for name in ("cores", "memory_mb", "gpu")}
+        gpus = values.get("gpus_per_worker", 1)
+        try:
+            usd = modal_platform.usd_per_s(gpus=gpus, **given) * 3600 / gpus
+        except ModalUnusable as error:
+            raise ValueError(f"gpu: {error} (usd_per_gpu_hour)") from error
+        except (TypeError, ZeroDivisionError):  # What is wrong with the values, their own checks say.
+            usd = 0.0
+        return {**values, "usd_per_gpu_hour": usd}
 
 
 class _RolloutCall:
     """A call on Modal: which lease has it, and which containers of it that lease has had."""
 
-    def __init__(self, call: Any, lease: LeaseId) -> None:
+    def __init__(self, call_id: str, call: Any, lease: LeaseId) -> None:
+        self.id = call_id
         self.call = call
-        self.id = str(call.object_id)
         self.lease = lease
         self.containers: list[str] = []
         self.began = asyncio.Event()
@@ -137,11 +141,7 @@ class ModalProvider(BaseProvider[Any]):
     Settings: ClassVar[type[ModalSettings]] = ModalSettings
 
     def __init__(self, name: str, settings: ModalSettings, context: ProviderContext) -> None:
-        try:
-            settings.hour_usd()
-        except ModalUnusable as error:
-            raise ProviderUnavailable(f"{name}: {error} (providers.{name}.usd_per_gpu_hour)") from error
-        super().__init__(ModalMarket(name, settings), context)
+        super().__init__(ServerlessMarket(name, settings), context)
         self._modal_settings = settings
         self._where = f"providers.{name}"
         digest = hashlib.blake2b(f"{context.run}/{name}".encode(), digest_size=12).hexdigest()
@@ -157,6 +157,36 @@ class ModalProvider(BaseProvider[Any]):
         self._heard: dict[LeaseId, ContainerSays] = {}
         """What was said of leases that nothing is known of yet."""
         self._spawning = 0
+
+    @classmethod
+    def examine(cls, name: str, settings: ModalSettings) -> Examination:
+        """Whether the app is there, lets us in and fits, and what a worker costs. Blocks."""
+        fault = ""
+        try:
+            asyncio.run(modal_platform.check_deployment(settings.app, settings.environment, settings.answer_timeout_s))
+        except ModalUnusable as error:
+            fault = str(error)
+        found = fault.partition(": ")[0] if fault else "deployed, of this version"
+        place = f"{settings.gpu or 'CPU'}{f' in {settings.region}' if settings.region else ''}"
+        return Examination(
+            findings=(
+                VendorFinding(
+                    what=f"{name}: Modal's app {settings.app}",
+                    ok=not fault,
+                    found=found,
+                    mend=fault.partition(": ")[2],
+                ),
+            ),
+            capacity=(
+                CapacityNow(
+                    place=place,
+                    usd_per_gpu_hour=settings.usd_per_gpu_hour,
+                    gpus_per_worker=settings.gpus_per_worker,
+                    usable=not fault,
+                    why=found if fault else "",
+                ),
+            ),
+        )
 
     # What the contract asks for
 
@@ -209,7 +239,7 @@ class ModalProvider(BaseProvider[Any]):
                 if record is not None:
                     await record.end()
                 continue
-            rollout = _RolloutCall(self._call_of(call_id), lease_id)
+            rollout = _RolloutCall(call_id, self._call_of(call_id), lease_id)
             rollout.containers += await modal_platform.containers_of(rollout.call)
             self._rollouts[call_id] = rollout
             found[lease_id] = Found(self._held(rollout, self._record(lease_id, call_id)))
@@ -302,7 +332,8 @@ class ModalProvider(BaseProvider[Any]):
         self._spawning += 1
         try:
             async with asyncio.timeout(self._modal_settings.answer_timeout_s):
-                rollout = _RolloutCall(await self._work.spawn.aio(msgspec.msgpack.encode(order)), lease)
+                call = await self._work.spawn.aio(msgspec.msgpack.encode(order))
+            rollout = _RolloutCall(call.object_id, call, lease)
             self._rollouts[rollout.id] = rollout
         except modal_platform.modal().exception.Error as error:
             raise CapacityUnavailable(f"Modal did not take the call: {told(error)}") from error
@@ -463,7 +494,7 @@ class ModalProvider(BaseProvider[Any]):
     async def _cancel_strangers(self, pending: set[str]) -> None:
         for call_id in sorted(pending - self._rollouts.keys()):
             log.warning("a call on Modal that belongs to no lease is cancelled", provider=self.name, call=call_id)
-            await self.cancel(_RolloutCall(self._call_of(call_id), ""))
+            await self.cancel(_RolloutCall(call_id, self._call_of(call_id), ""))
 
 
 def _signal(number: int) -> str:

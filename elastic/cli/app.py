@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from elastic.cli import access, hosted, quotas
+from elastic.cli import access, hosted, modal, quotas
 from elastic.cli.output import EXIT_FAILED, bad_input, say
 from elastic.config import Config, ConfigError, RunConfig, apply_override, load_config, validate
 from elastic.endpoint import host_and_port
@@ -53,6 +53,7 @@ app.add_typer(quotas.providers)
 app.add_typer(access.keys)
 app.add_typer(access.secrets)
 app.add_typer(access.webhooks)
+app.add_typer(modal.modal)
 app.command()(access.audit)
 app.command()(hosted.logs)
 app.command()(hosted.stop)

@@ -15,6 +15,7 @@ from rich.table import Table
 from elastic.cli.capacity import examined, plan_of
 from elastic.cli.output import EXIT_FAILED, emit
 from elastic.compose import installed, short_limits
+from elastic.compose.modal_deployment import rewards_fault
 from elastic.config import Config
 
 ROOM_GB_MIN = 1.0
@@ -53,7 +54,7 @@ def doctor_command(config: Config | None, *, as_json: bool) -> int:
 def findings_of(config: Config | None) -> list[Finding]:
     """What is looked at, and what was found."""
     findings = [_python(), *_packages(), _device(), _cores(), _room(), *_entry_points()]
-    return findings + ([*_limits(config), *_clouds(config)] if config is not None else [])
+    return findings + ([*_limits(config), *_clouds(config), *_rewards(config)] if config is not None else [])
 
 
 def _clouds(config: Config) -> list[Finding]:
@@ -68,6 +69,14 @@ def _limits(config: Config) -> list[Finding]:
     if not warnings:
         return [Finding("limits", True, "longer than the longest turn")]
     return [Finding("limit", True, warning, fault="short", warns=True) for warning in warnings]
+
+
+def _rewards(config: Config) -> list[Finding]:
+    """The app on Modal that rewards run on, where they do: whether it is there, lets us in, and fits."""
+    fault = rewards_fault(config)
+    if fault is None:
+        return []
+    return [Finding("modal: the app of rewards", not fault, fault or "deployed, of this version", fault="unusable")]
 
 
 def _python() -> Finding:

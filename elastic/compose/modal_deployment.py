@@ -1,5 +1,6 @@
 """The app that runs call on Modal: deployed, and found to fit."""
 
+import asyncio
 import importlib
 import os
 from collections.abc import Sequence
@@ -7,9 +8,13 @@ from typing import Any
 
 import msgspec
 
-from elastic.config import ConfigError
-from elastic.modal_platform import told, version
+from elastic.config import Config, ConfigError
+from elastic.modal_platform import APP, ModalUnusable, check_deployment, told, version
 from elastic.worker.modal_variables import APP_VARIABLE, MODULES_VARIABLE, PACKAGES_VARIABLE
+
+
+CHECK_TIMEOUT_S = 30.0
+"""For Modal to say whether an app is there."""
 
 
 class Deployment(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,3 +56,16 @@ def deploy(app: str, packages: Sequence[str] = (), modules: Sequence[str] = (), 
         version=version(),
         url=deployed.app.get_dashboard_url() or "",
     )
+
+
+def rewards_fault(config: Config) -> str | None:
+    """What is wrong with the app on Modal that a configuration's rewards run on, if anything; None for none there."""
+    if config.rewards.pool != "modal":
+        return None
+    place = config.rewards.pool_settings
+    app, environment = str(place.get("app", APP)), str(place.get("environment", ""))
+    try:
+        asyncio.run(check_deployment(app, environment, CHECK_TIMEOUT_S))
+    except ModalUnusable as error:
+        return str(error)
+    return ""

@@ -118,3 +118,15 @@ def chat(_: Any) -> str:
     print("nothing of this is an answer", flush=True)
     os.write(1, b"nor of this\n")
     return "said"
+
+
+def length(text: str) -> int:
+    return len(text)
+
+
+def hang_once(path: str) -> str:
+    """Hangs where it runs for the first time."""
+    if not Path(path).exists():
+        Path(path).touch()
+        time.sleep(600)
+    return "went on"

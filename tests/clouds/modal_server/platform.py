@@ -115,6 +115,7 @@ class RunningContainer:
         self.cancelling = asyncio.Event()
         self.process: asyncio.subprocess.Process | None = None
         self.ending: str = ""
+        self.to_end = asyncio.Event()
         self.gone = asyncio.Event()
         self.leaving = asyncio.Event()
 
@@ -245,8 +246,9 @@ class Platform:
     async def _live(self, container: RunningContainer) -> None:
         function, record = container.function, container.record
         try:
-            if self.chance.faults.slow_start_s:
-                await asyncio.sleep(self.chance.faults.slow_start_s)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self.chance.faults.slow_start_s):
+                    await container.to_end.wait()
             if not container.ending:
                 record.started_s = time.time()
                 container.process = await self._spawn(container)
@@ -281,7 +283,7 @@ class Platform:
         """An input whose container is gone: started again where that was preempted, else failed."""
         if put.output is not None:
             return
-        if container.ending == "preempted":
+        if container.ending == "preempted" or (container.ending == "cancelled" and not put.call.cancelled):
             put.task, put.started_s, put.restarts = "", 0.0, put.restarts + 1
             self._enqueue(put)
         else:
@@ -352,6 +354,7 @@ class Platform:
     def end(self, container: RunningContainer, why: str) -> None:
         """Kills it, and whatever it has started."""
         container.ending = container.ending or why
+        container.to_end.set()
         self._kill(container)
 
     def _kill(self, container: RunningContainer) -> None:

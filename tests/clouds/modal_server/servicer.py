@@ -343,7 +343,8 @@ class Servicer:
 
     async def do_BlobCreate(self, stream: Any, request: Any) -> Any:
         blob = self._platform.new_id("bl")
-        return api_pb2.BlobCreateResponse(blob_id=blob, upload_url=f"{self._blob_url}/blobs/{blob}")
+        urls = api_pb2.UploadUrlList(items=[f"{self._blob_url}/blobs/{blob}"])
+        return api_pb2.BlobCreateResponse(blob_ids=[blob], upload_urls=urls)
 
     async def do_BlobGet(self, stream: Any, request: Any) -> Any:
         return api_pb2.BlobGetResponse(download_url=f"{self._blob_url}/blobs/{request.blob_id}")

@@ -1,0 +1,64 @@
+"""`elastic modal deploy`, and what other commands say of what is on Modal."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic.modal_platform import version
+from tests.clouds.modal_server import Bench
+
+pytestmark = [pytest.mark.clouds]
+
+
+def command(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-m", "elastic.cli", *arguments], capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def test_deploys_an_app_of_this_version_with_modules_of_ones_own(platform: Bench, tmp_path: Path) -> None:
+    done = command("modal", "deploy", "--app", "elastic-two", "--module", "yaml", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["version"] == version()
+    platform.remove("elastic-two")
+
+
+def test_says_what_to_do_where_modal_does_not_let_us_in(platform: Bench) -> None:
+    platform.refuse_token(True)
+    done = command("modal", "deploy")
+    assert done.returncode == 2
+    assert "modal token new" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_doctor_and_offers_know_whether_the_app_is_there(
+    platform: Bench, config: Path, elastic: Callable[..., Any]
+) -> None:
+    text = config.read_text()
+    config.write_text(f'{text}\n[providers.modal]\ngpu = "H100"\n[rewards]\npool = "modal"\n')
+    found = json.loads(elastic("doctor", config, "--json").out)["findings"]
+    assert [one["ok"] for one in found if "modal" in one["what"]] == [True, True]
+    (offer,) = json.loads(elastic("providers", "offers", config, "--providers", "modal", "--json").out)["modal"][
+        "capacity"
+    ]
+    assert offer["usable"]
+    assert offer["usd_per_gpu_hour"] > 3
+    config.write_text(f'{text}\n[providers.modal]\napp = "another"\n')
+    ended = elastic("doctor", config, "--json")
+    (wrong,) = [one for one in json.loads(ended.out)["findings"] if one["what"].startswith("modal")]
+    assert ended.code == 1
+    assert "elastic modal deploy --app another" in wrong["hint"]
+
+
+def test_a_run_that_cannot_use_modal_is_refused_before_it_begins(
+    platform: Bench, config: Path, elastic: Callable[..., Any]
+) -> None:
+    ended = elastic("run", config, "--providers", "modal", "--set", "providers.modal.app=another")
+    assert ended.code == 2
+    assert "elastic modal deploy --app another" in ended.err
+    assert platform.running() == []

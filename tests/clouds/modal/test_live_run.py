@@ -1,0 +1,153 @@
+"""`elastic run` with rollouts and rewards on Modal: leases end by time, containers and the orchestrator are lost."""
+
+import contextlib
+import importlib
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic.compose import replay
+from elastic.core.events import LeaseEnded, LeaseGranted, RewardScored, TokensReceived
+from elastic.core.ledger import NANO_USD_PER_USD
+from elastic.core.types import EndCause
+from elastic.runtime.journal import JournalError, RunDirectory
+from tests.cli.conftest import CONFIG
+from tests.clouds.modal_server import Bench
+
+pytestmark = [pytest.mark.clouds, pytest.mark.timeout(600)]
+
+BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
+PATIENCE_S = 120.0
+SETTINGS = (
+    "run.steps=100000",
+    "rewards.name=frozenlake",
+    "rewards.pool=modal",
+    "rewards.timeout_s=30",
+    "rewards.pool_settings={batch=4}",
+    "providers.modal.max_workers=1",
+    "providers.modal.cores=1",
+    "providers.modal.memory_mb=2048",
+    "providers.modal.gpu=H100",
+    "providers.modal.cold_start_s=6",
+    "providers.modal.ask_s=10",
+    "providers.modal.reconcile_s=5",
+)
+
+
+@pytest.fixture(scope="module")
+def module() -> Iterator[Callable[[str], Any]]:
+    """Modules of the benchmarks."""
+    sys.path.append(str(BENCHMARKS))
+    yield importlib.import_module
+    sys.path.remove(str(BENCHMARKS))
+
+
+class OnModal:
+    """A run whose rollout workers are Modal's containers, and what its journal and Modal say of them."""
+
+    def __init__(
+        self, module: Callable[[str], Any], directory: Path, checkpoint: Path, platform: Bench, *own: str
+    ) -> None:
+        self._runs, self._proof, self.platform = module("_runs"), module("_proof"), platform
+        config = directory / "small.toml"
+        text = CONFIG.format(directory=directory, checkpoint=checkpoint).partition("[providers.spot]")[0]
+        config.write_text(text.replace("window_s = 0.2", "window_s = 0.0"))
+        arguments = [str(config), "--providers", "modal", *self._runs.sets([*SETTINGS, *own])]
+        self.run = module("_crashes").CrashingRun(directory / "runs", arguments)
+        self.name = f"{self.run.run_dir.name}/modal"
+
+    def events(self) -> list[Any]:
+        with contextlib.suppress(JournalError, ValueError), RunDirectory(self.run.run_dir).journals() as journals:
+            return [event for journal in journals for _, event in journal.events()]
+        return []
+
+    def of(self, kind: type) -> list[Any]:
+        found = [event for event in self.events() if isinstance(event, kind)]
+        return [event for event in found if getattr(event, "lease", "modal").startswith("modal")]
+
+    def ended(self, cause: EndCause) -> list[str]:
+        return [event.lease for event in self.of(LeaseEnded) if event.cause is cause]
+
+    def tokens(self) -> dict[str, int]:
+        """Accepted of each of Modal's workers so far."""
+        workers = {worker for grant in self.of(LeaseGranted) for worker in grant.workers}
+        counts = dict.fromkeys(workers, 0)
+        for event in self.of(TokensReceived):
+            if event.worker in workers:
+                counts[event.worker] += sum(chunk.count for chunk in event.chunks)
+        return counts
+
+    def until(self, what: str, holds: Callable[[], object]) -> None:
+        self.run.until(what, holds, PATIENCE_S)
+
+    def more_tokens(self) -> None:
+        had = sum(self.tokens().values())
+        self.until("tokens of Modal's workers", lambda: sum(self.tokens().values()) > had)
+
+    def containers(self) -> list[dict[str, Any]]:
+        return self.platform.running(self.name)
+
+    def stop(self) -> None:
+        """As by ^C; it ends in time."""
+        self.run.process.send_signal(signal.SIGINT)
+        self.run.process.wait(PATIENCE_S)
+
+    def nothing_is_left(self) -> None:
+        """By Modal's own record."""
+        assert self.containers() == []
+        record = self.platform.record()
+        ours = {call for one in record["containers"] if one["run"] == self.name for call in one["calls"]}
+        assert not ours & set(record["unfinished_calls"])
+        deadline_s = time.monotonic() + PATIENCE_S
+        while self.platform.running():  # Rewards' containers go when idle.
+            assert time.monotonic() < deadline_s, self.platform.running()
+            time.sleep(0.2)
+
+    def nothing_was_lost(self) -> None:
+        run = RunDirectory(self.run.run_dir)
+        assert self._proof.judge_tokens(run) == (0, 0)
+        assert replay(run).ledger.imbalance_ns() == 0
+
+    def bills(self) -> tuple[float, float]:
+        """What the run says that Modal's containers cost, and what Modal does."""
+        run = RunDirectory(self.run.run_dir)
+        ours = replay(run).ledger.bill_nano_usd(0)["modal"] / NANO_USD_PER_USD
+        theirs = sum(one["usd"] for one in self.platform.record()["containers"] if one["run"] == self.name)
+        return ours, theirs
+
+
+def test_turns_move_over_warm_and_nothing_is_lost_with_containers_or_the_orchestrator(
+    module: Callable[[str], Any], tmp_path: Path, checkpoint: Path, platform: Bench
+) -> None:
+    live = OnModal(module, tmp_path, checkpoint, platform, "providers.modal.lease_s=25")
+    with contextlib.ExitStack() as undo:
+        undo.callback(live.run.discard)
+        live.more_tokens()
+        live.until("rewards", lambda: live.of(RewardScored))
+
+        live.until(
+            "a lease that ended by its time", lambda: live.ended(EndCause.EXPIRED) or live.ended(EndCause.RELEASED)
+        )
+        live.more_tokens()
+
+        live.until("a container", live.containers)
+        platform.kill(live.containers()[0]["task"])
+        live.until("its lease has ended", lambda: live.ended(EndCause.LOST))
+        live.more_tokens()
+
+        before = {one["task"] for one in live.containers()}
+        live.run.kill("orchestrator")
+        live.run.resume()
+        live.until("the run has gone on", live.run.has_gone_on)
+        assert before & {one["task"] for one in live.containers()}, "a container outlived its orchestrator"
+        live.more_tokens()
+        live.stop()
+    live.nothing_is_left()
+    live.nothing_was_lost()
+    ours, theirs = live.bills()
+    assert ours == pytest.approx(theirs, rel=1e-3)
