@@ -12,7 +12,6 @@ from elastic.config import Config, ConfigError
 from elastic.modal_platform import APP, ModalUnusable, check_deployment, told, version
 from elastic.worker.modal_variables import APP_VARIABLE, MODULES_VARIABLE, PACKAGES_VARIABLE
 
-
 CHECK_TIMEOUT_S = 30.0
 """For Modal to say whether an app is there."""
 

@@ -174,6 +174,7 @@ class Platform:
             container = self.containers.get(put.task)
             if put in call.function.queue:
                 call.function.queue.remove(put)
+                self._end_surplus(call.function)
             elif container is not None and terminate:
                 self.end(container, "cancelled")
             elif container is not None:
@@ -181,6 +182,12 @@ class Platform:
                 container.cancelling.set()
                 continue
             self.finish(put, Status.GENERIC_STATUS_TERMINATED, "the call was cancelled")
+
+    def _end_surplus(self, function: Function) -> None:
+        """Containers that are being started for inputs that are cancelled by now."""
+        starting = [c for c in function.containers.values() if not c.record.calls and not c.ending]
+        for container in starting[len(function.queue) :]:
+            self.end(container, "not needed")
 
     def finish(self, put: Input, status: int, why: str = "") -> None:
         result = api_pb2.GenericResult(status=status, exception=why)  # type: ignore[arg-type]
