@@ -65,8 +65,8 @@ class ModalSettings(ServerlessSettings):
     region: str = Field("", description="where containers run; else anywhere, which is the cheapest")
     lease_s: float = Field(3600.0, gt=0, le=85000, description="time limit of a call; then it is ended")
     cold_start_s: float = Field(30.0, ge=0, allow_inf_nan=False, description="what a container's start takes, roughly")
-    usd_per_gpu_hour: float | None = Field(  # type: ignore[assignment]
-        None,
+    usd_per_gpu_hour: float = Field(
+        0.0,
         ge=0,
         allow_inf_nan=False,
         description="price of one GPU for an hour; else Modal's, CPU and memory included",
