@@ -156,7 +156,9 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
         except NoAccess as error:
             self._ec2.closed = str(error)
             raise CapacityUnavailable(str(error)) from error
-        except BaseException:
+        except CapacityUnavailable:
+            raise
+        except BaseException:  # Cut short: what came of the order shows where EC2 lists instances.
             self._unsettled[lease] = time.monotonic() + SETTLING_S
             raise
         finally:
@@ -288,6 +290,8 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
                         return Launch(there[0].id, there[0].pool)
                 if isinstance(error, Ec2Error) and error.passing is False:
                     raise CapacityUnavailable(str(error)) from error
+                if self._closing:
+                    raise
                 log.warning("an order of an instance is repeated", lease=lease, error=str(error))
             await asyncio.sleep(LOOK_AGAIN_S)
 
