@@ -6,8 +6,10 @@ cause in the world, `shell_coverage` is the share of the shell's lines that its 
 quick run, at most a hundred in others), and `shell_bugs` are planted one at a time.
 
 `--quick` lives through the seeds that CI has first and judges no mutant. Without it: a million events and more of each
-kind, and a sample of mutants. `--nightly`: ten million events of the cheap worlds; of the production shell three
-million, and three hundred thousand faults. `--all-mutants` judges every mutant, which takes hours.
+kind, and a sample of mutants. `--minutes 60` lives through worlds of the production shell for an hour, from a fresh
+seed on; a world that fails is told at once, with the command that replays it. `--nightly`: ten million events of the
+cheap worlds; of the production shell three million, and three hundred thousand faults. `--all-mutants` judges every
+mutant, which takes hours.
 """
 
 import argparse
@@ -17,7 +19,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from _common import Arguments, emit
@@ -41,19 +43,21 @@ FAILURES_MAX = 100
 
 @dataclass(frozen=True)
 class Extent:
-    """How many worlds: `seeds` of them, or as many as it takes to see so much."""
+    """How many worlds: `seeds` of them, or as many as it takes to see so much, or for so long."""
 
     seeds: int = 0
     events: int = 0
     faults: int = 0
+    minutes: float = 0.0
 
-    def reached(self, seen: WorldsSeen) -> bool:
-        return seen.seeds >= self.seeds and seen.events >= self.events and seen.faults >= self.faults
+    def reached(self, seen: WorldsSeen, took_s: float) -> bool:
+        enough = seen.seeds >= self.seeds and seen.events >= self.events and seen.faults >= self.faults
+        return enough and took_s >= 60 * self.minutes
 
     def batches(self, begin: int, first: int, size: int, count: int) -> list[range]:
         """The next seeds from `begin` on; not more than are wanted, where their number is all that is."""
         end = begin + count * size
-        if not (self.events or self.faults):
+        if not (self.events or self.faults or self.minutes):
             end = min(end, first + self.seeds)
         return [range(start, min(start + size, end)) for start in range(begin, end, size)]
 
@@ -118,10 +122,12 @@ def lived(live: Callable[[range], WorldsSeen], wanted: Extent, first: int, size:
     if wanted.seeds:
         size = max(1, min(size, wanted.seeds // (ROUND * cores)))
     with multiprocessing.get_context("fork").Pool(cores) as pool:
-        while not wanted.reached(seen) and len(seen.failed) < FAILURES_MAX:
+        while not wanted.reached(seen, time.monotonic() - began_s) and len(seen.failed) < FAILURES_MAX:
             batches = wanted.batches(first + seen.seeds, first, size, ROUND * cores)
-            for found in pool.map(live, batches, chunksize=1):
+            for found in pool.imap(live, batches):
                 seen.add(found)
+                for failure in found.failed:
+                    print(failure["error"], file=sys.stderr, flush=True)
             told = f"{seen.seeds:,} worlds: {seen.events:,} events, {seen.faults:,} faults, {len(seen.failed)} failed"
             print(told, file=sys.stderr, flush=True)
     return seen, time.monotonic() - began_s
@@ -145,8 +151,9 @@ def shell_worlds(wanted: Extent, first: int) -> dict[str, Any]:
     watched, took_s = lived(live_through_shell_watched, looked_at, first, SHELL_BATCH)
     seen, lines = WorldsSeen(), shell_lines()
     seen.add(watched)
-    if not wanted.reached(seen):
-        more, took_s = lived(live_through_shell, wanted, first + watched.seeds, SHELL_BATCH)
+    if not wanted.reached(seen, took_s):
+        left = replace(wanted, minutes=max(0.0, wanted.minutes - took_s / 60))
+        more, took_s = lived(live_through_shell, left, first + watched.seeds, SHELL_BATCH)
         seen.add(more)
         seeds_per_minute = more.seeds / took_s * 60
     else:
@@ -164,9 +171,13 @@ def shell_worlds(wanted: Extent, first: int) -> dict[str, Any]:
     }
 
 
+def fresh_seed() -> int:
+    return int.from_bytes(os.urandom(3), "big")
+
+
 def bugs(quick: bool) -> dict[str, Any]:
     """In the quick run each is looked for where it is known to show, in others with fresh seeds."""
-    first = int.from_bytes(os.urandom(3), "big")
+    first = fresh_seed()
     verdicts = planted_bugs(None if quick else range(first, first + BUG_SEEDS))
     return {
         "shell_bugs": len(verdicts),
@@ -205,6 +216,8 @@ def main(wanted: Extent, first: int, mutants: int | None, seed: int) -> dict[str
         judged = mutation(mutants, seed)
     if wanted == Extent():
         return judged
+    if wanted.minutes:
+        return shell_worlds(wanted, first)
     shell = shell_worlds(SHELL.get(wanted, wanted), first)
     jobs = {"jobs": worlds(live_through_jobs, JOBS.get(wanted, wanted), first, SHELL_BATCH)}
     return (
@@ -225,8 +238,9 @@ if __name__ == "__main__":
     )
     extent.add_argument("--nightly", action="store_true", help="ten million events, three million of the shell")
     extent.add_argument("--seeds", type=int, metavar="N", help="so many worlds, and no mutants")
+    extent.add_argument("--minutes", type=float, metavar="M", help="the production shell alone, for so long")
     extent.add_argument("--only-mutants", action="store_true", help="no worlds of their own")
-    parser.add_argument("--first", type=int, default=0, help="the first world's seed")
+    parser.add_argument("--first", type=int, help="the first world's seed: 0, and with --minutes a fresh one")
     parser.add_argument("--mutants", type=int, default=MUTANTS, help="judge so many, drawn evenly")
     parser.add_argument("--all-mutants", action="store_true", help="judge every mutant")
     parser.add_argument("--mutation-seed", type=int, default=MUTATION_SEED, help="which mutants are drawn")
@@ -235,8 +249,14 @@ if __name__ == "__main__":
     chosen = next((extent for asked, extent in modes if asked), FULL)
     if given.seeds is not None:
         chosen = Extent(seeds=given.seeds)
-    count = 0 if given.quick or given.seeds is not None else None if given.all_mutants else given.mutants
-    figures = main(chosen, given.first, count, given.mutation_seed)
+    if given.minutes is not None:
+        chosen = Extent(minutes=given.minutes)
+    no_mutants = given.quick or given.seeds is not None or given.minutes is not None
+    count = 0 if no_mutants else None if given.all_mutants else given.mutants
+    first = given.first
+    if first is None:
+        first = 0 if given.minutes is None else fresh_seed()
+    figures = main(chosen, first, count, given.mutation_seed)
     emit(figures, Arguments(quick=given.quick, json=given.json))
     jobs_failed = (figures.get("jobs") or {}).get("failed_seeds")
     sys.exit(bool(figures.get("failed_seeds") or figures.get("shell_failed_seeds") or jobs_failed))
