@@ -8,7 +8,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import structlog
 from pydantic import BaseModel
@@ -25,8 +25,12 @@ from elastic.envs.base import Environment
 from elastic.runtime.journal import RunDirectory
 from elastic.runtime.orchestrator import Orchestrator
 from providers.base import Provider, ProviderSettings
+from providers.reserved import ReservedProvider
 
 T = TypeVar("T")
+
+Capacity: TypeAlias = tuple[type[Provider], ProviderSettings]
+"""A provider's type and its settings."""
 
 POLL_S = 0.01
 CLOSE_TIMEOUT_S = 60.0
@@ -72,6 +76,11 @@ def endless(policy: Path, turns: int, **sections: Any) -> Config:
     )
 
 
+def reserved(workers: int) -> Capacity:
+    """Workers on this machine that nobody takes away."""
+    return ReservedProvider, ProviderSettings.model_validate({"max_workers": workers})
+
+
 class LiveRun:
     """A run under way. `now_ns` of its orchestrator is the clock of its journal."""
 
@@ -107,7 +116,7 @@ class LiveRun:
 async def live_run(
     config: Config,
     run_dir: Path,
-    providers: Mapping[str, tuple[type[Provider], ProviderSettings]],
+    providers: Mapping[str, Capacity],
     environment: type[Environment],
     environment_settings: BaseModel,
 ) -> AsyncIterator[LiveRun]:
@@ -150,12 +159,16 @@ def replay(config: Config, run_dir: Path, live: Scheduler) -> Iterator[tuple[Nan
         raise RuntimeError(f"{run_dir}: replaying the journal came to another state than the run did")
 
 
-def run_to_end(work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`; SIGINT and SIGTERM end it, with all it started, and exit. Logs faults to stderr only."""
+def log_faults_only() -> None:
     structlog.configure(
         wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
     )
+
+
+def run_to_end(work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`; SIGINT and SIGTERM end it, with all it started, and exit. Logs faults to stderr only."""
+    log_faults_only()
     try:
         return compose.run_loop(_until_signal(work))
     except asyncio.CancelledError:

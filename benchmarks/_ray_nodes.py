@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import psutil
-from _live import LiveRun, endless, live_run, write_policy
+from _live import Capacity, LiveRun, endless, live_run, reserved, write_policy
 from _paced import LimitedSettings, LimitedTask
 from _proof import judge_tokens
 from _runs import processes_of
@@ -19,9 +19,8 @@ from _runs import processes_of
 from elastic.report import summarise
 from elastic.runtime.journal import RunDirectory
 from elastic.tls import listening_socket
-from providers.base import Provider, ProviderSettings
+from providers.base import Provider
 from providers.ray import RayProvider, RaySettings
-from providers.reserved import ReservedProvider
 
 NODES, WORKERS = 3, 2
 STORE_BYTES = 80 << 20
@@ -98,9 +97,9 @@ async def kill_nodes(directory: Path, kills: int, until_s: float) -> dict[str, A
     with ray_nodes() as nodes:
         config = endless(policy, TURNS, weights={"relay": nodes.address, "pull_timeout_s": 60})
         given = {"address": nodes.address, "max_workers": WORKERS, "num_gpus": 0, "resources": {"place": 1.0}}
-        providers: dict[str, tuple[type[Provider], ProviderSettings]] = {
+        providers: dict[str, Capacity] = {
             "ray": (cast(type[Provider], RayProvider), RaySettings.model_validate(given)),
-            "near": (ReservedProvider, ProviderSettings.model_validate({"max_workers": 1})),
+            "near": reserved(1),
         }
         places = asyncio.Semaphore(TURNS * (WORKERS + 1))
         task = LimitedSettings(prompts={"a": 24}, turns=4, observations={"a": 4}, places=places)

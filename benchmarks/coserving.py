@@ -235,22 +235,15 @@ async def measure_vllm(plan: CoservingPlan) -> dict[str, Any]:
 async def _on_vllm(
     device: Any, plan: CoservingPlan, replay: TraceReplay, density: float, targets: Targets
 ) -> dict[str, Any]:
-    uses: dict[str, list[DeviceUse]] = {"serving_alone": [], "shared": [], "rollouts_alone": []}
+    uses: dict[str, list[DeviceUse]] = {"serving_alone": [], "shared": []}
+    rollouts_alone: list[DeviceUse] = []
     for window in plan.windows:
         requests = replay.requests(window, density)
         uses["serving_alone"].append(await device.use(SERVING_ALONE, requests, 0, plan.window_s))
-        uses["rollouts_alone"].append(await device.use(ROLLOUTS_ALONE, [], 0, plan.alone_s))
+        rollouts_alone.append(await device.use(ROLLOUTS_ALONE, [], 0, plan.alone_s))
         uses["shared"].append(await device.use(Sharing(), requests, 0, plan.window_s))
-    outcomes = zip(uses["shared"], uses["serving_alone"], uses["rollouts_alone"], strict=True)
-    harvests = [_harvest(*each) for each in outcomes if each[-1].rollout_rate]
     _say(f"density {density:g}: {json.dumps(_policy(uses['shared'], targets))}")
-    return {
-        "policies": {name: _policy(uses[name], targets) for name in ("serving_alone", "shared")},
-        "harvest_share": min((harvest["share"] for harvest in harvests), default=None),
-        "harvest_by_window": harvests,
-        "serving_alone_busy_share": [use.serving_busy_share for use in uses["serving_alone"]],
-        "rollout_alone_tokens_per_s": [use.rollout_rate for use in uses["rollouts_alone"]],
-    }
+    return _density(uses, "shared", targets, rollouts_alone)
 
 
 async def _measure(device: DeviceOfTwo, plan: CoservingPlan) -> dict[str, Any]:
@@ -281,7 +274,7 @@ async def _measure(device: DeviceOfTwo, plan: CoservingPlan) -> dict[str, Any]:
                 found.append(await under(policy, replay.requests(window, density)))
             _say(f"density {density:g}, {policy}: {json.dumps(_policy(found, goals.targets))}")
         shared += uses["elastic"]
-        by_density[f"{density:g}"] = _density(uses, goals.targets, rollouts_alone)
+        by_density[f"{density:g}"] = _density(uses, "elastic", goals.targets, rollouts_alone)
     extras: dict[str, Any] = {}
     if plan.extras:
         burstiest = replay.requests("burstiest", 2.0)
@@ -327,12 +320,13 @@ async def _calibrate(device: Any, plan: CoservingPlan, replay: TraceReplay) -> f
 
 
 def _density(
-    by_policy: dict[str, list[DeviceUse]], targets: Targets, rollouts_alone: Sequence[DeviceUse]
+    by_policy: dict[str, list[DeviceUse]], ours: str, targets: Targets, rollouts_alone: Sequence[DeviceUse]
 ) -> dict[str, Any]:
+    """The figures of one density; the harvest is that of the policy `ours`."""
     serving_alone = by_policy["serving_alone"]
     harvests = [
         _harvest(*outcomes)
-        for outcomes in zip(by_policy["elastic"], serving_alone, rollouts_alone, strict=True)
+        for outcomes in zip(by_policy[ours], serving_alone, rollouts_alone, strict=True)
         if outcomes[-1].rollout_rate
     ]
     return {

@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 
 import msgspec
 from _common import Arguments, emit, parse_arguments
-from _live import LiveRun, endless, live_run, replay, run_to_end, write_policy
+from _live import Capacity, LiveRun, endless, live_run, replay, reserved, run_to_end, write_policy
 from _paced import LimitedSettings, LimitedTask
 from _proof import judge_tokens
 
@@ -34,7 +34,7 @@ from elastic.core import events as e
 from elastic.core.types import NS_PER_S, TurnId
 from elastic.runtime.journal import RunDirectory
 from elastic.tls import listening_socket
-from providers.base import Provider, ProviderContext, ProviderSettings
+from providers.base import ProviderContext, ProviderSettings
 from providers.reserved import ReservedProvider
 
 FAR_WORKERS, NEAR_WORKERS = 2, 1
@@ -144,9 +144,9 @@ async def measure(policy: Path, directory: Path, name: str, times: int) -> dict[
     link = BadLink(f"127.0.0.1:{port}", case.quality)
     listen = {"host": "0.0.0.0", "port": port, "advertise": await link.start()}
     config = endless(policy, TURNS, run=listen)
-    providers: dict[str, tuple[type[Provider], ProviderSettings]] = {
+    providers: dict[str, Capacity] = {
         "far": (FarProvider, ProviderSettings.model_validate({"max_workers": FAR_WORKERS})),
-        "near": (ReservedProvider, ProviderSettings.model_validate({"max_workers": NEAR_WORKERS})),
+        "near": reserved(NEAR_WORKERS),
     }
     places = asyncio.Semaphore(TURNS)
     task = LimitedSettings(prompts={"a": 24}, turns=4, observations={"a": 4}, places=places)

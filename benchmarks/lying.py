@@ -6,14 +6,12 @@ workers send, extreme, random or not a message at all, over a fresh session. `ki
 `wrong_rows` are rows of trajectories, turns, groups, steps and pulls that differ from the run without liars.
 """
 
-import logging
-import sys
 from typing import Any
 
-import structlog
 import uvloop
 from _common import Arguments, emit, parse_arguments
 from _liars import play, wrong_rows
+from _live import log_faults_only
 
 FRAMES_QUICK, FRAMES = 5_040, 24_000
 
@@ -41,8 +39,5 @@ async def measure(frames: int, seed: int = 1) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    structlog.configure(
-        wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
-    )
+    log_faults_only()
     emit(main(args := parse_arguments(__doc__)), args)

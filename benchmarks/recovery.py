@@ -38,7 +38,7 @@ from typing import Any, ClassVar
 import msgspec
 import psutil
 from _common import Arguments, emit, parser, skipped_without_vllm
-from _live import LiveRun, live_run, replay, run_to_end, write_policy
+from _live import Capacity, LiveRun, live_run, replay, reserved, run_to_end, write_policy
 from _paced import LimitedSettings, LimitedTask
 from pydantic import ConfigDict
 
@@ -49,7 +49,7 @@ from elastic.core import events as e
 from elastic.core.fleet import Worker
 from elastic.core.types import NS_PER_S, Nanoseconds, TurnId, WorkerId
 from elastic.endpoint import Endpoint
-from providers.base import Emit, Provider, ProviderSettings
+from providers.base import Emit, ProviderSettings
 from providers.processes import LocalWorkers
 from providers.reserved import ReservedProvider
 
@@ -268,8 +268,8 @@ async def disturb(policy: Path, directory: Path, kills: int, rounds: int) -> tup
         Incidents(),
     )
     far = LinkedSettings.model_validate({"links": {}})
-    providers: dict[str, tuple[type[Provider], ProviderSettings]] = {
-        "near": (ReservedProvider, ProviderSettings.model_validate({"max_workers": 3})),
+    providers: dict[str, Capacity] = {
+        "near": reserved(3),
         "stopped": (LinkedProvider, far),
         "cut": (LinkedProvider, far),
     }
@@ -301,10 +301,8 @@ async def watch(
 ) -> tuple[JournaledIncidents, float, float]:
     """Unpaced workers left alone: what happened, for how many minutes, and how busy the processors were."""
     config, run_dir = configuration(policy, 30 + seconds, turns=14, paced=False), directory / "watched"
-    providers: dict[str, tuple[type[Provider], ProviderSettings]] = {
-        "near": (ReservedProvider, ProviderSettings.model_validate({"max_workers": workers}))
-    }
-    async with live_run(config, run_dir, providers, LimitedTask, steady(places=8 * workers, turns=14)) as run:
+    task = steady(places=8 * workers, turns=14)
+    async with live_run(config, run_dir, {"near": reserved(workers)}, LimitedTask, task) as run:
         await run.until(
             "all workers at work", lambda: sum(bool(w.turns) for w in run.ready("near")) == workers, READY_TIMEOUT_S
         )
@@ -399,12 +397,9 @@ async def measure_vllm(kills: int, within_s: float) -> dict[str, Any]:
         raw |= {"engine": raw["engine"] | VLLM_ENGINE, "scheduler": VLLM_PATIENCE}
         raw["trainer"]["engine"] = {"kind": "torch"}
         config = Config.model_validate(raw)
-        providers: dict[str, tuple[type[Provider], ProviderSettings]] = {
-            "near": (ReservedProvider, ProviderSettings.model_validate({"max_workers": VLLM_WORKERS}))
-        }
         # As many turns as the others have room for.
         settings = steady(places=VLLM_ENGINE["max_batch"] * (VLLM_WORKERS - 1), turns=6)
-        async with live_run(config, directory / "run", providers, LimitedTask, settings) as run:
+        async with live_run(config, directory / "run", {"near": reserved(VLLM_WORKERS)}, LimitedTask, settings) as run:
             await run.until("all workers ready", lambda: len(run.ready("near")) == VLLM_WORKERS, VLLM_START_TIMEOUT_S)
             begun_ns = run.orchestrator.now_ns()
             for _ in range(kills):

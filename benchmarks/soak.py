@@ -12,16 +12,14 @@ import tempfile
 from itertools import cycle
 from pathlib import Path
 from statistics import median
-from typing import Any, cast
+from typing import Any
 
 import psutil
 from _common import Arguments, emit, parse_arguments
-from _live import LiveRun, live_run, run_to_end, write_policy
+from _live import LiveRun, live_run, reserved, run_to_end, write_policy
 
 from elastic.config import Config, validate
 from elastic.envs.frozenlake import FrozenLake, FrozenLakeSettings
-from providers.base import Provider
-from providers.reserved import ReservedProvider
 
 WORKERS = 2
 KILL_EVERY_S = 4.0
@@ -50,16 +48,11 @@ async def churn(run: LiveRun) -> None:
 
 
 async def measure(warm_up_s: float, measured_s: float) -> dict[str, Any]:
-    providers = {
-        "reserved": (
-            cast("type[Provider]", ReservedProvider),
-            ReservedProvider.Settings.model_validate({"max_workers": WORKERS}),
-        ),
-    }
+    providers = {"reserved": reserved(WORKERS)}
     process, samples = psutil.Process(), list[tuple[float, int, int]]()
     with tempfile.TemporaryDirectory() as directory:
-        config = configuration(write_policy(Path(directory)))
-        async with live_run(config, Path(directory) / "run", providers, FrozenLake, FrozenLakeSettings()) as run:
+        config, run_dir = configuration(write_policy(Path(directory))), Path(directory) / "run"
+        async with live_run(config, run_dir, providers, FrozenLake, FrozenLakeSettings()) as run:
             await run.until("a worker", lambda: run.ready("reserved"), READY_TIMEOUT_S)
             churning = asyncio.create_task(churn(run))
             await asyncio.sleep(warm_up_s)

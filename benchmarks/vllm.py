@@ -158,11 +158,10 @@ def _task() -> type:
 
 
 async def measure_pairs(pairs: int) -> dict[str, Any]:
-    from _live import live_run, write_policy
+    from _live import live_run, reserved, write_policy
     from _paced import VOCABULARY, TaskSettings
 
     from elastic.config import Config
-    from providers.reserved import ReservedProvider
 
     ours, theirs, plain = list[dict[str, float]](), list[dict[str, float]](), list[dict[str, float]]()
     with tempfile.TemporaryDirectory() as name:
@@ -189,10 +188,9 @@ async def measure_pairs(pairs: int) -> dict[str, Any]:
                 },
             }
         )
-        settings = ReservedProvider.Settings.model_validate({"max_workers": 1})
         spoken = TaskSettings(prompts={"": PROMPT_TOKENS}, observations={"": 1})
         with _pinned(os.getpid(), 1), _server(policy) as url:
-            async with live_run(config, run_dir, {"reserved": (ReservedProvider, settings)}, task, spoken) as run:
+            async with live_run(config, run_dir, {"reserved": reserved(1)}, task, spoken) as run:
                 await run.until("a worker with weights", lambda: run.ready("reserved"), START_TIMEOUT_S)
                 for pair in range(pairs + 1):
                     at_most = STREAMS * (pair + 1)

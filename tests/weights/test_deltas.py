@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from benchmarks._throttle import RelayAround
 from elastic.weights.codecs import CODECS
 from elastic.weights.delta import base_of, begun_key, bucket_key, decode_delta_manifest, delta_manifest_key
 from elastic.weights.directory import DirectoryRelay
@@ -270,11 +271,11 @@ def test_a_manifest_that_does_not_add_up_is_refused(history: History, directory:
         puller.pull(2)
 
 
-class Dying:
+class Dying(RelayAround):
     """A relay that fails every other `get` of a blob, and remembers what it delivered."""
 
     def __init__(self, relay: Relay) -> None:
-        self._relay = relay
+        super().__init__(relay)
         self._asked: dict[tuple[str, int], int] = {}
         self.delivered: list[str] = []
 
@@ -283,19 +284,7 @@ class Dying:
         if self._asked[key, start] % 2:
             raise RelayUnavailable(f"{key}: gone")
         self.delivered.append(key)
-        return self._relay.get(key, start, length)
-
-    def put(self, key: str, *parts: Buffer) -> None:
-        self._relay.put(key, *parts)
-
-    def list_keys(self, prefix: str = "") -> list[str]:
-        return self._relay.list_keys(prefix)
-
-    def delete(self, key: str) -> None:
-        self._relay.delete(key)
-
-    def close(self) -> None:
-        self._relay.close()
+        return super().get(key, start, length)
 
 
 def test_a_broken_transfer_fetches_no_bucket_twice(history: History, directory: DirectoryRelay):
@@ -333,18 +322,18 @@ class Killed(Exception):
     pass
 
 
-class Mortal:
+class Mortal(RelayAround):
     """The relay of a trainer that is killed at its n-th `put` from now on."""
 
     def __init__(self, relay: Relay, puts: int) -> None:
-        self._relay, self._left = relay, puts
-        self.get, self.list_keys, self.delete, self.close = relay.get, relay.list_keys, relay.delete, relay.close
+        super().__init__(relay)
+        self._left = puts
 
     def put(self, key: str, *parts: Buffer) -> None:
         if not self._left:
             raise Killed
         self._left -= 1
-        self._relay.put(key, *parts)
+        super().put(key, *parts)
 
 
 @many
@@ -466,33 +455,25 @@ def test_a_publication_tells_what_changed(tmp_path: Path):
     publisher.close()
 
 
-class Held:
+class Held(RelayAround):
     """A relay on which a version's manifest appears only when the test lets it."""
 
     def __init__(self, relay: Relay, key: str) -> None:
-        self._relay, self._key = relay, key
-        self.asked, self.release = threading.Event(), threading.Event()
+        super().__init__(relay)
+        self._key = key
+        self.pulled, self.release = threading.Event(), threading.Event()
 
     def get(self, key: str, start: int = 0, length: int | None = None) -> bytes:
-        content = self._relay.get(key, start, length)
+        content = super().get(key, start, length)
         if key.endswith(".bin") and not self.release.is_set():
-            self.asked.set()
+            self.pulled.set()
         return content
 
     def put(self, key: str, *parts: Buffer) -> None:
         if key == self._key:
-            assert self.asked.wait(60), "the buckets are pulled before the manifest is there"
+            assert self.pulled.wait(60), "the buckets are pulled before the manifest is there"
             self.release.set()
-        self._relay.put(key, *parts)
-
-    def list_keys(self, prefix: str = "") -> list[str]:
-        return self._relay.list_keys(prefix)
-
-    def delete(self, key: str) -> None:
-        self._relay.delete(key)
-
-    def close(self) -> None:
-        self._relay.close()
+        super().put(key, *parts)
 
 
 def test_a_version_is_followed_while_it_is_published(tmp_path: Path):
@@ -501,7 +482,7 @@ def test_a_version_is_followed_while_it_is_published(tmp_path: Path):
     history.step()
     puller = Puller(relay, TRUST)
     assert_at(puller, history, 0)
-    relay.asked.clear()
+    relay.pulled.clear()
     with ThreadPoolExecutor(1) as executor:
         pulled = executor.submit(put_in_force, puller, 1, 60.0, follow=True)
         history.step()
@@ -510,21 +491,21 @@ def test_a_version_is_followed_while_it_is_published(tmp_path: Path):
 
 
 def test_what_is_under_way_and_damaged_is_refused(history: History, directory: DirectoryRelay, tmp_path: Path):
-    key, damaged = delta_manifest_key(2, 1), bucket_key(2, 1, 1)
-    manifest = directory.get(key)
+    last, damaged = delta_manifest_key(2, 1), bucket_key(2, 1, 1)
+    manifest = directory.get(last)
 
     class Finishing(DirectoryRelay):
         """The rest of the version appears when the damaged bucket is read."""
 
-        def get(self, key_read: str, start: int = 0, length: int | None = None) -> bytes:
-            if key_read == damaged:
-                self.put(key, manifest)
+        def get(self, key: str, start: int = 0, length: int | None = None) -> bytes:
+            if key == damaged:
+                self.put(last, manifest)
                 publish_keyframe(self, "run", 2, history.tensors[2], MODEL, KEY)
-            return super().get(key_read, start, length)
+            return super().get(key, start, length)
 
     puller = Puller(Finishing(tmp_path / "relay"), TRUST)
     assert_at(puller, history, 1)
-    directory.delete(key)
+    directory.delete(last)
     damage(directory, damaged, lambda content: content[:-12] + bytes(4) + content[-8:])
     staged = puller.stage(2, 60.0, follow=True)
     assert staged.path == (PublishedUpdate(2, None),), "and not what was under way"

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks._throttle import RelayAround
 from elastic.weights import peer_cache, reading
 from elastic.weights.directory import DirectoryRelay
 from elastic.weights.errors import BlobNotFound, RelayError, RelayUnavailable
@@ -24,11 +25,11 @@ BLOB = "versions/00000001/keyframe.bin"
 CONTENT = bytes(range(256)) * 40
 
 
-class Watched:
+class Watched(RelayAround):
     """A relay that counts what is read of it, and calls `before` with the key and the start first."""
 
     def __init__(self, relay: Relay, before: Callable[[str, int], object] = lambda key, start: None) -> None:
-        self._relay = relay
+        super().__init__(relay)
         self._before = before
         self._lock = threading.Lock()
         self.reads: list[tuple[str, int]] = []
@@ -37,19 +38,7 @@ class Watched:
         with self._lock:
             self.reads.append((key, start))
         self._before(key, start)
-        return self._relay.get(key, start, length)
-
-    def put(self, key: str, *parts: Buffer) -> None:
-        self._relay.put(key, *parts)
-
-    def list_keys(self, prefix: str = "") -> list[str]:
-        return self._relay.list_keys(prefix)
-
-    def delete(self, key: str) -> None:
-        self._relay.delete(key)
-
-    def close(self) -> None:
-        self._relay.close()
+        return super().get(key, start, length)
 
 
 class Time:

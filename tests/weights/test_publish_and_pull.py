@@ -7,12 +7,13 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from benchmarks._throttle import RelayAround
 from elastic.weights.directory import DirectoryRelay
 from elastic.weights.errors import BlobConflict, BlobNotFound, RelayError, RelayUnavailable, WeightsCorrupted
 from elastic.weights.manifest import Manifest, decode_manifest, keyframe_key, manifest_key
 from elastic.weights.publisher import publish_keyframe
 from elastic.weights.puller import Puller, pull
-from elastic.weights.relay import Buffer, Relay
+from elastic.weights.relay import Relay
 from elastic.weights.signing import SigningKey
 from elastic.weights.versions import collect_garbage, discard_all, published_versions
 from tests.weights.signed import KEY, TRUST
@@ -159,11 +160,11 @@ class ForgedManifest(Manifest, frozen=True, kw_only=True):
     kind: str  # type: ignore[assignment]
 
 
-class Faulty:
+class Faulty(RelayAround):
     """A relay whose `get` follows a script of faults before it works; remembers what was asked of it."""
 
     def __init__(self, relay: Relay, faults: dict[int, int]) -> None:
-        self._relay = relay
+        super().__init__(relay)
         self._faults = dict(faults)
         self.fetched: list[tuple[str, int]] = []
 
@@ -172,19 +173,7 @@ class Faulty:
             self._faults[start] -= 1
             raise RelayUnavailable(f"{key}: connection lost at byte {start}")
         self.fetched.append((key, start))
-        return self._relay.get(key, start, length)
-
-    def put(self, key: str, *parts: Buffer) -> None:
-        self._relay.put(key, *parts)
-
-    def list_keys(self, prefix: str = "") -> list[str]:
-        return self._relay.list_keys(prefix)
-
-    def delete(self, key: str) -> None:
-        self._relay.delete(key)
-
-    def close(self) -> None:
-        self._relay.close()
+        return super().get(key, start, length)
 
 
 def test_a_broken_transfer_goes_on_where_it_broke(tmp_path: Path):
