@@ -495,7 +495,8 @@ class Ec2Api:
             raise NoAccess(asked, "NoCredentials", str(error)) from error
         except exceptions.ProfileNotFound as error:
             raise NoAccess(asked, "ProfileNotFound", str(error)) from error
-        except exceptions.BotoCoreError as error:
+        # An answer that is not AWS's is botocore's only exception that is no `BotoCoreError`.
+        except (exceptions.BotoCoreError, importlib.import_module("botocore.parsers").ResponseParserError) as error:
             raise Ec2Error(asked, type(error).__name__.removesuffix("Error"), str(error)) from error
         date = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("date")
         if date:

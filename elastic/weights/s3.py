@@ -255,9 +255,8 @@ def _told(error: Exception, code: str, headers: Mapping[str, str], where: str, b
             f"{where}: no credentials found ({error}); give this machine a role, or set AWS_PROFILE or a key, and name "
             "those variables in run.pass_env for the run's processes"
         )
-    broken = exceptions.HTTPClientError, exceptions.ConnectionError, exceptions.IncompleteReadError
-    torn = importlib.import_module("botocore.parsers").ResponseParserError
-    if code in _AGAIN or code.startswith("5") or isinstance(error, (*broken, torn)):
+    broken = exceptions.HTTPClientError, exceptions.ConnectionError, exceptions.IncompleteReadError, _unreadable()
+    if code in _AGAIN or code.startswith("5") or isinstance(error, broken):
         return RelayUnavailable(f"{where}: {error}")
     return RelayError(f"{where}: {error}")
 
@@ -288,7 +287,12 @@ def _failures() -> tuple[type[Exception], ...]:
         exceptions = _botocore()
     except ImportError:
         return ()
-    return exceptions.ClientError, exceptions.BotoCoreError
+    return exceptions.ClientError, exceptions.BotoCoreError, _unreadable()
+
+
+def _unreadable() -> type[Exception]:
+    """An answer that is not the service's; botocore's only exception that is no `BotoCoreError`."""
+    return importlib.import_module("botocore.parsers").ResponseParserError
 
 
 def _code(error: Exception) -> str:

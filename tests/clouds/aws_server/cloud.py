@@ -37,7 +37,7 @@ class Cloud:
     def __init__(self, directory: Path, capacity: dict[tuple[str, str], int], boot_s: float, prices: Prices) -> None:
         self.books = Books(prices, capacity)
         self._moto_port, port = _free_port(), _free_port()
-        self._moto_url, self.url = f"http://127.0.0.1:{self._moto_port}", f"http://127.0.0.1:{port}"
+        self.moto_url, self.url = f"http://127.0.0.1:{self._moto_port}", f"http://127.0.0.1:{port}"
         self.machines = Machines(directory, port, boot_s)
         self._log = (directory / "moto.log").open("ab")
         self._moto = subprocess.Popen(
@@ -50,7 +50,7 @@ class Cloud:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
-        self.proxy = Proxy(self.books, self._moto_url, self.machines.start, self.machines.kill)
+        self.proxy = Proxy(self.books, self.moto_url, self.machines.start, self.machines.kill)
         self._run(self.proxy.start(port))
         self._clients: dict[str, Any] = {}
         self.queue = ""
@@ -67,7 +67,7 @@ class Cloud:
         zones = ec2.describe_availability_zones()["AvailabilityZones"]
         self.proxy.zone_ids.update({one["ZoneName"]: one["ZoneId"] for one in zones})
         sqs, events = self.client("sqs"), self.client("events")
-        self.queue = sqs.create_queue(QueueName="elastic-notices")["QueueUrl"].replace(self._moto_url, self.url)
+        self.queue = sqs.create_queue(QueueName="elastic-notices")["QueueUrl"].replace(self.moto_url, self.url)
         arn = sqs.get_queue_attributes(QueueUrl=self.queue, AttributeNames=["QueueArn"])["Attributes"]["QueueArn"]
         events.put_rule(Name="elastic", EventPattern=json.dumps({"source": ["aws.ec2"]}))
         events.put_targets(Rule="elastic", Targets=[{"Id": "queue", "Arn": arn}])
@@ -78,7 +78,7 @@ class Cloud:
             boto3 = importlib.import_module("boto3")
             self._clients[service] = boto3.client(
                 service,
-                endpoint_url=self._moto_url,
+                endpoint_url=self.moto_url,
                 region_name=REGION,
                 aws_access_key_id=KEY,
                 aws_secret_access_key="stand-in",
