@@ -179,6 +179,11 @@ class BalancingConfig(_Section):
 class ProvisioningConfig(_Section):
     policy: Literal["marginal_value", "take_all"] = "marginal_value"
     usd_per_hour_saved: float = Field(100.0, ge=0, description="what an hour of the run's time is worth")
+    hold: Literal["run", "rollouts"] = Field(
+        "run",
+        description="run: leases are held for the whole run; rollouts: while there are rollouts to do, and given back "
+        "between two steps' unless getting ready again takes longer than that",
+    )
     successor_margin: float = Field(
         1.5,
         ge=0,

@@ -3,7 +3,7 @@
 import msgspec
 
 from elastic.core.policy import MarketView
-from elastic.core.types import Offer, WorkerRole
+from elastic.core.types import Nanoseconds, Offer, WorkerRole
 
 LEAST_WORKING_SHARE = 0.1
 """The share of its expected life that a lease is assumed to work for at least, if leases of its provider ever got
@@ -54,6 +54,25 @@ class MarginalValue(msgspec.Struct, frozen=True):
                 reserved = market.available(other.provider) if _rank(other, market) < own else 0
                 taken += (market.held(other.provider) + reserved) * other.workers_per_lease
         return max(0, -(-(market.worker_bound - taken) // offer.workers_per_lease))
+
+
+class HoldForRollouts(msgspec.Struct, frozen=True):
+    """Hold leases only while there are rollouts to do.
+
+    Between two steps' rollouts they are given back for as long as the last pause was, less what getting ready takes, so
+    that they are back when they are needed; what is not known to save anything is kept. Unless that is `foreseen` they
+    are given back in every pause, and asked for when the rollouts are there. So is a turn on a shared pool, where
+    others have theirs meanwhile.
+    """
+
+    foreseen: bool = True
+
+    def pause_ns(
+        self, offer: Offer, foreseen_ns: Nanoseconds | None, ready_ns: Nanoseconds | None
+    ) -> Nanoseconds | None:
+        if not self.foreseen or offer.grant_within_ns:
+            return None
+        return max(0, (foreseen_ns or 0) - (offer.boot_ns if ready_ns is None else ready_ns))
 
 
 def working_usd_per_hour(offer: Offer, ready_s: float | None = None) -> float | None:

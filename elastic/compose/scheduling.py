@@ -14,7 +14,7 @@ from elastic.core.policy import (
 from elastic.core.types import NS_PER_S, Limits, Plan
 from policies.balancing import ContinuousBalancing
 from policies.departure import UseNotice
-from policies.provisioning import MarginalValue, TakeWhatIsOffered
+from policies.provisioning import HoldForRollouts, MarginalValue, TakeWhatIsOffered
 from policies.replacement import EarlyReplacement
 from policies.routing import AffinityRouting, PinnedRouting, TurnWiseRouting
 from policies.sampling import DynamicSampling, FixedBatch
@@ -91,6 +91,7 @@ def policies(config: Config) -> Policies:
         routing=_routing(config),
         seeding=_seeding(config),
         provisioning=_provisioning(config),
+        holding=HoldForRollouts() if config.provisioning.hold == "rollouts" else None,
         selection=NonZeroVariance(config.trainer.advantage_epsilon),
         balancing=_balancing(config),
         replacement=_replacement(config),

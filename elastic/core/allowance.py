@@ -150,4 +150,4 @@ def _held(run: RunState) -> Iterable[_Billed]:
             yield _Billed(Price.of(lease.offer), lease.offer.workers_per_lease, since_ns)
         else:
             for book in (books[worker] for worker in lease.workers):
-                yield _Billed(book.price, 1, book.opened_ns)
+                yield _Billed(book.price, 1, book.opened_ns + book.unpriced_ns)

@@ -160,6 +160,28 @@ class UpdateWeights(_Command, frozen=True):
     pulled: tuple[int, ...] = ()
 
 
+class AskPermit(_Command, frozen=True):
+    """Ask for a turn on the trainer's device, which other jobs share; `PermitGranted` begins it."""
+
+
+class YieldPermit(_Command, frozen=True):
+    """The trainer has left its device. `finished`: it needs no further turn in this step.
+
+    Without a `permit` what was asked for is not needed any more.
+    """
+
+    permit: int | None
+    finished: bool
+
+
+class TellProgress(_Command, frozen=True):
+    """How far the step's rollouts are: so many of its trajectories need no more turns. For a pool that others share."""
+
+    step: int
+    done: int
+    of: int
+
+
 class ExhaustBudget(_Command, frozen=True):
     """The budget ends here: answer with `BudgetExhausted`, so that the journal says where the run was stopped."""
 
@@ -193,6 +215,9 @@ Command: TypeAlias = (
     | TrainGroup
     | DropGroup
     | UpdateWeights
+    | AskPermit
+    | YieldPermit
+    | TellProgress
     | ExhaustBudget
     | EndRun
 )

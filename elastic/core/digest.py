@@ -29,7 +29,7 @@ LEFT_OUT: Mapping[str, str] = {
     "Fleet._loads": "an index of `workers`, brought up to date when it is asked for",
     "Fleet._indexed": "as `_loads`",
     "Fleet._out_of_order": "as `_loads`: whom it does not have right yet",
-    "Ledger.closed_nano_usd_max": "follows from the books that are closed",
+    "Ledger.closed_nano_usd_max": "follows from the books that are closed, or folded",
     "Patience._known": "follows from `_longest`",
     "Step._group_of": "an index of `groups` by their members",
     "Timers._heap": "an index of `_waits`, brought up to date when it is asked for",
@@ -41,6 +41,8 @@ LEFT_OUT: Mapping[str, str] = {
 """Attributes that follow from others, or hold no state: `Class.attribute`, or an attribute of any class."""
 
 WHILE_EMPTY: Mapping[str, str] = {
+    "Ledger.folded": "runs of few leases have the digests that they had before books could be folded",
+    "Ledger._folded_aliens": "as `folded`",
     "RunState.controls": "runs that were told nothing have the digests that they had before they could be",
 }
 """Attributes that are left out while they are false."""

@@ -235,6 +235,30 @@ class TrainerFailed(_Event, frozen=True):
     error: str
 
 
+class PermitGranted(_Event, frozen=True):
+    """The trainer may compute on its device, which other jobs share, until `deadline_ns` at the latest.
+
+    Permits are numbered upwards: what is said of an older one counts no more.
+    """
+
+    permit: int
+    deadline_ns: Nanoseconds
+
+
+class PermitRecalled(_Event, frozen=True):
+    """Give way: what is under way on the trainer's device may end until `until_ns`, nothing new begins."""
+
+    permit: int
+    until_ns: Nanoseconds
+
+
+class PermitEnded(_Event, frozen=True):
+    """The permit was taken: others compute on the trainer's device."""
+
+    permit: int
+    cause: str
+
+
 class StopRequested(_Event, frozen=True):
     reason: str
 
@@ -330,6 +354,9 @@ Event: TypeAlias = (
     | GroupTrained
     | WeightsPublished
     | TrainerFailed
+    | PermitGranted
+    | PermitRecalled
+    | PermitEnded
     | StopRequested
     | StopCommanded
     | CapSet

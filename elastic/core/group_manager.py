@@ -77,7 +77,7 @@ class GroupManager:
         step, group = member
         self._end_turns(group, trajectory, "the trajectory ended")
         self._rewards.forget((trajectory,))
-        group.members[trajectory] = outcome
+        step.end(group, trajectory, outcome)
         if not group.unfinished:
             self._complete(step, group)
 
@@ -86,6 +86,15 @@ class GroupManager:
         self._turns.cancel(trajectory, cause)
 
     # Groups
+
+    def rollouts_to_do(self) -> bool:
+        """Whether any trajectory in play may still ask for a turn, or the end of one have others launched."""
+        step = self._run.step
+        if step is None:
+            return True
+        if step.taking is not Taking.ALL:
+            return step.count(GroupState.RUNNING) > 0
+        return step.unended > len(self._rewards.scorings)
 
     def launch(self, step: Step) -> None:
         """Launch as many groups as the sampling policy wants, for this step and for steps that may run ahead.

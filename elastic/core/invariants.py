@@ -16,6 +16,7 @@ from elastic.core.scheduler import Scheduler
 from elastic.core.steps import Group
 from elastic.core.timers import Wait
 from elastic.core.trainer_device import TrainerMode
+from elastic.core.trainer_permit import HAD, PermitState
 from elastic.core.transitions import Story
 from elastic.core.turn_manager import QUEUE_WAITS
 from elastic.core.turns import Turn
@@ -39,12 +40,13 @@ NUMBERS = {
     11: "an infrastructure failure is never scored",
     12: "nothing waits without a bound and a name",
     16: "caps and budgets hold",
+    17: "a shared device is had by permit",
 }
 """the invariants of docs/design.md that the state alone can show."""
 
 _HOLDING = (TurnState.RUNNING, TurnState.MOVING)
 _WORKER_WAITS = frozenset({"boot", "load", "reload", "heartbeat", "stall", "resume", "drain", "rest", "departure"})
-_LEASE_WAITS = frozenset({"grant", "release", "expiry", "early replacement"})
+_LEASE_WAITS = frozenset({"grant", "slice", "release", "expiry", "early replacement"})
 _TURN_WAITS = frozenset({"token", "handover", "retry"})
 _NONE = frozenset[str]()
 _WAITS_OF_A_PHASE = {
@@ -96,6 +98,7 @@ def check(scheduler: Scheduler) -> None:
     _check_ledger(scheduler)
     _check_controls(scheduler)
     _check_queue(scheduler)
+    _check_lull(scheduler)
     _check_step(scheduler)
     _check_trainer(scheduler)
     _check_waits(scheduler, all_waits)
@@ -202,7 +205,8 @@ def _check_lease(s: Scheduler, lease: Lease, waits: Set[str]) -> None:
     require(7, {w.id for w in workers} == set(lease.workers), lambda: f"workers {lease.workers}, found {len(workers)}")
     match lease.state:
         case LeaseState.REQUESTED:
-            require(12, waiting == {"grant"}, lambda: f"waits for {sorted(waiting)}")
+            awaited = "slice" if lease.id in s.leases.slices else "grant"
+            require(12, waiting == {awaited}, lambda: f"waits for {sorted(waiting)}, must for {awaited}")
         case LeaseState.RELEASING:
             require(12, waiting == {"release"}, lambda: f"waits for {sorted(waiting)}")
             require(7, lease.leaving, "is released, but its workers may stay")
@@ -297,6 +301,23 @@ def _check_queue(s: Scheduler) -> None:
         raise InvariantViolated(12, f"turn {head.id}", "queued without a deadline", head.story)
 
 
+def _check_lull(s: Scheduler) -> None:
+    """Nothing is asked for while there are no rollouts to do, and nothing waits for a turn that has asked for none."""
+    table = s.leases
+    if table.paused and table.lull_since_ns is None:
+        raise InvariantViolated(9, "leases", f"nothing is asked of {list(table.paused)}, and rollouts are to do")
+    for lease in table.leases.values():
+        if lease.provider in table.paused and not lease.goes:
+            raise InvariantViolated(7, f"lease {lease.id} ({lease.state})", "is kept without rollouts", lease.story)
+    asked = {lease.id for lease in table.leases.values() if lease.state is LeaseState.REQUESTED}
+    if not table.slices.keys() <= asked:
+        raise InvariantViolated(
+            12, "leases", f"{list(table.slices)} are said to wait for a turn, {asked} are asked for"
+        )
+    if table.lull_since_ns is not None and s.turns.live and s.phase is Phase.RUNNING:
+        raise InvariantViolated(9, "leases", f"are given back although {list(s.turns.live)} are to do")
+
+
 def _check_step(s: Scheduler) -> None:
     if s.step is None:
         return
@@ -309,6 +330,9 @@ def _check_step(s: Scheduler) -> None:
     slots = [group.slot for group in s.step.groups.values() if group.slot is not None]
     if sorted([*slots, *s.step.free_slots]) != list(range(s.plan.groups)):
         raise InvariantViolated(3, f"step {s.step.number}", f"slots {slots} filled, {s.step.free_slots} free")
+    unended = sum(len(g.unfinished) for g in s.step.groups.values() if g.state is not GroupState.DROPPED)
+    if s.step.unended != unended:
+        raise InvariantViolated(9, f"step {s.step.number}", f"counts {s.step.unended} unended, has {unended}")
 
 
 def _check_group(group: Group) -> None:
@@ -356,16 +380,30 @@ def _check_trainer(s: Scheduler) -> None:
     require(3, ordered is due, lambda: f"is to train or update: {due}, was told {s.trainer_order}")
     generates = mode in (TrainerMode.AWAKE, TrainerMode.WAKING)
     require(3, not (ordered and generates), lambda: f"{mode} while it trains {s.training}")
-    working = ordered and mode is TrainerMode.ASLEEP
     bounded = s.timers.waiting("training", "trainer")
+    awaits = s.permit.needed and s.timers.waiting("permit", "trainer")
+    working = ordered and mode is TrainerMode.ASLEEP and not (awaits and not bounded)
     require(12, working is bounded, lambda: f"trains: {working}, until a deadline: {bounded}")
+    _check_permit(s, trainer, computes=bounded or generates)
     if mode is not TrainerMode.ASLEEP or trainer is None:
         return
     require(9, not trainer.turns, lambda: f"asleep with {list(trainer.turns)}")
     head = s.turns.head()
     needed = head is not None and (s.plan.staleness_bound > 0 or not s.fleet.helped(head.oldest_version))
-    waits = working or s.timers.waiting("reseed", "queue")
+    waits = working or awaits or s.timers.waiting("reseed", "queue") or bool(s.leases.slices)
     require(9, waits or not needed, "sleeps while nobody else can go on")
+
+
+def _check_permit(s: Scheduler, trainer: Worker | None, *, computes: bool) -> None:
+    """On a device that others share, nothing is computed but by permit, and both it and the wait for it have an end."""
+    state, story = s.permit.state, trainer.story if trainer is not None else None
+    asked, had = s.timers.waiting("permit", "trainer"), s.timers.waiting("permit over", "trainer")
+    if (asked, had) != (state is PermitState.ASKED, state in HAD):
+        raise InvariantViolated(12, "the trainer's permit", f"is {state}; awaited: {asked}, ends: {had}", story)
+    if s.permit.needed and computes and state not in HAD:
+        raise InvariantViolated(17, "the trainer's device", f"computes while its permit is {state}", story)
+    if not s.permit.needed and state is not PermitState.NONE:
+        raise InvariantViolated(17, "the trainer's permit", f"is {state}, and none is needed", story)
 
 
 def _check_waits(s: Scheduler, waits: list[Wait]) -> None:
@@ -392,6 +430,10 @@ def _known(s: Scheduler, what: str, key: str) -> bool:
         return s.turns.head() is not None
     if what == "back-off":
         return key in s.leases.offers
+    if what == "lull":
+        return key in s.leases.paused
+    if what in ("permit", "permit over"):
+        return s.permit.state in (HAD if what == "permit over" else (PermitState.ASKED,))
     if what in ("provision", "budget"):
         return s.phase in (Phase.STARTING, Phase.RUNNING)
     return s.phase is _WAITS_OF_A_PHASE[what]

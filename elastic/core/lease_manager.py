@@ -14,10 +14,12 @@ from elastic.core.departures import Departures
 from elastic.core.leases import Lease
 from elastic.core.ledger import Price
 from elastic.core.market import LeaseMarket
+from elastic.core.policy import HoldingPolicy
 from elastic.core.run_state import RunState
 from elastic.core.types import EndCause, LeaseId, LeaseState, Nanoseconds, Offer, WorkerRole, WorkerState
 from elastic.core.worker_manager import WorkerManager
 
+NO_ROLLOUTS = "no rollouts are left to do for now"
 _FAILURES = (EndCause.BOOT_TIMEOUT, EndCause.EXPIRED, EndCause.FENCED, EndCause.LOST, EndCause.BARRED)
 
 
@@ -36,6 +38,8 @@ class LeaseManager:
         }
         self.due: Mapping[str, Callable[[str], None]] = {
             "grant": lambda lease: self._withdraw(self._run.leases.leases[lease], "not granted in time"),
+            "slice": lambda lease: self._withdraw(self._run.leases.leases[lease], "its turn did not come in time"),
+            "lull": self._lull_nearly_over,
             "release": self._ask_back,
             "expiry": self._expiry_due,
             "early replacement": self._replacement_due,
@@ -46,6 +50,9 @@ class LeaseManager:
     # Asking
 
     def _on_offer(self, event: e.OfferChanged) -> None:
+        table = self._run.leases
+        if table.lull_since_ns is not None and event.offer.provider not in table.offers:
+            table.paused[event.offer.provider] = None
         self._run.leases.offers[event.offer.provider] = event.offer
         self.provision()
 
@@ -87,7 +94,12 @@ class LeaseManager:
         run = self._run
         lease = run.leases.request(provider, replaces)
         run.count_budget()
-        run.wait("grant", lease.id, run.limits.acquire_timeout_ns)
+        within_ns = lease.offer.grant_within_ns
+        if lease.offer.role is WorkerRole.TRAINER and run.version is None and (within_ns or run.permit_ns):
+            run.wait_for_start()
+        if within_ns:
+            run.leases.slices[lease.id] = None
+        run.wait("slice" if within_ns else "grant", lease.id, within_ns or run.limits.acquire_timeout_ns)
         run.out.append(c.AcquireLease(lease=lease.id, provider=provider))
 
     def _on_granted(self, event: e.LeaseGranted) -> None:
@@ -97,7 +109,7 @@ class LeaseManager:
             return
         if lease.state is not LeaseState.REQUESTED:
             return
-        run.timers.clear("grant", lease.id)
+        self._answered(lease)
         run.leases.move(lease, LeaseState.GRANTED, run.now_ns, "granted")
         self._open(lease, event)
         if lease.release_reason:
@@ -107,10 +119,14 @@ class LeaseManager:
         elif not lease.workers:
             self._release(lease, "it came without a worker")
 
+    def _answered(self, lease: Lease) -> None:
+        for what in ("grant", "slice"):
+            self._run.timers.clear(what, lease.id)
+
     def _open(self, lease: Lease, event: e.LeaseGranted) -> None:
         """Billing starts, and the workers are awaited. A worker's id is never used twice."""
         run, offer = self._run, lease.offer
-        lease.workers = tuple(worker for worker in event.workers if worker not in run.ledger.books)
+        lease.workers = tuple(worker for worker in event.workers if not run.ledger.knows(worker))
         run.count_budget()
         unheard_since_ns = run.controls.unheard_since_ns.pop(lease.id, run.now_ns)
         if unheard_since_ns < run.now_ns:
@@ -118,6 +134,8 @@ class LeaseManager:
             run.controls.carried_nano_usd += len(lease.workers) * cost
         catches_up = offer.role is WorkerRole.TRAINER and run.version is not None
         boot_ns = offer.boot_ns + catches_up * run.limits.catch_up_timeout_ns
+        if offer.role is WorkerRole.TRAINER:
+            boot_ns += run.permit_ns
         for worker in lease.workers:
             run.fleet.add(worker, lease.id, lease.provider, offer.role)
             run.ledger.open(
@@ -128,6 +146,7 @@ class LeaseManager:
                 offer.usd_per_gpu_hour,
                 run.now_ns,
                 offer.billing_ns,
+                parks=offer.by_permit,
             )
             run.wait("boot", worker, boot_ns + run.patience.limit_ns("boot", run.now_ns))
         if event.expires_at_ns is not None:
@@ -147,14 +166,15 @@ class LeaseManager:
 
     def _refused(self, lease: Lease, reason: str, withdrawn: bool = False) -> None:
         run = self._run
-        run.timers.clear("grant", lease.id)
+        self._answered(lease)
         run.controls.unheard_since_ns.pop(lease.id, None)
         run.count_budget()
         run.leases.move(lease, LeaseState.REFUSED, run.now_ns, reason)
         if lease.offer.role is WorkerRole.TRAINER:
             most = run.limits.trainer_restarts_max if run.version is not None or withdrawn else 0
             self._lose_trainer(f"is not to be had: {reason}", most)
-        self._back_off(lease.provider)
+        if lease.release_reason != NO_ROLLOUTS:
+            self._back_off(lease.provider)
         self._retry_replacement(lease.replaces)
         self.provision()
 
@@ -203,6 +223,50 @@ class LeaseManager:
         if lease is not None and not lease.leaving:
             self._run.wait("early replacement", lease.id, self._run.limits.retry_base_ns)
 
+    # Only while there are rollouts to do
+
+    def follow_rollouts(self, *, to_do: bool) -> None:
+        """Give leases back once no rollouts are left to do, and ask for some when there are, or shortly before."""
+        run, holding = self._run, self._run.policies.holding
+        if not run.active:
+            return
+        if to_do or holding is None:
+            if run.leases.lull_since_ns is not None:
+                self._end_lull(run.leases.lull_since_ns)
+        elif run.leases.lull_since_ns is None:
+            self._begin_lull(holding)
+
+    def _begin_lull(self, holding: HoldingPolicy) -> None:
+        run, table = self._run, self._run.leases
+        table.lull_since_ns = run.now_ns
+        last = run.step is not None and run.step.number + 1 == run.plan.steps
+        for provider, offer in table.offers.items():
+            if offer.role is WorkerRole.TRAINER:
+                continue
+            pause_ns = None if last else holding.pause_ns(offer, table.last_lull_ns, table.ready_ns(provider))
+            if pause_ns == 0:
+                continue
+            table.paused[provider] = None
+            if pause_ns is not None:
+                run.wait("lull", provider, pause_ns)
+        for lease in [lease for lease in table.leases.values() if lease.provider in table.paused and not lease.goes]:
+            self._hand_in(lease, NO_ROLLOUTS)
+
+    def _end_lull(self, since_ns: Nanoseconds) -> None:
+        table = self._run.leases
+        table.lull_since_ns, table.last_lull_ns = None, self._run.now_ns - since_ns
+        self._forget_pauses()
+        self.provision()
+
+    def _lull_nearly_over(self, provider: str) -> None:
+        del self._run.leases.paused[provider]
+        self.provision()
+
+    def _forget_pauses(self) -> None:
+        paused, self._run.leases.paused = self._run.leases.paused, {}
+        for provider in paused:
+            self._run.timers.clear("lull", provider)
+
     # Giving back
 
     def release_vacated(self) -> None:
@@ -221,14 +285,17 @@ class LeaseManager:
         run.timers.clear("provision", "market")
         for provider in run.leases.offers:
             run.timers.clear("back-off", provider)
+        self._forget_pauses()
         for lease in list(run.leases.leases.values()):
-            workers = run.fleet.of_lease(lease.id)
-            if lease.state is LeaseState.REQUESTED:
-                self._withdraw(lease, reason)
-            elif any(worker.connected for worker in workers):
-                self._empty(lease, reason)
-            else:
-                self._release(lease, reason)
+            self._hand_in(lease, reason)
+
+    def _hand_in(self, lease: Lease, reason: str) -> None:
+        if lease.state is LeaseState.REQUESTED:
+            self._withdraw(lease, reason)
+        elif any(worker.connected for worker in self._run.fleet.of_lease(lease.id)):
+            self._empty(lease, reason)
+        else:
+            self._release(lease, reason)
 
     def follow_cap(self, provider: str) -> None:
         """Give back what is held beyond the provider's cap: what serves least first, with time for its turns to end or
@@ -257,6 +324,8 @@ class LeaseManager:
         """Take a request back, again and again until the provider has answered it."""
         run = self._run
         lease.release_reason = lease.release_reason or reason
+        self._answered(lease)
+        run.leases.slices.pop(lease.id, None)
         run.wait("grant", lease.id, run.limits.release_timeout_ns)
         run.out.append(c.ReleaseLease(lease=lease.id, provider=lease.provider, reason=lease.release_reason))
 

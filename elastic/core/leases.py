@@ -44,7 +44,9 @@ class Lease:
 class LeaseTable:
     """Leases that are not over, offers by provider, and each provider's failures in a row.
 
-    `worker_bound` is how many workers are worth having in all, None while that is not known.
+    `worker_bound` is how many workers are worth having in all, None while that is not known. `lull_since_ns` is since
+    when there are no rollouts to do, where leases are given back meanwhile; nothing is asked for of providers that are
+    `paused`. `slices` has requests that wait for a turn on a shared pool.
     """
 
     def __init__(self) -> None:
@@ -54,6 +56,10 @@ class LeaseTable:
         self.newly_ready: dict[LeaseId, None] = {}
         self._ready_ns: dict[str, deque[Nanoseconds]] = {}
         self.worker_bound: int | None = None
+        self.lull_since_ns: Nanoseconds | None = None
+        self.last_lull_ns: Nanoseconds | None = None
+        self.paused: dict[str, None] = {}
+        self.slices: dict[LeaseId, None] = {}
         self._issued: dict[str, int] = {}
         self._asked: Counter[str] = Counter()
         self._held: Counter[str] = Counter()
@@ -80,6 +86,11 @@ class LeaseTable:
         """What its last workers took to get ready on average; None before the first."""
         times_ns = self._ready_ns.get(provider)
         return fmean(times_ns) if times_ns else None
+
+    @property
+    def grant_within_ns(self) -> Nanoseconds:
+        """The longest that any provider's request may wait for a turn on a shared pool; 0 where nothing is shared."""
+        return max((offer.grant_within_ns for offer in self.offers.values()), default=0)
 
     def replaced(self) -> set[LeaseId]:
         """Leases whose replacements are asked for, or there, before they are over."""
@@ -122,6 +133,7 @@ class LeaseTable:
         take_transition(lease.id, lease.state, state, lease.story, now_ns, cause)
         if lease.state is LeaseState.REQUESTED:
             self._asked[lease.provider] -= 1
+            self.slices.pop(lease.id, None)
         if state is LeaseState.GRANTED and lease.replaces is None:
             offer = self.offers[lease.provider]
             self.offers[lease.provider] = msgspec.structs.replace(offer, available=offer.available - 1)

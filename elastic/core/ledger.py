@@ -6,18 +6,35 @@ the lease ended. `OVERHEAD_ACCOUNTS` says which accounts are overhead, and why p
 accord is none. Source: docs/design.md, "A GPU-second"; the papers' allocation overhead is that of ROSE §6.1.
 """
 
+from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Self
 
 from msgspec import UNSET, UnsetType
 
-from elastic.core.types import NS_PER_S, OVERHEAD_ACCOUNTS, Account, LeaseId, Nanoseconds, Offer, WorkerId
+from elastic.core.ids import lease_of
+from elastic.core.types import (
+    NS_PER_S,
+    OVERHEAD_ACCOUNTS,
+    UNPRICED_ACCOUNTS,
+    Account,
+    LeaseId,
+    Nanoseconds,
+    Offer,
+    WorkerId,
+)
 
 NANO_USD_PER_USD = 1_000_000_000
 NS_PER_HOUR = 3600 * NS_PER_S
 BILLING_SKEW_NS = NS_PER_S
 """How much earlier than it was heard of a lease may have begun to be billed, where that may cost a whole increment."""
+
+
+CLOSED_KEPT = 256
+"""Books that are kept whole after their end. What is wrong with one shows soon; older ones are folded, and stand in the
+journal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +64,10 @@ class Price:
 @dataclass(slots=True)
 class DeviceBook:
     """One worker's share of a lease: `gpus` GPUs from `opened_ns` to `closed_ns`, billed by `billing_ns` if it is
-    set. `charged_ns` is what the provider charges for by its own account, if it has said so."""
+    set. `charged_ns` is what the provider charges for by its own account, if it has said so.
+
+    A device that is had by permit `parks` in between. No other worker is believed to park.
+    """
 
     lease: LeaseId
     worker: WorkerId
@@ -63,6 +83,7 @@ class DeviceBook:
     decoded_tokens: int = 0
     billing_ns: Nanoseconds | UnsetType = UNSET
     charged_ns: Nanoseconds | UnsetType = UNSET
+    parks: bool | UnsetType = UNSET
 
     @property
     def price(self) -> Price:
@@ -72,22 +93,64 @@ class DeviceBook:
         self.accounts_ns[account] = self.accounts_ns.get(account, 0) + duration_ns
         self.cursor_ns += duration_ns
 
+    @property
+    def unpriced_ns(self) -> Nanoseconds:
+        """The time in which the device was others' to pay for."""
+        return sum(self.accounts_ns.get(account, 0) for account in UNPRICED_ACCOUNTS)
+
+    @property
+    def imbalance_ns(self) -> int:
+        """By how much the accounts of a closed book miss its duration."""
+        return abs(sum(self.accounts_ns.values()) - ((self.closed_ns or self.cursor_ns) - self.opened_ns))
+
     def cost_nano_usd(self, now_ns: Nanoseconds) -> int:
         end_ns = now_ns if self.closed_ns is None else self.closed_ns
-        duration_ns = end_ns - self.opened_ns if self.charged_ns is UNSET else self.charged_ns
         price = self.price
-        return price.billed_ns(duration_ns) * price.nano_usd_per_hour // NS_PER_HOUR
+        return price.billed_ns(self._charged_ns(end_ns)) * price.nano_usd_per_hour // NS_PER_HOUR
+
+    def most_nano_usd(self) -> int:
+        """What a closed one may have cost at the most."""
+        assert self.closed_ns is not None
+        return self.price.most_nano_usd(self._charged_ns(self.closed_ns))
+
+    def _charged_ns(self, end_ns: Nanoseconds) -> Nanoseconds:
+        return end_ns - self.opened_ns - self.unpriced_ns if self.charged_ns is UNSET else self.charged_ns
+
+
+@dataclass(slots=True)
+class FoldedBooks:
+    """Closed books of one provider, added up: the run's bill and balance need no more of them."""
+
+    books: int = 0
+    nano_usd: int = 0
+    most_nano_usd: int = 0
+    imbalance_ns: int = 0
+    gpu_ns: dict[Account, int] = field(default_factory=dict[Account, int])
+
+    def add(self, book: DeviceBook) -> None:
+        assert book.closed_ns is not None
+        self.books += 1
+        self.nano_usd += book.cost_nano_usd(book.closed_ns)
+        self.most_nano_usd += book.most_nano_usd()
+        self.imbalance_ns += book.imbalance_ns
+        for account, duration_ns in book.accounts_ns.items():
+            self.gpu_ns[account] = self.gpu_ns.get(account, 0) + book.gpus * duration_ns
 
 
 class Ledger:
     """All books of a run. A book's accounts always sum to its cursor minus its opening.
 
-    `closed_nano_usd_max` is what the closed ones have cost at the most.
+    The last `CLOSED_KEPT` closed ones are kept; older ones are `folded`, by provider, so that what a run holds does not
+    grow with the leases that it has had. `closed_nano_usd_max` is what all closed ones have cost at the most.
     """
 
     def __init__(self) -> None:
         self.books: dict[WorkerId, DeviceBook] = {}
+        self.folded: dict[str, FoldedBooks] = {}
         self.closed_nano_usd_max = 0
+        self._closed: deque[WorkerId] = deque()
+        self._folded_aliens: dict[WorkerId, None] = {}
+        """Workers of folded books whose names are not their leases': other leases could bring them again."""
 
     def open(
         self,
@@ -98,9 +161,29 @@ class Ledger:
         usd_per_gpu_hour: float,
         now_ns: Nanoseconds,
         billing_ns: Nanoseconds | UnsetType = UNSET,
+        parks: bool | UnsetType = UNSET,
     ) -> None:
+        while len(self._closed) > CLOSED_KEPT:
+            self._fold(self._closed.popleft())
         price = round(usd_per_gpu_hour * NANO_USD_PER_USD)
-        self.books[worker] = DeviceBook(lease, worker, provider, gpus, price, now_ns, now_ns, billing_ns=billing_ns)
+        self.books[worker] = DeviceBook(
+            lease, worker, provider, gpus, price, now_ns, now_ns, billing_ns=billing_ns, parks=parks
+        )
+
+    def knows(self, worker: WorkerId) -> bool:
+        """Whether there was a book of this worker. Leases are never named twice, nor are workers named after them."""
+        return worker in self.books or worker in self._folded_aliens
+
+    def just_closed(self, lease: LeaseId) -> list[DeviceBook]:
+        """The books of a lease that was the last to end."""
+        last = (self.books[worker] for worker in reversed(self._closed))
+        return list(takewhile(lambda book: book.lease == lease, last))
+
+    def _fold(self, worker: WorkerId) -> None:
+        book = self.books.pop(worker)
+        self.folded.setdefault(book.provider, FoldedBooks()).add(book)
+        if lease_of(worker) != book.lease:
+            self._folded_aliens[worker] = None
 
     def report(
         self, worker: WorkerId, accounts_ns: Mapping[Account, int], decoded_tokens: int, now_ns: Nanoseconds
@@ -114,6 +197,8 @@ class Ledger:
         book = self.books.get(worker)
         if book is None or book.closed_ns is not None:
             return
+        if not book.parks and any(account in accounts_ns for account in UNPRICED_ACCOUNTS):
+            accounts_ns = _priced(accounts_ns)
         grown = [account for account, ns in accounts_ns.items() if ns > book.credited_ns.get(account, 0)]
         fresh = {account: accounts_ns[account] - book.credited_ns.get(account, 0) for account in sorted(grown)}
         total_ns = sum(fresh.values())
@@ -148,29 +233,34 @@ class Ledger:
         spoken = Account.DRAINING if clean else Account.UNATTRIBUTED
         book.add(spoken if book.reported else Account.BOOTING, now_ns - book.cursor_ns)
         book.closed_ns, book.charged_ns = now_ns, charged_ns
-        duration_ns = now_ns - book.opened_ns if charged_ns is UNSET else charged_ns
-        self.closed_nano_usd_max += book.price.most_nano_usd(duration_ns)
+        self.closed_nano_usd_max += book.most_nano_usd()
+        self._closed.append(worker)
 
     def imbalance_ns(self) -> int:
         """Sum over the closed books of |accounts − duration|; anything but zero is a bug."""
-        return sum(
-            abs(sum(b.accounts_ns.values()) - (b.closed_ns - b.opened_ns))
-            for b in self.books.values()
-            if b.closed_ns is not None
-        )
+        kept = sum(book.imbalance_ns for book in self.books.values() if book.closed_ns is not None)
+        return kept + sum(folded.imbalance_ns for folded in self.folded.values())
 
     def bill_nano_usd(self, now_ns: Nanoseconds) -> dict[str, int]:
         """Cost so far by provider."""
-        bill: dict[str, int] = {}
+        bill = {provider: folded.nano_usd for provider, folded in self.folded.items()}
         for book in self.books.values():
             bill[book.provider] = bill.get(book.provider, 0) + book.cost_nano_usd(now_ns)
         return bill
 
 
 def overhead_share(accounts_ns: Mapping[Account, int]) -> float:
-    """Allocation overhead: the share of time that went to getting, losing and refilling capacity."""
-    total_ns = sum(accounts_ns.values())
+    """Allocation overhead: the share of time that went to getting, losing and refilling capacity, of all that is paid
+    for."""
+    total_ns = sum(ns for account, ns in accounts_ns.items() if account not in UNPRICED_ACCOUNTS)
     return sum(accounts_ns.get(account, 0) for account in OVERHEAD_ACCOUNTS) / total_ns if total_ns else 0.0
+
+
+def _priced(accounts_ns: Mapping[Account, int]) -> Mapping[Account, int]:
+    """What is said of a device that never parks, with the time that would have no price as idle time."""
+    unpriced_ns = sum(accounts_ns.get(account, 0) for account in UNPRICED_ACCOUNTS)
+    priced = {account: ns for account, ns in accounts_ns.items() if account not in UNPRICED_ACCOUNTS}
+    return priced | {Account.IDLE: priced.get(Account.IDLE, 0) + unpriced_ns}
 
 
 def _fit(fresh: Mapping[Account, int], total_ns: int, room_ns: int) -> Iterable[tuple[Account, int]]:

@@ -39,7 +39,7 @@ class LeaseMarket:
         return self._table.offers
 
     def available(self, provider: str) -> int:
-        if self._timers.waiting("back-off", provider):
+        if self._timers.waiting("back-off", provider) or provider in self._table.paused:
             return 0
         if self._ending is not None and provider == self._ending.provider:
             offered = max(0, self._table.replacements_left(provider))

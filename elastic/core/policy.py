@@ -246,6 +246,18 @@ class ProvisioningPolicy(Protocol):
         ...
 
 
+class HoldingPolicy(Protocol):
+    def pause_ns(
+        self, offer: Offer, foreseen_ns: Nanoseconds | None, ready_ns: Nanoseconds | None
+    ) -> Nanoseconds | None:
+        """No rollouts are left to do in this step: for how long leases of this offer are given back.
+
+        0: not at all; None: until there are rollouts again. `foreseen_ns` is how long that took the last time, None
+        before; `ready_ns` the longest that this provider's last workers took to get ready. Not asked in the last step.
+        """
+        ...
+
+
 class DeparturePolicy(Protocol):
     def takes(self, turn: TurnView, leaving: LeavingView, cached_tokens: int) -> bool:
         """Whether the turn, of whose context the worker has `cached_tokens`, may still begin there."""
@@ -289,6 +301,8 @@ class Policies(msgspec.Struct, frozen=True, kw_only=True):
     provisioning: ProvisioningPolicy
     selection: SelectionPolicy
     sampling: SamplingPolicy
+    holding: HoldingPolicy | None = None
+    """None: leases are held for the whole run."""
     replacement: ReplacementPolicy | None = None
     """None: a lease's end is waited for, and what is offered after it is taken."""
     departure: DeparturePolicy | None = None

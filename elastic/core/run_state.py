@@ -46,7 +46,7 @@ what its checkpoint does not have. The trainer is as patient with the orchestrat
 
 
 MAX_DOUBLINGS = 16
-_AT_THEIR_TIME = ("expiry", "early replacement", "departure", "budget")
+_AT_THEIR_TIME = ("expiry", "early replacement", "departure", "budget", "lull", "permit over")
 """Waits for a time rather than for somebody."""
 
 
@@ -121,12 +121,21 @@ class RunState:
         trainer = self.fleet.trainer
         return trainer is None or trainer.state not in TRAINER_AT_HAND
 
+    @property
+    def permit_ns(self) -> Nanoseconds:
+        """How long the trainer may wait for a permit to compute on its device; 0 where it needs none."""
+        offer = self.leases.offers.get(self.plan.trainer_provider)
+        if offer is None or not offer.by_permit:
+            return 0
+        return max(offer.grant_within_ns, self.limits.acquire_timeout_ns)
+
     def wait(self, what: str, key: str, after_ns: Nanoseconds) -> None:
         self.timers.set(what, key, self.now_ns, after_ns)
 
     def wait_for_start(self) -> None:
         """Start the wait for the trainer's first words."""
-        self.wait("start", "run", self.limits.acquire_timeout_ns + self.limits.boot_timeout_ns)
+        awaited_ns = self.limits.acquire_timeout_ns + self.limits.boot_timeout_ns
+        self.wait("start", "run", awaited_ns + self.leases.grant_within_ns + self.permit_ns)
 
     def back_off_ns(self, failures: int) -> Nanoseconds:
         """How long to leave somebody alone after so many failures in a row: twice as long with each."""
@@ -163,7 +172,7 @@ class RunState:
             self.controls.budget_usd = event.budget_usd
         if self.controls.budget_usd is not None:
             for lease in self.leases.leases.values():
-                asked_ns = self.timers.since_ns("grant", lease.id)
+                asked_ns = self.timers.since_ns("slice" if lease.id in self.leases.slices else "grant", lease.id)
                 if lease.state is LeaseState.REQUESTED and asked_ns is not None:
                     self.controls.unheard_since_ns.setdefault(lease.id, asked_ns)
             self.count_budget()

@@ -29,6 +29,7 @@ from elastic.core.step_controller import StepController
 from elastic.core.steps import Step
 from elastic.core.timers import Timers
 from elastic.core.trainer_device import TrainerDevice, TrainerMode
+from elastic.core.trainer_permit import TrainerPermit
 from elastic.core.turn_manager import TurnManager
 from elastic.core.turns import Turns
 from elastic.core.types import Limits, Nanoseconds, Plan, TrajectoryId, WorkerKind
@@ -49,10 +50,17 @@ class Scheduler:
         self._lease_manager = LeaseManager(run, self._worker_manager, self._departures)
         self._control_manager = ControlManager(run, self._lease_manager)
         self._reward_manager = RewardManager(run)
-        self._device = TrainerDevice(run, self._turn_manager)
+        self._permit = TrainerPermit(run)
+        self._device = TrainerDevice(run, self._turn_manager, self._permit)
         self._group_manager = GroupManager(run, self._turn_manager, self._reward_manager)
         self._driver = StepController(
-            run, self._turn_manager, self._worker_manager, self._reward_manager, self._group_manager, self._device
+            run,
+            self._turn_manager,
+            self._worker_manager,
+            self._reward_manager,
+            self._group_manager,
+            self._device,
+            self._permit,
         )
         self._parts: tuple[SchedulerPart, ...] = (
             self._turn_manager,
@@ -62,6 +70,7 @@ class Scheduler:
             self._lease_manager,
             self._control_manager,
             self._reward_manager,
+            self._permit,
             self._device,
             self._group_manager,
             self._driver,
@@ -112,6 +121,7 @@ class Scheduler:
                 self._turn_manager.dispatch()
                 self._balancer.watch()
             self._driver.advance()
+            self._lease_manager.follow_rollouts(to_do=self._group_manager.rollouts_to_do())
         if run.over and run.phase in (Phase.STARTING, Phase.RUNNING):
             self._stop()
         if run.phase is Phase.STOPPING and not run.leases.leases:
@@ -247,6 +257,11 @@ class Scheduler:
     @property
     def trainer_mode(self) -> TrainerMode:
         return self._device.mode
+
+    @property
+    def permit(self) -> TrainerPermit:
+        """The right to compute on the trainer's device, where other jobs share that."""
+        return self._permit
 
     @property
     def training(self) -> str | None:

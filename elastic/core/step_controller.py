@@ -6,6 +6,7 @@ Source: ROSE §4.2 (workflow of a step); RLBoost §4.1 (seeding); docs/design.md
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core.group_manager import GroupManager
 from elastic.core.policy import StepRecord
@@ -13,10 +14,14 @@ from elastic.core.reward_manager import RewardManager
 from elastic.core.run_state import Phase, RunState
 from elastic.core.steps import Step, Taking
 from elastic.core.trainer_device import TrainerDevice, TrainerMode
+from elastic.core.trainer_permit import PermitState, TrainerPermit
 from elastic.core.turn_manager import TurnManager
 from elastic.core.turns import Turn
-from elastic.core.types import GroupState
+from elastic.core.types import GroupState, WorkerState
 from elastic.core.worker_manager import WorkerManager
+
+_COMING = (WorkerState.BOOTING, WorkerState.DETACHED)
+"""Of the trainer's worker: what it does is not known, and it may have to catch up."""
 
 
 class StepController:
@@ -28,6 +33,7 @@ class StepController:
         rewards: RewardManager,
         groups: GroupManager,
         device: TrainerDevice,
+        permit: TrainerPermit,
     ) -> None:
         self._run = run
         self._turns = turns
@@ -35,7 +41,9 @@ class StepController:
         self._rewards = rewards
         self._groups = groups
         self._device = device
+        self._permit = permit
         self._reseed = False
+        self._told_progress: tuple[int, int, int] | None = None
         self.seeding_plan = run.policies.seeding.first()
         run.leases.worker_bound = self.seeding_plan.worker_bound
         self.handlers: Mapping[type[e.Event], Callable[[Any], None]] = {
@@ -52,15 +60,21 @@ class StepController:
         step = self._run.step
         if self._run.hear_trainer(event.worker, event.epoch) is None:
             return
-        if step is not None and event.group == self._device.training:
+        if step is not None and event.group == self._device.training and self._counts:
             self._device.done()
             step.move(step.groups[event.group], GroupState.TRAINED, self._run.now_ns, "trained")
 
     def advance(self) -> None:
         """Move the trainer's device between generating and training, and the step towards its end."""
+        self._advance()
+        if self._run.active and self._permit.needed:
+            self._follow_permit()
+
+    def _advance(self) -> None:
         run, mode = self._run, self._device.mode
-        if run.phase is Phase.STARTING and mode is TrainerMode.AWAKE:
+        if run.phase is Phase.STARTING and self._trainer_is_there(mode):
             self._begin()
+            mode = self._device.mode
         step = run.step
         if step is None or not run.active:
             return
@@ -75,6 +89,43 @@ class StepController:
             self._forget_reseeding()
             self._note_end_of_seeding(step)
         self._measure(step)
+        if run.leases.grant_within_ns:
+            self._tell_progress(step)
+
+    def _trainer_is_there(self, mode: TrainerMode) -> bool:
+        """A first trainer comes awake; without a permit it is put to sleep at once."""
+        return mode is TrainerMode.AWAKE or (self._permit.needed and mode is not TrainerMode.ABSENT)
+
+    @property
+    def _counts(self) -> bool:
+        """Whether what the trainer says it has done was done under its present permit. Otherwise it is told again, and
+        says so again."""
+        return self._device.at_work or not self._permit.needed
+
+    def _follow_permit(self) -> None:
+        """Ask for a permit when there is something to compute on the trainer's device, and yield it when there is
+        nothing any more."""
+        trainer, device, permit = self._run.fleet.trainer, self._device, self._permit
+        comes = trainer is not None and trainer.state in _COMING
+        wanted = comes or (not self._run.trainer_away and (device.order is not None or self._has_work()))
+        if device.idle and (permit.state is PermitState.RECALLED or not wanted):
+            permit.give_up(finished=not wanted)
+        if wanted:
+            permit.ask()
+
+    def _has_work(self) -> bool:
+        """Whether the step can be trained on, its rollouts being over, or turns wait that nobody else can take."""
+        step = self._run.step
+        if step is None or self._device.mode is not TrainerMode.ASLEEP:
+            return False
+        return self._reseed or (step.rollouts_done and not step.updating and self._trainable(step))
+
+    def _tell_progress(self, step: Step) -> None:
+        of = step.trajectories
+        progress = (step.number, of - step.unended + len(self._rewards.scorings), of)
+        if progress != self._told_progress:
+            self._told_progress = progress
+            self._run.out.append(c.TellProgress(step=progress[0], done=progress[1], of=progress[2]))
 
     def _helped(self, head: Turn | None) -> bool:
         """Whether anybody but the trainer's device could go on with the queue's head, or with turns as they come."""
@@ -84,7 +135,7 @@ class StepController:
     def _use_sleeping_device(self, step: Step) -> None:
         """In synchronous training turns that nobody else can take come first; otherwise training does."""
         needed = self._needs_reseeding()
-        if step.updating or not self._device.free:
+        if step.updating or not self._device.free or self._device.order is not None:
             return
         if needed and (self._synchronous or not self._trainable(step)):
             self._wake()
@@ -98,7 +149,8 @@ class StepController:
             run.now_ns,
             training=at_work,
             waiting=not at_work and device.mode is TrainerMode.ASLEEP and not step.rollouts_done,
-            workers=run.fleet.helping_workers,
+            # Workers that were given back for want of rollouts were there while they were needed.
+            workers=run.fleet.helping_workers if run.leases.lull_since_ns is None else step.meter.workers,
         )
 
     @property
@@ -143,8 +195,10 @@ class StepController:
 
     def _begin_seeding(self) -> None:
         run = self._run
-        run.wait("seeding", "trainer", self.seeding_plan.window_ns)
-        if self._device.mode is TrainerMode.ASLEEP:
+        window_ns = self.seeding_plan.window_ns
+        run.wait("seeding", "trainer", window_ns)
+        permitted = not self._permit.needed or (self._permit.allows and window_ns > 0)
+        if permitted and self._device.mode is TrainerMode.ASLEEP:
             self._wake()
 
     def _end_seeding_if_due(self, step: Step) -> None:
@@ -154,7 +208,8 @@ class StepController:
         """
         run = self._run
         window_over = not run.timers.waiting("seeding", "trainer") and (self._synchronous or self._trainable(step))
-        if not step.rollouts_done and not (window_over and self._helped(run.turns.head())):
+        helped = self._helped(run.turns.head()) or (self._permit.needed and bool(run.leases.slices))
+        if not step.rollouts_done and not (window_over and helped):
             return
         self._note_end_of_seeding(step)
         self._device.rest("seeding ends")
@@ -167,7 +222,7 @@ class StepController:
     def _needs_reseeding(self) -> bool:
         """Turns wait and nobody else can take them: the trainer's device takes them back after a short delay."""
         head = self._run.turns.head()
-        if head is None or (self._synchronous and self._helped(head)):
+        if head is None or self._run.leases.slices or (self._synchronous and self._helped(head)):
             self._forget_reseeding()
         elif not self._reseed and not self._run.timers.waiting("reseed", "queue"):
             self._run.wait("reseed", "queue", self._run.limits.reseed_delay_ns)
@@ -195,7 +250,7 @@ class StepController:
 
     def _on_published(self, event: e.WeightsPublished) -> None:
         run, step, trainer = self._run, self._run.step, self._run.hear_trainer(event.worker, event.epoch)
-        if step is None or trainer is None or not run.active:
+        if step is None or trainer is None or not run.active or not self._counts:
             return
         if not step.updating or event.version != step.version + 1:
             return
@@ -225,6 +280,7 @@ class StepController:
         for what, key in (("start", "run"), ("seeding", "trainer"), ("reseed", "queue")):
             run.timers.clear(what, key)
         self._device.abandon()
+        self._permit.give_up(finished=True)
         self._drop_left(reason)
         self._rewards.forget_all()
         self._turns.cancel_all(reason)

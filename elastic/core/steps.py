@@ -91,6 +91,8 @@ class Step:
         """Groups that were worth training on, but dropped."""
         self.meter = StepMeter(now_ns)
         self.groups: dict[str, Group] = {}
+        self.unended = 0
+        """Trajectories of the groups that are not dropped, whose end has not come."""
         self._minibatches = minibatches
         self._free = list(range(size))
         self._group_of: dict[TrajectoryId, Group] = {}
@@ -109,11 +111,22 @@ class Step:
 
     def _add(self, group: Group) -> None:
         self.groups[group.id] = group
+        self.unended += len(group.unfinished)
         self._group_of |= dict.fromkeys(group.members, group)
         self._in_state[group.state][group.id] = group
 
     def group_of(self, trajectory: TrajectoryId) -> Group | None:
         return self._group_of.get(trajectory)
+
+    @property
+    def trajectories(self) -> int:
+        """Those of all groups that are, or were, in play."""
+        return len(self._group_of)
+
+    def end(self, group: Group, trajectory: TrajectoryId, outcome: float | str) -> None:
+        """The trajectory has come to a reward, or has none for this cause."""
+        group.members[trajectory] = outcome
+        self.unended -= 1
 
     def move(self, group: Group, state: GroupState, now_ns: Nanoseconds, cause: str) -> None:
         """Change a group's state; raises `IllegalTransition` where the table forbids it."""
@@ -124,6 +137,7 @@ class Step:
 
     def drop(self, group: Group, now_ns: Nanoseconds, reason: str) -> None:
         self.spared += group.state is GroupState.READY
+        self.unended -= len(group.unfinished)
         self.move(group, GroupState.DROPPED, now_ns, reason)
         group.drop_reason = reason
 

@@ -1,6 +1,7 @@
 """The trainer's device: whether it generates or trains, and what it was ordered.
 
-It generates while awake and trains while asleep, never both. When its connection or the device itself is lost, the
+It generates while awake and trains while asleep, never both. Where other jobs share it, it does either only by permit,
+and is parked otherwise: asleep, without anything to do. When its connection or the device itself is lost, the
 outstanding order stands and is given again, to the same device or to its replacement; orders are idempotent.
 
 Source: docs/design.md, "The trainer's device"; RLBoost §4.1.
@@ -15,6 +16,7 @@ from elastic.core import events as e
 from elastic.core.fleet import Worker
 from elastic.core.run_state import RunState
 from elastic.core.steps import Group
+from elastic.core.trainer_permit import PermitState, TrainerPermit
 from elastic.core.turn_manager import TurnManager
 from elastic.core.types import WorkerId, WorkerState
 
@@ -33,9 +35,10 @@ class TrainerMode(StrEnum):
 
 
 class TrainerDevice:
-    def __init__(self, run: RunState, turns: TurnManager) -> None:
+    def __init__(self, run: RunState, turns: TurnManager, permit: TrainerPermit) -> None:
         self._run = run
         self._turns = turns
+        self._permit = permit
         self._changing: TrainerMode | None = None
         self._session: tuple[WorkerId, int] | None = None
         self.order: c.TrainGroup | c.UpdateWeights | None = None
@@ -66,16 +69,45 @@ class TrainerDevice:
 
     @property
     def free(self) -> bool:
-        """Asleep, and neither training nor about to."""
-        return not self.at_work and self.mode is TrainerMode.ASLEEP
+        """Asleep and permitted to compute, and neither training nor about to."""
+        return self._permit.allows and not self.at_work and self.mode is TrainerMode.ASLEEP
 
     @property
     def at_work(self) -> bool:
         """Training a group or updating the weights, or told to."""
         return self._run.timers.waiting("training", "trainer")
 
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is under way on it, for certain."""
+        trainer = self._run.fleet.trainer
+        if trainer is None or trainer.state in (WorkerState.GONE, WorkerState.DRAINING):
+            return True
+        return self.mode is TrainerMode.ASLEEP and not self.at_work
+
     def follow(self) -> None:
-        """Notice that the trainer's device is gone, or has come back under another session."""
+        """Notice that the trainer's device is gone, or has come back under another session, and what it may do."""
+        self._follow_session()
+        if self._permit.needed:
+            self._follow_permit()
+
+    def _follow_permit(self) -> None:
+        """Give way once the permit is recalled, stop at once when it is over, and go on under the next one."""
+        state = self._permit.state
+        if state is PermitState.HELD:
+            if self.order is not None and self.mode is TrainerMode.ASLEEP and not self.at_work:
+                self._tell(self.order)
+        elif state is PermitState.RECALLED:
+            if self.mode in (TrainerMode.AWAKE, TrainerMode.WAKING):
+                self.rest("its permit is recalled")
+        else:
+            self._run.timers.clear("training", "trainer")
+            if self.mode in (TrainerMode.AWAKE, TrainerMode.WAKING):
+                self.rest("its permit is over")
+            if self.mode is TrainerMode.RESTING and self._run.fleet.trainer is not None:
+                self._turns.take_away(self._run.fleet.trainer, "its permit is over")
+
+    def _follow_session(self) -> None:
         run, trainer = self._run, self._run.fleet.trainer
         session = None if trainer is None or run.trainer_away else (trainer.id, trainer.epoch)
         if session is not None and session == self._session:
@@ -102,7 +134,8 @@ class TrainerDevice:
     def rest(self, reason: str) -> None:
         """Stop generating: partial responses are handed over, then the device is the trainer's."""
         trainer = self._put_to_sleep()
-        self._run.fleet.move(trainer, WorkerState.ASLEEP, self._run.now_ns, reason)
+        if trainer.state is not WorkerState.ASLEEP:
+            self._run.fleet.move(trainer, WorkerState.ASLEEP, self._run.now_ns, reason)
         self._turns.await_handover(trainer, reason)
 
     def _put_to_sleep(self) -> Worker:
@@ -156,7 +189,7 @@ class TrainerDevice:
         worker = self._changed(event, TrainerMode.RESTING)
         if worker is not None:
             self._turns.take_away(worker, "seeding ended")
-            if self.order is not None:
+            if self.order is not None and self._permit.allows:
                 self._tell(self.order)
 
     def _on_awoke(self, event: e.WorkerAwoke) -> None:

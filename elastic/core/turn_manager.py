@@ -72,10 +72,10 @@ class TurnManager:
 
     def _longest_ns(self) -> Nanoseconds:
         """The longest wait for a place while capacity is coming: the sum of the limits of each stage on the way."""
-        limits = self._run.limits
+        limits, slice_ns = self._run.limits, self._run.leases.grant_within_ns
         boot_ns, load_ns = (self._run.patience.limit_ns(what, self._run.now_ns) for what in ("boot", "load"))
-        coming_ns = limits.retry_max_ns + limits.acquire_timeout_ns + boot_ns + load_ns
-        return limits.queue_timeout_ns + max(coming_ns, limits.train_timeout_ns)
+        coming_ns = limits.retry_max_ns + max(limits.acquire_timeout_ns, slice_ns) + boot_ns + load_ns
+        return limits.queue_timeout_ns + max(coming_ns, limits.train_timeout_ns + slice_ns)
 
     def _clear_queue_waits(self) -> None:
         timers = self._run.timers

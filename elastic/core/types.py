@@ -43,6 +43,8 @@ class Account(StrEnum):
     TRAINING = "training"
     SERVING = "serving"
     DRAINING = "draining"
+    PARKED = "parked"
+    SWITCHING = "switching"
     LOST = "lost"
     UNATTRIBUTED = "unattributed"
 
@@ -53,6 +55,7 @@ OVERHEAD_ACCOUNTS = frozenset(
         Account.LOADING,
         Account.APPLYING,
         Account.RECOMPUTE,
+        Account.SWITCHING,
         Account.LOST,
         Account.UNATTRIBUTED,
     }
@@ -61,7 +64,12 @@ OVERHEAD_ACCOUNTS = frozenset(
 
 RECOMPUTE is prefill that is paid again because a turn has moved. What an engine computes again of its own accord, since
 its KV cache was full or its weights are new, is PREFILL: no capacity was lost, and a fixed device would pay it too.
+SWITCHING is what parking and resuming take where jobs share a device.
 """
+SHARED_ACCOUNTS = frozenset({Account.PARKED, Account.SWITCHING})
+"""What only a device has that jobs share."""
+UNPRICED_ACCOUNTS = frozenset({Account.PARKED})
+"""Time in which the device was others' to use and pay for: the worker lay in host memory."""
 
 
 class LeaseState(StrEnum):
@@ -173,11 +181,21 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
     replacements: int = msgspec.field(default=0, name="successors")
     billing_ns: Nanoseconds | msgspec.UnsetType = msgspec.UNSET
     """What is billed is so much time at once, begun increments whole; unset where it is billed to the nanosecond."""
+    grant_within_s: float | msgspec.UnsetType = msgspec.UNSET
+    """How long a request may wait for its grant, where it is a turn on a shared pool; so may the trainer for a
+    permit."""
+    by_permit: bool | msgspec.UnsetType = msgspec.UNSET
+    """Whether the run computes on the device by permit, and is parked otherwise. Of the trainer's."""
 
     @property
     def boot_ns(self) -> Nanoseconds:
         """What the provider declares from the grant to the worker's process."""
         return round(self.boot_s * NS_PER_S)
+
+    @property
+    def grant_within_ns(self) -> Nanoseconds:
+        """0 where requests are answered at once, or not at all."""
+        return round((self.grant_within_s or 0.0) * NS_PER_S)
 
 
 class Progress(msgspec.Struct, frozen=True, array_like=True, gc=False):

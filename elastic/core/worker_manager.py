@@ -196,7 +196,7 @@ class WorkerManager:
         self._move(worker, WorkerState.DETACHED, "connection lost")
         limits = self._run.limits
         # While it trains, the trainer may be slow to see that its connection is gone.
-        trainer_ns = limits.boot_timeout_ns + limits.train_timeout_ns
+        trainer_ns = limits.boot_timeout_ns + limits.train_timeout_ns + self._run.permit_ns
         awaited_ns = trainer_ns if worker.role is WorkerRole.TRAINER else limits.resume_timeout_ns
         self._run.wait("resume", worker.id, awaited_ns)
 

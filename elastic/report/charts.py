@@ -19,12 +19,13 @@ COLOURS = 9
 MOST_LANES = 80
 ACCOUNT_FAMILIES: Mapping[str, tuple[Account, ...]] = {
     "working": (Account.DECODE, Account.PREFILL, Account.TRAINING, Account.SERVING),
-    "waiting": (Account.IDLE, Account.ASLEEP, Account.DRAINING),
+    "waiting": (Account.IDLE, Account.ASLEEP, Account.DRAINING, Account.PARKED),
     "overhead": (
         Account.BOOTING,
         Account.LOADING,
         Account.APPLYING,
         Account.RECOMPUTE,
+        Account.SWITCHING,
         Account.LOST,
         Account.UNATTRIBUTED,
     ),
@@ -376,7 +377,7 @@ def _account_bar(scale: svg.Scale, y: float, name: str, usage: Usage) -> Markup:
     parts = [svg.text(scale.start - 12, y + 18, units.shortened(name, 14), "value", "end")]
     x = 0.0
     for account in (a for family in ACCOUNT_FAMILIES.values() for a in family):
-        share = usage.accounts_s[account] / usage.gpu_s
+        share = usage.accounts_s.get(account, 0.0) / usage.gpu_s
         if share > 0:
             parts.append(_segment(scale, x, share, y, account, usage.accounts_s[account]))
         x += share

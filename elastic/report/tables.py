@@ -247,11 +247,12 @@ def _joined(summary: Summary) -> Table:
 
 def _accounts(summary: Summary) -> Table:
     usages = {name: usage for name, usage in _with_total(summary).items() if usage.gpu_s > 0}
+    accounts = [account for account in Account if account in summary.total.accounts_s]
     return Table(
         title="GPU time by account",
         header=["account", *usages],
         rows=[
-            [account.value, *(_amount(usage, account) for usage in usages.values())] for account in Account if usages
+            [account.value, *(_amount(usage, account) for usage in usages.values())] for account in accounts if usages
         ],
         note="GPU-seconds: device time × GPUs. A provider's accounts add up to what its leases lasted.",
     )
@@ -607,7 +608,7 @@ def _with_total(summary: Summary) -> Mapping[str, Usage]:
 
 
 def _amount(usage: Usage, account: Account) -> str:
-    spent_s = usage.accounts_s[account]
+    spent_s = usage.accounts_s.get(account, 0.0)
     return f"{spent_s:,.1f} s" if spent_s else units.NONE
 
 

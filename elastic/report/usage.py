@@ -11,7 +11,7 @@ import msgspec
 
 from elastic.core import events as e
 from elastic.core.ledger import NANO_USD_PER_USD, DeviceBook, Ledger, overhead_share
-from elastic.core.types import NS_PER_S, Account, EndCause, Nanoseconds
+from elastic.core.types import NS_PER_S, SHARED_ACCOUNTS, Account, EndCause, Nanoseconds
 from elastic.report.history import History
 from providers.joined import LABEL_NOTE
 
@@ -20,7 +20,8 @@ ORDERLY_ENDS = frozenset({EndCause.RELEASED, EndCause.EXPIRED})
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
-    """What some GPUs did and cost. `accounts_s` has every account, in GPU-seconds, and sums to `gpu_s`.
+    """What some GPUs did and cost. `accounts_s` has every account, in GPU-seconds, and sums to `gpu_s`;
+    those of shared devices are there where a device is shared.
 
     `overhead_share` is docs/design.md's: overhead accounts over all time. `preempted_share` is the papers' (ROSE §6.1):
     preempted GPUs × recovery time over all time. There a lease that ends by time is preempted too, and a recovery is
@@ -140,8 +141,9 @@ def ledger_of(books: Iterable[DeviceBook]) -> Ledger:
 
 
 def _accounts_ns(books: Sequence[DeviceBook], end_ns: Nanoseconds) -> dict[Account, int]:
-    """GPU-nanoseconds by account, every account named."""
-    accounts_ns = dict.fromkeys(Account, 0)
+    """GPU-nanoseconds by account, every account named but those of shared devices where nothing is."""
+    shared = {account for book in books for account in book.accounts_ns} & SHARED_ACCOUNTS
+    accounts_ns = {account: 0 for account in Account if account not in SHARED_ACCOUNTS or account in shared}
     for book in books:
         for account, ns in book.accounts_ns.items():
             accounts_ns[account] += ns * book.gpus

@@ -36,6 +36,8 @@ BACKLOG = 1024
 """Connections that wait to be accepted. Where they do not fit, the kernel lets a worker wait a second."""
 CLOSE_GRACE_S = 1.0
 """How long a closed connection may still take to deliver its last frame."""
+FENCED_KEPT = 256
+"""Fenced workers that are told why they are refused; older ones are refused as unknown, and nothing of them is kept."""
 LAST_LOOK_S = 0.1
 """Grace after a silence: this process may have been held up, with the worker's messages still unread."""
 
@@ -196,6 +198,8 @@ class Door:
         self._listener = listener
         self._welcome = welcome
         self._sessions: dict[WorkerId, _Session] = {}
+        self._fenced: dict[WorkerId, None] = {}
+        """Those of the sessions that are, the first one first."""
         self._waiting: set[_Connection] = set()
         self._refusals = Refusals()
         self._loop = asyncio.get_running_loop()
@@ -263,6 +267,16 @@ class Door:
         if session is not None:
             session.fenced = session.fenced or reason
             session.cut(wire.RefusedFrame(reason, retry=False))
+            self._fenced[worker] = None
+            if len(self._fenced) > FENCED_KEPT:
+                self.forget(next(iter(self._fenced)))
+
+    def forget(self, worker: WorkerId) -> None:
+        """The worker will never be expected again: it is a stranger from now on."""
+        self._fenced.pop(worker, None)
+        session = self._sessions.pop(worker, None)
+        if session is not None:
+            session.cut()
 
     def refusals(self) -> list[RefusalCount]:
         """What was refused so far: of strangers, who name no run that can be believed, and of this run's workers."""

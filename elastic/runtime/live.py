@@ -148,6 +148,17 @@ class ProviderLeases:
                 else:
                     self._feed(e.LeaseRefused(lease=lease.id, reason=detail))
 
+    def hear(self, event: e.Event) -> None:
+        """Tell the core what a provider says. Nobody comes of a lease that is refused."""
+        if isinstance(event, e.LeaseRefused):
+            number = 0
+            while self._door.expects(worker := worker_id(event.lease, number)):
+                self._door.forget(worker)
+                if self._relay_rights is not None:
+                    self._relay_rights.revoke(worker)
+                number += 1
+        self._feed(event)
+
     def acquire(self, lease: LeaseId, provider: str, workers: int) -> None:
         tickets: list[WorkerTicket] = []
         for worker in (worker_id(lease, n) for n in range(workers)):
@@ -187,7 +198,7 @@ class ProviderLeases:
                 await self._ready[provider].wait()
                 await self.providers[provider].acquire(request)
         except Exception as error:
-            self._feed(e.LeaseRefused(lease=request.lease, reason=f"{type(error).__name__}: {error}"))
+            self.hear(e.LeaseRefused(lease=request.lease, reason=f"{type(error).__name__}: {error}"))
 
     async def _release(self, provider: str, lease: LeaseId) -> None:
         try:

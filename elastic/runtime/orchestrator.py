@@ -301,9 +301,9 @@ class Orchestrator:
                     await self._control.start()
                 await self._rewards.start()
                 for name, provider in providers.items():
-                    for lease in await provider.adopt(known.get(name, []), self._run.feed):
+                    for lease in await provider.adopt(known.get(name, []), self._leases.hear):
                         self._run.ask_again(lease)
-                    await provider.start(self._run.feed)
+                    await provider.start(self._leases.hear)
                     self._leases.ready(name)
                 self._leases.forsake()
                 sampler = tasks.create_task(self._sample_forever(), name="sampler")

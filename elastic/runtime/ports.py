@@ -6,7 +6,7 @@ Payloads (`Any`) are a world's own, such as token ids; a run only hands them fro
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
 from elastic.core import commands as c
@@ -147,6 +147,43 @@ class TrainerPort(Remembers, Protocol):
     def update(self, order: c.UpdateWeights) -> None: ...
 
 
+class Pool(Protocol):
+    """The pool whose devices the run's trainer and rollouts share with other jobs."""
+
+    def ask_permit(self) -> None:
+        """Have the trainer compute on its device in its turn: `PermitGranted` follows. Asked twice is asked once."""
+        ...
+
+    def yield_permit(self, permit: int | None, *, finished: bool) -> None:
+        """As `elastic.core.commands.YieldPermit`; a no-op for a permit that is over."""
+        ...
+
+    def tell_progress(self, step: int, done: int, of: int) -> None: ...
+
+    def take_up(self, permit: int | None, *, asked: bool) -> None:
+        """Another process of the run goes on: it takes itself to have this permit, or to have asked for one.
+
+        What is otherwise is told as events; what the run does not know to have is taken from it.
+        """
+        ...
+
+
+class Unshared:
+    """What the trainer computes on is the run's own: no permit is asked for, and none is had."""
+
+    def ask_permit(self) -> None:
+        raise AssertionError("nobody gives permits where nothing is shared")
+
+    def yield_permit(self, permit: int | None, *, finished: bool) -> None:
+        raise AssertionError("there is no permit where nothing is shared")
+
+    def tell_progress(self, step: int, done: int, of: int) -> None:
+        """Nobody waits for the rollouts' end."""
+
+    def take_up(self, permit: int | None, *, asked: bool) -> None:
+        """Nobody has taken anything meanwhile."""
+
+
 class Owner(Protocol):
     """Who has started the run."""
 
@@ -169,6 +206,7 @@ class Ports:
     rewards: Rewards
     trainer: TrainerPort
     owner: Owner
+    pool: Pool = field(default_factory=Unshared)
 
 
 class OneIncarnation:

@@ -21,6 +21,7 @@ from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core import saved_state
 from elastic.core.scheduler import Phase, Scheduler
+from elastic.core.trainer_permit import HAD, PermitState
 from elastic.core.types import LeaseId, LeaseState, Nanoseconds, ScoringState, TurnId
 from elastic.runtime.journal import why_unreadable
 from elastic.runtime.ports import Clock, Ports
@@ -143,6 +144,11 @@ class Run:
             c.TrainGroup: self._train_group,
             c.DropGroup: self._drop_group,
             c.UpdateWeights: self._update_weights,
+            c.AskPermit: lambda _: self._once_durable(ports.pool.ask_permit),
+            c.YieldPermit: lambda k: self._once_durable(
+                partial(ports.pool.yield_permit, k.permit, finished=k.finished)
+            ),
+            c.TellProgress: lambda k: ports.pool.tell_progress(k.step, k.done, k.of),
             c.ExhaustBudget: lambda k: self.feed(e.BudgetExhausted(cause=k.cause)),
             c.EndRun: self._end_run,
         }
@@ -266,6 +272,9 @@ class Run:
         for lease in list(self.scheduler.leases.leases.values()):
             if lease.state is LeaseState.RELEASING:
                 self._once_durable(self._ports.leases.release, lease.id, lease.provider)
+        permit = self.scheduler.permit
+        had = permit.number if permit.state in HAD else None
+        self._ports.pool.take_up(had, asked=permit.state is PermitState.ASKED)
         self._ports.trajectories.resume()
         for scoring in list(self.scheduler.scorings.values()):
             if scoring.state is ScoringState.RUNNING:

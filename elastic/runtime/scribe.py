@@ -14,6 +14,7 @@ from elastic.core.ids import group_of, parse_trajectory, provider_of
 from elastic.core.scheduler import Scheduler
 from elastic.core.types import EndCause, LeaseId, Nanoseconds, TrajectoryId, TurnId, TurnState, WorkerId
 from elastic.runtime.journal import (
+    BookRow,
     CallRow,
     GroupRow,
     JournalRecord,
@@ -222,6 +223,8 @@ class Scribe:
     # Events
 
     def _lease_ended(self, _: Nanoseconds, event: e.LeaseEnded, __: Any) -> None:
+        if self._keeps:  # The core may have folded these books before anybody looks at them again.
+            self._rows += [BookRow(worker=b.worker, book=b) for b in self._scheduler.ledger.just_closed(event.lease)]
         if event.lease in self._granted:
             self._granted.discard(event.lease)
             count = self._count(provider_of(event.lease))

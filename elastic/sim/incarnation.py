@@ -20,11 +20,12 @@ from elastic.core.invariants import check
 from elastic.core.policy import Policies
 from elastic.core.scheduler import Scheduler
 from elastic.core.types import EndCause, LeaseId, Nanoseconds, TurnId, WorkerId
-from elastic.runtime.ports import Ports, WorkerOrder
+from elastic.runtime.ports import Ports, Unshared, WorkerOrder
 from elastic.runtime.run import Run
 from elastic.sim.faults import FaultPlan, SimulatedSurroundings
 from elastic.sim.learner import Learner, Order
 from elastic.sim.loop import VirtualClock
+from elastic.sim.pool import SimulatedPool
 from elastic.sim.provider import SimulatedProvider
 from elastic.sim.record import RunRecord
 from elastic.sim.rollouts import SimulatedRollouts
@@ -33,7 +34,7 @@ from elastic.sim.trainer import SimulatedTrainer
 from elastic.sim.worker import SimulatedWorker
 from policies.balancing import ContinuousBalancing
 from policies.departure import UseNotice
-from policies.provisioning import MarginalValue, TakeWhatIsOffered
+from policies.provisioning import HoldForRollouts, MarginalValue, TakeWhatIsOffered
 from policies.replacement import EarlyReplacement
 from policies.routing import AffinityRouting
 from policies.sampling import DynamicSampling, FixedBatch
@@ -58,6 +59,7 @@ def policies(settings: WorldSettings) -> Policies:
         balancing=ContinuousBalancing() if settings.balancing else None,
         seeding=AdaptiveWindow(window_ns, reserved_engines=RESERVED_ENGINES) if adaptive else FixedWindow(window_ns),
         provisioning=MarginalValue() if settings.marginal_provisioning else TakeWhatIsOffered(),
+        holding=HoldForRollouts(settings.foreseen) if settings.holding else None,
         selection=NonZeroVariance(),
         replacement=EarlyReplacement(),
         departure=UseNotice(),
@@ -88,6 +90,7 @@ class Outside(SimulatedSurroundings, Protocol):
     providers: dict[str, SimulatedProvider]
     verified: dict[WorkerId, set[int]]
     faults: FaultPlan
+    pool: SimulatedPool | None
 
     def next_epoch(self, worker: WorkerId) -> int: ...
 
@@ -254,6 +257,7 @@ class Incarnation:
             rewards=self,
             trainer=self.orders,
             owner=self,
+            pool=self._outside.pool or Unshared(),
         )
 
     # From one incarnation to the next

@@ -4,9 +4,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from msgspec import UNSET
+
 from elastic.core import events as e
 from elastic.core.ids import worker_id
-from elastic.core.types import EndCause, LeaseId, Nanoseconds, Offer, WorkerId, WorkerRole
+from elastic.core.types import NS_PER_S, EndCause, LeaseId, Nanoseconds, Offer, WorkerId, WorkerRole
 from elastic.sim.commands import Interval, LeaseTime
 from elastic.sim.faults import SimulatedSurroundings
 from elastic.sim.settings import MS, SimulatedProviderSettings
@@ -15,6 +17,8 @@ ANSWER_NS = (1 * MS, 300 * MS)
 LATE_END_NS = (1 * MS, 2000 * MS)
 """How long after an expiry the provider gets round to saying so."""
 
+LATE_TURNS = 1.1
+"""Of the time within which a turn on a shared pool is to come, it may take so much."""
 LONGEST_SILENCE_NS = 3000 * MS
 SILENCE_APART_NS = 6000 * MS
 
@@ -104,6 +108,8 @@ class SimulatedProvider:
                     replacements=self.settings.overlap - max(0, len(self.held) - self.settings.leases) if open_ else 0,
                     gpus_per_worker=self.settings.gpus_per_worker,
                     workers_per_lease=self.settings.workers_per_lease,
+                    grant_within_s=self.settings.grant_within_ns / NS_PER_S or UNSET,
+                    by_permit=self.settings.by_permit or UNSET,
                 )
             )
         )
@@ -122,7 +128,7 @@ class SimulatedProvider:
         if full or (not self.reliable and injector.injects(rng, fault_rates.request_refused)):
             self._soon(lambda: self._refuse(held))
         elif self.reliable or not injector.injects(rng, fault_rates.request_ignored):
-            self._soon(lambda: self._grant(held))
+            self._in_turn(lambda: self._grant(held))
 
     def release(self, lease: LeaseId) -> None:
         """Of an unknown lease a no-op; of one not granted yet a refusal; deaf at most once to any."""
@@ -196,6 +202,13 @@ class SimulatedProvider:
             self._world.loop.at(self._silent_until_ns, lambda: hear(event))
         else:
             hear(event)
+
+    def _in_turn(self, action: Callable[[], object]) -> None:
+        within_ns = self.settings.grant_within_ns
+        if within_ns and not self.reliable:
+            self._world.loop.after(self._world.rng.randint(MS, round(LATE_TURNS * within_ns)), action)
+        else:
+            self._soon(action)
 
     def _soon(self, action: Callable[[], object]) -> None:
         self._world.loop.after(self._world.rng.randint(*ANSWER_NS), action)

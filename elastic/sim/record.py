@@ -146,7 +146,7 @@ class RunRecord:
             case c.FailTurn():
                 self.failed[command.turn.partition("#")[0]] = command.cause
             case c.TrainGroup() | c.UpdateWeights():
-                self._to_the_trainer(command, again=isinstance(event, e.WorkerSlept))
+                self._to_the_trainer(command, again=isinstance(event, e.WorkerSlept | e.PermitGranted))
             case c.FenceWorker():
                 self.refused.add(command.worker)
             case c.EndRun():
@@ -197,7 +197,7 @@ class RunRecord:
                 self.oldest[trajectory] = min(chunk.version, self.oldest.get(trajectory, chunk.version))
 
     def _to_the_trainer(self, command: c.TrainGroup | c.UpdateWeights, *, again: bool) -> None:
-        """Checks orders to the trainer; one that has come back gets its last order again."""
+        """Checks orders to the trainer. One that has come back, or has its device again, gets its last order again."""
         if again and command == self._order:
             return
         self._order = command

@@ -37,7 +37,8 @@ class SimulatedProviderSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Leases live for `life_ns` where it is given, with `overlap` replacements to be had besides `leases`.
 
     A notice comes `notice_ns` before a lease is taken. Requests of its hosts' own come in bursts, `serving_gap_ns`
-    apart on average; None if its hosts serve nobody.
+    apart on average; None if its hosts serve nobody. Where a request is a turn on a shared pool it is mostly granted
+    within `grant_within_ns`; a trainer `by_permit` computes in its turns only.
     """
 
     name: str
@@ -51,6 +52,8 @@ class SimulatedProviderSettings(msgspec.Struct, frozen=True, kw_only=True):
     life_ns: Nanoseconds | None = None
     notice_ns: Nanoseconds = 1500 * MS
     serving_gap_ns: Nanoseconds | None = None
+    grant_within_ns: Nanoseconds = 0
+    by_permit: bool = False
 
 
 class WorldSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,6 +81,12 @@ class WorldSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_turns: int = 3
     max_new_tokens: int = 24
     checkpoint_every_steps: int = 1
+    holding: bool = False
+    """Whether leases are held only while there are rollouts to do."""
+    foreseen: bool = True
+    """Whether they are asked for again shortly before that."""
+    permit_within_ns: Nanoseconds = 0
+    """How long the trainer may wait for its device, where it shares that with other jobs; 0 where it does not."""
     commit_ns: Nanoseconds = 500 * MS
     """How often the journal is made durable."""
     fault_span_ns: Nanoseconds = 15 * NS_PER_S
@@ -121,6 +130,28 @@ def draw_settings(rng: Random) -> WorldSettings:
         minibatches=rng.randint(1, groups),
     )
     return _draw_weather(rng, plan, providers, max(1, min(4, MOST_TURNS // (plan.steps * groups * plan.group_size))))
+
+
+def draw_sharing(rng: Random, settings: WorldSettings) -> WorldSettings:
+    """What of a world is held for rollouts alone, or shared with other jobs: of most worlds nothing."""
+    providers = [
+        msgspec.structs.replace(
+            provider,
+            grant_within_ns=rng.randint(2, 12) * NS_PER_S,
+            life_ns=rng.randint(3, 12) * NS_PER_S,
+            notice_ns=rng.choice((500 * MS, 1500 * MS)),
+        )
+        if provider.role is WorkerRole.ELASTIC and rng.random() < 1 / 4
+        else provider
+        for provider in settings.providers
+    ]
+    return msgspec.structs.replace(
+        settings,
+        providers=tuple(providers),
+        holding=rng.random() < 1 / 3,
+        foreseen=rng.random() < 1 / 2,
+        permit_within_ns=rng.choice((0, 0, rng.randint(2, 10) * NS_PER_S)),
+    )
 
 
 def draw_large_settings(rng: Random) -> WorldSettings:

@@ -5,18 +5,23 @@ from typing import Protocol
 
 from elastic.core import commands as c
 from elastic.core import events as e
-from elastic.core.types import LeaseId, Nanoseconds, WorkerId, WorkerRole
+from elastic.core.types import Account, LeaseId, Nanoseconds, WorkerId, WorkerRole
 from elastic.sim import worker
 from elastic.sim.learner import Learner, LearnerViolated, Order
 from elastic.sim.settings import MS
 from elastic.sim.worker import SimulatedWorker
 
+HALTED_NS = 10**18
 REPLY_NS = 50 * MS
 """The longest that it takes from a checkpoint to the orchestrator's hearing of its version."""
 
 
 class TrainerSurroundings(worker.WorkerSurroundings, Protocol):
     learner: Learner
+
+    def permits(self) -> bool:
+        """Whether the trainer has its device, which other jobs may share."""
+        ...
 
 
 class SimulatedTrainer(SimulatedWorker):
@@ -29,9 +34,39 @@ class SimulatedTrainer(SimulatedWorker):
         world.learner.restart()
         self._learner = world.learner
         super().__init__(world, name, lease, WorkerRole.TRAINER, world.learner.version)
+        self._has_device = True
+        self._works = False
+        self._halts = 0
+        if not world.permits():
+            self.halt()
         self._waiting: deque[Order] = deque()
         self._joins_under: int | None = None
         """The epoch of a connection under which it is to join once it has caught up."""
+
+    @property
+    def computes(self) -> bool:
+        return self._works
+
+    @property
+    def parked_ns(self) -> Nanoseconds:
+        """How long others had its device, as far as it has kept accounts."""
+        return self._accounts_ns.get(Account.PARKED, 0)
+
+    def _spent_on(self) -> Account:
+        return super()._spent_on() if self._has_device else Account.PARKED
+
+    def permit(self) -> None:
+        """It has its device: what it was at begins once more."""
+        self._account()
+        self._has_device, self._hung_until_ns = True, 0
+        self._go_on()
+
+    def halt(self) -> None:
+        """Others have the device."""
+        self._account()
+        self._has_device, self._hung_until_ns = False, HALTED_NS
+        self._works = False
+        self._halts += 1
 
     def be_told(self, epoch: int, order: Order) -> None:
         """An order from the core sets out on the link."""
@@ -60,16 +95,24 @@ class SimulatedTrainer(SimulatedWorker):
             self._go_on()
 
     def _go_on(self) -> None:
+        if self._works:
+            return
         if self._waiting:
             settings, done = self._world.settings, self._learner.has(self._waiting[0])
+            if not (done or self._has_device):
+                return
             takes_ns: Nanoseconds = 0 if done else self._world.rng.randint(1, settings.train_ns)
-            self._world.loop.after(takes_ns, lambda: self._act(self._finish))
+            self._works, halts = True, self._halts
+            self._world.loop.after(takes_ns, lambda: self._act(lambda: self._finish(halts)))
         elif self._joins_under == self.epoch and self._connected:
             self._joins_under = None
             super()._join()
 
-    def _finish(self) -> None:
+    def _finish(self, halts: int) -> None:
         """The checkpoint is written before anybody hears of the version that it has."""
+        if halts != self._halts:
+            return  # It lost the device meanwhile.
+        self._works = False
         order, settings = self._waiting.popleft(), self._world.settings
         if not (self.asleep or self._joins_under is not None or self._learner.has(order)):
             raise LearnerViolated("the trainer's device generates while it trains")

@@ -294,17 +294,16 @@ class SimulatedWorker:
 
     def _account(self) -> None:
         """Charges the time since the last call to the device's present activity."""
-        now_ns = self._world.loop.now_ns
-        if self.asleep:
-            account = Account.ASLEEP
-        elif self._turns:
-            account = Account.DECODE
-        elif self._loading is not None:
-            account = Account.LOADING
-        else:
-            account = Account.IDLE
+        now_ns, account = self._world.loop.now_ns, self._spent_on()
         self._accounts_ns[account] = self._accounts_ns.get(account, 0) + now_ns - self._accounted_ns
         self._accounted_ns = now_ns
+
+    def _spent_on(self) -> Account:
+        if self.asleep:
+            return Account.ASLEEP
+        if self._turns:
+            return Account.DECODE
+        return Account.IDLE if self._loading is None else Account.LOADING
 
     # The engine
 

@@ -18,6 +18,8 @@ import msgspec
 from elastic.core import events as e
 from elastic.core.digest import digest
 from elastic.core.ids import provider_of
+from elastic.core.ledger import NS_PER_HOUR
+from elastic.core.trainer_permit import PermitState
 from elastic.core.types import EndCause, LeaseId, Nanoseconds, TurnId, WorkerId, WorkerRole
 from elastic.sim.commands import Commander, Interval, TimedCommand, billed_usd, draw_commands
 from elastic.sim.faults import (
@@ -34,11 +36,19 @@ from elastic.sim.faults import (
 from elastic.sim.incarnation import Incarnation, SimulatedJournal, replayed
 from elastic.sim.learner import Learner
 from elastic.sim.loop import EventLoop
+from elastic.sim.pool import SimulatedPool
 from elastic.sim.provider import SimulatedProvider
 from elastic.sim.record import RunRecord
 from elastic.sim.rollouts import turn_length
 from elastic.sim.serving import SimulatedServingLoad
-from elastic.sim.settings import MS, SimulatedProviderSettings, WorldSettings, draw_large_settings, draw_settings
+from elastic.sim.settings import (
+    MS,
+    SimulatedProviderSettings,
+    WorldSettings,
+    draw_large_settings,
+    draw_settings,
+    draw_sharing,
+)
 from elastic.sim.trainer import SimulatedTrainer
 from elastic.sim.worker import SLOWNESS, Session, SimulatedWorker
 
@@ -97,7 +107,7 @@ def simulate(
     rng = Random(seed)
     draw = draw_large_settings if seed % LARGE_EVERY == LARGE_EVERY - 1 else draw_settings
     digests = digests or (settings is None and seed % REPLAYED_EVERY == REPLAYED_EVERY // 2)
-    settings = settings or draw(rng)
+    settings = settings or draw_sharing(Random(f"{seed}/sharing"), draw(rng))
     faults = faults or draw_faults(rng, settings.fault_span_ns)
     commands: Sequence[TimedCommand] = ()
     if commanded:
@@ -134,7 +144,11 @@ class SimulatedWorld:
         self.injector = FaultInjector()
         self.learner = Learner()
         self.workers: dict[WorkerId, SimulatedWorker] = {}
-        self.providers = {p.name: SimulatedProvider(self, p) for p in (TRAINER, *settings.providers)}
+        trainer, within_ns = TRAINER, settings.permit_within_ns
+        self.pool = SimulatedPool(self, within_ns) if within_ns else None
+        if within_ns:
+            trainer = msgspec.structs.replace(TRAINER, by_permit=True, grant_within_ns=within_ns)
+        self.providers = {p.name: SimulatedProvider(self, p) for p in (trainer, *settings.providers)}
         self.verified: dict[WorkerId, set[int]] = {}
         """Versions that a worker has held against their manifest."""
         self._processes: list[SimulatedWorker] = []
@@ -200,6 +214,16 @@ class SimulatedWorld:
     def trainer(self) -> SimulatedWorker | None:
         return next((w for w in self.workers.values() if w.role is WorkerRole.TRAINER and w.alive), None)
 
+    def sharer(self) -> SimulatedTrainer | None:
+        trainer = self.trainer()
+        return trainer if isinstance(trainer, SimulatedTrainer) else None
+
+    def striking(self) -> bool:
+        return self.loop.now_ns < self.faults.end_ns
+
+    def permits(self) -> bool:
+        return self.pool is None or self.pool.held is not None
+
     def boot_worker(self, worker: WorkerId, lease: LeaseId, role: WorkerRole, after_ns: Nanoseconds) -> None:
         if role is WorkerRole.TRAINER:
             born = SimulatedTrainer(self, worker, lease)
@@ -248,6 +272,8 @@ class SimulatedWorld:
             return
         if former is None:
             self.learner.begin_anew()
+            if self.pool is not None:
+                self.pool.take_up(None, asked=False)
         self._downtimes.append((self._crashed_ns, self.loop.now_ns))
         self.run = Incarnation(self, former)
         self.runs.append(self.run)
@@ -352,6 +378,7 @@ class SimulatedWorld:
         record.check_end()
         held = [lease for provider in self.providers.values() for lease in provider.granted()]
         record.require(not held, f"nobody has given back {held}")
+        record.require(scheduler.permit.state is PermitState.NONE, f"permit {scheduler.permit.number} is kept")
         alive = [process.id for process in self._processes if process.alive]
         record.require(not alive, f"still alive: {alive}")
         if self.digesting:
@@ -369,6 +396,9 @@ class SimulatedWorld:
             excused = [*self._downtimes, *provider.silences]
             limit_ns = self.settings.limits.release_timeout_ns
             usd += billed_usd(provider.settings, known, provider.asked_back_ns, limit_ns, excused)
+        trainers = [process for process in self._processes if isinstance(process, SimulatedTrainer)]
+        parked_ns = sum(trainer.parked_ns for trainer in trainers)  # Others have paid for that.
+        usd -= TRAINER.usd_per_gpu_hour * parked_ns / NS_PER_HOUR
         record.require(usd <= budget_usd, f"${usd:.4f} are billed, the budget was ${budget_usd:.4f}")
 
     def _outcome(self) -> SimulatedOutcome:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from elastic.core.ledger import NANO_USD_PER_USD
-from elastic.core.types import NS_PER_S, Account, EndCause
+from elastic.core.types import NS_PER_S, SHARED_ACCOUNTS, Account, EndCause
 from elastic.report import as_json, as_markdown, closing_table, tables
 from elastic.report.html import as_html
 from elastic.runtime.status import ProviderStatus
@@ -128,7 +128,7 @@ def adds_up(summary, ledger):
     bill = ledger.bill_nano_usd(end_ns)
     for name, usage in (*summary.providers.items(), ("", summary.total)):
         assert sum(usage.accounts_s.values()) == pytest.approx(usage.gpu_s)
-        assert set(usage.accounts_s) == {account.value for account in Account}
+        assert set(usage.accounts_s) == {account.value for account in Account if account not in SHARED_ACCOUNTS}
         assert min(usage.accounts_s.values()) >= 0.0
         for share in (usage.overhead_share, usage.preempted_share):
             assert 0.0 <= share <= 1.0

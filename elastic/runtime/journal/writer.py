@@ -137,13 +137,14 @@ class SqliteJournal:
 
     def books(self, books: Iterable[DeviceBook]) -> None:
         """The ledger's books as they are now. A closed one is written again only if it changed."""
+        written, self._books = self._books, {}
         for book in books:
             if book.closed_ns is None:
                 self.append(BookRow(worker=book.worker, book=book))
                 continue
             last = book.closed_ns, book.accounts_ns.get(Account.LOST, 0)
-            if self._books.get(book.worker) != last:
-                self._books[book.worker] = last
+            self._books[book.worker] = last
+            if written.get(book.worker) != last:
                 self.append(BookRow(worker=book.worker, book=book))
 
     def durable(self) -> "Future[None]":
