@@ -26,7 +26,7 @@ WORLDS = {
     3: "7c4cf5a6ef6b6cc6eb1d19ff80c5dbc0",
     7: "d125bc601be42ad5e540903e57095863",
     12: "e1fe0fd93ea4a86070b209d22ee8d981",
-    13: "f11b836771877fdb5d8f72344e1b7dfa",
+    13: "d4c6ec03e901867ca44f4da46047303b",
     17: "1cf1fc22ab5b0c55de64edc3e637e3c5",
     18: "c0975bdea99590aeb3ba15a2b78d6279",
     20: "4b454ce9255f082d4f22a67b05adc7d8",
