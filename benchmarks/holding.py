@@ -3,8 +3,8 @@
 - `pause`: the planner's workload in simulation (`examples/planner.toml`: 8B, 64 groups of 16, the trainer on 16 H100,
   up to 48 more on a replayed spot market that boots for a minute), in three arms. Leases are held for the whole `run`;
   for `rollouts`, given back for as long as the last pause foresees; `late`, given back in every pause and asked for
-  when the rollouts are there. `saved_share` is of the spot bill, which goes by the second, `saved_share_of_all` of the whole
-  bill, and `time_lost_share` of the run's time, each over `run`. A pause grows with the weights' update
+  when the rollouts are there. `saved_share` is of the spot bill, which goes by the second, `saved_share_of_all` of the
+  whole bill, and `time_lost_share` of the run's time, each over `run`. A pause grows with the weights' update
   (`simulation.numbers.update_s`, the keys).
 - `slices`: one core, one turn, and thousands of leases, each of which brings it a token and ends. CPU time an event,
   and the size of the core's saved state, early and late.
