@@ -21,6 +21,7 @@ class Optimum(msgspec.Struct, frozen=True):
 
     nano_usd_per_hour: int
     proven: bool
+    groups: tuple[tuple[JobId, ...], ...] = ()
 
 
 class Optimiser:
@@ -99,7 +100,8 @@ class Optimiser:
         if not proven:
             return Optimum(self.bound(active), proven=False)
         values = solver.getSolution().col_value
-        return Optimum(sum(cost for value, (_, cost) in zip(values, groups, strict=True) if value > 0.5), proven=True)
+        chosen = [each for value, each in zip(values, groups, strict=True) if value > 0.5]
+        return Optimum(sum(cost for _, cost in chosen), proven=True, groups=tuple(group for group, _ in chosen))
 
     def bound(self, active: Iterable[JobId]) -> int:
         """No partition costs less: whoever keeps its SLO needs so much of a node's time, and nodes are whole."""

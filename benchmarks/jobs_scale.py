@@ -11,8 +11,13 @@ charged.
 - `slo_planned`: the share of jobs within their SLO, restarts included; a rejected one that could run alone is missed.
   `slo_actual`: the same if each job's phases take the share of their plan that its responses are long (drawn between a
   half and all of it), against its own solo time.
-- `drift` is not simulated yet.
 - `admissions`: packed, scaled, new. `peak_gpus`, `idle_share`: of the groups' nodes. `moves` are a job.
+- `drift`: every second job of the first window, whose phases drift (`_drift.py`), where placements stay, where those are
+  resubmitted that drift too far, and beside hourly optimal regrouping (`over_regrouping`: cost over its).
+- `sensitivity.planning` is simulated phase by phase, with the first jobs of the first window (`_job_variants.py`), as
+  `train_when` and `extra_rounds_at_most` are by plans.
+
+`--part` runs some parts alone; the others are null. Without it the full form takes some ten minutes on two cores.
 """
 
 import multiprocessing
@@ -24,12 +29,13 @@ from random import Random
 from statistics import mean, pstdev
 from typing import Any, NamedTuple
 
-import msgspec
 from _common import Arguments, emit, parser
+from _drift import ARMS, SETTINGS, drifted
+from _job_variants import QUANTILES, extra_rounds, planned, train_when
 from _optimum import Optimiser
 
 from elastic.cluster.types import JobState
-from elastic.sim.job_plans import NS_PER_H, PlanWorld
+from elastic.sim.job_plans import NS_PER_H, PhaseShares, PlanWorld
 from elastic.sim.job_workloads import GPUS, H800_NANO_USD, RESTART_S, from_trace, pool_of, production
 from elastic.sim.jobs import Arrival
 from policies.clusters import CLUSTER_POLICIES
@@ -50,7 +56,13 @@ THEIRS = {
     "workloads": {"weave": [1.01, 1.12], "random": [1.72, 2.0], "most_idle": [1.38, 1.89]},
     "slo": {"random_at_1.2": 0.38, "most_idle_at_1.2": 0.43, "random_at_2": 0.71, "most_idle_at_2": 0.73},
     "residency": {"random_and_most_idle": [1.59, 2.15], "slo": [0.48, 0.61]},
-    "drift": {"static_over_regrouping": {"up": 1.11, "down": 1.10, "mixed": 1.08}},
+    "drift": {
+        "static_over_regrouping": {"up": 1.11, "down": 1.10, "mixed": 1.08},
+        "static_slo": {"up": 0.986, "down": 0.987, "mixed": 0.956},
+        "random_over_regrouping": [3.5, 3.6],
+        "most_idle_over_regrouping": [3.2, 3.3],
+        "restart_h": 32.9,
+    },
 }
 """Weave's printed figures: §6.4, Figs. 14, 15, 17 and 20."""
 
@@ -112,8 +124,9 @@ def figures(world: PlanWorld, arrivals: Sequence[Arrival], residents: int, prove
 def slo_actual(policy: str, arrivals: Sequence[Arrival], residents: int, seed: int) -> float:
     """The share of jobs within their SLO by their own solo time, where responses are shorter than planned."""
     rng = Random(seed)
-    shorter = [msgspec.structs.replace(arrival, shortest=rng.uniform(0.5, 1.0)) for arrival in arrivals]
-    world = PlanWorld(pool_of(residents), CLUSTER_POLICIES[policy], shorter, actual=True).run()
+    share = {arrival.request.id: rng.uniform(0.5, 1.0) for arrival in arrivals}
+    shares: PhaseShares = lambda job, done: (share[job], share[job])  # noqa: E731
+    world = PlanWorld(pool_of(residents), CLUSTER_POLICIES[policy], arrivals, shares=shares).run()
     return mean(outcome.met for outcome in world.outcomes())
 
 
@@ -200,42 +213,109 @@ def produced(pool: Pool, seeds: Sequence[int], proven_max: int) -> dict[str, Any
     return found | {"colocated_usd_per_hour": found["job_hours_per_hour"]["solo"] * GPUS * H800_NANO_USD / 1e9}
 
 
-def sensitivity(pool: Pool, seeds: Sequence[int], proven_max: int) -> dict[str, Any]:
-    """One parameter at a time, on the first window; cost over the optimum and planned SLOs by policy. `moves`: what
-    `ours` costs and how often it moves a job, by how long a move takes, in seconds."""
+PARTS = ("windows", "workload", "slo", "residency", "moves", "planning", "production", "drift")
+PROFILES_APART = ("balanced", "rollout_heavy", "train_heavy")
+PLANNED_JOBS = 100
+SWITCHES_S = (None, 0.0, 2.0, 10.0)
 
-    def short(**changed: Any) -> dict[str, Any]:
-        found, _ = compared(pool, WINDOWS[0], seeds, proven_max, policies=SHARING, **changed)
-        return {key: found[key] for key in ("over_optimum", "slo_planned", "slo_actual", "rejected", "moves")}
 
+def short(pool: Pool, window: str, seeds: Sequence[int], proven_max: int, **changed: Any) -> dict[str, Any]:
+    found, _ = compared(pool, window, seeds, proven_max, policies=SHARING, **changed)
+    return {key: found[key] for key in ("over_optimum", "slo_planned", "slo_actual", "rejected", "moves")}
+
+
+def restarts(pool: Pool, seeds: Sequence[int], proven_max: int) -> dict[str, Any]:
+    """What `ours` costs and how often it moves a job, by how long a move takes, in seconds."""
     moves: dict[str, Any] = {}
     for restart_s in (30.0, 120.0, 308.0, 900.0, 3600.0):
         found, _ = compared(pool, WINDOWS[0], seeds, proven_max, policies=("ours",), restart_s=restart_s)
-        moves[f"{restart_s:g}"] = {key: found[key]["ours"] for key in ("usd_per_hour", "over_optimum", "moves")}
-    return {
-        "moves": moves,
-        "workload": {profile: short(profile=profile) for profile in ("balanced", "rollout_heavy", "train_heavy")},
-        "slo": {str(slo): short(slo=(slo, slo)) for slo in (1.2, 1.5, 2.0)},
-        "residency": {str(residents): short(residents=residents) for residents in (2, 3, 4)},
+        keys = ("usd_per_hour", "over_optimum", "slo_planned", "moves")
+        moves[f"{restart_s:g}"] = {key: found[key]["ours"] for key in keys}
+    return moves
+
+
+def mixed_jobs(seed: int) -> list[Arrival]:
+    return from_trace(read_jobs(data_path(WINDOWS[0])), "mixed", SLO, seed)
+
+
+def planned_with(task: tuple[str, int]) -> dict[str, Any]:
+    how, seed = task
+    return planned(pool_of(RESIDENTS, 64), mixed_jobs(seed)[:PLANNED_JOBS], how, seed)
+
+
+def trained(task: tuple[float | None, int]) -> dict[str, Any]:
+    return train_when(pool_of(RESIDENTS), mixed_jobs(task[1]), task[0])
+
+
+def extra(seed: int) -> float:
+    return extra_rounds(pool_of(RESIDENTS), mixed_jobs(seed))
+
+
+def planning(pool: Pool, seeds: Sequence[int]) -> dict[str, Any]:
+    """At what quantile jobs are planned, when they train, and what rounds beyond one a cycle could bring."""
+    return {how: merged(pool.map(planned_with, [(how, seed) for seed in seeds], chunksize=1)) for how in QUANTILES} | {
+        "train_when": {
+            "all_in" if switch_s is None else f"piecewise, {switch_s:g} s a switch": merged(
+                pool.map(trained, [(switch_s, seed) for seed in seeds], chunksize=1)
+            )
+            for switch_s in SWITCHES_S
+        },
+        "extra_rounds_at_most": mean(pool.map(extra, seeds)),
     }
 
 
-def main(quick: bool, proven_max: int) -> dict[str, Any]:
+def drifted_with(task: tuple[str, str, int]) -> dict[str, Any]:
+    arm, setting, seed = task
+    return drifted(arm, pool_of(RESIDENTS), mixed_jobs(seed)[::2], setting, seed)
+
+
+def drift(pool: Pool, seeds: Sequence[int]) -> dict[str, Any]:
+    arms, found = (*ARMS, "regroup_hourly"), dict[str, Any]()
+    for setting in SETTINGS:
+        tasks = [(arm, setting, seed) for arm in arms for seed in seeds]
+        told = pool.map(drifted_with, tasks, chunksize=1)
+        by_arm = {arm: merged(told[i * len(seeds) : (i + 1) * len(seeds)]) for i, arm in enumerate(arms)}
+        least = by_arm["regroup_hourly"]["usd"]
+        found[setting] = {arm: each | {"over_regrouping": each["usd"] / least} for arm, each in by_arm.items()}
+    return found
+
+
+def main(quick: bool, proven_max: int, parts: Sequence[str]) -> dict[str, Any]:
     seeds = QUICK_SEEDS if quick else SEEDS
     windows: dict[str, Any] = {}
     spread: dict[str, Any] = {}
     with multiprocessing.get_context("spawn").Pool(os.cpu_count() or 1) as pool:
-        for window in WINDOWS:
-            windows[window], spread[window] = compared(pool, window, seeds, proven_max)
+        if "windows" in parts:
+            for window in WINDOWS:
+                windows[window], spread[window] = compared(pool, window, seeds, proven_max)
+        sensitivity: dict[str, Any] = dict.fromkeys(("workload", "slo", "residency", "moves", "planning"))
+        if "workload" in parts:
+            sensitivity["workload"] = {
+                profile: {window: short(pool, window, seeds, proven_max, profile=profile) for window in WINDOWS}
+                for profile in PROFILES_APART
+            }
+        if "slo" in parts:
+            sensitivity["slo"] = {
+                str(slo): short(pool, WINDOWS[0], seeds, QUICK_PROVEN_MAX, slo=(slo, slo)) for slo in (1.2, 1.5, 2.0)
+            }
+        if "residency" in parts:
+            sensitivity["residency"] = {
+                str(residents): short(pool, WINDOWS[0], seeds, QUICK_PROVEN_MAX, residents=residents)
+                for residents in (2, 3, 4, 5)
+            }
+        if "moves" in parts:
+            sensitivity["moves"] = restarts(pool, seeds, QUICK_PROVEN_MAX)
+        if "planning" in parts:
+            sensitivity["planning"] = planning(pool, seeds)
         return {
             "grain": "simulated by plans",
             "proven_max": proven_max,
-            "windows": windows,
-            "sensitivity": None if quick else sensitivity(pool, seeds, QUICK_PROVEN_MAX),
-            "production": None if quick else produced(pool, seeds, QUICK_PROVEN_MAX),
-            "drift": None,
+            "windows": windows or None,
+            "sensitivity": sensitivity if any(sensitivity.values()) else None,
+            "production": produced(pool, seeds, QUICK_PROVEN_MAX) if "production" in parts else None,
+            "drift": drift(pool, seeds) if "drift" in parts else None,
             "seeds": len(seeds),
-            "spread": spread,
+            "spread": spread or None,
             "theirs": THEIRS,
         }
 
@@ -243,6 +323,8 @@ def main(quick: bool, proven_max: int) -> dict[str, Any]:
 if __name__ == "__main__":
     options = parser(__doc__)
     options.add_argument("--proven-max", type=int, metavar="N", help="prove optima of at most so many jobs")
+    options.add_argument("--part", action="append", choices=PARTS, help="this part alone; may be given several times")
     given = options.parse_args()
     proven = given.proven_max or (QUICK_PROVEN_MAX if given.quick else PROVEN_MAX)
-    emit(main(given.quick, proven), Arguments(quick=given.quick, json=given.json))
+    wanted = given.part or (("windows",) if given.quick else PARTS)
+    emit(main(given.quick, proven, wanted), Arguments(quick=given.quick, json=given.json))

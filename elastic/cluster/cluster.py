@@ -359,8 +359,12 @@ class Cluster:
 
     def _progressed(self, event: e.JobProgressed) -> None:
         record = self.state.jobs.get(event.job)
-        if record is not None:
-            record.steps_done = max(record.steps_done, min(event.steps_done, record.request.steps))
+        if record is None:
+            return
+        record.steps_done = max(record.steps_done, min(event.steps_done, record.request.steps))
+        if event.rollout_ns is not None and event.train_ns is not None and record.seat is not None:
+            record.measured_ns = {_ROLLOUT: event.rollout_ns, _TRAIN: event.train_ns}
+            self._watch_drift(record)
 
     def _asked(self, event: e.PhaseAsked) -> None:
         record = self.state.jobs.get(event.job)

@@ -45,10 +45,12 @@ class JobStarted(_ClusterEvent, frozen=True):
 
 
 class JobProgressed(_ClusterEvent, frozen=True):
-    """So many of its steps are done in all."""
+    """So many of its steps are done in all; how long its phases have lately taken, where the job says so."""
 
     job: JobId
     steps_done: int
+    rollout_ns: Nanoseconds | None = None
+    train_ns: Nanoseconds | None = None
 
 
 class JobFinished(_ClusterEvent, frozen=True):

@@ -6,18 +6,22 @@ that is `elastic.sim.jobs`, whose steps last as long on average.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import msgspec
 
 from elastic.cluster import Cluster, ClusterPolicies, PoolSpec, WaitLimits
 from elastic.cluster import commands as c
 from elastic.cluster import events as e
+from elastic.cluster.groups import PlannedMember
 from elastic.cluster.types import JobId, JobState, Nanoseconds
 from elastic.sim.jobs import Arrival
 from elastic.sim.loop import EventLoop
 
 NS_PER_H = 3_600_000_000_000
+LOOKED_AT_NS = NS_PER_H
+PhaseShares: TypeAlias = Callable[[JobId, float], tuple[float, float]]
 
 
 class PlanStretch(msgspec.Struct, frozen=True):
@@ -55,8 +59,9 @@ class JobOutcome(msgspec.Struct, frozen=True):
 class PlanWorld:
     """One policy and one workload, from the first arrival until everything has ended.
 
-    With `actual` every job's phases take the `shortest` share of their plan that its arrival tells, and its slowdown is
-    over what its steps alone would so have taken.
+    With `shares` phases take other times than planned: so much of the plan that came with the job, for rollouts and for
+    training, once so much of all its steps is done. They are looked at anew, and told to the cluster, every
+    `LOOKED_AT_NS`. A job's slowdown is over what its steps alone would so have taken.
     """
 
     def __init__(
@@ -66,10 +71,12 @@ class PlanWorld:
         arrivals: Sequence[Arrival],
         limits: WaitLimits | None = None,
         *,
-        actual: bool = False,
+        shares: PhaseShares | None = None,
     ) -> None:
-        self._actual = actual
-        self._actual_ns: dict[tuple[JobId, ...], Nanoseconds] = {}
+        self._shares = shares
+        self._cycles_ns: dict[tuple[str, ...], Nanoseconds] = {}
+        self._alone_ns: Counter[JobId] = Counter()
+        self._told_at_ns = -LOOKED_AT_NS
         self.cluster = Cluster(spec, policies, limits or WaitLimits(), 0)
         self._arrivals = {arrival.request.id: arrival for arrival in arrivals}
         self._loop = EventLoop()
@@ -98,6 +105,8 @@ class PlanWorld:
             if wakeup_ns is not None and wakeup_ns <= self._now_ns:
                 self._tell_progress()
                 self._tell(e.TimePassed())
+            if self._shares is not None and self._now_ns >= self._told_at_ns + LOOKED_AT_NS:
+                self._tell_phases()
             while (at_ns := self._loop.next_ns()) is not None and at_ns <= self._now_ns:
                 self._tell_progress()
                 self._loop.step()
@@ -110,8 +119,8 @@ class PlanWorld:
                 plan = record.request.plan
                 assert plan is not None
                 took_ns = self._ended_ns[job] - self._accepted_ns[job]
-                share = self._arrivals[job].shortest if self._actual else 1.0
-                slowdown = took_ns / (plan.solo_ns * share * record.request.steps)
+                alone_ns = self._alone_ns[job] if self._shares else plan.solo_ns * record.request.steps
+                slowdown = took_ns / alone_ns
             queued_ns = self._accepted_ns.get(job, self._now_ns) - self._arrivals[job].at_ns
             found.append(
                 JobOutcome(
@@ -132,37 +141,65 @@ class PlanWorld:
         return self._loop.now_ns
 
     def _cycle_ns(self, job: JobId) -> Nanoseconds:
+        """At the phases as they are now; those of a group are looked at once for each membership and hour."""
         seat = self.cluster.jobs[job].seat
         assert seat is not None
         group = self.cluster.groups[seat.group]
-        if not self._actual:
+        if self._shares is None:
             return group.cycle_ns
         key = (seat.group, *group.members)
-        if key not in self._actual_ns:
-            shorter = [
-                msgspec.structs.replace(
-                    member,
-                    rollout_ns=max(1, int(member.rollout_ns * self._arrivals[member.job].shortest)),
-                    train_ns=max(1, int(member.train_ns * self._arrivals[member.job].shortest)),
-                )
-                for member in group.members.values()
-            ]
-            self._actual_ns[key] = self.cluster.policies.placement.cycle(shorter)
-        return self._actual_ns[key]
+        if key not in self._cycles_ns:
+            members = [self._as_it_is(member) for member in group.members.values()]
+            self._cycles_ns[key] = self.cluster.policies.placement.cycle(members)
+        return self._cycles_ns[key]
+
+    def _phases_ns(self, job: JobId) -> tuple[Nanoseconds, Nanoseconds]:
+        assert self._shares is not None
+        request = self._arrivals[job].request
+        done = self._steps.get(job, self._kept.get(job, 0.0)) / request.steps
+        rollout, train = self._shares(job, done)
+        assert request.plan is not None
+        return max(1, int(request.plan.rollout_ns * rollout)), max(1, int(request.plan.train_ns * train))
+
+    def _as_it_is(self, member: PlannedMember) -> PlannedMember:
+        request = self._arrivals[member.job].request
+        rollout_ns, train_ns = self._phases_ns(member.job)
+        assert request.plan is not None
+        return msgspec.structs.replace(
+            member,
+            rollout_ns=rollout_ns + request.plan.rollout_switch_ns,
+            train_ns=train_ns + request.plan.train_switch_ns,
+        )
+
+    def _tell_phases(self) -> None:
+        self._told_at_ns = self._now_ns
+        self._cycles_ns.clear()
+        for job in list(self._steps):
+            if job in self._steps:  # Who strays is stopped at once.
+                rollout_ns, train_ns = self._phases_ns(job)
+                done = int(self._steps[job])
+                self._tell(e.JobProgressed(job=job, steps_done=done, rollout_ns=rollout_ns, train_ns=train_ns))
 
     def _next_ns(self) -> Nanoseconds | None:
         times = [ns for ns in (self._loop.next_ns(), self.cluster.next_wakeup_ns()) if ns is not None]
         for job, done in self._steps.items():
             left = max(0.0, self.cluster.request(job).steps - done)
             times.append(self._now_ns + int(left * self._cycle_ns(job)) + 1)
+        if self._shares is not None and self._steps:
+            times.append(self._told_at_ns + LOOKED_AT_NS)
         return max(self._now_ns, min(times)) if times else None
 
     def _pass(self, until_ns: Nanoseconds) -> None:
         passed_ns = until_ns - self._now_ns
         if passed_ns > 0:
             self._note(until_ns)
-            for job in self._steps:
-                self._steps[job] += passed_ns / self._cycle_ns(job)
+            steps = {job: passed_ns / self._cycle_ns(job) for job in self._steps}
+            for job, done in steps.items():
+                if self._shares is not None:
+                    plan = self._arrivals[job].request.plan
+                    assert plan is not None
+                    self._alone_ns[job] += round(done * (sum(self._phases_ns(job)) + plan.sync_ns))
+                self._steps[job] += done
             self._loop.pass_to(until_ns)
 
     def _note(self, until_ns: Nanoseconds) -> None:

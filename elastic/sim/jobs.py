@@ -29,11 +29,13 @@ class JobsWorldFailed(AssertionError):
 
 
 class Arrival(msgspec.Struct, frozen=True, kw_only=True):
-    """A job that comes at a time. Its phases last `shortest` to 1 of what is planned, drawn anew for every step."""
+    """A job that comes at a time. Its phases last `shortest` to `longest` of what is planned, drawn anew for every step;
+    `longest` is beyond 1 where not the worst case was planned."""
 
     at_ns: Nanoseconds
     request: JobRequest
     shortest: float = 1.0
+    longest: float = 1.0
     profile: PhasePlan | None = None
     """What a timed step shows, for a request without a plan."""
 
@@ -314,8 +316,8 @@ class JobsWorld:
         assert record.seat is not None
         train = len(self.cluster.groups[record.seat.group].train)
         planned_ns = plan.rollout_ns if phase is _ROLLOUT else request.train_ns(train)
-        shortest = state.arrival.shortest
-        drawn = shortest + (1.0 - shortest) * self._rng.random() ** 0.5 if shortest < 1.0 else 1.0
+        shortest, longest = state.arrival.shortest, state.arrival.longest
+        drawn = shortest + (longest - shortest) * self._rng.random() ** 0.5 if shortest < longest else longest
         if self._faults.overrun_share and self._rng.random() < self._faults.overrun_share:
             self.faults["overrun"] += 1
             drawn *= 1.0 + self._rng.random()
