@@ -12,8 +12,8 @@ charged.
   `slo_actual`: the same if each job's phases take the share of their plan that its responses are long (drawn between a
   half and all of it), against its own solo time.
 - `admissions`: packed, scaled, new. `peak_gpus`, `idle_share`: of the groups' nodes. `moves` are a job.
-- `drift`: every second job of the first window, whose phases drift (`_drift.py`), where placements stay, where those are
-  resubmitted that drift too far, and beside hourly optimal regrouping (`over_regrouping`: cost over its).
+- `drift`: every second job of the first window, whose phases drift (`_drift.py`), where placements stay, where jobs
+  that drift too far are resubmitted, and beside hourly optimal regrouping (`over_regrouping`: cost over its).
 - `sensitivity.planning` is simulated phase by phase, with the first jobs of the first window (`_job_variants.py`), as
   `train_when` and `extra_rounds_at_most` are by plans.
 

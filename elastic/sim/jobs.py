@@ -29,7 +29,7 @@ class JobsWorldFailed(AssertionError):
 
 
 class Arrival(msgspec.Struct, frozen=True, kw_only=True):
-    """A job that comes at a time. Its phases last `shortest` to `longest` of what is planned, drawn anew for every step;
+    """A job that comes at a time. Its phases last `shortest` to `longest` of the plan, drawn anew for every step;
     `longest` is beyond 1 where not the worst case was planned."""
 
     at_ns: Nanoseconds
