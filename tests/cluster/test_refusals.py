@@ -1,0 +1,131 @@
+"""Why a job does not go into a group, in numbers; which of several places a policy takes; and what fits exactly."""
+
+import msgspec
+import pytest
+
+from policies.placement import PLACEMENTS, PlacementRules
+from tests.cluster.conftest import View, group, job, view
+
+S = 1_000_000_000
+
+
+def refused(policy: str, pool: View, **more: object) -> list[str]:
+    newcomer = job("b", 100 * S, 50 * S, **{"slo": 2.0, **more})
+    return [str(refusal) for refusal in PLACEMENTS[policy].refusals(newcomer, pool)]
+
+
+def beside(slo: float = 2.0, **more: object) -> View:
+    return view(group("g", 1, (job("a", 100 * S, 100 * S, slo=slo, **more), ("n1",))))
+
+
+@pytest.mark.parametrize(
+    ("policy", "pool", "more", "words"),
+    [
+        ("ours", beside(train_bytes=3), {"train_bytes": 3}, "host memory of a training node, bytes: 6; allowed: 5"),
+        ("ours", beside(), {"slo": 1.3}, "its cycle is longer than the job bears, s: 200; allowed: 195"),
+        ("ours", beside(slo=1.0), {"train_nodes": 3}, "the job's own step is longer than a member bears, s: 250"),
+        (
+            "ours",
+            view(group("g", 1, (job("a", 10 * S, 190 * S, slo=1.0), ("n1",)))),
+            {},
+            "training in a cycle, s: 240; allowed: 200",
+        ),
+        ("solo", beside(slo=9.0), {}, "jobs share nothing, members: 2; allowed: 1"),
+        ("gavel", beside(slo=9.0, rollout_bytes=3), {"slo": 9.0}, "emptiest rollout node, bytes: 4; allowed: 3"),
+        (
+            "ours",
+            view(group("g", 1, (job("a", 120 * S, 80 * S, slo=1.0), ("n1",))))._replace(free_rollout=0),
+            {"slo": 1.5},
+            "rollout nodes, with the free ones: 1; allowed: 0",
+        ),
+    ],
+)
+def test_the_first_thing_in_the_way_is_told(policy: str, pool: View, more: dict[str, object], words: str) -> None:
+    told = refused(policy, pool, **more)
+    assert len(told) == 1
+    assert words in told[0]
+    assert told[0].startswith("g: ")
+
+
+def test_a_group_that_takes_the_job_refuses_nothing() -> None:
+    assert refused("ours", beside(slo=2.0)) == []
+
+
+def test_what_fits_to_the_byte_and_the_nanosecond_is_taken() -> None:
+    a = job("a", 100, 100, slo=1.0, rollout_bytes=2, train_bytes=4)
+    pool = view(group("g", 1, (a, ("n1",))), requests=(a,))
+    newcomer = job("b", 100, 100, slo=1.0)
+    choice = PLACEMENTS["ours"].place(newcomer, pool)
+    assert choice is not None
+    assert (choice.how, choice.cycle_ns) == ("packed", 200)
+    choice = PLACEMENTS["ours"].place(msgspec.structs.replace(newcomer, slo=1.01), pool)
+    assert choice is not None
+    assert choice.how == "packed"
+    more = PLACEMENTS["ours"].place(msgspec.structs.replace(newcomer, train_bytes=2), pool)
+    assert more is not None
+    assert more.how == "new"
+
+
+def test_the_last_free_node_will_do() -> None:
+    a = job("a", 100, 20, slo=1.0)
+    pool = view(group("g", 1, (a, ("n1",))), requests=(a,))._replace(free_rollout=1)
+    choice = PLACEMENTS["ours"].place(job("b", 90, 20, slo=1.5), pool)
+    assert choice is not None
+    assert (choice.how, choice.new_rollout) == ("scaled", 1)
+
+
+def test_the_first_of_equals_as_printed() -> None:
+    groups = [group(f"g{i}", 1, (job(f"a{i}", 100, 20, slo=1.0), (f"n{i}",))) for i in range(3)]
+    choice = PLACEMENTS["weave"].place(job("b", 90, 20, slo=1.5), view(*groups))
+    assert choice is not None
+    assert (choice.group, choice.how) == ("g0", "scaled")
+
+
+def test_ours_takes_the_least_slack_among_those_that_live_equally_long() -> None:
+    loose, tight = job("loose", 100, 20, slo=4.0, steps=900), job("tight", 100, 20, slo=2.0, steps=900)
+    pool = view(group("g1", 1, (loose, ("n1",))), group("g2", 1, (tight, ("n2",))), requests=(loose, tight))
+    choice = PLACEMENTS["ours"].place(job("b", 30, 20, slo=4.0), pool)
+    assert choice is not None
+    assert choice.group == "g2"
+
+
+def test_ours_takes_the_fullest_node_and_weave_the_first() -> None:
+    empty, full = job("e", 10, 10, slo=9.0), job("f", 60, 10, slo=9.0)
+    pool = view(group("g", 1, (empty, ("n1",)), (full, ("n2",))), requests=(empty, full))
+    for policy, node in (("ours", "n2"), ("ours_without_moves", "n2")):
+        choice = PLACEMENTS[policy].place(job("b", 20, 10, slo=9.0), pool)
+        assert choice is not None
+        assert choice.rollout == (node,)
+    choice = PlacementRules().place(job("b", 20, 10, slo=9.0), pool)
+    assert choice is not None
+    assert choice.rollout == ("n1",)
+
+
+def test_who_wants_several_nodes_gets_the_idlest() -> None:
+    members = [(job(f"m{i}", ns, 10, slo=20.0), (f"n{i}",)) for i, ns in enumerate((60, 10, 30))]
+    pool = view(group("g", 1, *members), requests=tuple(member for member, _ in members))
+    choice = PLACEMENTS["ours"].place(job("b", 20, 10, slo=20.0, rollout_nodes=2), pool)
+    assert choice is not None
+    assert choice.rollout == ("n1", "n2")
+
+
+def test_the_idlest_nodes_of_the_idlest_group() -> None:
+    busy, idle = job("busy", 90, 90, slo=2.0), job("idle", 100, 10, slo=2.0)
+    other = job("other", 40, 10, slo=2.0)
+    pool = view(group("g1", 1, (busy, ("n1",))), group("g2", 1, (idle, ("n2",)), (other, ("n3",))))
+    choice = PLACEMENTS["most_idle"].place(job("b", 20, 10), pool)
+    assert choice is not None
+    assert (choice.group, choice.how) == ("g2", "scaled")
+    choice = PLACEMENTS["most_idle"].place(job("b", 20, 10), pool._replace(free_rollout=0))
+    assert choice is not None
+    assert (choice.group, choice.rollout) == ("g2", ("n3",))
+
+
+def test_draws_reach_every_group_and_a_new_one() -> None:
+    groups = [group(f"g{i}", 1, (job(f"a{i}", 100, 20), (f"n{i}",))) for i in range(3)]
+    reached = [PLACEMENTS["random"].place(job("b", 90, 20), view(*groups)._replace(arrivals=i)) for i in range(64)]
+    kinds = [(choice.group, choice.how) for choice in reached if choice is not None]
+    assert {where for where, _ in kinds} == {"g0", "g1", "g2", None}
+    assert {how for _, how in kinds} == {"packed", "scaled", "new"}
+    # Groups are drawn, not places: each comes about a quarter of the times.
+    assert all(8 <= [where for where, _ in kinds].count(name) <= 26 for name in ("g0", "g1", "g2", None))
