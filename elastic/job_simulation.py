@@ -20,6 +20,7 @@ from traces.jobs import read_jobs
 
 GB = 1_000_000_000
 NS_PER_H = 3600 * S
+OPTIMA = ("optimum", "optimum_unsaturated")
 
 Seconds = Annotated[float, Field(ge=0)]
 
@@ -173,6 +174,11 @@ def spec_of(workload: Workload, where: str) -> PoolSpec:
 
 def simulate_jobs(workload: Workload, policy: str, where: str) -> tuple[PoolReport, list[NodeSlice]]:
     """Live through the workload under the named policy. Raises `ConfigError`, also for a job that no pool can take."""
+    if policy in OPTIMA:
+        raise ConfigError(
+            f"--policy: found {policy!r}, of which there would be only a bound here; allowed: "
+            f"{', '.join(CLUSTER_POLICIES)} (benchmarks/jobs_scale.py proves optima of a few jobs)"
+        )
     if policy not in CLUSTER_POLICIES:
         raise ConfigError(f"--policy: found {policy!r}; allowed: {', '.join(CLUSTER_POLICIES)}")
     spec, arrivals = spec_of(workload, where), arrivals_of(workload, where)

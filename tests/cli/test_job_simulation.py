@@ -56,6 +56,7 @@ def test_bad_input_is_one_message_and_exit_code_2(
     ("arguments", "words"),
     [
         (("--jobs", str(EXAMPLE), "--policy", "best"), "--policy: found 'best'; allowed: solo, gavel"),
+        (("--jobs", str(EXAMPLE), "--policy", "optimum"), "--policy: found 'optimum', of which there would be only a"),
         (("--jobs", str(EXAMPLE), "--seed", "3"), "--seed does not apply"),
         (("some.toml", "--policy", "ours"), "--policy is for --jobs"),
         (("--jobs", "nowhere.toml"), "nowhere.toml"),
