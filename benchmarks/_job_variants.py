@@ -8,7 +8,8 @@ from typing import Any
 import msgspec
 
 from elastic.cluster import PoolSpec
-from elastic.cluster.cycle import CycleMember, load_ns
+from elastic.cluster.cycle import CycleMember, cycle_ns, load_ns
+from elastic.cluster.groups import CycleModel
 from elastic.cluster.policy import ClusterPolicies
 from elastic.cluster.types import JobState
 from elastic.sim.job_plans import NS_PER_H, PlanWorld
@@ -84,9 +85,9 @@ class PiecewiseCycle:
 
 def train_when(spec: PoolSpec, arrivals: Sequence[Arrival], switch_s: float | None) -> dict[str, Any]:
     """Cost and mean slowdown where training waits for all groups (None), or begins with the first."""
-    cycle = {} if switch_s is None else {"cycle": PiecewiseCycle(int(switch_s * 1e9))}
+    cycle: CycleModel = cycle_ns if switch_s is None else PiecewiseCycle(int(switch_s * 1e9))
     policies = ClusterPolicies(
-        placement=PlacementRules(choose=tightest, fullest_first=True, **cycle),
+        placement=PlacementRules(choose=tightest, fullest_first=True, cycle=cycle),
         tail=NoTails(),
         drift=NoDrift(),
         charging=IdleAsAlone(),
