@@ -9,6 +9,7 @@ from elastic.cli.output import say
 from elastic.client import PATIENCE_S, Client
 from elastic.config import ConfigError
 from elastic.files import write_whole
+from elastic.runtime.journal import DirectoryStore, RunDirectory
 
 URL_VARIABLE, KEY_VARIABLE = "ELASTIC_API_URL", "ELASTIC_API_KEY"
 PATIENCE_VARIABLE = "ELASTIC_API_PATIENCE_S"
@@ -55,6 +56,16 @@ def account() -> Login:
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{account_path()}: {error}; `elastic api login URL` writes it anew") from error
     return Login(url or kept.url, key or kept.key)
+
+
+def run_on_disk(directory: Path, name: str) -> RunDirectory:
+    """Raises `ConfigError`, which says where else the run may be."""
+    try:
+        return DirectoryStore(directory).find(name)
+    except ConfigError as error:
+        if not account_path().exists():
+            raise
+        raise ConfigError(f"{error}; for runs on the server: --remote") from None
 
 
 def connected() -> Client:

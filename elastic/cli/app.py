@@ -449,14 +449,14 @@ def cap(
 
     Example: elastic cap latest spot=8
     """
+    from elastic.cli.account import run_on_disk
     from elastic.cli.control import cap_command
     from elastic.cli.remote import cap_hosted_command, is_hosted
-    from elastic.runtime.journal import DirectoryStore
 
     if remote or is_hosted(name):
         cap_hosted_command(name, provider, as_json=as_json)
         return
-    raise typer.Exit(cap_command(DirectoryStore(directory).find(name), provider, command_id, as_json=as_json))
+    raise typer.Exit(cap_command(run_on_disk(directory, name), provider, command_id, as_json=as_json))
 
 
 @app.command()
@@ -474,14 +474,14 @@ def budget(
 
     Example: elastic budget latest 25
     """
+    from elastic.cli.account import run_on_disk
     from elastic.cli.control import budget_command
     from elastic.cli.remote import budget_hosted_command, is_hosted
-    from elastic.runtime.journal import DirectoryStore
 
     if remote or is_hosted(name):
         budget_hosted_command(name, usd, as_json=as_json)
         return
-    raise typer.Exit(budget_command(DirectoryStore(directory).find(name), usd, command_id, as_json=as_json))
+    raise typer.Exit(budget_command(run_on_disk(directory, name), usd, command_id, as_json=as_json))
 
 
 @app.command()

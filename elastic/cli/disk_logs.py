@@ -6,15 +6,15 @@ from pathlib import Path
 import typer
 
 from elastic import compose
+from elastic.cli.account import run_on_disk
 from elastic.cli.output import bad_input
 from elastic.log_files import LogFollower, log_files
-from elastic.runtime.journal import DirectoryStore
 
 POLL_S = 0.1
 
 
 def disk_logs_command(name: str, directory: Path, source: str, tail: int | None, *, follow: bool) -> None:
-    run = DirectoryStore(directory).find(name)
+    run = run_on_disk(directory, name)
     path = run.path / "logs" / f"{source}.log"
     if not path.is_file():
         there = ", ".join(log_files(path.parent)) or "none"

@@ -479,10 +479,10 @@ def stop(
         return
     if force:
         raise ConfigError("elastic stop: --force is for runs on a server")
+    from elastic.cli.account import run_on_disk
     from elastic.cli.control import disk_stop_command
-    from elastic.runtime.journal import DirectoryStore
 
-    raise typer.Exit(disk_stop_command(DirectoryStore(directory).find(name), reason, command_id, as_json=as_json))
+    raise typer.Exit(disk_stop_command(run_on_disk(directory, name), reason, command_id, as_json=as_json))
 
 
 def serve(

@@ -171,7 +171,7 @@ def submit_command(
             _show_dry_run(client, raw, providers, as_json=as_json)
             return 0
         run = client.submit(raw, providers)
-        say(f"submitted {run.id}")
+        say(f"submitted {run.id}{'' if detach else '; Ctrl-C detaches, and it goes on'}")
         if detach:
             if as_json:
                 emit(run.model_dump(mode="json"))

@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from elastic import compose
+from elastic.cli.account import run_on_disk
 from elastic.cli.output import EXIT_FAILED, emit
 from elastic.report import as_json as report_as_json
 from elastic.report import as_markdown, closing_table, compare, summarise, write_html
@@ -16,8 +17,7 @@ from elastic.runtime.journal import DirectoryStore, JournalError, RunDirectory
 def report_command(
     name: str, directory: Path, output: Path | None, other: str | None, *, markdown: bool, as_json: bool
 ) -> None:
-    store = DirectoryStore(directory)
-    run, other_run = store.find(name), store.find(other) if other else None
+    run, other_run = run_on_disk(directory, name), run_on_disk(directory, other) if other else None
     try:
         summary = summarise(run)
         comparison = compare(summary, summarise(other_run)) if other_run else None

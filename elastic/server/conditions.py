@@ -72,6 +72,8 @@ def _process(phase: RunPhase, cause: str, run: HostedRunRow) -> ConditionFinding
     if phase in ENDED:
         return ConditionFinding("ProcessAlive", "False", "Ended", "its process has ended")
     status, reason, message = _PROCESS[phase]
+    if phase is RunPhase.PENDING and run.started_us is not None:
+        reason, message = "Waiting", "its process has stopped in time; another one goes on once it may"
     if phase is RunPhase.RESTARTING:
         message = f"{cause or 'its process died'}; restart {run.restarts} of at most {run.max_restarts}"
     return ConditionFinding("ProcessAlive", status, reason, message)
