@@ -22,12 +22,12 @@ from elastic.runtime.journal import JournalError, JournalReader, RunDirectory
 LEASES, CONTAINER_KILLS, ORCHESTRATOR_KILLS = 50, 15, 5
 QUICK_LEASES, QUICK_CONTAINER_KILLS, QUICK_ORCHESTRATOR_KILLS = 4, 1, 1
 PROVIDER = "modal"
-LEASE_S, QUICK_LEASE_S = 16, 12
+LEASE_S, QUICK_LEASE_S = 30, 25
 TOKENS_TIMEOUT_S, GONE_TIMEOUT_S = 120.0, 60.0
 KILLS: Sequence[str] = ("kill", "preempt")
 SETTINGS = (
     "run.steps=100000",
-    "rollout.groups=2",
+    "rollout.groups=4",
     "rollout.group_size=4",
     "trainer.checkpoint_every_steps=1",
     "seeding.window_s=0",
