@@ -131,8 +131,7 @@ class _CallHandle:
             await self._provider.cancel(self._rollout)
         charged_s = await self._provider.charged_s(self.containers)
         await self._recorded.end()
-        self._provider.forget(self)
-        return round(charged_s * NS_PER_S)
+        return round((charged_s + self._provider.settle(self)) * NS_PER_S)
 
 
 class ModalProvider(BaseProvider[Any]):
@@ -157,6 +156,8 @@ class ModalProvider(BaseProvider[Any]):
         self._heard: dict[LeaseId, ContainerSays] = {}
         """What was said of leases that nothing is known of yet."""
         self._spawning = 0
+        self._stray_s = 0.0
+        """Charged for containers that no lease had, and on no bill yet."""
 
     @classmethod
     def examine(cls, name: str, settings: ModalSettings) -> Examination:
@@ -250,13 +251,16 @@ class ModalProvider(BaseProvider[Any]):
         return found
 
     async def aclose(self) -> None:
-        await super().aclose()
         if self._work is None:
+            await super().aclose()
             return
+        with contextlib.suppress(Exception):  # First, so that it is on the bill of a lease that ends now.
+            async with asyncio.timeout(self.context.release_timeout_s / 2):
+                while self._waiting:
+                    await self._end_stray(self._waiting.popleft())
+        await super().aclose()
         with contextlib.suppress(Exception):
             async with asyncio.timeout(self.context.release_timeout_s):
-                while self._waiting:
-                    await self.cancel(self._waiting.popleft())
                 pending = {call for call, left in (await self._calls()).items() if left}
                 await self._cancel_strangers(pending)
                 await modal_platform.modal().Queue.objects.delete.aio(
@@ -312,9 +316,16 @@ class ModalProvider(BaseProvider[Any]):
             charged_s += max(0.0, life.finished_s - life.started_s) if life.started_s else 0.0
         return charged_s
 
-    def forget(self, handle: _CallHandle) -> None:
-        """Its lease is over."""
+    def settle(self, handle: _CallHandle) -> float:
+        """Its lease is over. Returns what was charged for containers that no lease had: that goes on its bill, too."""
         self._handles = {lease: one for lease, one in self._handles.items() if one is not handle}
+        stray_s, self._stray_s = self._stray_s, 0.0
+        return stray_s
+
+    async def _end_stray(self, rollout: _RolloutCall) -> None:
+        """End a call that is no lease's, and keep what Modal charges for it."""
+        await self.cancel(rollout)
+        self._stray_s += await self.charged_s(rollout.containers)
 
     # Calls
 
@@ -359,8 +370,7 @@ class ModalProvider(BaseProvider[Any]):
         """A call that was not to be a lease. What cannot be ended now belongs to no lease: the next look ends it."""
         with contextlib.suppress(Exception):
             if rollout is not None:
-                self._rollouts.pop(rollout.id, None)
-                await self.cancel(rollout)
+                await self._end_stray(rollout)
         await recorded.end()
 
     def _held(self, rollout: _RolloutCall, recorded: RecordedProcesses) -> _CallHandle:
@@ -424,7 +434,7 @@ class ModalProvider(BaseProvider[Any]):
         await asyncio.sleep(self._modal_settings.ask_s / 2)
         if rollout in self._waiting:
             self._waiting.remove(rollout)
-            await self.cancel(rollout)
+            await self._end_stray(rollout)
 
     async def _answer(self, rollout: _RolloutCall, ticket: NewTicket) -> None:
         async with asyncio.timeout(self._modal_settings.answer_timeout_s):
@@ -494,7 +504,7 @@ class ModalProvider(BaseProvider[Any]):
     async def _cancel_strangers(self, pending: set[str]) -> None:
         for call_id in sorted(pending - self._rollouts.keys()):
             log.warning("a call on Modal that belongs to no lease is cancelled", provider=self.name, call=call_id)
-            await self.cancel(_RolloutCall(call_id, self._call_of(call_id), ""))
+            await self._end_stray(_RolloutCall(call_id, self._call_of(call_id), ""))
 
 
 def _signal(number: int) -> str:
