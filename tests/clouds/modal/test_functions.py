@@ -66,8 +66,8 @@ async def test_containers_go_when_idle_and_their_whole_lives_are_on_the_bill(
         await asyncio.sleep(0.2)
     await eventually(lambda: platform.running() == [])
     theirs = sum(one["usd"] for one in since(platform, before))
-    # What the container's interpreter takes to start and to end is Modal's to know, and is small against its life.
-    assert sum(call.usd for call in calls) == pytest.approx(theirs, rel=0.15)
+    # What a container takes to end is Modal's to know; it is small against its life, unless the machine is crowded.
+    assert 0.6 * theirs <= sum(call.usd for call in calls) <= 1.05 * theirs
 
 
 async def test_faults_of_the_platform_lose_no_call_and_run_none_twice(
