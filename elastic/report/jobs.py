@@ -10,6 +10,7 @@ from elastic.report import charts, svg, units
 from elastic.report.markup import Markup, tag
 
 LANES_MAX = 40
+LEGEND_MAX = 6
 LANES_S = 7200.0
 """How much of the beginning lanes show: later cycles look the same."""
 
@@ -106,7 +107,16 @@ def _times(value: float | None) -> str:
 def as_page(report: PoolReport, slices: Sequence[NodeSlice]) -> str:
     """One HTML page with the lanes of the first hours, in the style of a run's report."""
     style = files("elastic.report").joinpath("report.css").read_text(encoding="utf-8")
-    picture = node_lanes(slices, LANES_S)
+    lanes = tag(
+        "figure",
+        tag("h2", "Turns by node"),
+        tag("div", node_lanes(slices, LANES_S), class_="picture"),
+        tag(
+            "figcaption",
+            "Each bar is a turn: one job computes on a node at a time, in one colour a job. Gaps are bubbles, which "
+            "the group pays for. Shown are the first hours; later cycles look the same.",
+        ),
+    )
     page = tag(
         "html",
         tag(
@@ -120,9 +130,12 @@ def as_page(report: PoolReport, slices: Sequence[NodeSlice]) -> str:
             "body",
             tag(
                 "main",
-                tag("h1", f"{len(report.jobs)} jobs, placed by {report.policy}"),
-                tag("figure", tag("h2", "Turns by node"), tag("div", picture, class_="picture")),
-                tag("pre", as_text(report)),
+                tag("h1", f"{len(report.jobs)} jobs on one pool, placed by {report.policy}"),
+                _headline(report),
+                lanes,
+                _jobs_table(report),
+                _groups_table(report),
+                _nodes_table(report),
             ),
         ),
         lang="en",
@@ -130,16 +143,90 @@ def as_page(report: PoolReport, slices: Sequence[NodeSlice]) -> str:
     return f"<!DOCTYPE html>\n{page}\n"
 
 
+def _headline(report: PoolReport) -> Markup:
+    saved = 1 - report.usd / report.usd_alone if report.usd_alone else 0.0
+    idle = [f"{share:.0%} {phase}" for phase, share in report.idle_share.items()]
+    figures = (
+        ("Cost", f"${report.usd:,.0f}", f"${report.usd_per_hour:,.2f} an hour, for {report.hours:,.1f} h"),
+        ("Against alone", f"−{saved:.0%}" if saved >= 0 else f"+{-saved:.0%}", f"alone ${report.usd_alone:,.0f}"),
+        ("Within their SLO", f"{report.slo_met_share:.0%}", f"{report.rejected} rejected"),
+        ("Bubbles", idle[-1] if idle else "–", ", ".join(["idle share of groups' nodes", *idle[:-1]])),
+        ("Moves", str(report.moves), "a restart each"),
+    )
+    cells = [
+        tag("div", tag("dt", name), tag("dd", tag("b", value), tag("span", note))) for name, value, note in figures
+    ]
+    return tag("dl", *cells, class_="headline")
+
+
+def _table(title: str, note: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Markup:
+    head = tag("thead", tag("tr", *(tag("th", each) for each in heads)))
+    body = tag("tbody", *(tag("tr", *(tag("td", each) for each in row)) for row in rows))
+    table = tag("div", tag("table", head, body), class_="scroll")
+    return tag("section", tag("h2", title), table, tag("p", note, class_="note"))
+
+
+def _jobs_table(report: PoolReport) -> Markup:
+    rows = [
+        (
+            job.name,
+            job.state if job.met else f"{job.state}: {job.reason}",
+            job.how,
+            f"{job.steps:,}",
+            f"{job.slo:.2f} ×",
+            _times(job.planned_slowdown),
+            _times(job.slowdown),
+            str(job.moves),
+            f"${job.usd:,.2f}",
+            f"${job.usd_alone:,.2f}",
+        )
+        for job in report.jobs
+    ]
+    heads = ("Job", "State", "Admitted", "Steps", "SLO", "Planned", "Actual", "Moves", "Bill", "Alone")
+    note = (
+        "Planned: its time over that of its steps alone as they were planned, which the SLO bounds. Actual: over what "
+        "these steps would have taken alone. The bill is its slices and switches, and a part of its group's bubbles."
+    )
+    return _table("Jobs", note, heads, rows)
+
+
+def _groups_table(report: PoolReport) -> Markup:
+    rows = [
+        (
+            str(each["group"]),
+            f"{float(each['cycle_s']):,.1f} s",
+            f"{float(each['limit_s']):,.1f} s",
+            str(each["members"]),
+        )
+        for each in report.cycles
+    ]
+    note = "As planned when the last job had joined: a cycle has one turn of each member in each phase."
+    return _table("Groups", note, ("Group", "Cycle", "Longest that all bear", "Members, in their order"), rows)
+
+
+def _nodes_table(report: PoolReport) -> Markup:
+    rows = [
+        (
+            node.name,
+            *(f"{share:.1%}" for share in (node.slice_share, node.switching_share, node.idle_share, node.down_share)),
+        )
+        for node in report.nodes
+    ]
+    note = "Of the time in which a node was of a group; the rest is the pool's own."
+    return _table("Nodes", note, ("Node", "Slices", "Switching", "Idle", "Down"), rows)
+
+
 def node_lanes(slices: Sequence[NodeSlice], until_s: float) -> Markup:
     """Each node's slices over one time axis; one colour a job, as far as there are colours."""
     shown = [each for each in slices if each.begun_s < until_s]
     nodes = sorted({each.node for each in shown})[:LANES_MAX]
     classes = charts.provider_classes(list(dict.fromkeys(each.job for each in shown)))
-    left, top, pitch = 110, 12, 16
+    left, top, pitch = 110, 34, 16
     bottom = top + pitch * max(1, len(nodes))
     high_s = min(until_s, max((each.ended_s for each in shown), default=1.0))
     plot = svg.panel(left, top, charts.FULL_WIDTH - left - 12, bottom - top, (0.0, high_s), (0.0, 1.0))
-    rows: list[Markup] = []
+    named = [(f"area {kind}", units.shortened(job, 14)) for job, kind in classes.items()][:LEGEND_MAX]
+    rows: list[Markup] = [svg.legend(left, 16, named)]
     for i, node in enumerate(nodes):
         y = top + pitch * i
         rows.append(svg.text(left - 12, y + 11, units.shortened(node, 14), "value", "end"))

@@ -20,7 +20,10 @@ def test_jobs_share_nodes_within_their_slos_for_less_than_alone(elastic, tmp_pat
     assert report["usd_unbilled"] == pytest.approx(0.0, abs=1e-6)
     for node in report["nodes"]:
         assert sum(node[f"{account}_share"] for account in ("slice", "switching", "idle", "down")) == pytest.approx(1.0)
-    assert "Turns by node" in page.read_text()
+    written = page.read_text()
+    for heading in ("Turns by node", "Jobs", "Groups", "Nodes"):
+        assert f"<h2>{heading}</h2>" in written
+    assert written.count("agent-14b") > written.count("<title>agent-14b")
 
 
 @pytest.mark.parametrize(
