@@ -88,7 +88,6 @@ class Up(_PipeMessage, frozen=True):
     max_context_tokens: int
     kv_block_tokens: int
     kv_blocks: int
-    vllm_version: str
 
 
 class Failed(_PipeMessage, frozen=True):

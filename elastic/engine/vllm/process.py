@@ -480,7 +480,6 @@ def main(descriptor: int) -> NoReturn:
     _die_at_once()
     config = core.vllm_config
     from vllm.platforms import current_platform
-    from vllm.version import __version__
 
     line.send(
         m.Up(
@@ -488,7 +487,6 @@ def main(descriptor: int) -> NoReturn:
             config.model_config.max_model_len,
             config.cache_config.block_size,
             config.cache_config.num_gpu_blocks,
-            __version__,
         )
     )
     VllmProcess(core, line, inbox, begin.sleep_level).run()
