@@ -2,7 +2,7 @@
 
 Three kinds of worlds: `elastic.sim`'s, cheap, of the core and its `Run`; those of many jobs on one pool, under `jobs`;
 and `elastic.chaos`'s, of the production shell, whose keys begin with `shell_`. There `needless` counts acts without a
-cause in the world, `shell_coverage` is the share of the shell's lines that its first worlds go through (eight in the
+cause in the world, `shell_coverage` is the share of the shell's lines that its first worlds go through (sixteen in the
 quick run, at most a hundred in others), and `shell_bugs` are planted one at a time.
 
 `--quick` lives through the seeds that CI has first and judges no mutant. Without it: a million events and more of each
@@ -65,7 +65,7 @@ class Extent:
 QUICK = Extent(seeds=100)
 FULL = Extent(events=1_000_000)
 NIGHTLY = Extent(events=10_000_000, faults=100_000)
-SHELL = {QUICK: Extent(seeds=8), FULL: Extent(events=500_000), NIGHTLY: Extent(events=3_000_000, faults=300_000)}
+SHELL = {QUICK: Extent(seeds=16), FULL: Extent(events=500_000), NIGHTLY: Extent(events=3_000_000, faults=300_000)}
 """As much of the production shell; as many seeds as of the cheap worlds where their number is all that is wanted."""
 JOBS = {QUICK: Extent(seeds=24), FULL: Extent(events=100_000), NIGHTLY: Extent(events=1_000_000, faults=10_000)}
 """The same of worlds of many jobs."""
