@@ -7,6 +7,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -22,11 +23,12 @@ from elastic.config import Config
 from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core.scheduler import Scheduler
-from elastic.core.types import Account, Capabilities
+from elastic.core.types import Account, Capabilities, Nanoseconds
 from elastic.envs.base import Environment, StepResult
 from elastic.offload import Lane, lanes
 from elastic.runtime.journal import GroupRow, JournalRecord, PullRow, RunDirectory, StepRow, TrajectoryRow, TurnRow
 from elastic.sim.lies import KINDS, Liar
+from elastic.weights.source import RelaySource
 from elastic.worker.agent import run_agent
 from elastic.worker.connection import Connection, ConnectionLost, Ticket, dial
 from elastic.worker.trainer_host import TrainerHost
@@ -140,13 +142,29 @@ class Honest:
 
     def _build_engine(self, _: wire.Welcome) -> ModelEngine:
         now_ns = time.monotonic_ns
-        return ModelEngine(now_ns, ModelDevice(now_ns), HONEST_CREDIT, 0, TOKEN_S, lambda source, bits: None)
+        return ModelEngine(now_ns, ModelDevice(now_ns), HONEST_CREDIT, 0, TOKEN_S, Unwatched())
 
     def _make_trainer(self, config: Config, device: str) -> ModelTrainer:
         return ModelTrainer(self._stepped, lambda version, bits: None)
 
     def _stepped(self, weights: Weights) -> None:
         self.weights = weights
+
+
+class Unwatched:
+    """`elastic.chaos.models.LoadWatch` of nobody."""
+
+    def pulls(self, source: RelaySource) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def applied(self, source: RelaySource, bits: bytes) -> None:
+        pass
+
+    def unsound(self) -> None:
+        pass
+
+    def failed(self, began_ns: Nanoseconds) -> None:
+        pass
 
 
 class Liars:
