@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import cast
 
 
-class ConnectionLost(Exception):
+class ServerHungUp(Exception):
     """The server has closed the connection."""
 
 
@@ -29,9 +29,9 @@ class ReadConnection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
 
     async def get(self, request: bytes, timeout_s: float) -> int:
-        """The answer's status, once it is there whole. Raises `ConnectionLost`, `TimeoutError`."""
+        """The answer's status, once it is there whole. Raises `ServerHungUp`, `TimeoutError`."""
         if self._transport is None or self._transport.is_closing():
-            raise ConnectionLost
+            raise ServerHungUp
         self._answer = asyncio.get_running_loop().create_future()
         self._transport.write(request)
         async with asyncio.timeout(timeout_s):
@@ -53,7 +53,7 @@ class ReadConnection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._answer is not None and not self._answer.done():
-            self._answer.set_exception(ConnectionLost())
+            self._answer.set_exception(ServerHungUp())
 
     def close(self) -> None:
         if self._transport is not None:
@@ -77,12 +77,12 @@ class ReadPool:
             self._idle.get_nowait().close()
 
     async def get(self, request: bytes, timeout_s: float) -> int:
-        """The answer's status. Raises `ConnectionLost`, `OSError`, `TimeoutError`."""
+        """The answer's status. Raises `ServerHungUp`, `OSError`, `TimeoutError`."""
         connection = await self._idle.get()
         try:
             try:
                 return await connection.get(request, timeout_s)
-            except ConnectionLost:
+            except ServerHungUp:
                 # The server ends connections that were idle for a while: as any client does, begin a new one.
                 connection = await self._connect()
                 return await connection.get(request, timeout_s)

@@ -31,7 +31,7 @@ import psutil
 import sqlalchemy as sa
 from _common import emit, parse_arguments
 from _hosted import CONFIG, HOST, HostedSite, write_job
-from _http_load import ConnectionLost, EventStream, ReadPool, request
+from _http_load import EventStream, ReadPool, ServerHungUp, request
 from _postgres import cluster, skipped_without_postgresql
 
 from elastic import compose
@@ -323,7 +323,7 @@ async def _read_openly(pool: ReadPool, reads: list[bytes], measured: LoadMeasure
         measured.late_ms.append(1e3 * (time.monotonic() - due_s))
         try:
             measured.failures += await pool.get(request, READ_TIMEOUT_S) != 200
-        except (ConnectionLost, TimeoutError, OSError):
+        except (ServerHungUp, TimeoutError, OSError):
             measured.failures += 1
         measured.answers_ms.append(1e3 * (time.monotonic() - due_s))
 
