@@ -34,7 +34,7 @@ from providers.base import (
 from providers.base_provider import BaseProvider, Found, LeaseHandle
 from providers.ec2_api import Ec2Api, Ec2Error, Instance, Launch, NoAccess, QueueNotice, installed, of_leases
 from providers.ec2_examination import examine
-from providers.ec2_market import HOUR_S, NOTICE_S, Ec2Market, Ec2Settings, Pool, bill_usd
+from providers.ec2_market import HOUR_S, NOTICE_S, Ec2Market, Ec2Settings, SpotPool, bill_usd
 from providers.ec2_user_data import UserDataTooLarge, user_data
 from providers.markets import CapacityUnavailable, LeaseEnding
 from providers.vendor_calls import call
@@ -62,7 +62,7 @@ class _Leased:
     """A lease's `LeaseHandle`: an instance."""
 
     def __init__(
-        self, provider: "Ec2Provider", lease: LeaseId, instance: str, pool: Pool, usd_per_gpu_hour: float
+        self, provider: "Ec2Provider", lease: LeaseId, instance: str, pool: SpotPool, usd_per_gpu_hour: float
     ) -> None:
         self.lease, self.instance, self.pool, self.usd_per_gpu_hour = lease, instance, pool, usd_per_gpu_hour
         self.over: asyncio.Future[LeaseEnding] = asyncio.get_running_loop().create_future()
@@ -275,7 +275,7 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
         points = self._ec2.prices.get(instance.pool, ())
         return bill_usd(instance.began_s, ended_s, points, interrupted=instance.taken)
 
-    async def _order(self, lease: LeaseId, pools: Sequence[Pool], script: str) -> Launch:
+    async def _order(self, lease: LeaseId, pools: Sequence[SpotPool], script: str) -> Launch:
         """Asked until EC2 answers, for the same instance: the time for a lease ends it."""
         while True:
             try:
@@ -295,7 +295,7 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
                 log.warning("an order of an instance is repeated", lease=lease, error=str(error))
             await asyncio.sleep(LOOK_AGAIN_S)
 
-    def _hold(self, lease: LeaseId, instance: str, pool: Pool, usd_per_gpu_hour: float) -> _Leased:
+    def _hold(self, lease: LeaseId, instance: str, pool: SpotPool, usd_per_gpu_hour: float) -> _Leased:
         leased = self._held[lease] = _Leased(self, lease, instance, pool, usd_per_gpu_hour)
         return leased
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from providers.base import ProviderUnavailable
-from providers.ec2_market import Ec2Settings, Pool, PricePoint
+from providers.ec2_market import Ec2Settings, PricePoint, SpotPool
 
 RUN_TAG, PROVIDER_TAG, LEASE_TAG, PRICE_TAG = "elastic:run", "elastic:provider", "elastic:lease", "elastic:usd"
 """The last one is the price of a GPU's hour at which the lease was asked for: its costs are booked at that."""
@@ -109,7 +109,7 @@ class Instance(NamedTuple):
 
     id: str
     lease: str
-    pool: Pool
+    pool: SpotPool
     state: str
     began_s: float
     ended_s: float | None
@@ -132,7 +132,7 @@ class Instance(NamedTuple):
 class Refusal(NamedTuple):
     """Why EC2 launched nothing in a pool."""
 
-    pool: Pool
+    pool: SpotPool
     code: str
     message: str
 
@@ -141,7 +141,7 @@ class Launch(NamedTuple):
     """An instance, or None with the reasons."""
 
     instance: str | None
-    pool: Pool | None
+    pool: SpotPool | None
     refusals: tuple[Refusal, ...] = ()
 
 
@@ -196,7 +196,7 @@ class Ec2Api:
 
     # Launching and ending
 
-    def launch(self, lease: str, pools: Sequence[Pool], script: str, usd_per_gpu_hour: float) -> Launch:
+    def launch(self, lease: str, pools: Sequence[SpotPool], script: str, usd_per_gpu_hour: float) -> Launch:
         """Have one instance launched, once however often this is called for the lease. Raises `Ec2Error`."""
         own = {LEASE_TAG: lease, PRICE_TAG: repr(usd_per_gpu_hour)}
         tags = [{"Key": k, "Value": v} for k, v in (self._own_tags() | own).items()]
@@ -221,7 +221,7 @@ class Ec2Api:
         )
         for launched in answer.get("Instances", ()):
             override = launched.get("LaunchTemplateAndOverrides", {}).get("Overrides", {})
-            pool = Pool(
+            pool = SpotPool(
                 launched.get("InstanceType") or override.get("InstanceType", ""),
                 launched.get("AvailabilityZone") or self._zone_of(override),
             )
@@ -229,7 +229,7 @@ class Ec2Api:
                 return Launch(instance, pool)
         refusals = [
             Refusal(
-                Pool(
+                SpotPool(
                     (o := e.get("LaunchTemplateAndOverrides", {}).get("Overrides", {})).get("InstanceType", ""),
                     self._zone_of(o),
                 ),
@@ -331,7 +331,7 @@ class Ec2Api:
 
     # What could be had
 
-    def prices(self, since_s: float | None = None) -> dict[Pool, list[PricePoint]]:
+    def prices(self, since_s: float | None = None) -> dict[SpotPool, list[PricePoint]]:
         """By pool, from `since_s` (or an hour ago) on, each with the price that stood then. Raises `Ec2Error`."""
         now = datetime.now(UTC)
         since = now - timedelta(hours=HISTORY_HOURS) if since_s is None else datetime.fromtimestamp(since_s, UTC)
@@ -341,10 +341,10 @@ class Ec2Api:
             ProductDescriptions=["Linux/UNIX"],
             StartTime=since,
         )
-        found: dict[Pool, list[PricePoint]] = {}
+        found: dict[SpotPool, list[PricePoint]] = {}
         for page in pages:
             for one in page["SpotPriceHistory"]:
-                pool = Pool(one["InstanceType"], one["AvailabilityZone"])
+                pool = SpotPool(one["InstanceType"], one["AvailabilityZone"])
                 found.setdefault(pool, []).append(PricePoint(one["Timestamp"].timestamp(), float(one["SpotPrice"])))
         return found
 
@@ -458,7 +458,7 @@ class Ec2Api:
         template, _, version = self._settings.launch_template.partition(":")
         return {"LaunchTemplateId": template, "Versions": [version or "$Default"]}
 
-    def _override(self, pool: Pool, rank: int) -> dict[str, Any]:
+    def _override(self, pool: SpotPool, rank: int) -> dict[str, Any]:
         subnet = self._settings.subnets.get(pool.zone)
         place = {"SubnetId": subnet} if subnet else {"AvailabilityZone": pool.zone}
         return {"InstanceType": pool.instance_type, "Priority": float(rank), **place}
@@ -542,7 +542,7 @@ def _instance(described: Mapping[str, Any]) -> Instance:
     return Instance(
         described["InstanceId"],
         tags.get(LEASE_TAG, ""),
-        Pool(described["InstanceType"], described.get("Placement", {}).get("AvailabilityZone", "")),
+        SpotPool(described["InstanceType"], described.get("Placement", {}).get("AvailabilityZone", "")),
         state,
         described["LaunchTime"].timestamp(),
         ended_s,

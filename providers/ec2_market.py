@@ -91,7 +91,7 @@ class Ec2Settings(ProviderSettings):
         return self.gpus_per_worker
 
 
-class Pool(NamedTuple):
+class SpotPool(NamedTuple):
     instance_type: str
     zone: str
 
@@ -133,11 +133,11 @@ class Ec2Market(Market[Ec2Settings]):
 
     def __init__(self, name: str, settings: Ec2Settings) -> None:
         super().__init__(name, settings)
-        self.prices: dict[Pool, tuple[PricePoint, ...]] = {}
+        self.prices: dict[SpotPool, tuple[PricePoint, ...]] = {}
         self.scores: dict[str, int] = {}
         """Placement scores by zone, 1 to 10, where EC2 tells them."""
-        self.history: dict[Pool, PoolHistory] = {}
-        self.failures: dict[Pool, Failure] = {}
+        self.history: dict[SpotPool, PoolHistory] = {}
+        self.failures: dict[SpotPool, Failure] = {}
         self.spent_usd = 0.0
         """What instances have cost that are over."""
         self.running_usd = 0.0
@@ -147,13 +147,13 @@ class Ec2Market(Market[Ec2Settings]):
 
     # What others tell
 
-    def priced(self, prices: Mapping[Pool, Sequence[PricePoint]]) -> None:
+    def priced(self, prices: Mapping[SpotPool, Sequence[PricePoint]]) -> None:
         """Newer prices; what is known of the past stays."""
         for pool, points in prices.items():
             known = {*self.prices.get(pool, ()), *points}
             self.prices[pool] = tuple(sorted(known))
 
-    def failed(self, pool: Pool, code: str, message: str) -> None:
+    def failed(self, pool: SpotPool, code: str, message: str) -> None:
         """Nothing was launched in a pool. A quota is the account's: all of the type's pools wait."""
         hit = [p for p in self.pools() if p.instance_type == pool.instance_type] if code in QUOTA_CODES else [pool]
         for one in {*hit, pool}:
@@ -164,15 +164,15 @@ class Ec2Market(Market[Ec2Settings]):
             pause_s = min(self.settings.retry_max_s, self.settings.retry_s * 2 ** (times - 1))
             self.failures[one] = Failure(code, message, times, self.at_ns + round(pause_s * NS_PER_S))
 
-    def launched(self, pool: Pool) -> None:
+    def launched(self, pool: SpotPool) -> None:
         self.failures.pop(pool, None)
 
-    def advised_against(self, pool: Pool) -> None:
+    def advised_against(self, pool: SpotPool) -> None:
         """EC2 recommends to rebalance what is in the pool."""
         until_ns = self.at_ns + round(REBALANCE_PAUSE_S * NS_PER_S)
         self.failures[pool] = Failure("RebalanceRecommendation", "its instances are likelier to be taken", 1, until_ns)
 
-    def held(self, pool: Pool, held_s: float, *, interrupted: bool) -> None:
+    def held(self, pool: SpotPool, held_s: float, *, interrupted: bool) -> None:
         """An instance is over."""
         seen = self.history.setdefault(pool, PoolHistory())
         seen.held_s += held_s
@@ -184,12 +184,12 @@ class Ec2Market(Market[Ec2Settings]):
         self.at_ns = max(self.at_ns, now_ns)
         return iter(())
 
-    def pools(self) -> list[Pool]:
+    def pools(self) -> list[SpotPool]:
         """All that the settings allow and that have a price."""
         s = self.settings
         return [p for p in self.prices if p.instance_type in s.instance_types and (not s.zones or p.zone in s.zones)]
 
-    def usable(self) -> list[Pool]:
+    def usable(self) -> list[SpotPool]:
         """Pools to ask for, the best first."""
         fitting = [pool for pool in self.pools() if self._fits(pool)]
         waiting = [pool for pool in fitting if (f := self.failures.get(pool)) is not None and f.until_ns > self.at_ns]
@@ -216,7 +216,7 @@ class Ec2Market(Market[Ec2Settings]):
             told.append(f"the next is tried in {wait_s:.0f} s")
         return "; ".join(told)
 
-    def usd_now(self, pool: Pool) -> float:
+    def usd_now(self, pool: SpotPool) -> float:
         """Of an instance for an hour."""
         return self.prices[pool][-1].usd_per_hour
 
@@ -267,11 +267,11 @@ class Ec2Market(Market[Ec2Settings]):
         dearest = max((self.usd_now(pool) for pool in self.pools()), default=0.0)
         return self.spent_usd + self.running_usd + dearest * LEAST_BILLED_S / HOUR_S > limit
 
-    def _fits(self, pool: Pool) -> bool:
+    def _fits(self, pool: SpotPool) -> bool:
         limit = self.settings.usd_per_gpu_hour_max
         return limit is None or self.usd_now(pool) <= limit * self.settings.gpus
 
-    def _life_s(self, pool: Pool) -> float | None:
+    def _life_s(self, pool: SpotPool) -> float | None:
         """Its own, or that of all pools where it has none."""
         own = self.history.get(pool)
         if own is not None and own.life_s is not None:
@@ -279,7 +279,7 @@ class Ec2Market(Market[Ec2Settings]):
         held_s = sum(seen.held_s for seen in self.history.values())
         return PoolHistory(held_s, sum(seen.interruptions for seen in self.history.values())).life_s
 
-    def _working_usd(self, pool: Pool) -> float:
+    def _working_usd(self, pool: SpotPool) -> float:
         usd, life_s, boot_s = self.usd_now(pool), self._life_s(pool), self.settings.boot_s
         if life_s is None:
             return usd

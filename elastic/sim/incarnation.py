@@ -25,7 +25,7 @@ from elastic.runtime.run import Run
 from elastic.sim.faults import FaultPlan, SimulatedSurroundings
 from elastic.sim.learner import Learner, Order
 from elastic.sim.loop import VirtualClock
-from elastic.sim.pool import SimulatedPool
+from elastic.sim.pool import ModelledPool
 from elastic.sim.provider import SimulatedProvider
 from elastic.sim.record import RunRecord
 from elastic.sim.rollouts import SimulatedRollouts
@@ -90,7 +90,7 @@ class Outside(SimulatedSurroundings, Protocol):
     providers: dict[str, SimulatedProvider]
     verified: dict[WorkerId, set[int]]
     faults: FaultPlan
-    pool: SimulatedPool | None
+    pool: ModelledPool | None
 
     def next_epoch(self, worker: WorkerId) -> int: ...
 

@@ -49,7 +49,7 @@ class PoolSurroundings(SimulatedSurroundings, Protocol):
         ...
 
 
-class SimulatedPool:
+class ModelledPool:
     """As `elastic.runtime.ports.Pool`."""
 
     def __init__(self, world: PoolSurroundings, within_ns: Nanoseconds) -> None:

@@ -36,7 +36,7 @@ from elastic.sim.faults import (
 from elastic.sim.incarnation import Incarnation, SimulatedJournal, replayed
 from elastic.sim.learner import Learner
 from elastic.sim.loop import EventLoop
-from elastic.sim.pool import SimulatedPool
+from elastic.sim.pool import ModelledPool
 from elastic.sim.provider import SimulatedProvider
 from elastic.sim.record import RunRecord
 from elastic.sim.rollouts import turn_length
@@ -145,7 +145,7 @@ class SimulatedWorld:
         self.learner = Learner()
         self.workers: dict[WorkerId, SimulatedWorker] = {}
         trainer, within_ns = TRAINER, settings.permit_within_ns
-        self.pool = SimulatedPool(self, within_ns) if within_ns else None
+        self.pool = ModelledPool(self, within_ns) if within_ns else None
         if within_ns:
             trainer = msgspec.structs.replace(TRAINER, by_permit=True, grant_within_ns=within_ns)
         self.providers = {p.name: SimulatedProvider(self, p) for p in (trainer, *settings.providers)}

@@ -9,11 +9,15 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from elastic.core.types import NS_PER_S
-from providers.ec2_market import Ec2Market, Ec2Settings, Pool, PricePoint, bill_usd
+from providers.ec2_market import Ec2Market, Ec2Settings, PricePoint, SpotPool, bill_usd
 from providers.ec2_user_data import LIMIT_BYTES, UserDataTooLarge, user_data
 from providers.markets import CapacityUnavailable
 
-A, B, DEAR = Pool("g5.xlarge", "us-east-1a"), Pool("g5.xlarge", "us-east-1b"), Pool("g6.xlarge", "us-east-1a")
+A, B, DEAR = (
+    SpotPool("g5.xlarge", "us-east-1a"),
+    SpotPool("g5.xlarge", "us-east-1b"),
+    SpotPool("g6.xlarge", "us-east-1a"),
+)
 USD = {A: 0.4, B: 0.5, DEAR: 3.0}
 IMAGE = "ami-0123456789abcdef0"
 

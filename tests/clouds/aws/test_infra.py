@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from elastic.weights import s3
 from elastic.weights.relay import open_relay
 from providers.ec2_api import Ec2Api, Ec2Error, NoAccess
-from providers.ec2_market import Ec2Settings, Pool
+from providers.ec2_market import Ec2Settings, SpotPool
 from tests.clouds.aws.policies import NAMES, POLICIES, actions, allows, policy
 from tests.clouds.aws_server.cloud import Cloud
 
@@ -192,7 +192,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     return noted
 
 
-def uses_of_ec2(api: Ec2Api, pools: list[Pool]) -> Iterator[Callable[[], object]]:
+def uses_of_ec2(api: Ec2Api, pools: list[SpotPool]) -> Iterator[Callable[[], object]]:
     """All that the provider asks of AWS, in its order."""
     yield from (api.check, api.make_template, api.prices, api.scores, api.quotas)
     yield lambda: api.put_secret("ec2-1", "a ticket")
@@ -233,7 +233,7 @@ def test_every_call_is_allowed_and_whatever_is_allowed_is_called(
 ) -> None:
     settings = settings_with_template(aws)
     aws.client("sqs").send_message(QueueUrl=aws.queue.replace(aws.url, aws.moto_url), MessageBody="{}")
-    for use in uses_of_ec2(Ec2Api(settings, RUN, "ec2"), sorted(Pool(*pool) for pool in aws.books.capacity)):
+    for use in uses_of_ec2(Ec2Api(settings, RUN, "ec2"), sorted(SpotPool(*pool) for pool in aws.books.capacity)):
         use()
     aws.client("s3").create_bucket(Bucket="weights")
     use_s3(f"s3://weights/elastic/{RUN}?region=us-east-1&endpoint_url={aws.moto_url}", monkeypatch)
@@ -335,7 +335,7 @@ def test_with_the_roles_actions_alone_all_calls_succeed(
         aws.settings(**own, queue=queue, subnets=subnets, instance_types=["t3.micro"])
     )
     api = Ec2Api(settings, RUN, "ec2")
-    for use in uses_of_ec2(api, [Pool("t3.micro", "us-east-1a")]):
+    for use in uses_of_ec2(api, [SpotPool("t3.micro", "us-east-1a")]):
         try:
             use()
         except NoAccess:
