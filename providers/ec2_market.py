@@ -38,7 +38,7 @@ class Ec2Settings(ProviderSettings):
     profile: str = Field("", description="of the shared AWS configuration; else the usual chain finds credentials")
     endpoint_url: str = Field("", description="of an EC2 that is not AWS's own; all services are asked there")
     instance_types: tuple[str, ...] = Field(
-        ("g5.xlarge",), min_length=1, max_length=20, description="what a worker may run on; gpus_per_worker is theirs"
+        ("g5.xlarge",), min_length=1, max_length=20, description="types with gpus_per_worker GPUs each"
     )
     zones: tuple[str, ...] = Field((), description="availability zones; else all of the region that have these types")
     subnets: dict[str, str] = Field(default_factory=dict, description="by zone, where it is not the default one")

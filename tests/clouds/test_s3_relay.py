@@ -1,6 +1,7 @@
 """The relay `s3` on a real server that speaks S3: the conformance suite of relays, and what only object stores do."""
 
 import contextlib
+import importlib
 import itertools
 import json
 import os
@@ -14,10 +15,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import boto3
 import pytest
 import torch
-from botocore.config import Config as BotoConfig
 
 from elastic.weights import s3
 from elastic.weights.encoder import PublishSettings
@@ -41,6 +40,8 @@ from tests.weights.test_relay import (  # noqa: F401
     test_what_is_not_a_blob_is_not_found,
 )
 
+boto3 = pytest.importorskip("boto3")
+
 pytestmark = [pytest.mark.clouds]
 
 BUCKET = "weights"
@@ -57,9 +58,8 @@ class Store:
     def __init__(self, port: int) -> None:
         self.port = port
         self.url = f"http://127.0.0.1:{port}"
-        self.client: Any = boto3.client(
-            "s3", endpoint_url=self.url, region_name="us-east-1", config=BotoConfig(retries={"total_max_attempts": 1})
-        )
+        once = importlib.import_module("botocore.config").Config(retries={"total_max_attempts": 1})
+        self.client: Any = boto3.client("s3", endpoint_url=self.url, region_name="us-east-1", config=once)
 
     def uploads(self) -> list[str]:
         return [upload["Key"] for upload in self._uploads()]

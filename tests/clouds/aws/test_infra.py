@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import boto3
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,6 +23,8 @@ from providers.ec2_api import Ec2Api, Ec2Error, NoAccess
 from providers.ec2_market import Ec2Settings, SpotPool
 from tests.clouds.aws.policies import NAMES, POLICIES, actions, allows, policy
 from tests.clouds.aws_server.cloud import Cloud
+
+boto3 = pytest.importorskip("boto3")
 
 pytestmark = pytest.mark.clouds
 
