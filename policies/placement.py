@@ -19,6 +19,7 @@ from elastic.cluster.cycle import cycle_ns, whole_jobs_ns
 from elastic.cluster.groups import CycleModel, JobGroup, PlannedMember, planned
 from elastic.cluster.policy import PlacementChoice, PlacementRefusal, PoolView, Relocation
 from elastic.cluster.types import GroupName, JobRequest, Nanoseconds, NodeId
+from elastic.core.types import NS_PER_S
 from policies.regrouping import GrowingView, Newcomer, brought_together
 from policies.repartitioning import formed_anew
 
@@ -216,21 +217,31 @@ class PlacementRules:
         member, spec = planned(request, len(group.train), ()), pool.spec
         bound_ns = min(group.limit_ns, member.limit_ns)
         tests = (
-            ("it is saturated: load, s", group.load_ns / 1e9, group.longest_ns / 1e9, self.saturation),
+            ("it is saturated: load, s", group.load_ns / NS_PER_S, group.longest_ns / NS_PER_S, self.saturation),
             (
                 "host memory of a training node, bytes",
                 group.train_bytes + member.train_bytes,
                 spec.train.memory_bytes,
                 True,
             ),
-            ("its cycle is longer than the job bears, s", group.cycle_ns / 1e9, member.limit_ns / 1e9, self.keeps_slos),
             (
-                "the job's own step is longer than a member bears, s",
-                member.alone_ns / 1e9,
-                group.limit_ns / 1e9,
+                "its cycle is longer than the job bears, s",
+                group.cycle_ns / NS_PER_S,
+                member.limit_ns / NS_PER_S,
                 self.keeps_slos,
             ),
-            ("training in a cycle, s", (group.train_ns + member.train_ns) / 1e9, bound_ns / 1e9, self.keeps_slos),
+            (
+                "the job's own step is longer than a member bears, s",
+                member.alone_ns / NS_PER_S,
+                group.limit_ns / NS_PER_S,
+                self.keeps_slos,
+            ),
+            (
+                "training in a cycle, s",
+                (group.train_ns + member.train_ns) / NS_PER_S,
+                bound_ns / NS_PER_S,
+                self.keeps_slos,
+            ),
             (
                 "host memory of its emptiest rollout node, bytes",
                 min(group.rollout_bytes.values(), default=0) + member.rollout_bytes,

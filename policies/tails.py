@@ -31,6 +31,6 @@ class LongTail:
         left = rollout.of - rollout.done
         kept = max(1, -(-left * nodes // rollout.of))
         gained_ns = rollout.waiting_ns * (nodes - kept) // nodes
-        if kept >= nodes or gained_ns <= 0:
+        if gained_ns <= 0:
             return None
         return rollout.nodes[:kept]

@@ -7,12 +7,7 @@ numbers, in nano-dollars times nanoseconds per hour, so that bills add up exactl
 
 from elastic.cluster.policy import BillShare, ChargingPolicy
 from elastic.cluster.state import ClusterState, NodeRecord
-from elastic.cluster.types import NS_PER_HOUR, DeviceAccount, GroupName, JobId, Nanoseconds, PhaseKind, PoolSpec
-
-
-def nano_usd(exact: int) -> int:
-    """In whole nano-dollars, rounded down."""
-    return exact // NS_PER_HOUR
+from elastic.cluster.types import DeviceAccount, GroupName, JobId, Nanoseconds, PhaseKind, PoolSpec
 
 
 class Books:

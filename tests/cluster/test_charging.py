@@ -45,6 +45,18 @@ def test_idle_time_is_divided_as_each_would_have_paid_for_it_alone() -> None:
 def test_the_odd_nano_dollar_goes_to_the_largest_remainder() -> None:
     found = [BillShare(job=job, used=0, alone=10) for job in "abc"]
     assert IdleAsAlone().bills(found, 10) == {"a": 4, "b": 3, "c": 3}
+    # 2 × 1/3 leaves more than 2 × 2/3.
+    assert IdleAsAlone().bills([BillShare(job="a", used=0, alone=1), BillShare(job="b", used=0, alone=2)], 2) == {
+        "a": 1,
+        "b": 1,
+    }
+
+
+def test_idle_time_of_one_nano_dollar_and_of_none_and_slices_beyond_the_cost() -> None:
+    found = [BillShare(job="a", used=60, alone=100), BillShare(job="b", used=20, alone=100)]
+    assert IdleAsAlone().bills(found, 81) == {"a": 60, "b": 21}
+    assert IdleAsAlone().bills(found, 80) == {"a": 60, "b": 20}
+    assert IdleAsAlone().bills(found, 40) == {"a": 30, "b": 10}
 
 
 def test_what_was_used_beyond_alone_is_the_pools() -> None:

@@ -86,6 +86,9 @@ def test_a_tail_moves_to_the_fewest_nodes_only_where_somebody_waits() -> None:
     assert LongTail(done_share=0.5).keeps(msgspec.structs.replace(due, done=60)) == ("n1", "n2")
     assert LongTail().keeps(msgspec.structs.replace(due, nodes=("n1",))) is None
     assert LongTail().keeps(msgspec.structs.replace(due, done=0, of=0)) is None
+    # A node is a quarter of what waits: three of them are worth a nanosecond to it, or none.
+    assert LongTail().keeps(msgspec.structs.replace(due, waiting_ns=2)) == ("n1",)
+    assert LongTail().keeps(msgspec.structs.replace(due, waiting_ns=1)) is None
     assert NoTails().keeps(due) is None
 
 
@@ -97,6 +100,13 @@ def test_who_has_grown_most_strays_once_an_slo_is_at_stake() -> None:
     assert SloAtStake().strays(shared, {"b": (150, 80)}) == "b"
     assert SloAtStake().strays(group("h", 1, (a, ("n1",))), {"a": (500, 500)}) is None
     assert NoDrift().strays(shared, {"b": (500, 80)}) is None
+
+
+def test_nobody_strays_who_has_not_grown_and_whoever_has_by_a_nanosecond_does() -> None:
+    a, b = job("a", 100, 100, slo=1.0), job("b", 100, 100)
+    assert SloAtStake().strays(group("g", 1, (a, ("n1",)), (b, ("n1",))), {"b": (101, 100)}) == "b"
+    tight = group("g", 1, (a, ("n1",)), (job("c", 120, 100), ("n1",)))
+    assert SloAtStake().strays(tight, {}) is None
 
 
 def test_jobs_that_move_into_one_group_each_get_a_node_that_will_be_there() -> None:

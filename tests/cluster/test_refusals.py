@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from policies.placement import PLACEMENTS, PlacementRules
+from policies.placement import PLACEMENTS, PlacementRules, scrambled
 from tests.cluster.conftest import View, group, job, view
 
 S = 1_000_000_000
@@ -99,6 +99,13 @@ def test_ours_takes_the_fullest_node_and_weave_the_first() -> None:
     choice = PlacementRules().place(job("b", 20, 10, slo=9.0), pool)
     assert choice is not None
     assert choice.rollout == ("n1",)
+    # Training is what the cycle lasts for, wherever b rolls out.
+    empty, full = job("e", 10, 50, slo=9.0), job("f", 30, 50, slo=9.0)
+    pool = view(group("g", 1, (empty, ("n1",)), (full, ("n2",))), requests=(empty, full))
+    for policy in ("ours", "ours_without_moves"):
+        choice = PLACEMENTS[policy].place(job("b", 20, 10, slo=9.0), pool)
+        assert choice is not None
+        assert (choice.rollout, choice.cycle_ns) == (("n2",), 110)
 
 
 def test_who_wants_several_nodes_gets_the_idlest() -> None:
@@ -107,6 +114,24 @@ def test_who_wants_several_nodes_gets_the_idlest() -> None:
     choice = PLACEMENTS["ours"].place(job("b", 20, 10, slo=20.0, rollout_nodes=2), pool)
     assert choice is not None
     assert choice.rollout == ("n1", "n2")
+
+
+def test_who_wants_several_nodes_gets_those_with_memory_to_the_byte_and_new_ones_for_the_rest() -> None:
+    held = job("a", 10, 10, slo=20.0, rollout_bytes=2), job("b", 20, 10, slo=20.0, rollout_bytes=1)
+    pool = view(group("g", 1, (held[0], ("n1",)), (held[1], ("n2",))), requests=held)
+    for more, free, how in (
+        ({"rollout_bytes": 1}, 0, (("n1", "n2"), 0, 0)),
+        ({"rollout_bytes": 2}, 1, (("n2",), 1, 10)),
+        ({"rollout_bytes": 3}, 2, ((), 2, 20)),
+        ({"rollout_bytes": 2, "rollout_nodes": 3}, 2, (("n2",), 2, 20)),
+    ):
+        newcomer = job("c", 10, 10, slo=20.0, **{"rollout_nodes": 2, **more})
+        choice = PLACEMENTS["ours"].place(newcomer, pool._replace(free_rollout=free, free_train=0))
+        assert choice is not None
+        assert (choice.rollout, choice.new_rollout, choice.marginal_nano_usd_per_hour) == how
+        if free:
+            fewer = pool._replace(free_rollout=free - 1, free_train=0)
+            assert PLACEMENTS["ours"].place(newcomer, fewer) is None
 
 
 def test_the_idlest_nodes_of_the_idlest_group() -> None:
@@ -119,6 +144,20 @@ def test_the_idlest_nodes_of_the_idlest_group() -> None:
     choice = PLACEMENTS["most_idle"].place(job("b", 20, 10), pool._replace(free_rollout=0))
     assert choice is not None
     assert (choice.group, choice.rollout) == ("g2", ("n3",))
+
+
+def test_all_of_a_groups_training_nodes_count_as_busy_while_it_trains() -> None:
+    busy, half = job("busy", 10, 90, train_nodes=2), job("half", 50, 50)
+    pool = view(group("g1", 2, (busy, ("n1",))), group("g2", 1, (half, ("n2",))))
+    choice = PLACEMENTS["most_idle"].place(job("b", 20, 10), pool)
+    assert choice is not None
+    assert choice.group == "g2"
+
+
+def test_draws_are_those_of_splitmix64() -> None:
+    # The first numbers of the published generator, from these states.
+    assert scrambled(0) == 0xE220A8397B1DCDAF
+    assert scrambled(1234567) == 6457827717110365317
 
 
 def test_draws_reach_every_group_and_a_new_one() -> None:
