@@ -23,7 +23,9 @@ from elastic.config import Config, ConfigError, load_config
 from elastic.core import commands as c
 from elastic.core import events as e
 from elastic.core.digest import digest
+from elastic.core.ledger import NANO_USD_PER_USD, DeviceBook
 from elastic.core.scheduler import Phase, Scheduler
+from elastic.core.types import NS_PER_S, Account
 from elastic.runtime import states
 from elastic.runtime.journal import (
     CONTINUES,
@@ -452,6 +454,14 @@ class TestCommands:
             journal.commit()
 
     @staticmethod
+    def keep(run: RunDirectory, *books: DeviceBook) -> None:
+        """The journal has these books."""
+        table = TABLES[BookRow]
+        with closing(sqlite3.connect(run.path / "journal.sqlite")) as journal:
+            table.insert(journal, [table.kept(BookRow(worker=book.worker, book=book)) for book in books])
+            journal.commit()
+
+    @staticmethod
     def core_of(former: PreviousIncarnation, run: RunDirectory) -> Scheduler:
         assert former.state is not None
         with run.newest_journal() as journal:
@@ -490,11 +500,7 @@ class TestCommands:
 
     def test_who_begins_anew_is_told_what_holds_and_what_was_paid(self, run: RunDirectory, config: Config) -> None:
         self.tell(run, e.BudgetSet(command="budget", usd=5.0), self.CAP, self.STOP)
-        books = TABLES[BookRow]
-        with closing(sqlite3.connect(run.path / "journal.sqlite")) as journal:
-            held = compose.replay(run).ledger.books.values()
-            books.insert(journal, [books.kept(BookRow(worker=book.worker, book=book)) for book in held])
-            journal.commit()
+        self.keep(run, *compose.replay(run).ledger.books.values())
         with run.journals() as journals:
             told = incarnations.what_holds(journals, config)
             bill = sum(book.cost_nano_usd(journals[-1].last_ns()) for book in journals[-1].books())
@@ -504,6 +510,18 @@ class TestCommands:
         assert isinstance(carried, e.CostCarried)
         assert carried.nano_usd >= bill > 0
         assert last == e.BudgetSet(command="run.budget_usd of process 2", usd=5.0)
+
+    @pytest.mark.parametrize("charged_s", [0, 60])
+    def test_what_a_provider_said_that_it_charges_is_carried_and_not_time_times_price(
+        self, run: RunDirectory, charged_s: int
+    ) -> None:
+        """It may be more than a lease's time, as a minimum that is billed, and less, where the provider took it back."""
+        before = incarnations.cost_nano_usd(run)
+        book = DeviceBook("far-1", "far-1", "far", 8, 3600 * NANO_USD_PER_USD, 0, 0)
+        book.add(Account.IDLE, 20 * NS_PER_S)
+        book.closed_ns, book.charged_ns = book.cursor_ns, charged_s * NS_PER_S
+        self.keep(run, book)
+        assert incarnations.cost_nano_usd(run) - before == 8 * charged_s * NANO_USD_PER_USD
 
     def test_a_run_that_was_told_nothing_is_told_nothing(self, run: RunDirectory, config: Config) -> None:
         with run.journals() as journals:

@@ -295,8 +295,7 @@ def _cost_nano_usd(journals: Sequence[JournalReader], config: Config | None) -> 
         outlives_s = 0.0 if said is None else said.run.orchestrator_timeout_s
         outlived_ns = journal.last_ns() + round(outlives_s * NS_PER_S)
         for book in journal.books():
-            end_ns = outlived_ns if book.closed_ns is None else book.closed_ns
-            costs[book.worker, book.opened_ns] = book.price.most_nano_usd(end_ns - book.opened_ns - book.unpriced_ns)
+            costs[book.worker, book.opened_ns] = book.most_nano_usd(outlived_ns)
         functions_usd += sum(call.usd for call in journal.rows(CallRow))
     return sum(costs.values()) + math.ceil(functions_usd * NANO_USD_PER_USD)
 

@@ -108,10 +108,10 @@ class DeviceBook:
         price = self.price
         return price.billed_ns(self._charged_ns(end_ns)) * price.nano_usd_per_hour // NS_PER_HOUR
 
-    def most_nano_usd(self) -> int:
-        """What a closed one may have cost at the most."""
-        assert self.closed_ns is not None
-        return self.price.most_nano_usd(self._charged_ns(self.closed_ns))
+    def most_nano_usd(self, now_ns: Nanoseconds) -> int:
+        """What it may have cost at the most."""
+        end_ns = now_ns if self.closed_ns is None else self.closed_ns
+        return self.price.most_nano_usd(self._charged_ns(end_ns))
 
     def _charged_ns(self, end_ns: Nanoseconds) -> Nanoseconds:
         return end_ns - self.opened_ns - self.unpriced_ns if self.charged_ns is UNSET else self.charged_ns
@@ -131,7 +131,7 @@ class FoldedBooks:
         assert book.closed_ns is not None
         self.books += 1
         self.nano_usd += book.cost_nano_usd(book.closed_ns)
-        self.most_nano_usd += book.most_nano_usd()
+        self.most_nano_usd += book.most_nano_usd(book.closed_ns)
         self.imbalance_ns += book.imbalance_ns
         for account, duration_ns in book.accounts_ns.items():
             self.gpu_ns[account] = self.gpu_ns.get(account, 0) + book.gpus * duration_ns
@@ -233,7 +233,7 @@ class Ledger:
         spoken = Account.DRAINING if clean else Account.UNATTRIBUTED
         book.add(spoken if book.reported else Account.BOOTING, now_ns - book.cursor_ns)
         book.closed_ns, book.charged_ns = now_ns, charged_ns
-        self.closed_nano_usd_max += book.most_nano_usd()
+        self.closed_nano_usd_max += book.most_nano_usd(now_ns)
         self._closed.append(worker)
 
     def imbalance_ns(self) -> int:
