@@ -193,7 +193,7 @@ class Disturbed:
 
     def judge(self, totals: Totals) -> None:
         kept = RunDirectory(self.run.run_dir)
-        totals.tokens_lost += judge_tokens(kept)[0]
+        totals.tokens_lost += sum(judge_tokens(kept))  # What is generated again was lost, too.
         totals.orphans += len(self._aws.living())
         usage = summarise(kept).providers["ec2"]
         totals.usd += usage.usd

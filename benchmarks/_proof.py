@@ -20,6 +20,10 @@ from elastic.report import summarise
 from elastic.runtime.journal import MoveRow, RunDirectory, Sampled, StepRow, TrajectoryRow, TurnRow
 
 
+FINISHED = "finished"
+"""The status of a run that came to its end by itself."""
+
+
 class Verdict(msgspec.Struct, kw_only=True):
     """What the journals of a run's incarnations prove.
 
@@ -47,7 +51,8 @@ class _Witness:
         self.trained: set[str] = set()
         self.preempted: set[str] = set()
         self._finished: set[str] = set()
-        self._over: set[str] = set()
+        self.over: set[str] = set()
+        """Trajectories that have finished."""
 
     def hear(self, _: int, event: e.Event, chunks: Mapping[int, wire.Chunk], commands: Sequence[c.Command]) -> None:
         for chunk in chunks.values():
@@ -59,8 +64,8 @@ class _Witness:
         if isinstance(event, e.TurnRequested):
             self.repeated += event.turn in self._finished
         elif isinstance(event, e.TrajectoryFinished):
-            self.repeated += event.trajectory in self._over
-            self._over.add(event.trajectory)
+            self.repeated += event.trajectory in self.over
+            self.over.add(event.trajectory)
         elif isinstance(event, e.LeaseEnded) and event.cause is EndCause.PREEMPTED:
             self.preempted.add(event.lease)
         for command in commands:
@@ -76,7 +81,15 @@ class _Witness:
 
 
 def judge(run: RunDirectory) -> Verdict:
-    """Raises `RuntimeError` where replaying the journals does not come to the state that the run ended in."""
+    """Of a run that has finished: whatever it accepted has come to something.
+
+    Raises `RuntimeError` for any other run, whose unfinished trajectories would count as lost (`judge_tokens` is for
+    these), and where replaying the journals does not come to the state that the run ended in.
+    """
+    with run.journals() as journals:
+        status = journals[-1].meta().get("status", "none")
+    if status != FINISHED:
+        raise RuntimeError(f"{run.path}: its status is {status!r}, and only a run that is {FINISHED!r} is judged as whole")
     witness = _Witness()
     found = digest(compose.replay(run, witness.hear))
     episodes, summary = trajectories(run), summarise(run)
@@ -100,14 +113,25 @@ def judge(run: RunDirectory) -> Verdict:
 
 
 def judge_tokens(run: RunDirectory) -> tuple[int, int]:
-    """Tokens lost and tokens duplicated of trajectories that have finished, whatever providers the run had."""
+    """Tokens lost and tokens duplicated of a run that may have ended at any moment, whatever providers it had.
+
+    Lost are those that are not where they belong in what a finished trajectory came to, and those missing between the
+    accepted ones of an unfinished one. What was accepted and is generated again all the same is duplicated, also by an
+    incarnation that did not go on from the journal.
+    """
     witness = _Witness()
     with run.journals() as journals:
         for t_ns, event, chunks in itertools.chain.from_iterable(journal.entries() for journal in journals):
             witness.hear(t_ns, event, chunks, ())
     finished = {name: row for name, row in trajectories(run).items() if not row.cause}
-    accepted = {turn: tokens for turn, tokens in witness.accepted.items() if parse_turn(turn)[0] in finished}
-    return _lost(accepted, finished), witness.duplicated
+    whole: dict[str, dict[int, int]] = {}
+    missing = 0
+    for turn, tokens in witness.accepted.items():
+        if parse_turn(turn)[0] in finished.keys() | witness.over:
+            whole[turn] = tokens
+        elif tokens:
+            missing += max(tokens) + 1 - len(tokens)
+    return _lost(whole, finished) + missing, witness.duplicated
 
 
 def trajectories(run: RunDirectory) -> dict[str, TrajectoryRow]:

@@ -1,0 +1,105 @@
+"""What is said to be lost: judged from the journals of runs that ended at any moment."""
+
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import msgspec
+import pytest
+
+from elastic import wire
+from elastic.config import JournalConfig
+from elastic.core.events import TrajectoryFinished
+from elastic.core.ids import parse_turn, turn_id
+from elastic.runtime.journal import (
+    JournalRecord,
+    RunDirectory,
+    Sampled,
+    TrajectoryRow,
+    event_row,
+    frame_row,
+)
+from elastic.runtime.journal.frames import tokens_event
+
+DONE, OPEN = "0/0/0", "0/0/1"
+"""A trajectory that has finished, and one that has not."""
+
+
+@pytest.fixture(scope="module")
+def proof() -> Iterator[ModuleType]:
+    benchmarks = str(Path(__file__).resolve().parents[1] / "benchmarks")
+    sys.path.append(benchmarks)
+    try:
+        yield importlib.import_module("_proof")
+    finally:
+        sys.path.remove(benchmarks)
+
+
+def frame(turn: str, start: int, *token_ids: int, attempt: int = 1) -> JournalRecord:
+    chunk = wire.Chunk(turn, attempt, start, list(token_ids), [-0.5] * len(token_ids), 0)
+    body = msgspec.msgpack.encode(wire.Tokens([chunk]))
+    return frame_row(tokens_event("spot-1", 1, [chunk]), body, [0], start)
+
+
+def finished(trajectory: str, *token_ids: int) -> JournalRecord:
+    """All of its tokens were sampled."""
+    count = len(token_ids)
+    return TrajectoryRow(
+        trajectory=trajectory,
+        step=0,
+        group=parse_turn(trajectory)[0],
+        started_ns=0,
+        ended_ns=1,
+        reward=1.0,
+        cause="",
+        turns=1,
+        policy_tokens=count,
+        token_ids=msgspec.msgpack.encode(list(token_ids)),
+        sampled=msgspec.msgpack.encode(Sampled([1] * count, [-0.5] * count, [0] * count, 1.0)),
+    )
+
+
+def ended(trajectory: str) -> JournalRecord:
+    return event_row(TrajectoryFinished(trajectory=trajectory, reward=1.0, tokens=1), 1)
+
+
+def run_of(directory: Path, *journals: list[JournalRecord], status: str) -> RunDirectory:
+    """Each journal is that of an incarnation; the last one has ended with this status."""
+    run = RunDirectory(directory)
+    for rows in journals:
+        journal = run.begin_journal(JournalConfig(), waits=True)
+        journal.append(*rows)
+        if rows is journals[-1]:
+            journal.meta("status", status)
+        journal.close()
+    return run
+
+
+T, U = turn_id(DONE, 0), turn_id(OPEN, 0)
+WHOLE = [frame(T, 0, 1, 2), frame(T, 2, 3), ended(DONE), finished(DONE, 1, 2, 3)]
+
+
+@pytest.mark.parametrize(
+    ("journals", "judged"),
+    [
+        pytest.param([WHOLE, [frame(U, 0, 4, 5)]], (0, 0), id="what an interruption left unfinished is not lost"),
+        pytest.param([[frame(U, 0, 4)], [frame(U, 1, 5, attempt=2)]], (0, 0), id="goes on in the next incarnation"),
+        pytest.param([[frame(U, 0, 4)], [frame(U, 2, 6, attempt=2)]], (1, 0), id="a gap in an unfinished turn"),
+        pytest.param([[frame(U, 0, 4)], [frame(U, 0, 4, attempt=2)]], (0, 1), id="generated again"),
+        pytest.param([WHOLE[:2] + [finished(DONE, 1, 3)]], (2, 0), id="another trajectory than was accepted"),
+        pytest.param([WHOLE[:3]], (3, 0), id="a trajectory that finished and is not kept"),
+    ],
+)
+def test_tokens_of_a_run_that_ended_at_any_moment(
+    proof: ModuleType, tmp_path: Path, journals: list[list[JournalRecord]], judged: tuple[int, int]
+) -> None:
+    assert proof.judge_tokens(run_of(tmp_path, *journals, status="failed: interrupted")) == judged
+
+
+def test_only_a_run_that_has_finished_is_judged_as_whole(proof: ModuleType, tmp_path: Path) -> None:
+    """The tokens of what was interrupted would count as lost, of which none is."""
+    run = run_of(tmp_path, WHOLE, [frame(U, 0, 4, 5)], status="failed: interrupted")
+    with pytest.raises(RuntimeError, match="'failed: interrupted'"):
+        proof.judge(run)
