@@ -19,7 +19,6 @@ from elastic.core.types import EndCause
 from elastic.report import summarise
 from elastic.runtime.journal import MoveRow, RunDirectory, Sampled, StepRow, TrajectoryRow, TurnRow
 
-
 FINISHED = "finished"
 """The status of a run that came to its end by itself."""
 
@@ -89,7 +88,9 @@ def judge(run: RunDirectory) -> Verdict:
     with run.journals() as journals:
         status = journals[-1].meta().get("status", "none")
     if status != FINISHED:
-        raise RuntimeError(f"{run.path}: its status is {status!r}, and only a run that is {FINISHED!r} is judged as whole")
+        raise RuntimeError(
+            f"{run.path}: its status is {status!r}, and only a run that is {FINISHED!r} is judged as whole"
+        )
     witness = _Witness()
     found = digest(compose.replay(run, witness.hear))
     episodes, summary = trajectories(run), summarise(run)

@@ -515,7 +515,7 @@ class TestCommands:
     def test_what_a_provider_said_that_it_charges_is_carried_and_not_time_times_price(
         self, run: RunDirectory, charged_s: int
     ) -> None:
-        """It may be more than a lease's time, as a minimum that is billed, and less, where the provider took it back."""
+        """More than a lease's time, where a minimum is billed, and nothing where the provider took it back."""
         before = incarnations.cost_nano_usd(run)
         book = DeviceBook("far-1", "far-1", "far", 8, 3600 * NANO_USD_PER_USD, 0, 0)
         book.add(Account.IDLE, 20 * NS_PER_S)

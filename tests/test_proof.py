@@ -69,7 +69,7 @@ def run_of(directory: Path, *journals: list[JournalRecord], status: str) -> RunD
     """Each journal is that of an incarnation; the last one has ended with this status."""
     run = RunDirectory(directory)
     for rows in journals:
-        journal = run.begin_journal(JournalConfig(), waits=True)
+        journal = run.begin_journal(JournalConfig(), waits=True)  # type: ignore[call-arg]
         journal.append(*rows)
         if rows is journals[-1]:
             journal.meta("status", status)
@@ -88,7 +88,7 @@ WHOLE = [frame(T, 0, 1, 2), frame(T, 2, 3), ended(DONE), finished(DONE, 1, 2, 3)
         pytest.param([[frame(U, 0, 4)], [frame(U, 1, 5, attempt=2)]], (0, 0), id="goes on in the next incarnation"),
         pytest.param([[frame(U, 0, 4)], [frame(U, 2, 6, attempt=2)]], (1, 0), id="a gap in an unfinished turn"),
         pytest.param([[frame(U, 0, 4)], [frame(U, 0, 4, attempt=2)]], (0, 1), id="generated again"),
-        pytest.param([WHOLE[:2] + [finished(DONE, 1, 3)]], (2, 0), id="another trajectory than was accepted"),
+        pytest.param([[*WHOLE[:2], finished(DONE, 1, 3)]], (2, 0), id="another trajectory than was accepted"),
         pytest.param([WHOLE[:3]], (3, 0), id="a trajectory that finished and is not kept"),
     ],
 )
