@@ -73,11 +73,10 @@ def _what_may_be_given_back(group: JobGroup, spec: PoolSpec) -> Iterator[tuple[l
     """Members that would have to leave, and the price of the nodes that nobody would need then."""
     members, rollout = list(group.members.values()), spec.rollout.nano_usd_per_hour
     yield members, group.price(rollout, spec.train.nano_usd_per_hour)
-    if len(group.rollout) > 1:
-        for node in group.rollout:
-            pinned = [member for member in members if node in member.nodes]
-            if len(pinned) < len(members) and all(len(member.nodes) == 1 for member in pinned):
-                yield pinned, rollout
+    for node in group.rollout:
+        pinned = [member for member in members if node in member.nodes]
+        if len(pinned) < len(members) and all(len(member.nodes) == 1 for member in pinned):
+            yield pinned, rollout
 
 
 def _worth_a_look(pool: PoolView, changed: Sequence[GroupName]) -> list[GroupName]:

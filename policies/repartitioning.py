@@ -13,12 +13,12 @@ from typing import NamedTuple
 from elastic.cluster.cycle import cycle_ns
 from elastic.cluster.groups import JobGroup, PlannedMember
 from elastic.cluster.policy import PoolView, Relocation
-from elastic.cluster.types import GroupName, JobRequest, Nanoseconds, NodeId
+from elastic.cluster.types import NS_PER_HOUR, GroupName, JobRequest, Nanoseconds, NodeId
 from policies.regrouping import GroupsAfter, Newcomer, WaysInto
 
 NEIGHBOURS = 11
 """Jobs whose groups are formed anew together: time grows exponentially with their number."""
-HORIZON_NS: Nanoseconds = 3 * 3_600_000_000_000
+HORIZON_NS: Nanoseconds = 3 * NS_PER_HOUR
 """How far ahead costs count. Until then others will have come and left, and groups are formed anew."""
 NEVER = 1 << 120
 

@@ -151,6 +151,17 @@ def test_a_node_of_a_job_that_has_another_is_not_given_back() -> None:
     assert brought_together(OURS, hosted(*groups, requests=(a, wide, host)), ["g"]) == []
 
 
+def test_a_restart_costs_all_nodes_of_the_job() -> None:
+    # Its nodes are given back 100 ns before its time, and paid as long as it restarts.
+    for nodes, train in ((2, 1), (1, 2), (3, 3)):
+        host = job("host", 50, 20, slo=9.0, steps=90, rollout_nodes=nodes, train_nodes=train)
+        for restart_ns, moves in ((99, 1), (100, 0)):
+            mover = job("a", 50, 20, slo=9.0, rollout_nodes=nodes, train_nodes=train, restart_ns=restart_ns)
+            on = (tuple(f"{of}{i}" for i in range(nodes)) for of in "mn")
+            groups = (group("g", train, (mover, next(on))), group("host", train, (host, next(on))))
+            assert len(brought_together(OURS, hosted(*groups, requests=(mover, host)), ["g"])) == moves
+
+
 def test_jobs_move_together_only_where_each_finds_room() -> None:
     x, y = job("x", 40, 10, slo=4.0), job("y", 30, 10, slo=4.0)
     hosts = [job(f"host{i}", 50, 30, slo=1.3, steps=50) for i in range(2)]
@@ -203,7 +214,7 @@ def test_groups_that_changed_are_looked_at_and_then_the_smallest() -> None:
     host = job("host", 10, 1, slo=40.0, steps=10_000, train_bytes=0, rollout_bytes=0)
     many = [job(f"j{i:02}", 10, 10 + i, slo=99.0, steps=100 - i) for i in range(LOOKED_AT + 6)]
     pinned = [group(f"g{i:02}", 1, (each, (f"n{i}",))) for i, each in enumerate(many)]
-    pool = hosted(group("host", 1, (host, ("m",))), *pinned, requests=(host, *many))
+    pool = hosted(group("host", 1, (host, ("m",))), *reversed(pinned), requests=(host, *many))
     # What lives longest saves most: of those that are looked at, the first.
     assert [move.job for move in brought_together(OURS, pool, [])] == ["j00"]
     backwards = [each.name for each in reversed(pinned)]

@@ -144,6 +144,59 @@ def test_jobs_that_are_all_alone_come_together_as_cheaply_as_can_be(lengths: lis
     assert priced(after) == least
 
 
+def test_what_fills_the_nodes_exactly_shares_them() -> None:
+    host = job("h", 60, 40, slo=1.0, rollout_bytes=3, train_bytes=3, restart_ns=999)
+    for rollout_ns, rollout_bytes, train_bytes, way in (
+        (40, 2, 2, [(("n0",), 0)]),
+        (41, 2, 2, [((), 1)]),
+        (40, 3, 2, [((), 1)]),
+        (40, 2, 3, []),
+        (39, 2, 2, []),
+    ):
+        mover = job("a", rollout_ns, 100 - rollout_ns, slo=1.0, rollout_bytes=rollout_bytes, train_bytes=train_bytes)
+        moves = formed_anew(OURS, pool_of((host,), (mover,)), [])
+        assert [(move.to.rollout, move.to.new_rollout) for move in moves] == way
+
+
+def moving(each: JobRequest) -> int:
+    """What it costs that the job moves: its own nodes while it restarts; never nothing."""
+    prices = FIVE.rollout.nano_usd_per_hour, FIVE.train.nano_usd_per_hour
+    return max(1, each.restart_ns) * (each.rollout_nodes * prices[0] + each.train_nodes * prices[1])
+
+
+def lasting(block: Sequence[JobRequest]) -> int:
+    """What one rollout and one training node cost until the last of the block ends."""
+    return priced([block]) * max(each.steps for each in block) * 100
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(5, 90), st.integers(1, 20), st.sampled_from((0, 1, 30, 300, 2000)), st.integers(1, 2)),
+        min_size=2,
+        max_size=6,
+    )
+)
+@settings(max_examples=50, deadline=None)
+def test_what_is_paid_until_they_end_moves_included_is_the_least_there_is(
+    told_of: list[tuple[int, int, int, int]],
+) -> None:
+    jobs = [
+        trains(f"j{i}", train, steps=steps, restart_ns=restart_ns, train_bytes=size)
+        for i, (train, steps, restart_ns, size) in enumerate(told_of)
+    ]
+    pool = pool_of(*([each] for each in jobs))
+    moves = formed_anew(OURS, pool, [])
+    after = moved(pool, moves).groups.values()
+    paid = sum(moving(pool.request(move.job)) for move in moves)
+    paid += sum(lasting([pool.request(name) for name in each.members]) for each in after)
+    least = min(
+        sum(lasting(block) + sum(map(moving, block)) - max(map(moving, block)) for block in each)
+        for each in partitions(jobs)
+        if all(bears(block) and sum(one.train_bytes for one in block) <= 5 for block in each)
+    )
+    assert paid == least
+
+
 def test_at_most_so_many_neighbours_are_looked_at() -> None:
     singles = [trains(f"j{i:02}", 30) for i in range(14)]
     pool = pool_of(*([each] for each in singles))
