@@ -4,6 +4,7 @@ Both are forked from a process that has imported what they need: an interpreter'
 do, would take most of their time.
 """
 
+import contextlib
 import functools
 import json
 import multiprocessing
@@ -18,6 +19,7 @@ from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
+import psutil
 from _common import HERE, ROOT
 
 from elastic.server.settings import ServerSettings
@@ -150,6 +152,11 @@ class HostedSite:
             process.join(10)
             process.kill()
             process.join()
+        # Runs outlive server and runner.
+        for job in psutil.process_iter(["cmdline"]):
+            if str(self.job) in (job.info["cmdline"] or ()):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    job.kill()
 
     def wait_up(self) -> None:
         """Until the API answers. Raises `TimeoutError`."""

@@ -116,9 +116,6 @@ def measure(database: str, load_s: float) -> dict[str, Any]:
             jobs = [_begun(client) for _ in range(JOBS)]
             measured = compose.run_loop(load(site, jobs, long_run, load_s))
             listed = sum(1 for _ in _listed(client))
-            for job in jobs:
-                client.post(f"/v1/runs/{job}/stop").raise_for_status()
-            _wait(lambda: all(client.get(f"/v1/runs/{job}").json()["phase"] == RunPhase.STOPPED for job in jobs))
     finally:
         site.end()
         shutil.rmtree(home, ignore_errors=True)
