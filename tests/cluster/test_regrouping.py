@@ -144,10 +144,10 @@ def test_a_node_of_a_job_that_has_another_is_not_given_back() -> None:
     a, b, host = (
         job("host-a", 100, 20, slo=1.0, steps=9),
         job("b", 50, 20, slo=9.0),
-        job("host", 50, 20, slo=2.0, steps=9),
+        job("host", 50, 20, slo=2.0, steps=9, rollout_nodes=2),
     )
     wide = msgspec.structs.replace(b, rollout_nodes=2)
-    groups = (group("g", 1, (a, ("n1",)), (wide, ("n2", "n3"))), group("host", 1, (host, ("n4",))))
+    groups = (group("g", 1, (a, ("n1",)), (wide, ("n2", "n3"))), group("host", 1, (host, ("n4", "n5"))))
     assert brought_together(OURS, hosted(*groups, requests=(a, wide, host)), ["g"]) == []
 
 
@@ -229,7 +229,7 @@ def test_only_so_many_groups_that_live_longest_take_others() -> None:
     full = [job(f"host{i:03}", 10, 10, slo=1.0, steps=500) for i in range(TAKERS)]
     for number, moves in ((TAKERS - 1, 0), (TAKERS - 2, 1)):
         hosts = full[:number]
-        pinned = [group(each.id, 1, (each, (f"n-{each.id}",))) for each in (*hosts, mover, room)]
+        pinned = [group(each.id, 1, (each, (f"n-{each.id}",))) for each in (room, *hosts, mover)]
         pool = hosted(*pinned, requests=(*hosts, mover, room))._replace(free_rollout=0)
         found = brought_together(OURS, pool, ["mover"])
         assert len(found) == moves

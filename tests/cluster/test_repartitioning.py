@@ -70,7 +70,7 @@ def test_who_cannot_move_or_would_miss_its_slo_stays() -> None:
 
 def test_what_a_move_costs_must_be_saved_within_the_time_that_is_left() -> None:
     # The first group's nodes cost 40 an hour, for the 100 ns that t goes on; q and t cost as much while they restart.
-    cheap, dear = (msgspec.structs.replace(Q, restart_ns=ns) for ns in (98, 100))
+    cheap, dear = (msgspec.structs.replace(Q, restart_ns=ns) for ns in (98, 99))
     assert told(formed_anew(OURS, pool_of((P, cheap), (R, S), (T,)), ["g2"])) == [("q", "g1", ("n1",))]
     assert formed_anew(OURS, pool_of((P, dear), (R, S), (T,)), ["g2"]) == []
 
@@ -164,6 +164,31 @@ def test_newcomers_share_a_new_node_that_they_fill_exactly() -> None:
     moves = formed_anew(OURS, pool_of((host,), (first,), (second,)), [])
     # The node has no name before a is there: b follows at the next look.
     assert [(move.job, move.to.rollout, move.to.new_rollout) for move in moves] == [("a", (), 1)]
+
+
+def test_the_longest_rollouts_take_the_room_that_there_is_and_the_fullest_node() -> None:
+    host = job("h", 40, 20, slo=100.5 / 60, restart_ns=999)
+    short, long = job("a", 30, 20, slo=100.5 / 50), job("b", 60, 20, slo=100.5 / 80)
+    moves = formed_anew(OURS, pool_of((host,), (short,), (long,)), [])
+    assert [(move.job, move.to.rollout, move.to.new_rollout) for move in moves] == [("b", ("n0",), 0), ("a", (), 1)]
+    busy, large = job("h", 50, 20, slo=2.0, restart_ns=999), job("i", 20, 20, slo=9.0, rollout_bytes=3, restart_ns=999)
+    both = group("g0", 1, (large, ("m",)), (busy, ("n",)))
+    pool = view(both, group("g1", 1, (short, ("o",))), requests=(busy, large, short))._replace(spec=FIVE)
+    assert told(formed_anew(OURS, pool, [])) == [("a", "g0", ("n",))]
+
+
+def test_the_next_best_where_a_restart_leaves_too_little_for_the_best() -> None:
+    a, q, c = trains("a", 60, steps=2, restart_ns=150), trains("q", 40, steps=2), trains("c", 30, restart_ns=999)
+    pool = pool_of((a,), (q,), (c,))
+    assert told(formed_anew(OURS, pool, [])) == [("q", "g0", ("n0",))]
+    assert told(formed_anew(OURS, Tight(*pool), [])) == [("q", "g2", ("n2",))]
+
+
+def test_nothing_is_formed_anew_beside_a_group_that_keeps_no_slo_as_it_is() -> None:
+    singles = [trains(f"j{i}", 30) for i in range(4)]
+    assert formed_anew(OURS, pool_of(*([each] for each in singles)), []) != []
+    late = trains("x", 60), trains("y", 60)
+    assert formed_anew(OURS, pool_of(late, *([each] for each in singles)), []) == []
 
 
 def moving(each: JobRequest) -> int:
