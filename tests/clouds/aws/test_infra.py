@@ -200,7 +200,7 @@ def uses_of_ec2(api: Ec2Api, pools: list[SpotPool]) -> Iterator[Callable[[], obj
     yield lambda: api.launch("ec2-1", pools, "#!/bin/bash\ntrue\n", 1.0)
     yield lambda: api.instances("ec2-1")
     yield lambda: api.terminate([one.id for one in api.instances("ec2-1")])
-    yield lambda: api.discard(api.notices(0)[1])
+    yield lambda: api.discard(api.notices(0))
     yield lambda: api.delete_secret("ec2-1")
     yield api.delete_template
 
