@@ -31,8 +31,9 @@ from elastic.runtime.journal import (
     TurnRow,
     event_row,
 )
-from elastic.runtime.status import ProviderStatus, RunStatus
+from elastic.runtime.status import ProviderStatus
 from functions.base import Call, CallOutcome
+from tests.run_status import run_status
 
 FULL_BYTES = 1_190_016
 
@@ -75,24 +76,8 @@ class RunWriter:
 
     def sample(self, at_s: float, providers: Mapping[str, ProviderStatus], cpu_share: float = 0.5) -> None:
         """A sample of the run with the books as they are."""
-        status = RunStatus(
-            run="sampled",
-            phase="running",
-            step=0,
-            steps=60,
-            elapsed_s=at_s,
-            success_rate=None,
-            last_success_rate=None,
-            trajectories_running=0,
-            queued_turns=0,
-            tokens_per_s=0.0,
-            preemptions=0,
-            usd=0.0,
-            cpu_share=cpu_share,
-            pacing_holds=True,
-            trainer="awake",
-            providers=dict(providers),
-        )
+        own = {"elapsed_s": at_s, "cpu_share": cpu_share, "providers": dict(providers)}
+        status = run_status(run="sampled", steps=60, **own)
         self.journal.append(SampleRow(t_ns=_ns(at_s), status=status))
         self.books()
 

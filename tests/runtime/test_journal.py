@@ -49,28 +49,11 @@ from elastic.runtime.journal import (
 )
 from elastic.runtime.journal.records import KINDS, TABLES
 from elastic.runtime.journal.tables import ROWS_AT_ONCE, JournalTable
-from elastic.runtime.status import RunStatus
+from tests.run_status import run_status
 
 CHUNK = wire.Chunk("0/0/0/0", 1, 0, [5, 6, 7], [-0.5, -1.0, -1.5], 3, FinishReason.STOP)
 OTHER = wire.Chunk("0/0/1/0", 2, 3, [8, 9], [-0.25, -2.0], 3)
-STATUS = RunStatus(
-    run="r",
-    phase="running",
-    step=0,
-    steps=1,
-    elapsed_s=0.0,
-    success_rate=None,
-    last_success_rate=None,
-    trajectories_running=0,
-    queued_turns=0,
-    tokens_per_s=0.0,
-    preemptions=0,
-    usd=0.0,
-    cpu_share=0.0,
-    pacing_holds=True,
-    trainer="awake",
-    providers={},
-)
+STATUS = run_status(run="r")
 
 
 def until(condition) -> None:

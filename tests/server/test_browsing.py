@@ -17,6 +17,7 @@ from elastic.runtime.status import RunStatus
 from elastic.server.answers import ENTRY_BYTES, KeptAnswers
 from elastic.server.journals import SETTLED_S, metrics_of, version_of
 from elastic.server.trajectories import NoSuchTrajectory, trajectories_of
+from tests.run_status import run_status
 
 REWARDS = st.one_of(st.none(), st.sampled_from([0.0, -1.0, 0.5, 1.0]))
 TRAJECTORIES = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 3), REWARDS), max_size=12)
@@ -114,24 +115,7 @@ def test_pages_of_trajectories_are_the_whole(
 
 
 def status(at_s: int) -> RunStatus:
-    return RunStatus(
-        run="run",
-        phase="rollout",
-        step=0,
-        steps=1,
-        elapsed_s=float(at_s),
-        success_rate=None,
-        last_success_rate=None,
-        trajectories_running=0,
-        queued_turns=0,
-        tokens_per_s=0.0,
-        preemptions=0,
-        usd=0.0,
-        cpu_share=0.0,
-        pacing_holds=True,
-        trainer="",
-        providers={},
-    )
+    return run_status(phase="rollout", elapsed_s=float(at_s), trainer="")
 
 
 @pytest.mark.parametrize("most", [1, 3, 100, 1_000])
