@@ -7,13 +7,10 @@ import importlib
 import importlib.util
 import io
 import os
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from itertools import islice
 from statistics import median
 from typing import Any
@@ -34,7 +31,7 @@ BUCKET = "weights"
 BUCKET_ELEMENTS = 4 << 20
 PUTS_AT_ONCE = 2
 
-START_TIMEOUT_S, TIMEOUT_S = 60.0, 600.0
+TIMEOUT_S = 600.0
 ENVIRONMENT = {
     "AWS_ACCESS_KEY_ID": "benchmark",
     "AWS_SECRET_ACCESS_KEY": "benchmark",
@@ -79,23 +76,11 @@ def measure_object_store(tensors: Mapping[str, Tensor], quick: bool) -> dict[str
 @contextmanager
 def object_store() -> Iterator[int]:
     """The port of one with an empty bucket."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "moto.server", "-p", str(port)]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        deadline_s = time.monotonic() + START_TIMEOUT_S
-        while True:
-            with suppress(OSError), socket.create_connection(("127.0.0.1", port)):
-                break
-            if time.monotonic() > deadline_s:
-                raise TimeoutError("moto's server does not answer")
-            time.sleep(0.05)
+    from tests.clouds.moto import moto_server
+
+    with moto_server() as port:
         client(port).create_bucket(Bucket=BUCKET)
         yield port
-    finally:
-        process.kill()
-        process.wait()
 
 
 def client(port: int) -> Any:

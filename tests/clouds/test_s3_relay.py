@@ -4,13 +4,8 @@ import contextlib
 import importlib
 import itertools
 import json
-import os
 import random
-import socket
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +22,7 @@ from elastic.weights.relay import Relay, below, open_relay
 from elastic.weights.waiting import PatientRelay
 from tests.cli.conftest import Ended
 from tests.clouds.faulty_s3 import FaultyS3, S3Answer
+from tests.clouds.moto import moto_server
 from tests.weights.signed import KEY, TRUST
 from tests.weights.test_relay import (  # noqa: F401
     test_a_blob_does_not_change,
@@ -47,7 +43,6 @@ pytestmark = [pytest.mark.clouds]
 BUCKET = "weights"
 SMALL_PART_BYTES = 1000
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "a secret of this test"}
-START_TIMEOUT_S = 60.0
 
 _numbers = itertools.count()
 
@@ -75,27 +70,13 @@ class Store:
 
 @pytest.fixture(scope="module")
 def store() -> Iterator[Store]:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    environment = os.environ | {"S3_UPLOAD_PART_MIN_SIZE": "1"}
-    command = [sys.executable, "-m", "moto.server", "-p", str(port)]
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {**CREDENTIALS, "AWS_DEFAULT_REGION": "us-east-1"}.items():
             patch.setenv(name, value)
-        process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        try:
-            deadline_s = time.monotonic() + START_TIMEOUT_S
-            while True:
-                with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
-                    break
-                assert time.monotonic() < deadline_s
-                time.sleep(0.05)
+        with moto_server(S3_UPLOAD_PART_MIN_SIZE="1") as port:
             store = Store(port)
             store.client.create_bucket(Bucket=BUCKET)
             yield store
-        finally:
-            process.kill()
-            process.wait()
 
 
 def relay_at(url: str) -> Relay:
