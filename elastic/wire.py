@@ -12,7 +12,6 @@ A connection goes: `Hello` →, ← `Welcome` or `RefusedFrame`, `Ready` →, an
 
 import math
 import re
-import struct
 import sys
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeAlias, get_args
@@ -32,11 +31,11 @@ from elastic.core.types import (
     Text,
     WeightMode,
 )
+from elastic.frames import MAX_FRAME_BYTES, SECONDS_MAX, FrameBuffer, Seconds, WireError, framed
+
+__all__ = ["MAX_FRAME_BYTES", "SECONDS_MAX", "FrameBuffer", "Seconds", "WireError"]
 
 PROTOCOL_VERSION = 5
-MAX_FRAME_BYTES = 64 * 1024 * 1024
-"""A group for the trainer is the largest frame; weights travel through relays, never here."""
-
 MAX_WORKER_FRAME_BYTES = 4 * 1024 * 1024
 """From a worker. Decoding as much takes some ten milliseconds, in which the orchestrator does nothing else."""
 
@@ -52,8 +51,6 @@ LOGPROB_MIN = -100.0
 """A token that is sampled at all is likelier: with noise of 64 bits none below e^-50 ever comes first."""
 LOGPROB_MAX = 1e-3
 """Rounding may take a certain token's log-probability above 0 by as much."""
-SECONDS_MAX = 86_400.0
-"""A day: more than anything takes that a worker is waited for."""
 ENTRIES_MAX = 4096
 """Of one table in a message, such as a step's metrics or the layers of a model."""
 REFUSALS_MAX = 256
@@ -62,7 +59,6 @@ PROMPT_TOKENS_MAX = 2**31 - 1
 
 LogProbability: TypeAlias = Annotated[float, msgspec.Meta(ge=LOGPROB_MIN, le=LOGPROB_MAX)]
 Share: TypeAlias = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
-Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0.0, le=SECONDS_MAX)]
 Finite: TypeAlias = Annotated[float, msgspec.Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
 PublicKey: TypeAlias = Annotated[str, msgspec.Meta(pattern="^([0-9a-f]{64})?$", max_length=64)]
 """An Ed25519 one, in hexadecimal; empty where there is none."""
@@ -72,10 +68,6 @@ Metrics: TypeAlias = Annotated[dict[Text, Finite], msgspec.Meta(max_length=ENTRI
 PullPart: TypeAlias = Literal["encode", "queue", "wire", "decode", "apply", "pause"]
 """Where the time goes from an order to pull weights until they are served: `encode` is waiting for what the trainer
 has not put on the relay yet, and `pause` when nothing is generated."""
-
-
-class WireError(Exception):
-    """The peer broke the protocol; the connection is of no further use."""
 
 
 class VersionMismatch(WireError):
@@ -428,7 +420,6 @@ FromOrchestrator: TypeAlias = (
     | UpdateFrame
 )
 
-_LENGTH = struct.Struct(">I")
 _encoder = msgspec.msgpack.Encoder()
 _from_worker = msgspec.msgpack.Decoder(FromWorker)
 _from_orchestrator = msgspec.msgpack.Decoder(FromOrchestrator)
@@ -468,46 +459,7 @@ def encode(message: FromWorker | FromOrchestrator) -> bytes:
         most = MAX_WORKER_FRAME_BYTES if isinstance(message, FromWorker) else MAX_FRAME_BYTES
         if len(body) > most:
             raise WireError(f"{kind_of(message)} of {len(body)} bytes; at most {most} are allowed")
-    return _LENGTH.pack(len(body)) + body
-
-
-class FrameBuffer:
-    """Cuts a byte stream into frame bodies, whatever the sizes in which it arrives.
-
-    `max_frame_bytes` may be raised once the peer is known.
-    """
-
-    def __init__(self, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
-        self.max_frame_bytes = max_frame_bytes
-        self._partial = bytearray()
-        self._needed = _LENGTH.size
-
-    def feed(self, data: bytes) -> list[memoryview]:
-        """Bodies that `data` completes. Raises `WireError` on a length beyond `max_frame_bytes`."""
-        if self._partial:
-            self._partial += data
-            if len(self._partial) < self._needed:
-                return []
-            data = bytes(self._partial)
-            self._partial.clear()
-        view = memoryview(data)
-        size = len(data)
-        bodies: list[memoryview] = []
-        at = 0
-        self._needed = _LENGTH.size
-        while size - at >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(data, at)
-            if length > self.max_frame_bytes:
-                raise WireError(f"frame of {length} bytes; at most {self.max_frame_bytes} are allowed here")
-            end = at + _LENGTH.size + length
-            if end > size:
-                self._needed = end - at
-                break
-            bodies.append(view[at + _LENGTH.size : end])
-            at = end
-        if at < size:
-            self._partial += view[at:]
-        return bodies
+    return framed(body)
 
 
 def decode_hello(body: bytes | memoryview) -> Hello:

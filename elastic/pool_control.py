@@ -1,0 +1,104 @@
+"""Commands to a pool of many jobs, through the socket in its directory: as `elastic.control` for runs.
+
+- The socket (`control.sock`) belongs to the pool's process and to its user: nobody else can connect.
+- A command is acknowledged once it is durable in the pool's journal. Repeated under its id it is done once.
+- One connection carries one request and one answer, each a line of JSON.
+"""
+
+from typing import Annotated, Any, TypeAlias
+
+import msgspec
+
+from elastic.cluster.types import JobRequest
+
+CommandId: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
+JobName: TypeAlias = Annotated[str, msgspec.Meta(pattern="^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+
+
+class _PoolRequest(msgspec.Struct, frozen=True, kw_only=True, tag_field="command", forbid_unknown_fields=True):
+    pass
+
+
+class SubmitJob(_PoolRequest, frozen=True, tag="submit"):
+    """A job comes. `directory` is its run's (with its configuration in it), or where a script is to run.
+
+    `providers` are its own besides the pool. A script has its `command`, and `phases` where its phases are named in a
+    file; `environment` is what it gets besides.
+    """
+
+    id: CommandId
+    request: JobRequest
+    directory: str
+    providers: tuple[str, ...] = ()
+    script: tuple[str, ...] = ()
+    phases: str = ""
+    environment: dict[str, str] = {}
+
+
+class PlanJob(_PoolRequest, frozen=True, tag="plan"):
+    """Where such a job would go now, at what marginal cost and planned slowdown, and for each group why not."""
+
+    request: JobRequest
+
+
+class CancelJob(_PoolRequest, frozen=True, tag="cancel"):
+    id: CommandId
+    job: JobName
+
+
+class ResubmitJob(_PoolRequest, frozen=True, tag="resubmit"):
+    """A job that has failed goes on from its last checkpoint, as a new arrival."""
+
+    id: CommandId
+    job: JobName
+
+
+class StopPool(_PoolRequest, frozen=True, tag="stop"):
+    """Jobs stop at their step's end and keep their checkpoints; then keepers and the pool's process end. With `now`
+    everything ends at once."""
+
+    id: CommandId
+    now: bool = False
+
+
+class AskPool(_PoolRequest, frozen=True, tag="status"):
+    pass
+
+
+PoolRequest: TypeAlias = SubmitJob | PlanJob | CancelJob | ResubmitJob | StopPool | AskPool
+
+
+class _PoolReply(msgspec.Struct, frozen=True, kw_only=True, tag_field="answer"):
+    pass
+
+
+class PoolAcknowledged(_PoolReply, frozen=True, tag="acknowledged"):
+    """The command is durable. `repeated`: it was before, and nothing was done now. `placement` is of a submission:
+    where the job went, as `PoolPlan.plan`."""
+
+    id: str
+    repeated: bool = False
+    placement: dict[str, Any] = {}
+
+
+class PoolSaysNo(_PoolReply, frozen=True, tag="refused"):
+    """Nothing was done. `kind` is one of `invalid`, `unknown_job`, `conflict`, `rejected`, `version` and `ending`."""
+
+    kind: str
+    message: str
+
+
+class PoolPlan(_PoolReply, frozen=True, tag="plan"):
+    plan: dict[str, Any]
+
+
+class PoolStanding(_PoolReply, frozen=True, tag="status"):
+    """How the pool stands: nodes, groups, permits, jobs, waits and bills as plain data; docs/jobs.md has the keys."""
+
+    pool: str
+    pid: int
+    version: str
+    status: dict[str, Any]
+
+
+PoolAnswer: TypeAlias = PoolAcknowledged | PoolSaysNo | PoolPlan | PoolStanding
