@@ -15,6 +15,7 @@ import numpy as np
 from elastic.core import events as e
 from elastic.core.allowance import BudgetForecast
 from elastic.core.types import NS_PER_S, EndCause, Nanoseconds
+from elastic.report.alone import AloneCost, alone_costs
 from elastic.report.batches import TRAINED, Batches, batches_of
 from elastic.report.coserving import CoServingHost, co_serving_of
 from elastic.report.functions import FunctionUsage, functions_of
@@ -135,6 +136,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     usd_per_million_trained_tokens: float | None
     on_demand_usd: float | None
     functions: list[FunctionUsage] = msgspec.field(default_factory=list[FunctionUsage])
+    alone: list[AloneCost] = msgspec.field(default_factory=list[AloneCost])
     co_serving: list[CoServingHost] = msgspec.field(default_factory=list[CoServingHost])
     ledger_imbalance_ns: int
     unattributed_share: float | None
@@ -206,6 +208,8 @@ def _summary(history: History) -> Summary:
     batches, functions = batches_of(history), functions_of(history)
     groups = {fate.fate: fate.groups for fate in batches.fates}
     functions_usd = sum(usage.usd for usage in functions)
+    rollouts = {name: usage for name, usage in by_provider.items() if name != TRAINER}
+    other_usd = functions_usd + (by_provider[TRAINER].usd if TRAINER in by_provider else 0.0)
     usd, on_demand_usd = total.usd + functions_usd, _on_demand_usd(total, functions_usd, config)
     lives_s = [(row.ended_ns - row.started_ns) / NS_PER_S for row in trajectories if _scored(row)]
     rated = [step.success_rate for step in steps if step.success_rate is not None]
@@ -235,6 +239,7 @@ def _summary(history: History) -> Summary:
         usd_per_million_trained_tokens=_per_million(usd, batches.trained_tokens),
         on_demand_usd=on_demand_usd,
         functions=functions,
+        alone=alone_costs(rollouts, other_usd, end_ns / NS_PER_S),
         co_serving=co_serving_of(history),
         ledger_imbalance_ns=ledger_of(books).imbalance_ns(),
         unattributed_share=unattributed_share(books, ends),

@@ -172,6 +172,7 @@ def tables(summary: Summary, comparison: Comparison | None = None) -> list[Table
         _functions(summary),
         _co_serving(summary),
         _cost(summary, comparison),
+        _alone(summary),
         _fates(summary),
         _staleness(summary),
         _recovery(summary),
@@ -202,6 +203,7 @@ def _providers(summary: Summary) -> Table:
             "papers'",
             "tokens",
             "tokens/s",
+            "$/GPU-hour",
             "cost",
             "$/M tokens",
         ],
@@ -215,6 +217,7 @@ def _providers(summary: Summary) -> Table:
                 units.share(usage and usage.preempted_share),
                 units.count(usage and usage.tokens),
                 units.count(usage and usage.tokens_per_s),
+                units.usd(usage and usage.usd_per_gpu_hour),
                 units.usd(bill.usd),
                 units.usd(bill.usd_per_million_tokens),
             ]
@@ -341,6 +344,30 @@ def _cost(summary: Summary, comparison: Comparison | None) -> Table:
         rows=rows if summary.batches.trained_tokens or comparison else [],
         note="Trained tokens are those of the policy in the groups trained on; the cost is the whole run's, its "
         f"trainer and functions included. On demand: the same GPU time at the trainer's price.{caution}",
+    )
+
+
+def _alone(summary: Summary) -> Table:
+    return Table(
+        title="What each provider would have cost alone",
+        header=["provider", "$/GPU-hour", "tokens/GPU-s", "overhead", "GPU time", "GPUs", "cost", "of the run's"],
+        rows=[
+            [
+                one.provider,
+                units.usd(one.usd_per_gpu_hour),
+                units.count(one.tokens_per_gpu_s),
+                units.share(one.overhead_share),
+                units.duration(one.gpu_s),
+                units.count(one.gpus and round(one.gpus, 1)),
+                units.usd(one.usd),
+                _times(one.usd / summary.usd if one.usd is not None and summary.usd else None),
+            ]
+            for one in summary.alone
+        ],
+        note="An estimate: all tokens that came from providers come from this one, at the price, the throughput and "
+        "the overhead that it had in this run; the trainer and functions stay as they were. Tokens a GPU-second are "
+        "those of its time outside of overhead, GPU time is what they all would take, GPUs how many that is for as "
+        "long as the run lasted. Whether it would have had so many is not asked.",
     )
 
 

@@ -40,7 +40,10 @@ def as_markdown(summary: Summary, comparison: Comparison | None = None) -> str:
 
 
 def closing_table(summary: Summary) -> RichTable:
-    """What stays in the terminal when a run is over: 80 columns, legible without colour too."""
+    """What stays in the terminal when a run is over: 80 columns, legible without colour too.
+
+    Where rollouts came from several providers, `alone` is what the run would have cost on each.
+    """
     table = RichTable(
         title=_title(summary),
         caption=_caption(summary),
@@ -54,6 +57,9 @@ def closing_table(summary: Summary) -> RichTable:
     )
     for i, name in enumerate(("provider", "leases", "preempted", "GPU time", "overhead", "tokens/s", "cost")):
         table.add_column(name, justify="right" if i else "left", header_style="dim", no_wrap=True)
+    alone = {one.provider: one.usd for one in summary.alone}
+    if alone:
+        table.add_column("alone", justify="right", header_style="dim", no_wrap=True)
     for bill in tables.bills(summary):
         usage = bill.usage
         cells = (
@@ -64,6 +70,7 @@ def closing_table(summary: Summary) -> RichTable:
             units.share(usage and usage.overhead_share),
             units.count(usage and usage.tokens_per_s),
             units.usd(bill.usd),
+            *([units.usd(alone[bill.name]) if bill.name in alone else ""] if alone else []),
         )
         table.add_row(*map(Text, cells), style="bold" if usage is summary.total else "")
     return table

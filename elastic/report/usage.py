@@ -26,7 +26,8 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     `overhead_share` is docs/design.md's: overhead accounts over all time. `preempted_share` is the papers' (ROSE §6.1):
     preempted GPUs × recovery time over all time. There a lease that ends by time is preempted too, and a recovery is
     the time that the worker which came in place of a lost one spent booting and loading. `preemptions` counts the
-    leases that were taken away before their time.
+    leases that were taken away before their time. `usd_per_gpu_hour` is what the GPU time came to, with minutes that
+    were billed though not used and hours that were not billed though used.
     """
 
     gpu_s: float
@@ -34,6 +35,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     overhead_share: float
     preempted_share: float
     usd: float
+    usd_per_gpu_hour: float | None
     tokens: int
     tokens_per_s: float
     usd_per_million_tokens: float | None
@@ -93,6 +95,7 @@ def usage_of(
         overhead_share=overhead_share(accounts_ns),
         preempted_share=_starting_gpu_ns(b for b in books if b.worker in replacements) / gpu_ns if gpu_ns else 0.0,
         usd=usd,
+        usd_per_gpu_hour=usd / gpu_ns * NS_PER_S * 3600 if gpu_ns else None,
         tokens=tokens,
         tokens_per_s=tokens * NS_PER_S / end_ns if end_ns else 0.0,
         usd_per_million_tokens=usd / tokens * 1e6 if tokens else None,
