@@ -1,4 +1,5 @@
 """Commands to a run that goes on, through the socket in its directory: stop, caps by provider, a budget, its status.
+`elastic.pool_control` speaks to pools of many jobs in the same way.
 
 - The socket (`control.sock`) belongs to the process that is at the run now, and to its user: nobody else can connect.
 - A command is acknowledged once it is durable in the run's journal, and holds for every later process of the run.
@@ -90,13 +91,14 @@ class RunStanding(_Reply, frozen=True, tag="status"):
 
 Answer: TypeAlias = Acknowledged | Refused | RunStanding
 A = TypeVar("A", bound=_Reply)
+T = TypeVar("T")
 
 
 class ControlError(Exception):
-    """A run's process could not be asked.
+    """The process of a run, or of a pool, could not be asked.
 
     ControlError
-    ├── RunNotThere         nothing is at this run now
+    ├── RunNotThere         nothing is at it now
     ├── RunOfAnotherUser    somebody else's process is
     ├── RunSilent           no answer in time; the command may have been done, and may be repeated under its id
     └── CommandRefused      the run says no, and why
@@ -116,9 +118,9 @@ class RunSilent(ControlError):
 
 
 class CommandRefused(ControlError):
-    def __init__(self, refused: Refused) -> None:
-        self.kind = refused.kind
-        super().__init__(refused.message)
+    def __init__(self, kind: str, message: str) -> None:
+        self.kind = kind
+        super().__init__(message)
 
 
 def new_command_id() -> str:
@@ -129,8 +131,7 @@ class RunControl:
     """Asks the process that is at a run. Every call raises `ControlError`, and takes at most `timeout_s`."""
 
     def __init__(self, run_dir: Path, timeout_s: float = 10.0) -> None:
-        self._run_dir = run_dir
-        self._timeout_s = timeout_s
+        self._line = ControlLine("run", run_dir, timeout_s)
 
     async def stop(self, reason: str, command: str = "") -> Acknowledged:
         """Returns once the run is bound to stop, before it has."""
@@ -146,20 +147,40 @@ class RunControl:
         return await self._ask(AskStatus(), RunStanding)
 
     async def _ask(self, request: Request, kind: type[A]) -> A:
+        answer = await self._line.ask(request, Answer)
+        if isinstance(answer, Refused):
+            raise CommandRefused(answer.kind, answer.message)
+        return self._line.expected(answer, kind)
+
+
+class ControlLine:
+    """Asks whatever listens at the socket in a directory: one request, one answer. `what` it is stands in messages."""
+
+    def __init__(self, what: str, directory: Path, timeout_s: float) -> None:
+        self._what = what
+        self._directory = directory
+        self._timeout_s = timeout_s
+
+    @property
+    def _name(self) -> str:
+        return f"{self._what} {self._directory}"
+
+    async def ask(self, request: msgspec.Struct, answers: Any) -> Any:
+        """One of `answers`, a union of messages. Raises `ControlError`, and takes at most `timeout_s`."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 line = await self._exchange(msgspec.json.encode(request) + b"\n")
         except TimeoutError:
-            raise RunSilent(f"run {self._run_dir}: its process did not answer within {self._timeout_s:g} s") from None
+            raise RunSilent(f"{self._name}: its process did not answer within {self._timeout_s:g} s") from None
         try:
-            answer = msgspec.json.decode(line, type=Answer)
+            return msgspec.json.decode(line, type=answers)
         except msgspec.DecodeError as error:
             said = "its process ended before it had answered" if not line else f"its answer is none: {error}"
-            raise RunSilent(f"run {self._run_dir}: {said}") from error
-        if isinstance(answer, Refused):
-            raise CommandRefused(answer)
+            raise RunSilent(f"{self._name}: {said}") from error
+
+    def expected(self, answer: object, kind: type[T]) -> T:
         if not isinstance(answer, kind):
-            raise RunSilent(f"run {self._run_dir}: it answered another question ({type(answer).__name__})")
+            raise RunSilent(f"{self._name}: it answered another question ({type(answer).__name__})")
         return answer
 
     async def _exchange(self, line: bytes) -> bytes:
@@ -177,23 +198,23 @@ class RunControl:
 
     async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         try:
-            with socket_address(self._run_dir) as address:
+            with socket_address(self._directory) as address:
                 return await asyncio.open_unix_connection(address, limit=ANSWER_BYTES_MAX)
         except PermissionError as error:
             raise RunOfAnotherUser(
-                f"run {self._run_dir} belongs to {_owner(self._run_dir)}, and so do its commands"
+                f"{self._name} belongs to {_owner(self._directory)}, and so do its commands"
             ) from error
         except (FileNotFoundError, NotADirectoryError, ConnectionRefusedError) as error:
-            gone = "no process is at it now" if self._run_dir.is_dir() else "there is no such run"
-            raise RunNotThere(f"run {self._run_dir}: {gone}") from error
+            gone = "no process is at it now" if self._directory.is_dir() else f"there is no such {self._what}"
+            raise RunNotThere(f"{self._name}: {gone}") from error
         except OSError as error:
-            raise RunNotThere(f"run {self._run_dir}: its control socket: {error.strerror or error}") from error
+            raise RunNotThere(f"{self._name}: its control socket: {error.strerror or error}") from error
 
 
 @contextlib.contextmanager
 def socket_address(run_dir: Path) -> Iterator[str]:
-    """A path of the run's socket that the kernel takes, for as long as the context lasts, however long the directory's
-    own path is. Raises `OSError`."""
+    """A path of the socket in a directory that the kernel takes, for as long as the context lasts, however long the
+    directory's own path is. Raises `OSError`."""
     path = str(run_dir / SOCKET)
     if len(os.fsencode(path)) <= ADDRESS_BYTES_MAX:
         yield path

@@ -5,11 +5,16 @@
 - One connection carries one request and one answer, each a line of JSON.
 """
 
-from typing import Annotated, Any, TypeAlias
+from pathlib import Path
+from typing import Annotated, Any, TypeAlias, TypeVar
 
 import msgspec
 
 from elastic.cluster.types import JobRequest
+from elastic.control import CommandRefused, ControlError, ControlLine, new_command_id
+
+POOL_CONTROL_VERSION = "1"
+"""Of these messages: a pool's process says which it speaks (`PoolStanding.version`)."""
 
 CommandId: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
 JobName: TypeAlias = Annotated[str, msgspec.Meta(pattern="^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
@@ -102,3 +107,58 @@ class PoolStanding(_PoolReply, frozen=True, tag="status"):
 
 
 PoolAnswer: TypeAlias = PoolAcknowledged | PoolSaysNo | PoolPlan | PoolStanding
+R = TypeVar("R", bound=_PoolReply)
+
+
+class OtherPoolVersion(ControlError):
+    """The pool's process is of another version than whoever asks."""
+
+
+class PoolControl:
+    """Asks the process of the pool in `directory`. Every call raises `ControlError`, and takes at most `timeout_s`.
+
+    Before the first command it is asked for its version: one that would not understand is told nothing.
+    """
+
+    def __init__(self, directory: Path, timeout_s: float = 10.0) -> None:
+        self.directory = directory
+        self._line = ControlLine("pool", directory, timeout_s)
+        self._understood = False
+
+    async def submit(self, command: SubmitJob) -> PoolAcknowledged:
+        return await self._ask(command, PoolAcknowledged)
+
+    async def plan(self, request: JobRequest) -> dict[str, Any]:
+        return (await self._ask(PlanJob(request=request), PoolPlan)).plan
+
+    async def cancel(self, job: str, command: str = "") -> PoolAcknowledged:
+        return await self._ask(CancelJob(id=command or new_command_id(), job=job), PoolAcknowledged)
+
+    async def resubmit(self, job: str, command: str = "") -> PoolAcknowledged:
+        return await self._ask(ResubmitJob(id=command or new_command_id(), job=job), PoolAcknowledged)
+
+    async def stop(self, *, now: bool = False, command: str = "") -> PoolAcknowledged:
+        """Returns once the pool is bound to stop, before it has."""
+        return await self._ask(StopPool(id=command or new_command_id(), now=now), PoolAcknowledged)
+
+    async def standing(self) -> PoolStanding:
+        standing = await self._told(AskPool(), PoolStanding)
+        if standing.version != POOL_CONTROL_VERSION:
+            raise OtherPoolVersion(
+                f"pool {self.directory}: its process {standing.pid} is of another version: found "
+                f"{standing.version or 'none'}; allowed: {POOL_CONTROL_VERSION} (stop it with the program that has "
+                "started it, and start it anew)"
+            )
+        self._understood = True
+        return standing
+
+    async def _ask(self, request: PoolRequest, kind: type[R]) -> R:
+        if not self._understood:
+            await self.standing()
+        return await self._told(request, kind)
+
+    async def _told(self, request: PoolRequest, kind: type[R]) -> R:
+        answer = await self._line.ask(request, PoolAnswer)
+        if isinstance(answer, PoolSaysNo):
+            raise CommandRefused(answer.kind, answer.message)
+        return self._line.expected(answer, kind)

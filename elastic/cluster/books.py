@@ -5,6 +5,8 @@ members by the charging policy; what they do not owe, and nodes of no group, is 
 numbers, in nano-dollars times nanoseconds per hour, so that bills add up exactly.
 """
 
+from collections.abc import Mapping
+
 from elastic.cluster.policy import BillShare, ChargingPolicy
 from elastic.cluster.state import ClusterState, NodeRecord
 from elastic.cluster.types import DeviceAccount, GroupName, JobId, Nanoseconds, PhaseKind, PoolSpec
@@ -40,27 +42,34 @@ class Books:
     def bill(self, name: GroupName, now_ns: Nanoseconds) -> None:
         """Divide what the group cost since its last bill. Its membership and nodes must not have changed since."""
         state = self._state
-        group, since_ns = state.groups[name], state.billed_ns[name]
+        group = state.groups[name]
+        if now_ns > state.billed_ns[name]:
+            for node in (*group.rollout, *group.train):
+                self.settle(state.nodes[node], now_ns)
+            bills, cost = self.owed(name, now_ns)
+            for node in (*group.rollout, *group.train):
+                state.nodes[node].used_ns = {}
+            for job, owed in bills.items():
+                state.jobs[job].billed += owed
+            state.pool_billed += cost - sum(bills.values())
         state.billed_ns[name] = now_ns
-        if now_ns <= since_ns:
-            return
+
+    def owed(self, name: GroupName, now_ns: Nanoseconds) -> tuple[Mapping[JobId, int], int]:
+        """What each member owes of the group's cost since its last bill, and that cost. Nothing is settled by it."""
+        state = self._state
+        group, since_ns = state.groups[name], state.billed_ns[name]
         cost, used = 0, dict.fromkeys(group.members, 0)
         for node_id in (*group.rollout, *group.train):
             node = state.nodes[node_id]
-            self.settle(node, now_ns)
             price = self._price[node.phase]
             cost += price * (now_ns - since_ns)
             for job, used_ns in node.used_ns.items():
                 if job in used:
                     used[job] += price * used_ns
-            node.used_ns = {}
-        bills = self._charging.bills(
-            [BillShare(job=job, used=used[job], alone=self.alone_price(job) * (now_ns - since_ns)) for job in used],
-            cost,
-        )
-        for job, owed in bills.items():
-            state.jobs[job].billed += owed
-        state.pool_billed += cost - sum(bills.values())
+            if node.user in used:
+                used[node.user] += price * (now_ns - node.settled_ns)
+        shares = [BillShare(job=job, used=used[job], alone=self.alone_price(job) * (now_ns - since_ns)) for job in used]
+        return self._charging.bills(shares, cost), cost
 
     def alone_price(self, job: JobId) -> int:
         """What an hour of the nodes that the job asked for costs."""

@@ -1,0 +1,177 @@
+"""How a pool stands, and where a job would go, as plain data: what its process tells those who ask. Pure.
+
+Times are seconds since the pool began or seconds left, money is dollars. docs/jobs.md has the keys.
+"""
+
+from typing import Any
+
+from elastic.cluster import Cluster, JobRequest
+from elastic.cluster.state import JobRecord, NodeRecord
+from elastic.cluster.types import NS_PER_HOUR, JobId, JobState, Nanoseconds, Permit
+
+NS_PER_S = 1_000_000_000
+NANO_USD = 1_000_000_000
+
+
+def standing(cluster: Cluster, now_ns: Nanoseconds | None = None) -> dict[str, Any]:
+    """Nodes, groups, jobs, permits, waits and bills at `now_ns`, or when the cluster last heard of anything."""
+    now_ns = cluster.now_ns if now_ns is None else max(now_ns, cluster.now_ns)
+    billed = bills(cluster, now_ns)
+    paid = cluster.books.paid(now_ns)
+    return {
+        "now_s": now_ns / NS_PER_S,
+        "usd": usd(paid),
+        "usd_unbilled": usd(paid - sum(billed.values())),
+        "usd_per_hour": cluster.price_per_hour() / NANO_USD,
+        "nodes": [_node(node, now_ns) for node in cluster.state.nodes.values()],
+        "groups": [
+            {
+                "name": group.name,
+                "members": list(group.members),
+                "rollout": list(group.rollout),
+                "train": list(group.train),
+                "cycle_s": group.cycle_ns / NS_PER_S,
+                "limit_s": group.limit_ns / NS_PER_S,
+                "usd_per_hour": group_price(cluster, group.name) / NANO_USD,
+            }
+            for group in cluster.groups.values()
+        ],
+        "jobs": [_job(cluster, record, billed[job]) for job, record in cluster.jobs.items()],
+        "permits": [_permit(permit, now_ns) for permit in cluster.permits.values()],
+        "waits": [
+            {
+                "what": wait.what,
+                "key": wait.key,
+                "since_s": wait.since_ns / NS_PER_S,
+                "left_s": max(0, wait.until_ns - now_ns) / NS_PER_S,
+            }
+            for wait in cluster.waits
+        ],
+    }
+
+
+def plan_of(cluster: Cluster, request: JobRequest) -> dict[str, Any]:
+    """Where such a job would go now, at what marginal cost and planned slowdown, and for each group why not.
+
+    `placement` is None where it would be queued (`why` says for what), and where its phases are not known yet. Raises
+    `ClusterError` for a job that would be rejected.
+    """
+    found: dict[str, Any] = {"job": request.id, "slo": request.slo, "placement": None, "refusals": [], "why": ""}
+    if request.plan is None:
+        found["why"] = "its phases are not known yet: a few steps of it would be timed first"
+        return found
+    choice, refusals = cluster.dry_run(request)
+    found["refusals"] = [
+        {"group": one.group, "reason": one.reason, "needed": one.needed, "allowed": one.allowed} for one in refusals
+    ]
+    if choice is None:
+        found["why"] = (
+            f"no group takes it, and of {request.rollout_nodes} rollout and {request.train_nodes} train nodes for one "
+            f"of its own {cluster.free_rollout} and {cluster.free_train} are free"
+        )
+        return found
+    found["placement"] = {
+        "group": choice.group,
+        "how": choice.how,
+        "rollout": list(choice.rollout),
+        "new_rollout": choice.new_rollout,
+        "new_train": choice.new_train,
+        "usd_per_hour": choice.marginal_nano_usd_per_hour / NANO_USD,
+        "cycle_s": choice.cycle_ns / NS_PER_S,
+        "planned_slowdown": choice.cycle_ns / request.plan.solo_ns,
+        "members": list(cluster.groups[choice.group].members) if choice.group else [],
+    }
+    return found
+
+
+def bills(cluster: Cluster, now_ns: Nanoseconds) -> dict[JobId, int]:
+    """What every job owes until now, in nano-dollars times nanoseconds per hour; nothing is settled by it."""
+    found = {job: record.billed for job, record in cluster.jobs.items()}
+    for name in cluster.groups:
+        owed, _ = cluster.books.owed(name, now_ns)
+        for job, more in owed.items():
+            found[job] += more
+    return found
+
+
+def group_price(cluster: Cluster, name: str) -> int:
+    """Of an hour of the group's nodes, in nano-dollars."""
+    return cluster.groups[name].price(cluster.spec.rollout.nano_usd_per_hour, cluster.spec.train.nano_usd_per_hour)
+
+
+def saved_if_left(cluster: Cluster, job: JobId) -> int:
+    """By how much an hour of the pool would be cheaper without the job, in nano-dollars: nodes that nobody else of its
+    group needs."""
+    record = cluster.jobs[job]
+    if record.seat is None:
+        return 0
+    group = cluster.groups[record.seat.group]
+    others = [member for name, member in group.members.items() if name != job]
+    if not others:
+        return group_price(cluster, group.name)
+    pinned = {node for member in others for node in member.nodes}
+    return sum(node not in pinned for node in record.seat.rollout) * cluster.spec.rollout.nano_usd_per_hour
+
+
+def usd(owed: int) -> float:
+    return owed / NS_PER_HOUR / NANO_USD
+
+
+def _node(node: NodeRecord, now_ns: Nanoseconds) -> dict[str, Any]:
+    accounts = dict(node.accounts_ns)
+    accounts[node.account] = accounts.get(node.account, 0) + now_ns - node.settled_ns
+    return {
+        "name": node.id,
+        "phase": node.phase.value,
+        "group": node.group,
+        "account": node.account.value,
+        "job": node.user,
+        "permit": node.permit,
+        "accounts_s": {account.value: length_ns / NS_PER_S for account, length_ns in accounts.items()},
+        "residents": dict(node.residents),
+    }
+
+
+def _job(cluster: Cluster, record: JobRecord, billed: int) -> dict[str, Any]:
+    request, seat = record.request, record.seat
+    cycle_ns = cluster.groups[seat.group].cycle_ns if seat is not None else 0
+    solo_ns = request.plan.solo_ns if request.plan is not None else 0
+    return {
+        "name": request.id,
+        "state": record.state.value,
+        "reason": record.reason,
+        "since_s": record.story[-1].at_ns / NS_PER_S if record.story else 0.0,
+        "story": [
+            {"at_s": chapter.at_ns / NS_PER_S, "state": chapter.state.value, "cause": chapter.cause}
+            for chapter in record.story
+        ],
+        "slo": request.slo,
+        "steps": request.steps,
+        "steps_done": record.steps_done,
+        "how": record.how,
+        "group": seat.group if seat is not None else None,
+        "rollout": list(seat.rollout) if seat is not None else [],
+        "train": list(cluster.groups[seat.group].train) if seat is not None else [],
+        "solo_s": solo_ns / NS_PER_S,
+        "cycle_s": cycle_ns / NS_PER_S,
+        "planned_slowdown": cycle_ns / solo_ns if cycle_ns and solo_ns else None,
+        "permit": record.permit,
+        "asked": record.asked.value if record.asked is not None else None,
+        "moves": record.moves,
+        "resubmissions": record.resubmissions,
+        "usd": usd(billed),
+        "saved_if_left_usd_per_hour": saved_if_left(cluster, request.id) / NANO_USD,
+        "over": record.ended or record.state is JobState.FAILED,
+    }
+
+
+def _permit(permit: Permit, now_ns: Nanoseconds) -> dict[str, Any]:
+    return {
+        "number": permit.number,
+        "job": permit.job,
+        "phase": permit.phase.value,
+        "nodes": list(permit.nodes),
+        "since_s": permit.since_ns / NS_PER_S,
+        "left_s": max(0, permit.deadline_ns - now_ns) / NS_PER_S,
+        "recalled": permit.recalled,
+    }
