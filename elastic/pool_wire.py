@@ -165,6 +165,8 @@ class JobWelcome(_PoolMessage, frozen=True):
     trainer: Text = ""
     slices: Annotated[dict[Text, Text], msgspec.Meta(max_length=NODES_MAX)] = {}
     """By node, the worker that its resident works as."""
+    silence_s: Seconds = 30.0
+    """Who hears nothing for so long dials again."""
 
 
 class PoolRefused(_PoolMessage, frozen=True):

@@ -1,0 +1,115 @@
+"""Ends of a connection to a pool's process: what arrives, what does not, and how an end learns that it is alone."""
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from elastic import pool_link as links
+from elastic import pool_wire as w
+from elastic.cluster.types import PhaseKind
+from elastic.endpoint import Endpoint
+from elastic.frames import framed
+from elastic.pool_link import FromDialler, LinkLost, NotLetIn, PoolLink
+from elastic.tls import run_certificate
+
+HELLO = w.JobHello(w.POOL_PROTOCOL_VERSION, "a", "token", 1)
+WELCOME = w.JobWelcome(("rollout-1",), ("train-1",), 1.0, 2.0, 1, 1, 60.0)
+
+
+@contextlib.asynccontextmanager
+async def served(certificate=None) -> AsyncIterator[tuple[Endpoint, "asyncio.Queue[PoolLink[FromDialler]]"]]:
+    connected: asyncio.Queue[PoolLink[FromDialler]] = asyncio.Queue()
+    server = await links.listen("127.0.0.1", 0, certificate, connected.put_nowait)
+    host, port = server.sockets[0].getsockname()[:2]
+    try:
+        yield Endpoint(f"{host}:{port}", fingerprint=certificate.fingerprint if certificate else ""), connected
+    finally:
+        server.close()
+        while not connected.empty():
+            connected.get_nowait().abort()
+
+
+async def welcomes(connected: "asyncio.Queue[PoolLink[FromDialler]]", *answers: msgspec.Struct) -> None:
+    for answer in answers:
+        link = await connected.get()
+        assert isinstance(await link.receive(), w.JobHello)
+        link.send(answer)
+        if not isinstance(answer, w.PoolRefused):
+            connected.put_nowait(link)
+
+
+@pytest.mark.parametrize("encrypted", [False, True])
+async def test_a_job_joins_and_both_hear_each_other_in_order(tmp_path: Path, encrypted: bool):
+    certificate = run_certificate(tmp_path, ["127.0.0.1"]) if encrypted else None
+    async with served(certificate) as (endpoint, connected), asyncio.timeout(20):
+        answering = asyncio.create_task(welcomes(connected, WELCOME))
+        link, welcome = await links.join(endpoint, links.TO_JOB, lambda: HELLO, w.JobWelcome, 10.0)
+        await answering
+        assert welcome == WELCOME
+        other = connected.get_nowait()
+        sent = [w.PhaseProgress(1, done, 5000) for done in range(5000)]  # More than wait unread.
+        for message in sent:
+            link.send(message)
+        assert [await other.receive() for _ in sent] == sent
+        other.send(w.Granted(7, PhaseKind.ROLLOUT, ("rollout-1",), 3.0))
+        assert await link.receive() == w.Granted(7, PhaseKind.ROLLOUT, ("rollout-1",), 3.0)
+        await link.aclose()
+        with pytest.raises(LinkLost, match="closed"):
+            await other.receive()
+
+
+async def test_another_certificate_than_that_of_the_fingerprint_is_told_nothing(tmp_path: Path):
+    async with served(run_certificate(tmp_path, ["127.0.0.1"])) as (endpoint, connected), asyncio.timeout(20):
+        with pytest.raises(NotLetIn, match="not to be believed"):
+            await links.dial(msgspec.structs.replace(endpoint, fingerprint="00" * 32), links.TO_JOB, 5.0)
+        with pytest.raises(LinkLost):
+            await (await connected.get()).receive()
+
+
+async def test_who_is_refused_for_good_does_not_dial_again_and_who_may_does():
+    async with served() as (endpoint, connected), asyncio.timeout(20):
+        answering = asyncio.create_task(
+            welcomes(connected, w.PoolRefused("later", retry=True), w.PoolRefused("an older process", retry=False))
+        )
+        with pytest.raises(NotLetIn, match="older"):
+            await links.join(endpoint, links.TO_JOB, lambda: HELLO, w.JobWelcome, 10.0)
+        await answering
+
+
+async def test_a_peer_that_falls_silent_is_lost_and_one_that_only_beats_is_not():
+    ours, theirs = socket.socketpair()
+    async with asyncio.timeout(20):
+        one = await links.over_socket(ours, links.TO_JOB, "the pool")
+        other = await links.over_socket(theirs, links.FROM_DIALLER, "the job")
+        one.watch(0.3)
+        other.watch(0.3)
+        waiting = asyncio.create_task(one.receive())
+        done, _ = await asyncio.wait([waiting], timeout=1.2)
+        assert not done
+        other._still()
+        with pytest.raises(LinkLost, match=r"silent for 0\.3 s"):
+            await waiting
+        with pytest.raises(LinkLost):
+            await other.receive()
+
+
+async def test_a_peer_that_does_not_read_is_cut_and_one_that_breaks_the_protocol_too():
+    ours, theirs = socket.socketpair()
+    async with asyncio.timeout(20):
+        link = await links.over_socket(ours, links.TO_JOB, "the pool")
+        while not link.lost:
+            link.send(w.PermitOver(1, "x" * 100_000))
+        with pytest.raises(LinkLost, match="does not read"):
+            await link.receive()
+        theirs.close()
+        ours, theirs = socket.socketpair()
+        link = await links.over_socket(ours, links.TO_JOB, "the pool")
+        theirs.send(framed(b"\x93nothing"))
+        with pytest.raises(LinkLost, match="broke the protocol"):
+            await link.receive()
+        theirs.close()
