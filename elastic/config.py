@@ -397,6 +397,14 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     An override is `section.key=value`, its value in TOML syntax or else a string.
     Raises `ConfigError` with one line per problem.
     """
+    raw = read_sections(path)
+    for override in overrides:
+        apply_override(raw, override)
+    return validate(Config, raw, str(path))
+
+
+def read_sections(path: Path) -> dict[str, Any]:
+    """A TOML file, or a saved `.json`, as plain data. Raises `ConfigError`."""
     try:
         text = path.read_text(encoding="utf-8")
         raw = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
@@ -406,9 +414,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
         raise ConfigError(f"{path}: not valid {path.suffix.lstrip('.').upper() or 'TOML'}: {error}") from error
     if not isinstance(raw, dict):
         raise ConfigError(f"{path}: must be a section of keys (found {raw!r})")
-    for override in overrides:
-        apply_override(raw, override)
-    return validate(Config, raw, str(path))
+    return raw
 
 
 def validate(kind: type[T], raw: Mapping[str, Any], where: str, section: str = "") -> T:

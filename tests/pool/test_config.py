@@ -1,0 +1,63 @@
+"""A pool's configuration: what it says, what it refuses, and that it comes back as it was saved."""
+
+from pathlib import Path
+
+import pytest
+
+from elastic.cluster.types import PhaseKind
+from elastic.config import ConfigError
+from elastic.pool.config import POOL_CONFIG, load_pool, save_pool
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "pool.toml"
+
+
+def test_the_example_is_a_pool_and_comes_back_from_its_directory(tmp_path: Path) -> None:
+    written = tmp_path / "pool.toml"
+    written.write_text(EXAMPLE.read_text().replace('directory = "pools"', f'directory = "{tmp_path}/pools"'))
+    config = load_pool(written)
+    assert config.spec().rollout_nodes == 2
+    assert config.spec().kind(PhaseKind.TRAIN).nano_usd_per_hour == 5_280_000_000
+    assert config.wait_limits().profile_ns == 300_000_000_000
+    path = save_pool(config)
+    assert path == tmp_path / "pools" / "lab"
+    assert path.stat().st_mode & 0o777 == 0o700
+    assert load_pool(path / POOL_CONFIG) == config
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (
+            ("[pool.train]\nnodes = 1", "[pool.trainers]\nnodes = 1"),
+            ("pool.train: required but missing", "pool.trainers: unknown key"),
+        ),
+        (
+            ("[pool.train]\nnodes = 1", "[pool.train]\nnodes = 0"),
+            ("pool.train.nodes", "greater than or equal to 1", "found 0"),
+        ),
+        (("usd_per_gpu_hour = 5.28", "usd_per_gpu_hour = -5.28"), ("pool.train.usd_per_gpu_hour", "found -5.28")),
+        (("usd_per_gpu_hour = 5.28\n", ""), ("pool.train.usd_per_gpu_hour: required but missing",)),
+        (("memory_gb = 8", "memory_gb = -1"), ("pool.rollout.memory_gb", "found -1")),
+        (('policy = "ours"', 'policy = "best"'), ("pool.policy: unknown policy; allowed: solo, gavel", "found 'best'")),
+        (('name = "lab"', 'name = "a/b"'), ("pool.name", "found 'a/b'")),
+        (("profile_s = 300", "profile_s = 0"), ("limits.profile_s", "greater than 0", "found 0")),
+        (("[limits]", "[limit]"), ("limit: unknown key; allowed: limits, pool",)),
+    ],
+)
+def test_what_is_no_pool(tmp_path: Path, change: tuple[str, str], words: tuple[str, ...]) -> None:
+    text = EXAMPLE.read_text()
+    assert change[0] in text
+    path = tmp_path / "pool.toml"
+    path.write_text(text.replace(*change, 1))
+    with pytest.raises(ConfigError) as found:
+        load_pool(path)
+    for word in words:
+        assert word in str(found.value)
+    assert str(found.value).startswith(f"{path}: ")
+
+
+def test_a_pool_that_cannot_be_kept_anywhere() -> None:
+    config = load_pool(EXAMPLE)
+    nowhere = config.pool.model_copy(update={"directory": Path("/proc/nosuch")})
+    with pytest.raises(ConfigError, match=r"pool\.directory: /proc/nosuch/lab cannot be made"):
+        save_pool(config.model_copy(update={"pool": nowhere}))
