@@ -1,0 +1,147 @@
+"""State of torch's tensors taken off its device, in place, and brought back: how jobs take turns on one device.
+
+On a CPU the device is an arena: states are copied out and back, too, and the memory between is the kernel's to take
+as soon as somebody needs it (`MADV_FREE`). Source: RollMux and Weave §5.1 (warm start).
+"""
+
+import contextlib
+import ctypes
+import mmap
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, UntypedStorage
+
+
+class _Copy(NamedTuple):
+    """`host` has the bytes of `storage`, in page-locked memory where that is a GPU's."""
+
+    storage: UntypedStorage
+    host: Tensor
+
+
+class _Zeros(NamedTuple):
+    storage: UntypedStorage
+    size_bytes: int
+
+
+class ParkedTensors:
+    """Tensors whose storages leave their device and come back bit for bit. References to them and views stay good.
+
+    Between `park` and `resume` their content is undefined, and on a GPU there is none. The host's memory for the copies
+    is kept for the next time; while the state is on the device it is the kernel's to take.
+    """
+
+    def __init__(self) -> None:
+        self._copies: list[_Copy] = []
+        self._zeros: list[_Zeros] = []
+        self.parked = False
+
+    def park(self, tensors: Iterable[Tensor], zeros: Iterable[Tensor] = ()) -> int:
+        """Returns the bytes that were copied. `zeros` hold nothing but zeros: they come back so without a copy.
+
+        Does nothing where something is parked already. Where it raises (no host memory), everything is as before.
+        """
+        if self.parked:
+            return 0
+        before = [copy.host for copy in self._copies]
+        copies = [_Copy(storage, _buffer(before[i : i + 1], storage)) for i, storage in enumerate(_storages(tensors))]
+        for storage, host in copies:
+            host.copy_(_bytes(storage), non_blocking=True)
+        _settle(storage.device for storage, _ in copies)
+        self._copies = copies
+        self._zeros = [_Zeros(storage, storage.nbytes()) for storage in _storages(zeros)]
+        self.parked = True
+        storages = [each.storage for each in (*self._copies, *self._zeros)]
+        for storage in storages:
+            give_back(storage)
+        empty_caches(storage.device for storage in storages)
+        return sum(host.nbytes for _, host in copies)
+
+    def resume(self) -> int:
+        """Returns the bytes that were copied. Does nothing where nothing is parked. Where it raises (no memory on the
+        device) the copies are kept, and it can be called again."""
+        if not self.parked:
+            return 0
+        for storage, host in self._copies:
+            _take_again(storage, host.nbytes)
+            _bytes(storage).copy_(host, non_blocking=True)
+        for storage, size_bytes in self._zeros:
+            _take_again(storage, size_bytes)
+            _bytes(storage).zero_()
+        _settle(storage.device for storage, _ in self._copies)
+        self.parked = False
+        for _, host in self._copies:
+            if not host.is_pinned():
+                give_back(host.untyped_storage())
+        return sum(host.nbytes for _, host in self._copies)
+
+    def content(self, tensor: Tensor) -> Tensor:
+        """What the tensor holds, on the host while it is parked; not to be written to, and good until `resume`."""
+        if not self.parked:
+            return tensor
+        address = tensor.untyped_storage()._cdata
+        for storage, host in self._copies:
+            if storage._cdata == address:
+                return _like(tensor, host.untyped_storage())
+        if any(storage._cdata == address for storage, _ in self._zeros):
+            return torch.zeros_like(tensor, device="cpu", requires_grad=False)
+        return tensor
+
+
+def give_back(storage: UntypedStorage) -> None:
+    """Gives the memory of a storage to the device's others, and with it its content."""
+    if storage.device.type == "cpu":
+        _free_lazily(storage.data_ptr(), storage.nbytes())
+    else:
+        storage.resize_(0)
+
+
+def empty_caches(devices: Iterable[torch.device]) -> None:
+    """What torch has kept for later allocations goes back to the device, for other processes."""
+    if any(device.type == "cuda" for device in devices):
+        torch.cuda.empty_cache()
+
+
+def _take_again(storage: UntypedStorage, size_bytes: int) -> None:
+    if storage.nbytes() != size_bytes:
+        storage.resize_(size_bytes)
+
+
+def _storages(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
+    """Each once, in order, without those that are empty."""
+    found = [tensor.untyped_storage() for tensor in tensors]
+    return list({storage._cdata: storage for storage in found if storage.nbytes()}.values())
+
+
+def _bytes(storage: UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+def _like(tensor: Tensor, storage: UntypedStorage) -> Tensor:
+    empty = torch.empty(0, dtype=tensor.dtype)
+    return empty.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
+
+
+def _buffer(spare: list[Tensor], storage: UntypedStorage) -> Tensor:
+    size_bytes = storage.nbytes()
+    if spare and spare[0].nbytes == size_bytes:
+        return spare[0]
+    return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=storage.device.type == "cuda")
+
+
+def _settle(devices: Iterable[torch.device]) -> None:
+    """Waits for copies under way."""
+    for device in set(devices):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+
+def _free_lazily(address: int, size_bytes: int) -> None:
+    """Whole pages alone can go; memory that is not ours alone (a file's) stays as it is."""
+    begin = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+    length = (address + size_bytes - begin) // mmap.PAGESIZE * mmap.PAGESIZE
+    if length > 0 and hasattr(mmap, "MADV_FREE"):
+        with contextlib.suppress(AttributeError):
+            ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(length), mmap.MADV_FREE)
