@@ -343,6 +343,33 @@ class SimulationConfig(_Section):
     turns_from: str = Field("", description="as --turns-from")
 
 
+class JobPlanConfig(_Section):
+    """How long the phases of a step last on the nodes that the job asks for, at its token limit or at a quantile."""
+
+    rollout_s: float = Field(gt=0)
+    train_s: float = Field(gt=0)
+    sync_s: float = Field(0.0, ge=0, description="from the end of training to the next rollouts; it holds no node")
+    rollout_switch_s: float = Field(0.0, ge=0, description="to resume and to park, together")
+    train_switch_s: float = Field(0.0, ge=0)
+
+
+class JobConfig(_Section):
+    """What the run asks of a pool that many jobs share; a run that is no pool's does not look at it."""
+
+    slo: float = Field(1.5, ge=1, description="largest slowdown that it accepts: a step's time over that alone")
+    rollout_nodes: int = Field(1, ge=1)
+    train_nodes: int = Field(1, ge=1)
+    rollout_memory_gb: float = Field(1.0, ge=0, description="host memory that its state takes on a rollout node …")
+    train_memory_gb: float = Field(1.0, ge=0, description="… and on a training node; what holds more is ended")
+    train_efficiency: float = Field(
+        1.0, ge=0, le=1, description="share of each further training node that makes training faster"
+    )
+    restart_s: float = Field(0.0, ge=0, description="what it takes to move it elsewhere")
+    max_resubmissions: int = Field(0, ge=0, description="how often it is submitted again once it has failed")
+    max_restarts: int = Field(3, ge=0, description="deaths of its process in one placement before it has failed")
+    plan: JobPlanConfig | None = Field(None, description="its phases; without it a few steps are timed first")
+
+
 class Config(_Section):
     """A whole run. `providers` holds each provider's own keys; its adapter validates them."""
 
@@ -361,6 +388,7 @@ class Config(_Section):
     rewards: RewardsConfig = Field(default_factory=RewardsConfig)  # type: ignore[arg-type]
     journal: JournalConfig = Field(default_factory=JournalConfig)  # type: ignore[arg-type]
     simulation: SimulationConfig = Field(default_factory=SimulationConfig)  # type: ignore[arg-type]
+    job: JobConfig = Field(default_factory=JobConfig)  # type: ignore[arg-type]
     providers: dict[str, dict[str, Any]] = Field(default_factory=dict)
 
     @property

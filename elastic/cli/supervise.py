@@ -1,11 +1,11 @@
-"""`elastic run --supervise`: the orchestrator in a process of its own, started again when it dies."""
+"""Processes that are started again when they die: the orchestrator of `elastic run --supervise`, and a pool's."""
 
 import contextlib
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from elastic import compose
@@ -37,6 +37,17 @@ def supervise(run_dir: Path, options: Sequence[str], restarts_max: int) -> int:
     has died: the next goes on from there, at most `restarts_max` times. Signals go to the process that there is.
     """
     command = [sys.executable, "-m", "elastic.cli", "run", "--resume", str(run_dir), *options]
+    return keep_up(command, lambda status: _died(run_dir, status), restarts_max, "the orchestrator")
+
+
+def keep_up(
+    command: Sequence[str], died: Callable[[int], bool], restarts_max: int, what: str, *, forgives: bool = False
+) -> int:
+    """Start the command again, with back-off, whenever its process has died; returns the exit code of the last one.
+
+    `died` judges an exit status. With `forgives`, restarts before a process that was up for `SETTLED_S` do not count.
+    Signals go to the process that there is.
+    """
     restarts, delay_s = 0, RETRY_BASE_S
     while True:
         began_s = time.monotonic()
@@ -44,15 +55,16 @@ def supervise(run_dir: Path, options: Sequence[str], restarts_max: int) -> int:
             status = process.wait()
         lived_s = time.monotonic() - began_s
         how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
-        if not _died(run_dir, status):
+        if not died(status):
             return status
-        if restarts == restarts_max:
-            say(f"error: the orchestrator {how}; it has been started again {restarts} times, and is not any more")
-            return EXIT_FAILED
-        restarts += 1
         if lived_s > SETTLED_S:
             delay_s = RETRY_BASE_S
-        say(f"the orchestrator {how} after {lived_s:.0f} s; again in {delay_s:g} s ({restarts} of {restarts_max})")
+            restarts = 0 if forgives else restarts
+        if restarts == restarts_max:
+            say(f"error: {what} {how}; it has been started again {restarts} times, and is not any more")
+            return EXIT_FAILED
+        restarts += 1
+        say(f"{what} {how} after {lived_s:.0f} s; again in {delay_s:g} s ({restarts} of {restarts_max})")
         time.sleep(delay_s)
         delay_s = min(delay_s * 2, RETRY_MAX_S)
 
