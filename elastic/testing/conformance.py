@@ -12,6 +12,7 @@ import torch
 
 from elastic.core.types import Account, FinishReason, WeightMode
 from elastic.engine.base import WeightsMismatch
+from elastic.parking import Parkable
 from elastic.testing.engines import CONFIG
 from elastic.weights.directory import DirectoryRelay
 from elastic.weights.errors import VersionSuperseded, WeightsError
@@ -470,3 +471,88 @@ def test_what_is_cut_off_is_never_drawn(make_engine, turn, model, truncation, en
     kept = torch.zeros_like(left).scatter(-1, ordered.indices, left)
     expected = logits.masked_fill(~kept, -torch.inf).log_softmax(-1).gather(-1, torch.tensor(tokens)[:, None])[:, 0]
     torch.testing.assert_close(torch.tensor(recorder.logprobs("a")), expected, atol=engine_under_test.tolerance, rtol=0)
+
+
+def parkable(recorder):
+    if not isinstance(recorder.engine, Parkable):
+        pytest.skip("this engine does not make way on its device")
+    return recorder.engine
+
+
+def test_a_parked_engine_comes_back_as_it_was(make_engine, turn):
+    recorder = make_engine()
+    engine = parkable(recorder)
+    for again in range(3):
+        assert (engine.park().state_bytes > 0, engine.park().state_bytes) == (True, 0)
+        parked = engine.statistics()
+        assert (parked.capacity_turns, parked.executing, parked.kv_blocks_used) == (0, 0, 0)
+        assert (engine.resume().state_bytes > 0, engine.resume().state_bytes) == (True, 0)
+        recorder.run(turn(f"a{again}", prompt=[1, 2, 3], noise_seed=5))
+        assert recorder.of(f"a{again}")[0].cached_tokens == 0
+    assert recorder.tokens("a0") == recorder.tokens("a1") == recorder.tokens("a2")
+    assert recorder.versions("a2") == [1] * 12
+
+
+def test_turns_of_a_parked_engine_end_aborted_and_later_ones_wait(make_engine, turn):
+    recorder = make_engine(**PACED)
+    engine = parkable(recorder)
+    cut = turn("cut", max_new_tokens=LONG, temperature=0.0)
+    engine.submit([cut])
+    recorder.until_tokens("cut", 3)
+    engine.park()
+    assert recorder.end("cut").finish is FinishReason.ABORTED
+    recorder.check(cut)
+    had = recorder.tokens("cut")
+    engine.submit([turn("rest", [*cut.token_ids, *had], start=len(had), max_new_tokens=LONG, temperature=0.0)])
+    engine.submit([turn("given up")])
+    engine.abort(["given up"])
+    recorder.finish("given up")
+    before = engine.statistics()
+    assert (before.pending, before.executing, recorder.tokens("rest")) == (1, 0, [])
+    engine.resume()
+    recorder.finish("rest")
+    (whole,) = make_engine().run(turn("cut", max_new_tokens=LONG, temperature=0.0))
+    assert had + recorder.tokens("rest") == whole
+
+
+@pytest.mark.parametrize("mode", list(WeightMode))
+def test_a_parked_engine_follows_the_versions(make_engine, turn, published, mode):
+    recorder = make_engine()
+    engine = parkable(recorder)
+    engine.park()
+    for version in (2, 3):
+        recorder.load(published(version), mode)
+        assert engine.statistics().weights_version == version
+    engine.resume()
+    assert recorder.run(turn("a")) == make_engine(version=3).run(turn("a"))
+    assert recorder.versions("a") == [3] * 12
+
+
+def test_time_parked_has_a_name(make_engine, turn):
+    recorder = make_engine()
+    engine = parkable(recorder)
+    engine.park()
+    began = engine.statistics().accounts_ns
+    time.sleep(0.02)
+    ended = engine.statistics().accounts_ns
+    assert {account for account in ended if ended[account] != began.get(account, 0)} == {Account.PARKED}
+    engine.resume()
+    after = engine.statistics().accounts_ns
+    assert after[Account.SWITCHING] > began[Account.SWITCHING] > 0
+
+
+def test_a_parked_engine_sleeps_wakes_and_closes(make_engine, turn):
+    recorder = make_engine()
+    engine = parkable(recorder)
+    engine.sleep()
+    engine.park()
+    engine.wake()
+    engine.submit([turn("a")])
+    engine.resume()
+    recorder.finish("a")
+    engine.park()
+    engine.sleep()
+    engine.resume()
+    assert engine.statistics().asleep
+    engine.wake()
+    assert recorder.run(turn("b")) == make_engine().run(turn("b"))

@@ -20,7 +20,8 @@ class GradientAccumulator:
     """Fixed-point sums, one a parameter. Integer addition is associative; that of floats is not."""
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
-        self._sums = [torch.zeros_like(parameter, dtype=torch.int64) for parameter in parameters]
+        self.sums = [torch.zeros_like(parameter, dtype=torch.int64, requires_grad=False) for parameter in parameters]
+        self.is_zero = True
 
     def add(self, gradients: Sequence[Tensor]) -> None:
         """Add one gradient a parameter. Raises `GradientOverflow` and adds nothing if one cannot be held."""
@@ -28,12 +29,14 @@ class GradientAccumulator:
             largest = float(gradient.abs().max()) if gradient.numel() else 0.0
             if not largest <= MAGNITUDE_MAX:
                 raise GradientOverflow(f"gradient {index}: magnitude {largest}; at most {MAGNITUDE_MAX} can be summed")
-        for total, gradient in zip(self._sums, gradients, strict=True):
+        self.is_zero = False
+        for total, gradient in zip(self.sums, gradients, strict=True):
             total += (gradient * 2.0**_FRACTION_BITS).round().long()
 
     def take(self, divisor: float) -> list[Tensor]:
         """The sums over `divisor` in float32; starts again from zero."""
-        means = [(total.double() * (2.0**-_FRACTION_BITS / divisor)).float() for total in self._sums]
-        for total in self._sums:
+        means = [(total.double() * (2.0**-_FRACTION_BITS / divisor)).float() for total in self.sums]
+        for total in self.sums:
             total.zero_()
+        self.is_zero = True
         return means

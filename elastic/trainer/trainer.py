@@ -12,6 +12,7 @@ No data ends a run. A group from which no usable gradient comes is left out whol
 """
 
 import math
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -20,6 +21,8 @@ from torch import Tensor
 
 from elastic.config import TrainerConfig
 from elastic.model.qwen3 import Qwen3
+from elastic.parking import Switch
+from elastic.parking.tensors import ParkedTensors
 from elastic.trainer import checkpoint
 from elastic.trainer.accumulator import GradientAccumulator, GradientOverflow
 from elastic.trainer.adamw import AdamW
@@ -51,6 +54,7 @@ class GRPOTrainer:
         self._device = self._parameters[0].device
         self._accumulator = GradientAccumulator(self._parameters)
         self._optimizer = AdamW(self._parameters, settings.betas, settings.adam_epsilon, settings.weight_decay)
+        self._parked = ParkedTensors()
         self._rate = 0.0
         self.version = 0
         self.updates = 0
@@ -109,12 +113,30 @@ class GRPOTrainer:
     def load(self, path: Path) -> None:
         """Go on from a checkpoint. Raises `CheckpointError`, and changes nothing, if it does not fit the model."""
         self._check_between_steps("load")
+        self.resume()
         state = self._state()
         tensors, counters = checkpoint.read(path, {name: tensor.shape for name, tensor in state.items()})
         for name, tensor in state.items():
             tensor.copy_(tensors[name])
         self._optimizer.begin_at(counters.updates)
         self.version, self.updates, self.metrics = counters.version, counters.updates, counters.metrics
+
+    def park(self) -> Switch:
+        """Take masters, moments and the gradients of the step under way off the device; `save` may still be called."""
+        begun_s = time.monotonic()
+        moments = (*self._optimizer.exp_avg, *self._optimizer.exp_avg_sq)
+        sums = self._accumulator.sums
+        if self._accumulator.is_zero:
+            size_bytes = self._parked.park((*self._parameters, *moments), zeros=sums)
+        else:
+            size_bytes = self._parked.park((*self._parameters, *moments, *sums))
+        return Switch(time.monotonic() - begun_s, size_bytes)
+
+    def resume(self) -> Switch:
+        """Bring them back, bit for bit."""
+        begun_s = time.monotonic()
+        size_bytes = self._parked.resume()
+        return Switch(time.monotonic() - begun_s, size_bytes)
 
     def _begin_step(self) -> None:
         self._seen: set[int] = set()
@@ -253,7 +275,7 @@ class GRPOTrainer:
             "exp_avg_sq": self._optimizer.exp_avg_sq,
         }
         return {
-            f"{kind}.{name}": tensor.detach()
+            f"{kind}.{name}": self._parked.content(tensor.detach())
             for kind, tensors in kinds.items()
             for name, tensor in zip(self._names, tensors, strict=True)
         }

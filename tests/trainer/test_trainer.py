@@ -68,6 +68,47 @@ def test_the_order_of_arrival_changes_no_bit(
     assert equal(state, other_state)
 
 
+@few
+@given(
+    seed=st.integers(0, 2**31),
+    parks=st.lists(st.booleans(), min_size=2 * (GROUPS + 1), max_size=2 * (GROUPS + 1)),
+    updates=st.sampled_from([1, 2]),
+)
+def test_parks_change_no_bit(trainer, group, tmp_path_factory, seed: int, parks: list[bool], updates: int):
+    """Others use the arena between any two orders; what is saved while it is parked is the same, too."""
+    directory = tmp_path_factory.mktemp("parked")
+
+    def train(parks: list[bool]) -> list[dict[str, torch.Tensor]]:
+        made, coming, states = trainer(GROUPS, updates_per_step=updates, warmup_updates=0), iter(parks), []
+        for step in range(2):
+            for each in groups_of(group, seed + step):
+                make_way(made, next(coming))
+                made.train_group(each)
+            make_way(made, next(coming))
+            made.update()
+            make_way(made, parked := parks[step], stay=True)
+            states += [state_of(made, directory / "state")]
+            made.resume()
+            assert made.metrics["gradient_norm"] > 0 or not parked
+        return states
+
+    for state, expected in zip(train(parks), train([False] * len(parks)), strict=True):
+        assert equal(state, expected)
+
+
+def make_way(trainer: GRPOTrainer, parks: bool, stay: bool = False) -> None:
+    if not parks:
+        return
+    state = [*trainer._parameters, *trainer._optimizer.exp_avg, *trainer._optimizer.exp_avg_sq]
+    size_bytes = trainer.park().state_bytes
+    assert size_bytes >= sum(tensor.nbytes for tensor in state)
+    with torch.no_grad():
+        for tensor in (*state, *trainer._accumulator.sums):
+            tensor.fill_(113)
+    if not stay:
+        assert trainer.resume().state_bytes == size_bytes
+
+
 def test_a_later_mini_batch_is_trained_on_the_earlier_ones_weights(trainer, group):
     groups = groups_of(group, 1, 4)
     together = trainer(4, updates_per_step=2, warmup_updates=0, learning_rate=1e-2)

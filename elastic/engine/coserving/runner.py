@@ -48,14 +48,6 @@ class PagedRunner(Runner):
         self._block_origins[self._spare_block] = self._spare_slot
 
     @property
-    def loaded(self) -> bool:
-        return bool(self._layers)
-
-    @property
-    def weight_bytes(self) -> int:
-        return sum(table.nbytes for table in self._tables.values())
-
-    @property
     def device_bytes(self) -> int:
         return self.weight_bytes + self._rotations.nbytes + len(self.space) * self._layout.page_bytes
 
@@ -75,11 +67,6 @@ class PagedRunner(Runner):
         )
         blocks = [self._spare_block] * -(-length // self._layout.block_tokens)
         return Sequence(request, [0] * length, blocks=blocks, computed=computed, prefill_end=length - 1)
-
-    def unload(self) -> None:
-        """Give the weights' memory back; `load` brings them again."""
-        self._tables.clear()
-        self._layers = []
 
     def scrub_cache(self, keep: bool) -> None:
         for page in self._pages():

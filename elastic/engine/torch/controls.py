@@ -35,6 +35,15 @@ class WeightsOrder(NamedTuple):
     applied: Future[None]
     patch: Patch | None = None
     """The change from the weights of `patch.base` to these."""
+    lasts: bool = False
+    """The tensors are in host memory, and stay there as they are until the next version is in force."""
+
+
+class SwitchOrder(NamedTuple):
+    """The device is to be left, or taken again; `done` gets the bytes that came to it, or left."""
+
+    park: bool
+    done: Future[int]
 
 
 class EngineControls:
@@ -58,6 +67,8 @@ class EngineControls:
         self.sink: ChunkSink | None = None
         self.thread: threading.Thread | None = None
         self.orders: deque[WeightsOrder] = deque()
+        self.switches: deque[SwitchOrder] = deque()
+        self.parked = False
         self.asleep = False
         self.resting = False
         self.closed = False
@@ -107,9 +118,9 @@ class EngineControls:
         # Everything that can be done beforehand is done on the caller's time, while the engine goes on.
         tensors = weights.tensors if kept is None else {name: kept(tensor) for name, tensor in weights.tensors.items()}
         verified, changes = self._runner.verify(tensors), weights.changes
-        applies = changes is not None and changes.base == self.table.version
+        applies = changes is not None and changes.base == self.table.version and not self.parked
         patch = self._runner.patch_of(changes) if changes is not None and applies else None
-        order = WeightsOrder(weights.version, verified, mode, Future(), patch)
+        order = WeightsOrder(weights.version, verified, mode, Future(), patch, isinstance(source, RelaySource))
         with self.changed:
             self._require_thread()
             self._refuse_closed()
@@ -133,6 +144,21 @@ class EngineControls:
             self.asleep = False
             self.changed.notify_all()
 
+    def switch(self, park: bool) -> int:
+        """Leave the device, or take it again, and wait until that is done; returns the bytes that it took.
+
+        To leave it everything that runs is aborted. Raises what failed.
+        """
+        order = SwitchOrder(park, Future())
+        with self.changed:
+            self._require_thread()
+            self._refuse_closed()
+            if park:
+                self.table.abort_all()
+            self.switches.append(order)
+            self.changed.notify_all()
+        return order.done.result()
+
     def set_idle_account(self, account: Account) -> None:
         with self.changed:
             self.idle_account = account
@@ -146,7 +172,7 @@ class EngineControls:
             return EngineStatistics(
                 pending=self.table.pending,
                 executing=len(scheduler.running),
-                capacity_turns=0 if self.asleep or self.closed else settings.max_batch + settings.max_pending,
+                capacity_turns=0 if self.rests or self.closed else settings.max_batch + settings.max_pending,
                 kv_blocks_used=scheduler.pool.used,
                 kv_blocks_total=scheduler.pool.total,
                 prefix_hit_tokens=scheduler.prefix_hit_tokens,
@@ -168,6 +194,11 @@ class EngineControls:
             self.table.abort_all()
             self.changed.notify_all()
 
+    @property
+    def rests(self) -> bool:
+        """Whether nothing is to be generated."""
+        return self.asleep or self.parked or bool(self.switches)
+
     # On the thread that computes.
 
     @property
@@ -187,6 +218,8 @@ class EngineControls:
     def fail_orders(self, error: Exception) -> None:
         while self.orders:
             self.orders.popleft().applied.set_exception(error)
+        while self.switches:
+            self.switches.popleft().done.set_exception(error)
 
     def rest(self) -> None:
         """Marks the engine as asleep, and lets the caller of `sleep` go on."""

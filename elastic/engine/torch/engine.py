@@ -4,20 +4,25 @@
 """
 
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from elastic.config import EngineConfig
-from elastic.core.types import Account
+from elastic.core.types import Account, WeightMode
 from elastic.engine.base import ChunkSink, DeviceShare
-from elastic.engine.torch.controls import ControlledEngine, EngineControls, WeightsOrder
+from elastic.engine.torch.controls import ControlledEngine, EngineControls, SwitchOrder, WeightsOrder
 from elastic.engine.torch.iterations import IterationRunner
 from elastic.engine.torch.requests import RequestTable
 from elastic.engine.torch.runner import Runner
 from elastic.engine.torch.scheduler import BatchScheduler, Work
 from elastic.model.config import Qwen3Config
+from elastic.parking import Switch
+from elastic.parking.tensors import empty_caches
+from elastic.weights.source import WeightsSource
 
 CLOSE_TIMEOUT_S = 10.0
 
@@ -25,7 +30,7 @@ _Step = Callable[[], None]
 
 
 class TorchEngine(ControlledEngine):
-    """`elastic.engine.base.RolloutEngine` on one device, in plain torch.
+    """`elastic.engine.base.RolloutEngine`, and `Parkable`, on one device, in plain torch.
 
     On one CPU thread the engine is replayable: a turn that is cut at any token and continued elsewhere gives
     bit-identical tokens and log-probabilities. A temperature of zero decodes greedily.
@@ -48,6 +53,12 @@ class TorchEngine(ControlledEngine):
         self._runner = Runner(config, device, settings.max_context_tokens, settings.kv_blocks, settings.kv_block_tokens)
         self._scheduler = BatchScheduler(settings)
         self._table = RequestTable(self._scheduler, config.vocab_size, settings)
+        self._device = device
+        self._host: Mapping[str, Tensor] = {}
+        """The weights in force, in host memory, where they are kept there."""
+        self._keeps_all = False
+        self._changing = threading.Lock()
+        """Held by who changes the host's copy of the weights or takes them from there to the device."""
         self._changed = threading.Condition()
         super().__init__(EngineControls(settings, device, self._runner, self._table, self._changed))
         self._iterations = IterationRunner(settings, device, self._runner, self._controls)
@@ -59,6 +70,25 @@ class TorchEngine(ControlledEngine):
         controls.sink = sink
         controls.thread = threading.Thread(target=self._run, name="torch-engine", daemon=True)
         controls.thread.start()
+
+    def load_version(self, source: WeightsSource, mode: WeightMode) -> float:
+        with self._changing:
+            return super().load_version(source, mode)
+
+    def park(self) -> Switch:
+        begun_s = time.monotonic()
+        with self._changed:
+            self._controls.table.abort_all()
+            self._changed.notify_all()
+        with self._changing:
+            size_bytes = 0 if self._controls.parked else self._controls.switch(park=True)
+        return Switch(time.monotonic() - begun_s, size_bytes, self._runner.rest_bytes)
+
+    def resume(self) -> Switch:
+        begun_s = time.monotonic()
+        with self._changing:
+            size_bytes = self._controls.switch(park=False) if self._controls.parked else 0
+        return Switch(time.monotonic() - begun_s, size_bytes)
 
     def close(self) -> None:
         """End every live request with ABORTED, and the thread. Safe to call twice."""
@@ -76,6 +106,7 @@ class TorchEngine(ControlledEngine):
             while (step := self._next_step()) is not None:
                 step()
         self._runner.free_cache()
+        self._host = {}
 
     def _next_step(self) -> _Step | None:
         """Waits for work, charges the wait to its account, and returns the work; None at the end."""
@@ -88,6 +119,9 @@ class TorchEngine(ControlledEngine):
                     controls.fail_orders(RuntimeError("the engine is closed"))
                     controls.charge({controls.idle_account: 1.0})
                     return None
+                if controls.switches:
+                    controls.charge({Account.SWITCHING: 1.0})
+                    return partial(self._switch, controls.switches[0])
                 if controls.may_apply:
                     controls.charge({Account.APPLYING: 1.0})
                     return partial(self._apply, controls.orders.popleft())
@@ -96,22 +130,62 @@ class TorchEngine(ControlledEngine):
                 self._rest()
 
     def _plan(self) -> list[Work]:
-        if self._table.version is None or self._controls.asleep:
+        if self._table.version is None or self._controls.rests:
             return []
         return self._scheduler.plan(admit_new=not self._controls.orders)
 
     def _rest(self) -> None:
         controls = self._controls
-        controls.charge({Account.ASLEEP if controls.asleep else controls.idle_account: 1.0})
+        resting = Account.ASLEEP if controls.asleep else controls.idle_account
+        controls.charge({Account.PARKED if controls.parked else resting: 1.0})
         if controls.asleep and not controls.resting:
             self._scheduler.pool.forget()
             self._runner.free_cache()
             controls.rest()
         self._changed.wait()
 
+    def _switch(self, order: SwitchOrder) -> None:
+        """Leave the device, or take it again; what cannot be taken altogether is left."""
+        try:
+            size_bytes = self._leave_device() if order.park else self._take_device()
+            error = None
+        except Exception as failure:
+            size_bytes, error = 0, failure
+            self._leave_device()
+        with self._changed:
+            self._controls.switches.popleft()
+            self._controls.parked = order.park or error is not None
+        if error is None:
+            order.done.set_result(size_bytes)
+        else:
+            order.done.set_exception(error)
+
+    def _leave_device(self) -> int:
+        self._keeps_all = True
+        with self._changed:
+            self._scheduler.pool.forget()
+            if not self._host:
+                self._table.version = None
+        size_bytes = self._runner.weight_bytes
+        self._runner.free_cache()
+        self._runner.unload()
+        empty_caches([self._device])
+        return size_bytes
+
+    def _take_device(self) -> int:
+        if self._host:
+            self._runner.load(self._host)
+        return self._runner.weight_bytes
+
     def _apply(self, order: WeightsOrder) -> None:
         """Put new weights in force; after a failure half-way nothing is served until the next load."""
         keep = self._controls.keeps_kv(order)
+        self._host = order.tensors if order.lasts or self._keeps_all else {}
+        if self._controls.parked:
+            with self._changed:
+                self._table.use_version(order.version, keep_kv=False)
+            order.applied.set_result(None)
+            return
         try:
             if order.patch is not None and self._controls.fits(order.patch):
                 self._runner.apply(order.patch)
@@ -122,7 +196,7 @@ class TorchEngine(ControlledEngine):
                 self._table.use_version(order.version, keep)
                 self._controls.pieces_applied += 1
         except Exception as error:
-            self._table.version = None
+            self._table.version, self._host = None, {}
             order.applied.set_exception(error)
         else:
             order.applied.set_result(None)

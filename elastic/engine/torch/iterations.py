@@ -95,4 +95,4 @@ class IterationRunner:
         left_s = modelled_s - (time.monotonic_ns() - started_ns) / NS_PER_S
         if left_s > 0:
             with controls.changed:
-                controls.changed.wait_for(lambda: controls.closed or controls.asleep, left_s)
+                controls.changed.wait_for(lambda: controls.closed or controls.rests, left_s)

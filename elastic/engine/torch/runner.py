@@ -26,6 +26,7 @@ from elastic.engine.base import WeightsMismatch
 from elastic.engine.torch.scheduler import Work
 from elastic.model.config import Qwen3Config
 from elastic.model.qwen3 import parameter_shapes, rotate, rotations
+from elastic.parking.tensors import give_back
 from elastic.weights.source import WeightChanges
 
 ROW_TILE = 8
@@ -120,6 +121,8 @@ class Runner:
         self._rotations = rotations(config, torch.arange(max_context, device=device)).to(self._dtype)
         self._eps = torch.tensor(config.rms_norm_eps, device=device)
         self._tables: dict[str, Tensor] = {}
+        self._given_back: dict[str, Tensor] = {}
+        """Tables in memory that an arena gets back lazily."""
         self._layers: list[_Layer] = []
         self._cache: Tensor | None = None
 
@@ -201,6 +204,28 @@ class Runner:
         tables = [prod(shape) for name, shape in self._shapes.items() if name in (_EMBEDDING, _HEAD)]
         layer = sum(prod(shape) for name, shape in self._shapes.items() if name.startswith("model.layers.0."))
         return max(layer, *tables) * self._dtype.itemsize
+
+    @property
+    def loaded(self) -> bool:
+        return bool(self._layers)
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(table.nbytes for table in self._tables.values())
+
+    @property
+    def rest_bytes(self) -> int:
+        """What stays on the device without weights and KV."""
+        return self._rotations.nbytes
+
+    def unload(self) -> None:
+        """Give the weights' memory back; `load` brings them again."""
+        if self._device.type == "cpu":
+            for table in self._tables.values():
+                give_back(table.untyped_storage())
+            self._given_back |= self._tables
+        self._tables = {}
+        self._layers = []
 
     def scrub_cache(self, keep: bool) -> None:
         """Forget all KV, or (`keep`) only values that are not finite: masking cannot silence those."""
@@ -379,7 +404,10 @@ class Runner:
         counts = [len(part) for part in parts]
         if name not in self._tables:
             shape = (sum(counts), *parts[0].shape[1:])
-            self._tables[name] = torch.empty(shape, dtype=self._dtype, device=self._device)
+            table = self._given_back.pop(name, None)
+            self._tables[name] = (
+                table if table is not None else torch.empty(shape, dtype=self._dtype, device=self._device)
+            )
         table = self._tables[name]
         for rows, part in zip(table.split(counts), parts, strict=True):
             rows.copy_(part)

@@ -1,7 +1,7 @@
-"""State of torch's tensors taken off its device, in place, and brought back: how jobs take turns on one device.
+"""Tensors that are taken off their device, in place, and brought back.
 
 On a CPU the device is an arena: states are copied out and back, too, and the memory between is the kernel's to take
-as soon as somebody needs it (`MADV_FREE`). Source: RollMux and Weave §5.1 (warm start).
+as soon as somebody needs it (`MADV_FREE`).
 """
 
 import contextlib
