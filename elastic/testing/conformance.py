@@ -5,6 +5,7 @@
 import math
 import threading
 import time
+from typing import Any
 
 import msgspec
 import pytest
@@ -473,10 +474,11 @@ def test_what_is_cut_off_is_never_drawn(make_engine, turn, model, truncation, en
     torch.testing.assert_close(torch.tensor(recorder.logprobs("a")), expected, atol=engine_under_test.tolerance, rtol=0)
 
 
-def parkable(recorder):
-    if not isinstance(recorder.engine, Parkable):
+def parkable(recorder) -> Any:
+    engine = recorder.engine
+    if not isinstance(engine, Parkable):
         pytest.skip("this engine does not make way on its device")
-    return recorder.engine
+    return engine
 
 
 def test_a_parked_engine_comes_back_as_it_was(make_engine, turn):
