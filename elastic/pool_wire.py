@@ -256,13 +256,17 @@ class ResidentUp(_PoolMessage, frozen=True):
 
 
 class ResidentGone(_PoolMessage, frozen=True):
-    """The resident's processes are gone, all of them. Where it had the device, that is free."""
+    """The resident's processes are gone, all of them. Where it had the device, that is free.
+
+    `code` is a script's exit status, where that is known.
+    """
 
     job: Text
     placement: Count
     cause: Text
     permit: Count = 0
     worker: Text = ""
+    code: int | None = None
 
 
 class DeviceFreed(_PoolMessage, frozen=True):
@@ -358,10 +362,14 @@ class TakeDevice(_PoolMessage, frozen=True):
 
 
 class EndResident(_PoolMessage, frozen=True):
-    """Kill the job's resident with all that it has started; answered by `ResidentGone`."""
+    """Kill the job's resident with all that it has started; answered by `ResidentGone`.
+
+    With `grace_s` it is asked to end (SIGTERM) so long before.
+    """
 
     job: Text
     reason: Text
+    grace_s: Seconds = 0.0
 
 
 # Between a keeper and its resident. A resident resumes and parks one after the other, in the order it is told.
