@@ -17,7 +17,9 @@ POOL_CONTROL_VERSION = "1"
 """Of these messages: a pool's process says which it speaks (`PoolStanding.version`)."""
 
 CommandId: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
-JobName: TypeAlias = Annotated[str, msgspec.Meta(pattern="^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+JOB_NAME = "^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
+"""A run's name and the time at which it began fit into it."""
+JobName: TypeAlias = Annotated[str, msgspec.Meta(pattern=JOB_NAME)]
 
 
 class _PoolRequest(msgspec.Struct, frozen=True, kw_only=True, tag_field="command", forbid_unknown_fields=True):

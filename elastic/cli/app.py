@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from elastic.cli import access, hosted, modal, quotas
+from elastic.cli import access, hosted, modal, pooled, quotas
 from elastic.cli.output import EXIT_FAILED, bad_input, say
 from elastic.config import Config, ConfigError, RunConfig, apply_override, load_config, validate
 from elastic.endpoint import host_and_port
@@ -54,12 +54,15 @@ app.add_typer(access.keys)
 app.add_typer(access.secrets)
 app.add_typer(access.webhooks)
 app.add_typer(modal.modal)
+app.add_typer(pooled.pool)
+app.add_typer(pooled.jobs)
 app.command()(access.audit)
 app.command()(hosted.logs)
 app.command()(hosted.stop)
 app.command()(hosted.serve)
 app.command()(hosted.runner)
 app.command()(hosted.support_bundle)
+app.command("pool-run", hidden=True)(pooled.pool_run)
 
 
 def main() -> None:

@@ -4,8 +4,8 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from elastic.cluster.types import NodeKind, PoolSpec, WaitLimits
-from elastic.config import ConfigError, read_sections, validate
+from elastic.cluster.types import ClusterError, JobRequest, NodeKind, PhasePlan, PoolSpec, WaitLimits
+from elastic.config import ConfigError, JobConfig, JobPlanConfig, read_sections, validate
 from elastic.files import write_whole
 from policies.clusters import CLUSTER_POLICIES
 
@@ -125,6 +125,36 @@ def save_pool(config: PoolConfig) -> Path:
     except OSError as error:
         raise ConfigError(f"pool.directory: {path} cannot be made ({error.strerror})") from error
     return path
+
+
+def job_request(name: str, job: JobConfig, steps: int) -> JobRequest:
+    """What the job with this name asks of a pool. Raises `ConfigError`."""
+    try:
+        return JobRequest(
+            id=name,
+            slo=job.slo,
+            plan=None if job.plan is None else phase_plan(job.plan),
+            steps=steps,
+            rollout_nodes=job.rollout_nodes,
+            train_nodes=job.train_nodes,
+            rollout_bytes=round(job.rollout_memory_gb * GB),
+            train_bytes=round(job.train_memory_gb * GB),
+            train_efficiency=job.train_efficiency,
+            restart_ns=_ns(job.restart_s),
+            max_resubmissions=job.max_resubmissions,
+        )
+    except ClusterError as error:
+        raise ConfigError(str(error)) from error
+
+
+def phase_plan(plan: JobPlanConfig) -> PhasePlan:
+    return PhasePlan(
+        rollout_ns=_ns(plan.rollout_s),
+        train_ns=_ns(plan.train_s),
+        sync_ns=_ns(plan.sync_s),
+        rollout_switch_ns=_ns(plan.rollout_switch_s),
+        train_switch_ns=_ns(plan.train_switch_s),
+    )
 
 
 def _ns(seconds: float) -> int:

@@ -1,0 +1,303 @@
+"""`elastic pool`: a pool's process and its supervisor, how it stands, its end."""
+
+import asyncio
+import importlib
+import subprocess
+import sys
+import time
+from collections.abc import Coroutine, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rich.console import Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from elastic import compose
+from elastic.cli.output import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, console, duration, emit, program, say
+from elastic.cli.supervise import keep_up
+from elastic.config import ConfigError
+from elastic.control import CommandRefused, ControlError, RunNotThere, RunSilent, new_command_id
+from elastic.log_files import LogFollower
+from elastic.pool.config import POOL_CONFIG, PoolConfig, load_pool, save_pool
+from elastic.pool_control import OtherPoolVersion, PoolControl, PoolStanding
+
+T = TypeVar("T")
+
+POLL_S = 0.1
+JOURNAL = "journal.sqlite"
+BAD_INPUT = ("invalid", "unknown_job", "conflict", "rejected", "version")
+"""What a pool refuses because of how it was asked."""
+
+
+def find_pool(name: str, directory: Path) -> Path:
+    """The directory of the pool with this name, path or POOL.toml; of the only one, or only one that runs, without a
+    name. Raises `ConfigError`.
+    """
+    if name:
+        if Path(name).is_file():
+            path = load_pool(Path(name)).path
+            if (path / POOL_CONFIG).is_file():
+                return path
+            raise ConfigError(f"no pool of {name} has been started; {program()} pool start {name}")
+        for candidate in (directory / name, Path(name)):
+            if (candidate / POOL_CONFIG).is_file():
+                return candidate
+    there = sorted(path.parent for path in directory.glob(f"*/{POOL_CONFIG}"))
+    if not name:
+        running = [path for path in there if compose.is_claimed(path)]
+        if len(there) == 1 or len(running) == 1:
+            return (running or there)[0]
+    named = ", ".join(path.name for path in there) or "none"
+    if name:
+        raise ConfigError(f"no pool {name!r} in {directory}; there are: {named}")
+    if not there:
+        raise ConfigError(f"no pool in {directory}; {program()} pool start POOL.toml starts one")
+    raise ConfigError(f"several pools are in {directory}; name one of: {named}")
+
+
+def asked(question: Coroutine[Any, Any, T], command_id: str = "") -> T:
+    """What the pool answers. Ends the program with a message where it does not, or says no."""
+    try:
+        return asyncio.run(question)
+    except CommandRefused as error:
+        say(f"error: {error}")
+        raise SystemExit(EXIT_BAD_INPUT if error.kind in BAD_INPUT else EXIT_FAILED) from error
+    except (RunNotThere, OtherPoolVersion) as error:
+        say(f"error: {error}")
+        if isinstance(error, RunNotThere):
+            say(f"hint: {program()} pool start POOL.toml starts a pool, or goes on with one")
+        raise SystemExit(EXIT_BAD_INPUT) from error
+    except ControlError as error:
+        say(f"error: {error}")
+        if isinstance(error, RunSilent) and command_id:
+            say(f"hint: it may have been done; repeat it with --id {command_id}, and it is done once")
+        raise SystemExit(EXIT_FAILED) from error
+
+
+# Start.
+
+
+@compose.private()
+def start_command(path: Path, max_restarts: int, wait_s: float, *, foreground: bool, as_json: bool) -> int:
+    """Start the pool and wait until it answers; with `foreground` until it has ended. Returns the exit code."""
+    config = load_pool(path)
+    directory = config.path
+    if compose.is_claimed(directory):
+        raise ConfigError(f"pool {config.pool.name} in {directory} is running already; {program()} pool status")
+    _check_former(config, path)
+    save_pool(config)
+    (directory / "logs").mkdir(mode=0o700, exist_ok=True)
+    if foreground:
+        say(f"pool {config.pool.name} in {directory}; Ctrl-C stops it")
+        return supervise_pool(directory, max_restarts)
+    command = [sys.executable, "-m", "elastic.cli", "pool-run", str(directory), "--supervise", str(max_restarts)]
+    log = directory / "logs" / "supervisor.log"
+    with log.open("ab") as output:
+        supervisor = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+        )
+    standing = _up(directory, supervisor, wait_s)
+    if standing is None:
+        if supervisor.poll() is None:
+            supervisor.terminate()
+            say(f"error: pool {config.pool.name} is not up after {wait_s:g} s; it is given up")
+        else:
+            say(f"error: pool {config.pool.name} could not be started")
+        _show_end_of(log)
+        say(f"hint: logs are in {directory / 'logs'}")
+        return EXIT_BAD_INPUT if supervisor.poll() == EXIT_BAD_INPUT else EXIT_FAILED
+    if as_json:
+        emit({"pool": config.pool.name, "directory": str(directory), "pid": standing.pid, "supervisor": supervisor.pid})
+    spec = config.pool
+    say(
+        f"pool {spec.name} is up: {spec.rollout.nodes} rollout and {spec.train.nodes} training nodes, in {directory}; "
+        f"{program()} jobs submit CONFIG brings it work, {program()} pool stop ends it"
+    )
+    return 0
+
+
+def _check_former(config: PoolConfig, path: Path) -> None:
+    """A pool that goes on has the nodes, prices and limits that its journal begins with. Raises `ConfigError`."""
+    directory = config.path
+    if not (directory / JOURNAL).exists() or not (directory / POOL_CONFIG).exists():
+        return
+    former = load_pool(directory / POOL_CONFIG)
+    for what, was, now in (
+        ("pool.rollout and pool.train", former.spec(), config.spec()),
+        ("pool.policy", former.pool.policy, config.pool.policy),
+        ("limits", former.wait_limits(), config.wait_limits()),
+    ):
+        if was != now:
+            raise ConfigError(
+                f"{path}: {what}: pool {directory} was begun with others, and goes on with those; allowed: as in "
+                f"{directory / POOL_CONFIG}, or a pool of another name"
+            )
+
+
+def _up(directory: Path, supervisor: "subprocess.Popen[bytes]", wait_s: float) -> PoolStanding | None:
+    """How the pool stands once it answers; None where its supervisor has ended or time is up."""
+    control, deadline = PoolControl(directory, timeout_s=wait_s), time.monotonic() + wait_s
+    while time.monotonic() < deadline and supervisor.poll() is None:
+        try:
+            return asyncio.run(control.standing())
+        except (RunNotThere, RunSilent):
+            time.sleep(POLL_S)
+    return None
+
+
+def _show_end_of(log: Path) -> None:
+    follower = LogFollower("supervisor", log)
+    follower.seek("", 5)
+    for one in follower.read():
+        say(one.line)
+
+
+def supervise_pool(directory: Path, restarts_max: int) -> int:
+    """Keep the pool's process up until it has been stopped; returns the exit code of its last process."""
+    command = [sys.executable, "-m", "elastic.cli", "pool-run", str(directory)]
+    ends = (0, EXIT_BAD_INPUT, EXIT_INTERRUPTED)
+    return keep_up(command, lambda status: status not in ends, restarts_max, "the pool's process", forgives=True)
+
+
+@compose.private()
+def run_command(directory: Path) -> int:
+    """Be the pool's process until it has been stopped; returns the exit code."""
+    run_pool = importlib.import_module("elastic.compose.pool").run_pool
+    return run_pool(directory)
+
+
+# Status.
+
+
+def status_command(name: str, directory: Path, every_s: float | None, *, as_json: bool) -> int:
+    path = find_pool(name, directory)
+    control = PoolControl(path)
+    standing = asked(control.standing())
+    if every_s is None:
+        _show(standing, path, as_json=as_json)
+        return 0
+    try:
+        if as_json:
+            while True:
+                _show(standing, path, as_json=True)
+                time.sleep(every_s)
+                standing = _again(control, standing)
+        with Live(pool_tables(standing, path), console=console(), auto_refresh=False) as live:
+            while True:
+                time.sleep(every_s)
+                standing = _again(control, standing)
+                live.update(pool_tables(standing, path), refresh=True)
+    except KeyboardInterrupt:
+        return 0
+
+
+def _again(control: PoolControl, last: PoolStanding) -> PoolStanding:
+    """How the pool stands now; as last, while its process is away and may come back."""
+    try:
+        return asyncio.run(control.standing())
+    except (RunNotThere, RunSilent):
+        return last
+
+
+def _show(standing: PoolStanding, path: Path, *, as_json: bool) -> None:
+    if as_json:
+        emit({"pool": standing.pool, "directory": str(path), "pid": standing.pid, **standing.status})
+    else:
+        console().print(pool_tables(standing, path))
+
+
+def pool_tables(standing: PoolStanding, path: Path) -> Group:
+    """Who computes where, and who waits for what."""
+    status = standing.status
+    head = Text(
+        f"pool {standing.pool} in {path}, up {duration(status['now_s'])}: ${status['usd']:.4f} so far, "
+        f"${status['usd_per_hour']:.2f} an hour for its groups"
+    )
+    nodes = _table("node", "group", "account", "job", "busy", "idle", "down")
+    for node in status["nodes"]:
+        accounts = node["accounts_s"]
+        whole_s = sum(accounts.values()) or 1.0
+        busy = accounts.get("slice", 0.0) + accounts.get("switching", 0.0)
+        nodes.add_row(
+            node["name"],
+            node["group"] or "–",
+            node["account"],
+            node["job"] or "–",
+            *(f"{part / whole_s:.0%}" for part in (busy, accounts.get("idle", 0.0), accounts.get("down", 0.0))),
+        )
+    groups = _table("group", "cycle", "bears", "$/h", "members, in their order")
+    for group in status["groups"]:
+        groups.add_row(
+            group["name"],
+            f"{group['cycle_s']:.1f} s",
+            f"{group['limit_s']:.1f} s",
+            f"{group['usd_per_hour']:.2f}",
+            ", ".join(group["members"]),
+        )
+    parts: list[Any] = [head, nodes]
+    if status["groups"]:
+        parts += [Text(), groups]
+    going_on = [job for job in status["jobs"] if not job["over"]]
+    over = len(status["jobs"]) - len(going_on)
+    parts += [Text(), jobs_table(going_on) if going_on else Text("no job goes on")]
+    if over:
+        parts.append(Text(f"{over} over: {program()} jobs list --all"))
+    return Group(*parts)
+
+
+def jobs_table(rows: Sequence[dict[str, Any]]) -> Table:
+    table = _table("job", "state", "group", "now", "steps", "SLO", "planned", "$")
+    for job in rows:
+        slowdown = job["planned_slowdown"]
+        table.add_row(
+            job["name"],
+            job["state"],
+            job["group"] or "–",
+            doing(job),
+            f"{job['steps_done']}/{job['steps']}",
+            f"{job['slo']:.2f}",
+            f"{slowdown:.2f} ×" if slowdown else "–",
+            f"{job['usd']:.4f}",
+        )
+    return table
+
+
+def doing(job: dict[str, Any]) -> str:
+    """What a job does now, or what it waits for."""
+    if job["permit"] is not None:
+        return "has its turn"
+    if job["asked"] is not None:
+        return f"waits for {job['asked']}"
+    return "between phases" if job["state"] == "running" else job["reason"]
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, header_style="dim")
+    for column in columns:
+        table.add_column(column)
+    return table
+
+
+# Stop.
+
+
+def stop_command(name: str, directory: Path, wait_s: float, command_id: str, *, now: bool, as_json: bool) -> int:
+    path = find_pool(name, directory)
+    command_id = command_id or new_command_id()
+    answer = asked(PoolControl(path).stop(now=now, command=command_id), command_id)
+    if wait_s and not now:
+        say(f"pool {path.name} stops: its jobs come to their step's end")
+    deadline = time.monotonic() + wait_s
+    while compose.is_claimed(path) and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+    ended = not compose.is_claimed(path)
+    if as_json:
+        emit({"pool": path.name, "command": "stop", "id": answer.id, "repeated": answer.repeated, "ended": ended})
+    if ended:
+        say(f"pool {path.name} has ended; {program()} pool start POOL.toml goes on with it")
+    elif wait_s:
+        say(f"error: pool {path.name} has not ended within {wait_s:g} s; it goes on stopping")
+        return EXIT_FAILED
+    return 0

@@ -1,0 +1,328 @@
+"""`elastic pool` and `elastic jobs` as a user has them, against a cluster whose jobs do nothing by themselves."""
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from elastic import compose
+from elastic.cluster import Cluster, ClusterError
+from elastic.cluster import commands as c
+from elastic.cluster import events as e
+from elastic.control import SOCKET, socket_address
+from elastic.pool.config import load_pool, save_pool
+from elastic.pool.standing import plan_of, standing
+from elastic.pool_control import (
+    POOL_CONTROL_VERSION,
+    AskPool,
+    CancelJob,
+    PlanJob,
+    PoolAcknowledged,
+    PoolAnswer,
+    PoolPlan,
+    PoolRequest,
+    PoolSaysNo,
+    PoolStanding,
+    ResubmitJob,
+    StopPool,
+    SubmitJob,
+)
+from policies.clusters import CLUSTER_POLICIES
+
+POOL = """
+[pool]
+name = "lab"
+directory = "{directory}/pools"
+[pool.rollout]
+nodes = 2
+usd_per_gpu_hour = 2.0
+memory_gb = 2
+[pool.train]
+nodes = 1
+usd_per_gpu_hour = 5.0
+memory_gb = 4
+"""
+JOB = """
+[job]
+slo = 2.0
+rollout_memory_gb = 1
+train_memory_gb = 1
+plan = { rollout_s = 10, train_s = 10, rollout_switch_s = 1 }
+"""
+
+
+class StandIn:
+    """A cluster behind a pool's socket; every job is up as soon as it is placed."""
+
+    def __init__(self, pool_file: Path, version: str = POOL_CONTROL_VERSION) -> None:
+        config = load_pool(pool_file)
+        self.directory = save_pool(config)
+        self.cluster = Cluster(config.spec(), CLUSTER_POLICIES["ours"], config.wait_limits(), 0)
+        self.submitted: list[SubmitJob] = []
+        self._version = version
+        self._up = threading.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._over = asyncio.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()))
+        self._lock = compose.claimed(self.directory)
+
+    def __enter__(self) -> "StandIn":
+        self._lock.__enter__()
+        self._thread.start()
+        assert self._up.wait(5)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(self._over.set)
+        self._thread.join(5)
+        self._lock.__exit__(None, None, None)
+
+    async def _run(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        with socket_address(self.directory) as address:
+            server = await asyncio.start_unix_server(self._serve, address, limit=2**20)
+        self._up.set()
+        async with server:
+            await self._over.wait()
+        (self.directory / SOCKET).unlink()
+
+    def tell(self, event: e.ClusterEvent, at_s: float = 0.0) -> None:
+        for command in self.cluster.handle(event, int(at_s * 1e9)):
+            if isinstance(command, c.StartJob):
+                self.cluster.handle(e.JobStarted(job=command.job, placement=command.placement), int(at_s * 1e9))
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        request = msgspec.json.decode(await reader.readline(), type=PoolRequest)
+        writer.write(msgspec.json.encode(self._answer(request)) + b"\n")
+        await writer.drain()
+        writer.close()
+        await writer.wait_closed()
+
+    def _answer(self, request: PoolRequest) -> PoolAnswer:
+        match request:
+            case AskPool():
+                status = standing(self.cluster)
+                for job in status["jobs"]:
+                    job["directory"] = next(s.directory for s in self.submitted if s.request.id == job["name"])
+                return PoolStanding(pool="lab", pid=7, version=self._version, status=status)
+            case PlanJob():
+                try:
+                    return PoolPlan(plan=plan_of(self.cluster, request.request))
+                except ClusterError as error:
+                    return PoolSaysNo(kind="rejected", message=str(error))
+            case SubmitJob():
+                plan = plan_of(self.cluster, request.request)
+                self.submitted.append(request)
+                self.tell(e.JobSubmitted(request=request.request))
+                return PoolAcknowledged(id=request.id, placement=plan)
+            case CancelJob():
+                self.tell(e.CancelRequested(job=request.job))
+            case ResubmitJob():
+                if self.cluster.jobs[request.job].state != "failed":
+                    return PoolSaysNo(kind="conflict", message=f"job {request.job} has not failed")
+                self.tell(e.ResubmitRequested(job=request.job))
+            case StopPool():
+                pass
+        return PoolAcknowledged(id=request.id)
+
+
+@pytest.fixture
+def pool_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "pool.toml"
+    path.write_text(POOL.format(directory=tmp_path))
+    return path
+
+
+@pytest.fixture
+def pool(pool_file: Path) -> Iterator[StandIn]:
+    with StandIn(pool_file) as found:
+        yield found
+
+
+@pytest.fixture
+def job(config: Path) -> Path:
+    config.write_text(config.read_text() + JOB)
+    return config
+
+
+def submit(elastic: Callable[..., tuple[int, str, str]], job: Path, *more: str) -> dict[str, object]:
+    code, out, err = elastic("jobs", "submit", job, "--json", *more)
+    assert code == 0, err
+    return json.loads(out)
+
+
+def test_a_submission_is_checked_placed_and_has_its_runs_directory(elastic, pool: StandIn, job: Path) -> None:
+    told = submit(elastic, job, "--providers", "spot", "--slo", "1.8", "--name", "one")
+    (sent,) = pool.submitted
+    assert sent.request.slo == 1.8
+    assert sent.request.id == told["job"] == "one"
+    assert sent.request.rollout_bytes == 1_000_000_000
+    assert sent.providers == ("spot",)
+    run_dir = Path(sent.directory)
+    assert run_dir.is_absolute()
+    assert compose.load_run_config(run_dir).job.slo == 1.8
+    assert told["placement"]["placement"]["how"] == "new"  # type: ignore[index]
+    second = submit(elastic, job)
+    assert str(second["job"]).startswith("small-")
+    code, out, _ = elastic("jobs", "list", "--json")
+    assert (code, [row["name"] for row in json.loads(out)["jobs"]]) == (0, ["one", second["job"]])
+
+
+def test_a_dry_run_says_where_and_in_numbers_why_not_elsewhere(elastic, pool: StandIn, job: Path) -> None:
+    runs = job.parent / "runs"
+    submit(elastic, job, "--name", "one")
+    had = set(runs.iterdir())
+    code, out, err = elastic("jobs", "submit", job, "--dry-run", "--slo", "1.05", "--json")
+    assert code == 0, err
+    plan = json.loads(out)
+    assert plan["placement"]["group"] == "group-1"
+    assert (plan["placement"]["how"], plan["placement"]["usd_per_hour"]) == ("scaled", 2.0)
+    assert plan["placement"]["planned_slowdown"] == pytest.approx(1.05)
+    submit(elastic, job, "--name", "two")
+    code, out, err = elastic("jobs", "submit", job, "--dry-run", "--slo", "1.1")
+    assert code == 0, err
+    assert "no group takes it" in out
+    assert "training in a cycle" in out
+    assert "30" in out
+    assert len(set(runs.iterdir()) - had) == 1
+    assert len(pool.submitted) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--slo", "0.9"), ("--slo: found 0.9", "allowed: at least 1")),
+        (("--slo", "nan"), ("--slo: found nan",)),
+        (("--slo", "1.01"), ("cannot keep its slo of 1.01 even alone", "it could keep 1.05")),
+        (("--set", "job.rollout_memory_gb=3"), ("fits no rollout node", "needed 3000000000", "largest: 2000000000")),
+        (("--set", "job.train_nodes=2"), ("needed 2 train nodes", "largest: 1")),
+        (("--set", "job.plan.train_s=0"), ("job.plan.train_s", "greater than 0")),
+        (("--set", "job.memory=1"), ("job.memory: unknown key", "rollout_memory_gb")),
+        (("--providers", "nosuch"), ("unknown provider 'nosuch'",)),
+        (("--set", "trainer.gpus=2"), ("trainer.gpus: found 2",)),
+        (("--name", "a/b"), ("--name: found 'a/b'",)),
+        (("--phases", "phases.toml"), ("--phases: is for a script",)),
+        (("--pool", "other"), ("no pool 'other'", "there are: lab")),
+        (("--set", "model.checkpoint=nosuch"), ("model.checkpoint", "elastic prepare")),
+    ],
+)
+def test_what_is_no_submission_leaves_nothing(
+    refused, elastic, pool: StandIn, job: Path, arguments: tuple[str, ...], words: tuple[str, ...]
+) -> None:
+    refused(elastic("jobs", "submit", job, *arguments), *words)
+    assert not pool.submitted
+    assert not (job.parent / "runs").exists()
+
+
+def test_a_script_brings_its_command_and_no_secrets(
+    refused, elastic, pool: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hidden")
+    monkeypatch.setenv("MY_DATA", "here")
+    file = tmp_path / "script.toml"
+    file.write_text('[run]\nname = "grpo"\nsteps = 7\npass_env = ["MY_DATA"]\n' + JOB)
+    code, _, err = elastic("jobs", "submit", file, "--name", "mine", "--", "python", "train.py", "--json")
+    assert code == 0, err
+    (sent,) = pool.submitted
+    assert sent.script == ("python", "train.py", "--json")
+    assert (sent.request.steps, sent.directory) == (7, str(tmp_path))
+    assert sent.environment["MY_DATA"] == "here"
+    assert "AWS_SECRET_ACCESS_KEY" not in sent.environment
+    refused(elastic("jobs", "submit", file, "--"), "nothing stands behind --")
+    refused(elastic("jobs", "submit", "--", "python", "train.py"), "job: required but missing")
+    refused(elastic("jobs", "submit", file, "--providers", "spot", "--", "x"), "--providers: a script has none")
+
+
+def test_how_pool_and_jobs_stand(refused, elastic, pool: StandIn, job: Path) -> None:
+    submit(elastic, job, "--name", "one")
+    code, out, _ = elastic("pool", "status")
+    assert code == 0
+    for words in ("pool lab", "rollout-1", "train-1", "group-1", "one", "running"):
+        assert words in out
+    code, out, _ = elastic("pool", "status", "lab", "--json")
+    assert [node["name"] for node in json.loads(out)["nodes"]] == ["rollout-1", "rollout-2", "train-1"]
+    code, out, _ = elastic("jobs", "show", "on")
+    assert "running: its residents are up" in out
+    assert "placed: new in group-1" in out
+    refused(elastic("jobs", "show", "nosuch"), "no job 'nosuch' in pool lab; there are: one")
+
+
+def test_waiting_tells_how_a_job_ended(elastic, pool: StandIn, job: Path) -> None:
+    for name in ("one", "two", "three"):
+        submit(elastic, job, "--name", name, "--slo", "4")
+    code, _, err = elastic("jobs", "wait", "one", "--timeout-s", "0")
+    assert (code, "not over after 0 s: running" in err) == (1, True)
+    pool.tell(e.JobFinished(job="one"))
+    pool.tell(e.JobFailed(job="two", cause="it was killed"))
+    assert elastic("jobs", "wait", "one").code == 0
+    code, _, err = elastic("jobs", "wait", "two")
+    assert (code, "failed after 0 of 2 steps: it was killed" in err) == (1, True)
+    assert elastic("jobs", "cancel", "three").code == 0
+    assert elastic("jobs", "wait", "three").code == 3
+    assert elastic("jobs", "resubmit", "two").code == 0
+    code, out, _ = elastic("jobs", "list", "--json")
+    assert [(row["name"], row["resubmissions"]) for row in json.loads(out)["jobs"]] == [("two", 1)]
+
+
+def test_what_a_pool_refuses_is_bad_input(refused, elastic, pool: StandIn, job: Path) -> None:
+    submit(elastic, job, "--name", "one")
+    refused(elastic("jobs", "resubmit", "one"), "job one has not failed")
+
+
+def test_logs_of_a_job(elastic, refused, pool: StandIn, job: Path) -> None:
+    logs = Path(str(submit(elastic, job, "--name", "one")["directory"])) / "logs"
+    refused(elastic("jobs", "logs", "one"), "has no log", "there are: none")
+    logs.mkdir()
+    (logs / "orchestrator.log").write_text("first\nsecond\n")
+    assert elastic("jobs", "logs", "one", "-n", "1") == (0, "second\n", "")
+
+
+def test_no_pool_or_one_of_another_version(refused, elastic, pool_file: Path, job: Path) -> None:
+    for command in (("pool", "status"), ("pool", "stop"), ("jobs", "list"), ("jobs", "submit", job)):
+        refused(elastic(*command), "no pool in pools")
+    save_pool(load_pool(pool_file))
+    for command in (("pool", "status"), ("pool", "stop", "lab"), ("jobs", "cancel", "x"), ("jobs", "submit", job)):
+        refused(elastic(*command), "pool pools/lab: no process is at it now", "elastic pool start POOL.toml")
+    with StandIn(pool_file, version="0"):
+        for command in (("pool", "status"), ("pool", "stop"), ("jobs", "list"), ("jobs", "submit", job)):
+            refused(elastic(*command), "is of another version: found 0; allowed: ")
+        refused(elastic("pool", "start", pool_file), "is running already")
+
+
+def test_pools_by_name_path_and_file(refused, elastic, pool: StandIn, pool_file: Path, tmp_path: Path) -> None:
+    for name in ("lab", str(pool.directory), str(pool_file)):
+        assert elastic("pool", "status", name, "--json").code == 0
+    other = tmp_path / "other.toml"
+    other.write_text(pool_file.read_text().replace('"lab"', '"other"'))
+    refused(elastic("pool", "status", other), "has been started")
+    save_pool(load_pool(other))
+    assert json.loads(elastic("pool", "status", "--json").out)["pool"] == "lab"  # The only one that runs.
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (("nodes = 1", "nodes = 0"), ("pool.train.nodes", "found 0")),
+        (("usd_per_gpu_hour = 5.0", "usd_per_gpu_hour = -5.0"), ("pool.train.usd_per_gpu_hour", "found -5.0")),
+        (("memory_gb = 4", "memory_gb = -4"), ("pool.train.memory_gb", "found -4")),
+    ],
+)
+def test_what_is_no_pool_is_not_started(
+    refused, elastic, pool_file: Path, change: tuple[str, str], words: tuple[str, ...]
+) -> None:
+    pool_file.write_text(pool_file.read_text().replace(*change, 1))
+    refused(elastic("pool", "start", pool_file), str(pool_file), *words)
+    assert not (pool_file.parent / "pools").exists()
+
+
+def test_a_pool_goes_on_with_what_it_was_begun_with(refused, elastic, pool_file: Path) -> None:
+    directory = save_pool(load_pool(pool_file))
+    (directory / "journal.sqlite").touch()
+    pool_file.write_text(pool_file.read_text().replace("usd_per_gpu_hour = 5.0", "usd_per_gpu_hour = 6.0"))
+    refused(elastic("pool", "start", pool_file), "pool.rollout and pool.train", "was begun with others")
