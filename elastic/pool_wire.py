@@ -96,10 +96,14 @@ class LendSlice(_PoolMessage, frozen=True):
 
 
 class ReturnSlice(_PoolMessage, frozen=True):
-    """The worker on this node is to end, and the resident to park: answered by `SliceParked`. The permit goes on."""
+    """The worker on this node is to end, and the resident to park: answered by `SliceParked`. The permit goes on.
+
+    `ends`: why the resident is to be ended instead, and another one started: its worker has lied, for example.
+    """
 
     permit: Count
     node: Text
+    ends: Text = ""
 
 
 class StartTrainer(_PoolMessage, frozen=True):
