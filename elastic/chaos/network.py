@@ -75,6 +75,10 @@ class Network:
         host, _, port = address.rpartition(":")
         self._taken.add((host, int(port)))
 
+    def is_taken(self, address: str) -> bool:
+        host, _, port = address.rpartition(":")
+        return (host, int(port)) in self._taken
+
     def reach(self, host: str, port: int) -> "_Server":
         """Raises `ConnectionRefusedError` where nobody listens."""
         server = self._listening.get((host, port))

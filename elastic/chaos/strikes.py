@@ -72,14 +72,15 @@ def _kill(world: World, worker: Process, fault: Fault) -> bool:
     noticed = fault.chance < 1 / 2 or _trains(worker)
     callbacks = int(fault.duration_s * CALLBACKS_MAX) % CALLBACKS_MAX
 
-    def end() -> None:
-        world.witness.ails(worker.name)
-        if _trains(worker):
-            world.witness.weights_ail()
-        world.kill(worker, noticed=noticed)
-
-    worker.end_after(callbacks, end)
+    worker.end_after(callbacks, partial(_end, world, worker, noticed=noticed))
     return True
+
+
+def _end(world: World, worker: Process, *, noticed: bool) -> None:
+    world.witness.doomed(worker.name)
+    if _trains(worker):
+        world.witness.weights_ail()
+    world.kill(worker, noticed=noticed)
 
 
 def _freeze(world: World, worker: Process, fault: Fault) -> bool:
@@ -183,9 +184,7 @@ def _kill_orchestrator(world: World, orchestrator: Process, fault: Fault) -> Non
 
 def _kill_both(world: World, orchestrator: Process, fault: Fault) -> None:
     for worker in filter(_trains, world.workers()):
-        world.witness.ails(worker.name)
-        world.witness.weights_ail()
-        world.kill(worker, noticed=True)
+        _end(world, worker, noticed=True)
     _kill_orchestrator(world, orchestrator, fault)
 
 
@@ -193,6 +192,8 @@ def _take_port(world: World, orchestrator: Process, fault: Fault) -> None:
     """Whoever works for it dials in vain, and leaves."""
     if world.address:
         world.network.take(world.address)
+        for worker in world.workers():
+            world.witness.doomed(worker.name)
     world.crash_orchestrator(fault.duration_s)
     world.witness.all_ail(fault.duration_s + world.config.resume_timeout_s + ORCHESTRATOR_TIMEOUT_S)
 
@@ -200,8 +201,7 @@ def _take_port(world: World, orchestrator: Process, fault: Fault) -> None:
 def _lose_power(world: World, orchestrator: Process, fault: Fault) -> None:
     if fault.chance < 1 / 3:
         for worker in filter(_trains, world.workers()):
-            world.witness.weights_ail()
-            world.kill(worker, noticed=True)
+            _end(world, worker, noticed=True)
     world.crash_orchestrator(fault.duration_s)
     world.disk.lose_power()
     world.machine.reboot()

@@ -26,6 +26,7 @@ from elastic.worker.service import AgentExit
 
 CHECKED = 1 / 24
 """Of the events: the whole state is gone through after these."""
+NEVER_NS: Nanoseconds = 2**62
 AFTERMATH_S = 8.0
 """How long what has befallen somebody may still be the cause of something."""
 LOAD_S = 12.0
@@ -126,6 +127,11 @@ class Witness:
     def ails(self, worker: WorkerId, for_s: float = 0.0) -> None:
         """Something has befallen this worker, and lasts so long."""
         self._ailing_ns[worker] = max(self._ailing_ns.get(worker, 0), self._until_ns(for_s))
+
+    def doomed(self, worker: WorkerId) -> None:
+        """This worker is dead, or dials where nobody will ever answer: whatever is done about it is needed, however
+        late that is found."""
+        self._ailing_ns[worker] = NEVER_NS
 
     def all_ail(self, for_s: float = 0.0) -> None:
         self._all_ailing_ns = max(self._all_ailing_ns, self._until_ns(for_s))

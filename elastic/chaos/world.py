@@ -541,6 +541,8 @@ class World:
             host = self._trainer_host(name, engine)
             return await run_agent(bought, host.build_engine, trainer=host, born_ns=born_ns)
 
+        if self.network.is_taken(bought.endpoint.address):
+            self.witness.doomed(name)
         process = self.begin(name, machine, work, device)
         return process
 

@@ -168,7 +168,8 @@ class Puller:
                 raise next(reversed(refused.values()), BlobNotFound(f"version {version}: not published, or deleted"))
             try:
                 weights, overwrites = self._follow(path, base, reading)
-                decode_s = time.monotonic() - begun_s - reading.wire_s - reading.encode_s
+                # Of differences between clock readings, what is left for decoding may round to less than nothing.
+                decode_s = max(0.0, time.monotonic() - begun_s - reading.wire_s - reading.encode_s)
                 report = PullReport(
                     size_bytes=reading.size_bytes,
                     full_bytes=weights.bits.nbytes,
