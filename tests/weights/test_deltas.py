@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from benchmarks._throttle import RelayAround
+from elastic.weights import puller as pulling
+from elastic.weights import reading
 from elastic.weights.codecs import CODECS
 from elastic.weights.delta import base_of, begun_key, bucket_key, decode_delta_manifest, delta_manifest_key
 from elastic.weights.directory import DirectoryRelay
@@ -420,6 +422,34 @@ def test_waiting_for_the_trainer_is_told_from_the_wire(history: History, directo
     followed = puller.stage(2, follow=True).report
     assert followed.encode_s >= 3 * POLL_S, "once for what is to come, and three times for the manifest"
     assert min(followed.wire_s, followed.decode_s) > 0
+
+
+class Timed(RelayAround):
+    """A relay whose answers take time, on a clock of its own; nothing else does."""
+
+    def __init__(self, relay: Relay, now_s: float, answer_s: float) -> None:
+        super().__init__(relay)
+        self._now_s = now_s
+        self._answer_s = answer_s
+
+    def asked(self) -> Relay:
+        self._now_s += self._answer_s
+        return self.relay
+
+    def monotonic(self) -> float:
+        return self._now_s
+
+
+@pytest.mark.parametrize(("now_s", "answer_s"), [(0.1, 0.4), (0.2, 0.8), (0.2, 0.9)])
+def test_no_part_of_a_pull_takes_less_than_no_time(
+    history: History, directory: DirectoryRelay, monkeypatch: pytest.MonkeyPatch, now_s: float, answer_s: float
+):
+    relay = Timed(directory, now_s, answer_s)
+    for module in (pulling, reading):
+        monkeypatch.setattr(module, "time", relay)
+    report = Puller(relay, TRUST).stage(0, timeout_s=1e9).report
+    assert report.wire_s > 0
+    assert min(report.encode_s, report.decode_s) >= 0
 
 
 def test_garbage_collection_keeps_the_way_to_every_kept_version(tmp_path: Path):
