@@ -1,4 +1,4 @@
-.PHONY: run serve test test-netns test-postgres test-ray test-clouds test-dashboard test-vllm fuzz check bench gpu gpu-wheels lock audit setup clean
+.PHONY: run run-clouds serve test test-netns test-postgres test-ray test-clouds test-dashboard test-vllm fuzz check bench gpu gpu-wheels lock audit setup clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -56,6 +56,10 @@ CLOUDS := .cache/clouds/bin
 
 test-clouds: setup .cache/clouds/installed
 	$(CLOUDS)/python -m pytest -m clouds tests/clouds
+
+# The example on a serving cluster, EC2 and Modal at once, where EC2 and Modal are servers on this machine.
+run-clouds: setup .cache/clouds/installed
+	$(CLOUDS)/python -m tests.clouds.together
 
 .cache/clouds/installed: requirements-clouds.txt
 	$(PYTHON) -m venv .cache/clouds

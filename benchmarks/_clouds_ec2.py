@@ -17,7 +17,7 @@ from typing import Any
 from _crashes import CrashingRun
 from _live import write_policy
 from _proof import judge_tokens
-from _runs import EXAMPLE, sets
+from _runs import EXAMPLE
 
 from elastic.core import events as e
 from elastic.core.ids import lease_of
@@ -114,9 +114,11 @@ class Disturbed:
 
     def __init__(self, directory: Path, aws: Any, policy: Path) -> None:
         self._aws = aws
+        from tests.clouds.together import sets
+
         ec2 = aws.settings(max_workers=WORKERS, gpus_per_worker=GPUS)
-        own = [f"providers.ec2.{key}={_toml(value)}" for key, value in ec2.items()]
-        arguments = [str(EXAMPLE), "--providers", "ec2", *sets([f"model.checkpoint={policy}", *SETTINGS, *own])]
+        own = sets({"ec2": ec2}, f"model.checkpoint={policy}", *SETTINGS)
+        arguments = [str(EXAMPLE), "--providers", "ec2", *own]
         directory.mkdir(parents=True)
         self.run = CrashingRun(directory / "runs", arguments)
 
@@ -254,11 +256,3 @@ class Disturbed:
 
     def _joined(self) -> set[str]:
         return {lease_of(x.worker) for x in self._events("WeightsApplied") if isinstance(x, e.WeightsApplied)}
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, str):
-        return f'"{value}"'
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(_toml(one) for one in value) + "]"
-    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -63,7 +63,7 @@ class OwnWorkers:
         self._emit(LeaseEnded(lease=lease, cause=EndCause.LOST))
         self._offer()
 
-    async def release(self, lease: LeaseId) -> None:
+    async def release(self, lease: LeaseId, reason: str = "") -> None:
         if (task := self._workers.get(lease)) is not None:
             task.cancel()
 

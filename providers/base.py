@@ -95,9 +95,19 @@ class ProviderSettings(BaseModel):
     )
 
     @property
+    def usd_per_gpu_hour_most(self) -> float | None:
+        """Above which nothing is taken, where prices are the vendor's and there is such a limit."""
+        return None
+
+    @property
     def billing_ns(self) -> Nanoseconds | msgspec.UnsetType:
         """The increment by which leases are billed, where there is one."""
         return INCREMENTS_S[self.billing] * NS_PER_S if self.billing in INCREMENTS_S else msgspec.UNSET
+
+
+REMARK = "remark: "
+"""Begins the key of a note that the report shows as it is; then comes the provider's name, a colon and what tells it
+from others."""
 
 
 class Provider(Protocol):
@@ -131,7 +141,9 @@ class Provider(Protocol):
 
     async def acquire(self, request: LeaseRequest) -> None: ...
 
-    async def release(self, lease: LeaseId) -> None: ...
+    async def release(self, lease: LeaseId, reason: str = "") -> None:
+        """`reason` is the run's; of a lease whose workers have not joined in time it is "boot_timeout"."""
+        ...
 
     def bar(self, lease: LeaseId) -> None:
         """A worker of the lease has lied: what it stands on is not leased again in this run, once it has ended.

@@ -92,6 +92,10 @@ class BaseProvider(Generic[SettingsT]):
         """Find the remains of these leases, ended or not, and end everything else that is left."""
         return {}
 
+    def never_joined(self, lease: LeaseId) -> str:
+        """The lease ends because none of its workers has joined in time; returns where to look for the cause."""
+        return ""
+
     # What the contract asks for
 
     async def adopt(self, known: Sequence[KnownLease], emit: Emit) -> list[LeaseId]:
@@ -137,10 +141,17 @@ class BaseProvider(Generic[SettingsT]):
         self._leases[request.lease] = lease
         self._own(self._lease_tasks, self._begin(lease), f"{self.name}: lease {request.lease}")
 
-    async def release(self, lease: LeaseId) -> None:
+    async def release(self, lease: LeaseId, reason: str = "") -> None:
         held = self._leases.get(lease)
-        late = held is not None and held.expires_at_ns is not None and self.context.now_ns() >= held.expires_at_ns
-        self.end(lease, LeaseEnding(EndCause.EXPIRED if late else EndCause.RELEASED))
+        if held is None or held.ending.done():
+            return
+        if held.expires_at_ns is not None and self.context.now_ns() >= held.expires_at_ns:
+            ending = LeaseEnding(EndCause.EXPIRED)
+        elif reason == EndCause.BOOT_TIMEOUT:
+            ending = LeaseEnding(EndCause.BOOT_TIMEOUT, self.never_joined(lease))
+        else:
+            ending = LeaseEnding(EndCause.RELEASED)
+        self.end(lease, ending)
 
     def bar(self, lease: LeaseId) -> None:
         held = self._leases.get(lease)

@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import hashlib
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
@@ -23,6 +24,7 @@ import structlog
 from elastic.core.events import LeaseNotice
 from elastic.core.types import NS_PER_S, EndCause, LeaseId, Nanoseconds
 from providers.base import (
+    REMARK,
     Emit,
     Examination,
     KnownLease,
@@ -34,7 +36,8 @@ from providers.base import (
 from providers.base_provider import BaseProvider, Found, LeaseHandle
 from providers.ec2_api import Ec2Api, Ec2Error, Instance, Launch, NoAccess, QueueNotice, installed, of_leases
 from providers.ec2_examination import examine
-from providers.ec2_market import HOUR_S, NOTICE_S, Ec2Market, Ec2Settings, SpotPool, bill_usd
+from providers.ec2_history import Ec2History
+from providers.ec2_market import HOUR_S, NEVER_JOINED, NOTICE_S, Ec2Market, Ec2Settings, SpotPool, bill_usd
 from providers.ec2_user_data import UserDataTooLarge, user_data
 from providers.markets import CapacityUnavailable, LeaseEnding
 from providers.vendor_calls import call
@@ -68,6 +71,8 @@ class _Leased:
         self.over: asyncio.Future[LeaseEnding] = asyncio.get_running_loop().create_future()
         self.since_s = time.monotonic()
         self.advised = False
+        self.silent = False
+        """No worker has come of it in time."""
         self._provider = provider
 
     async def keep(self) -> LeaseEnding:
@@ -102,6 +107,11 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
         self._bill_running: dict[str, float] = {}
         self._cap_told = False
         self._used = False
+        self._may_be_left = False
+        """Whether this process has made or ordered anything, or an earlier one has."""
+        self._passed_over: Counter[tuple[SpotPool, str]] = Counter()
+        """How often another pool was used for this reason."""
+        self._past = Ec2History(context.run_dir.parent, settings.endpoint_url)
         self._silent_s: float | None = None
 
     @classmethod
@@ -114,8 +124,10 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
     async def start(self, emit: Emit) -> None:
         installed()
         self._used = True
+        self._ec2.history = await asyncio.to_thread(self._past.pools)
         try:
             await self._call(self._api.check)
+            self._may_be_left = True
             await self._call(self._api.make_template)
             self._ec2.priced(await self._call(self._api.prices))
         except (Ec2Error, TimeoutError) as error:
@@ -141,7 +153,9 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
         environment = worker_environment(self.context, ticket)
         secret = self._api.secret_name(lease) if s.secret_prefix else ""
         try:
-            script = user_data(environment, s.install, s.max_life_s, secret=secret, region=s.region)
+            script = user_data(
+                environment, s.install, s.max_life_s, install_s=s.install_s, secret=secret, region=s.region
+            )
         except UserDataTooLarge as error:
             raise CapacityUnavailable(f"{self.name}: {error}") from error
         tuple(self._ec2.advance(self.context.now_ns()))
@@ -149,6 +163,7 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
         if not pools:
             raise CapacityUnavailable(f"{self.name}: {self._ec2.why_nothing()}")
         self._ordering.add(lease)
+        self._may_be_left = True
         try:
             if secret:
                 await self._call(self._api.put_secret, lease, ticket.token)
@@ -167,14 +182,22 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
             self._ec2.failed(refusal.pool, refusal.code, refusal.message)
         if launch.instance is None or launch.pool is None:
             told = {f"{r.pool}: {r.code} ({r.message})" for r in launch.refusals}
-            tried = "; ".join(sorted(told)) or "EC2 gave no reason"
+            tried = "; ".join(sorted({*told, *self._ec2.waits()})) or "EC2 gave no reason"
             raise CapacityUnavailable(f"{self.name}: {self._api.where} launched nothing: {tried}")
         self._ec2.launched(launch.pool)
+        for refusal in launch.refusals:
+            self._passed_over[refusal.pool, refusal.code] += 1
+            times = self._passed_over[refusal.pool, refusal.code]
+            self._remark(
+                f"{refusal.pool} {refusal.code}",
+                f"{refusal.pool} was passed over {times} times: {refusal.code} ({refusal.message})",
+            )
         return self._hold(lease, launch.instance, launch.pool, self._usd[lease])
 
     async def find(self, known: Mapping[LeaseId, KnownLease]) -> Mapping[LeaseId, Found]:
         installed()
         self._used = True
+        self._may_be_left = self._may_be_left or bool(known)
         try:
             there = of_leases(await self._call(self._api.instances))
         except (Ec2Error, TimeoutError) as error:
@@ -200,6 +223,8 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
         if not self._used:
             return
         self._used = False
+        if not self._may_be_left:
+            return
         timeout_s = max(self.context.release_timeout_s, SETTLING_S)
         try:
             async with asyncio.timeout(timeout_s + SETTLING_S):
@@ -251,7 +276,11 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
             return None
         if seen.taken and (held := self._leases.get(leased.lease)) is not None:
             held.noticed = self._ending(seen)
-        self._ec2.held(seen.pool, seen.ended_s - seen.began_s, interrupted=seen.taken)
+        held_s = seen.ended_s - seen.began_s
+        self._ec2.held(seen.pool, held_s, interrupted=seen.taken)
+        if not leased.silent:
+            self._ec2.joined(seen.pool)
+        await asyncio.to_thread(self._past.add, seen.pool, held_s, taken=seen.taken)
         usd = await self._bill(seen)
         self._ec2.spent_usd += usd
         per_hour = (leased.usd_per_gpu_hour or seen.usd_per_gpu_hour) * self.settings.gpus
@@ -299,14 +328,29 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
         leased = self._held[lease] = _Leased(self, lease, instance, pool, usd_per_gpu_hour)
         return leased
 
+    def never_joined(self, lease: LeaseId) -> str:
+        leased = self._held.get(lease)
+        if leased is None:
+            return ""
+        leased.silent = True
+        tuple(self._ec2.advance(self.context.now_ns()))
+        self._ec2.failed(leased.pool, NEVER_JOINED, f"no worker came of {leased.instance}, which booted there")
+        return (
+            f"no worker of instance {leased.instance} ({leased.pool}) has joined; "
+            f"{self._console_command(leased.instance)} has what it said; "
+            "can it reach the run (run.advertise, security groups)?"
+        )
+
+    def _console_command(self, instance: str) -> str:
+        return f"`aws ec2 get-console-output --region {self.settings.region} --instance-id {instance}`"
+
     def _ending(self, instance: Instance) -> LeaseEnding:
         if instance.taken:
             return LeaseEnding(EndCause.PREEMPTED, f"EC2 took {instance.id} back ({instance.pool}): {instance.reason}")
         why = instance.said or instance.reason or instance.state
         return LeaseEnding(
             EndCause.LOST,
-            f"instance {instance.id} ended ({why}); `aws ec2 get-console-output --region {self.settings.region} "
-            f"--instance-id {instance.id}` has what its worker said",
+            f"instance {instance.id} ended ({why}); {self._console_command(instance.id)} has what its worker said",
         )
 
     # What goes on beside
@@ -441,7 +485,7 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
             if stray.id not in self._strays:
                 self._strays.add(stray.id)
                 log.warning("an instance of no lease is ended", instance=stray.id, lease=stray.lease)
-                self.context.note(f"stray:{stray.id}", f"instance of no lease, ordered for {stray.lease}, was ended")
+                self._remark(stray.id, f"{stray.id}, ordered for {stray.lease}, was of no lease and has been ended")
                 self._ec2.spent_usd += bill_usd(
                     stray.began_s, time.time(), self._ec2.prices.get(stray.pool, ()), interrupted=False
                 )
@@ -458,6 +502,9 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
             if not left and not self._unsettled:
                 return
             await asyncio.sleep(LOOK_AGAIN_S)
+
+    def _remark(self, key: str, text: str) -> None:
+        self.context.note(f"{REMARK}{self.name}: {key}", text)
 
     # How it is asked
 

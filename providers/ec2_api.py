@@ -26,6 +26,8 @@ SPOT_QUOTAS = {"g": "L-3819A6DF", "p": "L-7212CCBC", "standard": "L-34B43A08"}
 """Service quotas on vCPUs of running spot instances, by families: G and VT, P, and what most CPU types are."""
 CONNECT_TIMEOUT_S = 5.0
 MAX_ATTEMPTS = 5
+SIGNED_S = 240.0
+"""Beyond it AWS refuses signatures: five minutes, less what an answer's time of day may be off."""
 HISTORY_HOURS = 1
 LIVING = frozenset({"pending", "running"})
 TAKEN_CODES = frozenset({"Server.SpotInstanceTermination", "Server.SpotInstanceShutdown"})
@@ -36,8 +38,8 @@ _TIME_IN_REASON = re.compile(r"\((\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(?:\.\d+)?) (?:G
 class Ec2Error(Exception):
     """AWS has refused; `code` is its own, the message what was asked, what it said and what would mend it."""
 
-    def __init__(self, asked: str, code: str, said: str) -> None:
-        mend = _MENDS.get(code) or next((text for part, text in _FAMILIES if part in code), "")
+    def __init__(self, asked: str, code: str, said: str, mend: str = "") -> None:
+        mend = mend or _MENDS.get(code) or next((text for part, text in _FAMILIES if part in code), "")
         super().__init__(f"{asked}: {code}: {said.rstrip('.')}" + (f"; {mend}" if mend else ""))
         self.code = code
 
@@ -58,6 +60,7 @@ _MENDS = {
     "AuthFailure": "these credentials are wrong, or this machine's clock is: " + _NO_CREDENTIALS,
     "InvalidClientTokenId": "these credentials are wrong: " + _NO_CREDENTIALS,
     "SignatureDoesNotMatch": "the secret key is wrong, or this machine's clock is off: compare it with `date -u`",
+    "RequestTimeTooSkewed": "this machine's clock is off: compare it with `date -u`",
     "RequestExpired": "this machine's clock is off, or the credentials have expired: compare it with `date -u`",
     "ExpiredToken": "the credentials have expired: log in again (`aws sso login`)",
     "ExpiredTokenException": "the credentials have expired: log in again (`aws sso login`)",
@@ -71,6 +74,7 @@ _MENDS = {
     "InvalidLaunchTemplateId.NotFound": "providers.ec2.launch_template names none of this region",
     "InvalidLaunchTemplateId.VersionNotFound": "providers.ec2.launch_template has no such version",
     "InvalidSubnetID.NotFound": "providers.ec2.subnets names a subnet of another region or account",
+    "ShutdownBehavior": 'set it to "terminate": an instance whose worker is gone would only stop',
     "EndpointConnection": "can this machine reach it (network, proxy, providers.ec2.region)?",
     "ConnectTimeout": "can this machine reach it (network, proxy, providers.ec2.region)?",
     "MaxSpotInstanceCountExceeded": "ask AWS for a higher spot quota, or lower max_workers",
@@ -91,6 +95,11 @@ _PASSING = frozenset(
         ),
     }
 )
+SET_CLOCK = "set it (chrony, systemd-timesyncd)"
+_CLOCK_CODES = frozenset(
+    {"AuthFailure", "InvalidSignatureException", "RequestExpired", "RequestTimeTooSkewed", "SignatureDoesNotMatch"}
+)
+"""By which one service or the other says that a signature's time is wrong."""
 _FAMILIES = (
     ("InvalidLaunchTemplateName", "another run has this name"),
     ("NotAuthorized", "the role lacks this action"),
@@ -98,6 +107,7 @@ _FAMILIES = (
 _NO_ACCESS = frozenset(
     {
         *("NoCredentials", "ProfileNotFound", "AuthFailure", "InvalidClientTokenId", "SignatureDoesNotMatch"),
+        *("InvalidSignatureException", "RequestTimeTooSkewed"),
         *("RequestExpired", "ExpiredToken", "ExpiredTokenException", "UnauthorizedOperation", "OptInRequired"),
         *("AccessDenied", "AccessDeniedException"),
     }
@@ -138,7 +148,7 @@ class Refusal(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """An instance, or None with the reasons."""
+    """An instance, or None; with the reasons why pools that came before it launched none."""
 
     instance: str | None
     pool: SpotPool | None
@@ -219,15 +229,7 @@ class Ec2Api:
                 }
             ],
         )
-        for launched in answer.get("Instances", ()):
-            override = launched.get("LaunchTemplateAndOverrides", {}).get("Overrides", {})
-            pool = SpotPool(
-                launched.get("InstanceType") or override.get("InstanceType", ""),
-                launched.get("AvailabilityZone") or self._zone_of(override),
-            )
-            for instance in launched.get("InstanceIds", ()):
-                return Launch(instance, pool)
-        refusals = [
+        refusals = tuple(
             Refusal(
                 SpotPool(
                     (o := e.get("LaunchTemplateAndOverrides", {}).get("Overrides", {})).get("InstanceType", ""),
@@ -237,8 +239,16 @@ class Ec2Api:
                 e.get("ErrorMessage", ""),
             )
             for e in answer.get("Errors", ())
-        ]
-        return Launch(None, None, tuple(refusals))
+        )
+        for launched in answer.get("Instances", ()):
+            override = launched.get("LaunchTemplateAndOverrides", {}).get("Overrides", {})
+            pool = SpotPool(
+                launched.get("InstanceType") or override.get("InstanceType", ""),
+                launched.get("AvailabilityZone") or self._zone_of(override),
+            )
+            for instance in launched.get("InstanceIds", ()):
+                return Launch(instance, pool, refusals)
+        return Launch(None, None, refusals)
 
     def terminate(self, instances: Sequence[str]) -> None:
         """Returns once EC2 has begun to end them, and bills no more. Raises `Ec2Error`."""
@@ -385,9 +395,18 @@ class Ec2Api:
                     f"{one['InstanceType']} has {gpus} GPUs; providers.{self._provider}.gpus_per_worker is {s.gpus}",
                 )
         if s.launch_template:
-            self._call("ec2", "describe_launch_template_versions", **self._template_query())
+            self._check_template()
         if s.queue:
             self._call("sqs", "get_queue_attributes", QueueUrl=s.queue, AttributeNames=["QueueArn"])
+
+    def _check_template(self) -> None:
+        """What the user data relies on: an instance that shuts itself down is gone."""
+        asked = "describe_launch_template_versions"
+        (version, *_) = self._call("ec2", asked, **self._template_query())["LaunchTemplateVersions"] or [{}]
+        found = version.get("LaunchTemplateData", {}).get("InstanceInitiatedShutdownBehavior", "stop")
+        if found != "terminate":
+            said = f"InstanceInitiatedShutdownBehavior of {self._settings.launch_template} is {found!r}"
+            raise Ec2Error(self._asked(asked), "ShutdownBehavior", said)
 
     def quotas(self) -> list[Quota]:
         """On vCPUs of spot instances, of the families that are asked for. Raises `Ec2Error`."""
@@ -487,10 +506,13 @@ class Ec2Api:
         try:
             answer = getattr(self._client(service), operation)(**arguments)
         except exceptions.ClientError as error:
+            self._note_clock(error.response)
             said = error.response.get("Error", {})
-            code = said.get("Code", "Unknown")
+            code, message = said.get("Code", "Unknown"), said.get("Message", "")
+            if code in _CLOCK_CODES and abs(self.skew_s) > SIGNED_S:
+                raise NoAccess(asked, code, message, f"{clock_words(self.skew_s)}: {SET_CLOCK}") from error
             kind = NoAccess if code in _NO_ACCESS else Ec2Error
-            raise kind(asked, code, said.get("Message", "")) from error
+            raise kind(asked, code, message) from error
         except (exceptions.NoCredentialsError, exceptions.PartialCredentialsError) as error:
             raise NoAccess(asked, "NoCredentials", str(error)) from error
         except exceptions.ProfileNotFound as error:
@@ -498,10 +520,13 @@ class Ec2Api:
         # An answer that is not AWS's is botocore's only exception that is no `BotoCoreError`.
         except (exceptions.BotoCoreError, importlib.import_module("botocore.parsers").ResponseParserError) as error:
             raise Ec2Error(asked, type(error).__name__.removesuffix("Error"), str(error)) from error
+        self._note_clock(answer)
+        return answer
+
+    def _note_clock(self, answer: Mapping[str, Any]) -> None:
         date = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("date")
         if date:
             self.skew_s = parsedate_to_datetime(date).timestamp() - time.time()
-        return answer
 
     def _client(self, service: str) -> Any:
         with self._making:
@@ -524,6 +549,10 @@ class Ec2Api:
                 max_pool_connections=32,
             ),
         )
+
+
+def clock_words(skew_s: float) -> str:
+    return f"this machine's clock is {abs(skew_s):.0f} s {'behind' if skew_s > 0 else 'ahead of'} AWS's"
 
 
 def installed() -> None:

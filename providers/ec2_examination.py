@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 
 from providers.base import CapacityNow, Examination, ProviderUnavailable, VendorFinding
-from providers.ec2_api import Ec2Api, Ec2Error, installed
+from providers.ec2_api import SET_CLOCK, Ec2Api, Ec2Error, clock_words, installed
 from providers.ec2_market import Ec2Market, Ec2Settings
 
 SKEW_S_MAX = 60.0
@@ -61,8 +61,8 @@ def _findings(name: str, api: Ec2Api, market: Ec2Market) -> Iterator[VendorFindi
     yield VendorFinding(
         what=f"{name}: clock",
         ok=abs(skew_s) <= SKEW_S_MAX,
-        found=f"{abs(skew_s):.0f} s {'behind' if skew_s > 0 else 'ahead of'} AWS's",
-        mend="set this machine's clock (chrony, systemd-timesyncd)",
+        found=clock_words(skew_s),
+        mend=SET_CLOCK,
     )
 
 

@@ -29,6 +29,8 @@ NOTICE_S = 120.0
 REBALANCE_PAUSE_S = 600.0
 """How long a pool is left alone in which EC2 has advised to rebalance, unless no other is left."""
 
+NEVER_JOINED = "NeverJoined"
+"""Why a pool waits whose last instance booted, and no worker came of it."""
 QUOTA_CODES = frozenset({"MaxSpotInstanceCountExceeded", "VcpuLimitExceeded", "InstanceLimitExceeded"})
 """Of the account, in whatever pool."""
 
@@ -67,6 +69,9 @@ class Ec2Settings(ProviderSettings):
     max_life_s: float = Field(
         86_400.0, ge=300, le=30 * 86_400, description="after this an instance ends itself, whoever has forgotten it"
     )
+    install_s: float = Field(
+        1800.0, ge=60, le=86_400, description="an instance whose worker has not begun by then ends itself"
+    )
     retry_s: float = Field(15.0, gt=0, description="first back-off of a pool that has no capacity; it doubles …")
     retry_max_s: float = Field(900.0, gt=0, description="… up to this")
     poll_s: float = Field(5.0, gt=0, description="time between two looks at this run's instances")
@@ -84,6 +89,10 @@ class Ec2Settings(ProviderSettings):
         if self.secret_prefix and self.image and not self.instance_profile:
             raise ValueError("secret_prefix needs instance_profile: without it no instance may read its secret")
         return self
+
+    @property
+    def usd_per_gpu_hour_most(self) -> float | None:
+        return self.usd_per_gpu_hour_max
 
     @property
     def gpus(self) -> int:
@@ -165,7 +174,14 @@ class Ec2Market(Market[Ec2Settings]):
             self.failures[one] = Failure(code, message, times, self.at_ns + round(pause_s * NS_PER_S))
 
     def launched(self, pool: SpotPool) -> None:
-        self.failures.pop(pool, None)
+        """There is capacity. Whether workers come of it is another question."""
+        if (failure := self.failures.get(pool)) is not None and failure.code != NEVER_JOINED:
+            del self.failures[pool]
+
+    def joined(self, pool: SpotPool) -> None:
+        """An instance there was a worker."""
+        if (failure := self.failures.get(pool)) is not None and failure.code == NEVER_JOINED:
+            del self.failures[pool]
 
     def advised_against(self, pool: SpotPool) -> None:
         """EC2 recommends to rebalance what is in the pool."""
@@ -207,14 +223,24 @@ class Ec2Market(Market[Ec2Settings]):
             s = self.settings
             zones = ", ".join(s.zones) or f"any zone of {s.region}"
             return f"no spot price of {', '.join(s.instance_types)} in {zones}: is it offered there?"
-        dear = [pool for pool in self.pools() if not self._fits(pool)]
-        told = [f"{pool}: ${self.usd_now(pool):.2f} an hour, above usd_per_gpu_hour_max" for pool in dear]
-        left = {pool: f for pool, f in self.failures.items() if f.until_ns > self.at_ns and pool not in dear}
-        told += [f"{pool}: {f.code} ({f.message})" for pool, f in sorted(left.items())]
-        if left:
+        told = [
+            f"{pool}: ${self.usd_now(pool):.2f} an hour, above usd_per_gpu_hour_max"
+            for pool in self.pools()
+            if not self._fits(pool)
+        ]
+        told += self.waits()
+        if left := self._waiting():
             wait_s = (min(f.until_ns for f in left.values()) - self.at_ns) / NS_PER_S
             told.append(f"the next is tried in {wait_s:.0f} s")
         return "; ".join(told)
+
+    def waits(self) -> list[str]:
+        """Pools that are left out for now, each with its last failure."""
+        return [f"{pool}: {f.code} ({f.message})" for pool, f in sorted(self._waiting().items())]
+
+    def _waiting(self) -> dict[SpotPool, Failure]:
+        failures = self.failures.items()
+        return {pool: f for pool, f in failures if f.until_ns > self.at_ns and pool in self.prices and self._fits(pool)}
 
     def usd_now(self, pool: SpotPool) -> float:
         """Of an instance for an hour."""

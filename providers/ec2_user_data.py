@@ -1,7 +1,8 @@
 """What an EC2 instance is told at its start: to be a worker until the lease ends, and then to end itself.
 
-- The instance ends (its shutdown behaviour is to terminate) whenever its worker does, however that comes about, and
-  after its longest life in any case: nothing goes on because somebody was not there to end it.
+- The instance ends (its shutdown behaviour is to terminate) whenever its worker does, however that comes about, after
+  its longest life in any case, and early if it does not come to start its worker: nothing goes on because somebody was
+  not there to end it.
 - The ticket is the worker's token, spent on first use and void with its lease. It stands in the user data, which
   whoever may read the instance's attributes can see; or only the name of a secret does, which the instance reads by its
   profile.
@@ -20,11 +21,13 @@ _SCRIPT = """\
 #!/bin/bash
 # A worker of Elastic; this instance ends with it.
 trap 'shutdown -h now' EXIT
-shutdown -h +{life_minutes}
+shutdown -h +{install_minutes}
 umask 077
 {exports}
 {install}
 {fetch}
+shutdown -c
+shutdown -h +{life_minutes}
 elastic worker
 """
 
@@ -34,7 +37,13 @@ class UserDataTooLarge(ValueError):
 
 
 def user_data(
-    environment: Mapping[str, str], install: Sequence[str], life_s: float, *, secret: str = "", region: str = ""
+    environment: Mapping[str, str],
+    install: Sequence[str],
+    life_s: float,
+    *,
+    install_s: float = 1800.0,
+    secret: str = "",
+    region: str = "",
 ) -> str:
     """The script. With a `secret`, the token is read from Secrets Manager there. Raises `UserDataTooLarge`."""
     told = {name: value for name, value in environment.items() if not (secret and name == TOKEN_VARIABLE)}
@@ -46,6 +55,7 @@ def user_data(
         else ""
     )
     script = _SCRIPT.format(
+        install_minutes=max(1, round(install_s / 60)),
         life_minutes=max(1, round(life_s / 60)),
         exports="\n".join(exports),
         install="\n".join(f"{line} || exit 1" for line in install),

@@ -195,7 +195,7 @@ class CloudProvider:
     async def acquire(self, request: LeaseRequest) -> None:
         self._cloud.ask(request, self._context.endpoint)
 
-    async def release(self, lease: LeaseId) -> None:
+    async def release(self, lease: LeaseId, reason: str = "") -> None:
         self._cloud.give_back(lease)
 
     def bar(self, lease: LeaseId) -> None:

@@ -1,6 +1,6 @@
 """`elastic providers list`, `offers` and `prices`: what a configuration's providers are, and what could be had now."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import msgspec
 from rich.table import Table
@@ -28,12 +28,34 @@ def plan_of(config: Config, names: list[str], where: str) -> RunPlan:
     return resolve(config, names or list(config.providers), where)
 
 
-def examined(plan: RunPlan) -> Iterator[tuple[str, Examination]]:
-    """Asks each provider that has somebody to ask. Blocks for some seconds each."""
+def examined(plan: RunPlan, names: Collection[str] | None = None) -> Iterator[tuple[str, Examination]]:
+    """Asks each provider (of these) that has somebody to ask. Blocks for some seconds each."""
     for name, settings in plan.providers.items():
+        if names is not None and name not in names:
+            continue
         examine = getattr(plan.provider_types[name], "examine", None)
         if examine is not None:
             yield name, examine(name, settings)
+
+
+def vendor_prices(plan: RunPlan) -> tuple[dict[str, float], list[str]]:
+    """Of a GPU for an hour now, by each vendor whose price the settings do not say; and why some is not known.
+
+    Blocks for some seconds each.
+    """
+    prices: dict[str, float] = {}
+    warnings: list[str] = []
+    silent = [name for name, settings in plan.providers.items() if not settings.usd_per_gpu_hour]
+    for name, examination in examined(plan, silent):
+        best = next((one for one in examination.capacity if one.usable), None)
+        if best is not None:
+            prices[name] = best.usd_per_gpu_hour
+            continue
+        found = next((f"{one.found}; {one.mend}" for one in examination.findings if not one.ok), "nothing is to be had")
+        most = plan.providers[name].usd_per_gpu_hour_most
+        instead = "" if most is None else f"; shown is usd_per_gpu_hour_max = ${most:g}"
+        warnings.append(f"the price of {name} is not known: {found}{instead}")
+    return prices, warnings
 
 
 def list_command(plan: RunPlan, *, as_json: bool) -> None:

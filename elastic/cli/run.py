@@ -10,6 +10,7 @@ from typing import Any
 from rich.table import Table
 
 from elastic import compose
+from elastic.cli.capacity import vendor_prices
 from elastic.cli.output import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED, bad_input, console, emit, program, say
 from elastic.cli.progress import ProgressDisplay, bar
 from elastic.config import Config
@@ -33,8 +34,9 @@ PREPARED = {
 def dry_run_command(config: Config, names: list[str], where: str, *, as_json: bool) -> None:
     plan = compose.resolve(config, names, where)
     compose.check_live(plan)
-    rows, calls = compose.acquisitions(plan), compose.reward_calls(plan)
-    warnings = compose.short_limits(config)
+    asked_usd, unpriced = vendor_prices(plan)
+    rows, calls = compose.acquisitions(plan, asked_usd), compose.reward_calls(plan)
+    warnings = [*compose.short_limits(config), *unpriced]
     for warning in warnings:
         say(f"warning: {warning}")
     show_plan(plan.resolved(), rows, calls, warnings, as_json=as_json)

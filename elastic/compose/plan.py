@@ -129,11 +129,24 @@ def _check_engine(config: Config, own: dict[str, Any], where: str, section: str)
     resolve_engine(validate(EngineConfig, config.engine.overlaid(own), where, section), where, section)
 
 
-def acquisitions(plan: RunPlan) -> list[Acquisition]:
-    """The trainer's device, and the most that each provider would be asked for."""
+def acquisitions(plan: RunPlan, asked_usd: Mapping[str, float] | None = None) -> list[Acquisition]:
+    """The trainer's device, and the most that each provider would be asked for.
+
+    `asked_usd` is the price of a GPU's hour where a vendor said it. Else one that asks a vendor has the most that its
+    settings allow.
+    """
+    asked = asked_usd or {}
     trainer = plan.config.trainer
     rows = [(TRAINER_PROVIDER, 1, trainer.gpus, trainer.usd_per_gpu_hour)]
-    rows += [(name, s.max_workers, s.gpus_per_worker, s.usd_per_gpu_hour) for name, s in plan.providers.items()]
+    rows += [
+        (
+            name,
+            s.max_workers,
+            s.gpus_per_worker,
+            asked.get(name) or s.usd_per_gpu_hour or s.usd_per_gpu_hour_most or 0.0,
+        )
+        for name, s in plan.providers.items()
+    ]
     return [
         Acquisition(
             provider=name,

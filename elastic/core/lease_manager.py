@@ -403,7 +403,8 @@ class LeaseManager:
                 self._workers.lose(worker, event.cause)
             run.ledger.close(worker.id, run.now_ns, clean=worker.said_goodbye, charged_ns=event.billed_ns)
             run.out.append(c.FenceWorker(worker=worker.id, reason=f"its lease ended ({event.cause})"))
-        self._note_failure(lease, event.cause)
+        if event.cause != lease.release_reason:  # Else it was noted as the lease was given back for it.
+            self._note_failure(lease, event.cause)
         run.fleet.forget(lease.id)
         for what in ("release", "expiry", "early replacement"):
             run.timers.clear(what, lease.id)

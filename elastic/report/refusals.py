@@ -1,4 +1,4 @@
-"""What was refused: at the door, frames that cannot be true, and strangers; by providers, leases."""
+"""What was refused: at the door, frames that cannot be true, and strangers; by providers, leases. And their remarks."""
 
 import re
 from collections import Counter
@@ -9,6 +9,7 @@ from elastic.core import events as e
 from elastic.core.ids import provider_of
 from elastic.report.history import History
 from elastic.runtime.refusals import REFUSED_NOTE, RefusalCount
+from providers.base import REMARK
 
 
 def refused_of(history: History) -> list[RefusalCount]:
@@ -27,6 +28,21 @@ class LeaseRefusals(msgspec.Struct, frozen=True, kw_only=True):
     provider: str
     reason: str
     count: int
+
+
+class Remark(msgspec.Struct, frozen=True, kw_only=True):
+    provider: str
+    words: str
+
+
+def remarks_of(history: History) -> list[Remark]:
+    """What providers have to say for the report, as they said it last."""
+    return [
+        Remark(provider=key.removeprefix(REMARK).partition(":")[0], words=words)
+        for segment in history.segments
+        for key, words in segment.meta().items()
+        if key.startswith(REMARK)
+    ]
 
 
 _TIMES = re.compile(r"\b\d+(\.\d+)? s\b")

@@ -21,7 +21,7 @@ from elastic.report.coserving import CoServingHost, co_serving_of
 from elastic.report.functions import FunctionUsage, functions_of
 from elastic.report.history import History, Segment, history_of
 from elastic.report.lanes import WorkerLane, lanes, replacements
-from elastic.report.refusals import LeaseRefusals, refused_leases_of, refused_of
+from elastic.report.refusals import LeaseRefusals, Remark, refused_leases_of, refused_of, remarks_of
 from elastic.report.timeline import Timeline, timeline
 from elastic.report.usage import (
     JoinedUsage,
@@ -166,6 +166,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """The simulation's remarks on its own figures."""
     joined: list[JoinedUsage] = msgspec.field(default_factory=list[JoinedUsage])
     refused_leases: list[LeaseRefusals] = msgspec.field(default_factory=list[LeaseRefusals])
+    remarks: list[Remark] = msgspec.field(default_factory=list[Remark])
 
 
 def summarise(run: StoredRun) -> Summary:
@@ -266,6 +267,7 @@ def _summary(history: History) -> Summary:
         notes=msgspec.json.decode(meta.get("notes", "[]"), type=list[str]),
         joined=joined_usage(history, books),
         refused_leases=refused_leases_of(history),
+        remarks=remarks_of(history),
     )
 
 

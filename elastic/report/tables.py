@@ -7,7 +7,7 @@ from datetime import datetime
 import msgspec
 
 from elastic.core.allowance import BudgetForecast
-from elastic.core.types import Account
+from elastic.core.types import Account, EndCause
 from elastic.report import units
 from elastic.report.batches import TRAINED
 from elastic.report.comparison import Comparison
@@ -18,6 +18,8 @@ from elastic.runtime.status import CPU_SATURATED_SHARE
 
 MOST_WORKERS = MOST_REFUSED = 40
 """In a table; JSON has all."""
+
+LOSSES = frozenset({EndCause.LOST, EndCause.FENCED, EndCause.BOOT_TIMEOUT, EndCause.BARRED})
 
 _SPLIT = ("awaited", *PARTS[1:])
 """A pull's parts, where the trainer's time has a column of its own."""
@@ -179,12 +181,14 @@ def tables(summary: Summary, comparison: Comparison | None = None) -> list[Table
         _latency(summary),
         _trajectories(summary),
         _lease_ends(summary),
+        _lost_leases(summary),
         _changed_layers(summary),
         _weights_by_worker(summary),
         _weights_by_version(summary),
         _refused_weights(summary),
         _refused(summary),
         _refused_leases(summary),
+        _remarks(summary),
         _integrity(summary),
         _steps(summary),
     ]
@@ -485,6 +489,18 @@ def _lease_ends(summary: Summary) -> Table:
     )
 
 
+def _lost_leases(summary: Summary) -> Table:
+    lost = [end for end in summary.lease_ends if end.cause in LOSSES and end.detail]
+    hidden = len(lost) - MOST_REFUSED
+    return Table(
+        title="Lost leases",
+        header=["lease", "at", "how", "why"],
+        rows=[[x.lease, units.duration(x.at_s), x.cause.replace("_", " "), x.detail] for x in lost[:MOST_REFUSED]],
+        note="Ended neither in order nor because a provider took its capacity back."
+        + (f" {hidden:,} more are in the JSON." if hidden > 0 else ""),
+    )
+
+
 def _weights_by_version(summary: Summary) -> Table:
     rows: list[list[str]] = []
     for version in summary.weights.versions:
@@ -573,6 +589,14 @@ def _refused_leases(summary: Summary) -> Table:
         rows=[[r.provider, units.count(r.count), r.reason] for r in summary.refused_leases[:MOST_REFUSED]],
         note="What was asked of a provider and not to be had; it is asked again after a back-off."
         + (f" {hidden:,} more reasons are in the JSON." if hidden > 0 else ""),
+    )
+
+
+def _remarks(summary: Summary) -> Table:
+    return Table(
+        title="Remarks of providers",
+        header=["provider", "remark"],
+        rows=[[remark.provider, remark.words] for remark in summary.remarks],
     )
 
 

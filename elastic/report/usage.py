@@ -59,6 +59,7 @@ class LeaseEnd(msgspec.Struct, frozen=True, kw_only=True):
     lease: str
     provider: str
     cause: str
+    detail: str = ""
 
 
 def lease_ends(history: History, books: Sequence[DeviceBook]) -> list[LeaseEnd]:
@@ -68,7 +69,11 @@ def lease_ends(history: History, books: Sequence[DeviceBook]) -> list[LeaseEnd]:
     for t_ns, event in history.events_of("LeaseEnded"):
         if isinstance(event, e.LeaseEnded) and event.lease in provider_of and event.lease not in ends:
             ends[event.lease] = LeaseEnd(
-                at_s=t_ns / NS_PER_S, lease=event.lease, provider=provider_of[event.lease], cause=event.cause
+                at_s=t_ns / NS_PER_S,
+                lease=event.lease,
+                provider=provider_of[event.lease],
+                cause=event.cause,
+                detail=event.detail,
             )
     return list(ends.values())
 

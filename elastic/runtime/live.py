@@ -166,8 +166,8 @@ class ProviderLeases:
             tickets.append(WorkerTicket(worker, self._secrets.join_token(worker)))
         self._spawn(self._acquire(provider, LeaseRequest(lease=lease, tickets=tuple(tickets))), f"acquire {lease}")
 
-    def release(self, lease: LeaseId, provider: str) -> None:
-        self._spawn(self._release(provider, lease), f"release {lease}")
+    def release(self, lease: LeaseId, provider: str, reason: str) -> None:
+        self._spawn(self._release(provider, lease, reason), f"release {lease}")
 
     def bar(self, lease: LeaseId, provider: str) -> None:
         self.providers[provider].bar(lease)
@@ -200,11 +200,11 @@ class ProviderLeases:
         except Exception as error:
             self.hear(e.LeaseRefused(lease=request.lease, reason=f"{type(error).__name__}: {error}"))
 
-    async def _release(self, provider: str, lease: LeaseId) -> None:
+    async def _release(self, provider: str, lease: LeaseId, reason: str) -> None:
         try:
             async with asyncio.timeout(self._limits.release_timeout_s):
                 await self._ready[provider].wait()
                 if provider in self.providers:
-                    await self.providers[provider].release(lease)
+                    await self.providers[provider].release(lease, reason)
         except Exception as error:
             log.warning("release failed; it will be repeated", lease=lease, error=repr(error))

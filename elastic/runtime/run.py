@@ -126,7 +126,7 @@ class Run:
         workers, trajectories = ports.workers, ports.trajectories
         self._execute: dict[type[c.Command], Callable[[Any], None]] = {
             c.AcquireLease: self._acquire_lease,
-            c.ReleaseLease: lambda k: self._once_durable(ports.leases.release, k.lease, k.provider),
+            c.ReleaseLease: lambda k: self._once_durable(ports.leases.release, k.lease, k.provider, k.reason),
             c.StartTurn: self._start_turn,
             c.AbortTurn: workers.order,
             c.FinishTurn: lambda k: trajectories.finish_turn(k.turn),
@@ -271,7 +271,7 @@ class Run:
                 self.feed(e.WorkerDisconnected(worker=worker.id, epoch=worker.epoch))
         for lease in list(self.scheduler.leases.leases.values()):
             if lease.state is LeaseState.RELEASING:
-                self._once_durable(self._ports.leases.release, lease.id, lease.provider)
+                self._once_durable(self._ports.leases.release, lease.id, lease.provider, lease.release_reason)
         permit = self.scheduler.permit
         had = permit.number if permit.state in HAD else None
         self._ports.pool.take_up(had, asked=permit.state is PermitState.ASKED)

@@ -369,7 +369,7 @@ class Incarnation:
     def acquire(self, lease: LeaseId, provider: str, workers: int) -> None:
         self._outside.providers[provider].acquire(lease)
 
-    def release(self, lease: LeaseId, provider: str) -> None:
+    def release(self, lease: LeaseId, provider: str, reason: str) -> None:
         self._require_durable(lease)
         self._outside.providers[provider].release(lease)
 

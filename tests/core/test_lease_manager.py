@@ -103,3 +103,16 @@ def test_nobody_is_asked_once_the_run_is_over(core) -> None:
     core.lease_ended("spot-1")
     core.tell(e.StopRequested(reason="enough"))
     assert wait(core, 2 * RETRY_S) == []
+
+
+def test_a_lease_that_never_joined_counts_once_however_late_its_end_is_confirmed(core) -> None:
+    failures = core.scheduler.leases.failures
+    core.grant("spot-1")
+    out = core.wait(SMALL_LIMITS.boot_timeout_ns / NS_PER_S + 0.1, beating=("trainer",))
+    (release,) = [command for command in out if isinstance(command, c.ReleaseLease)]
+    assert (release.lease, release.reason) == ("spot-1", EndCause.BOOT_TIMEOUT)
+    assert failures[CHEAP] == 1
+    core.wait(3 * RETRY_S, beating=("trainer",))
+    assert not core.scheduler.timers.waiting("back-off", CHEAP)
+    core.lease_ended("spot-1", EndCause.BOOT_TIMEOUT)
+    assert failures[CHEAP] == 1

@@ -71,3 +71,15 @@ async def test_whoever_closes_grants_nothing_more(provider: MemoryProvider, reco
     await provider.acquire(lease_request(2))
     await provider.aclose()
     assert "closing" in recorder.of(LeaseRefused, "lease-2")[0].reason
+
+
+@pytest.mark.parametrize(("reason", "cause"), [("boot_timeout", EndCause.BOOT_TIMEOUT), ("drained", EndCause.RELEASED)])
+async def test_a_lease_whose_workers_never_joined_ends_as_such(
+    provider: MemoryProvider, recorder: Recorder, reason: str, cause: EndCause
+) -> None:
+    await provider.acquire(lease_request())
+    await recorder.answered("lease-1")
+    await provider.release("lease-1", reason)
+    await provider.release("lease-1", "asked again")
+    assert (await recorder.ended("lease-1")).cause is cause
+    await provider.aclose()

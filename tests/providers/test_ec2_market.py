@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from elastic.core.types import NS_PER_S
-from providers.ec2_market import Ec2Market, Ec2Settings, PricePoint, SpotPool, bill_usd
+from providers.ec2_market import NEVER_JOINED, Ec2Market, Ec2Settings, PricePoint, SpotPool, bill_usd
 from providers.ec2_user_data import LIMIT_BYTES, UserDataTooLarge, user_data
 from providers.markets import CapacityUnavailable
 
@@ -56,6 +56,22 @@ def test_a_pool_that_fails_waits_twice_as_long_each_time_and_a_launch_ends_that(
     made.failed(A, "InsufficientInstanceCapacity", "none")
     later(made, 10.1)
     assert A in made.usable()
+
+
+def test_a_pool_where_no_worker_joined_waits_longer_each_time_until_one_does() -> None:
+    made = market()
+    for pause_s in (10, 20):
+        made.launched(A)
+        made.failed(A, NEVER_JOINED, "booted, and no worker came of it")
+        assert A not in made.usable()
+        assert any("NeverJoined" in words for words in made.waits())
+        later(made, pause_s + 0.1)
+        assert A in made.usable()
+    made.joined(A)
+    assert made.failures == {}
+    made.failed(B, "InsufficientInstanceCapacity", "none")
+    made.joined(B)
+    assert B not in made.usable()
 
 
 def test_a_quota_holds_for_all_pools_of_the_type() -> None:
@@ -136,7 +152,8 @@ def test_user_data_ends_the_instance_whatever_happens_and_quotes_what_it_is_give
     script = user_data({"ELASTIC_RUN": "a'b $(x)", "ELASTIC_JOIN_TOKEN": "secret"}, ["pip install x"], 3600)
     lines = script.splitlines()
     assert lines[2] == "trap 'shutdown -h now' EXIT"
-    assert "shutdown -h +60" in lines
+    assert lines.index("shutdown -h +30") < lines.index("pip install x || exit 1") < lines.index("shutdown -c")
+    assert lines.index("shutdown -c") < lines.index("shutdown -h +60") < lines.index("elastic worker")
     assert "export ELASTIC_RUN='a'\"'\"'b $(x)'" in lines
     hidden = user_data({"ELASTIC_JOIN_TOKEN": "secret"}, [], 3600, secret="elastic/run/ec2-1", region="us-east-1")
     assert "=secret" not in hidden

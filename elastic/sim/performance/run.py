@@ -219,7 +219,7 @@ class SimulatedRun(OneIncarnation):
         launcher = self._launcher_of[lease] = self.launchers[provider]
         launcher.acquire(lease)
 
-    def release(self, lease: LeaseId, provider: str) -> None:
+    def release(self, lease: LeaseId, provider: str, reason: str) -> None:
         self.launchers[provider].release(lease)
 
     def bar(self, lease: LeaseId, provider: str) -> None:

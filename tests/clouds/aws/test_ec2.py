@@ -3,12 +3,14 @@ of the stand-in, which nobody else writes."""
 
 import asyncio
 import os
+import re
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog.testing
 
 from elastic.core.events import LeaseEnded, LeaseGranted, LeaseNotice, LeaseRefused, OfferChanged
 from elastic.core.types import EndCause
@@ -36,11 +38,13 @@ def usd_of(house: "House") -> float:
 class House:
     """A run's provider on the stand-in, and what it emits."""
 
-    def __init__(self, aws: Cloud, run_dir: Path) -> None:
-        self.aws, self._run_dir = aws, run_dir
+    def __init__(self, aws: Cloud, directory: Path, name: str = "") -> None:
+        self.aws, self._run_dir = aws, directory / (name or directory.name)
+        self._run_dir.mkdir()
         self.recorder = Recorder()
         self.began_ns = time.monotonic_ns()
         self.notes: dict[str, str] = {}
+        self.calls_before = aws.proxy.calls.copy()
         self._providers: list[Ec2Provider] = []
 
     def provider(self, worker: str = "", **settings: Any) -> Ec2Provider:
@@ -69,6 +73,10 @@ class House:
         assert isinstance(answer, LeaseGranted), answer
         return request.lease
 
+    def of_another_run(self) -> "House":
+        """One whose directory lies beside this one's; nobody else closes it."""
+        return House(self.aws, self._run_dir.parent, name="another")
+
     async def refusal(self, provider: Ec2Provider, number: int = 1) -> str:
         request = lease_request(number)
         await provider.acquire(request)
@@ -96,7 +104,7 @@ async def house(aws: Cloud, tmp_path: Path) -> AsyncIterator[House]:
     made = House(aws, tmp_path)
     yield made
     aws.proxy.faults = Faults()
-    aws.proxy.keys = None
+    aws.proxy.keys, aws.proxy.clock_s = None, 0.0
     await made.close()
     assert aws.living() == [], "orphans, by the server's own record"
 
@@ -128,6 +136,138 @@ async def test_what_fails_in_one_pool_is_had_in_another_and_each_refusal_says_wh
     house.aws.books.capacity = {A: 1, B: 1}
     await house.until(lambda: house.recorder.available > 0)
     await house.grant(provider, 3)
+
+
+async def test_what_was_passed_over_is_remarked_though_another_pool_had_it(house: House) -> None:
+    house.aws.books.capacity = {A: 0, B: 3}
+    provider = await house.started(retry_s=0.05)
+    for number in (1, 2):
+        await house.until(lambda: A in {tuple(pool) for pool in provider._ec2.usable()})
+        await house.grant(provider, number)
+    (words,) = [text for key, text in house.notes.items() if key.startswith("remark: ec2: ")]
+    assert "g5.xlarge in us-east-1a was passed over 2 times: InsufficientInstanceCapacity" in words
+
+
+async def test_an_instance_that_never_joins_is_ended_and_the_next_one_is_had_elsewhere(house: House) -> None:
+    provider = await house.started(retry_s=60.0)
+    lease = await house.grant(provider, 1)
+    (silent,) = house.aws.living()
+    assert silent.pool == A
+    await provider.release(lease, "boot_timeout")
+    end = await house.recorder.ended(lease)
+    assert end.cause is EndCause.BOOT_TIMEOUT
+    for word in (silent.id, "g5.xlarge in us-east-1a", "get-console-output", "run.advertise"):
+        assert word in end.detail
+    assert house.aws.living() == []
+    await house.grant(provider, 2)
+    assert [one.pool for one in house.aws.living()] == [B]
+
+
+async def test_where_no_instance_joins_nothing_is_offered_for_longer_each_time(house: House) -> None:
+    house.aws.books.capacity = {A: 4}
+    provider = await house.started(retry_s=0.3, max_workers=1)
+    waited_s: list[float] = []
+    for number in range(3):
+        lease = await house.grant(provider, number)
+        await provider.release(lease, "boot_timeout")
+        await house.recorder.ended(lease)
+        began_s = time.monotonic()
+        assert "NeverJoined" in await house.refusal(provider, 100 + number)
+        await house.until(lambda: house.recorder.available > 0)
+        waited_s.append(time.monotonic() - began_s)
+    assert waited_s[2] > 2 * waited_s[0]
+    lease = await house.grant(provider, 3)
+    await provider.release(lease)
+    await house.recorder.ended(lease)
+    assert provider._ec2.failures == {}
+
+
+async def test_a_notice_without_an_end_ends_the_lease_as_it_says(house: House) -> None:
+    """The instance lives on after its notice's deadline; the run gives it back then, and pays for it."""
+    provider = await house.started()
+    lease = await house.grant(provider)
+    await asyncio.to_thread(house.aws.warn, house.instance(lease), 0.5)
+    await house.recorder.until(lambda r: r.of(LeaseNotice, lease))
+    await provider.release(lease, "the lease expires")
+    end = await house.recorder.ended(lease)
+    assert end.cause is EndCause.PREEMPTED
+    assert end.billed_ns
+    assert house.aws.living() == []
+
+
+async def test_the_launch_template_of_an_operator_is_used(house: House) -> None:
+    provider = await house.started(image="", launch_template=await template(house, "terminate"))
+    lease = await house.grant(provider)
+    assert "ELASTIC_JOIN_TOKEN" in house.aws.living()[0].user_data
+    await provider.release(lease)
+    await house.recorder.ended(lease)
+    assert "CreateLaunchTemplate" not in house.aws.proxy.calls - house.calls_before
+
+
+@pytest.mark.parametrize("version", ["", ":2", ":$Latest"])
+async def test_a_launch_template_whose_instances_would_only_stop_is_refused(house: House, version: str) -> None:
+    name = await template(house, "terminate" if version else "stop", *(["stop"] if version else []))
+    with pytest.raises(ProviderUnavailable, match=r"InstanceInitiatedShutdownBehavior.*'stop'.*set it to \"terminate"):
+        await house.started(image="", launch_template=name + version)
+
+
+async def template(house: House, *behaviours: str) -> str:
+    """A launch template with a version of each."""
+    ec2, made = house.aws.client("ec2"), ""
+    for number, behaviour in enumerate(behaviours):
+        data = {"ImageId": house.aws.image, "InstanceInitiatedShutdownBehavior": behaviour}
+        if number:
+            await asyncio.to_thread(ec2.create_launch_template_version, LaunchTemplateId=made, LaunchTemplateData=data)
+        else:
+            name = f"operator-{time.monotonic_ns()}"
+            answer = await asyncio.to_thread(
+                ec2.create_launch_template, LaunchTemplateName=name, LaunchTemplateData=data
+            )
+            made = answer["LaunchTemplate"]["LaunchTemplateId"]
+    return made
+
+
+async def test_interruptions_are_known_to_the_next_run(house: House) -> None:
+    provider = await house.started()
+    pools = [str(pool) for pool in provider._ec2.usable()]
+    assert pools == ["g5.xlarge in us-east-1a", "g5.xlarge in us-east-1b"]
+    lease = await house.grant(provider)
+    (one,) = house.aws.living()
+    await asyncio.sleep(1.1)
+    await asyncio.to_thread(house.aws.take, one.id)
+    await house.recorder.ended(lease)
+    next_run = house.of_another_run()
+    later = await next_run.started(boot_s=60.0)
+    assert later._ec2.expected_life_s() == pytest.approx(one.ended_s - one.began_s)
+    assert later._ec2.history.keys() == {one.pool}
+    await next_run.close()
+
+
+@pytest.mark.parametrize("clock_s", [-900.0, 900.0])
+async def test_a_clock_that_is_off_is_told_from_wrong_credentials(house: House, clock_s: float) -> None:
+    off = rf"this machine's clock is (899|900|901) s {'behind' if clock_s > 0 else 'ahead of'} AWS's"
+    provider = await house.started()
+    house.aws.proxy.clock_s = clock_s
+    reason = await house.refusal(provider)
+    assert re.search(rf"^ec2: create_fleet of EC2 in us-east-1 .*AuthFailure.*{off}.*chrony", reason), reason
+    with pytest.raises(ProviderUnavailable, match=rf"ec2: .*{off}: set it"):
+        await house.started()
+    found = await asyncio.to_thread(examine, "ec2", Ec2Settings.model_validate(house.aws.settings()))
+    clock = found.findings[-1]
+    assert not clock.ok
+    assert re.search(off, clock.found)
+    house.aws.proxy.clock_s = 0.0
+    await house.until(lambda: house.recorder.available > 0)
+
+
+async def test_a_start_that_was_refused_has_nothing_to_say_at_the_end(house: House) -> None:
+    with structlog.testing.capture_logs() as logged:
+        for settings in ({"image": "ami-00000000"}, {"profile": "nobody"}, {"gpus_per_worker": 4}):
+            provider = house.provider(**settings)
+            with pytest.raises(ProviderUnavailable):
+                await provider.start(house.recorder.emit)
+            await provider.aclose()
+    assert logged == []
 
 
 async def test_a_quota_is_named(house: House) -> None:
@@ -223,7 +363,7 @@ async def test_instances_of_no_lease_are_ended_and_those_of_other_runs_are_not(h
     leased = provider._held.pop(stray)
     await house.until(lambda: leased.instance not in {one.id for one in house.aws.living()})
     assert [one.tags["elastic:lease"] for one in house.aws.living()] == [other]
-    assert any(key.startswith("stray:") for key in house.notes)
+    assert any(key.startswith("remark: ec2: i-") for key in house.notes)
 
 
 async def test_the_cap_ends_leases_in_time(house: House) -> None:

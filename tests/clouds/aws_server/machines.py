@@ -41,6 +41,8 @@ class Machines:
         self._directory, self._port, self.boot_s = directory, port, boot_s
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._gone: set[str] = set()
+        self.deaf: set[tuple[str, str]] = set()
+        """Pools whose instances boot, and then do nothing."""
         self.began_ns: dict[str, int] = {}
         """When each instance began with its user data, on this machine's monotonic clock."""
         self._lock = threading.Lock()
@@ -77,7 +79,7 @@ class Machines:
                 return
             self.began_ns[one.id] = time.monotonic_ns()
             self._processes[one.id] = subprocess.Popen(
-                ["bash", str(script)],
+                ["sleep", "86400"] if one.pool in self.deaf else ["bash", str(script)],
                 env=environment,
                 cwd=self._directory,
                 stdin=subprocess.DEVNULL,

@@ -2,7 +2,8 @@
 
 It adds to moto: client tokens (one order, one instance; other parameters are refused), CreateFleet's errors inside a
 good answer, capacity and a quota, the refusal of unknown images and types and of user data beyond 16 KiB, zones,
-prices, placement scores, why and when an instance ended, a delay until an instance is listed, and wrong credentials.
+prices, placement scores, why and when an instance ended, a delay until an instance is listed, wrong credentials, and
+a clock that is another than the client's.
 """
 
 import asyncio
@@ -19,6 +20,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from email.utils import formatdate
 from typing import Any
 from xml.etree import ElementTree
 
@@ -29,6 +31,8 @@ from tests.clouds.aws_server.record import BY_ITSELF, MESSAGES, ORDERED, TAKEN, 
 
 NAMESPACE = "http://ec2.amazonaws.com/doc/2016-11-15/"
 USER_DATA_BYTES = 16_384
+SIGNED_S = 300.0
+"""How far a signature's time may be off."""
 PASSING_HEADERS = ("authorization", "content-type", "x-amz-target", "x-amz-date", "x-amz-security-token", "user-agent")
 
 
@@ -73,6 +77,8 @@ class Proxy:
         self.zone_ids: dict[str, str] = {}
         self.keys: set[str] | None = None
         """Access keys that are known; None for any."""
+        self.clock_s = 0.0
+        """How much later AWS's clock is than this machine's."""
         self.unseen_s = 0.0
         """How long an instance is not listed yet."""
         self.remembered_s = 3600.0
@@ -108,6 +114,11 @@ class Proxy:
     # AWS
 
     async def _serve(self, request: web.Request) -> web.StreamResponse:
+        answer = await self._served(request)
+        answer.headers["Date"] = formatdate(time.time() + self.clock_s, usegmt=True)
+        return answer
+
+    async def _served(self, request: web.Request) -> web.StreamResponse:
         body = await request.read()
         form = _form(body) if not request.headers.get("X-Amz-Target") else {}
         action = form.get("Action") or request.headers.get("X-Amz-Target", "").rpartition(".")[2] or request.method
@@ -142,8 +153,23 @@ class Proxy:
         key = found[1] if found else ""
         if self.keys is not None and key not in self.keys:
             raise Refused("AuthFailure", "AWS was not able to validate the provided access credentials", 401)
+        self._check_clock(request)
         if action in self.denied:
             raise Refused("UnauthorizedOperation", f"You are not authorized to perform: {action}", 403)
+
+    def _check_clock(self, request: web.Request) -> None:
+        """Each service has its own words for a signature that is too old."""
+        signed = request.headers.get("X-Amz-Date", "")
+        if not signed:
+            return
+        at_s = datetime.strptime(signed, "%Y%m%dT%H%M%S%z").timestamp()
+        if abs(at_s - time.time() - self.clock_s) <= SIGNED_S:
+            return
+        service = re.search(r"/([a-z0-9-]+)/aws4_request", request.headers.get("Authorization", ""))
+        if service is not None and service[1] == "ec2":
+            raise Refused("AuthFailure", "AWS was not able to validate the provided access credentials", 401)
+        code = "SignatureDoesNotMatch" if service is not None and service[1] == "sts" else "InvalidSignatureException"
+        raise Refused(code, f"Signature expired: {signed} is now earlier than the server's time", 403)
 
     async def _answer(self, request: web.Request, action: str, form: Mapping[str, str], body: bytes) -> web.Response:
         own: dict[str, Callable[[Mapping[str, str]], str]] = {
