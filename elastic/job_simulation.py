@@ -9,9 +9,9 @@ import msgspec
 from pydantic import BaseModel, ConfigDict, Field
 
 from elastic.cluster import ClusterError, JobRequest, NodeKind, PhasePlan, PoolSpec, WaitLimits
-from elastic.cluster.types import DeviceAccount, JobState, PhaseKind
 from elastic.config import ConfigError, validate
-from elastic.report.jobs import NodeSlice, PooledJob, PooledNode, PoolReport, shares
+from elastic.report.jobs import NodeSlice, PoolReport
+from elastic.report.pool import history_of, pool_report
 from elastic.sim.job_workloads import PROFILES, RESTART_S, from_trace
 from elastic.sim.jobs import Arrival, JobsWorld, S
 from policies.clusters import CLUSTER_POLICIES
@@ -19,7 +19,6 @@ from traces import TraceError, find
 from traces.jobs import read_jobs
 
 GB = 1_000_000_000
-NS_PER_H = 3600 * S
 OPTIMA = ("optimum", "optimum_unsaturated")
 
 Seconds = Annotated[float, Field(ge=0)]
@@ -190,80 +189,10 @@ def simulate_jobs(workload: Workload, policy: str, where: str) -> tuple[PoolRepo
             except ClusterError as error:
                 raise ConfigError(f"{where}: {error}") from error
     world.run()
-    return report_of(world, policy), [
-        NodeSlice(each.node, each.job, each.begun_ns / S, each.ended_ns / S) for each in world.slices
-    ]
+    return report_of(world, policy)
 
 
-def report_of(world: JobsWorld, policy: str) -> PoolReport:
-    cluster, now_ns = world.cluster, world.now_ns
-    jobs = [_job(world, name) for name in cluster.jobs]
-    grouped_ns = {node: length_ns for node, length_ns in world.grouped_ns.items() if length_ns}
-    nodes: list[PooledNode] = []
-    spent = {phase: [0, 0] for phase in PhaseKind}
-    for name, whole_ns in sorted(grouped_ns.items()):
-        node = cluster.state.nodes[name]
-        used_ns = sum(length for account, length in node.accounts_ns.items() if account is not DeviceAccount.IDLE)
-        accounts = dict(node.accounts_ns) | {DeviceAccount.IDLE: max(0, whole_ns - used_ns)}
-        found = shares(accounts, whole_ns)
-        spent[node.phase][0] += accounts[DeviceAccount.IDLE]
-        spent[node.phase][1] += whole_ns
-        nodes.append(
-            PooledNode(
-                name=name,
-                phase=node.phase.value,
-                slice_share=found["slice"],
-                switching_share=found["switching"],
-                idle_share=found["idle"],
-                down_share=found["down"],
-            )
-        )
-    cost = sum(
-        length_ns * cluster.spec.kind(cluster.state.nodes[name].phase).nano_usd_per_hour
-        for name, length_ns in grouped_ns.items()
-    )
-    usd = cost / NS_PER_H / 1e9
-    hours = now_ns / NS_PER_H
-    return PoolReport(
-        policy=policy,
-        hours=hours,
-        usd=usd,
-        usd_per_hour=usd / hours if hours else 0.0,
-        usd_unbilled=usd - sum(job.usd for job in jobs),
-        usd_alone=sum(job.usd_alone for job in jobs),
-        slo_met_share=sum(job.met for job in jobs) / len(jobs),
-        rejected=sum(job.state == JobState.REJECTED for job in jobs),
-        moves=sum(job.moves for job in jobs),
-        idle_share={phase.value: idle / whole if whole else 0.0 for phase, (idle, whole) in spent.items()},
-        admissions=dict(Counter(job.how for job in jobs if job.how)),
-        cycles=world.cycles,
-        jobs=jobs,
-        nodes=nodes,
-    )
-
-
-def _job(world: JobsWorld, name: str) -> PooledJob:
-    record = world.cluster.jobs[name]
-    request, plan = record.request, record.request.plan
-    assert plan is not None
-    steps, planned, actual = record.steps_done, None, None
-    taken = world.taken.get(name)
-    if taken is not None and steps:
-        planned = (taken.ended_ns - taken.begun_ns) / (steps * plan.solo_ns)
-        actual = (taken.ended_ns - taken.begun_ns) / world.alone_ns[name]
-    prices = world.cluster.spec.rollout.nano_usd_per_hour, world.cluster.spec.train.nano_usd_per_hour
-    per_hour = request.rollout_nodes * prices[0] + request.train_nodes * prices[1]
-    return PooledJob(
-        name=name,
-        state=record.state.value,
-        reason=record.reason,
-        how=record.how,
-        steps=steps,
-        slo=request.slo,
-        planned_slowdown=planned,
-        slowdown=actual,
-        met=planned is not None and record.state is JobState.FINISHED and planned <= request.slo * (1 + 1e-9),
-        moves=record.moves,
-        usd=record.billed / NS_PER_H / 1e9,
-        usd_alone=world.alone_ns[name] * per_hour / NS_PER_H / 1e9,
-    )
+def report_of(world: JobsWorld, policy: str) -> tuple[PoolReport, list[NodeSlice]]:
+    history = history_of(world.journal, CLUSTER_POLICIES[policy])
+    report = pool_report(history, policy, now_ns=world.now_ns, alone_ns=world.alone_ns)
+    return report, history.slices

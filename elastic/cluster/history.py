@@ -1,7 +1,7 @@
 """A cluster's journal as bytes, its replay, and a hash of its state: the same events lead to the same hash."""
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import msgspec
 
@@ -37,8 +37,8 @@ def encode(record: ClusterEntry | ClusterOpening) -> bytes:
     return _encoder.encode(record)
 
 
-def replay(records: Iterable[bytes], policies: ClusterPolicies) -> Cluster:
-    """The cluster as it was after the last record. Commands are not carried out again.
+def decoded(records: Iterable[bytes]) -> tuple[ClusterOpening, Iterator[ClusterEntry]]:
+    """A journal's first record, and the others as they are asked for.
 
     Raises `msgspec.ValidationError` for bytes that are no such records, and `ValueError` where there is none.
     """
@@ -46,10 +46,14 @@ def replay(records: Iterable[bytes], policies: ClusterPolicies) -> Cluster:
     first = next(it, None)
     if first is None:
         raise ValueError("a cluster's journal without its first record")
-    opening = _openings.decode(first)
+    return _openings.decode(first), (_entries.decode(record) for record in it)
+
+
+def replay(records: Iterable[bytes], policies: ClusterPolicies) -> Cluster:
+    """The cluster as it was after the last record. Commands are not carried out again. Raises as `decoded`."""
+    opening, entries = decoded(records)
     cluster = Cluster(opening.spec, policies, opening.limits, opening.now_ns)
-    for record in it:
-        entry = _entries.decode(record)
+    for entry in entries:
         cluster.handle(entry.event, entry.now_ns)
     return cluster
 

@@ -1,0 +1,356 @@
+"""What a pool's journal tells beyond its last state: every turn, what each admission cost, how long cycles took.
+
+The events are replayed to the cluster, and the cluster is looked at after each: a simulated pool and a live one have
+the same history.
+"""
+
+import copy
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+
+import msgspec
+
+from elastic.cluster import Cluster, ClusterPolicies
+from elastic.cluster import commands as c
+from elastic.cluster import events as e
+from elastic.cluster.history import ClusterEntry, decoded
+from elastic.cluster.state import JobRecord, NodeRecord
+from elastic.cluster.types import (
+    NS_PER_HOUR,
+    DeviceAccount,
+    JobId,
+    JobState,
+    Nanoseconds,
+    NodeId,
+    PhaseKind,
+    PoolSpec,
+)
+from elastic.pool.standing import NANO_USD, bills, saved_if_left, usd
+from elastic.report.jobs import NodeSlice, PooledJob, PooledNode, PoolMark, PoolReport, StoryPart, shares
+
+NS_PER_S = 1_000_000_000
+_ROLLOUT = PhaseKind.ROLLOUT
+_OFTEN = (e.PhaseAsked, e.PermitYielded, e.JobProgressed, e.RolloutProgressed, e.TailMoved, e.ResidencyMeasured)
+"""Events by which nobody is placed."""
+_LOST = (JobState.FAILED, JobState.CANCELLED, JobState.REJECTED)
+
+
+class JobSeen(msgspec.Struct, kw_only=True):
+    """What of a job the cluster forgets. `alone_ns`: its phases, switching left out, and as much synchronisation as
+    was planned."""
+
+    begun_ns: Nanoseconds | None = None
+    stepped_ns: Nanoseconds | None = None
+    alone_ns: Nanoseconds = 0
+    switch_ns: Nanoseconds = 0
+    switches: int = 0
+    phases_ns: dict[PhaseKind, list[Nanoseconds]] = {}
+    cycles_ns: list[Nanoseconds] = []
+    marginal: int | None = None
+    passed_over: int = 0
+
+
+class OpenTurn(msgspec.Struct, kw_only=True):
+    job: JobId
+    phase: PhaseKind
+    since_ns: Nanoseconds
+    nodes: dict[NodeId, Nanoseconds]
+
+
+class PoolHistory:
+    """A pool's past, event by event; `cluster` is its last state."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self.slices: list[NodeSlice] = []
+        self.marks: list[PoolMark] = []
+        self.jobs: defaultdict[JobId, JobSeen] = defaultdict(JobSeen)
+        self.gone: list[tuple[NodeRecord, Nanoseconds]] = []
+        """Nodes that were lost, as they were then, and how long each was of a group."""
+        self.cycles: list[dict[str, float | str]] = []
+        """The groups as they were when the last job had joined."""
+        self._turns: dict[int, OpenTurn] = {}
+        self._goes_on: dict[tuple[JobId, PhaseKind], Nanoseconds] = {}
+        """Phases that were not finished in their last slice, and how long they have taken."""
+        self._rollout_ns: dict[JobId, Nanoseconds] = {}
+
+    @property
+    def spec(self) -> PoolSpec:
+        return self.cluster.spec
+
+    def take(self, entry: ClusterEntry) -> None:
+        event, cluster = entry.event, self.cluster
+        if isinstance(event, e.NodeLost) and event.node in cluster.state.nodes:
+            node = cluster.state.nodes[event.node]
+            self.gone.append((_settled(node, entry.now_ns), _grouped_ns(node, entry.now_ns)))
+        often = isinstance(event, _OFTEN)
+        before = set[NodeId]() if often else self._grouped()
+        running = self._runs(event)
+        commands = cluster.handle(event, entry.now_ns)
+        now_ns = cluster.now_ns
+        self._close(event, now_ns)
+        for command in commands:
+            self._command(command, before, now_ns)
+        if isinstance(event, e.JobStarted) and self._runs(event) and not running:
+            seen = self.jobs[event.job]
+            seen.begun_ns = now_ns if seen.begun_ns is None else seen.begun_ns
+            self._rollout_ns.pop(event.job, None)
+        if isinstance(event, e.JobProgressed) and event.job in cluster.jobs:
+            self.jobs[event.job].stepped_ns = now_ns
+        self._mark(event, now_ns)
+
+    def _grouped(self) -> set[NodeId]:
+        return {name for name, node in self.cluster.state.nodes.items() if node.group is not None}
+
+    def _runs(self, event: e.ClusterEvent) -> bool:
+        record = self.cluster.jobs.get(event.job) if isinstance(event, e.JobStarted) else None
+        return record is not None and record.state is JobState.RUNNING
+
+    def _command(self, command: c.ClusterCommand, before: set[NodeId], now_ns: Nanoseconds) -> None:
+        match command:
+            case c.StartJob():
+                new = [node for node in (*command.seat.rollout, *command.train) if node not in before]
+                before.update(new)
+                seen = self.jobs[command.job]
+                if seen.marginal is None:
+                    seen.marginal = sum(self._price(node) for node in new)
+                self.cycles = self.groups()
+            case c.GrantPermit():
+                self._granted(command, now_ns)
+            case c.KillResident():
+                self.marks.append(PoolMark(now_ns / NS_PER_S, command.node, command.job, command.reason))
+            case _:
+                pass
+
+    def groups(self) -> list[dict[str, float | str]]:
+        return [
+            {
+                "group": group.name,
+                "cycle_s": group.cycle_ns / NS_PER_S,
+                "limit_s": group.limit_ns / NS_PER_S,
+                "members": ", ".join(group.members),
+            }
+            for group in self.cluster.groups.values()
+        ]
+
+    def _price(self, node: NodeId) -> int:
+        return self.spec.kind(self.cluster.state.nodes[node].phase).nano_usd_per_hour
+
+    def _granted(self, grant: c.GrantPermit, now_ns: Nanoseconds) -> None:
+        turn = self._turns.get(grant.permit)
+        if turn is None:
+            turn = OpenTurn(job=grant.job, phase=grant.phase, since_ns=now_ns, nodes={})
+            self._turns[grant.permit] = turn
+            if grant.phase is _ROLLOUT and (grant.job, grant.phase) not in self._goes_on:
+                last_ns = self._rollout_ns.get(grant.job)
+                if last_ns is not None:
+                    self.jobs[grant.job].cycles_ns.append(now_ns - last_ns)
+                self._rollout_ns[grant.job] = now_ns
+        for node in grant.nodes:
+            turn.nodes.setdefault(node, now_ns)
+
+    def _close(self, event: e.ClusterEvent, now_ns: Nanoseconds) -> None:
+        """Turns that are over, or have left nodes."""
+        permits = self.cluster.permits
+        for number in [*(self._turns.keys() - permits.keys())]:
+            yielded = event if isinstance(event, e.PermitYielded) and event.permit == number else None
+            self._end(self._turns.pop(number), yielded, now_ns)
+        if isinstance(event, e.TailMoved) and (turn := self._turns.get(event.permit)) is not None:
+            for node in [node for node in turn.nodes if node not in permits[event.permit].nodes]:
+                self._slice(turn, node, now_ns, 0, finished=True)
+
+    def _end(self, turn: OpenTurn, yielded: e.PermitYielded | None, now_ns: Nanoseconds) -> None:
+        length_ns = now_ns - turn.since_ns
+        switch_ns = 0 if yielded is None else min(yielded.switch_ns, length_ns)
+        finished = yielded is not None and yielded.finished
+        for node in [*turn.nodes]:
+            self._slice(turn, node, now_ns, switch_ns, finished=finished)
+        seen, key = self.jobs[turn.job], (turn.job, turn.phase)
+        seen.alone_ns += length_ns - switch_ns
+        seen.switch_ns += switch_ns
+        seen.switches += 1
+        took_ns = self._goes_on.pop(key, 0) + length_ns - switch_ns
+        if finished:
+            seen.phases_ns.setdefault(turn.phase, []).append(took_ns)
+        else:
+            self._goes_on[key] = took_ns
+
+    def _slice(
+        self, turn: OpenTurn, node: NodeId, now_ns: Nanoseconds, switch_ns: Nanoseconds, *, finished: bool
+    ) -> None:
+        begun_ns = turn.nodes.pop(node)
+        if now_ns > begun_ns:
+            self.slices.append(
+                NodeSlice(
+                    node,
+                    turn.job,
+                    begun_ns / NS_PER_S,
+                    now_ns / NS_PER_S,
+                    turn.phase.value,
+                    switch_ns / NS_PER_S,
+                    finished,
+                )
+            )
+
+    def _mark(self, event: e.ClusterEvent, now_ns: Nanoseconds) -> None:
+        at_s = now_ns / NS_PER_S
+        match event:
+            case e.ResidentLost():
+                self.marks.append(PoolMark(at_s, event.node, event.job, event.cause))
+            case e.NodeLost():
+                self.marks.append(PoolMark(at_s, event.node, "", "the node was lost"))
+            case e.JobFailed():
+                self.marks.append(PoolMark(at_s, "", event.job, event.cause))
+            case _:
+                pass
+
+    def open_slices(self, now_ns: Nanoseconds) -> list[NodeSlice]:
+        """Turns under way, as far as they are."""
+        return [
+            NodeSlice(node, turn.job, since_ns / NS_PER_S, now_ns / NS_PER_S, turn.phase.value, 0.0, True)
+            for turn in self._turns.values()
+            for node, since_ns in turn.nodes.items()
+        ]
+
+
+def history_of(records: Iterable[bytes], policies: ClusterPolicies) -> PoolHistory:
+    """Raises as `elastic.cluster.history.decoded`."""
+    opening, entries = decoded(records)
+    history = PoolHistory(Cluster(opening.spec, policies, opening.limits, opening.now_ns))
+    for entry in entries:
+        history.take(entry)
+    return history
+
+
+def _settled(node: NodeRecord, now_ns: Nanoseconds) -> NodeRecord:
+    """The node with its account up to now; it is a copy."""
+    found = copy.deepcopy(node)
+    passed_ns = max(0, now_ns - found.settled_ns)
+    found.accounts_ns[found.account] = found.accounts_ns.get(found.account, 0) + passed_ns
+    return found
+
+
+def _grouped_ns(node: NodeRecord, now_ns: Nanoseconds) -> Nanoseconds:
+    """How long the node was of a group."""
+    own_ns = node.own_ns + (now_ns - node.own_since_ns if node.group is None else 0)
+    return now_ns - node.opened_ns - own_ns
+
+
+def pool_report(
+    history: PoolHistory,
+    policy: str,
+    *,
+    now_ns: Nanoseconds | None = None,
+    alone_ns: Mapping[JobId, Nanoseconds] | None = None,
+    name: str = "",
+) -> PoolReport:
+    """The pool as it stands at `now_ns`, else at its journal's last record. `alone_ns` tells how long each job's steps
+    would have taken alone where that is known better than from its turns."""
+    cluster = history.cluster
+    now_ns = cluster.now_ns if now_ns is None else max(now_ns, cluster.now_ns)
+    billed = bills(cluster, now_ns)
+    jobs = [_job(history, record, billed[job], now_ns, alone_ns) for job, record in cluster.jobs.items()]
+    living = [(_settled(node, now_ns), _grouped_ns(node, now_ns)) for node in cluster.state.nodes.values()]
+    nodes: list[PooledNode] = []
+    spent = {phase: [0, 0] for phase in PhaseKind}
+    cost = 0
+    for node, whole_ns in sorted([*history.gone, *living], key=lambda each: each[0].id):
+        if not whole_ns:
+            continue
+        used_ns = sum(length for account, length in node.accounts_ns.items() if account is not DeviceAccount.IDLE)
+        accounts = dict(node.accounts_ns) | {DeviceAccount.IDLE: max(0, whole_ns - used_ns)}
+        found = shares(accounts, whole_ns)
+        spent[node.phase][0] += accounts[DeviceAccount.IDLE]
+        spent[node.phase][1] += whole_ns
+        cost += whole_ns * cluster.spec.kind(node.phase).nano_usd_per_hour
+        nodes.append(
+            PooledNode(
+                name=node.id,
+                phase=node.phase.value,
+                slice_share=found["slice"],
+                switching_share=found["switching"],
+                idle_share=found["idle"],
+                down_share=found["down"],
+            )
+        )
+    hours, spent_usd = now_ns / NS_PER_HOUR, usd(cost)
+    switch_ns = sum(seen.switch_ns for seen in history.jobs.values())
+    return PoolReport(
+        policy=policy,
+        name=name,
+        hours=hours,
+        usd=spent_usd,
+        usd_paid=usd(cluster.books.paid(now_ns)),
+        usd_per_hour=spent_usd / hours if hours else 0.0,
+        usd_unbilled=spent_usd - sum(job.usd for job in jobs),
+        usd_alone=sum(job.usd_alone for job in jobs),
+        slo_met_share=sum(job.met for job in jobs) / len(jobs) if jobs else 1.0,
+        rejected=sum(job.state == JobState.REJECTED for job in jobs),
+        moves=sum(job.moves for job in jobs),
+        idle_share={phase.value: idle / whole if whole else 0.0 for phase, (idle, whole) in spent.items()},
+        admissions=dict(Counter(job.how for job in jobs if job.how)),
+        switches=sum(seen.switches for seen in history.jobs.values()),
+        switch_s=switch_ns / NS_PER_S,
+        cycles=[_measured(cycle, jobs) for cycle in history.cycles],
+        jobs=jobs,
+        nodes=nodes,
+        marks=history.marks,
+    )
+
+
+def _measured(cycle: dict[str, float | str], jobs: list[PooledJob]) -> dict[str, float | str]:
+    """The group's cycle with how long it has lasted, by its members' median."""
+    members = str(cycle["members"]).split(", ")
+    lasted = [job.cycle_s for job in jobs if job.name in members and job.cycle_s is not None]
+    return cycle | ({"measured_s": statistics.median(lasted)} if lasted else {})
+
+
+def _job(
+    history: PoolHistory,
+    record: JobRecord,
+    billed: int,
+    now_ns: Nanoseconds,
+    known_ns: Mapping[JobId, Nanoseconds] | None,
+) -> PooledJob:
+    cluster, request = history.cluster, record.request
+    seen, plan, steps = history.jobs[request.id], request.plan, record.steps_done
+    sync_ns = 0 if plan is None else plan.sync_ns * steps
+    alone_ns = seen.alone_ns + sync_ns if known_ns is None else known_ns.get(request.id, 0)
+    planned: float | None = None
+    actual: float | None = None
+    if seen.begun_ns is not None and seen.stepped_ns is not None and steps and plan is not None:
+        took_ns = seen.stepped_ns - seen.begun_ns
+        planned = took_ns / (steps * plan.solo_ns)
+        actual = took_ns / alone_ns if alone_ns else None
+    alone = cluster.books.alone_price(request.id)
+    cycle_s = statistics.median(seen.cycles_ns) / NS_PER_S if seen.cycles_ns else None
+    turned_s = sum(len(phases) for phases in seen.phases_ns.values()) / len(PhaseKind) * (cycle_s or 0.0)
+    return PooledJob(
+        name=request.id,
+        state=record.state.value,
+        reason=record.reason,
+        how=record.how,
+        group=record.seat.group if record.seat is not None else "",
+        steps=steps,
+        steps_wanted=request.steps,
+        slo=request.slo,
+        planned_slowdown=planned,
+        slowdown=actual,
+        met=planned is not None and record.state not in _LOST and planned <= request.slo * (1 + 1e-9),
+        moves=record.moves,
+        resubmissions=record.resubmissions,
+        usd=usd(billed),
+        usd_alone=usd(alone_ns * alone),
+        alone_usd_per_hour=alone / NANO_USD,
+        marginal_usd_per_hour=None if seen.marginal is None else seen.marginal / NANO_USD,
+        saved_if_left_usd_per_hour=saved_if_left(cluster, request.id) / NANO_USD,
+        phases_s={
+            phase.value: statistics.median(lengths) / NS_PER_S for phase, lengths in seen.phases_ns.items() if lengths
+        },
+        cycle_s=cycle_s,
+        switches=seen.switches,
+        switch_s=seen.switch_ns / NS_PER_S,
+        switch_share=seen.switch_ns / NS_PER_S / turned_s if turned_s else None,
+        story=[StoryPart(part.at_ns / NS_PER_S, part.state.value, part.cause) for part in record.story],
+    )

@@ -1,0 +1,110 @@
+"""A pool's report from its journal: what it says is what happened, in quiet worlds and in those full of faults."""
+
+from collections import defaultdict
+from itertools import pairwise
+from pathlib import Path
+from xml.etree import ElementTree
+
+import msgspec
+import pytest
+
+from elastic.cluster.types import JobState, PhaseKind
+from elastic.job_simulation import arrivals_of, load_workload, spec_of
+from elastic.report.jobs import as_page, as_text, job_text
+from elastic.report.pool import PoolHistory, history_of, pool_report
+from elastic.sim.jobs import JobsWorld, S, worlds_of_jobs
+from policies.clusters import CLUSTER_POLICIES
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "jobs.toml"
+
+
+@pytest.fixture(scope="module")
+def quiet() -> JobsWorld:
+    """The example's jobs, with their arrivals, and nothing that goes wrong."""
+    workload = load_workload(EXAMPLE)
+    world = JobsWorld(spec_of(workload, ""), CLUSTER_POLICIES["ours"], arrivals_of(workload, ""), seed=workload.seed)
+    world.run()
+    return world
+
+
+def history(world: JobsWorld) -> PoolHistory:
+    return history_of(world.journal, world.cluster.policies)
+
+
+def test_turns_steps_and_cycles_are_those_that_were(quiet: JobsWorld) -> None:
+    found = history(quiet)
+    told = {(one.node, one.job, round(one.begun_s * S), round(one.ended_s * S)) for one in found.slices}
+    assert told == {(one.node, one.job, one.begun_ns, one.ended_ns) for one in quiet.slices}
+    assert {(one.phase, one.finished) for one in found.slices} == {("rollout", True), ("train", True)}
+    for job, taken in quiet.taken.items():
+        seen = found.jobs[job]
+        assert (seen.begun_ns, seen.stepped_ns) == (taken.begun_ns, taken.ended_ns)
+        assert seen.alone_ns == quiet.alone_ns[job]
+        assert len(seen.phases_ns[PhaseKind.TRAIN]) == found.cluster.request(job).steps
+        assert seen.switches == 2 * found.cluster.request(job).steps
+    assert found.cycles == quiet.cycles
+    report = pool_report(found, "ours")
+    for cycle in report.cycles:
+        assert float(cycle["measured_s"]) <= float(cycle["cycle_s"])
+    assert sum(job.usd for job in report.jobs) == pytest.approx(report.usd)
+
+
+def test_what_a_job_cost_as_it_came(quiet: JobsWorld) -> None:
+    jobs = {job.name: job for job in pool_report(history(quiet), "ours").jobs}
+    assert jobs["math-7b"].marginal_usd_per_hour == pytest.approx(8 * (1.85 + 5.28))
+    assert jobs["code-8b"].how == "packed"
+    assert jobs["code-8b"].marginal_usd_per_hour == 0.0
+    assert jobs["code-8b"].alone_usd_per_hour == pytest.approx(8 * (1.85 + 5.28))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_reports_of_worlds_full_of_faults_add_up_at_any_time(seed: int) -> None:
+    world = worlds_of_jobs(CLUSTER_POLICIES, seed)
+    world.run()
+    for share in (0.3, 0.7, 1.0):
+        records = world.journal[: max(1, int(len(world.journal) * share))]
+        found = history_of(records, world.cluster.policies)
+        now_ns = found.cluster.now_ns + 7 * S
+        report = pool_report(found, "ours", now_ns=now_ns, name="lab")
+        assert sum(job.usd for job in report.jobs) + report.usd_unbilled == pytest.approx(report.usd)
+        assert report.usd <= report.usd_paid * (1 + 1e-9) + 1e-12
+        on_node = defaultdict(list)
+        for one in [*found.slices, *found.open_slices(now_ns)]:
+            on_node[one.node].append((one.begun_s, one.ended_s))
+        for turns in on_node.values():
+            turns.sort()
+            assert all(ended <= begun for (_, ended), (begun, _) in pairwise(turns))
+        for node in report.nodes:
+            whole = node.slice_share + node.switching_share + node.idle_share + node.down_share
+            assert whole == pytest.approx(1.0)
+        slices = [*found.slices, *found.open_slices(now_ns)]
+        for job in ("", *(job.name for job in report.jobs[:1])):
+            page = as_page(report, slices, job)
+            ElementTree.fromstring(page.removeprefix("<!DOCTYPE html>\n"))
+        assert "bubbles" in as_text(report)
+        for job in report.jobs:
+            assert job.name in job_text(report, job)
+        msgspec.json.encode(report)
+
+
+def test_what_went_wrong_stands_where_it_did() -> None:
+    for seed in range(20):
+        world = worlds_of_jobs(CLUSTER_POLICIES, seed)
+        world.run()
+        found = history(world)
+        killed = [mark for mark in found.marks if mark.what == "killed"]
+        if killed:
+            break
+    assert killed
+    assert len(killed) <= world.faults["job"] + world.faults["resident"]
+    failed = [job for job, record in found.cluster.jobs.items() if record.state is JobState.FAILED]
+    assert set(failed) <= {mark.job for mark in found.marks}
+
+
+def test_a_pool_to_which_nobody_has_come(quiet: JobsWorld) -> None:
+    found = history_of(quiet.journal[:1], quiet.cluster.policies)
+    report = pool_report(found, "ours", now_ns=60 * S, name="lab")
+    assert (report.usd, report.slo_met_share, report.jobs) == (0.0, 1.0, [])
+    assert report.usd_paid > 0
+    assert "0 jobs" in as_text(report)
+    ElementTree.fromstring(as_page(report, found.slices).removeprefix("<!DOCTYPE html>\n"))
