@@ -239,8 +239,12 @@ class Orchestrator:
         return self._wiring.kept.trajectories([trajectory])[trajectory]
 
     def _stepped(self, version: int) -> None:
-        """Beside the trainer's checkpoint there is the run's state, once all that led to it is durable."""
-        if version % self._config.trainer.checkpoint_every_steps == 0 and not self._run.closed:
+        """Beside the trainer's checkpoint there is the run's state, once all that led to it is durable.
+
+        A run that is stopping does not take the step, and its state is none that anybody could go on from.
+        """
+        taken = self.scheduler.version == version
+        if taken and version % self._config.trainer.checkpoint_every_steps == 0 and not self._run.closed:
             saved = states.SavedRun(
                 journal=self._journal.path.name,
                 events=self._journal.events,
