@@ -9,7 +9,7 @@ import msgspec
 from elastic.chaos.faults import Fault, FaultKind
 from elastic.chaos.loops import Machine
 from elastic.chaos.process import Process
-from elastic.chaos.relay import OF_THE_BYTES, OF_THE_LINK
+from elastic.chaos.relay import OF_THE_BYTES, OF_THE_LINK, SILENCE_S, RelayTrouble
 from elastic.chaos.strangers import flood
 from elastic.chaos.world import ELASTIC, ORCHESTRATOR_TIMEOUT_S, STOPPED, World
 from elastic.compose import TRAINER_PROVIDER
@@ -269,8 +269,10 @@ def _descriptors(world: World, fault: Fault) -> None:
 
 
 def _relay(world: World, fault: Fault) -> None:
-    world.witness.all_ail(fault.duration_s)
-    world.relay.ails(OF_THE_LINK[int(fault.chance * len(OF_THE_LINK))], fault.duration_s)
+    trouble = OF_THE_LINK[int(fault.chance * len(OF_THE_LINK))]
+    # Whoever has asked at the end of a silence waits for the answer that long.
+    world.witness.all_ail(fault.duration_s + (SILENCE_S if trouble is RelayTrouble.SILENT else 0.0))
+    world.relay.ails(trouble, fault.duration_s)
 
 
 def _tamper(world: World, fault: Fault) -> None:

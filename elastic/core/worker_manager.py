@@ -16,7 +16,10 @@ from elastic.core.types import Account, EndCause, LoadPhase, WorkerId, WorkerRol
 
 _PREFILLS = (Account.PREFILL, Account.RECOMPUTE)
 MAX_LOAD_FAILURES = 3
-"""A worker that cannot load weights this often in a row is given back; a fresh one may have better luck."""
+"""A worker that cannot load weights this often in a row is given back; a fresh one may have better luck.
+
+What fails while the trainer is away does not count: what the relay has then may be of another trainer, or half of it.
+"""
 
 _WAITS = ("boot", "load", "reload", "heartbeat", "stall", "resume", "drain", "rest", "departure")
 
@@ -285,7 +288,7 @@ class WorkerManager:
             return
         self._clear(worker, "load")
         worker.loading_version = None
-        worker.load_failures += 1
+        worker.load_failures += not run.trainer_away
         if worker.load_failures >= MAX_LOAD_FAILURES:
             self.give_up(worker.id, EndCause.FENCED)
         else:

@@ -323,6 +323,18 @@ class TestWorkers:
         assert loads == 3
         assert core.scheduler.leases.leases["spot-1"].state is LeaseState.RELEASING
 
+    def test_loads_that_fail_while_the_trainer_is_away_are_no_fault_of_the_worker(self, core) -> None:
+        core.trainer()
+        core.offer("spot")
+        core.grant("spot-1")
+        core.join("spot-1/w", version=None)
+        core.tell(e.WorkerDisconnected(worker="trainer", epoch=1, goodbye=False))
+        for _ in range(3):
+            core.tell(e.WeightsFailed(worker="spot-1/w", epoch=1, version=0, reason="another trainer's"))
+            core.wait(0.6, beating=("spot-1/w",))
+        assert core.scheduler.fleet.workers["spot-1/w"].loading_version == 0
+        assert core.scheduler.leases.leases["spot-1"].state is LeaseState.GRANTED
+
     def test_stranger_is_turned_away(self, core) -> None:
         core.join("stranger")
         assert core.one(c.FenceWorker).worker == "stranger"
