@@ -17,6 +17,8 @@ from elastic.weights.rights import RelayRights
 LATE_MAX_S = 2.0
 SILENCE_S = 10.0
 """After which `HttpRelay` gives an answer up."""
+AWAY_MAX_S = 9.0
+"""Of troubles that follow each other: with the last silence they end before anybody's patience does."""
 
 
 class RelayTrouble(StrEnum):
@@ -51,9 +53,15 @@ class RelayStore:
         self._blobs: dict[str, bytes] = {}
         self._now_ns = now_ns
         self._troubles: dict[RelayTrouble, Nanoseconds] = {}
+        self._away_since_ns = self._away_until_ns = 0
 
     def ails(self, trouble: RelayTrouble, for_s: float) -> None:
         until_ns = self._now_ns() + round(for_s * NS_PER_S)
+        if trouble in OF_THE_LINK:
+            if self._now_ns() > self._away_until_ns + SILENCE_S * NS_PER_S:
+                self._away_since_ns = self._now_ns()
+            until_ns = min(until_ns, self._away_since_ns + round(AWAY_MAX_S * NS_PER_S))
+            self._away_until_ns = max(until_ns, self._away_until_ns)
         self._troubles[trouble] = max(until_ns, self._troubles.get(trouble, 0))
 
     def open(self, url: str, token: str | None, anchor: str) -> HttpRelay:
