@@ -202,6 +202,8 @@ class World:
         self._workers: dict[WorkerId, Process] = {}
         self._hosts: dict[WorkerId, TrainerHost] = {}
         """The trainers' that have weights, by their workers."""
+        self._building: dict[WorkerId, None] = {}
+        """Trainers that have been told of a relay, and hear of no other one before their engine is built."""
         self._machines: dict[str, Process] = {}
         """Those that come by themselves, by their tickets."""
         self._directory = Path(tempfile.mkdtemp(prefix="elastic-chaos-", dir=_memory()))
@@ -437,6 +439,8 @@ class World:
     def _serve_relay(self, rights: RelayRights) -> None:
         """Where it was, unless that port is taken."""
         elsewhere = self.incarnations > 1 and self.chance.random() < MOVES
+        for trainer in self._building if elsewhere else ():
+            self.witness.doomed(trainer)
         self._relay_port += elsewhere
         self.relay.url, self.relay.rights = f"http://{ADDRESS}:{self._relay_port}", rights
 
@@ -531,6 +535,7 @@ class World:
         machine = Machine(self.clock, 1 + self.chance.uniform(-plan.drift, plan.drift))
 
         def engine(_: wire.Welcome) -> ModelEngine:
+            self._building.pop(name, None)
             watch = _Watch(self, process)
             return ModelEngine(machine.monotonic_ns, device, plan.max_batch, plan.max_pending, plan.token_s, watch)
 
@@ -552,6 +557,7 @@ class World:
             self._weights_of[host.publisher, version] = bits
 
         def trainer(config: Config, device: str) -> ModelTrainer:
+            self._building[worker] = None
             return ModelTrainer(self._learnt, has)
 
         host = TrainerHost(self.config, self.run.path, True, trainer, engine)
