@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 from aiohttp import web
+from google.protobuf.json_format import MessageToDict
 from grpclib.server import Server
 
 from tests.clouds.modal_server.faults import Faults
@@ -39,6 +40,7 @@ class BenchSide:
             web.put("/faults", self._faults),
             web.put("/token", self._token),
             web.post("/containers/{task}/{what}", self._end),
+            web.get("/apps/{name}", self._app),
             web.put("/apps/{name}/tags", self._tags),
             web.delete("/apps/{name}", self._remove),
             web.put("/blobs/{blob}", self._put_blob),
@@ -79,6 +81,16 @@ class BenchSide:
         self._platform.end(container, {"kill": "was killed", "preempt": "preempted"}[request.match_info["what"]])
         await container.gone.wait()
         return web.Response()
+
+    async def _app(self, request: web.Request) -> web.Response:
+        """What was deployed under a name: its tags, and each function as it was asked for."""
+        platform = self._platform
+        app = next((app for app in platform.apps.values() if app.name == request.match_info["name"]), None)
+        if app is None:
+            return web.Response(status=404)
+        functions = [f for f in platform.functions.values() if f.app is app and not f.base]
+        shown = {f.definition.function_name: MessageToDict(f.definition) for f in functions}
+        return web.json_response({"tags": app.tags, "functions": shown, "images": platform.images})
 
     async def _tags(self, request: web.Request) -> web.Response:
         tags = await request.json()

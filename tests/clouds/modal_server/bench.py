@@ -42,6 +42,10 @@ class Bench:
         record = self.record()
         return [one for one in record["containers"] if one["task"] in record["running"] and run in (None, one["run"])]
 
+    def app(self, name: str) -> dict[str, Any]:
+        """What was deployed: `tags`, `functions` by name as they were asked for, and the `images`' commands."""
+        return self._http.get(f"/apps/{name}").raise_for_status().json()
+
     def faults(self, **faults: Any) -> None:
         self._http.put("/faults", json=faults).raise_for_status()
 

@@ -127,6 +127,8 @@ class Platform:
         self.directory = directory
         self.chance = Chance()
         self.apps: dict[str, App] = {}
+        self.images: list[list[str]] = []
+        """What each image that was asked for is built by."""
         self.functions: dict[str, Function] = {}
         self.calls: dict[str, FunctionCall] = {}
         self.inputs: dict[str, Input] = {}

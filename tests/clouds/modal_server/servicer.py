@@ -126,6 +126,7 @@ class Servicer:
 
     async def do_ImageGetOrCreate(self, stream: Any, request: Any) -> Any:
         done = api_pb2.GenericResult(status=api_pb2.GenericResult.GENERIC_STATUS_SUCCESS)
+        self._platform.images.append(list(request.image.dockerfile_commands))
         return api_pb2.ImageGetOrCreateResponse(
             image_id=f"im-{abs(hash(request.image.SerializeToString(deterministic=True))):022d}"[:25],
             result=done,
