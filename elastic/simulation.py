@@ -34,7 +34,7 @@ from elastic.sim.performance.environments import EnvironmentSettings
 from elastic.sim.performance.episodes import DrawnEpisodes, EpisodeLimits, RecordedEpisodes
 from elastic.sim.performance.launchers import doubts
 from elastic.sim.performance.profile import ComputedProfile, Device, EngineRates, Profile, with_numbers
-from elastic.sim.performance.run import RunSettings
+from elastic.sim.performance.run import RunSettings, SharedPool
 from providers.base import ProviderSettings
 from traces.sessions import SESSIONS, read_sessions
 
@@ -92,7 +92,7 @@ def devices_of(plan: compose.RunPlan, experiment: Experiment) -> dict[str, Devic
         engine = plan.engine(name)
         profile = _profile_of(experiment.profiles.get(name, experiment.profile), engine, key, count)
         profile = _with_numbers(profile, config.simulation.numbers)
-        devices[name] = Device(profile=profile, rates=_rates_of(engine, profile, where))
+        devices[name] = Device(profile=profile, rates=rates_of(engine, profile, where))
     _check_one_model(devices)
     return devices
 
@@ -140,7 +140,7 @@ def _check_one_model(devices: Mapping[str, Device]) -> None:
         raise ConfigError(f"--profile: a run has one model; found {found}")
 
 
-def _rates_of(engine: EngineConfig, profile: Profile, where: str) -> EngineRates:
+def rates_of(engine: EngineConfig, profile: Profile, where: str) -> EngineRates:
     if profile.kv_tokens < engine.max_context_tokens:
         raise ConfigError(
             f"{where}.max_context_tokens: {engine.max_context_tokens} tokens do not fit into the KV cache of "
@@ -220,10 +220,21 @@ def _shapes(rows: Sequence[TurnRow], started_ns: int | None) -> tuple[EpisodeTur
     return tuple(shapes)
 
 
-def build(plan: compose.RunPlan, experiment: Experiment, scheduler: Scheduler, journal: JournalWriter) -> SimulatedRun:
-    """The run's world, ready to live. Raises `ConfigError` for what cannot be simulated."""
+def build(
+    plan: compose.RunPlan,
+    experiment: Experiment,
+    scheduler: Scheduler,
+    journal: JournalWriter,
+    shared: SharedPool | None = None,
+    devices: Mapping[str, Device] | None = None,
+) -> SimulatedRun:
+    """The run's world, ready to live; on a `shared` pool as one of its jobs. `devices` are in the place of what their
+    providers would have.
+
+    Raises `ConfigError` for what cannot be simulated.
+    """
     config = plan.config
-    devices = devices_of(plan, experiment)
+    devices = devices_of(plan, experiment) | dict(devices or {})
     rewards = config.rewards
     reward_s = max(rewards.pacing_s, devices[compose.TRAINER_PROVIDER].profile.reward_s)
     settings = RunSettings(
@@ -247,7 +258,7 @@ def build(plan: compose.RunPlan, experiment: Experiment, scheduler: Scheduler, j
     )
     try:
         episodes = episodes_of(config, experiment)
-        run = SimulatedRun(scheduler, settings, devices, trainer, plan.providers, episodes, journal)
+        run = SimulatedRun(scheduler, settings, devices, trainer, plan.providers, episodes, journal, shared)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     _check_patience(config, run)

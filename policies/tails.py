@@ -18,11 +18,13 @@ class NoTails:
 class LongTail:
     """Once so much of the responses is done, the rest moves to the fewest nodes that hold it without slowing it.
 
-    It moves where somebody waits, and where a node that is given up is worth more to them (its share of their planned
-    rollout) than to the tail. Source: Weave §4.3, whose threshold is 80 %.
+    It moves where somebody waits and gains more than the tail loses: a node that is given up is worth its share of the
+    planned rollout of who waits, as far as that shortens the group's cycle; what moves is prefilled once more, which is
+    taken to cost `cost_share` of the planned rollout. Source: Weave §4.3, whose threshold is 80 %.
     """
 
     done_share: float = 0.8
+    cost_share: float = 0.1
 
     def keeps(self, rollout: SliceView) -> tuple[NodeId, ...] | None:
         if not rollout.waiting_ns or rollout.of <= 0 or rollout.done < self.done_share * rollout.of:
@@ -30,7 +32,7 @@ class LongTail:
         nodes = len(rollout.nodes)
         left = rollout.of - rollout.done
         kept = max(1, -(-left * nodes // rollout.of))
-        gained_ns = rollout.waiting_ns * (nodes - kept) // nodes
-        if gained_ns <= 0:
+        gained_ns = min(rollout.waiting_ns * (nodes - kept) // nodes, rollout.shortens_ns)
+        if gained_ns <= self.cost_share * rollout.planned_ns:
             return None
         return rollout.nodes[:kept]

@@ -42,7 +42,7 @@ class Market(Generic[SettingsT]):
     """
 
     role: ClassVar[WorkerRole] = WorkerRole.ELASTIC
-    workers_per_lease: ClassVar[int] = 1
+    workers_per_lease: int = 1
     delay_key: ClassVar[str] = ""
     """What the settings call the time from a grant to the start of its workers."""
     bars_last: ClassVar[bool] = True

@@ -85,6 +85,10 @@ class JobGroup(msgspec.Struct, kw_only=True):
                 self.rollout_bytes[node] += member.rollout_bytes
         self.single = all(len(member.nodes) == 1 and not member.sync_ns for member in members)
 
+    def rollout_load_ns(self, nodes: Iterable[NodeId]) -> Nanoseconds:
+        """What the busiest of these rollout nodes has to do in a cycle."""
+        return max((self.rollout_ns.get(node, 0) for node in nodes), default=0)
+
     @property
     def load_ns(self) -> Nanoseconds:
         """What the busiest node has to do in a cycle."""

@@ -106,13 +106,17 @@ class PlacementPolicy(Protocol):
 
 class SliceView(msgspec.Struct, frozen=True, kw_only=True):
     """A rollout phase under way. `waiting_ns` is the planned rollout of the job that is next on most of its nodes, 0
-    where nobody waits; `left_ns` the rest of its planned time."""
+    where nobody waits; `left_ns` the rest of its planned time, of which there are `planned_ns` in all. `shortens_ns` is
+    the most by which the group's cycle can become shorter where these nodes are free sooner: what else bounds it stays.
+    """
 
     done: int
     of: int
     nodes: tuple[NodeId, ...]
     waiting_ns: Nanoseconds
     left_ns: Nanoseconds
+    planned_ns: Nanoseconds
+    shortens_ns: Nanoseconds
 
 
 class TailPolicy(Protocol):

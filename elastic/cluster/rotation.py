@@ -129,6 +129,8 @@ class Rotation:
             nodes=permit.nodes,
             waiting_ns=self._waiting_ns(group, job, permit.nodes),
             left_ns=max(0, permit.since_ns + group.members[job].rollout_ns - now_ns),
+            planned_ns=group.members[job].rollout_ns,
+            shortens_ns=max(0, group.rollout_load_ns(permit.nodes) - max(group.train_ns, group.longest_ns)),
         )
         kept = self._tail.keeps(view)
         if kept and set(kept) < set(permit.nodes):

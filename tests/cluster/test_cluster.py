@@ -94,13 +94,14 @@ def test_nothing_counts_under_an_older_permit() -> None:
 
 def test_a_tail_moves_and_the_next_begins_on_the_rest() -> None:
     pool = Driver()
-    pool.run(job("a", rollout_nodes=2), job("b", rollout_nodes=2))
+    rollout_heavy = PhasePlan(rollout_ns=100 * S, train_ns=10 * S)
+    pool.run(*(job(name, rollout_nodes=2, slo=2.0, plan=rollout_heavy) for name in ("a", "b")))
     assert pool.ask("a", ROLLOUT, 0)[0].nodes == ("rollout-1", "rollout-2")
     pool.ask("b", ROLLOUT, 0)
     permit = pool.cluster.jobs["a"].permit
     assert permit is not None
-    assert pool.tell(e.RolloutProgressed(job="a", permit=permit, done=7, of=10), 50) == []
-    moved = pool.tell(e.RolloutProgressed(job="a", permit=permit, done=8, of=10), 60)
+    assert pool.tell(e.RolloutProgressed(job="a", permit=permit, done=8, of=10), 50) == []
+    moved = pool.tell(e.RolloutProgressed(job="a", permit=permit, done=9, of=10), 60)
     assert [command.nodes for command in moved if isinstance(command, c.MoveTail)] == [("rollout-1",)]
     begun = grants(pool.tell(e.TailMoved(job="a", permit=permit), 61))
     assert [(grant.job, grant.nodes) for grant in begun] == [("b", ("rollout-2",))]

@@ -79,7 +79,7 @@ def test_ours_takes_the_fullest_place_of_the_group_that_lives_anyway() -> None:
 
 def test_a_tail_moves_to_the_fewest_nodes_only_where_somebody_waits() -> None:
     nodes = ("n1", "n2", "n3", "n4")
-    due = SliceView(done=80, of=100, nodes=nodes, waiting_ns=100, left_ns=50)
+    due = SliceView(done=80, of=100, nodes=nodes, waiting_ns=100, left_ns=50, planned_ns=200, shortens_ns=100)
     assert LongTail().keeps(due) == ("n1",)
     assert LongTail().keeps(msgspec.structs.replace(due, done=79)) is None
     assert LongTail().keeps(msgspec.structs.replace(due, waiting_ns=0)) is None
@@ -87,8 +87,11 @@ def test_a_tail_moves_to_the_fewest_nodes_only_where_somebody_waits() -> None:
     assert LongTail().keeps(msgspec.structs.replace(due, nodes=("n1",))) is None
     assert LongTail().keeps(msgspec.structs.replace(due, done=0, of=0)) is None
     # A node is a quarter of what waits: three of them are worth a nanosecond to it, or none.
-    assert LongTail().keeps(msgspec.structs.replace(due, waiting_ns=2)) == ("n1",)
-    assert LongTail().keeps(msgspec.structs.replace(due, waiting_ns=1)) is None
+    worth = msgspec.structs.replace(due, planned_ns=10)
+    assert LongTail().keeps(msgspec.structs.replace(worth, waiting_ns=4)) == ("n1",)
+    assert LongTail().keeps(msgspec.structs.replace(worth, waiting_ns=2)) is None
+    assert LongTail().keeps(msgspec.structs.replace(due, shortens_ns=21)) == ("n1",)
+    assert LongTail().keeps(msgspec.structs.replace(due, shortens_ns=20)) is None
     assert NoTails().keeps(due) is None
 
 

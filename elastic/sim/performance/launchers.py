@@ -88,6 +88,11 @@ class Launcher:
         """Of a borrowed device."""
         return None
 
+    @property
+    def resident_version(self) -> int | None:
+        """The weights that its workers begin with; None where they begin without."""
+        return None
+
     def queue_s(self) -> float:
         """From the request to the grant."""
         return float(getattr(self.device.profile, self.queue_key)) if self.queue_key else 0.0

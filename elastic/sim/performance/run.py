@@ -18,7 +18,7 @@ from elastic.core.ledger import NANO_USD_PER_USD
 from elastic.core.scheduler import Scheduler
 from elastic.core.types import NS_PER_S, LeaseId, Nanoseconds, WeightMode, WorkerId, WorkerRole
 from elastic.runtime.journal import JournalWriter
-from elastic.runtime.ports import OneIncarnation, Ports, WorkerOrder
+from elastic.runtime.ports import OneIncarnation, Ports, Unshared, WorkerOrder
 from elastic.runtime.run import Run
 from elastic.runtime.scribe import Scribe
 from elastic.sim.loop import EventLoop, VirtualClock
@@ -27,6 +27,7 @@ from elastic.sim.performance.environments import Environments, EnvironmentSettin
 from elastic.sim.performance.episodes import Episodes
 from elastic.sim.performance.launchers import Launcher, launcher_of
 from elastic.sim.performance.lending import LentShareModel
+from elastic.sim.performance.pool import PoolMember, SharedTrainerMarket, SliceLauncher, SliceMarket
 from elastic.sim.performance.profile import Device
 from elastic.sim.performance.relay import RelayModel
 from elastic.sim.performance.truth import Acts
@@ -57,6 +58,23 @@ class RunSettings:
     weight_mode: WeightMode = WeightMode.FINISH
 
 
+POOL = "pool"
+"""What the provider of a job's rollout slices is called."""
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPool:
+    """What a run that is a job on a pool shares with others. `settings` are of its slices, `per_node` workers on each
+    node; a turn comes within `within_s`. `ended` is told once the run is over."""
+
+    loop: EventLoop
+    member: PoolMember
+    settings: ProviderSettings
+    per_node: int
+    within_s: float
+    ended: Callable[[], None]
+
+
 class SimulatedRun(OneIncarnation):
     """A simulated run; `live` carries it to its end. `providers` maps names to live settings, `trainer` has its
     device's.
@@ -74,11 +92,13 @@ class SimulatedRun(OneIncarnation):
         providers: Mapping[str, ProviderSettings],
         episodes: Episodes,
         journal: JournalWriter,
+        shared: "SharedPool | None" = None,
     ) -> None:
         name = scheduler.plan.trainer_provider
         profile = devices[name].profile
-        self.loop = EventLoop()
+        self.loop = EventLoop() if shared is None else shared.loop
         self.scheduler = scheduler
+        self._shared = shared
         self.relay = RelayModel(self.loop, profile)
         self.heartbeat_ns = settings.heartbeat_ns
         self.flush_ns = settings.flush_ns
@@ -95,6 +115,7 @@ class SimulatedRun(OneIncarnation):
         self._refused: set[WorkerId] = set()
         self._trained_version = 0
         self._over = False
+        self._slices: SliceLauncher | None = None
         self._busy_until_ns: Nanoseconds = 0
         """Until when something is known to go on: the trainer, an environment; or the last token's time."""
         self._patience_ns = PATIENCE * max(
@@ -103,7 +124,14 @@ class SimulatedRun(OneIncarnation):
         self._episodes = episodes
         self._run = Run(scheduler, self._connect)
         self.feed = self._run.feed
-        self.launchers = {name: Launcher(TrainerMarket(name, trainer), devices[name], self)}
+        self.launchers: dict[str, Launcher] = {}
+        if shared is None:
+            self.launchers[name] = Launcher(TrainerMarket(name, trainer), devices[name], self)
+        else:
+            shared.member.feed = self.feed
+            self.launchers[name] = Launcher(SharedTrainerMarket(name, trainer, shared.within_s), devices[name], self)
+            slices = SliceMarket(POOL, shared.settings, shared.per_node, shared.within_s)
+            self._slices = self.launchers[POOL] = SliceLauncher(slices, devices[POOL], self, shared.member)
         self.launchers |= {name: launcher_of(name, s, devices[name], self) for name, s in providers.items()}
 
     def _connect(self, run: Run) -> Ports:
@@ -125,6 +153,7 @@ class SimulatedRun(OneIncarnation):
             rewards=self.environments,
             trainer=self,
             owner=self,
+            pool=Unshared() if self._shared is None else self._shared.member,
         )
 
     # The whole
@@ -140,16 +169,35 @@ class SimulatedRun(OneIncarnation):
 
         Raises `SimulationError`.
         """
+        self.begin(told=told, sample=sample, sample_ns=sample_ns)
+        with rare_collections():
+            self.loop.run(self._settings.horizon_ns)
+        if not self._over:
+            self._give_up(f"no end within {self._settings.horizon_ns / NS_PER_S:g} s of virtual time")
+        return self._run.failed
+
+    def begin(
+        self,
+        *,
+        told: Sequence[e.Event] = (),
+        sample: Callable[[], None] = lambda: None,
+        sample_ns: Nanoseconds = NS_PER_S // 2,
+    ) -> None:
+        """Set everything going; the loop, which others may share, does the rest."""
         for event in told:
             self.feed(event)
         self._bill_functions()
         for launcher in self.launchers.values():
             self.loop.after(0, launcher.start)
         self._sample_every(sample, sample_ns, 0)
-        with _rare_collections():
-            self.loop.run(self._settings.horizon_ns)
-        if not self._over:
-            self._give_up(f"no end within {self._settings.horizon_ns / NS_PER_S:g} s of virtual time")
+
+    @property
+    def over(self) -> bool:
+        return self._over
+
+    @property
+    def failed(self) -> str:
+        """The cause of failure, once it is over; empty if there is none."""
         return self._run.failed
 
     def _give_up(self, found: str) -> None:
@@ -189,6 +237,8 @@ class SimulatedRun(OneIncarnation):
         """Half as often after each thousand, so that long runs do not drown in samples."""
 
         def take() -> None:
+            if self._over:
+                return
             sample()
             self._check_progress()
             self._sample_every(sample, interval_ns * (1 + ((taken + 1) % 1000 == 0)), taken + 1)
@@ -227,7 +277,10 @@ class SimulatedRun(OneIncarnation):
 
     def ended(self) -> None:
         self._over = True
-        self.loop.stop()
+        if self._shared is None:
+            self.loop.stop()
+        else:
+            self._shared.ended()
 
     def broken(self, event: e.Event | None, error: Exception) -> None:
         raise error
@@ -254,7 +307,8 @@ class SimulatedRun(OneIncarnation):
     ) -> None:
         device = self._launcher_of[lease].device
         born = self._workers[worker] = WorkerModel(self, worker, lease, role, device, share)
-        version = self._trained_version if role is WorkerRole.TRAINER else None
+        resident = self._launcher_of[lease].resident_version
+        version = self._trained_version if role is WorkerRole.TRAINER else resident
         self.loop.after(boot_ns, lambda: born.join(version))
 
     def kill_worker(self, worker: WorkerId) -> None:
@@ -290,13 +344,15 @@ class SimulatedRun(OneIncarnation):
             self._trained_version = order.version
             assert trainer.engine is not None
             trainer.engine.use_version(order.version)
+            if self._slices is not None:
+                self._slices.follow(order.version, self.relay)
             self.tell(e.WeightsPublished(worker=trainer.id, epoch=trainer.epoch, version=order.version))
 
         self._on_trainer(self._profile.update_s, publish)
 
 
 @contextlib.contextmanager
-def _rare_collections() -> Iterator[None]:
+def rare_collections() -> Iterator[None]:
     before = gc.get_threshold()
     gc.set_threshold(COLLECTED_AFTER, *before[1:])
     try:
