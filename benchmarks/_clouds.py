@@ -62,16 +62,22 @@ class _Starts:
             parts["join"] -= parts["boot"]
 
 
+def starts_of(run: RunDirectory, provider: str) -> list[Mapping[str, int]]:
+    """The parts, in nanoseconds, of each worker's start, as far as it came."""
+    starts = _Starts(provider)
+    replay(run, starts.hear)
+    return list(starts.parts_ns.values())
+
+
 def figures_of(run_dir: Path, provider: str) -> dict[str, Any]:
     """Of a run that is over. `leases` were granted; times are medians over the workers that came as far."""
     run = RunDirectory(run_dir)
-    starts = _Starts(provider)
-    replay(run, starts.hear)
+    starts = starts_of(run, provider)
     summary = summarise(run)
     usage = summary.providers[provider]
-    parts = {part: [one[part] / NS_PER_S for one in starts.parts_ns.values() if part in one] for part in PARTS}
+    parts = {part: [one[part] / NS_PER_S for one in starts if part in one] for part in PARTS}
     lost, duplicated = judge_tokens(run)
-    boots = [one["boot"] + one["join"] for one in starts.parts_ns.values() if {"boot", "join"} <= one.keys()]
+    boots = [one["boot"] + one["join"] for one in starts if {"boot", "join"} <= one.keys()]
     return {
         "leases": usage.leases,
         "tokens_lost": lost + duplicated,

@@ -3,17 +3,17 @@
 import asyncio
 import contextlib
 import importlib.util
-import json
 import random
 import signal
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from _clouds import PARTS, starts_of
 from _crashes import CrashingRun
 from _live import write_policy
 from _proof import judge_tokens
@@ -82,7 +82,7 @@ class Totals:
         self.leases = self.tokens_lost = self.orphans = 0
         self.by: Counter[str] = Counter()
         self.usd = self.overhead_s = self.gpu_s = 0.0
-        self.waits_s: dict[str, list[float]] = {}
+        self.starts: list[Mapping[str, int]] = []
 
     @property
     def kills(self) -> int:
@@ -93,8 +93,8 @@ class Totals:
         return self.by["orchestrator"]
 
     def figures(self, aws: Any) -> dict[str, Any]:
-        waits_s = {name: median(found) if found else None for name, found in self.waits_s.items()}
-        boots_s = [a + b for a, b in zip(self.waits_s["boot"], self.waits_s["join"], strict=True)]
+        parts_s = {part: [one[part] / NS_PER_S for one in self.starts if part in one] for part in PARTS}
+        boots_s = [(one["boot"] + one["join"]) / NS_PER_S for one in self.starts if {"boot", "join"} <= one.keys()]
         return {
             "leases": self.leases,
             "kills": self.kills,
@@ -102,7 +102,7 @@ class Totals:
             "tokens_lost": self.tokens_lost,
             "orphans": self.orphans,
             "boot_s_p50": median(boots_s) if boots_s else None,
-            "first_token_s": waits_s,
+            "first_token_s": {part: median(found) if found else None for part, found in parts_s.items()},
             "allocation_overhead": self.overhead_s / self.gpu_s if self.gpu_s else None,
             "usd": self.usd,
             "usd_by_their_bill": aws.books.usd(),
@@ -201,47 +201,7 @@ class Disturbed:
         totals.usd += usage.usd
         totals.overhead_s += usage.overhead_share * usage.gpu_s
         totals.gpu_s += usage.gpu_s
-        for name, wait_s in self._waits():
-            totals.waits_s.setdefault(name, []).append(wait_s)
-
-    def _waits(self) -> Iterator[tuple[str, float]]:
-        """Of each lease that had a token, what its first one waited for."""
-        with RunDirectory(self.run.run_dir).journals() as journals:
-            began_ns = self._began_ns(journals)
-            events = [one for journal in journals for one in journal.events()]
-        began: Mapping[str, Any] = {
-            one.tags["elastic:lease"]: one
-            for one in self._aws.books.rented.values()
-            if one.tags.get("elastic:run", "").startswith(self.run.run_dir.name)
-        }
-        firsts: dict[str, dict[str, int]] = {}
-        for t_ns, event in events:
-            match event:
-                case e.LeaseGranted(lease=lease):
-                    firsts.setdefault(lease, {})["granted"] = t_ns
-                case e.WorkerJoined(worker=worker):
-                    firsts.setdefault(lease_of(worker), {}).setdefault("joined", t_ns)
-                case e.WeightsApplied(worker=worker):
-                    firsts.setdefault(lease_of(worker), {}).setdefault("applied", t_ns)
-                case e.TokensReceived(worker=worker):
-                    firsts.setdefault(lease_of(worker), {}).setdefault("token", t_ns)
-                case _:
-                    pass
-        for lease, at in firsts.items():
-            one = began.get(lease)
-            booted_ns = one and self._aws.machines.began_ns.get(one.id)
-            if one is None or booted_ns is None or at.keys() < {"granted", "joined", "applied", "token"}:
-                continue
-            booted_at_ns = booted_ns - began_ns
-            yield "request", max(0.0, (at["granted"] - (one.asked_ns - began_ns)) / NS_PER_S)
-            yield "boot", max(0.0, (booted_at_ns - at["granted"]) / NS_PER_S)
-            yield "join", (at["joined"] - max(booted_at_ns, at["granted"])) / NS_PER_S
-            yield "pull", (at["applied"] - at["joined"]) / NS_PER_S
-            yield "warm", (at["token"] - at["applied"]) / NS_PER_S
-
-    @staticmethod
-    def _began_ns(journals: Any) -> int:
-        return json.loads(journals[0].meta()["began"])["monotonic_ns"]
+        totals.starts += starts_of(kept, "ec2")
 
     def _events(self, *kinds: str) -> list[e.Event]:
         with contextlib.suppress(JournalError, ValueError), RunDirectory(self.run.run_dir).journals() as journals:

@@ -39,7 +39,7 @@ USEFUL = (Account.PREFILL, Account.DECODE)
 
 
 class GivenNotice(NamedTuple):
-    """Of one instance, in the run's time; where it got none, both are its end."""
+    """Of one instance, in the run's time; where it got none, both are when its worker fell silent."""
 
     worker: str
     given_ns: int
@@ -145,10 +145,12 @@ def judged(journal: JournalReader, notice_s: int) -> dict[str, Any]:
 def found(events: list[tuple[int, e.Event]]) -> list[GivenNotice]:
     given = {event.lease: (t_ns, event.deadline_ns) for t_ns, event in events if isinstance(event, e.LeaseNotice)}
     ready = {event.worker for _, event in events if isinstance(event, e.WeightsApplied)}
+    silent = {event.worker: t_ns for t_ns, event in events if isinstance(event, e.WorkerDisconnected)}
     notices: list[GivenNotice] = []
     for t_ns, event in events:
         if isinstance(event, e.LeaseEnded) and event.cause is EndCause.PREEMPTED and event.lease in ready:
-            at_ns, deadline_ns = given.get(event.lease, (t_ns, t_ns))
+            end_ns = min(t_ns, silent.get(event.lease, t_ns))
+            at_ns, deadline_ns = given.get(event.lease, (end_ns, end_ns))
             notices.append(GivenNotice(event.lease, at_ns, t_ns if deadline_ns is None else deadline_ns))
     return notices
 
