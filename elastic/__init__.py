@@ -1,0 +1,25 @@
+"""Elastic. What a script with phases of its own needs is at hand as `elastic.phase`, and imported when it is used."""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from elastic.phases import (
+        PhaseError,
+        give_way,
+        on_consolidate,
+        phase,
+        progress,
+        should_yield,
+        steps_done,
+    )
+
+__all__ = ["PhaseError", "give_way", "on_consolidate", "phase", "progress", "should_yield", "steps_done"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    # Never `from elastic import phases` here: what is asked for may be the submodule's own import.
+    return getattr(importlib.import_module("elastic.phases"), name)
