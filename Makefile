@@ -1,4 +1,4 @@
-.PHONY: run run-clouds serve test test-netns test-postgres test-ray test-clouds test-dashboard test-vllm fuzz check bench gpu gpu-wheels lock audit setup clean
+.PHONY: run run-clouds serve test test-netns test-postgres test-ray test-clouds test-dashboard test-trl test-vllm fuzz check bench gpu gpu-wheels lock audit setup clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -23,7 +23,7 @@ serve: setup
 	$(BIN)/elastic serve
 
 # Most tests share the cores; those that fill them, or are judged by the clock, come after them, one by one.
-ELSEWHERE := not nightly and not netns and not ray and not clouds and not dashboard and not postgres
+ELSEWHERE := not nightly and not netns and not ray and not clouds and not dashboard and not postgres and not trl
 
 test: setup check
 	$(BIN)/python -m pytest -n 3 --dist worksteal -m "not alone and $(ELSEWHERE)"
@@ -80,6 +80,19 @@ test-dashboard: setup .cache/dashboard/installed
 	$(DASHBOARD)/python -m pip install --quiet --disable-pip-version-check -r requirements-dashboard.txt
 	for site in .cache/dashboard/lib/python3*/site-packages; do \
 		echo $(CURDIR)/.venv/$${site#.cache/dashboard/} > $$site/elastic.pth; echo $(CURDIR) >> $$site/elastic.pth; done
+	touch $@
+
+# TRL's trainer as a job's script. TRL has an environment of its own, which borrows everything else.
+TRL := .cache/trl/bin
+
+test-trl: setup .cache/trl/installed
+	$(TRL)/python -m pytest -m trl tests/trl
+
+.cache/trl/installed: requirements-trl.txt
+	$(PYTHON) -m venv .cache/trl
+	$(TRL)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-trl.txt
+	for site in .cache/trl/lib/python3*/site-packages; do \
+		echo $(CURDIR)/.venv/$${site#.cache/trl/} > $$site/elastic.pth; echo $(CURDIR) >> $$site/elastic.pth; done
 	touch $@
 
 # Requests that schemathesis makes up from the server's OpenAPI. It has an environment of its own: its pins are not ours.

@@ -70,6 +70,8 @@ def submit_command(said: Submission, pool: str, directory: Path, *, dry_run: boo
         environment = {}
     else:
         script = _of_script(said, overrides)
+        if said.phases is not None:
+            said = said._replace(script=_with_phases(said.script, said.phases))
         config, steps, job, plan = None, script.run.steps, script.job, None
         environment = inherited(*script.run.pass_env)
     path = find_pool(pool, directory)
@@ -152,6 +154,17 @@ def _of_script(said: Submission, overrides: Sequence[str]) -> ScriptConfig:
     for override in overrides:
         apply_override(raw, override)
     return validate(ScriptConfig, raw, str(said.config or "elastic jobs submit"))
+
+
+def _with_phases(script: tuple[str, ...], phases: Path) -> tuple[str, ...]:
+    """The script's command line, with its functions wrapped. Raises `ConfigError` for a phases file that cannot be."""
+    from elastic.phases.files import PhasesFileError, load_phases, wrapped
+
+    try:
+        load_phases(phases)
+        return wrapped(script, phases.resolve())
+    except PhasesFileError as error:
+        raise ConfigError(f"--phases: {error}") from error
 
 
 def placement_words(plan: dict[str, Any]) -> str:

@@ -239,6 +239,27 @@ def test_a_script_brings_its_command_and_no_secrets(
     refused(elastic("jobs", "submit", file, "--providers", "spot", "--", "x"), "--providers: a script has none")
 
 
+def test_a_script_with_a_phases_file_is_wrapped(refused, elastic, pool: StandIn, tmp_path: Path) -> None:
+    file, phases = tmp_path / "script.toml", tmp_path / "phases.toml"
+    file.write_text('[run]\nname = "grpo"\n' + JOB)
+    phases.write_text('[phases]\n"grpo:roll" = "rollout"\n"grpo:update" = "train"\n')
+    code, _, err = elastic("jobs", "submit", file, "--phases", "phases.toml", "--", "python", "-u", "-m", "grpo", "-m")
+    assert code == 0, err
+    (sent,) = pool.submitted
+    assert sent.script == ("python", "-u", "-m", "elastic.phases.run", str(phases), "-m", "grpo", "-m")
+    submission = ("jobs", "submit", file, "--phases", "phases.toml", "--")
+    refused(
+        elastic(*submission, "bash", "run.sh"), "--phases: a phases file goes with a Python program: found 'bash run."
+    )
+    phases.write_text('[phases]\n"grpo:roll" = "rolout"\n')
+    refused(elastic(*submission, "python", "x.py"), "'grpo:roll': phase: found 'rolout'; allowed: rollout, train, sync")
+    refused(
+        elastic("jobs", "submit", file, "--phases", "none.toml", "--", "python", "x.py"),
+        "phases file none.toml: No such",
+    )
+    assert len(pool.submitted) == 1
+
+
 def test_how_pool_and_jobs_stand(refused, elastic, pool: StandIn, job: Path) -> None:
     submit(elastic, job, "--name", "one")
     code, out, _ = elastic("pool", "status")

@@ -49,6 +49,15 @@ class StubPool:
     def endpoint(self) -> Endpoint:
         return Endpoint(f"127.0.0.1:{self.port}")
 
+    def environment(self) -> dict[str, str]:
+        """Of the process of a script that is its job."""
+        return {
+            "ELASTIC_POOL": self.endpoint.address,
+            "ELASTIC_POOL_JOB": "script",
+            "ELASTIC_POOL_PLACEMENT": "3",
+            "ELASTIC_POOL_TOKEN": "token",
+        }
+
     def start(self) -> None:
         async def listening() -> None:
             self._server = await links.listen("127.0.0.1", self.port, None, self._connected)

@@ -25,10 +25,8 @@ ROLLOUT, TRAIN = PhaseKind.ROLLOUT, PhaseKind.TRAIN
 @pytest.fixture
 def pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[StubPool]:
     with StubPool() as stub:
-        monkeypatch.setenv("ELASTIC_POOL", stub.endpoint.address)
-        monkeypatch.setenv("ELASTIC_POOL_JOB", "script")
-        monkeypatch.setenv("ELASTIC_POOL_PLACEMENT", "3")
-        monkeypatch.setenv("ELASTIC_POOL_TOKEN", "token")
+        for name, value in stub.environment().items():
+            monkeypatch.setenv(name, value)
         monkeypatch.setattr(phases, "_live", None)
         yield stub
         if phases._live is not None:
@@ -78,7 +76,7 @@ def test_a_script_takes_its_turns_with_its_states(pool: StubPool) -> None:
         assert rollout() == 7
         assert not engine.awake
         with elastic.phase("sync"):
-            assert pool.held is None
+            pool.until(lambda stub: stub.held is None)
         with elastic.phase("train", state=lambda: [model, optimiser]):
             seen.append((not engine.awake, pool.held is not None and pool.held.phase is TRAIN))
             model(torch.ones(3)).sum().backward()
