@@ -1,0 +1,116 @@
+"""A pool as one job sees it: it does what it is told as `elastic.pool_wire` says, and what it is made to do."""
+
+from collections.abc import Callable
+
+from elastic import pool_wire as w
+from elastic.cluster.types import PhaseKind
+
+ROLLOUT, TRAIN = PhaseKind.ROLLOUT, PhaseKind.TRAIN
+
+
+class ModelPool:
+    """`send` gets what the job is to hear. A worker's token is spent by its first use."""
+
+    def __init__(self, send: Callable[[w.ToJob], None], nodes: tuple[str, ...] = ("node-1", "node-2")) -> None:
+        self.send = send
+        self.nodes = {ROLLOUT: nodes, TRAIN: ("train-1",)}
+        self.asked: set[PhaseKind] = set()
+        self.permits: dict[int, w.HeldPermit] = {}
+        self.slices: dict[str, str] = {}
+        self.trainer = ""
+        self.permit_numbers = 0
+        self.heard: list[w.FromJob] = []
+        self.lent: Callable[[str, w.WorkerTicketFrame], None] = lambda node, ticket: None
+        """Called when a worker begins, and `freed` when it has ended."""
+        self.freed: Callable[[str], None] = lambda worker: None
+        self.left_s = 600.0
+        self._spent: set[str] = set()
+
+    def welcome(self) -> w.JobWelcome:
+        return w.JobWelcome(
+            rollout_nodes=self.nodes[ROLLOUT],
+            train_nodes=self.nodes[TRAIN],
+            rollout_usd_per_gpu_hour=1.85,
+            train_usd_per_gpu_hour=5.28,
+            gpus_per_rollout_node=1,
+            gpus_per_train_node=2,
+            grant_within_s=120.0,
+            permits=tuple(self.permits.values()),
+            trainer=self.trainer,
+            slices=dict(self.slices),
+        )
+
+    def hear(self, message: w.FromJob) -> None:
+        self.heard.append(message)
+        match message:
+            case w.AskPhase(phase=phase):
+                if all(held.phase is not phase for held in self.permits.values()):
+                    self.asked.add(phase)
+            case w.WithdrawPhase(phase=phase):
+                self.asked.discard(phase)
+            case w.LendSlice(permit=permit, node=node, ticket=ticket):
+                self._lend(permit, node, ticket)
+            case w.ReturnSlice(node=node):
+                self.park(node)
+            case w.YieldPhase(permit=permit):
+                self._end(permit, "")
+            case w.TailLeft(permit=permit):
+                pass
+            case w.StartTrainer(ticket=ticket) if self.trainer != ticket.worker:
+                if self.trainer or ticket.worker in self._spent:
+                    self.send(w.TrainerEnded(ticket.worker, "it was not let in"))
+                else:
+                    self._spent.add(ticket.worker)
+                    self.trainer = ticket.worker
+            case w.EndTrainer(worker=worker) if worker == self.trainer:
+                self.lose_trainer("")
+            case _:
+                pass
+
+    def grant(self, phase: PhaseKind, nodes: tuple[str, ...] = ()) -> int:
+        """Also unasked for: the job may have withdrawn it meanwhile."""
+        self.asked.discard(phase)
+        self.permit_numbers += 1
+        held = w.HeldPermit(self.permit_numbers, "job", phase, nodes or self.nodes[phase], self.left_s)
+        self.permits[held.permit] = held
+        self.send(w.Granted(held.permit, phase, held.nodes, held.left_s))
+        return held.permit
+
+    def recall(self, permit: int, left_s: float = 5.0) -> None:
+        held = self.permits[permit]
+        self.permits[permit] = w.HeldPermit(held.permit, held.job, held.phase, held.nodes, left_s, recalled=True)
+        self.send(w.Recalled(permit, left_s))
+
+    def take(self, permit: int, cause: str = "it was not yielded in time") -> None:
+        if self._end(permit, cause):
+            self.send(w.PermitOver(permit, cause))
+
+    def park(self, node: str, cause: str = "") -> None:
+        worker = self.slices.pop(node, None)
+        if worker is not None:
+            self.freed(worker)
+            permit = next((x.permit for x in self.permits.values() if node in x.nodes), 0)
+            self.send(w.SliceParked(permit, node, worker, cause=cause))
+
+    def lose_trainer(self, cause: str) -> None:
+        worker, self.trainer = self.trainer, ""
+        self.freed(worker)
+        self.send(w.TrainerEnded(worker, cause))
+
+    def _lend(self, permit: int, node: str, ticket: w.WorkerTicketFrame) -> None:
+        held = self.permits.get(permit)
+        if self.slices.get(node) == ticket.worker:
+            return
+        if held is None or node not in held.nodes or node in self.slices or ticket.worker in self._spent:
+            self.send(w.SliceParked(permit, node, ticket.worker, cause="nothing to lend"))
+            return
+        self._spent.add(ticket.worker)
+        self.slices[node] = ticket.worker
+        self.lent(node, ticket)
+
+    def _end(self, permit: int, cause: str) -> bool:
+        held = self.permits.pop(permit, None)
+        for node in () if held is None or held.phase is TRAIN else held.nodes:
+            if (worker := self.slices.pop(node, None)) is not None:
+                self.freed(worker)
+        return held is not None

@@ -1,0 +1,343 @@
+"""What a job says to its pool, and what it takes itself to have: whatever is lost on the way, both agree in the end."""
+
+import asyncio
+from collections import Counter, deque
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from elastic import pool_link as links
+from elastic import pool_wire as w
+from elastic.endpoint import Endpoint
+from elastic.pool_client import JobPart, News, PoolClient, PoolMembership, PoolUnavailable
+from elastic.pool_link import FromDialler, PoolLink
+from tests.pool.model import ROLLOUT, TRAIN, ModelPool
+
+PHASES = st.sampled_from([ROLLOUT, TRAIN])
+
+
+def ticket(worker: str) -> w.WorkerTicketFrame:
+    return w.WorkerTicketFrame("run", worker, f"the token of {worker}", "127.0.0.1:1")
+
+
+class JobAndPool(RuleBasedStateMachine):
+    """What is said is under way until it is delivered, and lost with the connection; the job's process dies, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.to_pool: deque[w.FromJob] = deque()
+        self.to_job: deque[w.ToJob] = deque()
+        self.connected = self.slow = False
+        self.pool = ModelPool(lambda message: self.to_job.append(message) if self.connected else None)
+        self.part = JobPart()
+        self.workers = 0
+        self.lent: Counter[str] = Counter()
+        self.over: Counter[str] = Counter()
+        self.connect()
+
+    def say(self, messages: list[w.FromJob]) -> None:
+        if self.connected:
+            self.to_pool.extend(messages)
+
+    def news(self, news: list[News]) -> None:
+        for one in news:
+            if isinstance(one, w.SliceParked | w.TrainerEnded):
+                self.over[one.worker] += 1
+
+    def new_ticket(self) -> w.WorkerTicketFrame:
+        self.workers += 1
+        self.lent[f"worker-{self.workers}"] += 1
+        return ticket(f"worker-{self.workers}")
+
+    # The connection
+
+    @rule()
+    def slow_down_or_speed_up(self) -> None:
+        self.slow = not self.slow
+
+    @precondition(lambda self: not self.connected)
+    @rule()
+    def connect(self) -> None:
+        self.connected = True
+        news, say = self.part.welcomed(self.pool.welcome(), 0.0)
+        self.news(news)
+        self.say(say)
+
+    @precondition(lambda self: self.connected)
+    @rule()
+    def lose_connection(self) -> None:
+        self.connected = False
+        self.to_pool.clear()
+        self.to_job.clear()
+
+    @precondition(lambda self: self.to_pool)
+    @rule()
+    def pool_hears(self) -> None:
+        self.pool.hear(self.to_pool.popleft())
+
+    @precondition(lambda self: self.to_job)
+    @rule()
+    def job_hears(self) -> None:
+        news, say = self.part.heard(self.to_job.popleft(), 0.0)
+        self.news(news)
+        self.say(say)
+
+    # The job
+
+    @rule(phase=PHASES)
+    def ask(self, phase) -> None:
+        self.say(self.part.ask(phase))
+
+    @rule(phase=PHASES)
+    def withdraw(self, phase) -> None:
+        self.say(self.part.withdraw(phase))
+
+    @rule(which=st.integers(0, 3))
+    def lend(self, which: int) -> None:
+        places = [
+            (held.permit, node)
+            for held in self.part.permits.values()
+            if held.phase is ROLLOUT
+            for node in held.usable
+            if node not in self.part.slices
+        ]
+        if places:
+            permit, node = places[which % len(places)]
+            self.say(self.part.lend(permit, node, self.new_ticket()))
+
+    @rule(which=st.integers(0, 3), ends=st.sampled_from(["", "it lied"]))
+    def give_back(self, which: int, ends: str) -> None:
+        nodes = list(self.part.slices)
+        if nodes:
+            self.say(self.part.give_back(nodes[which % len(nodes)], ends))
+
+    @rule(which=st.integers(0, 3), finished=st.booleans())
+    def leave(self, which: int, finished: bool) -> None:
+        empty = [p for p in self.part.permits if all(lent.permit != p for lent in self.part.slices.values())]
+        if empty:
+            self.say(self.part.leave(empty[which % len(empty)], finished=finished))
+
+    @precondition(lambda self: self.part.trainer is None)
+    @rule()
+    def start_trainer(self) -> None:
+        self.say(self.part.start_trainer(self.new_ticket()))
+
+    @rule()
+    def end_trainer(self) -> None:
+        self.say(self.part.end_trainer())
+
+    @rule(step=st.integers(0, 3), done=st.integers(0, 8))
+    def progress(self, step: int, done: int) -> None:
+        self.say(self.part.tell_progress(step, done, 8))
+
+    @rule()
+    def die(self) -> None:
+        """Another process takes the run up: it knows nothing but what it is told as it begins."""
+        self.lose_connection()
+        self.part = JobPart()
+        self.connect()
+
+    # The pool
+
+    @rule(phase=PHASES)
+    def grant(self, phase) -> None:
+        if phase in self.pool.asked and not self.pool.permits:
+            self.pool.grant(phase)
+
+    @rule()
+    def recall(self) -> None:
+        for permit in self.pool.permits:
+            self.pool.recall(permit)
+
+    @rule()
+    def take(self) -> None:
+        for permit in list(self.pool.permits):
+            self.pool.take(permit)
+
+    @rule(node=st.sampled_from(["node-1", "node-2"]), cause=st.sampled_from(["", "it died"]))
+    def worker_ends(self, node: str, cause: str) -> None:
+        self.pool.park(node, cause)
+
+    @precondition(lambda self: self.pool.trainer)
+    @rule()
+    def trainer_dies(self) -> None:
+        self.pool.lose_trainer("it died")
+
+    def deliver_all(self) -> None:
+        while self.to_pool or self.to_job:
+            while self.to_pool:
+                self.pool_hears()
+            while self.to_job:
+                self.job_hears()
+
+    # What holds
+
+    @invariant()
+    def all_arrives_while_the_connection_is_fast(self) -> None:
+        if not self.slow:
+            self.deliver_all()
+
+    @invariant()
+    def nobody_ends_twice(self) -> None:
+        assert all(self.over[worker] <= self.lent[worker] for worker in self.over)
+
+    @invariant()
+    def slices_are_of_permits(self) -> None:
+        """But for those of a process before, whose permit is over."""
+        for lent in self.part.slices.values():
+            assert lent.ticket is None or lent.permit in self.part.permits
+
+    def teardown(self) -> None:
+        if not self.connected:
+            self.connect()
+        self.deliver_all()
+        part, pool = self.part, self.pool
+        assert part.permits.keys() == pool.permits.keys()
+        for permit, held in pool.permits.items():
+            mine = part.permits[permit]
+            assert (mine.phase, mine.nodes, mine.recalled) == (held.phase, held.nodes, held.recalled)
+        assert {node: lent.worker for node, lent in part.slices.items()} == pool.slices
+        assert not any(lent.returning for lent in part.slices.values())
+        assert ("" if part.trainer is None else part.trainer.worker) == pool.trainer
+        assert {phase for phase in part.wanted if part.permit_of(phase) is None} <= pool.asked
+        living = {lent.worker for lent in part.slices.values()} | ({part.trainer.worker} if part.trainer else set())
+        assert not any(self.over[worker] for worker in living)
+
+
+TestJobAndPool = JobAndPool.TestCase
+TestJobAndPool.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+
+
+def membership(address: str) -> PoolMembership:
+    return PoolMembership(endpoint=Endpoint(address), job="job", placement=3, token="secret")
+
+
+def test_the_environment_says_whether_a_pool_has_started_the_process():
+    variables = {
+        "ELASTIC_POOL": "127.0.0.1:7",
+        "ELASTIC_POOL_JOB": "job",
+        "ELASTIC_POOL_PLACEMENT": "3",
+        "ELASTIC_POOL_TOKEN": "secret",
+    }
+    assert PoolMembership.of({}) is None
+    assert PoolMembership.of(variables) == membership("127.0.0.1:7")
+    for missing in ("ELASTIC_POOL_JOB", "ELASTIC_POOL_PLACEMENT", "ELASTIC_POOL_TOKEN"):
+        with pytest.raises(PoolUnavailable, match="ELASTIC_POOL_PLACEMENT"):
+            PoolMembership.of({**variables, missing: ""})
+
+
+class Server:
+    """A pool's process that can go away and come back at the same address."""
+
+    def __init__(self) -> None:
+        self.link: PoolLink[FromDialler] | None = None
+        self.pool = ModelPool(lambda message: self.link.send(message) if self.link else None)
+        self.connected: asyncio.Queue[PoolLink[FromDialler]] = asyncio.Queue()
+        self.address = ""
+        self.refuses: w.PoolRefused | None = None
+        self._server: asyncio.Server | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        port = int(self.address.rpartition(":")[2] or 0)
+        self._server = await links.listen("127.0.0.1", port, None, self._accept)  # type: ignore[assignment]
+        assert self._server is not None
+        self.address = "{}:{}".format(*self._server.sockets[0].getsockname()[:2])
+
+    def _accept(self, link: PoolLink[FromDialler]) -> None:
+        task = asyncio.create_task(self._serve(link))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _serve(self, link: PoolLink[FromDialler]) -> None:
+        try:
+            hello = await link.receive()
+            assert hello == w.JobHello(w.POOL_PROTOCOL_VERSION, "job", "secret", 3)
+            if self.refuses is not None:
+                link.send(self.refuses)
+                return
+            self.link = link
+            link.send(self.pool.welcome())
+            self.connected.put_nowait(link)
+            while True:
+                self.pool.hear(await link.receive())  # type: ignore[arg-type]
+        except links.LinkLost:
+            pass
+        finally:
+            if self.link is link:
+                self.link = None
+
+    def stop(self) -> None:
+        assert self._server is not None
+        self._server.close()
+        if self.link is not None:
+            self.link.abort()
+
+
+async def until(condition) -> None:
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110 - of another end of a socket, which cannot tell us
+            await asyncio.sleep(0.005)
+
+
+async def test_what_is_ordered_while_the_pool_is_away_is_done_once_it_is_back():
+    server, heard = Server(), []
+    await server.start()
+    client = PoolClient(membership(server.address))
+    client.hear_slices(heard.append)
+    assert (await client.open(10.0)).rollout_nodes == ("node-1", "node-2")
+    client.ask(ROLLOUT)
+    await until(lambda: ROLLOUT in server.pool.asked)
+    server.stop()
+    server.link = None
+    server.pool.asked.clear()
+    permit = server.pool.grant(ROLLOUT)
+    client.ask(TRAIN)
+    await server.start()
+    await until(lambda: permit in client.part.permits and TRAIN in server.pool.asked)
+    assert 500 < client.left_s(permit) <= 600
+    client.lend(permit, "node-1", ticket("worker-1"))
+    await until(lambda: server.pool.slices == {"node-1": "worker-1"})
+    client.give_back("node-1")
+    await until(lambda: any(isinstance(one, w.SliceParked) for one in heard))
+    client.leave(permit, finished=True)
+    await client.aclose()
+    await until(lambda: not server.pool.permits)
+    assert [type(one).__name__ for one in heard] == ["Granted", "SliceParked"]
+    server.stop()
+
+
+async def test_who_is_turned_away_has_nothing_any_more_and_says_why():
+    server, heard, reasons = Server(), [], []
+    await server.start()
+    client = PoolClient(membership(server.address))
+    client.hear_slices(heard.append)
+    client.turned_away = reasons.append
+    await client.open(10.0)
+    client.ask(ROLLOUT)
+    await until(lambda: ROLLOUT in server.pool.asked)
+    permit = server.pool.grant(ROLLOUT)
+    await until(lambda: permit in client.part.permits)
+    client.lend(permit, "node-1", ticket("worker-1"))
+    server.refuses = w.PoolRefused("placement 4 is the present one", retry=False)
+    server.stop()
+    await server.start()
+    await until(lambda: reasons)
+    assert "placement 4 is the present one" in reasons[0]
+    assert [type(one).__name__ for one in heard] == ["Granted", "SliceParked", "PermitOver"]
+    assert not client.part.permits
+    await client.aclose()
+    server.stop()
+
+
+async def test_no_pool_at_that_address_is_said_at_once_or_after_the_wait():
+    server = Server()
+    await server.start()
+    server.refuses = w.PoolRefused("no such job", retry=False)
+    with pytest.raises(PoolUnavailable, match="no such job"):
+        await PoolClient(membership(server.address)).open(10.0)
+    server.stop()
+    with pytest.raises(PoolUnavailable, match="cannot be reached"):
+        await PoolClient(membership(server.address)).open(0.2)
