@@ -54,7 +54,8 @@ class ProviderContext(msgspec.Struct, frozen=True, kw_only=True):
     all processes of a run do. `now_ns` is the run's clock, on which events give their times and markets stand; it goes
     on over the run's incarnations. `note` keeps a text under a key in the run's journal, for its report; the last one
     stands. `secret` is the token of a host of this name, the same in each incarnation; a host that has not heard from
-    the run for `orchestrator_timeout_s` ends.
+    the run for `orchestrator_timeout_s` ends. `pool` is the
+    `elastic.pool_client.PoolClient` of a run that is a job of one.
     """
 
     run: str
@@ -70,6 +71,7 @@ class ProviderContext(msgspec.Struct, frozen=True, kw_only=True):
     release_timeout_s: float
     orchestrator_timeout_s: float = 60.0
     waiting_room: WaitingRoom | None = None
+    pool: object = None
 
 
 Billing: TypeAlias = Literal["exact", "second", "minute", "hour"]

@@ -96,6 +96,17 @@ class BaseProvider(Generic[SettingsT]):
         """The lease ends because none of its workers has joined in time; returns where to look for the cause."""
         return ""
 
+    def granted(self, lease: LeaseId) -> None:
+        """The run has been told that it has the lease."""
+
+    def withdrawn(self, lease: LeaseId) -> None:
+        """The lease is to end, which may not have been granted yet: a `launch` that takes long can break off."""
+
+    @property
+    def answer_timeout_s(self) -> float | None:
+        """How long a launch may take; None where the run itself says how long it waits."""
+        return self.context.acquire_timeout_s
+
     # What the contract asks for
 
     async def adopt(self, known: Sequence[KnownLease], emit: Emit) -> list[LeaseId]:
@@ -122,7 +133,7 @@ class BaseProvider(Generic[SettingsT]):
             else:
                 unheard.append(lease_id)
         for one in taken:
-            self._give_notice(
+            self.give_notice(
                 one._replace(ending=LeaseEnding(one.ending.cause, f"{one.ending.detail} while nobody listened"))
             )
         return unheard
@@ -190,6 +201,21 @@ class BaseProvider(Generic[SettingsT]):
         lease = self._leases.get(lease_id)
         if lease is not None and not lease.ending.done():
             lease.ending.set_result(ending)
+            self.withdrawn(lease_id)
+
+    def wants(self, lease: LeaseId) -> bool:
+        """Whether the lease is asked for or granted, and its end has not begun."""
+        held = self._leases.get(lease)
+        return held is not None and not held.ending.done()
+
+    def give_notice(self, taken: TakenBack) -> None:
+        """Give notice, and end the lease at its deadline. However it ends before, the noticed ending is its cause."""
+        lease = self._leases[taken.lease]
+        lease.noticed = taken.ending
+        if taken.deadline_ns > self.context.now_ns():
+            notice = LeaseNotice(lease=taken.lease, deadline_ns=taken.deadline_ns, reason=taken.ending.detail)
+            self._emit(notice)
+        self._end_at(lease, taken.deadline_ns, taken.ending)
 
     def run_in_background(self, work: Coroutine[Any, Any, None], name: str) -> None:
         """Run `work` until the provider closes."""
@@ -199,7 +225,7 @@ class BaseProvider(Generic[SettingsT]):
         while (next_ns := self.market.next_ns) is not None:
             await asyncio.sleep((next_ns - self.context.now_ns()) / NS_PER_S)
             for taken in self.market.advance(next_ns):
-                self._give_notice(taken)
+                self.give_notice(taken)
             self.announce()
 
     @property
@@ -242,6 +268,7 @@ class BaseProvider(Generic[SettingsT]):
         self._emit(LeaseGranted(lease=lease.request.lease, workers=workers, expires_at_ns=lease.expires_at_ns))
         # Whoever asks counts what is asked for against the offer, and may now ask for the rest.
         self.announce(again=True)
+        self.granted(lease.request.lease)
 
     async def _keep(self, lease: _LeaseTask, handle: LeaseHandle) -> None:
         lease_id = lease.request.lease
@@ -256,15 +283,6 @@ class BaseProvider(Generic[SettingsT]):
         self._emit(LeaseEnded(lease=lease_id, cause=ending.cause, detail=ending.detail, billed_ns=billed))
         self.announce()
 
-    def _give_notice(self, taken: TakenBack) -> None:
-        """Give notice, and end the lease at its deadline. However it ends before, the noticed ending is its cause."""
-        lease = self._leases[taken.lease]
-        lease.noticed = taken.ending
-        if taken.deadline_ns > self.context.now_ns():
-            notice = LeaseNotice(lease=taken.lease, deadline_ns=taken.deadline_ns, reason=taken.ending.detail)
-            self._emit(notice)
-        self._end_at(lease, taken.deadline_ns, taken.ending)
-
     def _end_at(self, lease: _LeaseTask, deadline_ns: Nanoseconds, ending: LeaseEnding) -> None:
         left_s = (deadline_ns - self.context.now_ns()) / NS_PER_S
         if left_s <= 0:
@@ -278,7 +296,7 @@ class BaseProvider(Generic[SettingsT]):
         if self._closing:
             raise CapacityUnavailable(f"{self.name} is closing")
         lease.place, lease.at_ns = self.market.take(lease.request.lease), self.market.at_ns
-        timeout_s = self.context.acquire_timeout_s
+        timeout_s = self.answer_timeout_s
         try:
             async with asyncio.timeout(timeout_s):
                 return await self.launch(lease.request, lease.place)

@@ -122,8 +122,16 @@ class Market(Generic[SettingsT]):
 
     def news(self, *, again: bool = False) -> Offer | None:
         """The offer if it is another than the last, or `again`."""
+        offer = self.offer()
+        if offer == self._offered and not again:
+            return None
+        self._offered = offer
+        return offer
+
+    def offer(self) -> Offer:
+        """What could be had now."""
         held = len(self._held)
-        offer = Offer(
+        return Offer(
             provider=self.name,
             role=self.role,
             available=max(0, min(self.free(), self._most_leases - held)),
@@ -135,10 +143,6 @@ class Market(Generic[SettingsT]):
             expected_life_s=self.expected_life_s(),
             billing_ns=self.settings.billing_ns,
         )
-        if offer == self._offered and not again:
-            return None
-        self._offered = offer
-        return offer
 
     @property
     def _most_leases(self) -> int:

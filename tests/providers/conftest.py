@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
+import msgspec
 import psutil
 import pytest
 import uvloop
@@ -18,11 +19,13 @@ from elastic.endpoint import Endpoint
 from providers.base import LeaseRequest, Provider, ProviderContext, ProviderEvent, ProviderSettings, WorkerTicket
 from providers.base_provider import BaseProvider
 from providers.markets import LeaseEnding, Market, ServerlessSettings, SpotSettings
+from providers.pool import PoolProvider, PoolSettings
 from providers.reserved import ReservedProvider, TrainerProvider
 from providers.serverless import ServerlessProvider
 from providers.serving import ServingProvider
 from providers.serving_messages import ServingSettings
 from providers.spot import SpotProvider
+from tests.providers.stub_pool import CLIENTS, StubPool, stub_client
 
 E = TypeVar("E", bound=ProviderEvent)
 
@@ -167,11 +170,27 @@ def provider_of(kind: str, context: ProviderContext, **more: Any) -> Any:
             if not trace.exists():
                 trace.write_text("0,add,a\n0,add,b\n600000,remove,a\n")
             return SpotProvider("provider", SpotSettings.model_validate({"trace": str(trace), **settings}), context)
+        case "pool":
+            context = msgspec.structs.replace(context, pool=stub_client(context.run_dir, context.run))
+            return PoolProvider("provider", PoolSettings.model_validate(settings), context)
         case "serving":
             serving = ServingSettings.model_validate({"hosts": CAPACITY, "poll_s": 0.05, **settings})
             return ServingProvider("provider", serving, context)
         case _:
             return MemoryProvider("provider", ProviderSettings.model_validate(settings), context)
+
+
+@pytest.fixture
+async def stub_pool(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[None]:
+    """Two nodes, where the test is of a pool's provider."""
+    if request.getfixturevalue("kind") != "pool":
+        yield
+        return
+    pool = StubPool(tmp_path, ("sleep", "600"))
+    yield
+    while CLIENTS:
+        await CLIENTS.pop().aclose()
+    pool.stop()
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ import msgspec
 from elastic.core.events import LeaseGranted
 from elastic.processes import RecordedProcesses
 from providers.base import ProviderContext, ProviderEvent
+from providers.pool import PoolProvider
 from providers.serving import ServingProvider
 from tests.providers.conftest import CAPACITY, Recorder, context_of, lease_request, provider_of
 
@@ -34,10 +35,12 @@ def arm(death: str, provider: Any) -> None:
     match death:
         case "before the record":
             recorded.write = die
-            if isinstance(provider, ServingProvider):
+            if isinstance(provider, ServingProvider | PoolProvider):
                 provider.__dict__["launch"] = die
         case "before a process is recorded":
             recorded.add = die
+            if isinstance(provider, PoolProvider):
+                provider.__dict__["_resident"] = die
         case _:
             pass
 

@@ -33,7 +33,9 @@ from tests.providers.conftest import (
 from tests.providers.first_incarnation import DEATHS, forks, main
 
 WITH_PROCESSES = ["reserved", "trainer", "serverless", "spot"]
-KINDS = [*WITH_PROCESSES, "serving"]
+KINDS = [*WITH_PROCESSES, "serving", "pool"]
+
+pytestmark = pytest.mark.usefixtures("stub_pool")
 
 
 class Incarnations:
@@ -77,8 +79,8 @@ class Incarnations:
 
     @property
     def width(self) -> int:
-        """Processes of a lease: the worker and its child; a host has none for a loan."""
-        return 0 if self.kind == "serving" else 2
+        """Processes of a lease: the worker and its child; a host has none for a loan, and the pool's stub no child."""
+        return {"serving": 0, "pool": 1}.get(self.kind, 2)
 
     def pids(self, number: int = 0) -> list[int]:
         worker = {"ELASTIC_WORKER": f"worker-{number}"} if number else {}
@@ -107,7 +109,9 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-async def incarnations(kind: str, tmp_path: Path, opened: list[Provider]) -> AsyncIterator[Incarnations]:
+async def incarnations(
+    kind: str, stub_pool: None, tmp_path: Path, opened: list[Provider]
+) -> AsyncIterator[Incarnations]:
     incarnations = Incarnations(kind, tmp_path, opened)
     yield incarnations
     for pid in incarnations.pids():
@@ -249,7 +253,7 @@ async def test_what_a_liar_stood_on_stays_out_for_the_next(
     if not ended_before:
         await provider.release("lease-1")
         await heard.ended("lease-1")
-    left = CAPACITY if incarnations.kind in ("serverless", "trainer") else CAPACITY - 1
+    left = CAPACITY if incarnations.kind in ("serverless", "trainer", "pool") else CAPACITY - 1
     await heard.until(lambda r: r.available == left)
     for number in range(2, 2 + left):
         await provider.acquire(lease_request(number))

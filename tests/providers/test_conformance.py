@@ -16,7 +16,7 @@ from providers.base import Provider, ProviderContext
 from tests.providers.conftest import CAPACITY, Recorder, eventually, lease_request, processes_with, provider_of
 
 WITH_PROCESSES = ["reserved", "serverless", "spot"]
-"""Whose leases are processes; a serving host's are inside a process that goes on without them."""
+"""Whose leases are processes; a serving host's are inside a process that goes on without them, a pool's are its own."""
 
 MACHINES = ["reserved", "trainer", "spot", "serving"]
 """Whose leases are of machines that can be told apart."""
@@ -25,7 +25,10 @@ MakeContext = Callable[..., ProviderContext]
 MakeProvider = Callable[[ProviderContext], Any]
 
 
-@pytest.fixture(params=["memory", "reserved", "trainer", "serverless", "spot", "serving"])
+pytestmark = pytest.mark.usefixtures("stub_pool")
+
+
+@pytest.fixture(params=["memory", "reserved", "trainer", "serverless", "spot", "serving", "pool"])
 def kind(request: pytest.FixtureRequest) -> str:
     return request.param
 
