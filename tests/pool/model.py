@@ -8,7 +8,7 @@ from elastic.cluster.types import PhaseKind
 ROLLOUT, TRAIN = PhaseKind.ROLLOUT, PhaseKind.TRAIN
 
 
-class ModelPool:
+class JobsPool:
     """`send` gets what the job is to hear. A worker's token is spent by its first use."""
 
     def __init__(self, send: Callable[[w.ToJob], None], nodes: tuple[str, ...] = ("node-1", "node-2")) -> None:

@@ -13,7 +13,7 @@ from elastic import pool_wire as w
 from elastic.endpoint import Endpoint
 from elastic.pool_client import JobPart, News, PoolClient, PoolMembership, PoolUnavailable
 from elastic.pool_link import FromDialler, PoolLink
-from tests.pool.model import ROLLOUT, TRAIN, ModelPool
+from tests.pool.model import ROLLOUT, TRAIN, JobsPool
 
 PHASES = st.sampled_from([ROLLOUT, TRAIN])
 
@@ -30,7 +30,7 @@ class JobAndPool(RuleBasedStateMachine):
         self.to_pool: deque[w.FromJob] = deque()
         self.to_job: deque[w.ToJob] = deque()
         self.connected = self.slow = False
-        self.pool = ModelPool(lambda message: self.to_job.append(message) if self.connected else None)
+        self.pool = JobsPool(lambda message: self.to_job.append(message) if self.connected else None)
         self.part = JobPart()
         self.workers = 0
         self.lent: Counter[str] = Counter()
@@ -233,7 +233,7 @@ class Server:
 
     def __init__(self) -> None:
         self.link: PoolLink[FromDialler] | None = None
-        self.pool = ModelPool(lambda message: self.link.send(message) if self.link else None)
+        self.pool = JobsPool(lambda message: self.link.send(message) if self.link else None)
         self.connected: asyncio.Queue[PoolLink[FromDialler]] = asyncio.Queue()
         self.address = ""
         self.refuses: w.PoolRefused | None = None

@@ -25,7 +25,7 @@ from providers.serverless import ServerlessProvider
 from providers.serving import ServingProvider
 from providers.serving_messages import ServingSettings
 from providers.spot import SpotProvider
-from tests.providers.stub_pool import CLIENTS, StubPool, stub_client
+from tests.providers.stub_pool import CLIENTS, LendingPool, stub_client
 
 E = TypeVar("E", bound=ProviderEvent)
 
@@ -186,7 +186,7 @@ async def stub_pool(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIter
     if request.getfixturevalue("kind") != "pool":
         yield
         return
-    pool = StubPool(tmp_path, ("sleep", "600"))
+    pool = LendingPool(tmp_path, ("sleep", "600"))
     yield
     while CLIENTS:
         await CLIENTS.pop().aclose()

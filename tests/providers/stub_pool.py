@@ -18,7 +18,7 @@ from elastic.cluster.types import PhaseKind
 from elastic.endpoint import Endpoint
 from elastic.pool_client import PoolClient, PoolMembership
 from elastic.pool_link import FromDialler, PoolLink
-from tests.pool.model import ModelPool
+from tests.pool.model import JobsPool
 
 CLIENTS: list[PoolClient] = []
 """Of this process, for whoever is to close them."""
@@ -31,7 +31,7 @@ class _Job:
 
     def __init__(self, command: Sequence[str]) -> None:
         self.link: PoolLink[FromDialler] | None = None
-        self.pool = ModelPool(lambda message: self.link.send(message) if self.link else None)
+        self.pool = JobsPool(lambda message: self.link.send(message) if self.link else None)
         self.pool.lent, self.pool.freed = self._start, self._kill
         self._command = command
         self._workers: dict[str, subprocess.Popen[bytes]] = {}
@@ -56,7 +56,7 @@ class _Job:
             self._kill(worker)
 
 
-class StubPool:
+class LendingPool:
     """Where it is found stands in the directory. It ends with the tests' process, or with `stop`."""
 
     def __init__(self, directory: Path, command: Sequence[str]) -> None:
