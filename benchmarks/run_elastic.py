@@ -25,7 +25,7 @@ from elastic.core.types import WeightMode
 from elastic.engine import create_engine
 from elastic.model.checkpoint import read_config, read_tensors
 from elastic.runtime.journal import RunDirectory
-from elastic.weights.puller import pull
+from elastic.weights.puller import Puller
 from elastic.weights.relay import open_relay
 from elastic.weights.signing import Trust
 from elastic.weights.source import TensorSource
@@ -80,7 +80,7 @@ def held_out(run_dir: Path) -> tuple[HeldOut, HeldOut]:
     relay = open_relay(str((run_dir / "weights").resolve()))
     with RunDirectory(run_dir).newest_journal() as journal:
         trust = Trust(run_dir.name, journal.meta()["publisher"])
-    last = pull(relay, trust, max(published_versions(relay)))
+    last = Puller(relay, trust).pull(max(published_versions(relay)))
     plan = compose.resolve(config, [], str(run_dir))
     settings = config.engine.model_copy(update={"pacing": None, "max_batch": 64, "kv_blocks": 4096})
 

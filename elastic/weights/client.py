@@ -82,7 +82,8 @@ class WeightsClient:
                 raise VersionSuperseded(f"version {source.version}: it is not the one that was staged last")
             _, staged, changes = self._staged
             tensors = self._puller.apply(staged)
-            self._staged = source, staged._replace(overwrites=()), None
+            staged.overwrites.clear()
+            self._staged = source, staged, None
             return TensorSource(source.version, tensors, changes)
         finally:
             self._lock.release()

@@ -9,15 +9,8 @@ import numpy.typing as npt
 import structlog
 from torch import Tensor
 
-from elastic.weights.codecs.sums import apply_update, tile_sums, zero_sums
-from elastic.weights.delta import (
-    NOTHING,
-    Bucket,
-    DeltaBegun,
-    begun_of,
-    delta_manifest_key,
-    state_of,
-)
+from elastic.weights.codecs.sums import tile_sums, zero_sums
+from elastic.weights.delta import NOTHING, DeltaBegun, state_of
 from elastic.weights.errors import (
     BlobNotFound,
     RelayError,
@@ -30,12 +23,12 @@ from elastic.weights.layout import tile_ends
 from elastic.weights.manifest import TensorEntry, decode_manifest, manifest_key, request_key
 from elastic.weights.memory import Memory
 from elastic.weights.plan import PublishedUpdate, shortest_path
-from elastic.weights.reading import CHUNK_BYTES, TRANSFERS, Reading
+from elastic.weights.reading import CHUNK_BYTES, TRANSFERS, ArrivingDelta, Reading
 from elastic.weights.relay import Relay
-from elastic.weights.resident import Overwrite, ResidentWeights, StagedVersion, Tiles, kept_small, overwritten
+from elastic.weights.resident import ResidentWeights, StagedVersion, Tiles
 from elastic.weights.sharding import Shard, ShardOf, needed, whole
 from elastic.weights.signing import Trust
-from elastic.weights.source import PullReport, WeightChanges
+from elastic.weights.source import WeightChanges
 from elastic.weights.tensors import assemble, box_of, by_tensor, views, whole_shapes
 
 log = structlog.get_logger(__name__)
@@ -157,8 +150,7 @@ class Puller:
             raise
 
     def _stage(self, version: int, timeout_s: float, follow: bool) -> StagedVersion:
-        begun_s = time.monotonic()
-        reading = Reading(self._relay, self._trust, begun_s + timeout_s, self._transfers, self._chunk_bytes)
+        reading = Reading(self._relay, self._trust, timeout_s, self._transfers, self._chunk_bytes)
         self._received_bytes, self._reading = self.received_bytes, reading
         refused: dict[PublishedUpdate, Exception] = {}
         base = None if self._distrusted else self.resident
@@ -167,19 +159,9 @@ class Puller:
             if path is None:
                 raise next(reversed(refused.values()), BlobNotFound(f"version {version}: not published, or deleted"))
             try:
-                weights, overwrites = self._follow(path, base, reading)
-                # Of differences between clock readings, what is left for decoding may round to less than nothing.
-                decode_s = max(0.0, time.monotonic() - begun_s - reading.wire_s - reading.encode_s)
-                report = PullReport(
-                    size_bytes=reading.size_bytes,
-                    full_bytes=weights.bits.nbytes,
-                    encode_s=reading.encode_s,
-                    wire_s=reading.wire_s,
-                    decode_s=decode_s,
-                    refused=self._refusals(),
-                )
-                over = None if base is None or overwrites is None else base.version
-                return StagedVersion(weights, over, overwrites or (), tuple(path), report)
+                staged = self._follow(path, base, reading)
+                staged.path, staged.report = tuple(path), reading.report(staged.weights.bits.nbytes, self._refusals())
+                return staged
             except _Refused as refusal:
                 self._refuse(_named(refusal.update), str(refusal.cause))
                 if refusal.fatal and self._another_copy(refusal.update.version):
@@ -283,28 +265,22 @@ class Puller:
         except RelayError as error:
             log.warning("keyframe not asked for", version=version, reason=str(error))
 
-    def _follow(
-        self, path: Iterable[PublishedUpdate], base: ResidentWeights | None, reading: Reading
-    ) -> tuple[ResidentWeights, list[Overwrite] | None]:
-        """Pulls every update on the path; returns the resulting weights, and the overwrites that make them from `base`.
-
-        The latter are None where the path begins with a keyframe.
-        """
-        held = base
-        overwrites: list[Overwrite] | None = None if base is None else []
+    def _follow(self, path: Iterable[PublishedUpdate], base: ResidentWeights | None, reading: Reading) -> StagedVersion:
+        """Pulls every update on the path, which begins with a keyframe or at `base`."""
+        staged = None if base is None else StagedVersion(base, base.version)
         for update in path:
             try:
                 if update.base is None:
-                    held, overwrites = self._pull_keyframe(update.version, reading), None
+                    staged = self._pull_keyframe(update.version, reading)
                 else:
-                    assert held is not None
-                    held = self._pull_delta(held, update, reading, overwrites)
+                    assert staged is not None
+                    _change(staged, reading.delta(update.version, update.base))
             except (WeightsCorrupted, BlobNotFound) as error:
                 raise _Refused(update, error, fatal=not isinstance(error, _BaseMismatch)) from error
-        assert held is not None
-        return held, overwrites
+        assert staged is not None
+        return staged
 
-    def _pull_keyframe(self, version: int, reading: Reading) -> ResidentWeights:
+    def _pull_keyframe(self, version: int, reading: Reading) -> StagedVersion:
         try:
             signed = reading.get(manifest_key(version))
         except BlobNotFound:
@@ -320,62 +296,23 @@ class Puller:
         hosted = (True,) * len(manifest.tensors)
         sums = np.frombuffer(manifest.tile_sums, "<u8").astype(np.uint64)
         state = {manifest.tile_elements: (state_of(sums), sums)}
-        return ResidentWeights(version, manifest.run, manifest.model, manifest.tensors, hosted, bits, state)
+        return StagedVersion(
+            ResidentWeights(version, manifest.run, manifest.model, manifest.tensors, hosted, bits, state)
+        )
 
-    def _pull_full(self, version: int, reading: Reading) -> ResidentWeights:
+    def _pull_full(self, version: int, reading: Reading) -> StagedVersion:
         """A keyframe in cells: those that are hosted, which is the change from nothing."""
-        begun, _ = reading.delta(version, NOTHING)
+        full = reading.delta(version, NOTHING)
+        begun = full.begun
         hosted = self._hosted(begun.tensors)
         elements = sum(entry.size_bytes for entry in compress(begun.tensors, hosted)) // 2
         sums = zero_sums(tile_ends(begun.tensors, begun.tile_elements))
         state = {begun.tile_elements: (state_of(sums), sums)}
         bits = self._memory.empty(elements)
         bits[:] = 0
-        nothing = ResidentWeights(NOTHING, begun.run, begun.model, begun.tensors, hosted, bits, state)
-        return self._pull_delta(nothing, PublishedUpdate(version, NOTHING), reading, overwrites=None)
-
-    def _pull_delta(
-        self, base: ResidentWeights, update: PublishedUpdate, reading: Reading, overwrites: list[Overwrite] | None
-    ) -> ResidentWeights:
-        """Applies the delta `update` to `base`, changed by `overwrites`.
-
-        With `overwrites` the new patterns are added to them and `base` stays as it is; with None they are written at
-        once.
-        """
-        assert update.base is not None
-        key = delta_manifest_key(update.version, update.base)
-        begun, found = reading.delta(update.version, update.base)
-        sums = _check_base(begun, base, update, amid=bool(overwrites))
-        tiles = Tiles(base.tensors, base.hosted, begun.tile_elements)
-        digests: dict[int, str] = {}
-        resulting = sums.copy()
-        coming: list[Overwrite] = []
-        wanted = [number for number, (first, count) in enumerate(begun.buckets) if tiles.runs(first, count)]
-        for number, blob, digest in reading.buckets(begun, wanted, there=found is not None):
-            digests[number] = digest
-            if found and digest != found.buckets[number].digest:
-                raise WeightsCorrupted(f"{key}: the digest of bucket {number} is not the manifest's")
-            bucket = Bucket(blob)
-            for run in tiles.runs(*begun.buckets[number]):
-                elements, first = tiles.elements(run), begun.buckets[number][0]
-                old, ends = overwritten(base.bits, overwrites or (), elements), tiles.ends[run] - elements.start
-                decoded = bucket.decode(old, ends, run.start - first, run.stop - first)
-                resulting[run] += decoded.sum_changes
-                if overwrites is None:
-                    apply_update(decoded, old)
-                else:
-                    coming.append((elements, kept_small(decoded, old, ends)))
-        manifest = found or reading.awaited_manifest(begun)
-        if begun_of(manifest) != begun or any(manifest.buckets[n].digest != each for n, each in digests.items()):
-            raise WeightsCorrupted(f"{key}: its buckets are not the manifest's")
-        expected = np.frombuffer(manifest.tile_sums, "<u8").astype(np.uint64)
-        if not np.array_equal(resulting[tiles.hosted], expected[tiles.hosted]):
-            raise WeightsCorrupted(f"{key}: it does not make the trainer's weights")
-        if state_of(expected) != manifest.state:
-            raise WeightsCorrupted(f"{key}: its tiles' sums are not those of its state")
-        if overwrites is not None:
-            overwrites += coming
-        return base._replace(version=update.version, state={manifest.tile_elements: (manifest.state, expected)})
+        staged = StagedVersion(ResidentWeights(NOTHING, begun.run, begun.model, begun.tensors, hosted, bits, state))
+        _change(staged, full)
+        return staged
 
 
 class _BaseMismatch(WeightsCorrupted):
@@ -392,28 +329,40 @@ def _named(update: PublishedUpdate) -> str:
     return f"{'keyframe' if update.base is None else 'delta'} of version {update.version}{origin}"
 
 
-def pull(
-    relay: Relay, trust: Trust, version: int, *, timeout_s: float = 30.0, chunk_bytes: int = CHUNK_BYTES
-) -> dict[str, Tensor]:
-    """Pulls `version` from a keyframe on, holding nothing before; see `Puller.pull`. Blocks the caller's thread."""
-    return Puller(relay, trust, chunk_bytes=chunk_bytes).pull(version, timeout_s)
+def _change(staged: StagedVersion, delta: ArrivingDelta) -> None:
+    """Make the staged version the one that `delta` leads to. Raises `WeightsCorrupted`, and then it is neither."""
+    base, begun = staged.weights, delta.begun
+    what = f"delta of version {begun.version} from {begun.base_version}"
+    tiles = Tiles(base.tensors, base.hosted, begun.tile_elements)
+    resulting = _sums_before(staged, begun, what).copy()
+    for number, bucket in delta.buckets([n for n, span in enumerate(begun.buckets) if tiles.runs(*span)]):
+        first, count = begun.buckets[number]
+        for run in tiles.runs(first, count):
+            elements = tiles.elements(run)
+            old, ends = staged.patterns(elements), tiles.ends[run] - elements.start
+            decoded = bucket.decode(old, ends, run.start - first, run.stop - first)
+            resulting[run] += decoded.sum_changes
+            staged.change(elements, decoded, old, ends)
+    manifest = delta.manifest()
+    expected = np.frombuffer(manifest.tile_sums, "<u8").astype(np.uint64)
+    if not np.array_equal(resulting[tiles.hosted], expected[tiles.hosted]):
+        raise WeightsCorrupted(f"{what}: it does not make the trainer's weights")
+    if state_of(expected) != manifest.state:
+        raise WeightsCorrupted(f"{what}: its tiles' sums are not those of its state")
+    staged.weights = base._replace(version=begun.version, state={begun.tile_elements: (manifest.state, expected)})
 
 
-def _check_base(
-    manifest: DeltaBegun, base: ResidentWeights, update: PublishedUpdate, amid: bool
-) -> npt.NDArray[np.uint64]:
-    """The sums of all tiles in `base`, of which the patterns are not there yet `amid` a chain."""
-    where = f"delta of version {update.version} from {update.base}"
-    if (manifest.version, manifest.base_version) != update:
-        raise WeightsForged(f"{where}: it is that of {manifest.version} from {manifest.base_version}")
-    if (manifest.run, manifest.model, manifest.tensors) != (base.run, base.model, base.tensors):
-        raise _BaseMismatch(f"{where}: it is for other tensors, another model or run, than what is held")
-    if manifest.tile_elements not in base.state:
-        if amid or not all(base.hosted):
-            raise _BaseMismatch(f"{where}: tiles of {manifest.tile_elements} elements, which only a keyframe can begin")
-        sums = tile_sums(base.bits, tile_ends(manifest.tensors, manifest.tile_elements))
-        base.state[manifest.tile_elements] = state_of(sums), sums
-    state, sums = base.state[manifest.tile_elements]
-    if state != manifest.base_state:
-        raise _BaseMismatch(f"{where}: it is from other weights than those held as version {base.version}")
+def _sums_before(staged: StagedVersion, begun: DeltaBegun, what: str) -> npt.NDArray[np.uint64]:
+    """Of all tiles. Raises `_BaseMismatch` unless the delta is from the weights that are staged."""
+    base = staged.weights
+    if (begun.run, begun.model, begun.tensors) != (base.run, base.model, base.tensors):
+        raise _BaseMismatch(f"{what}: it is for other tensors, another model or run, than what is held")
+    if begun.tile_elements not in base.state:
+        if staged.overwrites or not all(base.hosted):
+            raise _BaseMismatch(f"{what}: tiles of {begun.tile_elements} elements, which only a keyframe can begin")
+        sums = tile_sums(base.bits, tile_ends(begun.tensors, begun.tile_elements))
+        base.state[begun.tile_elements] = state_of(sums), sums
+    state, sums = base.state[begun.tile_elements]
+    if state != begun.base_state:
+        raise _BaseMismatch(f"{what}: it is from other weights than those held as version {base.version}")
     return sums

@@ -5,7 +5,8 @@ verified are they written over the patterns. Writing them again, from the first 
 between begins again.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -21,6 +22,7 @@ from elastic.weights.tensors import Bits
 
 Overwrite: TypeAlias = tuple[slice, BucketUpdate]
 """Consecutive elements of the held weights, and their new patterns."""
+NOTHING_PULLED = PullReport(size_bytes=0, full_bytes=0)
 
 
 class Tiles:
@@ -66,17 +68,38 @@ class ResidentWeights(NamedTuple):
             yield tile, bool(tile_sums(bits, np.array([bits.size]))[0] == sums[tile])
 
 
-class StagedVersion(NamedTuple):
-    """A verified version on its way in: `weights` is what there will be once `overwrites` are written, in order.
+@dataclass(eq=False)
+class StagedVersion:
+    """A version on its way in: `weights` is what there will be once `overwrites` are written, in order.
 
-    Without a `base` its patterns are memory of its own, and there is nothing to write.
+    Without a `base` its patterns are memory of its own, into which every change goes at once.
     """
 
     weights: ResidentWeights
-    base: int | None
-    overwrites: Sequence[Overwrite]
-    path: tuple[PublishedUpdate, ...]
-    report: PullReport
+    base: int | None = None
+    overwrites: list[Overwrite] = field(default_factory=list[Overwrite])
+    path: tuple[PublishedUpdate, ...] = ()
+    report: PullReport = NOTHING_PULLED
+
+    def patterns(self, elements: slice) -> Bits:
+        """These elements after `overwrites`; a copy only where there are any."""
+        touching = [each for each in self.overwrites if each[0].start < elements.stop and elements.start < each[0].stop]
+        if not touching:
+            return self.weights.bits[elements]
+        changed = self.weights.bits[elements].copy()
+        for span, update in touching:
+            index = np.arange(update.value.size) if update.index is None else update.index.astype(np.int64)
+            place = index + (span.start - elements.start)
+            inside = (place >= 0) & (place < changed.size)
+            changed[place[inside]] = update.value[inside]
+        return changed
+
+    def change(self, elements: slice, update: BucketUpdate, old: Bits, tile_ends: npt.NDArray[np.int64]) -> None:
+        """These elements' patterns, which were `old`, become those of `update`."""
+        if self.base is None:
+            apply_update(update, old)
+        else:
+            self.overwrites.append((elements, kept_small(update, old, tile_ends)))
 
     def write(self) -> None:
         for elements, update in self.overwrites:
@@ -90,17 +113,3 @@ def kept_small(update: BucketUpdate, old: Bits, tile_ends: npt.NDArray[np.int64]
     new = old.copy()
     apply_update(update, new)
     return BucketUpdate(None, new, tile_ends, update.sum_changes)
-
-
-def overwritten(bits: Bits, overwrites: Iterable[Overwrite], elements: slice) -> Bits:
-    """These elements after `overwrites`; a copy only where there are any."""
-    touching = [each for each in overwrites if each[0].start < elements.stop and elements.start < each[0].stop]
-    if not touching:
-        return bits[elements]
-    changed = bits[elements].copy()
-    for span, update in touching:
-        index = np.arange(update.value.size) if update.index is None else update.index.astype(np.int64)
-        place = index + (span.start - elements.start)
-        inside = (place >= 0) & (place < changed.size)
-        changed[place[inside]] = update.value[inside]
-    return changed

@@ -16,10 +16,9 @@ from elastic.weights.errors import RelayError, RelayUnavailable
 from elastic.weights.http import HttpRelay
 from elastic.weights.manifest import keyframe_key
 from elastic.weights.publisher import publish_keyframe
-from elastic.weights.puller import pull
 from elastic.weights.rights import RelayRights
 from elastic.weights.server import relay_app
-from tests.weights.signed import KEY, TRUST
+from tests.weights.signed import KEY, TRUST, pull
 
 
 @pytest.mark.parametrize("offered", [None, "wrong", "Ä"])

@@ -12,11 +12,11 @@ from elastic.weights.directory import DirectoryRelay
 from elastic.weights.errors import BlobConflict, BlobNotFound, RelayError, RelayUnavailable, WeightsCorrupted
 from elastic.weights.manifest import Manifest, decode_manifest, keyframe_key, manifest_key
 from elastic.weights.publisher import publish_keyframe
-from elastic.weights.puller import Puller, pull
+from elastic.weights.puller import Puller
 from elastic.weights.relay import Relay
 from elastic.weights.signing import SigningKey
 from elastic.weights.versions import collect_garbage, discard_all, published_versions
-from tests.weights.signed import KEY, TRUST
+from tests.weights.signed import KEY, TRUST, pull
 
 MODEL = {"model_type": "qwen3", "hidden_size": 8}
 

@@ -8,10 +8,9 @@ from elastic.weights.directory import DirectoryRelay
 from elastic.weights.errors import RelayError
 from elastic.weights.manifest import keyframe_key
 from elastic.weights.publisher import Publisher, PublishSettings
-from elastic.weights.puller import pull
 from elastic.weights.relay import Buffer
 from elastic.weights.versions import published_updates
-from tests.weights.signed import KEY, TRUST
+from tests.weights.signed import KEY, TRUST, pull
 
 EVERY = PublishSettings(bucket_elements=64, tile_elements=16, keyframe_every=2, merge_every=2, keep_versions=9)
 

@@ -15,16 +15,8 @@ from elastic.weights.delta import state_of
 from elastic.weights.directory import DirectoryRelay
 from elastic.weights.manifest import TensorEntry
 from elastic.weights.puller import Puller
-from elastic.weights.resident import (
-    Overwrite,
-    ResidentWeights,
-    StagedVersion,
-    Tiles,
-    kept_small,
-    overwritten,
-)
+from elastic.weights.resident import Overwrite, ResidentWeights, StagedVersion, Tiles, kept_small
 from elastic.weights.sharding import whole
-from elastic.weights.source import PullReport
 from tests.weights.signed import TRUST
 
 TILE = 16
@@ -33,7 +25,6 @@ ENTRIES = (
     TensorEntry(name="b", shape=(40,), dtype="bfloat16", offset=100),
     TensorEntry(name="c", shape=(3,), dtype="bfloat16", offset=180),
 )
-NOTHING_PULLED = PullReport(size_bytes=0, full_bytes=0)
 
 many = settings(max_examples=25, deadline=None)
 
@@ -76,7 +67,7 @@ class Weights:
 
     def staged(self, path: list[int], base: ResidentWeights, codec: str, bucket_tiles: int) -> StagedVersion:
         overwrites = self.overwrites(path, codec, bucket_tiles)
-        return StagedVersion(self.resident(path[-1], base.bits), base.version, overwrites, (), NOTHING_PULLED)
+        return StagedVersion(self.resident(path[-1], base.bits), base.version, overwrites)
 
 
 def stop_after(monkeypatch: pytest.MonkeyPatch, writes: int) -> None:
@@ -113,7 +104,7 @@ def test_who_was_stopped_while_writing_goes_on_to_the_whole_version(
     shard = whole({entry.name: entry.shape for entry, here in zip(ENTRIES, hosted, strict=True) if here})
     puller = Puller(DirectoryRelay(tmp_path_factory.mktemp("relay")), TRUST, shard=shard)
     first = weights.resident(0, weights.bits[0].copy())
-    puller.apply(StagedVersion(first, None, (), (), NOTHING_PULLED))
+    puller.apply(StagedVersion(first))
     staged = weights.staged([0, 1, 2], first, codec, bucket_tiles)
     with pytest.MonkeyPatch.context() as patched:
         stop_after(patched, writes)
@@ -154,5 +145,5 @@ def test_patterns_after_a_chain_are_known_before_it_is_written(seed, codec, buck
     weights = Weights(seed, hosted)
     overwrites = weights.overwrites([0, 1, 2], codec, bucket_tiles)
     begin, end = sorted((writes % (weights.size + 1), seed % (weights.size + 1)))
-    found = overwritten(weights.bits[0], overwrites, slice(begin, end))
+    found = StagedVersion(weights.resident(2, weights.bits[0]), 0, overwrites).patterns(slice(begin, end))
     assert np.array_equal(found, weights.bits[2][begin:end])

@@ -21,12 +21,13 @@ from elastic.weights import directory
 from elastic.weights.errors import RelayError, RelayUnavailable
 from elastic.weights.manifest import version_of
 from elastic.weights.publisher import publish_keyframe
-from elastic.weights.puller import Puller, pull
+from elastic.weights.puller import Puller
 from elastic.weights.relay import Buffer, Relay, open_relay
 from elastic.weights.shared_memory import in_memory
 from elastic.weights.signing import SigningKey, Trust
 from elastic.weights.versions import published_versions
 from elastic.worker.trainer_host import run_trainer_host
+from tests.weights.signed import pull
 from tests.worker.conftest import PATIENCE_S, Orchestra, generate
 
 MODEL = Qwen3Config(num_hidden_layers=1, hidden_size=32, intermediate_size=48, initializer_range=0.2)
