@@ -150,6 +150,10 @@ class RecordedProcesses:
             self._record = msgspec.structs.replace(self._record, processes={**self._record.processes, name: found})
             self.write()
 
+    def living(self) -> list[int]:
+        """Those of them that live now. Reads through all processes of the machine."""
+        return _survivors(self._record)
+
     async def kill(self) -> list[int]:
         """SIGKILL all that is alive and carries the mark, until nothing is; what is ours to reap we have reaped."""
         killed: set[int] = set()

@@ -1,0 +1,205 @@
+"""A pool's journal: the cluster's events, each durable before anything comes of it, and what is kept beside them.
+
+One SQLite file in the pool's directory. A process that comes back replays it; digests that were noted on the way are
+compared, so that a program that would decide otherwise says so instead of going on from another state.
+"""
+
+import contextlib
+import os
+import secrets
+import sqlite3
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+
+from elastic.cluster import Cluster, ClusterPolicies
+from elastic.cluster.history import ClusterEntry, ClusterOpening, cluster_digest, encode
+from elastic.cluster.types import Nanoseconds, NodeId, PoolSpec, WaitLimits
+from elastic.pool.ports import DoneCommand, JobEntry
+
+JOURNAL = "journal.sqlite"
+LAYOUT = "1"
+DIGEST_EVERY = 64
+"""Events between two digests that are noted."""
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS notes (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS events (number INTEGER PRIMARY KEY, record BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS digests (number INTEGER PRIMARY KEY, digest TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS jobs (job TEXT PRIMARY KEY, entry BLOB NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS commands (id TEXT PRIMARY KEY, words TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS keepers (node TEXT PRIMARY KEY, ticket INTEGER NOT NULL, spent INTEGER NOT NULL);
+"""
+
+
+class PoolJournalError(Exception):
+    """The journal cannot be read, written or gone on from; the message names the file."""
+
+
+class PoolJournal:
+    """The journal of a pool that goes on. One process has it open for writing."""
+
+    def __init__(self, directory: Path) -> None:
+        """Raises `PoolJournalError`."""
+        self.path = directory / JOURNAL
+        try:
+            self._db = sqlite3.connect(self.path, isolation_level=None)
+            self.path.chmod(0o600)
+            self._db.execute("PRAGMA journal_mode = WAL")
+            self._db.execute("PRAGMA synchronous = FULL")
+            self._db.executescript(_SCHEMA)
+            self.events: int = self._db.execute("SELECT COALESCE(MAX(number), -1) + 1 FROM events").fetchone()[0]
+        except sqlite3.Error as error:
+            raise PoolJournalError(f"{self.path}: {error}") from error
+        layout = self.note("layout")
+        if layout not in ("", LAYOUT):
+            raise PoolJournalError(f"{self.path}: its layout: found {layout}; allowed: {LAYOUT}")
+        if not layout:
+            self.set_note("layout", LAYOUT)
+
+    def close(self) -> None:
+        self._db.close()
+
+    def open_pool(
+        self, spec: PoolSpec, limits: WaitLimits, policies: ClusterPolicies, policy: str
+    ) -> tuple[Cluster, Nanoseconds]:
+        """The cluster as it was after the last event, or a new one, and the time of that event.
+
+        Raises `PoolJournalError` for a journal of another policy, and for one that leads to another state than it did.
+        """
+        former = self.note("policy")
+        if former not in ("", policy):
+            raise PoolJournalError(f"{self.path}: this pool began with policy {former!r}; found {policy!r}")
+        if not self.events:
+            self.set_note("policy", policy)
+            self.append(encode(ClusterOpening(0, spec, limits)))
+            return Cluster(spec, policies, limits, 0), 0
+        digests = dict(self._db.execute("SELECT number, digest FROM digests"))
+        records = (row[0] for row in self._db.execute("SELECT record FROM events ORDER BY number"))
+        try:
+            opening = msgspec.msgpack.decode(next(records), type=ClusterOpening)
+            cluster, last_ns = Cluster(opening.spec, policies, opening.limits, opening.now_ns), opening.now_ns
+            decoder = msgspec.msgpack.Decoder(ClusterEntry)
+            for number, record in enumerate(records, 1):
+                entry = decoder.decode(record)
+                cluster.handle(entry.event, entry.now_ns)
+                last_ns = max(last_ns, entry.now_ns)
+                if number in digests and cluster_digest(cluster) != digests[number]:
+                    raise PoolJournalError(
+                        f"{self.path}: its first {number} events lead to another state than they did for the process "
+                        "that wrote them: it was another program; end this pool with that one"
+                    )
+        except (sqlite3.Error, msgspec.MsgspecError) as error:
+            raise PoolJournalError(f"{self.path}: {error}") from error
+        return cluster, last_ns
+
+    def append(self, record: bytes, entry: JobEntry | None = None, command: DoneCommand | None = None) -> None:
+        """Durable when this returns. Raises `PoolJournalError`."""
+        with self._transaction():
+            self._db.execute("INSERT INTO events VALUES (?, ?)", (self.events, record))
+            if entry is not None:
+                self._db.execute(
+                    "INSERT OR REPLACE INTO jobs VALUES (?, ?)", (entry.job, msgspec.msgpack.encode(entry))
+                )
+            if command is not None:
+                self._db.execute("INSERT OR IGNORE INTO commands VALUES (?, ?)", (command.id, command.words))
+        self.events += 1
+
+    def keep(self, command: DoneCommand) -> None:
+        """Have a command durable that is no event."""
+        with self._transaction():
+            self._db.execute("INSERT OR IGNORE INTO commands VALUES (?, ?)", (command.id, command.words))
+
+    def note_digest(self, cluster: Cluster) -> None:
+        """Have a later process compare what it comes to with what the cluster is now."""
+        with self._transaction():
+            self._db.execute("INSERT OR REPLACE INTO digests VALUES (?, ?)", (self.events - 1, cluster_digest(cluster)))
+
+    def words_of(self, command: str) -> str | None:
+        """What was commanded under this id; None where nothing was."""
+        row = self._db.execute("SELECT words FROM commands WHERE id = ?", (command,)).fetchone()
+        return None if row is None else row[0]
+
+    def entries(self) -> list[JobEntry]:
+        rows = self._db.execute("SELECT entry FROM jobs ORDER BY job").fetchall()
+        return [msgspec.msgpack.decode(row[0], type=JobEntry) for row in rows]
+
+    def note(self, key: str) -> str:
+        row = self._db.execute("SELECT value FROM notes WHERE key = ?", (key,)).fetchone()
+        return "" if row is None else row[0]
+
+    def set_note(self, key: str, value: str) -> None:
+        with self._transaction():
+            self._db.execute("INSERT OR REPLACE INTO notes VALUES (?, ?)", (key, value))
+
+    # Keepers' tickets.
+
+    def mint_ticket(self, node: NodeId) -> int:
+        """The number of a new ticket for a node's keeper; older ones let nobody in any more."""
+        with self._transaction():
+            self._db.execute(
+                "INSERT INTO keepers VALUES (?, 1, 0) ON CONFLICT (node) DO UPDATE SET ticket = ticket + 1, spent = 0",
+                (node,),
+            )
+        return self.ticket(node)[0]
+
+    def ticket(self, node: NodeId) -> tuple[int, bool]:
+        """The number of a node's ticket, 0 for none, and whether it was spent."""
+        row = self._db.execute("SELECT ticket, spent FROM keepers WHERE node = ?", (node,)).fetchone()
+        return (0, True) if row is None else (row[0], bool(row[1]))
+
+    def spend_ticket(self, node: NodeId) -> None:
+        with self._transaction():
+            self._db.execute("UPDATE keepers SET spent = 1 WHERE node = ?", (node,))
+
+    def keepers(self) -> Sequence[NodeId]:
+        """Nodes for which a keeper was ever started."""
+        return [row[0] for row in self._db.execute("SELECT node FROM keepers ORDER BY node")]
+
+    def forget_keeper(self, node: NodeId) -> None:
+        with self._transaction():
+            self._db.execute("DELETE FROM keepers WHERE node = ?", (node,))
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[None]:
+        try:
+            self._db.execute("BEGIN IMMEDIATE")
+            yield
+            self._db.execute("COMMIT")
+        except sqlite3.Error as error:
+            with contextlib.suppress(sqlite3.Error):
+                self._db.execute("ROLLBACK")
+            raise PoolJournalError(f"{self.path}: {error}") from error
+
+
+def read_records(directory: Path) -> Iterator[bytes]:
+    """The journal's records from its opening on, also while it is written. Raises `PoolJournalError`."""
+    path = directory / JOURNAL
+    try:
+        with contextlib.closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as db:
+            for row in db.execute("SELECT record FROM events ORDER BY number"):
+                yield row[0]
+    except sqlite3.Error as error:
+        raise PoolJournalError(f"{path}: {error}") from error
+
+
+def read_entries(directory: Path) -> list[JobEntry]:
+    """What is kept of each submission, also while the journal is written. Raises `PoolJournalError`."""
+    path = directory / JOURNAL
+    try:
+        with contextlib.closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as db:
+            return [msgspec.msgpack.decode(row[0], type=JobEntry) for row in db.execute("SELECT entry FROM jobs")]
+    except sqlite3.Error as error:
+        raise PoolJournalError(f"{path}: {error}") from error
+
+
+def pool_secret(directory: Path) -> bytes:
+    """What tokens of the pool are derived from; made once. Raises `OSError`."""
+    path = directory / "secret"
+    with contextlib.suppress(FileExistsError):
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(secrets.token_bytes(32))
+            file.flush()
+            os.fsync(file.fileno())
+    return path.read_bytes()

@@ -1,0 +1,473 @@
+"""A node's keeper: starts and kills residents, gives the node's device out under permits' numbers, measures memory.
+
+- The device is one job's at a time, under a number that only grows. Before another gets it, the one before has parked,
+  or its processes are gone. Who holds it beyond the time that it was given for is killed, whatever the pool says.
+- A resident is one process of one job with all that it starts. It dies with its keeper: it hears that through its
+  socket, and the pool's process ends what is recorded.
+- The keeper outlives the pool's process, and dials it again. It ends after a long silence.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+from collections.abc import Callable, Coroutine, Iterable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+import structlog
+
+from elastic import pool_wire as w
+from elastic.cluster.types import JobId
+from elastic.endpoint import Endpoint
+from elastic.pool_link import FROM_RESIDENT, TO_KEEPER, LinkLost, NotLetIn, PoolLink, join, over_socket
+from elastic.processes import RecordedProcesses, inherited
+
+log = structlog.get_logger(__name__)
+
+SOCKET_VARIABLE = "ELASTIC_KEEPER_FD"
+RESIDENTS = "residents"
+"""Owner of the records of a node's residents: this word and the node's name."""
+
+
+class KeeperTicket(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a keeper dials and as whom; `records` is where it records what it starts. The token is never logged."""
+
+    endpoint: Endpoint
+    pool: str
+    node: str
+    token: str
+    records: Path | None = None
+    wait_s: float = 60.0
+
+
+class _Kept:
+    """A resident."""
+
+    def __init__(self, order: w.StartResidentFrame, recorded: RecordedProcesses) -> None:
+        self.order = order
+        self.recorded = recorded
+        self.process: asyncio.subprocess.Process | None = None
+        self.link: PoolLink[w.FromResident] | None = None
+        self.up = order.script
+        self.permit = 0
+        """Under which it has the device."""
+        self.parking = False
+        self.ending = ""
+        """Why it is killed."""
+        self.worker = order.environment.get("ELASTIC_WORKER", "")
+        self.ticket: w.WorkerTicketFrame | None = None
+        """Of a worker that it was not told of yet."""
+        self.follower: w.StartResidentFrame | None = None
+        """Started once this one is gone."""
+        self.leave_s = 0.0
+        self.resumed = w.Resumed(0, 0.0, 0)
+
+
+class _Device:
+    """Whose the device is. `taking` since the pool has asked for it."""
+
+    def __init__(self, permit: int, job: JobId) -> None:
+        self.permit, self.job = permit, job
+        self.taking = False
+        self.timer: asyncio.TimerHandle | None = None
+
+    def due(self, after_s: float, act: Callable[[], object]) -> None:
+        self.still()
+        self.timer = asyncio.get_running_loop().call_later(after_s, act)
+
+    def still(self) -> None:
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
+
+
+class Keeper:
+    """One node's. `run` returns when the pool has done without it or was silent for too long."""
+
+    def __init__(self, ticket: KeeperTicket, memory: Callable[[Iterable[int]], int] | None = None) -> None:
+        self._ticket = ticket
+        self._memory = memory or held_bytes
+        self._token = ticket.token
+        self._kept: dict[JobId, _Kept] = {}
+        self._device: _Device | None = None
+        self._last_permit = 0
+        self._link: PoolLink[w.ToKeeper] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> str:
+        """Returns why it has ended; its residents have, too."""
+        try:
+            return await self._serve()
+        finally:
+            if self._device is not None:
+                self._device.still()
+            for task in tuple(self._tasks):
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await asyncio.gather(*(kept.recorded.end() for kept in self._kept.values()))
+
+    async def _serve(self) -> str:
+        within_s = self._ticket.wait_s
+        while True:
+            try:
+                link, welcome = await join(self._ticket.endpoint, TO_KEEPER, self._hello, w.KeeperWelcome, within_s)
+            except (NotLetIn, LinkLost) as end:
+                return str(end)
+            log.info("joined the pool", node=self._ticket.node)
+            self._link, self._token, within_s = link, welcome.session, welcome.orphan_s
+            link.watch(welcome.silence_s)
+            measuring = asyncio.create_task(self._measure(welcome.measure_s), name="memory")
+            try:
+                while True:
+                    message = await link.receive()
+                    if isinstance(message, w.PoolRefused):
+                        return message.reason
+                    self._heed(message)
+            except LinkLost as loss:
+                log.warning("the pool's process is not heard", cause=str(loss))
+            finally:
+                measuring.cancel()
+                self._link = None
+                link.abort()
+
+    def _hello(self) -> w.KeeperHello:
+        residents = tuple(
+            w.ResidentState(job, kept.order.placement, kept.worker, kept.permit, kept.up)
+            for job, kept in self._kept.items()
+        )
+        ticket = self._ticket
+        return w.KeeperHello(
+            w.POOL_PROTOCOL_VERSION,
+            ticket.node,
+            self._token,
+            os.getpid(),
+            socket.gethostname(),
+            self._last_permit,
+            residents,
+        )
+
+    def _say(self, message: w.FromKeeper) -> None:
+        if self._link is not None:
+            self._link.send(message)
+
+    # What the pool says.
+
+    def _heed(self, message: w.ToKeeper) -> None:
+        match message:
+            case w.StartResidentFrame():
+                self._start(message)
+            case w.GiveDevice(permit=permit, job=job, left_s=left_s):
+                self._give(permit, job, left_s)
+            case w.LendWorker():
+                self._lend(message)
+            case w.EndWorker():
+                self._end_worker(message)
+            case w.TakeDevice(permit=permit, job=job, left_s=left_s):
+                self._take(permit, job, left_s)
+            case w.EndResident(job=job, reason=reason, grace_s=grace_s):
+                if job in self._kept:
+                    self._end(self._kept[job], reason, grace_s)
+            case _:
+                pass
+
+    def _start(self, order: w.StartResidentFrame) -> None:
+        kept = self._kept.get(order.job)
+        if kept is not None and kept.order.placement == order.placement and not kept.ending:
+            return
+        if kept is not None:
+            kept.follower = order
+            self._end(kept, "another one of its job takes its place", 0.0)
+            return
+        name = f"{self._ticket.node}-{order.job}-{order.placement}"
+        owner = f"{RESIDENTS} {self._ticket.node}"
+        kept = _Kept(order, RecordedProcesses(self._ticket.records, self._ticket.pool, owner, name))
+        self._kept[order.job] = kept
+        self._spawn(self._attend(kept))
+
+    def _give(self, permit: int, job: JobId, left_s: float) -> None:
+        device = self._device
+        if permit < self._last_permit or (permit == self._last_permit and (device is None or device.job != job)):
+            log.warning("a permit that counts no more is refused", permit=permit, last=self._last_permit)
+            return
+        if device is None or device.permit != permit:
+            self._last_permit = permit
+            if device is not None:
+                device.still()
+            for kept in self._kept.values():
+                if kept.permit:
+                    self._end(kept, f"permit {kept.permit} counts no more, and it has not parked", 0.0)
+            device = self._device = _Device(permit, job)
+        if not device.taking:
+            device.due(left_s, self._overdue)
+        self._resume()
+
+    def _resume(self) -> None:
+        """Whose device it is may compute, once nobody else does."""
+        device = self._device
+        kept = None if device is None else self._kept.get(device.job)
+        if device is None or kept is None or device.taking or not kept.up or kept.ending:
+            return
+        if any(one.permit for one in self._kept.values() if one is not kept):
+            return
+        if not kept.permit:
+            kept.permit = device.permit
+            self._tell(kept, w.Resume(device.permit))
+        if kept.ticket is not None and kept.permit == device.permit:
+            ticket, kept.ticket = kept.ticket, None
+            self._tell(kept, w.Work(device.permit, ticket))
+
+    def _lend(self, message: w.LendWorker) -> None:
+        kept, worker = self._kept.get(message.job), message.ticket.worker
+        if kept is not None and kept.worker == worker:
+            return
+        if kept is None or kept.ending or self._device is None or self._device.permit != message.permit:
+            self._say(w.WorkerLeft(message.permit, message.job, worker, 0.0, "the device is not its job's any more"))
+            return
+        kept.worker, kept.ticket = worker, message.ticket
+        self._resume()
+
+    def _end_worker(self, message: w.EndWorker) -> None:
+        kept = self._kept.get(message.job)
+        if kept is None or kept.worker != message.worker or kept.ticket is not None:
+            if kept is not None and kept.worker == message.worker:
+                kept.worker, kept.ticket = "", None
+            self._say(w.WorkerLeft(message.permit, message.job, message.worker, 0.0))
+        elif not kept.leave_s:
+            kept.leave_s = _now_s()
+            self._tell(kept, w.Leave(message.worker))
+
+    def _take(self, permit: int, job: JobId, left_s: float) -> None:
+        device, kept = self._device, self._kept.get(job)
+        if device is None or device.permit != permit:
+            if kept is None or kept.permit != permit:
+                self._say(w.DeviceFreed(permit, job, 0.0, 0.0, 0, 0))
+            return
+        if device.taking:
+            return
+        device.taking = True
+        device.due(left_s, self._overdue)
+        if kept is None or kept.order.script or (not kept.permit and not kept.ending):
+            self._drop_ticket(kept)
+            if kept is not None:
+                kept.permit = 0
+            self._free(device, w.DeviceFreed(permit, job, 0.0, 0.0, 0, 0))
+        elif not kept.ending:
+            kept.parking = True
+            self._tell(kept, w.Park(permit))
+
+    def _drop_ticket(self, kept: _Kept | None) -> None:
+        if kept is not None and kept.ticket is not None:
+            ticket, kept.ticket, kept.worker = kept.ticket, None, ""
+            self._say(w.WorkerLeft(self._last_permit, kept.order.job, ticket.worker, 0.0, "its slice is over"))
+
+    def _free(self, device: _Device, freed: w.DeviceFreed) -> None:
+        device.still()
+        if self._device is device:
+            self._device = None
+        self._say(freed)
+
+    def _overdue(self) -> None:
+        """The device's time is over, or parking took too long."""
+        device = self._device
+        assert device is not None
+        kept = self._kept.get(device.job)
+        if kept is not None and (kept.permit or kept.order.script):
+            what = "it has not parked in time" if device.taking else "it held the device beyond its time"
+            log.warning("resident killed", job=device.job, permit=device.permit, cause=what)
+            self._end(kept, what, 0.0)
+        else:
+            self._free(device, w.DeviceFreed(device.permit, device.job, 0.0, 0.0, 0, 0))
+
+    # Residents.
+
+    async def _attend(self, kept: _Kept) -> None:
+        """Start a resident, hear what it says, and see to it that all of it is gone at its end."""
+        cause, code = "it could not be started", None
+        try:
+            await self._launch(kept)
+            if kept.ending:
+                self._kill(kept)
+            cause, code = await self._hear(kept)
+        except OSError as error:
+            cause = f"it could not be started: {error.strerror or error}"
+        finally:
+            if kept.link is not None:
+                kept.link.abort()
+            with contextlib.suppress(ProcessLookupError):
+                if kept.process is not None and kept.process.returncode is None:
+                    kept.process.kill()
+            await kept.recorded.end()
+        self._gone(kept, kept.ending or cause, code)
+
+    async def _launch(self, kept: _Kept) -> None:
+        order = kept.order
+        ours, theirs = socket.socketpair()
+        try:
+            environment = (
+                inherited() | kept.recorded.marks | order.environment | {SOCKET_VARIABLE: str(theirs.fileno())}
+            )
+            kept.recorded.write()
+            log_path = Path(order.log)
+            log_path.parent.mkdir(parents=True, exist_ok=True)
+            with log_path.open("ab") as output:
+                kept.process = await asyncio.create_subprocess_exec(
+                    *order.command,
+                    env=environment | {SOCKET_VARIABLE: str(theirs.fileno())},
+                    cwd=order.directory,
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    start_new_session=True,
+                    pass_fds=() if order.script else (theirs.fileno(),),
+                )
+            kept.recorded.add("resident", kept.process.pid)
+            if not order.script:
+                kept.link = await over_socket(ours, FROM_RESIDENT, f"the resident of {order.job}")
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        if order.script:
+            ours.close()
+            self._say(w.ResidentUp(order.job, order.placement))
+            self._resume()
+
+    async def _hear(self, kept: _Kept) -> tuple[str, int | None]:
+        """Until its process has ended, or is of no use any more; why, and its exit status."""
+        assert kept.process is not None
+        waiting = asyncio.create_task(kept.process.wait())
+        hearing = asyncio.create_task(self._listen(kept))
+        try:
+            await asyncio.wait((waiting, hearing), return_when=asyncio.FIRST_COMPLETED)
+            if not waiting.done() and not kept.order.script:
+                # Its socket is closed: either it is ending right now, or it is of no use any more.
+                await asyncio.wait((waiting,), timeout=0.5)
+            if not waiting.done() and kept.order.script:
+                await waiting
+            status = waiting.result() if waiting.done() else None
+        finally:
+            for task in (waiting, hearing):
+                task.cancel()
+        if status is None:
+            return "it does not speak with its keeper any more", None
+        if status < 0:
+            return f"it was killed by {signal.Signals(-status).name}", status
+        return f"it exited with status {status}; its output is in {kept.order.log}", status
+
+    async def _listen(self, kept: _Kept) -> None:
+        if kept.link is None:
+            await asyncio.Event().wait()
+        with contextlib.suppress(LinkLost):
+            while kept.link is not None:
+                self._said(kept, await kept.link.receive())
+
+    def _said(self, kept: _Kept, message: w.FromResident) -> None:
+        job = kept.order.job
+        match message:
+            case w.Up():
+                kept.up = True
+                self._say(w.ResidentUp(job, kept.order.placement))
+                self._resume()
+            case w.Resumed():
+                kept.resumed = message
+            case w.Left(worker=worker, cause=cause):
+                if kept.order.phase is not w.PhaseKind.TRAIN and kept.worker == worker:
+                    switch_s = _now_s() - kept.leave_s if kept.leave_s else 0.0
+                    kept.worker, kept.leave_s = "", 0.0
+                    self._say(w.WorkerLeft(message.permit, job, worker, switch_s, cause))
+            case w.Parked(permit=permit):
+                self._parked(kept, permit, message)
+            case _:
+                pass
+
+    def _parked(self, kept: _Kept, permit: int, message: w.Parked) -> None:
+        if kept.permit != permit or kept.ending:
+            return
+        kept.permit, kept.parking = 0, False
+        resume_s = kept.resumed.resume_s if kept.resumed.permit == permit else 0.0
+        freed = w.DeviceFreed(
+            permit, kept.order.job, resume_s, message.park_s, message.state_bytes, message.rest_bytes, kept.worker
+        )
+        self._drop_ticket(kept)
+        if self._device is not None and self._device.permit == permit:
+            self._free(self._device, freed)
+        else:
+            self._say(freed)
+        self._resume()
+
+    def _tell(self, kept: _Kept, message: w.ToResident) -> None:
+        if kept.link is not None:
+            kept.link.send(message)
+
+    def _end(self, kept: _Kept, reason: str, grace_s: float) -> None:
+        if grace_s > 0 and kept.process is not None and kept.process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                kept.process.terminate()
+            self._spawn(self._kill_later(kept, reason, grace_s))
+            return
+        kept.ending = kept.ending or reason
+        self._kill(kept)
+
+    async def _kill_later(self, kept: _Kept, reason: str, grace_s: float) -> None:
+        await asyncio.sleep(grace_s)
+        if self._kept.get(kept.order.job) is kept:
+            self._end(kept, reason, 0.0)
+
+    def _kill(self, kept: _Kept) -> None:
+        """`_attend` does the rest once the process is gone."""
+        with contextlib.suppress(ProcessLookupError):
+            if kept.process is not None and kept.process.returncode is None:
+                kept.process.kill()
+
+    def _gone(self, kept: _Kept, cause: str, code: int | None) -> None:
+        job, permit = kept.order.job, kept.permit
+        if self._kept.get(job) is kept:
+            del self._kept[job]
+        kept.permit = 0
+        device = self._device
+        if device is not None and device.job == job and device.taking:
+            device.still()
+            self._device = None
+        self._say(w.ResidentGone(job, kept.order.placement, cause, permit, kept.worker, code))
+        if kept.follower is not None:
+            self._start(kept.follower)
+        self._resume()
+
+    # Memory.
+
+    async def _measure(self, every_s: float) -> None:
+        while True:
+            await asyncio.sleep(every_s)
+            for job, kept in list(self._kept.items()):
+                found = await asyncio.to_thread(lambda kept=kept: self._memory(kept.recorded.living()))
+                if found and self._kept.get(job) is kept:
+                    self._say(w.HostMemory(job, found))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def held_bytes(pids: Iterable[int]) -> int:
+    """What these processes hold of the machine's memory; of pages that they share with others, their part."""
+    total = 0
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+                if line.startswith("Pss:"):
+                    total += int(line.split()[1]) * 1024
+    return total
+
+
+def _appended(path: Path) -> BinaryIO:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path.open("ab")
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()
