@@ -63,6 +63,7 @@ app.command()(hosted.serve)
 app.command()(hosted.runner)
 app.command()(hosted.support_bundle)
 app.command("pool-run", hidden=True)(pooled.pool_run)
+app.command("pool-host", hidden=True)(pooled.pool_host)
 
 
 def main() -> None:

@@ -281,3 +281,13 @@ def pool_run(
     from elastic.cli.pool import run_command, supervise_pool
 
     raise typer.Exit(run_command(directory) if supervise is None else supervise_pool(directory, supervise))
+
+
+def pool_host() -> None:
+    """Be the keeper of a pool's node, as the environment says.
+
+    Example: elastic pool-host
+    """
+    from elastic.compose.pool import run_pool_host
+
+    raise typer.Exit(run_pool_host())

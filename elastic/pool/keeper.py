@@ -306,13 +306,9 @@ class Keeper:
         order = kept.order
         ours, theirs = socket.socketpair()
         try:
-            environment = (
-                inherited() | kept.recorded.marks | order.environment | {SOCKET_VARIABLE: str(theirs.fileno())}
-            )
+            environment = inherited() | kept.recorded.marks | order.environment
             kept.recorded.write()
-            log_path = Path(order.log)
-            log_path.parent.mkdir(parents=True, exist_ok=True)
-            with log_path.open("ab") as output:
+            with _appended(Path(order.log)) as output:
                 kept.process = await asyncio.create_subprocess_exec(
                     *order.command,
                     env=environment | {SOCKET_VARIABLE: str(theirs.fileno())},

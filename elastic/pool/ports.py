@@ -60,6 +60,10 @@ class PoolPorts(Protocol):
         """Have an entry of the journal, and what comes with it, durable before this returns."""
         ...
 
+    def settled(self) -> None:
+        """All that was fed has gone through the cluster; the next wake-up may be another one now."""
+        ...
+
     def start_keeper(self, node: NodeId, phase: PhaseKind) -> None: ...
 
     def end_keeper(self, node: NodeId) -> None:

@@ -135,6 +135,9 @@ class PoolShell:
 
     # Time.
 
+    def now_ns(self) -> Nanoseconds:
+        return self._ports.now_ns()
+
     def next_wakeup_ns(self) -> Nanoseconds | None:
         """When to call `pass_time` if nothing else happens before."""
         times = [at for at in (self.cluster.next_wakeup_ns(), self._timers.next_ns()) if at is not None]
@@ -335,7 +338,10 @@ class PoolShell:
             case w.LendSlice():
                 self._lend(job, message)
             case w.ReturnSlice(permit=permit, node=node):
-                self._return(job, permit, node)
+                if message.ends:
+                    self._end_resident(job, node, message.ends)
+                else:
+                    self._return(job, permit, node)
             case w.StartTrainer(ticket=ticket):
                 live.trainer = ticket
             case w.EndTrainer(worker=worker):
@@ -431,6 +437,7 @@ class PoolShell:
                     break
         finally:
             self._at_work = False
+        self._ports.settled()
 
     def _compare(self) -> None:
         """Bring the world to where the cluster takes it to be."""
@@ -868,7 +875,7 @@ class PoolShell:
 
     def _count(self, name: NodeId) -> None:
         kind, _, number = name.rpartition("-")
-        if kind in PhaseKind and number.isdecimal():
+        if kind in list(PhaseKind) and number.isdecimal():
             self._numbers[PhaseKind(kind)] = max(self._numbers[PhaseKind(kind)], int(number))
 
     # What is often asked.

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from elastic import control, line_socket
 from elastic.control import (
     SOCKET,
     Acknowledged,
@@ -25,7 +26,6 @@ from elastic.control import (
 from elastic.core import events as e
 from elastic.core.scheduler import Scheduler
 from elastic.core.types import Plan
-from elastic.runtime import control
 from elastic.runtime.control import CommandDesk, ControlSocket
 from elastic.runtime.status import run_status
 from elastic.sim.incarnation import policies
@@ -174,8 +174,8 @@ async def test_whoever_says_nothing_holds_nothing(run: CommandedRun, monkeypatch
 
 
 async def test_connections_are_bounded_and_others_go_on(run: CommandedRun) -> None:
-    idle = [await asyncio.open_unix_connection(str(run.path / SOCKET)) for _ in range(control.CONNECTIONS_MAX)]
-    await until(lambda: len(run.socket.connections) == control.CONNECTIONS_MAX)
+    idle = [await asyncio.open_unix_connection(str(run.path / SOCKET)) for _ in range(line_socket.CONNECTIONS_MAX)]
+    await until(lambda: len(run.socket.connections) == line_socket.CONNECTIONS_MAX)
     with pytest.raises(RunSilent, match="ended before it had answered"):
         await RunControl(run.path).status()
     for _, writer in idle:

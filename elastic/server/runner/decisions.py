@@ -11,16 +11,13 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
+from elastic.compose.run_endings import BAD_INPUT, DIED, FAILED, FINISHED, INTERRUPTED, STOPPED, Ending
 from elastic.core.controls import BUDGET_EXHAUSTED
 from elastic.core.ledger import NANO_USD_PER_USD
 from elastic.resources import ALIVE, RunPhase
 from elastic.server.store import runs
 from elastic.server.store.runs import HostedRunRow
 
-FINISHED, FAILED, STOPPED, INTERRUPTED = "finished", "failed", "stopped", "interrupted"
-"""How a process ended, as its journal says."""
-BAD_INPUT, DIED = "bad input", "died"
-"""How one ended without an end of the run in its journal."""
 QUOTA_LOWERED = "QuotaLowered"
 """How the reason begins for which a run is stopped that has to make room."""
 MAX_DOUBLINGS = 16
@@ -36,15 +33,6 @@ class NextStep(StrEnum):
     BECOME = "become"
     SETTLE = "settle"
     REMOVE = "remove"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ending:
-    """How a run's last process ended; `with_world` where machine or container went down, too."""
-
-    how: str
-    cause: str = ""
-    with_world: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

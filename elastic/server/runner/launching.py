@@ -1,6 +1,5 @@
 """Runs' processes: begun, found again, and judged when they are gone."""
 
-import contextlib
 import json
 import os
 import pwd
@@ -14,20 +13,18 @@ from pathlib import Path
 from typing import Any
 
 from elastic import compose
+from elastic.compose.run_endings import ending_of, world
 from elastic.config import Config, validate
-from elastic.processes import Adopted, Identity, boot_id, identity, inherited, marked
-from elastic.runtime.journal import CONFIG, JournalError, RunDirectory
+from elastic.processes import Adopted, Identity, identity, inherited, marked
+from elastic.runtime.journal import CONFIG, RunDirectory
 from elastic.server.runner.control import NO_LIMITS
-from elastic.server.runner.decisions import BAD_INPUT, DIED, FAILED, FINISHED, INTERRUPTED, STOPPED, Ending
+from elastic.server.runner.decisions import Ending
 from elastic.server.settings import ServerSettings
 from elastic.server.store.runs import HostedRunRow
 
 SERVED_VARIABLE = "ELASTIC_SERVED"
 """Names the hosted run in the environment of its process, and of none of that one's children."""
 LOG = Path("logs") / "process.log"
-EXIT_BAD_INPUT = 2
-CAUSE_CHARACTERS = 2_000
-_LOG_TAIL_BYTES = 16_384
 
 
 @dataclass
@@ -49,12 +46,6 @@ class HeldProcess:
     def status(self) -> int | None:
         """Its exit status once it is over, if that is known."""
         return None if self.child is None else self.child.wait()
-
-
-def world() -> str:
-    """What goes down with a machine or a container: its boot, and the first process of this namespace."""
-    first = identity(1)
-    return f"{boot_id()}:{first.start_ticks if first else 0}"
 
 
 def prepare(settings: ServerSettings, run: HostedRunRow) -> None:
@@ -132,48 +123,8 @@ def living(run: HostedRunRow) -> Identity | None:
 
 def ending(settings: ServerSettings, run: HostedRunRow, status: int | None) -> Ending:
     """How the run's last process ended: as it wrote into a journal of its own, else as its exit status says."""
-    directory = RunDirectory(settings.run_dir(run.id))
     process = run.process or {"world": world(), "journals": 0}
-    with_world = process["world"] != world()
-    how = ""
-    if len(directory.journal_paths()) > process["journals"]:
-        with contextlib.suppress(JournalError, OSError), directory.newest_journal() as journal:
-            how = journal.meta().get("status", "")
-    if how == "finished":
-        return Ending(how=FINISHED)
-    if how.startswith("stopped"):
-        return Ending(how=STOPPED, cause=how.partition(": ")[2][:CAUSE_CHARACTERS])
-    if how == f"failed: {compose.INTERRUPTED}":
-        return Ending(how=INTERRUPTED)
-    if how and how not in (compose.RUNNING, compose.UNEXPECTED):
-        return Ending(how=FAILED, cause=how.removeprefix("failed: ")[:CAUSE_CHARACTERS])
-    if status == EXIT_BAD_INPUT and not compose.is_claimed(directory.path):
-        return Ending(how=BAD_INPUT, cause=_last_words(directory.path))
-    if status == 0 and not how:
-        return Ending(how=FINISHED)
-    return Ending(how=DIED, cause=_death(status, with_world, directory.path), with_world=with_world)
-
-
-def _death(status: int | None, with_world: bool, path: Path) -> str:
-    if with_world:
-        return "its machine or container went down"
-    if status is None:
-        return "its process died"
-    if status < 0:
-        return f"its process was killed by {signal.Signals(-status).name}"
-    words = _last_words(path)
-    return f"its process exited with status {status}{f': {words}' if words else ''}"
-
-
-def _last_words(path: Path) -> str:
-    """What the process said last of its failure."""
-    with contextlib.suppress(OSError), (path / LOG).open("rb") as log:
-        log.seek(max(0, os.fstat(log.fileno()).st_size - _LOG_TAIL_BYTES))
-        lines = log.read().decode(errors="replace").splitlines()
-        begins = [number for number, line in enumerate(lines) if line.startswith("error: ")]
-        if begins:
-            return "\n".join(lines[begins[-1] :]).removeprefix("error: ")[:CAUSE_CHARACTERS]
-    return ""
+    return ending_of(settings.run_dir(run.id), LOG, process["journals"], process["world"], status)
 
 
 def _lend(uploads: Path, gid: int) -> None:

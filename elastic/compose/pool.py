@@ -1,0 +1,324 @@
+"""A pool's process: its journal, its gateway, its shell and the processes that it starts, wired."""
+
+import asyncio
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+import structlog
+
+from elastic import pool_wire as w
+from elastic.cluster.types import NodeId, PhaseKind, PhasePlan
+from elastic.compose.incarnations import Began
+from elastic.compose.processes import run_loop
+from elastic.compose.run_endings import DIED, FAILED, FINISHED, INTERRUPTED, STOPPED, ending_of, world
+from elastic.compose.runs import claimed, load_run_config, private, save_run_config
+from elastic.config import ConfigError
+from elastic.endpoint import Endpoint, host_and_port, is_loopback, seen_as
+from elastic.line_socket import LineSocket
+from elastic.logs import log_to
+from elastic.pool.config import POOL_CONFIG, PoolConfig, load_pool
+from elastic.pool.control import STOPPING, SUBMISSION_BYTES_MAX, PoolDesk, invalid
+from elastic.pool.gateway import KeeperTimes, PoolGateway, PoolTokens
+from elastic.pool.journal import PoolJournal, PoolJournalError, pool_secret
+from elastic.pool.keeper import Keeper, KeeperTicket
+from elastic.pool.live import Launch, LivePorts
+from elastic.pool.ports import HowEnded, JobEnding, JobEntry, PoolTimes
+from elastic.pool.shell import PoolShell
+from elastic.pool_control import SubmitJob
+from elastic.processes import inherited
+from elastic.runtime.journal import CONFIG, JournalReader, RunDirectory, StepRow
+from elastic.tls import Certificate, run_certificate
+from policies.clusters import CLUSTER_POLICIES
+
+log = structlog.get_logger(__name__)
+
+POOL_VARIABLE, FINGERPRINT_VARIABLE = "ELASTIC_POOL", "ELASTIC_POOL_FINGERPRINT"
+JOB_VARIABLE, PLACEMENT_VARIABLE = "ELASTIC_POOL_JOB", "ELASTIC_POOL_PLACEMENT"
+TOKEN_VARIABLE, NODE_VARIABLE = "ELASTIC_POOL_TOKEN", "ELASTIC_POOL_NODE"
+NAME_VARIABLE, RECORDS_VARIABLE = "ELASTIC_POOL_NAME", "ELASTIC_POOL_RECORDS"
+PHASES_VARIABLE = "ELASTIC_PHASES"
+ELASTIC = (sys.executable, "-P", "-m", "elastic.cli")
+RUN_LOG = Path("logs") / "process.log"
+BEGAN, STOPPED_NS, ADDRESS = "began", "stopped_ns", "address"
+"""Notes of a journal: when the pool's time began, how far it had come when the pool was stopped, where it listens."""
+KEEPER_START_S = 60.0
+PROFILE_STEPS = 3
+_NS = 1_000_000_000
+
+
+class PoolPrograms:
+    """What a pool's processes are. Tests put programs of their own in the place of some."""
+
+    def __init__(self, config: PoolConfig, directory: Path, endpoint: Endpoint, tokens: PoolTokens) -> None:
+        self._config, self._directory, self._endpoint, self._tokens = config, directory, endpoint, tokens
+
+    def run_command(self, entry: JobEntry) -> Sequence[str]:
+        return (*ELASTIC, "run", "--resume", entry.directory, "--providers", ",".join(("pool", *entry.providers)))
+
+    def resident_command(self, entry: JobEntry, phase: PhaseKind) -> Sequence[str]:
+        if phase is PhaseKind.TRAIN:
+            return (*ELASTIC, "worker", "--trainer", entry.directory, "--resume")
+        return (*ELASTIC, "pool-resident", entry.directory)
+
+    def _dialling(self) -> dict[str, str]:
+        return {POOL_VARIABLE: self._endpoint.address, FINGERPRINT_VARIABLE: self._endpoint.fingerprint}
+
+    def job_environment(self, entry: JobEntry, placement: int) -> dict[str, str]:
+        return {
+            **self._dialling(),
+            JOB_VARIABLE: entry.job,
+            PLACEMENT_VARIABLE: str(placement),
+            TOKEN_VARIABLE: self._tokens.job(entry.job, placement),
+        }
+
+    def keeper(self, node: NodeId, ticket: int) -> Launch:
+        records = self._directory / "leases"
+        environment = {
+            **inherited(),
+            **self._dialling(),
+            NAME_VARIABLE: self._config.pool.name,
+            NODE_VARIABLE: node,
+            RECORDS_VARIABLE: str(records.resolve()),
+            TOKEN_VARIABLE: self._tokens.ticket(node, ticket),
+        }
+        log_path = self._directory / "logs" / f"keeper-{node}.log"
+        return Launch(command=(*ELASTIC, "pool-host"), environment=environment, log=log_path)
+
+    def job(self, entry: JobEntry, placement: int) -> Launch:
+        path = Path(entry.directory)
+        kept = {"world": world(), "journals": str(len(RunDirectory(path).journal_paths()))}
+        environment = {**inherited(), **entry.environment, **self.job_environment(entry, placement)}
+        return Launch(command=self.run_command(entry), environment=environment, log=path / RUN_LOG, kept=kept)
+
+    def ended(self, entry: JobEntry, kept: Mapping[str, str], status: int | None) -> JobEnding:
+        journals, its_world = int(kept.get("journals", "0")), kept.get("world", world())
+        ending = ending_of(Path(entry.directory), RUN_LOG, journals, its_world, status)
+        how: HowEnded = "failed"
+        if ending.how in (FINISHED, STOPPED, FAILED):
+            how = "finished" if ending.how == FINISHED else "stopped" if ending.how == STOPPED else "failed"
+        elif ending.how in (DIED, INTERRUPTED):
+            how = "died"
+        return JobEnding(how, ending.cause)
+
+    def resident(
+        self, entry: JobEntry, placement: int, node: NodeId, phase: PhaseKind, ticket: w.WorkerTicketFrame | None
+    ) -> w.StartResidentFrame:
+        environment = {**entry.environment, JOB_VARIABLE: entry.job}
+        if entry.script:
+            environment |= self.job_environment(entry, placement)
+            environment |= {PHASES_VARIABLE: entry.phases} if entry.phases else {}
+        elif ticket is not None:
+            environment |= {
+                "ELASTIC_JOIN": ticket.join,
+                "ELASTIC_JOIN_FINGERPRINT": ticket.fingerprint,
+                "ELASTIC_JOIN_TOKEN": ticket.token,
+                "ELASTIC_RUN": ticket.run,
+                "ELASTIC_WORKER": ticket.worker,
+                "ELASTIC_ORCHESTRATOR_TIMEOUT_S": str(ticket.orchestrator_timeout_s),
+            }
+        logs = self._directory / "logs" / entry.job if entry.script else Path(entry.directory) / "logs"
+        return w.StartResidentFrame(
+            job=entry.job,
+            placement=placement,
+            phase=phase,
+            command=tuple(entry.script or self.resident_command(entry, phase)),
+            environment=environment,
+            directory=entry.directory if entry.script else os.getcwd(),
+            log=str(logs.resolve() / ("script.log" if entry.script else f"resident-{node}.log")),
+            script=bool(entry.script),
+        )
+
+    def profile(self, entry: JobEntry) -> Launch:
+        if entry.script:
+            raise ValueError("a script says how long its phases take (job.plan)")
+        where = (self._directory / "profiles" / entry.job).resolve()
+        shutil.rmtree(where, ignore_errors=True)
+        config = load_run_config(Path(entry.directory), [f"run.steps={PROFILE_STEPS}"])
+        with private():
+            where.mkdir(parents=True)
+            save_run_config(where, config)
+        command = (*ELASTIC, "run", "--resume", str(where), "--providers", "reserved")
+        return Launch(
+            command=command,
+            environment={**inherited(), **entry.environment},
+            log=where / RUN_LOG,
+            kept={"where": str(where)},
+        )
+
+    def profiled(self, entry: JobEntry, kept: Mapping[str, str], status: int | None) -> PhasePlan:
+        """Of the timed steps the longest; the first one, which has to warm up, counts only if it is the only one."""
+        where = Path(kept["where"])
+        ending = ending_of(where, RUN_LOG, 0, world(), status)
+        steps = []
+        if RunDirectory(where).journal_paths():
+            with JournalReader(RunDirectory(where).journal_paths()[-1]) as journal:
+                steps = [row.record for row in journal.rows(StepRow)]
+        if not steps:
+            raise ValueError(f"its run {ending.how}: {ending.cause or f'see {where / RUN_LOG}'}")
+        steps = steps[1:] or steps
+        rollout_ns = max(step.rollout_ns for step in steps)
+        train_ns = max(step.train_ns for step in steps)
+        rest_ns = max(step.duration_ns - step.rollout_ns - step.remote_wait_ns for step in steps)
+        return PhasePlan(rollout_ns=max(1, rollout_ns), train_ns=max(1, train_ns), sync_ns=max(0, rest_ns))
+
+    def describe(self, submission: SubmitJob) -> JobEntry:
+        """What is kept of a submission. Raises `ValueError` for one that could not be started."""
+        path = Path(submission.directory)
+        if not path.is_absolute() or not path.is_dir():
+            raise ConfigError(f"job {submission.request.id}: directory: found {path}; allowed: an absolute one")
+        max_restarts = 3
+        if not submission.script:
+            if not (path / CONFIG).exists():
+                raise ConfigError(f"job {submission.request.id}: {path} is no run's directory: it has no {CONFIG}")
+            max_restarts = load_run_config(path).job.max_restarts
+        return JobEntry(
+            job=submission.request.id,
+            directory=submission.directory,
+            providers=submission.providers,
+            script=submission.script,
+            phases=submission.phases,
+            environment=submission.environment,
+            max_restarts=max_restarts,
+        )
+
+
+def run_pool(directory: Path, programs: type[PoolPrograms] = PoolPrograms) -> int:
+    """Be the process of the pool in this directory until it is stopped; returns the exit code.
+
+    Raises `ConfigError` for a directory that is no pool's, or is another process's.
+    """
+    config = load_pool(directory / POOL_CONFIG)
+    with private(), claimed(directory):
+        logs = directory / "logs"
+        logs.mkdir(mode=0o700, exist_ok=True)
+        with (logs / "pool.log").open("ab") as file:
+            log_to(file.fileno())
+            try:
+                run_loop(_run(config, directory, programs))
+            except PoolJournalError as error:
+                raise ConfigError(str(error)) from error
+    return 0
+
+
+async def _run(config: PoolConfig, directory: Path, programs: type[PoolPrograms]) -> None:
+    journal = PoolJournal(directory)
+    cluster, last_ns = journal.open_pool(
+        config.spec(), config.wait_limits(), CLUSTER_POLICIES[config.pool.policy], config.pool.policy
+    )
+    began, anew = _began(journal, last_ns)
+    limits = config.limits
+    tokens = PoolTokens(pool_secret(directory))
+    gateway = PoolGateway(tokens, journal, KeeperTimes(limits.silence_s, limits.orphan_s, limits.measure_s))
+    certificate = _certificate(config, directory)
+    address = await _listen(gateway, config, journal, certificate)
+    local = seen_as("" if certificate is None else config.pool.host, address)
+    endpoint = Endpoint(local, fingerprint="" if certificate is None else certificate.fingerprint)
+    made = programs(config, directory, endpoint, tokens)
+    ports = LivePorts(directory, config.pool.name, journal, gateway, made, lambda: max(last_ns, began.since_ns()))
+    times = PoolTimes(
+        silence_ns=round(limits.silence_s * _NS),
+        park_ns=round(limits.park_s * _NS),
+        keeper_start_ns=round(KEEPER_START_S * _NS),
+    )
+    shell = PoolShell(cluster, ports, times, journal.entries())
+    desk = PoolDesk(config.pool.name, shell, journal, made.describe, ports.jobs.pid)
+    socket = LineSocket(directory, desk.answer, invalid, SUBMISSION_BYTES_MAX)
+    stopping = _stops_by_signal(shell, journal)
+    log.info("pool's process begins", pool=config.pool.name, events=journal.events, address=address, anew=anew)
+    try:
+        running = asyncio.create_task(ports.run(shell, anew=anew, stop=journal.note(STOPPING)), name="pool's shell")
+        await asyncio.sleep(0)
+        await socket.start()
+        await running
+        await ports.end_keepers()
+        journal.set_note(STOPPING, "")
+        journal.set_note(STOPPED_NS, str(ports.now_ns()))
+        journal.note_digest(cluster)
+    finally:
+        for number in stopping:
+            asyncio.get_running_loop().remove_signal_handler(number)
+        await socket.aclose()
+        await gateway.aclose()
+        await ports.aclose()
+        journal.close()
+
+
+def _began(journal: PoolJournal, last_ns: int) -> tuple[Began, bool]:
+    """When the pool's time began, and whether nothing of it was left running: time stood still meanwhile."""
+    stopped = journal.note(STOPPED_NS)
+    noted = journal.note(BEGAN)
+    if noted and not stopped:
+        return msgspec.json.decode(noted, type=Began), False
+    now, past_ns = Began.now(), max(int(stopped or "0"), last_ns)
+    began = Began(now.boot, now.monotonic_ns - past_ns, now.unix_ns - past_ns)
+    journal.set_note(BEGAN, msgspec.json.encode(began).decode())
+    journal.set_note(STOPPED_NS, "")
+    return began, True
+
+
+def _certificate(config: PoolConfig, directory: Path) -> Certificate | None:
+    return None if is_loopback(config.pool.host) else run_certificate(directory, [config.pool.host])
+
+
+async def _listen(
+    gateway: PoolGateway, config: PoolConfig, journal: PoolJournal, certificate: Certificate | None
+) -> str:
+    """Where an earlier process listened, so that keepers and jobs find this one."""
+    noted = journal.note(ADDRESS)
+    port = host_and_port(noted)[1] if noted else config.pool.port
+    try:
+        address = await gateway.start(config.pool.host, port, certificate)
+    except OSError as error:
+        raise ConfigError(f"pool.port: cannot listen on {config.pool.host}:{port}: {error.strerror}") from error
+    journal.set_note(ADDRESS, address)
+    return address
+
+
+def _stops_by_signal(shell: PoolShell, journal: PoolJournal) -> Sequence[signal.Signals]:
+    """The first signal stops the pool at its jobs' step ends, a second one at once."""
+
+    def stop() -> None:
+        now = shell.stopping
+        journal.set_note(STOPPING, "now" if now else "stop")
+        shell.stop(now=now)
+
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    for number in numbers:
+        asyncio.get_running_loop().add_signal_handler(number, stop)
+    return numbers
+
+
+def run_pool_host() -> int:
+    """Be a node's keeper, as the environment says, until the pool does without it; returns the exit code.
+
+    Raises `ConfigError` where the environment names no pool.
+    """
+    needed = (POOL_VARIABLE, NAME_VARIABLE, NODE_VARIABLE, TOKEN_VARIABLE)
+    missing = [name for name in needed if not os.environ.get(name)]
+    if missing:
+        raise ConfigError(f"elastic pool-host: {', '.join(missing)} not set, which a pool hands to its keepers")
+    records = os.environ.get(RECORDS_VARIABLE, "")
+    ticket = KeeperTicket(
+        endpoint=Endpoint(os.environ[POOL_VARIABLE], fingerprint=os.environ.get(FINGERPRINT_VARIABLE, "")),
+        pool=os.environ[NAME_VARIABLE],
+        node=os.environ[NODE_VARIABLE],
+        token=os.environ.pop(TOKEN_VARIABLE),
+        records=Path(records) if records else None,
+    )
+    return run_loop(_keep(ticket))
+
+
+async def _keep(ticket: KeeperTicket) -> int:
+    keeping = asyncio.create_task(Keeper(ticket).run(), name="keeper")
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, keeping.cancel)
+    try:
+        log.info("keeper ends", node=ticket.node, cause=await keeping)
+    except asyncio.CancelledError:
+        log.info("keeper ends", node=ticket.node, cause="it was told to")
+    return 0

@@ -1,0 +1,131 @@
+"""Processes that a pool's process starts and that outlive it: keepers, jobs' orchestrators, timed runs.
+
+Each is recorded in the pool's directory with what has to be known to take it over. A pool's process that comes back
+adopts those that live, and hears of those that have ended meanwhile.
+"""
+
+import asyncio
+import contextlib
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import structlog
+
+from elastic.processes import MARK_VARIABLE, Adopted, RecordedProcesses, end_left_over, identity
+
+log = structlog.get_logger(__name__)
+
+_MEMBER = "process"
+END_TIMEOUT_S = 30.0
+
+Over = Callable[[str, int | None], None]
+"""Hears of a process that has ended, by its name, with its exit status where that is known."""
+
+
+class _Running:
+    def __init__(
+        self, recorded: RecordedProcesses, watched: Adopted | None, child: "subprocess.Popen[bytes] | None"
+    ) -> None:
+        self.recorded, self.watched, self.child = recorded, watched, child
+        self.task: asyncio.Task[None] | None = None
+
+
+class DetachedProcesses:
+    """Processes of one owner, by name. `over` hears when one has ended, with all that it had started."""
+
+    def __init__(self, directory: Path, pool: str, owner: str, over: Over) -> None:
+        self._directory, self._pool, self._owner, self._over = directory, pool, owner, over
+        self._running: dict[str, _Running] = {}
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def found(self) -> tuple[dict[str, Mapping[str, str]], dict[str, Mapping[str, str]]]:
+        """What an earlier process started: those that live, from now on watched, and those that have ended."""
+        living: dict[str, Mapping[str, str]] = {}
+        ended: dict[str, Mapping[str, str]] = {}
+        for recorded in RecordedProcesses.found(self._directory, self._pool, self._owner):
+            name = recorded.kept["name"]
+            process = recorded.processes.get(_MEMBER)
+            watched = None if process is None else Adopted(process)
+            if watched is None or watched.over:
+                ended[name] = recorded.kept
+                self._running[name] = _Running(recorded, None, None)
+            else:
+                living[name] = recorded.kept
+                self._watch(name, recorded, watched, None)
+        return living, ended
+
+    async def settle(self, name: str) -> None:
+        """Have nothing left of one that has ended, and no record of it. Raises `TimeoutError`."""
+        running = self._running.pop(name, None)
+        if running is not None:
+            await end_left_over([running.recorded], END_TIMEOUT_S)
+
+    def names(self) -> list[str]:
+        return list(self._running)
+
+    def pid(self, name: str) -> int | None:
+        running = self._running.get(name)
+        return None if running is None or running.watched is None else running.watched.pid
+
+    def start(
+        self,
+        name: str,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        log_path: Path,
+        kept: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
+    ) -> None:
+        """Start one; `environment` is all that it gets besides its mark. Raises `OSError`, having started nothing."""
+        safe = "".join(letter if letter.isalnum() or letter in "-_." else "_" for letter in name)
+        recorded = RecordedProcesses(
+            self._directory, self._pool, self._owner, f"{self._owner}-{safe}", {**(kept or {}), "name": name}
+        )
+        recorded.write()
+        log_path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        mark = {MARK_VARIABLE: recorded.marks[MARK_VARIABLE]}
+        with log_path.open("ab") as output:
+            child = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=output,
+                env={**environment, **mark},
+                cwd=cwd,
+                start_new_session=True,
+            )
+        found = identity(child.pid)
+        assert found is not None, "a child that nobody has waited for is there, if only as a zombie"
+        recorded.add(_MEMBER, child.pid)
+        self._watch(name, recorded, Adopted(found), child)
+
+    def kill(self, name: str) -> None:
+        """`over` follows once all of it is gone."""
+        running = self._running.get(name)
+        if running is not None and running.watched is not None:
+            running.watched.kill()
+
+    def close(self) -> None:
+        """Watch no longer; they live on."""
+        for running in self._running.values():
+            if running.task is not None:
+                running.task.cancel()
+            if running.watched is not None:
+                running.watched.close()
+
+    def _watch(
+        self, name: str, recorded: RecordedProcesses, watched: Adopted, child: "subprocess.Popen[bytes] | None"
+    ) -> None:
+        running = self._running[name] = _Running(recorded, watched, child)
+        running.task = asyncio.create_task(self._await_end(name, running, watched), name=f"{self._owner} {name}")
+
+    async def _await_end(self, name: str, running: _Running, watched: Adopted) -> None:
+        await watched.wait()
+        status = None if running.child is None else running.child.wait()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(END_TIMEOUT_S):
+                await running.recorded.end()
+        if self._running.get(name) is running:
+            del self._running[name]
+            self._over(name, status)

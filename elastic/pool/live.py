@@ -1,0 +1,291 @@
+"""The pool's shell on this machine: a clock, a journal, a gateway, processes."""
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+import structlog
+
+from elastic import pool_wire as w
+from elastic.cluster.types import JobId, Nanoseconds, NodeId, PhaseKind, PhasePlan
+from elastic.control import ControlError, RunControl
+from elastic.pool.gateway import PoolGateway
+from elastic.pool.job_processes import DetachedProcesses
+from elastic.pool.journal import DIGEST_EVERY, PoolJournal
+from elastic.pool.keeper import RESIDENTS
+from elastic.pool.ports import DoneCommand, JobEnding, JobEntry
+from elastic.pool.shell import PoolShell
+from elastic.processes import RecordedProcesses, end_left_over
+
+log = structlog.get_logger(__name__)
+
+STOP_RETRY_S = 1.0
+KEEPERS, JOBS, PROFILES = "keepers", "jobs", "profiles"
+
+
+class Launch(msgspec.Struct, frozen=True, kw_only=True):
+    """How a process is started. `kept` is told to `Programs` again once it has ended."""
+
+    command: Sequence[str]
+    environment: Mapping[str, str]
+    log: Path
+    kept: Mapping[str, str] = {}
+    cwd: Path | None = None
+
+
+class Programs(Protocol):
+    """What a pool's processes are: made where all rooms are known."""
+
+    def keeper(self, node: NodeId, ticket: int) -> Launch: ...
+
+    def job(self, entry: JobEntry, placement: int) -> Launch: ...
+
+    def ended(self, entry: JobEntry, kept: Mapping[str, str], status: int | None) -> JobEnding:
+        """How a job's process has ended. Reads the run's journal."""
+        ...
+
+    def resident(
+        self, entry: JobEntry, placement: int, node: NodeId, phase: PhaseKind, ticket: w.WorkerTicketFrame | None
+    ) -> w.StartResidentFrame: ...
+
+    def profile(self, entry: JobEntry) -> Launch:
+        """A few steps of the job alone. Raises `ValueError` for one whose steps cannot be timed."""
+        ...
+
+    def profiled(self, entry: JobEntry, kept: Mapping[str, str], status: int | None) -> PhasePlan:
+        """What was timed. Raises `ValueError` where nothing was."""
+        ...
+
+
+class LivePorts:
+    """`PoolPorts` of a live pool. `run` is called with the shell, and returns when the pool is over."""
+
+    def __init__(
+        self,
+        directory: Path,
+        pool: str,
+        journal: PoolJournal,
+        gateway: PoolGateway,
+        programs: Programs,
+        now_ns: Callable[[], Nanoseconds],
+    ) -> None:
+        self._records = directory / "leases"
+        self._pool, self._journal, self._gateway, self._programs = pool, journal, gateway, programs
+        self._now_ns = now_ns
+        self._shell: PoolShell | None = None
+        self._stirred = asyncio.Event()
+        self._failed: BaseException | None = None
+        self._kept: dict[JobId, Mapping[str, str]] = {}
+        self._stops: dict[JobId, asyncio.Task[None]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.keepers = DetachedProcesses(self._records, pool, KEEPERS, self._keeper_over)
+        self.jobs = DetachedProcesses(self._records, pool, JOBS, self._job_over)
+        self.profiles = DetachedProcesses(self._records, pool, PROFILES, self._profile_over)
+
+    @property
+    def shell(self) -> PoolShell:
+        assert self._shell is not None
+        return self._shell
+
+    # What the shell wants.
+
+    def now_ns(self) -> Nanoseconds:
+        return self._now_ns()
+
+    def append(self, record: bytes, entry: JobEntry | None = None, command: DoneCommand | None = None) -> None:
+        try:
+            self._journal.append(record, entry, command)
+        except BaseException as error:
+            self.fail(error)
+            raise
+
+    def settled(self) -> None:
+        if self._journal.events % DIGEST_EVERY == 0:
+            self._journal.note_digest(self.shell.cluster)
+        self._stirred.set()
+
+    def start_keeper(self, node: NodeId, phase: PhaseKind) -> None:
+        self._spawn(self._start_keeper(node))
+
+    async def _start_keeper(self, node: NodeId) -> None:
+        await self.keepers.settle(node)
+        try:
+            self._start(self.keepers, node, self._programs.keeper(node, self._journal.mint_ticket(node)))
+        except OSError as error:
+            log.error("keeper not started", node=node, cause=str(error))
+            self.shell.keeper_gone(node)
+
+    def end_keeper(self, node: NodeId) -> None:
+        self._gateway.cut_keeper(node)
+        if self.keepers.pid(node) is not None:
+            self.keepers.kill(node)
+        self._spawn(self._end_residents(node))
+
+    async def _end_residents(self, node: NodeId) -> None:
+        """What a keeper that is gone has left."""
+        found = RecordedProcesses.found(self._records, self._pool, f"{RESIDENTS} {node}")
+        try:
+            await end_left_over(found, 30.0)
+        except TimeoutError:
+            log.error("residents do not die", node=node)
+
+    def tell_keeper(self, node: NodeId, message: msgspec.Struct) -> None:
+        self._gateway.tell_keeper(node, message)
+
+    def tell_job(self, job: JobId, message: msgspec.Struct) -> None:
+        self._gateway.tell_job(job, message)
+
+    def cut_job(self, job: JobId) -> None:
+        self._gateway.cut_job(job)
+
+    def resident(
+        self, entry: JobEntry, placement: int, node: NodeId, phase: PhaseKind, ticket: w.WorkerTicketFrame | None
+    ) -> w.StartResidentFrame:
+        return self._programs.resident(entry, placement, node, phase, ticket)
+
+    def start_job(self, entry: JobEntry, placement: int, restarts: int) -> None:
+        try:
+            launch = self._programs.job(entry, placement)
+            kept = {**launch.kept, "placement": str(placement), "restarts": str(restarts)}
+            self._kept[entry.job] = kept
+            self._start(self.jobs, entry.job, msgspec.structs.replace(launch, kept=kept))
+        except (OSError, ValueError) as error:
+            ending = JobEnding("failed", f"its process could not be started: {error}")
+            asyncio.get_running_loop().call_soon(self.shell.job_ended, entry.job, placement, ending)
+
+    def stop_job(self, job: JobId, reason: str) -> None:
+        if job not in self._stops:
+            self._stops[job] = self._spawn(self._stop(job, reason))
+
+    async def _stop(self, job: JobId, reason: str) -> None:
+        entry, kept = self.shell.entries[job], self._kept.get(job, {})
+        control = RunControl(Path(entry.directory))
+        while job in self.jobs.names():
+            try:
+                await control.stop(f"pool: {reason}", f"{self._pool}-{kept.get('placement', '')}")
+                return
+            except ControlError as error:
+                log.info("job not told to stop yet", job=job, cause=str(error))
+            await asyncio.sleep(STOP_RETRY_S)
+
+    def kill_job(self, job: JobId) -> None:
+        self.jobs.kill(job)
+
+    def profile(self, entry: JobEntry) -> None:
+        self._spawn(self._profile(entry))
+
+    async def _profile(self, entry: JobEntry) -> None:
+        await self.profiles.settle(entry.job)
+        try:
+            launch = self._programs.profile(entry)
+            self._kept[f"profile {entry.job}"] = launch.kept
+            self._start(self.profiles, entry.job, launch)
+        except (OSError, ValueError) as error:
+            self.shell.not_profiled(entry.job, f"its steps cannot be timed: {error}")
+
+    def end_profile(self, job: JobId) -> None:
+        self.profiles.kill(job)
+
+    def _start(self, processes: DetachedProcesses, name: str, launch: Launch) -> None:
+        processes.start(name, launch.command, launch.environment, launch.log, launch.kept, launch.cwd)
+
+    # What becomes of it.
+
+    def _keeper_over(self, node: str, status: int | None) -> None:
+        log.warning("keeper ended", node=node, status=status)
+        self._spawn(self._end_residents(node))
+        self.shell.keeper_gone(node)
+
+    def _job_over(self, job: str, status: int | None) -> None:
+        kept = self._kept.get(job, {})
+        stopping = self._stops.pop(job, None)
+        if stopping is not None:
+            stopping.cancel()
+        ending = self._programs.ended(self.shell.entries[job], kept, status)
+        log.info("job's process ended", job=job, how=ending.how, cause=ending.cause)
+        self.shell.job_ended(job, int(kept.get("placement", "0")), ending)
+
+    def _profile_over(self, job: str, status: int | None) -> None:
+        kept = self._kept.get(f"profile {job}", {})
+        try:
+            plan = self._programs.profiled(self.shell.entries[job], kept, status)
+        except ValueError as error:
+            self.shell.not_profiled(job, f"its steps could not be timed: {error}")
+        else:
+            self.shell.profiled(job, plan)
+
+    def fail(self, error: BaseException) -> None:
+        """The pool's process cannot go on."""
+        self._failed = self._failed or error
+        self._stirred.set()
+
+    # The process's life.
+
+    async def run(self, shell: PoolShell, *, anew: bool, stop: str) -> None:
+        """Drive the shell until the pool was stopped. `stop` goes on with that: "", "stop" or "now"."""
+        self._shell = shell
+        for job, kept in self.profiles.found()[0].items():
+            self.profiles.kill(job)
+            self._kept[f"profile {job}"] = kept
+        living, dead = self.keepers.found()
+        for node in dead:
+            await self.keepers.settle(node)
+            await self._end_residents(node)
+        running, ended = self.jobs.found()
+        self._kept |= {**running, **ended}
+        # Those that have ended are judged once the shell has taken them up.
+        processes = {job: (int(kept["placement"]), int(kept["restarts"])) for job, kept in {**running, **ended}.items()}
+        known = dict.fromkeys(living, True) | {node: False for node in self._journal.keepers() if node not in living}
+        for node in dead:
+            known[node] = False
+        shell.begin(known, processes, anew=anew)
+        for job in ended:
+            await self.jobs.settle(job)
+            self._job_over(job, None)
+        self._gateway.serve(shell)
+        if stop:
+            shell.stop(now=stop == "now")
+        await self._drive(shell)
+
+    async def _drive(self, shell: PoolShell) -> None:
+        while not shell.over:
+            self._stirred.clear()
+            wakeup_ns = shell.next_wakeup_ns()
+            wait_s = None if wakeup_ns is None else max(0.0, (wakeup_ns - self.now_ns()) / 1e9)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(wait_s):
+                    await self._stirred.wait()
+            if self._failed is not None:
+                raise self._failed
+            shell.pass_time()
+
+    async def end_keepers(self) -> None:
+        """Once the pool has been stopped: keepers end, and residents with them."""
+        for node in self.keepers.names():
+            self._gateway.cut_keeper(node)
+            self.keepers.kill(node)
+            await self.keepers.settle(node)
+            await self._end_residents(node)
+            self._journal.forget_keeper(node)
+
+    async def aclose(self) -> None:
+        """Watch nothing any more; processes live on."""
+        for processes in (self.keepers, self.jobs, self.profiles):
+            processes.close()
+        for task in tuple(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+        return task
+
+    def _done(self, task: "asyncio.Task[None]") -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.fail(error)

@@ -1,0 +1,263 @@
+"""Small processes in the place of a pool's large ones: `python stubs.py pool DIR | resident DIR PHASE | job DIR`.
+
+A resident holds a lock file while it has its node's device, so that two at once are seen. A job follows `script.json` in
+its directory: steps, and how long its phases last; what it has done is in `steps` there.
+"""
+
+import asyncio
+import contextlib
+import fcntl
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from elastic import pool_wire as w
+from elastic.cluster.types import NodeId, PhaseKind
+from elastic.compose.pool import PoolPrograms, run_pool
+from elastic.endpoint import Endpoint
+from elastic.logs import STANDARD_ERROR, log_to
+from elastic.pool.ports import JobEnding, JobEntry
+from elastic.pool_control import SubmitJob
+from elastic.pool_link import TO_JOB, TO_RESIDENT, LinkLost, PoolLink, join, over_socket
+
+STUB = (sys.executable, str(Path(__file__).resolve()))
+_ROLLOUT, _TRAIN = PhaseKind.ROLLOUT, PhaseKind.TRAIN
+
+
+class StubPrograms(PoolPrograms):
+    def run_command(self, entry: JobEntry) -> Sequence[str]:
+        return (*STUB, "job", entry.directory)
+
+    def resident_command(self, entry: JobEntry, phase: PhaseKind) -> Sequence[str]:
+        return (*STUB, "resident", entry.directory, phase.value)
+
+    def resident(
+        self, entry: JobEntry, placement: int, node: NodeId, phase: PhaseKind, ticket: w.WorkerTicketFrame | None
+    ) -> w.StartResidentFrame:
+        frame = super().resident(entry, placement, node, phase, ticket)
+        frame.environment.update(
+            STUB_NODE=node, STUB_PLACEMENT=str(placement), STUB_DEVICES=str(self._directory.resolve() / "devices")
+        )
+        return frame
+
+    def ended(self, entry: JobEntry, kept: Mapping[str, str], status: int | None) -> JobEnding:
+        for how in ("finished", "stopped", "failed"):
+            if (Path(entry.directory) / how).exists():
+                return JobEnding(how, "as it said")
+        return JobEnding("died", "its process died" if status is None else f"status {status}")
+
+    def describe(self, submission: SubmitJob) -> JobEntry:
+        return JobEntry(
+            job=submission.request.id,
+            directory=submission.directory,
+            max_restarts=json.loads((Path(submission.directory) / "script.json").read_text()).get("max_restarts", 3),
+            script=submission.script,
+        )
+
+
+class Device:
+    """A node's device, as far as this test machine has one: a lock that the kernel takes back from the dead."""
+
+    def __init__(self) -> None:
+        directory = Path(os.environ["STUB_DEVICES"])
+        directory.mkdir(exist_ok=True)
+        self._file = (directory / os.environ["STUB_NODE"]).open("w")
+        self._log = directory / "history"
+
+    def take(self, permit: int) -> None:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self.note(f"resumed {permit}")
+        except BlockingIOError:
+            self.note(f"VIOLATION {permit}")
+
+    def free(self, permit: int) -> None:
+        self.note(f"parked {permit}")
+        fcntl.flock(self._file, fcntl.LOCK_UN)
+
+    def note(self, what: str) -> None:
+        who = f"{os.environ['STUB_NODE']} {os.environ['ELASTIC_POOL_JOB']}"
+        with self._log.open("a") as history:
+            history.write(f"{time.time():.3f} {who} {what}\n")
+
+
+async def be_resident(directory: Path) -> None:
+    behaviour = json.loads((directory / "script.json").read_text())
+    link = await over_socket(socket.socket(fileno=int(os.environ["ELASTIC_KEEPER_FD"])), TO_RESIDENT, "the keeper")
+    device, worker, permit = Device(), "", 0
+    link.send(w.Up())
+    while True:
+        match await link.receive():
+            case w.Resume(permit=number):
+                permit = number
+                device.take(permit)
+                (directory / f"resumed {os.environ.get('ELASTIC_WORKER', '')}").touch()
+                link.send(w.Resumed(permit, 0.001, 1000))
+            case w.Work(ticket=ticket):
+                worker = ticket.worker
+            case w.Leave(worker=left):
+                link.send(w.Left(permit, left))
+                worker = ""
+            case w.Park(permit=number):
+                if behaviour.get("never_parks"):
+                    continue
+                if worker:
+                    link.send(w.Left(permit, worker))
+                    worker = ""
+                if permit:
+                    device.free(number)
+                permit = 0
+                link.send(w.Parked(number, 0.001, 1000, 10))
+
+
+class StubJob:
+    """A job's process: rolls out and trains in turn, and yields when it is recalled."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.script = json.loads((directory / "script.json").read_text())
+        self.link: PoolLink[w.ToJob] | None = None
+        self.welcome: w.JobWelcome | None = None
+        self.granted: w.Granted | None = None
+        self.recalled = False
+        self.lost = False
+        self.trainer = ""
+        self.parked: list[str] = []
+        self.stirred = asyncio.Event()
+        self.workers = 0
+
+    @property
+    def steps(self) -> int:
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            return int((self.directory / "steps").read_text())
+        return 0
+
+    def hello(self) -> w.JobHello:
+        token, placement = os.environ["ELASTIC_POOL_TOKEN"], int(os.environ["ELASTIC_POOL_PLACEMENT"])
+        return w.JobHello(w.POOL_PROTOCOL_VERSION, os.environ["ELASTIC_POOL_JOB"], token, placement)
+
+    async def run(self) -> None:
+        await self.dial()
+        listening = asyncio.create_task(self.listen())
+        while self.steps < self.script["steps"]:
+            await self.phase(_ROLLOUT, self.script["rollout_s"])
+            await self.phase(_TRAIN, self.script["train_s"])
+            (self.directory / "steps.new").write_text(str(self.steps + 1))
+            (self.directory / "steps.new").rename(self.directory / "steps")
+            self.say(w.StepsDone(self.steps))
+            if (self.directory / "stop").exists():
+                (self.directory / "stopped").touch()
+                return
+        listening.cancel()
+        (self.directory / "finished").touch()
+
+    async def phase(self, phase: PhaseKind, left_s: float) -> None:
+        hung = self.script.get("hangs_at") == self.steps and phase.value == self.script.get("hangs_in", "rollout")
+        while left_s > 0:
+            self.granted, self.recalled, self.lost = None, False, False
+            self.say(w.AskPhase(phase))
+            await self.until(lambda: self.granted is not None and self.granted.phase is phase)
+            granted = self.granted
+            assert granted is not None
+            if phase is _TRAIN and not self.trainer:
+                self.workers += 1
+                self.trainer = f"trainer-{os.getpid()}-{self.workers}"
+                self.say(w.StartTrainer(w.WorkerTicketFrame("run", self.trainer, "secret", "127.0.0.1:1")))
+            if phase is _ROLLOUT:
+                for node in granted.nodes:
+                    self.workers += 1
+                    ticket = w.WorkerTicketFrame("run", f"{node}-{os.getpid()}-{self.workers}", "secret", "127.0.0.1:1")
+                    self.say(w.LendSlice(granted.permit, node, ticket))
+            while phase is _TRAIN and not (self.directory / f"resumed {self.trainer}").exists() and not self.lost:
+                await asyncio.sleep(0.01)
+            began_s = time.monotonic()
+            if hung and not (self.directory / "hung").exists():
+                (self.directory / "hung").touch()
+                await self.until(lambda: self.lost)
+            with contextlib.suppress(TimeoutError):
+                await self.until(lambda: self.recalled or self.lost, left_s)
+            left_s -= time.monotonic() - began_s
+            if self.lost:
+                continue
+            if phase is _ROLLOUT:
+                self.parked = []
+                for node in granted.nodes:
+                    self.say(w.ReturnSlice(granted.permit, node))
+                await self.until(lambda: self.lost or len(self.parked) >= len(granted.nodes))
+            self.granted = None
+            self.yielded = w.YieldPhase(granted.permit, finished=left_s <= 0)
+            self.say(self.yielded)
+
+    async def until(self, condition, timeout_s: float | None = None) -> None:
+        async with asyncio.timeout(timeout_s):
+            while not condition():
+                self.stirred.clear()
+                await self.stirred.wait()
+
+    def say(self, message) -> None:
+        assert self.link is not None
+        self.link.send(message)
+        if self.script.get("repeats"):
+            self.link.send(message)
+        self.asked = message.phase if isinstance(message, w.AskPhase) else getattr(self, "asked", None)
+
+    async def dial(self) -> None:
+        endpoint = Endpoint(os.environ["ELASTIC_POOL"], fingerprint=os.environ["ELASTIC_POOL_FINGERPRINT"])
+        self.link, self.welcome = await join(endpoint, TO_JOB, self.hello, w.JobWelcome, 60.0)
+        self.link.watch(self.welcome.silence_s)
+        self.trainer = self.welcome.trainer
+
+    async def listen(self) -> None:
+        while True:
+            assert self.link is not None
+            try:
+                message = await self.link.receive()
+            except LinkLost:
+                held = self.granted
+                await self.dial()
+                assert self.welcome is not None
+                numbers = {one.permit: one for one in self.welcome.permits}
+                if held is not None and held.permit not in numbers:
+                    self.lost = True
+                yielded = getattr(self, "yielded", None)
+                for number, one in numbers.items():
+                    if yielded is not None and number == yielded.permit:
+                        self.link.send(yielded)
+                    elif held is None or held.permit != number:
+                        self.granted = w.Granted(number, one.phase, one.nodes, one.left_s)
+                    self.recalled = self.recalled or one.recalled
+                if held is None and self.granted is None and getattr(self, "asked", None) is not None:
+                    self.link.send(w.AskPhase(self.asked))
+                self.parked += [*self.welcome.rollout_nodes]  # What was asked meanwhile may never be answered.
+                self.stirred.set()
+                continue
+            match message:
+                case w.Granted():
+                    self.granted = message
+                case w.Recalled():
+                    self.recalled = True
+                case w.PermitOver(permit=permit):
+                    self.lost = self.lost or (self.granted is not None and self.granted.permit == permit)
+                case w.SliceParked(node=node, cause=cause):
+                    self.parked.append(node)
+                case w.TrainerEnded(worker=worker):
+                    self.trainer = "" if worker == self.trainer else self.trainer
+                case _:
+                    pass
+            self.stirred.set()
+
+
+if __name__ == "__main__":
+    log_to(STANDARD_ERROR)
+    what, where = sys.argv[1], Path(sys.argv[2])
+    if what == "pool":
+        raise SystemExit(run_pool(where, StubPrograms))
+    if what == "resident":
+        with contextlib.suppress(LinkLost):
+            asyncio.run(be_resident(where))
+    else:
+        asyncio.run(StubJob(where).run())

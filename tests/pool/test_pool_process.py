@@ -1,0 +1,163 @@
+"""The pool's real process with its real keepers, driving small residents and jobs: turns, deaths, returns."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic.cluster.history import cluster_digest, replay
+from elastic.cluster.types import JobRequest, PhasePlan
+from elastic.control import ControlError
+from elastic.pool.config import PoolConfig, save_pool
+from elastic.pool.journal import read_records
+from elastic.pool_control import PoolControl, PoolStanding, SubmitJob
+from policies.clusters import CLUSTER_POLICIES
+from tests.pool.stubs import STUB
+
+S = 10**9
+pytestmark = pytest.mark.slow
+
+
+class Pool:
+    def __init__(self, tmp_path: Path, **limits: float) -> None:
+        nodes = {"usd_per_gpu_hour": 1.0, "memory_gb": 8}
+        self.config = PoolConfig.model_validate(
+            {
+                "pool": {
+                    "name": "lab",
+                    "directory": str(tmp_path),
+                    "rollout": {**nodes, "nodes": 2},
+                    "train": {**nodes, "nodes": 1},
+                },
+                "limits": {"silence_s": 2.0, "notice_s": 1.0, "park_s": 1.0, "measure_s": 0.5, **limits},
+            }
+        )
+        self.directory = save_pool(self.config)
+        self.control = PoolControl(self.directory, 5.0)
+        self.process: subprocess.Popen[bytes] | None = None
+        self.jobs: dict[str, Path] = {}
+
+    def start(self) -> None:
+        with (self.directory / "stderr").open("ab") as output:
+            self.process = subprocess.Popen([*STUB, "pool", str(self.directory)], stderr=output)
+
+    def submit(self, job: str, *, steps: int = 3, slo: float = 4.0, rollout_nodes: int = 1, **script: Any) -> SubmitJob:
+        where = self.directory.parent / job
+        where.mkdir()
+        self.jobs[job] = where
+        (where / "script.json").write_text(json.dumps({"steps": steps, "rollout_s": 0.3, "train_s": 0.2, **script}))
+        plan = PhasePlan(rollout_ns=S, train_ns=S // 2, rollout_switch_ns=S // 10, train_switch_ns=S // 10)
+        request = JobRequest(
+            id=job, slo=slo, plan=plan, steps=steps, rollout_nodes=rollout_nodes, rollout_bytes=2 * S, train_bytes=2 * S
+        )
+        return SubmitJob(id=f"submit {job}", request=request, directory=str(where))
+
+    async def standing(self) -> PoolStanding:
+        while True:
+            with contextlib.suppress(ControlError):
+                return await self.control.standing()
+            assert self.process is not None
+            assert self.process.poll() is None, (self.directory / "stderr").read_text()
+            await asyncio.sleep(0.05)
+
+    async def status(self) -> dict[str, Any]:
+        return (await self.standing()).status
+
+    async def job(self, name: str) -> dict[str, Any]:
+        return next(job for job in (await self.status())["jobs"] if job["name"] == name)
+
+    async def until(self, condition: Callable[[dict[str, Any]], bool], what: str, timeout_s: float = 40.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition(status := await self.status()):
+            if time.monotonic() > deadline:
+                log = (self.directory / "logs" / "pool.log").read_text()[-3000:]
+                raise AssertionError(f"{what}: {json.dumps(status, indent=1)[-6000:]}\n{log}\n{self.history()}")
+            await asyncio.sleep(0.02)
+
+    async def until_over(self, *jobs: str, timeout_s: float = 60.0) -> None:
+        await self.until(
+            lambda status: all(job["over"] for job in status["jobs"] if job["name"] in jobs), "not over", timeout_s
+        )
+
+    def history(self) -> str:
+        with contextlib.suppress(FileNotFoundError):
+            return (self.directory / "devices" / "history").read_text()
+        return ""
+
+    def residents(self, node: str, job: str) -> list[int]:
+        found = []
+        for path in (self.directory / "leases").glob(f"{node}-{job}-*.json"):
+            found += [one["pid"] for one in json.loads(path.read_text())["processes"].values()]
+        return found
+
+    def kill(self) -> None:
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait()
+
+    def replayed_digest(self) -> str:
+        return cluster_digest(replay(read_records(self.directory), CLUSTER_POLICIES["ours"]))
+
+
+@contextlib.asynccontextmanager
+async def running(tmp_path: Path, **limits: float) -> AsyncIterator[Pool]:
+    pool = Pool(tmp_path, **limits)
+    pool.start()
+    try:
+        await pool.until(lambda status: all(node["keeper"]["up"] for node in status["nodes"]), "keepers are not up")
+        yield pool
+        assert "VIOLATION" not in pool.history()
+    finally:
+        if pool.process is not None and pool.process.poll() is None:
+            with contextlib.suppress(ControlError):
+                await pool.control.stop(now=True)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                await asyncio.to_thread(pool.process.wait, 20)
+        pool.kill()
+        left = leftovers(pool.directory)
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    assert not left, f"left over: {left}"
+
+
+def leftovers(directory: Path) -> list[int]:
+    """Processes that name the pool's directory or one of its jobs'."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            words = (path / "environ").read_bytes() + (path / "cmdline").read_bytes()
+            if str(directory).encode() in words and int(path.name) != os.getpid():
+                found.append(int(path.name))
+    return found
+
+
+async def finished(pool: Pool, *jobs: str) -> None:
+    await pool.until_over(*jobs)
+    for name in jobs:
+        job = await pool.job(name)
+        assert job["state"] == "finished", job
+        assert (pool.jobs[name] / "steps").read_text() == str(job["steps"])
+
+
+async def test_two_jobs_take_turns_on_the_same_devices_and_the_pool_ends_with_nothing_left(tmp_path: Path):
+    async with running(tmp_path) as pool:
+        one, two = pool.submit("one"), pool.submit("two", repeats=True)
+        assert not (await pool.control.submit(one)).repeated
+        assert (await pool.control.submit(one)).repeated
+        placed = await pool.control.submit(two)
+        assert placed.placement["placement"]["how"] == "packed"
+        await finished(pool, "one", "two")
+        history = pool.history()
+        assert history.count("resumed") == history.count("parked") >= 12
+        status = await pool.status()
+        assert not status["permits"]
+        assert pool.replayed_digest() == status["digest"]
