@@ -1,7 +1,7 @@
 """Small processes in the place of a pool's large ones: `python stubs.py pool DIR | resident DIR PHASE | job DIR`.
 
-A resident holds a lock file while it has its node's device, so that two at once are seen. A job follows `script.json` in
-its directory: steps, and how long its phases last; what it has done is in `steps` there.
+A resident holds a lock file while it has its node's device, so that two at once are seen. A job follows `script.json`
+in its directory: steps, and how long its phases last; what it has done is in `steps` there.
 """
 
 import asyncio
@@ -172,8 +172,9 @@ class StubJob:
                     self.workers += 1
                     ticket = w.WorkerTicketFrame("run", f"{node}-{os.getpid()}-{self.workers}", "secret", "127.0.0.1:1")
                     self.say(w.LendSlice(granted.permit, node, ticket))
-            while phase is _TRAIN and not (self.directory / f"resumed {self.trainer}").exists() and not self.lost:
-                await asyncio.sleep(0.01)
+            while phase is _TRAIN and not self.lost and not (self.directory / f"resumed {self.trainer}").exists():
+                with contextlib.suppress(TimeoutError):
+                    await self.until(lambda: self.lost, 0.02)
             began_s = time.monotonic()
             if hung and not (self.directory / "hung").exists():
                 (self.directory / "hung").touch()
@@ -184,10 +185,10 @@ class StubJob:
             if self.lost:
                 continue
             if phase is _ROLLOUT:
-                self.parked = []
+                self.parked, count = [], len(granted.nodes)
                 for node in granted.nodes:
                     self.say(w.ReturnSlice(granted.permit, node))
-                await self.until(lambda: self.lost or len(self.parked) >= len(granted.nodes))
+                await self.until(lambda count=count: self.lost or len(self.parked) >= count)
             self.granted = None
             self.yielded = w.YieldPhase(granted.permit, finished=left_s <= 0)
             self.say(self.yielded)
@@ -242,7 +243,7 @@ class StubJob:
                     self.recalled = True
                 case w.PermitOver(permit=permit):
                     self.lost = self.lost or (self.granted is not None and self.granted.permit == permit)
-                case w.SliceParked(node=node, cause=cause):
+                case w.SliceParked(node=node):
                     self.parked.append(node)
                 case w.TrainerEnded(worker=worker):
                     self.trainer = "" if worker == self.trainer else self.trainer

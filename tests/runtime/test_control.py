@@ -168,7 +168,7 @@ async def test_what_is_no_request_is_refused_with_words(run: CommandedRun, line:
 
 
 async def test_whoever_says_nothing_holds_nothing(run: CommandedRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control, "REQUEST_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(line_socket, "REQUEST_TIMEOUT_S", 0.1)
     answer = await run.raw(b"")
     assert "no line came within 0.1 s" in answer["message"]
 
