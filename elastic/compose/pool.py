@@ -26,7 +26,7 @@ from elastic.pool.control import STOPPING, SUBMISSION_BYTES_MAX, PoolDesk, inval
 from elastic.pool.gateway import KeeperTimes, PoolGateway, PoolTokens
 from elastic.pool.journal import PoolJournal, PoolJournalError, pool_secret
 from elastic.pool.keeper import Keeper, KeeperTicket
-from elastic.pool.live import Launch, LivePorts
+from elastic.pool.live import LivePorts, ProcessLaunch
 from elastic.pool.ports import HowEnded, JobEnding, JobEntry, PoolTimes
 from elastic.pool.shell import PoolShell
 from elastic.pool_control import SubmitJob
@@ -76,7 +76,7 @@ class PoolPrograms:
             TOKEN_VARIABLE: self._tokens.job(entry.job, placement),
         }
 
-    def keeper(self, node: NodeId, ticket: int) -> Launch:
+    def keeper(self, node: NodeId, ticket: int) -> ProcessLaunch:
         records = self._directory / "leases"
         environment = {
             **inherited(),
@@ -87,13 +87,13 @@ class PoolPrograms:
             TOKEN_VARIABLE: self._tokens.ticket(node, ticket),
         }
         log_path = self._directory / "logs" / f"keeper-{node}.log"
-        return Launch(command=(*ELASTIC, "pool-host"), environment=environment, log=log_path)
+        return ProcessLaunch(command=(*ELASTIC, "pool-host"), environment=environment, log=log_path)
 
-    def job(self, entry: JobEntry, placement: int) -> Launch:
+    def job(self, entry: JobEntry, placement: int) -> ProcessLaunch:
         path = Path(entry.directory)
         kept = {"world": world(), "journals": str(len(RunDirectory(path).journal_paths()))}
         environment = {**inherited(), **entry.environment, **self.job_environment(entry, placement)}
-        return Launch(command=self.run_command(entry), environment=environment, log=path / RUN_LOG, kept=kept)
+        return ProcessLaunch(command=self.run_command(entry), environment=environment, log=path / RUN_LOG, kept=kept)
 
     def ended(self, entry: JobEntry, kept: Mapping[str, str], status: int | None) -> JobEnding:
         journals, its_world = int(kept.get("journals", "0")), kept.get("world", world())
@@ -133,7 +133,7 @@ class PoolPrograms:
             script=bool(entry.script),
         )
 
-    def profile(self, entry: JobEntry) -> Launch:
+    def profile(self, entry: JobEntry) -> ProcessLaunch:
         if entry.script:
             raise ValueError("a script says how long its phases take (job.plan)")
         where = (self._directory / "profiles" / entry.job).resolve()
@@ -143,7 +143,7 @@ class PoolPrograms:
             where.mkdir(parents=True)
             save_run_config(where, config)
         command = (*ELASTIC, "run", "--resume", str(where), "--providers", "reserved")
-        return Launch(
+        return ProcessLaunch(
             command=command,
             environment={**inherited(), **entry.environment},
             log=where / RUN_LOG,

@@ -26,7 +26,7 @@ log = structlog.get_logger(__name__)
 CLOSE_S = 1.0
 
 
-class Tickets(Protocol):
+class KeeperTickets(Protocol):
     """Which tickets of keepers are good."""
 
     def ticket(self, node: NodeId) -> tuple[int, bool]: ...
@@ -84,7 +84,7 @@ class KeeperTimes(msgspec.Struct, frozen=True):
 class PoolGateway:
     """Serves connections for `listener` while it is open."""
 
-    def __init__(self, tokens: PoolTokens, tickets: Tickets, times: KeeperTimes) -> None:
+    def __init__(self, tokens: PoolTokens, tickets: KeeperTickets, times: KeeperTimes) -> None:
         self._tokens, self._tickets, self._times = tokens, tickets, times
         self._server: asyncio.Server | TlsServer | None = None
         self._listener: PoolListener | None = None

@@ -23,7 +23,7 @@ Over = Callable[[str, int | None], None]
 """Hears of a process that has ended, by its name, with its exit status where that is known."""
 
 
-class _Running:
+class _DetachedProcess:
     def __init__(
         self, recorded: RecordedProcesses, watched: Adopted | None, child: "subprocess.Popen[bytes] | None"
     ) -> None:
@@ -36,7 +36,7 @@ class DetachedProcesses:
 
     def __init__(self, directory: Path, pool: str, owner: str, over: Over) -> None:
         self._directory, self._pool, self._owner, self._over = directory, pool, owner, over
-        self._running: dict[str, _Running] = {}
+        self._running: dict[str, _DetachedProcess] = {}
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def found(self) -> tuple[dict[str, Mapping[str, str]], dict[str, Mapping[str, str]]]:
@@ -49,7 +49,7 @@ class DetachedProcesses:
             watched = None if process is None else Adopted(process)
             if watched is None or watched.over:
                 ended[name] = recorded.kept
-                self._running[name] = _Running(recorded, None, None)
+                self._running[name] = _DetachedProcess(recorded, None, None)
             else:
                 living[name] = recorded.kept
                 self._watch(name, recorded, watched, None)
@@ -117,10 +117,10 @@ class DetachedProcesses:
     def _watch(
         self, name: str, recorded: RecordedProcesses, watched: Adopted, child: "subprocess.Popen[bytes] | None"
     ) -> None:
-        running = self._running[name] = _Running(recorded, watched, child)
+        running = self._running[name] = _DetachedProcess(recorded, watched, child)
         running.task = asyncio.create_task(self._await_end(name, running, watched), name=f"{self._owner} {name}")
 
-    async def _await_end(self, name: str, running: _Running, watched: Adopted) -> None:
+    async def _await_end(self, name: str, running: _DetachedProcess, watched: Adopted) -> None:
         await watched.wait()
         status = None if running.child is None else running.child.wait()
         with contextlib.suppress(TimeoutError):

@@ -43,7 +43,7 @@ class KeeperTicket(msgspec.Struct, frozen=True, kw_only=True):
     wait_s: float = 60.0
 
 
-class _Kept:
+class _KeptResident:
     """A resident."""
 
     def __init__(self, order: w.StartResidentFrame, recorded: RecordedProcesses) -> None:
@@ -91,7 +91,7 @@ class Keeper:
         self._ticket = ticket
         self._memory = memory or held_bytes
         self._token = ticket.token
-        self._kept: dict[JobId, _Kept] = {}
+        self._kept: dict[JobId, _KeptResident] = {}
         self._device: _Device | None = None
         self._last_permit = 0
         self._link: PoolLink[w.ToKeeper] | None = None
@@ -183,7 +183,7 @@ class Keeper:
             return
         name = f"{self._ticket.node}-{order.job}-{order.placement}"
         owner = f"{RESIDENTS} {self._ticket.node}"
-        kept = _Kept(order, RecordedProcesses(self._ticket.records, self._ticket.pool, owner, name))
+        kept = _KeptResident(order, RecordedProcesses(self._ticket.records, self._ticket.pool, owner, name))
         self._kept[order.job] = kept
         self._spawn(self._attend(kept))
 
@@ -258,7 +258,7 @@ class Keeper:
             kept.parking = True
             self._tell(kept, w.Park(permit))
 
-    def _drop_ticket(self, kept: _Kept | None) -> None:
+    def _drop_ticket(self, kept: _KeptResident | None) -> None:
         if kept is not None and kept.ticket is not None:
             ticket, kept.ticket, kept.worker = kept.ticket, None, ""
             self._say(w.WorkerLeft(self._last_permit, kept.order.job, ticket.worker, 0.0, "its slice is over"))
@@ -283,7 +283,7 @@ class Keeper:
 
     # Residents.
 
-    async def _attend(self, kept: _Kept) -> None:
+    async def _attend(self, kept: _KeptResident) -> None:
         """Start a resident, hear what it says, and see to it that all of it is gone at its end."""
         cause, code = "it could not be started", None
         try:
@@ -302,7 +302,7 @@ class Keeper:
             await kept.recorded.end()
         self._gone(kept, kept.ending or cause, code)
 
-    async def _launch(self, kept: _Kept) -> None:
+    async def _launch(self, kept: _KeptResident) -> None:
         order = kept.order
         ours, theirs = socket.socketpair()
         try:
@@ -332,7 +332,7 @@ class Keeper:
             self._say(w.ResidentUp(order.job, order.placement))
             self._resume()
 
-    async def _hear(self, kept: _Kept) -> tuple[str, int | None]:
+    async def _hear(self, kept: _KeptResident) -> tuple[str, int | None]:
         """Until its process has ended, or is of no use any more; why, and its exit status."""
         assert kept.process is not None
         waiting = asyncio.create_task(kept.process.wait())
@@ -354,14 +354,14 @@ class Keeper:
             return f"it was killed by {signal.Signals(-status).name}", status
         return f"it exited with status {status}; its output is in {kept.order.log}", status
 
-    async def _listen(self, kept: _Kept) -> None:
+    async def _listen(self, kept: _KeptResident) -> None:
         if kept.link is None:
             await asyncio.Event().wait()
         with contextlib.suppress(LinkLost):
             while kept.link is not None:
                 self._said(kept, await kept.link.receive())
 
-    def _said(self, kept: _Kept, message: w.FromResident) -> None:
+    def _said(self, kept: _KeptResident, message: w.FromResident) -> None:
         job = kept.order.job
         match message:
             case w.Up():
@@ -380,7 +380,7 @@ class Keeper:
             case _:
                 pass
 
-    def _parked(self, kept: _Kept, permit: int, message: w.Parked) -> None:
+    def _parked(self, kept: _KeptResident, permit: int, message: w.Parked) -> None:
         if kept.permit != permit or kept.ending:
             return
         kept.permit, kept.parking = 0, False
@@ -395,11 +395,11 @@ class Keeper:
             self._say(freed)
         self._resume()
 
-    def _tell(self, kept: _Kept, message: w.ToResident) -> None:
+    def _tell(self, kept: _KeptResident, message: w.ToResident) -> None:
         if kept.link is not None:
             kept.link.send(message)
 
-    def _end(self, kept: _Kept, reason: str, grace_s: float) -> None:
+    def _end(self, kept: _KeptResident, reason: str, grace_s: float) -> None:
         if grace_s > 0 and kept.process is not None and kept.process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 kept.process.terminate()
@@ -408,18 +408,18 @@ class Keeper:
         kept.ending = kept.ending or reason
         self._kill(kept)
 
-    async def _kill_later(self, kept: _Kept, reason: str, grace_s: float) -> None:
+    async def _kill_later(self, kept: _KeptResident, reason: str, grace_s: float) -> None:
         await asyncio.sleep(grace_s)
         if self._kept.get(kept.order.job) is kept:
             self._end(kept, reason, 0.0)
 
-    def _kill(self, kept: _Kept) -> None:
+    def _kill(self, kept: _KeptResident) -> None:
         """`_attend` does the rest once the process is gone."""
         with contextlib.suppress(ProcessLookupError):
             if kept.process is not None and kept.process.returncode is None:
                 kept.process.kill()
 
-    def _gone(self, kept: _Kept, cause: str, code: int | None) -> None:
+    def _gone(self, kept: _KeptResident, cause: str, code: int | None) -> None:
         job, permit = kept.order.job, kept.permit
         if self._kept.get(job) is kept:
             del self._kept[job]

@@ -26,7 +26,7 @@ STOP_RETRY_S = 1.0
 KEEPERS, JOBS, PROFILES = "keepers", "jobs", "profiles"
 
 
-class Launch(msgspec.Struct, frozen=True, kw_only=True):
+class ProcessLaunch(msgspec.Struct, frozen=True, kw_only=True):
     """How a process is started. `kept` is told to `Programs` again once it has ended."""
 
     command: Sequence[str]
@@ -39,9 +39,9 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
 class Programs(Protocol):
     """What a pool's processes are: made where all rooms are known."""
 
-    def keeper(self, node: NodeId, ticket: int) -> Launch: ...
+    def keeper(self, node: NodeId, ticket: int) -> ProcessLaunch: ...
 
-    def job(self, entry: JobEntry, placement: int) -> Launch: ...
+    def job(self, entry: JobEntry, placement: int) -> ProcessLaunch: ...
 
     def ended(self, entry: JobEntry, kept: Mapping[str, str], status: int | None) -> JobEnding:
         """How a job's process has ended. Reads the run's journal."""
@@ -51,7 +51,7 @@ class Programs(Protocol):
         self, entry: JobEntry, placement: int, node: NodeId, phase: PhaseKind, ticket: w.WorkerTicketFrame | None
     ) -> w.StartResidentFrame: ...
 
-    def profile(self, entry: JobEntry) -> Launch:
+    def profile(self, entry: JobEntry) -> ProcessLaunch:
         """A few steps of the job alone. Raises `ValueError` for one whose steps cannot be timed."""
         ...
 
@@ -189,7 +189,7 @@ class LivePorts:
     def end_profile(self, job: JobId) -> None:
         self.profiles.kill(job)
 
-    def _start(self, processes: DetachedProcesses, name: str, launch: Launch) -> None:
+    def _start(self, processes: DetachedProcesses, name: str, launch: ProcessLaunch) -> None:
         processes.start(name, launch.command, launch.environment, launch.log, launch.kept, launch.cwd)
 
     # What becomes of it.

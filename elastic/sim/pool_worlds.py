@@ -1,0 +1,794 @@
+"""Worlds of faults for a pool's shell on virtual time: the production shell and the real cluster, with modelled
+keepers, residents and jobs.
+
+Messages travel in order on a connection and are lost with it. Connections break; keepers, residents, jobs and the
+pool's own process die at any point: that one also right after an event became durable, and in the middle of what
+follows from it. Phases hang, residents do not park, everything may be said twice. After every event all invariants of
+the cluster are checked, and at every device that one job has it, under a permit that is newer than all before.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from random import Random
+
+import msgspec
+
+from elastic import pool_wire as w
+from elastic.cluster import Cluster, ClusterPolicies, JobRequest, NodeKind, PhasePlan, PoolSpec, WaitLimits
+from elastic.cluster import events as e
+from elastic.cluster.history import ClusterOpening, cluster_digest, encode, replay
+from elastic.cluster.invariants import check
+from elastic.cluster.types import JobId, JobState, Nanoseconds, NodeId, PhaseKind
+from elastic.pool.ports import DoneCommand, JobEnding, JobEntry, PoolTimes
+from elastic.pool.shell import PoolShell
+from elastic.sim.loop import EventLoop
+
+S = 1_000_000_000
+_ROLLOUT, _TRAIN = PhaseKind.ROLLOUT, PhaseKind.TRAIN
+LOOP_MAX = 400_000
+STRIKES = ("resident", "resident", "keeper", "keeper link", "job", "job link", "pool", "stuck", "cancel")
+
+
+class PoolWorldFailed(AssertionError):
+    """Something that must hold did not; the message begins with the seed."""
+
+
+class _PoolDies(BaseException):
+    """The pool's process is killed here: nothing that would have followed does."""
+
+
+class PoolFaults(msgspec.Struct, frozen=True, kw_only=True):
+    """How likely faults are: `strike` after an event, `dies` at each thing that the pool's process does, and `repeats`
+    of each message. No fault begins after `until_ns`."""
+
+    strike: float = 0.03
+    dies: float = 0.002
+    repeats: float = 0.03
+    until_ns: Nanoseconds = 3600 * S
+
+
+class _Wire:
+    """One connection: messages arrive in order, or not at all once it is cut."""
+
+    def __init__(self, world: "PoolWorld") -> None:
+        self.world = world
+        self.open = True
+        self._free_ns = {True: 0, False: 0}
+
+    def carry(self, upwards: bool, deliver: Callable[[], None]) -> None:
+        world = self.world
+        copies = 2 if world.rng.random() < world.faults.repeats and world.faulty else 1
+        for _ in range(copies):
+            at_ns = max(world.loop.now_ns + world.latency_ns(), self._free_ns[upwards] + 1)
+            self._free_ns[upwards] = at_ns
+            world.loop.at(at_ns, lambda: deliver() if self.open else None)
+
+
+class _ModelResident:
+    def __init__(self, placement: int, job: JobId, *, trainer: str) -> None:
+        self.placement, self.job, self.worker = placement, job, trainer
+        self.up = False
+        self.permit = 0
+        self.stuck = False
+        self.waiting: w.WorkerTicketFrame | None = None
+        self.alive = True
+
+
+class _ModelKeeper:
+    """As `elastic.pool.keeper`, without processes."""
+
+    def __init__(self, world: "PoolWorld", node: NodeId, phase: PhaseKind) -> None:
+        self.world, self.node, self.phase = world, node, phase
+        self.alive = True
+        self.wire: _Wire | None = None
+        self.residents: dict[JobId, _ModelResident] = {}
+        self.device: tuple[int, JobId] | None = None
+        self.taking = False
+        self.last = 0
+        self.resumed_under = 0
+
+    def dial(self) -> None:
+        if not self.alive or self.wire is not None:
+            return
+        shell = self.world.shell
+        if shell is None:
+            self.world.loop.after(2 * S, self.dial)
+            return
+        self.wire = self.world.keeper_wires[self.node] = _Wire(self.world)
+        states = tuple(
+            w.ResidentState(job, one.placement, one.worker, one.permit, one.up) for job, one in self.residents.items()
+        )
+        hello = w.KeeperHello(w.POOL_PROTOCOL_VERSION, self.node, "", 1, "", self.last, states)
+        refused = self.world.within(lambda: shell.keeper_joined(hello))
+        if refused:
+            self.die()
+
+    def say(self, message: w.FromKeeper) -> None:
+        wire = self.wire
+        if wire is not None and wire.open:
+            wire.carry(True, lambda: self.world.to_shell(lambda shell: shell.keeper_heard(self.node, message)))
+
+    def cut(self) -> None:
+        if self.wire is not None:
+            self.wire.open = False
+            self.wire = None
+            self.world.keeper_wires.pop(self.node, None)
+            self.world.loop.after(self.world.rng.randrange(5 * S), self.dial)
+
+    def die(self) -> None:
+        """With all residents."""
+        if self.alive:
+            self.alive = False
+            if self.wire is not None:
+                self.wire.open = False
+            self.world.keeper_wires.pop(self.node, None)
+            for one in self.residents.values():
+                one.alive = False
+
+    def hear(self, message: msgspec.Struct) -> None:
+        match message:
+            case w.StartResidentFrame(job=job, placement=placement):
+                self._start(job, placement, message)
+            case w.GiveDevice(permit=permit, job=job, left_s=left_s):
+                self._give(permit, job, left_s)
+            case w.LendWorker(permit=permit, job=job, ticket=ticket):
+                one = self.residents.get(job)
+                if one is not None and one.worker == ticket.worker:
+                    return
+                if one is None or self.device != (permit, job):
+                    self.say(w.WorkerLeft(permit, job, ticket.worker, 0.0, "too late"))
+                    return
+                one.worker = ticket.worker
+            case w.EndWorker(permit=permit, job=job, worker=worker):
+                one = self.residents.get(job)
+                if one is not None and one.worker == worker:
+                    one.worker = ""
+                self.say(w.WorkerLeft(permit, job, worker, 0.0))
+            case w.TakeDevice(permit=permit, job=job, left_s=left_s):
+                self._take(permit, job, left_s)
+            case w.EndResident(job=job, reason=reason):
+                if job in self.residents:
+                    self.kill(job, reason)
+            case _:
+                pass
+
+    def _start(self, job: JobId, placement: int, frame: w.StartResidentFrame) -> None:
+        former = self.residents.get(job)
+        if former is not None and former.placement == placement:
+            return
+        if former is not None:
+            self.kill(job, "another one takes its place")
+        one = self.residents[job] = _ModelResident(placement, job, trainer=frame.environment.get("ELASTIC_WORKER", ""))
+
+        def up() -> None:
+            if one.alive and self.alive and self.residents.get(job) is one:
+                one.up = True
+                self.say(w.ResidentUp(job, placement))
+                self._resume()
+
+        self.world.loop.after(self.world.rng.randrange(S // 2, 8 * S), up)
+
+    def _give(self, permit: int, job: JobId, left_s: float) -> None:
+        if permit < self.last or (permit == self.last and self.device != (permit, job)):
+            return
+        if self.device != (permit, job):
+            self.last = permit
+            for other in list(self.residents.values()):
+                if other.permit:
+                    self.kill(other.job, "its permit counts no more")
+            self.device, self.taking = (permit, job), False
+            self.world.loop.after(round(left_s * S), lambda: self._overdue(permit))
+        self._resume()
+
+    def _resume(self) -> None:
+        one = None if self.device is None else self.residents.get(self.device[1])
+        if one is None or self.device is None or self.taking or not one.up or one.permit:
+            return
+        if any(other.permit for other in self.residents.values()):
+            return
+        if self.device[0] < self.resumed_under:
+            self.world.fail(f"{self.node} computes under permit {self.device[0]} after {self.resumed_under}")
+        one.permit = self.resumed_under = self.device[0]
+
+    def _take(self, permit: int, job: JobId, left_s: float) -> None:
+        one = self.residents.get(job)
+        if self.device != (permit, job):
+            if one is None or one.permit != permit:
+                self.say(w.DeviceFreed(permit, job, 0.0, 0.0, 0, 0))
+            return
+        if self.taking:
+            return
+        if one is None or not one.permit:
+            self.device = None
+            self.say(w.DeviceFreed(permit, job, 0.0, 0.0, 0, 0))
+            return
+        self.taking = True
+        self.world.loop.after(round(left_s * S), lambda: self._overdue(permit))
+        if one.stuck:
+            return
+
+        def parked() -> None:
+            if one.alive and self.alive and one.permit == permit:
+                one.permit, one.worker = 0, one.worker if self.phase is _TRAIN else ""
+                self.device, self.taking = None, False
+                self.say(w.DeviceFreed(permit, job, 0.5, 0.5, 10, 1, one.worker))
+                self._resume()
+
+        self.world.loop.after(self.world.rng.randrange(S), parked)
+
+    def _overdue(self, permit: int) -> None:
+        if not self.alive or self.device is None or self.device[0] != permit:
+            return
+        one = self.residents.get(self.device[1])
+        if one is not None and one.permit == permit:
+            self.kill(one.job, "it held the device beyond its time")
+        else:
+            job = self.device[1]
+            self.device, self.taking = None, False
+            self.say(w.DeviceFreed(permit, job, 0.0, 0.0, 0, 0))
+
+    def kill(self, job: JobId, cause: str) -> None:
+        one = self.residents.pop(job)
+        one.alive = False
+        permit, one.permit = one.permit, 0
+        if self.device is not None and self.device[1] == job and self.taking:
+            self.device, self.taking = None, False
+        self.say(w.ResidentGone(job, one.placement, cause, permit, one.worker))
+        self._resume()
+
+
+class _ModelJob:
+    """A job's directory, and its process while there is one."""
+
+    def __init__(self, world: "PoolWorld", request: JobRequest, profile: PhasePlan) -> None:
+        self.world, self.request, self.profile = world, request, profile
+        self.steps = 0
+        self.life = 0
+        self.placement = 0
+        self.restarts = 0
+        self.alive = False
+        self.wire: _Wire | None = None
+        self.phase = _ROLLOUT
+        self.left_ns: Nanoseconds | None = None
+        self.granted = 0
+        self.nodes: tuple[NodeId, ...] = ()
+        self.began_ns = 0
+        self.hangs = False
+        self.trainer = ""
+        self.workers = 0
+        self.out: dict[NodeId, str] = {}
+        self.yielding: w.YieldPhase | None = None
+        self.ending_phase: bool | None = None
+        self.stopping = False
+
+    # Its process.
+
+    def start(self, placement: int, restarts: int) -> None:
+        if self.alive:
+            self.world.fail(f"{self.request.id} was started while a process of it lived")
+        self.life += 1
+        self.alive, self.placement, self.restarts = True, placement, restarts
+        self.phase, self.left_ns, self.granted, self.hangs, self.stopping = _ROLLOUT, None, 0, False, False
+        self.trainer, self.out, self.yielding, self.ending_phase = "", {}, None, None
+        self._later(self.world.rng.randrange(S, 10 * S), self.dial)
+
+    def die(self, how: str, cause: str = "killed") -> None:
+        if not self.alive:
+            return
+        self.alive = False
+        self.life += 1
+        if self.wire is not None:
+            self.wire.open, self.wire = False, None
+        ending, placement = JobEnding(how, cause), self.placement  # type: ignore[arg-type]
+        self.world.job_over(self.request.id, placement, ending)
+
+    def _later(self, after_ns: Nanoseconds, act: Callable[[], object]) -> None:
+        life = self.life
+        self.world.loop.after(after_ns, lambda: act() if self.life == life else None)
+
+    # Its connection.
+
+    def dial(self) -> None:
+        if not self.alive or self.wire is not None:
+            return
+        shell = self.world.shell
+        if shell is None:
+            self._later(2 * S, self.dial)
+            return
+        hello = w.JobHello(w.POOL_PROTOCOL_VERSION, self.request.id, "", self.placement)
+        answer = self.world.within(lambda: shell.job_joined(hello))
+        if not isinstance(answer, w.JobWelcome):
+            if isinstance(answer, w.PoolRefused) and not answer.retry:
+                self.die("died", "it was not let in")
+            else:
+                self._later(2 * S, self.dial)
+            return
+        self.wire = _Wire(self.world)
+        self.wire.carry(False, lambda: self._welcomed(answer))
+        self.world.within(shell.settle)
+
+    def cut(self) -> None:
+        if self.wire is not None:
+            self.wire.open, self.wire = False, None
+            self.world.to_shell(lambda shell: shell.job_left(self.request.id))
+            self._later(self.world.rng.randrange(5 * S), self.dial)
+
+    def say(self, message: w.FromJob) -> None:
+        wire, job = self.wire, self.request.id
+        if wire is not None and wire.open:
+            wire.carry(True, lambda: self.world.to_shell(lambda shell: shell.job_heard(job, message)))
+
+    def _welcomed(self, welcome: w.JobWelcome) -> None:
+        held = {one.permit: one for one in welcome.permits}
+        self.trainer = welcome.trainer
+        if self.granted and self.granted not in held:
+            self._lost()
+        for node, worker in list(self.out.items()):
+            if welcome.slices.get(node) != worker:
+                self._parked(node, worker)
+        yielded = self.yielding
+        for number, one in held.items():
+            if yielded is not None and yielded.permit == number:
+                self.say(yielded)
+            elif self.granted != number:
+                self._granted(w.Granted(number, one.phase, one.nodes, one.left_s))
+            if one.recalled and self.granted == number:
+                self._end_phase(finished=False)
+        if not self.granted:
+            self._ask()
+
+    def hear(self, message: msgspec.Struct) -> None:
+        match message:
+            case w.Granted():
+                self._granted(message)
+            case w.Recalled(permit=permit):
+                if permit == self.granted:
+                    self._end_phase(finished=False)
+            case w.TailMove(permit=permit, nodes=nodes):
+                if permit == self.granted and self.ending_phase is None:
+                    self.nodes = nodes
+                    for node in [node for node in self.out if node not in nodes]:
+                        self.say(w.ReturnSlice(permit, node))
+                        del self.out[node]
+                    self.say(w.TailLeft(permit))
+            case w.PermitOver(permit=permit):
+                if permit == self.granted:
+                    self._lost()
+                    self._ask()
+            case w.SliceParked(node=node, worker=worker):
+                self._parked(node, worker)
+            case w.TrainerEnded(worker=worker):
+                if worker == self.trainer:
+                    self.trainer = ""
+                    if self.phase is _TRAIN and self.granted:
+                        self._start_trainer()
+            case _:
+                pass
+
+    # Its steps.
+
+    def _ask(self) -> None:
+        if self.alive and not self.granted:
+            self.say(w.AskPhase(self.phase))
+
+    def _granted(self, grant: w.Granted) -> None:
+        if grant.permit == self.granted:
+            self.nodes = grant.nodes
+            self._lend()
+            return
+        if self.granted or grant.phase is not self.phase or (self.yielding and grant.permit <= self.yielding.permit):
+            if self.yielding is None or grant.permit != self.yielding.permit:
+                self.say(w.YieldPhase(grant.permit, finished=False))
+            return
+        rng, plan = self.world.rng, self.profile
+        self.granted, self.nodes, self.began_ns = grant.permit, grant.nodes, self.world.loop.now_ns
+        self.ending_phase = None
+        if self.left_ns is None:
+            planned_ns = plan.rollout_ns if self.phase is _ROLLOUT else plan.train_ns
+            self.left_ns = max(1, int(planned_ns * (0.3 + 0.9 * rng.random())))
+            self.hangs = self.world.faulty and rng.random() < 0.02
+        if self.phase is _ROLLOUT:
+            self._lend()
+            if len(self.nodes) > 1:
+                self._later(self.left_ns * 8 // 10, lambda: self.say(w.PhaseProgress(grant.permit, 85, 100)))
+        elif not self.trainer:
+            self._start_trainer()
+        if self.hangs:
+            self.world.faults_seen["hang"] += 1
+            self.hangs = False
+            return
+        permit = grant.permit
+        self._later(self.left_ns, lambda: self._end_phase(finished=True) if self.granted == permit else None)
+
+    def _lend(self) -> None:
+        for node in self.nodes:
+            if node not in self.out and self.ending_phase is None:
+                self.workers += 1
+                self.out[node] = f"{node}.{self.workers}"
+                self.say(w.LendSlice(self.granted, node, w.WorkerTicketFrame("run", self.out[node], "t", "a:1")))
+
+    def _start_trainer(self) -> None:
+        self.workers += 1
+        self.trainer = f"trainer.{self.request.id}.{self.life}.{self.workers}"
+        self.say(w.StartTrainer(w.WorkerTicketFrame("run", self.trainer, "t", "a:1")))
+
+    def _parked(self, node: NodeId, worker: str) -> None:
+        if self.out.get(node) == worker:
+            del self.out[node]
+            if self.granted and self.ending_phase is None and self.phase is _ROLLOUT:
+                permit = self.granted
+                self._later(5 * S, lambda: self._lend() if self.granted == permit else None)
+        self._settle()
+
+    def _end_phase(self, *, finished: bool) -> None:
+        if self.ending_phase is not None or not self.granted:
+            return
+        assert self.left_ns is not None
+        self.ending_phase = finished
+        if not finished:
+            self.left_ns = max(1, self.left_ns - (self.world.loop.now_ns - self.began_ns))
+        for node in self.out:
+            self.say(w.ReturnSlice(self.granted, node))
+        permit = self.granted
+        self._later(3 * S, lambda: self._settle(force=True) if self.granted == permit else None)
+        self._settle()
+
+    def _settle(self, *, force: bool = False) -> None:
+        """Once all its slices have ended, the phase is yielded."""
+        if self.ending_phase is None or (self.out and not force) or not self.granted:
+            return
+        finished, self.out = self.ending_phase, {}
+        self.yielding = w.YieldPhase(self.granted, finished)
+        self.granted, self.ending_phase = 0, None
+        self.say(self.yielding)
+        if not finished:
+            self._ask()
+            return
+        self.left_ns = None
+        if self.phase is _ROLLOUT:
+            self.phase = _TRAIN
+            self._ask()
+            return
+        self._later(self.profile.sync_ns + 1, self._end_step)
+
+    def _end_step(self) -> None:
+        self.steps += 1
+        self.phase = _ROLLOUT
+        self.say(w.StepsDone(self.steps))
+        if self.steps >= self.request.steps:
+            self.die("finished")
+        elif self.stopping:
+            self.die("stopped")
+        else:
+            self._ask()
+
+    def _lost(self) -> None:
+        self.granted, self.ending_phase, self.out = 0, None, {}
+
+    def stop(self) -> None:
+        self.stopping = True
+        if not self.granted and self.phase is _ROLLOUT and self.left_ns is None:
+            self.die("stopped")
+
+
+class PoolWorld:
+    """One world; it is the shell's ports, too. `run` lives through it."""
+
+    def __init__(self, policies: Mapping[str, ClusterPolicies], seed: int, faults: PoolFaults | None = None) -> None:
+        rng = self.rng = Random(seed)
+        self.seed, self.faults = seed, faults or PoolFaults()
+        names = [name for name in ("ours", "weave", "naive", "solo") if name in policies]
+        self.policy = names[rng.randrange(len(names))]
+        self._policies = policies[self.policy]
+        self._keeps_slos = self.policy in ("ours", "weave", "solo")
+        kind = NodeKind(gpus=8, memory_bytes=rng.randrange(2, 5), nano_usd_per_hour=rng.randrange(1, 20) * 10**9)
+        spec = PoolSpec(rollout=kind, train=kind, rollout_nodes=rng.randrange(1, 5), train_nodes=rng.randrange(1, 4))
+        self.loop = EventLoop()
+        self.limits = WaitLimits(queue_ns=100 * 3600 * S, start_ns=900 * S, stop_ns=120 * S)
+        self.journal: list[bytes] = [encode(ClusterOpening(0, spec, self.limits))]
+        self.entries: dict[JobId, JobEntry] = {}
+        self.keepers: dict[NodeId, _ModelKeeper] = {}
+        self.keeper_wires: dict[NodeId, _Wire] = {}
+        self.jobs: dict[JobId, _ModelJob] = {}
+        self.ended: list[tuple[JobId, int, JobEnding]] = []
+        """Of processes that ended while there was nobody to hear of it."""
+        self.shell: PoolShell | None = None
+        self.events = 0
+        self.incarnations = 0
+        self.faults_seen: Counter[str] = Counter()
+        self.cancelled: set[JobId] = set()
+        self._state_before = ""
+        self._alive = True
+        times = PoolTimes(silence_ns=10 * S, park_ns=10 * S, keeper_start_ns=60 * S)
+        self._times = times
+        self._began = False
+        for number in range(rng.randrange(1, 6)):
+            self._draw_job(number, spec)
+        self._begin(Cluster(spec, self._policies, self.limits, 0))
+
+    def _draw_job(self, number: int, spec: PoolSpec) -> None:
+        rng = self.rng
+        switch_ns = rng.choice((0, S))
+        plan = PhasePlan(
+            rollout_ns=rng.randrange(20 * S, 300 * S),
+            train_ns=rng.randrange(20 * S, 300 * S),
+            sync_ns=rng.choice((0, 5 * S)),
+            rollout_switch_ns=switch_ns,
+            train_switch_ns=switch_ns,
+        )
+        request = JobRequest(
+            id=f"job-{number}",
+            slo=rng.choice((1.2, 1.5, 2.0, 3.0)),
+            plan=None if rng.random() < 0.15 else plan,
+            steps=rng.randrange(2, 10),
+            rollout_nodes=rng.randrange(1, min(3, spec.rollout_nodes + 1)),
+            train_nodes=1,
+            rollout_bytes=1,
+            train_bytes=1,
+            restart_ns=rng.choice((0, 30 * S)),
+            max_resubmissions=rng.randrange(3),
+        )
+        self.jobs[request.id] = _ModelJob(self, request, plan)
+        entry = JobEntry(job=request.id, directory="", max_restarts=rng.randrange(4))
+
+        def submit() -> None:
+            if self.shell is None:
+                self.loop.after(5 * S, submit)
+            elif request.id not in self.shell.cluster.jobs:
+                self.within(lambda: self.shell and self.shell.submit(request, entry))
+                if request.id not in self.entries:
+                    self.loop.after(5 * S, submit)
+
+        self.loop.after(rng.randrange(1800 * S), submit)
+
+    # The pool's process.
+
+    def _begin(self, cluster: Cluster) -> None:
+        self.incarnations += 1
+        self._alive = True
+        shell = PoolShell(cluster, self, self._times, self.entries.values(), self._check)
+        self.shell = shell
+        keepers = {name: keeper.alive for name, keeper in self.keepers.items()}
+        jobs = {name: (job.placement, job.restarts) for name, job in self.jobs.items() if job.alive}
+        ended, self.ended = self.ended, []
+        for name, placement, _ in ended:
+            jobs.setdefault(name, (placement, self.jobs[name].restarts))
+        anew, self._began = not self._began, True
+        self.within(lambda: shell.begin(keepers, jobs, anew=anew))
+        for number, (name, placement, ending) in enumerate(ended):
+            if self.shell is not shell:
+                self.ended += ended[number:]
+                return
+            self.within(lambda one=(name, placement, ending): shell.job_ended(*one))
+
+    def kill_pool(self) -> None:
+        """SIGKILL: every connection is cut, nothing else happens until a new process replays the journal."""
+        if self.shell is None:
+            return
+        self.faults_seen["pool"] += 1
+        self.shell = None
+        for keeper in self.keepers.values():
+            keeper.cut()
+        for job in self.jobs.values():
+            if job.wire is not None:
+                job.wire.open, job.wire = False, None
+                job._later(self.rng.randrange(5 * S), job.dial)
+        self.loop.after(self.rng.randrange(S, 20 * S), self._return)
+
+    def _return(self) -> None:
+        cluster = replay(self.journal, self._policies)
+        again = cluster_digest(replay(self.journal, self._policies))
+        if cluster_digest(cluster) != again:
+            self.fail("two replays came to two states")
+        if self._state_before and len(self.journal) == self._journal_then and again != self._state_before:
+            self.fail("the process that came back is in another state")
+        self._begin(cluster)
+
+    def within(self, act: Callable[[], object]) -> object:
+        """Have the shell do something, and die where it is killed."""
+        shell = self.shell
+        if shell is None:
+            return None
+        try:
+            found = act()
+        except _PoolDies:
+            self.kill_pool()
+            return None
+        self._state_before, self._journal_then = cluster_digest(shell.cluster), len(self.journal)
+        return found
+
+    def to_shell(self, act: Callable[[PoolShell], object]) -> None:
+        shell = self.shell
+        if shell is not None:
+            self.within(lambda: act(shell))
+
+    def _perhaps_die(self) -> None:
+        if self.faulty and self.rng.random() < self.faults.dies:
+            raise _PoolDies
+
+    def _check(self, event: e.ClusterEvent) -> None:
+        assert self.shell is not None
+        try:
+            check(self.shell.cluster, slos=self._keeps_slos)
+        except AssertionError as error:
+            self.fail(f"after {event}: {error}")
+
+    def fail(self, what: str) -> None:
+        raise PoolWorldFailed(f"seed {self.seed}: after {self.events} events at {self.loop.now_ns / S:.3f} s: {what}")
+
+    # The ports.
+
+    def now_ns(self) -> Nanoseconds:
+        return self.loop.now_ns
+
+    def append(self, record: bytes, entry: JobEntry | None = None, command: DoneCommand | None = None) -> None:
+        self.journal.append(record)
+        self.events += 1
+        if entry is not None:
+            self.entries[entry.job] = entry
+        if self.faulty and self.rng.random() < self.faults.strike:
+            self.loop.after(self.rng.randrange(30 * S), self._strike)
+        self._perhaps_die()
+
+    def settled(self) -> None:
+        pass
+
+    def start_keeper(self, node: NodeId, phase: PhaseKind) -> None:
+        self._perhaps_die()
+        former = self.keepers.get(node)
+        if former is not None and former.alive:
+            self.fail(f"a second keeper for {node}")
+        keeper = self.keepers[node] = _ModelKeeper(self, node, phase)
+        self.loop.after(self.rng.randrange(5 * S), keeper.dial)
+
+    def end_keeper(self, node: NodeId) -> None:
+        if node in self.keepers:
+            self.keepers[node].die()
+
+    def tell_keeper(self, node: NodeId, message: msgspec.Struct) -> None:
+        self._perhaps_die()
+        wire, keeper = self.keeper_wires.get(node), self.keepers.get(node)
+        if wire is not None and wire.open and keeper is not None:
+            wire.carry(False, lambda: keeper.hear(message) if keeper.alive else None)
+
+    def tell_job(self, job: JobId, message: msgspec.Struct) -> None:
+        self._perhaps_die()
+        one = self.jobs[job]
+        if one.wire is not None and one.wire.open:
+            one.wire.carry(False, lambda: one.hear(message))
+
+    def cut_job(self, job: JobId) -> None:
+        one = self.jobs[job]
+        if one.wire is not None:
+            one.wire.open, one.wire = False, None
+            one._later(3 * S, one.dial)
+
+    def resident(
+        self, entry: JobEntry, placement: int, node: NodeId, phase: PhaseKind, ticket: w.WorkerTicketFrame | None
+    ) -> w.StartResidentFrame:
+        environment = {} if ticket is None else {"ELASTIC_WORKER": ticket.worker}
+        return w.StartResidentFrame(entry.job, placement, phase, ("x",), environment, "", "")
+
+    def start_job(self, entry: JobEntry, placement: int, restarts: int) -> None:
+        self.jobs[entry.job].start(placement, restarts)
+
+    def stop_job(self, job: JobId, reason: str) -> None:
+        one = self.jobs[job]
+        one._later(self.rng.randrange(3 * S), one.stop)
+
+    def kill_job(self, job: JobId) -> None:
+        one = self.jobs[job]
+        placement = one.placement
+        self.loop.after(
+            self.rng.randrange(S), lambda: one.die("died") if one.alive and one.placement == placement else None
+        )
+
+    def profile(self, entry: JobEntry) -> None:
+        plan = self.jobs[entry.job].profile
+        self.loop.after(plan.solo_ns, lambda: self.to_shell(lambda shell: shell.profiled(entry.job, plan)))
+
+    def end_profile(self, job: JobId) -> None:
+        pass
+
+    # Faults.
+
+    @property
+    def faulty(self) -> bool:
+        return self.loop.now_ns < self.faults.until_ns
+
+    def latency_ns(self) -> Nanoseconds:
+        return self.rng.randrange(5 * S) if self.rng.random() < 0.02 else self.rng.randrange(S // 100)
+
+    def job_over(self, job: JobId, placement: int, ending: JobEnding) -> None:
+        shell = self.shell
+
+        def tell() -> None:
+            if shell is None or self.shell is not shell:
+                self.ended.append((job, placement, ending))
+            else:
+                self.to_shell(lambda shell: shell.job_ended(job, placement, ending))
+
+        self.loop.after(1, tell)
+
+    def _strike(self) -> None:
+        rng = self.rng
+        kind = rng.choice(
+            ("resident", "resident", "keeper", "keeper link", "job", "job link", "pool", "stuck", "cancel")
+        )
+        keepers = [keeper for keeper in self.keepers.values() if keeper.alive]
+        jobs = [job for job in self.jobs.values() if job.alive]
+        self.faults_seen[kind] += 1
+        if kind == "pool":
+            self.kill_pool()
+        elif kind in ("keeper", "keeper link", "resident", "stuck") and keepers:
+            keeper = rng.choice(keepers)
+            if kind == "keeper":
+                keeper.die()
+                self.loop.after(
+                    rng.randrange(2 * S), lambda: self.to_shell(lambda shell: shell.keeper_gone(keeper.node))
+                )
+            elif kind == "keeper link":
+                keeper.cut()
+                self.to_shell(lambda shell: shell.keeper_left(keeper.node))
+            elif keeper.residents:
+                one = rng.choice(list(keeper.residents.values()))
+                if kind == "stuck":
+                    one.stuck = True
+                else:
+                    keeper.kill(one.job, "killed")
+        elif kind == "job" and jobs:
+            rng.choice(jobs).die("died")
+        elif kind == "job link" and jobs:
+            rng.choice(jobs).cut()
+        elif kind == "cancel" and rng.random() < 0.1:
+            job = rng.choice(list(self.jobs))
+            self.cancelled.add(job)
+            self.to_shell(lambda shell: shell.cancel(job))
+
+    # The world's life.
+
+    def run(self) -> None:
+        """Until all jobs have ended. Raises `PoolWorldFailed`."""
+        for _ in range(LOOP_MAX):
+            if self._is_over():
+                break
+            shell = self.shell
+            wakeup_ns = None if shell is None else shell.next_wakeup_ns()
+            at_ns = self.loop.next_ns()
+            if wakeup_ns is not None and (at_ns is None or wakeup_ns <= at_ns):
+                self.loop.pass_to(wakeup_ns)
+                self.to_shell(lambda shell: shell.pass_time())
+            elif at_ns is not None:
+                self.loop.step()
+            else:
+                break
+        self._judge()
+
+    def _is_over(self) -> bool:
+        shell = self.shell
+        if shell is None or len(shell.cluster.jobs) < len(self.jobs):
+            return False
+        if any(not (record.ended or record.state is JobState.FAILED) for record in shell.cluster.jobs.values()):
+            return False
+        residents = any(keeper.residents for keeper in self.keepers.values() if keeper.alive)
+        return not residents and not any(job.alive for job in self.jobs.values())
+
+    def _judge(self) -> None:
+        shell = self.shell
+        if shell is None or not self._is_over():
+            cluster = None if shell is None else shell.cluster
+            states = {} if cluster is None else {job: record.state.value for job, record in cluster.jobs.items()}
+            alive = [job.request.id for job in self.jobs.values() if job.alive]
+            held = {name: list(keeper.residents) for name, keeper in self.keepers.items() if keeper.alive}
+            waits = [] if cluster is None else [*cluster.waits][:5]
+            self.fail(f"not over: {states}; processes {alive}, residents {held}, waits {waits}")
+            return
+        if shell.cluster.permits or shell.cluster.groups:
+            self.fail("all jobs have ended, and not everything was given back")
+        for job, record in shell.cluster.jobs.items():
+            if record.state is JobState.FINISHED and self.jobs[job].steps < record.request.steps:
+                self.fail(f"{job} is finished after {self.jobs[job].steps} of its steps")
+            if record.state is JobState.CANCELLED and job not in self.cancelled:
+                self.fail(f"{job} is cancelled, and nobody wanted that")
+        if cluster_digest(replay(self.journal, self._policies)) != cluster_digest(shell.cluster):
+            self.fail("the journal leads to another state")
