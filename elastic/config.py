@@ -368,6 +368,9 @@ class JobConfig(_Section):
     max_resubmissions: int = Field(0, ge=0, description="how often it is submitted again once it has failed")
     max_restarts: int = Field(3, ge=0, description="deaths of its process in one placement before it has failed")
     plan: JobPlanConfig | None = Field(None, description="its phases; without it a few steps are timed first")
+    plan_quantile: float | None = Field(
+        None, ge=0, le=1, description="of the steps that are timed, this one; without it phases at the token limit"
+    )
 
 
 class Config(_Section):

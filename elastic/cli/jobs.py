@@ -2,6 +2,9 @@
 
 import asyncio
 import re
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,6 +17,7 @@ from rich.table import Table
 from elastic import compose
 from elastic.cli.output import EXIT_FAILED, EXIT_STOPPED, bad_input, console, emit, program, say
 from elastic.cli.pool import asked, doing, find_pool, jobs_table
+from elastic.compose.job_profile import JobProfileError, plan_of_run, profile_overrides
 from elastic.config import (
     Config,
     ConfigError,
@@ -29,7 +33,10 @@ from elastic.log_files import LogFollower, log_files
 from elastic.pool.config import job_request
 from elastic.pool_control import JOB_NAME, PoolControl, PoolStanding, SubmitJob
 from elastic.processes import inherited
+from elastic.runtime.journal import DirectoryStore, JournalError
 
+PROFILED_ON = "reserved"
+"""The provider of workers on this machine that stay."""
 POLL_S = 0.25
 AWAY_S = 60.0
 """So long a pool's process may be away while a job is waited for: its supervisor starts it again."""
@@ -352,4 +359,49 @@ def _command(
     if as_json:
         emit({"job": job, "command": what, "id": answer.id, "repeated": answer.repeated})
     say(f"job {job} {words}{' (as it was told before)' if answer.repeated else ''}")
+    return 0
+
+
+# What a job would need.
+
+
+@compose.private()
+def profile_command(path: Path, overrides: list[str], steps: int, *, as_json: bool) -> int:
+    """Run a few steps in a directory of their own, which is gone afterwards; returns the exit code."""
+    config = load_config(path, overrides)
+    with tempfile.TemporaryDirectory(prefix="elastic-profile-") as directory:
+        changed = [*overrides, *profile_overrides(config, steps + 1), f"run.directory='{directory}'"]
+        plan = compose.resolve(load_config(path, changed), [PROFILED_ON], str(path))
+        compose.check_live(plan)
+        compose.check_policy(plan)
+        options = [word for change in changed for word in ("--set", change)]
+        command = [
+            sys.executable,
+            "-m",
+            "elastic.cli",
+            "run",
+            str(path),
+            "--providers",
+            PROFILED_ON,
+            *options,
+            "--json",
+        ]
+        ended = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, check=False)
+        if ended.returncode:
+            say(f"error: the steps of {path} could not be timed")
+            return ended.returncode
+        (run,) = DirectoryStore(Path(directory)).runs()
+        try:
+            found = plan_of_run(run, config)
+        except (JobProfileError, JournalError) as error:
+            say(f"error: {error}")
+            return EXIT_FAILED
+    body = found.model_dump()
+    if as_json:
+        emit({"job": config.run.name, "plan": body})
+    else:
+        where = "at the token limit" if config.job.plan_quantile is None else f"at {config.job.plan_quantile:g}"
+        say(f"{config.run.name}, {where}, from {steps} steps; what switching takes is not in it")
+        typer.echo("[job]")
+        typer.echo("plan = { " + ", ".join(f"{key} = {value:.3g}" for key, value in body.items()) + " }")
     return 0

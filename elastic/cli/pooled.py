@@ -270,6 +270,23 @@ def resubmit_job(
     raise typer.Exit(resubmit_command(name, pool, directory, command_id, as_json=as_json))
 
 
+@jobs.command("profile")
+def profile_job(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The job's TOML file.", show_default=False)],
+    overrides: Overrides = None,
+    steps: Annotated[int, typer.Option(min=1, help="To be timed, besides a first one that does not count.")] = 2,
+    as_json: AsJson = False,
+) -> None:
+    """Time a few steps of a job alone, on this machine, and print the plan that a pool would make of them: without one
+    in the job's file a pool does this first.
+
+    Example: elastic jobs profile examples/jobs/one.toml
+    """
+    from elastic.cli.jobs import profile_command
+
+    raise typer.Exit(profile_command(config, overrides or [], steps, as_json=as_json))
+
+
 def pool_run(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="The pool's directory.")],
     supervise: Annotated[int | None, typer.Option(min=0, help="Instead: keep such a process up.")] = None,

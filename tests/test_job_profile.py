@@ -1,0 +1,80 @@
+"""Plans from timed steps: the first does not count, responses at their limit or a quantile, and where nothing is to be
+read."""
+
+from pathlib import Path
+
+import pytest
+
+from elastic.compose.job_profile import JobProfileError, plan_of_run, profile_overrides
+from elastic.config import Config, JournalConfig, load_config
+from elastic.core.policy import StepRecord
+from elastic.core.types import NS_PER_S
+from elastic.runtime.journal import GroupRow, RunDirectory, StepRow
+
+CONFIG = """
+[model]
+checkpoint = "base"
+[rollout]
+max_turns = 4
+max_tokens_per_turn = 10
+[job]
+rollout_nodes = 2
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    path = tmp_path / "run.toml"
+    path.write_text(CONFIG)
+    return load_config(path)
+
+
+def timed(path: Path, *steps: tuple[float, float, float], lengths: tuple[int, ...] = (10, 20)) -> RunDirectory:
+    """A run whose steps took so long: rollouts, training, all of it, in seconds."""
+    path.mkdir(exist_ok=True)
+    run = RunDirectory(path)
+    journal = run.begin_journal(JournalConfig())
+    for number, (rollout_s, train_s, whole_s) in enumerate(steps):
+        record = StepRecord(
+            step=number,
+            duration_ns=round(whole_s * NS_PER_S),
+            seeding_ns=0,
+            rollout_ns=round(rollout_s * NS_PER_S),
+            groups_trained=1,
+            groups_dropped=0,
+            train_ns=round(train_s * NS_PER_S),
+        )
+        journal.append(StepRow(step=number, t_ns=number, record=record, success_rate=None, trainer={}))
+        group = GroupRow(
+            group=str(number), t_ns=0, step=number, version=0, dropped="", lengths=list(lengths), tokens_by_age={}
+        )
+        journal.append(group)
+    journal.close()
+    return run
+
+
+def test_phases_at_the_token_limit_last_as_if_every_response_went_on_to_it(config: Config, tmp_path: Path) -> None:
+    plan = plan_of_run(timed(tmp_path, (90.0, 90.0, 200.0), (4.0, 3.0, 8.0), (5.0, 2.0, 7.0)), config)
+    assert plan.rollout_s == pytest.approx(5.0 * 40 / 20)
+    assert plan.train_s == pytest.approx(3.0 * 40 / 15)
+    assert plan.sync_s == pytest.approx(1.0)
+
+
+def test_phases_at_a_quantile_are_those_that_were_seen(config: Config, tmp_path: Path) -> None:
+    job = config.job.model_copy(update={"plan_quantile": 0.5})
+    run = timed(tmp_path, (90.0, 90.0, 200.0), (4.0, 3.0, 8.0), (5.0, 2.0, 7.0))
+    plan = plan_of_run(run, config.model_copy(update={"job": job}))
+    assert (plan.rollout_s, plan.train_s, plan.sync_s) == pytest.approx((4.0, 2.0, 0.0))
+
+
+def test_one_step_is_better_than_none_and_none_is_said(config: Config, tmp_path: Path) -> None:
+    assert plan_of_run(timed(tmp_path / "one", (4.0, 3.0, 6.0)), config).rollout_s == pytest.approx(8.0)
+    with pytest.raises(JobProfileError, match="no step of it has finished"):
+        plan_of_run(timed(tmp_path / "none"), config)
+
+
+def test_what_is_overridden_is_a_run_of_its_own_workers(config: Config, tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    changed = load_config(path, profile_overrides(config, 4))
+    assert (changed.run.steps, changed.seeding.policy, changed.seeding.window_s) == (4, "fixed", 0.0)
+    assert changed.providers["reserved"]["max_workers"] == 2
