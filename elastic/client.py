@@ -32,12 +32,16 @@ from elastic.resources import (
     CreatedKey,
     CreatedWebhook,
     DryRun,
+    HostedJob,
     HostedLease,
+    HostedPool,
     HostedRun,
     HostedRunDetail,
     HostedTrajectory,
     HostedTrajectoryDetail,
     HostedWorker,
+    JobPlacement,
+    JobSubmission,
     Listed,
     LogLine,
     Me,
@@ -201,6 +205,45 @@ class Client:
 
     def budget(self, run: str) -> RunBudget:
         return self._get(f"/v1/runs/{run}/budget", RunBudget)
+
+    # Pools that jobs share
+
+    def pools(self) -> list[HostedPool]:
+        return self._get("/v1/pools", Listed[HostedPool]).data
+
+    def pool(self, pool: str) -> HostedPool:
+        return self._get(f"/v1/pools/{pool}", HostedPool)
+
+    def jobs(self, pool: str) -> list[HostedJob]:
+        return self._get(f"/v1/pools/{pool}/jobs", Listed[HostedJob]).data
+
+    def job(self, pool: str, job: str) -> HostedJob:
+        return self._get(f"/v1/pools/{pool}/jobs/{job}", HostedJob)
+
+    def submit_job(
+        self,
+        pool: str,
+        config: Mapping[str, Any],
+        providers: Sequence[str] = (),
+        *,
+        idempotency_key: str = "",
+        **options: Any,
+    ) -> HostedJob:
+        """Submit a job; `options` are the other fields of a `JobSubmission`. Once this returns, it is never lost."""
+        body = JobSubmission(config=dict(config), providers=list(providers), **options)
+        return self._post(f"/v1/pools/{pool}/jobs", HostedJob, body, idempotency_key)
+
+    def dry_run_job(
+        self, pool: str, config: Mapping[str, Any], providers: Sequence[str] = (), **options: Any
+    ) -> JobPlacement:
+        body = JobSubmission(config=dict(config), providers=list(providers), **options)
+        return self._post(f"/v1/pools/{pool}/jobs/dry-run", JobPlacement, body)
+
+    def cancel_job(self, pool: str, job: str) -> HostedJob:
+        return self._post(f"/v1/pools/{pool}/jobs/{job}/cancel", HostedJob, None)
+
+    def resubmit_job(self, pool: str, job: str) -> HostedJob:
+        return self._post(f"/v1/pools/{pool}/jobs/{job}/resubmit", HostedJob, None)
 
     # What they come to
 
@@ -415,9 +458,10 @@ class Client:
     def _get(self, path: str, kind: type[R]) -> R:
         return _read(kind, self._request("GET", path))
 
-    def _post(self, path: str, kind: type[R], body: BaseModel, idempotency_key: str = "") -> R:
+    def _post(self, path: str, kind: type[R], body: BaseModel | None, idempotency_key: str = "") -> R:
         headers = {"idempotency-key": idempotency_key or secrets.token_hex(16)}
-        return _read(kind, self._request("POST", path, body.model_dump_json(exclude_unset=True), headers))
+        content = None if body is None else body.model_dump_json(exclude_unset=True)
+        return _read(kind, self._request("POST", path, content, headers))
 
     def _edit(self, path: str, kind: type[R], change: BaseModel) -> R:
         """Edit what is there now, whatever it is."""

@@ -346,6 +346,67 @@ class ProviderKind(_Resource):
     usd_per_hour: float
 
 
+class HostedPool(_Resource):
+    """Devices that jobs share, phase by phase. `away`: its process does not answer now, and is started again.
+
+    `nodes`, `groups`, `permits` and `waits` are as `elastic pool status --json` has them; of other projects' jobs there
+    is no more than that they are there.
+    """
+
+    id: str
+    object: Literal["pool"] = "pool"
+    away: bool
+    now_s: float | None = None
+    usd: float | None = None
+    usd_per_hour: float | None = None
+    nodes: list[dict[str, Any]] = []
+    groups: list[dict[str, Any]] = []
+    permits: list[dict[str, Any]] = []
+    waits: list[dict[str, Any]] = []
+
+
+class HostedJob(_Resource):
+    """A job on a pool. `slo` is the largest slowdown that it accepts, `planned_slowdown` that of its group's cycle."""
+
+    id: str
+    object: Literal["job"] = "job"
+    pool: str
+    project: str | None = Field(description="null for one that was not submitted here")
+    state: str
+    reason: str
+    slo: float
+    planned_slowdown: float | None
+    steps: int
+    steps_done: int
+    group: str | None
+    rollout: list[str]
+    train: list[str]
+    moves: int
+    resubmissions: int
+    usd: float
+    saved_if_left_usd_per_hour: float
+
+
+class JobSubmission(_RequestBody):
+    """A run that is to be a job of a pool: what it asks for is in its `job` section. Scripts are not taken here."""
+
+    config: dict[str, Any]
+    providers: list[Name] = Field(default=[], max_length=32, description="its own besides the pool; not planned with")
+    slo: Number | None = Field(default=None, ge=1, le=1e6, allow_inf_nan=False, description="in place of job.slo")
+    project: str | None = Field(default=None, description="for keys of no project: where the job belongs")
+
+
+class JobPlacement(_Resource):
+    """Where a job would go now, and for each group why not. `placement` is null where it would be queued (`why`)."""
+
+    object: Literal["job_placement"] = "job_placement"
+    pool: str
+    slo: float
+    placement: dict[str, Any] | None
+    refusals: list[dict[str, Any]]
+    why: str
+
+
 class Project(_Resource):
     """What runs, keys and files belong to; one sees nothing of another."""
 

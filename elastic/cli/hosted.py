@@ -529,6 +529,10 @@ def serve(
     oidc_recheck_minutes: Annotated[
         float, typer.Option(min=0.1, max=1440, help="How often it is asked again, where it gives refresh tokens.")
     ] = 15.0,
+    pool: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="POOL.toml", help="A pool to keep up, whose jobs come over the API; may be repeated."),
+    ] = None,
     webhook_network: Annotated[
         list[str] | None, typer.Option(metavar="CIDR", help="A private network that webhooks may lead into.")
     ] = None,
@@ -551,6 +555,7 @@ def serve(
         host_name or [],
         runner=runner,
         shared_trust=shared_trust,
+        pools=pool or [],
         webhook_networks=webhook_network or [],
         oidc=OidcOptions(
             oidc_issuer,

@@ -86,9 +86,7 @@ def start_command(path: Path, max_restarts: int, wait_s: float, *, foreground: b
     directory = config.path
     if compose.is_claimed(directory):
         raise ConfigError(f"pool {config.pool.name} in {directory} is running already; {program()} pool status")
-    _check_former(config, path)
-    save_pool(config)
-    (directory / "logs").mkdir(mode=0o700, exist_ok=True)
+    prepared_pool(path)
     if foreground:
         say(f"pool {config.pool.name} in {directory}; Ctrl-C stops it")
         return supervise_pool(directory, max_restarts)
@@ -116,6 +114,15 @@ def start_command(path: Path, max_restarts: int, wait_s: float, *, foreground: b
         f"{program()} jobs submit CONFIG brings it work, {program()} pool stop ends it"
     )
     return 0
+
+
+def prepared_pool(path: Path) -> Path:
+    """The directory of the pool with this POOL.toml, with its configuration in it. Raises `ConfigError`."""
+    config = load_pool(path)
+    _check_former(config, path)
+    directory = save_pool(config)
+    (directory / "logs").mkdir(mode=0o700, exist_ok=True)
+    return directory.resolve()
 
 
 def _check_former(config: PoolConfig, path: Path) -> None:

@@ -12,6 +12,7 @@ import msgspec
 
 from elastic import compose
 from elastic.cli.output import bad_input, console, say
+from elastic.cli.pool import prepared_pool
 from elastic.config import ConfigError
 from elastic.endpoint import is_loopback
 from elastic.resources import AccessRole
@@ -47,6 +48,7 @@ def serve_command(
     *,
     runner: bool,
     shared_trust: bool,
+    pools: list[Path],
     webhook_networks: list[str],
     oidc: OidcOptions,
     uploads_gb: int,
@@ -67,6 +69,7 @@ def serve_command(
         models=tuple(models),
         host_names=tuple(host_names),
         shared_trust=shared_trust,
+        pools=tuple(prepared_pool(path) for path in pools),
         webhook_networks=tuple(_network(text) for text in webhook_networks),
         oidc=_oidc(oidc),
         project_uploads_bytes_max=uploads_gb * 2**30,

@@ -8,6 +8,7 @@ RUN_ID, PROJECT_ID, KEY_ID = (
     "proj_01JD3K5T7WQ8M2N4P6R8S0V2X4",
     "key_01JD3K5T7WQ8M2N4P6R8S0V2X4",
 )
+JOB_ID = "job_01JD3K5T7WQ8M2N4P6R8S0V2X4"
 MEMBER_ID = "mem_01JD3K5T7WQ8M2N4P6R8S0V2X4"
 _AT = "2026-11-22T08:00:00Z"
 _CONDITION = {
@@ -121,7 +122,70 @@ _PROVIDER = {
     "usd_per_hour": 5.32,
 }
 
+_JOB_CONFIG = {**_CONFIG, "job": {"slo": 1.5, "rollout_memory_gb": 2.0, "train_memory_gb": 4.0}}
+_NODE_OF_POOL = {"name": "rollout-1", "phase": "rollout", "group": "group-1", "account": "slice", "job": JOB_ID}
+_GROUP = {
+    "name": "group-1",
+    "members": [JOB_ID, "another project's"],
+    "rollout": ["rollout-1"],
+    "train": ["train-1"],
+    "cycle_s": 12.5,
+    "limit_s": 15.0,
+    "usd_per_hour": 7.13,
+}
+
 EXAMPLES: Mapping[str, Any] = {
+    "HostedPool": {
+        "id": "lab",
+        "object": "pool",
+        "away": False,
+        "now_s": 3600.0,
+        "usd": 8.98,
+        "usd_per_hour": 7.13,
+        "nodes": [_NODE_OF_POOL],
+        "groups": [_GROUP],
+        "permits": [],
+        "waits": [],
+    },
+    "HostedJob": {
+        "id": JOB_ID,
+        "object": "job",
+        "pool": "lab",
+        "project": PROJECT_ID,
+        "state": "running",
+        "reason": "its residents are up",
+        "slo": 1.5,
+        "planned_slowdown": 1.08,
+        "steps": 100,
+        "steps_done": 41,
+        "group": "group-1",
+        "rollout": ["rollout-1"],
+        "train": ["train-1"],
+        "moves": 0,
+        "resubmissions": 0,
+        "usd": 0.42,
+        "saved_if_left_usd_per_hour": 0.0,
+    },
+    "JobSubmission": {"config": _JOB_CONFIG, "providers": ["spot"], "slo": 1.5},
+    "JobPlacement": {
+        "object": "job_placement",
+        "pool": "lab",
+        "slo": 1.5,
+        "placement": {
+            "group": "group-1",
+            "how": "packed",
+            "rollout": ["rollout-1"],
+            "new_rollout": 0,
+            "new_train": 0,
+            "usd_per_hour": 0.0,
+            "cycle_s": 12.5,
+            "planned_slowdown": 1.08,
+        },
+        "refusals": [
+            {"group": "group-2", "reason": "training in a cycle, s", "needed": 16.2, "allowed": 14.1},
+        ],
+        "why": "",
+    },
     "HostedRun": _RUN,
     "HostedRunDetail": {**_RUN, "config": _CONFIG},
     "Submission": {

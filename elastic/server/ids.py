@@ -9,6 +9,7 @@ _TIME_CHARACTERS, _RANDOM_CHARACTERS = 10, 16
 RUN, PROJECT, KEY, AUDIT, REQUEST = "run", "proj", "key", "aud", "req"
 WEBHOOK, DELIVERY = "hook", "msg"
 USER, MEMBER, UPLOAD = "user", "mem", "upl"
+JOB = "job"
 
 
 def new_id(prefix: str, unix_ms: int | None = None) -> str:

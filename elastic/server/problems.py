@@ -64,6 +64,10 @@ TYPES: Mapping[str, ProblemType] = {
         "Projects' processes would not be apart",
         "Give the project a `unix_user`, or start the server with --shared-trust.",
     ),
+    "job-rejected": ProblemType(
+        409, "No pool like this can take the job", "`detail` has what it needs, and what is allowed."
+    ),
+    "job-conflict": ProblemType(409, "The job is not in that state", "Read it again: `state` and `reason` say more."),
     "events-gone": ProblemType(410, "These events are gone", "Begin the stream again, without Last-Event-ID."),
     "precondition-failed": ProblemType(412, "It has changed meanwhile", "Read it again, and use its new ETag."),
     "too-large": ProblemType(413, "The body is too large", "Send less."),
@@ -75,6 +79,7 @@ TYPES: Mapping[str, ProblemType] = {
     "precondition-required": ProblemType(428, "If-Match is missing", "Send the ETag of what you have read."),
     "internal": ProblemType(500, "The server failed", "The server's log has the cause, under the request's id."),
     "unavailable": ProblemType(503, "The store does not answer now", "Try again after `retry-after` seconds."),
+    "pool-away": ProblemType(503, "The pool's process does not answer now", "Try again: it is started again."),
     "issuer-unavailable": ProblemType(
         503, "The identity provider does not answer", "Try again, or sign in with a key."
     ),

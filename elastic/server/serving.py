@@ -14,6 +14,7 @@ from elastic.endpoint import joined
 from elastic.http_server import serving
 from elastic.resources import AccessRole
 from elastic.server.app import create_app
+from elastic.server.pools import PoolSupervisors
 from elastic.server.runner import RunnerLoop
 from elastic.server.settings import ServerSettings
 from elastic.server.sign_ins import SignInChecks
@@ -97,12 +98,14 @@ async def serve(
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(runner.run(), name="runner") if runner else None
         looking = tasks.create_task(checks.run(), name="sign-ins") if checks else None
+        supervisors = PoolSupervisors(settings.pools)
+        keeping = tasks.create_task(supervisors.run(settings.restart_base_s, settings.restart_max_s), name="pools")
         telling = tasks.create_task(deliveries.run(), name="webhooks")
         async with serving(app, listener) as url:
             on_ready(url)
             waiting = tasks.create_task(stopped.wait(), name="signals")
             await asyncio.wait([waiting, *([running] if running else [])], return_when=asyncio.FIRST_COMPLETED)
-        for task in (waiting, running, telling, looking):
+        for task in (waiting, running, telling, looking, keeping):
             if task is not None:
                 task.cancel()
 

@@ -52,6 +52,8 @@ class ServerSettings:
     models: tuple[Path, ...] = ()
     host_names: tuple[str, ...] = ()
     shared_trust: bool = False
+    pools: tuple[Path, ...] = ()
+    """Directories of the pools that it keeps up, and whose jobs it takes."""
     webhook_networks: tuple[IPv4Network | IPv6Network, ...] = ()
     """Private networks that webhooks may lead into."""
     webhook_tick_s: float = 1.0
@@ -95,6 +97,11 @@ class ServerSettings:
 
     def run_dir(self, run: str) -> Path:
         return self.runs / run
+
+    @property
+    def pooled(self) -> Path:
+        """Runs that are jobs of pools, in a directory for each project."""
+        return self.home / "pooled"
 
     @property
     def projects(self) -> Path:

@@ -11,6 +11,7 @@ from elastic.server.routes import (
     me,
     members,
     page,
+    pools,
     projects,
     providers,
     quotas,
@@ -42,6 +43,7 @@ _MODULES = (
     uploads,
     keys,
     providers,
+    pools,
     webhooks,
     audit,
 )

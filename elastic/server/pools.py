@@ -1,0 +1,134 @@
+"""Pools that jobs share: kept up by the server, asked through their sockets, shown to projects as far as they see."""
+
+import asyncio
+import contextlib
+import subprocess
+import sys
+import time
+from collections.abc import Coroutine, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import structlog
+
+from elastic import compose
+from elastic.control import CommandRefused, ControlError
+from elastic.pool_control import PoolControl, PoolStanding
+from elastic.processes import inherited
+from elastic.resources import HostedJob, HostedPool
+from elastic.server.problems import ApiProblem, not_found
+from elastic.server.settings import ServerSettings
+
+T = TypeVar("T")
+
+log = structlog.get_logger(__name__)
+
+ASK_TIMEOUT_S = 10.0
+LOOK_S = 1.0
+"""How often a supervisor is looked for."""
+_KINDS = {"rejected": "job-rejected", "conflict": "job-conflict", "unknown_job": "not-found", "ending": "job-conflict"}
+
+
+def pool_dir(settings: ServerSettings, name: str) -> Path:
+    """The directory of the server's pool with this name. Raises `ApiProblem`."""
+    for path in settings.pools:
+        if path.name == name:
+            return path
+    raise not_found("pool", name)
+
+
+def control_of(settings: ServerSettings, name: str) -> PoolControl:
+    """Raises `ApiProblem` where there is no such pool."""
+    return PoolControl(pool_dir(settings, name), ASK_TIMEOUT_S)
+
+
+def asked(question: Coroutine[Any, Any, T]) -> T:
+    """The pool's answer, for routes that have a thread. Raises `ApiProblem`."""
+    try:
+        return asyncio.run(question)
+    except CommandRefused as error:
+        raise ApiProblem(_KINDS.get(error.kind, "invalid-request"), str(error)) from error
+    except ControlError as error:
+        raise ApiProblem("pool-away", str(error)) from error
+
+
+def project_of_job(settings: ServerSettings, job: Mapping[str, Any]) -> str | None:
+    """Whose job it is, by where it was put; None for one that was not submitted here."""
+    directory = Path(str(job.get("directory", "")))
+    with contextlib.suppress(ValueError):
+        return directory.relative_to(settings.pooled.resolve()).parts[0]
+    return None
+
+
+def as_job(settings: ServerSettings, pool: str, job: Mapping[str, Any]) -> HostedJob:
+    return HostedJob(
+        id=job["name"],
+        pool=pool,
+        project=project_of_job(settings, job),
+        **{name: job[name] for name in HostedJob.model_fields if name in job},
+    )
+
+
+def as_pool(settings: ServerSettings, standing: PoolStanding, name: str, project: str | None) -> HostedPool:
+    """The pool as this project may see it, or whoever is of none: others' jobs have no names."""
+    status = standing.status
+    hidden = {job["name"] for job in status["jobs"] if project is not None and project_of_job(settings, job) != project}
+
+    def seen(job: str | None) -> str | None:
+        return "another project's" if job in hidden else job
+
+    nodes = [
+        {key: value for key, value in node.items() if key in ("name", "phase", "group", "account", "accounts_s")}
+        | {"job": seen(node["job"])}
+        for node in status["nodes"]
+    ]
+    return HostedPool(
+        id=name,
+        away=False,
+        now_s=status["now_s"],
+        usd=status["usd"],
+        usd_per_hour=status["usd_per_hour"],
+        nodes=nodes,
+        groups=[{**group, "members": [seen(job) for job in group["members"]]} for group in status["groups"]],
+        permits=[{**permit, "job": seen(permit["job"])} for permit in status["permits"]],
+        waits=[wait for wait in status["waits"] if wait["key"] not in hidden],
+    )
+
+
+class PoolSupervisors:
+    """Keeps a supervisor at each pool, which keeps its process up. Both outlive the server."""
+
+    def __init__(self, pools: tuple[Path, ...]) -> None:
+        self._pools = pools
+        self._started: dict[Path, subprocess.Popen[bytes]] = {}
+        self._not_before_s: dict[Path, float] = {}
+
+    async def run(self, base_s: float, max_s: float) -> None:
+        """Until it is cancelled: one that is gone is started again, with back-off from `base_s` up to `max_s`."""
+        delay_s = dict.fromkeys(self._pools, base_s)
+        while True:
+            for path in self._pools:
+                child = self._started.get(path)
+                lives = child is not None and child.poll() is None
+                if lives or compose.is_claimed(path) or time.monotonic() < self._not_before_s.get(path, 0.0):
+                    continue
+                if child is not None:
+                    log.warning("a pool's supervisor has ended", pool=path.name, status=child.returncode)
+                self._start(path)
+                self._not_before_s[path] = time.monotonic() + delay_s[path]
+                delay_s[path] = min(2 * delay_s[path], max_s)
+            await asyncio.sleep(LOOK_S)
+
+    def _start(self, path: Path) -> None:
+        command = [sys.executable, "-P", "-m", "elastic.cli", "pool-run", str(path), "--supervise", "10"]
+        (path / "logs").mkdir(mode=0o700, exist_ok=True)
+        with (path / "logs" / "supervisor.log").open("ab") as output:
+            self._started[path] = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=inherited(),
+                start_new_session=True,
+                umask=0o077,
+            )
