@@ -1,0 +1,121 @@
+"""A cluster behind a pool's socket, in whose place no process need run."""
+
+import asyncio
+import threading
+from pathlib import Path
+
+import msgspec
+
+from elastic import compose
+from elastic.cluster import Cluster, ClusterError
+from elastic.cluster import commands as c
+from elastic.cluster import events as e
+from elastic.control import SOCKET, socket_address
+from elastic.pool.config import load_pool, save_pool
+from elastic.pool.standing import plan_of, standing
+from elastic.pool_control import (
+    POOL_CONTROL_VERSION,
+    AskPool,
+    CancelJob,
+    PlanJob,
+    PoolAcknowledged,
+    PoolAnswer,
+    PoolPlan,
+    PoolRequest,
+    PoolSaysNo,
+    PoolStanding,
+    ResubmitJob,
+    StopPool,
+    SubmitJob,
+)
+from policies.clusters import CLUSTER_POLICIES
+
+POOL = """
+[pool]
+name = "lab"
+directory = "{directory}/pools"
+[pool.rollout]
+nodes = 2
+usd_per_gpu_hour = 2.0
+memory_gb = 2
+[pool.train]
+nodes = 1
+usd_per_gpu_hour = 5.0
+memory_gb = 4
+"""
+
+
+class StandIn:
+    """A cluster behind a pool's socket; every job is up as soon as it is placed."""
+
+    def __init__(self, pool_file: Path, version: str = POOL_CONTROL_VERSION) -> None:
+        config = load_pool(pool_file)
+        self.directory = save_pool(config)
+        self.cluster = Cluster(config.spec(), CLUSTER_POLICIES["ours"], config.wait_limits(), 0)
+        self.submitted: list[SubmitJob] = []
+        self._version = version
+        self._up = threading.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._over = asyncio.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()))
+        self._lock = compose.claimed(self.directory)
+
+    def __enter__(self) -> "StandIn":
+        self._lock.__enter__()
+        self._thread.start()
+        assert self._up.wait(5)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(self._over.set)
+        self._thread.join(5)
+        self._lock.__exit__(None, None, None)
+
+    async def _run(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        with socket_address(self.directory) as address:
+            server = await asyncio.start_unix_server(self._serve, address, limit=2**20)
+        self._up.set()
+        async with server:
+            await self._over.wait()
+        (self.directory / SOCKET).unlink()
+
+    def tell(self, event: e.ClusterEvent, at_s: float = 0.0) -> None:
+        for command in self.cluster.handle(event, int(at_s * 1e9)):
+            if isinstance(command, c.StartJob):
+                self.cluster.handle(e.JobStarted(job=command.job, placement=command.placement), int(at_s * 1e9))
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        request = msgspec.json.decode(await reader.readline(), type=PoolRequest)
+        writer.write(msgspec.json.encode(self._answer(request)) + b"\n")
+        await writer.drain()
+        writer.close()
+        await writer.wait_closed()
+
+    def _answer(self, request: PoolRequest) -> PoolAnswer:
+        match request:
+            case AskPool():
+                status = standing(self.cluster)
+                for job in status["jobs"]:
+                    job["directory"] = next(s.directory for s in self.submitted if s.request.id == job["name"])
+                return PoolStanding(pool="lab", pid=7, version=self._version, status=status)
+            case PlanJob():
+                try:
+                    return PoolPlan(plan=plan_of(self.cluster, request.request))
+                except ClusterError as error:
+                    return PoolSaysNo(kind="rejected", message=str(error))
+            case SubmitJob():
+                plan = plan_of(self.cluster, request.request)
+                self.submitted.append(request)
+                self.tell(e.JobSubmitted(request=request.request))
+                return PoolAcknowledged(id=request.id, placement=plan)
+            case CancelJob():
+                self.tell(e.CancelRequested(job=request.job))
+            case ResubmitJob():
+                if self.cluster.jobs[request.job].state != "failed":
+                    return PoolSaysNo(kind="conflict", message=f"job {request.job} has not failed")
+                self.tell(e.ResubmitRequested(job=request.job))
+            case StopPool():
+                pass
+        return PoolAcknowledged(id=request.id)

@@ -1,0 +1,151 @@
+"""Pools over the API: jobs go to the pool's socket, each project sees its own, scripts stay outside."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic import compose
+from elastic.client import ApiError, Client
+from elastic.cluster import events as e
+from elastic.resources import AccessRole
+from elastic.server.app import create_app
+from elastic.server.store import people
+from tests.pool.stand_in import POOL, StandIn
+from tests.server.conftest import Site, served
+
+JOBS = "/v1/pools/lab/jobs"
+JOB = {"rollout_memory_gb": 1, "train_memory_gb": 1, "slo": 2.0, "plan": {"rollout_s": 10, "train_s": 10}}
+
+
+@pytest.fixture
+def pool(tmp_path: Path) -> Iterator[StandIn]:
+    file = tmp_path / "pool.toml"
+    file.write_text(POOL.format(directory=tmp_path))
+    with StandIn(file) as found:
+        yield found
+
+
+@pytest.fixture
+def pooled(site: Site, pool: StandIn) -> Site:
+    settings = dataclasses.replace(site.settings, pools=(pool.directory,))
+    return dataclasses.replace(site, settings=settings, app=create_app(site.store, settings))
+
+
+@pytest.fixture
+def job(submission: Callable[..., dict[str, Any]]) -> dict[str, Any]:
+    body = submission()
+    return {"config": {**body["config"], "job": JOB}, "providers": ["spot"]}
+
+
+def test_a_job_goes_to_the_pool_and_its_project_alone_sees_it(pooled: Site, pool: StandIn, job: dict[str, Any]) -> None:
+    ours, theirs = (pooled.client(pooled.key(name, AccessRole.RUNNER)) for name in ("ours", "theirs"))
+    made = ours.post(JOBS, json=job | {"slo": 1.5})
+    assert made.status_code == 201, made.text
+    name = made.json()["id"]
+    (sent,) = pool.submitted
+    assert (sent.request.id, sent.request.slo, sent.providers, sent.script) == (name, 1.5, ("spot",), ())
+    run_dir = Path(sent.directory)
+    assert run_dir.parent.name == pooled.projects["ours"]
+    assert compose.load_run_config(run_dir).model.checkpoint.is_absolute()
+    assert made.headers["location"] == f"{JOBS}/{name}"
+    assert made.json()["project"] == pooled.projects["ours"]
+    assert [one["id"] for one in ours.get(JOBS).json()["data"]] == [name]
+    assert theirs.get(JOBS).json()["data"] == []
+    for path in (f"{JOBS}/{name}", f"{JOBS}/{name}/cancel", f"{JOBS}/{name}/resubmit"):
+        method = "GET" if path.endswith(name) else "POST"
+        assert theirs.request(method, path).json()["type"] == "/problems/not-found"
+    assert ours.get("/v1/pools").json()["data"][0]["groups"][0]["members"] == [name]
+    seen = theirs.get("/v1/pools/lab").json()
+    assert seen["groups"][0]["members"] == ["another project's"]
+    assert name not in str(seen)
+    assert pooled.client().get(JOBS).json()["data"][0]["id"] == name
+
+
+def test_what_is_repeated_under_its_key_is_done_once(pooled: Site, pool: StandIn, job: dict[str, Any]) -> None:
+    client = pooled.client(pooled.key("ours", AccessRole.RUNNER))
+    first, second = (client.post(JOBS, json=job, headers={"idempotency-key": "k"}) for _ in range(2))
+    assert first.json()["id"] == second.json()["id"]
+    assert len(pool.cluster.jobs) == 1
+    other = client.post(JOBS, json=job | {"slo": 3.0}, headers={"idempotency-key": "k"})
+    assert other.json()["type"] == "/problems/idempotency-mismatch"
+
+
+def test_a_dry_run_starts_nothing(pooled: Site, pool: StandIn, job: dict[str, Any]) -> None:
+    client = pooled.client(pooled.key("ours", AccessRole.RUNNER))
+    client.post(JOBS, json=job)
+    found = client.post(f"{JOBS}/dry-run", json=job | {"slo": 1.01}).json()
+    assert found["placement"]["planned_slowdown"] <= 1.01
+    assert "members" not in found["placement"]
+    assert len(pool.submitted) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "words"),
+    [
+        ({"slo": 0.5}, "invalid-request", "#/slo"),
+        ({"script": ["python", "train.py"]}, "invalid-request", "#/script"),
+        ({"providers": ["moon"]}, "invalid-configuration", "unknown"),
+        ({"job": {**JOB, "train_nodes": 2}}, "job-rejected", "needed 2 train nodes; largest: 1"),
+        ({"job": {**JOB, "rollout_memory_gb": 3}}, "job-rejected", "needed 3000000000 bytes"),
+        ({"job": {**JOB, "slo": 0}}, "invalid-configuration", "job.slo"),
+        ({"run": {"directory": "/tmp"}}, "invalid-configuration", "run/directory"),
+    ],
+)
+def test_what_is_no_job_leaves_nothing(
+    pooled: Site, pool: StandIn, job: dict[str, Any], change: dict[str, Any], kind: str, words: str
+) -> None:
+    for section in ("job", "run"):
+        if section in change:
+            job["config"][section] = job["config"].get(section, {}) | change.pop(section)
+    client = pooled.client(pooled.key("ours", AccessRole.RUNNER))
+    answer = client.post(JOBS, json=job | change)
+    assert answer.json()["type"] == f"/problems/{kind}", answer.text
+    assert words.replace(".", "/") in answer.text or words in answer.text
+    assert not pool.submitted
+    assert not list(pooled.settings.pooled.glob("*/*"))
+
+
+def test_roles_and_names(pooled: Site, pool: StandIn, job: dict[str, Any]) -> None:
+    viewer = pooled.client(pooled.key("ours", AccessRole.VIEWER))
+    assert viewer.get(JOBS).status_code == 200
+    assert viewer.post(JOBS, json=job).json()["type"] == "/problems/forbidden"
+    assert viewer.get("/v1/pools/other").json()["type"] == "/problems/not-found"
+    assert viewer.get(f"{JOBS}/nobody").json()["type"] == "/problems/not-found"
+
+
+def test_a_project_with_a_user_of_its_own_has_no_jobs_here(pooled: Site, job: dict[str, Any]) -> None:
+    with pooled.store.writing() as tx:
+        project = people.new_project(tx, "apart", "nobody")["id"]
+    answer = pooled.client().post(JOBS, json=job | {"project": project})
+    assert answer.json()["type"] == "/problems/untrusted-neighbours"
+
+
+def test_the_client_submits_cancels_and_resubmits(pooled: Site, pool: StandIn, job: dict[str, Any]) -> None:
+    with served(pooled.app) as url, Client(url, pooled.key("ours", AccessRole.RUNNER)) as api:
+        one = api.submit_job("lab", job["config"], slo=1.5)
+        assert api.dry_run_job("lab", job["config"], slo=1.5).slo == 1.5
+        assert [pool.id for pool in api.pools()] == ["lab"]
+        with pytest.raises(ApiError, match="has not failed") as found:
+            api.resubmit_job("lab", one.id)
+        assert found.value.kind == "job-conflict"
+        pool.tell(e.JobFailed(job=one.id, cause="killed"))
+        assert api.job("lab", one.id).state == "failed"
+        assert api.resubmit_job("lab", one.id).resubmissions == 1
+        assert api.cancel_job("lab", one.id).state == "cancelled"
+        assert [job.state for job in api.jobs("lab")] == ["cancelled"]
+
+
+def test_a_pool_whose_process_is_away(site: Site, tmp_path: Path, job: dict[str, Any]) -> None:
+    file = tmp_path / "pool.toml"
+    file.write_text(POOL.format(directory=tmp_path))
+    away = StandIn(file).directory
+    settings = dataclasses.replace(site.settings, pools=(away,))
+    there = dataclasses.replace(site, settings=settings, app=create_app(site.store, settings))
+    client = there.client()
+    assert client.get("/v1/pools/lab").json()["away"]
+    answer = client.post(JOBS, json=job)
+    assert (answer.status_code, answer.json()["type"]) == (503, "/problems/pool-away")
+    assert "retry-after" in answer.headers
