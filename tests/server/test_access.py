@@ -28,6 +28,8 @@ BODIES = {
     "/v1/uploads": {"name": "new", "files": [{"path": "a", "bytes": 0, "sha256": EMPTY}]},
     "/v1/me/keys": {"name": "mine"},
     "/v1/session": {"project": "ours"},
+    "/v1/pools/{pool}/jobs": {"config": {}},
+    "/v1/pools/{pool}/jobs/dry-run": {"config": {}},
 }
 OPEN = {"/healthz", "/readyz", "/v1"}
 SIGN_IN = {"/v1/session/oidc", "/v1/session/oidc/callback"}
