@@ -18,6 +18,10 @@ run: setup
 	$(BIN)/elastic prepare examples/frozenlake.toml
 	$(BIN)/elastic run examples/frozenlake.toml --providers serving,spot
 
+# Two jobs take turns on one set of devices while their processes are killed; some three minutes.
+jobs: setup
+	$(BIN)/python examples/jobs/live.py
+
 serve: setup
 	$(BIN)/elastic prepare examples/frozenlake.toml
 	$(BIN)/elastic serve
