@@ -42,7 +42,7 @@ AWAY_S = 60.0
 """So long a pool's process may be away while a job is waited for: its supervisor starts it again."""
 
 
-class Submission(NamedTuple):
+class AskedJob(NamedTuple):
     """What `elastic jobs submit` is told. `script` is a command line; None for a run."""
 
     config: Path | None
@@ -65,7 +65,7 @@ class ScriptConfig(BaseModel):
 
 
 @compose.private()
-def submit_command(said: Submission, pool: str, directory: Path, *, dry_run: bool, as_json: bool) -> int:
+def submit_command(said: AskedJob, pool: str, directory: Path, *, dry_run: bool, as_json: bool) -> int:
     """Check the job as `elastic run` does, ask the pool where it would go, submit it; returns the exit code."""
     if said.slo is not None and not said.slo >= 1:
         raise ConfigError(f"--slo: found {said.slo:g}; allowed: at least 1, a step's time over that alone")
@@ -141,7 +141,7 @@ async def _raised(error: ControlError) -> int:
     raise error
 
 
-def _of_run(said: Submission, overrides: Sequence[str]) -> tuple[Config, int, JobConfig, compose.RunPlan]:
+def _of_run(said: AskedJob, overrides: Sequence[str]) -> tuple[Config, int, JobConfig, compose.RunPlan]:
     """Raises `ConfigError` for a run that could not be."""
     if said.config is None:
         raise ConfigError("elastic jobs submit: give a configuration file, or a command behind --")
@@ -153,7 +153,7 @@ def _of_run(said: Submission, overrides: Sequence[str]) -> tuple[Config, int, Jo
     return config, config.run.steps, config.job, plan
 
 
-def _of_script(said: Submission, overrides: Sequence[str]) -> ScriptConfig:
+def _of_script(said: AskedJob, overrides: Sequence[str]) -> ScriptConfig:
     """Raises `ConfigError` for a script that could not be."""
     if said.providers:
         raise ConfigError("--providers: a script has none besides the pool")

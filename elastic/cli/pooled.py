@@ -146,10 +146,10 @@ def submit_job(
 
     Example: elastic jobs submit examples/jobs/one.toml --slo 1.5 --dry-run
     """
-    from elastic.cli.jobs import Submission, submit_command
+    from elastic.cli.jobs import AskedJob, submit_command
 
     changed = [*(overrides or []), *([f"run.seed={seed}"] if seed is not None else [])]
-    submission = Submission(
+    submission = AskedJob(
         config=config,
         overrides=changed,
         slo=slo,

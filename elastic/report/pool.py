@@ -36,7 +36,7 @@ _OFTEN = (e.PhaseAsked, e.PermitYielded, e.JobProgressed, e.RolloutProgressed, e
 _LOST = (JobState.FAILED, JobState.CANCELLED, JobState.REJECTED)
 
 
-class JobSeen(msgspec.Struct, kw_only=True):
+class JobPast(msgspec.Struct, kw_only=True):
     """What of a job the cluster forgets. `alone_ns`: its phases, switching left out, and as much synchronisation as
     was planned."""
 
@@ -51,26 +51,26 @@ class JobSeen(msgspec.Struct, kw_only=True):
     passed_over: int = 0
 
 
-class OpenTurn(msgspec.Struct, kw_only=True):
+class TurnUnderWay(msgspec.Struct, kw_only=True):
     job: JobId
     phase: PhaseKind
     since_ns: Nanoseconds
     nodes: dict[NodeId, Nanoseconds]
 
 
-class PoolHistory:
+class PoolPast:
     """A pool's past, event by event; `cluster` is its last state."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
         self.slices: list[NodeSlice] = []
         self.marks: list[PoolMark] = []
-        self.jobs: defaultdict[JobId, JobSeen] = defaultdict(JobSeen)
+        self.jobs: defaultdict[JobId, JobPast] = defaultdict(JobPast)
         self.gone: list[tuple[NodeRecord, Nanoseconds]] = []
         """Nodes that were lost, as they were then, and how long each was of a group."""
         self.cycles: list[dict[str, float | str]] = []
         """The groups as they were when the last job had joined."""
-        self._turns: dict[int, OpenTurn] = {}
+        self._turns: dict[int, TurnUnderWay] = {}
         self._goes_on: dict[tuple[JobId, PhaseKind], Nanoseconds] = {}
         """Phases that were not finished in their last slice, and how long they have taken."""
         self._rollout_ns: dict[JobId, Nanoseconds] = {}
@@ -140,7 +140,7 @@ class PoolHistory:
     def _granted(self, grant: c.GrantPermit, now_ns: Nanoseconds) -> None:
         turn = self._turns.get(grant.permit)
         if turn is None:
-            turn = OpenTurn(job=grant.job, phase=grant.phase, since_ns=now_ns, nodes={})
+            turn = TurnUnderWay(job=grant.job, phase=grant.phase, since_ns=now_ns, nodes={})
             self._turns[grant.permit] = turn
             if grant.phase is _ROLLOUT and (grant.job, grant.phase) not in self._goes_on:
                 last_ns = self._rollout_ns.get(grant.job)
@@ -160,7 +160,7 @@ class PoolHistory:
             for node in [node for node in turn.nodes if node not in permits[event.permit].nodes]:
                 self._slice(turn, node, now_ns, 0, finished=True)
 
-    def _end(self, turn: OpenTurn, yielded: e.PermitYielded | None, now_ns: Nanoseconds) -> None:
+    def _end(self, turn: TurnUnderWay, yielded: e.PermitYielded | None, now_ns: Nanoseconds) -> None:
         length_ns = now_ns - turn.since_ns
         switch_ns = 0 if yielded is None else min(yielded.switch_ns, length_ns)
         finished = yielded is not None and yielded.finished
@@ -177,7 +177,7 @@ class PoolHistory:
             self._goes_on[key] = took_ns
 
     def _slice(
-        self, turn: OpenTurn, node: NodeId, now_ns: Nanoseconds, switch_ns: Nanoseconds, *, finished: bool
+        self, turn: TurnUnderWay, node: NodeId, now_ns: Nanoseconds, switch_ns: Nanoseconds, *, finished: bool
     ) -> None:
         begun_ns = turn.nodes.pop(node)
         if now_ns > begun_ns:
@@ -214,10 +214,10 @@ class PoolHistory:
         ]
 
 
-def history_of(records: Iterable[bytes], policies: ClusterPolicies) -> PoolHistory:
+def history_of(records: Iterable[bytes], policies: ClusterPolicies) -> PoolPast:
     """Raises as `elastic.cluster.history.decoded`."""
     opening, entries = decoded(records)
-    history = PoolHistory(Cluster(opening.spec, policies, opening.limits, opening.now_ns))
+    history = PoolPast(Cluster(opening.spec, policies, opening.limits, opening.now_ns))
     for entry in entries:
         history.take(entry)
     return history
@@ -238,7 +238,7 @@ def _grouped_ns(node: NodeRecord, now_ns: Nanoseconds) -> Nanoseconds:
 
 
 def pool_report(
-    history: PoolHistory,
+    history: PoolPast,
     policy: str,
     *,
     now_ns: Nanoseconds | None = None,
@@ -307,7 +307,7 @@ def _measured(cycle: dict[str, float | str], jobs: list[PooledJob]) -> dict[str,
 
 
 def _job(
-    history: PoolHistory,
+    history: PoolPast,
     record: JobRecord,
     billed: int,
     now_ns: Nanoseconds,

@@ -11,7 +11,7 @@ import pytest
 from elastic.cluster.types import JobState, PhaseKind
 from elastic.job_simulation import arrivals_of, load_workload, spec_of
 from elastic.report.jobs import as_page, as_text, job_text
-from elastic.report.pool import PoolHistory, history_of, pool_report
+from elastic.report.pool import PoolPast, history_of, pool_report
 from elastic.sim.jobs import JobsWorld, S, worlds_of_jobs
 from policies.clusters import CLUSTER_POLICIES
 
@@ -27,7 +27,7 @@ def quiet() -> JobsWorld:
     return world
 
 
-def history(world: JobsWorld) -> PoolHistory:
+def history(world: JobsWorld) -> PoolPast:
     return history_of(world.journal, world.cluster.policies)
 
 
