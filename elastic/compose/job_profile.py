@@ -47,7 +47,13 @@ def plan_of_run(run: RunDirectory, config: Config) -> JobPlanConfig:
     rollout_s = _quantile([step.rollout_ns / NS_PER_S for step in timed], share) * stretched
     train_s = _quantile([step.train_ns / NS_PER_S for step in timed], share) * filled
     sync_s = _quantile([(step.duration_ns - step.rollout_ns - step.train_ns) / NS_PER_S for step in timed], share)
-    return JobPlanConfig(rollout_s=max(rollout_s, 1e-3), train_s=max(train_s, 1e-3), sync_s=max(0.0, sync_s))
+    return JobPlanConfig(
+        rollout_s=max(rollout_s, 1e-3),
+        train_s=max(train_s, 1e-3),
+        sync_s=max(0.0, sync_s),
+        rollout_switch_s=0.0,
+        train_switch_s=0.0,
+    )
 
 
 def _to_the_limit(config: Config, lengths: Sequence[int]) -> tuple[float, float]:
