@@ -412,7 +412,9 @@ def prepare(
 @app.command()
 def report(
     context: typer.Context,
-    name: Annotated[str, typer.Argument(metavar="RUN", help="A run's name or path, or `latest`.")] = "latest",
+    name: Annotated[
+        str, typer.Argument(metavar="RUN", help="A run's name or path, or `latest`; or a pool's, or a pool's job's.")
+    ] = "latest",
     output: Annotated[Path | None, typer.Option(help="Write the HTML here instead of into the run.")] = None,
     compare: Annotated[
         str | None,
@@ -422,11 +424,16 @@ def report(
     remote: Remote = False,
     as_json: AsJson = False,
     directory: RunsDirectory = Path("runs"),
+    pools: Annotated[Path, typer.Option(help="Where pools are kept.")] = Path("pools"),
 ) -> None:
     """Write a run's report: what it cost, what it gained, where every GPU-second went.
 
+    Of a pool: every node's turns, cycles, bubbles, slowdowns, switches and bills; of a job on it, its part of these.
+
     Example: elastic report latest --compare frozenlake-20260101-120000
+    Example: elastic report lab
     """
+    from elastic.cli.pool_report import pool_report_command, pooled
     from elastic.cli.remote import is_hosted
     from elastic.cli.remote import report_command as hosted_report_command
     from elastic.cli.report import report_command
@@ -435,6 +442,10 @@ def report(
         _refuse_all_but(context, "--remote", "RUN", "--output", "--md", "--json", "NAME")
         hosted_report_command(name, output, markdown=markdown, as_json=as_json)
         return
+    shared = pooled(name, pools)
+    if shared is not None:
+        _refuse_all_but(context, "of a pool or of its job", "--output", "--json", "--pools", "--directory", "NAME")
+        raise typer.Exit(pool_report_command(shared, output, as_json=as_json))
     report_command(name, directory, output, compare, markdown=markdown, as_json=as_json)
 
 
