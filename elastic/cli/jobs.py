@@ -90,7 +90,7 @@ def submit_command(said: AskedJob, pool: str, directory: Path, *, dry_run: bool,
         return 0
     if config is not None and plan is not None:
         compose.check_policy(plan)
-        where = compose.new_run_dir(config).resolve()
+        where = compose.new_run_dir(_from_anywhere(config)).resolve()
         name = said.name or where.name
     else:
         where = Path.cwd()
@@ -151,6 +151,12 @@ def _of_run(said: AskedJob, overrides: Sequence[str]) -> tuple[Config, int, JobC
     plan = compose.resolve(config, said.providers, str(said.config))
     compose.check_live(plan)
     return config, config.run.steps, config.job, plan
+
+
+def _from_anywhere(config: Config) -> Config:
+    """The same wherever the pool's processes are: with the base policy's place in full."""
+    model = config.model.model_copy(update={"checkpoint": config.model.checkpoint.resolve()})
+    return config.model_copy(update={"model": model})
 
 
 def _of_script(said: AskedJob, overrides: Sequence[str]) -> ScriptConfig:

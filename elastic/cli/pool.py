@@ -1,7 +1,6 @@
 """`elastic pool`: a pool's process and its supervisor, how it stands, its end."""
 
 import asyncio
-import importlib
 import subprocess
 import sys
 import time
@@ -171,7 +170,8 @@ def supervise_pool(directory: Path, restarts_max: int) -> int:
 @compose.private()
 def run_command(directory: Path) -> int:
     """Be the pool's process until it has been stopped; returns the exit code."""
-    run_pool = importlib.import_module("elastic.compose.pool").run_pool
+    from elastic.compose.pool import run_pool
+
     return run_pool(directory)
 
 

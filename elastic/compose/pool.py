@@ -14,6 +14,7 @@ import structlog
 from elastic import pool_wire as w
 from elastic.cluster.types import NodeId, PhaseKind, PhasePlan
 from elastic.compose.incarnations import Began
+from elastic.compose.job_profile import JobProfileError, plan_of_run, profile_overrides
 from elastic.compose.processes import run_loop
 from elastic.compose.run_endings import DIED, FAILED, FINISHED, INTERRUPTED, STOPPED, ending_of, world
 from elastic.compose.runs import claimed, load_run_config, private, save_run_config
@@ -21,7 +22,7 @@ from elastic.config import ConfigError
 from elastic.endpoint import Endpoint, host_and_port, is_loopback, seen_as
 from elastic.line_socket import LineSocket
 from elastic.logs import log_to
-from elastic.pool.config import POOL_CONFIG, PoolConfig, load_pool
+from elastic.pool.config import POOL_CONFIG, PoolConfig, load_pool, phase_plan
 from elastic.pool.control import STOPPING, SUBMISSION_BYTES_MAX, PoolDesk, invalid
 from elastic.pool.gateway import KeeperTimes, PoolGateway, PoolTokens
 from elastic.pool.journal import PoolJournal, PoolJournalError, pool_secret
@@ -31,7 +32,7 @@ from elastic.pool.ports import HowEnded, JobEnding, JobEntry, PoolTimes
 from elastic.pool.shell import PoolShell
 from elastic.pool_control import SubmitJob
 from elastic.processes import inherited
-from elastic.runtime.journal import CONFIG, JournalReader, RunDirectory, StepRow
+from elastic.runtime.journal import CONFIG, JournalError, RunDirectory
 from elastic.tls import Certificate, run_certificate
 from policies.clusters import CLUSTER_POLICIES
 
@@ -47,7 +48,6 @@ RUN_LOG = Path("logs") / "process.log"
 BEGAN, STOPPED_NS, ADDRESS = "began", "stopped_ns", "address"
 """Notes of a journal: when the pool's time began, how far it had come when the pool was stopped, where it listens."""
 KEEPER_START_S = 60.0
-PROFILE_STEPS = 3
 _NS = 1_000_000_000
 
 
@@ -138,7 +138,8 @@ class PoolPrograms:
             raise ValueError("a script says how long its phases take (job.plan)")
         where = (self._directory / "profiles" / entry.job).resolve()
         shutil.rmtree(where, ignore_errors=True)
-        config = load_run_config(Path(entry.directory), [f"run.steps={PROFILE_STEPS}"])
+        path = Path(entry.directory)
+        config = load_run_config(path, profile_overrides(load_run_config(path)))
         with private():
             where.mkdir(parents=True)
             save_run_config(where, config)
@@ -151,20 +152,13 @@ class PoolPrograms:
         )
 
     def profiled(self, entry: JobEntry, kept: Mapping[str, str], status: int | None) -> PhasePlan:
-        """Of the timed steps the longest; the first one, which has to warm up, counts only if it is the only one."""
+        """As `elastic jobs profile` has them."""
         where = Path(kept["where"])
         ending = ending_of(where, RUN_LOG, 0, world(), status)
-        steps = []
-        if RunDirectory(where).journal_paths():
-            with JournalReader(RunDirectory(where).journal_paths()[-1]) as journal:
-                steps = [row.record for row in journal.rows(StepRow)]
-        if not steps:
-            raise ValueError(f"its run {ending.how}: {ending.cause or f'see {where / RUN_LOG}'}")
-        steps = steps[1:] or steps
-        rollout_ns = max(step.rollout_ns for step in steps)
-        train_ns = max(step.train_ns for step in steps)
-        rest_ns = max(step.duration_ns - step.rollout_ns - step.remote_wait_ns for step in steps)
-        return PhasePlan(rollout_ns=max(1, rollout_ns), train_ns=max(1, train_ns), sync_ns=max(0, rest_ns))
+        try:
+            return phase_plan(plan_of_run(RunDirectory(where), load_run_config(where)))
+        except (JobProfileError, JournalError) as error:
+            raise ValueError(f"its run {ending.how}: {ending.cause or f'see {where / RUN_LOG}'}") from error
 
     def describe(self, submission: SubmitJob) -> JobEntry:
         """What is kept of a submission. Raises `ValueError` for one that could not be started."""

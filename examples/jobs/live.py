@@ -123,7 +123,8 @@ def live(pool: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
         names.append(told("jobs", "submit", config, "--set", runs, "--name", job, "--pool", pool)["job"])
     rng, kills, began_s = random.Random(options.seed), list[dict[str, Any]](), time.monotonic()
     kinds = [*KINDS, *(["a keeper"] if options.keeper else [])]
-    wait_until(lambda: all(job["steps_done"] for job in jobs_of(pool)), options.timeout_s, "a first step of each job")
+    begun = "a first step of each job"
+    wait_until(lambda: all(job["steps_done"] or job["over"] for job in jobs_of(pool)), options.timeout_s, begun)
     planned = [kinds[i % len(kinds)] for i in range(options.kills)]
     for kind in planned:
         time.sleep(rng.uniform(4.0, 9.0))
