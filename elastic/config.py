@@ -179,10 +179,11 @@ class BalancingConfig(_Section):
 class ProvisioningConfig(_Section):
     policy: Literal["marginal_value", "take_all"] = "marginal_value"
     usd_per_hour_saved: float = Field(100.0, ge=0, description="what an hour of the run's time is worth")
-    hold: Literal["run", "rollouts"] = Field(
-        "run",
+    hold: Literal["auto", "run", "rollouts"] = Field(
+        "auto",
         description="run: leases are held for the whole run; rollouts: while there are rollouts to do, and given back "
-        "between two steps' unless getting ready again takes longer than that",
+        "between two steps' unless getting ready again takes longer than that; auto: rollouts for a pool's job, else "
+        "run",
     )
     successor_margin: float = Field(
         1.5,

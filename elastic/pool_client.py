@@ -28,6 +28,10 @@ POOL_VARIABLE, FINGERPRINT_VARIABLE = "ELASTIC_POOL", "ELASTIC_POOL_FINGERPRINT"
 JOB_VARIABLE, PLACEMENT_VARIABLE, TOKEN_VARIABLE = "ELASTIC_POOL_JOB", "ELASTIC_POOL_PLACEMENT", "ELASTIC_POOL_TOKEN"
 REDIAL_S = 60.0
 """How often it is said that the pool is still not there."""
+NOT_A_JOB = (
+    "this run is no pool's job: `elastic pool start POOL.toml` starts a pool, and `elastic jobs submit CONFIG` has it "
+    "carry out a run"
+)
 AWAY = "while the pool's process was away"
 
 News: TypeAlias = w.Granted | w.Recalled | w.TailMove | w.PermitOver | w.SliceParked | w.TrainerEnded

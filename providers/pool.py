@@ -21,7 +21,7 @@ from pydantic import Field
 from elastic import pool_wire as w
 from elastic.cluster.types import PhaseKind
 from elastic.core.types import NS_PER_S, EndCause, LeaseId, Offer, WorkerId, WorkerRole
-from elastic.pool_client import HeldTurn, LentSlice, News, PoolClient, PoolUnavailable
+from elastic.pool_client import NOT_A_JOB, HeldTurn, LentSlice, News, PoolClient, PoolUnavailable
 from providers.base import (
     Emit,
     KnownLease,
@@ -43,10 +43,6 @@ TAIL_NOTICE_S = 5.0
 ASKED_AGAIN_S = 5.0
 """How long a turn that came while the run's process was dead waits for the requests to be made again."""
 LIED, WITHDRAWN = "its worker has lied", "it was withdrawn"
-NOT_A_JOB = (
-    "this run is no pool's job: `elastic pool start POOL.toml` starts a pool, and `elastic jobs submit CONFIG` has it "
-    "carry out a run"
-)
 
 
 class PoolSettings(ProviderSettings):

@@ -3,7 +3,7 @@
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from secrets import token_hex
@@ -21,7 +21,15 @@ from elastic.compose.incarnations import (
     next_incarnation,
     previous_incarnation,
 )
-from elastic.compose.plan import TRAINER_PROVIDER, RunPlan, installed, read_model_config, resolve
+from elastic.compose.plan import (
+    POOL_KIND,
+    TRAINER_PROVIDER,
+    RunPlan,
+    installed,
+    kind_of,
+    read_model_config,
+    resolve,
+)
 from elastic.compose.relay import weights_relay
 from elastic.compose.runs import claimed
 from elastic.compose.scheduling import limits, policies, run_plan, short_limits
@@ -29,6 +37,7 @@ from elastic.config import Config
 from elastic.core.scheduler import Scheduler
 from elastic.endpoint import WILDCARDS, Endpoint
 from elastic.machine import raise_descriptor_limit
+from elastic.pool_client import PoolClient, PoolUnavailable, membership_here
 from elastic.processes import RecordedProcesses, end_left_over, records
 from elastic.run_secrets import RunSecrets
 from elastic.runtime.journal import RELAY, RunDirectory
@@ -39,7 +48,7 @@ from elastic.tls import Certificate, given_certificate, run_certificate
 from elastic.weights.rights import RelayRights
 from functions.base import FunctionPool, Meter
 from functions.local import FUNCTIONS, Prices
-from providers.base import Provider, ProviderContext
+from providers.base import Provider, ProviderContext, ProviderUnavailable
 from providers.waiting_room import WaitingRoom
 
 log = structlog.get_logger(__name__)
@@ -77,7 +86,7 @@ async def execute(
     raise_descriptor_limit()
     scheduler = Scheduler(run_plan(plan), limits(config), policies(config), 0)
     run = RunDirectory(run_dir)
-    with contextlib.ExitStack() as claims:
+    async with contextlib.AsyncExitStack() as claims:
         claims.enter_context(claimed(run_dir))
         former = previous_incarnation(run, config) if resume else PreviousIncarnation(told=configured_budget(config))
         past = claims.enter_context(next_incarnation(run, config, scheduler)) if resume else PastIncarnations()
@@ -85,6 +94,7 @@ async def execute(
         notes = notes_of(plan, run_dir) | former.notes_to_keep()
         journal = run.begin_journal(config.journal, notes=notes)
         secrets = RunSecrets.of(run_dir)
+        pool = await claims.enter_async_context(_pool(plan))
         with journaled(journal, scheduler) as ending:
             await _end_former(plan, run_dir, [name for name in past.providers if name not in plan.providers])
             rights = RelayRights(secrets.relay_owner())
@@ -101,6 +111,7 @@ async def execute(
                         secrets=secrets,
                         note=journal.meta,
                         waiting_room=waiting_room,
+                        pool=pool,
                     ),
                     make_environment=lambda: plan.environment(plan.environment_settings),
                     stop_token_ids=plan.environment.stop_token_ids,
@@ -113,10 +124,13 @@ async def execute(
                     relay_rights=relay.rights,
                     certificate=certificate,
                     waiting_room=waiting_room,
+                    pool=pool,
                 )
                 orchestrator = Orchestrator(
                     config, scheduler, journal, wiring, former.taken_up(), told=former.told, observe=observe
                 )
+                if pool is not None:
+                    pool.turned_away = orchestrator.kill
                 on_ready(orchestrator)
                 failed = await orchestrator.run()
             ending.conclude(failed, scheduler.stopped)
@@ -149,9 +163,11 @@ def make_providers(
     secrets: RunSecrets,
     note: Callable[[str, str], None] = lambda key, text: None,
     waiting_room: WaitingRoom | None = None,
+    pool: PoolClient | None = None,
 ) -> Mapping[str, Provider]:
     """The trainer's device and every chosen provider, ready to start; `note` keeps what they have to say for the
     run's report."""
+    from providers.pool import PoolTrainerProvider
     from providers.reserved import TrainerProvider
 
     def context(command: Sequence[str]) -> ProviderContext:
@@ -168,16 +184,18 @@ def make_providers(
             release_timeout_s=plan.config.scheduler.release_timeout_s,
             secret=secrets.host_token,
             waiting_room=waiting_room,
+            pool=pool,
             orchestrator_timeout_s=plan.config.run.orchestrator_timeout_s,
         )
 
     elastic = (sys.executable, "-m", "elastic.cli")
     trainer = plan.config.trainer
     trainer_command = (*elastic, "worker", "--trainer", str(run_dir.resolve()), "--resume")
+    trainer_type = TrainerProvider if pool is None else PoolTrainerProvider
     providers: dict[str, Provider] = {
-        TRAINER_PROVIDER: TrainerProvider(
+        TRAINER_PROVIDER: trainer_type(
             TRAINER_PROVIDER,
-            TrainerProvider.Settings(
+            trainer_type.Settings(
                 max_workers=1,
                 usd_per_gpu_hour=trainer.usd_per_gpu_hour,
                 gpus_per_worker=trainer.gpus,
@@ -191,8 +209,32 @@ def make_providers(
     return providers
 
 
+@contextlib.asynccontextmanager
+async def _pool(plan: RunPlan) -> AsyncIterator[PoolClient | None]:
+    """The connection to the pool of which the run is a job; None where nothing is shared.
+
+    Raises `ProviderUnavailable` where the pool is not to be had.
+    """
+    membership = membership_here() if plan.shared else None
+    if membership is None:
+        yield None
+        return
+    client = PoolClient(membership)
+    try:
+        await client.open(plan.config.run.orchestrator_timeout_s)
+        yield client
+    except PoolUnavailable as error:
+        raise ProviderUnavailable(str(error)) from error
+    finally:
+        await client.aclose()
+
+
 async def _end_former(plan: RunPlan, run_dir: Path, names: Sequence[str]) -> None:
-    """End what the run's earlier incarnations left of its functions, and of providers that it no longer uses."""
+    """End what the run's earlier incarnations left of its functions, and of providers that it no longer uses.
+
+    A pool has ended by itself what it gave to a run that is no job of it any more.
+    """
+    names = [name for name in names if kind_of(plan.config.providers, name) != POOL_KIND]
     former = resolve(plan.config, names, str(run_dir))
     secrets, nobody = RunSecrets.of(run_dir), WaitingRoom(TicketBook(run_dir))
     providers = make_providers(former, run_dir, Endpoint(""), time.monotonic_ns, secrets=secrets, waiting_room=nobody)

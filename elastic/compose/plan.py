@@ -12,9 +12,10 @@ from pydantic import BaseModel
 from elastic.config import Config, ConfigError, EngineConfig, RewardsConfig, validate
 from elastic.engine import resolve_engine
 from elastic.envs.base import Environment
+from elastic.pool_client import NOT_A_JOB, PoolUnavailable, membership_here
 from providers.base import Provider, ProviderSettings
 
-TRAINER_PROVIDER = "trainer"
+TRAINER_PROVIDER, POOL_KIND = "trainer", "pool"
 TRACE_PLAYERS = {name: f"{name}-replay" for name in ("serving", "serverless", "spot")}
 """What sections of these names are whose `kind` is not given: they play traces on this machine."""
 
@@ -29,6 +30,11 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
     environment_settings: BaseModel
     reward: str = ""
     """The entry point of the function that computes rewards (`module:attribute`); empty: the environment does."""
+
+    @property
+    def shared(self) -> bool:
+        """Whether the run is to be a pool's job, which takes turns with others."""
+        return any(settings.kind == POOL_KIND for settings in self.providers.values())
 
     def engine(self, provider: str) -> EngineConfig:
         """Of a provider's workers, or the trainer's device: the run's, with what they have of their own."""
@@ -101,6 +107,9 @@ def resolve(config: Config, provider_names: Sequence[str], where: str) -> RunPla
         raise ConfigError(f"{where}: run.caps.{unknown[0]}: names no provider; allowed: {allowed}")
     environment = _pick("environment", config.environment.name, f"{where}: environment.name").load()
     reward = config.rewards.name and _pick("reward", config.rewards.name, f"{where}: rewards.name").value
+    if config.provisioning.hold == "auto" and any(s.kind == POOL_KIND for s in settings.values()):
+        provisioning = config.provisioning.model_copy(update={"hold": "rollouts"})
+        config = config.model_copy(update={"provisioning": provisioning})
     _check_pool(config.rewards, where)
     resolve_engine(config.engine, where)
     _check_engine(config, config.trainer.engine, where, "trainer.engine")
@@ -187,7 +196,15 @@ def read_model_config(config: Config) -> dict[str, Any]:
 
 
 def check_live(plan: RunPlan) -> None:
-    """Raises `ConfigError` for settings that only simulations support so far."""
+    """Raises `ConfigError` for settings that only simulations support so far, and for a pool's where there is none."""
+    if plan.shared:
+        try:
+            membership = membership_here()
+        except PoolUnavailable as error:
+            raise ConfigError(str(error)) from error
+        if membership is None:
+            name = next(name for name, settings in plan.providers.items() if settings.kind == POOL_KIND)
+            raise ConfigError(f"--providers {name}: {NOT_A_JOB}")
     gpus = plan.config.trainer.gpus
     if gpus != 1:
         raise ConfigError(

@@ -22,6 +22,7 @@ from elastic.core.types import NS_PER_S, Nanoseconds, SamplingParameters, Trajec
 from elastic.endpoint import Endpoint, seen_as
 from elastic.envs.base import Environment
 from elastic.machine import CpuSampler
+from elastic.pool_client import PoolClient
 from elastic.run_secrets import RunSecrets
 from elastic.runtime import states
 from elastic.runtime.control import CommandDesk, ControlSocket
@@ -29,7 +30,8 @@ from elastic.runtime.gateway import Gateway, GatewayError
 from elastic.runtime.journal import JOIN, PUBLISHER, RunDirectory, SqliteJournal, TrajectoryRow
 from elastic.runtime.listener import Listener
 from elastic.runtime.live import GatewayWorkers, LoopClock, ProviderLeases
-from elastic.runtime.ports import Ports
+from elastic.runtime.pool_permits import PoolPermits
+from elastic.runtime.ports import Ports, Unshared
 from elastic.runtime.refusals import REFUSED_NOTE
 from elastic.runtime.rewards import MakePool, RewardDispatch
 from elastic.runtime.rollout import RolloutLimits, Rollouts, ScoringSettings
@@ -56,7 +58,8 @@ class Wiring:
     `make_providers` gets the workers' endpoint and the run's clock. `engines` and `relays` have the engine settings and
     the relay of those providers whose workers do not get the welcome's, `relay_rights` whom the weights' relay lets do
     what, where it can tell them apart. With a `certificate` workers speak TLS; those that come by tickets wait in the
-    `waiting_room`. Without `make_reward_pool` the environments score. `kept` is where the run is kept.
+    `waiting_room`. Without `make_reward_pool` the environments score. `kept` is where the run is kept. The
+    `pool` is open, of which the run is a job.
     """
 
     make_providers: Callable[[Endpoint, Callable[[], int]], Mapping[str, Provider]]
@@ -71,6 +74,7 @@ class Wiring:
     relay_rights: RelayRights | None = None
     certificate: Certificate | None = None
     waiting_room: WaitingRoom | None = None
+    pool: PoolClient | None = None
     control_socket: bool = True
     """Whether commands come through a socket in the run's directory."""
 
@@ -181,6 +185,7 @@ class Orchestrator:
             self._stored,
             run.prompted,
         )
+        self._permits = None if wiring.pool is None else PoolPermits(wiring.pool, run.feed, self.now_ns)
         pool = self._pool = make_pool(self._called) if make_pool else None
         self._rewards = RewardDispatch(pool, config.rewards.timeout_s, run.feed, self._spawn)
         self._workers = GatewayWorkers(self._door, config, wiring.relay_rights)
@@ -204,6 +209,7 @@ class Orchestrator:
             rewards=self._rewards,
             trainer=listener.trainer,
             owner=self,
+            pool=self._permits or Unshared(),
         )
 
     def _command(self, event: e.Event) -> None:
@@ -292,6 +298,8 @@ class Orchestrator:
                 if self._former is not None:
                     known = self._leases.known()
                     self._run.resume(self._former.budget_usd)
+                elif self._permits is not None:
+                    self._permits.take_up(None, asked=False, last=0)
                 for event in self._told if self._former is None else ():
                     self._run.feed(event)
                 self._bill_functions()

@@ -160,10 +160,11 @@ class Pool(Protocol):
 
     def tell_progress(self, step: int, done: int, of: int) -> None: ...
 
-    def take_up(self, permit: int | None, *, asked: bool) -> None:
+    def take_up(self, permit: int | None, *, asked: bool, last: int) -> None:
         """Another process of the run goes on: it takes itself to have this permit, or to have asked for one.
 
-        What is otherwise is told as events; what the run does not know to have is taken from it.
+        What is otherwise is told as events; what the run does not know to have is taken from it. It listens to what is
+        said of permits beyond the `last` that it has heard of.
         """
         ...
 
@@ -180,7 +181,7 @@ class Unshared:
     def tell_progress(self, step: int, done: int, of: int) -> None:
         """Nobody waits for the rollouts' end."""
 
-    def take_up(self, permit: int | None, *, asked: bool) -> None:
+    def take_up(self, permit: int | None, *, asked: bool, last: int) -> None:
         """Nobody has taken anything meanwhile."""
 
 

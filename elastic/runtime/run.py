@@ -274,7 +274,7 @@ class Run:
                 self._once_durable(self._ports.leases.release, lease.id, lease.provider, lease.release_reason)
         permit = self.scheduler.permit
         had = permit.number if permit.state in HAD else None
-        self._ports.pool.take_up(had, asked=permit.state is PermitState.ASKED)
+        self._ports.pool.take_up(had, asked=permit.state is PermitState.ASKED, last=permit.number)
         self._ports.trajectories.resume()
         for scoring in list(self.scheduler.scorings.values()):
             if scoring.state is ScoringState.RUNNING:

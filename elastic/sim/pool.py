@@ -83,15 +83,15 @@ class ModelledPool:
     def tell_progress(self, step: int, done: int, of: int) -> None:
         self.progress.append((step, done, of))
 
-    def take_up(self, permit: int | None, *, asked: bool) -> None:
+    def take_up(self, permit: int | None, *, asked: bool, last: int) -> None:
         if permit is not None and permit != self.held:
             self._tell(e.PermitEnded(permit=permit, cause="while nobody listened"))
         if self.held is not None and permit != self.held:
-            if asked:
+            if asked and self.held > last:
                 self._tell(e.PermitGranted(permit=self.held, deadline_ns=self._until_ns))
-            else:
-                self._end()
-        elif asked:
+                return
+            self._end()
+        if asked and self.held is None:
             self.ask_permit()
         if not asked:
             self.asked = False

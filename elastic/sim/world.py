@@ -273,7 +273,7 @@ class SimulatedWorld:
         if former is None:
             self.learner.begin_anew()
             if self.pool is not None:
-                self.pool.take_up(None, asked=False)
+                self.pool.take_up(None, asked=False, last=0)
         self._downtimes.append((self._crashed_ns, self.loop.now_ns))
         self.run = Incarnation(self, former)
         self.runs.append(self.run)

@@ -89,6 +89,11 @@ def test_unknown_provider(refused, elastic, config: Path) -> None:
     refused(ended, "--providers: unknown provider 'nosuch'", "serving-replay, spot-replay")
 
 
+def test_a_pool_that_has_not_started_the_run(refused, elastic, config: Path) -> None:
+    ended = elastic("run", config, "--providers", "pool")
+    refused(ended, "--providers pool", "no pool's job", "elastic pool start", "elastic jobs submit")
+
+
 def test_every_problem_has_a_line(refused, elastic, config: Path) -> None:
     ended = elastic("run", config, "--set", "run.steps=0", "--set", "rollout.groups=x", "--set", "nosuch=1")
     refused(ended, "run.steps", "rollout.groups", "nosuch")
