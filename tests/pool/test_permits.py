@@ -101,9 +101,7 @@ def test_steps_and_progress_are_told(house: House):
         ),
     ],
 )
-def test_the_next_process_is_told_what_it_does_not_know_and_yields_the_rest(
-    had, asked, last, events, left
-):
+def test_the_next_process_is_told_what_it_does_not_know_and_yields_the_rest(had, asked, last, events, left):
     pool = JobsPool(lambda message: None)
     pool.permit_numbers = 6
     pool.grant(TRAIN)
