@@ -14,6 +14,9 @@ expired. `others_slowdown`: p99 of the time from published to current with one p
 others, over the same without; every puller has a link of its own there. `others_slowdown_in_site`: the same where they
 share what they fetch, the first keyframe too. Everything shares this machine's cores.
 
+`two_stage`: a site's workers over one slow link, each by itself and through the near relay (`_two_stage`): computed for
+the papers' nodes (wire times, with the `delta_share` measured here), and `live` at a small size.
+
 `s3`: a keyframe over an object store behind shaped links (`_object_store`), where boto3 and moto are installed.
 """
 
@@ -25,7 +28,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
 from itertools import count, islice, pairwise
@@ -33,6 +36,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+import _two_stage
 import numpy as np
 import torch
 from _common import emit, parse_arguments
@@ -90,8 +94,10 @@ def main() -> None:
     gbps: dict[str, Any] = {str(rate): None for rate in RATES_GBPS}
     for rate in rates:
         gbps[str(rate)] = measure_rate(old, new, rate * BYTES_PER_S_IN_GBPS, arguments.quick)
+    measured = gbps[str(rates[-1])]
     figures = {
         "gbps": gbps,
+        "two_stage": {**_two_stage.computed(measured["delta_share"]), "live": two_stage_live()},
         "s3": measure_object_store(old, arguments.quick),
         **measure_copies(pullers, versions=4 if arguments.quick else 12),
         "others_slowdown": None if arguments.quick else measure_slowdown(pullers, versions=12, in_site=False),
@@ -164,6 +170,8 @@ class TimedVersion(NamedTuple):
     bound_s: float
     scheduled_s: float
     bound_cpu_s: float
+    size_bytes: int
+    """That crossed the link."""
 
 
 def versions_of(snapshot: Snapshot) -> tuple[Tensors, Tensors]:
@@ -202,6 +210,7 @@ def measure_rate(old: Tensors, new: Tensors, bytes_per_s: float, quick: bool) ->
         "raw_over_ours": None,
         **{f"{name}_over_ours": run.total_s / ours_s for name, run in others.items()},
         "ours_s": ours_s,
+        "delta_share": median(run.size_bytes for run in runs) / sum(tensor.nbytes for tensor in old.values()),
         "scheduled": {
             "over_bound": median(run.scheduled_s / run.bound_cpu_s for run in runs),
             "coo_over_ours": median(coo.scheduled_s / run.scheduled_s for run, coo in pairs),
@@ -260,6 +269,7 @@ def runs_of(
                     max(encode_s, wire_s, decode_s),
                     scheduled(buckets, bytes_per_s, decode_cpu_s),
                     max(encode_cpu_s, wire_s, decode_cpu_s),
+                    size_bytes,
                 )
 
 
@@ -322,6 +332,23 @@ class SmallHistory:
 
     def close(self) -> None:
         self._publisher.close()
+
+
+def two_stage_live() -> dict[str, Any]:
+    with ExitStack() as histories:
+
+        def publish(relay: Relay) -> Callable[[], int]:
+            history = SmallHistory(relay)
+            histories.callback(history.close)
+
+            def another() -> int:
+                history.step()
+                return history.version
+
+            another()
+            return another
+
+        return _two_stage.live(publish, TRUST, 2 * SMALL_ELEMENTS, SMALL_LINK_BYTES_PER_S / 2)
 
 
 def measure_copies(pullers: int, versions: int) -> dict[str, Any]:
