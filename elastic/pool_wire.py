@@ -21,6 +21,8 @@ from elastic.core.types import Count, Text
 from elastic.frames import Seconds
 
 POOL_PROTOCOL_VERSION = 1
+KEEPER_VARIABLE = "ELASTIC_KEEPER_FD"
+"""Names the descriptor of the socket to its keeper that a resident inherits."""
 NODES_MAX, RESIDENTS_MAX = 4096, 4096
 
 Names: TypeAlias = Annotated[tuple[Text, ...], msgspec.Meta(max_length=NODES_MAX)]

@@ -1,11 +1,13 @@
 """The device's accounts from the birth of the worker's process, to the nanosecond."""
 
 import os
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from elastic.core.types import NS_PER_S, Account, Nanoseconds
+from elastic.engine.meter import AccountMeter
 
 
 def process_start_ns() -> Nanoseconds:
@@ -22,43 +24,55 @@ def process_start_ns() -> Nanoseconds:
 
 
 class DeviceAccounts:
-    """The engine's accounts, with BOOTING since `start_ns` before them, and TRAINING taken out of its ASLEEP.
+    """The engine's accounts, with BOOTING since `start_ns` before them. For a time the device may be devoted to something
+    that the engine knows nothing of.
 
-    The sum is a constant plus the engine's age, which its meter holds exactly.
+    The sum is a constant plus the engine's age, which its meter holds exactly. Any thread may call.
     """
 
     def __init__(self, start_ns: Nanoseconds) -> None:
-        self._start_ns = start_ns
-        self._booting_ns = 0
-        self._before_ns: Mapping[Account, Nanoseconds] = {}
-        self._trained_ns = 0
-        self._asleep_before_ns: Nanoseconds | None = None
+        self._lock = threading.Lock()
+        self._before = AccountMeter(start_ns, Account.BOOTING)
+        self._read: Callable[[], Mapping[Account, Nanoseconds]] | None = None
+        self._seen_ns: Mapping[Account, Nanoseconds] = {}
+        """Of the engine's accounts, what `_total_ns` has."""
+        self._total_ns: dict[Account, Nanoseconds] = {}
+        self._devoted: Account | None = None
+        self._instead_of: Account | None = None
 
-    def engine_started(self, accounts_ns: Mapping[Account, Nanoseconds], now_ns: Nanoseconds) -> None:
-        """The engine's meter takes over at `now_ns`; what it shows until then, `accounts_ns`, was booting too."""
-        self._booting_ns = now_ns - self._start_ns
-        self._before_ns = accounts_ns
+    def engine_started(self, read: Callable[[], Mapping[Account, Nanoseconds]], now_ns: Nanoseconds) -> None:
+        """The engine's meter, which is `read`, takes over at `now_ns`; what it shows until then was booting too."""
+        with self._lock:
+            self._total_ns, self._seen_ns, self._read = self._before.read(now_ns), read(), read
 
-    def training_began(self, accounts_ns: Mapping[Account, Nanoseconds]) -> None:
-        """The device trains from here on, while the engine believes that it is asleep."""
-        self._asleep_before_ns = accounts_ns.get(Account.ASLEEP, 0)
+    def devote(self, account: Account, instead_of: Account | None = None) -> None:
+        """From here on the device's time is `account`'s, whatever the engine books, or books as `instead_of`."""
+        self._switch(account, instead_of)
 
-    def training_ended(self, accounts_ns: Mapping[Account, Nanoseconds]) -> None:
-        self._trained_ns = self._training_ns(accounts_ns)
-        self._asleep_before_ns = None
+    def leave_to_engine(self) -> None:
+        """From here on it is as the engine books it, or booting where there is none yet."""
+        self._switch(None, None)
 
     def total(self, accounts_ns: Mapping[Account, Nanoseconds]) -> dict[Account, Nanoseconds]:
-        """All accounts, given the engine's; they add up to the process's age."""
-        total = {a: ns - self._before_ns.get(a, 0) for a, ns in accounts_ns.items()}
-        total[Account.BOOTING] = total.get(Account.BOOTING, 0) + self._booting_ns
-        if training_ns := self._training_ns(accounts_ns):
-            total[Account.TRAINING] = total.get(Account.TRAINING, 0) + training_ns
-            total[Account.ASLEEP] -= training_ns
-        return {account: ns for account, ns in total.items() if ns}
+        """All accounts, given the engine's; they add up to the process's age. They never shrink from call to call."""
+        with self._lock:
+            self._settle(accounts_ns)
+            return {account: ns for account, ns in self._total_ns.items() if ns}
 
-    def _training_ns(self, accounts_ns: Mapping[Account, Nanoseconds]) -> Nanoseconds:
-        before_ns = self._asleep_before_ns
-        asleep_ns = accounts_ns.get(Account.ASLEEP, 0)
-        now_ns = 0 if before_ns is None else max(0, asleep_ns - before_ns)
-        # A reading from just before `training_ended` may know of less sleep than was trained in.
-        return min(self._trained_ns + now_ns, asleep_ns)
+    def _switch(self, account: Account | None, instead_of: Account | None) -> None:
+        with self._lock:
+            if self._read is None:
+                self._before.switch(time.monotonic_ns(), {account or Account.BOOTING: 1.0})
+            else:
+                self._settle(self._read())
+            self._devoted, self._instead_of = account, instead_of
+
+    def _settle(self, accounts_ns: Mapping[Account, Nanoseconds]) -> None:
+        """Book what is new; a reading that is older than what is booked already has nothing new."""
+        if sum(accounts_ns.values()) <= sum(self._seen_ns.values()):
+            return
+        for account, ns in accounts_ns.items():
+            devoted = self._devoted is not None and self._instead_of in (None, account)
+            spent_on = self._devoted if devoted and self._devoted is not None else account
+            self._total_ns[spent_on] = self._total_ns.get(spent_on, 0) + ns - self._seen_ns.get(account, 0)
+        self._seen_ns = accounts_ns
