@@ -51,6 +51,7 @@ from elastic.ticket_book import TicketBook
 from elastic.trainer import checkpoint
 from elastic.weights.rights import RelayRights
 from elastic.weights.source import RelaySource
+from elastic.worker.accounts import DeviceAccounts
 from elastic.worker.agent import AgentExit, BuildEngine, run_agent
 from elastic.worker.connection import Ticket
 from elastic.worker.trainer_host import TrainerHost
@@ -540,11 +541,11 @@ class World:
             return ModelEngine(machine.monotonic_ns, device, plan.max_batch, plan.max_pending, plan.token_s, watch)
 
         async def work() -> AgentExit:
-            born_ns = machine.monotonic_ns()
+            accounts = DeviceAccounts(machine.monotonic_ns())
             if not trains:
-                return await run_agent(bought, engine, share=None if bought.ticket else device, born_ns=born_ns)
+                return await run_agent(bought, engine, share=None if bought.ticket else device, accounts=accounts)
             host = self._trainer_host(name, engine)
-            return await run_agent(bought, host.build_engine, trainer=host, born_ns=born_ns)
+            return await run_agent(bought, host.build_engine, trainer=host, accounts=accounts)
 
         if self.network.is_taken(bought.endpoint.address):
             self.witness.doomed(name)

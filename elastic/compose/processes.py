@@ -29,21 +29,26 @@ ENVIRONMENT_VARIABLES = ("ELASTIC_JOIN", "ELASTIC_RUN", "ELASTIC_WORKER", "ELAST
 
 
 def run_worker(join: str | None, ticket_file: Path | None, trainer_run_dir: Path | None, *, resume: bool) -> NoReturn:
-    """Be a worker (or, with `trainer_run_dir`, the trainer of that run) until the lease ends."""
+    """Be a worker (or, with `trainer_run_dir`, the trainer of that run) until the lease ends.
+
+    A trainer has its device as its keeper says, where there is one (`elastic.pool_wire.KEEPER_VARIABLE`).
+    """
     from elastic.worker.agent import leave_process, run_agent
 
     ticket = joining_ticket(join, ticket_file) or worker_ticket(join)
     if trainer_run_dir is None:
         leave_process(run_loop(run_agent(ticket)))
+    from elastic.worker.device_permit import DevicePermit, keeper_socket
     from elastic.worker.trainer_host import run_trainer_host
 
-    config = load_run_config(trainer_run_dir)
-    leave_process(run_loop(run_trainer_host(ticket, config, trainer_run_dir, resume)))
+    config, permit = load_run_config(trainer_run_dir), DevicePermit(keeper_socket())
+    leave_process(run_loop(run_trainer_host(ticket, config, trainer_run_dir, resume, permit)))
 
 
 def run_serving_host() -> int:
     """Be a serving host until a signal, with the settings that its provider put into the environment."""
     from elastic.worker import serving_host
+    from elastic.worker.accounts import DeviceAccounts
     from elastic.worker.agent import run_agent
     from elastic.worker.connection import JOIN_TIMEOUT_S, Ticket
     from elastic.worker.warmup import warm_up
@@ -52,7 +57,7 @@ def run_serving_host() -> int:
         wait_s = settings.orchestrator_timeout_s or JOIN_TIMEOUT_S
         endpoint = Endpoint(order.join, fingerprint=order.fingerprint)
         ticket = Ticket(endpoint=endpoint, run=order.run, worker=order.worker, token=order.token, wait_s=wait_s)
-        end = await run_agent(ticket, share.build_engine, share=share, born_ns=time.monotonic_ns())
+        end = await run_agent(ticket, share.build_engine, share=share, accounts=DeviceAccounts(time.monotonic_ns()))
         if end.code != 0:
             raise RuntimeError(end.reason)
 

@@ -98,6 +98,11 @@ def give_back(storage: UntypedStorage) -> None:
         storage.resize_(0)
 
 
+def held_bytes(device: torch.device) -> int:
+    """What torch holds of a GPU at the moment, its context not counted."""
+    return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
+
+
 def empty_caches(devices: Iterable[torch.device]) -> None:
     """What torch has kept for later allocations goes back to the device, for other processes."""
     if any(device.type == "cuda" for device in devices):

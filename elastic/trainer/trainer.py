@@ -22,7 +22,7 @@ from torch import Tensor
 from elastic.config import TrainerConfig
 from elastic.model.qwen3 import Qwen3
 from elastic.parking import Switch
-from elastic.parking.tensors import ParkedTensors
+from elastic.parking.tensors import ParkedTensors, held_bytes
 from elastic.trainer import checkpoint
 from elastic.trainer.accumulator import GradientAccumulator, GradientOverflow
 from elastic.trainer.adamw import AdamW
@@ -130,7 +130,7 @@ class GRPOTrainer:
             size_bytes = self._parked.park((*self._parameters, *moments), zeros=sums)
         else:
             size_bytes = self._parked.park((*self._parameters, *moments, *sums))
-        return Switch(time.monotonic() - begun_s, size_bytes)
+        return Switch(time.monotonic() - begun_s, size_bytes, held_bytes(self._device))
 
     def resume(self) -> Switch:
         """Bring them back, bit for bit."""

@@ -24,8 +24,8 @@ def process_start_ns() -> Nanoseconds:
 
 
 class DeviceAccounts:
-    """The engine's accounts, with BOOTING since `start_ns` before them. For a time the device may be devoted to something
-    that the engine knows nothing of.
+    """The engine's accounts, with BOOTING since `start_ns` before them. At times the device is devoted to what
+    the engine knows nothing of.
 
     The sum is a constant plus the engine's age, which its meter holds exactly. Any thread may call.
     """

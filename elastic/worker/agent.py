@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import Any, NamedTuple, NoReturn, TypeAlias, TypeVar
 
 import msgspec
@@ -18,9 +18,11 @@ from elastic.config import EngineConfig, validate
 from elastic.core.types import Nanoseconds
 from elastic.engine import create_engine
 from elastic.engine.base import DeviceShare, RolloutEngine
+from elastic.parking import Parkable
 from elastic.processes import end_own_kin
 from elastic.worker.accounts import DeviceAccounts, process_start_ns
 from elastic.worker.connection import Connection, ConnectionLost, SessionRefused, Ticket, dial
+from elastic.worker.device_permit import DevicePermit
 from elastic.worker.service import AgentExit, Service
 from elastic.worker.threads import DaemonThread
 from elastic.worker.training import Trainer
@@ -48,30 +50,40 @@ async def run_agent(
     *,
     share: DeviceShare | None = None,
     trainer: Trainer | None = None,
-    born_ns: Nanoseconds | None = None,
+    permit: DevicePermit | None = None,
+    accounts: DeviceAccounts | None = None,
+    leave: asyncio.Event | None = None,
 ) -> AgentExit:
     """Be the ticket's worker until drained (code 0), or refused, cut off or failed (code 1).
 
-    SIGTERM and SIGINT drain in a hurry (with a `share` the
-    process is its host's, and so are its signals). A `share` bounds what the engine may use of a device that
-    it shares; a `trainer` takes the orders of the trainer's worker.
+    SIGTERM and SIGINT drain in a hurry, or `leave` does, where there is one (then, and with a `share`, the process is
+    its host's, and so are its signals). A `share` bounds what the engine may use of a device that
+    it shares; a `trainer` takes the orders of the trainer's worker, and is parked where its `permit` is a keeper's.
+    `accounts` begin with the process where there are none.
     Raises `ValueError` where the ticket names no address to join.
     """
-    accounts = DeviceAccounts(process_start_ns() if born_ns is None else born_ns)
+    accounts = accounts or DeviceAccounts(process_start_ns())
+    permit = permit or DevicePermit()
     device = DaemonThread("device")
-    leave = asyncio.Event()
+    hosted = share is not None or leave is not None
+    leave = leave or asyncio.Event()
+    end = AgentExit(1, "cut short")
     try:
-        with contextlib.nullcontext() if share else _on_termination(leave.set):
-            booted = await _unless(leave, _boot(ticket, build_engine, device))
-            if booted is None:
-                end = AgentExit(0, "terminated before it was ready")
-            else:
-                ticket, welcome, connection, engine, granted_ns = booted
-                service = Service(ticket, welcome, connection, engine, device, share, trainer)
-                # Before that the device was its owner's: it waited for a lease.
-                end = await service.run(DeviceAccounts(granted_ns) if ticket.ticket else accounts, leave)
+        with contextlib.nullcontext() if hosted else _on_termination(leave.set):
+            async with _kept(permit, trainer, device, accounts):
+                booted = await _unless(leave, _boot(ticket, build_engine, device, permit))
+                if booted is None:
+                    end = AgentExit(0, "terminated before it was ready")
+                else:
+                    ticket, welcome, connection, engine, granted_ns = booted
+                    service = Service(ticket, welcome, connection, engine, device, share, trainer, permit)
+                    # Before that the device was its owner's: it waited for a lease.
+                    end = await service.run(DeviceAccounts(granted_ns) if ticket.ticket else accounts, leave)
     except (ConnectionLost, SessionRefused, _NotBuilt) as error:
         end = AgentExit(1, str(error))
+    except _NotKept as error:
+        log.exception("the device cannot be shared")
+        end = AgentExit(1, f"{type(error.__cause__).__name__}: {error}")
     finally:
         device.stop()
     log.log(logging.ERROR if end.code else logging.INFO, "worker ended", worker=ticket.worker, reason=end.reason)
@@ -90,12 +102,41 @@ def leave_process(end: AgentExit) -> NoReturn:
     os._exit(end.code)
 
 
-async def _boot(ticket: Ticket, build_engine: BuildEngine, device: DaemonThread) -> "_Booted":
+@contextlib.asynccontextmanager
+async def _kept(
+    permit: DevicePermit, trainer: Trainer | None, device: DaemonThread, accounts: DeviceAccounts
+) -> AsyncIterator[None]:
+    """The keeper is obeyed meanwhile, if there is one. Raises `_NotKept` instead of going on without it."""
+    if not permit.shared:
+        yield
+        return
+    if trainer is None or not isinstance(trainer, Parkable):
+        raise TypeError("what is parked by a keeper has to be a trainer that can")
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            obeying = tasks.create_task(_obey(permit, trainer, device, accounts, trainer.timeout_s), name="keeper")
+            yield
+            obeying.cancel()
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from errors.exceptions[0].__cause__
+
+
+async def _obey(
+    permit: DevicePermit, state: Parkable, device: DaemonThread, accounts: DeviceAccounts, timeout_s: float
+) -> None:
+    try:
+        await permit.obey(state, device, accounts, timeout_s)
+    except Exception as error:
+        raise _NotKept(str(error)) from error
+
+
+async def _boot(ticket: Ticket, build_engine: BuildEngine, device: DaemonThread, permit: DevicePermit) -> "_Booted":
     connection, welcome = await dial(ticket, "", ticket.wait_s)
     granted_ns = time.monotonic_ns()
     if welcome.worker:
         ticket = msgspec.structs.replace(ticket, worker=welcome.worker)
     try:
+        await permit.granted()
         engine = await device.run(BUILD_TIMEOUT_S, build_engine, welcome)
         return _Booted(ticket, welcome, connection, engine, granted_ns)
     except BaseException as error:
@@ -116,6 +157,10 @@ class _Booted(NamedTuple):
 
 class _NotBuilt(Exception):
     pass
+
+
+class _NotKept(Exception):
+    """The keeper is gone, or the device cannot be left or taken."""
 
 
 async def _unless(event: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:

@@ -23,6 +23,7 @@ from elastic.weights.errors import VersionSuperseded, WeightsError, WeightsRefus
 from elastic.weights.source import PullReport, RelaySource
 from elastic.worker.accounts import DeviceAccounts
 from elastic.worker.connection import Connection, ConnectionLost, SessionRefused, Ticket, dial
+from elastic.worker.device_permit import DevicePermit
 from elastic.worker.notices import watch_instance
 from elastic.worker.threads import DaemonThread, run_in_thread
 from elastic.worker.token_stream import TokenStream
@@ -65,6 +66,7 @@ class Service:
         device: DaemonThread,
         share: DeviceShare | None,
         trainer: Trainer | None,
+        permit: DevicePermit,
     ) -> None:
         self._ticket = ticket
         self._welcome = welcome
@@ -73,6 +75,7 @@ class Service:
         self._device = device
         self._share = share
         self._trainer = trainer
+        self._permit = permit
         self._stream = TokenStream(welcome.flush_interval_s, self._send, whole_turns=welcome.whole_turns)
         self._operations: asyncio.Queue[Callable[[], Awaitable[None]]] = asyncio.Queue()
         self._wanted: wire.PullWeights | None = None
@@ -102,7 +105,7 @@ class Service:
         """Work until drained, told to `leave`, refused, cut off for good, or failed."""
         self._accounts = accounts
         if self._trainer is not None:
-            work = self._engine, self._device, accounts
+            work = self._engine, self._device, self._permit, accounts
             self._training = Training(self._trainer, *work, self._send, self._tasks.create_task)
         end = AgentExit(1, "cut short")
         try:
@@ -125,7 +128,7 @@ class Service:
     async def _start(self) -> None:
         self._engine.start(self._stream.sink)
         self._name_idle_time()
-        self._accounts.engine_started(self._engine.statistics().accounts_ns, time.monotonic_ns())
+        self._accounts.engine_started(lambda: self._engine.statistics().accounts_ns, time.monotonic_ns())
         if self._training is not None:
             await self._training.begin()
             self._name_idle_time()
@@ -203,6 +206,7 @@ class Service:
 
     async def _drain(self) -> None:
         """Let turns and what uses the device finish, flush, say goodbye and go."""
+        await self._permit.give_up()
         if not await self._finished_within(self._welcome.drain_timeout_s):
             self._engine.abort(self._stream.all_running())
             await self._finished_within(ABORT_TIMEOUT_S)
@@ -312,7 +316,8 @@ class Service:
         self._send(wire.Slept())
 
     async def _wake(self) -> None:
-        await self._device.run(SLEEP_TIMEOUT_S, self._engine.wake)
+        wake = self._engine.wake if self._training is None else self._training.wake
+        await self._device.run(SLEEP_TIMEOUT_S, wake)
         self._heartbeat()
         self._send(wire.Awoke())
 

@@ -6,7 +6,7 @@ thread takes orders one by one, and the engine sleeps through every one of the t
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol, assert_never
@@ -19,6 +19,7 @@ from elastic.config import Config, EngineConfig, WeightsConfig, validate
 from elastic.core.types import WeightMode
 from elastic.engine.base import RolloutEngine
 from elastic.model.checkpoint import load_model
+from elastic.parking import Parkable, Switch
 from elastic.trainer import checkpoint
 from elastic.trainer.layers import changed_shares
 from elastic.trainer.trainer import GRPOTrainer
@@ -32,6 +33,7 @@ from elastic.weights.source import TensorSource
 from elastic.weights.versions import discard_all
 from elastic.weights.waiting import PatientRelay
 from elastic.worker.agent import AgentExit, BuildEngine, Ticket, build_engine, run_agent
+from elastic.worker.device_permit import DevicePermit
 from elastic.worker.training import Standing, TrainerOrder, TrainerReply
 
 log = structlog.get_logger(__name__)
@@ -43,7 +45,9 @@ PUTS_AT_ONCE = 2
 """Buckets under way to a relay elsewhere."""
 
 
-async def run_trainer_host(ticket: Ticket, config: Config, run_dir: Path, resume: bool) -> AgentExit:
+async def run_trainer_host(
+    ticket: Ticket, config: Config, run_dir: Path, resume: bool, permit: DevicePermit | None = None
+) -> AgentExit:
     """Be the trainer's worker until drained (code 0), or refused, cut off or failed (code 1).
 
     Publishes the base policy as version 0 before it is ready, and version v after step v, while the device is free
@@ -51,10 +55,11 @@ async def run_trainer_host(ticket: Ticket, config: Config, run_dir: Path, resume
     version, where there is one. What it publishes is signed with a key of this process alone, so what an earlier one
     published is of no use, and deleted.
     While it lives the run's weights stay in shared memory, whatever becomes of the orchestrator.
+    A `permit` says when it has the device, which other jobs use in between.
     """
-    host = TrainerHost(config, run_dir, resume)
+    host = TrainerHost(config, run_dir, resume, shares_device=permit is not None and permit.shared)
     with kept_in_memory(run_dir / "weights"):
-        return await run_agent(ticket, host.build_engine, trainer=host)
+        return await run_agent(ticket, host.build_engine, trainer=host, permit=permit)
 
 
 class PolicyTrainer(Protocol):
@@ -99,7 +104,10 @@ def grpo_trainer(config: Config, device: str) -> PolicyTrainer:
 
 
 class TrainerHost:
-    """`elastic.worker.training.Trainer` over a `PolicyTrainer`; every method runs on the worker's device thread."""
+    """`elastic.worker.training.Trainer` over a `PolicyTrainer`; every method runs on the worker's device thread.
+
+    It is `Parkable`. Where it `shares_device` versions are kept in host memory, and published and activated from there.
+    """
 
     def __init__(
         self,
@@ -108,6 +116,7 @@ class TrainerHost:
         resume: bool,
         make_trainer: MakeTrainer = grpo_trainer,
         make_engine: BuildEngine = build_engine,
+        shares_device: bool = False,
     ) -> None:
         # An orchestrator that is away may have taken the relay with it.
         self.timeout_s = config.trainer.step_timeout_s + config.run.orchestrator_timeout_s
@@ -122,11 +131,18 @@ class TrainerHost:
         self._publishing = ThreadPoolExecutor(1, thread_name_prefix="publishing")
         self._publication: Future[wire.PublishedFrame] = Future()
         self._stepped: wire.Stepped | None = None
+        self._shares_device = shares_device
+        self._parked = shares_device
+        self._learning: Parkable | None = None
+        self._seeding: Parkable | None = None
+        """Trainer and engine, where there are any that can make way."""
 
     def build_engine(self, welcome: wire.Welcome) -> RolloutEngine:
         """The trainer, its weights on the relay, and the engine that seeds, still without weights."""
         settings = validate(EngineConfig, welcome.engine, "the orchestrator's welcome")
         self._trainer = self._make_trainer(self._config, settings.device)
+        if self._shares_device:
+            self._learning = _parkable(self._trainer)
         self._relay_at = welcome.relay, welcome.relay_token, welcome.relay_anchor
         self._relay = PatientRelay(open_relay(*self._relay_at), welcome.orchestrator_timeout_s)
         if self._resume:
@@ -136,13 +152,37 @@ class TrainerHost:
         warm_up()
         settings = _publish_settings(self._config.weights)
         self._publisher = Publisher(self._relay, self._run, welcome.model, settings, key=self._key)
-        self._publication.set_result(self._publish(self._trainer.version, (), self._trainer.bf16_tensors()))
+        self._publication.set_result(self._publish(self._trainer.version, (), self._tensors()))
         threading.Thread(target=self._answer_requests, name="requests", daemon=True).start()
         return self._make_engine(welcome)
 
     def load_policy(self, engine: RolloutEngine) -> None:
         self._engine = engine
-        self._apply(self._trainer.bf16_tensors())
+        if not self._shares_device:
+            self._apply(self._tensors())
+            return
+        self._seeding = _parkable(engine)
+        # So that it keeps what it is given in host memory.
+        self._seeding.park()
+        self._apply(self._tensors())
+        self._seeding.resume()
+
+    def wake(self) -> None:
+        """A parked engine comes to the device as that is resumed."""
+        if self._seeding is not None and not self._parked:
+            self._seeding.resume()
+        self._engine.wake()
+
+    def park(self) -> Switch:
+        self._parked = True
+        return _both(each.park() for each in (self._seeding, self._learning) if each is not None)
+
+    def resume(self) -> Switch:
+        """The engine stays in host memory while it sleeps."""
+        self._parked = False
+        asleep = self._seeding is not None and self._engine.statistics().asleep
+        coming = (self._learning, None if asleep else self._seeding)
+        return _both(each.resume() for each in coming if each is not None)
 
     def follow(self, welcome: wire.Welcome) -> None:
         if self._relay_at != (welcome.relay, welcome.relay_token, welcome.relay_anchor):
@@ -193,7 +233,7 @@ class TrainerHost:
             log.warning("group not trained on", group=group, reason=reason)
         if self._trainer.version != order.version:
             raise RuntimeError(f"the trainer stepped to version {self._trainer.version}, not {order.version}")
-        tensors = self._trainer.bf16_tensors()
+        tensors = self._tensors()
         self._publication = self._publishing.submit(self._publish, order.version, order.pulled, tensors)
         self._standing = Standing(order.version)
         began_s = time.monotonic()
@@ -242,6 +282,11 @@ class TrainerHost:
     def _apply(self, tensors: dict[str, torch.Tensor]) -> None:
         self._engine.load_version(TensorSource(self._trainer.version, tensors), WeightMode.FINISH)
 
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        """Of the trainer's version; in host memory where the device may have to be left while they are published."""
+        tensors = self._trainer.bf16_tensors()
+        return {name: tensor.cpu() for name, tensor in tensors.items()} if self._shares_device else tensors
+
     def _checkpoint_due(self) -> bool:
         version = self._trainer.version
         return version % self._config.trainer.checkpoint_every_steps == 0 or version == self._config.run.steps
@@ -265,6 +310,22 @@ class TrainerHost:
 
     def _saved(self) -> list[Path]:
         return checkpoint.saved(self._checkpoints)
+
+
+def _parkable(part: object) -> Parkable:
+    if not isinstance(part, Parkable):
+        raise ValueError(f"{type(part).__name__} cannot make way on a shared device: it has no park and resume")
+    return part
+
+
+def _both(switches: Iterable[Switch]) -> Switch:
+    """What one took after the other; in one process what is held all the time is held once."""
+    parts = list(switches)
+    return Switch(
+        sum(part.seconds for part in parts),
+        sum(part.state_bytes for part in parts),
+        max((part.rest_bytes for part in parts), default=0),
+    )
 
 
 def _publish_settings(config: WeightsConfig) -> PublishSettings:

@@ -8,9 +8,11 @@ import msgspec
 import structlog
 
 from elastic import wire
+from elastic.core.types import Account
 from elastic.engine.base import RolloutEngine
 from elastic.worker.accounts import DeviceAccounts
 from elastic.worker.connection import Connection
+from elastic.worker.device_permit import DevicePermit
 from elastic.worker.threads import DaemonThread, run_in_thread
 
 log = structlog.get_logger(__name__)
@@ -36,6 +38,10 @@ class Trainer(Protocol):
 
     def load_policy(self, engine: RolloutEngine) -> None:
         """Before the worker is ready: bring the trainer's current weights into its engine. Blocks."""
+        ...
+
+    def wake(self) -> None:
+        """Have the engine generate, at once or as soon as the device is there."""
         ...
 
     def standing(self) -> Standing:
@@ -74,6 +80,7 @@ class Training:
         trainer: Trainer,
         engine: RolloutEngine,
         device: DaemonThread,
+        permit: DevicePermit,
         accounts: DeviceAccounts,
         send: Callable[[wire.FromWorker], None],
         spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
@@ -81,6 +88,7 @@ class Training:
         self._trainer = trainer
         self._engine = engine
         self._device = device
+        self._permit = permit
         self._accounts = accounts
         self._send = send
         self._spawn = spawn
@@ -88,12 +96,17 @@ class Training:
         self._failed: wire.TrainerFailedFrame | None = None
 
     async def begin(self) -> None:
-        """Loads the policy in the trainer and in its engine."""
+        """Loads the policy in the trainer and in its engine, once the device may be used."""
+        await self._permit.granted()
         await self._device.run(self._trainer.timeout_s, self._trainer.load_policy, self._engine)
 
     def ready(self) -> wire.Ready:
         stands, key = self._trainer.standing(), self._trainer.publisher
         return wire.Ready(self._engine.capabilities, stands.version, key, list(stands.groups), sorted(stands.slots))
+
+    def wake(self) -> None:
+        """On the device's thread."""
+        self._trainer.wake()
 
     def resumed(self, welcome: wire.Welcome) -> None:
         """Repeats the last announcements on a new connection: they may have been lost with the old one."""
@@ -102,13 +115,18 @@ class Training:
             self._tell_of_publication()
 
     async def obey(self, order: TrainerOrder, asked: Connection) -> None:
-        """Answered where it was `asked`: on another connection it is asked again if its answer was not heard."""
+        """Answered where it was `asked`: on another connection it is asked again if its answer was not heard.
+
+        Where the device is not to be had any more, it is not carried out.
+        """
         if self._failed is not None:
             asked.send(self._failed)
             return
         again = self._trainer.has(order)
         if isinstance(order, wire.UpdateFrame) and not again:
             await self.published()
+        if not (again or isinstance(order, wire.SkipGroup) or await self._permit.granted()):
+            return
         work = self._trainer.carry_out if again else self._carry_out
         try:
             reply = await self._device.run(self._trainer.timeout_s, work, order)
@@ -147,11 +165,11 @@ class Training:
         awake = not self._engine.statistics().asleep
         if awake:
             self._engine.sleep()
-        self._accounts.training_began(self._engine.statistics().accounts_ns)
+        self._accounts.devote(Account.TRAINING, instead_of=Account.ASLEEP)
         try:
             return self._trainer.carry_out(order)
         finally:
-            self._accounts.training_ended(self._engine.statistics().accounts_ns)
+            self._accounts.leave_to_engine()
             if awake:
                 self._engine.wake()
 

@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from typing import Self
 
 import pytest
 import uvloop
@@ -298,7 +299,7 @@ class Orchestra:
         for connection in tuple(self.gateway._connections):
             connection._transport.abort()
 
-    async def __aenter__(self) -> "Orchestra":
+    async def __aenter__(self) -> Self:
         self.address = await self.gateway.start()
         return self
 

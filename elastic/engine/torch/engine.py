@@ -21,7 +21,7 @@ from elastic.engine.torch.runner import Runner
 from elastic.engine.torch.scheduler import BatchScheduler, Work
 from elastic.model.config import Qwen3Config
 from elastic.parking import Switch
-from elastic.parking.tensors import empty_caches
+from elastic.parking.tensors import empty_caches, held_bytes
 from elastic.weights.source import WeightsSource
 
 CLOSE_TIMEOUT_S = 10.0
@@ -82,7 +82,8 @@ class TorchEngine(ControlledEngine):
             self._changed.notify_all()
         with self._changing:
             size_bytes = 0 if self._controls.parked else self._controls.switch(park=True)
-        return Switch(time.monotonic() - begun_s, size_bytes, self._runner.rest_bytes)
+        rest_bytes = max(self._runner.rest_bytes, held_bytes(self._device))
+        return Switch(time.monotonic() - begun_s, size_bytes, rest_bytes)
 
     def resume(self) -> Switch:
         begun_s = time.monotonic()

@@ -1,0 +1,107 @@
+"""A trainer's device that other jobs use in turn: the node's keeper says when it may compute, and when it parks.
+
+Everything that uses the device waits for the keeper before it gets to the device's thread; there the state is parked
+and resumed as well, after what was under way. Source: Weave §5.1; `elastic.pool_wire`.
+"""
+
+import asyncio
+import os
+import socket
+from collections.abc import Mapping
+from typing import NoReturn
+
+import structlog
+
+from elastic.config import ConfigError
+from elastic.core.types import Account
+from elastic.parking import Parkable, Switch
+from elastic.pool_link import TO_RESIDENT, over_socket
+from elastic.pool_wire import KEEPER_VARIABLE, Leave, Park, Parked, Resume, Resumed, Up, Work
+from elastic.worker.accounts import DeviceAccounts
+from elastic.worker.threads import DaemonThread
+
+log = structlog.get_logger(__name__)
+
+
+class DevicePermit:
+    """Whether the worker may use its device. Without a keeper it always may."""
+
+    def __init__(self, keeper: socket.socket | None = None) -> None:
+        self._keeper = keeper
+        self._changed = asyncio.Condition()
+        self._may = keeper is None
+        self._leaving = False
+
+    @property
+    def shared(self) -> bool:
+        return self._keeper is not None
+
+    async def granted(self) -> bool:
+        """Waits until the device may be used. False where the worker leaves before: then nothing may begin any more."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._may or self._leaving)
+            return self._may
+
+    async def give_up(self) -> None:
+        """The worker leaves: nobody waits any more."""
+        async with self._changed:
+            self._leaving = True
+            self._changed.notify_all()
+
+    async def obey(self, state: Parkable, device: DaemonThread, accounts: DeviceAccounts, timeout_s: float) -> NoReturn:
+        """Park and resume `state` on the device's thread as the keeper says; it begins without the device.
+
+        Raises `LinkLost` once the keeper is gone, `TimeoutError`, and what parking or resuming raises: the worker is of
+        no more use then.
+        """
+        assert self._keeper is not None
+        accounts.devote(Account.PARKED)
+        link = await over_socket(self._keeper, TO_RESIDENT, "the keeper")
+        try:
+            link.send(Up())
+            while True:
+                match await link.receive():
+                    case Resume(permit=permit):
+                        switch = await device.run(timeout_s, self._resumed, state, accounts)
+                        await self._allow(True)
+                        link.send(Resumed(permit, switch.seconds, switch.state_bytes))
+                    case Park(permit=permit):
+                        await self._allow(False)
+                        switch = await device.run(timeout_s, self._parked, state, accounts)
+                        link.send(Parked(permit, switch.seconds, switch.state_bytes, switch.rest_bytes))
+                    case Work() | Leave() as message:
+                        log.warning("a trainer is lent to nobody", asked=type(message).__name__)
+        finally:
+            link.abort()
+
+    async def _allow(self, may: bool) -> None:
+        async with self._changed:
+            self._may = may
+            self._changed.notify_all()
+
+    @staticmethod
+    def _resumed(state: Parkable, accounts: DeviceAccounts) -> Switch:
+        accounts.devote(Account.SWITCHING)
+        switch = state.resume()
+        accounts.leave_to_engine()
+        return switch
+
+    @staticmethod
+    def _parked(state: Parkable, accounts: DeviceAccounts) -> Switch:
+        accounts.devote(Account.SWITCHING)
+        switch = state.park()
+        accounts.devote(Account.PARKED)
+        return switch
+
+
+def keeper_socket(environment: Mapping[str, str] = os.environ) -> socket.socket | None:
+    """The socket to the keeper that has started this process, if one has. Raises `ConfigError`."""
+    named = environment.get(KEEPER_VARIABLE, "")
+    if not named:
+        return None
+    try:
+        descriptor = int(named)
+        os.set_inheritable(descriptor, False)
+        return socket.socket(fileno=descriptor)
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"{KEEPER_VARIABLE}: takes the descriptor of a socket (found {named!r}: {error})") from error
