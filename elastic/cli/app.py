@@ -572,6 +572,17 @@ def serving_host() -> None:
     raise typer.Exit(serving_host_command())
 
 
+@app.command("pool-resident", hidden=True)
+def pool_resident() -> None:
+    """Be a job's resident on a node of a pool; its keeper says when it has the device, and as which worker.
+
+    Example: ELASTIC_KEEPER_FD=3 elastic pool-resident
+    """
+    from elastic.cli.worker import pool_resident_command
+
+    pool_resident_command()
+
+
 @app.command()
 def doctor(
     config: Annotated[

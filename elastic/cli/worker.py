@@ -1,4 +1,4 @@
-"""`elastic worker` and `elastic serving-host`: the processes that providers start."""
+"""`elastic worker`, `elastic serving-host`, `elastic pool-resident`: processes that providers and pools start."""
 
 from pathlib import Path
 from typing import NoReturn
@@ -12,3 +12,7 @@ def worker_command(join: str, ticket_file: Path | None, trainer: Path | None, *,
 
 def serving_host_command() -> int:
     return compose.run_serving_host()
+
+
+def pool_resident_command() -> NoReturn:
+    compose.run_pool_resident()

@@ -29,7 +29,7 @@ from elastic.compose.plan import (
     reward_calls,
 )
 from elastic.compose.preparation import Prepared, prepare
-from elastic.compose.processes import run_loop, run_serving_host, run_worker
+from elastic.compose.processes import run_loop, run_pool_resident, run_serving_host, run_worker
 from elastic.compose.runs import (
     claimed,
     discard_run,

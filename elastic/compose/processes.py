@@ -13,12 +13,13 @@ from elastic.compose.runs import load_run_config
 from elastic.config import ConfigError
 from elastic.endpoint import Endpoint, host_and_port
 from elastic.machine import collect_between_decisions, defer_full_collections
+from elastic.pool_wire import KEEPER_VARIABLE
 from elastic.processes import end_own_kin
 from elastic.tickets import TicketRefused, read_ticket
 from providers.serving_messages import LendOrder
 
 if TYPE_CHECKING:
-    from elastic.worker.agent import Ticket
+    from elastic.worker.agent import AgentExit, Ticket
 
 T = TypeVar("T")
 
@@ -69,6 +70,26 @@ def run_serving_host() -> int:
     finally:
         end_own_kin()
     return 0
+
+
+def run_pool_resident() -> NoReturn:
+    """Be a job's resident on a rollout node until its keeper is gone, or a signal. Raises `ConfigError`."""
+    from elastic.worker.agent import leave_process, on_termination
+    from elastic.worker.device_permit import keeper_socket
+    from elastic.worker.rollout_resident import RolloutResident
+    from elastic.worker.warmup import warm_up
+
+    keeper = keeper_socket()
+    if keeper is None:
+        raise ConfigError(f"elastic pool-resident: {KEEPER_VARIABLE} not set, which a pool's keeper hands to residents")
+
+    async def obey() -> "AgentExit":
+        leave = asyncio.Event()
+        with on_termination(leave.set):
+            return await RolloutResident().run(keeper, leave)
+
+    warm_up()
+    leave_process(run_loop(obey()))
 
 
 def run_loop(work: Coroutine[Any, Any, T]) -> T:

@@ -27,7 +27,7 @@ from elastic.worker.service import AgentExit, Service
 from elastic.worker.threads import DaemonThread
 from elastic.worker.training import Trainer
 
-__all__ = ["AgentExit", "BuildEngine", "Ticket", "build_engine", "leave_process", "run_agent"]
+__all__ = ["AgentExit", "BuildEngine", "Ticket", "build_engine", "leave_process", "on_termination", "run_agent"]
 
 log = structlog.get_logger(__name__)
 
@@ -69,7 +69,7 @@ async def run_agent(
     leave = leave or asyncio.Event()
     end = AgentExit(1, "cut short")
     try:
-        with contextlib.nullcontext() if hosted else _on_termination(leave.set):
+        with contextlib.nullcontext() if hosted else on_termination(leave.set):
             async with _kept(permit, trainer, device, accounts):
                 booted = await _unless(leave, _boot(ticket, build_engine, device, permit))
                 if booted is None:
@@ -176,7 +176,7 @@ async def _unless(event: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | Non
 
 
 @contextlib.contextmanager
-def _on_termination(act: Callable[[], None]) -> Iterator[None]:
+def on_termination(act: Callable[[], None]) -> Iterator[None]:
     """`act` on the signals that ask a process to leave, where there can be handlers (the main thread)."""
     loop = asyncio.get_running_loop()
     handled: list[signal.Signals] = []

@@ -4,7 +4,6 @@ import asyncio
 import gc
 import os
 import random
-import socket
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -19,49 +18,15 @@ from elastic.core.types import Account, FinishReason
 from elastic.model.checkpoint import model_tensors, write_checkpoint
 from elastic.model.config import Qwen3Config
 from elastic.model.qwen3 import Qwen3
-from elastic.pool_link import FROM_RESIDENT, PoolLink, over_socket
-from elastic.pool_wire import KEEPER_VARIABLE, FromResident, Park, Parked, Resume, Resumed, Up
+from elastic.pool_wire import KEEPER_VARIABLE, Up
 from elastic.worker.agent import AgentExit
 from elastic.worker.device_permit import DevicePermit, keeper_socket
 from elastic.worker.trainer_host import run_trainer_host
-from tests.worker.conftest import PATIENCE_S, Orchestra, generate
+from tests.worker.conftest import Orchestra, generate
+from tests.worker.keeper import Keeper
 
 MODEL = Qwen3Config(num_hidden_layers=1, hidden_size=32, intermediate_size=48, initializer_range=0.2)
 GROUPS = 2
-
-
-class Keeper:
-    """Of one resident. Gives the device and takes it away, and waits until that is done."""
-
-    def __init__(self) -> None:
-        self._end, self.resident = socket.socketpair()
-        self.permit = 0
-
-    async def receive(self) -> FromResident:
-        async with asyncio.timeout(PATIENCE_S):
-            return await self.link.receive()
-
-    async def give(self) -> Resumed:
-        self.permit += 1
-        self.link.send(Resume(self.permit))
-        said = await self.receive()
-        assert isinstance(said, Resumed)
-        assert said.permit == self.permit
-        return said
-
-    async def take(self) -> Parked:
-        self.link.send(Park(self.permit))
-        said = await self.receive()
-        assert isinstance(said, Parked)
-        assert said.permit == self.permit
-        return said
-
-    async def __aenter__(self) -> "Keeper":
-        self.link: PoolLink[FromResident] = await over_socket(self._end, FROM_RESIDENT, "the resident")
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self.link.abort()
 
 
 class Shared(Orchestra):
@@ -136,7 +101,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def shared(tmp_path: Path, base: Path) -> AsyncIterator[Shared]:
     async with Keeper() as keeper, Shared(tmp_path / "run", base, keeper) as run:
         run.host()
-        assert isinstance(await keeper.receive(), Up)
+        await keeper.hear(Up)
         yield run
 
 
@@ -253,7 +218,7 @@ async def test_training_with_parks_anywhere_gives_the_same_weights(tmp_path: Pat
             return await run.state()
 
     async def take_turns(keeper: Keeper) -> None:
-        assert isinstance(await keeper.receive(), Up)
+        await keeper.hear(Up)
         while True:
             await asyncio.shield(keeper.give())
             await asyncio.sleep(rng.uniform(0, 0.05))

@@ -1,0 +1,347 @@
+"""A job's resident on a rollout node: one warm process that works for the job's run slice by slice.
+
+It keeps its engine. Parked, that has its weights in host memory as they came from the relay, and follows the job's
+versions there, so that what the next slice begins with is there before it begins. Source: Weave §5.1.
+"""
+
+import asyncio
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import structlog
+
+from elastic import wire
+from elastic.core.types import Account, Capabilities, WeightMode
+from elastic.endpoint import Endpoint
+from elastic.engine.base import NO_VERSION, ChunkSink, EngineStatistics, GenerateRequest, RolloutEngine, TokenChunk
+from elastic.parking import Parkable, Switch
+from elastic.pool_link import TO_RESIDENT, LinkLost, PoolLink, over_socket
+from elastic.pool_wire import Leave, Left, Park, Parked, Resume, Resumed, ToResident, Up, Work, WorkerTicketFrame
+from elastic.weights.delta import decode_delta_manifest, delta_manifest_key
+from elastic.weights.errors import BlobNotFound, RelayError, VersionSuperseded
+from elastic.weights.manifest import decode_manifest, manifest_key
+from elastic.weights.relay import open_relay
+from elastic.weights.signing import Trust
+from elastic.weights.source import PullReport, RelaySource, WeightsSource
+from elastic.weights.versions import published_updates
+from elastic.worker.accounts import DeviceAccounts
+from elastic.worker.agent import AgentExit, BuildEngine, Ticket, build_engine, run_agent
+from elastic.worker.threads import run_in_thread
+
+log = structlog.get_logger(__name__)
+
+FOLLOW_S = 0.5
+"""How often a parked resident looks for newer versions."""
+PULL_TIMEOUT_S = 120.0
+SWITCH_TIMEOUT_S = 600.0
+"""The keeper's own limits are shorter."""
+
+
+class LentEngine:
+    """What a worker gets of a resident's engine: an engine of its own, as far as it can see.
+
+    It counts from nothing, and has no weights before the first `load_version`: only that says whose they have to be.
+    Closed, it ends what was its own, and the engine stays.
+    """
+
+    def __init__(self, engine: RolloutEngine, ordered: Callable[[RelaySource], None]) -> None:
+        self._engine = engine
+        self._ordered = ordered
+        self._before = engine.statistics()
+        self._sink: ChunkSink | None = None
+        self._alive: set[str] = set()
+        self._has_weights = False
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._engine.capabilities
+
+    def start(self, sink: ChunkSink) -> None:
+        self._sink = sink
+
+    def hear(self, chunks: Sequence[TokenChunk]) -> None:
+        sink = self._sink
+        if sink is not None:
+            self._alive.difference_update(chunk.request_id for chunk in chunks if chunk.finish is not None)
+            sink(chunks)
+
+    def submit(self, requests: Sequence[GenerateRequest]) -> None:
+        self._alive.update(request.request_id for request in requests)
+        self._engine.submit(requests)
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        self._engine.abort(request_ids)
+
+    def prefetch(self, source: RelaySource, timeout_s: float) -> PullReport:
+        self._ordered(source)
+        return self._engine.prefetch(source, timeout_s)
+
+    def load_version(self, source: WeightsSource, mode: WeightMode) -> float:
+        written_s = self._engine.load_version(source, mode)
+        self._has_weights = True
+        return written_s
+
+    def audit(self) -> bool:
+        return self._engine.audit()
+
+    def sleep(self) -> None:
+        self._engine.sleep()
+
+    def wake(self) -> None:
+        self._engine.wake()
+
+    def set_idle_account(self, account: Account) -> None:
+        self._engine.set_idle_account(account)
+
+    def statistics(self) -> EngineStatistics:
+        now, before = self._engine.statistics(), self._before
+        return msgspec.structs.replace(
+            now,
+            weights_version=now.weights_version if self._has_weights else None,
+            decoded_tokens=now.decoded_tokens - before.decoded_tokens,
+            prompt_tokens=now.prompt_tokens - before.prompt_tokens,
+            prefix_hit_tokens=now.prefix_hit_tokens - before.prefix_hit_tokens,
+        )
+
+    def close(self) -> None:
+        self._sink = None
+        self._engine.abort(list(self._alive))
+        self._engine.wake()
+        self._engine.set_idle_account(Account.LOADING)
+
+
+class KeptEngine:
+    """A resident's engine over all of its slices, and whom it is lent to. May be used from any thread."""
+
+    def __init__(self, make: BuildEngine) -> None:
+        self._make = make
+        self._changing = threading.Lock()
+        """Held while the engine is built, parked or resumed."""
+        self._engine: RolloutEngine | None = None
+        self._asked: tuple[Any, ...] = ()
+        self._lent: LentEngine | None = None
+        self.source: RelaySource | None = None
+        """The version that was ordered last, and whose signature counted."""
+
+    def lend(self, welcome: wire.Welcome) -> RolloutEngine:
+        """The engine that the orchestrator asks for: the one that is kept, unless another is asked for. Blocks."""
+        with self._changing:
+            asked = welcome.model, welcome.engine
+            if self._engine is None or asked != self._asked:
+                self._close()
+                engine = self._make(welcome)
+                engine.start(self._hear)
+                self._engine, self._asked = engine, asked
+            self._lent = LentEngine(self._engine, self._order)
+            return self._lent
+
+    def park(self) -> Switch:
+        """An engine that cannot make way is closed; the next slice begins with another."""
+        with self._changing:
+            self._lent = None
+            if self._engine is None:
+                return Switch(0.0, 0)
+            if isinstance(self._engine, Parkable):
+                return self._engine.park()
+            begun_s = time.monotonic()
+            self._close()
+            return Switch(time.monotonic() - begun_s, 0)
+
+    def resume(self) -> Switch:
+        with self._changing:
+            if isinstance(self._engine, Parkable):
+                return self._engine.resume()
+            return Switch(0.0, 0)
+
+    def follow(self, version: int, timeout_s: float, stopped: threading.Event) -> None:
+        """Bring a version into force in host memory, unless that is `stopped` once it is fetched. Blocks.
+
+        Raises what `prefetch` and `load_version` raise.
+        """
+        engine, source = self._engine, self.source
+        if engine is None or source is None:
+            return
+        source = msgspec.structs.replace(source, version=version)
+        engine.prefetch(source, timeout_s)
+        if not stopped.is_set():
+            engine.load_version(source, WeightMode.FINISH)
+
+    @property
+    def version(self) -> int:
+        """Of the weights in force, `NO_VERSION` where there are none."""
+        version = None if self._engine is None else self._engine.statistics().weights_version
+        return NO_VERSION if version is None else version
+
+    def close(self) -> None:
+        with self._changing:
+            self._close()
+
+    def _close(self) -> None:
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.close()
+
+    def _order(self, source: RelaySource) -> None:
+        self.source = source
+
+    def _hear(self, chunks: Sequence[TokenChunk]) -> None:
+        lent = self._lent
+        if lent is not None:
+            lent.hear(chunks)
+
+
+class _Slice:
+    """A worker that the resident is."""
+
+    def __init__(self, worker: str) -> None:
+        self.worker = worker
+        self.leave = asyncio.Event()
+        self.task: asyncio.Task[None]
+
+
+class RolloutResident:
+    """Obeys its keeper: resumes, works, parks, one after the other."""
+
+    def __init__(self, make_engine: BuildEngine = build_engine, follow_s: float = FOLLOW_S) -> None:
+        self._kept = KeptEngine(make_engine)
+        self._follow_s = follow_s
+        self._link: PoolLink[ToResident]
+        self._accounts: DeviceAccounts | None = None
+        """Of the slice's first worker: they began with the slice."""
+        self._slice: _Slice | None = None
+        self._following: asyncio.Task[None] | None = None
+        self._tasks = asyncio.TaskGroup()
+
+    async def run(self, keeper: socket.socket, leave: asyncio.Event | None = None) -> AgentExit:
+        """Obey until the keeper is gone, which ends the worker at once, or until told to `leave`, which drains it."""
+        self._link = await over_socket(keeper, TO_RESIDENT, "the keeper")
+        end = AgentExit(1, "cut short")
+        try:
+            async with self._tasks:
+                if leave is not None:
+                    self._tasks.create_task(self._leave(leave))
+                self._link.send(Up())
+                while True:
+                    await self._obey(await self._link.receive())
+        except* LinkLost as lost:
+            end = AgentExit(1, str(lost.exceptions[0]))
+        except* _Left:
+            end = AgentExit(0, "terminated")
+        except* Exception as errors:
+            log.exception("the resident failed")
+            end = AgentExit(1, f"{type(errors.exceptions[0]).__name__}: {errors.exceptions[0]}")
+        finally:
+            self._link.abort()
+        return end
+
+    async def _leave(self, leave: asyncio.Event) -> None:
+        await leave.wait()
+        await self._end_slice()
+        raise _Left
+
+    async def _obey(self, message: ToResident) -> None:
+        match message:
+            case Resume(permit=permit):
+                switch = await self._resume()
+                self._link.send(Resumed(permit, switch.seconds, switch.state_bytes))
+            case Park(permit=permit):
+                await self._end_slice()
+                switch = await run_in_thread(SWITCH_TIMEOUT_S, self._kept.park)
+                self._link.send(Parked(permit, switch.seconds, switch.state_bytes, switch.rest_bytes))
+                self._follow()
+            case Work(permit=permit, ticket=ticket):
+                await self._end_slice()
+                work = self._slice = _Slice(ticket.worker)
+                work.task = self._tasks.create_task(self._work(permit, ticket, work), name=f"worker {ticket.worker}")
+            case Leave(worker=worker):
+                if self._slice is not None and self._slice.worker == worker:
+                    self._slice.leave.set()
+
+    async def _resume(self) -> Switch:
+        accounts = DeviceAccounts(time.monotonic_ns())
+        accounts.devote(Account.SWITCHING)
+        if self._following is not None:
+            self._following.cancel()
+            self._following = None
+        switch = await run_in_thread(SWITCH_TIMEOUT_S, self._kept.resume)
+        accounts.leave_to_engine()
+        self._accounts = accounts
+        return switch
+
+    async def _work(self, permit: int, frame: WorkerTicketFrame, work: _Slice) -> None:
+        accounts, self._accounts = self._accounts or DeviceAccounts(time.monotonic_ns()), None
+        ticket = Ticket(
+            endpoint=Endpoint(frame.join, fingerprint=frame.fingerprint),
+            run=frame.run,
+            worker=frame.worker,
+            token=frame.token,
+            wait_s=frame.orchestrator_timeout_s,
+        )
+        try:
+            end = await run_agent(ticket, self._kept.lend, accounts=accounts, leave=work.leave)
+        except ValueError as error:
+            end = AgentExit(1, str(error))
+        self._slice = None
+        self._link.send(Left(permit, frame.worker, wire.clipped(end.reason) if end.code else ""))
+
+    async def _end_slice(self) -> None:
+        """Has the worker drain at once, where there is one, and waits until it has ended."""
+        work = self._slice
+        if work is not None:
+            work.leave.set()
+            await asyncio.wait({work.task})
+
+    def _follow(self) -> None:
+        source = self._kept.source
+        if self._following is None and source is not None:
+            self._following = self._tasks.create_task(self._follow_versions(source), name="following")
+
+    async def _follow_versions(self, source: RelaySource) -> None:
+        """Until cancelled, or nothing there is to be believed: another trainer's key comes with the next order only."""
+        stopped = threading.Event()
+        try:
+            while True:
+                try:
+                    newest = await run_in_thread(PULL_TIMEOUT_S, _newer_version, source, self._kept.version)
+                    if newest is not None:
+                        await run_in_thread(SWITCH_TIMEOUT_S, self._kept.follow, newest, PULL_TIMEOUT_S, stopped)
+                except (RelayError, TimeoutError, VersionSuperseded) as error:
+                    log.info("the job's versions cannot be followed at the moment", reason=str(error))
+                except Exception as error:
+                    log.warning("the job's versions are no longer followed", reason=repr(error))
+                    return
+                await asyncio.sleep(self._follow_s)
+        finally:
+            stopped.set()
+
+
+def _newer_version(source: RelaySource, held: int) -> int | None:
+    """The newest version on the relay, if that is newer than what is `held`. Blocks.
+
+    Raises `RelayError`, and `WeightsCorrupted` where it is not the run's trainer who published it: to find that out
+    while pulling takes until the pull's time is over.
+    """
+    relay = open_relay(source.relay, source.relay_token or None, source.relay_anchor)
+    try:
+        updates = published_updates(relay)
+        if not updates or updates[-1].version <= held:
+            return None
+        version, base = updates[-1]
+        trust = Trust(source.run, source.publisher)
+        if base is not None:
+            decode_delta_manifest(relay.get(delta_manifest_key(version, base)), trust)
+        else:
+            with contextlib.suppress(BlobNotFound):
+                decode_manifest(relay.get(manifest_key(version)), trust)
+        return version
+    finally:
+        relay.close()
+
+
+class _Left(Exception):
+    pass

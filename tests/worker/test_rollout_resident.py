@@ -1,0 +1,328 @@
+"""A job's resident on a rollout node: a keeper at the other end of its socket, real engine, gateway and relay."""
+
+import asyncio
+import os
+import random
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from elastic import wire
+from elastic.core.types import Account, WeightMode
+from elastic.model.checkpoint import model_tensors
+from elastic.model.config import Qwen3Config
+from elastic.model.qwen3 import Qwen3
+from elastic.pool_wire import KEEPER_VARIABLE, Left, Up
+from elastic.weights.directory import DirectoryRelay
+from elastic.weights.publisher import Publisher
+from elastic.weights.signing import SigningKey
+from elastic.weights.versions import discard_all
+from elastic.worker.agent import AgentExit
+from elastic.worker.rollout_resident import RolloutResident
+from tests.worker.conftest import PATIENCE_S, Orchestra, generate
+from tests.worker.keeper import Keeper
+
+MODEL = Qwen3Config(num_hidden_layers=1, hidden_size=32, intermediate_size=48, initializer_range=0.2)
+ENGINE = {"kind": "torch", "device": "cpu", "max_context_tokens": 64, "kv_blocks": 16, "max_batch": 4}
+FOLLOW_S = 0.01
+
+
+class Job:
+    """A run with its relay and a trainer that publishes, and a resident of its own."""
+
+    def __init__(self, directory: Path, resident: RolloutResident | None = None) -> None:
+        self.relay = DirectoryRelay(directory)
+        self.place = str(directory)
+        self.new_trainer()
+        self.engine = dict(ENGINE)
+        self.keeper = Keeper()
+        self.orchestra = self._orchestra()
+        self.slices = 0
+        self.resident = resident or RolloutResident(follow_s=FOLLOW_S)
+
+    def _orchestra(self) -> Orchestra:
+        return Orchestra(engine=self.engine, model=MODEL.to_dict(), relay=self.place, run="run")  # type: ignore[arg-type]
+
+    def new_trainer(self) -> None:
+        """Another process, with another key."""
+        self.key = SigningKey()
+        discard_all(self.relay)
+        self._publisher = Publisher(self.relay, "run", MODEL.to_dict(), key=self.key)
+
+    def publish(self, version: int, seed: int | None = None) -> None:
+        self._publisher.publish(version, weights(version if seed is None else seed))
+        self._publisher.wait()
+
+    async def begin(self) -> str:
+        """Resume, lend a worker, wait until it is ready; returns its name."""
+        await self.keeper.give()
+        return await self.lend()
+
+    async def lend(self) -> str:
+        self.slices += 1
+        worker = f"w{self.slices}"
+        self.orchestra.expect(worker)
+        self.keeper.lend(worker, self.orchestra.address, f"token of {worker}")
+        await self.orchestra.until(lambda: any(w == worker for w, _, m in self.orchestra.heard if is_ready(m)))
+        return worker
+
+    def of(self, worker: str, kind: type) -> list[object]:
+        return [m for w, _, m in self.orchestra.heard if w == worker and isinstance(m, kind)]
+
+    async def load(self, worker: str, version: int) -> wire.WeightsReport:
+        order = wire.PullWeights(version, WeightMode.FINISH, self.key.public)
+        self.orchestra.send(order, worker=worker)
+        await self.orchestra.until(lambda: any(r.version == version for r in self.of(worker, wire.WeightsReport)))  # type: ignore[attr-defined]
+        report = self.of(worker, wire.WeightsReport)[-1]
+        assert isinstance(report, wire.WeightsReport)
+        assert not report.error
+        return report
+
+    async def say(self, worker: str, turn: str, seed: int = 7) -> list[int]:
+        self.orchestra.send(generate(turn, seed=seed, most=12), worker=worker)
+        await self.orchestra.finished(turn)
+        return [token for chunk in self.orchestra.chunks(turn) for token in chunk.token_ids]
+
+    async def has(self, version: int) -> None:
+        """The parked resident follows."""
+        async with asyncio.timeout(PATIENCE_S):
+            while self.resident._kept.version != version:  # noqa: ASYNC110 (it tells nobody)
+                await asyncio.sleep(FOLLOW_S)
+
+
+def is_ready(message: object) -> bool:
+    return isinstance(message, wire.Ready)
+
+
+def weights(seed: int) -> dict[str, torch.Tensor]:
+    torch.manual_seed(seed)
+    return {name: tensor.bfloat16() for name, tensor in model_tensors(Qwen3(MODEL)).items()}
+
+
+@pytest.fixture
+async def job(tmp_path: Path) -> AsyncIterator[Job]:
+    job = Job(tmp_path / "relay")
+    async with job.keeper, job.orchestra:
+        work = job.resident.run(job.keeper.resident)
+        job.orchestra.agents.append(asyncio.create_task(work))
+        await job.keeper.hear(Up)
+        yield job
+
+
+async def fresh(tmp_path: Path, version: int, seed: int = 7) -> list[int]:
+    """What a resident says that has just begun."""
+    job = Job(tmp_path / "fresh")
+    job.publish(version)
+    async with job.keeper, job.orchestra:
+        resident = asyncio.create_task(job.resident.run(job.keeper.resident))
+        await job.keeper.hear(Up)
+        worker = await job.begin()
+        await job.load(worker, version)
+        said = await job.say(worker, "t", seed)
+        job.keeper.link.abort()
+        await resident
+        return said
+
+
+async def test_slice_after_slice_it_works_with_the_engine_that_it_keeps(job: Job, tmp_path: Path) -> None:
+    job.publish(1)
+    said: list[list[int]] = []
+    for number in range(4):
+        worker = await job.begin()
+        ready = job.of(worker, wire.Ready)[0]
+        assert isinstance(ready, wire.Ready)
+        assert ready.weights_version is None, "whose the weights have to be is not known before they are ordered"
+        report = await job.load(worker, 1)
+        assert (report.pulled_bytes > 0) == (number == 0)
+        said.append(await job.say(worker, f"t{number}"))
+        beat = job.of(worker, wire.Heartbeat)[-1]
+        assert isinstance(beat, wire.Heartbeat)
+        assert beat.decoded_tokens <= 12 + 1, "it counts from nothing"
+        job.keeper.call_back(worker)
+        assert (await job.keeper.hear(Left)) == Left(number + 1, worker)
+        assert job.of(worker, wire.Goodbye)
+        parked = await job.keeper.take()
+        assert parked.state_bytes > 0
+        assert parked.rest_bytes < parked.state_bytes
+    assert said == [await fresh(tmp_path, 1)] * 4
+
+
+async def test_parked_it_follows_the_versions_and_the_slice_begins_with_the_newest(job: Job, tmp_path: Path) -> None:
+    job.publish(1)
+    worker = await job.begin()
+    await job.load(worker, 1)
+    await job.keeper.take(working=worker)
+    for version in (2, 3):
+        job.publish(version)
+        await job.has(version)
+    worker = await job.begin()
+    assert (await job.load(worker, 3)).pulled_bytes == 0
+    assert await job.say(worker, "t") == await fresh(tmp_path, 3)
+
+
+async def test_versions_of_another_trainer_are_not_followed_until_it_is_named(job: Job, tmp_path: Path) -> None:
+    job.publish(1)
+    worker = await job.begin()
+    await job.load(worker, 1)
+    await park(job, worker)
+    job.new_trainer()
+    job.publish(1, seed=2)
+    job.publish(2)
+    await asyncio.sleep(10 * FOLLOW_S)
+    assert job.resident._kept.version == 1
+    worker = await job.begin()
+    assert (await job.load(worker, 2)).pulled_bytes > 0
+    assert await job.say(worker, "t") == await fresh(tmp_path, 2)
+    await park(job, worker)
+    job.publish(3)
+    await job.has(3)
+
+
+async def park(job: Job, worker: str) -> None:
+    job.keeper.call_back(worker)
+    await job.keeper.hear(Left)
+    await job.keeper.take()
+
+
+async def test_a_device_that_is_taken_in_a_turn_keeps_every_token(job: Job) -> None:
+    """The turn is cut where the slice ends, and goes on in the next one."""
+    job.publish(1)
+    worker = await job.begin()
+    await job.load(worker, 1)
+    whole = await job.say(worker, "whole")
+    job.orchestra.send(generate("cut", seed=7, most=12), worker=worker)
+    await job.orchestra.until(lambda: job.orchestra.chunks("cut"))
+    await job.keeper.take(working=worker)
+    had = [token for chunk in job.orchestra.chunks("cut") for token in chunk.token_ids]
+    assert job.orchestra.chunks("cut")[-1].finish is not None
+    worker = await job.begin()
+    await job.load(worker, 1)
+    if len(had) < len(whole):
+        prompt = generate("cut", seed=7).token_ids
+        rest = msgspec.structs.replace(
+            generate("cut", seed=7, attempt=2, most=12), token_ids=[*prompt, *had], start=len(had)
+        )
+        job.orchestra.send(rest, worker=worker)
+        await job.orchestra.finished("cut", 2)
+        had += [token for chunk in job.orchestra.chunks("cut", 2) for token in chunk.token_ids]
+    assert had == whole
+
+
+async def test_time_before_the_engine_is_lent_has_a_name(job: Job) -> None:
+    job.publish(1)
+    worker = await job.begin()
+    await job.load(worker, 1)
+    await park(job, worker)
+    worker = await job.begin()
+    await job.orchestra.until(lambda: job.of(worker, wire.Heartbeat))
+    beat = job.of(worker, wire.Heartbeat)[0]
+    assert isinstance(beat, wire.Heartbeat)
+    assert beat.accounts_ns[Account.SWITCHING] > 0
+    assert beat.accounts_ns.keys() <= {Account.SWITCHING, Account.BOOTING, Account.LOADING}
+
+
+async def test_two_workers_in_one_slice(job: Job) -> None:
+    job.publish(1)
+    first = await job.begin()
+    await job.load(first, 1)
+    job.keeper.call_back(first)
+    assert (await job.keeper.hear(Left)).worker == first
+    second = await job.lend()
+    await job.load(second, 1)
+    assert await job.say(second, "t")
+
+
+async def test_a_worker_that_is_not_let_in_is_told_of_and_the_resident_stays(job: Job) -> None:
+    await job.keeper.give()
+    job.keeper.lend("stranger", job.orchestra.address, "wrong token")
+    left = await job.keeper.hear(Left)
+    assert left.worker == "stranger"
+    assert left.cause
+    job.keeper.lend("nowhere", "no address", "token")
+    assert (await job.keeper.hear(Left)).cause
+    job.publish(1)
+    worker = await job.lend()
+    await job.load(worker, 1)
+
+
+async def test_another_engine_is_built_where_another_is_asked_for(job: Job, tmp_path: Path) -> None:
+    job.publish(1)
+    worker = await job.begin()
+    await job.load(worker, 1)
+    await park(job, worker)
+    first = job.resident._kept._engine
+    job.orchestra.door._welcome = msgspec.structs.replace(  # the run goes on with other settings
+        job.orchestra.door._welcome, engine={**ENGINE, "max_batch": 2}
+    )
+    worker = await job.begin()
+    assert job.resident._kept._engine is not first
+    assert (await job.load(worker, 1)).pulled_bytes > 0
+    assert await job.say(worker, "t") == await fresh(tmp_path, 1)
+
+
+async def test_it_ends_with_its_keeper(job: Job) -> None:
+    job.publish(1)
+    await job.begin()
+    job.keeper.link.abort()
+    end = await job.orchestra.agents[-1]
+    assert isinstance(end, AgentExit)
+    assert end.code == 1
+    assert "keeper" in end.reason
+
+
+async def test_at_random_times(job: Job, tmp_path: Path) -> None:
+    """Slices of any length, versions at any time: it says what a fresh one says."""
+    rng, version = random.Random(1), 1
+    job.publish(version)
+    expected: dict[int, list[int]] = {}
+    for number in range(12):
+        worker = await job.begin()
+        await job.load(worker, version)
+        if rng.random() < 0.8:
+            said = await job.say(worker, f"t{number}")
+            assert said == expected.setdefault(version, said)
+        await job.keeper.take(working=worker)
+        if rng.random() < 0.7:
+            version += 1
+            job.publish(version)
+            await asyncio.sleep(rng.uniform(0, 5 * FOLLOW_S))
+    for found, said in expected.items():
+        assert said == await fresh(tmp_path / str(found), found)
+
+
+async def test_the_process_is_warm_before_it_is_up(job: Job) -> None:
+    environment = {**os.environ, KEEPER_VARIABLE: str(job.keeper.resident.fileno())}
+    async with Keeper() as keeper:
+        descriptor = keeper.resident.fileno()
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "elastic.cli", "pool-resident"),
+            env={**environment, KEEPER_VARIABLE: str(descriptor)},
+            pass_fds=[descriptor],
+        )
+        keeper.resident.close()
+        async with asyncio.timeout(60):
+            await keeper.link.receive()
+        other = job.keeper
+        job.keeper = keeper
+        job.publish(1)
+        worker = await job.begin()
+        await job.load(worker, 1)
+        assert await job.say(worker, "t")
+        job.keeper = other
+        process.terminate()
+        async with asyncio.timeout(PATIENCE_S):
+            assert await process.wait() == 0
+        assert job.of(worker, wire.Goodbye)
+
+
+async def test_without_a_keeper_there_is_no_resident() -> None:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "elastic.cli", "pool-resident"), stderr=asyncio.subprocess.PIPE
+    )
+    _, said = await process.communicate()
+    assert process.returncode == 2
+    assert b"ELASTIC_KEEPER_FD not set" in said
