@@ -103,7 +103,7 @@ async def be_resident(directory: Path) -> None:
                 link.send(w.Left(permit, left))
                 worker = ""
             case w.Park(permit=number):
-                if behaviour.get("never_parks"):
+                if behaviour.get("never_parks") and "ELASTIC_WORKER" not in os.environ:
                     continue
                 if worker:
                     link.send(w.Left(permit, worker))

@@ -163,3 +163,88 @@ async def test_two_jobs_take_turns_on_the_same_devices_and_the_pool_ends_with_no
         status = await pool.status()
         assert not status["permits"]
         assert pool.replayed_digest() == status["digest"]
+
+
+async def test_jobs_go_on_whoever_is_killed(tmp_path: Path):
+    async with running(tmp_path) as pool:
+        for name in ("one", "two"):
+            await pool.control.submit(pool.submit(name, steps=6, rollout_s=0.6))
+
+        def slices(status: dict[str, Any]) -> list[tuple[str, str]]:
+            return [(one["job"], one["nodes"][0]) for one in status["permits"] if one["phase"] == "rollout"]
+
+        await pool.until(lambda status: bool(slices(status)), "nobody has a slice")
+        inside, node = slices(await pool.status())[0]
+        outside = "two" if inside == "one" else "one"
+        killed = [*pool.residents(node, inside), *pool.residents(node, outside)]
+        assert len(killed) == 2
+        for pid in killed:  # The one in its slice, and the one that is parked beside it.
+            os.kill(pid, signal.SIGKILL)
+        await pool.until(
+            lambda status: (
+                next(one for one in status["nodes"] if one["name"] == node)["keeper"]["residents"] == ["one", "two"]
+                and not {*killed} & {*pool.residents(node, "one"), *pool.residents(node, "two")}
+            ),
+            "residents are not started again",
+        )
+
+        before = await pool.status()
+        pool.kill()
+        events = before["events"]
+        pool.start()
+        after = await pool.status()
+        assert after["events"] >= events
+        records = list(read_records(pool.directory))
+        assert cluster_digest(replay(records[:events], CLUSTER_POLICIES["ours"])) == before["digest"]
+        assert [job["pid"] for job in after["jobs"]] == [job["pid"] for job in before["jobs"]]
+        assert [one["keeper"]["pid"] for one in before["nodes"]] != []
+
+        os.kill((await pool.job("one"))["pid"], signal.SIGKILL)
+        await pool.until(
+            lambda status: any(job["restarts"] and job["pid"] for job in status["jobs"]), "the job is not started again"
+        )
+        await pool.until(lambda status: all(one["keeper"]["up"] for one in status["nodes"]), "keepers are not back")
+        lost = next(one for one in (await pool.status())["nodes"] if one["name"] == node)
+        os.kill(lost["keeper"]["pid"], signal.SIGKILL)
+        await pool.until(lambda status: node not in [one["name"] for one in status["nodes"]], "the node is not lost")
+        await finished(pool, "one", "two")
+        status = await pool.status()
+        assert len(status["nodes"]) == 3
+        assert pool.replayed_digest() == status["digest"]
+
+
+async def test_who_does_not_give_way_or_park_is_killed_and_the_cycle_goes_on(tmp_path: Path):
+    async with running(tmp_path) as pool:
+        await pool.control.submit(pool.submit("hangs", steps=2, plan_s=5, hangs_at=0))
+        await pool.control.submit(pool.submit("stays", steps=2, plan_s=5, never_parks=True))
+        await finished(pool, "hangs", "stays")
+        assert (pool.jobs["hangs"] / "hung").exists()
+
+
+async def test_a_job_whose_process_dies_too_often_has_failed_and_may_come_again(tmp_path: Path):
+    async with running(tmp_path) as pool:
+        await pool.control.submit(pool.submit("frail", steps=50, max_restarts=0))
+        await pool.until(lambda status: bool(status["permits"]), "it has no turn")
+        os.kill((await pool.job("frail"))["pid"], signal.SIGKILL)
+        await pool.until_over("frail")
+        job = await pool.job("frail")
+        assert (job["state"], job["pid"]) == ("failed", None)
+        assert "killed" in job["reason"] or "died" in job["reason"] or "status" in job["reason"]
+        (pool.jobs["frail"] / "script.json").write_text(json.dumps({"steps": 1, "rollout_s": 0.1, "train_s": 0.1}))
+        await pool.control.resubmit("frail")
+        await pool.until_over("frail")
+        assert (await pool.job("frail"))["state"] == "finished"
+
+
+async def test_a_pool_that_was_stopped_goes_on_with_its_jobs_where_they_were(tmp_path: Path):
+    async with running(tmp_path) as pool:
+        await pool.control.submit(pool.submit("long", steps=500))
+        await pool.until(lambda status: status["jobs"][0]["steps_done"] >= 1, "it does not come on")
+        await pool.control.stop(now=True)
+        assert pool.process is not None
+        assert await asyncio.to_thread(pool.process.wait, 20) == 0
+        assert not leftovers(pool.directory)
+        (pool.jobs["long"] / "script.json").write_text(json.dumps({"steps": 3, "rollout_s": 0.1, "train_s": 0.1}))
+        pool.start()
+        await pool.until_over("long")
+        assert (await pool.job("long"))["state"] == "finished"
