@@ -5,7 +5,8 @@ five minutes (about a minute at the median), against a queue that is always full
 moves. One instance after the other is taken back with the notice that the key says, in seconds. `useful_share` is the
 share of the notice's device time that went into prefill and decode of tokens that were accepted; null where there is no
 notice. `turns_finished_in_place` ended on the instance after its notice came, those `turns_moved` went on elsewhere.
-`tokens_lost` were generated there and accepted from nobody.
+`tokens_lost` were generated there and accepted from nobody; without notice what a worker has not sent yet goes with it,
+as it must, and is not counted.
 
 `live` is the same with notices of 0 and 10 s on real processes, paced, with turns of seconds; figures there are of few
 instances, on a machine that does other things.
@@ -124,7 +125,7 @@ async def live(directory: Path, notice_s: int, lives: int, life_s: int) -> dict[
 
 def judged(journal: JournalReader, notice_s: int) -> dict[str, Any]:
     events = list(journal.events())
-    notices = found(events)
+    notices = found(events, noticed=notice_s > 0)
     turns, moves = journal.rows(TurnRow), journal.rows(MoveRow)
     useful_ns = total_ns = lost = 0
     for notice in notices:
@@ -142,7 +143,8 @@ def judged(journal: JournalReader, notice_s: int) -> dict[str, Any]:
     }
 
 
-def found(events: list[tuple[int, e.Event]]) -> list[GivenNotice]:
+def found(events: list[tuple[int, e.Event]], *, noticed: bool) -> list[GivenNotice]:
+    """Of the instances that were taken back once they served, each with its notice where they are `noticed`."""
     given = {event.lease: (t_ns, event.deadline_ns) for t_ns, event in events if isinstance(event, e.LeaseNotice)}
     ready = {event.worker for _, event in events if isinstance(event, e.WeightsApplied)}
     silent = {event.worker: t_ns for t_ns, event in events if isinstance(event, e.WorkerDisconnected)}
@@ -150,7 +152,7 @@ def found(events: list[tuple[int, e.Event]]) -> list[GivenNotice]:
     for t_ns, event in events:
         if isinstance(event, e.LeaseEnded) and event.cause is EndCause.PREEMPTED and event.lease in ready:
             end_ns = min(t_ns, silent.get(event.lease, t_ns))
-            at_ns, deadline_ns = given.get(event.lease, (end_ns, end_ns))
+            at_ns, deadline_ns = given.get(event.lease, (end_ns, end_ns)) if noticed else (end_ns, end_ns)
             notices.append(GivenNotice(event.lease, at_ns, t_ns if deadline_ns is None else deadline_ns))
     return notices
 

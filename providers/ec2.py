@@ -111,6 +111,7 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
         """Whether this process has made or ordered anything, or an earlier one has."""
         self._passed_over: Counter[tuple[SpotPool, str]] = Counter()
         """How often another pool was used for this reason."""
+        self._missing, self._times_missing = False, 0
         self._past = Ec2History(context.run_dir.parent, settings.endpoint_url)
         self._silent_s: float | None = None
 
@@ -137,6 +138,7 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
             raise ProviderUnavailable(f"{self.name}: {self._ec2.why_nothing()}; see providers.{self.name}.zones")
         tuple(self._ec2.advance(self.context.now_ns()))
         await super().start(emit)
+        self._say_what_is_missing()
         self.run_in_background(self._watch(), "watch")
         self.run_in_background(self._follow_prices(), "prices")
         if self.settings.queue:
@@ -375,7 +377,20 @@ class Ec2Provider(BaseProvider[Ec2Settings]):
                         await self._end_strays(self._of_no_lease(seen))
                 self._mind_the_cap(seen)
             tuple(self._ec2.advance(self.context.now_ns()))
+            self._say_what_is_missing()
             self.announce()
+
+    def _say_what_is_missing(self) -> None:
+        """Once each time that no pool is left to ask: nobody asks for what is not offered, and hears no refusal."""
+        missing = not self._ec2.closed and not self._ec2.usable()
+        if missing and not self._missing:
+            why = self._ec2.why_nothing()
+            self._times_missing += 1
+            log.warning("nothing is to be had for now", provider=self.name, why=why)
+            self._remark(
+                "nothing", f"no pool was left to ask {self._times_missing} times, the last time because of {why}"
+            )
+        self._missing = missing
 
     def _look_at(self, seen: Sequence[Instance]) -> None:
         by_id = {instance.id: instance for instance in seen}

@@ -375,7 +375,7 @@ async def test_the_cap_ends_leases_in_time(house: House) -> None:
 
 
 async def test_while_ec2_cannot_be_asked_nothing_is_offered_and_nothing_is_lost(house: House) -> None:
-    provider = await house.started(answer_timeout_s=2.0)
+    provider = await house.started(answer_timeout_s=6.0)
     lease = await house.grant(provider)
     house.aws.proxy.faults = Faults(torn_before=1.0)
     await house.recorder.until(lambda r: r.available == 0)
@@ -428,6 +428,44 @@ async def test_wrong_credentials_are_named_at_the_start_and_later(house: House) 
     provider = await house.started()
     house.aws.proxy.denied = {"CreateFleet"}
     assert "the role lacks this action" in await house.refusal(provider)
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("ExpiredToken", "aws sso login"),
+        ("RequestExpired", "credentials have expired"),
+        ("InvalidClientTokenId", "these credentials are wrong"),
+        ("OptInRequired", "no EC2 in this region"),
+    ],
+)
+async def test_credentials_that_expire_while_a_run_goes_on_take_no_worker_along(
+    house: House, code: str, words: str
+) -> None:
+    provider = await house.started()
+    lease = await house.grant(provider)
+    house.aws.proxy.keys, house.aws.proxy.unknown = {"another"}, code
+    await house.recorder.until(lambda r: r.available == 0)
+    reason = await house.refusal(provider, 2)
+    for word in ("ec2: ", code, words):
+        assert word in reason, reason
+    assert not house.recorder.of(LeaseEnded, lease)
+    house.aws.proxy.keys = None
+    await house.recorder.until(lambda r: r.available > 0)
+    await house.grant(provider, 3)
+
+
+async def test_prices_above_the_limit_are_told_though_nobody_asks(house: House) -> None:
+    with structlog.testing.capture_logs() as logged:
+        provider = await house.started(usd_per_gpu_hour_max=0.01)
+        assert house.recorder.available == 0
+        reason = await house.refusal(provider)
+    (warned,) = logged
+    remark = house.notes["remark: ec2: nothing"]
+    for said in (reason, str(warned["why"]), remark):
+        assert "g5.xlarge in us-east-1a: $" in said
+        assert "above usd_per_gpu_hour_max" in said
+    assert house.aws.living() == []
 
 
 async def test_user_data_that_is_too_large_refuses_the_lease(house: House) -> None:

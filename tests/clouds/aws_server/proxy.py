@@ -77,6 +77,8 @@ class Proxy:
         self.zone_ids: dict[str, str] = {}
         self.keys: set[str] | None = None
         """Access keys that are known; None for any."""
+        self.unknown = "AuthFailure"
+        """The code by which others are refused."""
         self.clock_s = 0.0
         """How much later AWS's clock is than this machine's."""
         self.unseen_s = 0.0
@@ -152,7 +154,7 @@ class Proxy:
         found = re.search(r"Credential=([^/]+)/", request.headers.get("Authorization", ""))
         key = found[1] if found else ""
         if self.keys is not None and key not in self.keys:
-            raise Refused("AuthFailure", "AWS was not able to validate the provided access credentials", 401)
+            raise Refused(self.unknown, "AWS was not able to validate the provided access credentials", 401)
         self._check_clock(request)
         if action in self.denied:
             raise Refused("UnauthorizedOperation", f"You are not authorized to perform: {action}", 403)
