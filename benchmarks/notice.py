@@ -117,7 +117,7 @@ async def live(directory: Path, notice_s: int, lives: int, life_s: int) -> dict[
     providers = {"spot": (cast("type[Provider]", SpotProvider), spot)}
     lake = FrozenLakeSettings(sizes=(8,))
     async with live_run(config, directory / "run", providers, FrozenLake, lake) as run:
-        end_ns = round((lives * life_s + notice_s + 1) * NS_PER_S)
+        end_ns = round((lives * life_s + life_s // 2 + notice_s + 1) * NS_PER_S)
         await run.until("the last end", lambda: run.orchestrator.now_ns() > end_ns, 600.0)
     with RunDirectory(directory / "run").newest_journal() as journal:
         return judged(journal, notice_s)
