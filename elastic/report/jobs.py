@@ -494,7 +494,7 @@ def _pictures(report: PoolReport) -> Markup | None:
             "figure",
             tag("h2", "Bill beside the bill alone"),
             tag("div", _bill_bars(jobs), class_="picture"),
-            tag("figcaption", "The whole bar is what its steps would have cost on nodes of its own."),
+            tag("figcaption", "The whole bar is what its start and its steps would have cost on nodes of its own."),
         ),
         tag(
             "figure",

@@ -37,10 +37,11 @@ _LOST = (JobState.FAILED, JobState.CANCELLED, JobState.REJECTED)
 
 
 class JobPast(msgspec.Struct, kw_only=True):
-    """What of a job the cluster forgets. `alone_ns`: its phases, switching left out, and as much synchronisation as
-    was planned."""
+    """What of a job the cluster forgets. `alone_ns`: its phases, switching left out. It began to start at `started_ns`,
+    which takes as long alone, and was up at `begun_ns`."""
 
     begun_ns: Nanoseconds | None = None
+    started_ns: Nanoseconds | None = None
     stepped_ns: Nanoseconds | None = None
     alone_ns: Nanoseconds = 0
     switch_ns: Nanoseconds = 0
@@ -113,6 +114,7 @@ class PoolPast:
                 new = [node for node in (*command.seat.rollout, *command.train) if node not in before]
                 before.update(new)
                 seen = self.jobs[command.job]
+                seen.started_ns = now_ns if seen.started_ns is None else seen.started_ns
                 if seen.marginal is None:
                     seen.marginal = sum(self._price(node) for node in new)
                 self.cycles = self.groups()
@@ -324,6 +326,7 @@ def _job(
         planned = took_ns / (steps * plan.solo_ns)
         actual = took_ns / alone_ns if alone_ns else None
     alone = cluster.books.alone_price(request.id)
+    starting_ns = 0 if seen.started_ns is None else (seen.begun_ns or now_ns) - seen.started_ns
     cycle_s = statistics.median(seen.cycles_ns) / NS_PER_S if seen.cycles_ns else None
     turned_s = sum(len(phases) for phases in seen.phases_ns.values()) / len(PhaseKind) * (cycle_s or 0.0)
     return PooledJob(
@@ -341,7 +344,7 @@ def _job(
         moves=record.moves,
         resubmissions=record.resubmissions,
         usd=usd(billed),
-        usd_alone=usd(alone_ns * alone),
+        usd_alone=usd((alone_ns + starting_ns) * alone),
         alone_usd_per_hour=alone / NANO_USD,
         marginal_usd_per_hour=None if seen.marginal is None else seen.marginal / NANO_USD,
         saved_if_left_usd_per_hour=saved_if_left(cluster, request.id) / NANO_USD,
