@@ -573,10 +573,12 @@ def serving_host() -> None:
 
 
 @app.command("pool-resident", hidden=True)
-def pool_resident() -> None:
+def pool_resident(
+    _: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Of the job's run, by which people find it.")] = Path(),
+) -> None:
     """Be a job's resident on a node of a pool; its keeper says when it has the device, and as which worker.
 
-    Example: ELASTIC_KEEPER_FD=3 elastic pool-resident
+    Example: ELASTIC_KEEPER_FD=3 elastic pool-resident runs/one
     """
     from elastic.cli.worker import pool_resident_command
 
